@@ -1,0 +1,74 @@
+"""Whether a saved state fits an optimizer, and its copy at full precision."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tnt_optim.modes import diagonal_modes, mode_shape
+
+
+def check_state_dict(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) -> None:
+    """Checks that ``state_dict`` is of an optimizer with these parameter groups.
+
+    Raises:
+        ValueError: says where the two part.
+    """
+    for key in ("state", "param_groups"):
+        if key not in state_dict:
+            raise ValueError(f"state_dict must have the key {key!r}, got {sorted(state_dict)}")
+    saved_groups = state_dict["param_groups"]
+    if len(saved_groups) != len(groups):
+        raise ValueError(
+            f"state_dict must have {len(groups)} parameter groups, got {len(saved_groups)}"
+        )
+    for number, (group, saved) in enumerate(zip(groups, saved_groups, strict=True)):
+        missing = sorted(set(group) - set(saved) - {"modes"})
+        if missing:
+            raise ValueError(
+                f"state_dict: group {number} lacks {missing}; is it another optimizer's?"
+            )
+        if len(saved["params"]) != len(group["params"]):
+            raise ValueError(
+                f"state_dict: group {number} must have {len(group['params'])} parameters, "
+                f"got {len(saved['params'])}; is it of another model?"
+            )
+        for index, param in zip(saved["params"], group["params"], strict=True):
+            if index in state_dict["state"]:
+                name = f"state_dict['state'][{index}]"
+                _check_state(name, state_dict["state"][index], group, param)
+
+
+def _check_state(
+    name: str, state: Mapping[str, Any], group: Mapping[str, Any], param: Tensor
+) -> None:
+    missing = sorted({"momentum", "stats", "factors", "first_step"} - set(state))
+    if missing:
+        raise ValueError(f"{name} lacks {missing}; is it another optimizer's?")
+    sizes = mode_shape(param.shape, group["modes"])
+    if tuple(state["momentum"].shape) != sizes:
+        raise ValueError(
+            f"{name}: the momentum must be {sizes} for a parameter of shape "
+            f"{tuple(param.shape)}, got {tuple(state['momentum'].shape)}; is it of another model?"
+        )
+    kinds = diagonal_modes(sizes, group["max_factor_dim"])
+    wanted = [(d,) if diagonal else (d, d) for d, diagonal in zip(sizes, kinds, strict=True)]
+    for key in ("stats", "factors"):
+        got = [tuple(tensor.shape) for tensor in state[key]]
+        if got != wanted:
+            raise ValueError(
+                f"{name}: {key} must have shapes {wanted} with max_factor_dim="
+                f"{group['max_factor_dim']}, got {got}"
+            )
+
+
+def copied(value: Any, device: torch.device) -> Any:
+    """A deep copy with all tensors on ``device``, dtypes as they are."""
+    if isinstance(value, Tensor):
+        return value.detach().to(device, copy=True)
+    if isinstance(value, dict):
+        return {key: copied(item, device) for key, item in value.items()}
+    if isinstance(value, list):
+        return [copied(item, device) for item in value]
+    return value

@@ -1,0 +1,95 @@
+"""Failures found on the device, counted on the host without waiting for them.
+
+A step that refreshes statistics or inverses leaves a small vector on the device, zero where all
+went well. It is copied to the host behind the step's back and looked at when it has arrived: at
+once on the CPU, at a later step on a GPU.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# So many failures in a row of one parameter are no accident: the next thing to fail is training.
+FAILURES_IN_A_ROW = 5
+
+COUNTERS = ("skipped_statistics", "skipped_in_a_row", "failed_inverses", "failed_in_a_row")
+
+
+class _Delivery:
+    """A device tensor on its way to the host."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._host = tensor
+        self._arrived: torch.cuda.Event | None = None
+        if tensor.is_cuda:
+            # Pinned memory, or the copy would wait for the device.
+            self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def arrived(self) -> bool:
+        return self._arrived is None or self._arrived.query()
+
+    def codes(self) -> list[int]:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return [int(code) for code in self._host.tolist()]
+
+
+class Failures:
+    """Reports of refreshes that have not been read yet.
+
+    What is read is counted in the parameters' own states, to be saved and loaded with them.
+    """
+
+    def __init__(self) -> None:
+        self._pending: list[tuple[_Delivery, str, Sequence[Tensor]]] = []
+
+    def report_statistics(self, codes: Tensor, params: Sequence[Tensor]) -> None:
+        """codes[n] is nonzero where the statistics of params[n] were left as they were."""
+        self._pending.append((_Delivery(codes), "statistics", params))
+
+    def report_inverses(self, codes: Tensor, params: Sequence[Tensor]) -> None:
+        """codes[n] is 0, or which mode of params[n], from 1, could not be inverted."""
+        self._pending.append((_Delivery(codes), "inverses", params))
+
+    def read(
+        self,
+        states: Mapping[Tensor, dict[str, Any]],
+        name: Callable[[Tensor], str],
+        *,
+        wait: bool = False,
+    ) -> None:
+        """Counts what has arrived (with ``wait``: everything) in ``states``, and warns.
+
+        Raises:
+            RuntimeError: where a parameter has failed FAILURES_IN_A_ROW times in a row.
+        """
+        while self._pending and (wait or self._pending[0][0].arrived()):
+            delivery, kind, params = self._pending.pop(0)
+            total, in_a_row = COUNTERS[:2] if kind == "statistics" else COUNTERS[2:]
+            failed = []
+            for code, param in zip(delivery.codes(), params, strict=True):
+                state = states[param]
+                state[total] += code != 0
+                state[in_a_row] = state[in_a_row] + 1 if code != 0 else 0
+                if code != 0:
+                    failed.append((state[in_a_row], code, param))
+            if failed:
+                worst, code, param = max(failed, key=lambda entry: entry[0])
+                message = _MESSAGES[kind].format(mode=code - 1, name=name(param))
+                if len(failed) > 1:
+                    message += f" (and of {len(failed) - 1} other parameters)"
+                if worst >= FAILURES_IN_A_ROW:
+                    raise RuntimeError(f"{message}; this was time {worst} in a row: stopping")
+                warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+
+_MESSAGES = {
+    "statistics": "a gradient for the statistics is not finite; left out of those of {name}",
+    "inverses": "mode {mode} could not be inverted, earlier inverses kept: those of {name}",
+}

@@ -1,0 +1,108 @@
+"""Labels drawn from a model's own predictive distribution, and their loss.
+
+The gradient of that loss has mean zero and the Fisher matrix as covariance (the empirical gradient
+has neither), which is what makes the tensor-normal model of it apply. Ren & Goldfarb 2021, section
+3.
+
+No function here reads a value on the host, and a NaN output gives a NaN loss, never an exception:
+a step that is skipped for one is the optimizer's decision.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def categorical(logits: Tensor, generator: torch.Generator) -> Tensor:
+    """Cross entropy, mean over rows, at classes drawn from softmax(logits); logits (N, C)."""
+    if logits.dim() != 2:
+        raise ValueError(
+            f"output must be (batch, classes) for likelihood 'categorical', got "
+            f"{tuple(logits.shape)}; bring classes last and flatten the rest into rows"
+        )
+    # argmax(z - log E), E ~ Exp(1), has the law softmax(z); torch.multinomial reads on the host.
+    noise = torch.empty_like(logits, requires_grad=False).exponential_(generator=generator)
+    labels = (logits.detach() - noise.log()).argmax(dim=1)
+    return F.cross_entropy(logits, labels)
+
+
+def bernoulli(logits: Tensor, generator: torch.Generator) -> Tensor:
+    """Binary cross entropy, sum over outputs, mean over the batch, at draws from sigmoid(logits).
+
+    The logits are (N, ...).
+    """
+    _check_batched("bernoulli", logits)
+    uniform = torch.empty_like(logits, requires_grad=False).uniform_(generator=generator)
+    labels = (uniform < logits.detach().sigmoid()).to(logits.dtype)
+    return F.binary_cross_entropy_with_logits(logits, labels, reduction="sum") / logits.shape[0]
+
+
+def gaussian(mean: Tensor, generator: torch.Generator) -> Tensor:
+    """Half the squared error, sum over outputs, mean over the batch, at draws from N(mean, I).
+
+    The means are (N, ...).
+    """
+    _check_batched("gaussian", mean)
+    noise = torch.empty_like(mean, requires_grad=False).normal_(generator=generator)
+    labels = mean.detach() + noise
+    return (mean - labels).square().sum() / (2 * mean.shape[0])
+
+
+LIKELIHOODS: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
+    "categorical": categorical,
+    "bernoulli": bernoulli,
+    "gaussian": gaussian,
+}
+
+
+def sampled_loss(likelihood: str, output: Tensor, generator: torch.Generator) -> Tensor:
+    """Returns the mean over the batch of -log p(y | output), with one y drawn for each example.
+
+    Args:
+        likelihood: "categorical", "bernoulli" or "gaussian".
+        output: the model's output, in any float dtype; half precision is computed in float32.
+        generator: where the draws come from, on the output's device.
+
+    Returns:
+        A 0-dim tensor with the output's graph.
+
+    Raises:
+        ValueError: where the output has the wrong number of dimensions, or no example.
+    """
+    if output.dtype in (torch.float16, torch.bfloat16):
+        output = output.float()
+    if output.dim() > 0 and output.shape[0] == 0:
+        raise ValueError(f"output must hold at least one example, got {tuple(output.shape)}")
+    return LIKELIHOODS[likelihood](output, generator)
+
+
+def stream_seed(*key: int | str) -> int:
+    """Returns a seed for one stream of draws: equal keys give equal seeds, others unrelated ones.
+
+    >>> stream_seed(0, "step", 7) == stream_seed(0, "step", 7) != stream_seed(0, "step", 8)
+    True
+    """
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=7).digest(), "little")
+
+
+@contextmanager
+def seeded_globally(seed: int, devices: set[torch.device]) -> Iterator[None]:
+    """Seeds the global generators of the CPU and ``devices``, and puts them back on leaving."""
+    cuda = sorted(device.index for device in devices if device.type == "cuda")
+    with torch.random.fork_rng(devices=cuda):
+        torch.default_generator.manual_seed(seed)
+        for index in cuda:
+            torch.cuda.default_generators[index].manual_seed(seed)
+        yield
+
+
+def _check_batched(likelihood: str, output: Tensor) -> None:
+    if output.dim() < 2:
+        raise ValueError(
+            f"output must be (batch, outputs, ...) for likelihood {likelihood!r}, got "
+            f"{tuple(output.shape)}; unsqueeze(1) where there is one output for each example"
+        )

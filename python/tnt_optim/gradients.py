@@ -1,0 +1,52 @@
+"""Gradients for the statistics, taken beside the user's own backward."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def all_finite(gradients: Iterable[Tensor]) -> Tensor:
+    """Whether all Gram matrices of ``gradients`` are finite: their traces are squared norms."""
+    norm = nn.utils.get_total_norm(list(gradients))
+    return norm.to(torch.promote_types(norm.dtype, torch.float32)).square().isfinite()
+
+
+def check_scalar_loss(name: str, loss: Any) -> Tensor:
+    """Checks that ``loss`` is a 0-dim tensor with a graph.
+
+    Raises:
+        ValueError: says what it is instead.
+    """
+    if not isinstance(loss, Tensor) or loss.dim() != 0:
+        got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(f"{name} must give a 0-dim tensor, got {got}")
+    if not loss.requires_grad:
+        raise ValueError(f"{name} must have a graph, got a tensor that requires no gradient")
+    return loss
+
+
+def gradients_of(
+    loss: Tensor, params: Sequence[Tensor], *, retain_graph: bool
+) -> dict[Tensor, Tensor]:
+    """The gradients of ``loss`` for those of ``params`` it depends on, ``.grad`` left alone.
+
+    Raises:
+        ValueError: where it depends on none of them, or a gradient is sparse.
+    """
+    grads = (
+        torch.autograd.grad(loss, params, retain_graph=retain_graph, allow_unused=True)
+        if params
+        else ()
+    )
+    reached = {p: g for p, g in zip(params, grads, strict=True) if g is not None}
+    if not reached:
+        raise ValueError(
+            "output must depend on a parameter of this optimizer that requires a gradient, and it "
+            "depends on none: is it another model's, or detached?"
+        )
+    for grad in reached.values():
+        if grad.layout != torch.strided:
+            raise ValueError(f"output must give dense gradients, got {grad.layout}")
+    return reached

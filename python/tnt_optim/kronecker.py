@@ -1,0 +1,408 @@
+"""What the Kronecker-factored optimizers share: modes, state, schedule and step.
+
+Each parameter W, seen as a tensor with modes of sizes d_1, ..., d_k, has
+
+- ``momentum`` m, (d_1, ..., d_k);
+- ``stats`` S_i, one for each mode, (d_i, d_i), or (d_i,) for a diagonal mode: the moving average of
+  the Gram matrices of the gradient's unfoldings;
+- ``factors`` A_i, like the statistics: what the optimizer makes of them (TNT: damped inverses).
+
+All are float32, or float64 for float64 parameters. The state of a parameter exists whole or not at
+all: its first statistic brings the factors and a zero momentum with it.
+
+At step t = 0, 1, 2, ..., with T1 = stat_interval and T2 = inverse_interval: statistics at
+t % T1 == 0; factors at t % T2 == 0, and at every statistics step in the first T2 steps, while the
+statistics are young; the update at every step.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tnt_kernels import gram_ema_, preconditioned_step_
+from tnt_optim.checkpoint import check_state_dict, copied
+from tnt_optim.failures import COUNTERS, Failures
+from tnt_optim.gradients import all_finite, check_scalar_loss, gradients_of
+from tnt_optim.graft import grafted_step_
+from tnt_optim.modes import diagonal_modes, mode_shape
+from tnt_optim.settings import check_settings
+
+
+class KroneckerOptimizer(Optimizer):
+    """Base of the optimizers that precondition the momentum, mode by mode.
+
+    A subclass says what the factors are (``_factors``), and where the gradients for the statistics
+    come from: by default they are the parameters' own.
+    """
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        self._failures = Failures()
+        super().__init__(params, {**defaults, "modes": None, "step": 0})
+
+    # What a subclass provides.
+
+    def _factors(
+        self,
+        group: dict[str, Any],
+        stats: Sequence[Sequence[Tensor]],
+        out: Sequence[Sequence[Tensor]] | None = None,
+    ) -> tuple[list[list[Tensor]], Tensor]:
+        """Makes the factors of ``stats``; see ``tnt_kernels.damped_inverse`` for out and info."""
+        raise NotImplementedError
+
+    def _statistic_gradients(self) -> dict[Tensor, Tensor]:
+        """Returns the gradients whose statistics are due at this step, by parameter."""
+        return {
+            p: p.grad
+            for group in self.param_groups
+            for p in group["params"]
+            if p.grad is not None and (self._statistics_due(group) or p not in self.state)
+        }
+
+    def _statistic_loss(self, output: Any, index: int) -> Tensor:
+        """Turns what ``warm_start`` was given for batch ``index`` into a scalar with a graph."""
+        return check_scalar_loss("outputs (here: training losses)", output)
+
+    def _may_wait(self, param: Tensor) -> bool:
+        """Whether a parameter without statistics sits a step out, rather than being an error."""
+        return False
+
+    # The public side.
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Takes one step.
+
+        Args:
+            closure: recomputes the loss, calls ``backward`` (and ``observe``), returns the loss.
+
+        Returns:
+            What the closure returned, else None.
+
+        Raises:
+            RuntimeError: where a parameter has a gradient but no statistics, where its first
+                statistics or inverse fail, or later ones repeatedly. No parameter is then changed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._read_failures()
+        observed = self._statistic_gradients()
+        updates = [self._to_update(group, observed) for group in self.param_groups]
+        first = {p: g for p, g in observed.items() if p not in self.state}
+        self.state.update(self._first_states(first))
+        self._refresh({p: g for p, g in observed.items() if p not in first}, first)
+        self._read_failures()
+        for group, params in zip(self.param_groups, updates, strict=True):
+            for batch in by_device(params):
+                self._update(group, batch)
+            group["step"] += 1
+        return loss
+
+    def warm_start(self, outputs: Iterable[Any], *, model: nn.Module | None = None) -> None:
+        """Starts the statistics from their plain average over many batches, and the factors too.
+
+        Best over the whole data set at the initial weights, as in the paper:
+        ``opt.warm_start((model(x) for x, _ in batches), model=model)``. Statistics that exist
+        already start over.
+
+        Args:
+            outputs: for each batch, with its graph: what ``observe`` takes, or, where the
+                statistics come from the training gradients themselves, the training loss.
+            model: if given, its buffers (batch norm's running statistics) are put back afterwards.
+
+        Raises:
+            ValueError: where there is no batch, or an output does not fit; nothing is then changed.
+            RuntimeError: where no batch gave a finite gradient, or a factor could not be made;
+                nothing is then changed.
+        """
+        buffers = [] if model is None else [(b, b.detach().clone()) for b in model.buffers()]
+        try:
+            stats, skipped = self._average_statistics(outputs)
+        finally:
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)
+        for param, state in self._states(stats).items():
+            state["skipped_statistics"] = skipped
+            kept = ("momentum", "second_moment", "updates")
+            state.update({k: v for k, v in self.state.get(param, {}).items() if k in kept})
+            self.state[param] = state
+
+    def failures(self) -> dict[str, int]:
+        """Returns how often statistics were left out and inverses failed; waits for the device.
+
+        "skipped_statistics" counts the refreshes left out because a gradient was not finite (of the
+        parameter that lost most), "failed_inverses" the failed refreshes of all parameters.
+        """
+        self._read_failures(wait=True)
+        skipped = [state["skipped_statistics"] for state in self.state.values()]
+        failed = [state["failed_inverses"] for state in self.state.values()]
+        return {"skipped_statistics": max(skipped, default=0), "failed_inverses": sum(failed)}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds parameters with settings of their own; they join at the optimizer's present step.
+
+        Raises:
+            ValueError: where a setting or a parameter does not fit; nothing is then added.
+        """
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            check_settings(group)
+            for param in group["params"]:
+                if not param.is_floating_point() or param.layout != torch.strided:
+                    raise ValueError(
+                        f"params must be dense real floating-point tensors, got {param.dtype}, "
+                        f"{param.layout} for {self._name(param)}"
+                    )
+                mode_shape(param.shape, group["modes"])
+        except Exception:
+            self.param_groups.pop()
+            raise
+        group["step"] = self.param_groups[0]["step"]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns state and settings, loadable with ``torch.load(weights_only=True)``.
+
+        To be taken between steps. ``modes`` functions are left out: who loads it has their own.
+        """
+        self._read_failures(wait=True)
+        state_dict = super().state_dict()
+        for group in state_dict["param_groups"]:
+            del group["modes"]
+        return state_dict
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what ``state_dict`` returned, of an optimizer of the same parameters.
+
+        Raises:
+            ValueError: where it is of another optimizer, other parameters, or other kinds of modes
+                (full or diagonal); nothing is then changed.
+        """
+        check_state_dict(self.param_groups, state_dict)
+        functions = [group["modes"] for group in self.param_groups]
+        super().load_state_dict(state_dict)
+        for group, saved, modes in zip(
+            self.param_groups, state_dict["param_groups"], functions, strict=True
+        ):
+            group["modes"] = modes
+            for param, index in zip(group["params"], saved["params"], strict=True):
+                if index in state_dict["state"]:
+                    # Once more: torch casts floating-point state to the parameter's dtype.
+                    self.state[param] = copied(state_dict["state"][index], param.device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._read_failures(wait=True)
+        return {**super().__getstate__(), "_failures": self._failures}
+
+    def __repr__(self) -> str:
+        lines = [f"{type(self).__name__} ("]
+        for number, group in enumerate(self.param_groups):
+            params = group["params"]
+            kinds = [diagonal for p in params for diagonal in self._modes(group, p)[1]]
+            lines.append(
+                f"  group {number}: {len(params)} parameters, "
+                f"{sum(p.numel() for p in params):,} numbers, {kinds.count(False)} full and "
+                f"{kinds.count(True)} diagonal modes"
+            )
+            lines += [f"    {key}: {group[key]}" for key in sorted(group) if key != "params"]
+        return "\n".join([*lines, ")"])
+
+    # Statistics and factors.
+
+    def _statistics_due(self, group: dict[str, Any]) -> bool:
+        return bool(group["step"] % group["stat_interval"] == 0)
+
+    def _average_statistics(self, outputs: Iterable[Any]) -> tuple[dict[Tensor, list[Tensor]], int]:
+        """The plain average over batches, and how many were left out for not being finite."""
+        trainable = [p for g in self.param_groups for p in g["params"] if p.requires_grad]
+        stats: dict[Tensor, list[Tensor]] = {}
+        batches = skipped = 0
+        for index, output in enumerate(outputs):
+            loss = self._statistic_loss(output, index)
+            observed = gradients_of(loss, trainable, retain_graph=False)
+            if not all_finite(observed.values()):
+                skipped += 1
+                continue
+            observed.update({p: torch.zeros_like(p) for p in stats if p not in observed})
+            for group, params in self._batches(observed):
+                for param in params:
+                    if param not in stats:
+                        stats[param] = self._like_modes(group, param)
+                gradients = self._viewed(group, params, observed)
+                gram_ema_([stats[p] for p in params], gradients, batches / (batches + 1))
+            batches += 1
+        if skipped and not batches:
+            raise RuntimeError(f"outputs: none of {skipped} batches gave a finite gradient")
+        if not batches:
+            raise ValueError("outputs must hold at least one batch, got none")
+        return stats, skipped
+
+    def _first_states(self, observed: dict[Tensor, Tensor]) -> dict[Tensor, dict[str, Any]]:
+        """States from a first observation. Waits for it: there is nothing else to go on with."""
+        if observed and not all_finite(observed.values()):
+            raise RuntimeError(
+                "the first gradient for the statistics is not finite: there are no earlier "
+                f"statistics to go on with, for {self._name(next(iter(observed)))}"
+            )
+        stats: dict[Tensor, list[Tensor]] = {}
+        for group, params in self._batches(observed):
+            fresh = [self._like_modes(group, p) for p in params]
+            gram_ema_(fresh, self._viewed(group, params, observed), 0.0)
+            stats.update(zip(params, fresh, strict=True))
+        return self._states(stats)
+
+    def _states(self, stats: dict[Tensor, list[Tensor]]) -> dict[Tensor, dict[str, Any]]:
+        """Whole states around first statistics. Waits for the factors, as above."""
+        states = {}
+        for group, params in self._batches(stats):
+            factors, info = self._factors(group, [stats[p] for p in params])
+            for param, modes, code in zip(params, factors, info.tolist(), strict=True):
+                if code != 0:
+                    raise RuntimeError(
+                        f"mode {code - 1} of {self._name(param)} could not be inverted, and there "
+                        f"is no earlier inverse to go on with; damping is {group['damping']}"
+                    )
+                zeros = torch.zeros(
+                    self._modes(group, param)[0], dtype=state_dtype(param), device=param.device
+                )
+                states[param] = {
+                    "momentum": zeros,
+                    "stats": stats[param],
+                    "factors": modes,
+                    "first_step": group["step"],
+                    "updates": 0,
+                    **dict.fromkeys(COUNTERS, 0),
+                }
+                if group["graft"] == "adam":
+                    states[param]["second_moment"] = zeros.clone()
+        return states
+
+    def _refresh(self, observed: dict[Tensor, Tensor], first: Mapping[Tensor, Tensor]) -> None:
+        """Blends what was observed into the statistics; remakes the factors that are due."""
+        finite = all_finite(observed.values()) if observed else None
+        for group, params in self._batches(observed):
+            assert finite is not None
+            # Decay 1 leaves the statistics alone, whatever the gradient holds.
+            keep = torch.ones((), dtype=torch.float64, device=params[0].device)
+            decay = torch.where(finite.to(keep.device), keep * group["stat_decay"], keep)
+            stats = [self.state[p]["stats"] for p in params]
+            gram_ema_(stats, self._viewed(group, params, observed), decay)
+            codes = (~finite).to(torch.int32).expand(len(params)).contiguous()
+            self._failures.report_statistics(codes, params)
+        for group, params in self._batches(self.state):
+            due = [p for p in params if p not in first and self._factors_due(group, p, observed)]
+            if due:
+                states = [self.state[p] for p in due]
+                kept = [state["factors"] for state in states]
+                _, info = self._factors(group, [state["stats"] for state in states], kept)
+                self._failures.report_inverses(info, due)
+
+    def _factors_due(
+        self, group: dict[str, Any], param: Tensor, observed: Mapping[Tensor, Tensor]
+    ) -> bool:
+        t, interval = group["step"], group["inverse_interval"]
+        young = t - self.state[param]["first_step"] < interval
+        return t % interval == 0 or (young and param in observed)
+
+    # The update.
+
+    def _to_update(self, group: dict[str, Any], observed: Mapping[Tensor, Tensor]) -> list[Tensor]:
+        """The group's parameters that this step moves."""
+        ready = []
+        for param in group["params"]:
+            if param.grad is None:
+                continue
+            if param.grad.layout != torch.strided:
+                raise RuntimeError(
+                    f"the gradient of {self._name(param)} must be dense, got {param.grad.layout}"
+                )
+            if param in self.state or param in observed:
+                ready.append(param)
+            elif not self._may_wait(param):
+                raise RuntimeError(
+                    f"step() has no statistics for {self._name(param)}, which has a gradient: call "
+                    "observe(output) between the forward and step(), or warm_start() before "
+                    "training, with outputs that depend on every parameter the loss depends on"
+                )
+        return ready
+
+    def _update(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        states = [self.state[p] for p in params]
+        momenta = [state["momentum"] for state in states]
+        weights = [p.reshape(m.shape) for p, m in zip(params, momenta, strict=True)]
+        grads = [p.grad.reshape(m.shape) for p, m in zip(params, momenta, strict=True)]  # type: ignore[union-attr]
+        for state in states:
+            state["updates"] += 1
+        if group["graft"] is None:
+            preconditioned_step_(
+                weights,
+                momenta,
+                grads,
+                [state["factors"] for state in states],
+                group["lr"],
+                group["momentum"],
+                group["weight_decay"],
+            )
+        else:
+            grafted_step_(weights, grads, states, group)
+        for param, weight in zip(params, weights, strict=True):
+            if weight.data_ptr() != param.data_ptr():  # strides that no view could merge
+                param.copy_(weight.view(param.shape))
+
+    # Parameters and their modes.
+
+    def _batches(self, params: Iterable[Tensor]) -> Iterator[tuple[dict[str, Any], list[Tensor]]]:
+        """The given parameters by group and device: what one call of an operator can serve."""
+        wanted = set(params)
+        for group in self.param_groups:
+            for batch in by_device(p for p in group["params"] if p in wanted):
+                yield group, batch
+
+    def _modes(
+        self, group: dict[str, Any], param: Tensor
+    ) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+        """Mode sizes, and which of them are diagonal."""
+        sizes = mode_shape(param.shape, group["modes"])
+        return sizes, diagonal_modes(sizes, group["max_factor_dim"])
+
+    def _like_modes(self, group: dict[str, Any], param: Tensor) -> list[Tensor]:
+        """Zero statistics for a parameter."""
+        return [
+            torch.zeros((d,) if diagonal else (d, d), dtype=state_dtype(param), device=param.device)
+            for d, diagonal in zip(*self._modes(group, param), strict=True)
+        ]
+
+    def _viewed(
+        self, group: dict[str, Any], params: list[Tensor], tensors: Mapping[Tensor, Tensor]
+    ) -> list[Tensor]:
+        """``tensors`` of the parameters, in the shapes of their modes."""
+        return [tensors[p].reshape(self._modes(group, p)[0]) for p in params]
+
+    def _name(self, param: Tensor) -> str:
+        for number, group in enumerate(self.param_groups):
+            for index, other in enumerate(group["params"]):
+                if other is param:
+                    return f"parameter {index} of group {number}, shape {tuple(param.shape)}"
+        return f"a parameter of shape {tuple(param.shape)}"
+
+    def _read_failures(self, *, wait: bool = False) -> None:
+        self._failures.read(self.state, self._name, wait=wait)
+
+
+def by_device(params: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Splits parameters by device."""
+    lists: dict[torch.device, list[Tensor]] = {}
+    for param in params:
+        lists.setdefault(param.device, []).append(param)
+    return list(lists.values())
+
+
+def state_dtype(param: Tensor) -> torch.dtype:
+    """The dtype of a parameter's statistics, factors and momentum."""
+    return torch.float64 if param.dtype == torch.float64 else torch.float32

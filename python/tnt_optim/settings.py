@@ -1,0 +1,40 @@
+"""What every setting of a parameter group must be."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+GRAFTS = (None, "adam", "sgd")
+
+
+def check_settings(group: Mapping[str, Any]) -> None:
+    """Checks one parameter group's settings.
+
+    Raises:
+        ValueError: names the setting, the rule, and what came.
+    """
+    for name in ("lr", "damping", "weight_decay"):
+        _check(name, group[name], "a finite number >= 0", lambda v: 0 <= v < math.inf)
+    for name in ("momentum", "stat_decay"):
+        _check(name, group[name], "a number in [0, 1)", lambda v: 0 <= v < 1)
+    for name in ("stat_interval", "inverse_interval", "max_factor_dim"):
+        _check(name, group[name], "an integer >= 1", lambda v: isinstance(v, int) and v >= 1)
+    if not isinstance(group["relative_damping"], bool):
+        raise ValueError(
+            f"relative_damping must be True or False, got {group['relative_damping']!r}"
+        )
+    if group["graft"] not in GRAFTS:
+        known = ", ".join(repr(graft) for graft in GRAFTS)
+        raise ValueError(f"graft must be one of {known}, got {group['graft']!r}")
+    if group["modes"] is not None and not callable(group["modes"]):
+        raise ValueError(f"modes must be a function of a shape, got {group['modes']!r}")
+
+
+def _check(name: str, value: Any, rule: str, holds: Callable[[Any], bool]) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if isinstance(value, Tensor) and value.numel() == 1:
+        number, value = True, value.item()
+    if not number or not holds(value):
+        raise ValueError(f"{name} must be {rule}, got {value!r}")

@@ -1,0 +1,252 @@
+"""Tensor Normal Training (Ren & Goldfarb, NeurIPS 2021)."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tnt_kernels import damped_inverse
+from tnt_optim.fisher import LIKELIHOODS, sampled_loss, seeded_globally, stream_seed
+from tnt_optim.gradients import check_scalar_loss, gradients_of
+from tnt_optim.kronecker import KroneckerOptimizer, state_dtype
+
+FISHERS = ("sampled", "empirical")
+
+
+class TNT(KroneckerOptimizer):
+    r"""Natural-gradient descent with a tensor-normal model of every parameter's gradient.
+
+    The Fisher matrix of a parameter with modes of sizes d_1, ..., d_k is modelled as U_1 ⊗ … ⊗ U_k,
+    from the Gram matrices of gradients at labels drawn from the model's own predictive
+    distribution; the momentum is preconditioned by the damped inverses (U_i + damping I)^-1::
+
+        opt = TNT(model.parameters(), lr=1e-4, damping=0.1, likelihood="bernoulli")
+        opt.warm_start((model(x) for x in batches), model=model)  # optional
+        for x, y in loader:
+            opt.zero_grad()
+            out = model(x)
+            loss = criterion(out, y)
+            opt.observe(out)  # the one extra line: nothing unless statistics are due
+            loss.backward()
+            opt.step()
+
+    Every argument but ``likelihood``, ``fisher`` and ``seed`` can be set for each parameter group.
+    A group's ``modes``, a function from a parameter's shape to mode sizes with the same product,
+    re-views its parameters; by default a vector has one mode, a matrix two, and a convolution
+    weight three: out, in, and the kernel's positions.
+
+    Args:
+        params: parameters, named parameters or parameter groups, of any floating-point dtype.
+        lr: alpha in the paper; tied to ``damping``, the batch size and the loss's scale.
+        damping: epsilon in the paper, added to every U_i; of the unit of the gradient's
+            (2/k)-th power.
+        momentum: mu in the paper: m <- mu m + g, neither dampened nor bias-corrected.
+        stat_decay: beta in the paper, of the statistics' moving average.
+        weight_decay: gamma in the paper, decoupled: W <- W - lr (P + weight_decay W).
+        stat_interval: T1 in the paper: the statistics are refreshed every so many steps.
+        inverse_interval: T2 in the paper: the inverses are refreshed every so many steps, and with
+            the statistics during the first so many.
+        likelihood: what the model's output parametrises: "categorical" (logits (N, classes); cross
+            entropy, mean), "bernoulli" (logits (N, ...); binary cross entropy, summed over
+            outputs, mean over N), "gaussian" (means (N, ...), unit variance; half the squared
+            error, summed over outputs, mean over N), or a function from the output to the 0-dim
+            loss at labels that it samples itself, from torch's global generator (seeded for it, and
+            put back).
+        fisher: "sampled" as above; "empirical" takes the training gradients themselves (TNT-EF in
+            the paper), needs no ``observe`` and no likelihood.
+        max_factor_dim: a mode larger than this keeps only the diagonal of its statistic.
+        relative_damping: damp with ``damping`` times the average eigenvalue of the U_i instead.
+        graft: "adam" or "sgd": rescale each parameter's direction to the norm of that method's.
+        seed: of the sampled labels; the global generators are never touched.
+
+    Raises:
+        ValueError: where a setting or a parameter does not fit.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-4,
+        *,
+        damping: float = 0.01,
+        momentum: float = 0.9,
+        stat_decay: float = 0.9,
+        weight_decay: float = 0.0,
+        stat_interval: int = 10,
+        inverse_interval: int = 100,
+        likelihood: str | Callable[[Any], Tensor] = "categorical",
+        fisher: str = "sampled",
+        max_factor_dim: int = 8192,
+        relative_damping: bool = False,
+        graft: str | None = None,
+        seed: int = 0,
+    ) -> None:
+        if not callable(likelihood) and likelihood not in LIKELIHOODS:
+            known = ", ".join(repr(name) for name in LIKELIHOODS)
+            raise ValueError(f"likelihood must be {known} or a function, got {likelihood!r}")
+        if fisher not in FISHERS:
+            raise ValueError(f"fisher must be 'sampled' or 'empirical', got {fisher!r}")
+        if not isinstance(seed, int):
+            raise ValueError(f"seed must be an integer, got {seed!r}")
+        self.likelihood = likelihood
+        self.fisher = fisher
+        self.seed = seed
+        # Between observe() and step(): summed gradients, what they were asked for, how often.
+        self._sampled: dict[Tensor, Tensor]
+        self._asked: set[Tensor]
+        self._observations: int
+        self._forget_observations()
+        # Without statistics, and not reached by the last output that could have brought them.
+        self._unreached: set[Tensor] = set()
+        self._warned = False
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "damping": damping,
+                "momentum": momentum,
+                "stat_decay": stat_decay,
+                "weight_decay": weight_decay,
+                "stat_interval": stat_interval,
+                "inverse_interval": inverse_interval,
+                "max_factor_dim": max_factor_dim,
+                "relative_damping": relative_damping,
+                "graft": graft,
+            },
+        )
+
+    def observe(self, output: Any) -> None:
+        """Samples labels at the model's output and keeps the gradient of their loss for ``step``.
+
+        To be called between the forward and the ``backward`` of the same pass, which it leaves
+        possible: the graph is retained, no ``.grad`` is touched. Once for each micro-batch where
+        gradients are accumulated: the sampled gradients are averaged. Where no statistics are due
+        at this step, and with ``fisher="empirical"``, it returns at once.
+
+        Args:
+            output: what the likelihood describes, with its graph.
+
+        Raises:
+            ValueError: where the output has no graph, the wrong number of dimensions, or depends on
+                no parameter of this optimizer; nothing is then changed.
+        """
+        if self.fisher == "empirical":
+            return
+        due = self._due()
+        if not due:
+            return
+        loss = self._sampled_loss(output, "step", self.param_groups[0]["step"], self._observations)
+        observed = gradients_of(loss, due, retain_graph=True)
+        for param, gradient in observed.items():
+            if param in self._sampled:
+                # Half precision adds up in float32. Out of place: autograd may share gradients.
+                gradient = self._sampled[param].to(state_dtype(param)) + gradient
+            self._sampled[param] = gradient
+        self._asked.update(due)
+        self._observations += 1
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Takes one step; see ``KroneckerOptimizer.step``."""
+        result = super().step(closure)
+        # One that got a gradient without having been asked for is asked for at the next observe.
+        self._unreached = {
+            p
+            for p in self._unreached | self._asked
+            if p not in self.state and (p in self._asked or p.grad is None)
+        }
+        self._forget_observations()
+        return result
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a saved state; see ``KroneckerOptimizer.load_state_dict``."""
+        super().load_state_dict(state_dict)
+        self._unreached = set()
+        self._forget_observations()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in _OWN}}
+
+    def _forget_observations(self) -> None:
+        self._sampled, self._asked, self._observations = {}, set(), 0
+
+    def _due(self) -> list[Tensor]:
+        """Trainable parameters whose statistics are due, and those that still have none."""
+        due = []
+        for group in self.param_groups:
+            scheduled = self._statistics_due(group)
+            for param in group["params"]:
+                new = param not in self.state and param not in self._unreached
+                if param.requires_grad and (scheduled or new):
+                    due.append(param)
+        return due
+
+    def _sampled_loss(self, output: Any, *key: int | str) -> Tensor:
+        """-log p at labels drawn from the stream named by the seed and ``key``."""
+        seed = stream_seed(self.seed, *key)
+        if callable(self.likelihood):
+            devices = {p.device for group in self.param_groups for p in group["params"]}
+            with seeded_globally(seed, devices):
+                return check_scalar_loss("likelihood", self.likelihood(output))
+        if not isinstance(output, Tensor) or not output.is_floating_point():
+            got = output.dtype if isinstance(output, Tensor) else type(output).__name__
+            raise ValueError(f"output must be a floating-point tensor, got {got}")
+        if not output.requires_grad:
+            raise ValueError("output must have a graph, got a tensor that requires no gradient")
+        generator = torch.Generator(output.device).manual_seed(seed)
+        return sampled_loss(self.likelihood, output, generator)
+
+    # What KroneckerOptimizer asks for.
+
+    def _factors(
+        self,
+        group: dict[str, Any],
+        stats: Sequence[Sequence[Tensor]],
+        out: Sequence[Sequence[Tensor]] | None = None,
+    ) -> tuple[list[list[Tensor]], Tensor]:
+        return damped_inverse(stats, group["damping"], out, group["relative_damping"])
+
+    def _statistic_gradients(self) -> dict[Tensor, Tensor]:
+        if self.fisher == "empirical":
+            return super()._statistic_gradients()
+        if not self._observations and not self._warned and self._missed_observation():
+            self._warned = True
+            warnings.warn(
+                "statistics are due at this step, but observe(output) was not called since the "
+                "last one: going on with the old statistics (said once)",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        # The gradient of the mean over the whole batch, from those over its micro-batches.
+        n = self._observations
+        return {p: total if n == 1 else total / n for p, total in self._sampled.items()}
+
+    def _missed_observation(self) -> bool:
+        return any(
+            p in self.state and p.grad is not None
+            for group in self.param_groups
+            if self._statistics_due(group)
+            for p in group["params"]
+        )
+
+    def _statistic_loss(self, output: Any, index: int) -> Tensor:
+        if self.fisher == "empirical":
+            return super()._statistic_loss(output, index)
+        return self._sampled_loss(output, "warm start", index)
+
+    def _may_wait(self, param: Tensor) -> bool:
+        return param in self._unreached and param not in self._asked
+
+
+_OWN = (
+    "likelihood",
+    "fisher",
+    "seed",
+    "_sampled",
+    "_asked",
+    "_observations",
+    "_unreached",
+    "_warned",
+)

@@ -1,0 +1,80 @@
+"""Builds two packages, ``tnt_kernels`` and ``tnt_optim``, and one extension, ``tnt_kernels._C``.
+
+    pip install --no-build-isolation -e .
+
+PyTorch must already be installed, because the extension is built against it; that is why build
+isolation must be off. Where the extension cannot be built (no C++ compiler, or not x86-64 Linux)
+the packages are installed without it and serve from the reference implementation. A compiler that
+is there and fails is an error.
+"""
+
+import os
+import platform
+import shlex
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from setuptools import setup
+
+try:
+    from torch.utils.cpp_extension import BuildExtension, CppExtension
+except ImportError as error:
+    raise SystemExit(
+        f"tnt_kernels is built against PyTorch, which cannot be imported here ({error}).\n"
+        "Install it first, then build without isolation:\n"
+        "    pip install 'torch>=2.11' setuptools wheel ninja\n"
+        "    pip install --no-build-isolation -e ."
+    ) from None
+
+ROOT = Path(__file__).parent
+SOURCES = ["csrc/bindings.cpp", "csrc/cpu/gram_ema.cpp", "csrc/cpu/register.cpp"]
+
+
+def why_no_extension() -> str | None:
+    """Says what stands in the way of the extension, None where nothing does."""
+    if (sys.platform, platform.machine()) != ("linux", "x86_64"):
+        return f"the C++ kernels are for x86-64 Linux, this is {sys.platform} {platform.machine()}"
+    compiler = shlex.split(os.environ.get("CXX", "c++"))[0]
+    if shutil.which(compiler) is None:
+        return f"no C++ compiler: {compiler!r} is not on the PATH (set CXX to name another)"
+    return None
+
+
+class Build(BuildExtension):  # type: ignore[misc]
+    """BuildExtension that keeps its object files, so that a second build compiles what changed."""
+
+    def finalize_options(self) -> None:
+        """Puts the object files where the next build finds them."""
+        super().finalize_options()
+        self.build_temp = str(ROOT / "build" / "extension")
+
+
+def extension() -> dict[str, Any]:
+    """The setup() arguments for the extension; empty where it cannot be built."""
+    reason = why_no_extension()
+    if reason is not None:
+        print(
+            f"tnt_kernels: installing without the C++ extension: {reason}. "
+            "The reference implementation will serve: same results, slower.",
+            file=sys.stderr,
+        )
+        return {}
+    module = CppExtension(
+        "tnt_kernels._C",
+        SOURCES,
+        include_dirs=[str(ROOT / "csrc")],
+        depends=[str(header.relative_to(ROOT)) for header in ROOT.glob("csrc/**/*.h")],
+        extra_compile_args=["-O3", "-fopenmp", "-Wall", "-Wextra", "-Wno-unknown-pragmas"],
+        extra_link_args=["-fopenmp"],
+    )
+    return {"ext_modules": [module], "cmdclass": {"build_ext": Build}}
+
+
+setup(
+    packages=["tnt_kernels", "tnt_optim"],
+    package_dir={"tnt_kernels": "tnt_kernels", "tnt_optim": "python/tnt_optim"},
+    package_data={"tnt_kernels": ["py.typed"], "tnt_optim": ["py.typed"]},
+    **extension(),
+)

@@ -1,0 +1,48 @@
+"""Kronecker-factored preconditioning as operators on lists of tensors.
+
+Linear algebra only: no parameters, no schedule, no state. ``tnt_optim`` builds optimizers on it;
+anyone writing another Kronecker-factored optimizer can do the same. The contract of each operator
+is in its docstring, the conventions they share in ``tnt_kernels.ops``, their definitions in
+``tnt_kernels.reference``.
+"""
+
+import importlib
+import warnings
+
+from tnt_kernels import schemas
+
+_library = schemas.define()
+
+try:
+    importlib.import_module("tnt_kernels._C")  # registers the C++ operators
+except ImportError as error:
+    warnings.warn(
+        f"tnt_kernels runs on its reference implementation: the C++ extension could not be loaded "
+        f"({error}). Results are the same, slower. To have it, install a C++ compiler, then "
+        f"reinstall with: pip install --no-build-isolation --force-reinstall --no-deps tnt_kernels",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+from tnt_kernels import reference
+from tnt_kernels.backends import Backends, backends, register_reference
+from tnt_kernels.ops import (
+    damped_inverse,
+    gram_ema_,
+    inverse_root,
+    mode_products,
+    preconditioned_step_,
+)
+
+register_reference(_library)
+
+__all__ = [
+    "Backends",
+    "backends",
+    "damped_inverse",
+    "gram_ema_",
+    "inverse_root",
+    "mode_products",
+    "preconditioned_step_",
+    "reference",
+]

@@ -1,0 +1,171 @@
+"""Which implementation serves each operator on each device.
+
+The dispatcher decides, by what was registered: C++ on the CPU, CUDA C++ then Triton on a GPU, and
+everywhere else the reference, which is also what gives ``torch.compile`` the output shapes.
+"""
+
+import importlib
+import itertools
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tnt_kernels import reference
+from tnt_kernels.schemas import NAMESPACE, SCHEMAS
+
+DEVICES = ("cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class Backends:
+    """What serves each operator on each device, and the versions that matter to it.
+
+    Attributes:
+        ops: operator -> device ("cpu", "cuda") -> "C++", "CUDA C++", "Triton" or "reference".
+        versions: component -> version, "none" where it is missing.
+    """
+
+    ops: dict[str, dict[str, str]]
+    versions: dict[str, str]
+
+    def __str__(self) -> str:
+        """The page to paste into a bug report."""
+        rows: list[tuple[str, ...]] = [("operator", *DEVICES)]
+        rows += [(name, *(served[d] for d in DEVICES)) for name, served in self.ops.items()]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        lines = [
+            "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        ]
+        width = max(len(name) for name in self.versions)
+        lines += ["", *(f"{name.ljust(width)}  {v}" for name, v in self.versions.items())]
+        return "\n".join(lines)
+
+
+def backends() -> Backends:
+    """Returns which implementation serves each operator on each device, and all versions.
+
+    ``print(tnt_kernels.backends())`` and ``python -m tnt_kernels`` show it as a page.
+    """
+    names = {"cpu": "C++", "cuda": "CUDA C++"}
+    served = {
+        name: {
+            device: names[device] if _has_kernel(name, device) else "reference"
+            for device in DEVICES
+        }
+        for name in SCHEMAS
+    }
+    return Backends(served, _versions())
+
+
+def register_reference(library: torch.library.Library) -> None:
+    """Registers the reference for every device that has nothing better, and as the fake kernels."""
+    for name, implementation in _REFERENCE.items():
+        library.impl(name, implementation, "CompositeExplicitAutograd")
+        fake = _inverse_root_shapes if name == "inverse_root" else implementation
+        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
+
+
+def _has_kernel(name: str, device: str) -> bool:
+    return bool(
+        torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{name}", device.upper())
+    )
+
+
+def _nested(flat: Sequence[Tensor], orders: Sequence[int]) -> list[list[Tensor]]:
+    items = iter(flat)
+    return [list(itertools.islice(items, order)) for order in orders]
+
+
+def _orders(tensors: Sequence[Tensor]) -> list[int]:
+    return [tensor.dim() for tensor in tensors]
+
+
+def _gram_ema_(stats: list[Tensor], tensors: list[Tensor], decay: Tensor) -> None:
+    reference.gram_ema_(_nested(stats, _orders(tensors)), tensors, decay)
+
+
+def _damped_inverse(
+    out: list[Tensor], stats: list[Tensor], orders: list[int], damping: Tensor, relative: bool
+) -> Tensor:
+    nested_out = _nested(out, orders)
+    return reference.damped_inverse(_nested(stats, orders), damping, nested_out, relative)[1]
+
+
+def _inverse_root(
+    out: list[Tensor], stats: list[Tensor], orders: list[int], damping: Tensor, roots: list[int]
+) -> Tensor:
+    nested_out = _nested(out, orders)
+    return reference.inverse_root(_nested(stats, orders), damping, roots, nested_out)[1]
+
+
+def _inverse_root_shapes(
+    out: list[Tensor], stats: list[Tensor], orders: list[int], damping: Tensor, roots: list[int]
+) -> Tensor:
+    # The reference stops early on a value, which a fake tensor does not have.
+    like = stats[0] if stats else damping
+    return like.new_empty(len(orders), dtype=torch.int32)
+
+
+def _mode_products(tensors: list[Tensor], factors: list[Tensor]) -> list[Tensor]:
+    return reference.mode_products(tensors, _nested(factors, _orders(tensors)))
+
+
+def _preconditioned_step_(
+    params: list[Tensor],
+    momenta: list[Tensor],
+    grads: list[Tensor],
+    factors: list[Tensor],
+    lr: Tensor,
+    momentum: Tensor,
+    weight_decay: Tensor,
+) -> None:
+    nested = _nested(factors, _orders(params))
+    reference.preconditioned_step_(params, momenta, grads, nested, lr, momentum, weight_decay)
+
+
+_REFERENCE: dict[str, Callable[..., Any]] = {
+    "gram_ema_": _gram_ema_,
+    "damped_inverse": _damped_inverse,
+    "inverse_root": _inverse_root,
+    "mode_products": _mode_products,
+    "preconditioned_step_": _preconditioned_step_,
+}
+
+
+def _versions() -> dict[str, str]:
+    build = _build_info()
+    return {
+        "tnt_kernels": _package_version("tnt_kernels"),
+        "extension": build.get("extension", "not built"),
+        "compiler": build.get("compiler", "none"),
+        "BLAS": build.get("blas", "none"),
+        "CUDA in extension": build.get("cuda", "none"),
+        "torch": torch.__version__,
+        "CUDA in torch": torch.version.cuda or "none",
+        "GPU": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "triton": _package_version("triton"),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+    }
+
+
+def _build_info() -> dict[str, str]:
+    try:
+        extension = importlib.import_module("tnt_kernels._C")
+    except ImportError:
+        return {}
+    info: dict[str, str] = extension.build_info()
+    return info
+
+
+def _package_version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"

@@ -1,0 +1,196 @@
+"""The definition of every operator, in plain torch, for any float dtype and any device.
+
+Each function here has the name, the arguments and the result of its namesake in ``ops``; there the
+contract is documented in full. Nothing here is tuned, and nothing is validated: these are the
+formulas that the fast implementations are held against, and what serves a device that has none.
+
+A statistic of a mode of size d is full, (d, d), or diagonal, (d,).
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+Number = float | Tensor
+Modes = Sequence[Sequence[Tensor]]
+
+# The coupled Newton iteration's limits: Ren & Goldfarb 2021, appendix, and Anil et al. 2021.
+NEWTON_ITERATIONS = 100
+NEWTON_TOLERANCE = 1e-6
+NEWTON_GROWTH = 1.2
+
+
+def gram_ema_(stats: Modes, tensors: Sequence[Tensor], decay: Number) -> None:
+    """S_i <- decay S_i + (1 - decay) mat_i(G) mat_i(G)^T, for each tensor G and mode i."""
+    for modes, tensor in zip(stats, tensors, strict=True):
+        for i, stat in enumerate(modes):
+            weight = torch.as_tensor(decay, dtype=stat.dtype, device=stat.device)
+            gram = _gram(tensor.to(stat.dtype), i, diagonal=stat.dim() == 1)
+            # Selected, not multiplied: a weight of 0 silences even NaN on its side.
+            old = torch.where(weight == 0, torch.zeros_like(stat), weight * stat)
+            new = torch.where(weight == 1, torch.zeros_like(stat), (1 - weight) * gram)
+            stat.copy_(old + new)
+
+
+def damped_inverse(
+    stats: Modes,
+    damping: Number,
+    out: Modes | None = None,
+    relative: bool = False,
+) -> tuple[Modes, Tensor]:
+    """A_i = (U_i + eps I)^-1 with U_i from eq. 13; relative: eps c in place of eps."""
+
+    def invert(modes: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        # c = (tr S_1 / prod d)^(1/k), and c^(k-1) prod_{j != i} d_j = tr S_1 / (c d_i): the second
+        # form neither over- nor underflows in float32 where the first would.
+        k = len(modes)
+        trace = _trace(modes[0])
+        c = trace.pow(1 / k) / math.prod(s.shape[0] for s in modes) ** (1 / k)
+        eps = torch.as_tensor(damping, dtype=trace.dtype, device=trace.device)
+        if relative:
+            eps = torch.where(c == 0, torch.ones_like(c), eps * c)
+        scales = [torch.where(c == 0, torch.zeros_like(c), c * s.shape[0] / trace) for s in modes]
+        return [_inverse(s * scale, eps) for s, scale in zip(modes, scales, strict=True)]
+
+    return _keep_what_failed(stats, out, [invert(modes) for modes in stats])
+
+
+def inverse_root(
+    stats: Modes,
+    damping: Number,
+    root: int | Sequence[int],
+    out: Modes | None = None,
+) -> tuple[Modes, Tensor]:
+    """A_i = (S_i + eps I)^(-1/root) by the coupled Newton iteration."""
+    roots = [root] * len(stats) if isinstance(root, int) else root
+    eps = torch.as_tensor(damping)
+    results = [
+        [_inverse_root(s, eps.to(s), p) for s in modes]
+        for modes, p in zip(stats, roots, strict=True)
+    ]
+    return _keep_what_failed(stats, out, results)
+
+
+def mode_products(tensors: Sequence[Tensor], factors: Modes) -> list[Tensor]:
+    """G x_1 A_1 ... x_k A_k, for each tensor G, in the factors' dtype."""
+    products = []
+    for tensor, modes in zip(tensors, factors, strict=True):
+        product = tensor
+        for i, factor in enumerate(modes):
+            product = product.to(factor.dtype)
+            if factor.dim() == 1:
+                product = product * factor.view(-1, *[1] * (product.dim() - i - 1))
+            else:
+                product = torch.tensordot(factor, product, dims=([1], [i])).movedim(0, i)
+        products.append(product.contiguous())
+    return products
+
+
+def preconditioned_step_(
+    params: Sequence[Tensor],
+    momenta: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    factors: Modes,
+    lr: Number,
+    momentum: Number,
+    weight_decay: Number,
+) -> None:
+    """m <- momentum m + g;  W <- W - lr (m x_1 A_1 ... x_k A_k + weight_decay W)."""
+    for param, m, grad, modes in zip(params, momenta, grads, factors, strict=True):
+        alpha, mu, gamma = (
+            torch.as_tensor(v, dtype=m.dtype, device=m.device) for v in (lr, momentum, weight_decay)
+        )
+        m.copy_(mu * m + grad.to(m.dtype))
+        (direction,) = mode_products([m], [modes])
+        weight = param.to(m.dtype)
+        param.copy_(weight - alpha * (direction + gamma * weight))
+
+
+def _gram(tensor: Tensor, mode: int, *, diagonal: bool) -> Tensor:
+    """mat_i(G) mat_i(G)^T, symmetric to the bit, or its diagonal."""
+    unfolding = tensor.movedim(mode, 0).flatten(1) if tensor.dim() > 1 else tensor.unsqueeze(1)
+    if diagonal:
+        return unfolding.square().sum(1)
+    return _mirror_lower(unfolding @ unfolding.mT)
+
+
+def _mirror_lower(matrix: Tensor) -> Tensor:
+    return matrix.tril() + matrix.tril(-1).mT
+
+
+def _trace(stat: Tensor) -> Tensor:
+    return (stat if stat.dim() == 1 else stat.diagonal()).sum()
+
+
+def _inverse(matrix: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
+    """(matrix + eps I)^-1 and whether it is good: positive definite and finite."""
+    if matrix.dim() == 1:
+        damped = matrix + eps
+        inverse, definite = 1 / damped, (damped > 0).all()
+    else:
+        factor, info = torch.linalg.cholesky_ex(_damped(matrix, eps))
+        # Not cholesky_inverse: it reads its error code on the host, and raises.
+        inverse = _mirror_lower(torch.cholesky_solve(_identity(matrix), factor))
+        definite = info == 0
+    return inverse, definite & inverse.isfinite().all()
+
+
+def _inverse_root(stat: Tensor, eps: Tensor, p: int) -> tuple[Tensor, Tensor]:
+    """(stat + eps I)^(-1/p) and whether it is good. Reads the error on the host to stop early."""
+    if stat.dim() == 1:
+        damped = stat + eps
+        result = damped.pow(-1 / p)
+        return result, (damped > 0).all() & result.isfinite().all()
+    damped = _damped(stat, eps)
+    identity = _identity(stat)
+    z = (1 + p) / (2 * torch.linalg.matrix_norm(damped))
+    coupled, result = z * damped, z.pow(1 / p) * identity  # M and H in the paper
+    error = _distance(coupled, identity)
+    for _ in range(NEWTON_ITERATIONS):
+        if not error > NEWTON_TOLERANCE:  # also ends at NaN
+            break
+        step = (1 + 1 / p) * identity - coupled / p
+        next_coupled = torch.linalg.matrix_power(step, p) @ coupled
+        next_error = _distance(next_coupled, identity)
+        if next_error > NEWTON_GROWTH * error:
+            break
+        coupled, result, error = next_coupled, result @ step, next_error
+    result = (result + result.mT) / 2
+    # M far from I means that H is no root, whatever it holds: an indefinite matrix ends up here.
+    return result, (error < 0.1) & result.isfinite().all()
+
+
+def _distance(matrix: Tensor, identity: Tensor) -> Tensor:
+    """max |M - I|, 0 for an empty matrix."""
+    difference = (matrix - identity).abs()
+    return difference.max() if difference.numel() else difference.sum()
+
+
+def _identity(matrix: Tensor) -> Tensor:
+    return torch.eye(matrix.shape[0], dtype=matrix.dtype, device=matrix.device)
+
+
+def _damped(matrix: Tensor, eps: Tensor) -> Tensor:
+    return matrix + eps * _identity(matrix)
+
+
+def _keep_what_failed(
+    stats: Modes, out: Modes | None, results: Sequence[Sequence[tuple[Tensor, Tensor]]]
+) -> tuple[Modes, Tensor]:
+    """Writes each tensor's factors where all its modes are good.
+
+    info[t] is 0, or i + 1 for the first mode i that failed.
+    """
+    if out is None:
+        out = [[torch.full_like(s, math.nan) for s in modes] for modes in stats]
+    infos = []
+    for kept, modes in zip(out, results, strict=True):
+        info = torch.zeros((), dtype=torch.int32, device=kept[0].device)
+        for i in reversed(range(len(modes))):
+            info = torch.where(modes[i][1], info, torch.full_like(info, i + 1))
+        for old, (new, _) in zip(kept, modes, strict=True):
+            old.copy_(torch.where(info == 0, new, old))
+        infos.append(info)
+    return out, torch.stack(infos) if infos else torch.zeros(0, dtype=torch.int32)
