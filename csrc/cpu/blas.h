@@ -24,8 +24,8 @@ constexpr int64_t kMaxSize = std::numeric_limits<int>::max();
 
 inline std::string name() { return at::get_mkl_version(); }
 
-// C <- alpha X X^T + beta C for the symmetric row-major C (d, d). X is (d, columns), given row-major
-// as it is, or, if transposed, row-major as X^T (columns, d). With beta 0, C is not read.
+// C <- alpha X X^T + beta C for the symmetric row-major C (d, d). X is (d, columns), given
+// row-major as it is, or, if transposed, row-major as X^T (columns, d). With beta 0, C is not read.
 inline void gram(bool transposed, int64_t d, int64_t columns, float alpha, const float* x,
                  float beta, float* c) {
   const char first = transposed ? 'N' : 'T', second = transposed ? 'T' : 'N';

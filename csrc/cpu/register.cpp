@@ -35,11 +35,10 @@ void check_gram(at::TensorList stats, at::TensorList tensors) {
     const at::Tensor& tensor = tensors[t];
     const std::string name = entry("tensors", t);
     const auto dtype = tensor.scalar_type();
-    TORCH_CHECK_VALUE(dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 ||
-                          dtype == at::kHalf,
-                      name, " must be float32, float64, bfloat16 or float16, got ", dtype);
-    TORCH_CHECK_VALUE(tensor.device().is_cpu(), name, " must be on the CPU, got ",
-                      tensor.device());
+    TORCH_CHECK_VALUE(
+        dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf,
+        name, " must be float32, float64, bfloat16 or float16, got ", dtype);
+    TORCH_CHECK_VALUE(tensor.device().is_cpu(), name, " must be on the CPU, got ", tensor.device());
     for (int64_t i = 0; i < tensor.dim(); ++i, ++s) {
       TORCH_CHECK_VALUE(s < static_cast<int64_t>(stats.size()),
                         "stats must have one entry for each mode of each tensor, got only ",
