@@ -24,7 +24,7 @@ def check_state_dict(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[st
             f"state_dict must have {len(groups)} parameter groups, got {len(saved_groups)}"
         )
     for number, (group, saved) in enumerate(zip(groups, saved_groups, strict=True)):
-        missing = sorted(set(group) - set(saved) - {"modes"})
+        missing = sorted(set(group) - set(saved) - {"modes", "param_names"})
         if missing:
             raise ValueError(
                 f"state_dict: group {number} lacks {missing}; is it another optimizer's?"

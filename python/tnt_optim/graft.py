@@ -37,8 +37,6 @@ def grafted_step_(
     for param, grad, state, direction in zip(params, grads, states, directions, strict=True):
         momentum, model = state["momentum"], state["momentum"]
         if group["graft"] == "adam":
-            if "second_moment" not in state:
-                raise RuntimeError("graft='adam' must be set before a parameter's first statistics")
             square = state["second_moment"]
             square.mul_(SECOND_MOMENT_DECAY).add_(
                 grad.to(square.dtype).square(), alpha=1 - SECOND_MOMENT_DECAY

@@ -83,6 +83,7 @@ class KroneckerOptimizer(Optimizer):
             What the closure returned, else None.
 
         Raises:
+            ValueError: where a group's settings have become wrong; nothing is then changed.
             RuntimeError: where a parameter has a gradient but no statistics, where its first
                 statistics or inverse fail, or later ones repeatedly. No parameter is then changed.
         """
@@ -90,6 +91,8 @@ class KroneckerOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        for group in self.param_groups:
+            check_settings(group)  # anyone may have changed them since
         self._read_failures()
         observed = self._statistic_gradients()
         updates = [self._to_update(group, observed) for group in self.param_groups]
@@ -210,7 +213,8 @@ class KroneckerOptimizer(Optimizer):
                 f"{sum(p.numel() for p in params):,} numbers, {kinds.count(False)} full and "
                 f"{kinds.count(True)} diagonal modes"
             )
-            lines += [f"    {key}: {group[key]}" for key in sorted(group) if key != "params"]
+            settings = sorted(set(group) - {"params", "param_names"})
+            lines += [f"    {key}: {group[key]}" for key in settings]
         return "\n".join([*lines, ")"])
 
     # Statistics and factors.
@@ -322,14 +326,21 @@ class KroneckerOptimizer(Optimizer):
                 raise RuntimeError(
                     f"the gradient of {self._name(param)} must be dense, got {param.grad.layout}"
                 )
-            if param in self.state or param in observed:
-                ready.append(param)
-            elif not self._may_wait(param):
+            state = self.state.get(param)
+            if state is None and param not in observed:
+                if self._may_wait(param):
+                    continue
                 raise RuntimeError(
                     f"step() has no statistics for {self._name(param)}, which has a gradient: call "
                     "observe(output) between the forward and step(), or warm_start() before "
                     "training, with outputs that depend on every parameter the loss depends on"
                 )
+            if state is not None and group["graft"] == "adam" and "second_moment" not in state:
+                raise RuntimeError(
+                    "graft='adam' must be set before the first statistics: "
+                    f"{self._name(param)} has no second moment"
+                )
+            ready.append(param)
         return ready
 
     def _update(self, group: dict[str, Any], params: list[Tensor]) -> None:
@@ -388,8 +399,9 @@ class KroneckerOptimizer(Optimizer):
         for number, group in enumerate(self.param_groups):
             for index, other in enumerate(group["params"]):
                 if other is param:
-                    return f"parameter {index} of group {number}, shape {tuple(param.shape)}"
-        return f"a parameter of shape {tuple(param.shape)}"
+                    name = repr(group["param_names"][index]) if "param_names" in group else index
+                    return f"parameter {name} of group {number}, shape {tuple(param.shape)}"
+        raise KeyError("not a parameter of this optimizer")
 
     def _read_failures(self, *, wait: bool = False) -> None:
         self._failures.read(self.state, self._name, wait=wait)

@@ -10,7 +10,7 @@ GRAFTS = (None, "adam", "sgd")
 
 
 def check_settings(group: Mapping[str, Any]) -> None:
-    """Checks one parameter group's settings.
+    """Checks one parameter group's settings: numbers, or 0-dim tensors that a graph can change.
 
     Raises:
         ValueError: names the setting, the rule, and what came.
@@ -34,7 +34,9 @@ def check_settings(group: Mapping[str, Any]) -> None:
 
 def _check(name: str, value: Any, rule: str, holds: Callable[[Any], bool]) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if isinstance(value, Tensor) and value.numel() == 1:
+    if isinstance(value, Tensor) and value.dim() == 0:
+        if not value.is_cpu:
+            return  # looking at it would wait for the device, at every step
         number, value = True, value.item()
     if not number or not holds(value):
         raise ValueError(f"{name} must be {rule}, got {value!r}")
