@@ -35,7 +35,7 @@ def check_state_dict(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[st
                 f"got {len(saved['params'])}; is it of another model?"
             )
         for index, param in zip(saved["params"], group["params"], strict=True):
-            if index in state_dict["state"]:
+            if state_dict["state"].get(index):
                 name = f"state_dict['state'][{index}]"
                 _check_state(name, state_dict["state"][index], group, param)
 

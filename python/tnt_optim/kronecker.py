@@ -59,7 +59,7 @@ class KroneckerOptimizer(Optimizer):
             p: p.grad
             for group in self.param_groups
             for p in group["params"]
-            if p.grad is not None and (self._statistics_due(group) or p not in self.state)
+            if p.grad is not None and (self._statistics_due(group) or not self._has_state(p))
         }
 
     def _statistic_loss(self, output: Any, index: int) -> Tensor:
@@ -69,6 +69,9 @@ class KroneckerOptimizer(Optimizer):
     def _may_wait(self, param: Tensor) -> bool:
         """Whether a parameter without statistics sits a step out, rather than being an error."""
         return False
+
+    def _forget_observations(self) -> None:
+        """Called once this step's observations are in the statistics, or known to be useless."""
 
     # The public side.
 
@@ -96,9 +99,10 @@ class KroneckerOptimizer(Optimizer):
         self._read_failures()
         observed = self._statistic_gradients()
         updates = [self._to_update(group, observed) for group in self.param_groups]
-        first = {p: g for p, g in observed.items() if p not in self.state}
+        first = {p: g for p, g in observed.items() if not self._has_state(p)}
         self.state.update(self._first_states(first))
         self._refresh({p: g for p, g in observed.items() if p not in first}, first)
+        self._forget_observations()
         self._read_failures()
         for group, params in zip(self.param_groups, updates, strict=True):
             for batch in by_device(params):
@@ -143,8 +147,9 @@ class KroneckerOptimizer(Optimizer):
         parameter that lost most), "failed_inverses" the failed refreshes of all parameters.
         """
         self._read_failures(wait=True)
-        skipped = [state["skipped_statistics"] for state in self.state.values()]
-        failed = [state["failed_inverses"] for state in self.state.values()]
+        states = [state for state in self.state.values() if state]
+        skipped = [state["skipped_statistics"] for state in states]
+        failed = [state["failed_inverses"] for state in states]
         return {"skipped_statistics": max(skipped, default=0), "failed_inverses": sum(failed)}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -250,6 +255,7 @@ class KroneckerOptimizer(Optimizer):
     def _first_states(self, observed: dict[Tensor, Tensor]) -> dict[Tensor, dict[str, Any]]:
         """States from a first observation. Waits for it: there is nothing else to go on with."""
         if observed and not all_finite(observed.values()):
+            self._forget_observations()
             raise RuntimeError(
                 "the first gradient for the statistics is not finite: there are no earlier "
                 f"statistics to go on with, for {self._name(next(iter(observed)))}"
@@ -299,7 +305,7 @@ class KroneckerOptimizer(Optimizer):
             gram_ema_(stats, self._viewed(group, params, observed), decay)
             codes = (~finite).to(torch.int32).expand(len(params)).contiguous()
             self._failures.report_statistics(codes, params)
-        for group, params in self._batches(self.state):
+        for group, params in self._batches(filter(self._has_state, self.state)):
             due = [p for p in params if p not in first and self._factors_due(group, p, observed)]
             if due:
                 states = [self.state[p] for p in due]
@@ -326,8 +332,8 @@ class KroneckerOptimizer(Optimizer):
                 raise RuntimeError(
                     f"the gradient of {self._name(param)} must be dense, got {param.grad.layout}"
                 )
-            state = self.state.get(param)
-            if state is None and param not in observed:
+            known = self._has_state(param)
+            if not known and param not in observed:
                 if self._may_wait(param):
                     continue
                 raise RuntimeError(
@@ -335,7 +341,7 @@ class KroneckerOptimizer(Optimizer):
                     "observe(output) between the forward and step(), or warm_start() before "
                     "training, with outputs that depend on every parameter the loss depends on"
                 )
-            if state is not None and group["graft"] == "adam" and "second_moment" not in state:
+            if known and group["graft"] == "adam" and "second_moment" not in self.state[param]:
                 raise RuntimeError(
                     "graft='adam' must be set before the first statistics: "
                     f"{self._name(param)} has no second moment"
@@ -367,6 +373,10 @@ class KroneckerOptimizer(Optimizer):
                 param.copy_(weight.view(param.shape))
 
     # Parameters and their modes.
+
+    def _has_state(self, param: Tensor) -> bool:
+        # Not `in`: looking at opt.state[param] leaves an empty dictionary behind.
+        return bool(self.state.get(param))
 
     def _batches(self, params: Iterable[Tensor]) -> Iterator[tuple[dict[str, Any], list[Tensor]]]:
         """The given parameters by group and device: what one call of an operator can serve."""

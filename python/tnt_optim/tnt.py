@@ -58,6 +58,9 @@ class TNT(KroneckerOptimizer):
             the paper), needs no ``observe`` and no likelihood.
         max_factor_dim: a mode larger than this keeps only the diagonal of its statistic.
         relative_damping: damp with ``damping`` times the average eigenvalue of the U_i instead.
+            Directions then have the scale of 1 / gradient: a parameter whose gradient is nothing
+            but rounding (a convolution's bias before batch norm) takes huge steps, unless
+            ``graft`` rescales them.
         graft: "adam" or "sgd": rescale each parameter's direction to the norm of that method's.
         seed: of the sampled labels; the global generators are never touched.
 
@@ -94,10 +97,9 @@ class TNT(KroneckerOptimizer):
         self.fisher = fisher
         self.seed = seed
         # Between observe() and step(): summed gradients, what they were asked for, how often.
-        self._sampled: dict[Tensor, Tensor]
-        self._asked: set[Tensor]
-        self._observations: int
-        self._forget_observations()
+        self._sampled: dict[Tensor, Tensor] = {}
+        self._asked: set[Tensor] = set()
+        self._observations = 0
         # Without statistics, and not reached by the last output that could have brought them.
         self._unreached: set[Tensor] = set()
         self._warned = False
@@ -147,30 +149,14 @@ class TNT(KroneckerOptimizer):
         self._asked.update(due)
         self._observations += 1
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Takes one step; see ``KroneckerOptimizer.step``."""
-        result = super().step(closure)
-        # One that got a gradient without having been asked for is asked for at the next observe.
-        self._unreached = {
-            p
-            for p in self._unreached | self._asked
-            if p not in self.state and (p in self._asked or p.grad is None)
-        }
-        self._forget_observations()
-        return result
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a saved state; see ``KroneckerOptimizer.load_state_dict``."""
         super().load_state_dict(state_dict)
-        self._unreached = set()
         self._forget_observations()
+        self._unreached = set()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), **{name: getattr(self, name) for name in _OWN}}
-
-    def _forget_observations(self) -> None:
-        self._sampled, self._asked, self._observations = {}, set(), 0
 
     def _due(self) -> list[Tensor]:
         """Trainable parameters whose statistics are due, and those that still have none."""
@@ -178,7 +164,7 @@ class TNT(KroneckerOptimizer):
         for group in self.param_groups:
             scheduled = self._statistics_due(group)
             for param in group["params"]:
-                new = param not in self.state and param not in self._unreached
+                new = not self._has_state(param) and param not in self._unreached
                 if param.requires_grad and (scheduled or new):
                     due.append(param)
         return due
@@ -225,7 +211,7 @@ class TNT(KroneckerOptimizer):
 
     def _missed_observation(self) -> bool:
         return any(
-            p in self.state and p.grad is not None
+            self._has_state(p) and p.grad is not None
             for group in self.param_groups
             if self._statistics_due(group)
             for p in group["params"]
@@ -238,6 +224,17 @@ class TNT(KroneckerOptimizer):
 
     def _may_wait(self, param: Tensor) -> bool:
         return param in self._unreached and param not in self._asked
+
+    def _forget_observations(self) -> None:
+        # One that got a gradient without having been asked for is asked for at the next observe.
+        self._unreached = {
+            p
+            for p in self._unreached | self._asked
+            if not self._has_state(p)
+            and p not in self._sampled
+            and (p in self._asked or p.grad is None)
+        }
+        self._sampled, self._asked, self._observations = {}, set(), 0
 
 
 _OWN = (

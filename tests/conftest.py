@@ -1,0 +1,138 @@
+"""Fixtures of every test: fixed seeds, dictated gradients, and bitwise snapshots of a run."""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed() -> None:
+    """Every test starts from the same global generator."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """One thread: small tensors gain nothing from two, which are 20 x slower on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class DirectGradients:
+    """Parameters whose sampled gradient is exactly what the test says.
+
+    The "model output" is the parameters' own entries and the callable likelihood is their inner
+    product with the wanted gradients, so that its derivative is those gradients, to the bit.
+    """
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self.params = list(params)
+        self.sampled: Sequence[Tensor | None] = []
+
+    def output(self) -> Tensor:
+        """The entries of every trainable parameter that has a sampled gradient."""
+        pairs = zip(self.params, self.sampled, strict=True)
+        return torch.cat([p.reshape(-1) for p, g in pairs if p.requires_grad and g is not None])
+
+    def likelihood(self, output: Tensor) -> Tensor:
+        """Pass this to TNT as likelihood=."""
+        pairs = zip(self.params, self.sampled, strict=True)
+        wanted = [g.reshape(-1) for p, g in pairs if p.requires_grad and g is not None]
+        return (output * torch.cat(wanted)).sum()
+
+    def observe(self, optimizer: torch.optim.Optimizer, sampled: Sequence[Tensor | None]) -> None:
+        """Have the optimizer observe exactly these sampled gradients."""
+        self.sampled = sampled
+        optimizer.observe(self.output())  # type: ignore[attr-defined]
+
+    def iterate(
+        self,
+        optimizer: torch.optim.Optimizer,
+        grads: Sequence[Tensor | None],
+        sampled: Sequence[Tensor | None] | None = None,
+    ) -> None:
+        """One step on these gradients, observing `sampled` first where it is given."""
+        if sampled is not None:
+            self.observe(optimizer, sampled)
+        for p, g in zip(self.params, grads, strict=True):
+            p.grad = g
+        optimizer.step()
+
+
+@pytest.fixture
+def direct() -> Callable[[Sequence[Tensor]], DirectGradients]:
+    """Wrap parameters so that the test dictates their sampled gradients."""
+    return DirectGradients
+
+
+class FixedLabels:
+    """A callable likelihood: mean cross entropy at the labels the test has put in `current`."""
+
+    def __init__(self) -> None:
+        self.current = torch.empty(0, dtype=torch.int64)
+
+    def __call__(self, output: Tensor) -> Tensor:
+        """-log p(current | output), mean over the rows."""
+        return torch.nn.functional.cross_entropy(output, self.current)
+
+
+@pytest.fixture
+def fixed_labels() -> FixedLabels:
+    """The likelihood whose sampled labels the test sets before each observation."""
+    return FixedLabels()
+
+
+class Snapshot:
+    """A copy of parameters, their gradients and the optimizer's whole state, compared bit for bit.
+
+    Parameters that are frozen or without gradient are included; NaN equals NaN.
+    """
+
+    def __init__(self, params: Iterable[Tensor], optimizer: torch.optim.Optimizer) -> None:
+        self.params = list(params)
+        self.optimizer = optimizer
+        self.content: dict[str, Any] = copy.deepcopy(self._content())
+
+    def _content(self) -> dict[str, Any]:
+        return {
+            "params": [p.detach() for p in self.params],
+            "grads": [p.grad for p in self.params],
+            "optimizer": self.optimizer.state_dict(),
+        }
+
+    def assert_unchanged(self) -> None:
+        """The parameters and the optimizer are to the bit what they were."""
+        _assert_same(self.content, self._content(), "")
+
+    def assert_equals(self, other: "Snapshot") -> None:
+        """Two runs are at the same point, to the bit."""
+        _assert_same(self.content, other.content, "")
+
+
+def _assert_same(a: object, b: object, path: str) -> None:
+    assert type(a) is type(b), path
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        assert a.dtype == b.dtype and a.shape == b.shape, path
+        assert torch.equal(a.nan_to_num(nan=12345.0), b.nan_to_num(nan=12345.0)), path
+    elif isinstance(a, dict) and isinstance(b, dict):
+        assert list(a) == list(b), path
+        for key in a:
+            _assert_same(a[key], b[key], f"{path}[{key!r}]")
+    elif isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        assert len(a) == len(b), path
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            _assert_same(x, y, f"{path}[{i}]")
+    else:
+        assert a == b, path
+
+
+@pytest.fixture
+def snapshot() -> Callable[[Iterable[Tensor], torch.optim.Optimizer], Snapshot]:
+    """Take a snapshot of (parameters, optimizer)."""
+    return Snapshot

@@ -1,0 +1,209 @@
+"""TNT with dense Kronecker products, float64: what the packages are held against.
+
+Written from Ren & Goldfarb 2021 and design/algorithm.md alone; it shares no code with
+`tnt_kernels` or `tnt_optim` and follows the paper's definitions literally. Everything is slow:
+a parameter with n entries costs an n x n matrix and a dense solve per step.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def vec(a: Tensor) -> Tensor:
+    """The vectorization of appendix A, recursively: the vec of a's first-mode slices, stacked."""
+    if a.dim() == 1:
+        return a
+    return torch.cat([vec(a[j]) for j in range(a.shape[0])])
+
+
+def unfolding(a: Tensor, i: int) -> Tensor:
+    """mat_i(a): row j is the vec of the slice whose i-th index is j. i counts from 0."""
+    if a.dim() == 1:
+        return torch.stack([a[j].reshape(1) for j in range(a.shape[0])])
+    return torch.stack([vec(a.select(i, j)) for j in range(a.shape[i])])
+
+
+def contraction(g: Tensor, i: int) -> Tensor:
+    """G^(i) = mat_i(G) mat_i(G)^T, a (d_i, d_i) matrix."""
+    matrix = unfolding(g, i)
+    return matrix @ matrix.T
+
+
+def mode_product(a: Tensor, u: Tensor, i: int) -> Tensor:
+    """The mode product a x_i u by definition: B[.., r, ..] = sum_c a[.., c, ..] u[r, c]."""
+    rows = []
+    for r in range(u.shape[0]):
+        total = torch.zeros_like(a.select(i, 0))
+        for c in range(u.shape[1]):
+            total = total + a.select(i, c) * u[r, c]
+        rows.append(total)
+    return torch.stack(rows, dim=i)
+
+
+def dense_kron(matrices: Sequence[Tensor]) -> Tensor:
+    """U_1 kron ... kron U_k: block (p, q) of X kron Y is X[p, q] Y."""
+    product = matrices[0]
+    for matrix in matrices[1:]:
+        blocks = [
+            torch.cat([product[p, q] * matrix for q in range(product.shape[1])], dim=1)
+            for p in range(product.shape[0])
+        ]
+        product = torch.cat(blocks, dim=0)
+    return product
+
+
+def covariances(stats: Sequence[Tensor]) -> tuple[list[Tensor], float]:
+    """Eq. 13: the U_i from the E[G^(i)] (square matrices, also of a diagonal mode), and c.
+
+    c = (tr S_1 / prod d)^(1/k), U_i = S_i / (c^(k-1) prod_{j != i} d_j); all zero where tr S = 0.
+    """
+    dims = [s.shape[0] for s in stats]
+    k, total = len(dims), math.prod(dims)
+    trace = sum(float(stats[0][j, j]) for j in range(dims[0]))
+    c = (trace / total) ** (1.0 / k)
+    if c == 0.0:
+        return [torch.zeros_like(s) for s in stats], 0.0
+    return [s / (c ** (k - 1) * (total // d)) for s, d in zip(stats, dims, strict=True)], c
+
+
+def damped_kron(stats: Sequence[Tensor], damping: float, relative: bool) -> Tensor:
+    """F_TNT = (U_1 + e I) kron ... kron (U_k + e I); e is damping, or damping times c."""
+    us, c = covariances(stats)
+    shift = damping * c if relative else damping
+    if relative and c == 0.0:
+        shift = 1.0  # an all-zero statistic: the identity, by algorithm.md
+    return dense_kron([u + shift * torch.eye(len(u), dtype=u.dtype) for u in us])
+
+
+def modes_of(shape: Sequence[int]) -> tuple[int, ...]:
+    """algorithm.md's table: () -> (1,); (out, in, *kernel) -> (out, in, prod kernel)."""
+    if len(shape) == 0:
+        return (1,)
+    if len(shape) <= 2:
+        return tuple(shape)
+    return (shape[0], shape[1], math.prod(shape[2:]))
+
+
+class _Block:
+    """One parameter's momentum, statistics and dense Fisher matrix."""
+
+    def __init__(self, dims: tuple[int, ...], max_factor_dim: int) -> None:
+        self.dims = dims
+        self.diagonal = [d > max_factor_dim for d in dims]
+        self.momentum = torch.zeros(math.prod(dims), dtype=torch.float64)
+        self.second_moment = torch.zeros(math.prod(dims), dtype=torch.float64)
+        self.updates = 0
+        self.stats: list[Tensor] | None = None
+        self.first_statistic = 0  # the step at which self.stats was first set
+        self.fisher: Tensor | None = None
+
+    def grams(self, sampled: Tensor) -> list[Tensor]:
+        """Every mode's G^(i), a diagonal mode's with its off-diagonal entries dropped."""
+        g = sampled.detach().double().reshape(self.dims)
+        full = [contraction(g, i) for i in range(len(self.dims))]
+        return [
+            torch.diag(torch.diag(gram)) if diagonal else gram
+            for gram, diagonal in zip(full, self.diagonal, strict=True)
+        ]
+
+
+class DenseTNT:
+    """Algorithm 2 with every parameter's Fisher block formed and solved densely.
+
+    params: float64 tensors, updated in place by `step`. The gradients are the caller's business:
+    `step` takes them as lists aligned with params, None where a parameter has none.
+    lr and weight_decay may be changed between steps.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        *,
+        lr: float,  # alpha
+        damping: float,  # epsilon
+        momentum: float = 0.9,  # mu
+        stat_decay: float = 0.9,  # beta
+        weight_decay: float = 0.0,  # gamma
+        stat_interval: int = 1,  # T_1
+        inverse_interval: int = 1,  # T_2
+        max_factor_dim: int = 8192,
+        relative_damping: bool = False,
+        graft: str | None = None,
+        mode_shapes: Sequence[tuple[int, ...]] | None = None,
+    ) -> None:
+        self.params = list(params)
+        self.lr, self.damping, self.momentum = lr, damping, momentum
+        self.stat_decay, self.weight_decay = stat_decay, weight_decay
+        self.stat_interval, self.inverse_interval = stat_interval, inverse_interval
+        self.relative_damping, self.graft = relative_damping, graft
+        self.steps = 0
+        shapes = mode_shapes or [modes_of(p.shape) for p in self.params]
+        self.blocks = [_Block(shape, max_factor_dim) for shape in shapes]
+
+    def _refresh(self, block: _Block) -> None:
+        assert block.stats is not None
+        block.fisher = damped_kron(block.stats, self.damping, self.relative_damping)
+
+    def warm_start(self, sampled_batches: Sequence[Sequence[Tensor]]) -> None:
+        """Statistics become the plain average of the batches' Grams; inverses at once."""
+        for index, block in enumerate(self.blocks):
+            grams = [block.grams(batch[index]) for batch in sampled_batches]
+            block.stats = [
+                sum((gram[i] for gram in grams[1:]), start=grams[0][i]) / len(grams)
+                for i in range(len(block.dims))
+            ]
+            block.first_statistic = self.steps
+            self._refresh(block)
+
+    def step(
+        self, grads: Sequence[Tensor | None], sampled: Sequence[Tensor | None] | None = None
+    ) -> None:
+        """One iteration t. sampled: the sampled gradients, used only where they are due."""
+        t = self.steps
+        for index, (param, block) in enumerate(zip(self.params, self.blocks, strict=True)):
+            gradient = grads[index]
+            observed = None if sampled is None else sampled[index]
+            due = t % self.stat_interval == 0 or block.stats is None
+            if due and observed is not None:
+                self._observe(block, observed)
+            if block.stats is not None:
+                young = t - block.first_statistic < self.inverse_interval
+                if t % self.inverse_interval == 0 or (due and observed is not None and young):
+                    self._refresh(block)
+            if gradient is not None:
+                self._update(param, block, gradient)
+        self.steps += 1
+
+    def _observe(self, block: _Block, observed: Tensor) -> None:
+        grams = block.grams(observed)
+        if block.stats is None:
+            block.stats, block.first_statistic = grams, self.steps
+            return
+        beta = self.stat_decay
+        block.stats = [beta * s + (1 - beta) * g for s, g in zip(block.stats, grams, strict=True)]
+
+    def _update(self, param: Tensor, block: _Block, gradient: Tensor) -> None:
+        g = vec(gradient.detach().double().reshape(block.dims))
+        block.momentum = self.momentum * block.momentum + g
+        block.second_moment = 0.99 * block.second_moment + 0.01 * g * g
+        block.updates += 1
+        assert block.fisher is not None, "no statistic has been observed"
+        direction = torch.linalg.solve(block.fisher, block.momentum)
+        direction = direction * self._graft_factor(block, direction)
+        with torch.no_grad():
+            step = direction.reshape(param.shape) + self.weight_decay * param
+            param.copy_(param - self.lr * step)
+
+    def _graft_factor(self, block: _Block, direction: Tensor) -> float:
+        length = float(direction.norm())
+        if self.graft is None or length == 0.0:
+            return 1.0
+        if self.graft == "sgd":
+            return float(block.momentum.norm()) / length
+        # Adam's first moment is the same momentum up to (1 - mu), bias-corrected.
+        first = (1 - self.momentum) * block.momentum / (1 - self.momentum**block.updates)
+        second = block.second_moment / (1 - 0.99**block.updates)
+        return float((first / (second.sqrt() + 1e-8)).norm()) / length

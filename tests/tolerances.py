@@ -1,0 +1,29 @@
+"""Every tolerance of the optimizer tests, in one place, each with what it is relative to."""
+
+# Distance to the oracle's parameters, relative to how far the oracle has moved them so far.
+FLOAT64_TRAJECTORY = 1e-10
+FLOAT32_TRAJECTORY = 1e-4
+
+# One formula evaluated twice in float64, relative to the largest entry of the expected value.
+FLOAT64_FORMULA = 1e-11
+# The same for the library in float32 against a float64 value.
+FLOAT32_FORMULA = 1e-5
+
+# An inequality of the paper may be missed by rounding only, relative to its right-hand side.
+FLOAT64_BOUND = 1e-9
+
+# Two orders of the same float64 sums (groups against separate optimizers, micro-batches against
+# one batch), relative to the parameters.
+FLOAT64_REORDERED = 1e-12
+
+# A bfloat16 parameter keeps 8 bits: one rounding is half a spacing, 2^-8 relative; the library
+# and the oracle may round to neighbouring values.
+BFLOAT16_SPACING = 2.0**-7
+
+# One operator against float64 on the same (rounded) inputs, relative to the largest entry of the
+# expected value; inputs are well conditioned, and a sum has at most some thousand terms.
+FLOAT64_OPERATOR = 1e-12
+FLOAT32_OPERATOR = 1e-5
+# The coupled Newton iteration stops at max |M - I| <= 1e-6, in every dtype; M is (A^-p S) in what
+# it has so far, so the root is off by 1e-6 / p before rounding.
+NEWTON_OPERATOR = 5e-6
