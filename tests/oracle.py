@@ -1,6 +1,6 @@
 """TNT with dense Kronecker products, float64: what the packages are held against.
 
-Written from Ren & Goldfarb 2021 and design/algorithm.md alone; it shares no code with
+Written from Ren & Goldfarb 2021 alone, before the packages were read; it shares no code with
 `tnt_kernels` or `tnt_optim` and follows the paper's definitions literally. Everything is slow:
 a parameter with n entries costs an n x n matrix and a dense solve per step.
 """
@@ -74,12 +74,12 @@ def damped_kron(stats: Sequence[Tensor], damping: float, relative: bool) -> Tens
     us, c = covariances(stats)
     shift = damping * c if relative else damping
     if relative and c == 0.0:
-        shift = 1.0  # an all-zero statistic: the identity, by algorithm.md
+        shift = 1.0  # an all-zero statistic: the identity, by definition
     return dense_kron([u + shift * torch.eye(len(u), dtype=u.dtype) for u in us])
 
 
 def modes_of(shape: Sequence[int]) -> tuple[int, ...]:
-    """algorithm.md's table: () -> (1,); (out, in, *kernel) -> (out, in, prod kernel)."""
+    """The modes of a shape: () -> (1,); (out, in, *kernel) -> (out, in, prod kernel)."""
     if len(shape) == 0:
         return (1,)
     if len(shape) <= 2:
