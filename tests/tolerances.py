@@ -24,6 +24,6 @@ BFLOAT16_SPACING = 2.0**-7
 # expected value; inputs are well conditioned, and a sum has at most some thousand terms.
 FLOAT64_OPERATOR = 1e-12
 FLOAT32_OPERATOR = 1e-5
-# The coupled Newton iteration stops at max |M - I| <= 1e-6, in every dtype; M is (A^-p S) in what
-# it has so far, so the root is off by 1e-6 / p before rounding.
+# The coupled Newton iteration stops at max |M - I| <= 1e-6 in every dtype, M = H^p (S + eps I): the
+# root H is then off by about 1e-6 / p.
 NEWTON_OPERATOR = 5e-6

@@ -1,0 +1,63 @@
+"""The autoencoders of the experiments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+# Hinton & Salakhutdinov 2006, as in the paper's section 6.1.
+MNIST_WIDTHS = (784, 1000, 500, 250, 30, 250, 500, 1000, 784)
+# The same shape scaled to 8x8 images: a code of an eighth of the pixels is too small to copy them.
+DIGITS_WIDTHS = (64, 128, 64, 32, 8, 32, 64, 128, 64)
+
+
+def autoencoder(widths: Sequence[int]) -> nn.Sequential:
+    """A fully connected autoencoder with PyTorch's default initialisation.
+
+    ReLU after every layer but the middle one, whose output is the code, and the last one, whose
+    output is the logits: the sigmoid is inside `reconstruction_loss`.
+
+    Args:
+        widths: sizes from the input through the code, in the middle, to the output; an odd number
+            of at least 3.
+
+    Raises:
+        ValueError: `widths` has no middle, or a width is not positive.
+    """
+    if len(widths) < 3 or len(widths) % 2 == 0:
+        raise ValueError(f"widths must be an odd number of at least 3 sizes, got {len(widths)}")
+    if any(width < 1 for width in widths):
+        raise ValueError(f"widths must be positive, got {tuple(widths)}")
+    linear_layers = (len(widths) // 2 - 1, len(widths) - 2)
+    layers: list[nn.Module] = []
+    for index in range(len(widths) - 1):
+        layers.append(nn.Linear(widths[index], widths[index + 1]))
+        if index not in linear_layers:
+            layers.append(nn.ReLU())
+    return nn.Sequential(*layers)
+
+
+def seeded_autoencoder(widths: Sequence[int], seed: int) -> nn.Sequential:
+    """`autoencoder(widths)`, the same for the same seed; the caller's random state is untouched.
+
+    Built on the CPU, so that a run on a GPU starts from the same parameters.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        return autoencoder(widths)
+
+
+def reconstruction_loss(logits: Tensor, images: Tensor) -> Tensor:
+    """Binary cross entropy with logits, summed over the pixels, averaged over the batch."""
+    total = functional.binary_cross_entropy_with_logits(logits, images, reduction="sum")
+    return total / images.shape[0]
+
+
+def loss_floor(images: Tensor) -> float:
+    """The entropy of the pixels taken as probabilities: no reconstruction has a lower loss."""
+    return -(torch.xlogy(images, images) + torch.xlogy(1 - images, 1 - images)).sum().item() / len(
+        images
+    )

@@ -1,0 +1,289 @@
+"""The house rules: who may import whom, what C++ may include, what each layer offers."""
+
+import ast
+import inspect
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import tnt_kernels
+import tnt_optim
+from tnt_kernels import ops, reference
+from tnt_kernels.schemas import NAMESPACE, SCHEMAS
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = {"tnt_kernels": ROOT / "tnt_kernels", "tnt_optim": ROOT / "python" / "tnt_optim"}
+
+# What the layers of tnt_kernels may have from it: never each other. __init__, __main__ and backends
+# wire them, and may have everything.
+LAYERS: dict[str, set[str]] = {
+    "schemas": set(),
+    "ops": {"schemas"},
+    "reference": {"schemas"},
+    "triton": {"schemas", "triton"},
+}
+# What tnt_optim may have from tnt_kernels.
+PUBLIC_FUNCTIONS = {*SCHEMAS, "backends"}
+NOT_IMPORTED = {"tests", "bench", *(path.stem for path in (ROOT / "tests").glob("*.py"))}
+
+
+# Python.
+
+
+def imports(source: str, module: str, *, is_package: bool = False) -> set[str]:
+    """Dotted names of everything ``module`` imports, wherever in its source it does."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = module.split(".")
+                above = above[: len(above) - node.level + is_package]
+                base = ".".join([*above, *filter(None, [node.module])])
+            found.update(f"{base}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args:
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+            called = node.func.id if isinstance(node.func, ast.Name) else called
+            name = node.args[0]
+            if called in ("import_module", "__import__") and isinstance(name, ast.Constant):
+                found.add(str(name.value))
+    return found
+
+
+def forbidden(source: str, module: str, *, is_package: bool = False) -> set[str]:
+    """Those of its imports that the house rules forbid ``module``."""
+    return {
+        name
+        for name in imports(source, module, is_package=is_package)
+        if not _allowed(name.split("."), module.split("."))
+    }
+
+
+def _allowed(name: list[str], module: list[str]) -> bool:
+    if name[0] in NOT_IMPORTED:
+        return False
+    if module[0] == "tnt_optim" and name[0] == "tnt_kernels":
+        return len(name) == 2 and name[1] in PUBLIC_FUNCTIONS
+    if module[0] == "tnt_kernels":
+        if name[0] == "tnt_optim":
+            return False
+        layer = module[1] if len(module) > 1 else ""
+        if name[0] == "tnt_kernels" and layer in LAYERS:
+            return len(name) > 1 and name[1] in LAYERS[layer]
+    return True
+
+
+def modules() -> list[tuple[str, Path]]:
+    """Every module of both packages by dotted name, and the build script."""
+    found = [("setup", ROOT / "setup.py")]
+    for package, folder in PACKAGES.items():
+        for path in sorted(folder.rglob("*.py")):
+            parts = [package, *path.relative_to(folder).with_suffix("").parts]
+            found.append((".".join(parts).removesuffix(".__init__"), path))
+    return found
+
+
+@pytest.mark.parametrize(("module", "path"), modules(), ids=[name for name, _ in modules()])
+def test_imports(module: str, path: Path) -> None:
+    is_package = path.name == "__init__.py"
+    assert forbidden(path.read_text(), module, is_package=is_package) == set()
+
+
+def test_all_layers_are_looked_at() -> None:
+    """The layers exist under the names that the rules know them by."""
+    names = {name for name, _ in modules()}
+    assert names >= {"setup", "tnt_kernels", "tnt_kernels.backends", "tnt_optim", "tnt_optim.tnt"}
+    assert names >= {f"tnt_kernels.{layer}" for layer in ("schemas", "ops", "reference")}
+    assert not (ROOT / "python" / "__init__.py").exists()
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("tnt_optim.tnt", "import tnt_kernels"),
+        ("tnt_optim.tnt", "import tnt_kernels.ops as kernels"),
+        ("tnt_optim.tnt", "from tnt_kernels import reference"),
+        ("tnt_optim.tnt", "from tnt_kernels import *"),
+        ("tnt_optim.tnt", "from tnt_kernels.ops import gram_ema_"),
+        ("tnt_optim.tnt", "import torch\ndef f():\n    from bench.experiments import data"),
+        ("tnt_optim.tnt", "from oracle import DenseTNT"),
+        ("tnt_kernels.ops", "from tnt_kernels import reference"),
+        ("tnt_kernels.ops", "from tnt_kernels import gram_ema_"),
+        ("tnt_kernels.ops", "import tnt_kernels"),
+        ("tnt_kernels.ops", "from . import reference"),
+        ("tnt_kernels.ops", "from .triton.gram_ema import launch"),
+        ("tnt_kernels.ops", "import importlib\nimportlib.import_module('tnt_kernels.reference')"),
+        ("tnt_kernels.ops", "__import__('tnt_kernels.reference')"),
+        ("tnt_kernels.reference", "from tnt_kernels.ops import mode_products"),
+        ("tnt_kernels.reference", "import tnt_optim.modes"),
+        ("tnt_kernels.schemas", "from .reference import gram_ema_"),
+        ("tnt_kernels.triton.gram_ema", "from .. import reference"),
+        ("tnt_kernels.triton.gram_ema", "from ..ops import gram_ema_"),
+        ("tnt_kernels.backends", "from tests.cases import normal"),
+    ],
+)
+def test_the_import_checker_finds(module: str, source: str) -> None:
+    assert len(forbidden(source, module)) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "is_package"),
+    [
+        ("tnt_optim.tnt", "from tnt_kernels import damped_inverse, gram_ema_", False),
+        ("tnt_optim.tnt", "from tnt_optim.modes import mode_shape\nfrom . import fisher", False),
+        ("tnt_kernels.ops", "import torch\nfrom tnt_kernels.schemas import SCHEMAS", False),
+        ("tnt_kernels.triton.gram_ema", "from . import tiles\nfrom .. import schemas", False),
+        ("tnt_kernels.triton", "from . import tiles\nfrom ..schemas import SCHEMAS", True),
+        ("tnt_kernels", "from . import ops, reference\nfrom .backends import backends", True),
+    ],
+)
+def test_the_import_checker_lets_pass(module: str, source: str, is_package: bool) -> None:
+    assert imports(source, module, is_package=is_package)
+    assert forbidden(source, module, is_package=is_package) == set()
+
+
+def test_relative_imports_are_resolved() -> None:
+    source = "from . import tiles\nfrom ..ops import gram_ema_"
+    wanted = {"tnt_kernels.triton.tiles", "tnt_kernels.ops.gram_ema_"}
+    assert imports(source, "tnt_kernels.triton.mode_products") == wanted
+    assert imports(source, "tnt_kernels.triton", is_package=True) == wanted
+
+
+# C++.
+
+_LIBRARY = re.compile(r'#\s*include\s*[<"]((?:ATen|c10|torch|caffe2|pybind11|cuda|mkl)[^>"]*)[>"]')
+_BLAS = re.compile(r"\b[sd](?:gemm|gemv|syrk|symm|trmm|trsm|potr[fis]|getr[fis]|syev\w*?)_\b")
+# The one that turns tensors into pointers, and the one that knows the BLAS.
+_MAY_INCLUDE: dict[str, set[str]] = {"cpu/blas.h": {"ATen/Version.h"}}
+
+
+def forbidden_in_kernels(source: str, path: str) -> set[str]:
+    """Includes and BLAS calls that a file of csrc, by its path there, may not have."""
+    found = set() if path == "cpu/blas.h" else set(_BLAS.findall(source))
+    included = set(_LIBRARY.findall(source))
+    if not path.startswith(("cpu/", "cuda/")) or Path(path).stem == "register":
+        return found
+    default = {"ATen/Parallel.h"} if path.startswith("cpu/") else set()
+    return found | (included - _MAY_INCLUDE.get(path, default))
+
+
+def sources() -> list[str]:
+    folder = ROOT / "csrc"
+    return sorted(
+        str(path.relative_to(folder))
+        for path in folder.rglob("*")
+        if path.suffix in (".h", ".cpp", ".cu", ".cuh")
+    )
+
+
+@pytest.mark.parametrize("path", sources())
+def test_includes(path: str) -> None:
+    assert forbidden_in_kernels((ROOT / "csrc" / path).read_text(), path) == set()
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("cpu/gram_ema.cpp", "#include <ATen/core/Tensor.h>"),
+        ("cpu/gram_ema.cpp", '#  include "torch/extension.h"'),
+        ("cpu/gram_ema.h", "#include <c10/util/Exception.h>"),
+        ("cpu/blas.h", "#include <ATen/Parallel.h>"),
+        ("cpu/gram_ema.cpp", "sgemm_(&n, &t, &m);"),
+        ("cpu/register.cpp", 'extern "C" void dgemm_(const char*);'),
+        ("bindings.cpp", "dsyrk_(u, n);"),
+        ("cuda/gram_ema.cu", "#include <ATen/Parallel.h>"),
+    ],
+)
+def test_the_include_checker_finds(path: str, source: str) -> None:
+    assert len(forbidden_in_kernels(source, path)) == 1
+
+
+def test_the_include_checker_lets_pass() -> None:
+    kernel = '#include <ATen/Parallel.h>\n#include "cpu/blas.h"\nvoid gram_ema_(float* s);'
+    assert forbidden_in_kernels(kernel, "cpu/gram_ema.cpp") == set()
+    assert forbidden_in_kernels("#include <ATen/core/Tensor.h>", "cpu/register.cpp") == set()
+    assert forbidden_in_kernels("sgemm_(a);\n#include <ATen/Version.h>", "cpu/blas.h") == set()
+    assert {"check.h", "cpu/blas.h", "cpu/gram_ema.cpp", "cpu/register.cpp"} <= set(sources())
+
+
+# What each layer offers.
+
+SIGNATURES = {
+    "gram_ema_": "stats, tensors, decay",
+    "damped_inverse": "stats, damping, out=None, relative=False",
+    "inverse_root": "stats, damping, root, out=None",
+    "mode_products": "tensors, factors",
+    "preconditioned_step_": "params, momenta, grads, factors, lr, momentum, weight_decay",
+}
+TNT_SIGNATURE = (
+    "params, lr=0.0001, *, damping=0.01, momentum=0.9, stat_decay=0.9, weight_decay=0.0, "
+    "stat_interval=10, inverse_interval=100, likelihood='categorical', fisher='sampled', "
+    "max_factor_dim=8192, relative_damping=False, graft=None, seed=0"
+)
+MUTATED = {
+    "gram_ema_": {"stats"},
+    "damped_inverse": {"out"},
+    "inverse_root": {"out"},
+    "mode_products": set(),
+    "preconditioned_step_": {"params", "momenta"},
+}
+
+
+def signature(function: Callable[..., object]) -> str:
+    """Names, order, kinds and defaults, without annotations."""
+    bare = inspect.signature(function)
+    parameters = [p.replace(annotation=p.empty) for p in bare.parameters.values()]
+    return str(bare.replace(parameters=parameters, return_annotation=bare.empty))[1:-1]
+
+
+def public_functions(module: ModuleType) -> set[str]:
+    """The functions a module defines itself, those with a leading underscore aside."""
+    return {
+        name
+        for name, value in vars(module).items()
+        if inspect.isfunction(value)
+        and inspect.unwrap(value).__module__ == module.__name__
+        and not name.startswith("_")
+    }
+
+
+def test_every_operator_has_a_function_and_a_definition() -> None:
+    assert set(SIGNATURES) == set(SCHEMAS)
+    assert public_functions(ops) == public_functions(reference) == set(SCHEMAS)
+    assert set(tnt_kernels.__all__) == {*SCHEMAS, "Backends", "backends", "reference"}
+    for name in SCHEMAS:
+        assert getattr(tnt_kernels, name) is getattr(ops, name)
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+@pytest.mark.parametrize("module", [ops, reference], ids=["ops", "reference"])
+def test_signatures_are_the_architecture(name: str, module: ModuleType) -> None:
+    assert signature(getattr(module, name)) == SIGNATURES[name]
+
+
+def test_signature_of_tnt() -> None:
+    assert signature(tnt_optim.TNT) == TNT_SIGNATURE
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_schemas_name_what_is_mutated(name: str) -> None:
+    schema = getattr(getattr(torch.ops, NAMESPACE), name).default._schema
+    written = {a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write}
+    assert written == MUTATED[name]
+    # In-place names end in _; what else is written is called out.
+    assert name.endswith("_") == bool(written - {"out"})
+
+
+def test_no_file_is_named_for_being_used() -> None:
+    folders = ("tnt_kernels", "python", "csrc", "tests", "bench", ".ci")
+    names = [path for folder in folders for path in (ROOT / folder).rglob("*")]
+    assert ROOT / "tests" / "cases.py" in names
+    bad = re.compile(r"\b_?(utils?|helpers?|misc|common)\b|_(utils?|helpers?)\b")
+    assert bad.search("utils.py") and bad.search("tensor_helpers.h")
+    assert [path for path in names if bad.search(path.name)] == []
