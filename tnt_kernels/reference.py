@@ -29,7 +29,8 @@ def gram_ema_(stats: Modes, tensors: Sequence[Tensor], decay: Number) -> None:
             weight = torch.as_tensor(decay, dtype=stat.dtype, device=stat.device)
             gram = _gram(tensor.to(stat.dtype), i, diagonal=stat.dim() == 1)
             # Selected, not multiplied: a weight of 0 silences even NaN on its side.
-            old = torch.where(weight == 0, torch.zeros_like(stat), weight * stat)
+            kept = stat if stat.dim() == 1 else _mirror_lower(stat)
+            old = torch.where(weight == 0, torch.zeros_like(stat), weight * kept)
             new = torch.where(weight == 1, torch.zeros_like(stat), (1 - weight) * gram)
             stat.copy_(old + new)
 
@@ -45,9 +46,9 @@ def damped_inverse(
     def invert(modes: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         # c = (tr S_1 / prod d)^(1/k), and c^(k-1) prod_{j != i} d_j = tr S_1 / (c d_i): the second
         # form neither over- nor underflows in float32 where the first would.
-        k = len(modes)
+        k, size = len(modes), math.prod(s.shape[0] for s in modes)
         trace = _trace(modes[0])
-        c = trace.pow(1 / k) / math.prod(s.shape[0] for s in modes) ** (1 / k)
+        c = trace.pow(1 / k) / size ** (1 / k) if size else torch.zeros_like(trace)
         eps = torch.as_tensor(damping, dtype=trace.dtype, device=trace.device)
         if relative:
             eps = torch.where(c == 0, torch.ones_like(c), eps * c)
@@ -134,7 +135,8 @@ def _inverse(matrix: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
         # Not cholesky_inverse: it reads its error code on the host, and raises.
         inverse = _mirror_lower(torch.cholesky_solve(_identity(matrix), factor))
         definite = info == 0
-    return inverse, definite & inverse.isfinite().all()
+    # The matrix too: the inverse of infinity is a harmless-looking 0.
+    return inverse, definite & matrix.isfinite().all() & inverse.isfinite().all()
 
 
 def _inverse_root(stat: Tensor, eps: Tensor, p: int) -> tuple[Tensor, Tensor]:
@@ -142,30 +144,32 @@ def _inverse_root(stat: Tensor, eps: Tensor, p: int) -> tuple[Tensor, Tensor]:
     if stat.dim() == 1:
         damped = stat + eps
         result = damped.pow(-1 / p)
-        return result, (damped > 0).all() & result.isfinite().all()
+        return result, (damped > 0).all() & damped.isfinite().all() & result.isfinite().all()
     damped = _damped(stat, eps)
     identity = _identity(stat)
-    z = (1 + p) / (2 * torch.linalg.matrix_norm(damped))
-    coupled, result = z * damped, z.pow(1 / p) * identity  # M and H in the paper
-    error = _distance(coupled, identity)
+    # By the largest entry first: the Frobenius norm's squares would leave float32's range.
+    largest = _largest(damped)
+    scaled = damped / largest
+    z = (1 + p) / (2 * torch.linalg.matrix_norm(scaled))
+    coupled, result = z * scaled, z.pow(1 / p) * identity  # M and H in the paper
+    error = _largest(coupled - identity)
     for _ in range(NEWTON_ITERATIONS):
         if not error > NEWTON_TOLERANCE:  # also ends at NaN
             break
         step = (1 + 1 / p) * identity - coupled / p
         next_coupled = torch.linalg.matrix_power(step, p) @ coupled
-        next_error = _distance(next_coupled, identity)
+        next_error = _largest(next_coupled - identity)
         if next_error > NEWTON_GROWTH * error:
             break
         coupled, result, error = next_coupled, result @ step, next_error
-    result = (result + result.mT) / 2
+    result = largest.pow(-1 / p) * (result + result.mT) / 2
     # M far from I means that H is no root, whatever it holds: an indefinite matrix ends up here.
     return result, (error < 0.1) & result.isfinite().all()
 
 
-def _distance(matrix: Tensor, identity: Tensor) -> Tensor:
-    """max |M - I|, 0 for an empty matrix."""
-    difference = (matrix - identity).abs()
-    return difference.max() if difference.numel() else difference.sum()
+def _largest(matrix: Tensor) -> Tensor:
+    """The largest absolute value, 0 for an empty matrix."""
+    return matrix.abs().max() if matrix.numel() else matrix.sum()
 
 
 def _identity(matrix: Tensor) -> Tensor:
