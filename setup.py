@@ -19,7 +19,7 @@ from typing import Any
 from setuptools import setup
 
 try:
-    from torch.utils.cpp_extension import BuildExtension, CppExtension
+    from torch.utils.cpp_extension import BuildExtension, CppExtension, include_paths
 except ImportError as error:
     raise SystemExit(
         f"tnt_kernels is built against PyTorch, which cannot be imported here ({error}).\n"
@@ -66,7 +66,11 @@ def extension() -> dict[str, Any]:
         SOURCES,
         include_dirs=[str(ROOT / "csrc")],
         depends=[str(header.relative_to(ROOT)) for header in ROOT.glob("csrc/**/*.h")],
-        extra_compile_args=["-O3", "-fopenmp", "-Wall", "-Wextra", "-Wno-unknown-pragmas"],
+        extra_compile_args=[
+            *("-O3", "-fopenmp", "-Wall", "-Wextra"),
+            # Once more as system headers: PyTorch's own are not free of warnings.
+            *(f"-isystem{path}" for path in include_paths()),
+        ],
         extra_link_args=["-fopenmp"],
     )
     return {"ext_modules": [module], "cmdclass": {"build_ext": Build}}
