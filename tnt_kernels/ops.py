@@ -46,6 +46,12 @@ def gram_ema_(stats: Modes, tensors: Sequence[Tensor], decay: Number) -> None:
         TypeError: where an argument is not made of tensors.
 
     Source: Ren & Goldfarb 2021, Algorithm 2.
+
+    >>> stats = [[torch.eye(2), torch.ones(3)]]  # a full and a diagonal mode
+    >>> gram_ema_(stats, [torch.tensor([[1.0, 0.0, 2.0], [0.0, 1.0, 0.0]])], decay=0.5)
+    >>> stats[0]
+    [tensor([[3., 0.],
+            [0., 1.]]), tensor([1.0000, 1.0000, 2.5000])]
     """
     _check_tensors("tensors", tensors)
     _check_modes("stats", stats, "tensors", tensors, written=True)
@@ -85,6 +91,12 @@ def damped_inverse(
         TypeError: where an argument is not made of tensors.
 
     Source: Ren & Goldfarb 2021, equation 13 and Algorithm 2.
+
+    >>> stats = [[torch.diag(torch.tensor([12.0, 4.0])), torch.tensor([8.0, 8.0])]]
+    >>> factors, info = damped_inverse(stats, damping=1.0)  # c = 2, U = diag(3, 1), diag(2, 2)
+    >>> factors[0], info
+    ([tensor([[0.2500, 0.0000],
+            [0.0000, 0.5000]]), tensor([0.3333, 0.3333])], tensor([0], dtype=torch.int32))
     """
     out = _check_out(stats, out)
     damping = _scalar("damping", damping, low=0.0)
@@ -154,6 +166,11 @@ def mode_products(tensors: Sequence[Tensor], factors: Modes) -> list[Tensor]:
         TypeError: where an argument is not made of tensors.
 
     Source: Ren & Goldfarb 2021, equation 10 and Proposition 1.
+
+    >>> swap = torch.tensor([[0.0, 1.0], [1.0, 0.0]])
+    >>> mode_products([torch.tensor([[1.0, 2.0], [3.0, 4.0]])], [[swap, torch.tensor([1.0, 10.0])]])
+    [tensor([[ 3., 40.],
+            [ 1., 20.]])]
     """
     _check_tensors("tensors", tensors)
     _check_modes("factors", factors, "tensors", tensors)
