@@ -10,13 +10,14 @@ them all. Conventions shared by every function here:
   with any strides where they are read, contiguous where they are written.
 - ``decay``, ``damping``, ``lr``, ``momentum`` and ``weight_decay`` are numbers or 0-dim tensors; a
   tensor may live on the lists' device, so that a captured graph can change it.
-- All tensors of one call are on one device. No memory that is written appears twice in a call.
-  Empty lists are fine.
+- All tensors of one call are on one device. No memory that is written may appear twice in a call;
+  that is not checked. Empty lists are fine.
 - A ``ValueError`` or ``TypeError`` names the argument at fault, and nothing has then been changed.
 - Nothing here is differentiable.
 """
 
 from collections.abc import Iterable, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -83,8 +84,9 @@ def damped_inverse(
     Returns:
         The factors A_i, symmetric to the bit (``out`` where given), and ``info``, int32 of shape
         (number of tensors,) on the device: 0, or i + 1 where mode i was the first that was not
-        positive definite or not finite. All factors of such a tensor keep what ``out`` held (NaN in
-        new tensors).
+        finite or not positive definite to working precision (a Cholesky pivot at most 16 roundings
+        of its diagonal entry: its inverse would be noise). All factors of such a tensor keep what
+        ``out`` held (NaN in new tensors).
 
     Raises:
         ValueError: where a length, shape, dtype, device or number does not fit.
@@ -263,12 +265,12 @@ def _scalar(name: str, value: Number, *, low: float, high: float = float("inf"))
                 f"{tuple(value.shape)}, {value.dtype}"
             )
         return value
-    if not isinstance(value, int | float):
+    if not isinstance(value, Real) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number or a 0-dim tensor, got {value!r}")
     if not low <= value <= high or value == float("inf"):
         bound = f"in [{low:g}, {high:g}]" if high < float("inf") else f"finite and >= {low:g}"
         raise ValueError(f"{name} must be {bound}, got {value!r}")
-    return torch.tensor(value, dtype=torch.float64)
+    return torch.tensor(float(value), dtype=torch.float64)
 
 
 def _check_length(name: str, got: Sequence[Any], other: str, want: Sequence[Any]) -> None:
@@ -301,8 +303,8 @@ def _check_modes(
     """Each modes[t][i] is (d_i, d_i) or (d_i,), of the state dtype of tensors[t]."""
     _check_length(name, modes, other, tensors)
     for t, (row, tensor) in enumerate(zip(modes, tensors, strict=True)):
-        if isinstance(row, Tensor) or len(row) != tensor.dim():
-            got = "one tensor" if isinstance(row, Tensor) else str(len(row))
+        if not isinstance(row, list | tuple) or len(row) != tensor.dim():
+            got = str(len(row)) if isinstance(row, list | tuple) else type(row).__name__
             raise ValueError(
                 f"{name}[{t}] must have one tensor for each of the {tensor.dim()} modes of "
                 f"{other}[{t}], got {got}"

@@ -16,6 +16,9 @@ from torch import Tensor
 Number = float | Tensor
 Modes = Sequence[Sequence[Tensor]]
 
+# A Cholesky pivot below so many roundings of its diagonal entry counts as zero.
+PIVOT_ROUNDINGS = 16
+
 # The coupled Newton iteration's limits: Ren & Goldfarb 2021, appendix, and Anil et al. 2021.
 NEWTON_ITERATIONS = 100
 NEWTON_TOLERANCE = 1e-6
@@ -26,7 +29,7 @@ def gram_ema_(stats: Modes, tensors: Sequence[Tensor], decay: Number) -> None:
     """S_i <- decay S_i + (1 - decay) mat_i(G) mat_i(G)^T, for each tensor G and mode i."""
     for modes, tensor in zip(stats, tensors, strict=True):
         for i, stat in enumerate(modes):
-            weight = torch.as_tensor(decay, dtype=stat.dtype, device=stat.device)
+            weight = _beside(stat, decay)
             gram = _gram(tensor.to(stat.dtype), i, diagonal=stat.dim() == 1)
             # Selected, not multiplied: a weight of 0 silences even NaN on its side.
             kept = stat if stat.dim() == 1 else _mirror_lower(stat)
@@ -49,7 +52,7 @@ def damped_inverse(
         k, size = len(modes), math.prod(s.shape[0] for s in modes)
         trace = _trace(modes[0])
         c = trace.pow(1 / k) / size ** (1 / k) if size else torch.zeros_like(trace)
-        eps = torch.as_tensor(damping, dtype=trace.dtype, device=trace.device)
+        eps = _beside(trace, damping)
         if relative:
             eps = torch.where(c == 0, torch.ones_like(c), eps * c)
         scales = [torch.where(c == 0, torch.zeros_like(c), c * s.shape[0] / trace) for s in modes]
@@ -66,9 +69,8 @@ def inverse_root(
 ) -> tuple[Modes, Tensor]:
     """A_i = (S_i + eps I)^(-1/root) by the coupled Newton iteration."""
     roots = [root] * len(stats) if isinstance(root, int) else root
-    eps = torch.as_tensor(damping)
     results = [
-        [_inverse_root(s, eps.to(s), p) for s in modes]
+        [_inverse_root(s, _beside(s, damping), p) for s in modes]
         for modes, p in zip(stats, roots, strict=True)
     ]
     return _keep_what_failed(stats, out, results)
@@ -100,13 +102,18 @@ def preconditioned_step_(
 ) -> None:
     """m <- momentum m + g;  W <- W - lr (m x_1 A_1 ... x_k A_k + weight_decay W)."""
     for param, m, grad, modes in zip(params, momenta, grads, factors, strict=True):
-        alpha, mu, gamma = (
-            torch.as_tensor(v, dtype=m.dtype, device=m.device) for v in (lr, momentum, weight_decay)
-        )
+        alpha, mu, gamma = (_beside(m, value) for value in (lr, momentum, weight_decay))
         m.copy_(mu * m + grad.to(m.dtype))
         (direction,) = mode_products([m], [modes])
         weight = param.to(m.dtype)
         param.copy_(weight - alpha * (direction + gamma * weight))
+
+
+def _beside(tensor: Tensor, value: Number) -> Tensor:
+    """``value`` as a 0-dim tensor of ``tensor``'s device and dtype, without waiting for it."""
+    if not isinstance(value, Tensor):
+        value = torch.tensor(value, dtype=torch.float64)
+    return value.to(tensor.device, tensor.dtype, non_blocking=True)
 
 
 def _gram(tensor: Tensor, mode: int, *, diagonal: bool) -> Tensor:
@@ -131,10 +138,13 @@ def _inverse(matrix: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
         damped = matrix + eps
         inverse, definite = 1 / damped, (damped > 0).all()
     else:
-        factor, info = torch.linalg.cholesky_ex(_damped(matrix, eps))
+        damped = _damped(matrix, eps)
+        factor, info = torch.linalg.cholesky_ex(damped)
         # Not cholesky_inverse: it reads its error code on the host, and raises.
         inverse = _mirror_lower(torch.cholesky_solve(_identity(matrix), factor))
-        definite = info == 0
+        # A pivot of rounding size is a zero that rounding hid: the inverse would be noise.
+        noise = PIVOT_ROUNDINGS * torch.finfo(matrix.dtype).eps * damped.diagonal()
+        definite = (info == 0) & (factor.diagonal().square() > noise).all()
     # The matrix too: the inverse of infinity is a harmless-looking 0.
     return inverse, definite & matrix.isfinite().all() & inverse.isfinite().all()
 

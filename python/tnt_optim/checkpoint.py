@@ -6,7 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tnt_optim.failures import COUNTERS
 from tnt_optim.modes import diagonal_modes, mode_shape
+from tnt_optim.settings import check_settings
+
+_KEYS = {"momentum", "stats", "factors", "first_step", "updates", *COUNTERS}
 
 
 def check_state_dict(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) -> None:
@@ -29,6 +33,10 @@ def check_state_dict(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[st
             raise ValueError(
                 f"state_dict: group {number} lacks {missing}; is it another optimizer's?"
             )
+        try:
+            check_settings({**saved, "modes": None})
+        except ValueError as error:
+            raise ValueError(f"state_dict: group {number}: {error}") from None
         if len(saved["params"]) != len(group["params"]):
             raise ValueError(
                 f"state_dict: group {number} must have {len(group['params'])} parameters, "
@@ -43,9 +51,12 @@ def check_state_dict(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[st
 def _check_state(
     name: str, state: Mapping[str, Any], group: Mapping[str, Any], param: Tensor
 ) -> None:
-    missing = sorted({"momentum", "stats", "factors", "first_step"} - set(state))
+    missing = sorted(_KEYS - set(state))
     if missing:
         raise ValueError(f"{name} lacks {missing}; is it another optimizer's?")
+    tensors = [state["momentum"], *state["stats"], *state["factors"]]
+    if not all(isinstance(tensor, Tensor) for tensor in tensors):
+        raise ValueError(f"{name}: momentum, stats and factors must be made of tensors")
     sizes = mode_shape(param.shape, group["modes"])
     if tuple(state["momentum"].shape) != sizes:
         raise ValueError(
@@ -63,12 +74,12 @@ def _check_state(
             )
 
 
-def copied(value: Any, device: torch.device) -> Any:
-    """A deep copy with all tensors on ``device``, dtypes as they are."""
+def copied(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """A deep copy with all tensors on ``device`` and of ``dtype``."""
     if isinstance(value, Tensor):
-        return value.detach().to(device, copy=True)
+        return value.detach().to(device, dtype, copy=True)
     if isinstance(value, dict):
-        return {key: copied(item, device) for key, item in value.items()}
+        return {key: copied(item, device, dtype) for key, item in value.items()}
     if isinstance(value, list):
-        return [copied(item, device) for item in value]
+        return [copied(item, device, dtype) for item in value]
     return value

@@ -18,6 +18,10 @@ FAILURES_IN_A_ROW = 5
 COUNTERS = ("skipped_statistics", "skipped_in_a_row", "failed_inverses", "failed_in_a_row")
 
 
+class PreconditionerError(RuntimeError):
+    """Statistics or inverses failed where there is nothing to go on with, or again and again."""
+
+
 class _Delivery:
     """A device tensor on its way to the host."""
 
@@ -29,7 +33,7 @@ class _Delivery:
             self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)
             self._arrived = torch.cuda.Event()
-            self._arrived.record()
+            self._arrived.record(torch.cuda.current_stream(tensor.device))
 
     def arrived(self) -> bool:
         return self._arrived is None or self._arrived.query()
@@ -63,12 +67,15 @@ class Failures:
         name: Callable[[Tensor], str],
         *,
         wait: bool = False,
+        fatal: bool = True,
     ) -> None:
         """Counts what has arrived (with ``wait``: everything) in ``states``, and warns.
 
         Raises:
-            RuntimeError: where a parameter has failed FAILURES_IN_A_ROW times in a row.
+            PreconditionerError: where a parameter has failed FAILURES_IN_A_ROW times in a row; not
+                with ``fatal`` False.
         """
+        error = None
         while self._pending and (wait or self._pending[0][0].arrived()):
             delivery, kind, params = self._pending.pop(0)
             total, in_a_row = COUNTERS[:2] if kind == "statistics" else COUNTERS[2:]
@@ -84,9 +91,12 @@ class Failures:
                 message = _MESSAGES[kind].format(mode=code - 1, name=name(param))
                 if len(failed) > 1:
                     message += f" (and of {len(failed) - 1} other parameters)"
-                if worst >= FAILURES_IN_A_ROW:
-                    raise RuntimeError(f"{message}; this was time {worst} in a row: stopping")
-                warnings.warn(message, RuntimeWarning, stacklevel=2)
+                if worst >= FAILURES_IN_A_ROW and fatal:
+                    error = PreconditionerError(f"{message}; time {worst} in a row: stopping")
+                else:
+                    warnings.warn(message, RuntimeWarning, stacklevel=3)
+        if error is not None:
+            raise error
 
 
 _MESSAGES = {

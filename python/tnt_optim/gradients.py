@@ -1,6 +1,6 @@
 """Gradients for the statistics, taken beside the user's own backward."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,8 +9,23 @@ from torch import Tensor, nn
 
 def all_finite(gradients: Iterable[Tensor]) -> Tensor:
     """Whether all Gram matrices of ``gradients`` are finite: their traces are squared norms."""
-    norm = nn.utils.get_total_norm(list(gradients))
+    # A norm in float16 would overflow at 65504; bfloat16 has float32's range.
+    wide = [g.float() if g.dtype == torch.float16 else g for g in gradients]
+    norm = nn.utils.get_total_norm(wide)
     return norm.to(torch.promote_types(norm.dtype, torch.float32)).square().isfinite()
+
+
+def check_reached(reached: Mapping[Tensor, Tensor]) -> None:
+    """Checks that an output depends on some parameter.
+
+    Raises:
+        ValueError: says what may be the matter.
+    """
+    if not reached:
+        raise ValueError(
+            "output must depend on a parameter of this optimizer that requires a gradient, and it "
+            "depends on none: is it another model's, or detached (reentrant checkpointing does so)?"
+        )
 
 
 def check_scalar_loss(name: str, loss: Any) -> Tensor:
@@ -33,7 +48,7 @@ def gradients_of(
     """The gradients of ``loss`` for those of ``params`` it depends on, ``.grad`` left alone.
 
     Raises:
-        ValueError: where it depends on none of them, or a gradient is sparse.
+        ValueError: where a gradient is sparse.
     """
     grads = (
         torch.autograd.grad(loss, params, retain_graph=retain_graph, allow_unused=True)
@@ -41,11 +56,6 @@ def gradients_of(
         else ()
     )
     reached = {p: g for p, g in zip(params, grads, strict=True) if g is not None}
-    if not reached:
-        raise ValueError(
-            "output must depend on a parameter of this optimizer that requires a gradient, and it "
-            "depends on none: is it another model's, or detached?"
-        )
     for grad in reached.values():
         if grad.layout != torch.strided:
             raise ValueError(f"output must give dense gradients, got {grad.layout}")

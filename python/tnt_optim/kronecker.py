@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 
 from tnt_kernels import gram_ema_, preconditioned_step_
 from tnt_optim.checkpoint import check_state_dict, copied
-from tnt_optim.failures import COUNTERS, Failures
-from tnt_optim.gradients import all_finite, check_scalar_loss, gradients_of
+from tnt_optim.failures import COUNTERS, Failures, PreconditionerError
+from tnt_optim.gradients import all_finite, check_reached, check_scalar_loss, gradients_of
 from tnt_optim.graft import grafted_step_
 from tnt_optim.modes import diagonal_modes, mode_shape
 from tnt_optim.settings import check_settings
@@ -71,7 +71,7 @@ class KroneckerOptimizer(Optimizer):
         return False
 
     def _forget_observations(self) -> None:
-        """Called once this step's observations are in the statistics, or known to be useless."""
+        """Called when a step is through with its observations, or has raised."""
 
     # The public side.
 
@@ -87,23 +87,30 @@ class KroneckerOptimizer(Optimizer):
 
         Raises:
             ValueError: where a group's settings have become wrong; nothing is then changed.
-            RuntimeError: where a parameter has a gradient but no statistics, where its first
-                statistics or inverse fail, or later ones repeatedly. No parameter is then changed.
+            RuntimeError: where a parameter has a gradient but no statistics; nothing is then
+                changed. (One that the outputs observed so far did not reach, but this step's loss
+                does, waits for the next ``observe`` instead.)
+            PreconditionerError: where first statistics or inverses fail, or later ones repeatedly.
+                No parameter is then changed.
+
+        A step that raises has used up what was observed for it.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            check_settings(group)  # anyone may have changed them since
-        self._read_failures()
-        observed = self._statistic_gradients()
-        updates = [self._to_update(group, observed) for group in self.param_groups]
-        first = {p: g for p, g in observed.items() if not self._has_state(p)}
-        self.state.update(self._first_states(first))
-        self._refresh({p: g for p, g in observed.items() if p not in first}, first)
-        self._forget_observations()
-        self._read_failures()
+        try:
+            for group in self.param_groups:
+                check_settings(group)  # anyone may have changed them since
+            self._failures.read(self.state, self._name)
+            observed = self._statistic_gradients()
+            updates = [self._to_update(group, observed) for group in self.param_groups]
+            first = {p: g for p, g in observed.items() if not self._has_state(p)}
+            self.state.update(self._first_states(first))
+            self._refresh({p: g for p, g in observed.items() if p not in first}, first)
+            self._failures.read(self.state, self._name)
+        finally:
+            self._forget_observations()
         for group, params in zip(self.param_groups, updates, strict=True):
             for batch in by_device(params):
                 self._update(group, batch)
@@ -124,9 +131,11 @@ class KroneckerOptimizer(Optimizer):
 
         Raises:
             ValueError: where there is no batch, or an output does not fit; nothing is then changed.
-            RuntimeError: where no batch gave a finite gradient, or a factor could not be made;
-                nothing is then changed.
+            PreconditionerError: where no batch gave a finite gradient, or a factor could not be
+                made; nothing is then changed.
         """
+        if not isinstance(outputs, Iterable):
+            raise TypeError(f"outputs must be iterable, got {type(outputs).__name__}")
         buffers = [] if model is None else [(b, b.detach().clone()) for b in model.buffers()]
         try:
             stats, skipped = self._average_statistics(outputs)
@@ -134,7 +143,9 @@ class KroneckerOptimizer(Optimizer):
             with torch.no_grad():
                 for buffer, value in buffers:
                     buffer.copy_(value)
-        for param, state in self._states(stats).items():
+        fresh = self._states(stats)
+        self._failures = Failures()
+        for param, state in fresh.items():
             state["skipped_statistics"] = skipped
             kept = ("momentum", "second_moment", "updates")
             state.update({k: v for k, v in self.state.get(param, {}).items() if k in kept})
@@ -146,7 +157,7 @@ class KroneckerOptimizer(Optimizer):
         "skipped_statistics" counts the refreshes left out because a gradient was not finite (of the
         parameter that lost most), "failed_inverses" the failed refreshes of all parameters.
         """
-        self._read_failures(wait=True)
+        self._failures.read(self.state, self._name, wait=True, fatal=False)
         states = [state for state in self.state.values() if state]
         skipped = [state["skipped_statistics"] for state in states]
         failed = [state["failed_inverses"] for state in states]
@@ -179,7 +190,7 @@ class KroneckerOptimizer(Optimizer):
 
         To be taken between steps. ``modes`` functions are left out: who loads it has their own.
         """
-        self._read_failures(wait=True)
+        self._failures.read(self.state, self._name, wait=True, fatal=False)
         state_dict = super().state_dict()
         for group in state_dict["param_groups"]:
             del group["modes"]
@@ -195,6 +206,7 @@ class KroneckerOptimizer(Optimizer):
         check_state_dict(self.param_groups, state_dict)
         functions = [group["modes"] for group in self.param_groups]
         super().load_state_dict(state_dict)
+        self._failures = Failures()
         for group, saved, modes in zip(
             self.param_groups, state_dict["param_groups"], functions, strict=True
         ):
@@ -202,10 +214,12 @@ class KroneckerOptimizer(Optimizer):
             for param, index in zip(group["params"], saved["params"], strict=True):
                 if index in state_dict["state"]:
                     # Once more: torch casts floating-point state to the parameter's dtype.
-                    self.state[param] = copied(state_dict["state"][index], param.device)
+                    self.state[param] = copied(
+                        state_dict["state"][index], param.device, state_dtype(param)
+                    )
 
     def __getstate__(self) -> dict[str, Any]:
-        self._read_failures(wait=True)
+        self._failures.read(self.state, self._name, wait=True, fatal=False)
         return {**super().__getstate__(), "_failures": self._failures}
 
     def __repr__(self) -> str:
@@ -235,6 +249,7 @@ class KroneckerOptimizer(Optimizer):
         for index, output in enumerate(outputs):
             loss = self._statistic_loss(output, index)
             observed = gradients_of(loss, trainable, retain_graph=False)
+            check_reached(observed)
             if not all_finite(observed.values()):
                 skipped += 1
                 continue
@@ -247,7 +262,7 @@ class KroneckerOptimizer(Optimizer):
                 gram_ema_([stats[p] for p in params], gradients, batches / (batches + 1))
             batches += 1
         if skipped and not batches:
-            raise RuntimeError(f"outputs: none of {skipped} batches gave a finite gradient")
+            raise PreconditionerError(f"outputs: none of {skipped} batches gave a finite gradient")
         if not batches:
             raise ValueError("outputs must hold at least one batch, got none")
         return stats, skipped
@@ -255,8 +270,7 @@ class KroneckerOptimizer(Optimizer):
     def _first_states(self, observed: dict[Tensor, Tensor]) -> dict[Tensor, dict[str, Any]]:
         """States from a first observation. Waits for it: there is nothing else to go on with."""
         if observed and not all_finite(observed.values()):
-            self._forget_observations()
-            raise RuntimeError(
+            raise PreconditionerError(
                 "the first gradient for the statistics is not finite: there are no earlier "
                 f"statistics to go on with, for {self._name(next(iter(observed)))}"
             )
@@ -274,7 +288,7 @@ class KroneckerOptimizer(Optimizer):
             factors, info = self._factors(group, [stats[p] for p in params])
             for param, modes, code in zip(params, factors, info.tolist(), strict=True):
                 if code != 0:
-                    raise RuntimeError(
+                    raise PreconditionerError(
                         f"mode {code - 1} of {self._name(param)} could not be inverted, and there "
                         f"is no earlier inverse to go on with; damping is {group['damping']}"
                     )
@@ -412,9 +426,6 @@ class KroneckerOptimizer(Optimizer):
                     name = repr(group["param_names"][index]) if "param_names" in group else index
                     return f"parameter {name} of group {number}, shape {tuple(param.shape)}"
         raise KeyError("not a parameter of this optimizer")
-
-    def _read_failures(self, *, wait: bool = False) -> None:
-        self._failures.read(self.state, self._name, wait=wait)
 
 
 def by_device(params: Iterable[Tensor]) -> list[list[Tensor]]:

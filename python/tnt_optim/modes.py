@@ -18,7 +18,7 @@ def mode_shape(shape: Sequence[int], modes: ModesFunction | None = None) -> tupl
         modes: a function of the shape that decides instead.
 
     Raises:
-        ValueError: where ``modes`` returns anything but positive sizes with the same product.
+        ValueError: where ``modes`` returns anything but sizes with the same product.
 
     >>> mode_shape((64, 3, 7, 7))
     (64, 3, 49)

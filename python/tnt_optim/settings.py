@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
+from numbers import Integral, Real
 from typing import Any
 
 from torch import Tensor
@@ -10,7 +11,10 @@ GRAFTS = (None, "adam", "sgd")
 
 
 def check_settings(group: Mapping[str, Any]) -> None:
-    """Checks one parameter group's settings: numbers, or 0-dim tensors that a graph can change.
+    """Checks one parameter group's settings.
+
+    The real-valued ones may be 0-dim tensors, which a captured graph can change; such a tensor is
+    not looked at on a GPU, as that would wait for it at every step.
 
     Raises:
         ValueError: names the setting, the rule, and what came.
@@ -20,7 +24,9 @@ def check_settings(group: Mapping[str, Any]) -> None:
     for name in ("momentum", "stat_decay"):
         _check(name, group[name], "a number in [0, 1)", lambda v: 0 <= v < 1)
     for name in ("stat_interval", "inverse_interval", "max_factor_dim"):
-        _check(name, group[name], "an integer >= 1", lambda v: isinstance(v, int) and v >= 1)
+        value = group[name]
+        if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
     if not isinstance(group["relative_damping"], bool):
         raise ValueError(
             f"relative_damping must be True or False, got {group['relative_damping']!r}"
@@ -33,10 +39,10 @@ def check_settings(group: Mapping[str, Any]) -> None:
 
 
 def _check(name: str, value: Any, rule: str, holds: Callable[[Any], bool]) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if isinstance(value, Tensor) and value.dim() == 0:
+    number = isinstance(value, Real) and not isinstance(value, bool)
+    if isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point():
         if not value.is_cpu:
-            return  # looking at it would wait for the device, at every step
+            return
         number, value = True, value.item()
     if not number or not holds(value):
         raise ValueError(f"{name} must be {rule}, got {value!r}")

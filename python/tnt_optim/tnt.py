@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tnt_kernels import damped_inverse
 from tnt_optim.fisher import LIKELIHOODS, sampled_loss, seeded_globally, stream_seed
-from tnt_optim.gradients import check_scalar_loss, gradients_of
+from tnt_optim.gradients import check_reached, check_scalar_loss, gradients_of
 from tnt_optim.kronecker import KroneckerOptimizer, state_dtype
 
 FISHERS = ("sampled", "empirical")
@@ -86,12 +86,12 @@ class TNT(KroneckerOptimizer):
         graft: str | None = None,
         seed: int = 0,
     ) -> None:
-        if not callable(likelihood) and likelihood not in LIKELIHOODS:
+        if not callable(likelihood) and likelihood not in tuple(LIKELIHOODS):
             known = ", ".join(repr(name) for name in LIKELIHOODS)
             raise ValueError(f"likelihood must be {known} or a function, got {likelihood!r}")
         if fisher not in FISHERS:
             raise ValueError(f"fisher must be 'sampled' or 'empirical', got {fisher!r}")
-        if not isinstance(seed, int):
+        if not isinstance(seed, int) or isinstance(seed, bool):
             raise ValueError(f"seed must be an integer, got {seed!r}")
         self.likelihood = likelihood
         self.fisher = fisher
@@ -124,8 +124,9 @@ class TNT(KroneckerOptimizer):
 
         To be called between the forward and the ``backward`` of the same pass, which it leaves
         possible: the graph is retained, no ``.grad`` is touched. Once for each micro-batch where
-        gradients are accumulated: the sampled gradients are averaged. Where no statistics are due
-        at this step, and with ``fisher="empirical"``, it returns at once.
+        gradients are accumulated: the sampled gradients are averaged, also with those of a step
+        that was then skipped, as by ``GradScaler``: they are of the same weights. Where no
+        statistics are due at this step, and with ``fisher="empirical"``, it returns at once.
 
         Args:
             output: what the likelihood describes, with its graph.
@@ -133,14 +134,19 @@ class TNT(KroneckerOptimizer):
         Raises:
             ValueError: where the output has no graph, the wrong number of dimensions, or depends on
                 no parameter of this optimizer; nothing is then changed.
+            RuntimeError: where torch.distributed runs more than one process: each would sample for
+                itself, and the replicas drift apart. ``fisher="empirical"`` works under DDP.
         """
         if self.fisher == "empirical":
             return
         due = self._due()
         if not due:
             return
+        check_single_process()
         loss = self._sampled_loss(output, "step", self.param_groups[0]["step"], self._observations)
         observed = gradients_of(loss, due, retain_graph=True)
+        if len(due) == sum(p.requires_grad for g in self.param_groups for p in g["params"]):
+            check_reached(observed)  # of a few newcomers it may well miss all
         for param, gradient in observed.items():
             if param in self._sampled:
                 # Half precision adds up in float32. Out of place: autograd may share gradients.
@@ -184,6 +190,13 @@ class TNT(KroneckerOptimizer):
         generator = torch.Generator(output.device).manual_seed(seed)
         return sampled_loss(self.likelihood, output, generator)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds parameters; see ``KroneckerOptimizer.add_param_group``."""
+        shared = sorted({"likelihood", "fisher", "seed"} & set(param_group))
+        if shared:
+            raise ValueError(f"{shared[0]} cannot be set for a parameter group, only for all")
+        super().add_param_group(param_group)
+
     # What KroneckerOptimizer asks for.
 
     def _factors(
@@ -220,6 +233,7 @@ class TNT(KroneckerOptimizer):
     def _statistic_loss(self, output: Any, index: int) -> Tensor:
         if self.fisher == "empirical":
             return super()._statistic_loss(output, index)
+        check_single_process()
         return self._sampled_loss(output, "warm start", index)
 
     def _may_wait(self, param: Tensor) -> bool:
@@ -235,6 +249,23 @@ class TNT(KroneckerOptimizer):
             and (p in self._asked or p.grad is None)
         }
         self._sampled, self._asked, self._observations = {}, set(), 0
+
+
+def check_single_process() -> None:
+    """Checks that no other process trains the same model.
+
+    Raises:
+        RuntimeError: where one may.
+    """
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        processes = distributed.get_world_size()
+        if processes > 1:
+            raise RuntimeError(
+                f"fisher='sampled' does not synchronise its samples between processes yet, and "
+                f"torch.distributed runs {processes}: the replicas would drift apart; "
+                "use fisher='empirical'"
+            )
 
 
 _OWN = (
