@@ -15,6 +15,8 @@ CMAKE_BUILDS = build/native build/native-sanitized
 
 BIN = $(VENV)/bin
 PY = $(BIN)/python
+# For tools that others look up on the PATH: PyTorch its ninja, CMake its Python.
+IN_VENV = . "$(if $(filter /%,$(VENV)),,./)$(BIN)/activate" &&
 CPP_SOURCES = $(shell find csrc tests/native -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 EXTENSION_SOURCES = setup.py $(shell find csrc -type f)
 
@@ -26,7 +28,7 @@ demo: build
 test: lint native-test python-test
 
 python-test: build
-	$(PY) -m pytest
+	$(IN_VENV) python -m pytest
 
 lint: $(VENV)/.packages
 	$(BIN)/ruff check .
@@ -58,17 +60,17 @@ $(VENV)/.packages: requirements.txt
 
 # Installed once, editable; after that only the extension is brought up to date.
 $(VENV)/.installed: $(VENV)/.packages pyproject.toml
-	$(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps -e .
+	$(IN_VENV) python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps -e .
 	touch $@
 
 $(VENV)/.built: $(VENV)/.installed $(EXTENSION_SOURCES)
-	$(PY) setup.py --quiet build_ext --inplace
+	$(IN_VENV) python setup.py --quiet build_ext --inplace
 	$(PY) -m tnt_kernels
 	touch $@
 
 build/native/.configured: FLAGS =
 build/native-sanitized/.configured: FLAGS = -DTNT_SANITIZE=address,undefined
 $(CMAKE_BUILDS:=/.configured): CMakeLists.txt $(VENV)/.packages
-	$(BIN)/cmake -S . -B $(@D) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
-		-DPython3_EXECUTABLE=$(abspath $(PY)) -DCMAKE_BUILD_TYPE=RelWithDebInfo $(FLAGS)
+	$(IN_VENV) cmake -S . -B $(@D) -G Ninja -DCMAKE_MAKE_PROGRAM="$$(command -v ninja)" \
+		-DPython3_EXECUTABLE="$$(command -v python)" -DCMAKE_BUILD_TYPE=RelWithDebInfo $(FLAGS)
 	touch $@

@@ -36,7 +36,11 @@ def why_no_extension() -> str | None:
     """Says what stands in the way of the extension, None where nothing does."""
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
         return f"the C++ kernels are for x86-64 Linux, this is {sys.platform} {platform.machine()}"
-    compiler = shlex.split(os.environ.get("CXX", "c++"))[0]
+    compiler = os.environ.get("CXX", "c++")
+    if len(shlex.split(compiler)) != 1:
+        raise SystemExit(
+            f"CXX must name one program, as PyTorch's builds want it, got {compiler!r}"
+        )
     if shutil.which(compiler) is None:
         return f"no C++ compiler: {compiler!r} is not on the PATH (set CXX to name another)"
     return None
@@ -57,7 +61,7 @@ def extension() -> dict[str, Any]:
     if reason is not None:
         print(
             f"tnt_kernels: installing without the C++ extension: {reason}. "
-            "The reference implementation will serve: same results, slower.",
+            "The reference implementation will serve; the results are the same.",
             file=sys.stderr,
         )
         return {}
@@ -65,7 +69,8 @@ def extension() -> dict[str, Any]:
         "tnt_kernels._C",
         SOURCES,
         include_dirs=[str(ROOT / "csrc")],
-        depends=[str(header.relative_to(ROOT)) for header in ROOT.glob("csrc/**/*.h")],
+        depends=["setup.py"]
+        + [str(header.relative_to(ROOT)) for header in ROOT.glob("csrc/**/*.h")],
         extra_compile_args=[
             *("-O3", "-fopenmp", "-Wall", "-Wextra"),
             # Once more as system headers: PyTorch's own are not free of warnings.

@@ -157,3 +157,11 @@ def test_wheel_works_away_from_the_checkout(wheel: Path, tmp_path: Path) -> None
     assert len(imported) == 3
     assert all(Path(file).is_relative_to(site) for file in imported)
     assert (served, moved) == ("C++", "True True")
+
+
+def test_compiler_of_two_words_is_refused(tmp_path: Path) -> None:
+    source = copy_of_the_checkout(tmp_path)
+    result = run("setup.py", "--version", cwd=source, environment={"CXX": "ccache g++"})
+    assert result.returncode != 0
+    assert "CXX must name one program" in result.stderr and "'ccache g++'" in result.stderr
+    assert "Traceback" not in result.stderr

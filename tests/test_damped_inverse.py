@@ -55,6 +55,28 @@ def assert_good(factors: list[Tensor], stats: list[Tensor], wanted: list[Tensor]
         identical(factor, factor.mT if factor.dim() == 2 else factor)
 
 
+@pytest.mark.parametrize("dtype", STATE_DTYPES)
+@pytest.mark.parametrize("shape", [(20, 50), (70, 3, 9)], ids=str)
+def test_singular_without_damping_fails(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    # One mode is larger than the product of the others: its Gram matrix is rank-deficient by
+    # construction, but rounding leaves pivots of either sign.
+    singular = max(range(len(shape)), key=lambda i: shape[i])
+    for _ in range(20):
+        stats = [contraction(normal(shape, dtype), i) for i in range(len(shape))]
+        factors, info = damped_inverse([stats], 0.0)
+        assert info.tolist() == [singular + 1]
+        assert all(bool(factor.isnan().all()) for factor in factors[0])
+
+
+@pytest.mark.parametrize("condition", [1e2, 1e6])
+def test_ill_conditioned_is_not_singular(condition: float) -> None:
+    basis, _ = torch.linalg.qr(torch.randn(65, 65, dtype=torch.float64))
+    spectrum = torch.logspace(0, -float(torch.tensor(condition).log10()), 65).double()
+    stat = (basis * spectrum) @ basis.T
+    _, info = damped_inverse([[((stat + stat.T) / 2).float()]], 0.0)
+    assert info.tolist() == [0]
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("relative", [False, True])

@@ -74,6 +74,33 @@ def test_bad_setting_is_refused_by_name(name: str, bad: Any) -> None:
     assert len(opt.param_groups) == 1
 
 
+@pytest.mark.parametrize("name", ["likelihood", "fisher", "seed"])
+def test_what_all_groups_share_is_refused_in_one(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} cannot be set for a parameter group"):
+        TNT([{"params": [weight(2, 3)], name: "bernoulli"}])
+
+
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [("lr", -1.0), ("lr", torch.tensor(1)), ("stat_interval", 0), ("damping", math.inf)],
+)
+def test_setting_that_goes_bad_later_changes_nothing(
+    name: str, bad: Any, direct: "Direct", snapshot: "TakeSnapshot"
+) -> None:
+    p, q = weight(2, 3), weight(4)
+    harness = direct([p, q])
+    opt = TNT([{"params": [p]}, {"params": [q]}], likelihood=harness.likelihood)
+    harness.iterate(opt, [noise(2, 3), noise(4)], [noise(2, 3), noise(4)])
+    good, opt.param_groups[1][name] = opt.param_groups[1][name], bad
+    before = snapshot([p, q], opt)
+    with pytest.raises(ValueError, match=name):
+        opt.step()
+    before.assert_unchanged()
+    opt.param_groups[1][name] = good
+    opt.step()
+    assert [group["step"] for group in opt.param_groups] == [2, 2]
+
+
 @pytest.mark.parametrize(
     "edge",
     [{"lr": 0.0}, {"damping": 0.0}, {"momentum": 0.0}, {"stat_decay": 0.0}, {"max_factor_dim": 1}],

@@ -183,9 +183,98 @@ def test_state_of_something_else_is_refused(change: str, snapshot: "TakeSnapshot
     fresh = make(other, max_factor_dim=4 if change == "kind" else 8192)
     train(other, fresh, 0, 2)
     before = snapshot(other.parameters(), fresh)
-    with pytest.raises(ValueError):
+    message = {"shape": "momentum must be", "count": "parameters", "kind": "max_factor_dim=4"}
+    with pytest.raises(ValueError, match=f"state_dict.*{message[change]}"):
         fresh.load_state_dict(opt.state_dict())
     before.assert_unchanged()
+
+
+def _without(*path: str | int) -> Callable[[Any], None]:
+    def change(state_dict: Any) -> None:
+        for key in path[:-1]:
+            state_dict = state_dict[key]
+        del state_dict[path[-1]]
+
+    return change
+
+
+def _with(value: Any, *path: str | int) -> Callable[[Any], None]:
+    def change(state_dict: Any) -> None:
+        for key in path[:-1]:
+            state_dict = state_dict[key]
+        state_dict[path[-1]] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_without("state"), "'state'"),
+        (_without("param_groups"), "'param_groups'"),
+        (_without("param_groups", 0, "damping"), "damping"),
+        (_without("param_groups", 0, "step"), "step"),
+        (_without("state", 0, "updates"), "updates"),
+        (_without("state", 0, "stats"), "stats"),
+        (_with(1, "state", 0, "momentum"), "tensors"),
+        (_with(0, "param_groups", 0, "stat_interval"), "stat_interval"),
+        (_with(-1.0, "param_groups", 0, "lr"), "lr"),
+    ],
+)
+def test_damaged_state_is_refused(
+    change: Callable[[Any], None], message: str, snapshot: "TakeSnapshot"
+) -> None:
+    model = conv_net()
+    opt = make(model)
+    train(model, opt, 0, 3)
+    damaged = copy.deepcopy(opt.state_dict())
+    change(damaged)
+    before = snapshot(model.parameters(), opt)
+    with pytest.raises(ValueError, match=f"state_dict.*{message}"):
+        opt.load_state_dict(damaged)
+    before.assert_unchanged()
+
+
+def test_adams_state_is_refused() -> None:
+    model = conv_net()
+    adam = torch.optim.Adam(model.parameters())
+    with pytest.raises(ValueError, match="another optimizer's"):
+        make(model).load_state_dict(adam.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [(torch.float32, torch.float64), (torch.float64, torch.float32)]
+)
+def test_state_follows_the_parameters_dtype(saved: torch.dtype, loaded: torch.dtype) -> None:
+    model = conv_net(saved)
+    opt = make(model, graft="adam")
+    train(model, opt, 0, 3)
+    other = conv_net(loaded)
+    other.load_state_dict(model.state_dict())
+    fresh = make(other, graft="adam")
+    fresh.load_state_dict(opt.state_dict())
+    state = fresh.state[other[0].weight]
+    held = [state["momentum"], state["second_moment"], *state["stats"], *state["factors"]]
+    assert {tensor.dtype for tensor in held} == {loaded}
+    train(other, fresh, 3, 5)
+
+
+def test_resumed_after_a_warm_start_is_bit_for_bit(snapshot: "TakeSnapshot") -> None:
+    runs = []
+    for interrupted in (False, True):
+        torch.manual_seed(3)
+        model = conv_net()
+        opt = make(model)
+        batches = torch.randn(3, 8, 2, 4, 4, generator=torch.Generator().manual_seed(9))
+        opt.warm_start((model(x) for x in batches), model=model)
+        if interrupted:
+            files = through_a_file((model.state_dict(), opt.state_dict()))
+            model.load_state_dict(files[0])
+            opt = make(model)
+            opt.load_state_dict(files[1])
+        train(model, opt, 0, 7)
+        runs.append(snapshot(model.parameters(), opt))
+    runs[0].assert_equals(runs[1])
 
 
 # ------------------------------------------------------------------ schedule, closure, accumulation

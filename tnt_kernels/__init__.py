@@ -17,9 +17,10 @@ try:
     importlib.import_module("tnt_kernels._C")  # registers the C++ operators
 except ImportError as error:
     warnings.warn(
-        f"tnt_kernels runs on its reference implementation: the C++ extension could not be loaded "
-        f"({error}). Results are the same, slower. To have it, install a C++ compiler, then "
-        f"reinstall with: pip install --no-build-isolation --force-reinstall --no-deps tnt_kernels",
+        "tnt_kernels runs on its reference implementation, with the same results: its extension "
+        f"could not be loaded ({error}). To have it, build it from the source folder with a C++ "
+        "compiler, against the PyTorch that is installed now: "
+        "pip install --no-build-isolation --no-deps --force-reinstall .",
         RuntimeWarning,
         stacklevel=2,
     )

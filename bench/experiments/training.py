@@ -20,7 +20,7 @@ from bench.experiments.problems import (
     Settings,
     steps_per_epoch,
 )
-from tnt_optim import TNT
+from tnt_optim import TNT, PreconditionerError
 
 
 @dataclass(frozen=True)
@@ -241,20 +241,11 @@ def _train_epoch(
             loss.backward()
             optimizer.step()
             bar.update()
-    except RuntimeError:
-        # TNT stops where its statistics or inverses fail again and again. That is divergence like
-        # a NaN loss; anything else is an error.
-        if not losses or not _broke_down(optimizer, losses):
-            raise
+    except PreconditionerError:
+        # TNT stops where its statistics or inverses fail again and again: divergence, like a NaN.
         losses[-1] = torch.full_like(losses[-1], math.nan)
     fetched: list[float] = torch.stack(losses).tolist()
     return fetched
-
-
-def _broke_down(optimizer: torch.optim.Optimizer, losses: list[Tensor]) -> bool:
-    if isinstance(optimizer, TNT) and any(optimizer.failures().values()):
-        return True
-    return not all(map(math.isfinite, torch.stack(losses).tolist()))
 
 
 def _warm_start(
