@@ -23,7 +23,7 @@ EXTENSION_SOURCES = setup.py $(shell find csrc -type f)
 .PHONY: demo test lint format native-test python-test build clean
 
 demo: build
-	$(PY) -m bench.experiments.demo $(if $(DATA),--data $(DATA))
+	$(PY) -m bench.experiments.demo $(if $(DATA),--data "$(DATA)")
 
 test: lint native-test python-test
 
