@@ -29,8 +29,7 @@ from bench.experiments.problems import (
     recorded_search,
 )
 from bench.experiments.training import Run, smoothed, train
-from bench.provenance import provenance
-from bench.records import check_writable, write_json
+from bench.records import write_json
 
 RATES: dict[str, tuple[float, float | None]] = {
     "tnt": (3e-3, 0.3),
@@ -418,33 +417,11 @@ def test_the_demo_compares_three_runs_from_one_start(
     assert runs[0]["seconds_to_sgd_final"] > 0
 
 
-# Records
-
-
-def test_records_round_trip_with_null_for_what_is_not_finite(tmp_path: Path) -> None:
-    path = tmp_path / "record.json"
-    record = {"a": [1.5, math.nan, -math.inf], "b": {"c": (1, 2)}, "d": [], "e": ["x", None]}
-    write_json(path, record)
-    wanted = {"a": [1.5, None, None], "b": {"c": [1, 2]}, "d": [], "e": ["x", None]}
-    assert json.loads(path.read_text()) == wanted
-    assert "[1.5, null, null]" in path.read_text()
-    assert [p.name for p in tmp_path.iterdir()] == ["record.json"]
-
-
-def test_checking_an_output_leaves_no_trace_and_no_damage(tmp_path: Path) -> None:
-    check_writable(tmp_path / "new.json")
-    (tmp_path / "old.json").write_text("old")
-    check_writable(tmp_path / "old.json")
-    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("old.json", "old")]
-
-
-def test_provenance_works_without_git_and_names_no_private_path(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr("sys.argv", ["x", f"--data={tmp_path}/mnist", str(tmp_path), "--seed", "1"])
-    found = provenance()
-    assert (found["commit"], found["dirty"]) == (None, None)
-    assert str(tmp_path.parent) not in json.dumps(found)
-    assert found["command"].endswith("--seed 1") and "/mnist" in found["command"]
-    assert found["machine"]["cores"] >= 1 and found["threads"]["torch"] >= 1
+def test_flushing_is_set_before_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls: list[bool] = []
+    monkeypatch.setattr(torch, "set_flush_denormal", lambda mode: calls.append(mode) or True)
+    command = f"--data digits --optimizer sgd --epochs 1 --out {tmp_path / 'run.json'}"
+    assert autoencoder.main(command.split()) == 0
+    assert calls == []
+    assert autoencoder.main([*command.split(), "--flush-subnormals"]) == 0
+    assert calls == [True]
