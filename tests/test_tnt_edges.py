@@ -1,15 +1,13 @@
 """Bad input, failures and degenerate statistics: what TNT refuses, survives and reports."""
 
 import math
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from drawn import close, noise, raising, weight
 from oracle import contraction, covariances
-from tolerances import FLOAT64_FORMULA
 from torch import Tensor, nn
 
 from tnt_optim import TNT
@@ -32,31 +30,6 @@ BAD_SETTINGS: list[tuple[str, Any]] = [
     *[("max_factor_dim", bad) for bad in (0, -3)],
     ("graft", "lion"),
 ]
-
-
-def weight(*shape: int) -> nn.Parameter:
-    """A float64 parameter."""
-    return nn.Parameter(torch.randn(shape, dtype=torch.float64))
-
-
-def noise(*shape: int) -> Tensor:
-    """A float64 gradient."""
-    return torch.randn(shape, dtype=torch.float64)
-
-
-@contextmanager
-def raising(error: Any, match: str) -> Iterator[None]:
-    """Expect an error; a warning issued on the way to it is not an error of its own."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with pytest.raises(error, match=match):
-            yield
-
-
-def close(actual: Tensor, expected: Tensor) -> None:
-    """Equal but for rounding in float64."""
-    scale = float(expected.abs().max())
-    torch.testing.assert_close(actual, expected, rtol=0, atol=FLOAT64_FORMULA * scale)
 
 
 # ------------------------------------------------------------------ arguments
@@ -106,7 +79,8 @@ def test_setting_that_goes_bad_later_changes_nothing(
     [{"lr": 0.0}, {"damping": 0.0}, {"momentum": 0.0}, {"stat_decay": 0.0}, {"max_factor_dim": 1}],
 )
 def test_the_ends_of_the_allowed_ranges_are_allowed(edge: dict[str, Any]) -> None:
-    TNT([weight(2, 3)], **edge)
+    opt = TNT([weight(2, 3)], **edge)
+    assert edge.items() <= opt.param_groups[0].items()
 
 
 def test_unknown_likelihood_lists_the_known_ones() -> None:

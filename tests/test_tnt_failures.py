@@ -1,15 +1,13 @@
 """Non-finite sampled gradients and failed inverses: survived, counted, reported, then raised."""
 
 import math
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from drawn import close, noise, raising, weight
 from oracle import contraction
-from tolerances import FLOAT64_FORMULA
 from torch import Tensor, nn
 
 from tnt_optim import TNT
@@ -19,31 +17,6 @@ if TYPE_CHECKING:
 
     Direct = Callable[[Sequence[Tensor]], DirectGradients]
     TakeSnapshot = Callable[..., Snapshot]
-
-
-def weight(*shape: int) -> nn.Parameter:
-    """A float64 parameter."""
-    return nn.Parameter(torch.randn(shape, dtype=torch.float64))
-
-
-def noise(*shape: int) -> Tensor:
-    """A float64 gradient."""
-    return torch.randn(shape, dtype=torch.float64)
-
-
-@contextmanager
-def raising(error: type[Exception], match: str) -> Iterator[None]:
-    """Expect an error; a warning issued on the way to it is not an error of its own."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with pytest.raises(error, match=match):
-            yield
-
-
-def close(actual: Tensor, expected: Tensor) -> None:
-    """Equal but for rounding in float64."""
-    scale = float(expected.abs().max())
-    torch.testing.assert_close(actual, expected, rtol=0, atol=FLOAT64_FORMULA * scale)
 
 
 def spoiled(gradient: Tensor, value: float) -> Tensor:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from drawn import close, noise, weight
 from oracle import contraction
-from tolerances import FLOAT64_FORMULA
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -21,22 +21,6 @@ if TYPE_CHECKING:
     TakeSnapshot = Callable[..., Snapshot]
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def weight(*shape: int) -> nn.Parameter:
-    """A float64 parameter."""
-    return nn.Parameter(torch.randn(shape, dtype=torch.float64))
-
-
-def noise(*shape: int) -> Tensor:
-    """A float64 gradient."""
-    return torch.randn(shape, dtype=torch.float64)
-
-
-def close(actual: Tensor, expected: Tensor) -> None:
-    """Equal but for rounding in float64."""
-    scale = float(expected.abs().max())
-    torch.testing.assert_close(actual, expected, rtol=0, atol=FLOAT64_FORMULA * scale)
 
 
 class Heads(nn.Module):
