@@ -20,7 +20,7 @@ except ImportError as error:
         "tnt_kernels runs on its reference implementation, with the same results: its extension "
         f"could not be loaded ({error}). To have it, build it from the source folder with a C++ "
         "compiler, against the PyTorch that is installed now: "
-        "pip install --no-build-isolation --no-deps --force-reinstall .",
+        "pip install --no-build-isolation --no-deps --force-reinstall -e .",
         RuntimeWarning,
         stacklevel=2,
     )
