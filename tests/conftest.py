@@ -17,7 +17,7 @@ def fixed_seed() -> None:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """One thread: small tensors gain nothing from two, which are 20 x slower on a busy machine."""
+    """One thread: small tensors gain nothing from two, which wait for each other on a busy one."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -127,8 +127,8 @@ def inverse_root(
     Returns:
         The factors and ``info``, as in ``damped_inverse``; a mode also fails where the iteration
         does not converge. Converging is not being accurate: in float32 the root's relative error
-        grows with the condition number of S_i + damping I (root 2: about 2e-3 at 1e6), which is
-        what the damping is there to bound.
+        grows with the condition number of S_i + damping I, which is what the damping is there to
+        bound.
 
     Raises:
         ValueError: where a length, shape, dtype, device or number does not fit.

@@ -78,7 +78,7 @@ def set_machine(
 ) -> torch.device:
     """Set the threads and return the device; exits with a usage error where there is no GPU."""
     # Two threads do not speed up matrices of 128 rows, and with other work on the cores they wait
-    # for each other: an epoch of SGD-m on the digits took 0.03 to 1.8 s, with one thread 0.013 s.
+    # for each other.
     threads = 1 if arguments.threads is None and data == "digits" else arguments.threads
     if threads is not None:
         torch.set_num_threads(threads)

@@ -319,6 +319,8 @@ class KroneckerOptimizer(Optimizer):
             gram_ema_(stats, self._viewed(group, params, observed), decay)
             codes = (~finite).to(torch.int32).expand(len(params)).contiguous()
             self._failures.report_statistics(codes, params)
+        if not observed and all(g["step"] % g["inverse_interval"] for g in self.param_groups):
+            return  # nothing can be due: how most steps end
         for group, params in self._batches(filter(self._has_state, self.state)):
             due = [p for p in params if p not in first and self._factors_due(group, p, observed)]
             if due:
