@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from setuptools import setup
+import scipy_openblas32 as _o
 
 try:
     from torch.utils.cpp_extension import BuildExtension, CppExtension, include_paths
@@ -29,7 +30,7 @@ except ImportError as error:
     ) from None
 
 ROOT = Path(__file__).parent
-SOURCES = ["csrc/bindings.cpp", "csrc/cpu/gram_ema.cpp", "csrc/cpu/register.cpp"]
+SOURCES = ["csrc/bindings.cpp", *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/cpu/*.cpp"))]
 
 
 def why_no_extension() -> str | None:
@@ -72,11 +73,12 @@ def extension() -> dict[str, Any]:
         depends=["setup.py"]
         + [str(header.relative_to(ROOT)) for header in ROOT.glob("csrc/**/*.h")],
         extra_compile_args=[
-            *("-O3", "-fopenmp", "-Wall", "-Wextra"),
+            *("-O3", "-fopenmp", "-std=c++20", "-Wall", "-Wextra"),
             # Once more as system headers: PyTorch's own are not free of warnings.
             *(f"-isystem{path}" for path in include_paths()),
         ],
         extra_link_args=["-fopenmp"],
+        library_dirs=[_o.get_lib_dir()], libraries=[_o.get_library()], runtime_library_dirs=[_o.get_lib_dir()],
     )
     return {"ext_modules": [module], "cmdclass": {"build_ext": Build}}
 

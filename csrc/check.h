@@ -1,45 +1,164 @@
 // Argument checks that say which argument, what it must be, and what came.
 //
-// Users' mistakes are caught in tnt_kernels/ops.py. These keep memory safe for whoever calls
-// torch.ops.tnt_kernels directly.
+// The public functions in tnt_kernels/ops.py know arguments as stats[t][i] and name them so; here,
+// for whoever calls torch.ops.tnt_kernels directly, lists are flat.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
+#include <limits>
 #include <string>
+#include <vector>
 
 namespace tnt {
 
-inline std::string entry(const char* list, int64_t index) {
+// The dtype of statistics, factors and momenta that belong to a tensor.
+inline at::ScalarType state_dtype(const at::Tensor& tensor) {
+  return tensor.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+// Names are put together only where they are wanted: in an error.
+inline std::string entry(const char* list, size_t index) {
   return std::string(list) + "[" + std::to_string(index) + "]";
 }
 
-inline void check_length(const char* name, int64_t got, int64_t wanted) {
+inline void check_length(const char* name, size_t got, size_t wanted) {
   TORCH_CHECK_VALUE(got == wanted, name, " must have ", wanted, " entries, got ", got);
 }
 
-inline void check_scalar(const char* name, const at::Tensor& value) {
-  TORCH_CHECK_VALUE(value.dim() == 0, name, " must be a 0-dim tensor, got ", value.sizes());
+inline double checked_number(const char* name, const at::Tensor& value,
+                             double high = std::numeric_limits<double>::max()) {
+  TORCH_CHECK_VALUE(value.dim() == 0 && value.is_floating_point(), name,
+                    " must be a 0-dim floating-point tensor, got ", value.sizes(), ", ",
+                    value.scalar_type());
+  const double number = value.item<double>();
+  TORCH_CHECK_VALUE(number >= 0 && number <= high, name, " must be in [0, ", high, "], got ",
+                    number);
+  return number;
 }
 
-// A buffer that a kernel writes through a raw pointer.
-inline void check_buffer(const std::string& name, const at::Tensor& tensor, at::ScalarType dtype,
-                         at::Device device) {
-  TORCH_CHECK_VALUE(tensor.scalar_type() == dtype, name, " must be ", dtype, ", got ",
-                    tensor.scalar_type());
-  TORCH_CHECK_VALUE(tensor.device() == device, name, " must be on ", device, ", got ",
+inline void check_dense(const char* list, size_t t, const at::Tensor& tensor) {
+  TORCH_CHECK_VALUE(tensor.layout() == at::kStrided && tensor.device().is_cpu(), entry(list, t),
+                    " must be a dense tensor on the CPU, got ", tensor.layout(), " on ",
                     tensor.device());
-  TORCH_CHECK_VALUE(tensor.is_contiguous(), name, " must be contiguous, got strides ",
+}
+
+// A tensor of any shape but 0-dim and any dtype that is served.
+inline void check_tensor(const char* list, size_t t, const at::Tensor& tensor) {
+  check_dense(list, t, tensor);
+  const auto dtype = tensor.scalar_type();
+  TORCH_CHECK_VALUE(
+      dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf,
+      entry(list, t), " must be float32, float64, bfloat16 or float16, got ", dtype);
+  TORCH_CHECK_VALUE(tensor.dim() >= 1, entry(list, t), " must have at least one mode, got none");
+}
+
+// Memory that a kernel writes: real, and one place for each element.
+inline void check_writable(const char* list, size_t t, const at::Tensor& tensor) {
+  TORCH_CHECK_VALUE(!tensor.is_neg() && !tensor._is_zerotensor(), entry(list, t),
+                    " must be writable, got a negated or zero view");
+  for (int64_t i = 0; i < tensor.dim(); ++i) {
+    TORCH_CHECK_VALUE(tensor.stride(i) != 0 || tensor.size(i) <= 1, entry(list, t),
+                      " must have memory of its own for each element, got strides ",
+                      tensor.strides());
+  }
+}
+
+inline void check_contiguous(const char* list, size_t t, const at::Tensor& tensor) {
+  check_writable(list, t, tensor);
+  TORCH_CHECK_VALUE(tensor.is_contiguous(), entry(list, t), " must be contiguous, got strides ",
                     tensor.strides());
 }
 
-// A statistic or factor of a mode of size d: (d, d), or (d,) for a diagonal mode.
-inline void check_mode(const std::string& name, const at::Tensor& tensor, int64_t d) {
-  const bool full = tensor.dim() == 2 && tensor.size(0) == d && tensor.size(1) == d;
-  const bool diagonal = tensor.dim() == 1 && tensor.size(0) == d;
-  TORCH_CHECK_VALUE(full || diagonal, name, " must be (", d, ", ", d, ") or (", d, ",), got ",
-                    tensor.sizes());
+// A statistic or factor of a mode of size d of `tensor`: (d, d), or (d,) for a diagonal mode.
+inline void check_mode(const char* list, size_t t, const at::Tensor& mode, int64_t d,
+                       const at::Tensor& tensor, bool written) {
+  check_dense(list, t, mode);
+  const bool full = mode.dim() == 2 && mode.size(0) == d && mode.size(1) == d;
+  TORCH_CHECK_VALUE(full || (mode.dim() == 1 && mode.size(0) == d), entry(list, t), " must be (", d,
+                    ", ", d, ") or (", d, ",), got ", mode.sizes());
+  TORCH_CHECK_VALUE(mode.scalar_type() == state_dtype(tensor), entry(list, t), " must be ",
+                    state_dtype(tensor), " for a ", tensor.scalar_type(), " tensor, got ",
+                    mode.scalar_type());
+  if (written) check_contiguous(list, t, mode);
 }
+
+// A statistic and where its factor goes, of a tensor whose first statistic is `first`.
+inline void check_factor_pair(size_t t, const at::Tensor& stat, const at::Tensor& out,
+                              const at::Tensor& first) {
+  check_dense("stats", t, stat);
+  check_dense("out", t, out);
+  const auto dtype = stat.scalar_type();
+  TORCH_CHECK_VALUE((dtype == at::kFloat || dtype == at::kDouble) && dtype == first.scalar_type(),
+                    entry("stats", t),
+                    " must be float32 or float64, one dtype for each tensor, got ", dtype);
+  TORCH_CHECK_VALUE(stat.dim() == 1 || (stat.dim() == 2 && stat.size(0) == stat.size(1)),
+                    entry("stats", t), " must be (d, d) or (d,), got ", stat.sizes());
+  TORCH_CHECK_VALUE(out.sizes() == stat.sizes() && out.scalar_type() == dtype, entry("out", t),
+                    " must be like ", entry("stats", t), ", ", stat.sizes(), " ", dtype, ", got ",
+                    out.sizes(), " ", out.scalar_type());
+  check_contiguous("out", t, out);
+}
+
+// A parameter, already a good tensor, with its momentum and gradient.
+inline void check_step(size_t t, const at::Tensor& param, const at::Tensor& momentum,
+                       const at::Tensor& grad) {
+  check_tensor("momenta", t, momentum);
+  check_tensor("grads", t, grad);
+  TORCH_CHECK_VALUE(momentum.sizes() == param.sizes(), entry("momenta", t), " must be ",
+                    param.sizes(), ", got ", momentum.sizes());
+  TORCH_CHECK_VALUE(grad.sizes() == param.sizes(), entry("grads", t), " must be ", param.sizes(),
+                    ", got ", grad.sizes());
+  TORCH_CHECK_VALUE(momentum.scalar_type() == state_dtype(param), entry("momenta", t), " must be ",
+                    state_dtype(param), ", got ", momentum.scalar_type());
+  check_writable("params", t, param);
+  check_writable("momenta", t, momentum);
+}
+
+// Finds memory that a call would write and also use as something else. Views with gaps are left
+// out: two that interleave share no element.
+class Overlaps {
+ public:
+  void add_written(const char* list, at::TensorList tensors) { add(list, tensors, true); }
+  void add_read(const char* list, at::TensorList tensors) { add(list, tensors, false); }
+
+  void check() {
+    std::sort(ranges_.begin(), ranges_.end(),
+              [](const Range& a, const Range& b) { return a.first < b.first; });
+    const Range* reach = nullptr;          // of all before, the one that reaches farthest
+    const Range* written_reach = nullptr;  // of those that are written
+    for (const Range& range : ranges_) {
+      const Range* other = range.written ? reach : written_reach;
+      TORCH_CHECK_VALUE(other == nullptr || other->last <= range.first,
+                        entry(range.list, range.index), " must not share memory with ",
+                        entry(other->list, other->index), ": one of them is written");
+      if (reach == nullptr || range.last > reach->last) reach = &range;
+      if (range.written && (written_reach == nullptr || range.last > written_reach->last)) {
+        written_reach = &range;
+      }
+    }
+  }
+
+ private:
+  struct Range {
+    const char *first, *last;
+    const char* list;
+    size_t index;
+    bool written;
+  };
+
+  void add(const char* list, at::TensorList tensors, bool written) {
+    for (size_t t = 0; t < tensors.size(); ++t) {
+      const at::Tensor& tensor = tensors[t];
+      if (tensor.numel() == 0 || !tensor.is_non_overlapping_and_dense()) continue;
+      const auto* first = static_cast<const char*>(tensor.const_data_ptr());
+      ranges_.push_back({first, first + tensor.nbytes(), list, t, written});
+    }
+  }
+
+  std::vector<Range> ranges_;
+};
 
 }  // namespace tnt

@@ -1,77 +1,302 @@
 #include "cpu/gram_ema.h"
 
-#include <ATen/Parallel.h>
-
 #include <algorithm>
 
 #include "cpu/blas.h"
+#include "cpu/tasks.h"
+#include "cpu/transpose.h"
 
 namespace tnt {
 namespace {
 
-// Below this many elements a parallel region costs more than it saves.
-constexpr int64_t kSerialElements = 1 << 15;
+struct Dimension {
+  int64_t size;
+  int64_t stride;
+};
 
-template <typename T>
-T blend(T stat, T observed, double decay) {
-  // Not decay * stat at decay 0: what S held may be NaN.
-  const T fresh = static_cast<T>(1 - decay) * observed;
-  return decay == 0 ? fresh : static_cast<T>(decay) * stat + fresh;
-}
+// mat_i(G) is (d, columns); a column is an index over all other modes. A sum over columns does not
+// ask for their order, so they are put in the order of memory and merged where they touch: a
+// contiguous tensor, or one in channels_last, has one or two dimensions of columns.
+struct Unfolding {
+  const void* data;
+  Element element;
+  int64_t d;
+  int64_t row_stride;
+  int64_t columns;
+  std::vector<Dimension> column_dimensions;  // from the slowest to the fastest
 
-// Both triangles of the product come out of the BLAS, but rounded apart; one of them is kept.
-template <typename T>
-void mirror_lower(T* stat, int64_t d) {
-  for (int64_t row = 0; row < d; ++row) {
-    for (int64_t column = 0; column < row; ++column) {
-      stat[column * d + row] = stat[row * d + column];
+  int64_t fastest() const { return column_dimensions.back().stride; }
+};
+
+Unfolding unfold(const TensorView& tensor, int64_t mode) {
+  std::vector<Dimension> all;
+  int64_t columns = 1;
+  for (int64_t i = 0; i < tensor.order; ++i) {
+    if (i == mode) continue;
+    columns *= tensor.sizes[i];
+    if (tensor.sizes[i] != 1) all.push_back({tensor.sizes[i], tensor.strides[i]});
+  }
+  std::stable_sort(all.begin(), all.end(),
+                   [](Dimension a, Dimension b) { return a.stride > b.stride; });
+  std::vector<Dimension> merged;
+  for (const Dimension next : all) {
+    if (!merged.empty() && merged.back().stride == next.size * next.stride) {
+      merged.back() = {merged.back().size * next.size, next.stride};
+    } else {
+      merged.push_back(next);
     }
   }
+  if (merged.empty()) merged.push_back({1, 1});
+  const int64_t d = tensor.sizes[mode];
+  return {tensor.data, tensor.element, d, d > 1 ? tensor.strides[mode] : 1, columns, merged};
+}
+
+// Some columns of some rows of mat_i(G) in memory that the BLAS can read: row-major, or, if
+// transposed, row-major as (columns, rows).
+template <typename T>
+struct Panel {
+  const T* data;
+  int64_t stride;
+  bool transposed;
+};
+
+// Visits the columns [first, last) as runs along the fastest dimension: run(offset, count, done).
+template <typename Run>
+void for_each_run(const Unfolding& x, int64_t first, int64_t last, const Run& run) {
+  const int64_t length = x.column_dimensions.back().size;
+  for (int64_t column = first; column < last;) {
+    const int64_t within = column % length;
+    int64_t offset = within * x.fastest(), rest = column / length;
+    for (auto dimension = x.column_dimensions.rbegin() + 1;
+         dimension != x.column_dimensions.rend(); ++dimension) {
+      offset += rest % dimension->size * dimension->stride;
+      rest /= dimension->size;
+    }
+    const int64_t count = std::min(length - within, last - column);
+    run(offset, count, column - first);
+    column += count;
+  }
+}
+
+// Copies to `out`, as T, in the order in which memory is fastest to read.
+template <typename T>
+Panel<T> gather(const Unfolding& x, int64_t row, int64_t rows, int64_t first, int64_t last,
+                T* out) {
+  const bool transposed = x.row_stride < x.fastest();
+  const int64_t width = last - first;
+  with_element(x.element, [&](auto* null) {
+    const auto* base = static_cast<decltype(null)>(x.data) + row * x.row_stride;
+    for_each_run(x, first, last, [&](int64_t offset, int64_t count, int64_t done) {
+      const auto* from = base + offset;
+      const int64_t outer = transposed ? count : rows, inner = transposed ? rows : count;
+      const int64_t outer_stride = transposed ? x.fastest() : x.row_stride;
+      const int64_t inner_stride = transposed ? x.row_stride : x.fastest();
+      const int64_t out_stride = transposed ? rows : width;
+      T* to = transposed ? out + done * rows : out + done;
+      for (int64_t o = 0; o < outer; ++o, from += outer_stride, to += out_stride) {
+        if (inner_stride == 1) {
+          for (int64_t i = 0; i < inner; ++i) to[i] = convert<T>(from[i]);
+        } else {
+          for (int64_t i = 0; i < inner; ++i) to[i] = convert<T>(from[i * inner_stride]);
+        }
+      }
+    });
+  });
+  return {out, transposed ? rows : width, transposed};
+}
+
+// Whether the BLAS can read the unfolding where it lies.
+template <typename T>
+bool readable(const Unfolding& x) {
+  if (x.element != kElement<T> || x.column_dimensions.size() > 1) return false;
+  if (std::max({x.columns, x.row_stride, x.fastest()}) > blas::kMaxSize) return false;
+  return (x.fastest() == 1 && x.row_stride >= x.columns) ||
+         (x.row_stride == 1 && x.fastest() >= x.d);
+}
+
+template <typename T>
+Panel<T> where_it_lies(const Unfolding& x, int64_t row, int64_t first) {
+  const T* data = static_cast<const T*>(x.data) + row * x.row_stride + first * x.fastest();
+  const bool transposed = !(x.fastest() == 1 && x.row_stride >= x.columns);
+  return {data, transposed ? x.fastest() : x.row_stride, transposed};
+}
+
+// OpenBLAS multiplies matrices up to this product of sizes without packing them first.
+constexpr int64_t kUnpacked = 1000000;
+
+template <typename T>
+void off_diagonal(int64_t rows, int64_t columns, int64_t depth, T alpha, Panel<T> a, Panel<T> b,
+                  T beta, T* c, int64_t stride) {
+  blas::gemm(a.transposed, !b.transposed, rows, columns, depth, alpha, a.data, a.stride, b.data,
+             b.stride, beta, c, stride);
+}
+
+// The lower triangle of C (n, n) <- alpha X X^T + beta C; the upper one holds anything afterwards.
+template <typename T>
+void on_diagonal(int64_t n, int64_t depth, T alpha, Panel<T> x, T beta, T* c, int64_t stride) {
+  // A rank-k update wastes most of a small triangle, and a product wastes half of it: halved until
+  // what is left is a product of the size that has a kernel of its own.
+  if (n > 160) {
+    return blas::syrk(x.transposed, n, depth, alpha, x.data, x.stride, beta, c, stride);
+  }
+  if (n <= 32) return off_diagonal(n, n, depth, alpha, x, x, beta, c, stride);
+  const int64_t half = (n / 2 + 15) / 16 * 16;
+  const Panel<T> low{x.data + half * (x.transposed ? 1 : x.stride), x.stride, x.transposed};
+  on_diagonal(half, depth, alpha, x, beta, c, stride);
+  off_diagonal(n - half, half, depth, alpha, low, x, beta, c + half * stride, stride);
+  on_diagonal(n - half, depth, alpha, low, beta, c + half * (stride + 1), stride);
+}
+
+// Rows [row, row + rows) and columns [column, column + columns) of one statistic, on the diagonal
+// (then square) or below it.
+struct Tile {
+  int64_t mode;
+  int64_t row, rows;
+  int64_t column, columns;
+  double flops;
+};
+
+template <typename T>
+void update_tile(const GramMode& mode, const Unfolding& x, const Tile& tile, double decay,
+                 Scratch& scratch) {
+  const bool square = tile.row == tile.column;
+  T* stat = static_cast<T*>(mode.stat) + tile.row * x.d + tile.column;
+  T beta = static_cast<T>(decay);
+  const T alpha = static_cast<T>(1 - decay);
+  if (decay == 0 || x.columns == 0) {
+    // Not left to the BLAS: 0 times what S held may be NaN.
+    for (int64_t r = 0; r < tile.rows; ++r) {
+      T* line = stat + r * x.d;
+      for (int64_t c = 0; c < tile.columns; ++c) line[c] = decay == 0 ? T(0) : beta * line[c];
+    }
+    beta = T(1);
+  }
+  const bool direct = readable<T>(x);
+  const int64_t height = tile.rows + (square ? 0 : tile.columns);
+  int64_t depth = direct ? x.columns : std::max<int64_t>(64, (1 << 16) / height);
+  if (tile.rows <= 32) depth = std::min(depth, kUnpacked / (tile.rows * tile.rows));
+  T* copy = direct ? nullptr : scratch.get<T>(height * std::min(depth, x.columns));
+  for (int64_t first = 0; first < x.columns; first += depth, beta = T(1)) {
+    const int64_t last = std::min(first + depth, x.columns), width = last - first;
+    const auto panel = [&](int64_t row, int64_t rows, T* out) {
+      return direct ? where_it_lies<T>(x, row, first) : gather(x, row, rows, first, last, out);
+    };
+    const Panel<T> a = panel(tile.row, tile.rows, copy);
+    if (square) {
+      on_diagonal(tile.rows, width, alpha, a, beta, stat, x.d);
+    } else {
+      const Panel<T> b = panel(tile.column, tile.columns, copy + tile.rows * width);
+      off_diagonal(tile.rows, tile.columns, width, alpha, a, b, beta, stat, x.d);
+    }
+  }
+  if (square) {
+    mirror_lower(stat, tile.rows, x.d);
+  } else {
+    transpose(stat, x.d, static_cast<T*>(mode.stat) + tile.column * x.d + tile.row, x.d, tile.rows,
+              tile.columns);
+  }
+}
+
+template <typename T>
+void update_diagonal(const GramMode& mode, const Unfolding& x, const Tile& tile, double decay,
+                     Scratch& scratch) {
+  // Sums of squares in double: a float's own sum of many small squares would stop growing.
+  constexpr int64_t kDepth = 256;
+  const int64_t depth = std::min(kDepth, x.columns);
+  double* sums = scratch.get<double>(tile.rows * (depth + 1));
+  double* squares = sums + tile.rows;
+  std::fill_n(sums, tile.rows, 0.0);
+  for (int64_t first = 0; first < x.columns; first += depth) {
+    const int64_t last = std::min(first + depth, x.columns), width = last - first;
+    const Panel<double> panel = gather(x, tile.row, tile.rows, first, last, squares);
+    for (int64_t i = 0; i < tile.rows * width; ++i) squares[i] *= squares[i];
+    if (panel.transposed) {
+      for (int64_t c = 0; c < width; ++c) {
+        for (int64_t r = 0; r < tile.rows; ++r) sums[r] += squares[c * tile.rows + r];
+      }
+    } else {
+      for (int64_t r = 0; r < tile.rows; ++r) {
+        double lanes[4] = {};
+        const double* line = squares + r * width;
+        int64_t c = 0;
+        for (; c + 4 <= width; c += 4) {
+          for (int64_t l = 0; l < 4; ++l) lanes[l] += line[c + l];
+        }
+        for (; c < width; ++c) lanes[0] += line[c];
+        sums[r] += (lanes[0] + lanes[1]) + (lanes[2] + lanes[3]);
+      }
+    }
+  }
+  T* stat = static_cast<T*>(mode.stat) + tile.row;
+  for (int64_t r = 0; r < tile.rows; ++r) {
+    const T fresh = static_cast<T>(1 - decay) * static_cast<T>(sums[r]);
+    stat[r] = decay == 0 ? fresh : static_cast<T>(decay) * stat[r] + fresh;
+  }
+}
+
+// Cuts every statistic into tiles, the longest tasks first.
+std::vector<Tile> plan(const std::vector<GramMode>& modes, const std::vector<Unfolding>& all) {
+  // Whole statistics as long as the threads can share them out evenly; the BLAS is fastest on
+  // large ones.
+  double total = 0;
+  for (size_t i = 0; i < modes.size(); ++i) {
+    total += static_cast<double>(all[i].d) * (modes[i].diagonal ? 2 : all[i].d) * all[i].columns;
+  }
+  const double share = std::max(total / static_cast<double>(8 * parallelism()), kParallelFlops);
+  std::vector<Tile> tiles;
+  for (size_t i = 0; i < modes.size(); ++i) {
+    const auto mode = static_cast<int64_t>(i);
+    const int64_t d = all[i].d;
+    const double columns = static_cast<double>(all[i].columns) + 8;  // 8: S itself is read, written
+    if (modes[i].diagonal) {
+      constexpr int64_t kRows = 256;
+      for (int64_t r = 0; r < d; r += kRows) {
+        const int64_t rows = std::min(kRows, d - r);
+        tiles.push_back({mode, r, rows, r, rows, 2 * static_cast<double>(rows) * columns});
+      }
+      continue;
+    }
+    int64_t cuts = 1;  // tiles to a side
+    while (static_cast<double>(d) * static_cast<double>(d) * columns >
+               share * static_cast<double>(cuts * cuts) &&
+           d / (cuts + 1) >= 192) {
+      ++cuts;
+    }
+    const int64_t side = std::max<int64_t>(((d + cuts - 1) / cuts + 15) / 16 * 16, 1);
+    for (int64_t r = 0; r < d; r += side) {
+      for (int64_t c = 0; c <= r; c += side) {
+        const int64_t rows = std::min(side, d - r), width = std::min(side, d - c);
+        const double area = static_cast<double>(rows) * static_cast<double>(width);
+        tiles.push_back({mode, r, rows, c, width, area * columns * (r == c ? 1 : 2)});
+      }
+    }
+  }
+  std::stable_sort(tiles.begin(), tiles.end(),
+                   [](const Tile& a, const Tile& b) { return a.flops > b.flops; });
+  return tiles;
 }
 
 }  // namespace
 
-template <typename T>
-void gram_ema(T* stat, const T* tensor, ModeView view, double decay) {
-  const auto [before, d, after] = view;
-  if (decay == 1 || d == 0) return;
-  const T alpha = static_cast<T>(1 - decay), beta = static_cast<T>(decay);
-  if (before == 0 || after == 0) {
-    for (int64_t e = 0; e < d * d; ++e) stat[e] = blend(stat[e], T(0), decay);
-    return;
-  }
-  if (after == 1) {  // the last mode: the tensor is mat_i(G)^T as it lies
-    blas::gram(/*transposed=*/true, d, before, alpha, tensor, beta, stat);
-  } else {
-    for (int64_t slice = 0; slice < before; ++slice) {
-      blas::gram(/*transposed=*/false, d, after, alpha, tensor + slice * d * after,
-                 slice == 0 ? beta : T(1), stat);
-    }
-  }
-  mirror_lower(stat, d);
-}
-
-template <typename T>
-void diagonal_gram_ema(T* stat, const T* tensor, ModeView view, double decay) {
-  const auto [before, d, after] = view;
-  if (decay == 1 || d == 0) return;
-  const int64_t per_row = std::max<int64_t>(before * after, 1);
-  const int64_t grain = std::max<int64_t>(kSerialElements / per_row, 1);
-  at::parallel_for(0, d, grain, [=, before = before, d = d, after = after](int64_t lo, int64_t hi) {
-    for (int64_t row = lo; row < hi; ++row) {
-      double sum = 0;
-      for (int64_t slice = 0; slice < before; ++slice) {
-        const T* values = tensor + (slice * d + row) * after;
-        for (int64_t e = 0; e < after; ++e) sum += static_cast<double>(values[e]) * values[e];
-      }
-      stat[row] = blend(stat[row], static_cast<T>(sum), decay);
+void gram_ema(const std::vector<GramMode>& modes, double decay) {
+  if (decay == 1) return;
+  std::vector<Unfolding> unfoldings;
+  unfoldings.reserve(modes.size());
+  for (const GramMode& mode : modes) unfoldings.push_back(unfold(mode.tensor, mode.mode));
+  const std::vector<Tile> tiles = plan(modes, unfoldings);
+  double flops = 0;
+  for (const Tile& tile : tiles) flops += tile.flops;
+  run_tasks(static_cast<int64_t>(tiles.size()), flops, [&](int64_t task, Scratch& scratch) {
+    const Tile& tile = tiles[static_cast<size_t>(task)];
+    const GramMode& mode = modes[static_cast<size_t>(tile.mode)];
+    const Unfolding& x = unfoldings[static_cast<size_t>(tile.mode)];
+    if (mode.tensor.element == Element::kDouble) {
+      (mode.diagonal ? update_diagonal<double> : update_tile<double>)(mode, x, tile, decay,
+                                                                      scratch);
+    } else {
+      (mode.diagonal ? update_diagonal<float> : update_tile<float>)(mode, x, tile, decay, scratch);
     }
   });
 }
-
-template void gram_ema<float>(float*, const float*, ModeView, double);
-template void gram_ema<double>(double*, const double*, ModeView, double);
-template void diagonal_gram_ema<float>(float*, const float*, ModeView, double);
-template void diagonal_gram_ema<double>(double*, const double*, ModeView, double);
 
 }  // namespace tnt

@@ -1,24 +1,25 @@
-// The moving average of one mode's Gram matrix. Ren & Goldfarb 2021, Algorithm 2.
+// The moving averages of the Gram matrices of many tensors. Ren & Goldfarb 2021, Algorithm 2.
 #pragma once
 
 #include <cstdint>
+#include <vector>
+
+#include "cpu/views.h"
 
 namespace tnt {
 
-// A contiguous tensor around one of its modes: (before, d, after), row-major.
-struct ModeView {
-  int64_t before;
-  int64_t d;
-  int64_t after;
+// One mode of one tensor, and its statistic: row-major (d, d), or (d,) if diagonal; double where
+// the tensor is double, else float.
+struct GramMode {
+  TensorView tensor;
+  int64_t mode;
+  void* stat;
+  bool diagonal;
 };
 
-// S <- decay S + (1 - decay) mat_i(G) mat_i(G)^T, row-major (d, d), symmetric to the bit.
-// Decay 0 does not read S, decay 1 touches neither S nor G. T is float or double.
-template <typename T>
-void gram_ema(T* stat, const T* tensor, ModeView view, double decay);
-
-// The same for the diagonal alone: S is (d,).
-template <typename T>
-void diagonal_gram_ema(T* stat, const T* tensor, ModeView view, double decay);
+// S <- decay S + (1 - decay) mat_i(G) mat_i(G)^T for every mode given, symmetric to the bit; of an S
+// that was not symmetric the lower triangle counts. Decay 0 does not read S, decay 1 touches neither
+// S nor G.
+void gram_ema(const std::vector<GramMode>& modes, double decay);
 
 }  // namespace tnt

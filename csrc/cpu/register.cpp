@@ -1,80 +1,238 @@
-// Turns tensors into pointers: checks what memory safety needs, then calls the CPU kernels.
+// Turns tensors into pointers: checks what memory safety needs and the contract promises, all of it
+// before anything is written, then calls the CPU kernels.
 
-#include <ATen/Dispatch.h>
+#include <ATen/Functions.h>
 #include <ATen/core/Tensor.h>
-#include <c10/util/accumulate.h>
 #include <torch/library.h>
-
-#include <algorithm>
 
 #include "check.h"
 #include "cpu/blas.h"
+#include "cpu/damped_inverse.h"
 #include "cpu/gram_ema.h"
+#include "cpu/inverse_root.h"
+#include "cpu/mode_products.h"
+#include "cpu/preconditioned_step.h"
 
 namespace tnt {
 namespace {
 
 // Autograd must see that a kernel wrote through a pointer.
-void mark_written(const at::Tensor& tensor) {
-  if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+void mark_written(at::TensorList tensors) {
+  for (const at::Tensor& tensor : tensors) {
+    if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+  }
 }
 
-at::ScalarType state_dtype(const at::Tensor& tensor) {
-  return tensor.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+Element element_of(const at::Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case at::kDouble:
+      return Element::kDouble;
+    case at::kBFloat16:
+      return Element::kBFloat16;
+    case at::kHalf:
+      return Element::kHalf;
+    default:
+      return Element::kFloat;
+  }
 }
 
-ModeView view_mode(const at::Tensor& tensor, int64_t mode) {
-  const auto sizes = tensor.sizes();
-  return {c10::multiply_integers(sizes.slice(0, mode)), sizes[mode],
-          c10::multiply_integers(sizes.slice(mode + 1))};
+TensorView view_of(const at::Tensor& tensor) {
+  return {tensor.const_data_ptr(), element_of(tensor), tensor.dim(), tensor.sizes().data(),
+          tensor.strides().data()};
 }
 
-void check_gram(at::TensorList stats, at::TensorList tensors) {
-  int64_t s = 0;
-  for (int64_t t = 0; t < static_cast<int64_t>(tensors.size()); ++t) {
-    const at::Tensor& tensor = tensors[t];
-    const std::string name = entry("tensors", t);
-    const auto dtype = tensor.scalar_type();
-    TORCH_CHECK_VALUE(
-        dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf,
-        name, " must be float32, float64, bfloat16 or float16, got ", dtype);
-    TORCH_CHECK_VALUE(tensor.device().is_cpu(), name, " must be on the CPU, got ", tensor.device());
-    for (int64_t i = 0; i < tensor.dim(); ++i, ++s) {
-      TORCH_CHECK_VALUE(s < static_cast<int64_t>(stats.size()),
-                        "stats must have one entry for each mode of each tensor, got only ",
-                        stats.size());
-      check_buffer(entry("stats", s), stats[s], state_dtype(tensor), at::kCPU);
-      check_mode(entry("stats", s), stats[s], tensor.size(i));
-      const auto [before, d, after] = view_mode(tensor, i);
-      TORCH_CHECK_VALUE(std::max({before, d, after}) <= blas::kMaxSize, name,
-                        " is too large: no mode, and no product of the modes on one side of a "
-                        "mode, may exceed ",
-                        blas::kMaxSize, ", got ", tensor.sizes());
+// The entries of a list that the kernels can read as they lie, others copied; the list keeps them
+// alive. A view that stands for minus what lies in memory is one that they cannot.
+std::vector<at::Tensor> resolved(at::TensorList tensors) {
+  std::vector<at::Tensor> list;
+  list.reserve(tensors.size());
+  for (const at::Tensor& tensor : tensors) {
+    list.push_back(tensor.is_neg() ? tensor.resolve_neg() : tensor);
+  }
+  return list;
+}
+
+std::vector<at::Tensor> resolved_contiguous(at::TensorList tensors) {
+  std::vector<at::Tensor> list;
+  list.reserve(tensors.size());
+  for (const at::Tensor& tensor : tensors) list.push_back(tensor.resolve_neg().contiguous());
+  return list;
+}
+
+// The factors of `tensors[t]`, from the next in a flat list.
+std::vector<Factor> factors_of(const at::Tensor& tensor, const at::Tensor*& next) {
+  std::vector<Factor> factors;
+  factors.reserve(static_cast<size_t>(tensor.dim()));
+  for (int64_t i = 0; i < tensor.dim(); ++i, ++next) {
+    factors.push_back({next->const_data_ptr(), tensor.size(i), next->dim() == 1});
+  }
+  return factors;
+}
+
+void check_tensors(const char* name, at::TensorList tensors) {
+  for (size_t t = 0; t < tensors.size(); ++t) check_tensor(name, t, tensors[t]);
+}
+
+// One statistic or factor for each mode of each tensor.
+void check_modes(const char* name, at::TensorList modes, at::TensorList tensors, bool written) {
+  size_t next = 0;
+  for (const at::Tensor& tensor : tensors) {
+    for (const int64_t d : tensor.sizes()) {
+      if (next < modes.size()) check_mode(name, next, modes[next], d, tensor, written);
+      ++next;
     }
   }
-  check_length("stats", static_cast<int64_t>(stats.size()), s);
+  check_length(name, modes.size(), next);
 }
 
-void gram_ema_(at::TensorList stats, at::TensorList tensors, const at::Tensor& decay) {
-  check_scalar("decay", decay);
-  check_gram(stats, tensors);
-  const double weight = decay.item<double>();
-  auto stat = stats.begin();
-  for (const at::Tensor& given : tensors) {
-    const at::Tensor tensor = given.to(state_dtype(given)).contiguous();
-    for (int64_t i = 0; i < tensor.dim(); ++i, ++stat) {
-      AT_DISPATCH_FLOATING_TYPES(tensor.scalar_type(), "gram_ema_", [&] {
-        const auto kernel = stat->dim() == 2 ? gram_ema<scalar_t> : diagonal_gram_ema<scalar_t>;
-        kernel(stat->mutable_data_ptr<scalar_t>(), tensor.const_data_ptr<scalar_t>(),
-               view_mode(tensor, i), weight);
-      });
-      mark_written(*stat);
+void gram_ema_op(at::TensorList stats, at::TensorList tensors, const at::Tensor& decay) {
+  const double weight = checked_number("decay", decay, 1.0);
+  check_tensors("tensors", tensors);
+  check_modes("stats", stats, tensors, /*written=*/true);
+  Overlaps overlaps;
+  overlaps.add_written("stats", stats);
+  overlaps.add_read("tensors", tensors);
+  overlaps.check();
+
+  const std::vector<at::Tensor> sources = resolved(tensors);
+  std::vector<GramMode> modes;
+  modes.reserve(stats.size());
+  for (const at::Tensor& source : sources) {
+    const TensorView view = view_of(source);
+    for (int64_t i = 0; i < source.dim(); ++i) {
+      const at::Tensor& stat = stats[modes.size()];
+      modes.push_back({view, i, stat.mutable_data_ptr(), stat.dim() == 1});
     }
   }
+  gram_ema(modes, weight);
+  mark_written(stats);
+}
+
+// Checks and prepares what damped_inverse and inverse_root have in common. `sources` keeps alive
+// what the result points to.
+std::vector<TensorModes> factor_modes(at::TensorList out, at::TensorList stats,
+                                      at::IntArrayRef orders, std::vector<at::Tensor>& sources) {
+  int64_t count = 0;
+  for (const int64_t order : orders) {
+    TORCH_CHECK_VALUE(order >= 1, "orders must be at least 1, got ", order);
+    count += order;
+  }
+  check_length("stats", stats.size(), static_cast<size_t>(count));
+  check_length("out", out.size(), stats.size());
+  size_t next = 0;
+  for (const int64_t order : orders) {
+    const at::Tensor& first = stats[next];
+    for (int64_t i = 0; i < order; ++i, ++next) {
+      check_factor_pair(next, stats[next], out[next], first);
+    }
+  }
+  Overlaps overlaps;
+  overlaps.add_written("out", out);
+  overlaps.add_read("stats", stats);
+  overlaps.check();
+
+  sources = resolved_contiguous(stats);
+  std::vector<TensorModes> tensors;
+  tensors.reserve(orders.size());
+  next = 0;
+  for (const int64_t order : orders) {
+    TensorModes tensor{{}, element_of(stats[next])};
+    for (int64_t i = 0; i < order; ++i, ++next) {
+      tensor.modes.push_back({sources[next].const_data_ptr(), out[next].mutable_data_ptr(),
+                              stats[next].size(0), stats[next].dim() == 1});
+    }
+    tensors.push_back(std::move(tensor));
+  }
+  return tensors;
+}
+
+at::Tensor damped_inverse_op(at::TensorList out, at::TensorList stats, at::IntArrayRef orders,
+                             const at::Tensor& damping, bool relative) {
+  const double eps = checked_number("damping", damping);
+  std::vector<at::Tensor> sources;
+  const std::vector<TensorModes> tensors = factor_modes(out, stats, orders, sources);
+  at::Tensor info = at::zeros(static_cast<int64_t>(orders.size()), at::kInt);
+  damped_inverse(tensors, eps, relative, info.mutable_data_ptr<int32_t>());
+  mark_written(out);
+  return info;
+}
+
+at::Tensor inverse_root_op(at::TensorList out, at::TensorList stats, at::IntArrayRef orders,
+                           const at::Tensor& damping, at::IntArrayRef roots) {
+  const double eps = checked_number("damping", damping);
+  check_length("roots", roots.size(), orders.size());
+  for (const int64_t root : roots) {
+    TORCH_CHECK_VALUE(root >= 1, "roots must be at least 1, got ", root);
+  }
+  std::vector<at::Tensor> sources;
+  const std::vector<TensorModes> tensors = factor_modes(out, stats, orders, sources);
+  at::Tensor info = at::zeros(static_cast<int64_t>(orders.size()), at::kInt);
+  inverse_root(tensors, eps, roots.vec(), info.mutable_data_ptr<int32_t>());
+  mark_written(out);
+  return info;
+}
+
+std::vector<at::Tensor> mode_products_op(at::TensorList tensors, at::TensorList factors) {
+  check_tensors("tensors", tensors);
+  check_modes("factors", factors, tensors, /*written=*/false);
+  const std::vector<at::Tensor> sources = resolved(tensors);
+  const std::vector<at::Tensor> matrices = resolved_contiguous(factors);
+  std::vector<at::Tensor> results;
+  std::vector<ModeProduct> products;
+  results.reserve(tensors.size());
+  products.reserve(tensors.size());
+  const at::Tensor* next = matrices.data();
+  for (const at::Tensor& source : sources) {
+    results.push_back(at::empty(source.sizes(), state_dtype(source)));
+    products.push_back(
+        {view_of(source), factors_of(source, next), results.back().mutable_data_ptr()});
+  }
+  mode_products(products);
+  return results;
+}
+
+void preconditioned_step_op(at::TensorList params, at::TensorList momenta, at::TensorList grads,
+                            at::TensorList factors, const at::Tensor& lr,
+                            const at::Tensor& momentum, const at::Tensor& weight_decay) {
+  const double alpha = checked_number("lr", lr), mu = checked_number("momentum", momentum);
+  const double gamma = checked_number("weight_decay", weight_decay);
+  check_tensors("params", params);
+  check_modes("factors", factors, params, /*written=*/false);
+  check_length("momenta", momenta.size(), params.size());
+  check_length("grads", grads.size(), params.size());
+  for (size_t t = 0; t < params.size(); ++t) {
+    check_step(t, params[t], momenta[t], grads[t]);
+  }
+  Overlaps overlaps;
+  overlaps.add_written("params", params);
+  overlaps.add_written("momenta", momenta);
+  overlaps.add_read("grads", grads);
+  overlaps.add_read("factors", factors);
+  overlaps.check();
+
+  const std::vector<at::Tensor> gradients = resolved(grads);
+  const std::vector<at::Tensor> matrices = resolved_contiguous(factors);
+  std::vector<ParameterStep> steps;
+  steps.reserve(params.size());
+  const at::Tensor* next = matrices.data();
+  for (size_t t = 0; t < params.size(); ++t) {
+    steps.push_back({view_of(params[t]), view_of(momenta[t]), view_of(gradients[t]),
+                     factors_of(params[t], next)});
+  }
+  preconditioned_step(steps, alpha, mu, gamma);
+  mark_written(params);
+  mark_written(momenta);
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(tnt_kernels, CPU, library) { library.impl("gram_ema_", gram_ema_); }
+TORCH_LIBRARY_IMPL(tnt_kernels, CPU, library) {
+  blas::use_one_thread_per_call();
+  library.impl("gram_ema_", gram_ema_op);
+  library.impl("damped_inverse", damped_inverse_op);
+  library.impl("inverse_root", inverse_root_op);
+  library.impl("mode_products", mode_products_op);
+  library.impl("preconditioned_step_", preconditioned_step_op);
+}
 
 }  // namespace tnt

@@ -1,0 +1,147 @@
+#include "cpu/inverse_root.h"
+
+#include "cpu/blas.h"
+
+namespace tnt {
+namespace {
+
+// C <- A B for symmetric A and B that commute, so that C is symmetric: one triangle is computed and
+// mirrored. None of them overlap.
+template <typename T>
+void symmetric_product(int64_t n, const T* a, const T* b, T* c) {
+  // Strips of rows up to the diagonal: at 8 strips 9/16 of a whole product's flops are left.
+  const int64_t strip = std::clamp<int64_t>((n / 8 + 15) / 16 * 16, 64, 512);
+  const int64_t strips = (n + strip - 1) / strip;
+  const double flops = static_cast<double>(n) * static_cast<double>(n) * static_cast<double>(n);
+  run_tasks(strips, flops, [&](int64_t task, Scratch&) {
+    const int64_t first = (strips - 1 - task) * strip;  // the longest first
+    const int64_t rows = std::min(strip, n - first);
+    // A's rows are its columns: small products are faster with A read as its transpose.
+    if (n <= 64) {
+      blas::gemm(true, false, rows, first + rows, n, T(1), a + first, n, b, n, T(0), c + first * n,
+                 n);
+    } else {
+      blas::gemm(false, false, rows, first + rows, n, T(1), a + first * n, n, b, n, T(0),
+                 c + first * n, n);
+    }
+  });
+  mirror_lower(c, n, n);
+}
+
+template <typename T>
+double largest(const T* values, int64_t count) {
+  T most = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const T size = std::abs(values[i]);
+    if (!(size <= most)) most = size;  // NaN too, and nothing is larger than NaN
+    if (most != most) break;
+  }
+  return static_cast<double>(most);
+}
+
+template <typename T>
+double distance_to_identity(const T* matrix, int64_t n) {
+  T most = 0;
+  for (int64_t r = 0; r < n; ++r) {
+    for (int64_t c = 0; c < n; ++c) {
+      const T size = std::abs(matrix[r * n + c] - static_cast<T>(r == c));
+      if (!(size <= most)) most = size;
+      if (most != most) return static_cast<double>(most);
+    }
+  }
+  return static_cast<double>(most);
+}
+
+template <typename T>
+bool root_of_diagonal(const T* stat, int64_t d, T eps, T exponent, T* result) {
+  bool good = true;
+  for (int64_t i = 0; i < d; ++i) {
+    const T damped = stat[i] + eps;
+    result[i] = std::pow(damped, exponent);
+    good = good && damped > 0 && std::isfinite(damped);
+  }
+  return good && all_finite(result, d);
+}
+
+// Five matrices: M, H, N, and two for products.
+template <typename T>
+bool root(const FactorMode& mode, T eps, int64_t p, T* result, Scratch& scratch) {
+  const T* stat = static_cast<const T*>(mode.stat);
+  const int64_t n = mode.d, count = n * n;
+  const T power = static_cast<T>(-1.0 / static_cast<double>(p));
+  if (mode.diagonal) return root_of_diagonal(stat, n, eps, power, result);
+  if (n == 0) return true;
+  T* memory = scratch.get<T>(6 * count);
+  T *m = memory, *h = m + count, *step = h + count;
+  T *x = step + count, *y = x + count, *next = y + count;
+
+  // By the largest entry first: the Frobenius norm's squares would leave float's range.
+  for (int64_t r = 0; r < n; ++r) {
+    for (int64_t c = 0; c < n; ++c) m[r * n + c] = stat[r * n + c] + (r == c ? eps : T(0));
+  }
+  const T most = static_cast<T>(largest(m, count));
+  double squares = 0;
+  for (int64_t e = 0; e < count; ++e) {
+    m[e] /= most;
+    squares += static_cast<double>(m[e]) * static_cast<double>(m[e]);
+  }
+  const double z = static_cast<double>(1 + p) / (2 * std::sqrt(squares));
+  for (int64_t e = 0; e < count; ++e) m[e] *= static_cast<T>(z);
+  std::fill_n(h, count, T(0));
+  const T start = static_cast<T>(std::pow(z, 1 / static_cast<double>(p)));
+  for (int64_t i = 0; i < n; ++i) h[i * (n + 1)] = start;
+
+  double error = distance_to_identity(m, n);
+  for (int iteration = 0; iteration < kNewtonIterations && error > kNewtonTolerance; ++iteration) {
+    // N = (1 + 1/p) I - M/p; M <- N^p M; H <- H N.
+    for (int64_t e = 0; e < count; ++e) step[e] = power * m[e];
+    for (int64_t i = 0; i < n; ++i) step[i * (n + 1)] += 1 - power;
+    // N^p M by squaring: `product` gathers the powers that p's bits name, `square` is N^(2^bit).
+    const T* square = step;
+    T* squares_in[2] = {x, y};
+    const T* product = m;
+    T* products_in[2] = {next, result};
+    for (int64_t bits = p, turn = 0, times = 0; bits > 0; bits >>= 1) {
+      if (bits & 1) {
+        T* target = products_in[times++ % 2];
+        symmetric_product(n, square, product, target);
+        product = target;
+      }
+      if (bits > 1) {
+        T* target = squares_in[turn++ % 2];
+        symmetric_product(n, square, square, target);
+        square = target;
+      }
+    }
+    const double next_error = distance_to_identity(product, n);
+    if (next_error > kNewtonGrowth * error) break;  // the previous iterate stands
+    std::copy_n(product, count, m);
+    symmetric_product(n, h, step, x);
+    std::swap(h, x);
+    error = next_error;
+  }
+  const T unscale = std::pow(most, power);
+  for (int64_t e = 0; e < count; ++e) result[e] = unscale * h[e];
+  // M far from I means that H is no root, whatever it holds: an indefinite matrix ends up here.
+  return error < 0.1 && all_finite(result, count);
+}
+
+}  // namespace
+
+void inverse_root(const std::vector<TensorModes>& tensors, double damping,
+                  const std::vector<int64_t>& roots, int32_t* info) {
+  make_factors(
+      tensors, 40.0,
+      [&](int64_t t, int64_t i, void* result, Scratch& scratch) {
+        const TensorModes& tensor = tensors[static_cast<size_t>(t)];
+        const FactorMode& mode = tensor.modes[static_cast<size_t>(i)];
+        const int64_t p = roots[static_cast<size_t>(t)];
+        if (tensor.element == Element::kDouble) {
+          return root(mode, damping, p, static_cast<double*>(result), scratch);
+        }
+        return root(mode, static_cast<float>(damping), p, static_cast<float*>(result), scratch);
+      },
+      info);
+}
+
+}  // namespace tnt

@@ -1,0 +1,26 @@
+// Momentum, preconditioning, decay and update in one. Ren & Goldfarb 2021, Algorithm 2.
+#pragma once
+
+#include <vector>
+
+#include "cpu/chain.h"
+#include "cpu/views.h"
+
+namespace tnt {
+
+// Memory that is written, as another view of the same.
+inline void* writable(const TensorView& view) { return const_cast<void*>(view.data); }
+
+// W and m are written. m is double where W is, else float; the factors have m's type.
+struct ParameterStep {
+  TensorView param;
+  TensorView momentum;
+  TensorView grad;
+  std::vector<Factor> factors;
+};
+
+// m <- momentum m + g;  W <- W - lr (m x_1 A_1 ... x_k A_k + weight_decay W), for every parameter.
+void preconditioned_step(const std::vector<ParameterStep>& steps, double lr, double momentum,
+                         double weight_decay);
+
+}  // namespace tnt

@@ -1,0 +1,126 @@
+// Runs independent tasks on PyTorch's threads.
+#pragma once
+
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <new>
+#include <utility>
+#include <vector>
+
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
+namespace tnt {
+
+// What one thread of the machines this was measured on does while a parallel region starts: below
+// this, a second thread costs more than it brings.
+constexpr double kParallelFlops = 2e6;
+
+// Treats subnormal numbers as zero while it lives. Momenta and statistics of a unit that has died
+// decay into them, and each operation on one costs a hundred ordinary ones: MNIST epochs took two
+// to three times as long (bench/results/mnist_tnt_10_epochs_seed1.json and _flushed.json).
+template <bool flush>
+class Subnormals {
+ public:
+#if defined(__SSE2__)
+  Subnormals() : saved_(_mm_getcsr()) {
+    constexpr unsigned kBits = 0x8040;  // results to zero, operands taken as zero
+    _mm_setcsr(flush ? saved_ | kBits : saved_ & ~kBits);
+  }
+  ~Subnormals() { _mm_setcsr(saved_); }
+
+ private:
+  unsigned saved_;
+#else
+  Subnormals() {}
+#endif
+ public:
+  Subnormals(const Subnormals&) = delete;
+  Subnormals& operator=(const Subnormals&) = delete;
+};
+using FlushSubnormals = Subnormals<true>;
+using KeepSubnormals = Subnormals<false>;
+
+// Memory that one thread reuses from task to task. Asking again invalidates what was given before.
+class Scratch {
+ public:
+  template <typename T>
+  T* get(int64_t count) {
+    const size_t bytes = (static_cast<size_t>(count) * sizeof(T) + 63) / 64 * 64;
+    if (bytes > bytes_) {
+      memory_.reset();  // first, so that the two never exist together
+      memory_.reset(std::aligned_alloc(64, bytes));
+      if (!memory_) throw std::bad_alloc();
+      bytes_ = bytes;
+    }
+    return static_cast<T*>(memory_.get());
+  }
+
+ private:
+  struct Free {
+    void operator()(void* memory) const { std::free(memory); }
+  };
+  std::unique_ptr<void, Free> memory_;
+  size_t bytes_ = 0;
+};
+
+// How many tasks can run at once: 1 inside a task.
+inline int64_t parallelism() { return at::in_parallel_region() ? 1 : at::get_num_threads(); }
+
+// run(task, scratch) for every task in [0, count), in that order if on one thread. Each thread takes
+// the next task when it is through with one, so put the long ones first. `flops` is what all of
+// them cost together. Tasks must not depend on each other, nor on which thread runs them.
+template <typename Run>
+void run_tasks(int64_t count, double flops, const Run& run) {
+  std::atomic<int64_t> next{0};
+  const auto work = [&](int64_t, int64_t) {
+    const FlushSubnormals flush;
+    Scratch scratch;
+    for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < count;) {
+      run(task, scratch);
+    }
+  };
+  const int64_t threads = flops < kParallelFlops ? 1 : std::min(parallelism(), count);
+  if (threads <= 1) {
+    work(0, 1);
+  } else {
+    at::parallel_for(0, threads, 1, work);
+  }
+}
+
+// From here on a task has all threads to itself; below, each is one thread's.
+constexpr double kLargeFlops = 2e7;
+
+// run(item, scratch) for every item in [0, count): small ones side by side, the costliest first, then
+// large ones one after the other, each on all threads (and so only one of them in memory).
+template <typename Cost, typename Run>
+void run_small_then_large(int64_t count, const Cost& cost, const Run& run) {
+  std::vector<std::pair<double, int64_t>> small;
+  std::vector<int64_t> large;
+  double flops = 0;
+  for (int64_t item = 0; item < count; ++item) {
+    const double own = cost(item);
+    if (own >= kLargeFlops && parallelism() > 1) {
+      large.push_back(item);
+    } else {
+      small.emplace_back(own, item);
+      flops += own;
+    }
+  }
+  std::stable_sort(small.begin(), small.end(),
+                   [](const auto& a, const auto& b) { return a.first > b.first; });
+  run_tasks(static_cast<int64_t>(small.size()), flops, [&](int64_t task, Scratch& scratch) {
+    run(small[static_cast<size_t>(task)].second, scratch);
+  });
+  const FlushSubnormals flush;
+  Scratch scratch;
+  for (const int64_t item : large) run(item, scratch);
+}
+
+}  // namespace tnt

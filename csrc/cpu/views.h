@@ -1,0 +1,130 @@
+// Tensors as the kernels see them: an address, an element type, sizes and strides.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+namespace tnt {
+
+enum class Element { kFloat, kDouble, kBFloat16, kHalf };
+
+// Sizes and strides (in elements) stay the tensor's own.
+struct TensorView {
+  const void* data;
+  Element element;
+  int64_t order;
+  const int64_t* sizes;
+  const int64_t* strides;
+
+  int64_t count() const {
+    int64_t product = 1;
+    for (int64_t i = 0; i < order; ++i) product *= sizes[i];
+    return product;
+  }
+
+  bool contiguous() const {
+    int64_t expected = 1;
+    for (int64_t i = order - 1; i >= 0; --i) {
+      if (sizes[i] != 1 && strides[i] != expected) return false;
+      expected *= sizes[i];
+    }
+    return true;
+  }
+};
+
+// Sixteen bits in memory, float everywhere else.
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Half {
+  uint16_t bits;
+};
+
+template <typename To, typename From>
+  requires(std::is_arithmetic_v<From>)
+To convert(From value) {
+  return static_cast<To>(value);
+}
+
+template <typename To>
+To convert(BFloat16 value) {
+  const uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
+  float result;
+  std::memcpy(&result, &bits, sizeof(result));
+  return result;
+}
+
+template <typename To>
+To convert(Half value) {
+  // The exponent's bias grows from 15 to 127; subnormals are counted in units of 2^-24.
+  const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000) << 16;
+  const uint32_t magnitude = value.bits & 0x7fff;
+  float result;
+  if (magnitude < 0x0400) {
+    result = static_cast<float>(magnitude) * 0x1p-24f;
+  } else {
+    const uint32_t bits =
+        (magnitude << 13) + ((magnitude >= 0x7c00 ? 224u : 112u) << 23);  // infinity and NaN: 255
+    std::memcpy(&result, &bits, sizeof(result));
+  }
+  return sign ? -result : result;
+}
+
+inline BFloat16 round_half(float value, BFloat16) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  if (value != value) return {0x7fc0};
+  return {static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
+}
+
+inline Half round_half(float value, Half) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  const auto sign = static_cast<uint16_t>(bits >> 16 & 0x8000);
+  bits &= 0x7fffffff;
+  const auto with_sign = [&](uint32_t magnitude) {
+    return Half{static_cast<uint16_t>(sign | magnitude)};
+  };
+  if (bits > 0x7f800000) return with_sign(0x7e00);   // NaN
+  if (bits >= 0x477ff000) return with_sign(0x7c00);  // 65520 and above round to infinity
+  if (bits < 0x38800000) {                           // below 2^-14: in units of 2^-24
+    // Adding 0.5, whose last place is 2^-24, rounds to that unit.
+    float magnitude;
+    std::memcpy(&magnitude, &bits, sizeof(magnitude));
+    magnitude += 0.5f;
+    std::memcpy(&bits, &magnitude, sizeof(bits));
+    return with_sign(bits - 0x3f000000);
+  }
+  return with_sign((bits + 0xfff + (bits >> 13 & 1) - (112u << 23)) >> 13);
+}
+
+// The nearest number of the type, ties to even.
+template <typename To, typename From>
+To round_to(From value) {
+  if constexpr (std::is_arithmetic_v<To>) {
+    return static_cast<To>(value);
+  } else {
+    return round_half(static_cast<float>(value), To{});
+  }
+}
+
+// Calls f with a null pointer of the C++ type that `element` names.
+template <typename F>
+void with_element(Element element, const F& f) {
+  switch (element) {
+    case Element::kFloat:
+      return f(static_cast<const float*>(nullptr));
+    case Element::kDouble:
+      return f(static_cast<const double*>(nullptr));
+    case Element::kBFloat16:
+      return f(static_cast<const BFloat16*>(nullptr));
+    case Element::kHalf:
+      return f(static_cast<const Half*>(nullptr));
+  }
+}
+
+template <typename T>
+constexpr Element kElement = std::is_same_v<T, double> ? Element::kDouble : Element::kFloat;
+
+}  // namespace tnt
