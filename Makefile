@@ -7,11 +7,14 @@
 #   make lint               ruff, mypy, clang-format
 #   make format             rewrites the sources as lint wants them
 #   make native-test        the C++ tests, plain and under sanitizers
+#   make bench              every kernel benchmark and the complexity table, to bench/results;
+#                           some 15 minutes on two cores that nothing else uses
+#   make bench-quick        a few of them in two minutes, to build/bench
 #   make clean              removes what the other verbs made
 
 PYTHON ?= python3
 VENV ?= .venv
-CMAKE_BUILDS = build/native build/native-sanitized
+CMAKE_BUILDS = build/native build/native-address build/native-thread
 
 BIN = $(VENV)/bin
 PY = $(BIN)/python
@@ -20,7 +23,7 @@ IN_VENV = . "$(if $(filter /%,$(VENV)),,./)$(BIN)/activate" &&
 CPP_SOURCES = $(shell find csrc tests/native -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 EXTENSION_SOURCES = setup.py $(shell find csrc -type f)
 
-.PHONY: demo test lint format native-test python-test build clean
+.PHONY: demo test lint format native-test python-test bench bench-quick build clean
 
 demo: build
 	$(PY) -m bench.experiments.demo $(if $(DATA),--data "$(DATA)")
@@ -69,7 +72,8 @@ $(VENV)/.built: $(VENV)/.installed $(EXTENSION_SOURCES)
 	touch $@
 
 build/native/.configured: FLAGS =
-build/native-sanitized/.configured: FLAGS = -DTNT_SANITIZE=address,undefined
+build/native-address/.configured: FLAGS = -DTNT_SANITIZE=address,undefined
+build/native-thread/.configured: FLAGS = -DTNT_SANITIZE=thread
 $(CMAKE_BUILDS:=/.configured): CMakeLists.txt $(VENV)/.packages
 	$(IN_VENV) cmake -S . -B $(@D) -G Ninja -DCMAKE_MAKE_PROGRAM="$$(command -v ninja)" \
 		-DPython3_EXECUTABLE="$$(command -v python)" -DCMAKE_BUILD_TYPE=RelWithDebInfo $(FLAGS)

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from setuptools import setup
-import scipy_openblas32 as _o
 
 try:
     from torch.utils.cpp_extension import BuildExtension, CppExtension, include_paths
@@ -30,7 +29,7 @@ except ImportError as error:
     ) from None
 
 ROOT = Path(__file__).parent
-SOURCES = ["csrc/bindings.cpp", *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/cpu/*.cpp"))]
+SOURCES = ["csrc/bindings.cpp", *(str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/cpu/*.cpp"))]
 
 
 def why_no_extension() -> str | None:
@@ -45,6 +44,38 @@ def why_no_extension() -> str | None:
     if shutil.which(compiler) is None:
         return f"no C++ compiler: {compiler!r} is not on the PATH (set CXX to name another)"
     return None
+
+
+def blas() -> dict[str, Any]:
+    """The Extension() arguments for the BLAS."""
+    library = os.environ.get("TNT_BLAS_LIBRARY")
+    if library:
+        path = Path(library).resolve()
+        if not path.is_file():
+            raise SystemExit(f"TNT_BLAS_LIBRARY must be the path of a library, got {library!r}")
+        macros = [("TNT_BLAS_PREFIX", os.environ.get("TNT_BLAS_PREFIX", ""))]
+        if os.environ.get("TNT_BLAS_SET_THREADS"):
+            macros.append(("TNT_BLAS_SET_THREADS", os.environ["TNT_BLAS_SET_THREADS"]))
+        return {
+            "define_macros": macros,
+            "extra_objects": [str(path)],
+            "runtime_library_dirs": [str(path.parent)],
+        }
+    try:
+        import scipy_openblas32 as openblas
+    except ImportError as error:
+        raise SystemExit(
+            f"tnt_kernels is built on OpenBLAS, which is not here ({error}). Install it with\n"
+            "    pip install scipy-openblas32\n"
+            "or set TNT_BLAS_LIBRARY to another BLAS's path (see setup.py)."
+        ) from None
+    folder = Path(openblas.get_lib_dir())
+    return {
+        "libraries": [openblas.get_library()],
+        "library_dirs": [str(folder)],
+        # Beside the installed package, and where it is now, for an editable install.
+        "runtime_library_dirs": [f"$ORIGIN/../{openblas.__name__}/{folder.name}", str(folder)],
+    }
 
 
 class Build(BuildExtension):  # type: ignore[misc]
@@ -78,7 +109,7 @@ def extension() -> dict[str, Any]:
             *(f"-isystem{path}" for path in include_paths()),
         ],
         extra_link_args=["-fopenmp"],
-        library_dirs=[_o.get_lib_dir()], libraries=[_o.get_library()], runtime_library_dirs=[_o.get_lib_dir()],
+        **blas(),
     )
     return {"ext_modules": [module], "cmdclass": {"build_ext": Build}}
 

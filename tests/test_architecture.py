@@ -22,7 +22,8 @@ PACKAGES = {"tnt_kernels": ROOT / "tnt_kernels", "tnt_optim": ROOT / "python" / 
 # wire them, and may have everything.
 LAYERS: dict[str, set[str]] = {
     "schemas": set(),
-    "ops": {"schemas"},
+    "ops": {"arguments", "schemas"},
+    "arguments": set(),
     "reference": {"schemas"},
     "triton": {"schemas", "triton"},
 }

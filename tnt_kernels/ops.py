@@ -10,25 +10,33 @@ them all. Conventions shared by every function here:
   with any strides where they are read, contiguous where they are written.
 - ``decay``, ``damping``, ``lr``, ``momentum`` and ``weight_decay`` are numbers or 0-dim tensors; a
   tensor may live on the lists' device, so that a captured graph can change it.
-- All tensors of one call are on one device. No memory that is written may appear twice in a call;
-  that is not checked. Empty lists are fine.
+- All tensors of one call are on one device. No memory that is written may appear twice in a call.
+  Empty lists are fine.
 - A ``ValueError`` or ``TypeError`` names the argument at fault, and nothing has then been changed.
 - Nothing here is differentiable.
 """
 
-from collections.abc import Iterable, Sequence
-from numbers import Real
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tnt_kernels.arguments import (
+    Modes,
+    Number,
+    check_apart,
+    check_device,
+    check_length,
+    check_modes,
+    check_out,
+    check_statistics,
+    check_step,
+    check_tensors,
+    scalar,
+)
 from tnt_kernels.schemas import NAMESPACE
-
-Number = float | Tensor
-Modes = Sequence[Sequence[Tensor]]
-
-_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 @torch.no_grad()
@@ -54,12 +62,16 @@ def gram_ema_(stats: Modes, tensors: Sequence[Tensor], decay: Number) -> None:
     [tensor([[3., 0.],
             [0., 1.]]), tensor([1.0000, 1.0000, 2.5000])]
     """
-    _check_tensors("tensors", tensors)
-    _check_modes("stats", stats, "tensors", tensors, written=True)
-    decay = _scalar("decay", decay, low=0.0, high=1.0)
-    flat_stats = _flat(stats)
-    _check_device(stats=flat_stats, tensors=tensors, decay=decay)
-    _op("gram_ema_")(flat_stats, list(tensors), decay)
+    weight = scalar("decay", decay, low=0.0, high=1.0)
+
+    def check() -> None:
+        check_tensors("tensors", tensors)
+        check_modes("stats", stats, "tensors", tensors, written=True)
+        flat = _flat(stats)
+        check_device(stats=flat, tensors=tensors, decay=weight)
+        check_apart({"stats": flat}, {"tensors": tensors})
+
+    _call("gram_ema_", check, lambda: (_flat(stats, tensors), list(tensors), weight))
 
 
 @torch.no_grad()
@@ -100,13 +112,14 @@ def damped_inverse(
     ([tensor([[0.2500, 0.0000],
             [0.0000, 0.5000]]), tensor([0.3333, 0.3333])], tensor([0], dtype=torch.int32))
     """
-    out = _check_out(stats, out)
-    damping = _scalar("damping", damping, low=0.0)
-    flat_stats, flat_out = _flat(stats), _flat(out)
-    _check_device(stats=flat_stats, out=flat_out, damping=damping)
-    orders = [len(modes) for modes in stats]
-    info = _op("damped_inverse")(flat_out, flat_stats, orders, damping, bool(relative))
-    return [list(modes) for modes in out], info
+    eps = scalar("damping", damping, low=0.0)
+
+    def arguments() -> tuple[Any, ...]:
+        return _flat(target), _flat(stats), [len(row) for row in stats], eps, bool(relative)
+
+    target = _like(stats) if out is None else out
+    info = _call("damped_inverse", lambda: _check_factors(stats, out, eps), arguments)
+    return [list(row) for row in target], info
 
 
 @torch.no_grad()
@@ -137,18 +150,23 @@ def inverse_root(
     Source: Ren & Goldfarb 2021, Algorithm 4; Anil et al. 2021, "Scalable second order optimization
     for deep learning".
     """
-    out = _check_out(stats, out)
-    damping = _scalar("damping", damping, low=0.0)
+    eps = scalar("damping", damping, low=0.0)
     given = list(root) if isinstance(root, list | tuple) else [root]
     if any(not isinstance(p, int) or isinstance(p, bool) or p < 1 for p in given):
         raise ValueError(f"root must be a positive integer, or one for each tensor, got {root!r}")
-    roots = given if isinstance(root, list | tuple) else given * len(stats)
-    _check_length("root", roots, "stats", stats)
-    flat_stats, flat_out = _flat(stats), _flat(out)
-    _check_device(stats=flat_stats, out=flat_out, damping=damping)
-    orders = [len(modes) for modes in stats]
-    info = _op("inverse_root")(flat_out, flat_stats, orders, damping, roots)
-    return [list(modes) for modes in out], info
+
+    def arguments() -> tuple[Any, ...]:
+        roots = given if isinstance(root, list | tuple) else given * len(stats)
+        return _flat(target), _flat(stats), [len(row) for row in stats], eps, roots
+
+    def check() -> None:
+        _check_factors(stats, out, eps)
+        if isinstance(root, list | tuple):
+            check_length("root", given, "stats", stats)
+
+    target = _like(stats) if out is None else out
+    info = _call("inverse_root", check, arguments)
+    return [list(row) for row in target], info
 
 
 @torch.no_grad()
@@ -174,13 +192,16 @@ def mode_products(tensors: Sequence[Tensor], factors: Modes) -> list[Tensor]:
     [tensor([[ 3., 40.],
             [ 1., 20.]])]
     """
-    _check_tensors("tensors", tensors)
-    _check_modes("factors", factors, "tensors", tensors)
-    flat_factors = _flat(factors)
-    _check_device(tensors=tensors, factors=flat_factors)
-    if not tensors:
+
+    def check() -> None:
+        check_tensors("tensors", tensors)
+        check_modes("factors", factors, "tensors", tensors)
+        check_device(tensors=tensors, factors=_flat(factors))
+
+    if isinstance(tensors, list | tuple) and not tensors:
+        check()
         return []
-    return list(_op("mode_products")(list(tensors), flat_factors))
+    return list(_call("mode_products", check, lambda: (list(tensors), _flat(factors, tensors))))
 
 
 @torch.no_grad()
@@ -210,170 +231,89 @@ def preconditioned_step_(
 
     Source: Ren & Goldfarb 2021, Algorithm 2.
     """
-    _check_tensors("params", params)
-    _check_modes("factors", factors, "params", params)
-    for name, others in (("momenta", momenta), ("grads", grads)):
-        _check_tensors(name, others)
-        _check_length(name, others, "params", params)
-        for t, (other, param) in enumerate(zip(others, params, strict=True)):
-            if other.shape != param.shape:
-                raise ValueError(
-                    f"{name}[{t}] must have the shape of params[{t}], {tuple(param.shape)}, "
-                    f"got {tuple(other.shape)}"
-                )
-    for name, written in (("params", params), ("momenta", momenta)):
-        for t, tensor in enumerate(written):
-            if any(s == 0 and d > 1 for s, d in zip(tensor.stride(), tensor.shape, strict=True)):
-                raise ValueError(
-                    f"{name}[{t}] must have memory of its own for each element, got an expanded "
-                    f"tensor with strides {tensor.stride()}"
-                )
-    for t, (m, param) in enumerate(zip(momenta, params, strict=True)):
-        if m.dtype != _state_dtype(param):
-            raise ValueError(
-                f"momenta[{t}] must be {_state_dtype(param)} for a {param.dtype} parameter, "
-                f"got {m.dtype}"
-            )
     scalars = {
-        name: _scalar(name, value, low=0.0)
+        name: scalar(name, value, low=0.0)
         for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay))
     }
-    flat_factors = _flat(factors)
-    _check_device(params=params, momenta=momenta, grads=grads, factors=flat_factors, **scalars)
-    _op("preconditioned_step_")(
-        list(params), list(momenta), list(grads), flat_factors, *scalars.values()
-    )
+
+    def check() -> None:
+        check_tensors("params", params)
+        check_modes("factors", factors, "params", params)
+        check_step(params, momenta, grads)
+        flat = _flat(factors)
+        check_device(params=params, momenta=momenta, grads=grads, factors=flat, **scalars)
+        check_apart({"params": params, "momenta": momenta}, {"grads": grads, "factors": flat})
+
+    def arguments() -> tuple[Any, ...]:
+        lists = list(params), list(momenta), list(grads), _flat(factors, params)
+        return *lists, *scalars.values()
+
+    _call("preconditioned_step_", check, arguments)
 
 
+def _call(name: str, check: Callable[[], None], arguments: Callable[[], tuple[Any, ...]]) -> Any:
+    """Calls the operator on arguments that ``check`` has nothing against.
+
+    Where C++ serves, it checks them itself before it writes anything; ``check`` then only has to
+    say what was wrong, in terms of nested lists. (resnet32 has 158 modes: checking them here takes
+    half as long as their Gram matrices.)
+    """
+    if torch.compiler.is_compiling() or not _checks_itself(name):
+        check()
+        return _op(name)(*arguments())
+    try:
+        flat = arguments()
+        if not _all_on_cpu(flat):  # otherwise something else than C++ may serve
+            check()
+        return _op(name)(*flat)
+    except Exception:
+        check()
+        raise
+
+
+@functools.cache
 def _op(name: str) -> Any:
-    return getattr(getattr(torch.ops, NAMESPACE), name)
+    return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
-def _flat(modes: Modes) -> list[Tensor]:
+@functools.cache
+def _checks_itself(name: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{name}", "CPU")
+
+
+def _all_on_cpu(arguments: Sequence[Any]) -> bool:
+    dense = torch.strided
+    for argument in arguments:
+        if isinstance(argument, list):
+            if not all(
+                [not isinstance(x, Tensor) or x.is_cpu and x.layout is dense for x in argument]
+            ):
+                return False
+        elif isinstance(argument, Tensor) and not argument.is_cpu:
+            return False
+    return True
+
+
+def _flat(modes: Modes, tensors: Sequence[Tensor] | None = None) -> list[Tensor]:
+    """The modes of all tensors one after the other; if given, as many as each tensor has."""
+    if tensors is not None and [len(row) for row in modes] != [t.dim() for t in tensors]:
+        raise ValueError("there must be one entry for each mode of each tensor")
     return [tensor for row in modes for tensor in row]
 
 
-def _state_dtype(tensor: Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
-
-
-def _scalar(name: str, value: Number, *, low: float, high: float = float("inf")) -> Tensor:
-    if isinstance(value, Tensor):
-        if value.dim() != 0 or not value.is_floating_point():
-            raise ValueError(
-                f"{name} must be a number or a 0-dim floating-point tensor, got "
-                f"{tuple(value.shape)}, {value.dtype}"
-            )
-        return value
-    if not isinstance(value, Real) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a number or a 0-dim tensor, got {value!r}")
-    if not low <= value <= high or value == float("inf"):
-        bound = f"in [{low:g}, {high:g}]" if high < float("inf") else f"finite and >= {low:g}"
-        raise ValueError(f"{name} must be {bound}, got {value!r}")
-    return torch.tensor(float(value), dtype=torch.float64)
-
-
-def _check_length(name: str, got: Sequence[Any], other: str, want: Sequence[Any]) -> None:
-    if not isinstance(got, list | tuple):
-        raise TypeError(f"{name} must be a list, got {type(got).__name__}")
-    if len(got) != len(want):
-        raise ValueError(
-            f"{name} must have one entry for each of {other} ({len(want)}), got {len(got)}"
-        )
-
-
-def _check_tensors(name: str, tensors: Sequence[Tensor]) -> None:
-    if not isinstance(tensors, list | tuple):
-        raise TypeError(f"{name} must be a list of tensors, got {type(tensors).__name__}")
-    for t, tensor in enumerate(tensors):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name}[{t}] must be a tensor, got {type(tensor).__name__}")
-        if tensor.dtype not in _FLOATS or tensor.layout != torch.strided:
-            raise ValueError(
-                f"{name}[{t}] must be a dense float32, float64, bfloat16 or float16 tensor, "
-                f"got {tensor.dtype}, {tensor.layout}"
-            )
-        if tensor.dim() == 0:
-            raise ValueError(f"{name}[{t}] must have at least one mode; view a scalar as (1,)")
-
-
-def _check_modes(
-    name: str, modes: Modes, other: str, tensors: Sequence[Tensor], *, written: bool = False
-) -> None:
-    """Each modes[t][i] is (d_i, d_i) or (d_i,), of the state dtype of tensors[t]."""
-    _check_length(name, modes, other, tensors)
-    for t, (row, tensor) in enumerate(zip(modes, tensors, strict=True)):
-        if not isinstance(row, list | tuple) or len(row) != tensor.dim():
-            got = str(len(row)) if isinstance(row, list | tuple) else type(row).__name__
-            raise ValueError(
-                f"{name}[{t}] must have one tensor for each of the {tensor.dim()} modes of "
-                f"{other}[{t}], got {got}"
-            )
-        dtype = _state_dtype(tensor)
-        for i, (stat, d) in enumerate(zip(row, tensor.shape, strict=True)):
-            if not isinstance(stat, Tensor):
-                raise TypeError(f"{name}[{t}][{i}] must be a tensor, got {type(stat).__name__}")
-            if stat.shape != (d, d) and stat.shape != (d,):
-                raise ValueError(
-                    f"{name}[{t}][{i}] must be ({d}, {d}) or ({d},), got {tuple(stat.shape)}"
-                )
-            if stat.dtype != dtype:
-                raise ValueError(
-                    f"{name}[{t}][{i}] must be {dtype} for a {tensor.dtype} tensor, "
-                    f"got {stat.dtype}"
-                )
-            if written and not stat.is_contiguous():
-                raise ValueError(f"{name}[{t}][{i}] must be contiguous, got {stat.stride()}")
-
-
-def _check_out(stats: Modes, out: Modes | None) -> Modes:
-    """Checks ``stats`` on its own, and ``out`` against it; makes ``out`` where there is none."""
-    _check_length("stats", stats, "stats", stats)
-    for t, row in enumerate(stats):
-        if not isinstance(row, list | tuple) or not row:
-            got = repr(row) if row is None or len(row) == 0 else type(row).__name__
-            raise ValueError(f"stats[{t}] must be a list of one tensor for each mode, got {got}")
-        _check_tensors(f"stats[{t}]", row)
-        for i, stat in enumerate(row):
-            if stat.dim() > 2 or stat.shape[0] != stat.shape[-1]:
-                raise ValueError(f"stats[{t}][{i}] must be (d, d) or (d,), got {tuple(stat.shape)}")
-            if stat.dtype != row[0].dtype or stat.dtype not in (torch.float32, torch.float64):
-                raise ValueError(
-                    f"stats[{t}][{i}] must be float32 or float64, one dtype for each tensor, "
-                    f"got {stat.dtype}"
-                )
-    if out is None:
+def _like(stats: Modes) -> list[list[Tensor]]:
+    """What factors go to: NaN, until they do."""
+    try:
         return [[torch.full_like(s, float("nan")).contiguous() for s in row] for row in stats]
-    _check_length("out", out, "stats", stats)
-    for t, (kept, row) in enumerate(zip(out, stats, strict=True)):
-        _check_length(f"out[{t}]", kept, f"stats[{t}]", row)
-        _check_tensors(f"out[{t}]", kept)
-        for i, (target, stat) in enumerate(zip(kept, row, strict=True)):
-            if target is stat:
-                raise ValueError(f"out[{t}][{i}] must not be stats[{t}][{i}] itself")
-            if target.shape != stat.shape or target.dtype != stat.dtype:
-                raise ValueError(
-                    f"out[{t}][{i}] must be like stats[{t}][{i}], {tuple(stat.shape)} "
-                    f"{stat.dtype}, got {tuple(target.shape)} {target.dtype}"
-                )
-            if not target.is_contiguous():
-                raise ValueError(f"out[{t}][{i}] must be contiguous, got {target.stride()}")
-    return out
+    except TypeError:
+        check_statistics(stats)
+        raise
 
 
-def _check_device(**arguments: Tensor | Iterable[Tensor]) -> None:
-    """All lists are on one device; a 0-dim tensor is there too, or on the CPU."""
-    device = None
-    for name, argument in arguments.items():
-        if isinstance(argument, Tensor):
-            if argument.device.type != "cpu" and device is not None and argument.device != device:
-                where = device if device.type == "cpu" else f"{device} or the CPU"
-                raise ValueError(f"{name} must be on {where}, got {argument.device}")
-            continue
-        for tensor in argument:
-            device = device or tensor.device
-            if tensor.device != device:
-                raise ValueError(
-                    f"{name} must be on the device of the other arguments, {device}, "
-                    f"got a tensor on {tensor.device}"
-                )
+def _check_factors(stats: Modes, out: Modes | None, damping: Tensor) -> None:
+    check_statistics(stats)
+    if out is not None:
+        check_out(out, stats)
+    flat_stats, flat_out = _flat(stats), _flat(out or [])
+    check_device(stats=flat_stats, out=flat_out, damping=damping)
+    check_apart({"out": flat_out}, {"stats": flat_stats})

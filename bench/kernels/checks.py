@@ -16,8 +16,9 @@ TOLERANCES = {
     "inverse_root": 1e-3,
     "mode_products": 1e-5,
     "preconditioned_step_": 1e-5,
-    # After two whole steps, against the plain-torch optimizer: an inverse lies in between.
-    "TNT.step": 1e-3,
+    # How far the parameters have moved. A bias has a statistic of rank 1 along its own gradient:
+    # the direction in which the inverse, of condition d / 0.1, is least accurate.
+    "TNT.step": 2e-2,
 }
 
 

@@ -19,13 +19,15 @@ def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def normal(shapes: Sequence[Sequence[int]], rng: torch.Generator, scale: float = 1.0) -> list[Tensor]:
+def normal(
+    shapes: Sequence[Sequence[int]], rng: torch.Generator, scale: float = 1.0
+) -> list[Tensor]:
     """Independent normal entries of standard deviation ``scale``."""
     return [torch.randn(*shape, generator=rng).mul_(scale) for shape in shapes]
 
 
 def symmetric_modes(parameter_set: ParameterSet, rng: torch.Generator) -> Modes:
-    """For every mode a symmetric matrix with eigenvalues in about [0, 2], or a positive diagonal."""
+    """For every mode a symmetric matrix, eigenvalues in about [0, 2], or a positive diagonal."""
 
     def draw(d: int, diagonal: bool) -> Tensor:
         if diagonal:

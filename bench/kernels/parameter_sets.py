@@ -62,7 +62,7 @@ def autoencoder(widths: Sequence[int]) -> list[Shape]:
 
 
 def resnet32() -> list[Shape]:
-    """ResNet-32 of He et al. 2016, table 6, for CIFAR-10: no convolution biases, option-A shortcuts.
+    """ResNet-32 of He et al. 2016 (table 6) for CIFAR-10: no convolution bias, option-A shortcuts.
 
     A first convolution, then three stages of five blocks of two convolutions, each followed by
     batch norm; the shortcuts have no parameters.

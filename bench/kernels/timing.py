@@ -1,8 +1,8 @@
 """Candidates that alternate in one process, driven by pytest-benchmark.
 
-The benchmark is ours; its setup runs and times every other candidate, in an order that rotates from
-round to round. So all are timed under the same clock and with both thread pools warm, and each finds
-the caches as the others left them.
+The benchmark is ours; its setup runs and times every other candidate, in an order that rotates
+from round to round. So all are timed under the same clock and with both thread pools warm, and each
+finds the caches as the others left them.
 """
 
 from __future__ import annotations
@@ -136,7 +136,8 @@ class Comparison:
         return samples
 
     def _record(self, record: dict[str, Any]) -> None:
-        for candidate in record["candidates"].values():
+        for name in record["errors"]:  # the others do not do the work that was counted
+            candidate = record["candidates"][name]
             candidate.update(rates(candidate["median"], record))
         self.benchmark.group = record["op"]
         self.benchmark.extra_info.update(record)

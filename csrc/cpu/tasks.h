@@ -1,7 +1,11 @@
 // Runs independent tasks on PyTorch's threads.
 #pragma once
 
+#ifndef TNT_STD_THREADS
 #include <ATen/Parallel.h>
+#else
+#include <thread>
+#endif
 
 #include <algorithm>
 #include <atomic>
@@ -70,8 +74,32 @@ class Scratch {
   size_t bytes_ = 0;
 };
 
-// How many tasks can run at once: 1 inside a task.
+// How many tasks can run at once, 1 inside a task; and work() once on each of so many threads.
+#ifndef TNT_STD_THREADS
 inline int64_t parallelism() { return at::in_parallel_region() ? 1 : at::get_num_threads(); }
+
+template <typename Work>
+void on_threads(int64_t threads, const Work& work) {
+  at::parallel_for(0, threads, 1, [&](int64_t, int64_t) { work(); });
+}
+#else
+// Without PyTorch, for the thread sanitizer: it takes OpenMP's barriers for races.
+inline thread_local bool inside_task = false;
+
+inline int64_t parallelism() { return inside_task ? 1 : TNT_STD_THREADS; }
+
+template <typename Work>
+void on_threads(int64_t threads, const Work& work) {
+  std::vector<std::thread> pool;
+  for (int64_t i = 0; i < threads; ++i) {
+    pool.emplace_back([&] {
+      inside_task = true;
+      work();
+    });
+  }
+  for (std::thread& thread : pool) thread.join();
+}
+#endif
 
 // run(task, scratch) for every task in [0, count), in that order if on one thread. Each thread takes
 // the next task when it is through with one, so put the long ones first. `flops` is what all of
@@ -79,7 +107,7 @@ inline int64_t parallelism() { return at::in_parallel_region() ? 1 : at::get_num
 template <typename Run>
 void run_tasks(int64_t count, double flops, const Run& run) {
   std::atomic<int64_t> next{0};
-  const auto work = [&](int64_t, int64_t) {
+  const auto work = [&] {
     const FlushSubnormals flush;
     Scratch scratch;
     for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < count;) {
@@ -88,9 +116,9 @@ void run_tasks(int64_t count, double flops, const Run& run) {
   };
   const int64_t threads = flops < kParallelFlops ? 1 : std::min(parallelism(), count);
   if (threads <= 1) {
-    work(0, 1);
+    work();
   } else {
-    at::parallel_for(0, threads, 1, work);
+    on_threads(threads, work);
   }
 }
 

@@ -65,12 +65,16 @@ void transpose(const T* from, int64_t from_stride, T* to, int64_t to_stride, int
 // The upper triangle of the square matrix <- its lower one.
 template <typename T>
 void mirror_lower(T* matrix, int64_t n, int64_t stride) {
-  constexpr int64_t kBlock = 32;
+  constexpr int64_t kBlock = 32, kCorner = 4;
   for (int64_t r = 0; r < n; r += kBlock) {
     const int64_t height = std::min(kBlock, n - r);
     transpose(matrix + r * stride, stride, matrix + r, stride, height, r);
-    for (int64_t i = r; i < r + height; ++i) {
-      for (int64_t j = r; j < i; ++j) matrix[j * stride + i] = matrix[i * stride + j];
+    for (int64_t q = r; q < r + height; q += kCorner) {
+      const int64_t end = std::min(q + kCorner, r + height);
+      transpose(matrix + q * stride + r, stride, matrix + r * stride + q, stride, end - q, q - r);
+      for (int64_t i = q; i < end; ++i) {
+        for (int64_t j = q; j < i; ++j) matrix[j * stride + i] = matrix[i * stride + j];
+      }
     }
   }
 }

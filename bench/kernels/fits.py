@@ -1,0 +1,47 @@
+"""Exponents fitted to measured sweeps, and which points a fit may use. Pure functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+# Where a time is still below so many times that of the smallest size, the fixed cost of the call is
+# a good part of it.
+LAUNCH_FACTOR = 3.0
+# Where what an interval adds to a step is below this share of the bare step, noise is.
+LEAST_EXCESS = 0.1
+LEAST_POINTS = 3
+
+
+def launch_bound(times: Sequence[float]) -> list[bool]:
+    """For each point of a sweep from small to large, whether its time is mostly a fixed cost.
+
+    That is where it is below three times the smallest size's. The smallest size itself always is.
+
+    >>> launch_bound([10e-6, 12e-6, 40e-6, 300e-6])
+    [True, True, False, False]
+    """
+    return [time < LAUNCH_FACTOR * times[0] for time in times]
+
+
+def lost_in_noise(times: Sequence[float], floor: float) -> list[bool]:
+    """For each interval, whether what it adds to the bare step is less than a tenth of that step.
+
+    >>> lost_in_noise([3.0, 1.05, 0.99], floor=1.0)
+    [False, True, True]
+    """
+    return [time - floor < LEAST_EXCESS * floor for time in times]
+
+
+def exponent(sizes: Sequence[float], values: Sequence[float]) -> float | None:
+    """The slope of log(values) over log(sizes) by least squares; None with fewer than 3 points.
+
+    >>> exponent([1, 2, 4], [5.0, 20.0, 80.0])
+    2.0
+    """
+    if len(sizes) < LEAST_POINTS:
+        return None
+    xs, ys = [math.log2(x) for x in sizes], [math.log2(y) for y in values]
+    x_mean, y_mean = sum(xs) / len(xs), sum(ys) / len(ys)
+    products = sum((x - x_mean) * (y - y_mean) for x, y in zip(xs, ys, strict=True))
+    return products / sum((x - x_mean) ** 2 for x in xs)

@@ -1,0 +1,50 @@
+"""Tables and numbers as the page shows them. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """A Markdown table, and the empty line that ends it."""
+    lines = [f"| {' | '.join(header)} |", f"|{'---|' * len(header)}"]
+    return [*lines, *(f"| {' | '.join(row)} |" for row in rows), ""]
+
+
+def milliseconds(seconds: float) -> str:
+    """Three significant digits, all digits before the point.
+
+    >>> milliseconds(0.0123456), milliseconds(1.5e-6), milliseconds(2.34567)
+    ('12.3', '0.0015', '2346')
+    """
+    value = seconds * 1e3
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def megabytes(size: float | None) -> str:
+    """In 10^6 bytes; "?" where the system does not tell.
+
+    >>> megabytes(12345678), megabytes(1234567890), megabytes(None)
+    ('12.3', '1235', '?')
+    """
+    if size is None:
+        return "?"
+    return f"{size / 1e6:.0f}" if abs(size) >= 1e8 else f"{size / 1e6:.3g}"
+
+
+def times(value: float) -> str:
+    """A ratio of a baseline's time to ours; bold where the baseline wins.
+
+    >>> times(2.345), times(0.812)
+    ('2.35', '**0.81**')
+    """
+    return f"{value:.2f}" if value >= 1 else f"**{value:.2f}**"
+
+
+def span(values: Sequence[int]) -> str:
+    """A range and how many points it has.
+
+    >>> span([256, 512, 1024]), span([])
+    ('256 to 1024 (3)', '')
+    """
+    return f"{values[0]} to {values[-1]} ({len(values)})" if values else ""

@@ -1,0 +1,214 @@
+"""Checks of the public operators' arguments: which one, what it must be, and what came.
+
+The C++ operators check the same things themselves, in a tenth of the time, but on flat lists: there
+these run only to say what was wrong (see ``ops``).
+"""
+
+from collections.abc import Iterable, Sequence
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Number = float | Tensor
+Modes = Sequence[Sequence[Tensor]]
+
+_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def state_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype of the statistics, factors and momenta of ``tensor``."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def scalar(name: str, value: Number, *, low: float, high: float = float("inf")) -> Tensor:
+    """Returns a number in [low, high] as a 0-dim tensor; a tensor as it is, its value unchecked."""
+    if isinstance(value, Tensor):
+        if value.dim() != 0 or not value.is_floating_point():
+            raise ValueError(
+                f"{name} must be a number or a 0-dim floating-point tensor, got "
+                f"{tuple(value.shape)}, {value.dtype}"
+            )
+        return value
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a number or a 0-dim tensor, got {value!r}")
+    if not low <= value <= high or value == float("inf"):
+        bound = f"in [{low:g}, {high:g}]" if high < float("inf") else f"finite and >= {low:g}"
+        raise ValueError(f"{name} must be {bound}, got {value!r}")
+    return torch.tensor(float(value), dtype=torch.float64)
+
+
+def check_length(name: str, got: Sequence[Any], other: str, want: Sequence[Any]) -> None:
+    """``got`` is a list with as many entries as ``want``."""
+    if not isinstance(got, list | tuple):
+        raise TypeError(f"{name} must be a list, got {type(got).__name__}")
+    if len(got) != len(want):
+        raise ValueError(
+            f"{name} must have one entry for each of {other} ({len(want)}), got {len(got)}"
+        )
+
+
+def check_tensors(name: str, tensors: Sequence[Tensor]) -> None:
+    """A list of dense tensors of a dtype that is served, with at least one mode each."""
+    if not isinstance(tensors, list | tuple):
+        raise TypeError(f"{name} must be a list of tensors, got {type(tensors).__name__}")
+    for t, tensor in enumerate(tensors):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}[{t}] must be a tensor, got {type(tensor).__name__}")
+        if tensor.dtype not in _FLOATS or tensor.layout != torch.strided:
+            raise ValueError(
+                f"{name}[{t}] must be a dense float32, float64, bfloat16 or float16 tensor, "
+                f"got {tensor.dtype}, {tensor.layout}"
+            )
+        if tensor.dim() == 0:
+            raise ValueError(f"{name}[{t}] must have at least one mode; view a scalar as (1,)")
+
+
+def check_modes(
+    name: str, modes: Modes, other: str, tensors: Sequence[Tensor], *, written: bool = False
+) -> None:
+    """Each modes[t][i] is (d_i, d_i) or (d_i,), of the state dtype of tensors[t]."""
+    check_length(name, modes, other, tensors)
+    for t, (row, tensor) in enumerate(zip(modes, tensors, strict=True)):
+        if not isinstance(row, list | tuple) or len(row) != tensor.dim():
+            got = str(len(row)) if isinstance(row, list | tuple) else type(row).__name__
+            raise ValueError(
+                f"{name}[{t}] must have one tensor for each of the {tensor.dim()} modes of "
+                f"{other}[{t}], got {got}"
+            )
+        dtype = state_dtype(tensor)
+        for i, (stat, d) in enumerate(zip(row, tensor.shape, strict=True)):
+            if not isinstance(stat, Tensor):
+                raise TypeError(f"{name}[{t}][{i}] must be a tensor, got {type(stat).__name__}")
+            if stat.shape != (d, d) and stat.shape != (d,):
+                raise ValueError(
+                    f"{name}[{t}][{i}] must be ({d}, {d}) or ({d},), got {tuple(stat.shape)}"
+                )
+            if stat.dtype != dtype:
+                raise ValueError(
+                    f"{name}[{t}][{i}] must be {dtype} for a {tensor.dtype} tensor, "
+                    f"got {stat.dtype}"
+                )
+            if written:
+                check_written(f"{name}[{t}][{i}]", stat)
+                if not stat.is_contiguous():
+                    raise ValueError(f"{name}[{t}][{i}] must be contiguous, got {stat.stride()}")
+
+
+def check_step(
+    params: Sequence[Tensor], momenta: Sequence[Tensor], grads: Sequence[Tensor]
+) -> None:
+    """One momentum and one gradient for each of ``params``, which are good tensors."""
+    for name, others in (("momenta", momenta), ("grads", grads)):
+        check_tensors(name, others)
+        check_length(name, others, "params", params)
+        for t, (other, param) in enumerate(zip(others, params, strict=True)):
+            if other.shape != param.shape:
+                raise ValueError(
+                    f"{name}[{t}] must have the shape of params[{t}], {tuple(param.shape)}, "
+                    f"got {tuple(other.shape)}"
+                )
+    for name, written in (("params", params), ("momenta", momenta)):
+        for t, tensor in enumerate(written):
+            check_written(f"{name}[{t}]", tensor)
+    for t, (m, param) in enumerate(zip(momenta, params, strict=True)):
+        if m.dtype != state_dtype(param):
+            raise ValueError(
+                f"momenta[{t}] must be {state_dtype(param)} for a {param.dtype} parameter, "
+                f"got {m.dtype}"
+            )
+
+
+def check_statistics(stats: Modes) -> None:
+    """Each stats[t] holds (d, d) or (d,), of one dtype, for at least one mode."""
+    check_length("stats", stats, "stats", stats)
+    for t, row in enumerate(stats):
+        if not isinstance(row, list | tuple) or not row:
+            got = repr(row) if row is None or len(row) == 0 else type(row).__name__
+            raise ValueError(f"stats[{t}] must be a list of one tensor for each mode, got {got}")
+        check_tensors(f"stats[{t}]", row)
+        for i, stat in enumerate(row):
+            if stat.dim() > 2 or stat.shape[0] != stat.shape[-1]:
+                raise ValueError(f"stats[{t}][{i}] must be (d, d) or (d,), got {tuple(stat.shape)}")
+            if stat.dtype != row[0].dtype or stat.dtype not in (torch.float32, torch.float64):
+                raise ValueError(
+                    f"stats[{t}][{i}] must be float32 or float64, one dtype for each tensor, "
+                    f"got {stat.dtype}"
+                )
+
+
+def check_out(out: Modes, stats: Modes) -> None:
+    """``out`` is like ``stats``, which is good, but other memory."""
+    check_length("out", out, "stats", stats)
+    for t, (kept, row) in enumerate(zip(out, stats, strict=True)):
+        check_length(f"out[{t}]", kept, f"stats[{t}]", row)
+        check_tensors(f"out[{t}]", kept)
+        for i, (target, stat) in enumerate(zip(kept, row, strict=True)):
+            if target is stat:
+                raise ValueError(f"out[{t}][{i}] must not be stats[{t}][{i}] itself")
+            if target.shape != stat.shape or target.dtype != stat.dtype:
+                raise ValueError(
+                    f"out[{t}][{i}] must be like stats[{t}][{i}], {tuple(stat.shape)} "
+                    f"{stat.dtype}, got {tuple(target.shape)} {target.dtype}"
+                )
+            check_written(f"out[{t}][{i}]", target)
+            if not target.is_contiguous():
+                raise ValueError(f"out[{t}][{i}] must be contiguous, got {target.stride()}")
+
+
+def check_written(name: str, tensor: Tensor) -> None:
+    """Memory of its own for each element, holding what the tensor stands for."""
+    if torch.compiler.is_compiling():
+        return  # a traced tensor has no memory
+    if tensor.is_neg() or tensor._is_zerotensor():
+        raise ValueError(f"{name} must be writable, got a negated or zero view")
+    if any(s == 0 and d > 1 for s, d in zip(tensor.stride(), tensor.shape, strict=True)):
+        raise ValueError(
+            f"{name} must have memory of its own for each element, got an expanded tensor with "
+            f"strides {tensor.stride()}"
+        )
+
+
+def check_apart(written: dict[str, Iterable[Tensor]], read: dict[str, Iterable[Tensor]]) -> None:
+    """No memory that is written serves twice. Views with gaps are left out: two may interleave."""
+    if torch.compiler.is_compiling():
+        return
+    ranges = sorted(
+        (
+            (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name, is_written)
+            for group, is_written in ((written, True), (read, False))
+            for name, tensors in group.items()
+            for tensor in tensors
+            if tensor.numel() and tensor.device.type != "meta" and tensor.is_contiguous()
+        ),
+        key=lambda r: r[0],
+    )
+    reach = written_reach = (0, "")  # the farthest end so far, and whose it is
+    for first, last, name, is_written in ranges:
+        end, other = reach if is_written else written_reach
+        if end > first:
+            raise ValueError(
+                f"{name} must not share memory with {other}: one of them is written to"
+            )
+        reach = max(reach, (last, name))
+        if is_written:
+            written_reach = max(written_reach, (last, name))
+
+
+def check_device(**arguments: Tensor | Iterable[Tensor]) -> None:
+    """All lists are on one device; a 0-dim tensor is there too, or on the CPU."""
+    device = None
+    for name, argument in arguments.items():
+        if isinstance(argument, Tensor):
+            if argument.device.type != "cpu" and device is not None and argument.device != device:
+                where = device if device.type == "cpu" else f"{device} or the CPU"
+                raise ValueError(f"{name} must be on {where}, got {argument.device}")
+            continue
+        for tensor in argument:
+            device = device or tensor.device
+            if tensor.device != device:
+                raise ValueError(
+                    f"{name} must be on the device of the other arguments, {device}, "
+                    f"got a tensor on {tensor.device}"
+                )
