@@ -7,6 +7,7 @@
 #   make lint               ruff, mypy, clang-format
 #   make format             rewrites the sources as lint wants them
 #   make native-test        the C++ tests, plain and under sanitizers
+#   make fuzz               every operator on 10,000 random calls; EXAMPLES=N for another number
 #   make bench              every kernel benchmark and the complexity table, to bench/results;
 #                           some 15 minutes on two cores that nothing else uses
 #   make bench-quick        a few of them in two minutes, to build/bench
@@ -14,6 +15,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+EXAMPLES ?= 10000
 CMAKE_BUILDS = build/native build/native-address build/native-thread
 
 BIN = $(VENV)/bin
@@ -23,7 +25,7 @@ IN_VENV = . "$(if $(filter /%,$(VENV)),,./)$(BIN)/activate" &&
 CPP_SOURCES = $(shell find csrc tests/native -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 EXTENSION_SOURCES = setup.py $(shell find csrc -type f)
 
-.PHONY: demo test lint format native-test python-test bench bench-quick build clean
+.PHONY: demo test lint format native-test python-test fuzz bench bench-quick build clean
 
 demo: build
 	$(PY) -m bench.experiments.demo $(if $(DATA),--data "$(DATA)")
@@ -32,6 +34,9 @@ test: lint native-test python-test
 
 python-test: build
 	$(IN_VENV) python -m pytest
+
+fuzz: build
+	$(IN_VENV) TNT_FUZZ_EXAMPLES=$(EXAMPLES) python -m pytest tests/test_properties.py
 
 lint: $(VENV)/.packages
 	$(BIN)/ruff check .
@@ -49,6 +54,12 @@ native-test: $(CMAKE_BUILDS:=/.configured)
 		$(BIN)/cmake --build $$build --parallel && \
 		$(BIN)/ctest --test-dir $$build --output-on-failure --no-tests=error || exit 1; \
 	done
+
+bench: build
+	$(PY) -m bench.kernels
+
+bench-quick: build
+	$(PY) -m bench.kernels --quick
 
 build: $(VENV)/.built
 

@@ -1,5 +1,10 @@
 """Every tolerance of the optimizer tests, in one place, each with what it is relative to."""
 
+import math
+from collections.abc import Sequence
+
+import torch
+
 # Distance to the oracle's parameters, relative to how far the oracle has moved them so far.
 FLOAT64_TRAJECTORY = 1e-10
 FLOAT32_TRAJECTORY = 1e-4
@@ -27,3 +32,28 @@ FLOAT32_OPERATOR = 1e-5
 # The coupled Newton iteration stops at max |M - I| <= 1e-6 in every dtype, M = H^p (S + eps I): the
 # root H is then off by about 1e-6 / p.
 NEWTON_OPERATOR = 5e-6
+
+
+# The property tests, whose sizes differ too much for one number. In units of eps, the dtype's
+# spacing at 1, and relative to the largest expected entry (or term, where terms cancel):
+
+
+def sum_rounding(dtype: torch.dtype, terms: int, repeats: int = 1) -> float:
+    """A sum of so many terms. Roundings add as squares, but those of terms that are one and the
+    same ``repeats`` times (an expanded tensor's) may all be alike."""
+    return (32 + 2 * math.sqrt(terms * repeats)) * torch.finfo(dtype).eps
+
+
+def product_rounding(dtype: torch.dtype, shape: Sequence[int]) -> float:
+    """A product with a factor of condition 3 in every mode: a sum for each mode."""
+    return sum_rounding(dtype, sum(shape))
+
+
+def inverse_rounding(dtype: torch.dtype, condition: float) -> float:
+    """A rounding of the matrix is one of its inverse, times the condition."""
+    return 16 * condition * torch.finfo(dtype).eps
+
+
+def newton_rounding(dtype: torch.dtype, condition: float) -> float:
+    """The same for a root of it, plus those of the iteration and what it leaves when it stops."""
+    return NEWTON_OPERATOR + (32 + 4 * condition) * torch.finfo(dtype).eps

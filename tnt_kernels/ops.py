@@ -271,7 +271,6 @@ def _call(name: str, check: Callable[[], None], arguments: Callable[[], tuple[An
         raise
 
 
-@functools.cache
 def _op(name: str) -> Any:
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 

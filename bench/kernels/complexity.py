@@ -39,6 +39,7 @@ RULES = {
     "lost in noise": f"adds less than {LEAST_EXCESS:g} of the bare step to it: not fitted",
     "least points": f"no exponent from fewer than {LEAST_POINTS} points",
 }
+TURNS = 5
 MEMORY_SETS = ("mnist_ae", "faces_ae", "resnet32")
 
 
@@ -89,15 +90,27 @@ MEMORY_SWEEPS = (
 )
 
 
-def median_seconds(run: Run, seconds: float, least: int = 3, most: int = 30) -> float:
-    """The median time of one step, from runs that fill ``seconds``."""
-    run.run()
-    samples: list[float] = []
-    while len(samples) < least or (sum(samples) < seconds and len(samples) < most):
-        start = time.perf_counter()
+def median_seconds(runs: Sequence[Run], seconds: float) -> list[float]:
+    """The median time of one step of each run.
+
+    The runs take turns, so that a machine that changes its speed changes it for all of them.
+
+    Args:
+        runs: what to time.
+        seconds: for each of them, unless once in every turn takes longer.
+    """
+    samples: list[list[float]] = [[] for _ in runs]
+    for run in runs:
         run.run()
-        samples.append(time.perf_counter() - start)
-    return statistics.median(samples) / run.steps
+    for _ in range(TURNS):
+        for run, own in zip(runs, samples, strict=True):
+            began = start = time.perf_counter()
+            while start == began or start - began < seconds / TURNS:
+                run.run()
+                end = time.perf_counter()
+                own.append(end - start)
+                start = end
+    return [statistics.median(own) / run.steps for run, own in zip(runs, samples, strict=True)]
 
 
 def measure_sweep(sweep: Sweep, seconds: float, quick: bool = False) -> dict[str, Any]:
@@ -105,12 +118,14 @@ def measure_sweep(sweep: Sweep, seconds: float, quick: bool = False) -> dict[str
 
     Args:
         sweep: what to time.
-        seconds: for each value, unless three runs take longer.
+        seconds: for each value.
         quick: leave out the largest size.
     """
     values = list(sweep.values[:-1] if quick and sweep.floor is None else sweep.values)
-    times = [median_seconds(sweep.prepare(value), seconds) for value in values]
-    floor = None if sweep.floor is None else median_seconds(sweep.floor(), 4 * seconds)
+    runs = [sweep.prepare(value) for value in values]
+    if sweep.floor is None:
+        return fitted(sweep, values, median_seconds(runs, seconds), None)
+    *times, floor = median_seconds([*runs, sweep.floor()], seconds)
     return fitted(sweep, values, times, floor)
 
 
@@ -211,7 +226,7 @@ def measure_all(path: Path, quick: bool = False) -> None:
     """Measures every sweep and writes the record to ``path``."""
     check_writable(path)
     record: dict[str, Any] = {"provenance": provenance(), "rules": RULES}
-    seconds = 0.05 if quick else 0.5
+    seconds = 0.05 if quick else 0.3
     record["time"] = [
         measure_sweep(sweep, seconds, quick) for sweep in tqdm(SWEEPS, "complexity, time")
     ]

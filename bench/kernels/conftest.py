@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench.kernels.limits import Limits, measure_limits
+from bench.kernels.limits import Limits, busy_share, measure_limits
 from bench.kernels.parameter_sets import DEFAULT_SETS, PARAMETER_SETS
 from bench.kernels.timing import MAX_ROUNDS, MIN_ROUNDS, Comparison
 from bench.provenance import provenance
@@ -43,6 +43,7 @@ def records(pytestconfig: pytest.Config) -> Iterator[list[dict[str, Any]]]:
     if path is not None:
         check_writable(path)
     origin = provenance()
+    busy = busy_share()
     collected: list[dict[str, Any]] = []
     yield collected
     if path is None:
@@ -59,6 +60,8 @@ def records(pytestconfig: pytest.Config) -> Iterator[list[dict[str, Any]]]:
                 "seconds": pytestconfig.getoption("--kernel-seconds"),
                 "rounds": [MIN_ROUNDS, MAX_ROUNDS],
                 "order": "candidates alternate in one process; ours follows the baselines",
+                "busy_before": busy,
+                "busy_after": busy_share(),
             },
             "limits": asdict(limits) if limits is not None else None,
             "limits_at_the_end": asdict(measure_limits(size)) if limits is not None else None,

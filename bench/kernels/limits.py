@@ -1,7 +1,8 @@
 """What this machine can do at most, measured in the run that is held against it.
 
 A large OpenBLAS sgemm and ssyrk, and a copy of memory, each with as many threads as torch uses. The
-best of several is the limit. Without ``scipy-openblas32`` torch's own product stands in for both
+best of several is the limit. Torch's own product is measured beside them: it is what every baseline
+in plain torch stands on. Without ``scipy-openblas32`` torch's own product stands in for both
 (for a symmetric product then without using the symmetry), and the record says so.
 """
 
@@ -33,6 +34,7 @@ class Limits:
         sgemm: useful flops a second of a product.
         ssyrk: useful flops a second (one triangle) of a symmetric product.
         copy: bytes a second, read and written both counted.
+        torch_sgemm: useful flops a second of torch's own product.
     """
 
     blas: str
@@ -41,6 +43,7 @@ class Limits:
     sgemm: float
     ssyrk: float
     copy: float
+    torch_sgemm: float
 
     def seconds(self, work: Work, *, symmetric: bool) -> float:
         """The least time for ``work``: at the limit of its products, or of memory if later."""
@@ -59,9 +62,10 @@ def measure_limits(size: int = 4096, rounds: int = 3) -> Limits:
     a, b, c = (torch.randn(size, size) for _ in range(3))
     threads = torch.get_num_threads()
     library = _openblas()
+    torch_sgemm = _least_seconds(lambda: torch.mm(a, b, out=c), rounds)
     if library is None:
         blas = "torch (scipy-openblas32 is not installed)"
-        sgemm = _least_seconds(lambda: torch.mm(a, b, out=c), rounds)
+        sgemm = torch_sgemm
         ssyrk = _least_seconds(lambda: torch.mm(a, a.mT, out=c), rounds)
     else:
         blas = f"OpenBLAS {_openblas_version(library)}"
@@ -82,7 +86,32 @@ def measure_limits(size: int = 4096, rounds: int = 3) -> Limits:
         sgemm=2 * size**3 / sgemm,
         ssyrk=size * size * (size + 1) / ssyrk,
         copy=2 * source.nbytes / copy,
+        torch_sgemm=2 * size**3 / torch_sgemm,
     )
+
+
+def busy_share(seconds: float = 1.0) -> float | None:
+    """How much of all cores others use while this process sleeps; None where no one tells.
+
+    Times taken beside another busy process mean little: two threads wait for each other at every
+    parallel region, and the method with more of them looks the worse.
+    """
+    before = _processor_times()
+    time.sleep(seconds)
+    after = _processor_times()
+    if before is None or after is None:
+        return None
+    spent = [new - old for old, new in zip(before, after, strict=True)]
+    idle = spent[3] + spent[4]  # idle, and waiting for input or output
+    return 1 - idle / sum(spent)
+
+
+def _processor_times() -> list[int] | None:
+    try:
+        line = Path("/proc/stat").read_text(encoding="ascii").partition("\n")[0]
+    except OSError:
+        return None
+    return [int(word) for word in line.split()[1:9]]  # beyond: guests, counted in the first already
 
 
 def _least_seconds(run: Callable[[], object], rounds: int) -> float:

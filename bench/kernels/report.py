@@ -18,6 +18,8 @@ from bench.kernels.timing import OURS
 
 Benchmark = dict[str, Any]
 
+BUSY = 0.1  # what others may use of the machine
+
 # What a reader must know beside each operator's table.
 _TITLES = {
     "gram_ema_": "all statistics of the set refreshed once",
@@ -139,6 +141,7 @@ def header_section(record: dict[str, Any]) -> list[str]:
             ("sgemm, GF/s", "sgemm"),
             ("ssyrk, useful GF/s (effective is twice that)", "ssyrk"),
             ("copy, GB/s read and written", "copy"),
+            ("torch's own sgemm, GF/s", "torch_sgemm"),
         )
     ]
     return [
@@ -146,7 +149,7 @@ def header_section(record: dict[str, Any]) -> list[str]:
         "",
         f"Commit {commit}, {origin['date'][:10]}, {machine['cpu']}, {machine['cores']} cores, "
         f"{origin['threads']['torch']} threads, torch {versions['torch']}, float32; "
-        f"`{origin['command']}`.",
+        f"`{origin['command']}`.{_disturbance(record['protocol'])}",
         "",
         "Medians of candidates that alternate in one process, each checked against the reference "
         "before it is timed; ratios are the baseline's median over ours, bold where the baseline "
@@ -157,6 +160,18 @@ def header_section(record: dict[str, Any]) -> list[str]:
         "",
         *table((f"{limits['blas']}, n = {limits['size']}", "at the start", "at the end"), rows),
     ]
+
+
+def _disturbance(protocol: dict[str, Any]) -> str:
+    """A warning where others used the machine."""
+    shares = [protocol["busy_before"], protocol["busy_after"]]
+    most = max((share for share in shares if share is not None), default=0.0)
+    if most <= BUSY:
+        return ""
+    return (
+        f" **Something else used {100 * most:.0f} % of the machine before or after the run: these "
+        "numbers are not to be relied on.**"
+    )
 
 
 def _footnote(benchmark: Benchmark) -> str:

@@ -164,8 +164,11 @@ def _cycle(interval: int) -> int:
     return max(8, interval)
 
 
-_D2 = (16, 32, 64, 128, 256, 512, 1024, 2048)
+_SMALL = (16, 32, 64, 128, 256)
+_D2 = (*_SMALL, 512, 768, 1024, 1536, 2048)
+_ROOTS = (*_SMALL, 384, 512, 768, 1024)
 _D3 = (8, 16, 32, 64, 96, 128, 192, 256)
+_ADAM = (16, 64, 256, 1024, 2048, 2560, 3072, 4096)
 _K_SIZE = 32
 _INTERVALS = (1, 2, 4, 8, 16, 32)
 _M = (16, 64, 256, 512, 1024, 2048, 4096)
@@ -175,7 +178,7 @@ _WORK = ("k d^(k+1)", lambda k: float(k * _K_SIZE ** (k + 1)))
 
 SWEEPS = (
     Sweep(
-        *("TNT, Shampoo", "statistics, k = 2", "d", "sum d prod d", 3, _D2, 256),
+        *("TNT, Shampoo", "statistics, k = 2", "d", "sum d prod d", 3, _D2, 512),
         prepare=lambda d: _statistics(_cube(d, 2)),
     ),
     Sweep(
@@ -183,7 +186,7 @@ SWEEPS = (
         prepare=lambda d: _statistics(_cube(d, 3)),
     ),
     Sweep(
-        *("TNT, Shampoo", "update, k = 2", "d", "sum d prod d", 3, _D2, 256),
+        *("TNT, Shampoo", "update, k = 2", "d", "sum d prod d", 3, _D2, 512),
         prepare=lambda d: _update(_cube(d, 2)),
     ),
     Sweep(
@@ -191,23 +194,23 @@ SWEEPS = (
         prepare=lambda d: _update(_cube(d, 3)),
     ),
     Sweep(
-        *("TNT", "inverses, k = 2", "d", "sum d^3", 3, _D2, 256),
+        *("TNT", "inverses, k = 2", "d", "sum d^3", 3, (*_D2, 3072, 4096), 1024),
         prepare=lambda d: _inverses(_cube(d, 2)),
     ),
     Sweep(
-        *("Shampoo", "roots, k = 2", "d", "sum d^3", 3, _D2[:-1], 128),
+        *("Shampoo", "roots, k = 2", "d", "sum d^3", 3, _ROOTS, 256),
         prepare=lambda d: _roots(_cube(d, 2)),
     ),
     Sweep(
-        *("TNT", "step, k = 2, T1 = T2 = 1", "d", "sum d prod d + sum d^3", 3, _D2, 256),
+        *("TNT", "step, k = 2, T1 = T2 = 1", "d", "sum d prod d + sum d^3", 3, (*_D2, 3072), 768),
         prepare=lambda d: _tnt_step((d, d), 1, 1, 1),
     ),
     Sweep(
-        *("Shampoo", "step, k = 2, T2 = 1", "d", "sum d prod d + sum d^3", 3, _D2[:-1], 128),
+        *("Shampoo", "step, k = 2, T2 = 1", "d", "sum d prod d + sum d^3", 3, _ROOTS, 256),
         prepare=lambda d: _shampoo_step(_cube(d, 2), 1, 1),
     ),
     Sweep(
-        *("Adam", "step, k = 2", "d", "prod d", 2, (16, 64, 256, 1024, 2048, 3072, 4096), 2048),
+        *("Adam", "step, k = 2", "d", "prod d", 2, _ADAM, 2048),
         prepare=_adam_step,
     ),
     Sweep(

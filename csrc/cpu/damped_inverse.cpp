@@ -169,7 +169,11 @@ bool invert(const FactorMode& mode, const Rescaling& rescaling, T* result) {
   }
   invert_triangle(d, result, d);
   square_triangle(d, result, d);
-  for (int64_t i = 0; i < d && finite; ++i) finite = all_finite(result + i * d + i, d - i);
+  for (int64_t i = 0; i < d && finite; ++i) {
+    T* row = result + i * d;
+    for (int64_t j = i; j < d; ++j) row[j] += 0;  // where the BLAS left -0
+    finite = all_finite(row + i, d - i);
+  }
   return finite;
 }
 

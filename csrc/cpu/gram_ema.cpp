@@ -130,6 +130,7 @@ void off_diagonal(int64_t rows, int64_t columns, int64_t depth, T alpha, Panel<T
 // up to this size it is halved until what is left is a product of kLeaf.
 constexpr int64_t kSmall = 160;
 constexpr int64_t kLeaf = 32;
+constexpr int64_t kPartialSum = 1024;
 
 int64_t half_of(int64_t n) { return (n / 2 + 15) / 16 * 16; }
 
@@ -194,7 +195,8 @@ void update_tile(const GramMode& mode, const Unfolding& x, const Tile& tile, dou
   int64_t depth = direct ? x.columns : std::max<int64_t>(64, (1 << 16) / height);
   if (small) {
     const int64_t side = tile.rows <= kLeaf ? tile.rows : half_of(tile.rows);
-    depth = std::min(depth, blas::kUnpackedProduct / (side * side));
+    // Those kernels add up all columns one by one; sums of sums round less.
+    depth = std::min({depth, kPartialSum, blas::kUnpackedProduct / (side * side)});
   }
   T* copy = direct ? nullptr : scratch.get<T>(height * std::min(depth, x.columns));
   for (int64_t first = 0; first < x.columns; first += depth, beta = T(1)) {

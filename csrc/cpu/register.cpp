@@ -1,6 +1,8 @@
 // Turns tensors into pointers: checks what memory safety needs and the contract promises, all of it
 // before anything is written, then calls the CPU kernels.
 
+#include <pthread.h>
+
 #include <ATen/Functions.h>
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
@@ -228,6 +230,7 @@ void preconditioned_step_op(at::TensorList params, at::TensorList momenta, at::T
 
 TORCH_LIBRARY_IMPL(tnt_kernels, CPU, library) {
   blas::use_one_thread_per_call();
+  pthread_atfork(nullptr, nullptr, [] { in_forked_child = true; });
   library.impl("gram_ema_", gram_ema_op);
   library.impl("damped_inverse", damped_inverse_op);
   library.impl("inverse_root", inverse_root_op);

@@ -74,9 +74,15 @@ class Scratch {
   size_t bytes_ = 0;
 };
 
+// Whether this process came about by fork() after the extension was loaded. The OpenMP runtime's
+// threads stayed with the parent, and a parallel region would wait for them for ever.
+inline bool in_forked_child = false;
+
 // How many tasks can run at once, 1 inside a task; and work() once on each of so many threads.
 #ifndef TNT_STD_THREADS
-inline int64_t parallelism() { return at::in_parallel_region() ? 1 : at::get_num_threads(); }
+inline int64_t parallelism() {
+  return in_forked_child || at::in_parallel_region() ? 1 : at::get_num_threads();
+}
 
 template <typename Work>
 void on_threads(int64_t threads, const Work& work) {

@@ -1,106 +1,351 @@
-// The Gram kernel against the definition written as three loops. All values are small integers and
-// the decays multiples of 1/4, so that every sum is exact in float, in whatever order it is taken:
-// the results must be equal, with no tolerance to argue about.
+// The Gram kernel against the definition written as loops in double. All values are small integers
+// and the decays multiples of 1/4, so that every sum is exact in float, in whatever order it is
+// taken: the results must be equal, with no tolerance to argue about.
 
-#include <limits>
-#include <random>
+#include <cmath>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "cpu/gram_ema.h"
 #include "expect.h"
+#include "tensors.h"
+#include "threads.h"
 
 namespace {
 
-using tnt::ModeView;
+// A tensor and a statistic for each of its modes; diagonal[i] says what kind.
+struct Problem {
+  Tensor tensor;
+  std::vector<bool> diagonal;
+  std::vector<Tensor> stats;
+};
 
-template <typename T>
-std::vector<T> random_integers(size_t count, unsigned seed) {
-  std::mt19937 engine(seed);
-  std::uniform_int_distribution<int> between(-8, 8);
-  std::vector<T> values(count);
-  for (T& value : values) value = static_cast<T>(between(engine));
-  return values;
+Values symmetric_integers(int64_t d, unsigned seed) {
+  Values matrix = integers(d * d, 8, seed);
+  for (int64_t r = 0; r < d; ++r) {
+    for (int64_t c = 0; c < r; ++c) matrix[c * d + r] = matrix[r * d + c];
+  }
+  return matrix;
 }
 
-// sum over the other modes of G[.., row, ..] G[.., column, ..]
-template <typename T>
-double contraction(const std::vector<T>& tensor, ModeView view, int64_t row, int64_t column) {
-  double sum = 0;
-  for (int64_t a = 0; a < view.before; ++a) {
-    for (int64_t b = 0; b < view.after; ++b) {
-      sum += static_cast<double>(tensor[(a * view.d + row) * view.after + b]) *
-             tensor[(a * view.d + column) * view.after + b];
+Problem make(Tensor tensor, const std::vector<bool>& diagonal) {
+  Problem problem{std::move(tensor), diagonal, {}};
+  const Shape& sizes = problem.tensor.sizes();
+  const Element state = state_of(problem.tensor.element());
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    const int64_t d = sizes[i];
+    const auto seed = static_cast<unsigned>(i) + 2;
+    problem.stats.push_back(diagonal[i] ? Tensor(state, {d}, integers(d, 8, seed))
+                                        : Tensor(state, {d, d}, symmetric_integers(d, seed)));
+  }
+  return problem;
+}
+
+Problem integer_problem(Element element, const Shape& sizes, const Layout& layout,
+                        const std::vector<bool>& diagonal) {
+  return make(Tensor(element, sizes, integers(count_of(sizes), 3, 1), layout), diagonal);
+}
+
+void call(std::vector<Problem>& problems, double decay) {
+  std::vector<tnt::GramMode> modes;
+  for (Problem& problem : problems) {
+    for (size_t i = 0; i < problem.stats.size(); ++i) {
+      modes.push_back({problem.tensor.view(), static_cast<int64_t>(i), problem.stats[i].data(),
+                       problem.diagonal[i]});
     }
   }
+  tnt::gram_ema(modes, decay);
+}
+
+// mat_i(G), its rows one after the other.
+Values unfolding(const Tensor& tensor, size_t mode) {
+  const Shape& sizes = tensor.sizes();
+  const Values values = tensor.values();
+  const int64_t d = sizes[mode];
+  int64_t before = 1, after = 1;
+  for (size_t i = 0; i < mode; ++i) before *= sizes[i];
+  for (size_t i = mode + 1; i < sizes.size(); ++i) after *= sizes[i];
+  Values rows;
+  rows.reserve(values.size());
+  for (int64_t r = 0; r < d; ++r) {
+    for (int64_t a = 0; a < before; ++a) {
+      for (int64_t b = 0; b < after; ++b) rows.push_back(values[(a * d + r) * after + b]);
+    }
+  }
+  return rows;
+}
+
+double dot(const double* a, const double* b, int64_t count) {
+  double sum = 0;
+  for (int64_t i = 0; i < count; ++i) sum += a[i] * b[i];
   return sum;
 }
 
-template <typename T>
-void check(ModeView view, double decay) {
-  const auto [before, d, after] = view;
-  // Exact sizes, so that the address sanitizer sees the first element too many.
-  const auto tensor = random_integers<T>(before * d * after, 1);
-
-  auto full = random_integers<T>(d * d, 2);
+// decay S + (1 - decay) mat_i(G) mat_i(G)^T, or the diagonal of it.
+Values definition(const Tensor& tensor, size_t mode, bool diagonal, const Values& stat,
+                  double decay) {
+  const int64_t d = tensor.sizes()[mode], columns = d == 0 ? 0 : tensor.count() / d;
+  const Values rows = unfolding(tensor, mode);
+  Values result(stat.size());
   for (int64_t r = 0; r < d; ++r) {
-    for (int64_t c = 0; c < r; ++c) full[c * d + r] = full[r * d + c];
-  }
-  auto diagonal = random_integers<T>(d, 3);
-  const auto old_full = full, old_diagonal = diagonal;
-  // Decay 0 must not read what was there.
-  if (decay == 0) {
-    full.assign(full.size(), std::numeric_limits<T>::quiet_NaN());
-    diagonal.assign(diagonal.size(), std::numeric_limits<T>::quiet_NaN());
-  }
-
-  tnt::gram_ema(full.data(), tensor.data(), view, decay);
-  tnt::diagonal_gram_ema(diagonal.data(), tensor.data(), view, decay);
-
-  bool equal = true, symmetric = true;
-  for (int64_t r = 0; r < d; ++r) {
-    for (int64_t c = 0; c < d; ++c) {
-      const double wanted =
-          decay * old_full[r * d + c] + (1 - decay) * contraction(tensor, view, r, c);
-      equal = equal && full[r * d + c] == wanted;
-      symmetric = symmetric && full[r * d + c] == full[c * d + r];
+    for (int64_t c = diagonal ? r : 0; c <= r; ++c) {
+      const double sum = dot(&rows[0] + r * columns, &rows[0] + c * columns, columns);
+      const int64_t here = diagonal ? r : r * d + c, there = diagonal ? r : c * d + r;
+      // Decay 0 has nothing to do with what was there.
+      result[here] = (decay == 0 ? 0 : decay * stat[here]) + (1 - decay) * sum;
+      result[there] = result[here];
     }
-    const double wanted = decay * old_diagonal[r] + (1 - decay) * contraction(tensor, view, r, r);
-    equal = equal && diagonal[r] == wanted;
   }
-  if (!EXPECT(equal) || !EXPECT(symmetric)) {
-    std::fprintf(stderr, "  at (%ld, %ld, %ld), decay %g\n", static_cast<long>(before),
-                 static_cast<long>(d), static_cast<long>(after), decay);
+  return result;
+}
+
+// What must not count before the call is NaN: all of S if the decay is 0, else what lies above its
+// diagonal.
+void poison(Problem& problem, double decay) {
+  for (Tensor& stat : problem.stats) {
+    Values values = stat.values();
+    const int64_t d = stat.sizes()[0];
+    if (decay == 0) values.assign(values.size(), kNaN);
+    for (int64_t r = 0; r < d && stat.sizes().size() == 2; ++r) {
+      for (int64_t c = r + 1; c < d; ++c) values[r * d + c] = kNaN;
+    }
+    stat = Tensor(stat.element(), stat.sizes(), values);
   }
 }
 
-// Decay 1 leaves S as it is and does not look at G.
-void check_decay_one() {
-  const double nan = std::numeric_limits<double>::quiet_NaN();
-  const std::vector<double> tensor(12, nan), old{1, 2, 2, 3, 5, 6, 7, 8, 9};
-  auto full = old;
-  tnt::gram_ema(full.data(), tensor.data(), {2, 3, 2}, 1.0);
-  EXPECT(full == old);
-  tnt::diagonal_gram_ema(full.data(), tensor.data(), {2, 3, 2}, 1.0);
-  EXPECT(full == old);
+void check(std::vector<Problem> problems, double decay) {
+  std::vector<Problem> results = problems;
+  for (Problem& problem : results) poison(problem, decay);
+  call(results, decay);
+  const expect::Case with_decay("decay " + std::to_string(decay));
+  for (size_t t = 0; t < problems.size(); ++t) {
+    const Tensor& tensor = problems[t].tensor;
+    const expect::Case name(name_of(tensor.element()) + name_of(tensor.sizes()));
+    for (size_t i = 0; i < problems[t].stats.size(); ++i) {
+      const expect::Case mode("mode " + std::to_string(i));
+      const bool diagonal = problems[t].diagonal[i];
+      const Values old = problems[t].stats[i].values();
+      const Values wanted = definition(tensor, i, diagonal, old, decay);
+      EXPECT(results[t].stats[i].values() == wanted);
+    }
+    EXPECT(results[t].tensor.memory() == tensor.memory());
+  }
 }
 
-template <typename T>
-void check_all() {
-  const std::vector<ModeView> views = {
-      {1, 1, 1},  {1, 9, 1},   {1, 9, 63}, {63, 9, 1},  {7, 1, 5},   {5, 63, 3},
-      {3, 65, 9}, {65, 10, 1}, {1, 65, 2}, {300, 2, 1}, {2, 3, 700}, {40, 33, 27},
-      {0, 3, 4},  {4, 3, 0},   {4, 0, 3},  {1, 0, 1},
+// One to five modes, and the sizes around every block: 32 and 64 (transposes, leaves), 160 (where a
+// small triangle ends).
+const std::vector<Shape> kShapes = {
+    {1},
+    {9},
+    {31},
+    {33},
+    {65},
+    {159},
+    {160},
+    {161},
+    {300},
+    {1, 1},
+    {9, 31},
+    {33, 9},
+    {64, 65},
+    {63, 32},
+    {1, 65},
+    {200, 1},
+    {160, 9},
+    {9, 161},
+    {3, 5, 9},
+    {1, 33, 2},
+    {17, 1, 9},
+    {9, 9, 64},
+    {2, 161, 3},
+    {3, 4, 5, 6},
+    {1, 9, 1, 2},
+    {2, 3, 2, 5, 4},
+    {33, 1, 2, 1, 3},
+};
+
+void check_layouts() {
+  int turn = 0, layouts = 0;
+  const auto check_layout = [&](const Layout& layout) {
+    const expect::Case name(layout.name);
+    ++layouts;
+    for (const Element element : kElements) {
+      std::vector<Problem> problems;
+      for (const Shape& sizes : kShapes) {
+        std::vector<bool> diagonal(sizes.size());
+        for (size_t i = 0; i < sizes.size(); ++i) diagonal[i] = (turn >> i) % 3 == 0;
+        ++turn;
+        problems.push_back(integer_problem(element, sizes, layout, diagonal));
+      }
+      check(problems, 0.25 * ((layouts + static_cast<int>(element)) % 4));
+    }
   };
-  for (const ModeView view : views) {
-    for (const double decay : {0.0, 0.25, 0.75}) check<T>(view, decay);
+  for (const Layout& layout : kLayouts) check_layout(layout);
+  for (const Layout& layout : kSharingLayouts) check_layout(layout);
+}
+
+// A call of its own for each, with every decay: nothing else shares the threads with it.
+void check_alone() {
+  for (const Shape& sizes : kShapes) {
+    for (const bool diagonal : {false, true}) {
+      for (const double decay : {0.0, 0.25, 0.75}) {
+        const std::vector<bool> kinds(sizes.size(), diagonal);
+        check({integer_problem(Element::kFloat, sizes, kContiguous, kinds)}, decay);
+      }
+    }
+  }
+}
+
+// Sizes that are cut: statistics into tiles, columns into pieces, the former among many threads.
+void check_cuts() {
+  struct Cut {
+    const char* what;
+    Shape sizes;
+    std::vector<bool> diagonal;
+    int layout;
+    Element element;
+    double decay;
+  };
+  constexpr Element kFloat = Element::kFloat, kDouble = Element::kDouble;
+  const std::vector<Cut> cuts = {
+      {"2 x 2 tiles, read where they lie", {401, 200}, {false, false}, 0, kFloat, 0.25},
+      {"2 x 2 tiles, transposed", {401, 45}, {false, false}, 1, kDouble, 0.0},
+      {"2 x 2 tiles, columns in two pieces", {401, 200}, {false, false}, 5, kFloat, 0.75},
+      {"2 x 2 tiles, converted", {385, 45}, {false, true}, 0, Element::kBFloat16, 0.25},
+      {"3 x 3 tiles", {577, 9, 5}, {false, false, false}, 3, kFloat, 0.25},
+      {"3 x 3 tiles, decay 0", {577, 5, 9}, {false, false, false}, 4, kFloat, 0.0},
+      {"no column, and tiles", {577, 0}, {false, false}, 0, kFloat, 0.25},
+      {"9 rows, pieces gathered", {9, 8000}, {false, true}, 0, kFloat, 0.25},
+      {"9 columns, pieces read where they lie", {13000, 9}, {true, false}, 0, kFloat, 0.25},
+      {"32 columns, pieces", {1000, 32}, {true, false}, 0, kFloat, 0.75},
+      {"33 columns, pieces", {4000, 33}, {true, false}, 0, kDouble, 0.25},
+      {"160 rows, pieces gathered", {160, 200}, {false, true}, 0, kFloat, 0.25},
+      {"161 rows, pieces gathered", {161, 420}, {false, true}, 5, kFloat, 0.25},
+      {"many small sums", {257, 300}, {true, true}, 2, Element::kHalf, 0.25},
+      {"middle modes in pieces", {40, 33, 60}, {true, false, false}, 0, kFloat, 0.25},
+  };
+  for (const Cut& cut : cuts) {
+    const expect::Case what(cut.what);
+    check({integer_problem(cut.element, cut.sizes, kLayouts[cut.layout], cut.diagonal)}, cut.decay);
+  }
+}
+
+void check_empty() {
+  tnt::gram_ema({}, 0.5);
+  for (const Shape& sizes :
+       std::vector<Shape>{{0}, {0, 3}, {4, 0}, {4, 0, 3}, {0, 0}, {2, 200, 0}}) {
+    for (const bool diagonal : {false, true}) {
+      for (const double decay : {0.0, 0.75}) {
+        for (const Element element : kElements) {
+          const std::vector<bool> kinds(sizes.size(), diagonal);
+          check({integer_problem(element, sizes, kContiguous, kinds)}, decay);
+        }
+      }
+    }
+  }
+}
+
+// Decay 1 leaves S as it is, whatever it holds, and does not look at G.
+void check_decay_one() {
+  for (const bool diagonal : {false, true}) {
+    std::vector<Problem> problems = {
+        integer_problem(Element::kFloat, {3, 33}, kContiguous, {diagonal, diagonal})};
+    Tensor& stat = problems[0].stats[1];
+    stat = Tensor(Element::kFloat, stat.sizes(), Values(stat.count(), kNaN));
+    const Problem before = problems[0];
+    std::vector<tnt::GramMode> modes;
+    for (int64_t i = 0; i < 2; ++i) {
+      tnt::TensorView nowhere = problems[0].tensor.view();
+      nowhere.data = nullptr;
+      modes.push_back({nowhere, i, problems[0].stats[i].data(), diagonal});
+    }
+    tnt::gram_ema(modes, 1);
+    for (size_t i = 0; i < 2; ++i) {
+      EXPECT(problems[0].stats[i].memory() == before.stats[i].memory());
+    }
+  }
+}
+
+// In float, a sum that has reached 1 would take no more squares of 2^-13.
+void check_diagonal_sum() {
+  Values values(40000, 0x1p-13);
+  values[0] = 1;
+  std::vector<Problem> problems = {make(Tensor(Element::kFloat, {1, 40000}, values), {true, true})};
+  call(problems, 0);
+  EXPECT(problems[0].stats[0].values()[0] == static_cast<float>(1 + 39999 * 0x1p-26));
+}
+
+// NaN and infinity in G reach the rows and columns they belong to, and no others.
+void check_not_finite() {
+  for (const int64_t d : {9, 40, 170}) {
+    Values values = integers(d * 50, 3, 1);
+    values[5 * 50 + 7] = kNaN;
+    std::vector<Problem> problems = {make(Tensor(Element::kFloat, {d, 50}, values), {false, true})};
+    call(problems, 0.5);
+    const Values stat = problems[0].stats[0].values(), sums = problems[0].stats[1].values();
+    bool good = true;
+    for (int64_t r = 0; r < d; ++r) {
+      for (int64_t c = 0; c < d; ++c) {
+        good = good && std::isnan(stat[r * d + c]) == (r == 5 || c == 5);
+      }
+    }
+    for (int64_t c = 0; c < 50; ++c) good = good && std::isnan(sums[c]) == (c == 7);
+    EXPECT(good);
+  }
+}
+
+// With sums that do round: two runs on three threads agree to the bit, one on a single thread up to
+// the roundings of another order, and all of them are symmetric to the bit.
+void check_rounding() {
+  const std::vector<Shape> shapes = {{401, 200}, {33, 9, 65}, {160, 70}, {300}, {9, 5000}};
+  for (const Element element : kElements) {
+    const expect::Case name(name_of(element));
+    std::vector<Problem> first;
+    for (const Shape& sizes : shapes) {
+      std::vector<bool> diagonal(sizes.size());
+      diagonal.back() = sizes.back() == 5000;
+      first.push_back(make(Tensor(element, sizes, reals(count_of(sizes), 4)), diagonal));
+    }
+    std::vector<Problem> second = first, alone = first;
+    call(first, 0.9);
+    call(second, 0.9);
+    {
+      const OneThread here;
+      call(alone, 0.9);
+    }
+    for (size_t t = 0; t < first.size(); ++t) {
+      for (size_t i = 0; i < first[t].stats.size(); ++i) {
+        const expect::Case mode(name_of(shapes[t]) + ", mode " + std::to_string(i));
+        EXPECT(first[t].stats[i].memory() == second[t].stats[i].memory());
+        const Values stat = first[t].stats[i].values();
+        const double terms = static_cast<double>(count_of(shapes[t])) / shapes[t][i];
+        EXPECT_AT_MOST(distance(stat, alone[t].stats[i].values()),
+                       4 * std::sqrt(terms + 1) * epsilon_of(element) * largest_of(stat));
+        const int64_t d = shapes[t][i];
+        bool symmetric = true;
+        for (int64_t r = 0; r < d && !first[t].diagonal[i]; ++r) {
+          for (int64_t c = 0; c < r; ++c) {
+            symmetric = symmetric && stat[r * d + c] == stat[c * d + r];
+          }
+        }
+        EXPECT(symmetric);
+      }
+    }
   }
 }
 
 }  // namespace
 
 int main() {
-  check_all<float>();
-  check_all<double>();
+  use_three_threads();
+  check_layouts();
+  check_alone();
+  check_cuts();
+  check_empty();
   check_decay_one();
+  check_diagonal_sum();
+  check_not_finite();
+  check_rounding();
   return expect::finish();
 }
