@@ -13,7 +13,8 @@ TOLERANCES = {
     "gram_ema_": 1e-5,
     # Rounding times the condition number: of a vector's statistic, rank 1 and damped, d / 0.1.
     "damped_inverse": 1e-3,
-    "inverse_root": 1e-3,
+    # Rounding of the largest eigenvalue, up to d, beside the damping of 0.1.
+    "inverse_root": 2e-3,
     "mode_products": 1e-5,
     "preconditioned_step_": 1e-5,
     # How far the parameters have moved. A bias has a statistic of rank 1 along its own gradient:

@@ -148,16 +148,64 @@ void on_diagonal(int64_t n, int64_t depth, T alpha, Panel<T> x, T beta, T* c, in
   on_diagonal(n - half, depth, alpha, low, beta, c + half * (stride + 1), stride);
 }
 
-// C (n, n) <- alpha x x^T + beta C, both triangles.
 template <typename T>
-void add_square(int64_t n, T alpha, const T* x, int64_t stride, T beta, T* c) {
+T blend(T decay, T old, T fresh) {
+  return decay == 0 ? fresh : decay * old + fresh;  // what S held may be NaN
+}
+
+// S (rows, columns) <- decay S + P, and the same to its mirror image.
+template <typename T>
+void blend_both(const T* product, int64_t product_stride, int64_t rows, int64_t columns, T decay,
+                T* stat, T* mirror, int64_t stride) {
+  constexpr int64_t kBlock = 32;
+  T block[kBlock * kBlock];
+  for (int64_t r = 0; r < rows; r += kBlock) {
+    for (int64_t c = 0; c < columns; c += kBlock) {
+      const int64_t height = std::min(kBlock, rows - r), width = std::min(kBlock, columns - c);
+      for (int64_t i = 0; i < height; ++i) {
+        T* line = stat + (r + i) * stride + c;
+        const T* fresh = product + (r + i) * product_stride + c;
+        for (int64_t j = 0; j < width; ++j) {
+          line[j] = block[i * kBlock + j] = blend(decay, line[j], fresh[j]);
+        }
+      }
+      transpose(block, kBlock, mirror + c * stride + r, stride, height, width);
+    }
+  }
+}
+
+// The same for a tile on the diagonal, of whose product the lower triangle counts.
+template <typename T>
+void blend_lower(const T* product, int64_t n, T decay, T* stat, int64_t stride) {
+  constexpr int64_t kBlock = 32;
+  for (int64_t r = 0; r < n; r += kBlock) {
+    const int64_t height = std::min(kBlock, n - r);
+    blend_both(product + r * n, n, height, r, decay, stat + r * stride, stat + r, stride);
+    T* corner = stat + r * (stride + 1);
+    for (int64_t i = 0; i < height; ++i) {
+      const T* fresh = product + (r + i) * n + r;
+      for (int64_t j = 0; j <= i; ++j) {
+        corner[i * stride + j] = blend(decay, corner[i * stride + j], fresh[j]);
+      }
+    }
+    mirror_lower(corner, height, stride);
+  }
+}
+
+// S (n, n) <- decay S + alpha x x^T.
+template <typename T>
+void blend_square(int64_t n, T alpha, const T* x, int64_t x_stride, double decay, T* stat,
+                  int64_t stride) {
   T values[kSmall];
-  for (int64_t i = 0; i < n; ++i) values[i] = x[i * stride];
+  for (int64_t i = 0; i < n; ++i) values[i] = x[i * x_stride];
   for (int64_t r = 0; r < n; ++r) {
     const T factor = alpha * values[r];
-    for (int64_t i = 0; i <= r; ++i) c[r * n + i] = beta * c[r * n + i] + factor * values[i];
+    T* line = stat + r * stride;
+    for (int64_t i = 0; i <= r; ++i) {
+      line[i] = blend(static_cast<T>(decay), line[i], factor * values[i]);
+    }
   }
-  mirror_lower(c, n, n);
+  mirror_lower(stat, n, stride);
 }
 
 // Rows [row, row + rows) and columns [column, column + columns) of one statistic, on the diagonal
@@ -173,24 +221,17 @@ template <typename T>
 void update_tile(const GramMode& mode, const Unfolding& x, const Tile& tile, double decay,
                  Scratch& scratch) {
   const bool square = tile.row == tile.column;
-  T* stat = static_cast<T*>(mode.stat) + tile.row * x.d + tile.column;
-  T beta = static_cast<T>(decay);
   const T alpha = static_cast<T>(1 - decay);
-  if (decay == 0 || x.columns == 0) {
-    // Not left to the BLAS: 0 times what S held may be NaN.
-    for (int64_t r = 0; r < tile.rows; ++r) {
-      T* line = stat + r * x.d;
-      for (int64_t c = 0; c < tile.columns; ++c) line[c] = decay == 0 ? T(0) : beta * line[c];
-    }
-    beta = T(1);
-  }
-  if (x.columns == 1 && tile.rows <= kSmall && x.element == kElement<T>) {
-    return add_square(tile.rows, alpha, static_cast<const T*>(x.data), x.row_stride, beta, stat);
+  T* stat = static_cast<T*>(mode.stat);
+  T* lower = stat + tile.row * x.d + tile.column;
+  if (x.columns == 1 && tile.rows <= kSmall && square && x.element == kElement<T>) {
+    const T* vector = static_cast<const T*>(x.data) + tile.row * x.row_stride;
+    return blend_square(tile.rows, alpha, vector, x.row_stride, decay, lower, x.d);
   }
   // Small products are faster with the columns outermost (OpenBLAS's kernels for them, Zen 4: 102
   // against 74 GF/s at 32), and up to kUnpackedProduct.
   const bool small = tile.rows <= kSmall;
-  const bool direct = readable<T>(x) && !(small && !where_it_lies<T>(x, 0, 0).transposed);
+  const bool direct = readable<T>(x) && (!small || where_it_lies<T>(x, 0, 0).transposed);
   const int64_t height = tile.rows + (square ? 0 : tile.columns);
   int64_t depth = direct ? x.columns : std::max<int64_t>(64, (1 << 16) / height);
   if (small) {
@@ -198,25 +239,30 @@ void update_tile(const GramMode& mode, const Unfolding& x, const Tile& tile, dou
     // Those kernels add up all columns one by one; sums of sums round less.
     depth = std::min({depth, kPartialSum, blas::kUnpackedProduct / (side * side)});
   }
-  T* copy = direct ? nullptr : scratch.get<T>(height * std::min(depth, x.columns));
-  for (int64_t first = 0; first < x.columns; first += depth, beta = T(1)) {
+  // The product stays in the cache until S has taken it in, in one pass.
+  const int64_t area = tile.rows * tile.columns;
+  T* product = scratch.get<T>(area + (direct ? 0 : height * std::min(depth, x.columns)));
+  if (x.columns == 0) std::fill_n(product, area, T(0));
+  T beta = 0;
+  for (int64_t first = 0; first < x.columns; first += depth, beta = 1) {
     const int64_t last = std::min(first + depth, x.columns), width = last - first;
     const auto panel = [&](int64_t row, int64_t rows, T* out) {
       return direct ? where_it_lies<T>(x, row, first) : gather(x, row, rows, first, last, out);
     };
-    const Panel<T> a = panel(tile.row, tile.rows, copy);
+    const Panel<T> a = panel(tile.row, tile.rows, product + area);
     if (square) {
-      on_diagonal(tile.rows, width, alpha, a, beta, stat, x.d);
+      on_diagonal(tile.rows, width, alpha, a, beta, product, tile.columns);
     } else {
-      const Panel<T> b = panel(tile.column, tile.columns, copy + tile.rows * width);
-      off_diagonal(tile.rows, tile.columns, width, alpha, a, b, beta, stat, x.d);
+      const Panel<T> b = panel(tile.column, tile.columns, product + area + tile.rows * width);
+      off_diagonal(tile.rows, tile.columns, width, alpha, a, b, beta, product, tile.columns);
     }
   }
+  T* upper = stat + tile.column * x.d + tile.row;
   if (square) {
-    mirror_lower(stat, tile.rows, x.d);
+    blend_lower(product, tile.rows, static_cast<T>(decay), lower, x.d);
   } else {
-    transpose(stat, x.d, static_cast<T*>(mode.stat) + tile.column * x.d + tile.row, x.d, tile.rows,
-              tile.columns);
+    blend_both(product, tile.columns, tile.rows, tile.columns, static_cast<T>(decay), lower, upper,
+               x.d);
   }
 }
 
@@ -246,8 +292,9 @@ void update_diagonal(const GramMode& mode, const Unfolding& x, const Tile& tile,
 
 // Cuts every statistic into tiles, the longest tasks first.
 std::vector<Tile> plan(const std::vector<GramMode>& modes, const std::vector<Unfolding>& all) {
-  // Whole statistics as long as the threads can share them out evenly; the BLAS is fastest on
-  // large ones.
+  // As few tiles as the threads can share out evenly, since the BLAS is fastest on large ones; but
+  // their products must stay in a second-level cache.
+  constexpr int64_t kLongestSide = 512;
   double total = 0;
   for (size_t i = 0; i < modes.size(); ++i) {
     total += static_cast<double>(all[i].d) * (modes[i].diagonal ? 2 : all[i].d) * all[i].columns;
@@ -266,7 +313,7 @@ std::vector<Tile> plan(const std::vector<GramMode>& modes, const std::vector<Unf
       }
       continue;
     }
-    int64_t cuts = 1;  // tiles to a side
+    int64_t cuts = std::max<int64_t>((d + kLongestSide - 1) / kLongestSide, 1);  // tiles to a side
     while (static_cast<double>(d) * static_cast<double>(d) * columns >
                share * static_cast<double>(cuts * cuts) &&
            d / (cuts + 1) >= 192) {

@@ -2,14 +2,13 @@
 // integers, so that every sum is exact in float, in whatever order it is taken: the results must be
 // equal.
 
-#include "cpu/mode_products.h"
-
 #include <cmath>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "chain_definition.h"
+#include "cpu/mode_products.h"
 #include "expect.h"
 #include "tensors.h"
 #include "threads.h"
@@ -127,10 +126,9 @@ void check_not_finite() {
   for (const double bad : {kNaN, kInfinity}) {
     Values values(70 * 40, 1);
     values[41] = bad;
-    std::vector<Problem> problems = {
-        make(Tensor(Element::kFloat, {70, 40}, values),
-             {Tensor(Element::kFloat, {70}, Values(70, 2)),
-              Tensor(Element::kFloat, {40}, Values(40, 3))})};
+    std::vector<Problem> problems = {make(Tensor(Element::kFloat, {70, 40}, values),
+                                          {Tensor(Element::kFloat, {70}, Values(70, 2)),
+                                           Tensor(Element::kFloat, {40}, Values(40, 3))})};
     call(problems);
     const Values out = problems[0].out.values();
     bool good = true;
@@ -139,8 +137,8 @@ void check_not_finite() {
   }
 }
 
-// With sums that do round: two runs on three threads agree to the bit, and one on a single thread up
-// to the roundings of another order.
+// With sums that do round: two runs on three threads agree to the bit, and one on a single thread
+// up to the roundings of another order.
 void check_rounding() {
   const std::vector<Shape> shapes = {{200, 230}, {401, 99}, {31, 33, 40}, {300}, {65, 9}};
   for (const Element element : kElements) {

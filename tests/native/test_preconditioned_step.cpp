@@ -1,8 +1,6 @@
 // Steps against the definition written as loops in double. All values are small integers and the
-// rates powers of two, so that everything up to W's one rounding is exact in float, in whatever order
-// it is taken: the results must be equal.
-
-#include "cpu/preconditioned_step.h"
+// rates powers of two, so that everything up to W's one rounding is exact in float, in whatever
+// order it is taken: the results must be equal.
 
 #include <cmath>
 #include <string>
@@ -10,6 +8,7 @@
 #include <vector>
 
 #include "chain_definition.h"
+#include "cpu/preconditioned_step.h"
 #include "expect.h"
 #include "tensors.h"
 #include "threads.h"
@@ -78,11 +77,10 @@ void check(std::vector<Problem> problems, const Rates& rates) {
   for (size_t t = 0; t < problems.size(); ++t) {
     const Problem& old = before[t];
     const Problem& fresh = problems[t];
-    const expect::Case name(name_of(old.param.element()) + name_of(old.param.sizes()) + ", " +
-                            name_of(old.grad.element()) + " gradient, lr " +
-                            std::to_string(rates.lr) + ", momentum " +
-                            std::to_string(rates.momentum) + ", weight decay " +
-                            std::to_string(rates.weight_decay));
+    const expect::Case name(
+        name_of(old.param.element()) + name_of(old.param.sizes()) + ", " +
+        name_of(old.grad.element()) + " gradient, lr " + std::to_string(rates.lr) + ", momentum " +
+        std::to_string(rates.momentum) + ", weight decay " + std::to_string(rates.weight_decay));
     const auto [param, momentum] = definition(old, rates);
     EXPECT(kDigits * chain_bound(momentum, old.param.sizes(), old.factors) < kExact);
     EXPECT(fresh.momentum.values() == momentum);
@@ -141,12 +139,12 @@ void check_large() {
                            large.diagonal)},
           kAllRates[0]);
     if (!kSanitized) {
-      check({integer_problem(Element::kDouble, Element::kHalf, large.sizes, strided,
-                             large.diagonal)},
-            kAllRates[0]);
-      check({integer_problem(Element::kHalf, Element::kDouble, large.sizes, strided,
-                             large.diagonal)},
-            kAllRates[1]);
+      check(
+          {integer_problem(Element::kDouble, Element::kHalf, large.sizes, strided, large.diagonal)},
+          kAllRates[0]);
+      check(
+          {integer_problem(Element::kHalf, Element::kDouble, large.sizes, strided, large.diagonal)},
+          kAllRates[1]);
     }
   }
   // Small ones among large ones, which take turns; strided elements in pieces on many threads.
@@ -178,8 +176,7 @@ void check_rounding_once() {
   for (const Element element : {Element::kBFloat16, Element::kHalf}) {
     const expect::Case name(name_of(element));
     const Values params = {2048, 2050, 256, 258, 60000, -60000, 0, 0, 1, 1};
-    const Values grads = {-1,   -1,    -1,       -1,      -5520,
-                          5519, 0x1p-25, -0x1.8p-24, 0x1p-12, -0x1.004p-8};
+    const Values grads = {-1, -1, -1, -1, -5520, 5519, 0x1p-25, -0x1.8p-24, 0x1p-12, -0x1.004p-8};
     std::vector<Problem> problems = {{Tensor(element, {10}, params),
                                       Tensor(Element::kFloat, {10}, Values(10, 0)),
                                       Tensor(Element::kFloat, {10}, grads),
@@ -192,8 +189,8 @@ void check_rounding_once() {
   }
 }
 
-// With sums that do round: two runs on three threads agree to the bit, and one on a single thread up
-// to the roundings of another order.
+// With sums that do round: two runs on three threads agree to the bit, and one on a single thread
+// up to the roundings of another order.
 void check_rounding() {
   const std::vector<Shape> shapes = {{200, 230}, {401, 99}, {31, 33, 40}, {300}, {65, 9}};
   const Rates rates{0.001, 0.9, 0.01};

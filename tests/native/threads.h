@@ -43,7 +43,8 @@ class OneThread {
   OneThread& operator=(const OneThread&) = delete;
 };
 
-// Whether the calling thread computes with subnormal numbers: the kernels must leave that as it was.
+// Whether the calling thread computes with subnormal numbers: the kernels must leave that as it
+// was.
 inline bool keeps_subnormals() {
   volatile float smallest_normal = std::numeric_limits<float>::min();
   return smallest_normal / 2 > 0;
