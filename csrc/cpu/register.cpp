@@ -43,21 +43,11 @@ TensorView view_of(const at::Tensor& tensor) {
           tensor.strides().data()};
 }
 
-// The entries of a list that the kernels can read as they lie, others copied; the list keeps them
-// alive. A view that stands for minus what lies in memory is one that they cannot.
-std::vector<at::Tensor> resolved(at::TensorList tensors) {
+// The factors or statistics as the kernels read them; the list keeps alive what had to be copied.
+std::vector<at::Tensor> contiguous(at::TensorList tensors) {
   std::vector<at::Tensor> list;
   list.reserve(tensors.size());
-  for (const at::Tensor& tensor : tensors) {
-    list.push_back(tensor.is_neg() ? tensor.resolve_neg() : tensor);
-  }
-  return list;
-}
-
-std::vector<at::Tensor> resolved_contiguous(at::TensorList tensors) {
-  std::vector<at::Tensor> list;
-  list.reserve(tensors.size());
-  for (const at::Tensor& tensor : tensors) list.push_back(tensor.resolve_neg().contiguous());
+  for (const at::Tensor& tensor : tensors) list.push_back(tensor.contiguous());
   return list;
 }
 
@@ -96,12 +86,11 @@ void gram_ema_op(at::TensorList stats, at::TensorList tensors, const at::Tensor&
   overlaps.add_read("tensors", tensors);
   overlaps.check();
 
-  const std::vector<at::Tensor> sources = resolved(tensors);
   std::vector<GramMode> modes;
   modes.reserve(stats.size());
-  for (const at::Tensor& source : sources) {
-    const TensorView view = view_of(source);
-    for (int64_t i = 0; i < source.dim(); ++i) {
+  for (const at::Tensor& tensor : tensors) {
+    const TensorView view = view_of(tensor);
+    for (int64_t i = 0; i < tensor.dim(); ++i) {
       const at::Tensor& stat = stats[modes.size()];
       modes.push_back({view, i, stat.mutable_data_ptr(), stat.dim() == 1});
     }
@@ -133,7 +122,7 @@ std::vector<TensorModes> factor_modes(at::TensorList out, at::TensorList stats,
   overlaps.add_read("stats", stats);
   overlaps.check();
 
-  sources = resolved_contiguous(stats);
+  sources = contiguous(stats);
   std::vector<TensorModes> tensors;
   tensors.reserve(orders.size());
   next = 0;
@@ -177,17 +166,16 @@ at::Tensor inverse_root_op(at::TensorList out, at::TensorList stats, at::IntArra
 std::vector<at::Tensor> mode_products_op(at::TensorList tensors, at::TensorList factors) {
   check_tensors("tensors", tensors);
   check_modes("factors", factors, tensors, /*written=*/false);
-  const std::vector<at::Tensor> sources = resolved(tensors);
-  const std::vector<at::Tensor> matrices = resolved_contiguous(factors);
+  const std::vector<at::Tensor> matrices = contiguous(factors);
   std::vector<at::Tensor> results;
   std::vector<ModeProduct> products;
   results.reserve(tensors.size());
   products.reserve(tensors.size());
   const at::Tensor* next = matrices.data();
-  for (const at::Tensor& source : sources) {
-    results.push_back(at::empty(source.sizes(), state_dtype(source)));
+  for (const at::Tensor& tensor : tensors) {
+    results.push_back(at::empty(tensor.sizes(), state_dtype(tensor)));
     products.push_back(
-        {view_of(source), factors_of(source, next), results.back().mutable_data_ptr()});
+        {view_of(tensor), factors_of(tensor, next), results.back().mutable_data_ptr()});
   }
   mode_products(products);
   return results;
@@ -212,13 +200,12 @@ void preconditioned_step_op(at::TensorList params, at::TensorList momenta, at::T
   overlaps.add_read("factors", factors);
   overlaps.check();
 
-  const std::vector<at::Tensor> gradients = resolved(grads);
-  const std::vector<at::Tensor> matrices = resolved_contiguous(factors);
+  const std::vector<at::Tensor> matrices = contiguous(factors);
   std::vector<ParameterStep> steps;
   steps.reserve(params.size());
   const at::Tensor* next = matrices.data();
   for (size_t t = 0; t < params.size(); ++t) {
-    steps.push_back({view_of(params[t]), view_of(momenta[t]), view_of(gradients[t]),
+    steps.push_back({view_of(params[t]), view_of(momenta[t]), view_of(grads[t]),
                      factors_of(params[t], next)});
   }
   preconditioned_step(steps, alpha, mu, gamma);
