@@ -9,10 +9,13 @@ them all. Conventions shared by every function here:
   for a full mode, (d_i,) for a diagonal one; float64 where the tensor is float64, else float32;
   with any strides where they are read, contiguous where they are written.
 - ``decay``, ``damping``, ``lr``, ``momentum`` and ``weight_decay`` are numbers or 0-dim tensors; a
-  tensor may live on the lists' device, so that a captured graph can change it.
+  tensor may live on the lists' device, so that a captured graph can change it. Their ranges are
+  checked, those of tensors on the CPU only: elsewhere it would mean waiting for the device.
 - All tensors of one call are on one device. No memory that is written may appear twice in a call.
   Empty lists are fine.
 - A ``ValueError`` or ``TypeError`` names the argument at fault, and nothing has then been changed.
+- On the CPU numbers below the smallest normal one of their dtype may count as zero; each takes a
+  hundred times as long as another number otherwise.
 - Nothing here is differentiable.
 """
 
@@ -48,7 +51,7 @@ def gram_ema_(stats: Modes, tensors: Sequence[Tensor], decay: Number) -> None:
             not, the lower triangle counts). A diagonal mode keeps only the diagonal.
         tensors: the tensors G.
         decay: in [0, 1]. At 0, S is overwritten without being read; at 1, S stays as it is and G
-            is not looked at, whatever it holds. (A tensor's range is not checked.)
+            is not looked at, whatever it holds.
 
     Raises:
         ValueError: where a length, shape, dtype, device or number does not fit.
@@ -89,7 +92,7 @@ def damped_inverse(
 
     Args:
         stats: the S_i, positive semi-definite; the rescaling couples all modes of a tensor.
-        damping: eps >= 0, in the units of U_i. (A tensor's range is not checked.)
+        damping: eps >= 0, in the units of U_i.
         out: what to write to, like ``stats`` in shape and dtype; by default new tensors.
         relative: damp with eps c instead of eps; c = 0 then gives the identity.
 
@@ -133,7 +136,7 @@ def inverse_root(
 
     Args:
         stats: the S_i, positive semi-definite.
-        damping: eps >= 0, in the units of S_i. (A tensor's range is not checked.)
+        damping: eps >= 0, in the units of S_i.
         root: a positive integer (Shampoo: 2k), or one for each tensor.
         out: what to write to, like ``stats`` in shape and dtype; by default new tensors.
 
@@ -217,13 +220,14 @@ def preconditioned_step_(
     """m <- momentum m + g;  W <- W - lr (m x_1 A_1 ... x_k A_k + weight_decay W).
 
     Args:
-        params: the W, any float dtype and strides, updated in place, rounded once.
+        params: the W, any float dtype and strides, updated in place, half-precision ones rounded
+            once.
         momenta: the m, updated in place; float64 where W is float64, else float32.
         grads: the g, any float dtype and strides.
         factors: the symmetric A_i, of the momenta's dtype.
         lr: alpha >= 0.
         momentum: mu >= 0.
-        weight_decay: gamma >= 0, outside the preconditioner. (No tensor's range is checked.)
+        weight_decay: gamma >= 0, outside the preconditioner.
 
     Raises:
         ValueError: where a length, shape, dtype, device or number does not fit.

@@ -18,8 +18,9 @@ TOLERANCES = {
     "mode_products": 1e-5,
     "preconditioned_step_": 1e-5,
     # How far the parameters have moved. A bias has a statistic of rank 1 along its own gradient:
-    # the direction in which the inverse, of condition d / 0.1, is least accurate.
-    "TNT.step": 2e-2,
+    # the direction in which the inverse, of condition d / 0.1, is least accurate, in the float32
+    # reference as in the candidates.
+    "TNT.step": 5e-2,
 }
 
 

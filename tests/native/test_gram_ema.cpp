@@ -214,6 +214,7 @@ void check_cuts() {
       {"2 x 2 tiles, columns in two pieces", {401, 200}, {false, false}, 5, kFloat, 0.75},
       {"2 x 2 tiles, converted", {385, 45}, {false, true}, 0, Element::kBFloat16, 0.25},
       {"3 x 3 tiles", {577, 9, 5}, {false, false, false}, 3, kFloat, 0.25},
+      {"4 x 4 tiles, the last of them small", {769, 30}, {false, false}, 0, kFloat, 0.25},
       {"3 x 3 tiles, decay 0", {577, 5, 9}, {false, false, false}, 4, kFloat, 0.0},
       {"no column, and tiles", {577, 0}, {false, false}, 0, kFloat, 0.25},
       {"9 rows, pieces gathered", {9, 8000}, {false, true}, 0, kFloat, 0.25},
