@@ -55,8 +55,9 @@ inline void check_tensor(const char* list, size_t t, const at::Tensor& tensor) {
   TORCH_CHECK_VALUE(tensor.dim() >= 1, entry(list, t), " must have at least one mode, got none");
 }
 
-// Memory that a kernel writes: one place for each element. (Views that stand for something else than
-// what lies in memory, negated and zero ones, PyTorch's dispatcher resolves or refuses itself.)
+// Memory that a kernel writes: one place for each element. (Views that stand for something else
+// than what lies in memory, negated and zero ones, PyTorch's dispatcher resolves or refuses
+// itself.)
 inline void check_writable(const char* list, size_t t, const at::Tensor& tensor) {
   for (int64_t i = 0; i < tensor.dim(); ++i) {
     TORCH_CHECK_VALUE(tensor.stride(i) != 0 || tensor.size(i) <= 1, entry(list, t),

@@ -14,8 +14,8 @@ them all. Conventions shared by every function here:
 - All tensors of one call are on one device. No memory that is written may appear twice in a call.
   Empty lists are fine.
 - A ``ValueError`` or ``TypeError`` names the argument at fault, and nothing has then been changed.
-- On the CPU numbers below the smallest normal one of their dtype may count as zero; each takes a
-  hundred times as long as another number otherwise.
+- On the CPU, numbers below the smallest normal one of their dtype may count as zero: arithmetic on
+  them would be many times slower.
 - Nothing here is differentiable.
 """
 

@@ -44,8 +44,8 @@ struct Uninitialised : std::allocator<T> {
   void construct(U*) {}
 };
 
-// Memory for results, passed on from tensor to tensor: fresh pages, which the system clears, took a
-// seventh of the time of inverting (1000, 1000) matrices.
+// Memory for results, passed on from tensor to tensor: with fresh pages for each, the system would
+// spend its time clearing them.
 class ResultPool {
  public:
   using Result = std::vector<char, Uninitialised<char>>;
@@ -195,8 +195,9 @@ void make_factors(const std::vector<TensorModes>& tensors, double flops_per_cube
     Scratch scratch;
     for (size_t i = 0; i < shared; ++i) run(tasks[i], scratch);
   }
-  run_tasks(static_cast<int64_t>(tasks.size() - shared), total,
-            [&](int64_t i, Scratch& scratch) { run(tasks[shared + static_cast<size_t>(i)], scratch); });
+  run_tasks(static_cast<int64_t>(tasks.size() - shared), total, [&](int64_t i, Scratch& scratch) {
+    run(tasks[shared + static_cast<size_t>(i)], scratch);
+  });
 }
 
 }  // namespace tnt

@@ -67,8 +67,8 @@ void for_each_run(const Unfolding& x, int64_t first, int64_t last, const Run& ru
   for (int64_t column = first; column < last;) {
     const int64_t within = column % length;
     int64_t offset = within * x.fastest(), rest = column / length;
-    for (auto dimension = x.column_dimensions.rbegin() + 1;
-         dimension != x.column_dimensions.rend(); ++dimension) {
+    for (auto dimension = x.column_dimensions.rbegin() + 1; dimension != x.column_dimensions.rend();
+         ++dimension) {
       offset += rest % dimension->size * dimension->stride;
       rest /= dimension->size;
     }
@@ -228,8 +228,8 @@ void update_tile(const GramMode& mode, const Unfolding& x, const Tile& tile, dou
     const T* vector = static_cast<const T*>(x.data) + tile.row * x.row_stride;
     return blend_square(tile.rows, alpha, vector, x.row_stride, decay, lower, x.d);
   }
-  // Small products are faster with the columns outermost (OpenBLAS's kernels for them, Zen 4: 102
-  // against 74 GF/s at 32), and up to kUnpackedProduct.
+  // Small products are faster with the columns outermost (of OpenBLAS's kernels for them, those
+  // that load whole vectors of rows), and up to kUnpackedProduct.
   const bool small = tile.rows <= kSmall;
   const bool direct = readable<T>(x) && (!small || where_it_lies<T>(x, 0, 0).transposed);
   const int64_t height = tile.rows + (square ? 0 : tile.columns);

@@ -17,9 +17,9 @@ struct GramMode {
   bool diagonal;
 };
 
-// S <- decay S + (1 - decay) mat_i(G) mat_i(G)^T for every mode given, symmetric to the bit; of an S
-// that was not symmetric the lower triangle counts. Decay 0 does not read S, decay 1 touches neither
-// S nor G.
+// S <- decay S + (1 - decay) mat_i(G) mat_i(G)^T for every mode given, symmetric to the bit; of an
+// S that was not symmetric the lower triangle counts. Decay 0 does not read S, decay 1 touches
+// neither S nor G.
 void gram_ema(const std::vector<GramMode>& modes, double decay);
 
 }  // namespace tnt

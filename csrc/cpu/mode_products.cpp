@@ -25,7 +25,9 @@ void multiply(const ModeProduct& product, Scratch& scratch) {
 }  // namespace
 
 void mode_products(const std::vector<ModeProduct>& products) {
-  const auto cost = [&](int64_t i) { return chain_flops(products[static_cast<size_t>(i)].factors); };
+  const auto cost = [&](int64_t i) {
+    return chain_flops(products[static_cast<size_t>(i)].factors);
+  };
   run_small_then_large(static_cast<int64_t>(products.size()), cost,
                        [&](int64_t i, Scratch& scratch) {
                          const ModeProduct& product = products[static_cast<size_t>(i)];

@@ -52,16 +52,15 @@ void update(const ParameterStep& step, const Rates& rates, const T* direction) {
   with_element(step.param.element, [&](auto* null) {
     using Value = std::remove_const_t<std::remove_pointer_t<decltype(null)>>;
     auto* w = static_cast<Value*>(writable(step.param));
-    for_each_element<2>(step.param.order, step.param.sizes,
-                        {step.param.strides, contiguous.data()},
+    for_each_element<2>(step.param.order, step.param.sizes, {step.param.strides, contiguous.data()},
                         [&](const auto& offsets, int64_t count, const auto& strides) {
                           Value* to = w + offsets[0];
                           const T* from = direction + offsets[1];
                           for (int64_t i = 0; i < count; ++i) {
                             Value& value = to[i * strides[0]];
                             const T old = convert<T>(value);
-                            value = round_to<Value>(
-                                old - lr * (from[i * strides[1]] + decay * old));
+                            value =
+                                round_to<Value>(old - lr * (from[i * strides[1]] + decay * old));
                           }
                         });
   });
@@ -101,15 +100,14 @@ void preconditioned_step(const std::vector<ParameterStep>& steps, double lr, dou
                          double weight_decay) {
   const Rates rates{lr, momentum, weight_decay};
   const auto cost = [&](int64_t i) { return chain_flops(steps[static_cast<size_t>(i)].factors); };
-  run_small_then_large(static_cast<int64_t>(steps.size()), cost,
-                       [&](int64_t i, Scratch& scratch) {
-                         const ParameterStep& step = steps[static_cast<size_t>(i)];
-                         if (step.param.element == Element::kDouble) {
-                           take<double>(step, rates, scratch);
-                         } else {
-                           take<float>(step, rates, scratch);
-                         }
-                       });
+  run_small_then_large(static_cast<int64_t>(steps.size()), cost, [&](int64_t i, Scratch& scratch) {
+    const ParameterStep& step = steps[static_cast<size_t>(i)];
+    if (step.param.element == Element::kDouble) {
+      take<double>(step, rates, scratch);
+    } else {
+      take<float>(step, rates, scratch);
+    }
+  });
 }
 
 }  // namespace tnt

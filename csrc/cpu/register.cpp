@@ -1,10 +1,9 @@
 // Turns tensors into pointers: checks what memory safety needs and the contract promises, all of it
 // before anything is written, then calls the CPU kernels.
 
-#include <pthread.h>
-
 #include <ATen/Functions.h>
 #include <ATen/core/Tensor.h>
+#include <pthread.h>
 #include <torch/library.h>
 
 #include "check.h"
@@ -205,8 +204,8 @@ void preconditioned_step_op(at::TensorList params, at::TensorList momenta, at::T
   steps.reserve(params.size());
   const at::Tensor* next = matrices.data();
   for (size_t t = 0; t < params.size(); ++t) {
-    steps.push_back({view_of(params[t]), view_of(momenta[t]), view_of(grads[t]),
-                     factors_of(params[t], next)});
+    steps.push_back(
+        {view_of(params[t]), view_of(momenta[t]), view_of(grads[t]), factors_of(params[t], next)});
   }
   preconditioned_step(steps, alpha, mu, gamma);
   mark_written(params);

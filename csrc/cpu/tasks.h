@@ -27,7 +27,7 @@ namespace tnt {
 constexpr double kParallelFlops = 2e6;
 
 // Treats subnormal numbers as zero while it lives. Momenta and statistics of a unit that has died
-// decay into them, and each operation on one costs a hundred ordinary ones: MNIST epochs took two
+// decay into them, and arithmetic on them is many times slower: MNIST epochs took two
 // to three times as long (bench/results/mnist_tnt_10_epochs_seed1.json and _flushed.json).
 template <bool flush>
 class Subnormals {
@@ -107,9 +107,9 @@ void on_threads(int64_t threads, const Work& work) {
 }
 #endif
 
-// run(task, scratch) for every task in [0, count), in that order if on one thread. Each thread takes
-// the next task when it is through with one, so put the long ones first. `flops` is what all of
-// them cost together. Tasks must not depend on each other, nor on which thread runs them.
+// run(task, scratch) for every task in [0, count), in that order if on one thread. Each thread
+// takes the next task when it is through with one, so put the long ones first. `flops` is what all
+// of them cost together. Tasks must not depend on each other, nor on which thread runs them.
 template <typename Run>
 void run_tasks(int64_t count, double flops, const Run& run) {
   std::atomic<int64_t> next{0};
@@ -131,8 +131,8 @@ void run_tasks(int64_t count, double flops, const Run& run) {
 // From here on a task has all threads to itself; below, each is one thread's.
 constexpr double kLargeFlops = 2e7;
 
-// run(item, scratch) for every item in [0, count): small ones side by side, the costliest first, then
-// large ones one after the other, each on all threads (and so only one of them in memory).
+// run(item, scratch) for every item in [0, count): small ones side by side, the costliest first,
+// then large ones one after the other, each on all threads (and so only one of them in memory).
 template <typename Cost, typename Run>
 void run_small_then_large(int64_t count, const Cost& cost, const Run& run) {
   std::vector<std::pair<double, int64_t>> small;

@@ -50,7 +50,7 @@ inline Values chain(Values tensor, const Shape& sizes, const std::vector<Tensor>
         for (int64_t j = diagonal ? i : 0; j < (diagonal ? i + 1 : d); ++j) {
           const double weight = diagonal ? a[i] : a[i * d + j];
           const double* from = &tensor[(outer * d + j) * after];
-          for (int64_t inner = 0; inner < after; ++inner) to[inner] += weight * from[inner];
+          add_multiple(weight, from, after, to);
         }
       }
     }

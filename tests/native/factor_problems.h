@@ -135,9 +135,7 @@ inline Values times_symmetric(int64_t d, const Values& a, const Values& b) {
   Values product(a.size());
   for (int64_t r = 0; r < d; ++r) {
     for (int64_t c = 0; c < d; ++c) {
-      double sum = 0;
-      for (int64_t i = 0; i < d; ++i) sum += a[r * d + i] * b[c * d + i];
-      product[r * d + c] = sum;
+      product[r * d + c] = dot(a.data() + r * d, b.data() + c * d, d);
     }
   }
   return product;
@@ -186,13 +184,13 @@ inline void damage(FactorProblem& problem, size_t mode, const Damage& how) {
   stat = Tensor(stat.element(), stat.sizes(), values);
 }
 
-// Each damage in each place of a tensor among good ones; call(problems, damping) returns the infos,
-// and `good` says whether one's factors are what they should be.
+// Each damage in each place of a tensor among good ones, to modes of each of these sizes;
+// call(problems, damping) returns the infos, and `good` checks one's factors.
 template <typename Call, typename Good>
-void check_damages(const Call& call, const Good& good) {
+void check_damages(const Shape& mode_sizes, const Call& call, const Good& good) {
   for (const Element element : {Element::kFloat, Element::kDouble}) {
     for (const Damage& how : kDamages) {
-      for (const int64_t d : {2, 33, 140}) {
+      for (const int64_t d : mode_sizes) {
         for (size_t bad = 0; bad < 3; ++bad) {
           const expect::Case name(std::string(how.what) + ", " + name_of(element) + ", " +
                                   std::to_string(d) + ", mode " + std::to_string(bad));

@@ -76,12 +76,6 @@ Values unfolding(const Tensor& tensor, size_t mode) {
   return rows;
 }
 
-double dot(const double* a, const double* b, int64_t count) {
-  double sum = 0;
-  for (int64_t i = 0; i < count; ++i) sum += a[i] * b[i];
-  return sum;
-}
-
 // decay S + (1 - decay) mat_i(G) mat_i(G)^T, or the diagonal of it.
 Values definition(const Tensor& tensor, size_t mode, bool diagonal, const Values& stat,
                   double decay) {
