@@ -26,6 +26,7 @@ from bench.kernels.fits import (
     launch_bound,
     lost_in_noise,
 )
+from bench.kernels.limits import busy_share
 from bench.kernels.memory import measure_in_subprocess
 from bench.kernels.parameter_sets import PARAMETER_SETS
 from bench.kernels.sweeps import SWEEPS, Run, Sweep
@@ -68,10 +69,11 @@ def _cube(base: int) -> Callable[[int], tuple[int, ...]]:
 
 
 _D = (256, 512, 1024, 2048)
+_D_ROOTS = (64, 128, 256, 512, 1024)
 _K = (1, 2, 3, 4, 5)
 MEMORY_SWEEPS = (
     MemorySweep("TNT", "tnt", "k = 2", "d", "sum d^2", 2, _D, lambda d: (d, d)),
-    MemorySweep("Shampoo", "shampoo", "k = 2", "d", "sum d^2", 2, _D[:3], lambda d: (d, d)),
+    MemorySweep("Shampoo", "shampoo", "k = 2", "d", "sum d^2", 2, _D_ROOTS, lambda d: (d, d)),
     MemorySweep("Adam", "adam", "k = 2", "d", "prod d", 2, (*_D, 4096), lambda d: (d, d)),
     MemorySweep(
         "Newton-like",
@@ -203,7 +205,7 @@ def memory_of_sets(names: Sequence[str]) -> list[dict[str, Any]]:
     sets = [PARAMETER_SETS[name] for name in names]
     records = []
     for parameter_set in sets:
-        (case,) = measure_in_subprocess("tnt", [parameter_set.shapes])
+        (case,) = measure_in_subprocess("tnt", [parameter_set.views])
         state = sum(case["state"].values())
         bound = max(
             FLOAT_BYTES * math.prod(view) + factor_bytes([view], [flat])
@@ -226,14 +228,20 @@ def measure_all(path: Path, quick: bool = False) -> None:
     """Measures every sweep and writes the record to ``path``."""
     check_writable(path)
     record: dict[str, Any] = {"provenance": provenance(), "rules": RULES}
+    record["busy_before"] = busy_share()
     seconds = 0.05 if quick else 0.3
     record["time"] = [
-        measure_sweep(sweep, seconds, quick) for sweep in tqdm(SWEEPS, "complexity, time")
+        measure_sweep(sweep, seconds, quick)
+        for sweep in tqdm(SWEEPS, "complexity, time", disable=None)
     ]
     record["memory"] = [
-        measure_memory(sweep, quick) for sweep in tqdm(MEMORY_SWEEPS, "complexity, memory")
+        measure_memory(sweep, quick)
+        for sweep in tqdm(
+            MEMORY_SWEEPS[:4] if quick else MEMORY_SWEEPS, "complexity, memory", disable=None
+        )
     ]
     record["memory_of_sets"] = memory_of_sets(MEMORY_SETS[:1] if quick else MEMORY_SETS)
+    record["busy_after"] = busy_share()
     write_json(path, record)
 
 

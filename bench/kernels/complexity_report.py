@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from bench.kernels.markdown import megabytes, milliseconds, span, table
+from bench.kernels.markdown import disturbance, megabytes, milliseconds, span, table
 
 WITHIN = 0.15  # how far a fitted exponent may lie from the predicted one
 
@@ -42,7 +42,7 @@ def complexity_section(record: dict[str, Any]) -> list[str]:
         "",
         "Table 2 of Ren & Goldfarb 2021, measured on one tensor of k modes of size d. An exponent "
         f"is the slope of the logarithms; it agrees where it is within {WITHIN} of the predicted "
-        f"one. {rules}",
+        f"one. {rules}{disturbance(record)}",
         "",
         *_time(record["time"]),
         "T1, T2 and m do not enter Adam's cost, nor T1 and m Shampoo's; its statistics and its "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+
+BUSY = 0.1  # what others may use of the machine
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -48,3 +50,18 @@ def span(values: Sequence[int]) -> str:
     ('256 to 1024 (3)', '')
     """
     return f"{values[0]} to {values[-1]} ({len(values)})" if values else ""
+
+
+def disturbance(record: Mapping[str, float | None]) -> str:
+    """A warning where others used the machine; empty where they did not, or no one can tell.
+
+    >>> disturbance({"busy_before": 0.02, "busy_after": None})
+    ''
+    """
+    most = max(record["busy_before"] or 0.0, record["busy_after"] or 0.0)
+    if most <= BUSY:
+        return ""
+    return (
+        f" **Something else used {100 * most:.0f} % of the machine before or after the run: these "
+        "numbers are not to be relied on.**"
+    )

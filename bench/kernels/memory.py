@@ -1,9 +1,9 @@
 """How much memory each method needs beyond parameters and gradients, in a process of its own.
 
-``python -m bench.kernels.memory METHOD CASES`` prints for each case (a list of parameter shapes;
-all cases together are one JSON list) the bytes of the method's state, by name, and the peak of the
-process beyond what it held before: the state and whatever else was alive at once. The peak is
-Linux's (``VmHWM``, set back before each case); elsewhere it is null.
+``python -m bench.kernels.memory METHOD CASES`` prints for each case (a list of mode sizes for each
+parameter; all cases together are one JSON list) the bytes of the method's state, by name, and the
+peak of the process beyond what it held before: the state and whatever else was alive at once. The
+peak is Linux's (``VmHWM``, set back before each case); elsewhere it is null.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def measure_in_subprocess(method: str, cases: Sequence[Shapes]) -> list[dict[str
 
 
 def measure(method: str, shapes: Shapes) -> dict[str, Any]:
-    """Two steps of ``method`` on parameters of these shapes, with everything due at both."""
+    """Two steps of ``method`` on parameters with these modes, with everything due at both."""
     rng = generator()
     params = [nn.Parameter(tensor) for tensor in normal(shapes, rng)]
     for param, grad in zip(params, normal(shapes, rng), strict=True):
@@ -70,7 +70,8 @@ def measure(method: str, shapes: Shapes) -> dict[str, Any]:
 def _tnt(params: list[nn.Parameter]) -> State:
     # stat_interval and inverse_interval 1: all temporaries of a step are seen.
     options: dict[str, Any] = {"stat_interval": 1, "inverse_interval": 1, "fisher": "empirical"}
-    optimizer = TNT(params, lr=1e-3, damping=0.1, **options)
+    group = {"params": params, "modes": tuple}  # every dimension is a mode
+    optimizer = TNT([group], lr=1e-3, damping=0.1, **options)
     for _ in range(2):
         optimizer.step()
     states = list(optimizer.state_dict()["state"].values())
@@ -83,17 +84,13 @@ def _tnt(params: list[nn.Parameter]) -> State:
 
 def _shampoo(params: list[nn.Parameter]) -> State:
     """Shampoo's kernel work: statistics, roots, update."""
-    shapes = ParameterSet("", tuple(tuple(p.shape) for p in params))
-    weights = [p.detach().view(view) for p, view in zip(params, shapes.views, strict=True)]
-    grads = [
-        p.grad.view(view)
-        for p, view in zip(params, shapes.views, strict=True)
-        if p.grad is not None
-    ]
+    views = ParameterSet("", tuple(tuple(p.shape) for p in params), each_dimension_a_mode=True)
+    weights = [p.detach() for p in params]
+    grads = [p.grad for p in params if p.grad is not None]
     momenta = [torch.zeros_like(weight) for weight in weights]
-    stats = gram_statistics(shapes, generator())
+    stats = gram_statistics(views, generator())
     factors = empty_like(stats)
-    roots = [2 * len(view) for view in shapes.views]
+    roots = [2 * weight.dim() for weight in weights]
     for _ in range(2):
         gram_ema_(stats, grads, 0.9)
         inverse_root(stats, 0.1, roots, factors)

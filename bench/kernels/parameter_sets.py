@@ -26,15 +26,19 @@ class ParameterSet:
         name: as in the tables.
         shapes: each parameter's shape.
         note: what is left out, to be said wherever the set is reported.
+        each_dimension_a_mode: do not see a tensor of more than two dimensions as a convolution's.
     """
 
     name: str
     shapes: tuple[Shape, ...]
     note: str = ""
+    each_dimension_a_mode: bool = False
 
     @property
     def views(self) -> list[Shape]:
         """Each parameter's mode sizes."""
+        if self.each_dimension_a_mode:
+            return list(self.shapes)
         return [mode_shape(shape) for shape in self.shapes]
 
     @property

@@ -18,7 +18,6 @@ from bench.kernels.timing import OURS  # noqa: E402
 
 # Okabe and Ito's palette: told apart in grey and by colour-blind readers too.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-_METHODS = {"TNT": 0, "TNT, Shampoo": 0, "Shampoo": 1, "Adam": 2, "Newton-like": 3}
 
 
 def plot_ratios(benchmarks: Sequence[dict[str, Any]], path: Path) -> None:
@@ -81,35 +80,44 @@ def plot_steps(benchmarks: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def plot_complexity(record: dict[str, Any], path: Path) -> None:
-    """Time and memory over every variable; hollow points are not fitted, lines are predictions."""
-    # (records, values, title, x label, y label)
+    """Time and memory over every variable."""
     time, memory = record["time"], record["memory"]
+    over_d = [r for r in time if r["variable"] == "d"]
+    square = [r for r in over_d if "k = 2" in r["part"]]
     panels = [
-        ("k = 2", [r for r in time if r["variable"] == "d" and "k = 2" in r["part"]], "d"),
-        ("k = 3", [r for r in time if r["variable"] == "d" and "k = 3" in r["part"]], "d"),
+        ("operators, k = 2", [r for r in square if "step" not in r["part"]], "d"),
+        ("whole steps, k = 2", [r for r in square if "step" in r["part"]], "d"),
+        ("operators, k = 3", [r for r in over_d if "k = 3" in r["part"]], "d"),
         ("d = 32, k = 1 to 5", [r for r in time if r["variable"] == "k"], "k d^(k+1)"),
         ("the second backward", [r for r in time if r["variable"] == "m"], "m"),
-        ("beyond a bare step", [r for r in time if r["variable"] in ("T1", "T2")], "T1 or T2"),
-        ("memory, k = 2", [r for r in memory if r["variable"] == "d"], "d"),
+        ("beyond a bare step", [r for r in time if r["variable"][0] == "T"], "T1 or T2"),
+        ("state, k = 2", [r for r in memory if r["variable"] == "d"], "d"),
+        ("state, k = 1 to 5", [r for r in memory if r["abscissa"] == "k"], "k"),
     ]
-    figure, grid = pyplot.subplots(2, 3, figsize=(15, 9), layout="constrained")
+    figure, grid = pyplot.subplots(2, 4, figsize=(19, 9), layout="constrained")
     for (title, records, label), axes in zip(panels, grid.flat, strict=True):
         for j, entry in enumerate(records):
-            _sweep(axes, entry, _COLOURS[j % len(_COLOURS)])
+            _sweep(axes, entry, j)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_title(title, fontsize=10)
         axes.set_xlabel(label)
         axes.xaxis.set_minor_formatter(NullFormatter())
-        axes.set_ylabel("state [bytes]" if "memory" in title else "seconds")
-        if records:
-            axes.legend(frameon=False, fontsize=7)
+        axes.set_ylabel("bytes" if title.startswith("state") else "seconds")
+        low, high = axes.get_ylim()
+        axes.set_ylim(low, high * (high / low) ** 0.3)  # room for the legend
+        axes.legend(frameon=False, fontsize=7, loc="upper left")
         _plain(axes)
+    figure.suptitle(
+        "Fitted exponents, predicted ones in brackets. Lines have the predicted slope; hollow "
+        "points are not fitted (launch-bound, below the range, lost in noise).",
+        fontsize=10,
+    )
     _save(figure, path)
 
 
-def _sweep(axes: Axes, entry: dict[str, Any], colour: str) -> None:
-    xs = entry["xs"]
+def _sweep(axes: Axes, entry: dict[str, Any], number: int) -> None:
+    colour, marker, xs = _COLOURS[number], "osD^vP*"[number], entry["xs"]
     if "counted_bytes" in entry:
         ys, used = entry["counted_bytes"], [True] * len(xs)
     else:
@@ -123,7 +131,7 @@ def _sweep(axes: Axes, entry: dict[str, Any], colour: str) -> None:
         points = [(x, y) for x, y, u in zip(xs, ys, used, strict=True) if u is keep and y > 0]
         if points:
             at, heights = zip(*points, strict=True)
-            axes.scatter(at, heights, s=18, edgecolors=colour, facecolors=face)
+            axes.scatter(at, heights, s=20, marker=marker, edgecolors=colour, facecolors=face)
     anchor = max((i for i, u in enumerate(used) if u and ys[i] > 0), default=None)
     if anchor is None:
         axes.plot([], [], color=colour, label=label)

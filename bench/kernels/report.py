@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from bench.kernels.complexity_report import complexity_section
-from bench.kernels.markdown import milliseconds, table, times
+from bench.kernels.markdown import disturbance, milliseconds, table, times
 from bench.kernels.targets import CYCLE, TARGETS, ratio, verdict
 from bench.kernels.timing import OURS
 
 Benchmark = dict[str, Any]
-
-BUSY = 0.1  # what others may use of the machine
 
 # What a reader must know beside each operator's table.
 _TITLES = {
@@ -149,7 +147,7 @@ def header_section(record: dict[str, Any]) -> list[str]:
         "",
         f"Commit {commit}, {origin['date'][:10]}, {machine['cpu']}, {machine['cores']} cores, "
         f"{origin['threads']['torch']} threads, torch {versions['torch']}, float32; "
-        f"`{origin['command']}`.{_disturbance(record['protocol'])}",
+        f"`{origin['command']}`.{disturbance(record['protocol'])}",
         "",
         "Medians of candidates that alternate in one process, each checked against the reference "
         "before it is timed; ratios are the baseline's median over ours, bold where the baseline "
@@ -160,18 +158,6 @@ def header_section(record: dict[str, Any]) -> list[str]:
         "",
         *table((f"{limits['blas']}, n = {limits['size']}", "at the start", "at the end"), rows),
     ]
-
-
-def _disturbance(protocol: dict[str, Any]) -> str:
-    """A warning where others used the machine."""
-    shares = [protocol["busy_before"], protocol["busy_after"]]
-    most = max((share for share in shares if share is not None), default=0.0)
-    if most <= BUSY:
-        return ""
-    return (
-        f" **Something else used {100 * most:.0f} % of the machine before or after the run: these "
-        "numbers are not to be relied on.**"
-    )
 
 
 def _footnote(benchmark: Benchmark) -> str:

@@ -66,7 +66,7 @@ class Sweep:
 
 
 def _cube(d: int, k: int) -> ParameterSet:
-    return ParameterSet(f"{d}^{k}", ((d,) * k,))
+    return ParameterSet(f"{d}^{k}", ((d,) * k,), each_dimension_a_mode=True)
 
 
 def _statistics(shape: ParameterSet) -> Run:

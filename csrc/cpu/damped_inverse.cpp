@@ -124,10 +124,21 @@ struct Rescaling {
   bool tiny;  // the statistics are so small that subnormal ones among them count
 };
 
+// out <- scale S, of a full mode its lower triangle.
 template <typename T>
-void rescaled_rows(const T* stat, int64_t d, T scale, T* out) {
-  for (int64_t i = 0; i < d; ++i) {
-    for (int64_t j = i; j < d; ++j) out[i * d + j] = stat[i * d + j] * scale;
+void rescaled(const FactorMode& mode, T scale, bool tiny, T* out) {
+  const T* stat = static_cast<const T*>(mode.stat);
+  const int64_t rows = mode.diagonal ? 1 : mode.d;
+  const auto multiply = [&] {
+    for (int64_t i = 0; i < rows; ++i) {
+      for (int64_t j = i; j < mode.d; ++j) out[i * mode.d + j] = stat[i * mode.d + j] * scale;
+    }
+  };
+  if (tiny) {
+    const KeepSubnormals keep;
+    multiply();
+  } else {
+    multiply();
   }
 }
 
@@ -140,20 +151,15 @@ bool invert(const FactorMode& mode, const Rescaling& rescaling, T* result) {
   const int64_t d = mode.d;
   if (d == 0) return true;
   const T noise = kPivotRoundings * std::numeric_limits<T>::epsilon();
+  rescaled(mode, scale, rescaling.tiny, result);
   if (mode.diagonal) {
     bool good = true;
     for (int64_t i = 0; i < d; ++i) {
-      const T damped = stat[i] * scale + eps;
+      const T damped = result[i] + eps;
       result[i] = 1 / damped;
       good = good && damped > 0;
     }
     return good && all_finite(stat, d) && all_finite(result, d) && std::isfinite(scale);
-  }
-  if (rescaling.tiny) {
-    const KeepSubnormals keep;
-    rescaled_rows(stat, d, scale, result);
-  } else {
-    rescaled_rows(stat, d, scale, result);
   }
   std::vector<T> diagonal(static_cast<size_t>(d));
   bool finite = true;

@@ -138,8 +138,8 @@ inline Values reals(int64_t count, unsigned seed) {
   return values;
 }
 
-// Sums for the definitions. It is not them that the sanitizers are to watch, which takes a hundred
-// times as long as the sums.
+// Sums for the definitions. It is not them that the sanitizers are to watch, which takes many
+// times as long as the sums themselves.
 #define UNWATCHED __attribute__((no_sanitize("address", "thread", "undefined")))
 
 UNWATCHED inline double dot(const double* a, const double* b, int64_t count) {

@@ -140,7 +140,7 @@ void check_not_finite() {
 // With sums that do round: two runs on three threads agree to the bit, and one on a single thread
 // up to the roundings of another order.
 void check_rounding() {
-  const std::vector<Shape> shapes = {{200, 230}, {401, 99}, {31, 33, 40}, {300}, {65, 9}};
+  const std::vector<Shape> shapes = {{401, 99}, {31, 33, 40}, {300}, {65, 9}};
   for (const Element element : kElements) {
     const expect::Case name(name_of(element));
     std::vector<Problem> first;

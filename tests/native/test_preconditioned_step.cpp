@@ -94,28 +94,26 @@ void check(std::vector<Problem> problems, const Rates& rates) {
   }
 }
 
-// Every layout of every tensor, each against two others of the rest.
+// Every layout of every tensor, beside several of the others'.
 void check_layouts() {
-  int turn = 0;
   std::vector<Layout> readable(std::begin(kLayouts), std::end(kLayouts));
   readable.insert(readable.end(), std::begin(kSharingLayouts), std::end(kSharingLayouts));
-  for (size_t first = 0; first < std::size(kLayouts); ++first) {
-    for (size_t apart = 0; apart < 3; ++apart) {
-      const Layout& param = kLayouts[first];
-      const Layout& momentum = kLayouts[(first + apart) % std::size(kLayouts)];
-      const Layout& grad = readable[(2 * first + 4 * apart) % readable.size()];
-      const expect::Case name(std::string(param.name) + ", " + momentum.name + ", " + grad.name);
-      for (const Element element : kElements) {
-        std::vector<Problem> problems;
-        for (const Shape& sizes : kChainShapes) {
-          std::vector<bool> diagonal(sizes.size());
-          for (size_t i = 0; i < sizes.size(); ++i) diagonal[i] = (turn >> i) % 3 == 0;
-          const Element gradient = kElements[turn++ % 4];
-          problems.push_back(
-              integer_problem(element, gradient, sizes, {param, momentum, grad}, diagonal));
-        }
-        check(problems, kAllRates[(turn / 25 + first) % std::size(kAllRates)]);
+  int turn = 0;
+  for (size_t i = 0; i < (kSanitized ? 6 : 18); ++i) {
+    const Layout& param = kLayouts[i % 6];
+    const Layout& momentum = kLayouts[(5 * i + i / 6) % 6];
+    const Layout& grad = readable[(4 * i + i / 6) % 9];
+    const expect::Case name(std::string(param.name) + ", " + momentum.name + ", " + grad.name);
+    for (const Element element : kElements) {
+      std::vector<Problem> problems;
+      for (const Shape& sizes : kChainShapes) {
+        std::vector<bool> diagonal(sizes.size());
+        for (size_t mode = 0; mode < sizes.size(); ++mode) diagonal[mode] = (turn >> mode) % 3 == 0;
+        const Element gradient = kElements[turn++ % 4];
+        problems.push_back(
+            integer_problem(element, gradient, sizes, {param, momentum, grad}, diagonal));
       }
+      check(problems, kAllRates[(i + static_cast<size_t>(element)) % std::size(kAllRates)]);
     }
   }
 }
@@ -192,7 +190,7 @@ void check_rounding_once() {
 // With sums that do round: two runs on three threads agree to the bit, and one on a single thread
 // up to the roundings of another order.
 void check_rounding() {
-  const std::vector<Shape> shapes = {{200, 230}, {401, 99}, {31, 33, 40}, {300}, {65, 9}};
+  const std::vector<Shape> shapes = {{401, 99}, {31, 33, 40}, {300}, {65, 9}};
   const Rates rates{0.001, 0.9, 0.01};
   for (const Element element : kElements) {
     const expect::Case name(name_of(element));

@@ -10,7 +10,7 @@
 #include "cpu/blas.h"
 #include "cpu/tasks.h"
 
-// A sanitized build, on a BLAS of plain loops, is some hundred times slower: the longest cases are
+// A sanitized build, on a BLAS of plain loops, takes many times as long: the longest cases are
 // left to the other one.
 #ifdef TNT_STD_THREADS
 constexpr bool kSanitized = true;
