@@ -4,6 +4,7 @@ import copy
 import doctest
 import importlib
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,10 +17,10 @@ from bench.kernels.checks import check_close, check_finite, check_moved, relativ
 from bench.kernels.complexity import fitted
 from bench.kernels.fits import exponent, launch_bound, lost_in_noise
 from bench.kernels.inputs import empty_like, flat, generator, gram_statistics, symmetric_modes
-from bench.kernels.limits import Limits
+from bench.kernels.limits import Limits, better
 from bench.kernels.parameter_sets import DEFAULT_SETS, PARAMETER_SETS, ParameterSet
 from bench.kernels.sweeps import SWEEPS, Run, Sweep
-from bench.kernels.timing import OURS, Candidate, rates, rotated, rounds_for, summary
+from bench.kernels.timing import OURS, Candidate, add_shares, rates, rotated, rounds_for, summary
 from bench.kernels.work import Work, gram_work, inverse_work, products_work, step_work
 from tnt_kernels import reference
 from tnt_optim import TNT
@@ -107,8 +108,17 @@ def test_the_limit_is_the_later_of_products_and_memory() -> None:
     assert limits.binding(work, symmetric=True) == "ssyrk"
     assert limits.seconds(work, symmetric=False) == 15
     assert limits.binding(work, symmetric=False) == "copy"
-    record = {"useful_flops": 1000, "effective_flops": 2000, "bytes": 150, "limit_seconds": 15.0}
-    assert rates(30.0, record)["share_of_limit"] == 0.5
+
+
+def test_shares_are_of_the_better_of_two_measurements() -> None:
+    disturbed = Limits("", 1, 1, sgemm=60.0, ssyrk=50.0, copy=1.0, torch_sgemm=1.0)
+    limits = better(disturbed, replace(disturbed, sgemm=50.0, copy=10.0))
+    assert limits == replace(disturbed, copy=10.0)
+    record = _benchmark("gram_ema_", "", "mnist_ae", {OURS: 4.0, "addmm_": 8.0})
+    add_shares([record], limits)
+    assert (record["limit"], record["limit_seconds"]) == ("ssyrk", 2.0)
+    assert record["candidates"][OURS]["share_of_limit"] == 0.5
+    assert "share_of_limit" not in record["candidates"]["addmm_"]  # not compared
 
 
 # Fits.
@@ -264,10 +274,11 @@ def test_plain_optimizer_takes_the_same_steps() -> None:
 def _benchmark(op: str, kind: str, name: str, medians: dict[str, float]) -> dict[str, Any]:
     candidates: dict[str, Any] = {c: summary([m] * 3) for c, m in medians.items()}
     record: dict[str, Any] = {
-        **{"op": op, "kind": kind, "set": name, "note": "", "limit": "copy"},
-        **{"useful_flops": 100, "effective_flops": 200, "bytes": 10, "limit_seconds": 0.5},
+        **{"op": op, "kind": kind, "set": name, "note": "", "symmetric": True},
+        **{"useful_flops": 100, "effective_flops": 200, "bytes": 10, "errors": {OURS: 0.0}},
         "candidates": candidates,
     }
+    add_shares([record], Limits("", 1, 1, sgemm=1.0, ssyrk=1.0, copy=1.0, torch_sgemm=1.0))
     candidates[OURS].update(rates(candidates[OURS]["median"], record))
     return record
 

@@ -10,7 +10,8 @@ from torch import Tensor
 # Of each operator against ``tnt_kernels.reference``, both float32 on the same inputs: the largest
 # difference relative to the largest expected entry of the same tensor.
 TOLERANCES = {
-    "gram_ema_": 1e-5,
+    # Plain torch sums the 262144 terms of a 9 x 9 statistic (vgg16) in one float32 after another.
+    "gram_ema_": 2e-4,
     # Rounding times the condition number: of a vector's statistic, rank 1 and damped, d / 0.1.
     "damped_inverse": 1e-3,
     # Rounding of the largest eigenvalue, up to d, beside the damping of 0.1.
@@ -22,6 +23,11 @@ TOLERANCES = {
     # reference as in the candidates.
     "TNT.step": 5e-2,
 }
+
+
+# Baselines are allowed this many times as much: what they lose by summing in float32 is theirs, and
+# recorded.
+BASELINE_TOLERANCE = 10
 
 
 def relative_error(results: Sequence[Tensor], expected: Sequence[Tensor]) -> float:

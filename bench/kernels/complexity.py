@@ -41,6 +41,7 @@ RULES = {
     "least points": f"no exponent from fewer than {LEAST_POINTS} points",
 }
 TURNS = 5
+PROCESS_BYTES = 2 << 20  # for Python's own objects, and for buffers of the BLAS and of threads
 MEMORY_SETS = ("mnist_ae", "faces_ae", "resnet32")
 
 
@@ -200,14 +201,15 @@ def _without_momenta(state: dict[str, int]) -> int:
 def memory_of_sets(names: Sequence[str]) -> list[dict[str, Any]]:
     """TNT's state on whole models, and what a step needs beside it at once.
 
-    The bound on the latter: a copy of one parameter and of its factors, of the largest.
+    The bound on the latter: a copy of one parameter and of its factors, of the largest, and what
+    the process itself takes.
     """
     sets = [PARAMETER_SETS[name] for name in names]
     records = []
     for parameter_set in sets:
         (case,) = measure_in_subprocess("tnt", [parameter_set.views])
         state = sum(case["state"].values())
-        bound = max(
+        bound = PROCESS_BYTES + max(
             FLOAT_BYTES * math.prod(view) + factor_bytes([view], [flat])
             for view, flat in zip(parameter_set.views, parameter_set.diagonal, strict=True)
         )

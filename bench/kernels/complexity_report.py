@@ -108,7 +108,8 @@ def _sets(records: Sequence[dict[str, Any]]) -> list[str]:
         rows.append([record["set"], *(megabytes(size) for size in sizes), verdict])
     return [
         "TNT on whole models, MB: its state, and what a step with everything due has beside it at "
-        "its peak. That is to stay within one copy of the largest parameter and its factors.",
+        "its peak. That is to stay within one copy of the largest parameter and its factors, and 2 "
+        "MB for the process itself.",
         "",
         *table(header, rows),
     ]

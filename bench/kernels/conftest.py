@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from bench.kernels.limits import Limits, busy_share, measure_limits
+from bench.kernels.limits import Limits, better, busy_share, measure_limits
 from bench.kernels.parameter_sets import DEFAULT_SETS, PARAMETER_SETS
-from bench.kernels.timing import MAX_ROUNDS, MIN_ROUNDS, Comparison
+from bench.kernels.timing import MAX_ROUNDS, MIN_ROUNDS, Comparison, add_shares
 from bench.provenance import provenance
 from bench.records import check_writable, write_json
 from tnt_kernels import backends
@@ -48,8 +48,10 @@ def records(pytestconfig: pytest.Config) -> Iterator[list[dict[str, Any]]]:
     yield collected
     if path is None:
         return
-    limits = pytestconfig.stash.get(_LIMITS, None)
-    size = pytestconfig.getoption("--kernel-limit-size")
+    start = pytestconfig.stash[_LIMITS] if collected else None
+    end = None if start is None else measure_limits(start.size)
+    if start is not None and end is not None:
+        add_shares(collected, better(start, end))
     write_json(
         path,
         {
@@ -63,8 +65,8 @@ def records(pytestconfig: pytest.Config) -> Iterator[list[dict[str, Any]]]:
                 "busy_before": busy,
                 "busy_after": busy_share(),
             },
-            "limits": asdict(limits) if limits is not None else None,
-            "limits_at_the_end": asdict(measure_limits(size)) if limits is not None else None,
+            "limits": start and asdict(start),
+            "limits_at_the_end": end and asdict(end),
             "benchmarks": collected,
         },
     )
@@ -86,4 +88,4 @@ def compare(
     records: list[dict[str, Any]],
 ) -> Comparison:
     """Checks and times candidates, and records them."""
-    return Comparison(benchmark, limits, pytestconfig.getoption("--kernel-seconds"), records)
+    return Comparison(benchmark, pytestconfig.getoption("--kernel-seconds"), records)

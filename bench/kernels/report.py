@@ -20,11 +20,11 @@ Benchmark = dict[str, Any]
 
 # What a reader must know beside each operator's table.
 _TITLES = {
-    "gram_ema_": "all statistics of the set refreshed once",
-    "damped_inverse": "all inverses of the set remade once, damping 0.1",
-    "inverse_root": "all roots of the set, 1/2k as in Shampoo, damping 0.1",
-    "mode_products": "every tensor multiplied by its factors, into new tensors",
-    "preconditioned_step_": "momentum, products, decay and update of all parameters",
+    "gram_ema_": "All statistics of the set refreshed once",
+    "damped_inverse": "All inverses of the set remade once, damping 0.1",
+    "inverse_root": "All roots of the set, 1/2k as in Shampoo, damping 0.1",
+    "mode_products": "Every tensor multiplied by its factors, into new tensors",
+    "preconditioned_step_": "Momentum, products, decay and update of all parameters",
 }
 _NOT_RUN = {
     "inverse_root": "Not on the sets with modes of 2000 and more, nor on gpt2: one root costs some "
@@ -93,7 +93,7 @@ def operator_section(op: str, benchmarks: Sequence[Benchmark]) -> list[str]:
             str(len(ours["samples"])),
         ]
         rows.append(row)
-    lines = [f"## `{op}`", "", f"{_TITLES[op]}.".capitalize(), "", *table(header, rows)]
+    lines = [f"## `{op}`", "", f"{_TITLES[op]}.", "", *table(header, rows)]
     return [*lines, *_notes(benchmarks), *([_NOT_RUN[op], ""] if op in _NOT_RUN else [])]
 
 
@@ -153,8 +153,8 @@ def header_section(record: dict[str, Any]) -> list[str]:
         "before it is timed; ratios are the baseline's median over ours, bold where the baseline "
         "wins. Useful flops use symmetry (one triangle, d³ for an inverse), effective ones do not; "
         "bytes count every input and output once. The limit is the later of the useful flops at "
-        "the measured rate of the BLAS and the bytes at that of a copy (small sets stay in a cache "
-        "and can be faster than that).",
+        "the BLAS's rate and the bytes at that of a copy, the better of two measurements (small "
+        "sets stay in a cache and can be faster than a copy).",
         "",
         *table((f"{limits['blas']}, n = {limits['size']}", "at the start", "at the end"), rows),
     ]

@@ -167,7 +167,7 @@ def _cycle(interval: int) -> int:
 _SMALL = (16, 32, 64, 128, 256)
 _D2 = (*_SMALL, 512, 768, 1024, 1536, 2048)
 _ROOTS = (*_SMALL, 384, 512, 768, 1024)
-_D3 = (8, 16, 32, 64, 96, 128, 192, 256)
+_D3 = (8, 16, 32, 64, 128, 160, 192, 256, 320)
 _ADAM = (16, 64, 256, 1024, 2048, 2560, 3072, 4096)
 _K_SIZE = 32
 _INTERVALS = (1, 2, 4, 8, 16, 32)
@@ -182,7 +182,7 @@ SWEEPS = (
         prepare=lambda d: _statistics(_cube(d, 2)),
     ),
     Sweep(
-        *("TNT, Shampoo", "statistics, k = 3", "d", "sum d prod d", 4, _D3, 64),
+        *("TNT, Shampoo", "statistics, k = 3", "d", "sum d prod d", 4, _D3, 128),
         prepare=lambda d: _statistics(_cube(d, 3)),
     ),
     Sweep(
@@ -190,7 +190,7 @@ SWEEPS = (
         prepare=lambda d: _update(_cube(d, 2)),
     ),
     Sweep(
-        *("TNT, Shampoo", "update, k = 3", "d", "sum d prod d", 4, _D3, 64),
+        *("TNT, Shampoo", "update, k = 3", "d", "sum d prod d", 4, _D3, 128),
         prepare=lambda d: _update(_cube(d, 3)),
     ),
     Sweep(
@@ -202,7 +202,7 @@ SWEEPS = (
         prepare=lambda d: _roots(_cube(d, 2)),
     ),
     Sweep(
-        *("TNT", "step, k = 2, T1 = T2 = 1", "d", "sum d prod d + sum d^3", 3, (*_D2, 3072), 768),
+        *("TNT", "step, k = 2, T1 = T2 = 1", "d", "sum d prod d + sum d^3", 3, (*_D2, 3072), 1024),
         prepare=lambda d: _tnt_step((d, d), 1, 1, 1),
     ),
     Sweep(

@@ -20,8 +20,10 @@ def test_gram_ema(parameter_set: ParameterSet, compare: Comparison) -> None:
     rng = generator()
     tensors = normal(parameter_set.views, rng)
     start = symmetric_modes(parameter_set, rng)
-    expected = copies(start)
-    reference.gram_ema_(expected, tensors, DECAY)
+    # In float64: in float32 the reference's own sums over vgg16's 262144 columns are farther off
+    # than the tolerance.
+    expected = [[stat.double() for stat in row] for row in start]
+    reference.gram_ema_(expected, [tensor.double() for tensor in tensors], DECAY)
 
     def candidate(name: str, update: Callable[..., None]) -> Candidate:
         stats = copies(start)

@@ -17,7 +17,14 @@ from typing import Any
 
 from torch import Tensor
 
-from bench.kernels.checks import TOLERANCES, check_close, check_finite, check_moved, relative_error
+from bench.kernels.checks import (
+    BASELINE_TOLERANCE,
+    TOLERANCES,
+    check_close,
+    check_finite,
+    check_moved,
+    relative_error,
+)
 from bench.kernels.limits import Limits
 from bench.kernels.parameter_sets import ParameterSet
 from bench.kernels.work import Work
@@ -50,7 +57,6 @@ class Comparison:
     """Checks, times and records candidates; ``records`` collects one entry a call."""
 
     benchmark: Any  # pytest_benchmark.fixture.BenchmarkFixture
-    limits: Limits
     seconds: float  # the time to spend, unless MIN_ROUNDS take longer
     records: list[dict[str, Any]] = field(default_factory=list)
 
@@ -85,7 +91,8 @@ class Comparison:
             first = _timed(candidate.run)
             if candidate.compared:
                 error = relative_error(candidate.results(), expected)
-                check_close(candidate.name, error, TOLERANCES[op])
+                slack = 1 if candidate.name == OURS else BASELINE_TOLERANCE
+                check_close(candidate.name, error, TOLERANCES[op] * slack)
                 errors[candidate.name] = error
             # The first run also pays for cold caches and page faults: no guide to a short one.
             round_seconds += first if first > 0.5 else _timed(candidate.run)
@@ -105,8 +112,7 @@ class Comparison:
                 "useful_flops": work.useful_flops // steps,
                 "effective_flops": work.effective_flops // steps,
                 "bytes": work.bytes // steps,
-                "limit": self.limits.binding(work, symmetric=symmetric),
-                "limit_seconds": self.limits.seconds(work, symmetric=symmetric) / steps,
+                "symmetric": symmetric,
                 "errors": errors,
                 "candidates": {
                     name: summary([second / steps for second in seconds])
@@ -168,13 +174,23 @@ def summary(samples: Sequence[float]) -> dict[str, Any]:
 
 
 def rates(median: float, record: dict[str, Any]) -> dict[str, float]:
-    """Flops and bytes a second at the median, and the share of the machine's limit."""
+    """Flops and bytes a second at the median."""
     return {
         "useful_gflops": record["useful_flops"] / median / 1e9,
         "effective_gflops": record["effective_flops"] / median / 1e9,
         "gbytes": record["bytes"] / median / 1e9,
-        "share_of_limit": record["limit_seconds"] / median,
     }
+
+
+def add_shares(records: Sequence[dict[str, Any]], limits: Limits) -> None:
+    """Adds to every benchmark its least possible time, and which share of it each candidate has."""
+    for record in records:
+        work = Work(record["useful_flops"], record["effective_flops"], record["bytes"])
+        record["limit"] = limits.binding(work, symmetric=record["symmetric"])
+        record["limit_seconds"] = limits.seconds(work, symmetric=record["symmetric"])
+        for name in record["errors"]:
+            candidate = record["candidates"][name]
+            candidate["share_of_limit"] = record["limit_seconds"] / candidate["median"]
 
 
 def _timed(run: Callable[[], object]) -> float:
