@@ -52,7 +52,7 @@ def with_cycles(benchmarks: Sequence[Benchmark]) -> list[Benchmark]:
 
 
 def targets_section(benchmarks: Sequence[Benchmark]) -> list[str]:
-    """Every ratio to reach, beside the one measured."""
+    """Every ratio to reach, beside the one measured and the one that the machine would allow."""
     measured = {(b["op"], b["kind"], b["set"]): b for b in benchmarks}
     rows = []
     for (op, kind, baseline), sets in TARGETS.items():
@@ -60,14 +60,21 @@ def targets_section(benchmarks: Sequence[Benchmark]) -> list[str]:
             benchmark = measured.get((op, kind, name))
             label = f"`{op}`" + (f", {kind}" if kind else "")
             if benchmark is None:
-                rows.append((label, name, baseline, f"{wanted:g}", "", "not run"))
+                rows.append((label, name, baseline, f"{wanted:g}", "", "", "not run"))
             else:
                 got = ratio(benchmark, baseline)
-                rows.append(
-                    (label, name, baseline, f"{wanted:g}", times(got), verdict(got, wanted))
-                )
-    header = ("", "set", "over", "to reach", "measured", "")
-    return ["## Ratios to reach", "", *table(header, rows)]
+                most = benchmark["candidates"][baseline]["median"] / benchmark["limit_seconds"]
+                said = (times(got), times(most), verdict(got, wanted))
+                rows.append((label, name, baseline, f"{wanted:g}", *said))
+    header = ("", "set", "over", "to reach", "measured", "at the machine's limit", "")
+    return [
+        "## Ratios to reach",
+        "",
+        "At the machine's limit: what the ratio would be if ours ran at the measured limit. The "
+        "targets were set where torch's own products ran at half the speed of OpenBLAS's.",
+        "",
+        *table(header, rows),
+    ]
 
 
 def operator_section(op: str, benchmarks: Sequence[Benchmark]) -> list[str]:
