@@ -52,6 +52,8 @@ class Failures:
 
     def __init__(self) -> None:
         self._pending: list[tuple[_Delivery, str, Sequence[Tensor]]] = []
+        # Of what some parameter may have failed in a row: at first unknown, so of everything.
+        self._in_a_row = {"statistics", "inverses"}
 
     def report_statistics(self, codes: Tensor, params: Sequence[Tensor]) -> None:
         """codes[n] is nonzero where the statistics of params[n] were left as they were."""
@@ -79,13 +81,19 @@ class Failures:
         while self._pending and (wait or self._pending[0][0].arrived()):
             delivery, kind, params = self._pending.pop(0)
             total, in_a_row = COUNTERS[:2] if kind == "statistics" else COUNTERS[2:]
-            failed = []
-            for code, param in zip(delivery.codes(), params, strict=True):
+            codes, failed = delivery.codes(), []
+            if not any(codes) and kind not in self._in_a_row:
+                continue  # nothing to count: how most refreshes end
+            for code, param in zip(codes, params, strict=True):
                 state = states[param]
                 state[total] += code != 0
                 state[in_a_row] = state[in_a_row] + 1 if code != 0 else 0
                 if code != 0:
                     failed.append((state[in_a_row], code, param))
+            if any(state and state[in_a_row] for state in states.values()):
+                self._in_a_row.add(kind)
+            else:
+                self._in_a_row.discard(kind)
             if failed:
                 worst, code, param = max(failed, key=lambda entry: entry[0])
                 message = _MESSAGES[kind].format(mode=code - 1, name=name(param))

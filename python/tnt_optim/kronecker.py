@@ -58,8 +58,9 @@ class KroneckerOptimizer(Optimizer):
         return {
             p: p.grad
             for group in self.param_groups
+            for due in [self._statistics_due(group)]
             for p in group["params"]
-            if p.grad is not None and (self._statistics_due(group) or not self._has_state(p))
+            if p.grad is not None and (due or not self._has_state(p))
         }
 
     def _statistic_loss(self, output: Any, index: int) -> Tensor:
@@ -107,7 +108,9 @@ class KroneckerOptimizer(Optimizer):
             updates = [self._to_update(group, observed) for group in self.param_groups]
             first = {p: g for p, g in observed.items() if not self._has_state(p)}
             self.state.update(self._first_states(first))
-            self._refresh({p: g for p, g in observed.items() if p not in first}, first)
+            if first:
+                observed = {p: g for p, g in observed.items() if p not in first}
+            self._refresh(observed, first)
             self._failures.read(self.state, self._name)
         finally:
             self._forget_observations()
@@ -258,7 +261,8 @@ class KroneckerOptimizer(Optimizer):
                 for param in params:
                     if param not in stats:
                         stats[param] = self._like_modes(group, param)
-                gradients = self._viewed(group, params, observed)
+                sizes = [self._modes(group, p)[0] for p in params]
+                gradients = _viewed([observed[p] for p in params], sizes)
                 gram_ema_([stats[p] for p in params], gradients, batches / (batches + 1))
             batches += 1
         if skipped and not batches:
@@ -277,7 +281,8 @@ class KroneckerOptimizer(Optimizer):
         stats: dict[Tensor, list[Tensor]] = {}
         for group, params in self._batches(observed):
             fresh = [self._like_modes(group, p) for p in params]
-            gram_ema_(fresh, self._viewed(group, params, observed), 0.0)
+            sizes = [self._modes(group, p)[0] for p in params]
+            gram_ema_(fresh, _viewed([observed[p] for p in params], sizes), 0.0)
             stats.update(zip(params, fresh, strict=True))
         return self._states(stats)
 
@@ -315,26 +320,35 @@ class KroneckerOptimizer(Optimizer):
             # Decay 1 leaves the statistics alone, whatever the gradient holds.
             keep = torch.ones((), dtype=torch.float64, device=params[0].device)
             decay = torch.where(finite.to(keep.device), keep * group["stat_decay"], keep)
-            stats = [self.state[p]["stats"] for p in params]
-            gram_ema_(stats, self._viewed(group, params, observed), decay)
+            states = [self.state[p] for p in params]
+            gradients = _viewed([observed[p] for p in params], _mode_sizes(states))
+            gram_ema_([state["stats"] for state in states], gradients, decay)
             codes = (~finite).to(torch.int32).expand(len(params)).contiguous()
             self._failures.report_statistics(codes, params)
-        if not observed and all(g["step"] % g["inverse_interval"] for g in self.param_groups):
-            return  # nothing can be due: how most steps end
-        for group, params in self._batches(filter(self._has_state, self.state)):
-            due = [p for p in params if p not in first and self._factors_due(group, p, observed)]
-            if due:
+        for group in self.param_groups:
+            for due in by_device(self._factors_due(group, observed, first)):
                 states = [self.state[p] for p in due]
                 kept = [state["factors"] for state in states]
                 _, info = self._factors(group, [state["stats"] for state in states], kept)
                 self._failures.report_inverses(info, due)
 
     def _factors_due(
-        self, group: dict[str, Any], param: Tensor, observed: Mapping[Tensor, Tensor]
-    ) -> bool:
+        self,
+        group: dict[str, Any],
+        observed: Mapping[Tensor, Tensor],
+        first: Mapping[Tensor, Tensor],
+    ) -> list[Tensor]:
+        """The group's parameters whose factors are to be remade; the first ones just were made."""
         t, interval = group["step"], group["inverse_interval"]
-        young = t - self.state[param]["first_step"] < interval
-        return t % interval == 0 or (young and param in observed)
+        if t % interval == 0:
+            return [p for p in group["params"] if self._has_state(p) and p not in first]
+        if not observed:
+            return []
+        return [
+            p
+            for p in group["params"]
+            if p in observed and t - self.state[p]["first_step"] < interval
+        ]
 
     # The update.
 
@@ -368,8 +382,9 @@ class KroneckerOptimizer(Optimizer):
     def _update(self, group: dict[str, Any], params: list[Tensor]) -> None:
         states = [self.state[p] for p in params]
         momenta = [state["momentum"] for state in states]
-        weights = [p.reshape(m.shape) for p, m in zip(params, momenta, strict=True)]
-        grads = [p.grad.reshape(m.shape) for p, m in zip(params, momenta, strict=True)]  # type: ignore[union-attr]
+        sizes = _mode_sizes(states)
+        weights = _viewed(params, sizes)
+        grads = _viewed([p.grad for p in params], sizes)
         for state in states:
             state["updates"] += 1
         if group["graft"] is None:
@@ -385,7 +400,8 @@ class KroneckerOptimizer(Optimizer):
         else:
             grafted_step_(weights, grads, states, group)
         for param, weight in zip(params, weights, strict=True):
-            if weight.data_ptr() != param.data_ptr():  # strides that no view could merge
+            if weight is not param and weight.data_ptr() != param.data_ptr():
+                # Strides that no view could merge.
                 param.copy_(weight.view(param.shape))
 
     # Parameters and their modes.
@@ -396,9 +412,9 @@ class KroneckerOptimizer(Optimizer):
 
     def _batches(self, params: Iterable[Tensor]) -> Iterator[tuple[dict[str, Any], list[Tensor]]]:
         """The given parameters by group and device: what one call of an operator can serve."""
-        wanted = set(params)
+        wanted = params if isinstance(params, Mapping) else set(params)
         for group in self.param_groups:
-            for batch in by_device(p for p in group["params"] if p in wanted):
+            for batch in by_device([p for p in group["params"] if p in wanted]):
                 yield group, batch
 
     def _modes(
@@ -415,12 +431,6 @@ class KroneckerOptimizer(Optimizer):
             for d, diagonal in zip(*self._modes(group, param), strict=True)
         ]
 
-    def _viewed(
-        self, group: dict[str, Any], params: list[Tensor], tensors: Mapping[Tensor, Tensor]
-    ) -> list[Tensor]:
-        """``tensors`` of the parameters, in the shapes of their modes."""
-        return [tensors[p].reshape(self._modes(group, p)[0]) for p in params]
-
     def _name(self, param: Tensor) -> str:
         for number, group in enumerate(self.param_groups):
             for index, other in enumerate(group["params"]):
@@ -428,6 +438,18 @@ class KroneckerOptimizer(Optimizer):
                     name = repr(group["param_names"][index]) if "param_names" in group else index
                     return f"parameter {name} of group {number}, shape {tuple(param.shape)}"
         raise KeyError("not a parameter of this optimizer")
+
+
+def _mode_sizes(states: Sequence[Mapping[str, Any]]) -> list[torch.Size]:
+    return [state["momentum"].shape for state in states]
+
+
+def _viewed(tensors: Sequence[Any], sizes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """The tensors in the shapes of their modes; those that have them already are not copied."""
+    return [
+        tensor if tensor.shape == shape else tensor.reshape(shape)
+        for tensor, shape in zip(tensors, sizes, strict=True)
+    ]
 
 
 def by_device(params: Iterable[Tensor]) -> list[list[Tensor]]:
