@@ -124,64 +124,64 @@ struct Rescaling {
   bool tiny;  // the statistics are so small that subnormal ones among them count
 };
 
-// out <- scale S, of a full mode its lower triangle.
+// out <- scale S, of a full mode its lower triangle; whether all of it is finite.
 template <typename T>
-void rescaled(const FactorMode& mode, T scale, bool tiny, T* out) {
+bool rescaled(const FactorMode& mode, T scale, bool tiny, T* out) {
   const T* stat = static_cast<const T*>(mode.stat);
   const int64_t rows = mode.diagonal ? 1 : mode.d;
   const auto multiply = [&] {
+    bool finite = true;
     for (int64_t i = 0; i < rows; ++i) {
-      for (int64_t j = i; j < mode.d; ++j) out[i * mode.d + j] = stat[i * mode.d + j] * scale;
+      const T* from = stat + i * mode.d;
+      T* to = out + i * mode.d;
+      for (int64_t j = i; j < mode.d; ++j) to[j] = from[j] * scale;
+      finite = finite && all_finite(to + i, mode.d - i);
     }
+    return finite;
   };
-  if (tiny) {
-    const KeepSubnormals keep;
-    multiply();
-  } else {
-    multiply();
-  }
+  if (!tiny) return multiply();
+  const KeepSubnormals keep;
+  return multiply();
 }
 
-// result <- (scale S + eps I)^-1, its lower triangle; false where that is not to be had.
+// out <- (scale S + eps I)^-1, its lower triangle; false where that is not to be had.
 template <typename T>
-bool invert(const FactorMode& mode, const Rescaling& rescaling, T* result) {
+bool invert(const FactorMode& mode, const Rescaling& rescaling) {
+  T* out = static_cast<T*>(mode.out);
   const T scale = static_cast<T>(rescaling.per_size * static_cast<double>(mode.d));
   const T eps = static_cast<T>(rescaling.eps);
   const T* stat = static_cast<const T*>(mode.stat);
   const int64_t d = mode.d;
   if (d == 0) return true;
   const T noise = kPivotRoundings * std::numeric_limits<T>::epsilon();
-  rescaled(mode, scale, rescaling.tiny, result);
+  std::vector<T> diagonal(static_cast<size_t>(mode.diagonal ? 0 : d));
+  const bool finite = rescaled(mode, scale, rescaling.tiny, out);
   if (mode.diagonal) {
     bool good = true;
     for (int64_t i = 0; i < d; ++i) {
-      const T damped = result[i] + eps;
-      result[i] = 1 / damped;
+      const T damped = out[i] + eps;
+      out[i] = 1 / damped;
       good = good && damped > 0;
     }
-    return good && all_finite(stat, d) && all_finite(result, d) && std::isfinite(scale);
+    return good && all_finite(stat, d) && all_finite(out, d) && std::isfinite(scale);
   }
-  std::vector<T> diagonal(static_cast<size_t>(d));
-  bool finite = true;
   for (int64_t i = 0; i < d; ++i) {
-    T* to = result + i * d;
-    to[i] += eps;
-    finite = finite && all_finite(to + i, d - i);
-    diagonal[static_cast<size_t>(i)] = to[i];
+    diagonal[static_cast<size_t>(i)] = out[i * (d + 1)] += eps;
   }
-  if (!finite || !factorise(d, result, d)) return false;
+  if (!finite || !factorise(d, out, d)) return false;
   for (int64_t i = 0; i < d; ++i) {
-    const T pivot = result[i * (d + 1)];
+    const T pivot = out[i * (d + 1)];
     if (!(pivot * pivot > noise * diagonal[static_cast<size_t>(i)])) return false;
   }
-  invert_triangle(d, result, d);
-  square_triangle(d, result, d);
-  for (int64_t i = 0; i < d && finite; ++i) {
-    T* row = result + i * d;
+  invert_triangle(d, out, d);
+  square_triangle(d, out, d);
+  bool good = true;
+  for (int64_t i = 0; i < d && good; ++i) {
+    T* row = out + i * d;
     for (int64_t j = i; j < d; ++j) row[j] += 0;  // where the BLAS left -0
-    finite = all_finite(row + i, d - i);
+    good = all_finite(row + i, d - i);
   }
-  return finite;
+  return good;
 }
 
 template <typename T>
@@ -215,13 +215,12 @@ void damped_inverse(const std::vector<TensorModes>& tensors, double damping, boo
   }
   make_factors(
       tensors, 1.0,
-      [&](int64_t t, int64_t i, void* result, Scratch&) {
+      [&](int64_t t, int64_t i, Scratch&) {
         const TensorModes& tensor = tensors[static_cast<size_t>(t)];
         const FactorMode& mode = tensor.modes[static_cast<size_t>(i)];
         const Rescaling& rescaling = rescalings[static_cast<size_t>(t)];
-        return tensor.element == Element::kDouble
-                   ? invert(mode, rescaling, static_cast<double*>(result))
-                   : invert(mode, rescaling, static_cast<float*>(result));
+        return tensor.element == Element::kDouble ? invert<double>(mode, rescaling)
+                                                  : invert<float>(mode, rescaling);
       },
       info);
 }

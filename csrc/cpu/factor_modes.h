@@ -3,11 +3,11 @@
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
+#include <limits>
 #include <memory>
-#include <mutex>
 #include <type_traits>
 #include <vector>
 
@@ -33,92 +33,101 @@ struct TensorModes {
   Element element;
 };
 
-// Allocates for std::vector, and leaves new elements as they are.
 template <typename T>
-struct Uninitialised : std::allocator<T> {
-  template <typename U>
-  struct rebind {
-    using other = Uninitialised<U>;
-  };
-  template <typename U>
-  void construct(U*) {}
-};
+auto bits_of(T value) {
+  return std::bit_cast<std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>>(value);
+}
 
-// Memory for results, passed on from tensor to tensor: with fresh pages for each, the system would
-// spend its time clearing them.
-class ResultPool {
- public:
-  using Result = std::vector<char, Uninitialised<char>>;
-
-  Result take(size_t bytes) {
-    Result result;
-    {
-      const std::lock_guard lock(mutex_);
-      if (!free_.empty()) {
-        result = std::move(free_.back());
-        free_.pop_back();
-      }
-    }
-    result.clear();  // nothing of it is to be moved
-    result.resize(bytes);
-    return result;
-  }
-
-  void give_back(Result&& result) {
-    const std::lock_guard lock(mutex_);
-    free_.push_back(std::move(result));
-  }
-
- private:
-  std::mutex mutex_;
-  std::vector<Result> free_;
-};
-
-// By the exponents, as integers: comparisons of floats would not be done several at a time.
+// By the exponents: where all bits of one are set, adding 1 to it carries into the sign's place.
+// (Comparisons of floats would not be done several at a time.)
 template <typename T>
 bool all_finite(const T* values, int64_t count) {
-  using Bits = std::conditional_t<sizeof(T) == 4, int32_t, int64_t>;
-  constexpr Bits kExponent = sizeof(T) == 4 ? Bits{0x7f800000} : static_cast<Bits>(0x7ffll << 52);
-  Bits most = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    Bits bits;
-    std::memcpy(&bits, values + i, sizeof(bits));
-    most = std::max(most, bits & kExponent);
-  }
-  return most != kExponent;
+  using Bits = decltype(bits_of(T{}));
+  constexpr Bits kSign = Bits{1} << (8 * sizeof(T) - 1);
+  constexpr Bits kUnit = Bits{1} << (std::numeric_limits<T>::digits - 1);
+  constexpr Bits kExponent = kSign - kUnit;
+  Bits seen = 0;
+  for (int64_t i = 0; i < count; ++i) seen |= (bits_of(values[i]) & kExponent) + kUnit;
+  return (seen & kSign) == 0;
 }
 
-// out <- result, and its upper triangle mirrored.
-template <typename T>
-void write_factor(const FactorMode& mode, const T* result) {
-  T* out = static_cast<T*>(mode.out);
-  const int64_t d = mode.d;
-  if (mode.diagonal) {
-    std::copy_n(result, d, out);
-    return;
+// What a factor's memory held before a new one was made in it: of a symmetric matrix the diagonal,
+// since making a factor leaves the strict lower triangle alone, else everything.
+class Before {
+ public:
+  template <typename T>
+  void save(const FactorMode& mode) {
+    const T* out = static_cast<const T*>(mode.out);
+    symmetric_ = !mode.diagonal && symmetric(out, mode.d);
+    const int64_t count = symmetric_ ? mode.d : mode.count(), step = symmetric_ ? mode.d + 1 : 1;
+    memory_ = std::make_unique_for_overwrite<char[]>(static_cast<size_t>(count) * sizeof(T));
+    T* saved = reinterpret_cast<T*>(memory_.get());
+    for (int64_t i = 0; i < count; ++i) saved[i] = out[i * step];
   }
-  constexpr int64_t kRows = 32;
-  for (int64_t r = 0; r < d; r += kRows) {
-    const int64_t rows = std::min(kRows, d - r);
-    for (int64_t i = r; i < r + rows; ++i) {
-      std::copy(result + i * d + i, result + (i + 1) * d, out + i * d + i);
-      for (int64_t j = i + 1; j < r + rows; ++j) out[j * d + i] = result[i * d + j];
+
+  template <typename T>
+  void restore(const FactorMode& mode) const {
+    T* out = static_cast<T*>(mode.out);
+    const T* saved = reinterpret_cast<const T*>(memory_.get());
+    if (!symmetric_) {
+      std::copy_n(saved, mode.count(), out);
+      return;
     }
-    transpose(result + r * d + r + rows, d, out + (r + rows) * d + r, d, rows, d - r - rows);
+    for (int64_t i = 0; i < mode.d; ++i) out[i * (mode.d + 1)] = saved[i];
+    mirror_lower(out, mode.d, mode.d);
+  }
+
+  void forget() { memory_.reset(); }
+
+ private:
+  // To the bit, NaN included.
+  template <typename T>
+  static bool symmetric(const T* matrix, int64_t d) {
+    constexpr int64_t kBlock = 32;
+    T block[kBlock * kBlock];
+    for (int64_t r = 0; r < d; r += kBlock) {
+      for (int64_t c = 0; c <= r; c += kBlock) {
+        const int64_t height = std::min(kBlock, d - r), width = std::min(kBlock, d - c);
+        transpose(matrix + r * d + c, d, block, kBlock, height, width);
+        decltype(bits_of(T{})) unlike = 0;
+        for (int64_t i = 0; i < width; ++i) {
+          for (int64_t j = 0; j < height; ++j) {
+            unlike |= bits_of(matrix[(c + i) * d + r + j]) ^ bits_of(block[i * kBlock + j]);
+          }
+        }
+        if (unlike != 0) return false;
+      }
+    }
+    return true;
+  }
+
+  std::unique_ptr<char[]> memory_;
+  bool symmetric_ = false;
+};
+
+// The lower triangle of the square matrix <- its upper one.
+template <typename T>
+void mirror_upper(T* matrix, int64_t n) {
+  constexpr int64_t kRows = 32;
+  for (int64_t r = 0; r < n; r += kRows) {
+    const int64_t rows = std::min(kRows, n - r);
+    for (int64_t i = r; i < r + rows; ++i) {
+      for (int64_t j = i + 1; j < r + rows; ++j) matrix[j * n + i] = matrix[i * n + j];
+    }
+    transpose(matrix + r * n + r + rows, n, matrix + (r + rows) * n + r, n, rows, n - r - rows);
   }
 }
 
-// Makes the factors of every tensor by make(tensor, mode, result, scratch), which writes the upper
-// triangle of a full mode's factor to `result` and says whether it is good. A tensor's factors are
-// written out once all of them are, or not at all: info[t] is then i + 1 for the first bad mode i.
-// cost(tensor, mode) in flops.
+// Makes the factors of every tensor by make(tensor, mode, scratch), which writes a good factor to
+// the mode's `out`, of a full one the diagonal and the upper triangle, leaves the strict lower
+// triangle alone, and says whether the factor is good. If one of a tensor is not, all of them
+// become what they were, and info[t] is i + 1 for the first bad mode i. So nothing beside `out` is
+// needed for matrices that wait for the other modes of their tensor.
 template <typename Make>
 void make_factors(const std::vector<TensorModes>& tensors, double flops_per_cube, const Make& make,
                   int32_t* info) {
-  // The results wait here for the other modes of their tensor; those of a tensor that is complete
-  // are given back.
   struct Pending {
-    std::vector<ResultPool::Result> results;
+    std::vector<Before> before;
     std::atomic<int64_t> missing;
     std::atomic<int32_t> first_bad;
   };
@@ -128,14 +137,13 @@ void make_factors(const std::vector<TensorModes>& tensors, double flops_per_cube
   };
   const auto count = static_cast<int64_t>(tensors.size());
   const auto pending = std::make_unique<Pending[]>(tensors.size());
-  ResultPool pool;
   std::vector<Task> tasks;
   std::vector<double> costs(tensors.size(), 0);
   double total = 0;
   for (int64_t t = 0; t < count; ++t) {
     const auto& modes = tensors[static_cast<size_t>(t)].modes;
     const auto order = static_cast<int64_t>(modes.size());
-    pending[t].results.resize(modes.size());
+    pending[t].before.resize(modes.size());
     pending[t].missing = order;
     pending[t].first_bad = static_cast<int32_t>(order) + 1;
     for (int64_t i = 0; i < order; ++i) {
@@ -157,28 +165,34 @@ void make_factors(const std::vector<TensorModes>& tensors, double flops_per_cube
   const auto run = [&](const Task& task, Scratch& scratch) {
     const TensorModes& tensor = tensors[static_cast<size_t>(task.tensor)];
     Pending& state = pending[task.tensor];
-    const size_t width = tensor.element == Element::kDouble ? 8 : 4;
-    const FactorMode& own = tensor.modes[static_cast<size_t>(task.mode)];
-    ResultPool::Result& result = state.results[static_cast<size_t>(task.mode)];
-    result = pool.take(static_cast<size_t>(own.count()) * width);
-    if (!make(task.tensor, task.mode, result.data(), scratch)) {
+    const auto with_type = [&](const auto& act) {
+      tensor.element == Element::kDouble ? act(double{}) : act(float{});
+    };
+    with_type([&](auto zero) {
+      const auto mode = static_cast<size_t>(task.mode);
+      state.before[mode].template save<decltype(zero)>(tensor.modes[mode]);
+    });
+    if (!make(task.tensor, task.mode, scratch)) {
       const auto code = static_cast<int32_t>(task.mode) + 1;
       int32_t seen = state.first_bad;
       while (code < seen && !state.first_bad.compare_exchange_weak(seen, code)) {
       }
     }
     if (--state.missing > 0) return;
-    const auto order = static_cast<int64_t>(tensor.modes.size());
-    const bool good = state.first_bad > order;
+    const bool good = state.first_bad > static_cast<int32_t>(tensor.modes.size());
     info[task.tensor] = good ? 0 : state.first_bad.load();
-    for (size_t i = 0; i < tensor.modes.size(); ++i) {
-      if (good && tensor.element == Element::kDouble) {
-        write_factor(tensor.modes[i], reinterpret_cast<const double*>(state.results[i].data()));
-      } else if (good) {
-        write_factor(tensor.modes[i], reinterpret_cast<const float*>(state.results[i].data()));
+    with_type([&](auto zero) {
+      using T = decltype(zero);
+      for (size_t i = 0; i < tensor.modes.size(); ++i) {
+        const FactorMode& mode = tensor.modes[i];
+        if (!good) {
+          state.before[i].template restore<T>(mode);
+        } else if (!mode.diagonal) {
+          mirror_upper(static_cast<T*>(mode.out), mode.d);
+        }
+        state.before[i].forget();
       }
-      pool.give_back(std::move(state.results[i]));
-    }
+    });
   };
 
   // A mode that alone would keep one thread busy for longer than the others have work gets all of

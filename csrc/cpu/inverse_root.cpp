@@ -53,27 +53,28 @@ double distance_to_identity(const T* matrix, int64_t n) {
 }
 
 template <typename T>
-bool root_of_diagonal(const T* stat, int64_t d, T eps, T exponent, T* result) {
+bool root_of_diagonal(const T* stat, int64_t d, T eps, T exponent, T* out) {
   bool good = true;
   for (int64_t i = 0; i < d; ++i) {
     const T damped = stat[i] + eps;
-    result[i] = std::pow(damped, exponent);
+    out[i] = std::pow(damped, exponent);
     good = good && damped > 0 && std::isfinite(damped);
   }
-  return good && all_finite(result, d);
+  return good && all_finite(out, d);
 }
 
-// Five matrices: M, H, N, and two for products.
+// Seven matrices: M, H, N, and four for powers of N and products of them.
 template <typename T>
-bool root(const FactorMode& mode, T eps, int64_t p, T* result, Scratch& scratch) {
+bool root(const FactorMode& mode, T eps, int64_t p, Scratch& scratch) {
   const T* stat = static_cast<const T*>(mode.stat);
+  T* out = static_cast<T*>(mode.out);
   const int64_t n = mode.d, count = n * n;
   const T power = static_cast<T>(-1.0 / static_cast<double>(p));
-  if (mode.diagonal) return root_of_diagonal(stat, n, eps, power, result);
+  if (mode.diagonal) return root_of_diagonal(stat, n, eps, power, out);
   if (n == 0) return true;
-  T* memory = scratch.get<T>(6 * count);
+  T* memory = scratch.get<T>(7 * count);
   T *m = memory, *h = m + count, *step = h + count;
-  T *x = step + count, *y = x + count, *next = y + count;
+  T *x = step + count, *y = x + count, *next = y + count, *other = next + count;
 
   // By the largest entry first: the Frobenius norm's squares would leave float's range.
   for (int64_t r = 0; r < n; ++r) {
@@ -100,7 +101,7 @@ bool root(const FactorMode& mode, T eps, int64_t p, T* result, Scratch& scratch)
     const T* square = step;
     T* squares_in[2] = {x, y};
     const T* product = m;
-    T* products_in[2] = {next, result};
+    T* products_in[2] = {next, other};
     for (int64_t bits = p, turn = 0, times = 0; bits > 0; bits >>= 1) {
       if (bits & 1) {
         T* target = products_in[times++ % 2];
@@ -121,9 +122,10 @@ bool root(const FactorMode& mode, T eps, int64_t p, T* result, Scratch& scratch)
     error = next_error;
   }
   const T unscale = std::pow(most, power);
-  for (int64_t e = 0; e < count; ++e) result[e] = unscale * h[e];
+  for (int64_t e = 0; e < count; ++e) h[e] *= unscale;
+  for (int64_t i = 0; i < n; ++i) std::copy(h + i * n + i, h + (i + 1) * n, out + i * n + i);
   // M far from I means that H is no root, whatever it holds: an indefinite matrix ends up here.
-  return error < 0.1 && all_finite(result, count);
+  return error < 0.1 && all_finite(h, count);
 }
 
 }  // namespace
@@ -132,14 +134,14 @@ void inverse_root(const std::vector<TensorModes>& tensors, double damping,
                   const std::vector<int64_t>& roots, int32_t* info) {
   make_factors(
       tensors, 40.0,
-      [&](int64_t t, int64_t i, void* result, Scratch& scratch) {
+      [&](int64_t t, int64_t i, Scratch& scratch) {
         const TensorModes& tensor = tensors[static_cast<size_t>(t)];
         const FactorMode& mode = tensor.modes[static_cast<size_t>(i)];
         const int64_t p = roots[static_cast<size_t>(t)];
         if (tensor.element == Element::kDouble) {
-          return root(mode, damping, p, static_cast<double*>(result), scratch);
+          return root<double>(mode, damping, p, scratch);
         }
-        return root(mode, static_cast<float>(damping), p, static_cast<float*>(result), scratch);
+        return root<float>(mode, static_cast<float>(damping), p, scratch);
       },
       info);
 }
