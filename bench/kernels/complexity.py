@@ -41,6 +41,8 @@ RULES = {
     "least points": f"no exponent from fewer than {LEAST_POINTS} points",
 }
 TURNS = 5
+SLOW_SECONDS, SLOW_TURNS = 1.0, 3  # what takes longer than that takes fewer turns
+QUICK_LEAVES_OUT = 2  # of a sweep's sizes the largest
 PROCESS_BYTES = 2 << 20  # for Python's own objects, and for buffers of the BLAS and of threads
 MEMORY_SETS = ("mnist_ae", "faces_ae", "resnet32")
 
@@ -103,10 +105,15 @@ def median_seconds(runs: Sequence[Run], seconds: float) -> list[float]:
         seconds: for each of them, unless once in every turn takes longer.
     """
     samples: list[list[float]] = [[] for _ in runs]
+    first: list[float] = []
     for run in runs:
+        start = time.perf_counter()
         run.run()
-    for _ in range(TURNS):
-        for run, own in zip(runs, samples, strict=True):
+        first.append(time.perf_counter() - start)
+    for turn in range(TURNS):
+        for run, own, warm_up in zip(runs, samples, first, strict=True):
+            if turn >= SLOW_TURNS and warm_up > SLOW_SECONDS:
+                continue
             began = start = time.perf_counter()
             while start == began or start - began < seconds / TURNS:
                 run.run()
@@ -122,9 +129,10 @@ def measure_sweep(sweep: Sweep, seconds: float, quick: bool = False) -> dict[str
     Args:
         sweep: what to time.
         seconds: for each value.
-        quick: leave out the largest size.
+        quick: leave out the two largest sizes.
     """
-    values = list(sweep.values[:-1] if quick and sweep.floor is None else sweep.values)
+    shorter = quick and sweep.floor is None
+    values = list(sweep.values[:-QUICK_LEAVES_OUT] if shorter else sweep.values)
     runs = [sweep.prepare(value) for value in values]
     if sweep.floor is None:
         return fitted(sweep, values, median_seconds(runs, seconds), None)

@@ -166,9 +166,10 @@ def _cycle(interval: int) -> int:
 
 _SMALL = (16, 32, 64, 128, 256)
 _D2 = (*_SMALL, 512, 768, 1024, 1536, 2048)
+_INVERSES = (*_SMALL, 512, 1024, 2048, 4096, 6144, 8192)
 _ROOTS = (*_SMALL, 384, 512, 768, 1024)
-_D3 = (8, 16, 32, 64, 128, 160, 192, 256, 320)
-_ADAM = (16, 64, 256, 1024, 2048, 2560, 3072, 4096)
+_D3 = (8, 16, 32, 64, 128, 256, 384, 512, 640)
+_ADAM = (16, 64, 256, 1024, 2048, 3072, 4096, 5120, 6144)
 _K_SIZE = 32
 _INTERVALS = (1, 2, 4, 8, 16, 32)
 _M = (16, 64, 256, 512, 1024, 2048, 4096)
@@ -182,7 +183,7 @@ SWEEPS = (
         prepare=lambda d: _statistics(_cube(d, 2)),
     ),
     Sweep(
-        *("TNT, Shampoo", "statistics, k = 3", "d", "sum d prod d", 4, _D3, 128),
+        *("TNT, Shampoo", "statistics, k = 3", "d", "sum d prod d", 4, _D3, 384),
         prepare=lambda d: _statistics(_cube(d, 3)),
     ),
     Sweep(
@@ -190,11 +191,11 @@ SWEEPS = (
         prepare=lambda d: _update(_cube(d, 2)),
     ),
     Sweep(
-        *("TNT, Shampoo", "update, k = 3", "d", "sum d prod d", 4, _D3, 128),
+        *("TNT, Shampoo", "update, k = 3", "d", "sum d prod d", 4, _D3, 384),
         prepare=lambda d: _update(_cube(d, 3)),
     ),
     Sweep(
-        *("TNT", "inverses, k = 2", "d", "sum d^3", 3, (*_D2, 3072, 4096), 1024),
+        *("TNT", "inverses, k = 2", "d", "sum d^3", 3, _INVERSES, 4096),
         prepare=lambda d: _inverses(_cube(d, 2)),
     ),
     Sweep(
@@ -202,7 +203,7 @@ SWEEPS = (
         prepare=lambda d: _roots(_cube(d, 2)),
     ),
     Sweep(
-        *("TNT", "step, k = 2, T1 = T2 = 1", "d", "sum d prod d + sum d^3", 3, (*_D2, 3072), 1024),
+        *("TNT", "step, k = 2, T1 = T2 = 1", "d", "sum d prod d + sum d^3", 3, (*_D2, 3072), 1536),
         prepare=lambda d: _tnt_step((d, d), 1, 1, 1),
     ),
     Sweep(
@@ -210,7 +211,7 @@ SWEEPS = (
         prepare=lambda d: _shampoo_step(_cube(d, 2), 1, 1),
     ),
     Sweep(
-        *("Adam", "step, k = 2", "d", "prod d", 2, _ADAM, 2048),
+        *("Adam", "step, k = 2", "d", "prod d", 2, _ADAM, 3072),
         prepare=_adam_step,
     ),
     Sweep(

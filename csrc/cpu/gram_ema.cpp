@@ -128,7 +128,7 @@ void off_diagonal(int64_t rows, int64_t columns, int64_t depth, T alpha, Panel<T
 
 // A rank-k update of the library wastes most of a small triangle, and a product wastes half of it:
 // up to this size it is halved until what is left is a product of kLeaf.
-constexpr int64_t kSmall = 160;
+constexpr int64_t kSmall = 200;
 constexpr int64_t kLeaf = 32;
 constexpr int64_t kPartialSum = 1024;
 
@@ -294,7 +294,7 @@ void update_diagonal(const GramMode& mode, const Unfolding& x, const Tile& tile,
 std::vector<Tile> plan(const std::vector<GramMode>& modes, const std::vector<Unfolding>& all) {
   // As few tiles as the threads can share out evenly, since the BLAS is fastest on large ones; but
   // their products must stay in a second-level cache.
-  constexpr int64_t kLongestSide = 512;
+  constexpr int64_t kLongestSide = 512, kLeastSide = 96;
   double total = 0;
   for (size_t i = 0; i < modes.size(); ++i) {
     total += static_cast<double>(all[i].d) * (modes[i].diagonal ? 2 : all[i].d) * all[i].columns;
@@ -316,7 +316,7 @@ std::vector<Tile> plan(const std::vector<GramMode>& modes, const std::vector<Unf
     int64_t cuts = std::max<int64_t>((d + kLongestSide - 1) / kLongestSide, 1);  // tiles to a side
     while (static_cast<double>(d) * static_cast<double>(d) * columns >
                share * static_cast<double>(cuts * cuts) &&
-           d / (cuts + 1) >= 192) {
+           d / (cuts + 1) >= kLeastSide) {
       ++cuts;
     }
     const int64_t side = std::max<int64_t>(((d + cuts - 1) / cuts + 15) / 16 * 16, 1);

@@ -12,10 +12,14 @@
 #include <cstdint>
 #include <cstdlib>
 #include <memory>
+#include <mutex>
 #include <new>
 #include <utility>
 #include <vector>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 #if defined(__SSE2__)
 #include <immintrin.h>
 #endif
@@ -51,27 +55,80 @@ class Subnormals {
 using FlushSubnormals = Subnormals<true>;
 using KeepSubnormals = Subnormals<false>;
 
-// Memory that one thread reuses from task to task. Asking again invalidates what was given before.
-class Scratch {
- public:
-  template <typename T>
-  T* get(int64_t count) {
-    const size_t bytes = (static_cast<size_t>(count) * sizeof(T) + 63) / 64 * 64;
-    if (bytes > bytes_) {
-      memory_.reset();  // first, so that the two never exist together
-      memory_.reset(std::aligned_alloc(64, bytes));
-      if (!memory_) throw std::bad_alloc();
-      bytes_ = bytes;
-    }
-    return static_cast<T*>(memory_.get());
-  }
-
- private:
+// Uninitialised memory.
+struct Block {
   struct Free {
     void operator()(void* memory) const { std::free(memory); }
   };
-  std::unique_ptr<void, Free> memory_;
-  size_t bytes_ = 0;
+
+  static constexpr size_t kHugePage = size_t{2} << 20;
+  static constexpr size_t kLarge = 2 * kHugePage;
+
+  Block() = default;
+  explicit Block(size_t wanted) {
+    const size_t unit = wanted >= kLarge ? kHugePage : 64;
+    bytes = (wanted + unit - 1) / unit * unit;
+    memory.reset(std::aligned_alloc(unit, bytes));
+    if (!memory) throw std::bad_alloc();
+#if defined(__linux__)
+    if (unit == kHugePage) madvise(memory.get(), bytes, MADV_HUGEPAGE);  // else as before
+#endif
+  }
+
+  std::unique_ptr<void, Free> memory;
+  size_t bytes = 0;
+};
+
+// Keeps one large block for the next call, which would otherwise wait for the system to clear as
+// much memory again.
+class LargeBlocks {
+ public:
+  Block take(size_t wanted) {
+    Block block;
+    // Whoever finds the lock taken, if only by a thread that a fork left behind, goes without.
+    if (const std::unique_lock lock(mutex_, std::try_to_lock); lock) std::swap(block, kept_);
+    if (block.bytes >= wanted) return block;
+    block = Block();  // first, so that the two never exist together
+    return Block(wanted);
+  }
+
+  void give_back(Block block) {
+    const std::unique_lock lock(mutex_, std::try_to_lock);
+    if (lock && block.bytes > kept_.bytes) std::swap(block, kept_);
+  }
+
+ private:
+  std::mutex mutex_;
+  Block kept_;
+};
+
+inline LargeBlocks large_blocks;
+
+// Memory that one thread reuses from task to task. Asking again invalidates what was given before.
+class Scratch {
+ public:
+  Scratch() = default;
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  ~Scratch() { release(); }
+
+  template <typename T>
+  T* get(int64_t count) {
+    const size_t wanted = static_cast<size_t>(count) * sizeof(T);
+    if (wanted > block_.bytes) {
+      release();  // first, so that the two never exist together
+      block_ = wanted >= Block::kLarge ? large_blocks.take(wanted) : Block(wanted);
+    }
+    return static_cast<T*>(block_.memory.get());
+  }
+
+ private:
+  void release() {
+    if (block_.bytes >= Block::kLarge) large_blocks.give_back(std::move(block_));
+    block_ = Block();
+  }
+
+  Block block_;
 };
 
 // Whether this process came about by fork() after the extension was loaded. The OpenMP runtime's
