@@ -290,47 +290,69 @@ void update_diagonal(const GramMode& mode, const Unfolding& x, const Tile& tile,
   }
 }
 
-// Cuts every statistic into tiles, the longest tasks first.
-std::vector<Tile> plan(const std::vector<GramMode>& modes, const std::vector<Unfolding>& all) {
-  // As few tiles as the threads can share out evenly, since the BLAS is fastest on large ones; but
-  // their products must stay in a second-level cache.
-  constexpr int64_t kLongestSide = 512, kLeastSide = 96;
+// The longest side of a tile: its product must stay in a second-level cache.
+constexpr int64_t kLongestSide = 512;
+constexpr int64_t kLeastSide = 96;
+
+// The tiles of one statistic of which every side is cut into so many.
+void cut(const Unfolding& x, int64_t mode, bool diagonal, int64_t cuts, std::vector<Tile>& tiles) {
+  const double columns = static_cast<double>(x.columns) + 8;  // 8: S itself is read and written
+  if (diagonal) {
+    constexpr int64_t kRows = 256;
+    for (int64_t r = 0; r < x.d; r += kRows) {
+      const int64_t rows = std::min(kRows, x.d - r);
+      tiles.push_back({mode, r, rows, r, rows, 2 * static_cast<double>(rows) * columns});
+    }
+    return;
+  }
+  const int64_t side = std::max<int64_t>(((x.d + cuts - 1) / cuts + 15) / 16 * 16, 1);
+  for (int64_t r = 0; r < x.d; r += side) {
+    for (int64_t c = 0; c <= r; c += side) {
+      const int64_t rows = std::min(side, x.d - r), width = std::min(side, x.d - c);
+      const double area = static_cast<double>(rows) * static_cast<double>(width);
+      tiles.push_back({mode, r, rows, c, width, area * columns * (r == c ? 1 : 2)});
+    }
+  }
+}
+
+// By how much the last thread to finish exceeds the average, if each takes the next tile when it is
+// through with one.
+double imbalance(const std::vector<Tile>& tiles) {
+  std::vector<double> loads(static_cast<size_t>(parallelism()), 0.0);
   double total = 0;
-  for (size_t i = 0; i < modes.size(); ++i) {
-    total += static_cast<double>(all[i].d) * (modes[i].diagonal ? 2 : all[i].d) * all[i].columns;
+  for (const Tile& tile : tiles) {
+    *std::min_element(loads.begin(), loads.end()) += tile.flops;
+    total += tile.flops;
   }
-  const double share = std::max(total / static_cast<double>(4 * parallelism()), kParallelFlops);
+  const double most = *std::max_element(loads.begin(), loads.end());
+  return total < kParallelFlops ? 1 : most * static_cast<double>(loads.size()) / total;
+}
+
+// Cuts the statistics into tiles, the longest first: as few as the threads can share out evenly,
+// since the BLAS copies every operand of a tile before it multiplies.
+std::vector<Tile> plan(const std::vector<GramMode>& modes, const std::vector<Unfolding>& all) {
+  constexpr double kUneven = 1.05;
+  std::vector<int64_t> cuts(modes.size());
+  for (size_t i = 0; i < modes.size(); ++i) {
+    cuts[i] = std::max<int64_t>((all[i].d + kLongestSide - 1) / kLongestSide, 1);
+  }
+  const auto can_be_cut = [&](const Tile& tile) {
+    const auto mode = static_cast<size_t>(tile.mode);
+    return !modes[mode].diagonal && all[mode].d / (cuts[mode] + 1) >= kLeastSide;
+  };
   std::vector<Tile> tiles;
-  for (size_t i = 0; i < modes.size(); ++i) {
-    const auto mode = static_cast<int64_t>(i);
-    const int64_t d = all[i].d;
-    const double columns = static_cast<double>(all[i].columns) + 8;  // 8: S itself is read, written
-    if (modes[i].diagonal) {
-      constexpr int64_t kRows = 256;
-      for (int64_t r = 0; r < d; r += kRows) {
-        const int64_t rows = std::min(kRows, d - r);
-        tiles.push_back({mode, r, rows, r, rows, 2 * static_cast<double>(rows) * columns});
-      }
-      continue;
+  for (;;) {
+    tiles.clear();
+    for (size_t i = 0; i < modes.size(); ++i) {
+      cut(all[i], static_cast<int64_t>(i), modes[i].diagonal, cuts[i], tiles);
     }
-    int64_t cuts = std::max<int64_t>((d + kLongestSide - 1) / kLongestSide, 1);  // tiles to a side
-    while (static_cast<double>(d) * static_cast<double>(d) * columns >
-               share * static_cast<double>(cuts * cuts) &&
-           d / (cuts + 1) >= kLeastSide) {
-      ++cuts;
-    }
-    const int64_t side = std::max<int64_t>(((d + cuts - 1) / cuts + 15) / 16 * 16, 1);
-    for (int64_t r = 0; r < d; r += side) {
-      for (int64_t c = 0; c <= r; c += side) {
-        const int64_t rows = std::min(side, d - r), width = std::min(side, d - c);
-        const double area = static_cast<double>(rows) * static_cast<double>(width);
-        tiles.push_back({mode, r, rows, c, width, area * columns * (r == c ? 1 : 2)});
-      }
-    }
+    std::stable_sort(tiles.begin(), tiles.end(),
+                     [](const Tile& a, const Tile& b) { return a.flops > b.flops; });
+    if (imbalance(tiles) <= kUneven) return tiles;
+    const auto largest = std::find_if(tiles.begin(), tiles.end(), can_be_cut);
+    if (largest == tiles.end()) return tiles;
+    ++cuts[static_cast<size_t>(largest->mode)];
   }
-  std::stable_sort(tiles.begin(), tiles.end(),
-                   [](const Tile& a, const Tile& b) { return a.flops > b.flops; });
-  return tiles;
 }
 
 }  // namespace
