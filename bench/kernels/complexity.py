@@ -1,7 +1,7 @@
 """The paper's Table 2, measured: time and memory over sweeps of d, k, m, T1 and T2.
 
 ``python -m bench.kernels.complexity`` measures all sweeps and writes one JSON record. A time is the
-median of several; an exponent is the slope of its logarithm over the abscissa's, fitted to what the
+least of several; an exponent is the slope of its logarithm over the abscissa's, fitted to what the
 rules of ``fits`` leave, beside the exponent that Table 2 predicts.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -95,8 +94,8 @@ MEMORY_SWEEPS = (
 )
 
 
-def median_seconds(runs: Sequence[Run], seconds: float) -> list[float]:
-    """The median time of one step of each run.
+def least_seconds(runs: Sequence[Run], seconds: float) -> list[float]:
+    """The least time of one step of each run: what disturbs a measurement only slows it down.
 
     The runs take turns, so that a machine that changes its speed changes it for all of them.
 
@@ -120,7 +119,7 @@ def median_seconds(runs: Sequence[Run], seconds: float) -> list[float]:
                 end = time.perf_counter()
                 own.append(end - start)
                 start = end
-    return [statistics.median(own) / run.steps for run, own in zip(runs, samples, strict=True)]
+    return [min(own) / run.steps for run, own in zip(runs, samples, strict=True)]
 
 
 def measure_sweep(sweep: Sweep, seconds: float, quick: bool = False) -> dict[str, Any]:
@@ -135,8 +134,8 @@ def measure_sweep(sweep: Sweep, seconds: float, quick: bool = False) -> dict[str
     values = list(sweep.values[:-QUICK_LEAVES_OUT] if shorter else sweep.values)
     runs = [sweep.prepare(value) for value in values]
     if sweep.floor is None:
-        return fitted(sweep, values, median_seconds(runs, seconds), None)
-    *times, floor = median_seconds([*runs, sweep.floor()], seconds)
+        return fitted(sweep, values, least_seconds(runs, seconds), None)
+    *times, floor = least_seconds([*runs, sweep.floor()], seconds)
     return fitted(sweep, values, times, floor)
 
 

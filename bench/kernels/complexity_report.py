@@ -37,11 +37,13 @@ def left_out(record: dict[str, Any]) -> str:
 def complexity_section(record: dict[str, Any]) -> list[str]:
     """Time, memory, and the memory of whole models."""
     rules = " ".join(f"*{name}*: {rule}." for name, rule in record["rules"].items())
+    commit = (record["provenance"]["commit"] or "unknown")[:12]
     return [
         "## Complexity",
         "",
-        "Table 2 of Ren & Goldfarb 2021, measured on one tensor of k modes of size d. An exponent "
-        f"is the slope of the logarithms; it agrees where it is within {WITHIN} of the predicted "
+        f"Commit {commit}. Table 2 of Ren & Goldfarb 2021, measured on one tensor of k modes of "
+        "size d. A time is the least of several. An exponent is the slope of the logarithms; it "
+        f"agrees where it is within {WITHIN} of the predicted "
         f"one. {rules}{disturbance(record)}",
         "",
         *_time(record["time"]),

@@ -166,9 +166,10 @@ def _cycle(interval: int) -> int:
 
 _SMALL = (16, 32, 64, 128, 256)
 _D2 = (*_SMALL, 512, 768, 1024, 1536, 2048)
+_STATISTICS = (*_SMALL, 512, 1024, 1536, 2048, 3072, 4096)
 _INVERSES = (*_SMALL, 512, 1024, 2048, 4096, 6144, 8192)
 _ROOTS = (*_SMALL, 384, 512, 768, 1024)
-_D3 = (8, 16, 32, 64, 128, 192, 256, 384, 512, 640)
+_D3 = (8, 16, 32, 64, 128, 256, 384, 512, 576, 640)
 _ADAM = (16, 64, 256, 1024, 2048, 3072, 4096, 5120, 6144)
 _K_SIZE = 32
 _INTERVALS = (1, 2, 4, 8, 16, 32)
@@ -179,11 +180,11 @@ _WORK = ("k d^(k+1)", lambda k: float(k * _K_SIZE ** (k + 1)))
 
 SWEEPS = (
     Sweep(
-        *("TNT, Shampoo", "statistics, k = 2", "d", "sum d prod d", 3, _D2, 512),
+        *("TNT, Shampoo", "statistics, k = 2", "d", "sum d prod d", 3, _STATISTICS, 1536),
         prepare=lambda d: _statistics(_cube(d, 2)),
     ),
     Sweep(
-        *("TNT, Shampoo", "statistics, k = 3", "d", "sum d prod d", 4, _D3, 192),
+        *("TNT, Shampoo", "statistics, k = 3", "d", "sum d prod d", 4, _D3, 512),
         prepare=lambda d: _statistics(_cube(d, 3)),
     ),
     Sweep(
