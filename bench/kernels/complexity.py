@@ -70,13 +70,13 @@ def _cube(base: int) -> Callable[[int], tuple[int, ...]]:
     return lambda k: (base,) * k
 
 
-_D = (256, 512, 1024, 2048)
+_D = (512, 1024, 2048, 4096)
 _D_ROOTS = (64, 128, 256, 512, 1024)
 _K = (1, 2, 3, 4, 5)
 MEMORY_SWEEPS = (
     MemorySweep("TNT", "tnt", "k = 2", "d", "sum d^2", 2, _D, lambda d: (d, d)),
     MemorySweep("Shampoo", "shampoo", "k = 2", "d", "sum d^2", 2, _D_ROOTS, lambda d: (d, d)),
-    MemorySweep("Adam", "adam", "k = 2", "d", "prod d", 2, (*_D, 4096), lambda d: (d, d)),
+    MemorySweep("Adam", "adam", "k = 2", "d", "prod d", 2, _D, lambda d: (d, d)),
     MemorySweep(
         "Newton-like",
         "newton",
