@@ -12,7 +12,7 @@ import torch
 from cases import close
 from torch import nn
 
-from bench.kernels import baselines, complexity_report, report, targets
+from bench.kernels import baselines, breakdown, complexity_report, report, targets
 from bench.kernels.checks import check_close, check_finite, check_moved, relative_error
 from bench.kernels.complexity import fitted
 from bench.kernels.fits import exponent, launch_bound, lost_in_noise
@@ -339,3 +339,26 @@ def test_a_busy_machine_is_said(before: float, after: float | None, warned: int)
         **{"protocol": {"busy_before": before, "busy_after": after}, "benchmarks": []},
     }
     assert report.page(record, None).count("not to be relied on") == warned
+
+
+# Breakdown.
+
+
+def test_shrunk_set_has_as_many_modes_of_size_one_or_two() -> None:
+    views = ParameterSet("", ((64, 3, 3, 3), (1, 7), (5,))).views
+    assert breakdown.shrunk(ParameterSet("", ((64, 3, 3, 3), (1, 7), (5,)))).views == [
+        tuple(min(d, 2) for d in view) for view in views
+    ]
+    assert views == [(64, 3, 9), (1, 7), (5,)]
+
+
+def test_breakdown_times_every_state_and_leaves_the_threads_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(breakdown, "ROUNDS", 2)
+    monkeypatch.setattr(breakdown, "COPY_NUMBERS", 1024)
+    threads = torch.get_num_threads()
+    for make in (breakdown.gram_calls, breakdown.step_calls):
+        found = breakdown.breakdown(make, SMALL)
+        assert len(found) == 7 and all(seconds > 0 for seconds in found.values())
+        assert torch.get_num_threads() == threads

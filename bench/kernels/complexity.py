@@ -41,7 +41,7 @@ RULES = {
 }
 TURNS = 5
 SLOW_SECONDS, SLOW_TURNS = 1.0, 3  # what takes longer than that takes fewer turns
-QUICK_LEAVES_OUT = 2  # of a sweep's sizes the largest
+QUICK_LEAVES_OUT = 3  # of a sweep's sizes the largest
 PROCESS_BYTES = 2 << 20  # for Python's own objects, and for buffers of the BLAS and of threads
 MEMORY_SETS = ("mnist_ae", "faces_ae", "resnet32")
 
@@ -128,7 +128,7 @@ def measure_sweep(sweep: Sweep, seconds: float, quick: bool = False) -> dict[str
     Args:
         sweep: what to time.
         seconds: for each value.
-        quick: leave out the two largest sizes.
+        quick: leave out the three largest sizes.
     """
     shorter = quick and sweep.floor is None
     values = list(sweep.values[:-QUICK_LEAVES_OUT] if shorter else sweep.values)
