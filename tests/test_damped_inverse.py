@@ -1,5 +1,6 @@
 """damped_inverse: the statistics of equation 13, damped and inverted."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -287,3 +288,13 @@ def test_mistakes(make: Callable[..., Any], error: Errors, message: str) -> None
     bad = make({**inverse_arguments(), "damping": DAMPING})
     with unchanged(bad), pytest.raises(error, match=message):
         damped_inverse(**bad)
+
+
+def test_a_long_trace_of_equal_entries_is_exact() -> None:
+    """Added up one by one, 50,000 equal numbers would all be rounded to the same side."""
+    entry, d = 0.7, 50_000
+    stats = [torch.full((d,), entry, dtype=torch.float64), torch.full((1,), d * entry).double()]
+    (factors, *_), info = damped_inverse([stats], DAMPING)
+    assert info.tolist() == [0]
+    wanted = torch.full_like(stats[0], 1 / (math.sqrt(entry) + DAMPING))
+    close(factors[0], wanted, tolerance=1e-15)

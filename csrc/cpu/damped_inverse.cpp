@@ -189,8 +189,14 @@ Rescaling rescale(const TensorModes& tensor, double damping, bool relative) {
   // c = (tr S_1 / prod d)^(1/k), and c^(k-1) prod_{j != i} d_j = tr S_1 / (c d_i).
   const FactorMode& first = tensor.modes.front();
   const T* stat = static_cast<const T*>(first.stat);
-  double trace = 0, size = 1;
-  for (int64_t i = 0; i < first.d; ++i) trace += stat[first.diagonal ? i : i * (first.d + 1)];
+  // With what every addition loses: of equal entries they would all lose to the same side.
+  double trace = 0, lost = 0, size = 1;
+  for (int64_t i = 0; i < first.d; ++i) {
+    const double entry = stat[first.diagonal ? i : i * (first.d + 1)], sum = trace + entry;
+    lost += trace >= entry ? (trace - sum) + entry : (entry - sum) + trace;
+    trace = sum;
+  }
+  trace += lost;
   for (const FactorMode& mode : tensor.modes) size *= static_cast<double>(mode.d);
   const double root = 1 / static_cast<double>(tensor.modes.size());
   const double c = size == 0 ? 0 : std::pow(trace, root) / std::pow(size, root);
