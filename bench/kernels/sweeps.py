@@ -167,7 +167,7 @@ def _cycle(interval: int) -> int:
 _SMALL = (16, 32, 64, 128, 256)
 _D2 = (*_SMALL, 512, 768, 1024, 1536, 2048)
 _STATISTICS = (*_SMALL, 512, 1024, 1536, 2048, 3072, 4096)
-_INVERSES = (*_SMALL, 512, 1024, 2048, 4096, 6144, 8192)
+_INVERSES = (*_SMALL, 512, 1024, 2048, 4096, 5120, 6144, 8192)
 _ROOTS = (*_SMALL, 384, 512, 768, 1024)
 _D3 = (8, 16, 32, 64, 128, 256, 384, 512, 576, 640)
 _ADAM = (16, 64, 256, 1024, 2048, 3072, 5120, 6144, 7168)
@@ -196,7 +196,7 @@ SWEEPS = (
         prepare=lambda d: _update(_cube(d, 3)),
     ),
     Sweep(
-        *("TNT", "inverses, k = 2", "d", "sum d^3", 3, _INVERSES, 4096),
+        *("TNT", "inverses, k = 2", "d", "sum d^3", 3, _INVERSES, 5120),
         prepare=lambda d: _inverses(_cube(d, 2)),
     ),
     Sweep(
