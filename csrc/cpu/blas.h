@@ -120,14 +120,19 @@ inline void use_one_thread_per_call() {
 TNT_DEFINE(float, s)
 TNT_DEFINE(double, d)
 
-// C (m, n) <- alpha op(A) op(B) + beta C, where op(A) is (m, k) and op(B) is (k, n); transposed: A
-// lies in memory as its transpose. With beta 0, C is not read.
+// Which operand of a product lies in memory as its transpose. Never both: of OpenBLAS 0.3.34's
+// float kernels for small products on AVX-512, the one for two transposed operands keeps the
+// result's stride in static memory, so that one thread's result can land at another's addresses.
+enum class Transposed { kNone, kFirst, kSecond };
+
+// C (m, n) <- alpha A B + beta C, for A (m, k) and B (k, n). With beta 0, C is not read.
 template <typename T>
-void gemm(bool transpose_a, bool transpose_b, int64_t m, int64_t n, int64_t k, T alpha, const T* a,
-          int64_t lda, const T* b, int64_t ldb, T beta, T* c, int64_t ldc) {
-  fortran_gemm(transpose_b ? 'T' : 'N', transpose_a ? 'T' : 'N', static_cast<int>(n),
-               static_cast<int>(m), static_cast<int>(k), alpha, b, static_cast<int>(ldb), a,
-               static_cast<int>(lda), beta, c, static_cast<int>(ldc));
+void gemm(Transposed operand, int64_t m, int64_t n, int64_t k, T alpha, const T* a, int64_t lda,
+          const T* b, int64_t ldb, T beta, T* c, int64_t ldc) {
+  fortran_gemm(operand == Transposed::kSecond ? 'T' : 'N',
+               operand == Transposed::kFirst ? 'T' : 'N', static_cast<int>(n), static_cast<int>(m),
+               static_cast<int>(k), alpha, b, static_cast<int>(ldb), a, static_cast<int>(lda), beta,
+               c, static_cast<int>(ldc));
 }
 
 // The lower triangle of C (n, n) <- alpha X X^T + beta C, for X (n, k), or X^T (k, n) in memory if

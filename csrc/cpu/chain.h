@@ -29,6 +29,10 @@ inline double chain_flops(const std::vector<Factor>& factors) {
   return 2 * count * sum;
 }
 
+// Products by a matrix up to this size are cut into pieces of this many numbers.
+constexpr int64_t kSmallFactor = 128;
+constexpr int64_t kPiece = 1 << 13;
+
 // Out (d, rest) <- alpha A In^T + beta Out, for In (rest, d): one mode's product, which turns the
 // modes by one place, the last to the front. A product in place would leave the middle modes
 // strided, and skinny where the modes behind them are small (a convolution's 9).
@@ -72,17 +76,22 @@ void turn_product(const Factor& factor, int64_t rest, T alpha, const T* in, T be
         }
         transpose(lines, d, out + r, rest, rows, d);
       }
-    } else if (cut_rest) {
-      // A is its own transpose; small products are faster with it read that way round, and in
-      // pieces that need no packing.
-      const bool small = d <= 128;
-      const int64_t step = small ? std::max<int64_t>(blas::kUnpackedProduct / (d * d), 1) : size;
+    } else if (cut_rest && d <= kSmallFactor) {
+      // Pieces that the BLAS need not pack, turned beforehand, which costs less than the product as
+      // it stands: its columns are then loaded by whole vectors.
+      const int64_t step = std::clamp<int64_t>(blas::kUnpackedProduct / (d * d), 1, kPiece / d);
+      T* turned = scratch.get<T>(d * std::min(step, size));
       for (int64_t r = first; r < first + size; r += step) {
-        blas::gemm(small, true, d, std::min(step, first + size - r), d, alpha, a, d, in + r * d, d,
-                   beta, out + r, rest);
+        const int64_t rows = std::min(step, first + size - r);
+        transpose(in + r * d, d, turned, rows, rows, d);
+        blas::gemm(blas::Transposed::kFirst, d, rows, d, alpha, a, d, turned, rows, beta, out + r,
+                   rest);
       }
+    } else if (cut_rest) {
+      blas::gemm(blas::Transposed::kSecond, d, size, d, alpha, a, d, in + first * d, d, beta,
+                 out + first, rest);
     } else {
-      blas::gemm(false, true, size, rest, d, alpha, a + first * d, d, in, d, beta,
+      blas::gemm(blas::Transposed::kSecond, size, rest, d, alpha, a + first * d, d, in, d, beta,
                  out + first * rest, rest);
     }
   });

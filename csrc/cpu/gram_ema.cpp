@@ -119,11 +119,13 @@ Panel<T> where_it_lies(const Unfolding& x, int64_t row, int64_t first) {
   return {data, transposed ? x.fastest() : x.row_stride, transposed};
 }
 
+// Two panels of one unfolding: they lie the same way.
 template <typename T>
 void off_diagonal(int64_t rows, int64_t columns, int64_t depth, T alpha, Panel<T> a, Panel<T> b,
                   T beta, T* c, int64_t stride) {
-  blas::gemm(a.transposed, !b.transposed, rows, columns, depth, alpha, a.data, a.stride, b.data,
-             b.stride, beta, c, stride);
+  const auto operand = a.transposed ? blas::Transposed::kFirst : blas::Transposed::kSecond;
+  blas::gemm(operand, rows, columns, depth, alpha, a.data, a.stride, b.data, b.stride, beta, c,
+             stride);
 }
 
 // A rank-k update of the library wastes most of a small triangle, and a product wastes half of it:

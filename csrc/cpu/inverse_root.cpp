@@ -18,10 +18,10 @@ void symmetric_product(int64_t n, const T* a, const T* b, T* c) {
     const int64_t rows = std::min(strip, n - first);
     // A's rows are its columns: small products are faster with A read as its transpose.
     if (n <= 64) {
-      blas::gemm(true, false, rows, first + rows, n, T(1), a + first, n, b, n, T(0), c + first * n,
-                 n);
+      blas::gemm(blas::Transposed::kFirst, rows, first + rows, n, T(1), a + first, n, b, n, T(0),
+                 c + first * n, n);
     } else {
-      blas::gemm(false, false, rows, first + rows, n, T(1), a + first * n, n, b, n, T(0),
+      blas::gemm(blas::Transposed::kNone, rows, first + rows, n, T(1), a + first * n, n, b, n, T(0),
                  c + first * n, n);
     }
   });

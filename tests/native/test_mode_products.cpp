@@ -110,12 +110,14 @@ void check_large() {
 }
 
 // Thousands of small products side by side, of unlike sizes that no vector's length divides: a BLAS
-// that keeps anything of a call in memory of its own shows it here. (OpenBLAS 0.3.34 for AVX-512
-// keeps the result's stride there, in float, where both operands are transposed.)
+// that keeps anything of a call in memory of its own (see blas.h) can show it here.
 void check_many() {
+  const std::vector<Shape> shapes = {{21, 10}, {10, 21}, {17, 33}, {33, 5}, {40, 9}, {3, 70}};
   std::vector<Problem> problems;
-  for (int i = 0; i < (kSanitized ? 200 : 2000); ++i) {
-    problems.push_back(integer_problem(Element::kFloat, {21, 10}, kContiguous, {false, false}));
+  for (int i = 0; i < (kSanitized ? 40 : 400); ++i) {
+    for (const Shape& sizes : shapes) {
+      problems.push_back(integer_problem(Element::kFloat, sizes, kContiguous, {false, false}));
+    }
   }
   check(problems);
 }
