@@ -10,6 +10,9 @@ import torch
 from tolerances import FLOAT32_OPERATOR, FLOAT64_OPERATOR
 from torch import Tensor
 
+# Where the Triton kernels' tests run (see conftest.py).
+GPU = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
 # Odd sizes, on both sides of what vector registers and tiles hold, and modes of size 1.
 SHAPES = [(1,), (9,), (65,), (1, 9), (63, 65), (65, 1, 9), (9, 65, 3), (2, 3, 5, 4)]
 # A mode of size 0, alone and beside others: no numbers, but modes that have statistics.

@@ -1,12 +1,18 @@
 """Fixtures of every test: fixed seeds, dictated gradients, and bitwise snapshots of a run."""
 
 import copy
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+
+# The Triton kernels' tests run on a GPU where there is one, and otherwise on the CPU's tensors in
+# Triton's interpreter, which it must be told before it is imported.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,128 @@
+"""What every launcher needs: tables and addresses on the device, scalars, products' precision."""
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ELEMENTS = {
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+}
+
+# What products take elements as. Triton's interpreter would multiply the bits of bfloat16.
+INTERPRETED = triton.knobs.runtime.interpret
+OPERANDS = {**ELEMENTS, **({torch.bfloat16: tl.float32} if INTERPRETED else {})}
+
+# The widest load, in bytes, and what addresses and strides must be multiples of for it.
+VECTOR_BYTES = 16
+
+
+class Layout(NamedTuple):
+    """All of a tensor that a plan depends on."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    aligned: bool
+
+    @property
+    def vector(self) -> int:
+        """Elements in the widest load; 1 where the start is not aligned for it."""
+        return VECTOR_BYTES // self.dtype.itemsize if self.aligned else 1
+
+
+def layouts(tensors: Sequence[Tensor]) -> tuple[Layout, ...]:
+    """The layouts of tensors; hashable, as the key of a plan."""
+    return tuple(
+        [Layout(t.shape, t.stride(), t.dtype, t.data_ptr() % VECTOR_BYTES == 0) for t in tensors]
+    )
+
+
+def contiguous(layout: Layout) -> Layout:
+    """The layout of a contiguous copy."""
+    strides, step = [], 1
+    for n in reversed(layout.shape):
+        strides.append(step)
+        step *= max(n, 1)
+    return Layout(layout.shape, tuple(reversed(strides)), layout.dtype, True)
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the statistics, factors and momenta of tensors of ``dtype``."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def table(rows: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Integers on the device, row after row."""
+    return torch.tensor([entry for row in rows for entry in row], dtype=dtype, device=device)
+
+
+class Addresses:
+    """Where a plan's tensors lie, as a table on their device, sent again only when one moved."""
+
+    def __init__(self) -> None:
+        self._sent: list[int] = []
+        self._host = self._table = torch.empty(0, dtype=torch.int64)
+
+    def of(self, tensors: Sequence[Tensor]) -> Tensor:
+        """int64, (len(tensors),), on the tensors' device."""
+        addresses = [t.data_ptr() for t in tensors]
+        if addresses != self._sent:
+            device = tensors[0].device
+            # Pinned, and kept: a graph that captures the copy reads it at every replay.
+            self._host = torch.tensor(
+                addresses, dtype=torch.int64, pin_memory=device.type == "cuda"
+            )
+            self._table = self._host.to(device, non_blocking=True)
+            self._sent = addresses
+        return self._table
+
+
+def scalar_on(device: torch.device, value: Tensor) -> Tensor:
+    """A 0-dim floating-point tensor on the device: itself if it is there, else a cached copy."""
+    return value if value.device == device else _number_on(device, value.item())
+
+
+@functools.lru_cache(maxsize=64)
+def _number_on(device: torch.device, value: float) -> Tensor:
+    return torch.full((), value, dtype=torch.float64, device=device)
+
+
+@functools.cache
+def programs_at_once(device: torch.device) -> int:
+    """How many programs fill the device: its multiprocessors."""
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@functools.cache
+def has_tensor_cores(device: torch.device) -> bool:
+    """Whether float32 products can run in TF32: NVIDIA, from compute capability 8."""
+    return (
+        device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device) >= (8, 0)
+    )
+
+
+def precision(device: torch.device) -> str:
+    """How float32 products are made: Triton's name for what PyTorch's own switch asks for."""
+    if not has_tensor_cores(device):
+        return "ieee"
+    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def launch(
+    kernel: "triton.JITFunction", programs: int, *arguments: object, **constants: object
+) -> None:
+    """Launches ``programs`` programs on the device of the first argument; none, if none."""
+    if programs:
+        kernel[(programs,)](*arguments, **constants)

@@ -1,0 +1,36 @@
+"""``mode_products`` in Triton."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tnt_kernels.triton.chain import products
+from tnt_kernels.triton.launch import programs_at_once, state_dtype
+
+
+def mode_products(
+    tensors: Sequence[Tensor], factors: Sequence[Tensor], *, programs: int | None = None
+) -> list[Tensor]:
+    """The operator, with ``factors`` flat; see ``tnt_kernels.mode_products``.
+
+    Args:
+        tensors: the tensors.
+        factors: the symmetric factors, mode after mode of tensor after tensor.
+        programs: how many programs the device runs at once; by default asked of it.
+    """
+    if not tensors:
+        return []
+    device = tensors[0].device
+    results = [torch.empty(t.shape, dtype=state_dtype(t.dtype), device=device) for t in tensors]
+    unused = torch.empty((), dtype=torch.float64, device=device)
+    products(
+        [t.resolve_neg() for t in tensors],
+        results,
+        factors,
+        unused,
+        unused,
+        update=False,
+        programs=programs or programs_at_once(device),
+    )
+    return results
