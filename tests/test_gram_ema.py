@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton_operators
 from cases import (
     DTYPES,
     EMPTY_SHAPES,
@@ -46,8 +47,13 @@ INF, NAN = float("inf"), float("nan")
 DECAY = 0.9
 
 
-# The C++ kernel serves; the definition it is held against must keep the same contract.
-IMPLEMENTATIONS = {"C++": tnt_kernels.gram_ema_, "reference": reference.gram_ema_}
+# The C++ kernel serves on the CPU; the Triton kernel and the definition that both are held against
+# must keep the same contract.
+IMPLEMENTATIONS = {
+    "C++": tnt_kernels.gram_ema_,
+    "Triton": triton_operators.gram_ema_,
+    "reference": reference.gram_ema_,
+}
 GramEma = Callable[[list[list[Tensor]], list[Tensor], float | Tensor], object]
 
 

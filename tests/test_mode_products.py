@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton_operators
 from cases import (
     DTYPES,
     EMPTY_SHAPES,
@@ -34,9 +35,18 @@ from cases import (
 from oracle import dense_kron, mode_product, vec
 from torch import Tensor
 
-from tnt_kernels import mode_products, reference
+import tnt_kernels
+from tnt_kernels import reference
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+IMPLEMENTATIONS = {"C++": tnt_kernels.mode_products, "Triton": triton_operators.mode_products_}
+ModeProducts = Callable[[list[Tensor], list[list[Tensor]]], list[Tensor]]
+
+
+@pytest.fixture(params=list(IMPLEMENTATIONS))
+def mode_products(request: pytest.FixtureRequest) -> ModeProducts:
+    return IMPLEMENTATIONS[request.param]
 
 
 def expected(tensor: Tensor, factors: list[Tensor]) -> Tensor:
@@ -55,7 +65,9 @@ def assert_good(product: Tensor, tensor: Tensor, factors: list[Tensor]) -> None:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_definition(shape: tuple[int, ...], kind: str, dtype: torch.dtype) -> None:
+def test_definition(
+    mode_products: ModeProducts, shape: tuple[int, ...], kind: str, dtype: torch.dtype
+) -> None:
     tensor, factors = normal(shape, dtype), mode_statistics(shape, kind, state_dtype(dtype))
     with unchanged(tensor, factors):
         (product,) = mode_products([tensor], [factors])
@@ -65,7 +77,9 @@ def test_definition(shape: tuple[int, ...], kind: str, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("shape", [s for s in SHAPES if math.prod(s) <= 200], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", STATE_DTYPES, ids=str)
-def test_kronecker_product(shape: tuple[int, ...], kind: str, dtype: torch.dtype) -> None:
+def test_kronecker_product(
+    mode_products: ModeProducts, shape: tuple[int, ...], kind: str, dtype: torch.dtype
+) -> None:
     """It is the matrix A_1 kron ... kron A_k times vec(G): Ren & Goldfarb 2021, Proposition 1."""
     tensor, factors = normal(shape, dtype), mode_statistics(shape, kind, dtype)
     (product,) = mode_products([tensor], [factors])
@@ -74,7 +88,7 @@ def test_kronecker_product(shape: tuple[int, ...], kind: str, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("dtype", STATE_DTYPES, ids=str)
-def test_is_the_reference(dtype: torch.dtype) -> None:
+def test_is_the_reference(mode_products: ModeProducts, dtype: torch.dtype) -> None:
     rows = [(normal(s, dtype), mode_statistics(s, kind, dtype)) for s in SHAPES for kind in KINDS]
     wanted = reference.mode_products(
         [tensor.double() for tensor, _ in rows],
@@ -88,7 +102,7 @@ def test_is_the_reference(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("layout", "dtype"), LAYOUT_DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_layouts(layout: str, dtype: torch.dtype, kind: str) -> None:
+def test_layouts(mode_products: ModeProducts, layout: str, dtype: torch.dtype, kind: str) -> None:
     tensor = LAYOUTS[layout](normal(LAYOUT_SHAPE, dtype))
     factors = mode_statistics(LAYOUT_SHAPE, kind, state_dtype(dtype))
     with unchanged(tensor):
@@ -97,14 +111,14 @@ def test_layouts(layout: str, dtype: torch.dtype, kind: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["sliced", "transposed", "negated"])
-def test_layouts_of_factors(layout: str) -> None:
+def test_layouts_of_factors(mode_products: ModeProducts, layout: str) -> None:
     tensor, factors = normal((9, 63, 5)), mode_statistics((9, 63, 5), "mixed")
     (product,) = mode_products([tensor], [[LAYOUTS[layout](factor) for factor in factors]])
     assert_good(product, tensor, factors)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_identity_copies(dtype: torch.dtype) -> None:
+def test_identity_copies(mode_products: ModeProducts, dtype: torch.dtype) -> None:
     """Also a product that changes nothing is a new tensor, to the bit the old one."""
     for kind in ("full", "diagonal"):
         tensor = normal((9, 5), dtype)
@@ -120,7 +134,9 @@ def test_identity_copies(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("shape", EMPTY_SHAPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_no_elements(shape: tuple[int, ...], kind: str, dtype: torch.dtype) -> None:
+def test_no_elements(
+    mode_products: ModeProducts, shape: tuple[int, ...], kind: str, dtype: torch.dtype
+) -> None:
     factors = mode_statistics(shape, kind, state_dtype(dtype))
     neighbour, its_factors = normal((9, 5)), mode_statistics((9, 5), kind)
     empty, product = mode_products([normal(shape, dtype), neighbour], [factors, its_factors])
@@ -128,11 +144,11 @@ def test_no_elements(shape: tuple[int, ...], kind: str, dtype: torch.dtype) -> N
     assert_good(product, neighbour, its_factors)
 
 
-def test_empty_lists() -> None:
+def test_empty_lists(mode_products: ModeProducts) -> None:
     assert mode_products([], []) == []
 
 
-def test_list_is_its_entries_one_by_one() -> None:
+def test_list_is_its_entries_one_by_one(mode_products: ModeProducts) -> None:
     dtypes = [DTYPES[n % len(DTYPES)] for n in range(len(SHAPES))]
     tensors = [normal(shape, dtype) for shape, dtype in zip(SHAPES, dtypes, strict=True)]
     factors = [mode_statistics(t.shape, "mixed", state_dtype(t.dtype)) for t in tensors]
@@ -142,7 +158,9 @@ def test_list_is_its_entries_one_by_one() -> None:
         identical(product, alone)
 
 
-def test_a_tensor_that_is_not_finite_does_not_disturb_its_neighbours() -> None:
+def test_a_tensor_that_is_not_finite_does_not_disturb_its_neighbours(
+    mode_products: ModeProducts,
+) -> None:
     tensors = [normal((9, 5)), normal((9, 5)).fill_(float("nan")), normal((9, 5))]
     factors = [mode_statistics((9, 5), "mixed") for _ in tensors]
     products = mode_products(tensors, factors)
@@ -151,7 +169,7 @@ def test_a_tensor_that_is_not_finite_does_not_disturb_its_neighbours() -> None:
         assert_good(products[t], tensors[t], factors[t])
 
 
-def test_outside_autograd() -> None:
+def test_outside_autograd(mode_products: ModeProducts) -> None:
     tensor = normal((9, 5)).requires_grad_()
     (product,) = mode_products([tensor], [mode_statistics((9, 5), "mixed")])
     assert not product.requires_grad
@@ -212,4 +230,4 @@ BAD: list[Mistake] = [
 def test_mistakes(make: Callable[..., Any], error: Errors, message: str) -> None:
     bad = make(arguments())
     with unchanged(bad), pytest.raises(error, match=message):
-        mode_products(**bad)
+        tnt_kernels.mode_products(**bad)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton_operators
 from cases import (
     DTYPES,
     EMPTY_SHAPES,
@@ -42,6 +43,8 @@ from torch import Tensor, nn
 from tnt_kernels import preconditioned_step_, reference
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+Step = Callable[..., None]
 
 # A large alpha, so that an error of the direction is one of the parameters.
 NUMBERS = {"lr": 0.7, "momentum": 0.9, "weight_decay": 0.1}
@@ -101,18 +104,29 @@ def case(
     )
 
 
-def step(cases: list[Case], **numbers: float | Tensor) -> None:
-    """The operator on these cases; it must leave gradients and factors alone."""
-    grads, factors = [c.grad for c in cases], [c.factors for c in cases]
-    with unchanged(grads, factors, numbers):
-        result = preconditioned_step_(
-            [c.param for c in cases],
-            [c.momentum for c in cases],
-            grads,
-            factors,
-            **{**NUMBERS, **numbers},
-        )
-    assert result is None
+IMPLEMENTATIONS = {
+    "C++": preconditioned_step_,
+    "Triton": triton_operators.preconditioned_step_,
+}
+
+
+@pytest.fixture(params=list(IMPLEMENTATIONS))
+def step(request: pytest.FixtureRequest) -> Step:
+    """The operator on given cases; it must leave gradients and factors alone."""
+
+    def step(cases: list[Case], **numbers: float | Tensor) -> None:
+        grads, factors = [c.grad for c in cases], [c.factors for c in cases]
+        with unchanged(grads, factors, numbers):
+            result = IMPLEMENTATIONS[request.param](
+                [c.param for c in cases],
+                [c.momentum for c in cases],
+                grads,
+                factors,
+                **{**NUMBERS, **numbers},
+            )
+        assert result is None
+
+    return step
 
 
 def copied(cases: list[Case]) -> list[Case]:
@@ -128,7 +142,7 @@ def assert_identical(cases: list[Case], others: list[Case]) -> None:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_definition(shape: tuple[int, ...], kind: str, dtype: torch.dtype) -> None:
+def test_definition(step: Step, shape: tuple[int, ...], kind: str, dtype: torch.dtype) -> None:
     one = case(shape, kind, dtype)
     wanted = one.expected()
     step([one])
@@ -137,7 +151,7 @@ def test_definition(shape: tuple[int, ...], kind: str, dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("grad_dtype", DTYPES, ids=str)
-def test_dtypes(dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
+def test_dtypes(step: Step, dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
     """A gradient may have another dtype than its parameter, as in bfloat16 over float32 state."""
     cases = [case(shape, "mixed", dtype, grad_dtype) for shape in SHAPES]
     wanted = [c.expected() for c in cases]
@@ -147,7 +161,7 @@ def test_dtypes(dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", STATE_DTYPES, ids=str)
-def test_is_the_reference(dtype: torch.dtype) -> None:
+def test_is_the_reference(step: Step, dtype: torch.dtype) -> None:
     cases = [case(shape, kind, dtype) for shape in SHAPES for kind in KINDS]
     params = [c.param.double() for c in cases]
     momenta = [c.momentum.double() for c in cases]
@@ -159,7 +173,7 @@ def test_is_the_reference(dtype: torch.dtype) -> None:
         c.assert_became(wanted)
 
 
-def test_momentum_accumulates() -> None:
+def test_momentum_accumulates(step: Step) -> None:
     one = case((9, 65), "full", torch.float64)
     for _ in range(3):
         wanted = one.expected()
@@ -172,7 +186,7 @@ def test_momentum_accumulates() -> None:
 @pytest.mark.parametrize("momentum_layout", WRITABLE_LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_layouts_of_what_is_written(
-    param_layout: str, momentum_layout: str, dtype: torch.dtype
+    step: Step, param_layout: str, momentum_layout: str, dtype: torch.dtype
 ) -> None:
     one = case(LAYOUT_SHAPE, "mixed", dtype)
     one.param = LAYOUTS[param_layout](one.param)
@@ -193,7 +207,7 @@ def test_layouts_of_what_is_written(
 
 @pytest.mark.parametrize(("layout", "dtype"), LAYOUT_DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_layouts_of_gradients(layout: str, dtype: torch.dtype, kind: str) -> None:
+def test_layouts_of_gradients(step: Step, layout: str, dtype: torch.dtype, kind: str) -> None:
     one = case(LAYOUT_SHAPE, kind, dtype)
     one.grad = LAYOUTS[layout](one.grad)
     wanted = one.expected()
@@ -203,7 +217,7 @@ def test_layouts_of_gradients(layout: str, dtype: torch.dtype, kind: str) -> Non
 
 @pytest.mark.parametrize("name", list(NUMBERS))
 @pytest.mark.parametrize("value", [0.0, 0.5, 0.3])
-def test_numbers(name: str, value: float) -> None:
+def test_numbers(step: Step, name: str, value: float) -> None:
     """Each number does its part, alone; a 0-dim tensor is the number to the bit."""
     cases = [case(shape, "mixed", dtype) for shape in [(65,), (9, 5)] for dtype in DTYPES]
     wanted = [c.expected(**{**NUMBERS, name: value}) for c in cases]
@@ -219,7 +233,7 @@ def test_numbers(name: str, value: float) -> None:
             assert_identical(again, cases)
 
 
-def test_learning_rate_zero_moves_only_the_momenta() -> None:
+def test_learning_rate_zero_moves_only_the_momenta(step: Step) -> None:
     cases = [case(shape, "mixed", dtype) for shape in SHAPES for dtype in DTYPES]
     before = copied(cases)
     step(cases, lr=0.0)
@@ -230,7 +244,7 @@ def test_learning_rate_zero_moves_only_the_momenta() -> None:
 
 @pytest.mark.parametrize("shape", EMPTY_SHAPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_elements(shape: tuple[int, ...], kind: str) -> None:
+def test_no_elements(step: Step, shape: tuple[int, ...], kind: str) -> None:
     empty, neighbour = case(shape, kind), case((9, 5), kind)
     wanted = neighbour.expected()
     step([empty, neighbour])
@@ -239,11 +253,11 @@ def test_no_elements(shape: tuple[int, ...], kind: str) -> None:
 
 
 @pytest.mark.parametrize("lr", [0.1, scalar(0.1)])
-def test_empty_lists(lr: float | Tensor) -> None:
+def test_empty_lists(step: Step, lr: float | Tensor) -> None:
     step([], lr=lr)
 
 
-def test_list_is_its_entries_one_by_one() -> None:
+def test_list_is_its_entries_one_by_one(step: Step) -> None:
     together = [case(shape, "mixed", DTYPES[n % len(DTYPES)]) for n, shape in enumerate(SHAPES)]
     alone = copied(together)
     step(together)
@@ -252,7 +266,7 @@ def test_list_is_its_entries_one_by_one() -> None:
     assert_identical(together, alone)
 
 
-def test_a_gradient_that_is_not_finite_does_not_disturb_its_neighbours() -> None:
+def test_a_gradient_that_is_not_finite_does_not_disturb_its_neighbours(step: Step) -> None:
     cases = [case((9, 5)) for _ in range(3)]
     cases[1].grad[2, 3] = float("nan")
     wanted = [c.expected() for c in cases]
@@ -263,7 +277,7 @@ def test_a_gradient_that_is_not_finite_does_not_disturb_its_neighbours() -> None
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_autograd_notices_the_write(dtype: torch.dtype) -> None:
+def test_autograd_notices_the_write(step: Step, dtype: torch.dtype) -> None:
     one = case((9, 5), dtype=dtype)
     for written in (one.param, one.momentum):
         version = written._version
@@ -271,7 +285,7 @@ def test_autograd_notices_the_write(dtype: torch.dtype) -> None:
         assert written._version > version
 
 
-def test_leaf_parameters() -> None:
+def test_leaf_parameters(step: Step) -> None:
     """What an optimizer holds: a leaf that requires a gradient, updated outside the graph."""
     one = case((9, 5))
     wanted = one.expected()

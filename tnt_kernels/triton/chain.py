@@ -32,7 +32,6 @@ from tnt_kernels.triton.launch import (
 )
 from tnt_kernels.triton.tiles import MERGED_STEPS, Unfolding, blocks, merge_small, offsets, unfolded
 
-DEPTH = 32  # terms of a sum in a step
 WARPS = 4
 SCRATCH = -1  # in a problem, for an address: the scratch memory, at an offset
 # Tensors go through their products together as long as their scratch memory stays below this or,
@@ -43,6 +42,11 @@ SCRATCH_BYTES = 24 << 20
 def block_of(state: torch.dtype) -> int:
     """Rows and columns of a tile."""
     return 64 if state == torch.float32 else 32
+
+
+def depth_of(vector: int) -> int:
+    """Terms of a sum in a step: at 32, the addresses of single elements spill from registers."""
+    return 32 if vector > 1 else 16
 
 
 @triton.jit
@@ -322,7 +326,7 @@ def _tiles(kind: Kind, number: int, problem: tuple[int, ...]) -> Iterator[tuple[
 def _work(kind: Kind, problem: tuple[int, ...]) -> int:
     """The steps of all tiles."""
     rows, columns = (blocks(size, block_of(kind.state)) for size in problem[:2])
-    return rows * columns * (1 if problem[3] else blocks(problem[0], DEPTH))
+    return rows * columns * (1 if problem[3] else blocks(problem[0], depth_of(kind.vector)))
 
 
 def products(
@@ -364,7 +368,7 @@ def products(
             RESULT=ELEMENTS[kind.result],
             UPDATE=update and kind.last,
             BLOCK=block_of(kind.state),
-            DEPTH=DEPTH,
+            DEPTH=depth_of(kind.vector),
             VECTOR=kind.vector,
             PRECISION=precision(device),
             num_warps=WARPS,

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from tnt_kernels.triton.launch import (
     ELEMENTS,
-    OPERANDS,
     Addresses,
     Layout,
     contiguous,
     launch,
     layouts,
+    mark_written,
     precision,
     programs_at_once,
     scalar_on,
@@ -85,7 +85,6 @@ def gram_kernel(
     partials,
     decay,
     ELEMENT: tl.constexpr,
-    OPERAND: tl.constexpr,
     STATE: tl.constexpr,
     BLOCK: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -122,7 +121,6 @@ def gram_kernel(
             b = tl.load(
                 source + at + column[None, :], mask=inside & (column < rows)[None, :], other=0
             )
-            a, b = a.to(OPERAND), b.to(OPERAND)
             total = tl.dot(tl.trans(a), b, total, input_precision=PRECISION, out_dtype=STATE)
     else:
         at_row = (row.to(tl.int64) * row_stride)[:, None]
@@ -136,7 +134,6 @@ def gram_kernel(
             inside = (c < columns)[None, :]
             a = tl.load(source + at_row + at, mask=(row < rows)[:, None] & inside, other=0)
             b = tl.load(source + at_column + at, mask=(column < rows)[:, None] & inside, other=0)
-            a, b = a.to(OPERAND), b.to(OPERAND)
             total = tl.dot(a, tl.trans(b), total, input_precision=PRECISION, out_dtype=STATE)
 
     if part < 0:
@@ -309,7 +306,7 @@ def plan(
     return Plan(
         table(problems, torch.int64, device),
         tiles,
-        [(s, len(rows), table(rows, torch.int32, device)) for s, rows in sums.items()],
+        [(s, len(rows), table(rows, torch.int32, device)) for s, rows in sums.items() if rows],
         [(k, len(rows), table(rows, torch.int32, device)) for k, rows in diagonals.items()],
         dict(partials),
         frozenset(copied),
@@ -385,7 +382,6 @@ def gram_ema_(
             count,
             *(tiles, p.problems, addresses, partials[kind.state], weight),
             ELEMENT=ELEMENTS[kind.element],
-            OPERAND=OPERANDS[kind.element],
             STATE=ELEMENTS[kind.state],
             BLOCK=block_of(kind.state),
             DEPTH=DEPTH,
@@ -413,3 +409,4 @@ def gram_ema_(
             DEPTH=DIAGONAL_DEPTH,
             num_warps=WARPS,
         )
+    mark_written(stats)

@@ -16,10 +16,6 @@ ELEMENTS = {
     torch.float16: tl.float16,
 }
 
-# What products take elements as. Triton's interpreter would multiply the bits of bfloat16.
-INTERPRETED = triton.knobs.runtime.interpret
-OPERANDS = {**ELEMENTS, **({torch.bfloat16: tl.float32} if INTERPRETED else {})}
-
 # The widest load, in bytes, and what addresses and strides must be multiples of for it.
 VECTOR_BYTES = 16
 
@@ -118,6 +114,11 @@ def precision(device: torch.device) -> str:
     if not has_tensor_cores(device):
         return "ieee"
     return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def mark_written(tensors: Sequence[Tensor]) -> None:
+    """Has autograd notice that tensors were written to, which it cannot see behind addresses."""
+    torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
 
 
 def launch(

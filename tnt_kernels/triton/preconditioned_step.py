@@ -22,6 +22,7 @@ from tnt_kernels.triton.launch import (
     Layout,
     launch,
     layouts,
+    mark_written,
     programs_at_once,
     scalar_on,
     table,
@@ -179,3 +180,4 @@ def preconditioned_step_(
         update=True,
         programs=programs,
     )
+    mark_written([*params, *momenta])

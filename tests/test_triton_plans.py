@@ -1,0 +1,357 @@
+"""What the Triton launchers plan: tiles, launches, partial sums, scratch memory, addresses."""
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+import triton_operators
+from cases import (
+    DTYPES,
+    GPU,
+    LAYOUTS,
+    STATE_DTYPES,
+    close,
+    flat,
+    identical,
+    mode_statistics,
+    normal,
+    scalar,
+    state_dtype,
+)
+from torch import Tensor
+
+from bench.kernels.parameter_sets import PARAMETER_SETS
+from tnt_kernels import reference
+from tnt_kernels.triton import chain, gram_ema, launch, preconditioned_step
+from tnt_kernels.triton.tiles import blocks, cut, merged, unfolded
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+# Of sizes and strides that the widest loads can read, in every dtype.
+WIDE_SHAPES = [(64, 128), (72, 40)]
+CPU = torch.device("cpu")
+H200 = 132  # multiprocessors
+
+
+def layouts_of(shapes: Sequence[Sequence[int]]) -> tuple[launch.Layout, ...]:
+    """Of contiguous float32 tensors."""
+    return tuple(
+        launch.contiguous(launch.Layout(tuple(shape), (), torch.float32, True)) for shape in shapes
+    )
+
+
+def factor_layouts(shapes: Sequence[Sequence[int]]) -> tuple[launch.Layout, ...]:
+    return layouts_of([(d, d) for shape in shapes for d in shape])
+
+
+class Launches:
+    """Counts kernels as they are launched."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.kernels: list[str] = []
+        for module in (chain, gram_ema, preconditioned_step):
+            monkeypatch.setattr(module, "launch", self._launch)
+
+    def _launch(
+        self, kernel: object, programs: int, *arguments: object, **constants: object
+    ) -> None:
+        if programs:
+            self.kernels.append(str(getattr(kernel, "__name__", kernel)))
+        launch.launch(kernel, programs, *arguments, **constants)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    return Launches(monkeypatch)
+
+
+# Unfoldings.
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "negated"])
+@pytest.mark.parametrize("shape", [(5, 9, 3, 7), (4, 1, 6, 2), (3, 1, 1, 1), (1, 1, 1, 1)])
+def test_an_unfolding_names_every_entry_once(layout: str, shape: tuple[int, ...]) -> None:
+    tensor = LAYOUTS[layout](torch.arange(math.prod(shape)).double().reshape(shape))
+    storage = triton_operators.buffer_of(tensor)
+    for mode in range(3):
+        three = tensor.flatten(2) if layout == "contiguous" else tensor[..., 0]
+        found = unfolded(three.shape, mode, three.stride())
+        assert found is not None
+        (u,) = found
+        rows = torch.arange(u.rows)[:, None] * u.row
+        c = torch.arange(u.columns)
+        at = rows + (c % u.inner) * u.near + (c // u.inner) * u.far
+        entries = storage[three.storage_offset() + at]
+        wanted = three.movedim(mode, 0).reshape(u.rows, -1)
+        identical(entries.sort(dim=1).values, wanted.sort(dim=1).values)
+
+
+def test_unfoldings_of_two_tensors_pair_their_columns() -> None:
+    shape = (5, 6, 7)
+    one = torch.arange(210).reshape(shape)
+    other = one.permute(1, 2, 0).contiguous().permute(2, 0, 1)
+    for mode in range(3):
+        pair = unfolded(shape, mode, one.stride(), other.stride())
+        assert pair is not None
+        rows = []
+        for u, tensor in zip(pair, (one, other), strict=True):
+            c = torch.arange(u.columns)
+            at = torch.arange(u.rows)[:, None] * u.row + (c % u.inner) * u.near
+            rows.append(triton_operators.buffer_of(tensor)[at + (c // u.inner) * u.far])
+        identical(rows[0], rows[1])
+
+
+def test_what_does_not_merge_or_fit_has_no_unfolding() -> None:
+    assert unfolded((2, 3, 4, 5), 0, (1, 2, 6, 24)) is not None
+    assert unfolded((2, 3, 4, 5), 0, (60, 2, 10, 100)) is None
+    assert unfolded((2, 2**31), 0, (2**31, 1)) is None
+    assert unfolded((2, 2**31 - 1), 0, (2**31 - 1, 1)) is not None
+
+
+def test_merged_dimensions() -> None:
+    assert merged((2, 3, 4), (12, 4, 1)) == ([24], [(1,)])
+    assert merged((2, 1, 4), (1, 7, 2)) == ([8], [(1,)])
+    assert merged((2, 3, 4), (12, 4, 1), (1, 2, 6)) == ([4, 3, 2], [(1, 6), (4, 2), (12, 1)])
+    assert merged((1, 1), (5, 5)) == ([], [])
+
+
+@pytest.mark.parametrize(("length", "most"), [(0, 4), (1, 4), (4, 4), (5, 4), (94, 16)])
+def test_cut_is_even_and_whole(length: int, most: int) -> None:
+    parts = cut(length, most)
+    assert parts[0][0] == 0 and parts[-1][1] == length
+    assert all(before[1] == after[0] for before, after in zip(parts[:-1], parts[1:], strict=True))
+    sizes = [last - first for first, last in parts]
+    assert max(sizes) <= most and max(sizes) - min(sizes) <= 1
+    assert len(parts) == max(blocks(length, most), 1)
+
+
+# Wide loads, partial sums and scratch memory: the results stay what they are.
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_wide_gram_matrices(dtype: torch.dtype) -> None:
+    tensors = [normal(shape, dtype) for shape in WIDE_SHAPES]
+    kinds = {kind for kind, _, _ in _gram_plan(tensors).tiles}
+    assert kinds == {gram_ema.Kind(dtype, 16 // dtype.itemsize)}
+    _check_gram(tensors)
+
+
+def _gram_plan(tensors: list[Tensor], programs: int = triton_operators.PROGRAMS) -> gram_ema.Plan:
+    diagonal = (False,) * sum(t.dim() for t in tensors)
+    return gram_ema.plan(launch.layouts(tensors), diagonal, CPU, programs)
+
+
+def _check_gram(tensors: list[Tensor]) -> list[Tensor]:
+    """That of full statistics of the tensors is what the definition says; returns it."""
+    stats = [mode_statistics(t.shape, "full", state_dtype(t.dtype)) for t in tensors]
+    wanted = [[stat.double().clone() for stat in row] for row in stats]
+    reference.gram_ema_(wanted, [t.double() for t in tensors], 0.9)
+    triton_operators.gram_ema_(stats, tensors, 0.9)
+    for stat, value in zip(flat(stats), flat(wanted), strict=True):
+        close(stat, value)
+        identical(stat, stat.mT)
+    return flat(stats)
+
+
+def test_an_address_that_is_not_aligned_is_read_narrowly() -> None:
+    tensor = normal((64 * 64 + 1,))[1:].view(64, 64)
+    assert {kind.vector for kind, _, _ in _gram_plan([tensor]).tiles} == {1}
+    _check_gram([tensor])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(9, 2000), (2000, 9), (3, 40, 50), (70, 31, 40)], ids=str)
+def test_partial_sums(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Few rows and many columns, along every mode: cut along the columns."""
+    tensor = normal(shape, dtype)
+    diagonal = tuple(d > 100 for d in shape)
+    plan = gram_ema.plan(launch.layouts([tensor]), diagonal, CPU, triton_operators.PROGRAMS)
+    assert plan.sums and plan.partials[state_dtype(dtype)] > 0
+    stats = [
+        stat.diagonal().clone() if is_diagonal else stat
+        for stat, is_diagonal in zip(
+            mode_statistics(shape, "full", state_dtype(dtype)), diagonal, strict=True
+        )
+    ]
+    wanted = [stat.double().clone() for stat in stats]
+    reference.gram_ema_([wanted], [tensor.double()], 0.9)
+    again = [stat.clone() for stat in stats]
+    triton_operators.gram_ema_([stats], [tensor], 0.9)
+    triton_operators.gram_ema_([again], [tensor], 0.9)
+    for stat, value, repeated in zip(stats, wanted, again, strict=True):
+        close(stat, value)
+        identical(stat, repeated)
+
+
+def test_partial_sums_take_little_memory() -> None:
+    """Of a large matrix none, of ResNet-32 less than twice its statistics."""
+    assert not gram_ema.plan(layouts_of([(4096, 4096)]), (False,) * 2, CPU, H200).sums
+    shapes = PARAMETER_SETS["resnet32"].views
+    orders = sum(len(shape) for shape in shapes)
+    plan = gram_ema.plan(layouts_of(shapes), (False,) * orders, CPU, H200)
+    statistics = sum(d * d for shape in shapes for d in shape)
+    assert 0 < plan.partials[torch.float32] < 2 * statistics
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_wide_products(dtype: torch.dtype) -> None:
+    tensors = [normal(shape, dtype) for shape in WIDE_SHAPES]
+    plan = _chain_plan(tensors)
+    assert {kind.vector for kind, _, _ in plan.launches} == {16 // state_dtype(dtype).itemsize}
+    _check_products(tensors)
+
+
+def _chain_plan(tensors: list[Tensor]) -> chain.Plan:
+    results = [t.to(state_dtype(t.dtype)) for t in tensors]
+    factors = [torch.eye(d, dtype=r.dtype) for r in results for d in r.shape]
+    every = [launch.layouts(group) for group in (tensors, results, factors)]
+    return chain.plan(*every, CPU, triton_operators.PROGRAMS)
+
+
+def _check_products(tensors: list[Tensor]) -> None:
+    factors = [mode_statistics(t.shape, "full", state_dtype(t.dtype)) for t in tensors]
+    wanted = reference.mode_products(
+        [t.double() for t in tensors], [[a.double() for a in row] for row in factors]
+    )
+    products = triton_operators.mode_products_(tensors, factors)
+    for product, value in zip(products, wanted, strict=True):
+        close(product, value)
+
+
+def test_scratch_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors take turns in what the largest of them needs."""
+    monkeypatch.setattr(chain, "SCRATCH_BYTES", 0)
+    chain.plan.cache_clear()
+    tensors = [normal(shape) for shape in [(9, 5), (20, 30), (4, 5, 6), (7,), (10, 20, 3)]]
+    plan = _chain_plan(tensors)
+    assert plan.scratch == 2 * 10 * 20 * 3 * 4
+    assert len({kind.wave for kind, _, _ in plan.launches}) > 1
+    _check_products(tensors)
+    chain.plan.cache_clear()
+
+
+def test_modes_that_do_not_merge_are_copied() -> None:
+    """Four modes in an order of strides that no two dimensions can hold."""
+    tensor = normal((6, 4, 5, 3)).permute(2, 0, 3, 1)[:, ::2]
+    assert _gram_plan([tensor]).copied == {0}
+    _check_gram([tensor])
+    _check_products([tensor])
+    param, grad, momentum = (
+        tensor.clone(memory_format=torch.preserve_format),
+        tensor,
+        tensor.clone(),
+    )
+    factors = mode_statistics(tensor.shape, "full")
+    param = normal((6, 4, 5, 3)).permute(2, 0, 3, 1)[:, ::2]
+    wanted = [param.double().clone(), momentum.double().clone()]
+    numbers = [scalar(value) for value in (0.7, 0.9, 0.1)]
+    reference.preconditioned_step_(
+        *([tensor] for tensor in wanted),
+        [grad.double()],
+        [[a.double() for a in factors]],
+        *numbers,
+    )
+    triton_operators.preconditioned_step_([param], [momentum], [grad], [factors], *numbers)
+    close(param, wanted[0])
+    close(momentum, wanted[1])
+
+
+@pytest.mark.parametrize("dtype", STATE_DTYPES, ids=str)
+def test_too_many_columns_are_named(dtype: torch.dtype) -> None:
+    layout = launch.contiguous(launch.Layout((2, 2**31), (), dtype, True))
+    with pytest.raises(ValueError, match=r"^tensors\[0\] must .*2\*\*31 .*got \(2, 2147483648\)"):
+        gram_ema.plan((layout,), (False, True), CPU, 1)
+    factors = layouts_of([(2, 2), (2**31,)])
+    with pytest.raises(ValueError, match=r"^tensor 0 must .*2\*\*31 .*got \(2, 2147483648\)"):
+        chain.plan((layout,), (layout,), factors, CPU, 1)
+
+
+# Launches: a few, whatever the number of tensors.
+
+
+def _step(shapes: Sequence[Sequence[int]], programs: int) -> None:
+    cases = [[normal(shape) for shape in shapes] for _ in range(3)]
+    factors = [a for shape in shapes for a in mode_statistics(shape, "full")]
+    on_gpu = [[t.to(GPU) for t in group] for group in (*cases, factors)]
+    numbers = [scalar(value).to(GPU) for value in (0.1, 0.9, 0.01)]
+    preconditioned_step.preconditioned_step_(*on_gpu, *numbers, programs=programs)
+
+
+def test_launches_of_a_plain_step_of_resnet32(launches: Launches) -> None:
+    shapes = PARAMETER_SETS["resnet32"].views
+    _step(shapes, H200)
+    assert len(shapes) > 60
+    assert 0 < len(launches.kernels) <= 4, launches.kernels
+
+
+def test_launches_do_not_grow_with_the_list(launches: Launches) -> None:
+    shapes = [(9, 5), (3, 4, 5), (7,), (64, 32)]
+    counts = []
+    for repeats in (1, 4):
+        launches.kernels.clear()
+        _step(shapes * repeats, H200)
+        stats = [a.to(GPU) for s in shapes * repeats for a in mode_statistics(s, "full")]
+        tensors = [normal(s).to(GPU) for s in shapes * repeats]
+        gram_ema.gram_ema_(stats, tensors, scalar(0.9), programs=H200)
+        counts.append(len(launches.kernels))
+    assert 0 < counts[0] == counts[1]
+
+
+def test_small_wide_work_joins_the_narrow() -> None:
+    """A launch of its own costs more than narrow loads do; not where the work is large."""
+    small, large = [(64, 64), (9, 5)], [(4096, 4096), (9, 5)]
+    vectors = []
+    for shapes in (small, large):
+        orders = sum(len(shape) for shape in shapes)
+        plan = gram_ema.plan(layouts_of(shapes), (False,) * orders, CPU, H200)
+        vectors.append(sorted(kind.vector for kind, _, _ in plan.tiles))
+    assert vectors == [[1], [1, 4]]
+
+
+# What is kept between calls.
+
+
+def test_plans_and_addresses_are_kept() -> None:
+    tensors = [normal((9, 5)).to(GPU), normal((4, 3, 2)).to(GPU)]
+    addresses = launch.Addresses()
+    first = addresses.of(tensors)
+    assert first.tolist() == [t.data_ptr() for t in tensors]
+    assert addresses.of(tensors) is first
+    moved = [tensors[0], tensors[1].clone()]
+    second = addresses.of(moved)
+    assert second is not first and second.tolist() == [t.data_ptr() for t in moved]
+    assert _gram_plan(tensors) is _gram_plan([t.clone() for t in tensors])
+    assert _gram_plan(tensors) is not _gram_plan([t.double() for t in tensors])
+
+
+def test_other_memory_of_the_same_shapes() -> None:
+    """The cached plan serves tensors that lie elsewhere."""
+    results = [_check_gram([normal((9, 5)), normal((20, 3))]) for _ in range(3)]
+    assert not torch.equal(results[0][0], results[1][0])
+
+
+def test_scalars_are_sent_once() -> None:
+    there = scalar(0.25).to(GPU)
+    assert launch.scalar_on(there.device, there) is there
+    if GPU.type == "cuda":
+        sent = launch.scalar_on(GPU, scalar(0.25))
+        assert sent.device.type == "cuda" and launch.scalar_on(GPU, scalar(0.25)) is sent
+
+
+@pytest.mark.parametrize(
+    ("tensor_cores", "switch", "wanted"),
+    [
+        (True, "highest", "tf32x3"),
+        (True, "high", "tf32"),
+        (True, "medium", "tf32"),
+        (False, "highest", "ieee"),
+        (False, "high", "ieee"),
+    ],
+)
+def test_precision_follows_the_switch(
+    monkeypatch: pytest.MonkeyPatch, tensor_cores: bool, switch: str, wanted: str
+) -> None:
+    monkeypatch.setattr(launch, "has_tensor_cores", lambda device: tensor_cores)
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: switch)
+    assert launch.precision(GPU) == wanted
