@@ -26,7 +26,7 @@ except ImportError as error:
     )
 
 from tnt_kernels import reference
-from tnt_kernels.backends import Backends, backends, register_reference
+from tnt_kernels.backends import Backends, backends, register_reference, register_triton
 from tnt_kernels.ops import (
     damped_inverse,
     gram_ema_,
@@ -36,6 +36,7 @@ from tnt_kernels.ops import (
 )
 
 register_reference(_library)
+register_triton(_library)
 
 __all__ = [
     "Backends",

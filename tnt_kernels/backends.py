@@ -4,9 +4,11 @@ The dispatcher decides, by what was registered: C++ on the CPU, CUDA C++ then Tr
 everywhere else the reference, which is also what gives ``torch.compile`` the output shapes.
 """
 
+import functools
 import importlib
 import itertools
 import platform
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -15,10 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tnt_kernels import reference
+from tnt_kernels import reference, triton
 from tnt_kernels.schemas import NAMESPACE, SCHEMAS
 
 DEVICES = ("cpu", "cuda")
+
+# Operator -> the module of tnt_kernels.triton that has a function of its name.
+TRITON_KERNELS = {
+    "gram_ema_": "gram_ema",
+    "mode_products": "mode_products",
+    "preconditioned_step_": "preconditioned_step",
+}
 
 
 @dataclass(frozen=True)
@@ -52,15 +61,28 @@ def backends() -> Backends:
 
     ``print(tnt_kernels.backends())`` and ``python -m tnt_kernels`` show it as a page.
     """
-    names = {"cpu": "C++", "cuda": "CUDA C++"}
     served = {
-        name: {
-            device: names[device] if _has_kernel(name, device) else "reference"
-            for device in DEVICES
-        }
+        name: {"cpu": "C++" if _has_kernel(name, "cpu") else "reference", "cuda": _on_gpu(name)}
         for name in SCHEMAS
     }
     return Backends(served, _versions())
+
+
+def _on_gpu(name: str) -> str:
+    if name not in _left_to_python:
+        return "CUDA C++"
+    return "Triton" if name in TRITON_KERNELS and triton.missing() is None else "reference"
+
+
+def slow_on_gpu() -> str | None:
+    """Says which operators a GPU that is there has no kernel for, and why; None if there are none.
+
+    Only a GPU's calls themselves show whether it is too old for a kernel; the first says so.
+    """
+    slow = [name for name, served in backends().ops.items() if served["cuda"] == "reference"]
+    if not slow or not torch.cuda.is_available():
+        return None
+    return f"on the GPU the reference serves {', '.join(slow)}: {_why(slow[0], None)}"
 
 
 def register_reference(library: torch.library.Library) -> None:
@@ -69,6 +91,64 @@ def register_reference(library: torch.library.Library) -> None:
         library.impl(name, implementation, "CompositeExplicitAutograd")
         fake = _inverse_root_shapes if name == "inverse_root" else implementation
         torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
+
+
+def register_triton(library: torch.library.Library) -> None:
+    """Registers the Triton kernels for GPUs, where the extension has no CUDA C++ kernel.
+
+    Triton is imported at an operator's first call. Where it cannot serve the reference does, with
+    one warning.
+    """
+    for name in SCHEMAS:
+        if not _has_kernel(name, "cuda"):
+            library.impl(name, functools.partial(_serve, name), "CUDA")
+            _left_to_python.add(name)
+
+
+# Operators whose CUDA kernel is not in the extension.
+_left_to_python: set[str] = set()
+
+
+def _serve(name: str, *arguments: Any) -> Any:
+    device = _device(arguments)
+    kernel = _kernel(name, device)
+    if device.type != "cuda":
+        return kernel(*arguments)
+    with torch.cuda.device(device):
+        return kernel(*arguments)
+
+
+@functools.cache
+def _kernel(name: str, device: torch.device) -> Callable[..., Any]:
+    """What serves the operator on a GPU; warns, the first time, where it is the reference."""
+    why = _why(name, device)
+    if why is not None:
+        warnings.warn(
+            f"tnt_kernels.{name} runs on its reference implementation on {device}, with the same "
+            f"results: {why}",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+        return _REFERENCE[name]
+    module = importlib.import_module(f"tnt_kernels.triton.{TRITON_KERNELS[name]}")
+    kernel: Callable[..., Any] = getattr(module, name)
+    return kernel
+
+
+def _why(name: str, device: torch.device | None) -> str | None:
+    """Why the reference serves an operator that the extension has no CUDA kernel for."""
+    if name in TRITON_KERNELS:
+        return triton.missing(device)
+    return "its kernel is in the CUDA extension, which is not built (see setup.py, TNT_CUDA)"
+
+
+def _device(arguments: Sequence[Any]) -> torch.device:
+    """The device of the lists; a scalar beside them may be on the CPU."""
+    for argument in arguments:
+        for tensor in argument if isinstance(argument, list) else ():
+            if isinstance(tensor, Tensor):
+                return tensor.device
+    return next(a.device for a in arguments if isinstance(a, Tensor))
 
 
 def _has_kernel(name: str, device: str) -> bool:
@@ -149,7 +229,7 @@ def _versions() -> dict[str, str]:
         "torch": torch.__version__,
         "CUDA in torch": torch.version.cuda or "none",
         "GPU": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
-        "triton": _package_version("triton"),
+        "triton": triton.version(),
         "python": platform.python_version(),
         "platform": platform.platform(),
     }

@@ -1,0 +1,135 @@
+"""What serves on a GPU: Triton, or the reference with a reason, whatever is installed."""
+
+import importlib
+import runpy
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+from cases import close, identical, mode_statistics, normal, scalar
+from torch import Tensor
+
+import tnt_kernels
+from tnt_kernels import reference, triton
+from tnt_kernels.schemas import SCHEMAS
+
+# The module, which the function of its name hides.
+backends = importlib.import_module("tnt_kernels.backends")
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def nothing_said_before() -> Iterator[None]:
+    """What serves is looked up once, and what it lacks said once."""
+    backends._kernel.cache_clear()
+    yield
+    backends._kernel.cache_clear()
+
+
+@pytest.fixture(params=["none", "3.5.1", "2.9.0"])
+def bad_triton(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(triton, "version", lambda: request.param)
+    return str(request.param)
+
+
+def products_arguments() -> tuple[list[Tensor], list[Tensor]]:
+    return [normal((9, 5)), normal((3,))], [
+        *mode_statistics((9, 5), "mixed"),
+        *mode_statistics((3,), "full"),
+    ]
+
+
+def products_wanted(tensors: list[Tensor], factors: list[Tensor]) -> list[Tensor]:
+    return reference.mode_products(tensors, [factors[:2], factors[2:]])
+
+
+@pytest.mark.parametrize("good", ["3.6.0", "3.7.1", "3.10.0+git1", "4.0", "unknown"])
+def test_good_versions(monkeypatch: pytest.MonkeyPatch, good: str) -> None:
+    monkeypatch.setattr(triton, "version", lambda: good)
+    assert triton.missing() is None
+    if backends._left_to_python:
+        served = {name: row["cuda"] for name, row in tnt_kernels.backends().ops.items()}
+        kernels = set(backends.TRITON_KERNELS) & backends._left_to_python
+        assert kernels and all(served[name] == "Triton" for name in kernels)
+
+
+def test_bad_versions_are_named(bad_triton: str) -> None:
+    why = triton.missing()
+    assert why is not None
+    assert (
+        "not installed" in why if bad_triton == "none" else f"{bad_triton} is too old, 3.6" in why
+    )
+    served = {name: row["cuda"] for name, row in tnt_kernels.backends().ops.items()}
+    assert all(served[name] == "reference" for name in backends._left_to_python)
+
+
+def test_an_old_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an old one")
+    for capability, fits in (((6, 1), False), ((7, 0), True), ((9, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
+        why = triton.missing(torch.device("cuda", 0))
+        assert (why is None) == fits
+        assert fits or (why is not None and "an old one has compute capability 6.1, 7.0" in why)
+
+
+def test_triton_serves() -> None:
+    """The call that a GPU's tensors are dispatched to, on the interpreter's."""
+    tensors, factors = products_arguments()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        products = backends._serve("mode_products", tensors, factors)
+    for product, wanted in zip(products, products_wanted(tensors, factors), strict=True):
+        close(product, wanted)
+    kernel = backends._kernel("mode_products", CPU)
+    assert kernel.__module__ == "tnt_kernels.triton.mode_products"
+    assert all(backends._kernel(name, CPU).__name__ == name for name in backends.TRITON_KERNELS)
+
+
+def test_the_reference_serves_with_one_warning(bad_triton: str) -> None:
+    tensors, factors = products_arguments()
+    with pytest.warns(RuntimeWarning, match="^tnt_kernels.mode_products runs on its ref.* Triton "):
+        products = backends._serve("mode_products", tensors, factors)
+    for product, wanted in zip(products, products_wanted(tensors, factors), strict=True):
+        identical(product, wanted)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        backends._serve("mode_products", tensors, factors)
+
+
+def test_an_operator_that_is_in_the_extension_alone_says_so() -> None:
+    names = set(SCHEMAS) - set(backends.TRITON_KERNELS)
+    assert "damped_inverse" in names
+    stats = mode_statistics((9, 5), "full")
+    out = [torch.zeros_like(stat) for stat in stats]
+    with pytest.warns(RuntimeWarning, match="^tnt_kernels.damped_inverse .*TNT_CUDA"):
+        info = backends._serve("damped_inverse", out, stats, [2], scalar(0.1), False)
+    wanted, _ = reference.damped_inverse([stats], 0.1)
+    identical(info, torch.zeros(1, dtype=torch.int32))
+    for factor, value in zip(out, wanted[0], strict=True):
+        identical(factor, value)
+
+
+def test_the_device_is_that_of_the_lists() -> None:
+    there = torch.ones(2, device="meta")
+    assert backends._device(([there], [], scalar(1.0))) == there.device
+    assert backends._device(([], [], scalar(1.0))) == CPU
+
+
+def test_the_page_warns_where_a_gpu_has_no_kernel(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert torch.cuda.is_available() or backends.slow_on_gpu() is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *device: "a GPU")
+    monkeypatch.setattr(triton, "version", lambda: "none")
+    runpy.run_module("tnt_kernels", run_name="__main__")
+    said = capsys.readouterr()
+    if backends._left_to_python:
+        assert said.err.startswith("\nwarning: on the GPU the reference serves ")
+        assert all(name in said.err for name in backends._left_to_python)
+    assert said.out == f"{tnt_kernels.backends()}\n"
