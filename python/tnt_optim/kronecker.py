@@ -22,11 +22,20 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tnt_kernels import gram_ema_, preconditioned_step_
+from tnt_kernels import gram_ema_
 from tnt_optim.checkpoint import check_state_dict, copied
+from tnt_optim.device_step import (
+    Batch,
+    DeviceStep,
+    Group,
+    Report,
+    Settings,
+    by_device,
+    viewed,
+)
 from tnt_optim.failures import COUNTERS, Failures, PreconditionerError
 from tnt_optim.gradients import all_finite, check_reached, check_scalar_loss, gradients_of
-from tnt_optim.graft import grafted_step_
+from tnt_optim.graphs import StepGraphs, check_graphs_device
 from tnt_optim.modes import diagonal_modes, mode_shape
 from tnt_optim.settings import check_settings
 
@@ -38,7 +47,11 @@ class KroneckerOptimizer(Optimizer):
     come from: by default they are the parameters' own.
     """
 
-    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+    def __init__(self, params: Any, defaults: dict[str, Any], *, capturable: bool = False) -> None:
+        if not isinstance(capturable, bool):
+            raise ValueError(f"capturable must be True or False, got {capturable!r}")
+        self.capturable = capturable
+        self._graphs = StepGraphs()
         self._failures = Failures()
         super().__init__(params, {**defaults, "modes": None, "step": 0})
 
@@ -46,7 +59,7 @@ class KroneckerOptimizer(Optimizer):
 
     def _factors(
         self,
-        group: dict[str, Any],
+        group: Settings,
         stats: Sequence[Sequence[Tensor]],
         out: Sequence[Sequence[Tensor]] | None = None,
     ) -> tuple[list[list[Tensor]], Tensor]:
@@ -110,13 +123,10 @@ class KroneckerOptimizer(Optimizer):
             self.state.update(self._first_states(first))
             if first:
                 observed = {p: g for p, g in observed.items() if p not in first}
-            self._refresh(observed, first)
-            self._failures.read(self.state, self._name)
+            self._run(self._device_step(observed, first, updates))
         finally:
             self._forget_observations()
-        for group, params in zip(self.param_groups, updates, strict=True):
-            for batch in by_device(params):
-                self._update(group, batch)
+        for group in self.param_groups:
             group["step"] += 1
         return loss
 
@@ -183,6 +193,8 @@ class KroneckerOptimizer(Optimizer):
                         f"{param.layout} for {self._name(param)}"
                     )
                 mode_shape(param.shape, group["modes"])
+                if self.capturable:
+                    check_graphs_device(param, self.param_groups[0]["params"][:1])
         except Exception:
             self.param_groups.pop()
             raise
@@ -209,7 +221,7 @@ class KroneckerOptimizer(Optimizer):
         check_state_dict(self.param_groups, state_dict)
         functions = [group["modes"] for group in self.param_groups]
         super().load_state_dict(state_dict)
-        self._failures = Failures()
+        self._failures, self._graphs = Failures(), StepGraphs()
         for group, saved, modes in zip(
             self.param_groups, state_dict["param_groups"], functions, strict=True
         ):
@@ -217,13 +229,19 @@ class KroneckerOptimizer(Optimizer):
             for param, index in zip(group["params"], saved["params"], strict=True):
                 if index in state_dict["state"]:
                     # Once more: torch casts floating-point state to the parameter's dtype.
-                    self.state[param] = copied(
-                        state_dict["state"][index], param.device, state_dtype(param)
-                    )
+                    state = copied(state_dict["state"][index], param.device, state_dtype(param))
+                    if state:
+                        state["updates"] = self._count(state["updates"], param)
+                    self.state[param] = state
 
     def __getstate__(self) -> dict[str, Any]:
         self._failures.read(self.state, self._name, wait=True, fatal=False)
-        return {**super().__getstate__(), "_failures": self._failures}
+        own = {"_failures": self._failures, "capturable": self.capturable}
+        return {**super().__getstate__(), **own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._graphs = StepGraphs()
 
     def __repr__(self) -> str:
         lines = [f"{type(self).__name__} ("]
@@ -262,7 +280,7 @@ class KroneckerOptimizer(Optimizer):
                     if param not in stats:
                         stats[param] = self._like_modes(group, param)
                 sizes = [self._modes(group, p)[0] for p in params]
-                gradients = _viewed([observed[p] for p in params], sizes)
+                gradients = viewed([observed[p] for p in params], sizes)
                 gram_ema_([stats[p] for p in params], gradients, batches / (batches + 1))
             batches += 1
         if skipped and not batches:
@@ -282,7 +300,7 @@ class KroneckerOptimizer(Optimizer):
         for group, params in self._batches(observed):
             fresh = [self._like_modes(group, p) for p in params]
             sizes = [self._modes(group, p)[0] for p in params]
-            gram_ema_(fresh, _viewed([observed[p] for p in params], sizes), 0.0)
+            gram_ema_(fresh, viewed([observed[p] for p in params], sizes), 0.0)
             stats.update(zip(params, fresh, strict=True))
         return self._states(stats)
 
@@ -305,32 +323,60 @@ class KroneckerOptimizer(Optimizer):
                     "stats": stats[param],
                     "factors": modes,
                     "first_step": group["step"],
-                    "updates": 0,
+                    "updates": self._count(0, param),
                     **dict.fromkeys(COUNTERS, 0),
                 }
                 if group["graft"] == "adam":
                     states[param]["second_moment"] = zeros.clone()
         return states
 
-    def _refresh(self, observed: dict[Tensor, Tensor], first: Mapping[Tensor, Tensor]) -> None:
-        """Blends what was observed into the statistics; remakes the factors that are due."""
-        finite = all_finite(observed.values()) if observed else None
-        for group, params in self._batches(observed):
-            assert finite is not None
-            # Decay 1 leaves the statistics alone, whatever the gradient holds.
-            keep = torch.ones((), dtype=torch.float64, device=params[0].device)
-            decay = torch.where(finite.to(keep.device), keep * group["stat_decay"], keep)
-            states = [self.state[p] for p in params]
-            gradients = _viewed([observed[p] for p in params], _mode_sizes(states))
-            gram_ema_([state["stats"] for state in states], gradients, decay)
-            codes = (~finite).to(torch.int32).expand(len(params)).contiguous()
-            self._failures.report_statistics(codes, params)
-        for group in self.param_groups:
-            for due in by_device(self._factors_due(group, observed, first)):
-                states = [self.state[p] for p in due]
-                kept = [state["factors"] for state in states]
-                _, info = self._factors(group, [state["stats"] for state in states], kept)
-                self._failures.report_inverses(info, due)
+    def _device_step(
+        self,
+        observed: dict[Tensor, Tensor],
+        first: Mapping[Tensor, Tensor],
+        updates: Sequence[list[Tensor]],
+    ) -> DeviceStep:
+        """What the step has to do: blend what was observed, remake factors, update."""
+        due = [self._factors_due(group, observed, first) for group in self.param_groups]
+        moving = [p for params in updates for p in params]
+        return DeviceStep(
+            blended=list(self._batches(observed)),
+            remade=self._split(due),
+            updated=self._split(updates),
+            observed=observed,
+            grads={p: p.grad for p in moving if p.grad is not None},
+        )
+
+    def _split(self, params: Sequence[list[Tensor]]) -> list[Batch]:
+        """Parameters by group, split by device."""
+        pairs = zip(self.param_groups, params, strict=True)
+        return [(group, batch) for group, members in pairs for batch in by_device(members)]
+
+    def _run(self, step: DeviceStep) -> None:
+        if self.capturable:
+            self._report(self._graphs.run(step, self.state, self._whole))
+            return
+        self._report(self._refresh(step, _as_they_are))
+        self._failures.read(self.state, self._name)
+        step.update(self.state, _as_they_are)
+
+    def _whole(self, step: DeviceStep, settings: Callable[[Group], Settings]) -> list[Report]:
+        reports = self._refresh(step, settings)
+        step.update(self.state, settings)
+        return reports
+
+    def _refresh(self, step: DeviceStep, settings: Callable[[Group], Settings]) -> list[Report]:
+        def make(group: Settings, stats: list[list[Tensor]], out: list[list[Tensor]]) -> Tensor:
+            return self._factors(group, stats, out)[1]
+
+        return step.blend(self.state, settings) + step.remake(self.state, settings, make)
+
+    def _report(self, reports: Sequence[Report]) -> None:
+        for kind, codes, params in reports:
+            if kind == "statistics":
+                self._failures.report_statistics(codes, params)
+            else:
+                self._failures.report_inverses(codes, params)
 
     def _factors_due(
         self,
@@ -379,31 +425,6 @@ class KroneckerOptimizer(Optimizer):
             ready.append(param)
         return ready
 
-    def _update(self, group: dict[str, Any], params: list[Tensor]) -> None:
-        states = [self.state[p] for p in params]
-        momenta = [state["momentum"] for state in states]
-        sizes = _mode_sizes(states)
-        weights = _viewed(params, sizes)
-        grads = _viewed([p.grad for p in params], sizes)
-        for state in states:
-            state["updates"] += 1
-        if group["graft"] is None:
-            preconditioned_step_(
-                weights,
-                momenta,
-                grads,
-                [state["factors"] for state in states],
-                group["lr"],
-                group["momentum"],
-                group["weight_decay"],
-            )
-        else:
-            grafted_step_(weights, grads, states, group)
-        for param, weight in zip(params, weights, strict=True):
-            if weight is not param and weight.data_ptr() != param.data_ptr():
-                # Strides that no view could merge.
-                param.copy_(weight.view(param.shape))
-
     # Parameters and their modes.
 
     def _has_state(self, param: Tensor) -> bool:
@@ -431,6 +452,12 @@ class KroneckerOptimizer(Optimizer):
             for d, diagonal in zip(*self._modes(group, param), strict=True)
         ]
 
+    def _count(self, updates: int | float | Tensor, param: Tensor) -> int | Tensor:
+        """How often a parameter was updated; a tensor where a CUDA graph goes on counting."""
+        if self.capturable:
+            return torch.full((), float(updates), dtype=torch.float64, device=param.device)
+        return int(updates)
+
     def _name(self, param: Tensor) -> str:
         for number, group in enumerate(self.param_groups):
             for index, other in enumerate(group["params"]):
@@ -440,24 +467,8 @@ class KroneckerOptimizer(Optimizer):
         raise KeyError("not a parameter of this optimizer")
 
 
-def _mode_sizes(states: Sequence[Mapping[str, Any]]) -> list[torch.Size]:
-    return [state["momentum"].shape for state in states]
-
-
-def _viewed(tensors: Sequence[Any], sizes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """The tensors in the shapes of their modes; those that have them already are not copied."""
-    return [
-        tensor if tensor.shape == shape else tensor.reshape(shape)
-        for tensor, shape in zip(tensors, sizes, strict=True)
-    ]
-
-
-def by_device(params: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Splits parameters by device."""
-    lists: dict[torch.device, list[Tensor]] = {}
-    for param in params:
-        lists.setdefault(param.device, []).append(param)
-    return list(lists.values())
+def _as_they_are(group: Group) -> Settings:
+    return group
 
 
 def state_dtype(param: Tensor) -> torch.dtype:

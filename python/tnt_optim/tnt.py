@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tnt_kernels import damped_inverse
+from tnt_optim.device_step import Settings
 from tnt_optim.fisher import LIKELIHOODS, sampled_loss, seeded_globally, stream_seed
 from tnt_optim.gradients import check_reached, check_scalar_loss, gradients_of
 from tnt_optim.kronecker import KroneckerOptimizer, state_dtype
@@ -32,7 +33,8 @@ class TNT(KroneckerOptimizer):
             loss.backward()
             opt.step()
 
-    Every argument but ``likelihood``, ``fisher`` and ``seed`` can be set for each parameter group.
+    Every argument but ``likelihood``, ``fisher``, ``seed`` and ``capturable`` can be set for each
+    parameter group.
     A group's ``modes``, a function from a parameter's shape to mode sizes with the same product,
     re-views its parameters; by default a vector has one mode, a matrix two, and a convolution
     weight three: out, in, and the kernel's positions.
@@ -63,6 +65,10 @@ class TNT(KroneckerOptimizer):
             ``graft`` rescales them.
         graft: "adam" or "sgd": rescale each parameter's direction to the norm of that method's.
         seed: of the sampled labels; the global generators are never touched.
+        capturable: run the steps as CUDA graphs, one for each kind of step, each from the second of
+            its kind on. All parameters must be on one CUDA device. Gradients that do not lie where
+            they lay are copied there: ``zero_grad(set_to_none=False)`` saves the copies. Learning
+            rate and the other numbers may change at every step.
 
     Raises:
         ValueError: where a setting or a parameter does not fit.
@@ -85,6 +91,7 @@ class TNT(KroneckerOptimizer):
         relative_damping: bool = False,
         graft: str | None = None,
         seed: int = 0,
+        capturable: bool = False,
     ) -> None:
         if not callable(likelihood) and likelihood not in tuple(LIKELIHOODS):
             known = ", ".join(repr(name) for name in LIKELIHOODS)
@@ -117,6 +124,7 @@ class TNT(KroneckerOptimizer):
                 "relative_damping": relative_damping,
                 "graft": graft,
             },
+            capturable=capturable,
         )
 
     def observe(self, output: Any) -> None:
@@ -192,7 +200,7 @@ class TNT(KroneckerOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds parameters; see ``KroneckerOptimizer.add_param_group``."""
-        shared = sorted({"likelihood", "fisher", "seed"} & set(param_group))
+        shared = sorted({"likelihood", "fisher", "seed", "capturable"} & set(param_group))
         if shared:
             raise ValueError(f"{shared[0]} cannot be set for a parameter group, only for all")
         super().add_param_group(param_group)
@@ -201,7 +209,7 @@ class TNT(KroneckerOptimizer):
 
     def _factors(
         self,
-        group: dict[str, Any],
+        group: Settings,
         stats: Sequence[Sequence[Tensor]],
         out: Sequence[Sequence[Tensor]] | None = None,
     ) -> tuple[list[list[Tensor]], Tensor]:

@@ -1,0 +1,304 @@
+"""TNT(capturable=True): steps as graphs, recorded once a kind, are the steps they replace.
+
+On the CPU with recordings that keep a CUDA graph's rules (see recorded_graph.py).
+"""
+
+import copy
+import io
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from recorded_graph import Recorder
+from torch import Tensor, nn
+
+from tnt_optim import TNT, graphs, kronecker
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+T1, T2 = 2, 6
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
+    """Recordings on the CPU, whose parameters are then as good as a GPU's."""
+    stand_in = Recorder()
+    monkeypatch.setattr(graphs, "record", stand_in)
+    monkeypatch.setattr(kronecker, "check_graphs_device", lambda param, others: None)
+    yield stand_in
+
+
+class Net(nn.Module):
+    """A convolution, a norm and two linear layers, one of them in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 3, 3)
+        self.norm = nn.LayerNorm(3)
+        self.hidden = nn.Linear(3, 5).bfloat16()
+        self.out = nn.Linear(5, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits."""
+        h = self.norm(torch.tanh(self.conv(x)).mean((2, 3)))
+        return self.out(torch.tanh(self.hidden(h.bfloat16())).float())
+
+
+def optimizer_of(net: nn.Module, **settings: Any) -> TNT:
+    rest = [p for name, p in net.named_parameters() if not name.startswith("conv")]
+    groups = [{"params": [*net.conv.parameters()], "weight_decay": 0.1}, {"params": rest}]
+    defaults = {"lr": 0.05, "damping": 0.1, "stat_interval": T1, "inverse_interval": T2}
+    return TNT(groups, **{**defaults, **settings})
+
+
+def train(
+    net: nn.Module,
+    optimizer: TNT,
+    steps: int,
+    *,
+    first: int = 0,
+    set_to_none: bool = True,
+    before_step: Callable[[int], None] = lambda step: None,
+) -> None:
+    """Steps of which every one has its own batch, learning rate and momentum."""
+    for step in range(first, first + steps):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(6, 2, 5, 5, generator=generator)
+        y = torch.randint(4, (6,), generator=generator)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.05 / (1 + step)
+            group["momentum"] = 0.9 if step < 11 else 0.8
+        optimizer.zero_grad(set_to_none=set_to_none)
+        output = net(x)
+        optimizer.observe(output)
+        nn.functional.cross_entropy(output, y).backward()
+        before_step(step)
+        optimizer.step()
+
+
+def pair(**settings: Any) -> tuple[Net, TNT, Net, TNT]:
+    """The same network twice, with plain and with recorded steps."""
+    plain = Net()
+    recorded = copy.deepcopy(plain)
+    return (
+        plain,
+        optimizer_of(plain, **settings),
+        recorded,
+        optimizer_of(recorded, capturable=True, **settings),
+    )
+
+
+def assert_same(plain: nn.Module, recorded: nn.Module, tolerance: float = 0.0) -> None:
+    for p, q in zip(plain.parameters(), recorded.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("settings", [{}, {"fisher": "empirical"}, {"relative_damping": True}])
+def test_recorded_steps_are_the_steps(
+    recorder: Recorder, settings: dict[str, Any], set_to_none: bool
+) -> None:
+    """To the bit, with settings that change from step to step."""
+    plain, optimizer, recorded, capturable = pair(**settings)
+    train(plain, optimizer, 30, set_to_none=set_to_none)
+    train(recorded, capturable, 30, set_to_none=set_to_none)
+    assert_same(plain, recorded)
+    for p, q in zip(plain.parameters(), recorded.parameters(), strict=True):
+        for key in ("momentum", "stats", "factors"):
+            torch.testing.assert_close(
+                optimizer.state[p][key], capturable.state[q][key], rtol=0, atol=0
+            )
+        assert int(capturable.state[q]["updates"]) == optimizer.state[p]["updates"] == 30
+    assert recorder.replays > 20
+
+
+def test_one_recording_for_each_kind_of_step(recorder: Recorder) -> None:
+    _, _, net, optimizer = pair()
+    train(net, optimizer, 4 * T2)
+    # Nothing due (as at the first step, which makes statistics and inverses beforehand),
+    # statistics, statistics and inverses: of each the first runs as it is.
+    assert recorder.recordings == 3
+    assert recorder.replays == 4 * T2 - 3
+    train(net, optimizer, 2 * T2, first=4 * T2)
+    assert recorder.recordings == 3
+    assert recorder.replays == 6 * T2 - 3
+
+
+@pytest.mark.parametrize("graft", ["adam", "sgd"])
+def test_grafted_steps(recorder: Recorder, graft: str) -> None:
+    """Adam's bias corrections go on counting in a replay."""
+    plain, optimizer, recorded, capturable = pair(graft=graft, lr=0.01)
+    train(plain, optimizer, 20)
+    train(recorded, capturable, 20)
+    assert_same(plain.conv, recorded.conv, 1e-5)
+    assert recorder.replays > 10
+
+
+def test_gradients_are_copied_only_where_they_moved(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies: list[int] = []
+    copy_ = torch._foreach_copy_
+
+    def counted(to: list[Tensor], given: list[Tensor]) -> None:
+        copies.append(len(to))
+        copy_(to, given)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", counted)
+    for set_to_none in (False, True):
+        _, _, net, optimizer = pair(stat_interval=1000, inverse_interval=1000)
+        train(net, optimizer, 4)
+        copies.clear()
+        train(net, optimizer, 3, first=4, set_to_none=set_to_none)
+        parameters = len(list(net.parameters()))
+        # What the recording kept are an earlier step's gradients: one copy, or one a step.
+        assert copies == [parameters] * 3 if set_to_none else len(copies) <= 3
+
+
+def test_learning_rate_as_a_tensor(recorder: Recorder) -> None:
+    plain, optimizer, recorded, capturable = pair()
+
+    def tensor_of(chosen: TNT) -> Callable[[int], None]:
+        def set_(step: int) -> None:
+            for group in chosen.param_groups:
+                group["lr"] = torch.tensor(group["lr"], dtype=torch.float64)
+
+        return set_
+
+    train(plain, optimizer, 15)
+    train(recorded, capturable, 15, before_step=tensor_of(capturable))
+    assert_same(plain, recorded)
+
+
+def test_resumed_training_is_the_training(recorder: Recorder) -> None:
+    """Saved by one kind of optimizer and loaded by the other, in the middle of the schedule."""
+    plain, optimizer, recorded, capturable = pair()
+    train(plain, optimizer, 2 * T2 + 3)
+    train(recorded, capturable, T2 + 2)
+    buffer = io.BytesIO()
+    torch.save([recorded.state_dict(), capturable.state_dict()], buffer)
+    buffer.seek(0)
+    weights, state = torch.load(buffer, weights_only=True)
+    for settings in ({"capturable": True}, {}):
+        net = Net()
+        net.load_state_dict(weights)
+        again = optimizer_of(net, **settings)
+        again.load_state_dict(state)
+        train(net, again, T2 + 1, first=T2 + 2)
+        assert_same(plain, net)
+    train(recorded, capturable, T2 + 1, first=T2 + 2)
+    assert_same(plain, recorded)
+    # Loading in the middle: the old recordings are of other memory.
+    capturable.load_state_dict(optimizer.state_dict())
+    train(plain, optimizer, T2, first=2 * T2 + 3)
+    train(recorded, capturable, T2, first=2 * T2 + 3)
+    assert_same(plain, recorded)
+
+
+def test_copies_record_for_themselves(recorder: Recorder) -> None:
+    plain, optimizer, recorded, capturable = pair()
+    train(plain, optimizer, 20)
+    train(recorded, capturable, 10)
+    net, other = copy.deepcopy((recorded, capturable))
+    assert other.capturable
+    train(net, other, 10, first=10)
+    assert_same(plain, net)
+    train(recorded, capturable, 10, first=10)
+    assert_same(plain, recorded)
+
+
+def test_parameters_that_moved_are_recorded_anew(recorder: Recorder) -> None:
+    plain, optimizer, recorded, capturable = pair()
+    train(plain, optimizer, 20)
+    train(recorded, capturable, 10)
+    before = recorder.recordings
+    for param in recorded.parameters():
+        param.data = param.data.clone()
+    train(recorded, capturable, 10, first=10)
+    assert_same(plain, recorded)
+    assert recorder.recordings > before
+
+
+def test_parameters_that_take_turns(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parameter without a gradient at some steps makes kinds of its own, up to a number."""
+    monkeypatch.setattr(graphs, "MOST_GRAPHS", 4)
+    plain, optimizer, recorded, capturable = pair()
+
+    def drop(net: Net) -> Callable[[int], None]:
+        def drop_(step: int) -> None:
+            if step % 3 == 2:
+                net.out.bias.grad = None
+
+        return drop_
+
+    train(plain, optimizer, 36, before_step=drop(plain))
+    train(recorded, capturable, 36, before_step=drop(recorded))
+    assert_same(plain, recorded)
+    assert 0 < recorder.recordings <= 4
+    assert len(capturable._graphs._recorded) == 4
+
+
+def test_failures_are_counted_in_replays(recorder: Recorder) -> None:
+    """A gradient that is not finite leaves the statistics alone, and a bad inverse the factors."""
+    _, _, net, optimizer = pair(fisher="empirical")
+    train(net, optimizer, 4 * T2)
+    replays = recorder.replays
+    state = optimizer.state[net.out.weight]
+    stats = [s.clone() for s in state["stats"]]
+    net.out.weight.grad = torch.full_like(net.out.weight, float("nan"))
+    for param in net.parameters():
+        if param is not net.out.weight:
+            param.grad = torch.zeros_like(param)
+    optimizer.step()  # statistics are due, and inverses
+    torch.testing.assert_close(state["stats"], stats, rtol=0, atol=0)
+    assert recorder.replays == replays + 1
+    with pytest.warns(RuntimeWarning, match="not finite"):
+        assert optimizer.failures()["skipped_statistics"] == 1
+
+    factors = [a.clone() for a in state["factors"]]
+    with torch.no_grad():
+        state["stats"][0].fill_(float("nan"))
+    for param in net.parameters():
+        param.grad = torch.zeros_like(param)
+    for _ in range(T2):
+        optimizer.step()
+    torch.testing.assert_close(state["factors"], factors, rtol=0, atol=0)
+    with pytest.warns(RuntimeWarning, match="mode 0 could not be inverted"):
+        assert optimizer.failures()["failed_inverses"] == 1
+
+
+def test_a_recording_that_fails_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(run: Callable[[], object]) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(graphs, "record", refuse)
+    monkeypatch.setattr(kronecker, "check_graphs_device", lambda param, others: None)
+    plain, optimizer, recorded, capturable = pair()
+    train(plain, optimizer, 12)
+    with pytest.warns(RuntimeWarning, match="cannot be captured .*not permitted") as said:
+        train(recorded, capturable, 12)
+    assert len(said) == 1
+    assert_same(plain, recorded)
+
+
+def test_not_within_another_graph(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, _, net, optimizer = pair()
+    train(net, optimizer, 3)
+    before = [p.detach().clone() for p in net.parameters()]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="graphs of its own"):
+        optimizer.step()
+    for param, value in zip(net.parameters(), before, strict=True):
+        assert torch.equal(param, value)
+
+
+def test_mistakes() -> None:
+    net = Net()
+    with pytest.raises(ValueError, match="^capturable=True needs .* one CUDA device, got cpu"):
+        optimizer_of(net, capturable=True)
+    with pytest.raises(ValueError, match="^capturable must be True or False, got 'yes'"):
+        optimizer_of(net, capturable="yes")
+    with pytest.raises(ValueError, match="^capturable cannot be set for a parameter group"):
+        TNT([{"params": net.parameters(), "capturable": True}])
