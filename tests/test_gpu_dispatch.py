@@ -11,7 +11,7 @@ from cases import close, identical, mode_statistics, normal, scalar
 from torch import Tensor
 
 import tnt_kernels
-from tnt_kernels import reference, triton
+from tnt_kernels import ops, reference, triton
 from tnt_kernels.schemas import SCHEMAS
 
 # The module, which the function of its name hides.
@@ -133,3 +133,61 @@ def test_the_page_warns_where_a_gpu_has_no_kernel(
         assert said.err.startswith("\nwarning: on the GPU the reference serves ")
         assert all(name in said.err for name in backends._left_to_python)
     assert said.out == f"{tnt_kernels.backends()}\n"
+
+
+class Gpu(torch.Tensor):
+    """A CPU tensor that says it is on a GPU."""
+
+    is_cuda = True
+
+
+def gpu(tensor: Tensor) -> Tensor:
+    return tensor.as_subclass(Gpu)
+
+
+def test_calls_are_recognised_by_all_that_is_checked() -> None:
+    """Address, shape, strides, dtype, order of modes and numbers' places: any other is another."""
+    memory = torch.zeros(64)
+    base: list[object] = [[gpu(memory[:16].view(4, 4))], [2], scalar(1.0), False]
+    call = ops._recognised("f", base)
+    assert call is not None and call == ops._recognised("f", list(base))
+    others: list[object] = [
+        memory[16:32].view(4, 4),
+        memory[:16].view(2, 8),
+        memory[:16].view(4, 4).t(),
+        memory.view(torch.int32)[:16].view(4, 4),
+        torch._neg_view(memory[:16].view(4, 4)),
+    ]
+    calls = {call, ops._recognised("g", base)}
+    for other in others:
+        calls.add(ops._recognised("f", [[gpu(other)], *base[1:]]))
+    for wrong in ([3], []):
+        calls.add(ops._recognised("f", [base[0], wrong, *base[2:]]))
+    calls.add(ops._recognised("f", [*base[:2], scalar(1.0, torch.float32), False]))
+    calls.add(ops._recognised("f", [*base[:3], True]))
+    assert None not in calls and len(calls) == 2 + len(others) + 2 + 2
+
+
+def test_other_calls_are_not_recognised() -> None:
+    for row in ([normal((2, 2))], [normal((2, 2)).to("meta")], [None], [gpu(normal((2,))), 3]):
+        assert ops._recognised("f", [row, scalar(1.0)]) is None
+
+
+def test_a_recognised_call_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "_checked", set())
+    checks: list[int] = []
+    good, bad = [[gpu(normal((2, 2)))]], [[gpu(normal((3, 3)))]]
+
+    def fail() -> None:
+        checks.append(1)
+        raise ValueError("bad")
+
+    for _ in range(2):
+        ops._check_once("f", good, lambda: checks.append(0))
+        with pytest.raises(ValueError, match="bad"):
+            ops._check_once("f", bad, fail)
+    assert checks == [0, 1, 1]
+    monkeypatch.setattr(ops, "_MOST_CHECKED", 3)
+    for n in range(1, 9):
+        ops._check_once("f", [[gpu(normal((n, n)))]], lambda: None)
+        assert len(ops._checked) <= 3

@@ -268,11 +268,54 @@ def _call(name: str, check: Callable[[], None], arguments: Callable[[], tuple[An
     try:
         flat = arguments()
         if not _all_on_cpu(flat):  # otherwise something else than C++ may serve
-            check()
+            _check_once(name, flat, check)
         return _op(name)(*flat)
     except Exception:
         check()
         raise
+
+
+def _check_once(name: str, flat: Sequence[Any], check: Callable[[], None]) -> None:
+    """Checks arguments, unless the very same ones passed before.
+
+    A training step repeats its calls, and to recognise one takes a fifth of the time of checking it
+    (130 against 690 us for the 158 statistics of ResNet-32).
+    """
+    call = _recognised(name, flat)
+    if call is not None and call in _checked:
+        return
+    check()
+    if call is not None:
+        if len(_checked) >= _MOST_CHECKED:
+            _checked.clear()
+        _checked.add(call)
+
+
+# Calls that were found good. Gradients that lie elsewhere at every step would fill it.
+_checked: set[tuple[Any, ...]] = set()
+_MOST_CHECKED = 256
+
+
+def _recognised(name: str, flat: Sequence[Any]) -> tuple[Any, ...] | None:
+    """All that the checks of a call on GPU tensors depend on; None for any other."""
+    call: list[Any] = [name]
+    for argument in flat:
+        if isinstance(argument, Tensor):
+            call.append((argument.shape, argument.dtype, argument.device))
+        elif not isinstance(argument, list) or not argument or isinstance(argument[0], int):
+            call.append(str(argument))
+        elif isinstance(argument[0], Tensor) and argument[0].is_cuda:
+            try:  # an address tells the device, too
+                call.append(
+                    tuple(
+                        [(x.data_ptr(), x.shape, x.stride(), x.dtype, x.is_neg()) for x in argument]
+                    )
+                )
+            except (AttributeError, RuntimeError):  # no tensor, or one without memory
+                return None
+        else:
+            return None
+    return tuple(call)
 
 
 def _op(name: str) -> Any:
