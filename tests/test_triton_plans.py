@@ -24,7 +24,7 @@ from torch import Tensor
 from bench.kernels.parameter_sets import PARAMETER_SETS
 from tnt_kernels import reference
 from tnt_kernels.triton import chain, gram_ema, launch, preconditioned_step
-from tnt_kernels.triton.tiles import blocks, cut, merged, unfolded
+from tnt_kernels.triton.tiles import LARGEST_INDEX, blocks, cut, merged, unfolded
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -105,8 +105,11 @@ def test_unfoldings_of_two_tensors_pair_their_columns() -> None:
 def test_what_does_not_merge_or_fit_has_no_unfolding() -> None:
     assert unfolded((2, 3, 4, 5), 0, (1, 2, 6, 24)) is not None
     assert unfolded((2, 3, 4, 5), 0, (60, 2, 10, 100)) is None
-    assert unfolded((2, 2**31), 0, (2**31, 1)) is None
-    assert unfolded((2, 2**31 - 1), 0, (2**31 - 1, 1)) is not None
+    for columns, fits in ((LARGEST_INDEX, True), (LARGEST_INDEX + 1, False)):
+        assert (unfolded((2, columns), 0, (columns, 1)) is not None) == fits
+        assert (unfolded((2, columns), 1, (columns, 1)) is not None) == fits
+    # The end of the last block is still an index.
+    assert LARGEST_INDEX + max(preconditioned_step.SPAN, 64) < 2**31
 
 
 def test_merged_dimensions() -> None:
@@ -260,10 +263,14 @@ def test_modes_that_do_not_merge_are_copied() -> None:
 @pytest.mark.parametrize("dtype", STATE_DTYPES, ids=str)
 def test_too_many_columns_are_named(dtype: torch.dtype) -> None:
     layout = launch.contiguous(launch.Layout((2, 2**31), (), dtype, True))
-    with pytest.raises(ValueError, match=r"^tensors\[0\] must .*2\*\*31 .*got \(2, 2147483648\)"):
+    with pytest.raises(
+        ValueError, match=rf"^tensors\[0\] must .*{LARGEST_INDEX} .*got \(2, 2147483648\)"
+    ):
         gram_ema.plan((layout,), (False, True), CPU, 1)
     factors = layouts_of([(2, 2), (2**31,)])
-    with pytest.raises(ValueError, match=r"^tensor 0 must .*2\*\*31 .*got \(2, 2147483648\)"):
+    with pytest.raises(
+        ValueError, match=rf"^tensor 0 must .*{LARGEST_INDEX} .*got \(2, 2147483648\)"
+    ):
         chain.plan((layout,), (layout,), factors, CPU, 1)
 
 
@@ -331,12 +338,44 @@ def test_other_memory_of_the_same_shapes() -> None:
     assert not torch.equal(results[0][0], results[1][0])
 
 
+def test_what_a_graph_reads_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a graph is recorded nothing that is sent can be relied on, and all it reads stays."""
+    held: list[object] = []
+    capturing = [False]
+    monkeypatch.setattr(launch, "_held", held)
+    monkeypatch.setattr(launch, "is_capturing", lambda device: capturing[0])
+    tensors = [normal((9, 5)).to(GPU)]
+    addresses = launch.Addresses()
+    before = addresses.of(tensors)
+    assert not held
+    capturing[0] = True
+    assert addresses.of(tensors) is before and held == [before]
+    moved = [tensors[0].clone()]
+    recorded = addresses.of(moved)
+    assert recorded.tolist() == [moved[0].data_ptr()] and any(h is recorded for h in held)
+    capturing[0] = False
+    sent = addresses.of(moved)
+    assert sent is not recorded and addresses.of(moved) is sent
+    _check_gram([normal((7, 11))])
+    capturing[0] = True
+    held.clear()
+    _check_gram([normal((7, 11))])
+    assert any(isinstance(h, gram_ema.Plan) for h in held)
+    with pytest.raises(RuntimeError, match="once before a CUDA graph"):
+        _check_gram([normal((7, 12))])
+
+
 def test_scalars_are_sent_once() -> None:
     there = scalar(0.25).to(GPU)
     assert launch.scalar_on(there.device, there) is there
-    if GPU.type == "cuda":
-        sent = launch.scalar_on(GPU, scalar(0.25))
-        assert sent.device.type == "cuda" and launch.scalar_on(GPU, scalar(0.25)) is sent
+    elsewhere = torch.device("meta") if GPU.type == "cpu" else GPU
+    sent = launch.scalar_on(elsewhere, scalar(0.25))
+    assert sent.device.type == elsewhere.type
+    assert launch.scalar_on(elsewhere, scalar(0.25)) is sent
+    assert launch.scalar_on(elsewhere, scalar(0.5)) is not sent
+    for n in range(100):
+        launch.scalar_on(elsewhere, scalar(float(n)))
+        assert len(launch._numbers) <= 64
 
 
 @pytest.mark.parametrize(

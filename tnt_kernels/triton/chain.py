@@ -24,13 +24,22 @@ from tnt_kernels.triton.launch import (
     Addresses,
     Layout,
     contiguous,
+    hold,
     launch,
     layouts,
     precision,
     state_dtype,
     table,
 )
-from tnt_kernels.triton.tiles import MERGED_STEPS, Unfolding, blocks, merge_small, offsets, unfolded
+from tnt_kernels.triton.tiles import (
+    LARGEST_INDEX,
+    MERGED_STEPS,
+    Unfolding,
+    blocks,
+    merge_small,
+    offsets,
+    unfolded,
+)
 
 WARPS = 4
 SCRATCH = -1  # in a problem, for an address: the scratch memory, at an offset
@@ -228,8 +237,8 @@ def plan(
                 unfoldings = _unfoldings(source, result)
             if unfoldings is None:
                 raise ValueError(
-                    f"tensor {t} must have unfoldings of fewer than 2**31 rows and columns, got "
-                    f"{tuple(source.shape)}"
+                    f"tensor {t} must have unfoldings of at most {LARGEST_INDEX} rows and columns, "
+                    f"got {tuple(source.shape)}"
                 )
             order = len(source.shape)
             state = state_dtype(source.dtype)
@@ -353,6 +362,7 @@ def products(
     device = tensors[0].device
     factors = [a.resolve_neg().contiguous() for a in factors]
     p = plan(layouts(tensors), layouts(results), layouts(factors), device, programs)
+    hold(device, p)
     read, written = list(tensors), list(results)
     for t in p.copied:
         read[t], written[t] = read[t].contiguous(), written[t].contiguous()

@@ -22,6 +22,7 @@ from tnt_kernels.triton.launch import (
     Addresses,
     Layout,
     contiguous,
+    hold,
     launch,
     layouts,
     mark_written,
@@ -32,6 +33,7 @@ from tnt_kernels.triton.launch import (
     table,
 )
 from tnt_kernels.triton.tiles import (
+    LARGEST_INDEX,
     MERGED_STEPS,
     Unfolding,
     blocks,
@@ -285,8 +287,8 @@ def plan(
             modes = _modes_of(layout)
         if modes is None:
             raise ValueError(
-                f"tensors[{t}] must have unfoldings of fewer than 2**31 rows and columns, got "
-                f"{tuple(layout.shape)}"
+                f"tensors[{t}] must have unfoldings of at most {LARGEST_INDEX} rows and columns, "
+                f"got {tuple(layout.shape)}"
             )
         for u in modes:
             n = len(problems)
@@ -369,6 +371,7 @@ def gram_ema_(
         device,
         programs or programs_at_once(device),
     )
+    hold(device, p)
     for t in p.copied:
         tensors[t] = tensors[t].contiguous()
     addresses, weight = p.addresses.of([*tensors, *stats]), scalar_on(device, decay)

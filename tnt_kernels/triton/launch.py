@@ -55,8 +55,31 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether what is launched now is recorded in a CUDA graph, not run."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+# What kernels in CUDA graphs read: tables, addresses, numbers. Nobody says when a graph is gone.
+_held: list[object] = []
+
+
+def hold(device: torch.device, *objects: object) -> None:
+    """Keeps what a graph that is being recorded will read at its replays."""
+    if is_capturing(device):
+        _held.extend(objects)
+
+
 def table(rows: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Integers on the device, row after row."""
+    """Integers on the device, row after row.
+
+    Raises:
+        RuntimeError: while a CUDA graph is recorded.
+    """
+    if is_capturing(device):
+        raise RuntimeError(
+            "this call must run once before a CUDA graph records it: its plan is not made yet"
+        )
     return torch.tensor([entry for row in rows for entry in row], dtype=dtype, device=device)
 
 
@@ -65,30 +88,44 @@ class Addresses:
 
     def __init__(self) -> None:
         self._sent: list[int] = []
-        self._host = self._table = torch.empty(0, dtype=torch.int64)
+        self._table = torch.empty(0, dtype=torch.int64)
 
     def of(self, tensors: Sequence[Tensor]) -> Tensor:
         """int64, (len(tensors),), on the tensors' device."""
         addresses = [t.data_ptr() for t in tensors]
+        device = tensors[0].device
         if addresses != self._sent:
-            device = tensors[0].device
-            # Pinned, and kept: a graph that captures the copy reads it at every replay.
-            self._host = torch.tensor(
-                addresses, dtype=torch.int64, pin_memory=device.type == "cuda"
-            )
-            self._table = self._host.to(device, non_blocking=True)
-            self._sent = addresses
+            # Pinned, or the copy would wait.
+            host = torch.tensor(addresses, dtype=torch.int64, pin_memory=device.type == "cuda")
+            there = host.to(device, non_blocking=True)
+            if is_capturing(device):
+                # Not sent before the graph's replay, and then at each.
+                hold(device, host, there)
+                return there
+            self._table, self._sent = there, addresses
+        hold(device, self._table)
         return self._table
 
 
 def scalar_on(device: torch.device, value: Tensor) -> Tensor:
     """A 0-dim floating-point tensor on the device: itself if it is there, else a cached copy."""
-    return value if value.device == device else _number_on(device, value.item())
+    if value.device == device:
+        return value
+    key = device, value.item()
+    number = _numbers.get(key)
+    if number is None:
+        number = torch.full((), key[1], dtype=torch.float64, device=device)
+        if is_capturing(device):
+            return number  # which holds the value at the graph's replays only
+        if len(_numbers) >= _MOST_NUMBERS:
+            _numbers.clear()
+        _numbers[key] = number
+    hold(device, number)
+    return number
 
 
-@functools.lru_cache(maxsize=64)
-def _number_on(device: torch.device, value: float) -> Tensor:
-    return torch.full((), value, dtype=torch.float64, device=device)
+_numbers: dict[tuple[torch.device, float], Tensor] = {}
+_MOST_NUMBERS = 64
 
 
 @functools.cache

@@ -20,6 +20,7 @@ from tnt_kernels.triton.launch import (
     ELEMENTS,
     Addresses,
     Layout,
+    hold,
     launch,
     layouts,
     mark_written,
@@ -155,6 +156,7 @@ def preconditioned_step_(
     programs = programs or programs_at_once(device)
     grads = [g.resolve_neg() for g in grads]
     p = plan(layouts(momenta), layouts(grads), device, programs)
+    hold(device, p)
     mu = scalar_on(device, momentum)
     addresses = p.addresses.of([*momenta, *grads])
     for kind, count, tiles in p.launches:

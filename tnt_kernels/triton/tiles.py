@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 
 # Indices within a mode are 32-bit in the kernels, as divisions by 64-bit ones are slow there; what
-# is multiplied by a stride is 64-bit.
-LARGEST_INDEX = 2**31 - 1
+# is multiplied by a stride is 64-bit. A block that begins below the largest must not end beyond it.
+LARGEST_INDEX = 2**31 - 2**13
 
 # Fewer steps than this for each multiprocessor are not worth a launch of their own.
 MERGED_STEPS = 16
