@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from cases import close, identical, mode_statistics, normal, scalar
+from cases import GPU, close, identical, mode_statistics, normal, scalar
 from torch import Tensor
 
 import tnt_kernels
@@ -37,10 +37,8 @@ def bad_triton(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 
 def products_arguments() -> tuple[list[Tensor], list[Tensor]]:
-    return [normal((9, 5)), normal((3,))], [
-        *mode_statistics((9, 5), "mixed"),
-        *mode_statistics((3,), "full"),
-    ]
+    factors = [*mode_statistics((9, 5), "mixed"), *mode_statistics((3,), "full")]
+    return [normal((9, 5)).to(GPU), normal((3,)).to(GPU)], [a.to(GPU) for a in factors]
 
 
 def products_wanted(tensors: list[Tensor], factors: list[Tensor]) -> list[Tensor]:
@@ -85,9 +83,9 @@ def test_triton_serves() -> None:
         products = backends._serve("mode_products", tensors, factors)
     for product, wanted in zip(products, products_wanted(tensors, factors), strict=True):
         close(product, wanted)
-    kernel = backends._kernel("mode_products", CPU)
+    kernel = backends._kernel("mode_products", products[0].device)
     assert kernel.__module__ == "tnt_kernels.triton.mode_products"
-    assert all(backends._kernel(name, CPU).__name__ == name for name in backends.TRITON_KERNELS)
+    assert all(backends._kernel(name, GPU).__name__ == name for name in backends.TRITON_KERNELS)
 
 
 def test_the_reference_serves_with_one_warning(bad_triton: str) -> None:

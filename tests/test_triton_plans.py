@@ -351,11 +351,12 @@ def test_what_a_graph_reads_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     capturing[0] = True
     assert addresses.of(tensors) is before and held == [before]
     moved = [tensors[0].clone()]
-    recorded = addresses.of(moved)
-    assert recorded.tolist() == [moved[0].data_ptr()] and any(h is recorded for h in held)
+    recorded = [addresses.of(moved) for _ in range(2)]
+    for there in recorded:
+        assert there.tolist() == [moved[0].data_ptr()] and any(h is there for h in held)
     capturing[0] = False
     sent = addresses.of(moved)
-    assert sent is not recorded and addresses.of(moved) is sent
+    assert all(sent is not there for there in recorded) and addresses.of(moved) is sent
     _check_gram([normal((7, 11))])
     capturing[0] = True
     held.clear()

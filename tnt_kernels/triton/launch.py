@@ -89,22 +89,42 @@ class Addresses:
     def __init__(self) -> None:
         self._sent: list[int] = []
         self._table = torch.empty(0, dtype=torch.int64)
+        # To send from while a graph is recorded, when none may be asked for.
+        self._spare: Tensor | None = None
 
     def of(self, tensors: Sequence[Tensor]) -> Tensor:
         """int64, (len(tensors),), on the tensors' device."""
         addresses = [t.data_ptr() for t in tensors]
         device = tensors[0].device
+        if is_capturing(device):
+            return self._for_graph(addresses, device)
+        if self._spare is None:
+            self._spare = _pinned(len(addresses), device)
         if addresses != self._sent:
-            # Pinned, or the copy would wait.
-            host = torch.tensor(addresses, dtype=torch.int64, pin_memory=device.type == "cuda")
-            there = host.to(device, non_blocking=True)
-            if is_capturing(device):
-                # Not sent before the graph's replay, and then at each.
-                hold(device, host, there)
-                return there
-            self._table, self._sent = there, addresses
-        hold(device, self._table)
+            self._table = _sent(addresses, _pinned(len(addresses), device), device)
+            self._sent = addresses
         return self._table
+
+    def _for_graph(self, addresses: list[int], device: torch.device) -> Tensor:
+        if addresses == self._sent:
+            hold(device, self._table)
+            return self._table
+        # It arrives at the graph's replays, not before: nobody else may rely on it.
+        host = _pinned(len(addresses), device) if self._spare is None else self._spare
+        self._spare = None
+        there = _sent(addresses, host, device)
+        hold(device, host, there)
+        return there
+
+
+def _pinned(count: int, device: torch.device) -> Tensor:
+    """Memory of the host that a copy to the device need not wait for."""
+    return torch.empty(count, dtype=torch.int64, pin_memory=device.type == "cuda")
+
+
+def _sent(addresses: list[int], host: Tensor, device: torch.device) -> Tensor:
+    host.copy_(torch.tensor(addresses, dtype=torch.int64))
+    return host.to(device, non_blocking=True)
 
 
 def scalar_on(device: torch.device, value: Tensor) -> Tensor:
