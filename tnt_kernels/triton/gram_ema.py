@@ -44,7 +44,6 @@ from tnt_kernels.triton.tiles import (
 )
 
 DEPTH = 32  # columns a step
-DIAGONAL_DEPTH = 64
 WARPS = 4
 # A part of fewer columns than this is not worth a partial sum's way through memory.
 LEAST_STEPS = 16
@@ -179,9 +178,8 @@ def diagonal_kernel(
     ELEMENT: tl.constexpr,
     STATE: tl.constexpr,
     BLOCK: tl.constexpr,
-    DEPTH: tl.constexpr,
 ):
-    """A block of one diagonal statistic."""
+    """A block of one diagonal statistic, as many columns a step as it has rows."""
     tile = tiles + tl.program_id(0) * 2
     problem = problems + tl.load(tile) * 9
     row = tl.load(tile + 1) * BLOCK + tl.arange(0, BLOCK)
@@ -195,19 +193,19 @@ def diagonal_kernel(
 
     last = tl.where(weight != 1, columns, 0)
     if rows_are_dense:
-        total = tl.zeros((DEPTH, BLOCK), STATE)
-        for start in range(0, last, DEPTH):
-            c = start + tl.arange(0, DEPTH)
+        total = tl.zeros((BLOCK, BLOCK), STATE)
+        for start in range(0, last, BLOCK):
+            c = start + tl.arange(0, BLOCK)
             at = offsets(c, inner, near, far, 1)[:, None] + row[None, :]
             inside = (c < columns)[:, None] & (row < rows)[None, :]
             x = tl.load(source + at, mask=inside, other=0).to(STATE)
             total += x * x
         gram = tl.sum(total, axis=0)
     else:
-        total = tl.zeros((BLOCK, DEPTH), STATE)
+        total = tl.zeros((BLOCK, BLOCK), STATE)
         at_row = (row.to(tl.int64) * row_stride)[:, None]
-        for start in range(0, last, DEPTH):
-            c = start + tl.arange(0, DEPTH)
+        for start in range(0, last, BLOCK):
+            c = start + tl.arange(0, BLOCK)
             at = at_row + offsets(c, inner, near, far, 1)[None, :]
             inside = (row < rows)[:, None] & (c < columns)[None, :]
             x = tl.load(source + at, mask=inside, other=0).to(STATE)
@@ -409,7 +407,6 @@ def gram_ema_(
             ELEMENT=ELEMENTS[kind.element],
             STATE=ELEMENTS[kind.state],
             BLOCK=block_of(kind.state),
-            DEPTH=DIAGONAL_DEPTH,
             num_warps=WARPS,
         )
     mark_written(stats)

@@ -1,0 +1,311 @@
+"""What Triton and ptxas make of a kernel: registers, spills, instructions and load widths.
+
+Nothing is run and no device is needed: a kernel is compiled for a given architecture, and the
+result is taken apart by the ``cuobjdump`` and ``nvdisasm`` that come with Triton. Instructions
+are ascribed to the lines of source they are of, so that every load and every product in a
+kernel's loops is seen on its own.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import subprocess
+import tempfile
+import textwrap
+from collections import Counter
+from collections.abc import Collection, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from bench.kernels.occupancy import WARP, Occupancy, occupancy
+from bench.kernels.recorded_launches import Launch
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+# What multiplies, the fastest first: UTC.MMA on Blackwell, HGMMA on Hopper, HMMA before, DMMA for
+# float64; FFMA and DFMA are the plain units.
+PRODUCTS = ("UTCHMMA", "HGMMA", "DMMA", "HMMA", "DFMA", "FFMA")
+LOADS = ("LDG", "LDGSTS")
+ELEMENT_BYTES = {"f32": 4, "f64": 8, "bf16": 2, "f16": 2, "i32": 4, "i64": 8, "i8": 1}
+
+_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)((?:\.\w+)*)")
+_SOURCE_LINE = re.compile(r'//## File "([^"]+)", line (\d+)')
+_TTIR_OPERATION = re.compile(r"= tt\.(load|dot) .*<[\dx]+x(?:!tt\.ptr<)?(\w+)>+ loc\((#loc\d*)\)")
+_TTIR_LOCATION = re.compile(r"^(#loc\d*) = loc\((.*)\)$")
+
+
+class Line(NamedTuple):
+    """A line of source."""
+
+    file: str
+    number: int
+
+
+@dataclass
+class Site:
+    """A load or a product in a loop of a kernel.
+
+    Attributes:
+        name: where and of what, as ``rows_are_dense: a``.
+        kind: ``load`` or ``dot``.
+        lines: the lines of source it takes.
+    """
+
+    name: str
+    kind: str
+    lines: frozenset[Line]
+
+
+@dataclass
+class Compiled:
+    """One kernel, compiled for one architecture.
+
+    Attributes:
+        kernel: its name.
+        settings: its compile-time constants and options.
+        capability: of the architecture, 80 for sm_80.
+        warps: of a block.
+        registers: of a thread.
+        stack: bytes of a thread's stack; what is spilled lies there.
+        spill_loads: LDL instructions.
+        spill_stores: STL instructions.
+        shared: bytes of shared memory of a block.
+        tensor_memory: columns of a block.
+        instructions: how many there are of each product's.
+        products: for every product in a loop, its instruction.
+        loads: for every load in a loop, how many instructions there are of each width in bytes.
+        element_bytes: for every load in a loop, the bytes of an element.
+        vector: how many elements are to be read at a time.
+        source: ``triton``, or the CUDA file.
+        error: why it did not compile; then nothing else is known.
+    """
+
+    kernel: str
+    settings: dict[str, Any]
+    capability: int
+    warps: int
+    registers: int = 0
+    stack: int = 0
+    spill_loads: int = 0
+    spill_stores: int = 0
+    shared: int = 0
+    tensor_memory: int = 0
+    instructions: dict[str, int] = field(default_factory=dict)
+    products: dict[str, str] = field(default_factory=dict)
+    loads: dict[str, dict[int, int]] = field(default_factory=dict)
+    element_bytes: dict[str, int] = field(default_factory=dict)
+    vector: int = 1
+    source: str = "triton"
+    error: str = ""
+
+    @property
+    def occupancy(self) -> Occupancy:
+        """How many blocks a multiprocessor holds."""
+        return occupancy(
+            self.capability, self.warps, self.registers, self.shared, self.tensor_memory
+        )
+
+    def record(self) -> dict[str, Any]:
+        """Everything, and the occupancy, for JSON."""
+        return {**asdict(self), "occupancy": asdict(self.occupancy)}
+
+
+class _NoDevice:
+    """Stands in for Triton's driver: an architecture to compile for, and nothing else."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_device(self) -> int:
+        return self.capability  # Triton keeps what it has compiled apart by the device's number
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, WARP)
+
+
+def compiled(launch: Launch, capability: int) -> Compiled:
+    """Compiles what a launcher would launch on a device of ``capability``; says so if it fails."""
+    try:
+        return _compiled(launch, capability)
+    except (triton.CompilationError, RuntimeError) as failure:
+        # Triton's own message, the last of a chain; the others repeat the source.
+        cause: BaseException = failure
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        return Compiled(
+            kernel=launch.name,
+            settings=launch.settings,
+            capability=capability,
+            warps=int(launch.constants.get("num_warps", 1)),
+            vector=launch.vector,
+            error=str(cause).strip().splitlines()[-1],
+        )
+
+
+def _compiled(launch: Launch, capability: int) -> Compiled:
+    driver.set_active(_NoDevice(capability))
+    made = launch.kernel.warmup(*launch.arguments, grid=(1,), **launch.constants)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(made.asm["cubin"])
+        cubin.flush()
+        usage = run_tool("cuobjdump", "-res-usage", cubin.name)
+        listing = run_tool("nvdisasm", "-c", "-g", cubin.name)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    if found is None:
+        raise RuntimeError(f"cuobjdump -res-usage does not say what {launch.name} uses: {usage}")
+    by_line = instructions_by_line(listing)
+    counts = Counter(name for line in by_line.values() for name, _ in line)
+    present = tensor_operations(made.asm["ttir"])
+    products: dict[str, str] = {}
+    loads: dict[str, Counter[int]] = {}
+    sizes: dict[str, int] = {}
+    sites = sites_of(launch.kernel)
+    for site in sites:
+        there = [i for line in site.lines for i in by_line.get(line, ())]
+        size = next((present[line] for line in site.lines if line in present), None)
+        if size is None:
+            continue  # in a branch that this version of the kernel does not have
+        if site.kind == "dot":
+            products[site.name] = _product({name for name, _ in there})
+        else:
+            widths = Counter(width(i) for i in there if i[0] in LOADS)
+            loads[site.name] = loads.get(site.name, Counter()) + widths
+            sizes[site.name] = size
+    in_loops = {line for site in sites for line in site.lines}
+    if any(line not in in_loops for line in products_of(made.asm["ttir"])):
+        products["outside the loops"] = "none"
+    # ptxas gives some tensor-core instructions no line of their product's; nothing else has any.
+    anywhere = _product(counts.keys() - {"DFMA", "FFMA"})
+    return Compiled(
+        kernel=launch.name,
+        settings=launch.settings,
+        capability=capability,
+        registers=int(found[1]),
+        stack=int(found[2]),
+        spill_loads=counts["LDL"],
+        spill_stores=counts["STL"],
+        shared=made.metadata.shared,
+        warps=made.metadata.num_warps,
+        tensor_memory=getattr(made.metadata, "tmem_size", 0) or 0,
+        instructions={name: counts[name] for name in PRODUCTS if counts[name]},
+        products={name: anywhere if p == "none" else p for name, p in products.items()},
+        loads={name: dict(sorted(widths.items())) for name, widths in loads.items()},
+        element_bytes=sizes,
+        vector=launch.vector,
+    )
+
+
+def _product(names: Collection[str]) -> str:
+    return next((name for name in PRODUCTS if name in names), "none")
+
+
+def run_tool(name: str, *arguments: str) -> str:
+    """What one of the tools that come with Triton prints."""
+    command = [str(TOOLS / name), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def instructions_by_line(listing: str) -> dict[Line, list[tuple[str, str]]]:
+    """The instructions of a listing, (name, suffixes), by the line of source they are of."""
+    found: dict[Line, list[tuple[str, str]]] = {}
+    here = Line("", 0)
+    for text in listing.splitlines():
+        if marked := _SOURCE_LINE.search(text):
+            here = Line(Path(marked[1]).name, int(marked[2]))
+        elif instruction := _INSTRUCTION.search(text):
+            found.setdefault(here, []).append((instruction[1], instruction[2]))
+    return found
+
+
+def width(instruction: tuple[str, str]) -> int:
+    """The bytes that one thread loads.
+
+    >>> width(("LDGSTS", ".E.BYPASS.LTC128B.128")), width(("LDG", ".E")), width(("LDG", ".E.U16"))
+    (16, 4, 2)
+    """
+    for suffix in instruction[1].split("."):
+        if suffix in ("128", "64"):
+            return int(suffix) // 8
+        if suffix in ("U16", "S16", "U8", "S8"):
+            return int(suffix[1:]) // 8
+    return 4
+
+
+def tensor_operations(ttir: str) -> dict[Line, int]:
+    """The lines that load or multiply tensors in Triton's own listing, and an element's bytes."""
+    return {line: size for line, (size, _) in _operations(ttir).items()}
+
+
+def products_of(ttir: str) -> list[Line]:
+    """The lines that multiply tensors in Triton's own listing."""
+    return [line for line, (_, kind) in _operations(ttir).items() if kind == "dot"]
+
+
+def _operations(ttir: str) -> dict[Line, tuple[int, str]]:
+    locations: dict[str, str] = {
+        m[1]: m[2] for m in map(_TTIR_LOCATION.match, ttir.splitlines()) if m
+    }
+    found = {}
+    for operation in _TTIR_OPERATION.finditer(ttir):
+        kind, element, where = operation.groups()
+        while (text := locations.get(where, "")) and not re.search(r'":\d+:\d+$', text):
+            # A name, or an inlined call, around other locations: the callee's comes first.
+            inner = re.search(r"#loc\d*", text)
+            where = inner[0] if inner else ""
+        if place := re.match(r'"([^"]+)":(\d+)', text):
+            line = Line(Path(place[1]).name, int(place[2]))
+            found[line] = (ELEMENT_BYTES[element], kind)
+    return found
+
+
+def sites_of(kernel: Any) -> list[Site]:
+    """The loads and products in the loops of a kernel and of what its loops call."""
+    return list(_sites(kernel, in_loop=False, prefix=()))
+
+
+def _sites(function: Any, *, in_loop: bool, prefix: tuple[str, ...]) -> Iterator[Site]:
+    # As Triton read it: the file may have been edited since.
+    first = function.starting_line_number
+    tree = ast.parse(textwrap.dedent("".join(function.raw_src))).body[0]
+    file = Path(inspect.getsourcefile(function.fn) or "").name
+    names = function.fn.__globals__
+
+    def walk(node: ast.AST, in_loop: bool, where: tuple[str, ...], of: str) -> Iterator[Site]:
+        if isinstance(node, ast.If):
+            text = ast.unparse(node.test)
+            for branch, said in ((node.body, text), (node.orelse, f"not {text}")):
+                for statement in branch:
+                    yield from walk(statement, in_loop, (*where, said), of)
+            return
+        if isinstance(node, ast.stmt):
+            targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
+            of = ast.unparse(targets[0]) if targets[0] is not None else ""
+        if isinstance(node, ast.Call) and in_loop:
+            called = ast.unparse(node.func)
+            if called in ("tl.load", "tl.dot"):
+                place = ", ".join((*prefix, *where))
+                what = of or ast.unparse(node.args[0])
+                last = first - 1 + (node.end_lineno or node.lineno)
+                yield Site(
+                    f"{place}: {what}" if place else what,
+                    called.removeprefix("tl."),
+                    frozenset(Line(file, n) for n in range(first - 1 + node.lineno, last + 1)),
+                )
+            helper = names.get(called)
+            if isinstance(helper, JITFunction) and called not in prefix:
+                yield from _sites(helper, in_loop=True, prefix=(*prefix, *where, called))
+        in_loop = in_loop or isinstance(node, ast.For | ast.While)
+        for child in ast.iter_child_nodes(node):
+            yield from walk(child, in_loop, where, of)
+
+    yield from walk(tree, in_loop, (), "")
