@@ -11,11 +11,18 @@
 #   make bench              every kernel benchmark and the complexity table, to bench/results;
 #                           some 15 minutes on two cores that nothing else uses
 #   make bench-quick        a few of them in two minutes, to build/bench
+#   make cuda-build-check   builds the extension with CUDA for GPUs of two generations and imports it:
+#                           wants nvcc and a download of some gigabytes, no GPU
+#   make gpu                builds, tests and measures on a GPU in under ten minutes, with the PyTorch
+#                           that PYTHON has, to bench/results/gpu; STAGE=kernels,tests for some stages
 #   make clean              removes what the other verbs made
 
 PYTHON ?= python3
 VENV ?= .venv
 EXAMPLES ?= 10000
+CUDA_VENV = build/cuda-venv
+# A CUDA build of PyTorch; any that setup.py takes will do.
+CUDA_TORCH ?= torch==2.14.1
 CMAKE_BUILDS = build/native build/native-address build/native-thread
 
 BIN = $(VENV)/bin
@@ -25,7 +32,7 @@ IN_VENV = . "$(if $(filter /%,$(VENV)),,./)$(BIN)/activate" &&
 CPP_SOURCES = $(shell find csrc tests/native -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 EXTENSION_SOURCES = setup.py $(shell find csrc -type f)
 
-.PHONY: demo test lint format native-test python-test fuzz bench bench-quick build clean
+.PHONY: demo test lint format native-test python-test fuzz bench bench-quick gpu build cuda-build-check clean
 
 demo: build
 	$(PY) -m bench.experiments.demo $(if $(DATA),--data "$(DATA)")
@@ -61,7 +68,23 @@ bench: build
 bench-quick: build
 	$(PY) -m bench.kernels --quick
 
+gpu:
+	$(PYTHON) -m bench.gpu $(if $(STAGE),--stage "$(STAGE)")
+
 build: $(VENV)/.built
+
+# Registers, spills and shared memory of every kernel are in the log. The toolkit's folder is what
+# nvcc itself says, since the nvcc on the PATH may stand elsewhere.
+cuda-build-check: $(CUDA_VENV)/.packages
+	home="$$(nvcc --dryrun -c -x cu /dev/null 2>&1 | sed -n 's/^#$$ TOP=//p')" && home="$$(cd "$$home" && pwd)" && \
+	( . $(CUDA_VENV)/bin/activate && \
+	export TNT_CUDA=1 CUDA_HOME="$$home" TORCH_CUDA_ARCH_LIST="8.0 9.0" NVCC_APPEND_FLAGS="-Xptxas -v" && \
+	python setup.py build --force --build-lib build/cuda-lib && \
+	cd build/cuda-lib && python -W error -m tnt_kernels \
+	) > build/cuda-build-check.log 2>&1; status=$$?; \
+	sed -i -e "s#$$home#CUDA_HOME#g" -e "s#$(CURDIR)#.#g" \
+		-e "s#$$($(CUDA_VENV)/bin/python -c 'import sys; print(sys.base_prefix)')#PYTHON#g" build/cuda-build-check.log; \
+	cat build/cuda-build-check.log; exit $$status
 
 clean:
 	rm -rf build $(VENV) *.egg-info tnt_kernels/_C.*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis
@@ -70,6 +93,12 @@ $(VENV)/.packages: requirements.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed: make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	touch $@
+
+$(CUDA_VENV)/.packages:
+	$(PYTHON) -m venv $(CUDA_VENV)
+	$(CUDA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(CUDA_TORCH) \
+		$(shell grep -E '^(ninja|numpy|scipy-openblas32|setuptools|wheel)==' requirements.txt)
 	touch $@
 
 # Installed once, editable; after that only the extension is brought up to date.

@@ -6,6 +6,16 @@ PyTorch must already be installed, because the extension is built against it; th
 isolation must be off. Where the extension cannot be built (no C++ compiler, or not x86-64 Linux)
 the packages are installed without it and serve from the reference implementation. A compiler that
 is there and fails is an error.
+
+Set in the environment:
+
+    TNT_CUDA=1        also build the CUDA kernels: wants nvcc and a CUDA build of PyTorch, no GPU.
+                      TORCH_CUDA_ARCH_LIST says for which GPUs, by default CUDA_ARCHITECTURES.
+    TNT_CPU=0         leave out the CPU kernels. With TNT_CUDA=1 and no BLAS they are left out
+                      too, and that is said; TNT_CPU=1 makes it an error.
+    TNT_BLAS_LIBRARY  another BLAS than scipy-openblas32's: the path of its shared library;
+    TNT_BLAS_PREFIX   what its Fortran names begin with;
+    TNT_BLAS_SET_THREADS  its C function for its number of threads, if any.
 """
 
 import os
@@ -19,7 +29,14 @@ from typing import Any
 from setuptools import setup
 
 try:
-    from torch.utils.cpp_extension import BuildExtension, CppExtension, include_paths
+    import torch
+    from torch.utils.cpp_extension import (
+        CUDA_HOME,
+        BuildExtension,
+        CppExtension,
+        CUDAExtension,
+        include_paths,
+    )
 except ImportError as error:
     raise SystemExit(
         f"tnt_kernels is built against PyTorch, which cannot be imported here ({error}).\n"
@@ -29,11 +46,28 @@ except ImportError as error:
     ) from None
 
 ROOT = Path(__file__).parent
-SOURCES = ["csrc/bindings.cpp", *(str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/cpu/*.cpp"))]
+
+# A100 and H100, and as PTX what comes after.
+CUDA_ARCHITECTURES = "8.0;9.0+PTX"
+
+
+def sources(*patterns: str) -> list[str]:
+    """The files of csrc, relative to here."""
+    return [str(p.relative_to(ROOT)) for pattern in patterns for p in sorted(ROOT.glob(pattern))]
+
+
+def switch(name: str) -> bool | None:
+    """An environment variable that is 0, 1 or not set."""
+    value = os.environ.get(name, "")
+    if value not in ("", "0", "1"):
+        raise SystemExit(f"{name} must be 0 or 1, got {value!r}")
+    return value == "1" if value else None
 
 
 def why_no_extension() -> str | None:
     """Says what stands in the way of the extension, None where nothing does."""
+    if switch("TNT_CPU") is False and not switch("TNT_CUDA"):
+        return "TNT_CPU=0 leaves out the CPU kernels, and TNT_CUDA=1 is not set"
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
         return f"the C++ kernels are for x86-64 Linux, this is {sys.platform} {platform.machine()}"
     compiler = os.environ.get("CXX", "c++")
@@ -46,8 +80,10 @@ def why_no_extension() -> str | None:
     return None
 
 
-def blas() -> dict[str, Any]:
-    """The Extension() arguments for the BLAS."""
+def blas() -> dict[str, Any] | None:
+    """The Extension() arguments for the BLAS, None where there is none and the CPU can wait."""
+    if switch("TNT_CPU") is False:
+        return None
     library = os.environ.get("TNT_BLAS_LIBRARY")
     if library:
         path = Path(library).resolve()
@@ -64,6 +100,14 @@ def blas() -> dict[str, Any]:
     try:
         import scipy_openblas32 as openblas
     except ImportError as error:
+        if switch("TNT_CUDA") and switch("TNT_CPU") is None:
+            print(
+                "tnt_kernels: building the CUDA kernels only: the CPU kernels need OpenBLAS, which "
+                f"is not here ({error}; pip install scipy-openblas32, or set TNT_BLAS_LIBRARY). "
+                "On CPU tensors the reference implementation will serve; the results are the same.",
+                file=sys.stderr,
+            )
+            return None
         raise SystemExit(
             f"tnt_kernels is built on OpenBLAS, which is not here ({error}). Install it with\n"
             "    pip install scipy-openblas32\n"
@@ -78,13 +122,28 @@ def blas() -> dict[str, Any]:
     }
 
 
+def check_cuda() -> None:
+    """Stops where the CUDA kernels were asked for and cannot be built."""
+    if torch.version.cuda is None:
+        raise SystemExit(
+            f"TNT_CUDA=1 needs a CUDA build of PyTorch, this is {torch.__version__}. Install one, "
+            "or unset TNT_CUDA to build the CPU kernels only."
+        )
+    if CUDA_HOME is None or shutil.which("nvcc", path=str(Path(CUDA_HOME) / "bin")) is None:
+        raise SystemExit(
+            "TNT_CUDA=1 needs a CUDA toolkit: set CUDA_HOME to the folder that has bin/nvcc in it "
+            f"(now: {CUDA_HOME!r})"
+        )
+
+
 class Build(BuildExtension):  # type: ignore[misc]
     """BuildExtension that keeps its object files, so that a second build compiles what changed."""
 
     def finalize_options(self) -> None:
         """Puts the object files where the next build finds them."""
         super().finalize_options()
-        self.build_temp = str(ROOT / "build" / "extension")
+        kind = "extension-cuda" if switch("TNT_CUDA") else "extension"
+        self.build_temp = str(ROOT / "build" / kind)
 
 
 def extension() -> dict[str, Any]:
@@ -97,25 +156,45 @@ def extension() -> dict[str, Any]:
             file=sys.stderr,
         )
         return {}
-    module = CppExtension(
+    cuda = bool(switch("TNT_CUDA"))
+    if cuda:
+        check_cuda()
+        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", CUDA_ARCHITECTURES)
+    library = blas()
+    files = ["csrc/bindings.cpp"]
+    arguments = dict(library or {})
+    macros = arguments.pop("define_macros", [])
+    if library is None:
+        macros.append(("TNT_WITHOUT_CPU", None))
+    else:
+        files += sources("csrc/cpu/*.cpp")
+    if cuda:
+        files += sources("csrc/cuda/*.cpp", "csrc/cuda/*.cu")
+        architectures = os.environ["TORCH_CUDA_ARCH_LIST"].replace(";", " ")
+        macros.append(("TNT_CUDA_ARCHITECTURES", architectures))
+    common = ["-O3", "-std=c++20"]
+    module = (CUDAExtension if cuda else CppExtension)(
         "tnt_kernels._C",
-        SOURCES,
+        files,
         include_dirs=[str(ROOT / "csrc")],
-        depends=["setup.py"]
-        + [str(header.relative_to(ROOT)) for header in ROOT.glob("csrc/**/*.h")],
-        extra_compile_args=[
-            *("-O3", "-fopenmp", "-std=c++20", "-Wall", "-Wextra"),
-            # Once more as system headers: PyTorch's own are not free of warnings.
-            *(f"-isystem{path}" for path in include_paths()),
-        ],
+        depends=["setup.py", *sources("csrc/**/*.h", "csrc/**/*.cuh")],
+        define_macros=macros,
+        extra_compile_args={
+            "cxx": [
+                *(*common, "-fopenmp", "-Wall", "-Wextra"),
+                # Once more as system headers: PyTorch's own are not free of warnings.
+                *(f"-isystem{path}" for path in include_paths("cuda" if cuda else "cpu")),
+            ],
+            "nvcc": [*common, "-Xcompiler", "-Wall,-Wextra"],
+        },
         extra_link_args=["-fopenmp"],
-        **blas(),
+        **arguments,
     )
     return {"ext_modules": [module], "cmdclass": {"build_ext": Build}}
 
 
 setup(
-    packages=["tnt_kernels", "tnt_optim"],
+    packages=["tnt_kernels", "tnt_kernels.triton", "tnt_optim"],
     package_dir={"tnt_kernels": "tnt_kernels", "tnt_optim": "python/tnt_optim"},
     package_data={"tnt_kernels": ["py.typed"], "tnt_optim": ["py.typed"]},
     **extension(),

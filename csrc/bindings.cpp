@@ -5,9 +5,18 @@
 
 #include <string>
 
+#ifndef TNT_WITHOUT_CPU
 #include "cpu/blas.h"
+#endif
+#ifdef TNT_CUDA_ARCHITECTURES
+#include <cuda_runtime_api.h>
+#endif
 
 namespace {
+
+// What a macro stands for, as a string.
+#define TNT_QUOTED(text) #text
+#define TNT_TEXT(macro) TNT_QUOTED(macro)
 
 std::string compiler() {
 #if defined(__clang__)
@@ -27,6 +36,23 @@ std::string extension() {
   return text;
 }
 
+std::string blas() {
+#ifdef TNT_WITHOUT_CPU
+  return "none";
+#else
+  return tnt::blas::name();
+#endif
+}
+
+std::string cuda() {
+#ifdef TNT_CUDA_ARCHITECTURES
+  return std::to_string(CUDART_VERSION / 1000) + "." + std::to_string(CUDART_VERSION / 10 % 100) +
+         " for " TNT_TEXT(TNT_CUDA_ARCHITECTURES);
+#else
+  return "none";
+#endif
+}
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
@@ -37,8 +63,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
         pybind11::dict info;
         info["extension"] = extension();
         info["compiler"] = compiler();
-        info["blas"] = tnt::blas::name();
-        info["cuda"] = "none";
+        info["blas"] = blas();
+        info["cuda"] = cuda();
         return info;
       },
       "How this extension was built: PyTorch, compiler, BLAS, CUDA.");

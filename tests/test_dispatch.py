@@ -37,6 +37,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 ROOT = Path(__file__).parents[1]
 EXTENSION_KERNELS = {path.stem for path in (ROOT / "csrc" / "cpu").glob("*.cpp")}
+CUDA_KERNELS = {path.stem for path in (ROOT / "csrc" / "cuda").glob("*.cu")}
 
 # What a call may hold: nothing; full and diagonal modes; every dtype, and a mode without elements.
 LISTS: dict[str, list[tuple[tuple[int, ...], str, torch.dtype]]] = {
@@ -198,9 +199,11 @@ def test_backends() -> None:
         written = name.rstrip("_") in EXTENSION_KERNELS
         assert served["cpu"] == ("C++" if written else "reference"), name
         assert list(served) == ["cpu", "cuda"]
-        if torch.version.cuda is None:
+        if table.versions["CUDA in extension"] != "none" and name.rstrip("_") in CUDA_KERNELS:
+            assert served["cuda"] == "CUDA C++"
+        elif torch.version.cuda is None:
             assert served["cuda"] == ("Triton" if name in TRITON_KERNELS else "reference")
-    assert "gram_ema" in EXTENSION_KERNELS
+    assert "gram_ema" in EXTENSION_KERNELS and "damped_inverse" in CUDA_KERNELS
     versions = table.versions
     assert versions["torch"] == torch.__version__
     assert versions["extension"].startswith("built for torch ")
