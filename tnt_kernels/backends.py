@@ -25,6 +25,7 @@ DEVICES = ("cpu", "cuda")
 # Operator -> the module of tnt_kernels.triton that has a function of its name.
 TRITON_KERNELS = {
     "gram_ema_": "gram_ema",
+    "inverse_root": "inverse_root",
     "mode_products": "mode_products",
     "preconditioned_step_": "preconditioned_step",
 }

@@ -20,6 +20,8 @@ from tnt_kernels.triton.launch import (
     Addresses,
     Layout,
     has_tensor_cores,
+    hold,
+    is_capturing,
     launch,
     layouts,
     mark_written,
@@ -32,8 +34,9 @@ from tnt_kernels.triton.tiles import blocks
 ITERATIONS = 100  # at most: Ren & Goldfarb 2021, appendix
 ITERATIONS_PER_LOOK = 4
 DEPTH = 32  # terms of a sum in a step
+TILE = 32  # rows and columns of one, in launches that multiply nothing
+STRIPS = 128  # of TILE rows: how many are added up at a time
 SPAN = 1024  # elements of a diagonal mode in a program
-STRIPS = 128
 WARPS = 4
 # Tensors go through the iteration together as long as their scratch memory stays below this or, if
 # it is more, what the largest of them needs. Each wave has all the launches of its own: a third of
@@ -80,8 +83,8 @@ def levels(root: int) -> tuple[tuple[Product, ...], ...]:
 
 def buffers(root: int) -> int:
     """How many matrices the iteration holds: up to the last buffer that it names."""
-    named = [product.target for level in levels(root) for product in level]
-    return max(*named, newton.NEXT_H.value) + 1
+    targets: list[int] = [product.target for level in levels(root) for product in level]
+    return max(targets) + 1
 
 
 class Work(NamedTuple):
@@ -96,8 +99,9 @@ class Wave:
     """Tensors of one dtype that go through all launches together."""
 
     state: torch.dtype
-    block: int  # rows and columns of a tile
+    block: int  # rows and columns of a product's tile
     scratch: int  # elements
+    modes: int
     matrices: Tensor  # one for each mode, also the diagonal ones
     strips: Work
     tiles: Work
@@ -179,9 +183,9 @@ def _wave(
     programs: int,
 ) -> Wave:
     matrices: list[tuple[int, ...]] = []
-    full: dict[int, int] = {}  # row of the matrices: root
-    spans: list[tuple[int, ...]] = []
     tensors: list[tuple[int, ...]] = []
+    spans: list[tuple[int, ...]] = []
+    full: dict[int, int] = {}  # row of the matrices: root
     free = 0
     for t in members:
         tensors.append((t, len(matrices), len(modes[t])))
@@ -196,12 +200,12 @@ def _wave(
     state = stats[modes[members[0]][0]].dtype
     sizes = {number: matrices[number][newton.ROWS.value] for number in full}
     block = _block_of(state, list(sizes.values()), programs)
-    strips = [(number, i) for number, rows in sizes.items() for i in range(blocks(rows, block))]
+    strips = [(number, i) for number, rows in sizes.items() for i in range(blocks(rows, TILE))]
     first_strip = {number: row for row, (number, i) in enumerate(strips) if i == 0}
     tiles = [
         (number, i, j, first_strip[number])
         for number, rows in sizes.items()
-        for i, j in _lower_tiles(rows, block)
+        for i, j in _lower_tiles(rows, TILE)
     ]
     # The last products of all matrices are made together.
     depth = max((len(levels(root)) for root in full.values()), default=0)
@@ -211,13 +215,14 @@ def _wave(
             for product in made:
                 level += [(number, i, j, *product) for i, j in _lower_tiles(sizes[number], block)]
 
-    def work(rows: list[tuple[int, ...]]) -> Work:
+    def work(rows: Sequence[tuple[int, ...]]) -> Work:
         return Work(len(rows), table(rows, torch.int32, device))
 
     return Wave(
         state,
         block,
         free,
+        len(matrices),
         table(matrices, torch.int64, device),
         work(strips),
         work(tiles),
@@ -228,7 +233,10 @@ def _wave(
 
 
 def _block_of(state: torch.dtype, sizes: Sequence[int], programs: int) -> int:
-    """Rows and columns of a tile: smaller ones where large ones would not fill the device."""
+    """Rows and columns of a product's tile: small ones where large ones would leave programs idle.
+
+    64 x 64 float32 sums are what four warps hold in registers.
+    """
     large = 64 if state == torch.float32 else 32
     tiles = sum(len(list(_lower_tiles(rows, large))) for rows in sizes)
     return large if tiles >= programs else large // 2
@@ -247,10 +255,8 @@ class Watch:
 
     def __init__(self, states: Tensor) -> None:
         self._states = self._seen = states
-        self._may_look = True
-        if states.device.type == "cuda":
-            self._may_look = not torch.cuda.is_current_stream_capturing()
-        if states.device.type != "cpu" and self._may_look:
+        self._may_look = not is_capturing(states.device)
+        if states.is_cuda and self._may_look:
             # Zeros: nobody is done. Fresh ones: a copy from an earlier call may still be under way.
             self._seen = torch.zeros(states.shape, dtype=states.dtype, pin_memory=True)
 
@@ -292,13 +298,9 @@ def inverse_root(
         return torch.zeros(len(orders), dtype=torch.int32, device=damping.device)
     device = stats[0].device
     stats = [s.resolve_neg().contiguous() for s in stats]
-    p = plan(
-        layouts(stats),
-        tuple(orders),
-        tuple(roots),
-        device,
-        programs or programs_at_once(device),
-    )
+    programs = programs or programs_at_once(device)
+    p = plan(layouts(stats), tuple(orders), tuple(roots), device, programs)
+    hold(device, p)
     addresses, eps = p.addresses.of([*stats, *out]), scalar_on(device, damping)
     info = torch.zeros(len(orders), dtype=torch.int32, device=device)
     scratch = torch.empty(p.scratch, dtype=torch.uint8, device=device)
@@ -311,50 +313,20 @@ def inverse_root(
 def _run(
     wave: Wave, addresses: Tensor, scratch: Tensor, info: Tensor, damping: Tensor, iterations: int
 ) -> None:
-    device, count = info.device, len(wave.matrices)
-    element = ELEMENTS[wave.state]
-    sizes = {"STATE": element, "BLOCK": wave.block, "num_warps": WARPS}
-    states = torch.zeros(count, newton.STATE_FIELDS.value, dtype=torch.int64, device=device)
-    measures = torch.empty(wave.strips.programs, 2, dtype=torch.float64, device=device)
-
-    launch(
-        newton.measure_kernel,
-        wave.strips.programs,
-        *(wave.strips.rows, wave.matrices, addresses, measures, damping),
-        **sizes,
-    )
-    launch(
-        newton.begin_kernel,
-        wave.tiles.programs,
-        *(wave.tiles.rows, wave.matrices, addresses, states, measures, scratch, damping),
-        STRIPS=STRIPS,
-        **sizes,
-    )
-    launch(newton.decide_kernel, count, states, STATE=element, FIRST=True, num_warps=1)
-    watch = Watch(states)
-    for iteration in range(iterations if wave.products else 0):
-        if watch.sees_all_done():
-            break
-        for product in wave.products:
-            launch(
-                newton.product_kernel,
-                product.programs,
-                *(product.rows, wave.matrices, states, scratch),
-                DEPTH=DEPTH,
-                VECTOR=VECTOR_BYTES // wave.state.itemsize,
-                PRECISION=_precision(device),
-                **sizes,
-            )
-        launch(newton.decide_kernel, count, states, STATE=element, FIRST=False, num_warps=1)
-        if iteration % ITERATIONS_PER_LOOK == 0:
-            watch.look()
+    device, element = info.device, ELEMENTS[wave.state]
+    shape = wave.modes, newton.STATE_FIELDS.value
+    states = torch.zeros(shape, dtype=torch.int64, device=device)
+    if wave.products:
+        _iterate(wave, addresses, states, scratch, damping, iterations)
     for check in (True, False):
         launch(
             newton.full_kernel,
             wave.tiles.programs,
             *(wave.tiles.rows, wave.matrices, addresses, states, info, scratch),
+            STATE=element,
+            BLOCK=TILE,
             CHECK=check,
-            **sizes,
+            num_warps=WARPS,
         )
         launch(
             newton.diagonal_kernel,
@@ -374,9 +346,53 @@ def _run(
             )
 
 
+def _iterate(
+    wave: Wave, addresses: Tensor, states: Tensor, scratch: Tensor, damping: Tensor, iterations: int
+) -> None:
+    device, element = states.device, ELEMENTS[wave.state]
+    measures = torch.empty(wave.strips.programs, 2, dtype=torch.float64, device=device)
+    sizes = {"STATE": element, "BLOCK": TILE, "num_warps": WARPS}
+    launch(
+        newton.measure_kernel,
+        wave.strips.programs,
+        *(wave.strips.rows, wave.matrices, addresses, measures, damping),
+        **sizes,
+    )
+    launch(
+        newton.begin_kernel,
+        wave.tiles.programs,
+        *(wave.tiles.rows, wave.matrices, addresses, states, measures, scratch, damping),
+        STRIPS=STRIPS,
+        **sizes,
+    )
+    launch(newton.decide_kernel, wave.modes, states, STATE=element, FIRST=True, num_warps=1)
+    watch = Watch(states)
+    for iteration in range(iterations):
+        if watch.sees_all_done():
+            break
+        for level in wave.products:
+            launch(
+                newton.product_kernel,
+                level.programs,
+                *(level.rows, wave.matrices, states, scratch),
+                STATE=element,
+                BLOCK=wave.block,
+                DEPTH=DEPTH,
+                VECTOR=VECTOR_BYTES // wave.state.itemsize,
+                PRECISION=_precision(device),
+                LAST=level is wave.products[-1],
+                num_warps=WARPS,
+            )
+        launch(newton.decide_kernel, wave.modes, states, STATE=element, FIRST=False, num_warps=1)
+        if iteration % ITERATIONS_PER_LOOK == 0:
+            watch.look()
+
+
 def _precision(device: torch.device) -> str:
     """How products are made, whatever PyTorch's switch says.
 
-    With TF32's ten bits max|M - I| would stay near 1e-3, where 1e-6 ends the iteration.
+    With TF32's ten bits max|M - I| never got below 5e-4, where 1e-6 ends the iteration: it ran all
+    of its 100 steps, to roots wrong by a percent. With three such products for one it went as in
+    float32 (emulated for n = 384, with terms cut off rather than rounded as they are added).
     """
     return "tf32x3" if has_tensor_cores(device) else "ieee"
