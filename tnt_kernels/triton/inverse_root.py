@@ -302,7 +302,7 @@ def inverse_root(
     p = plan(layouts(stats), tuple(orders), tuple(roots), device, programs)
     hold(device, p)
     addresses, eps = p.addresses.of([*stats, *out]), scalar_on(device, damping)
-    info = torch.zeros(len(orders), dtype=torch.int32, device=device)
+    info = torch.empty(len(orders), dtype=torch.int32, device=device)
     scratch = torch.empty(p.scratch, dtype=torch.uint8, device=device)
     for wave in p.waves:
         _run(wave, addresses, scratch.view(wave.state), info, eps, iterations)
