@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench.kernels import planned_work, roofline, roofline_page
+from bench.kernels import planned_inverses, planned_work, roofline, roofline_page
 from bench.kernels.devices import GPUS, PRECISIONS, Gpu
 from bench.kernels.parameter_sets import PARAMETER_SETS, ParameterSet
 from bench.kernels.planned_work import gram_launches, momentum_launches, product_launches
@@ -243,7 +243,7 @@ def planned_triangles(s: ParameterSet) -> int:
 
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(ValueError, match="operator must be one of"):
-        predict(PARAMETER_SETS["resnet32"], "inverse_root", H200)
+        predict(PARAMETER_SETS["resnet32"], "newton", H200)
     with pytest.raises(ValueError, match="precision one of"):
         predict(PARAMETER_SETS["resnet32"], "gram_ema_", H200, "bf16")
 
@@ -256,6 +256,12 @@ def test_the_page_says_that_it_is_a_prediction() -> None:
         for operator in roofline.OPERATORS
         for gpu in GPUS.values()
         for precision in PRECISIONS
+    ]
+    predictions += [
+        replace(predict(s, operator, gpu), set=name)
+        for name, s in small.items()
+        for operator in roofline.INVERSES
+        for gpu in GPUS.values()
     ]
     text = roofline_page.page(provenance(), predictions)
     assert "Nothing on it was measured on a GPU" in text.split("## ")[0]
@@ -277,3 +283,54 @@ def test_what_is_near_its_floor_is_not_explained() -> None:
 def test_examples(module: str) -> None:
     failed, attempted = doctest.testmod(importlib.import_module(module))
     assert attempted > 0 and failed == 0
+
+
+# The inverses.
+
+
+def test_iterations_of_a_root_by_hand() -> None:
+    """One 96 x 96 mode of root 4 beside a diagonal one: N^2, N^4 with H N, and N^4 M."""
+    views, diagonal = [(96, 7)], [(False, True)]
+    launches = planned_inverses.inverse_root_launches(views, diagonal, 1, 1 << 30)
+    products = [launch for launch in launches if launch.kernel == "newton.product_kernel"]
+    assert len(products) == planned_inverses.ITERATIONS * 3
+    # 64 x 64 tiles, the lower three of four, of three steps of 32 terms each.
+    counted = sorted(launch.steps.numel() for launch in products[:3])
+    assert counted == [3, 3, 6] and set(products[0].steps.tolist()) == {3}
+    assert products[0].step_flops == 2 * 64 * 64 * 32
+    triangle = 2 * 96 * (96 * 97 // 2)
+    assert sum(launch.useful for launch in products[:3]) == 4 * triangle
+    assert planned_inverses.root_flops(views, diagonal) == planned_inverses.ITERATIONS * 4 * 96**3
+    assert all(launch.memory == 0 for launch in products)
+    small_cache = planned_inverses.inverse_root_launches(views, diagonal, 1, 1000)
+    assert all(w.memory > 0 for w in small_cache if w.kernel == "newton.product_kernel")
+
+
+def test_a_block_for_each_small_matrix() -> None:
+    launches = planned_inverses.damped_inverse_launches(
+        [(9, 128), (64,)], [(False,) * 2, (True,)], 4
+    )
+    (inverted,) = [launch for launch in launches if launch.kernel == "invert_kernel"]
+    assert inverted.steps.tolist() == [2, 16]
+    assert inverted.useful == 9**3 + 128**3
+    assert inverted.memory == 4 * 2 * (9**2 + 128**2)
+    assert not any(launch.kernel == "PyTorch's Cholesky" for launch in launches)
+
+
+def test_large_matrices_share_calls_up_to_a_size() -> None:
+    sizes = [129, 1000, 990, 784, 2000, 2000]
+    launches = planned_inverses.damped_inverse_launches(
+        [(d,) for d in sizes], [(False,)] * len(sizes), 4
+    )
+    useful = [launch.useful for launch in launches if launch.kernel == "PyTorch's Cholesky"]
+    assert useful == [2000**3, 2000**3, 1000**3 + 990**3, 784**3, 129**3]
+
+
+@pytest.mark.parametrize("operator", roofline.INVERSES)
+@pytest.mark.parametrize("name", ["resnet32", "square4096"])
+def test_inverses_are_predicted_above_their_floors(operator: str, name: str) -> None:
+    for gpu in GPUS.values():
+        p = roofline.predict(PARAMETER_SETS[name], operator, gpu)
+        assert p.precision == roofline.INVERSES[operator]
+        assert p.seconds > p.floor > 0
+        assert p.ratio < 1.5 or roofline_page.explained(p)

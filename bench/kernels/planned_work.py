@@ -59,7 +59,8 @@ def layouts_of(views: Views, dtype: torch.dtype = torch.float32) -> tuple[Layout
     return tuple(contiguous(Layout(tuple(view), (), dtype, True)) for view in views)
 
 
-def _statistics(views: Views, diagonal: Diagonal) -> list[tuple[int, ...]]:
+def statistics(views: Views, diagonal: Diagonal) -> list[tuple[int, ...]]:
+    """The shapes of the statistics, mode after mode."""
     return [
         (d,) if flat else (d, d)
         for view, kinds in zip(views, diagonal, strict=True)
@@ -159,7 +160,7 @@ def product_launches(
 ) -> list[LaunchWork]:
     """The launches of a chain of products of float32 tensors; with ``update`` into parameters."""
     tensors = layouts_of(views)
-    factors = layouts_of(_statistics(views, diagonal))
+    factors = layouts_of(statistics(views, diagonal))
     p = chain.plan(tensors, tensors, factors, torch.device("cpu"), multiprocessors)
     problems = p.problems.view(-1, 16)
     scratch_leaves = p.scratch > cache

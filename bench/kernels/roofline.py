@@ -18,6 +18,14 @@ from pathlib import Path
 
 from bench.kernels.devices import GPUS, PRECISIONS, Gpu
 from bench.kernels.parameter_sets import PARAMETER_SETS, ParameterSet
+from bench.kernels.planned_inverses import (
+    ITERATIONS,
+    LIBRARY_SHARE,
+    damped_inverse_launches,
+    inverse_root_launches,
+    root_flops,
+)
+from bench.kernels.planned_inverses import RESIDENT as RESIDENT_INVERSES
 from bench.kernels.planned_work import (
     RESIDENT,
     Diagonal,
@@ -34,6 +42,8 @@ from bench.records import write_json
 # The six sets; of GPT-2 all twelve blocks, which a GPU has room for.
 SETS = ("mnist_ae", "faces_ae", "resnet32", "vgg16", "gpt2_full", "square4096")
 OPERATORS = ("gram_ema_", "mode_products", "preconditioned_step_")
+# Those whose products do not follow PyTorch's switch, and how they are made.
+INVERSES = {"damped_inverse": "ffma", "inverse_root": "tf32x3"}
 
 # Assumptions, nowhere measured: seconds.
 GRAPH_LAUNCH = 1.5e-6  # from one kernel of a replayed graph to the next
@@ -159,7 +169,7 @@ def padding(launches: Iterable[LaunchTime]) -> float:
 
 
 def floors(views: Views, diagonal: Diagonal, operator: str, gpu: Gpu) -> Floors:
-    """The floors of ``OPERATORS`` and of ``damped_inverse``."""
+    """The floors of ``OPERATORS`` and of ``INVERSES``."""
     if operator == "gram_ema_":
         numbers = [math.prod(view) for view in views]
         again = sum(4 * n * (len(view) - 1) for n, view in zip(numbers, views, strict=True))
@@ -169,6 +179,8 @@ def floors(views: Views, diagonal: Diagonal, operator: str, gpu: Gpu) -> Floors:
             for n, view, kinds in zip(numbers, views, diagonal, strict=True)
             for d, flat in zip(view, kinds, strict=True)
         )
+    elif operator == "inverse_root":
+        moved, flops = inverse_work(views, diagonal).bytes, root_flops(views, diagonal)
     else:
         counted = {
             "mode_products": products_work,
@@ -188,15 +200,17 @@ def predict(
 
     Args:
         parameter_set: the parameters.
-        operator: one of ``OPERATORS``.
+        operator: one of ``OPERATORS`` or ``INVERSES``.
         gpu: the device.
-        precision: one of ``PRECISIONS``.
+        precision: one of ``PRECISIONS``; the inverses have one of their own.
     """
-    if operator not in OPERATORS or precision not in PRECISIONS:
+    operators = (*OPERATORS, *INVERSES)
+    if operator not in operators or precision not in PRECISIONS:
         raise ValueError(
-            f"operator must be one of {OPERATORS} and precision one of {PRECISIONS}, got "
+            f"operator must be one of {operators} and precision one of {PRECISIONS}, got "
             f"{operator!r} and {precision!r}"
         )
+    precision = INVERSES.get(operator, precision)
     views, diagonal = parameter_set.views, parameter_set.diagonal
     works = planned(parameter_set, operator, gpu)
     return Prediction(
@@ -211,8 +225,12 @@ def predict(
 
 @functools.lru_cache(maxsize=128)
 def planned(parameter_set: ParameterSet, operator: str, gpu: Gpu) -> tuple[LaunchWork, ...]:
-    """The launches of one of ``OPERATORS``."""
+    """The launches of one operator."""
     views, diagonal = parameter_set.views, parameter_set.diagonal
+    if operator == "inverse_root":
+        return tuple(inverse_root_launches(views, diagonal, gpu.multiprocessors, gpu.cache))
+    if operator == "damped_inverse":
+        return tuple(damped_inverse_launches(views, diagonal, gpu.multiprocessors))
     if operator == "gram_ema_":
         return tuple(gram_launches(views, diagonal, gpu.multiprocessors, gpu.cache))
     update = operator == "preconditioned_step_"
@@ -224,7 +242,7 @@ def planned(parameter_set: ParameterSet, operator: str, gpu: Gpu) -> tuple[Launc
 def timed(work: LaunchWork, gpu: Gpu, precision: str) -> LaunchTime:
     """What one launch takes; what overlaps within it is taken to overlap perfectly."""
     steps = work.steps.tolist()
-    slots = gpu.multiprocessors * RESIDENT[work.kernel]
+    slots = gpu.multiprocessors * (RESIDENT | RESIDENT_INVERSES)[work.kernel]
     busiest = longest(steps, gpu.multiprocessors)
     rate = gpu.rate(precision if work.matrix else "ffma")
     total = sum(steps)
@@ -271,6 +289,12 @@ def main() -> None:
         for name in SETS
         for precision in PRECISIONS
     ]
+    predictions += [
+        predict(PARAMETER_SETS[name], operator, gpu)
+        for gpu in GPUS.values()
+        for operator in INVERSES
+        for name in SETS
+    ]
     record = {
         "what": "Predictions of a model. Nothing here was measured on a GPU.",
         "provenance": origin,
@@ -279,7 +303,9 @@ def main() -> None:
             "eager_launch": EAGER_LAUNCH,
             "program_latency": PROGRAM_LATENCY,
             "step_latency": STEP_LATENCY,
-            "resident_programs": RESIDENT,
+            "resident_programs": RESIDENT | RESIDENT_INVERSES,
+            "newton_iterations": ITERATIONS,
+            "library_share": LIBRARY_SHARE,
         },
         "devices": [asdict(gpu) for gpu in GPUS.values()],
         "predictions": [

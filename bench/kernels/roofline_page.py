@@ -8,10 +8,12 @@ from typing import Any
 from bench.kernels.devices import GPUS, PRECISIONS
 from bench.kernels.markdown import table
 from bench.kernels.parameter_sets import PARAMETER_SETS
+from bench.kernels.planned_inverses import ITERATIONS, LIBRARY_SHARE
 from bench.kernels.planned_work import RESIDENT
 from bench.kernels.roofline import (
     EAGER_LAUNCH,
     GRAPH_LAUNCH,
+    INVERSES,
     OPERATORS,
     PROGRAM_LATENCY,
     SETS,
@@ -89,8 +91,7 @@ def page(origin: dict[str, Any], predictions: Sequence[Prediction]) -> str:
         "*eager* is no less than that for each.",
         "",
         "Not modelled: 4-byte copies of what is not aligned or is transposed, spills, the clock "
-        "under load, other work on the device. `inverse_root` is not predicted, as its iterations "
-        "depend on the numbers.",
+        "under load, other work on the device.",
         "",
         "## Devices",
         "",
@@ -105,6 +106,18 @@ def page(origin: dict[str, Any], predictions: Sequence[Prediction]) -> str:
     ]
     for operator in OPERATORS:
         lines += [f"## `{operator}`", "", "µs.", "", *_operator(operator, found)]
+    lines += [
+        "## The inverses",
+        "",
+        "µs. `damped_inverse` multiplies by float32 multiply-adds, and from n = 129 on calls "
+        f"PyTorch's Cholesky routines, taken to reach {LIBRARY_SHARE:.0%} of their rate (assumed); "
+        "they factor, and solve for the identity twice: 2.33 n³ flops where n³ would do, and each "
+        "of their calls counts as one launch here. "
+        f"`inverse_root`, with Shampoo's roots, is taken to need {ITERATIONS} iterations "
+        "(assumed), of 3×TF32 products. Its eager launches are all of those iterations'.",
+        "",
+        *_inverses(found),
+    ]
     lines += ["## Kernel by kernel", "", "µs, 3×TF32 / TF32; counts are those of the H200.", ""]
     return "\n".join([*lines, *_kernels(found)]).rstrip() + "\n"
 
@@ -153,6 +166,21 @@ def _operator(operator: str, found: Found) -> list[str]:
             row.append(microseconds(both[0].eager_seconds))
             rows.append([*row, *(explained(p) for p in both)])
     return table((*header, "eager, 3×TF32", "3×TF32 goes to", "TF32 goes to"), rows)
+
+
+def _inverses(found: Found) -> list[str]:
+    rows = []
+    for operator, precision in INVERSES.items():
+        for name in SETS:
+            for device in GPUS:
+                p = found[operator, name, device, precision]
+                times = [microseconds(t) for t in (p.seconds, p.floor)]
+                counts = [f"`{operator}`", name, device, str(len(p.launches))]
+                eager = microseconds(p.eager_seconds)
+                rows.append([*counts, *times, f"{p.ratio:.2f}", eager, explained(p)])
+    return table(
+        ("", "set", "GPU", "launches", "predicted", "floor", "ratio", "eager", "goes to"), rows
+    )
 
 
 def _kernels(found: Found) -> list[str]:
