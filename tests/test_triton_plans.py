@@ -24,7 +24,7 @@ from torch import Tensor
 from bench.kernels.parameter_sets import PARAMETER_SETS
 from tnt_kernels import reference
 from tnt_kernels.triton import chain, gram_ema, launch, preconditioned_step
-from tnt_kernels.triton.tiles import LARGEST_INDEX, blocks, cut, merged, unfolded
+from tnt_kernels.triton.tiles import LARGEST_INDEX, blocks, cut, merged, unfolded, waves
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -127,6 +127,13 @@ def test_cut_is_even_and_whole(length: int, most: int) -> None:
     sizes = [last - first for first, last in parts]
     assert max(sizes) <= most and max(sizes) - min(sizes) <= 1
     assert len(parts) == max(blocks(length, most), 1)
+
+
+def test_groups_take_turns_in_scratch_memory() -> None:
+    assert waves({}, 5) == []
+    assert waves({0: 2, 3: 3, 4: 1}, 5) == [[0, 3], [4]]
+    assert waves({0: 9, 1: 4, 2: 5, 3: 1}, 5) == [[0], [1, 2], [3]]  # 9 is room for all
+    assert waves({7: 0, 8: 0}, 0) == [[7, 8]]
 
 
 # Wide loads, partial sums and scratch memory: the results stay what they are.

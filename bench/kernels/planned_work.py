@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tnt_kernels.triton import chain, gram_ema, preconditioned_step
-from tnt_kernels.triton.launch import Layout, contiguous
+from tnt_kernels.triton.launch import Layout, block_of, contiguous
 
 Views = Sequence[Sequence[int]]
 Diagonal = Sequence[Sequence[bool]]
@@ -91,7 +91,7 @@ def gram_launches(
     partial_bytes = sum(count * state.itemsize for state, count in p.partials.items())
     partials_leave = partial_bytes > cache
     for kind, _, table in p.tiles:
-        block, depth = gram_ema.block_of(kind.state), gram_ema.DEPTH
+        block, depth = block_of(kind.state), gram_ema.DEPTH
         size, state = kind.element.itemsize, kind.state.itemsize
         n, i, j, first, last, part = table.view(-1, 6).long().unbind(1)
         rows, columns = problems[n, 2], problems[n, 3]
@@ -124,7 +124,7 @@ def gram_launches(
             )
         )
     for dtype, _, table in p.sums:
-        block, state = gram_ema.block_of(dtype), dtype.itemsize
+        block, state = block_of(dtype), dtype.itemsize
         n, i, j, _, count = table.view(-1, 5).long().unbind(1)
         height = (problems[n, 2] - i * block).clamp(max=block)
         width = (problems[n, 2] - j * block).clamp(max=block)
@@ -135,7 +135,7 @@ def gram_launches(
             LaunchWork("sum_kernel", False, block * block, count, 0, read + blended, stays)
         )
     for kind, _, table in p.diagonals:
-        block = depth = gram_ema.block_of(kind.state)
+        block = depth = block_of(kind.state)
         n, i = table.view(-1, 2).long().unbind(1)
         height = (problems[n, 2] - i * block).clamp(max=block)
         terms = problems[n, 3]
@@ -166,7 +166,7 @@ def product_launches(
     scratch_leaves = p.scratch > cache
     launches = []
     for kind, _, table in p.launches:
-        block, depth = chain.block_of(kind.state), chain.depth_of(kind.vector)
+        block, depth = block_of(kind.state), chain.depth_of(kind.vector)
         size, state, result = kind.element.itemsize, kind.state.itemsize, kind.result.itemsize
         n, row, column = table.view(-1, 3).long().unbind(1)
         rows, columns, flat = problems[n, 0], problems[n, 1], problems[n, 3] != 0

@@ -23,6 +23,7 @@ from tnt_kernels.triton.launch import (
     VECTOR_BYTES,
     Addresses,
     Layout,
+    block_of,
     contiguous,
     hold,
     launch,
@@ -39,6 +40,7 @@ from tnt_kernels.triton.tiles import (
     merge_small,
     offsets,
     unfolded,
+    waves,
 )
 
 WARPS = 4
@@ -46,11 +48,6 @@ SCRATCH = -1  # in a problem, for an address: the scratch memory, at an offset
 # Tensors go through their products together as long as their scratch memory stays below this or,
 # if it is more, what the largest of them needs: on an H100 it is half of the second-level cache.
 SCRATCH_BYTES = 24 << 20
-
-
-def block_of(state: torch.dtype) -> int:
-    """Rows and columns of a tile."""
-    return 64 if state == torch.float32 else 32
 
 
 def depth_of(vector: int) -> int:
@@ -225,7 +222,8 @@ def plan(
     kinds: dict[Kind, list[int]] = defaultdict(list)
     copied: set[int] = set()
     room = 0
-    for wave, members in enumerate(_waves(tensors)):
+    needs = {t: _scratch_of(layout) for t, layout in enumerate(tensors) if 0 not in layout.shape}
+    for wave, members in enumerate(waves(needs, SCRATCH_BYTES)):
         most = max(len(tensors[t].shape) for t in members)
         free = 0
         for t in members:
@@ -274,21 +272,6 @@ def plan(
         tiles = [tile for n in kinds[kind] for tile in _tiles(kind, n, problems[n])]
         launches.append((kind, len(tiles), table(tiles, torch.int32, device)))
     return Plan(table(problems, torch.int64, device), launches, room, frozenset(copied))
-
-
-def _waves(tensors: Sequence[Layout]) -> list[list[int]]:
-    """Tensors that go through their products together, those without elements left out."""
-    full = [t for t, layout in enumerate(tensors) if 0 not in layout.shape]
-    most = max([SCRATCH_BYTES, *(_scratch_of(tensors[t]) for t in full)])
-    waves: list[list[int]] = []
-    room = 0
-    for t in full:
-        room -= _scratch_of(tensors[t])
-        if not waves or room < 0:
-            waves.append([])
-            room = most - _scratch_of(tensors[t])
-        waves[-1].append(t)
-    return waves
 
 
 def _buffer_of(layout: Layout) -> int:

@@ -21,6 +21,7 @@ from tnt_kernels.triton.launch import (
     ELEMENTS,
     Addresses,
     Layout,
+    block_of,
     contiguous,
     hold,
     launch,
@@ -49,11 +50,6 @@ WARPS = 4
 LEAST_STEPS = 16
 # Programs that share the device's multiprocessors evenly, for each of them.
 PARTS = 4
-
-
-def block_of(state: torch.dtype) -> int:
-    """Rows and columns of a tile: 64 x 64 float32 sums are what four warps hold in registers."""
-    return 64 if state == torch.float32 else 32
 
 
 @triton.jit

@@ -6,7 +6,7 @@ at once. So the launches are always the same, and a graph can capture them.
 
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -29,7 +29,7 @@ from tnt_kernels.triton.launch import (
     scalar_on,
     table,
 )
-from tnt_kernels.triton.tiles import blocks
+from tnt_kernels.triton.tiles import blocks, waves
 
 ITERATIONS = 100  # at most: Ren & Goldfarb 2021, appendix
 ITERATIONS_PER_LOOK = 4
@@ -141,26 +141,11 @@ def plan(
             for t, (numbers, root) in enumerate(zip(modes, roots, strict=True))
             if numbers and stats[numbers[0]].dtype == state
         }
-        for members in _waves(needs):
+        # The largest first: they are alone anyway, and in a wave the last programs should be short.
+        in_order = dict(sorted(needs.items(), key=lambda need: -need[1]))
+        for members in waves(in_order, SCRATCH_BYTES):
             result.append(_wave(members, stats, modes, roots, device, programs))
     return Plan(result)
-
-
-def _waves(needs: Mapping[int, int]) -> list[list[int]]:
-    """Tensors that go through the iteration together, given the bytes that each of them needs.
-
-    The largest first: they are alone anyway, and in a wave the last programs should be short.
-    """
-    most = max([SCRATCH_BYTES, *needs.values()])
-    waves: list[list[int]] = []
-    room = 0
-    for t in sorted(needs, key=lambda t: -needs[t]):
-        room -= needs[t]
-        if not waves or room < 0:
-            waves.append([])
-            room = most - needs[t]
-        waves[-1].append(t)
-    return waves
 
 
 def _stride_of(stat: Layout) -> int:

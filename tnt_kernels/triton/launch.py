@@ -83,6 +83,11 @@ def table(rows: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.devic
     return torch.tensor([entry for row in rows for entry in row], dtype=dtype, device=device)
 
 
+def block_of(state: torch.dtype) -> int:
+    """Rows and columns of a tile: 64 x 64 float32 sums are what four warps hold in registers."""
+    return 64 if state == torch.float32 else 32
+
+
 class Addresses:
     """Where a plan's tensors lie, as a table on their device, sent again only when one moved."""
 

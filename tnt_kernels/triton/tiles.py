@@ -7,7 +7,7 @@ The first two depend on shapes and strides alone, so they are made once for a se
 stay on the device.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol, Self, TypeVar
 
 import triton
@@ -100,6 +100,25 @@ def unfolded(
         near, far = (steps[0], steps[1]) if len(groups.sizes) == 2 else (steps[0], 0)
         result.append(Unfolding(sizes[mode], columns, row[mode], inner, near, far))
     return tuple(result)
+
+
+def waves(needs: Mapping[int, int], most: int) -> list[list[int]]:
+    """Splits what takes scratch memory into groups that take turns in it, in the order given.
+
+    Args:
+        needs: number -> bytes.
+        most: what a group may need, or, if it is more, what the largest of all needs.
+    """
+    groups: list[list[int]] = []
+    most = max([most, *needs.values()])
+    free = 0
+    for number, need in needs.items():
+        if not groups or need > free:
+            groups.append([])
+            free = most
+        groups[-1].append(number)
+        free -= need
+    return groups
 
 
 class Wide(Protocol):
