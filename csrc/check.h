@@ -39,10 +39,11 @@ inline double checked_number(const char* name, const at::Tensor& value,
   return number;
 }
 
-inline void check_dense(const char* list, size_t t, const at::Tensor& tensor) {
-  TORCH_CHECK_VALUE(tensor.layout() == at::kStrided && tensor.device().is_cpu(), entry(list, t),
-                    " must be a dense tensor on the CPU, got ", tensor.layout(), " on ",
-                    tensor.device());
+inline void check_dense(const char* list, size_t t, const at::Tensor& tensor,
+                        at::Device device = at::kCPU) {
+  TORCH_CHECK_VALUE(tensor.layout() == at::kStrided && tensor.device() == device, entry(list, t),
+                    " must be a dense tensor on ", device.is_cpu() ? "the CPU" : device.str(),
+                    ", got ", tensor.layout(), " on ", tensor.device());
 }
 
 // A tensor of any shape but 0-dim and any dtype that is served.
@@ -87,9 +88,9 @@ inline void check_mode(const char* list, size_t t, const at::Tensor& mode, int64
 
 // A statistic and where its factor goes, of a tensor whose first statistic is `first`.
 inline void check_factor_pair(size_t t, const at::Tensor& stat, const at::Tensor& out,
-                              const at::Tensor& first) {
-  check_dense("stats", t, stat);
-  check_dense("out", t, out);
+                              const at::Tensor& first, at::Device device) {
+  check_dense("stats", t, stat, device);
+  check_dense("out", t, out, device);
   const auto dtype = stat.scalar_type();
   TORCH_CHECK_VALUE((dtype == at::kFloat || dtype == at::kDouble) && dtype == first.scalar_type(),
                     entry("stats", t),
@@ -160,5 +161,28 @@ class Overlaps {
 
   std::vector<Range> ranges_;
 };
+
+// Statistics and where their factors go, `orders` of them for each tensor.
+inline void check_factors(at::TensorList out, at::TensorList stats, at::IntArrayRef orders,
+                          at::Device device) {
+  int64_t count = 0;
+  for (const int64_t order : orders) {
+    TORCH_CHECK_VALUE(order >= 1, "orders must be at least 1, got ", order);
+    count += order;
+  }
+  check_length("stats", stats.size(), static_cast<size_t>(count));
+  check_length("out", out.size(), stats.size());
+  size_t next = 0;
+  for (const int64_t order : orders) {
+    const at::Tensor& first = stats[next];
+    for (int64_t i = 0; i < order; ++i, ++next) {
+      check_factor_pair(next, stats[next], out[next], first, device);
+    }
+  }
+  Overlaps overlaps;
+  overlaps.add_written("out", out);
+  overlaps.add_read("stats", stats);
+  overlaps.check();
+}
 
 }  // namespace tnt

@@ -102,29 +102,11 @@ void gram_ema_op(at::TensorList stats, at::TensorList tensors, const at::Tensor&
 // what the result points to.
 std::vector<TensorModes> factor_modes(at::TensorList out, at::TensorList stats,
                                       at::IntArrayRef orders, std::vector<at::Tensor>& sources) {
-  int64_t count = 0;
-  for (const int64_t order : orders) {
-    TORCH_CHECK_VALUE(order >= 1, "orders must be at least 1, got ", order);
-    count += order;
-  }
-  check_length("stats", stats.size(), static_cast<size_t>(count));
-  check_length("out", out.size(), stats.size());
-  size_t next = 0;
-  for (const int64_t order : orders) {
-    const at::Tensor& first = stats[next];
-    for (int64_t i = 0; i < order; ++i, ++next) {
-      check_factor_pair(next, stats[next], out[next], first);
-    }
-  }
-  Overlaps overlaps;
-  overlaps.add_written("out", out);
-  overlaps.add_read("stats", stats);
-  overlaps.check();
-
+  check_factors(out, stats, orders, at::kCPU);
   sources = contiguous(stats);
   std::vector<TensorModes> tensors;
   tensors.reserve(orders.size());
-  next = 0;
+  size_t next = 0;
   for (const int64_t order : orders) {
     TensorModes tensor{{}, element_of(stats[next])};
     for (int64_t i = 0; i < order; ++i, ++next) {

@@ -12,53 +12,16 @@
 namespace tnt::cuda {
 namespace {
 
-void check_like(const char* list, size_t t, const at::Tensor& tensor, at::Device device) {
-  TORCH_CHECK_VALUE(tensor.layout() == at::kStrided && tensor.device() == device, entry(list, t),
-                    " must be a dense tensor on ", device, ", got ", tensor.layout(), " on ",
-                    tensor.device());
-}
-
-// A statistic and where its factor goes, of a tensor whose first statistic is `first`.
-void check_pair(size_t t, const at::Tensor& stat, const at::Tensor& out, const at::Tensor& first,
-                at::Device device) {
-  check_like("stats", t, stat, device);
-  check_like("out", t, out, device);
-  const auto dtype = stat.scalar_type();
-  TORCH_CHECK_VALUE((dtype == at::kFloat || dtype == at::kDouble) && dtype == first.scalar_type(),
-                    entry("stats", t),
-                    " must be float32 or float64, one dtype for each tensor, got ", dtype);
-  TORCH_CHECK_VALUE(stat.dim() == 1 || (stat.dim() == 2 && stat.size(0) == stat.size(1)),
-                    entry("stats", t), " must be (d, d) or (d,), got ", stat.sizes());
-  TORCH_CHECK_VALUE(out.sizes() == stat.sizes() && out.scalar_type() == dtype, entry("out", t),
-                    " must be like ", entry("stats", t), ", ", stat.sizes(), " ", dtype, ", got ",
-                    out.sizes(), " ", out.scalar_type());
-  check_contiguous("out", t, out);
-}
-
-std::vector<TensorShape> checked_shapes(at::TensorList out, at::TensorList stats,
-                                        at::IntArrayRef orders) {
-  int64_t count = 0;
-  for (const int64_t order : orders) {
-    TORCH_CHECK_VALUE(order >= 1, "orders must be at least 1, got ", order);
-    count += order;
-  }
-  check_length("stats", stats.size(), static_cast<size_t>(count));
-  check_length("out", out.size(), stats.size());
+std::vector<TensorShape> shapes_of(at::TensorList stats, at::IntArrayRef orders) {
   std::vector<TensorShape> shapes;
   shapes.reserve(orders.size());
   size_t next = 0;
   for (const int64_t order : orders) {
-    const at::Tensor& first = stats[next];
-    shapes.push_back({{}, first.scalar_type() == at::kDouble});
+    shapes.push_back({{}, stats[next].scalar_type() == at::kDouble});
     for (int64_t i = 0; i < order; ++i, ++next) {
-      check_pair(next, stats[next], out[next], first, stats.front().device());
       shapes.back().modes.push_back({stats[next].size(0), stats[next].dim() == 1});
     }
   }
-  Overlaps overlaps;
-  overlaps.add_written("out", out);
-  overlaps.add_read("stats", stats);
-  overlaps.check();
   return shapes;
 }
 
@@ -136,7 +99,8 @@ at::Tensor damped_inverse(Device& device, at::TensorList out, at::TensorList sta
                       damping.scalar_type());
   }
   const double number = on_host ? checked_number("damping", damping) : 0;
-  Plan plan = make_plan(checked_shapes(out, stats, orders), device.limits());
+  check_factors(out, stats, orders, where);
+  Plan plan = make_plan(shapes_of(stats, orders), device.limits());
   fill_in_addresses(out, stats, plan.modes);
 
   Tables tables;
