@@ -77,7 +77,7 @@ build: $(VENV)/.built
 # nvcc itself says, since the nvcc on the PATH may stand elsewhere.
 cuda-build-check: $(CUDA_VENV)/.packages
 	home="$$(nvcc --dryrun -c -x cu /dev/null 2>&1 | sed -n 's/^#$$ TOP=//p')" && home="$$(cd "$$home" && pwd)" && \
-	( . $(CUDA_VENV)/bin/activate && \
+	rm -rf build/extension-cuda && ( . $(CUDA_VENV)/bin/activate && \
 	export TNT_CUDA=1 CUDA_HOME="$$home" TORCH_CUDA_ARCH_LIST="8.0 9.0" NVCC_APPEND_FLAGS="-Xptxas -v" && \
 	python setup.py build --force --build-lib build/cuda-lib && \
 	cd build/cuda-lib && python -W error -m tnt_kernels \
