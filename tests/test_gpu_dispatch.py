@@ -79,7 +79,7 @@ def test_triton_serves() -> None:
     """The call that a GPU's tensors are dispatched to, on the interpreter's."""
     tensors, factors = products_arguments()
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", RuntimeWarning)
         products = backends._serve("mode_products", tensors, factors)
     for product, wanted in zip(products, products_wanted(tensors, factors), strict=True):
         close(product, wanted)
