@@ -41,7 +41,7 @@ except ImportError as error:
     raise SystemExit(
         f"tnt_kernels is built against PyTorch, which cannot be imported here ({error}).\n"
         "Install it first, then build without isolation:\n"
-        "    pip install 'torch>=2.11' setuptools wheel ninja\n"
+        "    pip install 'torch>=2.11' 'setuptools>=77' wheel ninja\n"
         "    pip install --no-build-isolation -e ."
     ) from None
 
