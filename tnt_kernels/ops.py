@@ -278,8 +278,7 @@ def _call(name: str, check: Callable[[], None], arguments: Callable[[], tuple[An
 def _check_once(name: str, flat: Sequence[Any], check: Callable[[], None]) -> None:
     """Checks arguments, unless the very same ones passed before.
 
-    A training step repeats its calls, and to recognise one takes a fifth of the time of checking it
-    (130 against 690 us for the 158 statistics of ResNet-32).
+    A training step repeats its calls, and to recognise one takes far less time than to check it.
     """
     call = _recognised(name, flat)
     if call is not None and call in _checked:
