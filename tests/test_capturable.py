@@ -156,6 +156,50 @@ def test_gradients_are_copied_only_where_they_moved(
         assert copies == [parameters] * 3 if set_to_none else len(copies) <= 3
 
 
+class Sharing(nn.Module):
+    """Two parameters whose gradients are one tensor of autograd's, until they differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Linear(50, 4)
+        self.a, self.b = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4))
+        self.forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits."""
+        self.forwards += 1
+        shared = self.a + (self.b if self.forwards < 9 else 2 * self.b)
+        return self.conv(x.flatten(1)) + shared
+
+
+@pytest.mark.parametrize("fisher", ["sampled", "empirical"])
+def test_gradients_that_share_memory_at_first(recorder: Recorder, fisher: str) -> None:
+    plain = Sharing()
+    recorded = copy.deepcopy(plain)
+    for net, capturable in ((plain, False), (recorded, True)):
+        optimizer = optimizer_of(net, capturable=capturable, fisher=fisher, stat_interval=1)
+        train(net, optimizer, 20)
+    assert not torch.equal(plain.a, plain.b)
+    assert_same(plain, recorded)
+    assert recorder.replays > 10
+
+
+def test_one_gradient_given_to_two_parameters(recorder: Recorder) -> None:
+    results = []
+    for capturable in (False, True):
+        params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))]
+        optimizer = TNT(params, lr=0.1, damping=0.1, fisher="empirical", capturable=capturable)
+        for step in range(6):
+            given = torch.arange(3.0) + step
+            params[0].grad = given
+            params[1].grad = given if step < 3 else torch.full((), 2.0).expand(3)
+            optimizer.step()
+        results.append([p.detach().clone() for p in params])
+    assert recorder.replays > 2
+    for plain, recorded in zip(*results, strict=True):
+        assert torch.equal(plain, recorded)
+
+
 def test_learning_rate_as_a_tensor(recorder: Recorder) -> None:
     plain, optimizer, recorded, capturable = pair()
 

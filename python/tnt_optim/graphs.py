@@ -43,6 +43,7 @@ class StepGraphs:
     def __init__(self) -> None:
         self._recorded: dict[tuple[Any, ...], Recorded] = {}
         self._gradients: dict[tuple[str, Tensor], Tensor] = {}
+        self._owners: dict[int, Tensor] = {}  # of gradients: address -> parameter
         self._numbers: dict[tuple[int, str], tuple[Any, Tensor]] = {}
         self._refused = False
 
@@ -107,12 +108,21 @@ class StepGraphs:
                 self._numbers[key] = (value, tensor)
 
     def _fixed(self, name: str, gradients: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-        """The gradients where the graphs read them: the first ones' memory, which is kept."""
-        fixed = {p: self._gradients.setdefault((name, p), g) for p, g in gradients.items()}
+        """The gradients where the graphs read them, which is always the same memory."""
+        for p, g in gradients.items():
+            if (name, p) not in self._gradients:
+                self._gradients[name, p] = g if self._is_its_own(p, g) else torch.empty_like(g)
+        fixed = {p: self._gradients[name, p] for p in gradients}
         moved = [p for p, g in gradients.items() if fixed[p] is not g]
         if moved:
             torch._foreach_copy_([fixed[p] for p in moved], [gradients[p] for p in moved])
         return fixed
+
+    def _is_its_own(self, param: Tensor, gradient: Tensor) -> bool:
+        """Whether later gradients may be written over it: autograd's may be shared or expanded."""
+        if gradient is not param.grad or torch._debug_has_internal_overlap(gradient) != 0:
+            return False
+        return self._owners.setdefault(gradient.data_ptr(), param) is param
 
 
 def record(run: Callable[[], list[Report]]) -> tuple[Callable[[], None], list[Report]]:
