@@ -1,0 +1,128 @@
+"""The record of an experiment's runs: one JSON file that grows run by run, never half written.
+
+An experiment that was interrupted is started again with the same command and makes only the runs
+that its file lacks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.provenance import provenance
+from bench.records import check_writable, write_json
+
+Key = Mapping[str, Any]
+
+
+class RunFile:
+    """Finished runs by their settings.
+
+    The file holds ``experiment``, ``protocol`` (what all its runs share), ``runs`` (each with its
+    ``key``, and in ``provenance`` the index of where it comes from) and ``provenance`` (one entry
+    for each process that added to the file).
+
+    Args:
+        path: the file; it need not exist. Its name must end in ``.json``.
+        experiment: the experiment's name.
+        protocol: JSON-ready settings that all runs of the file share.
+        device: where the runs compute; it is recorded.
+
+    Raises:
+        ValueError: the file is not this experiment's, or its protocol is another one: the message
+            names the settings that differ. The file is left as it was.
+        OSError: the file cannot be read, or nothing can be written there.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        experiment: str,
+        protocol: Mapping[str, Any],
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.path = check_writable(path)
+        self._origin = provenance(device)
+        self._origin_index: int | None = None
+        self._record: dict[str, Any] = {
+            "experiment": experiment,
+            "protocol": _plain(protocol),
+            "runs": [],
+            "provenance": [],
+        }
+        if self.path.exists():
+            self._record = _read(self.path, experiment, self._record["protocol"])
+
+    @property
+    def runs(self) -> list[dict[str, Any]]:
+        """The finished runs, in the order in which they ended."""
+        runs: list[dict[str, Any]] = self._record["runs"]
+        return runs
+
+    def find(self, key: Key) -> dict[str, Any] | None:
+        """The finished run with these settings, or None."""
+        wanted = _plain(key)
+        return next((run for run in self.runs if run["key"] == wanted), None)
+
+    def add(self, key: Key, result: Mapping[str, Any]) -> dict[str, Any]:
+        """Appends a finished run and writes the file; returns the run as it stands there."""
+        plain_key = _plain(key)
+        if self._origin_index is None:
+            self._record["provenance"].append(self._origin)
+            self._origin_index = len(self._record["provenance"]) - 1
+        run = {"key": plain_key, **result, "provenance": self._origin_index}
+        self.runs.append(run)
+        write_json(self.path, self._record)
+        return run
+
+
+def load_runs(path: str | Path) -> dict[str, Any]:
+    """The record in ``path``.
+
+    Raises:
+        ValueError: it is not the record of an experiment's runs.
+        OSError: it cannot be read.
+    """
+    path = Path(path)
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(record["runs"], list):
+            raise TypeError("'runs' must be a list")
+        for name in ("experiment", "protocol", "provenance"):
+            record[name]
+        for run in record["runs"]:
+            run["key"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not the record of an experiment's runs: {error!r}") from error
+    return dict(record)
+
+
+def _read(path: Path, experiment: str, protocol: dict[str, Any]) -> dict[str, Any]:
+    record = load_runs(path)
+    if record["experiment"] != experiment:
+        raise ValueError(
+            f"{path} holds runs of {record['experiment']!r}, not of {experiment!r}: "
+            "give another file"
+        )
+    known = record["protocol"]
+    differing = [
+        f"{name} was {known.get(name)!r} and is {protocol.get(name)!r}"
+        for name in sorted({*known, *protocol})
+        if known.get(name) != protocol.get(name)
+    ]
+    if differing:
+        raise ValueError(
+            f"{path} holds runs with other settings ({'; '.join(differing)}): "
+            "give another file, or the same settings"
+        )
+    return record
+
+
+def _plain(value: Mapping[str, Any]) -> dict[str, Any]:
+    """As it will be read back: tuples are lists in JSON."""
+    plain: dict[str, Any] = json.loads(json.dumps(value, allow_nan=False))
+    return plain

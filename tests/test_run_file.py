@@ -1,0 +1,68 @@
+"""The file of an experiment's runs: goes on where it stopped, and never mixes settings."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench.experiments.run_file import RunFile, load_runs
+
+PROTOCOL = {"epochs": 3, "widths": (4, 2, 4)}
+
+
+def test_runs_are_found_again_by_another_process(tmp_path: Path) -> None:
+    path = tmp_path / "runs.json"
+    first = RunFile(path, "example", PROTOCOL)
+    assert first.find({"seed": 0}) is None
+    assert not path.exists()  # nothing is written before there is a run
+    first.add({"seed": 0, "betas": (0.9, 0.999)}, {"losses": [2.0, 1.0]})
+    first.add({"seed": 1, "betas": (0.9, 0.999)}, {"losses": [float("nan")]})
+
+    again = RunFile(path, "example", PROTOCOL)
+    found = again.find({"seed": 0, "betas": (0.9, 0.999)})
+    assert found is not None and found["losses"] == [2.0, 1.0]
+    assert again.find({"seed": 2, "betas": (0.9, 0.999)}) is None
+    again.add({"seed": 2}, {"losses": []})
+    record = load_runs(path)
+    assert [run["key"]["seed"] for run in record["runs"]] == [0, 1, 2]
+    assert record["runs"][1]["losses"] == [None]
+    assert [run["provenance"] for run in record["runs"]] == [0, 0, 1]
+    assert len(record["provenance"]) == 2 and "commit" in record["provenance"][0]
+    assert [p.name for p in tmp_path.iterdir()] == ["runs.json"]
+
+
+@pytest.mark.parametrize(
+    ("experiment", "protocol", "message"),
+    [
+        ("other", PROTOCOL, "holds runs of 'example', not of 'other'"),
+        ("example", {**PROTOCOL, "epochs": 4}, "epochs was 3 and is 4"),
+        ("example", {"epochs": 3}, r"widths was \[4, 2, 4\] and is None"),
+    ],
+)
+def test_other_settings_are_refused_and_the_file_kept(
+    tmp_path: Path, experiment: str, protocol: dict, message: str
+) -> None:
+    path = tmp_path / "runs.json"
+    RunFile(path, "example", PROTOCOL).add({"seed": 0}, {})
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=message):
+        RunFile(path, experiment, protocol)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"runs": 3}', '{"runs": [{}]}'])
+def test_what_is_no_record_is_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "runs.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match="is not the record of an experiment's runs"):
+        RunFile(path, "example", PROTOCOL)
+    assert path.read_text() == content
+
+
+def test_what_json_cannot_hold_is_no_key(tmp_path: Path) -> None:
+    runs = RunFile(tmp_path / "runs.json", "example", {})
+    with pytest.raises(ValueError, match="JSON"):
+        runs.add({"lr": float("inf")}, {})
+    assert runs.runs == [] and json.dumps(runs.runs) == "[]"
+    with pytest.raises(ValueError, match=r"must end in \.json"):
+        RunFile(tmp_path / "runs.txt", "example", {})
