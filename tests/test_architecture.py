@@ -242,6 +242,9 @@ TNT_SIGNATURE = (
     "stat_interval=10, inverse_interval=100, likelihood='categorical', fisher='sampled', "
     "max_factor_dim=8192, relative_damping=False, graft=None, seed=0, capturable=False"
 )
+SHAMPOO_SIGNATURE = TNT_SIGNATURE.replace(
+    "likelihood='categorical', fisher='sampled', ", ""
+).replace("seed=0, ", "")
 MUTATED = {
     "gram_ema_": {"stats"},
     "damped_inverse": {"out"},
@@ -285,6 +288,11 @@ def test_signatures_are_the_architecture(name: str, module: ModuleType) -> None:
 
 def test_signature_of_tnt() -> None:
     assert signature(tnt_optim.TNT) == TNT_SIGNATURE
+
+
+def test_signature_of_shampoo() -> None:
+    """TNT's, without what is about sampling."""
+    assert signature(tnt_optim.Shampoo) == SHAMPOO_SIGNATURE
 
 
 @pytest.mark.parametrize("name", SCHEMAS)

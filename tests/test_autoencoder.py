@@ -1,7 +1,6 @@
-"""The autoencoder experiments: the training loop, the commands, and the recorded search."""
+"""The autoencoder experiments: problems, defaults, commands."""
 
 import json
-import math
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -10,168 +9,23 @@ import pytest
 import torch
 from torch import nn
 
-from bench.experiments import autoencoder, demo, search, training
-from bench.experiments.models import (
-    MNIST_WIDTHS,
-    loss_floor,
-    reconstruction_loss,
-    seeded_autoencoder,
-)
+from bench.experiments import autoencoder, comparison, demo
+from bench.experiments.methods import METHODS, has_statistics
+from bench.experiments.models import MNIST_WIDTHS, loss_floor, reconstruction_loss
 from bench.experiments.models import autoencoder as autoencoder_model
-from bench.experiments.problems import (
-    OPTIMIZERS,
-    Problem,
-    Settings,
-    default_settings,
-    has_statistics,
-    load_problem,
-    problem_settings,
-    recorded_search,
-)
-from bench.experiments.training import Run, smoothed, train
-from bench.records import write_json
+from bench.experiments.problems import Autoencoder, load_autoencoder
+from bench.experiments.problems.autoencoders import OPTIMIZERS, default_settings
 
-RATES: dict[str, tuple[float, float | None]] = {
-    "tnt": (3e-3, 0.3),
-    "tnt-ef": (3e-3, 0.3),
-    "sgd": (0.05, None),
-    "adam": (1e-2, 1e-8),
-}
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
-def problem() -> Problem:
+def problem() -> Autoencoder:
     """Sixteen pixels that two numbers explain, 104 times."""
     generator = torch.Generator().manual_seed(0)
     codes = torch.randn(104, 2, generator=generator)
     images = (4 * codes @ torch.randn(2, 16, generator=generator)).sigmoid()
-    return Problem("digits", images, (16, 12, 2, 12, 16))
-
-
-def settings(optimizer: str, **changes: Any) -> Settings:
-    """Settings that train the tiny problem in a moment."""
-    base = problem_settings("digits", optimizer, *RATES[optimizer])
-    return replace(base, **{"batch_size": 20, "epochs": 12, **changes})
-
-
-# The loop
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_training_lowers_the_loss_the_same_way_each_time(problem: Problem, optimizer: str) -> None:
-    run, again = (train(problem, settings(optimizer), report_every=0) for _ in range(2))
-    assert run.steps_per_epoch == 5, "104 images make 5 batches of 20, and the rest is dropped"
-    assert len(run.step_losses) == 60
-    assert run.step_losses == again.step_losses
-    assert run.final_loss < run.step_losses[0] - 0.5
-    assert run.final_loss > run.loss_floor
-    assert (run.warm_start_seconds is not None) == has_statistics(optimizer)
-
-
-def test_every_optimizer_has_the_same_start_and_batches(problem: Problem) -> None:
-    # Steps so small that the losses are those of the start, batch by batch.
-    runs = [
-        train(
-            problem,
-            settings(optimizer, lr=1e-6, damping=None if optimizer == "sgd" else 1.0),
-            report_every=0,
-        )
-        for optimizer in OPTIMIZERS
-    ]
-    first = torch.tensor(runs[0].step_losses)
-    assert first.std() > 0.05, "batches must differ for this test to see their order"
-    for run in runs[1:]:
-        assert run.step_losses[0] == runs[0].step_losses[0]
-        torch.testing.assert_close(torch.tensor(run.step_losses), first, rtol=0, atol=1e-3)
-
-
-def test_seeds_differ_and_the_callers_random_state_is_left_alone(problem: Problem) -> None:
-    before = torch.get_rng_state()
-    runs = [train(problem, settings("tnt", seed=seed, epochs=1), report_every=0) for seed in (0, 1)]
-    assert runs[0].step_losses[0] != runs[1].step_losses[0]
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_smoothing_starts_at_the_first_loss_and_goes_on_across_epochs(problem: Problem) -> None:
-    assert smoothed([10.0, 20.0, 0.0]) == pytest.approx([10.0, 11.0, 9.9])
-    run = train(problem, settings("sgd", epochs=3), report_every=0)
-    curve = smoothed(run.step_losses)
-    assert [epoch.smoothed_loss for epoch in run.epochs] == pytest.approx(curve[4::5])
-
-
-def test_losses_are_taken_before_the_update(problem: Problem) -> None:
-    run = train(problem, settings("sgd", epochs=1), report_every=0)
-    model = seeded_autoencoder(problem.widths, 0)
-    batch = problem.images[torch.randperm(104, generator=torch.Generator().manual_seed(0))[:20]]
-    assert run.step_losses[0] == pytest.approx(reconstruction_loss(model(batch), batch).item())
-
-
-def test_times_to_a_loss_count_the_warm_start(problem: Problem) -> None:
-    run = train(problem, settings("tnt", epochs=4), report_every=0)
-    warm = run.warm_start_seconds
-    assert warm is not None and warm > 0
-    assert run.epochs[-1].elapsed_seconds == pytest.approx(
-        warm + sum(epoch.seconds for epoch in run.epochs)
-    )
-    assert run.seconds_to(run.step_losses[0]) == pytest.approx(warm)
-    reached = run.seconds_to(run.epochs[1].smoothed_loss)
-    assert reached is not None
-    assert run.epochs[0].elapsed_seconds < reached <= run.epochs[1].elapsed_seconds
-    assert run.seconds_to(0.0) is None
-
-
-def test_divergence_ends_the_run_and_is_recorded(problem: Problem, tmp_path: Path) -> None:
-    run = train(problem, settings("sgd", lr=1e30), report_every=0)
-    assert run.diverged_at_step is not None and run.diverged_at_step <= 5
-    assert len(run.epochs) == 1
-    assert run.final_loss == math.inf
-    write_json(tmp_path / "run.json", run.record())
-    assert json.loads((tmp_path / "run.json").read_text())["final_smoothed_loss"] is None
-
-
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("optimizer", ["tnt", "tnt-ef"])
-def test_second_order_divergence_is_recorded_too(problem: Problem, optimizer: str) -> None:
-    run = train(problem, settings(optimizer, lr=1e20), report_every=0)
-    assert run.diverged_at_step is not None
-    assert run.final_loss == math.inf
-
-
-def test_parameters_that_do_not_move_are_an_error(
-    problem: Problem, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def still(model: nn.Module, _: Settings) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=0.0)
-
-    monkeypatch.setattr(training, "build_optimizer", still)
-    with pytest.raises(RuntimeError, match=r"left parameters where they were.*0\.weight"):
-        train(problem, settings("sgd"), report_every=0)
-
-
-def test_an_error_in_a_step_is_not_taken_for_divergence(
-    problem: Problem, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(*_: object) -> None:
-        raise RuntimeError("a bug")
-
-    monkeypatch.setattr(torch.optim.SGD, "step", fails)
-    with pytest.raises(RuntimeError, match="a bug"):
-        train(problem, settings("sgd"), report_every=0)
-
-
-def test_epoch_lines_are_printed_off_a_terminal(
-    problem: Problem, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = train(problem, settings("tnt"), report_every=5)
-    out, error = capsys.readouterr()
-    assert [line.split()[:3] for line in out.splitlines()] == [
-        ["TNT", "warm", "start:"],
-        ["TNT", "epoch", "5/12"],
-        ["TNT", "epoch", "10/12"],
-        ["TNT", "epoch", "12/12"],
-    ]
-    assert f"smoothed loss {run.final_loss:8.3f}" in out
-    assert error == ""
+    return Autoencoder("digits", images, (16, 12, 2, 12, 16))
 
 
 # Models and losses
@@ -206,103 +60,87 @@ def test_the_loss_is_summed_over_pixels_and_bounded_by_the_entropy() -> None:
 # Settings and the recorded search
 
 
-def test_mnist_defaults_are_the_papers() -> None:
-    found = {name: default_settings("mnist", name) for name in OPTIMIZERS}
-    assert {name: (s.lr, s.damping) for name, s in found.items()} == {
-        "tnt": (1e-4, 0.1),
-        "tnt-ef": (3e-6, 0.01),
-        "sgd": (0.003, None),
-        "adam": (1e-4, 1e-4),
+def test_mnist_and_faces_defaults_are_the_papers() -> None:
+    def found(problem: str, table: int) -> dict[str, tuple[object, ...]]:
+        methods = [o for o in OPTIMIZERS if table == 3 or o != "tnt-ef"]
+        all_of_them = {name: default_settings(problem, name, table) for name in methods}
+        return {n: (s.lr, s.damping, s.momentum, s.stat_decay) for n, s in all_of_them.items()}
+
+    assert found("mnist", 3) == {
+        "tnt": (1e-4, 0.1, 0.9, 0.9),
+        "tnt-ef": (3e-6, 0.01, 0.9, 0.9),
+        "kfac": (0.003, 0.3, 0.9, 0.9),
+        "shampoo": (3e-4, 3e-4, 0.9, 0.9),
+        "adam": (1e-4, 1e-4, 0.9, 0.999),
+        "sgd": (0.003, None, 0.9, None),
     }
-    assert {(s.batch_size, s.momentum, s.seed) for s in found.values()} == {(1000, 0.9, 0)}
-    for s in found.values():
-        schedule = (1, 20, True) if has_statistics(s.optimizer) else (None, None, None)
-        assert (s.stat_interval, s.inverse_interval, s.warm_start) == schedule
+    assert found("faces", 3) == {
+        "tnt": (1e-6, 0.003, 0.9, 0.9),
+        "tnt-ef": (3e-6, 0.01, 0.9, 0.9),
+        "kfac": (0.1, 10, 0.9, 0.9),
+        "shampoo": (3e-4, 3e-4, 0.9, 0.9),
+        "adam": (1e-4, 1e-4, 0.9, 0.999),
+        "sgd": (0.001, None, 0.9, None),
+    }
+    assert found("mnist", 5) == {
+        "tnt": (1e-4, 0.1, 0.9, 0.9),
+        "kfac": (3e-5, 0.01, 0.999, 0.999),
+        "shampoo": (1e-4, 3e-4, 0.99, 0.99),
+        "adam": (1e-4, 1e-4, 0.99, 0.99),
+        "sgd": (0.001, None, 0.99, None),
+    }
+    assert found("faces", 5) == {
+        "tnt": (1e-6, 0.003, 0.9, 0.9),
+        "kfac": (0.01, 3, 0.99, 0.99),
+        "shampoo": (1e-4, 3e-4, 0.99, 0.999),
+        "adam": (1e-4, 1e-4, 0.9, 0.9),
+        "sgd": (0.001, None, 0.9, None),
+    }
+    assert found("curves", 3) == found("mnist", 3)
+    for problem in ("mnist", "faces"):
+        for name in OPTIMIZERS:
+            s = default_settings(problem, name)
+            assert (s.batch_size, s.weight_decay, s.schedule, s.seed) == (1000, 0, "constant", 0)
+            intervals = (1, 20, True) if has_statistics(name) else (None, None, None)
+            assert (s.stat_interval, s.inverse_interval, s.warm_start) == intervals
+    with pytest.raises(ValueError, match="Table 5 has tnt, kfac, shampoo, adam, sgd"):
+        default_settings("mnist", "tnt-ef", 5)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_digits_defaults_are_the_best_of_the_recorded_search(optimizer: str) -> None:
-    tried = [e for e in recorded_search()["tried"] if e["optimizer"] == optimizer]
-    losses = {(e["lr"], e["damping"]): e["mean_final_loss"] for e in tried}
-    grid = {(s.lr, s.damping) for s in search.settings_of(optimizer)}
-    assert set(losses) == grid and len(tried) == len(grid), "the record is of another grid"
-    chosen = default_settings("digits", optimizer)
-    best = min(loss for loss in losses.values() if loss is not None)
-    assert losses[chosen.lr, chosen.damping] == best
-    for values, value in zip(search.GRIDS[optimizer], (chosen.lr, chosen.damping), strict=True):
-        assert value is None or value not in (values[0], values[-1]), "the grid ends at the best"
+@pytest.mark.parametrize("name", ["faces", "mnist"])
+def test_the_loss_and_the_likelihood_fit_the_data(name: str) -> None:
+    images = torch.rand(6, 5, dtype=torch.float64)
+    problem = Autoencoder(name, images, (5, 2, 5))
+    outputs = torch.randn(6, 5, dtype=torch.float64)
+    if name == "faces":
+        wanted = 0.5 * (outputs - images).square().sum(dim=1).mean()
+        assert (problem.likelihood, problem.loss_floor) == ("gaussian", None)
+    else:
+        wanted = reconstruction_loss(outputs, images)
+        assert problem.likelihood == "bernoulli" and problem.loss_floor == loss_floor(images)
+    assert problem.loss(outputs, images).item() == pytest.approx(wanted.item())
+    inputs, targets = problem.batch(torch.tensor([3, 1]), torch.Generator())
+    assert torch.equal(inputs, images[[3, 1]]) and torch.equal(targets, inputs)
 
 
-def test_the_recorded_search_gave_all_the_same_budget() -> None:
-    record = recorded_search()
-    counts = {name: sum(e["optimizer"] == name for e in record["tried"]) for name in OPTIMIZERS}
-    assert set(counts.values()) == {35}
-    assert record["protocol"] == search._protocol(load_problem("digits"))
-    for name in OPTIMIZERS:
-        s = default_settings("digits", name)
-        assert (s.batch_size, s.epochs, s.momentum) == (128, 60, 0.9)
-        assert s.seed not in search.SEEDS
-
-
-def test_a_search_rules_out_what_diverges_from_one_start(problem: Problem) -> None:
-    steady = search._try(problem, settings("sgd", epochs=2), torch.device("cpu"))
-    assert steady["diverged"] is None and len(set(steady["final_losses"])) == len(search.SEEDS)
-    mean = sum(steady["final_losses"]) / len(search.SEEDS)
-    assert steady["mean_final_loss"] == pytest.approx(mean, abs=1e-4)
-    wild = search._try(problem, settings("sgd", lr=1e30), torch.device("cpu"))
-    assert wild["diverged"]["seed"] == search.SEEDS[0] and wild["mean_final_loss"] is None
-    assert search.best_of([wild, steady])["sgd"]["lr"] == steady["lr"]
-
-
-def test_a_search_goes_on_where_it_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: Problem
-) -> None:
-    calls: list[tuple[str, float]] = []
-
-    def counted(_: Problem, chosen: Settings, *args: object, **kwargs: object) -> Run:
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        calls.append((chosen.optimizer, chosen.lr))
-        return train(problem, replace(chosen, epochs=1, batch_size=20), report_every=0)
-
-    grids = {name: ((1e-4, 1e-3), (RATES[name][1],)) for name in OPTIMIZERS}
-    monkeypatch.setattr(search, "GRIDS", grids)
-    monkeypatch.setattr(search, "SEEDS", (1,))
-    monkeypatch.setattr(search, "train", counted)
-    out = tmp_path / "search.json"
-    with pytest.raises(KeyboardInterrupt):
-        search.main(["--out", str(out)])
-    assert len(json.loads(out.read_text())["tried"]) == 3
-    calls += [("out of the way", 0.0)]
-    search.main(["--out", str(out)])
-    assert calls[:3] + calls[4:] == [(n, lr) for n in OPTIMIZERS for lr in (1e-4, 1e-3)]
-    record = json.loads(out.read_text())
-    assert set(record["best"]) == set(OPTIMIZERS)
-    assert not any(best["interior"] for best in record["best"].values())
-    assert len(record["provenance"]) == 2
-
-
-@pytest.mark.parametrize(
-    ("text", "message"), [("{}", "not the record of a search"), ('{"protocol": 1}', "other epochs")]
-)
-def test_a_search_does_not_mix_protocols(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, message: str
-) -> None:
-    out = tmp_path / "search.json"
-    out.write_text(text)
-    with pytest.raises(SystemExit):
-        search.main(["--out", str(out)])
-    assert message in capsys.readouterr().err
-    assert out.read_text() == text
+def test_problems_are_found_by_their_data(tmp_path: Path) -> None:
+    curves = load_autoencoder("curves", 30)
+    assert (curves.name, curves.examples, curves.widths[0]) == ("curves", 30, 784)
+    digits = load_autoencoder("digits", 40)
+    assert torch.equal(digits.images, load_autoencoder("digits").images[:40])
+    with pytest.raises(ValueError, match="count must be at most 1797, got 1798"):
+        load_autoencoder("digits", 1798)
+    with pytest.raises(FileNotFoundError, match="is empty: wanted train-images"):
+        load_autoencoder(str(tmp_path))
 
 
 # The commands
 
 
 @pytest.fixture
-def digits_of_few(monkeypatch: pytest.MonkeyPatch, problem: Problem) -> None:
+def digits_of_few(monkeypatch: pytest.MonkeyPatch, problem: Autoencoder) -> None:
     """The commands' digits are the tiny problem."""
-    monkeypatch.setattr("bench.experiments.command_line.load_problem", lambda _: problem)
+    monkeypatch.setattr(autoencoder, "load_autoencoder", lambda *_: problem)
 
 
 def is_picture(path: Path) -> bool:
@@ -314,24 +152,78 @@ def test_the_command_records_every_setting(
     digits_of_few: None, tmp_path: Path, optimizer: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "new folder" / "run.json"
-    given = f"--epochs 2 --batch-size 30 --lr 1e-3 --momentum 0.8 --seed 5 --out {out}"
-    arguments = ["--data", "digits", "--optimizer", optimizer, "--device", "cpu"]
-    arguments += given.replace(str(out), "").split() + [str(out)]
-    wanted = default_settings("digits", optimizer)
-    wanted = replace(wanted, epochs=2, batch_size=30, lr=1e-3, momentum=0.8, seed=5)
+    given = "--epochs 2 --batch-size 30 --lr 1e-3 --momentum 0.8 --weight-decay 0.1 --seed 5"
+    arguments = ["--data", "digits", "--optimizer", optimizer, "--device", "cpu", *given.split()]
+    arguments += ["--schedule", "step:1", "--out", str(out)]
+    wanted = replace(
+        default_settings("digits", optimizer),
+        epochs=2,
+        batch_size=30,
+        lr=1e-3,
+        momentum=0.8,
+        weight_decay=0.1,
+        schedule="step:1",
+        seed=5,
+    )
     if has_statistics(optimizer):
-        arguments += "--damping 0.5 --stat-interval 2 --inverse-interval 3 --no-warm-start".split()
-        wanted = replace(wanted, damping=0.5, stat_interval=2, inverse_interval=3, warm_start=False)
+        given = "--damping 0.5 --stat-decay 0.7 --stat-interval 2 --inverse-interval 3"
+        arguments += [*given.split(), "--no-warm-start"]
+        wanted = replace(wanted, damping=0.5, stat_decay=0.7, stat_interval=2, inverse_interval=3)
+        wanted = replace(wanted, warm_start=False)
+    if optimizer in ("tnt", "tnt-ef", "shampoo"):
+        arguments += ["--graft", "sgd", "--relative-damping"]
+        wanted = replace(wanted, graft="sgd", relative_damping=True)
     assert autoencoder.main(arguments) == 0
     record = json.loads(out.read_text())
-    assert record["settings"] == asdict(wanted)
-    assert record["optimizer_defaults"]["lr"] == 1e-3
-    assert len(record["epochs"]) == 2 and len(record["step_losses"]) == 6
-    assert record["final_smoothed_loss"] == record["epochs"][-1]["smoothed_loss"]
-    assert record["provenance"]["versions"]["torch"] == torch.__version__
-    assert record["warm_start_seconds"] is None
+    (run,) = record["runs"]
+    assert run["settings"] == run["key"] == asdict(wanted)
+    defaults = run["optimizer_defaults"]
+    for name in ("lr", "damping", "stat_decay", "stat_interval", "inverse_interval", "graft"):
+        if name in defaults:
+            assert defaults[name] == getattr(wanted, name)
+    decays = {defaults.get("weight_decay"), defaults.get("decoupled_decay"), 0.1}
+    assert 0.1 in decays
+    assert len(run["epochs"]) == 2 and len(run["step_losses"]) == 6
+    assert run["final_smoothed_loss"] == run["epochs"][-1]["smoothed_loss"]
+    assert record["provenance"][run["provenance"]]["versions"]["torch"] == torch.__version__
+    assert run["warm_start_seconds"] is None
+    assert record["protocol"]["epochs"] == 2 and record["protocol"]["examples"] == 104
     assert is_picture(out.with_suffix(".png"))
     assert f"wrote {out}" in capsys.readouterr().out
+
+
+def test_the_command_goes_on_with_its_file(
+    digits_of_few: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    made: list[tuple[str, int]] = []
+    train = comparison.train
+
+    def noted(problem: Autoencoder, settings: Any, *arguments: Any) -> Any:
+        made.append((settings.optimizer, settings.seed))
+        return train(problem, settings, *arguments)
+
+    monkeypatch.setattr(comparison, "train", noted)
+    out = tmp_path / "runs.json"
+    command = f"--data digits --epochs 2 --batch-size 20 --out {out} --reach 9".split()
+    assert autoencoder.main([*command, "--optimizer", "sgd", "adam", "--seeds", "0", "1"]) == 0
+    assert made == [("sgd", 0), ("sgd", 1), ("adam", 0), ("adam", 1)]
+    assert autoencoder.main([*command, "--optimizer", "all", "--seeds", "1", "2"]) == 0
+    names = [(o, seed) for o in OPTIMIZERS for seed in (1, 2)]
+    assert made[4:] == [name for name in names if name not in made[:4]]
+    table = capsys.readouterr().out.partition("final loss")[2].rpartition("final loss")[2]
+    assert [line.split()[0] for line in table.splitlines()[1:7]] == [
+        METHODS[o].label for o in OPTIMIZERS
+    ]
+    assert "±" in table and "s to 9" in table.splitlines()[0]
+    before = out.read_bytes()
+    with pytest.raises(SystemExit):
+        autoencoder.main([*command, "--optimizer", "sgd", "--epochs", "3"])
+    assert "holds runs with other settings (epochs was 2 and is 3)" in capsys.readouterr().err
+    assert out.read_bytes() == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["runs.json", "runs.png"]
 
 
 def test_the_command_says_when_training_diverged(
@@ -340,8 +232,9 @@ def test_the_command_says_when_training_diverged(
     out = tmp_path / "run.json"
     arguments = f"--data digits --optimizer sgd --lr 1e30 --batch-size 20 --out {out}".split()
     assert autoencoder.main(arguments) == 1
-    assert "diverged: the loss of step" in capsys.readouterr().out
-    assert json.loads(out.read_text())["diverged_at_step"] <= 5
+    printed = capsys.readouterr().out
+    assert "diverged: the loss of step" in printed and "diverged (1 of 1)" in printed
+    assert json.loads(out.read_text())["runs"][0]["diverged_at_step"] <= 5
     assert is_picture(out.with_suffix(".png"))
 
 
@@ -354,12 +247,21 @@ BAD_ARGUMENTS = [
     ("--optimizer tnt --damping -1", "argument --damping: must be at least 0 and finite, got -1"),
     ("--optimizer sgd --damping 1", "argument --damping: SGD-m has no such setting"),
     ("--optimizer adam --no-warm-start", "argument --no-warm-start: Adam has no such setting"),
+    ("--optimizer sgd --stat-decay 0.5", "argument --stat-decay: SGD-m has no such setting"),
+    ("--optimizer kfac --graft adam", "argument --graft: KFAC has no such setting"),
+    ("--optimizer tnt --graft newton", "argument --graft: invalid choice: 'newton'"),
+    ("--optimizer tnt --schedule step:0", "argument --schedule: schedule must be 'constant'"),
+    ("--optimizer tnt --examples 5", "must be at most the number of examples, 5, got 128"),
+    ("--optimizer tnt --table 4", "argument --table: invalid choice: 4"),
     ("--optimizer sgd --stat-interval 2", "argument --stat-interval: SGD-m has no such setting"),
     ("--optimizer tnt --inverse-interval 0", "argument --inverse-interval: must be at least 1"),
     ("--optimizer sgd --momentum 1", "argument --momentum: must be at least 0 and below 1"),
     ("--optimizer sgd --epochs 0", "argument --epochs: must be at least 1, got 0"),
     ("--optimizer sgd --epochs 1.5", "argument --epochs: must be a whole number, got '1.5'"),
-    ("--optimizer sgd --seed -1", "argument --seed: must be at least 0 and below 2**63, got -1"),
+    (
+        "--optimizer sgd --seed -1",
+        "argument --seeds/--seed: must be at least 0 and below 2**63, got -1",
+    ),
     (
         "--optimizer sgd --batch-size 1798",
         "argument --batch-size: batch_size must be at most the number of examples, 1797, got 1798",
@@ -380,7 +282,7 @@ def test_bad_arguments_are_refused_before_training(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(autoencoder, "train", lambda *_: pytest.fail("it trained"))
+    monkeypatch.setattr(comparison, "train", lambda *_: pytest.fail("it trained"))
     (tmp_path / "file").touch()
     (tmp_path / "folder.json").mkdir()
     with pytest.raises(SystemExit) as stopped:

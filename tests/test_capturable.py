@@ -1,4 +1,4 @@
-"""TNT(capturable=True): steps as graphs, recorded once a kind, are the steps they replace.
+"""capturable=True: steps as graphs, recorded once a kind, are the steps they replace.
 
 On the CPU with recordings that keep a CUDA graph's rules (see recorded_graph.py).
 """
@@ -13,11 +13,13 @@ import torch
 from recorded_graph import Recorder
 from torch import Tensor, nn
 
-from tnt_optim import TNT, graphs, kronecker
+from tnt_optim import TNT, Shampoo, graphs, kronecker
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 T1, T2 = 2, 6
+
+Method = TNT | Shampoo
 
 
 @pytest.fixture
@@ -45,16 +47,16 @@ class Net(nn.Module):
         return self.out(torch.tanh(self.hidden(h.bfloat16())).float())
 
 
-def optimizer_of(net: nn.Module, **settings: Any) -> TNT:
+def optimizer_of(net: nn.Module, *, method: type[Method] = TNT, **settings: Any) -> Method:
     rest = [p for name, p in net.named_parameters() if not name.startswith("conv")]
     groups = [{"params": [*net.conv.parameters()], "weight_decay": 0.1}, {"params": rest}]
     defaults = {"lr": 0.05, "damping": 0.1, "stat_interval": T1, "inverse_interval": T2}
-    return TNT(groups, **{**defaults, **settings})
+    return method(groups, **{**defaults, **settings})
 
 
 def train(
     net: nn.Module,
-    optimizer: TNT,
+    optimizer: Method,
     steps: int,
     *,
     first: int = 0,
@@ -71,13 +73,14 @@ def train(
             group["momentum"] = 0.9 if step < 11 else 0.8
         optimizer.zero_grad(set_to_none=set_to_none)
         output = net(x)
-        optimizer.observe(output)
+        if isinstance(optimizer, TNT):
+            optimizer.observe(output)
         nn.functional.cross_entropy(output, y).backward()
         before_step(step)
         optimizer.step()
 
 
-def pair(**settings: Any) -> tuple[Net, TNT, Net, TNT]:
+def pair(**settings: Any) -> tuple[Net, Method, Net, Method]:
     """The same network twice, with plain and with recorded steps."""
     plain = Net()
     recorded = copy.deepcopy(plain)
@@ -95,7 +98,16 @@ def assert_same(plain: nn.Module, recorded: nn.Module, tolerance: float = 0.0) -
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("settings", [{}, {"fisher": "empirical"}, {"relative_damping": True}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"fisher": "empirical"},
+        {"relative_damping": True},
+        {"method": Shampoo},
+        {"method": Shampoo, "relative_damping": True, "max_factor_dim": 4},
+    ],
+)
 def test_recorded_steps_are_the_steps(
     recorder: Recorder, settings: dict[str, Any], set_to_none: bool
 ) -> None:
@@ -113,8 +125,9 @@ def test_recorded_steps_are_the_steps(
     assert recorder.replays > 20
 
 
-def test_one_recording_for_each_kind_of_step(recorder: Recorder) -> None:
-    _, _, net, optimizer = pair()
+@pytest.mark.parametrize("method", [TNT, Shampoo])
+def test_one_recording_for_each_kind_of_step(recorder: Recorder, method: type[Method]) -> None:
+    _, _, net, optimizer = pair(method=method)
     train(net, optimizer, 4 * T2)
     # Nothing due (as at the first step, which makes statistics and inverses beforehand),
     # statistics, statistics and inverses: of each the first runs as it is.
@@ -126,9 +139,10 @@ def test_one_recording_for_each_kind_of_step(recorder: Recorder) -> None:
 
 
 @pytest.mark.parametrize("graft", ["adam", "sgd"])
-def test_grafted_steps(recorder: Recorder, graft: str) -> None:
+@pytest.mark.parametrize("method", [TNT, Shampoo])
+def test_grafted_steps(recorder: Recorder, method: type[Method], graft: str) -> None:
     """Adam's bias corrections go on counting in a replay."""
-    plain, optimizer, recorded, capturable = pair(graft=graft, lr=0.01)
+    plain, optimizer, recorded, capturable = pair(method=method, graft=graft, lr=0.01)
     train(plain, optimizer, 20)
     train(recorded, capturable, 20)
     assert_same(plain.conv, recorded.conv, 1e-5)
@@ -203,7 +217,7 @@ def test_one_gradient_given_to_two_parameters(recorder: Recorder) -> None:
 def test_learning_rate_as_a_tensor(recorder: Recorder) -> None:
     plain, optimizer, recorded, capturable = pair()
 
-    def tensor_of(chosen: TNT) -> Callable[[int], None]:
+    def tensor_of(chosen: Method) -> Callable[[int], None]:
         def set_(step: int) -> None:
             for group in chosen.param_groups:
                 group["lr"] = torch.tensor(group["lr"], dtype=torch.float64)
@@ -215,9 +229,10 @@ def test_learning_rate_as_a_tensor(recorder: Recorder) -> None:
     assert_same(plain, recorded)
 
 
-def test_resumed_training_is_the_training(recorder: Recorder) -> None:
+@pytest.mark.parametrize("method", [TNT, Shampoo])
+def test_resumed_training_is_the_training(recorder: Recorder, method: type[Method]) -> None:
     """Saved by one kind of optimizer and loaded by the other, in the middle of the schedule."""
-    plain, optimizer, recorded, capturable = pair()
+    plain, optimizer, recorded, capturable = pair(method=method)
     train(plain, optimizer, 2 * T2 + 3)
     train(recorded, capturable, T2 + 2)
     buffer = io.BytesIO()
@@ -227,7 +242,7 @@ def test_resumed_training_is_the_training(recorder: Recorder) -> None:
     for settings in ({"capturable": True}, {}):
         net = Net()
         net.load_state_dict(weights)
-        again = optimizer_of(net, **settings)
+        again = optimizer_of(net, method=method, **settings)
         again.load_state_dict(state)
         train(net, again, T2 + 1, first=T2 + 2)
         assert_same(plain, net)
@@ -283,9 +298,17 @@ def test_parameters_that_take_turns(recorder: Recorder, monkeypatch: pytest.Monk
     assert len(capturable._graphs._recorded) == 4
 
 
-def test_failures_are_counted_in_replays(recorder: Recorder) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"fisher": "empirical"},
+        {"method": Shampoo},
+        {"method": Shampoo, "relative_damping": True},
+    ],
+)
+def test_failures_are_counted_in_replays(recorder: Recorder, settings: dict[str, Any]) -> None:
     """A gradient that is not finite leaves the statistics alone, and a bad inverse the factors."""
-    _, _, net, optimizer = pair(fisher="empirical")
+    _, _, net, optimizer = pair(**settings)
     train(net, optimizer, 4 * T2)
     replays = recorder.replays
     state = optimizer.state[net.out.weight]
@@ -346,3 +369,5 @@ def test_mistakes() -> None:
         optimizer_of(net, capturable="yes")
     with pytest.raises(ValueError, match="^capturable cannot be set for a parameter group"):
         TNT([{"params": net.parameters(), "capturable": True}])
+    with pytest.raises(ValueError, match="^capturable cannot be set for a parameter group"):
+        Shampoo([{"params": net.parameters(), "capturable": True}])

@@ -1,15 +1,23 @@
-"""What the commands' arguments share: checked numbers, the device, the data."""
+"""What the commands' arguments share: checked numbers, the device, a run's settings."""
 
 from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from bench.experiments.problems import Problem, load_problem
+from bench.experiments.methods import LABELS, METHODS, has_statistics, takes_graft
+from bench.experiments.problems import Problem
+from bench.experiments.settings import Settings, lr_multiplier
 from bench.records import check_writable
+
+# Settings that not every optimizer has, by the option that sets them.
+_SECOND_ORDER = ("stat_interval", "inverse_interval", "warm_start")
+_GRAFTED = ("graft", "relative_damping")
 
 
 def positive_float(text: str) -> float:
@@ -91,12 +99,123 @@ def set_machine(
     return torch.device(automatic if arguments.device == "auto" else arguments.device)
 
 
-def checked_problem(parser: argparse.ArgumentParser, data: str) -> Problem:
-    """The problem that `--data` names; exits with a usage error where it cannot be read."""
+def schedule(text: str) -> str:
+    """An argparse type: the name of a learning rate's course."""
     try:
-        return load_problem(data)
-    except (OSError, ValueError, ModuleNotFoundError) as error:
-        parser.error(f"argument --data: {error}")
+        lr_multiplier(text, 0, 1, 1)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def add_run_arguments(parser: argparse.ArgumentParser, optimizers: Sequence[str]) -> None:
+    """Add everything that `run_settings` reads."""
+    parser.add_argument(
+        "--optimizer",
+        required=True,
+        nargs="+",
+        choices=(*optimizers, "all"),
+        help="one or several, or all of them",
+    )
+    parser.add_argument(
+        "--seeds",
+        "--seed",
+        type=seed_int,
+        nargs="+",
+        default=[0],
+        metavar="N",
+        help="one run from each: of the start, the batches and the samples (default: 0)",
+    )
+    parser.add_argument("--epochs", type=positive_int, metavar="N")
+    parser.add_argument("--batch-size", type=positive_int, metavar="M")
+    parser.add_argument("--lr", type=positive_float)
+    parser.add_argument(
+        "--damping", type=nonnegative_float, help="of second-order methods; Adam's epsilon"
+    )
+    parser.add_argument("--momentum", type=fraction, help="Adam's beta_1")
+    parser.add_argument(
+        "--stat-decay", type=fraction, help="of the statistics' average; Adam's beta_2"
+    )
+    parser.add_argument("--weight-decay", type=nonnegative_float, help="decoupled")
+    parser.add_argument(
+        "--stat-interval", type=positive_int, metavar="T1", help="steps between statistics"
+    )
+    parser.add_argument(
+        "--inverse-interval", type=positive_int, metavar="T2", help="steps between inverses"
+    )
+    parser.add_argument(
+        "--warm-start",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="begin with the data set's statistics, or with the first batch's",
+    )
+    parser.add_argument(
+        "--graft", choices=("adam", "sgd"), help="TNT and Shampoo: steps of that method's length"
+    )
+    parser.add_argument(
+        "--relative-damping",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="TNT and Shampoo: damping relative to the average eigenvalue",
+    )
+    parser.add_argument(
+        "--schedule", type=schedule, help="constant, step:N (epochs) or warmup-cosine"
+    )
+
+
+def run_settings(
+    parser: argparse.ArgumentParser,
+    arguments: argparse.Namespace,
+    problem: Problem,
+    optimizers: Sequence[str],
+    defaults: Callable[[str], Settings],
+) -> list[Settings]:
+    """The settings of every run that the command line asks for; exits where they do not fit.
+
+    Args:
+        parser: whose usage an error shows.
+        arguments: of a parser with `add_run_arguments`.
+        problem: the problem, whose size bounds the batch.
+        optimizers: what "all" stands for.
+        defaults: an optimizer's settings, where the command line says nothing.
+    """
+    chosen = list(dict.fromkeys(arguments.optimizer))
+    if "all" in chosen:
+        chosen = list(optimizers)
+    names = ("epochs", "batch_size", "lr", "damping", "momentum", "stat_decay", "weight_decay")
+    names += (*_SECOND_ORDER, *_GRAFTED, "schedule")
+    given = {n: getattr(arguments, n) for n in names if getattr(arguments, n) is not None}
+    runs = []
+    for optimizer in chosen:
+        for name in given:
+            if name in _foreign(optimizer):
+                option = name.replace("_", "-")
+                if given[name] is False:
+                    option = f"no-{option}"
+                parser.error(f"argument --{option}: {LABELS[optimizer]} has no such setting")
+        try:
+            settings = replace(defaults(optimizer), **given)
+        except (ValueError, OSError) as error:
+            parser.error(str(error))
+        runs += [replace(settings, seed=seed) for seed in dict.fromkeys(arguments.seeds)]
+    try:
+        problem.steps_per_epoch(runs[0].batch_size)
+    except ValueError as error:
+        parser.error(f"argument --batch-size: {error}")
+    return runs
+
+
+def _foreign(optimizer: str) -> set[str]:
+    """The settings that an optimizer does not have."""
+    method = METHODS[optimizer]
+    foreign = set() if has_statistics(optimizer) else set(_SECOND_ORDER)
+    if not takes_graft(optimizer):
+        foreign |= set(_GRAFTED)
+    if not method.damped:
+        foreign.add("damping")
+    if not method.averaged:
+        foreign.add("stat_decay")
+    return foreign
 
 
 def checked_output(parser: argparse.ArgumentParser, option: str, path: Path) -> Path:

@@ -8,16 +8,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from bench.experiments.autoencoder import checked_problem
 from bench.experiments.command_line import (
     add_machine_arguments,
     checked_output,
-    checked_problem,
     positive_int,
     seed_int,
     set_machine,
 )
+from bench.experiments.comparison import aligned
 from bench.experiments.plots import plot_runs
-from bench.experiments.problems import PROBLEM_LABELS, default_settings
+from bench.experiments.problems.autoencoders import default_settings
 from bench.experiments.training import Run, train
 from bench.provenance import provenance
 from bench.records import write_json
@@ -71,8 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     write_json(out, record)
     picture = out.with_suffix(".png")
-    name = PROBLEM_LABELS[problem.name]
-    plot_runs(runs, picture, f"Autoencoder on {problem.images.shape[0]} {name} images, same start")
+    title = f"{problem.label} ({problem.examples}), same start"
+    plot_runs(runs, picture, title, problem.loss_label)
     print(f"\n{table}\n\npicture: {picture}\nrecord:  {out}")
     return 0 if all(run.diverged_at_step is None for run in runs) else 1
 
@@ -91,14 +92,7 @@ def _table(runs: Sequence[Run], target: float) -> str:
                 "not reached" if reached is None else f"{reached:.2f}",
             )
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if column == 0 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    )
+    return aligned(rows)
 
 
 if __name__ == "__main__":

@@ -1,203 +1,214 @@
-"""Grid search of learning rates and dampings on the digits.
+"""Grid searches over any experiment: `python -m bench.experiments.search --help`.
 
-`python -m bench.experiments.search --out bench/results/digits_search.json`: every optimizer gets
-as many settings and as many epochs as every other. A search that was interrupted goes on from its
-file.
+The paper's criterion chooses: the lowest training loss for autoencoders, the lowest validation
+error for classifiers, here as means over the seeds; a setting that diverges from one seed is out.
+A search that was interrupted goes on from its file.
+
+The digits' search, which the demo takes its settings from, is
+`python -m bench.experiments.search autoencoder --data digits --seeds 1 2 3 4 5 --jobs 2
+--out bench/results/digits_search.json`.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import math
-import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from bench.experiments.command_line import (
     add_machine_arguments,
     checked_output,
-    checked_problem,
+    fraction,
+    nonnegative_float,
+    positive_float,
+    positive_int,
+    seed_int,
     set_machine,
 )
-from bench.experiments.problems import LABELS, OPTIMIZERS, Problem, Settings, problem_settings
-from bench.experiments.training import train
-from bench.provenance import provenance
-from bench.records import write_json
+from bench.experiments.experiments import EXPERIMENTS, Experiment
+from bench.experiments.grids import GRIDS, Grid, grid_settings, interior
+from bench.experiments.heat_map import plot_search
+from bench.experiments.methods import LABELS
+from bench.experiments.pool import run_all
+from bench.experiments.problems import Problem
+from bench.experiments.recorded_search import LOSS, best_of, tried
+from bench.experiments.run_file import RunFile
+from bench.experiments.settings import Settings
 
-# Not the demo's seed: a setting must not win by the luck of that start. Five, because with one
-# seed TNT's winner was a setting that diverges from two starts in five.
-SEEDS = (1, 2, 3, 4, 5)
-
-
-def log_grid(lowest: float, highest: float, points: int) -> tuple[float, ...]:
-    """`points` values in equal ratios from `lowest` to `highest`, to two significant digits."""
-    ratio = math.log(highest / lowest) / (points - 1)
-    return tuple(float(f"{lowest * math.exp(ratio * i):.1e}") for i in range(points))
-
-
-# Seven learning rates by five dampings, in the paper's steps of 1, 3, 10, placed so that the best
-# is in the interior. SGD-m has no damping: it spends as many runs on a finer grid of rates.
-GRIDS: dict[str, tuple[tuple[float, ...], tuple[float | None, ...]]] = {
-    "tnt": ((1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2), (3e-3, 0.01, 0.03, 0.1, 0.3)),
-    "tnt-ef": ((1e-7, 3e-7, 1e-6, 3e-6, 1e-5, 3e-5, 1e-4), (1e-3, 3e-3, 0.01, 0.03, 0.1)),
-    "sgd": (log_grid(1e-3, 1, 35), (None,)),
-    "adam": ((3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3), (1e-8, 1e-4, 1e-3, 0.01, 0.1)),
+# What can be searched over, beside the paper's learning rate, damping and decay.
+AXES: dict[str, tuple[Callable[[str], float], str]] = {
+    "lr": (positive_float, "alpha"),
+    "damping": (nonnegative_float, "epsilon"),
+    "weight_decay": (nonnegative_float, "gamma"),
+    "momentum": (fraction, "mu"),
+    "stat_decay": (fraction, "beta"),
+    "stat_interval": (positive_int, "T1"),
+    "inverse_interval": (positive_int, "T2"),
 }
-
-
-def settings_of(optimizer: str) -> list[Settings]:
-    """Every setting that the search tries for one optimizer; the seed is set for each run."""
-    rates, dampings = GRIDS[optimizer]
-    return [
-        problem_settings("digits", optimizer, lr, damping) for lr in rates for damping in dampings
-    ]
-
-
-def best_of(tried: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Each optimizer's setting of the lowest mean final loss, and whether it is interior.
-
-    Interior: neither its learning rate nor its damping is an end of the grid.
-    """
-    best: dict[str, dict[str, Any]] = {}
-    for entry in tried:
-        loss = entry["mean_final_loss"]
-        held = best.get(entry["optimizer"])
-        if loss is not None and (held is None or loss < held["mean_final_loss"]):
-            best[entry["optimizer"]] = entry
-    return {name: entry | {"interior": _interior(entry)} for name, entry in best.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns 0."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.experiments.search",
-        description="Search learning rate and damping of every optimizer on the digits; settings "
-        "already in the file are not run again.",
-    )
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE.json")
-    add_machine_arguments(parser)
-    arguments = parser.parse_args(argv)
-    device = set_machine(parser, arguments, "digits")
-    out = checked_output(parser, "--out", arguments.out)
-    problem = checked_problem(parser, "digits")
-    protocol = _protocol(problem)
+    parser, arguments = _parsed(argv)
+    experiment = EXPERIMENTS[arguments.experiment]
+    device = set_machine(parser, arguments, getattr(arguments, "data", ""))
+    maker = experiment.maker(arguments)
     try:
-        record = _resumed(out, protocol)
+        problem = maker()
+    except (OSError, ValueError, ModuleNotFoundError) as error:
+        parser.error(f"argument --data: {error}")
+    out = checked_output(parser, "--out", arguments.out)
+    grids = _grids(parser, arguments, experiment, problem)
+    todo = _settings(parser, arguments, experiment, problem, grids)
+    try:
+        file = RunFile(out, "search", _protocol(problem, experiment, todo[0], arguments), device)
     except ValueError as error:
         parser.error(f"argument --out: {error}")
-    _search(record, problem, device, out)
-    for optimizer, best in record["best"].items():
-        where = "" if best["interior"] else ", at an end of the grid"
-        print(
-            f"{LABELS[optimizer]:6} lr {best['lr']:g}, damping {best['damping']}: "
-            f"smoothed loss {best['mean_final_loss']:.3f}{where}"
-        )
-    print(f"wrote {out}")
+    missing = [settings for settings in todo if file.find(asdict(settings)) is None]
+    with tqdm(total=len(missing), desc="search", unit="run", disable=None) as bar:
+
+        def done(settings: Settings, record: dict[str, Any]) -> None:
+            file.add(asdict(settings), _kept(record, experiment.criterion))
+            bar.update()
+
+        run_all(maker, missing, arguments.jobs, done)
+    _report(file, grids, experiment.criterion)
+    plot_search(file.runs, grids, experiment.criterion, out.with_suffix(".png"), problem.label)
+    print(f"wrote {out} and {out.with_suffix('.png')}")
     return 0
 
 
-def _search(record: dict[str, Any], problem: Problem, device: torch.device, out: Path) -> None:
-    """Try what `record` lacks, writing it after every setting."""
-    done = {(entry["optimizer"], entry["lr"], entry["damping"]) for entry in record["tried"]}
-    todo = [
-        settings
-        for optimizer in OPTIMIZERS
-        for settings in settings_of(optimizer)
-        if (optimizer, settings.lr, settings.damping) not in done
-    ]
-    if todo:
-        record["provenance"].append(provenance(device))
-    for settings in tqdm(todo, "search", unit="setting", disable=None):
-        entry = _try(problem, settings, device)
-        record["tried"].append(entry)
-        record["best"] = best_of(record["tried"])
-        write_json(out, record)
-        loss, diverged = entry["mean_final_loss"], entry["diverged"]
-        tqdm.write(
-            f"{LABELS[settings.optimizer]:6} lr {settings.lr:<7g} damping {settings.damping}: "
-            + (f"smoothed loss {loss:.3f}" if loss is not None else f"diverged, {diverged}")
-        )
+def _kept(record: dict[str, Any], criterion: str) -> dict[str, Any]:
+    """What is kept of a run: hundreds of them stand in one file."""
+    score = record[LOSS]
+    if criterion != LOSS:
+        # The best of the epochs, as the paper chooses by the best validation accuracy.
+        score = min(epoch["metrics"][criterion] for epoch in record["epochs"])
+    names = ("diverged_at_step", "seconds_per_epoch", "warm_start_seconds")
+    return {criterion: score, **{name: record[name] for name in names}}
 
 
-def _try(problem: Problem, settings: Settings, device: torch.device) -> dict[str, Any]:
-    """Train from every seed; the first that diverges rules the setting out."""
-    losses: list[float] = []
-    diverged = None
-    for seed in SEEDS:
-        run = train(problem, replace(settings, seed=seed), device, report_every=0)
-        if run.diverged_at_step is not None:
-            diverged = {"seed": seed, "step": run.diverged_at_step}
-            break
-        losses.append(round(run.final_loss, 4))
+def _report(file: RunFile, grids: dict[str, Grid], criterion: str) -> None:
+    entries = tried(file.runs, criterion)
+    for optimizer, grid in grids.items():
+        try:
+            best = best_of(entries, optimizer)
+        except ValueError as error:
+            print(f"{LABELS[optimizer]:6} {error}")
+            continue
+        at = ", ".join(f"{name} {getattr(best.settings, name):g}" for name in grid)
+        where = "" if interior(best.settings, grid) else ", at an end of the grid"
+        print(f"{LABELS[optimizer]:6} {at}: {criterion.replace('_', ' ')} {best.mean:.4g}{where}")
+
+
+def _protocol(
+    problem: Problem, experiment: Experiment, first: Settings, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """What all runs of one file share; a search does not go on with the file of another one."""
     return {
-        "optimizer": settings.optimizer,
-        "lr": settings.lr,
-        "damping": settings.damping,
-        "mean_final_loss": None if diverged else round(statistics.mean(losses), 4),
-        "final_losses": losses,
-        "diverged": diverged,
+        **problem.description(),
+        "criterion": experiment.criterion,
+        "seeds": arguments.seeds,
+        "batch_size": first.batch_size,
     }
 
 
-def _protocol(problem: Problem) -> dict[str, Any]:
-    """What all runs of one file share; the file of another protocol is not gone on with."""
-    shared: dict[str, Any] = {}
-    for optimizer in OPTIMIZERS:
-        settings = asdict(settings_of(optimizer)[0])
-        shared[optimizer] = {
-            name: value
-            for name, value in settings.items()
-            if name not in ("lr", "damping", "seed", "optimizer")
-        }
-    return {
-        "problem": problem.name,
-        "widths": list(problem.widths),
-        "criterion": "lowest mean over the seeds of the smoothed loss at the last epoch's end; "
-        "a setting that diverges for one seed is out",
-        "seeds": list(SEEDS),
-        "settings": shared,
-    }
+def _grids(
+    parser: argparse.ArgumentParser,
+    arguments: argparse.Namespace,
+    experiment: Experiment,
+    problem: Problem,
+) -> dict[str, Grid]:
+    """For every optimizer that is asked for, its grid with what the command line says instead."""
+    chosen = list(dict.fromkeys(arguments.optimizer))
+    if "all" in chosen:
+        chosen = list(experiment.optimizers)
+    given = {name: values for name in AXES if (values := getattr(arguments, f"grid_{name}"))}
+    grids = {}
+    for optimizer in chosen:
+        known = GRIDS.get(problem.name, {}).get(optimizer)
+        base = experiment.defaults(problem, optimizer)
+        if known is None and "lr" not in given:
+            parser.error(f"argument --lr: there is no grid of {optimizer} on {problem.name}")
+        own = {name: v for name, v in given.items() if getattr(base, name) is not None}
+        grids[optimizer] = {**(known or {}), **own}
+    return grids
 
 
-def _resumed(out: Path, protocol: dict[str, Any]) -> dict[str, Any]:
-    """The record in `out`, or an empty one.
-
-    Raises:
-        ValueError: the file is not a search's, or one of another protocol.
-    """
-    if not out.exists():
-        return {
-            "experiment": "search",
-            "protocol": protocol,
-            "best": {},
-            "tried": [],
-            "provenance": [],
-        }
+def _settings(
+    parser: argparse.ArgumentParser,
+    arguments: argparse.Namespace,
+    experiment: Experiment,
+    problem: Problem,
+    grids: dict[str, Grid],
+) -> list[Settings]:
+    runs = []
+    for optimizer, grid in grids.items():
+        base = experiment.defaults(problem, optimizer)
+        for name in ("epochs", "batch_size"):
+            if getattr(arguments, name) is not None:
+                base = replace(base, **{name: getattr(arguments, name)})
+        for settings in grid_settings(base, grid):
+            runs += [replace(settings, seed=seed) for seed in dict.fromkeys(arguments.seeds)]
     try:
-        record: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
-        known = record["protocol"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{out} is not the record of a search: {error}") from error
-    if known != protocol:
-        raise ValueError(
-            f"{out} was made with other epochs, batches, seed or model: give another file, "
-            f"or delete it to search anew"
+        problem.steps_per_epoch(runs[0].batch_size)
+    except ValueError as error:
+        parser.error(f"argument --batch-size: {error}")
+    return runs
+
+
+def _parsed(
+    argv: Sequence[str] | None,
+) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.experiments.search",
+        description="Search over a grid of settings. Without options for its axes each method has "
+        "the paper's grid on the paper's problems. Runs that are in the file already are not made "
+        "again.",
+    )
+    kinds = parser.add_subparsers(dest="experiment", required=True, metavar="EXPERIMENT")
+    for name, experiment in EXPERIMENTS.items():
+        kind = kinds.add_parser(name, help=experiment.help)
+        experiment.add_arguments(kind)
+        kind.add_argument(
+            "--optimizer", nargs="+", default=["all"], choices=(*experiment.optimizers, "all")
         )
-    return record
-
-
-def _interior(entry: dict[str, Any]) -> bool:
-    rates, dampings = GRIDS[entry["optimizer"]]
-    if entry["lr"] in (rates[0], rates[-1]):
-        return False
-    return len(dampings) == 1 or entry["damping"] not in (dampings[0], dampings[-1])
+        for axis, (number, symbol) in AXES.items():
+            kind.add_argument(
+                f"--{axis.replace('_', '-')}",
+                dest=f"grid_{axis}",
+                type=number,
+                nargs="+",
+                metavar="X",
+                help=f"values of {symbol}",
+            )
+        kind.add_argument(
+            "--seeds",
+            type=seed_int,
+            nargs="+",
+            default=[1, 2, 3],
+            metavar="N",
+            help="a run from each (default: 1 2 3); not the seeds of the runs to come: a setting "
+            "must not win by the luck of their starts",
+        )
+        kind.add_argument("--epochs", type=positive_int, metavar="N")
+        kind.add_argument("--batch-size", type=positive_int, metavar="M")
+        kind.add_argument(
+            "--jobs",
+            type=positive_int,
+            default=1,
+            metavar="N",
+            help="processes, with one thread each where there are several (default: 1)",
+        )
+        kind.add_argument("--out", type=Path, required=True, metavar="FILE.json")
+        add_machine_arguments(kind)
+    arguments = parser.parse_args(argv)
+    return parser, arguments
 
 
 if __name__ == "__main__":

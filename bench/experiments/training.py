@@ -7,20 +7,18 @@ import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from bench.experiments.models import loss_floor, reconstruction_loss, seeded_autoencoder
-from bench.experiments.problems import (
-    LABELS,
-    Problem,
-    Settings,
-    steps_per_epoch,
-)
-from tnt_optim import TNT, PreconditionerError
+from bench.experiments.checkpoint import Checkpoint
+from bench.experiments.methods import LABELS, METHODS, build_optimizer
+from bench.experiments.problems.problem import Problem, seeded_model
+from bench.experiments.settings import Settings, lr_multiplier
+from tnt_optim import PreconditionerError
 
 
 @dataclass(frozen=True)
@@ -28,13 +26,14 @@ class Epoch:
     """One epoch: its smoothed loss at the end, its seconds, and the seconds since the start.
 
     `elapsed_seconds` counts the warm start and all epochs so far, so the list of epochs is also
-    the record of time against loss.
+    the record of time against loss. `metrics` are measured at the epoch's end, outside its time.
     """
 
     number: int
     smoothed_loss: float
     seconds: float
     elapsed_seconds: float
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -45,7 +44,7 @@ class Run:
     settings: Settings
     optimizer_defaults: dict[str, Any]
     steps_per_epoch: int
-    loss_floor: float
+    loss_floor: float | None
     warm_start_seconds: float | None = None
     step_losses: list[float] = field(default_factory=list)
     epochs: list[Epoch] = field(default_factory=list)
@@ -97,6 +96,24 @@ class Run:
             "step_losses": [float(f"{loss:.9g}") for loss in self.step_losses],
         }
 
+    @classmethod
+    def from_record(cls, record: dict[str, Any]) -> Run:
+        """The run that `record` is of, with null losses as NaN."""
+        return cls(
+            problem=record["problem"],
+            settings=Settings(**record["settings"]),
+            optimizer_defaults=record["optimizer_defaults"],
+            steps_per_epoch=record["steps_per_epoch"],
+            loss_floor=record["loss_floor"],
+            warm_start_seconds=record["warm_start_seconds"],
+            step_losses=[math.nan if loss is None else loss for loss in record["step_losses"]],
+            epochs=[
+                Epoch(**epoch | {"smoothed_loss": _number(epoch["smoothed_loss"])})
+                for epoch in record["epochs"]
+            ],
+            diverged_at_step=record["diverged_at_step"],
+        )
+
 
 def smoothed(losses: list[float], previous: float | None = None) -> list[float]:
     """The paper's plotted loss: s <- 0.9 s + 0.1 loss, starting at the first loss.
@@ -112,167 +129,182 @@ def smoothed(losses: list[float], previous: float | None = None) -> list[float]:
     return values
 
 
-def build_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
-    """The optimizer that `settings` name, over all parameters of `model`."""
-    parameters = model.named_parameters()  # with the names, so that TNT's warnings have them
-    if settings.optimizer == "sgd":
-        return torch.optim.SGD(parameters, lr=settings.lr, momentum=settings.momentum)
-    assert settings.damping is not None, "only SGD-m has no damping"
-    if settings.optimizer == "adam":
-        return torch.optim.Adam(
-            parameters,
-            lr=settings.lr,
-            betas=(settings.momentum, 0.999),
-            eps=settings.damping,
-        )
-    assert settings.stat_interval is not None and settings.inverse_interval is not None
-    return TNT(
-        parameters,
-        lr=settings.lr,
-        damping=settings.damping,
-        momentum=settings.momentum,
-        likelihood="bernoulli",
-        fisher="empirical" if settings.optimizer == "tnt-ef" else "sampled",
-        stat_interval=settings.stat_interval,
-        inverse_interval=settings.inverse_interval,
-        seed=settings.seed,
-    )
-
-
 def train(
     problem: Problem,
     settings: Settings,
     device: torch.device | str = "cpu",
     report_every: int = 1,
+    checkpoint: Path | None = None,
 ) -> Run:
-    """Train the problem's autoencoder from the start and on the batches that the seed gives.
+    """Train the problem's model from the start and on the batches that the seed gives.
 
-    The start and the batches depend on the seed alone, so runs of several optimizers compare. The
-    data are on the device as a whole. A loss that is not finite ends the run, which is then
-    marked as diverged.
+    The start, the batches and their augmentation depend on the seed alone, so runs of several
+    optimizers compare. The data are on the device as a whole. A loss that is not finite ends the
+    run, which is then marked as diverged.
 
     Args:
-        problem: the images and the model's widths.
+        problem: the data, the model and the loss.
         settings: the optimizer and everything else there is to choose.
         device: where to train.
         report_every: print a line each so many epochs and show a progress bar on a terminal; 0
             for silence.
+        checkpoint: a file to go on from, and to leave behind every minute or so, at an epoch's
+            end; gone when the run is done. It is not written while the clock runs.
 
     Raises:
-        ValueError: the batch size is larger than the data.
+        ValueError: the batch size is larger than the data, or the checkpoint is of other settings.
         RuntimeError: a parameter did not move in the first epoch.
     """
     device = torch.device(device)
-    images = problem.images.to(device)
-    model = seeded_autoencoder(problem.widths, settings.seed).to(device)
-    start = [parameter.detach().clone() for parameter in model.parameters()]
-    optimizer = build_optimizer(model, settings)
+    steps = problem.steps_per_epoch(settings.batch_size)
+    problem = problem.to(device)
+    model = seeded_model(problem, settings.seed).to(device)
+    optimizer = build_optimizer(model, settings, problem.likelihood)
     run = Run(
         problem=problem.name,
         settings=settings,
         optimizer_defaults=_plain(optimizer.defaults),
-        steps_per_epoch=steps_per_epoch(problem, settings),
-        loss_floor=loss_floor(problem.images),
+        steps_per_epoch=steps,
+        loss_floor=problem.loss_floor,
     )
-    _wake(problem.widths, images[: settings.batch_size])
-    if isinstance(optimizer, TNT) and settings.warm_start:
-        run.warm_start_seconds = _warm_start(optimizer, model, images, settings, report_every > 0)
+    shuffle = torch.Generator().manual_seed(settings.seed)
+    augment = torch.Generator(device).manual_seed(settings.seed)
+    start = [parameter.detach().clone() for parameter in model.parameters()]
+    saved = Checkpoint(checkpoint, run, model, optimizer, [shuffle, augment])
+    resumed = saved.load()
+    _wake(problem, settings, device)
+    if not resumed and settings.warm_start:
+        run.warm_start_seconds = _warm_start(
+            optimizer, model, problem, settings, device, report_every > 0
+        )
         if report_every:
             tqdm.write(f"{run.label:6} warm start: {run.warm_start_seconds:.2f} s")
-    shuffle = torch.Generator().manual_seed(settings.seed)
-    elapsed = run.warm_start_seconds or 0.0
     with tqdm(
-        total=settings.epochs * run.steps_per_epoch,
+        total=settings.epochs * steps,
+        initial=len(run.step_losses),
         desc=run.label,
         unit="step",
         leave=False,
         disable=None if report_every else True,
     ) as bar:
-        for number in range(1, settings.epochs + 1):
-            order = torch.randperm(images.shape[0], generator=shuffle)
+        loop = _Loop(optimizer, model, problem, settings, augment, bar)
+        for number in range(len(run.epochs) + 1, settings.epochs + 1):
+            order = problem.order(settings.batch_size, shuffle).to(device)
             began = _now(device)
-            losses = _train_epoch(optimizer, model, images, order.to(device), settings, bar)
+            losses = loop.epoch(number, order)
             seconds = _now(device) - began
-            elapsed += seconds
-            previous = run.epochs[-1].smoothed_loss if run.epochs else None
-            epoch = Epoch(number, smoothed(losses, previous)[-1], seconds, elapsed)
-            run.step_losses += losses
-            run.epochs.append(epoch)
-            bad = [step for step, loss in enumerate(losses, 1) if not math.isfinite(loss)]
-            if bad:
-                run.diverged_at_step = (number - 1) * run.steps_per_epoch + bad[0]
-            elif number == 1:
+            _add_epoch(run, number, losses, seconds, problem.evaluate(model))
+            if number == 1 and run.diverged_at_step is None:
                 _check_moved(model, start)
-            if report_every and (bad or number % report_every == 0 or number == settings.epochs):
-                tqdm.write(_epoch_line(run, epoch))
-            if bad:
+            last = run.diverged_at_step is not None or number == settings.epochs
+            if report_every and (last or number % report_every == 0):
+                tqdm.write(_epoch_line(run))
+            if run.diverged_at_step is not None:
                 break
+            if not last:
+                saved.save()
+    saved.remove()
     return run
 
 
-def _wake(widths: tuple[int, ...], inputs: Tensor) -> None:
+def _add_epoch(
+    run: Run, number: int, losses: list[float], seconds: float, metrics: dict[str, float]
+) -> None:
+    before = run.epochs[-1] if run.epochs else None
+    elapsed = before.elapsed_seconds if before else run.warm_start_seconds or 0.0
+    final = smoothed(losses, before.smoothed_loss if before else None)[-1]
+    run.step_losses += losses
+    run.epochs.append(Epoch(number, final, seconds, elapsed + seconds, metrics))
+    bad = [step for step, loss in enumerate(losses, 1) if not math.isfinite(loss)]
+    if bad:
+        run.diverged_at_step = (number - 1) * run.steps_per_epoch + bad[0]
+
+
+def _wake(problem: Problem, settings: Settings, device: torch.device) -> None:
     """Take a throwaway step: a process's first one loads libraries, which is nobody's training."""
-    model = seeded_autoencoder(widths, seed=0).to(inputs.device)
+    model = seeded_model(problem, seed=0).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    reconstruction_loss(model(inputs), inputs).backward()
+    indices = problem.warm_start_order(settings.batch_size)[0].to(device)
+    inputs, targets = problem.batch(indices, torch.Generator(device).manual_seed(0))
+    problem.loss(model(inputs), targets).backward()
     optimizer.step()
 
 
-def _train_epoch(
-    optimizer: torch.optim.Optimizer,
-    model: nn.Module,
-    images: Tensor,
-    order: Tensor,
-    settings: Settings,
-    bar: Any,
-) -> list[float]:
-    """One pass over the whole batches of `order`; the losses are fetched once, at the end."""
-    losses: list[Tensor] = []
-    steps = order.shape[0] // settings.batch_size
-    try:
-        for batch in order[: steps * settings.batch_size].reshape(steps, -1).unbind():
-            inputs = images[batch]
-            optimizer.zero_grad()
-            outputs = model(inputs)
-            loss = reconstruction_loss(outputs, inputs)
-            losses.append(loss.detach())
-            if isinstance(optimizer, TNT):
-                optimizer.observe(outputs)
-            loss.backward()
-            optimizer.step()
-            bar.update()
-    except PreconditionerError:
-        # TNT stops where its statistics or inverses fail again and again: divergence, like a NaN.
-        losses[-1] = torch.full_like(losses[-1], math.nan)
-    fetched: list[float] = torch.stack(losses).tolist()
-    return fetched
+@dataclass
+class _Loop:
+    """What every step needs."""
+
+    optimizer: torch.optim.Optimizer
+    model: nn.Module
+    problem: Problem
+    settings: Settings
+    augment: torch.Generator
+    bar: Any
+
+    def epoch(self, number: int, order: Tensor) -> list[float]:
+        """One pass over the batches of `order`; the losses are fetched once, at the end."""
+        losses: list[Tensor] = []
+        self.model.train()
+        try:
+            for index, batch in enumerate(order.unbind()):
+                self._set_rate((number - 1) * len(order) + index, len(order))
+                losses.append(self._step(batch))
+                self.bar.update()
+        except PreconditionerError:
+            # The optimizer stops where its statistics or inverses fail again and again:
+            # divergence, like a NaN.
+            losses.append(torch.full((), math.nan, device=order.device))
+        fetched: list[float] = torch.stack(losses).tolist()
+        return fetched
+
+    def _step(self, batch: Tensor) -> Tensor:
+        inputs, targets = self.problem.batch(batch, self.augment)
+        self.optimizer.zero_grad()
+        outputs = self.model(inputs)
+        loss = self.problem.loss(outputs, targets)
+        if METHODS[self.settings.optimizer].statistics == "sampled":
+            self.optimizer.observe(outputs)  # type: ignore[attr-defined]
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    def _set_rate(self, step: int, steps_per_epoch: int) -> None:
+        if self.settings.schedule == "constant":
+            return
+        steps = self.settings.epochs * steps_per_epoch
+        factor = lr_multiplier(self.settings.schedule, step, steps_per_epoch, steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.settings.lr * factor
 
 
 def _warm_start(
-    optimizer: TNT,
+    optimizer: torch.optim.Optimizer,
     model: nn.Module,
-    images: Tensor,
+    problem: Problem,
     settings: Settings,
+    device: torch.device,
     show: bool,
 ) -> float:
     """Average the statistics over the data set's batches; returns the seconds it took."""
-    steps = images.shape[0] // settings.batch_size
-    # In the data's order: the generator of the shuffles must not notice whether this ran.
-    whole = images[: steps * settings.batch_size]
-    batches = whole.reshape(steps, settings.batch_size, -1).unbind()
+    # In the data's order, with an augmentation of its own: the generators of the training must not
+    # notice whether this ran.
+    batches = problem.warm_start_order(settings.batch_size).to(device)
+    augment = torch.Generator(device).manual_seed(settings.seed)
+    empirical = METHODS[settings.optimizer].statistics == "empirical"
 
     def outputs_or_losses() -> Iterator[Tensor]:
         shown = tqdm(
             batches, "warm start", unit="batch", leave=False, disable=None if show else True
         )
-        for inputs in shown:
+        for indices in shown:
+            inputs, targets = problem.batch(indices, augment)
             outputs = model(inputs)
-            empirical = settings.optimizer == "tnt-ef"
-            yield reconstruction_loss(outputs, inputs) if empirical else outputs
+            yield problem.loss(outputs, targets) if empirical else outputs
 
-    began = _now(images.device)
-    optimizer.warm_start(outputs_or_losses(), model=model)
-    return _now(images.device) - began
+    model.train()
+    began = _now(device)
+    optimizer.warm_start(outputs_or_losses(), model=model)  # type: ignore[attr-defined]
+    return _now(device) - began
 
 
 def _now(device: torch.device) -> float:
@@ -295,14 +327,20 @@ def _check_moved(model: nn.Module, start: list[Tensor]) -> None:
         )
 
 
-def _epoch_line(run: Run, epoch: Epoch) -> str:
+def _epoch_line(run: Run) -> str:
+    epoch = run.epochs[-1]
     line = (
         f"{run.label:6} epoch {epoch.number:3}/{run.settings.epochs}  "
         f"smoothed loss {epoch.smoothed_loss:8.3f}  {epoch.seconds:6.2f} s"
     )
+    line += "".join(f"  {name} {value:.4g}" for name, value in epoch.metrics.items())
     if run.diverged_at_step is not None:
         line += f"  diverged: the loss of step {run.diverged_at_step} is not finite"
     return line
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
 
 
 def _plain(defaults: dict[str, Any]) -> dict[str, Any]:

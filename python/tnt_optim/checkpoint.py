@@ -13,6 +13,20 @@ from tnt_optim.settings import check_settings
 _KEYS = {"momentum", "stats", "factors", "first_step", "updates", *COUNTERS}
 
 
+def check_method(method: str, state_dict: Mapping[str, Any]) -> None:
+    """Checks that ``state_dict`` is of the same method, if it says of which it is.
+
+    Statistics, factors and settings of one method have the form of another's. States may have lost
+    the entry, as torch.distributed.checkpoint keeps only those that torch knows.
+
+    Raises:
+        ValueError: where it is another one's.
+    """
+    saved = state_dict.get("method", method)
+    if saved != method:
+        raise ValueError(f"state_dict must be of {method}, got that of {saved}")
+
+
 def check_state_dict(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) -> None:
     """Checks that ``state_dict`` is of an optimizer with these parameter groups.
 

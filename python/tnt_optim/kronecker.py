@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tnt_kernels import gram_ema_
-from tnt_optim.checkpoint import check_state_dict, copied
+from tnt_optim.checkpoint import check_method, check_state_dict, copied
 from tnt_optim.device_step import (
     Batch,
     DeviceStep,
@@ -46,6 +46,11 @@ class KroneckerOptimizer(Optimizer):
     A subclass says what the factors are (``_factors``), and where the gradients for the statistics
     come from: by default they are the parameters' own.
     """
+
+    # What a saved state says it is of: the method, whatever a subclass of it is called.
+    _method = "Kronecker-factored"
+    # What is set for the optimizer as a whole.
+    _shared: tuple[str, ...] = ("capturable",)
 
     def __init__(self, params: Any, defaults: dict[str, Any], *, capturable: bool = False) -> None:
         if not isinstance(capturable, bool):
@@ -182,6 +187,9 @@ class KroneckerOptimizer(Optimizer):
         Raises:
             ValueError: where a setting or a parameter does not fit; nothing is then added.
         """
+        for name in self._shared:
+            if name in param_group:
+                raise ValueError(f"{name} cannot be set for a parameter group, only for all")
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -209,7 +217,7 @@ class KroneckerOptimizer(Optimizer):
         state_dict = super().state_dict()
         for group in state_dict["param_groups"]:
             del group["modes"]
-        return state_dict
+        return {**state_dict, "method": self._method}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what ``state_dict`` returned, of an optimizer of the same parameters.
@@ -218,6 +226,7 @@ class KroneckerOptimizer(Optimizer):
             ValueError: where it is of another optimizer, other parameters, or other kinds of modes
                 (full or diagonal); nothing is then changed.
         """
+        check_method(self._method, state_dict)
         check_state_dict(self.param_groups, state_dict)
         functions = [group["modes"] for group in self.param_groups]
         super().load_state_dict(state_dict)

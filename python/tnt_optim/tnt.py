@@ -74,6 +74,9 @@ class TNT(KroneckerOptimizer):
         ValueError: where a setting or a parameter does not fit.
     """
 
+    _method = "TNT"
+    _shared = ("capturable", "fisher", "likelihood", "seed")
+
     def __init__(
         self,
         params: Any,
@@ -197,13 +200,6 @@ class TNT(KroneckerOptimizer):
             raise ValueError("output must have a graph, got a tensor that requires no gradient")
         generator = torch.Generator(output.device).manual_seed(seed)
         return sampled_loss(self.likelihood, output, generator)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds parameters; see ``KroneckerOptimizer.add_param_group``."""
-        shared = sorted({"likelihood", "fisher", "seed", "capturable"} & set(param_group))
-        if shared:
-            raise ValueError(f"{shared[0]} cannot be set for a parameter group, only for all")
-        super().add_param_group(param_group)
 
     # What KroneckerOptimizer asks for.
 

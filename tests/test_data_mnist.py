@@ -1,15 +1,19 @@
-"""The readers of image files: what they return, and what they say of files that are broken."""
+"""MNIST's reader: what it returns, and what it says of files that are broken."""
 
 import gzip
 import struct
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
-from bench.experiments.data import digits_images, mnist_images, read_idx
+from bench.experiments.data import mnist_16x16, mnist_images, mnist_labels, read_idx
 
 RAW_NAMES = ("train-images-idx3-ubyte", "train-images.idx3-ubyte")
+LABEL_NAMES = ("train-labels-idx1-ubyte", "train-labels.idx1-ubyte")
+REAL = Path(__file__).parents[2] / "shared" / "data" / "mnist"
 
 
 def idx_bytes(array: torch.Tensor) -> bytes:
@@ -52,14 +56,6 @@ def test_a_raw_file_is_taken_before_a_gzipped_one(tmp_path: Path, images: torch.
     (tmp_path / RAW_NAMES[1]).write_bytes(idx_bytes(images))
     (tmp_path / f"{RAW_NAMES[0]}.gz").write_bytes(b"not read")
     assert mnist_images(tmp_path).shape == (5, 784)
-
-
-def test_digits_are_scaled_scans() -> None:
-    digits = digits_images()
-    assert digits.shape == (1797, 64)
-    assert digits.dtype == torch.float32
-    assert (digits.min().item(), digits.max().item()) == (0.0, 1.0)
-    assert torch.equal(digits * 16, (digits * 16).round())
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
@@ -132,3 +128,101 @@ def test_images_of_another_size_are_refused(tmp_path: Path, shape: tuple[int, ..
     (tmp_path / RAW_NAMES[0]).write_bytes(idx_bytes(torch.zeros(shape, dtype=torch.uint8)))
     with pytest.raises(ValueError, match=r"idx3-ubyte: must hold 28x28 images .* got sizes"):
         mnist_images(tmp_path)
+
+
+@pytest.mark.parametrize("place", [".", "MNIST/raw"])
+@pytest.mark.parametrize("ending", ["", ".gz"])
+@pytest.mark.parametrize("name", LABEL_NAMES)
+def test_labels_are_found_in_every_layout(
+    tmp_path: Path, place: str, ending: str, name: str
+) -> None:
+    labels = torch.tensor([3, 0, 9, 9, 1], dtype=torch.uint8)
+    folder = tmp_path / place
+    folder.mkdir(parents=True, exist_ok=True)
+    content = idx_bytes(labels)
+    (folder / (name + ending)).write_bytes(gzip.compress(content) if ending else content)
+    read = mnist_labels(tmp_path)
+    assert read.dtype == torch.int64
+    assert read.tolist() == [3, 0, 9, 9, 1]
+
+
+def test_labels_that_are_missing_are_named(tmp_path: Path) -> None:
+    (tmp_path / RAW_NAMES[0]).write_bytes(b"")
+    with pytest.raises(FileNotFoundError, match=r"no MNIST training labels: wanted train-labels"):
+        mnist_labels(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        (torch.zeros(2, 3), r"must hold labels \(size N > 0\), got sizes \(2, 3\)"),
+        (torch.zeros(0), r"must hold labels \(size N > 0\), got sizes \(0,\)"),
+        (torch.tensor([1, 10]), "must hold digits, 0 to 9, got 10"),
+    ],
+)
+def test_labels_of_another_kind_are_refused(
+    tmp_path: Path, labels: torch.Tensor, message: str
+) -> None:
+    (tmp_path / LABEL_NAMES[0]).write_bytes(idx_bytes(labels.to(torch.uint8)))
+    with pytest.raises(ValueError, match=f"idx1-ubyte: {message}"):
+        mnist_labels(tmp_path)
+
+
+def triangle_weights(before: int, after: int) -> torch.Tensor:
+    """How much each of `before` pixels counts in each of `after`: (after, before), float64."""
+    scale = before / after
+    centres = (torch.arange(after, dtype=torch.float64) + 0.5) * scale
+    distances = (torch.arange(before) + 0.5 - centres[:, None]).abs() / scale
+    weights = (1 - distances).clamp_min(0)
+    return weights / weights.sum(1, keepdim=True)
+
+
+def test_16x16_is_the_antialiased_bilinear_image(tmp_path: Path, images: torch.Tensor) -> None:
+    (tmp_path / RAW_NAMES[0]).write_bytes(idx_bytes(images))
+    small = mnist_16x16(tmp_path)
+    assert small.dtype == torch.float32
+    weights = triangle_weights(28, 16)
+    wanted = weights @ images.double() @ weights.T
+    # Two roundings to whole grey levels, after the rows and after the columns.
+    torch.testing.assert_close(
+        small.double() * 255, wanted.reshape(5, 256), rtol=0, atol=1.01, check_dtype=False
+    )
+    assert torch.equal(small * 255, (small * 255).round())
+
+
+def test_16x16_is_what_pillow_makes(tmp_path: Path, images: torch.Tensor) -> None:
+    """Pillow resizes for torchvision, with which the paper's code made its images."""
+    (tmp_path / RAW_NAMES[0]).write_bytes(idx_bytes(images))
+    resized = [
+        np.asarray(Image.fromarray(image.numpy()).resize((16, 16), Image.Resampling.BILINEAR))
+        for image in images
+    ]
+    wanted = torch.from_numpy(np.stack(resized)).reshape(5, 256)
+    difference = (mnist_16x16(tmp_path) * 255).round() - wanted
+    # Pillow's weights have more bits than torch's, which decides some roundings.
+    assert difference.abs().max() <= 1
+    assert (difference != 0).float().mean() < 0.06
+
+
+@pytest.mark.skipif(not REAL.is_dir(), reason="MNIST is not here")
+def test_the_real_files() -> None:
+    labels = mnist_labels(REAL)
+    assert labels[:10].tolist() == [5, 0, 4, 1, 9, 2, 1, 3, 1, 4]
+    assert labels.bincount().tolist() == [
+        5923,
+        6742,
+        5958,
+        6131,
+        5842,
+        5421,
+        5918,
+        6265,
+        5851,
+        5949,
+    ]
+    images, small = mnist_images(REAL), mnist_16x16(REAL)
+    assert images.shape == (60000, 784)
+    assert images.mean().item() == pytest.approx(0.1307, abs=5e-5)
+    # The border that the narrower sum leaves out is black.
+    assert small.shape == (60000, 256)
+    assert small.mean().item() == pytest.approx(0.1309, abs=2e-4)

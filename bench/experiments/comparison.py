@@ -1,0 +1,113 @@
+"""Many runs on one problem, into one file: those that it has already are not made again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from bench.experiments.plots import grouped
+from bench.experiments.problems import Problem
+from bench.experiments.run_file import RunFile
+from bench.experiments.settings import Settings
+from bench.experiments.training import Run, train
+
+
+def open_runs(
+    path: Path,
+    experiment: str,
+    problem: Problem,
+    runs: Sequence[Settings],
+    device: torch.device,
+    common: Sequence[str] = ("batch_size", "epochs"),
+) -> RunFile:
+    """The file for these runs.
+
+    Args:
+        path: the file; it need not exist.
+        experiment: the experiment's name.
+        problem: what all its runs train on.
+        runs: those that are wanted of it.
+        device: where they compute.
+        common: the settings that all its runs share.
+
+    Raises:
+        ValueError: the file is of another experiment, or the runs of others; it is left alone.
+        OSError: nothing can be written there.
+    """
+    shared = {name: getattr(runs[0], name) for name in common}
+    for settings in runs:
+        own = {name: getattr(settings, name) for name in common}
+        if own != shared:
+            raise ValueError(f"runs of one file must share {shared}, got {own}")
+    return RunFile(path, experiment, problem.description() | shared, device)
+
+
+def make_runs(
+    file: RunFile,
+    problem: Problem,
+    runs: Sequence[Settings],
+    device: torch.device,
+    report_every: int = 1,
+) -> list[Run]:
+    """Makes the runs that `file` lacks, one after the other; returns all that were asked for.
+
+    Raises:
+        ValueError: a run that was interrupted had other settings.
+    """
+    made = []
+    for settings in runs:
+        found = file.find(asdict(settings))
+        if found is None:
+            name = f"{file.path.stem}-{settings.optimizer}-seed{settings.seed}.partial.pt"
+            run = train(problem, settings, device, report_every, file.path.with_name(name))
+            found = file.add(asdict(settings), run.record())
+        made.append(Run.from_record(found))
+    return made
+
+
+def summary(runs: Sequence[Run], losses: Sequence[float] = ()) -> str:
+    """A table: for every method the final loss and times, mean and standard deviation over seeds.
+
+    Args:
+        runs: runs on one problem.
+        losses: smoothed losses; the seconds to reach each are shown.
+    """
+    rows = [("", "final loss", "s/epoch", "warm start s", *(f"s to {loss:g}" for loss in losses))]
+    for label, members in grouped(runs):
+        lost = sum(run.diverged_at_step is not None for run in members)
+        final = [run.final_loss for run in members]
+        warm = [run.warm_start_seconds for run in members if run.warm_start_seconds is not None]
+        cells = [f"diverged ({lost} of {len(members)})" if lost else mean_and_spread(final, 2)]
+        cells.append(mean_and_spread([run.seconds_per_epoch for run in members], 3))
+        cells.append(mean_and_spread(warm, 2) if warm else "-")
+        for loss in losses:
+            times = [run.seconds_to(loss) for run in members]
+            known = [time for time in times if time is not None]
+            text = mean_and_spread(known, 1) if known else "not reached"
+            if known and len(known) < len(times):
+                text += f" ({len(known)} of {len(times)})"
+            cells.append(text)
+        rows.append((label, *cells))
+    return aligned(rows)
+
+
+def mean_and_spread(values: Sequence[float], digits: int) -> str:
+    """`mean ± standard deviation`, or the one value."""
+    numbers = torch.tensor(values, dtype=torch.float64)
+    text = f"{numbers.mean().item():.{digits}f}"
+    return text if len(values) == 1 else f"{text} ± {numbers.std().item():.{digits}f}"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Rows as lines: the first column to the left, the others to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )

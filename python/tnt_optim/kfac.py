@@ -1,0 +1,444 @@
+"""KFAC (Martens & Grosse 2015; Grosse & Martens 2016), as in Ren & Goldfarb 2021."""
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tnt_optim.capture import hook_layers
+from tnt_optim.checkpoint import copied
+from tnt_optim.device_step import by_device
+from tnt_optim.failures import COUNTERS, Failures, PreconditionerError
+from tnt_optim.fisher import LIKELIHOODS
+from tnt_optim.kronecker import state_dtype
+from tnt_optim.layer_checkpoint import check_kfac_settings, check_kfac_state_dict
+from tnt_optim.layer_inverses import INVERSES
+from tnt_optim.layer_sampling import LayerSampling, is_trainable
+from tnt_optim.layer_statistics import LayerSums, all_finite_statistics
+from tnt_optim.layer_step import blend, parameters, update_
+from tnt_optim.layers import Layer, supported_layers
+
+
+class KFAC(Optimizer):
+    r"""Natural-gradient descent with a Kronecker-factored Fisher matrix for every layer.
+
+    The Fisher matrix of a layer's weight and bias together, [W | b], is modelled as G ⊗ A: A from
+    the layer's inputs, with a 1 for the bias, G from the gradients by its outputs at labels drawn
+    from the model's own predictive distribution. The momentum is preconditioned by its inverse::
+
+        opt = KFAC(model, lr=0.003, damping=0.3, likelihood="bernoulli")
+        opt.warm_start(model(x) for x in batches)  # optional
+        for x, y in loader:
+            opt.zero_grad()
+            out = model(x)
+            loss = criterion(out, y)
+            opt.observe(out)  # the one extra line: nothing unless statistics are due
+            loss.backward()
+            opt.step()
+
+    Layers are those of ``nn.Linear`` and ``nn.Conv1d`` to ``nn.Conv3d`` (any stride, padding and
+    dilation), called as modules, each once in a forward pass. All other parameters (norms,
+    embeddings, grouped and transposed convolutions, nn.MultiheadAttention's) take the plain
+    momentum gradient. A layer's frozen part counts as zero momentum and does not move.
+
+    Every one of the N examples, output.shape[0], has its own gradient g, N times that of the mean
+    loss. Over all examples and positions of a layer, P in number (a convolution's output positions,
+    a linear layer's vectors where its input has more than two dimensions):
+    A = (1/N) Σ a aᵀ and G = (1/P) Σ g gᵀ, as in Grosse & Martens 2016. Where the output has a row
+    for each position, as a language model's logits brought to two dimensions, N is P, and each
+    position is an example.
+
+    There is one parameter group. Its settings may change between steps; ``damping`` shows from the
+    next refresh of the inverses.
+
+    Args:
+        model: all its parameters are optimized; layers that it gets later are not.
+        lr: alpha in the paper.
+        damping: lambda in the paper; of the unit of the gradient's square.
+        momentum: mu in the paper: m <- mu m + g, neither dampened nor bias-corrected.
+        stat_decay: beta in the paper, of the statistics' moving average.
+        weight_decay: gamma in the paper, decoupled: W <- W - lr (P + weight_decay W).
+        stat_interval: T1 in the paper: the statistics are refreshed every so many steps.
+        inverse_interval: T2 in the paper: the inverses are refreshed every so many steps, and with
+            the statistics during the first so many.
+        likelihood: "categorical", "bernoulli", "gaussian", or a function from the output to the
+            0-dim mean loss over its first dimension at labels it samples itself; see ``TNT``.
+        inverse: "damped": (G + √damping I)^-1 M (A + √damping I)^-1, the paper's for autoencoders;
+            "eigenbasis": the inverse of G ⊗ A + damping I, its for CNNs, which needs another matrix
+            of the weight's size for each layer, and waits for the device where it is refreshed.
+        seed: of the sampled labels; the global generators are never touched.
+
+    Raises:
+        ValueError: where a setting does not fit, the model has no layer, or layers are shared.
+        TypeError: where ``model`` is no module.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float | Tensor = 3e-3,
+        *,
+        damping: float = 0.3,
+        momentum: float = 0.9,
+        stat_decay: float = 0.9,
+        weight_decay: float = 0.0,
+        stat_interval: int = 10,
+        inverse_interval: int = 100,
+        likelihood: str | Callable[[Any], Tensor] = "categorical",
+        inverse: str = "damped",
+        seed: int = 0,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        if not callable(likelihood) and likelihood not in tuple(LIKELIHOODS):
+            known = ", ".join(repr(name) for name in LIKELIHOODS)
+            raise ValueError(f"likelihood must be {known} or a function, got {likelihood!r}")
+        if inverse not in tuple(INVERSES):
+            known = " or ".join(repr(name) for name in INVERSES)
+            raise ValueError(f"inverse must be {known}, got {inverse!r}")
+        if not isinstance(seed, int) or isinstance(seed, bool):
+            raise ValueError(f"seed must be an integer, got {seed!r}")
+        settings = {
+            "lr": lr,
+            "damping": damping,
+            "momentum": momentum,
+            "stat_decay": stat_decay,
+            "weight_decay": weight_decay,
+            "stat_interval": stat_interval,
+            "inverse_interval": inverse_interval,
+        }
+        check_kfac_settings(settings)
+        self._names, self._layers = supported_layers(model)
+        self._sampling = LayerSampling(self._names, self._layers, likelihood, seed)
+        for name, param in model.named_parameters():
+            if not param.is_floating_point() or param.layout != torch.strided:
+                raise ValueError(
+                    "model must have dense real floating-point parameters, got "
+                    f"{param.dtype}, {param.layout} for {name!r}"
+                )
+        self.inverse = inverse
+        self._model = model
+        self._failures = Failures()
+        # Between observe() and step(): sums over the examples by layer, and how often.
+        self._sums: dict[int, LayerSums] = {}
+        self._observations = 0
+        self._warming = self._warned = False
+        super().__init__(list(model.named_parameters()), {**settings, "step": 0})
+        self._attach()
+
+    def observe(self, output: Any) -> None:
+        """Samples labels at the model's output and keeps the statistics of their loss for ``step``.
+
+        To be called between the forward and the ``backward`` of the same pass, which it leaves
+        possible: the graph is retained, no ``.grad`` is touched. Once for each micro-batch where
+        gradients are accumulated, which together give the statistics of the whole batch. Where no
+        statistics are due at this step, it returns at once.
+
+        Args:
+            output: what the likelihood describes, with its graph.
+
+        Raises:
+            ValueError: where the output has no graph, does not fit the likelihood, depends on no
+                layer of the model, or on one whose call was not captured, on two calls of one, or
+                on one observed before; nothing is then changed.
+            RuntimeError: where torch.distributed runs more than one process: each would sample for
+                itself, and the replicas drift apart.
+        """
+        due = [layer for layer in range(len(self._layers)) if self._wanted(layer)]
+        if not due:
+            return
+        key = ("step", self.param_groups[0]["step"], self._observations)
+        found = self._sampling.sums(output, due, key, self._hooks, retain_graph=True)
+        for layer, sums in found.items():
+            earlier = self._sums.get(layer)
+            self._sums[layer] = sums if earlier is None else earlier + sums
+        self._observations += 1
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Takes one step.
+
+        Args:
+            closure: recomputes the loss, calls ``backward`` and ``observe``, returns the loss.
+
+        Returns:
+            What the closure returned, else None.
+
+        Raises:
+            ValueError: where a setting has become wrong; nothing is then changed.
+            RuntimeError: where a layer has a gradient but no statistics; nothing is then changed.
+                (One that the outputs observed for this step did not reach sits it out instead.)
+            PreconditionerError: where first statistics or inverses fail, or later ones repeatedly.
+                No parameter is then changed.
+
+        A step that raises has used up what was observed for it.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        group = self.param_groups[0]
+        try:
+            check_kfac_settings(group)  # anyone may have changed them since
+            self._failures.read(self._layer_states(), self._name)
+            self._warn_if_unobserved()
+            layers, others = self._to_update()
+            observed = {layer: sums.means() for layer, sums in self._sums.items()}
+            self._refresh(observed)
+            self._failures.read(self._layer_states(), self._name)
+            self._start_momenta([*(p for x in layers for p in parameters(x)), *others])
+            update_(group, self.state, layers, others, INVERSES[self.inverse])
+        finally:
+            self._sums, self._observations = {}, 0
+        group["step"] += 1
+        return loss
+
+    def warm_start(self, outputs: Iterable[Any], *, model: nn.Module | None = None) -> None:
+        """Starts the statistics from their plain average over many batches, and the inverses too.
+
+        Best over the whole data set at the initial weights, as in the paper:
+        ``opt.warm_start(model(x) for x, _ in batches)``; a generator, for the model's calls to be
+        seen. Statistics that exist already start over. A layer's average is that over the batches
+        that used it. The model's buffers (batch norm's running statistics) are put back afterwards.
+
+        Args:
+            outputs: for each batch, with its graph: what ``observe`` takes.
+            model: another module whose buffers are put back; as for ``TNT``.
+
+        Raises:
+            ValueError: where there is no batch, or an output does not fit; nothing is then changed.
+            PreconditionerError: where no batch was finite, or an inverse could not be made;
+                nothing is then changed.
+        """
+        if not isinstance(outputs, Iterable):
+            raise TypeError(f"outputs must be iterable, got {type(outputs).__name__}")
+        modules = [self._model] if model is None else [self._model, model]
+        buffers = {b: b.detach().clone() for module in modules for b in module.buffers()}
+        self._warming = True
+        try:
+            stats, skipped = self._sampling.average(outputs, self._hooks)
+        finally:
+            self._warming = False
+            with torch.no_grad():
+                for buffer, value in buffers.items():
+                    buffer.copy_(value)
+        fresh = self._first_states(stats)
+        self._failures = Failures()
+        for weight, state in fresh.items():
+            state["skipped_statistics"] = skipped
+            momentum = {k: v for k, v in self.state.get(weight, {}).items() if k == "momentum"}
+            self.state[weight] = {**momentum, **state}
+
+    def failures(self) -> dict[str, int]:
+        """Returns how often statistics were left out and inverses failed; waits for the device.
+
+        "skipped_statistics" counts the refreshes left out because something was not finite (of the
+        layer that lost most), "failed_inverses" the failed refreshes of all layers.
+        """
+        states = self._layer_states()
+        self._failures.read(states, self._name, wait=True, fatal=False)
+        skipped = [state["skipped_statistics"] for state in states.values()]
+        failed = [state["failed_inverses"] for state in states.values()]
+        return {"skipped_statistics": max(skipped, default=0), "failed_inverses": sum(failed)}
+
+    def close(self) -> None:
+        """Removes the hooks from the model; also done when the optimizer goes. No more observe."""
+        self._detach()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuses: the parameters are the model's, in one group.
+
+        Raises:
+            ValueError: always, once the optimizer is made.
+        """
+        if self.param_groups:
+            raise ValueError("param_group cannot be added: KFAC optimizes its model, in one group")
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns state and settings, loadable with ``torch.load(weights_only=True)``.
+
+        To be taken between steps.
+        """
+        self._failures.read(self._layer_states(), self._name, wait=True, fatal=False)
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what ``state_dict`` returned, of an optimizer of a like model.
+
+        Raises:
+            ValueError: where it is of another optimizer, another model, or another ``inverse``;
+                nothing is then changed.
+        """
+        inverse = INVERSES[self.inverse]
+        check_kfac_state_dict(self.param_groups[0], self._layers, inverse, state_dict)
+        super().load_state_dict(state_dict)
+        self._failures = Failures()
+        self._sums, self._observations = {}, 0
+        saved = state_dict["param_groups"][0]["params"]
+        for param, index in zip(self.param_groups[0]["params"], saved, strict=True):
+            if index in state_dict["state"]:
+                # Once more: torch casts floating-point state to the parameter's dtype.
+                state = copied(state_dict["state"][index], param.device, state_dtype(param))
+                self.state[param] = state
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._failures.read(self._layer_states(), self._name, wait=True, fatal=False)
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in _OWN}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "_layers" in state:  # a copy; torch also comes here when it loads a state_dict
+            self._attach()
+
+    def __repr__(self) -> str:
+        group = self.param_groups[0]
+        in_layers = {id(p) for layer in self._layers for p in layer.parameters()}
+        others = sum(id(p) not in in_layers for p in group["params"])
+        lines = [
+            f"{type(self).__name__} (",
+            f"  {len(self._layers)} layers, and {others} parameters that take the momentum",
+            *(f"    {key}: {group[key]}" for key in sorted(set(group) - {"params", "param_names"})),
+            f"    inverse: {self.inverse}",
+            f"    likelihood: {self._sampling.likelihood}",
+            f"    seed: {self._sampling.seed}",
+        ]
+        return "\n".join([*lines, ")"])
+
+    # Which layers, and when.
+
+    def _attach(self) -> None:
+        self._hooks, remove = hook_layers(self._layers, self._wanted)
+        self._detach = weakref.finalize(self, remove)
+        self._detach.atexit = False
+
+    def _wanted(self, layer: int) -> bool:
+        """Whether a layer's statistics are due, or it has none yet."""
+        module, group = self._layers[layer], self.param_groups[0]
+        if not is_trainable(module):
+            return False
+        due = group["step"] % group["stat_interval"] == 0
+        return self._warming or due or not self._has_state(layer)
+
+    def _has_state(self, layer: int) -> bool:
+        # The layer's state is its weight's. Not `in`: looking at opt.state[p] leaves an entry.
+        return "stats" in self.state.get(self._layers[layer].weight, {})
+
+    def _layer_states(self) -> dict[Tensor, dict[str, Any]]:
+        known = [i for i in range(len(self._layers)) if self._has_state(i)]
+        return {self._layers[i].weight: self.state[self._layers[i].weight] for i in known}
+
+    def _name(self, weight: Tensor) -> str:
+        for name, layer in zip(self._names, self._layers, strict=True):
+            if layer.weight is weight:
+                return f"layer {name!r}, {layer}"
+        raise KeyError("not a layer of this optimizer")
+
+    # Statistics.
+
+    def _refresh(self, observed: Mapping[int, list[Tensor]]) -> None:
+        """Takes in what was observed, and makes the inverses that are due."""
+        group = self.param_groups[0]
+        t, interval = group["step"], group["inverse_interval"]
+        first = {i: pair for i, pair in observed.items() if not self._has_state(i)}
+        if first and not all_finite_statistics(observed.values()):
+            name = self._name(self._layers[next(iter(first))].weight)
+            raise PreconditionerError(
+                "the first inputs or gradients for the statistics are not finite: there are no "
+                f"earlier statistics to go on with, for {name}"
+            )
+        states = self._layer_states()  # those that were there before
+        self.state.update(self._first_states(first))
+        later = {self._layers[i].weight: pair for i, pair in observed.items() if i not in first}
+        if later:
+            codes = blend(states, later, group["stat_decay"])
+            self._failures.report_statistics(codes, list(later))
+        young = [w for w in later if t - states[w]["first_step"] < interval]
+        for weights in by_device(states if t % interval == 0 else young):
+            stats = [states[w]["stats"] for w in weights]
+            out = [states[w]["factors"] for w in weights]
+            codes = INVERSES[self.inverse].make(stats, group["damping"], out)[1]
+            self._failures.report_inverses(codes, weights)
+
+    def _first_states(self, stats: Mapping[int, list[Tensor]]) -> dict[Tensor, dict[str, Any]]:
+        """Whole states around first statistics. Waits for the inverses: there are no earlier."""
+        group, states = self.param_groups[0], {}
+        by_weight = {self._layers[layer].weight: pair for layer, pair in stats.items()}
+        for weights in by_device(by_weight):
+            pairs = [by_weight[w] for w in weights]
+            factors, codes = INVERSES[self.inverse].make(pairs, group["damping"], None)
+            for weight, made, code in zip(weights, factors, codes.tolist(), strict=True):
+                if code != 0:
+                    raise PreconditionerError(
+                        f"mode {code - 1} of {self._name(weight)} could not be inverted, and there "
+                        f"is no earlier inverse to go on with; damping is {group['damping']}"
+                    )
+                states[weight] = {
+                    "stats": by_weight[weight],
+                    "factors": made,
+                    "first_step": group["step"],
+                    **dict.fromkeys(COUNTERS, 0),
+                }
+        return states
+
+    # The update.
+
+    def _to_update(self) -> tuple[list[Layer], list[Tensor]]:
+        """The layers that this step moves, and the parameters outside of all layers."""
+        layers, rest = [], {p for p in self.param_groups[0]["params"] if p.grad is not None}
+        for param in rest:
+            if param.grad.layout != torch.strided:
+                raise RuntimeError(f"gradients must be dense, got {param.grad.layout}")
+        for index, layer in enumerate(self._layers):
+            own = rest.intersection(parameters(layer))
+            rest -= own
+            if own and not self._has_state(index) and index not in self._sums:
+                if self._observations:
+                    continue  # the outputs did not reach it, the loss does
+                raise RuntimeError(
+                    f"step() has no statistics for {self._name(layer.weight)}, which has a "
+                    "gradient: call observe(output) between the forward and step(), or "
+                    "warm_start() before training, with outputs that depend on every layer the "
+                    "loss depends on"
+                )
+            if own:
+                layers.append(layer)
+        return layers, [p for p in self.param_groups[0]["params"] if p in rest]
+
+    def _start_momenta(self, params: Sequence[Tensor]) -> None:
+        for param in params:
+            if param.grad is not None and "momentum" not in self.state[param]:
+                zeros = torch.zeros(param.shape, dtype=state_dtype(param), device=param.device)
+                self.state[param]["momentum"] = zeros
+
+    def _warn_if_unobserved(self) -> None:
+        group = self.param_groups[0]
+        due = group["step"] % group["stat_interval"] == 0
+        if not due or self._observations or self._warned:
+            return
+        if any(w.grad is not None for w in self._layer_states()):
+            self._warned = True
+            warnings.warn(
+                "statistics are due at this step, but observe(output) was not called since the "
+                "last one: going on with the old statistics (said once)",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+
+_OWN = (
+    "inverse",
+    "_model",
+    "_names",
+    "_layers",
+    "_sampling",
+    "_failures",
+    "_sums",
+    "_observations",
+    "_warming",
+    "_warned",
+)

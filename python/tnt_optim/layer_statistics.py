@@ -1,0 +1,97 @@
+"""KFAC's statistics of one layer: A from its inputs, G from the gradients by its outputs."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tnt_kernels import gram_ema_
+from tnt_optim.kronecker import state_dtype
+from tnt_optim.layers import Layer, input_rows, matrix_shape, output_rows
+
+
+@dataclass(frozen=True)
+class LayerSums:
+    """Sums over the examples of a batch, or of several that are to count as one.
+
+    Attributes:
+        gradients: Σ g gᵀ, (out, out), g being gradients of each example's own loss.
+        inputs: Σ a aᵀ, (in * kernel + 1, the same).
+        examples: how many there are.
+        positions: how many terms each sum has: one or more for each example.
+    """
+
+    gradients: Tensor
+    inputs: Tensor
+    examples: int
+    positions: int
+
+    def __add__(self, other: "LayerSums") -> "LayerSums":
+        return LayerSums(
+            self.gradients + other.gradients,
+            self.inputs + other.inputs,
+            self.examples + other.examples,
+            self.positions + other.positions,
+        )
+
+    def means(self) -> list[Tensor]:
+        """[G, A]: the gradients' mean over positions, the inputs' sum over those of an example."""
+        return [self.gradients / self.positions, self.inputs / self.examples]
+
+
+@torch.no_grad()
+def layer_sums(layer: Layer, inputs: Tensor, gradient: Tensor, examples: int) -> LayerSums:
+    """The sums of one layer.
+
+    Args:
+        layer: the layer.
+        inputs: its input.
+        gradient: that of the sum of the examples' losses, by its output.
+        examples: how many there are.
+    """
+    rows, columns = matrix_shape(layer)
+    # One matrix at a time: a convolution's patches are as many times its input as it has weights.
+    sum_g = _gram(output_rows(layer, gradient), rows, state_dtype(layer.weight))
+    a = input_rows(layer, inputs)
+    return LayerSums(sum_g, _gram(a, columns, state_dtype(layer.weight)), examples, len(a))
+
+
+def _gram(rows: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+    """Σ x xᵀ over the rows x, symmetric to the bit.
+
+    The rows are a mode themselves, kept as a diagonal. On 2 CPU cores that takes 0.45 to 0.75 of
+    addmm's time for (1000, 785), (1000, 1001), (32768, 145) and (8192, 577), of which it computes
+    one triangle; a gradient as a tensor of three modes instead was 1.2 to 12 times slower.
+    """
+    gram = torch.zeros(size, size, dtype=dtype, device=rows.device)
+    gram_ema_([[torch.zeros(len(rows), dtype=dtype, device=rows.device), gram]], [rows], 0.0)
+    return gram
+
+
+def all_finite_statistics(stats: Iterable[list[Tensor]]) -> Tensor:
+    """Whether all Gram matrices are finite: no entry is larger than the largest of the diagonal."""
+    traces = [matrix.trace() for pair in stats for matrix in pair]
+    return torch.stack([trace.to(traces[0].device) for trace in traces]).isfinite().all()
+
+
+def batch_size(output: Any) -> int:
+    """How many examples an output describes: the first dimension of its first such tensor.
+
+    Raises:
+        ValueError: where no tensor in it has a dimension.
+    """
+    waiting = [output]
+    while waiting:
+        item = waiting.pop(0)
+        if isinstance(item, Tensor) and item.dim() > 0:
+            return item.shape[0]
+        if isinstance(item, Mapping):
+            item = list(item.values())
+        if isinstance(item, list | tuple):
+            waiting = [*item, *waiting]
+    raise ValueError(
+        "output must be a tensor with the batch as its first dimension, or hold one in tuples, "
+        f"lists and mappings, got {type(output).__name__}"
+    )

@@ -1,0 +1,123 @@
+"""Shampoo (Gupta, Koren & Singer 2018), as Algorithm 4 of Ren & Goldfarb 2021 has it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tnt_kernels import inverse_root
+from tnt_optim.device_step import Settings
+from tnt_optim.kronecker import KroneckerOptimizer
+
+
+class Shampoo(KroneckerOptimizer):
+    r"""Momentum preconditioned by roots of the second moments of the training gradients.
+
+    A parameter with k modes has, for each, the moving average S_i of the Gram matrices of its
+    gradients' unfoldings; the momentum is multiplied by A_i = (S_i + damping I)^(-1 / 2k) in every
+    mode i, modes of size 1 included. Two things part it from ``TNT``: the gradients are those of
+    the training loss, so that there is nothing to observe, and the S_i are not rescaled::
+
+        opt = Shampoo(model.parameters(), lr=3e-4, damping=3e-4, inverse_interval=20)
+        opt.warm_start((criterion(model(x), y) for x, y in batches), model=model)  # optional
+        for x, y in loader:
+            opt.zero_grad()
+            criterion(model(x), y).backward()
+            opt.step()
+
+    Every argument but ``capturable`` can be set for each parameter group. A group's ``modes``, a
+    function from a parameter's shape to mode sizes with the same product, re-views its parameters;
+    by default a vector has one mode, a matrix two, and a convolution weight three: out, in, and the
+    kernel's positions.
+
+    The roots are made by the coupled Newton iteration, which ends at max|M - I| <= 1e-6. In float32
+    what it ends on is the less accurate the larger the condition number of S_i + damping I: the
+    damping bounds it.
+
+    Args:
+        params: parameters, named parameters or parameter groups, of any floating-point dtype.
+        lr: alpha in the paper; tied to ``damping``, the batch size and the loss's scale.
+        damping: epsilon in the paper, added to every S_i; of the unit of the squared gradient.
+        momentum: mu in the paper: m <- mu m + g, neither dampened nor bias-corrected.
+        stat_decay: beta in the paper, of the statistics' moving average.
+        weight_decay: gamma in the paper, decoupled: W <- W - lr (P + weight_decay W).
+        stat_interval: T1 in the paper: the statistics are refreshed every so many steps.
+        inverse_interval: T2 in the paper: the roots are refreshed every so many steps, and with the
+            statistics during the first so many.
+        max_factor_dim: a mode larger than this keeps only the diagonal of its statistic.
+        relative_damping: damp each S_i with ``damping`` times its own average eigenvalue,
+            tr(S_i) / d_i, instead, which without a rescaling differs from mode to mode; where S_i
+            is zero, or would be but for rounding (an average below 1e-31 in float32), its root is
+            the identity. Takes a copy of the statistics while the roots are made. Directions then
+            do not depend on the gradients' scale: a parameter whose gradient is nothing but
+            rounding moves as far as any other.
+        graft: "adam" or "sgd": rescale each parameter's direction to the norm of that method's.
+        capturable: run the steps as CUDA graphs, one for each kind of step, as ``TNT`` does.
+
+    Raises:
+        ValueError: where a setting or a parameter does not fit.
+    """
+
+    _method = "Shampoo"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-4,
+        *,
+        damping: float = 0.01,
+        momentum: float = 0.9,
+        stat_decay: float = 0.9,
+        weight_decay: float = 0.0,
+        stat_interval: int = 10,
+        inverse_interval: int = 100,
+        max_factor_dim: int = 8192,
+        relative_damping: bool = False,
+        graft: str | None = None,
+        capturable: bool = False,
+    ) -> None:
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "damping": damping,
+                "momentum": momentum,
+                "stat_decay": stat_decay,
+                "weight_decay": weight_decay,
+                "stat_interval": stat_interval,
+                "inverse_interval": inverse_interval,
+                "max_factor_dim": max_factor_dim,
+                "relative_damping": relative_damping,
+                "graft": graft,
+            },
+            capturable=capturable,
+        )
+
+    def _factors(
+        self,
+        group: Settings,
+        stats: Sequence[Sequence[Tensor]],
+        out: Sequence[Sequence[Tensor]] | None = None,
+    ) -> tuple[list[list[Tensor]], Tensor]:
+        damping, roots = group["damping"], [2 * len(modes) for modes in stats]
+        if group["relative_damping"]:
+            # A damping for each mode, where one call of the operator takes one for all.
+            stats = [[relatively_damped(stat, damping) for stat in modes] for modes in stats]
+            damping = 0.0
+        return inverse_root(stats, damping, roots, out)
+
+
+def relatively_damped(stat: Tensor, damping: float | Tensor) -> Tensor:
+    """S + damping (tr(S) / d) I, or S + I where S is zero; (d, d), or (d,) for a diagonal S.
+
+    An average eigenvalue counts as zero where the least damping that makes a difference to S, eps
+    times that, would not be a normal number of its dtype: below 1e-31 in float32.
+    """
+    damped = stat.clone()
+    diagonal = damped if damped.dim() == 1 else damped.diagonal()
+    average = diagonal.double().mean()
+    limits = torch.finfo(stat.dtype)
+    zero = average.abs() < limits.tiny / limits.eps
+    diagonal.add_(torch.where(zero, 1.0, damping * average))
+    return damped

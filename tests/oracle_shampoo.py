@@ -1,0 +1,72 @@
+"""Shampoo with dense Kronecker products, float64: what `tnt_optim.Shampoo` is held against.
+
+Written from Algorithm 4 of Ren & Goldfarb 2021; it shares no code with `tnt_kernels` or
+`tnt_optim`. Momentum, schedule, weight decay and grafting are those of Algorithm 2, which
+`oracle.DenseTNT` has.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from oracle import DenseTNT, _Block, dense_kron
+from torch import Tensor
+
+Root = Callable[[Tensor, int], Tensor]
+
+
+def eigen_root(matrix: Tensor, p: int) -> Tensor:
+    """The inverse p-th root of a symmetric positive definite matrix, by its eigenvalues."""
+    values, vectors = torch.linalg.eigh(matrix)
+    return vectors @ torch.diag(values ** (-1 / p)) @ vectors.T
+
+
+def newton_root(matrix: Tensor, p: int) -> Tensor:
+    """The same by the coupled Newton iteration, with what it leaves when it stops."""
+    identity = torch.eye(len(matrix), dtype=matrix.dtype)
+    z = (1 + p) / (2 * float(torch.linalg.norm(matrix)))
+    m, h = z * matrix, z ** (1 / p) * identity
+    error = float((m - identity).abs().max())
+    for _ in range(100):
+        if error <= 1e-6:
+            break
+        n = (1 + 1 / p) * identity - m / p
+        next_m = torch.linalg.matrix_power(n, p) @ m
+        next_error = float((next_m - identity).abs().max())
+        if next_error > 1.2 * error:
+            break
+        m, h, error = next_m, h @ n, next_error
+    return h
+
+
+def damped_stats(stats: Sequence[Tensor], damping: float, relative: bool) -> list[Tensor]:
+    """S_i + e I for every mode; e is damping, or damping times tr(S_i) / d_i (1 where S_i = 0)."""
+    result = []
+    for s in stats:
+        average = float(torch.trace(s)) / len(s)
+        shift = (damping * average if average > 0.0 else 1.0) if relative else damping
+        result.append(s + shift * torch.eye(len(s), dtype=s.dtype))
+    return result
+
+
+class DenseShampoo(DenseTNT):
+    """Algorithm 4 with every parameter's preconditioner formed densely.
+
+    Takes what `DenseTNT` takes; `step` and `warm_start` get the training gradients as the sampled
+    ones. A diagonal mode's root is elementwise, which the eigenvalues of a diagonal matrix give.
+    """
+
+    def __init__(self, *args: Any, root: Root = eigen_root, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.root = root
+
+    def _refresh(self, block: _Block) -> None:
+        assert block.stats is not None
+        k = len(block.stats)
+        damped = damped_stats(block.stats, self.damping, self.relative_damping)
+        roots = [
+            (eigen_root if diagonal else self.root)(s, 2 * k)
+            for s, diagonal in zip(damped, block.diagonal, strict=True)
+        ]
+        # The base solves with it.
+        block.fisher = torch.linalg.inv(dense_kron(roots))
