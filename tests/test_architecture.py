@@ -245,6 +245,10 @@ TNT_SIGNATURE = (
 SHAMPOO_SIGNATURE = TNT_SIGNATURE.replace(
     "likelihood='categorical', fisher='sampled', ", ""
 ).replace("seed=0, ", "")
+KFAC_SIGNATURE = (
+    "model, lr=0.003, *, damping=0.3, momentum=0.9, stat_decay=0.9, weight_decay=0.0, "
+    "stat_interval=10, inverse_interval=100, likelihood='categorical', inverse='damped', seed=0"
+)
 MUTATED = {
     "gram_ema_": {"stats"},
     "damped_inverse": {"out"},
@@ -293,6 +297,10 @@ def test_signature_of_tnt() -> None:
 def test_signature_of_shampoo() -> None:
     """TNT's, without what is about sampling."""
     assert signature(tnt_optim.Shampoo) == SHAMPOO_SIGNATURE
+
+
+def test_signature_of_kfac() -> None:
+    assert signature(tnt_optim.KFAC) == KFAC_SIGNATURE
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
