@@ -132,6 +132,19 @@ def test_gram_matrices_of_one_gradient(
         close(factor, value, NEWTON_OPERATOR + 4 * condition * torch.finfo(dtype).eps)
 
 
+@pytest.mark.parametrize("d", [2, 9, 65])
+@pytest.mark.parametrize("root", [1, 2, 4, 6])
+@pytest.mark.parametrize("dtype", STATE_DTYPES, ids=str)
+def test_near_rank_one(d: int, root: int, dtype: torch.dtype) -> None:
+    """Small entries hide the large eigenvalue, and max|M - I| grows before it falls."""
+    x = 1 + 0.1 * normal((d, 1)).double()
+    stats = [(x @ x.T).to(dtype)]
+    ((factor,),), info = inverse_root([stats], DAMPING, root)
+    assert info.tolist() == [0]
+    (wanted,) = expected(stats, DAMPING, root)
+    close(factor, wanted, tolerance(stats[0]))
+
+
 @pytest.mark.parametrize("scale", [1e-30, 1e-15, 1e15, 1e30])
 @pytest.mark.parametrize("root", [1, 4])
 def test_units(scale: float, root: int) -> None:

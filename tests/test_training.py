@@ -186,6 +186,9 @@ def test_an_interrupted_run_goes_on_bit_for_bit(
     assert path.exists()
     with pytest.raises(ValueError, match=r"left by a run with other settings \(lr\): delete it"):
         train(problem, replace(chosen, lr=0.5), report_every=0, checkpoint=path)
+    fewer = Autoencoder("digits", problem.images[:100], problem.widths)
+    with pytest.raises(ValueError, match=r"with other settings \(examples\)"):
+        train(fewer, chosen, report_every=0, checkpoint=path)
     resumed = train(problem, chosen, report_every=0, checkpoint=path)
     assert resumed.step_losses == whole.step_losses
     assert [e.number for e in resumed.epochs] == [1, 2, 3, 4, 5, 6]

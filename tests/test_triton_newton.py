@@ -49,14 +49,20 @@ def bits(values: Sequence[float], dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("dtype", STATE_DTYPES, ids=str)
 def test_decisions(dtype: torch.dtype) -> None:
-    """(error, next error) -> (accepted, done, error): NaN ends it, growth by more than 1.2 too."""
+    """(error, next error) -> (accepted, done, error).
+
+    NaN ends it, and growth by more than 1.2, but not far from I, where nothing is there to keep.
+    """
     nan, inf = math.nan, math.inf
     cases = [
         ((0.5, 0.25), (True, False, 0.25)),
         ((0.5, 0.59), (True, False, 0.59)),
-        ((0.5, 0.61), (False, True, 0.5)),
-        ((0.5, inf), (False, True, 0.5)),
+        ((0.5, 0.61), (True, False, 0.61)),
         ((0.5, nan), (True, True, nan)),
+        ((0.05, 0.059), (True, False, 0.059)),
+        ((0.05, 0.061), (False, True, 0.05)),
+        ((0.05, inf), (False, True, 0.05)),
+        ((0.05, nan), (True, True, nan)),
         ((1e-3, 2e-6), (True, False, 2e-6)),
         ((1e-3, 9e-7), (True, True, 9e-7)),
         ((0.5, 0.0), (True, True, 0.0)),
@@ -138,13 +144,15 @@ def test_what_is_done_is_left_alone(launches: Launches) -> None:
     assert launches.spared >= 5
 
 
-def test_growth_stops_the_iteration(launches: Launches) -> None:
-    """Singular to float32: max|M - I| stays above 0.5, and grows at last."""
+# NumPy's, in the interpreter: M runs off to infinity, and the NaN that follows ends it.
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+def test_what_is_singular_stops_the_iteration(launches: Launches) -> None:
+    """Singular to float32: max|M - I| stays above 0.5, and grows beyond all bounds."""
     x = normal((5, 2))
     gram = x @ x.mT
     assert run([gram.tril() + gram.tril(-1).mT], 1e-7, [4]) == [1]
     if GPU.type == "cpu":  # a GPU is given iterations until it is seen to be done
-        assert 10 < launches.kernels.count(newton.decide_kernel) < 30
+        assert 10 < launches.kernels.count(newton.decide_kernel) < 40
 
 
 @pytest.mark.parametrize("root", [1, 7])

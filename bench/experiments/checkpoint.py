@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ class Checkpoint:
 
     Args:
         path: the file, or None for none.
+        description: the problem's.
         run: the run so far; filled in by `load`.
         model: likewise.
         optimizer: likewise.
@@ -33,12 +34,14 @@ class Checkpoint:
     def __init__(
         self,
         path: Path | None,
+        description: Mapping[str, Any],
         run: Run,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         generators: Sequence[torch.Generator],
     ) -> None:
         self._path, self._run = path, run
+        self._own = {**description, **asdict(run.settings)}
         self._model, self._optimizer, self._generators = model, optimizer, generators
         self._written = time.monotonic()
 
@@ -52,20 +55,18 @@ class Checkpoint:
             return False
         try:
             saved: dict[str, Any] = torch.load(self._path, weights_only=True, map_location="cpu")
-            settings, record = saved["settings"], saved["run"]
-            problem = record["problem"]
+            settings, record = dict(saved["settings"]), saved["run"]
         except Exception as error:
             raise ValueError(
                 f"{self._path} is not a checkpoint of this experiment ({error}): delete it to "
                 "start anew"
             ) from error
-        wanted = asdict(self._run.settings)
-        if settings != wanted or problem != self._run.problem:
-            differing = sorted(k for k in {*settings, *wanted} if settings.get(k) != wanted.get(k))
+        names = {*settings, *self._own}
+        differing = sorted(name for name in names if settings.get(name) != self._own.get(name))
+        if differing:
             raise ValueError(
-                f"{self._path} was left by a run with other settings "
-                f"({', '.join(differing) or problem}): delete it to start anew, or give another "
-                "file"
+                f"{self._path} was left by a run with other settings ({', '.join(differing)}): "
+                "delete it to start anew, or give another file"
             )
         self._model.load_state_dict(saved["model"])
         self._optimizer.load_state_dict(saved["optimizer"])
@@ -85,7 +86,7 @@ class Checkpoint:
         partial = self._path.with_name(self._path.name + ".part")
         torch.save(
             {
-                "settings": asdict(self._run.settings),
+                "settings": self._own,
                 "run": record,
                 "model": self._model.state_dict(),
                 "optimizer": self._optimizer.state_dict(),

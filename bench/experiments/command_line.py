@@ -182,8 +182,8 @@ def run_settings(
     chosen = list(dict.fromkeys(arguments.optimizer))
     if "all" in chosen:
         chosen = list(optimizers)
-    names = ("epochs", "batch_size", "lr", "damping", "momentum", "stat_decay", "weight_decay")
-    names += (*_SECOND_ORDER, *_GRAFTED, "schedule")
+    names = ["epochs", "batch_size", "lr", "damping", "momentum", "stat_decay", "weight_decay"]
+    names += [*_SECOND_ORDER, *_GRAFTED, "schedule"]
     given = {n: getattr(arguments, n) for n in names if getattr(arguments, n) is not None}
     runs = []
     for optimizer in chosen:

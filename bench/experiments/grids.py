@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from bench.experiments.settings import Settings
 
@@ -72,8 +73,11 @@ GRIDS: dict[str, dict[str, Grid]] = {
 
 def grid_settings(base: Settings, grid: Grid) -> list[Settings]:
     """One method's settings at every point of its grid, the last axis running fastest."""
-    points = itertools.product(*grid.values())
-    return [replace(base, **dict(zip(grid, point, strict=True))) for point in points]
+    settings = []
+    for point in itertools.product(*grid.values()):
+        chosen: dict[str, Any] = dict(zip(grid, point, strict=True))
+        settings.append(replace(base, **chosen))
+    return settings
 
 
 def interior(settings: Settings, grid: Grid) -> bool:

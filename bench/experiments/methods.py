@@ -72,6 +72,7 @@ def _kfac(inverse: str) -> Callable[[nn.Module, Settings, str], torch.optim.Opti
 
 
 def _adam(model: nn.Module, settings: Settings, likelihood: str) -> torch.optim.Optimizer:
+    assert settings.stat_decay is not None and settings.damping is not None
     # AdamW without decay is Adam.
     return torch.optim.AdamW(
         model.named_parameters(),

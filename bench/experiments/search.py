@@ -129,7 +129,7 @@ def _grids(
     if "all" in chosen:
         chosen = list(experiment.optimizers)
     given = {name: values for name in AXES if (values := getattr(arguments, f"grid_{name}"))}
-    grids = {}
+    grids: dict[str, Grid] = {}
     for optimizer in chosen:
         known = GRIDS.get(problem.name, {}).get(optimizer)
         base = experiment.defaults(problem, optimizer)

@@ -108,7 +108,13 @@ class Run:
             warm_start_seconds=record["warm_start_seconds"],
             step_losses=[math.nan if loss is None else loss for loss in record["step_losses"]],
             epochs=[
-                Epoch(**epoch | {"smoothed_loss": _number(epoch["smoothed_loss"])})
+                Epoch(
+                    **epoch
+                    | {
+                        "smoothed_loss": _number(epoch["smoothed_loss"]),
+                        "metrics": {k: _number(v) for k, v in epoch["metrics"].items()},
+                    }
+                )
                 for epoch in record["epochs"]
             ],
             diverged_at_step=record["diverged_at_step"],
@@ -170,7 +176,7 @@ def train(
     shuffle = torch.Generator().manual_seed(settings.seed)
     augment = torch.Generator(device).manual_seed(settings.seed)
     start = [parameter.detach().clone() for parameter in model.parameters()]
-    saved = Checkpoint(checkpoint, run, model, optimizer, [shuffle, augment])
+    saved = Checkpoint(checkpoint, problem.description(), run, model, optimizer, [shuffle, augment])
     resumed = saved.load()
     _wake(problem, settings, device)
     if not resumed and settings.warm_start:

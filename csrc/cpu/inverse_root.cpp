@@ -115,7 +115,8 @@ bool root(const FactorMode& mode, T eps, int64_t p, Scratch& scratch) {
       }
     }
     const double next_error = distance_to_identity(product, n);
-    if (next_error > kNewtonGrowth * error) break;  // the previous iterate stands
+    const bool near = error < kNewtonConverged;
+    if (near && next_error > kNewtonGrowth * error) break;  // the previous iterate stands
     std::copy_n(product, count, m);
     symmetric_product(n, h, step, x);
     std::swap(h, x);
@@ -124,8 +125,8 @@ bool root(const FactorMode& mode, T eps, int64_t p, Scratch& scratch) {
   const T unscale = std::pow(most, power);
   for (int64_t e = 0; e < count; ++e) h[e] *= unscale;
   for (int64_t i = 0; i < n; ++i) std::copy(h + i * n + i, h + (i + 1) * n, out + i * n + i);
-  // M far from I means that H is no root, whatever it holds: an indefinite matrix ends up here.
-  return error < 0.1 && all_finite(h, count);
+  // An indefinite matrix ends up with an M far from I.
+  return error < kNewtonConverged && all_finite(h, count);
 }
 
 }  // namespace

@@ -12,6 +12,9 @@ namespace tnt {
 constexpr int kNewtonIterations = 100;
 constexpr double kNewtonTolerance = 1e-6;
 constexpr double kNewtonGrowth = 1.2;
+// M farther from I than this: H is no root, whatever it holds. Until then max|M - I| may grow: that of
+// a matrix near rank one does, whose small entries hide a large eigenvalue.
+constexpr double kNewtonConverged = 0.1;
 
 // A_i = (S_i + damping I)^(-1/roots[t]) for every mode of every tensor t; `info` and `out` as in
 // damped_inverse. A mode also fails where the iteration does not converge.

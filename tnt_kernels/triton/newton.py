@@ -301,7 +301,9 @@ def decide_kernel(states, STATE: tl.constexpr, FIRST: tl.constexpr):
     error = _load_number(state + ERROR)
     following = _number_of(tl.load(state + NEXT_ERROR), STATE)
     # NaN is accepted: it ends the iteration, and is no root.
-    rejected = following > tl.where(FIRST, float("inf"), GROWTH * error)
+    # Far from I there is nothing to go back to, and the largest entry may grow for a while.
+    far = FIRST | (error >= CONVERGED)
+    rejected = following > tl.where(far, float("inf"), GROWTH * error)
     error = tl.where(rejected, error, following)
     current = tl.load(state + CURRENT)
     tl.store(state + CURRENT, tl.where(rejected, current, 1 - current))

@@ -1,0 +1,348 @@
+"""Figure 1, cosine similarity to block Fisher: `python -m bench.experiments.cosine --help`.
+
+What the paper leaves open, and how it is here:
+
+- activations: tanh, as in Martens & Grosse 2015 and in the authors' code; PyTorch's default start;
+- block Fisher's damping and learning rate: options, one pair a file; the report ends with the loss
+  it reaches, so that pairs can be compared as the methods' are;
+- start: all matrices are first averaged over the same few batches, as the paper's warm start does
+  over the data set;
+- refreshes: at every step (T1 = T2 = 1), with every moving average's decay 0.9 (Adam's second
+  moment: 0.999, as in the paper's appendix);
+- the methods' dampings: similarities are recorded for every damping of the paper's search; the
+  picture has the one with which the method, at its best learning rate, trains itself best.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from tqdm import tqdm
+
+from bench.experiments.block_fisher import (
+    FIGURE_WIDTHS,
+    BlockFisher,
+    linear_layers,
+    seeded_classifier,
+)
+from bench.experiments.command_line import checked_output, positive_float, positive_int, seed_int
+from bench.experiments.cosine_methods import (
+    COMPARED,
+    Batch,
+    Follower,
+    own_training_loss,
+    shuffled_batches,
+    smoothed_end,
+)
+from bench.experiments.cosine_plot import plot_similarities
+from bench.experiments.data import mnist_16x16, mnist_labels
+from bench.experiments.run_file import RunFile
+from tnt_optim.fisher import stream_seed
+
+# Of the methods' own training, which chooses their dampings: no seed of a compared run by default.
+SEARCH_SEED = 1000
+_QUICK = {"iterations": 5, "batch_size": 100, "warm_batches": 2, "seeds": [0]}
+_FULL = {"iterations": 100, "batch_size": 500, "warm_batches": 10, "seeds": [0]}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns 0."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    for name, value in (_QUICK if arguments.quick else _FULL).items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, value)
+    if arguments.threads is not None:
+        torch.set_num_threads(arguments.threads)
+    out = checked_output(parser, "--out", arguments.out)
+    try:
+        images, labels = mnist_16x16(arguments.data), mnist_labels(arguments.data)
+        inputs, labels = checked_examples(images, labels, arguments.batch_size)
+    except (OSError, ValueError) as error:
+        parser.error(f"argument --data: {error}")
+    try:
+        runs = RunFile(out, "cosine", _protocol(arguments, inputs))
+    except (OSError, ValueError) as error:
+        parser.error(f"argument --out: {error}")
+
+    for key in search_keys():
+        if runs.find(key) is None:
+            began = time.perf_counter()
+            loss = _search_run(key, inputs, labels, arguments)
+            seconds = round(time.perf_counter() - began, 2)
+            runs.add(key, {"smoothed_loss": loss, "seconds": seconds})
+            print(f"{COMPARED[key['method']].label:7} {_setting(key)}: smoothed loss {loss:.4f}")
+    for seed in dict.fromkeys(arguments.seeds):
+        key = {"part": "similarity", "seed": seed}
+        if runs.find(key) is None:
+            runs.add(key, similarities(inputs, labels, arguments, seed))
+
+    compared = [run for run in runs.runs if run["key"]["part"] == "similarity"]
+    best = best_settings(runs.runs)
+    picture = out.with_suffix(".png")
+    series = {
+        method: [run["similarity"][method][_name(found["damping"])] for run in compared]
+        for method, found in best.items()
+    }
+    plot_similarities(series, picture)
+    print(_report(compared, best))
+    print(f"wrote {out} and {picture}")
+    return 0
+
+
+def checked_examples(images: Tensor, labels: Tensor, batch_size: int) -> Batch:
+    """The inputs in float64 and the labels, once they fit the network and each other.
+
+    images: (N, 256) or (N, 16, 16); labels: (N,).
+
+    Raises:
+        ValueError: they do not fit, or there is not one whole batch of them.
+    """
+    inputs = images.reshape(images.shape[0], -1).double()
+    if inputs.shape[1] != FIGURE_WIDTHS[0]:
+        raise ValueError(f"images must have {FIGURE_WIDTHS[0]} pixels, got {inputs.shape[1]}")
+    if labels.shape != inputs.shape[:1]:
+        raise ValueError(f"there are {len(inputs)} images, but labels {tuple(labels.shape)}")
+    if batch_size > len(inputs):
+        raise ValueError(f"a batch of {batch_size} needs as many images, got {len(inputs)}")
+    return inputs, labels.long()
+
+
+def search_keys() -> list[dict[str, Any]]:
+    """The runs that choose a damping: every learning rate with every damping of a method."""
+    return [
+        {"part": "own training", "method": name, "damping": damping, "lr": lr, "seed": SEARCH_SEED}
+        for name, method in COMPARED.items()
+        for damping, lr in itertools.product(method.dampings, method.rates)
+        if len(method.dampings) > 1
+    ]
+
+
+def best_settings(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """For each method the settings of its best own training; it trains best where loss is lowest.
+
+    A method without a damping has nothing to choose, and its similarity no learning rate.
+    """
+    best: dict[str, dict[str, Any]] = {}
+    for name, method in COMPARED.items():
+        tried = [run for run in runs if run["key"].get("method") == name]
+        finite = [run for run in tried if _is_number(run["smoothed_loss"])]
+        if not tried:
+            best[name] = {"damping": method.dampings[0], "lr": None, "smoothed_loss": None}
+            continue
+        if not finite:
+            raise ValueError(f"{method.label} diverges with all its dampings and learning rates")
+        found = min(finite, key=lambda run: float(run["smoothed_loss"]))
+        best[name] = {
+            "damping": found["key"]["damping"],
+            "lr": found["key"]["lr"],
+            "smoothed_loss": found["smoothed_loss"],
+        }
+    return best
+
+
+def similarities(
+    inputs: Tensor, labels: Tensor, arguments: argparse.Namespace, seed: int
+) -> dict[str, Any]:
+    """One block-Fisher run, and what all methods with all their dampings say along it.
+
+    Returns:
+        ``similarity[method][damping][layer]``, a list over the iterations, for the layers between
+        the first and the last; the steps that an optimizer refused, where it did; and block
+        Fisher's minibatch losses before each of its steps.
+    """
+    model = seeded_classifier(FIGURE_WIDTHS, seed)
+    reference = BlockFisher(
+        model, damping=arguments.damping, seed=stream_seed(seed, "block Fisher")
+    )
+    followers = [
+        Follower(name, damping, model, seed=stream_seed(seed, name))
+        for name, method in COMPARED.items()
+        for damping in method.dampings
+    ]
+    generator = torch.Generator().manual_seed(seed)
+    batches = shuffled_batches(inputs, labels, arguments.batch_size, generator)
+    warm = list(itertools.islice(batches, arguments.warm_batches))
+    began = time.perf_counter()
+    reference.warm_start(x for x, _ in warm)
+    for follower in followers:
+        follower.warm_start(warm)
+    middle = range(1, len(linear_layers(model)) - 1)
+    losses: list[float] = []
+    found: dict[str, dict[str, list[list[float]]]] = {
+        name: {_name(damping): [[] for _ in middle] for damping in method.dampings}
+        for name, method in COMPARED.items()
+    }
+    for _ in tqdm(range(arguments.iterations), f"seed {seed}", leave=False, disable=None):
+        x, y = next(batches)
+        directions, loss = reference.directions(x, y)
+        losses.append(float(f"{loss:.6g}"))
+        for follower in followers:
+            others = follower.directions(model, x, y)
+            series = found[follower.method][_name(follower.damping)]
+            for values, layer in zip(series, middle, strict=True):
+                values.append(round(similarity(directions[layer], others[layer]), 4))
+        reference.step(arguments.lr)
+    return {
+        "similarity": found,
+        "refused_steps": {
+            f"{follower.method} {_name(follower.damping)}": follower.refusals
+            for follower in followers
+            if follower.refusals
+        },
+        "block_fisher_losses": losses,
+        "seconds": round(time.perf_counter() - began, 2),
+    }
+
+
+def similarity(first: Tensor, second: Tensor) -> float:
+    """The cosine of the angle between two vectors; NaN where one is zero."""
+    if not (first.any() and second.any()):
+        return math.nan
+    return functional.cosine_similarity(first, second, dim=0, eps=0.0).item()
+
+
+def _search_run(
+    key: dict[str, Any], inputs: Tensor, labels: Tensor, arguments: argparse.Namespace
+) -> float:
+    model = seeded_classifier(FIGURE_WIDTHS, key["seed"])
+    generator = torch.Generator().manual_seed(key["seed"])
+    batches = shuffled_batches(inputs, labels, arguments.batch_size, generator)
+    warm = list(itertools.islice(batches, arguments.warm_batches))
+    rest = list(itertools.islice(batches, arguments.iterations))
+    return own_training_loss(
+        key["method"], key["damping"], key["lr"], model, warm, rest, key["seed"]
+    )
+
+
+def _protocol(arguments: argparse.Namespace, inputs: Tensor) -> dict[str, Any]:
+    return {
+        "widths": FIGURE_WIDTHS,
+        "activation": "tanh",
+        "loss": "cross entropy, mean over the batch",
+        "iterations": arguments.iterations,
+        "batch_size": arguments.batch_size,
+        "warm_batches": arguments.warm_batches,
+        "block_fisher": {"lr": arguments.lr, "damping": arguments.damping},
+        "decay": 0.9,
+        "intervals": "T1 = T2 = 1",
+        "dampings": {name: method.dampings for name, method in COMPARED.items()},
+        "criterion": "a method's damping is the one with which, at its best learning rate, it has "
+        "the lowest smoothed training loss after as many iterations of its own",
+        "data": {"examples": len(inputs), "mean": round(inputs.mean().item(), 6)},
+    }
+
+
+def _report(compared: Sequence[dict[str, Any]], best: dict[str, dict[str, Any]]) -> str:
+    """The averages over iterations and seeds: of every layer, and of every damping."""
+
+    def means(method: str, damping: float | None) -> list[float]:
+        runs = [run["similarity"][method][_name(damping)] for run in compared]
+        return [
+            statistics.fmean(value for run in runs for value in run[layer] if _is_number(value))
+            for layer in range(len(runs[0]))
+        ]
+
+    table = {name: means(name, found["damping"]) for name, found in best.items()}
+    layers = range(len(table["tnt"]))
+    lines = [
+        "method   damping " + "".join(f"  layer {layer + 2}" for layer in layers) + "     mean"
+    ]
+    for name, row in table.items():
+        cells = "".join(f"{value:9.3f}" for value in [*row, statistics.fmean(row)])
+        found, own = best[name], ""
+        if found["smoothed_loss"] is not None:
+            own = f"   trains itself to {found['smoothed_loss']:.3f} (lr {found['lr']:g})"
+        lines.append(f"{COMPARED[name].label:8} {_name(found['damping']):>7} {cells}{own}")
+    lines += ["", "mean over the four layers with every damping:"]
+    for name, method in COMPARED.items():
+        each = [f"{_name(d)}: {statistics.fmean(means(name, d)):.3f}" for d in method.dampings]
+        lines.append(f"{method.label:8} " + "   ".join(each))
+    refused = [run["refused_steps"] for run in compared if run["refused_steps"]]
+    if refused:
+        lines += ["", f"steps refused for want of inverses: {refused}"]
+    reference = statistics.fmean(smoothed_end(run["block_fisher_losses"]) for run in compared)
+    mean = statistics.fmean(table["tnt"])
+    above = sum(t > s for t, s in zip(table["tnt"], table["shampoo"], strict=True))
+    inside = "inside" if 0.65 <= mean <= 0.85 else "outside"
+    lines += [
+        "",
+        f"block Fisher itself trains to {reference:.3f}",
+        f"TNT's mean similarity, {mean:.3f}, is {inside} 0.65 to 0.85 (the paper: 0.7 to 0.8); "
+        f"it is above Shampoo's on {above} of {len(layers)} layers.",
+    ]
+    return "\n".join(lines)
+
+
+def _is_number(value: float | None) -> bool:
+    """Whether there is a value: what is not finite comes back from a file as None."""
+    return value is not None and math.isfinite(value)
+
+
+def _name(damping: float | None) -> str:
+    return "none" if damping is None else f"{damping:g}"
+
+
+def _setting(key: dict[str, Any]) -> str:
+    return f"damping {_name(key['damping'])}, lr {key['lr']:g}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.experiments.cosine",
+        description="Cosine similarity of each method's direction to block Fisher's, along block "
+        "Fisher's run (Figure 1 of the paper). First each method trains itself with every damping "
+        "and learning rate of a grid; the picture shows it with the damping that trained best, the "
+        "table all of them.",
+    )
+    parser.add_argument(
+        "--data",
+        required=True,
+        metavar="DIR",
+        help="folder with MNIST's IDX files, raw or .gz, in itself or in MNIST/raw",
+    )
+    parser.add_argument("--iterations", type=positive_int, metavar="N", help="default: 100")
+    parser.add_argument("--batch-size", type=positive_int, metavar="M", help="default: 500")
+    parser.add_argument(
+        "--warm-batches",
+        type=positive_int,
+        metavar="N",
+        help="batches that all statistics start with the average of (default: 10)",
+    )
+    parser.add_argument(
+        "--seeds",
+        type=seed_int,
+        nargs="+",
+        metavar="S",
+        help="of the start, the batches and the sampled labels: one run each (default: 0)",
+    )
+    parser.add_argument("--lr", type=positive_float, default=0.03, help="block Fisher's")
+    parser.add_argument("--damping", type=positive_float, default=0.01, help="block Fisher's")
+    parser.add_argument(
+        "--quick", action="store_true", help="5 iterations of 100 images, 2 to start with, one seed"
+    )
+    parser.add_argument("--threads", type=positive_int, metavar="N", help="CPU threads")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE.json",
+        default=Path("results/cosine.json"),
+        help="the record, gone on with where it exists; the plot is written beside it as .png "
+        "(default: results/cosine.json)",
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

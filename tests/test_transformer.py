@@ -1,0 +1,464 @@
+"""The character transformer's problem, its forms, its search, its table and its commands."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from bench.experiments import language_table, transformer
+from bench.experiments.data import Text
+from bench.experiments.language_forms import FORMS, command_form, form_settings
+from bench.experiments.language_results import (
+    Difference,
+    conclusions,
+    loss_at,
+    markdown,
+    paired,
+    rows,
+    steps_to,
+)
+from bench.experiments.language_seconds import seconds_per_step
+from bench.experiments.language_table import Scale
+from bench.experiments.methods import build_optimizer, has_statistics
+from bench.experiments.problems.language import Language, load_language
+from bench.experiments.problems.problem import seeded_model
+from bench.experiments.rate_search import best_place, interior, next_places, place_of, rate
+from bench.experiments.training import train
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CODES = torch.arange(300) * 7 % 11
+
+
+@pytest.fixture
+def problem() -> Language:
+    """A text of 11 characters that repeats itself: 260 to train on, 40 to validate on."""
+    text = Text(CODES[:260], CODES[260:], "abcdefghijk")
+    return Language(text, 8, 1, 2, context=6, epoch_steps=4, validation_windows=5, source="x.txt")
+
+
+@pytest.fixture
+def text_file(tmp_path: Path) -> Path:
+    """The same as a file, twice as long."""
+    path = tmp_path / "text.txt"
+    path.write_text("".join("abcdefghijk"[code] for code in CODES) * 2)
+    return path
+
+
+# The problem
+
+
+def test_a_batch_is_windows_and_the_same_shifted_by_one(problem: Language) -> None:
+    starts = torch.tensor([0, 17, problem.examples - 1])
+    inputs, targets = problem.batch(starts, torch.Generator())
+    assert problem.examples == 254
+    for row, start in enumerate(starts.tolist()):
+        assert inputs[row].tolist() == CODES[start : start + 6].tolist()
+        assert targets[6 * row : 6 * row + 6].tolist() == CODES[start + 1 : start + 7].tolist()
+    # The last window's last target is the last character to train on: none is of the validation.
+    assert targets[-1] == CODES[259]
+
+
+def test_batches_are_random_windows_that_the_generator_gives(problem: Language) -> None:
+    orders = [problem.order(16, torch.Generator().manual_seed(seed)) for seed in (3, 3, 4)]
+    assert orders[0].shape == (4, 16)
+    assert torch.equal(orders[0], orders[1]) and not torch.equal(orders[0], orders[2])
+    many = torch.cat([problem.order(1000, torch.Generator().manual_seed(s)) for s in range(3)])
+    assert (many.min().item(), many.max().item()) == (0, problem.examples - 1)
+    warm = problem.warm_start_order(16)
+    assert torch.equal(warm, problem.warm_start_order(16)) and warm.shape == (20, 16)
+    assert warm.max() < problem.examples
+
+
+def test_the_validation_loss_is_the_mean_over_windows_that_lie_apart(problem: Language) -> None:
+    # 40 characters: 5 windows of 6 and the character after.
+    assert problem.validation_starts.tolist() == [0, 8, 16, 24, 33]
+    model = nn.Sequential(seeded_model(problem, 1), nn.Dropout(0.5))
+    model.train()
+    before = torch.get_rng_state()
+    found = problem.evaluate(model)
+    assert list(found) == ["validation_loss"]
+    assert model.training and model[1].training
+    assert torch.equal(torch.get_rng_state(), before), "dropout must be off"
+    losses = []
+    for start in (0, 8, 16, 24, 33):
+        window = CODES[260 + start : 260 + start + 7]
+        logits = model[0](window[None, :-1])
+        losses.append(functional.cross_entropy(logits, window[1:]).item())
+    assert found["validation_loss"] == pytest.approx(sum(losses) / 5, rel=1e-6)
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("characters", "wanted", "starts"),
+    [(7, 5, [0]), (12, 5, [0]), (13, 5, [0, 6]), (14, 5, [0, 7]), (100, 3, [0, 46, 93])],
+)
+def test_validation_windows_fit_whatever_the_text(
+    characters: int, wanted: int, starts: list[int]
+) -> None:
+    text = Text(CODES[:50], CODES[:characters], "abcdefghijk")
+    spread = Language(text, 8, 1, 2, context=6, validation_windows=wanted).validation_starts
+    assert spread.tolist() == starts
+
+
+def test_training_is_the_same_each_time_and_batches_are_for_every_method(
+    problem: Language,
+) -> None:
+    settings = {name: replace(form_settings(name, 2), batch_size=4) for name in FORMS}
+    runs = {name: train(problem, one, report_every=0) for name, one in settings.items()}
+    again = train(problem, settings["tnt-grafted"], report_every=0)
+    assert again.step_losses == runs["tnt-grafted"].step_losses
+    assert [e.metrics for e in again.epochs] == [e.metrics for e in runs["tnt-grafted"].epochs]
+    assert {run.step_losses[0] for run in runs.values()} == {again.step_losses[0]}
+    assert all(len(run.step_losses) == 8 for run in runs.values())
+    # Rates so small that the losses are those of the start, batch by batch.
+    first = [
+        train(problem, replace(one, lr=1e-6), report_every=0).step_losses
+        for one in (settings["adam"], settings["tnt-ef-grafted"], settings["muon"])
+    ]
+    assert torch.tensor(first[0]).std() > 1e-3, "batches must differ for this to see their order"
+    wanted = torch.tensor([first[0]] * 2)
+    torch.testing.assert_close(torch.tensor(first[1:]), wanted, rtol=0, atol=1e-4)
+
+
+def test_grafted_tnt_learns_the_repeating_text(problem: Language) -> None:
+    run = train(problem, replace(form_settings("tnt-grafted", 25), batch_size=16), report_every=0)
+    assert run.epochs[-1].metrics["validation_loss"] < 1.0 < run.step_losses[0]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"context": 40}, r"260 and 40, got 40"),
+        ({"context": 0}, "context must be positive, got 0"),
+        ({"epoch_steps": 0}, "epoch_steps must be positive, got 0"),
+        ({"validation_windows": 0}, "validation_windows must be positive, got 0"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Language(Text(CODES[:260], CODES[260:], "abcdefghijk"), 8, 1, 2, **sizes)
+    with pytest.raises(ValueError, match="batch_size must be positive"):
+        Language(Text(CODES, CODES, "abcdefghijk"), 8, 1, 2).steps_per_epoch(0)
+
+
+def test_broken_texts_are_named(tmp_path: Path, text_file: Path) -> None:
+    assert load_language(text_file, width=8, heads=2, context=6).source == "text.txt"
+    with pytest.raises(FileNotFoundError, match="no such file"):
+        load_language(tmp_path / "none.txt")
+    for content, message in (("ab" * 30, "got 64"), ("a" * 900, "two different"), ("a", "short")):
+        (tmp_path / "bad.txt").write_text(content)
+        with pytest.raises(ValueError, match=rf"bad\.txt: .*{message}"):
+            load_language(tmp_path / "bad.txt")
+
+
+# The forms
+
+
+def test_forms_are_the_papers_and_the_grafted(problem: Language) -> None:
+    model = seeded_model(problem, 0)
+    for name, form in FORMS.items():
+        settings = form_settings(name, 8, seed=3)
+        assert (settings.schedule, settings.weight_decay) == ("warmup-cosine", 0.0)
+        assert (settings.epochs, settings.seed, settings.lr) == (8, 3, form.lr)
+        assert (settings.graft == "adam") == name.endswith("grafted")
+        if has_statistics(form.optimizer):
+            assert (settings.stat_interval, settings.inverse_interval) == (5, 20)
+            assert settings.relative_damping == name.endswith("grafted")
+            assert settings.warm_start is False
+        optimizer = build_optimizer(model, settings, "categorical")
+        assert all(group["lr"] == form.lr for group in optimizer.param_groups)
+    other = form_settings("tnt-grafted", 8, lr=0.5, intervals=(1, 5))
+    assert (other.lr, other.stat_interval, other.inverse_interval) == (0.5, 1, 5)
+    assert form_settings("adam", 8, intervals=(1, 5)).stat_interval is None
+    assert FORMS["tnt-grafted"].damping == 0.1
+    assert [command_form(name, False) for name in ("tnt", "adam")] == ["tnt-grafted", "adam"]
+    assert command_form("tnt", True) == "tnt"
+    with pytest.raises(ValueError, match="must be one of tnt, tnt-grafted, .*muon, got 'lion'"):
+        form_settings("lion", 8)
+
+
+# The search
+
+
+def searched(best: float, centre: int, trials: int) -> dict[int, float]:
+    """What a search tries on a parabola."""
+    tried: dict[int, float] = {}
+    while places := next_places(tried, centre, trials):
+        assert not tried.keys() & set(places)
+        tried |= {place: (place - best) ** 2 for place in places}
+    return tried
+
+
+def test_every_search_makes_as_many_trials_and_ends_in_the_interior() -> None:
+    for best in (-3.3, -1.2, 0.1, 0.9, 3.1):
+        for trials in (1, 2, 3, 4, 5, 8):
+            assert len(searched(best, 0, trials)) == trials
+        assert interior(searched(best, 0, 5)), best
+        found = best_place(searched(best, 0, 7))
+        assert found is not None and abs(found - best) <= 1
+    assert sorted(searched(0.9, 0, 5)) == [-2, -1, 0, 1, 2]
+    assert sorted(searched(-3.3, 0, 5)) == [-6, -4, -2, 0, 2]
+    assert not interior(searched(9.0, 0, 3))
+
+
+def test_divergence_sends_the_search_down() -> None:
+    infinite = {0: math.inf, -2: math.inf, 2: math.inf}
+    assert next_places(infinite, 0, 5) == [-4]
+    assert best_place(infinite) is None and not interior(infinite)
+    assert next_places({0: math.inf, -2: 1.0, 2: math.inf}, 0, 5) == [-4]
+    assert best_place({0: math.inf, -2: 1.0}) == -2
+
+
+def test_rates_are_a_grid() -> None:
+    for place in range(-30, 5):
+        assert place_of(rate(place)) == place
+    assert [rate(p) for p in (-10, -8, -7)] == [3.2e-3, 1e-2, 1.8e-2]
+    assert place_of(3e-3) == -10
+
+
+# Verdicts
+
+
+def test_verdicts_are_paired_and_take_two_standard_errors() -> None:
+    base = dict(enumerate([2.0, 3.0, 4.0, 5.0]))
+    shifts = [-0.1, -0.2, -0.3, -0.2]  # mean -0.2, standard error 0.0408
+    below = paired({seed: base[seed] + shifts[seed] for seed in base}, base)
+    assert below.verdict == "below" and below.mean == pytest.approx(-0.2)
+    assert below.error == pytest.approx((0.02 / 3 / 4) ** 0.5)
+    assert below.text() == "-0.200 ± 0.041, below"
+    assert paired(base, {seed: base[seed] + shifts[seed] for seed in base}).verdict == "above"
+    noisy = paired({0: 2.1, 1: 2.7, 2: 4.2, 3: 4.9}, base)
+    assert noisy.verdict == "cannot tell"
+    assert paired({0: 1.0, 7: 9.0}, base) == Difference(-1.0, None, "cannot tell")
+    assert paired({0: math.inf, 1: 2.0}, base).text() == "diverged"
+    assert paired({9: 1.0}, base).verdict == "not measured"
+
+
+def test_losses_between_measurements() -> None:
+    curve = [3.0, 2.0, 1.5]
+    assert [loss_at(curve, 10, step) for step in (10, 15, 25, 30, 99)] == [3.0, 2.5, 1.75, 1.5, 1.5]
+    assert loss_at(curve, 10, 9) == math.inf
+    assert loss_at([3.0, math.nan], 10, 10) == math.inf
+    assert [steps_to(curve, 10, loss) for loss in (9.0, 3.0, 2.5, 1.5)] == [10, 10, 15, 30]
+    assert steps_to(curve, 10, 1.0) == math.inf
+
+
+def record(
+    stage: str, form: str, seed: int, lr: float, curve: list[float], **more: Any
+) -> dict[str, Any]:
+    """A run as the table's file has it."""
+    key = {"stage": stage, "width": 8, "steps": 20, "form": form, "intervals": [5, 20]}
+    settings = {"seed": seed, "lr": lr}
+    return {
+        "key": {**key, "settings": settings},
+        "validation_losses": curve,
+        "steps_per_epoch": 10,
+        "diverged_at_step": None,
+        **more,
+    }
+
+
+def seconds(form: str, pace: float) -> dict[str, Any]:
+    key = {"stage": "seconds", "width": 8, "form": form, "intervals": [5, 20], "threads": 1}
+    return {"key": key, "seconds_per_step": pace}
+
+
+def test_the_table_tells_tokens_from_seconds() -> None:
+    runs = [seconds("adam", 1.0), seconds("tnt-grafted", 2.0)]
+    for seed, shift in enumerate([0.0, 0.5, 1.0]):
+        runs.append(record("final", "adam", seed, 0.1, [3.0 + shift, 2.0 + shift]))
+        own = [2.2 + shift + 0.01 * seed, 1.0 + shift - 0.01 * seed]
+        runs.append(record("final", "tnt-grafted", seed, 0.1, own))
+        lost = {"diverged_at_step": 4} if seed == 1 else {}
+        runs.append(record("final", "muon", seed, 0.1, [3.0, 2.0], **lost))
+    for lr, loss in ((0.032, 3.0), (0.1, 1.0), (0.32, 2.0)):
+        runs.append(record("tuning", "tnt-grafted", 100, lr, [4.0, loss]))
+    table = {row.variant.form: row for row in rows(runs)}
+    assert list(table) == ["tnt-grafted", "adam", "muon"]
+    tnt = table["tnt-grafted"]
+    assert tnt.interior and not table["adam"].interior
+    assert tnt.tokens["adam"].verdict == "below"
+    assert tnt.tokens["adam"].mean == pytest.approx(-1.01)
+    # Twice as slow: when AdamW is done, TNT has done 10 steps.
+    assert tnt.seconds["adam"].mean == pytest.approx(0.21)
+    assert tnt.seconds["adam"].verdict == "above"
+    assert tnt.speed["adam"] is not None and tnt.speed["adam"] > 1
+    assert tnt.tokens["muon"].verdict == "diverged" and tnt.speed["muon"] is None
+    assert table["muon"].seconds_per_step is None
+    text = "\n".join(markdown(list(table.values())))
+    assert "Width 8, 20 steps:" in text and "diverged (1 of 3)" in text
+    assert "| TNT, grafted | 0.1 | 1.490 ± 0.490 | -1.010 ± 0.006, below | diverged |" in text
+    assert "| AdamW | 0.1 (end of the search) | 2.500 ± 0.500 | - |" in text
+    lines = conclusions(list(table.values()))
+    start = "TNT, grafted, width 8, 20 steps: tokens: -1.010 ± 0.006, below against AdamW; "
+    assert lines[0].startswith(start)
+    where = "widths and lengths in tokens, and at 0 in seconds"
+    assert lines[1:] == [
+        f"TNT, grafted is below AdamW at 1 of 1 {where}",
+        f"TNT, grafted is below Muon + AdamW at 0 of 1 {where}",
+    ]
+    assert conclusions([table["adam"]]) == []
+
+
+# The table
+
+
+SMALL = Scale((8,), (4, 8), (3, 1), (0, 1), ((1, 2),), 1, 1, 2, 6, 2)
+
+
+def table_arguments(text_file: Path, out: Path) -> list[str]:
+    return ["--data", str(text_file), "--jobs", "1", "--timing-threads", "1", "--out", str(out)]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_the_table_has_equal_budgets_and_goes_on_where_it_stopped(
+    text_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(language_table.SCALES, "full", SMALL)
+    out = tmp_path / "table.json"
+    made = []
+    add = language_table.RunFile.add
+
+    def stops(self: Any, key: Any, result: Any) -> Any:
+        if len(made) == 30:
+            raise KeyboardInterrupt
+        made.append(key)
+        return add(self, key, result)
+
+    monkeypatch.setattr(language_table.RunFile, "add", stops)
+    with pytest.raises(KeyboardInterrupt):
+        language_table.main(table_arguments(text_file, out))
+    monkeypatch.setattr(language_table.RunFile, "add", add)
+    assert len(json.loads(out.read_text())["runs"]) == 30
+    assert language_table.main(table_arguments(text_file, out)) == 0
+
+    runs = json.loads(out.read_text())["runs"]
+    keys = [run["key"] for run in runs]
+    assert len({json.dumps(key) for key in keys}) == len(keys)
+    for form in FORMS:
+        for steps, trials in ((4, 3), (8, 1)):
+            own = [k for k in keys if (k["stage"], k["form"]) == ("tuning", form)]
+            own = [k for k in own if k["steps"] == steps]
+            assert len({k["settings"]["lr"] for k in own}) == len(own) == trials
+            assert {k["settings"]["seed"] for k in own} == {100}
+    finals = [k for k in keys if k["stage"] == "final"]
+    assert len(finals) == 2 * 2 * 9 and {k["settings"]["seed"] for k in finals} == {0, 1}
+    assert sum(k["stage"] == "seconds" for k in keys) == 9
+    assert len(keys) - 9 == SMALL.runs() == 8 * 4 + 36
+    assert all(run["seconds_per_step"] > 0 for run in runs if run["key"]["stage"] == "seconds")
+    for steps in (4, 8):
+        assert (tmp_path / f"table-width8-steps{steps}.png").exists()
+    printed = capsys.readouterr().out
+    assert "TNT, grafted, T1 = 1, T2 = 2" in printed and "against Muon + AdamW" in printed
+    assert any(line.startswith("- TNT, grafted") for line in language_table.report(runs))
+
+    with pytest.raises(SystemExit):
+        language_table.main([*table_arguments(text_file, out), "--trials", "4", "1"])
+    assert "trials was [3, 1] and is [4, 1]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--trials", "3"], "--trials: give one number for each length, 2, got 1"),
+        (["--lengths", "5", "8"], "--lengths: must be multiples of 2, got 5"),
+        (["--widths", "7"], "--widths: must be multiples of 2, got 7"),
+        (["--seeds", "100"], "--seeds: 100 is the search's"),
+        (["--seeds", "1", "1"], "--seeds: must differ"),
+        (["--data", "none.txt"], "--data: no such file"),
+    ],
+)
+def test_the_tables_arguments_are_checked(
+    text_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    extra: list[str],
+    message: str,
+) -> None:
+    monkeypatch.setitem(language_table.SCALES, "full", SMALL)
+    with pytest.raises(SystemExit) as stopped:
+        language_table.main([*table_arguments(text_file, tmp_path / "t.json"), *extra])
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_seconds_are_of_whole_cycles(problem: Language) -> None:
+    settings = [
+        replace(form_settings("tnt-grafted", 2, intervals=(3, 14)), batch_size=2),
+        replace(form_settings("adam", 2), batch_size=2),
+    ]
+    found = seconds_per_step(problem, settings, rounds=3, threads=1)
+    assert [found[one]["block"] for one in settings] == [42, 20]
+    for figures in found.values():
+        assert 0 < figures["least"] <= figures["seconds_per_step"] <= figures["most"]
+
+
+# The command
+
+
+def arguments(text_file: Path, out: Path, *more: str) -> list[str]:
+    sizes = ["--width", "8", "--layers", "1", "--heads", "2", "--context", "6", "--steps", "6"]
+    return ["--data", str(text_file), *sizes, "--batch-size", "4", "--out", str(out), *more]
+
+
+def test_the_command_trains_and_goes_on(
+    text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "runs.json"
+    given = arguments(text_file, out, "--optimizer", "tnt", "adam", "--seeds", "0", "1")
+    assert transformer.main(given) == 0
+    printed = capsys.readouterr().out
+    assert "validation loss" in printed and "TNT (grafted, relative damping)" in printed
+    assert out.with_suffix(".png").exists()
+    made = json.loads(out.read_text())
+    assert [run["key"]["optimizer"] for run in made["runs"]] == ["tnt", "tnt", "adam", "adam"]
+    assert made["runs"][0]["key"]["graft"] == "adam"
+    assert made["runs"][0]["steps_per_epoch"] == 6
+    assert transformer.main(given) == 0
+    paper = arguments(text_file, out, "--optimizer", "tnt", "--paper-form", "--warm-start")
+    assert transformer.main(paper) == 0
+    runs = json.loads(out.read_text())["runs"]
+    assert len(runs) == 5 and runs[-1]["key"]["graft"] is None
+    assert runs[-1]["warm_start_seconds"] > 0
+
+    capsys.readouterr()
+    other = arguments(text_file, out, "--optimizer", "adam", "--width", "16")
+    with pytest.raises(SystemExit):
+        transformer.main(other)
+    assert "width was 8 and is 16" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--optimizer", "adam", "--steps", "70"], "--steps: must be at most 50 or a multiple"),
+        (["--optimizer", "adam", "--epochs", "3"], "--epochs: give --steps instead"),
+        (["--optimizer", "adam", "--heads", "3"], "--heads: must divide the width, 8, got 3"),
+        (["--optimizer", "adam", "--context", "60"], "context must be below"),
+        (["--optimizer", "adam", "--data", "none.txt"], "--data: no such file"),
+        (["--optimizer", "lion"], "invalid choice: 'lion'"),
+        (["--optimizer", "muon", "--damping", "1"], "--damping: Muon + AdamW has no such setting"),
+    ],
+)
+def test_the_commands_arguments_are_checked(
+    text_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    extra: list[str],
+    message: str,
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        transformer.main(arguments(text_file, tmp_path / "runs.json", *extra))
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
