@@ -65,7 +65,7 @@ def test_the_papers_grids() -> None:
     assert paper["tnt"]["damping"] == (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
     assert paper["kfac"]["lr"] == (1e-4, 3e-4, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
     assert paper["kfac"]["damping"] == (0.01, 0.03, 0.1, 0.3, 1, 3, 10)
-    networks = GRIDS["cifar10"]
+    networks = GRIDS["resnet32"]
     assert networks["sgd"]["lr"] == decades(3e-5, 1) and len(networks["sgd"]["lr"]) == 10
     assert networks["sgd"]["weight_decay"] == (0.001, 0.01, 0.1, 1)
     assert networks["adam"]["lr"] == decades(1e-6, 0.03) and len(networks["adam"]["lr"]) == 10
@@ -142,14 +142,14 @@ def test_a_search_goes_on_where_it_stopped(
     calls: list[Settings] = []
     run_all = search.run_all
 
-    def stops(maker: Any, todo: list[Settings], jobs: int, done: Any) -> None:
+    def stops(maker: Any, todo: list[Settings], jobs: int, done: Any, device: Any) -> None:
         def counted(settings: Settings, record: dict[str, Any]) -> None:
             if len(calls) == 5:
                 raise KeyboardInterrupt
             calls.append(settings)
             done(settings, record)
 
-        run_all(maker, todo, jobs, counted)
+        run_all(maker, todo, jobs, counted, device)
 
     with monkeypatch.context() as context:
         context.setattr(search, "run_all", stops)
@@ -188,6 +188,12 @@ def test_a_search_does_not_mix_protocols(
         ("newton", "invalid choice: 'newton'"),
         ("autoencoder --data digits --optimizer newton", "invalid choice: 'newton'"),
         ("autoencoder --data digits --lr 0", "argument --lr: must be positive and finite, got 0"),
+        (
+            "autoencoder --data digits --jobs 2 --flush-subnormals",
+            "argument --flush-subnormals: only one process does that",
+        ),
+        ("transformer --data nowhere", "argument --data: no such file: nowhere"),
+        ("cnn --model resnet32 --data nowhere", "argument --data: no such folder: nowhere"),
         ("autoencoder --data digits --jobs 0", "argument --jobs: must be at least 1, got 0"),
         ("autoencoder --data digits --batch-size 1798", "argument --batch-size: batch_size must"),
     ],

@@ -106,21 +106,7 @@ def _parser() -> argparse.ArgumentParser:
         "learning rate falls at the same fractions of the run. A command that was interrupted goes "
         "on where it stopped; runs that are in the file already are not made again.",
     )
-    parser.add_argument(
-        "--data",
-        required=True,
-        metavar="DIR",
-        help="folder with the Python version of CIFAR-10 (resnet32) or CIFAR-100 (vgg16), in "
-        "itself or in cifar-10-batches-py or cifar-100-python",
-    )
-    parser.add_argument("--model", required=True, choices=tuple(NETWORKS))
-    parser.add_argument(
-        "--subset",
-        type=positive_int,
-        metavar="N",
-        help="train on N images, the first of every class (default: all); the validation set "
-        "stays whole",
-    )
+    add_data_arguments(parser)
     add_run_arguments(parser, OPTIMIZERS)
     parser.add_argument(
         "--reach",
@@ -139,6 +125,25 @@ def _parser() -> argparse.ArgumentParser:
         "(default: results/cnn/MODEL-OPTIMIZER.json)",
     )
     return parser
+
+
+def add_data_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that choose the problem."""
+    parser.add_argument(
+        "--data",
+        required=True,
+        metavar="DIR",
+        help="folder with the Python version of CIFAR-10 (resnet32) or CIFAR-100 (vgg16), in "
+        "itself or in cifar-10-batches-py or cifar-100-python",
+    )
+    parser.add_argument("--model", required=True, choices=tuple(NETWORKS))
+    parser.add_argument(
+        "--subset",
+        type=positive_int,
+        metavar="N",
+        help="train on N images, the first of every class (default: all); the validation set "
+        "stays whole",
+    )
 
 
 if __name__ == "__main__":

@@ -61,13 +61,18 @@ _DIGITS: dict[str, Grid] = {
     "adam": {"lr": decades(3e-4, 0.3), "damping": (1e-8, 1e-4, 1e-3, 0.01, 0.1)},
     "sgd": {"lr": log_grid(1e-3, 1, 35)},
 }
+# Grafted steps have Adam's length, whatever the method: one grid serves all.
+_LANGUAGE: dict[str, Grid] = {
+    method: {"lr": decades(1e-3, 0.1)} for method in ("tnt", "tnt-ef", "shampoo", "adam", "muon")
+}
 GRIDS: dict[str, dict[str, Grid]] = {
     "mnist": _PAPER_AUTOENCODER,
     "faces": _PAPER_AUTOENCODER,
     "curves": _PAPER_AUTOENCODER,
     "digits": _DIGITS,
-    "cifar10": _PAPER_CNN,
-    "cifar100": _PAPER_CNN,
+    "resnet32": _PAPER_CNN,
+    "vgg16": _PAPER_CNN,
+    "language": _LANGUAGE,
 }
 
 

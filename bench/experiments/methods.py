@@ -116,7 +116,9 @@ METHODS: dict[str, Method] = {
     # Which form of KFAC is a matter of the problem: the paper inverts damped factors for the
     # autoencoders and works in the eigenbasis for the convolutional networks.
     "kfac": Method("KFAC", "#CC79A7", "sampled", True, True, _kfac("damped")),
-    "kfac-eigen": Method("KFAC (eigenbasis)", "#AA4499", "sampled", True, True, _kfac("eigenbasis")),
+    "kfac-eigen": Method(
+        "KFAC (eigenbasis)", "#AA4499", "sampled", True, True, _kfac("eigenbasis")
+    ),
     "shampoo": Method("Shampoo", "#E69F00", "empirical", True, True, _shampoo),
     "adam": Method("Adam", "#009E73", None, True, True, _adam),
     "sgd": Method("SGD-m", "#D55E00", None, False, False, _sgd),

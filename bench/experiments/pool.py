@@ -29,8 +29,9 @@ def run_all(
     settings: Sequence[Settings],
     jobs: int,
     on_done: Callable[[Settings, dict[str, Any]], None],
+    device: torch.device | str = "cpu",
 ) -> None:
-    """Train once with each of the settings, on the CPU, `jobs` of them at a time.
+    """Train once with each of the settings, `jobs` of them at a time.
 
     With one job everything happens in this process, on the threads that it has. With more, each is
     a process of its own with one thread: matrices of these experiments' sizes gain more from a
@@ -44,6 +45,7 @@ def run_all(
         jobs: how many runs at a time.
         on_done: called in this process with a run's settings and its record, `Run.record()`, as
             soon as it is done, in the order in which they finish.
+        device: where to train.
 
     Raises:
         ValueError: `jobs` is not positive.
@@ -56,14 +58,14 @@ def run_all(
     if jobs == 1:
         problem = problem_maker()
         for one in settings:
-            on_done(one, train(problem, one, "cpu", report_every=0).record())
+            on_done(one, train(problem, one, device, report_every=0).record())
         return
     todo = deque(settings)
     workers: dict[Connection, SpawnProcess] = {}
     busy: dict[Connection, Settings] = {}
     try:
         for _ in range(min(jobs, len(settings))):
-            connection, process = _start_worker(problem_maker)
+            connection, process = _start_worker(problem_maker, device)
             workers[connection] = process
             busy[connection] = _give(connection, todo)
         while busy:
@@ -82,11 +84,13 @@ def run_all(
             connection.close()
 
 
-def _start_worker(problem_maker: Callable[[], Problem]) -> tuple[Connection, SpawnProcess]:
+def _start_worker(
+    problem_maker: Callable[[], Problem], device: torch.device | str
+) -> tuple[Connection, SpawnProcess]:
     # Spawned, not forked: torch's threads do not survive a fork.
     context = get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_work, args=(theirs, problem_maker), daemon=True)
+    process = context.Process(target=_work, args=(theirs, problem_maker, device), daemon=True)
     process.start()
     theirs.close()  # the worker's alone, so that its death is an end of file here
     return ours, process
@@ -116,7 +120,9 @@ def _receive(connection: Connection, process: SpawnProcess, settings: Settings) 
     return found
 
 
-def _work(connection: Connection, problem_maker: Callable[[], Problem]) -> None:
+def _work(
+    connection: Connection, problem_maker: Callable[[], Problem], device: torch.device | str
+) -> None:
     """A worker's life: settings in, (record, None) or (None, traceback) out."""
     # Ctrl-C reaches all processes of a terminal: the parent is the one that acts on it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -128,7 +134,7 @@ def _work(connection: Connection, problem_maker: Callable[[], Problem]) -> None:
         outcome: tuple[dict[str, Any] | None, str | None]
         try:
             problem = problem_maker() if problem is None else problem
-            outcome = train(problem, settings, "cpu", report_every=0).record(), None
+            outcome = train(problem, settings, device, report_every=0).record(), None
         except Exception:
             outcome = None, traceback.format_exc()
         connection.send(outcome)

@@ -56,6 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns 0."""
     parser, arguments = _parsed(argv)
     experiment = EXPERIMENTS[arguments.experiment]
+    if arguments.flush_subnormals and arguments.jobs > 1:
+        parser.error("argument --flush-subnormals: only one process does that, with --jobs 1")
     device = set_machine(parser, arguments, getattr(arguments, "data", ""))
     maker = experiment.maker(arguments)
     try:
@@ -76,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             file.add(asdict(settings), _kept(record, experiment.criterion))
             bar.update()
 
-        run_all(maker, missing, arguments.jobs, done)
+        run_all(maker, missing, arguments.jobs, done, device)
     _report(file, grids, experiment.criterion)
     plot_search(file.runs, grids, experiment.criterion, out.with_suffix(".png"), problem.label)
     print(f"wrote {out} and {out.with_suffix('.png')}")
@@ -132,7 +134,7 @@ def _grids(
     grids: dict[str, Grid] = {}
     for optimizer in chosen:
         known = GRIDS.get(problem.name, {}).get(optimizer)
-        base = experiment.defaults(problem, optimizer)
+        base = experiment.defaults(problem, optimizer, arguments.epochs)
         if known is None and "lr" not in given:
             parser.error(f"argument --lr: there is no grid of {optimizer} on {problem.name}")
         own = {name: v for name, v in given.items() if getattr(base, name) is not None}
@@ -149,10 +151,9 @@ def _settings(
 ) -> list[Settings]:
     runs = []
     for optimizer, grid in grids.items():
-        base = experiment.defaults(problem, optimizer)
-        for name in ("epochs", "batch_size"):
-            if getattr(arguments, name) is not None:
-                base = replace(base, **{name: getattr(arguments, name)})
+        base = experiment.defaults(problem, optimizer, arguments.epochs)
+        if arguments.batch_size is not None:
+            base = replace(base, batch_size=arguments.batch_size)
         for settings in grid_settings(base, grid):
             runs += [replace(settings, seed=seed) for seed in dict.fromkeys(arguments.seeds)]
     try:

@@ -82,6 +82,21 @@ def add_text_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_data_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that choose the problem."""
+    add_text_argument(parser)
+    parser.add_argument("--width", type=positive_int, default=128, metavar="N")
+    parser.add_argument("--layers", type=positive_int, default=2, metavar="N")
+    parser.add_argument("--heads", type=positive_int, default=4, metavar="N")
+    parser.add_argument(
+        "--context",
+        type=positive_int,
+        default=CONTEXT,
+        metavar="N",
+        help="characters in a window (default: %(default)s)",
+    )
+
+
 def checked_problem(
     parser: argparse.ArgumentParser, arguments: argparse.Namespace, epoch_steps: int
 ) -> Language:
@@ -123,17 +138,7 @@ def _parser() -> argparse.ArgumentParser:
         "is given. A command that was interrupted goes on where it stopped; runs that are in the "
         "file already are not made again, so that several forms can go into one file.",
     )
-    add_text_argument(parser)
-    parser.add_argument("--width", type=positive_int, default=128, metavar="N")
-    parser.add_argument("--layers", type=positive_int, default=2, metavar="N")
-    parser.add_argument("--heads", type=positive_int, default=4, metavar="N")
-    parser.add_argument(
-        "--context",
-        type=positive_int,
-        default=CONTEXT,
-        metavar="N",
-        help="characters in a window (default: %(default)s)",
-    )
+    add_data_arguments(parser)
     parser.add_argument(
         "--steps",
         type=positive_int,

@@ -11,10 +11,16 @@ a step that is skipped for one is the optimizer's decision.
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from tnt_optim.gradients import check_scalar_loss
+
+# One of LIKELIHOODS, or a user's own function from the output to the loss at labels it samples.
+Likelihood = str | Callable[[Any], Tensor]
 
 
 def categorical(logits: Tensor, generator: torch.Generator) -> Tensor:
@@ -57,6 +63,67 @@ LIKELIHOODS: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
     "bernoulli": bernoulli,
     "gaussian": gaussian,
 }
+
+
+def check_sampling(likelihood: Likelihood, seed: int) -> None:
+    """Checks what an optimizer is told about its labels.
+
+    Raises:
+        ValueError: names the argument, the rule, and what came.
+    """
+    if not callable(likelihood) and likelihood not in tuple(LIKELIHOODS):
+        known = ", ".join(repr(name) for name in LIKELIHOODS)
+        raise ValueError(f"likelihood must be {known} or a function, got {likelihood!r}")
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise ValueError(f"seed must be an integer, got {seed!r}")
+
+
+def check_single_process(advice: str) -> None:
+    """Checks that no other process trains the same model: each would sample for itself.
+
+    Raises:
+        RuntimeError: where one may; ends with the advice.
+    """
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        processes = distributed.get_world_size()
+        if processes > 1:
+            raise RuntimeError(
+                "samples are not synchronised between processes yet, and torch.distributed runs "
+                f"{processes}: the replicas would drift apart; {advice}"
+            )
+
+
+def loss_at_samples(
+    likelihood: Likelihood,
+    output: Any,
+    seed: int,
+    key: tuple[int | str, ...],
+    devices: set[torch.device],
+) -> Tensor:
+    """-log p at labels drawn from the stream that a seed and a key name.
+
+    Args:
+        likelihood: one of ``LIKELIHOODS``, or a function that draws from the global generators.
+        output: the model's output, with its graph.
+        seed: the optimizer's.
+        key: names the draws among those of the seed.
+        devices: whose generators such a function may draw from; they are put back.
+
+    Raises:
+        ValueError: where the output, or what the function returns, does not fit.
+    """
+    seed = stream_seed(seed, *key)
+    if callable(likelihood):
+        with seeded_globally(seed, devices):
+            return check_scalar_loss("likelihood", likelihood(output))
+    if not isinstance(output, Tensor) or not output.is_floating_point():
+        got = output.dtype if isinstance(output, Tensor) else type(output).__name__
+        raise ValueError(f"output must be a floating-point tensor, got {got}")
+    if not output.requires_grad:
+        raise ValueError("output must have a graph, got a tensor that requires no gradient")
+    generator = torch.Generator(output.device).manual_seed(seed)
+    return sampled_loss(likelihood, output, generator)
 
 
 def sampled_loss(likelihood: str, output: Tensor, generator: torch.Generator) -> Tensor:

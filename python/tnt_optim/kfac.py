@@ -13,7 +13,7 @@ from tnt_optim.capture import hook_layers
 from tnt_optim.checkpoint import copied
 from tnt_optim.device_step import by_device
 from tnt_optim.failures import COUNTERS, Failures, PreconditionerError
-from tnt_optim.fisher import LIKELIHOODS
+from tnt_optim.fisher import Likelihood, check_sampling
 from tnt_optim.kronecker import state_dtype
 from tnt_optim.layer_checkpoint import check_kfac_settings, check_kfac_state_dict
 from tnt_optim.layer_inverses import INVERSES
@@ -88,20 +88,16 @@ class KFAC(Optimizer):
         weight_decay: float = 0.0,
         stat_interval: int = 10,
         inverse_interval: int = 100,
-        likelihood: str | Callable[[Any], Tensor] = "categorical",
+        likelihood: Likelihood = "categorical",
         inverse: str = "damped",
         seed: int = 0,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-        if not callable(likelihood) and likelihood not in tuple(LIKELIHOODS):
-            known = ", ".join(repr(name) for name in LIKELIHOODS)
-            raise ValueError(f"likelihood must be {known} or a function, got {likelihood!r}")
+        check_sampling(likelihood, seed)
         if inverse not in tuple(INVERSES):
             known = " or ".join(repr(name) for name in INVERSES)
             raise ValueError(f"inverse must be {known}, got {inverse!r}")
-        if not isinstance(seed, int) or isinstance(seed, bool):
-            raise ValueError(f"seed must be an integer, got {seed!r}")
         settings = {
             "lr": lr,
             "damping": damping,

@@ -1,6 +1,6 @@
 """Statistics of all layers at labels sampled from a model's output."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,8 +9,8 @@ from torch import Tensor
 
 from tnt_optim.capture import LayerHook, check_uses, walk
 from tnt_optim.failures import PreconditionerError
-from tnt_optim.fisher import sampled_loss, seeded_globally, stream_seed
-from tnt_optim.gradients import check_reached, check_scalar_loss
+from tnt_optim.fisher import Likelihood, check_single_process, loss_at_samples
+from tnt_optim.gradients import check_reached
 from tnt_optim.layer_statistics import LayerSums, all_finite_statistics, batch_size, layer_sums
 from tnt_optim.layers import Layer
 
@@ -30,7 +30,7 @@ class LayerSampling:
 
     names: Sequence[str]
     layers: Sequence[Layer]
-    likelihood: str | Callable[[Any], Tensor]
+    likelihood: Likelihood
     seed: int
 
     def sums(
@@ -55,8 +55,9 @@ class LayerSampling:
             ValueError: where the output does not fit; see ``KFAC.observe``.
             RuntimeError: where torch.distributed runs more than one process.
         """
-        _check_single_process()
-        loss = self._loss(output, key)
+        check_single_process("train in one process, or with TNT and fisher='empirical'")
+        devices = {layer.weight.device for layer in self.layers}
+        loss = loss_at_samples(self.likelihood, output, self.seed, key, devices)
         graph = walk(loss, hooks)
         reached = check_uses(graph, due, self.names, self.layers)
         if not reached:
@@ -113,37 +114,7 @@ class LayerSampling:
             raise PreconditionerError(f"outputs: none of {skipped} batches was finite")
         return stats, skipped
 
-    def _loss(self, output: Any, key: Key) -> Tensor:
-        """-log p at labels drawn from the stream named by the seed and ``key``."""
-        seed = stream_seed(self.seed, *key)
-        if callable(self.likelihood):
-            with seeded_globally(seed, {layer.weight.device for layer in self.layers}):
-                return check_scalar_loss("likelihood", self.likelihood(output))
-        if not isinstance(output, Tensor) or not output.is_floating_point():
-            got = output.dtype if isinstance(output, Tensor) else type(output).__name__
-            raise ValueError(f"output must be a floating-point tensor, got {got}")
-        if not output.requires_grad:
-            raise ValueError("output must have a graph, got a tensor that requires no gradient")
-        generator = torch.Generator(output.device).manual_seed(seed)
-        return sampled_loss(self.likelihood, output, generator)
-
 
 def is_trainable(layer: Layer) -> bool:
     """Whether any of a layer's parameters is."""
     return any(param.requires_grad for param in layer.parameters())
-
-
-def _check_single_process() -> None:
-    """Checks that no other process trains the same model.
-
-    Raises:
-        RuntimeError: where one may.
-    """
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        processes = distributed.get_world_size()
-        if processes > 1:
-            raise RuntimeError(
-                "KFAC does not synchronise its statistics between processes, and torch.distributed "
-                f"runs {processes}: the replicas would drift apart"
-            )

@@ -1,19 +1,24 @@
 """Tensor Normal Training (Ren & Goldfarb, NeurIPS 2021)."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tnt_kernels import damped_inverse
 from tnt_optim.device_step import Settings
-from tnt_optim.fisher import LIKELIHOODS, sampled_loss, seeded_globally, stream_seed
-from tnt_optim.gradients import check_reached, check_scalar_loss, gradients_of
+from tnt_optim.fisher import (
+    Likelihood,
+    check_sampling,
+    check_single_process,
+    loss_at_samples,
+)
+from tnt_optim.gradients import check_reached, gradients_of
 from tnt_optim.kronecker import KroneckerOptimizer, state_dtype
 
 FISHERS = ("sampled", "empirical")
+_ONE_PROCESS = "use fisher='empirical'"
 
 
 class TNT(KroneckerOptimizer):
@@ -88,7 +93,7 @@ class TNT(KroneckerOptimizer):
         weight_decay: float = 0.0,
         stat_interval: int = 10,
         inverse_interval: int = 100,
-        likelihood: str | Callable[[Any], Tensor] = "categorical",
+        likelihood: Likelihood = "categorical",
         fisher: str = "sampled",
         max_factor_dim: int = 8192,
         relative_damping: bool = False,
@@ -96,13 +101,9 @@ class TNT(KroneckerOptimizer):
         seed: int = 0,
         capturable: bool = False,
     ) -> None:
-        if not callable(likelihood) and likelihood not in tuple(LIKELIHOODS):
-            known = ", ".join(repr(name) for name in LIKELIHOODS)
-            raise ValueError(f"likelihood must be {known} or a function, got {likelihood!r}")
+        check_sampling(likelihood, seed)
         if fisher not in FISHERS:
             raise ValueError(f"fisher must be 'sampled' or 'empirical', got {fisher!r}")
-        if not isinstance(seed, int) or isinstance(seed, bool):
-            raise ValueError(f"seed must be an integer, got {seed!r}")
         self.likelihood = likelihood
         self.fisher = fisher
         self.seed = seed
@@ -153,7 +154,7 @@ class TNT(KroneckerOptimizer):
         due = self._due()
         if not due:
             return
-        check_single_process()
+        check_single_process(_ONE_PROCESS)
         loss = self._sampled_loss(output, "step", self.param_groups[0]["step"], self._observations)
         observed = gradients_of(loss, due, retain_graph=True)
         if len(due) == sum(p.requires_grad for g in self.param_groups for p in g["params"]):
@@ -188,18 +189,8 @@ class TNT(KroneckerOptimizer):
 
     def _sampled_loss(self, output: Any, *key: int | str) -> Tensor:
         """-log p at labels drawn from the stream named by the seed and ``key``."""
-        seed = stream_seed(self.seed, *key)
-        if callable(self.likelihood):
-            devices = {p.device for group in self.param_groups for p in group["params"]}
-            with seeded_globally(seed, devices):
-                return check_scalar_loss("likelihood", self.likelihood(output))
-        if not isinstance(output, Tensor) or not output.is_floating_point():
-            got = output.dtype if isinstance(output, Tensor) else type(output).__name__
-            raise ValueError(f"output must be a floating-point tensor, got {got}")
-        if not output.requires_grad:
-            raise ValueError("output must have a graph, got a tensor that requires no gradient")
-        generator = torch.Generator(output.device).manual_seed(seed)
-        return sampled_loss(self.likelihood, output, generator)
+        devices = {p.device for group in self.param_groups for p in group["params"]}
+        return loss_at_samples(self.likelihood, output, self.seed, key, devices)
 
     # What KroneckerOptimizer asks for.
 
@@ -237,7 +228,7 @@ class TNT(KroneckerOptimizer):
     def _statistic_loss(self, output: Any, index: int) -> Tensor:
         if self.fisher == "empirical":
             return super()._statistic_loss(output, index)
-        check_single_process()
+        check_single_process(_ONE_PROCESS)
         return self._sampled_loss(output, "warm start", index)
 
     def _may_wait(self, param: Tensor) -> bool:
@@ -253,23 +244,6 @@ class TNT(KroneckerOptimizer):
             and (p in self._asked or p.grad is None)
         }
         self._sampled, self._asked, self._observations = {}, set(), 0
-
-
-def check_single_process() -> None:
-    """Checks that no other process trains the same model.
-
-    Raises:
-        RuntimeError: where one may.
-    """
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        processes = distributed.get_world_size()
-        if processes > 1:
-            raise RuntimeError(
-                f"fisher='sampled' does not synchronise its samples between processes yet, and "
-                f"torch.distributed runs {processes}: the replicas would drift apart; "
-                "use fisher='empirical'"
-            )
 
 
 _OWN = (
