@@ -11,6 +11,10 @@
 #   make bench              every kernel benchmark and the complexity table, to bench/results;
 #                           some 15 minutes on two cores that nothing else uses
 #   make bench-quick        a few of them in two minutes, to build/bench
+#   make figures            every experiment scaled down to two cores and 40 minutes, and one page of the
+#                           figures beside the paper's claims, to results/figures; MNIST=DIR, FACES=DIR,
+#                           CIFAR10=DIR and TEXT=FILE say where data are that are not under data/; what
+#                           lacks its data is left out
 #   make cuda-build-check   builds the extension with CUDA for GPUs of two generations and imports it:
 #                           wants nvcc and a download of some gigabytes, no GPU
 #   make gpu                builds, tests and measures on a GPU in under ten minutes, with the PyTorch
@@ -32,7 +36,7 @@ IN_VENV = . "$(if $(filter /%,$(VENV)),,./)$(BIN)/activate" &&
 CPP_SOURCES = $(shell find csrc tests/native -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 EXTENSION_SOURCES = setup.py $(shell find csrc -type f)
 
-.PHONY: demo test lint format native-test python-test fuzz bench bench-quick gpu build cuda-build-check clean
+.PHONY: demo test lint format native-test python-test fuzz bench bench-quick figures gpu build cuda-build-check clean
 
 demo: build
 	$(PY) -m bench.experiments.demo $(if $(DATA),--data "$(DATA)")
@@ -67,6 +71,10 @@ bench: build
 
 bench-quick: build
 	$(PY) -m bench.kernels --quick
+
+figures: build
+	$(PY) -m bench.figures $(if $(MNIST),--mnist "$(MNIST)") $(if $(FACES),--faces "$(FACES)") \
+		$(if $(CIFAR10),--cifar10 "$(CIFAR10)") $(if $(TEXT),--text "$(TEXT)")
 
 gpu:
 	$(PYTHON) -m bench.gpu $(if $(STAGE),--stage "$(STAGE)")

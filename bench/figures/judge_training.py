@@ -1,0 +1,255 @@
+"""What training runs say of the paper's claims: autoencoders and convolutional networks."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+
+from bench.experiments.methods import LABELS, METHODS
+from bench.experiments.training import Run
+from bench.figures.evidence import Record, by_method, is_tuned
+from bench.figures.verdicts import (
+    CANNOT_TELL,
+    CONTRADICTS,
+    SUPPORTS,
+    Verdict,
+    all_of,
+    below,
+    inside,
+    not_above,
+    unless,
+)
+
+Judge = Callable[[Record], Verdict]
+FIRST_ORDER = ("adam", "sgd")
+
+# A run with fewer refreshes of the inverses than that is mostly start.
+_LEAST_REFRESHES = 3
+# With momentum or decay b a method looks back 1/(1 - b) steps; a run should be so many times that.
+_MEMORIES = 3
+# Of the paper's runs.
+_EPOCHS, _IMAGES = {"second": 100, "first": 200}, 50_000
+_ERROR_MARGIN = 0.01  # of validation errors: one point
+_FASTER = (1.5, 2.5)  # "roughly twice as fast"
+_EQUAL = (2 / 3, 1.5)  # "equally as fast"
+
+
+def lower_loss(others: Sequence[str], own: str = "tnt") -> Judge:
+    """After as many epochs, the smoothed training loss is below the others'."""
+    return _each(others, own, below)
+
+
+def as_low_loss(others: Sequence[str], own: str = "tnt") -> Judge:
+    """After as many epochs, the smoothed training loss is at most the others', within 2 %."""
+    return _each(others, own, not_above)
+
+
+def sooner(others: Sequence[str], own: str = "tnt") -> Judge:
+    """The others' last loss is reached in fewer seconds than they took, warm start included."""
+
+    def judge(record: Record) -> Verdict:
+        methods = by_method(record)
+        runs = methods.get(own, {})
+        verdicts = [_sooner(own, runs, name, methods.get(name, {})) for name in others]
+        return unless(too_short(record, runs), all_of(verdicts))
+
+    return judge
+
+
+def second_order_alike(record: Record) -> Verdict:
+    """With extensive tuning, second-order methods end alike: within 5 % of TNT's loss."""
+    methods = by_method(record)
+    own = _final(methods.get("tnt", {}))
+    verdicts = []
+    for name in ("kfac", "shampoo"):
+        other = _final(methods.get(name, {}))
+        seeds = sorted(own.keys() & other.keys())
+        ratios = [own[seed] / other[seed] for seed in seeds]
+        verdicts.append(inside(f"TNT's loss over {LABELS[name]}'s", ratios, 0.95, 1.05))
+    return unless(too_short(record, methods.get("tnt", {})), all_of(verdicts))
+
+
+def usually_better(record: Record) -> Verdict:
+    """Second-order methods usually end below well-tuned first-order ones.
+
+    Every pair of them is judged; "usually" is more than half of those that could be.
+    """
+    methods = by_method(record)
+    second = [name for name in ("tnt", "kfac", "shampoo") if name in methods]
+    verdicts = [
+        below(LABELS[name], _final(methods[name]), LABELS[other], _final(methods[other]))
+        for name in second
+        for other in FIRST_ORDER
+        if other in methods
+    ]
+    yes = sum(verdict.outcome == SUPPORTS for verdict in verdicts)
+    no = sum(verdict.outcome == CONTRADICTS for verdict in verdicts)
+    half = len(verdicts) / 2
+    outcome = SUPPORTS if yes > half else CONTRADICTS if no > half else CANNOT_TELL
+    why = f"{yes} of {len(verdicts)} pairs below, {no} above: "
+    why += "; ".join(verdict.why for verdict in verdicts)
+    return unless(too_short(record, methods.get("tnt", {})), Verdict(outcome, why))
+
+
+def as_low_error(own: str, other: str) -> Judge:
+    """The validation error after the last epoch is at most the other's, within a point."""
+
+    def judge(record: Record) -> Verdict:
+        methods = by_method(record, _last_error)
+        errors = [
+            {seed: _last_error(run) for seed, run in methods.get(name, {}).items()}
+            for name in (own, other)
+        ]
+        verdict = not_above(LABELS[own], errors[0], LABELS[other], errors[1], _ERROR_MARGIN)
+        return unless(scaled_down(record), verdict)
+
+    return judge
+
+
+def roughly_same_errors(record: Record) -> Verdict:
+    """Second-order methods and Adam end within a point of SGD-m's validation error."""
+    methods = by_method(record, _last_error)
+    base = {seed: _last_error(run) for seed, run in methods.get("sgd", {}).items()}
+    verdicts = []
+    for name, runs in methods.items():
+        if name not in ("sgd", "tnt-ef"):
+            gaps = [_last_error(runs[s]) - base[s] for s in sorted(runs.keys() & base.keys())]
+            text = f"{LABELS[name]}'s error less SGD-m's"
+            verdicts.append(inside(text, gaps, -_ERROR_MARGIN, _ERROR_MARGIN))
+    return unless(scaled_down(record), all_of(verdicts))
+
+
+def process_time(faster: bool) -> Judge:
+    """SGD-m's 200 epochs over TNT's 100, in seconds: roughly twice as long, or as long.
+
+    From the seconds of an epoch: a shorter run has them, too, but not what the epochs come to.
+    """
+    low, high = _FASTER if faster else _EQUAL
+
+    def judge(record: Record) -> Verdict:
+        methods = by_method(record, _last_error)
+        own, base = methods.get("tnt", {}), methods.get("sgd", {})
+        ratios = []
+        for seed in sorted(own.keys() & base.keys()):
+            tnt = _EPOCHS["second"] * own[seed].seconds_per_epoch
+            tnt += own[seed].warm_start_seconds or 0.0
+            ratios.append(_EPOCHS["first"] * base[seed].seconds_per_epoch / tnt)
+        verdict = inside("SGD-m's 200 epochs over TNT's 100", ratios, low, high)
+        return unless(scaled_down(record), verdict)
+
+    return judge
+
+
+def slowest_epochs(record: Record) -> Verdict:
+    """KFAC's epochs take much longer than TNT's and Shampoo's: more than 1.5 times as long."""
+    methods = by_method(record, _last_error)
+    kfac = methods.get("kfac-eigen", {})
+    verdicts = []
+    for name in ("tnt", "shampoo"):
+        runs = methods.get(name, {})
+        seeds = sorted(kfac.keys() & runs.keys())
+        ratios = [kfac[s].seconds_per_epoch / runs[s].seconds_per_epoch for s in seeds]
+        text = f"KFAC's epoch over {LABELS[name]}'s"
+        verdicts.append(inside(text, ratios, 1.5, math.inf, "more than 1.5"))
+    return all_of(verdicts)
+
+
+def too_short(record: Record, runs: Mapping[int, Run]) -> str | None:
+    """Why the runs of a training comparison are too short to judge by, or None."""
+    for run in runs.values():
+        if run.diverged_at_step is not None:
+            continue
+        steps, interval = len(run.step_losses), run.settings.inverse_interval or 1
+        if steps < _LEAST_REFRESHES * interval:
+            return f"scaled down too far: {steps} steps are fewer than {_LEAST_REFRESHES} T2"
+    if not is_tuned(record):
+        return None
+    slowest = max(
+        value
+        for run in record.runs
+        if run["key"]["optimizer"] in METHODS
+        for value in (run["key"]["momentum"], run["key"]["stat_decay"] or 0.0)
+        if value < 0.999 or run["key"]["optimizer"] != "adam"
+    )
+    needed = round(_MEMORIES / (1 - slowest))
+    steps = max((len(run.step_losses) for run in runs.values()), default=0)
+    if steps < needed:
+        return f"scaled down too far: {steps} steps, with a momentum or decay of {slowest:g}"
+    return None
+
+
+def scaled_down(record: Record) -> str | None:
+    """Why a record of classifiers is not the paper's experiment, or None."""
+    parts = []
+    examples = record.protocol.get("examples")
+    if examples != _IMAGES:
+        parts.append(f"{examples} of {_IMAGES} images")
+    epochs = sorted({run["key"]["epochs"] for run in record.runs})
+    if epochs[0] < _EPOCHS["second"]:
+        parts.append(f"{' and '.join(map(str, epochs))} epochs of 100 (first order: 200)")
+    return f"scaled down too far: {', '.join(parts)}" if parts else None
+
+
+def _each(others: Sequence[str], own: str, compare: Callable[..., Verdict]) -> Judge:
+    def judge(record: Record) -> Verdict:
+        methods = by_method(record)
+        runs = methods.get(own, {})
+        verdicts = [
+            compare(LABELS[own], _final(runs), LABELS[name], _final(methods.get(name, {})))
+            for name in others
+        ]
+        return unless(too_short(record, runs), all_of(verdicts))
+
+    return judge
+
+
+def _sooner(own: str, runs: Mapping[int, Run], other: str, base: Mapping[int, Run]) -> Verdict:
+    taken: dict[int, float] = {}
+    whole: dict[int, float] = {}
+    missed = 0
+    if not runs.keys() & base.keys():
+        return Verdict(CANNOT_TELL, f"{LABELS[other if runs else own]} was not run beside it")
+    for seed in sorted(runs.keys() & base.keys()):
+        run, rival = runs[seed], base[seed]
+        if rival.diverged_at_step is not None:
+            return Verdict(CANNOT_TELL, f"{LABELS[other]} diverged")
+        whole[seed] = rival.epochs[-1].elapsed_seconds
+        if run.diverged_at_step is not None:
+            taken[seed] = math.inf
+            continue
+        reached = run.seconds_to(rival.final_loss)
+        if reached is None:
+            missed += 1
+            reached = run.epochs[-1].elapsed_seconds  # at least
+            if reached < whole[seed]:
+                return Verdict(
+                    CANNOT_TELL,
+                    f"{LABELS[own]} ended at {reached:.3g} s above {LABELS[other]}'s last loss, "
+                    f"which took {whole[seed]:.3g} s",
+                )
+        taken[seed] = reached
+    name = f"{LABELS[own]}'s seconds to {LABELS[other]}'s last loss"
+    verdict = below(name, taken, f"{LABELS[other]}'s own", whole)
+    if missed:
+        return Verdict(verdict.outcome, f"{verdict.why}, not reached in {missed}")
+    return verdict
+
+
+def _final(runs: Mapping[int, Run]) -> dict[int, float]:
+    return {seed: run.final_loss for seed, run in runs.items()}
+
+
+def _last_error(run: Run) -> float:
+    if run.diverged_at_step is not None:
+        return math.inf
+    return run.epochs[-1].metrics["validation_error"]
+
+
+def mean_text(values: Sequence[float], digits: int = 2) -> str:
+    """Mean and standard deviation over seeds, as tables show them."""
+    good = [value for value in values if math.isfinite(value)]
+    if len(good) < len(values):
+        return f"diverged ({len(values) - len(good)} of {len(values)})"
+    text = f"{statistics.mean(good):.{digits}f}"
+    return text if len(good) == 1 else f"{text} ± {statistics.stdev(good):.{digits}f}"

@@ -1,0 +1,135 @@
+"""What a run says of a claim, and the rules for it: differences paired by seed, two errors."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from bench.experiments.language_results import ERRORS, paired
+
+SUPPORTS, CONTRADICTS, CANNOT_TELL = "supports", "contradicts", "cannot tell"
+NOT_RUN = "not run"
+
+# "At least as good": no worse by more than this share of the other's loss.
+MARGIN = 0.02
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a run says of a claim.
+
+    Attributes:
+        outcome: SUPPORTS, CONTRADICTS or CANNOT_TELL.
+        why: the numbers that decided.
+    """
+
+    outcome: str
+    why: str
+
+
+def below(
+    name: str, own: Mapping[int, float], other_name: str, other: Mapping[int, float]
+) -> Verdict:
+    """Whether one is below the other, by more than two standard errors of the mean difference.
+
+    Args:
+        name: whose figures the first are.
+        own: by seed; infinite for a run that diverged.
+        other_name: whose the others are.
+        other: likewise, from the same starts and batches.
+    """
+    return _judged(name, own, other_name, other, margin=None)
+
+
+def not_above(
+    name: str,
+    own: Mapping[int, float],
+    other_name: str,
+    other: Mapping[int, float],
+    margin: float | None = None,
+) -> Verdict:
+    """Whether one is at most the other, but for a margin, with two standard errors to spare.
+
+    Args:
+        name: whose figures the first are.
+        own: by seed; infinite for a run that diverged.
+        other_name: whose the others are.
+        other: likewise, from the same starts and batches.
+        margin: None for `MARGIN` of the other's mean.
+    """
+    finite = [value for value in other.values() if math.isfinite(value)]
+    if margin is None:
+        margin = MARGIN * abs(statistics.mean(finite)) if finite else 0.0
+    return _judged(name, own, other_name, other, margin)
+
+
+def _judged(
+    name: str,
+    own: Mapping[int, float],
+    other_name: str,
+    other: Mapping[int, float],
+    margin: float | None,
+) -> Verdict:
+    seeds = sorted(own.keys() & other.keys())
+    if not seeds:
+        missing = name if not own else other_name
+        return Verdict(CANNOT_TELL, f"{missing} was not run beside it")
+    lost = {n: sum(not math.isfinite(v[s]) for s in seeds) for n, v in ((name, own), ("", other))}
+    if lost[name]:
+        # With the claim's own settings: a method that diverges is not better.
+        return Verdict(CONTRADICTS, f"{name} diverged in {lost[name]} of {len(seeds)} runs")
+    if lost[""]:
+        return Verdict(CANNOT_TELL, f"{other_name} diverged in {lost['']} of {len(seeds)} runs")
+    difference = paired(own, other)
+    means = [statistics.mean(values[seed] for seed in seeds) for values in (own, other)]
+    numbers = f"{name} {means[0]:.4g}, {other_name} {means[1]:.4g}"
+    if difference.error is None:
+        return Verdict(CANNOT_TELL, f"{numbers}; one seed, so no error is known")
+    numbers += f", difference {difference.mean:+.3g} ± {difference.error:.2g}"
+    numbers += f" ({len(seeds)} seeds)"
+    low = difference.mean - ERRORS * difference.error
+    high = difference.mean + ERRORS * difference.error
+    if margin is None:
+        outcome = SUPPORTS if high < 0 else CONTRADICTS if low > 0 else CANNOT_TELL
+        return Verdict(outcome, numbers)
+    numbers += f", margin {margin:.2g}"
+    outcome = SUPPORTS if high <= margin else CONTRADICTS if low > margin else CANNOT_TELL
+    return Verdict(outcome, numbers)
+
+
+def inside(name: str, values: Sequence[float], low: float, high: float, text: str = "") -> Verdict:
+    """Whether the mean of values, one for each seed, lies in a range, with two standard errors."""
+    good = [value for value in values if math.isfinite(value)]
+    where = text or f"{low:g} to {high:g}"
+    if not good:
+        return Verdict(CANNOT_TELL, f"{name} was not measured")
+    mean = statistics.mean(good)
+    if len(good) == 1:
+        return Verdict(CANNOT_TELL, f"{name} {mean:.4g} (wanted: {where}); one seed")
+    error = ERRORS * statistics.stdev(good) / math.sqrt(len(good))
+    why = f"{name} {mean:.4g} ± {error / ERRORS:.2g} ({len(good)} seeds; wanted: {where})"
+    if low <= mean - error and mean + error <= high:
+        return Verdict(SUPPORTS, why)
+    if mean + error < low or mean - error > high:
+        return Verdict(CONTRADICTS, why)
+    return Verdict(CANNOT_TELL, why)
+
+
+def all_of(verdicts: Sequence[Verdict]) -> Verdict:
+    """Of a claim in several parts: each must be supported, and one contradiction is enough."""
+    if not verdicts:
+        return Verdict(CANNOT_TELL, "nothing that it is about was run")
+    outcomes = {verdict.outcome for verdict in verdicts}
+    why = "; ".join(verdict.why for verdict in verdicts)
+    if CONTRADICTS in outcomes:
+        return Verdict(CONTRADICTS, why)
+    return Verdict(SUPPORTS if outcomes == {SUPPORTS} else CANNOT_TELL, why)
+
+
+def unless(reason: str | None, verdict: Verdict) -> Verdict:
+    """The verdict, but where there is a reason not to judge: then only its numbers."""
+    if reason is None:
+        return verdict
+    return replace(verdict, outcome=CANNOT_TELL, why=f"{reason} ({verdict.why})")
