@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from bench.experiments.cosine import search_keys
-from bench.experiments.cosine_methods import COMPARED
-from bench.experiments.language_forms import form_settings
+from bench.experiments.directions.followers import COMPARED
+from bench.experiments.language.forms import form_settings
 from bench.experiments.problems.autoencoders import autoencoder_settings
-from bench.experiments.sensitivity_plan import points
-from bench.experiments.settings import Settings
-from bench.experiments.training import Epoch, Run
+from bench.experiments.runs.settings import Settings
+from bench.experiments.runs.training import Epoch, Run
+from bench.experiments.sensitivities.plan import points
 from bench.figures.evidence import Record
 
 SEEDS = (0, 1, 2)

@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from bench.experiments import autoencoder, comparison, demo
-from bench.experiments.methods import METHODS, has_statistics
+from bench.experiments import autoencoder, demo
 from bench.experiments.models import MNIST_WIDTHS, loss_floor, reconstruction_loss
 from bench.experiments.models import autoencoder as autoencoder_model
 from bench.experiments.problems import Autoencoder, load_autoencoder
 from bench.experiments.problems.autoencoders import OPTIMIZERS, default_settings
+from bench.experiments.runs import comparison
+from bench.experiments.runs.methods import METHODS, has_statistics
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bench.experiments import block_fisher
-from bench.experiments.block_fisher import (
+from bench.experiments.directions import block_fisher
+from bench.experiments.directions.block_fisher import (
     BlockFisher,
     classifier,
     damped_solution,

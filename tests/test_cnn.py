@@ -14,9 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bench.experiments import checkpoint, cnn, comparison, training
+from bench.experiments import cnn
 from bench.experiments.data import CIFAR10_MEAN, CIFAR10_STD, Cifar
-from bench.experiments.methods import METHODS, build_optimizer, has_statistics
 from bench.experiments.models import resnet32, seeded
 from bench.experiments.problems import classifiers, seeded_model
 from bench.experiments.problems.classifiers import (
@@ -26,8 +25,10 @@ from bench.experiments.problems.classifiers import (
     default_settings,
     load_classifier,
 )
-from bench.experiments.settings import Settings
-from bench.experiments.training import train
+from bench.experiments.runs import checkpoint, comparison, training
+from bench.experiments.runs.methods import METHODS, build_optimizer, has_statistics
+from bench.experiments.runs.settings import Settings
+from bench.experiments.runs.training import train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bench.experiments import cosine
-from bench.experiments.block_fisher import BlockFisher, layer_vector, seeded_classifier
 from bench.experiments.cosine import similarity
-from bench.experiments.cosine_methods import (
+from bench.experiments.directions.block_fisher import BlockFisher, layer_vector, seeded_classifier
+from bench.experiments.directions.followers import (
     COMPARED,
     Follower,
     own_training_loss,

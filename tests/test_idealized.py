@@ -13,7 +13,12 @@ from torch.nn import functional
 
 from bench.experiments import idealized
 from bench.experiments.idealized import idealized_run, recorded_at
-from bench.experiments.softmax_regression import Constants, Problem, constants, synthetic_problem
+from bench.experiments.problems.softmax_regression import (
+    Constants,
+    Problem,
+    constants,
+    synthetic_problem,
+)
 from tests.oracle import contraction, covariances, damped_kron, vec
 
 BETAS = (0.55, 0.75, 0.95)

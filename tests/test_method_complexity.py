@@ -16,16 +16,16 @@ from bench.experiments.complexity import (
     measure_time,
     memory_cases,
 )
-from bench.experiments.complexity_methods import (
+from bench.experiments.costs.complexity_methods import (
     BUILDERS,
     DAMPING,
     DenseNewton,
     one_tensor_step,
     predicted_bytes,
 )
-from bench.experiments.complexity_table import TABLE_2, complexity_page, plot_complexity
-from bench.experiments.run_file import load_runs
-from bench.experiments.step_kinds import PLAIN, Kind, Plan, check_moved
+from bench.experiments.costs.complexity_table import TABLE_2, complexity_page, plot_complexity
+from bench.experiments.costs.step_kinds import PLAIN, Kind, Plan, check_moved
+from bench.experiments.runs.run_file import load_runs
 from tnt_kernels import reference
 
 BOTH, STATISTICS = Kind(True, True), Kind(True, False)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bench.experiments.pool import TrainingFailed, run_all
 from bench.experiments.problems.problem import Problem
-from bench.experiments.settings import Settings
+from bench.experiments.runs.pool import TrainingFailed, run_all
+from bench.experiments.runs.settings import Settings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.experiments.run_file import RunFile, load_runs
+from bench.experiments.runs.run_file import RunFile, load_runs
 
 PROTOCOL = {"epochs": 3, "widths": (4, 2, 4)}
 

@@ -10,8 +10,6 @@ import pytest
 import torch
 
 from bench.experiments import search
-from bench.experiments.experiments import EXPERIMENTS
-from bench.experiments.grids import GRIDS, decades, grid_settings, interior, log_grid
 from bench.experiments.problems import Autoencoder, Problem, load_autoencoder
 from bench.experiments.problems.autoencoders import (
     DIGITS_SEARCH,
@@ -19,9 +17,11 @@ from bench.experiments.problems.autoencoders import (
     autoencoder_settings,
     default_settings,
 )
-from bench.experiments.recorded_search import best_of, tried
-from bench.experiments.run_file import load_runs
-from bench.experiments.settings import Settings
+from bench.experiments.runs.run_file import load_runs
+from bench.experiments.runs.settings import Settings
+from bench.experiments.tuning.experiments import EXPERIMENTS
+from bench.experiments.tuning.grids import GRIDS, decades, grid_settings, interior, log_grid
+from bench.experiments.tuning.recorded_search import best_of, tried
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -12,11 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from bench.experiments import sensitivity, sensitivity_plan
+from bench.experiments import sensitivity
 from bench.experiments.models import DIGITS_WIDTHS
 from bench.experiments.problems import Problem
-from bench.experiments.run_file import load_runs
-from bench.experiments.sensitivity_measures import (
+from bench.experiments.runs.run_file import load_runs
+from bench.experiments.runs.settings import Settings
+from bench.experiments.runs.training import train
+from bench.experiments.sensitivities import plan as sensitivity_plan
+from bench.experiments.sensitivities.measures import (
     Surface,
     amount,
     axis_rows,
@@ -29,7 +32,7 @@ from bench.experiments.sensitivity_measures import (
     surface,
     transfer,
 )
-from bench.experiments.sensitivity_plan import (
+from bench.experiments.sensitivities.plan import (
     AXES,
     BASES,
     FORMS,
@@ -46,8 +49,6 @@ from bench.experiments.sensitivity_plan import (
     run_settings,
     wanted,
 )
-from bench.experiments.settings import Settings
-from bench.experiments.training import train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -15,11 +15,9 @@ import tnt_optim.device_step
 import tnt_optim.kfac
 import tnt_optim.shampoo
 import tnt_optim.tnt
-from bench.experiments import step_kinds, step_sets, step_times
-from bench.experiments.methods import METHODS
-from bench.experiments.models import CharacterTransformer, autoencoder, reconstruction_loss
-from bench.experiments.run_file import RunFile, load_runs
-from bench.experiments.step_kinds import (
+from bench.experiments import step_times
+from bench.experiments.costs import step_kinds, step_sets
+from bench.experiments.costs.step_kinds import (
     NEVER,
     PLAIN,
     START,
@@ -35,8 +33,11 @@ from bench.experiments.step_kinds import (
     summary,
     time_kinds,
 )
-from bench.experiments.step_sets import STEP_SETS, StepSet, factor_sizes
-from bench.experiments.step_times_report import plot_step_times, step_times_page
+from bench.experiments.costs.step_sets import STEP_SETS, StepSet, factor_sizes
+from bench.experiments.costs.step_times_report import plot_step_times, step_times_page
+from bench.experiments.models import CharacterTransformer, autoencoder, reconstruction_loss
+from bench.experiments.runs.methods import METHODS
+from bench.experiments.runs.run_file import RunFile, load_runs
 from tnt_optim.layer_inverses import INVERSES
 
 CPU = torch.device("cpu")

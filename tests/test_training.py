@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from bench.experiments import checkpoint, training
-from bench.experiments.methods import METHODS, has_statistics
 from bench.experiments.models import reconstruction_loss, seeded_autoencoder
 from bench.experiments.problems import Autoencoder
 from bench.experiments.problems.autoencoders import OPTIMIZERS, autoencoder_settings
-from bench.experiments.settings import Settings, lr_multiplier, variant_labels
-from bench.experiments.training import Run, smoothed, train
+from bench.experiments.runs import checkpoint, training
+from bench.experiments.runs.methods import METHODS, has_statistics
+from bench.experiments.runs.settings import Settings, lr_multiplier, variant_labels
+from bench.experiments.runs.training import Run, smoothed, train
 from bench.records import write_json
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -239,7 +239,7 @@ def test_a_schedule_sets_the_rate_of_every_step(
         rates.append(self.param_groups[0]["lr"])
         return step(self, *arguments)
 
-    monkeypatch.setattr("bench.experiments.first_order.DecoupledSGD.step", noted)
+    monkeypatch.setattr("bench.experiments.runs.first_order.DecoupledSGD.step", noted)
     train(problem, settings("sgd", epochs=4, schedule="step:2"), report_every=0)
     assert rates == pytest.approx([0.05] * 10 + [0.005] * 10)
 

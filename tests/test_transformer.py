@@ -13,8 +13,8 @@ from torch.nn import functional
 
 from bench.experiments import language_table, transformer
 from bench.experiments.data import Text
-from bench.experiments.language_forms import FORMS, command_form, form_settings
-from bench.experiments.language_results import (
+from bench.experiments.language.forms import FORMS, command_form, form_settings
+from bench.experiments.language.results import (
     Difference,
     conclusions,
     loss_at,
@@ -23,13 +23,13 @@ from bench.experiments.language_results import (
     rows,
     steps_to,
 )
-from bench.experiments.language_seconds import seconds_per_step
+from bench.experiments.language.seconds import seconds_per_step
 from bench.experiments.language_table import Scale
-from bench.experiments.methods import build_optimizer, has_statistics
 from bench.experiments.problems.language import Language, load_language
 from bench.experiments.problems.problem import seeded_model
-from bench.experiments.rate_search import best_place, interior, next_places, place_of, rate
-from bench.experiments.training import train
+from bench.experiments.runs.methods import build_optimizer, has_statistics
+from bench.experiments.runs.training import train
+from bench.experiments.tuning.rate_search import best_place, interior, next_places, place_of, rate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -305,6 +305,14 @@ def test_the_table_tells_tokens_from_seconds() -> None:
         f"TNT, grafted is below Muon + AdamW at 0 of 1 {where}",
     ]
     assert conclusions([table["adam"]]) == []
+
+
+def test_what_is_earlier_than_the_first_measurement_was_not_measured() -> None:
+    runs = [seconds("adam", 1.0), seconds("tnt-grafted", 2.1)]  # 9.5 of the 10 steps it takes
+    runs += [record("final", form, 0, 0.1, [3.0, 2.0]) for form in ("adam", "tnt-grafted")]
+    (tnt,) = (row for row in rows(runs) if row.variant.form == "tnt-grafted")
+    assert tnt.seconds["adam"].verdict == "not measured"
+    assert tnt.tokens["adam"].mean == 0.0
 
 
 # The table

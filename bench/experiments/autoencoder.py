@@ -1,6 +1,6 @@
 """Train autoencoders and compare: `python -m bench.experiments.autoencoder --help`.
 
-The paper's Figures 2, 9 and 10: MNIST and FACES, every method with the settings of its Tables 3, 5
+The paper's Figures 2, 4 and 6: MNIST and FACES, every method with the settings of its Tables 3, 5
 and 6; and CURVES, which needs no data.
 """
 
@@ -11,7 +11,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.experiments.command_line import (
+from bench.experiments.problems.autoencoders import (
+    OPTIMIZERS,
+    Autoencoder,
+    default_settings,
+    load_autoencoder,
+)
+from bench.experiments.runs.command_line import (
     add_machine_arguments,
     add_run_arguments,
     checked_output,
@@ -20,14 +26,8 @@ from bench.experiments.command_line import (
     run_settings,
     set_machine,
 )
-from bench.experiments.comparison import make_runs, open_runs, summary
-from bench.experiments.plots import plot_runs
-from bench.experiments.problems.autoencoders import (
-    OPTIMIZERS,
-    Autoencoder,
-    default_settings,
-    load_autoencoder,
-)
+from bench.experiments.runs.comparison import make_runs, open_runs, summary
+from bench.experiments.runs.plots import plot_runs
 
 
 def main(argv: Sequence[str] | None = None) -> int:

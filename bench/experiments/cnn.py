@@ -1,6 +1,6 @@
 """Train convolutional networks and compare: `python -m bench.experiments.cnn --help`.
 
-The paper's Figures 1 and 11: ResNet-32 on CIFAR-10 and VGG16 on CIFAR-100, every method with the
+The paper's Figures 3 and 5: ResNet-32 on CIFAR-10 and VGG16 on CIFAR-100, every method with the
 settings of its Tables 4 and 7, or the same for fewer epochs on fewer images.
 """
 
@@ -11,7 +11,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.experiments.command_line import (
+from bench.experiments.problems.classifiers import (
+    NETWORKS,
+    OPTIMIZERS,
+    Classifier,
+    default_settings,
+    load_classifier,
+)
+from bench.experiments.runs.command_line import (
     add_machine_arguments,
     add_run_arguments,
     checked_output,
@@ -20,16 +27,15 @@ from bench.experiments.command_line import (
     run_settings,
     set_machine,
 )
-from bench.experiments.comparison import aligned, make_runs, mean_and_spread, open_runs, summary
-from bench.experiments.plots import grouped, plot_runs
-from bench.experiments.problems.classifiers import (
-    NETWORKS,
-    OPTIMIZERS,
-    Classifier,
-    default_settings,
-    load_classifier,
+from bench.experiments.runs.comparison import (
+    aligned,
+    make_runs,
+    mean_and_spread,
+    open_runs,
+    summary,
 )
-from bench.experiments.training import Run
+from bench.experiments.runs.plots import grouped, plot_runs
+from bench.experiments.runs.training import Run
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -18,11 +18,9 @@ from typing import Any
 
 import torch
 
-from bench.experiments.command_line import checked_output, positive_int
-from bench.experiments.complexity_methods import one_tensor_step, predicted_bytes
-from bench.experiments.complexity_table import complexity_page, plot_complexity
-from bench.experiments.run_file import RunFile
-from bench.experiments.step_kinds import (
+from bench.experiments.costs.complexity_methods import one_tensor_step, predicted_bytes
+from bench.experiments.costs.complexity_table import complexity_page, plot_complexity
+from bench.experiments.costs.step_kinds import (
     NEVER,
     PLAIN,
     Kind,
@@ -31,6 +29,8 @@ from bench.experiments.step_kinds import (
     state_bytes,
     turned,
 )
+from bench.experiments.runs.command_line import checked_output, positive_int
+from bench.experiments.runs.run_file import RunFile
 from bench.kernels.fits import LEAST_EXCESS, exponent, launch_bound
 from bench.kernels.limits import busy_share
 

@@ -30,14 +30,14 @@ from torch import Tensor
 from torch.nn import functional
 from tqdm import tqdm
 
-from bench.experiments.block_fisher import (
+from bench.experiments.data import mnist_16x16, mnist_labels
+from bench.experiments.directions.block_fisher import (
     FIGURE_WIDTHS,
     BlockFisher,
     linear_layers,
     seeded_classifier,
 )
-from bench.experiments.command_line import checked_output, positive_float, positive_int, seed_int
-from bench.experiments.cosine_methods import (
+from bench.experiments.directions.followers import (
     COMPARED,
     Batch,
     Follower,
@@ -45,9 +45,14 @@ from bench.experiments.cosine_methods import (
     shuffled_batches,
     smoothed_end,
 )
-from bench.experiments.cosine_plot import plot_similarities
-from bench.experiments.data import mnist_16x16, mnist_labels
-from bench.experiments.run_file import RunFile
+from bench.experiments.directions.plot import plot_similarities
+from bench.experiments.runs.command_line import (
+    checked_output,
+    positive_float,
+    positive_int,
+    seed_int,
+)
+from bench.experiments.runs.run_file import RunFile
 from tnt_optim.fisher import stream_seed
 
 # Of the methods' own training, which chooses their dampings: no seed of a compared run by default.

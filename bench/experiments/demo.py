@@ -9,17 +9,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from bench.experiments.autoencoder import checked_problem
-from bench.experiments.command_line import (
+from bench.experiments.problems.autoencoders import default_settings
+from bench.experiments.runs.command_line import (
     add_machine_arguments,
     checked_output,
     positive_int,
     seed_int,
     set_machine,
 )
-from bench.experiments.comparison import aligned
-from bench.experiments.plots import plot_runs
-from bench.experiments.problems.autoencoders import default_settings
-from bench.experiments.training import Run, train
+from bench.experiments.runs.comparison import aligned
+from bench.experiments.runs.plots import plot_runs
+from bench.experiments.runs.training import Run, train
 from bench.provenance import provenance
 from bench.records import write_json
 

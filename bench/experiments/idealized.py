@@ -19,19 +19,19 @@ from matplotlib import pyplot  # noqa: E402
 from torch import Tensor  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
-from bench.experiments.command_line import (  # noqa: E402
-    checked_output,
-    positive_float,
-    positive_int,
-    seed_int,
-)
-from bench.experiments.run_file import RunFile  # noqa: E402
-from bench.experiments.softmax_regression import (  # noqa: E402
+from bench.experiments.problems.softmax_regression import (  # noqa: E402
     Constants,
     Problem,
     constants,
     synthetic_problem,
 )
+from bench.experiments.runs.command_line import (  # noqa: E402
+    checked_output,
+    positive_float,
+    positive_int,
+    seed_int,
+)
+from bench.experiments.runs.run_file import RunFile  # noqa: E402
 from tnt_kernels import damped_inverse, mode_products  # noqa: E402
 
 DATA_SEED = 0  # of the data and the first W, which all runs share

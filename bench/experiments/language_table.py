@@ -21,11 +21,9 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from bench.experiments.command_line import checked_output, positive_int, seed_int
-from bench.experiments.comparison import aligned
-from bench.experiments.language_forms import FORMS, INTERVALS, form_settings
-from bench.experiments.language_plots import plot_table
-from bench.experiments.language_results import (
+from bench.experiments.language.forms import FORMS, INTERVALS, form_settings
+from bench.experiments.language.plots import plot_table
+from bench.experiments.language.results import (
     HEADER,
     Variant,
     cells,
@@ -34,8 +32,7 @@ from bench.experiments.language_results import (
     markdown,
     rows,
 )
-from bench.experiments.language_seconds import seconds_per_step
-from bench.experiments.pool import run_all
+from bench.experiments.language.seconds import seconds_per_step
 from bench.experiments.problems.language import (
     BATCH_SIZE,
     CONTEXT,
@@ -43,9 +40,12 @@ from bench.experiments.problems.language import (
     Language,
     load_language,
 )
-from bench.experiments.rate_search import best_place, next_places, place_of, rate
-from bench.experiments.run_file import RunFile
-from bench.experiments.settings import Settings
+from bench.experiments.runs.command_line import checked_output, positive_int, seed_int
+from bench.experiments.runs.comparison import aligned
+from bench.experiments.runs.pool import run_all
+from bench.experiments.runs.run_file import RunFile
+from bench.experiments.runs.settings import Settings
+from bench.experiments.tuning.rate_search import best_place, next_places, place_of, rate
 
 # Not one of the final runs': a rate must not win by the luck of a start.
 TUNING_SEED = 100

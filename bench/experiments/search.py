@@ -20,7 +20,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from bench.experiments.command_line import (
+from bench.experiments.problems import Problem
+from bench.experiments.runs.command_line import (
     add_machine_arguments,
     checked_output,
     fraction,
@@ -30,15 +31,14 @@ from bench.experiments.command_line import (
     seed_int,
     set_machine,
 )
-from bench.experiments.experiments import EXPERIMENTS, Experiment
-from bench.experiments.grids import GRIDS, Grid, grid_settings, interior
-from bench.experiments.heat_map import plot_search
-from bench.experiments.methods import LABELS
-from bench.experiments.pool import run_all
-from bench.experiments.problems import Problem
-from bench.experiments.recorded_search import LOSS, best_of, tried
-from bench.experiments.run_file import RunFile
-from bench.experiments.settings import Settings
+from bench.experiments.runs.methods import LABELS
+from bench.experiments.runs.pool import run_all
+from bench.experiments.runs.run_file import RunFile
+from bench.experiments.runs.settings import Settings
+from bench.experiments.tuning.experiments import EXPERIMENTS, Experiment
+from bench.experiments.tuning.grids import GRIDS, Grid, grid_settings, interior
+from bench.experiments.tuning.heat_map import plot_search
+from bench.experiments.tuning.recorded_search import LOSS, best_of, tried
 
 # What can be searched over, beside the paper's learning rate, damping and decay.
 AXES: dict[str, tuple[Callable[[str], float], str]] = {

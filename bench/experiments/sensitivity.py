@@ -19,12 +19,13 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from bench.experiments.command_line import checked_output, positive_int, seed_int
-from bench.experiments.comparison import aligned
-from bench.experiments.pool import run_all
 from bench.experiments.problems import Problem
-from bench.experiments.run_file import RunFile
-from bench.experiments.sensitivity_measures import (
+from bench.experiments.runs.command_line import checked_output, positive_int, seed_int
+from bench.experiments.runs.comparison import aligned
+from bench.experiments.runs.pool import run_all
+from bench.experiments.runs.run_file import RunFile
+from bench.experiments.runs.settings import Settings
+from bench.experiments.sensitivities.measures import (
     TOLERANCE,
     axis_rows,
     common_rows,
@@ -32,7 +33,7 @@ from bench.experiments.sensitivity_measures import (
     summary_rows,
     surface,
 )
-from bench.experiments.sensitivity_plan import (
+from bench.experiments.sensitivities.plan import (
     BASES,
     FORMS,
     FULL,
@@ -42,8 +43,7 @@ from bench.experiments.sensitivity_plan import (
     protocol,
     wanted,
 )
-from bench.experiments.sensitivity_plot import plot_sensitivity
-from bench.experiments.settings import Settings
+from bench.experiments.sensitivities.plot import plot_sensitivity
 
 # In the message of a training that left a parameter where it was.
 _STUCK = "left parameters where they were"

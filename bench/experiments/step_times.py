@@ -19,15 +19,7 @@ from typing import Any
 
 import torch
 
-from bench.experiments.command_line import (
-    add_machine_arguments,
-    checked_output,
-    positive_float,
-    set_machine,
-)
-from bench.experiments.methods import LABELS, METHODS, has_statistics
-from bench.experiments.run_file import RunFile
-from bench.experiments.step_kinds import (
+from bench.experiments.costs.step_kinds import (
     PLAIN,
     Kind,
     Plan,
@@ -39,8 +31,16 @@ from bench.experiments.step_kinds import (
     summary,
     time_kinds,
 )
-from bench.experiments.step_sets import QUICK_SETS, STEP_SETS, StepSet, factor_sizes
-from bench.experiments.step_times_report import plot_step_times, step_times_page
+from bench.experiments.costs.step_sets import QUICK_SETS, STEP_SETS, StepSet, factor_sizes
+from bench.experiments.costs.step_times_report import plot_step_times, step_times_page
+from bench.experiments.runs.command_line import (
+    add_machine_arguments,
+    checked_output,
+    positive_float,
+    set_machine,
+)
+from bench.experiments.runs.methods import LABELS, METHODS, has_statistics
+from bench.experiments.runs.run_file import RunFile
 from bench.kernels.limits import busy_share
 from tnt_kernels import inverse_root
 

@@ -12,7 +12,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.experiments.command_line import (
+from bench.experiments.language.forms import FORMS, command_form, form_settings
+from bench.experiments.problems.language import CONTEXT, EPOCH_STEPS, Language, load_language
+from bench.experiments.runs.command_line import (
     add_machine_arguments,
     add_run_arguments,
     checked_output,
@@ -20,11 +22,15 @@ from bench.experiments.command_line import (
     run_settings,
     set_machine,
 )
-from bench.experiments.comparison import aligned, make_runs, mean_and_spread, open_runs, summary
-from bench.experiments.language_forms import FORMS, command_form, form_settings
-from bench.experiments.plots import grouped, plot_runs
-from bench.experiments.problems.language import CONTEXT, EPOCH_STEPS, Language, load_language
-from bench.experiments.training import Run
+from bench.experiments.runs.comparison import (
+    aligned,
+    make_runs,
+    mean_and_spread,
+    open_runs,
+    summary,
+)
+from bench.experiments.runs.plots import grouped, plot_runs
+from bench.experiments.runs.training import Run
 
 OPTIMIZERS = tuple(dict.fromkeys(form.optimizer for form in FORMS.values()))
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.experiments.run_file import load_runs
-from bench.experiments.settings import Settings, variant
-from bench.experiments.training import Run
+from bench.experiments.runs.run_file import load_runs
+from bench.experiments.runs.settings import Settings, variant
+from bench.experiments.runs.training import Run
 
 
 @dataclass(frozen=True)

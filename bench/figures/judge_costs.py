@@ -7,9 +7,9 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from bench.experiments.methods import LABELS
-from bench.experiments.softmax_regression import Constants
-from bench.experiments.step_times_report import AUTHORS
+from bench.experiments.costs.step_times_report import AUTHORS
+from bench.experiments.problems.softmax_regression import Constants
+from bench.experiments.runs.methods import LABELS
 from bench.figures.evidence import Record
 from bench.figures.verdicts import (
     CANNOT_TELL,

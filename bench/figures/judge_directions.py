@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping
 
 from bench.experiments.cosine import best_settings
-from bench.experiments.cosine_methods import COMPARED
+from bench.experiments.directions.followers import COMPARED
 from bench.figures.evidence import Record
 from bench.figures.verdicts import (
     CANNOT_TELL,

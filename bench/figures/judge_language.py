@@ -6,14 +6,14 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 
-from bench.experiments.language_forms import FORMS, INTERVALS
-from bench.experiments.language_results import Row, rows
-from bench.experiments.methods import LABELS
-from bench.experiments.recorded_search import LOSS
-from bench.experiments.sensitivity_measures import TOLERANCE, Surface, best_rate, regret, surface
-from bench.experiments.sensitivity_plan import BASES, points
-from bench.experiments.sensitivity_plan import FORMS as SENSITIVITY_FORMS
-from bench.experiments.settings import Settings, variant
+from bench.experiments.language.forms import FORMS, INTERVALS
+from bench.experiments.language.results import Row, rows
+from bench.experiments.runs.methods import LABELS
+from bench.experiments.runs.settings import Settings, variant
+from bench.experiments.sensitivities.measures import TOLERANCE, Surface, best_rate, regret, surface
+from bench.experiments.sensitivities.plan import BASES, points
+from bench.experiments.sensitivities.plan import FORMS as SENSITIVITY_FORMS
+from bench.experiments.tuning.recorded_search import LOSS
 from bench.figures.evidence import Record
 from bench.figures.verdicts import (
     CANNOT_TELL,

@@ -6,8 +6,8 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 
-from bench.experiments.methods import LABELS, METHODS
-from bench.experiments.training import Run
+from bench.experiments.runs.methods import LABELS, METHODS
+from bench.experiments.runs.training import Run
 from bench.figures.evidence import Record, by_method, is_tuned
 from bench.figures.verdicts import (
     CANNOT_TELL,

@@ -6,13 +6,13 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 
-from bench.experiments.cosine_methods import COMPARED
-from bench.experiments.language_results import HEADER, cells
-from bench.experiments.methods import LABELS
-from bench.experiments.plots import grouped
-from bench.experiments.sensitivity_measures import summary_rows
-from bench.experiments.softmax_regression import Constants
-from bench.experiments.training import Run
+from bench.experiments.directions.followers import COMPARED
+from bench.experiments.language.results import HEADER, cells
+from bench.experiments.problems.softmax_regression import Constants
+from bench.experiments.runs.methods import LABELS
+from bench.experiments.runs.plots import grouped
+from bench.experiments.runs.training import Run
+from bench.experiments.sensitivities.measures import summary_rows
 from bench.figures.document import Table
 from bench.figures.evidence import Record, trainings
 from bench.figures.judge_directions import similarities

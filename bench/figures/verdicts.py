@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from bench.experiments.language_results import ERRORS, paired
+from bench.experiments.language.results import ERRORS, paired
 
 SUPPORTS, CONTRADICTS, CANNOT_TELL = "supports", "contradicts", "cannot tell"
 NOT_RUN = "not run"

@@ -30,9 +30,9 @@ def train_all(job: Job, device: torch.device, epochs: int = EPOCHS) -> bool:
     if not job.data.is_dir():
         raise SomethingIsMissing(f"{job.data} has no MNIST files (--data says where they are)")
     # Here, not above: it wants tqdm, and its absence is no failure.
-    from bench.experiments.methods import LABELS
     from bench.experiments.problems.autoencoders import default_settings, load_autoencoder
-    from bench.experiments.training import train
+    from bench.experiments.runs.methods import LABELS
+    from bench.experiments.runs.training import train
 
     try:
         problem = load_autoencoder(str(job.data))

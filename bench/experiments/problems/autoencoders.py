@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from bench.experiments.data import curves_images, digits_images, faces_images, mnist_images
-from bench.experiments.methods import METHODS, has_statistics, takes_graft
 from bench.experiments.models import (
     CURVES_WIDTHS,
     DIGITS_WIDTHS,
@@ -22,8 +21,9 @@ from bench.experiments.models import (
     squared_error,
 )
 from bench.experiments.problems.problem import Problem
-from bench.experiments.recorded_search import best_settings
-from bench.experiments.settings import Settings
+from bench.experiments.runs.methods import METHODS, has_statistics, takes_graft
+from bench.experiments.runs.settings import Settings
+from bench.experiments.tuning.recorded_search import best_settings
 
 DIGITS_SEARCH = Path(__file__).resolve().parents[2] / "results" / "digits_search.json"
 # What the paper compares on the autoencoders, in its order, with TNT-EF after TNT.

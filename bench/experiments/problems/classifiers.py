@@ -23,10 +23,10 @@ from bench.experiments.data import (
     crop_and_flip,
     normalised,
 )
-from bench.experiments.methods import METHODS, has_statistics, takes_graft
 from bench.experiments.models import resnet32, vgg16
 from bench.experiments.problems.problem import Problem
-from bench.experiments.settings import Settings
+from bench.experiments.runs.methods import METHODS, has_statistics, takes_graft
+from bench.experiments.runs.settings import Settings
 
 # What the paper compares on the convolutional networks, in its order, with TNT-EF after TNT.
 OPTIMIZERS = ("tnt", "tnt-ef", "kfac-eigen", "shampoo", "adam", "sgd")

@@ -12,7 +12,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
 
-from bench.experiments.methods import LABELS, METHODS  # noqa: E402
+from bench.experiments.runs.methods import LABELS, METHODS  # noqa: E402
 from bench.kernels.markdown import disturbance, megabytes, milliseconds, table  # noqa: E402
 
 # The authors' stored runs of the MNIST autoencoder on their GPU, T1 = 1, T2 = 20: 1.85 s and

@@ -13,9 +13,9 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot  # noqa: E402
 
-from bench.experiments.language_forms import FORMS, INTERVALS  # noqa: E402
-from bench.experiments.language_results import Row, Variant, curve_of, rows, variant_of  # noqa: E402
-from bench.experiments.methods import METHODS  # noqa: E402
+from bench.experiments.language.forms import FORMS, INTERVALS  # noqa: E402
+from bench.experiments.language.results import Row, Variant, curve_of, rows, variant_of  # noqa: E402
+from bench.experiments.runs.methods import METHODS  # noqa: E402
 
 # Of the forms at other T1 and T2 than the usual ones.
 _OTHER_DASHES = ((0, (1, 1.5)), (0, (5, 1, 1, 1)), (0, (5, 1, 1, 1, 1, 1)))

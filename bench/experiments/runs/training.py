@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from bench.experiments.checkpoint import Checkpoint
-from bench.experiments.methods import LABELS, METHODS, build_optimizer
 from bench.experiments.problems.problem import Problem, seeded_model
-from bench.experiments.settings import Settings, lr_multiplier
+from bench.experiments.runs.checkpoint import Checkpoint
+from bench.experiments.runs.methods import LABELS, METHODS, build_optimizer
+from bench.experiments.runs.settings import Settings, lr_multiplier
 from tnt_optim import PreconditionerError
 
 

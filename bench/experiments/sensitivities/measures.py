@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.experiments.sensitivity_plan import AXES, BASES, FORMS, Point, axis_points, points
+from bench.experiments.sensitivities.plan import AXES, BASES, FORMS, Point, axis_points, points
 
 # A rate serves where its regret is at most so much: 5 % of the excess, or 0.05 nats.
 TOLERANCE = 0.05

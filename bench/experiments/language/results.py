@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.experiments.language_forms import FORMS, INTERVALS
+from bench.experiments.language.forms import FORMS, INTERVALS
 
 BASELINES = ("adam", "muon")
 # A difference of so many standard errors is one.
@@ -197,7 +197,10 @@ def _row(
             else math.inf
             for seed, run in own.items()
         }
-        seconds[name] = paired(then, last)
+        if reached < min(run["steps_per_epoch"] for run in own.values()):
+            seconds[name] = Difference(math.nan, None, "not measured")  # nothing is, so early
+        else:
+            seconds[name] = paired(then, last)
         speed[name] = _relative_time(own, last, pace / (base_pace * variant.steps))
     lr = next(iter(own.values()))["key"]["settings"]["lr"]
     losses = {

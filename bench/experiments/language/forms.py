@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from bench.experiments.methods import METHODS, has_statistics, takes_graft
 from bench.experiments.problems.language import BATCH_SIZE
-from bench.experiments.settings import Settings
+from bench.experiments.runs.methods import METHODS, has_statistics, takes_graft
+from bench.experiments.runs.settings import Settings
 
 SCHEDULE = "warmup-cosine"
 # T1 and T2, as in the probe of the algorithm's page.

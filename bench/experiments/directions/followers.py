@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bench.experiments.block_fisher import layer_vector, linear_layers
+from bench.experiments.directions.block_fisher import layer_vector, linear_layers
 from tnt_optim import KFAC, TNT, PreconditionerError, Shampoo
 
 Batch = tuple[Tensor, Tensor]  # inputs (m, features), float64, and labels (m,), int64

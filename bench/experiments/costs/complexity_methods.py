@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bench.experiments.first_order import DecoupledSGD
+from bench.experiments.costs.step_kinds import NEVER, TrainingStep
 from bench.experiments.models import squared_error
-from bench.experiments.step_kinds import NEVER, TrainingStep
+from bench.experiments.runs.first_order import DecoupledSGD
 from bench.kernels.baselines import root_eigh
 from tnt_optim import KFAC, TNT, Shampoo
 

@@ -17,8 +17,8 @@ from matplotlib.cm import ScalarMappable  # noqa: E402
 from matplotlib.colors import PowerNorm  # noqa: E402
 from matplotlib.patches import Rectangle  # noqa: E402
 
-from bench.experiments.sensitivity_measures import Surface, best_rate, regret  # noqa: E402
-from bench.experiments.sensitivity_plan import AXES, BASES, FORMS, axis_points  # noqa: E402
+from bench.experiments.sensitivities.measures import Surface, best_rate, regret  # noqa: E402
+from bench.experiments.sensitivities.plan import AXES, BASES, FORMS, axis_points  # noqa: E402
 
 # Regrets above it look alike: nobody cares by how much. The root spreads the small ones.
 _NORM = PowerNorm(0.5, vmin=0.0, vmax=1.0, clip=True)

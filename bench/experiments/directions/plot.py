@@ -12,7 +12,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot  # noqa: E402
 
-from bench.experiments.cosine_methods import COMPARED  # noqa: E402
+from bench.experiments.directions.followers import COMPARED  # noqa: E402
 
 # A run's similarity at each iteration (None: a direction was zero), for each of the layers.
 Series = Sequence[Sequence[float | None]]

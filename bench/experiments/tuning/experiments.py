@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from bench.experiments import autoencoder, cnn, transformer
-from bench.experiments.language_forms import command_form, form_settings
+from bench.experiments.language.forms import command_form, form_settings
 from bench.experiments.problems import Problem
 from bench.experiments.problems.autoencoders import OPTIMIZERS as AUTOENCODER_OPTIMIZERS
 from bench.experiments.problems.autoencoders import load_autoencoder, unsearched_settings
@@ -16,8 +16,8 @@ from bench.experiments.problems.classifiers import OPTIMIZERS as CLASSIFIER_OPTI
 from bench.experiments.problems.classifiers import Classifier, load_classifier
 from bench.experiments.problems.classifiers import default_settings as classifier_settings
 from bench.experiments.problems.language import load_language
-from bench.experiments.recorded_search import LOSS
-from bench.experiments.settings import Settings
+from bench.experiments.runs.settings import Settings
+from bench.experiments.tuning.recorded_search import LOSS
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from bench.experiments.first_order import DecoupledSGD, MuonWithAdamW
-from bench.experiments.settings import Settings
+from bench.experiments.runs.first_order import DecoupledSGD, MuonWithAdamW
+from bench.experiments.runs.settings import Settings
 from tnt_optim import KFAC, TNT, Shampoo
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.experiments.methods import METHODS, build_optimizer
 from bench.experiments.problems.problem import Problem, seeded_model
-from bench.experiments.settings import Settings
+from bench.experiments.runs.methods import METHODS, build_optimizer
+from bench.experiments.runs.settings import Settings
 
 # The least number of steps that are timed together.
 BLOCK = 20

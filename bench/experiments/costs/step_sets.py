@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bench.experiments.first_order import hidden_matrices
-from bench.experiments.methods import METHODS, build_optimizer, has_statistics, takes_graft
+from bench.experiments.costs.step_kinds import TrainingStep
 from bench.experiments.models import (
     FACES_WIDTHS,
     MNIST_WIDTHS,
@@ -22,8 +21,9 @@ from bench.experiments.models import (
     squared_error,
     vgg16,
 )
-from bench.experiments.settings import Settings
-from bench.experiments.step_kinds import TrainingStep
+from bench.experiments.runs.first_order import hidden_matrices
+from bench.experiments.runs.methods import METHODS, build_optimizer, has_statistics, takes_graft
+from bench.experiments.runs.settings import Settings
 from tnt_optim.layers import matrix_shape, supported_layers
 from tnt_optim.modes import diagonal_modes, mode_shape
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from bench.experiments.settings import Settings
+from bench.experiments.runs.settings import Settings
 
 # The values of each setting that is searched.
 Grid = Mapping[str, Sequence[float]]

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from bench.experiments.methods import LABELS, METHODS, has_statistics, takes_graft
 from bench.experiments.problems import Problem
-from bench.experiments.settings import Settings, lr_multiplier
+from bench.experiments.runs.methods import LABELS, METHODS, has_statistics, takes_graft
+from bench.experiments.runs.settings import Settings, lr_multiplier
 from bench.records import check_writable
 
 # Settings that not every optimizer has, by the option that sets them.

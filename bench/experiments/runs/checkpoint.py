@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from bench.experiments.training import Run
+    from bench.experiments.runs.training import Run
 
 # Between two writes: a write takes about as long as a step, and must not be felt.
 SECONDS_BETWEEN = 60.0

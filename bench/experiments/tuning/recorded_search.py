@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.experiments.run_file import load_runs
-from bench.experiments.settings import Settings, variant
+from bench.experiments.runs.run_file import load_runs
+from bench.experiments.runs.settings import Settings, variant
 
 # What is minimised, by its name in a record: the smoothed loss at the end, or a metric's best.
 LOSS = "final_smoothed_loss"

@@ -15,9 +15,9 @@ from matplotlib import pyplot  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, ScalarFormatter  # noqa: E402
 
-from bench.experiments.methods import LABELS, METHODS  # noqa: E402
-from bench.experiments.settings import variant, variant_labels  # noqa: E402
-from bench.experiments.training import Epoch, Run  # noqa: E402
+from bench.experiments.runs.methods import LABELS, METHODS  # noqa: E402
+from bench.experiments.runs.settings import variant, variant_labels  # noqa: E402
+from bench.experiments.runs.training import Epoch, Run  # noqa: E402
 
 # Several variants of one method differ by their lines.
 _DASHES = ("-", "--", "-.", (0, (1, 1.5)), (0, (5, 1, 1, 1, 1, 1)))

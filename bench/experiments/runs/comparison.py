@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
-from bench.experiments.plots import grouped
 from bench.experiments.problems import Problem
-from bench.experiments.run_file import RunFile
-from bench.experiments.settings import Settings
-from bench.experiments.training import Run, train
+from bench.experiments.runs.plots import grouped
+from bench.experiments.runs.run_file import RunFile
+from bench.experiments.runs.settings import Settings
+from bench.experiments.runs.training import Run, train
 
 
 def open_runs(

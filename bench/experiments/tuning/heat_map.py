@@ -14,9 +14,9 @@ import numpy  # noqa: E402
 from matplotlib import pyplot  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
 
-from bench.experiments.grids import Grid  # noqa: E402
-from bench.experiments.methods import LABELS  # noqa: E402
-from bench.experiments.recorded_search import tried  # noqa: E402
+from bench.experiments.runs.methods import LABELS  # noqa: E402
+from bench.experiments.tuning.grids import Grid  # noqa: E402
+from bench.experiments.tuning.recorded_search import tried  # noqa: E402
 
 
 def plot_search(

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from bench.experiments.problems.problem import Problem
-from bench.experiments.settings import Settings
-from bench.experiments.training import train
+from bench.experiments.runs.settings import Settings
+from bench.experiments.runs.training import train
 
 
 class TrainingFailed(RuntimeError):

@@ -13,10 +13,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from bench.experiments.grids import decades
 from bench.experiments.problems import Autoencoder, Problem, load_autoencoder
 from bench.experiments.problems.language import load_language
-from bench.experiments.settings import Settings
+from bench.experiments.runs.settings import Settings
+from bench.experiments.tuning.grids import decades
 
 # The language problem's text where none is given. It is everywhere where Python is, and another
 # one for every version of it: the version is part of its name, which the record has.

@@ -1,0 +1,1 @@
+"""What steps cost: times by kinds of steps, and the complexity table of whole methods."""

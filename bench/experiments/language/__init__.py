@@ -1,0 +1,1 @@
+"""The comparison beyond the paper, on a character-level transformer."""

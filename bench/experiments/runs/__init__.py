@@ -1,0 +1,1 @@
+"""Training runs: settings, methods, the loop, its files and its pictures."""

@@ -1,0 +1,1 @@
+"""How far one learning rate serves: plan, measures and picture."""

@@ -1,0 +1,1 @@
+"""Searches for settings: grids, what was found, heat maps."""
