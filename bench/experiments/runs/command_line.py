@@ -185,7 +185,7 @@ def run_settings(
     names = ["epochs", "batch_size", "lr", "damping", "momentum", "stat_decay", "weight_decay"]
     names += [*_SECOND_ORDER, *_GRAFTED, "schedule"]
     given = {n: getattr(arguments, n) for n in names if getattr(arguments, n) is not None}
-    runs = []
+    of_each = []
     for optimizer in chosen:
         for name in given:
             if name in _foreign(optimizer):
@@ -197,7 +197,10 @@ def run_settings(
             settings = replace(defaults(optimizer), **given)
         except (ValueError, OSError) as error:
             parser.error(str(error))
-        runs += [replace(settings, seed=seed) for seed in dict.fromkeys(arguments.seeds)]
+        of_each.append(settings)
+    # Methods in turn: a machine that others slow down for a while slows down all of them.
+    seeds = dict.fromkeys(arguments.seeds)
+    runs = [replace(settings, seed=seed) for seed in seeds for settings in of_each]
     try:
         problem.steps_per_epoch(runs[0].batch_size)
     except ValueError as error:
