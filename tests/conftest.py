@@ -1,6 +1,7 @@
 """Fixtures of every test: fixed seeds, dictated gradients, and bitwise snapshots of a run."""
 
 import copy
+import dataclasses
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -94,10 +95,15 @@ def fixed_labels() -> FixedLabels:
     return FixedLabels()
 
 
+# What TNT keeps from observe() to step(), and KFAC.
+HELD = ("_sampled", "_summed", "_asked", "_observations", "_unreached", "_observed")
+
+
 class Snapshot:
     """A copy of parameters, their gradients and the optimizer's whole state, compared bit for bit.
 
-    Parameters that are frozen or without gradient are included; NaN equals NaN.
+    Parameters that are frozen or without gradient are included, and what the optimizer holds
+    between ``observe`` and ``step``; NaN equals NaN.
     """
 
     def __init__(self, params: Iterable[Tensor], optimizer: torch.optim.Optimizer) -> None:
@@ -110,7 +116,25 @@ class Snapshot:
             "params": [p.detach() for p in self.params],
             "grads": [p.grad for p in self.params],
             "optimizer": self.optimizer.state_dict(),
+            "held": {
+                name: self._by_number(getattr(self.optimizer, name))
+                for name in HELD
+                if hasattr(self.optimizer, name)
+            },
         }
+
+    def _by_number(self, held: Any) -> Any:
+        """The same with numbers for parameters: a copied one is another key."""
+        if dataclasses.is_dataclass(held):
+            # Which layers were called a forward pass says, whatever observe() does.
+            return {k: self._by_number(v) for k, v in vars(held).items() if k != "called"}
+        groups = self.optimizer.param_groups
+        numbers = {id(p): n for n, p in enumerate(p for g in groups for p in g["params"])}
+        if isinstance(held, dict):
+            return {numbers.get(id(k), k): self._by_number(v) for k, v in held.items()}
+        if isinstance(held, set):
+            return sorted(numbers.get(id(k), k) for k in held)
+        return held
 
     def assert_unchanged(self) -> None:
         """The parameters and the optimizer are to the bit what they were."""

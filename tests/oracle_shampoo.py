@@ -27,14 +27,14 @@ def newton_root(matrix: Tensor, p: int) -> Tensor:
     z = (1 + p) / (2 * float(torch.linalg.norm(matrix)))
     m, h = z * matrix, z ** (1 / p) * identity
     error = float((m - identity).abs().max())
-    for _ in range(100):
+    for iteration in range(100):
         if error <= 1e-6:
             break
         n = (1 + 1 / p) * identity - m / p
         next_m = torch.linalg.matrix_power(n, p) @ m
         next_error = float((next_m - identity).abs().max())
-        # Far from I there is no root to stop with, and the largest entry may grow for a while.
-        if error < 0.1 and next_error > 1.2 * error:
+        # The first iteration brings eigenvalues above 1 below it, and may add to the error.
+        if iteration > 0 and next_error > 1.2 * error:
             break
         m, h, error = next_m, h @ n, next_error
     return h

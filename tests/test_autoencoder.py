@@ -182,8 +182,7 @@ def test_the_command_records_every_setting(
     for name in ("lr", "damping", "stat_decay", "stat_interval", "inverse_interval", "graft"):
         if name in defaults:
             assert defaults[name] == getattr(wanted, name)
-    decays = {defaults.get("weight_decay"), defaults.get("decoupled_decay"), 0.1}
-    assert 0.1 in decays
+    assert defaults["decoupled_decay" if optimizer == "sgd" else "weight_decay"] == 0.1
     assert len(run["epochs"]) == 2 and len(run["step_losses"]) == 6
     assert run["final_smoothed_loss"] == run["epochs"][-1]["smoothed_loss"]
     assert record["provenance"][run["provenance"]]["versions"]["torch"] == torch.__version__
@@ -232,7 +231,7 @@ def test_the_command_says_when_training_diverged(
 ) -> None:
     out = tmp_path / "run.json"
     arguments = f"--data digits --optimizer sgd --lr 1e30 --batch-size 20 --out {out}".split()
-    assert autoencoder.main(arguments) == 1
+    assert autoencoder.main(arguments) == 0
     printed = capsys.readouterr().out
     assert "diverged: the loss of step" in printed and "diverged (1 of 1)" in printed
     assert json.loads(out.read_text())["runs"][0]["diverged_at_step"] <= 5

@@ -476,7 +476,7 @@ def test_the_command_says_when_training_diverged(
 ) -> None:
     out = tmp_path / "runs.json"
     for _ in range(2):  # trained, and read from the file
-        assert cnn.main([*command(folder, out, "sgd"), "--lr", "1e30"]) == 1
+        assert cnn.main([*command(folder, out, "sgd"), "--lr", "1e30"]) == 0
         assert "diverged" in capsys.readouterr().out
     (run,) = json.loads(out.read_text())["runs"]
     assert run["diverged_at_step"] <= 5 and run["final_smoothed_loss"] is None

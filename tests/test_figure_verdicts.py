@@ -1,7 +1,9 @@
 """What the page of figures makes of records: every claim with every outcome, and the rules."""
 
 import math
+import random
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from made_up_records import (
@@ -22,11 +24,14 @@ from made_up_records import (
     tuned,
 )
 
+from bench.experiments.confidence import interval
+from bench.experiments.costs.step_sets import STEP_SETS
 from bench.figures.claims import CLAIMS
-from bench.figures.evidence import Record, is_tuned
+from bench.figures.evidence import Record, is_tuned, load_folder
 from bench.figures.judge_training import sooner
 from bench.figures.stages import STAGES
 from bench.figures.subjects import SUBJECTS
+from bench.figures.tables import training_table
 from bench.figures.verdicts import (
     CANNOT_TELL,
     CONTRADICTS,
@@ -34,6 +39,7 @@ from bench.figures.verdicts import (
     Verdict,
     all_of,
     below,
+    by_chance,
     inside,
     not_above,
 )
@@ -179,6 +185,24 @@ def test_every_claim_is_tested_and_has_a_section() -> None:
 # The rules.
 
 
+def test_intervals_are_students() -> None:
+    """As many false alarms as are said, from few seeds, too."""
+    rng = random.Random(0)
+    for count in (2, 3, 5):
+        draws = [interval([rng.gauss(0, 1) for _ in range(count)]) for _ in range(4000)]
+        wrong = sum(found.low > 0 or found.high < 0 for found in draws) / len(draws)
+        assert 0.04 < wrong < 0.06, count
+    assert interval([1.0, 3.0]).high == pytest.approx(2 + 12.706, abs=1e-3)
+    # Three standard errors from zero, which two seeds are too few for.
+    assert below("a", {0: 1.0, 1: 2.0}, "b", {0: 2.0, 1: 4.0}).outcome == CANNOT_TELL
+
+
+def test_the_page_says_what_chance_makes() -> None:
+    judged = [Verdict(SUPPORTS, "")] * 30 + [Verdict(CONTRADICTS, "")] * 10
+    text = by_chance([*judged, Verdict(CANNOT_TELL, "")])
+    assert "5 % into a verdict: here 2.0 of the 40 claims" in text
+
+
 def test_one_seed_tells_nothing() -> None:
     assert below("a", {0: 1.0}, "b", {0: 9.0}).outcome == CANNOT_TELL
     assert not_above("a", {0: 1.0}, "b", {0: 9.0}).outcome == CANNOT_TELL
@@ -200,6 +224,7 @@ def test_what_diverged_is_not_better() -> None:
     assert not_above("a", lost, "b", good).outcome == CONTRADICTS
     assert below("a", {}, "b", good) == Verdict(CANNOT_TELL, "a was not run beside it")
     assert inside("a", [math.nan], 0, 1).outcome == CANNOT_TELL
+    assert inside("a", [0.5, 0.5, math.inf], 0, 1).outcome == CONTRADICTS
 
 
 def test_one_contradiction_is_enough_and_one_doubt() -> None:
@@ -215,11 +240,98 @@ def test_a_method_in_no_form_of_the_paper_is_not_the_papers() -> None:
     assert judge("mnist-epochs")(made).outcome == CANNOT_TELL
 
 
-def test_of_several_settings_the_best_counts() -> None:
-    good, bad = autoencoders(losses(5.0)), autoencoders({"tnt": 50.0}, lr=7.0)
-    runs = [*good.runs, *bad.runs]
-    both = Record(good.path, {**good.content, "runs": runs})
-    assert judge("mnist-epochs")(both).outcome == SUPPORTS
+def test_of_several_settings_the_papers_count_even_if_others_do_better() -> None:
+    paper, other = autoencoders(losses(15.0)), autoencoders({"tnt": 1.0}, lr=7.0)
+    both = Record(paper.path, {**paper.content, "runs": [*other.runs, *paper.runs]})
+    assert judge("mnist-epochs")(both).outcome == CONTRADICTS
+    labels = [str(row[0]) for row in training_table(both).rows]
+    assert sum(label.endswith(", not judged") for label in labels) == 1
+    # Where the other ones alone were run, nothing is judged.
+    assert judge("mnist-epochs")(other).why.startswith("TNT was not run beside it")
+
+
+def test_networks_are_judged_with_the_papers_settings_for_their_length() -> None:
+    made = networks({**FULL, "tnt": 0.20}, images=50_000)
+    changed = [dict(run) for run in made.runs]
+    for run in changed:
+        if run["key"]["optimizer"] == "tnt":
+            run["key"] = run["settings"] = {**run["key"], "lr": 0.5}
+    other = Record(made.path, {**made.content, "runs": changed})
+    assert judge("resnet32-accuracy")(made).outcome == CONTRADICTS
+    assert judge("resnet32-accuracy")(other).why == "TNT was not run beside it"
+
+
+def test_the_papers_own_experiments_need_as_many_steps_as_ten_epochs() -> None:
+    for problem in ("mnist", "faces"):
+        for steps_, outcome in ((598, CANNOT_TELL), (600, SUPPORTS)):
+            made = autoencoders(losses(5.0), problem, steps=steps_)
+            assert judge("mnist-epochs")(made).outcome == outcome
+    assert judge("mnist-epochs")(autoencoders(losses(5.0), "curves", steps=60)).outcome == SUPPORTS
+    assert "598 steps are fewer" in judge("mnist-epochs")(autoencoders(losses(5.0), steps=598)).why
+
+
+def test_the_digits_are_judged_on_other_seeds_than_those_of_their_search() -> None:
+    made = autoencoders(losses(5.0), "digits", seeds=(6, 7, 8))
+    assert judge("mnist-epochs")(made).outcome == SUPPORTS
+    verdict = judge("mnist-epochs")(autoencoders(losses(5.0), "digits", seeds=(5, 6, 7)))
+    assert verdict.outcome == CANNOT_TELL
+    assert "from seeds 5, too" in verdict.why
+    digits = next(stage for stage in STAGES if stage.name == "digits").shown()
+    assert "--seeds 6 7 8 9 10" in digits
+
+
+def test_a_search_is_judged_on_seeds_that_did_not_choose() -> None:
+    """A setting that is best by the luck of one seed is not judged on that one."""
+    made = search(20.0)
+    runs = [dict(run) for run in made.runs]
+    for run in runs:
+        key = run["key"]
+        if key["optimizer"] == "tnt" and key["lr"] == 0.05:
+            score = 1.0 if key["seed"] == 0 else 22.0
+            run.update(final_smoothed_loss=score, diverged_at_step=None)
+    verdict = judge("search-lower")(Record(made.path, {**made.content, "runs": runs}))
+    assert "TNT 21.33, Adam 20," in verdict.why  # 20 and twice 22; in the search 15
+    one = [run for run in runs if run["key"]["seed"] == 0]
+    verdict = judge("search-lower")(Record(made.path, {**made.content, "runs": one}))
+    assert verdict.why.startswith("one seed")
+
+
+@pytest.mark.parametrize("form", ["tnt-grafted", "adam"])
+def test_no_language_verdict_at_an_end_of_a_search(form: str) -> None:
+    verdict = judge("language-adamw")(language(1.8, at_an_end=form))
+    assert verdict.outcome == CANNOT_TELL
+    assert "is an end of its search" in verdict.why
+    # Muon's own search has nothing to do with AdamW's.
+    other = judge("language-muon")(language(1.8, at_an_end=form))
+    assert other.outcome == (SUPPORTS if form == "adam" else CANNOT_TELL)
+
+
+@pytest.mark.parametrize("name", [n for n, s in STEP_SETS.items() if s.kfac == "kfac"])
+def test_kfacs_own_form_and_intervals_are_judged_on_every_set(name: str) -> None:
+    for ratio, outcome in ((3.0, SUPPORTS), (1.0, CONTRADICTS)):
+        made = steps({(name, "tnt"): 2.0, (name, "kfac"): ratio})
+        verdict = judge("step-kfac")(made)
+        assert verdict.outcome == outcome
+        assert verdict.why.startswith(name)
+
+
+def test_files_that_claim_to_be_records_and_are_none_are_said(tmp_path: Path) -> None:
+    (tmp_path / "below").mkdir()
+    contents = {
+        "below/broken.json": "{",
+        "bytes.json": "\xff",
+        "empty.json": '{"experiment": "x", "protocol": {}, "provenance": [], "runs": []}',
+        "old.json": '{"experiment": "x", "losses": [1]}',
+        "other.json": '{"kernels": [1]}',
+        "list.json": "[1]",
+    }
+    for name, text in contents.items():
+        (tmp_path / name).write_bytes(text.encode("latin-1"))
+    records, unread = load_folder(tmp_path)
+    assert records == []
+    assert list(unread) == ["below/broken.json", "bytes.json", "empty.json", "old.json"]
+    assert unread["empty.json"] == "it holds no runs"
+    assert str(tmp_path) not in str(unread)
 
 
 def test_a_rival_at_the_end_of_its_grid_is_not_beaten() -> None:

@@ -128,6 +128,10 @@ def test_page_of_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "a \\<fast\\> CPU" in text
     assert "commit 0123456789ab, 2026-01-02" in page.text
     assert "not run: no record of it" in page.text
+    assert "broken.json: broken.json is not the record of an experiment's runs" in page.text
+    assert "at AdamW's seconds, the slower run cut mid-schedule" in page.text
+    assert "chance alone turns 5 % into a verdict" in page.text
+    assert "Tuning was not equal" in page.text
     assert str(tmp_path) not in text + page.text
     assert "figures.md" in capsys.readouterr().out
 

@@ -1,6 +1,8 @@
 """inverse_root: (S + eps I)^(-1/p), against eigenvalues and against its own p-th power."""
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -132,6 +134,14 @@ def test_gram_matrices_of_one_gradient(
         close(factor, value, NEWTON_OPERATOR + 4 * condition * torch.finfo(dtype).eps)
 
 
+def test_limits_of_the_iteration_stand_alike_in_cpp() -> None:
+    header = (Path(__file__).parents[1] / "csrc" / "cpu" / "inverse_root.h").read_text()
+    found = dict(re.findall(r"constexpr \w+ kNewton(\w+) = ([\d.e-]+);", header))
+    names = ["ITERATIONS", "TOLERANCE", "GROWTH", "CONVERGED", "TRACE"]
+    wanted = {name.capitalize(): getattr(reference, f"NEWTON_{name}") for name in names}
+    assert {name: float(value) for name, value in found.items()} == wanted
+
+
 @pytest.mark.parametrize("d", [2, 9, 65])
 @pytest.mark.parametrize("root", [1, 2, 4, 6])
 @pytest.mark.parametrize("dtype", STATE_DTYPES, ids=str)
@@ -261,6 +271,19 @@ def test_one_negative_eigenvalue(root: int, eigenvalue: float) -> None:
     stat = matrix.tril() + matrix.tril(-1).mT
     for dtype in STATE_DTYPES:
         assert inverse_root([[stat.to(dtype)]], DAMPING, root)[1].tolist() == [1]
+
+
+@pytest.mark.parametrize("d", [2, 9, 65, 512])
+@pytest.mark.parametrize("root", [1, 2, 4, 6])
+@pytest.mark.parametrize("dtype", STATE_DTYPES, ids=str)
+def test_one_negative_eigenvalue_along_a_flat_vector(d: int, root: int, dtype: torch.dtype) -> None:
+    """It adds only 1 / d of itself to any entry of |M - I|, which must not look like converging."""
+    flat_part = torch.full((d, d), 1 / d, dtype=dtype)
+    for eigenvalue in (-1e-3, -0.3, -2.0):
+        indefinite = 2 * (torch.eye(d, dtype=dtype) - flat_part) + eigenvalue * flat_part
+        out = [[torch.full((d, d), 7.0, dtype=dtype)]]
+        assert inverse_root([[indefinite]], 0.0, root, out)[1].tolist() == [1]
+        assert torch.equal(out[0][0], torch.full((d, d), 7.0, dtype=dtype))
 
 
 @pytest.mark.parametrize("kind", ["full", "diagonal"])

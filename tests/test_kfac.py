@@ -16,10 +16,13 @@ from tolerances import (
     FLOAT64_FORMULA,
     FLOAT64_TRAJECTORY,
     SAMPLE_DEVIATIONS,
+    inverse_rounding,
 )
 from torch import Tensor, nn
 
 from tnt_optim import KFAC
+from tnt_optim.layer_inverses import INVERSES
+from tnt_optim.layer_statistics import layer_sums
 from tnt_optim.layers import input_rows, is_supported, output_rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -264,16 +267,31 @@ def test_rows_give_the_layers_output_and_gradient(name: str, transposed: bool) -
     if transposed:
         reverse = list(range(x.dim()))[::-1]
         x = x.permute(reverse).contiguous().permute(reverse)
-    parts = [layer.weight.flatten(1)]
+    parts, a = [layer.weight.flatten(1)], input_rows(layer, x)
     if layer.bias is not None:
         parts.append(layer.bias[:, None])
+        a = torch.cat([a, a.new_ones(len(a), 1)], dim=1)
     output = layer(x)
-    a = input_rows(layer, x)
     close(a @ torch.cat(parts, 1).detach().T, output_rows(layer, output.detach()))
     gradient = torch.randn_like(output)
     grads = torch.autograd.grad(output, list(layer.parameters()), gradient)
     expected = torch.cat([g.reshape(len(g), -1) for g in grads], dim=1)
     close(output_rows(layer, gradient).T @ a, expected)
+    sums = layer_sums(layer, x, gradient, 3)
+    close(sums.inputs, a.T @ a)
+    close(sums.gradients, output_rows(layer, gradient).T @ output_rows(layer, gradient))
+    assert (sums.examples, sums.positions) == (3, len(a))
+    assert all(torch.equal(m, m.T) for m in (sums.inputs, sums.gradients))
+
+
+def test_sums_of_two_batches_are_plain_sums_where_finite() -> None:
+    layer = nn.Linear(4, 3)
+    parts = [layer_sums(layer, torch.randn(n, 4), torch.randn(n, 3), n) for n in (5, 7)]
+    both = parts[0] + parts[1]
+    assert torch.equal(both.gradients, parts[0].gradients + parts[1].gradients)
+    assert torch.equal(both.inputs, parts[0].inputs + parts[1].inputs)
+    means = [both.gradients / 12, both.inputs / 12]
+    assert all(map(torch.equal, both.means(), means))
 
 
 class Rescaled(nn.Linear):
@@ -301,6 +319,29 @@ def test_which_layers_are_supported() -> None:
         nn.BatchNorm2d(3),
     ]
     assert [is_supported(m) for m in yes + no] == [True] * len(yes) + [False] * len(no)
+
+
+def test_small_eigenvalues_of_a_large_matrix_count() -> None:
+    """In float32, where a sixth of them lie below n eps of the largest."""
+    n, damping = 600, 1e-5
+    basis = torch.linalg.qr(torch.randn(n, n, dtype=torch.float64))[0]
+    g = (basis * torch.logspace(0, -5, n, dtype=torch.float64)) @ basis.T
+    g = ((g + g.T) / 2).float()
+    a = torch.tensor([[1.0, 0.2, 0.0], [0.2, 0.5, 0.1], [0.0, 0.1, 0.7]])
+    matrix = torch.randn(n, 3)
+    eigenbasis = INVERSES["eigenbasis"]
+    factors, codes = eigenbasis.make([[g, a]], damping, None)
+    (actual,) = eigenbasis.apply([matrix], factors)
+    assert codes.tolist() == [0]
+    fisher = dense_kron([g.double(), a.double()])
+    fisher.diagonal().add_(damping)
+    values = torch.linalg.eigvalsh(g.double())
+    assert int((values < n * torch.finfo(torch.float32).eps).sum()) > 50
+    expected = torch.linalg.solve(fisher, matrix.double().reshape(-1)).reshape(n, 3)
+    error = float((actual.double() - expected).norm() / expected.norm())
+    # Measured: 0.01; with eigenvalues below n eps taken for zero 1.5.
+    condition = float(values[-1]) * float(torch.linalg.eigvalsh(a)[-1]) / damping
+    assert error <= inverse_rounding(torch.float32, condition)
 
 
 # ------------------------------------------------------------------ the exact Fisher

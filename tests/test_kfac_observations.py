@@ -127,8 +127,20 @@ def test_compiled_model_is_refused() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     opt = KFAC(model)
     compiled = torch.compile(model, backend="aot_eager")
-    with pytest.raises(ValueError, match="torch.compile"):
+    with pytest.raises(ValueError, match="parameters of '0'.* Observe .* without torch.compile"):
         opt.observe(compiled(torch.randn(5, 3)))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # dynamo's own
+def test_compiled_parts_without_layers_are_welcome() -> None:
+    x, labels = torch.randn(8, 2, 4, 4).double(), torch.randint(5, (8,))
+    model = conv_net()
+    expected = statistics(model, lambda: model(x), labels)
+    model[3] = torch.compile(model[3], backend="aot_eager")
+    result = model(x)
+    assert any(node.name() == "CompiledFunctionBackward" for node in nodes(result))
+    for a, b in zip(expected, statistics(model, lambda: model(x), labels), strict=True):
+        close(b, a)
 
 
 class Twice(nn.Module):
@@ -366,11 +378,13 @@ def test_later_steps_never_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) 
     opt = KFAC(model, stat_interval=2, inverse_interval=3)
     monkeypatch.setattr("tnt_optim.failures._Delivery.arrived", lambda self: False)
     train(model, opt)
-    for _ in range(6):
+    for t in range(1, 7):
         opt.zero_grad()
         output = model(torch.randn(8, 2, 4, 4).double())
         with no_host_reads():
             opt.observe(output)
+            for _ in range(t % 3):  # micro-batches
+                opt.observe(model(torch.randn(8, 2, 4, 4).double()))
         output.sum().backward()
         with no_host_reads():
             opt.step()

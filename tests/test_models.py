@@ -15,12 +15,11 @@ from bench.experiments.models import (
     autoencoder,
     resnet32,
     seeded,
-    seeded_autoencoder,
     squared_error,
-    transformer_parameter_kinds,
     vgg16,
 )
 from bench.experiments.models.resnet import BasicBlock
+from bench.experiments.runs.first_order import hidden_matrices
 from bench.kernels.parameter_sets import PARAMETER_SETS
 
 CONTEXT, CHARACTERS = 9, 11
@@ -189,8 +188,8 @@ def test_a_seed_decides_the_start_and_nothing_else_does(name: str) -> None:
 
 def test_models_are_built_on_the_cpu_whatever_the_default_device() -> None:
     with torch.device("meta"):
-        model = seeded_autoencoder((5, 2, 5), 0)
-    wanted = seeded_autoencoder((5, 2, 5), 0)
+        model = seeded(lambda: autoencoder((5, 2, 5)), 0)
+    wanted = seeded(lambda: autoencoder((5, 2, 5)), 0)
     for found, parameter in zip(model.parameters(), wanted.parameters(), strict=True):
         assert torch.equal(found, parameter)
 
@@ -200,7 +199,7 @@ def test_the_seeded_autoencoder_is_the_recorded_runs() -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
         wanted = [nn.Linear(20, 4), nn.Linear(4, 20)]
-    found = list(seeded_autoencoder((20, 4, 20), 5).parameters())
+    found = list(seeded(lambda: autoencoder((20, 4, 20)), 5).parameters())
     parameters = [p for layer in wanted for p in layer.parameters()]
     assert all(torch.equal(p, q) for p, q in zip(found, parameters, strict=True))
 
@@ -411,23 +410,17 @@ def test_squared_error_is_half_the_sum_over_pixels_and_the_mean_over_images() ->
     assert squared_error(outputs, images).item() == pytest.approx(by_hand / 6)
 
 
-# Which parameters are of which kind
+# Which parameters Muon takes
 
 
 @pytest.mark.parametrize("builder", [small_transformer, with_biases])
-def test_kinds_part_the_parameters(builder: Callable[[], CharacterTransformer]) -> None:
-    model = builder()
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    hidden, other = ([names[id(p)] for p in kind] for kind in transformer_parameter_kinds(model))
+def test_the_hidden_matrices_are_the_blocks(builder: Callable[[], CharacterTransformer]) -> None:
     layers = [*(f"attention.{n}" for n in ("query", "key", "value", "output"))]
     layers += ["expand", "contract"]
-    assert hidden == [f"blocks.{block}.{layer}.weight" for block in (0, 1) for layer in layers]
-    assert sorted(hidden + other) == sorted(names.values())
-
-
-def test_muon_takes_the_hidden_ones() -> None:
-    kinds = transformer_parameter_kinds(small_transformer())
-    torch.optim.Muon(kinds.hidden, lr=0.01)
+    hidden = hidden_matrices(builder())
+    names = [f"blocks.{block}.{layer}.weight" for block in (0, 1) for layer in layers]
+    assert [name for name, _ in hidden] == names
+    torch.optim.Muon(hidden, lr=0.01)
 
 
 # Mistakes

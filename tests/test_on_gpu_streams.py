@@ -4,7 +4,7 @@ Skipped where there is no CUDA device, but with TNT_TEST_DEVICE=cpu (see device_
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 import tnt_kernels
 from tnt_kernels import reference
-from tnt_optim import TNT
+from tnt_optim import KFAC, TNT
 
 pytestmark = on_device
 
@@ -246,18 +246,80 @@ def test_optimizer(graft: str | None) -> None:
         close(actual, value, 1e-3)
 
 
+@pytest.mark.parametrize("inverse", ["damped", "eigenbasis"])
+def test_kfac(inverse: str) -> None:
+    """As above, with what is observed, micro-batches and a layer that runs as a convolution."""
+    start = nn.Sequential(nn.Conv2d(2, 8, 3), nn.Tanh(), nn.Flatten(), nn.Linear(72, 20))
+    batches = [normal((2, 16, 2, 5, 5)) for _ in range(6)]
+    weights = normal((16, 20))
+
+    def moved(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+        model = copy.deepcopy(start).to(device, dtype)
+        sampled = weights.to(device, dtype)
+        optimizer = KFAC(
+            model,
+            lr=0.01,
+            damping=1.0,
+            likelihood=lambda output: (output * sampled).sum() / 16,
+            inverse=inverse,
+            stat_interval=2,
+            inverse_interval=3,
+            weight_decay=0.1,
+        )
+        for batch in batches:
+            optimizer.zero_grad()
+            for x in batch:
+                output = model(x.to(device, dtype))
+                optimizer.observe(output)
+                output.square().mean().backward()
+            optimizer.step()
+        ends = zip(model.parameters(), start.parameters(), strict=True)
+        return [(p.cpu().double() - s.double()).detach() for p, s in ends]
+
+    wanted = moved(torch.device("cpu"), torch.float64)
+    for actual, value in zip(moved(DEVICE, torch.float32), wanted, strict=True):
+        close(actual, value, 1e-3)
+
+
+def stepped_without_waiting(step: Callable[[], None]) -> None:
+    """Four steps, which may wait, then two that may not."""
+    for _ in range(4):
+        step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(2):
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @cuda_only
 def test_step_does_not_wait_for_the_device() -> None:
     params = [nn.Parameter(normal(shape).to(DEVICE)) for shape in ((20, 30), (20,))]
     optimizer = TNT(params, lr=0.01, fisher="empirical", stat_interval=1, inverse_interval=2)
     for p in params:
         p.grad = torch.randn_like(p)
-    for _ in range(4):
+    stepped_without_waiting(optimizer.step)
+
+
+@cuda_only
+@pytest.mark.parametrize("method", ["tnt", "kfac"])
+def test_observed_step_does_not_wait_for_the_device(method: str) -> None:
+    """Nor does what chooses between the observations of two micro-batches."""
+    model = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 10)).to(DEVICE)
+    intervals = {"stat_interval": 1, "inverse_interval": 2}
+    optimizer: TNT | KFAC
+    optimizer = (
+        TNT(model.parameters(), **intervals) if method == "tnt" else KFAC(model, **intervals)
+    )
+    x = torch.randn(2, 16, 20, device=DEVICE)
+
+    def step() -> None:
+        for half in x:
+            output = model(half)
+            optimizer.observe(output)
+            output.square().mean().backward()
         optimizer.step()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for _ in range(2):
-            optimizer.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+
+    stepped_without_waiting(step)

@@ -20,7 +20,14 @@ from bench.experiments.problems.autoencoders import (
 from bench.experiments.runs.run_file import load_runs
 from bench.experiments.runs.settings import Settings
 from bench.experiments.tuning.experiments import EXPERIMENTS
-from bench.experiments.tuning.grids import GRIDS, decades, grid_settings, interior, log_grid
+from bench.experiments.tuning.grids import (
+    GRIDS,
+    decades,
+    grid_of,
+    grid_settings,
+    interior,
+    log_grid,
+)
 from bench.experiments.tuning.recorded_search import best_of, tried
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -168,16 +175,33 @@ def test_a_search_goes_on_where_it_stopped(
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_search_shows_what_is_in_its_file(
+    tiny_digits: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "search.json"
+    assert search.main([*command(out, "--optimizer", "sgd"), "--lr", "1e-6", "1e-5"]) == 0
+    assert "at an end of the grid" in capsys.readouterr().out
+    # A wider search goes on with the narrow one's runs, and the best is no longer at an end.
+    assert search.main([*command(out, "--optimizer", "sgd"), "--lr", "1e-3", "10"]) == 0
+    assert "lr 0.001: final smoothed loss" in capsys.readouterr().out
+    entries = tried(load_runs(out)["runs"])
+    assert grid_of(entries, "sgd", ["lr"]) == {"lr": [1e-6, 1e-5, 1e-3, 10]}
+
+
 def test_a_search_does_not_mix_protocols(
     tiny_digits: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "search.json"
     assert search.main(command(out, "--optimizer", "sgd")) == 0
     before = out.read_bytes()
-    for option in ("--batch-size=30", "--seeds=3"):
+    for option, message in (
+        ("--batch-size=30", "holds runs with other settings"),
+        ("--seeds=3", "holds runs with other settings"),
+        ("--epochs=2", "holds runs of sgd over 1 epochs, not 2: give another file"),
+    ):
         with pytest.raises(SystemExit):
             search.main([*command(out, "--optimizer", "sgd"), option])
-        assert "holds runs with other settings" in capsys.readouterr().err
+        assert message in capsys.readouterr().err
         assert out.read_bytes() == before
 
 

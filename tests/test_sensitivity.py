@@ -1,6 +1,5 @@
 """How well one learning rate serves: the plan, the measures on losses by hand, the command."""
 
-import functools
 import itertools
 import json
 import math
@@ -13,8 +12,10 @@ import pytest
 import torch
 
 from bench.experiments import sensitivity
+from bench.experiments.language.forms import FORMS
 from bench.experiments.models import DIGITS_WIDTHS
-from bench.experiments.problems import Problem
+from bench.experiments.problems import Problem, seeded_model
+from bench.experiments.problems.autoencoders import default_settings
 from bench.experiments.runs.run_file import load_runs
 from bench.experiments.runs.settings import Settings
 from bench.experiments.runs.training import train
@@ -26,6 +27,7 @@ from bench.experiments.sensitivities.measures import (
     best_rate,
     common_rate,
     common_rows,
+    rates_in_common,
     regret,
     serving,
     summary_rows,
@@ -35,7 +37,7 @@ from bench.experiments.sensitivities.measures import (
 from bench.experiments.sensitivities.plan import (
     AXES,
     BASES,
-    FORMS,
+    CONTENDERS,
     FULL,
     QUICK,
     MeasuredAutoencoder,
@@ -45,10 +47,12 @@ from bench.experiments.sensitivities.plan import (
     make_problem,
     points,
     rates,
+    refreshes,
     run_key,
     run_settings,
     wanted,
 )
+from tnt_optim import Shampoo
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -62,10 +66,10 @@ TINY = Scale(epochs={"digits": 1, "language": 4}, rate_step=2, seeds=(0,), width
 @pytest.mark.parametrize("problem", BASES)
 def test_every_form_has_the_same_number_of_runs_at_every_point(problem: str, scale: Scale) -> None:
     seeds = (0, 1)
-    runs = list(wanted(list(FORMS), problem, seeds, scale))
+    runs = list(wanted(list(CONTENDERS), problem, seeds, scale))
     each = len(seeds) * (11 if scale is FULL else 6)
     counts = Counter((key["form"], point) for point, _, key in runs)
-    assert set(counts) == set(itertools.product(FORMS, points(problem)))
+    assert set(counts) == set(itertools.product(CONTENDERS, points(problem)))
     assert set(counts.values()) == {each}
     assert len(points(problem)) == 1 + 2 * len(AXES), "the base point once"
     told_apart = {(point.width, settings) for point, settings, _ in runs}
@@ -73,13 +77,49 @@ def test_every_form_has_the_same_number_of_runs_at_every_point(problem: str, sca
     assert len({tuple(key.items()) for _, _, key in runs}) == len(runs)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_rates_are_half_decades_of_equal_number(form: str) -> None:
-    tried = rates(form, FULL)
+@pytest.mark.parametrize("problem", BASES)
+@pytest.mark.parametrize("form", CONTENDERS)
+def test_rates_are_half_decades_of_equal_number(form: str, problem: str) -> None:
+    tried = rates(form, problem, FULL)
     assert len(tried) == 11
     for lower, higher in itertools.pairwise(tried):
         assert higher / lower == pytest.approx(10**0.5, rel=0.06)
-    assert rates(form, QUICK) == tried[::2]
+    assert rates(form, problem, QUICK) == tried[::2]
+
+
+@pytest.mark.parametrize("form", ["tnt", "tnt-grafted", "shampoo", "shampoo-grafted"])
+def test_the_texts_settings_are_the_language_comparisons(form: str) -> None:
+    own, theirs = CONTENDERS[form], FORMS[form]
+    assert (own.optimizer, own.damping["language"]) == (theirs.optimizer, theirs.damping)
+    assert (own.graft == "adam") == own.relative_damping == theirs.grafted
+    for scale in (FULL, QUICK):
+        tried = rates(form, "language", scale)
+        assert min(tried) <= theirs.lr / 10 and theirs.lr * 10 <= max(tried)
+
+
+@pytest.mark.parametrize("form", ["tnt", "shampoo"])
+def test_the_digits_settings_are_the_recorded_searchs(form: str) -> None:
+    theirs = default_settings("digits", form)
+    assert CONTENDERS[form].damping["digits"] == theirs.damping
+    for scale in (FULL, QUICK):
+        tried = rates(form, "digits", scale)
+        assert min(tried) <= theirs.lr / 10 and theirs.lr * 10 <= max(tried)
+
+
+@pytest.mark.parametrize("form", CONTENDERS)
+def test_a_relative_damping_is_one_for_both_problems(form: str) -> None:
+    dampings = CONTENDERS[form].damping
+    assert (dampings["digits"] == dampings["language"]) == CONTENDERS[form].relative_damping
+
+
+@pytest.mark.parametrize("scale", [FULL, QUICK])
+@pytest.mark.parametrize("form", CONTENDERS)
+def test_one_rate_for_both_problems_can_be_one_of_several(form: str, scale: Scale) -> None:
+    digits, language = (rates(form, problem, scale) for problem in BASES)
+    shared = sorted({*digits} & {*language})
+    assert max(shared) / min(shared) >= 999, "over three decades"
+    for own in (digits, language):
+        assert shared == [lr for lr in own if min(shared) <= lr <= max(shared)], "without gaps"
 
 
 @pytest.mark.parametrize("problem", BASES)
@@ -91,6 +131,51 @@ def test_axes_cross_in_the_base_point(problem: str) -> None:
         for point in (low, high):
             assert replace(point, **{axis: getattr(base.point, axis)}) == base.point
             assert getattr(point, axis) in base.values[axis]
+
+
+@pytest.mark.parametrize("warm", [True, False])
+@pytest.mark.parametrize(
+    ("steps", "stat_interval", "inverse_interval", "count"),
+    [(28, 1, 1, 28), (28, 1, 6, 10), (28, 1, 20, 21), (24, 5, 20, 5), (30, 4, 6, 6), (9, 3, 20, 3)],
+)
+def test_refreshes_are_counted_as_the_optimizers_make_factors(
+    steps: int, stat_interval: int, inverse_interval: int, count: int, warm: bool
+) -> None:
+    made = []
+
+    class Counting(Shampoo):
+        def _factors(self, *arguments: Any) -> Any:
+            made.append(self.param_groups[0]["step"])
+            return super()._factors(*arguments)
+
+    weight = torch.nn.Parameter(torch.randn(3, 2))
+    target = torch.randn(3, 2)
+    intervals = {"stat_interval": stat_interval, "inverse_interval": inverse_interval}
+    optimizer = Counting([weight], lr=0.01, damping=0.1, **intervals)
+    if warm:
+        optimizer.warm_start([(weight - target).square().sum()])
+        made.clear()
+    for _ in range(steps):
+        optimizer.zero_grad()
+        (weight - target).square().sum().backward()
+        optimizer.step()
+    assert len(made) == refreshes(steps, stat_interval, inverse_interval) == count
+
+
+@pytest.mark.parametrize("scale", [FULL, QUICK])
+@pytest.mark.parametrize("problem", BASES)
+def test_a_larger_interval_makes_fewer_factors(problem: str, scale: Scale) -> None:
+    made = make_problem(problem, 1.0, None, scale)
+    recorded = sensitivity_plan.protocol([problem], None, scale)["refreshes"][problem]
+    counts = []
+    for point in axis_points(problem, "inverse_interval"):
+        settings = run_settings("tnt", point, 0.1, 0, scale)
+        steps = settings.epochs * made.steps_per_epoch(settings.batch_size)
+        assert settings.stat_interval is not None
+        counts.append(refreshes(steps, settings.stat_interval, point.inverse_interval))
+    assert recorded == counts
+    # a quarter fewer at least: no two points are nearly the same runs
+    assert all(fewer <= 0.75 * more for more, fewer in itertools.pairwise(counts))
 
 
 @pytest.mark.parametrize("scale", [FULL, QUICK])
@@ -117,8 +202,8 @@ def test_settings_of_a_point() -> None:
         *("shampoo", "adam"),
         True,
     )
-    assert (settings.batch_size, settings.inverse_interval, settings.damping) == (8, 80, 1.0)
-    assert (settings.lr, settings.seed, settings.epochs, settings.stat_interval) == (0.3, 5, 16, 5)
+    assert (settings.batch_size, settings.inverse_interval, settings.damping) == (8, 80, 0.01)
+    assert (settings.lr, settings.seed, settings.epochs, settings.stat_interval) == (0.3, 5, 16, 1)
     paper = run_settings("tnt", BASES["digits"].point, 0.3, 5, FULL)
     assert (paper.damping, paper.graft, paper.relative_damping) == (0.03, None, False)
     assert (paper.stat_interval, paper.warm_start, paper.epochs) == (1, True, FULL.epochs["digits"])
@@ -192,6 +277,12 @@ def test_the_common_rate_has_the_least_of_the_largest_regrets() -> None:
     assert common_rate([({0.1: 1.0, 1.0: math.inf}, None), ({0.1: math.inf, 1.0: 1.0}, None)]) is (
         None
     )
+    # tried at one of two points does not count, even where it is best
+    fewer = {lr: loss for lr, loss in second.items() if lr < 1}
+    assert rates_in_common([first, fewer]) == [0.01, 0.1]
+    assert rates_in_common([first, {3.0: 1.0}]) == rates_in_common([]) == []
+    assert common_rate([({**first, 1.0: 0.5}, None), (fewer, None)]) == (0.1, [1.0, 0.0])
+    assert common_rate([(first, None), ({3.0: 1.0}, None)]) is None
     found = common_rate([(first, None), ({lr: math.inf for lr in first}, None)])
     assert found is not None and found[0] == 0.01 and math.isnan(found[1][1])
 
@@ -243,18 +334,19 @@ def test_the_tables() -> None:
         *("0 of 8", "1.0 of 6"),
     )
     assert rows[3][4] == "0.000 nats"
-    header, *rows = axis_rows(surfaces, "digits", 3.0)
-    assert [row[1] for row in rows] == [name for name in AXES.values() for _ in surfaces]
+    header, *rows = axis_rows(surfaces, "digits", 3.0, [9, 5, 2])
+    names = ("batch size", "T2 (9, 5, 2 refreshes)", "damping ×", "width ×")
+    assert [row[1] for row in rows] == [name for name in names for _ in surfaces]
     assert rows[1][2:] == ("32: 0 %, 512: 0 %", "0 decades", "1 1 1", "1")
     assert rows[0][2:] == ("all diverged", "-", "0 0 0", "0")
     header, *rows = common_rows(surfaces, floors)
-    assert header[2:] == ("lr", "Autoencoder", "Transformer")
-    assert rows[0][2:] == ("each diverges", "-", "-")
-    assert rows[3][2:] == ("0.001", "0 %", "0.000 nats")
+    assert header[2:] == ("of the rates", "lr", "Autoencoder", "Transformer")
+    assert rows[0][2:] == ("1e-05 to 1", "each diverges", "-", "-")
+    assert rows[3][2:] == ("1e-05 to 1", "0.001", "0 %", "0.000 nats")
     moving = {**made_surface("digits", 1), **made_surface("language", 1)}
     # minima at places 2, 3, ..., 10, of which 0 to 5 are tried: place 5 is best from the fourth
     # point on, and loses 9 at the first; place 4 would lose 36 - 25 at the last
-    assert common_rows({"tnt": moving}, floors)[2][2:] == ("1", "900 %", "9.000 nats")
+    assert common_rows({"tnt": moving}, floors)[2][3:] == ("1", "900 %", "9.000 nats")
 
 
 @pytest.mark.parametrize(
@@ -310,8 +402,9 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (sensitivity, sensitivity_plan):
         monkeypatch.setattr(module, "make_problem", tiny_problem)
     monkeypatch.setattr(sensitivity, "QUICK", TINY)
-    for name, form in FORMS.items():
-        monkeypatch.setitem(FORMS, name, replace(form, rates=(1e-6, 1e-4)))
+    for name, contender in CONTENDERS.items():
+        few = replace(contender, rates=dict.fromkeys(BASES, (1e-6, 1e-4)))
+        monkeypatch.setitem(CONTENDERS, name, few)
 
 
 def command(out: Path, *more: str) -> list[str]:
@@ -384,8 +477,8 @@ def test_the_transformer_on_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     text = tmp_path / "text.txt"
     text.write_text("she sells sea shells by the sea shore. " * 60)
     monkeypatch.setattr(sensitivity, "QUICK", TINY)
-    grafted = replace(FORMS["tnt-grafted"], rates=(1e-3, 1e-2))
-    monkeypatch.setitem(FORMS, "tnt-grafted", grafted)
+    grafted = replace(CONTENDERS["tnt-grafted"], rates={"language": (1e-3, 1e-2)})
+    monkeypatch.setitem(CONTENDERS, "tnt-grafted", grafted)
     out = tmp_path / "sensitivity.json"
     given = ["--problems", "language", "--forms", "tnt-grafted", "--text", str(text), "--jobs", "1"]
     assert sensitivity.main(["--quick", *given, "--out", str(out)]) == 0
@@ -399,21 +492,20 @@ def test_the_transformer_on_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         sensitivity.main(["--quick", *given, "--out", str(out)])
 
 
-@pytest.mark.parametrize("jobs", [1, 2])
-def test_a_rate_that_moves_nothing_does_not_stop_the_others(jobs: int) -> None:
-    point = BASES["digits"].point
-    made = [run_settings("tnt", point, lr, 0, TINY) for lr in (1e-4, 1e-30, 1e-5)]
-    maker = functools.partial(tiny_problem, "digits", 1.0, None, TINY)
-    done: list[float] = []
-    stuck: list[float] = []
-    sensitivity.run_all_but_stuck(
-        maker, made, jobs, lambda one, _: done.append(one.lr), lambda one: stuck.append(one.lr)
-    )
-    assert sorted(done) == [1e-5, 1e-4]
-    assert stuck == [1e-30]
-    wrong = replace(made[0], optimizer="newton")
-    with pytest.raises(ValueError, match="optimizer must be one of"):
-        sensitivity.run_all_but_stuck(maker, [wrong], 1, lambda *_: None, lambda _: None)
+def test_a_rate_that_moves_nothing_has_the_starts_loss(
+    tiny: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    still = replace(CONTENDERS["shampoo"], rates={"digits": (1e-32, 1e-30)})
+    monkeypatch.setitem(CONTENDERS, "shampoo", still)
+    out = tmp_path / "sensitivity.json"
+    given = "--quick --problems digits --forms shampoo --jobs 1 --out"
+    assert sensitivity.main([*given.split(), str(out)]) == 0
+    problem = tiny_problem("digits", 1.0, None, TINY)
+    assert isinstance(problem, MeasuredAutoencoder)
+    start = problem.evaluate(seeded_model(problem, 0))["training_loss"]
+    runs = load_runs(out)["runs"]
+    assert len(runs) == 9 * 3
+    assert {run["loss"] for run in runs if run["key"]["width"] == 1} == {round(start, 5)}
 
 
 @pytest.mark.parametrize(

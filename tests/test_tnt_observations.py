@@ -1,6 +1,7 @@
 """What observe() keeps until the step: who is asked, what a raised or skipped step leaves."""
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -96,6 +97,81 @@ def test_observations_of_a_skipped_step_are_averaged_in(direct: "Direct") -> Non
     close(opt.state[p]["stats"][1], contraction((first + second) / 2, 1))
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("place", [0, 1, 2, 3])
+def test_skipped_steps_observation_that_is_not_finite_is_left_out(
+    direct: "Direct", place: int, bad: float
+) -> None:
+    """Whole, though only one parameter's gradient is not finite; the others' bits are kept."""
+    params = [weight(3, 4), weight(5)]
+    harness = direct(params)
+    good = [[noise(3, 4), noise(5)] for _ in range(3)]
+    first = [noise(3, 4), noise(5)]
+
+    def statistics(observed: list[list[Tensor]]) -> list[Tensor]:
+        opt = TNT(params, lr=0.0, stat_interval=1, likelihood=harness.likelihood)
+        harness.iterate(opt, first, first)
+        for sampled in observed[:-1]:
+            harness.observe(opt, sampled)
+        harness.observe(opt, observed[-1])
+        held = opt._statistic_gradients()
+        for i, p in enumerate(params):  # as without any choice, to the bit
+            assert torch.equal(held[p], (good[0][i] + good[1][i] + good[2][i]) / 3)
+        harness.iterate(opt, first)
+        assert opt.failures() == {"skipped_statistics": 0, "failed_inverses": 0}
+        return [s for p in params for s in opt.state[p]["stats"]]
+
+    expected = statistics(good)
+    spoiled = [noise(3, 4), noise(5)]
+    spoiled[1][2] = bad
+    assert all(map(torch.equal, statistics([*good[:place], spoiled, *good[place:]]), expected))
+    mean = (good[0][1] + good[1][1] + good[2][1]) / 3
+    close(expected[2], 0.9 * contraction(first[1], 0) + 0.1 * contraction(mean, 0))
+
+
+def test_observations_none_of_which_is_finite_are_counted(direct: "Direct") -> None:
+    p = weight(3, 4)
+    harness = direct([p])
+    opt = TNT([p], stat_interval=1, likelihood=harness.likelihood)
+    harness.iterate(opt, [noise(3, 4)], [noise(3, 4)])
+    held = [s.clone() for s in opt.state[p]["stats"]]
+    harness.observe(opt, [noise(3, 4) * math.nan])
+    with pytest.warns(RuntimeWarning, match="not finite"):
+        harness.iterate(opt, [noise(3, 4)], [noise(3, 4) * math.inf])
+    assert all(map(torch.equal, held, opt.state[p]["stats"]))
+    assert opt.failures() == {"skipped_statistics": 1, "failed_inverses": 0}
+
+
+@pytest.mark.parametrize("bad", [lambda z: z.detach(), lambda z: z[:0], lambda z: z.sum()])
+def test_refused_output_leaves_an_earlier_one(
+    bad: Callable[[Tensor], Tensor], snapshot: "TakeSnapshot"
+) -> None:
+    model = nn.Linear(3, 4)
+    opt = TNT(model.parameters())
+    opt.observe(model(torch.randn(5, 3)))
+    before = snapshot(model.parameters(), opt)
+    assert before.content["held"]["_observations"] == 1
+    assert len(before.content["held"]["_sampled"]) == 2
+    with pytest.raises(ValueError, match="output"):
+        opt.observe(bad(model(torch.randn(5, 3))))
+    before.assert_unchanged()
+
+
+def test_warnings_name_the_line_that_called_step(direct: "Direct") -> None:
+    p = weight(3, 4)
+    harness = direct([p])
+    opt = TNT([p], stat_interval=1, likelihood=harness.likelihood)
+    schedule = torch.optim.lr_scheduler.ConstantLR(opt)  # wraps step once more
+    harness.iterate(opt, [noise(3, 4)], [noise(3, 4)])
+    with pytest.warns(RuntimeWarning) as said:
+        opt.step()
+        harness.observe(opt, [noise(3, 4) * math.nan])
+        opt.step()
+    assert ["observe(output)" in str(w.message) for w in said] == [True, False]
+    assert [w.filename for w in said] == [__file__] * 2
+    schedule.step()
+
+
 def test_float16_gradients_have_norms_beyond_float16(direct: "Direct") -> None:
     p = nn.Parameter(torch.zeros(200, 200, dtype=torch.float16))
     harness = direct([p])
@@ -173,6 +249,8 @@ def test_later_steps_never_wait_for_the_device(
             continue
         with no_host_reads():
             opt.observe(output)
+            for _ in range(t % 3):  # micro-batches
+                opt.observe(model(torch.randn(5, 2, 4, 4)))
         output.sum().backward()
         with no_host_reads():
             opt.step()

@@ -13,7 +13,7 @@ from oracle import DenseTNT
 from tolerances import FLOAT64_REORDERED, FLOAT64_TRAJECTORY
 from torch import Tensor, nn
 
-from tnt_optim import TNT
+from tnt_optim import TNT, Shampoo
 
 if TYPE_CHECKING:
     from conftest import DirectGradients, FixedLabels, Snapshot
@@ -240,6 +240,72 @@ def test_adams_state_is_refused() -> None:
     adam = torch.optim.Adam(model.parameters())
     with pytest.raises(ValueError, match="another optimizer's"):
         make(model).load_state_dict(adam.state_dict())
+
+
+class Reordered(nn.Module):
+    """A model whose parameters come in another order, under other names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.first = nn.Linear(6, 5), nn.Linear(4, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits."""
+        return self.last(torch.tanh(self.first(x)))
+
+
+@pytest.mark.parametrize("method", [TNT, Shampoo])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_hooks_that_adapt_a_state_are_followed(
+    dtype: torch.dtype, method: type[TNT] | type[Shampoo], snapshot: "TakeSnapshot"
+) -> None:
+    """Checked as they leave it, copied from what they return, before hooks that come after."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5)).to(dtype)
+    opt = method(model.named_parameters())
+    x, y = torch.randn(8, 4).to(dtype), torch.randint(5, (8,))
+    output = model(x)
+    if isinstance(opt, TNT):
+        opt.observe(output)
+    nn.functional.cross_entropy(output, y).backward()
+    opt.step()
+    other = Reordered().to(dtype)
+    fresh = method(other.named_parameters())
+    layers = {"first": "0", "last": "2"}
+    seen: list[list[Tensor]] = []
+
+    def adapt(_: Any, state: dict[str, Any]) -> dict[str, Any]:
+        (group,) = state["param_groups"]
+        numbers = dict(zip(group["param_names"], group["params"], strict=True))
+        names = [name for name, _ in other.named_parameters()]
+        parts = [name.split(".") for name in names]
+        params = [numbers[f"{layers[layer]}.{kind}"] for layer, kind in parts]
+        return {**state, "param_groups": [{**group, "params": params, "param_names": names}]}
+
+    def loaded(optimizer: Any) -> None:
+        seen.extend(state["stats"] for state in optimizer.state.values())
+
+    files = through_a_file(opt.state_dict())
+    before = snapshot(other.parameters(), fresh)
+    with pytest.raises(ValueError, match=r"state_dict\['state'\]\[0\].*of another model"):
+        fresh.load_state_dict(files)
+    before.assert_unchanged()
+    fresh.register_load_state_dict_pre_hook(adapt)
+    fresh.register_load_state_dict_post_hook(loaded)
+    fresh.load_state_dict(files)
+    pairs = [(other.first, model[0]), (other.last, model[2])]
+    for mine, theirs in pairs:
+        for p, q in zip(mine.parameters(), theirs.parameters(), strict=True):
+            for key in ("stats", "factors"):  # not rounded to the parameters' dtype
+                assert all(map(torch.equal, fresh.state[p][key], opt.state[q][key]))
+    assert {s.dtype for stats in seen for s in stats} == {torch.float32} and len(seen) == 4
+    before = snapshot(other.parameters(), fresh)
+    damaged = copy.deepcopy(files)
+    damaged["param_groups"][0]["lr"] = -1.0
+    with pytest.raises(ValueError, match="state_dict: group 0: lr"):
+        fresh.load_state_dict(damaged)
+    before.assert_unchanged()
+    assert list(fresh._optimizer_load_state_dict_pre_hooks.values()) == [adapt]
+    assert list(fresh._optimizer_load_state_dict_post_hooks.values()) == [loaded]
 
 
 @pytest.mark.parametrize(

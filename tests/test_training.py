@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from bench.experiments.models import reconstruction_loss, seeded_autoencoder
+from bench.experiments.models import autoencoder, reconstruction_loss, seeded
 from bench.experiments.problems import Autoencoder
 from bench.experiments.problems.autoencoders import OPTIMIZERS, autoencoder_settings
 from bench.experiments.runs import checkpoint, training
@@ -92,7 +92,7 @@ def test_smoothing_starts_at_the_first_loss_and_goes_on_across_epochs(problem: A
 
 def test_losses_are_taken_before_the_update(problem: Autoencoder) -> None:
     run = train(problem, settings("sgd", epochs=1), report_every=0)
-    model = seeded_autoencoder(problem.widths, 0)
+    model = seeded(lambda: autoencoder(problem.widths), 0)
     batch = problem.images[torch.randperm(104, generator=torch.Generator().manual_seed(0))[:20]]
     assert run.step_losses[0] == pytest.approx(reconstruction_loss(model(batch), batch).item())
 
@@ -135,8 +135,12 @@ def test_parameters_that_do_not_move_are_an_error(
         return torch.optim.SGD(model.parameters(), lr=0.0)
 
     monkeypatch.setattr(training, "build_optimizer", still)
-    with pytest.raises(RuntimeError, match=r"left parameters where they were.*0\.weight"):
+    with pytest.raises(
+        training.ParametersStill, match=r"left parameters where they were.*0\.weight"
+    ):
         train(problem, settings("sgd"), report_every=0)
+    run = train(problem, settings("sgd"), report_every=0, check_moved=False)
+    assert len(run.epochs) == 12, "a search may try a rate that rounds to nothing"
 
 
 def test_an_error_in_a_step_is_not_taken_for_divergence(
@@ -192,6 +196,7 @@ def test_an_interrupted_run_goes_on_bit_for_bit(
     resumed = train(problem, chosen, report_every=0, checkpoint=path)
     assert resumed.step_losses == whole.step_losses
     assert [e.number for e in resumed.epochs] == [1, 2, 3, 4, 5, 6]
+    assert resumed.resumed_after == [3] and whole.resumed_after == []
     assert (resumed.warm_start_seconds is not None) == has_statistics(optimizer)
     assert list(tmp_path.iterdir()) == []
 

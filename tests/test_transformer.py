@@ -1,5 +1,6 @@
 """The character transformer's problem, its forms, its search, its table and its commands."""
 
+import doctest
 import json
 import math
 from dataclasses import replace
@@ -11,25 +12,38 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from bench.experiments import language_table, transformer
+from bench.experiments import confidence, language_table, transformer
+from bench.experiments.costs.step_kinds import PLAIN, Kind
 from bench.experiments.data import Text
+from bench.experiments.language import seconds as language_seconds
 from bench.experiments.language.forms import FORMS, command_form, form_settings
 from bench.experiments.language.results import (
+    HEADER,
     Difference,
+    cells,
     conclusions,
     loss_at,
-    markdown,
     paired,
     rows,
     steps_to,
 )
-from bench.experiments.language.seconds import seconds_per_step
+from bench.experiments.language.seconds import (
+    KINDS,
+    elapsed,
+    kind_seconds,
+    run_kinds,
+    seconds_at,
+    steps_within,
+)
 from bench.experiments.language_table import Scale
 from bench.experiments.problems.language import Language, load_language
 from bench.experiments.problems.problem import seeded_model
 from bench.experiments.runs.methods import build_optimizer, has_statistics
 from bench.experiments.runs.training import train
 from bench.experiments.tuning.rate_search import best_place, interior, next_places, place_of, rate
+from bench.figures.document import html_page
+from bench.figures.evidence import Record
+from bench.figures.page import build_page
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -226,7 +240,7 @@ def test_rates_are_a_grid() -> None:
 # Verdicts
 
 
-def test_verdicts_are_paired_and_take_two_standard_errors() -> None:
+def test_verdicts_are_paired_and_take_students_t() -> None:
     base = dict(enumerate([2.0, 3.0, 4.0, 5.0]))
     shifts = [-0.1, -0.2, -0.3, -0.2]  # mean -0.2, standard error 0.0408
     below = paired({seed: base[seed] + shifts[seed] for seed in base}, base)
@@ -236,6 +250,8 @@ def test_verdicts_are_paired_and_take_two_standard_errors() -> None:
     assert paired(base, {seed: base[seed] + shifts[seed] for seed in base}).verdict == "above"
     noisy = paired({0: 2.1, 1: 2.7, 2: 4.2, 3: 4.9}, base)
     assert noisy.verdict == "cannot tell"
+    # Three standard errors from two seeds are nothing, from four they would be.
+    assert paired({0: 1.9, 1: 2.8}, base).verdict == "cannot tell"
     assert paired({0: 1.0, 7: 9.0}, base) == Difference(-1.0, None, "cannot tell")
     assert paired({0: math.inf, 1: 2.0}, base).text() == "diverged"
     assert paired({9: 1.0}, base).verdict == "not measured"
@@ -265,13 +281,15 @@ def record(
     }
 
 
-def seconds(form: str, pace: float) -> dict[str, Any]:
-    key = {"stage": "seconds", "width": 8, "form": form, "intervals": [5, 20], "threads": 1}
-    return {"key": key, "seconds_per_step": pace}
+def seconds(paces: dict[str, float], threads: int = 1, width: int = 8) -> dict[str, Any]:
+    """The times of a width, where every kind of step takes a form as long."""
+    key = {"stage": "seconds", "width": width, "threads": threads}
+    forms = {form: {label: {"median": pace} for label in KINDS} for form, pace in paces.items()}
+    return {"key": key, "forms": forms}
 
 
 def test_the_table_tells_tokens_from_seconds() -> None:
-    runs = [seconds("adam", 1.0), seconds("tnt-grafted", 2.0)]
+    runs = [seconds({"adam": 1.0, "tnt-grafted": 2.0})]
     for seed, shift in enumerate([0.0, 0.5, 1.0]):
         runs.append(record("final", "adam", seed, 0.1, [3.0 + shift, 2.0 + shift]))
         own = [2.2 + shift + 0.01 * seed, 1.0 + shift - 0.01 * seed]
@@ -280,6 +298,7 @@ def test_the_table_tells_tokens_from_seconds() -> None:
         runs.append(record("final", "muon", seed, 0.1, [3.0, 2.0], **lost))
     for lr, loss in ((0.032, 3.0), (0.1, 1.0), (0.32, 2.0)):
         runs.append(record("tuning", "tnt-grafted", 100, lr, [4.0, loss]))
+    searched_adam = [record("tuning", "adam", 100, lr, [4.0, lr]) for lr in (0.032, 0.32)]
     table = {row.variant.form: row for row in rows(runs)}
     assert list(table) == ["tnt-grafted", "adam", "muon"]
     tnt = table["tnt-grafted"]
@@ -292,27 +311,110 @@ def test_the_table_tells_tokens_from_seconds() -> None:
     assert tnt.speed["adam"] is not None and tnt.speed["adam"] > 1
     assert tnt.tokens["muon"].verdict == "diverged" and tnt.speed["muon"] is None
     assert table["muon"].seconds_per_step is None
-    text = "\n".join(markdown(list(table.values())))
-    assert "Width 8, 20 steps:" in text and "diverged (1 of 3)" in text
-    assert "| TNT, grafted | 0.1 | 1.490 ± 0.490 | -1.010 ± 0.006, below | diverged |" in text
-    assert "| AdamW | 0.1 (end of the search) | 2.500 ± 0.500 | - |" in text
+    assert len(cells(tnt)) == len(HEADER)
+    assert cells(tnt)[:6] == (
+        *("TNT, grafted", "0.1", "1.490 ± 0.490", "-1.010 ± 0.006, below", "diverged"),
+        "2000.0, threads: 1",
+    )
+    assert cells(table["muon"])[2] == "diverged (1 of 3)"
+    assert cells(table["adam"])[1:4] == ("0.1 (end of the search)", "2.500 ± 0.500", "-")
+    assert HEADER[6] == "at AdamW's seconds, the slower run cut mid-schedule"
+    end = "the best learning rate of AdamW is an end of its search"
+    assert (tnt.ends["adam"], table["adam"].ends["adam"]) == (end, end)
     lines = conclusions(list(table.values()))
     start = "TNT, grafted, width 8, 20 steps: tokens: -1.010 ± 0.006, below against AdamW; "
     assert lines[0].startswith(start)
-    where = "widths and lengths in tokens, and at 0 in seconds"
+    assert f"not counted: {end}" in lines[0]
+    assert "seconds, the slower run cut mid-schedule: +0.210" in lines[0]
+    where = "widths and lengths in tokens, and at 0 in seconds, the slower run cut mid-schedule"
     assert lines[1:] == [
-        f"TNT, grafted is below AdamW at 1 of 1 {where}",
+        f"TNT, grafted is below AdamW at 0 of 1 {where}",
         f"TNT, grafted is below Muon + AdamW at 0 of 1 {where}",
     ]
     assert conclusions([table["adam"]]) == []
+    lines = conclusions(rows([*runs, *searched_adam]))
+    assert lines[1] == f"TNT, grafted is below AdamW at 1 of 1 {where}"
+    assert end not in lines[0]
 
 
 def test_what_is_earlier_than_the_first_measurement_was_not_measured() -> None:
-    runs = [seconds("adam", 1.0), seconds("tnt-grafted", 2.1)]  # 9.5 of the 10 steps it takes
+    runs = [seconds({"adam": 1.0, "tnt-grafted": 2.1})]  # 9.5 of the 10 steps it takes
     runs += [record("final", form, 0, 0.1, [3.0, 2.0]) for form in ("adam", "tnt-grafted")]
     (tnt,) = (row for row in rows(runs) if row.variant.form == "tnt-grafted")
     assert tnt.seconds["adam"].verdict == "not measured"
     assert tnt.tokens["adam"].mean == 0.0
+
+
+def test_times_with_other_threads_never_stand_side_by_side() -> None:
+    finals = [record("final", form, 0, 0.1, [3.0, 2.0]) for form in ("adam", "tnt-grafted")]
+    one, two = seconds({"adam": 4.0}), seconds({"adam": 1.0, "tnt-grafted": 2.0}, threads=2)
+    for runs in ([one, two, *finals], [two, one, *finals]):
+        tnt, adam = rows(runs)
+        assert (adam.threads, adam.seconds_per_step) == (1, 4.0)
+        assert tnt.clock is None and tnt.seconds["adam"].verdict == "not measured"
+        tnt, adam = rows(runs, threads=2)
+        assert (tnt.threads, tnt.seconds_per_step, adam.seconds_per_step) == (2, 2.0, 1.0)
+        assert rows(runs, threads=3)[0].clock is None
+    other_width = [seconds({"adam": 1.0}, width=16), *finals]
+    assert all(row.clock is None for row in rows(other_width))
+
+
+def test_a_run_is_priced_with_its_start() -> None:
+    """A form whose inverses cost, beside a plain one of the same pace otherwise."""
+    times = seconds({"adam": 1.0, "tnt-grafted": 1.0})
+    for label, kind in KINDS.items():
+        if kind.inverses:
+            times["forms"]["tnt-grafted"][label]["median"] = 11.0
+    finals = [record("final", form, 0, 0.1, [3.0, 2.0]) for form in ("adam", "tnt-grafted")]
+    tnt, adam = rows([times, *finals])
+    # 20 steps with T1 = 5 and T2 = 20: inverses at 0, 5, 10 and 15, where a steady share has one.
+    assert adam.clock is not None and adam.clock[-1] == 20.0
+    assert tnt.clock is not None and tnt.clock[-1] == 60.0
+    assert tnt.seconds_per_step == 3.0
+    # When AdamW is done after 20 s, TNT has done 5 steps (15 s) and 5/11 of the sixth.
+    assert steps_within(tnt.clock, 20.0) == pytest.approx(5 + 5 / 11)
+    # AdamW's last loss is TNT's last, too: it takes the whole run, which is three times as long.
+    assert tnt.speed["adam"] == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize("intervals", [(1, 5), (5, 20), (10, 100), (3, 14), (7, 3)])
+def test_the_schedule_is_the_optimizers(problem: Language, intervals: tuple[int, int]) -> None:
+    kinds = run_kinds(45, intervals)
+    made = form_settings("tnt-ef", 1, intervals=intervals)
+    model = seeded_model(problem, 0)
+    optimizer = build_optimizer(model, replace(made, lr=1e-9), "categorical")
+    weight = next(p for p in model.parameters() if p.dim() == 2)
+    seen = []
+    for step in range(len(kinds)):
+        before = _state_of(optimizer, weight)
+        inputs, targets = problem.batch(torch.arange(4) + 4 * step, torch.Generator())
+        optimizer.zero_grad()
+        problem.loss(model(inputs), targets).backward()
+        optimizer.step()
+        after = _state_of(optimizer, weight)
+        seen.append(Kind(*(before[n] != after[n] for n in ("stats", "factors"))))
+    # Factors that are made again of the same statistics are the same.
+    wanted = [kind.statistics for kind in kinds]
+    assert [kind.statistics for kind in seen] == wanted
+    for found, kind in zip(seen, kinds, strict=True):
+        assert not (found.inverses and not kind.inverses)
+        assert found.inverses or not (kind.inverses and kind.statistics)
+
+
+def _state_of(optimizer: torch.optim.Optimizer, weight: Any) -> dict[str, list[Any]]:
+    state = optimizer.state.get(weight, {})
+    return {name: [t.tolist() for t in state.get(name, [])] for name in ("stats", "factors")}
+
+
+def test_clocks() -> None:
+    assert doctest.testmod(language_seconds).failed == 0
+    assert doctest.testmod(confidence).failed == 0
+    assert run_kinds(3, None) == [PLAIN] * 3
+    clock = elapsed({PLAIN: 1.0, Kind(True, True): 4.0}, [Kind(True, True), PLAIN, PLAIN])
+    assert clock == [0.0, 4.0, 5.0, 6.0]
+    for step in (0.0, 0.25, 1.0, 2.5, 3.0):
+        assert steps_within(clock, seconds_at(clock, step)) == pytest.approx(step)
+    assert seconds_at(clock, math.inf) == math.inf and steps_within(clock, 7.0) == 3.0
 
 
 # The table
@@ -355,20 +457,27 @@ def test_the_table_has_equal_budgets_and_goes_on_where_it_stopped(
     assert len({json.dumps(key) for key in keys}) == len(keys)
     for form in FORMS:
         for steps, trials in ((4, 3), (8, 1)):
-            own = [k for k in keys if (k["stage"], k["form"]) == ("tuning", form)]
+            own = [k for k in keys if (k["stage"], k.get("form")) == ("tuning", form)]
             own = [k for k in own if k["steps"] == steps]
             assert len({k["settings"]["lr"] for k in own}) == len(own) == trials
             assert {k["settings"]["seed"] for k in own} == {100}
     finals = [k for k in keys if k["stage"] == "final"]
     assert len(finals) == 2 * 2 * 9 and {k["settings"]["seed"] for k in finals} == {0, 1}
-    assert sum(k["stage"] == "seconds" for k in keys) == 9
-    assert len(keys) - 9 == SMALL.runs() == 8 * 4 + 36
-    assert all(run["seconds_per_step"] > 0 for run in runs if run["key"]["stage"] == "seconds")
+    (times,) = (run for run in runs if run["key"]["stage"] == "seconds")
+    assert len(keys) - 1 == SMALL.runs() == 8 * 4 + 36
+    assert set(times["forms"]) == set(FORMS)
+    assert set(times["forms"]["adam"]) == {"plain"}
+    assert set(times["forms"]["tnt"]) == {"plain", "statistics", "statistics and inverses"}
+    medians = [kind["median"] for form in times["forms"].values() for kind in form.values()]
+    assert min(medians) > 0
     for steps in (4, 8):
         assert (tmp_path / f"table-width8-steps{steps}.png").exists()
     printed = capsys.readouterr().out
     assert "TNT, grafted, T1 = 1, T2 = 2" in printed and "against Muon + AdamW" in printed
-    assert any(line.startswith("- TNT, grafted") for line in language_table.report(runs))
+    page = html_page(build_page([Record(out, json.loads(out.read_text()))], tmp_path, (), (), {}))
+    for text in ("dampings of TNT, TNT-EF and Shampoo", "more frequent inverses of its first T2"):
+        assert text in page
+    assert "cannot be read" not in page
 
     with pytest.raises(SystemExit):
         language_table.main([*table_arguments(text_file, out), "--trials", "4", "1"])
@@ -401,15 +510,21 @@ def test_the_tables_arguments_are_checked(
     assert message in capsys.readouterr().err
 
 
-def test_seconds_are_of_whole_cycles(problem: Language) -> None:
-    settings = [
-        replace(form_settings("tnt-grafted", 2, intervals=(3, 14)), batch_size=2),
-        replace(form_settings("adam", 2), batch_size=2),
-    ]
-    found = seconds_per_step(problem, settings, rounds=3, threads=1)
-    assert [found[one]["block"] for one in settings] == [42, 20]
-    for figures in found.values():
-        assert 0 < figures["least"] <= figures["seconds_per_step"] <= figures["most"]
+def test_every_kind_of_step_is_timed(problem: Language) -> None:
+    forms = {
+        name: replace(form_settings(name, 2, lr=form.lr / 10), batch_size=2)
+        for name, form in FORMS.items()
+    }
+    threads = torch.get_num_threads()
+    found = kind_seconds(problem, forms, list(KINDS.values()), rounds=3, threads=1)
+    assert torch.get_num_threads() == threads
+    assert list(found) == list(FORMS)
+    for name, kinds in found.items():
+        second_order = has_statistics(FORMS[name].optimizer)
+        assert set(kinds) == (set(KINDS) if second_order else {"plain"})
+        for figures in kinds.values():
+            low, high = figures["quartiles"]
+            assert 0 < low <= figures["median"] <= high and len(figures["samples"]) == 3
 
 
 # The command
@@ -430,7 +545,7 @@ def test_the_command_trains_and_goes_on(
     assert "validation loss" in printed and "TNT (grafted, relative damping)" in printed
     assert out.with_suffix(".png").exists()
     made = json.loads(out.read_text())
-    assert [run["key"]["optimizer"] for run in made["runs"]] == ["tnt", "tnt", "adam", "adam"]
+    assert [run["key"]["optimizer"] for run in made["runs"]] == ["tnt", "adam", "tnt", "adam"]
     assert made["runs"][0]["key"]["graft"] == "adam"
     assert made["runs"][0]["steps_per_epoch"] == 6
     assert transformer.main(given) == 0

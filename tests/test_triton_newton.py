@@ -51,18 +51,15 @@ def bits(values: Sequence[float], dtype: torch.dtype) -> Tensor:
 def test_decisions(dtype: torch.dtype) -> None:
     """(error, next error) -> (accepted, done, error).
 
-    NaN ends it, and growth by more than 1.2, but not far from I, where nothing is there to keep.
+    NaN ends it, and growth by more than 1.2.
     """
     nan, inf = math.nan, math.inf
     cases = [
         ((0.5, 0.25), (True, False, 0.25)),
         ((0.5, 0.59), (True, False, 0.59)),
-        ((0.5, 0.61), (True, False, 0.61)),
+        ((0.5, 0.61), (False, True, 0.5)),
+        ((0.5, inf), (False, True, 0.5)),
         ((0.5, nan), (True, True, nan)),
-        ((0.05, 0.059), (True, False, 0.059)),
-        ((0.05, 0.061), (False, True, 0.05)),
-        ((0.05, inf), (False, True, 0.05)),
-        ((0.05, nan), (True, True, nan)),
         ((1e-3, 2e-6), (True, False, 2e-6)),
         ((1e-3, 9e-7), (True, True, 9e-7)),
         ((0.5, 0.0), (True, True, 0.0)),
@@ -75,7 +72,7 @@ def test_decisions(dtype: torch.dtype) -> None:
     states[-1, newton.DONE.value] = 1
     decided = states.clone().to(GPU)
     element = launch.ELEMENTS[dtype]
-    launch.launch(newton.decide_kernel, len(states), decided, STATE=element, FIRST=False)
+    launch.launch(newton.decide_kernel, len(states), decided, STATE=element, MAY_GROW=False)
     decided = decided.cpu()
     identical(decided[-1], states[-1])  # what is done stays as it is
     for row, old, (_, (accepted, done, error)) in zip(decided, states, cases, strict=False):
@@ -88,7 +85,7 @@ def test_decisions(dtype: torch.dtype) -> None:
     first = states.clone()
     first[:, newton.ERROR.value] = 0
     first = first.to(GPU)
-    launch.launch(newton.decide_kernel, len(cases), first, STATE=element, FIRST=True)
+    launch.launch(newton.decide_kernel, len(cases), first, STATE=element, MAY_GROW=True)
     flips = first[:-1, newton.CURRENT.value].cpu() != states[:-1, newton.CURRENT.value]
     assert flips.all()  # there is no previous iterate to keep
 
@@ -97,6 +94,8 @@ def test_limits_are_the_references() -> None:
     assert inverse_root.ITERATIONS == reference.NEWTON_ITERATIONS
     assert newton.TOLERANCE.value == reference.NEWTON_TOLERANCE
     assert newton.GROWTH.value == reference.NEWTON_GROWTH
+    assert newton.CONVERGED.value == reference.NEWTON_CONVERGED
+    assert newton.TRACE.value == reference.NEWTON_TRACE
 
 
 class Launches:
@@ -144,15 +143,13 @@ def test_what_is_done_is_left_alone(launches: Launches) -> None:
     assert launches.spared >= 5
 
 
-# NumPy's, in the interpreter: M runs off to infinity, and the NaN that follows ends it.
-@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
-def test_what_is_singular_stops_the_iteration(launches: Launches) -> None:
-    """Singular to float32: max|M - I| stays above 0.5, and grows beyond all bounds."""
+def test_growth_stops_the_iteration(launches: Launches) -> None:
+    """Singular to float32: max|M - I| stays above 0.5, and grows at last."""
     x = normal((5, 2))
     gram = x @ x.mT
     assert run([gram.tril() + gram.tril(-1).mT], 1e-7, [4]) == [1]
     if GPU.type == "cpu":  # a GPU is given iterations until it is seen to be done
-        assert 10 < launches.kernels.count(newton.decide_kernel) < 40
+        assert 10 < launches.kernels.count(newton.decide_kernel) < 30
 
 
 @pytest.mark.parametrize("root", [1, 7])

@@ -23,10 +23,10 @@ PIVOT_ROUNDINGS = 16
 NEWTON_ITERATIONS = 100
 NEWTON_TOLERANCE = 1e-6
 NEWTON_GROWTH = 1.2
-# M farther from I than this: H is no root, whatever it holds, so there is nothing to stop with. The
-# largest entry of |M - I| may well grow until then. That of a (9, 9) matrix of ones + 1e-3 I, as a
-# 3x3 kernel's statistic may look, goes from 0.61 to 0.98 at first, and to 1e-6 in 13 iterations.
+# An iterate with a larger entry of |M - I| is no root; nor is one with an entry of half of 1 / d: a
+# negative eigenvalue takes more than 1 off the trace of M, so 1 / d off some entry of its diagonal.
 NEWTON_CONVERGED = 0.1
+NEWTON_TRACE = 0.5
 
 
 def gram_ema_(stats: Modes, tensors: Sequence[Tensor], decay: Number) -> None:
@@ -167,18 +167,22 @@ def _inverse_root(stat: Tensor, eps: Tensor, p: int) -> tuple[Tensor, Tensor]:
     z = (1 + p) / (2 * torch.linalg.matrix_norm(scaled))
     coupled, result = z * scaled, z.pow(1 / p) * identity  # M and H in the paper
     error = _largest(coupled - identity)
-    for _ in range(NEWTON_ITERATIONS):
+    for iteration in range(NEWTON_ITERATIONS):
         if not error > NEWTON_TOLERANCE:  # also ends at NaN
             break
         step = (1 + 1 / p) * identity - coupled / p
         next_coupled = torch.linalg.matrix_power(step, p) @ coupled
         next_error = _largest(next_coupled - identity)
-        if error < NEWTON_CONVERGED and next_error > NEWTON_GROWTH * error:
+        # An eigenvalue of M in (0, p + 1) is at most 1 after one iteration, and from then on it
+        # rises: I - M is positive semi-definite, and its largest entry, on the diagonal, shrinks.
+        # Growth means rounding, or a negative eigenvalue. The first iteration may bring it, too:
+        # of the (9, 9) ones + 1e-3 I, as a 3x3 kernel's statistic may look, from 0.61 to 0.98.
+        if iteration > 0 and next_error > NEWTON_GROWTH * error:
             break
         coupled, result, error = next_coupled, result @ step, next_error
     result = largest.pow(-1 / p) * (result + result.mT) / 2
-    # An indefinite matrix ends up with an M far from I.
-    return result, (error < NEWTON_CONVERGED) & result.isfinite().all()
+    near = error < min(NEWTON_CONVERGED, NEWTON_TRACE / max(1, len(stat)))
+    return result, near & result.isfinite().all()
 
 
 def _largest(matrix: Tensor) -> Tensor:

@@ -20,18 +20,16 @@ from bench.experiments.problems.autoencoders import (
 from bench.experiments.runs.command_line import (
     add_machine_arguments,
     add_run_arguments,
-    checked_output,
     positive_float,
     positive_int,
     run_settings,
     set_machine,
 )
-from bench.experiments.runs.comparison import make_runs, open_runs, summary
-from bench.experiments.runs.plots import plot_runs
+from bench.experiments.runs.comparison import run_comparison, summary
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns 0, or 1 when a training diverged."""
+    """Run the command; returns 0. A training that diverges is a result like another."""
     parser = _parser()
     arguments = parser.parse_args(argv)
     device = set_machine(parser, arguments, arguments.data)
@@ -45,24 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     name = "-".join([problem.name, *dict.fromkeys(arguments.optimizer)])
     out = arguments.out or Path(f"results/autoencoder/{name}.json")
-    out = checked_output(parser, "--out", out)
-    try:
-        file = open_runs(out, "autoencoder", problem, wanted, device)
-        runs = make_runs(file, problem, wanted, device)
-    except ValueError as error:
-        parser.error(f"argument --out: {error}")
-
-    picture = out.with_suffix(".png")
-    plot_runs(
-        runs,
-        picture,
-        f"{problem.label}, {runs[0].label}"
-        if len({run.label for run in runs}) == 1
-        else problem.label,
-        problem.loss_label,
-    )
-    print(f"\n{summary(runs, arguments.reach)}\n\nwrote {out} and {picture}")
-    return 0 if all(run.diverged_at_step is None for run in runs) else 1
+    runs = run_comparison(parser, "autoencoder", problem, wanted, out, device)
+    print(f"\n{summary(runs, arguments.reach)}\n\nwrote {out} and {out.with_suffix('.png')}")
+    return 0
 
 
 def checked_problem(

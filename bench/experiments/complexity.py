@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from bench.experiments.costs.complexity_methods import one_tensor_step, predicted_bytes
 from bench.experiments.costs.complexity_table import complexity_page, plot_complexity
@@ -284,14 +285,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if runs.find(key) is None:
             runs.add(key, measure_memory(method, k))
     plan, leave_out = (QUICK, QUICK_LEAVES_OUT) if arguments.quick else (FULL, 0)
-    for sweep in TIME_SWEEPS:
+    for sweep in tqdm(TIME_SWEEPS, "complexity", unit="sweep", disable=None):
         if runs.find(sweep.key) is None:
             began = time.perf_counter()
             busy = {"busy_before": busy_share(0.3)}
             result = measure_time(sweep, plan, leave_out)
             runs.add(sweep.key, result | busy | {"busy_after": busy_share(0.3)})
             taken = time.perf_counter() - began
-            print(f"{sweep.method} over {sweep.variable}, {sweep.part}: {taken:.1f} s")
+            tqdm.write(f"{sweep.method} over {sweep.variable}, {sweep.part}: {taken:.1f} s")
     page, picture = out.with_suffix(".md"), out.with_suffix(".png")
     text = complexity_page(runs.runs)
     page.write_text(text, encoding="utf-8")

@@ -2,8 +2,9 @@
 
 Every form of every method on the character transformer, at several widths and lengths. First the
 learning rates are searched, as many trials for every form, from a start that the final runs do not
-use; then the final runs, and TNT's at other T1 and T2; last the seconds of a step, measured alone,
-since the runs themselves share the machine. A command that was interrupted goes on from its file.
+use; then the final runs, and TNT's at other T1 and T2; last the seconds of each kind of step,
+measured alone, since the runs themselves share the machine. A command that was interrupted goes on
+from its file.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from tqdm import tqdm
 from bench.experiments.language.forms import FORMS, INTERVALS, form_settings
 from bench.experiments.language.plots import plot_table
 from bench.experiments.language.results import (
+    CUT,
     HEADER,
     Variant,
     cells,
     conclusions,
     final_loss,
-    markdown,
     rows,
 )
-from bench.experiments.language.seconds import seconds_per_step
+from bench.experiments.language.seconds import kind_seconds
 from bench.experiments.problems.language import (
     BATCH_SIZE,
     CONTEXT,
@@ -51,6 +52,9 @@ from bench.experiments.tuning.rate_search import best_place, next_places, place_
 TUNING_SEED = 100
 # The form that is also run at other T1 and T2.
 VARIED = "tnt-grafted"
+# Steps are timed at a tenth of the forms' rates, with which all of them stay finite: but for the
+# number of Newton's iterations, what a step takes does not depend on it.
+TIMED_RATE = 0.1
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ class Scale:
             from the rate that was best at the one before.
         seeds: of the final runs.
         intervals: further (T1, T2) for `VARIED`.
-        rounds: of timing.
+        rounds: of timing each kind of step.
         layers, heads, context, epoch_steps: of every problem.
     """
 
@@ -100,10 +104,10 @@ SCALES = {
         trials=(5, 3),
         seeds=(0, 1, 2, 3, 4),
         intervals=((1, 5), (10, 100)),
-        rounds=5,
+        rounds=20,
     ),
     "small": Scale(
-        widths=(64,), lengths=(100,), trials=(2,), seeds=(0, 1), intervals=((1, 5),), rounds=3
+        widths=(64,), lengths=(100,), trials=(3,), seeds=(0, 1), intervals=((1, 5),), rounds=5
     ),
 }
 
@@ -135,7 +139,7 @@ class Table:
                 for place, steps in enumerate(self.scale.lengths):
                     self._tune(width, place, steps, bar)
                     self._final(width, steps, bar)
-        for width in tqdm(self.scale.widths, "seconds per step", unit="width", disable=None):
+        for width in tqdm(self.scale.widths, "seconds of steps", unit="width", disable=None):
             self._measure(width, timing_threads)
 
     def tried(self, width: int, steps: int, form: str) -> dict[int, float]:
@@ -201,35 +205,18 @@ class Table:
         run_all(problem_maker(self.data, self.scale, width), missing, self.jobs, done)
 
     def _measure(self, width: int, threads: int) -> None:
-        last = self.scale.lengths[-1]
-        wanted = {
-            variant: self._settings(
-                variant.form,
-                last,
-                TUNING_SEED,
-                self.best_rate(width, last, variant.form),
-                variant.intervals,
-            )
-            for variant in self.scale.variants()
-            if (variant.width, variant.steps) == (width, last)
-        }
-        keys = {
-            settings: {
-                "stage": "seconds",
-                "width": width,
-                "form": variant.form,
-                "intervals": list(variant.intervals),
-                "threads": threads,
-            }
-            for variant, settings in wanted.items()
-        }
-        if all(self.file.find(key) is not None for key in keys.values()):
+        # All forms of a width in one entry: times of different hours must not stand side by side.
+        key = {"stage": "seconds", "width": width, "threads": threads}
+        if self.file.find(key) is not None:
             return
+        settings = {
+            name: form_settings(name, 1, TUNING_SEED, TIMED_RATE * form.lr)
+            for name, form in FORMS.items()
+        }
+        kinds = sorted({kind for variant in self.scale.variants() for kind in variant.kinds()})
         problem = problem_maker(self.data, self.scale, width)()
-        found = seconds_per_step(problem, list(keys), self.scale.rounds, threads)
-        for settings, figures in found.items():
-            if self.file.find(keys[settings]) is None:
-                self.file.add(keys[settings], figures)
+        found = kind_seconds(problem, settings, kinds, self.scale.rounds, threads)
+        self.file.add(key, {"forms": found})
 
 
 def problem_maker(data: str, scale: Scale, width: int) -> functools.partial[Language]:
@@ -257,16 +244,13 @@ def protocol(problem: Language, scale: Scale) -> dict[str, Any]:
         "tuning_seed": TUNING_SEED,
         "criterion": "lowest validation loss after the last step, from the tuning seed",
         "forms": {name: asdict(form) for name, form in FORMS.items()},
-        "seconds": "of a step, measured alone, all forms alternating in one process; a curve "
-        "against seconds is the curve against steps times these. At equal seconds the learning "
-        "rate of the slower method's run has not come down yet, which counts against it.",
+        "tuning": "learning rates only, as many trials for every form. Not recorded: dampings of "
+        "TNT, TNT-EF and Shampoo, the best of a few tried by hand at width 64; AdamW and Muon had "
+        "no such trials",
+        "seconds": "medians of each kind of step, all forms alternating in one process, on one "
+        "batch; a run's by its schedule, with the more frequent inverses of its first T2 steps. At "
+        f"equal seconds: {CUT}, its learning rate not yet down",
     }
-
-
-def report(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Markdown: a table for every width and length, and what became of the probe's claim."""
-    table = rows(runs)
-    return [*markdown(table), *(f"- {line}" for line in conclusions(table))]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -287,12 +271,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"argument --out: {error}")
     Table(arguments.data, scale, file, arguments.jobs).run(arguments.timing_threads)
 
-    table = rows(file.runs)
+    table = rows(file.runs, arguments.timing_threads)
     for width, steps in itertools.product(scale.widths, scale.lengths):
         own = [r for r in table if (r.variant.width, r.variant.steps) == (width, steps)]
         print(f"\nwidth {width}, {steps} steps\n{aligned([HEADER, *map(cells, own)])}")
     print("", *conclusions(table), sep="\n")
-    pictures = plot_table(file.runs, out, BATCH_SIZE * scale.context)
+    tokens = BATCH_SIZE * scale.context
+    pictures = plot_table(file.runs, out, tokens, arguments.timing_threads)
     print(f"\nwrote {out} and {', '.join(str(picture) for picture in pictures)}")
     return 0
 
@@ -369,7 +354,7 @@ def _parser() -> argparse.ArgumentParser:
         type=positive_int,
         default=2,
         metavar="N",
-        help="threads while the seconds of a step are measured (default: 2)",
+        help="threads while the seconds of steps are measured (default: 2)",
     )
     parser.add_argument(
         "--out",

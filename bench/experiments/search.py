@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -33,12 +33,12 @@ from bench.experiments.runs.command_line import (
 )
 from bench.experiments.runs.methods import LABELS
 from bench.experiments.runs.pool import run_all
-from bench.experiments.runs.run_file import RunFile
+from bench.experiments.runs.run_file import RunFile, RunFileError
 from bench.experiments.runs.settings import Settings
 from bench.experiments.tuning.experiments import EXPERIMENTS, Experiment
-from bench.experiments.tuning.grids import GRIDS, Grid, grid_settings, interior
+from bench.experiments.tuning.grids import GRIDS, Grid, grid_of, grid_settings, interior
 from bench.experiments.tuning.heat_map import plot_search
-from bench.experiments.tuning.recorded_search import LOSS, best_of, tried
+from bench.experiments.tuning.recorded_search import LOSS, Tried, best_of, tried
 
 # What can be searched over, beside the paper's learning rate, damping and decay.
 AXES: dict[str, tuple[Callable[[str], float], str]] = {
@@ -69,8 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     todo = _settings(parser, arguments, experiment, problem, grids)
     try:
         file = RunFile(out, "search", _protocol(problem, experiment, todo[0], arguments), device)
-    except ValueError as error:
+    except RunFileError as error:
         parser.error(f"argument --out: {error}")
+    _check_epochs(parser, file, todo)
     missing = [settings for settings in todo if file.find(asdict(settings)) is None]
     with tqdm(total=len(missing), desc="search", unit="run", disable=None) as bar:
 
@@ -79,8 +80,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             bar.update()
 
         run_all(maker, missing, arguments.jobs, done, device)
-    _report(file, grids, experiment.criterion)
-    plot_search(file.runs, grids, experiment.criterion, out.with_suffix(".png"), problem.label)
+    entries = tried(file.runs, experiment.criterion)
+    searched = {o: grid_of(entries, o, tuple(grid)) for o, grid in grids.items()}
+    _report(entries, searched, experiment.criterion)
+    plot_search(entries, searched, experiment.criterion, out.with_suffix(".png"), problem.label)
     print(f"wrote {out} and {out.with_suffix('.png')}")
     return 0
 
@@ -95,8 +98,19 @@ def _kept(record: dict[str, Any], criterion: str) -> dict[str, Any]:
     return {criterion: score, **{name: record[name] for name in names}}
 
 
-def _report(file: RunFile, grids: dict[str, Grid], criterion: str) -> None:
-    entries = tried(file.runs, criterion)
+def _check_epochs(parser: argparse.ArgumentParser, file: RunFile, todo: Sequence[Settings]) -> None:
+    """Exits where the file has a method's runs of another length: the longer ones would win."""
+    wanted = {settings.optimizer: settings.epochs for settings in todo}
+    for run in file.runs:
+        optimizer, epochs = run["key"]["optimizer"], run["key"]["epochs"]
+        if wanted.get(optimizer, epochs) != epochs:
+            parser.error(
+                f"argument --out: {file.path} holds runs of {optimizer} over {epochs} epochs, not "
+                f"{wanted[optimizer]}: give another file"
+            )
+
+
+def _report(entries: Sequence[Tried], grids: Mapping[str, Grid], criterion: str) -> None:
     for optimizer, grid in grids.items():
         try:
             best = best_of(entries, optimizer)

@@ -12,18 +12,17 @@ import argparse
 import functools
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from bench.experiments.problems import Problem
 from bench.experiments.runs.command_line import checked_output, positive_int, seed_int
 from bench.experiments.runs.comparison import aligned
 from bench.experiments.runs.pool import run_all
-from bench.experiments.runs.run_file import RunFile
+from bench.experiments.runs.run_file import RunFile, RunFileError
 from bench.experiments.runs.settings import Settings
 from bench.experiments.sensitivities.measures import (
     TOLERANCE,
@@ -35,7 +34,7 @@ from bench.experiments.sensitivities.measures import (
 )
 from bench.experiments.sensitivities.plan import (
     BASES,
-    FORMS,
+    CONTENDERS,
     FULL,
     QUICK,
     Scale,
@@ -44,9 +43,6 @@ from bench.experiments.sensitivities.plan import (
     wanted,
 )
 from bench.experiments.sensitivities.plot import plot_sensitivity
-
-# In the message of a training that left a parameter where it was.
-_STUCK = "left parameters where they were"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,24 +63,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = checked_output(parser, "--out", arguments.out)
     try:
         file = RunFile(out, "sensitivity", shared)
-    except ValueError as error:
+    except RunFileError as error:
         parser.error(f"argument --out: {error}")
     make_runs(file, forms, problems, seeds, scale, arguments.text, arguments.jobs)
 
     surfaces = {form: surface(file.runs, form, seeds) for form in forms}
     floors = {name: shared["problems"][name]["loss_floor"] for name in problems}
+    refreshes = shared["refreshes"]
     tables = [
         (f"The rate tuned at the base point, at all other points ({_note()})",
          summary_rows(surfaces, floors)),
-        *((f"{BASES[name].label}, axis by axis", axis_rows(surfaces, name, floors[name]))
+        *((f"{BASES[name].label}, axis by axis",
+           axis_rows(surfaces, name, floors[name], refreshes[name]))
           for name in problems),
-        ("One rate for several points: the largest regret", common_rows(surfaces, floors)),
+        ("One rate for several points, tried at all of them: the largest regret",
+         common_rows(surfaces, floors)),
     ]  # fmt: skip
     for title, rows in tables:
         print(f"\n{title}\n{aligned(rows)}")
     picture, page = out.with_suffix(".png"), out.with_suffix(".md")
     drawn = f"Regret of every learning rate at every point, mean over {len(seeds)} seed(s)"
-    plot_sensitivity(surfaces, floors, picture, f"{drawn}; framed: tuned at the base point")
+    title = f"{drawn}; framed: tuned at the base point"
+    plot_sensitivity(surfaces, floors, refreshes, picture, title)
     page.write_text("\n".join(f"**{title}**\n\n{markdown(rows)}" for title, rows in tables))
     print(f"\nwrote {out}, {page} and {picture}")
     return 0
@@ -119,44 +119,8 @@ def make_runs(
                 file.add(keys[settings], _kept(record, metric))
                 bar.update()
 
-            def stuck(
-                settings: Settings, keys: Mapping[Settings, dict[str, Any]] = missing
-            ) -> None:
-                file.add(keys[settings], {"loss": None, "diverged_at_step": None})
-                bar.update()
-
             maker = functools.partial(make_problem, problem, width, text, scale)
-            run_all_but_stuck(maker, list(missing), jobs, done, stuck)
-
-
-def run_all_but_stuck(
-    maker: Callable[[], Problem],
-    settings: Sequence[Settings],
-    jobs: int,
-    on_done: Callable[[Settings, dict[str, Any]], None],
-    on_stuck: Callable[[Settings], None],
-) -> None:
-    """`run_all`, which goes on after a run whose learning rate was too small to move a parameter.
-
-    A norm's weights start at 1, where float32 keeps no step below 3e-8: to the training a mistake,
-    here the low end of a grid, for which no rate has to serve.
-    """
-    left = dict.fromkeys(settings)
-
-    def counted(one: Settings, record: dict[str, Any]) -> None:
-        del left[one]
-        on_done(one, record)
-
-    while left:
-        try:
-            run_all(maker, list(left), jobs, counted)
-        except RuntimeError as error:
-            if _STUCK not in str(error):
-                raise
-            # Several processes say whose error it is; in this one runs are made in their order.
-            named = [one for one in left if str(one) in str(error)] or list(left)
-            del left[named[0]]
-            on_stuck(named[0])
+            run_all(maker, list(missing), jobs, done)
 
 
 def _kept(record: Mapping[str, Any], metric: str) -> dict[str, Any]:
@@ -184,7 +148,11 @@ def _parser() -> argparse.ArgumentParser:
         "--problems", nargs="+", choices=tuple(BASES), default=list(BASES), help="default: both"
     )
     parser.add_argument(
-        "--forms", nargs="+", choices=tuple(FORMS), default=list(FORMS), help="default: all"
+        "--forms",
+        nargs="+",
+        choices=tuple(CONTENDERS),
+        default=list(CONTENDERS),
+        help="default: all",
     )
     parser.add_argument(
         "--text",

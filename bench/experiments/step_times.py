@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from bench.experiments.costs.step_kinds import (
     PLAIN,
@@ -74,13 +75,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         parser.error(f"argument --out: {error}")
     limit = 0.0 if arguments.quick else PERIOD_SECONDS
-    for name in dict.fromkeys(names):
+    for name in tqdm(list(dict.fromkeys(names)), "step times", unit="set", disable=None):
         step_set = STEP_SETS[name]
         allowed = arguments.methods or step_set.methods()
         methods = [method for method in step_set.methods() if method in allowed]
         began = time.perf_counter()
         measure_set(runs, step_set, methods, plan, device, arguments.longest_refresh, limit)
-        print(f"{name}: {time.perf_counter() - began:.0f} s")
+        tqdm.write(f"{name}: {time.perf_counter() - began:.0f} s")
     page, picture = out.with_suffix(".md"), out.with_suffix(".png")
     text = step_times_page(runs.runs, protocol)
     page.write_text(text, encoding="utf-8")

@@ -17,26 +17,24 @@ from bench.experiments.problems.language import CONTEXT, EPOCH_STEPS, Language, 
 from bench.experiments.runs.command_line import (
     add_machine_arguments,
     add_run_arguments,
-    checked_output,
     positive_int,
     run_settings,
     set_machine,
 )
 from bench.experiments.runs.comparison import (
     aligned,
-    make_runs,
     mean_and_spread,
-    open_runs,
+    run_comparison,
     summary,
 )
-from bench.experiments.runs.plots import grouped, plot_runs
+from bench.experiments.runs.plots import grouped
 from bench.experiments.runs.training import Run
 
 OPTIMIZERS = tuple(dict.fromkeys(form.optimizer for form in FORMS.values()))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns 0, or 1 when a training diverged."""
+    """Run the command; returns 0. A training that diverges is a result like another."""
     parser = _parser()
     arguments = parser.parse_args(argv)
     device = set_machine(parser, arguments, "text")
@@ -53,17 +51,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     name = "-".join([problem.name, *dict.fromkeys(arguments.optimizer)])
     out = arguments.out or Path(f"results/transformer/{name}.json")
-    out = checked_output(parser, "--out", out)
-    try:
-        file = open_runs(out, "transformer", problem, wanted, device)
-        runs = make_runs(file, problem, wanted, device)
-    except ValueError as error:
-        parser.error(f"argument --out: {error}")
-
-    picture = out.with_suffix(".png")
-    plot_runs(runs, picture, problem.label, problem.loss_label, metric="validation_loss")
-    print(f"\n{validation_summary(runs)}\n\n{summary(runs)}\n\nwrote {out} and {picture}")
-    return 0 if all(run.diverged_at_step is None for run in runs) else 1
+    runs = run_comparison(
+        parser, "transformer", problem, wanted, out, device, metric="validation_loss"
+    )
+    print(f"\n{validation_summary(runs)}\n\n{summary(runs)}")
+    print(f"\nwrote {out} and {out.with_suffix('.png')}")
+    return 0
 
 
 def validation_summary(runs: Sequence[Run]) -> str:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
-import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from bench.experiments.problems import autoencoders, classifiers
 from bench.experiments.runs.run_file import load_runs
-from bench.experiments.runs.settings import Settings, variant
+from bench.experiments.runs.settings import Settings
 from bench.experiments.runs.training import Run
 
 
@@ -46,8 +46,8 @@ class Record:
     @property
     def origins(self) -> Sequence[Mapping[str, Any]]:
         """Where they come from: one entry for each process that made some."""
-        origins = self.content["provenance"]
-        return [origins] if isinstance(origins, Mapping) else origins
+        origins: Sequence[Mapping[str, Any]] = self.content["provenance"]
+        return origins
 
     def pictures(self) -> list[Path]:
         """The pictures that its command left beside it: one, or one for each width and length."""
@@ -67,20 +67,36 @@ def load_folder(
         names: of the files to look for; None for all JSON files, also in folders below.
 
     Returns:
-        The records, in the order of their names, and those files that are none, with the reason: of
-        files that were not asked for by name only what claims to be runs and cannot be read.
+        The records, in the order of their names, and those files that are none, with the reason. Of
+        files that were not asked for by name only those whose JSON is broken, and those that name
+        an experiment but hold no runs that could be read.
     """
     paths = sorted(folder.rglob("*.json")) if names is None else [folder / n for n in names]
     records, unread = [], {}
     for path in paths:
         if not path.is_file():
             continue
+        name = path.relative_to(folder).as_posix()
         try:
-            records.append(Record(path, load_runs(path)))
+            record = Record(path, load_runs(path))
         except (OSError, ValueError) as error:
-            if names is not None:
-                unread[path.name] = str(error).replace(str(path), path.name)
-    return [record for record in records if record.runs], unread
+            if names is not None or _ought_to_be_one(path):
+                unread[name] = str(error).replace(str(path), path.name)
+            continue
+        if record.runs:
+            records.append(record)
+        else:
+            unread[name] = "it holds no runs"
+    return records, unread
+
+
+def _ought_to_be_one(path: Path) -> bool:
+    """Whether a file is broken, or names an experiment: no JSON of another kind."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return True
+    return isinstance(content, dict) and "experiment" in content
 
 
 def trainings(record: Record) -> list[Run]:
@@ -88,28 +104,34 @@ def trainings(record: Record) -> list[Run]:
     return [Run.from_record(dict(run)) for run in record.runs]
 
 
-def by_method(
-    record: Record, metric: Callable[[Run], float] | None = None
-) -> dict[str, dict[int, Run]]:
-    """Each method's runs by seed, as in the paper: neither grafted nor with relative damping.
-
-    Of several settings of one method those count that are best on the average, the lowest final
-    loss or metric first; settings with which a run diverged come last.
-    """
-    score = metric or (lambda run: run.final_loss)
-    groups: dict[tuple[str, object], dict[int, Run]] = {}
+def by_method(record: Record) -> dict[str, dict[int, Run]]:
+    """Each method's runs by seed, with the settings of the paper's table; others are not judged."""
+    table = 5 if is_tuned(record) else 3
+    methods: dict[str, dict[int, Run]] = {}
     for run in trainings(record):
-        settings = run.settings
-        if settings.graft is None and not settings.relative_damping:
-            key = (settings.optimizer, variant(settings))
-            groups.setdefault(key, {})[settings.seed] = run
-    best: dict[str, tuple[float, dict[int, Run]]] = {}
-    for (optimizer, _), members in groups.items():
-        mean = statistics.mean(score(run) for run in members.values())
-        mean = mean if math.isfinite(mean) else math.inf
-        if optimizer not in best or mean < best[optimizer][0]:
-            best[optimizer] = (mean, members)
-    return {optimizer: members for optimizer, (_, members) in best.items()}
+        if has_paper_settings(run, table):
+            methods.setdefault(run.settings.optimizer, {})[run.settings.seed] = run
+    return methods
+
+
+def has_paper_settings(run: Run, table: int = 3) -> bool:
+    """Whether a run has its method's settings, whatever its seed and its length.
+
+    They are the paper's, MNIST's on CURVES, and those of the recorded search on the digits.
+
+    Args:
+        run: of an autoencoder or a convolutional network.
+        table: 3 or 5, the paper's table for an autoencoder.
+    """
+    own = run.settings
+    try:
+        if run.problem in classifiers.NETWORKS:
+            paper = classifiers.default_settings(run.problem, own.optimizer, own.epochs)
+        else:
+            paper = autoencoders.default_settings(run.problem, own.optimizer, table)
+    except (KeyError, ValueError):
+        return False  # a method that the table has not
+    return own == replace(paper, epochs=own.epochs, seed=own.seed)
 
 
 def is_tuned(record: Record) -> bool:

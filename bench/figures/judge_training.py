@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from bench.experiments.problems.autoencoders import DIGITS_SEARCH
 from bench.experiments.runs.methods import LABELS, METHODS
+from bench.experiments.runs.run_file import load_runs
 from bench.experiments.runs.training import Run
-from bench.figures.evidence import Record, by_method, is_tuned
+from bench.figures.evidence import Record, by_method, is_tuned, trainings
 from bench.figures.verdicts import (
     CANNOT_TELL,
     CONTRADICTS,
@@ -28,6 +31,8 @@ FIRST_ORDER = ("adam", "sgd")
 _LEAST_REFRESHES = 3
 # With momentum or decay b a method looks back 1/(1 - b) steps; a run should be so many times that.
 _MEMORIES = 3
+# Of the paper's own experiments: ten epochs of its MNIST autoencoder, the shorter of the two.
+_PAPERS, _LEAST_STEPS = ("mnist", "faces", "resnet32", "vgg16"), 600
 # Of the paper's runs.
 _EPOCHS, _IMAGES = {"second": 100, "first": 200}, 50_000
 _ERROR_MARGIN = 0.01  # of validation errors: one point
@@ -52,7 +57,7 @@ def sooner(others: Sequence[str], own: str = "tnt") -> Judge:
         methods = by_method(record)
         runs = methods.get(own, {})
         verdicts = [_sooner(own, runs, name, methods.get(name, {})) for name in others]
-        return unless(too_short(record, runs), all_of(verdicts))
+        return unless(doubt(record, runs), all_of(verdicts))
 
     return judge
 
@@ -67,7 +72,7 @@ def second_order_alike(record: Record) -> Verdict:
         seeds = sorted(own.keys() & other.keys())
         ratios = [own[seed] / other[seed] for seed in seeds]
         verdicts.append(inside(f"TNT's loss over {LABELS[name]}'s", ratios, 0.95, 1.05))
-    return unless(too_short(record, methods.get("tnt", {})), all_of(verdicts))
+    return unless(doubt(record, methods.get("tnt", {})), all_of(verdicts))
 
 
 def usually_better(record: Record) -> Verdict:
@@ -89,14 +94,14 @@ def usually_better(record: Record) -> Verdict:
     outcome = SUPPORTS if yes > half else CONTRADICTS if no > half else CANNOT_TELL
     why = f"{yes} of {len(verdicts)} pairs below, {no} above: "
     why += "; ".join(verdict.why for verdict in verdicts)
-    return unless(too_short(record, methods.get("tnt", {})), Verdict(outcome, why))
+    return unless(doubt(record, methods.get("tnt", {})), Verdict(outcome, why))
 
 
 def as_low_error(own: str, other: str) -> Judge:
     """The validation error after the last epoch is at most the other's, within a point."""
 
     def judge(record: Record) -> Verdict:
-        methods = by_method(record, _last_error)
+        methods = by_method(record)
         errors = [
             {seed: _last_error(run) for seed, run in methods.get(name, {}).items()}
             for name in (own, other)
@@ -109,7 +114,7 @@ def as_low_error(own: str, other: str) -> Judge:
 
 def roughly_same_errors(record: Record) -> Verdict:
     """Second-order methods and Adam end within a point of SGD-m's validation error."""
-    methods = by_method(record, _last_error)
+    methods = by_method(record)
     base = {seed: _last_error(run) for seed, run in methods.get("sgd", {}).items()}
     verdicts = []
     for name, runs in methods.items():
@@ -128,7 +133,7 @@ def process_time(faster: bool) -> Judge:
     low, high = _FASTER if faster else _EQUAL
 
     def judge(record: Record) -> Verdict:
-        methods = by_method(record, _last_error)
+        methods = by_method(record)
         own, base = methods.get("tnt", {}), methods.get("sgd", {})
         ratios = []
         for seed in sorted(own.keys() & base.keys()):
@@ -143,7 +148,7 @@ def process_time(faster: bool) -> Judge:
 
 def slowest_epochs(record: Record) -> Verdict:
     """KFAC's epochs take much longer than TNT's and Shampoo's: more than 1.5 times as long."""
-    methods = by_method(record, _last_error)
+    methods = by_method(record)
     kfac = methods.get("kfac-eigen", {})
     verdicts = []
     for name in ("tnt", "shampoo"):
@@ -152,19 +157,55 @@ def slowest_epochs(record: Record) -> Verdict:
         ratios = [kfac[s].seconds_per_epoch / runs[s].seconds_per_epoch for s in seeds]
         text = f"KFAC's epoch over {LABELS[name]}'s"
         verdicts.append(inside(text, ratios, 1.5, math.inf, "more than 1.5"))
-    return all_of(verdicts)
+    return unless(fewer_steps(trainings(record)), all_of(verdicts))
 
 
-def too_short(record: Record, runs: Mapping[int, Run]) -> str | None:
-    """Why the runs of a training comparison are too short to judge by, or None."""
-    for run in runs.values():
+def doubt(record: Record, runs: Mapping[int, Run]) -> str | None:
+    """Why a record's runs of an autoencoder are none to judge by, or None."""
+    return (
+        selected_on(runs.values())
+        or fewer_steps(runs.values())
+        or _too_short(runs.values())
+        or (_too_short_for_memory(record, runs.values()) if is_tuned(record) else None)
+    )
+
+
+def selected_on(runs: Iterable[Run]) -> str | None:
+    """Why runs cannot be judged that are from seeds by which their settings were chosen, or None.
+
+    The paper's settings were chosen elsewhere; the digits' are the recorded search's.
+    """
+    used = {run.settings.seed for run in runs if run.problem == "digits"} & _search_seeds()
+    if not used:
+        return None
+    return f"the settings were chosen by runs from seeds {' '.join(map(str, sorted(used)))}, too"
+
+
+@functools.cache
+def _search_seeds() -> frozenset[int]:
+    return frozenset(run["key"]["seed"] for run in load_runs(DIGITS_SEARCH)["runs"])
+
+
+def fewer_steps(runs: Iterable[Run]) -> str | None:
+    """Why runs are too short to say anything of a paper's experiment, or None."""
+    for run in runs:
+        steps = len(run.step_losses)
+        if run.problem in _PAPERS and run.diverged_at_step is None and steps < _LEAST_STEPS:
+            return f"scaled down too far: {steps} steps are fewer than {_LEAST_STEPS}"
+    return None
+
+
+def _too_short(runs: Iterable[Run]) -> str | None:
+    for run in runs:
         if run.diverged_at_step is not None:
             continue
         steps, interval = len(run.step_losses), run.settings.inverse_interval or 1
         if steps < _LEAST_REFRESHES * interval:
             return f"scaled down too far: {steps} steps are fewer than {_LEAST_REFRESHES} T2"
-    if not is_tuned(record):
-        return None
+    return None
+
+
+def _too_short_for_memory(record: Record, runs: Iterable[Run]) -> str | None:
     slowest = max(
         value
         for run in record.runs
@@ -173,7 +214,7 @@ def too_short(record: Record, runs: Mapping[int, Run]) -> str | None:
         if value < 0.999 or run["key"]["optimizer"] != "adam"
     )
     needed = round(_MEMORIES / (1 - slowest))
-    steps = max((len(run.step_losses) for run in runs.values()), default=0)
+    steps = max((len(run.step_losses) for run in runs), default=0)
     if steps < needed:
         return f"scaled down too far: {steps} steps, with a momentum or decay of {slowest:g}"
     return None
@@ -188,7 +229,9 @@ def scaled_down(record: Record) -> str | None:
     epochs = sorted({run["key"]["epochs"] for run in record.runs})
     if epochs[0] < _EPOCHS["second"]:
         parts.append(f"{' and '.join(map(str, epochs))} epochs of 100 (first order: 200)")
-    return f"scaled down too far: {', '.join(parts)}" if parts else None
+    if parts:
+        return f"scaled down too far: {', '.join(parts)}"
+    return fewer_steps(trainings(record))
 
 
 def _each(others: Sequence[str], own: str, compare: Callable[..., Verdict]) -> Judge:
@@ -199,7 +242,7 @@ def _each(others: Sequence[str], own: str, compare: Callable[..., Verdict]) -> J
             compare(LABELS[own], _final(runs), LABELS[name], _final(methods.get(name, {})))
             for name in others
         ]
-        return unless(too_short(record, runs), all_of(verdicts))
+        return unless(doubt(record, runs), all_of(verdicts))
 
     return judge
 

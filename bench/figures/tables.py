@@ -14,7 +14,7 @@ from bench.experiments.runs.plots import grouped
 from bench.experiments.runs.training import Run
 from bench.experiments.sensitivities.measures import summary_rows
 from bench.figures.document import Table
-from bench.figures.evidence import Record, trainings
+from bench.figures.evidence import Record, has_paper_settings, is_tuned, trainings
 from bench.figures.judge_directions import similarities
 from bench.figures.judge_language import best_of_search, floors, language_rows, surfaces
 from bench.figures.judge_training import mean_text
@@ -25,8 +25,8 @@ TableOf = Callable[[Record], Table]
 
 
 def training_table(record: Record) -> Table:
-    """Every method's settings, last loss, times, and the metrics that there are."""
-    runs = trainings(record)
+    """Every variant's settings, last loss, times and metrics, and whether it is judged."""
+    runs, table = trainings(record), 5 if is_tuned(record) else 3
     metrics = list(runs[0].epochs[-1].metrics)
     header = ["", "learning rate", "damping", "μ", "β", "decay", "runs", "loss at the end"]
     header += [name.replace("_", " ") for name in metrics]
@@ -37,7 +37,7 @@ def training_table(record: Record) -> Table:
         warm = [run.warm_start_seconds for run in members if run.warm_start_seconds is not None]
         rows.append(
             [
-                label,
+                label if has_paper_settings(members[0], table) else f"{label}, not judged",
                 f"{settings.lr:g}",
                 _maybe(settings.damping),
                 f"{settings.momentum:g}",

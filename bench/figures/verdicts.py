@@ -1,4 +1,4 @@
-"""What a run says of a claim, and the rules for it: differences paired by seed, two errors."""
+"""What a run says of a claim, and the rules for it: differences paired by seed, Student's t."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from bench.experiments.language.results import ERRORS, paired
+from bench.experiments.confidence import CONFIDENCE, interval
 
 SUPPORTS, CONTRADICTS, CANNOT_TELL = "supports", "contradicts", "cannot tell"
 NOT_RUN = "not run"
@@ -32,7 +32,7 @@ class Verdict:
 def below(
     name: str, own: Mapping[int, float], other_name: str, other: Mapping[int, float]
 ) -> Verdict:
-    """Whether one is below the other, by more than two standard errors of the mean difference.
+    """Whether one is below the other: the mean difference's 95 % interval leaves out 0.
 
     Args:
         name: whose figures the first are.
@@ -50,7 +50,7 @@ def not_above(
     other: Mapping[int, float],
     margin: float | None = None,
 ) -> Verdict:
-    """Whether one is at most the other, but for a margin, with two standard errors to spare.
+    """Whether one is at most the other, but for a margin, with its 95 % interval.
 
     Args:
         name: whose figures the first are.
@@ -82,39 +82,60 @@ def _judged(
         return Verdict(CONTRADICTS, f"{name} diverged in {lost[name]} of {len(seeds)} runs")
     if lost[""]:
         return Verdict(CANNOT_TELL, f"{other_name} diverged in {lost['']} of {len(seeds)} runs")
-    difference = paired(own, other)
+    difference = interval([own[seed] - other[seed] for seed in seeds])
     means = [statistics.mean(values[seed] for seed in seeds) for values in (own, other)]
     numbers = f"{name} {means[0]:.4g}, {other_name} {means[1]:.4g}"
     if difference.error is None:
         return Verdict(CANNOT_TELL, f"{numbers}; one seed, so no error is known")
     numbers += f", difference {difference.mean:+.3g} ± {difference.error:.2g}"
     numbers += f" ({len(seeds)} seeds)"
-    low = difference.mean - ERRORS * difference.error
-    high = difference.mean + ERRORS * difference.error
     if margin is None:
-        outcome = SUPPORTS if high < 0 else CONTRADICTS if low > 0 else CANNOT_TELL
+        outcome = SUPPORTS if difference.high < 0 else CANNOT_TELL
+        outcome = CONTRADICTS if difference.low > 0 else outcome
         return Verdict(outcome, numbers)
     numbers += f", margin {margin:.2g}"
-    outcome = SUPPORTS if high <= margin else CONTRADICTS if low > margin else CANNOT_TELL
+    outcome = SUPPORTS if difference.high <= margin else CANNOT_TELL
+    outcome = CONTRADICTS if difference.low > margin else outcome
     return Verdict(outcome, numbers)
 
 
 def inside(name: str, values: Sequence[float], low: float, high: float, text: str = "") -> Verdict:
-    """Whether the mean of values, one for each seed, lies in a range, with two standard errors."""
-    good = [value for value in values if math.isfinite(value)]
+    """Whether the mean of values, one for each seed, lies in a range, with its 95 % interval.
+
+    Args:
+        name: whose values.
+        values: infinite for a run that diverged, which lies nowhere; NaN for none.
+        low: the range's lower end.
+        high: its upper end.
+        text: the range in words; its ends where there are none.
+    """
     where = text or f"{low:g} to {high:g}"
+    lost = sum(value == math.inf for value in values)
+    if lost:
+        return Verdict(CONTRADICTS, f"{name}: diverged in {lost} of {len(values)} runs")
+    good = [value for value in values if math.isfinite(value)]
     if not good:
         return Verdict(CANNOT_TELL, f"{name} was not measured")
-    mean = statistics.mean(good)
-    if len(good) == 1:
-        return Verdict(CANNOT_TELL, f"{name} {mean:.4g} (wanted: {where}); one seed")
-    error = ERRORS * statistics.stdev(good) / math.sqrt(len(good))
-    why = f"{name} {mean:.4g} ± {error / ERRORS:.2g} ({len(good)} seeds; wanted: {where})"
-    if low <= mean - error and mean + error <= high:
+    found = interval(good)
+    if found.error is None:
+        return Verdict(CANNOT_TELL, f"{name} {found.mean:.4g} (wanted: {where}); one seed")
+    why = f"{name} {found.mean:.4g} ± {found.error:.2g} ({len(good)} seeds; wanted: {where})"
+    if low <= found.low and found.high <= high:
         return Verdict(SUPPORTS, why)
-    if mean + error < low or mean - error > high:
+    if found.high < low or found.low > high:
         return Verdict(CONTRADICTS, why)
     return Verdict(CANNOT_TELL, why)
+
+
+def by_chance(verdicts: Sequence[Verdict]) -> str:
+    """How many of these, in a sentence, are what chance alone would make of equals."""
+    judged = sum(verdict.outcome in (SUPPORTS, CONTRADICTS) for verdict in verdicts)
+    share = 1 - CONFIDENCE
+    return (
+        f"Of comparisons of equals chance alone turns {100 * share:.0f} % into a verdict: here "
+        f"{share * judged:.1f} of the {judged} claims that got one, more where a claim has several "
+        "parts."
+    )
 
 
 def all_of(verdicts: Sequence[Verdict]) -> Verdict:

@@ -115,8 +115,9 @@ bool root(const FactorMode& mode, T eps, int64_t p, Scratch& scratch) {
       }
     }
     const double next_error = distance_to_identity(product, n);
-    const bool near = error < kNewtonConverged;
-    if (near && next_error > kNewtonGrowth * error) break;  // the previous iterate stands
+    // The first iteration brings eigenvalues above 1 below it, and may add to max|M - I|; after it
+    // growth is rounding, or a negative eigenvalue. The previous iterate stands.
+    if (iteration > 0 && next_error > kNewtonGrowth * error) break;
     std::copy_n(product, count, m);
     symmetric_product(n, h, step, x);
     std::swap(h, x);
@@ -125,8 +126,8 @@ bool root(const FactorMode& mode, T eps, int64_t p, Scratch& scratch) {
   const T unscale = std::pow(most, power);
   for (int64_t e = 0; e < count; ++e) h[e] *= unscale;
   for (int64_t i = 0; i < n; ++i) std::copy(h + i * n + i, h + (i + 1) * n, out + i * n + i);
-  // An indefinite matrix ends up with an M far from I.
-  return error < kNewtonConverged && all_finite(h, count);
+  const double near = std::min(kNewtonConverged, kNewtonTrace / static_cast<double>(n));
+  return error < near && all_finite(h, count);
 }
 
 }  // namespace

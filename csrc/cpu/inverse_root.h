@@ -12,9 +12,10 @@ namespace tnt {
 constexpr int kNewtonIterations = 100;
 constexpr double kNewtonTolerance = 1e-6;
 constexpr double kNewtonGrowth = 1.2;
-// M farther from I than this: H is no root, whatever it holds. Until then max|M - I| may grow: that of
-// a matrix near rank one does, whose small entries hide a large eigenvalue.
+// An iterate with a larger entry of |M - I| is no root; nor is one with an entry of kNewtonTrace / d:
+// a negative eigenvalue would take more than 1 off the trace of M.
 constexpr double kNewtonConverged = 0.1;
+constexpr double kNewtonTrace = 0.5;
 
 // A_i = (S_i + damping I)^(-1/roots[t]) for every mode of every tensor t; `info` and `out` as in
 // damped_inverse. A mode also fails where the iteration does not converge.

@@ -38,7 +38,7 @@ class LayerHook:
     """Captures one layer's input when its optimizer wants it.
 
     The model holds the hook and the hook does not hold the optimizer. A copy of the model, or what
-    was saved of it, has a hook that does nothing.
+    was saved of it, has a hook that does nothing; to load what was saved still takes this package.
     """
 
     def __init__(self, layer: int, wanted: "weakref.WeakMethod[Callable[[int], bool]] | None"):
@@ -100,13 +100,13 @@ class Graph:
         uses: the captured uses of each layer, by its number, with their nodes.
         observed: layers whose use had been observed before.
         leaves: the parameters that the loss depends on.
-        names: the kinds of nodes.
+        kinds: the names of its nodes' types.
     """
 
     uses: dict[int, list[tuple[Node, Captured]]]
     observed: set[int]
     leaves: set[int]
-    names: set[str]
+    kinds: set[str]
 
     def edges(self, layers: Sequence[int]) -> list[GradientEdge]:
         """Where the gradients by the layers' outputs arrive."""
@@ -128,7 +128,7 @@ def walk(loss: Tensor, hooks: Sequence[LayerHook]) -> Graph:
     seen, waiting = {start}, [start]
     while waiting:
         node = waiting.pop()
-        graph.names.add(node.name())
+        graph.kinds.add(node.name())
         for key, use in _metadata(node).items():
             if key not in own:
                 continue
@@ -151,11 +151,9 @@ def _metadata(node: Node) -> dict[Any, Any]:
     return cast(dict[Any, Any], node.metadata)
 
 
-# Nodes that stand for a whole piece of the model, in whose inside nothing can be captured.
-_OPAQUE = {
-    "CheckpointFunctionBackward": "use checkpoint(..., use_reentrant=False)",
-    "CompiledFunctionBackward": "observe the model without torch.compile",
-}
+# Nodes that stand for a whole piece of the model, in whose inside nothing can be captured: the one
+# hides its parameters, too; with the other the graph still shows which layers it hides, if any.
+_CHECKPOINT, _COMPILED = "CheckpointFunctionBackward", "CompiledFunctionBackward"
 
 
 def check_uses(
@@ -167,11 +165,11 @@ def check_uses(
         ValueError: where a layer was used more than once, was observed before, took part without
             having been captured, or had its input changed in place since.
     """
-    for kind, advice in _OPAQUE.items():
-        if kind in graph.names:
-            raise ValueError(
-                f"output must have a graph that shows its layers, and {kind} hides some: {advice}"
-            )
+    if _CHECKPOINT in graph.kinds:
+        raise ValueError(
+            f"output must have a graph that shows its layers, and {_CHECKPOINT} hides some: use "
+            "checkpoint(..., use_reentrant=False)"
+        )
     reached = []
     for layer in layers:
         name, uses = names[layer], graph.uses.get(layer, [])
@@ -190,10 +188,14 @@ def check_uses(
                 raise ValueError(f"the input of {name!r} must not be changed in place after it")
             reached.append(layer)
         elif any(id(param) in graph.leaves for param in modules[layer].parameters()):
+            reason = (
+                "was it called before (warm_start takes a generator that calls the model), after "
+                "close(), or its weight used directly?"
+            )
+            if _COMPILED in graph.kinds:
+                reason = f"does {_COMPILED} hide it? Observe the model without torch.compile"
             raise ValueError(
                 f"output depends on the parameters of {name!r}, but not through a forward call of "
-                "that layer while statistics were due: was it called before (warm_start takes a "
-                "generator that calls the model), after close(), compiled, or its weight used "
-                "directly?"
+                f"that layer while statistics were due: {reason}"
             )
     return reached

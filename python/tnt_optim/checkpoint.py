@@ -1,16 +1,52 @@
 """Whether a saved state fits an optimizer, and its copy at full precision."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from tnt_optim.failures import COUNTERS
 from tnt_optim.modes import diagonal_modes, mode_shape
 from tnt_optim.settings import check_settings
 
 _KEYS = {"momentum", "stats", "factors", "first_step", "updates", *COUNTERS}
+
+StateDict = dict[str, Any]
+
+
+def load_adapted(
+    optimizer: Optimizer,
+    state_dict: StateDict,
+    load: Callable[[StateDict], None],
+    check: Callable[[StateDict], None],
+    finish: Callable[[StateDict], None],
+) -> None:
+    """Has torch load a state, checked and finished as the user's own pre-hooks have adapted it.
+
+    Args:
+        optimizer: whose hooks are called.
+        state_dict: what is to be loaded.
+        load: torch's own loading, which calls the hooks.
+        check: called after the user's pre-hooks, before anything is changed.
+        finish: called after torch has loaded the state, before the user's post-hooks.
+    """
+    adapted: list[StateDict] = []
+
+    def before(_: Optimizer, state: StateDict) -> None:
+        check(state)
+        adapted.append(state)
+
+    handles = [
+        optimizer.register_load_state_dict_pre_hook(before),
+        optimizer.register_load_state_dict_post_hook(lambda _: finish(adapted[0]), prepend=True),
+    ]
+    try:
+        load(state_dict)
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def check_method(method: str, state_dict: Mapping[str, Any]) -> None:
@@ -27,8 +63,12 @@ def check_method(method: str, state_dict: Mapping[str, Any]) -> None:
         raise ValueError(f"state_dict must be of {method}, got that of {saved}")
 
 
-def check_state_dict(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) -> None:
-    """Checks that ``state_dict`` is of an optimizer with these parameter groups.
+def check_groups(
+    groups: Sequence[Mapping[str, Any]],
+    state_dict: Mapping[str, Any],
+    check: Callable[[Mapping[str, Any]], None],
+) -> None:
+    """Checks that ``state_dict`` has these parameter groups, with settings that pass ``check``.
 
     Raises:
         ValueError: says where the two part.
@@ -48,7 +88,7 @@ def check_state_dict(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[st
                 f"state_dict: group {number} lacks {missing}; is it another optimizer's?"
             )
         try:
-            check_settings({**saved, "modes": None})
+            check(saved)
         except ValueError as error:
             raise ValueError(f"state_dict: group {number}: {error}") from None
         if len(saved["params"]) != len(group["params"]):
@@ -56,18 +96,37 @@ def check_state_dict(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[st
                 f"state_dict: group {number} must have {len(group['params'])} parameters, "
                 f"got {len(saved['params'])}; is it of another model?"
             )
+
+
+def check_state_dict(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) -> None:
+    """Checks that ``state_dict`` is of an optimizer with these parameter groups.
+
+    Raises:
+        ValueError: says where the two part.
+    """
+    check_groups(groups, state_dict, lambda saved: check_settings({**saved, "modes": None}))
+    for group, saved in zip(groups, state_dict["param_groups"], strict=True):
         for index, param in zip(saved["params"], group["params"], strict=True):
             if state_dict["state"].get(index):
                 name = f"state_dict['state'][{index}]"
                 _check_state(name, state_dict["state"][index], group, param)
 
 
+def check_keys(name: str, state: Mapping[str, Any], keys: set[str]) -> None:
+    """Checks that a parameter's state has all of ``keys``.
+
+    Raises:
+        ValueError: names those that it lacks.
+    """
+    missing = sorted(keys - set(state))
+    if missing:
+        raise ValueError(f"{name} lacks {missing}; is it another optimizer's?")
+
+
 def _check_state(
     name: str, state: Mapping[str, Any], group: Mapping[str, Any], param: Tensor
 ) -> None:
-    missing = sorted(_KEYS - set(state))
-    if missing:
-        raise ValueError(f"{name} lacks {missing}; is it another optimizer's?")
+    check_keys(name, state, _KEYS)
     tensors = [state["momentum"], *state["stats"], *state["factors"]]
     if not all(isinstance(tensor, Tensor) for tensor in tensors):
         raise ValueError(f"{name}: momentum, stats and factors must be made of tensors")
@@ -88,12 +147,24 @@ def _check_state(
             )
 
 
-def copied(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
+def copied_states(
+    groups: Sequence[Mapping[str, Any]],
+    state_dict: Mapping[str, Any],
+    dtype: Callable[[Tensor], torch.dtype],
+) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+    """The saved states by parameter, where torch would cast them to the parameter's dtype."""
+    for group, saved in zip(groups, state_dict["param_groups"], strict=True):
+        for param, index in zip(group["params"], saved["params"], strict=True):
+            if index in state_dict["state"]:
+                yield param, _copied(state_dict["state"][index], param.device, dtype(param))
+
+
+def _copied(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
     """A deep copy with all tensors on ``device`` and of ``dtype``."""
     if isinstance(value, Tensor):
         return value.detach().to(device, dtype, copy=True)
     if isinstance(value, dict):
-        return {key: copied(item, device, dtype) for key, item in value.items()}
+        return {key: _copied(item, device, dtype) for key, item in value.items()}
     if isinstance(value, list):
-        return [copied(item, device, dtype) for item in value]
+        return [_copied(item, device, dtype) for item in value]
     return value

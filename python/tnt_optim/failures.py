@@ -5,6 +5,8 @@ went well. It is copied to the host behind the step's back and looked at when it
 once on the CPU, at a later step on a GPU.
 """
 
+import os
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,6 +18,11 @@ from torch import Tensor
 FAILURES_IN_A_ROW = 5
 
 COUNTERS = ("skipped_statistics", "skipped_in_a_row", "failed_inverses", "failed_in_a_row")
+
+UNOBSERVED = (
+    "statistics are due at this step, but observe(output) was not called since the last one: going "
+    "on with the old statistics (said once)"
+)
 
 
 class PreconditionerError(RuntimeError):
@@ -48,9 +55,13 @@ class Failures:
     """Reports of refreshes that have not been read yet.
 
     What is read is counted in the parameters' own states, to be saved and loaded with them.
+
+    Args:
+        parts: names of what a parameter has inverses of; by default its modes, by number.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, parts: Sequence[str] = ()) -> None:
+        self._parts = parts
         self._pending: list[tuple[_Delivery, str, Sequence[Tensor]]] = []
         # Of what some parameter may have failed in a row: at first unknown, so of everything.
         self._in_a_row = {"statistics", "inverses"}
@@ -60,7 +71,7 @@ class Failures:
         self._pending.append((_Delivery(codes), "statistics", params))
 
     def report_inverses(self, codes: Tensor, params: Sequence[Tensor]) -> None:
-        """codes[n] is 0, or which mode of params[n], from 1, could not be inverted."""
+        """codes[n] is 0, or which part of params[n], from 1, could not be inverted."""
         self._pending.append((_Delivery(codes), "inverses", params))
 
     def read(
@@ -96,18 +107,38 @@ class Failures:
                 self._in_a_row.discard(kind)
             if failed:
                 worst, code, param = max(failed, key=lambda entry: entry[0])
-                message = _MESSAGES[kind].format(mode=code - 1, name=name(param))
+                message = _MESSAGES[kind].format(part=self._part(code), name=name(param))
                 if len(failed) > 1:
                     message += f" (and of {len(failed) - 1} other parameters)"
                 if worst >= FAILURES_IN_A_ROW and fatal:
                     error = PreconditionerError(f"{message}; time {worst} in a row: stopping")
                 else:
-                    warnings.warn(message, RuntimeWarning, stacklevel=3)
+                    warn_the_caller(message)
         if error is not None:
             raise error
+
+    def first_inverse(self, code: int, name: str, damping: Any) -> PreconditionerError:
+        """What to raise where a parameter's first inverse could not be made."""
+        return PreconditionerError(
+            f"{self._part(code)} of {name} could not be inverted, and there is no earlier inverse "
+            f"to go on with; damping is {damping}"
+        )
+
+    def _part(self, code: int) -> str:
+        return self._parts[code - 1] if self._parts else f"mode {code - 1}"
 
 
 _MESSAGES = {
     "statistics": "a gradient for the statistics is not finite; left out of those of {name}",
-    "inverses": "mode {mode} could not be inverted, earlier inverses kept: those of {name}",
+    "inverses": "{part} could not be inverted, earlier inverses kept: those of {name}",
 }
+
+_INSIDE = tuple(os.path.dirname(str(file)) + os.sep for file in (__file__, torch.__file__))
+
+
+def warn_the_caller(message: str) -> None:
+    """Warns at the user's line: torch wraps ``step`` in functions of its own."""
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, RuntimeWarning, stacklevel=level)

@@ -1,6 +1,7 @@
 """Gradients for the statistics, taken beside the user's own backward."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +14,18 @@ def all_finite(gradients: Iterable[Tensor]) -> Tensor:
     wide = [g.float() if g.dtype == torch.float16 else g for g in gradients]
     norm = nn.utils.get_total_norm(wide)
     return norm.to(torch.promote_types(norm.dtype, torch.float32)).square().isfinite()
+
+
+@contextmanager
+def buffers_put_back(*modules: nn.Module) -> Iterator[None]:
+    """On leaving, the modules' buffers (batch norm's running statistics) are what they were."""
+    buffers = {b: b.detach().clone() for module in modules for b in module.buffers()}
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in buffers.items():
+                buffer.copy_(value)
 
 
 def check_reached(reached: Mapping[Tensor, Tensor]) -> None:

@@ -8,7 +8,6 @@ or state were replaced is recorded anew. The numbers that may change between ste
 tensors.
 """
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tnt_optim.device_step import DeviceStep, Group, Report, Settings, States
+from tnt_optim.failures import warn_the_caller
 
 NUMBERS = ("lr", "damping", "momentum", "stat_decay", "weight_decay")
 
@@ -79,10 +79,8 @@ class StepGraphs:
                 recorded.replay, recorded.reports = record(lambda: run(fixed, self._settings))
             except Exception as error:
                 self._refused = True
-                warnings.warn(
-                    f"this step cannot be captured in a CUDA graph ({error}): going on without",
-                    RuntimeWarning,
-                    stacklevel=4,
+                warn_the_caller(
+                    f"this step cannot be captured in a CUDA graph ({error}): going on without"
                 )
                 return run(fixed, self._settings)
         recorded.replay()

@@ -1,8 +1,7 @@
 """KFAC (Martens & Grosse 2015; Grosse & Martens 2016), as in Ren & Goldfarb 2021."""
 
-import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,17 +9,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tnt_optim.capture import hook_layers
-from tnt_optim.checkpoint import copied
+from tnt_optim.checkpoint import check_method, copied_states, load_adapted
 from tnt_optim.device_step import by_device
-from tnt_optim.failures import COUNTERS, Failures, PreconditionerError
+from tnt_optim.failures import COUNTERS, UNOBSERVED, Failures, PreconditionerError, warn_the_caller
 from tnt_optim.fisher import Likelihood, check_sampling
+from tnt_optim.gradients import buffers_put_back
 from tnt_optim.kronecker import state_dtype
-from tnt_optim.layer_checkpoint import check_kfac_settings, check_kfac_state_dict
-from tnt_optim.layer_inverses import INVERSES
-from tnt_optim.layer_sampling import LayerSampling, is_trainable
-from tnt_optim.layer_statistics import LayerSums, all_finite_statistics
+from tnt_optim.layer_checkpoint import check_kfac_state_dict
+from tnt_optim.layer_inverses import INVERSES, PARTS
+from tnt_optim.layer_observations import Observations
+from tnt_optim.layer_sampling import LayerSampling
+from tnt_optim.layer_statistics import all_finite_statistics
 from tnt_optim.layer_step import blend, parameters, update_
-from tnt_optim.layers import Layer, supported_layers
+from tnt_optim.layers import Layer, is_trainable, supported_layers
+from tnt_optim.settings import check_common_settings
 
 
 class KFAC(Optimizer):
@@ -53,7 +55,11 @@ class KFAC(Optimizer):
     position is an example.
 
     There is one parameter group. Its settings may change between steps; ``damping`` shows from the
-    next refresh of the inverses.
+    next refresh of the inverses. The default damping is the paper's for its MNIST autoencoder, the
+    default intervals are those for its CNNs, for which it takes 0.03 and the eigenbasis.
+
+    ``torch.save(model)`` also saves the hooks, dead: loading them takes this package. Say
+    ``close()`` first, or save the model's ``state_dict``.
 
     Args:
         model: all its parameters are optimized; layers that it gets later are not.
@@ -76,6 +82,8 @@ class KFAC(Optimizer):
         ValueError: where a setting does not fit, the model has no layer, or layers are shared.
         TypeError: where ``model`` is no module.
     """
+
+    _method = "KFAC"
 
     def __init__(
         self,
@@ -107,7 +115,7 @@ class KFAC(Optimizer):
             "stat_interval": stat_interval,
             "inverse_interval": inverse_interval,
         }
-        check_kfac_settings(settings)
+        check_common_settings(settings)
         self._names, self._layers = supported_layers(model)
         self._sampling = LayerSampling(self._names, self._layers, likelihood, seed)
         for name, param in model.named_parameters():
@@ -118,10 +126,8 @@ class KFAC(Optimizer):
                 )
         self.inverse = inverse
         self._model = model
-        self._failures = Failures()
-        # Between observe() and step(): sums over the examples by layer, and how often.
-        self._sums: dict[int, LayerSums] = {}
-        self._observations = 0
+        self._failures = Failures(PARTS)
+        self._observed = Observations()
         self._warming = self._warned = False
         super().__init__(list(model.named_parameters()), {**settings, "step": 0})
         self._attach()
@@ -131,11 +137,14 @@ class KFAC(Optimizer):
 
         To be called between the forward and the ``backward`` of the same pass, which it leaves
         possible: the graph is retained, no ``.grad`` is touched. Once for each micro-batch where
-        gradients are accumulated, which together give the statistics of the whole batch. Where no
+        gradients are accumulated, which together give the statistics of the whole batch; also with
+        those of a step that was then skipped, as by ``GradScaler``: they are of the same weights.
+        What is not finite is left out of the statistics of a layer that has others. Where no
         statistics are due at this step, it returns at once.
 
         Args:
-            output: what the likelihood describes, with its graph.
+            output: what the likelihood describes, with its graph. Of several tensors, in mappings
+                or sequences, the first that has dimensions counts the examples by its first one.
 
         Raises:
             ValueError: where the output has no graph, does not fit the likelihood, depends on no
@@ -144,15 +153,15 @@ class KFAC(Optimizer):
             RuntimeError: where torch.distributed runs more than one process: each would sample for
                 itself, and the replicas drift apart.
         """
-        due = [layer for layer in range(len(self._layers)) if self._wanted(layer)]
-        if not due:
-            return
-        key = ("step", self.param_groups[0]["step"], self._observations)
-        found = self._sampling.sums(output, due, key, self._hooks, retain_graph=True)
-        for layer, sums in found.items():
-            earlier = self._sums.get(layer)
-            self._sums[layer] = sums if earlier is None else earlier + sums
-        self._observations += 1
+        wanted = [layer for layer in range(len(self._layers)) if self._wanted(layer)]
+        # A newcomer that no forward pass has used cannot be in the output.
+        due = [layer for layer in wanted if self._scheduled() or layer in self._observed.called]
+        if due:
+            key = ("step", self.param_groups[0]["step"], self._observed.count)
+            self._observed.add(
+                self._sampling.sums(output, due, key, self._hooks, retain_graph=True)
+            )
+        self._observed.asked.update(wanted)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -167,7 +176,8 @@ class KFAC(Optimizer):
         Raises:
             ValueError: where a setting has become wrong; nothing is then changed.
             RuntimeError: where a layer has a gradient but no statistics; nothing is then changed.
-                (One that the outputs observed for this step did not reach sits it out instead.)
+                (One that the outputs observed last did not reach sits the step out instead. One
+                that they do not reach though it was called is next asked for at a multiple of T1.)
             PreconditionerError: where first statistics or inverses fail, or later ones repeatedly.
                 No parameter is then changed.
 
@@ -179,17 +189,16 @@ class KFAC(Optimizer):
                 loss = closure()
         group = self.param_groups[0]
         try:
-            check_kfac_settings(group)  # anyone may have changed them since
+            check_common_settings(group)  # anyone may have changed them since
             self._failures.read(self._layer_states(), self._name)
             self._warn_if_unobserved()
             layers, others = self._to_update()
-            observed = {layer: sums.means() for layer, sums in self._sums.items()}
-            self._refresh(observed)
+            self._refresh({layer: sums.means() for layer, sums in self._observed.sums.items()})
             self._failures.read(self._layer_states(), self._name)
-            self._start_momenta([*(p for x in layers for p in parameters(x)), *others])
             update_(group, self.state, layers, others, INVERSES[self.inverse])
+            self._observed.note_unreached(self._has_state)
         finally:
-            self._sums, self._observations = {}, 0
+            self._observed.use_up()
         group["step"] += 1
         return loss
 
@@ -212,18 +221,14 @@ class KFAC(Optimizer):
         """
         if not isinstance(outputs, Iterable):
             raise TypeError(f"outputs must be iterable, got {type(outputs).__name__}")
-        modules = [self._model] if model is None else [self._model, model]
-        buffers = {b: b.detach().clone() for module in modules for b in module.buffers()}
         self._warming = True
         try:
-            stats, skipped = self._sampling.average(outputs, self._hooks)
+            with buffers_put_back(self._model, *([] if model is None else [model])):
+                stats, skipped = self._sampling.average(outputs, self._hooks)
         finally:
             self._warming = False
-            with torch.no_grad():
-                for buffer, value in buffers.items():
-                    buffer.copy_(value)
         fresh = self._first_states(stats)
-        self._failures = Failures()
+        self._failures = Failures(PARTS)
         for weight, state in fresh.items():
             state["skipped_statistics"] = skipped
             momentum = {k: v for k, v in self.state.get(weight, {}).items() if k == "momentum"}
@@ -261,26 +266,28 @@ class KFAC(Optimizer):
         To be taken between steps.
         """
         self._failures.read(self._layer_states(), self._name, wait=True, fatal=False)
-        return super().state_dict()
+        return {**super().state_dict(), "method": self._method}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what ``state_dict`` returned, of an optimizer of a like model.
+
+        Hooks before it (``register_load_state_dict_pre_hook``) may adapt it to the model.
 
         Raises:
             ValueError: where it is of another optimizer, another model, or another ``inverse``;
                 nothing is then changed.
         """
-        inverse = INVERSES[self.inverse]
-        check_kfac_state_dict(self.param_groups[0], self._layers, inverse, state_dict)
-        super().load_state_dict(state_dict)
-        self._failures = Failures()
-        self._sums, self._observations = {}, 0
-        saved = state_dict["param_groups"][0]["params"]
-        for param, index in zip(self.param_groups[0]["params"], saved, strict=True):
-            if index in state_dict["state"]:
-                # Once more: torch casts floating-point state to the parameter's dtype.
-                state = copied(state_dict["state"][index], param.device, state_dtype(param))
-                self.state[param] = state
+
+        def check(adapted: dict[str, Any]) -> None:
+            check_method(self._method, adapted)
+            inverse = INVERSES[self.inverse]
+            check_kfac_state_dict(self.param_groups[0], self._layers, inverse, adapted)
+
+        def finish(adapted: dict[str, Any]) -> None:
+            self._failures, self._observed = Failures(PARTS), Observations()
+            self.state.update(copied_states(self.param_groups, adapted, state_dtype))
+
+        load_adapted(self, state_dict, super().load_state_dict, check, finish)
 
     def __getstate__(self) -> dict[str, Any]:
         self._failures.read(self._layer_states(), self._name, wait=True, fatal=False)
@@ -308,17 +315,27 @@ class KFAC(Optimizer):
     # Which layers, and when.
 
     def _attach(self) -> None:
-        self._hooks, remove = hook_layers(self._layers, self._wanted)
+        self._hooks, remove = hook_layers(self._layers, self._captured)
         self._detach = weakref.finalize(self, remove)
         self._detach.atexit = False
 
+    def _captured(self, layer: int) -> bool:
+        """What its hook asks when a layer is called."""
+        wanted = self._wanted(layer)
+        if wanted and not self._warming:
+            self._observed.called.add(layer)
+        return wanted
+
     def _wanted(self, layer: int) -> bool:
-        """Whether a layer's statistics are due, or it has none yet."""
-        module, group = self._layers[layer], self.param_groups[0]
-        if not is_trainable(module):
+        """Whether a layer's statistics are due, or it has none yet and may get some."""
+        if not is_trainable(self._layers[layer]):
             return False
-        due = group["step"] % group["stat_interval"] == 0
-        return self._warming or due or not self._has_state(layer)
+        new = not self._has_state(layer) and not self._observed.unreached.get(layer, False)
+        return self._warming or self._scheduled() or new
+
+    def _scheduled(self) -> bool:
+        group = self.param_groups[0]
+        return bool(group["step"] % group["stat_interval"] == 0)
 
     def _has_state(self, layer: int) -> bool:
         # The layer's state is its weight's. Not `in`: looking at opt.state[p] leaves an entry.
@@ -341,11 +358,11 @@ class KFAC(Optimizer):
         group = self.param_groups[0]
         t, interval = group["step"], group["inverse_interval"]
         first = {i: pair for i, pair in observed.items() if not self._has_state(i)}
-        if first and not all_finite_statistics(observed.values()):
-            name = self._name(self._layers[next(iter(first))].weight)
+        if first and not all_finite_statistics(first.values()):
+            worst = next(i for i, pair in first.items() if not all_finite_statistics([pair]))
             raise PreconditionerError(
                 "the first inputs or gradients for the statistics are not finite: there are no "
-                f"earlier statistics to go on with, for {name}"
+                f"earlier statistics to go on with, for {self._name(self._layers[worst].weight)}"
             )
         states = self._layer_states()  # those that were there before
         self.state.update(self._first_states(first))
@@ -369,10 +386,8 @@ class KFAC(Optimizer):
             factors, codes = INVERSES[self.inverse].make(pairs, group["damping"], None)
             for weight, made, code in zip(weights, factors, codes.tolist(), strict=True):
                 if code != 0:
-                    raise PreconditionerError(
-                        f"mode {code - 1} of {self._name(weight)} could not be inverted, and there "
-                        f"is no earlier inverse to go on with; damping is {group['damping']}"
-                    )
+                    name = self._name(weight)
+                    raise self._failures.first_inverse(code, name, group["damping"])
                 states[weight] = {
                     "stats": by_weight[weight],
                     "factors": made,
@@ -385,15 +400,18 @@ class KFAC(Optimizer):
 
     def _to_update(self) -> tuple[list[Layer], list[Tensor]]:
         """The layers that this step moves, and the parameters outside of all layers."""
-        layers, rest = [], {p for p in self.param_groups[0]["params"] if p.grad is not None}
-        for param in rest:
-            if param.grad.layout != torch.strided:
-                raise RuntimeError(f"gradients must be dense, got {param.grad.layout}")
+        group = self.param_groups[0]
+        layers, rest = [], {p for p in group["params"] if p.grad is not None}
+        for name, param in zip(group["param_names"], group["params"], strict=True):
+            if param in rest and param.grad.layout != torch.strided:
+                raise RuntimeError(
+                    f"the gradient of {name!r} must be dense, got {param.grad.layout}"
+                )
         for index, layer in enumerate(self._layers):
             own = rest.intersection(parameters(layer))
             rest -= own
-            if own and not self._has_state(index) and index not in self._sums:
-                if self._observations:
+            if own and not self._has_state(index) and index not in self._observed.sums:
+                if self._observed.may_wait(index):
                     continue  # the outputs did not reach it, the loss does
                 raise RuntimeError(
                     f"step() has no statistics for {self._name(layer.weight)}, which has a "
@@ -403,27 +421,13 @@ class KFAC(Optimizer):
                 )
             if own:
                 layers.append(layer)
-        return layers, [p for p in self.param_groups[0]["params"] if p in rest]
-
-    def _start_momenta(self, params: Sequence[Tensor]) -> None:
-        for param in params:
-            if param.grad is not None and "momentum" not in self.state[param]:
-                zeros = torch.zeros(param.shape, dtype=state_dtype(param), device=param.device)
-                self.state[param]["momentum"] = zeros
+        return layers, [p for p in group["params"] if p in rest]
 
     def _warn_if_unobserved(self) -> None:
-        group = self.param_groups[0]
-        due = group["step"] % group["stat_interval"] == 0
-        if not due or self._observations or self._warned:
-            return
-        if any(w.grad is not None for w in self._layer_states()):
-            self._warned = True
-            warnings.warn(
-                "statistics are due at this step, but observe(output) was not called since the "
-                "last one: going on with the old statistics (said once)",
-                RuntimeWarning,
-                stacklevel=3,
-            )
+        if self._scheduled() and not self._observed.count and not self._warned:
+            self._warned = any(w.grad is not None for w in self._layer_states())
+            if self._warned:
+                warn_the_caller(UNOBSERVED)
 
 
 _OWN = (
@@ -433,8 +437,7 @@ _OWN = (
     "_layers",
     "_sampling",
     "_failures",
-    "_sums",
-    "_observations",
+    "_observed",
     "_warming",
     "_warned",
 )

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tnt_kernels import gram_ema_
-from tnt_optim.checkpoint import check_method, check_state_dict, copied
+from tnt_optim.checkpoint import check_method, check_state_dict, copied_states, load_adapted
 from tnt_optim.device_step import (
     Batch,
     DeviceStep,
@@ -34,7 +34,13 @@ from tnt_optim.device_step import (
     viewed,
 )
 from tnt_optim.failures import COUNTERS, Failures, PreconditionerError
-from tnt_optim.gradients import all_finite, check_reached, check_scalar_loss, gradients_of
+from tnt_optim.gradients import (
+    all_finite,
+    buffers_put_back,
+    check_reached,
+    check_scalar_loss,
+    gradients_of,
+)
 from tnt_optim.graphs import StepGraphs, check_graphs_device
 from tnt_optim.modes import diagonal_modes, mode_shape
 from tnt_optim.settings import check_settings
@@ -89,6 +95,9 @@ class KroneckerOptimizer(Optimizer):
         """Whether a parameter without statistics sits a step out, rather than being an error."""
         return False
 
+    def _note_unreached(self) -> None:
+        """Called when a step has gone well, before its observations are forgotten."""
+
     def _forget_observations(self) -> None:
         """Called when a step is through with its observations, or has raised."""
 
@@ -129,6 +138,7 @@ class KroneckerOptimizer(Optimizer):
             if first:
                 observed = {p: g for p, g in observed.items() if p not in first}
             self._run(self._device_step(observed, first, updates))
+            self._note_unreached()
         finally:
             self._forget_observations()
         for group in self.param_groups:
@@ -154,13 +164,8 @@ class KroneckerOptimizer(Optimizer):
         """
         if not isinstance(outputs, Iterable):
             raise TypeError(f"outputs must be iterable, got {type(outputs).__name__}")
-        buffers = [] if model is None else [(b, b.detach().clone()) for b in model.buffers()]
-        try:
+        with buffers_put_back(*([] if model is None else [model])):
             stats, skipped = self._average_statistics(outputs)
-        finally:
-            with torch.no_grad():
-                for buffer, value in buffers:
-                    buffer.copy_(value)
         fresh = self._states(stats)
         self._failures = Failures()
         for param, state in fresh.items():
@@ -222,26 +227,28 @@ class KroneckerOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what ``state_dict`` returned, of an optimizer of the same parameters.
 
+        Hooks before it (``register_load_state_dict_pre_hook``) may adapt it to the parameters.
+
         Raises:
             ValueError: where it is of another optimizer, other parameters, or other kinds of modes
                 (full or diagonal); nothing is then changed.
         """
-        check_method(self._method, state_dict)
-        check_state_dict(self.param_groups, state_dict)
         functions = [group["modes"] for group in self.param_groups]
-        super().load_state_dict(state_dict)
-        self._failures, self._graphs = Failures(), StepGraphs()
-        for group, saved, modes in zip(
-            self.param_groups, state_dict["param_groups"], functions, strict=True
-        ):
-            group["modes"] = modes
-            for param, index in zip(group["params"], saved["params"], strict=True):
-                if index in state_dict["state"]:
-                    # Once more: torch casts floating-point state to the parameter's dtype.
-                    state = copied(state_dict["state"][index], param.device, state_dtype(param))
-                    if state:
-                        state["updates"] = self._count(state["updates"], param)
-                    self.state[param] = state
+
+        def check(adapted: dict[str, Any]) -> None:
+            check_method(self._method, adapted)
+            check_state_dict(self.param_groups, adapted)
+
+        def finish(adapted: dict[str, Any]) -> None:
+            self._failures, self._graphs = Failures(), StepGraphs()
+            for group, modes in zip(self.param_groups, functions, strict=True):
+                group["modes"] = modes
+            for param, state in copied_states(self.param_groups, adapted, state_dtype):
+                if state:
+                    state["updates"] = self._count(state["updates"], param)
+                self.state[param] = state
+
+        load_adapted(self, state_dict, super().load_state_dict, check, finish)
 
     def __getstate__(self) -> dict[str, Any]:
         self._failures.read(self.state, self._name, wait=True, fatal=False)
@@ -320,10 +327,8 @@ class KroneckerOptimizer(Optimizer):
             factors, info = self._factors(group, [stats[p] for p in params])
             for param, modes, code in zip(params, factors, info.tolist(), strict=True):
                 if code != 0:
-                    raise PreconditionerError(
-                        f"mode {code - 1} of {self._name(param)} could not be inverted, and there "
-                        f"is no earlier inverse to go on with; damping is {group['damping']}"
-                    )
+                    name = self._name(param)
+                    raise self._failures.first_inverse(code, name, group["damping"])
                 zeros = torch.zeros(
                     self._modes(group, param)[0], dtype=state_dtype(param), device=param.device
                 )

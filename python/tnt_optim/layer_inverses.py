@@ -15,6 +15,14 @@ from torch import Tensor
 
 from tnt_kernels import damped_inverse, mode_products
 
+# What codes 1 and 2 say could not be inverted.
+PARTS = ("gradient factor G", "input factor A")
+
+# Without damping, an eigenvalue of so many roundings of the largest counts as zero: as many as
+# ``damped_inverse`` takes a pivot for zero at. With damping none does: a layer of 4609 inputs has
+# true ones below n eps of the largest.
+SINGULAR_ROUNDINGS = 16
+
 Matrices = list[list[Tensor]]
 Shapes = list[tuple[int, int]]
 
@@ -26,7 +34,7 @@ class Inverse:
     Attributes:
         shapes: of a layer's factors, from (out, in).
         make: (stats, damping, out) to (factors, codes): for each layer 0, or 1 where G, 2 where A
-            could not be inverted. What failed leaves ``out`` as it was.
+            could not be inverted, as in ``PARTS``. What failed leaves ``out`` as it was.
         apply: (M, factors) to the directions, for each layer.
     """
 
@@ -55,22 +63,14 @@ def _eigenbasis(
 ) -> tuple[Matrices, Tensor]:
     """[Q_G, Q_A, 1 / (λ_G λ_Aᵀ + damping)]. Waits for the device: ``eigh`` does."""
     made, codes = [], []
-    for layer, (g, a) in enumerate(stats):
-        try:
-            values_g, vectors_g = _spectrum(g)
-            values_a, vectors_a = _spectrum(a)
-        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-            codes.append(torch.ones((), dtype=torch.int32, device=g.device))
-            made.append(
-                [torch.full_like(x, math.nan) for x in (g, a)] + [g.new_full((1, 1), math.nan)]
-                if out is None
-                else out[layer]
-            )
-            continue
-        scale = (torch.outer(values_g, values_a) + damping).reciprocal()
-        good = scale.isfinite().all()
-        singular = torch.where(values_g[0] > 0, 2, 1)
-        codes.append(torch.where(good, 0, singular).to(torch.int32))
+    for layer, pair in enumerate(stats):
+        (values_g, vectors_g), (values_a, vectors_a) = map(_spectrum, pair)
+        scale = torch.outer(values_g.clamp(min=0), values_a.clamp(min=0)).add(damping).reciprocal()
+        singular_g, singular_a = _is_singular(values_g), _is_singular(values_a)
+        good = scale.isfinite().all() & ((damping > 0) | ~(singular_g | singular_a))
+        finite_g, finite_a = values_g.isfinite().all(), values_a.isfinite().all()
+        blamed = torch.where(~finite_g | (finite_a & singular_g), 1, 2)
+        codes.append(torch.where(good, 0, blamed).to(torch.int32))
         factors = [vectors_g, vectors_a, scale]
         if out is not None:
             for old, new in zip(out[layer], factors, strict=True):
@@ -81,10 +81,18 @@ def _eigenbasis(
 
 
 def _spectrum(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues, ascending, and eigenvectors; what is zero to working precision is zero."""
-    values, vectors = torch.linalg.eigh(matrix)
-    rounding = len(matrix) * torch.finfo(matrix.dtype).eps * values[-1].clamp(min=0)
-    return torch.where(values <= rounding, 0, values), vectors  # NaN stays NaN
+    """Eigenvalues, ascending, and eigenvectors; NaN where they do not come."""
+    try:
+        values, vectors = torch.linalg.eigh(matrix)
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+        return matrix.new_full((len(matrix),), math.nan), torch.full_like(matrix, math.nan)
+    return values, vectors
+
+
+def _is_singular(values: Tensor) -> Tensor:
+    """Whether the smallest of ascending eigenvalues is zero to working precision."""
+    eps = torch.finfo(values.dtype).eps
+    return values[0] <= SINGULAR_ROUNDINGS * eps * values[-1].clamp(min=0)
 
 
 def _rotated(matrices: Sequence[Tensor], factors: Matrices) -> list[Tensor]:

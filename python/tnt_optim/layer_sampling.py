@@ -12,7 +12,7 @@ from tnt_optim.failures import PreconditionerError
 from tnt_optim.fisher import Likelihood, check_single_process, loss_at_samples
 from tnt_optim.gradients import check_reached
 from tnt_optim.layer_statistics import LayerSums, all_finite_statistics, batch_size, layer_sums
-from tnt_optim.layers import Layer
+from tnt_optim.layers import Layer, is_trainable
 
 Key = tuple[int | str, ...]
 
@@ -113,8 +113,3 @@ class LayerSampling:
         if skipped == batches:
             raise PreconditionerError(f"outputs: none of {skipped} batches was finite")
         return stats, skipped
-
-
-def is_trainable(layer: Layer) -> bool:
-    """Whether any of a layer's parameters is."""
-    return any(param.requires_grad for param in layer.parameters())

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tnt_kernels import gram_ema_
 from tnt_optim.kronecker import state_dtype
-from tnt_optim.layers import Layer, input_rows, matrix_shape, output_rows
+from tnt_optim.layers import Layer, input_rows, output_rows
 
 
 @dataclass(frozen=True)
@@ -19,21 +20,29 @@ class LayerSums:
     Attributes:
         gradients: Σ g gᵀ, (out, out), g being gradients of each example's own loss.
         inputs: Σ a aᵀ, (in * kernel + 1, the same).
-        examples: how many there are.
+        examples: how many there are; a 0-dim tensor where only the device knows.
         positions: how many terms each sum has: one or more for each example.
     """
 
     gradients: Tensor
     inputs: Tensor
-    examples: int
-    positions: int
+    examples: int | Tensor
+    positions: int | Tensor
 
     def __add__(self, other: "LayerSums") -> "LayerSums":
+        """Both as one; where one is not finite, the other alone. Does not wait for the device."""
+        mine, others = (
+            all_finite_statistics([[sums.gradients, sums.inputs]]) for sums in (self, other)
+        )
+
+        def chosen(earlier: Any, later: Any) -> Tensor:
+            return torch.where(others, torch.where(mine, earlier + later, later), earlier)
+
         return LayerSums(
-            self.gradients + other.gradients,
-            self.inputs + other.inputs,
-            self.examples + other.examples,
-            self.positions + other.positions,
+            chosen(self.gradients, other.gradients),
+            chosen(self.inputs, other.inputs),
+            chosen(self.examples, other.examples),
+            chosen(self.positions, other.positions),
         )
 
     def means(self) -> list[Tensor]:
@@ -51,21 +60,31 @@ def layer_sums(layer: Layer, inputs: Tensor, gradient: Tensor, examples: int) ->
         gradient: that of the sum of the examples' losses, by its output.
         examples: how many there are.
     """
-    rows, columns = matrix_shape(layer)
+    dtype = state_dtype(layer.weight)
     # One matrix at a time: a convolution's patches are as many times its input as it has weights.
-    sum_g = _gram(output_rows(layer, gradient), rows, state_dtype(layer.weight))
-    a = input_rows(layer, inputs)
-    return LayerSums(sum_g, _gram(a, columns, state_dtype(layer.weight)), examples, len(a))
+    sum_g = _gram(output_rows(layer, gradient), dtype)
+    rows = input_rows(layer, inputs)
+    sum_a = _gram(rows, dtype)
+    if layer.bias is not None:
+        sum_a = _bordered(sum_a, rows.sum(0, dtype=dtype), len(rows))
+    return LayerSums(sum_g, sum_a, examples, len(rows))
 
 
-def _gram(rows: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+def _bordered(gram: Tensor, total: Tensor, count: int) -> Tensor:
+    """Σ [x 1]ᵀ [x 1] from Σ x xᵀ and Σ x: the rows, 302 MB in a layer of VGG16, are not copied."""
+    bordered = F.pad(gram, (0, 1, 0, 1), value=count)
+    bordered[-1, :-1] = bordered[:-1, -1] = total
+    return bordered
+
+
+def _gram(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Σ x xᵀ over the rows x, symmetric to the bit.
 
     The rows are a mode themselves, kept as a diagonal. On 2 CPU cores that takes 0.45 to 0.75 of
     addmm's time for (1000, 785), (1000, 1001), (32768, 145) and (8192, 577), of which it computes
     one triangle; a gradient as a tensor of three modes instead was 1.2 to 12 times slower.
     """
-    gram = torch.zeros(size, size, dtype=dtype, device=rows.device)
+    gram = torch.zeros(rows.shape[1], rows.shape[1], dtype=dtype, device=rows.device)
     gram_ema_([[torch.zeros(len(rows), dtype=dtype, device=rows.device), gram]], [rows], 0.0)
     return gram
 
@@ -77,7 +96,7 @@ def all_finite_statistics(stats: Iterable[list[Tensor]]) -> Tensor:
 
 
 def batch_size(output: Any) -> int:
-    """How many examples an output describes: the first dimension of its first such tensor.
+    """How many examples an output describes: the first dimension of its first tensor with one.
 
     Raises:
         ValueError: where no tensor in it has a dimension.

@@ -39,7 +39,8 @@ def update_(
 
     Args:
         group: the settings.
-        states: of all parameters that move, with momenta; of the layers' weights, with factors.
+        states: of all parameters that move, where a momentum that is not there yet starts from
+            zero; of the layers' weights, with factors. Gives an empty one where there is none.
         layers: the layers that move, as far as their parameters have gradients.
         others: the other parameters that move.
         inverse: how the layers' factors are applied.
@@ -48,6 +49,9 @@ def update_(
     params = [*parts, *others]
     if not params:
         return
+    for p in params:
+        if "momentum" not in states[p]:
+            states[p]["momentum"] = torch.zeros(p.shape, dtype=state_dtype(p), device=p.device)
     momenta = [states[p]["momentum"] for p in params]
     torch._foreach_mul_(momenta, group["momentum"])
     torch._foreach_add_(momenta, [p.grad for p in params if p.grad is not None])
@@ -68,7 +72,8 @@ def update_(
     steps = torch._foreach_mul([directions[p] for p in params], lr)
     # Half precision is rounded once.
     wide = [p if p.dtype == state_dtype(p) else p.to(state_dtype(p)) for p in params]
-    torch._foreach_mul_(wide, 1 - lr * decay)
+    if isinstance(decay, Tensor) or decay != 0:
+        torch._foreach_mul_(wide, 1 - lr * decay)
     torch._foreach_sub_(wide, steps)
     for param, value in zip(params, wide, strict=True):
         if value is not param:

@@ -9,7 +9,6 @@ input) it multiplies that matrix with a row a: the input, a convolution's patch,
 import math
 from collections.abc import Sequence
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
@@ -72,6 +71,11 @@ def supported_layers(model: nn.Module) -> tuple[list[str], list[Layer]]:
     return list(names.values()), [m for m in names if isinstance(m, (*_LINEAR, *_CONVOLUTIONS))]
 
 
+def is_trainable(layer: Layer) -> bool:
+    """Whether any of a layer's parameters is."""
+    return any(param.requires_grad for param in layer.parameters())
+
+
 def matrix_shape(layer: Layer) -> tuple[int, int]:
     """The shape of [W | b]."""
     weight = layer.weight
@@ -79,12 +83,10 @@ def matrix_shape(layer: Layer) -> tuple[int, int]:
 
 
 def input_rows(layer: Layer, inputs: Tensor) -> Tensor:
-    """The rows a, (positions, in * kernel [+ 1]), of all examples: what [W | b] multiplies."""
+    """The rows a without the 1, (positions, in * kernel), of all examples: what W multiplies."""
     if isinstance(layer, nn.Linear):
-        rows = inputs.reshape(-1, layer.in_features)
-    else:
-        rows = _patches(layer, inputs)
-    return rows if layer.bias is None else torch.cat([rows, rows.new_ones(len(rows), 1)], dim=1)
+        return inputs.reshape(-1, layer.in_features)
+    return _patches(layer, inputs)
 
 
 def output_rows(layer: Layer, gradient: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ from torch import Tensor
 GRAFTS = (None, "adam", "sgd")
 
 
-def check_settings(group: Mapping[str, Any]) -> None:
-    """Checks one parameter group's settings.
+def check_common_settings(group: Mapping[str, Any]) -> None:
+    """Checks one parameter group's settings that all optimizers have.
 
     The real-valued ones may be 0-dim tensors, which a captured graph can change; such a tensor is
     not looked at on a GPU, as that would wait for it at every step.
@@ -23,10 +23,18 @@ def check_settings(group: Mapping[str, Any]) -> None:
         _check(name, group[name], "a finite number >= 0", lambda v: 0 <= v < math.inf)
     for name in ("momentum", "stat_decay"):
         _check(name, group[name], "a number in [0, 1)", lambda v: 0 <= v < 1)
-    for name in ("stat_interval", "inverse_interval", "max_factor_dim"):
-        value = group[name]
-        if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
+    for name in ("stat_interval", "inverse_interval"):
+        _check_integer(name, group[name])
+
+
+def check_settings(group: Mapping[str, Any]) -> None:
+    """Checks one parameter group's settings, with those of optimizers that work mode by mode.
+
+    Raises:
+        ValueError: names the setting, the rule, and what came.
+    """
+    check_common_settings(group)
+    _check_integer("max_factor_dim", group["max_factor_dim"])
     if not isinstance(group["relative_damping"], bool):
         raise ValueError(
             f"relative_damping must be True or False, got {group['relative_damping']!r}"
@@ -36,6 +44,11 @@ def check_settings(group: Mapping[str, Any]) -> None:
         raise ValueError(f"graft must be one of {known}, got {group['graft']!r}")
     if group["modes"] is not None and not callable(group["modes"]):
         raise ValueError(f"modes must be a function of a shape, got {group['modes']!r}")
+
+
+def _check_integer(name: str, value: Any) -> None:
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
 
 
 def _check(name: str, value: Any, rule: str, holds: Callable[[Any], bool]) -> None:

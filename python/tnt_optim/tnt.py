@@ -1,20 +1,21 @@
 """Tensor Normal Training (Ren & Goldfarb, NeurIPS 2021)."""
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tnt_kernels import damped_inverse
 from tnt_optim.device_step import Settings
+from tnt_optim.failures import UNOBSERVED, warn_the_caller
 from tnt_optim.fisher import (
     Likelihood,
     check_sampling,
     check_single_process,
     loss_at_samples,
 )
-from tnt_optim.gradients import check_reached, gradients_of
+from tnt_optim.gradients import all_finite, check_reached, gradients_of
 from tnt_optim.kronecker import KroneckerOptimizer, state_dtype
 
 FISHERS = ("sampled", "empirical")
@@ -107,8 +108,10 @@ class TNT(KroneckerOptimizer):
         self.likelihood = likelihood
         self.fisher = fisher
         self.seed = seed
-        # Between observe() and step(): summed gradients, what they were asked for, how often.
+        # Between observe() and step(): summed gradients, of how many observations, what they were
+        # asked for, how often.
         self._sampled: dict[Tensor, Tensor] = {}
+        self._summed: int | Tensor = 0
         self._asked: set[Tensor] = set()
         self._observations = 0
         # Without statistics, and not reached by the last output that could have brought them.
@@ -137,7 +140,8 @@ class TNT(KroneckerOptimizer):
         To be called between the forward and the ``backward`` of the same pass, which it leaves
         possible: the graph is retained, no ``.grad`` is touched. Once for each micro-batch where
         gradients are accumulated: the sampled gradients are averaged, also with those of a step
-        that was then skipped, as by ``GradScaler``: they are of the same weights. Where no
+        that was then skipped, as by ``GradScaler``: they are of the same weights. An observation
+        that is not finite is left out where another reached the same parameters. Where no
         statistics are due at this step, and with ``fisher="empirical"``, it returns at once.
 
         Args:
@@ -159,11 +163,7 @@ class TNT(KroneckerOptimizer):
         observed = gradients_of(loss, due, retain_graph=True)
         if len(due) == sum(p.requires_grad for g in self.param_groups for p in g["params"]):
             check_reached(observed)  # of a few newcomers it may well miss all
-        for param, gradient in observed.items():
-            if param in self._sampled:
-                # Half precision adds up in float32. Out of place: autograd may share gradients.
-                gradient = self._sampled[param].to(state_dtype(param)) + gradient
-            self._sampled[param] = gradient
+        self._add(observed)
         self._asked.update(due)
         self._observations += 1
 
@@ -175,6 +175,27 @@ class TNT(KroneckerOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), **{name: getattr(self, name) for name in _OWN}}
+
+    def _add(self, observed: dict[Tensor, Tensor]) -> None:
+        """Adds an observation to earlier ones; those that are not finite make room for others."""
+        if not self._sampled or not observed:
+            self._sampled.update(observed)
+            self._summed = self._summed + 1
+            return
+        old, new = all_finite(self._sampled.values()), all_finite(observed.values())
+
+        def chosen(earlier: Any, later: Any, both: Any, device: torch.device) -> Tensor:
+            later = torch.where(old.to(device), both, later)
+            return torch.where(new.to(device), later, earlier)
+
+        for param, gradient in observed.items():
+            if param in self._sampled:
+                # Half precision adds up in float32. Out of place: autograd may share gradients.
+                earlier = self._sampled[param].to(state_dtype(param))
+                both = earlier + gradient
+                gradient = chosen(earlier, gradient, both, param.device)
+            self._sampled[param] = gradient
+        self._summed = chosen(self._summed, 1, self._summed + 1, old.device)
 
     def _due(self) -> list[Tensor]:
         """Trainable parameters whose statistics are due, and those that still have none."""
@@ -207,15 +228,15 @@ class TNT(KroneckerOptimizer):
             return super()._statistic_gradients()
         if not self._observations and not self._warned and self._missed_observation():
             self._warned = True
-            warnings.warn(
-                "statistics are due at this step, but observe(output) was not called since the "
-                "last one: going on with the old statistics (said once)",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            warn_the_caller(UNOBSERVED)
         # The gradient of the mean over the whole batch, from those over its micro-batches.
-        n = self._observations
-        return {p: total if n == 1 else total / n for p, total in self._sampled.items()}
+        if self._observations == 1:
+            return dict(self._sampled)
+        n = self._summed
+        return {
+            p: total / (n.to(total.device) if isinstance(n, Tensor) else n)
+            for p, total in self._sampled.items()
+        }
 
     def _missed_observation(self) -> bool:
         return any(
@@ -234,7 +255,7 @@ class TNT(KroneckerOptimizer):
     def _may_wait(self, param: Tensor) -> bool:
         return param in self._unreached and param not in self._asked
 
-    def _forget_observations(self) -> None:
+    def _note_unreached(self) -> None:
         # One that got a gradient without having been asked for is asked for at the next observe.
         self._unreached = {
             p
@@ -243,7 +264,9 @@ class TNT(KroneckerOptimizer):
             and p not in self._sampled
             and (p in self._asked or p.grad is None)
         }
-        self._sampled, self._asked, self._observations = {}, set(), 0
+
+    def _forget_observations(self) -> None:
+        self._sampled, self._summed, self._asked, self._observations = {}, 0, set(), 0
 
 
 _OWN = (
@@ -251,6 +274,7 @@ _OWN = (
     "fisher",
     "seed",
     "_sampled",
+    "_summed",
     "_asked",
     "_observations",
     "_unreached",

@@ -350,7 +350,7 @@ def _iterate(
         STRIPS=STRIPS,
         **sizes,
     )
-    launch(newton.decide_kernel, wave.modes, states, STATE=element, FIRST=True, num_warps=1)
+    launch(newton.decide_kernel, wave.modes, states, STATE=element, MAY_GROW=True, num_warps=1)
     watch = Watch(states)
     for iteration in range(iterations):
         if watch.sees_all_done():
@@ -368,7 +368,13 @@ def _iterate(
                 LAST=level is wave.products[-1],
                 num_warps=WARPS,
             )
-        launch(newton.decide_kernel, wave.modes, states, STATE=element, FIRST=False, num_warps=1)
+        launch(
+            newton.decide_kernel,
+            *(wave.modes, states),
+            STATE=element,
+            MAY_GROW=iteration == 0,
+            num_warps=1,
+        )
         if iteration % ITERATIONS_PER_LOOK == 0:
             watch.look()
 

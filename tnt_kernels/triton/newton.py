@@ -17,6 +17,7 @@ import triton.language as tl
 TOLERANCE = tl.constexpr(1e-6)  # of max|M - I|
 GROWTH = tl.constexpr(1.2)  # of it in an iteration: the previous iterate is the best there is
 CONVERGED = tl.constexpr(0.1)  # M farther from I than this: H is no root, whatever it holds
+TRACE = tl.constexpr(0.5)  # nor with an entry of this / rows: M may have a negative eigenvalue
 
 # A row of the states, int64 and zero at first. Numbers are the bits of a float64, but NEXT_ERROR's
 # of the statistic's dtype: as integers, non-negative numbers are ordered like themselves, NaN comes
@@ -293,17 +294,19 @@ def product_kernel(
 
 
 @triton.jit
-def decide_kernel(states, STATE: tl.constexpr, FIRST: tl.constexpr):
-    """Whether one matrix's next iterate is accepted, and whether the iteration is done."""
+def decide_kernel(states, STATE: tl.constexpr, MAY_GROW: tl.constexpr):
+    """Whether one matrix's next iterate is accepted, and whether the iteration is done.
+
+    MAY_GROW: of the start and the first iteration, which brings eigenvalues above 1 below it. After
+    it growth of max|M - I| is rounding, or a negative eigenvalue.
+    """
     state = states + tl.program_id(0) * STATE_FIELDS
     if tl.load(state + DONE) != 0:
         return
     error = _load_number(state + ERROR)
     following = _number_of(tl.load(state + NEXT_ERROR), STATE)
     # NaN is accepted: it ends the iteration, and is no root.
-    # Far from I there is nothing to go back to, and the largest entry may grow for a while.
-    far = FIRST | (error >= CONVERGED)
-    rejected = following > tl.where(far, float("inf"), GROWTH * error)
+    rejected = following > tl.where(MAY_GROW, float("inf"), GROWTH * error)
     error = tl.where(rejected, error, following)
     current = tl.load(state + CURRENT)
     tl.store(state + CURRENT, tl.where(rejected, current, 1 - current))
@@ -333,7 +336,8 @@ def full_kernel(
     rows, stride = tl.load(matrix + ROWS).to(tl.int32), tl.load(matrix + STRIDE).to(tl.int32)
     if CHECK:
         # Where there is no root, its buffer may never have been written.
-        converged = _load_number(state + ERROR) < CONVERGED
+        error = _load_number(state + ERROR)
+        converged = (error < CONVERGED) & (error * rows.to(tl.float64) < TRACE)
         kept = tl.where(converged, rows, 0)
     else:
         kept = tl.where(tl.load(info + tl.load(matrix + TENSOR)) == 0, rows, 0)

@@ -71,6 +71,11 @@ class StepSet:
     intervals: tuple[int, int]
     note: str = ""
 
+    @property
+    def convolutional(self) -> bool:
+        """Whether the model's inputs are images."""
+        return self.kfac == "kfac-eigen"
+
     def methods(self) -> tuple[str, ...]:
         """What is compared; Muon only where it has a matrix in a hidden layer."""
         with torch.device("meta"):
@@ -80,6 +85,9 @@ class StepSet:
     def training_step(self, method: str, device: torch.device) -> TrainingStep:
         """A method's training step, on the model and the batch that all methods have."""
         model = seeded(self.build, 0).to(device)
+        if self.convolutional and device.type == "cpu":
+            # As the experiments train it.
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         inputs, targets = self.examples(self.batch_size, torch.Generator().manual_seed(0))
         return TrainingStep(
             model=model,

@@ -35,7 +35,7 @@ def plot_similarities(series: Mapping[str, Sequence[Series]], path: str | Path) 
             points = [list(point) for point in zip(*rows, strict=True)]
             mean = [statistics.fmean(point) for point in points]
             spread = [
-                statistics.pstdev(p) if math.isfinite(m) else 0.0
+                statistics.stdev(p) if len(p) > 1 and math.isfinite(m) else 0.0
                 for p, m in zip(points, mean, strict=True)
             ]
             steps = range(1, len(mean) + 1)

@@ -42,8 +42,9 @@ class Form:
 # No method has weight decay: runs this short see each character a few times at most, so there is
 # nothing to regularise, and a decay would be one more setting to search for each of them. None has
 # a warm start: the learning rate's own warm-up covers the first steps. AdamW's second moments decay
-# by 0.99, as in Muon's AdamW and in the grafts. Dampings are the best of a few tried by hand at
-# width 64: the learning rates alone are searched.
+# by 0.99, as in Muon's AdamW and in the grafts. The dampings of TNT, TNT-EF and Shampoo are the
+# best of a few tried by hand at width 64, of which there is no record; AdamW and Muon had no second
+# setting tried. Learning rates alone are searched, with as many trials for every form.
 FORMS: Mapping[str, Form] = {
     "tnt": Form("TNT, paper's form", "tnt", 1e-7, 1e-4, dashes="--"),
     "tnt-grafted": Form("TNT, grafted", "tnt", 1e-2, 0.1, grafted=True),

@@ -23,19 +23,23 @@ _OTHER_DASHES = ((0, (1, 1.5)), (0, (5, 1, 1, 1)), (0, (5, 1, 1, 1, 1, 1)))
 _TOP = 3.0
 
 
-def plot_table(runs: Iterable[Mapping[str, Any]], path: Path, tokens_per_step: int) -> list[Path]:
+def plot_table(
+    runs: Iterable[Mapping[str, Any]], path: Path, tokens_per_step: int, threads: int
+) -> list[Path]:
     """One picture for every width and length of a record, beside it; returns their paths.
 
-    Lines are means over the seeds, bands a standard deviation to both sides. Seconds are steps
-    times the seconds of a step, measured apart. Methods of which a run diverged are left out.
+    Lines are means over the seeds, bands a standard deviation to both sides. Seconds are those of
+    each kind of step, measured apart, by the run's schedule. Methods of which a run diverged are
+    left out.
 
     Args:
         runs: the record's.
         path: the record's.
         tokens_per_step: characters that a step trains on.
+        threads: with which the seconds were measured.
     """
     runs = list(runs)
-    table = rows(runs)
+    table = rows(runs, threads)
     curves: dict[Variant, list[Mapping[str, Any]]] = {}
     for run in runs:
         if run["key"]["stage"] == "final":
@@ -79,8 +83,8 @@ def _plot(
         steps = [each * number for number in range(1, len(means) + 1)]
         colour = METHODS[form.optimizer].colour
         places = [(by_token, [step * tokens_per_step / 1e6 for step in steps])]
-        if row.seconds_per_step is not None:
-            places.append((by_second, [step * row.seconds_per_step for step in steps]))
+        if row.clock is not None:
+            places.append((by_second, [row.clock[step] for step in steps]))
         for axes, x in places:
             axes.plot(
                 x, means, color=colour, linestyle=dashes, linewidth=1.6, label=row.variant.label
@@ -88,7 +92,7 @@ def _plot(
             axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
     by_token.set_ylabel("validation loss [nats per character]")
     by_token.set_xlabel("characters trained on [million]")
-    by_second.set_xlabel("training time [s], steps times seconds of a step measured alone")
+    by_second.set_xlabel("training time [s], from kinds of steps measured alone")
     for axes in (by_token, by_second):
         axes.set_xlim(left=0)
         if axes.get_ylim()[1] > _TOP:

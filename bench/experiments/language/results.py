@@ -8,11 +8,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from bench.experiments.confidence import interval
+from bench.experiments.costs.step_kinds import Kind
 from bench.experiments.language.forms import FORMS, INTERVALS
+from bench.experiments.language.seconds import KINDS, elapsed, run_kinds, seconds_at, steps_within
+from bench.experiments.runs.methods import has_statistics
 
 BASELINES = ("adam", "muon")
-# A difference of so many standard errors is one.
-ERRORS = 2
+# What is said of losses at equal seconds, wherever they stand.
+CUT = "the slower run cut mid-schedule"
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,11 @@ class Variant:
         if self.intervals == INTERVALS:
             return label
         return f"{label}, T1 = {self.intervals[0]}, T2 = {self.intervals[1]}"
+
+    def kinds(self) -> list[Kind]:
+        """What is due at each of its steps."""
+        second_order = has_statistics(FORMS[self.form].optimizer)
+        return run_kinds(self.steps, self.intervals if second_order else None)
 
 
 @dataclass(frozen=True)
@@ -52,8 +61,8 @@ class Difference:
 def paired(own: Mapping[int, float], other: Mapping[int, float]) -> Difference:
     """The difference of two methods' losses, paired by seed: the same start and batches.
 
-    "below" or "above" at two standard errors of the mean difference, else "cannot tell", as with
-    one seed. "diverged" where a run of either did.
+    "below" or "above" where the mean difference's 95 % interval by Student's t leaves out 0, else
+    "cannot tell", as with one seed. "diverged" where a run of either did.
 
     Args:
         own: loss by seed; infinite for a run that diverged.
@@ -63,13 +72,9 @@ def paired(own: Mapping[int, float], other: Mapping[int, float]) -> Difference:
     values = [own[seed] - other[seed] for seed in seeds]
     if not values or not all(math.isfinite(value) for value in values):
         return Difference(math.nan, None, "diverged" if values else "not measured")
-    mean = statistics.mean(values)
-    if len(values) == 1:
-        return Difference(mean, None, "cannot tell")
-    error = statistics.stdev(values) / math.sqrt(len(values))
-    if abs(mean) <= ERRORS * error:
-        return Difference(mean, error, "cannot tell")
-    return Difference(mean, error, "below" if mean < 0 else "above")
+    found = interval(values)
+    verdict = "below" if found.high < 0 else "above" if found.low > 0 else "cannot tell"
+    return Difference(found.mean, found.error, verdict)
 
 
 def loss_at(curve: Sequence[float], epoch_steps: int, step: float) -> float:
@@ -113,40 +118,95 @@ class Row:
         lr: its learning rate, from the search.
         interior: whether that is in the interior of what was tried.
         final: the last validation loss by seed; infinite for a run that diverged.
-        seconds_per_step: measured alone; None where it was not measured.
+        clock: the seconds after 0, 1, ... steps, from each kind of step's, measured alone; None
+            where they were not measured.
+        threads: with which they were measured.
         tokens: at equal tokens, against each baseline.
         seconds: the loss at the moment at which each baseline's run ends, against its last.
         speed: the seconds to each baseline's mean last loss, by those of its whole run; infinite
             if that loss is not reached, None where times were not measured.
+        ends: why each baseline cannot be judged against: whose best rate is an end of its search,
+            beyond which it may do better; None where neither's is.
     """
 
     variant: Variant
     lr: float
     interior: bool
     final: dict[int, float]
-    seconds_per_step: float | None
+    clock: Sequence[float] | None
+    threads: int | None
     tokens: dict[str, Difference]
     seconds: dict[str, Difference]
     speed: dict[str, float | None]
+    ends: dict[str, str | None]
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """The mean over the run, its more frequent inverses at the start included."""
+        return None if self.clock is None else self.clock[-1] / self.variant.steps
 
 
-def rows(runs: Iterable[Mapping[str, Any]]) -> list[Row]:
-    """The table of a record's runs: one row for each variant with final runs."""
-    runs = list(runs)
+@dataclass(frozen=True)
+class _Known:
+    """A record's runs, sorted.
+
+    Attributes:
+        finals: by variant and seed.
+        tried: the learning rates that were searched, by width, steps and form.
+        clocks: the seconds after 0, 1, ... steps.
+        threads: with which those were measured.
+    """
+
+    finals: Mapping[Variant, Mapping[int, Mapping[str, Any]]]
+    tried: Mapping[tuple[int, int, str], Sequence[float]]
+    clocks: Mapping[Variant, Sequence[float]]
+    threads: int | None
+
+    def lr(self, variant: Variant) -> float:
+        rate: float = next(iter(self.finals[variant].values()))["key"]["settings"]["lr"]
+        return rate
+
+    def interior(self, variant: Variant) -> bool:
+        tried = self.tried.get((variant.width, variant.steps, variant.form), ())
+        return bool(tried) and min(tried) < self.lr(variant) < max(tried)
+
+
+def rows(runs: Iterable[Mapping[str, Any]], threads: int | None = None) -> list[Row]:
+    """The table of a record's runs: one row for each variant with final runs.
+
+    Args:
+        runs: the record's.
+        threads: of the times that count; times with other threads never stand beside them. None
+            for the fewest that there are.
+    """
     finals: dict[Variant, dict[int, Mapping[str, Any]]] = {}
-    tuned: dict[tuple[int, int, str], list[Mapping[str, Any]]] = {}
-    times: dict[tuple[int, str, tuple[int, int]], float] = {}
+    tried: dict[tuple[int, int, str], list[float]] = {}
+    times: dict[int, dict[int, Mapping[str, Any]]] = {}
     for run in runs:
         key = run["key"]
         if key["stage"] == "final":
-            seeds = finals.setdefault(variant_of(key), {})
-            seeds[key["settings"]["seed"]] = run
+            finals.setdefault(variant_of(key), {})[key["settings"]["seed"]] = run
         elif key["stage"] == "tuning":
-            tuned.setdefault((key["width"], key["steps"], key["form"]), []).append(run)
+            place = key["width"], key["steps"], key["form"]
+            tried.setdefault(place, []).append(key["settings"]["lr"])
         else:
-            name = (key["width"], key["form"], tuple(key["intervals"]))
-            times[name] = run["seconds_per_step"]
-    return [_row(variant, finals, tuned, times) for variant in sorted(finals, key=_order)]
+            times.setdefault(key["threads"], {})[key["width"]] = run["forms"]
+    if threads is None:
+        threads = min(times, default=None)
+    measured = {} if threads is None else times.get(threads, {})
+    clocks = {
+        variant: elapsed(seconds, variant.kinds())
+        for variant in finals
+        if (seconds := _kinds(measured.get(variant.width, {}), variant.form)).keys()
+        >= set(variant.kinds())
+    }
+    known = _Known(finals, tried, clocks, threads)
+    return [_row(variant, known) for variant in sorted(finals, key=_order)]
+
+
+def _kinds(forms: Mapping[str, Any], form: str) -> dict[Kind, float]:
+    """The seconds of every kind of step that was measured of a form."""
+    return {KINDS[label]: found["median"] for label, found in forms.get(form, {}).items()}
 
 
 def variant_of(key: Mapping[str, Any]) -> Variant:
@@ -170,54 +230,67 @@ def _order(variant: Variant) -> tuple[int, int, int, tuple[int, int]]:
     return variant.width, variant.steps, list(FORMS).index(variant.form), variant.intervals
 
 
-def _row(
-    variant: Variant,
-    finals: Mapping[Variant, Mapping[int, Mapping[str, Any]]],
-    tuned: Mapping[tuple[int, int, str], Sequence[Mapping[str, Any]]],
-    times: Mapping[tuple[int, str, tuple[int, int]], float],
-) -> Row:
-    own = finals[variant]
-    final = {seed: final_loss(run) for seed, run in own.items()}
-    pace = times.get((variant.width, variant.form, variant.intervals))
+def _row(variant: Variant, known: _Known) -> Row:
+    final = {seed: final_loss(run) for seed, run in known.finals[variant].items()}
+    interior = known.interior(variant)
     tokens: dict[str, Difference] = {}
     seconds: dict[str, Difference] = {}
     speed: dict[str, float | None] = {}
+    ends: dict[str, str | None] = {}
     for name in BASELINES:
-        base = finals.get(Variant(variant.width, variant.steps, name), {})
-        last = {seed: final_loss(run) for seed, run in base.items()}
+        base = Variant(variant.width, variant.steps, name)
+        last = {seed: final_loss(run) for seed, run in known.finals.get(base, {}).items()}
         tokens[name] = paired(final, last)
-        base_pace = times.get((variant.width, name, INTERVALS))
-        if pace is None or base_pace is None or not base:
-            seconds[name], speed[name] = Difference(math.nan, None, "not measured"), None
-            continue
-        reached = variant.steps * base_pace / pace
-        then = {
-            seed: loss_at(curve_of(run), run["steps_per_epoch"], reached)
-            if math.isfinite(final[seed])
-            else math.inf
-            for seed, run in own.items()
-        }
-        if reached < min(run["steps_per_epoch"] for run in own.values()):
-            seconds[name] = Difference(math.nan, None, "not measured")  # nothing is, so early
-        else:
-            seconds[name] = paired(then, last)
-        speed[name] = _relative_time(own, last, pace / (base_pace * variant.steps))
-    lr = next(iter(own.values()))["key"]["settings"]["lr"]
-    losses = {
-        run["key"]["settings"]["lr"]: final_loss(run)
-        for run in tuned.get((variant.width, variant.steps, variant.form), ())
+        seconds[name], speed[name] = _at_equal_seconds(variant, base, last, known)
+        at_an_end = [] if interior else [variant.label]
+        if base != variant and last and not known.interior(base):
+            at_an_end.append(base.label)
+        ends[name] = (
+            f"the best learning rate of {' and '.join(at_an_end)} is an end of its search"
+            if at_an_end
+            else None
+        )
+    clock = known.clocks.get(variant)
+    return Row(
+        variant=variant,
+        lr=known.lr(variant),
+        interior=interior,
+        final=final,
+        clock=clock,
+        threads=None if clock is None else known.threads,
+        tokens=tokens,
+        seconds=seconds,
+        speed=speed,
+        ends=ends,
+    )
+
+
+def _at_equal_seconds(
+    variant: Variant, base: Variant, last: Mapping[int, float], known: _Known
+) -> tuple[Difference, float | None]:
+    """A row's `seconds` and `speed` against a baseline, whose last losses are given."""
+    clock, base_clock = known.clocks.get(variant), known.clocks.get(base)
+    if clock is None or base_clock is None:
+        return Difference(math.nan, None, "not measured"), None
+    own = known.finals[variant]
+    reached = steps_within(clock, base_clock[-1])
+    then = {
+        seed: loss_at(curve_of(run), run["steps_per_epoch"], reached)
+        if math.isfinite(final_loss(run))
+        else math.inf
+        for seed, run in own.items()
     }
-    inside = bool(losses) and min(losses) < lr < max(losses)
-    return Row(variant, lr, inside, final, pace, tokens, seconds, speed)
-
-
-def _relative_time(
-    own: Mapping[int, Mapping[str, Any]], last: Mapping[int, float], scale: float
-) -> float:
-    """Mean seconds to the baseline's mean last loss, by the baseline's; infinite if not reached."""
+    difference = paired(then, last)
+    if reached < min(run["steps_per_epoch"] for run in own.values()):
+        difference = Difference(math.nan, None, "not measured")  # nothing is, so early
     goal = statistics.mean(last.values())
-    needed = [steps_to(curve_of(run), run["steps_per_epoch"], goal) for run in own.values()]
-    return statistics.mean(needed) * scale if math.isfinite(goal) else math.inf
+    if not math.isfinite(goal):
+        return difference, math.inf
+    needed = [
+        seconds_at(clock, steps_to(curve_of(run), run["steps_per_epoch"], goal))
+        for run in own.values()
+    ]
+    return difference, statistics.mean(needed) / base_clock[-1]
 
 
 HEADER = (
@@ -227,8 +300,8 @@ HEADER = (
     "against AdamW",
     "against Muon",
     "ms/step",
-    "at AdamW's seconds",
-    "at Muon's seconds",
+    f"at AdamW's seconds, {CUT}",
+    f"at Muon's seconds, {CUT}",
     "time to AdamW's loss",
     "to Muon's",
 )
@@ -243,7 +316,9 @@ def cells(row: Row) -> tuple[str, ...]:
     else:
         loss = f"{statistics.mean(values):.3f}"
         loss += f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
-    pace = "-" if row.seconds_per_step is None else f"{1000 * row.seconds_per_step:.1f}"
+    pace = "-"
+    if row.seconds_per_step is not None:
+        pace = f"{1000 * row.seconds_per_step:.1f}, threads: {row.threads}"
     return (
         row.variant.label,
         f"{row.lr:g}" + ("" if row.interior else " (end of the search)"),
@@ -266,44 +341,33 @@ def _time(row: Row, name: str) -> str:
     return f"{value:.2f} of it" if math.isfinite(value) else "not reached"
 
 
-def markdown(table: Sequence[Row]) -> list[str]:
-    """Markdown lines: a table for every width and length, each under a line that names them."""
-    lines = []
-    for width, steps in dict.fromkeys((r.variant.width, r.variant.steps) for r in table):
-        lines += [f"Width {width}, {steps} steps:", "", f"| {' | '.join(HEADER)} |"]
-        lines.append("|---" * len(HEADER) + "|")
-        lines += [
-            f"| {' | '.join(cells(row))} |"
-            for row in table
-            if (row.variant.width, row.variant.steps) == (width, steps)
-        ]
-        lines.append("")
-    return lines
-
-
 def conclusions(table: Sequence[Row], form: str = "tnt-grafted") -> list[str]:
     """Whether a form is below the baselines and by how much, at each width and length and in all.
 
     The probe of the algorithm's page said so of grafted TNT, from one seed: below AdamW by far, and
-    below or level with Muon.
+    below or level with Muon. Where a best learning rate is an end of its search, nothing counts.
     """
     own = [r for r in table if r.variant.form == form and r.variant.intervals == INTERVALS]
     lines = []
     for row in own:
         parts = [
             f"{kind} {differences[name].text()} against {FORMS[name].label}"
-            for kind, differences in (("tokens:", row.tokens), ("seconds:", row.seconds))
+            for kind, differences in (("tokens:", row.tokens), (f"seconds, {CUT}:", row.seconds))
             for name in BASELINES
         ]
+        parts += dict.fromkeys(f"not counted: {end}" for end in row.ends.values() if end)
         where = f"width {row.variant.width}, {row.variant.steps} steps"
         lines.append(f"{row.variant.label}, {where}: {'; '.join(parts)}")
     for name in BASELINES if own else ():
         at_tokens, at_seconds = (
             sum(differences[name].verdict == "below" for differences in column)
-            for column in ([r.tokens for r in own], [r.seconds for r in own])
+            for column in (
+                [r.tokens for r in own if not r.ends[name]],
+                [r.seconds for r in own if not r.ends[name]],
+            )
         )
         lines.append(
             f"{FORMS[form].label} is below {FORMS[name].label} at {at_tokens} of {len(own)} widths "
-            f"and lengths in tokens, and at {at_seconds} in seconds"
+            f"and lengths in tokens, and at {at_seconds} in seconds, {CUT}"
         )
     return lines

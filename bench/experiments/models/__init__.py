@@ -8,15 +8,12 @@ from bench.experiments.models.autoencoder import (
     autoencoder,
     loss_floor,
     reconstruction_loss,
-    seeded_autoencoder,
     squared_error,
 )
 from bench.experiments.models.resnet import resnet32
 from bench.experiments.models.seeding import seeded
 from bench.experiments.models.transformer import (
     CharacterTransformer,
-    ParameterKinds,
-    transformer_parameter_kinds,
 )
 from bench.experiments.models.vgg import vgg16
 
@@ -26,14 +23,11 @@ __all__ = [
     "FACES_WIDTHS",
     "MNIST_WIDTHS",
     "CharacterTransformer",
-    "ParameterKinds",
     "autoencoder",
     "loss_floor",
     "reconstruction_loss",
     "resnet32",
     "seeded",
-    "seeded_autoencoder",
     "squared_error",
-    "transformer_parameter_kinds",
     "vgg16",
 ]

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bench.experiments.models.seeding import seeded
-
 # Hinton & Salakhutdinov 2006, as in the paper's section 6.1.
 MNIST_WIDTHS = (784, 1000, 500, 250, 30, 250, 500, 1000, 784)
 FACES_WIDTHS = (625, 2000, 1000, 500, 30, 500, 1000, 2000, 625)
@@ -44,14 +42,6 @@ def autoencoder(widths: Sequence[int]) -> nn.Sequential:
         if index not in linear_layers:
             layers.append(nn.ReLU())
     return nn.Sequential(*layers)
-
-
-def seeded_autoencoder(widths: Sequence[int], seed: int) -> nn.Sequential:
-    """`autoencoder(widths)`, the same for the same seed; the caller's random state is untouched.
-
-    Built on the CPU, so that a run on a GPU starts from the same parameters.
-    """
-    return seeded(lambda: autoencoder(widths), seed)
 
 
 def reconstruction_loss(logits: Tensor, images: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -98,23 +97,6 @@ class CharacterTransformer(nn.Module):
         hidden = self.character_embedding(tokens) + self.position_embedding(positions)
         logits: Tensor = self.head(self.norm(self.blocks(hidden)))
         return logits.flatten(0, 1)
-
-
-class ParameterKinds(NamedTuple):
-    """A model's parameters, each in one of two lists, in the model's order."""
-
-    hidden: list[nn.Parameter]
-    other: list[nn.Parameter]
-
-
-def transformer_parameter_kinds(model: CharacterTransformer) -> ParameterKinds:
-    """The blocks' weight matrices, `hidden`, which Muon is made for, and the others.
-
-    The others go to AdamW where Muon trains: embeddings, the output layer, norms and biases.
-    """
-    hidden = [p for p in model.blocks.parameters() if p.dim() == 2]
-    taken = {id(p) for p in hidden}
-    return ParameterKinds(hidden, [p for p in model.parameters() if id(p) not in taken])
 
 
 class _Block(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -180,12 +179,6 @@ def load_language(path: str | Path, **sizes: int) -> Language:
         return Language(text, **sizes, source=path.name)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-
-
-def tokens(record: Mapping[str, Any], context: int, steps: int) -> int:
-    """How many characters a recorded run has trained on after `steps` steps."""
-    batch_size: int = record["settings"]["batch_size"]
-    return steps * batch_size * context
 
 
 def _spread(count: int, length: int, wanted: int) -> Tensor:

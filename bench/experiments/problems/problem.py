@@ -8,6 +8,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from bench.experiments.models import seeded
+
 
 class Problem(ABC):
     """One data set with the model that is trained on it.
@@ -87,6 +89,4 @@ def seeded_model(problem: Problem, seed: int) -> nn.Module:
 
     Built on the CPU, so that a run on a GPU starts from the same parameters.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        return problem.build()
+    return seeded(problem.build, seed)

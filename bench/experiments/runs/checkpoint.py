@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 SECONDS_BETWEEN = 60.0
 
 
+class CheckpointError(ValueError):
+    """A file that an unfinished run left behind does not fit; it is left alone."""
+
+
 class Checkpoint:
     """The file that an unfinished run leaves behind.
 
@@ -49,7 +53,7 @@ class Checkpoint:
         """Puts everything where the file left it; False where there is no file.
 
         Raises:
-            ValueError: the file is no checkpoint, or one of other settings; it is left alone.
+            CheckpointError: the file is no checkpoint, or one of other settings.
         """
         if self._path is None or not self._path.exists():
             return False
@@ -57,14 +61,14 @@ class Checkpoint:
             saved: dict[str, Any] = torch.load(self._path, weights_only=True, map_location="cpu")
             settings, record = dict(saved["settings"]), saved["run"]
         except Exception as error:
-            raise ValueError(
+            raise CheckpointError(
                 f"{self._path} is not a checkpoint of this experiment ({error}): delete it to "
                 "start anew"
             ) from error
         names = {*settings, *self._own}
         differing = sorted(name for name in names if settings.get(name) != self._own.get(name))
         if differing:
-            raise ValueError(
+            raise CheckpointError(
                 f"{self._path} was left by a run with other settings ({', '.join(differing)}): "
                 "delete it to start anew, or give another file"
             )
@@ -75,6 +79,7 @@ class Checkpoint:
         done = type(self._run).from_record(record)
         self._run.step_losses, self._run.epochs = done.step_losses, done.epochs
         self._run.warm_start_seconds = done.warm_start_seconds
+        self._run.resumed_after = [*done.resumed_after, len(done.epochs)]
         return True
 
     def save(self) -> None:

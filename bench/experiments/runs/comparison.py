@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -9,10 +10,47 @@ from pathlib import Path
 import torch
 
 from bench.experiments.problems import Problem
-from bench.experiments.runs.plots import grouped
-from bench.experiments.runs.run_file import RunFile
+from bench.experiments.runs.checkpoint import CheckpointError
+from bench.experiments.runs.command_line import checked_output
+from bench.experiments.runs.plots import grouped, plot_runs
+from bench.experiments.runs.run_file import RunFile, RunFileError
 from bench.experiments.runs.settings import Settings
 from bench.experiments.runs.training import Run, train
+
+
+def run_comparison(
+    parser: argparse.ArgumentParser,
+    experiment: str,
+    problem: Problem,
+    wanted: Sequence[Settings],
+    out: Path,
+    device: torch.device,
+    *,
+    common: Sequence[str] = ("batch_size", "epochs"),
+    metric: str | None = None,
+) -> list[Run]:
+    """Makes a command's runs and their picture; exits with a usage error where a file does not fit.
+
+    Args:
+        parser: the command's, whose usage an error shows.
+        experiment: the experiment's name.
+        problem: what all runs train on.
+        wanted: the runs' settings.
+        out: the record; the picture is written beside it as .png.
+        device: where to train.
+        common: the settings that all runs of a file share.
+        metric: a metric of the epochs that is drawn, too.
+    """
+    out = checked_output(parser, "--out", out)
+    try:
+        file = open_runs(out, experiment, problem, wanted, device, common)
+        runs = make_runs(file, problem, wanted, device)
+    except (RunFileError, CheckpointError) as error:
+        parser.error(f"argument --out: {error}")
+    methods = {run.label for run in runs}
+    title = problem.label + (f", {runs[0].label}" if len(methods) == 1 else "")
+    plot_runs(runs, out.with_suffix(".png"), title, problem.loss_label, metric)
+    return runs
 
 
 def open_runs(
@@ -34,7 +72,10 @@ def open_runs(
         common: the settings that all its runs share.
 
     Raises:
-        ValueError: the file is of another experiment, or the runs of others; it is left alone.
+        RunFileError: the file is of another experiment, its runs of other settings, another
+            machine, device or number of threads (their seconds would not compare); it is left
+            alone.
+        ValueError: the wanted runs do not share what they must.
         OSError: nothing can be written there.
     """
     shared = {name: getattr(runs[0], name) for name in common}
@@ -42,7 +83,9 @@ def open_runs(
         own = {name: getattr(settings, name) for name in common}
         if own != shared:
             raise ValueError(f"runs of one file must share {shared}, got {own}")
-    return RunFile(path, experiment, problem.description() | shared, device)
+    file = RunFile(path, experiment, problem.description() | shared, device)
+    file.check_same_machine()
+    return file
 
 
 def make_runs(
@@ -55,7 +98,7 @@ def make_runs(
     """Makes the runs that `file` lacks, one after the other; returns all that were asked for.
 
     Raises:
-        ValueError: a run that was interrupted had other settings.
+        CheckpointError: a run that was interrupted had other settings.
     """
     made = []
     for settings in runs:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 class DecoupledSGD(torch.optim.SGD):
     """SGD with momentum and decoupled weight decay: m <- mu m + g; W <- W - lr (m + decay W).
 
-    torch's own SGD adds the decay to the gradient, so that it passes through the momentum; the
-    paper decays the weights of every method alike.
+    In torch's fused kernel, as a baseline should be. torch's own SGD adds the decay to the
+    gradient, so that it passes through the momentum; the paper decays all methods' weights alike.
 
     Args:
         params: parameters, named parameters or groups.
@@ -25,7 +25,8 @@ class DecoupledSGD(torch.optim.SGD):
     def __init__(
         self, params: Any, lr: float, momentum: float = 0.9, weight_decay: float = 0.0
     ) -> None:
-        super().__init__(params, lr=lr, momentum=momentum)
+        super().__init__(params, lr=lr, momentum=momentum, fused=True)
+        self.defaults["decoupled_decay"] = weight_decay
         for group in self.param_groups:
             group.setdefault("decoupled_decay", weight_decay)
 
@@ -82,10 +83,11 @@ class MuonWithAdamW(torch.optim.Optimizer):
                 weight_decay=weight_decay,
                 adjust_lr_fn="match_rms_adamw",
             ),
-            torch.optim.AdamW(rest, lr=lr, betas=betas, weight_decay=weight_decay),
+            torch.optim.AdamW(rest, lr=lr, betas=betas, weight_decay=weight_decay, fused=True),
         )
         groups = [group for part in self._parts for group in part.param_groups]
-        super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+        shared = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "betas": betas}
+        super().__init__(groups, shared)
         # The parts' groups themselves: a learning rate set here is theirs.
         self.param_groups = groups
 

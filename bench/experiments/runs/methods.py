@@ -80,6 +80,7 @@ def _adam(model: nn.Module, settings: Settings, likelihood: str) -> torch.optim.
         betas=(settings.momentum, settings.stat_decay),
         eps=settings.damping,
         weight_decay=settings.weight_decay,
+        fused=True,
     )
 
 

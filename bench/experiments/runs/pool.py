@@ -58,7 +58,7 @@ def run_all(
     if jobs == 1:
         problem = problem_maker()
         for one in settings:
-            on_done(one, train(problem, one, device, report_every=0).record())
+            on_done(one, train(problem, one, device, report_every=0, check_moved=False).record())
         return
     todo = deque(settings)
     workers: dict[Connection, SpawnProcess] = {}
@@ -134,7 +134,10 @@ def _work(
         outcome: tuple[dict[str, Any] | None, str | None]
         try:
             problem = problem_maker() if problem is None else problem
-            outcome = train(problem, settings, device, report_every=0).record(), None
+            outcome = (
+                train(problem, settings, device, report_every=0, check_moved=False).record(),
+                None,
+            )
         except Exception:
             outcome = None, traceback.format_exc()
         connection.send(outcome)

@@ -19,6 +19,10 @@ from bench.records import check_writable, write_json
 Key = Mapping[str, Any]
 
 
+class RunFileError(ValueError):
+    """A file is no record, or one of other runs; it is left as it was."""
+
+
 class RunFile:
     """Finished runs by their settings.
 
@@ -33,8 +37,9 @@ class RunFile:
         device: where the runs compute; it is recorded.
 
     Raises:
-        ValueError: the file is not this experiment's, or its protocol is another one: the message
-            names the settings that differ. The file is left as it was.
+        RunFileError: the file is not this experiment's, or its protocol is another one: the message
+            names the settings that differ.
+        ValueError: the name does not end in ``.json``.
         OSError: the file cannot be read, or nothing can be written there.
     """
 
@@ -63,6 +68,27 @@ class RunFile:
         runs: list[dict[str, Any]] = self._record["runs"]
         return runs
 
+    def check_same_machine(self) -> None:
+        """Checks that the file's runs come from a machine like this process's, run like it.
+
+        For runs whose seconds are to be compared.
+
+        Raises:
+            RunFileError: another processor, GPU, device or number of threads was recorded.
+        """
+        for earlier in self._record["provenance"]:
+            for name, was, now in (
+                ("processor", earlier["machine"]["cpu"], self._origin["machine"]["cpu"]),
+                ("GPU", earlier["machine"]["gpu"], self._origin["machine"]["gpu"]),
+                ("device", earlier["device"], self._origin["device"]),
+                ("threads", earlier["threads"]["torch"], self._origin["threads"]["torch"]),
+            ):
+                if was != now:
+                    raise RunFileError(
+                        f"{self.path} holds runs with other seconds ({name} was {was!r} and is "
+                        f"{now!r}): give another file"
+                    )
+
     def find(self, key: Key) -> dict[str, Any] | None:
         """The finished run with these settings, or None."""
         wanted = _plain(key)
@@ -84,7 +110,7 @@ def load_runs(path: str | Path) -> dict[str, Any]:
     """The record in ``path``.
 
     Raises:
-        ValueError: it is not the record of an experiment's runs.
+        RunFileError: it is not the record of an experiment's runs.
         OSError: it cannot be read.
     """
     path = Path(path)
@@ -97,14 +123,16 @@ def load_runs(path: str | Path) -> dict[str, Any]:
         for run in record["runs"]:
             run["key"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not the record of an experiment's runs: {error!r}") from error
+        raise RunFileError(
+            f"{path} is not the record of an experiment's runs: {error!r}"
+        ) from error
     return dict(record)
 
 
 def _read(path: Path, experiment: str, protocol: dict[str, Any]) -> dict[str, Any]:
     record = load_runs(path)
     if record["experiment"] != experiment:
-        raise ValueError(
+        raise RunFileError(
             f"{path} holds runs of {record['experiment']!r}, not of {experiment!r}: "
             "give another file"
         )
@@ -115,7 +143,7 @@ def _read(path: Path, experiment: str, protocol: dict[str, Any]) -> dict[str, An
         if known.get(name) != protocol.get(name)
     ]
     if differing:
-        raise ValueError(
+        raise RunFileError(
             f"{path} holds runs with other settings ({'; '.join(differing)}): "
             "give another file, or the same settings"
         )

@@ -21,6 +21,10 @@ from bench.experiments.runs.settings import Settings, lr_multiplier
 from tnt_optim import PreconditionerError
 
 
+class ParametersStill(RuntimeError):
+    """A parameter did not move in the first epoch: its time and loss would mean nothing."""
+
+
 @dataclass(frozen=True)
 class Epoch:
     """One epoch: its smoothed loss at the end, its seconds, and the seconds since the start.
@@ -49,6 +53,8 @@ class Run:
     step_losses: list[float] = field(default_factory=list)
     epochs: list[Epoch] = field(default_factory=list)
     diverged_at_step: int | None = None
+    # After which epochs another process went on.
+    resumed_after: list[int] = field(default_factory=list)
 
     @property
     def label(self) -> str:
@@ -91,6 +97,7 @@ class Run:
             "diverged_at_step": self.diverged_at_step,
             "warm_start_seconds": self.warm_start_seconds,
             "seconds_per_epoch": self.seconds_per_epoch,
+            "resumed_after": self.resumed_after,
             "epochs": [asdict(epoch) for epoch in self.epochs],
             # a float32 has no more than 9 significant digits
             "step_losses": [float(f"{loss:.9g}") for loss in self.step_losses],
@@ -118,6 +125,7 @@ class Run:
                 for epoch in record["epochs"]
             ],
             diverged_at_step=record["diverged_at_step"],
+            resumed_after=record.get("resumed_after", []),
         )
 
 
@@ -141,6 +149,7 @@ def train(
     device: torch.device | str = "cpu",
     report_every: int = 1,
     checkpoint: Path | None = None,
+    check_moved: bool = True,
 ) -> Run:
     """Train the problem's model from the start and on the batches that the seed gives.
 
@@ -156,10 +165,13 @@ def train(
             for silence.
         checkpoint: a file to go on from, and to leave behind every minute or so, at an epoch's
             end; gone when the run is done. It is not written while the clock runs.
+        check_moved: whether a parameter that the first epoch leaves where it was is an error; a
+            search over learning rates may well try one that rounds to nothing.
 
     Raises:
-        ValueError: the batch size is larger than the data, or the checkpoint is of other settings.
-        RuntimeError: a parameter did not move in the first epoch.
+        ValueError: the batch size is larger than the data.
+        CheckpointError: the checkpoint is of other settings, or none.
+        ParametersStill: a parameter did not move in the first epoch.
     """
     device = torch.device(device)
     steps = problem.steps_per_epoch(settings.batch_size)
@@ -200,7 +212,7 @@ def train(
             losses = loop.epoch(number, order)
             seconds = _now(device) - began
             _add_epoch(run, number, losses, seconds, problem.evaluate(model))
-            if number == 1 and run.diverged_at_step is None:
+            if check_moved and number == 1 and run.diverged_at_step is None:
                 _check_moved(model, start)
             last = run.diverged_at_step is not None or number == settings.epochs
             if report_every and (last or number % report_every == 0):
@@ -327,7 +339,7 @@ def _check_moved(model: nn.Module, start: list[Tensor]) -> None:
         if torch.equal(parameter.detach(), before)
     ]
     if still:
-        raise RuntimeError(
+        raise ParametersStill(
             f"the first epoch left parameters where they were, so its time and loss mean nothing: "
             f"{', '.join(still)}"
         )

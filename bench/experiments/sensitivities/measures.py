@@ -14,23 +14,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.experiments.sensitivities.plan import AXES, BASES, FORMS, Point, axis_points, points
+from bench.experiments.sensitivities.plan import AXES, BASES, CONTENDERS, Point, axis_points, points
 
 # A rate serves where its regret is at most so much: 5 % of the excess, or 0.05 nats.
 TOLERANCE = 0.05
 
 # The loss of every learning rate that was tried; infinite where it diverged.
 Losses = Mapping[float, float]
-# Those of one form.
+# Those of one contender.
 Surface = Mapping[Point, Losses]
 
 
 def surface(runs: Iterable[Mapping[str, Any]], form: str, seeds: Sequence[int]) -> Surface:
-    """One form's mean losses over the seeds; infinite where a run diverged.
+    """One contender's mean losses over the seeds; infinite where a run diverged.
 
     Args:
         runs: a record's.
-        form: one of `FORMS`.
+        form: one of `CONTENDERS`.
         seeds: a rate counts once it has a run of each.
     """
     found: dict[Point, dict[float, dict[int, float]]] = {}
@@ -89,19 +89,31 @@ def half_decades(lowest: float, highest: float) -> int:
     return round(2 * math.log10(highest / lowest))
 
 
+def rates_in_common(columns: Sequence[Losses]) -> list[float]:
+    """The rates that were tried at every one of some points, in their order.
+
+    >>> rates_in_common([{0.1: 6.0, 1.0: 4.0}, {0.01: 7.0, 0.1: 5.0}])
+    [0.1]
+    """
+    return sorted(set.intersection(*map(set, columns))) if columns else []
+
+
 def common_rate(
     columns: Sequence[tuple[Losses, float | None]],
 ) -> tuple[float, list[float]] | None:
-    """The one rate whose largest regret is least, and its regrets; None where each one diverges.
+    """The rate whose largest regret is least, and its regrets; None where each one diverges.
+
+    Of the rates that were tried at every point, `rates_in_common`; regrets are against all of a
+    point's own.
 
     Args:
         columns: losses and floor of every point that it is to serve; points where all rates
             diverged do not count, and have a regret of NaN.
     """
-    tried = set.intersection(*(set(losses) for losses, _ in columns)) if columns else set()
+    tried = rates_in_common([losses for losses, _ in columns])
     found: tuple[float, list[float]] | None = None
     worst = math.inf
-    for lr in sorted(tried):
+    for lr in tried:
         regrets = [regret(losses, lr, floor) for losses, floor in columns]
         largest = max((value for value in regrets if not math.isnan(value)), default=math.inf)
         if largest < worst:
@@ -180,6 +192,15 @@ def amount(value: float, floor: float | None) -> str:
     return f"{value:.3f} nats" if floor is None else f"{100 * value:.3g} %"
 
 
+def refreshes_text(refreshes: Sequence[int]) -> str:
+    """How often factors are made along the T2 axis, in words.
+
+    >>> refreshes_text([28, 15, 10])
+    '28, 15, 10 refreshes'
+    """
+    return f"{', '.join(map(str, refreshes))} refreshes"
+
+
 def summary_rows(
     surfaces: Mapping[str, Surface], floors: Mapping[str, float | None]
 ) -> list[tuple[str, ...]]:
@@ -192,7 +213,7 @@ def summary_rows(
         for form, losses in surfaces.items():
             base, *others = points(problem)
             tuned = best_rate(losses[base])
-            label = FORMS[form].label
+            label = CONTENDERS[form].label
             if tuned is None:
                 rows.append((label, BASES[problem].label, "all diverged", *["-"] * 5))
                 continue
@@ -215,14 +236,22 @@ def summary_rows(
 
 
 def axis_rows(
-    surfaces: Mapping[str, Surface], problem: str, floor: float | None
+    surfaces: Mapping[str, Surface], problem: str, floor: float | None, refreshes: Sequence[int]
 ) -> list[tuple[str, ...]]:
-    """For every axis and form of one problem."""
+    """For every axis and form of one problem.
+
+    Args:
+        surfaces: losses by form.
+        problem: one of `BASES`.
+        floor: the problem's least loss, if it is known.
+        refreshes: how often factors are made at each T2.
+    """
     rows: list[tuple[str, ...]] = [
         ("", "axis", "regret of the base point's rate", "best rate moves", "rates within",
          "at all"),
     ]  # fmt: skip
-    for axis, name in AXES.items():
+    t2 = f"{AXES['inverse_interval']} ({refreshes_text(refreshes)})"
+    for axis, name in {**AXES, "inverse_interval": t2}.items():
         for form, losses in surfaces.items():
             tuned, found = transfer(losses, problem, axis, floor)
             base = getattr(BASES[problem].point, axis)
@@ -234,7 +263,7 @@ def axis_rows(
             shift = "-" if found.shift is None else f"{found.shift / 2:g} decades"
             rows.append(
                 (
-                    FORMS[form].label,
+                    CONTENDERS[form].label,
                     name,
                     "all diverged" if tuned is None else regrets,
                     ("≥ " if found.at_an_end and found.shift is not None else "") + shift,
@@ -248,15 +277,19 @@ def axis_rows(
 def common_rows(
     surfaces: Mapping[str, Surface], floors: Mapping[str, float | None]
 ) -> list[tuple[str, ...]]:
-    """For every form the one rate for the problems' base points, and the one for all points."""
+    """For every form the one rate for the problems' base points, and the one for all points.
+
+    A form's rates can be other ones on each problem: those on both count.
+    """
     labels = [BASES[problem].label for problem in floors]
-    rows: list[tuple[str, ...]] = [("", "one rate for", "lr", *labels)]
+    rows: list[tuple[str, ...]] = [("", "one rate for", "of the rates", "lr", *labels)]
     for form, losses in surfaces.items():
         for name, chosen in (
             ("the base points", {problem: [BASES[problem].point] for problem in floors}),
             ("all points", {problem: points(problem) for problem in floors}),
         ):
             places = [(problem, point) for problem in chosen for point in chosen[problem]]
+            tried = rates_in_common([losses[point] for _, point in places])
             found = common_rate([(losses[point], floors[problem]) for problem, point in places])
             cells = ["each diverges"] + ["-"] * len(floors)
             if found is not None:
@@ -266,7 +299,8 @@ def common_rows(
                     own = [r for (p, _), r in zip(places, regrets, strict=True) if p == problem]
                     known = [value for value in own if not math.isnan(value)]
                     cells.append(amount(max(known, default=math.nan), floor))
-            rows.append((FORMS[form].label, name, *cells))
+            span = f"{tried[0]:g} to {tried[-1]:g}" if tried else "none"
+            rows.append((CONTENDERS[form].label, name, span, *cells))
     return rows
 
 

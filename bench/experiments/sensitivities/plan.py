@@ -1,4 +1,4 @@
-"""What the sensitivity experiment runs: forms, problems, the points of every axis, their rates."""
+"""What the sensitivity experiment runs: contenders, problems, the points of every axis, rates."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from bench.experiments.language.forms import FORMS, SCHEDULE
 from bench.experiments.problems import Autoencoder, Problem, load_autoencoder
 from bench.experiments.problems.language import load_language
 from bench.experiments.runs.settings import Settings
@@ -25,7 +26,7 @@ _LIBRARY_CHARACTERS = 2_000_000
 
 
 @dataclass(frozen=True)
-class Form:
+class Contender:
     """One optimizer in one form.
 
     Attributes:
@@ -34,7 +35,8 @@ class Form:
         graft: as the optimizer's argument.
         relative_damping: as the optimizer's argument.
         damping: at the base point of each problem.
-        rates: the lowest and the highest learning rate that are tried, everywhere the same ones.
+        rates: of each problem, the lowest and the highest learning rate that are tried, the same
+            ones at all of its points.
     """
 
     label: str
@@ -42,29 +44,56 @@ class Form:
     graft: str | None
     relative_damping: bool
     damping: Mapping[str, float]
-    rates: tuple[float, float]
+    rates: Mapping[str, tuple[float, float]]
 
 
-_RELATIVE = {"digits": 0.1, "language": 0.1}
+def _dampings(form: str, digits: float | None = None) -> dict[str, float]:
+    """On the text what the language comparison's form has; on the digits that too, where None."""
+    text = FORMS[form].damping
+    assert text is not None  # only Muon has none
+    return {"digits": text if digits is None else digits, "language": text}
+
+
+def _both(lowest: float, highest: float) -> dict[str, tuple[float, float]]:
+    return {"digits": (lowest, highest), "language": (lowest, highest)}
+
+
 # The paper's forms have each problem's own damping: on the digits the recorded search's best, on
-# the text the language comparison's. The others have one for both, which is what they are for.
-# Every form has 11 rates, placed about what is best for it.
-FORMS: Mapping[str, Form] = {
-    "tnt": Form(
-        "TNT, paper's form", "tnt", None, False, {"digits": 0.03, "language": 0.01}, (1e-6, 0.1)
+# the text the language comparison's. A relative one is the text's for both, which is what it is
+# for. Every contender has 11 rates on each problem, over five decades about what is best there: for
+# TNT in the paper's form, on the digits, a thousand times what is on the text. It has 3e-7 to 3e-4
+# on both: at the base points a lower rate leaves the digits' loss at its start, a higher one
+# diverges on the text.
+CONTENDERS: Mapping[str, Contender] = {
+    "tnt": Contender(
+        "TNT, paper's form",
+        "tnt",
+        None,
+        False,
+        _dampings("tnt", digits=0.03),
+        {"digits": (3e-7, 3e-2), "language": (3e-9, 3e-4)},
     ),
-    "tnt-relative": Form("TNT, relative damping", "tnt", None, True, _RELATIVE, (1e-9, 1e-4)),
-    "tnt-grafted": Form("TNT, grafted, relative", "tnt", "adam", True, _RELATIVE, (1e-5, 1.0)),
-    "shampoo": Form(
+    "tnt-relative": Contender(
+        "TNT, relative damping", "tnt", None, True, _dampings("tnt-grafted"), _both(1e-10, 1e-5)
+    ),
+    "tnt-grafted": Contender(
+        "TNT, grafted, relative", "tnt", "adam", True, _dampings("tnt-grafted"), _both(1e-5, 1.0)
+    ),
+    "shampoo": Contender(
         "Shampoo, paper's form",
         "shampoo",
         None,
         False,
-        {"digits": 1e-3, "language": 1e-4},
-        (1e-5, 1.0),
+        _dampings("shampoo", digits=1e-3),
+        _both(1e-5, 1.0),
     ),
-    "shampoo-grafted": Form(
-        "Shampoo, grafted, relative", "shampoo", "adam", True, _RELATIVE, (1e-5, 1.0)
+    "shampoo-grafted": Contender(
+        "Shampoo, grafted, relative",
+        "shampoo",
+        "adam",
+        True,
+        _dampings("shampoo-grafted"),
+        _both(1e-5, 1.0),
     ),
 }
 
@@ -123,14 +152,16 @@ class Base:
     fixed: Literal["epochs", "examples"]
 
 
-_TIMES = {"inverse_interval": (5, 20, 80), "damping": (0.1, 1, 10), "width": (0.5, 1, 2)}
+# Every statistic of the first T2 steps makes factors, so a T2 far above the root of the steps makes
+# more of them, not fewer: of 210 steps 46 at T2 = 5, but 82 at 80. The shortest runs have 24.
+_VALUES = {"inverse_interval": (1, 2, 6), "damping": (0.1, 1, 10), "width": (0.5, 1, 2)}
 # Runs of every batch size see as many examples: a larger batch takes fewer steps.
 BASES: Mapping[str, Base] = {
     "digits": Base(
         label="Autoencoder",
         metric="training_loss",
-        point=Point("digits", 128, 20),
-        values={"batch_size": (32, 128, 512), **_TIMES},
+        point=Point("digits", 128, 2),
+        values={"batch_size": (32, 128, 512), **_VALUES},
         stat_interval=1,
         warm_start=True,
         schedule="constant",
@@ -139,11 +170,11 @@ BASES: Mapping[str, Base] = {
     "language": Base(
         label="Transformer",
         metric="validation_loss",
-        point=Point("language", 32, 20),
-        values={"batch_size": (8, 32, 128), **_TIMES},
-        stat_interval=5,
+        point=Point("language", 32, 2),
+        values={"batch_size": (8, 32, 128), **_VALUES},
+        stat_interval=1,
         warm_start=False,
-        schedule="warmup-cosine",
+        schedule=SCHEDULE,
         fixed="examples",
     ),
 }
@@ -241,9 +272,9 @@ def library_text() -> bytes:
     return text[:_LIBRARY_CHARACTERS]
 
 
-def rates(form: str, scale: Scale) -> tuple[float, ...]:
-    """The learning rates that are tried of a form, at every point."""
-    return decades(*FORMS[form].rates)[:: scale.rate_step]
+def rates(form: str, problem: str, scale: Scale) -> tuple[float, ...]:
+    """The learning rates that are tried of a contender at every point of a problem."""
+    return decades(*CONTENDERS[form].rates[problem])[:: scale.rate_step]
 
 
 def axis_points(problem: str, axis: str) -> list[Point]:
@@ -259,13 +290,40 @@ def points(problem: str) -> list[Point]:
     return list(dict.fromkeys([BASES[problem].point, *found]))
 
 
+def refreshes(steps: int, stat_interval: int, inverse_interval: int) -> int:
+    """How often a run makes factors by the optimizers' rule, not counting a warm start's own.
+
+    At every T2-th step, and at every statistic of the first T2 steps.
+
+    Args:
+        steps: of the run.
+        stat_interval: T1 in the paper.
+        inverse_interval: T2 in the paper.
+
+    >>> [refreshes(28, 1, interval) for interval in (1, 2, 6, 20)]
+    [28, 15, 10, 21]
+    """
+    return sum(
+        step % inverse_interval == 0 or (step % stat_interval == 0 and step < inverse_interval)
+        for step in range(steps)
+    )
+
+
+def axis_refreshes(problem: str, steps: int) -> list[int]:
+    """How often a run of so many steps makes factors at each point of the T2 axis."""
+    return [
+        refreshes(steps, BASES[problem].stat_interval, point.inverse_interval)
+        for point in axis_points(problem, "inverse_interval")
+    ]
+
+
 def run_settings(form: str, point: Point, lr: float, seed: int, scale: Scale) -> Settings:
     """The settings of one run.
 
     Raises:
         ValueError: no whole number of epochs has as many examples as the base point's.
     """
-    own, base = FORMS[form], BASES[point.problem]
+    own, base = CONTENDERS[form], BASES[point.problem]
     epochs = scale.epochs[point.problem]
     if base.fixed == "examples":
         epochs, rest = divmod(epochs * base.point.batch_size, point.batch_size)
@@ -304,7 +362,7 @@ def wanted(
     """Every run on one problem: its point, its settings and its key."""
     for point in points(problem):
         for form in forms:
-            for lr in rates(form, scale):
+            for lr in rates(form, problem, scale):
                 for seed in seeds:
                     settings = run_settings(form, point, lr, seed, scale)
                     yield point, settings, run_key(form, point, lr, seed)
@@ -316,18 +374,24 @@ def protocol(problems: Sequence[str], text: Path | None, scale: Scale) -> dict[s
     Raises:
         ValueError, OSError: the text cannot be read, or is too short.
     """
-    described = {}
+    described, counts = {}, {}
     for name in problems:
         problem = make_problem(name, 1.0, text, scale)
         described[name] = {**problem.description(), "loss_floor": problem.loss_floor}
+        steps = scale.epochs[name] * problem.steps_per_epoch(BASES[name].point.batch_size)
+        counts[name] = axis_refreshes(name, steps)
     if "language" in problems:
         content = library_text() if text is None else text.read_bytes()
         described["language"]["sha256"] = hashlib.sha256(content).hexdigest()
     return {
         "problems": described,
         "bases": {name: asdict(BASES[name]) for name in problems},
-        "forms": {name: asdict(form) for name, form in FORMS.items()},
-        "rates": {name: rates(name, scale) for name in FORMS},
+        "forms": {name: asdict(contender) for name, contender in CONTENDERS.items()},
+        "rates": {
+            form: {name: rates(form, name, scale) for name in problems} for form in CONTENDERS
+        },
+        # of a run at the base point, at each T2 of its axis
+        "refreshes": counts,
         "epochs": {name: scale.epochs[name] for name in problems},
         "loss": "at the end: of all training images for the autoencoder, of the validation windows "
         "for the transformer; a run of another batch size sees as many examples",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,13 @@ from matplotlib.cm import ScalarMappable  # noqa: E402
 from matplotlib.colors import PowerNorm  # noqa: E402
 from matplotlib.patches import Rectangle  # noqa: E402
 
-from bench.experiments.sensitivities.measures import Surface, best_rate, regret  # noqa: E402
-from bench.experiments.sensitivities.plan import AXES, BASES, FORMS, axis_points  # noqa: E402
+from bench.experiments.sensitivities.measures import (  # noqa: E402
+    Surface,
+    best_rate,
+    refreshes_text,
+    regret,
+)
+from bench.experiments.sensitivities.plan import AXES, BASES, CONTENDERS, axis_points  # noqa: E402
 
 # Regrets above it look alike: nobody cares by how much. The root spreads the small ones.
 _NORM = PowerNorm(0.5, vmin=0.0, vmax=1.0, clip=True)
@@ -26,17 +31,22 @@ _COLOURS = "viridis_r"
 
 
 def plot_sensitivity(
-    surfaces: Mapping[str, Surface], floors: Mapping[str, float | None], path: Path, title: str
+    surfaces: Mapping[str, Surface],
+    floors: Mapping[str, float | None],
+    refreshes: Mapping[str, Sequence[int]],
+    path: Path,
+    title: str,
 ) -> None:
     """Draw every form's regrets on every axis of every problem, and write them as a PNG.
 
     A cell is the loss less the best of its column, as a fraction of the best's excess over the
-    floor, or in nats where there is no floor. A grey, crossed one diverged from some seed, or was
-    too small to move every parameter. The frame is around the rate that was best at the base point.
+    floor, or in nats where there is no floor. A grey, crossed one diverged from some seed. The
+    frame is around the rate that was best at the base point.
 
     Args:
         surfaces: losses by form.
         floors: of every problem; None where none is known.
+        refreshes: of every problem, how often factors are made at each T2.
         path: the PNG to write.
         title: what stands above the panels.
     """
@@ -51,7 +61,9 @@ def plot_sensitivity(
     for row, (form, losses) in zip(panels, surfaces.items(), strict=True):
         for axes, (problem, axis) in zip(row, columns, strict=True):
             _panel(axes, losses, problem, axis, floors[problem])
-        row[0].set_ylabel(f"{FORMS[form].label}\nlearning rate", fontsize=8)
+            if axis == "inverse_interval":
+                axes.set_xlabel(refreshes_text(refreshes[problem]), fontsize=6)
+        row[0].set_ylabel(f"{CONTENDERS[form].label}\nlearning rate", fontsize=8)
     for axes, (problem, axis) in zip(panels[0], columns, strict=True):
         axes.set_title(f"{BASES[problem].label}\n{AXES[axis]}", fontsize=8)
     units = [

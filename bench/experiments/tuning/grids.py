@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from bench.experiments.runs.settings import Settings
+from bench.experiments.tuning.recorded_search import Tried
 
 # The values of each setting that is searched.
 Grid = Mapping[str, Sequence[float]]
@@ -83,6 +84,18 @@ def grid_settings(base: Settings, grid: Grid) -> list[Settings]:
         chosen: dict[str, Any] = dict(zip(grid, point, strict=True))
         settings.append(replace(base, **chosen))
     return settings
+
+
+def grid_of(entries: Sequence[Tried], optimizer: str, names: Sequence[str]) -> Grid:
+    """The values that one method was tried with, in order; they need not be a whole grid.
+
+    Args:
+        entries: what was tried.
+        optimizer: the method.
+        names: the settings that were searched.
+    """
+    own = [entry.settings for entry in entries if entry.settings.optimizer == optimizer]
+    return {name: sorted({getattr(settings, name) for settings in own}) for name in names}
 
 
 def interior(settings: Settings, grid: Grid) -> bool:

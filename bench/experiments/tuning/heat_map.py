@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,11 @@ from matplotlib.axes import Axes  # noqa: E402
 
 from bench.experiments.runs.methods import LABELS  # noqa: E402
 from bench.experiments.tuning.grids import Grid  # noqa: E402
-from bench.experiments.tuning.recorded_search import tried  # noqa: E402
+from bench.experiments.tuning.recorded_search import Tried  # noqa: E402
 
 
 def plot_search(
-    runs: Iterable[Mapping[str, Any]],
+    entries: Sequence[Tried],
     grids: Mapping[str, Grid],
     criterion: str,
     path: str | Path,
@@ -32,13 +32,12 @@ def plot_search(
     tried; the frame is around the best.
 
     Args:
-        runs: of a search's file.
-        grids: the methods to draw.
+        entries: what was tried.
+        grids: the methods to draw, with the values that they were tried with.
         criterion: what was minimised.
         path: the PNG to write.
         title: what stands above the panels.
     """
-    entries = tried(runs, criterion)
     figure, panels = pyplot.subplots(
         1, len(grids), figsize=(3.6 * len(grids) + 0.6, 4.2), squeeze=False, layout="constrained"
     )
@@ -93,15 +92,16 @@ def draw(axes: Axes, scores: Any, down: Sequence[Any], across: Sequence[Any]) ->
             score = scores[row, column]
             if math.isnan(score):
                 continue
-            dark = math.isfinite(score) and finite.size and score < numpy.median(finite)
+            # The worst are drawn darkest; where a run diverged the cell is white.
+            dark = math.isfinite(score) and score > (low + high) / 2
             axes.text(
                 column,
                 row,
                 "×" if math.isinf(score) else f"{score:.3g}",
                 ha="center",
                 va="center",
-                fontsize=7,
-                color="0.1" if not dark else "white",
+                fontsize=7 if len(down) < 20 else 4,
+                color="white" if dark else "0.1",
             )
     axes.set_yticks(range(len(down)), [f"{value:g}" for value in down], fontsize=7)
     labels = ["" if value is None else f"{value:g}" for value in across]
