@@ -205,7 +205,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def command(out: Path, *more: str) -> list[str]:
-    given = "--data x --iterations 3 --batch-size 20 --warm-batches 1 --threads 1"
+    given = "--data x --iterations 3 --batch-size 20 --warm-batches 1 --threads 1 --lr 0.01 0.05"
+    given += " --damping 0.01"
     return [*given.split(), "--out", str(out), *more]
 
 
@@ -221,13 +222,19 @@ def test_the_command_records_every_method_and_goes_on_where_it_stopped(
     whole, parted = tmp_path / "whole.json", tmp_path / "parted.json"
     assert cosine.main(command(whole, "--seeds", "0", "1")) == 0
     out = capsys.readouterr().out
-    assert "block Fisher itself trains to 2." in out
+    assert "block Fisher itself, with damping 0.01 and lr 0.0" in out
     assert "TNT's mean similarity" in out and f"wrote {whole}" in out
     assert whole.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     runs = json.loads(whole.read_text())["runs"]
     compared = [run for run in runs if run["key"]["part"] == "similarity"]
     assert [run["key"]["seed"] for run in compared] == [0, 1]
-    assert len(runs) - 2 == 2 * 4, "SGD-m has no damping to choose"
+    assert len(runs) - 4 == 2 * 4, "SGD-m has no damping to choose"
+    trained = {
+        r["key"]["lr"]: r["smoothed_loss"] for r in runs if r["key"]["part"] == "block Fisher"
+    }
+    best = {"damping": 0.01, "lr": min(trained, key=lambda lr: trained[lr])}
+    assert sorted(trained) == [0.01, 0.05] and trained[0.01] != trained[0.05]
+    assert all(run["block_fisher"] == best for run in compared)
     for run in compared:
         assert list(run["similarity"]) == list(COMPARED)
         for name, by_damping in run["similarity"].items():
@@ -241,7 +248,7 @@ def test_the_command_records_every_method_and_goes_on_where_it_stopped(
         patch.setattr(cosine, "similarities", lambda *_: pytest.fail("stopped"))
         with pytest.raises(pytest.fail.Exception):
             cosine.main(command(parted, "--seeds", "0"))
-    assert len(comparable(parted)) == 8
+    assert len(comparable(parted)) == 10
     assert cosine.main(command(parted, "--seeds", "0")) == 0
     with monkeypatch.context() as patch:
         patch.setattr(cosine, "_search_run", lambda *_: pytest.fail("searched again"))

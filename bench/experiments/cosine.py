@@ -3,8 +3,7 @@
 What the paper leaves open, and how it is here:
 
 - activations: tanh, as in Martens & Grosse 2015 and in the authors' code; PyTorch's default start;
-- block Fisher's damping and learning rate: options, one pair a file; the report ends with the loss
-  it reaches, so that pairs can be compared as the methods' are;
+- block Fisher's damping and learning rate: those, of a small grid, with which it trains best;
 - start: all matrices are first averaged over the same few batches, as the paper's warm start does
   over the data set;
 - refreshes: at every step (T1 = T2 = 1), with every moving average's decay 0.9 (Adam's second
@@ -18,7 +17,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -46,6 +44,7 @@ from bench.experiments.directions.followers import (
     smoothed_end,
 )
 from bench.experiments.directions.plot import plot_similarities
+from bench.experiments.directions.report import damping_name, is_number, report
 from bench.experiments.runs.command_line import (
     checked_output,
     positive_float,
@@ -58,7 +57,9 @@ from tnt_optim.fisher import stream_seed
 # Of the methods' own training, which chooses their dampings: no seed of a compared run by default.
 SEARCH_SEED = 1000
 _QUICK = {"iterations": 5, "batch_size": 100, "warm_batches": 2, "seeds": [0]}
+_QUICK |= {"lr": [0.03], "damping": [0.01]}
 _FULL = {"iterations": 100, "batch_size": 500, "warm_batches": 10, "seeds": [0]}
+_FULL |= {"lr": [0.01, 0.03, 0.1], "damping": [0.001, 0.01, 0.1]}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -88,20 +89,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             seconds = round(time.perf_counter() - began, 2)
             runs.add(key, {"smoothed_loss": loss, "seconds": seconds})
             print(f"{COMPARED[key['method']].label:7} {_setting(key)}: smoothed loss {loss:.4f}")
+    damping, lr = _reference_pair(runs, inputs, labels, arguments)
     for seed in dict.fromkeys(arguments.seeds):
         key = {"part": "similarity", "seed": seed}
         if runs.find(key) is None:
-            runs.add(key, similarities(inputs, labels, arguments, seed))
+            runs.add(key, similarities(inputs, labels, arguments, seed, damping, lr))
 
     compared = [run for run in runs.runs if run["key"]["part"] == "similarity"]
     best = best_settings(runs.runs)
     picture = out.with_suffix(".png")
     series = {
-        method: [run["similarity"][method][_name(found["damping"])] for run in compared]
+        method: [run["similarity"][method][damping_name(found["damping"])] for run in compared]
         for method, found in best.items()
     }
     plot_similarities(series, picture)
-    print(_report(compared, best))
+    print(report(compared, best))
     print(f"wrote {out} and {picture}")
     return 0
 
@@ -142,7 +144,7 @@ def best_settings(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     best: dict[str, dict[str, Any]] = {}
     for name, method in COMPARED.items():
         tried = [run for run in runs if run["key"].get("method") == name]
-        finite = [run for run in tried if _is_number(run["smoothed_loss"])]
+        finite = [run for run in tried if is_number(run["smoothed_loss"])]
         if not tried:
             best[name] = {"damping": method.dampings[0], "lr": None, "smoothed_loss": None}
             continue
@@ -157,10 +159,66 @@ def best_settings(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return best
 
 
+def _reference_pair(
+    runs: RunFile, inputs: Tensor, labels: Tensor, arguments: argparse.Namespace
+) -> tuple[float, float]:
+    """The damping and the learning rate with which block Fisher trains itself best."""
+    pairs = list(itertools.product(arguments.damping, arguments.lr))
+    if len(pairs) == 1:
+        return pairs[0]
+    losses = {}
+    for damping, lr in pairs:
+        key = {"part": "block Fisher", "damping": damping, "lr": lr, "seed": SEARCH_SEED}
+        run = runs.find(key)
+        if run is None:
+            run = runs.add(key, _reference_run(inputs, labels, arguments, damping, lr))
+            print(f"block Fisher damping {damping:g}, lr {lr:g}: {run['smoothed_loss']:.4f}")
+        if is_number(run["smoothed_loss"]):
+            losses[damping, lr] = float(run["smoothed_loss"])
+    if not losses:
+        raise ValueError("block Fisher diverges with all its dampings and learning rates")
+    return min(losses, key=lambda pair: losses[pair])
+
+
+def _reference_run(
+    inputs: Tensor, labels: Tensor, arguments: argparse.Namespace, damping: float, lr: float
+) -> dict[str, Any]:
+    """Block Fisher's own training, from the start and on the batches that the methods have."""
+    model = seeded_classifier(FIGURE_WIDTHS, SEARCH_SEED)
+    reference = BlockFisher(model, damping=damping, seed=stream_seed(SEARCH_SEED, "block Fisher"))
+    generator = torch.Generator().manual_seed(SEARCH_SEED)
+    batches = shuffled_batches(inputs, labels, arguments.batch_size, generator)
+    began = time.perf_counter()
+    reference.warm_start([x for x, _ in itertools.islice(batches, arguments.warm_batches)])
+    losses: list[float] = []
+    steps = range(arguments.iterations)
+    for _ in tqdm(steps, f"block Fisher {damping:g}, {lr:g}", leave=False, disable=None):
+        x, y = next(batches)
+        losses.append(reference.directions(x, y)[1])
+        reference.step(lr)
+        if not math.isfinite(losses[-1]):
+            break
+    seconds = round(time.perf_counter() - began, 2)
+    return {"smoothed_loss": smoothed_end(losses), "seconds": seconds}
+
+
 def similarities(
-    inputs: Tensor, labels: Tensor, arguments: argparse.Namespace, seed: int
+    inputs: Tensor,
+    labels: Tensor,
+    arguments: argparse.Namespace,
+    seed: int,
+    damping: float,
+    lr: float,
 ) -> dict[str, Any]:
     """One block-Fisher run, and what all methods with all their dampings say along it.
+
+    Args:
+        inputs: all of them.
+        labels: likewise.
+        arguments: the command's.
+        seed: of the start, the batches and the samples.
+        damping: block Fisher's.
+        lr: block Fisher's.
 
     Returns:
         ``similarity[method][damping][layer]``, a list over the iterations, for the layers between
@@ -168,9 +226,7 @@ def similarities(
         Fisher's minibatch losses before each of its steps.
     """
     model = seeded_classifier(FIGURE_WIDTHS, seed)
-    reference = BlockFisher(
-        model, damping=arguments.damping, seed=stream_seed(seed, "block Fisher")
-    )
+    reference = BlockFisher(model, damping=damping, seed=stream_seed(seed, "block Fisher"))
     followers = [
         Follower(name, damping, model, seed=stream_seed(seed, name))
         for name, method in COMPARED.items()
@@ -186,7 +242,7 @@ def similarities(
     middle = range(1, len(linear_layers(model)) - 1)
     losses: list[float] = []
     found: dict[str, dict[str, list[list[float]]]] = {
-        name: {_name(damping): [[] for _ in middle] for damping in method.dampings}
+        name: {damping_name(damping): [[] for _ in middle] for damping in method.dampings}
         for name, method in COMPARED.items()
     }
     for _ in tqdm(range(arguments.iterations), f"seed {seed}", leave=False, disable=None):
@@ -195,14 +251,15 @@ def similarities(
         losses.append(float(f"{loss:.6g}"))
         for follower in followers:
             others = follower.directions(model, x, y)
-            series = found[follower.method][_name(follower.damping)]
+            series = found[follower.method][damping_name(follower.damping)]
             for values, layer in zip(series, middle, strict=True):
                 values.append(round(similarity(directions[layer], others[layer]), 4))
-        reference.step(arguments.lr)
+        reference.step(lr)
     return {
         "similarity": found,
+        "block_fisher": {"damping": damping, "lr": lr},
         "refused_steps": {
-            f"{follower.method} {_name(follower.damping)}": follower.refusals
+            f"{follower.method} {damping_name(follower.damping)}": follower.refusals
             for follower in followers
             if follower.refusals
         },
@@ -239,68 +296,18 @@ def _protocol(arguments: argparse.Namespace, inputs: Tensor) -> dict[str, Any]:
         "iterations": arguments.iterations,
         "batch_size": arguments.batch_size,
         "warm_batches": arguments.warm_batches,
-        "block_fisher": {"lr": arguments.lr, "damping": arguments.damping},
+        "block_fisher": {"rates": arguments.lr, "dampings": arguments.damping},
         "decay": 0.9,
         "intervals": "T1 = T2 = 1",
         "dampings": {name: method.dampings for name, method in COMPARED.items()},
-        "criterion": "a method's damping is the one with which, at its best learning rate, it has "
-        "the lowest smoothed training loss after as many iterations of its own",
+        "criterion": "a method's damping, and block Fisher's, is the one with which, at its best "
+        "learning rate, it has the lowest smoothed training loss after as many iterations",
         "data": {"examples": len(inputs), "mean": round(inputs.mean().item(), 6)},
     }
 
 
-def _report(compared: Sequence[dict[str, Any]], best: dict[str, dict[str, Any]]) -> str:
-    """The averages over iterations and seeds: of every layer, and of every damping."""
-
-    def means(method: str, damping: float | None) -> list[float]:
-        runs = [run["similarity"][method][_name(damping)] for run in compared]
-        return [
-            statistics.fmean(value for run in runs for value in run[layer] if _is_number(value))
-            for layer in range(len(runs[0]))
-        ]
-
-    table = {name: means(name, found["damping"]) for name, found in best.items()}
-    layers = range(len(table["tnt"]))
-    lines = [
-        "method   damping " + "".join(f"  layer {layer + 2}" for layer in layers) + "     mean"
-    ]
-    for name, row in table.items():
-        cells = "".join(f"{value:9.3f}" for value in [*row, statistics.fmean(row)])
-        found, own = best[name], ""
-        if found["smoothed_loss"] is not None:
-            own = f"   trains itself to {found['smoothed_loss']:.3f} (lr {found['lr']:g})"
-        lines.append(f"{COMPARED[name].label:8} {_name(found['damping']):>7} {cells}{own}")
-    lines += ["", "mean over the four layers with every damping:"]
-    for name, method in COMPARED.items():
-        each = [f"{_name(d)}: {statistics.fmean(means(name, d)):.3f}" for d in method.dampings]
-        lines.append(f"{method.label:8} " + "   ".join(each))
-    refused = [run["refused_steps"] for run in compared if run["refused_steps"]]
-    if refused:
-        lines += ["", f"steps refused for want of inverses: {refused}"]
-    reference = statistics.fmean(smoothed_end(run["block_fisher_losses"]) for run in compared)
-    mean = statistics.fmean(table["tnt"])
-    above = sum(t > s for t, s in zip(table["tnt"], table["shampoo"], strict=True))
-    inside = "inside" if 0.65 <= mean <= 0.85 else "outside"
-    lines += [
-        "",
-        f"block Fisher itself trains to {reference:.3f}",
-        f"TNT's mean similarity, {mean:.3f}, is {inside} 0.65 to 0.85 (the paper: 0.7 to 0.8); "
-        f"it is above Shampoo's on {above} of {len(layers)} layers.",
-    ]
-    return "\n".join(lines)
-
-
-def _is_number(value: float | None) -> bool:
-    """Whether there is a value: what is not finite comes back from a file as None."""
-    return value is not None and math.isfinite(value)
-
-
-def _name(damping: float | None) -> str:
-    return "none" if damping is None else f"{damping:g}"
-
-
 def _setting(key: dict[str, Any]) -> str:
-    return f"damping {_name(key['damping'])}, lr {key['lr']:g}"
+    return f"damping {damping_name(key['damping'])}, lr {key['lr']:g}"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -332,8 +339,20 @@ def _parser() -> argparse.ArgumentParser:
         metavar="S",
         help="of the start, the batches and the sampled labels: one run each (default: 0)",
     )
-    parser.add_argument("--lr", type=positive_float, default=0.03, help="block Fisher's")
-    parser.add_argument("--damping", type=positive_float, default=0.01, help="block Fisher's")
+    parser.add_argument(
+        "--lr",
+        type=positive_float,
+        nargs="+",
+        metavar="X",
+        help="block Fisher's; of several the one that trains it best (default: 0.01 0.03 0.1)",
+    )
+    parser.add_argument(
+        "--damping",
+        type=positive_float,
+        nargs="+",
+        metavar="X",
+        help="likewise (default: 0.001 0.01 0.1)",
+    )
     parser.add_argument(
         "--quick", action="store_true", help="5 iterations of 100 images, 2 to start with, one seed"
     )

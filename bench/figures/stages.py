@@ -125,7 +125,7 @@ STAGES = (
     _stage(*("complexity", "memory and time orders of Table 2", 1, "complexity"), "--quick"),
     _stage(
         *("cosine", "directions beside block Fisher's", 3, "cosine"),
-        "--iterations 40 --batch-size 200 --warm-batches 5 --seeds 0 1 2",
+        "--iterations 40 --batch-size 200 --warm-batches 5 --seeds 0 1 2 --lr 0.03 --damping 0.01",
         needs="mnist",
     ),
     _stage(

@@ -12,8 +12,8 @@ namespace tnt {
 constexpr int kNewtonIterations = 100;
 constexpr double kNewtonTolerance = 1e-6;
 constexpr double kNewtonGrowth = 1.2;
-// An iterate with a larger entry of |M - I| is no root; nor is one with an entry of kNewtonTrace / d:
-// a negative eigenvalue would take more than 1 off the trace of M.
+// An iterate with a larger entry of |M - I| is no root; nor is one with an entry of kNewtonTrace /
+// d: a negative eigenvalue would take more than 1 off the trace of M.
 constexpr double kNewtonConverged = 0.1;
 constexpr double kNewtonTrace = 0.5;
 
