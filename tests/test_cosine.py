@@ -20,8 +20,8 @@ from bench.experiments.directions.followers import (
     Follower,
     own_training_loss,
     shuffled_batches,
-    smoothed_end,
 )
+from bench.experiments.runs.training import smoothed
 from tests.oracle import DenseTNT
 from tnt_optim import PreconditionerError
 from tnt_optim.fisher import sampled_loss, stream_seed
@@ -174,8 +174,8 @@ def test_own_training() -> None:
 
 
 def test_smoothing_starts_at_the_first_loss() -> None:
-    assert smoothed_end([10.0]) == 10.0
-    assert smoothed_end([10.0, 20.0, 0.0]) == pytest.approx(9.9)
+    assert smoothed([10.0])[-1] == 10.0
+    assert smoothed([10.0, 20.0, 0.0])[-1] == pytest.approx(9.9)
 
 
 def test_batches_are_whole_epochs() -> None:

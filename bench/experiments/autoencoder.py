@@ -20,7 +20,6 @@ from bench.experiments.problems.autoencoders import (
 from bench.experiments.runs.command_line import (
     add_machine_arguments,
     add_run_arguments,
-    positive_float,
     positive_int,
     run_settings,
     set_machine,
@@ -71,22 +70,7 @@ def _parser() -> argparse.ArgumentParser:
         "--table", type=int, choices=(3, 5), default=3, help="the paper's table of settings"
     )
     add_run_arguments(parser, OPTIMIZERS)
-    parser.add_argument(
-        "--reach",
-        type=positive_float,
-        nargs="+",
-        default=[],
-        metavar="LOSS",
-        help="show the seconds until the smoothed loss is so low",
-    )
     add_machine_arguments(parser)
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE.json",
-        help="the record; the plot is written beside it as .png "
-        "(default: results/autoencoder/PROBLEM-OPTIMIZER.json)",
-    )
     return parser
 
 

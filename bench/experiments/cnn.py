@@ -21,7 +21,6 @@ from bench.experiments.problems.classifiers import (
 from bench.experiments.runs.command_line import (
     add_machine_arguments,
     add_run_arguments,
-    positive_float,
     positive_int,
     run_settings,
     set_machine,
@@ -105,22 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_data_arguments(parser)
     add_run_arguments(parser, OPTIMIZERS)
-    parser.add_argument(
-        "--reach",
-        type=positive_float,
-        nargs="+",
-        default=[],
-        metavar="LOSS",
-        help="show the seconds until the smoothed loss is so low",
-    )
     add_machine_arguments(parser)
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE.json",
-        help="the record; the plot is written beside it as .png "
-        "(default: results/cnn/MODEL-OPTIMIZER.json)",
-    )
     return parser
 
 

@@ -41,7 +41,6 @@ from bench.experiments.directions.followers import (
     Follower,
     own_training_loss,
     shuffled_batches,
-    smoothed_end,
 )
 from bench.experiments.directions.plot import plot_similarities
 from bench.experiments.directions.report import damping_name, is_number, report
@@ -52,6 +51,7 @@ from bench.experiments.runs.command_line import (
     seed_int,
 )
 from bench.experiments.runs.run_file import RunFile
+from bench.experiments.runs.training import smoothed
 from tnt_optim.fisher import stream_seed
 
 # Of the methods' own training, which chooses their dampings: no seed of a compared run by default.
@@ -199,7 +199,7 @@ def _reference_run(
         if not math.isfinite(losses[-1]):
             break
     seconds = round(time.perf_counter() - began, 2)
-    return {"smoothed_loss": smoothed_end(losses), "seconds": seconds}
+    return {"smoothed_loss": smoothed(losses)[-1], "seconds": seconds}
 
 
 def similarities(

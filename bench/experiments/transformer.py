@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     runs = run_comparison(
         parser, "transformer", problem, wanted, out, device, metric="validation_loss"
     )
-    print(f"\n{validation_summary(runs)}\n\n{summary(runs)}")
+    print(f"\n{validation_summary(runs)}\n\n{summary(runs, arguments.reach)}")
     print(f"\nwrote {out} and {out.with_suffix('.png')}")
     return 0
 
@@ -152,13 +152,6 @@ def _parser() -> argparse.ArgumentParser:
         help="TNT, TNT-EF and Shampoo as in the paper: neither grafts nor relative damping",
     )
     add_machine_arguments(parser)
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE.json",
-        help="the record; the plot is written beside it as .png "
-        "(default: results/transformer/language-OPTIMIZER.json)",
-    )
     return parser
 
 

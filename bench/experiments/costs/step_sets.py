@@ -103,13 +103,12 @@ def step_settings(step_set: StepSet, method: str) -> Settings:
     """A method's settings, with statistics and inverses at every step until it is told when."""
     lr, damping = _RATES[method]
     second_order = has_statistics(method)
-    decay = {"adam": 0.999}.get(method, 0.9) if METHODS[method].averaged else None
     return Settings(
         optimizer=method,
         lr=lr,
         damping=damping,
         momentum=0.9,
-        stat_decay=decay,
+        stat_decay=METHODS[method].stat_decay,
         weight_decay=0.0,
         stat_interval=1 if second_order else None,
         inverse_interval=1 if second_order else None,

@@ -11,7 +11,7 @@ _MARGIN = 2.0  # of the points, in pixels: half the pen is 1, half a pixel's sof
 # A sixteenth of the sharpest curve that fits the image is 0.07 pixels off its chord at most.
 _CHORDS = 16
 # 40 images of 784 pixels are below the 32,768 elements from which torch splits an elementwise loop
-# over threads: on two cores that others use too, their waiting made it 20 times slower.
+# over threads: on two cores that others use too, their waiting made it slower.
 _AT_ONCE = 40
 
 

@@ -107,7 +107,7 @@ def mnist_16x16(folder: str | Path) -> Tensor:
 
     The whole 28x28 image is resampled by a triangle filter 2 x 28/16 pixels wide, antialiased
     bilinear as Pillow calls it, and rounded to whole grey levels. The paper's code has
-    torchvision's `Resize([16, 16])` do it, which differs by one grey level in some 3 % of random
+    torchvision's `Resize([16, 16])` do it, which differs by one grey level in some
     pixels. Martens & Grosse 2015, whose "16x16 down-scaled" digits these are, do not say how.
 
     Args, Raises: as `mnist_images`.

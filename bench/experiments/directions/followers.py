@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bench.experiments.directions.block_fisher import layer_vector, linear_layers
+from bench.experiments.runs.training import smoothed
 from tnt_optim import KFAC, TNT, PreconditionerError, Shampoo
 
 Batch = tuple[Tensor, Tensor]  # inputs (m, features), float64, and labels (m,), int64
@@ -203,7 +204,7 @@ def own_training_loss(
     batches: Sequence[Batch],
     seed: int,
 ) -> float:
-    """The smoothed loss after the method has trained on `batches` itself: see `smoothed_end`.
+    """The smoothed loss after the method has trained on `batches` itself.
 
     Infinite where it diverges. `model` is left as it is.
     """
@@ -220,12 +221,4 @@ def own_training_loss(
             losses.append(loss)
     except PreconditionerError:
         return math.inf
-    return smoothed_end(losses)
-
-
-def smoothed_end(losses: Sequence[float]) -> float:
-    """The last of s <- 0.9 s + 0.1 loss, which starts at the first loss."""
-    smoothed = losses[0]
-    for loss in losses[1:]:
-        smoothed = 0.9 * smoothed + 0.1 * loss
-    return smoothed
+    return smoothed(losses)[-1]

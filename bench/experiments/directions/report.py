@@ -7,7 +7,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from bench.experiments.directions.followers import COMPARED, smoothed_end
+from bench.experiments.directions.followers import COMPARED
+from bench.experiments.runs.training import smoothed
 
 
 def report(compared: Sequence[dict[str, Any]], best: dict[str, dict[str, Any]]) -> str:
@@ -40,7 +41,7 @@ def report(compared: Sequence[dict[str, Any]], best: dict[str, dict[str, Any]]) 
     refused = [run["refused_steps"] for run in compared if run["refused_steps"]]
     if refused:
         lines += ["", f"steps refused for want of inverses: {refused}"]
-    reference = statistics.fmean(smoothed_end(run["block_fisher_losses"]) for run in compared)
+    reference = statistics.fmean(smoothed(run["block_fisher_losses"])[-1] for run in compared)
     mean = statistics.fmean(table["tnt"])
     above = sum(t > s for t, s in zip(table["tnt"], table["shampoo"], strict=True))
     inside = "inside" if 0.65 <= mean <= 0.85 else "outside"

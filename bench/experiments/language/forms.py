@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from bench.experiments.problems.language import BATCH_SIZE
-from bench.experiments.runs.methods import METHODS, has_statistics, takes_graft
+from bench.experiments.runs.methods import has_statistics, takes_graft
 from bench.experiments.runs.settings import Settings
 
 SCHEDULE = "warmup-cosine"
@@ -85,7 +85,7 @@ def form_settings(
         lr=form.lr if lr is None else lr,
         damping=form.damping,
         momentum=form.momentum,
-        stat_decay=form.stat_decay if METHODS[form.optimizer].averaged else None,
+        stat_decay=form.stat_decay,
         weight_decay=0.0,
         stat_interval=intervals[0] if second_order else None,
         inverse_interval=intervals[1] if second_order else None,

@@ -175,18 +175,17 @@ def autoencoder_settings(
         lr: alpha in the paper.
         damping: epsilon in the paper.
         momentum: mu in the paper.
-        stat_decay: beta in the paper; None for the paper's 0.9, and 0.999 for Adam.
+        stat_decay: beta in the paper; None for the method's own.
         seed: of the start, the batches and the samples.
     """
     batch_size, epochs = (128, 60) if problem == "digits" else (1000, 10)
     second_order = has_statistics(optimizer)
-    default_decay = {"adam": 0.999}.get(optimizer, 0.9)
     return Settings(
         optimizer=optimizer,
         lr=lr,
         damping=damping,
         momentum=momentum,
-        stat_decay=(stat_decay or default_decay) if METHODS[optimizer].averaged else None,
+        stat_decay=stat_decay or METHODS[optimizer].stat_decay,
         weight_decay=0.0,
         # the paper's intervals for both its autoencoders
         stat_interval=1 if second_order else None,

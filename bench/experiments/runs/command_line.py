@@ -109,7 +109,7 @@ def schedule(text: str) -> str:
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, optimizers: Sequence[str]) -> None:
-    """Add everything that `run_settings` reads."""
+    """Add everything that `run_settings` reads, `--reach` and `--out`."""
     parser.add_argument(
         "--optimizer",
         required=True,
@@ -160,6 +160,21 @@ def add_run_arguments(parser: argparse.ArgumentParser, optimizers: Sequence[str]
     )
     parser.add_argument(
         "--schedule", type=schedule, help="constant, step:N (epochs) or warmup-cosine"
+    )
+    parser.add_argument(
+        "--reach",
+        type=positive_float,
+        nargs="+",
+        default=[],
+        metavar="LOSS",
+        help="show the seconds until the smoothed loss is so low",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE.json",
+        help="the record; the plot is written beside it as .png "
+        "(default: results/EXPERIMENT/PROBLEM-OPTIMIZER.json)",
     )
 
 
@@ -216,7 +231,7 @@ def _foreign(optimizer: str) -> set[str]:
         foreign |= set(_GRAFTED)
     if not method.damped:
         foreign.add("damping")
-    if not method.averaged:
+    if method.stat_decay is None:
         foreign.add("stat_decay")
     return foreign
 

@@ -45,7 +45,7 @@ def run_comparison(
     try:
         file = open_runs(out, experiment, problem, wanted, device, common)
         runs = make_runs(file, problem, wanted, device)
-    except (RunFileError, CheckpointError) as error:
+    except (RunFileError, CheckpointError, OSError) as error:
         parser.error(f"argument --out: {error}")
     methods = {run.label for run in runs}
     title = problem.label + (f", {runs[0].label}" if len(methods) == 1 else "")

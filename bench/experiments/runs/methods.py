@@ -25,7 +25,8 @@ class Method:
         statistics: where its curvature comes from: labels "sampled" from the model's own
             distribution, the "empirical" training gradients, or None for a first-order method.
         damped: whether it has a damping (for Adam its epsilon).
-        averaged: whether it has a moving average with a decay of its own (beta in the paper).
+        stat_decay: the decay of its moving average (beta in the paper; Adam's beta_2), as the paper
+            sets it; None where it has no such average.
         build: makes it: from the model, the settings and the likelihood of the model's output.
     """
 
@@ -33,7 +34,7 @@ class Method:
     colour: str
     statistics: Literal["sampled", "empirical"] | None
     damped: bool
-    averaged: bool
+    stat_decay: float | None
     build: Callable[[nn.Module, Settings, str], torch.optim.Optimizer]
 
 
@@ -112,18 +113,16 @@ def _second_order(settings: Settings) -> dict[str, Any]:
 
 
 METHODS: dict[str, Method] = {
-    "tnt": Method("TNT", "#0072B2", "sampled", True, True, _tnt),
-    "tnt-ef": Method("TNT-EF", "#56B4E9", "empirical", True, True, _tnt),
+    "tnt": Method("TNT", "#0072B2", "sampled", True, 0.9, _tnt),
+    "tnt-ef": Method("TNT-EF", "#56B4E9", "empirical", True, 0.9, _tnt),
     # Which form of KFAC is a matter of the problem: the paper inverts damped factors for the
     # autoencoders and works in the eigenbasis for the convolutional networks.
-    "kfac": Method("KFAC", "#CC79A7", "sampled", True, True, _kfac("damped")),
-    "kfac-eigen": Method(
-        "KFAC (eigenbasis)", "#AA4499", "sampled", True, True, _kfac("eigenbasis")
-    ),
-    "shampoo": Method("Shampoo", "#E69F00", "empirical", True, True, _shampoo),
-    "adam": Method("Adam", "#009E73", None, True, True, _adam),
-    "sgd": Method("SGD-m", "#D55E00", None, False, False, _sgd),
-    "muon": Method("Muon + AdamW", "#000000", None, False, False, _muon),
+    "kfac": Method("KFAC", "#CC79A7", "sampled", True, 0.9, _kfac("damped")),
+    "kfac-eigen": Method("KFAC (eigenbasis)", "#AA4499", "sampled", True, 0.9, _kfac("eigenbasis")),
+    "shampoo": Method("Shampoo", "#E69F00", "empirical", True, 0.9, _shampoo),
+    "adam": Method("Adam", "#009E73", None, True, 0.999, _adam),
+    "sgd": Method("SGD-m", "#D55E00", None, False, None, _sgd),
+    "muon": Method("Muon + AdamW", "#000000", None, False, None, _muon),
 }
 LABELS = {name: method.label for name, method in METHODS.items()}
 
