@@ -187,7 +187,7 @@ def test_the_command_records_every_setting(
     assert run["final_smoothed_loss"] == run["epochs"][-1]["smoothed_loss"]
     assert record["provenance"][run["provenance"]]["versions"]["torch"] == torch.__version__
     assert run["warm_start_seconds"] is None
-    assert record["protocol"]["epochs"] == 2 and record["protocol"]["examples"] == 104
+    assert record["protocol"]["batch_size"] == 30 and record["protocol"]["examples"] == 104
     assert is_picture(out.with_suffix(".png"))
     assert f"wrote {out}" in capsys.readouterr().out
 
@@ -218,10 +218,12 @@ def test_the_command_goes_on_with_its_file(
         METHODS[o].label for o in OPTIMIZERS
     ]
     assert "±" in table and "s to 9" in table.splitlines()[0]
+    assert autoencoder.main([*command, "--optimizer", "sgd", "--epochs", "3"]) == 0
+    assert made[-1] == ("sgd", 0) and "      3" in capsys.readouterr().out
     before = out.read_bytes()
     with pytest.raises(SystemExit):
-        autoencoder.main([*command, "--optimizer", "sgd", "--epochs", "3"])
-    assert "holds runs with other settings (epochs was 2 and is 3)" in capsys.readouterr().err
+        autoencoder.main([*command, "--optimizer", "sgd", "--batch-size", "30"])
+    assert "holds runs with other settings (batch_size was 20 and is 30)" in capsys.readouterr().err
     assert out.read_bytes() == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["runs.json", "runs.png"]
 

@@ -27,7 +27,7 @@ from made_up_records import (
 from bench.experiments.confidence import interval
 from bench.experiments.costs.step_sets import STEP_SETS
 from bench.figures.claims import CLAIMS
-from bench.figures.evidence import Record, is_tuned, load_folder
+from bench.figures.evidence import Record, by_method, is_tuned, load_folder
 from bench.figures.judge_training import sooner
 from bench.figures.stages import STAGES
 from bench.figures.subjects import SUBJECTS
@@ -248,6 +248,26 @@ def test_of_several_settings_the_papers_count_even_if_others_do_better() -> None
     assert sum(label.endswith(", not judged") for label in labels) == 1
     # Where the other ones alone were run, nothing is judged.
     assert judge("mnist-epochs")(other).why.startswith("TNT was not run beside it")
+
+
+def test_rivals_with_more_epochs_are_judged_after_as_many() -> None:
+    """The longer run's loss is below TNT's at its own end, and was above it after two epochs."""
+    made = autoencoders({"tnt": 5.0, "sgd": 9.0, "adam": 9.0})
+    runs = [dict(run) for run in made.runs]
+    for run in runs:
+        if run["key"]["optimizer"] != "tnt":
+            run["key"] = run["settings"] = {**run["key"], "epochs": 3}
+            run["epochs"] = [*run["epochs"], {**run["epochs"][-1], "number": 3}]
+            run["epochs"][-1]["smoothed_loss"] = run["final_smoothed_loss"] = 1.0
+    longer = Record(made.path, {**made.content, "runs": runs})
+    verdict = judge("mnist-epochs")(longer)
+    assert verdict.outcome == SUPPORTS
+    assert "TNT 5, SGD-m 9," in verdict.why or "TNT 5, Adam 9," in verdict.why
+    assert [row[7] for row in training_table(longer).rows] == ["2", "3", "3"]
+    # Both lengths in one record: the longer one counts, whatever their order.
+    for several in ([*made.runs, *runs], [*runs, *made.runs]):
+        found = by_method(Record(made.path, {**made.content, "runs": several}))
+        assert [found[name][0].settings.epochs for name in ("tnt", "sgd", "adam")] == [2, 3, 3]
 
 
 def test_networks_are_judged_with_the_papers_settings_for_their_length() -> None:

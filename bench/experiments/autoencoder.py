@@ -42,7 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     name = "-".join([problem.name, *dict.fromkeys(arguments.optimizer)])
     out = arguments.out or Path(f"results/autoencoder/{name}.json")
-    runs = run_comparison(parser, "autoencoder", problem, wanted, out, device)
+    # Not the epochs: first-order methods may take more of them, in as many seconds.
+    common = ("batch_size",)
+    runs = run_comparison(parser, "autoencoder", problem, wanted, out, device, common=common)
     print(f"\n{summary(runs, arguments.reach)}\n\nwrote {out} and {out.with_suffix('.png')}")
     return 0
 

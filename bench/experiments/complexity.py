@@ -95,22 +95,23 @@ _ALL_TERMS = "sum d prod d + sum d^3"
 _INTERVALS = (1, 2, 4, 8, 16)
 _M = (256, 512, 1024, 2048, 4096, 8192, 16384)
 _D = (128, 256, 512, 1024, 1536, 2048, 3072)
+_D_LARGE = (256, 512, 1024, 2048, 3072, 4096)
 _D_ROOTS = (32, 64, 128, 256, 384, 512, 768)
 TIME_SWEEPS = (
-    Sweep("TNT", 1, _BOTH, "d", "sum d^3", 3, (256, 512, 1024, 2048, 3072, 4096), 2048),
+    Sweep("TNT", 1, _BOTH, "d", "sum d^3", 3, (*_D_LARGE, 6144, 8192), 4096),
     Sweep("TNT", 2, _BOTH, "d", _ALL_TERMS, 3, _D, 1536),
-    Sweep("TNT", 3, _BOTH, "d", "sum d prod d", 4, (32, 64, 128, 256, 320, 384), 256),
+    Sweep("TNT", 3, _BOTH, "d", "sum d prod d", 4, (32, 64, 128, 256, 320, 384, 512), 320),
     Sweep("TNT", 2, _STATISTICS, "m", "m prod d", 1, _M, 2048, d=256),
     Sweep("TNT", 2, _STATISTICS, "T1", "m prod d / T1", -1, _INTERVALS, d=256, m=4096),
     Sweep("TNT", 1, _INVERSES, "T2", "sum d^3 / T2", -1, _INTERVALS, d=1024),
     Sweep("Shampoo", 2, _BOTH, "d", _ALL_TERMS, 3, _D_ROOTS, 256),
     Sweep("Shampoo", 2, _STATISTICS, "m", "no m", 0, (1, 4, 16, 64, 128), d=768),
     Sweep("Shampoo", 2, _INVERSES, "T2", "sum d^3 / T2", -1, _INTERVALS, d=256),
-    Sweep("Shampoo, eigenvalues", 2, _BOTH, "d", _ALL_TERMS, 3, (*_D_ROOTS, 1024), 384),
+    Sweep("Shampoo, eigenvalues", 2, _BOTH, "d", _ALL_TERMS, 3, (*_D_ROOTS, 1024, 1536, 2048), 768),
     Sweep("Shampoo, eigenvalues", 2, _INVERSES, "T2", "sum d^3 / T2", -1, _INTERVALS, d=256),
-    Sweep("Adam", 2, PLAIN, "d", "prod d", 2, (256, 512, 1024, 2048, 3072, 4096, 5120), 2048),
-    Sweep("Newton-like", 2, _STATISTICS, "d", "prod d^2", 4, (16, 24, 32, 48, 64, 80, 96), 48),
-    Sweep("Newton-like", 2, _BOTH, "d", "prod d^3", 6, (16, 24, 32, 40, 48, 56, 64), 40),
+    Sweep("Adam", 2, PLAIN, "d", "prod d", 2, (*_D_LARGE, 5120, 6144, 8192), 4096),
+    Sweep("Newton-like", 2, _STATISTICS, "d", "prod d^2", 4, (16, 24, 32, 48, 64, 80, 96, 112), 64),
+    Sweep("Newton-like", 2, _BOTH, "d", "prod d^3", 6, (16, 24, 32, 40, 48, 56, 64, 72), 48),
     Sweep("KFAC", 2, _BOTH, "d", _ALL_TERMS, 3, _D, 1536),
     Sweep("KFAC", 2, _STATISTICS, "m", "m sum d^2", 1, _M, 2048, d=256),
     Sweep("KFAC", 2, _INVERSES, "T2", "sum d^3 / T2", -1, _INTERVALS, d=1024),

@@ -105,12 +105,19 @@ def trainings(record: Record) -> list[Run]:
 
 
 def by_method(record: Record) -> dict[str, dict[int, Run]]:
-    """Each method's runs by seed, with the settings of the paper's table; others are not judged."""
+    """Each method's runs by seed, with the settings of the paper's table; others are not judged.
+
+    Of several that differ in their length alone the longest counts.
+    """
     table = 5 if is_tuned(record) else 3
     methods: dict[str, dict[int, Run]] = {}
     for run in trainings(record):
-        if has_paper_settings(run, table):
-            methods.setdefault(run.settings.optimizer, {})[run.settings.seed] = run
+        if not has_paper_settings(run, table):
+            continue
+        own = methods.setdefault(run.settings.optimizer, {})
+        known = own.get(run.settings.seed)
+        if known is None or run.settings.epochs > known.settings.epochs:
+            own[run.settings.seed] = run
     return methods
 
 

@@ -65,10 +65,9 @@ def sooner(others: Sequence[str], own: str = "tnt") -> Judge:
 def second_order_alike(record: Record) -> Verdict:
     """With extensive tuning, second-order methods end alike: within 5 % of TNT's loss."""
     methods = by_method(record)
-    own = _final(methods.get("tnt", {}))
     verdicts = []
     for name in ("kfac", "shampoo"):
-        other = _final(methods.get(name, {}))
+        own, other = _after_as_many(methods.get("tnt", {}), methods.get(name, {}))
         seeds = sorted(own.keys() & other.keys())
         ratios = [own[seed] / other[seed] for seed in seeds]
         verdicts.append(inside(f"TNT's loss over {LABELS[name]}'s", ratios, 0.95, 1.05))
@@ -83,10 +82,11 @@ def usually_better(record: Record) -> Verdict:
     methods = by_method(record)
     second = [name for name in ("tnt", "kfac", "shampoo") if name in methods]
     verdicts = [
-        below(LABELS[name], _final(methods[name]), LABELS[other], _final(methods[other]))
+        below(LABELS[name], losses[0], LABELS[other], losses[1])
         for name in second
         for other in FIRST_ORDER
         if other in methods
+        for losses in [_after_as_many(methods[name], methods[other])]
     ]
     yes = sum(verdict.outcome == SUPPORTS for verdict in verdicts)
     no = sum(verdict.outcome == CONTRADICTS for verdict in verdicts)
@@ -238,10 +238,10 @@ def _each(others: Sequence[str], own: str, compare: Callable[..., Verdict]) -> J
     def judge(record: Record) -> Verdict:
         methods = by_method(record)
         runs = methods.get(own, {})
-        verdicts = [
-            compare(LABELS[own], _final(runs), LABELS[name], _final(methods.get(name, {})))
-            for name in others
-        ]
+        verdicts = []
+        for name in others:
+            losses = _after_as_many(runs, methods.get(name, {}))
+            verdicts.append(compare(LABELS[own], losses[0], LABELS[name], losses[1]))
         return unless(doubt(record, runs), all_of(verdicts))
 
     return judge
@@ -279,8 +279,23 @@ def _sooner(own: str, runs: Mapping[int, Run], other: str, base: Mapping[int, Ru
     return verdict
 
 
-def _final(runs: Mapping[int, Run]) -> dict[int, float]:
-    return {seed: run.final_loss for seed, run in runs.items()}
+def _after_as_many(
+    own: Mapping[int, Run], other: Mapping[int, Run]
+) -> tuple[dict[int, float], dict[int, float]]:
+    """Both methods' smoothed losses by seed, after as many epochs as the shortest run has."""
+    epochs = min(
+        (run.settings.epochs for runs in (own, other) for run in runs.values()), default=0
+    )
+    own_losses, other_losses = (
+        {seed: _loss_after(run, epochs) for seed, run in runs.items()} for runs in (own, other)
+    )
+    return own_losses, other_losses
+
+
+def _loss_after(run: Run, epochs: int) -> float:
+    if run.diverged_at_step is not None and len(run.epochs) <= epochs:
+        return math.inf
+    return run.epochs[epochs - 1].smoothed_loss
 
 
 def _last_error(run: Run) -> float:

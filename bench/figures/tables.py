@@ -28,7 +28,7 @@ def training_table(record: Record) -> Table:
     """Every variant's settings, last loss, times and metrics, and whether it is judged."""
     runs, table = trainings(record), 5 if is_tuned(record) else 3
     metrics = list(runs[0].epochs[-1].metrics)
-    header = ["", "learning rate", "damping", "μ", "β", "decay", "runs", "loss at the end"]
+    header = ["", "learning rate", "damping", "μ", "β", "decay", "runs", "epochs", "loss at the end"]
     header += [name.replace("_", " ") for name in metrics]
     header += ["s/epoch", "warm start, s"]
     rows = []
@@ -44,6 +44,7 @@ def training_table(record: Record) -> Table:
                 _maybe(settings.stat_decay),
                 f"{settings.weight_decay:g}",
                 str(len(members)),
+                str(settings.epochs),
                 mean_text([run.final_loss for run in members]),
                 *(_metric(members, name) for name in metrics),
                 mean_text([run.seconds_per_epoch for run in members]),

@@ -118,12 +118,14 @@ def summary(runs: Sequence[Run], losses: Sequence[float] = ()) -> str:
         runs: runs on one problem.
         losses: smoothed losses; the seconds to reach each are shown.
     """
-    rows = [("", "final loss", "s/epoch", "warm start s", *(f"s to {loss:g}" for loss in losses))]
+    header = ["", "epochs", "final loss", "s/epoch", "warm start s"]
+    rows = [[*header, *(f"s to {loss:g}" for loss in losses)]]
     for label, members in grouped(runs):
         lost = sum(run.diverged_at_step is not None for run in members)
         final = [run.final_loss for run in members]
         warm = [run.warm_start_seconds for run in members if run.warm_start_seconds is not None]
-        cells = [f"diverged ({lost} of {len(members)})" if lost else mean_and_spread(final, 2)]
+        cells = [str(members[0].settings.epochs)]
+        cells.append(f"diverged ({lost} of {len(members)})" if lost else mean_and_spread(final, 2))
         cells.append(mean_and_spread([run.seconds_per_epoch for run in members], 3))
         cells.append(mean_and_spread(warm, 2) if warm else "-")
         for loss in losses:
@@ -133,7 +135,7 @@ def summary(runs: Sequence[Run], losses: Sequence[float] = ()) -> str:
             if known and len(known) < len(times):
                 text += f" ({len(known)} of {len(times)})"
             cells.append(text)
-        rows.append((label, *cells))
+        rows.append([label, *cells])
     return aligned(rows)
 
 
