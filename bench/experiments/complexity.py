@@ -35,8 +35,11 @@ from bench.experiments.runs.run_file import RunFile
 from bench.kernels.fits import LEAST_EXCESS, exponent, launch_bound
 from bench.kernels.limits import busy_share
 
-QUICK = Plan(0.2, fewest=2, most=5, slow=1.0, slow_rounds=1)
-FULL = Plan(1.0, fewest=3, most=30, slow=2.0, slow_rounds=2)
+# Of one pass.
+QUICK = Plan(0.1, fewest=1, most=3, slow=1.0, slow_rounds=1)
+FULL = Plan(0.3, fewest=1, most=10, slow=2.0, slow_rounds=1)
+# Over all of a sweep's sizes: a machine that is slow for a while is so for all of them.
+PASSES = 3
 QUICK_LEAVES_OUT = 2  # of a sweep's sizes the largest
 _LEAST_STEPS = 8  # of a sweep over intervals, in one sample
 
@@ -161,22 +164,28 @@ def measure_time(sweep: Sweep, plan: Plan, leave_out: int = 0) -> dict[str, Any]
 
     Args:
         sweep: what to time.
-        plan: how many samples, for each value.
+        plan: how many samples, for each value in each pass.
         leave_out: so many of the largest sizes.
     """
     if sweep.variable[0] == "T":
         values = list(sweep.values)
         step = _started(sweep.method, sweep.d, sweep.k, sweep.m)
         runs = [_interval_run(step, sweep, value) for value in values]
-        *times, bare = least_seconds([*runs, _interval_run(step, sweep, NEVER)], plan)
-        return fitted(sweep, values, times, [bare] * len(values))
+        runs.append(_interval_run(step, sweep, NEVER))
+        passes = [least_seconds(runs, plan) for _ in range(PASSES)]
+        *times, least = map(min, zip(*passes, strict=True))
+        return fitted(sweep, values, times, [least] * len(values))
     values = list(sweep.values[: len(sweep.values) - leave_out])
     pairs = []
     for value in values:
         d, m = (value, sweep.m) if sweep.variable == "d" else (sweep.d, value)
         steps = [_started(method, d, sweep.k, m) for method in (sweep.method, "SGD-m")]
-        pairs.append(least_seconds([_due_run(step, sweep.due) for step in steps], plan))
-    return fitted(sweep, values, [pair[0] for pair in pairs], [pair[1] for pair in pairs])
+        pairs.append([_due_run(step, sweep.due) for step in steps])
+    passes = [[least_seconds(pair, plan) for pair in pairs] for _ in range(PASSES)]
+    times, bare = (
+        [min(each[place][of] for each in passes) for place in range(len(values))] for of in (0, 1)
+    )
+    return fitted(sweep, values, times, bare)
 
 
 def fitted(
