@@ -201,9 +201,9 @@ def test_the_command_goes_on_with_its_file(
     made: list[tuple[str, int]] = []
     train = comparison.train
 
-    def noted(problem: Autoencoder, settings: Any, *arguments: Any) -> Any:
+    def noted(problem: Autoencoder, settings: Any, *arguments: Any, **more: Any) -> Any:
         made.append((settings.optimizer, settings.seed))
-        return train(problem, settings, *arguments)
+        return train(problem, settings, *arguments, **more)
 
     monkeypatch.setattr(comparison, "train", noted)
     out = tmp_path / "runs.json"
@@ -219,7 +219,14 @@ def test_the_command_goes_on_with_its_file(
     ]
     assert "±" in table and "s to 9" in table.splitlines()[0]
     assert autoencoder.main([*command, "--optimizer", "sgd", "--epochs", "3"]) == 0
-    assert made[-1] == ("sgd", 0) and "      3" in capsys.readouterr().out
+    assert made[-1] == ("sgd", 0)
+    # The table, like the picture, is of all that the file holds.
+    lines = capsys.readouterr().out.partition("final loss")[2].splitlines()
+    assert "SGD-m (2 epochs)" in lines[6] and "SGD-m (3 epochs)" in lines[7]
+    assert [line.split()[0] for line in lines[1:8]] == [
+        *(METHODS[o].label for o in OPTIMIZERS),
+        "SGD-m",
+    ]
     before = out.read_bytes()
     with pytest.raises(SystemExit):
         autoencoder.main([*command, "--optimizer", "sgd", "--batch-size", "30"])

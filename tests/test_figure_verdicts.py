@@ -375,3 +375,5 @@ def test_tables_tell_apart_by_their_momenta() -> None:
     subjects = {s.name: s for s in SUBJECTS}
     assert subjects["mnist-tuned"].matches(tuned(1.0, 1.0))
     assert not subjects["mnist"].matches(tuned(1.0, 1.0))
+    assert subjects["mnist"].matches(autoencoders(losses(5.0)))
+    assert not subjects["mnist"].matches(autoencoders(losses(5.0), lr=7.0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from bench.figures.evidence import Record, is_tuned
+from bench.figures.evidence import Record, by_method, is_tuned
 from bench.figures.tables import (
     TableOf,
     complexity_table,
@@ -46,7 +46,8 @@ def _autoencoder(problem: str, tuned: bool = False) -> Callable[[Record], bool]:
     def matches(record: Record) -> bool:
         if (record.experiment, record.protocol.get("problem")) != ("autoencoder", problem):
             return False
-        return is_tuned(record) is tuned
+        # Of other settings alone nothing is judged: no section of the paper's for them.
+        return is_tuned(record) is tuned and bool(by_method(record))
 
     return matches
 

@@ -12,6 +12,7 @@ import torch
 from bench.experiments.problems import Problem
 from bench.experiments.runs.checkpoint import CheckpointError
 from bench.experiments.runs.command_line import checked_output
+from bench.experiments.runs.methods import METHODS
 from bench.experiments.runs.plots import grouped, plot_runs
 from bench.experiments.runs.run_file import RunFile, RunFileError
 from bench.experiments.runs.settings import Settings
@@ -29,7 +30,10 @@ def run_comparison(
     common: Sequence[str] = ("batch_size", "epochs"),
     metric: str | None = None,
 ) -> list[Run]:
-    """Makes a command's runs and their picture; exits with a usage error where a file does not fit.
+    """Makes a command's runs; exits with a usage error where a file does not fit.
+
+    Returns and draws all runs that the file has then: also those of earlier commands, which the
+    picture beside it must not lose.
 
     Args:
         parser: the command's, whose usage an error shows.
@@ -44,9 +48,16 @@ def run_comparison(
     out = checked_output(parser, "--out", out)
     try:
         file = open_runs(out, experiment, problem, wanted, device, common)
-        runs = make_runs(file, problem, wanted, device)
+        for settings in wanted:
+            if file.find(asdict(settings)) is None:
+                name = f"{file.path.stem}-{settings.optimizer}-seed{settings.seed}.partial.pt"
+                checkpoint = file.path.with_name(name)
+                run = train(problem, settings, device, checkpoint=checkpoint)
+                file.add(asdict(settings), run.record())
     except (RunFileError, CheckpointError, OSError) as error:
         parser.error(f"argument --out: {error}")
+    runs = [Run.from_record(run) for run in file.runs]
+    runs.sort(key=lambda run: list(METHODS).index(run.settings.optimizer))
     methods = {run.label for run in runs}
     title = problem.label + (f", {runs[0].label}" if len(methods) == 1 else "")
     plot_runs(runs, out.with_suffix(".png"), title, problem.loss_label, metric)
@@ -86,29 +97,6 @@ def open_runs(
     file = RunFile(path, experiment, problem.description() | shared, device)
     file.check_same_machine()
     return file
-
-
-def make_runs(
-    file: RunFile,
-    problem: Problem,
-    runs: Sequence[Settings],
-    device: torch.device,
-    report_every: int = 1,
-) -> list[Run]:
-    """Makes the runs that `file` lacks, one after the other; returns all that were asked for.
-
-    Raises:
-        CheckpointError: a run that was interrupted had other settings.
-    """
-    made = []
-    for settings in runs:
-        found = file.find(asdict(settings))
-        if found is None:
-            name = f"{file.path.stem}-{settings.optimizer}-seed{settings.seed}.partial.pt"
-            run = train(problem, settings, device, report_every, file.path.with_name(name))
-            found = file.add(asdict(settings), run.record())
-        made.append(Run.from_record(found))
-    return made
 
 
 def summary(runs: Sequence[Run], losses: Sequence[float] = ()) -> str:

@@ -77,6 +77,7 @@ _IN_LABELS = {
     "inverse_interval": "T2 = {}",
     "schedule": "{}",
     "batch_size": "batch {}",
+    "epochs": "{} epochs",
 }
 
 
