@@ -11,7 +11,7 @@ import argparse
 import gc
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -172,20 +172,22 @@ def measure_time(sweep: Sweep, plan: Plan, leave_out: int = 0) -> dict[str, Any]
         step = _started(sweep.method, sweep.d, sweep.k, sweep.m)
         runs = [_interval_run(step, sweep, value) for value in values]
         runs.append(_interval_run(step, sweep, NEVER))
-        passes = [least_seconds(runs, plan) for _ in range(PASSES)]
-        *times, least = map(min, zip(*passes, strict=True))
-        return fitted(sweep, values, times, [least] * len(values))
+        *times, bare = _least(least_seconds(runs, plan) for _ in range(PASSES))
+        return fitted(sweep, values, times, [bare] * len(values))
     values = list(sweep.values[: len(sweep.values) - leave_out])
     pairs = []
     for value in values:
         d, m = (value, sweep.m) if sweep.variable == "d" else (sweep.d, value)
         steps = [_started(method, d, sweep.k, m) for method in (sweep.method, "SGD-m")]
         pairs.append([_due_run(step, sweep.due) for step in steps])
-    passes = [[least_seconds(pair, plan) for pair in pairs] for _ in range(PASSES)]
-    times, bare = (
-        [min(each[place][of] for each in passes) for place in range(len(values))] for of in (0, 1)
+    least = _least(
+        [seconds for pair in pairs for seconds in least_seconds(pair, plan)] for _ in range(PASSES)
     )
-    return fitted(sweep, values, times, bare)
+    return fitted(sweep, values, least[::2], least[1::2])
+
+
+def _least(passes: Iterable[Sequence[float]]) -> list[float]:
+    return [min(own) for own in zip(*passes, strict=True)]
 
 
 def fitted(

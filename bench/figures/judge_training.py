@@ -283,9 +283,7 @@ def _after_as_many(
     own: Mapping[int, Run], other: Mapping[int, Run]
 ) -> tuple[dict[int, float], dict[int, float]]:
     """Both methods' smoothed losses by seed, after as many epochs as the shortest run has."""
-    epochs = min(
-        (run.settings.epochs for runs in (own, other) for run in runs.values()), default=0
-    )
+    epochs = min((run.settings.epochs for runs in (own, other) for run in runs.values()), default=0)
     own_losses, other_losses = (
         {seed: _loss_after(run, epochs) for seed, run in runs.items()} for runs in (own, other)
     )

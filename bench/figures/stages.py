@@ -122,7 +122,7 @@ STAGES = (
         *("sensitivity", "one learning rate at several settings", 2, "sensitivity"),
         "--quick --seeds 0 1 --forms tnt tnt-grafted --jobs 2",
     ),
-    _stage(*("complexity", "memory and time orders of Table 2", 1, "complexity"), "--quick"),
+    _stage(*("complexity", "memory and time orders of Table 2", 2, "complexity"), "--quick"),
     _stage(
         *("cosine", "directions beside block Fisher's", 3, "cosine"),
         "--iterations 40 --batch-size 200 --warm-batches 5 --seeds 0 1 2 --lr 0.03 --damping 0.01",

@@ -28,7 +28,8 @@ def training_table(record: Record) -> Table:
     """Every variant's settings, last loss, times and metrics, and whether it is judged."""
     runs, table = trainings(record), 5 if is_tuned(record) else 3
     metrics = list(runs[0].epochs[-1].metrics)
-    header = ["", "learning rate", "damping", "μ", "β", "decay", "runs", "epochs", "loss at the end"]
+    header = ["", "learning rate", "damping", "μ", "β", "decay"]
+    header += ["runs", "epochs", "loss at the end"]
     header += [name.replace("_", " ") for name in metrics]
     header += ["s/epoch", "warm start, s"]
     rows = []

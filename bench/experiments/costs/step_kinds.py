@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 import math
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -19,6 +18,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+
+from bench.experiments.clock import now
 
 # A step number far beyond the first T2 steps, and an interval at which nothing is due there, nor
 # soon after; the optimizers' additional inverses at the start of training are over.
@@ -162,13 +163,6 @@ class TrainingStep:
         period = math.lcm(stat_interval, inverse_interval)
         self.set_intervals(stat_interval, inverse_interval, period * -(-START // period))
         return self.seconds(period)
-
-
-def now(device: torch.device) -> float:
-    """The clock, once the device has done what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 @dataclass(frozen=True)

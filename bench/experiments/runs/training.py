@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from bench.experiments.clock import now
 from bench.experiments.problems.problem import Problem, seeded_model
 from bench.experiments.runs.checkpoint import Checkpoint
 from bench.experiments.runs.methods import LABELS, METHODS, build_optimizer
@@ -208,9 +208,9 @@ def train(
         loop = _Loop(optimizer, model, problem, settings, augment, bar)
         for number in range(len(run.epochs) + 1, settings.epochs + 1):
             order = problem.order(settings.batch_size, shuffle).to(device)
-            began = _now(device)
+            began = now(device)
             losses = loop.epoch(number, order)
-            seconds = _now(device) - began
+            seconds = now(device) - began
             _add_epoch(run, number, losses, seconds, problem.evaluate(model))
             if check_moved and number == 1 and run.diverged_at_step is None:
                 _check_moved(model, start)
@@ -320,16 +320,9 @@ def _warm_start(
             yield problem.loss(outputs, targets) if empirical else outputs
 
     model.train()
-    began = _now(device)
+    began = now(device)
     optimizer.warm_start(outputs_or_losses(), model=model)  # type: ignore[attr-defined]
-    return _now(device) - began
-
-
-def _now(device: torch.device) -> float:
-    """The clock, once the device has done what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+    return now(device) - began
 
 
 def _check_moved(model: nn.Module, start: list[Tensor]) -> None:
