@@ -129,23 +129,23 @@ STAGES = (
         needs="mnist",
     ),
     _stage(
-        *("mnist", "autoencoder on MNIST, Tables 3 and 6", 5.5, "autoencoder"),
-        "--optimizer tnt tnt-ef kfac adam sgd --seeds 0 1 2 --epochs 2",
+        *("mnist", "autoencoder on MNIST, Tables 3 and 6", 5, "autoencoder"),
+        "--optimizer tnt tnt-ef kfac adam sgd --seeds 0 1 --epochs 2",
         needs="mnist",
     ),
     _stage(
-        *("mnist-tuned", "autoencoder on MNIST, Table 5", 4, "autoencoder"),
-        "--table 5 --optimizer tnt adam sgd --seeds 0 1 --epochs 5",
+        *("mnist-tuned", "autoencoder on MNIST, Table 5", 3.5, "autoencoder"),
+        "--table 5 --optimizer tnt adam sgd --seeds 0 1 --epochs 3",
         needs="mnist",
     ),
     _stage(
-        *("faces", "autoencoder on face patches", 6, "autoencoder"),
-        "--examples 10000 --optimizer tnt kfac adam sgd --seeds 0 1 --epochs 6",
+        *("faces", "autoencoder on face patches", 5, "autoencoder"),
+        "--examples 10000 --optimizer tnt kfac adam sgd --seeds 0 1 --epochs 4",
         needs="faces",
     ),
     _stage(
-        *("resnet32", "ResNet-32 on some of CIFAR-10", 3.5, "cnn"),
-        "--model resnet32 --subset 1280 --optimizer all --epochs 2",
+        *("resnet32", "ResNet-32 on some of CIFAR-10", 3, "cnn"),
+        "--model resnet32 --subset 768 --optimizer all --epochs 2",
         needs="cifar10",
     ),
     _stage(
