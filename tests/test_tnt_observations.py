@@ -60,6 +60,16 @@ def test_heads_used_in_turn_are_all_trained() -> None:
     assert all(opt.state[p]["updates"] > 0 for p in model.parameters())
 
 
+@pytest.mark.parametrize("period", [2, 5, 10])
+def test_head_used_only_between_scheduled_statistics_is_trained(period: int) -> None:
+    """The batches at which statistics are due, and those right after its own, use another one."""
+    model = Heads(2)
+    opt = TNT(model.parameters(), stat_interval=10)
+    train(model, opt, ([0] * (period - 1) + [1]) * 3)
+    # It waits at its first batch, brings its statistics with its second.
+    assert [opt.state[p]["updates"] for p in model.heads[1].parameters()] == [2, 2]
+
+
 def test_group_added_later_may_be_missed_by_the_next_batch() -> None:
     model = Heads(2)
     opt = TNT([*model.body.parameters(), *model.heads[0].parameters()], stat_interval=10)

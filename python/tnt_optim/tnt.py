@@ -114,8 +114,10 @@ class TNT(KroneckerOptimizer):
         self._summed: int | Tensor = 0
         self._asked: set[Tensor] = set()
         self._observations = 0
-        # Without statistics, and not reached by the last output that could have brought them.
+        # Without statistics: not reached by the last output that could have brought them, and those
+        # of them that a loss has reached since, which every later observe asks for.
         self._unreached: set[Tensor] = set()
+        self._awaited: set[Tensor] = set()
         self._warned = False
         super().__init__(
             params,
@@ -171,7 +173,7 @@ class TNT(KroneckerOptimizer):
         """Loads a saved state; see ``KroneckerOptimizer.load_state_dict``."""
         super().load_state_dict(state_dict)
         self._forget_observations()
-        self._unreached = set()
+        self._unreached, self._awaited = set(), set()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), **{name: getattr(self, name) for name in _OWN}}
@@ -256,14 +258,15 @@ class TNT(KroneckerOptimizer):
         return param in self._unreached and param not in self._asked
 
     def _note_unreached(self) -> None:
-        # One that got a gradient without having been asked for is asked for at the next observe.
-        self._unreached = {
+        missed = {
             p
-            for p in self._unreached | self._asked
-            if not self._has_state(p)
-            and p not in self._sampled
-            and (p in self._asked or p.grad is None)
+            for p in self._asked | self._unreached | self._awaited
+            if not self._has_state(p) and p not in self._sampled
         }
+        # A gradient without having been asked for: the outputs do reach it at times.
+        seen = {p for p in missed - self._asked if p.grad is not None}
+        self._awaited = missed & (self._awaited | seen)
+        self._unreached = missed - self._awaited
 
     def _forget_observations(self) -> None:
         self._sampled, self._summed, self._asked, self._observations = {}, 0, set(), 0
@@ -278,5 +281,6 @@ _OWN = (
     "_asked",
     "_observations",
     "_unreached",
+    "_awaited",
     "_warned",
 )
