@@ -24,7 +24,7 @@ from bench.provenance import provenance
 from bench.records import write_json
 
 _OPTIMIZERS = ("sgd", "adam", "tnt")
-# An epoch of TNT on MNIST takes some 11 s on two cores (bench/results), one on the digits 0.05 s.
+# An epoch of TNT on MNIST takes some 16 s on two cores (bench/results), one on the digits 0.05 s.
 _MNIST_EPOCHS = 3
 # A typical start: each of the three ends within 0.3 of its mean over the search's five seeds, of
 # which this is none. From seed 6 or 12 SGD-m ends well above its mean: that flatters TNT.
