@@ -162,6 +162,8 @@ def _state(method: str, d: int, k: int) -> int:
 def measure_time(sweep: Sweep, plan: Plan, leave_out: int = 0) -> dict[str, Any]:
     """Times every value of a sweep and fits the exponent.
 
+    All sizes are held at once, up to some 8 GB in the largest sweep (TNT, k = 3).
+
     Args:
         sweep: what to time.
         plan: how many samples, for each value in each pass.
