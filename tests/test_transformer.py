@@ -302,7 +302,6 @@ def test_the_table_tells_tokens_from_seconds() -> None:
     table = {row.variant.form: row for row in rows(runs)}
     assert list(table) == ["tnt-grafted", "adam", "muon"]
     tnt = table["tnt-grafted"]
-    assert tnt.interior and not table["adam"].interior
     assert tnt.tokens["adam"].verdict == "below"
     assert tnt.tokens["adam"].mean == pytest.approx(-1.01)
     # Twice as slow: when AdamW is done, TNT has done 10 steps.
@@ -320,7 +319,10 @@ def test_the_table_tells_tokens_from_seconds() -> None:
     assert cells(table["adam"])[1:4] == ("0.1 (end of the search)", "2.500 ± 0.500", "-")
     assert HEADER[6] == "at AdamW's seconds, the slower run cut mid-schedule"
     end = "the best learning rate of AdamW is an end of its search"
-    assert (tnt.ends["adam"], table["adam"].ends["adam"]) == (end, end)
+    assert tnt.ends.own is None and table["adam"].ends.own == "AdamW"
+    assert tnt.doubt("adam", tnt.tokens["adam"]) == end
+    # above a baseline that may do still better
+    assert tnt.doubt("adam", tnt.seconds["adam"]) is None
     lines = conclusions(list(table.values()))
     start = "TNT, grafted, width 8, 20 steps: tokens: -1.010 ± 0.006, below against AdamW; "
     assert lines[0].startswith(start)

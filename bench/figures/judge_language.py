@@ -39,7 +39,7 @@ def language_rows(record: Record) -> list[Row]:
 def lower_at_equal_tokens(baseline: str) -> Callable[[Record], Verdict]:
     """A judge: after as many steps, grafted TNT's validation loss is below a baseline's.
 
-    Only where both learning rates are in the interior of what their searches tried.
+    Not where a better learning rate, beyond the end of its search, could overturn it.
     """
 
     def judge(record: Record) -> Verdict:
@@ -53,7 +53,7 @@ def lower_at_equal_tokens(baseline: str) -> Callable[[Record], Verdict]:
             text = f"{where}, against {FORMS[baseline].label}: {difference.text()}"
             verdict = Verdict(outcome, text)
             short = row.variant.steps < _LEAST_STEPS
-            reason = "scaled down too far" if short else row.ends[baseline]
+            reason = "scaled down too far" if short else row.doubt(baseline, difference)
             verdicts.append(unless(reason, verdict))
         return all_of(verdicts)
 

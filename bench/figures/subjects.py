@@ -166,9 +166,10 @@ SUBJECTS: Sequence[Subject] = (
         "Learning rates are searched with as many trials for every form, and nothing else "
         "is. Tuning was not equal: the dampings of TNT, TNT-EF and Shampoo are the best of a few "
         "tried by hand at width 64, without a record, and AdamW and Muon had no second setting "
-        "tried. Where a best rate is an end of its search, nothing is judged. At equal seconds the "
-        "slower run is cut mid-schedule beside a finished baseline, which counts against it; a "
-        "time to a loss is on that unfinished schedule, too.",
+        "tried. Nothing is judged where the best rate of the worse of two is an end of its search, "
+        "beyond which it may do better. At equal seconds the slower run is cut mid-schedule "
+        "beside a finished baseline, which counts against it; a time to a loss is on that "
+        "unfinished schedule, too.",
     ),
     Subject(
         "sensitivity",

@@ -110,13 +110,25 @@ def steps_to(curve: Sequence[float], epoch_steps: int, loss: float) -> float:
 
 
 @dataclass(frozen=True)
+class Ends:
+    """Who may do better with a learning rate beyond those that were searched.
+
+    Attributes:
+        own: a row's label if its best rate is an end of its search, else None.
+        baselines: likewise each baseline's, at the same width and length; None without runs.
+    """
+
+    own: str | None
+    baselines: Mapping[str, str | None]
+
+
+@dataclass(frozen=True)
 class Row:
     """What is known of one variant.
 
     Attributes:
         variant: which.
         lr: its learning rate, from the search.
-        interior: whether that is in the interior of what was tried.
         final: the last validation loss by seed; infinite for a run that diverged.
         clock: the seconds after 0, 1, ... steps, from each kind of step's, measured alone; None
             where they were not measured.
@@ -125,20 +137,34 @@ class Row:
         seconds: the loss at the moment at which each baseline's run ends, against its last.
         speed: the seconds to each baseline's mean last loss, by those of its whole run; infinite
             if that loss is not reached, None where times were not measured.
-        ends: why each baseline cannot be judged against: whose best rate is an end of its search,
-            beyond which it may do better; None where neither's is.
+        ends: the labels of those whose best rate is an end of its search, beyond which they may do
+            better: this row's own and each baseline's.
     """
 
     variant: Variant
     lr: float
-    interior: bool
     final: dict[int, float]
     clock: Sequence[float] | None
     threads: int | None
     tokens: dict[str, Difference]
     seconds: dict[str, Difference]
     speed: dict[str, float | None]
-    ends: dict[str, str | None]
+    ends: Ends
+
+    def doubt(self, name: str, difference: Difference) -> str | None:
+        """Why a difference from a baseline does not count; None where it does.
+
+        A better learning rate beyond the end of a search could overturn it: the baseline's where
+        this row is below, this row's where it is above. With the other's it would only grow.
+        """
+        suspects = {
+            "below": [self.ends.baselines[name]],
+            "above": [self.ends.own],
+        }.get(difference.verdict, [self.ends.own, self.ends.baselines[name]])
+        at_an_end = dict.fromkeys(label for label in suspects if label)
+        if not at_an_end:
+            return None
+        return f"the best learning rate of {' and '.join(at_an_end)} is an end of its search"
 
     @property
     def seconds_per_step(self) -> float | None:
@@ -232,7 +258,6 @@ def _order(variant: Variant) -> tuple[int, int, int, tuple[int, int]]:
 
 def _row(variant: Variant, known: _Known) -> Row:
     final = {seed: final_loss(run) for seed, run in known.finals[variant].items()}
-    interior = known.interior(variant)
     tokens: dict[str, Difference] = {}
     seconds: dict[str, Difference] = {}
     speed: dict[str, float | None] = {}
@@ -242,26 +267,18 @@ def _row(variant: Variant, known: _Known) -> Row:
         last = {seed: final_loss(run) for seed, run in known.finals.get(base, {}).items()}
         tokens[name] = paired(final, last)
         seconds[name], speed[name] = _at_equal_seconds(variant, base, last, known)
-        at_an_end = [] if interior else [variant.label]
-        if base != variant and last and not known.interior(base):
-            at_an_end.append(base.label)
-        ends[name] = (
-            f"the best learning rate of {' and '.join(at_an_end)} is an end of its search"
-            if at_an_end
-            else None
-        )
+        ends[name] = base.label if last and not known.interior(base) else None
     clock = known.clocks.get(variant)
     return Row(
         variant=variant,
         lr=known.lr(variant),
-        interior=interior,
         final=final,
         clock=clock,
         threads=None if clock is None else known.threads,
         tokens=tokens,
         seconds=seconds,
         speed=speed,
-        ends=ends,
+        ends=Ends(None if known.interior(variant) else variant.label, ends),
     )
 
 
@@ -321,7 +338,7 @@ def cells(row: Row) -> tuple[str, ...]:
         pace = f"{1000 * row.seconds_per_step:.1f}, threads: {row.threads}"
     return (
         row.variant.label,
-        f"{row.lr:g}" + ("" if row.interior else " (end of the search)"),
+        f"{row.lr:g}" + (" (end of the search)" if row.ends.own else ""),
         loss,
         *(_against(row, name, row.tokens) for name in BASELINES),
         pace,
@@ -345,7 +362,7 @@ def conclusions(table: Sequence[Row], form: str = "tnt-grafted") -> list[str]:
     """Whether a form is below the baselines and by how much, at each width and length and in all.
 
     The probe of the algorithm's page said so of grafted TNT, from one seed: below AdamW by far, and
-    below or level with Muon. Where a best learning rate is an end of its search, nothing counts.
+    below or level with Muon. What `Row.doubt` has something against does not count.
     """
     own = [r for r in table if r.variant.form == form and r.variant.intervals == INTERVALS]
     lines = []
@@ -355,15 +372,23 @@ def conclusions(table: Sequence[Row], form: str = "tnt-grafted") -> list[str]:
             for kind, differences in (("tokens:", row.tokens), (f"seconds, {CUT}:", row.seconds))
             for name in BASELINES
         ]
-        parts += dict.fromkeys(f"not counted: {end}" for end in row.ends.values() if end)
+        doubts = [
+            row.doubt(name, differences[name])
+            for differences in (row.tokens, row.seconds)
+            for name in BASELINES
+        ]
+        parts += dict.fromkeys(f"not counted: {doubt}" for doubt in doubts if doubt)
         where = f"width {row.variant.width}, {row.variant.steps} steps"
         lines.append(f"{row.variant.label}, {where}: {'; '.join(parts)}")
     for name in BASELINES if own else ():
         at_tokens, at_seconds = (
-            sum(differences[name].verdict == "below" for differences in column)
+            sum(
+                difference.verdict == "below" and row.doubt(name, difference) is None
+                for row, difference in column
+            )
             for column in (
-                [r.tokens for r in own if not r.ends[name]],
-                [r.seconds for r in own if not r.ends[name]],
+                [(row, row.tokens[name]) for row in own],
+                [(row, row.seconds[name]) for row in own],
             )
         )
         lines.append(
