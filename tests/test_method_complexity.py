@@ -1,5 +1,6 @@
 """Table 2 for whole methods: exact counts of the state, fits, and what a sweep times."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +205,14 @@ def test_the_command_goes_on_where_it_stopped(
     with pytest.raises(SystemExit):
         complexity.main(command[1:])
     assert "quick was True and is False" in capsys.readouterr().err
+    further = replace(SMALL[0], values=(2, 3, 4, 5, 6))
+    monkeypatch.setattr(complexity, "TIME_SWEEPS", [further])
+    with pytest.raises(SystemExit):
+        complexity.main(command)
+    assert "holds TNT over d at [2, 3], not at [2, 3, 4]: give another file" in (
+        capsys.readouterr().err
+    )
+    assert load_runs(out)["runs"][:-1] == before
 
 
 def test_the_page(tmp_path: Path) -> None:

@@ -89,6 +89,12 @@ class Sweep:
         """What its run is found by."""
         return {"of": "time", "method": self.method, "over": self.variable, "part": self.part}
 
+    def timed(self, leave_out: int) -> list[int]:
+        """The values that are timed: all, or so many of the largest sizes left out."""
+        if self.variable[0] == "T":
+            return list(self.values)
+        return list(self.values[: len(self.values) - leave_out])
+
 
 def _due(kind: Kind) -> str:
     return "nothing due" if kind == PLAIN else kind.label
@@ -169,14 +175,13 @@ def measure_time(sweep: Sweep, plan: Plan, leave_out: int = 0) -> dict[str, Any]
         plan: how many samples, for each value in each pass.
         leave_out: so many of the largest sizes.
     """
+    values = sweep.timed(leave_out)
     if sweep.variable[0] == "T":
-        values = list(sweep.values)
         step = _started(sweep.method, sweep.d, sweep.k, sweep.m)
         runs = [_interval_run(step, sweep, value) for value in values]
         runs.append(_interval_run(step, sweep, NEVER))
         *times, bare = _least(least_seconds(runs, plan) for _ in range(PASSES))
         return fitted(sweep, values, times, [bare] * len(values))
-    values = list(sweep.values[: len(sweep.values) - leave_out])
     pairs = []
     for value in values:
         d, m = (value, sweep.m) if sweep.variable == "d" else (sweep.d, value)
@@ -294,11 +299,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         runs = RunFile(out, "complexity of whole methods", protocol)
     except (OSError, ValueError) as error:
         parser.error(f"argument --out: {error}")
+    plan, leave_out = (QUICK, QUICK_LEAVES_OUT) if arguments.quick else (FULL, 0)
+    for sweep in TIME_SWEEPS:
+        known = runs.find(sweep.key)
+        if known is not None and known["values"] != sweep.timed(leave_out):
+            parser.error(
+                f"argument --out: {out} holds {sweep.method} over {sweep.variable} at "
+                f"{known['values']}, not at {sweep.timed(leave_out)}: give another file"
+            )
     for method, k in memory_cases():
         key = {"of": "memory", "method": method, "over": "d", "part": f"k = {k}"}
         if runs.find(key) is None:
             runs.add(key, measure_memory(method, k))
-    plan, leave_out = (QUICK, QUICK_LEAVES_OUT) if arguments.quick else (FULL, 0)
     for sweep in tqdm(TIME_SWEEPS, "complexity", unit="sweep", disable=None):
         if runs.find(sweep.key) is None:
             began = time.perf_counter()
