@@ -30,13 +30,13 @@ import bench.figures.__main__ as command
 from bench.figures import stages as stages_module
 from bench.figures.claims import CLAIMS
 from bench.figures.document import Code, Heading, Link, Paragraph, Table, html_page, markdown
-from bench.figures.driver import exit_status, run_stages
+from bench.figures.driver import run_stages
 from bench.figures.evidence import Record, load_folder
 from bench.figures.page import build_page, judge_all, write_page
 from bench.figures.stages import DATA, STAGES, Stage, checked_data, chosen
 from bench.figures.verdicts import CANNOT_TELL, CONTRADICTS, NOT_RUN, SUPPORTS
-from bench.gpu.driver import FAILED, PASSED, TIMED_OUT
-from bench.gpu.driver import NOT_RUN as STAGE_NOT_RUN
+from bench.stage_runs import FAILED, PASSED, TIMED_OUT, exit_status
+from bench.stage_runs import NOT_RUN as STAGE_NOT_RUN
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

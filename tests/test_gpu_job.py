@@ -21,21 +21,19 @@ from bench.gpu import (
     sanitizer,
     stages,
 )
-from bench.gpu.driver import (
-    CHECKOUT,
-    FAILED,
-    NOT_RUN,
-    OUTCOMES,
-    PASSED,
-    TIMED_OUT,
-    Outcome,
-    Stage,
-    exit_status,
-    run_stages,
-)
+from bench.gpu.driver import OUTCOMES, Stage, run_stages
 from bench.gpu.json_lines import JsonLines, read
 from bench.gpu.look import Surroundings
 from bench.gpu.stage_process import Job
+from bench.stage_runs import (
+    CHECKOUT,
+    FAILED,
+    NOT_RUN,
+    PASSED,
+    TIMED_OUT,
+    Outcome,
+    exit_status,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -106,7 +104,7 @@ def test_every_stage_runs_whatever_becomes_of_the_others(tmp_path: Path) -> None
     assert exit_status(outcomes) == 1
     text = "\n".join(said)
     assert "    | reason" in text
-    assert "lacking    not run" in text and "nvcc is not installed" in text
+    assert "lacking      not run" in text and "nvcc is not installed" in text
 
 
 def test_a_tool_that_is_missing_is_no_failure(tmp_path: Path) -> None:

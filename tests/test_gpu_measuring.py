@@ -19,12 +19,7 @@ from bench.gpu import (
     stages,
     training,
 )
-from bench.gpu.driver import (
-    NO_DEVICE,
-    NOT_RUN,
-    PASSED,
-    run_stage,
-)
+from bench.gpu.driver import NO_DEVICE, run_stage
 from bench.gpu.json_lines import JsonLines, read
 from bench.gpu.origin import origin
 from bench.gpu.record import gather, ratio
@@ -32,6 +27,7 @@ from bench.gpu.stage_process import Job, SomethingIsMissing
 from bench.gpu.targets import TARGETS
 from bench.kernels.parameter_sets import PARAMETER_SETS, ParameterSet
 from bench.kernels.timing import OURS, Candidate
+from bench.stage_runs import NOT_RUN, PASSED
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

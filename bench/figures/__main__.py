@@ -12,10 +12,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.figures.driver import exit_status, run_stages, summary
+from bench.figures.driver import run_stages
 from bench.figures.evidence import load_folder
 from bench.figures.page import build_page, write_page
-from bench.figures.stages import CHECKOUT, DATA, STAGES, Stage, checked_data, chosen
+from bench.figures.stages import DATA, STAGES, Stage, checked_data, chosen
+from bench.stage_runs import CHECKOUT, exit_status, summary
 
 MINUTES = 40.0
 

@@ -36,7 +36,7 @@ from bench.figures.verdicts import (
     Verdict,
     by_chance,
 )
-from bench.gpu.driver import PASSED, Outcome
+from bench.stage_runs import PASSED, Outcome
 
 PAGE = "figures.md"
 

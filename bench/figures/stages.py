@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-CHECKOUT = Path(__file__).resolve().parents[2]
+from bench.stage_runs import CHECKOUT
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.gpu.driver import CHECKOUT, NO_DEVICE, exit_status, run_stages, summary
+from bench.gpu.driver import NO_DEVICE, run_stages
 from bench.gpu.look import Surroundings, look
 from bench.gpu.stages import STAGES, chosen
+from bench.stage_runs import CHECKOUT, exit_status, summary
 
 MINUTES = 9.0
 

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from bench.gpu.driver import CHECKOUT
 from bench.gpu.json_lines import JsonLines
 from bench.gpu.stage_process import Job, SomethingIsMissing, run
+from bench.stage_runs import CHECKOUT
 
 TESTS = CHECKOUT / "tests"
 # After so many failures the GPU's state is suspect, and the rest would only take time.

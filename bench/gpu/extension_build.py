@@ -12,10 +12,10 @@ import time
 
 import torch
 
-from bench.gpu.driver import CHECKOUT
 from bench.gpu.json_lines import JsonLines
 from bench.gpu.look import find_tool
 from bench.gpu.stage_process import Job, SomethingIsMissing, present_gpu, run
+from bench.stage_runs import CHECKOUT
 
 
 def build(job: Job) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bench.gpu.driver import CHECKOUT, stage_environment
+from bench.stage_runs import CHECKOUT, stage_environment
 
 LIMIT = 90.0  # seconds: the first import of PyTorch from a cold disk takes half of it
 

@@ -8,10 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bench.gpu.driver import CHECKOUT
 from bench.gpu.json_lines import JsonLines
 from bench.gpu.look import find_tool
 from bench.gpu.stage_process import Job, SomethingIsMissing, run
+from bench.stage_runs import CHECKOUT
 
 TOOLS = ("memcheck", "racecheck")
 FOUND_ERRORS = 9  # the exit status that it is told to give them

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import torch
 
-from bench.gpu.driver import CHECKOUT, LACKS_SOMETHING, NO_DEVICE
+from bench.gpu.driver import NO_DEVICE
 from bench.gpu.look import OPTIONAL_MODULES
+from bench.stage_runs import CHECKOUT, LACKS_SOMETHING
 
 # Of its time a stage leaves so much unused, to end by itself before it is ended.
 MARGIN_SHARE, LEAST_MARGIN = 0.05, 3.0
