@@ -256,6 +256,19 @@ def test_the_command_records_every_method_and_goes_on_where_it_stopped(
     assert comparable(parted) == comparable(whole)
 
 
+def test_a_rate_with_which_block_fisher_diverges_is_recorded_and_left(
+    small: None, tmp_path: Path
+) -> None:
+    out = tmp_path / "run.json"
+    assert cosine.main(command(out, "--seeds", "0", "--lr", "1e300", "0.01")) == 0
+    runs = json.loads(out.read_text())["runs"]
+    losses = {
+        r["key"]["lr"]: r["smoothed_loss"] for r in runs if r["key"]["part"] == "block Fisher"
+    }
+    assert losses[1e300] is None and losses[0.01] > 0
+    assert runs[-1]["block_fisher"] == {"damping": 0.01, "lr": 0.01}
+
+
 def test_the_shown_damping_is_the_one_that_trained_best() -> None:
     runs = [
         {"key": key, "smoothed_loss": 2.0 + index} for index, key in enumerate(cosine.search_keys())

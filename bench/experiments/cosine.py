@@ -194,10 +194,12 @@ def _reference_run(
     steps = range(arguments.iterations)
     for _ in tqdm(steps, f"block Fisher {damping:g}, {lr:g}", leave=False, disable=None):
         x, y = next(batches)
-        losses.append(reference.directions(x, y)[1])
-        reference.step(lr)
-        if not math.isfinite(losses[-1]):
+        try:
+            losses.append(reference.directions(x, y)[1])
+        except ArithmeticError:  # it diverged
+            losses.append(math.inf)
             break
+        reference.step(lr)
     seconds = round(time.perf_counter() - began, 2)
     return {"smoothed_loss": smoothed(losses)[-1], "seconds": seconds}
 

@@ -14,10 +14,6 @@ from torch.nn import functional
 
 # Martens & Grosse 2015, for MNIST's images scaled down to 16x16; there too with tanh.
 FIGURE_WIDTHS = (256, 20, 20, 20, 20, 20, 10)
-# Above it conjugate gradients solve: the first layer's 5140 rows are 45 GFlop to factorise, and
-# 0.05 GFlop for a product with the matrix, of which some dozens are needed.
-_DIRECT_ROWS = 1500
-_CG_STEPS = 2000
 
 
 def classifier(widths: Sequence[int]) -> nn.Sequential:
@@ -134,8 +130,13 @@ class BlockFisher:
 
         inputs: (m, widths[0]), float64; labels: (m,), int64. The directions are `layer_vector`s;
         parameters move against them.
+
+        Raises:
+            ArithmeticError: the loss or a matrix is not finite.
         """
         loss = functional.cross_entropy(self.model(inputs), labels)
+        if not loss.isfinite():
+            raise ArithmeticError(f"the loss is {loss.item()}: is the learning rate too large?")
         parameters = [p for layer in self.layers for p in (layer.weight, layer.bias)]
         gradients = torch.autograd.grad(loss, parameters)
         self._blend(inputs, self.stat_decay)
@@ -143,10 +144,8 @@ class BlockFisher:
         for momentum, (weight, bias) in zip(self.momenta, pairs, strict=True):
             momentum.mul_(self.momentum).add_(layer_vector(weight, bias))
         self._last = [
-            damped_solution(matrix, self.damping, momentum, start, layer.out_features)
-            for matrix, momentum, start, layer in zip(
-                self.matrices, self.momenta, self._last, self.layers, strict=True
-            )
+            damped_solution(matrix, self.damping, momentum)
+            for matrix, momentum in zip(self.matrices, self.momenta, strict=True)
         ]
         return self._last, loss.item()
 
@@ -171,62 +170,24 @@ class BlockFisher:
         return layer_vector(layer.weight.detach(), layer.bias.detach())
 
 
-def damped_solution(
-    matrix: Tensor,
-    damping: float,
-    right: Tensor,
-    start: Tensor,
-    rows: int,
-    tolerance: float = 1e-6,
-) -> Tensor:
+def damped_solution(matrix: Tensor, damping: float, right: Tensor) -> Tensor:
     """(matrix + damping I)^-1 right.
 
-    By Cholesky for a small matrix; otherwise by conjugate gradients until the residual is
-    `tolerance` times `right`, preconditioned with the Kronecker product of the same partial traces.
+    By Cholesky, whatever the size: the first layer's 5140 rows take a second and a half on one
+    core. Conjugate gradients take some 400 products of 15 ms where the damping is 0.001, and do not
+    always get there.
 
     Args:
         matrix: (n, n), symmetric and positive semidefinite.
         damping: positive.
         right: (n,), a layer's vector.
-        start: (n,), a guess for the conjugate gradients.
-        rows: the layer's outputs; n is a multiple of it.
-        tolerance: of the residual's norm, relative.
 
     Raises:
-        ArithmeticError: the matrix is not finite, or the conjugate gradients did not converge.
+        ArithmeticError: the matrix is not finite.
     """
     if not matrix.trace().isfinite():
         raise ArithmeticError("the Fisher matrix is not finite: is the learning rate too large?")
-    if matrix.shape[0] <= _DIRECT_ROWS:
-        damped = matrix + damping * torch.eye(matrix.shape[0], dtype=matrix.dtype)
-        factor = torch.linalg.cholesky(damped)
-        return torch.cholesky_solve(right.unsqueeze(1), factor).squeeze(1)
-    blocks = matrix.reshape(rows, -1, rows, matrix.shape[0] // rows)
-    out_values, out_vectors = torch.linalg.eigh(torch.einsum("oipi->op", blocks))
-    in_values, in_vectors = torch.linalg.eigh(torch.einsum("oioj->ij", blocks))
-    scale = torch.outer(out_values, in_values).clamp_min(0) / matrix.trace() + damping
-
-    def preconditioned(vector: Tensor) -> Tensor:
-        rotated = out_vectors.T @ vector.reshape(rows, -1) @ in_vectors
-        back: Tensor = out_vectors @ (rotated / scale) @ in_vectors.T
-        return back.flatten()
-
-    solution = start.clone()
-    residual = right - matrix @ solution - damping * solution
-    target = tolerance * right.norm()
-    scaled = preconditioned(residual)
-    search, product = scaled.clone(), residual @ scaled
-    for _ in range(_CG_STEPS):
-        if residual.norm() <= target:
-            return solution
-        image = matrix @ search + damping * search
-        length = product / (search @ image)
-        solution += length * search
-        residual -= length * image
-        scaled = preconditioned(residual)
-        previous, product = product, residual @ scaled
-        search = scaled + (product / previous) * search
-    raise ArithmeticError(
-        f"conjugate gradients left a residual of {residual.norm() / right.norm():.1e} after "
-        f"{_CG_STEPS} steps: is the damping, {damping:g}, too small?"
-    )
+    damped = matrix.clone()
+    damped.diagonal().add_(damping)
+    factor = torch.linalg.cholesky(damped)
+    return torch.cholesky_solve(right.unsqueeze(1), factor).squeeze(1)
