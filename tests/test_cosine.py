@@ -305,6 +305,7 @@ def test_other_settings_are_refused_and_the_file_kept(
         (["--data", "nowhere"], "argument --data: no such folder: nowhere"),
         (["--batch-size", "0"], "argument --batch-size: must be at least 1"),
         (["--lr", "-1"], "argument --lr: must be positive"),
+        (["--seeds", "0", "1000"], "argument --seeds: 1000 is the search's"),
         (["--out", "run.txt"], "argument --out: cannot write there: must end in .json"),
     ],
 )

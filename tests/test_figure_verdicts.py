@@ -120,7 +120,7 @@ CASES: dict[str, tuple[Record, Record, Record]] = {
         networks(FULL, "vgg16"),
         networks({"tnt": 0.07}, "vgg16"),
     ),
-    "mnist-tuned-first-order": (tuned(5.0, 5.0), tuned(15.0, 15.0), tuned(5.0, 5.0, steps=600)),
+    "mnist-tuned-first-order": (tuned(5.0, 5.0), tuned(15.0, 15.0), tuned(5.0, 5.0, steps=500)),
     "mnist-tuned-second-order": (tuned(5.0, 5.0), tuned(5.0, 15.0), tuned(5.0, 5.0, steps=600)),
     "complexity-memory": (
         complexity(2.0, "memory"),
@@ -227,6 +227,19 @@ def test_what_diverged_is_not_better() -> None:
     assert inside("a", [0.5, 0.5, math.inf], 0, 1).outcome == CONTRADICTS
 
 
+@pytest.mark.parametrize(("own", "rival"), [("kfac", "tnt"), ("tnt", "kfac")])
+def test_what_diverged_is_neither_alike_nor_left_out(own: str, rival: str) -> None:
+    made = autoencoders({own: math.inf, rival: 5.0, "shampoo": 5.0}, steps=6000, table=5)
+    verdict = judge("mnist-tuned-second-order")(made)
+    assert verdict.outcome == (CONTRADICTS if own == "tnt" else CANNOT_TELL)
+    assert "diverged in 3 of 3" in verdict.why
+    made = networks({**FULL, "sgd": math.inf})
+    verdict = judge("resnet32-same")(made)
+    assert verdict.outcome == CANNOT_TELL and "SGD-m diverged in 3 of 3" in verdict.why
+    made = networks({**FULL, "kfac-eigen": math.inf})
+    assert judge("resnet32-same")(made).outcome == CONTRADICTS
+
+
 def test_one_contradiction_is_enough_and_one_doubt() -> None:
     yes, no, open_ = Verdict(SUPPORTS, "y"), Verdict(CONTRADICTS, "n"), Verdict(CANNOT_TELL, "c")
     assert all_of([yes, yes]).outcome == SUPPORTS
@@ -290,6 +303,19 @@ def test_the_papers_own_experiments_need_as_many_steps_as_ten_epochs() -> None:
     assert "598 steps are fewer" in judge("mnist-epochs")(autoencoders(losses(5.0), steps=598)).why
 
 
+@pytest.mark.parametrize("short", ["tnt", "kfac"])
+def test_two_methods_are_compared_only_after_as_many_steps_as_are_needed(short: str) -> None:
+    made = autoencoders({"tnt": 5.0, "kfac": 15.0})
+    runs = [dict(run) for run in made.runs]
+    for run in runs:
+        if run["key"]["optimizer"] == short:
+            run["step_losses"] = run["step_losses"][:60]
+    assert judge("mnist-kfac")(made).outcome == SUPPORTS
+    verdict = judge("mnist-kfac")(Record(made.path, {**made.content, "runs": runs}))
+    assert verdict.outcome == CANNOT_TELL
+    assert "60 steps are fewer" in verdict.why
+
+
 def test_the_digits_are_judged_on_other_seeds_than_those_of_their_search() -> None:
     made = autoencoders(losses(5.0), "digits", seeds=(6, 7, 8))
     assert judge("mnist-epochs")(made).outcome == SUPPORTS
@@ -345,6 +371,16 @@ def test_kfacs_own_form_and_intervals_are_judged_on_every_set(name: str) -> None
         assert verdict.why.startswith(name)
 
 
+def test_steps_of_different_hours_are_compared_by_what_each_ran_beside() -> None:
+    """In the second hour everything took twice as long."""
+    made = steps({("mnist_ae", "tnt"): 2.0, ("mnist_ae", "kfac"): 1.5})
+    runs = [dict(run) for run in made.runs]
+    runs[1] |= {"seconds": 3.0, "sgd_seconds": 2.0, "quartiles": [2.98, 3.02]}
+    verdict = judge("step-kfac")(Record(made.path, {**made.content, "runs": runs}))
+    assert verdict.outcome == CONTRADICTS
+    assert verdict.why.startswith("mnist_ae: 0.75 times TNT's")
+
+
 def test_files_that_claim_to_be_records_and_are_none_are_said(tmp_path: Path) -> None:
     (tmp_path / "below").mkdir()
     contents = {
@@ -372,6 +408,47 @@ def test_a_rival_at_the_end_of_its_grid_is_not_beaten() -> None:
     assert "SGD-m's best learning rate is an end of its grid" in verdict.why
 
 
+@pytest.mark.parametrize("method", ["sgd", "tnt"])
+def test_a_damping_at_the_end_of_its_grid_may_be_too_high_or_low(method: str) -> None:
+    """A rival's is in doubt; nothing is held against TNT's own where it is below all the same."""
+    made = search(15.0)
+    runs = [dict(run) for run in made.runs]
+    for run in runs:
+        if run["key"]["optimizer"] == method:
+            run["key"] = {**run["key"], "damping": 0.01}
+    worse = [
+        {**run, "key": {**run["key"], "damping": 0.1}, "final_smoothed_loss": 99.0}
+        for run in runs
+        if run["key"]["optimizer"] == method
+    ]
+    verdict = judge("search-lower")(Record(made.path, {**made.content, "runs": [*runs, *worse]}))
+    assert verdict.outcome == (SUPPORTS if method == "tnt" else CANNOT_TELL)
+    assert ("SGD-m's best damping is an end of its grid" in verdict.why) == (method == "sgd")
+
+
+@pytest.mark.parametrize(("loss", "outcome"), [(5.0, CANNOT_TELL), (15.0, CONTRADICTS)])
+def test_a_loss_that_one_run_never_reaches_is_not_reached_sooner(loss: float, outcome: str) -> None:
+    """What it took so far is less than what it takes: nothing to be found faster by."""
+    seconds = {"tnt": 0.5, "sgd": 9.0}
+    made = autoencoders({"tnt": loss, "sgd": 10.0}, seconds=seconds, seeds=tuple(range(10)))
+    assert sooner(("sgd",))(made).outcome == (SUPPORTS if loss < 10 else CANNOT_TELL)
+    runs = [dict(run) for run in made.runs]
+    for run in runs:
+        key = run["key"]
+        if key["optimizer"] == "tnt" and (loss > 10 or key["seed"] == 2):
+            above = {"smoothed_loss": 15.0}
+            # at once below by others, but never within more seconds than SGD-m took
+            run["epochs"] = [
+                {**epoch, **above, "seconds": 9.5, "elapsed_seconds": 9.5 * epoch["number"]}
+                for epoch in run["epochs"]
+            ]
+            run["step_losses"] = [15.0] * len(run["step_losses"])
+            run["final_smoothed_loss"] = 15.0
+    verdict = sooner(("sgd",))(Record(made.path, {**made.content, "runs": runs}))
+    assert verdict.outcome == outcome
+    assert "not reached in" in verdict.why
+
+
 def test_divergence_in_time() -> None:
     made = sooner(("sgd",))(autoencoders({"tnt": math.inf, "sgd": 1.0}))
     assert made.outcome == CONTRADICTS
@@ -387,3 +464,7 @@ def test_tables_tell_apart_by_their_momenta() -> None:
     assert not subjects["mnist"].matches(tuned(1.0, 1.0))
     assert subjects["mnist"].matches(autoencoders(losses(5.0)))
     assert not subjects["mnist"].matches(autoencoders(losses(5.0), lr=7.0))
+    # One run with another momentum leaves a record what it is.
+    made, odd = autoencoders(losses(5.0)), autoencoders({"sgd": 1.0}, momentum=0.95)
+    both = Record(made.path, {**made.content, "runs": [*made.runs, *odd.runs]})
+    assert subjects["mnist"].matches(both) and not subjects["mnist-tuned"].matches(both)

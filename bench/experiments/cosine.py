@@ -69,6 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, value in (_QUICK if arguments.quick else _FULL).items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, value)
+    if SEARCH_SEED in arguments.seeds:
+        parser.error(f"argument --seeds: {SEARCH_SEED} is the search's")
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
     out = checked_output(parser, "--out", arguments.out)

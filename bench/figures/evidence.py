@@ -10,7 +10,6 @@ from typing import Any
 
 from bench.experiments.problems import autoencoders, classifiers
 from bench.experiments.runs.run_file import load_runs
-from bench.experiments.runs.settings import Settings
 from bench.experiments.runs.training import Run
 
 
@@ -142,10 +141,12 @@ def has_paper_settings(run: Run, table: int = 3) -> bool:
 
 
 def is_tuned(record: Record) -> bool:
-    """Whether momenta and decays are not all those that the paper has elsewhere."""
-    for run in record.runs:
-        settings = Settings(**run["key"])
-        usual = 0.999 if settings.optimizer == "adam" else 0.9
-        if settings.momentum != 0.9 or settings.stat_decay not in (None, usual):
-            return True
-    return False
+    """Whether more of its methods have the settings of Table 5 than those of Table 3."""
+    if record.experiment != "autoencoder":
+        return False
+    runs = trainings(record)
+    tuned, usual = (
+        {run.settings.optimizer for run in runs if has_paper_settings(run, table)}
+        for table in (5, 3)
+    )
+    return len(tuned) > len(usual)

@@ -73,10 +73,13 @@ def kfac_step(name: str, factor: float) -> Callable[[Record], Verdict]:
             if other is None:
                 verdicts.append(Verdict(CANNOT_TELL, f"{LABELS[method]}'s was not timed"))
                 continue
-            low = own["quartiles"][0] / other["quartiles"][1]
-            high = own["quartiles"][1] / other["quartiles"][0]
+            # In multiples of the SGD-m that each took turns with: a command that goes on from its
+            # file may have timed the two in different hours.
+            base = other["sgd_seconds"] / own["sgd_seconds"]
+            low = base * own["quartiles"][0] / other["quartiles"][1]
+            high = base * own["quartiles"][1] / other["quartiles"][0]
             outcome = SUPPORTS if low >= factor else CONTRADICTS if high < factor else CANNOT_TELL
-            middle = own["seconds"] / other["seconds"]
+            middle = base * own["seconds"] / other["seconds"]
             why = f"{name}: {middle:.2f} times {LABELS[method]}'s ({low:.2f} to {high:.2f}"
             verdict = Verdict(outcome, f"{why}; wanted: at least {factor:g})")
             verdicts.append(unless(_disturbed([own, other]), verdict))

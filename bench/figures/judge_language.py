@@ -92,8 +92,8 @@ def lower_when_tuned(record: Record) -> Verdict:
     Each seed is judged with the settings that the other seeds choose: the winner of a search owes
     part of its loss to the seeds that it won on. Not by half of the seeds: by two of the recorded
     search's five a setting of TNT wins that diverges on others. Not against a rival whose best
-    learning rate is an end of its grid, beyond which it may do better; and nothing is held against
-    TNT if its own is one.
+    learning rate or damping is an end of its grid, beyond which it may do better; and nothing is
+    held against TNT if its own is one.
     """
     seeds = _seeds(record)
     if len(seeds) < 2:
@@ -112,19 +112,20 @@ def lower_when_tuned(record: Record) -> Verdict:
         verdict = below("TNT", losses["tnt"], LABELS[name], losses[name])
         suspects = [name, "tnt"] if verdict.outcome == CONTRADICTS else [name]
         at_end = [
-            f"{LABELS[one]}'s best learning rate is an end of its grid"
+            f"{LABELS[one]}'s best {axis} is an end of its grid"
             for one in suspects
-            if any(_at_end(record, best[one][0]) for best in found.values() if one in best)
+            for axis, field in (("learning rate", "lr"), ("damping", "damping"))
+            if any(_at_end(record, best[one][0], field) for best in found.values() if one in best)
         ]
         verdicts.append(unless(" and ".join(at_end) or None, verdict))
     return all_of(verdicts)
 
 
-def _at_end(record: Record, settings: Settings) -> bool:
-    """Whether a search's best learning rate for a method is the lowest or highest that it tried."""
+def _at_end(record: Record, settings: Settings, field: str) -> bool:
+    """Whether a search's best for a method is the lowest or highest that it tried, of several."""
     own = settings.optimizer
-    rates = {run["key"]["lr"] for run in record.runs if run["key"]["optimizer"] == own}
-    return settings.lr in (min(rates), max(rates))
+    tried = {run["key"][field] for run in record.runs if run["key"]["optimizer"] == own}
+    return len(tried) > 1 and getattr(settings, field) in (min(tried), max(tried))
 
 
 def surfaces(record: Record, seeds: Sequence[int] | None = None) -> dict[str, Surface]:

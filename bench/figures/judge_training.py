@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from bench.experiments.problems.autoencoders import DIGITS_SEARCH
-from bench.experiments.runs.methods import LABELS, METHODS
+from bench.experiments.runs.methods import LABELS
 from bench.experiments.runs.run_file import load_runs
 from bench.experiments.runs.training import Run
 from bench.figures.evidence import Record, by_method, is_tuned, trainings
@@ -21,6 +21,7 @@ from bench.figures.verdicts import (
     below,
     inside,
     not_above,
+    not_comparable,
     unless,
 )
 
@@ -56,8 +57,11 @@ def sooner(others: Sequence[str], own: str = "tnt") -> Judge:
     def judge(record: Record) -> Verdict:
         methods = by_method(record)
         runs = methods.get(own, {})
-        verdicts = [_sooner(own, runs, name, methods.get(name, {})) for name in others]
-        return unless(doubt(record, runs), all_of(verdicts))
+        verdicts = []
+        for name in others:
+            rival = methods.get(name, {})
+            verdicts.append(unless(doubt(record, runs, rival), _sooner(own, runs, name, rival)))
+        return all_of(verdicts)
 
     return judge
 
@@ -65,13 +69,17 @@ def sooner(others: Sequence[str], own: str = "tnt") -> Judge:
 def second_order_alike(record: Record) -> Verdict:
     """With extensive tuning, second-order methods end alike: within 5 % of TNT's loss."""
     methods = by_method(record)
+    tnt = methods.get("tnt", {})
     verdicts = []
     for name in ("kfac", "shampoo"):
-        own, other = _after_as_many(methods.get("tnt", {}), methods.get(name, {}))
-        seeds = sorted(own.keys() & other.keys())
-        ratios = [own[seed] / other[seed] for seed in seeds]
-        verdicts.append(inside(f"TNT's loss over {LABELS[name]}'s", ratios, 0.95, 1.05))
-    return unless(doubt(record, methods.get("tnt", {})), all_of(verdicts))
+        runs = methods.get(name, {})
+        own, other = _after_as_many(tnt, runs)
+        verdict = not_comparable("TNT", own, LABELS[name], other)
+        if verdict is None:
+            ratios = [own[seed] / other[seed] for seed in sorted(own.keys() & other.keys())]
+            verdict = inside(f"TNT's loss over {LABELS[name]}'s", ratios, 0.95, 1.05)
+        verdicts.append(unless(doubt(record, tnt, runs), verdict))
+    return all_of(verdicts)
 
 
 def usually_better(record: Record) -> Verdict:
@@ -82,7 +90,10 @@ def usually_better(record: Record) -> Verdict:
     methods = by_method(record)
     second = [name for name in ("tnt", "kfac", "shampoo") if name in methods]
     verdicts = [
-        below(LABELS[name], losses[0], LABELS[other], losses[1])
+        unless(
+            doubt(record, methods[name], methods[other]),
+            below(LABELS[name], losses[0], LABELS[other], losses[1]),
+        )
         for name in second
         for other in FIRST_ORDER
         if other in methods
@@ -94,7 +105,7 @@ def usually_better(record: Record) -> Verdict:
     outcome = SUPPORTS if yes > half else CONTRADICTS if no > half else CANNOT_TELL
     why = f"{yes} of {len(verdicts)} pairs below, {no} above: "
     why += "; ".join(verdict.why for verdict in verdicts)
-    return unless(doubt(record, methods.get("tnt", {})), Verdict(outcome, why))
+    return Verdict(outcome, why)
 
 
 def as_low_error(own: str, other: str) -> Judge:
@@ -118,10 +129,15 @@ def roughly_same_errors(record: Record) -> Verdict:
     base = {seed: _last_error(run) for seed, run in methods.get("sgd", {}).items()}
     verdicts = []
     for name, runs in methods.items():
-        if name not in ("sgd", "tnt-ef"):
-            gaps = [_last_error(runs[s]) - base[s] for s in sorted(runs.keys() & base.keys())]
+        if name in ("sgd", "tnt-ef"):
+            continue
+        own = {seed: _last_error(run) for seed, run in runs.items()}
+        verdict = not_comparable(LABELS[name], own, LABELS["sgd"], base)
+        if verdict is None:
+            gaps = [own[seed] - base[seed] for seed in sorted(own.keys() & base.keys())]
             text = f"{LABELS[name]}'s error less SGD-m's"
-            verdicts.append(inside(text, gaps, -_ERROR_MARGIN, _ERROR_MARGIN))
+            verdict = inside(text, gaps, -_ERROR_MARGIN, _ERROR_MARGIN)
+        verdicts.append(verdict)
     return unless(scaled_down(record), all_of(verdicts))
 
 
@@ -160,13 +176,17 @@ def slowest_epochs(record: Record) -> Verdict:
     return unless(fewer_steps(trainings(record)), all_of(verdicts))
 
 
-def doubt(record: Record, runs: Mapping[int, Run]) -> str | None:
-    """Why a record's runs of an autoencoder are none to judge by, or None."""
+def doubt(record: Record, *methods: Mapping[int, Run]) -> str | None:
+    """Why these methods' runs of an autoencoder are none to compare, or None.
+
+    What is compared is as long as the shortest of them that did not diverge.
+    """
+    runs = [run for own in methods for run in own.values()]
     return (
-        selected_on(runs.values())
-        or fewer_steps(runs.values())
-        or _too_short(runs.values())
-        or (_too_short_for_memory(record, runs.values()) if is_tuned(record) else None)
+        selected_on(runs)
+        or fewer_steps(runs)
+        or _too_short(runs)
+        or (_too_short_for_memory(runs) if is_tuned(record) else None)
     )
 
 
@@ -196,28 +216,35 @@ def fewer_steps(runs: Iterable[Run]) -> str | None:
 
 
 def _too_short(runs: Iterable[Run]) -> str | None:
-    for run in runs:
-        if run.diverged_at_step is not None:
-            continue
-        steps, interval = len(run.step_losses), run.settings.inverse_interval or 1
-        if steps < _LEAST_REFRESHES * interval:
-            return f"scaled down too far: {steps} steps are fewer than {_LEAST_REFRESHES} T2"
+    runs = list(runs)
+    steps = _fewest_steps(runs)
+    interval = max((run.settings.inverse_interval or 1 for run in runs), default=1)
+    if steps < _LEAST_REFRESHES * interval:
+        return f"scaled down too far: {steps} steps are fewer than {_LEAST_REFRESHES} T2"
     return None
 
 
-def _too_short_for_memory(record: Record, runs: Iterable[Run]) -> str | None:
+def _too_short_for_memory(runs: Iterable[Run]) -> str | None:
+    runs = list(runs)
     slowest = max(
-        value
-        for run in record.runs
-        if run["key"]["optimizer"] in METHODS
-        for value in (run["key"]["momentum"], run["key"]["stat_decay"] or 0.0)
-        if value < 0.999 or run["key"]["optimizer"] != "adam"
+        (
+            value
+            for run in runs
+            for value in (run.settings.momentum, run.settings.stat_decay or 0.0)
+            if value < 0.999 or run.settings.optimizer != "adam"
+        ),
+        default=0.0,
     )
-    needed = round(_MEMORIES / (1 - slowest))
-    steps = max((len(run.step_losses) for run in runs), default=0)
-    if steps < needed:
+    steps = _fewest_steps(runs)
+    if steps < round(_MEMORIES / (1 - slowest)):
         return f"scaled down too far: {steps} steps, with a momentum or decay of {slowest:g}"
     return None
+
+
+def _fewest_steps(runs: Iterable[Run]) -> float:
+    """Of runs that did not diverge; infinite where there are none."""
+    lengths = (len(run.step_losses) for run in runs if run.diverged_at_step is None)
+    return min(lengths, default=math.inf)
 
 
 def scaled_down(record: Record) -> str | None:
@@ -240,9 +267,11 @@ def _each(others: Sequence[str], own: str, compare: Callable[..., Verdict]) -> J
         runs = methods.get(own, {})
         verdicts = []
         for name in others:
-            losses = _after_as_many(runs, methods.get(name, {}))
-            verdicts.append(compare(LABELS[own], losses[0], LABELS[name], losses[1]))
-        return unless(doubt(record, runs), all_of(verdicts))
+            rival = methods.get(name, {})
+            losses = _after_as_many(runs, rival)
+            verdict = compare(LABELS[own], losses[0], LABELS[name], losses[1])
+            verdicts.append(unless(doubt(record, runs, rival), verdict))
+        return all_of(verdicts)
 
     return judge
 
@@ -275,7 +304,9 @@ def _sooner(own: str, runs: Mapping[int, Run], other: str, base: Mapping[int, Ru
     name = f"{LABELS[own]}'s seconds to {LABELS[other]}'s last loss"
     verdict = below(name, taken, f"{LABELS[other]}'s own", whole)
     if missed:
-        return Verdict(verdict.outcome, f"{verdict.why}, not reached in {missed}")
+        # Its seconds are at least those: enough to be found slower by, not to be found faster.
+        outcome = CANNOT_TELL if verdict.outcome == SUPPORTS else verdict.outcome
+        return Verdict(outcome, f"{verdict.why}, not reached in {missed}")
     return verdict
 
 

@@ -106,9 +106,9 @@ STAGES = (
         "--data digits --optimizer all --seeds 6 7 8 9 10 --epochs 60",
     ),
     _stage(
-        *("search", "searches the digits' learning rates and dampings", 2, "search"),
+        *("search", "searches the digits' learning rates and dampings", 2.5, "search"),
         "autoencoder --data digits --optimizer tnt adam sgd --lr 0.0001 0.001 0.01 0.03 0.1 "
-        "--damping 0.0001 0.03 0.1 --seeds 1 2 3 4 5 6 --epochs 20 --jobs 2",
+        "--damping 1e-08 0.0001 0.03 0.1 --seeds 1 2 3 4 5 6 --epochs 20 --jobs 2",
     ),
     _stage(
         *("curves", "autoencoder on generated curves", 2, "autoencoder"),

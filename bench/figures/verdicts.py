@@ -65,6 +65,29 @@ def not_above(
     return _judged(name, own, other_name, other, margin)
 
 
+def not_comparable(
+    name: str, own: Mapping[int, float], other_name: str, other: Mapping[int, float]
+) -> Verdict | None:
+    """The verdict where one was not run beside the other, or diverged; None where both have ended.
+
+    Args:
+        name: whose figures the first are, which the claim is about.
+        own: by seed; infinite for a run that diverged.
+        other_name: whose the others are.
+        other: likewise, from the same starts and batches.
+    """
+    seeds = sorted(own.keys() & other.keys())
+    if not seeds:
+        missing = name if not own else other_name
+        return Verdict(CANNOT_TELL, f"{missing} was not run beside it")
+    # With the claim's own settings: a method that diverges is not better.
+    for label, values, outcome in ((name, own, CONTRADICTS), (other_name, other, CANNOT_TELL)):
+        lost = sum(not math.isfinite(values[seed]) for seed in seeds)
+        if lost:
+            return Verdict(outcome, f"{label} diverged in {lost} of {len(seeds)} runs")
+    return None
+
+
 def _judged(
     name: str,
     own: Mapping[int, float],
@@ -72,16 +95,10 @@ def _judged(
     other: Mapping[int, float],
     margin: float | None,
 ) -> Verdict:
+    verdict = not_comparable(name, own, other_name, other)
+    if verdict is not None:
+        return verdict
     seeds = sorted(own.keys() & other.keys())
-    if not seeds:
-        missing = name if not own else other_name
-        return Verdict(CANNOT_TELL, f"{missing} was not run beside it")
-    lost = {n: sum(not math.isfinite(v[s]) for s in seeds) for n, v in ((name, own), ("", other))}
-    if lost[name]:
-        # With the claim's own settings: a method that diverges is not better.
-        return Verdict(CONTRADICTS, f"{name} diverged in {lost[name]} of {len(seeds)} runs")
-    if lost[""]:
-        return Verdict(CANNOT_TELL, f"{other_name} diverged in {lost['']} of {len(seeds)} runs")
     difference = interval([own[seed] - other[seed] for seed in seeds])
     means = [statistics.mean(values[seed] for seed in seeds) for values in (own, other)]
     numbers = f"{name} {means[0]:.4g}, {other_name} {means[1]:.4g}"
@@ -110,7 +127,7 @@ def inside(name: str, values: Sequence[float], low: float, high: float, text: st
         text: the range in words; its ends where there are none.
     """
     where = text or f"{low:g} to {high:g}"
-    lost = sum(value == math.inf for value in values)
+    lost = sum(math.isinf(value) for value in values)
     if lost:
         return Verdict(CONTRADICTS, f"{name}: diverged in {lost} of {len(values)} runs")
     good = [value for value in values if math.isfinite(value)]

@@ -32,7 +32,7 @@ constexpr double kParallelFlops = 2e6;
 
 // Treats subnormal numbers as zero while it lives. Momenta and statistics of a unit that has died
 // decay into them, and arithmetic on them is many times slower: MNIST epochs took two
-// to three times as long (bench/results/mnist_tnt_10_epochs_seed1.json and _flushed.json).
+// to three times as long (mnist_tnt_10_epochs_seed1.json, in the history of bench/results).
 template <bool flush>
 class Subnormals {
  public:
