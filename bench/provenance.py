@@ -49,7 +49,14 @@ def provenance(device: torch.device | str = "cpu") -> dict[str, Any]:
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS"),
         },
         "device": str(device),
+        "flush_subnormals": flushes_subnormals(),
     }
+
+
+def flushes_subnormals() -> bool:
+    """Whether this thread's arithmetic takes numbers below the normal ones for zero."""
+    smallest = torch.full((), torch.finfo(torch.float32).smallest_normal)
+    return bool(smallest / 2 == 0)
 
 
 def _git(*arguments: str) -> str | None:

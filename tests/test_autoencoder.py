@@ -328,6 +328,18 @@ def test_the_demo_compares_three_runs_from_one_start(
     assert runs[0]["seconds_to_sgd_final"] > 0
 
 
+def test_a_rate_that_moves_nothing_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run.json"
+    with pytest.raises(SystemExit):
+        autoencoder.main(f"--data digits --optimizer sgd --lr 1e-30 --epochs 1 --out {out}".split())
+    assert "argument --lr: the first epoch left parameters where they were" in (
+        capsys.readouterr().err
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_flushing_is_set_before_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls: list[bool] = []
     monkeypatch.setattr(torch, "set_flush_denormal", lambda mode: calls.append(mode) or True)

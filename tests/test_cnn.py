@@ -266,6 +266,10 @@ def test_a_killed_run_does_not_go_on_with_other_settings(
     with pytest.raises(SystemExit):
         cnn.main([*command(folder, out, "tnt"), "--momentum", "0.5", "--graft", "sgd"])
     assert "was left by a run with other settings (graft, momentum)" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cnn.main([*command(folder, out, "tnt"), "--threads", "2"])
+    torch.set_num_threads(1)
+    assert "was left by a run with other settings (threads)" in capsys.readouterr().err
     assert names_in(tmp_path) == ["runs-tnt-seed0.partial.pt"]
     assert (tmp_path / "runs-tnt-seed0.partial.pt").read_bytes() == left
 

@@ -5,9 +5,21 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 
-from bench.provenance import provenance
+from bench.provenance import flushes_subnormals, provenance
 from bench.records import check_writable, write_json
+
+
+def test_subnormals_are_recorded_as_they_are_treated() -> None:
+    assert provenance()["flush_subnormals"] is False
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor has no such mode")
+    try:
+        assert flushes_subnormals()
+    finally:
+        torch.set_flush_denormal(False)
+    assert not flushes_subnormals()
 
 
 def test_records_round_trip_with_null_for_what_is_not_finite(tmp_path: Path) -> None:

@@ -31,6 +31,43 @@ def test_runs_are_found_again_by_another_process(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["runs.json"]
 
 
+def test_processes_that_add_to_one_file_lose_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "runs.json"
+    one, other = RunFile(path, "example", PROTOCOL), RunFile(path, "example", PROTOCOL)
+    one.add({"seed": 0}, {"by": "one"})
+    assert other.add({"seed": 1}, {"by": "other"})["provenance"] == 1
+    one.add({"seed": 2}, {"by": "one"})
+    # Both were at it at the same time: the first one's counts.
+    assert other.add({"seed": 2}, {"by": "other"})["by"] == "one"
+    assert one.find({"seed": 1}) is not None
+    runs = load_runs(path)["runs"]
+    assert [(run["key"]["seed"], run["by"], run["provenance"]) for run in runs] == [
+        (0, "one", 0),
+        (1, "other", 1),
+        (2, "one", 0),
+    ]
+    path.write_text(path.read_text().replace('"epochs": 3', '"epochs": 4'))
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match="epochs was 4 and is 3"):
+        one.add({"seed": 3}, {})
+    assert path.read_bytes() == before
+
+
+def test_seconds_with_other_arithmetic_do_not_compare(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "runs.json"
+    RunFile(path, "example", PROTOCOL).add({"seed": 0}, {})
+    RunFile(path, "example", PROTOCOL).check_same_machine()
+    record = json.loads(path.read_text())
+    assert record["provenance"][0].pop("flush_subnormals") is False
+    path.write_text(json.dumps(record))  # as older files are
+    RunFile(path, "example", PROTOCOL).check_same_machine()
+    monkeypatch.setattr("bench.provenance.flushes_subnormals", lambda: True)
+    with pytest.raises(ValueError, match="flush_subnormals was False and is True"):
+        RunFile(path, "example", PROTOCOL).check_same_machine()
+
+
 @pytest.mark.parametrize(
     ("experiment", "protocol", "message"),
     [

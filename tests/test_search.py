@@ -216,6 +216,10 @@ def test_a_search_does_not_mix_protocols(
             "autoencoder --data digits --jobs 2 --flush-subnormals",
             "argument --flush-subnormals: only one process does that",
         ),
+        (
+            "autoencoder --data digits --jobs 2 --threads 2",
+            "argument --threads: only one process does that",
+        ),
         ("transformer --data nowhere", "argument --data: no such file: nowhere"),
         ("cnn --model resnet32 --data nowhere", "argument --data: no such folder: nowhere"),
         ("autoencoder --data digits --jobs 0", "argument --jobs: must be at least 1, got 0"),

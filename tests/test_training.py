@@ -128,6 +128,14 @@ def test_second_order_divergence_is_recorded_too(problem: Autoencoder, optimizer
     assert run.final_loss == math.inf
 
 
+@pytest.mark.parametrize("optimizer", ["tnt", "tnt-ef"])
+def test_a_warm_start_that_fails_is_divergence_too(problem: Autoencoder, optimizer: str) -> None:
+    """Without damping a statistic of too few examples has no inverse."""
+    run = train(problem, settings(optimizer, damping=0.0), report_every=0)
+    assert run.settings.warm_start and run.diverged_at_step == 1
+    assert len(run.epochs) == 1 and run.final_loss == math.inf
+
+
 def test_parameters_that_do_not_move_are_an_error(
     problem: Autoencoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

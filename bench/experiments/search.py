@@ -18,6 +18,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from bench.experiments.problems import Problem
@@ -56,9 +57,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns 0."""
     parser, arguments = _parsed(argv)
     experiment = EXPERIMENTS[arguments.experiment]
-    if arguments.flush_subnormals and arguments.jobs > 1:
-        parser.error("argument --flush-subnormals: only one process does that, with --jobs 1")
+    for given in ("flush_subnormals", "threads"):
+        if getattr(arguments, given) and arguments.jobs > 1:
+            option = f"--{given.replace('_', '-')}"
+            parser.error(f"argument {option}: only one process does that, with --jobs 1")
     device = set_machine(parser, arguments, getattr(arguments, "data", ""))
+    if arguments.threads is None:
+        # As in the pool's processes: a run's numbers must not depend on the number of jobs.
+        torch.set_num_threads(1)
     maker = experiment.maker(arguments)
     try:
         problem = maker()

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from bench.provenance import flushes_subnormals
+
 if TYPE_CHECKING:
     from bench.experiments.runs.training import Run
 
@@ -33,6 +35,7 @@ class Checkpoint:
         model: likewise.
         optimizer: likewise.
         generators: all random state that the run goes on with; likewise.
+        device: where the run computes: it does not go on elsewhere, nor with other threads.
     """
 
     def __init__(
@@ -43,9 +46,16 @@ class Checkpoint:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         generators: Sequence[torch.Generator],
+        device: torch.device,
     ) -> None:
         self._path, self._run = path, run
-        self._own = {**description, **asdict(run.settings)}
+        self._own = {
+            **description,
+            **asdict(run.settings),
+            "device": str(device),
+            "threads": torch.get_num_threads(),
+            "flush_subnormals": flushes_subnormals(),
+        }
         self._model, self._optimizer, self._generators = model, optimizer, generators
         self._written = time.monotonic()
 

@@ -66,7 +66,7 @@ def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
         "--threads",
         type=positive_int,
         metavar="N",
-        help="CPU threads (default: PyTorch's own choice; 1 for the digits)",
+        help="CPU threads (default: PyTorch's own choice; 1 for the digits, and in searches)",
     )
     parser.add_argument(
         "--device",

@@ -16,7 +16,7 @@ from bench.experiments.runs.methods import METHODS
 from bench.experiments.runs.plots import grouped, plot_runs
 from bench.experiments.runs.run_file import RunFile, RunFileError
 from bench.experiments.runs.settings import Settings
-from bench.experiments.runs.training import Run, train
+from bench.experiments.runs.training import ParametersStill, Run, train
 
 
 def run_comparison(
@@ -56,6 +56,8 @@ def run_comparison(
                 file.add(asdict(settings), run.record())
     except (RunFileError, CheckpointError, OSError) as error:
         parser.error(f"argument --out: {error}")
+    except ParametersStill as error:
+        parser.error(f"argument --lr: {error}")
     runs = [Run.from_record(run) for run in file.runs]
     runs.sort(key=lambda run: list(METHODS).index(run.settings.optimizer))
     methods = {run.label for run in runs}

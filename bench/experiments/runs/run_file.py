@@ -6,8 +6,11 @@ that its file lacks.
 
 from __future__ import annotations
 
+import fcntl
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,7 @@ class RunFileError(ValueError):
 
 
 class RunFile:
-    """Finished runs by their settings.
+    """Finished runs by their settings. Several processes may add to one file at a time.
 
     The file holds ``experiment``, ``protocol`` (what all its runs share), ``runs`` (each with its
     ``key``, and in ``provenance`` the index of where it comes from) and ``provenance`` (one entry
@@ -82,6 +85,11 @@ class RunFile:
                 ("GPU", earlier["machine"]["gpu"], self._origin["machine"]["gpu"]),
                 ("device", earlier["device"], self._origin["device"]),
                 ("threads", earlier["threads"]["torch"], self._origin["threads"]["torch"]),
+                (
+                    "flush_subnormals",
+                    earlier.get("flush_subnormals", False),  # older files: never
+                    self._origin["flush_subnormals"],
+                ),
             ):
                 if was != now:
                     raise RunFileError(
@@ -95,15 +103,40 @@ class RunFile:
         return next((run for run in self.runs if run["key"] == wanted), None)
 
     def add(self, key: Key, result: Mapping[str, Any]) -> dict[str, Any]:
-        """Appends a finished run and writes the file; returns the run as it stands there."""
-        plain_key = _plain(key)
-        if self._origin_index is None:
-            self._record["provenance"].append(self._origin)
-            self._origin_index = len(self._record["provenance"]) - 1
-        run = {"key": plain_key, **result, "provenance": self._origin_index}
-        self.runs.append(run)
-        write_json(self.path, self._record)
-        return run
+        """Appends a finished run and writes the file; returns the run as it stands there.
+
+        What other processes have added since counts: of two runs with one key the first one stays.
+
+        Raises:
+            RunFileError: the file has become another one.
+            OSError: it cannot be written.
+        """
+        with _locked(self.path.parent):
+            if self.path.exists():
+                experiment, protocol = self._record["experiment"], self._record["protocol"]
+                self._record = _read(self.path, experiment, protocol)
+            known = self.find(key)
+            if known is not None:
+                return known
+            run = {"key": _plain(key), **result}
+            if self._origin_index is None:  # nobody takes entries away: it stays where it is
+                self._record["provenance"].append(self._origin)
+                self._origin_index = len(self._record["provenance"]) - 1
+            run["provenance"] = self._origin_index
+            self.runs.append(run)
+            write_json(self.path, self._record)
+            return run
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keeps other processes that do the same out of a folder."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)  # which unlocks it
 
 
 def load_runs(path: str | Path) -> dict[str, Any]:

@@ -155,7 +155,7 @@ def train(
 
     The start, the batches and their augmentation depend on the seed alone, so runs of several
     optimizers compare. The data are on the device as a whole. A loss that is not finite ends the
-    run, which is then marked as diverged.
+    run, which is then marked as diverged, and so do statistics or inverses that fail.
 
     Args:
         problem: the data, the model and the loss.
@@ -188,13 +188,19 @@ def train(
     shuffle = torch.Generator().manual_seed(settings.seed)
     augment = torch.Generator(device).manual_seed(settings.seed)
     start = [parameter.detach().clone() for parameter in model.parameters()]
-    saved = Checkpoint(checkpoint, problem.description(), run, model, optimizer, [shuffle, augment])
+    saved = Checkpoint(
+        checkpoint, problem.description(), run, model, optimizer, [shuffle, augment], device
+    )
     resumed = saved.load()
     _wake(problem, settings, device)
     if not resumed and settings.warm_start:
-        run.warm_start_seconds = _warm_start(
-            optimizer, model, problem, settings, device, report_every > 0
-        )
+        began = now(device)
+        try:
+            _warm_start(optimizer, model, problem, settings, device, report_every > 0)
+        except PreconditionerError:  # divergence, as in a step
+            _add_epoch(run, 1, [math.nan], now(device) - began, problem.evaluate(model))
+            return run
+        run.warm_start_seconds = now(device) - began
         if report_every:
             tqdm.write(f"{run.label:6} warm start: {run.warm_start_seconds:.2f} s")
     with tqdm(
@@ -302,8 +308,8 @@ def _warm_start(
     settings: Settings,
     device: torch.device,
     show: bool,
-) -> float:
-    """Average the statistics over the data set's batches; returns the seconds it took."""
+) -> None:
+    """Average the statistics over the data set's batches."""
     # In the data's order, with an augmentation of its own: the generators of the training must not
     # notice whether this ran.
     batches = problem.warm_start_order(settings.batch_size).to(device)
@@ -320,9 +326,7 @@ def _warm_start(
             yield problem.loss(outputs, targets) if empirical else outputs
 
     model.train()
-    began = now(device)
     optimizer.warm_start(outputs_or_losses(), model=model)  # type: ignore[attr-defined]
-    return now(device) - began
 
 
 def _check_moved(model: nn.Module, start: list[Tensor]) -> None:
