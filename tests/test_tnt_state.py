@@ -13,7 +13,7 @@ from oracle import DenseTNT
 from tolerances import FLOAT64_REORDERED, FLOAT64_TRAJECTORY
 from torch import Tensor, nn
 
-from tnt_optim import TNT, Shampoo
+from tnt_optim import KFAC, TNT, Shampoo
 
 if TYPE_CHECKING:
     from conftest import DirectGradients, FixedLabels, Snapshot
@@ -359,6 +359,25 @@ def test_learning_rate_scheduler_is_followed(direct: "Direct") -> None:
         oracle.lr = 0.1 * 0.5 ** (t // 3)
         oracle.step([g], [s])
         assert_close_to(p, mirror, FLOAT64_TRAJECTORY)
+
+
+@pytest.mark.parametrize("method", [TNT, Shampoo, KFAC])
+def test_a_state_saved_without_a_scheduler_loads_beside_one(method: Any) -> None:
+    """A scheduler leaves entries of its own in the groups, which no saved state need have."""
+    model = nn.Linear(3, 2)
+
+    def made(lr: float) -> Any:
+        return method(model if method is KFAC else model.parameters(), lr=lr)
+
+    saved = made(0.25).state_dict()
+    opt = made(0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(opt, step_size=1, gamma=0.5)
+    assert "initial_lr" in opt.param_groups[0]
+    opt.load_state_dict(saved)
+    assert opt.param_groups[0]["lr"] == 0.25
+    opt.step()
+    scheduler.step()
+    assert opt.param_groups[0]["lr"] == 0.125
 
 
 def test_closure_is_evaluated_with_gradients_and_its_loss_returned(

@@ -12,6 +12,10 @@ from tnt_optim.modes import diagonal_modes, mode_shape
 from tnt_optim.settings import check_settings
 
 _KEYS = {"momentum", "stats", "factors", "first_step", "updates", *COUNTERS}
+_GRAFTED = {"second_moment", "second_moment_updates"}
+
+# Functions, and what torch adds to the defaults of an optimizer that has loaded or was copied.
+_NOT_SAVED = {"modes", "differentiable"}
 
 StateDict = dict[str, Any]
 
@@ -66,9 +70,12 @@ def check_method(method: str, state_dict: Mapping[str, Any]) -> None:
 def check_groups(
     groups: Sequence[Mapping[str, Any]],
     state_dict: Mapping[str, Any],
+    settings: set[str],
     check: Callable[[Mapping[str, Any]], None],
 ) -> None:
-    """Checks that ``state_dict`` has these parameter groups, with settings that pass ``check``.
+    """Checks that ``state_dict`` has these parameter groups, and ``settings`` that pass ``check``.
+
+    What else a group has, such as a scheduler's ``initial_lr``, may be missing.
 
     Raises:
         ValueError: says where the two part.
@@ -82,7 +89,7 @@ def check_groups(
             f"state_dict must have {len(groups)} parameter groups, got {len(saved_groups)}"
         )
     for number, (group, saved) in enumerate(zip(groups, saved_groups, strict=True)):
-        missing = sorted(set(group) - set(saved) - {"modes", "param_names"})
+        missing = sorted(settings - set(saved) - _NOT_SAVED)
         if missing:
             raise ValueError(
                 f"state_dict: group {number} lacks {missing}; is it another optimizer's?"
@@ -98,13 +105,17 @@ def check_groups(
             )
 
 
-def check_state_dict(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) -> None:
-    """Checks that ``state_dict`` is of an optimizer with these parameter groups.
+def check_state_dict(
+    groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any], settings: set[str]
+) -> None:
+    """Checks that ``state_dict`` is of an optimizer with these parameter groups and ``settings``.
 
     Raises:
         ValueError: says where the two part.
     """
-    check_groups(groups, state_dict, lambda saved: check_settings({**saved, "modes": None}))
+    check_groups(
+        groups, state_dict, settings, lambda saved: check_settings({**saved, "modes": None})
+    )
     for group, saved in zip(groups, state_dict["param_groups"], strict=True):
         for index, param in zip(saved["params"], group["params"], strict=True):
             if state_dict["state"].get(index):
@@ -126,7 +137,7 @@ def check_keys(name: str, state: Mapping[str, Any], keys: set[str]) -> None:
 def _check_state(
     name: str, state: Mapping[str, Any], group: Mapping[str, Any], param: Tensor
 ) -> None:
-    check_keys(name, state, _KEYS)
+    check_keys(name, state, _KEYS | (_GRAFTED if "second_moment" in state else set()))
     tensors = [state["momentum"], *state["stats"], *state["factors"]]
     if not all(isinstance(tensor, Tensor) for tensor in tensors):
         raise ValueError(f"{name}: momentum, stats and factors must be made of tensors")

@@ -83,7 +83,9 @@ def _update(
     own = [states[p] for p in params]
     sizes = mode_sizes(own)
     weights, directions = viewed(params, sizes), viewed(grads, sizes)
-    count_updates(own)
+    _count(own, "updates")
+    if settings["graft"] == "adam":
+        _count(own, "second_moment_updates")
     if settings["graft"] is None:
         preconditioned_step_(
             weights,
@@ -102,14 +104,14 @@ def _update(
             param.copy_(weight.view(param.shape))
 
 
-def count_updates(states: Sequence[dict[str, Any]]) -> None:
-    """One more update of each; the count is a tensor where a CUDA graph has to find it."""
-    counts = [state["updates"] for state in states]
+def _count(states: Sequence[dict[str, Any]], what: str) -> None:
+    """One more of each; a count is a tensor where a CUDA graph has to find it."""
+    counts = [state[what] for state in states]
     if counts and isinstance(counts[0], Tensor):
         torch._foreach_add_(counts, 1)
         return
     for state in states:
-        state["updates"] += 1
+        state[what] += 1
 
 
 def mode_sizes(states: Sequence[Mapping[str, Any]]) -> list[torch.Size]:

@@ -43,7 +43,7 @@ def grafted_step_(
             )
             # The momentum is a plain sum, Adam's first moment (1 - mu) times it.
             first = momentum * ((1 - mu) / (1 - mu ** state["updates"]))
-            second = square / (1 - SECOND_MOMENT_DECAY ** state["updates"])
+            second = square / (1 - SECOND_MOMENT_DECAY ** state["second_moment_updates"])
             model = first / (second.sqrt() + EPS)
         norm = direction.norm()
         scale = torch.where(norm == 0, torch.zeros_like(norm), model.norm() / norm)

@@ -280,8 +280,9 @@ class KFAC(Optimizer):
 
         def check(adapted: dict[str, Any]) -> None:
             check_method(self._method, adapted)
-            inverse = INVERSES[self.inverse]
-            check_kfac_state_dict(self.param_groups[0], self._layers, inverse, adapted)
+            inverse, settings = INVERSES[self.inverse], set(self.defaults)
+            group = self.param_groups[0]
+            check_kfac_state_dict(group, self._layers, inverse, settings, adapted)
 
         def finish(adapted: dict[str, Any]) -> None:
             self._failures, self._observed = Failures(PARTS), Observations()

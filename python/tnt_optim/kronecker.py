@@ -45,6 +45,10 @@ from tnt_optim.graphs import StepGraphs, check_graphs_device
 from tnt_optim.modes import diagonal_modes, mode_shape
 from tnt_optim.settings import check_settings
 
+# What a state has beside statistics and factors: a new start of those leaves these as they are.
+_MOMENTS = {"momentum", "second_moment"}
+_COUNTS = {"updates", "second_moment_updates"}
+
 
 class KroneckerOptimizer(Optimizer):
     """Base of the optimizers that precondition the momentum, mode by mode.
@@ -170,8 +174,10 @@ class KroneckerOptimizer(Optimizer):
         self._failures = Failures()
         for param, state in fresh.items():
             state["skipped_statistics"] = skipped
-            kept = ("momentum", "second_moment", "updates")
-            state.update({k: v for k, v in self.state.get(param, {}).items() if k in kept})
+            earlier, shape = self.state.get(param, {}), state["momentum"].shape
+            for key in _MOMENTS & earlier.keys():
+                state[key] = earlier[key].reshape(shape)  # its modes may have changed
+            state.update({key: earlier[key] for key in _COUNTS & earlier.keys()})
             self.state[param] = state
 
     def failures(self) -> dict[str, int]:
@@ -237,15 +243,15 @@ class KroneckerOptimizer(Optimizer):
 
         def check(adapted: dict[str, Any]) -> None:
             check_method(self._method, adapted)
-            check_state_dict(self.param_groups, adapted)
+            check_state_dict(self.param_groups, adapted, set(self.defaults))
 
         def finish(adapted: dict[str, Any]) -> None:
             self._failures, self._graphs = Failures(), StepGraphs()
             for group, modes in zip(self.param_groups, functions, strict=True):
                 group["modes"] = modes
             for param, state in copied_states(self.param_groups, adapted, state_dtype):
-                if state:
-                    state["updates"] = self._count(state["updates"], param)
+                for key in _COUNTS & state.keys():
+                    state[key] = self._count(state[key], param)
                 self.state[param] = state
 
         load_adapted(self, state_dict, super().load_state_dict, check, finish)
@@ -342,6 +348,7 @@ class KroneckerOptimizer(Optimizer):
                 }
                 if group["graft"] == "adam":
                     states[param]["second_moment"] = zeros.clone()
+                    states[param]["second_moment_updates"] = self._count(0, param)
         return states
 
     def _device_step(
@@ -466,11 +473,11 @@ class KroneckerOptimizer(Optimizer):
             for d, diagonal in zip(*self._modes(group, param), strict=True)
         ]
 
-    def _count(self, updates: int | float | Tensor, param: Tensor) -> int | Tensor:
-        """How often a parameter was updated; a tensor where a CUDA graph goes on counting."""
+    def _count(self, number: int | float | Tensor, param: Tensor) -> int | Tensor:
+        """How often something was updated; a tensor where a CUDA graph goes on counting."""
         if self.capturable:
-            return torch.full((), float(updates), dtype=torch.float64, device=param.device)
-        return int(updates)
+            return torch.full((), float(number), dtype=torch.float64, device=param.device)
+        return int(number)
 
     def _name(self, param: Tensor) -> str:
         for number, group in enumerate(self.param_groups):

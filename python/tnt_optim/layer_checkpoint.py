@@ -18,14 +18,15 @@ def check_kfac_state_dict(
     group: Mapping[str, Any],
     layers: Sequence[Layer],
     inverse: Inverse,
+    settings: set[str],
     state_dict: Mapping[str, Any],
 ) -> None:
-    """Checks that ``state_dict`` is of a KFAC with these layers and parameters.
+    """Checks that ``state_dict`` is of a KFAC with these layers, parameters and ``settings``.
 
     Raises:
         ValueError: says where the two part.
     """
-    check_groups([group], state_dict, check_common_settings)
+    check_groups([group], state_dict, settings, check_common_settings)
     by_weight = {layer.weight: layer for layer in layers}
     saved = state_dict["param_groups"][0]["params"]
     for index, param in zip(saved, group["params"], strict=True):
