@@ -21,6 +21,7 @@ from bench.experiments.directions.followers import (
     own_training_loss,
     shuffled_batches,
 )
+from bench.experiments.directions.report import damping_name, layer_means, most_similar
 from bench.experiments.runs.training import smoothed
 from tests.oracle import DenseTNT
 from tnt_optim import PreconditionerError
@@ -224,6 +225,7 @@ def test_the_command_records_every_method_and_goes_on_where_it_stopped(
     out = capsys.readouterr().out
     assert "block Fisher itself, with damping 0.01 and lr 0.0" in out
     assert "TNT's mean similarity" in out and f"wrote {whole}" in out
+    assert "With the most similar dampings: TNT's mean similarity" in out
     assert whole.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     runs = json.loads(whole.read_text())["runs"]
     compared = [run for run in runs if run["key"]["part"] == "similarity"]
@@ -266,6 +268,27 @@ def test_a_rate_with_which_block_fisher_diverges_is_recorded_and_left(
     losses = {run["key"]["lr"]: run["smoothed_loss"] for run in tried}
     assert losses[1e308] is None and losses[0.01] > 0
     assert runs[-1]["block_fisher"] == {"damping": 0.01, "lr": 0.01}
+
+
+def test_the_most_similar_damping_is_that_of_the_mean_over_layers_and_runs() -> None:
+    def run(shift: float) -> dict[str, Any]:
+        """TNT's similarity falls with its damping, the others' grows."""
+        return {
+            "similarity": {
+                name: {
+                    damping_name(damping): [[(-place if name == "tnt" else place) + shift, None]]
+                    * 4
+                    for place, damping in enumerate(method.dampings)
+                }
+                for name, method in COMPARED.items()
+            }
+        }
+
+    found = most_similar([run(0.0), run(0.5)])
+    assert found == {
+        name: method.dampings[0 if name == "tnt" else -1] for name, method in COMPARED.items()
+    }
+    assert layer_means([run(0.0), run(0.5)], "shampoo", 1e-3) == [2.25] * 4
 
 
 def test_the_shown_damping_is_the_one_that_trained_best() -> None:

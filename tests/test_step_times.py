@@ -266,7 +266,7 @@ def test_the_estimate_grows_with_the_cubes() -> None:
 def test_sets_have_the_kernels_shapes() -> None:
     from bench.kernels.parameter_sets import PARAMETER_SETS
 
-    for name in ("mnist_ae", "faces_ae", "resnet32", "vgg16"):
+    for name in ("mnist_ae", "faces_ae", "resnet32", "vgg16", "square4096"):
         with torch.device("meta"):
             shapes = tuple(tuple(p.shape) for p in STEP_SETS[name].build().parameters())
         assert shapes == PARAMETER_SETS[name].shapes

@@ -9,7 +9,8 @@ What the paper leaves open, and how it is here:
 - refreshes: at every step (T1 = T2 = 1), with every moving average's decay 0.9 (Adam's second
   moment: 0.999, as in the paper's appendix);
 - the methods' dampings: similarities are recorded for every damping of the paper's search; the
-  picture has the one with which the method, at its best learning rate, trains itself best.
+  first row of the picture has the one with which the method, at its best learning rate, trains
+  itself best, the second the one with which it is most similar.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from bench.experiments.directions.followers import (
     shuffled_batches,
 )
 from bench.experiments.directions.plot import plot_similarities
-from bench.experiments.directions.report import damping_name, is_number, report
+from bench.experiments.directions.report import damping_name, is_number, most_similar, report
 from bench.experiments.runs.command_line import (
     checked_output,
     positive_float,
@@ -100,11 +101,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     compared = [run for run in runs.runs if run["key"]["part"] == "similarity"]
     best = best_settings(runs.runs)
     picture = out.with_suffix(".png")
-    series = {
-        method: [run["similarity"][method][damping_name(found["damping"])] for run in compared]
-        for method, found in best.items()
+    choices = {
+        "dampings that train best": {name: found["damping"] for name, found in best.items()},
+        "dampings that are most similar": most_similar(compared),
     }
-    plot_similarities(series, picture)
+    plot_similarities(
+        {
+            choice: {
+                method: [run["similarity"][method][damping_name(damping)] for run in compared]
+                for method, damping in dampings.items()
+            }
+            for choice, dampings in choices.items()
+        },
+        picture,
+    )
     print(report(compared, best))
     print(f"wrote {out} and {picture}")
     return 0
@@ -319,8 +329,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m bench.experiments.cosine",
         description="Cosine similarity of each method's direction to block Fisher's, along block "
         "Fisher's run (Figure 1 of the paper). First each method trains itself with every damping "
-        "and learning rate of a grid; the picture shows it with the damping that trained best, the "
-        "table all of them.",
+        "and learning rate of a grid; the picture shows it with the damping that trained best and "
+        "with the most similar one, the table all of them.",
     )
     parser.add_argument(
         "--data",

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from bench.experiments.cosine import best_settings
 from bench.experiments.directions.followers import COMPARED
+from bench.experiments.directions.report import damping_name, most_similar
 from bench.figures.evidence import Record
 from bench.figures.verdicts import (
     CANNOT_TELL,
@@ -29,15 +30,16 @@ _SECOND_ORDER, _FIRST_ORDER = ("tnt", "kfac", "shampoo"), ("adam", "sgd")
 Layers = list[dict[int, float]]
 
 
-def similarities(record: Record) -> dict[str, Layers]:
-    """Every method's, with the damping that trained best."""
+def similarities(record: Record, at_most_similar: bool = False) -> dict[str, Layers]:
+    """Every method's, with the damping that trained best, or the one that is most similar."""
     runs = [dict(run) for run in record.runs]
     compared = [run for run in runs if run["key"]["part"] == "similarity"]
     if not compared:
         return {}
     found: dict[str, Layers] = {}
-    for method, best in best_settings(runs).items():
-        damping = "none" if best["damping"] is None else f"{best['damping']:g}"
+    chosen = {name: best["damping"] for name, best in best_settings(runs).items()}
+    for method, value in (most_similar(compared) if at_most_similar else chosen).items():
+        damping = damping_name(value)
         count = len(compared[0]["similarity"][method][damping])
         layers: Layers = [{} for _ in range(count)]
         for run in compared:

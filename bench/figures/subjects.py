@@ -68,7 +68,8 @@ SUBJECTS: Sequence[Subject] = (
         "Figure 1: directions beside block Fisher's",
         _experiment("cosine"),
         cosine_table,
-        f"{_LABELS} fig_8. Every method has the damping with which it trained best.",
+        f"{_LABELS} fig_8. The paper does not say how dampings were chosen. Every method is judged "
+        "with the one with which it trained best; those that are most similar stand beside.",
     ),
     Subject(
         "mnist",

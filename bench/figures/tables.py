@@ -61,10 +61,15 @@ def cosine_table(record: Record) -> Table:
     count = len(next(iter(known.values()))) if known else 0
     header = ["", *(f"layer {number}" for number in range(2, count + 2)), "mean"]
     rows = []
-    for method, layers in known.items():
-        means = [statistics.fmean(layer.values()) for layer in layers if layer]
-        row = [mean_text(list(layer.values()), 3) for layer in layers]
-        rows.append([COMPARED[method].label, *row, f"{statistics.fmean(means):.3f}"])
+    for note, found in (
+        ("", known),
+        (", most similar damping, not judged", similarities(record, at_most_similar=True)),
+    ):
+        for method, layers in found.items():
+            means = [statistics.fmean(layer.values()) for layer in layers if layer]
+            row = [mean_text(list(layer.values()), 3) for layer in layers]
+            label = f"{COMPARED[method].label}{note}"
+            rows.append([label, *row, f"{statistics.fmean(means):.3f}"])
     return Table(header, rows)
 
 

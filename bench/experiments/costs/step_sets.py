@@ -190,6 +190,12 @@ _ALL = (
         "biases; 8 sequences of 64",
     ),
     StepSet(
+        "square4096",
+        lambda: nn.Sequential(nn.Linear(4096, 4096, bias=False)),
+        *(_pixels(4096), 256, squared_error, "gaussian", "kfac", _NETWORK),
+        note="one layer, without a bias; batches of 256",
+    ),
+    StepSet(
         "characters",
         lambda: CharacterTransformer(_CHARACTERS, width=128, layers=2, heads=4, context=64),
         *(_text(64), 32, functional.cross_entropy, "categorical", "kfac", _NETWORK),
