@@ -222,8 +222,9 @@ def test_lemma_9(shape: tuple[int, ...], seed: int, damping: float, data: st.Dat
     fisher = spectral(second_moment(gradients))
     k = len(shape)
     upper = math.prod(d ** (1 - 1 / k) * fisher ** (1 / k) + damping for d in shape)
-    # Inverting what the library inverted: keep the condition number below 1e7.
-    assume(upper / damping**k < 1e7)
+    # Inverting what the library inverted: eigenvalues have errors of some 2e-16 times the condition
+    # number (2e-9 were seen at 8e6), which must stay well below the tolerance.
+    assume(upper / damping**k < 1e6)
     diagonal = data.draw(st.lists(st.booleans(), min_size=k, max_size=k))
     kinds = [s.diagonal().clone() if d else s for s, d in zip(stats, diagonal, strict=True)]
     factors, info = tnt_kernels.damped_inverse([kinds], damping)
