@@ -222,9 +222,9 @@ def test_lemma_9(shape: tuple[int, ...], seed: int, damping: float, data: st.Dat
     fisher = spectral(second_moment(gradients))
     k = len(shape)
     upper = math.prod(d ** (1 - 1 / k) * fisher ** (1 / k) + damping for d in shape)
-    # Inverting what the library inverted: eigenvalues have errors of some 2e-16 times the condition
-    # number (2e-9 were seen at 8e6), which must stay well below the tolerance.
-    assume(upper / damping**k < 1e6)
+    # Inverting what the library inverted: keep the condition number below 1e7.
+    condition = upper / damping**k
+    assume(condition < 1e7)
     diagonal = data.draw(st.lists(st.booleans(), min_size=k, max_size=k))
     kinds = [s.diagonal().clone() if d else s for s, d in zip(stats, diagonal, strict=True)]
     factors, info = tnt_kernels.damped_inverse([kinds], damping)
@@ -233,7 +233,10 @@ def test_lemma_9(shape: tuple[int, ...], seed: int, damping: float, data: st.Dat
     assert torch.allclose(preconditioner, preconditioner.T, rtol=0, atol=0)
     eigenvalues = 1 / torch.linalg.eigvalsh(preconditioner)
     assert float(eigenvalues.min()) >= damping**k * (1 - FLOAT64_BOUND)
-    assert float(eigenvalues.max()) <= upper * (1 + FLOAT64_BOUND)
+    # That of an inverse's least eigenvalue: rounding is relative to the largest one. Above a
+    # condition number of 1e6 it is more than the tolerance.
+    rounding = max(FLOAT64_BOUND, 4 * torch.finfo(torch.float64).eps * condition)
+    assert float(eigenvalues.max()) <= upper * (1 + rounding)
     if not any(diagonal):
         dense = damped_kron(stats, damping, relative=False)
         close(preconditioner, torch.linalg.inv(dense), FLOAT64_BOUND)

@@ -173,9 +173,9 @@ class BlockFisher:
 def damped_solution(matrix: Tensor, damping: float, right: Tensor) -> Tensor:
     """(matrix + damping I)^-1 right.
 
-    By Cholesky, whatever the size: the first layer's 5140 rows take a second and a half on one
-    core. Conjugate gradients take some 400 products of 15 ms where the damping is 0.001, and do not
-    always get there.
+    By Cholesky, whatever the size: with conjugate gradients for the first layer's 5140 rows a run
+    took three times as long where the damping was 0.001 (the first two runs of block Fisher in
+    bench/results/cosine_mnist.json), and one did not converge.
 
     Args:
         matrix: (n, n), symmetric and positive semidefinite.
