@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tnt_optim.failures import COUNTERS
-from tnt_optim.modes import diagonal_modes, mode_shape
 from tnt_optim.settings import check_settings
+from tnt_optim.states import layout
 
-_KEYS = {"momentum", "stats", "factors", "first_step", "updates", *COUNTERS}
+_KEYS = {"momentum", "block_size", "stats", "factors", "first_step", "updates", *COUNTERS}
 _GRAFTED = {"second_moment", "second_moment_updates"}
 
 # Functions, and what torch adds to the defaults of an optimizer that has loaded or was copied.
@@ -141,20 +141,20 @@ def _check_state(
     tensors = [state["momentum"], *state["stats"], *state["factors"]]
     if not all(isinstance(tensor, Tensor) for tensor in tensors):
         raise ValueError(f"{name}: momentum, stats and factors must be made of tensors")
-    sizes = mode_shape(param.shape, group["modes"])
-    if tuple(state["momentum"].shape) != sizes:
+    seen = layout(param, group)
+    if tuple(state["momentum"].shape) != seen.sizes:
         raise ValueError(
-            f"{name}: the momentum must be {sizes} for a parameter of shape "
+            f"{name}: the momentum must be {seen.sizes} for a parameter of shape "
             f"{tuple(param.shape)}, got {tuple(state['momentum'].shape)}; is it of another model?"
         )
-    kinds = diagonal_modes(sizes, group["max_factor_dim"])
-    wanted = [(d,) if diagonal else (d, d) for d, diagonal in zip(sizes, kinds, strict=True)]
+    wanted = seen.statistic_shapes(group["max_factor_dim"])
     for key in ("stats", "factors"):
         got = [tuple(tensor.shape) for tensor in state[key]]
-        if got != wanted:
+        if got != wanted or state["block_size"] != seen.block_size:
             raise ValueError(
                 f"{name}: {key} must have shapes {wanted} with max_factor_dim="
-                f"{group['max_factor_dim']}, got {got}"
+                f"{group['max_factor_dim']} and block_size={seen.block_size}, got {got} with "
+                f"block_size={state['block_size']}"
             )
 
 

@@ -11,17 +11,32 @@ import torch
 from torch import Tensor
 
 from tnt_kernels import gram_ema_, preconditioned_step_
+from tnt_optim.directions import directions_, move_
 from tnt_optim.gradients import all_finite
-from tnt_optim.graft import grafted_step_
+from tnt_optim.sharing import Sharing, send_directions, send_factors
+from tnt_optim.states import State, blocks, each, layout_of, put_back, rows
 
 Group = dict[str, Any]
 Settings = Mapping[str, Any]
-States = Mapping[Tensor, dict[str, Any]]
+States = Mapping[Tensor, State]
 # Parameters of one group on one device: what one call of an operator can serve.
 Batch = tuple[Group, list[Tensor]]
-# "statistics" or "inverses", a code for each of some parameters (0: all went well), and those.
-Report = tuple[str, Tensor, Sequence[Tensor]]
 MakeFactors = Callable[[Settings, list[list[Tensor]], list[list[Tensor]]], Tensor]
+
+
+@dataclass(frozen=True)
+class Report:
+    """How a refresh went.
+
+    Attributes:
+        kind: "statistics" or "inverses".
+        codes: one for each of ``params``, on the device; 0 where all went well.
+        params: whose they are.
+    """
+
+    kind: str
+    codes: Tensor
+    params: Sequence[Tensor]
 
 
 @dataclass
@@ -34,6 +49,7 @@ class DeviceStep:
         updated: who moves, at last.
         observed: the gradients for the statistics.
         grads: the gradients of the loss.
+        sharing: how processes share the work; None where each does all of it.
     """
 
     blended: list[Batch]
@@ -41,6 +57,7 @@ class DeviceStep:
     updated: list[Batch]
     observed: dict[Tensor, Tensor]
     grads: dict[Tensor, Tensor]
+    sharing: Sharing | None = None
 
     def blend(self, states: States, settings: Callable[[Group], Settings]) -> list[Report]:
         """Blends what was observed into the statistics, if all of it is finite."""
@@ -53,11 +70,13 @@ class DeviceStep:
             keep = torch.ones((), dtype=torch.float64, device=params[0].device)
             decay = keep * settings(group)["stat_decay"]
             decay = torch.where(finite.to(keep.device), decay, keep)
-            kept = [states[p] for p in params]
-            gradients = viewed([self.observed[p] for p in params], mode_sizes(kept))
-            gram_ema_([state["stats"] for state in kept], gradients, decay)
+            owned = self._owned(params)
+            own = [states[p] for p in owned]
+            seen = list(map(layout_of, own))
+            gradients = blocks([self.observed[p] for p in owned], seen)
+            gram_ema_(rows(each(own, "stats"), seen), gradients, decay)
             codes = (~finite).to(torch.int32).expand(len(params)).contiguous()
-            reports.append(("statistics", codes, params))
+            reports.append(Report("statistics", codes, params))
         return reports
 
     def remake(
@@ -66,45 +85,57 @@ class DeviceStep:
         """Makes the factors that are due; those that fail stay what they were."""
         reports: list[Report] = []
         for group, params in self.remade:
-            stats = [states[p]["stats"] for p in params]
-            info = make(settings(group), stats, [states[p]["factors"] for p in params])
-            reports.append(("inverses", info, params))
+            owned = self._owned(params)
+            own = [states[p] for p in owned]
+            seen = list(map(layout_of, own))
+            stats, factors = rows(each(own, "stats"), seen), rows(each(own, "factors"), seen)
+            info = make(settings(group), stats, factors)
+            codes = worst_of_blocks(info, [look.count for look in seen])
+            if self.sharing is not None:
+                codes = self.sharing.codes(params, owned, codes)
+                if self.sharing.shard == "inverses":
+                    send_factors(self.sharing, params, states)
+            reports.append(Report("inverses", codes, params))
         return reports
 
     def update(self, states: States, settings: Callable[[Group], Settings]) -> None:
         """Moves momenta and parameters."""
         for group, params in self.updated:
-            _update(params, [self.grads[p] for p in params], states, settings(group))
+            own = [states[p] for p in params]
+            _count(own, "updates")
+            if group["graft"] == "adam":
+                _count(own, "second_moment_updates")
+            if self.sharing is not None and self.sharing.shard == "directions":
+                grads = {p: self.grads[p] for p in params}
+                send_directions(self.sharing, settings(group), grads, states)
+            else:
+                _update(params, [self.grads[p] for p in params], own, settings(group))
+
+    def _owned(self, params: list[Tensor]) -> list[Tensor]:
+        return params if self.sharing is None else self.sharing.owned(params)
 
 
 def _update(
-    params: Sequence[Tensor], grads: Sequence[Tensor], states: States, settings: Settings
+    params: Sequence[Tensor], grads: Sequence[Tensor], own: Sequence[State], settings: Settings
 ) -> None:
-    own = [states[p] for p in params]
-    sizes = mode_sizes(own)
-    weights, directions = viewed(params, sizes), viewed(grads, sizes)
-    _count(own, "updates")
-    if settings["graft"] == "adam":
-        _count(own, "second_moment_updates")
+    seen = list(map(layout_of, own))
+    weights = [look.view(p) for p, look in zip(params, seen, strict=True)]
     if settings["graft"] is None:
         preconditioned_step_(
-            weights,
-            [state["momentum"] for state in own],
-            directions,
-            [state["factors"] for state in own],
+            blocks(weights, seen),
+            blocks(each(own, "momentum"), seen),
+            blocks(grads, seen),
+            rows(each(own, "factors"), seen),
             settings["lr"],
             settings["momentum"],
             settings["weight_decay"],
         )
     else:
-        grafted_step_(weights, directions, own, settings)
-    for param, weight in zip(params, weights, strict=True):
-        if weight is not param and weight.data_ptr() != param.data_ptr():
-            # Strides that no view could merge.
-            param.copy_(weight.view(param.shape))
+        move_(blocks(weights, seen), directions_(grads, own, seen, settings), settings)
+    put_back(params, weights)
 
 
-def _count(states: Sequence[dict[str, Any]], what: str) -> None:
+def _count(states: Sequence[State], what: str) -> None:
     """One more of each; a count is a tensor where a CUDA graph has to find it."""
     counts = [state[what] for state in states]
     if counts and isinstance(counts[0], Tensor):
@@ -114,17 +145,16 @@ def _count(states: Sequence[dict[str, Any]], what: str) -> None:
         state[what] += 1
 
 
-def mode_sizes(states: Sequence[Mapping[str, Any]]) -> list[torch.Size]:
-    """The shapes of parameters seen as tensors of modes."""
-    return [state["momentum"].shape for state in states]
+def worst_of_blocks(codes: Tensor, counts: Sequence[int]) -> Tensor:
+    """A code of each parameter: the largest of its blocks', on the device.
 
-
-def viewed(tensors: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """The tensors in the shapes of their modes; those that have them already are not copied."""
-    return [
-        tensor if tensor.shape == shape else tensor.reshape(shape)
-        for tensor, shape in zip(tensors, sizes, strict=True)
-    ]
+    Args:
+        codes: of every block, one after the other.
+        counts: how many blocks each parameter has.
+    """
+    if all(count == 1 for count in counts):
+        return codes
+    return torch.stack([own.amax() for own in codes.split(list(counts))])
 
 
 def by_device(params: Iterable[Tensor]) -> list[list[Tensor]]:

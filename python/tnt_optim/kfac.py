@@ -14,7 +14,6 @@ from tnt_optim.device_step import by_device
 from tnt_optim.failures import COUNTERS, UNOBSERVED, Failures, PreconditionerError, warn_the_caller
 from tnt_optim.fisher import Likelihood, check_sampling
 from tnt_optim.gradients import buffers_put_back
-from tnt_optim.kronecker import state_dtype
 from tnt_optim.layer_checkpoint import check_kfac_state_dict
 from tnt_optim.layer_inverses import INVERSES, PARTS
 from tnt_optim.layer_observations import Observations
@@ -23,6 +22,7 @@ from tnt_optim.layer_statistics import all_finite_statistics
 from tnt_optim.layer_step import blend, parameters, update_
 from tnt_optim.layers import Layer, is_trainable, supported_layers
 from tnt_optim.settings import check_common_settings
+from tnt_optim.states import state_dtype
 
 
 class KFAC(Optimizer):

@@ -1,13 +1,6 @@
 """What the Kronecker-factored optimizers share: modes, state, schedule and step.
 
-Each parameter W, seen as a tensor with modes of sizes d_1, ..., d_k, has
-
-- ``momentum`` m, (d_1, ..., d_k);
-- ``stats`` S_i, one for each mode, (d_i, d_i), or (d_i,) for a diagonal mode: the moving average of
-  the Gram matrices of the gradient's unfoldings;
-- ``factors`` A_i, like the statistics: what the optimizer makes of them (TNT: damped inverses).
-
-All are float32, or float64 for float64 parameters. The state of a parameter exists whole or not at
+What a parameter's state holds is in ``states``. The state of a parameter exists whole or not at
 all: its first statistic brings the factors and a zero momentum with it.
 
 At step t = 0, 1, 2, ..., with T1 = stat_interval and T2 = inverse_interval: statistics at
@@ -15,6 +8,7 @@ t % T1 == 0; factors at t % T2 == 0, and at every statistics step in the first T
 statistics are young; the update at every step.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,9 +25,9 @@ from tnt_optim.device_step import (
     Report,
     Settings,
     by_device,
-    viewed,
+    worst_of_blocks,
 )
-from tnt_optim.failures import COUNTERS, Failures, PreconditionerError
+from tnt_optim.failures import Failures, PreconditionerError
 from tnt_optim.gradients import (
     all_finite,
     buffers_put_back,
@@ -42,12 +36,20 @@ from tnt_optim.gradients import (
     gradients_of,
 )
 from tnt_optim.graphs import StepGraphs, check_graphs_device
-from tnt_optim.modes import diagonal_modes, mode_shape
+from tnt_optim.processes import Team, check_static_graph, pooled, replicas_behind, team_of
 from tnt_optim.settings import check_settings
-
-# What a state has beside statistics and factors: a new start of those leaves these as they are.
-_MOMENTS = {"momentum", "second_moment"}
-_COUNTS = {"updates", "second_moment_updates"}
+from tnt_optim.sharing import SHARDS, Owners, Sharing, send_factors
+from tnt_optim.states import (
+    COUNTS,
+    MOMENTS,
+    State,
+    blocks,
+    layout,
+    new_state,
+    rows,
+    state_dtype,
+    zero_statistics,
+)
 
 
 class KroneckerOptimizer(Optimizer):
@@ -60,12 +62,26 @@ class KroneckerOptimizer(Optimizer):
     # What a saved state says it is of: the method, whatever a subclass of it is called.
     _method = "Kronecker-factored"
     # What is set for the optimizer as a whole.
-    _shared: tuple[str, ...] = ("capturable",)
+    _shared: tuple[str, ...] = ("capturable", "process_group", "shard")
 
-    def __init__(self, params: Any, defaults: dict[str, Any], *, capturable: bool = False) -> None:
+    def __init__(
+        self,
+        params: Any,
+        defaults: dict[str, Any],
+        *,
+        capturable: bool = False,
+        process_group: Any = None,
+        shard: str | None = None,
+    ) -> None:
         if not isinstance(capturable, bool):
             raise ValueError(f"capturable must be True or False, got {capturable!r}")
+        if shard not in SHARDS:
+            known = ", ".join(repr(name) for name in SHARDS)
+            raise ValueError(f"shard must be one of {known}, got {shard!r}")
         self.capturable = capturable
+        self.process_group = process_group
+        self.shard = shard
+        self._owners = Owners()
         self._graphs = StepGraphs()
         self._failures = Failures()
         super().__init__(params, {**defaults, "modes": None, "step": 0})
@@ -81,8 +97,11 @@ class KroneckerOptimizer(Optimizer):
         """Makes the factors of ``stats``; see ``tnt_kernels.damped_inverse`` for out and info."""
         raise NotImplementedError
 
-    def _statistic_gradients(self) -> dict[Tensor, Tensor]:
-        """Returns the gradients whose statistics are due at this step, by parameter."""
+    def _statistic_gradients(self, team: Team | None) -> dict[Tensor, Tensor]:
+        """Returns the gradients whose statistics are due at this step, by parameter.
+
+        The same in all processes of the team.
+        """
         return {
             p: p.grad
             for group in self.param_groups
@@ -91,7 +110,7 @@ class KroneckerOptimizer(Optimizer):
             if p.grad is not None and (due or not self._has_state(p))
         }
 
-    def _statistic_loss(self, output: Any, index: int) -> Tensor:
+    def _statistic_loss(self, output: Any, index: int, team: Team | None) -> Tensor:
         """Turns what ``warm_start`` was given for batch ``index`` into a scalar with a graph."""
         return check_scalar_loss("outputs (here: training losses)", output)
 
@@ -134,8 +153,11 @@ class KroneckerOptimizer(Optimizer):
         try:
             for group in self.param_groups:
                 check_settings(group)  # anyone may have changed them since
-            self._failures.read(self.state, self._name)
-            observed = self._statistic_gradients()
+            team = self._team()
+            # On a GPU a report may arrive here and not yet there, and where it stops the training
+            # it must stop all processes. It is a step old: hardly ever is there anything to wait.
+            self._failures.read(self.state, self._name, wait=team is not None)
+            observed = self._statistic_gradients(team)
             updates = [self._to_update(group, observed) for group in self.param_groups]
             first = {p: g for p, g in observed.items() if not self._has_state(p)}
             self.state.update(self._first_states(first))
@@ -174,10 +196,10 @@ class KroneckerOptimizer(Optimizer):
         self._failures = Failures()
         for param, state in fresh.items():
             state["skipped_statistics"] = skipped
-            earlier, shape = self.state.get(param, {}), state["momentum"].shape
-            for key in _MOMENTS & earlier.keys():
-                state[key] = earlier[key].reshape(shape)  # its modes may have changed
-            state.update({key: earlier[key] for key in _COUNTS & earlier.keys()})
+            earlier = self.state.get(param, {})
+            for key in earlier.keys() & state.keys() & set(MOMENTS):
+                state[key] = earlier[key].reshape(state[key].shape)  # its modes may have changed
+            state.update({key: earlier[key] for key in COUNTS & earlier.keys()})
             self.state[param] = state
 
     def failures(self) -> dict[str, int]:
@@ -211,7 +233,7 @@ class KroneckerOptimizer(Optimizer):
                         f"params must be dense real floating-point tensors, got {param.dtype}, "
                         f"{param.layout} for {self._name(param)}"
                     )
-                mode_shape(param.shape, group["modes"])
+                layout(param, group)
                 if self.capturable:
                     check_graphs_device(param, self.param_groups[0]["params"][:1])
         except Exception:
@@ -250,30 +272,37 @@ class KroneckerOptimizer(Optimizer):
             for group, modes in zip(self.param_groups, functions, strict=True):
                 group["modes"] = modes
             for param, state in copied_states(self.param_groups, adapted, state_dtype):
-                for key in _COUNTS & state.keys():
-                    state[key] = self._count(state[key], param)
+                self._count_again(state, param)
                 self.state[param] = state
 
         load_adapted(self, state_dict, super().load_state_dict, check, finish)
 
     def __getstate__(self) -> dict[str, Any]:
         self._failures.read(self.state, self._name, wait=True, fatal=False)
-        own = {"_failures": self._failures, "capturable": self.capturable}
+        own = {
+            "_failures": self._failures,
+            "capturable": self.capturable,
+            "shard": self.shard,
+        }
         return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._graphs = StepGraphs()
+        if "shard" in state:  # a copy, in the default group: a process group cannot be copied
+            self.process_group, self._owners = None, Owners()
 
     def __repr__(self) -> str:
         lines = [f"{type(self).__name__} ("]
         for number, group in enumerate(self.param_groups):
             params = group["params"]
-            kinds = [diagonal for p in params for diagonal in self._modes(group, p)[1]]
+            largest = group["max_factor_dim"]
+            shapes = [s for p in params for s in layout(p, group).statistic_shapes(largest)]
+            full = sum(len(shape) == 2 for shape in shapes)
             lines.append(
                 f"  group {number}: {len(params)} parameters, "
-                f"{sum(p.numel() for p in params):,} numbers, {kinds.count(False)} full and "
-                f"{kinds.count(True)} diagonal modes"
+                f"{sum(p.numel() for p in params):,} numbers, {full} full and "
+                f"{len(shapes) - full} diagonal modes"
             )
             settings = sorted(set(group) - {"params", "param_names"})
             lines += [f"    {key}: {group[key]}" for key in settings]
@@ -289,21 +318,12 @@ class KroneckerOptimizer(Optimizer):
         trainable = [p for g in self.param_groups for p in g["params"] if p.requires_grad]
         stats: dict[Tensor, list[Tensor]] = {}
         batches = skipped = 0
-        for index, output in enumerate(outputs):
-            loss = self._statistic_loss(output, index)
-            observed = gradients_of(loss, trainable, retain_graph=False)
-            check_reached(observed)
+        for observed in self._batch_gradients(outputs, trainable):
             if not all_finite(observed.values()):
                 skipped += 1
                 continue
             observed.update({p: torch.zeros_like(p) for p in stats if p not in observed})
-            for group, params in self._batches(observed):
-                for param in params:
-                    if param not in stats:
-                        stats[param] = self._like_modes(group, param)
-                sizes = [self._modes(group, p)[0] for p in params]
-                gradients = viewed([observed[p] for p in params], sizes)
-                gram_ema_([stats[p] for p in params], gradients, batches / (batches + 1))
+            self._blend(stats, observed, batches / (batches + 1))
             batches += 1
         if skipped and not batches:
             raise PreconditionerError(f"outputs: none of {skipped} batches gave a finite gradient")
@@ -311,7 +331,53 @@ class KroneckerOptimizer(Optimizer):
             raise ValueError("outputs must hold at least one batch, got none")
         return stats, skipped
 
-    def _first_states(self, observed: dict[Tensor, Tensor]) -> dict[Tensor, dict[str, Any]]:
+    def _batch_gradients(
+        self, outputs: Iterable[Any], trainable: Sequence[Tensor]
+    ) -> Iterator[dict[Tensor, Tensor]]:
+        """The gradient for the statistics of each batch, the parts of all processes together."""
+        team, batches = self._team(), iter(outputs)
+        for index in itertools.count():
+            output, observed = next(batches, _NO_MORE), {}
+            if output is not _NO_MORE:
+                loss = self._statistic_loss(output, index, team)
+                check_static_graph(replicas_behind(loss))
+                observed = gradients_of(loss, trainable, retain_graph=False)
+                check_reached(observed)
+            if team is None:
+                if output is _NO_MORE:
+                    return
+                yield observed
+                continue
+            has_more = output is not _NO_MORE
+            flags = [has_more, *(p in observed for p in trainable)]
+            anyone, *reached = team.anywhere(flags, trainable[0].device)
+            if not anyone:
+                return
+            params = [p for p, is_reached in zip(trainable, reached, strict=True) if is_reached]
+            yield pooled(team, params, observed, int(has_more))[0]
+
+    def _blend(
+        self,
+        stats: dict[Tensor, list[Tensor]],
+        observed: Mapping[Tensor, Tensor],
+        decay: float,
+    ) -> None:
+        """Blends gradients into statistics that are no state's yet, those that this process has.
+
+        A parameter of which another process has them gets an empty list.
+        """
+        sharing = self._sharing()
+        for group, params in self._batches(observed):
+            for param in params:
+                if param not in stats:
+                    owned = sharing is None or sharing.owned([param])
+                    stats[param] = zero_statistics(param, group) if owned else []
+            own = [p for p in params if stats[p]]
+            seen = [layout(p, group) for p in own]
+            gradients = blocks([observed[p] for p in own], seen)
+            gram_ema_(rows([stats[p] for p in own], seen), gradients, decay)
+
+    def _first_states(self, observed: dict[Tensor, Tensor]) -> dict[Tensor, State]:
         """States from a first observation. Waits for it: there is nothing else to go on with."""
         if observed and not all_finite(observed.values()):
             raise PreconditionerError(
@@ -319,37 +385,46 @@ class KroneckerOptimizer(Optimizer):
                 f"statistics to go on with, for {self._name(next(iter(observed)))}"
             )
         stats: dict[Tensor, list[Tensor]] = {}
-        for group, params in self._batches(observed):
-            fresh = [self._like_modes(group, p) for p in params]
-            sizes = [self._modes(group, p)[0] for p in params]
-            gram_ema_(fresh, viewed([observed[p] for p in params], sizes), 0.0)
-            stats.update(zip(params, fresh, strict=True))
+        self._blend(stats, observed, 0.0)
         return self._states(stats)
 
-    def _states(self, stats: dict[Tensor, list[Tensor]]) -> dict[Tensor, dict[str, Any]]:
+    def _states(self, stats: dict[Tensor, list[Tensor]]) -> dict[Tensor, State]:
         """Whole states around first statistics. Waits for the factors, as above."""
-        states = {}
+        states: dict[Tensor, State] = {}
+        sharing = self._sharing()
         for group, params in self._batches(stats):
-            factors, info = self._factors(group, [stats[p] for p in params])
-            for param, modes, code in zip(params, factors, info.tolist(), strict=True):
+            own = [p for p in params if stats[p]]
+            seen = [layout(p, group) for p in own]
+            made, info = self._factors(group, rows([stats[p] for p in own], seen))
+            codes = worst_of_blocks(info, [look.count for look in seen])
+            if sharing is not None:
+                codes = sharing.codes(params, own, codes)
+            for param, code in zip(params, codes.tolist(), strict=True):
                 if code != 0:
                     name = self._name(param)
                     raise self._failures.first_inverse(code, name, group["damping"])
-                zeros = torch.zeros(
-                    self._modes(group, param)[0], dtype=state_dtype(param), device=param.device
-                )
-                states[param] = {
-                    "momentum": zeros,
-                    "stats": stats[param],
-                    "factors": modes,
-                    "first_step": group["step"],
-                    "updates": self._count(0, param),
-                    **dict.fromkeys(COUNTERS, 0),
-                }
-                if group["graft"] == "adam":
-                    states[param]["second_moment"] = zeros.clone()
-                    states[param]["second_moment_updates"] = self._count(0, param)
+            rest = iter(made)
+            factors = {
+                p: [f for _ in range(look.count) for f in next(rest)]
+                for p, look in zip(own, seen, strict=True)
+            }
+            for param in params:
+                states[param] = self._new_state(group, param, stats[param], factors.get(param))
+            if sharing is not None and sharing.shard == "inverses":
+                send_factors(sharing, params, states)
         return states
+
+    def _new_state(
+        self, group: Group, param: Tensor, stats: list[Tensor], factors: list[Tensor] | None
+    ) -> State:
+        """What this process keeps of a parameter, with the statistics and factors that it made."""
+        alone = self._sharing() is None or bool(stats)
+        if factors is None and self.shard == "inverses":
+            factors = zero_statistics(param, group)  # until the owner's arrive
+        moments = alone or self.shard != "directions"
+        state = new_state(param, group, stats or None, factors, moments=moments)
+        self._count_again(state, param)
+        return state
 
     def _device_step(
         self,
@@ -366,6 +441,7 @@ class KroneckerOptimizer(Optimizer):
             updated=self._split(updates),
             observed=observed,
             grads={p: p.grad for p in moving if p.grad is not None},
+            sharing=self._sharing(),
         )
 
     def _split(self, params: Sequence[list[Tensor]]) -> list[Batch]:
@@ -378,7 +454,8 @@ class KroneckerOptimizer(Optimizer):
             self._report(self._graphs.run(step, self.state, self._whole))
             return
         self._report(self._refresh(step, _as_they_are))
-        self._failures.read(self.state, self._name)
+        if self._team() is None or not any(p.is_cuda for p in step.grads):
+            self._failures.read(self.state, self._name)
         step.update(self.state, _as_they_are)
 
     def _whole(self, step: DeviceStep, settings: Callable[[Group], Settings]) -> list[Report]:
@@ -393,11 +470,11 @@ class KroneckerOptimizer(Optimizer):
         return step.blend(self.state, settings) + step.remake(self.state, settings, make)
 
     def _report(self, reports: Sequence[Report]) -> None:
-        for kind, codes, params in reports:
-            if kind == "statistics":
-                self._failures.report_statistics(codes, params)
+        for report in reports:
+            if report.kind == "statistics":
+                self._failures.report_statistics(report.codes, report.params)
             else:
-                self._failures.report_inverses(codes, params)
+                self._failures.report_inverses(report.codes, report.params)
 
     def _factors_due(
         self,
@@ -438,13 +515,36 @@ class KroneckerOptimizer(Optimizer):
                     "observe(output) between the forward and step(), or warm_start() before "
                     "training, with outputs that depend on every parameter the loss depends on"
                 )
-            if known and group["graft"] == "adam" and "second_moment" not in self.state[param]:
+            state = self.state[param] if known else {}
+            if known and group["graft"] == "adam" and "second_moment_updates" not in state:
                 raise RuntimeError(
                     "graft='adam' must be set before the first statistics: "
                     f"{self._name(param)} has no second moment"
                 )
             ready.append(param)
         return ready
+
+    # Processes.
+
+    def _team(self) -> Team | None:
+        team = team_of(self.process_group)
+        if team is not None and self.capturable:
+            raise RuntimeError(
+                "capturable=True works in a single process, and torch.distributed runs "
+                f"{team.size}: leave it off"
+            )
+        return team
+
+    def _sharing(self) -> Sharing | None:
+        team = self._team()
+        if team is None or self.shard is None:
+            return None
+        moments = self.shard == "directions"
+
+        def owner(param: Tensor) -> int:
+            return self._owners.of(param, self.param_groups, team.size, moments)
+
+        return Sharing(team, self.shard, owner)
 
     # Parameters and their modes.
 
@@ -459,19 +559,10 @@ class KroneckerOptimizer(Optimizer):
             for batch in by_device([p for p in group["params"] if p in wanted]):
                 yield group, batch
 
-    def _modes(
-        self, group: dict[str, Any], param: Tensor
-    ) -> tuple[tuple[int, ...], tuple[bool, ...]]:
-        """Mode sizes, and which of them are diagonal."""
-        sizes = mode_shape(param.shape, group["modes"])
-        return sizes, diagonal_modes(sizes, group["max_factor_dim"])
-
-    def _like_modes(self, group: dict[str, Any], param: Tensor) -> list[Tensor]:
-        """Zero statistics for a parameter."""
-        return [
-            torch.zeros((d,) if diagonal else (d, d), dtype=state_dtype(param), device=param.device)
-            for d, diagonal in zip(*self._modes(group, param), strict=True)
-        ]
+    def _count_again(self, state: State, param: Tensor) -> None:
+        """Turns counts into tensors where CUDA graphs go on counting."""
+        for key in COUNTS & state.keys():
+            state[key] = self._count(state[key], param)
 
     def _count(self, number: int | float | Tensor, param: Tensor) -> int | Tensor:
         """How often something was updated; a tensor where a CUDA graph goes on counting."""
@@ -492,6 +583,4 @@ def _as_they_are(group: Group) -> Settings:
     return group
 
 
-def state_dtype(param: Tensor) -> torch.dtype:
-    """The dtype of a parameter's statistics, factors and momentum."""
-    return torch.float64 if param.dtype == torch.float64 else torch.float32
+_NO_MORE = object()

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tnt_kernels import gram_ema_
-from tnt_optim.kronecker import state_dtype
 from tnt_optim.layers import Layer, input_rows, output_rows
+from tnt_optim.states import state_dtype
 
 
 @dataclass(frozen=True)

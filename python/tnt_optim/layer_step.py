@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from tnt_optim.device_step import by_device
-from tnt_optim.kronecker import state_dtype
 from tnt_optim.layer_inverses import Inverse
 from tnt_optim.layer_statistics import all_finite_statistics
 from tnt_optim.layers import Layer, joined, parted
+from tnt_optim.states import state_dtype
 
 States = Mapping[Tensor, dict[str, Any]]
 

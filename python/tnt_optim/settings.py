@@ -35,6 +35,9 @@ def check_settings(group: Mapping[str, Any]) -> None:
     """
     check_common_settings(group)
     _check_integer("max_factor_dim", group["max_factor_dim"])
+    for name in ("block_size", "merge_small_dims"):
+        if group[name] is not None:
+            _check_integer(name, group[name], "None or an integer >= 1")
     if not isinstance(group["relative_damping"], bool):
         raise ValueError(
             f"relative_damping must be True or False, got {group['relative_damping']!r}"
@@ -46,9 +49,9 @@ def check_settings(group: Mapping[str, Any]) -> None:
         raise ValueError(f"modes must be a function of a shape, got {group['modes']!r}")
 
 
-def _check_integer(name: str, value: Any) -> None:
+def _check_integer(name: str, value: Any, rule: str = "an integer >= 1") -> None:
     if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
+        raise ValueError(f"{name} must be {rule}, got {value!r}")
 
 
 def _check(name: str, value: Any, rule: str, holds: Callable[[Any], bool]) -> None:

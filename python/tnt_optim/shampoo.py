@@ -26,10 +26,10 @@ class Shampoo(KroneckerOptimizer):
             criterion(model(x), y).backward()
             opt.step()
 
-    Every argument but ``capturable`` can be set for each parameter group. A group's ``modes``, a
-    function from a parameter's shape to mode sizes with the same product, re-views its parameters;
-    by default a vector has one mode, a matrix two, and a convolution weight three: out, in, and the
-    kernel's positions.
+    Every argument but ``capturable``, ``process_group`` and ``shard`` can be set for each parameter
+    group. A group's ``modes``, a function from a parameter's shape to mode sizes with the same
+    product, re-views its parameters; by default a vector has one mode, a matrix two, and a
+    convolution weight three: out, in, and the kernel's positions.
 
     The roots are made by the coupled Newton iteration, which ends at max|M - I| <= 1e-6. In float32
     what it ends on is the less accurate the larger the condition number of S_i + damping I: the
@@ -46,6 +46,10 @@ class Shampoo(KroneckerOptimizer):
         inverse_interval: T2 in the paper: the roots are refreshed every so many steps, and with the
             statistics during the first so many.
         max_factor_dim: a mode larger than this keeps only the diagonal of its statistic.
+        block_size: a mode larger than this is cut into pieces of this size and a rest; each block
+            of a parameter is then treated as a parameter of its own. None: no mode is cut.
+        merge_small_dims: neighbouring modes are merged while their product is at most this, so that
+            a convolution with few channels has fewer, larger factors. None: none are.
         relative_damping: damp each S_i with ``damping`` times its own average eigenvalue,
             tr(S_i) / d_i, instead, which without a rescaling differs from mode to mode; where S_i
             is zero, or would be but for rounding (an average below 1e-31 in float32), its root is
@@ -54,6 +58,8 @@ class Shampoo(KroneckerOptimizer):
             rounding moves as far as any other.
         graft: "adam" or "sgd": rescale each parameter's direction to the norm of that method's.
         capturable: run the steps as CUDA graphs, one for each kind of step, as ``TNT`` does.
+        process_group: the processes that train copies of one model, as for ``TNT``.
+        shard: how they share the work, as for ``TNT``.
 
     Raises:
         ValueError: where a setting or a parameter does not fit.
@@ -73,9 +79,13 @@ class Shampoo(KroneckerOptimizer):
         stat_interval: int = 10,
         inverse_interval: int = 100,
         max_factor_dim: int = 8192,
+        block_size: int | None = None,
+        merge_small_dims: int | None = None,
         relative_damping: bool = False,
         graft: str | None = None,
         capturable: bool = False,
+        process_group: Any = None,
+        shard: str | None = None,
     ) -> None:
         super().__init__(
             params,
@@ -88,10 +98,14 @@ class Shampoo(KroneckerOptimizer):
                 "stat_interval": stat_interval,
                 "inverse_interval": inverse_interval,
                 "max_factor_dim": max_factor_dim,
+                "block_size": block_size,
+                "merge_small_dims": merge_small_dims,
                 "relative_damping": relative_damping,
                 "graft": graft,
             },
             capturable=capturable,
+            process_group=process_group,
+            shard=shard,
         )
 
     def _factors(

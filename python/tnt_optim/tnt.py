@@ -9,17 +9,13 @@ from torch import Tensor
 from tnt_kernels import damped_inverse
 from tnt_optim.device_step import Settings
 from tnt_optim.failures import UNOBSERVED, warn_the_caller
-from tnt_optim.fisher import (
-    Likelihood,
-    check_sampling,
-    check_single_process,
-    loss_at_samples,
-)
+from tnt_optim.fisher import Likelihood, check_sampling, loss_at_samples
 from tnt_optim.gradients import all_finite, check_reached, gradients_of
-from tnt_optim.kronecker import KroneckerOptimizer, state_dtype
+from tnt_optim.kronecker import KroneckerOptimizer
+from tnt_optim.processes import Team, check_static_graph, pooled, replicas_behind
+from tnt_optim.states import state_dtype
 
 FISHERS = ("sampled", "empirical")
-_ONE_PROCESS = "use fisher='empirical'"
 
 
 class TNT(KroneckerOptimizer):
@@ -39,8 +35,8 @@ class TNT(KroneckerOptimizer):
             loss.backward()
             opt.step()
 
-    Every argument but ``likelihood``, ``fisher``, ``seed`` and ``capturable`` can be set for each
-    parameter group.
+    Every argument but ``likelihood``, ``fisher``, ``seed``, ``capturable``, ``process_group`` and
+    ``shard`` can be set for each parameter group.
     A group's ``modes``, a function from a parameter's shape to mode sizes with the same product,
     re-views its parameters; by default a vector has one mode, a matrix two, and a convolution
     weight three: out, in, and the kernel's positions.
@@ -65,6 +61,10 @@ class TNT(KroneckerOptimizer):
         fisher: "sampled" as above; "empirical" takes the training gradients themselves (TNT-EF in
             the paper), needs no ``observe`` and no likelihood.
         max_factor_dim: a mode larger than this keeps only the diagonal of its statistic.
+        block_size: a mode larger than this is cut into pieces of this size and a rest; each block
+            of a parameter is then treated as a parameter of its own. None: no mode is cut.
+        merge_small_dims: neighbouring modes are merged while their product is at most this, so that
+            a convolution with few channels has fewer, larger factors. None: none are.
         relative_damping: damp with ``damping`` times the average eigenvalue of the U_i instead.
             Directions then have the scale of 1 / gradient: a parameter whose gradient is nothing
             but rounding (a convolution's bias before batch norm) takes huge steps, unless
@@ -75,13 +75,20 @@ class TNT(KroneckerOptimizer):
             its kind on. All parameters must be on one CUDA device. Gradients that do not lie where
             they lay are copied there: ``zero_grad(set_to_none=False)`` saves the copies. Learning
             rate and the other numbers may change at every step.
+        process_group: the processes that train copies of one model, as under
+            DistributedDataParallel; None for torch.distributed's default group, where there is one.
+            The statistics are those of all their batches.
+        shard: how they share the work. None: each does all of it. Otherwise every parameter has one
+            owner that keeps its statistics and makes its factors; with "inverses" it sends them to
+            the others whenever it has made them, with "directions", which takes the least memory,
+            it alone keeps them and the momentum, and sends the direction at every step.
 
     Raises:
         ValueError: where a setting or a parameter does not fit.
     """
 
     _method = "TNT"
-    _shared = ("capturable", "fisher", "likelihood", "seed")
+    _shared = ("capturable", "fisher", "likelihood", "process_group", "seed", "shard")
 
     def __init__(
         self,
@@ -97,10 +104,14 @@ class TNT(KroneckerOptimizer):
         likelihood: Likelihood = "categorical",
         fisher: str = "sampled",
         max_factor_dim: int = 8192,
+        block_size: int | None = None,
+        merge_small_dims: int | None = None,
         relative_damping: bool = False,
         graft: str | None = None,
         seed: int = 0,
         capturable: bool = False,
+        process_group: Any = None,
+        shard: str | None = None,
     ) -> None:
         check_sampling(likelihood, seed)
         if fisher not in FISHERS:
@@ -118,6 +129,8 @@ class TNT(KroneckerOptimizer):
         # of them that a loss has reached since, which every later observe asks for.
         self._unreached: set[Tensor] = set()
         self._awaited: set[Tensor] = set()
+        # Whether outputs may reach other parameters in another process.
+        self._partial = False
         self._warned = False
         super().__init__(
             params,
@@ -130,10 +143,14 @@ class TNT(KroneckerOptimizer):
                 "stat_interval": stat_interval,
                 "inverse_interval": inverse_interval,
                 "max_factor_dim": max_factor_dim,
+                "block_size": block_size,
+                "merge_small_dims": merge_small_dims,
                 "relative_damping": relative_damping,
                 "graft": graft,
             },
             capturable=capturable,
+            process_group=process_group,
+            shard=shard,
         )
 
     def observe(self, output: Any) -> None:
@@ -152,16 +169,18 @@ class TNT(KroneckerOptimizer):
         Raises:
             ValueError: where the output has no graph, the wrong number of dimensions, or depends on
                 no parameter of this optimizer; nothing is then changed.
-            RuntimeError: where torch.distributed runs more than one process: each would sample for
-                itself, and the replicas drift apart. ``fisher="empirical"`` works under DDP.
+            RuntimeError: where the output is DistributedDataParallel's with ``static_graph=True``.
         """
         if self.fisher == "empirical":
             return
         due = self._due()
         if not due:
             return
-        check_single_process(_ONE_PROCESS)
-        loss = self._sampled_loss(output, "step", self.param_groups[0]["step"], self._observations)
+        number = _numbered(self._observations, self._team())
+        loss = self._sampled_loss(output, "step", self.param_groups[0]["step"], number)
+        replicas = replicas_behind(loss)
+        check_static_graph(replicas)
+        self._partial |= any(replica.find_unused_parameters for replica in replicas)
         observed = gradients_of(loss, due, retain_graph=True)
         if len(due) == sum(p.requires_grad for g in self.param_groups for p in g["params"]):
             check_reached(observed)  # of a few newcomers it may well miss all
@@ -225,9 +244,11 @@ class TNT(KroneckerOptimizer):
     ) -> tuple[list[list[Tensor]], Tensor]:
         return damped_inverse(stats, group["damping"], out, group["relative_damping"])
 
-    def _statistic_gradients(self) -> dict[Tensor, Tensor]:
+    def _statistic_gradients(self, team: Team | None) -> dict[Tensor, Tensor]:
         if self.fisher == "empirical":
-            return super()._statistic_gradients()
+            return super()._statistic_gradients(team)
+        if team is not None:
+            self._pool(team)
         if not self._observations and not self._warned and self._missed_observation():
             self._warned = True
             warn_the_caller(UNOBSERVED)
@@ -240,6 +261,30 @@ class TNT(KroneckerOptimizer):
             for p, total in self._sampled.items()
         }
 
+    def _pool(self, team: Team) -> None:
+        """Takes the mean over all processes in place of what this one has observed.
+
+        Whom the observations reached is asked only where it may matter and a step may wait for
+        the answer: while there are first statistics to come, or where DistributedDataParallel asks
+        such things, too. Otherwise no reach is a gradient of zero.
+        """
+        due = self._due()
+        if not due:
+            return
+        reached = due
+        if self._partial or not all(map(self._has_state, due)):
+            flags = [self._observations > 0, *(p in self._sampled for p in due)]
+            anyone, *found = team.anywhere(flags, due[0].device)
+            if not anyone:
+                return
+            reached = [p for p, is_reached in zip(due, found, strict=True) if is_reached]
+        number = self._summed if self._observations else 0
+        means, observers = pooled(team, reached, self._sampled, number)
+        if not self._observations and not observers:  # to observe in some processes is no use
+            return
+        self._sampled, self._summed, self._observations = means, 1, 1
+        self._asked.update(due)
+
     def _missed_observation(self) -> bool:
         return any(
             self._has_state(p) and p.grad is not None
@@ -248,11 +293,10 @@ class TNT(KroneckerOptimizer):
             for p in group["params"]
         )
 
-    def _statistic_loss(self, output: Any, index: int) -> Tensor:
+    def _statistic_loss(self, output: Any, index: int, team: Team | None) -> Tensor:
         if self.fisher == "empirical":
-            return super()._statistic_loss(output, index)
-        check_single_process(_ONE_PROCESS)
-        return self._sampled_loss(output, "warm start", index)
+            return super()._statistic_loss(output, index, team)
+        return self._sampled_loss(output, "warm start", _numbered(index, team))
 
     def _may_wait(self, param: Tensor) -> bool:
         return param in self._unreached and param not in self._asked
@@ -272,6 +316,11 @@ class TNT(KroneckerOptimizer):
         self._sampled, self._summed, self._asked, self._observations = {}, 0, set(), 0
 
 
+def _numbered(index: int, team: Team | None) -> int:
+    """The number of an observation among those of all processes, which take turns."""
+    return index if team is None else index * team.size + team.rank
+
+
 _OWN = (
     "likelihood",
     "fisher",
@@ -282,5 +331,6 @@ _OWN = (
     "_observations",
     "_unreached",
     "_awaited",
+    "_partial",
     "_warned",
 )

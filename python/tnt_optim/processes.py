@@ -1,0 +1,173 @@
+"""Several processes that train copies of one model: sums over them, and decisions in common.
+
+Every process makes the same calls in the same order. What decides whether there is a call at all
+must therefore be the same everywhere: settings, schedule, and what was agreed on before.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from tnt_optim.gradients import all_finite
+from tnt_optim.states import state_dtype
+
+# Tensors are sent together, up to so many bytes: large enough for the network's full rate, small
+# enough that one lot is on its way while the next is made.
+LOT_BYTES = 25 << 20
+
+
+class Team:
+    """The processes of one group.
+
+    Args:
+        group: a process group that this process is in; None for the default one.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+
+    def sums(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The sum of each tensor over all processes, of the same bits in all of them."""
+        sent = []
+        for lot in lots(tensors):
+            flat = torch.cat([tensor.reshape(-1) for tensor in lot])
+            sent.append((lot, flat, dist.all_reduce(flat, group=self.group, async_op=True)))
+        results: list[Tensor] = []
+        for lot, flat, work in sent:
+            work.wait()
+            results += parts(flat, [tensor.shape for tensor in lot])
+        return results
+
+    def anywhere(self, flags: Sequence[bool], device: torch.device) -> list[bool]:
+        """Which flags are set in some process; waits for the answer."""
+        told = torch.tensor(flags, dtype=torch.int32, device=device)
+        dist.all_reduce(told, dist.ReduceOp.MAX, group=self.group)
+        return [bool(flag) for flag in told.tolist()]
+
+    def worst(self, codes: Tensor) -> Tensor:
+        """The largest of each of some codes over all processes, on the device."""
+        shared = codes.clone()
+        dist.all_reduce(shared, dist.ReduceOp.MAX, group=self.group)
+        return shared
+
+    def broadcast(self, flat: Tensor, owner: int) -> Any:
+        """Begins to send what ``owner`` has to all; returns what to wait for."""
+        return dist.broadcast(flat, group=self.group, group_src=owner, async_op=True)
+
+
+def team_of(group: Any) -> Team | None:
+    """The processes that train together; None for a single one.
+
+    Args:
+        group: a process group; None for the default one, where there is one.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    return Team(group) if dist.get_world_size(group) > 1 else None
+
+
+def lots(tensors: Sequence[Tensor], limit: int = LOT_BYTES) -> Iterator[list[Tensor]]:
+    """Tensors in their order, in lots of one kind, of up to ``limit`` bytes or a single one."""
+    lot: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        alike = not lot or (tensor.dtype, tensor.device) == (lot[0].dtype, lot[0].device)
+        if lot and (not alike or size + tensor.nbytes > limit):
+            yield lot
+            lot, size = [], 0
+        lot.append(tensor)
+        size += tensor.nbytes
+    if lot:
+        yield lot
+
+
+def parts(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Views of a flat tensor's pieces, of the given shapes, one after the other."""
+    pieces = flat.split([math.prod(shape) for shape in shapes])
+    return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+
+
+def pooled(
+    team: Team,
+    params: Sequence[Tensor],
+    gradients: Mapping[Tensor, Tensor],
+    number: int | Tensor,
+) -> tuple[dict[Tensor, Tensor], Tensor]:
+    """The means of gradients over the observations of all processes.
+
+    What one process has is left out where it is not finite; where that is so in all of them, the
+    means are NaN.
+
+    Args:
+        team: the processes.
+        params: whose gradients, the same in every process.
+        gradients: sums over this process's observations; zero for those that are missing.
+        number: of this process's observations.
+
+    Returns:
+        The means, and how many processes observed anything, on the device.
+    """
+    finite = all_finite(gradients.values()) if gradients else torch.tensor(True)
+    device = params[0].device
+    counts = torch.stack([_float(number, device) * finite.to(device), _float(number, device) > 0])
+    sent = [counts]
+    for param in params:
+        dtype = state_dtype(param)
+        if param in gradients:
+            gradient = gradients[param].to(dtype)
+            sent.append(torch.where(finite.to(param.device), gradient, 0.0))
+        else:
+            sent.append(torch.zeros_like(param, dtype=dtype))
+    totals = team.sums(sent)
+    count, observed = totals[0]
+    return {
+        p: total / count.to(p.device, total.dtype)
+        for p, total in zip(params, totals[1:], strict=True)
+    }, observed
+
+
+def _float(number: int | Tensor, device: torch.device) -> Tensor:
+    return torch.as_tensor(number, dtype=torch.float32, device=device)
+
+
+def replicas_behind(loss: Tensor) -> list[DistributedDataParallel]:
+    """The DistributedDataParallel modules that show in the graph of a loss.
+
+    One shows where it has to look for unused parameters, or has a static graph and has had no
+    backward yet.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or loss.grad_fn is None:
+        return []
+    found, seen, waiting = [], {loss.grad_fn}, [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node.name() == "_DDPSinkBackward":
+            found.append(node.ddp_weakref())  # type: ignore[attr-defined]
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
+    return found
+
+
+def check_static_graph(replicas: Sequence[DistributedDataParallel]) -> None:
+    """Checks that one more backward leaves the gradients of ``replicas`` alone.
+
+    With ``static_graph=True`` their first backward queues the averaging of all gradients, be it
+    the user's or another one: the gradients are then wrong, without an error.
+
+    Raises:
+        RuntimeError: where one has a static graph.
+    """
+    if any(replica.static_graph for replica in replicas):
+        raise RuntimeError(
+            "output must not come from DistributedDataParallel with static_graph=True, whose "
+            "gradients a backward beside the user's makes wrong: leave static_graph off"
+        )
