@@ -9,9 +9,9 @@ from torch.optim import Optimizer
 
 from tnt_optim.failures import COUNTERS
 from tnt_optim.settings import check_settings
-from tnt_optim.states import layout
+from tnt_optim.states import MOMENTS, TENSORS, layout
 
-_KEYS = {"momentum", "block_size", "stats", "factors", "first_step", "updates", *COUNTERS}
+_KEYS = {"block_size", "first_step", "updates", *COUNTERS}
 _GRAFTED = {"second_moment", "second_moment_updates"}
 
 # Functions, and what torch adds to the defaults of an optimizer that has loaded or was copied.
@@ -106,9 +106,18 @@ def check_groups(
 
 
 def check_state_dict(
-    groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any], settings: set[str]
+    groups: Sequence[Mapping[str, Any]],
+    state_dict: Mapping[str, Any],
+    settings: set[str],
+    kept: Callable[[Tensor], frozenset[str]],
 ) -> None:
     """Checks that ``state_dict`` is of an optimizer with these parameter groups and ``settings``.
+
+    Args:
+        groups: the optimizer's.
+        state_dict: what is to be loaded.
+        settings: that a group has.
+        kept: which tensors of a parameter's state this process keeps; it may hold more.
 
     Raises:
         ValueError: says where the two part.
@@ -120,7 +129,7 @@ def check_state_dict(
         for index, param in zip(saved["params"], group["params"], strict=True):
             if state_dict["state"].get(index):
                 name = f"state_dict['state'][{index}]"
-                _check_state(name, state_dict["state"][index], group, param)
+                _check_state(name, state_dict["state"][index], group, param, kept(param))
 
 
 def check_keys(name: str, state: Mapping[str, Any], keys: set[str]) -> None:
@@ -135,26 +144,38 @@ def check_keys(name: str, state: Mapping[str, Any], keys: set[str]) -> None:
 
 
 def _check_state(
-    name: str, state: Mapping[str, Any], group: Mapping[str, Any], param: Tensor
+    name: str,
+    state: Mapping[str, Any],
+    group: Mapping[str, Any],
+    param: Tensor,
+    kept: frozenset[str],
 ) -> None:
-    check_keys(name, state, _KEYS | (_GRAFTED if "second_moment" in state else set()))
-    tensors = [state["momentum"], *state["stats"], *state["factors"]]
-    if not all(isinstance(tensor, Tensor) for tensor in tensors):
-        raise ValueError(f"{name}: momentum, stats and factors must be made of tensors")
-    seen = layout(param, group)
-    if tuple(state["momentum"].shape) != seen.sizes:
+    grafted = not _GRAFTED.isdisjoint(state)
+    wanted = kept & (TENSORS if grafted else TENSORS - _GRAFTED)
+    if "stats" in wanted and "stats" not in state and _KEYS <= state.keys():
         raise ValueError(
-            f"{name}: the momentum must be {seen.sizes} for a parameter of shape "
-            f"{tuple(param.shape)}, got {tuple(state['momentum'].shape)}; is it of another model?"
+            f"{name} lacks statistics, which another process has: load what processes with shard "
+            "saved through torch.distributed.checkpoint, after allocate_state()"
         )
-    wanted = seen.statistic_shapes(group["max_factor_dim"])
-    for key in ("stats", "factors"):
-        got = [tuple(tensor.shape) for tensor in state[key]]
-        if got != wanted or state["block_size"] != seen.block_size:
+    check_keys(name, state, _KEYS | wanted | (_GRAFTED - TENSORS if grafted else set()))
+    seen = layout(param, group)
+    shapes = seen.statistic_shapes(group["max_factor_dim"])
+    for key in sorted(wanted):
+        tensors = [state[key]] if key in MOMENTS else state[key]
+        if not all(isinstance(tensor, Tensor) for tensor in tensors):
+            raise ValueError(f"{name}: {key} must be made of tensors")
+        got = [tuple(tensor.shape) for tensor in tensors]
+        if key in MOMENTS and got != [seen.sizes]:
             raise ValueError(
-                f"{name}: {key} must have shapes {wanted} with max_factor_dim="
+                f"{name}: the {key} must be {seen.sizes} for a parameter of shape "
+                f"{tuple(param.shape)}, got {got[0]}; is it of another model?"
+            )
+        blocks = state["block_size"]
+        if key not in MOMENTS and (got != shapes or blocks != seen.block_size):
+            raise ValueError(
+                f"{name}: {key} must have shapes {shapes} with max_factor_dim="
                 f"{group['max_factor_dim']} and block_size={seen.block_size}, got {got} with "
-                f"block_size={state['block_size']}"
+                f"block_size={blocks}"
             )
 
 

@@ -14,7 +14,7 @@ state has
 All are float32, or float64 for float64 parameters.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,8 @@ State = dict[str, Any]
 
 # What a new start of the statistics leaves as it is.
 MOMENTS = ("momentum", "second_moment")
+# What is large: where processes share the work, not all of them have it.
+TENSORS = frozenset(("stats", "factors", *MOMENTS))
 COUNTS = {"updates", "second_moment_updates"}
 
 
@@ -112,12 +114,12 @@ def zero_statistics(param: Tensor, group: Mapping[str, Any]) -> list[Tensor]:
 def new_state(
     param: Tensor,
     group: Mapping[str, Any],
-    stats: list[Tensor] | None,
-    factors: list[Tensor] | None,
+    kept: Container[str],
     *,
-    moments: bool = True,
+    stats: list[Tensor] | None = None,
+    factors: list[Tensor] | None = None,
 ) -> State:
-    """A state around first statistics, with zero moments.
+    """A state with zero moments.
 
     Its counts: ``first_step``, at which it began; ``updates`` of the momentum, and
     ``second_moment_updates``; how often statistics and inverses failed, and how often in a row.
@@ -125,23 +127,23 @@ def new_state(
     Args:
         param: the parameter.
         group: its settings.
-        stats: None where another process has them.
-        factors: None where another process has them.
-        moments: False where another process has them.
+        kept: which of ``TENSORS`` this process keeps.
+        stats: None for zeros.
+        factors: None for zeros.
     """
     state: State = {"block_size": group["block_size"], "first_step": group["step"], "updates": 0}
     state.update(dict.fromkeys(COUNTERS, 0))
-    if stats is not None:
-        state["stats"] = stats
-    if factors is not None:
-        state["factors"] = factors
+    if "stats" in kept:
+        state["stats"] = zero_statistics(param, group) if stats is None else stats
+    if "factors" in kept:
+        state["factors"] = zero_statistics(param, group) if factors is None else factors
     grafted = group["graft"] == "adam"
     if grafted:
         state["second_moment_updates"] = 0
-    if moments:
-        sizes = layout(param, group).sizes
-        for name in MOMENTS if grafted else ("momentum",):
-            state[name] = torch.zeros(sizes, dtype=state_dtype(param), device=param.device)
+    sizes, dtype = layout(param, group).sizes, state_dtype(param)
+    for name in MOMENTS if grafted else MOMENTS[:1]:
+        if name in kept:
+            state[name] = torch.zeros(sizes, dtype=dtype, device=param.device)
     return state
 
 

@@ -1,0 +1,172 @@
+"""Two optimizers as one: the parameters that a factored method suits, and the rest."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+def with_fallback(main: Optimizer, fallback: Optimizer) -> "WithFallback":
+    """Makes one optimizer of two that share out a model's parameters.
+
+    For embeddings and heads with tens of thousands of rows, norms and biases, for instance, what a
+    factored method keeps of them is large, or not worth it::
+
+        matrices = [p for p in model.parameters() if p.dim() >= 2 and max(p.shape) <= 8192]
+        rest = [p for p in model.parameters() if p.dim() < 2 or max(p.shape) > 8192]
+        opt = with_fallback(TNT(matrices, lr=0.01, graft="adam"), torch.optim.AdamW(rest, lr=1e-3))
+
+    Learning-rate schedulers, ``GradScaler`` and ``torch.distributed.checkpoint`` take it as one.
+
+    Args:
+        main: a ``TNT`` or ``Shampoo``; ``observe``, ``warm_start`` and ``failures`` are its own.
+        fallback: any other optimizer, which steps after it.
+
+    Raises:
+        ValueError: where a parameter is in both.
+    """
+    return WithFallback(main, fallback)
+
+
+class WithFallback(Optimizer):
+    """What ``with_fallback`` makes. Parameter groups are those of ``main``, then of ``fallback``.
+
+    Attributes:
+        main: the one.
+        fallback: the other. Parameter groups that are added to either are this one's, too.
+    """
+
+    def __init__(self, main: Optimizer, fallback: Optimizer) -> None:
+        for name, optimizer in (("main", main), ("fallback", fallback)):
+            if not isinstance(optimizer, Optimizer):
+                raise TypeError(f"{name} must be an optimizer, got {type(optimizer).__name__}")
+        ours = {p for group in main.param_groups for p in group["params"]}
+        both = [p for group in fallback.param_groups for p in group["params"] if p in ours]
+        if both:
+            raise ValueError(
+                f"main and fallback must have no parameter in common, got {len(both)}, the first "
+                f"of shape {tuple(both[0].shape)}"
+            )
+        self.main, self.fallback = main, fallback
+        super().__init__(self.param_groups, {})
+
+    # The groups are the two optimizers' own, so that what a scheduler sets is set there; the state
+    # is theirs to change.
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups of both."""
+        return [*self.main.param_groups, *self.fallback.param_groups]
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        pass  # torch's constructor begins with an empty list
+
+    @property
+    def state(self) -> dict[Tensor, Any]:
+        """The states of both, to be read."""
+        return {**self.main.state, **self.fallback.state}
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        pass
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuses: whose they are is for the caller to say.
+
+        Raises:
+            ValueError: but for groups that are there already.
+        """
+        if not any(param_group is group for group in self.param_groups):
+            raise ValueError("param_group must be added to .main or to .fallback")
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Takes one step of each.
+
+        Args:
+            closure: recomputes the loss, once for both.
+
+        Returns:
+            What the closure returned, else None.
+
+        Raises:
+            RuntimeError, ValueError: what ``main`` raises; nothing is then changed by either.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.main.step()
+        self.fallback.step()
+        return loss
+
+    def observe(self, output: Any) -> None:
+        """See ``TNT.observe``."""
+        self.main.observe(output)  # type: ignore[attr-defined]
+
+    def warm_start(self, outputs: Iterable[Any], **more: Any) -> None:
+        """See ``TNT.warm_start``."""
+        self.main.warm_start(outputs, **more)  # type: ignore[attr-defined]
+
+    def failures(self) -> dict[str, int]:
+        """See ``TNT.failures``."""
+        found: dict[str, int] = self.main.failures()  # type: ignore[attr-defined]
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns one state of both, of the form of every optimizer's."""
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
+        main, fallback = self.main.state_dict(), self.fallback.state_dict()
+        shift = sum(len(group["params"]) for group in main["param_groups"])
+        moved = {index + shift: state for index, state in fallback["state"].items()}
+        groups = [
+            {**group, "params": [index + shift for index in group["params"]]}
+            for group in fallback["param_groups"]
+        ]
+        state_dict = {
+            **main,
+            "state": {**main["state"], **moved},
+            "param_groups": [*main["param_groups"], *groups],
+        }
+        for hook in self._optimizer_state_dict_post_hooks.values():
+            state_dict = hook(self, state_dict) or state_dict
+        return state_dict
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what ``state_dict`` returned, of two such optimizers of the same parameters.
+
+        Raises:
+            ValueError: where it does not fit; nothing is then changed.
+        """
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = hook(self, state_dict) or state_dict
+        for key in ("state", "param_groups"):
+            if key not in state_dict:
+                raise ValueError(f"state_dict must have the key {key!r}, got {sorted(state_dict)}")
+        wanted = [len(group["params"]) for group in self.param_groups]
+        got = [len(group["params"]) for group in state_dict["param_groups"]]
+        if got != wanted:
+            raise ValueError(
+                f"state_dict must have parameter groups of {wanted} parameters, got {got}"
+            )
+        first = len(self.main.param_groups)
+        parts = []
+        for groups in (state_dict["param_groups"][:first], state_dict["param_groups"][first:]):
+            indices = {index for group in groups for index in group["params"]}
+            state = {i: s for i, s in state_dict["state"].items() if i in indices}
+            parts.append({**state_dict, "state": state, "param_groups": groups})
+        self.main.load_state_dict(parts[0])  # checks before it changes anything
+        parts[1].pop("method", None)
+        self.fallback.load_state_dict(parts[1])
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"main": self.main, "fallback": self.fallback, "defaults": self.defaults}
+
+    def __repr__(self) -> str:
+        return f"{self.main!r}\nwith the fallback {self.fallback!r}"
