@@ -13,7 +13,7 @@ import torch
 from recorded_graph import Recorder
 from torch import Tensor, nn
 
-from tnt_optim import TNT, Shampoo, graphs, kronecker
+from tnt_optim import TNT, Shampoo, graphs, statistics
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -27,7 +27,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     """Recordings on the CPU, whose parameters are then as good as a GPU's."""
     stand_in = Recorder()
     monkeypatch.setattr(graphs, "record", stand_in)
-    monkeypatch.setattr(kronecker, "check_graphs_device", lambda param, others: None)
+    monkeypatch.setattr(statistics, "check_graphs_device", lambda param, others: None)
     yield stand_in
 
 
@@ -340,7 +340,7 @@ def test_a_recording_that_fails_is_said_once(monkeypatch: pytest.MonkeyPatch) ->
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(graphs, "record", refuse)
-    monkeypatch.setattr(kronecker, "check_graphs_device", lambda param, others: None)
+    monkeypatch.setattr(statistics, "check_graphs_device", lambda param, others: None)
     plain, optimizer, recorded, capturable = pair()
     train(plain, optimizer, 12)
     with pytest.warns(RuntimeWarning, match="cannot be captured .*not permitted") as said:

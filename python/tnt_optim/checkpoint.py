@@ -53,6 +53,25 @@ def load_adapted(
             handle.remove()
 
 
+def with_integer_keys(state_dict: StateDict) -> StateDict:
+    """A state as it was saved, where torch.distributed.checkpoint loaded it in place.
+
+    That finds tensors where they are, but puts what is no tensor under names of its own: "0" for 0.
+
+    >>> with_integer_keys({"state": {0: {"m": [], "t": 0}, "0": {"t": 5}}})
+    {'state': {0: {'m': [], 't': 5}}}
+    """
+    states = state_dict.get("state")
+    if not isinstance(states, Mapping) or not any(isinstance(key, str) for key in states):
+        return state_dict
+    merged: dict[Any, Any] = {key: state for key, state in states.items() if isinstance(key, int)}
+    for key, state in states.items():
+        if isinstance(key, str):
+            number = int(key) if key.isdecimal() else key
+            merged[number] = {**merged.get(number, {}), **state}
+    return {**state_dict, "state": merged}
+
+
 def check_method(method: str, state_dict: Mapping[str, Any]) -> None:
     """Checks that ``state_dict`` is of the same method, if it says of which it is.
 
@@ -154,13 +173,18 @@ def _check_state(
     wanted = kept & (TENSORS if grafted else TENSORS - _GRAFTED)
     if "stats" in wanted and "stats" not in state and _KEYS <= state.keys():
         raise ValueError(
-            f"{name} lacks statistics, which another process has: load what processes with shard "
-            "saved through torch.distributed.checkpoint, after allocate_state()"
+            f"{name} lacks stats: is it damaged, or that of one of several processes with shard? "
+            "Theirs load through torch.distributed.checkpoint, after allocate_state()"
         )
     check_keys(name, state, _KEYS | wanted | (_GRAFTED - TENSORS if grafted else set()))
+    if "master" in state and tuple(state["master"].shape) != tuple(param.shape):
+        raise ValueError(
+            f"{name}: master must have the parameter's shape {tuple(param.shape)}, got "
+            f"{tuple(state['master'].shape)}"
+        )
     seen = layout(param, group)
     shapes = seen.statistic_shapes(group["max_factor_dim"])
-    for key in sorted(wanted):
+    for key in sorted(wanted, key=lambda key: key not in MOMENTS):
         tensors = [state[key]] if key in MOMENTS else state[key]
         if not all(isinstance(tensor, Tensor) for tensor in tensors):
             raise ValueError(f"{name}: {key} must be made of tensors")

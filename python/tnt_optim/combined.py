@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 
 def with_fallback(main: Optimizer, fallback: Optimizer) -> "WithFallback":
@@ -21,7 +22,8 @@ def with_fallback(main: Optimizer, fallback: Optimizer) -> "WithFallback":
     Learning-rate schedulers, ``GradScaler`` and ``torch.distributed.checkpoint`` take it as one.
 
     Args:
-        main: a ``TNT`` or ``Shampoo``; ``observe``, ``warm_start`` and ``failures`` are its own.
+        main: a ``TNT`` or ``Shampoo``; ``observe``, ``attach``, ``warm_start`` and ``failures`` are
+            its own.
         fallback: any other optimizer, which steps after it.
 
     Raises:
@@ -64,7 +66,7 @@ class WithFallback(Optimizer):
     def param_groups(self, value: list[dict[str, Any]]) -> None:
         pass  # torch's constructor begins with an empty list
 
-    @property
+    @property  # type: ignore[override]
     def state(self) -> dict[Tensor, Any]:
         """The states of both, to be read."""
         return {**self.main.state, **self.fallback.state}
@@ -107,6 +109,13 @@ class WithFallback(Optimizer):
         """See ``TNT.observe``."""
         self.main.observe(output)  # type: ignore[attr-defined]
 
+    def attach(
+        self, model: nn.Module, output: Callable[[Any], Any] | None = None
+    ) -> RemovableHandle:
+        """See ``TNT.attach``."""
+        handle: RemovableHandle = self.main.attach(model, output)  # type: ignore[attr-defined]
+        return handle
+
     def warm_start(self, outputs: Iterable[Any], **more: Any) -> None:
         """See ``TNT.warm_start``."""
         self.main.warm_start(outputs, **more)  # type: ignore[attr-defined]
@@ -132,8 +141,8 @@ class WithFallback(Optimizer):
             "state": {**main["state"], **moved},
             "param_groups": [*main["param_groups"], *groups],
         }
-        for hook in self._optimizer_state_dict_post_hooks.values():
-            state_dict = hook(self, state_dict) or state_dict
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            state_dict = post_hook(self, state_dict) or state_dict
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from tnt_kernels import gram_ema_, preconditioned_step_
-from tnt_optim.directions import directions_, move_
+from tnt_optim.directions import move_, scaled_directions_
 from tnt_optim.gradients import all_finite
-from tnt_optim.sharing import Sharing, send_directions, send_factors
-from tnt_optim.states import State, blocks, each, layout_of, put_back, rows
+from tnt_optim.processes import Gradients
+from tnt_optim.rounding import to_be_moved
+from tnt_optim.sharing import Sharing
+from tnt_optim.states import State, blocks, each, layout_of, rows
 
 Group = dict[str, Any]
 Settings = Mapping[str, Any]
@@ -48,7 +50,7 @@ class DeviceStep:
         remade: whose factors are made anew, after that.
         updated: who moves, at last.
         observed: the gradients for the statistics.
-        grads: the gradients of the loss.
+        grads: the gradients of the loss; of sharded parameters this process's pieces, if any.
         sharing: how processes share the work; None where each does all of it.
     """
 
@@ -56,7 +58,7 @@ class DeviceStep:
     remade: list[Batch]
     updated: list[Batch]
     observed: dict[Tensor, Tensor]
-    grads: dict[Tensor, Tensor]
+    grads: Gradients
     sharing: Sharing | None = None
 
     def blend(self, states: States, settings: Callable[[Group], Settings]) -> list[Report]:
@@ -64,7 +66,7 @@ class DeviceStep:
         if not self.blended:
             return []
         reports: list[Report] = []
-        finite = all_finite(self.observed.values())
+        finite = (self.sharing.all_finite if self.sharing else all_finite)(self.observed.values())
         for group, params in self.blended:
             # Decay 1 leaves the statistics alone, whatever the gradient holds.
             keep = torch.ones((), dtype=torch.float64, device=params[0].device)
@@ -93,8 +95,7 @@ class DeviceStep:
             codes = worst_of_blocks(info, [look.count for look in seen])
             if self.sharing is not None:
                 codes = self.sharing.codes(params, owned, codes)
-                if self.sharing.shard == "inverses":
-                    send_factors(self.sharing, params, states)
+                self.sharing.send_factors(params, states)
             reports.append(Report("inverses", codes, params))
         return reports
 
@@ -105,34 +106,33 @@ class DeviceStep:
             _count(own, "updates")
             if group["graft"] == "adam":
                 _count(own, "second_moment_updates")
-            if self.sharing is not None and self.sharing.shard == "directions":
-                grads = {p: self.grads[p] for p in params}
-                send_directions(self.sharing, settings(group), grads, states)
-            else:
-                _update(params, [self.grads[p] for p in params], own, settings(group))
+            grads = {p: self.grads[p] for p in params}
+            sharing = self.sharing
+            if sharing is None or not sharing.move(settings(group), grads, states):
+                _update(grads, states, settings(group))
 
     def _owned(self, params: list[Tensor]) -> list[Tensor]:
         return params if self.sharing is None else self.sharing.owned(params)
 
 
-def _update(
-    params: Sequence[Tensor], grads: Sequence[Tensor], own: Sequence[State], settings: Settings
-) -> None:
+def _update(grads: Gradients, states: States, settings: Settings) -> None:
+    params, gradients = list(grads), [g for g in grads.values() if g is not None]
+    own = [states[p] for p in params]
     seen = list(map(layout_of, own))
-    weights = [look.view(p) for p, look in zip(params, seen, strict=True)]
-    if settings["graft"] is None:
-        preconditioned_step_(
-            blocks(weights, seen),
-            blocks(each(own, "momentum"), seen),
-            blocks(grads, seen),
-            rows(each(own, "factors"), seen),
-            settings["lr"],
-            settings["momentum"],
-            settings["weight_decay"],
-        )
-    else:
-        move_(blocks(weights, seen), directions_(grads, own, seen, settings), settings)
-    put_back(params, weights)
+    with to_be_moved(params, states, settings, seen) as weights:
+        if settings["graft"] is None:
+            preconditioned_step_(
+                blocks(weights, seen),
+                blocks(each(own, "momentum"), seen),
+                blocks(gradients, seen),
+                rows(each(own, "factors"), seen),
+                settings["lr"],
+                settings["momentum"],
+                settings["weight_decay"],
+            )
+        else:
+            directions, scales = scaled_directions_(gradients, own, seen, settings)
+            move_(blocks(weights, seen), directions, settings, scales)
 
 
 def _count(states: Sequence[State], what: str) -> None:

@@ -69,7 +69,7 @@ def condition(stat: Tensor, factor: Tensor) -> Tensor:
 
 def _power(matrix: Tensor, start: Tensor) -> Tensor:
     """A unit vector near the eigenvector of the largest eigenvalue; the start where that is 0."""
-    vector = start / start.norm()
+    vector: Tensor = start / start.norm()
     for _ in range(_POWER_STEPS):
         image = matrix @ vector
         norm = image.norm()

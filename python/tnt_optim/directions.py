@@ -19,6 +19,11 @@ SECOND_MOMENT_DECAY = 0.99
 EPS = 1e-8
 
 
+# Adam's arithmetic goes over a tensor several times: on the CPU in pieces that stay in the cache,
+# on a GPU, where a launch costs more than that, over all tensors at once.
+_CHUNK = 1 << 17
+
+
 def directions_(
     grads: Sequence[Tensor],
     states: Sequence[State],
@@ -36,41 +41,126 @@ def directions_(
         layouts: theirs.
         group: their settings.
     """
-    mu, graft = group["momentum"], group["graft"]
-    momenta = each(states, "momentum")
-    gradients = [seen.view(grad) for seen, grad in zip(layouts, grads, strict=True)]
+    moved, scales = scaled_directions_(grads, states, layouts, group)
+    if scales is not None:
+        torch._foreach_mul_(moved, scales)
+    return moved
+
+
+def scaled_directions_(
+    grads: Sequence[Tensor],
+    states: Sequence[State],
+    layouts: Sequence[Layout],
+    group: Mapping[str, Any],
+) -> tuple[list[Tensor], list[Tensor] | None]:
+    """What ``directions_`` returns, with the factors that are still to be multiplied in, if any."""
+    graft = group["graft"]
+    momenta = blocks(each(states, "momentum"), layouts)
+    gradients = blocks(grads, layouts)
     for momentum, grad in zip(momenta, gradients, strict=True):
-        momentum.mul_(mu).add_(grad)
-    directions = mode_products(blocks(momenta, layouts), rows(each(states, "factors"), layouts))
-    if graft is None:
-        return directions
-    models = momenta
+        _add_up_(momentum, grad, group["momentum"])
+    directions = mode_products(momenta, rows(each(states, "factors"), layouts))
+    if graft is None or not directions:
+        return directions, None
+    norms = torch._foreach_norm(directions)
     if graft == "adam":
-        models = [_adam_(s, g, mu) for s, g in zip(states, gradients, strict=True)]
-    for direction, model in zip(directions, blocks(models, layouts), strict=True):
-        norm = direction.norm()
-        direction.mul_(torch.where(norm == 0, torch.zeros_like(norm), model.norm() / norm))
-    return directions
+        wanted = _adam_norms_(gradients, momenta, states, layouts, group["momentum"])
+    else:
+        wanted = list(torch._foreach_norm(momenta))
+    zero = torch.zeros_like(norms[0])
+    pairs = zip(wanted, norms, strict=True)
+    return directions, [torch.where(norm == 0, zero, want / norm) for want, norm in pairs]
 
 
 def move_(
-    weights: Sequence[Tensor], directions: Sequence[Tensor], group: Mapping[str, Any]
+    weights: Sequence[Tensor],
+    directions: Sequence[Tensor],
+    group: Mapping[str, Any],
+    scales: Sequence[Tensor] | None = None,
 ) -> None:
-    """W <- W - lr (P + weight_decay W), rounded once."""
-    for weight, direction in zip(weights, directions, strict=True):
-        wide = weight.to(direction.dtype)
-        weight.copy_(wide - group["lr"] * (direction + group["weight_decay"] * wide))
+    """W <- W - lr (s P + weight_decay W), half-precision W rounded once.
+
+    Args:
+        weights: the W.
+        directions: the P.
+        group: the settings.
+        scales: the s, 0-dim; None for 1.
+    """
+    lr, decay = group["lr"], group["weight_decay"]
+    for index, (weight, direction) in enumerate(zip(weights, directions, strict=True)):
+        rate = lr if scales is None else lr * scales[index]
+        if weight.dtype != direction.dtype:
+            wide = weight.to(direction.dtype)
+            weight.copy_(wide - lr * decay * wide - rate * direction)
+            continue
+        if isinstance(decay, Tensor) or decay != 0:
+            weight.mul_(1 - lr * decay)
+        if isinstance(rate, Tensor):
+            weight.addcmul_(direction, -rate.to(weight.device, weight.dtype))
+        else:
+            weight.add_(direction, alpha=-rate)
 
 
-def _adam_(state: State, grad: Tensor, mu: float | Tensor) -> Tensor:
-    """Moves the second moment; returns Adam's direction."""
-    square: Tensor = state["second_moment"]
-    square.mul_(SECOND_MOMENT_DECAY).add_(
-        grad.to(square.dtype).square(), alpha=1 - SECOND_MOMENT_DECAY
-    )
+def _add_up_(momentum: Tensor, grad: Tensor, mu: float | Tensor) -> None:
+    """m <- mu m + g."""
+    if isinstance(mu, Tensor):
+        momentum.mul_(mu).add_(grad)
+    else:
+        torch.add(grad, momentum, alpha=mu, out=momentum)
+
+
+def _adam_norms_(
+    grads: Sequence[Tensor],
+    momenta: Sequence[Tensor],
+    states: Sequence[State],
+    layouts: Sequence[Layout],
+    mu: float | Tensor,
+) -> list[Tensor]:
+    """Moves the second moments; returns the norm of each block's direction of Adam's."""
+    squares = blocks(each(states, "second_moment"), layouts)
     # The momentum is a plain sum, Adam's first moment (1 - mu) times it.
-    momentum: Tensor = state["momentum"]
-    first = momentum * ((1 - mu) / (1 - mu ** state["updates"]))
-    second = square / (1 - SECOND_MOMENT_DECAY ** state["second_moment_updates"])
-    direction: Tensor = first / (second.sqrt() + EPS)
-    return direction
+    corrections = [
+        (
+            (1 - mu) / (1 - mu ** state["updates"]),
+            1 - SECOND_MOMENT_DECAY ** state["second_moment_updates"],
+        )
+        for state, seen in zip(states, layouts, strict=True)
+        for _ in range(seen.count)
+    ]
+    norms: dict[int, Tensor] = {}
+    together = []
+    for index, square in enumerate(squares):
+        if square.is_cpu and square.numel() > _CHUNK and square.is_contiguous():
+            pieces = [t.reshape(-1).split(_CHUNK) for t in (grads[index], momenta[index], square)]
+            parts = [
+                _adam_norm_([grad], [momentum], [piece], [corrections[index]])[0]
+                for grad, momentum, piece in zip(*pieces, strict=True)
+            ]
+            norms[index] = torch.stack(parts).norm()
+        else:
+            together.append(index)
+    if together:
+        found = _adam_norm_(
+            [grads[i] for i in together],
+            [momenta[i] for i in together],
+            [squares[i] for i in together],
+            [corrections[i] for i in together],
+        )
+        norms.update(zip(together, found, strict=True))
+    return [norms[index] for index in range(len(squares))]
+
+
+def _adam_norm_(
+    grads: list[Tensor],
+    momenta: list[Tensor],
+    squares: list[Tensor],
+    corrections: list[tuple[Any, Any]],
+) -> list[Tensor]:
+    """||c m / (sqrt(v / d) + eps)|| = |c| sqrt(d) ||m / (sqrt(v) + eps sqrt(d))|| of new v."""
+    wide = [g.to(v.dtype) for g, v in zip(grads, squares, strict=True)]
+    torch._foreach_mul_(squares, SECOND_MOMENT_DECAY)
+    torch._foreach_addcmul_(squares, wide, wide, 1 - SECOND_MOMENT_DECAY)
+    roots = torch._foreach_sqrt(squares)
+    torch._foreach_add_(roots, [EPS * second**0.5 for _, second in corrections])
+    norms = torch._foreach_norm(torch._foreach_div(momenta, roots))
+    return list(torch._foreach_mul(norms, [first * second**0.5 for first, second in corrections]))

@@ -72,7 +72,7 @@ class StepGraphs:
         fixed = replace(
             step,
             observed=self._fixed("observed", step.observed),
-            grads=self._fixed("grads", step.grads),
+            grads=self._fixed("grads", {p: g for p, g in step.grads.items() if g is not None}),
         )
         if recorded.replay is None:
             try:

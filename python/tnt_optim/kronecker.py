@@ -5,21 +5,27 @@ t % T1 == 0; factors at t % T2 == 0, and at every statistics step in the first T
 statistics are young; the update at every step.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tnt_optim.checkpoint import check_method, check_state_dict, copied_states, load_adapted
+from tnt_optim.checkpoint import (
+    check_method,
+    check_state_dict,
+    copied_states,
+    load_adapted,
+    with_integer_keys,
+)
 from tnt_optim.device_step import Batch, DeviceStep, Group, Report, Settings, by_device
 from tnt_optim.diagnostics import diagnostics
 from tnt_optim.failures import Failures
 from tnt_optim.graphs import StepGraphs
-from tnt_optim.processes import Team
+from tnt_optim.processes import Gradients, Team
 from tnt_optim.settings import check_settings
 from tnt_optim.sharing import Owners
-from tnt_optim.states import TENSORS, layout, state_dtype
+from tnt_optim.states import TENSORS, is_half, layout, state_dtype
 from tnt_optim.statistics import FactoredOptimizer
 
 
@@ -39,17 +45,21 @@ class KroneckerOptimizer(FactoredOptimizer):
 
     # What a subclass provides.
 
-    def _statistic_gradients(self, team: Team | None) -> dict[Tensor, Tensor]:
+    def _statistic_gradients(self, team: Team | None, moving: Container[Tensor]) -> Gradients:
         """Returns the gradients whose statistics are due at this step, by parameter.
 
-        The same in all processes of the team.
+        Of the same parameters in all processes of the team. Of sharded ones they are pieces.
+
+        Args:
+            team: the processes.
+            moving: the parameters that have a gradient of the loss.
         """
         return {
             p: p.grad
             for group in self.param_groups
             for due in [self._statistics_due(group)]
             for p in group["params"]
-            if p.grad is not None and (due or not self._has_state(p))
+            if p in moving and (due or not self._has_state(p))
         }
 
     def _may_wait(self, param: Tensor) -> bool:
@@ -95,8 +105,10 @@ class KroneckerOptimizer(FactoredOptimizer):
             # On a GPU a report may arrive here and not yet there, and where it stops the training
             # it must stop all processes. It is a step old: hardly ever is there anything to wait.
             self._failures.read(self.state, self._name, wait=team is not None)
-            observed = self._statistic_gradients(team)
-            updates = [self._to_update(group, observed) for group in self.param_groups]
+            moving = self._moving(team)
+            pieces = self._statistic_gradients(team, moving)
+            updates = [self._to_update(group, pieces, moving) for group in self.param_groups]
+            observed = self._whole(pieces)
             first = {p: g for p, g in observed.items() if not self._has_state(p)}
             self.state.update(self._first_states(first))
             if first:
@@ -166,7 +178,7 @@ class KroneckerOptimizer(FactoredOptimizer):
                 self.state[param] = {k: v for k, v in state.items() if k not in dropped}
                 self._count_again(self.state[param], param)
 
-        load_adapted(self, state_dict, super().load_state_dict, check, finish)
+        load_adapted(self, with_integer_keys(state_dict), super().load_state_dict, check, finish)
 
     def __getstate__(self) -> dict[str, Any]:
         self._failures.read(self.state, self._name, wait=True, fatal=False)
@@ -212,15 +224,22 @@ class KroneckerOptimizer(FactoredOptimizer):
     ) -> DeviceStep:
         """What the step has to do: blend what was observed, remake factors, update."""
         due = [self._factors_due(group, observed, first) for group in self.param_groups]
-        moving = [p for params in updates for p in params]
         return DeviceStep(
             blended=list(self._batches(observed)),
             remade=self._split(due),
             updated=self._split(updates),
             observed=observed,
-            grads={p: p.grad for p in moving if p.grad is not None},
+            grads=self._signed(updates),
             sharing=self._sharing(),
         )
+
+    def _signed(self, updates: Sequence[list[Tensor]]) -> Gradients:
+        """The gradients of what is to move, towards a minimum."""
+        grads: dict[Tensor, Tensor | None] = {}
+        for group, params in zip(self.param_groups, updates, strict=True):
+            for p in params:
+                grads[p] = -p.grad if group["maximize"] and p.grad is not None else p.grad
+        return grads
 
     def _split(self, params: Sequence[list[Tensor]]) -> list[Batch]:
         """Parameters by group, split by device."""
@@ -229,14 +248,14 @@ class KroneckerOptimizer(FactoredOptimizer):
 
     def _run(self, step: DeviceStep) -> None:
         if self.capturable:
-            self._report(self._graphs.run(step, self.state, self._whole))
+            self._report(self._graphs.run(step, self.state, self._all_of_it))
             return
         self._report(self._refresh(step, _as_they_are))
         if self._team() is None or not any(p.is_cuda for p in step.grads):
             self._failures.read(self.state, self._name)
         step.update(self.state, _as_they_are)
 
-    def _whole(self, step: DeviceStep, settings: Callable[[Group], Settings]) -> list[Report]:
+    def _all_of_it(self, step: DeviceStep, settings: Callable[[Group], Settings]) -> list[Report]:
         reports = self._refresh(step, settings)
         step.update(self.state, settings)
         return reports
@@ -274,13 +293,23 @@ class KroneckerOptimizer(FactoredOptimizer):
 
     # The update.
 
-    def _to_update(self, group: dict[str, Any], observed: Mapping[Tensor, Tensor]) -> list[Tensor]:
+    def _moving(self, team: Team | None) -> set[Tensor]:
+        """The parameters that have a gradient; where they are sharded, in some process."""
+        params = [p for group in self.param_groups for p in group["params"]]
+        has = [p.grad is not None for p in params]
+        if team is not None and self._is_sharded():
+            has = team.anywhere(has, params[0].device)
+        return {p for p, has_gradient in zip(params, has, strict=True) if has_gradient}
+
+    def _to_update(
+        self, group: dict[str, Any], observed: Container[Tensor], moving: Container[Tensor]
+    ) -> list[Tensor]:
         """The group's parameters that this step moves."""
         ready = []
         for param in group["params"]:
-            if param.grad is None:
+            if param not in moving:
                 continue
-            if param.grad.layout != torch.strided:
+            if param.grad is not None and param.grad.layout != torch.strided:
                 raise RuntimeError(
                     f"the gradient of {self._name(param)} must be dense, got {param.grad.layout}"
                 )
@@ -298,6 +327,12 @@ class KroneckerOptimizer(FactoredOptimizer):
                 raise RuntimeError(
                     "graft='adam' must be set before the first statistics: "
                     f"{self._name(param)} has no second moment"
+                )
+            master = group["rounding"] == "master" and is_half(param)
+            if known and master and "master" not in state:
+                raise RuntimeError(
+                    "rounding='master' must be set before the first statistics: "
+                    f"{self._name(param)} has no master copy"
                 )
             ready.append(param)
         return ready

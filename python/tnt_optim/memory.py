@@ -6,7 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from tnt_optim.states import MOMENTS, layout, state_dtype
+from tnt_optim.states import MOMENTS, is_half, layout, state_dtype
+
+SIZES = ("stats", "factors", "moments", "master")
 
 
 def estimate(
@@ -29,6 +31,7 @@ def estimate(
             shapes = seen.statistic_shapes(group["max_factor_dim"])
             itemsize, has = state_dtype(param).itemsize, kept(param)
             numbers = sum(map(math.prod, shapes))
+            has_master = group["rounding"] == "master" and is_half(param)
             rows.append(
                 {
                     "name": name(param),
@@ -37,7 +40,8 @@ def estimate(
                     "stats": numbers * itemsize * ("stats" in has),
                     "factors": numbers * itemsize * ("factors" in has),
                     "moments": param.numel() * itemsize * sum(m in has for m in moments),
+                    "master": 4 * param.numel() * has_master,
                 }
             )
-    total = sum(row[key] for row in rows for key in ("stats", "factors", "moments"))
+    total = sum(row[key] for row in rows for key in SIZES)
     return {"parameters": rows, "total": total}

@@ -5,6 +5,7 @@ must therefore be the same everywhere: settings, schedule, and what was agreed o
 """
 
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from tnt_optim.gradients import all_finite
 from tnt_optim.states import state_dtype
 
+# By parameter; None where this process has none, but another one may.
+Gradients = Mapping[Tensor, Tensor | None]
+
 # Tensors are sent together, up to so many bytes: large enough for the network's full rate, small
 # enough that one lot is on its way while the next is made.
 LOT_BYTES = 25 << 20
@@ -26,18 +30,24 @@ class Team:
 
     Args:
         group: a process group that this process is in; None for the default one.
+        place: this process's number among all that see a part of a batch.
+        places: how many those are; the group's by default.
     """
 
-    def __init__(self, group: Any = None) -> None:
+    def __init__(
+        self, group: Any = None, place: int | None = None, places: int | None = None
+    ) -> None:
         self.group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
+        self.place = self.rank if place is None else place
+        self.places = self.size if places is None else places
 
     def sums(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The sum of each tensor over all processes, of the same bits in all of them."""
         sent = []
         for lot in lots(tensors):
-            flat = torch.cat([tensor.reshape(-1) for tensor in lot])
+            flat = flattened(lot)
             sent.append((lot, flat, dist.all_reduce(flat, group=self.group, async_op=True)))
         results: list[Tensor] = []
         for lot, flat, work in sent:
@@ -46,7 +56,14 @@ class Team:
         return results
 
     def anywhere(self, flags: Sequence[bool], device: torch.device) -> list[bool]:
-        """Which flags are set in some process; waits for the answer."""
+        """Which flags are set in some process; waits for the answer, but for no device if it can.
+
+        Args:
+            flags: this process's.
+            device: of the parameters, where the group has no backend for the CPU, such as gloo.
+        """
+        if "cpu" in dist.get_backend_config(self.group):
+            device = torch.device("cpu")
         told = torch.tensor(flags, dtype=torch.int32, device=device)
         dist.all_reduce(told, dist.ReduceOp.MAX, group=self.group)
         return [bool(flag) for flag in told.tolist()]
@@ -61,6 +78,27 @@ class Team:
         """Begins to send what ``owner`` has to all; returns what to wait for."""
         return dist.broadcast(flat, group=self.group, group_src=owner, async_op=True)
 
+    def all_to_all(
+        self, out: Mapping[int, Sequence[Tensor]], into: Mapping[int, Sequence[Sequence[int]]]
+    ) -> dict[int, list[Tensor]]:
+        """Sends each process some tensors, all of one dtype and device.
+
+        Args:
+            out: what each process is sent.
+            into: the shapes of what each process sends.
+
+        Returns:
+            What each process has sent.
+        """
+        sent = [tensor for rank in range(self.size) for tensor in out[rank]]
+        sizes = [sum(tensor.numel() for tensor in out[rank]) for rank in range(self.size)]
+        incoming = [sum(map(math.prod, into[rank])) for rank in range(self.size)]
+        flat = flattened(sent)
+        arrived = flat.new_empty(sum(incoming))
+        dist.all_to_all_single(arrived, flat, incoming, sizes, group=self.group)
+        pieces = arrived.split(incoming)
+        return {rank: parts(piece, into[rank]) for rank, piece in enumerate(pieces)}
+
 
 def team_of(group: Any) -> Team | None:
     """The processes that train together; None for a single one.
@@ -71,6 +109,13 @@ def team_of(group: Any) -> Team | None:
     if not (dist.is_available() and dist.is_initialized()):
         return None
     return Team(group) if dist.get_world_size(group) > 1 else None
+
+
+def is_sharded(param: Tensor) -> bool:
+    """Whether a parameter's pieces are in several processes, as ``fully_shard`` leaves them."""
+    # Without an import: that takes most of a second, and who has such a parameter has made it.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(param, module.DTensor)
 
 
 def lots(tensors: Sequence[Tensor], limit: int = LOT_BYTES) -> Iterator[list[Tensor]]:
@@ -86,6 +131,11 @@ def lots(tensors: Sequence[Tensor], limit: int = LOT_BYTES) -> Iterator[list[Ten
         size += tensor.nbytes
     if lot:
         yield lot
+
+
+def flattened(tensors: Sequence[Tensor]) -> Tensor:
+    """All numbers of some tensors, one after the other."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 def parts(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:

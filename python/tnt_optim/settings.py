@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 GRAFTS = (None, "adam", "sgd")
+ROUNDINGS = ("nearest", "stochastic", "master")
 
 
 def check_common_settings(group: Mapping[str, Any]) -> None:
@@ -38,10 +39,12 @@ def check_settings(group: Mapping[str, Any]) -> None:
     for name in ("block_size", "merge_small_dims"):
         if group[name] is not None:
             _check_integer(name, group[name], "None or an integer >= 1")
-    if not isinstance(group["relative_damping"], bool):
-        raise ValueError(
-            f"relative_damping must be True or False, got {group['relative_damping']!r}"
-        )
+    for name in ("relative_damping", "maximize"):
+        if not isinstance(group[name], bool):
+            raise ValueError(f"{name} must be True or False, got {group[name]!r}")
+    if group["rounding"] not in ROUNDINGS:
+        known = ", ".join(repr(rounding) for rounding in ROUNDINGS)
+        raise ValueError(f"rounding must be one of {known}, got {group['rounding']!r}")
     if group["graft"] not in GRAFTS:
         known = ", ".join(repr(graft) for graft in GRAFTS)
         raise ValueError(f"graft must be one of {known}, got {group['graft']!r}")

@@ -46,10 +46,6 @@ class Shampoo(KroneckerOptimizer):
         inverse_interval: T2 in the paper: the roots are refreshed every so many steps, and with the
             statistics during the first so many.
         max_factor_dim: a mode larger than this keeps only the diagonal of its statistic.
-        block_size: a mode larger than this is cut into pieces of this size and a rest; each block
-            of a parameter is then treated as a parameter of its own. None: no mode is cut.
-        merge_small_dims: neighbouring modes are merged while their product is at most this, so that
-            a convolution with few channels has fewer, larger factors. None: none are.
         relative_damping: damp each S_i with ``damping`` times its own average eigenvalue,
             tr(S_i) / d_i, instead, which without a rescaling differs from mode to mode; where S_i
             is zero, or would be but for rounding (an average below 1e-31 in float32), its root is
@@ -58,6 +54,15 @@ class Shampoo(KroneckerOptimizer):
             rounding moves as far as any other.
         graft: "adam" or "sgd": rescale each parameter's direction to the norm of that method's.
         capturable: run the steps as CUDA graphs, one for each kind of step, as ``TNT`` does.
+        block_size: a mode larger than this is cut into pieces of this size and a rest; each block
+            of a parameter is then treated as a parameter of its own. None: no mode is cut.
+        merge_small_dims: neighbouring modes are merged while their product is at most this, so that
+            a convolution with few channels has fewer, larger factors. None: none are.
+        maximize: go up the objective instead of down.
+        rounding: of parameters in half precision after a step that is computed in float32.
+            "nearest"; "stochastic" (bfloat16 only): up or down at random, so that steps smaller
+            than half a spacing are made on average; "master": they are rounded from a float32 copy
+            that the state keeps.
         process_group: the processes that train copies of one model, as for ``TNT``.
         shard: how they share the work, as for ``TNT``.
 
@@ -79,11 +84,13 @@ class Shampoo(KroneckerOptimizer):
         stat_interval: int = 10,
         inverse_interval: int = 100,
         max_factor_dim: int = 8192,
-        block_size: int | None = None,
-        merge_small_dims: int | None = None,
         relative_damping: bool = False,
         graft: str | None = None,
         capturable: bool = False,
+        block_size: int | None = None,
+        merge_small_dims: int | None = None,
+        maximize: bool = False,
+        rounding: str = "nearest",
         process_group: Any = None,
         shard: str | None = None,
     ) -> None:
@@ -102,6 +109,8 @@ class Shampoo(KroneckerOptimizer):
                 "merge_small_dims": merge_small_dims,
                 "relative_damping": relative_damping,
                 "graft": graft,
+                "maximize": maximize,
+                "rounding": rounding,
             },
             capturable=capturable,
             process_group=process_group,

@@ -11,7 +11,6 @@ nothing in most steps.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -19,9 +18,11 @@ import torch
 from torch import Tensor
 
 from tnt_optim.directions import directions_, move_
+from tnt_optim.gradients import all_finite
 from tnt_optim.ownership import Load, assign, load_of
-from tnt_optim.processes import LOT_BYTES, Team, parts
-from tnt_optim.states import State, layout, layout_of, put_back, state_dtype
+from tnt_optim.processes import LOT_BYTES, Gradients, Team, flattened, parts
+from tnt_optim.rounding import to_be_moved
+from tnt_optim.states import TENSORS, State, layout, layout_of, state_dtype
 
 SHARDS = (None, "directions", "inverses")
 
@@ -61,23 +62,37 @@ def _load(param: Tensor, group: Group, moments_too: bool) -> Load:
     return load_of(shapes, param.numel(), state_dtype(param).itemsize, moments)
 
 
-@dataclass(frozen=True)
 class Sharing:
-    """How one step is shared.
+    """How steps are shared by processes that each have every parameter.
 
-    Attributes:
+    Args:
         team: the processes.
         shard: "directions" or "inverses".
         owner: who owns a parameter.
     """
 
-    team: Team
-    shard: str
-    owner: Callable[[Tensor], int]
+    def __init__(self, team: Team, shard: str, owner: Callable[[Tensor], int]) -> None:
+        self.team = team
+        self.shard = shard
+        self.owner = owner
 
-    def owned(self, params: Sequence[Tensor]) -> list[Tensor]:
+    def owned(self, params: Iterable[Tensor]) -> list[Tensor]:
         """Those of ``params`` that this process owns."""
         return [p for p in params if self.owner(p) == self.team.rank]
+
+    def keeps(self, param: Tensor) -> frozenset[str]:
+        """Which tensors of a parameter's state this process keeps."""
+        if self.owner(param) == self.team.rank:
+            return TENSORS
+        return TENSORS - {"stats"} if self.shard == "inverses" else frozenset()
+
+    def whole(self, gradients: Gradients) -> dict[Tensor, Tensor]:
+        """Gradients as the owners need them."""
+        return {p: g for p, g in gradients.items() if g is not None}
+
+    def all_finite(self, gradients: Iterable[Tensor]) -> Tensor:
+        """Whether all gradients are finite, in all processes."""
+        return all_finite(gradients)
 
     def codes(self, params: Sequence[Tensor], owned: Sequence[Tensor], own: Tensor) -> Tensor:
         """What the owners say of their parameters, made known to all.
@@ -93,7 +108,62 @@ class Sharing:
             codes[[place[p] for p in owned]] = own
         return self.team.worst(codes)
 
-    def exchange(
+    def send_factors(self, params: Iterable[Tensor], states: Mapping[Tensor, State]) -> None:
+        """Brings the owners' factors of ``params`` to those who keep them."""
+        if self.shard != "inverses":
+            return
+
+        def held_of(lot: Iterable[Tensor]) -> list[Tensor]:
+            return [factor for p in lot for factor in states[p]["factors"]]
+
+        def take(lot: list[Tensor], flat: Tensor) -> None:
+            held = held_of(lot)
+            if self.owner(lot[0]) != self.team.rank:
+                for factor, sent in zip(held, parts(flat, [f.shape for f in held]), strict=True):
+                    factor.copy_(sent)
+
+        for alike in by_kind(params):
+            self._exchange(
+                alike,
+                lambda p: sum(factor.numel() for factor in states[p]["factors"]),
+                lambda lot: flattened(held_of(lot)),
+                take,
+            )
+
+    def move(
+        self,
+        group: Group,
+        grads: Gradients,
+        states: Mapping[Tensor, State],
+    ) -> bool:
+        """One group's step: each direction made by its owner, each parameter moved everywhere.
+
+        Args:
+            group: the settings.
+            grads: of the parameters that move.
+            states: what this process has.
+
+        Returns:
+            False where every process makes the step for itself, and nothing was done.
+        """
+        if self.shard != "directions":
+            return False
+
+        whole = self.whole(grads)
+
+        def make(lot: list[Tensor]) -> Tensor:
+            return flattened(whole_directions_(lot, [whole[p] for p in lot], states, group))
+
+        def take(lot: list[Tensor], flat: Tensor) -> None:
+            seen = [layout(p, group) for p in lot]
+            with to_be_moved(lot, states, group, seen) as weights:
+                move_(weights, parts(flat, [look.sizes for look in seen]), group)
+
+        for alike in by_kind(grads):
+            self._exchange(alike, lambda p: p.numel(), make, take)
+        return True
+
+    def _exchange(
         self,
         params: Sequence[Tensor],
         numel: Callable[[Tensor], int],
@@ -148,61 +218,14 @@ def by_kind(params: Iterable[Tensor]) -> list[list[Tensor]]:
     return list(lists.values())
 
 
-def flattened(tensors: Sequence[Tensor]) -> Tensor:
-    """All numbers of some tensors, one after the other."""
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
-
-
-def send_factors(
-    sharing: Sharing, params: Sequence[Tensor], states: Mapping[Tensor, State]
-) -> None:
-    """Brings the owners' factors of ``params`` to all."""
-
-    def held_of(lot: Iterable[Tensor]) -> list[Tensor]:
-        return [factor for p in lot for factor in states[p]["factors"]]
-
-    def take(lot: list[Tensor], flat: Tensor) -> None:
-        held = held_of(lot)
-        if sharing.owner(lot[0]) != sharing.team.rank:
-            for factor, sent in zip(held, parts(flat, [f.shape for f in held]), strict=True):
-                factor.copy_(sent)
-
-    for alike in by_kind(params):
-        sharing.exchange(
-            alike,
-            lambda p: sum(factor.numel() for factor in states[p]["factors"]),
-            lambda lot: flattened(held_of(lot)),
-            take,
-        )
-
-
-def send_directions(
-    sharing: Sharing,
-    group: Group,
-    grads: Mapping[Tensor, Tensor],
+def whole_directions_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
     states: Mapping[Tensor, State],
-) -> None:
-    """One group's step: each direction made by its owner, each parameter moved everywhere.
-
-    Args:
-        sharing: the processes.
-        group: the settings.
-        grads: of the parameters that move.
-        states: what this process has.
-    """
-
-    def make(lot: list[Tensor]) -> Tensor:
-        own = [states[p] for p in lot]
-        seen = [layout_of(state) for state in own]
-        made = iter(directions_([grads[p] for p in lot], own, seen, group))
-        whole = [look.assembled([next(made) for _ in range(look.count)]) for look in seen]
-        return flattened(whole)
-
-    def take(lot: list[Tensor], flat: Tensor) -> None:
-        seen = [layout(p, group) for p in lot]
-        weights = [look.view(p) for p, look in zip(lot, seen, strict=True)]
-        move_(weights, parts(flat, [look.sizes for look in seen]), group)
-        put_back(lot, weights)
-
-    for alike in by_kind(grads):
-        sharing.exchange(alike, lambda p: p.numel(), make, take)
+    group: Group,
+) -> list[Tensor]:
+    """Moves the moments of parameters; returns their directions, in the shapes of their modes."""
+    own = [states[p] for p in params]
+    seen = [layout_of(state) for state in own]
+    made = iter(directions_(grads, own, seen, group))
+    return [look.assembled([next(made) for _ in range(look.count)]) for look in seen]

@@ -5,6 +5,7 @@ A parameter W is seen as a tensor with modes of sizes d_1, ..., d_k, and where i
 state has
 
 - ``momentum`` m, (d_1, ..., d_k), and with ``graft="adam"`` ``second_moment``, like it;
+- ``master``, with ``rounding="master"`` and a parameter in half precision, W in float32;
 - ``block_size``: how its modes are cut, None where they are not;
 - ``stats`` S_i, for each block and each of its modes, (d_i, d_i), or (d_i,) for a diagonal mode:
   the moving average of the Gram matrices of the gradient's unfoldings;
@@ -102,6 +103,11 @@ def state_dtype(param: Tensor) -> torch.dtype:
     return torch.float64 if param.dtype == torch.float64 else torch.float32
 
 
+def is_half(param: Tensor) -> bool:
+    """Whether a parameter has fewer bits than its step."""
+    return param.dtype in (torch.bfloat16, torch.float16)
+
+
 def zero_statistics(param: Tensor, group: Mapping[str, Any]) -> list[Tensor]:
     """Zeros for statistics of a parameter."""
     dtype = state_dtype(param)
@@ -140,6 +146,8 @@ def new_state(
     grafted = group["graft"] == "adam"
     if grafted:
         state["second_moment_updates"] = 0
+    if group["rounding"] == "master" and is_half(param):
+        state["master"] = param.detach().to(dtype=torch.float32, copy=True)
     sizes, dtype = layout(param, group).sizes, state_dtype(param)
     for name in MOMENTS if grafted else MOMENTS[:1]:
         if name in kept:

@@ -25,15 +25,24 @@ from tnt_optim.gradients import (
 )
 from tnt_optim.graphs import check_graphs_device
 from tnt_optim.memory import estimate
-from tnt_optim.processes import Team, check_static_graph, pooled, replicas_behind, team_of
+from tnt_optim.processes import (
+    Gradients,
+    Team,
+    check_static_graph,
+    is_sharded,
+    pooled,
+    replicas_behind,
+    team_of,
+)
 from tnt_optim.settings import check_settings
-from tnt_optim.sharing import SHARDS, Owners, Sharing, send_factors
+from tnt_optim.sharing import SHARDS, Owners, Sharing
 from tnt_optim.states import (
     COUNTS,
     MOMENTS,
     TENSORS,
     State,
     blocks,
+    is_half,
     layout,
     new_state,
     rows,
@@ -114,6 +123,8 @@ class FactoredOptimizer(Optimizer):
         for param, state in fresh.items():
             state["skipped_statistics"] = skipped
             earlier = self.state.get(param, {})
+            for key in earlier.keys() & state.keys() & {"master"}:
+                state[key] = earlier[key]
             for key in earlier.keys() & state.keys() & set(MOMENTS):
                 state[key] = earlier[key].reshape(state[key].shape)  # its modes may have changed
             state.update({key: earlier[key] for key in COUNTS & earlier.keys()})
@@ -136,8 +147,8 @@ class FactoredOptimizer(Optimizer):
 
         Returns:
             "parameters": for each its "name", "shape", "statistics" (their shapes), and in bytes
-            "stats", "factors" and "moments"; "total": the sum of all these bytes. Beside its state
-            a step needs scratch memory, for at least a copy of the largest parameter.
+            "stats", "factors", "moments" and "master"; "total": the sum of all these bytes. Beside
+            its state a step needs scratch memory, for at least a copy of the largest parameter.
         """
         return estimate(self.param_groups, self._kept, self._name)
 
@@ -173,6 +184,19 @@ class FactoredOptimizer(Optimizer):
                         f"{param.layout} for {self._name(param)}"
                     )
                 layout(param, group)
+                if is_sharded(param) and is_half(param) and group["rounding"] == "master":
+                    raise ValueError(
+                        "rounding='master' is not for sharded parameters: fully_shard's "
+                        "MixedPrecisionPolicy(param_dtype=...) keeps them in float32, got "
+                        f"{param.dtype} for {self._name(param)}"
+                    )
+                if param.dtype == torch.float16 and group["rounding"] == "stochastic":
+                    raise ValueError(
+                        f"rounding='stochastic' is for bfloat16, got {param.dtype} for "
+                        f"{self._name(param)}"
+                    )
+                if self.capturable and group["rounding"] == "stochastic":
+                    raise ValueError("rounding='stochastic' cannot be part of CUDA graphs")
                 if self.capturable:
                     check_graphs_device(param, self.param_groups[0]["params"][:1])
         except Exception:
@@ -188,10 +212,11 @@ class FactoredOptimizer(Optimizer):
         stats: dict[Tensor, list[Tensor]] = {}
         batches = skipped = 0
         for observed in self._batch_gradients(outputs, trainable):
-            if not all_finite(observed.values()):
+            if not self._all_finite(observed):
                 skipped += 1
                 continue
-            observed.update({p: torch.zeros_like(p) for p in stats if p not in observed})
+            for p in stats.keys() - observed.keys():
+                observed[p] = torch.zeros(p.shape, dtype=p.dtype, device=p.device)
             self._blend(stats, observed, batches / (batches + 1))
             batches += 1
         if skipped and not batches:
@@ -210,12 +235,12 @@ class FactoredOptimizer(Optimizer):
             if output is not _NO_MORE:
                 loss = self._statistic_loss(output, index, team)
                 check_static_graph(replicas_behind(loss))
-                observed = gradients_of(loss, trainable, retain_graph=False)
+                observed = self._gradients(loss, trainable, retain_graph=False)
                 check_reached(observed)
-            if team is None:
+            if team is None or self._is_sharded():
                 if output is _NO_MORE:
                     return
-                yield observed
+                yield self._whole(observed)
                 continue
             has_more = output is not _NO_MORE
             flags = [has_more, *(p in observed for p in trainable)]
@@ -248,7 +273,7 @@ class FactoredOptimizer(Optimizer):
 
     def _first_states(self, observed: dict[Tensor, Tensor]) -> dict[Tensor, State]:
         """States from a first observation. Waits for it: there is nothing else to go on with."""
-        if observed and not all_finite(observed.values()):
+        if observed and not self._all_finite(observed):
             raise PreconditionerError(
                 "the first gradient for the statistics is not finite: there are no earlier "
                 f"statistics to go on with, for {self._name(next(iter(observed)))}"
@@ -281,14 +306,46 @@ class FactoredOptimizer(Optimizer):
                 has, made_here = self._kept(p), factors.get(p)
                 states[p] = new_state(p, group, has, stats=stats[p], factors=made_here)
                 self._count_again(states[p], p)
-            if sharing is not None and sharing.shard == "inverses":
-                send_factors(sharing, params, states)
+            if sharing is not None:
+                sharing.send_factors(params, states)
         return states
 
     # Processes.
 
+    def _is_sharded(self) -> bool:
+        """Whether the parameters are in pieces, as ``fully_shard`` leaves them."""
+        return is_sharded(self.param_groups[0]["params"][0])
+
+    def _gradients(
+        self, loss: Tensor, params: Sequence[Tensor], *, retain_graph: bool
+    ) -> dict[Tensor, Tensor]:
+        """The gradients of ``loss`` for those of ``params`` it depends on, or pieces of them."""
+        if self._is_sharded():
+            from tnt_optim.shards import sharded_gradients
+
+            return sharded_gradients(loss, params, retain_graph=retain_graph)
+        return gradients_of(loss, params, retain_graph=retain_graph)
+
+    def _whole(self, gradients: Gradients) -> dict[Tensor, Tensor]:
+        """Gradients of what this process owns as they are, where there are pieces of them."""
+        sharing = self._sharing()
+        if sharing is not None and gradients:
+            return sharing.whole(gradients)
+        return {p: g for p, g in gradients.items() if g is not None}
+
+    def _all_finite(self, gradients: Mapping[Tensor, Tensor]) -> Tensor:
+        """Whether all gradients are finite, in all processes."""
+        sharing = self._sharing()
+        return (all_finite if sharing is None else sharing.all_finite)(gradients.values())
+
     def _team(self) -> Team | None:
-        team = team_of(self.process_group)
+        if self._is_sharded():
+            from tnt_optim.shards import team_of_shards
+
+            params = [p for group in self.param_groups for p in group["params"]]
+            team: Team | None = team_of_shards(params)
+        else:
+            team = team_of(self.process_group)
         if team is not None and self.capturable:
             raise RuntimeError(
                 "capturable=True works in a single process, and torch.distributed runs "
@@ -298,21 +355,25 @@ class FactoredOptimizer(Optimizer):
 
     def _sharing(self) -> Sharing | None:
         team = self._team()
-        if team is None or self.shard is None:
+        sharded = self._is_sharded()
+        if team is None or (self.shard is None and not sharded):
             return None
-        moments = self.shard == "directions"
+        moments = sharded or self.shard == "directions"
 
         def owner(param: Tensor) -> int:
             return self._owners.of(param, self.param_groups, team.size, moments)
 
+        if sharded:
+            from tnt_optim.shards import Shards
+
+            return Shards(team, owner)
+        assert self.shard is not None
         return Sharing(team, self.shard, owner)
 
     def _kept(self, param: Tensor) -> frozenset[str]:
         """Which tensors of a parameter's state this process keeps."""
         sharing = self._sharing()
-        if sharing is None or sharing.owned([param]):
-            return TENSORS
-        return TENSORS - {"stats"} if sharing.shard == "inverses" else frozenset()
+        return TENSORS if sharing is None else sharing.keeps(param)
 
     # Parameters and their modes.
 

@@ -1,18 +1,20 @@
 """Tensor Normal Training (Ren & Goldfarb, NeurIPS 2021)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from tnt_kernels import damped_inverse
+from tnt_optim.attach import attach
 from tnt_optim.device_step import Settings
 from tnt_optim.failures import UNOBSERVED, warn_the_caller
 from tnt_optim.fisher import Likelihood, check_sampling, loss_at_samples
-from tnt_optim.gradients import all_finite, check_reached, gradients_of
+from tnt_optim.gradients import all_finite, check_reached
 from tnt_optim.kronecker import KroneckerOptimizer
-from tnt_optim.processes import Team, check_static_graph, pooled, replicas_behind
+from tnt_optim.processes import Gradients, Team, check_static_graph, pooled, replicas_behind
 from tnt_optim.states import state_dtype
 
 FISHERS = ("sampled", "empirical")
@@ -61,10 +63,6 @@ class TNT(KroneckerOptimizer):
         fisher: "sampled" as above; "empirical" takes the training gradients themselves (TNT-EF in
             the paper), needs no ``observe`` and no likelihood.
         max_factor_dim: a mode larger than this keeps only the diagonal of its statistic.
-        block_size: a mode larger than this is cut into pieces of this size and a rest; each block
-            of a parameter is then treated as a parameter of its own. None: no mode is cut.
-        merge_small_dims: neighbouring modes are merged while their product is at most this, so that
-            a convolution with few channels has fewer, larger factors. None: none are.
         relative_damping: damp with ``damping`` times the average eigenvalue of the U_i instead.
             Directions then have the scale of 1 / gradient: a parameter whose gradient is nothing
             but rounding (a convolution's bias before batch norm) takes huge steps, unless
@@ -75,6 +73,15 @@ class TNT(KroneckerOptimizer):
             its kind on. All parameters must be on one CUDA device. Gradients that do not lie where
             they lay are copied there: ``zero_grad(set_to_none=False)`` saves the copies. Learning
             rate and the other numbers may change at every step.
+        block_size: a mode larger than this is cut into pieces of this size and a rest; each block
+            of a parameter is then treated as a parameter of its own. None: no mode is cut.
+        merge_small_dims: neighbouring modes are merged while their product is at most this, so that
+            a convolution with few channels has fewer, larger factors. None: none are.
+        maximize: go up the objective instead of down.
+        rounding: of parameters in half precision after a step that is computed in float32.
+            "nearest"; "stochastic" (bfloat16 only): up or down at random, so that steps smaller
+            than half a spacing are made on average; "master": they are rounded from a float32 copy
+            that the state keeps.
         process_group: the processes that train copies of one model, as under
             DistributedDataParallel; None for torch.distributed's default group, where there is one.
             The statistics are those of all their batches.
@@ -90,6 +97,10 @@ class TNT(KroneckerOptimizer):
     _method = "TNT"
     _shared = ("capturable", "fisher", "likelihood", "process_group", "seed", "shard")
 
+    # Of the model whose outputs it observes: a copy of the optimizer is attached to none.
+    _attached: RemovableHandle | None = None
+    _warming = False
+
     def __init__(
         self,
         params: Any,
@@ -104,12 +115,14 @@ class TNT(KroneckerOptimizer):
         likelihood: Likelihood = "categorical",
         fisher: str = "sampled",
         max_factor_dim: int = 8192,
-        block_size: int | None = None,
-        merge_small_dims: int | None = None,
         relative_damping: bool = False,
         graft: str | None = None,
         seed: int = 0,
         capturable: bool = False,
+        block_size: int | None = None,
+        merge_small_dims: int | None = None,
+        maximize: bool = False,
+        rounding: str = "nearest",
         process_group: Any = None,
         shard: str | None = None,
     ) -> None:
@@ -121,7 +134,7 @@ class TNT(KroneckerOptimizer):
         self.seed = seed
         # Between observe() and step(): summed gradients, of how many observations, what they were
         # asked for, how often.
-        self._sampled: dict[Tensor, Tensor] = {}
+        self._sampled: dict[Tensor, Any] = {}
         self._summed: int | Tensor = 0
         self._asked: set[Tensor] = set()
         self._observations = 0
@@ -147,6 +160,8 @@ class TNT(KroneckerOptimizer):
                 "merge_small_dims": merge_small_dims,
                 "relative_damping": relative_damping,
                 "graft": graft,
+                "maximize": maximize,
+                "rounding": rounding,
             },
             capturable=capturable,
             process_group=process_group,
@@ -176,17 +191,62 @@ class TNT(KroneckerOptimizer):
         due = self._due()
         if not due:
             return
+        if self._observations and self._is_sharded():
+            return
         number = _numbered(self._observations, self._team())
         loss = self._sampled_loss(output, "step", self.param_groups[0]["step"], number)
         replicas = replicas_behind(loss)
         check_static_graph(replicas)
         self._partial |= any(replica.find_unused_parameters for replica in replicas)
-        observed = gradients_of(loss, due, retain_graph=True)
+        observed = self._gradients(loss, due, retain_graph=True)
         if len(due) == sum(p.requires_grad for g in self.param_groups for p in g["params"]):
             check_reached(observed)  # of a few newcomers it may well miss all
         self._add(observed)
         self._asked.update(due)
         self._observations += 1
+
+    def attach(
+        self, model: nn.Module, output: Callable[[Any], Any] | None = None
+    ) -> RemovableHandle:
+        """Observes what ``model`` returns from now on, for trainers that own the training loop.
+
+        A forward hook then does what ``observe`` in the loop would::
+
+            opt.attach(model)
+            trainer = Trainer(model=model, optimizers=(opt, None), ...)
+
+        Every call of the model in training mode and with gradients enabled, while statistics are
+        due, counts as a micro-batch, also one whose output no loss is made of: put that under
+        ``torch.no_grad()``, or after ``model.eval()``. Calls for ``warm_start`` do not count, nor
+        do those that activation checkpointing repeats in the backward. An output that requires no
+        gradient is passed over. Under autocast the output is observed as after it.
+
+        An optimizer is attached to one model at a time: attaching it again replaces what was. Two
+        optimizers may be attached to one model. Neither keeps the other alive; copies of the model
+        have a hook that does nothing, copies of the optimizer are not attached.
+
+        Under DistributedDataParallel attach to the wrapped module or to the one inside, whichever
+        is at hand. What is inside may have ``static_graph=True``. A model may be compiled before or
+        after; with ``fullgraph=True`` attach to what ``torch.compile`` returned.
+
+        Args:
+            model: whose outputs depend on this optimizer's parameters.
+            output: from what the model returns to what ``observe`` takes, as
+                ``lambda out: out.logits.flatten(0, 1)`` for a language model; None: the tensor it
+                returns, or its ``logits``.
+
+        Returns:
+            A handle whose ``remove`` ends it, also at the end of a ``with``.
+
+        Raises:
+            TypeError: where ``model`` is no module, or ``output`` no function. A forward raises
+                what ``observe`` raises, and TypeError where ``output`` is missing.
+        """
+        handle = attach(self, model, output)
+        if self._attached is not None:
+            self._attached.remove()
+        self._attached = handle
+        return handle
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a saved state; see ``KroneckerOptimizer.load_state_dict``."""
@@ -218,6 +278,10 @@ class TNT(KroneckerOptimizer):
             self._sampled[param] = gradient
         self._summed = chosen(self._summed, 1, self._summed + 1, old.device)
 
+    def _wants_output(self) -> bool:
+        """Whether an output would be observed now: what the hook of ``attach`` asks."""
+        return self.fisher != "empirical" and not self._warming and bool(self._due())
+
     def _due(self) -> list[Tensor]:
         """Trainable parameters whose statistics are due, and those that still have none."""
         due = []
@@ -244,9 +308,9 @@ class TNT(KroneckerOptimizer):
     ) -> tuple[list[list[Tensor]], Tensor]:
         return damped_inverse(stats, group["damping"], out, group["relative_damping"])
 
-    def _statistic_gradients(self, team: Team | None) -> dict[Tensor, Tensor]:
+    def _statistic_gradients(self, team: Team | None, moving: Container[Tensor]) -> Gradients:
         if self.fisher == "empirical":
-            return super()._statistic_gradients(team)
+            return super()._statistic_gradients(team, moving)
         if team is not None:
             self._pool(team)
         if not self._observations and not self._warned and self._missed_observation():
@@ -272,12 +336,16 @@ class TNT(KroneckerOptimizer):
         if not due:
             return
         reached = due
-        if self._partial or not all(map(self._has_state, due)):
+        if self._is_sharded() or self._partial or not all(map(self._has_state, due)):
             flags = [self._observations > 0, *(p in self._sampled for p in due)]
             anyone, *found = team.anywhere(flags, due[0].device)
             if not anyone:
                 return
             reached = [p for p, is_reached in zip(due, found, strict=True) if is_reached]
+        if self._is_sharded():  # whose gradients are averaged already
+            self._sampled = {p: self._sampled.get(p) for p in reached}
+            self._asked.update(due)
+            return
         number = self._summed if self._observations else 0
         means, observers = pooled(team, reached, self._sampled, number)
         if not self._observations and not observers:  # to observe in some processes is no use
@@ -297,6 +365,15 @@ class TNT(KroneckerOptimizer):
         if self.fisher == "empirical":
             return super()._statistic_loss(output, index, team)
         return self._sampled_loss(output, "warm start", _numbered(index, team))
+
+    def _average_statistics(self, outputs: Iterable[Any]) -> tuple[dict[Tensor, list[Tensor]], int]:
+        self._warming = True
+        try:
+            return super()._average_statistics(outputs)
+        finally:
+            self._warming = False
+            if self._attached is not None:  # of outputs that were made before, as in a list
+                self._forget_observations()
 
     def _may_wait(self, param: Tensor) -> bool:
         return param in self._unreached and param not in self._asked
@@ -318,7 +395,7 @@ class TNT(KroneckerOptimizer):
 
 def _numbered(index: int, team: Team | None) -> int:
     """The number of an observation among those of all processes, which take turns."""
-    return index if team is None else index * team.size + team.rank
+    return index if team is None else index * team.places + team.place
 
 
 _OWN = (

@@ -1,0 +1,142 @@
+"""Observing without a line for it in the training loop, for trainers that own the loop.
+
+A forward hook on the model hands what the forward returned to the optimizer's ``observe``.
+"""
+
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+
+class Observer(Protocol):
+    """An optimizer that observes outputs."""
+
+    param_groups: list[dict[str, Any]]
+    _partial: bool  # whether outputs may reach other parameters in another process
+
+    def observe(self, output: Any) -> None:
+        """Takes in an output; see ``TNT.observe``."""
+
+    def _wants_output(self) -> bool:
+        """Whether ``observe`` would make use of one now."""
+
+
+class OutputHook:
+    """Hands what a model returns to its optimizer, when that wants it.
+
+    The model holds the hook and the hook does not hold the optimizer. A copy of the model, or what
+    was saved of it, has a hook that does nothing; to load what was saved still takes this package.
+    """
+
+    def __init__(
+        self,
+        optimizer: "weakref.ref[Observer] | None",
+        output: Callable[[Any], Any] | None,
+    ) -> None:
+        self._optimizer = optimizer
+        self._output = output
+        self._hand_over: Callable[..., None] | None = None
+        if optimizer is not None:
+            # A compiled model ends its graph before it, at the end of the forward, and begins no
+            # other one. Not a decorator, which would import the compiler with this module.
+            self._hand_over = torch.compiler.disable(
+                _hand_over,
+                reason="an optimizer's attach() observes what this model returns; attach it to "
+                "what torch.compile returned, with which fullgraph=True works, too",
+            )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OutputHook, (None, None)
+
+    def __call__(self, module: nn.Module, args: Any, result: Any) -> None:
+        """A forward hook; returns nothing, so that the result stays what it is."""
+        if self._hand_over is not None and module.training and torch.is_grad_enabled():
+            self._hand_over(self._optimizer, self._output, module, result)
+
+
+def attach(
+    optimizer: Observer, model: nn.Module, output: Callable[[Any], Any] | None
+) -> RemovableHandle:
+    """Has ``optimizer`` observe what ``model`` returns, until either goes.
+
+    Args:
+        optimizer: is referred to weakly.
+        model: a forward hook of it hands the output over.
+        output: from what the model returns to what ``observe`` takes; None: the tensor that it
+            returns, or its ``logits``.
+
+    Returns:
+        What removes the hook.
+
+    Raises:
+        TypeError: where ``model`` is no module, or ``output`` no function.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if output is not None and not callable(output):
+        raise TypeError(f"output must be a function or None, got {type(output).__name__}")
+    handle = model.register_forward_hook(OutputHook(weakref.ref(optimizer), output))
+    weakref.finalize(optimizer, handle.remove).atexit = False
+    return handle
+
+
+def _hand_over(
+    referred: "weakref.ref[Observer]",
+    output: Callable[[Any], Any] | None,
+    module: nn.Module,
+    result: Any,
+) -> None:
+    optimizer = referred()
+    # Under torch.export tensors have no numbers. A forward inside of a backward is activation
+    # checkpointing, which goes through one again that was observed.
+    if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
+        return
+    if optimizer is None or not optimizer._wants_output():
+        return
+    if getattr(module, "_is_replica", False):
+        raise RuntimeError(
+            "model must not be a replica of torch.nn.DataParallel, whose threads would all observe "
+            "at once: attach to the DataParallel module, or use DistributedDataParallel"
+        )
+    described = _logits(result) if output is None else output(result)
+    if isinstance(described, Tensor) and not described.requires_grad:
+        return
+    # Does not show in the graph before DistributedDataParallel's own forward is over.
+    replica = DistributedDataParallel._get_active_ddp_module()
+    if replica is not None and replica.find_unused_parameters:
+        optimizer._partial = True
+    with ExitStack() as stack:
+        # A forward may well end inside of autocast, which has no place around a backward.
+        for kind in {p.device.type for group in optimizer.param_groups for p in group["params"]}:
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        # Where the whole model is checkpointed, what is saved here is none of that's business.
+        stack.enter_context(saved_tensors_hooks(_as_it_is, _as_it_is))
+        optimizer.observe(described)
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _logits(result: Any) -> Any:
+    if isinstance(result, Tensor):
+        return result
+    if isinstance(result, Mapping):
+        found = result.get("logits")
+    else:
+        found = getattr(result, "logits", None)
+    if found is None:
+        raise TypeError(
+            "output must say what to observe of a model that returns neither a tensor nor "
+            f"something with logits, but {type(result).__name__}: "
+            "opt.attach(model, output=lambda result: ...)"
+        )
+    return found

@@ -1,0 +1,73 @@
+"""How parameters in half precision take in a step that is computed in float32."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tnt_optim.fisher import stream_seed
+from tnt_optim.states import Layout, State, is_half, put_back
+
+
+@contextmanager
+def to_be_moved(
+    params: Sequence[Tensor],
+    states: Mapping[Tensor, State],
+    group: Mapping[str, Any],
+    layouts: Sequence[Layout] | None = None,
+) -> Iterator[list[Tensor]]:
+    """What a step writes to in place of parameters; on leaving, it is in the parameters.
+
+    Args:
+        params: the parameters, or pieces of them.
+        states: those of whole parameters, with master copies.
+        group: their settings.
+        layouts: to see them in the shapes of their modes; None for their own.
+    """
+    rounding = group["rounding"]
+    wide = [_wide(param, states, rounding) for param in params]
+    weights = wide
+    if layouts is not None:
+        weights = [seen.view(w) for seen, w in zip(layouts, wide, strict=True)]
+    yield weights
+    put_back(wide, weights)
+    generators: dict[torch.device, torch.Generator] = {}
+    for param, source in zip(params, wide, strict=True):
+        if source is not param:
+            if rounding == "stochastic":
+                stochastically_rounded_(source, _generator(generators, source.device, group))
+            param.copy_(source)
+
+
+def _wide(param: Tensor, states: Mapping[Tensor, State], rounding: str) -> Tensor:
+    if rounding == "nearest" or not is_half(param):
+        return param
+    master: Tensor = states[param]["master"] if rounding == "master" else param.float()
+    return master
+
+
+def _generator(
+    generators: dict[torch.device, torch.Generator], device: torch.device, group: Mapping[str, Any]
+) -> torch.Generator:
+    if device not in generators:
+        # The same in all processes: copies of a parameter stay equal.
+        seed = stream_seed("rounding", group["step"])
+        generators[device] = torch.Generator(device).manual_seed(seed)
+    return generators[device]
+
+
+def stochastically_rounded_(values: Tensor, generator: torch.Generator) -> None:
+    """Rounds float32 values to bfloat16 ones, up or down with the chances that keep the mean.
+
+    Args:
+        values: overwritten by numbers that bfloat16 has; NaN and infinity stay what they are.
+        generator: where the chances come from, on the device of ``values``.
+    """
+    bits = values.view(torch.int32)
+    noise = torch.randint(
+        0, 1 << 16, values.shape, dtype=torch.int32, device=values.device, generator=generator
+    )
+    rounded = ((bits + noise) & -(1 << 16)).view(torch.float32)
+    values.copy_(torch.where(values.isfinite(), rounded, values))

@@ -1,0 +1,265 @@
+"""Parameters that fully_shard has cut: the training of one process on all their batches."""
+
+import copy
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from drawn import close
+from processes import run_in
+from tolerances import FLOAT64_TRAJECTORY
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+from torch.nn.functional import cross_entropy
+
+from tnt_optim import TNT, Shampoo
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+STEPS, ROWS = 7, 6
+
+FORMS: dict[str, tuple[type[TNT | Shampoo], dict[str, Any]]] = {
+    "tnt": (TNT, {"weight_decay": 0.1}),
+    "grafted": (TNT, {"graft": "adam", "relative_damping": True}),
+    "in blocks": (TNT, {"block_size": 4}),
+    "empirical": (TNT, {"fisher": "empirical"}),
+    "shampoo": (Shampoo, {"graft": "sgd"}),
+}
+# Processes, and whether half of them replicate the others (HSDP).
+MESHES = [(2, False), (4, False), (4, True)]
+
+
+class Net(nn.Module):
+    """Sizes that no number of processes divides, one vector shorter than four; float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(4, 5)
+        self.middle = nn.Sequential(nn.Linear(5, 7), nn.Tanh())
+        self.out = nn.Linear(7, 3)
+        self.unused = nn.Linear(2, 3)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits."""
+        logits: Tensor = self.out(self.middle(torch.tanh(self.hidden(x))))
+        return logits
+
+
+def made_net() -> Net:
+    torch.manual_seed(3)
+    return Net()
+
+
+def sharded_net(processes: int, hybrid: bool, *, reshard: bool = True) -> Net:
+    net = made_net()
+    shape, names = ((processes,), ("shard",))
+    if hybrid:
+        shape, names = (2, processes // 2), ("replicate", "shard")
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    fully_shard(net.middle, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(net, mesh=mesh)
+    return net
+
+
+def made_optimizer(net: nn.Module, form: str) -> TNT | Shampoo:
+    method, settings = FORMS[form]
+    defaults = {"lr": 0.05, "damping": 0.1, "stat_interval": 2, "inverse_interval": 3}
+    return method(net.parameters(), **{**defaults, **settings})
+
+
+def drawn(processes: int, key: int) -> tuple[Tensor, Tensor]:
+    rng = torch.Generator().manual_seed(key)
+    images = torch.randn(processes, ROWS, 4, generator=rng, dtype=torch.float64)
+    return images, torch.randint(3, (processes, ROWS), generator=rng)
+
+
+def observe(opt: TNT | Shampoo, output: Tensor) -> None:
+    if isinstance(opt, TNT):
+        opt.observe(output)
+
+
+def whole(net: nn.Module) -> list[Tensor]:
+    found = [getattr(p, "full_tensor", lambda p=p: p)() for p in net.parameters()]
+    return [p.detach().clone() for p in found]
+
+
+@functools.cache
+def alone(form: str, processes: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Start and end of one process's training on the batches of all."""
+    net = made_net()
+    start, opt = whole(net), made_optimizer(net, form)
+    for step in range(STEPS):
+        opt.zero_grad()
+        for x, y in zip(*drawn(processes, step), strict=True):
+            out = net(x)
+            observe(opt, out)
+            (cross_entropy(out, y) / processes).backward()
+        opt.step()
+    return start, whole(net)
+
+
+def train(rank: int, processes: int, net: nn.Module, opt: Any, steps: range) -> None:
+    for step in steps:
+        opt.zero_grad()
+        images, labels = drawn(processes, step)
+        out = net(images[rank])
+        observe(opt, out)
+        cross_entropy(out, labels[rank]).backward()
+        opt.step()
+
+
+def piece(rank: int, processes: int, hybrid: bool) -> dict[str, dict[str, Any]]:
+    found = {}
+    for form in FORMS:
+        net = sharded_net(processes, hybrid, reshard=form != "grafted")
+        params = list(net.parameters())
+        opt = made_optimizer(net, form)
+        train(rank, processes, net, opt, range(STEPS))
+        found[form] = {
+            "ends": whole(net),
+            "own": [bool(opt.state[p].get("stats")) if p in opt.state else None for p in params],
+            "empty": sum(p.to_local().numel() == 0 for p in params),  # type: ignore[attr-defined]
+        }
+    return found
+
+
+@functools.cache
+def together(processes: int, hybrid: bool) -> list[dict[str, dict[str, Any]]]:
+    return run_in(processes, piece, hybrid)
+
+
+@pytest.mark.parametrize(("processes", "hybrid"), MESHES)
+@pytest.mark.parametrize("form", FORMS)
+def test_pieces_train_as_one_process(form: str, processes: int, hybrid: bool) -> None:
+    start, wanted = alone(form, processes)
+    ranks = [rank[form] for rank in together(processes, hybrid)]
+    moved = torch.cat([(a - b).reshape(-1) for a, b in zip(wanted, start, strict=True)]).norm()
+    assert moved > 0.01
+    for rank in ranks:
+        difference = [(a - b).reshape(-1) for a, b in zip(rank["ends"], wanted, strict=True)]
+        assert torch.cat(difference).norm() <= FLOAT64_TRAJECTORY * moved
+    # Every parameter has one owner, in each half; what the loss never reaches has no state.
+    for number in range(len(wanted)):
+        own = [rank["own"][number] for rank in ranks]
+        assert own == [None] * processes if number >= 6 else own.count(True) == 1 + hybrid
+    if processes == 4 and not hybrid:
+        assert sum(rank["empty"] for rank in ranks) > 0  # a vector of 3 over 4 processes, and so on
+
+
+def accumulated(rank: int, processes: int) -> dict[str, Any]:
+    """Two micro-batches a step, averaged at the second; at last only the second is observed."""
+    net = sharded_net(processes, False)
+    opt = made_optimizer(net, "tnt")
+    params, found = list(net.parameters()), {}
+    for step in range(3):
+        opt.zero_grad()
+        for micro in range(2):
+            images, labels = drawn(2 * processes, step)
+            net.set_requires_gradient_sync(micro == 1)  # type: ignore[operator]
+            out = net(images[micro * processes + rank])
+            opt.observe(out)  # type: ignore[union-attr]
+            (cross_entropy(out, labels[micro * processes + rank]) / 2).backward()
+        if step == 0:
+            found["grads"] = [p.grad.full_tensor() for p in params[:6]]  # type: ignore[union-attr]
+        opt.step()
+        if step == 0:
+            held = [opt.state[p].get("stats", []) for p in params[:6]]
+            found["stats"] = [[stat.clone() for stat in stats] for stats in held]
+    opt.zero_grad()
+    net.set_requires_gradient_sync(False)  # type: ignore[operator]
+    out = net(images[rank])
+    cross_entropy(out, labels[rank]).backward()
+    opt.param_groups[0]["step"] = 4
+    try:
+        opt.observe(net(images[rank]))  # type: ignore[union-attr]
+    except RuntimeError as error:
+        found["late"] = str(error)
+    return found
+
+
+def test_accumulated_gradients_are_the_users_and_the_first_micro_batch_is_observed() -> None:
+    ranks = run_in(2, accumulated)
+    net = made_net()
+    opt = made_optimizer(net, "tnt")
+    images, labels = drawn(4, 0)
+    for micro in range(4):
+        out = net(images[micro])
+        if micro < 2:
+            observe(opt, out)
+        (cross_entropy(out, labels[micro]) / 4).backward()
+    grads = [p.grad.clone() for p in list(net.parameters())[:6] if p.grad is not None]
+    opt.step()
+    for rank in ranks:
+        for got, wanted in zip(rank["grads"], grads, strict=True):
+            close(got, wanted)
+        assert "first micro-batch" in rank["late"]
+    for number, param in enumerate(list(net.parameters())[:6]):
+        held = [rank["stats"][number] for rank in ranks if rank["stats"][number]]
+        assert len(held) == 1
+        for got, wanted in zip(held[0], opt.state[param]["stats"], strict=True):
+            close(got, wanted)
+
+
+def save(rank: int, processes: int, folder: str) -> list[Tensor]:
+    net = sharded_net(processes, False)
+    opt = made_optimizer(net, "grafted")
+    train(rank, processes, net, opt, range(4))
+    dcp.save({"net": net.state_dict(), "opt": opt.state_dict()}, checkpoint_id=folder)
+    train(rank, processes, net, opt, range(4, 8))
+    return whole(net)
+
+
+def load(rank: int, processes: int, folder: str) -> tuple[list[Tensor], float]:
+    net = sharded_net(processes, False)
+    opt = made_optimizer(net, "grafted")
+    for param in list(net.unused.parameters()):
+        param.requires_grad_(False)  # it has no state to load
+    opt.allocate_state()
+    target = {"net": net.state_dict(), "opt": opt.state_dict()}
+    dcp.load(target, checkpoint_id=folder)
+    net.load_state_dict(target["net"])
+    opt.load_state_dict(target["opt"])
+    loaded = copy.deepcopy([opt.state[p]["first_step"] for p in opt.state])
+    train(rank, processes, net, opt, range(4, 8))
+    return whole(net), float(sum(loaded))
+
+
+def test_a_checkpoint_goes_on_bit_for_bit_and_elsewhere(tmp_path: Path) -> None:
+    wanted = run_in(2, save, str(tmp_path / "saved"))[0]
+    for end, _ in run_in(2, load, str(tmp_path / "saved")):
+        assert all(map(torch.equal, end, wanted))
+
+
+def refused(rank: int, processes: int) -> list[str]:
+    messages = []
+    for which in ("some", "two dimensions"):
+        net = made_net()
+        mesh = init_device_mesh("cpu", (processes,))
+        if which == "some":
+            fully_shard(net.middle, mesh=mesh)
+        else:
+            both = init_device_mesh("cpu", (1, processes), mesh_dim_names=("a", "b"))
+            weight = torch.distributed.tensor.distribute_tensor(
+                net.out.weight, both, [Shard(0), Shard(1)]
+            )
+            net = nn.ParameterList([nn.Parameter(weight)])  # type: ignore[assignment]
+        try:
+            opt = Shampoo(net.parameters())
+            for param in net.parameters():
+                param.grad = torch.ones_like(param)
+            opt.step()
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_other_placements_are_refused() -> None:
+    for messages in run_in(2, refused):
+        assert "all be sharded over one device mesh, or none" in messages[0]
+        assert "sharded along one dimension" in messages[1]
