@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tnt_optim.failures import COUNTERS
-from tnt_optim.settings import check_settings
+from tnt_optim.settings import ADDED, check_settings
 from tnt_optim.states import MOMENTS, TENSORS, layout
 
 _KEYS = {"block_size", "first_step", "updates", *COUNTERS}
@@ -68,7 +68,8 @@ def with_integer_keys(state_dict: StateDict) -> StateDict:
     for key, state in states.items():
         if isinstance(key, str):
             number = int(key) if key.isdecimal() else key
-            merged[number] = {**merged.get(number, {}), **state}
+            known = merged.get(number, {})
+            merged[number] = {**known, **state} if isinstance(number, int) else state
     return {**state_dict, "state": merged}
 
 
@@ -108,7 +109,7 @@ def check_groups(
             f"state_dict must have {len(groups)} parameter groups, got {len(saved_groups)}"
         )
     for number, (group, saved) in enumerate(zip(groups, saved_groups, strict=True)):
-        missing = sorted(settings - set(saved) - _NOT_SAVED)
+        missing = sorted(settings - set(saved) - _NOT_SAVED - ADDED.keys())
         if missing:
             raise ValueError(
                 f"state_dict: group {number} lacks {missing}; is it another optimizer's?"
@@ -142,7 +143,10 @@ def check_state_dict(
         ValueError: says where the two part.
     """
     check_groups(
-        groups, state_dict, settings, lambda saved: check_settings({**saved, "modes": None})
+        groups,
+        state_dict,
+        settings,
+        lambda saved: check_settings({**ADDED, **saved, "modes": None}),
     )
     for group, saved in zip(groups, state_dict["param_groups"], strict=True):
         for index, param in zip(saved["params"], group["params"], strict=True):

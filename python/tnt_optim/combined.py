@@ -1,6 +1,6 @@
 """Two optimizers as one: the parameters that a factored method suits, and the rest."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from typing import Any
 
 import torch
@@ -54,8 +54,7 @@ class WithFallback(Optimizer):
         self.main, self.fallback = main, fallback
         super().__init__(self.param_groups, {})
 
-    # The groups are the two optimizers' own, so that what a scheduler sets is set there; the state
-    # is theirs to change.
+    # Groups and states are the two optimizers' own: what a scheduler sets is set there.
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -64,16 +63,18 @@ class WithFallback(Optimizer):
 
     @param_groups.setter
     def param_groups(self, value: list[dict[str, Any]]) -> None:
-        pass  # torch's constructor begins with an empty list
+        if value:  # torch's constructor begins with an empty list
+            raise ValueError("param_groups are those of .main and .fallback: change them there")
 
     @property  # type: ignore[override]
-    def state(self) -> dict[Tensor, Any]:
-        """The states of both, to be read."""
-        return {**self.main.state, **self.fallback.state}
+    def state(self) -> "States":
+        """The states of both; what is under other keys than their parameters is this one's own."""
+        return States(self.main, self.fallback, self.__dict__.setdefault("_others", {}))
 
     @state.setter
     def state(self, value: Any) -> None:
-        pass
+        if value:
+            raise ValueError("state is that of .main and .fallback: change it there")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuses: whose they are is for the caller to say.
@@ -138,11 +139,12 @@ class WithFallback(Optimizer):
         ]
         state_dict = {
             **main,
-            "state": {**main["state"], **moved},
+            "state": {**main["state"], **moved, **self.state.others},
             "param_groups": [*main["param_groups"], *groups],
         }
         for post_hook in self._optimizer_state_dict_post_hooks.values():
-            state_dict = post_hook(self, state_dict) or state_dict
+            changed = post_hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -151,8 +153,10 @@ class WithFallback(Optimizer):
         Raises:
             ValueError: where it does not fit; nothing is then changed.
         """
+        state_dict = state_dict.copy()  # hooks may change it
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = hook(self, state_dict) or state_dict
+            changed = hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
         for key in ("state", "param_groups"):
             if key not in state_dict:
                 raise ValueError(f"state_dict must have the key {key!r}, got {sorted(state_dict)}")
@@ -168,14 +172,57 @@ class WithFallback(Optimizer):
             indices = {index for group in groups for index in group["params"]}
             state = {i: s for i, s in state_dict["state"].items() if i in indices}
             parts.append({**state_dict, "state": state, "param_groups": groups})
+        numbered = {index for group in state_dict["param_groups"] for index in group["params"]}
+        others = {key: s for key, s in state_dict["state"].items() if key not in numbered}
         self.main.load_state_dict(parts[0])  # checks before it changes anything
         parts[1].pop("method", None)
         self.fallback.load_state_dict(parts[1])
+        self.state.others.update(others)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"main": self.main, "fallback": self.fallback, "defaults": self.defaults}
+        own = {"main": self.main, "fallback": self.fallback, "defaults": self.defaults}
+        return {**own, "_others": self.state.others}
 
     def __repr__(self) -> str:
         return f"{self.main!r}\nwith the fallback {self.fallback!r}"
+
+
+class States(MutableMapping[Any, Any]):
+    """The states of two optimizers as one mapping.
+
+    Attributes:
+        others: what is under keys that are no parameters of either.
+    """
+
+    def __init__(self, main: Optimizer, fallback: Optimizer, others: dict[Any, Any]) -> None:
+        self.others = others
+        self._parts = [
+            ({p for group in optimizer.param_groups for p in group["params"]}, optimizer.state)
+            for optimizer in (main, fallback)
+        ]
+
+    def _of(self, key: Any) -> MutableMapping[Any, Any]:
+        if isinstance(key, Tensor):
+            for params, state in self._parts:
+                if key in params:
+                    return state
+        return self.others
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._of(key)[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._of(key)[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._of(key)[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        for _, state in self._parts:
+            yield from state
+        yield from self.others
+
+    def __len__(self) -> int:
+        return sum(len(state) for _, state in self._parts) + len(self.others)

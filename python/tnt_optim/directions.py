@@ -131,12 +131,8 @@ def _adam_norms_(
     together = []
     for index, square in enumerate(squares):
         if square.is_cpu and square.numel() > _CHUNK and square.is_contiguous():
-            pieces = [t.reshape(-1).split(_CHUNK) for t in (grads[index], momenta[index], square)]
-            parts = [
-                _adam_norm_([grad], [momentum], [piece], [corrections[index]])[0]
-                for grad, momentum, piece in zip(*pieces, strict=True)
-            ]
-            norms[index] = torch.stack(parts).norm()
+            flat = [t.reshape(-1) for t in (grads[index], momenta[index], square)]
+            norms[index] = _adam_norm_in_pieces_(*flat, corrections[index])
         else:
             together.append(index)
     if together:
@@ -148,6 +144,22 @@ def _adam_norms_(
         )
         norms.update(zip(together, found, strict=True))
     return [norms[index] for index in range(len(squares))]
+
+
+def _adam_norm_in_pieces_(
+    grad: Tensor, momentum: Tensor, square: Tensor, corrections: tuple[Any, Any]
+) -> Tensor:
+    """The same as ``_adam_norm_`` for one vector, piece by piece, each in the cache throughout."""
+    first, second = corrections
+    scratch = torch.empty(_CHUNK, dtype=square.dtype)
+    pieces = [tensor.split(_CHUNK) for tensor in (grad, momentum, square)]
+    parts = []
+    for g, m, v in zip(*pieces, strict=True):
+        g, root = g.to(v.dtype), scratch[: v.numel()]
+        v.mul_(SECOND_MOMENT_DECAY).addcmul_(g, g, value=1 - SECOND_MOMENT_DECAY)
+        torch.sqrt(v, out=root).add_(EPS * second**0.5)
+        parts.append(torch.div(m, root, out=root).norm())
+    return torch.stack(parts).norm() * (first * second**0.5)
 
 
 def _adam_norm_(

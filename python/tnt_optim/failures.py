@@ -101,7 +101,7 @@ class Failures:
                 state[in_a_row] = state[in_a_row] + 1 if code != 0 else 0
                 if code != 0:
                     failed.append((state[in_a_row], code, param))
-            if any(state and state[in_a_row] for state in states.values()):
+            if any(isinstance(s, dict) and s.get(in_a_row) for s in states.values()):
                 self._in_a_row.add(kind)
             else:
                 self._in_a_row.discard(kind)

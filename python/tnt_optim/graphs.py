@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tnt_optim.device_step import DeviceStep, Group, Report, Settings, States
 from tnt_optim.failures import warn_the_caller
+from tnt_optim.settings import as_number
 
 NUMBERS = ("lr", "damping", "momentum", "stat_decay", "weight_decay")
 
@@ -99,7 +100,7 @@ class StepGraphs:
                 self._numbers[key] = (None, torch.zeros((), dtype=torch.float64, device=device))
             sent, tensor = self._numbers[key]
             if isinstance(value, Tensor):
-                tensor.copy_(value, non_blocking=True)
+                tensor.copy_(as_number(value), non_blocking=True)
                 self._numbers[key] = (None, tensor)
             elif sent != value:
                 tensor.fill_(value)

@@ -163,6 +163,7 @@ class KFAC(Optimizer):
             )
         self._observed.asked.update(wanted)
 
+    @torch._disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Takes one step.

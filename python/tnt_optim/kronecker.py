@@ -23,7 +23,7 @@ from tnt_optim.diagnostics import diagnostics
 from tnt_optim.failures import Failures
 from tnt_optim.graphs import StepGraphs
 from tnt_optim.processes import Gradients, Team
-from tnt_optim.settings import check_settings
+from tnt_optim.settings import ADDED, as_number, check_settings
 from tnt_optim.sharing import Owners
 from tnt_optim.states import TENSORS, is_half, layout, state_dtype
 from tnt_optim.statistics import FactoredOptimizer
@@ -74,6 +74,7 @@ class KroneckerOptimizer(FactoredOptimizer):
 
     # The public side.
 
+    @torch._disable_dynamo  # which would trace a hundred pieces of it, for nothing
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Takes one step.
@@ -191,6 +192,9 @@ class KroneckerOptimizer(FactoredOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        for group in self.param_groups:
+            for name, value in ADDED.items():
+                group.setdefault(name, value)
         self._graphs = StepGraphs()
         if "shard" in state:  # a copy, in the default group: a process group cannot be copied
             self.process_group, self._owners = None, Owners()
@@ -339,4 +343,4 @@ class KroneckerOptimizer(FactoredOptimizer):
 
 
 def _as_they_are(group: Group) -> Settings:
-    return group
+    return {**group, "lr": as_number(group["lr"])}

@@ -10,6 +10,7 @@ from tnt_optim.device_step import by_device
 from tnt_optim.layer_inverses import Inverse
 from tnt_optim.layer_statistics import all_finite_statistics
 from tnt_optim.layers import Layer, joined, parted
+from tnt_optim.settings import as_number
 from tnt_optim.states import state_dtype
 
 States = Mapping[Tensor, dict[str, Any]]
@@ -68,7 +69,7 @@ def update_(
             for param, part in zip(parameters(block), parted(matrix, block), strict=True):
                 if param in moving:
                     directions[param] = part
-    lr, decay = group["lr"], group["weight_decay"]
+    lr, decay = as_number(group["lr"]), group["weight_decay"]
     steps = torch._foreach_mul([directions[p] for p in params], lr)
     # Half precision is rounded once.
     wide = [p if p.dtype == state_dtype(p) else p.to(state_dtype(p)) for p in params]

@@ -10,6 +10,9 @@ from torch import Tensor
 GRAFTS = (None, "adam", "sgd")
 ROUNDINGS = ("nearest", "stochastic", "master")
 
+# Settings that states saved by earlier versions lack, and what they then did.
+ADDED = {"block_size": None, "merge_small_dims": None, "maximize": False, "rounding": "nearest"}
+
 
 def check_common_settings(group: Mapping[str, Any]) -> None:
     """Checks one parameter group's settings that all optimizers have.
@@ -52,6 +55,11 @@ def check_settings(group: Mapping[str, Any]) -> None:
         raise ValueError(f"modes must be a function of a shape, got {group['modes']!r}")
 
 
+def as_number(value: Any) -> Any:
+    """A learning rate as the operators take it: a tensor of one element has no dimensions."""
+    return value.reshape(()) if isinstance(value, Tensor) else value
+
+
 def _check_integer(name: str, value: Any, rule: str = "an integer >= 1") -> None:
     if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name} must be {rule}, got {value!r}")
@@ -59,7 +67,11 @@ def _check_integer(name: str, value: Any, rule: str = "an integer >= 1") -> None
 
 def _check(name: str, value: Any, rule: str, holds: Callable[[Any], bool]) -> None:
     number = isinstance(value, Real) and not isinstance(value, bool)
-    if isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point():
+    # PyTorch's optimizers take a learning rate of one element and any number of dimensions.
+    single = isinstance(value, Tensor) and (
+        value.dim() == 0 or (name == "lr" and value.numel() == 1)
+    )
+    if single and value.is_floating_point():
         if not value.is_cpu:
             return
         number, value = True, value.item()

@@ -159,7 +159,8 @@ class FactoredOptimizer(Optimizer):
         parameter that lost most), "failed_inverses" the failed refreshes of all parameters.
         """
         self._failures.read(self.state, self._name, wait=True, fatal=False)
-        states = [state for state in self.state.values() if state]
+        known = [p for group in self.param_groups for p in group["params"]]
+        states = [self.state[p] for p in known if self._has_state(p)]
         skipped = [state["skipped_statistics"] for state in states]
         failed = [state["failed_inverses"] for state in states]
         return {"skipped_statistics": max(skipped, default=0), "failed_inverses": sum(failed)}
@@ -171,7 +172,7 @@ class FactoredOptimizer(Optimizer):
             ValueError: where a setting or a parameter does not fit; nothing is then added.
         """
         for name in self._shared:
-            if name in param_group:
+            if isinstance(param_group, dict) and name in param_group:
                 raise ValueError(f"{name} cannot be set for a parameter group, only for all")
         super().add_param_group(param_group)
         group = self.param_groups[-1]

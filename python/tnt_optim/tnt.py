@@ -226,8 +226,9 @@ class TNT(KroneckerOptimizer):
         have a hook that does nothing, copies of the optimizer are not attached.
 
         Under DistributedDataParallel attach to the wrapped module or to the one inside, whichever
-        is at hand. What is inside may have ``static_graph=True``. A model may be compiled before or
-        after; with ``fullgraph=True`` attach to what ``torch.compile`` returned.
+        is at hand; with ``static_graph=True`` to the one inside. A model may be compiled before or
+        after; with ``fullgraph=True`` attach to what ``torch.compile`` returned. Compile it with
+        ``torch._functorch.config.donated_buffer = False``: its graph has two backwards to serve.
 
         Args:
             model: whose outputs depend on this optimizer's parameters.
@@ -240,12 +241,15 @@ class TNT(KroneckerOptimizer):
 
         Raises:
             TypeError: where ``model`` is no module, or ``output`` no function. A forward raises
-                what ``observe`` raises, and TypeError where ``output`` is missing.
+                what ``observe`` raises, TypeError where ``output`` is missing, and RuntimeError
+                where the model was compiled with donated buffers.
         """
-        handle = attach(self, model, output)
-        if self._attached is not None:
-            self._attached.remove()
-        self._attached = handle
+        # Lightning's wrappers borrow the methods of what they wrap: the hook is not of theirs.
+        own: TNT = getattr(self, "optimizer", self)
+        handle = attach(own, model, output)
+        if own._attached is not None:
+            own._attached.remove()
+        own._attached = handle
         return handle
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
