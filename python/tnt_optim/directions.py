@@ -131,8 +131,9 @@ def _adam_norms_(
     together = []
     for index, square in enumerate(squares):
         if square.is_cpu and square.numel() > _CHUNK and square.is_contiguous():
-            flat = [t.reshape(-1) for t in (grads[index], momenta[index], square)]
-            norms[index] = _adam_norm_in_pieces_(*flat, corrections[index])
+            norms[index] = _adam_norm_in_pieces_(
+                grads[index], momenta[index], square, corrections[index]
+            )
         else:
             together.append(index)
     if together:
@@ -149,17 +150,18 @@ def _adam_norms_(
 def _adam_norm_in_pieces_(
     grad: Tensor, momentum: Tensor, square: Tensor, corrections: tuple[Any, Any]
 ) -> Tensor:
-    """The same as ``_adam_norm_`` for one vector, piece by piece, each in the cache throughout."""
+    """The same as ``_adam_norm_`` for one tensor, piece by piece, each in the cache throughout."""
     first, second = corrections
     scratch = torch.empty(_CHUNK, dtype=square.dtype)
-    pieces = [tensor.split(_CHUNK) for tensor in (grad, momentum, square)]
+    pieces = [tensor.reshape(-1).split(_CHUNK) for tensor in (grad, momentum, square)]
     parts = []
     for g, m, v in zip(*pieces, strict=True):
         g, root = g.to(v.dtype), scratch[: v.numel()]
         v.mul_(SECOND_MOMENT_DECAY).addcmul_(g, g, value=1 - SECOND_MOMENT_DECAY)
         torch.sqrt(v, out=root).add_(EPS * second**0.5)
         parts.append(torch.div(m, root, out=root).norm())
-    return torch.stack(parts).norm() * (first * second**0.5)
+    norm: Tensor = torch.stack(parts).norm() * (first * second**0.5)
+    return norm
 
 
 def _adam_norm_(

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from tnt_optim.capture import hook_layers
@@ -163,7 +164,7 @@ class KFAC(Optimizer):
             )
         self._observed.asked.update(wanted)
 
-    @torch._disable_dynamo
+    @_disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Takes one step.

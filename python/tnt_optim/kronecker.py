@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from tnt_optim.checkpoint import (
     check_method,
@@ -74,7 +75,7 @@ class KroneckerOptimizer(FactoredOptimizer):
 
     # The public side.
 
-    @torch._disable_dynamo  # which would trace a hundred pieces of it, for nothing
+    @_disable_dynamo  # which would trace a hundred pieces of it, for nothing
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Takes one step.
