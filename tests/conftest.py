@@ -96,7 +96,7 @@ def fixed_labels() -> FixedLabels:
 
 
 # What TNT keeps from observe() to step(), and KFAC.
-HELD = ("_sampled", "_summed", "_asked", "_observations", "_unreached", "_awaited", "_observed")
+HELD = ("_observed",)
 
 
 class Snapshot:

@@ -160,8 +160,8 @@ def test_refused_output_leaves_an_earlier_one(
     opt = TNT(model.parameters())
     opt.observe(model(torch.randn(5, 3)))
     before = snapshot(model.parameters(), opt)
-    assert before.content["held"]["_observations"] == 1
-    assert len(before.content["held"]["_sampled"]) == 2
+    assert before.content["held"]["_observed"]["count"] == 1
+    assert len(before.content["held"]["_observed"]["sampled"]) == 2
     with pytest.raises(ValueError, match="output"):
         opt.observe(bad(model(torch.randn(5, 3))))
     before.assert_unchanged()

@@ -77,3 +77,10 @@ def root_rounding(dtype: torch.dtype, condition: float, root: int) -> float:
 # A mean over random draws against its expectation, in its standard deviations: a right one is
 # beyond them once in 500 million times for each entry (and the seeds are fixed).
 SAMPLE_DEVIATIONS = 6.0
+
+
+def half_statistics(dtype: torch.dtype) -> float:
+    """Statistics of a pass in half precision against those of a pass in full, relative to their
+    norm. A gradient of a few layers has gone through about a dozen roundings, each of up to eps/2,
+    which add as squares, and a Gram matrix has it twice. (Measured: 2.0 eps at most.)"""
+    return 2 * math.sqrt(12) * torch.finfo(dtype).eps / 2

@@ -3,9 +3,9 @@
 A forward hook on the model hands what the forward returned to the optimizer's ``observe``.
 """
 
+import sys
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from typing import Any, Protocol
 
 import torch
@@ -14,12 +14,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from tnt_optim.gradients import graph_nodes
+from tnt_optim.observations import Observations
+
 
 class Observer(Protocol):
     """An optimizer that observes outputs."""
 
     param_groups: list[dict[str, Any]]
-    _partial: bool  # whether outputs may reach other parameters in another process
+    _observed: Observations
 
     def observe(self, output: Any) -> None:
         """Takes in an output; see ``TNT.observe``."""
@@ -39,9 +42,11 @@ class OutputHook:
         self,
         optimizer: "weakref.ref[Observer] | None",
         output: Callable[[Any], Any] | None,
+        is_sharded: bool,
     ) -> None:
-        self._optimizer = optimizer
-        self._output = output
+        self.optimizer = optimizer
+        self.output = output
+        self.is_sharded = is_sharded
         self._hand_over: Callable[..., None] | None = None
         if optimizer is not None:
             # A compiled model ends its graph before it, at the end of the forward, and begins no
@@ -53,12 +58,12 @@ class OutputHook:
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return OutputHook, (None, None)
+        return OutputHook, (None, None, False)
 
     def __call__(self, module: nn.Module, args: Any, result: Any) -> None:
         """A forward hook; returns nothing, so that the result stays what it is."""
         if self._hand_over is not None and module.training and torch.is_grad_enabled():
-            self._hand_over(self._optimizer, self._output, module, result)
+            self._hand_over(self, module, result)
 
 
 def attach(
@@ -82,18 +87,14 @@ def attach(
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if output is not None and not callable(output):
         raise TypeError(f"output must be a function or None, got {type(output).__name__}")
-    handle = model.register_forward_hook(OutputHook(weakref.ref(optimizer), output))
+    hook = OutputHook(weakref.ref(optimizer), output, _is_sharded(model))
+    handle = model.register_forward_hook(hook)
     weakref.finalize(optimizer, handle.remove).atexit = False
     return handle
 
 
-def _hand_over(
-    referred: "weakref.ref[Observer]",
-    output: Callable[[Any], Any] | None,
-    module: nn.Module,
-    result: Any,
-) -> None:
-    optimizer = referred()
+def _hand_over(hook: OutputHook, module: nn.Module, result: Any) -> None:
+    optimizer = None if hook.optimizer is None else hook.optimizer()
     # Under torch.export tensors have no numbers. A forward inside of a backward is activation
     # checkpointing, which goes through one again that was observed.
     if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
@@ -105,21 +106,42 @@ def _hand_over(
             "model must not be a replica of torch.nn.DataParallel, whose threads would all observe "
             "at once: attach to the DataParallel module, or use DistributedDataParallel"
         )
-    described = _logits(result) if output is None else output(result)
+    if _is_sharded(module) and not hook.is_sharded:
+        raise RuntimeError(
+            "model must be attached to after fully_shard(model), whose own hooks have to come first"
+        )
+    described = _logits(result) if hook.output is None else hook.output(result)
     if isinstance(described, Tensor) and not described.requires_grad:
         return
+    if isinstance(described, Tensor):
+        _check_graph_lasts(described)
     # Does not show in the graph before DistributedDataParallel's own forward is over.
     replica = DistributedDataParallel._get_active_ddp_module()
     if replica is not None and replica.find_unused_parameters:
-        optimizer._partial = True
-    with ExitStack() as stack:
-        # A forward may well end inside of autocast, which has no place around a backward.
-        for kind in {p.device.type for group in optimizer.param_groups for p in group["params"]}:
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
-        # Where the whole model is checkpointed, what is saved here is none of that's business.
-        stack.enter_context(saved_tensors_hooks(_as_it_is, _as_it_is))
+        optimizer._observed.partial = True
+    # Where the whole model is checkpointed, what is saved here is none of that's business.
+    with saved_tensors_hooks(_as_it_is, _as_it_is):
         optimizer.observe(described)
+
+
+def _check_graph_lasts(output: Tensor) -> None:
+    """Checks that ``output`` has no compiled graph whose first backward may use up its buffers.
+
+    The compiler notices a second backward only where the first one did not retain the graph: many
+    steps later, when statistics are due for a batch of another size.
+    """
+    names = {node.name() for node in graph_nodes(output)}
+    if "CompiledFunctionBackward" in names and torch._functorch.config.donated_buffer:
+        raise RuntimeError(
+            "model must be compiled with torch._functorch.config.donated_buffer = False, set "
+            "before torch.compile: the gradients for the statistics are a backward beside yours"
+        )
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    # Without an import that takes most of a second: who has such a module has made it.
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 
 def all_finite(gradients: Iterable[Tensor]) -> Tensor:
@@ -55,6 +56,29 @@ def check_scalar_loss(name: str, loss: Any) -> Tensor:
     return loss
 
 
+@contextmanager
+def without_autocast(loss: Tensor) -> Iterator[None]:
+    """Switches autocast off, which has no place around a backward: it would round once more."""
+    kind = loss.device.type
+    if not torch.is_autocast_enabled(kind):
+        yield
+        return
+    with torch.autocast(kind, enabled=False):
+        yield
+
+
+def graph_nodes(output: Tensor) -> Iterator[Node]:
+    """The nodes of the graph of a tensor, each once."""
+    seen: set[Node] = set()
+    waiting = [] if output.grad_fn is None else [output.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            waiting += [following for following, _ in node.next_functions if following is not None]
+
+
 def gradients_of(
     loss: Tensor, params: Sequence[Tensor], *, retain_graph: bool
 ) -> dict[Tensor, Tensor]:
@@ -63,11 +87,10 @@ def gradients_of(
     Raises:
         ValueError: where a gradient is sparse.
     """
-    grads = (
-        torch.autograd.grad(loss, params, retain_graph=retain_graph, allow_unused=True)
-        if params
-        else ()
-    )
+    grads: Sequence[Tensor | None] = ()
+    if params:
+        with without_autocast(loss):
+            grads = torch.autograd.grad(loss, params, retain_graph=retain_graph, allow_unused=True)
     reached = {p: g for p, g in zip(params, grads, strict=True) if g is not None}
     for grad in reached.values():
         if grad.layout != torch.strided:

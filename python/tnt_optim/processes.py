@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tnt_optim.gradients import all_finite
+from tnt_optim.gradients import all_finite, graph_nodes
 from tnt_optim.states import state_dtype
 
 # By parameter; None where this process has none, but another one may.
@@ -193,18 +193,13 @@ def replicas_behind(loss: Tensor) -> list[DistributedDataParallel]:
     One shows where it has to look for unused parameters, or has a static graph and has had no
     backward yet.
     """
-    if not (dist.is_available() and dist.is_initialized()) or loss.grad_fn is None:
+    if not (dist.is_available() and dist.is_initialized()):
         return []
-    found, seen, waiting = [], {loss.grad_fn}, [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node.name() == "_DDPSinkBackward":
-            found.append(node.ddp_weakref())  # type: ignore[attr-defined]
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                waiting.append(following)
-    return found
+    return [
+        node.ddp_weakref()  # type: ignore[attr-defined]
+        for node in graph_nodes(loss)
+        if node.name() == "_DDPSinkBackward"
+    ]
 
 
 def check_static_graph(replicas: Sequence[DistributedDataParallel]) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tnt_optim.directions import move_
-from tnt_optim.gradients import all_finite
+from tnt_optim.gradients import all_finite, graph_nodes, without_autocast
 from tnt_optim.processes import Gradients, Team
 from tnt_optim.rounding import to_be_moved
 from tnt_optim.sharing import Group, Sharing, by_kind, whole_directions_
@@ -201,7 +201,8 @@ def sharded_gradients(
             "ones hold gradients that wait to be averaged"
         )
     with _put_back([*params, *_leaves(loss)]), _synchronised(modules):
-        loss.backward(retain_graph=retain_graph)
+        with without_autocast(loss):
+            loss.backward(retain_graph=retain_graph)
         return {p: p.grad for p in params if p.grad is not None}
 
 
@@ -220,19 +221,8 @@ def _put_back(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 def _leaves(loss: Tensor) -> set[Tensor]:
     """What a backward of ``loss`` leaves a gradient with, beside FSDP's parameters."""
-    found: set[Tensor] = set()
-    assert loss.grad_fn is not None
-    seen, waiting = {loss.grad_fn}, [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        variable = getattr(node, "variable", None)
-        if variable is not None:
-            found.add(variable)
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                waiting.append(following)
-    return found
+    variables = [getattr(node, "variable", None) for node in graph_nodes(loss)]
+    return {variable for variable in variables if variable is not None}
 
 
 def _modules_of(params: Sequence[Tensor]) -> Sequence[FSDPModule]:

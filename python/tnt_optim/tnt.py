@@ -3,7 +3,6 @@
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -12,10 +11,10 @@ from tnt_optim.attach import attach
 from tnt_optim.device_step import Settings
 from tnt_optim.failures import UNOBSERVED, warn_the_caller
 from tnt_optim.fisher import Likelihood, check_sampling, loss_at_samples
-from tnt_optim.gradients import all_finite, check_reached
+from tnt_optim.gradients import check_reached
 from tnt_optim.kronecker import KroneckerOptimizer
-from tnt_optim.processes import Gradients, Team, check_static_graph, pooled, replicas_behind
-from tnt_optim.states import state_dtype
+from tnt_optim.observations import Observations
+from tnt_optim.processes import Gradients, Team, check_static_graph, replicas_behind
 
 FISHERS = ("sampled", "empirical")
 
@@ -132,18 +131,7 @@ class TNT(KroneckerOptimizer):
         self.likelihood = likelihood
         self.fisher = fisher
         self.seed = seed
-        # Between observe() and step(): summed gradients, of how many observations, what they were
-        # asked for, how often.
-        self._sampled: dict[Tensor, Any] = {}
-        self._summed: int | Tensor = 0
-        self._asked: set[Tensor] = set()
-        self._observations = 0
-        # Without statistics: not reached by the last output that could have brought them, and those
-        # of them that a loss has reached since, which every later observe asks for.
-        self._unreached: set[Tensor] = set()
-        self._awaited: set[Tensor] = set()
-        # Whether outputs may reach other parameters in another process.
-        self._partial = False
+        self._observed = Observations()
         self._warned = False
         super().__init__(
             params,
@@ -191,19 +179,18 @@ class TNT(KroneckerOptimizer):
         due = self._due()
         if not due:
             return
-        if self._observations and self._is_sharded():
+        if self._observed.count and self._is_sharded():
             return
-        number = _numbered(self._observations, self._team())
+        number = _numbered(self._observed.count, self._team())
         loss = self._sampled_loss(output, "step", self.param_groups[0]["step"], number)
         replicas = replicas_behind(loss)
         check_static_graph(replicas)
-        self._partial |= any(replica.find_unused_parameters for replica in replicas)
+        if any(replica.find_unused_parameters for replica in replicas):
+            self._observed.partial = True
         observed = self._gradients(loss, due, retain_graph=True)
         if len(due) == sum(p.requires_grad for g in self.param_groups for p in g["params"]):
             check_reached(observed)  # of a few newcomers it may well miss all
-        self._add(observed)
-        self._asked.update(due)
-        self._observations += 1
+        self._observed.add(observed, due)
 
     def attach(
         self, model: nn.Module, output: Callable[[Any], Any] | None = None
@@ -226,8 +213,9 @@ class TNT(KroneckerOptimizer):
         have a hook that does nothing, copies of the optimizer are not attached.
 
         Under DistributedDataParallel attach to the wrapped module or to the one inside, whichever
-        is at hand; with ``static_graph=True`` to the one inside. A model may be compiled before or
-        after; with ``fullgraph=True`` attach to what ``torch.compile`` returned. Compile it with
+        is at hand; with ``static_graph=True`` to the one inside. What ``fully_shard`` cuts is to be
+        attached to afterwards. A model may be compiled before or after; with ``fullgraph=True``
+        attach to what ``torch.compile`` returned. Compile it with
         ``torch._functorch.config.donated_buffer = False``: its graph has two backwards to serve.
 
         Args:
@@ -242,7 +230,7 @@ class TNT(KroneckerOptimizer):
         Raises:
             TypeError: where ``model`` is no module, or ``output`` no function. A forward raises
                 what ``observe`` raises, TypeError where ``output`` is missing, and RuntimeError
-                where the model was compiled with donated buffers.
+                where the model was compiled with donated buffers or sharded since.
         """
         # Lightning's wrappers borrow the methods of what they wrap: the hook is not of theirs.
         own: TNT = getattr(self, "optimizer", self)
@@ -255,32 +243,10 @@ class TNT(KroneckerOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a saved state; see ``KroneckerOptimizer.load_state_dict``."""
         super().load_state_dict(state_dict)
-        self._forget_observations()
-        self._unreached, self._awaited = set(), set()
+        self._observed.start_over()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), **{name: getattr(self, name) for name in _OWN}}
-
-    def _add(self, observed: dict[Tensor, Tensor]) -> None:
-        """Adds an observation to earlier ones; those that are not finite make room for others."""
-        if not self._sampled or not observed:
-            self._sampled.update(observed)
-            self._summed = self._summed + 1
-            return
-        old, new = all_finite(self._sampled.values()), all_finite(observed.values())
-
-        def chosen(earlier: Any, later: Any, both: Any, device: torch.device) -> Tensor:
-            later = torch.where(old.to(device), both, later)
-            return torch.where(new.to(device), later, earlier)
-
-        for param, gradient in observed.items():
-            if param in self._sampled:
-                # Half precision adds up in float32. Out of place: autograd may share gradients.
-                earlier = self._sampled[param].to(state_dtype(param))
-                both = earlier + gradient
-                gradient = chosen(earlier, gradient, both, param.device)
-            self._sampled[param] = gradient
-        self._summed = chosen(self._summed, 1, self._summed + 1, old.device)
 
     def _wants_output(self) -> bool:
         """Whether an output would be observed now: what the hook of ``attach`` asks."""
@@ -292,7 +258,7 @@ class TNT(KroneckerOptimizer):
         for group in self.param_groups:
             scheduled = self._statistics_due(group)
             for param in group["params"]:
-                new = not self._has_state(param) and param not in self._unreached
+                new = not self._has_state(param) and param not in self._observed.unreached
                 if param.requires_grad and (scheduled or new):
                     due.append(param)
         return due
@@ -316,46 +282,11 @@ class TNT(KroneckerOptimizer):
         if self.fisher == "empirical":
             return super()._statistic_gradients(team, moving)
         if team is not None:
-            self._pool(team)
-        if not self._observations and not self._warned and self._missed_observation():
+            self._observed.pool(team, self._due(), self._has_state, is_sharded=self._is_sharded())
+        if not self._observed.count and not self._warned and self._missed_observation():
             self._warned = True
             warn_the_caller(UNOBSERVED)
-        # The gradient of the mean over the whole batch, from those over its micro-batches.
-        if self._observations == 1:
-            return dict(self._sampled)
-        n = self._summed
-        return {
-            p: total / (n.to(total.device) if isinstance(n, Tensor) else n)
-            for p, total in self._sampled.items()
-        }
-
-    def _pool(self, team: Team) -> None:
-        """Takes the mean over all processes in place of what this one has observed.
-
-        Whom the observations reached is asked only where it may matter and a step may wait for
-        the answer: while there are first statistics to come, or where DistributedDataParallel asks
-        such things, too. Otherwise no reach is a gradient of zero.
-        """
-        due = self._due()
-        if not due:
-            return
-        reached = due
-        if self._is_sharded() or self._partial or not all(map(self._has_state, due)):
-            flags = [self._observations > 0, *(p in self._sampled for p in due)]
-            anyone, *found = team.anywhere(flags, due[0].device)
-            if not anyone:
-                return
-            reached = [p for p, is_reached in zip(due, found, strict=True) if is_reached]
-        if self._is_sharded():  # whose gradients are averaged already
-            self._sampled = {p: self._sampled.get(p) for p in reached}
-            self._asked.update(due)
-            return
-        number = self._summed if self._observations else 0
-        means, observers = pooled(team, reached, self._sampled, number)
-        if not self._observations and not observers:  # to observe in some processes is no use
-            return
-        self._sampled, self._summed, self._observations = means, 1, 1
-        self._asked.update(due)
+        return self._observed.means()
 
     def _missed_observation(self) -> bool:
         return any(
@@ -380,21 +311,13 @@ class TNT(KroneckerOptimizer):
                 self._forget_observations()
 
     def _may_wait(self, param: Tensor) -> bool:
-        return param in self._unreached and param not in self._asked
+        return self._observed.may_wait(param)
 
     def _note_unreached(self) -> None:
-        missed = {
-            p
-            for p in self._asked | self._unreached | self._awaited
-            if not self._has_state(p) and p not in self._sampled
-        }
-        # A gradient without having been asked for: the outputs do reach it at times.
-        seen = {p for p in missed - self._asked if p.grad is not None}
-        self._awaited = missed & (self._awaited | seen)
-        self._unreached = missed - self._awaited
+        self._observed.note_unreached(self._has_state)
 
     def _forget_observations(self) -> None:
-        self._sampled, self._summed, self._asked, self._observations = {}, 0, set(), 0
+        self._observed.use_up()
 
 
 def _numbered(index: int, team: Team | None) -> int:
@@ -402,16 +325,4 @@ def _numbered(index: int, team: Team | None) -> int:
     return index if team is None else index * team.places + team.place
 
 
-_OWN = (
-    "likelihood",
-    "fisher",
-    "seed",
-    "_sampled",
-    "_summed",
-    "_asked",
-    "_observations",
-    "_unreached",
-    "_awaited",
-    "_partial",
-    "_warned",
-)
+_OWN = ("likelihood", "fisher", "seed", "_observed", "_warned")

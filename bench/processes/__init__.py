@@ -1,0 +1,1 @@
+"""Training steps shared by several processes: what they send, keep and take."""
