@@ -27,6 +27,7 @@ FORMS: dict[str, tuple[type[TNT | Shampoo], dict[str, Any]]] = {
     "tnt": (TNT, {"weight_decay": 0.1}),
     "grafted": (TNT, {"graft": "adam", "relative_damping": True}),
     "in blocks": (TNT, {"block_size": 4}),
+    "clipped": (TNT, {"kl_clip": 1e-3}),
     "empirical": (TNT, {"fisher": "empirical"}),
     "shampoo": (Shampoo, {"graft": "sgd"}),
 }

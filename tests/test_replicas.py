@@ -29,6 +29,7 @@ FORMS: dict[str, tuple[type[TNT | Shampoo], dict[str, Any]]] = {
     "diagonal": (TNT, {"max_factor_dim": 4}),
     "in blocks": (TNT, {"block_size": 4, "graft": "adam"}),
     "empirical": (TNT, {"fisher": "empirical"}),
+    "clipped": (TNT, {"kl_clip": 1e-3, "graft": "sgd"}),
     "shampoo": (Shampoo, {}),
 }
 SHARDS = (None, "directions", "inverses")

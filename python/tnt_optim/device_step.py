@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tnt_kernels import gram_ema_, preconditioned_step_
-from tnt_optim.directions import move_, scaled_directions_
+from tnt_optim.directions import clipped, move_, scaled_directions_
 from tnt_optim.gradients import all_finite
 from tnt_optim.processes import Gradients
 from tnt_optim.rounding import to_be_moved
@@ -123,7 +123,7 @@ def _update(grads: Gradients, states: States, settings: Settings) -> None:
     own = [states[p] for p in params]
     seen = list(map(layout_of, own))
     with to_be_moved(params, states, settings, seen) as weights:
-        if settings["graft"] is None:
+        if settings["graft"] is None and settings["kl_clip"] is None:
             preconditioned_step_(
                 blocks(weights, seen),
                 blocks(each(own, "momentum"), seen),
@@ -134,9 +134,13 @@ def _update(grads: Gradients, states: States, settings: Settings) -> None:
                 settings["weight_decay"],
             )
         else:
-            for part in _lots(weights):
+            clips = settings["kl_clip"] is not None
+            for part in [slice(None)] if clips else _lots(weights):
                 looks = seen[part]
                 made, scales = scaled_directions_(gradients[part], own[part], looks, settings)
+                if clips:
+                    momenta = blocks(each(own, "momentum"), seen)
+                    scales = clipped(made, momenta, scales, settings)
                 move_(blocks(weights[part], looks), made, settings, scales)
 
 

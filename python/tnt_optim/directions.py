@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tnt_kernels import mode_products
+from tnt_optim.processes import Team
 from tnt_optim.states import Layout, State, blocks, each, rows
 
 # Adam's second moment, kept for its norm alone: decay, and the constant beside the root.
@@ -29,22 +30,61 @@ def directions_(
     states: Sequence[State],
     layouts: Sequence[Layout],
     group: Mapping[str, Any],
+    team: Team | None = None,
 ) -> list[Tensor]:
     """Moves the moments; returns the direction of every block, without weight decay.
 
     With ``graft`` each block's direction is rescaled to the norm of another method's: Adam's
     m^ / (sqrt(v^) + 1e-8), bias-corrected, or the momentum's ("sgd"). A zero direction stays zero.
+    With ``kl_clip`` all of them are then shortened alike.
 
     Args:
         grads: the g.
         states: of the parameters.
         layouts: theirs.
         group: their settings.
+        team: processes that have other parameters of the same group, for ``kl_clip``.
     """
     moved, scales = scaled_directions_(grads, states, layouts, group)
-    if scales is not None:
+    if group["kl_clip"] is not None:
+        momenta = blocks(each(states, "momentum"), layouts)
+        scales = clipped(moved, momenta, scales, group, team)
+    if scales:
         torch._foreach_mul_(moved, scales)
     return moved
+
+
+def clipped(
+    directions: Sequence[Tensor],
+    momenta: Sequence[Tensor],
+    scales: Sequence[Tensor] | None,
+    group: Mapping[str, Any],
+    team: Team | None = None,
+) -> list[Tensor]:
+    """The factors of directions, times min(1, sqrt(kl_clip / (lr^2 sum P . m))).
+
+    With P = F^-1 m the sum is P^T F P, twice the divergence of the step in the model of F that the
+    factors are; it is not negative.
+
+    Args:
+        directions: the P before their factors.
+        momenta: the m.
+        scales: the factors so far; None for 1.
+        group: the settings.
+        team: processes that have the rest of the sum.
+    """
+    products = [(p * m).sum() for p, m in zip(directions, momenta, strict=True)]
+    if scales is not None:
+        products = [product * scale for product, scale in zip(products, scales, strict=True)]
+    device = group["params"][0].device
+    nothing = torch.zeros((), dtype=torch.float64, device=device)
+    total = torch.stack([nothing, *(product.to(nothing) for product in products)]).sum()
+    if team is not None:
+        total = team.sums([total])[0]
+    bound = group["kl_clip"] / (group["lr"] ** 2 * total)
+    factor = torch.where(total > 0, bound, torch.ones_like(total)).sqrt().clamp(max=1.0)
+    own = [factor.to(p.device, p.dtype) for p in directions]
+    return own if scales is None else [a * b for a, b in zip(scales, own, strict=True)]
 
 
 def scaled_directions_(

@@ -21,6 +21,9 @@ from tnt_optim.settings import as_number
 
 NUMBERS = ("lr", "damping", "momentum", "stat_decay", "weight_decay")
 
+# Settings that decide what is launched, and numbers that a graph cannot be given anew.
+_IN_KERNELS = ("relative_damping", "graft", "kl_clip", "rounding")
+
 # So many kinds have a graph; a model whose parameters take part by turns has more, which run as
 # they are.
 MOST_GRAPHS = 16
@@ -152,7 +155,7 @@ def _kind(step: DeviceStep, groups: list[Group]) -> tuple[Any, ...]:
     members = tuple(
         tuple((id(group), *map(id, params)) for group, params in batch) for batch in batches
     )
-    return *members, tuple((group["relative_damping"], group["graft"]) for group in groups)
+    return *members, tuple(tuple(group[name] for name in _IN_KERNELS) for group in groups)
 
 
 def _addresses(step: DeviceStep, states: States) -> tuple[tuple[int, ...], list[Any]]:

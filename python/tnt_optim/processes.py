@@ -164,8 +164,11 @@ def pooled(
     Returns:
         The means, and how many processes observed anything, on the device.
     """
-    finite = all_finite(gradients.values()) if gradients else torch.tensor(True)
+    # Nothing here waits for a device: numbers are filled in there, not sent.
     device = params[0].device
+    finite = torch.ones((), dtype=torch.bool, device=device)
+    if gradients:
+        finite = all_finite(gradients.values())
     counts = torch.stack([_float(number, device) * finite.to(device), _float(number, device) > 0])
     sent = [counts]
     for param in params:
@@ -184,7 +187,9 @@ def pooled(
 
 
 def _float(number: int | Tensor, device: torch.device) -> Tensor:
-    return torch.as_tensor(number, dtype=torch.float32, device=device)
+    if isinstance(number, Tensor):
+        return number.to(device, torch.float32)
+    return torch.full((), float(number), device=device)
 
 
 def replicas_behind(loss: Tensor) -> list[DistributedDataParallel]:

@@ -11,7 +11,13 @@ GRAFTS = (None, "adam", "sgd")
 ROUNDINGS = ("nearest", "stochastic", "master")
 
 # Settings that states saved by earlier versions lack, and what they then did.
-ADDED = {"block_size": None, "merge_small_dims": None, "maximize": False, "rounding": "nearest"}
+ADDED = {
+    "block_size": None,
+    "merge_small_dims": None,
+    "maximize": False,
+    "rounding": "nearest",
+    "kl_clip": None,
+}
 
 
 def check_common_settings(group: Mapping[str, Any]) -> None:
@@ -42,6 +48,9 @@ def check_settings(group: Mapping[str, Any]) -> None:
     for name in ("block_size", "merge_small_dims"):
         if group[name] is not None:
             _check_integer(name, group[name], "None or an integer >= 1")
+    if group["kl_clip"] is not None:
+        rule = "None or a finite number > 0"
+        _check("kl_clip", group["kl_clip"], rule, lambda v: 0 < v < math.inf)
     for name in ("relative_damping", "maximize"):
         if not isinstance(group[name], bool):
             raise ValueError(f"{name} must be True or False, got {group[name]!r}")

@@ -63,6 +63,9 @@ class Shampoo(KroneckerOptimizer):
             "nearest"; "stochastic" (bfloat16 only): up or down at random, so that steps smaller
             than half a spacing are made on average; "master": they are rounded from a float32 copy
             that the state keeps.
+        kl_clip: shorten the directions P of a group's parameters alike, by min(1, sqrt(kl_clip /
+            (lr^2 sum P . m))): the sum is twice the divergence of the step in the model that the
+            factors are. Takes memory for all directions at once. None: no bound.
         process_group: the processes that train copies of one model, as for ``TNT``.
         shard: how they share the work, as for ``TNT``.
 
@@ -91,6 +94,7 @@ class Shampoo(KroneckerOptimizer):
         merge_small_dims: int | None = None,
         maximize: bool = False,
         rounding: str = "nearest",
+        kl_clip: float | None = None,
         process_group: Any = None,
         shard: str | None = None,
     ) -> None:
@@ -111,6 +115,7 @@ class Shampoo(KroneckerOptimizer):
                 "graft": graft,
                 "maximize": maximize,
                 "rounding": rounding,
+                "kl_clip": kl_clip,
             },
             capturable=capturable,
             process_group=process_group,

@@ -18,7 +18,7 @@ from tnt_optim.directions import move_
 from tnt_optim.gradients import all_finite, graph_nodes, without_autocast
 from tnt_optim.processes import Gradients, Team
 from tnt_optim.rounding import to_be_moved
-from tnt_optim.sharing import Group, Sharing, by_kind, whole_directions_
+from tnt_optim.sharing import Group, Sharing, by_kind
 from tnt_optim.states import TENSORS, State, state_dtype
 
 
@@ -135,14 +135,10 @@ class Shards(Sharing):
         states: Mapping[Tensor, State],
     ) -> bool:
         """One group's step: gradients to the owners, directions back, each piece moved."""
-        whole = self.whole(grads)
+        made = self.directions_(grads, states, group)
         for alike in by_kind(grads):
             own, ranks = self.owned(alike), range(self.team.size)
-            made = whole_directions_(own, [whole[p] for p in own], states, group)
-            pieces = [
-                direction.view(p.shape).split(self._lengths(p), dim=shard_dim(p))
-                for p, direction in zip(own, made, strict=True)
-            ]
+            pieces = [made[p].view(p.shape).split(self._lengths(p), dim=shard_dim(p)) for p in own]
             by_owner = {owner: self._of(owner, alike) for owner in ranks}
             arrived = self.team.all_to_all(
                 {target: [cut[target] for cut in pieces] for target in ranks},

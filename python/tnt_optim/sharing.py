@@ -102,11 +102,9 @@ class Sharing:
             owned: those that this process owns.
             own: a code for each of these, on the device.
         """
-        codes = torch.zeros(len(params), dtype=torch.int32, device=params[0].device)
-        place = {p: index for index, p in enumerate(params)}
-        if owned:
-            codes[[place[p] for p in owned]] = own
-        return self.team.worst(codes)
+        nothing = torch.zeros((), dtype=torch.int32, device=params[0].device)
+        known = dict(zip(owned, own.to(torch.int32).unbind(), strict=True))
+        return self.team.worst(torch.stack([known.get(p, nothing) for p in params]))
 
     def send_factors(self, params: Iterable[Tensor], states: Mapping[Tensor, State]) -> None:
         """Brings the owners' factors of ``params`` to those who keep them."""
@@ -149,10 +147,15 @@ class Sharing:
         if self.shard != "directions":
             return False
 
-        whole = self.whole(grads)
+        made: dict[Tensor, Tensor] = {}
+        if group["kl_clip"] is not None:  # which takes all directions before any is sent
+            made = self.directions_(grads, states, group)
 
         def make(lot: list[Tensor]) -> Tensor:
-            return flattened(whole_directions_(lot, [whole[p] for p in lot], states, group))
+            if not made:
+                directions = self.directions_({p: grads[p] for p in lot}, states, group)
+                return flattened([directions[p] for p in lot])
+            return flattened([made[p] for p in lot])
 
         def take(lot: list[Tensor], flat: Tensor) -> None:
             seen = [layout(p, group) for p in lot]
@@ -162,6 +165,27 @@ class Sharing:
         for alike in by_kind(grads):
             self._exchange(alike, lambda p: p.numel(), make, take)
         return True
+
+    def directions_(
+        self, grads: Gradients, states: Mapping[Tensor, State], group: Group
+    ) -> dict[Tensor, Tensor]:
+        """Moves the moments of what this process owns; returns the directions of that.
+
+        Args:
+            grads: of parameters in the same order everywhere where ``kl_clip`` is set.
+            states: what this process has.
+            group: the settings.
+        """
+        params = self.owned(grads)
+        whole = self.whole(grads)
+        own = [states[p] for p in params]
+        seen = [layout_of(state) for state in own]
+        moved = directions_([whole[p] for p in params], own, seen, group, self.team)
+        rest = iter(moved)
+        return {
+            p: look.assembled([next(rest) for _ in range(look.count)])
+            for p, look in zip(params, seen, strict=True)
+        }
 
     def _exchange(
         self,
@@ -216,16 +240,3 @@ def by_kind(params: Iterable[Tensor]) -> list[list[Tensor]]:
     for param in params:
         lists.setdefault((param.device, state_dtype(param)), []).append(param)
     return list(lists.values())
-
-
-def whole_directions_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    states: Mapping[Tensor, State],
-    group: Group,
-) -> list[Tensor]:
-    """Moves the moments of parameters; returns their directions, in the shapes of their modes."""
-    own = [states[p] for p in params]
-    seen = [layout_of(state) for state in own]
-    made = iter(directions_(grads, own, seen, group))
-    return [look.assembled([next(made) for _ in range(look.count)]) for look in seen]

@@ -185,6 +185,11 @@ class FactoredOptimizer(Optimizer):
                         f"{param.layout} for {self._name(param)}"
                     )
                 layout(param, group)
+                if is_sharded(param) != self._is_sharded():
+                    raise ValueError(
+                        "params must all be sharded over one device mesh, or none, got both: "
+                        f"{self._name(param)} is {'' if is_sharded(param) else 'not '}sharded"
+                    )
                 if is_sharded(param) and is_half(param) and group["rounding"] == "master":
                     raise ValueError(
                         "rounding='master' is not for sharded parameters: fully_shard's "
