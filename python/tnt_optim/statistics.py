@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tnt_kernels import gram_ema_
-from tnt_optim.device_step import Settings, by_device, worst_of_blocks
+from tnt_optim.device_step import Group, Settings, by_device, worst_of_blocks
 from tnt_optim.failures import Failures, PreconditionerError
 from tnt_optim.gradients import (
     all_finite,
@@ -179,36 +179,42 @@ class FactoredOptimizer(Optimizer):
         try:
             check_settings(group)
             for param in group["params"]:
-                if not param.is_floating_point() or param.layout != torch.strided:
-                    raise ValueError(
-                        f"params must be dense real floating-point tensors, got {param.dtype}, "
-                        f"{param.layout} for {self._name(param)}"
-                    )
-                layout(param, group)
-                if is_sharded(param) != self._is_sharded():
-                    raise ValueError(
-                        "params must all be sharded over one device mesh, or none, got both: "
-                        f"{self._name(param)} is {'' if is_sharded(param) else 'not '}sharded"
-                    )
-                if is_sharded(param) and is_half(param) and group["rounding"] == "master":
-                    raise ValueError(
-                        "rounding='master' is not for sharded parameters: fully_shard's "
-                        "MixedPrecisionPolicy(param_dtype=...) keeps them in float32, got "
-                        f"{param.dtype} for {self._name(param)}"
-                    )
-                if param.dtype == torch.float16 and group["rounding"] == "stochastic":
-                    raise ValueError(
-                        f"rounding='stochastic' is for bfloat16, got {param.dtype} for "
-                        f"{self._name(param)}"
-                    )
-                if self.capturable and group["rounding"] == "stochastic":
-                    raise ValueError("rounding='stochastic' cannot be part of CUDA graphs")
-                if self.capturable:
-                    check_graphs_device(param, self.param_groups[0]["params"][:1])
+                self._check_param(param, group)
         except Exception:
             self.param_groups.pop()
             raise
         group["step"] = self.param_groups[0]["step"]
+
+    def _check_param(self, param: Tensor, group: Group) -> None:
+        """Checks that a parameter can have its group's settings.
+
+        Raises:
+            ValueError: names the rule and the parameter.
+        """
+        name, rounding = self._name(param), group["rounding"]
+        if not param.is_floating_point() or param.layout != torch.strided:
+            raise ValueError(
+                "params must be dense real floating-point tensors, got "
+                f"{param.dtype}, {param.layout} for {name}"
+            )
+        layout(param, group)
+        if is_sharded(param) != self._is_sharded():
+            raise ValueError(
+                "params must all be sharded over one device mesh, or none, got both: "
+                f"{name} is {'' if is_sharded(param) else 'not '}sharded"
+            )
+        if is_sharded(param) and is_half(param) and rounding == "master":
+            raise ValueError(
+                "rounding='master' is not for sharded parameters: fully_shard's "
+                "MixedPrecisionPolicy(param_dtype=...) keeps them in float32, got "
+                f"{param.dtype} for {name}"
+            )
+        if param.dtype == torch.float16 and rounding == "stochastic":
+            raise ValueError(f"rounding='stochastic' is for bfloat16, got {param.dtype} for {name}")
+        if self.capturable:
+            if rounding == "stochastic":
+                raise ValueError("rounding='stochastic' cannot be part of CUDA graphs")
+            check_graphs_device(param, self.param_groups[0]["params"][:1])
 
     # First statistics.
 
@@ -320,7 +326,7 @@ class FactoredOptimizer(Optimizer):
 
     def _is_sharded(self) -> bool:
         """Whether the parameters are in pieces, as ``fully_shard`` leaves them."""
-        return is_sharded(self.param_groups[0]["params"][0])
+        return any(is_sharded(group["params"][0]) for group in self.param_groups if group["params"])
 
     def _gradients(
         self, loss: Tensor, params: Sequence[Tensor], *, retain_graph: bool
