@@ -14,7 +14,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from tnt_optim.gradients import graph_nodes
 from tnt_optim.observations import Observations
 
 
@@ -113,8 +112,6 @@ def _hand_over(hook: OutputHook, module: nn.Module, result: Any) -> None:
     described = _logits(result) if hook.output is None else hook.output(result)
     if isinstance(described, Tensor) and not described.requires_grad:
         return
-    if isinstance(described, Tensor):
-        _check_graph_lasts(described)
     # Does not show in the graph before DistributedDataParallel's own forward is over.
     replica = DistributedDataParallel._get_active_ddp_module()
     if replica is not None and replica.find_unused_parameters:
@@ -122,20 +119,6 @@ def _hand_over(hook: OutputHook, module: nn.Module, result: Any) -> None:
     # Where the whole model is checkpointed, what is saved here is none of that's business.
     with saved_tensors_hooks(_as_it_is, _as_it_is):
         optimizer.observe(described)
-
-
-def _check_graph_lasts(output: Tensor) -> None:
-    """Checks that ``output`` has no compiled graph whose first backward may use up its buffers.
-
-    The compiler notices a second backward only where the first one did not retain the graph: many
-    steps later, when statistics are due for a batch of another size.
-    """
-    names = {node.name() for node in graph_nodes(output)}
-    if "CompiledFunctionBackward" in names and torch._functorch.config.donated_buffer:
-        raise RuntimeError(
-            "model must be compiled with torch._functorch.config.donated_buffer = False, set "
-            "before torch.compile: the gradients for the statistics are a backward beside yours"
-        )
 
 
 def _is_sharded(module: nn.Module) -> bool:

@@ -9,6 +9,7 @@ a step that is skipped for one is the optimizer's decision.
 """
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +22,10 @@ from tnt_optim.gradients import check_scalar_loss
 
 # One of LIKELIHOODS, or a user's own function from the output to the loss at labels it samples.
 Likelihood = str | Callable[[Any], Tensor]
+
+
+# Half of what GradScaler begins with: the gradient of a mean over a batch may be up to 2 then.
+LARGEST_SCALE = 2**15
 
 
 def categorical(logits: Tensor, generator: torch.Generator) -> Tensor:
@@ -65,7 +70,7 @@ LIKELIHOODS: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
 }
 
 
-def check_sampling(likelihood: Likelihood, seed: int) -> None:
+def check_sampling(likelihood: Likelihood, seed: int, sample_scale: float | None = None) -> None:
     """Checks what an optimizer is told about its labels.
 
     Raises:
@@ -76,6 +81,13 @@ def check_sampling(likelihood: Likelihood, seed: int) -> None:
         raise ValueError(f"likelihood must be {known} or a function, got {likelihood!r}")
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise ValueError(f"seed must be an integer, got {seed!r}")
+    if sample_scale is not None and not (sample_scale > 0 and math.frexp(sample_scale)[0] == 0.5):
+        raise ValueError(f"sample_scale must be a power of two or None, got {sample_scale!r}")
+
+
+def sample_scale(examples: int) -> float:
+    """The power of two that turns a mean over so many examples into about a sum, or less."""
+    return float(min(2 ** (examples.bit_length() - 1), LARGEST_SCALE))
 
 
 def check_single_process(advice: str) -> None:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from tnt_optim.states import state_dtype
+
 
 def all_finite(gradients: Iterable[Tensor]) -> Tensor:
     """Whether all Gram matrices of ``gradients`` are finite: their traces are squared norms."""
@@ -79,10 +81,54 @@ def graph_nodes(output: Tensor) -> Iterator[Node]:
             waiting += [following for following, _ in node.next_functions if following is not None]
 
 
+def check_graph_lasts(loss: Tensor) -> None:
+    """Checks that no compiled graph behind a loss may use up its buffers in its first backward.
+
+    The compiler notices a second backward only where the first one did not retain the graph: many
+    steps later, when statistics are due for a batch of another size; or at once, where its cache
+    on disk has the graph of a training without observations.
+
+    Raises:
+        RuntimeError: where one may.
+    """
+    if not torch._functorch.config.donated_buffer:
+        return
+    if any(node.name() == "CompiledFunctionBackward" for node in graph_nodes(loss)):
+        raise RuntimeError(
+            "model must be compiled with torch._functorch.config.donated_buffer = False, set "
+            "before torch.compile: the gradients for the statistics are a backward beside yours"
+        )
+
+
+def shows_float16(loss: Tensor) -> bool:
+    """Whether a backward of ``loss`` may go through float16."""
+    return any(map(_may_be_in_float16, graph_nodes(loss)))
+
+
+def _may_be_in_float16(node: Node) -> bool:
+    kinds = [entry.dtype for entry in getattr(node, "_input_metadata", ())]
+    # What is inside of a compiled graph does not show.
+    return torch.float16 in kinds or node.name() == "CompiledFunctionBackward"
+
+
+def unscaled(gradients: Mapping[Tensor, Tensor], scale: float) -> dict[Tensor, Tensor]:
+    """Gradients of a loss that was multiplied by ``scale``; of half precision in float32."""
+    if scale == 1.0:
+        return dict(gradients)
+    return {p: g.to(state_dtype(p)) * (1.0 / scale) for p, g in gradients.items()}
+
+
 def gradients_of(
-    loss: Tensor, params: Sequence[Tensor], *, retain_graph: bool
+    loss: Tensor, params: Sequence[Tensor], *, retain_graph: bool, scale: float = 1.0
 ) -> dict[Tensor, Tensor]:
     """The gradients of ``loss`` for those of ``params`` it depends on, ``.grad`` left alone.
+
+    Args:
+        loss: a scalar.
+        params: whose gradients.
+        retain_graph: whether a backward is to follow.
+        scale: what the loss is multiplied by before its backward, and the gradients divided by: a
+            power of two changes no other numbers than those too small for their dtype.
 
     Raises:
         ValueError: where a gradient is sparse.
@@ -90,9 +136,15 @@ def gradients_of(
     grads: Sequence[Tensor | None] = ()
     if params:
         with without_autocast(loss):
-            grads = torch.autograd.grad(loss, params, retain_graph=retain_graph, allow_unused=True)
+            grads = torch.autograd.grad(
+                loss,
+                params,
+                torch.full_like(loss, scale),
+                retain_graph=retain_graph,
+                allow_unused=True,
+            )
     reached = {p: g for p, g in zip(params, grads, strict=True) if g is not None}
     for grad in reached.values():
         if grad.layout != torch.strided:
             raise ValueError(f"output must give dense gradients, got {grad.layout}")
-    return reached
+    return unscaled(reached, scale)

@@ -133,6 +133,7 @@ class KFAC(Optimizer):
         super().__init__(list(model.named_parameters()), {**settings, "step": 0})
         self._attach()
 
+    @_disable_dynamo
     def observe(self, output: Any) -> None:
         """Samples labels at the model's output and keeps the statistics of their loss for ``step``.
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from tnt_optim.capture import LayerHook, check_uses, walk
 from tnt_optim.failures import PreconditionerError
 from tnt_optim.fisher import Likelihood, check_single_process, loss_at_samples
-from tnt_optim.gradients import check_reached
+from tnt_optim.gradients import check_reached, without_autocast
 from tnt_optim.layer_statistics import LayerSums, all_finite_statistics, batch_size, layer_sums
 from tnt_optim.layers import Layer, is_trainable
 
@@ -65,19 +65,21 @@ class LayerSampling:
                 check_reached({})  # of a few newcomers it may well miss all
             return {}
         examples = batch_size(output)
-        gradients = torch.autograd.grad(
-            loss,
-            graph.edges(reached),
-            # Of the sum of the examples' losses: in half precision those of the mean may underflow.
-            torch.full_like(loss, examples),
-            retain_graph=retain_graph,
-            allow_unused=True,
-        )
-        sums = {
-            number: layer_sums(self.layers[number], graph.uses[number][0][1].inputs, g, examples)
-            for number, g in zip(reached, gradients, strict=True)
-            if g is not None
-        }
+        with without_autocast(loss):
+            gradients = torch.autograd.grad(
+                loss,
+                graph.edges(reached),
+                # Of the sum of the examples' losses: in float16 those of the mean may underflow.
+                torch.full_like(loss, examples),
+                retain_graph=retain_graph,
+                allow_unused=True,
+            )
+            uses = [graph.uses[number][0][1] for number in reached]
+            sums = {
+                number: layer_sums(self.layers[number], use.inputs, g, examples)
+                for number, use, g in zip(reached, uses, gradients, strict=True)
+                if g is not None
+            }
         graph.release(reached, hooks)
         return sums
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tnt_optim.directions import move_
-from tnt_optim.gradients import all_finite, graph_nodes, without_autocast
+from tnt_optim.gradients import all_finite, graph_nodes, unscaled, without_autocast
 from tnt_optim.processes import Gradients, Team
 from tnt_optim.rounding import to_be_moved
 from tnt_optim.sharing import Group, Sharing, by_kind
@@ -180,7 +180,7 @@ def _piece(param: Tensor, gradient: Tensor | None) -> Tensor:
 
 
 def sharded_gradients(
-    loss: Tensor, params: Sequence[Tensor], *, retain_graph: bool
+    loss: Tensor, params: Sequence[Tensor], *, retain_graph: bool, scale: float = 1.0
 ) -> dict[Tensor, Tensor]:
     """The gradients of ``loss`` for those of ``params`` it depends on, every ``.grad`` put back.
 
@@ -198,8 +198,8 @@ def sharded_gradients(
         )
     with _put_back([*params, *_leaves(loss)]), _synchronised(modules):
         with without_autocast(loss):
-            loss.backward(retain_graph=retain_graph)
-        return {p: p.grad for p in params if p.grad is not None}
+            loss.backward(torch.full_like(loss, scale), retain_graph=retain_graph)
+        return unscaled({p: p.grad for p in params if p.grad is not None}, scale)
 
 
 @contextmanager

@@ -95,6 +95,10 @@ class FactoredOptimizer(Optimizer):
         """Turns what ``warm_start`` was given for batch ``index`` into a scalar with a graph."""
         return check_scalar_loss("outputs (here: training losses)", output)
 
+    def _scale(self, loss: Tensor, output: Any) -> float:
+        """What the loss of an output is multiplied by before its backward."""
+        return 1.0
+
     # The public side.
 
     def warm_start(self, outputs: Iterable[Any], *, model: nn.Module | None = None) -> None:
@@ -247,7 +251,9 @@ class FactoredOptimizer(Optimizer):
             if output is not _NO_MORE:
                 loss = self._statistic_loss(output, index, team)
                 check_static_graph(replicas_behind(loss))
-                observed = self._gradients(loss, trainable, retain_graph=False)
+                observed = self._gradients(
+                    loss, trainable, retain_graph=False, scale=self._scale(loss, output)
+                )
                 check_reached(observed)
             if team is None or self._is_sharded():
                 if output is _NO_MORE:
@@ -329,14 +335,14 @@ class FactoredOptimizer(Optimizer):
         return any(is_sharded(group["params"][0]) for group in self.param_groups if group["params"])
 
     def _gradients(
-        self, loss: Tensor, params: Sequence[Tensor], *, retain_graph: bool
+        self, loss: Tensor, params: Sequence[Tensor], *, retain_graph: bool, scale: float = 1.0
     ) -> dict[Tensor, Tensor]:
         """The gradients of ``loss`` for those of ``params`` it depends on, or pieces of them."""
         if self._is_sharded():
             from tnt_optim.shards import sharded_gradients
 
-            return sharded_gradients(loss, params, retain_graph=retain_graph)
-        return gradients_of(loss, params, retain_graph=retain_graph)
+            return sharded_gradients(loss, params, retain_graph=retain_graph, scale=scale)
+        return gradients_of(loss, params, retain_graph=retain_graph, scale=scale)
 
     def _whole(self, gradients: Gradients) -> dict[Tensor, Tensor]:
         """Gradients of what this process owns as they are, where there are pieces of them."""

@@ -4,14 +4,21 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 
 from tnt_kernels import damped_inverse
 from tnt_optim.attach import attach
 from tnt_optim.device_step import Settings
 from tnt_optim.failures import UNOBSERVED, warn_the_caller
-from tnt_optim.fisher import Likelihood, check_sampling, loss_at_samples
-from tnt_optim.gradients import check_reached
+from tnt_optim.fisher import (
+    LARGEST_SCALE,
+    Likelihood,
+    check_sampling,
+    loss_at_samples,
+    sample_scale,
+)
+from tnt_optim.gradients import check_graph_lasts, check_reached, shows_float16
 from tnt_optim.kronecker import KroneckerOptimizer
 from tnt_optim.observations import Observations
 from tnt_optim.processes import Gradients, Team, check_static_graph, replicas_behind
@@ -36,8 +43,8 @@ class TNT(KroneckerOptimizer):
             loss.backward()
             opt.step()
 
-    Every argument but ``likelihood``, ``fisher``, ``seed``, ``capturable``, ``process_group`` and
-    ``shard`` can be set for each parameter group.
+    Every argument but ``likelihood``, ``fisher``, ``seed``, ``sample_scale``, ``capturable``,
+    ``process_group`` and ``shard`` can be set for each parameter group.
     A group's ``modes``, a function from a parameter's shape to mode sizes with the same product,
     re-views its parameters; by default a vector has one mode, a matrix two, and a convolution
     weight three: out, in, and the kernel's positions.
@@ -84,6 +91,11 @@ class TNT(KroneckerOptimizer):
         kl_clip: shorten the directions P of a group's parameters alike, by min(1, sqrt(kl_clip /
             (lr^2 sum P . m))): the sum is twice the divergence of the step in the model that the
             factors are. Takes memory for all directions at once. None: no bound.
+        sample_scale: what the loss at sampled labels is multiplied by before its backward, and the
+            gradients divided by in float32, as GradScaler does for the training's loss; a power of
+            two. None: where something is in float16 the number of examples, up to 2^15, since the
+            gradients of a mean over many are too small for it; 1 elsewhere, and for a likelihood
+            that is a function.
         process_group: the processes that train copies of one model, as under
             DistributedDataParallel; None for torch.distributed's default group, where there is one.
             The statistics are those of all their batches.
@@ -97,7 +109,15 @@ class TNT(KroneckerOptimizer):
     """
 
     _method = "TNT"
-    _shared = ("capturable", "fisher", "likelihood", "process_group", "seed", "shard")
+    _shared = (
+        "capturable",
+        "fisher",
+        "likelihood",
+        "process_group",
+        "sample_scale",
+        "seed",
+        "shard",
+    )
 
     # Of the model whose outputs it observes: a copy of the optimizer is attached to none.
     _attached: RemovableHandle | None = None
@@ -126,15 +146,17 @@ class TNT(KroneckerOptimizer):
         maximize: bool = False,
         rounding: str = "nearest",
         kl_clip: float | None = None,
+        sample_scale: float | None = None,
         process_group: Any = None,
         shard: str | None = None,
     ) -> None:
-        check_sampling(likelihood, seed)
+        check_sampling(likelihood, seed, sample_scale)
         if fisher not in FISHERS:
             raise ValueError(f"fisher must be 'sampled' or 'empirical', got {fisher!r}")
         self.likelihood = likelihood
         self.fisher = fisher
         self.seed = seed
+        self.sample_scale = sample_scale
         self._observed = Observations()
         self._warned = False
         super().__init__(
@@ -161,6 +183,7 @@ class TNT(KroneckerOptimizer):
             shard=shard,
         )
 
+    @_disable_dynamo  # as for step: pieces of it would be compiled, to no use
     def observe(self, output: Any) -> None:
         """Samples labels at the model's output and keeps the gradient of their loss for ``step``.
 
@@ -177,7 +200,8 @@ class TNT(KroneckerOptimizer):
         Raises:
             ValueError: where the output has no graph, the wrong number of dimensions, or depends on
                 no parameter of this optimizer; nothing is then changed.
-            RuntimeError: where the output is DistributedDataParallel's with ``static_graph=True``.
+            RuntimeError: where the output is DistributedDataParallel's with ``static_graph=True``,
+                or its model was compiled with donated buffers.
         """
         if self.fisher == "empirical":
             return
@@ -192,7 +216,9 @@ class TNT(KroneckerOptimizer):
         check_static_graph(replicas)
         if any(replica.find_unused_parameters for replica in replicas):
             self._observed.partial = True
-        observed = self._gradients(loss, due, retain_graph=True)
+        check_graph_lasts(loss)
+        scale = self._scale(loss, output)
+        observed = self._gradients(loss, due, retain_graph=True, scale=scale)
         if len(due) == sum(p.requires_grad for g in self.param_groups for p in g["params"]):
             check_reached(observed)  # of a few newcomers it may well miss all
         self._observed.add(observed, due)
@@ -306,6 +332,16 @@ class TNT(KroneckerOptimizer):
             return super()._statistic_loss(output, index, team)
         return self._sampled_loss(output, "warm start", _numbered(index, team))
 
+    def _scale(self, loss: Tensor, output: Any) -> float:
+        if self.fisher == "empirical":
+            return super()._scale(loss, output)
+        if self.sample_scale is not None:
+            return self.sample_scale
+        if callable(self.likelihood) or not shows_float16(loss):
+            return 1.0
+        # Sharded gradients are averaged over processes, whose batches may differ.
+        return sample_scale(LARGEST_SCALE if self._is_sharded() else output.shape[0])
+
     def _average_statistics(self, outputs: Iterable[Any]) -> tuple[dict[Tensor, list[Tensor]], int]:
         self._warming = True
         try:
@@ -330,4 +366,4 @@ def _numbered(index: int, team: Team | None) -> int:
     return index if team is None else index * team.places + team.place
 
 
-_OWN = ("likelihood", "fisher", "seed", "_observed", "_warned")
+_OWN = ("likelihood", "fisher", "seed", "sample_scale", "_observed", "_warned")

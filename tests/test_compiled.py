@@ -1,0 +1,330 @@
+"""torch.compile and activation checkpointing: the training without them, to the bit.
+
+On the compiler's "aot_eager", which makes graphs and runs them operation by operation, and once
+with generated code. Models with ``attach`` are in ``test_attach``; KFAC, which must see its layers,
+refuses compiled ones (``test_kfac_observations``).
+"""
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from conftest import Snapshot
+from drawn import raising
+from test_mixed_precision import METHODS, apart, batch, equal, made, observe, statistics, values
+from tolerances import FLOAT32_TRAJECTORY
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+from tnt_optim import TNT
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    # Which dynamo itself hides, but not from a filter that makes it an error.
+    pytest.mark.filterwarnings("default:The .grad attribute of a Tensor"),
+]
+
+COMPILED = ("sampled", "empirical", "shampoo")
+Reentrant = bool | None
+
+
+@pytest.fixture(autouse=True)
+def counters() -> Iterator[Any]:
+    """What dynamo counts, with nothing left over from or for other tests."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with torch._functorch.config.patch(donated_buffer=False):
+        yield torch._dynamo.utils.counters
+    torch._dynamo.reset()
+
+
+def graphs() -> int:
+    """How many were compiled."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+class Net(nn.Module):
+    """Logits (N, 4) of images (N, 2, 3, 3), with a part that may be checkpointed."""
+
+    def __init__(self, reentrant: Reentrant = None, dropout: float = 0.0) -> None:
+        torch.manual_seed(3)
+        super().__init__()
+        self.first, self.hidden, self.out = nn.Linear(18, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+        self.norm, self.drop = nn.LayerNorm(8), nn.Dropout(dropout)
+        self.reentrant, self.passes = reentrant, 0
+
+    def body(self, h: Tensor) -> Tensor:
+        """The part."""
+        if not torch.compiler.is_compiling():
+            self.passes += 1
+        result: Tensor = self.drop(torch.tanh(self.norm(self.hidden(h))))
+        return result
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits."""
+        h = torch.tanh(self.first(x.flatten(1)))
+        if self.reentrant is None:
+            h = self.body(h)
+        else:
+            h = checkpoint(self.body, h, use_reentrant=self.reentrant)
+        logits: Tensor = self.out(h)
+        return logits
+
+
+def train(
+    model: Callable[[Tensor], Tensor],
+    opt: Any,
+    steps: Sequence[int],
+    *,
+    step: Callable[[], Any] | None = None,
+    rows: Callable[[int], int] = lambda number: 32,
+    dtype: torch.dtype | None = None,
+) -> None:
+    for number in steps:
+        opt.zero_grad()
+        x, y = batch(number, rows(number))
+        with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+            output = model(x)
+            loss = cross_entropy(output, y)
+            observe(opt, output)
+        loss.backward()
+        (opt.step if step is None else step)()
+
+
+def assert_same(model: nn.Module, opt: Any, twin: nn.Module, reference: Any) -> None:
+    assert not any(map(torch.equal, values(model), values(Net())))
+    assert equal(values(model), values(twin))
+    assert equal(statistics(opt), statistics(reference))
+
+
+def pair(name: str, **settings: Any) -> tuple[Net, Any, Net, Any]:
+    """A model and its optimizer, twice."""
+    model, twin = Net(), Net()
+    return model, made(name, model, **settings), twin, made(name, twin, **settings)
+
+
+# ------------------------------------------------------------------ compiled models
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_models_train_as_others(name: str, dtype: torch.dtype | None) -> None:
+    """In one graph that serves steps with and without statistics; under autocast, too."""
+    model, opt, twin, reference = pair(name)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        train(compiled, opt, range(9), dtype=dtype)
+    train(twin, reference, range(9), dtype=dtype)
+    assert graphs() == 1
+    assert_same(model, opt, twin, reference)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="generated code needs a C++ compiler")
+def test_models_in_generated_code_train_as_others_but_for_rounding() -> None:
+    model, opt, twin, reference = pair("sampled", likelihood="gaussian")
+    start = values(model)
+    compiled = torch.compile(model, fullgraph=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        train(compiled, opt, range(5))
+    train(twin, reference, range(5))
+    assert graphs() == 1
+    assert apart(statistics(opt), statistics(reference)) < FLOAT32_TRAJECTORY
+    for a, b, c in zip(values(model), values(twin), start, strict=True):
+        assert float((a - b).norm()) < FLOAT32_TRAJECTORY * float((b - c).norm())
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_batches_of_other_sizes(name: str) -> None:
+    """As the last of an epoch. One more graph, for any size, in which a backward without
+    statistics comes first."""
+    model, opt, twin, reference = pair(name, stat_interval=4)
+
+    def rows(number: int) -> int:
+        return 32 if number < 3 else 20 + number
+
+    train(torch.compile(model, backend="aot_eager"), opt, range(9), rows=rows)
+    train(twin, reference, range(9), rows=rows)
+    assert graphs() == 2
+    assert_same(model, opt, twin, reference)
+
+
+@pytest.mark.parametrize("first", ["a step", "another size", "a warm start"])
+def test_graphs_that_do_not_last(first: str) -> None:
+    """A graph whose first backward is the last one frees its buffers at every later one; that an
+    observation is not possible then is said, with the way out, and changes nothing."""
+    model = Net()
+    opt = made("sampled", model, stat_interval=2)
+    with torch._functorch.config.patch(donated_buffer=True):
+        compiled = torch.compile(model, backend="aot_eager")
+        rows = 32
+        if first == "a step":
+            compiled(batch(0)[0]).square().sum().backward()
+        elif first == "a warm start":
+            opt.warm_start([compiled(batch(0)[0])])
+        else:
+            rows = 21
+            train(model, opt, [0])
+            compiled(batch(0, rows)[0]).square().sum().backward()
+            opt.step()
+        output = compiled(batch(2, rows)[0])
+        before = Snapshot(model.parameters(), opt)
+        with raising(RuntimeError, match="torch._functorch.config.donated_buffer ?= ?False"):
+            opt.observe(output)
+        before.assert_unchanged()
+        opt.observe(model(batch(2, rows)[0]))  # as it is, without the compiler
+        opt.step()
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_graphs_that_last_serve_after_a_warm_start(dtype: torch.dtype | None) -> None:
+    model, opt, twin, reference = pair("sampled")
+    compiled = torch.compile(model, backend="aot_eager")
+    for net, chosen in ((compiled, opt), (twin, reference)):
+        chosen.warm_start(net(batch(90 + index)[0]) for index in range(3))
+        train(net, chosen, range(5), dtype=dtype)
+    assert_same(model, opt, twin, reference)
+
+
+# ------------------------------------------------------------------ compiled steps
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_compiled_step_is_the_step(name: str) -> None:
+    """The optimizer's own function, with and without a closure; it is left out of graphs."""
+    model, opt, twin, reference = pair(name)
+    step: Any = torch.compile(opt.step, backend="aot_eager")
+    train(model, opt, range(7), step=step)
+    train(twin, reference, range(7))
+    assert_same(model, opt, twin, reference)
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        x, y = batch(7)
+        output = model(x)
+        observe(opt, output)
+        loss = cross_entropy(output, y)
+        loss.backward()
+        return loss
+
+    assert float(step(closure).detach()) > 0
+    train(twin, reference, [7])
+    assert_same(model, opt, twin, reference)
+    assert graphs() == 0
+
+
+def whole_step(model: nn.Module, opt: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    def take(x: Tensor, y: Tensor) -> Tensor:
+        opt.zero_grad()
+        output = model(x)
+        observe(opt, output)
+        loss = cross_entropy(output, y)
+        loss.backward()
+        opt.step()
+        return loss
+
+    return take
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_training_step_compiled_as_a_whole(name: str) -> None:
+    """In pieces, that are compiled once: none when every kind of step has been taken."""
+    model, opt, twin, reference = pair(name)
+    compiled = torch.compile(whole_step(model, opt), backend="aot_eager")
+    plain = whole_step(twin, reference)
+    for number in range(16):
+        with torch._dynamo.config.patch(error_on_recompile=number >= 8):
+            loss = compiled(*batch(number))
+        assert torch.equal(loss, plain(*batch(number)))
+    assert_same(model, opt, twin, reference)
+    assert opt.failures() == {"skipped_statistics": 0, "failed_inverses": 0}
+
+
+def test_an_observation_is_no_graph() -> None:
+    """The model is, and its loss. What the optimizer does would be a dozen of them, which take
+    seconds to compile and win nothing."""
+    model = Net()
+    compiled = torch.compile(whole_step(model, made("sampled", model)), backend="aot_eager")
+    for number in range(4):
+        compiled(*batch(number))
+    assert graphs() == 2
+
+
+# ------------------------------------------------------------------ activation checkpointing
+
+
+def checkpointed(name: str, reentrant: Reentrant, dropout: float) -> tuple[Net, Any, Tensor]:
+    """A trained model, its optimizer, and the numbers that the global generator gives then."""
+    model = Net(reentrant, dropout)
+    opt = made(name, model)
+    torch.manual_seed(11)
+    train(model, opt, range(6))
+    return model, opt, torch.rand(3)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("name", METHODS)
+def test_checkpointed_layers(name: str, dropout: float) -> None:
+    """They are gone through again for an observation and for the backward, with the same dropout;
+    the global random numbers are those of a training without."""
+    model, opt, drawn = checkpointed(name, False, dropout)
+    twin, reference, wanted = checkpointed(name, None, dropout)
+    assert_same(model, opt, twin, reference)
+    assert torch.equal(drawn, wanted)
+    observations = 3 if name in ("sampled", "kfac") else 0
+    assert (model.passes, twin.passes) == (6 + 6 + observations, 6)
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_checkpointed_layers_in_a_compiled_model(name: str) -> None:
+    model, twin = Net(False), Net()
+    opt, reference = made(name, model), made(name, twin)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        train(torch.compile(model, backend="aot_eager", fullgraph=True), opt, range(9))
+    train(twin, reference, range(9))
+    assert graphs() == 1
+    assert_same(model, opt, twin, reference)
+
+
+def test_dropout_in_checkpointed_layers_of_a_compiled_model() -> None:
+    """One mask for the forward, the observation and the backward: the gradients of a loss that is
+    the sampled one are its gradients."""
+    model = Net(False, dropout=0.5)
+    opt = TNT(model.parameters(), likelihood=lambda output: output.square().mean())
+    output = torch.compile(model, backend="aot_eager", fullgraph=True)(batch(0)[0])
+    opt.observe(output)
+    sampled = {p: opt._observed.sampled[p].clone() for p in model.parameters()}
+    output.square().mean().backward()
+    assert model.hidden.weight.grad is not None and bool(model.hidden.weight.grad.any())
+    for param in model.parameters():
+        assert param.grad is not None and torch.equal(param.grad, sampled[param])
+
+
+@pytest.mark.parametrize("name", ["sampled", "kfac"])
+@pytest.mark.parametrize("where", ["a part", "the whole"])
+def test_reentrant_checkpointing_is_refused(name: str, where: str) -> None:
+    """It hides the parameters from all but ``backward()``. Nothing is changed, and training goes
+    on without it."""
+    model = Net(True if where == "a part" else None)
+    opt = made(name, model)
+    x = batch(0)[0].requires_grad_()
+    for _ in range(2):
+        whole: Any = checkpoint(model, x, use_reentrant=True) if where == "the whole" else model(x)
+        before = Snapshot(model.parameters(), opt)
+        with raising((RuntimeError, ValueError), match="reentrant"):
+            opt.observe(whole)
+        before.assert_unchanged()
+    model.reentrant = False
+    before_training = values(model)
+    train(model, opt, range(3))
+    assert not any(map(torch.equal, values(model), before_training))
+
+
+@pytest.mark.parametrize("name", ["empirical", "shampoo"])
+def test_reentrant_checkpointing_without_observations(name: str) -> None:
+    model, opt, _ = checkpointed(name, True, 0.3)
+    twin, reference, _ = checkpointed(name, None, 0.3)
+    assert_same(model, opt, twin, reference)
