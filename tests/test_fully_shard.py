@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from torch.nn.functional import cross_entropy
 
-from tnt_optim import TNT, Shampoo
+from tnt_optim import TNT, Shampoo, with_fallback
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -26,6 +26,7 @@ STEPS, ROWS = 7, 6
 FORMS: dict[str, tuple[type[TNT | Shampoo], dict[str, Any]]] = {
     "tnt": (TNT, {"weight_decay": 0.1}),
     "grafted": (TNT, {"graft": "adam", "relative_damping": True}),
+    "in groups": (TNT, {}),
     "in blocks": (TNT, {"block_size": 4}),
     "clipped": (TNT, {"kl_clip": 1e-3}),
     "empirical": (TNT, {"fisher": "empirical"}),
@@ -71,7 +72,12 @@ def sharded_net(processes: int, hybrid: bool, *, reshard: bool = True) -> Net:
 def made_optimizer(net: nn.Module, form: str) -> TNT | Shampoo:
     method, settings = FORMS[form]
     defaults = {"lr": 0.05, "damping": 0.1, "stat_interval": 2, "inverse_interval": 3}
-    return method(net.parameters(), **{**defaults, **settings})
+    params: Any = net.parameters()
+    if form == "in groups":  # the one with a single bias, which most processes own nothing of
+        single = net.get_parameter("hidden.bias")
+        rest = [p for p in net.parameters() if p is not single]
+        params = [{"params": rest}, {"params": [single], "stat_interval": 3}]
+    return method(params, **{**defaults, **settings})
 
 
 def drawn(processes: int, key: int) -> tuple[Tensor, Tensor]:
@@ -115,6 +121,15 @@ def train(rank: int, processes: int, net: nn.Module, opt: Any, steps: range) -> 
         opt.step()
 
 
+def train_on_one_batch(rank: int, net: nn.Module, opt: Any, steps: range) -> None:
+    """The same in all processes: their mean is what any number of them has."""
+    for step in steps:
+        opt.zero_grad()
+        images, labels = drawn(1, step)
+        cross_entropy(net(images[0]), labels[0]).backward()
+        opt.step()
+
+
 def piece(rank: int, processes: int, hybrid: bool) -> dict[str, dict[str, Any]]:
     found = {}
     for form in FORMS:
@@ -153,9 +168,9 @@ def test_pieces_train_as_one_process(form: str, processes: int, hybrid: bool) ->
         assert sum(rank["empty"] for rank in ranks) > 0  # a vector of 3 over 4 processes, and so on
 
 
-def accumulated(rank: int, processes: int) -> dict[str, Any]:
+def accumulated(rank: int, processes: int, hybrid: bool) -> dict[str, Any]:
     """Two micro-batches a step, averaged at the second; at last only the second is observed."""
-    net = sharded_net(processes, False)
+    net = sharded_net(processes, hybrid)
     opt = made_optimizer(net, "tnt")
     params, found = list(net.parameters()), {}
     for step in range(3):
@@ -184,16 +199,19 @@ def accumulated(rank: int, processes: int) -> dict[str, Any]:
     return found
 
 
-def test_accumulated_gradients_are_the_users_and_the_first_micro_batch_is_observed() -> None:
-    ranks = run_in(2, accumulated)
+@pytest.mark.parametrize(("processes", "hybrid"), [(2, False), (4, True)])
+def test_accumulated_gradients_are_the_users_and_the_first_micro_batch_is_observed(
+    processes: int, hybrid: bool
+) -> None:
+    ranks = run_in(processes, accumulated, hybrid)
     net = made_net()
     opt = made_optimizer(net, "tnt")
-    images, labels = drawn(4, 0)
-    for micro in range(4):
+    images, labels = drawn(2 * processes, 0)
+    for micro in range(2 * processes):
         out = net(images[micro])
-        if micro < 2:
+        if micro < processes:
             observe(opt, out)
-        (cross_entropy(out, labels[micro]) / 4).backward()
+        (cross_entropy(out, labels[micro]) / (2 * processes)).backward()
     grads = [p.grad.clone() for p in list(net.parameters())[:6] if p.grad is not None]
     opt.step()
     for rank in ranks:
@@ -202,23 +220,57 @@ def test_accumulated_gradients_are_the_users_and_the_first_micro_batch_is_observ
         assert "first micro-batch" in rank["late"]
     for number, param in enumerate(list(net.parameters())[:6]):
         held = [rank["stats"][number] for rank in ranks if rank["stats"][number]]
-        assert len(held) == 1
-        for got, wanted in zip(held[0], opt.state[param]["stats"], strict=True):
-            close(got, wanted)
+        assert len(held) == 1 + hybrid
+        for stats in held:
+            for got, wanted in zip(stats, opt.state[param]["stats"], strict=True):
+                close(got, wanted)
+
+
+def beside_another(rank: int, processes: int) -> dict[str, Any]:
+    """Gradients of parameters that are another optimizer's, with and without an observation."""
+    found: dict[str, Any] = {}
+    for observed in (False, True):
+        net = sharded_net(processes, False)
+        matrices = [p for p in net.parameters() if p.dim() == 2]
+        rest = [p for p in net.parameters() if p.dim() < 2]
+        main = TNT(matrices, stat_interval=1)
+        opt = with_fallback(main, torch.optim.SGD(rest, lr=0.1))
+        images, labels = drawn(processes, 0)
+        out = net(images[rank])
+        if observed:
+            opt.observe(out)
+        cross_entropy(out, labels[rank]).backward()
+        grads = [p.grad for p in net.parameters() if p.grad is not None]
+        found[f"grads {observed}"] = [g.full_tensor() for g in grads]  # type: ignore[attr-defined]
+        if observed:
+            opt.step()
+            found["figures"] = opt.diagnostics()
+    return found
+
+
+def test_an_observation_leaves_all_gradients_alone() -> None:
+    ranks = run_in(2, beside_another)
+    for rank in ranks:
+        assert len(rank["grads True"]) == 6
+        assert all(map(torch.equal, rank["grads True"], rank["grads False"]))
+    # Each process has figures of what it owns.
+    keys = [set(rank["figures"]) for rank in ranks]
+    assert keys[0] and keys[1] and not keys[0] & keys[1]
+    assert {key.split("/")[0] for key in keys[0]} >= {"momentum_norm", "condition"}
 
 
 def save(rank: int, processes: int, folder: str) -> list[Tensor]:
     net = sharded_net(processes, False)
-    opt = made_optimizer(net, "grafted")
-    train(rank, processes, net, opt, range(4))
+    opt = made_optimizer(net, "empirical")
+    train_on_one_batch(rank, net, opt, range(4))
     dcp.save({"net": net.state_dict(), "opt": opt.state_dict()}, checkpoint_id=folder)
-    train(rank, processes, net, opt, range(4, 8))
+    train_on_one_batch(rank, net, opt, range(4, 8))
     return whole(net)
 
 
 def load(rank: int, processes: int, folder: str) -> tuple[list[Tensor], float]:
     net = sharded_net(processes, False)
-    opt = made_optimizer(net, "grafted")
+    opt = made_optimizer(net, "empirical")
     for param in list(net.unused.parameters()):
         param.requires_grad_(False)  # it has no state to load
     opt.allocate_state()
@@ -227,7 +279,7 @@ def load(rank: int, processes: int, folder: str) -> tuple[list[Tensor], float]:
     net.load_state_dict(target["net"])
     opt.load_state_dict(target["opt"])
     loaded = copy.deepcopy([opt.state[p]["first_step"] for p in opt.state])
-    train(rank, processes, net, opt, range(4, 8))
+    train_on_one_batch(rank, net, opt, range(4, 8))
     return whole(net), float(sum(loaded))
 
 
@@ -235,6 +287,9 @@ def test_a_checkpoint_goes_on_bit_for_bit_and_elsewhere(tmp_path: Path) -> None:
     wanted = run_in(2, save, str(tmp_path / "saved"))[0]
     for end, _ in run_in(2, load, str(tmp_path / "saved")):
         assert all(map(torch.equal, end, wanted))
+    for end, _ in run_in(4, load, str(tmp_path / "saved")):
+        for a, b in zip(end, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
 
 
 def refused(rank: int, processes: int) -> list[str]:

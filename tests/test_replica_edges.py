@@ -212,14 +212,17 @@ def test_repeated_failure_with_the_owner_stops_all(shard: str | None) -> None:
     assert all(map(torch.equal, ranks[0]["ends"], ranks[1]["ends"]))
 
 
-def observed_by_some(rank: int, processes: int) -> dict[str, Any]:
+def observed_by_some(rank: int, processes: int, find_unused: bool) -> dict[str, Any]:
     """Both observe at first, then one of them, then none."""
-    net, replicas = own_net()
+    net, _ = own_net()
+    replicas = DistributedDataParallel(net, find_unused_parameters=find_unused)
     opt = TNT(net.parameters(), likelihood=least_likely, **SETTINGS)
-    stats, sampled = [], []
+    if find_unused:  # so that not even the first step asks for whom there is to reach
+        opt.warm_start([replicas(batch(rank, 9)[0])])
+    stats, sampled = [opt.state[p]["stats"][0].clone() for p in [net[0].weight] if find_unused], []
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        for step, who in enumerate([(0, 1), (1,), ()]):
+        for step, who in enumerate([(1,), ()] if find_unused else [(0, 1), (1,), ()]):
             opt.zero_grad()
             x, y = batch(rank, step)
             output = replicas(x)
@@ -233,11 +236,14 @@ def observed_by_some(rank: int, processes: int) -> dict[str, Any]:
     return {"stats": stats, "sampled": sampled, "warned": messages, "failures": opt.failures()}
 
 
-def test_what_some_observe_counts_and_what_none_does_is_warned_of() -> None:
-    ranks = run_in(2, observed_by_some)
+@pytest.mark.parametrize("find_unused", [False, True])
+def test_what_some_observe_counts_and_what_none_does_is_warned_of(find_unused: bool) -> None:
+    ranks = run_in(2, observed_by_some, find_unused)
     for rank in ranks:
-        first = contraction((ranks[0]["sampled"][0] + ranks[1]["sampled"][0]) / 2, 0)
-        close(rank["stats"][1], 0.9 * first + 0.1 * contraction(ranks[1]["sampled"][1], 0))
+        first, alone = rank["stats"][0], ranks[1]["sampled"][-2]
+        if not find_unused:
+            close(first, contraction((ranks[0]["sampled"][0] + ranks[1]["sampled"][0]) / 2, 0))
+        close(rank["stats"][1], 0.9 * first + 0.1 * contraction(alone, 0))
         assert torch.equal(rank["stats"][2], rank["stats"][1])
         assert sum("observe(output) was not called" in text for text in rank["warned"]) == 1
         assert rank["failures"] == {"skipped_statistics": 0, "failed_inverses": 0}

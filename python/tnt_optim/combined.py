@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from tnt_optim.checkpoint import with_integer_keys
+
 
 def with_fallback(main: Optimizer, fallback: Optimizer) -> "WithFallback":
     """Makes one optimizer of two that share out a model's parameters.
@@ -121,6 +123,21 @@ class WithFallback(Optimizer):
         """See ``TNT.warm_start``."""
         self.main.warm_start(outputs, **more)  # type: ignore[attr-defined]
 
+    def allocate_state(self) -> None:
+        """Gives both states to load something into; see ``TNT.allocate_state``."""
+        self.main.allocate_state()  # type: ignore[attr-defined]
+        _allocate(self.fallback)
+
+    def diagnostics(self) -> dict[str, float]:
+        """See ``TNT.diagnostics``: figures of the parameters of ``main``."""
+        found: dict[str, float] = self.main.diagnostics()  # type: ignore[attr-defined]
+        return found
+
+    def memory_estimate(self) -> dict[str, Any]:
+        """See ``TNT.memory_estimate``: what the state of ``main`` will take."""
+        found: dict[str, Any] = self.main.memory_estimate()  # type: ignore[attr-defined]
+        return found
+
     def failures(self) -> dict[str, int]:
         """See ``TNT.failures``."""
         found: dict[str, int] = self.main.failures()  # type: ignore[attr-defined]
@@ -157,6 +174,7 @@ class WithFallback(Optimizer):
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
+        state_dict = with_integer_keys(state_dict)
         for key in ("state", "param_groups"):
             if key not in state_dict:
                 raise ValueError(f"state_dict must have the key {key!r}, got {sorted(state_dict)}")
@@ -174,9 +192,14 @@ class WithFallback(Optimizer):
             parts.append({**state_dict, "state": state, "param_groups": groups})
         numbered = {index for group in state_dict["param_groups"] for index in group["params"]}
         others = {key: s for key, s in state_dict["state"].items() if key not in numbered}
-        self.main.load_state_dict(parts[0])  # checks before it changes anything
         parts[1].pop("method", None)
-        self.fallback.load_state_dict(parts[1])
+        before = self.main.state_dict()
+        self.main.load_state_dict(parts[0])  # checks before it changes anything
+        try:
+            self.fallback.load_state_dict(parts[1])
+        except Exception:
+            self.main.load_state_dict(before)
+            raise
         self.state.others.update(others)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
@@ -187,6 +210,26 @@ class WithFallback(Optimizer):
 
     def __repr__(self) -> str:
         return f"{self.main!r}\nwith the fallback {self.fallback!r}"
+
+
+def _allocate(optimizer: Optimizer) -> None:
+    """Gives an optimizer of torch's its state, by a step that moves nothing."""
+    if optimizer.state:
+        return
+    params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    grads, rates = [p.grad for p in params], [group["lr"] for group in optimizer.param_groups]
+    try:
+        for param in params:
+            param.grad = torch.zeros_like(param)
+        for group in optimizer.param_groups:
+            lr = group["lr"]
+            group["lr"] = torch.zeros_like(lr) if isinstance(lr, Tensor) else 0.0
+        optimizer.step()
+    finally:
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+        for group, lr in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = lr
 
 
 class States(MutableMapping[Any, Any]):

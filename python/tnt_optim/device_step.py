@@ -19,7 +19,7 @@ from tnt_optim.rounding import to_be_moved
 from tnt_optim.sharing import Sharing
 from tnt_optim.states import State, blocks, each, layout_of, rows
 
-_LOT = 1 << 22
+_LOT, _LARGE_LOT = 1 << 22, 1 << 28
 
 Group = dict[str, Any]
 Settings = Mapping[str, Any]
@@ -104,61 +104,63 @@ class DeviceStep:
 
     def update(self, states: States, settings: Callable[[Group], Settings]) -> None:
         """Moves momenta and parameters."""
-        for group, params in self.updated:
+        for number, (group, params) in enumerate(self.updated):
             own = [states[p] for p in params]
             _count(own, "updates")
             if group["graft"] == "adam":
                 _count(own, "second_moment_updates")
             grads = {p: self.grads[p] for p in params}
             sharing = self.sharing
-            if sharing is None or not sharing.move(settings(group), grads, states):
-                _update(grads, states, settings(group))
+            if sharing is None or not sharing.move(settings(group), grads, states, number):
+                _update(grads, states, settings(group), number)
 
     def _owned(self, params: list[Tensor]) -> list[Tensor]:
         return params if self.sharing is None else self.sharing.owned(params)
 
 
-def _update(grads: Gradients, states: States, settings: Settings) -> None:
+def _update(grads: Gradients, states: States, settings: Settings, number: int) -> None:
     params, gradients = list(grads), [g for g in grads.values() if g is not None]
     own = [states[p] for p in params]
     seen = list(map(layout_of, own))
-    with to_be_moved(params, states, settings, seen) as weights:
-        if settings["graft"] is None and settings["kl_clip"] is None:
-            preconditioned_step_(
-                blocks(weights, seen),
-                blocks(each(own, "momentum"), seen),
-                blocks(gradients, seen),
-                rows(each(own, "factors"), seen),
-                settings["lr"],
-                settings["momentum"],
-                settings["weight_decay"],
-            )
-        else:
-            clips = settings["kl_clip"] is not None
-            for part in [slice(None)] if clips else _lots(weights):
-                looks = seen[part]
-                made, scales = scaled_directions_(gradients[part], own[part], looks, settings)
-                if clips:
-                    momenta = blocks(each(own, "momentum"), seen)
-                    scales = clipped(made, momenta, scales, settings)
-                move_(blocks(weights[part], looks), made, settings, scales)
+    clips, grafts = settings["kl_clip"] is not None, settings["graft"] is not None
+    # Copies in float32, or directions apart from the step, are not made of all at once.
+    in_lots = not clips and (grafts or settings["rounding"] == "stochastic")
+    for lot, part in enumerate(_lots(params) if in_lots else [slice(None)]):
+        looks, states_of_part = seen[part], own[part]
+        key = (number, lot)
+        with to_be_moved(params[part], states, settings, looks, key=key) as weights:
+            if not clips and not grafts:
+                preconditioned_step_(
+                    blocks(weights, looks),
+                    blocks(each(states_of_part, "momentum"), looks),
+                    blocks(gradients[part], looks),
+                    rows(each(states_of_part, "factors"), looks),
+                    settings["lr"],
+                    settings["momentum"],
+                    settings["weight_decay"],
+                )
+                continue
+            made, scales = scaled_directions_(gradients[part], states_of_part, looks, settings)
+            if clips:
+                momenta = blocks(each(states_of_part, "momentum"), looks)
+                scales = clipped(made, momenta, scales, settings)
+            move_(blocks(weights, looks), made, settings, scales)
 
 
-def _lots(weights: Sequence[Tensor]) -> list[slice]:
-    """Neighbours whose directions exist at the same time: on the CPU a few million numbers.
+def _lots(params: Sequence[Tensor]) -> list[slice]:
+    """Neighbours whose directions exist at the same time.
 
-    They are then still in the cache when they are used, and their memory serves again. A GPU has
-    fewer launches with all at once.
+    On the CPU a few million numbers: they are then still in the cache when they are used, and their
+    memory serves again. On a GPU far more, for few launches.
     """
-    if not weights or not weights[0].is_cpu:
-        return [slice(None)]
+    limit = _LOT if params and params[0].is_cpu else _LARGE_LOT
     bounds, size = [0], 0
-    for index, weight in enumerate(weights):
-        if size and size + weight.numel() > _LOT:
+    for index, param in enumerate(params):
+        if size and size + param.numel() > limit:
             bounds.append(index)
             size = 0
-        size += weight.numel()
-    bounds.append(len(weights))
+        size += param.numel()
+    bounds.append(len(params))
     return [slice(first, last) for first, last in itertools.pairwise(bounds)]
 
 

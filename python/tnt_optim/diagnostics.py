@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tnt_kernels import mode_products
+from tnt_optim.processes import is_sharded
 from tnt_optim.states import State, layout_of
 
 # A condition number is wanted to an order of magnitude: the power method has that much early.
@@ -24,14 +25,17 @@ def diagnostics(states: Mapping[Tensor, State], names: Mapping[Tensor, str]) -> 
     values: list[Tensor] = []
     found: dict[str, float] = {}
     for param, state in states.items():
+        if param.numel() == 0:
+            continue
         name, seen = names[param], layout_of(state)
         factors = seen.rows(state["factors"])
         direction = mode_products(seen.blocks(state["momentum"]), factors)
         figures = {
-            "parameter_norm": param.norm(),
             "momentum_norm": state["momentum"].norm(),
             "direction_norm": torch.stack([part.norm() for part in direction]).norm(),
         }
+        if not is_sharded(param):  # whose norm would take all processes
+            figures["parameter_norm"] = param.norm()
         if "stats" in state:
             pairs = zip(state["stats"], state["factors"], strict=True)
             figures["condition"] = torch.stack([condition(s, a) for s, a in pairs]).amax()

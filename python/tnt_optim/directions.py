@@ -61,10 +61,10 @@ def clipped(
     group: Mapping[str, Any],
     team: Team | None = None,
 ) -> list[Tensor]:
-    """The factors of directions, times min(1, sqrt(kl_clip / (lr^2 sum P . m))).
+    """The factors s of directions, times min(1, sqrt(kl_clip / (lr^2 sum s^2 P . m))).
 
-    With P = F^-1 m the sum is P^T F P, twice the divergence of the step in the model of F that the
-    factors are; it is not negative.
+    With P = F^-1 m the sum is that of (s P)^T F (s P), twice the divergence of the step in the
+    model of F that the factors are; it is not negative.
 
     Args:
         directions: the P before their factors.
@@ -75,7 +75,7 @@ def clipped(
     """
     products = [(p * m).sum() for p, m in zip(directions, momenta, strict=True)]
     if scales is not None:
-        products = [product * scale for product, scale in zip(products, scales, strict=True)]
+        products = [product * s**2 for product, s in zip(products, scales, strict=True)]
     device = group["params"][0].device
     nothing = torch.zeros((), dtype=torch.float64, device=device)
     total = torch.stack([nothing, *(product.to(nothing) for product in products)]).sum()

@@ -172,7 +172,7 @@ def _addresses(step: DeviceStep, states: States) -> tuple[tuple[int, ...], list[
         state = states[param]
         own = [
             state[name]
-            for name in ("momentum", "stats", "factors", "second_moment")
+            for name in ("momentum", "stats", "factors", "second_moment", "master")
             if name in state
         ]
         kept += [param, *own]

@@ -130,7 +130,8 @@ class KroneckerOptimizer(FactoredOptimizer):
         steps or so. Where processes share the work, each has those of what it keeps.
 
         Returns:
-            By "FIGURE/NAME", as ``SummaryWriter.add_scalar`` takes them: "parameter_norm",
+            By "FIGURE/NAME", as ``SummaryWriter.add_scalar`` takes them: "parameter_norm" (but of
+            sharded parameters),
             "momentum_norm", "direction_norm" (without grafting and weight decay), "condition", the
             largest condition number of the parameter's factors, estimated from below, and the
             counts "skipped_statistics" and "failed_inverses". A parameter without a name is called
@@ -188,6 +189,7 @@ class KroneckerOptimizer(FactoredOptimizer):
             "_failures": self._failures,
             "capturable": self.capturable,
             "shard": self.shard,
+            "_group_is_lost": self._group_is_lost or self.process_group is not None,
         }
         return {**super().__getstate__(), **own}
 
@@ -197,7 +199,7 @@ class KroneckerOptimizer(FactoredOptimizer):
             for name, value in ADDED.items():
                 group.setdefault(name, value)
         self._graphs = StepGraphs()
-        if "shard" in state:  # a copy, in the default group: a process group cannot be copied
+        if "shard" in state:  # a copy: a process group cannot be copied
             self.process_group, self._owners = None, Owners()
 
     def __repr__(self) -> str:

@@ -27,6 +27,8 @@ def estimate(
     for group in groups:
         moments = MOMENTS if group["graft"] == "adam" else MOMENTS[:1]
         for param in group["params"]:
+            if not param.requires_grad:
+                continue
             seen = layout(param, group)
             shapes = seen.statistic_shapes(group["max_factor_dim"])
             itemsize, has = state_dtype(param).itemsize, kept(param)

@@ -25,6 +25,7 @@ class Observations:
             them.
         awaited: those of them that a loss has reached since, which every later output is asked for.
         partial: whether outputs may reach other parameters in another process.
+        agreed: whether all processes know of ``partial``.
     """
 
     sampled: dict[Tensor, Any] = field(default_factory=dict)
@@ -34,6 +35,7 @@ class Observations:
     unreached: set[Tensor] = field(default_factory=set)
     awaited: set[Tensor] = field(default_factory=set)
     partial: bool = False
+    agreed: bool = False
 
     def add(self, observed: Mapping[Tensor, Tensor], asked: Iterable[Tensor]) -> None:
         """Adds one to earlier ones; those that are not finite make room for others."""
@@ -80,11 +82,13 @@ class Observations:
         if not due:
             return
         reached = due
-        if is_sharded or self.partial or not all(map(has_statistics, due)):
-            flags = [self.count > 0, *(p in self.sampled for p in due)]
-            anyone, *found = team.anywhere(flags, due[0].device)
+        known = self.agreed and all(map(has_statistics, due))
+        if is_sharded or self.partial or not known:
+            flags = [self.count > 0, self.partial, *(p in self.sampled for p in due)]
+            anyone, self.partial, *found = team.anywhere(flags, due[0].device)
             if not anyone:
                 return
+            self.agreed = True
             reached = [p for p, is_reached in zip(due, found, strict=True) if is_reached]
         if is_sharded:
             self.sampled = {p: self.sampled.get(p) for p in reached}

@@ -181,7 +181,7 @@ def pooled(
     totals = team.sums(sent)
     count, observed = totals[0]
     return {
-        p: total / count.to(p.device, total.dtype)
+        p: total.div_(count.to(p.device, total.dtype))
         for p, total in zip(params, totals[1:], strict=True)
     }, observed
 
@@ -200,11 +200,12 @@ def replicas_behind(loss: Tensor) -> list[DistributedDataParallel]:
     """
     if not (dist.is_available() and dist.is_initialized()):
         return []
-    return [
+    found = [
         node.ddp_weakref()  # type: ignore[attr-defined]
         for node in graph_nodes(loss)
         if node.name() == "_DDPSinkBackward"
     ]
+    return [module for module in found if module is not None]
 
 
 def check_static_graph(replicas: Sequence[DistributedDataParallel]) -> None:

@@ -17,6 +17,8 @@ def to_be_moved(
     states: Mapping[Tensor, State],
     group: Mapping[str, Any],
     layouts: Sequence[Layout] | None = None,
+    *,
+    key: tuple[int, ...],
 ) -> Iterator[list[Tensor]]:
     """What a step writes to in place of parameters; on leaving, it is in the parameters.
 
@@ -25,6 +27,8 @@ def to_be_moved(
         states: those of whole parameters, with master copies.
         group: their settings.
         layouts: to see them in the shapes of their modes; None for their own.
+        key: names these parameters among all that move in a step, for draws of their own; the same
+            for copies in other processes.
     """
     rounding = group["rounding"]
     wide = [_wide(param, states, rounding) for param in params]
@@ -37,23 +41,30 @@ def to_be_moved(
     for param, source in zip(params, wide, strict=True):
         if source is not param:
             if rounding == "stochastic":
-                stochastically_rounded_(source, _generator(generators, source.device, group))
+                stochastically_rounded_(source, _generator(generators, source.device, group, key))
             param.copy_(source)
 
 
 def _wide(param: Tensor, states: Mapping[Tensor, State], rounding: str) -> Tensor:
     if rounding == "nearest" or not is_half(param):
         return param
-    master: Tensor = states[param]["master"] if rounding == "master" else param.float()
-    return master
+    wide = param.float()
+    if rounding == "master":
+        master: Tensor = states[param]["master"]
+        # What was set from outside, as by load_state_dict of the model, counts.
+        same = master.to(param.dtype) == param
+        return master.copy_(torch.where(same, master, wide))
+    return wide
 
 
 def _generator(
-    generators: dict[torch.device, torch.Generator], device: torch.device, group: Mapping[str, Any]
+    generators: dict[torch.device, torch.Generator],
+    device: torch.device,
+    group: Mapping[str, Any],
+    key: tuple[int, ...],
 ) -> torch.Generator:
     if device not in generators:
-        # The same in all processes: copies of a parameter stay equal.
-        seed = stream_seed("rounding", group["step"])
+        seed = stream_seed("rounding", group["step"], *key)
         generators[device] = torch.Generator(device).manual_seed(seed)
     return generators[device]
 

@@ -63,9 +63,10 @@ class Shampoo(KroneckerOptimizer):
             "nearest"; "stochastic" (bfloat16 only): up or down at random, so that steps smaller
             than half a spacing are made on average; "master": they are rounded from a float32 copy
             that the state keeps.
-        kl_clip: shorten the directions P of a group's parameters alike, by min(1, sqrt(kl_clip /
-            (lr^2 sum P . m))): the sum is twice the divergence of the step in the model that the
-            factors are. Takes memory for all directions at once. None: no bound.
+        kl_clip: shorten the directions P of a group's parameters on one device alike, by min(1,
+            sqrt(kl_clip / (lr^2 sum s^2 P . m))), s from ``graft``: the sum is twice the divergence
+            of the step in the model that the factors are. Takes memory for all directions at once.
+            None: no bound.
         process_group: the processes that train copies of one model, as for ``TNT``.
         shard: how they share the work, as for ``TNT``.
 

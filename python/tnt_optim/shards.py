@@ -133,6 +133,7 @@ class Shards(Sharing):
         group: Group,
         grads: Gradients,
         states: Mapping[Tensor, State],
+        number: int,
     ) -> bool:
         """One group's step: gradients to the owners, directions back, each piece moved."""
         made = self.directions_(grads, states, group)
@@ -140,12 +141,15 @@ class Shards(Sharing):
             own, ranks = self.owned(alike), range(self.team.size)
             pieces = [made[p].view(p.shape).split(self._lengths(p), dim=shard_dim(p)) for p in own]
             by_owner = {owner: self._of(owner, alike) for owner in ranks}
+            # Who owns none of these sends nothing, but sends it.
+            nothing = torch.empty(0, dtype=state_dtype(alike[0]), device=alike[0].device)
             arrived = self.team.all_to_all(
-                {target: [cut[target] for cut in pieces] for target in ranks},
+                {target: [nothing, *(cut[target] for cut in pieces)] for target in ranks},
                 {o: [self._shape(p, self.team.rank) for p in by_owner[o]] for o in ranks},
             )
             for owner in ranks:
-                with to_be_moved([_local(p) for p in by_owner[owner]], {}, group) as weights:
+                local, key = [_local(p) for p in by_owner[owner]], (number, owner, self.team.rank)
+                with to_be_moved(local, {}, group, key=key) as weights:
                     move_(weights, arrived[owner], group)
         return True
 
@@ -190,13 +194,16 @@ def sharded_gradients(
         RuntimeError: where gradients of this step wait to be averaged, which a backward beside the
             user's would join.
     """
-    modules = _modules_of(params)
+    leaves = _leaves(loss)
+    modules = _modules_of([*params, *leaves])
     if any(_holds_back(module) for module in modules):
         raise RuntimeError(
             "observe must be called at the first micro-batch of a step under fully_shard: later "
             "ones hold gradients that wait to be averaged"
         )
-    with _put_back([*params, *_leaves(loss)]), _synchronised(modules):
+    # A backward leaves gradients with all parameters, not only with those that are asked for.
+    cut = [p.sharded_param for module in modules for g in _groups(module) for p in g.fsdp_params]
+    with _put_back([*params, *cut, *leaves]), _synchronised(modules):
         with without_autocast(loss):
             loss.backward(torch.full_like(loss, scale), retain_graph=retain_graph)
         return unscaled({p: p.grad for p in params if p.grad is not None}, scale)
@@ -230,8 +237,9 @@ def _modules_of(params: Sequence[Tensor]) -> Sequence[FSDPModule]:
     found = []
     for module in list(_module_state_mapping):
         if isinstance(module, FSDPModule):
-            own = [fp.sharded_param for group in _groups(module) for fp in group.fsdp_params]
-            if any(id(param) in wanted for param in own):
+            cut = [param for group in _groups(module) for param in group.fsdp_params]
+            own = [(p.sharded_param, getattr(p, "_unsharded_param", None)) for p in cut]
+            if any(id(tensor) in wanted for pair in own for tensor in pair):
                 found.append(module)
     return found
 
@@ -246,6 +254,8 @@ def _groups(module: FSDPModule) -> list[Any]:
 
 def _holds_back(module: FSDPModule) -> bool:
     """Whether gradients of earlier micro-batches wait to be averaged."""
+    if any(getattr(g, "_partial_reduce_output", None) is not None for g in _groups(module)):
+        return True
     for param in [param for group in _groups(module) for param in group.fsdp_params]:
         gathered = getattr(param, "_unsharded_param", None)
         if param.unsharded_accumulated_grad is not None:
@@ -259,11 +269,11 @@ def _holds_back(module: FSDPModule) -> bool:
 def _synchronised(modules: Sequence[FSDPModule]) -> Iterator[None]:
     """Within it every backward averages gradients, whatever the user has set for his."""
     groups = [group for module in modules for group in _groups(module)]
-    before = [(group, group.reduce_grads) for group in groups]
+    before = [(group, group.reduce_grads, group.all_reduce_grads) for group in groups]
     for group in groups:
-        group.reduce_grads = True
+        group.reduce_grads = group.all_reduce_grads = True
     try:
         yield
     finally:
-        for group, reduce_grads in before:
-            group.reduce_grads = reduce_grads
+        for group, reduce_grads, all_reduce_grads in before:
+            group.reduce_grads, group.all_reduce_grads = reduce_grads, all_reduce_grads

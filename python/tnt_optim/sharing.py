@@ -49,14 +49,19 @@ class Owners:
     def _assign(self, groups: Sequence[Group], processes: int, moments_too: bool) -> None:
         if len(self._taken) != processes:
             self._owners, self._taken = {}, [Load()] * processes
-        new = [(p, g) for g in groups for p in g["params"] if p not in self._owners]
-        loads = [_load(p, g, moments_too) for p, g in new]
-        for (param, _), load, owner in zip(new, loads, assign(loads, self._taken), strict=True):
-            self._owners[param] = owner
-            self._taken[owner] += load
+        # Group by group, as if each had been asked for when it was added: copies, and processes
+        # that ask at other times, must come to the same.
+        for group in groups:
+            new = [p for p in group["params"] if p not in self._owners]
+            loads = [_load(p, group, moments_too) for p in new]
+            for param, load, owner in zip(new, loads, assign(loads, self._taken), strict=True):
+                self._owners[param] = owner
+                self._taken[owner] += load
 
 
 def _load(param: Tensor, group: Group, moments_too: bool) -> Load:
+    if not param.requires_grad:
+        return Load()
     shapes = layout(param, group).statistic_shapes(group["max_factor_dim"])
     moments = (1 + (group["graft"] == "adam")) * moments_too
     return load_of(shapes, param.numel(), state_dtype(param).itemsize, moments)
@@ -133,6 +138,7 @@ class Sharing:
         group: Group,
         grads: Gradients,
         states: Mapping[Tensor, State],
+        number: int,
     ) -> bool:
         """One group's step: each direction made by its owner, each parameter moved everywhere.
 
@@ -140,6 +146,7 @@ class Sharing:
             group: the settings.
             grads: of the parameters that move.
             states: what this process has.
+            number: the group's among those that move.
 
         Returns:
             False where every process makes the step for itself, and nothing was done.
@@ -147,6 +154,7 @@ class Sharing:
         if self.shard != "directions":
             return False
 
+        places = {p: place for place, p in enumerate(grads)}
         made: dict[Tensor, Tensor] = {}
         if group["kl_clip"] is not None:  # which takes all directions before any is sent
             made = self.directions_(grads, states, group)
@@ -159,7 +167,8 @@ class Sharing:
 
         def take(lot: list[Tensor], flat: Tensor) -> None:
             seen = [layout(p, group) for p in lot]
-            with to_be_moved(lot, states, group, seen) as weights:
+            key = (number, places[lot[0]])
+            with to_be_moved(lot, states, group, seen, key=key) as weights:
                 move_(weights, parts(flat, [look.sizes for look in seen]), group)
 
         for alike in by_kind(grads):

@@ -75,6 +75,7 @@ class FactoredOptimizer(Optimizer):
             raise ValueError(f"shard must be one of {known}, got {shard!r}")
         self.capturable = capturable
         self.process_group = process_group
+        self._group_is_lost = False  # of a copy
         self.shard = shard
         self._owners = Owners()
         self._failures = Failures()
@@ -150,9 +151,10 @@ class FactoredOptimizer(Optimizer):
         """Returns the bytes that the optimizer's state will take in this process, before training.
 
         Returns:
-            "parameters": for each its "name", "shape", "statistics" (their shapes), and in bytes
-            "stats", "factors", "moments" and "master"; "total": the sum of all these bytes. Beside
-            its state a step needs scratch memory, for at least a copy of the largest parameter.
+            "parameters": for each that is trainable its "name", "shape", "statistics" (their
+            shapes), and in bytes "stats", "factors", "moments" and "master"; "total": the sum of
+            all these bytes. Beside its state a step needs scratch memory, for at least a copy of
+            the largest parameter.
         """
         return estimate(self.param_groups, self._kept, self._name)
 
@@ -364,6 +366,11 @@ class FactoredOptimizer(Optimizer):
             team: Team | None = team_of_shards(params)
         else:
             team = team_of(self.process_group)
+            if team is not None and self.process_group is None and self._group_is_lost:
+                raise RuntimeError(
+                    "process_group of a copied optimizer must be set again, which a copy cannot "
+                    "have: opt.process_group = ..."
+                )
         if team is not None and self.capturable:
             raise RuntimeError(
                 "capturable=True works in a single process, and torch.distributed runs "

@@ -88,9 +88,10 @@ class TNT(KroneckerOptimizer):
             "nearest"; "stochastic" (bfloat16 only): up or down at random, so that steps smaller
             than half a spacing are made on average; "master": they are rounded from a float32 copy
             that the state keeps.
-        kl_clip: shorten the directions P of a group's parameters alike, by min(1, sqrt(kl_clip /
-            (lr^2 sum P . m))): the sum is twice the divergence of the step in the model that the
-            factors are. Takes memory for all directions at once. None: no bound.
+        kl_clip: shorten the directions P of a group's parameters on one device alike, by min(1,
+            sqrt(kl_clip / (lr^2 sum s^2 P . m))), s from ``graft``: the sum is twice the divergence
+            of the step in the model that the factors are. Takes memory for all directions at once.
+            None: no bound.
         sample_scale: what the loss at sampled labels is multiplied by before its backward, and the
             gradients divided by in float32, as GradScaler does for the training's loss; a power of
             two. None: where something is in float16 the number of examples, up to 2^15, since the
