@@ -132,6 +132,34 @@ def neighbours(value: Tensor) -> tuple[Tensor, Tensor]:
     return (down, away) if float(value) > 0 else (away, down)
 
 
+@pytest.mark.parametrize("in_groups", [False, True])
+def test_parameters_and_groups_are_rounded_by_draws_of_their_own(in_groups: bool) -> None:
+    start = torch.randn(64, 64).bfloat16()
+    params = [nn.Parameter(start.clone()) for _ in range(2)]
+    groups: Any = [{"params": [p]} for p in params] if in_groups else params
+    opt = made(groups, rounding="stochastic")
+    gradient = torch.randn(64, 64).bfloat16()
+    for param in params:
+        param.grad = gradient.clone()
+    opt.step()
+    assert not torch.equal(params[0], params[1])
+    # But for the rounding they are the same.
+    torch.testing.assert_close(params[0], params[1], rtol=2.0**-7, atol=0)
+
+
+def test_weights_set_from_outside_count() -> None:
+    params = started(torch.bfloat16)
+    opt = made(params, rounding="master")
+    steps(opt, range(3))
+    with torch.no_grad():
+        params[0].fill_(5.0)
+    kept = opt.state[params[1]]["master"].clone()
+    opt.param_groups[0]["lr"] = 0.0
+    steps(opt, range(3, 4))
+    assert torch.equal(params[0], torch.full_like(params[0], 5.0))
+    assert torch.equal(opt.state[params[1]]["master"], kept)
+
+
 def test_what_is_not_finite_stays_so() -> None:
     values = torch.tensor([float("nan"), float("inf"), -float("inf")])
     stochastically_rounded_(values, torch.Generator().manual_seed(0))

@@ -3,15 +3,18 @@
 import copy
 import io
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from drawn import raising, weight
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from tnt_optim import TNT, Shampoo, with_fallback
+from tnt_optim.combined import WithFallback
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -199,3 +202,43 @@ def test_what_cannot_be_combined_is_refused() -> None:
         with_fallback(Shampoo([param]), torch.optim.SGD([param], lr=0.1))
     with pytest.raises(TypeError, match="fallback must be an optimizer, got list"):
         with_fallback(Shampoo([param]), [weight(2)])  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed:UserWarning")
+def test_checkpoints_load_both_in_place(tmp_path: Path) -> None:
+    def started() -> tuple[Net, WithFallback]:
+        net, main, fallback = made()
+        for group in main.param_groups:
+            group["graft"] = "adam"
+        return net, with_fallback(main, fallback)
+
+    net, opt = started()
+    train(net, [opt], range(5))
+    saved = {"net": net.state_dict(), "opt": opt.state_dict()}
+    dcp.save(saved, checkpoint_id=tmp_path / "saved", no_dist=True)
+    train(net, [opt], range(5, 9))
+    other, resumed = started()
+    resumed.allocate_state()
+    assert all(p.grad is None for p in other.parameters())
+    target = {"net": other.state_dict(), "opt": resumed.state_dict()}
+    dcp.load(target, checkpoint_id=tmp_path / "saved", no_dist=True)
+    other.load_state_dict(target["net"])
+    resumed.load_state_dict(target["opt"])
+    train(other, [resumed], range(5, 9))
+    assert same(net, other)
+
+
+def test_where_the_fallback_cannot_load_main_is_what_it_was() -> None:
+    def started(block_size: int) -> tuple[Net, WithFallback]:
+        net, main, _ = made()
+        rest = [net.embed.weight, net.hidden.bias, net.out.bias]
+        return net, with_fallback(main, Shampoo(rest, block_size=block_size))
+
+    net, opt = started(4)
+    train(net, [opt], range(3))
+    other, refusing = started(5)
+    train(other, [refusing], range(1))
+    before = copy.deepcopy(refusing.main.state_dict())
+    with pytest.raises(ValueError, match="block_size=5"):
+        refusing.load_state_dict(opt.state_dict())
+    assert equal(refusing.main.state_dict(), before)
