@@ -78,6 +78,7 @@ class Before {
   }
 
   void forget() { memory_.reset(); }
+  bool saved() const { return memory_ != nullptr; }
 
  private:
   // To the bit, NaN included.
@@ -121,7 +122,8 @@ void mirror_upper(T* matrix, int64_t n) {
 // Makes the factors of every tensor by make(tensor, mode, scratch), which writes a good factor to
 // the mode's `out`, of a full one the diagonal and the upper triangle, leaves the strict lower
 // triangle alone, and says whether the factor is good. If one of a tensor is not, all of them
-// become what they were, and info[t] is i + 1 for the first bad mode i. So nothing beside `out` is
+// become what they were, and info[t] is i + 1 for the first bad mode i. They do so, too, where
+// making them throws, as for lack of memory. So nothing beside `out` is
 // needed for matrices that wait for the other modes of their tensor.
 template <typename Make>
 void make_factors(const std::vector<TensorModes>& tensors, double flops_per_cube, const Make& make,
@@ -204,14 +206,31 @@ void make_factors(const std::vector<TensorModes>& tensors, double flops_per_cube
     shared += large;
     return large;
   });
-  {
-    const FlushSubnormals flush;
-    Scratch scratch;
-    for (size_t i = 0; i < shared; ++i) run(tasks[i], scratch);
+  try {
+    {
+      const FlushSubnormals flush;
+      Scratch scratch;
+      for (size_t i = 0; i < shared; ++i) run(tasks[i], scratch);
+    }
+    run_tasks(static_cast<int64_t>(tasks.size() - shared), total, [&](int64_t i, Scratch& scratch) {
+      run(tasks[shared + static_cast<size_t>(i)], scratch);
+    });
+  } catch (...) {
+    for (int64_t t = 0; t < count; ++t) {
+      const TensorModes& tensor = tensors[static_cast<size_t>(t)];
+      if (pending[t].missing == 0) continue;
+      for (size_t i = 0; i < tensor.modes.size(); ++i) {
+        const Before& before = pending[t].before[i];
+        if (!before.saved()) continue;
+        if (tensor.element == Element::kDouble) {
+          before.restore<double>(tensor.modes[i]);
+        } else {
+          before.restore<float>(tensor.modes[i]);
+        }
+      }
+    }
+    throw;
   }
-  run_tasks(static_cast<int64_t>(tasks.size() - shared), total, [&](int64_t i, Scratch& scratch) {
-    run(tasks[shared + static_cast<size_t>(i)], scratch);
-  });
 }
 
 }  // namespace tnt

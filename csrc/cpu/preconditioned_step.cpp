@@ -68,13 +68,14 @@ void update(const ParameterStep& step, const Rates& rates, const T* direction) {
 
 template <typename T>
 void take(const ParameterStep& step, const Rates& rates, Scratch& scratch) {
-  accumulate(step, static_cast<T>(rates.momentum));
   const bool flat_momentum = step.momentum.contiguous();
   // Then the last product writes W itself: W <- W - lr A_1 (...).
   const bool direct = step.param.element == kElement<T> && step.param.contiguous();
   const int64_t count = step.param.count();
   T* buffers = scratch.get<T>(chain_scratch(step.factors) + (flat_momentum ? 0 : count) +
                               (direct ? 0 : count));
+  // Only now: where there is too little memory, the momentum stays what it was, too.
+  accumulate(step, static_cast<T>(rates.momentum));
   const T* m = static_cast<const T*>(step.momentum.data);
   if (!flat_momentum) {
     copy_contiguous(step.momentum, contiguous_strides(step.momentum).data(), buffers);

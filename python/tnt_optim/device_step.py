@@ -5,7 +5,7 @@ Nothing here waits for the device or looks at a value on it, so a CUDA graph can
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -55,6 +55,8 @@ class DeviceStep:
         observed: the gradients for the statistics.
         grads: the gradients of the loss; of sharded parameters this process's pieces, if any.
         sharing: how processes share the work; None where each does all of it.
+        taken: whose statistics have what was observed, as where an earlier attempt at the same
+            step raised after it; whose statistics take it in now is added.
     """
 
     blended: list[Batch]
@@ -63,6 +65,7 @@ class DeviceStep:
     observed: dict[Tensor, Tensor]
     grads: Gradients
     sharing: Sharing | None = None
+    taken: set[Tensor] = field(default_factory=set)
 
     def blend(self, states: States, settings: Callable[[Group], Settings]) -> list[Report]:
         """Blends what was observed into the statistics, if all of it is finite."""
@@ -80,6 +83,7 @@ class DeviceStep:
             seen = list(map(layout_of, own))
             gradients = blocks([self.observed[p] for p in owned], seen)
             gram_ema_(rows(each(own, "stats"), seen), gradients, decay)
+            self.taken.update(params)
             codes = (~finite).to(torch.int32).expand(len(params)).contiguous()
             reports.append(Report("statistics", codes, params))
         return reports

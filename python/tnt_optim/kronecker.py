@@ -21,7 +21,7 @@ from tnt_optim.checkpoint import (
 )
 from tnt_optim.device_step import Batch, DeviceStep, Group, Report, Settings, by_device
 from tnt_optim.diagnostics import diagnostics
-from tnt_optim.failures import Failures
+from tnt_optim.failures import Failures, PreconditionerError
 from tnt_optim.graphs import StepGraphs
 from tnt_optim.processes import Gradients, Team
 from tnt_optim.settings import ADDED, as_number, check_settings
@@ -42,6 +42,8 @@ class KroneckerOptimizer(FactoredOptimizer):
 
     def __init__(self, params: Any, defaults: dict[str, Any], **shared: Any) -> None:
         self._graphs = StepGraphs()
+        # Whose statistics have what was observed for this step, where an attempt at it raised.
+        self._taken: set[Tensor] = set()
         super().__init__(params, defaults, **shared)
 
     # What a subclass provides.
@@ -94,7 +96,10 @@ class KroneckerOptimizer(FactoredOptimizer):
             PreconditionerError: where first statistics or inverses fail, or later ones repeatedly.
                 No parameter is then changed.
 
-        A step that raises has used up what was observed for it.
+        A step that raises has used up what was observed for it. Where it raises before the update,
+        as with too little memory for new factors, parameters and momenta are what they were, and it
+        can be repeated, from the forward on: statistics that have taken in what was observed do not
+        take it in again.
         """
         loss = None
         if closure is not None:
@@ -113,12 +118,17 @@ class KroneckerOptimizer(FactoredOptimizer):
             observed = self._whole(pieces)
             first = {p: g for p, g in observed.items() if not self._has_state(p)}
             self.state.update(self._first_states(first))
+            self._taken.update(first)
             if first:
                 observed = {p: g for p, g in observed.items() if p not in first}
             self._run(self._device_step(observed, first, updates))
             self._note_unreached()
+        except PreconditionerError:
+            self._taken.clear()  # no repetition helps: the next attempt is of other observations
+            raise
         finally:
             self._forget_observations()
+        self._taken.clear()
         for group in self.param_groups:
             group["step"] += 1
         return loss
@@ -173,7 +183,7 @@ class KroneckerOptimizer(FactoredOptimizer):
             check_state_dict(self.param_groups, adapted, set(self.defaults), self._kept)
 
         def finish(adapted: dict[str, Any]) -> None:
-            self._failures, self._graphs = Failures(), StepGraphs()
+            self._failures, self._graphs, self._taken = Failures(), StepGraphs(), set()
             for group, modes in zip(self.param_groups, functions, strict=True):
                 group["modes"] = modes
             for param, state in copied_states(self.param_groups, adapted, state_dtype):
@@ -198,7 +208,7 @@ class KroneckerOptimizer(FactoredOptimizer):
         for group in self.param_groups:
             for name, value in ADDED.items():
                 group.setdefault(name, value)
-        self._graphs = StepGraphs()
+        self._graphs, self._taken = StepGraphs(), set()
         if "shard" in state:  # a copy: a process group cannot be copied
             self.process_group, self._owners = None, Owners()
 
@@ -232,12 +242,13 @@ class KroneckerOptimizer(FactoredOptimizer):
         """What the step has to do: blend what was observed, remake factors, update."""
         due = [self._factors_due(group, observed, first) for group in self.param_groups]
         return DeviceStep(
-            blended=list(self._batches(observed)),
+            blended=list(self._batches(observed.keys() - self._taken)),
             remade=self._split(due),
             updated=self._split(updates),
             observed=observed,
             grads=self._signed(updates),
             sharing=self._sharing(),
+            taken=self._taken,
         )
 
     def _signed(self, updates: Sequence[list[Tensor]]) -> Gradients:
@@ -290,12 +301,11 @@ class KroneckerOptimizer(FactoredOptimizer):
         t, interval = group["step"], group["inverse_interval"]
         if t % interval == 0:
             return [p for p in group["params"] if self._has_state(p) and p not in first]
-        if not observed:
-            return []
+        known = observed.keys() | self._taken
         return [
             p
             for p in group["params"]
-            if p in observed and t - self.state[p]["first_step"] < interval
+            if p in known and p not in first and t - self.state[p]["first_step"] < interval
         ]
 
     # The update.

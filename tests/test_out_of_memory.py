@@ -1,0 +1,79 @@
+"""An operator that finds too little memory raises MemoryError, and what it was to write is whole.
+
+In a process of its own, whose address space is cut to what it has and a little more.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tnt_kernels import backends
+
+PROGRAM = """
+import resource, sys
+import torch
+from tnt_kernels import damped_inverse, inverse_root, preconditioned_step_
+
+torch.set_num_threads(int(sys.argv[2]))
+SIDES, SLACK = (1400, 1399), 6 << 20
+
+
+def definite(d):
+    return torch.eye(d, dtype=torch.float64) + 0.5 / d
+
+
+def calls(sides):
+    stats, out = [[[definite(d) for d in sides]] for _ in range(2)]
+    out[0][1][0, 1] = 3.0  # no symmetric matrix: all of it has to be kept meanwhile
+    weight = torch.ones(sides, dtype=torch.float64)
+    step = [weight, weight.clone(), weight.clone()]
+    return {
+        "inverse": (out[0], lambda: damped_inverse(stats, 0.1, out)),
+        "root": (out[0], lambda: inverse_root(stats, 0.1, 2, out)),
+        "step": (step, lambda: preconditioned_step_(*[[t] for t in step], stats, 0.1, 0.9, 0.0)),
+    }
+
+
+name = sys.argv[1]
+calls((8, 7))[name][1]()  # which loads and starts what there is to be
+held, call = calls(SIDES)[name]
+before = [tensor.clone() for tensor in held]
+pages = int(open("/proc/self/statm").read().split()[0])
+limit = pages * resource.getpagesize() + SLACK
+resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+try:
+    call()
+    result = "none"
+except MemoryError:
+    result = "MemoryError"
+resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
+same = [torch.equal(a, b) for a, b in zip(before, held)]
+call()  # with enough memory
+print(result, all(same), all(bool(t.isfinite().all()) for t in held))
+"""
+
+_SERVED = {served["cpu"] for served in backends().ops.values()}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the address space")
+@pytest.mark.skipif(_SERVED != {"C++"}, reason="of the C++ kernels")
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("name", ["inverse", "root", "step"])
+def test_an_operator_without_memory_changes_nothing(name: str, threads: int) -> None:
+    # What is freed goes back to the system: nothing is left over that a call could find.
+    tight = {
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+        "MALLOC_TRIM_THRESHOLD_": "0",
+        "MALLOC_ARENA_MAX": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, name, str(threads)],
+        env={**os.environ, **tight},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["MemoryError", "True", "True"]
