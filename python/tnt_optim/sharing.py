@@ -42,10 +42,6 @@ class Owners:
             self._assign(groups, processes, moments_too)
         return self._owners[param]
 
-    def loads(self) -> list[Load]:
-        """What each process has."""
-        return list(self._taken)
-
     def _assign(self, groups: Sequence[Group], processes: int, moments_too: bool) -> None:
         if len(self._taken) != processes:
             self._owners, self._taken = {}, [Load()] * processes
