@@ -181,7 +181,8 @@ def extension() -> dict[str, Any]:
         define_macros=macros,
         extra_compile_args={
             "cxx": [
-                *(*common, "-fopenmp", "-Wall", "-Wextra"),
+                # Without errno, which nothing here reads, a loop of square roots is one of vectors.
+                *(*common, "-fno-math-errno", "-fopenmp", "-Wall", "-Wextra"),
                 # Once more as system headers: PyTorch's own are not free of warnings.
                 *(f"-isystem{path}" for path in include_paths("cuda" if cuda else "cpu")),
             ],

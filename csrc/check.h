@@ -118,6 +118,35 @@ inline void check_step(size_t t, const at::Tensor& param, const at::Tensor& mome
   check_writable("momenta", t, momentum);
 }
 
+// Like another tensor in shape and dtype.
+inline void check_like(const char* list, size_t t, const at::Tensor& tensor, const char* other_list,
+                       const at::Tensor& other) {
+  check_dense(list, t, tensor);
+  TORCH_CHECK_VALUE(tensor.sizes() == other.sizes() && tensor.scalar_type() == other.scalar_type(),
+                    entry(list, t), " must be like ", entry(other_list, t), ", ", other.sizes(),
+                    " ", other.scalar_type(), ", got ", tensor.sizes(), " ", tensor.scalar_type());
+}
+
+// A momentum with its gradient.
+inline void check_moment(size_t t, const at::Tensor& momentum, const at::Tensor& grad) {
+  check_tensor("momenta", t, momentum);
+  check_tensor("grads", t, grad);
+  TORCH_CHECK_VALUE(momentum.scalar_type() == state_dtype(momentum), entry("momenta", t),
+                    " must be float32 or float64, got ", momentum.scalar_type());
+  TORCH_CHECK_VALUE(grad.sizes() == momentum.sizes(), entry("grads", t), " must be ",
+                    momentum.sizes(), ", got ", grad.sizes());
+  check_writable("momenta", t, momentum);
+}
+
+// Numbers of updates, two for each momentum, this one included.
+inline void check_counts(const at::Tensor& counts, size_t momenta) {
+  TORCH_CHECK_VALUE(counts.device().is_cpu() && counts.layout() == at::kStrided &&
+                        counts.scalar_type() == at::kDouble && counts.dim() == 2 &&
+                        counts.size(0) == static_cast<int64_t>(momenta) && counts.size(1) == 2,
+                    "counts must be (", momenta, ", 2) float64 on the CPU, got ", counts.sizes(),
+                    ", ", counts.scalar_type(), " on ", counts.device());
+}
+
 // Finds memory that a call would write and also use as something else. Views with gaps are left
 // out: two that interleave share no element.
 class Overlaps {

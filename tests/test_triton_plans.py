@@ -23,7 +23,7 @@ from torch import Tensor
 
 from bench.kernels.parameter_sets import PARAMETER_SETS
 from tnt_kernels import reference
-from tnt_kernels.triton import chain, gram_ema, launch, preconditioned_step
+from tnt_kernels.triton import chain, gram_ema, launch, momentum, preconditioned_step
 from tnt_kernels.triton.tiles import LARGEST_INDEX, blocks, cut, merged, unfolded, waves
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -50,7 +50,7 @@ class Launches:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.kernels: list[str] = []
-        for module in (chain, gram_ema, preconditioned_step):
+        for module in (chain, gram_ema, momentum):
             monkeypatch.setattr(module, "launch", self._launch)
 
     def _launch(
@@ -109,7 +109,7 @@ def test_what_does_not_merge_or_fit_has_no_unfolding() -> None:
         assert (unfolded((2, columns), 0, (columns, 1)) is not None) == fits
         assert (unfolded((2, columns), 1, (columns, 1)) is not None) == fits
     # The end of the last block is still an index.
-    assert LARGEST_INDEX + max(preconditioned_step.SPAN, 64) < 2**31
+    assert LARGEST_INDEX + max(momentum.SPAN, 64) < 2**31
 
 
 def test_merged_dimensions() -> None:

@@ -29,6 +29,7 @@ from tnt_kernels import reference
 from tnt_kernels.backends import Backends, backends, register_reference, register_triton
 from tnt_kernels.ops import (
     damped_inverse,
+    grafted_directions_,
     gram_ema_,
     inverse_root,
     mode_products,
@@ -42,6 +43,7 @@ __all__ = [
     "Backends",
     "backends",
     "damped_inverse",
+    "grafted_directions_",
     "gram_ema_",
     "inverse_root",
     "mode_products",

@@ -39,6 +39,12 @@ def scalar(name: str, value: Number, *, low: float, high: float = float("inf")) 
     return torch.tensor(float(value), dtype=torch.float64)
 
 
+def _number(name: str, value: Any) -> Any:
+    if isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a number, got a tensor")
+    return value
+
+
 def check_length(name: str, got: Sequence[Any], other: str, want: Sequence[Any]) -> None:
     """``got`` is a list with as many entries as ``want``."""
     if not isinstance(got, list | tuple):
@@ -118,6 +124,77 @@ def check_step(
                 f"momenta[{t}] must be {state_dtype(param)} for a {param.dtype} parameter, "
                 f"got {m.dtype}"
             )
+
+
+def check_graft(
+    momentum: Number,
+    second_moments: Sequence[Tensor] | None,
+    counts: Tensor | None,
+    second_decay: float,
+    eps: float,
+) -> None:
+    """The numbers of Adam's length, and both of what it needs or neither."""
+    if (second_moments is None) != (counts is None):
+        given = "counts" if second_moments is None else "second_moments"
+        raise ValueError(f"second_moments and counts must be given both or neither, got {given}")
+    scalar("second_decay", _number("second_decay", second_decay), low=0.0, high=1.0)
+    scalar("eps", _number("eps", eps), low=0.0)
+    below_one = {"second_decay": second_decay}
+    if second_moments is not None and not isinstance(momentum, Tensor):
+        below_one["momentum"] = momentum
+    for name, value in below_one.items():
+        if value >= 1:
+            raise ValueError(f"{name} must be below 1 for Adam's bias corrections, got {value!r}")
+
+
+def check_moments(
+    momenta: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    second_moments: Sequence[Tensor] | None,
+    out: Sequence[Tensor] | None,
+) -> None:
+    """Momenta in float32 or float64, a gradient for each, and what else is like them."""
+    check_tensors("momenta", momenta)
+    check_tensors("grads", grads)
+    check_length("grads", grads, "momenta", momenta)
+    for t, (m, grad) in enumerate(zip(momenta, grads, strict=True)):
+        if m.dtype != state_dtype(m):
+            raise ValueError(f"momenta[{t}] must be float32 or float64, got {m.dtype}")
+        if grad.shape != m.shape:
+            raise ValueError(
+                f"grads[{t}] must have the shape of momenta[{t}], {tuple(m.shape)}, "
+                f"got {tuple(grad.shape)}"
+            )
+        check_written(f"momenta[{t}]", m)
+    for name, others in (("second_moments", second_moments), ("out", out)):
+        if others is None:
+            continue
+        check_tensors(name, others)
+        check_length(name, others, "momenta", momenta)
+        for t, (other, m) in enumerate(zip(others, momenta, strict=True)):
+            if other.shape != m.shape or other.dtype != m.dtype:
+                raise ValueError(
+                    f"{name}[{t}] must be like momenta[{t}], {tuple(m.shape)} {m.dtype}, "
+                    f"got {tuple(other.shape)} {other.dtype}"
+                )
+            check_written(f"{name}[{t}]", other)
+            if name == "out" and not other.is_contiguous():
+                raise ValueError(f"out[{t}] must be contiguous, got {other.stride()}")
+
+
+def check_counts(counts: Tensor | None, momenta: Sequence[Tensor]) -> None:
+    """Two numbers of updates for each momentum, this one included."""
+    if not isinstance(counts, Tensor):
+        raise TypeError(f"counts must be a tensor, got {type(counts).__name__}")
+    if counts.shape != (len(momenta), 2) or counts.dtype != torch.float64:
+        raise ValueError(
+            f"counts must be ({len(momenta)}, 2) torch.float64, got {tuple(counts.shape)} "
+            f"{counts.dtype}"
+        )
+    if torch.compiler.is_compiling() or not counts.is_cpu or counts.numel() == 0:
+        return
+    if not bool((counts >= 1).all()):
+        raise ValueError(f"counts must be at least 1, got {counts.min().item():g}")
 
 
 def check_statistics(stats: Modes) -> None:

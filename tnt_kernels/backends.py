@@ -28,6 +28,7 @@ TRITON_KERNELS = {
     "inverse_root": "inverse_root",
     "mode_products": "mode_products",
     "preconditioned_step_": "preconditioned_step",
+    "grafted_directions_": "grafted_directions",
 }
 
 
@@ -210,12 +211,33 @@ def _preconditioned_step_(
     reference.preconditioned_step_(params, momenta, grads, nested, lr, momentum, weight_decay)
 
 
+def _grafted_directions_(
+    momenta: list[Tensor],
+    second_moments: list[Tensor],
+    out: list[Tensor],
+    grads: list[Tensor],
+    factors: list[Tensor],
+    momentum: Tensor,
+    counts: Tensor,
+    second_decay: float,
+    eps: float,
+) -> Tensor:
+    nested = _nested(factors, _orders(momenta))
+    squares, updates = (second_moments, counts) if second_moments else (None, None)
+    return reference.grafted_directions_(
+        *(momenta, grads, nested, momentum, squares, updates, out),
+        second_decay=second_decay,
+        eps=eps,
+    )[1]
+
+
 _REFERENCE: dict[str, Callable[..., Any]] = {
     "gram_ema_": _gram_ema_,
     "damped_inverse": _damped_inverse,
     "inverse_root": _inverse_root,
     "mode_products": _mode_products,
     "preconditioned_step_": _preconditioned_step_,
+    "grafted_directions_": _grafted_directions_,
 }
 
 

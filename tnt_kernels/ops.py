@@ -30,9 +30,12 @@ from tnt_kernels.arguments import (
     Modes,
     Number,
     check_apart,
+    check_counts,
     check_device,
+    check_graft,
     check_length,
     check_modes,
+    check_moments,
     check_out,
     check_statistics,
     check_step,
@@ -255,6 +258,77 @@ def preconditioned_step_(
     _call("preconditioned_step_", check, arguments)
 
 
+@torch.no_grad()
+def grafted_directions_(
+    momenta: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    factors: Modes,
+    momentum: Number,
+    second_moments: Sequence[Tensor] | None = None,
+    counts: Tensor | None = None,
+    out: Sequence[Tensor] | None = None,
+    *,
+    second_decay: float = 0.99,
+    eps: float = 1e-8,
+) -> tuple[list[Tensor], Tensor]:
+    """m <- momentum m + g;  P = m x_1 A_1 ... x_k A_k, and the s for which s P has another length.
+
+    That of the momentum, or, with ``second_moments``, of Adam's bias-corrected direction
+    m^ / (sqrt(v^) + eps): v <- second_decay v + (1 - second_decay) g^2.
+
+    Args:
+        momenta: the m, float32 or float64, updated in place.
+        grads: the g, any float dtype and strides.
+        factors: the symmetric A_i, of the momenta's dtype.
+        momentum: mu >= 0; below 1 with ``second_moments``.
+        second_moments: the v, like the momenta, updated in place.
+        counts: how many updates each m and each v has had, this one included: (number of momenta,
+            2), float64, on the CPU or the lists' device.
+        out: where the P go, like the momenta and contiguous; by default new tensors.
+        second_decay: in [0, 1).
+        eps: >= 0.
+
+    Returns:
+        The P, and the s: float64, (number of momenta,), on the device; 0 where P is.
+
+    Raises:
+        ValueError: where a length, shape, dtype, device or number does not fit.
+        TypeError: where an argument is not made of tensors.
+
+    Source: Ren & Goldfarb 2021, Algorithm 2; Kingma & Ba 2015, Algorithm 1; Agarwal et al. 2020,
+    "Disentangling adaptive gradient methods from learning rates".
+
+    >>> m, g = torch.zeros(2), torch.tensor([3.0, 4.0])
+    >>> (direction,), scales = grafted_directions_([m], [g], [[torch.tensor([2.0, 2.0])]], 0.9)
+    >>> direction, scales
+    (tensor([6., 8.]), tensor([0.5000], dtype=torch.float64))
+    """
+    mu = scalar("momentum", momentum, low=0.0)
+    check_graft(momentum, second_moments, counts, second_decay, eps)
+
+    def check() -> None:
+        check_moments(momenta, grads, second_moments, out)
+        check_modes("factors", factors, "momenta", momenta)
+        flat, squares, into = _flat(factors), second_moments or [], out or []
+        lists = {"momenta": momenta, "grads": grads, "factors": flat}
+        check_device(**lists, second_moments=squares, out=into, momentum=mu)
+        if counts is not None:
+            check_counts(counts, momenta)
+            check_device(momenta=momenta, counts=counts)
+        check_apart(
+            {"momenta": momenta, "second_moments": squares, "out": into},
+            {"grads": grads, "factors": flat},
+        )
+
+    def arguments() -> tuple[Any, ...]:
+        lists = list(momenta), list(second_moments or []), target, list(grads)
+        table = torch.zeros(0, 2, dtype=torch.float64) if counts is None else counts
+        return *lists, _flat(factors, momenta), mu, table, second_decay, eps
+
+    target = _contiguous_like(momenta) if out is None else list(out)
+    return target, _call("grafted_directions_", check, arguments)
+
+
 def _call(name: str, check: Callable[[], None], arguments: Callable[[], tuple[Any, ...]]) -> Any:
     """Calls the operator on arguments that ``check`` has nothing against.
 
@@ -344,6 +418,14 @@ def _flat(modes: Modes, tensors: Sequence[Tensor] | None = None) -> list[Tensor]
     if tensors is not None and [len(row) for row in modes] != [t.dim() for t in tensors]:
         raise ValueError("there must be one entry for each mode of each tensor")
     return [tensor for row in modes for tensor in row]
+
+
+def _contiguous_like(tensors: Sequence[Tensor]) -> list[Tensor]:
+    try:
+        return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
+    except TypeError:
+        check_tensors("momenta", tensors)
+        raise
 
 
 def _like(stats: Modes) -> list[list[Tensor]]:

@@ -113,6 +113,56 @@ def preconditioned_step_(
         param.copy_(weight - alpha * (direction + gamma * weight))
 
 
+def grafted_directions_(
+    momenta: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    factors: Modes,
+    momentum: Number,
+    second_moments: Sequence[Tensor] | None = None,
+    counts: Tensor | None = None,
+    out: Sequence[Tensor] | None = None,
+    *,
+    second_decay: float = 0.99,
+    eps: float = 1e-8,
+) -> tuple[list[Tensor], Tensor]:
+    """m <- momentum m + g; P = m x_1 A_1 ... x_k A_k, and the factors s: |s P| = |R|."""
+    for m, grad in zip(momenta, grads, strict=True):
+        m.copy_(_beside(m, momentum) * m + grad.to(m.dtype))
+    directions = mode_products(momenta, factors)
+    others = list(momenta)
+    if second_moments is not None and counts is not None:
+        others = [
+            _adam(m, v, grad, _beside(v, momentum), count, second_decay, eps)
+            for m, v, grad, count in zip(momenta, second_moments, grads, counts, strict=True)
+        ]
+    if out is not None:
+        for target, direction in zip(out, directions, strict=True):
+            target.copy_(direction)
+        directions = list(out)
+    lengths = zip(map(_norm, others), map(_norm, directions), strict=True)
+    scales = [torch.where(b == 0, torch.zeros_like(b), a / b) for a, b in lengths]
+    device = momenta[0].device if momenta else None
+    none = torch.zeros(0, dtype=torch.float64, device=device)
+    return directions, torch.stack(scales) if scales else none
+
+
+def _adam(
+    m: Tensor, v: Tensor, grad: Tensor, mu: Tensor, counts: Tensor, decay: float, eps: float
+) -> Tensor:
+    """v <- decay v + (1 - decay) g^2; Adam's bias-corrected direction."""
+    v.copy_(decay * v + (1 - decay) * grad.to(v.dtype).square())
+    updates, second_updates = counts.to(v)
+    # The momentum is a plain sum: Adam's first moment is 1 - mu times it.
+    first = (1 - mu) / (1 - mu**updates) * m
+    direction: Tensor = first / ((v / (1 - decay**second_updates)).sqrt() + eps)
+    return direction
+
+
+def _norm(tensor: Tensor) -> Tensor:
+    norm: Tensor = tensor.double().norm()
+    return norm
+
+
 def _beside(tensor: Tensor, value: Number) -> Tensor:
     """``value`` as a 0-dim tensor of ``tensor``'s device and dtype, without waiting for it."""
     if not isinstance(value, Tensor):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tnt_kernels.triton import chain, gram_ema, preconditioned_step
+from tnt_kernels.triton import chain, gram_ema, momentum
 from tnt_kernels.triton.launch import Layout, block_of, contiguous
 
 Views = Sequence[Sequence[int]]
@@ -208,11 +208,11 @@ def product_launches(
 def momentum_launches(views: Views, multiprocessors: int) -> list[LaunchWork]:
     """The launches that update float32 momenta by float32 gradients."""
     tensors = layouts_of(views)
-    p = preconditioned_step.plan(tensors, tensors, torch.device("cpu"), multiprocessors)
+    p = momentum.plan(tensors, tensors, torch.device("cpu"), multiprocessors)
     problems = p.problems.view(-1, 11)
     launches = []
     for kind, _, table in p.launches:
-        span, block = preconditioned_step.SPAN, preconditioned_step.BLOCK
+        span, block = momentum.SPAN, momentum.BLOCK
         n, i = table.view(-1, 2).long().unbind(1)
         count = (problems[n, 2] - i * span).clamp(max=span)
         total = int(count.sum())

@@ -4,18 +4,32 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <numeric>
 #include <vector>
 
 #include "cpu/tasks.h"
 #include "cpu/views.h"
 
+// A function that is compiled for several CPUs, the best of them chosen when it is loaded. Not
+// under sanitizers, which are not there yet by then.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(TNT_STD_THREADS)
+#define TNT_WIDEST_VECTORS \
+  __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define TNT_WIDEST_VECTORS
+#endif
+
 namespace tnt {
 
-// run(offsets, count, strides) for runs that together visit every element once, on all threads; an
-// offset and a stride for each tensor. `strides` are the tensors' own, for the shape `sizes`.
+// Memory-bound: 8192 elements of three tensors fill a third of a second-level cache.
+constexpr int64_t kChunk = 8192;
+
+// run(chunk, offsets, count, strides) for runs that together visit every element once, on all
+// threads; an offset and a stride for each tensor. Of each chunk, of kChunk elements but for the
+// last, the runs are one thread's, in order. `strides` are the tensors' own, for the shape `sizes`.
 template <size_t N, typename Run>
-void for_each_element(int64_t order, const int64_t* sizes,
-                      const std::array<const int64_t*, N>& strides, const Run& run) {
+void for_each_run(int64_t order, const int64_t* sizes, const std::array<const int64_t*, N>& strides,
+                  const Run& run) {
   struct Dimension {
     int64_t size;
     std::array<int64_t, N> strides;
@@ -39,8 +53,6 @@ void for_each_element(int64_t order, const int64_t* sizes,
   if (count == 0) return;
   if (dimensions.empty()) dimensions.push_back({1, {}});
   const Dimension& fastest = dimensions.back();
-  // Memory-bound: 8192 elements of three tensors fill a third of a second-level cache.
-  constexpr int64_t kChunk = 8192;
   const int64_t chunks = (count + kChunk - 1) / kChunk;
   run_tasks(chunks, 16 * static_cast<double>(count), [&](int64_t chunk, Scratch&) {
     const int64_t last = std::min((chunk + 1) * kChunk, count);
@@ -55,10 +67,50 @@ void for_each_element(int64_t order, const int64_t* sizes,
         for (size_t n = 0; n < N; ++n) offsets[n] += index * dimensions[i].strides[n];
       }
       const int64_t length = std::min(fastest.size - within, last - element);
-      run(offsets, length, fastest.strides);
+      run(chunk, offsets, length, fastest.strides);
       element += length;
     }
   });
+}
+
+// The same, where a run need not know its chunk.
+template <size_t N, typename Run>
+void for_each_element(int64_t order, const int64_t* sizes,
+                      const std::array<const int64_t*, N>& strides, const Run& run) {
+  for_each_run<N>(order, sizes, strides,
+                  [&](int64_t, const auto& offsets, int64_t count, const auto& own) {
+                    run(offsets, count, own);
+                  });
+}
+
+// The sum of what the runs return, the same to the bit on any number of threads.
+template <size_t N, typename Run>
+double sum_over_elements(int64_t order, const int64_t* sizes,
+                         const std::array<const int64_t*, N>& strides, const Run& run) {
+  int64_t count = 1;
+  for (int64_t i = 0; i < order; ++i) count *= sizes[i];
+  std::vector<double> sums(static_cast<size_t>((count + kChunk - 1) / kChunk), 0.0);
+  for_each_run<N>(order, sizes, strides,
+                  [&](int64_t chunk, const auto& offsets, int64_t length, const auto& own) {
+                    sums[static_cast<size_t>(chunk)] += run(offsets, length, own);
+                  });
+  return std::accumulate(sums.begin(), sums.end(), 0.0);
+}
+
+// The sum of squares of contiguous numbers. In double: squares leave float's range early.
+template <typename T>
+double sum_of_squares(const T* values, int64_t count) {
+  constexpr int64_t kLanes = 8;  // sums side by side, for the compiler to keep in vectors
+  double lanes[kLanes] = {};
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      const double value = values[i + lane];
+      lanes[lane] += value * value;
+    }
+  }
+  for (; i < count; ++i) lanes[i % kLanes] += static_cast<double>(values[i]) * values[i];
+  return std::accumulate(lanes, lanes + kLanes, 0.0);
 }
 
 // to, contiguous <- from, as T.

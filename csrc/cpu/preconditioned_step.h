@@ -8,9 +8,6 @@
 
 namespace tnt {
 
-// Memory that is written, as another view of the same.
-inline void* writable(const TensorView& view) { return const_cast<void*>(view.data); }
-
 // W and m are written. m is double where W is, else float; the factors have m's type.
 struct ParameterStep {
   TensorView param;

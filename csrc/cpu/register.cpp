@@ -6,9 +6,12 @@
 #include <pthread.h>
 #include <torch/library.h>
 
+#include <cmath>
+
 #include "check.h"
 #include "cpu/blas.h"
 #include "cpu/damped_inverse.h"
+#include "cpu/grafted_directions.h"
 #include "cpu/gram_ema.h"
 #include "cpu/inverse_root.h"
 #include "cpu/mode_products.h"
@@ -155,6 +158,7 @@ std::vector<at::Tensor> mode_products_op(at::TensorList tensors, at::TensorList 
   const at::Tensor* next = matrices.data();
   for (const at::Tensor& tensor : tensors) {
     results.push_back(at::empty(tensor.sizes(), state_dtype(tensor)));
+    use_large_pages(results.back().mutable_data_ptr(), results.back().nbytes());
     products.push_back(
         {view_of(tensor), factors_of(tensor, next), results.back().mutable_data_ptr()});
   }
@@ -194,6 +198,68 @@ void preconditioned_step_op(at::TensorList params, at::TensorList momenta, at::T
   mark_written(momenta);
 }
 
+at::Tensor grafted_directions_op(at::TensorList momenta, at::TensorList second_moments,
+                                 at::TensorList out, at::TensorList grads, at::TensorList factors,
+                                 const at::Tensor& momentum, const at::Tensor& counts,
+                                 double second_decay, double eps) {
+  const bool adam = !second_moments.empty();
+  const double mu = checked_number("momentum", momentum);
+  TORCH_CHECK_VALUE(!adam || mu < 1, "momentum must be in [0, 1), got ", mu);
+  TORCH_CHECK_VALUE(second_decay >= 0 && second_decay < 1, "second_decay must be in [0, 1), got ",
+                    second_decay);
+  TORCH_CHECK_VALUE(eps >= 0 && std::isfinite(eps), "eps must be finite and >= 0, got ", eps);
+  check_length("grads", grads.size(), momenta.size());
+  check_length("out", out.size(), momenta.size());
+  for (size_t t = 0; t < momenta.size(); ++t) {
+    check_moment(t, momenta[t], grads[t]);
+    check_like("out", t, out[t], "momenta", momenta[t]);
+    check_contiguous("out", t, out[t]);
+  }
+  check_modes("factors", factors, momenta, /*written=*/false);
+  if (adam) {
+    check_length("second_moments", second_moments.size(), momenta.size());
+    check_counts(counts, momenta.size());
+    for (size_t t = 0; t < momenta.size(); ++t) {
+      check_like("second_moments", t, second_moments[t], "momenta", momenta[t]);
+      check_writable("second_moments", t, second_moments[t]);
+    }
+  }
+  Overlaps overlaps;
+  overlaps.add_written("momenta", momenta);
+  overlaps.add_written("second_moments", second_moments);
+  overlaps.add_written("out", out);
+  overlaps.add_read("grads", grads);
+  overlaps.add_read("factors", factors);
+  overlaps.check();
+
+  const std::vector<at::Tensor> matrices = contiguous(factors);
+  const at::Tensor table = counts.contiguous();
+  std::vector<GraftedDirection> directions;
+  directions.reserve(momenta.size());
+  const at::Tensor* next = matrices.data();
+  for (size_t t = 0; t < momenta.size(); ++t) {
+    use_large_pages(out[t].mutable_data_ptr(), out[t].nbytes());
+    GraftedDirection one{view_of(momenta[t]),       {},
+                         view_of(grads[t]),         factors_of(momenta[t], next),
+                         out[t].mutable_data_ptr(), {1, 1}};
+    if (adam) {
+      one.second_moment = view_of(second_moments[t]);
+      const double* row = table.const_data_ptr<double>() + 2 * t;
+      for (int i = 0; i < 2; ++i) {
+        TORCH_CHECK_VALUE(row[i] >= 1, "counts must be at least 1, got ", row[i]);
+        one.counts[i] = row[i];
+      }
+    }
+    directions.push_back(std::move(one));
+  }
+  at::Tensor scales = at::zeros(static_cast<int64_t>(momenta.size()), at::kDouble);
+  grafted_directions(directions, {mu, second_decay, eps}, scales.mutable_data_ptr<double>());
+  mark_written(momenta);
+  mark_written(second_moments);
+  mark_written(out);
+  return scales;
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(tnt_kernels, CPU, library) {
@@ -204,6 +270,7 @@ TORCH_LIBRARY_IMPL(tnt_kernels, CPU, library) {
   library.impl("inverse_root", inverse_root_op);
   library.impl("mode_products", mode_products_op);
   library.impl("preconditioned_step_", preconditioned_step_op);
+  library.impl("grafted_directions_", grafted_directions_op);
 }
 
 }  // namespace tnt

@@ -55,6 +55,16 @@ class Subnormals {
 using FlushSubnormals = Subnormals<true>;
 using KeepSubnormals = Subnormals<false>;
 
+// Asks for large pages: memory that is new costs a fault for each page that is touched.
+inline void use_large_pages([[maybe_unused]] void* memory, [[maybe_unused]] size_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  constexpr size_t kPage = size_t{2} << 20;
+  const size_t start = (reinterpret_cast<size_t>(memory) + kPage - 1) / kPage * kPage;
+  const size_t end = (reinterpret_cast<size_t>(memory) + bytes) / kPage * kPage;
+  if (start < end) madvise(reinterpret_cast<void*>(start), end - start, MADV_HUGEPAGE);
+#endif
+}
+
 // Uninitialised memory.
 struct Block {
   struct Free {
@@ -70,9 +80,7 @@ struct Block {
     bytes = (wanted + unit - 1) / unit * unit;
     memory.reset(std::aligned_alloc(unit, bytes));
     if (!memory) throw std::bad_alloc();
-#if defined(__linux__)
-    if (unit == kHugePage) madvise(memory.get(), bytes, MADV_HUGEPAGE);  // else as before
-#endif
+    use_large_pages(memory.get(), bytes);
   }
 
   std::unique_ptr<void, Free> memory;

@@ -33,6 +33,9 @@ struct TensorView {
   }
 };
 
+// Memory that is written, as another view of the same.
+inline void* writable(const TensorView& view) { return const_cast<void*>(view.data); }
+
 // Sixteen bits in memory, float everywhere else.
 struct BFloat16 {
   uint16_t bits;
