@@ -120,8 +120,10 @@ def move_(
     """
     lr, decay = group["lr"], group["weight_decay"]
     rates: list[Any] = [lr] * len(weights)
-    if scales is not None:  # on the CPU there is nothing to wait for
-        rates = (scales * lr).tolist() if scales.is_cpu else list((scales * lr).unbind())
+    if scales is not None:
+        # Numbers on the CPU, where there is nothing to wait for; unless a graph records the step.
+        as_numbers = scales.is_cpu and not isinstance(lr, Tensor)
+        rates = (lr * scales).tolist() if as_numbers else list((lr * scales).unbind())
     for weight, direction, rate in zip(weights, directions, rates, strict=True):
         if weight.dtype != direction.dtype:
             wide = weight.to(direction.dtype)
