@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument(
         "--rounds", type=positive_int, metavar="N",
-        help=f"of everything (default: what fits in {SECONDS:.0f} seconds, at least {FEWEST} and at "
+        help=f"of everything (default: what fits in {SECONDS:.0f} seconds, at least {FEWEST}, at "
         f"most {MOST})",
     )  # fmt: skip
     parser.add_argument(
