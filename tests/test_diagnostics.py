@@ -1,11 +1,15 @@
 """The figures for a log, and the memory that is announced."""
 
+import math
+
 import pytest
 import torch
 from drawn import noise, weight
 from torch import Tensor, nn
 
+from tnt_kernels import mode_products
 from tnt_optim import TNT, Shampoo
+from tnt_optim import diagnostics as figures
 from tnt_optim.diagnostics import condition
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -71,6 +75,47 @@ def test_condition_to_an_order_of_magnitude(size: int) -> None:
 def test_statistics_of_zero_have_condition_one() -> None:
     factor = 10.0 * torch.eye(4, dtype=torch.float64)
     assert float(condition(torch.zeros(4, 4, dtype=torch.float64), factor)) == pytest.approx(1.0)
+
+
+def test_many_parameters_are_looked_at_together_as_each_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of several dtypes and sizes, in stacks and lots that do not come out even."""
+    monkeypatch.setattr(figures, "_LOT", 40)
+    monkeypatch.setattr(figures, "_STACK", 50)
+    shapes = [(4, 4), (3, 4), (4,), (2, 4, 2, 2), (0, 4), (4, 3), (9, 9), (1,)]
+    dtypes = [torch.float64, torch.float32, torch.bfloat16]
+    params = [nn.Parameter(torch.randn(s).to(d)) for s in shapes for d in dtypes]
+    opt = TNT(params, damping=0.1, stat_interval=1, inverse_interval=1, fisher="empirical")
+    for _ in range(2):
+        for param in params:
+            param.grad = torch.randn(param.shape).to(param.dtype)
+        opt.step()
+    found = opt.diagnostics()
+    for index, param in enumerate(params):
+        if param.numel() == 0:
+            assert f"condition/0.{index}" not in found
+            continue
+        state = opt.state[param]
+        direction = mode_products([state["momentum"]], [state["factors"]])[0]
+        conditions = map(condition, state["stats"], state["factors"])
+        for figure, value, tolerance in [
+            ("parameter_norm", param.detach().norm(), 1e-6),
+            ("momentum_norm", state["momentum"].norm(), 1e-6),
+            ("direction_norm", direction.norm(), 1e-6),
+            ("condition", max(map(float, conditions)), 1e-4),  # it ends where rounding lets it
+        ]:
+            assert found[f"{figure}/0.{index}"] == pytest.approx(float(value), rel=tolerance)
+
+
+def test_what_is_not_a_number_is_told() -> None:
+    opt = trained(TNT)
+    w = opt.param_groups[0]["params"][0]
+    for spoilt in opt.state[w]["factors"]:
+        kept = spoilt.clone()
+        spoilt.fill_(torch.nan)
+        assert math.isnan(opt.diagnostics()["condition/w"])
+        spoilt.copy_(kept)
 
 
 def test_parameters_without_names_are_called_by_their_place() -> None:
