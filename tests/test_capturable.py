@@ -104,6 +104,7 @@ def assert_same(plain: nn.Module, recorded: nn.Module, tolerance: float = 0.0) -
         {},
         {"fisher": "empirical"},
         {"relative_damping": True},
+        {"rounding": "master"},
         {"method": Shampoo},
         {"method": Shampoo, "relative_damping": True, "max_factor_dim": 4},
     ],
