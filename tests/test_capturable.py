@@ -104,6 +104,7 @@ def assert_same(plain: nn.Module, recorded: nn.Module, tolerance: float = 0.0) -
         {},
         {"fisher": "empirical"},
         {"relative_damping": True},
+        {"rounding": "master"},
         {"method": Shampoo},
         {"method": Shampoo, "relative_damping": True, "max_factor_dim": 4},
     ],
@@ -365,6 +366,8 @@ def test_mistakes() -> None:
     net = Net()
     with pytest.raises(ValueError, match="^capturable=True needs .* one CUDA device, got cpu"):
         optimizer_of(net, capturable=True)
+    with pytest.raises(ValueError, match="^rounding='stochastic' cannot be part of CUDA graphs"):
+        optimizer_of(net, capturable=True, rounding="stochastic")
     with pytest.raises(ValueError, match="^capturable must be True or False, got 'yes'"):
         optimizer_of(net, capturable="yes")
     with pytest.raises(ValueError, match="^capturable cannot be set for a parameter group"):

@@ -1,8 +1,8 @@
 """torch.compile and activation checkpointing: the training without them, to the bit.
 
 On the compiler's "aot_eager", which makes graphs and runs them operation by operation, and once
-with generated code. Models with ``attach`` are in ``test_attach``; KFAC, which must see its layers,
-refuses compiled ones (``test_kfac_observations``).
+with generated code. Models with ``attach`` are in ``test_attach_wrapped``; KFAC, which must see its
+layers, refuses compiled ones (``test_kfac_observations``).
 """
 
 import shutil

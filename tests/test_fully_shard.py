@@ -294,11 +294,13 @@ def test_a_checkpoint_goes_on_bit_for_bit_and_elsewhere(tmp_path: Path) -> None:
 
 def refused(rank: int, processes: int) -> list[str]:
     messages = []
-    for which in ("some", "two dimensions"):
+    for which in ("some", "two dimensions", "master copies"):
         net = made_net()
         mesh = init_device_mesh("cpu", (processes,))
         if which == "some":
             fully_shard(net.middle, mesh=mesh)
+        elif which == "master copies":
+            fully_shard(net.bfloat16(), mesh=mesh)
         else:
             both = init_device_mesh("cpu", (1, processes), mesh_dim_names=("a", "b"))
             weight = torch.distributed.tensor.distribute_tensor(
@@ -306,7 +308,7 @@ def refused(rank: int, processes: int) -> list[str]:
             )
             net = nn.ParameterList([nn.Parameter(weight)])  # type: ignore[assignment]
         try:
-            opt = Shampoo(net.parameters())
+            opt = Shampoo(net.parameters(), rounding="master")
             for param in net.parameters():
                 param.grad = torch.ones_like(param)
             opt.step()
@@ -315,7 +317,8 @@ def refused(rank: int, processes: int) -> list[str]:
     return messages
 
 
-def test_other_placements_are_refused() -> None:
+def test_other_placements_and_master_copies_are_refused() -> None:
     for messages in run_in(2, refused):
         assert "all be sharded over one device mesh, or none" in messages[0]
         assert "sharded along one dimension" in messages[1]
+        assert "rounding='master' is not for sharded parameters" in messages[2]

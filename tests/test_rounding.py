@@ -147,6 +147,17 @@ def test_parameters_and_groups_are_rounded_by_draws_of_their_own(in_groups: bool
     torch.testing.assert_close(params[0], params[1], rtol=2.0**-7, atol=0)
 
 
+def test_draws_are_the_same_wherever_a_training_runs() -> None:
+    """As in processes with copies of one model, whose global generators differ."""
+    ends = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        params = started(torch.bfloat16)
+        steps(made(params, rounding="stochastic"), range(4))
+        ends.append(params)
+    assert all(map(torch.equal, *ends))
+
+
 def test_weights_set_from_outside_count() -> None:
     params = started(torch.bfloat16)
     opt = made(params, rounding="master")
