@@ -118,6 +118,17 @@ def test_what_is_not_a_number_is_told() -> None:
         spoilt.copy_(kept)
 
 
+def test_autocast_does_not_round_the_figures() -> None:
+    params = [nn.Parameter(weight(6, 4).detach().float()) for _ in range(2)]
+    opt = TNT(params, damping=0.1, fisher="empirical")
+    for param in params:
+        param.grad = noise(6, 4).float()
+    opt.step()
+    outside = opt.diagnostics()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert opt.diagnostics() == outside
+
+
 def test_parameters_without_names_are_called_by_their_place() -> None:
     params = [weight(2), weight(3)]
     opt = Shampoo([{"params": [params[0]]}, {"params": [params[1]]}])

@@ -283,6 +283,30 @@ def everything() -> list[Tensor]:
     return results + [p.detach() for p in model.parameters()]
 
 
+UNDER_AUTOCAST = """
+import sys, warnings
+sys.modules["tnt_kernels._C"] = None
+sys.path.insert(0, "tests")
+warnings.simplefilter("ignore")
+import torch
+from test_dispatch import everything
+torch.save(everything(), sys.argv[1])
+with torch.autocast("cpu", torch.bfloat16):
+    torch.save(everything(), sys.argv[2])
+"""
+
+
+def test_autocast_leaves_the_reference_alone(tmp_path: Path) -> None:
+    """It would round the products to half precision."""
+    paths = [tmp_path / name for name in ("outside.pt", "inside.pt")]
+    result = python("-c", UNDER_AUTOCAST, *map(str, paths))
+    assert result.returncode == 0, result.stderr
+    outside, inside = (torch.load(path, weights_only=True) for path in paths)
+    operators = len(inside) - 4  # without the model, whose forward autocast is for
+    for tensor, value in zip(inside[:operators], outside[:operators], strict=True):
+        identical(tensor, value)
+
+
 def test_without_the_extension(tmp_path: Path) -> None:
     """One warning that says what to do, and everything works, with the same numbers."""
     result = python("-c", WITHOUT_EXTENSION, str(tmp_path / "results.pt"))

@@ -90,7 +90,7 @@ def slow_on_gpu() -> str | None:
 def register_reference(library: torch.library.Library) -> None:
     """Registers the reference for every device that has nothing better, and as the fake kernels."""
     for name, implementation in _REFERENCE.items():
-        library.impl(name, implementation, "CompositeExplicitAutograd")
+        library.impl(name, _outside_of_autocast(implementation), "CompositeExplicitAutograd")
         fake = _inverse_root_shapes if name == "inverse_root" else implementation
         torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
 
@@ -107,12 +107,28 @@ def register_triton(library: torch.library.Library) -> None:
             _left_to_python.add(name)
 
 
+def _outside_of_autocast(implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """The same where autocast, which would round products to half precision, is on."""
+
+    @functools.wraps(implementation)
+    def call(*arguments: Any) -> Any:
+        device = _device(arguments)
+        kind = "cpu" if device is None else device.type
+        if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+            return implementation(*arguments)
+        with torch.autocast(kind, enabled=False):
+            return implementation(*arguments)
+
+    return call
+
+
 # Operators whose CUDA kernel is not in the extension.
 _left_to_python: set[str] = set()
 
 
 def _serve(name: str, *arguments: Any) -> Any:
     device = _device(arguments)
+    assert device is not None, "nothing else brings a call here"
     kernel = _kernel(name, device)
     if device.type != "cuda":
         return kernel(*arguments)
@@ -131,7 +147,7 @@ def _kernel(name: str, device: torch.device) -> Callable[..., Any]:
             RuntimeWarning,
             stacklevel=4,
         )
-        return _REFERENCE[name]
+        return _outside_of_autocast(_REFERENCE[name])
     module = importlib.import_module(f"tnt_kernels.triton.{TRITON_KERNELS[name]}")
     kernel: Callable[..., Any] = getattr(module, name)
     return kernel
@@ -144,13 +160,13 @@ def _why(name: str, device: torch.device | None) -> str | None:
     return "its kernel is in the CUDA extension, which is not built (see setup.py, TNT_CUDA)"
 
 
-def _device(arguments: Sequence[Any]) -> torch.device:
-    """The device of the lists; a scalar beside them may be on the CPU."""
+def _device(arguments: Sequence[Any]) -> torch.device | None:
+    """The device of the lists; a scalar beside them may be on the CPU. None without a tensor."""
     for argument in arguments:
         for tensor in argument if isinstance(argument, list) else ():
             if isinstance(tensor, Tensor):
                 return tensor.device
-    return next(a.device for a in arguments if isinstance(a, Tensor))
+    return next((a.device for a in arguments if isinstance(a, Tensor)), None)
 
 
 def _has_kernel(name: str, device: str) -> bool:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tnt_kernels import mode_products
+from tnt_optim.gradients import without_autocast
 from tnt_optim.processes import is_sharded
 from tnt_optim.states import State, blocks, each, layout_of, rows
 
@@ -40,9 +41,10 @@ def diagnostics(states: Mapping[Tensor, State], names: Mapping[Tensor, str]) -> 
     for params in on_device.values():
         keys: list[Key] = []
         values: list[Tensor] = []
-        for of, parts in _figures(params, states):
-            keys += of
-            values.append(parts.double())
+        with without_autocast(params[0]):
+            for of, parts in _figures(params, states):
+                keys += of
+                values.append(parts.double())
         told: dict[Key, list[float]] = {}
         for key, value in zip(keys, torch.cat(values).tolist(), strict=True):
             told.setdefault(key, []).append(value)

@@ -59,9 +59,12 @@ def check_scalar_loss(name: str, loss: Any) -> Tensor:
 
 
 @contextmanager
-def without_autocast(loss: Tensor) -> Iterator[None]:
-    """Switches autocast off, which has no place around a backward: it would round once more."""
-    kind = loss.device.type
+def without_autocast(tensor: Tensor) -> Iterator[None]:
+    """Switches autocast off on a tensor's device.
+
+    It has no place around a backward, nor around what is computed from one: it would round again.
+    """
+    kind = tensor.device.type
     if not torch.is_autocast_enabled(kind):
         yield
         return
