@@ -182,7 +182,8 @@ def extension() -> dict[str, Any]:
         extra_compile_args={
             "cxx": [
                 # Without errno, which nothing here reads, a loop of square roots is one of vectors.
-                *(*common, "-fno-math-errno", "-fopenmp", "-Wall", "-Wextra"),
+                # Without contraction it gives the same bits for whatever CPU it is compiled.
+                *(*common, "-fno-math-errno", "-ffp-contract=off", "-fopenmp", "-Wall", "-Wextra"),
                 # Once more as system headers: PyTorch's own are not free of warnings.
                 *(f"-isystem{path}" for path in include_paths("cuda" if cuda else "cpu")),
             ],

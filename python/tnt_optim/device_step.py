@@ -19,6 +19,8 @@ from tnt_optim.rounding import to_be_moved
 from tnt_optim.sharing import Sharing
 from tnt_optim.states import State, blocks, each, layout_of, rows
 
+# Numbers of parameters whose directions, or copies in float32, exist at the same time: on the CPU
+# and on a GPU. Those of a larger parameter exist whole.
 _LOT, _LARGE_LOT = 1 << 22, 1 << 28
 
 Group = dict[str, Any]

@@ -15,6 +15,9 @@ from tnt_kernels import grafted_directions_, mode_products
 from tnt_optim.processes import Team
 from tnt_optim.states import Layout, State, blocks, each, rows
 
+# Numbers of a sum in one go: few calls, and no more rounding than in a sum by pairs.
+_PIECE = 1 << 20
+
 
 def directions_(
     grads: Sequence[Tensor],
@@ -66,9 +69,8 @@ def clipped(
         team: processes that have the rest of the sum.
     """
     device = group["params"][0].device
-    products = [
-        (p * m).sum().to(device, torch.float64) for p, m in zip(directions, momenta, strict=True)
-    ]
+    pairs = zip(directions, momenta, strict=True)
+    products = [_dot(p, m).to(device) for p, m in pairs]
     own = torch.stack(products) if products else torch.zeros(0, dtype=torch.float64, device=device)
     factors = torch.ones_like(own) if scales is None else scales
     total = (own * factors**2).sum()
@@ -76,6 +78,17 @@ def clipped(
         total = team.sums([total])[0]
     bound = group["kl_clip"] / (group["lr"] ** 2 * total)
     return factors * torch.where(total > 0, bound, torch.ones_like(total)).sqrt().clamp(max=1.0)
+
+
+def _dot(direction: Tensor, momentum: Tensor) -> Tensor:
+    """P . m in float64; in pieces, so that neither all products exist nor their sum is a long one.
+
+    Args:
+        direction: P, contiguous.
+        momentum: m.
+    """
+    pieces = zip(direction.view(-1).split(_PIECE), momentum.reshape(-1).split(_PIECE), strict=True)
+    return torch.stack([torch.dot(p, m).double() for p, m in pieces]).sum()
 
 
 def scaled_directions_(

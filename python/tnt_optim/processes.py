@@ -6,7 +6,7 @@ must therefore be the same everywhere: settings, schedule, and what was agreed o
 
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,16 +43,16 @@ class Team:
         self.place = self.rank if place is None else place
         self.places = self.size if places is None else places
 
-    def sums(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def sums(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         """The sum of each tensor over all processes, of the same bits in all of them."""
         sent = []
         for lot in lots(tensors):
-            flat = flattened(lot)
-            sent.append((lot, flat, dist.all_reduce(flat, group=self.group, async_op=True)))
+            flat, shapes = flattened(lot), [tensor.shape for tensor in lot]
+            sent.append((flat, shapes, dist.all_reduce(flat, group=self.group, async_op=True)))
         results: list[Tensor] = []
-        for lot, flat, work in sent:
+        for flat, shapes, work in sent:
             work.wait()
-            results += parts(flat, [tensor.shape for tensor in lot])
+            results += parts(flat, shapes)
         return results
 
     def anywhere(self, flags: Sequence[bool], device: torch.device) -> list[bool]:
@@ -118,7 +118,7 @@ def is_sharded(param: Tensor) -> bool:
     return module is not None and isinstance(param, module.DTensor)
 
 
-def lots(tensors: Sequence[Tensor], limit: int = LOT_BYTES) -> Iterator[list[Tensor]]:
+def lots(tensors: Iterable[Tensor], limit: int = LOT_BYTES) -> Iterator[list[Tensor]]:
     """Tensors in their order, in lots of one kind, of up to ``limit`` bytes or a single one."""
     lot: list[Tensor] = []
     size = 0
@@ -168,17 +168,18 @@ def pooled(
     device = params[0].device
     finite = torch.ones((), dtype=torch.bool, device=device)
     if gradients:
-        finite = all_finite(gradients.values())
-    counts = torch.stack([_float(number, device) * finite.to(device), _float(number, device) > 0])
-    sent = [counts]
-    for param in params:
-        dtype = state_dtype(param)
-        if param in gradients:
-            gradient = gradients[param].to(dtype)
-            sent.append(torch.where(finite.to(param.device), gradient, 0.0))
-        else:
-            sent.append(torch.zeros_like(param, dtype=dtype))
-    totals = team.sums(sent)
+        finite = all_finite(gradients.values()).to(device)
+
+    def sent() -> Iterator[Tensor]:  # made as they are sent, so that few exist at a time
+        yield torch.stack([_float(number, device) * finite, _float(number, device) > 0])
+        for param in params:
+            dtype = state_dtype(param)
+            if param in gradients:
+                yield torch.where(finite.to(param.device), gradients[param].to(dtype), 0.0)
+            else:
+                yield torch.zeros_like(param, dtype=dtype)
+
+    totals = team.sums(sent())
     count, observed = totals[0]
     return {
         p: total.div_(count.to(p.device, total.dtype))

@@ -10,6 +10,11 @@ from torch import Tensor
 from tnt_optim.fisher import stream_seed
 from tnt_optim.states import Layout, State, is_half, put_back
 
+# Sixteen random bits for each number, four numbers a draw: a draw costs more than all else here.
+_INT64 = (-(1 << 63), (1 << 63) - 1)
+# On the CPU numbers are rounded piece by piece, each in the cache throughout.
+_PIECE = 1 << 16
+
 
 @contextmanager
 def to_be_moved(
@@ -76,9 +81,14 @@ def stochastically_rounded_(values: Tensor, generator: torch.Generator) -> None:
         values: overwritten by numbers that bfloat16 has; NaN and infinity stay what they are.
         generator: where the chances come from, on the device of ``values``.
     """
-    bits = values.view(torch.int32)
-    noise = torch.randint(
-        0, 1 << 16, values.shape, dtype=torch.int32, device=values.device, generator=generator
-    )
-    rounded = ((bits + noise) & -(1 << 16)).view(torch.float32)
-    values.copy_(torch.where(values.isfinite(), rounded, values))
+    pieces: Sequence[Tensor] = [values]
+    if values.is_cpu and values.is_contiguous():
+        pieces = values.view(-1).split(_PIECE)
+    for piece in pieces:
+        drawn = torch.randint(
+            *_INT64, (piece.numel() // 4 + 1,), device=values.device, generator=generator
+        )
+        noise = drawn.view(torch.int16)[: piece.numel()].view(piece.shape).to(torch.int32)
+        noise.bitwise_and_(0xFFFF).add_(piece.view(torch.int32)).bitwise_and_(-(1 << 16))
+        # A NaN whose bits are all set would become a number.
+        piece.copy_(torch.where(piece.isfinite(), noise.view(torch.float32), piece))

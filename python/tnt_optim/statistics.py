@@ -128,9 +128,7 @@ class FactoredOptimizer(Optimizer):
         for param, state in fresh.items():
             state["skipped_statistics"] = skipped
             earlier = self.state.get(param, {})
-            for key in earlier.keys() & state.keys() & {"master"}:
-                state[key] = earlier[key]
-            for key in earlier.keys() & state.keys() & set(MOMENTS):
+            for key in earlier.keys() & state.keys() & {"master", *MOMENTS}:
                 state[key] = earlier[key].reshape(state[key].shape)  # its modes may have changed
             state.update({key: earlier[key] for key in COUNTS & earlier.keys()})
             self.state[param] = state
