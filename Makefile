@@ -17,6 +17,8 @@
 #                           lacks its data is left out
 #   make cuda-build-check   builds the extension with CUDA for GPUs of two generations and imports it:
 #                           wants nvcc and a download of some gigabytes, no GPU
+#   make torch-test         the Python tests with another PyTorch, TORCH=2.11.0 by default, in an
+#                           environment of its own: a download of gigabytes; TESTS=FILES for some
 #   make gpu                builds, tests and measures on a GPU in under ten minutes, with the PyTorch
 #                           that PYTHON has, to bench/results/gpu; STAGE=kernels,tests for some stages
 #   make clean              removes what the other verbs made
@@ -27,6 +29,9 @@ EXAMPLES ?= 10000
 CUDA_VENV = build/cuda-venv
 # A CUDA build of PyTorch; any that setup.py takes will do.
 CUDA_TORCH ?= torch==2.14.1
+# The oldest that is served.
+TORCH ?= 2.11.0
+TORCH_BUILD = build/torch-$(TORCH)
 CMAKE_BUILDS = build/native build/native-address build/native-thread
 
 BIN = $(VENV)/bin
@@ -36,7 +41,7 @@ IN_VENV = . "$(if $(filter /%,$(VENV)),,./)$(BIN)/activate" &&
 CPP_SOURCES = $(shell find csrc tests/native -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 EXTENSION_SOURCES = setup.py $(shell find csrc -type f)
 
-.PHONY: demo test lint format native-test python-test fuzz bench bench-quick figures gpu build cuda-build-check clean
+.PHONY: demo test lint format native-test python-test fuzz bench bench-quick figures gpu build cuda-build-check torch-test clean
 
 demo: build
 	$(PY) -m bench.experiments.demo $(if $(DATA),--data "$(DATA)")
@@ -94,6 +99,14 @@ cuda-build-check: $(CUDA_VENV)/.packages
 		-e "s#$$($(CUDA_VENV)/bin/python -c 'import sys; print(sys.base_prefix)')#PYTHON#g" build/cuda-build-check.log; \
 	cat build/cuda-build-check.log; exit $$status
 
+# In a copy: an extension loads in no other PyTorch than the one it was built for.
+torch-test: $(TORCH_BUILD)/.packages
+	rm -rf $(TORCH_BUILD)/src && mkdir $(TORCH_BUILD)/src
+	git ls-files -z | tar -c --null -T - | tar -x -C $(TORCH_BUILD)/src
+	. $(TORCH_BUILD)/venv/bin/activate && cd $(TORCH_BUILD)/src && \
+	python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps -e . && \
+	python -m tnt_kernels && python -m pytest $(TESTS)
+
 clean:
 	rm -rf build $(VENV) *.egg-info tnt_kernels/_C.*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
@@ -107,6 +120,13 @@ $(CUDA_VENV)/.packages:
 	$(PYTHON) -m venv $(CUDA_VENV)
 	$(CUDA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(CUDA_TORCH) \
 		$(shell grep -E '^(ninja|numpy|scipy-openblas32|setuptools|wheel)==' requirements.txt)
+	touch $@
+
+# With the Triton and the setuptools that this PyTorch asks for.
+$(TORCH_BUILD)/.packages: requirements.txt
+	$(PYTHON) -m venv $(TORCH_BUILD)/venv
+	$(TORCH_BUILD)/venv/bin/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) \
+		'setuptools>=77' $(shell grep -E '^[a-z]' requirements.txt | grep -vE '^(torch|triton|setuptools)==')
 	touch $@
 
 # Installed once, editable; after that only the extension is brought up to date.
