@@ -1,9 +1,14 @@
 """What KFAC has observed since the last step, and which layers its outputs did not reach."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
+from tnt_optim.layer_pooling import pooled_sums
 from tnt_optim.layer_statistics import LayerSums
+from tnt_optim.layers import Layer
+from tnt_optim.processes import Team
 
 
 @dataclass
@@ -17,6 +22,8 @@ class Observations:
         called: layers called in a forward pass while statistics of theirs were wanted.
         unreached: layers without statistics that no output reached at the last step that asked for
             them, each with whether it was called then: if so, the next outputs will miss it, too.
+        partial: whether outputs may reach other layers in another process.
+        agreed: whether all processes know of ``partial``.
     """
 
     sums: dict[int, LayerSums] = field(default_factory=dict)
@@ -24,13 +31,59 @@ class Observations:
     asked: set[int] = field(default_factory=set)
     called: set[int] = field(default_factory=set)
     unreached: dict[int, bool] = field(default_factory=dict)
+    partial: bool = False
+    agreed: bool = False
 
-    def add(self, found: Mapping[int, LayerSums]) -> None:
-        """Takes in the sums of one more output."""
+    def add(self, found: Mapping[int, LayerSums], asked: Iterable[int]) -> None:
+        """Takes in the sums of one more output, which was to reach the layers ``asked``."""
+        self.asked.update(asked)
         for layer, sums in found.items():
             earlier = self.sums.get(layer)
             self.sums[layer] = sums if earlier is None else earlier + sums
         self.count += 1
+
+    def pool(
+        self,
+        team: Team,
+        wanted: Sequence[int],
+        layers: Sequence[Layer],
+        held: Mapping[int, Sequence[Tensor]],
+    ) -> None:
+        """Takes the sums over all processes in place of this one's.
+
+        Whom the outputs reached is asked only where it may matter and a step may wait for the
+        answer: while there are first statistics to come, or where DistributedDataParallel asks such
+        things, too. Otherwise the sums tell, on the device.
+
+        Args:
+            team: the processes.
+            wanted: whose statistics are due; the same in all.
+            layers: all of them.
+            held: the statistics of those that have some.
+        """
+        if not wanted:
+            return
+        reached = list(wanted)
+        if self.partial or not (self.agreed and all(layer in held for layer in wanted)):
+            flags = [self.count > 0, self.partial]
+            for who in (self.sums, self.called):
+                flags += [layer in who for layer in wanted]
+            anyone, self.partial, *found = team.anywhere(flags, layers[0].weight.device)
+            if not anyone:
+                return
+            self.agreed = True
+            in_sums, were_called = found[: len(wanted)], found[len(wanted) :]
+            reached = [i for i, is_in in zip(wanted, in_sums, strict=True) if is_in]
+            self.called = {i for i, was in zip(wanted, were_called, strict=True) if was}
+            held = {}  # each has been reached by some process
+        sums: dict[int, LayerSums] = {}
+        if reached:
+            chosen = {layer: layers[layer] for layer in reached}
+            sums, observers = pooled_sums(team, chosen, self.sums, self.count, held)
+            if not self.count and not observers:  # it waits for the answer, where it must
+                return
+        self.sums, self.count = sums, max(self.count, 1)
+        self.asked.update(wanted)
 
     def may_wait(self, layer: int) -> bool:
         """Whether a layer without statistics was asked for, so that no one forgot it."""
