@@ -80,7 +80,7 @@ def made_net() -> Net:
     return Net()
 
 
-def made_optimizer(model: nn.Module, case: Case) -> KFAC:
+def made_optimizer(model: nn.Module, case: Case, **more: Any) -> KFAC:
     return KFAC(
         model,
         lr=0.05,
@@ -90,6 +90,7 @@ def made_optimizer(model: nn.Module, case: Case) -> KFAC:
         inverse_interval=3,
         inverse=case.inverse,
         likelihood=case.likelihood,
+        **more,
     )
 
 

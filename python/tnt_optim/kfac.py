@@ -184,11 +184,8 @@ class KFAC(Optimizer):
         if due:
             number = numbered(self._observed.count, self._team())
             loss = self._sampling.loss(output, "step", self.param_groups[0]["step"], number)
-            replicas = replicas_behind(loss)
-            check_static_graph(replicas)
+            check_static_graph(replicas_behind(loss))
             sums = self._sampling.sums(loss, output, due, self._hooks, retain_graph=True)
-            if any(replica.find_unused_parameters for replica in replicas):
-                self._observed.partial = True
         self._observed.add(sums, wanted)
 
     @_disable_dynamo

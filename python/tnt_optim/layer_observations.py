@@ -22,8 +22,6 @@ class Observations:
         called: layers called in a forward pass while statistics of theirs were wanted.
         unreached: layers without statistics that no output reached at the last step that asked for
             them, each with whether it was called then: if so, the next outputs will miss it, too.
-        partial: whether outputs may reach other layers in another process.
-        agreed: whether all processes know of ``partial``.
     """
 
     sums: dict[int, LayerSums] = field(default_factory=dict)
@@ -31,8 +29,6 @@ class Observations:
     asked: set[int] = field(default_factory=set)
     called: set[int] = field(default_factory=set)
     unreached: dict[int, bool] = field(default_factory=dict)
-    partial: bool = False
-    agreed: bool = False
 
     def add(self, found: Mapping[int, LayerSums], asked: Iterable[int]) -> None:
         """Takes in the sums of one more output, which was to reach the layers ``asked``."""
@@ -51,9 +47,8 @@ class Observations:
     ) -> None:
         """Takes the sums over all processes in place of this one's.
 
-        Whom the outputs reached is asked only where it may matter and a step may wait for the
-        answer: while there are first statistics to come, or where DistributedDataParallel asks such
-        things, too. Otherwise the sums tell, on the device.
+        Whom the outputs reached is asked only while there are first statistics to come, when a step
+        may wait for the answer. Otherwise the sums tell, on the device.
 
         Args:
             team: the processes.
@@ -64,14 +59,13 @@ class Observations:
         if not wanted:
             return
         reached = list(wanted)
-        if self.partial or not (self.agreed and all(layer in held for layer in wanted)):
-            flags = [self.count > 0, self.partial]
+        if any(layer not in held for layer in wanted):
+            flags = [self.count > 0]
             for who in (self.sums, self.called):
                 flags += [layer in who for layer in wanted]
-            anyone, self.partial, *found = team.anywhere(flags, layers[0].weight.device)
+            anyone, *found = team.anywhere(flags, layers[0].weight.device)
             if not anyone:
                 return
-            self.agreed = True
             in_sums, were_called = found[: len(wanted)], found[len(wanted) :]
             reached = [i for i, is_in in zip(wanted, in_sums, strict=True) if is_in]
             self.called = {i for i, was in zip(wanted, were_called, strict=True) if was}
