@@ -63,6 +63,10 @@ class KFAC(Optimizer):
     for each position, as a language model's logits brought to two dimensions, N is P, and each
     position is an example.
 
+    Where torch.distributed runs several processes, all make the same calls together, each with its
+    part of the batch and samples of its own: training is that of one process which observes the
+    same micro-batches in turn. ``model`` may be DistributedDataParallel or the module inside.
+
     There is one parameter group. Its settings may change between steps; ``damping`` shows from the
     next refresh of the inverses. The default damping is the paper's for its MNIST autoencoder, the
     default intervals are those for its CNNs, for which it takes 0.03 and the eigenbasis.
