@@ -33,7 +33,14 @@ BAD_SETTINGS: list[tuple[str, Any]] = [
 
 @pytest.mark.parametrize(
     ("name", "bad"),
-    [*BAD_SETTINGS, ("likelihood", "poisson"), ("inverse", "svd"), ("seed", 1.5), ("seed", True)],
+    [
+        *BAD_SETTINGS,
+        ("likelihood", "poisson"),
+        ("inverse", "svd"),
+        ("shard", "directions"),
+        ("seed", 1.5),
+        ("seed", True),
+    ],
 )
 def test_bad_argument_is_refused_by_name(name: str, bad: Any) -> None:
     model = conv_net()

@@ -35,8 +35,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
+from tnt_kernels import damped_inverse
 from tnt_optim import KFAC, PreconditionerError
 from tnt_optim.capture import LayerHook
+from tnt_optim.layer_sharing import owners
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -169,30 +171,35 @@ def test_layers_that_some_processes_use_or_none(heads: int) -> None:
 
 
 class Aside(nn.Module):
-    """A head that the loss has, and the output only where it is told."""
+    """A head that a loss may have, and the output has not."""
 
     def __init__(self) -> None:
         super().__init__()
         self.body, self.head, self.aside = nn.Linear(4, 5), nn.Linear(5, 3), nn.Linear(5, 3)
         self.double()
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits of both heads."""
+    def forward(self, x: Tensor, beside: bool = True) -> tuple[Tensor, Tensor]:
+        """Logits of both heads, or those of the first and zeros."""
         hidden = torch.tanh(self.body(x))
-        return self.head(hidden), self.aside(hidden)
+        logits = self.head(hidden)
+        return logits, self.aside(hidden) if beside else torch.zeros_like(logits)
 
 
-def train_beside(model: nn.Module, opt: KFAC, ranks: Sequence[int], warm: bool) -> list[Any]:
+# How the head aside is used: it is not warm-started, it is, only the first process calls it.
+BESIDE = ("never observed", "warm", "called by one")
+
+
+def train_beside(model: nn.Module, opt: KFAC, ranks: Sequence[int], how: str) -> list[Any]:
     """One process that does the work of ``ranks``, each with a batch of its own."""
     net = model.module if isinstance(model, DistributedDataParallel) else model
-    if warm:
+    if how == "warm":
         opt.warm_start(sum(model(batch(rank, 9)[0])) for rank in ranks)
     found = [held(net, opt)]
-    for step in range(3):
+    for step in range(5):
         opt.zero_grad()
         for rank in ranks:
             x, y = batch(rank, step)
-            out, aside = model(x)
+            out, aside = model(x, how != "called by one" or rank == 0)
             opt.observe(out)
             ((cross_entropy(out, y) + cross_entropy(aside, y)) / len(ranks)).backward()
         opt.step()
@@ -209,32 +216,36 @@ def batch(rank: int, key: int) -> tuple[Tensor, Tensor]:
 def made_aside() -> tuple[Aside, KFAC]:
     torch.manual_seed(0)
     model = Aside()
-    return model, KFAC(model, **{**SETTINGS, "stat_interval": 1})
+    return model, KFAC(model, **SETTINGS)
 
 
-def beside(rank: int, processes: int) -> list[dict[str, Any]]:
-    found = []
-    for warm in (False, True):
+def beside(rank: int, processes: int) -> dict[str, Any]:
+    found = {}
+    for how in BESIDE:
         model, opt = made_aside()
-        steps = train_beside(DistributedDataParallel(model), opt, [rank], warm)
-        found.append({"held": steps, "ends": ends(model)})
+        replicas = DistributedDataParallel(model, find_unused_parameters=how == "called by one")
+        steps = train_beside(replicas, opt, [rank], how)
+        found[how] = {"held": steps, "ends": ends(model), "unreached": opt._observed.unreached}
     return found
 
 
-def test_layers_that_no_output_reaches_keep_what_they_have() -> None:
-    ranks = together(beside)
-    for warm in (False, True):
-        model, opt = made_aside()
-        start = ends(model)
-        steps = train_beside(model, opt, [0, 1], warm)
-        found = [rank[warm] for rank in ranks]
-        assert_same_training(found, {"start": start, "held": steps, "ends": ends(model)})
-        first, *_, last = found[0]["held"]
-        assert ("aside.weight: stats" in last) == warm
-        if warm:
-            kept, moved = "aside.weight: stats", "body.weight: stats"
-            assert all(map(torch.equal, first[kept], last[kept]))
-            assert not any(map(torch.equal, first[moved], last[moved]))
+@pytest.mark.parametrize("how", BESIDE)
+def test_layers_that_no_output_reaches_keep_what_they_have(how: str) -> None:
+    model, opt = made_aside()
+    start = ends(model)
+    wanted = {"start": start, "held": train_beside(model, opt, [0, 1], how), "ends": ends(model)}
+    ranks = [rank[how] for rank in together(beside)]
+    assert_same_training(ranks, wanted)
+    for rank in ranks:
+        # One that was called is next asked for where statistics are due: the same everywhere.
+        assert rank["unreached"] == opt._observed.unreached
+    assert opt._observed.unreached == ({} if how == "warm" else {2: True})
+    first, *_, last = ranks[0]["held"]
+    assert ("aside.weight: stats" in last) == (how == "warm")
+    if how == "warm":
+        kept, moved = "aside.weight: stats", "body.weight: stats"
+        assert all(map(torch.equal, first[kept], last[kept]))
+        assert not any(map(torch.equal, first[moved], last[moved]))
 
 
 class Side(nn.Module):
@@ -362,13 +373,16 @@ def test_failures_raise_in_all_processes_at_the_same_step() -> None:
         assert all(map(torch.equal, rank["after"], ranks[0]["after"]))
 
 
-def inverses_fail(rank: int, processes: int) -> dict[str, Any]:
+WAYS = [(inverse, shard) for inverse in ("damped", "eigenbasis") for shard in (None, "inverses")]
+
+
+def inverses_fail(rank: int, processes: int) -> dict[Any, Any]:
     """Without damping G is singular: the rows of g sum to zero."""
-    found: dict[str, Any] = {}
-    for inverse in ("damped", "eigenbasis"):
+    found: dict[Any, Any] = {}
+    for inverse, shard in WAYS:
         torch.manual_seed(0)
         model = nn.Linear(4, 3).double()
-        opt = KFAC(model, **{**SETTINGS, "stat_interval": 1}, inverse=inverse)
+        opt = KFAC(model, **{**SETTINGS, "stat_interval": 1}, inverse=inverse, shard=shard)
         steps = [[[((x,), y)] for x, y in (batch(r, key) for r in range(2))] for key in range(4)]
         replicas = DistributedDataParallel(model)
         train(replicas, opt, steps[:1], rank)
@@ -376,20 +390,68 @@ def inverses_fail(rank: int, processes: int) -> dict[str, Any]:
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             train(replicas, opt, steps[1:], rank)
-        found[inverse] = [sum("factor G could not" in str(w.message) for w in warned)]
-        found[inverse] += [opt.failures()["failed_inverses"], ends(model), held(model, opt)]
+        failed = opt.failures()["failed_inverses"]
+        said = sum("factor G could not" in str(w.message) for w in warned)
+        found[inverse, shard] = [said, failed, ends(model), held(model, opt)]
     return found
 
 
 def test_inverses_that_fail_are_kept_and_counted_everywhere() -> None:
     ranks = together(inverses_fail)
-    for inverse in ("damped", "eigenbasis"):
-        for warned, failed, end, matrices in (rank[inverse] for rank in ranks):
+    for way in WAYS:
+        for warned, failed, end, matrices in (rank[way] for rank in ranks):
             # Inverses at 1 and 2, which are young, and 3.
             assert warned == failed == 3
-            assert all(map(torch.equal, end, ranks[0][inverse][2]))
-            for key, pair in ranks[0][inverse][3].items():
+            assert all(map(torch.equal, end, ranks[0][way][2]))
+            for key, pair in ranks[0][way][3].items():
                 assert all(map(torch.equal, matrices[key], pair))
+
+
+def shared_inverses(rank: int, processes: int) -> dict[str, Any]:
+    """Who makes what; then each process's statistics of what it makes inverses of fail."""
+    net = made_net()
+    replicas = DistributedDataParallel(net)
+    opt = made_optimizer(net, CASE, shard="inverses")
+    made = []
+
+    def counted(stats: Any, *rest: Any) -> Any:
+        made.append([len(matrix) for (matrix,) in stats])
+        return damped_inverse(stats, *rest)
+
+    found: dict[str, Any] = {}
+    with mock.patch("tnt_optim.layer_inverses.damped_inverse", counted):
+        train_one(replicas, opt, of_a_step(CASE, processes, 0), rank)
+    found["made"] = made
+    stats = {weight: state["stats"] for weight, state in opt._layer_states().items()}
+    for weight, owner in owners(stats, processes).items():
+        if owner == rank:
+            stats[weight][1].fill_(math.inf)
+    opt.param_groups[0].update({"stat_interval": 1000, "inverse_interval": 1})
+    found["raised at"], found["message"] = None, ""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in range(1, 9):
+            opt.zero_grad()
+            try:
+                train_one(replicas, opt, of_a_step(CASE, processes, step), rank)
+            except PreconditionerError as error:
+                found["raised at"], found["message"] = step, str(error)
+                break
+    return {**found, "ends": ends(net), "failures": opt.failures(), "held": held(net, opt)}
+
+
+def test_each_inverse_is_made_by_one_process_and_its_failure_told_to_all() -> None:
+    ranks = together(shared_inverses)
+    made = [sorted(size for call in rank["made"] for size in call) for rank in ranks]
+    assert all(made) and sorted(made[0] + made[1]) == sorted([3, 13, 5, 13, 4, 5])
+    for rank in ranks:
+        assert rank["raised at"] == 5
+        assert "time 5 in a row" in rank["message"] and "input factor A" in rank["message"]
+        assert rank["message"] == ranks[0]["message"]
+        assert rank["failures"] == {"skipped_statistics": 0, "failed_inverses": 15}
+        assert all(map(torch.equal, rank["ends"], ranks[0]["ends"]))
+        for key in (key for key in rank["held"] if "factors" in key):
+            assert all(map(torch.equal, rank["held"][key], ranks[0]["held"][key]))
 
 
 def observed_by_some(rank: int, processes: int) -> dict[bool, Any]:
@@ -677,6 +739,7 @@ FUNCTIONS: list[Callable[[int, int], Any]] = [
     not_finite,
     failures,
     inverses_fail,
+    shared_inverses,
     observed_by_some,
     warm_starts,
     states,

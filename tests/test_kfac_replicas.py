@@ -53,6 +53,7 @@ class Case:
             processes before half of them have one more.
         warm: whether a warm start comes first, with one batch more in process 0.
         wrapped: whether KFAC is given DistributedDataParallel itself.
+        shard: KFAC's.
     """
 
     inverse: str
@@ -60,6 +61,7 @@ class Case:
     micro: int | str = 2
     warm: bool = False
     wrapped: bool = False
+    shard: str | None = None
 
 
 CASES = [
@@ -69,7 +71,12 @@ CASES = [
         for likelihood in ("categorical", "gaussian")
         for micro in (1, 2, "uneven")
     ),
-    *(Case(inverse, warm=True) for inverse in ("damped", "eigenbasis")),
+    *(
+        Case(inverse, warm=True, shard=shard)
+        for inverse in ("damped", "eigenbasis")
+        for shard in (None, "inverses")
+    ),
+    *(Case(inverse, shard="inverses") for inverse in ("damped", "eigenbasis")),
     Case("damped", "bernoulli"),
     Case("damped", warm=True, wrapped=True),
 ]
@@ -90,7 +97,7 @@ def made_optimizer(model: nn.Module, case: Case, **more: Any) -> KFAC:
         inverse_interval=3,
         inverse=case.inverse,
         likelihood=case.likelihood,
-        **more,
+        **{"shard": case.shard, **more},
     )
 
 

@@ -16,9 +16,10 @@ from tnt_optim.failures import COUNTERS, UNOBSERVED, Failures, PreconditionerErr
 from tnt_optim.fisher import Likelihood, check_sampling
 from tnt_optim.gradients import buffers_put_back
 from tnt_optim.layer_checkpoint import check_kfac_state_dict
-from tnt_optim.layer_inverses import INVERSES, PARTS
+from tnt_optim.layer_inverses import INVERSES, PARTS, Matrices
 from tnt_optim.layer_observations import Observations
 from tnt_optim.layer_sampling import LayerSampling
+from tnt_optim.layer_sharing import SHARDS, make_shared
 from tnt_optim.layer_statistics import LayerSums, all_finite_statistics
 from tnt_optim.layer_step import blend, parameters, update_
 from tnt_optim.layers import Layer, is_trainable, supported_layers
@@ -93,6 +94,8 @@ class KFAC(Optimizer):
         process_group: the processes that train copies of one model, as under
             DistributedDataParallel; None for torch.distributed's default group, where there is one.
             The statistics are those of all their batches.
+        shard: how they share the work. None: each does all of it. "inverses": each layer's inverses
+            are made by one of them and sent to the others.
 
     Raises:
         ValueError: where a setting does not fit, the model has no layer, or layers are shared, or
@@ -117,6 +120,7 @@ class KFAC(Optimizer):
         inverse: str = "damped",
         seed: int = 0,
         process_group: Any = None,
+        shard: str | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -124,6 +128,9 @@ class KFAC(Optimizer):
         if inverse not in tuple(INVERSES):
             known = " or ".join(repr(name) for name in INVERSES)
             raise ValueError(f"inverse must be {known}, got {inverse!r}")
+        if shard not in SHARDS:
+            known = " or ".join(repr(name) for name in SHARDS)
+            raise ValueError(f"shard must be {known}, got {shard!r}")
         settings = {
             "lr": lr,
             "damping": damping,
@@ -150,6 +157,7 @@ class KFAC(Optimizer):
         self.inverse = inverse
         self.process_group = process_group
         self._group_is_lost = False  # of a copy
+        self.shard = shard
         self._model = model
         self._failures = Failures(PARTS)
         self._observed = Observations()
@@ -426,9 +434,8 @@ class KFAC(Optimizer):
             self._failures.report_statistics(codes, list(later))
         young = [w for w in later if t - states[w]["first_step"] < interval]
         for weights in by_device(states if t % interval == 0 else young):
-            stats = [states[w]["stats"] for w in weights]
-            out = [states[w]["factors"] for w in weights]
-            codes = INVERSES[self.inverse].make(stats, group["damping"], out)[1]
+            stats = {w: states[w]["stats"] for w in weights}
+            codes = self._inverses(stats, [states[w]["factors"] for w in weights])[1]
             self._failures.report_inverses(codes, weights)
 
     def _first_states(self, stats: Mapping[int, list[Tensor]]) -> dict[Tensor, dict[str, Any]]:
@@ -436,8 +443,7 @@ class KFAC(Optimizer):
         group, states = self.param_groups[0], {}
         by_weight = {self._layers[layer].weight: pair for layer, pair in stats.items()}
         for weights in by_device(by_weight):
-            pairs = [by_weight[w] for w in weights]
-            factors, codes = INVERSES[self.inverse].make(pairs, group["damping"], None)
+            factors, codes = self._inverses({w: by_weight[w] for w in weights}, None)
             for weight, made, code in zip(weights, factors, codes.tolist(), strict=True):
                 if code != 0:
                     name = self._name(weight)
@@ -449,6 +455,17 @@ class KFAC(Optimizer):
                     **dict.fromkeys(COUNTERS, 0),
                 }
         return states
+
+    def _inverses(
+        self, stats: Mapping[Tensor, list[Tensor]], out: Matrices | None
+    ) -> tuple[Matrices, Tensor]:
+        """Makes the inverses of statistics by weight, on one device; see ``Inverse.make``."""
+        inverse, damping, team = INVERSES[self.inverse], self.param_groups[0]["damping"], None
+        if self.shard is not None:
+            team = self._team()
+        if team is None:
+            return inverse.make(list(stats.values()), damping, out)
+        return make_shared(team, inverse, stats, damping, out)
 
     # The update.
 
@@ -486,6 +503,7 @@ class KFAC(Optimizer):
 
 _OWN = (
     "inverse",
+    "shard",
     "_model",
     "_names",
     "_layers",
