@@ -185,8 +185,9 @@ class Aside(nn.Module):
         return logits, self.aside(hidden) if beside else torch.zeros_like(logits)
 
 
-# How the head aside is used: it is not warm-started, it is, only the first process calls it.
-BESIDE = ("never observed", "warm", "called by one")
+# How the head aside is used: it is not warm-started, it is, the first process alone calls it; or
+# the other process alone observes.
+BESIDE = ("never observed", "warm", "called by one", "observed by one")
 
 
 def train_beside(model: nn.Module, opt: KFAC, ranks: Sequence[int], how: str) -> list[Any]:
@@ -200,7 +201,8 @@ def train_beside(model: nn.Module, opt: KFAC, ranks: Sequence[int], how: str) ->
         for rank in ranks:
             x, y = batch(rank, step)
             out, aside = model(x, how != "called by one" or rank == 0)
-            opt.observe(out)
+            if how != "observed by one" or rank == 1:
+                opt.observe(out)
             ((cross_entropy(out, y) + cross_entropy(aside, y)) / len(ranks)).backward()
         opt.step()
         found.append(held(net, opt))
@@ -216,7 +218,13 @@ def batch(rank: int, key: int) -> tuple[Tensor, Tensor]:
 def made_aside() -> tuple[Aside, KFAC]:
     torch.manual_seed(0)
     model = Aside()
-    return model, KFAC(model, **SETTINGS)
+    # Without sampling: one process that leaves out an observation numbers others than several.
+    return model, KFAC(model, likelihood=least_likely, **SETTINGS)
+
+
+def least_likely(output: Tensor) -> Tensor:
+    """A likelihood that samples nothing: the loss at the least likely labels."""
+    return cross_entropy(output, output.detach().argmin(1))
 
 
 def beside(rank: int, processes: int) -> dict[str, Any]:
@@ -516,7 +524,7 @@ def warm_batches(heads: Sequence[Sequence[int | None]]) -> list[list[tuple[Tenso
 
 def warm_started(batches: Iterable[tuple[Tensor, int]]) -> dict[str, Any]:
     # Processes number their batches as if all had as many: it is compared without sampling.
-    model, opt = made_heads(likelihood=lambda z: cross_entropy(z, z.detach().argmin(1)))
+    model, opt = made_heads(likelihood=least_likely)
     opt.warm_start(model(x, head) for x, head in batches)
     return {"held": held(model, opt), "failures": opt.failures()}
 
@@ -601,63 +609,76 @@ def test_groups_train_apart_and_copies_must_be_told_theirs() -> None:
     assert not torch.equal(ranks[0]["ends"][0], ranks[2]["ends"][0])
 
 
-def states(rank: int, processes: int) -> dict[str, Any]:
-    """The first process's state, loaded in all; copies; and KFAC of what is wrapped."""
-    found: dict[str, Any] = {}
-    for wrapped in (False, True):
+# What is saved: the inverse, whether KFAC has the wrapper, how the work is shared.
+SAVED = [
+    ("damped", False, None),
+    ("damped", True, None),
+    ("eigenbasis", False, None),
+    ("eigenbasis", False, "inverses"),
+]
+
+
+def states(rank: int, processes: int) -> list[dict[str, Any]]:
+    """The first process's state goes on in all: as it was, of what is wrapped, shared otherwise."""
+    found = []
+    for inverse, wrapped, shard in SAVED:
+        case = Case(inverse)
+
+        def go_on(replicas: nn.Module, opt: KFAC, steps: range, case: Case = case) -> list[Tensor]:
+            for step in steps:
+                opt.zero_grad()
+                train_one(replicas, opt, of_a_step(case, processes, step), rank)
+            return ends(replicas.module)
+
         net = made_net()
         replicas = DistributedDataParallel(net)
-        opt = made_optimizer(replicas if wrapped else net, CASE)
-        for step in range(4):
-            opt.zero_grad()
-            train_one(replicas, opt, of_a_step(CASE, processes, step), rank)
+        opt = made_optimizer(replicas if wrapped else net, case, shard=shard)
+        go_on(replicas, opt, range(4))
         file = BytesIO()
         torch.save({"net": net.state_dict(), "opt": opt.state_dict()}, file)
         sent = [file.getvalue() if rank == 0 else None]
         dist.broadcast_object_list(sent)
         saved = torch.load(BytesIO(sent[0]))
-        others = []
-        for other_wrapped in (False, True):
-            other = Net()
-            other.load_state_dict(saved["net"])
-            again = DistributedDataParallel(other)
-            fresh = made_optimizer(again if other_wrapped else other, CASE)
-            fresh.load_state_dict(saved["opt"])
-            others.append((other, again, fresh))
-        copied, copied_opt = copy.deepcopy((replicas, opt))
-        others.append((copied.module, copied, copied_opt))
-        copied, copied_opt = pickle.loads(pickle.dumps((replicas, opt)))
-        others.append((copied.module, copied, copied_opt))
-        others.append((net, replicas, opt))
         results = []
-        for other, again, fresh in others:
-            for step in range(4, 8):
-                fresh.zero_grad()
-                train_one(again, fresh, of_a_step(CASE, processes, step), rank)
-            results.append(ends(other))
-        found["wrapped" if wrapped else "inside"] = {"saved": sent[0], "ends": results}
+        for other_shard in (shard, None if shard else "inverses"):
+            for other_wrapped in (False, True):
+                other = Net()
+                other.load_state_dict(saved["net"])
+                again = DistributedDataParallel(other)
+                fresh = made_optimizer(again if other_wrapped else other, case, shard=other_shard)
+                fresh.load_state_dict(saved["opt"])
+                results.append(go_on(again, fresh, range(4, 8)))
+        same, otherwise = results[:2], results[2:]
+        for twin, twin_opt in (
+            copy.deepcopy((replicas, opt)),
+            pickle.loads(pickle.dumps((replicas, opt))),
+            (replicas, opt),
+        ):
+            same.append(go_on(twin, twin_opt, range(4, 8)))
+        found.append({"saved": sent[0], "same": same, "otherwise": otherwise})
     return found
 
 
-def test_state_of_one_process_goes_on_in_all() -> None:
-    ranks = together(states)
-    for found in ranks[0].values():
-        expected = found["ends"][-1]
-        for rank in ranks:
-            for results in (results["ends"] for results in rank.values()):
-                assert len(results) == 5
-                for result in results:
-                    assert all(map(torch.equal, result, expected))
-        # And in a single process, on the batches of all.
-        net = made_net()
-        start, opt = ends(net), made_optimizer(net, CASE)
-        saved = torch.load(BytesIO(found["saved"]))
-        net.load_state_dict(saved["net"])
-        opt.load_state_dict(saved["opt"])
-        for step in range(4, 8):
-            opt.zero_grad()
-            train_one(net, opt, [list(in_turn(of_a_step(CASE, 2, step)))], 0)
-        assert apart(ends(net), expected, start) <= FLOAT64_TRAJECTORY
+@pytest.mark.parametrize("way", SAVED, ids=str)
+def test_state_of_one_process_goes_on_in_all(way: tuple[str, bool, str | None]) -> None:
+    case, ranks = Case(way[0]), [rank[SAVED.index(way)] for rank in together(states)]
+    first = ranks[0]["same"][-1]
+    for rank in ranks:
+        assert len(rank["same"]) == 5
+        assert all(all(map(torch.equal, result, first)) for result in rank["same"])
+    # And in a single process, on the batches of all.
+    net = made_net()
+    start, opt = ends(net), made_optimizer(net, case)
+    saved = torch.load(BytesIO(ranks[0]["saved"]))
+    net.load_state_dict(saved["net"])
+    opt.load_state_dict(saved["opt"])
+    for step in range(4, 8):
+        opt.zero_grad()
+        train_one(net, opt, [list(in_turn(of_a_step(case, 2, step)))], 0)
+    assert apart(first, ends(net), start) <= FLOAT64_TRAJECTORY
+    for number, result in enumerate(ranks[0]["otherwise"]):
+        assert apart(result, ends(net), start) <= FLOAT64_TRAJECTORY
+        assert all(map(torch.equal, result, ranks[1]["otherwise"][number]))
 
 
 def refusals(rank: int, processes: int) -> dict[str, Any]:
