@@ -17,7 +17,8 @@ class Observations:
 
     Attributes:
         sums: of each layer, over the examples of all outputs that reached it.
-        count: how many outputs there were.
+        count: how many outputs there were while layers were asked for, also those that can have
+            reached none: they number the draws, in one process as in several.
         asked: layers that an output was to reach.
         called: layers called in a forward pass while statistics of theirs were wanted.
         unreached: layers without statistics that no output reached at the last step that asked for
