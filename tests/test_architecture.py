@@ -251,7 +251,8 @@ SHAMPOO_SIGNATURE = (
 )
 KFAC_SIGNATURE = (
     "model, lr=0.003, *, damping=0.3, momentum=0.9, stat_decay=0.9, weight_decay=0.0, "
-    "stat_interval=10, inverse_interval=100, likelihood='categorical', inverse='damped', seed=0"
+    "stat_interval=10, inverse_interval=100, likelihood='categorical', inverse='damped', seed=0, "
+    "process_group=None, shard=None"
 )
 MUTATED = {
     "gram_ema_": {"stats"},

@@ -33,7 +33,14 @@ BAD_SETTINGS: list[tuple[str, Any]] = [
 
 @pytest.mark.parametrize(
     ("name", "bad"),
-    [*BAD_SETTINGS, ("likelihood", "poisson"), ("inverse", "svd"), ("seed", 1.5), ("seed", True)],
+    [
+        *BAD_SETTINGS,
+        ("likelihood", "poisson"),
+        ("inverse", "svd"),
+        ("shard", "directions"),
+        ("seed", 1.5),
+        ("seed", True),
+    ],
 )
 def test_bad_argument_is_refused_by_name(name: str, bad: Any) -> None:
     model = conv_net()
@@ -196,18 +203,3 @@ def test_warm_start_needs_batches_and_restores_what_it_moved(snapshot: "TakeSnap
     late = [model(torch.randn(8, 2, 4, 4).double())]
     with pytest.raises(ValueError, match="generator"):
         opt.warm_start(late)
-
-
-def test_several_processes_are_refused(
-    monkeypatch: pytest.MonkeyPatch, snapshot: "TakeSnapshot"
-) -> None:
-    model = nn.Linear(4, 3)
-    opt = KFAC(model)
-    before = snapshot(model.parameters(), opt)
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    with pytest.raises(RuntimeError, match="runs 2"):
-        opt.observe(model(torch.randn(5, 4)))
-    with pytest.raises(RuntimeError, match="runs 2"):
-        opt.warm_start(model(torch.randn(5, 4)) for _ in range(2))
-    before.assert_unchanged()

@@ -90,22 +90,6 @@ def sample_scale(examples: int) -> float:
     return float(min(2 ** (examples.bit_length() - 1), LARGEST_SCALE))
 
 
-def check_single_process(advice: str) -> None:
-    """Checks that no other process trains the same model: each would sample for itself.
-
-    Raises:
-        RuntimeError: where one may; ends with the advice.
-    """
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        processes = distributed.get_world_size()
-        if processes > 1:
-            raise RuntimeError(
-                "samples are not synchronised between processes yet, and torch.distributed runs "
-                f"{processes}: the replicas would drift apart; {advice}"
-            )
-
-
 def loss_at_samples(
     likelihood: Likelihood,
     output: Any,

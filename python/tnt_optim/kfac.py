@@ -16,12 +16,21 @@ from tnt_optim.failures import COUNTERS, UNOBSERVED, Failures, PreconditionerErr
 from tnt_optim.fisher import Likelihood, check_sampling
 from tnt_optim.gradients import buffers_put_back
 from tnt_optim.layer_checkpoint import check_kfac_state_dict
-from tnt_optim.layer_inverses import INVERSES, PARTS
+from tnt_optim.layer_inverses import INVERSES, PARTS, Matrices
 from tnt_optim.layer_observations import Observations
 from tnt_optim.layer_sampling import LayerSampling
-from tnt_optim.layer_statistics import all_finite_statistics
+from tnt_optim.layer_sharing import SHARDS, make_shared
+from tnt_optim.layer_statistics import LayerSums, all_finite_statistics
 from tnt_optim.layer_step import blend, parameters, update_
 from tnt_optim.layers import Layer, is_trainable, supported_layers
+from tnt_optim.processes import (
+    Team,
+    check_static_graph,
+    is_sharded,
+    numbered,
+    replicas_behind,
+    team_of,
+)
 from tnt_optim.settings import check_common_settings
 from tnt_optim.states import state_dtype
 
@@ -55,6 +64,10 @@ class KFAC(Optimizer):
     for each position, as a language model's logits brought to two dimensions, N is P, and each
     position is an example.
 
+    Where torch.distributed runs several processes, all make the same calls together, each with its
+    part of the batch and samples of its own: training is that of one process which observes the
+    same micro-batches in turn. ``model`` may be DistributedDataParallel or the module inside.
+
     There is one parameter group. Its settings may change between steps; ``damping`` shows from the
     next refresh of the inverses. The default damping is the paper's for its MNIST autoencoder, the
     default intervals are those for its CNNs, for which it takes 0.03 and the eigenbasis.
@@ -78,9 +91,15 @@ class KFAC(Optimizer):
             "eigenbasis": the inverse of G ⊗ A + damping I, its for CNNs, which needs another matrix
             of the weight's size for each layer, and waits for the device where it is refreshed.
         seed: of the sampled labels; the global generators are never touched.
+        process_group: the processes that train copies of one model, as under
+            DistributedDataParallel; None for torch.distributed's default group, where there is one.
+            The statistics are those of all their batches.
+        shard: how they share the work. None: each does all of it. "inverses": each layer's inverses
+            are made by one of them and sent to the others.
 
     Raises:
-        ValueError: where a setting does not fit, the model has no layer, or layers are shared.
+        ValueError: where a setting does not fit, the model has no layer, or layers are shared, or
+            parameters are in pieces, as ``fully_shard`` leaves them.
         TypeError: where ``model`` is no module.
     """
 
@@ -100,6 +119,8 @@ class KFAC(Optimizer):
         likelihood: Likelihood = "categorical",
         inverse: str = "damped",
         seed: int = 0,
+        process_group: Any = None,
+        shard: str | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -107,6 +128,9 @@ class KFAC(Optimizer):
         if inverse not in tuple(INVERSES):
             known = " or ".join(repr(name) for name in INVERSES)
             raise ValueError(f"inverse must be {known}, got {inverse!r}")
+        if shard not in SHARDS:
+            known = " or ".join(repr(name) for name in SHARDS)
+            raise ValueError(f"shard must be {known}, got {shard!r}")
         settings = {
             "lr": lr,
             "damping": damping,
@@ -120,12 +144,20 @@ class KFAC(Optimizer):
         self._names, self._layers = supported_layers(model)
         self._sampling = LayerSampling(self._names, self._layers, likelihood, seed)
         for name, param in model.named_parameters():
+            if is_sharded(param):
+                raise ValueError(
+                    f"model must have whole parameters, and {name!r} is in pieces, as fully_shard "
+                    "leaves them: use DistributedDataParallel, or TNT"
+                )
             if not param.is_floating_point() or param.layout != torch.strided:
                 raise ValueError(
                     "model must have dense real floating-point parameters, got "
                     f"{param.dtype}, {param.layout} for {name!r}"
                 )
         self.inverse = inverse
+        self.process_group = process_group
+        self._group_is_lost = False  # of a copy
+        self.shard = shard
         self._model = model
         self._failures = Failures(PARTS)
         self._observed = Observations()
@@ -142,7 +174,8 @@ class KFAC(Optimizer):
         gradients are accumulated, which together give the statistics of the whole batch; also with
         those of a step that was then skipped, as by ``GradScaler``: they are of the same weights.
         What is not finite is left out of the statistics of a layer that has others. Where no
-        statistics are due at this step, it returns at once.
+        statistics are due at this step, it returns at once. Where there are several processes, all
+        call it, and each samples for its own batch.
 
         Args:
             output: what the likelihood describes, with its graph. Of several tensors, in mappings
@@ -152,18 +185,20 @@ class KFAC(Optimizer):
             ValueError: where the output has no graph, does not fit the likelihood, depends on no
                 layer of the model, or on one whose call was not captured, on two calls of one, or
                 on one observed before; nothing is then changed.
-            RuntimeError: where torch.distributed runs more than one process: each would sample for
-                itself, and the replicas drift apart.
+            RuntimeError: where the output is DistributedDataParallel's with ``static_graph=True``.
         """
-        wanted = [layer for layer in range(len(self._layers)) if self._wanted(layer)]
+        wanted = self._all_wanted()
+        if not wanted:
+            return
         # A newcomer that no forward pass has used cannot be in the output.
         due = [layer for layer in wanted if self._scheduled() or layer in self._observed.called]
+        sums: dict[int, LayerSums] = {}
         if due:
-            key = ("step", self.param_groups[0]["step"], self._observed.count)
-            self._observed.add(
-                self._sampling.sums(output, due, key, self._hooks, retain_graph=True)
-            )
-        self._observed.asked.update(wanted)
+            number = numbered(self._observed.count, self._team())
+            loss = self._sampling.loss(output, "step", self.param_groups[0]["step"], number)
+            check_static_graph(replicas_behind(loss))
+            sums = self._sampling.sums(loss, output, due, self._hooks, retain_graph=True)
+        self._observed.add(sums, wanted)
 
     @_disable_dynamo
     @torch.no_grad()
@@ -193,11 +228,18 @@ class KFAC(Optimizer):
         group = self.param_groups[0]
         try:
             check_common_settings(group)  # anyone may have changed them since
-            self._failures.read(self._layer_states(), self._name)
+            team = self._team()
+            # On a GPU a report may arrive here and not yet there, and where it stops the training
+            # it must stop all processes. It is a step old: hardly ever is there anything to wait.
+            self._failures.read(self._layer_states(), self._name, wait=team is not None)
+            if team is not None:
+                held = {i: self.state[self._layers[i].weight]["stats"] for i in self._known()}
+                self._observed.pool(team, self._all_wanted(), self._layers, held)
             self._warn_if_unobserved()
             layers, others = self._to_update()
             self._refresh({layer: sums.means() for layer, sums in self._observed.sums.items()})
-            self._failures.read(self._layer_states(), self._name)
+            if team is None or not any(p.is_cuda for p in group["params"]):
+                self._failures.read(self._layer_states(), self._name)
             update_(group, self.state, layers, others, INVERSES[self.inverse])
             self._observed.note_unreached(self._has_state)
         finally:
@@ -212,6 +254,8 @@ class KFAC(Optimizer):
         ``opt.warm_start(model(x) for x, _ in batches)``; a generator, for the model's calls to be
         seen. Statistics that exist already start over. A layer's average is that over the batches
         that used it. The model's buffers (batch norm's running statistics) are put back afterwards.
+        Where there are several processes, all call it, and it is the average over the batches of
+        all, whose numbers may differ.
 
         Args:
             outputs: for each batch, with its graph: what ``observe`` takes.
@@ -224,10 +268,11 @@ class KFAC(Optimizer):
         """
         if not isinstance(outputs, Iterable):
             raise TypeError(f"outputs must be iterable, got {type(outputs).__name__}")
+        team = self._team()
         self._warming = True
         try:
             with buffers_put_back(self._model, *([] if model is None else [model])):
-                stats, skipped = self._sampling.average(outputs, self._hooks)
+                stats, skipped = self._sampling.average(outputs, self._hooks, team)
         finally:
             self._warming = False
         fresh = self._first_states(stats)
@@ -295,11 +340,14 @@ class KFAC(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self._failures.read(self._layer_states(), self._name, wait=True, fatal=False)
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in _OWN}}
+        own = {name: getattr(self, name) for name in _OWN}
+        own["_group_is_lost"] = self._group_is_lost or self.process_group is not None
+        return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if "_layers" in state:  # a copy; torch also comes here when it loads a state_dict
+            self.process_group = None  # which cannot be copied
             self._attach()
 
     def __repr__(self) -> str:
@@ -315,6 +363,9 @@ class KFAC(Optimizer):
             f"    seed: {self._sampling.seed}",
         ]
         return "\n".join([*lines, ")"])
+
+    def _team(self) -> Team | None:
+        return team_of(self.process_group, is_lost=self._group_is_lost)
 
     # Which layers, and when.
 
@@ -337,6 +388,10 @@ class KFAC(Optimizer):
         new = not self._has_state(layer) and not self._observed.unreached.get(layer, False)
         return self._warming or self._scheduled() or new
 
+    def _all_wanted(self) -> list[int]:
+        """The same in all processes, between one forward pass and the end of the step."""
+        return [layer for layer in range(len(self._layers)) if self._wanted(layer)]
+
     def _scheduled(self) -> bool:
         group = self.param_groups[0]
         return bool(group["step"] % group["stat_interval"] == 0)
@@ -345,9 +400,12 @@ class KFAC(Optimizer):
         # The layer's state is its weight's. Not `in`: looking at opt.state[p] leaves an entry.
         return "stats" in self.state.get(self._layers[layer].weight, {})
 
+    def _known(self) -> list[int]:
+        return [layer for layer in range(len(self._layers)) if self._has_state(layer)]
+
     def _layer_states(self) -> dict[Tensor, dict[str, Any]]:
-        known = [i for i in range(len(self._layers)) if self._has_state(i)]
-        return {self._layers[i].weight: self.state[self._layers[i].weight] for i in known}
+        weights = [self._layers[layer].weight for layer in self._known()]
+        return {weight: self.state[weight] for weight in weights}
 
     def _name(self, weight: Tensor) -> str:
         for name, layer in zip(self._names, self._layers, strict=True):
@@ -376,9 +434,8 @@ class KFAC(Optimizer):
             self._failures.report_statistics(codes, list(later))
         young = [w for w in later if t - states[w]["first_step"] < interval]
         for weights in by_device(states if t % interval == 0 else young):
-            stats = [states[w]["stats"] for w in weights]
-            out = [states[w]["factors"] for w in weights]
-            codes = INVERSES[self.inverse].make(stats, group["damping"], out)[1]
+            stats = {w: states[w]["stats"] for w in weights}
+            codes = self._inverses(stats, [states[w]["factors"] for w in weights])[1]
             self._failures.report_inverses(codes, weights)
 
     def _first_states(self, stats: Mapping[int, list[Tensor]]) -> dict[Tensor, dict[str, Any]]:
@@ -386,8 +443,7 @@ class KFAC(Optimizer):
         group, states = self.param_groups[0], {}
         by_weight = {self._layers[layer].weight: pair for layer, pair in stats.items()}
         for weights in by_device(by_weight):
-            pairs = [by_weight[w] for w in weights]
-            factors, codes = INVERSES[self.inverse].make(pairs, group["damping"], None)
+            factors, codes = self._inverses({w: by_weight[w] for w in weights}, None)
             for weight, made, code in zip(weights, factors, codes.tolist(), strict=True):
                 if code != 0:
                     name = self._name(weight)
@@ -399,6 +455,17 @@ class KFAC(Optimizer):
                     **dict.fromkeys(COUNTERS, 0),
                 }
         return states
+
+    def _inverses(
+        self, stats: Mapping[Tensor, list[Tensor]], out: Matrices | None
+    ) -> tuple[Matrices, Tensor]:
+        """Makes the inverses of statistics by weight, on one device; see ``Inverse.make``."""
+        inverse, damping, team = INVERSES[self.inverse], self.param_groups[0]["damping"], None
+        if self.shard is not None:
+            team = self._team()
+        if team is None:
+            return inverse.make(list(stats.values()), damping, out)
+        return make_shared(team, inverse, stats, damping, out)
 
     # The update.
 
@@ -436,6 +503,7 @@ class KFAC(Optimizer):
 
 _OWN = (
     "inverse",
+    "shard",
     "_model",
     "_names",
     "_layers",

@@ -1,9 +1,14 @@
 """What KFAC has observed since the last step, and which layers its outputs did not reach."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
+from tnt_optim.layer_pooling import pooled_sums
 from tnt_optim.layer_statistics import LayerSums
+from tnt_optim.layers import Layer
+from tnt_optim.processes import Team
 
 
 @dataclass
@@ -12,7 +17,8 @@ class Observations:
 
     Attributes:
         sums: of each layer, over the examples of all outputs that reached it.
-        count: how many outputs there were.
+        count: how many outputs there were while layers were asked for, also those that can have
+            reached none: they number the draws, in one process as in several.
         asked: layers that an output was to reach.
         called: layers called in a forward pass while statistics of theirs were wanted.
         unreached: layers without statistics that no output reached at the last step that asked for
@@ -25,12 +31,54 @@ class Observations:
     called: set[int] = field(default_factory=set)
     unreached: dict[int, bool] = field(default_factory=dict)
 
-    def add(self, found: Mapping[int, LayerSums]) -> None:
-        """Takes in the sums of one more output."""
+    def add(self, found: Mapping[int, LayerSums], asked: Iterable[int]) -> None:
+        """Takes in the sums of one more output, which was to reach the layers ``asked``."""
+        self.asked.update(asked)
         for layer, sums in found.items():
             earlier = self.sums.get(layer)
             self.sums[layer] = sums if earlier is None else earlier + sums
         self.count += 1
+
+    def pool(
+        self,
+        team: Team,
+        wanted: Sequence[int],
+        layers: Sequence[Layer],
+        held: Mapping[int, Sequence[Tensor]],
+    ) -> None:
+        """Takes the sums over all processes in place of this one's.
+
+        Whom the outputs reached is asked only while there are first statistics to come, when a step
+        may wait for the answer. Otherwise the sums tell, on the device.
+
+        Args:
+            team: the processes.
+            wanted: whose statistics are due; the same in all.
+            layers: all of them.
+            held: the statistics of those that have some.
+        """
+        if not wanted:
+            return
+        reached = list(wanted)
+        if any(layer not in held for layer in wanted):
+            flags = [self.count > 0]
+            for who in (self.sums, self.called):
+                flags += [layer in who for layer in wanted]
+            anyone, *found = team.anywhere(flags, layers[0].weight.device)
+            if not anyone:
+                return
+            in_sums, were_called = found[: len(wanted)], found[len(wanted) :]
+            reached = [i for i, is_in in zip(wanted, in_sums, strict=True) if is_in]
+            self.called = {i for i, was in zip(wanted, were_called, strict=True) if was}
+            held = {}  # each has been reached by some process
+        sums: dict[int, LayerSums] = {}
+        if reached:
+            chosen = {layer: layers[layer] for layer in reached}
+            sums, observers = pooled_sums(team, chosen, self.sums, self.count, held)
+            if not self.count and not observers:  # it waits for the answer, where it must
+                return
+        self.sums, self.count = sums, max(self.count, 1)
+        self.asked.update(wanted)
 
     def may_wait(self, layer: int) -> bool:
         """Whether a layer without statistics was asked for, so that no one forgot it."""

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from tnt_optim.capture import LayerHook, check_uses, walk
 from tnt_optim.failures import PreconditionerError
-from tnt_optim.fisher import Likelihood, check_single_process, loss_at_samples
+from tnt_optim.fisher import Likelihood, loss_at_samples
 from tnt_optim.gradients import check_reached, without_autocast
+from tnt_optim.layer_pooling import pooled_averages
 from tnt_optim.layer_statistics import LayerSums, all_finite_statistics, batch_size, layer_sums
 from tnt_optim.layers import Layer, is_trainable
-
-Key = tuple[int | str, ...]
+from tnt_optim.processes import Team, check_static_graph, numbered, replicas_behind
 
 
 @dataclass
@@ -33,11 +33,20 @@ class LayerSampling:
     likelihood: Likelihood
     seed: int
 
+    def loss(self, output: Any, *key: int | str) -> Tensor:
+        """The loss of an output at labels drawn from the stream named by the seed and ``key``.
+
+        Raises:
+            ValueError: where the output does not fit the likelihood.
+        """
+        devices = {layer.weight.device for layer in self.layers}
+        return loss_at_samples(self.likelihood, output, self.seed, key, devices)
+
     def sums(
         self,
+        loss: Tensor,
         output: Any,
         due: Sequence[int],
-        key: Key,
         hooks: Sequence[LayerHook],
         *,
         retain_graph: bool,
@@ -45,19 +54,15 @@ class LayerSampling:
         """The sums over the batch of those due layers that the output depends on.
 
         Args:
+            loss: at sampled labels.
             output: what the likelihood describes, with its graph.
             due: the layers' numbers.
-            key: names the stream of draws, with the seed.
             hooks: those of the layers.
             retain_graph: whether a backward is to follow.
 
         Raises:
             ValueError: where the output does not fit; see ``KFAC.observe``.
-            RuntimeError: where torch.distributed runs more than one process.
         """
-        check_single_process("train in one process, or with TNT and fisher='empirical'")
-        devices = {layer.weight.device for layer in self.layers}
-        loss = loss_at_samples(self.likelihood, output, self.seed, key, devices)
         graph = walk(loss, hooks)
         reached = check_uses(graph, due, self.names, self.layers)
         if not reached:
@@ -84,9 +89,9 @@ class LayerSampling:
         return sums
 
     def average(
-        self, outputs: Iterable[Any], hooks: Sequence[LayerHook]
+        self, outputs: Iterable[Any], hooks: Sequence[LayerHook], team: Team | None
     ) -> tuple[dict[int, list[Tensor]], int]:
-        """[G, A] of each layer, averaged plainly over the batches that used it.
+        """[G, A] of each layer, averaged plainly over the batches that used it, of all processes.
 
         Returns:
             The averages, and how many batches were left out for not being finite.
@@ -94,13 +99,16 @@ class LayerSampling:
         Raises:
             ValueError: where there is no batch, or an output does not fit.
             PreconditionerError: where no batch was finite.
+            RuntimeError: where DistributedDataParallel has a static graph.
         """
         stats: dict[int, list[Tensor]] = {}
         counts: dict[int, int] = {}
         batches = skipped = 0
         due = [number for number, layer in enumerate(self.layers) if is_trainable(layer)]
         for index, output in enumerate(outputs):
-            sums = self.sums(output, due, ("warm start", index), hooks, retain_graph=False)
+            loss = self.loss(output, "warm start", numbered(index, team))
+            check_static_graph(replicas_behind(loss))
+            sums = self.sums(loss, output, due, hooks, retain_graph=False)
             batch = {number: each.means() for number, each in sums.items()}
             batches += 1
             if batch and not all_finite_statistics(batch.values()):
@@ -110,6 +118,10 @@ class LayerSampling:
                 counts[number] = counts.get(number, 0) + 1
                 for old, new in zip(stats.setdefault(number, pair), pair, strict=True):
                     old.lerp_(new, 1 / counts[number])
+        if team is not None:
+            layers = {number: self.layers[number] for number in due}
+            numbers = batches, skipped
+            stats, (batches, skipped) = pooled_averages(team, layers, stats, counts, numbers)
         if not batches:
             raise ValueError("outputs must hold at least one batch, got none")
         if skipped == batches:

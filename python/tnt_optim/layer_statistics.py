@@ -1,6 +1,6 @@
 """KFAC's statistics of one layer: A from its inputs, G from the gradients by its outputs."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,16 @@ class LayerSums:
             chosen(self.inputs, other.inputs),
             chosen(self.examples, other.examples),
             chosen(self.positions, other.positions),
+        )
+
+    def where(self, known: Tensor, means: Sequence[Tensor]) -> "LayerSums":
+        """These sums where ``known`` is true, a 0-dim tensor; else such as have those means."""
+        gradients, inputs = means
+        return LayerSums(
+            torch.where(known, self.gradients, gradients),
+            torch.where(known, self.inputs, inputs),
+            torch.where(known, self.examples, 1),
+            torch.where(known, self.positions, 1),
         )
 
     def means(self) -> list[Tensor]:

@@ -100,15 +100,31 @@ class Team:
         return {rank: parts(piece, into[rank]) for rank, piece in enumerate(pieces)}
 
 
-def team_of(group: Any) -> Team | None:
+def team_of(group: Any, *, is_lost: bool = False) -> Team | None:
     """The processes that train together; None for a single one.
 
     Args:
         group: a process group; None for the default one, where there is one.
+        is_lost: whether None stands for another one, which a copied optimizer could not have.
+
+    Raises:
+        RuntimeError: where it is lost, and there are several processes.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    return Team(group) if dist.get_world_size(group) > 1 else None
+    if dist.get_world_size(group) == 1:
+        return None
+    if is_lost and group is None:
+        raise RuntimeError(
+            "process_group of a copied optimizer must be set again, which a copy cannot have: "
+            "opt.process_group = ..."
+        )
+    return Team(group)
+
+
+def numbered(index: int, team: Team | None) -> int:
+    """The number of an observation among those of all processes, which take turns."""
+    return index if team is None else index * team.places + team.place
 
 
 def is_sharded(param: Tensor) -> bool:

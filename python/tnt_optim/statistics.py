@@ -363,12 +363,7 @@ class FactoredOptimizer(Optimizer):
             params = [p for group in self.param_groups for p in group["params"]]
             team: Team | None = team_of_shards(params)
         else:
-            team = team_of(self.process_group)
-            if team is not None and self.process_group is None and self._group_is_lost:
-                raise RuntimeError(
-                    "process_group of a copied optimizer must be set again, which a copy cannot "
-                    "have: opt.process_group = ..."
-                )
+            team = team_of(self.process_group, is_lost=self._group_is_lost)
         if team is not None and self.capturable:
             raise RuntimeError(
                 "capturable=True works in a single process, and torch.distributed runs "

@@ -21,7 +21,7 @@ from tnt_optim.fisher import (
 from tnt_optim.gradients import check_graph_lasts, check_reached, shows_float16
 from tnt_optim.kronecker import KroneckerOptimizer
 from tnt_optim.observations import Observations
-from tnt_optim.processes import Gradients, Team, check_static_graph, replicas_behind
+from tnt_optim.processes import Gradients, Team, check_static_graph, numbered, replicas_behind
 
 FISHERS = ("sampled", "empirical")
 
@@ -211,7 +211,7 @@ class TNT(KroneckerOptimizer):
             return
         if self._observed.count and self._is_sharded():
             return
-        number = _numbered(self._observed.count, self._team())
+        number = numbered(self._observed.count, self._team())
         loss = self._sampled_loss(output, "step", self.param_groups[0]["step"], number)
         replicas = replicas_behind(loss)
         check_static_graph(replicas)
@@ -331,7 +331,7 @@ class TNT(KroneckerOptimizer):
     def _statistic_loss(self, output: Any, index: int, team: Team | None) -> Tensor:
         if self.fisher == "empirical":
             return super()._statistic_loss(output, index, team)
-        return self._sampled_loss(output, "warm start", _numbered(index, team))
+        return self._sampled_loss(output, "warm start", numbered(index, team))
 
     def _scale(self, loss: Tensor, output: Any) -> float:
         if self.fisher == "empirical":
@@ -360,11 +360,6 @@ class TNT(KroneckerOptimizer):
 
     def _forget_observations(self) -> None:
         self._observed.use_up()
-
-
-def _numbered(index: int, team: Team | None) -> int:
-    """The number of an observation among those of all processes, which take turns."""
-    return index if team is None else index * team.places + team.place
 
 
 _OWN = ("likelihood", "fisher", "seed", "sample_scale", "_observed", "_warned")
