@@ -43,7 +43,7 @@ def directions_(
     if group["kl_clip"] is not None:
         momenta = blocks(each(states, "momentum"), layouts)
         scales = clipped(moved, momenta, scales, group, team)
-    if scales is not None:
+    if scales is not None and moved:
         own = zip(scales.unbind(), moved, strict=True)
         torch._foreach_mul_(moved, [scale.to(p.dtype) for scale, p in own])
     return moved
