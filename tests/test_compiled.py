@@ -13,13 +13,23 @@ import pytest
 import torch
 from conftest import Snapshot
 from drawn import raising
-from test_mixed_precision import METHODS, apart, batch, equal, made, observe, statistics, values
+from test_mixed_precision import (
+    METHODS,
+    SAMPLING,
+    apart,
+    batch,
+    equal,
+    made,
+    observe,
+    statistics,
+    values,
+)
 from tolerances import FLOAT32_TRAJECTORY
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from tnt_optim import TNT
+from tnt_optim import KFAC, TNT
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -179,6 +189,27 @@ def test_graphs_that_do_not_last(first: str) -> None:
         opt.step()
 
 
+@pytest.mark.parametrize("donated", [True, False])
+def test_kfac_beside_a_compiled_part(donated: bool) -> None:
+    """Its layers are called as modules; what lies between them may be compiled."""
+    torch.manual_seed(0)
+    first, last = nn.Linear(6, 5), nn.Linear(5, 4)
+    opt = KFAC(nn.ModuleList([first, last]))
+    with torch._functorch.config.patch(donated_buffer=donated):
+        between = torch.compile(lambda x: torch.tanh(x) * x, backend="aot_eager")
+        output = last(between(first(torch.randn(8, 6))))
+        before = Snapshot(opt._model.parameters(), opt)
+        if donated:
+            with raising(RuntimeError, match="torch._functorch.config.donated_buffer ?= ?False"):
+                opt.observe(output)
+            before.assert_unchanged()
+            return
+        opt.observe(output)
+        output.square().sum().backward()
+        opt.step()
+        assert all(state["stats"] for state in opt._layer_states().values())
+
+
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_graphs_that_last_serve_after_a_warm_start(dtype: torch.dtype | None) -> None:
     model, opt, twin, reference = pair("sampled")
@@ -274,7 +305,7 @@ def test_checkpointed_layers(name: str, dropout: float) -> None:
     twin, reference, wanted = checkpointed(name, None, dropout)
     assert_same(model, opt, twin, reference)
     assert torch.equal(drawn, wanted)
-    observations = 3 if name in ("sampled", "kfac") else 0
+    observations = 3 if name in SAMPLING else 0
     assert (model.passes, twin.passes) == (6 + 6 + observations, 6)
 
 

@@ -25,8 +25,11 @@ METHODS: dict[str, Callable[..., Any]] = {
     "empirical": lambda model, **settings: TNT(model.parameters(), fisher="empirical", **settings),
     "shampoo": lambda model, **settings: Shampoo(model.parameters(), **settings),
     "kfac": KFAC,
+    "kfac in the eigenbasis": lambda model, **settings: KFAC(
+        model, inverse="eigenbasis", **settings
+    ),
 }
-SAMPLING = ("sampled", "kfac")
+SAMPLING = ("sampled", "kfac", "kfac in the eigenbasis")
 HALF = (torch.bfloat16, torch.float16)
 SETTINGS = {"lr": 0.02, "damping": 0.1, "stat_interval": 2, "inverse_interval": 4}
 

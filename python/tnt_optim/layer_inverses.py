@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tnt_kernels import damped_inverse, mode_products
+from tnt_optim.gradients import without_autocast
 
 # What codes 1 and 2 say could not be inverted.
 PARTS = ("gradient factor G", "input factor A")
@@ -97,10 +98,11 @@ def _is_singular(values: Tensor) -> Tensor:
 
 def _rotated(matrices: Sequence[Tensor], factors: Matrices) -> list[Tensor]:
     """Q_G ((Q_Gᵀ M Q_A) ∘ scale) Q_Aᵀ; not by ``mode_products``, which is for symmetric factors."""
-    return [
-        q_g @ ((q_g.T @ matrix @ q_a) * scale) @ q_a.T
-        for matrix, (q_g, q_a, scale) in zip(matrices, factors, strict=True)
-    ]
+    with without_autocast(matrices[0]):
+        return [
+            q_g @ ((q_g.T @ matrix @ q_a) * scale) @ q_a.T
+            for matrix, (q_g, q_a, scale) in zip(matrices, factors, strict=True)
+        ]
 
 
 INVERSES: dict[str, Inverse] = {
