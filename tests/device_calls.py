@@ -28,7 +28,8 @@ on_device = pytest.mark.skipif(not _NAME, reason="no CUDA device (TNT_TEST_DEVIC
 cuda_only = pytest.mark.skipif(not CUDA, reason="CUDA's own")
 
 DECAY, DAMPING, ROOT = 0.9, 0.1, 4
-STEP = (0.1, 0.9, 0.01)  # lr, momentum, weight decay
+MOMENTUM = 0.9
+STEP = (0.1, MOMENTUM, 0.01)  # lr, momentum, weight decay
 
 # One rounding of what a half-precision parameter holds, with room for that of the step itself.
 ROUNDED_ONCE = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
@@ -70,6 +71,8 @@ class Call:
             return flat(self.arguments[0])
         if self.name == "preconditioned_step_":
             return flat(self.arguments[:2])
+        if self.name == "grafted_directions_":
+            return flat([self.arguments[0], self.arguments[4], returned])
         return flat(returned)
 
 
@@ -129,6 +132,13 @@ def call(
             [written(normal(shape, state)) for shape in shapes],
             *(tensors, stats, *STEP),
         ],
+        "grafted_directions_": lambda: [
+            [written(normal(shape, state)) for shape in shapes],
+            *(tensors, stats, MOMENTUM),
+            [written(normal(shape, state).square()) for shape in shapes],
+            torch.randint(1, 9, (len(shapes), 2)).double(),
+            [torch.rand(tuple(shape), dtype=state) for shape in shapes],
+        ],
     }
     return Call(name, arguments[name]())
 
@@ -150,7 +160,9 @@ def agree(
             identical(result.cpu(), value.to(torch.int32).cpu())
             continue
         least = ROUNDED_ONCE.get(result.dtype, 0.0)
-        close(result.cpu(), value.cpu(), max(least, tolerance or usual(made.name, result.dtype)))
+        # The scales of grafted_directions_ are float64 numbers made of the momenta's.
+        dtype = made.arguments[0][0].dtype if made.name == "grafted_directions_" else result.dtype
+        close(result.cpu(), value.cpu(), max(least, tolerance or usual(made.name, dtype)))
         if made.name in ("gram_ema_", "damped_inverse", "inverse_root") and result.dim() == 2:
             identical(result, result.mT)
 

@@ -402,6 +402,67 @@ def step_calls(draw: DrawFn) -> StepCall:
 
 
 @dataclass(frozen=True)
+class Grafted:
+    """A momentum of grafted_directions_, with its second moment and its gradient."""
+
+    modes: Modes
+    momentum: Layout
+    second_moment: Layout
+    grad: Layout
+    grad_dtype: torch.dtype
+    out_offset: int  # as in Layout
+    counts: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class GraftCall:
+    entries: list[Grafted]
+    adam: bool  # with second moments
+    out: bool  # given
+    momentum: float | Tensor
+    second_decay: float
+    eps: float
+    not_finite: int | None  # the gradient that holds one NaN
+    threads: int
+    seed: int
+
+
+_UPDATES = st.one_of(st.integers(1, 5), st.sampled_from([100, 10**6]))
+
+
+@st.composite
+def _grafted(draw: DrawFn) -> Grafted:
+    modes, grad_dtype = _modes(draw, _STATES, written=False), draw(_FLOATS)
+    dims = len(modes.shape)
+    return Grafted(
+        modes,
+        momentum=draw(written_layouts(dims)),
+        second_moment=draw(written_layouts(dims)),
+        grad=draw(read_layouts(dims, grad_dtype)),
+        grad_dtype=grad_dtype,
+        out_offset=draw(_OFFSETS),
+        counts=(draw(_UPDATES), draw(_UPDATES)),
+    )
+
+
+@st.composite
+def graft_calls(draw: DrawFn) -> GraftCall:
+    entries, adam = draw(_lists(_grafted())), draw(_FLAGS)
+    return GraftCall(
+        entries,
+        adam,
+        out=draw(_FLAGS),
+        # A sum of gradients alone has no average, which Adam's length is of.
+        momentum=draw(_given(_some(0.9, 0.0, 0.5 if adam else 1.0, low=0.0, high=0.99))),
+        second_decay=draw(_some(0.99, 0.0, 0.5, low=0.0, high=0.999)),
+        eps=draw(_some(1e-8, 0.0, 1.0, low=1e-10, high=1.0)),
+        not_finite=_not_finite(draw, entries),
+        threads=draw(_THREADS),
+        seed=draw(_SEEDS),
+    )
+
+
+@dataclass(frozen=True)
 class Inverted:
     """A tensor's statistics in damped_inverse or inverse_root."""
 

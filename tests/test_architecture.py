@@ -236,6 +236,10 @@ SIGNATURES = {
     "inverse_root": "stats, damping, root, out=None",
     "mode_products": "tensors, factors",
     "preconditioned_step_": "params, momenta, grads, factors, lr, momentum, weight_decay",
+    "grafted_directions_": (
+        "momenta, grads, factors, momentum, second_moments=None, counts=None, out=None, *, "
+        "second_decay=0.99, eps=1e-08"
+    ),
 }
 TNT_SIGNATURE = (
     "params, lr=0.0001, *, damping=0.01, momentum=0.9, stat_decay=0.9, weight_decay=0.0, "
@@ -260,6 +264,7 @@ MUTATED = {
     "inverse_root": {"out"},
     "mode_products": set(),
     "preconditioned_step_": {"params", "momenta"},
+    "grafted_directions_": {"momenta", "second_moments", "out"},
 }
 
 

@@ -41,6 +41,17 @@ GOOD: dict[str, Callable[[], Arguments]] = {
         "momentum": 0.9,
         "weight_decay": 0.1,
     },
+    "grafted_directions_": lambda: {
+        "momenta": tensors(),
+        "second_moments": [t.square() for t in tensors()],
+        "out": tensors(),
+        "grads": tensors(),
+        "factors": modes(),
+        "momentum": 0.9,
+        "counts": torch.ones(len(SHAPES), 2, dtype=torch.float64),
+        "second_decay": 0.99,
+        "eps": 1e-8,
+    },
 }
 
 
@@ -63,6 +74,9 @@ def direct(name: str, given: Arguments) -> None:
         operator(lists["out"], lists["stats"], orders, number["damping"], roots)
     elif name == "mode_products":
         operator(lists["tensors"], lists["factors"])
+    elif name == "grafted_directions_":
+        plain = given["counts"], given["second_decay"], given["eps"]
+        operator(*lists.values(), number["momentum"], *plain)
     else:
         operator(*lists.values(), *number.values())
 
@@ -132,6 +146,7 @@ WRITTEN = {
     "inverse_root": ["out"],
     "mode_products": [],
     "preconditioned_step_": ["params", "momenta"],
+    "grafted_directions_": ["momenta", "second_moments", "out"],
 }
 NUMBERS = {
     "gram_ema_": {"decay": [-0.5, 1.5]},
@@ -139,6 +154,7 @@ NUMBERS = {
     "inverse_root": {"damping": [-0.1]},
     "mode_products": {},
     "preconditioned_step_": {"lr": [-1.0], "momentum": [-0.9], "weight_decay": [-0.1]},
+    "grafted_directions_": {"momentum": [-0.9, 1.0], "second_decay": [-0.1, 1.0], "eps": [-0.1]},
 }
 LISTS = {name: [k for k, v in good().items() if isinstance(v, list)] for name, good in GOOD.items()}
 
@@ -161,6 +177,8 @@ def cases() -> list[Any]:
                     blamed = "stats|out"
                 if kind == "shape" and argument == "params":
                     blamed = "factors|momenta"
+                if kind == "shape" and name == "grafted_directions_" and argument == "momenta":
+                    blamed = "grads"
                 found.append((name, f"{argument} {kind}", put(argument, value), blamed))
         for argument in WRITTEN[name]:
             found += [

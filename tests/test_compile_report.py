@@ -81,7 +81,7 @@ def test_the_report_has_what_it_is_about(report: dict[str, Any]) -> None:
     for capability in (80, 90):
         assert ("gram_ema.gram_kernel", capability) in kernels
         assert ("chain.product_kernel", capability) in kernels
-        assert ("preconditioned_step.momentum_kernel", capability) in kernels
+        assert ("momentum.momentum_kernel", capability) in kernels
     # Every check had something to look at.
     products = {(e["capability"], p) for e in entries for p in e["products"].values()}
     assert {(80, "HMMA"), (90, "HGMMA"), (80, "DMMA"), (90, "DMMA")} <= products

@@ -25,6 +25,7 @@ from torch import Tensor
 import tnt_kernels
 from tnt_kernels import (
     damped_inverse,
+    grafted_directions_,
     gram_ema_,
     inverse_root,
     mode_products,
@@ -61,6 +62,9 @@ class Inputs:
         self.stats = [mode_statistics(s, kind, state_dtype(dtype)) for s, kind, dtype in entries]
         self.grads = [normal(shape, dtype) for shape, _, dtype in entries]
         self.momenta = [normal(shape, state_dtype(dtype)) for shape, _, dtype in entries]
+        self.second_moments = [m.square() for m in self.momenta]
+        self.counts = torch.arange(1.0, 1 + 2 * len(entries), dtype=torch.float64).view(-1, 2)
+        self.directions = poisoned_like(self.momenta)
         self.out = [poisoned_like(row) for row in self.stats]
         self.orders = [len(row) for row in self.stats]
         self.roots = [2 + t % 3 for t in range(len(entries))]
@@ -83,6 +87,17 @@ class Inputs:
                 scalar(0.9),
                 scalar(0.01),
             ),
+            "grafted_directions_": (
+                self.momenta,
+                self.second_moments,
+                [torch.rand_like(m) for m in self.momenta],
+                self.grads,
+                stats,
+                scalar(0.9),
+                self.counts,
+                0.95,
+                1e-8,
+            ),
         }
         return arguments[name]
 
@@ -102,6 +117,15 @@ class Inputs:
                 scalar(0.9),
                 scalar(0.01),
             ),
+            "grafted_directions_": (
+                self.momenta,
+                self.grads,
+                self.stats,
+                scalar(0.9),
+                self.second_moments,
+                self.counts,
+                self.directions,
+            ),
         }
         return arguments[name]
 
@@ -118,6 +142,7 @@ OPERATORS: dict[str, Callable[..., object]] = {
     "inverse_root": inverse_root,
     "mode_products": mode_products,
     "preconditioned_step_": preconditioned_step_,
+    "grafted_directions_": grafted_directions_,
 }
 
 
@@ -143,6 +168,24 @@ def test_compiles(name: str) -> None:
         actual = [*flat(compiled(*traced.arguments(name))), *flat(vars(traced))]
         for tensor, value in zip(actual, wanted, strict=True):
             identical(tensor, value)
+
+
+@pytest.mark.parametrize("entries", LISTS)
+def test_grafting_on_the_momentum_s_length(entries: str) -> None:
+    """Without second moments: opcheck, and compiled with the eager result."""
+    momenta, _, *rest = inputs(entries).flat_arguments("grafted_directions_")
+    none = torch.zeros(0, 2, dtype=torch.float64)
+    arguments = (momenta, [], *rest[:4], none, *rest[5:])
+    torch.library.opcheck(torch.ops.tnt_kernels.grafted_directions_.default, arguments)
+    torch._dynamo.reset()
+    compiled = torch.compile(grafted_directions_, fullgraph=True, backend="aot_eager")
+    results = []
+    for operator in (grafted_directions_, compiled):
+        given = inputs(entries)
+        returned = operator(given.momenta, given.grads, given.stats, 0.9)
+        results.append([*flat(returned), *given.momenta])
+    for tensor, value in zip(*results, strict=True):
+        identical(tensor, value)
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -175,7 +218,7 @@ def test_shapes_without_data(name: str) -> None:
     given = inputs("dtypes")
     real = flat(OPERATORS[name](*given.arguments(name)))
     for attribute, value in vars(given).items():
-        if attribute not in ("orders", "roots"):
+        if attribute not in ("orders", "roots", "counts"):
             on_meta = [
                 [t.to("meta") for t in row] if isinstance(row, list) else row.to("meta")
                 for row in value
@@ -267,7 +310,11 @@ def everything() -> list[Tensor]:
     given = Inputs(entries)
     results: list[Tensor] = []
     for name, operator in OPERATORS.items():
-        results += flat(operator(*given.arguments(name)))
+        returned = flat(operator(*given.arguments(name)))
+        if name == "grafted_directions_":
+            # Float64 numbers that are made of the lists', some of which are float32.
+            returned[-1] = returned[-1].float()
+        results += returned
     results += flat(vars(given))
 
     from tnt_optim import TNT

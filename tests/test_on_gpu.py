@@ -3,7 +3,8 @@
 Skipped where there is no CUDA device, but with TNT_TEST_DEVICE=cpu (see device_calls.py).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -39,6 +40,7 @@ from device_calls import (
     usual_settings,
 )
 from tolerances import FLOAT32_OPERATOR, NEWTON_OPERATOR
+from torch import Tensor
 
 import tnt_kernels
 from tnt_kernels import reference
@@ -88,19 +90,23 @@ def test_statistics_are_read_where_they_lie(name: str, layout: str) -> None:
 
 
 def test_dtypes_in_one_list() -> None:
-    for name in ("gram_ema_", "mode_products", "preconditioned_step_"):
+    # Lists that a call writes or returns, one entry for each tensor.
+    results = {"preconditioned_step_": 2, "grafted_directions_": 3}
+    for name in ("gram_ema_", "mode_products", *results):
         calls = [call(name, [(65, 9), (9, 3, 5)], "mixed", dtype) for dtype in DTYPES]
         lists = zip(*(c.arguments for c in calls), strict=True)
-        merged = [sum(entries, []) if isinstance(entries[0], list) else entries[0]
-                  for entries in lists]  # fmt: skip
-        there = Call(name, merged).on(DEVICE)
+        there = Call(name, [in_one(entries) for entries in lists]).on(DEVICE)
         apart = [c.on(DEVICE) for c in calls]
         together = there()
-        # In the order of the merged lists: the written ones of all calls, argument by argument.
+        # In the order of the merged lists: those of all calls, argument by argument.
         singles = [c() for c in apart]
-        if name == "preconditioned_step_":
-            halves = [(r[: len(r) // 2], r[len(r) // 2 :]) for r in singles]
-            wanted = [t for side in zip(*halves, strict=True) for part in side for t in part]
+        if name == "grafted_directions_":
+            scales = torch.cat([r.pop() for r in singles])
+            close(together.pop().cpu(), scales.cpu(), FLOAT32_OPERATOR)
+        if name in results:
+            n = len(singles[0]) // results[name]
+            parts = [[r[i : i + n] for r in singles] for i in range(0, len(singles[0]), n)]
+            wanted = [t for side in parts for part in side for t in part]
         else:
             wanted = [t for part in singles for t in part]
         for result, value in zip(together, wanted, strict=True):
@@ -108,10 +114,19 @@ def test_dtypes_in_one_list() -> None:
             close(result.cpu(), value.cpu().double(), least)
 
 
+def in_one(arguments: Sequence[Any]) -> Any:
+    """Lists one after the other; tables with a row for each tensor; the first of what is equal."""
+    if isinstance(arguments[0], list):
+        return sum(arguments, [])
+    return torch.cat(list(arguments)) if isinstance(arguments[0], Tensor) else arguments[0]
+
+
 BIG = [(2100, 9), (9, 70000), (64, 20000), (256, 128, 9), (1, 2049), (2049,), (1000, 784)]
 
 
-@pytest.mark.parametrize("name", ["gram_ema_", "mode_products", "preconditioned_step_"])
+@pytest.mark.parametrize(
+    "name", ["gram_ema_", "mode_products", "preconditioned_step_", "grafted_directions_"]
+)
 @pytest.mark.parametrize("precision", ["highest", "high"])
 @pytest.mark.parametrize("shape", BIG, ids=str)
 def test_big_and_skinny(name: str, precision: str, shape: tuple[int, ...]) -> None:
@@ -170,11 +185,28 @@ def test_decay_zero_and_one(decay: float) -> None:
             identical(result.cpu(), before)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_grafting_on_the_momentum_s_length(dtype: torch.dtype) -> None:
+    """Without second moments, and to directions of its own."""
+    given = call("grafted_directions_", [*SHAPES, *EMPTY_SHAPES], "mixed", dtype)
+    given.arguments[4:] = [None, None, None]
+    check(given)
+
+
+def test_counts_on_the_cpu() -> None:
+    given = call("grafted_directions_", SHAPES, "mixed")
+    there, counts = given.on(DEVICE), given.arguments[5].clone()
+    there.arguments[5] = counts
+    agree(there(), given.in_float64()(reference), there)
+
+
 def test_empty_lists() -> None:
     there = torch.tensor(0.5, device=DEVICE)
     assert tnt_kernels.gram_ema_([], [], there) is None
     assert tnt_kernels.mode_products([], []) == []
     assert tnt_kernels.preconditioned_step_([], [], [], [], there, there, there) is None
+    directions, scales = tnt_kernels.grafted_directions_([], [], [], there)
+    assert directions == [] and scales.shape == (0,) and scales.device.type == DEVICE.type
     for factors, info in (
         tnt_kernels.damped_inverse([], there),
         tnt_kernels.inverse_root([], there, 2),
@@ -185,8 +217,13 @@ def test_empty_lists() -> None:
 @every_operator
 def test_what_is_read_is_unchanged(name: str) -> None:
     there = call(name, SHAPES, "mixed").on(DEVICE)
-    written = {"gram_ema_": (0,), "damped_inverse": (2,), "inverse_root": (3,)}
-    written["preconditioned_step_"] = (0, 1)
+    written: dict[str, tuple[int, ...]] = {
+        "gram_ema_": (0,),
+        "damped_inverse": (2,),
+        "inverse_root": (3,),
+        "preconditioned_step_": (0, 1),
+        "grafted_directions_": (0, 4, 6),
+    }
     read = [a for i, a in enumerate(there.arguments) if i not in written.get(name, ())]
     with unchanged(read):
         there()

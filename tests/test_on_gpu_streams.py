@@ -73,6 +73,7 @@ NUMBERS = {
     "inverse_root": (1,),
     "mode_products": (),
     "preconditioned_step_": (4, 5, 6),
+    "grafted_directions_": (3,),
 }
 
 
@@ -185,6 +186,10 @@ def flat_call(given: Call) -> tuple[object, ...]:
         return flat(a[3]), flat(a[0]), [len(r) for r in a[0]], number(a[1]), [a[2]] * len(a[0])
     if given.name == "mode_products":
         return a[0], flat(a[1])
+    if given.name == "grafted_directions_":
+        momenta, grads, factors, momentum, second_moments, counts, out = a
+        lists = momenta, second_moments, out, grads, flat(factors)
+        return *lists, number(momentum), counts, 0.99, 1e-8
     return *a[:3], flat(a[3]), *map(number, a[4:])
 
 

@@ -14,7 +14,7 @@ from tnt_kernels import backends
 PROGRAM = """
 import resource, sys
 import torch
-from tnt_kernels import damped_inverse, inverse_root, preconditioned_step_
+from tnt_kernels import damped_inverse, grafted_directions_, inverse_root, preconditioned_step_
 
 torch.set_num_threads(int(sys.argv[2]))
 SIDES, SLACK = (1400, 1399), 6 << 20
@@ -29,10 +29,17 @@ def calls(sides):
     out[0][1][0, 1] = 3.0  # no symmetric matrix: all of it has to be kept meanwhile
     weight = torch.ones(sides, dtype=torch.float64)
     step = [weight, weight.clone(), weight.clone()]
+    grad, moments = weight.clone(), [weight.clone() for _ in range(3)]
+    m, v, direction = ([t] for t in moments)
+    counts = torch.ones(1, 2, dtype=torch.float64)
     return {
         "inverse": (out[0], lambda: damped_inverse(stats, 0.1, out)),
         "root": (out[0], lambda: inverse_root(stats, 0.1, 2, out)),
         "step": (step, lambda: preconditioned_step_(*[[t] for t in step], stats, 0.1, 0.9, 0.0)),
+        "graft": (
+            moments,
+            lambda: grafted_directions_(m, [grad], stats, 0.9, v, counts, direction),
+        ),
     }
 
 
@@ -60,7 +67,7 @@ _SERVED = {served["cpu"] for served in backends().ops.values()}
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the address space")
 @pytest.mark.skipif(_SERVED != {"C++"}, reason="of the C++ kernels")
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("name", ["inverse", "root", "step"])
+@pytest.mark.parametrize("name", ["inverse", "root", "step", "graft"])
 def test_an_operator_without_memory_changes_nothing(name: str, threads: int) -> None:
     # What is freed goes back to the system: nothing is left over that a call could find.
     tight = {

@@ -163,8 +163,8 @@ def test_dtypes(step: Step, dtype: torch.dtype, grad_dtype: torch.dtype) -> None
 @pytest.mark.parametrize("dtype", STATE_DTYPES, ids=str)
 def test_is_the_reference(step: Step, dtype: torch.dtype) -> None:
     cases = [case(shape, kind, dtype) for shape in SHAPES for kind in KINDS]
-    params = [c.param.double() for c in cases]
-    momenta = [c.momentum.double() for c in cases]
+    params = [c.param.double().clone() for c in cases]
+    momenta = [c.momentum.double().clone() for c in cases]
     grads = [c.grad.double() for c in cases]
     factors = [[factor.double() for factor in c.factors] for c in cases]
     reference.preconditioned_step_(params, momenta, grads, factors, **NUMBERS)

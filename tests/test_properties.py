@@ -18,6 +18,7 @@ import torch
 from cases import STATE_DTYPES, flat, identical, state_dtype
 from hypothesis import HealthCheck, Phase, given, settings
 from strategies import (
+    GraftCall,
     GramEmaCall,
     InverseCall,
     Memory,
@@ -28,6 +29,7 @@ from strategies import (
     bits,
     contiguous,
     damped_inverse_calls,
+    graft_calls,
     gram_ema_calls,
     inverse_root_calls,
     mode_products_calls,
@@ -251,6 +253,76 @@ def test_preconditioned_step_(call: StepCall) -> None:
             assert torch.equal(param.double(), weight)
         if momentum == 0:
             identical(m, grads[t].to(m.dtype))
+
+
+def adams(call: GraftCall, m: Tensor, v: Tensor, counts: tuple[int, int]) -> Tensor:
+    """Adam's direction with these moments, in float64."""
+    mu = float(call.momentum)
+    first = (1 - mu) / (1 - mu ** counts[0])
+    return (
+        first * m.double() / ((v.double() / (1 - call.second_decay ** counts[1])).sqrt() + call.eps)
+    )
+
+
+@examples
+@given(graft_calls())
+def test_grafted_directions_(call: GraftCall) -> None:
+    numbers, memory = Numbers(call.seed), Memory()
+    momentum, decay = float(call.momentum), call.second_decay
+    momenta, second_moments, out, grads, factors = [], [], [], [], []
+    for t, entry in enumerate(call.entries):
+        modes = entry.modes
+        momenta.append(memory.place(numbers.normal(modes.shape, modes.dtype), entry.momentum))
+        squares = numbers.normal(modes.shape, modes.dtype).square()
+        second_moments.append(memory.place(squares, entry.second_moment))
+        grad = numbers.normal(modes.shape, entry.grad_dtype)
+        if call.not_finite == t:
+            put_nan(grad, numbers)
+        grads.append(memory.place(grad, entry.grad))
+        factors.append(modes.factors(numbers, memory))
+        if call.out:
+            held = torch.full(modes.shape, math.nan, dtype=modes.dtype)
+            out.append(memory.place(held, contiguous(held.dim(), entry.out_offset)))
+    counts = torch.tensor([e.counts for e in call.entries], dtype=torch.float64).view(-1, 2)
+    old_momenta, old_seconds, gradients = doubled([momenta, second_moments, grads])
+    adam = (second_moments, counts) if call.adam else (None, None)
+
+    def operator() -> tuple[list[Tensor], Tensor]:
+        return tnt_kernels.grafted_directions_(
+            *(momenta, grads, factors, call.momentum, *adam, out if call.out else None),
+            second_decay=decay,
+            eps=call.eps,
+        )
+
+    written = [*momenta, *(second_moments if call.adam else []), *out]
+    directions, scales = run(operator, memory, call.threads, written)
+    assert scales.dtype == torch.float64 and scales.shape == (len(momenta),)
+    if call.out:
+        assert all(d is target for d, target in zip(directions, out, strict=True))
+    # What is made of the moments is held against those that were written: theirs may cancel.
+    wanted = reference.mode_products([m.double() for m in momenta], doubled(factors))
+    for t, (m, v, direction) in enumerate(zip(momenta, second_moments, directions, strict=True)):
+        assert direction.dtype == m.dtype and direction.is_contiguous()
+        if not m.numel():
+            assert direction.shape == m.shape and scales[t] == 0
+            continue
+        old, grad = momentum * old_momenta[t], gradients[t]
+        size = float((old.abs() + grad.nan_to_num().abs()).max())
+        assert_near(m, old + grad, sum_rounding(m.dtype, 1), size)
+        if momentum == 0:
+            identical(m, grads[t].to(m.dtype))
+        if call.adam:
+            second = decay * old_seconds[t] + (1 - decay) * grad.square()
+            assert_near(v, second, sum_rounding(v.dtype, 1))
+        assert_near(direction, wanted[t], product_rounding(m.dtype, m.shape))
+        other = adams(call, m, v, call.entries[t].counts) if call.adam else m.double()
+        length = float(other.norm() / direction.double().norm())
+        if math.isfinite(length):
+            # Entries in the momentum's dtype, their squares summed up in float64.
+            tolerance = sum_rounding(m.dtype, 1) + sum_rounding(torch.float64, m.numel())
+            assert abs(float(scales[t]) / length - 1) <= tolerance
+        else:
+            identical(scales[t], torch.tensor(length, dtype=torch.float64))
 
 
 # The two inverses: what they share, then each.

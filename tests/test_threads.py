@@ -35,6 +35,7 @@ def arguments() -> dict[str, Any]:
             "tensors": [normal(s) for s in SHAPES],
             "params": [normal(s) for s in SHAPES],
             "momenta": [normal(s) for s in SHAPES],
+            "squares": [normal(s).square() for s in SHAPES],
         }
 
 
@@ -69,12 +70,22 @@ def step() -> list[Tensor]:
     return [*given["params"], *given["momenta"]]
 
 
+def graft() -> list[Tensor]:
+    given = arguments()
+    counts = torch.arange(1.0, 1 + 2 * len(SHAPES), dtype=torch.float64).view(-1, 2)
+    lists = given["momenta"], given["tensors"], given["stats"]
+    directions, scales = tnt_kernels.grafted_directions_(*lists, 0.9, given["squares"], counts)
+    # The scales are float64 numbers made of float32 ones.
+    return [*given["momenta"], *given["squares"], *directions, scales.float()]
+
+
 CALLS = {
     "gram_ema_": gram,
     "damped_inverse": inverse,
     "inverse_root": root,
     "mode_products": products,
     "preconditioned_step_": step,
+    "grafted_directions_": graft,
 }
 each_operator = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 

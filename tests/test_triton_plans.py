@@ -23,7 +23,14 @@ from torch import Tensor
 
 from bench.kernels.parameter_sets import PARAMETER_SETS
 from tnt_kernels import reference
-from tnt_kernels.triton import chain, gram_ema, launch, momentum, preconditioned_step
+from tnt_kernels.triton import (
+    chain,
+    grafted_directions,
+    gram_ema,
+    launch,
+    momentum,
+    preconditioned_step,
+)
 from tnt_kernels.triton.tiles import LARGEST_INDEX, blocks, cut, merged, unfolded, waves
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -308,6 +315,11 @@ def test_launches_do_not_grow_with_the_list(launches: Launches) -> None:
         stats = [a.to(GPU) for s in shapes * repeats for a in mode_statistics(s, "full")]
         tensors = [normal(s).to(GPU) for s in shapes * repeats]
         gram_ema.gram_ema_(stats, tensors, scalar(0.9), programs=H200)
+        moments = [[torch.ones_like(t) for t in tensors] for _ in range(3)]
+        updates = torch.ones(len(tensors), 2, dtype=torch.float64)
+        grafted_directions.grafted_directions_(
+            *(*moments, tensors, stats, scalar(0.9), updates, 0.99, 1e-8), programs=H200
+        )
         counts.append(len(launches.kernels))
     assert 0 < counts[0] == counts[1]
 

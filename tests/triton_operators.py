@@ -13,7 +13,7 @@ from cases import GPU, buffer_of, flat
 from torch import Tensor
 from triton.runtime import interpreter
 
-from tnt_kernels.triton import gram_ema, mode_products, preconditioned_step
+from tnt_kernels.triton import grafted_directions, gram_ema, mode_products, preconditioned_step
 
 Modes = Sequence[Sequence[Tensor]]
 
@@ -101,3 +101,29 @@ def preconditioned_step_(
         programs=PROGRAMS,
     )
     gpu.back()
+
+
+@torch.no_grad()
+def grafted_directions_(
+    momenta: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    factors: Modes,
+    momentum: float | Tensor,
+    second_moments: Sequence[Tensor] | None = None,
+    counts: Tensor | None = None,
+    out: Sequence[Tensor] | None = None,
+    *,
+    second_decay: float = 0.99,
+    eps: float = 1e-8,
+) -> tuple[list[Tensor], Tensor]:
+    gpu = OnGpu()
+    if out is None:
+        out = [torch.empty(m.shape, dtype=m.dtype) for m in momenta]
+    table = torch.zeros(0, 2, dtype=torch.float64) if counts is None else counts
+    scales = grafted_directions.grafted_directions_(
+        *(gpu(momenta), gpu(second_moments or []), gpu(out), gpu(grads), gpu(flat(factors))),
+        *(scalar(momentum), table, second_decay, eps),
+        programs=PROGRAMS,
+    )
+    gpu.back()
+    return list(out), scales.cpu()

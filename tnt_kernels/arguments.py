@@ -186,10 +186,11 @@ def check_counts(counts: Tensor | None, momenta: Sequence[Tensor]) -> None:
     """Two numbers of updates for each momentum, this one included."""
     if not isinstance(counts, Tensor):
         raise TypeError(f"counts must be a tensor, got {type(counts).__name__}")
-    if counts.shape != (len(momenta), 2) or counts.dtype != torch.float64:
+    wanted = (len(momenta), 2), torch.float64, torch.strided
+    if (counts.shape, counts.dtype, counts.layout) != wanted:
         raise ValueError(
-            f"counts must be ({len(momenta)}, 2) torch.float64, got {tuple(counts.shape)} "
-            f"{counts.dtype}"
+            f"counts must be a dense ({len(momenta)}, 2) torch.float64, got {tuple(counts.shape)} "
+            f"{counts.dtype}, {counts.layout}"
         )
     if torch.compiler.is_compiling() or not counts.is_cpu or counts.numel() == 0:
         return

@@ -321,12 +321,15 @@ def grafted_directions_(
         )
 
     def arguments() -> tuple[Any, ...]:
-        lists = list(momenta), list(second_moments or []), target, list(grads)
+        if second_moments is not None:  # none of them would mean that none are given
+            check_length("second_moments", second_moments, "momenta", momenta)
+        lists = list(momenta), list(second_moments or []), list(target), list(grads)
         table = torch.zeros(0, 2, dtype=torch.float64) if counts is None else counts
         return *lists, _flat(factors, momenta), mu, table, second_decay, eps
 
-    target = _contiguous_like(momenta) if out is None else list(out)
-    return target, _call("grafted_directions_", check, arguments)
+    target = _contiguous_like(momenta) if out is None else out
+    scales = _call("grafted_directions_", check, arguments)
+    return list(target), scales
 
 
 def _call(name: str, check: Callable[[], None], arguments: Callable[[], tuple[Any, ...]]) -> Any:
@@ -408,7 +411,7 @@ def _all_on_cpu(arguments: Sequence[Any]) -> bool:
                 [not isinstance(x, Tensor) or x.is_cpu and x.layout is dense for x in argument]
             ):
                 return False
-        elif isinstance(argument, Tensor) and not argument.is_cpu:
+        elif isinstance(argument, Tensor) and not (argument.is_cpu and argument.layout is dense):
             return False
     return True
 
@@ -423,7 +426,7 @@ def _flat(modes: Modes, tensors: Sequence[Tensor] | None = None) -> list[Tensor]
 def _contiguous_like(tensors: Sequence[Tensor]) -> list[Tensor]:
     try:
         return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
-    except TypeError:
+    except (TypeError, RuntimeError):
         check_tensors("momenta", tensors)
         raise
 

@@ -54,6 +54,7 @@ GROUPS = (
     Group("graphs", ("test_on_gpu_streams.py",), "graph"),
     Group("gram_ema", ("test_gram_ema.py",), "Triton"),
     Group("products_and_step", ("test_mode_products.py", "test_preconditioned_step.py"), "Triton"),
+    Group("grafted_directions", ("test_grafted_directions.py",), "Triton"),
     Group("triton_and_dispatch", ("test_triton_*.py", "test_gpu_dispatch.py")),
 )
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tnt_kernels import (
     damped_inverse,
+    grafted_directions_,
     gram_ema_,
     inverse_root,
     mode_products,
@@ -62,11 +63,17 @@ def call_all(device: torch.device) -> None:
         roots, root_info = inverse_root([*stats, broken], 0.1, 4)
         mode_products(tensors, factors[:-1])
         preconditioned_step_(tensors, momenta, grads, factors[:-1], 0.01, 0.9, 0.01)
+        second_moments = [torch.ones_like(m) for m in momenta]
+        counts = torch.ones(len(SHAPES), 2, dtype=torch.float64, device=device)
+        lists = momenta, grads, factors[:-1], 0.9
+        plain, own_scales = grafted_directions_(*lists)
+        directions, scales = grafted_directions_(*lists, second_moments, counts)
         expected = [0] * len(SHAPES) + [1]
         for name, codes in (("damped_inverse", info), ("inverse_root", root_info)):
             if codes.tolist() != expected:
                 raise ValueError(f"info of {name} must be {expected}, got {codes.tolist()}")
-        for row in (tensors, momenta, *factors[:-1], *roots[:-1]):
+        grafted = plain, directions, second_moments, [own_scales, scales]
+        for row in (tensors, momenta, *grafted, *factors[:-1], *roots[:-1]):
             for tensor in row:
                 if not bool(tensor.cpu().isfinite().all()):
                     raise ValueError(f"{dtype}, {tuple(tensor.shape)}: not finite")

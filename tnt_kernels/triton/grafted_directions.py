@@ -41,7 +41,7 @@ def grafted_directions_(
         programs: how many programs the device runs at once; by default asked of it.
     """
     if not momenta:
-        return torch.zeros(0, dtype=torch.float64, device=counts.device)
+        return torch.zeros(0, dtype=torch.float64, device=momentum.device)
     device = momenta[0].device
     programs = programs or programs_at_once(device)
     move_momenta(momenta, grads, momentum, programs)
@@ -58,7 +58,8 @@ def grafted_directions_(
 
 
 def _lengths(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.stack([norm.double() for norm in torch._foreach_norm(list(tensors))])
+    # In float64: squares leave float32's range early.
+    return torch.stack(torch._foreach_norm(list(tensors), 2, torch.float64))
 
 
 def _adam(
