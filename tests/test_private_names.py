@@ -35,6 +35,7 @@ PYTHONS = {"_getframe"}
 
 SHARDS = ("tnt_optim/shards.py",)
 DIRECTIONS, LAYER_STEP = "tnt_optim/directions.py", "tnt_optim/layer_step.py"
+GRAFTED = "tnt_kernels/triton/grafted_directions.py"
 CAPTURE, COMBINED = ("tnt_optim/capture.py",), ("tnt_optim/combined.py",)
 GRADIENTS = ("tnt_optim/gradients.py",)
 FSDP = "torch.distributed.fsdp"
@@ -54,14 +55,14 @@ USED: dict[str, tuple[str, ...]] = {
     ),
     "torch._debug_has_internal_overlap": ("tnt_optim/graphs.py",),
     "torch._functorch.config.donated_buffer": GRADIENTS,
-    "torch._foreach_add_": ("tnt_optim/device_step.py", DIRECTIONS, LAYER_STEP),
-    "torch._foreach_addcmul_": (DIRECTIONS,),
+    "torch._foreach_add_": ("tnt_optim/device_step.py", LAYER_STEP, GRAFTED),
+    "torch._foreach_addcmul_": (GRAFTED,),
     "torch._foreach_copy_": ("tnt_optim/graphs.py",),
-    "torch._foreach_div": (DIRECTIONS,),
-    "torch._foreach_mul": (DIRECTIONS, LAYER_STEP),
-    "torch._foreach_mul_": (DIRECTIONS, LAYER_STEP),
-    "torch._foreach_norm": (DIRECTIONS,),
-    "torch._foreach_sqrt": (DIRECTIONS,),
+    "torch._foreach_div": (GRAFTED,),
+    "torch._foreach_mul": (LAYER_STEP,),
+    "torch._foreach_mul_": (DIRECTIONS, LAYER_STEP, GRAFTED),
+    "torch._foreach_norm": ("tnt_optim/diagnostics.py", GRAFTED),
+    "torch._foreach_sqrt": (GRAFTED,),
     "torch._foreach_sub_": (LAYER_STEP,),
     "torch.Tensor._base": CAPTURE,
     "torch.Tensor._is_view": CAPTURE,
