@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from drawn import close
+from drawn import close, noise, weight
 from tolerances import FLOAT64_TRAJECTORY
 from torch import Tensor, nn
 
-from tnt_optim import TNT
+from tnt_optim import TNT, device_step
+from tnt_optim.directions import Workspace
 
 LR, MU = 0.01, 0.9
 
@@ -101,3 +102,46 @@ def test_a_new_start_in_other_modes_keeps_the_moments() -> None:
     take_step(opt, param, gradients[4])
     take_step(fresh, other, gradients[4])
     close(param.detach(), other.detach())
+
+
+# The memory that directions are made in.
+
+
+def test_workspace_serves_again_up_to_its_limit() -> None:
+    workspace = Workspace(4096)
+    tensors = [torch.empty(3, 5), torch.empty(7, dtype=torch.float64), torch.empty(0, 2)]
+    first = workspace.like(tensors)
+    assert first is not None
+    for made, tensor in zip(first, tensors, strict=True):
+        assert (made.shape, made.dtype) == (tensor.shape, tensor.dtype) and made.is_contiguous()
+        made.fill_(1)
+    first[0].fill_(2)
+    assert bool((first[1] == 1).all())  # none is in another's memory
+    again = workspace.like(tensors[:1])
+    assert again is not None and again[0].data_ptr() == first[0].data_ptr()
+    larger = workspace.like([torch.empty(1024)])
+    assert larger is not None and larger[0].numel() == 1024
+    assert workspace.like([torch.empty(1025)]) is None  # 4100 bytes
+    assert workspace.like([]) is None
+    assert workspace.like([torch.empty(3, device="meta")]) is None
+
+
+@pytest.mark.parametrize("graft", ["adam", "sgd"])
+def test_steps_in_a_workspace_are_the_steps_without(
+    graft: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In lots that each take the memory of the one before."""
+    monkeypatch.setattr(device_step, "_LOT", 20)
+    trained = []
+    for kept in (True, False):
+        torch.manual_seed(5)
+        params = [nn.Parameter(weight(*shape)) for shape in ((4, 3), (5,), (2, 6), (7, 2))]
+        opt = TNT(params, lr=0.1, damping=0.1, fisher="empirical", graft=graft)
+        opt._workspace = Workspace(1 << 20 if kept else 0)
+        for _ in range(4):
+            for param in params:
+                param.grad = noise(*param.shape)
+            opt.step()
+        trained.append(params)
+    for one, other in zip(*trained, strict=True):
+        assert torch.equal(one, other)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tnt_kernels import gram_ema_, preconditioned_step_
-from tnt_optim.directions import clipped, move_, scaled_directions_
+from tnt_optim.directions import Workspace, clipped, move_, scaled_directions_
 from tnt_optim.gradients import all_finite
 from tnt_optim.processes import Gradients
 from tnt_optim.rounding import to_be_moved
@@ -22,6 +22,8 @@ from tnt_optim.states import State, blocks, each, layout_of, rows
 # Numbers of parameters whose directions, or copies in float32, exist at the same time: on the CPU
 # and on a GPU. Those of a larger parameter exist whole.
 _LOT, _LARGE_LOT = 1 << 22, 1 << 28
+# Bytes of a workspace: a lot in float32, and what aligning its tensors takes.
+WORKSPACE_BYTES = (_LOT << 2) + (1 << 20)
 
 Group = dict[str, Any]
 Settings = Mapping[str, Any]
@@ -59,6 +61,7 @@ class DeviceStep:
         sharing: how processes share the work; None where each does all of it.
         taken: whose statistics have what was observed, as where an earlier attempt at the same
             step raised after it; whose statistics take it in now is added.
+        workspace: for directions that are used up at once; None for new memory.
     """
 
     blended: list[Batch]
@@ -68,6 +71,7 @@ class DeviceStep:
     grads: Gradients
     sharing: Sharing | None = None
     taken: set[Tensor] = field(default_factory=set)
+    workspace: Workspace | None = None
 
     def blend(self, states: States, settings: Callable[[Group], Settings]) -> list[Report]:
         """Blends what was observed into the statistics, if all of it is finite."""
@@ -118,13 +122,19 @@ class DeviceStep:
             grads = {p: self.grads[p] for p in params}
             sharing = self.sharing
             if sharing is None or not sharing.move(settings(group), grads, states, number):
-                _update(grads, states, settings(group), number)
+                _update(grads, states, settings(group), number, self.workspace)
 
     def _owned(self, params: list[Tensor]) -> list[Tensor]:
         return params if self.sharing is None else self.sharing.owned(params)
 
 
-def _update(grads: Gradients, states: States, settings: Settings, number: int) -> None:
+def _update(
+    grads: Gradients,
+    states: States,
+    settings: Settings,
+    number: int,
+    workspace: Workspace | None,
+) -> None:
     params, gradients = list(grads), [g for g in grads.values() if g is not None]
     own = [states[p] for p in params]
     seen = list(map(layout_of, own))
@@ -146,7 +156,9 @@ def _update(grads: Gradients, states: States, settings: Settings, number: int) -
                     settings["weight_decay"],
                 )
                 continue
-            made, scales = scaled_directions_(gradients[part], states_of_part, looks, settings)
+            made, scales = scaled_directions_(
+                gradients[part], states_of_part, looks, settings, None if clips else workspace
+            )
             if clips:
                 momenta = blocks(each(states_of_part, "momentum"), looks)
                 scales = clipped(made, momenta, scales, settings)

@@ -5,6 +5,7 @@ between parameters and between methods (Agarwal et al. 2020, "Disentangling adap
 methods from learning rates"). Beyond the TNT paper, and off by default.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,33 @@ from tnt_optim.states import Layout, State, blocks, each, rows
 
 # Numbers of a sum in one go: few calls, and no more rounding than in a sum by pairs.
 _PIECE = 1 << 20
+# Of a tensor in memory that several share, in bytes.
+_ALIGNMENT = 64
+
+
+class Workspace:
+    """Memory for directions on the CPU, kept from step to step: new memory costs a fault a page.
+
+    Args:
+        limit: how many bytes are kept at most.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._memory: Tensor | None = None
+
+    def like(self, tensors: Sequence[Tensor]) -> list[Tensor] | None:
+        """Contiguous tensors like these, good until the next call; None where it keeps none."""
+        ends = list(itertools.accumulate(-(-t.nbytes // _ALIGNMENT) * _ALIGNMENT for t in tensors))
+        if not tensors or not tensors[0].is_cpu or ends[-1] > self._limit:
+            return None
+        if self._memory is None or len(self._memory) < ends[-1]:
+            self._memory = None  # first, so that the two never exist together
+            self._memory = torch.empty(ends[-1], dtype=torch.uint8)
+        return [
+            self._memory[start : start + t.nbytes].view(t.dtype).view(t.shape)
+            for t, start in zip(tensors, (0, *ends), strict=False)
+        ]
 
 
 def directions_(
@@ -96,8 +124,12 @@ def scaled_directions_(
     states: Sequence[State],
     layouts: Sequence[Layout],
     group: Mapping[str, Any],
+    workspace: Workspace | None = None,
 ) -> tuple[list[Tensor], Tensor | None]:
-    """What ``directions_`` returns, with the factors that are still to be multiplied in, if any."""
+    """What ``directions_`` returns, with the factors that are still to be multiplied in, if any.
+
+    With a workspace the directions may be in it.
+    """
     momenta = blocks(each(states, "momentum"), layouts)
     gradients = blocks(grads, layouts)
     factors = rows(each(states, "factors"), layouts)
@@ -106,15 +138,16 @@ def scaled_directions_(
         for momentum, grad in zip(momenta, gradients, strict=True):
             _add_up_(momentum, grad, mu)
         return mode_products(momenta, factors), None
+    out = None if workspace is None else workspace.like(momenta)
     if graft == "sgd":
-        return grafted_directions_(momenta, gradients, factors, mu)
+        return grafted_directions_(momenta, gradients, factors, mu, out=out)
     squares = blocks(each(states, "second_moment"), layouts)
     counts = [
         [state["updates"], state["second_moment_updates"]]
         for state, seen in zip(states, layouts, strict=True)
         for _ in range(seen.count)
     ]
-    return grafted_directions_(momenta, gradients, factors, mu, squares, _table(counts))
+    return grafted_directions_(momenta, gradients, factors, mu, squares, _table(counts), out)
 
 
 def move_(

@@ -19,8 +19,17 @@ from tnt_optim.checkpoint import (
     load_adapted,
     with_integer_keys,
 )
-from tnt_optim.device_step import Batch, DeviceStep, Group, Report, Settings, by_device
+from tnt_optim.device_step import (
+    WORKSPACE_BYTES,
+    Batch,
+    DeviceStep,
+    Group,
+    Report,
+    Settings,
+    by_device,
+)
 from tnt_optim.diagnostics import diagnostics
+from tnt_optim.directions import Workspace
 from tnt_optim.failures import Failures, PreconditionerError
 from tnt_optim.graphs import StepGraphs
 from tnt_optim.processes import Gradients, Team
@@ -41,7 +50,7 @@ class KroneckerOptimizer(FactoredOptimizer):
     _method = "Kronecker-factored"
 
     def __init__(self, params: Any, defaults: dict[str, Any], **shared: Any) -> None:
-        self._graphs = StepGraphs()
+        self._graphs, self._workspace = StepGraphs(), Workspace(WORKSPACE_BYTES)
         # Whose statistics have what was observed for this step, where an attempt at it raised.
         self._taken: set[Tensor] = set()
         super().__init__(params, defaults, **shared)
@@ -209,6 +218,7 @@ class KroneckerOptimizer(FactoredOptimizer):
             for name, value in ADDED.items():
                 group.setdefault(name, value)
         self._graphs, self._taken = StepGraphs(), set()
+        self._workspace = Workspace(WORKSPACE_BYTES)
         if "shard" in state:  # a copy: a process group cannot be copied
             self.process_group, self._owners = None, Owners()
 
@@ -249,6 +259,7 @@ class KroneckerOptimizer(FactoredOptimizer):
             grads=self._signed(updates),
             sharing=self._sharing(),
             taken=self._taken,
+            workspace=self._workspace,
         )
 
     def _signed(self, updates: Sequence[list[Tensor]]) -> Gradients:
