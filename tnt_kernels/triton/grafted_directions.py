@@ -50,7 +50,15 @@ def grafted_directions_(
     lengths = _lengths(out)
     if second_moments:
         mu = scalar_on(device, momentum)
-        wanted = _adam(momenta, second_moments, grads, mu, counts.to(device), second_decay, eps)
+        wanted = _adam(
+            momenta,
+            second_moments,
+            grads,
+            mu,
+            counts.to(device, non_blocking=True),
+            second_decay,
+            eps,
+        )
     else:
         wanted = _lengths(momenta)
     mark_written([*momenta, *second_moments, *out])
