@@ -22,8 +22,6 @@ from tnt_optim.states import State, blocks, each, layout_of, rows
 # Numbers of parameters whose directions, or copies in float32, exist at the same time: on the CPU
 # and on a GPU. Those of a larger parameter exist whole.
 _LOT, _LARGE_LOT = 1 << 22, 1 << 28
-# Bytes of a workspace: a lot in float32, and what aligning its tensors takes.
-WORKSPACE_BYTES = (_LOT << 2) + (1 << 20)
 
 Group = dict[str, Any]
 Settings = Mapping[str, Any]

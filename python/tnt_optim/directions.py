@@ -23,20 +23,17 @@ _ALIGNMENT = 64
 
 
 class Workspace:
-    """Memory for directions on the CPU, kept from step to step: new memory costs a fault a page.
+    """Memory for directions on the CPU, kept from step to step: new memory costs a fault a page."""
 
-    Args:
-        limit: how many bytes are kept at most.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
+    def __init__(self) -> None:
         self._memory: Tensor | None = None
 
     def like(self, tensors: Sequence[Tensor]) -> list[Tensor] | None:
-        """Contiguous tensors like these, good until the next call; None where it keeps none."""
+        """Contiguous tensors like these, good until the next call; None on other devices, whose
+        memory PyTorch keeps itself.
+        """
         ends = list(itertools.accumulate(-(-t.nbytes // _ALIGNMENT) * _ALIGNMENT for t in tensors))
-        if not tensors or not tensors[0].is_cpu or ends[-1] > self._limit:
+        if not tensors or not tensors[0].is_cpu:
             return None
         if self._memory is None or len(self._memory) < ends[-1]:
             self._memory = None  # first, so that the two never exist together

@@ -20,7 +20,6 @@ from tnt_optim.checkpoint import (
     with_integer_keys,
 )
 from tnt_optim.device_step import (
-    WORKSPACE_BYTES,
     Batch,
     DeviceStep,
     Group,
@@ -50,7 +49,7 @@ class KroneckerOptimizer(FactoredOptimizer):
     _method = "Kronecker-factored"
 
     def __init__(self, params: Any, defaults: dict[str, Any], **shared: Any) -> None:
-        self._graphs, self._workspace = StepGraphs(), Workspace(WORKSPACE_BYTES)
+        self._graphs, self._workspace = StepGraphs(), Workspace()
         # Whose statistics have what was observed for this step, where an attempt at it raised.
         self._taken: set[Tensor] = set()
         super().__init__(params, defaults, **shared)
@@ -218,7 +217,7 @@ class KroneckerOptimizer(FactoredOptimizer):
             for name, value in ADDED.items():
                 group.setdefault(name, value)
         self._graphs, self._taken = StepGraphs(), set()
-        self._workspace = Workspace(WORKSPACE_BYTES)
+        self._workspace = Workspace()
         if "shard" in state:  # a copy: a process group cannot be copied
             self.process_group, self._owners = None, Owners()
 

@@ -1,6 +1,6 @@
 """How parameters in half precision take in a step that is computed in float32."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -53,13 +53,21 @@ def to_be_moved(
 def _wide(param: Tensor, states: Mapping[Tensor, State], rounding: str) -> Tensor:
     if rounding == "nearest" or not is_half(param):
         return param
-    wide = param.float()
-    if rounding == "master":
-        master: Tensor = states[param]["master"]
+    if rounding == "stochastic":
+        return param.float()
+    master: Tensor = states[param]["master"]
+    for kept, given in _pieces(master, param):
         # What was set from outside, as by load_state_dict of the model, counts.
-        same = master.to(param.dtype) == param
-        return master.copy_(torch.where(same, master, wide))
-    return wide
+        same = kept.to(given.dtype) == given
+        kept.copy_(torch.where(same, kept, given.float()))
+    return master
+
+
+def _pieces(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    """Pieces of tensors of one shape, on the CPU small enough to stay in the cache."""
+    if not all(tensor.is_cpu and tensor.is_contiguous() for tensor in tensors):
+        return [tensors]
+    return zip(*(tensor.view(-1).split(_PIECE) for tensor in tensors), strict=True)
 
 
 def _generator(
@@ -81,10 +89,7 @@ def stochastically_rounded_(values: Tensor, generator: torch.Generator) -> None:
         values: overwritten by numbers that bfloat16 has; NaN and infinity stay what they are.
         generator: where the chances come from, on the device of ``values``.
     """
-    pieces: Sequence[Tensor] = [values]
-    if values.is_cpu and values.is_contiguous():
-        pieces = values.view(-1).split(_PIECE)
-    for piece in pieces:
+    for (piece,) in _pieces(values):
         drawn = torch.randint(
             *_INT64, (piece.numel() // 4 + 1,), device=values.device, generator=generator
         )
