@@ -61,7 +61,7 @@ USED: dict[str, tuple[str, ...]] = {
     "torch._foreach_div": (GRAFTED,),
     "torch._foreach_mul": (LAYER_STEP,),
     "torch._foreach_mul_": (DIRECTIONS, LAYER_STEP, GRAFTED),
-    "torch._foreach_norm": ("tnt_optim/diagnostics.py", GRAFTED),
+    "torch._foreach_norm": ("tnt_optim/diagnostics.py", *GRADIENTS, GRAFTED),
     "torch._foreach_sqrt": (GRAFTED,),
     "torch._foreach_sub_": (LAYER_STEP,),
     "torch.Tensor._base": CAPTURE,

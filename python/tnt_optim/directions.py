@@ -29,8 +29,9 @@ class Workspace:
         self._memory: Tensor | None = None
 
     def like(self, tensors: Sequence[Tensor]) -> list[Tensor] | None:
-        """Contiguous tensors like these, good until the next call; None on other devices, whose
-        memory PyTorch keeps itself.
+        """Contiguous tensors like these, good until the next call.
+
+        None where they are on another device, whose memory PyTorch keeps itself.
         """
         ends = list(itertools.accumulate(-(-t.nbytes // _ALIGNMENT) * _ALIGNMENT for t in tensors))
         if not tensors or not tensors[0].is_cpu:

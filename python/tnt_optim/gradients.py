@@ -15,8 +15,12 @@ def all_finite(gradients: Iterable[Tensor]) -> Tensor:
     """Whether all Gram matrices of ``gradients`` are finite: their traces are squared norms."""
     # A norm in float16 would overflow at 65504; bfloat16 has float32's range.
     wide = [g.float() if g.dtype == torch.float16 else g for g in gradients]
-    norm = nn.utils.get_total_norm(wide)
-    return norm.to(torch.promote_types(norm.dtype, torch.float32)).square().isfinite()
+    if not wide:
+        return torch.ones((), dtype=torch.bool)
+    norms = torch._foreach_norm(wide)
+    together = torch.stack([norm.to(norms[0].device) for norm in norms])
+    dtype = torch.promote_types(together.dtype, torch.float32)
+    return together.to(dtype).square().sum().isfinite()
 
 
 @contextmanager
