@@ -144,8 +144,9 @@ class KroneckerOptimizer(FactoredOptimizer):
     def diagnostics(self) -> dict[str, float]:
         """Returns figures of every parameter, for a log; waits for the device.
 
-        It takes about as long as one to two steps: call it when the log is written, every hundred
-        steps or so. Where processes share the work, each has those of what it keeps.
+        It takes longer than a step with nothing due (on an autoencoder's shapes by half): call it
+        when the log is written, every hundred steps or so. Where processes share the work, each has
+        those of what it keeps.
 
         Returns:
             By "FIGURE/NAME", as ``SummaryWriter.add_scalar`` takes them: "parameter_norm" (but of
