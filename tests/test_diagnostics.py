@@ -100,7 +100,7 @@ def test_many_parameters_are_looked_at_together_as_each_alone(
         direction = mode_products([state["momentum"]], [state["factors"]])[0]
         conditions = map(condition, state["stats"], state["factors"])
         for figure, value, tolerance in [
-            ("parameter_norm", param.detach().norm(), 1e-6),
+            ("parameter_norm", param.detach().double().norm(), 1e-6),
             ("momentum_norm", state["momentum"].norm(), 1e-6),
             ("direction_norm", direction.norm(), 1e-6),
             ("condition", max(map(float, conditions)), 1e-4),  # it ends where rounding lets it
@@ -116,6 +116,15 @@ def test_what_is_not_a_number_is_told() -> None:
         spoilt.fill_(torch.nan)
         assert math.isnan(opt.diagnostics()["condition/w"])
         spoilt.copy_(kept)
+
+
+def test_norms_of_parameters_in_half_precision() -> None:
+    """One whose norm float16 does not hold."""
+    param = nn.Parameter(torch.full((300, 300), 300.0, dtype=torch.float16))
+    opt = TNT([param], lr=0.0, damping=0.1, fisher="empirical")
+    param.grad = torch.ones_like(param)
+    opt.step()
+    assert opt.diagnostics()["parameter_norm/0.0"] == pytest.approx(90000.0)
 
 
 def test_autocast_does_not_round_the_figures() -> None:

@@ -230,3 +230,14 @@ def test_settings_may_be_tensors(inverse: str) -> None:
         train(model, opt, 5)
         ends.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
     close(*ends)
+
+
+def test_copies_of_before_there_were_processes_go_on() -> None:
+    model = conv_net()
+    opt = KFAC(model)
+    train(model, opt, 1)
+    state = {k: v for k, v in opt.__getstate__().items() if k not in ("shard", "_group_is_lost")}
+    older = KFAC.__new__(KFAC)
+    older.__setstate__(state)
+    train(model, older, 2)
+    assert (older.shard, older.param_groups[0]["step"]) == (None, 3)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tnt_kernels import mode_products
 from tnt_optim import TNT, Shampoo
+from tnt_optim.directions import clipped
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -99,3 +100,14 @@ def test_zero_gradients_and_zero_rates_do_not_divide() -> None:
 def test_wrong_bounds_are_refused(value: object) -> None:
     with pytest.raises(ValueError, match="kl_clip must be None or a finite number > 0, got"):
         made([weight(3)], kl_clip=value)
+
+
+def test_directions_on_another_device_than_the_groups_first_parameter() -> None:
+    """What comes of them is where they are."""
+    group = {"params": [torch.empty(3, device="meta")], "kl_clip": 0.5, "lr": 1.0}
+    direction, scale = noise(4), torch.full((1,), 2.0, dtype=torch.float64)
+    for scales in (None, scale):
+        (found,) = clipped([direction], [direction], scales, group)
+        own = 1.0 if scales is None else 2.0
+        wanted = own * min(1.0, math.sqrt(0.5 / float((own * direction).square().sum())))
+        assert found.device.type == "cpu" and float(found) == pytest.approx(wanted)

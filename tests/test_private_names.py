@@ -306,7 +306,10 @@ FOREACH: dict[str, list[tuple[tuple[Any, ...], Callable[[int], Tensor]]]] = {
         ((0.5,), lambda i: A[i] * 0.5),
         (([torch.tensor(n) for n in NUMBERS],), lambda i: A[i] * NUMBERS[i]),
     ],
-    "_foreach_norm": [((), lambda i: A[i].norm())],
+    "_foreach_norm": [
+        ((), lambda i: A[i].norm()),
+        ((2, torch.float64), lambda i: A[i].double().norm()),
+    ],
     "_foreach_sqrt": [((), lambda i: A[i].sqrt())],
     "_foreach_sub_": [((B,), lambda i: A[i] - B[i])],
 }

@@ -30,6 +30,7 @@ from tnt_kernels.arguments import (
     Modes,
     Number,
     check_apart,
+    check_count_values,
     check_counts,
     check_device,
     check_graft,
@@ -305,6 +306,7 @@ def grafted_directions_(
     """
     mu = scalar("momentum", momentum, low=0.0)
     check_graft(momentum, second_moments, counts, second_decay, eps)
+    check_count_values(counts)  # others at every step, so that no call is recognised by them
 
     def check() -> None:
         check_moments(momenta, grads, second_moments, out)

@@ -151,7 +151,7 @@ def _adam(
 ) -> Tensor:
     """v <- decay v + (1 - decay) g^2; Adam's bias-corrected direction."""
     v.copy_(decay * v + (1 - decay) * grad.to(v.dtype).square())
-    updates, second_updates = counts.to(v)
+    updates, second_updates = counts.to(v.device, v.dtype, non_blocking=True)
     # The momentum is a plain sum: Adam's first moment is 1 - mu times it.
     first = (1 - mu) / (1 - mu**updates) * m
     direction: Tensor = first / ((v / (1 - decay**second_updates)).sqrt() + eps)

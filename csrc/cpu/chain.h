@@ -59,10 +59,10 @@ void turn_product(const Factor& factor, int64_t rest, T alpha, const T* in, T be
   run_tasks((whole + side - 1) / side, flops, [&](int64_t task, Scratch& scratch) {
     const int64_t first = task * side, size = std::min(side, whole - first);
     if (factor.diagonal) {
-      constexpr int64_t kRows = 32;
-      T* lines = scratch.get<T>(kRows * d);
-      for (int64_t r = first; r < first + size; r += kRows) {
-        const int64_t rows = std::min(kRows, first + size - r);
+      const int64_t most = std::min<int64_t>(32, size);
+      T* lines = scratch.get<T>(most * d);
+      for (int64_t r = first; r < first + size; r += most) {
+        const int64_t rows = std::min(most, first + size - r);
         if (beta != 0) {
           // The blend needs both sides in one layout.
           transpose(out + r, rest, lines, d, d, rows);

@@ -12,7 +12,8 @@
 
 // A function that is compiled for several CPUs, the best of them chosen when it is loaded. Not
 // under sanitizers, which are not there yet by then.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(TNT_STD_THREADS)
+#if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__) && __GNUC__ >= 12 && \
+    !defined(TNT_STD_THREADS)
 #define TNT_WIDEST_VECTORS \
   __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else

@@ -146,7 +146,7 @@ double make(const GraftedDirection& one, const GraftRates& rates, Scratch& scrat
   const bool flat = one.momentum.contiguous();
   const int64_t count = one.momentum.count();
   T* buffers = scratch.get<T>(chain_scratch(one.factors) + (flat ? 0 : count));
-  // Only now: where there is too little memory, the moments stay what they were.
+  // Only now: where there is too little memory for the products, the moments stay what they were.
   const double wanted = one.second_moment.data == nullptr
                             ? move_momentum(one, static_cast<T>(rates.momentum))
                             : move_moments<T>(one, rates);

@@ -98,7 +98,9 @@ def _figures(
 def _norms(
     figure: str, of: Sequence[Tensor], tensors: Sequence[Tensor]
 ) -> tuple[list[Key], Tensor]:
-    return [(figure, param) for param in of], torch.stack(torch._foreach_norm(list(tensors)))
+    # In float64: in half precision it would be rounded, or leave float16's range.
+    norms = torch._foreach_norm(list(tensors), 2, torch.float64)
+    return [(figure, param) for param in of], torch.stack(norms)
 
 
 def _lots(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -94,9 +94,9 @@ def clipped(
         group: the settings.
         team: processes that have the rest of the sum.
     """
-    device = group["params"][0].device
-    pairs = zip(directions, momenta, strict=True)
-    products = [_dot(p, m).to(device) for p, m in pairs]
+    # Theirs: the group's parameters may be on several.
+    device = (directions or group["params"])[0].device
+    products = [_dot(p, m) for p, m in zip(directions, momenta, strict=True)]
     own = torch.stack(products) if products else torch.zeros(0, dtype=torch.float64, device=device)
     factors = torch.ones_like(own) if scales is None else scales
     total = (own * factors**2).sum()

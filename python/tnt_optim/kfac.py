@@ -349,6 +349,8 @@ class KFAC(Optimizer):
         super().__setstate__(state)
         if "_layers" in state:  # a copy; torch also comes here when it loads a state_dict
             self.process_group = None  # which cannot be copied
+            for name, value in (("shard", None), ("_group_is_lost", False)):  # later than some
+                self.__dict__.setdefault(name, value)
             self._attach()
 
     def __repr__(self) -> str:

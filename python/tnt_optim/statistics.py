@@ -152,7 +152,7 @@ class FactoredOptimizer(Optimizer):
             "parameters": for each that is trainable its "name", "shape", "statistics" (their
             shapes), and in bytes "stats", "factors", "moments" and "master"; "total": the sum of
             all these bytes. Beside its state a step needs scratch memory, for at least a copy of
-            the largest parameter, with ``graft`` two.
+            the largest parameter; with ``graft`` for two, which on the CPU are kept between steps.
         """
         return estimate(self.param_groups, self._kept, self._name)
 
