@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from tnt_optim import KFAC, TNT
+from tnt_optim import TNT
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -187,27 +187,6 @@ def test_graphs_that_do_not_last(first: str) -> None:
         before.assert_unchanged()
         opt.observe(model(batch(2, rows)[0]))  # as it is, without the compiler
         opt.step()
-
-
-@pytest.mark.parametrize("donated", [True, False])
-def test_kfac_beside_a_compiled_part(donated: bool) -> None:
-    """Its layers are called as modules; what lies between them may be compiled."""
-    torch.manual_seed(0)
-    first, last = nn.Linear(6, 5), nn.Linear(5, 4)
-    opt = KFAC(nn.ModuleList([first, last]))
-    with torch._functorch.config.patch(donated_buffer=donated):
-        between = torch.compile(lambda x: torch.tanh(x) * x, backend="aot_eager")
-        output = last(between(first(torch.randn(8, 6))))
-        before = Snapshot(opt._model.parameters(), opt)
-        if donated:
-            with raising(RuntimeError, match="torch._functorch.config.donated_buffer ?= ?False"):
-                opt.observe(output)
-            before.assert_unchanged()
-            return
-        opt.observe(output)
-        output.square().sum().backward()
-        opt.step()
-        assert all(state["stats"] for state in opt._layer_states().values())
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])

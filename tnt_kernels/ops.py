@@ -306,7 +306,8 @@ def grafted_directions_(
     """
     mu = scalar("momentum", momentum, low=0.0)
     check_graft(momentum, second_moments, counts, second_decay, eps)
-    check_count_values(counts)  # others at every step, so that no call is recognised by them
+    if isinstance(momenta, list | tuple) and not _all_on_cpu((list(momenta),)):
+        check_count_values(counts)  # no call is recognised by these, new at every step
 
     def check() -> None:
         check_moments(momenta, grads, second_moments, out)

@@ -14,7 +14,7 @@ from tnt_optim.checkpoint import check_method, copied_states, load_adapted
 from tnt_optim.device_step import by_device
 from tnt_optim.failures import COUNTERS, UNOBSERVED, Failures, PreconditionerError, warn_the_caller
 from tnt_optim.fisher import Likelihood, check_sampling
-from tnt_optim.gradients import buffers_put_back, check_graph_lasts
+from tnt_optim.gradients import buffers_put_back
 from tnt_optim.layer_checkpoint import check_kfac_state_dict
 from tnt_optim.layer_inverses import INVERSES, PARTS, Matrices
 from tnt_optim.layer_observations import Observations
@@ -197,7 +197,6 @@ class KFAC(Optimizer):
             number = numbered(self._observed.count, self._team())
             loss = self._sampling.loss(output, "step", self.param_groups[0]["step"], number)
             check_static_graph(replicas_behind(loss))
-            check_graph_lasts(loss)
             sums = self._sampling.sums(loss, output, due, self._hooks, retain_graph=True)
         self._observed.add(sums, wanted)
 
