@@ -139,7 +139,7 @@ def _update(
     clips, grafts = settings["kl_clip"] is not None, settings["graft"] is not None
     # Copies in float32, or directions apart from the step, are not made of all at once.
     in_lots = not clips and (grafts or settings["rounding"] == "stochastic")
-    for lot, part in enumerate(_lots(params) if in_lots else [slice(None)]):
+    for lot, part in enumerate(lots_of(params) if in_lots else [slice(None)]):
         looks, states_of_part = seen[part], own[part]
         key = (number, lot)
         with to_be_moved(params[part], states, settings, looks, key=key) as weights:
@@ -163,7 +163,7 @@ def _update(
             move_(blocks(weights, looks), made, settings, scales)
 
 
-def _lots(params: Sequence[Tensor]) -> list[slice]:
+def lots_of(params: Sequence[Tensor]) -> list[slice]:
     """Neighbours whose directions exist at the same time.
 
     On the CPU a few million numbers: they are then still in the cache when they are used, and their

@@ -7,15 +7,16 @@ import torch
 from torch import Tensor
 
 from tnt_kernels import mode_products
+from tnt_optim.device_step import lots_of
 from tnt_optim.gradients import without_autocast
 from tnt_optim.processes import is_sharded
 from tnt_optim.states import State, blocks, each, layout_of, rows
 
 # A condition number is wanted to an order of magnitude: the power method has that much early.
 _POWER_STEPS = 8
-# So many numbers of parameters, or of factors of one size, are looked at together: few calls for
-# many small ones, and no memory to speak of for large ones, of which no copy is made.
-_LOT, _STACK = 1 << 22, 1 << 18
+# So many numbers of factors of one size are looked at together: few calls for many small ones, and
+# no memory to speak of for large ones, of which no copy is made.
+_STACK = 1 << 18
 
 Pair = tuple[Tensor, Tensor]
 # A figure's name and the parameter that it is of; of several blocks or modes it has several.
@@ -75,7 +76,8 @@ def _figures(
     if whole:
         yield _norms("parameter_norm", whole, whole)
     yield _norms("momentum_norm", params, each([states[p] for p in params], "momentum"))
-    for lot in _lots(params):
+    for part in lots_of(params):
+        lot = params[part]
         own = [states[p] for p in lot]
         seen = list(map(layout_of, own))
         momenta = blocks(each(own, "momentum"), seen)
@@ -101,19 +103,6 @@ def _norms(
     # In float64: in half precision it would be rounded, or leave float16's range.
     norms = torch._foreach_norm(list(tensors), 2, torch.float64)
     return [(figure, param) for param in of], torch.stack(norms)
-
-
-def _lots(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Neighbours whose directions exist at the same time."""
-    lot: list[Tensor] = []
-    size = 0
-    for param in params:
-        if lot and size + param.numel() > _LOT:
-            yield lot
-            lot, size = [], 0
-        lot.append(param)
-        size += param.numel()
-    yield lot
 
 
 def _stacked(matrices: Sequence[Tensor]) -> Tensor:
