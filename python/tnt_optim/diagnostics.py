@@ -10,7 +10,7 @@ from tnt_kernels import mode_products
 from tnt_optim.device_step import lots_of
 from tnt_optim.gradients import without_autocast
 from tnt_optim.processes import is_sharded
-from tnt_optim.states import State, blocks, each, layout_of, rows
+from tnt_optim.states import State, blocks, each, is_half, layout_of, rows
 
 # A condition number is wanted to an order of magnitude: the power method has that much early.
 _POWER_STEPS = 8
@@ -100,9 +100,9 @@ def _figures(
 def _norms(
     figure: str, of: Sequence[Tensor], tensors: Sequence[Tensor]
 ) -> tuple[list[Key], Tensor]:
-    # In float64: in half precision it would be rounded, or leave float16's range.
-    norms = torch._foreach_norm(list(tensors), 2, torch.float64)
-    return [(figure, param) for param in of], torch.stack(norms)
+    # In half precision a norm would be rounded, or leave float16's range.
+    wide = [tensor.double() if is_half(tensor) else tensor for tensor in tensors]
+    return [(figure, param) for param in of], torch.stack(torch._foreach_norm(wide))
 
 
 def _stacked(matrices: Sequence[Tensor]) -> Tensor:
