@@ -44,7 +44,7 @@ EXTENSION_SOURCES = setup.py $(shell find csrc -type f)
 .PHONY: demo test lint format native-test python-test fuzz bench bench-quick figures gpu build cuda-build-check torch-test clean
 
 demo: build
-	$(PY) -m bench.experiments.demo $(if $(DATA),--data "$(DATA)")
+	$(PY) -m experiments.demo $(if $(DATA),--data "$(DATA)")
 
 test: lint native-test python-test
 
@@ -78,7 +78,7 @@ bench-quick: build
 	$(PY) -m bench.kernels --quick
 
 figures: build
-	$(PY) -m bench.figures $(if $(MNIST),--mnist "$(MNIST)") $(if $(FACES),--faces "$(FACES)") \
+	$(PY) -m experiments.figures $(if $(MNIST),--mnist "$(MNIST)") $(if $(FACES),--faces "$(FACES)") \
 		$(if $(CIFAR10),--cifar10 "$(CIFAR10)") $(if $(TEXT),--text "$(TEXT)")
 
 gpu:

@@ -197,7 +197,13 @@ def extension() -> dict[str, Any]:
 
 setup(
     license="MIT",
-    packages=["tnt_kernels", "tnt_kernels.triton", "tnt_optim"],
+    packages=[
+        "tnt_kernels",
+        "tnt_kernels.triton",
+        "tnt_optim",
+        "tnt_optim.distributed",
+        "tnt_optim.kfac",
+    ],
     package_dir={"tnt_kernels": "tnt_kernels", "tnt_optim": "python/tnt_optim"},
     package_data={"tnt_kernels": ["py.typed"], "tnt_optim": ["py.typed"]},
     **extension(),

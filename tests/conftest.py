@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,18 @@ from torch import Tensor
 # Triton's interpreter, which it must be told before it is imported.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+# Folders whose tests compile, interpret, or start processes: only `make test-all` runs them.
+SLOW = ("distributed", "gpu", "system")
+TESTS = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests as slow by their folder."""
+    for item in items:
+        if item.path.relative_to(TESTS).parts[0] in SLOW:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)

@@ -7,16 +7,16 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from bench.experiments.cosine import search_keys
-from bench.experiments.costs.step_sets import STEP_SETS
-from bench.experiments.directions.followers import COMPARED
-from bench.experiments.language.forms import form_settings
-from bench.experiments.problems import autoencoders as autoencoder_problems
-from bench.experiments.problems import classifiers
-from bench.experiments.runs.settings import Settings
-from bench.experiments.runs.training import Epoch, Run
-from bench.experiments.sensitivities.plan import points
-from bench.figures.evidence import Record
+from experiments.cosine import search_keys
+from experiments.costs.step_sets import STEP_SETS
+from experiments.directions.followers import COMPARED
+from experiments.figures.evidence import Record
+from experiments.language.forms import form_settings
+from experiments.problems import autoencoders as autoencoder_problems
+from experiments.problems import classifiers
+from experiments.runs.settings import Settings
+from experiments.runs.training import Epoch, Run
+from experiments.sensitivities.plan import points
 
 SEEDS = (0, 1, 2)
 NOISE = (0.0, 0.1, -0.1)
@@ -24,7 +24,7 @@ ORIGIN = {
     "commit": "0123456789abcdef",
     "dirty": False,
     "date": "2026-01-02T03:04:05+00:00",
-    "command": "python -m bench.experiments.made_up --out x|y.json",
+    "command": "python -m experiments.made_up --out x|y.json",
     "machine": {"system": "", "cpu": "a <fast> CPU", "cores": 2, "memory_gib": 8, "gpu": None},
     "versions": {"torch": "2.0"},
     "threads": {"torch": 2},

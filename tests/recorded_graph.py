@@ -65,7 +65,7 @@ def _listed(result: Any) -> Sequence[Any]:
 
 
 class Recorder:
-    """Stands in for ``tnt_optim.graphs.record``, and counts."""
+    """Stands in for ``tnt_optim.cuda_graphs.record``, and counts."""
 
     def __init__(self) -> None:
         self.recordings = self.replays = 0

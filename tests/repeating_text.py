@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 
-from bench.experiments.data import Text
-from bench.experiments.problems.language import Language
+from experiments.data import Text
+from experiments.problems.language import Language
 
 CODES = torch.arange(300) * 7 % 11
 _ALPHABET = "abcdefghijk"

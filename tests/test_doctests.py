@@ -7,7 +7,7 @@ import pytest
 
 
 @pytest.mark.parametrize(
-    "module", ["tnt_kernels.ops", "tnt_optim.modes", "tnt_optim.fisher"], ids=str
+    "module", ["tnt_kernels.ops", "tnt_optim.modes", "tnt_optim.likelihoods"], ids=str
 )
 def test_examples(module: str) -> None:
     failed, attempted = doctest.testmod(importlib.import_module(module))

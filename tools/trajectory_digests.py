@@ -97,7 +97,8 @@ def train(
     opt = make(wrapped)
     observe = getattr(opt, "observe", lambda output: None)
     criterion = nn.CrossEntropyLoss()
-    path = None if save is None and resume is None else (save or resume) / f"{name}-{rank}.pt"
+    folder = save or resume
+    path = None if folder is None else folder / f"{name}-{rank}.pt"
     start = 0
     if resume is not None and path is not None and path.exists():
         saved = torch.load(path, weights_only=True)
@@ -109,7 +110,8 @@ def train(
         outputs = (
             wrapped(x) if warm_start == "outputs" else criterion(wrapped(x), y) for x, y in batches
         )
-        opt.warm_start(outputs, **({} if isinstance(opt, KFAC) else {"model": model}))
+        warm = opt.warm_start  # type: ignore[attr-defined]
+        warm(outputs, **({} if isinstance(opt, KFAC) else {"model": model}))
     for step in range(start, STEPS):
         if save is not None and path is not None and step == CHECKPOINT_STEP:
             torch.save({"model": model.state_dict(), "optimizer": opt.state_dict()}, path)
@@ -247,7 +249,8 @@ def _spread(kind: str) -> Callable[[nn.Module], nn.Module]:
         for module in model:  # type: ignore[attr-defined]
             if isinstance(module, nn.Linear | nn.Conv2d):
                 fully_shard(module)
-        return fully_shard(model)
+        fully_shard(model)
+        return model
 
     return wrapped
 
@@ -278,7 +281,9 @@ def main() -> None:
         results = manager.dict()
         if any(args.only in name for name in two_process_cases()):
             os.environ["OMP_NUM_THREADS"] = "1"
-            mp.spawn(_process, (os.path.join(folder, "store"), results), nprocs=2)
+            mp.spawn(  # type: ignore[attr-defined,no-untyped-call]
+                _process, (os.path.join(folder, "store"), results), nprocs=2
+            )
         for (name, rank), value in sorted(results.items()):
             print(f"{name}-rank{rank}", value)
 

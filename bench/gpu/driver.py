@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bench.records import write_json
 from bench.stage_runs import Outcome, announce, not_run, run_in_time
+from tools.measuring.records import write_json
 
 OUTCOMES = "outcomes.json"
 NO_DEVICE = "no CUDA device: nothing to measure"

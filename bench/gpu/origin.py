@@ -1,4 +1,4 @@
-"""Where a GPU's numbers come from: what ``bench.provenance`` says, and the GPU."""
+"""Where a GPU's numbers come from: what ``tools.measuring.provenance`` says, and the GPU."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from bench.gpu.look import find_tool
-from bench.provenance import provenance
 from tnt_kernels import backends
+from tools.measuring.provenance import provenance
 
 # As nvidia-smi names them.
 _QUERIES = (

@@ -20,7 +20,7 @@ from bench.gpu.report_sections import (
     training_section,
 )
 from bench.gpu.stage_process import Job, SomethingIsMissing, run
-from bench.records import write_json
+from tools.measuring.records import write_json
 
 
 def page(record: Record) -> str:

@@ -17,9 +17,9 @@ from bench.gpu.record import (
     ratio,
 )
 from bench.gpu.targets import TARGETS
-from bench.kernels.markdown import table, times
 from bench.kernels.targets import verdict
 from bench.kernels.timing import OURS
+from tools.measuring.tables import table, times
 
 PRECISIONS = ("highest", "high")
 TITLES = {

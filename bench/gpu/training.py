@@ -1,6 +1,6 @@
 """The stage ``training``: the paper's MNIST autoencoder, three epochs, as on the CPU.
 
-The loop, the model and the settings are ``bench.experiments``'s. TNT comes first, in PyTorch's
+The loop, the model and the settings are ``experiments``'s. TNT comes first, in PyTorch's
 default precision; then in TF32, then SGD-m and Adam, as far as the time goes.
 """
 
@@ -30,9 +30,9 @@ def train_all(job: Job, device: torch.device, epochs: int = EPOCHS) -> bool:
     if not job.data.is_dir():
         raise SomethingIsMissing(f"{job.data} has no MNIST files (--data says where they are)")
     # Here, not above: it wants tqdm, and its absence is no failure.
-    from bench.experiments.problems.autoencoders import default_settings, load_autoencoder
-    from bench.experiments.runs.methods import LABELS
-    from bench.experiments.runs.training import train
+    from experiments.problems.autoencoders import default_settings, load_autoencoder
+    from experiments.runs.methods import LABELS
+    from experiments.runs.training import train
 
     try:
         problem = load_autoencoder(str(job.data))

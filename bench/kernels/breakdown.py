@@ -26,12 +26,12 @@ import torch
 from bench.kernels import baselines
 from bench.kernels.inputs import copies, generator, normal, symmetric_modes
 from bench.kernels.limits import COPY_NUMBERS, busy_share, measure_limits
-from bench.kernels.markdown import milliseconds, table
 from bench.kernels.parameter_sets import PARAMETER_SETS, ParameterSet
 from bench.kernels.work import gram_work, step_work
-from bench.provenance import provenance
-from bench.records import check_writable, write_json
 from tnt_kernels import gram_ema_, preconditioned_step_
+from tools.measuring.provenance import provenance
+from tools.measuring.records import check_writable, write_json
+from tools.measuring.tables import milliseconds, table
 
 ROUNDS = 100
 Calls = tuple[Callable[[], object], Callable[[], object]]  # ours, the same in plain torch

@@ -33,11 +33,11 @@ from bench.kernels.compile_expectations import (
     unneeded,
 )
 from bench.kernels.machine_code import Compiled, compiled
-from bench.kernels.markdown import table
 from bench.kernels.occupancy import ARCHITECTURES
 from bench.kernels.recorded_launches import Launch, kernels, recorded
-from bench.provenance import provenance
-from bench.records import write_json
+from tools.measuring.provenance import provenance
+from tools.measuring.records import write_json
+from tools.measuring.tables import table
 
 OLDER = (75,)  # without TF32: float32 products in IEEE arithmetic
 PROCESSES = 2

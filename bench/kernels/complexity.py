@@ -30,8 +30,8 @@ from bench.kernels.memory import measure_in_subprocess
 from bench.kernels.parameter_sets import PARAMETER_SETS
 from bench.kernels.sweeps import SWEEPS, Run, Sweep
 from bench.kernels.work import FLOAT_BYTES, factor_bytes
-from bench.provenance import provenance
-from bench.records import check_writable, write_json
+from tools.measuring.provenance import provenance
+from tools.measuring.records import check_writable, write_json
 
 RULES = {
     "launch-bound": f"a time below {LAUNCH_FACTOR:g} times the smallest size's: not fitted",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from bench.kernels.markdown import disturbance, megabytes, milliseconds, span, table
+from tools.measuring.tables import disturbance, megabytes, milliseconds, span, table
 
 WITHIN = 0.15  # how far a fitted exponent may lie from the predicted one
 

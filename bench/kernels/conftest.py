@@ -11,9 +11,9 @@ import pytest
 from bench.kernels.limits import Limits, better, busy_share, measure_limits
 from bench.kernels.parameter_sets import DEFAULT_SETS, PARAMETER_SETS
 from bench.kernels.timing import MAX_ROUNDS, MIN_ROUNDS, Comparison, add_shares
-from bench.provenance import provenance
-from bench.records import check_writable, write_json
 from tnt_kernels import backends
+from tools.measuring.provenance import provenance
+from tools.measuring.records import check_writable, write_json
 
 _LIMITS: pytest.StashKey[Limits] = pytest.StashKey()
 

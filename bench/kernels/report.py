@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.kernels.complexity_report import complexity_section
-from bench.kernels.markdown import disturbance, milliseconds, table, times
 from bench.kernels.targets import CYCLE, TARGETS, ratio, verdict
 from bench.kernels.timing import OURS
+from tools.measuring.tables import disturbance, milliseconds, table, times
 
 Benchmark = dict[str, Any]
 

@@ -36,8 +36,8 @@ from bench.kernels.planned_work import (
     product_launches,
 )
 from bench.kernels.work import gram_work, inverse_work, products_work, step_work
-from bench.provenance import provenance
-from bench.records import write_json
+from tools.measuring.provenance import provenance
+from tools.measuring.records import write_json
 
 # The six sets; of GPT-2 all twelve blocks, which a GPU has room for.
 SETS = ("mnist_ae", "faces_ae", "resnet32", "vgg16", "gpt2_full", "square4096")

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench.kernels.devices import GPUS, PRECISIONS
-from bench.kernels.markdown import table
 from bench.kernels.parameter_sets import PARAMETER_SETS
 from bench.kernels.planned_inverses import ITERATIONS, LIBRARY_SHARE
 from bench.kernels.planned_work import RESIDENT
@@ -22,6 +21,7 @@ from bench.kernels.roofline import (
     floors,
     padding,
 )
+from tools.measuring.tables import table
 
 MUCH = 1.5  # times its floor: then it is said what the time goes to
 SMALL = 0.1  # of a prediction: not mentioned

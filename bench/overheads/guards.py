@@ -27,7 +27,7 @@ def _all_finite(gradients: Any) -> Tensor:
 # results is not among them, nor is what finds the parameters that are to move.
 GUARDS: dict[str, Callable[..., Any]] = {
     "tnt_optim.kronecker.check_settings": _nothing,
-    "tnt_optim.device_step.all_finite": _all_finite,
+    "tnt_optim.update.all_finite": _all_finite,
     "tnt_optim.failures.Failures.report_statistics": _nothing,
     "tnt_optim.failures.Failures.report_inverses": _nothing,
     "tnt_optim.failures.Failures.read": _nothing,

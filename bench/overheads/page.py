@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from bench.kernels.markdown import disturbance, milliseconds, table
 from bench.kernels.timing import summary
 from bench.overheads.steps import NEAREST, NOTHING, PLAIN, steps_of_a_cycle
+from tools.measuring.tables import disturbance, milliseconds, table
 
 Run = Mapping[str, Any]
 Protocol = Mapping[str, Any]

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from bench.experiments.runs.command_line import checked_output, positive_int
-from bench.experiments.runs.run_file import RunFile, RunFileError, load_runs
 from bench.precision import contract, resume, sampled, training
 from bench.precision.digits import BATCH, data
 from bench.precision.page import page
+from experiments.runs.command_line import checked_output, positive_int
+from experiments.runs.run_file import RunFile, RunFileError, load_runs
 
 Case = tuple[dict[str, Any], Callable[[], dict[str, Any]]]
 

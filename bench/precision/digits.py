@@ -11,7 +11,7 @@ import functools
 import torch
 from torch import Tensor, nn
 
-from bench.experiments.data.digits import digits_images
+from experiments.data.digits import digits_images
 
 BATCH = 128
 VALIDATION = 360

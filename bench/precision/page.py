@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from bench.kernels.markdown import table
 from bench.precision.contract import OUTCOMES
 from bench.precision.sampled import SCALES
+from tools.measuring.tables import table
 
 Run = Mapping[str, Any]
 

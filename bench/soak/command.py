@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from bench.experiments.runs.command_line import checked_output, positive_int, seed_int
-from bench.provenance import provenance
-from bench.records import write_json
 from bench.soak.plan import KINDS, NAN, NEGATIVE, NUMERICAL, Fault, draw
 from bench.soak.supervisor import Record, Supervisor, left_running
 from bench.soak.training import BATCH, SCHEDULE, SETTINGS, SIZES, Training
+from experiments.runs.command_line import checked_output, positive_int, seed_int
+from tools.measuring.provenance import provenance
+from tools.measuring.records import write_json
 
 # Of the distance that the clean run has covered, in float64: sums in another order.
 TOLERANCE = 1e-10

@@ -25,9 +25,9 @@ from bench.soak.training import SCHEDULE, Training, part, rest, write_data
 SILENCE = timedelta(seconds=60)  # after which a process gives up waiting for another
 
 _CALLED = {
-    "the statistics": "tnt_optim.device_step.gram_ema_",
+    "the statistics": "tnt_optim.update.gram_ema_",
     "the factors": "tnt_optim.tnt.damped_inverse",
-    "the update": "tnt_optim.device_step.DeviceStep.update",
+    "the update": "tnt_optim.update.DeviceStep.update",
 }
 
 

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tnt_optim.failures import COUNTERS
-from tnt_optim.settings import ADDED, check_settings
-from tnt_optim.states import MOMENTS, TENSORS, layout
+from tnt_optim.options import ADDED, check_settings
+from tnt_optim.state import MOMENTS, TENSORS, layout
 
 _KEYS = {"block_size", "first_step", "updates", *COUNTERS}
 _GRAFTED = {"second_moment", "second_moment_updates"}

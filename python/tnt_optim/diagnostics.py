@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from tnt_kernels import mode_products
-from tnt_optim.device_step import lots_of
-from tnt_optim.gradients import without_autocast
-from tnt_optim.processes import is_sharded
-from tnt_optim.states import State, blocks, each, is_half, layout_of, rows
+from tnt_optim.autograd import without_autocast
+from tnt_optim.distributed.process_group import is_sharded
+from tnt_optim.state import State, blocks, each, is_half, layout_of, rows
+from tnt_optim.update import lots_of
 
 # A condition number is wanted to an order of magnitude: the power method has that much early.
 _POWER_STEPS = 8

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from tnt_kernels import grafted_directions_, mode_products
-from tnt_optim.processes import Team
-from tnt_optim.states import Layout, State, blocks, each, rows
+from tnt_optim.distributed.process_group import Team
+from tnt_optim.state import Layout, State, blocks, each, rows
 
 # Numbers of a sum in one go: few calls, and no more rounding than in a sum by pairs.
 _PIECE = 1 << 20

@@ -19,7 +19,16 @@ from tnt_optim.checkpoint import (
     load_adapted,
     with_integer_keys,
 )
-from tnt_optim.device_step import (
+from tnt_optim.cuda_graphs import StepGraphs
+from tnt_optim.diagnostics import diagnostics
+from tnt_optim.directions import Workspace
+from tnt_optim.distributed.process_group import Gradients, Team
+from tnt_optim.distributed.replicated import Owners
+from tnt_optim.failures import Failures, PreconditionerError
+from tnt_optim.options import ADDED, as_number, check_settings
+from tnt_optim.state import TENSORS, is_half, layout, state_dtype
+from tnt_optim.statistics import FactoredOptimizer
+from tnt_optim.update import (
     Batch,
     DeviceStep,
     Group,
@@ -27,15 +36,6 @@ from tnt_optim.device_step import (
     Settings,
     by_device,
 )
-from tnt_optim.diagnostics import diagnostics
-from tnt_optim.directions import Workspace
-from tnt_optim.failures import Failures, PreconditionerError
-from tnt_optim.graphs import StepGraphs
-from tnt_optim.processes import Gradients, Team
-from tnt_optim.settings import ADDED, as_number, check_settings
-from tnt_optim.sharing import Owners
-from tnt_optim.states import TENSORS, is_half, layout, state_dtype
-from tnt_optim.statistics import FactoredOptimizer
 
 
 class KroneckerOptimizer(FactoredOptimizer):

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tnt_optim.states import MOMENTS, is_half, layout, state_dtype
+from tnt_optim.state import MOMENTS, is_half, layout, state_dtype
 
 SIZES = ("stats", "factors", "moments", "master")
 

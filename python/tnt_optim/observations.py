@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tnt_optim.gradients import all_finite
-from tnt_optim.processes import Gradients, Team, pooled
-from tnt_optim.states import state_dtype
+from tnt_optim.autograd import all_finite
+from tnt_optim.distributed.process_group import Gradients, Team, pooled
+from tnt_optim.state import state_dtype
 
 
 @dataclass

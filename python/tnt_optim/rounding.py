@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tnt_optim.fisher import stream_seed
-from tnt_optim.states import Layout, State, is_half, put_back
+from tnt_optim.likelihoods import stream_seed
+from tnt_optim.state import Layout, State, is_half, put_back
 
 # Sixteen random bits for each number, four numbers a draw: a draw costs more than all else here.
 _INT64 = (-(1 << 63), (1 << 63) - 1)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from tnt_kernels import inverse_root
-from tnt_optim.device_step import Settings
 from tnt_optim.kronecker import KroneckerOptimizer
+from tnt_optim.update import Settings
 
 
 class Shampoo(KroneckerOptimizer):

@@ -14,18 +14,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tnt_kernels import gram_ema_
-from tnt_optim.device_step import Group, Settings, by_device, worst_of_blocks
-from tnt_optim.failures import Failures, PreconditionerError
-from tnt_optim.gradients import (
+from tnt_optim.autograd import (
     all_finite,
     buffers_put_back,
     check_reached,
     check_scalar_loss,
     gradients_of,
 )
-from tnt_optim.graphs import check_graphs_device
-from tnt_optim.memory import estimate
-from tnt_optim.processes import (
+from tnt_optim.cuda_graphs import check_graphs_device
+from tnt_optim.distributed.process_group import (
     Gradients,
     Team,
     check_static_graph,
@@ -34,9 +31,11 @@ from tnt_optim.processes import (
     replicas_behind,
     team_of,
 )
-from tnt_optim.settings import check_settings
-from tnt_optim.sharing import SHARDS, Owners, Sharing
-from tnt_optim.states import (
+from tnt_optim.distributed.replicated import SHARDS, Owners, Sharing
+from tnt_optim.failures import Failures, PreconditionerError
+from tnt_optim.memory import estimate
+from tnt_optim.options import check_settings
+from tnt_optim.state import (
     COUNTS,
     MOMENTS,
     TENSORS,
@@ -48,6 +47,7 @@ from tnt_optim.states import (
     rows,
     zero_statistics,
 )
+from tnt_optim.update import Group, Settings, by_device, worst_of_blocks
 
 
 class FactoredOptimizer(Optimizer):
@@ -339,7 +339,7 @@ class FactoredOptimizer(Optimizer):
     ) -> dict[Tensor, Tensor]:
         """The gradients of ``loss`` for those of ``params`` it depends on, or pieces of them."""
         if self._is_sharded():
-            from tnt_optim.shards import sharded_gradients
+            from tnt_optim.distributed.fsdp import sharded_gradients
 
             return sharded_gradients(loss, params, retain_graph=retain_graph, scale=scale)
         return gradients_of(loss, params, retain_graph=retain_graph, scale=scale)
@@ -358,7 +358,7 @@ class FactoredOptimizer(Optimizer):
 
     def _team(self) -> Team | None:
         if self._is_sharded():
-            from tnt_optim.shards import team_of_shards
+            from tnt_optim.distributed.fsdp import team_of_shards
 
             params = [p for group in self.param_groups for p in group["params"]]
             team: Team | None = team_of_shards(params)
@@ -382,7 +382,7 @@ class FactoredOptimizer(Optimizer):
             return self._owners.of(param, self.param_groups, team.size, moments)
 
         if sharded:
-            from tnt_optim.shards import Shards
+            from tnt_optim.distributed.fsdp import Shards
 
             return Shards(team, owner)
         assert self.shard is not None

@@ -9,19 +9,25 @@ from torch.utils.hooks import RemovableHandle
 
 from tnt_kernels import damped_inverse
 from tnt_optim.attach import attach
-from tnt_optim.device_step import Settings
+from tnt_optim.autograd import check_graph_lasts, check_reached, shows_float16
+from tnt_optim.distributed.process_group import (
+    Gradients,
+    Team,
+    check_static_graph,
+    numbered,
+    replicas_behind,
+)
 from tnt_optim.failures import UNOBSERVED, warn_the_caller
-from tnt_optim.fisher import (
+from tnt_optim.kronecker import KroneckerOptimizer
+from tnt_optim.likelihoods import (
     LARGEST_SCALE,
     Likelihood,
     check_sampling,
     loss_at_samples,
     sample_scale,
 )
-from tnt_optim.gradients import check_graph_lasts, check_reached, shows_float16
-from tnt_optim.kronecker import KroneckerOptimizer
 from tnt_optim.observations import Observations
-from tnt_optim.processes import Gradients, Team, check_static_graph, numbered, replicas_behind
+from tnt_optim.update import Settings
 
 FISHERS = ("sampled", "empirical")
 

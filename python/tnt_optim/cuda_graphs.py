@@ -1,0 +1,180 @@
+"""Steps as CUDA graphs: the device's part of a step, recorded once for each kind and replayed.
+
+There are few kinds of steps: with nothing due, with statistics, with statistics and inverses. The
+first of a kind runs as it is, which also compiles kernels and plans launches; the second is
+recorded; from then on a step is one launch. A graph reads and writes fixed addresses, so gradients
+that lie elsewhere than those of the recording are copied there first, and a graph whose parameters
+or state were replaced is recorded anew. The numbers that may change between steps are device
+tensors.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tnt_optim.failures import warn_the_caller
+from tnt_optim.options import as_number
+from tnt_optim.update import DeviceStep, Group, Report, Settings, States
+
+NUMBERS = ("lr", "damping", "momentum", "stat_decay", "weight_decay")
+
+# Settings that decide what is launched, and numbers that a graph cannot be given anew.
+_IN_KERNELS = ("relative_damping", "graft", "kl_clip", "rounding")
+
+# So many kinds have a graph; a model whose parameters take part by turns has more, which run as
+# they are.
+MOST_GRAPHS = 16
+
+Run = Callable[[DeviceStep, Callable[[Group], Settings]], list[Report]]
+
+
+@dataclass
+class Recorded:
+    """A kind of step, and its graph once it has one."""
+
+    addresses: tuple[int, ...]
+    kept: list[Any]  # so that no address is given to something else
+    replay: Callable[[], None] | None = None
+    reports: list[Report] | None = None
+
+
+class StepGraphs:
+    """The graphs of one optimizer's steps."""
+
+    def __init__(self) -> None:
+        self._recorded: dict[tuple[Any, ...], Recorded] = {}
+        self._gradients: dict[tuple[str, Tensor], Tensor] = {}
+        self._owners: dict[int, Tensor] = {}  # of gradients: address -> parameter
+        self._numbers: dict[tuple[int, str], tuple[Any, Tensor]] = {}
+        self._refused = False
+
+    def run(self, step: DeviceStep, states: States, run: Run) -> list[Report]:
+        """Runs a step: as it is, or as a replay of an earlier one of its kind.
+
+        Raises:
+            RuntimeError: within the recording of another graph, which would hold one kind of step.
+        """
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "step() with capturable=True records graphs of its own, and cannot be part of "
+                "another one: call it after that graph's replay"
+            )
+        groups = [group for group, _ in (*step.blended, *step.remade, *step.updated)]
+        for group, params in (*step.blended, *step.remade, *step.updated):
+            self._send_numbers(group, params[0].device)
+        kind = _kind(step, groups)
+        addresses, kept = _addresses(step, states)
+        recorded = self._recorded.get(kind)
+        if self._refused or (recorded is None and len(self._recorded) >= MOST_GRAPHS):
+            return run(step, self._settings)
+        if recorded is None or recorded.addresses != addresses:
+            self._recorded[kind] = Recorded(addresses, kept)
+            return run(step, self._settings)
+        fixed = replace(
+            step,
+            observed=self._fixed("observed", step.observed),
+            grads=self._fixed("grads", {p: g for p, g in step.grads.items() if g is not None}),
+        )
+        if recorded.replay is None:
+            try:
+                recorded.replay, recorded.reports = record(lambda: run(fixed, self._settings))
+            except Exception as error:
+                self._refused = True
+                warn_the_caller(
+                    f"this step cannot be captured in a CUDA graph ({error}): going on without"
+                )
+                return run(fixed, self._settings)
+        recorded.replay()
+        assert recorded.reports is not None
+        return recorded.reports
+
+    def _settings(self, group: Group) -> Settings:
+        """The group's settings, with numbers that a graph can be replayed with."""
+        numbers = {name: self._numbers[id(group), name][1] for name in NUMBERS}
+        return {**group, **numbers}
+
+    def _send_numbers(self, group: Group, device: torch.device) -> None:
+        for name in NUMBERS:
+            value, key = group[name], (id(group), name)
+            if key not in self._numbers:
+                self._numbers[key] = (None, torch.zeros((), dtype=torch.float64, device=device))
+            sent, tensor = self._numbers[key]
+            if isinstance(value, Tensor):
+                tensor.copy_(as_number(value), non_blocking=True)
+                self._numbers[key] = (None, tensor)
+            elif sent != value:
+                tensor.fill_(value)
+                self._numbers[key] = (value, tensor)
+
+    def _fixed(self, name: str, gradients: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+        """The gradients where the graphs read them, which is always the same memory."""
+        for p, g in gradients.items():
+            if (name, p) not in self._gradients:
+                self._gradients[name, p] = g if self._is_its_own(p, g) else torch.empty_like(g)
+        fixed = {p: self._gradients[name, p] for p in gradients}
+        moved = [p for p, g in gradients.items() if fixed[p] is not g]
+        if moved:
+            torch._foreach_copy_([fixed[p] for p in moved], [gradients[p] for p in moved])
+        return fixed
+
+    def _is_its_own(self, param: Tensor, gradient: Tensor) -> bool:
+        """Whether later gradients may be written over it: autograd's may be shared or expanded."""
+        if gradient is not param.grad or torch._debug_has_internal_overlap(gradient) != 0:
+            return False
+        return self._owners.setdefault(gradient.data_ptr(), param) is param
+
+
+def record(run: Callable[[], list[Report]]) -> tuple[Callable[[], None], list[Report]]:
+    """Records what ``run`` launches, without running it; returns its replay and its results."""
+    graph = torch.cuda.CUDAGraph()
+    # Other threads, such as a data loader's, may go on allocating.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        reports = run()
+    return graph.replay, reports
+
+
+def check_graphs_device(param: Tensor, others: list[Tensor]) -> None:
+    """Checks that a parameter can be part of the graphs.
+
+    Raises:
+        ValueError: where it is not on the one CUDA device of all.
+    """
+    if not param.is_cuda or any(other.device != param.device for other in others):
+        where = {str(p.device) for p in (param, *others)}
+        raise ValueError(
+            "capturable=True needs all parameters on one CUDA device, got "
+            f"{', '.join(sorted(where))}"
+        )
+
+
+def _kind(step: DeviceStep, groups: list[Group]) -> tuple[Any, ...]:
+    batches = (step.blended, step.remade, step.updated)
+    members = tuple(
+        tuple((id(group), *map(id, params)) for group, params in batch) for batch in batches
+    )
+    return *members, tuple(tuple(group[name] for name in _IN_KERNELS) for group in groups)
+
+
+def _addresses(step: DeviceStep, states: States) -> tuple[tuple[int, ...], list[Any]]:
+    """Where everything is that the step reads and writes beside gradients, and its owners."""
+    params = {
+        id(p): p
+        for batch in (step.blended, step.remade, step.updated)
+        for _, ps in batch
+        for p in ps
+    }
+    kept: list[Any] = []
+    addresses = []
+    for param in params.values():
+        state = states[param]
+        own = [
+            state[name]
+            for name in ("momentum", "stats", "factors", "second_moment", "master")
+            if name in state
+        ]
+        kept += [param, *own]
+        addresses += [param.data_ptr(), *map(id, own)]
+    return tuple(addresses), kept

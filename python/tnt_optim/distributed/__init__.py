@@ -1,0 +1,1 @@
+"""Training with several processes: process groups, owner ranks, DDP and FSDP2."""

@@ -1,0 +1,410 @@
+"""Replicas where something differs between them: reach, failures, calls; and what is refused."""
+
+import copy
+import functools
+import math
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from drawn import close
+from oracle import contraction
+from processes import run_in
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from tnt_optim import TNT, PreconditionerError, Shampoo
+from tnt_optim.distributed.ownership import Load, assign, load_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ROWS = 6
+SETTINGS: dict[str, Any] = {"lr": 0.05, "damping": 0.1, "stat_interval": 1, "inverse_interval": 2}
+
+
+class Heads(nn.Module):
+    """One body and three heads, of which a batch uses one; float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 5)
+        self.heads = nn.ModuleList(nn.Linear(5, 3) for _ in range(3))
+        self.double()
+
+    def forward(self, x: Tensor, head: int) -> Tensor:
+        """Logits of one head."""
+        logits: Tensor = self.heads[head](torch.tanh(self.body(x)))
+        return logits
+
+
+def least_likely(output: Tensor) -> Tensor:
+    """A likelihood that samples nothing: the loss at the least likely labels."""
+    return cross_entropy(output, output.detach().argmin(1))
+
+
+def gradient(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    named = dict(model.named_parameters())
+    grads = torch.autograd.grad(loss, list(named.values()), retain_graph=True, allow_unused=True)
+    return {n: g for n, g in zip(named, grads, strict=True) if g is not None}
+
+
+SHARDS = (None, "directions", "inverses")
+
+
+def in_every_way(
+    rank: int, processes: int, function: Callable[[int, int, str | None], Any]
+) -> dict[str | None, Any]:
+    """What a function returns for every way to share the work: processes start but once."""
+    return {shard: function(rank, processes, shard) for shard in SHARDS}
+
+
+@functools.cache
+def results(function: Callable[[int, int, str | None], Any]) -> list[dict[str | None, Any]]:
+    return run_in(2, in_every_way, function)
+
+
+def heads_of_their_own(rank: int, processes: int) -> dict[str, Any]:
+    """Process r uses head r, and at the third step both use head 0; nobody uses the third head."""
+    torch.manual_seed(0)
+    model = Heads()
+    replicas = DistributedDataParallel(model, find_unused_parameters=True)
+    opt = TNT(model.parameters(), likelihood=least_likely, **SETTINGS)
+    named = dict(model.named_parameters())
+    first: dict[str, Tensor] = {}
+    for step, head in enumerate((rank, rank, 0)):
+        opt.zero_grad()
+        x = torch.randn(processes, ROWS, 4, dtype=torch.float64)[rank]
+        output = replicas(x, head)
+        if step == 0:
+            first = gradient(model, least_likely(output))
+        if step == 2:
+            held = [s.clone() for s in opt.state[named["heads.1.weight"]]["stats"]]
+        opt.observe(output)
+        cross_entropy(output, torch.zeros(ROWS, dtype=torch.int64)).backward()
+        if step == 0:
+            grads = {n: None if p.grad is None else p.grad.clone() for n, p in named.items()}
+        opt.step()
+        if step == 0:
+            stats = {n: [s.clone() for s in opt.state[p]["stats"]] for n, p in named.items()
+                     if opt.state.get(p)}  # fmt: skip
+    kept = opt.state[named["heads.1.weight"]]["stats"]
+    return {
+        "sampled": first,
+        "stats": stats,
+        "grads": grads,
+        "head 1 kept": all(map(torch.equal, kept, held)),
+        "ends": [p.detach().clone() for p in model.parameters()],
+    }
+
+
+def test_unused_parameters_of_some_processes_and_of_all() -> None:
+    ranks = run_in(2, heads_of_their_own)
+    for rank in ranks:
+        assert all(map(torch.equal, rank["ends"], ranks[0]["ends"]))
+        for name, stats in rank["stats"].items():
+            sampled = [r["sampled"].get(name, torch.zeros(1, dtype=torch.float64)) for r in ranks]
+            mean = (sampled[0] + sampled[1]) / 2
+            for mode, stat in enumerate(stats):
+                close(stat, contraction(mean, mode))
+        # What nobody used has no statistics and no gradient, what one of them used has both.
+        assert set(rank["stats"]) == {n for n in rank["grads"] if "heads.2" not in n}
+        assert rank["grads"]["heads.2.weight"] is None
+        assert rank["head 1 kept"]  # at a step at which no process reached it
+
+
+def own_net() -> tuple[nn.Module, DistributedDataParallel]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    return net, DistributedDataParallel(net)
+
+
+def batch(rank: int, key: int) -> tuple[Tensor, Tensor]:
+    rng = torch.Generator().manual_seed(1000 * key + rank)
+    x = torch.randn(ROWS, 4, generator=rng, dtype=torch.float64)
+    return x, torch.randint(3, (ROWS,), generator=rng)
+
+
+def one_is_not_finite(rank: int, processes: int, shard: str | None) -> dict[str, Any]:
+    """A sampled gradient that is not finite, of one process and then of both."""
+    net, replicas = own_net()
+    spoiled = {1: (1,), 2: (0, 1)}  # by step: of which processes
+
+    def likelihood(output: Tensor) -> Tensor:
+        loss = least_likely(output)
+        return loss * math.nan if rank in spoiled.get(step, ()) else loss
+
+    opt = TNT(net.parameters(), likelihood=likelihood, shard=shard, **SETTINGS)
+    weight = net[0].weight
+    found: dict[str, Any] = {"failures": [], "stats": [], "sampled": []}
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for step in range(3):
+            opt.zero_grad()
+            x, y = batch(rank, step)
+            output = replicas(x)
+            found["sampled"].append(gradient(net, least_likely(output))["0.weight"])
+            opt.observe(output)
+            cross_entropy(output, y).backward()
+            opt.step()
+            found["failures"].append(opt.failures()["skipped_statistics"])
+            found["stats"].append([s.clone() for s in opt.state[weight].get("stats", [])])
+    found["warned"] = sum("not finite" in str(w.message) for w in warned)
+    found["ends"] = [p.detach().clone() for p in net.parameters()]
+    return found
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+def test_what_is_not_finite_in_one_process_is_left_out_in_all(shard: str | None) -> None:
+    ranks = [rank[shard] for rank in results(one_is_not_finite)]
+    for rank in ranks:
+        assert all(map(torch.equal, rank["ends"], ranks[0]["ends"]))
+        assert all(bool(end.isfinite().all()) for end in rank["ends"])
+        assert rank["failures"] == [0, 0, 1]
+        assert rank["warned"] == 1
+        if rank["stats"][0]:
+            both = (ranks[0]["sampled"][0] + ranks[1]["sampled"][0]) / 2
+            alone = ranks[0]["sampled"][1]
+            for mode in range(2):
+                first = contraction(both, mode)
+                close(rank["stats"][0][mode], first)
+                close(rank["stats"][1][mode], 0.9 * first + 0.1 * contraction(alone, mode))
+                assert torch.equal(rank["stats"][2][mode], rank["stats"][1][mode])
+    assert sum(bool(rank["stats"][0]) for rank in ranks) == (1 if shard else 2)
+
+
+def inverses_fail(rank: int, processes: int, shard: str | None) -> dict[str, Any]:
+    """The statistics of one parameter become infinite with its owner; nothing else happens."""
+    net, replicas = own_net()
+    opt = TNT(net.parameters(), likelihood=least_likely, shard=shard, **SETTINGS)
+    found: dict[str, Any] = {"raised at": None, "message": ""}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in range(20):
+            opt.zero_grad()
+            x, y = batch(rank, step)
+            output = replicas(x)
+            opt.observe(output)
+            cross_entropy(output, y).backward()
+            try:
+                opt.step()
+            except PreconditionerError as error:
+                found.update({"raised at": step, "message": str(error)})
+                break
+            for stat in opt.state[net[0].weight].get("stats", []):
+                stat.fill_(math.inf)
+    found["failures"] = opt.failures()
+    found["ends"] = [p.detach().clone() for p in net.parameters()]
+    return found
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+def test_repeated_failure_with_the_owner_stops_all(shard: str | None) -> None:
+    ranks = [rank[shard] for rank in results(inverses_fail)]
+    # Inverses at 1 (they are young), 2, 4, 6 and 8; the fifth in a row is one too many.
+    assert [rank["raised at"] for rank in ranks] == [8, 8]
+    assert "time 5 in a row" in ranks[0]["message"]
+    assert ranks[0]["message"] == ranks[1]["message"]
+    assert ranks[0]["failures"] == ranks[1]["failures"]
+    assert all(map(torch.equal, ranks[0]["ends"], ranks[1]["ends"]))
+
+
+def observed_by_some(rank: int, processes: int, find_unused: bool) -> dict[str, Any]:
+    """Both observe at first, then one of them, then none."""
+    net, _ = own_net()
+    replicas = DistributedDataParallel(net, find_unused_parameters=find_unused)
+    opt = TNT(net.parameters(), likelihood=least_likely, **SETTINGS)
+    if find_unused:  # so that not even the first step asks for whom there is to reach
+        opt.warm_start([replicas(batch(rank, 9)[0])])
+    stats, sampled = [opt.state[p]["stats"][0].clone() for p in [net[0].weight] if find_unused], []
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for step, who in enumerate([(1,), ()] if find_unused else [(0, 1), (1,), ()]):
+            opt.zero_grad()
+            x, y = batch(rank, step)
+            output = replicas(x)
+            sampled.append(gradient(net, least_likely(output))["0.weight"])
+            if rank in who:
+                opt.observe(output)
+            cross_entropy(output, y).backward()
+            opt.step()
+            stats.append(opt.state[net[0].weight]["stats"][0].clone())
+    messages = [str(w.message) for w in warned]
+    return {"stats": stats, "sampled": sampled, "warned": messages, "failures": opt.failures()}
+
+
+@pytest.mark.parametrize("find_unused", [False, True])
+def test_what_some_observe_counts_and_what_none_does_is_warned_of(find_unused: bool) -> None:
+    ranks = run_in(2, observed_by_some, find_unused)
+    for rank in ranks:
+        first, alone = rank["stats"][0], ranks[1]["sampled"][-2]
+        if not find_unused:
+            close(first, contraction((ranks[0]["sampled"][0] + ranks[1]["sampled"][0]) / 2, 0))
+        close(rank["stats"][1], 0.9 * first + 0.1 * contraction(alone, 0))
+        assert torch.equal(rank["stats"][2], rank["stats"][1])
+        assert sum("observe(output) was not called" in text for text in rank["warned"]) == 1
+        assert rank["failures"] == {"skipped_statistics": 0, "failed_inverses": 0}
+
+
+def warm_started(rank: int, processes: int, shard: str | None) -> dict[str, Any]:
+    """Three batches in process 0, two in the other."""
+    net, replicas = own_net()
+    opt = TNT(net.parameters(), likelihood=least_likely, shard=shard, **SETTINGS)
+    opt.warm_start((replicas(batch(rank, key)[0]) for key in range(3 - rank)), model=replicas)
+    # The model still trains: its replicas' gradients are averaged as before.
+    x, y = batch(rank, 7)
+    cross_entropy(replicas(x), y).backward()
+    return {
+        "stats": {n: opt.state[p].get("stats") for n, p in net.named_parameters()},
+        "grad": net[0].weight.grad,
+    }
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+def test_warm_start_is_over_the_batches_of_all(shard: str | None) -> None:
+    net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    wanted: dict[str, list[Tensor]] = {}
+    for key in range(3):
+        sources = [0, 1] if key < 2 else [0]
+        sampled = [gradient(net, least_likely(net(batch(rank, key)[0]))) for rank in sources]
+        for name in sampled[0]:
+            mean = sum(s[name] for s in sampled) / len(sampled)
+            grams = [contraction(mean, mode) / 3 for mode in range(mean.dim())]
+            before = wanted.get(name, [torch.zeros_like(gram) for gram in grams])
+            wanted[name] = [a + b for a, b in zip(before, grams, strict=True)]
+    ranks = [rank[shard] for rank in results(warm_started)]
+    for name, grams in wanted.items():
+        held = [rank["stats"][name] for rank in ranks if rank["stats"][name] is not None]
+        assert len(held) == (1 if shard else 2)
+        for stats in held:
+            for stat, gram in zip(stats, grams, strict=True):
+                close(stat, gram)
+    loss = sum(cross_entropy(net(x), y) for x, y in (batch(rank, 7) for rank in range(2))) / 2
+    for rank in ranks:
+        close(rank["grad"], gradient(net, loss)["0.weight"])
+
+
+def refusals(rank: int, processes: int) -> dict[str, str]:
+    """What is refused, by what was tried, and whether training goes on after it."""
+    found = {}
+    torch.manual_seed(0)
+    net = nn.Linear(4, 3).double()
+    replicas = DistributedDataParallel(net, static_graph=True)
+    opt = TNT(net.parameters(), likelihood=least_likely, **SETTINGS)
+    x, y = batch(rank, 0)
+    output = replicas(x)
+    for name, call in {
+        "observe": lambda: opt.observe(output),
+        "warm_start": lambda: opt.warm_start([output]),
+    }.items():
+        try:
+            call()
+        except RuntimeError as error:
+            found[name] = str(error)
+    cross_entropy(output, y).backward()  # whose gradients are still averaged
+    found["gradient"] = str(net.weight.grad.sum().item())
+    found["state"] = str(len(opt.state))
+    capturable = Shampoo(net.parameters())
+    capturable.capturable = True
+    try:
+        capturable.step()
+    except RuntimeError as error:
+        found["capturable"] = str(error)
+    return found
+
+
+def test_static_graphs_and_cuda_graphs_are_refused() -> None:
+    ranks = run_in(2, refusals)
+    torch.manual_seed(0)
+    net = nn.Linear(4, 3).double()
+    loss = sum(cross_entropy(net(x), y) for x, y in (batch(rank, 0) for rank in range(2))) / 2
+    for found in ranks:
+        assert "static_graph=True" in found["observe"]
+        assert found["warm_start"] == found["observe"]
+        assert float(found["gradient"]) == pytest.approx(gradient(net, loss)["weight"].sum().item())
+        assert found["state"] == "0"
+        assert "single process" in found["capturable"]
+
+
+def estimates(rank: int, processes: int, shard: str | None) -> tuple[int, int, bool]:
+    """What is estimated, what there is after a step, and whether a copy takes the next step."""
+    net, replicas = own_net()
+    opt = Shampoo(net.parameters(), shard=shard, graft="adam")
+    estimate = opt.memory_estimate()["total"]
+    for key in range(2):
+        opt.zero_grad()
+        x, y = batch(rank, key)
+        cross_entropy(replicas(x), y).backward()
+        opt.step()
+    states = [opt.state[p] for p in net.parameters()]
+    tensors = [t for s in states for v in s.values() for t in (v if isinstance(v, list) else [v])]
+    there = sum(t.nbytes for t in tensors if isinstance(t, Tensor))
+    both = {"net": net, "opt": opt}
+    copies = [copy.deepcopy(both), pickle.loads(pickle.dumps(both))]
+    for twin in (both, *copies):
+        for param in twin["net"].parameters():
+            param.grad = torch.ones_like(param)
+        twin["opt"].step()
+    same = all(
+        torch.equal(a, b)
+        for twin in copies
+        for a, b in zip(twin["net"].parameters(), net.parameters(), strict=True)
+    )
+    return estimate, there, same
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+def test_memory_is_what_was_estimated(shard: str | None) -> None:
+    ranks = [rank[shard] for rank in results(estimates)]
+    net, _ = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double(), None
+    alone = Shampoo(net.parameters(), graft="adam").memory_estimate()["total"]
+    assert alone == 8 * (2 * (16 + 25 + 25 + 9) + 2 * (25 + 9) + 2 * (20 + 5 + 15 + 3))
+    for estimate, there, same in ranks:
+        assert estimate == there
+        assert same
+    total = sum(estimate for estimate, _, _ in ranks)
+    if shard == "directions":
+        assert total == alone
+    elif shard is None:
+        assert total == 2 * alone
+
+
+def test_owners_are_balanced_in_work_and_bytes() -> None:
+    rng = torch.Generator().manual_seed(0)
+    sizes = torch.randint(8, 512, (60, 2), generator=rng).tolist()
+    loads = [load_of([(m, m), (n, n)], m * n, 4, 1) for m, n in sizes]
+    for processes in (2, 3, 8):
+        owners = assign(loads, [Load()] * processes)
+        assert owners == assign(loads, [Load()] * processes)
+        for quantity in ("work", "size"):
+            held = [0.0] * processes
+            for owner, load in zip(owners, loads, strict=True):
+                held[owner] += getattr(load, quantity)
+            # A greedy choice ends within the largest item of the mean.
+            largest = max(getattr(load, quantity) for load in loads)
+            assert max(held) <= sum(held) / processes + largest
+
+
+def test_fewer_parameters_than_processes_leave_some_without() -> None:
+    assert sorted(assign([Load(2, 2), Load(1, 1)], [Load()] * 4)) == [0, 1]
+
+
+def test_what_comes_later_goes_to_who_has_least() -> None:
+    assert assign([Load(1, 1)], [Load(3, 3), Load(2, 2), Load(5, 5)]) == [1]
+
+
+@pytest.mark.parametrize("value", ["all", True, 0])
+def test_an_unknown_shard_is_refused(value: object) -> None:
+    with pytest.raises(ValueError, match="shard must be one of None, 'directions', 'inverses'"):
+        TNT([nn.Parameter(torch.zeros(3))], shard=value)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["shard", "process_group"])
+def test_a_group_cannot_be_shared_otherwise(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} cannot be set for a parameter group"):
+        TNT([{"params": [nn.Parameter(torch.zeros(3))], name: None}])

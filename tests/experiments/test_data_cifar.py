@@ -1,0 +1,318 @@
+"""CIFAR's reader, and what is done to its images, against one image at a time."""
+
+import os
+import pickle
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from experiments.data import cifar10, cifar100, crop_and_flip, normalised
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CIFAR10_FILES = [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]
+
+
+def batch(number: int, classes: int, seed: int) -> tuple[np.ndarray, list[int]]:
+    random = np.random.default_rng(seed)
+    images = random.integers(256, size=(number, 3072), dtype=np.uint8)
+    return images, random.integers(classes, size=number).tolist()
+
+
+def python2_pickle(images: np.ndarray, labels: list[int], name: str) -> bytes:
+    """What Python 2 wrote into the official files, opcode by opcode: byte strings, old names."""
+
+    def string(text: str) -> bytes:
+        return b"U" + bytes([len(text)]) + text.encode()
+
+    def integer(value: int) -> bytes:
+        return b"J" + struct.pack("<i", value)
+
+    empty = b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n(K\x00t" + string("b") + b"tR"
+    dtype = b"cnumpy\ndtype\n(" + string("u1") + b"K\x00K\x01tR"
+    dtype += b"(K\x03" + string("|") + b"NNN" + 2 * integer(-1) + b"K\x00tb"
+    pixels = b"T" + struct.pack("<i", images.size) + images.tobytes()
+    shape = b"(" + integer(images.shape[0]) + integer(images.shape[1]) + b"t"
+    array = empty + b"(K\x01" + shape + dtype + b"I00\n" + pixels + b"tb"
+    numbers = b"](" + b"".join(map(integer, labels)) + b"e"
+    items = string("data") + array + string(name) + numbers
+    return b"\x80\x02}(" + string("batch_label") + string("a batch") + items + b"u."
+
+
+def python3_pickle(protocol: int, keys: type) -> Callable[[np.ndarray, list[int], str], bytes]:
+    def write(images: np.ndarray, labels: list[int], name: str) -> bytes:
+        content = {"data": images, name: labels}
+        if keys is bytes:
+            return pickle.dumps({k.encode(): v for k, v in content.items()}, protocol)
+        return pickle.dumps(content, protocol)
+
+    return write
+
+
+@pytest.fixture
+def ten(tmp_path: Path) -> Path:
+    """CIFAR-10's layout, with 4 images a batch."""
+    for i, name in enumerate(CIFAR10_FILES):
+        content = python2_pickle(*batch(4, 10, i), "labels")
+        (tmp_path / name).write_bytes(content)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        python2_pickle,
+        *(python3_pickle(protocol, keys) for protocol in (2, 4, 5) for keys in (bytes, str)),
+    ],
+)
+@pytest.mark.parametrize("place", [".", "cifar-10-batches-py"])
+def test_cifar10_is_read_in_order(
+    tmp_path: Path, place: str, write: Callable[[np.ndarray, list[int], str], bytes]
+) -> None:
+    folder = tmp_path / place
+    folder.mkdir(exist_ok=True)
+    batches = [batch(4 + i, 10, i) for i in range(6)]
+    for name, (images, labels) in zip(CIFAR10_FILES, batches, strict=True):
+        (folder / name).write_bytes(write(images, labels, "labels"))
+    read = cifar10(tmp_path)
+    assert read.classes == 10
+    for images, labels, part in (
+        (read.train_images, read.train_labels, batches[:5]),
+        (read.test_images, read.test_labels, batches[5:]),
+    ):
+        wanted = np.concatenate([pixels for pixels, _ in part])
+        assert images.dtype == torch.uint8 and labels.dtype == torch.int64
+        assert images.shape == (len(wanted), 3, 32, 32)
+        # 1024 reds row by row, then the greens, then the blues.
+        assert images[1, 2, 3, 4] == wanted[1, 2 * 1024 + 3 * 32 + 4]
+        assert torch.equal(images.flatten(1), torch.from_numpy(wanted))
+        assert labels.tolist() == [label for _, some in part for label in some]
+
+
+@pytest.mark.parametrize("place", [".", "cifar-100-python"])
+def test_cifar100_is_read_by_its_fine_labels(tmp_path: Path, place: str) -> None:
+    folder = tmp_path / place
+    folder.mkdir(exist_ok=True)
+    parts = {"train": batch(9, 100, 0), "test": batch(5, 100, 1)}
+    for name, (images, labels) in parts.items():
+        coarse = [label // 5 for label in labels]
+        content = {b"data": images, b"fine_labels": labels, b"coarse_labels": coarse}
+        (folder / name).write_bytes(pickle.dumps(content))
+    read = cifar100(tmp_path)
+    assert read.classes == 100
+    assert torch.equal(read.train_images.flatten(1), torch.from_numpy(parts["train"][0]))
+    assert torch.equal(read.test_images.flatten(1), torch.from_numpy(parts["test"][0]))
+    assert read.train_labels.tolist() == parts["train"][1]
+    assert read.test_labels.tolist() == parts["test"][1]
+
+
+def test_what_is_missing_is_named(ten: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no such folder: .*nowhere"):
+        cifar10(ten / "nowhere")
+    with pytest.raises(NotADirectoryError, match="must be a folder, got a file: .*test_batch"):
+        cifar10(ten / "test_batch")
+    with pytest.raises(FileNotFoundError, match="holds no CIFAR-100 batches: wanted train, test"):
+        cifar100(ten)
+    (ten / "data_batch_4").unlink()
+    with pytest.raises(FileNotFoundError, match="holds no data_batch_4: wanted data_batch_1, "):
+        cifar10(ten)
+    (ten / "data_batch_1").unlink()
+    with pytest.raises(FileNotFoundError, match="there or in cifar-10-batches-py"):
+        cifar10(ten)
+
+
+IMAGES, LABELS = batch(3, 10, 7)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([IMAGES, LABELS], "must hold a dictionary, got list"),
+        ({b"data": IMAGES}, r"must hold 'labels', got \['data'\]"),
+        ({b"data": IMAGES, b"fine_labels": LABELS}, "must hold 'labels', got"),
+        ({b"labels": LABELS}, "must hold 'data', got"),
+        ({b"data": IMAGES.tolist(), b"labels": LABELS}, "'data' must be a uint8 array, got .*list"),
+        ({b"data": IMAGES / 255, b"labels": LABELS}, "must be a uint8 array, got float64"),
+        ({b"data": IMAGES[:, 1:], b"labels": LABELS}, r"must be \(N, 3072\).* got \(3, 3071\)"),
+        ({b"data": IMAGES[:0], b"labels": []}, r"with N > 0, got \(0, 3072\)"),
+        ({b"data": IMAGES.reshape(3, 3, 32, 32), b"labels": LABELS}, r"got \(3, 3, 32, 32\)"),
+        ({b"data": IMAGES, b"labels": LABELS[:2]}, "one for each of 3 images, got 2"),
+        ({b"data": IMAGES, b"labels": [0, 1, 10]}, "must be from 0 to 9, got 0 to 10"),
+        ({b"data": IMAGES, b"labels": [0, 1, -1]}, "must be from 0 to 9, got -1 to 1"),
+        ({b"data": IMAGES, b"labels": [0, 1, "2"]}, "must be a list of integers"),
+        ({b"data": IMAGES, b"labels": [0, 1, True]}, "must be a list of integers"),
+    ],
+)
+def test_a_file_of_something_else_is_named(ten: Path, content: object, message: str) -> None:
+    (ten / "data_batch_3").write_bytes(pickle.dumps(content))
+    with pytest.raises(ValueError, match=f"data_batch_3: .*{message}"):
+        cifar10(ten)
+
+
+@pytest.mark.parametrize("kept", [0, 1, 30, 200, -3000, -1])
+def test_a_file_that_is_cut_short_is_named(ten: Path, kept: int) -> None:
+    path = ten / "test_batch"
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(ValueError, match="test_batch: no CIFAR batch, or a corrupt one: "):
+        cifar10(ten)
+
+
+class Call:
+    """An object whose pickle calls a function, as a malicious one's does."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self.call
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 4])
+@pytest.mark.parametrize(
+    ("function", "arguments", "name"),
+    [
+        (os.mkdir, ["{}"], "mkdir"),
+        (exec, ["__import__('os').mkdir(r'{}')"], "exec"),
+        (np.save, ["{}", [1]], "save"),
+        (np.ndarray.tofile, [IMAGES, "{}"], "(getattr|tofile)"),
+    ],
+)
+def test_a_malicious_pickle_is_refused_before_it_does_anything(
+    ten: Path, function: Callable[..., Any], arguments: list[Any], name: str, protocol: int
+) -> None:
+    mark = ten / "was_here.npy"
+    filled = [a.format(mark) if isinstance(a, str) else a for a in arguments]
+    content = pickle.dumps({b"data": Call(function, *filled), b"labels": [0]}, protocol)
+    (ten / "data_batch_1").write_bytes(content)
+    message = rf"data_batch_1: no CIFAR batch, .*: it asks for .*{name}"
+    with pytest.raises(ValueError, match=message):
+        cifar10(ten)
+    assert not mark.exists()
+    pickle.loads(content)
+    assert mark.exists()  # where everything may be called, it would have done harm
+
+
+def test_arrays_of_objects_are_refused(ten: Path) -> None:
+    objects = np.array([[1, "two"]], dtype=object)
+    (ten / "data_batch_1").write_bytes(pickle.dumps({b"data": objects, b"labels": [0]}))
+    with pytest.raises(ValueError, match="data_batch_1: .* it holds an array of objects"):
+        cifar10(ten)
+
+
+def test_normalised_is_channel_by_channel() -> None:
+    images = torch.randint(256, (5, 3, 9, 7), dtype=torch.uint8)
+    before = images.clone()
+    mean, std = (0.5, 0.25, 0.1), (0.2, 0.3, 1.5)
+    read = normalised(images, mean, std)
+    assert read.dtype == torch.float32 and torch.equal(images, before)
+    for c in range(3):
+        wanted = (images[:, c].double() / 255 - mean[c]) / std[c]
+        torch.testing.assert_close(read[:, c].double(), wanted, rtol=1e-6, atol=1e-6)
+    assert torch.equal(normalised(images, torch.tensor(mean), torch.tensor(std)), read)
+
+
+@pytest.mark.parametrize(
+    ("images", "mean", "std", "message"),
+    [
+        (torch.rand(2, 3, 4, 4), (0, 0, 0), (1, 1, 1), r"images must be uint8 .* torch.float32"),
+        (torch.ones(3, 4, 4).byte(), (0, 0, 0), (1, 1, 1), r"images must be .* \(3, 4, 4\)"),
+        (torch.ones(2, 3, 4, 4).byte(), (0, 0), (1, 1, 1), r"mean must be .* 3 channels, got \(2,"),
+        (torch.ones(2, 3, 4, 4).byte(), (0, 0, 0), (1,), r"std must be .* 3 channels, got \(1,"),
+    ],
+)
+def test_normalised_refuses(
+    images: torch.Tensor, mean: tuple[float, ...], std: tuple[float, ...], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        normalised(images, mean, std)
+
+
+def variants(image: torch.Tensor, padding: int) -> torch.Tensor:
+    """Every crop of a padded image and its mirror image: (rows, columns, 2, C, H, W)."""
+    height, width = image.shape[1:]
+    padded = functional.pad(image, [padding] * 4)
+    crops = torch.stack(
+        [
+            padded[:, top : top + height, left : left + width]
+            for top in range(2 * padding + 1)
+            for left in range(2 * padding + 1)
+        ]
+    )
+    both = torch.stack([crops, crops.flip(-1)], dim=1)
+    return both.reshape(2 * padding + 1, 2 * padding + 1, 2, *image.shape)
+
+
+def chosen(images: torch.Tensor, cropped: torch.Tensor, padding: int) -> torch.Tensor:
+    """Which row, column and flip made each image of `cropped`: (N, 3); each must be one of them."""
+    found = []
+    for image, result in zip(images, cropped, strict=True):
+        matches = (variants(image, padding) == result).flatten(3).all(-1).nonzero()
+        assert len(matches) == 1
+        found.append(matches[0])
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize(
+    ("shape", "padding"), [((40, 3, 32, 32), 4), ((7, 1, 9, 5), 2), ((3, 2, 4, 6), 9)]
+)
+def test_crops_are_those_of_a_loop_over_images(
+    dtype: torch.dtype, shape: tuple[int, ...], padding: int
+) -> None:
+    images = torch.randint(1, 256, shape).to(dtype)
+    before = images.clone()
+    cropped = crop_and_flip(images, torch.Generator().manual_seed(5), padding)
+    assert cropped.dtype == dtype and cropped.shape == shape
+    assert torch.equal(images, before)
+    # With more padding than image, several crops are all zeros.
+    if padding < min(shape[2:]):
+        chosen(images, cropped, padding)
+    else:
+        for image, result in zip(images, cropped, strict=True):
+            assert (variants(image, padding) == result).flatten(3).all(-1).any()
+    again = crop_and_flip(images, torch.Generator().manual_seed(5), padding)
+    assert torch.equal(again, cropped)
+    assert not torch.equal(crop_and_flip(images, torch.Generator().manual_seed(6), padding), again)
+
+
+def test_crops_and_flips_are_uniform_and_independent() -> None:
+    images = torch.randint(1, 256, (1, 1, 5, 6)).expand(8100, -1, -1, -1)
+    generator = torch.Generator().manual_seed(0)
+    before = torch.get_rng_state()
+    cropped = crop_and_flip(images, generator, padding=1)
+    assert torch.equal(torch.get_rng_state(), before)
+    made = variants(images[0], 1).reshape(18, -1)
+    counts = torch.stack([(cropped.flatten(1) == one).all(1).sum() for one in made])
+    assert counts.sum() == 8100
+    # 450 of each of 18, with a deviation of 20.6.
+    assert (counts - 450).abs().max() < 4 * 20.6
+    assert not torch.equal(crop_and_flip(images, generator, padding=1), cropped)
+
+
+def test_images_in_other_layouts_are_cropped_alike() -> None:
+    images = torch.rand(6, 3, 8, 10)
+    wanted = crop_and_flip(images, torch.Generator().manual_seed(1))
+    strided = images.contiguous(memory_format=torch.channels_last)
+    assert torch.equal(crop_and_flip(strided, torch.Generator().manual_seed(1)), wanted)
+    assert crop_and_flip(images[:0], torch.Generator()).shape == (0, 3, 8, 10)
+
+
+def test_without_padding_only_the_flip_is_left() -> None:
+    images = torch.rand(64, 3, 4, 4)
+    cropped = crop_and_flip(images, torch.Generator().manual_seed(0), padding=0)
+    same = (cropped == images).flatten(1).all(1)
+    mirrored = (cropped == images.flip(-1)).flatten(1).all(1)
+    assert (same ^ mirrored).all() and same.any() and mirrored.any()
+
+
+def test_crop_and_flip_refuses() -> None:
+    with pytest.raises(ValueError, match=r"images must be \(N, C, H, W\), got \(3, 4, 4\)"):
+        crop_and_flip(torch.rand(3, 4, 4), torch.Generator())
+    with pytest.raises(ValueError, match="padding must not be negative, got -1"):
+        crop_and_flip(torch.rand(1, 3, 4, 4), torch.Generator(), padding=-1)

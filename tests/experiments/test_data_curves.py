@@ -1,0 +1,83 @@
+"""The CURVES set against a pen moved along the curve point by point."""
+
+import math
+
+import pytest
+import torch
+
+from experiments.data import curves_images
+from experiments.data.curves import drawn_curves
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def slowly_drawn(points: torch.Tensor) -> torch.Tensor:
+    """One image from De Casteljau's construction at 4001 places, in float64: (28, 28)."""
+    t = torch.linspace(0, 1, 4001, dtype=torch.float64)[:, None]
+    start, middle, end = points.double()
+    first, second = torch.lerp(start, middle, t), torch.lerp(middle, end, t)
+    curve = torch.lerp(first, second, t)
+    image = torch.empty(28, 28, dtype=torch.float64)
+    for row in range(28):
+        for column in range(28):
+            centre = torch.tensor([column + 0.5, row + 0.5])
+            distance = (curve - centre).norm(dim=1).min()
+            image[row, column] = (1.5 - distance).clamp(0, 1)
+    return image
+
+
+@pytest.mark.parametrize(
+    "points",
+    [
+        [[3.0, 4.0], [20.0, 5.0], [12.0, 24.0]],
+        [[2.0, 2.0], [26.0, 26.0], [26.0, 2.0]],
+        [[2.0, 26.0], [26.0, 2.0], [2.5, 26.0]],  # there and nearly back: the sharpest turn
+        [[5.0, 5.0], [14.0, 14.0], [23.0, 23.0]],  # straight
+        [[9.3, 17.1], [9.3, 17.1], [9.3, 17.1]],  # a dot
+    ],
+)
+def test_a_curve_is_drawn_by_a_pen_along_it(points: list[list[float]]) -> None:
+    image = drawn_curves(torch.tensor([points]))
+    assert image.shape == (1, 784)
+    # The sixteen chords are at most 0.066 pixels off the curve.
+    torch.testing.assert_close(
+        image.reshape(28, 28), slowly_drawn(torch.tensor(points)).float(), rtol=0, atol=0.07
+    )
+
+
+def test_a_dot_is_a_disc_of_the_pens_width() -> None:
+    image = drawn_curves(torch.full((1, 3, 2), 14.0)).reshape(28, 28)
+    # Four pixels' centres are 0.71 away, eight 1.58: only the four are touched.
+    assert image.nonzero().tolist() == [[13, 13], [13, 14], [14, 13], [14, 14]]
+    assert image[13, 13].item() == pytest.approx(1.5 - math.sqrt(0.5))
+
+
+def test_images_are_curves_inside_the_frame() -> None:
+    images = curves_images(300)
+    assert images.dtype == torch.float32
+    assert images.min() == 0 and images.max() == 1
+    square = images.reshape(300, 28, 28)
+    border = torch.cat([square[:, 0], square[:, -1], square[:, :, 0], square[:, :, -1]], dim=1)
+    assert border.max() == 0
+    # Every curve has ink, but is a curve: the pen covers no more than its way.
+    ink = square.sum((1, 2))
+    assert ink.min() > 1.5 and ink.max() < 2.5 * 70
+    assert len(images.unique(dim=0)) == 300
+
+
+def test_a_longer_set_starts_with_a_shorter_one() -> None:
+    whole = curves_images(1013, seed=3)
+    for count in (1, 7, 1000):
+        assert torch.equal(curves_images(count, seed=3), whole[:count])
+
+
+def test_the_seed_decides() -> None:
+    before = torch.get_rng_state()
+    assert torch.equal(curves_images(20, seed=1), curves_images(20, seed=1))
+    assert not torch.equal(curves_images(20, seed=1), curves_images(20, seed=2))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_no_images_are_refused() -> None:
+    with pytest.raises(ValueError, match="count must be positive, got 0"):
+        curves_images(0)

@@ -1,0 +1,206 @@
+"""FACES: the original patches' file, and patches made from the Olivetti faces."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy.io import savemat
+
+from experiments.data import faces, faces_images
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ORIGINAL, OLIVETTI = "newfaces_rot_single.mat", "olivettifaces.mat"
+REAL = Path(__file__).parents[3] / "shared" / "data" / "olivetti"
+
+
+@pytest.fixture
+def few_patches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A training set of 40 patches: the original's 103,500 would be a file of 259 MB."""
+    monkeypatch.setattr(faces, "_TRAINING_PATCHES", 40)
+
+
+@pytest.fixture
+def smooth_faces() -> np.ndarray:
+    """400 faces, (400, 64, 64) uint8 rows before columns: each a plane of its own slope."""
+    steps = np.arange(64) + 0.5
+    slopes = np.random.default_rng(0).uniform(-1.5, 1.5, (400, 2, 1, 1))
+    planes = 128 + slopes[:, 0] * (steps - 32) + slopes[:, 1] * (steps[:, None] - 32)
+    rounded: np.ndarray = planes.round().astype(np.uint8)
+    return rounded
+
+
+def save_olivetti(folder: Path, images: np.ndarray) -> None:
+    """The layout of Roweis's file: a face a column, its pixels column by column."""
+    columns = images.transpose(0, 2, 1).reshape(len(images), -1).T
+    savemat(folder / OLIVETTI, {"faces": columns, "u": np.float64(3)})
+
+
+@pytest.mark.usefixtures("few_patches")
+@pytest.mark.parametrize("name", ["newfaces_single", "X"])
+@pytest.mark.parametrize("compressed", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_original_file_is_taken_as_it_is(
+    tmp_path: Path, name: str, compressed: bool, transposed: bool
+) -> None:
+    patches = np.random.default_rng(0).standard_normal((66, 625), dtype=np.float32)
+    content = {name: patches if transposed else patches.T, "note": "of two things", "n": 66.0}
+    savemat(tmp_path / ORIGINAL, content, do_compression=compressed)
+    (tmp_path / OLIVETTI).write_bytes(b"not read")
+    read = faces_images(tmp_path)
+    assert read.images.dtype == torch.float32
+    assert torch.equal(read.images, torch.from_numpy(patches[:40]))
+    assert "original newfaces_rot_single.mat" in read.source and "40 of" in read.source
+    # 15 of 40, evenly: every second or third.
+    some = faces_images(tmp_path, count=15)
+    assert torch.equal(some.images, read.images[[i * 40 // 15 for i in range(15)]])
+    assert "15 of the 40" in some.source
+
+
+@pytest.mark.parametrize("face", [0, 131, 249])
+def test_a_patch_is_a_turned_square_of_its_face(
+    tmp_path: Path, smooth_faces: np.ndarray, face: int
+) -> None:
+    """On a plane of intensities, interpolation is exact, and the patch's slopes tell the turn."""
+    images = torch.from_numpy(smooth_faces[:250].astype(np.float32))
+    patches = faces._patches(images, torch.arange(414) + 414 * face).reshape(414, 25, 25).double()
+    plane = images[face].double()
+    slopes = torch.stack([plane[:, -1] - plane[:, 0], plane[-1] - plane[0]]).mean(1) / 63
+    right = (patches[:, :, -1] - patches[:, :, 0]).mean(1) / 24
+    down = (patches[:, -1] - patches[:, 0]).mean(1) / 24
+    # (right, down) = pitch * the slopes turned by the angle.
+    pitch = torch.stack([right, down]).norm(dim=0) / slopes.norm()
+    angle = torch.atan2(slopes[1], slopes[0]) - torch.atan2(down, right)
+    angle = torch.remainder(angle + math.pi, 2 * math.pi) - math.pi
+    # Rounding the face to whole levels costs some hundredths; of 414 draws the extremes are near.
+    assert 1.36 < pitch.min() < 1.44 and 1.76 < pitch.max() < 1.84
+    assert pitch.mean().item() == pytest.approx(1.6, abs=0.03)
+    assert -1.62 < angle.min() < -1.5 and 1.5 < angle.max() < 1.62
+    assert angle.mean().abs() < 4 * math.pi / math.sqrt(12 * 414)
+    # The square's middle: half of it inside wherever it lies, and anywhere that leaves it inside.
+    centre = (patches[:, 12, 12] - plane.mean()) / slopes.norm()
+    reach = 32 - 12.5 * pitch * (angle.cos() + angle.sin().abs())
+    direction = slopes / slopes.norm()
+    furthest = reach * direction.abs().sum()
+    assert (centre.abs() <= furthest + 0.8).all()
+    assert centre.max() > 5 and centre.min() < -5
+
+
+def test_places_lie_inside_the_face() -> None:
+    """Whole pixels of the patch, not only their centres, and up to the face's very edge."""
+    drawn = torch.rand(4000, 4)
+    drawn[:16] = torch.cartesian_prod(torch.tensor([0.25, 0.5]), *3 * [torch.tensor([0.0, 1.0])])
+    places = faces._places(drawn)
+    right, down = places[:, 0, 1] - places[:, 0, 0], places[:, 1, 0] - places[:, 0, 0]
+    # A square grid that is not mirrored.
+    torch.testing.assert_close(right[:, 0], down[:, 1], rtol=0, atol=1e-4)
+    torch.testing.assert_close(right[:, 1], -down[:, 0], rtol=0, atol=1e-4)
+    far = places[:, 0, 0] + 24 * (right + down)
+    torch.testing.assert_close(places[:, 24, 24], far, rtol=0, atol=1e-3)
+    halves = (right + down) / 2, (right - down) / 2
+    corners = places[:, [0, 0, -1, -1], [0, -1, 0, -1]]
+    corners += torch.stack([-halves[0], halves[1], -halves[1], halves[0]], dim=1)
+    assert corners.min() > -1e-3 and corners.max() < 64 + 1e-3
+    assert corners[:16].min() < 1e-3 and corners[:16].max() > 64 - 1e-3
+
+
+def test_made_patches_are_normalised_and_say_what_they_are(
+    tmp_path: Path, smooth_faces: np.ndarray
+) -> None:
+    save_olivetti(tmp_path, smooth_faces)
+    read = faces_images(tmp_path, count=1000)
+    assert read.images.shape == (1000, 625) and read.images.dtype == torch.float32
+    assert read.images.mean(0).abs().max() < 1e-5
+    assert read.images.var(0, correction=0).mean().item() == pytest.approx(1, abs=1e-5)
+    assert read.source.startswith("1,000 of the 103,500 training patches made from olivettifaces")
+    assert "not the original patches" in read.source
+    # Four of each face, the first and three more, spread evenly.
+    chosen = torch.arange(250).repeat_interleave(4) * 414 + torch.tensor([0, 103, 207, 310]).repeat(
+        250
+    )
+    images = torch.from_numpy(smooth_faces[:250].astype(np.float32))
+    wanted = faces._patches(images, chosen)
+    wanted -= wanted.mean(0)
+    wanted /= wanted.var(0, correction=0).mean().sqrt()
+    torch.testing.assert_close(read.images, wanted, rtol=0, atol=1e-5)
+    before = torch.get_rng_state()
+    assert torch.equal(faces_images(tmp_path, count=1000).images, read.images)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("count", [-1, 0, 1, 103_501])
+def test_an_impossible_count_is_refused(tmp_path: Path, count: int) -> None:
+    with pytest.raises(ValueError, match=f"count must be from 2 to 103,500, got {count}"):
+        faces_images(tmp_path, count)
+
+
+def test_a_folder_without_faces_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="is empty: wanted newfaces_rot_single.mat or oliv"):
+        faces_images(tmp_path)
+    (tmp_path / "faces.mat").write_bytes(b"")
+    with pytest.raises(FileNotFoundError, match="holds no face images: wanted newfaces_rot_single"):
+        faces_images(tmp_path)
+    with pytest.raises(NotADirectoryError, match="must be a folder, got a file"):
+        faces_images(tmp_path / "faces.mat")
+    with pytest.raises(FileNotFoundError, match="no such folder: .*nowhere"):
+        faces_images(tmp_path / "nowhere")
+
+
+FEW = np.ones((625, 39), dtype=np.float32)
+OTHER = np.ones((40, 624), dtype=np.float32)
+
+
+@pytest.mark.usefixtures("few_patches")
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (ORIGINAL, {"newfaces_single": FEW}, "must hold at least 40 patches of 25x25, got 39"),
+        (ORIGINAL, {"newfaces_single": OTHER}, "one matrix .* side of 625, got none"),
+        (ORIGINAL, {"a": FEW, "b": FEW}, "one matrix .* side of 625, got a, b"),
+        (ORIGINAL, {"text": np.array(["x" * 625])}, "one matrix .* side of 625, got none"),
+        (ORIGINAL, {"x": np.full((625, 40), np.nan)}, "holds pixels that are not finite"),
+        (OLIVETTI, {"faces": np.ones((4096, 399))}, "must hold 400 faces of 64x64, got 399"),
+        (OLIVETTI, {"faces": np.full((4096, 400), np.inf)}, "holds pixels that are not finite"),
+        (OLIVETTI, {"faces": np.ones((4096, 400))}, "all its images are one single grey"),
+        (OLIVETTI, {"faces": np.ones((64, 64, 400))}, "one matrix .* side of 4096, got none"),
+    ],
+)
+def test_a_file_of_something_else_is_named(
+    tmp_path: Path, name: str, content: Mapping[str, np.ndarray], message: str
+) -> None:
+    savemat(tmp_path / name, dict(content))
+    with pytest.raises(ValueError, match=rf"{name}: .*{message}"):
+        faces_images(tmp_path)
+
+
+@pytest.mark.usefixtures("few_patches")
+@pytest.mark.parametrize("compressed", [False, True])
+@pytest.mark.parametrize("kept", [0, 3, 60, 130, 200, 4000])
+def test_a_file_that_is_cut_short_is_named(tmp_path: Path, compressed: bool, kept: int) -> None:
+    noise = np.random.default_rng(0).standard_normal((625, 40), dtype=np.float32)
+    savemat(tmp_path / ORIGINAL, {"newfaces_single": noise}, do_compression=compressed)
+    content = (tmp_path / ORIGINAL).read_bytes()
+    (tmp_path / ORIGINAL).write_bytes(content[:kept])
+    with pytest.raises(ValueError, match=rf"{ORIGINAL}: no MATLAB file, or a corrupt one: "):
+        faces_images(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"\x89PNG" * 100, b"MATLAB 7.3 MAT-file" + b" " * 200])
+def test_another_kind_of_file_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / OLIVETTI).write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{OLIVETTI}: no MATLAB file, or a corrupt one: "):
+        faces_images(tmp_path)
+
+
+@pytest.mark.skipif(not REAL.is_dir(), reason="the Olivetti faces are not here")
+def test_the_real_file() -> None:
+    read = faces_images(REAL, count=2500)
+    # Ten faces a person: patches of one person's are more alike than of others'.
+    assert read.images.shape == (2500, 625)
+    assert read.images.abs().max() < 6
+    # Smooth, as pictures are: neighbours differ by less than a third of the deviation.
+    patches = read.images.reshape(-1, 25, 25)
+    assert patches.diff(dim=2).square().mean().sqrt() < 0.5

@@ -1,0 +1,76 @@
+"""The reader of texts."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from experiments.data import read_text
+
+REAL = Path(__file__).parents[3] / "shared" / "data" / "tinyshakespeare" / "input.txt"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "input.txt"
+
+
+@pytest.mark.parametrize(("validation", "trained"), [(0.1, 25), (0.25, 21), (0.5, 14), (0.9, 2)])
+def test_the_codes_spell_the_text(path: Path, validation: float, trained: int) -> None:
+    # One, two, three and four bytes a character, and both line ends.
+    text = "zaaß →\r\nThe last tenth\n🙂ab b"
+    path.write_bytes(text.encode())
+    read = read_text(path, validation)
+    assert read.characters == "".join(sorted(set(text)))
+    assert read.train.dtype == read.validation.dtype == torch.int64
+    assert (len(read.train), len(read.validation)) == (trained, 28 - trained)
+    codes = torch.cat([read.train, read.validation]).tolist()
+    assert "".join(read.characters[code] for code in codes) == text
+
+
+def test_characters_of_the_validation_alone_have_codes(path: Path) -> None:
+    path.write_text("aaaabbbbaaaabbbb!?")
+    read = read_text(path, 0.12)
+    assert read.characters == "!?ab"
+    assert read.validation.tolist()[-2:] == [0, 1]
+    assert set(read.train.tolist()) == {2, 3}
+
+
+@pytest.mark.parametrize(
+    "content", [b"good until \xff here", "latin ü".encode("latin1"), b"\xe2\x82"]
+)
+def test_other_encodings_are_refused(path: Path, content: bytes) -> None:
+    path.write_bytes(content * 20)
+    with pytest.raises(ValueError, match=r"input\.txt: must be text in UTF-8: .*decode byte"):
+        read_text(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"), [("", "0 and 0"), ("abc", "2 and 1"), ("a" * 10, "9 and 1")]
+)
+def test_a_text_that_is_too_short_is_refused(path: Path, text: str, counts: str) -> None:
+    path.write_text(text)
+    with pytest.raises(ValueError, match=rf"input\.txt: too short: .* got {counts}"):
+        read_text(path)
+
+
+@pytest.mark.parametrize("validation", [0.0, 1.0, -0.1, float("nan")])
+def test_a_share_that_is_none_is_refused(path: Path, validation: float) -> None:
+    path.write_text("some text of some length")
+    with pytest.raises(ValueError, match=r"validation must be inside \(0, 1\), got"):
+        read_text(path, validation)
+
+
+def test_what_is_not_there_is_named(path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"no such file: .*input\.txt"):
+        read_text(path)
+    with pytest.raises(IsADirectoryError, match="must be a text file, got a folder"):
+        read_text(path.parent)
+
+
+@pytest.mark.skipif(not REAL.is_file(), reason="Tiny Shakespeare is not here")
+def test_the_real_file() -> None:
+    read = read_text(REAL)
+    assert (len(read.train), len(read.validation), len(read.characters)) == (1003854, 111540, 65)
+    start = "".join(read.characters[code] for code in read.train[:14].tolist())
+    assert start == "First Citizen:"

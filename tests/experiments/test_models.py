@@ -1,0 +1,457 @@
+"""The experiments' models: their shapes, their start, and their outputs by an explicit formula."""
+
+import math
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from tolerances import FLOAT32_FORMULA, FLOAT64_FORMULA
+from torch import Tensor, nn
+from torch.nn import functional
+
+from bench.kernels.parameter_sets import PARAMETER_SETS
+from experiments import models
+from experiments.models import (
+    CharacterTransformer,
+    autoencoder,
+    resnet32,
+    seeded,
+    squared_error,
+    vgg16,
+)
+from experiments.models.resnet import BasicBlock
+from experiments.runs.first_order import hidden_matrices
+
+CONTEXT, CHARACTERS = 9, 11
+
+
+def small_transformer() -> CharacterTransformer:
+    return CharacterTransformer(CHARACTERS, width=12, layers=2, heads=3, context=CONTEXT)
+
+
+def with_biases() -> CharacterTransformer:
+    return CharacterTransformer(CHARACTERS, 12, 2, 3, CONTEXT, bias=True)
+
+
+BUILDERS: dict[str, Callable[[], nn.Module]] = {
+    "autoencoder": lambda: autoencoder((20, 9, 3, 9, 20)),
+    "resnet32": resnet32,
+    "vgg16": vgg16,
+    "transformer": small_transformer,
+    "transformer with biases": with_biases,
+}
+
+
+def inputs(name: str, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Three examples for the model, the same each time."""
+    generator = torch.Generator().manual_seed(1)
+    if name.startswith("transformer"):
+        return torch.randint(CHARACTERS, (3, CONTEXT - 1), generator=generator)
+    shape = (3, 20) if name == "autoencoder" else (3, 3, 32, 32)
+    return torch.randn(shape, generator=generator, dtype=dtype)
+
+
+def moved(model: nn.Module) -> nn.Module:
+    """In float64, with norms and biases away from 0 and 1, where a mistake in them could hide."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(2)
+        for parameter in model.double().parameters():
+            if parameter.dim() == 1:
+                parameter += 0.3 * torch.randn_like(parameter)
+    return model
+
+
+def assert_near(found: Tensor, wanted: Tensor, tolerance: float = FLOAT64_FORMULA) -> None:
+    assert found.shape == wanted.shape
+    assert wanted.abs().max() > 0
+    torch.testing.assert_close(found, wanted, rtol=0, atol=tolerance * float(wanted.abs().max()))
+
+
+# Shapes
+
+
+@pytest.mark.parametrize(
+    ("name", "builder"),
+    [
+        ("mnist_ae", lambda: autoencoder(models.MNIST_WIDTHS)),
+        ("faces_ae", lambda: autoencoder(models.FACES_WIDTHS)),
+        ("resnet32", resnet32),
+        ("vgg16", vgg16),
+    ],
+)
+def test_parameters_are_those_of_the_benchmarks(
+    name: str, builder: Callable[[], nn.Module]
+) -> None:
+    shapes = tuple(tuple(parameter.shape) for parameter in builder().parameters())
+    assert shapes == PARAMETER_SETS[name].shapes
+
+
+def count(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_parameter_counts_are_the_published_ones() -> None:
+    # With option A: 0.46 M in He et al., to the digit in the public reimplementations.
+    assert count(resnet32()) == 464_154
+    # The convolutions of the published model D, with their biases, and of it with batch norm.
+    convolutions = 14_714_688
+    assert count(vgg16()) == (
+        convolutions + 2 * (2 * 64 + 2 * 128 + 3 * 256 + 6 * 512)
+        + (512 + 1) * 4096 + (4096 + 1) * 4096 + (4096 + 1) * 100
+    )  # fmt: skip
+    width, characters, context, layers = 128, 65, 64, 2
+    norm = 2 * width
+    assert count(CharacterTransformer(characters, width, layers, 4, context)) == (
+        (2 * characters + context) * width + layers * (12 * width**2 + 2 * norm) + norm
+    )
+
+
+def test_the_number_of_classes_is_the_callers() -> None:
+    assert resnet32(classes=7)(inputs("resnet32", torch.float32)).shape == (3, 7)
+    assert vgg16(classes=7)[-1].out_features == 7
+
+
+def test_the_curves_autoencoder_is_symmetric_about_six_numbers() -> None:
+    widths = models.CURVES_WIDTHS
+    assert widths == widths[::-1] and widths[len(widths) // 2] == 6 == min(widths)
+
+
+# The start
+
+
+def assert_drawn(tensor: Tensor, std: float) -> None:
+    """Mean 0 and the standard deviation, to six deviations of each of their estimates."""
+    n = tensor.numel()
+    assert abs(tensor.mean().item()) < 6 * std / math.sqrt(n)
+    assert abs(tensor.std().item() / std - 1) < 6 / math.sqrt(2 * n)
+
+
+def is_constant(tensor: Tensor | None, value: float) -> bool:
+    return tensor is not None and bool((tensor == value).all())
+
+
+def test_resnet_starts_from_kaimings_normal() -> None:
+    model = seeded(resnet32, 0)
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            assert_drawn(module.weight, math.sqrt(2 / (9 * module.in_channels)))
+        elif isinstance(module, nn.Linear):
+            assert_drawn(module.weight, math.sqrt(2 / module.in_features))
+            assert 0 < module.bias.abs().max() <= 1 / math.sqrt(module.in_features)
+        elif isinstance(module, nn.BatchNorm2d):
+            assert is_constant(module.weight, 1) and is_constant(module.bias, 0)
+
+
+def test_vgg_starts_from_the_papers_distributions() -> None:
+    model = seeded(vgg16, 0)
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            assert_drawn(module.weight, math.sqrt(2 / (9 * module.out_channels)))
+            assert is_constant(module.bias, 0)
+        elif isinstance(module, nn.Linear):
+            bound = 1 / math.sqrt(module.in_features)
+            for tensor in (module.weight, module.bias):
+                assert 0.9 * bound < tensor.abs().max() <= bound
+
+
+@pytest.mark.parametrize("layers", [1, 4])
+def test_transformer_starts_as_gpt2_does(layers: int) -> None:
+    builder = lambda: CharacterTransformer(65, 64, layers, 4, 32, bias=True)  # noqa: E731
+    seen = 0
+    for name, module in seeded(builder, 0).named_modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            residual = name.endswith(("attention.output", "contract"))
+            seen += residual
+            assert_drawn(module.weight, 0.02 / math.sqrt(2 * layers) if residual else 0.02)
+        if isinstance(module, nn.Linear):
+            assert module.bias is None or is_constant(module.bias, 0)
+    assert seen == 2 * layers
+
+
+def test_the_first_loss_is_that_of_a_guess() -> None:
+    model = seeded(lambda: CharacterTransformer(65, 64, 2, 4, 32), 0)
+    tokens = torch.randint(65, (4, 32), generator=torch.Generator().manual_seed(0))
+    loss = functional.cross_entropy(model(tokens), tokens.flatten().roll(1))
+    assert loss.item() == pytest.approx(math.log(65), abs=0.1)
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_a_seed_decides_the_start_and_nothing_else_does(name: str) -> None:
+    before = torch.get_rng_state()
+    first = seeded(BUILDERS[name], 3).state_dict()
+    assert torch.equal(torch.get_rng_state(), before), "the caller's random state has moved"
+    torch.rand(5)
+    again, other = (seeded(BUILDERS[name], seed).state_dict() for seed in (3, 4))
+    assert all(torch.equal(again[key], tensor) for key, tensor in first.items())
+    assert not all(torch.equal(other[key], tensor) for key, tensor in first.items())
+
+
+def test_models_are_built_on_the_cpu_whatever_the_default_device() -> None:
+    with torch.device("meta"):
+        model = seeded(lambda: autoencoder((5, 2, 5)), 0)
+    wanted = seeded(lambda: autoencoder((5, 2, 5)), 0)
+    for found, parameter in zip(model.parameters(), wanted.parameters(), strict=True):
+        assert torch.equal(found, parameter)
+
+
+def test_the_seeded_autoencoder_is_the_recorded_runs() -> None:
+    # What PyTorch's own layers draw after this seed: recorded runs must go on starting there.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        wanted = [nn.Linear(20, 4), nn.Linear(4, 20)]
+    found = list(seeded(lambda: autoencoder((20, 4, 20)), 5).parameters())
+    parameters = [p for layer in wanted for p in layer.parameters()]
+    assert all(torch.equal(p, q) for p, q in zip(found, parameters, strict=True))
+
+
+# Outputs, against the formula on the bare parameters
+
+
+def normalised(images: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Batch norm by its definition."""
+    mean = images.mean(dim=(0, 2, 3), keepdim=True)
+    variance = (images - mean).square().mean(dim=(0, 2, 3), keepdim=True)
+    centred = (images - mean) / (variance + 1e-5).sqrt()
+    return centred * weight.view(-1, 1, 1) + bias.view(-1, 1, 1)
+
+
+def explicit_block(images: Tensor, outputs: int, parameters: Iterator[Tensor]) -> Tensor:
+    """A residual block, the shortcut one channel and one pixel at a time."""
+    n, channels, height, width = images.shape
+    stride = 1 if outputs == channels else 2
+    shortcut = images.new_zeros(n, outputs, -(-height // stride), -(-width // stride))
+    first = (outputs - channels) // 2
+    for channel in range(channels):
+        for row in range(shortcut.shape[2]):
+            for column in range(shortcut.shape[3]):
+                pixels = images[:, channel, stride * row, stride * column]
+                shortcut[:, first + channel, row, column] = pixels
+    hidden = functional.conv2d(images, next(parameters), stride=stride, padding=1)
+    hidden = normalised(hidden, next(parameters), next(parameters)).relu()
+    hidden = functional.conv2d(hidden, next(parameters), padding=1)
+    return (normalised(hidden, next(parameters), next(parameters)) + shortcut).relu()
+
+
+@pytest.mark.parametrize(("outputs", "stride"), [(4, 1), (8, 2)])
+@pytest.mark.parametrize("size", [(5, 7), (6, 8)])
+def test_a_residual_block_is_its_definition(
+    outputs: int, stride: int, size: tuple[int, int]
+) -> None:
+    block = moved(seeded(lambda: BasicBlock(4, outputs, stride), 0))
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(3, 4, *size, generator=generator, dtype=torch.float64)
+    before = images.clone()
+    with torch.no_grad():
+        assert_near(block(images), explicit_block(images, outputs, block.parameters()))
+    assert torch.equal(images, before)
+
+
+def explicit_resnet(images: Tensor, parameters: Iterator[Tensor]) -> Tensor:
+    hidden = functional.conv2d(images, next(parameters), padding=1)
+    hidden = normalised(hidden, next(parameters), next(parameters)).relu()
+    for width in (16, 32, 64):
+        for _ in range(5):
+            hidden = explicit_block(hidden, width, parameters)
+    assert hidden.shape[2:] == (8, 8)
+    return hidden.mean(dim=(2, 3)) @ next(parameters).T + next(parameters)
+
+
+def explicit_vgg(images: Tensor, parameters: Iterator[Tensor]) -> Tensor:
+    for letter in "CCMCCMCCCMCCCMCCCM":
+        if letter == "M":
+            images = images.unflatten(3, (-1, 2)).unflatten(2, (-1, 2)).amax(dim=(3, 5))
+        else:
+            images = functional.conv2d(images, next(parameters), next(parameters), padding=1)
+            images = normalised(images, next(parameters), next(parameters)).relu()
+    hidden = images[:, :, 0, 0]
+    for _ in range(2):
+        hidden = (hidden @ next(parameters).T + next(parameters)).relu()
+    return hidden @ next(parameters).T + next(parameters)
+
+
+def explicit_transformer(tokens: Tensor, model: nn.Module) -> Tensor:
+    """Sequence by sequence and head by head, with softmax over the positions that may be seen."""
+    p = dict(model.named_parameters())
+
+    def linear(name: str, x: Tensor) -> Tensor:
+        return x @ p[f"{name}.weight"].T + p.get(f"{name}.bias", torch.zeros(()))
+
+    def norm(name: str, x: Tensor) -> Tensor:
+        centred = x - x.mean(dim=1, keepdim=True)
+        scaled = centred / (centred.square().mean(dim=1, keepdim=True) + 1e-5).sqrt()
+        return scaled * p[f"{name}.weight"] + p[f"{name}.bias"]
+
+    rows = []
+    for sequence in tokens:
+        x = p["character_embedding.weight"][sequence]
+        x = x + p["position_embedding.weight"][: len(sequence)]
+        for block in ("blocks.0", "blocks.1"):
+            seen = norm(f"{block}.attention_norm", x)
+            q, k, v = (linear(f"{block}.attention.{n}", seen) for n in ("query", "key", "value"))
+            heads = []
+            for head in range(3):
+                part = slice(4 * head, 4 * head + 4)
+                scores = q[:, part] @ k[:, part].T / math.sqrt(4)
+                future = torch.ones_like(scores).triu(diagonal=1).bool()
+                heads.append(scores.masked_fill(future, -math.inf).softmax(dim=1) @ v[:, part])
+            x = x + linear(f"{block}.attention.output", torch.cat(heads, dim=1))
+            hidden = linear(f"{block}.expand", norm(f"{block}.net_norm", x))
+            hidden = hidden * (1 + torch.erf(hidden / math.sqrt(2))) / 2
+            x = x + linear(f"{block}.contract", hidden)
+        rows.append(linear("head", norm("norm", x)))
+    return torch.cat(rows)
+
+
+EXPLICIT: dict[str, Callable[[Tensor, nn.Module], Tensor]] = {
+    "resnet32": lambda images, model: explicit_resnet(images, model.parameters()),
+    "vgg16": lambda images, model: explicit_vgg(images, model.parameters()),
+    "transformer": explicit_transformer,
+    "transformer with biases": explicit_transformer,
+}
+
+
+@pytest.mark.parametrize("name", EXPLICIT)
+@torch.no_grad()
+def test_outputs_are_those_of_the_formula(name: str) -> None:
+    model, examples = moved(seeded(BUILDERS[name], 0)), inputs(name)
+    before = examples.clone()
+    assert_near(model(examples), EXPLICIT[name](examples, model))
+    assert torch.equal(examples, before)
+
+
+def test_no_position_sees_a_later_one() -> None:
+    model, tokens = seeded(small_transformer, 0), inputs("transformer")
+    with torch.no_grad():
+        before = model(tokens).unflatten(0, tokens.shape)
+        for position in range(tokens.shape[1]):
+            changed = tokens.clone()
+            changed[1, position] = (changed[1, position] + 1) % CHARACTERS
+            after = model(changed).unflatten(0, tokens.shape)
+            for sequence in (0, 2):
+                assert_near(after[sequence], before[sequence], FLOAT32_FORMULA)
+            if position:
+                assert_near(after[1, :position], before[1, :position], FLOAT32_FORMULA)
+            difference = (after - before)[1, position:].abs().amax(dim=1)
+            assert (difference > 1e-4).all(), "every later position must see the change"
+
+
+def test_rows_are_in_the_order_of_the_flattened_tokens() -> None:
+    model, tokens = seeded(small_transformer, 0).double(), inputs("transformer")
+    with torch.no_grad():
+        together = model(tokens)
+        alone = torch.cat([model(sequence[None]) for sequence in tokens])
+    assert together.shape == (tokens.numel(), CHARACTERS)
+    assert_near(together, alone)
+
+
+# Training
+
+
+def two_backwards(model: nn.Module, examples: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """Outputs, and the gradients of two losses as the optimizers take them, from one graph."""
+    outputs = model(examples)
+    parameters = list(model.parameters())
+    labels = torch.arange(len(outputs)) % outputs.shape[1]
+    sampled = functional.cross_entropy(outputs, (labels + 1) % outputs.shape[1])
+    first = torch.autograd.grad(sampled, parameters, retain_graph=True)
+    functional.cross_entropy(outputs, labels).backward()
+    second = []
+    for parameter in parameters:
+        assert parameter.grad is not None and not parameter.grad.is_sparse
+        second.append(parameter.grad)
+        parameter.grad = None
+    return outputs.detach(), list(first), second
+
+
+# Not VGG16, which the next test takes through the same, and slowly.
+@pytest.mark.parametrize("name", sorted(set(BUILDERS) - {"vgg16"}))
+def test_one_graph_serves_two_backwards(name: str) -> None:
+    model, examples = seeded(BUILDERS[name], 0).double(), inputs(name)
+    _, first, second = two_backwards(model, examples)
+    outputs = model(examples)
+    labels = torch.arange(len(outputs)) % outputs.shape[1]
+    wanted = torch.autograd.grad(
+        functional.cross_entropy(outputs, labels), list(model.parameters())
+    )
+    scale = max(float(gradient.abs().max()) for gradient in wanted)
+    for found, gradient in zip(second, wanted, strict=True):
+        torch.testing.assert_close(found, gradient, rtol=0, atol=FLOAT64_FORMULA * scale)
+    assert not all(torch.equal(p, q) for p, q in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("name", ["resnet32", "vgg16"])
+def test_channels_last_gives_the_same_up_to_rounding(name: str) -> None:
+    model, examples = moved(seeded(BUILDERS[name], 0)), inputs(name)
+    outputs, _, wanted = two_backwards(model, examples)
+    model.to(memory_format=torch.channels_last)
+    examples = examples.to(memory_format=torch.channels_last)
+    other_outputs, _, found = two_backwards(model, examples)
+    assert_near(other_outputs, outputs)
+    scale = max(float(gradient.abs().max()) for gradient in wanted)
+    for gradient, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(gradient, other, rtol=0, atol=FLOAT64_FORMULA * scale)
+
+
+@pytest.mark.parametrize(("outputs", "stride"), [(4, 1), (8, 2)])
+def test_blocks_keep_channels_last(outputs: int, stride: int) -> None:
+    block = BasicBlock(4, outputs, stride).to(memory_format=torch.channels_last)
+    images = torch.randn(3, 4, 6, 8).to(memory_format=torch.channels_last)
+    assert block.shortcut(images).is_contiguous(memory_format=torch.channels_last)
+    assert block(images).is_contiguous(memory_format=torch.channels_last)
+
+
+def test_squared_error_is_half_the_sum_over_pixels_and_the_mean_over_images() -> None:
+    generator = torch.Generator().manual_seed(0)
+    outputs, images = torch.randn(2, 6, 5, generator=generator, dtype=torch.float64)
+    squares = [
+        (x - y).item() ** 2 for x, y in zip(outputs.flatten(), images.flatten(), strict=True)
+    ]
+    by_hand = sum(squares) / 2
+    assert squared_error(outputs, images).item() == pytest.approx(by_hand / 6)
+
+
+# Which parameters Muon takes
+
+
+@pytest.mark.parametrize("builder", [small_transformer, with_biases])
+def test_the_hidden_matrices_are_the_blocks(builder: Callable[[], CharacterTransformer]) -> None:
+    layers = [*(f"attention.{n}" for n in ("query", "key", "value", "output"))]
+    layers += ["expand", "contract"]
+    hidden = hidden_matrices(builder())
+    names = [f"blocks.{block}.{layer}.weight" for block in (0, 1) for layer in layers]
+    assert [name for name, _ in hidden] == names
+    torch.optim.Muon(hidden, lr=0.01)
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize("builder", [resnet32, vgg16])
+@pytest.mark.parametrize("classes", [0, -3])
+def test_no_classes_are_refused(builder: Callable[[int], nn.Module], classes: int) -> None:
+    with pytest.raises(ValueError, match=f"classes must be positive, got {classes}"):
+        builder(classes)
+
+
+GOOD = {"characters": 5, "width": 12, "layers": 2, "heads": 3, "context": 7}
+
+
+@pytest.mark.parametrize("size", [0, -1])
+@pytest.mark.parametrize("name", GOOD)
+def test_sizes_that_are_not_positive_are_refused(name: str, size: int) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be positive, got {size}"):
+        CharacterTransformer(**{**GOOD, name: size})
+
+
+def test_heads_that_do_not_divide_the_width_are_refused() -> None:
+    with pytest.raises(ValueError, match="heads must divide width, 12, got 5"):
+        CharacterTransformer(**{**GOOD, "heads": 5})
+
+
+def test_sequences_must_fit_the_context() -> None:
+    model = CharacterTransformer(**GOOD)
+    assert model(torch.zeros(1, 7, dtype=torch.int64)).shape == (7, 5)
+    with pytest.raises(ValueError, match="tokens must be at most 7 positions long, got 8"):
+        model(torch.zeros(1, 8, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"tokens must be \(sequences, positions\), got \(7,\)"):
+        model(torch.zeros(7, dtype=torch.int64))

@@ -1,0 +1,324 @@
+"""The training loop of the experiments, on a tiny autoencoder."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from experiments.models import autoencoder, reconstruction_loss, seeded
+from experiments.problems import Autoencoder
+from experiments.problems.autoencoders import OPTIMIZERS, autoencoder_settings
+from experiments.runs import checkpoint, training
+from experiments.runs.methods import METHODS, has_statistics
+from experiments.runs.settings import Settings, lr_multiplier, variant_labels
+from experiments.runs.training import Run, smoothed, train
+from tools.measuring.records import write_json
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+RATES: dict[str, tuple[float, float | None]] = {
+    "tnt": (3e-3, 0.3),
+    "tnt-ef": (3e-3, 0.3),
+    "kfac": (0.1, 1.0),
+    "shampoo": (1e-2, 1e-3),
+    "sgd": (0.05, None),
+    "adam": (1e-2, 1e-8),
+}
+
+
+@pytest.fixture(scope="module")
+def problem() -> Autoencoder:
+    """Sixteen pixels that two numbers explain, 104 times."""
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randn(104, 2, generator=generator)
+    images = (4 * codes @ torch.randn(2, 16, generator=generator)).sigmoid()
+    return Autoencoder("digits", images, (16, 12, 2, 12, 16))
+
+
+def settings(optimizer: str, **changes: Any) -> Settings:
+    """Settings that train the tiny problem in a moment."""
+    base = autoencoder_settings("digits", optimizer, *RATES[optimizer])
+    return replace(base, **{"batch_size": 20, "epochs": 12, **changes})
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_training_lowers_the_loss_the_same_way_each_time(
+    problem: Autoencoder, optimizer: str
+) -> None:
+    run, again = (train(problem, settings(optimizer), report_every=0) for _ in range(2))
+    assert run.steps_per_epoch == 5, "104 images make 5 batches of 20, and the rest is dropped"
+    assert len(run.step_losses) == 60
+    assert run.step_losses == again.step_losses
+    assert run.final_loss < run.step_losses[0] - 0.5
+    assert run.final_loss > run.loss_floor
+    assert (run.warm_start_seconds is not None) == has_statistics(optimizer)
+
+
+def test_every_optimizer_has_the_same_start_and_batches(problem: Autoencoder) -> None:
+    # Steps so small that the losses are those of the start, batch by batch.
+    runs = [
+        train(
+            problem,
+            settings(optimizer, lr=1e-6, damping=None if optimizer == "sgd" else 1.0),
+            report_every=0,
+        )
+        for optimizer in OPTIMIZERS
+    ]
+    first = torch.tensor(runs[0].step_losses)
+    assert first.std() > 0.05, "batches must differ for this test to see their order"
+    for run in runs[1:]:
+        assert run.step_losses[0] == runs[0].step_losses[0]
+        torch.testing.assert_close(torch.tensor(run.step_losses), first, rtol=0, atol=1e-3)
+
+
+def test_seeds_differ_and_the_callers_random_state_is_left_alone(problem: Autoencoder) -> None:
+    before = torch.get_rng_state()
+    runs = [train(problem, settings("tnt", seed=seed, epochs=1), report_every=0) for seed in (0, 1)]
+    assert runs[0].step_losses[0] != runs[1].step_losses[0]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_smoothing_starts_at_the_first_loss_and_goes_on_across_epochs(problem: Autoencoder) -> None:
+    assert smoothed([10.0, 20.0, 0.0]) == pytest.approx([10.0, 11.0, 9.9])
+    run = train(problem, settings("sgd", epochs=3), report_every=0)
+    curve = smoothed(run.step_losses)
+    assert [epoch.smoothed_loss for epoch in run.epochs] == pytest.approx(curve[4::5])
+
+
+def test_losses_are_taken_before_the_update(problem: Autoencoder) -> None:
+    run = train(problem, settings("sgd", epochs=1), report_every=0)
+    model = seeded(lambda: autoencoder(problem.widths), 0)
+    batch = problem.images[torch.randperm(104, generator=torch.Generator().manual_seed(0))[:20]]
+    assert run.step_losses[0] == pytest.approx(reconstruction_loss(model(batch), batch).item())
+
+
+def test_times_to_a_loss_count_the_warm_start(problem: Autoencoder) -> None:
+    run = train(problem, settings("tnt", epochs=4), report_every=0)
+    warm = run.warm_start_seconds
+    assert warm is not None and warm > 0
+    assert run.epochs[-1].elapsed_seconds == pytest.approx(
+        warm + sum(epoch.seconds for epoch in run.epochs)
+    )
+    assert run.seconds_to(run.step_losses[0]) == pytest.approx(warm)
+    reached = run.seconds_to(run.epochs[1].smoothed_loss)
+    assert reached is not None
+    assert run.epochs[0].elapsed_seconds < reached <= run.epochs[1].elapsed_seconds
+    assert run.seconds_to(0.0) is None
+
+
+def test_divergence_ends_the_run_and_is_recorded(problem: Autoencoder, tmp_path: Path) -> None:
+    run = train(problem, settings("sgd", lr=1e30), report_every=0)
+    assert run.diverged_at_step is not None and run.diverged_at_step <= 5
+    assert len(run.epochs) == 1
+    assert run.final_loss == math.inf
+    write_json(tmp_path / "run.json", run.record())
+    assert json.loads((tmp_path / "run.json").read_text())["final_smoothed_loss"] is None
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("optimizer", ["tnt", "tnt-ef"])
+def test_second_order_divergence_is_recorded_too(problem: Autoencoder, optimizer: str) -> None:
+    run = train(problem, settings(optimizer, lr=1e20), report_every=0)
+    assert run.diverged_at_step is not None
+    assert run.final_loss == math.inf
+
+
+@pytest.mark.parametrize("optimizer", ["tnt", "tnt-ef"])
+def test_a_warm_start_that_fails_is_divergence_too(problem: Autoencoder, optimizer: str) -> None:
+    """Without damping a statistic of too few examples has no inverse."""
+    run = train(problem, settings(optimizer, damping=0.0), report_every=0)
+    assert run.settings.warm_start and run.diverged_at_step == 1
+    assert len(run.epochs) == 1 and run.final_loss == math.inf
+
+
+def test_parameters_that_do_not_move_are_an_error(
+    problem: Autoencoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def still(model: nn.Module, *_: object) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.0)
+
+    monkeypatch.setattr(training, "build_optimizer", still)
+    with pytest.raises(
+        training.ParametersStill, match=r"left parameters where they were.*0\.weight"
+    ):
+        train(problem, settings("sgd"), report_every=0)
+    run = train(problem, settings("sgd"), report_every=0, check_moved=False)
+    assert len(run.epochs) == 12, "a search may try a rate that rounds to nothing"
+
+
+def test_an_error_in_a_step_is_not_taken_for_divergence(
+    problem: Autoencoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(torch.optim.SGD, "step", fails)
+    with pytest.raises(RuntimeError, match="a bug"):
+        train(problem, settings("sgd"), report_every=0)
+
+
+def test_epoch_lines_are_printed_off_a_terminal(
+    problem: Autoencoder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = train(problem, settings("tnt"), report_every=5)
+    out, error = capsys.readouterr()
+    assert [line.split()[:3] for line in out.splitlines()] == [
+        ["TNT", "warm", "start:"],
+        ["TNT", "epoch", "5/12"],
+        ["TNT", "epoch", "10/12"],
+        ["TNT", "epoch", "12/12"],
+    ]
+    assert f"smoothed loss {run.final_loss:8.3f}" in out
+    assert error == ""
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_an_interrupted_run_goes_on_bit_for_bit(
+    problem: Autoencoder, optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "SECONDS_BETWEEN", 0.0)
+    chosen = settings(optimizer, epochs=6, schedule="warmup-cosine")
+    whole = train(problem, chosen, report_every=0)
+    path = tmp_path / "run.partial.pt"
+
+    def stops(run: Run) -> str:
+        if len(run.epochs) == 4:
+            raise KeyboardInterrupt
+        return ""
+
+    with monkeypatch.context() as context:
+        context.setattr(training, "_epoch_line", stops)
+        with pytest.raises(KeyboardInterrupt):
+            train(problem, chosen, checkpoint=path)
+    assert path.exists()
+    with pytest.raises(ValueError, match=r"left by a run with other settings \(lr\): delete it"):
+        train(problem, replace(chosen, lr=0.5), report_every=0, checkpoint=path)
+    fewer = Autoencoder("digits", problem.images[:100], problem.widths)
+    with pytest.raises(ValueError, match=r"with other settings \(examples\)"):
+        train(fewer, chosen, report_every=0, checkpoint=path)
+    resumed = train(problem, chosen, report_every=0, checkpoint=path)
+    assert resumed.step_losses == whole.step_losses
+    assert [e.number for e in resumed.epochs] == [1, 2, 3, 4, 5, 6]
+    assert resumed.resumed_after == [3] and whole.resumed_after == []
+    assert (resumed.warm_start_seconds is not None) == has_statistics(optimizer)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_no_checkpoint_is_refused_and_left(problem: Autoencoder, tmp_path: Path) -> None:
+    path = tmp_path / "run.partial.pt"
+    path.write_bytes(b"half a file")
+    with pytest.raises(ValueError, match="is not a checkpoint of this experiment"):
+        train(problem, settings("sgd"), report_every=0, checkpoint=path)
+    assert path.read_bytes() == b"half a file"
+
+
+def test_a_record_gives_its_run_back(problem: Autoencoder) -> None:
+    run = train(problem, settings("tnt", epochs=2), report_every=0)
+    again = Run.from_record(json.loads(json.dumps(run.record())))
+    # a float32's nine digits are kept, not those that a double makes of it
+    wanted = run.record() | {"initial_loss": pytest.approx(run.step_losses[0], rel=1e-8)}
+    assert again.record() == wanted
+    assert again.seconds_to(run.final_loss) == pytest.approx(run.seconds_to(run.final_loss))
+
+
+# Schedules and labels
+
+
+def test_schedules() -> None:
+    steps = [lr_multiplier("step:3", step, 10, 90) for step in range(90)]
+    assert steps[:30] == [1.0] * 30 and steps[30:60] == [0.1] * 30 and steps[60:] == [0.01] * 30
+    warm = [lr_multiplier("warmup-cosine", step, 10, 100) for step in range(100)]
+    assert warm[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert warm[5] == 1.0 and 0 < warm[-1] < 1e-3
+    assert all(a > b for a, b in zip(warm[5:], warm[6:], strict=False))
+    assert lr_multiplier("constant", 5, 10, 100) == 1.0
+    for name in ("step", "step:0", "step:x", "linear", ""):
+        with pytest.raises(ValueError, match="schedule must be 'constant'"):
+            lr_multiplier(name, 0, 1, 1)
+
+
+def test_a_schedule_sets_the_rate_of_every_step(
+    problem: Autoencoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates: list[float] = []
+    step = METHODS["sgd"].build(nn.Linear(2, 2), settings("sgd"), "bernoulli").__class__.step
+
+    def noted(self: Any, *arguments: Any) -> Any:
+        rates.append(self.param_groups[0]["lr"])
+        return step(self, *arguments)
+
+    monkeypatch.setattr("experiments.runs.first_order.DecoupledSGD.step", noted)
+    train(problem, settings("sgd", epochs=4, schedule="step:2"), report_every=0)
+    assert rates == pytest.approx([0.05] * 10 + [0.005] * 10)
+
+
+def test_labels_say_what_differs() -> None:
+    names = {"tnt": "TNT", "adam": "Adam"}
+    base = settings("tnt")
+    runs = [base, replace(base, inverse_interval=5), settings("adam")]
+    assert variant_labels(runs, names) == ["TNT (T2 = 20)", "TNT (T2 = 5)", "Adam"]
+    runs = [base, replace(base, graft="adam", relative_damping=True, damping=0.1)]
+    assert variant_labels(runs, names) == ["TNT", "TNT (grafted, relative damping)"]
+
+
+# First-order methods
+
+
+def test_the_decay_of_sgd_is_decoupled() -> None:
+    generator = torch.Generator().manual_seed(3)
+    model = nn.Linear(3, 2)
+    start = [p.detach().clone() for p in model.parameters()]
+    chosen = settings("sgd", lr=0.1, weight_decay=0.5)
+    optimizer = METHODS["sgd"].build(model, chosen, "bernoulli")
+    wanted, momenta = start, [torch.zeros_like(p) for p in start]
+    for _ in range(3):
+        grads = [torch.randn(p.shape, generator=generator) for p in start]
+        for p, grad in zip(model.parameters(), grads, strict=True):
+            p.grad = grad.clone()
+        optimizer.step()
+        momenta = [0.9 * m + g for m, g in zip(momenta, grads, strict=True)]
+        wanted = [w - 0.1 * (m + 0.5 * w) for w, m in zip(wanted, momenta, strict=True)]
+    for p, w in zip(model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(p.detach(), w)
+
+
+def test_muon_serves_hidden_matrices_and_adamw_the_rest() -> None:
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5))
+    chosen = replace(settings("sgd", lr=0.01), optimizer="muon", momentum=0.95)
+    optimizer = METHODS["muon"].build(model, chosen, "categorical")
+    owned = [[p.shape for p in group["params"]] for group in optimizer.param_groups]
+    assert owned == [[(6, 4)], [(5, 4), (6,), (5, 6), (5,)]]
+    tokens = torch.tensor([0, 1, 2, 3, 4])
+    before = [p.detach().clone() for p in model.parameters()]
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(tokens), tokens)
+        loss.backward()
+        return loss
+
+    losses = [optimizer.step(closure).item() for _ in range(20)]
+    assert losses[-1] < losses[0]
+    for p, was in zip(model.parameters(), before, strict=True):
+        assert not torch.equal(p.detach(), was)
+    saved = optimizer.state_dict()
+    optimizer.param_groups[0]["lr"] = 0.0
+    hidden = model[1].weight.detach().clone()
+    optimizer.step(closure)
+    assert torch.equal(model[1].weight.detach(), hidden), "a rate set from outside is the part's"
+    optimizer.load_state_dict(saved)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.01]
+    with pytest.raises(ValueError, match="matrix in a hidden layer"):
+        METHODS["muon"].build(nn.Linear(2, 2), chosen, "categorical")
+
+
+def test_an_unknown_method_lists_those_there_are() -> None:
+    with pytest.raises(ValueError, match="one of tnt, tnt-ef, kfac.*got 'newton'"):
+        training.build_optimizer(
+            nn.Linear(2, 2), replace(settings("sgd"), optimizer="newton"), "bernoulli"
+        )

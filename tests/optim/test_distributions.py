@@ -1,0 +1,211 @@
+"""Sampled gradients of every likelihood: mean zero, and the exact Fisher matrix as covariance.
+
+The tests are statistical, with fixed seeds. Each bound is chosen from the distribution of its
+statistic under the hypothesis that the library is right: the false-alarm probability of every
+assertion is below 1e-6 (stated at each), up to the central limit theorem at the given draws.
+"""
+
+import itertools
+import math
+
+import pytest
+import torch
+from oracle import contraction
+from torch import Tensor, nn
+
+from tnt_optim import TNT
+from tnt_optim.likelihoods import sampled_loss
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LIKELIHOODS = ["categorical", "bernoulli", "gaussian"]
+ROWS, FEATURES, OUTPUTS = 3, 2, 3
+DRAWS = 8000
+
+# P(chi2_r >= r + 2 sqrt(r x) + 2 x) <= exp(-x) (Laurent & Massart 2000, lemma 1); e^-16 = 1.1e-7.
+CHI2_EXPONENT = 16.0
+# P(|z| >= 6) = 2e-9; at most 9 * 10 / 2 = 45 different entries are held at once: 9e-8.
+Z_BOUND = 6.0
+MAX_RANK = ROWS * OUTPUTS
+
+
+def small_model() -> nn.Sequential:
+    """A smooth float64 model of 15 parameters, more than the Fisher's rank of at most 9."""
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(FEATURES, 2), nn.Tanh(), nn.Linear(2, OUTPUTS)).double()
+
+
+def inputs() -> Tensor:
+    """Rows that differ, so that the average over the batch matters."""
+    return torch.randn(ROWS, FEATURES, generator=torch.Generator().manual_seed(4)).double() * 2
+
+
+def flat_gradient(loss: Tensor, model: nn.Module, retain: bool = False) -> Tensor:
+    """The gradient with respect to all parameters, as one vector."""
+    gradients = torch.autograd.grad(loss, list(model.parameters()), retain_graph=retain)
+    return torch.cat([g.reshape(-1) for g in gradients])
+
+
+def enumerated_fisher(likelihood: str, model: nn.Module, x: Tensor) -> Tensor:
+    """Cov of the gradient of the mean over rows of -log p(y | x), y drawn from the model.
+
+    Rows are independent, so it is 1/N^2 times the sum of the rows' Fisher matrices: those are
+    sums over every label (categorical), over all 2^outputs label vectors (Bernoulli), and
+    sum_o J_o J_o^T with the output's Jacobian J (Gaussian with unit variance).
+    """
+    n = sum(p.numel() for p in model.parameters())
+    total = torch.zeros(n, n, dtype=torch.float64)
+    for row in x:
+        z = model(row)
+        terms: list[tuple[float, Tensor]] = []
+        if likelihood == "categorical":
+            log_p = z - torch.logsumexp(z, 0)
+            terms = [(float(lp.detach().exp()), flat_gradient(-lp, model, True)) for lp in log_p]
+        elif likelihood == "bernoulli":
+            for labels in itertools.product([0.0, 1.0], repeat=len(z)):
+                signs = torch.tensor([2 * y - 1 for y in labels], dtype=torch.float64)
+                log_p = -torch.log1p(torch.exp(-signs * z)).sum()
+                terms.append((float(log_p.detach().exp()), flat_gradient(-log_p, model, True)))
+        else:
+            terms = [(1.0, flat_gradient(output, model, True)) for output in z]
+        for probability, gradient in terms:
+            total += probability * torch.outer(gradient, gradient)
+    return total / len(x) ** 2
+
+
+def sampled_gradients(likelihood: str, model: nn.Module, x: Tensor, seed: int) -> Tensor:
+    """(DRAWS, parameters): one sampled gradient a row, all from the same output."""
+    generator = torch.Generator().manual_seed(seed)
+    output = model(x)
+    rows = [
+        flat_gradient(sampled_loss(likelihood, output, generator), model, retain=True)
+        for _ in range(DRAWS)
+    ]
+    return torch.stack(rows)
+
+
+def assert_mean_zero_with_covariance(gradients: Tensor, fisher: Tensor) -> None:
+    """Whitened by the exact Fisher, the draws have mean 0, covariance I and no other component."""
+    count = len(gradients)
+    values, vectors = torch.linalg.eigh(fisher)
+    support = values > 1e-10 * values[-1]
+    rank = int(support.sum())
+    assert 0 < rank <= MAX_RANK
+    # Directions the Fisher does not have are never seen: exact up to rounding, no statistics.
+    outside = gradients @ vectors[:, ~support]
+    assert outside.numel() > 0
+    assert float(outside.abs().max()) < 1e-6 * float(gradients.abs().max())
+    white = gradients @ (vectors[:, support] / values[support].sqrt())
+    # count |mean|^2 is chi-squared with rank degrees of freedom; false alarm 1.1e-7.
+    chi2 = count * float(white.mean(0).square().sum())
+    assert chi2 < rank + 2 * math.sqrt(rank * CHI2_EXPONENT) + 2 * CHI2_EXPONENT
+    # Every entry of the second moment is a mean of `count` draws; false alarm 9e-8 in all.
+    products = white.unsqueeze(2) * white.unsqueeze(1)
+    error = products.mean(0) - torch.eye(rank, dtype=white.dtype)
+    z = error / (products.std(0) / math.sqrt(count))
+    assert float(z.abs().max()) < Z_BOUND
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+def test_sampled_gradient_has_mean_zero_and_the_fishers_covariance(likelihood: str) -> None:
+    model, x = small_model(), inputs()
+    fisher = enumerated_fisher(likelihood, model, x)
+    gradients = sampled_gradients(likelihood, model, x, seed=5)
+    assert_mean_zero_with_covariance(gradients, fisher)
+
+
+@pytest.mark.parametrize("factor", [0.85, 1.15])
+def test_the_bounds_have_power(factor: float) -> None:
+    """A covariance 15 % off is caught: the bounds are not vacuous."""
+    model, x = small_model(), inputs()
+    fisher = factor * enumerated_fisher("categorical", model, x)
+    gradients = sampled_gradients("categorical", model, x, seed=5)
+    with pytest.raises(AssertionError):
+        assert_mean_zero_with_covariance(gradients, fisher)
+
+
+def test_bernoulli_and_gaussian_take_any_trailing_shape() -> None:
+    """(N, a, b): the sum over a and b, the mean over N."""
+    for likelihood in ("bernoulli", "gaussian"):
+        z = torch.randn(4, 2, 3, dtype=torch.float64, requires_grad=True)
+        flat = z.detach().reshape(4, 6).requires_grad_()
+        loss = sampled_loss(likelihood, z, torch.Generator().manual_seed(1))
+        same = sampled_loss(likelihood, flat, torch.Generator().manual_seed(1))
+        assert loss.shape == ()
+        assert loss.item() == pytest.approx(same.item(), rel=1e-14)
+        (g,) = torch.autograd.grad(loss, z)
+        # Per entry the variance of the score is p (1 - p), or 1, over N^2; never over N * a * b.
+        score = 4 * g
+        if likelihood == "bernoulli":
+            p = z.detach().sigmoid()
+            torch.testing.assert_close(torch.where(score > 0, score, score + 1), p)
+        else:
+            noise = torch.autograd.grad(same, flat)[0].reshape(4, 2, 3) * 4
+            torch.testing.assert_close(score, noise)
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+def test_extreme_outputs_stay_finite(likelihood: str) -> None:
+    """Saturated probabilities: the loss at a drawn label never overflows, in float32."""
+    z = torch.tensor([[200.0, -200.0, 0.0], [-150.0, 3e4, 1.0]], requires_grad=True)
+    loss = sampled_loss(likelihood, z, torch.Generator().manual_seed(0))
+    (g,) = torch.autograd.grad(loss, z)
+    assert bool(torch.isfinite(loss)) and bool(torch.isfinite(g).all())
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+def test_draws_come_from_the_given_generator_alone(likelihood: str) -> None:
+    z = torch.randn(64, 5, requires_grad=True)
+    before = torch.get_rng_state()
+    first, again, other = (
+        torch.autograd.grad(sampled_loss(likelihood, z, torch.Generator().manual_seed(s)), z)[0]
+        for s in (1, 1, 2)
+    )
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "micro_batches"),
+    [*((name, 1) for name in LIKELIHOODS), ("categorical", 3)],
+)
+def test_statistics_of_tnt_have_the_fishers_expectation(
+    likelihood: str, micro_batches: int
+) -> None:
+    """Every step, micro-batch and warm-start batch draws anew; E[S_i] is the Fisher's contraction.
+
+    lr = 0 keeps the model, stat_decay = 0 makes S_i one step's G^(i). The average over n
+    micro-batches of the same rows has an n-th of the covariance only if their draws are
+    independent. Each entry's mean over the steps, and the warm start's average over as many
+    batches, are held to 6 standard errors; 26 entries in all: false alarm 5.2e-8.
+    """
+    torch.manual_seed(3)
+    model = nn.Linear(FEATURES, OUTPUTS, bias=False).double()
+    x, steps = inputs(), 3000
+    opt = TNT(
+        model.parameters(), lr=0.0, stat_decay=0.0, stat_interval=1, inverse_interval=100,
+        likelihood=likelihood,
+    )  # fmt: skip
+    fisher = enumerated_fisher(likelihood, model, x)
+    values, vectors = torch.linalg.eigh(fisher)
+    seen: list[list[Tensor]] = [[], []]
+    for _ in range(steps):
+        output = model(x)
+        for _ in range(micro_batches):
+            opt.observe(output)
+        model.weight.grad = torch.zeros_like(model.weight)
+        opt.step()
+        for i, stat in enumerate(opt.state[model.weight]["stats"]):
+            seen[i].append(stat.clone())
+    opt.warm_start(model(x) for _ in range(steps))
+    for i, warm in enumerate(opt.state[model.weight]["stats"]):
+        parts = [
+            value * contraction(vectors[:, j].reshape(OUTPUTS, FEATURES), i)
+            for j, value in enumerate(values)
+        ]
+        expected = torch.stack(parts).sum(0)
+        stats = torch.stack(seen[i])
+        error = stats.std(0) / math.sqrt(steps)
+        assert float(((stats.mean(0) - expected / micro_batches) / error).abs().max()) < Z_BOUND
+        assert micro_batches > 1 or float(((warm - expected) / error).abs().max()) < Z_BOUND

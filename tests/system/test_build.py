@@ -1,0 +1,242 @@
+"""The build: with PyTorch missing, with no C++ compiler, with one that fails, and as it should be.
+
+Everything is built from a copy of the checkout, so that nothing lands in it.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+STEP = """
+import sys
+sys.path.insert(0, sys.argv[1])  # before the checkout, which an editable install also names
+import torch
+import tnt_kernels, tnt_optim
+for module in (tnt_kernels, tnt_optim, sys.modules["tnt_kernels._C"]):
+    print(module.__file__)
+model = torch.nn.Linear(9, 5)
+before = model.weight.detach().clone()
+optimizer = tnt_optim.TNT(model.parameters(), lr=0.1, damping=0.1)
+output = model(torch.randn(8, 9))
+optimizer.observe(output)
+torch.nn.functional.cross_entropy(output, torch.arange(8) % 5).backward()
+optimizer.step()
+print(tnt_kernels.backends().ops["gram_ema_"]["cpu"])
+print(bool((model.weight != before).all()), bool(model.weight.isfinite().all()))
+"""
+
+
+def run(
+    *arguments: str, cwd: Path, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env={**os.environ, **(environment or {})},
+        capture_output=True,
+        text=True,
+    )
+
+
+def copy_of_the_checkout(folder: Path) -> Path:
+    """What is, or is about to be, under version control: no build products."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for name in filter(None, listed.stdout.split("\0")):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+    return folder
+
+
+def build_wheel(
+    folder: Path, environment: dict[str, str] | None = None
+) -> tuple[subprocess.CompletedProcess[str], list[Path]]:
+    """Builds a copy of the checkout as a user would; returns what pip said, and the wheels."""
+    source, wheels = copy_of_the_checkout(folder / "source"), folder / "wheels"
+    pip = ["-m", "pip", "--disable-pip-version-check", "wheel", "-v", "--no-build-isolation"]
+    result = run(
+        *pip, "--no-deps", "--no-index", "-w", str(wheels), ".", cwd=source, environment=environment
+    )
+    return result, sorted(wheels.glob("*.whl"))
+
+
+def files_in(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name for name in archive.namelist() if ".dist-info/" not in name}
+
+
+def python_files() -> set[str]:
+    """What every wheel must hold: both packages, whole."""
+    folders = {"tnt_kernels": ROOT / "tnt_kernels", "tnt_optim": ROOT / "python" / "tnt_optim"}
+    return {
+        f"{package}/{path.relative_to(folder)}"
+        for package, folder in folders.items()
+        for path in folder.rglob("*")
+        if path.suffix in (".py", ".typed")
+    }
+
+
+def test_without_pytorch() -> None:
+    """A sentence that says what to install, not a traceback."""
+    blocked = (
+        "import runpy, sys; sys.modules['torch'] = None; sys.argv = ['setup.py', '--version']; "
+        "runpy.run_path('setup.py', run_name='__main__')"
+    )
+    result = run("-c", blocked, cwd=ROOT)
+    assert result.returncode != 0
+    assert "Traceback" not in result.stdout + result.stderr
+    assert "PyTorch" in result.stderr
+    assert "pip install" in result.stderr and "torch" in result.stderr
+    assert "--no-build-isolation" in result.stderr
+
+
+def test_without_a_compiler(tmp_path: Path) -> None:
+    """Both packages are installed without the extension, and the build says so."""
+    result, wheels = build_wheel(tmp_path, {"CXX": "no-such-compiler"})
+    assert result.returncode == 0, result.stdout + result.stderr
+    said = result.stdout + result.stderr
+    assert "without the C++ extension" in said and "'no-such-compiler'" in said
+    (wheel,) = wheels
+    assert files_in(wheel) == python_files()
+
+
+def test_a_compiler_that_fails_is_an_error(tmp_path: Path) -> None:
+    """Not a silently slower package."""
+    compiler = tmp_path / "failing-compiler"
+    # It answers what PyTorch asks of a compiler (who it is) and compiles nothing.
+    compiler.write_text(
+        "#!/bin/sh\n"
+        'case "$*" in *.cpp*) echo this compiler fails >&2; exit 1;; esac\n'
+        'exec c++ "$@"\n'
+    )
+    compiler.chmod(0o755)
+    result, wheels = build_wheel(tmp_path, {"CXX": str(compiler)})
+    assert result.returncode != 0 and wheels == []
+    assert "this compiler fails" in result.stdout + result.stderr
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel as it should be, built once."""
+    result, wheels = build_wheel(tmp_path_factory.mktemp("wheel"))
+    assert result.returncode == 0, result.stdout + result.stderr
+    (built,) = wheels
+    return built
+
+
+def test_wheel(wheel: Path) -> None:
+    """Both packages, the markers of their types, the extension, and nothing else."""
+    files = files_in(wheel)
+    (extension,) = files - python_files()
+    assert extension.startswith("tnt_kernels/_C.") and extension.endswith(".so")
+    assert files - {extension} == python_files()
+    assert {"tnt_kernels/py.typed", "tnt_optim/py.typed"} <= files
+
+
+def test_wheel_works_away_from_the_checkout(wheel: Path, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    # -I: neither the current folder nor the environment adds to the path.
+    result = run("-I", "-W", "error", "-c", STEP, str(site), cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    *imported, served, moved = result.stdout.splitlines()
+    assert len(imported) == 3
+    assert all(Path(file).is_relative_to(site) for file in imported)
+    assert (served, moved) == ("C++", "True True")
+
+
+def test_without_cpu_kernels(tmp_path: Path) -> None:
+    """Nothing is left to build, which is no error."""
+    result, wheels = build_wheel(tmp_path, {"TNT_CPU": "0"})
+    assert result.returncode == 0, result.stdout + result.stderr
+    said = result.stdout + result.stderr
+    assert "without the C++ extension" in said and "TNT_CPU=0" in said and "TNT_CUDA=1" in said
+    (wheel,) = wheels
+    assert files_in(wheel) == python_files()
+
+
+# setup.py with a module hidden, and with what a CUDA build of PyTorch and a toolkit would say.
+SETUP = """
+import runpy, sys
+import torch, torch.utils.cpp_extension as extension
+sys.modules["scipy_openblas32"] = None
+torch.version.cuda, extension.CUDA_HOME = {cuda!r}, {home!r}
+extension.CUDAExtension = extension.CppExtension
+sys.argv = ["setup.py", "--quiet", "--version"]
+runpy.run_path("setup.py", run_name="__main__")
+"""
+
+
+def run_setup(
+    folder: Path, environment: dict[str, str], cuda: str | None, home: Path | None
+) -> subprocess.CompletedProcess[str]:
+    code = SETUP.format(cuda=cuda, home=None if home is None else str(home))
+    return run("-c", code, cwd=copy_of_the_checkout(folder / "source"), environment=environment)
+
+
+@pytest.fixture
+def toolkit(tmp_path: Path) -> Path:
+    """As much of a CUDA toolkit as setup.py looks at."""
+    nvcc = tmp_path / "toolkit" / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.write_text("#!/bin/sh\nexit 1\n")
+    nvcc.chmod(0o755)
+    return tmp_path / "toolkit"
+
+
+def test_cuda_without_a_blas(tmp_path: Path, toolkit: Path) -> None:
+    """The CUDA kernels alone, and that is said; without a word where it was asked for."""
+    result = run_setup(tmp_path, {"TNT_CUDA": "1"}, "13.0", toolkit)
+    assert result.returncode == 0, result.stderr
+    assert "building the CUDA kernels only" in result.stderr
+    assert "scipy-openblas32" in result.stderr and "TNT_BLAS_LIBRARY" in result.stderr
+    result = run_setup(tmp_path, {"TNT_CUDA": "1", "TNT_CPU": "0"}, "13.0", toolkit)
+    assert result.returncode == 0 and "CUDA kernels only" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("environment", "cuda", "said"),
+    [
+        ({"TNT_CUDA": "1"}, None, "needs a CUDA build of PyTorch"),
+        ({"TNT_CUDA": "1", "TNT_CPU": "1"}, "13.0", "pip install scipy-openblas32"),
+        ({}, "13.0", "pip install scipy-openblas32"),
+        ({"TNT_CUDA": "yes"}, "13.0", "TNT_CUDA must be 0 or 1, got 'yes'"),
+        ({"TNT_CPU": "no"}, None, "TNT_CPU must be 0 or 1, got 'no'"),
+    ],
+)
+def test_what_cannot_be_built(
+    tmp_path: Path, toolkit: Path, environment: dict[str, str], cuda: str | None, said: str
+) -> None:
+    """A sentence that says what is missing, not a traceback."""
+    result = run_setup(tmp_path, environment, cuda, toolkit)
+    assert result.returncode != 0
+    assert said in result.stderr and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("home", [None, Path("no-such-folder")])
+def test_cuda_without_a_toolkit(tmp_path: Path, home: Path | None) -> None:
+    result = run_setup(tmp_path, {"TNT_CUDA": "1"}, "13.0", home)
+    assert result.returncode != 0
+    assert "CUDA_HOME" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_compiler_of_two_words_is_refused(tmp_path: Path) -> None:
+    source = copy_of_the_checkout(tmp_path)
+    result = run("setup.py", "--version", cwd=source, environment={"CXX": "ccache g++"})
+    assert result.returncode != 0
+    assert "CXX must name one program" in result.stderr and "'ccache g++'" in result.stderr
+    assert "Traceback" not in result.stderr

@@ -1,0 +1,1 @@
+"""What `bench` and `experiments` share: a clock, records, provenance, tables."""
