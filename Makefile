@@ -1,26 +1,27 @@
 # One verb a job. Every verb sets up what it needs: a virtual environment, pinned packages, the
 # build; a second run does only what changed.
 #
-#   make demo               train an autoencoder with TNT, SGD-m and Adam, no download
-#   make demo DATA=DIR      the same on MNIST's IDX files in DIR
-#   make test               lint, native tests, Python tests
+#   make demo               trains an autoencoder with TNT, SGD-m and Adam, no download; DATA=DIR: on
+#                           MNIST's IDX files in DIR
+#   make test               lint, C++ tests, the quick Python tests; five minutes from a fresh clone
+#   make test-all           the slow tests too: sanitizers, Triton's interpreter and compiler, several
+#                           processes, builds, trainers, the benchmarks' commands; twenty minutes
 #   make lint               ruff, mypy, clang-format
 #   make format             rewrites the sources as lint wants them
-#   make native-test        the C++ tests, plain and under sanitizers
+#   make native-test        the C++ tests
+#   make sanitizers         the C++ tests under the sanitizers
 #   make fuzz               every operator on 10,000 random calls; EXAMPLES=N for another number
-#   make bench              every kernel benchmark and the complexity table, to bench/results;
-#                           some 15 minutes on two cores that nothing else uses
-#   make bench-quick        a few of them in two minutes, to build/bench
-#   make figures            every experiment scaled down to two cores and 40 minutes, and one page of the
-#                           figures beside the paper's claims, to results/figures; MNIST=DIR, FACES=DIR,
-#                           CIFAR10=DIR and TEXT=FILE say where data are that are not under data/; what
-#                           lacks its data is left out
-#   make cuda-build-check   builds the extension with CUDA for GPUs of two generations and imports it:
-#                           wants nvcc and a download of some gigabytes, no GPU
-#   make torch-test         the Python tests with another PyTorch, TORCH=2.11.0 by default, in an
-#                           environment of its own: a download of gigabytes; TESTS=FILES for some
+#   make bench              the operators' and the steps' benchmarks, to bench/results; some 15 minutes
+#                           on two cores that nothing else uses
+#   make bench-quick        a few of them in two minutes, to results/
+#   make figures            every experiment scaled down to two cores and 40 minutes, to results/;
+#                           DATA=DIR names the folder of the data sets
 #   make gpu                builds, tests and measures on a GPU in under ten minutes, with the PyTorch
 #                           that PYTHON has, to bench/results/gpu; STAGE=kernels,tests for some stages
+#   make cuda-build-check   builds the extension with CUDA for two GPU generations and imports it; needs
+#                           nvcc and a download of some gigabytes, no GPU
+#   make torch-test         the Python tests with another PyTorch, TORCH=2.11.0 by default, in an
+#                           environment of its own; a download of gigabytes; TESTS=FILES for some
 #   make clean              removes what the other verbs made
 
 PYTHON ?= python3
@@ -32,7 +33,8 @@ CUDA_TORCH ?= torch==2.14.1
 # The oldest that is served.
 TORCH ?= 2.11.0
 TORCH_BUILD = build/torch-$(TORCH)
-CMAKE_BUILDS = build/native build/native-address build/native-thread
+SANITIZED = build/native-address build/native-thread
+CMAKE_BUILDS = build/native $(SANITIZED)
 
 BIN = $(VENV)/bin
 PY = $(BIN)/python
@@ -41,18 +43,30 @@ IN_VENV = . "$(if $(filter /%,$(VENV)),,./)$(BIN)/activate" &&
 CPP_SOURCES = $(shell find csrc tests/native -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 EXTENSION_SOURCES = setup.py $(shell find csrc -type f)
 
-.PHONY: demo test lint format native-test python-test fuzz bench bench-quick figures gpu build cuda-build-check torch-test clean
+# Two workers, each with whole files, so that module-wide fixtures are made once.
+PYTEST = $(IN_VENV) python -m pytest -n 2 --dist loadfile
+
+.PHONY: demo test test-all quick-tests slow-tests lint format native-test sanitizers fuzz bench bench-quick figures gpu build cuda-build-check torch-test clean
 
 demo: build
 	$(PY) -m experiments.demo $(if $(DATA),--data "$(DATA)")
 
-test: lint native-test python-test
+# Lint and the C++ tests use one core each.
+test: $(VENV)/.packages
+	$(MAKE) --output-sync -j2 lint native-test build
+	$(MAKE) quick-tests
 
-python-test: build
-	$(IN_VENV) python -m pytest
+test-all: test
+	$(MAKE) slow-tests
+
+quick-tests: build
+	$(PYTEST) -m "not slow"
+
+slow-tests: build sanitizers $(VENV)/.trainers
+	$(PYTEST) -m slow
 
 fuzz: build
-	$(IN_VENV) TNT_FUZZ_EXAMPLES=$(EXAMPLES) python -m pytest tests/test_properties.py
+	$(IN_VENV) TNT_FUZZ_EXAMPLES=$(EXAMPLES) python -m pytest tests/kernels/test_properties.py
 
 lint: $(VENV)/.packages
 	$(BIN)/ruff check .
@@ -65,8 +79,10 @@ format: $(VENV)/.packages
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CPP_SOURCES)
 
-native-test: $(CMAKE_BUILDS:=/.configured)
-	for build in $(CMAKE_BUILDS); do \
+native-test: build/native/.configured
+sanitizers: $(SANITIZED:=/.configured)
+native-test sanitizers:
+	for build in $(^D); do \
 		$(BIN)/cmake --build $$build --parallel && \
 		$(BIN)/ctest --test-dir $$build --output-on-failure --no-tests=error || exit 1; \
 	done
@@ -114,6 +130,11 @@ $(VENV)/.packages: requirements.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed: make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	touch $@
+
+# What the examples import.
+$(VENV)/.trainers: $(VENV)/.packages requirements-trainers.txt
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt -r requirements-trainers.txt
 	touch $@
 
 $(CUDA_VENV)/.packages:
