@@ -35,7 +35,6 @@ class OneSidedShampoo(KroneckerOptimizer):
         *,
         damping: float = 1e-3,
         momentum: float = 0.9,
-        stat_decay: float = 0.9,
         weight_decay: float = 0.0,
         stat_interval: int = 1,
         inverse_interval: int = 10,
@@ -51,7 +50,7 @@ class OneSidedShampoo(KroneckerOptimizer):
         first = [[modes[0]] for modes in stats]
         target = None if out is None else [[modes[0]] for modes in out]
         roots, codes = inverse_root(first, group["damping"], [2] * len(first), target)
-        if out is not None:  # the identities exist since the first factors
+        if out is not None:  # its identities exist
             return [list(modes) for modes in out], codes
         rest = [[identity_like(stat) for stat in modes[1:]] for modes in stats]
         return [[*root, *others] for root, others in zip(roots, rest, strict=True)], codes

@@ -66,16 +66,7 @@ class OutputHook:
 def attach(
     optimizer: Observer, model: nn.Module, output: Callable[[Any], Any] | None
 ) -> RemovableHandle:
-    """Makes ``optimizer`` observe the results of ``model``, as long as both exist.
-
-    Args:
-        optimizer: is referred to weakly.
-        model: gets a forward hook.
-        output: from the model's result to the argument of ``observe``; None: the tensor that it
-            returns, or its ``logits``.
-
-    Returns:
-        A handle that removes the hook.
+    """Makes ``optimizer`` observe ``model``, as long as both exist; see ``TNT.attach``.
 
     Raises:
         TypeError: if ``model`` is no module, or ``output`` no function.

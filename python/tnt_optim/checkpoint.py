@@ -25,12 +25,8 @@ def load_adapted(
 ) -> None:
     """Loads a state with torch's own ``load_state_dict``, between a check and a finish.
 
-    Args:
-        optimizer: the optimizer.
-        state_dict: the state to load.
-        load: torch's own loading, which calls the user's hooks.
-        check: called after the user's pre-hooks, before anything is changed.
-        finish: called after torch has loaded the state, before the user's post-hooks.
+    ``check`` runs after the user's pre-hooks, before anything is changed. ``finish`` runs when
+    torch has loaded the state, before the user's post-hooks.
     """
     adapted: list[StateDict] = []
 
@@ -127,13 +123,7 @@ def check_state_dict(
     settings: set[str],
     kept: Callable[[Tensor], frozenset[str]],
 ) -> None:
-    """Checks that ``state_dict`` is of an optimizer with these parameter groups and ``settings``.
-
-    Args:
-        groups: of the optimizer.
-        state_dict: the state to load.
-        settings: the names that a group must have.
-        kept: the entries of a parameter's state that this process keeps; the state may have more.
+    """Checks groups and states; a state may have more entries than this process keeps.
 
     Raises:
         ValueError: says where the two differ.

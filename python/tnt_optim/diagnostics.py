@@ -26,11 +26,9 @@ Key = tuple[str, Tensor]
 
 @torch.no_grad()
 def diagnostics(states: Mapping[Tensor, State], names: Mapping[Tensor, str]) -> dict[str, float]:
-    """Figures of each parameter; see ``TNT.diagnostics``. Waits once for each device.
+    """Figures of parameters with factors in this process; see ``TNT.diagnostics``.
 
-    Args:
-        states: of parameters whose factors this process has.
-        names: of the parameters.
+    Waits once for each device.
     """
     on_device: dict[torch.device, list[Tensor]] = {}
     found: dict[str, float] = {}
@@ -60,11 +58,7 @@ def condition(stat: Tensor, factor: Tensor) -> Tensor:
     """The condition number of a factor, estimated from below.
 
     The eigenvector of the largest eigenvalue of S is that of the smallest of A, if A is the factor
-    of S. A is the factor of an S some steps earlier.
-
-    Args:
-        stat: S, (d, d) or (d,).
-        factor: A, like it.
+    of S. A is the factor of an S some steps earlier. Both are (d, d) or (d,).
     """
     return _conditions(stat.unsqueeze(0), factor.unsqueeze(0))[0]
 

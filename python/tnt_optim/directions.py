@@ -69,14 +69,8 @@ def directions_(
 
     With ``graft`` each block's direction is rescaled to the norm of another method's: Adam's
     m^ / (sqrt(v^) + 1e-8), bias-corrected, or the momentum's ("sgd"). A zero direction stays zero.
-    ``kl_clip`` then multiplies all directions by one factor.
-
-    Args:
-        grads: the g.
-        states: of the parameters.
-        layouts: of the parameters.
-        group: the settings.
-        all_reduce: sums over processes with other parameters of the group, for ``kl_clip``.
+    ``kl_clip`` then multiplies all directions by one factor. ``all_reduce`` sums over processes
+    with other parameters of the group.
     """
     directions, scales = scaled_directions_(grads, states, layouts, group)
     if group["kl_clip"] is not None:
@@ -98,14 +92,7 @@ def clipped(
     """The scales s of directions, times min(1, sqrt(kl_clip / (lr^2 sum s^2 P . m))).
 
     With P = F^-1 m the sum is that of (s P)^T F (s P), which is not negative: twice the divergence
-    of the step in the factors' model of F.
-
-    Args:
-        directions: the P before their scales.
-        momenta: the m.
-        scales: the scales so far, float64, (number of directions,); None for 1.
-        group: the settings.
-        all_reduce: sums over processes with other parameters of the group.
+    of the step in the factors' model of F. Scales are float64, (number of directions,); None for 1.
     """
     # The device of the directions: a group's parameters may be on several.
     device = (directions or group["params"])[0].device
@@ -161,14 +148,7 @@ def move_(
     group: Settings,
     scales: Tensor | None = None,
 ) -> None:
-    """W <- W - lr (s P + weight_decay W); a W in half precision is rounded once.
-
-    Args:
-        weights: the W.
-        directions: the P.
-        group: the settings.
-        scales: the s, (number of weights,); None for 1.
-    """
+    """W <- W - lr (s P + weight_decay W), s None for 1; a W in half precision is rounded once."""
     lr, decay = group["lr"], group["weight_decay"]
     rates: list[Any] = [lr] * len(weights)
     if scales is not None:
@@ -227,11 +207,10 @@ def updated_weights(
 
     Args:
         params: the parameters, or pieces of them.
-        states: of whole parameters, with master copies.
+        states: with the master copies.
         group: the settings.
         layouts: for tensors in the shapes of the modes; None for the parameters' own shapes.
-        key: names the parameters' random stream among all streams of a step. Copies of a parameter
-            in several processes need the same key.
+        key: names the random stream within the step; the same for copies in other processes.
     """
     rounding = group["rounding"]
     wide = [_wide(param, states, rounding) for param in params]
@@ -283,11 +262,9 @@ def _generator(
 
 
 def stochastically_rounded_(values: Tensor, generator: torch.Generator) -> None:
-    """Rounds float32 values to bfloat16 ones, up or down at random, with the right mean.
+    """Rounds float32 values in place to bfloat16 ones, up or down at random, with the right mean.
 
-    Args:
-        values: overwritten by numbers that bfloat16 has; NaN and infinity stay.
-        generator: of the random bits, on the device of ``values``.
+    NaN and infinity stay.
     """
     for (piece,) in _pieces(values):
         drawn = torch.randint(

@@ -413,7 +413,7 @@ class KroneckerOptimizer(Optimizer):
         observed: Mapping[Tensor, Tensor],
         first: Mapping[Tensor, Tensor],
     ) -> list[Tensor]:
-        """The group's parameters whose factors are to be refreshed; ``first`` just got theirs."""
+        """The group's parameters whose factors are due; those of ``first`` are new."""
         t, interval = group["step"], group["inverse_interval"]
         if t % interval == 0:
             return [p for p in group["params"] if self._has_state(p) and p not in first]
@@ -612,11 +612,7 @@ class KroneckerOptimizer(Optimizer):
         return found
 
     def _check_param(self, param: Tensor, group: Group) -> None:
-        """Checks that a parameter can have its group's settings.
-
-        Raises:
-            ValueError: names the rule and the parameter.
-        """
+        """Checks that a parameter can have its group's settings."""
         name, rounding = self._name(param), group["rounding"]
         if not param.is_floating_point() or param.layout != torch.strided:
             raise ValueError(

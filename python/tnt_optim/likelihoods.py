@@ -92,17 +92,12 @@ def loss_at_samples(
     key: tuple[int | str, ...],
     devices: set[torch.device],
 ) -> Tensor:
-    """-log p at labels drawn from a random stream of their own.
+    """-log p at labels drawn from the random stream that the seed and ``key`` name.
 
-    Args:
-        likelihood: one of ``LIKELIHOODS``, or a function that draws from the global generators.
-        output: the model's output, with its graph.
-        seed: of the optimizer.
-        key: with the seed, names the stream.
-        devices: the global generators that a function may draw from; they are restored.
+    A function draws from the global generators of the CPU and ``devices``, which are restored.
 
     Raises:
-        ValueError: if the output, or what the function returns, does not fit.
+        ValueError: if the output, or the function's result, does not fit.
     """
     seed = stream_seed(seed, *key)
     if callable(likelihood):

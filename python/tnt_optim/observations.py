@@ -59,11 +59,7 @@ class Empirical:
     ) -> Gradients:
         """The gradients for the statistics of one step, of the same parameters in all processes.
 
-        Args:
-            distribution: how processes divide the step.
-            due: the parameters whose statistics are due, and those without statistics.
-            with_gradients: the parameters that have a gradient of the loss.
-            has_statistics: whether a parameter has statistics already.
+        ``due`` are the parameters whose statistics are due, and those without statistics.
         """
         return {p: p.grad for p in due if p in with_gradients}
 
@@ -122,11 +118,7 @@ class Sampled(Empirical):
     ) -> None:
         """Samples labels at an output and accumulates the gradients of their loss.
 
-        Args:
-            optimizer: with ``likelihood``, ``seed`` and ``sample_scale``.
-            output: of the model.
-            wanted: the parameters whose gradients are wanted.
-            distribution: how processes divide the step.
+        The optimizer has the settings ``likelihood``, ``seed`` and ``sample_scale``.
         """
         if self.count and distribution.is_sharded:
             return
@@ -196,12 +188,7 @@ class Sampled(Empirical):
         Which parameters the observations reached is asked only if it may matter, because the host
         waits for the answer: while there are parameters without statistics, and where
         DistributedDataParallel looks for unused parameters, too. Otherwise a parameter that was not
-        reached has a gradient of zero.
-
-        Args:
-            distribution: how processes divide the step.
-            due: the parameters whose statistics are due, the same in all processes.
-            has_statistics: whether a parameter has statistics already.
+        reached has a gradient of zero. ``due`` is the same in all processes.
         """
         if not due or distribution.size == 1:
             return

@@ -1,4 +1,4 @@
-"""Shampoo (Gupta, Koren & Singer 2018), as Algorithm 4 of Ren & Goldfarb 2021 has it."""
+"""Shampoo (Gupta, Koren & Singer 2018), as in Algorithm 4 of Ren & Goldfarb 2021."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,8 +25,8 @@ class Shampoo(KroneckerOptimizer):
 
     A parameter with k modes has, for each, the moving average S_i of the Gram matrices of its
     gradients' unfoldings; the momentum is multiplied by A_i = (S_i + damping I)^(-1 / 2k) in every
-    mode i, modes of size 1 included. Two things part it from ``TNT``: the gradients are those of
-    the training loss, so that there is nothing to observe, and the S_i are not rescaled::
+    mode i, modes of size 1 included. It differs from ``TNT`` in two things: the gradients are those
+    of the training loss, so that there is nothing to observe, and the S_i are not rescaled::
 
         opt = Shampoo(model.parameters(), lr=3e-4, damping=3e-4, inverse_interval=20)
         opt.warm_start((criterion(model(x), y) for x, y in batches), model=model)  # optional
@@ -36,20 +36,17 @@ class Shampoo(KroneckerOptimizer):
             opt.step()
 
     Every argument but ``capturable``, ``process_group`` and ``shard`` can be set for each parameter
-    group. A group's ``modes``, a function from a parameter's shape to mode sizes with the same
-    product, re-views its parameters; by default a vector has one mode, a matrix two, and a
-    convolution weight three: out, in, and the kernel's positions.
+    group. A group's ``modes`` replaces the rule for modes, as for ``TNT``.
 
-    The roots are made by the coupled Newton iteration, which ends at max|M - I| <= 1e-6. In float32
-    what it ends on is the less accurate the larger the condition number of S_i + damping I: the
-    damping bounds it.
+    The roots come from the coupled Newton iteration, which ends at max|M - I| <= 1e-6. In float32
+    their error grows with the condition number of S_i + damping I, which the damping bounds.
 
     Args:
         params: parameters, named parameters or parameter groups, of any floating-point dtype.
         {options}
 
     Raises:
-        ValueError: where a setting or a parameter does not fit.
+        ValueError: if a setting or a parameter does not fit.
     """
 
     _method = "Shampoo"
@@ -87,7 +84,7 @@ class Shampoo(KroneckerOptimizer):
     ) -> tuple[list[list[Tensor]], Tensor]:
         damping, roots = group["damping"], [2 * len(modes) for modes in stats]
         if group["relative_damping"]:
-            # A damping for each mode, where one call of the operator takes one for all.
+            # Each mode has its own damping; the operator takes one for all.
             stats = [[relatively_damped(stat, damping) for stat in modes] for modes in stats]
             damping = 0.0
         return inverse_root(stats, damping, roots, out)
@@ -96,8 +93,8 @@ class Shampoo(KroneckerOptimizer):
 def relatively_damped(stat: Tensor, damping: float | Tensor) -> Tensor:
     """S + damping (tr(S) / d) I, or S + I where S is zero; (d, d), or (d,) for a diagonal S.
 
-    An average eigenvalue counts as zero where the least damping that makes a difference to S, eps
-    times that, would not be a normal number of its dtype: below 1e-31 in float32.
+    An average eigenvalue counts as zero if eps times it, the least damping that changes S, is not a
+    normal number of its dtype: below 1e-31 in float32.
     """
     damped = stat.clone()
     diagonal = damped if damped.dim() == 1 else damped.diagonal()

@@ -122,22 +122,12 @@ def missing_entry(state: State, param: Tensor, group: Settings) -> Entry | None:
 
 def zero_statistics(param: Tensor, group: Settings) -> list[Tensor]:
     """Zeros for the statistics of a parameter."""
-    dtype = state_dtype(param)
-    return [
-        torch.zeros(shape, dtype=dtype, device=param.device)
-        for shape in layout(param, group).statistic_shapes(group["max_factor_dim"])
-    ]
+    shapes = layout(param, group).statistic_shapes(group["max_factor_dim"])
+    return [torch.zeros(s, dtype=state_dtype(param), device=param.device) for s in shapes]
 
 
 def new_state(param: Tensor, group: Settings, kept: Container[str], **given: Any) -> State:
-    """A new state: zeros but for the master copy and what is given.
-
-    Args:
-        param: the parameter.
-        group: its settings.
-        kept: the entries that this process keeps.
-        given: first values of entries; None for zeros.
-    """
+    """A new state with the entries in ``kept``: zeros but for the master copy and given values."""
     state: State = {}
     for entry in SPEC:
         if entry.name not in kept or not entry.exists(param, group):
@@ -171,19 +161,12 @@ def check_keys(name: str, state: Settings, keys: set[str]) -> None:
 def check_state(
     name: str, state: Settings, group: Settings, param: Tensor, kept: Container[str]
 ) -> None:
-    """Checks that a saved state is one of a parameter.
+    """Checks a saved state of a parameter; it may hold more entries than this process keeps.
 
-    It must have the entries that exist always. Entries of one option come together.
-
-    Args:
-        name: of the state, for the message.
-        state: the saved state.
-        group: the parameter's settings.
-        param: the parameter.
-        kept: the entries that this process keeps; the state may hold more.
+    Entries without an option must be there. Entries of one option come together.
 
     Raises:
-        ValueError: says where the two differ.
+        ValueError: says where state and parameter differ.
     """
     has = {entry.needs for entry in SPEC if entry.name in state} | {None}
     wanted = [entry for entry in SPEC if entry.needs in has and entry.name in kept]
@@ -226,13 +209,7 @@ def memory_estimate(
     kept: Callable[[Tensor], Container[str]],
     name: Callable[[Tensor], str],
 ) -> dict[str, Any]:
-    """The bytes of each parameter's state, and of all; see ``TNT.memory_estimate``.
-
-    Args:
-        groups: the parameter groups.
-        kept: the entries that this process keeps of a parameter's state.
-        name: of a parameter.
-    """
+    """The bytes of each parameter's state, and of all; see ``TNT.memory_estimate``."""
     rows: list[dict[str, Any]] = []
     total = 0
     for group in groups:

@@ -41,17 +41,17 @@ class TNT(KroneckerOptimizer):
             opt.step()
 
     Every argument but ``likelihood``, ``fisher``, ``seed``, ``sample_scale``, ``capturable``,
-    ``process_group`` and ``shard`` can be set for each parameter group.
-    A group's ``modes``, a function from a parameter's shape to mode sizes with the same product,
-    re-views its parameters; by default a vector has one mode, a matrix two, and a convolution
-    weight three: out, in, and the kernel's positions.
+    ``process_group`` and ``shard`` can be set for each parameter group. By default a vector has one
+    mode, a matrix two, and a convolution weight three: out, in, and the kernel's positions. A
+    group's ``modes``, a function from a parameter's shape to mode sizes with the same product,
+    replaces this rule.
 
     Args:
         params: parameters, named parameters or parameter groups, of any floating-point dtype.
         {options}
 
     Raises:
-        ValueError: where a setting or a parameter does not fit.
+        ValueError: if a setting or a parameter does not fit.
     """
 
     _method = "TNT"
@@ -95,25 +95,25 @@ class TNT(KroneckerOptimizer):
         source = Empirical() if fisher == "empirical" else Sampled()
         super().__init__(params, arguments(locals()), source)
 
-    @_disable_dynamo  # as for step: pieces of it would be compiled, to no use
+    @_disable_dynamo  # as for step
     def observe(self, output: Any) -> None:
         """Samples labels at the model's output and keeps the gradient of their loss for ``step``.
 
-        To be called between the forward and the ``backward`` of the same pass, which it leaves
-        possible: the graph is retained, no ``.grad`` is touched. Once for each micro-batch where
-        gradients are accumulated: the sampled gradients are averaged, also with those of a step
-        that was then skipped, as by ``GradScaler``: they are of the same weights. An observation
-        that is not finite is left out where another reached the same parameters. Where no
-        statistics are due at this step, and with ``fisher="empirical"``, it returns at once.
+        Call it between the forward and the ``backward`` of the same pass: the graph is retained,
+        and no ``.grad`` is touched. With gradient accumulation call it for each micro-batch: the
+        sampled gradients are averaged. They are also averaged with those of a skipped step (as by
+        ``GradScaler``), which have the same weights. An observation that is not finite is left out
+        if another reached the same parameters. If no statistics are due at this step, and with
+        ``fisher="empirical"``, it returns at once.
 
         Args:
-            output: what the likelihood describes, with its graph.
+            output: of the model, as the likelihood describes it, with its graph.
 
         Raises:
-            ValueError: where the output has no graph, the wrong number of dimensions, or depends on
-                no parameter of this optimizer; nothing is then changed.
-            RuntimeError: where the output is DistributedDataParallel's with ``static_graph=True``,
-                or its model was compiled with donated buffers.
+            ValueError: if the output has no graph, the wrong number of dimensions, or depends on no
+                parameter of this optimizer; nothing is then changed.
+            RuntimeError: if the output is DistributedDataParallel's with ``static_graph=True``, or
+                its model was compiled with donated buffers.
         """
         wanted = self._wanted()
         if wanted:
@@ -122,44 +122,44 @@ class TNT(KroneckerOptimizer):
     def attach(
         self, model: nn.Module, output: Callable[[Any], Any] | None = None
     ) -> RemovableHandle:
-        """Observes what ``model`` returns from now on, for trainers that own the training loop.
+        """Observes every output of ``model`` from now on, for trainers that own the training loop.
 
-        A forward hook then does what ``observe`` in the loop would::
+        A forward hook then replaces the call of ``observe`` in the loop::
 
             opt.attach(model)
             trainer = Trainer(model=model, optimizers=(opt, None), ...)
 
-        Every call of the model in training mode and with gradients enabled, while statistics are
-        due, counts as a micro-batch, also one whose output no loss is made of: put that under
-        ``torch.no_grad()``, or after ``model.eval()``. Calls for ``warm_start`` do not count, nor
-        do those that activation checkpointing repeats in the backward. An output that requires no
-        gradient is passed over. Under autocast the output is observed as after it.
+        While statistics are due, every call of the model in training mode with gradients enabled
+        counts as a micro-batch. Put calls without a loss under ``torch.no_grad()``, or after
+        ``model.eval()``. Calls for ``warm_start`` do not count, nor calls that activation
+        checkpointing repeats in the backward, nor outputs that require no gradient. Under autocast
+        the output is observed as if autocast had ended.
 
-        An optimizer is attached to one model at a time: attaching it again replaces what was. Two
+        An optimizer is attached to one model at a time; a second ``attach`` replaces the first. Two
         optimizers may be attached to one model. Neither keeps the other alive; copies of the model
         have a hook that does nothing, copies of the optimizer are not attached.
 
-        Under DistributedDataParallel attach to the wrapped module or to the one inside, whichever
-        is at hand; with ``static_graph=True`` to the one inside. What ``fully_shard`` cuts is to be
-        attached to afterwards. A model may be compiled before or after; with ``fullgraph=True``
-        attach to what ``torch.compile`` returned. Compile it with
-        ``torch._functorch.config.donated_buffer = False``: its graph has two backwards to serve.
+        Under DistributedDataParallel attach to the wrapped module or to the one inside; with
+        ``static_graph=True`` to the one inside. Attach after ``fully_shard``. A model may be
+        compiled before or after; with ``fullgraph=True`` attach to the result of ``torch.compile``.
+        Compile with ``torch._functorch.config.donated_buffer = False``: the graph serves two
+        backwards.
 
         Args:
-            model: whose outputs depend on this optimizer's parameters.
-            output: from what the model returns to what ``observe`` takes, as
+            model: a module whose outputs depend on this optimizer's parameters.
+            output: from the model's result to the argument of ``observe``, as
                 ``lambda out: out.logits.flatten(0, 1)`` for a language model; None: the tensor it
                 returns, or its ``logits``.
 
         Returns:
-            A handle whose ``remove`` ends it, also at the end of a ``with``.
+            A handle; its ``remove`` ends the observation, as does the end of a ``with``.
 
         Raises:
-            TypeError: where ``model`` is no module, or ``output`` no function. A forward raises
-                what ``observe`` raises, TypeError where ``output`` is missing, and RuntimeError
-                where the model was compiled with donated buffers or sharded since.
+            TypeError: if ``model`` is no module, or ``output`` no function. A forward raises the
+                errors of ``observe``, TypeError if ``output`` is missing, and RuntimeError if the
+                model was compiled with donated buffers or sharded since.
         """
-        # Lightning's wrappers borrow the methods of what they wrap: the hook is not of theirs.
+        # Lightning's wrapper borrows this method: attach the wrapped optimizer.
         own: TNT = getattr(self, "optimizer", self)
         handle = attach(own, model, output)
         if own._attached is not None:

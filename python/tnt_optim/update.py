@@ -79,14 +79,9 @@ class Local:
     def batch_mean(
         self, params: Sequence[Tensor], observed: Gradients | None
     ) -> dict[Tensor, Tensor] | None:
-        """The mean gradients of one batch in each process.
+        """The mean gradients of one batch in each process; None if no process has more batches.
 
-        Args:
-            params: the parameters that may have gradients, the same in every process.
-            observed: of this process's batch; None if it has no more batches.
-
-        Returns:
-            None if no process has more batches.
+        ``params`` may have gradients; ``observed`` is None if this process has no more batches.
         """
         return None if observed is None else self.whole(observed)
 
@@ -107,13 +102,7 @@ class Local:
         return NAMES
 
     def codes(self, params: Sequence[Tensor], owned: Sequence[Tensor], own: Tensor) -> Tensor:
-        """The owners' error codes of ``params``, known to all processes.
-
-        Args:
-            params: in the same order in every process, on one device.
-            owned: those that this process owns.
-            own: a code for each of these, on the device.
-        """
+        """The owners' error codes of ``params``, from this process's ``own`` codes of ``owned``."""
         return own
 
     def send_factors(self, params: Iterable[Tensor], states: States) -> None:
@@ -129,12 +118,7 @@ class Local:
     ) -> None:
         """Updates momenta and parameters of one group on one device.
 
-        Args:
-            grads: of the parameters to update.
-            states: of these parameters.
-            group: the settings.
-            number: of this update in the step, the same in every process.
-            workspace: for directions; None for new memory.
+        ``number`` counts the updates of a step, alike in every process.
         """
         params, gradients = list(grads), [g for g in grads.values() if g is not None]
         own = [states[p] for p in params]
@@ -265,8 +249,8 @@ class DeviceStep:
 def buckets_of(params: Sequence[Tensor]) -> list[slice]:
     """Buckets of neighbouring parameters.
 
-    On the CPU the directions of a bucket are still in the cache when the parameters are updated. On
-    a GPU buckets are larger, for few launches.
+    On the CPU a bucket's directions are still in the cache when the parameters are updated. On a
+    GPU larger buckets need fewer launches.
     """
     limit = _BUCKET if params and params[0].is_cpu else _LARGE_BUCKET
     bounds, size = [0], 0
@@ -290,12 +274,7 @@ def _count(states: Sequence[State], name: str) -> None:
 
 
 def worst_of_blocks(codes: Tensor, counts: Sequence[int]) -> Tensor:
-    """The largest code of each parameter's blocks, on the device.
-
-    Args:
-        codes: of all blocks, one after the other.
-        counts: the number of blocks of each parameter.
-    """
+    """The largest code of each parameter's blocks, on the device; ``counts`` are their numbers."""
     if all(count == 1 for count in counts):
         return codes
     return torch.stack([own.amax() for own in codes.split(list(counts))])

@@ -28,12 +28,8 @@ def distribution(
 ) -> Local:
     """The distribution of a step over the processes that run now.
 
-    Args:
-        groups: the parameter groups.
-        process_group: of torch.distributed; None for the default one, if there is one.
-        shard: None, "directions" or "inverses".
-        owners: the owner ranks so far; new ones are added.
-        is_lost: whether the optimizer is a copy of one with a process group, which a copy lacks.
+    ``owners`` keeps the owner ranks from step to step. A copy of an optimizer with a process group
+    has lost it (``is_lost``).
 
     Raises:
         RuntimeError: if the process group is lost, and there are several processes.

@@ -89,12 +89,7 @@ def length(size: int, pieces: int, index: int) -> int:
 
 
 class Sharded(OwnerRanks, Local):
-    """A step divided by processes that each have a piece of every parameter.
-
-    Args:
-        processes: the processes.
-        owner: the owner rank of a parameter.
-    """
+    """A step divided by processes that each have a piece of every parameter."""
 
     is_sharded = True
 
@@ -116,9 +111,7 @@ class Sharded(OwnerRanks, Local):
     def whole(self, gradients: Gradients) -> dict[Tensor, Tensor]:
         """The whole gradients of the parameters this process owns; 0-dim zeros for the others.
 
-        Args:
-            gradients: this process's pieces, of the same parameters in the same order in all
-                processes; None for zeros.
+        ``gradients`` are this process's pieces, in the same order in all processes; None for zeros.
         """
         found: dict[Tensor, Tensor] = {}
         for alike in by_kind(gradients):

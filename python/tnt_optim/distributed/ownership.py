@@ -48,15 +48,8 @@ def load_of(param: Tensor, group: Group, shard: str) -> Load:
 def assign(loads: Sequence[Load], existing: Sequence[Load]) -> list[int]:
     """Greedy: in decreasing cost, assign each parameter to the least loaded process.
 
-    The load of a process is its fraction of all work or of all bytes, whichever is larger. Equal
-    calls give equal results.
-
-    Args:
-        loads: of the parameters.
-        existing: the load that each process has already.
-
-    Returns:
-        The owner rank, below ``len(existing)``, for each of ``loads``.
+    The load of a process is its fraction of all work or of all bytes, whichever is larger, and
+    starts at ``existing``. Returns the owner rank for each of ``loads``.
 
     >>> assign([Load(w, w) for w in (2, 3, 5, 4)], [Load(), Load()])
     [0, 1, 0, 1]
@@ -101,12 +94,7 @@ class Owners:
 
 
 class OwnerRanks:
-    """The part of a distribution that follows from owners.
-
-    Args:
-        processes: the processes.
-        owner: the owner rank of a parameter.
-    """
+    """The part of a distribution that follows from owners: ``owner`` gives a parameter's rank."""
 
     def __init__(self, processes: ProcessGroup, owner: Callable[[Tensor], int]) -> None:
         self.processes = processes
@@ -140,10 +128,7 @@ class OwnerRanks:
     ) -> dict[Tensor, Tensor]:
         """Updates the moments of the parameters this process owns; returns their directions.
 
-        Args:
-            whole: whole gradients, of all parameters of the group if ``kl_clip`` is set.
-            states: of this process.
-            group: the settings.
+        With ``kl_clip``, ``whole`` must hold all gradients of the group.
         """
         params = self.owned(whole)
         own = [states[p] for p in params]

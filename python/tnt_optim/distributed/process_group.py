@@ -50,9 +50,7 @@ class ProcessGroup:
     def anywhere(self, flags: Sequence[bool], device: torch.device) -> list[bool]:
         """The flags that are set in any process; the host waits for the answer.
 
-        Args:
-            flags: of this process.
-            device: of the parameters, used if the group has no backend for the CPU, such as gloo.
+        The device is used if the group has no backend for the CPU, such as gloo.
         """
         if "cpu" in dist.get_backend_config(self.group):
             device = torch.device("cpu")
@@ -73,14 +71,9 @@ class ProcessGroup:
     def all_to_all(
         self, out: Mapping[int, Sequence[Tensor]], into: Mapping[int, Sequence[Sequence[int]]]
     ) -> dict[int, list[Tensor]]:
-        """Sends each process its tensors, all of one dtype and device.
+        """Sends tensors of one dtype and device; returns the tensors received, of shapes ``into``.
 
-        Args:
-            out: by rank, the tensors to send.
-            into: by rank, the shapes of the tensors to receive.
-
-        Returns:
-            By rank, the tensors received.
+        All arguments and results are by rank.
         """
         sent = [tensor for rank in range(self.size) for tensor in out[rank]]
         sizes = [sum(tensor.numel() for tensor in out[rank]) for rank in range(self.size)]
@@ -93,14 +86,10 @@ class ProcessGroup:
 
 
 def process_group_of(group: Any, *, is_lost: bool = False) -> ProcessGroup | None:
-    """The processes that train together; None for a single one.
-
-    Args:
-        group: a process group; None for the default one, if there is one.
-        is_lost: whether the optimizer is a copy of one with a process group, which a copy lacks.
+    """The processes of a group, or of the default group; None for a single one.
 
     Raises:
-        RuntimeError: if it is lost, and there are several processes.
+        RuntimeError: if a copied optimizer has lost its group, and there are several processes.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return None

@@ -35,10 +35,7 @@ Group = Mapping[str, Any]
 class Replicated(OwnerRanks, Local):
     """A step divided by processes that each have every parameter.
 
-    Args:
-        processes: the processes.
-        shard: None, "directions" or "inverses".
-        owner: the owner rank of a parameter; not asked with ``shard`` None.
+    With ``shard`` None no parameter has an owner: each process does all of the step.
     """
 
     def __init__(
