@@ -1,7 +1,6 @@
 """An optimizer of one's own: one-sided Shampoo, which preconditions the first mode only.
 
-For a weight W with gradient G, unfolded to out rows: S <- beta S + (1 - beta) G Gᵀ and
-W <- W - lr ((S + damping I)^(-1/2) m + weight_decay W), with the momentum m.
+S <- beta S + (1 - beta) G Gᵀ; W <- W - lr ((S + damping I)^(-1/2) momentum + weight_decay W).
 """
 
 from collections.abc import Sequence

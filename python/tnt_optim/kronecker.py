@@ -388,20 +388,22 @@ class KroneckerOptimizer(Optimizer):
         """The device's part of this step; makes first statistics and factors on the way."""
         with_gradients = processes.with_gradients(self._params())
         pieces = self._observed.gradients(processes, self._due(), with_gradients, self._has_state)
-        updates = [self._to_update(group, pieces, with_gradients) for group in self.param_groups]
+        updated = [
+            p for group in self.param_groups for p in self._to_update(group, pieces, with_gradients)
+        ]
         observed = processes.whole(pieces)
         first = {p: g for p, g in observed.items() if not self._has_state(p)}
         self.state.update(self._first_states(first, processes))
         self._accumulated.update(first)
         if first:
             observed = {p: g for p, g in observed.items() if p not in first}
-        due = [self._factors_due(group, observed, first) for group in self.param_groups]
+        due = [p for group in self.param_groups for p in self._factors_due(group, observed, first)]
         return DeviceStep(
             statistics=list(self._batches(observed.keys() - self._accumulated)),
-            factors=self._split(due),
-            updated=self._split(updates),
+            factors=list(self._batches(due)),
+            updated=list(self._batches(updated)),
             observed=observed,
-            grads=self._descent(updates),
+            grads=self._descent(updated),
             distribution=processes,
             accumulated=self._accumulated,
             workspace=self._workspace,
@@ -455,18 +457,13 @@ class KroneckerOptimizer(Optimizer):
             ready.append(param)
         return ready
 
-    def _descent(self, updates: Sequence[list[Tensor]]) -> Gradients:
+    def _descent(self, params: Iterable[Tensor]) -> Gradients:
         """The gradients of the parameters to update, in the direction of a minimum."""
-        grads: dict[Tensor, Tensor | None] = {}
-        for group, params in zip(self.param_groups, updates, strict=True):
-            for p in params:
-                grads[p] = -p.grad if group["maximize"] and p.grad is not None else p.grad
-        return grads
-
-    def _split(self, params: Sequence[list[Tensor]]) -> list[Batch]:
-        """Parameters by group, split by device."""
-        pairs = zip(self.param_groups, params, strict=True)
-        return [(group, batch) for group, members in pairs for batch in by_device(members)]
+        return {
+            p: -p.grad if group["maximize"] and p.grad is not None else p.grad
+            for group, batch in self._batches(params)
+            for p in batch
+        }
 
     def _run(self, step: DeviceStep) -> None:
         if self.capturable:
@@ -656,10 +653,9 @@ class KroneckerOptimizer(Optimizer):
         """Makes counts tensors if CUDA graphs go on counting, else integers."""
         for name in COUNTS:
             if name in state:
-                number = float(state[name])
+                number, device = float(state[name]), param.device
                 state[name] = int(number)
                 if self.capturable:
-                    device = param.device
                     state[name] = torch.full((), number, dtype=torch.float64, device=device)
 
     def _name(self, param: Tensor) -> str:

@@ -6,6 +6,7 @@ the code that implements it; an option with state of its own also has a line in 
 
 import inspect
 import math
+import re
 import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -30,7 +31,6 @@ class Option:
         default: if a method's constructor does not say otherwise.
         holds: whether a value fits.
         rule: what a value must be, for the error message.
-        doc: for the "Args" section; a method may replace it.
         per_group: whether every parameter group can have its own value.
         added: whether checkpoints of earlier versions lack it; they had the default.
     """
@@ -39,7 +39,6 @@ class Option:
     default: Any
     holds: Check
     rule: str
-    doc: str
     per_group: bool = True
     added: bool = False
 
@@ -95,51 +94,19 @@ _BOOL = (_is_bool, "True or False")
 
 _TABLE = (
     Option(
-        "lr",
-        1e-4,
-        _number(lambda v: 0 <= v < math.inf, any_shape=True),
-        "a finite number >= 0",
-        "alpha in the paper; tied to ``damping``, the batch size and the loss's scale.",
+        "lr", 1e-4, _number(lambda v: 0 <= v < math.inf, any_shape=True), "a finite number >= 0"
     ),
-    Option("damping", 0.01, *_NOT_NEGATIVE, "epsilon in the paper, added to every statistic."),
-    Option(
-        "momentum",
-        0.9,
-        *_FRACTION,
-        "mu in the paper: m <- mu m + g, neither dampened nor bias-corrected.",
-    ),
-    Option("stat_decay", 0.9, *_FRACTION, "beta in the paper, of the statistics' moving average."),
-    Option(
-        "weight_decay",
-        0.0,
-        *_NOT_NEGATIVE,
-        "gamma in the paper, decoupled: W <- W - lr (P + weight_decay W).",
-    ),
-    Option(
-        "stat_interval",
-        10,
-        *_COUNT,
-        "T1 in the paper: the number of steps between two refreshes of the statistics.",
-    ),
-    Option(
-        "inverse_interval",
-        100,
-        *_COUNT,
-        "T2 in the paper: the number of steps between two refreshes of the factors. During the "
-        "first T2 steps the factors are refreshed with the statistics.",
-    ),
+    Option("damping", 0.01, *_NOT_NEGATIVE),
+    Option("momentum", 0.9, *_FRACTION),
+    Option("stat_decay", 0.9, *_FRACTION),
+    Option("weight_decay", 0.0, *_NOT_NEGATIVE),
+    Option("stat_interval", 10, *_COUNT),
+    Option("inverse_interval", 100, *_COUNT),
     Option(
         "likelihood",
         "categorical",
         lambda value: callable(value) or value in tuple(LIKELIHOODS),
         f"{', '.join(map(repr, LIKELIHOODS))} or a function",
-        "the distribution that the model's output parametrises: "
-        '"categorical" (logits (N, classes); cross entropy, mean), '
-        '"bernoulli" (logits (N, ...); binary cross entropy, summed over outputs, mean over N), '
-        '"gaussian" (means (N, ...), unit variance; half the squared error, summed over outputs, '
-        "mean over N), or a function. The function samples labels itself, from torch's global "
-        "generator, and returns the 0-dim loss at them; the generator is seeded before the call "
-        "and restored after it.",
         per_group=False,
     ),
     Option(
@@ -147,123 +114,83 @@ _TABLE = (
         "sampled",
         lambda value: value in ("sampled", "empirical"),
         "'sampled' or 'empirical'",
-        '"sampled": gradients at labels from the model\'s distribution; "empirical": the training '
-        "gradients themselves (TNT-EF in the paper), without ``observe`` and likelihood.",
         per_group=False,
     ),
-    Option(
-        "max_factor_dim",
-        8192,
-        *_COUNT,
-        "a mode larger than this keeps only the diagonal of its statistic.",
-    ),
-    Option(
-        "block_size",
-        None,
-        *_COUNT_OR_NONE,
-        "a mode larger than this is cut into pieces of this size and a rest. Each block of a "
-        "parameter is then treated as a parameter of its own. None: no mode is cut.",
-        added=True,
-    ),
-    Option(
-        "merge_small_dims",
-        None,
-        *_COUNT_OR_NONE,
-        "merge neighbouring modes while their product is at most this, so that a convolution with "
-        "few channels has fewer, larger factors. None: no modes are merged.",
-        added=True,
-    ),
-    Option(
-        "relative_damping",
-        False,
-        *_BOOL,
-        "damp with ``damping`` times the average eigenvalue of the statistics.",
-    ),
-    Option(
-        "graft",
-        None,
-        *_one_of(None, "adam", "sgd"),
-        '"adam" or "sgd": rescale each parameter\'s direction to the norm of that method\'s.',
-    ),
-    Option("maximize", False, *_BOOL, "maximize the objective instead of minimizing.", added=True),
-    Option(
-        "rounding",
-        "nearest",
-        *_one_of("nearest", "stochastic", "master"),
-        "of parameters in half precision after a step that is computed in float32. "
-        '"nearest"; "stochastic" (bfloat16 only): up or down at random, so that the mean step is '
-        'exact even where steps are smaller than half a spacing; "master": rounded from a float32 '
-        "copy in the state.",
-        added=True,
-    ),
+    Option("max_factor_dim", 8192, *_COUNT),
+    Option("block_size", None, *_COUNT_OR_NONE, added=True),
+    Option("merge_small_dims", None, *_COUNT_OR_NONE, added=True),
+    Option("relative_damping", False, *_BOOL),
+    Option("graft", None, *_one_of(None, "adam", "sgd")),
+    Option("maximize", False, *_BOOL, added=True),
+    Option("rounding", "nearest", *_one_of("nearest", "stochastic", "master"), added=True),
     Option(
         "kl_clip",
         None,
         _or_none(_number(lambda v: 0 < v < math.inf)),
         "None or a finite number > 0",
-        "multiply the directions P of a group's parameters on one device by min(1, sqrt(kl_clip / "
-        "(lr^2 sum s^2 P . m))), s from ``graft``. The sum is twice the divergence of the step in "
-        "the model of the factors. All directions are in memory at once. None: no bound.",
         added=True,
     ),
+    Option("modes", None, _or_none(callable), "a function of a shape"),
+    Option("seed", 0, _is_integer, "an integer", per_group=False),
     Option(
-        "modes",
-        None,
-        _or_none(callable),
-        "a function of a shape",
-        "for a parameter group only: a function from a parameter's shape to mode sizes.",
+        "sample_scale", None, _or_none(_is_power_of_two), "a power of two or None", per_group=False
     ),
-    Option(
-        "seed",
-        0,
-        _is_integer,
-        "an integer",
-        "of the sampled labels; the global generators are not touched.",
-        per_group=False,
-    ),
-    Option(
-        "sample_scale",
-        None,
-        _or_none(_is_power_of_two),
-        "a power of two or None",
-        "multiply the loss at sampled labels by this before its backward and divide the gradients "
-        "by it in float32, as GradScaler does for the training loss; a power of two. None: if "
-        "something is in float16, the number of examples, up to 2^15, because the gradients of a "
-        "mean over many are too small for float16; otherwise, and for a likelihood that is a "
-        "function, 1.",
-        per_group=False,
-    ),
-    Option(
-        "capturable",
-        False,
-        *_BOOL,
-        "run the steps as CUDA graphs, one for each kind of step, from the second step of its kind "
-        "on. All parameters must be on one CUDA device. Gradients at new addresses are copied: "
-        "``zero_grad(set_to_none=False)`` saves the copies. The learning rate and the other "
-        "numbers may change at every step.",
-        per_group=False,
-    ),
-    Option(
-        "process_group",
-        None,
-        lambda value: True,
-        "a process group or None",
-        "the processes that train copies of one model, as under DistributedDataParallel; None for "
-        "torch.distributed's default group, if there is one. The statistics are those of all "
-        "processes' batches.",
-        per_group=False,
-    ),
-    Option(
-        "shard",
-        None,
-        *_one_of(None, "directions", "inverses"),
-        "how processes divide the work. None: each does all of it. Otherwise every parameter has "
-        'one owner rank, which keeps its statistics and refreshes its factors. With "inverses" the '
-        'owner sends new factors to the others; with "directions", which takes the least memory, '
-        "only the owner keeps factors and momentum, and it sends the direction at every step.",
-        per_group=False,
-    ),
+    Option("capturable", False, *_BOOL, per_group=False),
+    Option("process_group", None, lambda value: True, "a process group or None", per_group=False),
+    Option("shard", None, *_one_of(None, "directions", "inverses"), per_group=False),
 )
+
+# The documentation of each option: its name, a colon, and text; further lines are indented.
+_DOCS = """
+lr: alpha in the paper; tied to ``damping``, the batch size and the loss's scale.
+damping: epsilon in the paper, added to every statistic.
+momentum: mu in the paper: m <- mu m + g, neither dampened nor bias-corrected.
+stat_decay: beta in the paper, of the statistics' moving average.
+weight_decay: gamma in the paper, decoupled: W <- W - lr (P + weight_decay W).
+stat_interval: T1 in the paper: the number of steps between two refreshes of the statistics.
+inverse_interval: T2 in the paper: the number of steps between two refreshes of the factors. During
+    the first T2 steps the factors are refreshed with the statistics.
+likelihood: the distribution that the model's output parametrises: "categorical" (logits (N,
+    classes); cross entropy, mean), "bernoulli" (logits (N, ...); binary cross entropy, summed over
+    outputs, mean over N), "gaussian" (means (N, ...), unit variance; half the squared error, summed
+    over outputs, mean over N), or a function. The function samples labels itself, from torch's
+    global generator, and returns the 0-dim loss at them; the generator is seeded before the call
+    and restored after it.
+fisher: "sampled": gradients at labels from the model's distribution; "empirical": the training
+    gradients themselves (TNT-EF in the paper), without ``observe`` and likelihood.
+max_factor_dim: a mode larger than this keeps only the diagonal of its statistic.
+block_size: a mode larger than this is cut into pieces of this size and a rest. Each block of a
+    parameter is then treated as a parameter of its own. None: no mode is cut.
+merge_small_dims: merge neighbouring modes while their product is at most this, so that a
+    convolution with few channels has fewer, larger factors. None: no modes are merged.
+relative_damping: damp with ``damping`` times the average eigenvalue of the statistics.
+graft: "adam" or "sgd": rescale each parameter's direction to the norm of that method's.
+maximize: maximize the objective instead of minimizing.
+rounding: of parameters in half precision after a step that is computed in float32. "nearest";
+    "stochastic" (bfloat16 only): up or down at random, so that the mean step is exact even where
+    steps are smaller than half a spacing; "master": rounded from a float32 copy in the state.
+kl_clip: multiply the directions P of a group's parameters on one device by min(1, sqrt(kl_clip /
+    (lr^2 sum s^2 P . m))), s from ``graft``. The sum is twice the divergence of the step in the
+    model of the factors. All directions are in memory at once. None: no bound.
+modes: for a parameter group only: a function from a parameter's shape to mode sizes.
+seed: of the sampled labels; the global generators are not touched.
+sample_scale: multiply the loss at sampled labels by this before its backward and divide the
+    gradients by it in float32, as GradScaler does for the training loss; a power of two. None: if
+    something is in float16, the number of examples, up to 2^15, because the gradients of a mean
+    over many are too small for float16; otherwise, and for a likelihood that is a function, 1.
+capturable: run the steps as CUDA graphs, one for each kind of step, from the second step of its
+    kind on. All parameters must be on one CUDA device. Gradients at new addresses are copied:
+    ``zero_grad(set_to_none=False)`` saves the copies. The learning rate and the other numbers may
+    change at every step.
+process_group: the processes that train copies of one model, as under DistributedDataParallel; None
+    for torch.distributed's default group, if there is one. The statistics are those of all
+    processes' batches.
+shard: how processes divide the work. None: each does all of it. Otherwise every parameter has one
+    owner rank, which keeps its statistics and refreshes its factors. With "inverses" the owner
+    sends new factors to the others; with "directions", which takes the least memory, only the owner
+    keeps factors and momentum, and it sends the direction at every step.
+"""
+DOCS = dict(entry.split(": ", 1) for entry in re.split(r"\n(?! )", _DOCS.strip()))
 OPTIONS = {option.name: option for option in _TABLE}
 
 # Options that checkpoints of earlier versions lack, with the value they had.
@@ -310,7 +237,7 @@ def documented(**replaced: str) -> Callable[[Class], Class]:
         names = [name for name in inspect.signature(cls).parameters if name in OPTIONS]
         lines = [
             textwrap.fill(
-                f"{name}: {replaced.get(name, OPTIONS[name].doc)}",
+                " ".join(f"{name}: {replaced.get(name, DOCS[name])}".split()),
                 width=100,
                 initial_indent=" " * 8,
                 subsequent_indent=" " * 12,
