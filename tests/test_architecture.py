@@ -4,6 +4,7 @@ import ast
 import inspect
 import re
 from collections.abc import Callable
+from graphlib import TopologicalSorter
 from pathlib import Path
 from types import ModuleType
 
@@ -14,12 +15,16 @@ import tnt_kernels
 import tnt_optim
 from tnt_kernels import ops, reference
 from tnt_kernels.schemas import NAMESPACE, SCHEMAS
+from tnt_optim.options import OPTIONS
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = {"tnt_kernels": ROOT / "tnt_kernels", "tnt_optim": ROOT / "python" / "tnt_optim"}
 
-# What the layers of tnt_kernels may have from it: never each other. __init__, __main__ and backends
-# wire them, and may have everything.
+# Measuring programs share tools.measuring and nothing else.
+MEASURING = {name: ROOT / name for name in ("bench", "experiments")}
+
+# What the layers of tnt_kernels may import from it: never each other. __init__, __main__ and
+# backends wire them, and may import everything.
 LAYERS: dict[str, set[str]] = {
     "schemas": set(),
     "ops": {"arguments", "schemas"},
@@ -27,7 +32,7 @@ LAYERS: dict[str, set[str]] = {
     "reference": {"schemas"},
     "triton": {"schemas", "triton"},
 }
-# What tnt_optim may have from tnt_kernels.
+# What tnt_optim may import from tnt_kernels.
 PUBLIC_FUNCTIONS = {*SCHEMAS, "backends"}
 NOT_IMPORTED = {
     "tests",
@@ -73,6 +78,9 @@ def forbidden(source: str, module: str, *, is_package: bool = False) -> set[str]
 
 
 def _allowed(name: list[str], module: list[str]) -> bool:
+    if module[0] in MEASURING:
+        others = {*MEASURING, "tools"} - {module[0]}
+        return name[0] not in others or name[:2] == ["tools", "measuring"]
     if name[0] in NOT_IMPORTED:
         return False
     if module[0] == "tnt_optim" and name[0] == "tnt_kernels":
@@ -87,9 +95,9 @@ def _allowed(name: list[str], module: list[str]) -> bool:
 
 
 def modules() -> list[tuple[str, Path]]:
-    """Every module of both packages by dotted name, and the build script."""
+    """Every module of the packages by dotted name, and the build script."""
     found = [("setup", ROOT / "setup.py")]
-    for package, folder in PACKAGES.items():
+    for package, folder in {**PACKAGES, **MEASURING}.items():
         for path in sorted(folder.rglob("*.py")):
             parts = [package, *path.relative_to(folder).with_suffix("").parts]
             found.append((".".join(parts).removesuffix(".__init__"), path))
@@ -102,8 +110,8 @@ def test_imports(module: str, path: Path) -> None:
     assert forbidden(path.read_text(), module, is_package=is_package) == set()
 
 
-def test_all_layers_are_looked_at() -> None:
-    """The layers exist under the names that the rules know them by."""
+def test_all_layers_exist() -> None:
+    """Under the names that the rules use."""
     names = {name for name, _ in modules()}
     assert names >= {"setup", "tnt_kernels", "tnt_kernels.backends", "tnt_optim", "tnt_optim.tnt"}
     assert names >= {f"tnt_kernels.{layer}" for layer in ("schemas", "ops", "reference")}
@@ -114,25 +122,21 @@ def test_all_layers_are_looked_at() -> None:
     ("module", "source"),
     [
         ("tnt_optim.tnt", "import tnt_kernels"),
-        ("tnt_optim.tnt", "import tnt_kernels.ops as kernels"),
-        ("tnt_optim.tnt", "from tnt_kernels import reference"),
         ("tnt_optim.tnt", "from tnt_kernels import *"),
         ("tnt_optim.tnt", "from tnt_kernels.ops import gram_ema_"),
         ("tnt_optim.tnt", "import torch\ndef f():\n    from experiments import data"),
         ("tnt_optim.tnt", "from oracle import DenseTNT"),
-        ("tnt_kernels.ops", "from tnt_kernels import reference"),
         ("tnt_kernels.ops", "from tnt_kernels import gram_ema_"),
-        ("tnt_kernels.ops", "import tnt_kernels"),
         ("tnt_kernels.ops", "from . import reference"),
         ("tnt_kernels.ops", "from .triton.gram_ema import launch"),
         ("tnt_kernels.ops", "import importlib\nimportlib.import_module('tnt_kernels.reference')"),
         ("tnt_kernels.ops", "__import__('tnt_kernels.reference')"),
-        ("tnt_kernels.reference", "from tnt_kernels.ops import mode_products"),
         ("tnt_kernels.reference", "import tnt_optim.modes"),
-        ("tnt_kernels.schemas", "from .reference import gram_ema_"),
         ("tnt_kernels.triton.gram_ema", "from .. import reference"),
-        ("tnt_kernels.triton.gram_ema", "from ..ops import gram_ema_"),
         ("tnt_kernels.backends", "from tests.cases import normal"),
+        ("bench.steps", "from experiments.training import train"),
+        ("experiments.figure1", "import bench.clock"),
+        ("experiments.figure1", "from tools import trajectory_digests"),
     ],
 )
 def test_the_import_checker_finds(module: str, source: str) -> None:
@@ -143,11 +147,12 @@ def test_the_import_checker_finds(module: str, source: str) -> None:
     ("module", "source", "is_package"),
     [
         ("tnt_optim.tnt", "from tnt_kernels import damped_inverse, gram_ema_", False),
-        ("tnt_optim.tnt", "from tnt_optim.modes import mode_shape\nfrom . import fisher", False),
+        ("tnt_optim.tnt", "from tnt_optim.modes import mode_shape\nfrom . import modes", False),
         ("tnt_kernels.ops", "import torch\nfrom tnt_kernels.schemas import SCHEMAS", False),
         ("tnt_kernels.triton.gram_ema", "from . import tiles\nfrom .. import schemas", False),
         ("tnt_kernels.triton", "from . import tiles\nfrom ..schemas import SCHEMAS", True),
         ("tnt_kernels", "from . import ops, reference\nfrom .backends import backends", True),
+        ("bench.steps", "from tools.measuring.tables import table\nimport bench.clock", False),
     ],
 )
 def test_the_import_checker_lets_pass(module: str, source: str, is_package: bool) -> None:
@@ -155,21 +160,86 @@ def test_the_import_checker_lets_pass(module: str, source: str, is_package: bool
     assert forbidden(source, module, is_package=is_package) == set()
 
 
-def test_relative_imports_are_resolved() -> None:
-    source = "from . import tiles\nfrom ..ops import gram_ema_"
-    wanted = {"tnt_kernels.triton.tiles", "tnt_kernels.ops.gram_ema_"}
-    assert imports(source, "tnt_kernels.triton.mode_products") == wanted
-    assert imports(source, "tnt_kernels.triton", is_package=True) == wanted
+# The floors of tnt_optim.
+
+
+def optimizer_graph() -> dict[str, set[str]]:
+    """The modules of tnt_optim that each of them imports, wherever in its source it does."""
+    paths = {name: path for name, path in modules() if name.split(".")[0] == "tnt_optim"}
+    graph = {}
+    for name, path in paths.items():
+        found = imports(path.read_text(), name, is_package=path.name == "__init__.py")
+        ours = {dotted for dotted in found if dotted.split(".")[0] == "tnt_optim"}
+        graph[name] = {d if d in paths else d.rpartition(".")[0] for d in ours} - {name}
+    return graph
+
+
+def floors(graph: dict[str, set[str]]) -> dict[str, int]:
+    """The length of the longest chain of imports below each module, itself included.
+
+    Raises:
+        ValueError: if imports go in a circle.
+    """
+    found: dict[str, int] = {}
+    for module in TopologicalSorter(graph).static_order():
+        found[module] = 1 + max((found[below] for below in graph.get(module, ())), default=0)
+    return found
+
+
+def test_tnt_optim_has_seven_floors_and_no_cycle() -> None:
+    found = floors(optimizer_graph())
+    assert found.pop("tnt_optim") > max(found.values())
+    assert max(found.values()) <= 7, sorted(found.items(), key=lambda item: item[1])
+    # A step's constructors stand on the step, the step on its parts, the parts on the tables.
+    order = ("tnt", "kronecker", "distributed", "update", "state", "modes")
+    heights = [found[f"tnt_optim.{name}"] for name in order]
+    assert heights == sorted(heights, reverse=True)
+
+
+def test_cycles_are_found() -> None:
+    assert floors({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == {"c": 1, "b": 2, "a": 3}
+    with pytest.raises(ValueError, match="cycle"):
+        floors({"a": {"b"}, "b": {"a"}})
+
+
+# Who may import these modules of tnt_optim. The rest is for all above it.
+USERS = {
+    "tnt": {"tnt_optim"},
+    "shampoo": {"tnt_optim"},
+    "fallback": {"tnt_optim"},
+    "kfac": {"tnt_optim"},
+    "kronecker": {"tnt", "shampoo"},
+    "attach": {"tnt"},
+    "distributed": {"kronecker", "kfac"},
+}
+
+
+@pytest.mark.parametrize("name", USERS)
+def test_users(name: str) -> None:
+    users = {
+        module.split(".")[1] if "." in module else module
+        for module, below in optimizer_graph().items()
+        if any(f"{dotted}.".startswith(f"tnt_optim.{name}.") for dotted in below)
+    }
+    assert users - {name} == USERS[name]
+
+
+def test_packages_are_used_through_their_names() -> None:
+    """Only KFAC, which divides its own work over processes, uses the modules of distributed."""
+    for module, below in optimizer_graph().items():
+        for package in ("tnt_optim.distributed", "tnt_optim.kfac"):
+            if not module.startswith((package, "tnt_optim.kfac")):
+                assert not any(dotted.startswith(f"{package}.") for dotted in below), module
 
 
 # C++.
 
 _LIBRARY = re.compile(r'#\s*include\s*[<"]((?:ATen|c10|torch|caffe2|pybind11|cuda|mkl)[^>"]*)[>"]')
 _BLAS = re.compile(r"\b[sd](?:gemm|gemv|syrk|symm|trmm|trsm|potr[fis]|getr[fis]|syev\w*?)_\b")
-# The one that knows the BLAS.
+# The file that calls the BLAS.
 _MAY_INCLUDE: dict[str, set[str]] = {"cpu/blas.h": {"ATen/Version.h"}}
-# Those that see tensors: to turn them into pointers, to keep them, or to leave the work to PyTorch.
-# On a GPU never a kernel, which nvcc alone compiles.
+# Files that see tensors: to get their pointers, to keep them, or to leave the work to PyTorch. On a
+# GPU never a kernel, which nvcc compiles.
 _SEE_TENSORS = {"cpu/register", "cuda/register"} | {
     f"cuda/{name}" for name in ("damped_inverse_call", "large_inverse", "resident_tables")
 }
@@ -302,21 +372,29 @@ def test_every_operator_has_a_function_and_a_definition() -> None:
 
 @pytest.mark.parametrize("name", SIGNATURES)
 @pytest.mark.parametrize("module", [ops, reference], ids=["ops", "reference"])
-def test_signatures_are_the_architecture(name: str, module: ModuleType) -> None:
+def test_signatures_of_operators(name: str, module: ModuleType) -> None:
     assert signature(getattr(module, name)) == SIGNATURES[name]
 
 
-def test_signature_of_tnt() -> None:
-    assert signature(tnt_optim.TNT) == TNT_SIGNATURE
+@pytest.mark.parametrize(
+    ("optimizer", "wanted"),
+    [
+        (tnt_optim.TNT, TNT_SIGNATURE),
+        (tnt_optim.Shampoo, SHAMPOO_SIGNATURE),
+        (tnt_optim.KFAC, KFAC_SIGNATURE),
+    ],
+)
+def test_signatures_of_optimizers(optimizer: type, wanted: str) -> None:
+    assert signature(optimizer) == wanted
 
 
-def test_signature_of_shampoo() -> None:
-    """TNT's, without what is about sampling."""
-    assert signature(tnt_optim.Shampoo) == SHAMPOO_SIGNATURE
-
-
-def test_signature_of_kfac() -> None:
-    assert signature(tnt_optim.KFAC) == KFAC_SIGNATURE
+@pytest.mark.parametrize("optimizer", [tnt_optim.TNT, tnt_optim.Shampoo])
+def test_the_table_of_options_has_the_defaults_of_the_signatures(optimizer: type) -> None:
+    parameters = inspect.signature(optimizer).parameters
+    own = {name: p.default for name, p in parameters.items() if name != "params"}
+    assert own == {name: OPTIONS[name].default for name in own}
+    assert optimizer.__doc__ is not None
+    assert all(f"        {name}: " in optimizer.__doc__ for name in own)
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
@@ -326,12 +404,3 @@ def test_schemas_name_what_is_mutated(name: str) -> None:
     assert written == MUTATED[name]
     # In-place names end in _; what else is written is called out.
     assert name.endswith("_") == bool(written - {"out"})
-
-
-def test_no_file_is_named_for_being_used() -> None:
-    folders = ("tnt_kernels", "python", "csrc", "tests", "bench", ".ci")
-    names = [path for folder in folders for path in (ROOT / folder).rglob("*")]
-    assert ROOT / "tests" / "cases.py" in names
-    bad = re.compile(r"\b_?(utils?|helpers?|misc|common)\b|_(utils?|helpers?)\b")
-    assert bad.search("utils.py") and bad.search("tensor_helpers.h")
-    assert [path for path in names if bad.search(path.name)] == []

@@ -1,6 +1,6 @@
-"""Observing without a line for it in the training loop, for trainers that own the loop.
+"""``attach``: observing without a line in the training loop, for trainers that own the loop.
 
-A forward hook on the model hands what the forward returned to the optimizer's ``observe``.
+A forward hook on the model passes the forward's result to the optimizer's ``observe``.
 """
 
 import sys
@@ -14,27 +14,25 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from tnt_optim.observations import Observations
-
 
 class Observer(Protocol):
     """An optimizer that observes outputs."""
 
     param_groups: list[dict[str, Any]]
-    _observed: Observations
+    _observed: Any
 
     def observe(self, output: Any) -> None:
-        """Takes in an output; see ``TNT.observe``."""
+        """See ``TNT.observe``."""
 
     def _wants_output(self) -> bool:
-        """Whether ``observe`` would make use of one now."""
+        """Whether ``observe`` would use an output now."""
 
 
 class OutputHook:
-    """Hands what a model returns to its optimizer, when that wants it.
+    """Passes a model's result to the optimizer, if the optimizer wants it.
 
-    The model holds the hook and the hook does not hold the optimizer. A copy of the model, or what
-    was saved of it, has a hook that does nothing; to load what was saved still takes this package.
+    The model holds the hook; the hook refers to the optimizer weakly. A copied or saved model has a
+    hook that does nothing; loading a saved one needs this package.
     """
 
     def __init__(
@@ -48,8 +46,8 @@ class OutputHook:
         self.is_sharded = is_sharded
         self._hand_over: Callable[..., None] | None = None
         if optimizer is not None:
-            # A compiled model ends its graph before it, at the end of the forward, and begins no
-            # other one. Not a decorator, which would import the compiler with this module.
+            # A compiled model's graph ends here, at the end of the forward. A decorator would
+            # import the compiler with this module.
             self._hand_over = torch.compiler.disable(
                 _hand_over,
                 reason="an optimizer's attach() observes what this model returns; attach it to "
@@ -60,7 +58,7 @@ class OutputHook:
         return OutputHook, (None, None, False)
 
     def __call__(self, module: nn.Module, args: Any, result: Any) -> None:
-        """A forward hook; returns nothing, so that the result stays what it is."""
+        """A forward hook; returns None, which leaves the result as it is."""
         if self._hand_over is not None and module.training and torch.is_grad_enabled():
             self._hand_over(self, module, result)
 
@@ -68,19 +66,10 @@ class OutputHook:
 def attach(
     optimizer: Observer, model: nn.Module, output: Callable[[Any], Any] | None
 ) -> RemovableHandle:
-    """Has ``optimizer`` observe what ``model`` returns, until either goes.
-
-    Args:
-        optimizer: is referred to weakly.
-        model: a forward hook of it hands the output over.
-        output: from what the model returns to what ``observe`` takes; None: the tensor that it
-            returns, or its ``logits``.
-
-    Returns:
-        What removes the hook.
+    """Makes ``optimizer`` observe ``model``, as long as both exist; see ``TNT.attach``.
 
     Raises:
-        TypeError: where ``model`` is no module, or ``output`` no function.
+        TypeError: if ``model`` is no module, or ``output`` no function.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -94,8 +83,8 @@ def attach(
 
 def _hand_over(hook: OutputHook, module: nn.Module, result: Any) -> None:
     optimizer = None if hook.optimizer is None else hook.optimizer()
-    # Under torch.export tensors have no numbers. A forward inside of a backward is activation
-    # checkpointing, which goes through one again that was observed.
+    # Under torch.export tensors have no values. A forward inside a backward is activation
+    # checkpointing, which repeats a forward that was observed.
     if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
         return
     if optimizer is None or not optimizer._wants_output():
@@ -107,22 +96,22 @@ def _hand_over(hook: OutputHook, module: nn.Module, result: Any) -> None:
         )
     if _is_sharded(module) and not hook.is_sharded:
         raise RuntimeError(
-            "model must be attached to after fully_shard(model), whose own hooks have to come first"
+            "model must be attached to after fully_shard(model), whose hooks have to run first"
         )
     described = _logits(result) if hook.output is None else hook.output(result)
     if isinstance(described, Tensor) and not described.requires_grad:
         return
-    # Does not show in the graph before DistributedDataParallel's own forward is over.
+    # It shows in the graph only when DistributedDataParallel's own forward has ended.
     replica = DistributedDataParallel._get_active_ddp_module()
     if replica is not None and replica.find_unused_parameters:
         optimizer._observed.partial = True
-    # Where the whole model is checkpointed, what is saved here is none of that's business.
+    # If the whole model is checkpointed, its hooks must not see the tensors saved here.
     with saved_tensors_hooks(_as_it_is, _as_it_is):
         optimizer.observe(described)
 
 
 def _is_sharded(module: nn.Module) -> bool:
-    # Without an import that takes most of a second: who has such a module has made it.
+    # No import, which takes most of a second: a program with such a module has imported it.
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
@@ -141,7 +130,7 @@ def _logits(result: Any) -> Any:
     if found is None:
         raise TypeError(
             "output must say what to observe of a model that returns neither a tensor nor "
-            f"something with logits, but {type(result).__name__}: "
+            f"logits, but {type(result).__name__}: "
             "opt.attach(model, output=lambda result: ...)"
         )
     return found

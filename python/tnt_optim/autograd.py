@@ -1,18 +1,22 @@
-"""Gradients for the statistics, taken beside the user's own backward."""
+"""Gradients for the statistics: a second backward that leaves the user's own as it is."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.nn.parallel import DistributedDataParallel
 
-from tnt_optim.state import state_dtype
+from tnt_optim.modes import state_dtype
+
+# By parameter; None if this process has no gradient of it, but another may.
+Gradients = Mapping[Tensor, Tensor | None]
 
 
 def all_finite(gradients: Iterable[Tensor]) -> Tensor:
-    """Whether all Gram matrices of ``gradients`` are finite: their traces are squared norms."""
+    """Whether the Gram matrices of all gradients are finite: their traces are squared norms."""
     # A norm in float16 would overflow at 65504; bfloat16 has float32's range.
     wide = [g.float() if g.dtype == torch.float16 else g for g in gradients]
     if not wide:
@@ -25,7 +29,7 @@ def all_finite(gradients: Iterable[Tensor]) -> Tensor:
 
 @contextmanager
 def buffers_put_back(*modules: nn.Module) -> Iterator[None]:
-    """On leaving, the modules' buffers (batch norm's running statistics) are what they were."""
+    """Restores the modules' buffers (batch norm's running statistics) on leaving."""
     buffers = {b: b.detach().clone() for module in modules for b in module.buffers()}
     try:
         yield
@@ -35,39 +39,22 @@ def buffers_put_back(*modules: nn.Module) -> Iterator[None]:
                 buffer.copy_(value)
 
 
-def check_reached(reached: Mapping[Tensor, Tensor]) -> None:
+def check_reached(reached: Gradients) -> None:
     """Checks that an output depends on some parameter.
 
     Raises:
-        ValueError: says what may be the matter.
+        ValueError: if it depends on none.
     """
     if not reached:
         raise ValueError(
-            "output must depend on a parameter of this optimizer that requires a gradient, and it "
-            "depends on none: is it another model's, or detached (reentrant checkpointing does so)?"
+            "output must depend on a parameter of this optimizer that requires a gradient, and "
+            "does not: is it another model's, or detached (reentrant checkpointing detaches it)?"
         )
-
-
-def check_scalar_loss(name: str, loss: Any) -> Tensor:
-    """Checks that ``loss`` is a 0-dim tensor with a graph.
-
-    Raises:
-        ValueError: says what it is instead.
-    """
-    if not isinstance(loss, Tensor) or loss.dim() != 0:
-        got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        raise ValueError(f"{name} must give a 0-dim tensor, got {got}")
-    if not loss.requires_grad:
-        raise ValueError(f"{name} must have a graph, got a tensor that requires no gradient")
-    return loss
 
 
 @contextmanager
 def without_autocast(tensor: Tensor) -> Iterator[None]:
-    """Switches autocast off on a tensor's device.
-
-    It has no place around a backward, nor around what is computed from one: it would round again.
-    """
+    """Switches autocast off on a tensor's device: it would round gradients a second time."""
     kind = tensor.device.type
     if not torch.is_autocast_enabled(kind):
         yield
@@ -89,21 +76,52 @@ def graph_nodes(output: Tensor) -> Iterator[Node]:
 
 
 def check_graph_lasts(loss: Tensor) -> None:
-    """Checks that no compiled graph behind a loss may use up its buffers in its first backward.
+    """Checks that no compiled graph behind a loss may reuse its buffers in its first backward.
 
-    The compiler notices a second backward only where the first one did not retain the graph: many
-    steps later, when statistics are due for a batch of another size; or at once, where its cache
-    on disk has the graph of a training without observations.
+    The compiler notices a second backward only if the first did not retain the graph. The error
+    then comes many steps later, for a batch of another size, or at once, if the compiler's cache on
+    disk has the graph of a training without observations.
 
     Raises:
-        RuntimeError: where one may.
+        RuntimeError: if a graph may.
     """
     if not torch._functorch.config.donated_buffer:
         return
     if any(node.name() == "CompiledFunctionBackward" for node in graph_nodes(loss)):
         raise RuntimeError(
             "model must be compiled with torch._functorch.config.donated_buffer = False, set "
-            "before torch.compile: the gradients for the statistics are a backward beside yours"
+            "before torch.compile: the gradients for the statistics take a second backward"
+        )
+
+
+def replicas_behind(loss: Tensor) -> list[DistributedDataParallel]:
+    """The DistributedDataParallel modules that show in the graph of a loss.
+
+    A module shows if it searches for unused parameters, or has a static graph and no backward yet.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return []
+    found = [
+        node.ddp_weakref()  # type: ignore[attr-defined]
+        for node in graph_nodes(loss)
+        if node.name() == "_DDPSinkBackward"
+    ]
+    return [module for module in found if module is not None]
+
+
+def check_static_graph(replicas: Sequence[DistributedDataParallel]) -> None:
+    """Checks that a second backward leaves the gradients of ``replicas`` as they are.
+
+    With ``static_graph=True`` the first backward starts the averaging of all gradients, whether it
+    is the user's or not. The gradients are then wrong, without an error.
+
+    Raises:
+        RuntimeError: if one has a static graph.
+    """
+    if any(replica.static_graph for replica in replicas):
+        raise RuntimeError(
+            "output must not come from DistributedDataParallel with static_graph=True, whose "
+            "gradients a second backward makes wrong: leave static_graph off"
         )
 
 
@@ -114,12 +132,12 @@ def shows_float16(loss: Tensor) -> bool:
 
 def _may_be_in_float16(node: Node) -> bool:
     kinds = [entry.dtype for entry in getattr(node, "_input_metadata", ())]
-    # What is inside of a compiled graph does not show.
+    # The inside of a compiled graph does not show.
     return torch.float16 in kinds or node.name() == "CompiledFunctionBackward"
 
 
 def unscaled(gradients: Mapping[Tensor, Tensor], scale: float) -> dict[Tensor, Tensor]:
-    """Gradients of a loss that was multiplied by ``scale``; of half precision in float32."""
+    """The gradients divided by the scale of their loss; half precision becomes float32."""
     if scale == 1.0:
         return dict(gradients)
     return {p: g.to(state_dtype(p)) * (1.0 / scale) for p, g in gradients.items()}
@@ -128,17 +146,17 @@ def unscaled(gradients: Mapping[Tensor, Tensor], scale: float) -> dict[Tensor, T
 def gradients_of(
     loss: Tensor, params: Sequence[Tensor], *, retain_graph: bool, scale: float = 1.0
 ) -> dict[Tensor, Tensor]:
-    """The gradients of ``loss`` for those of ``params`` it depends on, ``.grad`` left alone.
+    """The gradients of ``loss`` by the parameters it depends on; every ``.grad`` is left alone.
 
     Args:
         loss: a scalar.
-        params: whose gradients.
-        retain_graph: whether a backward is to follow.
-        scale: what the loss is multiplied by before its backward, and the gradients divided by: a
-            power of two changes no other numbers than those too small for their dtype.
+        params: the parameters; those that the loss does not depend on are left out.
+        retain_graph: whether another backward follows.
+        scale: multiply the loss by this before its backward, and divide the gradients by it. A
+            power of two changes only numbers that are too small for their dtype.
 
     Raises:
-        ValueError: where a gradient is sparse.
+        ValueError: if a gradient is sparse.
     """
     grads: Sequence[Tensor | None] = ()
     if params:

@@ -1,4 +1,4 @@
-"""Whether a saved state fits an optimizer, and its copy at full precision."""
+"""Loading a saved state: the check that it fits, and a copy at full precision."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -7,14 +7,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tnt_optim.failures import COUNTERS
 from tnt_optim.options import ADDED, check_settings
-from tnt_optim.state import MOMENTS, TENSORS, layout
+from tnt_optim.state import check_state
 
-_KEYS = {"block_size", "first_step", "updates", *COUNTERS}
-_GRAFTED = {"second_moment", "second_moment_updates"}
-
-# Functions, and what torch adds to the defaults of an optimizer that has loaded or was copied.
+# Functions, and an entry that torch adds to the defaults when an optimizer loads or is copied.
 _NOT_SAVED = {"modes", "differentiable"}
 
 StateDict = dict[str, Any]
@@ -27,14 +23,10 @@ def load_adapted(
     check: Callable[[StateDict], None],
     finish: Callable[[StateDict], None],
 ) -> None:
-    """Has torch load a state, checked and finished as the user's own pre-hooks have adapted it.
+    """Loads a state with torch's own ``load_state_dict``, between a check and a finish.
 
-    Args:
-        optimizer: whose hooks are called.
-        state_dict: what is to be loaded.
-        load: torch's own loading, which calls the hooks.
-        check: called after the user's pre-hooks, before anything is changed.
-        finish: called after torch has loaded the state, before the user's post-hooks.
+    ``check`` runs after the user's pre-hooks, before anything is changed. ``finish`` runs when
+    torch has loaded the state, before the user's post-hooks.
     """
     adapted: list[StateDict] = []
 
@@ -54,9 +46,9 @@ def load_adapted(
 
 
 def with_integer_keys(state_dict: StateDict) -> StateDict:
-    """A state as it was saved, where torch.distributed.checkpoint loaded it in place.
+    """Repairs a state that torch.distributed.checkpoint loaded in place.
 
-    That finds tensors where they are, but puts what is no tensor under names of its own: "0" for 0.
+    It loads tensors in place, but puts other values under string keys: "0" instead of 0.
 
     >>> with_integer_keys({"state": {0: {"m": [], "t": 0}, "0": {"t": 5}}})
     {'state': {0: {'m': [], 't': 5}}}
@@ -74,13 +66,13 @@ def with_integer_keys(state_dict: StateDict) -> StateDict:
 
 
 def check_method(method: str, state_dict: Mapping[str, Any]) -> None:
-    """Checks that ``state_dict`` is of the same method, if it says of which it is.
+    """Checks that ``state_dict`` is of the same method, if it has the entry "method".
 
-    Statistics, factors and settings of one method have the form of another's. States may have lost
-    the entry, as torch.distributed.checkpoint keeps only those that torch knows.
+    Statistics, factors and settings of two methods may have the same form. The entry is missing
+    after torch.distributed.checkpoint, which keeps only the entries that torch knows.
 
     Raises:
-        ValueError: where it is another one's.
+        ValueError: if it is of another method.
     """
     saved = state_dict.get("method", method)
     if saved != method:
@@ -95,10 +87,10 @@ def check_groups(
 ) -> None:
     """Checks that ``state_dict`` has these parameter groups, and ``settings`` that pass ``check``.
 
-    What else a group has, such as a scheduler's ``initial_lr``, may be missing.
+    Other entries of a group, such as a scheduler's ``initial_lr``, may be missing.
 
     Raises:
-        ValueError: says where the two part.
+        ValueError: says where the two differ.
     """
     for key in ("state", "param_groups"):
         if key not in state_dict:
@@ -131,16 +123,10 @@ def check_state_dict(
     settings: set[str],
     kept: Callable[[Tensor], frozenset[str]],
 ) -> None:
-    """Checks that ``state_dict`` is of an optimizer with these parameter groups and ``settings``.
-
-    Args:
-        groups: the optimizer's.
-        state_dict: what is to be loaded.
-        settings: that a group has.
-        kept: which tensors of a parameter's state this process keeps; it may hold more.
+    """Checks groups and states; a state may have more entries than this process keeps.
 
     Raises:
-        ValueError: says where the two part.
+        ValueError: says where the two differ.
     """
     check_groups(
         groups,
@@ -152,59 +138,7 @@ def check_state_dict(
         for index, param in zip(saved["params"], group["params"], strict=True):
             if state_dict["state"].get(index):
                 name = f"state_dict['state'][{index}]"
-                _check_state(name, state_dict["state"][index], group, param, kept(param))
-
-
-def check_keys(name: str, state: Mapping[str, Any], keys: set[str]) -> None:
-    """Checks that a parameter's state has all of ``keys``.
-
-    Raises:
-        ValueError: names those that it lacks.
-    """
-    missing = sorted(keys - set(state))
-    if missing:
-        raise ValueError(f"{name} lacks {missing}; is it another optimizer's?")
-
-
-def _check_state(
-    name: str,
-    state: Mapping[str, Any],
-    group: Mapping[str, Any],
-    param: Tensor,
-    kept: frozenset[str],
-) -> None:
-    grafted = not _GRAFTED.isdisjoint(state)
-    wanted = kept & (TENSORS if grafted else TENSORS - _GRAFTED)
-    if "stats" in wanted and "stats" not in state and _KEYS <= state.keys():
-        raise ValueError(
-            f"{name} lacks stats: is it damaged, or that of one of several processes with shard? "
-            "Theirs load through torch.distributed.checkpoint, after allocate_state()"
-        )
-    check_keys(name, state, _KEYS | wanted | (_GRAFTED - TENSORS if grafted else set()))
-    if "master" in state and tuple(state["master"].shape) != tuple(param.shape):
-        raise ValueError(
-            f"{name}: master must have the parameter's shape {tuple(param.shape)}, got "
-            f"{tuple(state['master'].shape)}"
-        )
-    seen = layout(param, group)
-    shapes = seen.statistic_shapes(group["max_factor_dim"])
-    for key in sorted(wanted, key=lambda key: key not in MOMENTS):
-        tensors = [state[key]] if key in MOMENTS else state[key]
-        if not all(isinstance(tensor, Tensor) for tensor in tensors):
-            raise ValueError(f"{name}: {key} must be made of tensors")
-        got = [tuple(tensor.shape) for tensor in tensors]
-        if key in MOMENTS and got != [seen.sizes]:
-            raise ValueError(
-                f"{name}: the {key} must be {seen.sizes} for a parameter of shape "
-                f"{tuple(param.shape)}, got {got[0]}; is it of another model?"
-            )
-        blocks = state["block_size"]
-        if key not in MOMENTS and (got != shapes or blocks != seen.block_size):
-            raise ValueError(
-                f"{name}: {key} must have shapes {shapes} with max_factor_dim="
-                f"{group['max_factor_dim']} and block_size={seen.block_size}, got {got} with "
-                f"block_size={blocks}"
-            )
+                check_state(name, state_dict["state"][index], group, param, kept(param))
 
 
 def copied_states(
@@ -212,7 +146,7 @@ def copied_states(
     state_dict: Mapping[str, Any],
     dtype: Callable[[Tensor], torch.dtype],
 ) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-    """The saved states by parameter, where torch would cast them to the parameter's dtype."""
+    """The saved states by parameter; torch's own copies have the parameter's dtype."""
     for group, saved in zip(groups, state_dict["param_groups"], strict=True):
         for param, index in zip(group["params"], saved["params"], strict=True):
             if index in state_dict["state"]:

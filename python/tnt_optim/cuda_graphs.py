@@ -1,11 +1,10 @@
 """Steps as CUDA graphs: the device's part of a step, recorded once for each kind and replayed.
 
-There are few kinds of steps: with nothing due, with statistics, with statistics and inverses. The
-first of a kind runs as it is, which also compiles kernels and plans launches; the second is
-recorded; from then on a step is one launch. A graph reads and writes fixed addresses, so gradients
-that lie elsewhere than those of the recording are copied there first, and a graph whose parameters
-or state were replaced is recorded anew. The numbers that may change between steps are device
-tensors.
+There are few kinds of steps: with nothing due, with statistics, with statistics and factors. The
+first of a kind runs without a graph, which also compiles kernels and plans launches. The second is
+recorded. From then on a step is one launch. A graph reads and writes fixed addresses: gradients at
+other addresses are copied first, and a graph is recorded again when parameters or state were
+replaced. Numbers that may change between steps are device tensors.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,15 +16,16 @@ from torch import Tensor
 
 from tnt_optim.failures import warn_the_caller
 from tnt_optim.options import as_number
+from tnt_optim.state import TENSORS
 from tnt_optim.update import DeviceStep, Group, Report, Settings, States
 
 NUMBERS = ("lr", "damping", "momentum", "stat_decay", "weight_decay")
 
-# Settings that decide what is launched, and numbers that a graph cannot be given anew.
+# Settings that a recorded graph cannot change.
 _IN_KERNELS = ("relative_damping", "graft", "kl_clip", "rounding")
 
-# So many kinds have a graph; a model whose parameters take part by turns has more, which run as
-# they are.
+# The number of graphs. Further kinds of steps run without: a model has many kinds if different
+# parameters have gradients at different steps.
 MOST_GRAPHS = 16
 
 Run = Callable[[DeviceStep, Callable[[Group], Settings]], list[Report]]
@@ -36,7 +36,7 @@ class Recorded:
     """A kind of step, and its graph once it has one."""
 
     addresses: tuple[int, ...]
-    kept: list[Any]  # so that no address is given to something else
+    kept: list[Any]  # keeps the addresses in use
     replay: Callable[[], None] | None = None
     reports: list[Report] | None = None
 
@@ -47,23 +47,23 @@ class StepGraphs:
     def __init__(self) -> None:
         self._recorded: dict[tuple[Any, ...], Recorded] = {}
         self._gradients: dict[tuple[str, Tensor], Tensor] = {}
-        self._owners: dict[int, Tensor] = {}  # of gradients: address -> parameter
+        self._owners: dict[int, Tensor] = {}  # address of a gradient -> parameter
         self._numbers: dict[tuple[int, str], tuple[Any, Tensor]] = {}
         self._refused = False
 
     def run(self, step: DeviceStep, states: States, run: Run) -> list[Report]:
-        """Runs a step: as it is, or as a replay of an earlier one of its kind.
+        """Runs a step, or replays the graph of its kind.
 
         Raises:
-            RuntimeError: within the recording of another graph, which would hold one kind of step.
+            RuntimeError: while another graph is recorded, which would hold one kind of step only.
         """
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "step() with capturable=True records graphs of its own, and cannot be part of "
-                "another one: call it after that graph's replay"
+                "another graph: call it after that graph's replay"
             )
-        groups = [group for group, _ in (*step.blended, *step.remade, *step.updated)]
-        for group, params in (*step.blended, *step.remade, *step.updated):
+        groups = [group for group, _ in step.batches]
+        for group, params in step.batches:
             self._send_numbers(group, params[0].device)
         kind = _kind(step, groups)
         addresses, kept = _addresses(step, states)
@@ -92,7 +92,7 @@ class StepGraphs:
         return recorded.reports
 
     def _settings(self, group: Group) -> Settings:
-        """The group's settings, with numbers that a graph can be replayed with."""
+        """The group's settings, with device tensors for the numbers."""
         numbers = {name: self._numbers[id(group), name][1] for name in NUMBERS}
         return {**group, **numbers}
 
@@ -110,7 +110,7 @@ class StepGraphs:
                 self._numbers[key] = (value, tensor)
 
     def _fixed(self, name: str, gradients: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-        """The gradients where the graphs read them, which is always the same memory."""
+        """The gradients at the fixed addresses that the graphs read."""
         for p, g in gradients.items():
             if (name, p) not in self._gradients:
                 self._gradients[name, p] = g if self._is_its_own(p, g) else torch.empty_like(g)
@@ -121,16 +121,16 @@ class StepGraphs:
         return fixed
 
     def _is_its_own(self, param: Tensor, gradient: Tensor) -> bool:
-        """Whether later gradients may be written over it: autograd's may be shared or expanded."""
+        """Whether later gradients may overwrite it: autograd's may be shared or expanded."""
         if gradient is not param.grad or torch._debug_has_internal_overlap(gradient) != 0:
             return False
         return self._owners.setdefault(gradient.data_ptr(), param) is param
 
 
 def record(run: Callable[[], list[Report]]) -> tuple[Callable[[], None], list[Report]]:
-    """Records what ``run`` launches, without running it; returns its replay and its results."""
+    """Records the launches of ``run`` without running them; returns the replay and the results."""
     graph = torch.cuda.CUDAGraph()
-    # Other threads, such as a data loader's, may go on allocating.
+    # Other threads, such as a data loader's, may allocate meanwhile.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         reports = run()
     return graph.replay, reports
@@ -140,7 +140,7 @@ def check_graphs_device(param: Tensor, others: list[Tensor]) -> None:
     """Checks that a parameter can be part of the graphs.
 
     Raises:
-        ValueError: where it is not on the one CUDA device of all.
+        ValueError: if it is not on the CUDA device of the others.
     """
     if not param.is_cuda or any(other.device != param.device for other in others):
         where = {str(p.device) for p in (param, *others)}
@@ -151,7 +151,7 @@ def check_graphs_device(param: Tensor, others: list[Tensor]) -> None:
 
 
 def _kind(step: DeviceStep, groups: list[Group]) -> tuple[Any, ...]:
-    batches = (step.blended, step.remade, step.updated)
+    batches = (step.statistics, step.factors, step.updated)
     members = tuple(
         tuple((id(group), *map(id, params)) for group, params in batch) for batch in batches
     )
@@ -159,22 +159,13 @@ def _kind(step: DeviceStep, groups: list[Group]) -> tuple[Any, ...]:
 
 
 def _addresses(step: DeviceStep, states: States) -> tuple[tuple[int, ...], list[Any]]:
-    """Where everything is that the step reads and writes beside gradients, and its owners."""
-    params = {
-        id(p): p
-        for batch in (step.blended, step.remade, step.updated)
-        for _, ps in batch
-        for p in ps
-    }
+    """The addresses of parameters and state that the step reads and writes, and their holders."""
+    params = {id(p): p for _, batch in step.batches for p in batch}
     kept: list[Any] = []
     addresses = []
     for param in params.values():
         state = states[param]
-        own = [
-            state[name]
-            for name in ("momentum", "stats", "factors", "second_moment", "master")
-            if name in state
-        ]
+        own = [state[name] for name in TENSORS if name in state]
         kept += [param, *own]
         addresses += [param.data_ptr(), *map(id, own)]
     return tuple(addresses), kept

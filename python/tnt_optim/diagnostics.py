@@ -1,4 +1,4 @@
-"""Figures that tell how an optimizer is doing, for a log."""
+"""Figures about an optimizer, for a log."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,28 +8,27 @@ from torch import Tensor
 
 from tnt_kernels import mode_products
 from tnt_optim.autograd import without_autocast
-from tnt_optim.distributed.process_group import is_sharded
-from tnt_optim.state import State, blocks, each, is_half, layout_of, rows
-from tnt_optim.update import lots_of
+from tnt_optim.modes import blocks, each, is_half, is_sharded, layout_of, rows
+from tnt_optim.state import State
+from tnt_optim.update import buckets_of
 
-# A condition number is wanted to an order of magnitude: the power method has that much early.
+# The power method gives a condition number's order of magnitude after this many steps.
 _POWER_STEPS = 8
-# So many numbers of factors of one size are looked at together: few calls for many small ones, and
-# no memory to speak of for large ones, of which no copy is made.
+# Factors of one size are stacked up to this many entries: few calls for many small factors. A
+# larger factor is not copied.
 _STACK = 1 << 18
 
 Pair = tuple[Tensor, Tensor]
-# A figure's name and the parameter that it is of; of several blocks or modes it has several.
+# The name of a figure, and its parameter; a parameter has several values if it has several blocks
+# or modes.
 Key = tuple[str, Tensor]
 
 
 @torch.no_grad()
 def diagnostics(states: Mapping[Tensor, State], names: Mapping[Tensor, str]) -> dict[str, float]:
-    """Figures of each parameter; see ``TNT.diagnostics``. Waits once for each device.
+    """Figures of parameters with factors in this process; see ``TNT.diagnostics``.
 
-    Args:
-        states: of parameters whose factors this process has.
-        names: theirs.
+    Waits once for each device.
     """
     on_device: dict[torch.device, list[Tensor]] = {}
     found: dict[str, float] = {}
@@ -46,24 +45,20 @@ def diagnostics(states: Mapping[Tensor, State], names: Mapping[Tensor, str]) -> 
             for of, parts in _figures(params, states):
                 keys += of
                 values.append(parts.double())
-        told: dict[Key, list[float]] = {}
+        by_key: dict[Key, list[float]] = {}
         for key, value in zip(keys, torch.cat(values).tolist(), strict=True):
-            told.setdefault(key, []).append(value)
-        for (figure, param), numbers in told.items():
-            put_together = _largest if figure == "condition" else math.hypot
-            found[f"{figure}/{names[param]}"] = put_together(*numbers)
+            by_key.setdefault(key, []).append(value)
+        for (figure, param), numbers in by_key.items():
+            combine = _largest if figure == "condition" else math.hypot
+            found[f"{figure}/{names[param]}"] = combine(*numbers)
     return dict(sorted(found.items()))
 
 
 def condition(stat: Tensor, factor: Tensor) -> Tensor:
     """The condition number of a factor, estimated from below.
 
-    The eigenvector of the largest eigenvalue of S is that of the smallest of A, if A was made from
-    this S: it was made from an S of a few steps ago.
-
-    Args:
-        stat: S, (d, d) or (d,).
-        factor: A, like it.
+    The eigenvector of the largest eigenvalue of S is that of the smallest of A, if A is the factor
+    of S. A is the factor of an S some steps earlier. Both are (d, d) or (d,).
     """
     return _conditions(stat.unsqueeze(0), factor.unsqueeze(0))[0]
 
@@ -71,22 +66,22 @@ def condition(stat: Tensor, factor: Tensor) -> Tensor:
 def _figures(
     params: Sequence[Tensor], states: Mapping[Tensor, State]
 ) -> Iterator[tuple[list[Key], Tensor]]:
-    """Keys and as many numbers: norms of whole tensors or blocks, condition numbers of factors."""
-    whole = [p for p in params if not is_sharded(p)]  # the norm of others takes all processes
+    """Keys and their values: norms of tensors or blocks, and condition numbers of factors."""
+    whole = [p for p in params if not is_sharded(p)]  # other norms need all processes
     if whole:
         yield _norms("parameter_norm", whole, whole)
     yield _norms("momentum_norm", params, each([states[p] for p in params], "momentum"))
-    for part in lots_of(params):
-        lot = params[part]
-        own = [states[p] for p in lot]
+    for part in buckets_of(params):
+        bucket = params[part]
+        own = [states[p] for p in bucket]
         seen = list(map(layout_of, own))
         momenta = blocks(each(own, "momentum"), seen)
         directions = mode_products(momenta, rows(each(own, "factors"), seen))
-        of = [p for p, look in zip(lot, seen, strict=True) for _ in range(look.count)]
+        of = [p for p, look in zip(bucket, seen, strict=True) for _ in range(look.count)]
         yield _norms("direction_norm", of, directions)
     alike: dict[tuple[torch.Size, torch.dtype], list[tuple[Tensor, Pair]]] = {}
     for param in params:
-        if "stats" in states[param]:  # or the process that has them has this figure too
+        if "stats" in states[param]:  # otherwise the owner rank has this figure
             for pair in zip(states[param]["stats"], states[param]["factors"], strict=True):
                 alike.setdefault((pair[1].shape, pair[1].dtype), []).append((param, pair))
     for (shape, _), members in alike.items():
@@ -100,7 +95,7 @@ def _figures(
 def _norms(
     figure: str, of: Sequence[Tensor], tensors: Sequence[Tensor]
 ) -> tuple[list[Key], Tensor]:
-    # In half precision a norm would be rounded, or leave float16's range.
+    # A norm in half precision would be rounded, or overflow in float16.
     wide = [tensor.double() if is_half(tensor) else tensor for tensor in tensors]
     return [(figure, param) for param in of], torch.stack(torch._foreach_norm(wide))
 
@@ -110,7 +105,7 @@ def _stacked(matrices: Sequence[Tensor]) -> Tensor:
 
 
 def _conditions(stats: Tensor, factors: Tensor) -> Tensor:
-    """See ``condition``: of n factors, (n, d, d) or (n, d)."""
+    """``condition`` of n factors, (n, d, d) or (n, d)."""
     if factors.dim() == 2:
         return factors.amax(1) / factors.amin(1)
     diagonals = stats.diagonal(dim1=1, dim2=2)
@@ -121,7 +116,7 @@ def _conditions(stats: Tensor, factors: Tensor) -> Tensor:
 
 
 def _power(matrices: Tensor, start: Tensor) -> Tensor:
-    """Unit vectors near the eigenvectors of the largest eigenvalues; the start where that is 0."""
+    """Unit vectors near the eigenvectors of the largest eigenvalues; the start if that is 0."""
     vectors: Tensor = start / start.norm(dim=1, keepdim=True)
     for _ in range(_POWER_STEPS):
         images = _times(matrices, vectors)
@@ -132,7 +127,7 @@ def _power(matrices: Tensor, start: Tensor) -> Tensor:
 
 def _times(matrices: Tensor, vectors: Tensor) -> Tensor:
     """Each symmetric matrix times its vector."""
-    # From the left: batches of columns are several times slower on the CPU.
+    # Row vectors: batches of column vectors are several times slower on the CPU.
     return torch.bmm(vectors.unsqueeze(1), matrices).squeeze(1)
 
 

@@ -1,43 +1,51 @@
-"""Directions apart from the update, for what comes between them: grafting, other processes.
+"""The direction of a step and its way into the parameters: grafting, clipping, rounding.
 
-Grafting is another method's step length on our direction. It makes the learning rate comparable
-between parameters and between methods (Agarwal et al. 2020, "Disentangling adaptive gradient
-methods from learning rates"). Beyond the TNT paper, and off by default.
+Grafting uses the step length of another method on our direction, so that one learning rate serves
+all parameters and methods (Agarwal et al. 2020, "Disentangling adaptive gradient methods from
+learning rates"). It is not part of the TNT paper, and off by default.
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tnt_kernels import grafted_directions_, mode_products
-from tnt_optim.distributed.process_group import Team
-from tnt_optim.state import Layout, State, blocks, each, rows
+from tnt_optim.likelihoods import stream_seed
+from tnt_optim.modes import Layout, blocks, each, is_half, rows
 
-# Numbers of a sum in one go: few calls, and no more rounding than in a sum by pairs.
-_PIECE = 1 << 20
-# Of a tensor in memory that several share, in bytes.
+State = dict[str, Any]
+Settings = Mapping[str, Any]
+
+# Entries of a sum that one call adds up: few calls, and no more rounding than a pairwise sum.
+_SUM_PIECE = 1 << 20
+# Alignment of tensors in a workspace, in bytes.
 _ALIGNMENT = 64
+# Random bits for one draw: four numbers take sixteen each. The draw costs more than the rounding.
+_INT64 = (-(1 << 63), (1 << 63) - 1)
+# On the CPU, numbers are rounded in pieces that stay in the cache.
+_ROUNDING_PIECE = 1 << 16
 
 
 class Workspace:
-    """Memory for directions on the CPU, kept from step to step: new memory costs a fault a page."""
+    """Memory for directions on the CPU, reused by every step: new pages cost a fault each."""
 
     def __init__(self) -> None:
         self._memory: Tensor | None = None
 
     def like(self, tensors: Sequence[Tensor]) -> list[Tensor] | None:
-        """Contiguous tensors like these, good until the next call.
+        """Contiguous tensors like these, valid until the next call.
 
-        None where they are on another device, whose memory PyTorch keeps itself.
+        None on another device, where PyTorch's allocator reuses memory.
         """
         ends = list(itertools.accumulate(-(-t.nbytes // _ALIGNMENT) * _ALIGNMENT for t in tensors))
         if not tensors or not tensors[0].is_cpu:
             return None
         if self._memory is None or len(self._memory) < ends[-1]:
-            self._memory = None  # first, so that the two never exist together
+            self._memory = None  # free the old memory before the new is allocated
             self._memory = torch.empty(ends[-1], dtype=torch.uint8)
         return [
             self._memory[start : start + t.nbytes].view(t.dtype).view(t.shape)
@@ -45,75 +53,61 @@ class Workspace:
         ]
 
 
+def as_it_is(total: Tensor) -> Tensor:
+    """A sum in a single process."""
+    return total
+
+
 def directions_(
     grads: Sequence[Tensor],
     states: Sequence[State],
     layouts: Sequence[Layout],
-    group: Mapping[str, Any],
-    team: Team | None = None,
+    group: Settings,
+    all_reduce: Callable[[Tensor], Tensor] = as_it_is,
 ) -> list[Tensor]:
-    """Moves the moments; returns the direction of every block, without weight decay.
+    """Updates the moments; returns the direction of every block, without weight decay.
 
     With ``graft`` each block's direction is rescaled to the norm of another method's: Adam's
     m^ / (sqrt(v^) + 1e-8), bias-corrected, or the momentum's ("sgd"). A zero direction stays zero.
-    With ``kl_clip`` all of them are then shortened alike.
-
-    Args:
-        grads: the g.
-        states: of the parameters.
-        layouts: theirs.
-        group: their settings.
-        team: processes that have other parameters of the same group, for ``kl_clip``.
+    ``kl_clip`` then multiplies all directions by one factor. ``all_reduce`` sums over processes
+    with other parameters of the group.
     """
-    moved, scales = scaled_directions_(grads, states, layouts, group)
+    directions, scales = scaled_directions_(grads, states, layouts, group)
     if group["kl_clip"] is not None:
         momenta = blocks(each(states, "momentum"), layouts)
-        scales = clipped(moved, momenta, scales, group, team)
-    if scales is not None and moved:
-        own = zip(scales.unbind(), moved, strict=True)
-        torch._foreach_mul_(moved, [scale.to(p.dtype) for scale, p in own])
-    return moved
+        scales = clipped(directions, momenta, scales, group, all_reduce)
+    if scales is not None and directions:
+        own = zip(scales.unbind(), directions, strict=True)
+        torch._foreach_mul_(directions, [scale.to(p.dtype) for scale, p in own])
+    return directions
 
 
 def clipped(
     directions: Sequence[Tensor],
     momenta: Sequence[Tensor],
     scales: Tensor | None,
-    group: Mapping[str, Any],
-    team: Team | None = None,
+    group: Settings,
+    all_reduce: Callable[[Tensor], Tensor] = as_it_is,
 ) -> Tensor:
-    """The factors s of directions, times min(1, sqrt(kl_clip / (lr^2 sum s^2 P . m))).
+    """The scales s of directions, times min(1, sqrt(kl_clip / (lr^2 sum s^2 P . m))).
 
-    With P = F^-1 m the sum is that of (s P)^T F (s P), twice the divergence of the step in the
-    model of F that the factors are; it is not negative.
-
-    Args:
-        directions: the P before their factors.
-        momenta: the m.
-        scales: the factors so far, float64, (number of directions,); None for 1.
-        group: the settings.
-        team: processes that have the rest of the sum.
+    With P = F^-1 m the sum is that of (s P)^T F (s P), which is not negative: twice the divergence
+    of the step in the factors' model of F. Scales are float64, (number of directions,); None for 1.
     """
-    # Theirs: the group's parameters may be on several.
+    # The device of the directions: a group's parameters may be on several.
     device = (directions or group["params"])[0].device
     products = [_dot(p, m) for p, m in zip(directions, momenta, strict=True)]
     own = torch.stack(products) if products else torch.zeros(0, dtype=torch.float64, device=device)
     factors = torch.ones_like(own) if scales is None else scales
-    total = (own * factors**2).sum()
-    if team is not None:
-        total = team.sums([total])[0]
+    total = all_reduce((own * factors**2).sum())
     bound = group["kl_clip"] / (group["lr"] ** 2 * total)
     return factors * torch.where(total > 0, bound, torch.ones_like(total)).sqrt().clamp(max=1.0)
 
 
 def _dot(direction: Tensor, momentum: Tensor) -> Tensor:
-    """P . m in float64; in pieces, so that neither all products exist nor their sum is a long one.
-
-    Args:
-        direction: P, contiguous.
-        momentum: m.
-    """
-    pieces = zip(direction.view(-1).split(_PIECE), momentum.reshape(-1).split(_PIECE), strict=True)
+    """P . m in float64, from sums of pieces in the tensors' dtype; P is contiguous."""
+    flat = direction.view(-1).split(_SUM_PIECE), momentum.reshape(-1).split(_SUM_PIECE)
+    pieces = zip(*flat, strict=True)
     return torch.stack([torch.dot(p, m).double() for p, m in pieces]).sum()
 
 
@@ -121,12 +115,12 @@ def scaled_directions_(
     grads: Sequence[Tensor],
     states: Sequence[State],
     layouts: Sequence[Layout],
-    group: Mapping[str, Any],
+    group: Settings,
     workspace: Workspace | None = None,
 ) -> tuple[list[Tensor], Tensor | None]:
-    """What ``directions_`` returns, with the factors that are still to be multiplied in, if any.
+    """Updates the moments; returns directions, perhaps in the workspace, and scales still to apply.
 
-    With a workspace the directions may be in it.
+    Scales are None for 1; ``kl_clip`` is not yet part of them.
     """
     momenta = blocks(each(states, "momentum"), layouts)
     gradients = blocks(grads, layouts)
@@ -151,21 +145,14 @@ def scaled_directions_(
 def move_(
     weights: Sequence[Tensor],
     directions: Sequence[Tensor],
-    group: Mapping[str, Any],
+    group: Settings,
     scales: Tensor | None = None,
 ) -> None:
-    """W <- W - lr (s P + weight_decay W), half-precision W rounded once.
-
-    Args:
-        weights: the W.
-        directions: the P.
-        group: the settings.
-        scales: the s, (number of weights,); None for 1.
-    """
+    """W <- W - lr (s P + weight_decay W), s None for 1; a W in half precision is rounded once."""
     lr, decay = group["lr"], group["weight_decay"]
     rates: list[Any] = [lr] * len(weights)
     if scales is not None:
-        # Numbers on the CPU, where there is nothing to wait for; unless a graph records the step.
+        # On the CPU read the numbers at once, unless a graph records the step.
         as_numbers = scales.is_cpu and not isinstance(lr, Tensor)
         rates = (lr * scales).tolist() if as_numbers else list((lr * scales).unbind())
     for weight, direction, rate in zip(weights, directions, rates, strict=True):
@@ -174,7 +161,7 @@ def move_(
             weight.copy_(wide - lr * decay * wide - rate * direction)
             continue
         if isinstance(decay, Tensor) or decay != 0:
-            # Not times 1 - lr decay, whose rounding would come back at every step.
+            # Not W * (1 - lr decay): its rounding error would repeat at every step.
             _subtract_(weight, weight, lr * decay)
         _subtract_(weight, direction, rate)
 
@@ -196,7 +183,94 @@ def _add_up_(momentum: Tensor, grad: Tensor, mu: float | Tensor) -> None:
 
 
 def _table(counts: list[list[Any]]) -> Tensor:
-    """Counts, two for each momentum; they are tensors where a CUDA graph goes on counting."""
+    """Counts, two for each momentum; tensors if a CUDA graph goes on counting."""
     if counts and isinstance(counts[0][0], Tensor):
         return torch.stack([torch.stack(pair) for pair in counts])
     return torch.tensor(counts, dtype=torch.float64).reshape(-1, 2)
+
+
+# Rounding.
+
+
+@contextmanager
+def updated_weights(
+    params: Sequence[Tensor],
+    states: Mapping[Tensor, State],
+    group: Settings,
+    layouts: Sequence[Layout] | None = None,
+    *,
+    key: tuple[int, ...],
+) -> Iterator[list[Tensor]]:
+    """Gives the tensors that a step updates in place; writes them to the parameters on leaving.
+
+    With ``rounding`` other than "nearest" they are float32 copies of parameters in half precision.
+
+    Args:
+        params: the parameters, or pieces of them.
+        states: with the master copies.
+        group: the settings.
+        layouts: for tensors in the shapes of the modes; None for the parameters' own shapes.
+        key: names the random stream within the step; the same for copies in other processes.
+    """
+    rounding = group["rounding"]
+    wide = [_wide(param, states, rounding) for param in params]
+    weights = wide
+    if layouts is not None:
+        weights = [seen.view(w) for seen, w in zip(layouts, wide, strict=True)]
+    yield weights
+    for target, weight in zip(wide, weights, strict=True):
+        if weight is not target and weight.data_ptr() != target.data_ptr():
+            target.copy_(weight.view(target.shape))  # the strides had no view of the modes
+    generators: dict[torch.device, torch.Generator] = {}
+    for param, source in zip(params, wide, strict=True):
+        if source is not param:
+            if rounding == "stochastic":
+                stochastically_rounded_(source, _generator(generators, source.device, group, key))
+            param.copy_(source)
+
+
+def _wide(param: Tensor, states: Mapping[Tensor, State], rounding: str) -> Tensor:
+    if rounding == "nearest" or not is_half(param):
+        return param
+    if rounding == "stochastic":
+        return param.float()
+    master: Tensor = states[param]["master"]
+    for kept, given in _pieces(master, param):
+        # The parameter may have been set from outside, as by the model's load_state_dict.
+        same = kept.to(given.dtype) == given
+        kept.copy_(torch.where(same, kept, given.float()))
+    return master
+
+
+def _pieces(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    """Pieces of tensors of one shape, on the CPU small enough to stay in the cache."""
+    if not all(tensor.is_cpu and tensor.is_contiguous() for tensor in tensors):
+        return [tensors]
+    return zip(*(tensor.view(-1).split(_ROUNDING_PIECE) for tensor in tensors), strict=True)
+
+
+def _generator(
+    generators: dict[torch.device, torch.Generator],
+    device: torch.device,
+    group: Settings,
+    key: tuple[int, ...],
+) -> torch.Generator:
+    if device not in generators:
+        seed = stream_seed("rounding", group["step"], *key)
+        generators[device] = torch.Generator(device).manual_seed(seed)
+    return generators[device]
+
+
+def stochastically_rounded_(values: Tensor, generator: torch.Generator) -> None:
+    """Rounds float32 values in place to bfloat16 ones, up or down at random, with the right mean.
+
+    NaN and infinity stay.
+    """
+    for (piece,) in _pieces(values):
+        drawn = torch.randint(
+            *_INT64, (piece.numel() // 4 + 1,), device=values.device, generator=generator
+        )
+        noise = drawn.view(torch.int16)[: piece.numel()].view(piece.shape).to(torch.int32)
+        noise.bitwise_and_(0xFFFF).add_(piece.view(torch.int32)).bitwise_and_(-(1 << 16))
+        # A NaN with all bits set would become a number.
+        piece.copy_(torch.where(piece.isfinite(), noise.view(torch.float32), piece))

@@ -1,8 +1,8 @@
-"""Failures found on the device, counted on the host without waiting for them.
+"""Failures found on the device, counted on the host without waiting for the device.
 
-A step that refreshes statistics or inverses leaves a small vector on the device, zero where all
-went well. It is copied to the host behind the step's back and looked at when it has arrived: at
-once on the CPU, at a later step on a GPU.
+A refresh of statistics or inverses leaves a code for each parameter on the device, 0 for success.
+The codes are copied to the host in the background and read when they have arrived: at once on the
+CPU, one step late on a GPU.
 """
 
 import os
@@ -14,29 +14,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# So many failures in a row of one parameter are no accident: the next thing to fail is training.
-FAILURES_IN_A_ROW = 5
+from tnt_optim.state import COUNTERS
 
-COUNTERS = ("skipped_statistics", "skipped_in_a_row", "failed_inverses", "failed_in_a_row")
+# A parameter whose refreshes fail this many times in a row stops the training with an error.
+FAILURES_IN_A_ROW = 5
 
 UNOBSERVED = (
     "statistics are due at this step, but observe(output) was not called since the last one: going "
-    "on with the old statistics (said once)"
+    "on with the old statistics (warned once)"
 )
 
 
 class PreconditionerError(RuntimeError):
-    """Statistics or inverses failed where there is nothing to go on with, or again and again."""
+    """Refreshes of statistics or inverses failed at the first time, or several times in a row."""
 
 
 class _Delivery:
-    """A device tensor on its way to the host."""
+    """A copy of a device tensor to the host, in the background."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._host = tensor
         self._arrived: torch.cuda.Event | None = None
         if tensor.is_cuda:
-            # Pinned memory, or the copy would wait for the device.
+            # A copy to memory that is not pinned would wait for the device.
             self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)
             self._arrived = torch.cuda.Event()
@@ -54,24 +54,24 @@ class _Delivery:
 class Failures:
     """Reports of refreshes that have not been read yet.
 
-    What is read is counted in the parameters' own states, to be saved and loaded with them.
+    Failures are counted in the parameters' own states, and saved and loaded with them.
 
     Args:
-        parts: names of what a parameter has inverses of; by default its modes, by number.
+        parts: names of the parts of a parameter that have inverses; by default its modes.
     """
 
     def __init__(self, parts: Sequence[str] = ()) -> None:
         self._parts = parts
         self._pending: list[tuple[_Delivery, str, Sequence[Tensor]]] = []
-        # Of what some parameter may have failed in a row: at first unknown, so of everything.
+        # Kinds of refreshes of which some parameter's latest may have failed; at first unknown.
         self._in_a_row = {"statistics", "inverses"}
 
     def report_statistics(self, codes: Tensor, params: Sequence[Tensor]) -> None:
-        """codes[n] is nonzero where the statistics of params[n] were left as they were."""
+        """codes[n] is nonzero if the statistics of params[n] were not refreshed."""
         self._pending.append((_Delivery(codes), "statistics", params))
 
     def report_inverses(self, codes: Tensor, params: Sequence[Tensor]) -> None:
-        """codes[n] is 0, or which part of params[n], from 1, could not be inverted."""
+        """codes[n] is 0, or the number of the part of params[n], from 1, that failed."""
         self._pending.append((_Delivery(codes), "inverses", params))
 
     def read(
@@ -82,11 +82,11 @@ class Failures:
         wait: bool = False,
         fatal: bool = True,
     ) -> None:
-        """Counts what has arrived (with ``wait``: everything) in ``states``, and warns.
+        """Counts the reports that have arrived (with ``wait``: all) in ``states``, and warns.
 
         Raises:
-            PreconditionerError: where a parameter has failed FAILURES_IN_A_ROW times in a row; not
-                with ``fatal`` False.
+            PreconditionerError: if a parameter failed FAILURES_IN_A_ROW times in a row and
+                ``fatal`` is True.
         """
         error = None
         while self._pending and (wait or self._pending[0][0].arrived()):
@@ -94,7 +94,7 @@ class Failures:
             total, in_a_row = COUNTERS[:2] if kind == "statistics" else COUNTERS[2:]
             codes, failed = delivery.codes(), []
             if not any(codes) and kind not in self._in_a_row:
-                continue  # nothing to count: how most refreshes end
+                continue  # nothing to count, as after most refreshes
             for code, param in zip(codes, params, strict=True):
                 state = states[param]
                 state[total] += code != 0
@@ -118,7 +118,7 @@ class Failures:
             raise error
 
     def first_inverse(self, code: int, name: str, damping: Any) -> PreconditionerError:
-        """What to raise where a parameter's first inverse could not be made."""
+        """The error for a parameter whose first inverse failed."""
         return PreconditionerError(
             f"{self._part(code)} of {name} could not be inverted, and there is no earlier inverse "
             f"to go on with; damping is {damping}"

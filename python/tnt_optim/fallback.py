@@ -1,4 +1,4 @@
-"""Two optimizers as one: the parameters that a factored method suits, and the rest."""
+"""Two optimizers as one: a Kronecker-factored one for some parameters, another for the rest."""
 
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from typing import Any
@@ -12,10 +12,10 @@ from tnt_optim.checkpoint import with_integer_keys
 
 
 def with_fallback(main: Optimizer, fallback: Optimizer) -> "WithFallback":
-    """Makes one optimizer of two that share out a model's parameters.
+    """Makes one optimizer of two that have different parameters of a model.
 
-    For embeddings and heads with tens of thousands of rows, norms and biases, for instance, what a
-    factored method keeps of them is large, or not worth it::
+    Embeddings and heads with tens of thousands of rows have large factors; norms and biases gain
+    little from factors. For example::
 
         matrices = [p for p in model.parameters() if p.dim() >= 2 and max(p.shape) <= 8192]
         rest = [p for p in model.parameters() if p.dim() < 2 or max(p.shape) > 8192]
@@ -25,21 +25,21 @@ def with_fallback(main: Optimizer, fallback: Optimizer) -> "WithFallback":
 
     Args:
         main: a ``TNT`` or ``Shampoo``; ``observe``, ``attach``, ``warm_start`` and ``failures`` are
-            its own.
-        fallback: any other optimizer, which steps after it.
+            those of ``main``.
+        fallback: any other optimizer; it steps after ``main``.
 
     Raises:
-        ValueError: where a parameter is in both.
+        ValueError: if a parameter is in both.
     """
     return WithFallback(main, fallback)
 
 
 class WithFallback(Optimizer):
-    """What ``with_fallback`` makes. Parameter groups are those of ``main``, then of ``fallback``.
+    """The result of ``with_fallback``. Its parameter groups are those of main, then of fallback.
 
     Attributes:
-        main: the one.
-        fallback: the other. Parameter groups that are added to either are this one's, too.
+        main: the factored optimizer.
+        fallback: the other one. A parameter group added to either is also one of this optimizer.
     """
 
     def __init__(self, main: Optimizer, fallback: Optimizer) -> None:
@@ -56,7 +56,7 @@ class WithFallback(Optimizer):
         self.main, self.fallback = main, fallback
         super().__init__(self.param_groups, {})
 
-    # Groups and states are the two optimizers' own: what a scheduler sets is set there.
+    # Groups and states belong to the two optimizers: a scheduler sets them there.
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -70,7 +70,7 @@ class WithFallback(Optimizer):
 
     @property  # type: ignore[override]
     def state(self) -> "States":
-        """The states of both; what is under other keys than their parameters is this one's own."""
+        """The states of both; entries under other keys belong to this optimizer."""
         return States(self.main, self.fallback, self.__dict__.setdefault("_others", {}))
 
     @state.setter
@@ -79,10 +79,10 @@ class WithFallback(Optimizer):
             raise ValueError("state is that of .main and .fallback: change it there")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuses: whose they are is for the caller to say.
+        """Refuses: the caller must choose an optimizer.
 
         Raises:
-            ValueError: but for groups that are there already.
+            ValueError: unless the group is there already.
         """
         if not any(param_group is group for group in self.param_groups):
             raise ValueError("param_group must be added to .main or to .fallback")
@@ -95,10 +95,10 @@ class WithFallback(Optimizer):
             closure: recomputes the loss, once for both.
 
         Returns:
-            What the closure returned, else None.
+            The closure's result, or None.
 
         Raises:
-            RuntimeError, ValueError: what ``main`` raises; nothing is then changed by either.
+            RuntimeError, ValueError: from ``main``; neither has then changed anything.
         """
         loss = None
         if closure is not None:
@@ -124,17 +124,17 @@ class WithFallback(Optimizer):
         self.main.warm_start(outputs, **more)  # type: ignore[attr-defined]
 
     def allocate_state(self) -> None:
-        """Gives both states to load something into; see ``TNT.allocate_state``."""
+        """Gives both optimizers states to load into; see ``TNT.allocate_state``."""
         self.main.allocate_state()  # type: ignore[attr-defined]
         _allocate(self.fallback)
 
     def diagnostics(self) -> dict[str, float]:
-        """See ``TNT.diagnostics``: figures of the parameters of ``main``."""
+        """See ``TNT.diagnostics``: of the parameters of ``main``."""
         found: dict[str, float] = self.main.diagnostics()  # type: ignore[attr-defined]
         return found
 
     def memory_estimate(self) -> dict[str, Any]:
-        """See ``TNT.memory_estimate``: what the state of ``main`` will take."""
+        """See ``TNT.memory_estimate``: of the state of ``main``."""
         found: dict[str, Any] = self.main.memory_estimate()  # type: ignore[attr-defined]
         return found
 
@@ -144,7 +144,7 @@ class WithFallback(Optimizer):
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns one state of both, of the form of every optimizer's."""
+        """Returns one state of both, in the form of every optimizer's state."""
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
         main, fallback = self.main.state_dict(), self.fallback.state_dict()
@@ -165,10 +165,10 @@ class WithFallback(Optimizer):
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what ``state_dict`` returned, of two such optimizers of the same parameters.
+        """Loads the ``state_dict`` of two such optimizers of the same parameters.
 
         Raises:
-            ValueError: where it does not fit; nothing is then changed.
+            ValueError: if it does not fit; nothing is then changed.
         """
         state_dict = state_dict.copy()  # hooks may change it
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -213,7 +213,7 @@ class WithFallback(Optimizer):
 
 
 def _allocate(optimizer: Optimizer) -> None:
-    """Gives an optimizer of torch's its state, by a step that moves nothing."""
+    """Gives one of torch's optimizers its state, by a step with zero gradients and rates."""
     if optimizer.state:
         return
     params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
@@ -236,7 +236,7 @@ class States(MutableMapping[Any, Any]):
     """The states of two optimizers as one mapping.
 
     Attributes:
-        others: what is under keys that are no parameters of either.
+        others: entries under keys that are not parameters of either.
     """
 
     def __init__(self, main: Optimizer, fallback: Optimizer, others: dict[Any, Any]) -> None:

@@ -1,17 +1,28 @@
-"""Schedule, step and saved state that the Kronecker-factored optimizers share.
+"""Schedule, step and saved state of the Kronecker-factored optimizers.
 
-At step t = 0, 1, 2, ..., with T1 = stat_interval and T2 = inverse_interval: statistics at
-t % T1 == 0; factors at t % T2 == 0, and at every statistics step in the first T2 steps, while the
-statistics are young; the update at every step.
+At step t = 0, 1, 2, ..., with T1 = stat_interval and T2 = inverse_interval, the statistics are
+refreshed if t % T1 == 0, and the factors if t % T2 == 0. During its first T2 steps, a parameter's
+factors are also refreshed with its statistics, which still change fast. Every step updates the
+parameters.
 """
 
-from collections.abc import Callable, Container, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._compile import _disable_dynamo
+from torch.optim import Optimizer
 
+from tnt_kernels import gram_ema_
+from tnt_optim.autograd import (
+    Gradients,
+    buffers_put_back,
+    check_reached,
+    check_static_graph,
+    replicas_behind,
+)
 from tnt_optim.checkpoint import (
     check_method,
     check_state_dict,
@@ -19,73 +30,113 @@ from tnt_optim.checkpoint import (
     load_adapted,
     with_integer_keys,
 )
-from tnt_optim.cuda_graphs import StepGraphs
+from tnt_optim.cuda_graphs import StepGraphs, check_graphs_device
 from tnt_optim.diagnostics import diagnostics
 from tnt_optim.directions import Workspace
-from tnt_optim.distributed.process_group import Gradients, Team
-from tnt_optim.distributed.replicated import Owners
+from tnt_optim.distributed import Owners, distribution
 from tnt_optim.failures import Failures, PreconditionerError
-from tnt_optim.options import ADDED, as_number, check_settings
-from tnt_optim.state import TENSORS, is_half, layout, state_dtype
-from tnt_optim.statistics import FactoredOptimizer
+from tnt_optim.modes import (
+    any_sharded,
+    blocks,
+    by_device,
+    is_half,
+    is_sharded,
+    layout,
+    rows,
+    state_dtype,
+)
+from tnt_optim.observations import Empirical
+from tnt_optim.options import ADDED, OPTIONS, as_they_are, check_settings, split
+from tnt_optim.state import (
+    COUNTS,
+    NAMES,
+    SURVIVES,
+    State,
+    memory_estimate,
+    missing_entry,
+    new_state,
+    zero_statistics,
+)
 from tnt_optim.update import (
     Batch,
     DeviceStep,
     Group,
+    Local,
     Report,
     Settings,
-    by_device,
+    worst_of_blocks,
 )
 
+_NO_MORE = object()
 
-class KroneckerOptimizer(FactoredOptimizer):
-    """Base of the optimizers that precondition the momentum, mode by mode.
 
-    A subclass says what the factors are (``_factors``), and where the gradients for the statistics
-    come from: by default they are the parameters' own.
+class KroneckerOptimizer(Optimizer):
+    """Base of the optimizers that precondition the momentum with a factor for every mode.
+
+    A subclass computes factors from statistics (``_factors``). Its constructor passes its options
+    on, and a source of gradients for the statistics: by default the training gradients. See
+    docs/your_own_optimizer.md.
+
+    Args:
+        params: parameters, named parameters or parameter groups, of any floating-point dtype.
+        options: by the names of ``tnt_optim.options``; missing ones get their defaults.
+        source: of the gradients for the statistics.
+
+    Raises:
+        ValueError: if an option or a parameter does not fit.
+        TypeError: if an option is not in the table.
     """
 
-    # What a saved state says it is of: the method, whatever a subclass of it is called.
+    # The method's name in a saved state; subclasses for other purposes keep it.
     _method = "Kronecker-factored"
 
-    def __init__(self, params: Any, defaults: dict[str, Any], **shared: Any) -> None:
+    # Options of the optimizer as a whole.
+    capturable = False
+    process_group: Any = None
+    shard: str | None = None
+
+    _group_is_lost = False  # a copy lacks its process group
+
+    def __init__(
+        self, params: Any, options: Mapping[str, Any], source: Empirical | None = None
+    ) -> None:
+        defaults, whole = split(options)
+        for name, value in whole.items():
+            setattr(self, name, value)
+        self._observed = Empirical() if source is None else source
+        self._owners, self._failures = Owners(), Failures()
+        self._start_over()
+        super().__init__(params, {**defaults, "step": 0})
+
+    def _start_over(self) -> None:
+        """Forgets what depends on the addresses of the state."""
         self._graphs, self._workspace = StepGraphs(), Workspace()
-        # Whose statistics have what was observed for this step, where an attempt at it raised.
-        self._taken: set[Tensor] = set()
-        super().__init__(params, defaults, **shared)
+        # Parameters not to update again when a failed step is retried.
+        self._accumulated: set[Tensor] = set()
 
-    # What a subclass provides.
-
-    def _statistic_gradients(self, team: Team | None, moving: Container[Tensor]) -> Gradients:
-        """Returns the gradients whose statistics are due at this step, by parameter.
-
-        Of the same parameters in all processes of the team. Of sharded ones they are pieces.
+    def _factors(
+        self,
+        group: Settings,
+        stats: Sequence[Sequence[Tensor]],
+        out: Sequence[Sequence[Tensor]] | None = None,
+    ) -> tuple[list[list[Tensor]], Tensor]:
+        """Computes the factors of statistics: the one method that a subclass must have.
 
         Args:
-            team: the processes.
-            moving: the parameters that have a gradient of the loss.
+            group: the settings of the parameters' group.
+            stats: for each block of a parameter, the statistics of its modes, (d, d) or (d,).
+            out: tensors for the factors; None for new ones. A block that fails leaves its own
+                unchanged.
+
+        Returns:
+            The factors, like ``stats``, and for each block a code on the device: 0, or the number
+            of the mode that failed, from 1.
         """
-        return {
-            p: p.grad
-            for group in self.param_groups
-            for due in [self._statistics_due(group)]
-            for p in group["params"]
-            if p in moving and (due or not self._has_state(p))
-        }
-
-    def _may_wait(self, param: Tensor) -> bool:
-        """Whether a parameter without statistics sits a step out, rather than being an error."""
-        return False
-
-    def _note_unreached(self) -> None:
-        """Called when a step has gone well, before its observations are forgotten."""
-
-    def _forget_observations(self) -> None:
-        """Called when a step is through with its observations, or has raised."""
+        raise NotImplementedError
 
     # The public side.
 
-    @_disable_dynamo  # which would trace a hundred pieces of it, for nothing
+    @_disable_dynamo  # Dynamo would trace it in a hundred pieces, to no use
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Takes one step.
@@ -94,20 +145,20 @@ class KroneckerOptimizer(FactoredOptimizer):
             closure: recomputes the loss, calls ``backward`` (and ``observe``), returns the loss.
 
         Returns:
-            What the closure returned, else None.
+            The closure's result, or None.
 
         Raises:
-            ValueError: where a group's settings have become wrong; nothing is then changed.
-            RuntimeError: where a parameter has a gradient but no statistics; nothing is then
-                changed. (One that the outputs observed so far did not reach, but this step's loss
-                does, waits for the next ``observe`` instead.)
-            PreconditionerError: where first statistics or inverses fail, or later ones repeatedly.
-                No parameter is then changed.
+            ValueError: if a group's settings have become wrong; nothing is then changed.
+            RuntimeError: if a parameter has a gradient but no statistics; nothing is then changed.
+                (A parameter that this step's loss reaches, and the outputs observed so far did not,
+                waits for the next ``observe`` instead.)
+            PreconditionerError: if first statistics or inverses fail, or later ones repeatedly. No
+                parameter is then changed.
 
-        A step that raises has used up what was observed for it. Where it raises before the update,
-        as with too little memory for new factors, parameters and momenta are what they were, and it
-        can be repeated, from the forward on: statistics that have taken in what was observed do not
-        take it in again.
+        A step that raises has used up its observations. If it raises before the update, for example
+        because memory runs out for new factors, parameters and momenta are unchanged, and the step
+        can be repeated, from the forward on: statistics that have this step's observations do not
+        add them again.
         """
         loss = None
         if closure is not None:
@@ -115,46 +166,107 @@ class KroneckerOptimizer(FactoredOptimizer):
                 loss = closure()
         try:
             for group in self.param_groups:
-                check_settings(group)  # anyone may have changed them since
-            team = self._team()
-            # On a GPU a report may arrive here and not yet there, and where it stops the training
-            # it must stop all processes. It is a step old: hardly ever is there anything to wait.
-            self._failures.read(self.state, self._name, wait=team is not None)
-            moving = self._moving(team)
-            pieces = self._statistic_gradients(team, moving)
-            updates = [self._to_update(group, pieces, moving) for group in self.param_groups]
-            observed = self._whole(pieces)
-            first = {p: g for p, g in observed.items() if not self._has_state(p)}
-            self.state.update(self._first_states(first))
-            self._taken.update(first)
-            if first:
-                observed = {p: g for p, g in observed.items() if p not in first}
-            self._run(self._device_step(observed, first, updates))
-            self._note_unreached()
+                check_settings(group)  # the user may have changed them
+            processes = self._distribution()
+            # On a GPU one process may have a report before another, and an error must stop all of
+            # them at the same step. The report is a step old: the wait is short.
+            self._failures.read(self.state, self._name, wait=processes.size > 1)
+            self._run(self._prepared(processes))
+            self._observed.note_unreached(self._has_state)
         except PreconditionerError:
-            self._taken.clear()  # no repetition helps: the next attempt is of other observations
+            self._accumulated.clear()  # a retry does not help: the next step has new observations
             raise
         finally:
-            self._forget_observations()
-        self._taken.clear()
+            self._observed.use_up()
+        self._accumulated.clear()
         for group in self.param_groups:
             group["step"] += 1
         return loss
 
+    def warm_start(self, outputs: Iterable[Any], *, model: nn.Module | None = None) -> None:
+        """Starts the statistics from their plain average over many batches, and the factors too.
+
+        Best over the whole data set at the initial weights, as in the paper:
+        ``opt.warm_start((model(x) for x, _ in batches), model=model)``. Existing statistics start
+        over.
+
+        Args:
+            outputs: for each batch, with its graph: what ``observe`` takes; the training loss, if
+                the statistics come from the training gradients.
+            model: if given, its buffers (batch norm's running statistics) are restored afterwards.
+
+        Raises:
+            ValueError: if there is no batch, or an output does not fit; nothing is then changed.
+            PreconditionerError: if no batch gave a finite gradient, or a factor could not be
+                computed; nothing is then changed.
+        """
+        if not isinstance(outputs, Iterable):
+            raise TypeError(f"outputs must be iterable, got {type(outputs).__name__}")
+        processes = self._distribution()
+        with buffers_put_back(*([] if model is None else [model])):
+            stats, skipped = self._average_statistics(outputs, processes)
+        fresh = self._states(stats, processes)
+        self._failures = Failures()
+        for param, state in fresh.items():
+            state["skipped_statistics"] = skipped
+            earlier = self.state.get(param, {})
+            for name in earlier.keys() & set(SURVIVES):
+                if name in COUNTS:
+                    state[name] = earlier[name]
+                elif name in state:
+                    state[name] = earlier[name].reshape(state[name].shape)  # the modes may differ
+            self.state[param] = state
+
+    def allocate_state(self) -> None:
+        """Gives every trainable parameter without state one of zeros, to load into.
+
+        Loaders that load in place, such as ``torch.distributed.checkpoint``, find in it the tensors
+        that this process keeps. Until they load, the factors are zero and parameters do not move.
+        """
+        processes = self._distribution()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.requires_grad and not self._has_state(param):
+                    self.state[param] = new_state(param, group, processes.kept(param))
+                    self._set_counts(self.state[param], param)
+
+    def memory_estimate(self) -> dict[str, Any]:
+        """Returns the bytes of the optimizer's state in this process, before training.
+
+        Returns:
+            "parameters": for each trainable one its "name", "shape", "statistics" (their shapes),
+            and in bytes "stats", "factors", "moments" and "master"; "total": the sum of all these
+            bytes. A step also needs a workspace of at least one copy of the largest parameter; with
+            ``graft`` two, which on the CPU are kept between steps.
+        """
+        return memory_estimate(self.param_groups, self._distribution().kept, self._name)
+
+    def failures(self) -> dict[str, int]:
+        """Returns the numbers of failed refreshes; waits for the device.
+
+        "skipped_statistics" counts refreshes left out because a gradient was not finite, of the
+        parameter with the most; "failed_inverses" counts failed refreshes of all parameters'
+        factors.
+        """
+        self._failures.read(self.state, self._name, wait=True, fatal=False)
+        states = [self.state[p] for p in self._params() if self._has_state(p)]
+        skipped = [state["skipped_statistics"] for state in states]
+        failed = [state["failed_inverses"] for state in states]
+        return {"skipped_statistics": max(skipped, default=0), "failed_inverses": sum(failed)}
+
     def diagnostics(self) -> dict[str, float]:
         """Returns figures of every parameter, for a log; waits for the device.
 
-        It takes longer than a step with nothing due (on an autoencoder's shapes by half): call it
-        when the log is written, every hundred steps or so. Where processes share the work, each has
-        those of what it keeps.
+        It takes longer than a step with nothing due (by half, on an autoencoder's shapes): call it
+        every hundred steps or so. With several processes, each has the figures of the parameters
+        that it keeps.
 
         Returns:
-            By "FIGURE/NAME", as ``SummaryWriter.add_scalar`` takes them: "parameter_norm" (but of
-            sharded parameters),
-            "momentum_norm", "direction_norm" (without grafting and weight decay), "condition", the
-            largest condition number of the parameter's factors, estimated from below, and the
-            counts "skipped_statistics" and "failed_inverses". A parameter without a name is called
-            "group.index".
+            By "FIGURE/NAME", as ``SummaryWriter.add_scalar`` takes them: "parameter_norm" (not of
+            sharded parameters), "momentum_norm", "direction_norm" (without grafting and weight
+            decay), "condition", the largest condition number of the parameter's factors, estimated
+            from below, and the counts "skipped_statistics" and "failed_inverses". A parameter
+            without a name is called "group.index".
         """
         self._failures.read(self.state, self._name, wait=True, fatal=False)
         names = {
@@ -165,10 +277,32 @@ class KroneckerOptimizer(FactoredOptimizer):
         held = {p: self.state[p] for p in names if "factors" in self.state.get(p, {})}
         return diagnostics(held, names)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds parameters with settings of their own; they join at the optimizer's present step.
+
+        Raises:
+            ValueError: if a setting or a parameter does not fit; nothing is then added.
+        """
+        if isinstance(param_group, dict):
+            for name in param_group:
+                if name in OPTIONS and not OPTIONS[name].per_group and hasattr(self, name):
+                    raise ValueError(f"{name} cannot be set for a parameter group, only for all")
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            check_settings(group)
+            for param in group["params"]:
+                self._check_param(param, group)
+        except Exception:
+            self.param_groups.pop()
+            raise
+        group["step"] = self.param_groups[0]["step"]
+
     def state_dict(self) -> dict[str, Any]:
         """Returns state and settings, loadable with ``torch.load(weights_only=True)``.
 
-        To be taken between steps. ``modes`` functions are left out: who loads it has their own.
+        To be called between steps. ``modes`` functions are left out: the optimizer that loads it
+        has its own.
         """
         self._failures.read(self.state, self._name, wait=True, fatal=False)
         state_dict = super().state_dict()
@@ -177,50 +311,50 @@ class KroneckerOptimizer(FactoredOptimizer):
         return {**state_dict, "method": self._method}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what ``state_dict`` returned, of an optimizer of the same parameters.
+        """Loads the ``state_dict`` of an optimizer of the same parameters.
 
         Hooks before it (``register_load_state_dict_pre_hook``) may adapt it to the parameters.
 
         Raises:
-            ValueError: where it is of another optimizer, other parameters, or other kinds of modes
+            ValueError: if it is of another optimizer, other parameters, or other kinds of modes
                 (full or diagonal); nothing is then changed.
         """
         functions = [group["modes"] for group in self.param_groups]
+        processes = self._distribution()
 
         def check(adapted: dict[str, Any]) -> None:
             check_method(self._method, adapted)
-            check_state_dict(self.param_groups, adapted, set(self.defaults), self._kept)
+            check_state_dict(self.param_groups, adapted, set(self.defaults), processes.kept)
 
         def finish(adapted: dict[str, Any]) -> None:
-            self._failures, self._graphs, self._taken = Failures(), StepGraphs(), set()
+            self._failures = Failures()
+            self._start_over()
+            self._observed.start_over()
             for group, modes in zip(self.param_groups, functions, strict=True):
                 group["modes"] = modes
             for param, state in copied_states(self.param_groups, adapted, state_dtype):
-                dropped = TENSORS - self._kept(param)
-                self.state[param] = {k: v for k, v in state.items() if k not in dropped}
-                self._count_again(self.state[param], param)
+                others = NAMES - processes.kept(param)
+                self.state[param] = {k: v for k, v in state.items() if k not in others}
+                self._set_counts(self.state[param], param)
 
         load_adapted(self, with_integer_keys(state_dict), super().load_state_dict, check, finish)
 
     def __getstate__(self) -> dict[str, Any]:
         self._failures.read(self.state, self._name, wait=True, fatal=False)
-        own = {
-            "_failures": self._failures,
-            "capturable": self.capturable,
-            "shard": self.shard,
-            "_group_is_lost": self._group_is_lost or self.process_group is not None,
-        }
-        return {**super().__getstate__(), **own}
+        own = {name: value for name, value in vars(self).items() if name in OPTIONS}
+        own["process_group"] = None  # cannot be copied
+        lost = self._group_is_lost or self.process_group is not None
+        kept = {"_failures": self._failures, "_observed": self._observed, "_group_is_lost": lost}
+        return {**super().__getstate__(), **own, **kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for group in self.param_groups:
             for name, value in ADDED.items():
                 group.setdefault(name, value)
-        self._graphs, self._taken = StepGraphs(), set()
-        self._workspace = Workspace()
-        if "shard" in state:  # a copy: a process group cannot be copied
-            self.process_group, self._owners = None, Owners()
+        self._start_over()
+        if "_failures" in state:  # a copy; torch also calls this when it loads a state_dict
+            self._owners = Owners()
 
     def __repr__(self) -> str:
         lines = [f"{type(self).__name__} ("]
@@ -240,51 +374,107 @@ class KroneckerOptimizer(FactoredOptimizer):
 
     # The schedule.
 
-    def _statistics_due(self, group: dict[str, Any]) -> bool:
-        return bool(group["step"] % group["stat_interval"] == 0)
+    def _due(self) -> list[Tensor]:
+        """Parameters whose statistics are due, and those without, if an output may reach them."""
+        return [
+            p
+            for group in self.param_groups
+            for scheduled in [group["step"] % group["stat_interval"] == 0]
+            for p in group["params"]
+            if scheduled or (not self._has_state(p) and p not in self._observed.unreached)
+        ]
 
-    def _device_step(
-        self,
-        observed: dict[Tensor, Tensor],
-        first: Mapping[Tensor, Tensor],
-        updates: Sequence[list[Tensor]],
-    ) -> DeviceStep:
-        """What the step has to do: blend what was observed, remake factors, update."""
-        due = [self._factors_due(group, observed, first) for group in self.param_groups]
+    def _prepared(self, processes: Local) -> DeviceStep:
+        """The device's part of this step; makes first statistics and factors on the way."""
+        with_gradients = processes.with_gradients(self._params())
+        pieces = self._observed.gradients(processes, self._due(), with_gradients, self._has_state)
+        updated = [
+            p for group in self.param_groups for p in self._to_update(group, pieces, with_gradients)
+        ]
+        observed = processes.whole(pieces)
+        first = {p: g for p, g in observed.items() if not self._has_state(p)}
+        self.state.update(self._first_states(first, processes))
+        self._accumulated.update(first)
+        if first:
+            observed = {p: g for p, g in observed.items() if p not in first}
+        due = [p for group in self.param_groups for p in self._factors_due(group, observed, first)]
         return DeviceStep(
-            blended=list(self._batches(observed.keys() - self._taken)),
-            remade=self._split(due),
-            updated=self._split(updates),
+            statistics=list(self._batches(observed.keys() - self._accumulated)),
+            factors=list(self._batches(due)),
+            updated=list(self._batches(updated)),
             observed=observed,
-            grads=self._signed(updates),
-            sharing=self._sharing(),
-            taken=self._taken,
+            grads=self._descent(updated),
+            distribution=processes,
+            accumulated=self._accumulated,
             workspace=self._workspace,
         )
 
-    def _signed(self, updates: Sequence[list[Tensor]]) -> Gradients:
-        """The gradients of what is to move, towards a minimum."""
-        grads: dict[Tensor, Tensor | None] = {}
-        for group, params in zip(self.param_groups, updates, strict=True):
-            for p in params:
-                grads[p] = -p.grad if group["maximize"] and p.grad is not None else p.grad
-        return grads
+    def _factors_due(
+        self,
+        group: Group,
+        observed: Mapping[Tensor, Tensor],
+        first: Mapping[Tensor, Tensor],
+    ) -> list[Tensor]:
+        """The group's parameters whose factors are due; those of ``first`` are new."""
+        t, interval = group["step"], group["inverse_interval"]
+        if t % interval == 0:
+            return [p for p in group["params"] if self._has_state(p) and p not in first]
+        known = observed.keys() | self._accumulated
+        return [
+            p
+            for p in group["params"]
+            if p in known and p not in first and t - self.state[p]["first_step"] < interval
+        ]
 
-    def _split(self, params: Sequence[list[Tensor]]) -> list[Batch]:
-        """Parameters by group, split by device."""
-        pairs = zip(self.param_groups, params, strict=True)
-        return [(group, batch) for group, members in pairs for batch in by_device(members)]
+    def _to_update(
+        self, group: Group, observed: Container[Tensor], with_gradients: Container[Tensor]
+    ) -> list[Tensor]:
+        """The group's parameters that this step updates."""
+        ready = []
+        for param in group["params"]:
+            if param not in with_gradients:
+                continue
+            if param.grad is not None and param.grad.layout != torch.strided:
+                raise RuntimeError(
+                    f"the gradient of {self._name(param)} must be dense, got {param.grad.layout}"
+                )
+            known = self._has_state(param)
+            if not known and param not in observed:
+                if self._observed.may_wait(param):
+                    continue
+                raise RuntimeError(
+                    f"step() has no statistics for {self._name(param)}, which has a gradient: call "
+                    "observe(output) between the forward and step(), or warm_start() before "
+                    "training, with outputs that depend on every parameter the loss depends on"
+                )
+            missing = missing_entry(self.state[param], param, group) if known else None
+            if missing is not None and missing.needs is not None:
+                option, value = missing.needs
+                raise RuntimeError(
+                    f"{option}={value!r} must be set before the first statistics: "
+                    f"{self._name(param)} has no {missing.name} in its state"
+                )
+            ready.append(param)
+        return ready
+
+    def _descent(self, params: Iterable[Tensor]) -> Gradients:
+        """The gradients of the parameters to update, in the direction of a minimum."""
+        return {
+            p: -p.grad if group["maximize"] and p.grad is not None else p.grad
+            for group, batch in self._batches(params)
+            for p in batch
+        }
 
     def _run(self, step: DeviceStep) -> None:
         if self.capturable:
-            self._report(self._graphs.run(step, self.state, self._all_of_it))
+            self._report(self._graphs.run(step, self.state, self._run_all))
             return
-        self._report(self._refresh(step, _as_they_are))
-        if self._team() is None or not any(p.is_cuda for p in step.grads):
+        self._report(self._refresh(step, as_they_are))
+        if step.distribution.size == 1 or not any(p.is_cuda for p in step.grads):
             self._failures.read(self.state, self._name)
-        step.update(self.state, _as_they_are)
+        step.update(self.state, as_they_are)
 
-    def _all_of_it(self, step: DeviceStep, settings: Callable[[Group], Settings]) -> list[Report]:
+    def _run_all(self, step: DeviceStep, settings: Callable[[Group], Settings]) -> list[Report]:
         reports = self._refresh(step, settings)
         step.update(self.state, settings)
         return reports
@@ -293,7 +483,8 @@ class KroneckerOptimizer(FactoredOptimizer):
         def make(group: Settings, stats: list[list[Tensor]], out: list[list[Tensor]]) -> Tensor:
             return self._factors(group, stats, out)[1]
 
-        return step.blend(self.state, settings) + step.remake(self.state, settings, make)
+        reports = step.refresh_statistics(self.state, settings)
+        return reports + step.refresh_factors(self.state, settings, make)
 
     def _report(self, reports: Sequence[Report]) -> None:
         for report in reports:
@@ -302,69 +493,175 @@ class KroneckerOptimizer(FactoredOptimizer):
             else:
                 self._failures.report_inverses(report.codes, report.params)
 
-    def _factors_due(
-        self,
-        group: dict[str, Any],
-        observed: Mapping[Tensor, Tensor],
-        first: Mapping[Tensor, Tensor],
-    ) -> list[Tensor]:
-        """The group's parameters whose factors are to be remade; the first ones just were made."""
-        t, interval = group["step"], group["inverse_interval"]
-        if t % interval == 0:
-            return [p for p in group["params"] if self._has_state(p) and p not in first]
-        known = observed.keys() | self._taken
-        return [
-            p
-            for p in group["params"]
-            if p in known and p not in first and t - self.state[p]["first_step"] < interval
-        ]
+    # First statistics.
 
-    # The update.
-
-    def _moving(self, team: Team | None) -> set[Tensor]:
-        """The parameters that have a gradient; where they are sharded, in some process."""
-        params = [p for group in self.param_groups for p in group["params"]]
-        has = [p.grad is not None for p in params]
-        if team is not None and self._is_sharded():
-            has = team.anywhere(has, params[0].device)
-        return {p for p, has_gradient in zip(params, has, strict=True) if has_gradient}
-
-    def _to_update(
-        self, group: dict[str, Any], observed: Container[Tensor], moving: Container[Tensor]
-    ) -> list[Tensor]:
-        """The group's parameters that this step moves."""
-        ready = []
-        for param in group["params"]:
-            if param not in moving:
+    def _average_statistics(
+        self, outputs: Iterable[Any], processes: Local
+    ) -> tuple[dict[Tensor, list[Tensor]], int]:
+        """The plain average over batches, and the number of batches that were not finite."""
+        stats: dict[Tensor, list[Tensor]] = {}
+        batches = skipped = 0
+        for observed in self._batch_gradients(outputs, processes):
+            if not processes.all_finite(observed.values()):
+                skipped += 1
                 continue
-            if param.grad is not None and param.grad.layout != torch.strided:
-                raise RuntimeError(
-                    f"the gradient of {self._name(param)} must be dense, got {param.grad.layout}"
-                )
-            known = self._has_state(param)
-            if not known and param not in observed:
-                if self._may_wait(param):
-                    continue
-                raise RuntimeError(
-                    f"step() has no statistics for {self._name(param)}, which has a gradient: call "
-                    "observe(output) between the forward and step(), or warm_start() before "
-                    "training, with outputs that depend on every parameter the loss depends on"
-                )
-            state = self.state[param] if known else {}
-            if known and group["graft"] == "adam" and "second_moment_updates" not in state:
-                raise RuntimeError(
-                    "graft='adam' must be set before the first statistics: "
-                    f"{self._name(param)} has no second moment"
-                )
-            master = group["rounding"] == "master" and is_half(param)
-            if known and master and "master" not in state:
-                raise RuntimeError(
-                    "rounding='master' must be set before the first statistics: "
-                    f"{self._name(param)} has no master copy"
-                )
-            ready.append(param)
-        return ready
+            for p in stats.keys() - observed.keys():
+                observed[p] = torch.zeros(p.shape, dtype=p.dtype, device=p.device)
+            self._accumulate(stats, observed, batches / (batches + 1), processes)
+            batches += 1
+        if skipped and not batches:
+            raise PreconditionerError(f"outputs: none of {skipped} batches gave a finite gradient")
+        if not batches:
+            raise ValueError("outputs must hold at least one batch, got none")
+        return stats, skipped
 
+    def _batch_gradients(
+        self, outputs: Iterable[Any], processes: Local
+    ) -> Iterator[dict[Tensor, Tensor]]:
+        """The mean gradients of each batch of all processes."""
+        trainable = [p for p in self._params() if p.requires_grad]
+        batches = iter(outputs)
+        for index in itertools.count():
+            output, observed = next(batches, _NO_MORE), None
+            if output is not _NO_MORE:
+                loss, scale = self._observed.batch_loss(self, output, index, processes)
+                check_static_graph(replicas_behind(loss))
+                observed = processes.gradients(loss, trainable, retain_graph=False, scale=scale)
+                check_reached(observed)
+            mean = processes.batch_mean(trainable, observed)
+            if mean is None:
+                return
+            yield mean
 
-def _as_they_are(group: Group) -> Settings:
-    return {**group, "lr": as_number(group["lr"])}
+    def _accumulate(
+        self,
+        stats: dict[Tensor, list[Tensor]],
+        observed: Mapping[Tensor, Tensor],
+        decay: float,
+        processes: Local,
+    ) -> None:
+        """Adds gradients to statistics that are not yet part of a state.
+
+        A parameter with another owner rank gets an empty list.
+        """
+        for group, params in self._batches(observed):
+            for param in params:
+                if param not in stats:
+                    owned = processes.owned([param])
+                    stats[param] = zero_statistics(param, group) if owned else []
+            own = [p for p in params if stats[p]]
+            seen = [layout(p, group) for p in own]
+            gradients = blocks([observed[p] for p in own], seen)
+            gram_ema_(rows([stats[p] for p in own], seen), gradients, decay)
+
+    def _first_states(
+        self, observed: dict[Tensor, Tensor], processes: Local
+    ) -> dict[Tensor, State]:
+        """States from first observations. The host waits: there are no earlier factors to use."""
+        if observed and not processes.all_finite(observed.values()):
+            raise PreconditionerError(
+                "the first gradient for the statistics is not finite: there are no earlier "
+                f"statistics to go on with, for {self._name(next(iter(observed)))}"
+            )
+        stats: dict[Tensor, list[Tensor]] = {}
+        self._accumulate(stats, observed, 0.0, processes)
+        return self._states(stats, processes)
+
+    def _states(self, stats: dict[Tensor, list[Tensor]], processes: Local) -> dict[Tensor, State]:
+        """Complete states around first statistics. The host waits for the factors."""
+        states: dict[Tensor, State] = {}
+        for group, params in self._batches(stats):
+            own = [p for p in params if stats[p]]
+            seen = [layout(p, group) for p in own]
+            made, info = self._factors(group, rows([stats[p] for p in own], seen))
+            codes = worst_of_blocks(info, [look.count for look in seen])
+            codes = processes.codes(params, own, codes)
+            for param, code in zip(params, codes.tolist(), strict=True):
+                if code != 0:
+                    name = self._name(param)
+                    raise self._failures.first_inverse(code, name, group["damping"])
+            rest = iter(made)
+            factors = {
+                p: [f for _ in range(look.count) for f in next(rest)]
+                for p, look in zip(own, seen, strict=True)
+            }
+            for p in params:
+                states[p] = new_state(
+                    p, group, processes.kept(p), stats=stats[p], factors=factors.get(p)
+                )
+                self._set_counts(states[p], p)
+            processes.send_factors(params, states)
+        return states
+
+    # Processes and parameters.
+
+    def _distribution(self) -> Local:
+        """How the processes that run now divide a step."""
+        lost = self._group_is_lost
+        found = distribution(
+            self.param_groups, self.process_group, self.shard, self._owners, is_lost=lost
+        )
+        if found.size > 1 and self.capturable:
+            raise RuntimeError(
+                "capturable=True works in a single process, and torch.distributed runs "
+                f"{found.size}: leave it off"
+            )
+        return found
+
+    def _check_param(self, param: Tensor, group: Group) -> None:
+        """Checks that a parameter can have its group's settings."""
+        name, rounding = self._name(param), group["rounding"]
+        if not param.is_floating_point() or param.layout != torch.strided:
+            raise ValueError(
+                "params must be dense real floating-point tensors, got "
+                f"{param.dtype}, {param.layout} for {name}"
+            )
+        layout(param, group)
+        if is_sharded(param) != any_sharded(self.param_groups):
+            raise ValueError(
+                "params must all be sharded over one device mesh, or none, got both: "
+                f"{name} is {'' if is_sharded(param) else 'not '}sharded"
+            )
+        if is_sharded(param) and is_half(param) and rounding == "master":
+            raise ValueError(
+                "rounding='master' is not for sharded parameters: fully_shard's "
+                "MixedPrecisionPolicy(param_dtype=...) keeps them in float32, got "
+                f"{param.dtype} for {name}"
+            )
+        if param.dtype == torch.float16 and rounding == "stochastic":
+            raise ValueError(f"rounding='stochastic' is for bfloat16, got {param.dtype} for {name}")
+        if self.capturable:
+            if rounding == "stochastic":
+                raise ValueError("rounding='stochastic' cannot be part of CUDA graphs")
+            check_graphs_device(param, self.param_groups[0]["params"][:1])
+
+    def _params(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def _has_state(self, param: Tensor) -> bool:
+        # Not `in`: reading opt.state[param] leaves an empty dictionary behind.
+        return bool(self.state.get(param))
+
+    def _batches(self, params: Iterable[Tensor]) -> Iterator[Batch]:
+        """The given parameters by group and device."""
+        wanted = params if isinstance(params, Mapping) else set(params)
+        for group in self.param_groups:
+            for batch in by_device([p for p in group["params"] if p in wanted]):
+                yield group, batch
+
+    def _set_counts(self, state: State, param: Tensor) -> None:
+        """Makes counts tensors if CUDA graphs go on counting, else integers."""
+        for name in COUNTS:
+            if name in state:
+                number, device = float(state[name]), param.device
+                state[name] = int(number)
+                if self.capturable:
+                    state[name] = torch.full((), number, dtype=torch.float64, device=device)
+
+    def _name(self, param: Tensor) -> str:
+        for number, group in enumerate(self.param_groups):
+            for index, other in enumerate(group["params"]):
+                if other is param:
+                    name = repr(group["param_names"][index]) if "param_names" in group else index
+                    return f"parameter {name} of group {number}, shape {tuple(param.shape)}"
+        raise KeyError("not a parameter of this optimizer")

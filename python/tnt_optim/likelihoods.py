@@ -1,15 +1,14 @@
-"""Labels drawn from a model's own predictive distribution, and their loss.
+"""Losses whose gradients are the statistics' observations: at labels drawn from the model.
 
-The gradient of that loss has mean zero and the Fisher matrix as covariance (the empirical gradient
-has neither), which is what makes the tensor-normal model of it apply. Ren & Goldfarb 2021, section
-3.
+The gradient of the loss at labels from the model's own predictive distribution has mean zero, and
+its covariance is the Fisher matrix. The training gradient has neither property. Ren & Goldfarb
+2021, section 3. A new likelihood is one function here and its entry in ``LIKELIHOODS``.
 
-No function here reads a value on the host, and a NaN output gives a NaN loss, never an exception:
-a step that is skipped for one is the optimizer's decision.
+No function reads a value on the host. A NaN output gives a NaN loss and no exception: the optimizer
+decides what to skip.
 """
 
 import hashlib
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,13 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tnt_optim.autograd import check_scalar_loss
-
-# One of LIKELIHOODS, or a user's own function from the output to the loss at labels it samples.
+# One of LIKELIHOODS, or a user's function from the output to the loss at labels that it samples.
 Likelihood = str | Callable[[Any], Tensor]
 
-
-# Half of what GradScaler begins with: the gradient of a mean over a batch may be up to 2 then.
+# Half of GradScaler's first scale: float16 then holds gradients of a mean loss up to 2.
 LARGEST_SCALE = 2**15
 
 
@@ -35,7 +31,7 @@ def categorical(logits: Tensor, generator: torch.Generator) -> Tensor:
             f"output must be (batch, classes) for likelihood 'categorical', got "
             f"{tuple(logits.shape)}; bring classes last and flatten the rest into rows"
         )
-    # argmax(z - log E), E ~ Exp(1), has the law softmax(z); torch.multinomial reads on the host.
+    # argmax(z - log E), E ~ Exp(1), has the law softmax(z). torch.multinomial waits for the device.
     noise = torch.empty_like(logits, requires_grad=False).exponential_(generator=generator)
     labels = (logits.detach() - noise.log()).argmax(dim=1)
     return F.cross_entropy(logits, labels)
@@ -70,23 +66,22 @@ LIKELIHOODS: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
 }
 
 
-def check_sampling(likelihood: Likelihood, seed: int, sample_scale: float | None = None) -> None:
-    """Checks what an optimizer is told about its labels.
+def check_scalar_loss(name: str, loss: Any) -> Tensor:
+    """Checks that ``loss`` is a 0-dim tensor with a graph.
 
     Raises:
-        ValueError: names the argument, the rule, and what came.
+        ValueError: names what gave the loss, the rule, and what came.
     """
-    if not callable(likelihood) and likelihood not in tuple(LIKELIHOODS):
-        known = ", ".join(repr(name) for name in LIKELIHOODS)
-        raise ValueError(f"likelihood must be {known} or a function, got {likelihood!r}")
-    if not isinstance(seed, int) or isinstance(seed, bool):
-        raise ValueError(f"seed must be an integer, got {seed!r}")
-    if sample_scale is not None and not (sample_scale > 0 and math.frexp(sample_scale)[0] == 0.5):
-        raise ValueError(f"sample_scale must be a power of two or None, got {sample_scale!r}")
+    if not isinstance(loss, Tensor) or loss.dim() != 0:
+        got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(f"{name} must give a 0-dim tensor, got {got}")
+    if not loss.requires_grad:
+        raise ValueError(f"{name} must have a graph, got a tensor that requires no gradient")
+    return loss
 
 
 def sample_scale(examples: int) -> float:
-    """The power of two that turns a mean over so many examples into about a sum, or less."""
+    """Largest power of two <= the number of examples, at most ``LARGEST_SCALE``."""
     return float(min(2 ** (examples.bit_length() - 1), LARGEST_SCALE))
 
 
@@ -97,17 +92,12 @@ def loss_at_samples(
     key: tuple[int | str, ...],
     devices: set[torch.device],
 ) -> Tensor:
-    """-log p at labels drawn from the stream that a seed and a key name.
+    """-log p at labels drawn from the random stream that the seed and ``key`` name.
 
-    Args:
-        likelihood: one of ``LIKELIHOODS``, or a function that draws from the global generators.
-        output: the model's output, with its graph.
-        seed: the optimizer's.
-        key: names the draws among those of the seed.
-        devices: whose generators such a function may draw from; they are put back.
+    A function draws from the global generators of the CPU and ``devices``, which are restored.
 
     Raises:
-        ValueError: where the output, or what the function returns, does not fit.
+        ValueError: if the output, or the function's result, does not fit.
     """
     seed = stream_seed(seed, *key)
     if callable(likelihood):
@@ -126,15 +116,15 @@ def sampled_loss(likelihood: str, output: Tensor, generator: torch.Generator) ->
     """Returns the mean over the batch of -log p(y | output), with one y drawn for each example.
 
     Args:
-        likelihood: "categorical", "bernoulli" or "gaussian".
+        likelihood: one of ``LIKELIHOODS``.
         output: the model's output, in any float dtype; half precision is computed in float32.
-        generator: where the draws come from, on the output's device.
+        generator: of the draws, on the output's device.
 
     Returns:
         A 0-dim tensor with the output's graph.
 
     Raises:
-        ValueError: where the output has the wrong number of dimensions, or no example.
+        ValueError: if the output has the wrong number of dimensions, or no example.
     """
     if output.dtype in (torch.float16, torch.bfloat16):
         output = output.float()
@@ -144,7 +134,7 @@ def sampled_loss(likelihood: str, output: Tensor, generator: torch.Generator) ->
 
 
 def stream_seed(*key: int | str) -> int:
-    """Returns a seed for one stream of draws: equal keys give equal seeds, others unrelated ones.
+    """Returns the seed of a random stream: equal keys give equal seeds, others unrelated ones.
 
     >>> stream_seed(0, "step", 7) == stream_seed(0, "step", 7) != stream_seed(0, "step", 8)
     True
@@ -154,7 +144,7 @@ def stream_seed(*key: int | str) -> int:
 
 @contextmanager
 def seeded_globally(seed: int, devices: set[torch.device]) -> Iterator[None]:
-    """Seeds the global generators of the CPU and ``devices``, and puts them back on leaving."""
+    """Seeds the global generators of the CPU and ``devices``, and restores them on leaving."""
     cuda = sorted(device.index for device in devices if device.type == "cuda")
     with torch.random.fork_rng(devices=cuda):
         torch.default_generator.manual_seed(seed)
@@ -167,5 +157,5 @@ def _check_batched(likelihood: str, output: Tensor) -> None:
     if output.dim() < 2:
         raise ValueError(
             f"output must be (batch, outputs, ...) for likelihood {likelihood!r}, got "
-            f"{tuple(output.shape)}; unsqueeze(1) where there is one output for each example"
+            f"{tuple(output.shape)}; unsqueeze(1) if there is one output for each example"
         )

@@ -1,11 +1,20 @@
-"""From a parameter's shape to the modes its statistics belong to. Pure functions of integers."""
+"""How an optimizer sees a parameter: as a tensor with modes, cut into blocks.
+
+A statistic belongs to one mode of one block. Each block is treated as a parameter of its own.
+"""
 
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-# Re-views a parameter: takes its shape, returns mode sizes with the same product.
+import torch
+from torch import Tensor
+
+# From a parameter's shape to mode sizes with the same product.
 ModesFunction = Callable[[tuple[int, ...]], Sequence[int]]
 
 
@@ -14,18 +23,18 @@ def mode_shape(
     modes: ModesFunction | None = None,
     merge_small_dims: int | None = None,
 ) -> tuple[int, ...]:
-    """Returns the mode sizes (d_1, ..., d_k) under which a parameter of ``shape`` is seen.
+    """Returns the mode sizes (d_1, ..., d_k) of a parameter.
 
-    A vector has one mode and a matrix two. A convolution weight (out, in, *kernel) has three, (out,
-    in, prod(kernel)), whatever the kernel's dimension. A scalar is seen as (1,).
+    A vector has one mode and a matrix two. A convolution weight (out, in, *kernel) has three: (out,
+    in, prod(kernel)). A scalar has the mode sizes (1,).
 
     Args:
         shape: the parameter's shape.
-        modes: a function of the shape that decides instead.
-        merge_small_dims: then merge neighbouring modes while their product is at most this.
+        modes: a function of the shape that replaces this rule.
+        merge_small_dims: merge neighbouring modes while their product is at most this.
 
     Raises:
-        ValueError: where ``modes`` returns anything but sizes with the same product.
+        ValueError: if ``modes`` returns anything but sizes with the same product.
 
     >>> mode_shape((64, 3, 7, 7))
     (64, 3, 49)
@@ -52,9 +61,9 @@ def mode_shape(
 def merged(sizes: Sequence[int], limit: int) -> tuple[int, ...]:
     """Merges neighbours, from the right, while their product is at most ``limit``.
 
-    A size of 1 joins whatever is beside it. Anil et al. 2021, "Scalable second order optimization
-    for deep learning", merge small dimensions for Shampoo, whose convolutions have the kernel
-    first; PyTorch has it last, and from the right it joins the channels that it is applied to.
+    A size of 1 always merges. Anil et al. 2021, "Scalable second order optimization for deep
+    learning", merge small dimensions for Shampoo, with the kernel's dimensions first. PyTorch has
+    them last: merging from the right joins the kernel to the input channels.
 
     >>> merged((64, 3, 49), 1024), merged((1, 4096, 1, 2, 8), 16)
     ((64, 147), (4096, 16))
@@ -70,13 +79,11 @@ def merged(sizes: Sequence[int], limit: int) -> tuple[int, ...]:
 
 @functools.cache
 def cuts(sizes: tuple[int, ...], block_size: int | None) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """The blocks of a tensor whose modes are cut into pieces of at most ``block_size``.
-
-    Every mode is cut into pieces of that size and a rest; the last mode's vary fastest.
+    """The blocks of a tensor whose modes are cut into pieces of ``block_size`` and a rest.
 
     Returns:
-        For each block its first index and its length in every mode; one block that is the whole
-        tensor where nothing is larger, and for None.
+        For each block its first index and its length in every mode, the last mode fastest. One
+        block, the whole tensor, if no mode is larger than ``block_size`` or it is None.
 
     >>> cuts((5, 2), 3)
     (((0, 3), (0, 2)), ((3, 2), (0, 2)))
@@ -90,12 +97,129 @@ def cuts(sizes: tuple[int, ...], block_size: int | None) -> tuple[tuple[tuple[in
 
 
 def diagonal_modes(sizes: Sequence[int], max_factor_dim: int) -> tuple[bool, ...]:
-    """Returns for each mode whether its statistic is kept as a diagonal: where it is too large.
+    """Returns for each mode whether only the diagonal of its statistic is kept.
 
-    Ren & Goldfarb 2021 suggest it for large dimensions; a full factor takes d^2 numbers and d^3
-    operations an inverse.
+    Ren & Goldfarb 2021 suggest it for large dimensions: a full factor takes d^2 numbers, its
+    inverse d^3 operations.
 
     >>> diagonal_modes((50257, 768), max_factor_dim=8192)
     (True, False)
     """
     return tuple(d > max_factor_dim for d in sizes)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The mode sizes of a parameter, and how the modes are cut into blocks."""
+
+    sizes: tuple[int, ...]
+    block_size: int | None
+
+    @property
+    def count(self) -> int:
+        """The number of blocks."""
+        return len(cuts(self.sizes, self.block_size))
+
+    def view(self, tensor: Tensor) -> Tensor:
+        """A tensor like the parameter in the shape of its modes; a copy if its strides need one."""
+        return tensor if tensor.shape == self.sizes else tensor.reshape(self.sizes)
+
+    def blocks(self, tensor: Tensor) -> list[Tensor]:
+        """The blocks of a tensor like the parameter: views of ``view(tensor)``."""
+        whole, found = self.view(tensor), cuts(self.sizes, self.block_size)
+        if len(found) == 1:
+            return [whole]
+        views = []
+        for block in found:
+            view = whole
+            for mode, (start, length) in enumerate(block):
+                view = view.narrow(mode, start, length)
+            views.append(view)
+        return views
+
+    def assembled(self, pieces: Sequence[Tensor]) -> Tensor:
+        """The tensor with these blocks."""
+        if len(pieces) == 1:
+            return pieces[0]
+        whole = pieces[0].new_empty(self.sizes)
+        for block, piece in zip(self.blocks(whole), pieces, strict=True):
+            block.copy_(piece)
+        return whole
+
+    def rows(self, entries: list[Tensor]) -> list[list[Tensor]]:
+        """Statistics or factors as operators take them: for each block a list over its modes."""
+        k = len(self.sizes)
+        return [entries[start : start + k] for start in range(0, len(entries), k)]
+
+    def statistic_shapes(self, max_factor_dim: int) -> list[tuple[int, ...]]:
+        """The shapes of the statistics, block by block and mode by mode."""
+        shapes: list[tuple[int, ...]] = []
+        for block in cuts(self.sizes, self.block_size):
+            lengths = [length for _, length in block]
+            kinds = diagonal_modes(lengths, max_factor_dim)
+            shapes += [(d,) if flat else (d, d) for d, flat in zip(lengths, kinds, strict=True)]
+        return shapes
+
+
+def layout(param: Tensor, group: Mapping[str, Any]) -> Layout:
+    """The layout that a group's settings give a parameter."""
+    sizes = mode_shape(param.shape, group["modes"], group["merge_small_dims"])
+    return Layout(sizes, group["block_size"])
+
+
+def layout_of(state: Mapping[str, Any]) -> Layout:
+    """The layout with which a state was made; its group's settings may have changed since."""
+    return Layout(tuple(state["momentum"].shape), state["block_size"])
+
+
+def blocks(tensors: Iterable[Tensor], layouts: Iterable[Layout]) -> list[Tensor]:
+    """The blocks of all tensors, one after the other."""
+    return [b for t, seen in zip(tensors, layouts, strict=True) for b in seen.blocks(t)]
+
+
+def rows(entries: Iterable[list[Tensor]], layouts: Iterable[Layout]) -> list[list[Tensor]]:
+    """The statistics or factors of several parameters: a list over the modes of each block."""
+    return [row for own, seen in zip(entries, layouts, strict=True) for row in seen.rows(own)]
+
+
+def each(states: Iterable[Mapping[str, Any]], name: str) -> list[Any]:
+    """One entry of each state."""
+    return [state[name] for state in states]
+
+
+def state_dtype(param: Tensor) -> torch.dtype:
+    """The dtype of a parameter's statistics, factors and momentum."""
+    return torch.float64 if param.dtype == torch.float64 else torch.float32
+
+
+def is_half(param: Tensor) -> bool:
+    """Whether a parameter has half precision; its step is then computed in float32."""
+    return param.dtype in (torch.bfloat16, torch.float16)
+
+
+def is_sharded(param: Tensor) -> bool:
+    """Whether a parameter is cut into pieces over processes, as ``fully_shard`` does."""
+    # No import, which takes most of a second: a program with such a parameter has imported it.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(param, module.DTensor)
+
+
+def any_sharded(groups: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether parameter groups are sharded, by the first parameter of each."""
+    return any(is_sharded(group["params"][0]) for group in groups if group["params"])
+
+
+def by_device(params: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Splits parameters by device."""
+    lists: dict[torch.device, list[Tensor]] = {}
+    for param in params:
+        lists.setdefault(param.device, []).append(param)
+    return list(lists.values())
+
+
+def by_kind(params: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Splits parameters by device and by the dtype of their state."""
+    lists: dict[tuple[Any, ...], list[Tensor]] = {}
+    for param in params:
+        lists.setdefault((param.device, state_dtype(param)), []).append(param)
+    return list(lists.values())

@@ -1,31 +1,102 @@
-"""What TNT has observed since the last step, and which parameters its outputs did not reach."""
+"""The gradients that refresh the statistics: the training's own, or sampled ones.
 
-from collections.abc import Callable, Iterable, Mapping
+Both sources have one interface. ``Empirical`` reads ``.grad`` and keeps nothing. ``Sampled``
+accumulates gradients at sampled labels between ``observe`` and ``step``, and remembers which
+parameters the outputs did not reach.
+"""
+
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tnt_optim.autograd import all_finite
-from tnt_optim.distributed.process_group import Gradients, Team, pooled
-from tnt_optim.state import state_dtype
+from tnt_optim.autograd import (
+    Gradients,
+    all_finite,
+    check_graph_lasts,
+    check_reached,
+    check_static_graph,
+    replicas_behind,
+    shows_float16,
+)
+from tnt_optim.failures import UNOBSERVED, warn_the_caller
+from tnt_optim.likelihoods import (
+    LARGEST_SCALE,
+    check_scalar_loss,
+    loss_at_samples,
+    sample_scale,
+)
+from tnt_optim.modes import state_dtype
+from tnt_optim.update import Local
+
+HasStatistics = Callable[[Tensor], bool]
 
 
 @dataclass
-class Observations:
-    """Sampled gradients between ``observe`` and ``step``.
+class Empirical:
+    """The training gradients themselves."""
+
+    # Parameters without statistics that no output is asked for.
+    unreached: Container[Tensor] = frozenset()
+
+    def wanted(self, due: Sequence[Tensor]) -> list[Tensor]:
+        """The parameters for which an output would be observed now, of those that are due."""
+        return []
+
+    def observe(
+        self, optimizer: Any, output: Any, wanted: Sequence[Tensor], distribution: Local
+    ) -> None:
+        """Accumulates the gradients of an output; not called while none are wanted."""
+
+    def gradients(
+        self,
+        distribution: Local,
+        due: Sequence[Tensor],
+        with_gradients: Container[Tensor],
+        has_statistics: HasStatistics,
+    ) -> Gradients:
+        """The gradients for the statistics of one step, of the same parameters in all processes.
+
+        ``due`` are the parameters whose statistics are due, and those without statistics.
+        """
+        return {p: p.grad for p in due if p in with_gradients}
+
+    def batch_loss(
+        self, optimizer: Any, output: Any, index: int, distribution: Local
+    ) -> tuple[Tensor, float]:
+        """The loss of batch ``index`` of ``warm_start``, and the scale of its backward."""
+        return check_scalar_loss("outputs (here: training losses)", output), 1.0
+
+    def may_wait(self, param: Tensor) -> bool:
+        """Whether a parameter without statistics sits a step out, instead of being an error."""
+        return False
+
+    def note_unreached(self, has_statistics: HasStatistics) -> None:
+        """Called at the end of a successful step."""
+
+    def use_up(self) -> None:
+        """Forgets the observations, after a step or an error in it."""
+
+    def start_over(self) -> None:
+        """Forgets everything about the training so far."""
+
+
+@dataclass
+class Sampled(Empirical):
+    """Gradients at labels sampled from the model's own distribution.
 
     Attributes:
         sampled: their sum, by parameter; of sharded parameters this process's pieces, if any.
-        summed: how many are in it: those that were finite, if any was.
-        count: how many outputs were observed.
+        summed: the number of observations in the sum: the finite ones, if there is one.
+        count: the number of outputs observed.
         asked: parameters that an output was to reach.
-        unreached: parameters without statistics that the last output missed that could have brought
-            them.
-        awaited: those of them that a loss has reached since, which every later output is asked for.
+        unreached: parameters without statistics that the last output did not reach.
+        awaited: those of them that a loss has reached since; every later output is asked for them.
         partial: whether outputs may reach other parameters in another process.
         agreed: whether all processes know of ``partial``.
+        warned: whether the user was warned of a step without observations.
     """
 
     sampled: dict[Tensor, Any] = field(default_factory=dict)
@@ -36,9 +107,38 @@ class Observations:
     awaited: set[Tensor] = field(default_factory=set)
     partial: bool = False
     agreed: bool = False
+    warned: bool = False
+
+    def wanted(self, due: Sequence[Tensor]) -> list[Tensor]:
+        """See ``Empirical.wanted``."""
+        return [p for p in due if p.requires_grad]
+
+    def observe(
+        self, optimizer: Any, output: Any, wanted: Sequence[Tensor], distribution: Local
+    ) -> None:
+        """Samples labels at an output and accumulates the gradients of their loss.
+
+        The optimizer has the settings ``likelihood``, ``seed`` and ``sample_scale``.
+        """
+        if self.count and distribution.is_sharded:
+            return
+        number = distribution.number(self.count)
+        loss = _loss(optimizer, output, "step", optimizer.param_groups[0]["step"], number)
+        replicas = replicas_behind(loss)
+        check_static_graph(replicas)
+        if any(replica.find_unused_parameters for replica in replicas):
+            self.partial = True
+        check_graph_lasts(loss)
+        scale = _scale(optimizer, loss, output, distribution)
+        found = distribution.gradients(loss, wanted, retain_graph=True, scale=scale)
+        observed = {p: g for p, g in found.items() if g is not None}
+        trainable = sum(p.requires_grad for g in optimizer.param_groups for p in g["params"])
+        if len(wanted) == trainable:  # an output may miss a few parameters that were added later
+            check_reached(observed)
+        self.add(observed, wanted)
 
     def add(self, observed: Mapping[Tensor, Tensor], asked: Iterable[Tensor]) -> None:
-        """Adds one to earlier ones; those that are not finite make room for others."""
+        """Accumulates an observation. One that is not finite gives way to any other."""
         self.asked.update(asked)
         self.count += 1
         if not self.sampled or not observed:
@@ -59,50 +159,19 @@ class Observations:
             self.sampled[param] = gradient
         self.summed = chosen(self.summed, 1, self.summed + 1, old.device)
 
-    def pool(
+    def gradients(
         self,
-        team: Team,
-        due: list[Tensor],
-        has_statistics: Callable[[Tensor], bool],
-        *,
-        is_sharded: bool,
-    ) -> None:
-        """Takes the mean over all processes in place of what this one has observed.
-
-        Whom the observations reached is asked only where it may matter and a step may wait for
-        the answer: while there are first statistics to come, or where DistributedDataParallel asks
-        such things, too. Otherwise no reach is a gradient of zero.
-
-        Args:
-            team: the processes.
-            due: whose statistics are due; the same in all.
-            has_statistics: whether a parameter has some already.
-            is_sharded: whether the gradients are pieces, which are averaged as they are.
-        """
-        if not due:
-            return
-        reached = due
-        known = self.agreed and all(map(has_statistics, due))
-        if is_sharded or self.partial or not known:
-            flags = [self.count > 0, self.partial, *(p in self.sampled for p in due)]
-            anyone, self.partial, *found = team.anywhere(flags, due[0].device)
-            if not anyone:
-                return
-            self.agreed = True
-            reached = [p for p, is_reached in zip(due, found, strict=True) if is_reached]
-        if is_sharded:
-            self.sampled = {p: self.sampled.get(p) for p in reached}
-        else:
-            number = self.summed if self.count else 0
-            means, observers = pooled(team, reached, self.sampled, number)
-            if not self.count and not observers:  # it waits for the answer, where it must
-                return
-            self.sampled, self.summed = means, 1
-        self.count = 1
-        self.asked.update(due)
-
-    def means(self) -> Gradients:
-        """The gradients of the mean over the whole batch, from those over its micro-batches."""
+        distribution: Local,
+        due: Sequence[Tensor],
+        with_gradients: Container[Tensor],
+        has_statistics: HasStatistics,
+    ) -> Gradients:
+        """See ``Empirical.gradients``: the mean over the whole batch."""
+        self._pool(distribution, self.wanted(due), has_statistics)
+        if not self.count and not self.warned:
+            self.warned = any(has_statistics(p) and p.grad is not None for p in due)
+            if self.warned:
+                warn_the_caller(UNOBSERVED)
         if self.count == 1:
             return dict(self.sampled)
         n = self.summed
@@ -111,27 +180,78 @@ class Observations:
             for p, total in self.sampled.items()
         }
 
+    def _pool(
+        self, distribution: Local, due: Sequence[Tensor], has_statistics: HasStatistics
+    ) -> None:
+        """Replaces this process's observations by the mean over all processes.
+
+        Which parameters the observations reached is asked only if it may matter, because the host
+        waits for the answer: while there are parameters without statistics, and where
+        DistributedDataParallel looks for unused parameters, too. Otherwise a parameter that was not
+        reached has a gradient of zero. ``due`` is the same in all processes.
+        """
+        if not due or distribution.size == 1:
+            return
+        reached = due
+        known = self.agreed and all(map(has_statistics, due))
+        if distribution.is_sharded or self.partial or not known:
+            flags = [self.count > 0, self.partial, *(p in self.sampled for p in due)]
+            anyone, self.partial, *found = distribution.anywhere(flags, due[0].device)
+            if not anyone:
+                return
+            self.agreed = True
+            reached = [p for p, is_reached in zip(due, found, strict=True) if is_reached]
+        number = self.summed if self.count else 0
+        means, observers = distribution.mean(reached, self.sampled, number)
+        if not self.count and not observers:  # the host waits only if it observed nothing
+            return
+        self.sampled, self.summed, self.count = dict(means), 1, 1
+        self.asked.update(due)
+
+    def batch_loss(
+        self, optimizer: Any, output: Any, index: int, distribution: Local
+    ) -> tuple[Tensor, float]:
+        """See ``Empirical.batch_loss``."""
+        loss = _loss(optimizer, output, "warm start", distribution.number(index))
+        return loss, _scale(optimizer, loss, output, distribution)
+
     def may_wait(self, param: Tensor) -> bool:
-        """Whether no one forgot a parameter without statistics: the outputs did not reach it."""
+        """See ``Empirical.may_wait``: whether the outputs did not reach it."""
         return param in self.unreached and param not in self.asked
 
-    def note_unreached(self, has_statistics: Callable[[Tensor], bool]) -> None:
-        """Remembers who was missed, at the end of a step that went well."""
+    def note_unreached(self, has_statistics: HasStatistics) -> None:
+        """Remembers which parameters the outputs did not reach."""
         missed = {
             p
             for p in self.asked | self.unreached | self.awaited
             if not has_statistics(p) and p not in self.sampled
         }
-        # A gradient without having been asked for: the outputs do reach it at times.
+        # A gradient of a parameter that was not asked for: the outputs reach it at times.
         seen = {p for p in missed - self.asked if p.grad is not None}
         self.awaited = missed & (self.awaited | seen)
         self.unreached = missed - self.awaited
 
     def use_up(self) -> None:
-        """Forgets all but who was missed."""
+        """Forgets all but which parameters were not reached."""
         self.sampled, self.summed, self.asked, self.count = {}, 0, set(), 0
 
     def start_over(self) -> None:
-        """Forgets everything but how the processes are."""
+        """Forgets all but what is known of the processes."""
         self.use_up()
         self.unreached, self.awaited = set(), set()
+
+
+def _loss(optimizer: Any, output: Any, *key: int | str) -> Tensor:
+    """-log p at labels from the random stream that the seed and ``key`` name."""
+    devices = {p.device for group in optimizer.param_groups for p in group["params"]}
+    return loss_at_samples(optimizer.likelihood, output, optimizer.seed, key, devices)
+
+
+def _scale(optimizer: Any, loss: Tensor, output: Any, distribution: Local) -> float:
+    """The scale of a loss for its backward."""
+    if optimizer.sample_scale is not None:
+        return float(optimizer.sample_scale)
+    if callable(optimizer.likelihood) or not shows_float16(loss):
+        return 1.0
+    # Sharded gradients are averaged over processes, whose batch sizes may differ.
+    return sample_scale(LARGEST_SCALE if distribution.is_sharded else output.shape[0])

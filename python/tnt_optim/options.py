@@ -1,88 +1,268 @@
-"""What every setting of a parameter group must be."""
+"""The table of options: name, default, rule and documentation of every argument of an optimizer.
 
+Constructors, parameter groups, checkpoints and ``help`` read it. A new option is one line here and
+the code that implements it; an option with state of its own also has a line in ``state.SPEC``.
+"""
+
+import inspect
 import math
+import re
+import textwrap
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
-GRAFTS = (None, "adam", "sgd")
-ROUNDINGS = ("nearest", "stochastic", "master")
+from tnt_optim.likelihoods import LIKELIHOODS
 
-# Settings that states saved by earlier versions lack, and what they then did.
-ADDED = {
-    "block_size": None,
-    "merge_small_dims": None,
-    "maximize": False,
-    "rounding": "nearest",
-    "kl_clip": None,
-}
+Settings = Mapping[str, Any]
+Check = Callable[[Any], bool]
+Class = TypeVar("Class", bound=type)
 
 
-def check_common_settings(group: Mapping[str, Any]) -> None:
-    """Checks one parameter group's settings that all optimizers have.
+@dataclass(frozen=True)
+class Option:
+    """One argument of an optimizer.
 
-    The real-valued ones may be 0-dim tensors, which a captured graph can change; such a tensor is
-    not looked at on a GPU, as that would wait for it at every step.
+    Attributes:
+        name: of the argument, and of the entry of a parameter group.
+        default: if a method's constructor does not say otherwise.
+        holds: whether a value fits.
+        rule: what a value must be, for the error message.
+        per_group: whether every parameter group can have its own value.
+        added: whether checkpoints of earlier versions lack it; they had the default.
+    """
+
+    name: str
+    default: Any
+    holds: Check
+    rule: str
+    per_group: bool = True
+    added: bool = False
+
+
+def _number(holds: Check, any_shape: bool = False) -> Check:
+    """A check of real numbers, also in a 0-dim tensor (of one element with ``any_shape``).
+
+    A captured graph can change such a tensor. On a GPU its value is not checked: reading it would
+    wait for the device at every step.
+    """
+
+    def check(value: Any) -> bool:
+        if isinstance(value, Tensor):
+            single = value.dim() == 0 or (any_shape and value.numel() == 1)
+            if not single or not value.is_floating_point():
+                return False
+            return not value.is_cpu or holds(value.item())
+        return isinstance(value, Real) and not isinstance(value, bool) and holds(value)
+
+    return check
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_count(value: Any) -> bool:
+    return _is_integer(value) and value >= 1
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _or_none(check: Check) -> Check:
+    return lambda value: value is None or check(value)
+
+
+def _one_of(*known: Any) -> tuple[Check, str]:
+    """A check, and its rule."""
+    return lambda value: value in known, f"one of {', '.join(map(repr, known))}"
+
+
+def _is_power_of_two(value: Any) -> bool:
+    return bool(value > 0) and math.frexp(value)[0] == 0.5
+
+
+_NOT_NEGATIVE = (_number(lambda v: 0 <= v < math.inf), "a finite number >= 0")
+_FRACTION = (_number(lambda v: 0 <= v < 1), "a number in [0, 1)")
+_COUNT = (_is_count, "an integer >= 1")
+_COUNT_OR_NONE = (_or_none(_is_count), "None or an integer >= 1")
+_BOOL = (_is_bool, "True or False")
+
+_TABLE = (
+    Option(
+        "lr", 1e-4, _number(lambda v: 0 <= v < math.inf, any_shape=True), "a finite number >= 0"
+    ),
+    Option("damping", 0.01, *_NOT_NEGATIVE),
+    Option("momentum", 0.9, *_FRACTION),
+    Option("stat_decay", 0.9, *_FRACTION),
+    Option("weight_decay", 0.0, *_NOT_NEGATIVE),
+    Option("stat_interval", 10, *_COUNT),
+    Option("inverse_interval", 100, *_COUNT),
+    Option(
+        "likelihood",
+        "categorical",
+        lambda value: callable(value) or value in tuple(LIKELIHOODS),
+        f"{', '.join(map(repr, LIKELIHOODS))} or a function",
+        per_group=False,
+    ),
+    Option(
+        "fisher",
+        "sampled",
+        lambda value: value in ("sampled", "empirical"),
+        "'sampled' or 'empirical'",
+        per_group=False,
+    ),
+    Option("max_factor_dim", 8192, *_COUNT),
+    Option("block_size", None, *_COUNT_OR_NONE, added=True),
+    Option("merge_small_dims", None, *_COUNT_OR_NONE, added=True),
+    Option("relative_damping", False, *_BOOL),
+    Option("graft", None, *_one_of(None, "adam", "sgd")),
+    Option("maximize", False, *_BOOL, added=True),
+    Option("rounding", "nearest", *_one_of("nearest", "stochastic", "master"), added=True),
+    Option(
+        "kl_clip",
+        None,
+        _or_none(_number(lambda v: 0 < v < math.inf)),
+        "None or a finite number > 0",
+        added=True,
+    ),
+    Option("modes", None, _or_none(callable), "a function of a shape"),
+    Option("seed", 0, _is_integer, "an integer", per_group=False),
+    Option(
+        "sample_scale", None, _or_none(_is_power_of_two), "a power of two or None", per_group=False
+    ),
+    Option("capturable", False, *_BOOL, per_group=False),
+    Option("process_group", None, lambda value: True, "a process group or None", per_group=False),
+    Option("shard", None, *_one_of(None, "directions", "inverses"), per_group=False),
+)
+
+# The documentation of each option: its name, a colon, and text; further lines are indented.
+_DOCS = """
+lr: alpha in the paper; tied to ``damping``, the batch size and the loss's scale.
+damping: epsilon in the paper, added to every statistic.
+momentum: mu in the paper: m <- mu m + g, neither dampened nor bias-corrected.
+stat_decay: beta in the paper, of the statistics' moving average.
+weight_decay: gamma in the paper, decoupled: W <- W - lr (P + weight_decay W).
+stat_interval: T1 in the paper: the number of steps between two refreshes of the statistics.
+inverse_interval: T2 in the paper: the number of steps between two refreshes of the factors. During
+    the first T2 steps the factors are refreshed with the statistics.
+likelihood: the distribution that the model's output parametrises: "categorical" (logits (N,
+    classes); cross entropy, mean), "bernoulli" (logits (N, ...); binary cross entropy, summed over
+    outputs, mean over N), "gaussian" (means (N, ...), unit variance; half the squared error, summed
+    over outputs, mean over N), or a function. The function samples labels itself, from torch's
+    global generator, and returns the 0-dim loss at them; the generator is seeded before the call
+    and restored after it.
+fisher: "sampled": gradients at labels from the model's distribution; "empirical": the training
+    gradients themselves (TNT-EF in the paper), without ``observe`` and likelihood.
+max_factor_dim: a mode larger than this keeps only the diagonal of its statistic.
+block_size: a mode larger than this is cut into pieces of this size and a rest. Each block of a
+    parameter is then treated as a parameter of its own. None: no mode is cut.
+merge_small_dims: merge neighbouring modes while their product is at most this, so that a
+    convolution with few channels has fewer, larger factors. None: no modes are merged.
+relative_damping: damp with ``damping`` times the average eigenvalue of the statistics.
+graft: "adam" or "sgd": rescale each parameter's direction to the norm of that method's.
+maximize: maximize the objective instead of minimizing.
+rounding: of parameters in half precision after a step that is computed in float32. "nearest";
+    "stochastic" (bfloat16 only): up or down at random, so that the mean step is exact even where
+    steps are smaller than half a spacing; "master": rounded from a float32 copy in the state.
+kl_clip: multiply the directions P of a group's parameters on one device by min(1, sqrt(kl_clip /
+    (lr^2 sum s^2 P . m))), s from ``graft``. The sum is twice the divergence of the step in the
+    model of the factors. All directions are in memory at once. None: no bound.
+modes: for a parameter group only: a function from a parameter's shape to mode sizes.
+seed: of the sampled labels; the global generators are not touched.
+sample_scale: multiply the loss at sampled labels by this before its backward and divide the
+    gradients by it in float32, as GradScaler does for the training loss; a power of two. None: if
+    something is in float16, the number of examples, up to 2^15, because the gradients of a mean
+    over many are too small for float16; otherwise, and for a likelihood that is a function, 1.
+capturable: run the steps as CUDA graphs, one for each kind of step, from the second step of its
+    kind on. All parameters must be on one CUDA device. Gradients at new addresses are copied:
+    ``zero_grad(set_to_none=False)`` saves the copies. The learning rate and the other numbers may
+    change at every step.
+process_group: the processes that train copies of one model, as under DistributedDataParallel; None
+    for torch.distributed's default group, if there is one. The statistics are those of all
+    processes' batches.
+shard: how processes divide the work. None: each does all of it. Otherwise every parameter has one
+    owner rank, which keeps its statistics and refreshes its factors. With "inverses" the owner
+    sends new factors to the others; with "directions", which takes the least memory, only the owner
+    keeps factors and momentum, and it sends the direction at every step.
+"""
+DOCS = dict(entry.split(": ", 1) for entry in re.split(r"\n(?! )", _DOCS.strip()))
+OPTIONS = {option.name: option for option in _TABLE}
+
+# Options that checkpoints of earlier versions lack, with the value they had.
+ADDED = {option.name: option.default for option in _TABLE if option.added}
+
+
+def check_settings(settings: Settings) -> None:
+    """Checks the options in a parameter group, or in a constructor's arguments.
 
     Raises:
-        ValueError: names the setting, the rule, and what came.
+        ValueError: names the option, its rule, and the value.
     """
-    for name in ("lr", "damping", "weight_decay"):
-        _check(name, group[name], "a finite number >= 0", lambda v: 0 <= v < math.inf)
-    for name in ("momentum", "stat_decay"):
-        _check(name, group[name], "a number in [0, 1)", lambda v: 0 <= v < 1)
-    for name in ("stat_interval", "inverse_interval"):
-        _check_integer(name, group[name])
+    for name, value in settings.items():
+        option = OPTIONS.get(name)
+        if option is not None and not option.holds(value):
+            raise ValueError(f"{name} must be {option.rule}, got {value!r}")
 
 
-def check_settings(group: Mapping[str, Any]) -> None:
-    """Checks one parameter group's settings, with those of optimizers that work mode by mode.
+def split(given: Settings) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Checked arguments of a constructor: those of parameter groups, and those of the whole.
+
+    Options of parameter groups that are missing get their defaults.
 
     Raises:
-        ValueError: names the setting, the rule, and what came.
+        TypeError: for a name that is not in the table.
+        ValueError: for a value that does not fit.
     """
-    check_common_settings(group)
-    _check_integer("max_factor_dim", group["max_factor_dim"])
-    for name in ("block_size", "merge_small_dims"):
-        if group[name] is not None:
-            _check_integer(name, group[name], "None or an integer >= 1")
-    if group["kl_clip"] is not None:
-        rule = "None or a finite number > 0"
-        _check("kl_clip", group["kl_clip"], rule, lambda v: 0 < v < math.inf)
-    for name in ("relative_damping", "maximize"):
-        if not isinstance(group[name], bool):
-            raise ValueError(f"{name} must be True or False, got {group[name]!r}")
-    if group["rounding"] not in ROUNDINGS:
-        known = ", ".join(repr(rounding) for rounding in ROUNDINGS)
-        raise ValueError(f"rounding must be one of {known}, got {group['rounding']!r}")
-    if group["graft"] not in GRAFTS:
-        known = ", ".join(repr(graft) for graft in GRAFTS)
-        raise ValueError(f"graft must be one of {known}, got {group['graft']!r}")
-    if group["modes"] is not None and not callable(group["modes"]):
-        raise ValueError(f"modes must be a function of a shape, got {group['modes']!r}")
+    unknown = sorted(given.keys() - OPTIONS.keys())
+    if unknown:
+        raise TypeError(f"options must be among {', '.join(OPTIONS)}, got {', '.join(unknown)}")
+    check_settings(given)
+    groups = {o.name: given.get(o.name, o.default) for o in _TABLE if o.per_group}
+    return groups, {name: value for name, value in given.items() if not OPTIONS[name].per_group}
+
+
+def documented(**replaced: str) -> Callable[[Class], Class]:
+    """A class decorator: puts the documentation of the constructor's options for "{options}".
+
+    Args:
+        replaced: the method's own text for some options.
+    """
+
+    def decorate(cls: Class) -> Class:
+        names = [name for name in inspect.signature(cls).parameters if name in OPTIONS]
+        lines = [
+            textwrap.fill(
+                " ".join(f"{name}: {replaced.get(name, DOCS[name])}".split()),
+                width=100,
+                initial_indent=" " * 8,
+                subsequent_indent=" " * 12,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+            for name in names
+        ]
+        if cls.__doc__:  # without docstrings under python -OO
+            cls.__doc__ = cls.__doc__.replace("{options}", "\n".join(lines).lstrip())
+        return cls
+
+    return decorate
+
+
+def arguments(names: Settings) -> dict[str, Any]:
+    """The options among the local variables of a constructor."""
+    return {name: value for name, value in names.items() if name in OPTIONS}
 
 
 def as_number(value: Any) -> Any:
-    """A learning rate as the operators take it: a tensor of one element has no dimensions."""
+    """A learning rate as the operators take it: a tensor of one element becomes 0-dim."""
     return value.reshape(()) if isinstance(value, Tensor) else value
 
 
-def _check_integer(name: str, value: Any, rule: str = "an integer >= 1") -> None:
-    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} must be {rule}, got {value!r}")
-
-
-def _check(name: str, value: Any, rule: str, holds: Callable[[Any], bool]) -> None:
-    number = isinstance(value, Real) and not isinstance(value, bool)
-    # PyTorch's optimizers take a learning rate of one element and any number of dimensions.
-    single = isinstance(value, Tensor) and (
-        value.dim() == 0 or (name == "lr" and value.numel() == 1)
-    )
-    if single and value.is_floating_point():
-        if not value.is_cpu:
-            return
-        number, value = True, value.item()
-    if not number or not holds(value):
-        raise ValueError(f"{name} must be {rule}, got {value!r}")
+def as_they_are(group: Settings) -> Settings:
+    """A group's settings for a step that no CUDA graph records."""
+    return {**group, "lr": as_number(group["lr"])}

@@ -1,4 +1,4 @@
-"""Shampoo (Gupta, Koren & Singer 2018), as Algorithm 4 of Ren & Goldfarb 2021 has it."""
+"""Shampoo (Gupta, Koren & Singer 2018), as in Algorithm 4 of Ren & Goldfarb 2021."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,16 +8,25 @@ from torch import Tensor
 
 from tnt_kernels import inverse_root
 from tnt_optim.kronecker import KroneckerOptimizer
+from tnt_optim.options import arguments, documented
 from tnt_optim.update import Settings
 
 
+@documented(
+    damping="epsilon in the paper, added to every S_i; of the unit of the squared gradient.",
+    relative_damping="damp each S_i with ``damping`` times its own average eigenvalue, "
+    "tr(S_i) / d_i, instead; it differs from mode to mode. If S_i is zero, or would be but for "
+    "rounding (an average below 1e-31 in float32), its root is the identity. It takes a copy of "
+    "the statistics while the roots are computed. Directions then do not depend on the gradients' "
+    "scale: a parameter whose gradient is only rounding moves as far as any other.",
+)
 class Shampoo(KroneckerOptimizer):
     r"""Momentum preconditioned by roots of the second moments of the training gradients.
 
     A parameter with k modes has, for each, the moving average S_i of the Gram matrices of its
     gradients' unfoldings; the momentum is multiplied by A_i = (S_i + damping I)^(-1 / 2k) in every
-    mode i, modes of size 1 included. Two things part it from ``TNT``: the gradients are those of
-    the training loss, so that there is nothing to observe, and the S_i are not rescaled::
+    mode i, modes of size 1 included. It differs from ``TNT`` in two things: the gradients are those
+    of the training loss, so that there is nothing to observe, and the S_i are not rescaled::
 
         opt = Shampoo(model.parameters(), lr=3e-4, damping=3e-4, inverse_interval=20)
         opt.warm_start((criterion(model(x), y) for x, y in batches), model=model)  # optional
@@ -27,51 +36,17 @@ class Shampoo(KroneckerOptimizer):
             opt.step()
 
     Every argument but ``capturable``, ``process_group`` and ``shard`` can be set for each parameter
-    group. A group's ``modes``, a function from a parameter's shape to mode sizes with the same
-    product, re-views its parameters; by default a vector has one mode, a matrix two, and a
-    convolution weight three: out, in, and the kernel's positions.
+    group. A group's ``modes`` replaces the rule for modes, as for ``TNT``.
 
-    The roots are made by the coupled Newton iteration, which ends at max|M - I| <= 1e-6. In float32
-    what it ends on is the less accurate the larger the condition number of S_i + damping I: the
-    damping bounds it.
+    The roots come from the coupled Newton iteration, which ends at max|M - I| <= 1e-6. In float32
+    their error grows with the condition number of S_i + damping I, which the damping bounds.
 
     Args:
         params: parameters, named parameters or parameter groups, of any floating-point dtype.
-        lr: alpha in the paper; tied to ``damping``, the batch size and the loss's scale.
-        damping: epsilon in the paper, added to every S_i; of the unit of the squared gradient.
-        momentum: mu in the paper: m <- mu m + g, neither dampened nor bias-corrected.
-        stat_decay: beta in the paper, of the statistics' moving average.
-        weight_decay: gamma in the paper, decoupled: W <- W - lr (P + weight_decay W).
-        stat_interval: T1 in the paper: the statistics are refreshed every so many steps.
-        inverse_interval: T2 in the paper: the roots are refreshed every so many steps, and with the
-            statistics during the first so many.
-        max_factor_dim: a mode larger than this keeps only the diagonal of its statistic.
-        relative_damping: damp each S_i with ``damping`` times its own average eigenvalue,
-            tr(S_i) / d_i, instead, which without a rescaling differs from mode to mode; where S_i
-            is zero, or would be but for rounding (an average below 1e-31 in float32), its root is
-            the identity. Takes a copy of the statistics while the roots are made. Directions then
-            do not depend on the gradients' scale: a parameter whose gradient is nothing but
-            rounding moves as far as any other.
-        graft: "adam" or "sgd": rescale each parameter's direction to the norm of that method's.
-        capturable: run the steps as CUDA graphs, one for each kind of step, as ``TNT`` does.
-        block_size: a mode larger than this is cut into pieces of this size and a rest; each block
-            of a parameter is then treated as a parameter of its own. None: no mode is cut.
-        merge_small_dims: neighbouring modes are merged while their product is at most this, so that
-            a convolution with few channels has fewer, larger factors. None: none are.
-        maximize: go up the objective instead of down.
-        rounding: of parameters in half precision after a step that is computed in float32.
-            "nearest"; "stochastic" (bfloat16 only): up or down at random, so that steps smaller
-            than half a spacing are made on average; "master": they are rounded from a float32 copy
-            that the state keeps.
-        kl_clip: shorten the directions P of a group's parameters on one device alike, by min(1,
-            sqrt(kl_clip / (lr^2 sum s^2 P . m))), s from ``graft``: the sum is twice the divergence
-            of the step in the model that the factors are. Takes memory for all directions at once.
-            None: no bound.
-        process_group: the processes that train copies of one model, as for ``TNT``.
-        shard: how they share the work, as for ``TNT``.
+        {options}
 
     Raises:
-        ValueError: where a setting or a parameter does not fit.
+        ValueError: if a setting or a parameter does not fit.
     """
 
     _method = "Shampoo"
@@ -99,29 +74,7 @@ class Shampoo(KroneckerOptimizer):
         process_group: Any = None,
         shard: str | None = None,
     ) -> None:
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "damping": damping,
-                "momentum": momentum,
-                "stat_decay": stat_decay,
-                "weight_decay": weight_decay,
-                "stat_interval": stat_interval,
-                "inverse_interval": inverse_interval,
-                "max_factor_dim": max_factor_dim,
-                "block_size": block_size,
-                "merge_small_dims": merge_small_dims,
-                "relative_damping": relative_damping,
-                "graft": graft,
-                "maximize": maximize,
-                "rounding": rounding,
-                "kl_clip": kl_clip,
-            },
-            capturable=capturable,
-            process_group=process_group,
-            shard=shard,
-        )
+        super().__init__(params, arguments(locals()))
 
     def _factors(
         self,
@@ -131,7 +84,7 @@ class Shampoo(KroneckerOptimizer):
     ) -> tuple[list[list[Tensor]], Tensor]:
         damping, roots = group["damping"], [2 * len(modes) for modes in stats]
         if group["relative_damping"]:
-            # A damping for each mode, where one call of the operator takes one for all.
+            # Each mode has its own damping; the operator takes one for all.
             stats = [[relatively_damped(stat, damping) for stat in modes] for modes in stats]
             damping = 0.0
         return inverse_root(stats, damping, roots, out)
@@ -140,8 +93,8 @@ class Shampoo(KroneckerOptimizer):
 def relatively_damped(stat: Tensor, damping: float | Tensor) -> Tensor:
     """S + damping (tr(S) / d) I, or S + I where S is zero; (d, d), or (d,) for a diagonal S.
 
-    An average eigenvalue counts as zero where the least damping that makes a difference to S, eps
-    times that, would not be a normal number of its dtype: below 1e-31 in float32.
+    An average eigenvalue counts as zero if eps times it, the least damping that changes S, is not a
+    normal number of its dtype: below 1e-31 in float32.
     """
     damped = stat.clone()
     diagonal = damped if damped.dim() == 1 else damped.diagonal()

@@ -1,177 +1,228 @@
-"""The state of a parameter: what is in it, and its blocks as the operators take them.
+"""What the state of a parameter holds, said once.
 
-A parameter W is seen as a tensor with modes of sizes d_1, ..., d_k, and where its modes are cut
-(``block_size``), as blocks that stand for themselves: exactly as if each were a parameter. Its
-state has
-
-- ``momentum`` m, (d_1, ..., d_k), and with ``graft="adam"`` ``second_moment``, like it;
-- ``master``, with ``rounding="master"`` and a parameter in half precision, W in float32;
-- ``block_size``: how its modes are cut, None where they are not;
-- ``stats`` S_i, for each block and each of its modes, (d_i, d_i), or (d_i,) for a diagonal mode:
-  the moving average of the Gram matrices of the gradient's unfoldings;
-- ``factors`` A_i, like the statistics: what the optimizer makes of them (TNT: damped inverses);
-- counts: see ``new_state``.
-
-All are float32, or float64 for float64 parameters.
+``SPEC`` is the table. New states, the tensors that each process keeps, the check of a checkpoint,
+the addresses of CUDA graphs and the memory estimate follow from it. The optimizer's state of a
+parameter is complete or empty: its first statistics bring all entries.
 """
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tnt_optim.failures import COUNTERS
-from tnt_optim.modes import cuts, diagonal_modes, mode_shape
+from tnt_optim.modes import is_half, layout, state_dtype
 
 State = dict[str, Any]
+Settings = Mapping[str, Any]
+Shapes = list[tuple[int, ...]]
 
-# What a new start of the statistics leaves as it is.
-MOMENTS = ("momentum", "second_moment")
-# What is large: where processes share the work, not all of them have it.
-TENSORS = frozenset(("stats", "factors", *MOMENTS))
-COUNTS = {"updates", "second_moment_updates"}
+# Refreshes of statistics and factors that failed: all of them, and the latest in a row.
+COUNTERS = ("skipped_statistics", "skipped_in_a_row", "failed_inverses", "failed_in_a_row")
+
+# Shapes of an entry. NUMBER has none. MODES: a list with a tensor for each mode of each block,
+# (d, d) or (d,). VIEW: one tensor of the mode sizes. PARAMETER: one of the parameter's shape.
+NUMBER, MODES, VIEW, PARAMETER = "number", "modes", "view", "parameter"
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How a parameter is seen: the sizes of its modes, and how they are cut into blocks."""
+class Entry:
+    """One line of the table.
 
-    sizes: tuple[int, ...]
-    block_size: int | None
-
-    @property
-    def count(self) -> int:
-        """How many blocks there are."""
-        return len(cuts(self.sizes, self.block_size))
-
-    def view(self, tensor: Tensor) -> Tensor:
-        """A tensor of the parameter in the shape of its modes; a copy where strides want one."""
-        return tensor if tensor.shape == self.sizes else tensor.reshape(self.sizes)
-
-    def blocks(self, tensor: Tensor) -> list[Tensor]:
-        """The blocks of a tensor of the parameter: views, where no copy is needed for the modes."""
-        whole, found = self.view(tensor), cuts(self.sizes, self.block_size)
-        if len(found) == 1:
-            return [whole]
-        views = []
-        for block in found:
-            view = whole
-            for mode, (start, length) in enumerate(block):
-                view = view.narrow(mode, start, length)
-            views.append(view)
-        return views
-
-    def assembled(self, pieces: Sequence[Tensor]) -> Tensor:
-        """The tensor of which these are the blocks."""
-        if len(pieces) == 1:
-            return pieces[0]
-        whole = pieces[0].new_empty(self.sizes)
-        for block, piece in zip(self.blocks(whole), pieces, strict=True):
-            block.copy_(piece)
-        return whole
-
-    def rows(self, entries: list[Tensor]) -> list[list[Tensor]]:
-        """Statistics, or factors: for each block a list with an entry for each mode."""
-        k = len(self.sizes)
-        return [entries[start : start + k] for start in range(0, len(entries), k)]
-
-    def statistic_shapes(self, max_factor_dim: int) -> list[tuple[int, ...]]:
-        """The shapes of the statistics: of each block, those of all its modes."""
-        shapes: list[tuple[int, ...]] = []
-        for block in cuts(self.sizes, self.block_size):
-            lengths = [length for _, length in block]
-            kinds = diagonal_modes(lengths, max_factor_dim)
-            shapes += [(d,) if flat else (d, d) for d, flat in zip(lengths, kinds, strict=True)]
-        return shapes
-
-
-def layout(param: Tensor, group: Mapping[str, Any]) -> Layout:
-    """How a parameter is seen with its group's settings."""
-    sizes = mode_shape(param.shape, group["modes"], group["merge_small_dims"])
-    return Layout(sizes, group["block_size"])
-
-
-def layout_of(state: State) -> Layout:
-    """How a parameter with this state is seen, whatever its group's settings have become."""
-    return Layout(tuple(state["momentum"].shape), state["block_size"])
-
-
-def state_dtype(param: Tensor) -> torch.dtype:
-    """The dtype of a parameter's statistics, factors and momentum."""
-    return torch.float64 if param.dtype == torch.float64 else torch.float32
-
-
-def is_half(param: Tensor) -> bool:
-    """Whether a parameter has fewer bits than its step."""
-    return param.dtype in (torch.bfloat16, torch.float16)
-
-
-def zero_statistics(param: Tensor, group: Mapping[str, Any]) -> list[Tensor]:
-    """Zeros for statistics of a parameter."""
-    dtype = state_dtype(param)
-    return [
-        torch.zeros(shape, dtype=dtype, device=param.device)
-        for shape in layout(param, group).statistic_shapes(group["max_factor_dim"])
-    ]
-
-
-def new_state(
-    param: Tensor,
-    group: Mapping[str, Any],
-    kept: Container[str],
-    *,
-    stats: list[Tensor] | None = None,
-    factors: list[Tensor] | None = None,
-) -> State:
-    """A state with zero moments.
-
-    Its counts: ``first_step``, at which it began; ``updates`` of the momentum, and
-    ``second_moment_updates``; how often statistics and inverses failed, and how often in a row.
-
-    Args:
-        param: the parameter.
-        group: its settings.
-        kept: which of ``TENSORS`` this process keeps.
-        stats: None for zeros.
-        factors: None for zeros.
+    Attributes:
+        name: the key in the state.
+        shape: NUMBER, MODES, VIEW or PARAMETER; tensors are float32, or float64 for float64
+            parameters.
+        needs: the option and its value with which the entry exists; None: always.
+        half_only: whether only parameters in half precision have it.
+        owner_only: values of ``shard`` with which only the owner rank keeps it.
+        survives: whether ``warm_start`` leaves it as it is.
+        counts: whether it counts updates; CUDA graphs go on counting in a tensor.
+        start: the first value of a number, from the group; zero by default.
+        column: of the memory estimate.
     """
-    state: State = {"block_size": group["block_size"], "first_step": group["step"], "updates": 0}
-    state.update(dict.fromkeys(COUNTERS, 0))
-    if "stats" in kept:
-        state["stats"] = zero_statistics(param, group) if stats is None else stats
-    if "factors" in kept:
-        state["factors"] = zero_statistics(param, group) if factors is None else factors
-    grafted = group["graft"] == "adam"
-    if grafted:
-        state["second_moment_updates"] = 0
-    if group["rounding"] == "master" and is_half(param):
-        state["master"] = param.detach().to(dtype=torch.float32, copy=True)
-    sizes, dtype = layout(param, group).sizes, state_dtype(param)
-    for name in MOMENTS if grafted else MOMENTS[:1]:
-        if name in kept:
-            state[name] = torch.zeros(sizes, dtype=dtype, device=param.device)
+
+    name: str
+    shape: str = NUMBER
+    needs: tuple[str, str] | None = None
+    half_only: bool = False
+    owner_only: tuple[str, ...] = ()
+    survives: bool = False
+    counts: bool = False
+    start: Callable[[Settings], Any] = lambda group: 0
+    column: str = ""
+
+    def exists(self, param: Tensor, group: Settings) -> bool:
+        """Whether a parameter with these settings has it."""
+        if self.needs is not None and group[self.needs[0]] != self.needs[1]:
+            return False
+        return is_half(param) or not self.half_only
+
+    def shapes(self, param: Tensor, group: Settings) -> Shapes:
+        """The shapes of its tensors."""
+        if self.shape == MODES:
+            return layout(param, group).statistic_shapes(group["max_factor_dim"])
+        return [layout(param, group).sizes if self.shape == VIEW else tuple(param.shape)]
+
+    def nbytes(self, param: Tensor, group: Settings) -> int:
+        """The bytes of its tensors."""
+        if self.shape == NUMBER or not self.exists(param, group):
+            return 0
+        return sum(map(math.prod, self.shapes(param, group))) * state_dtype(param).itemsize
+
+
+_ADAM, _MASTER = ("graft", "adam"), ("rounding", "master")
+_DIRECTIONS = ("directions",)
+
+SPEC = (
+    # How the modes are cut, and the step at which the state began.
+    Entry("block_size", start=lambda group: group["block_size"]),
+    Entry("first_step", start=lambda group: group["step"]),
+    *(Entry(name) for name in COUNTERS),
+    # Momentum m, the number of its updates, and the same of Adam's second moment.
+    Entry("updates", counts=True, survives=True),
+    Entry("momentum", VIEW, owner_only=_DIRECTIONS, survives=True, column="moments"),
+    Entry("second_moment_updates", needs=_ADAM, counts=True, survives=True),
+    Entry("second_moment", VIEW, _ADAM, owner_only=_DIRECTIONS, survives=True, column="moments"),
+    # The parameter in float32.
+    Entry("master", PARAMETER, _MASTER, half_only=True, survives=True, column="master"),
+    # Statistics S_i, the moving averages of the Gram matrices of the gradient's unfoldings, and
+    # factors A_i, what the method makes of them (TNT: damped inverses).
+    Entry("stats", MODES, owner_only=("directions", "inverses"), column="stats"),
+    Entry("factors", MODES, owner_only=_DIRECTIONS, column="factors"),
+)
+NAMES = frozenset(entry.name for entry in SPEC)
+TENSORS = tuple(entry.name for entry in SPEC if entry.shape != NUMBER)
+COUNTS = tuple(entry.name for entry in SPEC if entry.counts)
+SURVIVES = tuple(entry.name for entry in SPEC if entry.survives)
+# Entries that every process has, if an option is set.
+_OPTIONAL = tuple(entry for entry in SPEC if entry.needs and not entry.owner_only)
+
+
+def kept_names(shard: str | None, is_owner: bool) -> frozenset[str]:
+    """The entries that a process keeps of a parameter's state."""
+    return frozenset(e.name for e in SPEC if is_owner or shard not in e.owner_only)
+
+
+def owned_bytes(param: Tensor, group: Settings, shard: str) -> int:
+    """The bytes that a parameter costs its owner: statistics, factors, and what only it keeps."""
+    own = [e for e in SPEC if e.shape == MODES or shard in e.owner_only]
+    return sum(entry.nbytes(param, group) for entry in own)
+
+
+def missing_entry(state: State, param: Tensor, group: Settings) -> Entry | None:
+    """An entry that the group's settings need and an existing state lacks."""
+    for entry in _OPTIONAL:
+        if entry.name not in state and entry.exists(param, group):
+            return entry
+    return None
+
+
+def zero_statistics(param: Tensor, group: Settings) -> list[Tensor]:
+    """Zeros for the statistics of a parameter."""
+    shapes = layout(param, group).statistic_shapes(group["max_factor_dim"])
+    return [torch.zeros(s, dtype=state_dtype(param), device=param.device) for s in shapes]
+
+
+def new_state(param: Tensor, group: Settings, kept: Container[str], **given: Any) -> State:
+    """A new state with the entries in ``kept``: zeros but for the master copy and given values."""
+    state: State = {}
+    for entry in SPEC:
+        if entry.name not in kept or not entry.exists(param, group):
+            continue
+        if given.get(entry.name) is not None:
+            state[entry.name] = given[entry.name]
+        elif entry.shape == NUMBER:
+            state[entry.name] = entry.start(group)
+        elif entry.shape == MODES:
+            state[entry.name] = zero_statistics(param, group)
+        elif entry.shape == PARAMETER:
+            state[entry.name] = param.detach().to(dtype=state_dtype(param), copy=True)
+        else:
+            (shape,) = entry.shapes(param, group)
+            zeros = torch.zeros(shape, dtype=state_dtype(param), device=param.device)
+            state[entry.name] = zeros
     return state
 
 
-def each(states: Iterable[State], name: str) -> list[Any]:
-    """One entry of each of some states."""
-    return [state[name] for state in states]
+def check_keys(name: str, state: Settings, keys: set[str]) -> None:
+    """Checks that a saved state has all of ``keys``.
+
+    Raises:
+        ValueError: names the missing ones.
+    """
+    missing = sorted(keys - set(state))
+    if missing:
+        raise ValueError(f"{name} lacks {missing}; is it another optimizer's?")
 
 
-def blocks(tensors: Iterable[Tensor], layouts: Iterable[Layout]) -> list[Tensor]:
-    """The blocks of tensors, one after the other."""
-    return [b for t, seen in zip(tensors, layouts, strict=True) for b in seen.blocks(t)]
+def check_state(
+    name: str, state: Settings, group: Settings, param: Tensor, kept: Container[str]
+) -> None:
+    """Checks a saved state of a parameter; it may hold more entries than this process keeps.
+
+    Entries without an option must be there. Entries of one option come together.
+
+    Raises:
+        ValueError: says where state and parameter differ.
+    """
+    has = {entry.needs for entry in SPEC if entry.name in state} | {None}
+    wanted = [entry for entry in SPEC if entry.needs in has and entry.name in kept]
+    missing = {entry.name for entry in wanted} - state.keys()
+    numbers = {entry.name for entry in wanted if entry.shape == NUMBER}
+    if "stats" in missing and not missing & numbers:
+        raise ValueError(
+            f"{name} lacks stats: is it damaged, or that of one of several processes with shard? "
+            "Theirs load through torch.distributed.checkpoint, after allocate_state()"
+        )
+    check_keys(name, state, missing)
+    for entry in wanted:
+        if entry.shape != NUMBER:
+            _check_tensors(name, entry, state, group, param)
 
 
-def rows(entries: Iterable[list[Tensor]], layouts: Iterable[Layout]) -> list[list[Tensor]]:
-    """The statistics, or factors, of parameters: a list for each of their blocks."""
-    return [row for own, seen in zip(entries, layouts, strict=True) for row in seen.rows(own)]
+def _check_tensors(
+    name: str, entry: Entry, state: Settings, group: Settings, param: Tensor
+) -> None:
+    tensors = state[entry.name] if entry.shape == MODES else [state[entry.name]]
+    if not all(isinstance(tensor, Tensor) for tensor in tensors):
+        raise ValueError(f"{name}: {entry.name} must be made of tensors")
+    got, wanted = [tuple(tensor.shape) for tensor in tensors], entry.shapes(param, group)
+    if entry.shape != MODES and got != wanted:
+        raise ValueError(
+            f"{name}: the {entry.name} must be {wanted[0]} for a parameter of shape "
+            f"{tuple(param.shape)}, got {got[0]}; is it of another model?"
+        )
+    sizes = group["block_size"], state["block_size"]
+    if entry.shape == MODES and (got != wanted or sizes[0] != sizes[1]):
+        raise ValueError(
+            f"{name}: {entry.name} must have shapes {wanted} with max_factor_dim="
+            f"{group['max_factor_dim']} and block_size={sizes[0]}, got {got} with "
+            f"block_size={sizes[1]}"
+        )
 
 
-def put_back(params: Iterable[Tensor], weights: Iterable[Tensor]) -> None:
-    """Copies what was written in the shape of the modes to parameters whose strides had no view."""
-    for param, weight in zip(params, weights, strict=True):
-        if weight is not param and weight.data_ptr() != param.data_ptr():
-            param.copy_(weight.view(param.shape))
+def memory_estimate(
+    groups: Sequence[Settings],
+    kept: Callable[[Tensor], Container[str]],
+    name: Callable[[Tensor], str],
+) -> dict[str, Any]:
+    """The bytes of each parameter's state, and of all; see ``TNT.memory_estimate``."""
+    rows: list[dict[str, Any]] = []
+    total = 0
+    for group in groups:
+        for param in group["params"]:
+            if not param.requires_grad:
+                continue
+            nbytes = dict.fromkeys(("stats", "factors", "moments", "master"), 0)
+            held = kept(param)
+            for entry in SPEC:
+                if entry.column and entry.name in held:
+                    nbytes[entry.column] += entry.nbytes(param, group)
+            shapes = layout(param, group).statistic_shapes(group["max_factor_dim"])
+            shape = tuple(param.shape)
+            rows.append({"name": name(param), "shape": shape, "statistics": shapes, **nbytes})
+            total += sum(nbytes.values())
+    return {"parameters": rows, "total": total}

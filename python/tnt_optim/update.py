@@ -1,6 +1,7 @@
-"""The part of a step that runs on the device: what the host has decided, as calls of operators.
+"""The device's part of a step: refresh statistics, refresh factors, update the parameters.
 
-Nothing here waits for the device or looks at a value on it, so a CUDA graph can capture it.
+The host decides what is due (``kronecker``); here it becomes calls of operators. Nothing waits for
+the device or reads a value on it, so that a CUDA graph can record a step.
 """
 
 import itertools
@@ -12,33 +13,151 @@ import torch
 from torch import Tensor
 
 from tnt_kernels import gram_ema_, preconditioned_step_
-from tnt_optim.autograd import all_finite
-from tnt_optim.directions import Workspace, clipped, move_, scaled_directions_
-from tnt_optim.distributed.process_group import Gradients
-from tnt_optim.distributed.replicated import Sharing
-from tnt_optim.rounding import to_be_moved
-from tnt_optim.state import State, blocks, each, layout_of, rows
+from tnt_optim.autograd import Gradients, all_finite, gradients_of
+from tnt_optim.directions import Workspace, clipped, move_, scaled_directions_, updated_weights
+from tnt_optim.modes import blocks, each, layout_of, rows
+from tnt_optim.state import NAMES, State
 
-# Numbers of parameters whose directions, or copies in float32, exist at the same time: on the CPU
-# and on a GPU. Those of a larger parameter exist whole.
-_LOT, _LARGE_LOT = 1 << 22, 1 << 28
+# The entries of one bucket, on the CPU and on a GPU: its directions, or its float32 copies, are in
+# memory together. A larger parameter is a bucket of its own.
+_BUCKET, _LARGE_BUCKET = 1 << 22, 1 << 28
 
 Group = dict[str, Any]
 Settings = Mapping[str, Any]
 States = Mapping[Tensor, State]
-# Parameters of one group on one device: what one call of an operator can serve.
+# Parameters of one group on one device: one call of an operator serves them all.
 Batch = tuple[Group, list[Tensor]]
 MakeFactors = Callable[[Settings, list[list[Tensor]], list[list[Tensor]]], Tensor]
 
 
+class Local:
+    """How processes divide a step: here a single process does all of it.
+
+    The classes in ``distributed`` override the methods whose work is divided or sent.
+
+    Attributes:
+        size: the number of processes.
+        is_sharded: whether the parameters are cut into pieces, as ``fully_shard`` does.
+    """
+
+    size = 1
+    is_sharded = False
+
+    def number(self, index: int) -> int:
+        """The number of this process's observation among those of all processes."""
+        return index
+
+    def gradients(
+        self, loss: Tensor, params: Sequence[Tensor], *, retain_graph: bool, scale: float
+    ) -> Gradients:
+        """The gradients of a loss; see ``autograd.gradients_of``."""
+        return gradients_of(loss, params, retain_graph=retain_graph, scale=scale)
+
+    def with_gradients(self, params: Sequence[Tensor]) -> set[Tensor]:
+        """The parameters with a gradient; of sharded ones, in any process."""
+        return {p for p in params if p.grad is not None}
+
+    def anywhere(self, flags: Sequence[bool], device: torch.device) -> list[bool]:
+        """The flags that are set in any process; the host waits for the answer."""
+        return list(flags)
+
+    def mean(
+        self, params: Sequence[Tensor], gradients: Mapping[Tensor, Tensor], number: int | Tensor
+    ) -> tuple[Gradients, int | Tensor]:
+        """The mean gradients over the observations of all processes; the host does not wait.
+
+        Args:
+            params: the same in every process.
+            gradients: sums over this process's observations; zero if missing.
+            number: of this process's observations.
+
+        Returns:
+            The means, and the number of processes with observations.
+        """
+        return {p: gradients.get(p) for p in params}, 1
+
+    def batch_mean(
+        self, params: Sequence[Tensor], observed: Gradients | None
+    ) -> dict[Tensor, Tensor] | None:
+        """The mean gradients of one batch in each process; None if no process has more batches.
+
+        ``params`` may have gradients; ``observed`` is None if this process has no more batches.
+        """
+        return None if observed is None else self.whole(observed)
+
+    def whole(self, gradients: Gradients) -> dict[Tensor, Tensor]:
+        """The gradients as the owner ranks need them."""
+        return {p: g for p, g in gradients.items() if g is not None}
+
+    def all_finite(self, gradients: Iterable[Tensor]) -> Tensor:
+        """Whether all gradients are finite, in all processes."""
+        return all_finite(gradients)
+
+    def owned(self, params: Iterable[Tensor]) -> list[Tensor]:
+        """The parameters whose statistics and factors this process refreshes."""
+        return list(params)
+
+    def kept(self, param: Tensor) -> frozenset[str]:
+        """The entries of a parameter's state that this process keeps."""
+        return NAMES
+
+    def codes(self, params: Sequence[Tensor], owned: Sequence[Tensor], own: Tensor) -> Tensor:
+        """The owners' error codes of ``params``, from this process's ``own`` codes of ``owned``."""
+        return own
+
+    def send_factors(self, params: Iterable[Tensor], states: States) -> None:
+        """Sends refreshed factors from the owners to the processes that keep them."""
+
+    def update(
+        self,
+        grads: Gradients,
+        states: States,
+        group: Settings,
+        number: int,
+        workspace: Workspace | None,
+    ) -> None:
+        """Updates momenta and parameters of one group on one device.
+
+        ``number`` counts the updates of a step, alike in every process.
+        """
+        params, gradients = list(grads), [g for g in grads.values() if g is not None]
+        own = [states[p] for p in params]
+        seen = list(map(layout_of, own))
+        clips, grafts = group["kl_clip"] is not None, group["graft"] is not None
+        # kl_clip needs all directions at once, the plain step none in memory.
+        in_buckets = not clips and (grafts or group["rounding"] == "stochastic")
+        for index, part in enumerate(buckets_of(params) if in_buckets else [slice(None)]):
+            layouts, part_states, part_grads = seen[part], own[part], gradients[part]
+            key = (number, index)
+            with updated_weights(params[part], states, group, layouts, key=key) as weights:
+                if not clips and not grafts:
+                    preconditioned_step_(
+                        blocks(weights, layouts),
+                        blocks(each(part_states, "momentum"), layouts),
+                        blocks(part_grads, layouts),
+                        rows(each(part_states, "factors"), layouts),
+                        group["lr"],
+                        group["momentum"],
+                        group["weight_decay"],
+                    )
+                    continue
+                directions, scales = scaled_directions_(
+                    part_grads, part_states, layouts, group, None if clips else workspace
+                )
+                if clips:
+                    momenta = blocks(each(part_states, "momentum"), layouts)
+                    scales = clipped(directions, momenta, scales, group)
+                move_(blocks(weights, layouts), directions, group, scales)
+
+
 @dataclass(frozen=True)
 class Report:
-    """How a refresh went.
+    """The outcome of a refresh.
 
     Attributes:
         kind: "statistics" or "inverses".
-        codes: one for each of ``params``, on the device; 0 where all went well.
-        params: whose they are.
+        codes: one for each of ``params``, on the device; 0 for success.
+        params: the parameters.
     """
 
     kind: str
@@ -48,128 +167,92 @@ class Report:
 
 @dataclass
 class DeviceStep:
-    """What one step does on the device.
+    """The work of one step on the device.
 
     Attributes:
-        blended: whose statistics take in what was observed.
-        remade: whose factors are made anew, after that.
-        updated: who moves, at last.
+        statistics: parameters whose statistics are refreshed first.
+        factors: parameters whose factors are refreshed after that.
+        updated: parameters that are updated at last.
         observed: the gradients for the statistics.
-        grads: the gradients of the loss; of sharded parameters this process's pieces, if any.
-        sharing: how processes share the work; None where each does all of it.
-        taken: whose statistics have what was observed, as where an earlier attempt at the same
-            step raised after it; whose statistics take it in now is added.
-        workspace: for directions that are used up at once; None for new memory.
+        grads: the gradients of the loss; of sharded parameters this process's pieces.
+        distribution: how processes divide the work.
+        accumulated: parameters whose statistics have this step's observations, so that a failed
+            step that is repeated does not add them again. The refresh adds to it.
+        workspace: for directions; None for new memory.
     """
 
-    blended: list[Batch]
-    remade: list[Batch]
+    statistics: list[Batch]
+    factors: list[Batch]
     updated: list[Batch]
     observed: dict[Tensor, Tensor]
     grads: Gradients
-    sharing: Sharing | None = None
-    taken: set[Tensor] = field(default_factory=set)
+    distribution: Local = field(default_factory=Local)
+    accumulated: set[Tensor] = field(default_factory=set)
     workspace: Workspace | None = None
 
-    def blend(self, states: States, settings: Callable[[Group], Settings]) -> list[Report]:
-        """Blends what was observed into the statistics, if all of it is finite."""
-        if not self.blended:
+    @property
+    def batches(self) -> list[Batch]:
+        """All batches."""
+        return [*self.statistics, *self.factors, *self.updated]
+
+    def refresh_statistics(
+        self, states: States, settings: Callable[[Group], Settings]
+    ) -> list[Report]:
+        """Adds the observations to the statistics, if all of them are finite."""
+        if not self.statistics:
             return []
         reports: list[Report] = []
-        finite = (self.sharing.all_finite if self.sharing else all_finite)(self.observed.values())
-        for group, params in self.blended:
-            # Decay 1 leaves the statistics alone, whatever the gradient holds.
+        finite = self.distribution.all_finite(self.observed.values())
+        for group, params in self.statistics:
+            # Decay 1 leaves the statistics as they are, whatever the gradient holds.
             keep = torch.ones((), dtype=torch.float64, device=params[0].device)
             decay = keep * settings(group)["stat_decay"]
             decay = torch.where(finite.to(keep.device), decay, keep)
-            owned = self._owned(params)
+            owned = self.distribution.owned(params)
             own = [states[p] for p in owned]
             seen = list(map(layout_of, own))
             gradients = blocks([self.observed[p] for p in owned], seen)
             gram_ema_(rows(each(own, "stats"), seen), gradients, decay)
-            self.taken.update(params)
+            self.accumulated.update(params)
             codes = (~finite).to(torch.int32).expand(len(params)).contiguous()
             reports.append(Report("statistics", codes, params))
         return reports
 
-    def remake(
+    def refresh_factors(
         self, states: States, settings: Callable[[Group], Settings], make: MakeFactors
     ) -> list[Report]:
-        """Makes the factors that are due; those that fail stay what they were."""
+        """Refreshes the factors that are due; a factor that fails keeps its old value."""
         reports: list[Report] = []
-        for group, params in self.remade:
-            owned = self._owned(params)
+        for group, params in self.factors:
+            owned = self.distribution.owned(params)
             own = [states[p] for p in owned]
             seen = list(map(layout_of, own))
             stats, factors = rows(each(own, "stats"), seen), rows(each(own, "factors"), seen)
             info = make(settings(group), stats, factors)
             codes = worst_of_blocks(info, [look.count for look in seen])
-            if self.sharing is not None:
-                codes = self.sharing.codes(params, owned, codes)
-                self.sharing.send_factors(params, states)
+            codes = self.distribution.codes(params, owned, codes)
+            self.distribution.send_factors(params, states)
             reports.append(Report("inverses", codes, params))
         return reports
 
     def update(self, states: States, settings: Callable[[Group], Settings]) -> None:
-        """Moves momenta and parameters."""
+        """Updates momenta and parameters."""
         for number, (group, params) in enumerate(self.updated):
             own = [states[p] for p in params]
             _count(own, "updates")
             if group["graft"] == "adam":
                 _count(own, "second_moment_updates")
             grads = {p: self.grads[p] for p in params}
-            sharing = self.sharing
-            if sharing is None or not sharing.move(settings(group), grads, states, number):
-                _update(grads, states, settings(group), number, self.workspace)
-
-    def _owned(self, params: list[Tensor]) -> list[Tensor]:
-        return params if self.sharing is None else self.sharing.owned(params)
+            self.distribution.update(grads, states, settings(group), number, self.workspace)
 
 
-def _update(
-    grads: Gradients,
-    states: States,
-    settings: Settings,
-    number: int,
-    workspace: Workspace | None,
-) -> None:
-    params, gradients = list(grads), [g for g in grads.values() if g is not None]
-    own = [states[p] for p in params]
-    seen = list(map(layout_of, own))
-    clips, grafts = settings["kl_clip"] is not None, settings["graft"] is not None
-    # Copies in float32, or directions apart from the step, are not made of all at once.
-    in_lots = not clips and (grafts or settings["rounding"] == "stochastic")
-    for lot, part in enumerate(lots_of(params) if in_lots else [slice(None)]):
-        looks, states_of_part = seen[part], own[part]
-        key = (number, lot)
-        with to_be_moved(params[part], states, settings, looks, key=key) as weights:
-            if not clips and not grafts:
-                preconditioned_step_(
-                    blocks(weights, looks),
-                    blocks(each(states_of_part, "momentum"), looks),
-                    blocks(gradients[part], looks),
-                    rows(each(states_of_part, "factors"), looks),
-                    settings["lr"],
-                    settings["momentum"],
-                    settings["weight_decay"],
-                )
-                continue
-            made, scales = scaled_directions_(
-                gradients[part], states_of_part, looks, settings, None if clips else workspace
-            )
-            if clips:
-                momenta = blocks(each(states_of_part, "momentum"), looks)
-                scales = clipped(made, momenta, scales, settings)
-            move_(blocks(weights, looks), made, settings, scales)
+def buckets_of(params: Sequence[Tensor]) -> list[slice]:
+    """Buckets of neighbouring parameters.
 
-
-def lots_of(params: Sequence[Tensor]) -> list[slice]:
-    """Neighbours whose directions exist at the same time.
-
-    On the CPU a few million numbers: they are then still in the cache when they are used, and their
-    memory serves again. On a GPU far more, for few launches.
+    On the CPU a bucket's directions are still in the cache when the parameters are updated. On a
+    GPU larger buckets need fewer launches.
     """
-    limit = _LOT if params and params[0].is_cpu else _LARGE_LOT
+    limit = _BUCKET if params and params[0].is_cpu else _LARGE_BUCKET
     bounds, size = [0], 0
     for index, param in enumerate(params):
         if size and size + param.numel() > limit:
@@ -180,31 +263,18 @@ def lots_of(params: Sequence[Tensor]) -> list[slice]:
     return [slice(first, last) for first, last in itertools.pairwise(bounds)]
 
 
-def _count(states: Sequence[State], what: str) -> None:
-    """One more of each; a count is a tensor where a CUDA graph has to find it."""
-    counts = [state[what] for state in states]
+def _count(states: Sequence[State], name: str) -> None:
+    """Adds one to a count of each state; with CUDA graphs a count is a tensor."""
+    counts = [state[name] for state in states]
     if counts and isinstance(counts[0], Tensor):
         torch._foreach_add_(counts, 1)
         return
     for state in states:
-        state[what] += 1
+        state[name] += 1
 
 
 def worst_of_blocks(codes: Tensor, counts: Sequence[int]) -> Tensor:
-    """A code of each parameter: the largest of its blocks', on the device.
-
-    Args:
-        codes: of every block, one after the other.
-        counts: how many blocks each parameter has.
-    """
+    """The largest code of each parameter's blocks, on the device; ``counts`` are their numbers."""
     if all(count == 1 for count in counts):
         return codes
     return torch.stack([own.amax() for own in codes.split(list(counts))])
-
-
-def by_device(params: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Splits parameters by device."""
-    lists: dict[torch.device, list[Tensor]] = {}
-    for param in params:
-        lists.setdefault(param.device, []).append(param)
-    return list(lists.values())

@@ -377,7 +377,8 @@ def test_memory_is_what_was_estimated(shard: str | None) -> None:
 def test_owners_are_balanced_in_work_and_bytes() -> None:
     rng = torch.Generator().manual_seed(0)
     sizes = torch.randint(8, 512, (60, 2), generator=rng).tolist()
-    loads = [load_of([(m, m), (n, n)], m * n, 4, 1) for m, n in sizes]
+    (group,) = TNT([nn.Parameter(torch.ones(1))]).param_groups
+    loads = [load_of(nn.Parameter(torch.ones(m, n)), group, "directions") for m, n in sizes]
     for processes in (2, 3, 8):
         owners = assign(loads, [Load()] * processes)
         assert owners == assign(loads, [Load()] * processes)

@@ -13,7 +13,7 @@ import torch
 from recorded_graph import Recorder
 from torch import Tensor, nn
 
-from tnt_optim import TNT, Shampoo, graphs, statistics
+from tnt_optim import TNT, Shampoo, cuda_graphs, kronecker
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -26,8 +26,8 @@ Method = TNT | Shampoo
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     """Recordings on the CPU, whose parameters are then as good as a GPU's."""
     stand_in = Recorder()
-    monkeypatch.setattr(graphs, "record", stand_in)
-    monkeypatch.setattr(statistics, "check_graphs_device", lambda param, others: None)
+    monkeypatch.setattr(cuda_graphs, "record", stand_in)
+    monkeypatch.setattr(kronecker, "check_graphs_device", lambda param, others: None)
     yield stand_in
 
 
@@ -282,7 +282,7 @@ def test_parameters_that_moved_are_recorded_anew(recorder: Recorder) -> None:
 
 def test_parameters_that_take_turns(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     """A parameter without a gradient at some steps makes kinds of its own, up to a number."""
-    monkeypatch.setattr(graphs, "MOST_GRAPHS", 4)
+    monkeypatch.setattr(cuda_graphs, "MOST_GRAPHS", 4)
     plain, optimizer, recorded, capturable = pair()
 
     def drop(net: Net) -> Callable[[int], None]:
@@ -340,8 +340,8 @@ def test_a_recording_that_fails_is_said_once(monkeypatch: pytest.MonkeyPatch) ->
     def refuse(run: Callable[[], object]) -> None:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(graphs, "record", refuse)
-    monkeypatch.setattr(statistics, "check_graphs_device", lambda param, others: None)
+    monkeypatch.setattr(cuda_graphs, "record", refuse)
+    monkeypatch.setattr(kronecker, "check_graphs_device", lambda param, others: None)
     plain, optimizer, recorded, capturable = pair()
     train(plain, optimizer, 12)
     with pytest.warns(RuntimeWarning, match="cannot be captured .*not permitted") as said:

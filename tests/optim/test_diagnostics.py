@@ -8,7 +8,7 @@ from drawn import noise, weight
 from torch import Tensor, nn
 
 from tnt_kernels import mode_products
-from tnt_optim import TNT, Shampoo, device_step
+from tnt_optim import TNT, Shampoo, update
 from tnt_optim import diagnostics as figures
 from tnt_optim.diagnostics import condition
 
@@ -81,7 +81,7 @@ def test_many_parameters_are_looked_at_together_as_each_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of several dtypes and sizes, in stacks and lots that do not come out even."""
-    monkeypatch.setattr(device_step, "_LOT", 40)
+    monkeypatch.setattr(update, "_BUCKET", 40)
     monkeypatch.setattr(figures, "_STACK", 50)
     shapes = [(4, 4), (3, 4), (4,), (2, 4, 2, 2), (0, 4), (4, 3), (9, 9), (1,)]
     dtypes = [torch.float64, torch.float32, torch.bfloat16]

@@ -105,7 +105,7 @@ def failing(where: str, call: int, error: Exception | None = None) -> Iterator[N
     assert next(numbers) > call  # it was called
 
 
-FIRST = ["tnt_optim.statistics.gram_ema_", "tnt_optim.tnt.damped_inverse"]
+FIRST = ["tnt_optim.kronecker.gram_ema_", "tnt_optim.tnt.damped_inverse"]
 BEFORE_THE_UPDATE = ["tnt_optim.update.gram_ema_", "tnt_optim.tnt.damped_inverse"]
 UPDATE = "tnt_optim.update.preconditioned_step_"
 

@@ -6,7 +6,7 @@ from drawn import close, noise, weight
 from tolerances import FLOAT64_TRAJECTORY
 from torch import Tensor, nn
 
-from tnt_optim import TNT, device_step
+from tnt_optim import TNT, update
 from tnt_optim.directions import Workspace
 
 LR, MU = 0.01, 0.9
@@ -130,7 +130,7 @@ def test_steps_in_a_workspace_are_the_steps_without(
     graft: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In lots that each take the memory of the one before."""
-    monkeypatch.setattr(device_step, "_LOT", 20)
+    monkeypatch.setattr(update, "_BUCKET", 20)
     trained = []
     for kept in (True, False):
         torch.manual_seed(5)

@@ -10,7 +10,7 @@ from tolerances import SAMPLE_DEVIATIONS
 from torch import Tensor, nn
 
 from tnt_optim import TNT, Shampoo
-from tnt_optim.rounding import stochastically_rounded_
+from tnt_optim.directions import stochastically_rounded_
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -13,6 +13,7 @@ NEEDS = {
     "accelerate_loop": ("accelerate", "sklearn"),
     "hugging_face_trainer": ("transformers", "accelerate"),
     "lightning_module": ("lightning", "sklearn"),
+    "one_sided_shampoo": (),
 }
 STEPS = 25
 

@@ -1,1 +1,53 @@
-"""Training with several processes: process groups, owner ranks, DDP and FSDP2."""
+"""How processes divide an optimizer's step: ``distribution`` says, and does what has to be sent.
+
+One process, processes with copies of the model (DDP) and processes with pieces of it (FSDP2) have
+one interface, that of ``tnt_optim.update.Local``.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from tnt_optim.distributed.ownership import Owners
+from tnt_optim.distributed.process_group import ProcessGroup, process_group_of
+from tnt_optim.distributed.replicated import Replicated
+from tnt_optim.modes import any_sharded
+from tnt_optim.update import Local
+
+__all__ = ["Owners", "ProcessGroup", "Replicated", "distribution", "process_group_of"]
+
+
+def distribution(
+    groups: Sequence[dict[str, Any]],
+    process_group: Any,
+    shard: str | None,
+    owners: Owners,
+    *,
+    is_lost: bool = False,
+) -> Local:
+    """The distribution of a step over the processes that run now.
+
+    ``owners`` keeps the owner ranks from step to step. A copy of an optimizer with a process group
+    has lost it (``is_lost``).
+
+    Raises:
+        RuntimeError: if the process group is lost, and there are several processes.
+        ValueError: if some parameters are sharded and others not, or over other processes.
+    """
+
+    def owner(param: Tensor) -> int:
+        return owners.of(param, groups, processes.size, shard or "directions")
+
+    if any_sharded(groups):
+        # Imported here because it takes most of a second.
+        from tnt_optim.distributed.fsdp import Sharded, process_group_of_shards
+
+        params = [p for group in groups for p in group["params"]]
+        processes, shard = process_group_of_shards(params), "directions"
+        return Sharded(processes, owner)
+    found = process_group_of(process_group, is_lost=is_lost)
+    if found is None:
+        return Local()
+    processes = found
+    return Replicated(processes, shard, owner)

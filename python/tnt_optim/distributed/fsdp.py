@@ -1,11 +1,11 @@
-"""Parameters in pieces over processes, as ``torch.distributed.fsdp.fully_shard`` leaves them.
+"""Parameters cut into pieces over processes, as ``torch.distributed.fsdp.fully_shard`` does.
 
-Every process has a piece of each parameter and of its gradient. A preconditioner needs them whole:
-the pieces of a gradient go to the parameter's owner, who alone has statistics, factors and moments,
-and pieces of the direction come back.
+Every process has a piece of each parameter and of its gradient, and a preconditioner needs whole
+gradients. Each parameter has one owner rank, which alone has its statistics, factors and moments:
+the pieces of a gradient go to the owner, and pieces of the direction come back.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,19 +14,22 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from tnt_optim.autograd import all_finite, graph_nodes, unscaled, without_autocast
-from tnt_optim.directions import move_
-from tnt_optim.distributed.process_group import Gradients, Team
-from tnt_optim.distributed.replicated import Group, Sharing, by_kind
-from tnt_optim.rounding import to_be_moved
-from tnt_optim.state import TENSORS, State, state_dtype
+from tnt_optim.autograd import Gradients, all_finite, graph_nodes, unscaled, without_autocast
+from tnt_optim.directions import Workspace, move_, updated_weights
+from tnt_optim.distributed.ownership import OwnerRanks
+from tnt_optim.distributed.process_group import ProcessGroup
+from tnt_optim.modes import by_kind, state_dtype
+from tnt_optim.state import State, kept_names
+from tnt_optim.update import Local
+
+Group = Mapping[str, Any]
 
 
 def shard_dim(param: Tensor) -> int:
     """The dimension along which a parameter is cut.
 
     Raises:
-        ValueError: where it is not cut along one dimension over one dimension of the mesh.
+        ValueError: unless it is cut along one dimension over one dimension of the mesh.
     """
     placements = param.placements  # type: ignore[attr-defined]
     cuts = [p.dim for p in placements if isinstance(p, Shard)]
@@ -39,11 +42,11 @@ def shard_dim(param: Tensor) -> int:
     return int(cuts[0])
 
 
-def team_of_shards(params: Sequence[Tensor]) -> Team:
+def process_group_of_shards(params: Sequence[Tensor]) -> ProcessGroup:
     """The processes that have the pieces of sharded parameters.
 
     Raises:
-        ValueError: where not all parameters are sharded, and over the same processes.
+        ValueError: unless all parameters are sharded over the same processes.
     """
     first = params[0]
     meshes = {p.device_mesh if isinstance(p, DTensor) else None for p in params}
@@ -62,10 +65,10 @@ def team_of_shards(params: Sequence[Tensor]) -> Team:
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise ValueError("params must be on a device mesh that this process is part of")
-    place = 0
+    data_rank = 0
     for size, index in zip(mesh.shape, coordinate, strict=True):
-        place = place * size + index
-    return Team(mesh.get_group(along.pop()), place, mesh.size())
+        data_rank = data_rank * size + index
+    return ProcessGroup(mesh.get_group(along.pop()), data_rank, mesh.size())
 
 
 def _mesh_dim(param: Tensor) -> int:
@@ -76,7 +79,7 @@ def _mesh_dim(param: Tensor) -> int:
 
 
 def length(size: int, pieces: int, index: int) -> int:
-    """How long one of some pieces of a dimension is; the last ones may be shorter, or empty.
+    """The length of one piece of a dimension; the last pieces may be shorter, or empty.
 
     >>> [length(5, 4, index) for index in range(4)]
     [2, 2, 1, 0]
@@ -85,86 +88,91 @@ def length(size: int, pieces: int, index: int) -> int:
     return max(0, min(full, size - index * full))
 
 
-class Shards(Sharing):
-    """How steps are shared by processes that each have a piece of every parameter.
+class Sharded(OwnerRanks, Local):
+    """A step divided by processes that each have a piece of every parameter."""
 
-    Args:
-        team: the processes.
-        owner: who owns a parameter.
-    """
+    is_sharded = True
 
-    def __init__(self, team: Team, owner: Callable[[Tensor], int]) -> None:
-        super().__init__(team, "directions", owner)
+    def gradients(
+        self, loss: Tensor, params: Sequence[Tensor], *, retain_graph: bool, scale: float
+    ) -> Gradients:
+        """Pieces of the gradients, averaged over all processes."""
+        return sharded_gradients(loss, params, retain_graph=retain_graph, scale=scale)
+
+    def with_gradients(self, params: Sequence[Tensor]) -> set[Tensor]:
+        """The parameters with a gradient in any process."""
+        flags = self.anywhere([p.grad is not None for p in params], params[0].device)
+        return {p for p, has_gradient in zip(params, flags, strict=True) if has_gradient}
+
+    def kept(self, param: Tensor) -> frozenset[str]:
+        """See ``Local.kept``."""
+        return kept_names("directions", self.is_owner(param))
 
     def whole(self, gradients: Gradients) -> dict[Tensor, Tensor]:
-        """The whole gradients of what this process owns, of the others nothing (0-dim zeros).
+        """The whole gradients of the parameters this process owns; 0-dim zeros for the others.
 
-        Args:
-            gradients: this process's pieces, of the same parameters in the same order in all
-                processes; None for zeros.
+        ``gradients`` are this process's pieces, in the same order in all processes; None for zeros.
         """
         found: dict[Tensor, Tensor] = {}
         for alike in by_kind(gradients):
             dtype = state_dtype(alike[0])
-            own, ranks = self.owned(alike), range(self.team.size)
+            own, ranks = self.owned(alike), range(self.size)
             pieces = {p: _piece(p, gradients[p]).to(dtype) for p in alike}
-            arrived = self.team.all_to_all(
+            arrived = self.processes.all_to_all(
                 {owner: [pieces[p] for p in self._of(owner, alike)] for owner in ranks},
                 {source: [self._shape(p, source) for p in own] for source in ranks},
             )
             for index, param in enumerate(own):
                 parts = [arrived[source][index] for source in ranks]
                 found[param] = torch.cat(parts, dim=shard_dim(param))
-        nothing = {p: torch.zeros((), device=p.device) for p in gradients if p not in found}
-        return {p: found.get(p, nothing.get(p)) for p in gradients}  # type: ignore[misc]
+        zeros = {p: torch.zeros((), device=p.device) for p in gradients if p not in found}
+        return {p: found[p] if p in found else zeros[p] for p in gradients}
 
     def all_finite(self, gradients: Iterable[Tensor]) -> Tensor:
-        """Whether all gradients are finite, in all processes."""
+        """See ``Local.all_finite``."""
         own = list(gradients)
         bad = (~all_finite(own)).to(own[0].device, torch.int32)
-        return self.team.worst(bad) == 0
+        return self.processes.largest(bad) == 0
 
-    def keeps(self, param: Tensor) -> frozenset[str]:
-        """Which tensors of a parameter's state this process keeps."""
-        return TENSORS if self.owner(param) == self.team.rank else frozenset()
-
-    def move(
+    def update(
         self,
-        group: Group,
         grads: Gradients,
         states: Mapping[Tensor, State],
+        group: Group,
         number: int,
-    ) -> bool:
-        """One group's step: gradients to the owners, directions back, each piece moved."""
-        made = self.directions_(grads, states, group)
+        workspace: Workspace | None,
+    ) -> None:
+        """Sends gradients to the owners and directions back; each process updates its pieces."""
+        directions = self.directions_(self.whole(grads), states, group)
+        ranks = range(self.size)
         for alike in by_kind(grads):
-            own, ranks = self.owned(alike), range(self.team.size)
-            pieces = [made[p].view(p.shape).split(self._lengths(p), dim=shard_dim(p)) for p in own]
+            own = [(p, directions[p].view(p.shape)) for p in self.owned(alike)]
+            pieces = [d.split(self._lengths(p), dim=shard_dim(p)) for p, d in own]
             by_owner = {owner: self._of(owner, alike) for owner in ranks}
-            # Who owns none of these sends nothing, but sends it.
-            nothing = torch.empty(0, dtype=state_dtype(alike[0]), device=alike[0].device)
-            arrived = self.team.all_to_all(
-                {target: [nothing, *(cut[target] for cut in pieces)] for target in ranks},
-                {o: [self._shape(p, self.team.rank) for p in by_owner[o]] for o in ranks},
+            # A process that owns none of these takes part with an empty tensor.
+            empty = torch.empty(0, dtype=state_dtype(alike[0]), device=alike[0].device)
+            arrived = self.processes.all_to_all(
+                {target: [empty, *(piece[target] for piece in pieces)] for target in ranks},
+                {o: [self._shape(p, self.processes.rank) for p in by_owner[o]] for o in ranks},
             )
             for owner in ranks:
-                local, key = [_local(p) for p in by_owner[owner]], (number, owner, self.team.rank)
-                with to_be_moved(local, {}, group, key=key) as weights:
+                local = [_local(p) for p in by_owner[owner]]
+                key = (number, owner, self.processes.rank)
+                with updated_weights(local, {}, group, key=key) as weights:
                     move_(weights, arrived[owner], group)
-        return True
 
     def _of(self, owner: int, params: Iterable[Tensor]) -> list[Tensor]:
         return [p for p in params if self.owner(p) == owner]
 
     def _lengths(self, param: Tensor) -> list[int]:
         size = param.shape[shard_dim(param)]
-        return [length(size, self.team.size, rank) for rank in range(self.team.size)]
+        return [length(size, self.size, rank) for rank in range(self.size)]
 
     def _shape(self, param: Tensor, rank: int) -> tuple[int, ...]:
-        """Of the piece that a process has."""
+        """The shape of a process's piece."""
         shape = list(param.shape)
         dim = shard_dim(param)
-        shape[dim] = length(shape[dim], self.team.size, rank)
+        shape[dim] = length(shape[dim], self.size, rank)
         return tuple(shape)
 
 
@@ -179,39 +187,37 @@ def _piece(param: Tensor, gradient: Tensor | None) -> Tensor:
     return _local(gradient) if isinstance(gradient, DTensor) else gradient
 
 
-# The sampled gradient. FSDP takes gradients of what it has gathered for the pass, and averages them
-# in a backward's own hooks: no gradient can be asked for by itself.
+# The sampled gradient. FSDP averages gradients in hooks of the backward, of parameters that it has
+# gathered for the pass: torch.autograd.grad cannot give them.
 
 
 def sharded_gradients(
     loss: Tensor, params: Sequence[Tensor], *, retain_graph: bool, scale: float = 1.0
 ) -> dict[Tensor, Tensor]:
-    """The gradients of ``loss`` for those of ``params`` it depends on, every ``.grad`` put back.
-
-    Averaged over all processes.
+    """The gradients of ``loss``, averaged over all processes; every ``.grad`` is restored.
 
     Raises:
-        RuntimeError: where gradients of this step wait to be averaged, which a backward beside the
-            user's would join.
+        RuntimeError: if gradients of this step wait to be averaged: this backward would average
+            them with its own.
     """
     leaves = _leaves(loss)
     modules = _modules_of([*params, *leaves])
     if any(_holds_back(module) for module in modules):
         raise RuntimeError(
-            "observe must be called at the first micro-batch of a step under fully_shard: later "
-            "ones hold gradients that wait to be averaged"
+            "observe must be called at the first micro-batch of a step under fully_shard: at later "
+            "ones gradients wait to be averaged"
         )
-    # A backward leaves gradients with all parameters, not only with those that are asked for.
+    # The backward sets the gradients of all parameters, not only of ``params``.
     cut = [p.sharded_param for module in modules for g in _groups(module) for p in g.fsdp_params]
-    with _put_back([*params, *cut, *leaves]), _synchronised(modules):
+    with _restored_gradients([*params, *cut, *leaves]), _synchronised(modules):
         with without_autocast(loss):
             loss.backward(torch.full_like(loss, scale), retain_graph=retain_graph)
         return unscaled({p: p.grad for p in params if p.grad is not None}, scale)
 
 
 @contextmanager
-def _put_back(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """On leaving, the tensors' gradients are what they were."""
+def _restored_gradients(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Restores the tensors' gradients on leaving."""
     kept = {t: t.grad for t in tensors}
     for tensor in kept:
         tensor.grad = None  # or the backward would add to it in place
@@ -223,14 +229,14 @@ def _put_back(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 
 def _leaves(loss: Tensor) -> set[Tensor]:
-    """What a backward of ``loss`` leaves a gradient with, beside FSDP's parameters."""
+    """The tensors whose gradients a backward of ``loss`` sets, without FSDP's parameters."""
     variables = [getattr(node, "variable", None) for node in graph_nodes(loss)]
     return {variable for variable in variables if variable is not None}
 
 
 def _modules_of(params: Sequence[Tensor]) -> Sequence[FSDPModule]:
-    """The modules that FSDP has wrapped and that have one of ``params``."""
-    # FSDP keeps no way from a parameter to its module; torch keeps one from module to state.
+    """The modules under FSDP with one of ``params``."""
+    # FSDP has no mapping from a parameter to its module; torch has one from module to state.
     from torch.distributed._composable_state import _module_state_mapping
 
     wanted = set(map(id, params))
@@ -267,7 +273,7 @@ def _holds_back(module: FSDPModule) -> bool:
 
 @contextmanager
 def _synchronised(modules: Sequence[FSDPModule]) -> Iterator[None]:
-    """Within it every backward averages gradients, whatever the user has set for his."""
+    """Within it every backward averages gradients, whatever the user's settings are."""
     groups = [group for module in modules for group in _groups(module)]
     before = [(group, group.reduce_grads, group.all_reduce_grads) for group in groups]
     for group in groups:

@@ -1,20 +1,31 @@
-"""Which process owns which parameter: pure functions of sizes.
+"""Owner ranks: each parameter has one process that keeps its statistics and refreshes its factors.
 
-The owner of a parameter keeps its statistics and makes its factors, for all processes.
+Owners follow from sizes alone, so that all processes come to the same result without a message.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tnt_optim.directions import directions_
+from tnt_optim.distributed.process_group import ProcessGroup, numbered
+from tnt_optim.modes import layout, layout_of
+from tnt_optim.state import State, owned_bytes
+
+Group = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Load:
-    """What a parameter, or all those of one owner, cost.
+    """The cost of a parameter, or of all parameters of one owner.
 
     Attributes:
-        work: of its factors, sum of d^3 over the full modes, and of the product with them,
-            numel(W) d each, in multiplications.
-        size: of what only the owner keeps, in bytes.
+        work: multiplications: d^3 for the factor of each full mode and numel(W) d for the product
+            with it. One refresh counts as much as one product: T2 decides their true ratio.
+        size: of the state that only the owner keeps, in bytes.
     """
 
     work: float = 0.0
@@ -24,46 +35,109 @@ class Load:
         return Load(self.work + other.work, self.size + other.size)
 
 
-def load_of(shapes: Iterable[Sequence[int]], numel: int, itemsize: int, moments: int) -> Load:
-    """What a parameter costs its owner.
-
-    Args:
-        shapes: of its statistics, (d, d) or (d,).
-        numel: how many numbers it has.
-        itemsize: bytes of a number of its state.
-        moments: how many tensors like the parameter the owner alone keeps.
-    """
-    modes = [(shape[0], len(shape) == 2) for shape in shapes]
-    # One refresh counts as much as one product: T2 decides what they really weigh.
-    work = sum(float(d) ** 3 + float(numel) * d for d, full in modes if full)
-    numbers = sum(2 * d * (d if full else 1) for d, full in modes) + moments * numel
-    return Load(work + numel, float(numbers * itemsize))
+def load_of(param: Tensor, group: Group, shard: str) -> Load:
+    """The cost of a parameter for its owner."""
+    if not param.requires_grad:
+        return Load()
+    numel = param.numel()
+    full = [s[0] for s in layout(param, group).statistic_shapes(group["max_factor_dim"]) if s[1:]]
+    work = sum(float(d) ** 3 + float(numel) * d for d in full)
+    return Load(work + numel, float(owned_bytes(param, group, shard)))
 
 
-def assign(loads: Sequence[Load], taken: Sequence[Load]) -> list[int]:
-    """Owners of parameters, so that the most loaded one has as little as a greedy choice finds.
+def assign(loads: Sequence[Load], existing: Sequence[Load]) -> list[int]:
+    """Greedy: in decreasing cost, assign each parameter to the least loaded process.
 
-    The largest first, each to whom it then makes least loaded, in its share of the work or of the
-    bytes, whichever is larger. Equal calls give equal results.
-
-    Args:
-        loads: of the parameters.
-        taken: what every process has already.
-
-    Returns:
-        The owner's number, below ``len(taken)``, for each of ``loads``.
+    The load of a process is its fraction of all work or of all bytes, whichever is larger, and
+    starts at ``existing``. Returns the owner rank for each of ``loads``.
 
     >>> assign([Load(w, w) for w in (2, 3, 5, 4)], [Load(), Load()])
     [0, 1, 0, 1]
     """
-    total = sum((*loads, *taken), Load())
+    total = sum((*loads, *existing), Load())
 
-    def share(load: Load) -> float:
+    def fraction(load: Load) -> float:
         return max(load.work / (total.work or 1.0), load.size / (total.size or 1.0))
 
-    owned, owners = list(taken), [0] * len(loads)
-    for index in sorted(range(len(loads)), key=lambda i: (-share(loads[i]), i)):
-        candidates = [share(own + loads[index]) for own in owned]
+    owned, owners = list(existing), [0] * len(loads)
+    for index in sorted(range(len(loads)), key=lambda i: (-fraction(loads[i]), i)):
+        candidates = [fraction(own + loads[index]) for own in owned]
         owner = candidates.index(min(candidates))
         owners[index], owned[owner] = owner, owned[owner] + loads[index]
     return owners
+
+
+class Owners:
+    """The owner rank of each parameter; parameters that are added later get owners then."""
+
+    def __init__(self) -> None:
+        self._owners: dict[Tensor, int] = {}
+        self._loads: list[Load] = []
+
+    def of(self, param: Tensor, groups: Sequence[Group], processes: int, shard: str) -> int:
+        """The owner of one parameter of ``groups``."""
+        if param not in self._owners or len(self._loads) != processes:
+            self._assign(groups, processes, shard)
+        return self._owners[param]
+
+    def _assign(self, groups: Sequence[Group], processes: int, shard: str) -> None:
+        if len(self._loads) != processes:
+            self._owners, self._loads = {}, [Load()] * processes
+        # Group by group, as if each was assigned when it was added: a copy of the optimizer, or a
+        # process that asks at another time, must get the same owners.
+        for group in groups:
+            new = [p for p in group["params"] if p not in self._owners]
+            loads = [load_of(p, group, shard) for p in new]
+            for param, load, owner in zip(new, loads, assign(loads, self._loads), strict=True):
+                self._owners[param] = owner
+                self._loads[owner] += load
+
+
+class OwnerRanks:
+    """The part of a distribution that follows from owners: ``owner`` gives a parameter's rank."""
+
+    def __init__(self, processes: ProcessGroup, owner: Callable[[Tensor], int]) -> None:
+        self.processes = processes
+        self.size = processes.size
+        self.owner = owner
+
+    def number(self, index: int) -> int:
+        """See ``Local.number``."""
+        return numbered(index, self.processes)
+
+    def anywhere(self, flags: Sequence[bool], device: torch.device) -> list[bool]:
+        """See ``Local.anywhere``."""
+        return self.processes.anywhere(flags, device)
+
+    def is_owner(self, param: Tensor) -> bool:
+        """Whether this process owns a parameter."""
+        return self.owner(param) == self.processes.rank
+
+    def owned(self, params: Iterable[Tensor]) -> list[Tensor]:
+        """The parameters that this process owns."""
+        return [p for p in params if self.is_owner(p)]
+
+    def codes(self, params: Sequence[Tensor], owned: Sequence[Tensor], own: Tensor) -> Tensor:
+        """See ``Local.codes``."""
+        zero = torch.zeros((), dtype=torch.int32, device=params[0].device)
+        known = dict(zip(owned, own.to(torch.int32).unbind(), strict=True))
+        return self.processes.largest(torch.stack([known.get(p, zero) for p in params]))
+
+    def directions_(
+        self, whole: Mapping[Tensor, Tensor], states: Mapping[Tensor, State], group: Group
+    ) -> dict[Tensor, Tensor]:
+        """Updates the moments of the parameters this process owns; returns their directions.
+
+        With ``kl_clip``, ``whole`` must hold all gradients of the group.
+        """
+        params = self.owned(whole)
+        own = [states[p] for p in params]
+        seen = [layout_of(state) for state in own]
+        grads = [whole[p] for p in params]
+        rest = iter(
+            directions_(grads, own, seen, group, lambda total: self.processes.sums([total])[0])
+        )
+        return {
+            p: look.assembled([next(rest) for _ in range(look.count)])
+            for p, look in zip(params, seen, strict=True)
+        }

@@ -1,13 +1,12 @@
-"""How processes share the work: each parameter's statistics and factors have one owner.
+"""Processes that each have every parameter, as under DistributedDataParallel.
 
-What then travels is, by ``shard``,
+With ``shard`` every parameter has an owner rank, which refreshes its statistics and factors:
 
-- "directions": the owner alone has factors and moments, and sends the direction of every step;
-- "inverses": the owner sends new factors when it has made them, and every process makes its own
-  step from them and moments of its own.
+- "directions": only the owner keeps factors and moments; it sends the direction of every step.
+- "inverses": the owner sends refreshed factors; every process has moments and makes its own
+  directions.
 
-The first takes the least memory: what is kept for a parameter is kept once. The second sends
-nothing in most steps.
+The first takes the least memory. The second sends nothing in most steps.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,231 +16,187 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tnt_optim.autograd import all_finite
-from tnt_optim.directions import directions_, move_
-from tnt_optim.distributed.ownership import Load, assign, load_of
-from tnt_optim.distributed.process_group import LOT_BYTES, Gradients, Team, flattened, parts
-from tnt_optim.rounding import to_be_moved
-from tnt_optim.state import TENSORS, State, layout, layout_of, state_dtype
-
-SHARDS = (None, "directions", "inverses")
+from tnt_optim.autograd import Gradients, all_finite
+from tnt_optim.directions import Workspace, move_, updated_weights
+from tnt_optim.distributed.ownership import OwnerRanks
+from tnt_optim.distributed.process_group import (
+    BUCKET_BYTES,
+    ProcessGroup,
+    flattened,
+    unflattened,
+)
+from tnt_optim.modes import by_kind, layout, state_dtype
+from tnt_optim.state import State, kept_names
+from tnt_optim.update import Local
 
 Group = Mapping[str, Any]
 
 
-class Owners:
-    """Who owns which parameter; those that come later go to whom has least by then."""
+class Replicated(OwnerRanks, Local):
+    """A step divided by processes that each have every parameter.
 
-    def __init__(self) -> None:
-        self._owners: dict[Tensor, int] = {}
-        self._taken: list[Load] = []
-
-    def of(self, param: Tensor, groups: Sequence[Group], processes: int, moments_too: bool) -> int:
-        """The owner of one parameter of ``groups``."""
-        if param not in self._owners or len(self._taken) != processes:
-            self._assign(groups, processes, moments_too)
-        return self._owners[param]
-
-    def _assign(self, groups: Sequence[Group], processes: int, moments_too: bool) -> None:
-        if len(self._taken) != processes:
-            self._owners, self._taken = {}, [Load()] * processes
-        # Group by group, as if each had been asked for when it was added: copies, and processes
-        # that ask at other times, must come to the same.
-        for group in groups:
-            new = [p for p in group["params"] if p not in self._owners]
-            loads = [_load(p, group, moments_too) for p in new]
-            for param, load, owner in zip(new, loads, assign(loads, self._taken), strict=True):
-                self._owners[param] = owner
-                self._taken[owner] += load
-
-
-def _load(param: Tensor, group: Group, moments_too: bool) -> Load:
-    if not param.requires_grad:
-        return Load()
-    shapes = layout(param, group).statistic_shapes(group["max_factor_dim"])
-    moments = (1 + (group["graft"] == "adam")) * moments_too
-    return load_of(shapes, param.numel(), state_dtype(param).itemsize, moments)
-
-
-class Sharing:
-    """How steps are shared by processes that each have every parameter.
-
-    Args:
-        team: the processes.
-        shard: "directions" or "inverses".
-        owner: who owns a parameter.
+    With ``shard`` None no parameter has an owner: each process does all of the step.
     """
 
-    def __init__(self, team: Team, shard: str, owner: Callable[[Tensor], int]) -> None:
-        self.team = team
+    def __init__(
+        self, processes: ProcessGroup, shard: str | None, owner: Callable[[Tensor], int]
+    ) -> None:
+        super().__init__(processes, owner)
         self.shard = shard
-        self.owner = owner
 
-    def owned(self, params: Iterable[Tensor]) -> list[Tensor]:
-        """Those of ``params`` that this process owns."""
-        return [p for p in params if self.owner(p) == self.team.rank]
+    def is_owner(self, param: Tensor) -> bool:
+        """Whether this process refreshes a parameter's statistics and factors."""
+        return self.shard is None or super().is_owner(param)
 
-    def keeps(self, param: Tensor) -> frozenset[str]:
-        """Which tensors of a parameter's state this process keeps."""
-        if self.owner(param) == self.team.rank:
-            return TENSORS
-        return TENSORS - {"stats"} if self.shard == "inverses" else frozenset()
-
-    def whole(self, gradients: Gradients) -> dict[Tensor, Tensor]:
-        """Gradients as the owners need them."""
-        return {p: g for p, g in gradients.items() if g is not None}
-
-    def all_finite(self, gradients: Iterable[Tensor]) -> Tensor:
-        """Whether all gradients are finite, in all processes."""
-        return all_finite(gradients)
+    def kept(self, param: Tensor) -> frozenset[str]:
+        """See ``Local.kept``."""
+        return kept_names(self.shard, self.is_owner(param))
 
     def codes(self, params: Sequence[Tensor], owned: Sequence[Tensor], own: Tensor) -> Tensor:
-        """What the owners say of their parameters, made known to all.
+        """See ``Local.codes``."""
+        return own if self.shard is None else super().codes(params, owned, own)
 
-        Args:
-            params: all of them, in the same order everywhere, on one device.
-            owned: those that this process owns.
-            own: a code for each of these, on the device.
+    def batch_mean(
+        self, params: Sequence[Tensor], observed: Gradients | None
+    ) -> dict[Tensor, Tensor] | None:
+        """See ``Local.batch_mean``."""
+        own = {} if observed is None else self.whole(observed)
+        flags = [observed is not None, *(p in own for p in params)]
+        has_more, *reached = self.anywhere(flags, params[0].device)
+        if not has_more:
+            return None
+        found = [p for p, is_reached in zip(params, reached, strict=True) if is_reached]
+        return self.mean(found, own, int(observed is not None))[0]
+
+    def mean(
+        self, params: Sequence[Tensor], gradients: Mapping[Tensor, Tensor], number: int | Tensor
+    ) -> tuple[dict[Tensor, Tensor], Tensor]:
+        """See ``Local.mean``. A process whose gradients are not finite does not count.
+
+        If that is so in all processes, the means are NaN.
         """
-        nothing = torch.zeros((), dtype=torch.int32, device=params[0].device)
-        known = dict(zip(owned, own.to(torch.int32).unbind(), strict=True))
-        return self.team.worst(torch.stack([known.get(p, nothing) for p in params]))
+        device = params[0].device
+        finite = torch.ones((), dtype=torch.bool, device=device)
+        if gradients:
+            finite = all_finite(gradients.values()).to(device)
+        if isinstance(number, Tensor):
+            count = number.to(device, torch.float32)
+        else:  # filled in on the device: no copy to wait for
+            count = torch.full((), float(number), device=device)
+
+        def sent() -> Iterable[Tensor]:  # each tensor is made when it is sent, to save memory
+            yield torch.stack([count * finite, count > 0])
+            for param in params:
+                dtype = state_dtype(param)
+                if param in gradients:
+                    yield torch.where(finite.to(param.device), gradients[param].to(dtype), 0.0)
+                else:
+                    yield torch.zeros_like(param, dtype=dtype)
+
+        counts, *totals = self.processes.sums(sent())
+        observations, observers = counts
+        return {
+            p: total.div_(observations.to(p.device, total.dtype))
+            for p, total in zip(params, totals, strict=True)
+        }, observers
 
     def send_factors(self, params: Iterable[Tensor], states: Mapping[Tensor, State]) -> None:
-        """Brings the owners' factors of ``params`` to those who keep them."""
+        """See ``Local.send_factors``."""
         if self.shard != "inverses":
             return
 
-        def held_of(lot: Iterable[Tensor]) -> list[Tensor]:
-            return [factor for p in lot for factor in states[p]["factors"]]
+        def factors_of(bucket: Iterable[Tensor]) -> list[Tensor]:
+            return [factor for p in bucket for factor in states[p]["factors"]]
 
-        def take(lot: list[Tensor], flat: Tensor) -> None:
-            held = held_of(lot)
-            if self.owner(lot[0]) != self.team.rank:
-                for factor, sent in zip(held, parts(flat, [f.shape for f in held]), strict=True):
+        def receive(bucket: list[Tensor], flat: Tensor) -> None:
+            factors = factors_of(bucket)
+            if not self.is_owner(bucket[0]):
+                arrived = unflattened(flat, [f.shape for f in factors])
+                for factor, sent in zip(factors, arrived, strict=True):
                     factor.copy_(sent)
 
         for alike in by_kind(params):
             self._exchange(
                 alike,
                 lambda p: sum(factor.numel() for factor in states[p]["factors"]),
-                lambda lot: flattened(held_of(lot)),
-                take,
+                lambda bucket: flattened(factors_of(bucket)),
+                receive,
             )
 
-    def move(
+    def update(
         self,
-        group: Group,
         grads: Gradients,
         states: Mapping[Tensor, State],
+        group: Group,
         number: int,
-    ) -> bool:
-        """One group's step: each direction made by its owner, each parameter moved everywhere.
-
-        Args:
-            group: the settings.
-            grads: of the parameters that move.
-            states: what this process has.
-            number: the group's among those that move.
-
-        Returns:
-            False where every process makes the step for itself, and nothing was done.
-        """
+        workspace: Workspace | None,
+    ) -> None:
+        """With "directions" each owner computes its directions, and every process applies all."""
         if self.shard != "directions":
-            return False
-
+            super().update(grads, states, group, number, workspace)
+            return
         places = {p: place for place, p in enumerate(grads)}
-        made: dict[Tensor, Tensor] = {}
-        if group["kl_clip"] is not None:  # which takes all directions before any is sent
-            made = self.directions_(grads, states, group)
+        ready: dict[Tensor, Tensor] = {}
+        if group["kl_clip"] is not None:  # needs all directions before any is sent
+            ready = self.directions_(self.whole(grads), states, group)
 
-        def make(lot: list[Tensor]) -> Tensor:
-            if not made:
-                directions = self.directions_({p: grads[p] for p in lot}, states, group)
-                return flattened([directions[p] for p in lot])
-            return flattened([made[p] for p in lot])
+        def compute(bucket: list[Tensor]) -> Tensor:
+            whole = self.whole({p: grads[p] for p in bucket})
+            found = ready or self.directions_(whole, states, group)
+            return flattened([found[p] for p in bucket])
 
-        def take(lot: list[Tensor], flat: Tensor) -> None:
-            seen = [layout(p, group) for p in lot]
-            key = (number, places[lot[0]])
-            with to_be_moved(lot, states, group, seen, key=key) as weights:
-                move_(weights, parts(flat, [look.sizes for look in seen]), group)
+        def receive(bucket: list[Tensor], flat: Tensor) -> None:
+            seen = [layout(p, group) for p in bucket]
+            key = (number, places[bucket[0]])
+            with updated_weights(bucket, states, group, seen, key=key) as weights:
+                move_(weights, unflattened(flat, [look.sizes for look in seen]), group)
 
         for alike in by_kind(grads):
-            self._exchange(alike, lambda p: p.numel(), make, take)
-        return True
-
-    def directions_(
-        self, grads: Gradients, states: Mapping[Tensor, State], group: Group
-    ) -> dict[Tensor, Tensor]:
-        """Moves the moments of what this process owns; returns the directions of that.
-
-        Args:
-            grads: of parameters in the same order everywhere where ``kl_clip`` is set.
-            states: what this process has.
-            group: the settings.
-        """
-        params = self.owned(grads)
-        whole = self.whole(grads)
-        own = [states[p] for p in params]
-        seen = [layout_of(state) for state in own]
-        moved = directions_([whole[p] for p in params], own, seen, group, self.team)
-        rest = iter(moved)
-        return {
-            p: look.assembled([next(rest) for _ in range(look.count)])
-            for p, look in zip(params, seen, strict=True)
-        }
+            self._exchange(alike, lambda p: p.numel(), compute, receive)
 
     def _exchange(
         self,
         params: Sequence[Tensor],
         numel: Callable[[Tensor], int],
-        make: Callable[[list[Tensor]], Tensor],
-        take: Callable[[list[Tensor], Tensor], None],
+        compute: Callable[[list[Tensor]], Tensor],
+        receive: Callable[[list[Tensor], Tensor], None],
     ) -> None:
-        """Sends what owners have of their parameters to all, while the next of it is made.
+        """Broadcasts a bucket of each owner at a time; sending overlaps with computing the next.
 
         Args:
-            params: all of them, in the same order everywhere, of one device and one state dtype.
-            numel: how many numbers are sent of a parameter.
-            make: makes those of some of this process's parameters, one after the other.
-            take: takes in those of some parameters; also called for this process's own.
+            params: in the same order in every process, of one device and one state dtype.
+            numel: the number of entries sent of a parameter.
+            compute: gives the entries of a bucket of this process's parameters.
+            receive: takes the entries of a bucket, also of this process's own.
         """
-        lots: list[list[list[Tensor]]] = [[] for _ in range(self.team.size)]
+        by_owner: list[list[list[Tensor]]] = [[] for _ in range(self.size)]
         dtype, device = state_dtype(params[0]), params[0].device
         for param in params:
-            own = lots[self.owner(param)]
-            full = own and sum(map(numel, own[-1])) + numel(param) > LOT_BYTES // dtype.itemsize
+            own = by_owner[self.owner(param)]
+            full = own and sum(map(numel, own[-1])) + numel(param) > BUCKET_BYTES // dtype.itemsize
             if not own or full:
                 own.append([])
             own[-1].append(param)
-        on_the_way: list[tuple[list[Tensor], Tensor, Any]] = []
-        for turn in zip_longest(*lots):
-            mine = turn[self.team.rank]
-            made = None if mine is None else make(mine)
+        pending: list[tuple[list[Tensor], Tensor, Any]] = []
+        for round_ in zip_longest(*by_owner):
+            mine = round_[self.processes.rank]
+            computed = None if mine is None else compute(mine)
             sent = []
-            for owner, lot in enumerate(turn):
-                if lot is not None:
-                    flat = made if owner == self.team.rank else None
+            for owner, bucket in enumerate(round_):
+                if bucket is not None:
+                    flat = computed if owner == self.processes.rank else None
                     if flat is None:
-                        flat = torch.empty(sum(map(numel, lot)), dtype=dtype, device=device)
-                    sent.append((lot, flat, self.team.broadcast(flat, owner)))
-            _take_all(on_the_way, take)
-            on_the_way = sent
-        _take_all(on_the_way, take)
+                        flat = torch.empty(sum(map(numel, bucket)), dtype=dtype, device=device)
+                    sent.append((bucket, flat, self.processes.broadcast(flat, owner)))
+            _receive_all(pending, receive)
+            pending = sent
+        _receive_all(pending, receive)
 
 
-def _take_all(
-    sent: Sequence[tuple[list[Tensor], Tensor, Any]], take: Callable[[list[Tensor], Tensor], None]
+def _receive_all(
+    sent: Sequence[tuple[list[Tensor], Tensor, Any]],
+    receive: Callable[[list[Tensor], Tensor], None],
 ) -> None:
-    for lot, flat, work in sent:
+    for bucket, flat, work in sent:
         work.wait()
-        take(lot, flat)
-
-
-def by_kind(params: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Splits parameters by device and by their state's dtype."""
-    lists: dict[tuple[Any, ...], list[Tensor]] = {}
-    for param in params:
-        lists.setdefault((param.device, state_dtype(param)), []).append(param)
-    return list(lists.values())
+        receive(bucket, flat)

@@ -5,11 +5,11 @@ from typing import Any
 
 from torch import Tensor
 
-from tnt_optim.checkpoint import check_groups, check_keys
-from tnt_optim.failures import COUNTERS
+from tnt_optim.checkpoint import check_groups
 from tnt_optim.kfac.inverses import Inverse
 from tnt_optim.kfac.layers import Layer, matrix_shape
-from tnt_optim.options import check_common_settings
+from tnt_optim.options import check_settings
+from tnt_optim.state import COUNTERS, check_keys
 
 _LAYER_KEYS = {"stats", "factors", "first_step", *COUNTERS}
 
@@ -26,7 +26,7 @@ def check_kfac_state_dict(
     Raises:
         ValueError: says where the two part.
     """
-    check_groups([group], state_dict, settings, check_common_settings)
+    check_groups([group], state_dict, settings, check_settings)
     by_weight = {layer.weight: layer for layer in layers}
     saved = state_dict["param_groups"][0]["params"]
     for index, param in zip(saved, group["params"], strict=True):

@@ -9,17 +9,10 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from tnt_optim.autograd import buffers_put_back
+from tnt_optim.autograd import buffers_put_back, check_static_graph, replicas_behind
 from tnt_optim.checkpoint import check_method, copied_states, load_adapted
-from tnt_optim.distributed.process_group import (
-    Team,
-    check_static_graph,
-    is_sharded,
-    numbered,
-    replicas_behind,
-    team_of,
-)
-from tnt_optim.failures import COUNTERS, UNOBSERVED, Failures, PreconditionerError, warn_the_caller
+from tnt_optim.distributed.process_group import ProcessGroup, numbered, process_group_of
+from tnt_optim.failures import UNOBSERVED, Failures, PreconditionerError, warn_the_caller
 from tnt_optim.kfac.activations import hook_layers
 from tnt_optim.kfac.checkpoint import check_kfac_state_dict
 from tnt_optim.kfac.inverses import INVERSES, PARTS, Matrices
@@ -29,10 +22,10 @@ from tnt_optim.kfac.sampling import LayerSampling
 from tnt_optim.kfac.sharing import SHARDS, make_shared
 from tnt_optim.kfac.statistics import LayerSums, all_finite_statistics
 from tnt_optim.kfac.step import blend, parameters, update_
-from tnt_optim.likelihoods import Likelihood, check_sampling
-from tnt_optim.options import check_common_settings
-from tnt_optim.state import state_dtype
-from tnt_optim.update import by_device
+from tnt_optim.likelihoods import Likelihood
+from tnt_optim.modes import by_device, is_sharded, state_dtype
+from tnt_optim.options import check_settings
+from tnt_optim.state import COUNTERS
 
 
 class KFAC(Optimizer):
@@ -124,7 +117,7 @@ class KFAC(Optimizer):
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-        check_sampling(likelihood, seed)
+        check_settings({"likelihood": likelihood, "seed": seed})
         if inverse not in tuple(INVERSES):
             known = " or ".join(repr(name) for name in INVERSES)
             raise ValueError(f"inverse must be {known}, got {inverse!r}")
@@ -140,7 +133,7 @@ class KFAC(Optimizer):
             "stat_interval": stat_interval,
             "inverse_interval": inverse_interval,
         }
-        check_common_settings(settings)
+        check_settings(settings)
         self._names, self._layers = supported_layers(model)
         self._sampling = LayerSampling(self._names, self._layers, likelihood, seed)
         for name, param in model.named_parameters():
@@ -227,7 +220,7 @@ class KFAC(Optimizer):
                 loss = closure()
         group = self.param_groups[0]
         try:
-            check_common_settings(group)  # anyone may have changed them since
+            check_settings(group)  # anyone may have changed them since
             team = self._team()
             # On a GPU a report may arrive here and not yet there, and where it stops the training
             # it must stop all processes. It is a step old: hardly ever is there anything to wait.
@@ -366,8 +359,8 @@ class KFAC(Optimizer):
         ]
         return "\n".join([*lines, ")"])
 
-    def _team(self) -> Team | None:
-        return team_of(self.process_group, is_lost=self._group_is_lost)
+    def _team(self) -> ProcessGroup | None:
+        return process_group_of(self.process_group, is_lost=self._group_is_lost)
 
     # Which layers, and when.
 

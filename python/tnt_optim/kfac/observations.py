@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from tnt_optim.distributed.process_group import Team
+from tnt_optim.distributed.process_group import ProcessGroup
 from tnt_optim.kfac.layers import Layer
 from tnt_optim.kfac.pooling import pooled_sums
 from tnt_optim.kfac.statistics import LayerSums
@@ -41,7 +41,7 @@ class Observations:
 
     def pool(
         self,
-        team: Team,
+        team: ProcessGroup,
         wanted: Sequence[int],
         layers: Sequence[Layer],
         held: Mapping[int, Sequence[Tensor]],

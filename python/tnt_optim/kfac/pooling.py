@@ -5,17 +5,17 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from tnt_optim.distributed.process_group import Team
+from tnt_optim.distributed.process_group import ProcessGroup
 from tnt_optim.kfac.layers import Layer, matrix_shape
 from tnt_optim.kfac.statistics import LayerSums, all_finite_statistics
 from tnt_optim.kfac.triangles import packed, packed_size, unpacked
-from tnt_optim.state import state_dtype
+from tnt_optim.modes import state_dtype
 
 Layers = Mapping[int, Layer]
 
 
 def summed_matrices(
-    team: Team, layers: Layers, pairs: Mapping[int, Sequence[Tensor]], counts: Tensor
+    team: ProcessGroup, layers: Layers, pairs: Mapping[int, Sequence[Tensor]], counts: Tensor
 ) -> tuple[dict[int, list[Tensor]], Tensor]:
     """The sums over all processes of each layer's two symmetric matrices, and of some counts.
 
@@ -45,7 +45,7 @@ def summed_matrices(
 
 
 def pooled_sums(
-    team: Team,
+    team: ProcessGroup,
     layers: Layers,
     sums: Mapping[int, LayerSums],
     number: int,
@@ -97,7 +97,7 @@ def _count(number: int | Tensor, device: torch.device) -> Tensor:
 
 
 def pooled_averages(
-    team: Team,
+    team: ProcessGroup,
     layers: Layers,
     averages: Mapping[int, Sequence[Tensor]],
     weights: Mapping[int, int],

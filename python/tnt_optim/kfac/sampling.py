@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tnt_optim.autograd import check_reached, without_autocast
-from tnt_optim.distributed.process_group import Team, check_static_graph, numbered, replicas_behind
+from tnt_optim.autograd import check_reached, check_static_graph, replicas_behind, without_autocast
+from tnt_optim.distributed.process_group import ProcessGroup, numbered
 from tnt_optim.failures import PreconditionerError
 from tnt_optim.kfac.activations import LayerHook, check_uses, walk
 from tnt_optim.kfac.layers import Layer, is_trainable
@@ -89,7 +89,7 @@ class LayerSampling:
         return sums
 
     def average(
-        self, outputs: Iterable[Any], hooks: Sequence[LayerHook], team: Team | None
+        self, outputs: Iterable[Any], hooks: Sequence[LayerHook], team: ProcessGroup | None
     ) -> tuple[dict[int, list[Tensor]], int]:
         """[G, A] of each layer, averaged plainly over the batches that used it, of all processes.
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from tnt_optim.distributed.ownership import Load, assign
-from tnt_optim.distributed.process_group import Team
-from tnt_optim.distributed.replicated import Sharing
+from tnt_optim.distributed.process_group import ProcessGroup
+from tnt_optim.distributed.replicated import Replicated
 from tnt_optim.kfac.inverses import Inverse, Matrices
 
 SHARDS = (None, "inverses")
@@ -27,7 +27,7 @@ def owners(stats: Mapping[Tensor, Sequence[Tensor]], processes: int) -> dict[Ten
 
 
 def make_shared(
-    team: Team,
+    team: ProcessGroup,
     inverse: Inverse,
     stats: Mapping[Tensor, list[Tensor]],
     damping: float | Tensor,
@@ -45,7 +45,7 @@ def make_shared(
     Returns:
         Factors and codes, of the same bits in all processes.
     """
-    sharing = Sharing(team, "inverses", owners(stats, team.size).__getitem__)
+    sharing = Replicated(team, "inverses", owners(stats, team.size).__getitem__)
     own = sharing.owned(stats)
     target = dict(zip(stats, out, strict=True)) if out is not None else None
     made: dict[Tensor, list[Tensor]] = dict(target or {})

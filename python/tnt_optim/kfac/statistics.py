@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tnt_kernels import gram_ema_
 from tnt_optim.kfac.layers import Layer, input_rows, output_rows
-from tnt_optim.state import state_dtype
+from tnt_optim.modes import state_dtype
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,8 @@ from torch import Tensor
 from tnt_optim.kfac.inverses import Inverse
 from tnt_optim.kfac.layers import Layer, joined, parted
 from tnt_optim.kfac.statistics import all_finite_statistics
+from tnt_optim.modes import by_device, state_dtype
 from tnt_optim.options import as_number
-from tnt_optim.state import state_dtype
-from tnt_optim.update import by_device
 
 States = Mapping[Tensor, dict[str, Any]]
 

@@ -1,0 +1,98 @@
+"""An optimizer of one's own (examples/one_sided_shampoo.py) against its dense definition."""
+
+import importlib.util
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle_shampoo import eigen_root
+from tolerances import NEWTON_TRAJECTORY
+from torch import Tensor, nn
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "one_sided_shampoo.py"
+SHAPES = [(4, 3), (5,), (3, 2, 2, 2), (1, 7)]
+SETTINGS = {"lr": 0.03, "damping": 0.05, "weight_decay": 0.1, "stat_interval": 2}
+T1, T2 = SETTINGS["stat_interval"], 4
+
+
+def loaded() -> Any:
+    """The example's class."""
+    spec = importlib.util.spec_from_file_location("one_sided_shampoo", EXAMPLE)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.OneSidedShampoo
+
+
+def weights() -> list[nn.Parameter]:
+    rng = torch.Generator().manual_seed(1)
+    return [nn.Parameter(torch.randn(s, generator=rng, dtype=torch.float64) / s[0]) for s in SHAPES]
+
+
+def gradients(step: int) -> list[Tensor]:
+    rng = torch.Generator().manual_seed(100 + step)
+    return [torch.randn(s, generator=rng, dtype=torch.float64) for s in SHAPES]
+
+
+def train(opt: torch.optim.Optimizer, params: list[nn.Parameter], first: int, last: int) -> None:
+    for step in range(first, last):
+        for param, gradient in zip(params, gradients(step), strict=True):
+            param.grad = gradient
+        opt.step()
+
+
+def dense_trajectory(steps: int) -> list[Tensor]:
+    """The definition with every preconditioner formed by eigenvalues."""
+    found = []
+    for number, start in enumerate(weights()):
+        w = start.detach().reshape(start.shape[0], -1)
+        m, stat, root = torch.zeros_like(w), None, torch.empty(0)
+        for step in range(steps):
+            g = gradients(step)[number].reshape(w.shape)
+            if step % T1 == 0:
+                stat = g @ g.T if stat is None else 0.9 * stat + 0.1 * g @ g.T
+            if step % T2 == 0 or (step % T1 == 0 and step < T2):
+                assert stat is not None
+                root = eigen_root(stat + SETTINGS["damping"] * torch.eye(len(w)).double(), 2)
+            m = 0.9 * m + g
+            w = w - SETTINGS["lr"] * (root @ m + SETTINGS["weight_decay"] * w)
+        found.append(w.reshape(start.shape))
+    return found
+
+
+def test_steps_are_the_definition() -> None:
+    params = weights()
+    opt = loaded()(params, inverse_interval=T2, **SETTINGS)
+    train(opt, params, 0, 9)
+    for param, start, wanted in zip(params, weights(), dense_trajectory(9), strict=True):
+        moved = float((wanted - start.detach()).norm())
+        assert moved > 0.1
+        assert float((param - wanted).detach().norm()) <= NEWTON_TRAJECTORY * moved
+
+
+def test_resumed_training_is_the_training() -> None:
+    params = weights()
+    opt = loaded()(params, inverse_interval=T2, **SETTINGS)
+    train(opt, params, 0, 5)
+    buffer = io.BytesIO()
+    torch.save([[p.detach() for p in params], opt.state_dict()], buffer)
+    train(opt, params, 5, 11)
+    buffer.seek(0)
+    saved, state = torch.load(buffer, weights_only=True)
+    others = [nn.Parameter(p) for p in saved]
+    again = loaded()(others, inverse_interval=T2, **SETTINGS)
+    again.load_state_dict(state)
+    train(again, others, 5, 11)
+    assert all(map(torch.equal, params, others))
+
+
+def test_the_table_serves_it() -> None:
+    """Its options are checked and documented, and a saved state knows the method."""
+    with pytest.raises(ValueError, match="damping must be a finite number >= 0, got -1"):
+        loaded()(weights(), damping=-1.0)
+    assert "momentum: mu in the paper" in loaded().__doc__
+    assert loaded()(weights()).state_dict()["method"] == "OneSidedShampoo"
