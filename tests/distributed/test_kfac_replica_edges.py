@@ -38,7 +38,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tnt_kernels import damped_inverse
 from tnt_optim import KFAC, PreconditionerError
 from tnt_optim.kfac.activations import LayerHook
-from tnt_optim.kfac.sharing import owners
+from tnt_optim.kfac.inverses import owner_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -431,7 +431,7 @@ def shared_inverses(rank: int, processes: int) -> dict[str, Any]:
         train_one(replicas, opt, of_a_step(CASE, processes, 0), rank)
     found["made"] = made
     stats = {weight: state["stats"] for weight, state in opt._layer_states().items()}
-    for weight, owner in owners(stats, processes).items():
+    for weight, owner in owner_ranks(stats, processes).items():
         if owner == rank:
             stats[weight][1].fill_(math.inf)
     opt.param_groups[0].update({"stat_interval": 1000, "inverse_interval": 1})

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tnt_optim.kfac.triangles import packed, packed_size, unpacked
+from tnt_optim.kfac.statistics import packed, packed_size, unpacked
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 8, 65])
