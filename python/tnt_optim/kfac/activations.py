@@ -26,18 +26,11 @@ _CHECKPOINT, _COMPILED = "CheckpointFunctionBackward", "CompiledFunctionBackward
 
 @dataclass
 class Call:
-    """One call of a layer.
+    """One call of a layer."""
 
-    Attributes:
-        inputs: its input, without history; empty once it was observed.
-        version: how often the input had been changed in place.
-        output_nr: which of the node's outputs is the layer's.
-        observed: whether it was observed.
-    """
-
-    inputs: Tensor
-    version: int
-    output_nr: int
+    inputs: Tensor  # without history; empty once observed
+    version: int  # how often the input had been changed in place
+    output_nr: int  # which of the node's outputs is the layer's
     observed: bool = False
 
     def release(self) -> None:
@@ -81,11 +74,7 @@ class LayerHook:
 def hook_layers(
     layers: Sequence[nn.Module], wanted: Callable[[int], bool]
 ) -> tuple[list[LayerHook], Callable[[], None]]:
-    """Adds a hook to each layer.
-
-    Args:
-        layers: the layers.
-        wanted: a method that says whether the input of the layer of some number is wanted.
+    """Adds a hook to each layer, which asks the method ``wanted`` for the layer's number.
 
     Returns:
         The hooks, and a function that removes them.
@@ -114,13 +103,6 @@ def captured_calls(
 ) -> dict[int, tuple[GradientEdge, Call]]:
     """The calls of due layers that a loss depends on, each with the edge of its output's gradient.
 
-    Args:
-        loss: the loss.
-        due: the numbers of layers.
-        names: the names of all layers.
-        layers: all layers.
-        hooks: their hooks.
-
     Raises:
         ValueError: if a due layer was called more than once, was observed before, was used without
             being captured, or had its input changed in place since.
@@ -143,9 +125,8 @@ def captured_calls(
         name, calls = names[number], found.get(number, [])
         if any(call.observed for _, call in calls):
             raise ValueError(
-                f"output must not depend on a call of {name!r} that was observed before; if one "
-                "forward pass has several outputs, observe them together, with a likelihood "
-                "function"
+                f"output depends on a call of {name!r} that was observed before: observe several "
+                "outputs of one forward pass together, with a likelihood function"
             )
         if len(calls) > 1:
             raise ValueError(

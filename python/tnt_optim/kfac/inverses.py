@@ -120,12 +120,7 @@ INVERSES = {
 
 
 def owner_ranks(stats: Mapping[Tensor, Sequence[Tensor]], processes: int) -> dict[Tensor, int]:
-    """The rank that computes each layer's factors, by weight, so that all do about the same work.
-
-    Args:
-        stats: [G, A] of each layer.
-        processes: their number.
-    """
+    """The rank that computes each layer's factors, by weight, so that all do about equal work."""
     loads = [Load(float(sum(len(matrix) ** 3 for matrix in pair))) for pair in stats.values()]
     return dict(zip(stats, assign(loads, [Load()] * processes), strict=True))
 
@@ -139,15 +134,7 @@ def made_by_owners(
 ) -> tuple[Matrices, Tensor]:
     """What ``inverse.make`` returns, with each layer's factors computed by one rank for all.
 
-    Args:
-        team: the processes.
-        inverse: the form.
-        stats: [G, A] by the layers' weights, on one device, the same in all processes.
-        damping: as for ``inverse.make``.
-        out: as for ``inverse.make``.
-
-    Returns:
-        Factors and codes, with the same bits in all processes.
+    The statistics, by weight and on one device, are the same in all processes. So are the results.
     """
     sharing = Sharing(team, "inverses", owner_ranks(stats, team.size).__getitem__)
     own = sharing.owned(stats)
@@ -177,15 +164,8 @@ def update_(
 ) -> None:
     """m <- μ m + g; W <- W - lr (P + γ W), with P the preconditioned m in layers, m elsewhere.
 
-    Reads no value on the host.
-
-    Args:
-        group: the settings.
-        states: by parameter, those of the layers' weights with factors. A missing momentum starts
-            at zero.
-        layers: the layers to update, as far as their parameters have gradients.
-        others: the other parameters to update.
-        inverse: the form of the factors.
+    Updates the parameters of ``layers`` that have gradients, and the ``others``. A momentum that
+    is missing in ``states`` starts at zero. Reads no value on the host.
     """
     params = [p for layer in layers for p in parameters(layer) if p.grad is not None]
     params += others

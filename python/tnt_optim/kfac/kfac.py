@@ -9,14 +9,8 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
+from tnt_optim import checkpoint
 from tnt_optim.autograd import buffers_put_back
-from tnt_optim.checkpoint import (
-    check_groups,
-    check_keys,
-    check_method,
-    copied_states,
-    load_adapted,
-)
 from tnt_optim.distributed.process_group import Team, is_sharded, numbered, team_of
 from tnt_optim.failures import COUNTERS, UNOBSERVED, Failures, PreconditionerError, warn_the_caller
 from tnt_optim.kfac.activations import hook_layers
@@ -162,13 +156,12 @@ class KFAC(Optimizer):
     def observe(self, output: Any) -> None:
         """Samples labels at the model's output and keeps the statistics of their loss for ``step``.
 
-        Call it between the forward and the ``backward`` of the same pass, which stays possible: the
-        graph is retained and no ``.grad`` changes. If gradients are accumulated, call it for each
-        micro-batch: together they give the statistics of the whole batch. If a step was skipped, as
-        by ``GradScaler``, its observations count for the next one: the weights are the same. A
-        layer's observation that is not finite is left out if another one is finite. If no
-        statistics are due at this step, observe returns at once. All processes call it, and each
-        samples for its own batch.
+        Call it between the forward and the ``backward`` of the same pass: the graph is retained and
+        no ``.grad`` changes. If gradients are accumulated, call it for each micro-batch: together
+        they give the statistics of the whole batch. The observations of a skipped step, as by
+        ``GradScaler``, count for the next one: the weights are the same. A layer's observation that
+        is not finite is left out if another one is finite. If no statistics are due, observe
+        returns at once. All processes call it, and each samples for its own batch.
 
         Args:
             output: what the likelihood describes, with its graph. If it is a mapping or sequence of
@@ -302,7 +295,7 @@ class KFAC(Optimizer):
             ValueError: always, once the optimizer is made.
         """
         if self.param_groups:
-            raise ValueError("param_group cannot be added: KFAC optimizes its model, in one group")
+            raise ValueError("param_group must not be added: KFAC has its model's, in one group")
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
@@ -325,13 +318,17 @@ class KFAC(Optimizer):
 
         def finish(adapted: dict[str, Any]) -> None:
             self._failures, self._observed = Failures(PARTS), Observations()
-            self.state.update(copied_states(self.param_groups, adapted, state_dtype))
+            self.state.update(checkpoint.copied_states(self.param_groups, adapted, state_dtype))
 
-        load_adapted(self, state_dict, super().load_state_dict, self._check_state_dict, finish)
+        checkpoint.load_adapted(
+            self, state_dict, super().load_state_dict, self._check_state_dict, finish
+        )
 
     def _check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        check_method(self._method, state_dict)
-        check_groups(self.param_groups, state_dict, set(self.defaults), check_common_settings)
+        checkpoint.check_method(self._method, state_dict)
+        checkpoint.check_groups(
+            self.param_groups, state_dict, set(self.defaults), check_common_settings
+        )
         layers = {layer.weight: layer for layer in self._layers}
         saved, params = state_dict["param_groups"][0]["params"], self.param_groups[0]["params"]
         for index, param in zip(saved, params, strict=True):
@@ -339,16 +336,22 @@ class KFAC(Optimizer):
             if not state:
                 continue
             name = f"state_dict['state'][{index}]"
-            shapes = {"momentum": [tuple(param.shape)]}
+            shapes: dict[str, list[Any]] = {"momentum": [tuple(param.shape)]}
             if param in layers:
-                check_keys(name, state, {"stats", "factors", "first_step", *COUNTERS})
+                checkpoint.check_keys(name, state, {"stats", "factors", "first_step", *COUNTERS})
                 rows, columns = matrix_shape(layers[param])
                 shapes["stats"] = [(rows, rows), (columns, columns)]
                 shapes["factors"] = INVERSES[self.inverse].shapes(rows, columns)
             elif set(state) != {"momentum"}:
                 raise ValueError(f"{name} must hold a momentum only, got {sorted(state)}")
-            for key in shapes.keys() & state.keys():
-                _check_shapes(name, key, state[key], shapes[key])
+            for key in [key for key in shapes if key in state]:
+                held = [state[key]] if key == "momentum" else state[key]
+                got = [tuple(t.shape) if isinstance(t, Tensor) else type(t) for t in held]
+                if got != shapes[key]:
+                    raise ValueError(
+                        f"{name}: {key} must have shapes {shapes[key]}, got {got}; is it of "
+                        "another model, or with another inverse?"
+                    )
 
     def __getstate__(self) -> dict[str, Any]:
         self._failures.read(self._layer_states(), self._name, wait=True, fatal=False)
@@ -366,13 +369,13 @@ class KFAC(Optimizer):
         group = self.param_groups[0]
         in_layers = {p for layer in self._layers for p in layer.parameters()}
         others = sum(p not in in_layers for p in group["params"])
+        shown = {key: group[key] for key in sorted(set(group) - {"params", "param_names"})}
+        shown["inverse"] = self.inverse
+        shown |= {"likelihood": self._sampling.likelihood, "seed": self._sampling.seed}
         lines = [
             f"{type(self).__name__} (",
             f"  {len(self._layers)} layers, and {others} parameters that take the momentum",
-            *(f"    {key}: {group[key]}" for key in sorted(set(group) - {"params", "param_names"})),
-            f"    inverse: {self.inverse}",
-            f"    likelihood: {self._sampling.likelihood}",
-            f"    seed: {self._sampling.seed}",
+            *(f"    {key}: {value}" for key, value in shown.items()),
         ]
         return "\n".join([*lines, ")"])
 
@@ -417,10 +420,8 @@ class KFAC(Optimizer):
         return {weight: self.state[weight] for weight in weights}
 
     def _name(self, weight: Tensor) -> str:
-        for name, layer in zip(self._names, self._layers, strict=True):
-            if layer.weight is weight:
-                return f"layer {name!r}, {layer}"
-        raise KeyError("not a layer of this optimizer")
+        pairs = zip(self._names, self._layers, strict=True)
+        return next(f"layer {name!r}, {layer}" for name, layer in pairs if layer.weight is weight)
 
     # Statistics and inverses.
 
@@ -433,8 +434,7 @@ class KFAC(Optimizer):
             if not all_finite_statistics([pair]):
                 raise PreconditionerError(
                     "the first inputs or gradients for the statistics are not finite: there are no "
-                    "earlier statistics to go on with, for "
-                    f"{self._name(self._layers[i].weight)}"
+                    f"earlier ones to go on with, for {self._name(self._layers[i].weight)}"
                 )
         states = self._layer_states()  # without those that are new
         self.state.update(self._first_states(first))
@@ -512,18 +512,5 @@ class KFAC(Optimizer):
 
 # What a copy has, besides the state and the groups. Hooks are added anew.
 _COPIED = (
-    *("inverse", "shard", "_model", "_names", "_layers", "_sampling"),
-    *("_failures", "_observed", "_warming", "_warned"),
+    "inverse shard _model _names _layers _sampling _failures _observed _warming _warned".split()
 )
-
-
-def _check_shapes(name: str, key: str, value: Any, wanted: list[tuple[int, ...]]) -> None:
-    tensors = [value] if key == "momentum" else value
-    if not all(isinstance(tensor, Tensor) for tensor in tensors):
-        raise ValueError(f"{name}: {key} must be made of tensors")
-    got = [tuple(tensor.shape) for tensor in tensors]
-    if got != wanted:
-        raise ValueError(
-            f"{name}: {key} must have shapes {wanted}, got {got}; is it of another model, or "
-            "with another inverse?"
-        )

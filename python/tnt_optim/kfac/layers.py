@@ -145,11 +145,9 @@ def _padding(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> list[int]:
     """Both ends of every spatial dimension, the last one first, as ``F.pad`` takes them."""
     ends: list[int] = []
     for i in reversed(range(len(layer.kernel_size))):
-        if layer.padding == "valid":
-            ends += [0, 0]
-        elif layer.padding == "same":
+        if layer.padding == "same":
             total = layer.dilation[i] * (layer.kernel_size[i] - 1)
             ends += [total // 2, total - total // 2]
         else:
-            ends += [int(layer.padding[i])] * 2
+            ends += [0 if layer.padding == "valid" else int(layer.padding[i])] * 2
     return ends

@@ -26,9 +26,8 @@ class Observations:
 
     Attributes:
         sums: of each layer, over the examples of all outputs that reached it.
-        count: the number of outputs observed while statistics of any layer were wanted, whether
-            they reached one or not. It numbers the draws, in one process as in several.
-        asked: layers whose statistics some output was asked for.
+        count: of the outputs observed while any statistics were wanted. It numbers the draws.
+        asked: layers whose statistics were wanted when an output was observed.
         called: layers called in a forward pass while their statistics were wanted.
         unreached: layers that still have no statistics after a step that asked for them, each with
             whether it was called then. If so, later outputs will not reach it either.
@@ -56,14 +55,9 @@ class Observations:
     ) -> None:
         """Replaces the sums by the sums over all processes.
 
-        While a wanted layer has no statistics, the processes first exchange which layers their
-        outputs reached, and wait for the answer. Later the pooled counts say it, on the device.
-
-        Args:
-            team: the processes.
-            wanted: layers whose statistics are due, the same in all processes.
-            layers: all layers.
-            held: the statistics of the layers that have some.
+        While a wanted layer has no statistics (the others' are ``held``), the processes first
+        exchange which layers their outputs reached, and wait for the answer. Later the pooled
+        counts say it, on the device. ``wanted`` is the same in all processes.
         """
         if not wanted:
             return
@@ -102,14 +96,7 @@ class Observations:
 
 @dataclass
 class Sampling:
-    """Samples labels and computes the statistics of their loss.
-
-    Attributes:
-        names: the layers' names.
-        layers: the layers.
-        likelihood: see ``KFAC``.
-        seed: see ``KFAC``.
-    """
+    """Samples labels and computes the statistics of their loss."""
 
     names: Sequence[str]
     layers: Sequence[Layer]
@@ -127,15 +114,7 @@ class Sampling:
     ) -> dict[int, LayerSums]:
         """The sums over a batch, of the due layers that its output depends on.
 
-        Args:
-            output: what the likelihood describes, with its graph.
-            key: with the seed, names the stream of the draws.
-            due: the numbers of layers.
-            hooks: the hooks of all layers.
-            retain_graph: whether another backward follows.
-
-        Raises:
-            ValueError, RuntimeError: see ``KFAC.observe``.
+        ``key`` names the stream of the draws. Raises what ``KFAC.observe`` does.
         """
         devices = {layer.weight.device for layer in self.layers}
         loss = loss_at_samples(self.likelihood, output, self.seed, key, devices)
@@ -169,13 +148,7 @@ class Sampling:
     ) -> tuple[dict[int, list[Tensor]], int]:
         """[G, A] of each layer: the plain mean over the batches of all processes that used it.
 
-        Returns:
-            The means, and the number of batches left out because they were not finite.
-
-        Raises:
-            ValueError: if there is no batch, or an output does not fit.
-            PreconditionerError: if no batch was finite.
-            RuntimeError: if DistributedDataParallel has a static graph.
+        Also returns the number of batches left out because they were not finite.
         """
         stats: dict[int, list[Tensor]] = {}
         counts: dict[int, int] = {}
@@ -214,11 +187,7 @@ class Sampling:
 
 
 def batch_size(output: Any) -> int:
-    """The number of examples of an output: the first dimension of its first tensor that has one.
-
-    Raises:
-        ValueError: if no tensor in it has a dimension.
-    """
+    """The number of examples of an output: the first dimension of its first tensor that has one."""
     waiting = [output]
     while waiting:
         item = waiting.pop(0)

@@ -20,17 +20,13 @@ States = Mapping[Tensor, dict[str, Any]]
 class LayerSums:
     """The sums of one layer over the examples of one or more batches.
 
-    Attributes:
-        gradients: Σ g gᵀ, (out, out), with g the gradients of each example's own loss.
-        inputs: Σ a aᵀ, (in * kernel + 1, in * kernel + 1).
-        examples: their number; a 0-dim tensor if only the device knows it.
-        positions: the number of terms of each sum: one or more for each example.
+    Numbers are 0-dim tensors if only the device knows them.
     """
 
-    gradients: Tensor
-    inputs: Tensor
+    gradients: Tensor  # Σ g gᵀ, (out, out), with g the gradients of each example's own loss
+    inputs: Tensor  # Σ a aᵀ, (in * kernel + 1, in * kernel + 1)
     examples: int | Tensor
-    positions: int | Tensor
+    positions: int | Tensor  # the number of terms of each sum: one or more for each example
 
     def __add__(self, other: "LayerSums") -> "LayerSums":
         """Both sums; if one is not finite, the other one. Does not wait for the device."""
@@ -50,14 +46,7 @@ class LayerSums:
 
 @torch.no_grad()
 def layer_sums(layer: Layer, inputs: Tensor, gradient: Tensor, examples: int) -> LayerSums:
-    """The sums of one layer over a batch.
-
-    Args:
-        layer: the layer.
-        inputs: its input.
-        gradient: the gradient of the sum of the examples' losses, by its output.
-        examples: the number of examples.
-    """
+    """The sums over a batch, from the gradient of the sum of its losses by the layer's output."""
     dtype = state_dtype(layer.weight)
     # One matrix at a time: a convolution's patches are larger than its input.
     sum_g = _gram(output_rows(layer, gradient), dtype)
@@ -114,9 +103,8 @@ def pooled_sums(
     Args:
         team: the processes.
         layers: by number, the same in all processes.
-        sums: the sums of this process, of the layers that its outputs reached.
-        held: earlier statistics, of layers that no output of any process may have reached; such a
-            layer's means are its earlier statistics.
+        sums: this process's sums, of the layers that its outputs reached.
+        held: the means of a layer that no process has reached, if that can be.
         numbers: are added up too.
 
     Returns:
@@ -140,15 +128,15 @@ def pooled_sums(
         pair = [own.gradients, own.inputs]
         finite = all_finite_statistics([pair])
         triangles += [torch.where(finite, packed(matrix), 0.0) for matrix in pair]
-        terms = counted(own.examples), counted(own.positions)
+        terms = [counted(own.examples), counted(own.positions)]
         counts += [counted(1), *(term * finite.to(device) for term in terms)]
     totals, *triangles = team.sums([torch.stack(counts), *triangles])
     pooled, rest = {}, iter(triangles)
     by_layer = totals[len(numbers) :].view(-1, 3).unbind()
     for (number, layer), of_layer in zip(layers.items(), by_layer, strict=True):
-        matrices = [unpacked(next(rest), size) for size in matrix_shape(layer)]
-        reached, examples, positions = of_layer.to(matrices[0].device).unbind()
-        values = [*matrices, examples, positions]
+        values = [unpacked(next(rest), size) for size in matrix_shape(layer)]
+        reached, *terms = of_layer.to(values[0].device).unbind()
+        values += terms
         if number in held:
             earlier: list[Any] = [*held[number], 1, 1]
             pairs = zip(values, earlier, strict=True)
