@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from tnt_optim.autograd import graph_nodes
 from tnt_optim.kfac.layers import Layer
@@ -73,25 +74,14 @@ class LayerHook:
 
 def hook_layers(
     layers: Sequence[nn.Module], wanted: Callable[[int], bool]
-) -> tuple[list[LayerHook], Callable[[], None]]:
-    """Adds a hook to each layer, which asks the method ``wanted`` for the layer's number.
-
-    Returns:
-        The hooks, and a function that removes them.
-    """
+) -> tuple[list[LayerHook], list[RemovableHandle]]:
+    """Adds a hook to each layer, which asks the method ``wanted`` for the layer's number."""
     method = weakref.WeakMethod(wanted)
     hooks = [LayerHook(number, method) for number in range(len(layers))]
-    handles = [
-        # Before all other hooks, which may replace the output.
-        layer.register_forward_hook(hook, with_kwargs=True, prepend=True)
-        for layer, hook in zip(layers, hooks, strict=True)
-    ]
-
-    def remove() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return hooks, remove
+    # Before all other hooks, which may replace the output.
+    how = {"with_kwargs": True, "prepend": True}
+    pairs = zip(layers, hooks, strict=True)
+    return hooks, [layer.register_forward_hook(hook, **how) for layer, hook in pairs]
 
 
 def captured_calls(

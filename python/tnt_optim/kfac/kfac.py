@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from tnt_optim import checkpoint
 from tnt_optim.autograd import buffers_put_back
@@ -27,10 +28,9 @@ from tnt_optim.update import by_device
 class KFAC(Optimizer):
     r"""Natural-gradient descent with a Kronecker-factored Fisher matrix for every layer.
 
-    For a layer's weight and bias together, [W | b], the Fisher matrix is modelled as G ⊗ A: A comes
-    from the layer's inputs, with a 1 for the bias, and G from the gradients by its outputs, at
-    labels drawn from the model's own predictive distribution. Its inverse preconditions the
-    momentum::
+    The model of the Fisher matrix of a layer's weight and bias, [W | b], is G ⊗ A: A from the
+    layer's inputs, with a 1 for the bias, and G from the gradients by its outputs, at labels drawn
+    from the model's own predictive distribution. Its inverse preconditions the momentum::
 
         opt = KFAC(model, lr=0.003, damping=0.3, likelihood="bernoulli")
         opt.warm_start(model(x) for x in batches)  # optional
@@ -47,11 +47,10 @@ class KFAC(Optimizer):
     and transposed convolutions, nn.MultiheadAttention) are updated with the plain momentum. The
     frozen part of a layer counts as zero momentum and is not updated.
 
-    Each of the N examples, N = output.shape[0], has a gradient g of its own loss, not of the mean.
-    With P positions of a layer over all examples (a convolution's output positions, a linear
-    layer's input vectors), A = (1/N) Σ a aᵀ and G = (1/P) Σ g gᵀ, as in Grosse & Martens 2016. If
-    the output has a row for each position, such as a language model's logits in two dimensions,
-    then N is P, and each position is an example.
+    A = (1/N) Σ a aᵀ and G = (1/P) Σ g gᵀ over the P positions in the N examples of a batch, as in
+    Grosse & Martens 2016. Each gradient g is of one example's own loss. Positions are a
+    convolution's output positions, or a linear layer's input vectors; N is output.shape[0]. If the
+    output has a row for each position, as a language model's flattened logits, then N is P.
 
     If torch.distributed runs several processes, all make the same calls, each with its part of the
     batch and its own samples. The training equals that of one process that observes the same
@@ -77,13 +76,11 @@ class KFAC(Optimizer):
         likelihood: "categorical", "bernoulli", "gaussian", or a function from the output to the
             0-dim mean loss over its first dimension at labels it samples itself; see ``TNT``.
         inverse: "damped": (G + √damping I)^-1 M (A + √damping I)^-1, the paper's for autoencoders;
-            "eigenbasis": the inverse of G ⊗ A + damping I, the paper's for CNNs, which keeps
-            another matrix of the weight's size for each layer, and waits for the device at its
-            refresh.
+            "eigenbasis": the inverse of G ⊗ A + damping I, the paper's for CNNs, which keeps one
+            more matrix like each weight, and waits for the device when it is refreshed.
         seed: of the sampled labels; the global generators are left alone.
-        process_group: the processes that train copies of one model, as under
+        process_group: of the processes that train copies of one model, as under
             DistributedDataParallel; None for torch.distributed's default group, if there is one.
-            The statistics are those of all their batches.
         shard: None: each process computes all inverses. "inverses": each layer's inverses are
             computed by one owner rank and sent to the others.
 
@@ -219,8 +216,8 @@ class KFAC(Optimizer):
             # training, it must stop all processes at the same step: they wait for it.
             self._failures.read(self._layer_states(), self._name, wait=team is not None)
             if team is not None:
-                known = [i for i in range(len(self._layers)) if self._has_state(i)]
-                held = {i: self.state[self._layers[i].weight]["stats"] for i in known}
+                weights = {i: layer.weight for i, layer in enumerate(self._layers)}
+                held = {i: self.state[w]["stats"] for i, w in weights.items() if self._has_state(i)}
                 self._observed.pool(team, self._all_wanted(), self._layers, held)
             self._warn_if_unobserved()
             layers, others = self._to_update()
@@ -238,11 +235,10 @@ class KFAC(Optimizer):
         """Starts the statistics from their plain mean over many batches, and makes the inverses.
 
         Best over the whole data set at the initial weights, as in the paper:
-        ``opt.warm_start(model(x) for x, _ in batches)``; with a generator, because the model must
-        be called while this runs. Existing statistics are replaced. A layer's mean is over the
-        batches that used it. The model's buffers (batch norm's running statistics) are put back
-        afterwards. All processes call it, and the mean is over the batches of all of them, whose
-        numbers may differ.
+        ``opt.warm_start(model(x) for x, _ in batches)``; a generator, because the model must be
+        called while this runs. Existing statistics are replaced. A layer's mean is over the batches
+        that used it. The model's buffers (batch norm's running statistics) are put back afterwards.
+        All processes call it, for the mean over the batches of all, whose numbers may differ.
 
         Args:
             outputs: for each batch, with its graph: what ``observe`` takes.
@@ -282,10 +278,7 @@ class KFAC(Optimizer):
         return {"skipped_statistics": max(skipped, default=0), "failed_inverses": sum(failed)}
 
     def close(self) -> None:
-        """Removes the hooks from the model, after which nothing can be observed.
-
-        Deleting the optimizer does the same.
-        """
+        """Removes the hooks from the model, as ``del opt`` does. Nothing can be observed then."""
         self._detach()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -320,17 +313,15 @@ class KFAC(Optimizer):
             self._failures, self._observed = Failures(PARTS), Observations()
             self.state.update(checkpoint.copied_states(self.param_groups, adapted, state_dtype))
 
-        checkpoint.load_adapted(
-            self, state_dict, super().load_state_dict, self._check_state_dict, finish
-        )
+        load = super().load_state_dict
+        checkpoint.load_adapted(self, state_dict, load, self._check_state_dict, finish)
 
     def _check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         checkpoint.check_method(self._method, state_dict)
-        checkpoint.check_groups(
-            self.param_groups, state_dict, set(self.defaults), check_common_settings
-        )
+        groups, settings = self.param_groups, set(self.defaults)
+        checkpoint.check_groups(groups, state_dict, settings, check_common_settings)
         layers = {layer.weight: layer for layer in self._layers}
-        saved, params = state_dict["param_groups"][0]["params"], self.param_groups[0]["params"]
+        saved, params = state_dict["param_groups"][0]["params"], groups[0]["params"]
         for index, param in zip(saved, params, strict=True):
             state = state_dict["state"].get(index)
             if not state:
@@ -370,14 +361,11 @@ class KFAC(Optimizer):
         in_layers = {p for layer in self._layers for p in layer.parameters()}
         others = sum(p not in in_layers for p in group["params"])
         shown = {key: group[key] for key in sorted(set(group) - {"params", "param_names"})}
-        shown["inverse"] = self.inverse
-        shown |= {"likelihood": self._sampling.likelihood, "seed": self._sampling.seed}
-        lines = [
-            f"{type(self).__name__} (",
-            f"  {len(self._layers)} layers, and {others} parameters that take the momentum",
-            *(f"    {key}: {value}" for key, value in shown.items()),
-        ]
-        return "\n".join([*lines, ")"])
+        shown |= {"inverse": self.inverse, "likelihood": self._sampling.likelihood}
+        shown["seed"] = self._sampling.seed
+        head = f"{len(self._layers)} layers, and {others} parameters that take the momentum"
+        lines = "".join(f"    {key}: {value}\n" for key, value in shown.items())
+        return f"{type(self).__name__} (\n  {head}\n{lines})"
 
     def _team(self) -> Team | None:
         return team_of(self.process_group, is_lost=self._group_is_lost)
@@ -385,8 +373,8 @@ class KFAC(Optimizer):
     # Which layers, and when.
 
     def _attach(self) -> None:
-        self._hooks, remove = hook_layers(self._layers, self._captures)
-        self._detach = weakref.finalize(self, remove)
+        self._hooks, handles = hook_layers(self._layers, self._captures)
+        self._detach = weakref.finalize(self, _remove, handles)
         self._detach.atexit = False
 
     def _captures(self, layer: int) -> bool:
@@ -458,12 +446,8 @@ class KFAC(Optimizer):
                 if code != 0:
                     name = self._name(weight)
                     raise self._failures.first_inverse(code, name, group["damping"])
-                states[weight] = {
-                    "stats": by_weight[weight],
-                    "factors": made,
-                    "first_step": group["step"],
-                    **dict.fromkeys(COUNTERS, 0),
-                }
+                state = {"stats": by_weight[weight], "factors": made, "first_step": group["step"]}
+                states[weight] = {**state, **dict.fromkeys(COUNTERS, 0)}
         return states
 
     def _inverses(
@@ -508,6 +492,11 @@ class KFAC(Optimizer):
             self._warned = any(w.grad is not None for w in self._layer_states())
             if self._warned:
                 warn_the_caller(UNOBSERVED)
+
+
+def _remove(handles: Iterable[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 # What a copy has, besides the state and the groups. Hooks are added anew.

@@ -21,13 +21,11 @@ Layer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 
 def is_supported(module: nn.Module) -> TypeGuard[Layer]:
-    """Whether KFAC preconditions a module as one block.
+    """Whether a module is a linear layer or convolution, or a derived class that computes the same.
 
-    Supported are linear layers, convolutions, and derived classes that compute the same. Not
-    supported: grouped convolutions, whose Fisher matrix has a block for each group; transposed
+    Not supported: grouped convolutions, whose Fisher matrix has a block for each group; transposed
     convolutions, whose patches are those of the output; layers with a computed weight
-    (parametrizations); the projections in nn.MultiheadAttention, which reads their weights and
-    never calls them.
+    (parametrizations); the projections in nn.MultiheadAttention, which are never called.
     """
     kinds = [kind for kind in get_args(Layer) if isinstance(module, kind)]
     if not kinds or isinstance(module, NonDynamicallyQuantizableLinear):
