@@ -85,9 +85,7 @@ def test_hooks_that_replace_an_output_are_not_the_layer() -> None:
 
 
 def test_forward_passes_that_are_not_observed_do_not_count() -> None:
-    x, labels = images(), torch.randint(5, (8,))
-    model = conv_net()
-    expected = observed_statistics(model, lambda: model(x), labels)
+    model, x = conv_net(), images()
 
     def output() -> Tensor:
         model(3 * x)
@@ -97,16 +95,18 @@ def test_forward_passes_that_are_not_observed_do_not_count() -> None:
         model(-x).sum().backward()
         return result
 
-    assert same(expected, observed_statistics(model, output, labels))
+    compare(model, output, lambda: model(x))
 
 
 def test_two_optimizers_on_one_model_do_not_mix() -> None:
-    x, labels = images(), torch.randint(5, (8,))
-    model = conv_net()
-    expected = observed_statistics(model, lambda: model(x), labels)
+    model, x = conv_net(), images()
     other = KFAC(model)
-    other.observe(model(x))
-    assert same(expected, observed_statistics(model, lambda: model(x), labels))
+
+    def output() -> Tensor:
+        other.observe(model(x))
+        return model(x)
+
+    compare(model, output, lambda: model(x))
 
 
 # ------------------------------------------------------------------ graphs that are refused

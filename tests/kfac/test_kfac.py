@@ -2,14 +2,12 @@
 
 import copy
 import functools
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 from drawn import close
-from kfac_models import conv_net, held, step_on_ones, train
+from kfac_models import conv_net, held, same, step_on_ones, train
 from oracle_kfac import DenseKFAC, Layer, Network, Norm, Tanh
 from tolerances import BFLOAT16_SPACING, FLOAT32_TRAJECTORY, FLOAT64_TRAJECTORY
 from torch import Tensor, nn
@@ -18,7 +16,6 @@ from torch.nn.functional import cross_entropy
 from tnt_optim import KFAC
 
 STEPS, BATCH, CLASSES, WARM_BATCHES = 22, 6, 5, 3
-INTERVALS = [(1, 1), (2, 3), (3, 20)]
 TOLERANCES = {torch.float64: FLOAT64_TRAJECTORY, torch.float32: FLOAT32_TRAJECTORY}
 
 
@@ -64,137 +61,96 @@ def batches() -> list[tuple[Tensor, Tensor]]:
     return [(x, (x.flatten(1) @ teacher).argmax(1)) for x in inputs]
 
 
-@dataclass(frozen=True)
-class Settings:
-    """KFAC's arguments under test, and how the run starts."""
-
-    lr: float = 0.005
-    damping: float = 0.1
-    inverse: str = "damped"
-    momentum: float = 0.9
-    stat_decay: float = 0.9
-    weight_decay: float = 0.0
-    stat_interval: int = 1
-    inverse_interval: int = 1
-    warm: bool = False
-
-    def arguments(self) -> dict[str, Any]:
-        """What the oracle and KFAC both take."""
-        return {k: v for k, v in vars(self).items() if k != "warm"}
-
-
-@dataclass
-class Trajectory:
-    """The oracle's run: parameters after every step, and the labels sampled on the way."""
-
-    weights: list[dict[str, Tensor]] = field(default_factory=list)
-    labels: list[Tensor] = field(default_factory=list)
+DEFAULTS: dict[str, Any] = {"lr": 0.005, "damping": 0.1, "stat_interval": 1, "inverse_interval": 1}
+MIDDLE = {"stat_interval": 2, "inverse_interval": 3}
+WARM = "warm start, "  # how the names of runs that begin with one begin
+RUNS: dict[str, dict[str, Any]] = {
+    f"{start}{inverse}, T1 = {t1}, T2 = {t2}": dict(
+        inverse=inverse, stat_interval=t1, inverse_interval=t2
+    )
+    for start in ("", WARM)
+    for inverse in ("damped", "eigenbasis")
+    for t1, t2 in [(1, 1), (2, 3), (3, 20)]
+} | {
+    "weight decay": {"weight_decay": 1.0, **MIDDLE},
+    "weight decay, eigenbasis": {"weight_decay": 1.0, "inverse": "eigenbasis"},
+    "no momentum": {"momentum": 0.0, "lr": 0.05, **MIDDLE},
+    "no memory": {"stat_decay": 0.0, "damping": 0.3, **MIDDLE},
+    f"{WARM}everything": {
+        **{"lr": 0.02, "damping": 0.5, "inverse": "eigenbasis", "weight_decay": 0.1},
+        **{"momentum": 0.8, "stat_decay": 0.7, "stat_interval": 2, "inverse_interval": 5},
+    },
+}
 
 
 @functools.cache
-def oracle_trajectory(settings: Settings) -> Trajectory:
-    """Train the oracle's own network; labels come from its own predictions."""
+def oracle_run(name: str) -> tuple[list[dict[str, Tensor]], list[Tensor]]:
+    """The oracle's parameters after every step, and the labels drawn from its own predictions."""
     named = initial_model().double().named_parameters()
     params = {name: p.detach().clone().requires_grad_() for name, p in named}
-    network, record = Network(ARCHITECTURE, params), Trajectory()
-    oracle = DenseKFAC(network, **settings.arguments())
+    network, labels = Network(ARCHITECTURE, params), []
+    oracle = DenseKFAC(network, **{**DEFAULTS, **RUNS[name]})
     generator = torch.Generator().manual_seed(23)
 
-    def draw(x: Tensor) -> Tensor:
-        logits = network.forward(x)[0].detach()
-        record.labels.append(torch.multinomial(logits.softmax(1), 1, generator=generator)[:, 0])
-        return record.labels[-1]
+    def statistics(x: Tensor) -> Any:
+        predicted = network.forward(x)[0].detach().softmax(1)
+        labels.append(torch.multinomial(predicted, 1, generator=generator)[:, 0])
+        return network.statistics(x, labels[-1])
 
     def copies() -> dict[str, Tensor]:
         return {name: p.detach().clone() for name, p in params.items()}
 
-    if settings.warm:
-        warm = [x.double() for x, _ in batches()[:WARM_BATCHES]]
-        oracle.warm_start([network.statistics(x, draw(x)) for x in warm])
-    record.weights.append(copies())
+    if name.startswith(WARM):
+        oracle.warm_start([statistics(x.double()) for x, _ in batches()[:WARM_BATCHES]])
+    weights = [copies()]
     for x, y in batches()[WARM_BATCHES:]:
-        x = x.double()
-        observed = network.statistics(x, draw(x)) if oracle.due() else None
-        oracle.step(network.gradients(x, y), observed)
-        record.weights.append(copies())
-    return record
+        observed = statistics(x.double()) if oracle.due() else None
+        oracle.step(network.gradients(x.double(), y), observed)
+        weights.append(copies())
+    return weights, labels
 
 
-def library_weights(
-    model: nn.Module, settings: Settings, labels: list[Tensor]
-) -> Iterator[dict[str, Tensor]]:
-    """Train `model` with KFAC on the oracle's sampled labels; yields parameters after each step."""
-    dtype, sampled = next(model.parameters()).dtype, iter(labels)
+def assert_follows(name: str, dtype: torch.dtype, model: nn.Module | None = None) -> None:
+    """Every parameter, after every step, relative to how far the oracle has moved it so far.
+
+    KFAC's samples are the oracle's labels.
+    """
+    weights, labels = oracle_run(name)
+    start, end = weights[0], weights[-1]
+    for key in start:
+        moved = float((end[key] - start[key]).norm())
+        assert 3e-3 * float(start[key].norm()) < moved < 3 * float(start[key].norm()), key
+    model, sampled = (model or initial_model()).to(dtype), iter(labels)
     likelihood = lambda output: cross_entropy(output, next(sampled))  # noqa: E731
-    opt = KFAC(model, likelihood=likelihood, **settings.arguments())
-    if settings.warm:
+    opt = KFAC(model, likelihood=likelihood, **{**DEFAULTS, **RUNS[name]})
+    if name.startswith(WARM):
         before = copy.deepcopy([*model.buffers()])
         opt.warm_start(model(x.to(dtype)) for x, _ in batches()[:WARM_BATCHES])
-        assert all(torch.equal(a, b) for a, b in zip(before, model.buffers(), strict=True))
-    for x, y in batches()[WARM_BATCHES:]:
+        assert same(before, model.buffers())
+    for step, (x, y) in enumerate(batches()[WARM_BATCHES:], start=1):
         opt.zero_grad()
         output = model(x.to(dtype))
         loss = cross_entropy(output, y)
         opt.observe(output)
         loss.backward()
         opt.step()
-        yield {name: p.detach().double() for name, p in model.named_parameters()}
-    assert next(sampled, None) is None  # sampled exactly as often as the oracle did
-
-
-def assert_follows(settings: Settings, dtype: torch.dtype, model: nn.Module | None = None) -> None:
-    """Every parameter, after every step, relative to how far the oracle has moved it so far."""
-    record = oracle_trajectory(settings)
-    start, end = record.weights[0], record.weights[-1]
-    for name in start:
-        moved = float((end[name] - start[name]).norm())
-        assert 3e-3 * float(start[name].norm()) < moved < 3 * float(start[name].norm()), name
-    model, steps = (model or initial_model()).to(dtype), 0
-    for weights in library_weights(model, settings, record.labels):
-        steps += 1
-        for name, expected in record.weights[steps].items():
-            moved = float((expected - start[name]).norm())
-            error = float((weights[name] - expected).norm())
+        for key, p in model.named_parameters():
+            expected = weights[step][key]
+            moved = float((expected - start[key]).norm())
+            error = float((p.detach().double() - expected).norm())
             rounding = torch.finfo(dtype).eps * float(expected.norm())
-            assert error <= TOLERANCES[dtype] * moved + rounding, (steps, name, error / moved)
-    assert steps == STEPS
+            assert error <= TOLERANCES[dtype] * moved + rounding, (step, key, error / moved)
+    assert step == STEPS and next(sampled, None) is None  # sampled as often as the oracle did
 
 
 inverses = pytest.mark.parametrize("inverse", ["damped", "eigenbasis"])
-dtypes = pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.float32], ids=["float64", "float32"]
-)
-
-SETTINGS = {
-    f"{inverse}, {'warm' if warm else 'cold'}, T1 = {t1}, T2 = {t2}": Settings(
-        inverse=inverse, warm=warm, stat_interval=t1, inverse_interval=t2
-    )
-    for inverse in ("damped", "eigenbasis")
-    for warm in (False, True)
-    for t1, t2 in INTERVALS
-} | {
-    "weight decay": Settings(weight_decay=1.0, stat_interval=2, inverse_interval=3),
-    "weight decay, eigenbasis": Settings(weight_decay=1.0, inverse="eigenbasis"),
-    "no momentum": Settings(momentum=0.0, lr=0.05, stat_interval=2, inverse_interval=3),
-    "no memory": Settings(stat_decay=0.0, damping=0.3, stat_interval=2, inverse_interval=3),
-    "everything": Settings(
-        lr=0.02,
-        damping=0.5,
-        inverse="eigenbasis",
-        warm=True,
-        weight_decay=0.1,
-        momentum=0.8,
-        stat_decay=0.7,
-        stat_interval=2,
-        inverse_interval=5,
-    ),
-}
+dtypes = pytest.mark.parametrize("dtype", TOLERANCES, ids=["float64", "float32"])
 
 
 @dtypes
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", RUNS)
 def test_follows_the_oracle(name: str, dtype: torch.dtype) -> None:
-    assert_follows(SETTINGS[name], dtype)
+    assert_follows(name, dtype)
 
 
 @dtypes
@@ -202,23 +158,8 @@ def test_channels_last_follows_the_oracle(dtype: torch.dtype) -> None:
     model = initial_model().to(memory_format=torch.channels_last)
     assert not all(p.is_contiguous() for p in model.parameters())
     strides = [p.stride() for p in model.parameters()]
-    assert_follows(Settings(stat_interval=2, inverse_interval=3), dtype, model)
+    assert_follows("damped, T1 = 2, T2 = 3", dtype, model)
     assert [p.stride() for p in model.parameters()] == strides
-
-
-def test_parameters_outside_of_layers_take_the_momentum() -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2)).double()
-    opt = KFAC(model, lr=0.1, momentum=0.5, weight_decay=0.2)
-    norm, momentum = model[1].weight, torch.zeros(4).double()
-    for _ in range(3):
-        opt.zero_grad()
-        output = model(torch.randn(5, 3).double())
-        opt.observe(output)
-        output.square().sum().backward()
-        momentum = 0.5 * momentum + norm.grad
-        expected = norm.detach() - 0.1 * (momentum + 0.2 * norm.detach())
-        opt.step()
-        close(norm.detach(), expected)
 
 
 @inverses

@@ -1,13 +1,11 @@
 """KFAC's statistics are the factors of the exact Fisher matrix; sums, positions and triangles."""
 
-import copy
-
 import pytest
 import torch
 from drawn import close, noise
-from kfac_models import observed_statistics, same, step_on_ones
+from kfac_models import held, same, step_on_ones
 from oracle import dense_kron
-from tolerances import BFLOAT16_SPACING, FLOAT64_FORMULA, SAMPLE_DEVIATIONS
+from tolerances import FLOAT64_FORMULA, SAMPLE_DEVIATIONS
 from torch import Tensor, nn
 
 from tnt_optim import KFAC
@@ -71,71 +69,40 @@ def test_sums_of_two_batches_are_plain_sums() -> None:
     assert same(both.means(), [both.gradients / 12, both.inputs / 12])
 
 
-class Mixed(nn.Module):
+class Positions(nn.Module):
     """A layer on (N, positions, features), and logits for each example or each position."""
 
-    def __init__(self, pooled: bool) -> None:
+    def __init__(self, body: nn.Module, pooled: bool) -> None:
         super().__init__()
-        self.body, self.head, self.pooled = nn.Linear(4, 6), nn.Linear(6, 5), pooled
+        torch.manual_seed(5)
+        self.body, self.head, self.pooled = body, nn.Linear(6, 5), pooled
         self.double()
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, positions, 4) to (N, 5) or (N * positions, 5)."""
-        hidden = torch.tanh(self.body(x))
-        return self.head(hidden.mean(1) if self.pooled else hidden).reshape(-1, 5)
+        hidden = self.body(x) if isinstance(self.body, nn.Linear) else self.body(x.mT).mT
+        return self.head(hidden.tanh().mean(1) if self.pooled else hidden.tanh()).reshape(-1, 5)
 
-
-class AsConvolution(nn.Module):
-    """`Mixed`, pooled, with its body as a convolution with a kernel of one."""
-
-    def __init__(self, like: Mixed) -> None:
-        super().__init__()
-        self.body, self.head = nn.Conv1d(4, 6, 1).double(), like.head
-        weight, bias = like.body.weight.detach()[:, :, None], like.body.bias.detach()
-        self.body.load_state_dict({"weight": weight, "bias": bias})
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(N, positions, 4) to (N, 5)."""
-        return self.head(torch.tanh(self.body(x.transpose(1, 2))).mean(2))
-
-
-def first_statistics(model: nn.Module, layer: nn.Module, x: Tensor) -> list[Tensor]:
-    opt = KFAC(model)
-    opt.warm_start([model(x)])
-    return opt.state[layer.weight]["stats"]
+    def statistics(self, x: Tensor) -> list[Tensor]:
+        """The statistics of both layers at their first batch."""
+        opt = KFAC(self)
+        opt.warm_start([self(x)])
+        return held(opt)
 
 
 def test_positions_of_a_linear_layer_are_those_of_a_convolution() -> None:
-    model = Mixed(pooled=True)
-    twin, x = AsConvolution(copy.deepcopy(model)), noise(8, 7, 4)
-    for a, b in zip(
-        first_statistics(model, model.body, x), first_statistics(twin, twin.body, x), strict=True
-    ):
+    linear, convolution, x = nn.Linear(4, 6), nn.Conv1d(4, 6, 1), noise(8, 7, 4)
+    convolution.weight.data = linear.weight.data[:, :, None].clone()
+    convolution.bias.data = linear.bias.data.clone()
+    pair = [Positions(body, pooled=True).statistics(x) for body in (linear, convolution)]
+    for a, b in zip(*pair, strict=True):
         close(a, b)
 
 
 def test_positions_with_labels_of_their_own_are_examples() -> None:
-    model, x = Mixed(pooled=False), noise(8, 7, 4)
-    for layer in (model.body, model.head):
-        rows = first_statistics(model, layer, x.reshape(56, 1, 4))
-        for a, b in zip(first_statistics(model, layer, x), rows, strict=True):
-            close(a, b)
-
-
-def test_autocast_gives_the_statistics_in_float32() -> None:
-    """With the roundings of bfloat16: 2^-8 of each a and each g, twice in a product."""
-    x, labels = torch.randn(64, 3), torch.randint(5, (64,))
-    torch.manual_seed(2)
-    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 5))
-    expected = observed_statistics(model, lambda: model(x), labels)
-
-    def output() -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return model(x)
-
-    for a, b in zip(expected, observed_statistics(model, output, labels), strict=True):
-        assert b.dtype == torch.float32
-        assert float((a - b).norm()) <= 4 * BFLOAT16_SPACING * float(a.norm())
+    model, x = Positions(nn.Linear(4, 6), pooled=False), noise(8, 7, 4)
+    for a, b in zip(model.statistics(x), model.statistics(x.reshape(56, 1, 4)), strict=True):
+        close(a, b)
 
 
 def test_statistics_and_inverses_are_symmetric_to_the_bit() -> None:
