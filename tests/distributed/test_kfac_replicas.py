@@ -86,19 +86,10 @@ def trained(
     likelihood: str = "categorical",
     dictated: bool = False,
 ) -> dict[str, Any]:
-    """Trains as one process of several, or as one that does the work of all.
+    """Trains as the process of some rank, or as one that does the work of all.
 
-    Args:
-        model: DistributedDataParallel, or a model that returns one output, or several of which the
-            first is observed.
-        opt: its optimizer.
-        steps: the micro-batches.
-        rank: of this process; None for one that does the work of all.
-        likelihood: what the loss is of.
-        dictated: whether all gradients are one, whatever the loss.
-
-    Returns:
-        The parameters at the start and the end, the states after each step, and what was reported.
+    Of several outputs the first is observed. With ``dictated`` all gradients are one. Returns the
+    parameters at the start and the end, the states after each step, and what was reported.
     """
     net = model.module if isinstance(model, DistributedDataParallel) else model
     start, found = ends(net), []
@@ -195,23 +186,13 @@ def drawn(key: int, counts: Sequence[int]) -> list[list[Batch]]:
 
 @dataclass(frozen=True)
 class Case:
-    """How the processes train.
-
-    Attributes:
-        inverse: KFAC's.
-        likelihood: KFAC's, and what the loss is of.
-        micro: micro-batches of a step and process; "uneven": the first half of the processes have
-            three, the others two.
-        warm: whether a warm start comes first, with one batch more in process 0.
-        wrapped: whether KFAC is given DistributedDataParallel itself.
-        shard: KFAC's.
-    """
+    """How the processes train."""
 
     inverse: str
-    likelihood: str = "categorical"
-    micro: int | str = 2
-    warm: bool = False
-    wrapped: bool = False
+    likelihood: str = "categorical"  # KFAC's, and that of the loss
+    micro: int | str = 2  # micro-batches; "uneven": 3 in the first half of the processes, then 2
+    warm: bool = False  # whether a warm start comes first, with one batch more in process 0
+    wrapped: bool = False  # whether KFAC is given DistributedDataParallel itself
     shard: str | None = None
 
     def steps(self, processes: int, numbers: Iterable[int] = range(7)) -> Steps:
