@@ -55,9 +55,9 @@ class Observations:
     ) -> None:
         """Replaces the sums by the sums over all processes.
 
-        While a wanted layer has no statistics (the others' are ``held``), the processes first
-        exchange which layers their outputs reached, and wait for the answer. Later the pooled
-        counts say it, on the device. ``wanted`` is the same in all processes.
+        ``wanted`` is the same in all processes, ``held`` are the statistics of layers that have
+        some. While a wanted layer has none, the processes first exchange which layers their outputs
+        reached, and wait for the answer. Later the pooled counts say it, on the device.
         """
         if not wanted:
             return

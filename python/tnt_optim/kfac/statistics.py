@@ -40,7 +40,7 @@ class LayerSums:
         return LayerSums(*map(chosen, vars(self).values(), vars(other).values()))
 
     def means(self) -> list[Tensor]:
-        """[G, A]: the mean over positions, and the sum over positions as a mean over examples."""
+        """[G, A]: G is a mean over positions, A a mean over examples of sums over positions."""
         return [self.gradients / self.positions, self.inputs / self.examples]
 
 
