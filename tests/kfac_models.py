@@ -84,8 +84,9 @@ def held(opt: KFAC, key: str = "stats") -> list[Tensor]:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two lists of tensors are the same to the bit."""
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    """Whether two lists of tensors, not empty, are the same to the bit."""
+    pairs = list(zip(a, b, strict=True))
+    return bool(pairs) and all(torch.equal(x, y) for x, y in pairs)
 
 
 def observed_statistics(
