@@ -2,7 +2,7 @@
 
 On the compiler's "aot_eager", which makes graphs and runs them operation by operation, and once
 with generated code. Models with ``attach`` are in ``test_attach_wrapped``; KFAC, which must see its
-layers, refuses compiled ones (``test_kfac_observations``).
+layers, refuses compiled ones (``test_kfac_compiled``).
 """
 
 import shutil

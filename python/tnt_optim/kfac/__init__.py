@@ -1,4 +1,4 @@
-"""KFAC: layers, their activations and gradients, statistics and inverses."""
+"""KFAC: layers, their activations, statistics and inverse factors."""
 
 from tnt_optim.kfac.kfac import KFAC
 

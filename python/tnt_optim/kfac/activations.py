@@ -1,44 +1,49 @@
-"""What a forward pass leaves for KFAC: each layer's input, kept in the graph by its output's node.
+"""What a forward pass leaves for KFAC: the input of each layer, kept in the autograd graph.
 
-A forward hook puts the input into the metadata of the autograd node that made the layer's output
-before anything changed it in place. So the graph owns what was captured: it goes when the graph
-goes, a second forward pass or a micro-batch cannot be mistaken for another, and a walk through the
-graph of a loss finds the layers that this loss depends on, each time one was used. Nothing hooks
-into the backward: that of the user would fire it, too.
+A forward hook puts the input into the metadata of the autograd node that made the layer's output,
+before anything changes that output in place. So the graph owns the input: the input is freed with
+the graph, two forward passes or micro-batches cannot be confused, and a walk through the graph of a
+loss finds every call of every layer that the loss depends on. There are no backward hooks: the
+user's own backward would fire them, too.
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
+
+from tnt_optim.autograd import graph_nodes
+from tnt_optim.kfac.layers import Layer
+
+# Nodes that hide a part of the model, in which nothing can be captured. A checkpoint hides the
+# parameters as well; the graph of a compiled part still shows them.
+_CHECKPOINT, _COMPILED = "CheckpointFunctionBackward", "CompiledFunctionBackward"
 
 
 @dataclass
-class Captured:
-    """One use of a layer.
+class Call:
+    """One call of a layer."""
 
-    Attributes:
-        layer: the layer's number.
-        inputs: its input, without history.
-        version: how often the input had been changed in place.
-        output_nr: which of the node's outputs is the layer's.
-    """
+    inputs: Tensor  # without history; empty once observed
+    version: int  # how often the input had been changed in place
+    output_nr: int  # which of the node's outputs is the layer's
+    observed: bool = False
 
-    layer: int
-    inputs: Tensor
-    version: int
-    output_nr: int
+    def release(self) -> None:
+        """Frees the input: the graph lives on through the user's backward."""
+        self.inputs, self.observed = self.inputs.new_empty(0), True
 
 
 class LayerHook:
-    """Captures one layer's input when its optimizer wants it.
+    """Captures one layer's input when the optimizer wants it.
 
-    The model holds the hook and the hook does not hold the optimizer. A copy of the model, or what
-    was saved of it, has a hook that does nothing; to load what was saved still takes this package.
+    The model holds the hook, and the hook does not hold the optimizer. The hooks of a copied or
+    loaded model do nothing; loading one with hooks needs this package.
     """
 
     def __init__(self, layer: int, wanted: "weakref.WeakMethod[Callable[[int], bool]] | None"):
@@ -49,7 +54,7 @@ class LayerHook:
         return LayerHook, (self.layer, None)
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """A forward hook; returns nothing, so that the output stays what it is."""
+        """A forward hook; returns nothing, so the output stays as it is."""
         if torch.compiler.is_compiling() or self._wanted is None:
             return
         wanted = self._wanted()
@@ -59,143 +64,83 @@ class LayerHook:
             return
         inputs = args[0] if args else kwargs["input"]
         if output._is_view() and output._base.numel() == output.numel():
-            # A linear layer's output on more than two dimensions, a convolution's without a batch:
-            # views of what was computed, all of it in the same order. A change in place would
-            # rewrite the view's history, but leaves the base's node in the graph.
+            # The output of a linear layer on more than two dimensions, or of a convolution without
+            # a batch, is a view of all of the computed tensor, in the same order. A change in place
+            # rewrites the view's history, but leaves the base's node in the graph.
             output = output._base
         edge = get_gradient_edge(output)
-        _metadata(edge.node)[self] = Captured(
-            self.layer, inputs.detach(), inputs._version, edge.output_nr
-        )
+        _metadata(edge.node)[self] = Call(inputs.detach(), inputs._version, edge.output_nr)
 
 
 def hook_layers(
     layers: Sequence[nn.Module], wanted: Callable[[int], bool]
-) -> tuple[list[LayerHook], Callable[[], None]]:
-    """Hooks layers, by number, to a method that says which are wanted.
-
-    Returns:
-        The hooks, and what removes them.
-    """
+) -> tuple[list[LayerHook], list[RemovableHandle]]:
+    """Adds a hook to each layer, which asks the method ``wanted`` for the layer's number."""
     method = weakref.WeakMethod(wanted)
-    hooks = [LayerHook(index, method) for index in range(len(layers))]
-    handles = [
-        # First of all hooks, before one that replaces the output.
-        layer.register_forward_hook(hook, with_kwargs=True, prepend=True)
-        for layer, hook in zip(layers, hooks, strict=True)
-    ]
-
-    def remove() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return hooks, remove
+    hooks = [LayerHook(number, method) for number in range(len(layers))]
+    # Before all other hooks, which may replace the output.
+    how = {"with_kwargs": True, "prepend": True}
+    pairs = zip(layers, hooks, strict=True)
+    return hooks, [layer.register_forward_hook(hook, **how) for layer, hook in pairs]
 
 
-@dataclass
-class Graph:
-    """What the graph of a loss holds.
-
-    Attributes:
-        uses: the captured uses of each layer, by its number, with their nodes.
-        observed: layers whose use had been observed before.
-        leaves: the parameters that the loss depends on.
-        kinds: the names of its nodes' types.
-    """
-
-    uses: dict[int, list[tuple[Node, Captured]]]
-    observed: set[int]
-    leaves: set[int]
-    kinds: set[str]
-
-    def edges(self, layers: Sequence[int]) -> list[GradientEdge]:
-        """Where the gradients by the layers' outputs arrive."""
-        first = [self.uses[layer][0] for layer in layers]
-        return [GradientEdge(node, use.output_nr) for node, use in first]
-
-    def release(self, layers: Sequence[int], hooks: Sequence[LayerHook]) -> None:
-        """Frees what was captured of layers: the graph lives through the user's backward."""
-        for layer in layers:
-            for node, _ in self.uses[layer]:
-                _metadata(node)[hooks[layer]] = None
-
-
-def walk(loss: Tensor, hooks: Sequence[LayerHook]) -> Graph:
-    """Goes through the graph of a loss."""
-    graph = Graph({}, set(), set(), set())
-    own = set(hooks)
-    start = get_gradient_edge(loss).node
-    seen, waiting = {start}, [start]
-    while waiting:
-        node = waiting.pop()
-        graph.kinds.add(node.name())
-        for key, use in _metadata(node).items():
-            if key not in own:
-                continue
-            if use is None:
-                graph.observed.add(key.layer)
-            else:
-                graph.uses.setdefault(use.layer, []).append((node, use))
-        variable = getattr(node, "variable", None)
-        if variable is not None:
-            graph.leaves.add(id(variable))
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                waiting.append(following)
-    return graph
-
-
-def _metadata(node: Node) -> dict[Any, Any]:
-    """A dictionary that lives as long as the node; a property, whatever its annotation says."""
-    return cast(dict[Any, Any], node.metadata)
-
-
-# Nodes that stand for a whole piece of the model, in whose inside nothing can be captured: the one
-# hides its parameters, too; with the other the graph still shows which layers it hides, if any.
-_CHECKPOINT, _COMPILED = "CheckpointFunctionBackward", "CompiledFunctionBackward"
-
-
-def check_uses(
-    graph: Graph, layers: Sequence[int], names: Sequence[str], modules: Sequence[nn.Module]
-) -> list[int]:
-    """Those of ``layers`` that a loss depends on, each used once and captured.
+def captured_calls(
+    loss: Tensor,
+    due: Iterable[int],
+    names: Sequence[str],
+    layers: Sequence[Layer],
+    hooks: Sequence[LayerHook],
+) -> dict[int, tuple[GradientEdge, Call]]:
+    """The calls of due layers that a loss depends on, each with the edge of its output's gradient.
 
     Raises:
-        ValueError: where a layer was used more than once, was observed before, took part without
-            having been captured, or had its input changed in place since.
+        ValueError: if a due layer was called more than once, was observed before, was used without
+            being captured, or had its input changed in place since.
     """
-    if _CHECKPOINT in graph.kinds:
+    own, kinds, leaves = set(hooks), set(), set()
+    found: dict[int, list[tuple[Node, Call]]] = {}
+    for node in graph_nodes(loss):
+        kinds.add(node.name())
+        leaves.add(id(getattr(node, "variable", None)))
+        for hook, call in _metadata(node).items():
+            if hook in own:
+                found.setdefault(hook.layer, []).append((node, call))
+    if _CHECKPOINT in kinds:
         raise ValueError(
             f"output must have a graph that shows its layers, and {_CHECKPOINT} hides some: use "
             "checkpoint(..., use_reentrant=False)"
         )
-    reached = []
-    for layer in layers:
-        name, uses = names[layer], graph.uses.get(layer, [])
-        if len(uses) > 1:
+    reached = {}
+    for number in due:
+        name, calls = names[number], found.get(number, [])
+        if any(call.observed for _, call in calls):
             raise ValueError(
-                f"output must use each layer once, and depends on {len(uses)} calls of {name!r}: "
+                f"output depends on a call of {name!r} that was observed before: observe several "
+                "outputs of one forward pass together, with a likelihood function"
+            )
+        if len(calls) > 1:
+            raise ValueError(
+                f"output must use each layer once, and depends on {len(calls)} calls of {name!r}: "
                 "make them layers of their own, or use TNT"
             )
-        if layer in graph.observed:
-            raise ValueError(
-                f"output depends on a call of {name!r} that was observed before; where one forward "
-                "pass has several outputs, observe them together, with a likelihood function"
-            )
-        if uses:
-            if uses[0][1].inputs._version != uses[0][1].version:
+        for node, call in calls:
+            if call.inputs._version != call.version:
                 raise ValueError(f"the input of {name!r} must not be changed in place after it")
-            reached.append(layer)
-        elif any(id(param) in graph.leaves for param in modules[layer].parameters()):
+            reached[number] = GradientEdge(node, call.output_nr), call
+        if not calls and any(id(param) in leaves for param in layers[number].parameters()):
             reason = (
                 "was it called before (warm_start takes a generator that calls the model), after "
                 "close(), or its weight used directly?"
             )
-            if _COMPILED in graph.kinds:
+            if _COMPILED in kinds:
                 reason = f"does {_COMPILED} hide it? Observe the model without torch.compile"
             raise ValueError(
                 f"output depends on the parameters of {name!r}, but not through a forward call of "
                 f"that layer while statistics were due: {reason}"
             )
     return reached
+
+
+def _metadata(node: Node) -> dict[Any, Any]:
+    """A dictionary that lives as long as the node; a property, whatever its annotation says."""
+    return cast(dict[Any, Any], node.metadata)

@@ -1,68 +1,75 @@
-r"""The two ways in which KFAC inverts G ⊗ A + damping I for a layer's matrix [W | b].
+r"""KFAC's inverse factors: their two forms, their owner ranks, and the update that applies them.
 
-Both take the statistics [G, A] of each layer and make factors that stand for an inverse on the
-matrix M, (out, in): "damped" is that of (G + √damping I) ⊗ (A + √damping I), Martens & Grosse 2015,
-section 6.3, without their factor between the two; "eigenbasis" is that of the sum itself, by the
-eigenvectors of both. Ren & Goldfarb 2021 take the first for autoencoders, the second for CNNs.
+Both forms stand for an inverse that acts on a layer's matrix [W | b], and are made of its
+statistics [G, A]. "damped" is the inverse of (G + √damping I) ⊗ (A + √damping I), Martens & Grosse
+2015, section 6.3, without their factor π between the two. "eigenbasis" is the inverse of
+G ⊗ A + damping I, by the eigenvectors of G and A. Ren & Goldfarb 2021 use the first for
+autoencoders and the second for CNNs. A new form is one more entry of ``INVERSES``.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tnt_kernels import damped_inverse, mode_products
 from tnt_optim.autograd import without_autocast
+from tnt_optim.distributed.ownership import Load, assign
+from tnt_optim.distributed.process_group import ProcessGroup
+from tnt_optim.distributed.replicated import Replicated
+from tnt_optim.kfac.layers import Layer, joined, parameters, split
+from tnt_optim.kfac.statistics import States
+from tnt_optim.modes import by_device, state_dtype
+from tnt_optim.options import as_number
 
-# What codes 1 and 2 say could not be inverted.
+SHARDS = (None, "inverses")
+
+# The matrices that codes 1 and 2 stand for.
 PARTS = ("gradient factor G", "input factor A")
 
-# Without damping, an eigenvalue of so many roundings of the largest counts as zero: as many as
-# ``damped_inverse`` takes a pivot for zero at. With damping none does: a layer of 4609 inputs has
-# true ones below n eps of the largest.
+# Without damping, an eigenvalue of at most this many eps of the largest counts as zero, like a
+# pivot in ``damped_inverse``. With damping none does: a layer of 4609 inputs has true eigenvalues
+# below n eps of the largest.
 SINGULAR_ROUNDINGS = 16
 
 Matrices = list[list[Tensor]]
-Shapes = list[tuple[int, int]]
+Number = float | Tensor
 
 
 @dataclass(frozen=True)
 class Inverse:
-    """One way to invert.
+    """One form of the inverse.
 
     Attributes:
-        shapes: of a layer's factors, from (out, in).
-        make: (stats, damping, out) to (factors, codes): for each layer 0, or 1 where G, 2 where A
-            could not be inverted, as in ``PARTS``. What failed leaves ``out`` as it was.
-        apply: (M, factors) to the directions, for each layer.
+        shapes: from (out, in) to the shapes of a layer's factors.
+        make: (stats, damping, out) to (factors, codes). A layer's code is 0, or 1 if its G and 2 if
+            its A could not be inverted; its entry of ``out`` is then left as it was.
+        apply: (matrices, factors) to the directions, for each layer.
     """
 
-    shapes: Callable[[int, int], Shapes]
-    make: Callable[[Matrices, float | Tensor, Matrices | None], tuple[Matrices, Tensor]]
+    shapes: Callable[[int, int], list[tuple[int, int]]]
+    make: Callable[[Matrices, Number, Matrices | None], tuple[Matrices, Tensor]]
     apply: Callable[[Sequence[Tensor], Matrices], list[Tensor]]
 
 
-def _damped(
-    stats: Matrices, damping: float | Tensor, out: Matrices | None
-) -> tuple[Matrices, Tensor]:
+def _damped(stats: Matrices, damping: Number, out: Matrices | None) -> tuple[Matrices, Tensor]:
     """[(G + √damping I)^-1, (A + √damping I)^-1]."""
     root = damping.sqrt() if isinstance(damping, Tensor) else math.sqrt(damping)
-    # With one mode, equation 13 rescales by c^0 = 1.
+    # As tensors with one mode each, for which equation 13 rescales the damping by c^0 = 1.
     single = [[matrix] for pair in stats for matrix in pair]
     target = None if out is None else [[matrix] for pair in out for matrix in pair]
     factors, info = damped_inverse(single, root, target)
-    failed = info.view(-1, 2) != 0
-    codes = torch.where(failed[:, 0], 1, 2 * failed[:, 1].to(torch.int32)).to(torch.int32)
+    failed_g, failed_a = (info.view(-1, 2) != 0).unbind(1)
+    codes = torch.where(failed_g, 1, 2 * failed_a.to(torch.int32)).to(torch.int32)
     flat = [factor for (factor,) in factors]
     return [flat[i : i + 2] for i in range(0, len(flat), 2)], codes
 
 
-def _eigenbasis(
-    stats: Matrices, damping: float | Tensor, out: Matrices | None
-) -> tuple[Matrices, Tensor]:
-    """[Q_G, Q_A, 1 / (λ_G λ_Aᵀ + damping)]. Waits for the device: ``eigh`` does."""
+def _eigenbasis(stats: Matrices, damping: Number, out: Matrices | None) -> tuple[Matrices, Tensor]:
+    """[Q_G, Q_A, 1 / (λ_G λ_Aᵀ + damping)]. Waits for the device, as ``eigh`` does."""
     made, codes = [], []
     for layer, pair in enumerate(stats):
         (values_g, vectors_g), (values_a, vectors_a) = map(_spectrum, pair)
@@ -70,8 +77,8 @@ def _eigenbasis(
         singular_g, singular_a = _is_singular(values_g), _is_singular(values_a)
         good = scale.isfinite().all() & ((damping > 0) | ~(singular_g | singular_a))
         finite_g, finite_a = values_g.isfinite().all(), values_a.isfinite().all()
-        blamed = torch.where(~finite_g | (finite_a & singular_g), 1, 2)
-        codes.append(torch.where(good, 0, blamed).to(torch.int32))
+        failed = torch.where(~finite_g | (finite_a & singular_g), 1, 2)
+        codes.append(torch.where(good, 0, failed).to(torch.int32))
         factors = [vectors_g, vectors_a, scale]
         if out is not None:
             for old, new in zip(out[layer], factors, strict=True):
@@ -82,7 +89,7 @@ def _eigenbasis(
 
 
 def _spectrum(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues, ascending, and eigenvectors; NaN where they do not come."""
+    """Eigenvalues, ascending, and eigenvectors; NaN if the iteration does not converge."""
     try:
         values, vectors = torch.linalg.eigh(matrix)
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
@@ -97,7 +104,7 @@ def _is_singular(values: Tensor) -> Tensor:
 
 
 def _rotated(matrices: Sequence[Tensor], factors: Matrices) -> list[Tensor]:
-    """Q_G ((Q_Gᵀ M Q_A) ∘ scale) Q_Aᵀ; not by ``mode_products``, which is for symmetric factors."""
+    """Q_G ((Q_Gᵀ M Q_A) ∘ scale) Q_Aᵀ; ``mode_products`` takes symmetric factors only."""
     with without_autocast(matrices[0]):
         return [
             q_g @ ((q_g.T @ matrix @ q_a) * scale) @ q_a.T
@@ -105,13 +112,86 @@ def _rotated(matrices: Sequence[Tensor], factors: Matrices) -> list[Tensor]:
         ]
 
 
-INVERSES: dict[str, Inverse] = {
-    "damped": Inverse(
-        lambda rows, columns: [(rows, rows), (columns, columns)], _damped, mode_products
-    ),
-    "eigenbasis": Inverse(
-        lambda rows, columns: [(rows, rows), (columns, columns), (rows, columns)],
-        _eigenbasis,
-        _rotated,
-    ),
+INVERSES = {
+    "damped": Inverse(lambda m, n: [(m, m), (n, n)], _damped, mode_products),
+    "eigenbasis": Inverse(lambda m, n: [(m, m), (n, n), (m, n)], _eigenbasis, _rotated),
 }
+
+
+def owner_ranks(stats: Mapping[Tensor, Sequence[Tensor]], processes: int) -> dict[Tensor, int]:
+    """The rank that computes each layer's factors, by weight, so that all do about equal work."""
+    loads = [Load(float(sum(len(matrix) ** 3 for matrix in pair))) for pair in stats.values()]
+    return dict(zip(stats, assign(loads, [Load()] * processes), strict=True))
+
+
+def made_by_owners(
+    team: ProcessGroup,
+    inverse: Inverse,
+    stats: Mapping[Tensor, list[Tensor]],
+    damping: Number,
+    out: Matrices | None,
+) -> tuple[Matrices, Tensor]:
+    """What ``inverse.make`` returns, with each layer's factors computed by one rank for all.
+
+    The statistics, by weight and on one device, are the same in all processes. So are the results.
+    """
+    sharing = Replicated(team, "inverses", owner_ranks(stats, team.size).__getitem__)
+    own = sharing.owned(stats)
+    made = {} if out is None else dict(zip(stats, out, strict=True))
+    codes = next(iter(stats.values()))[0].new_zeros(0)
+    if own:
+        target = None if out is None else [made[weight] for weight in own]
+        factors, codes = inverse.make([stats[weight] for weight in own], damping, target)
+        # The same layout everywhere: a product with column-major eigenvectors rounds otherwise.
+        rows = [[factor.contiguous() for factor in each] for each in factors]
+        made.update(zip(own, rows, strict=True))
+    for weight, (g, a) in stats.items():
+        if weight not in made:
+            made[weight] = [g.new_empty(shape) for shape in inverse.shapes(len(g), len(a))]
+    weights = list(stats)
+    codes = sharing.codes(weights, own, codes)
+    sharing.send_factors(weights, {weight: {"factors": made[weight]} for weight in weights})
+    return [made[weight] for weight in weights], codes
+
+
+def update_(
+    group: Mapping[str, Any],
+    states: States,
+    layers: Sequence[Layer],
+    others: Sequence[Tensor],
+    inverse: Inverse,
+) -> None:
+    """m <- μ m + g; W <- W - lr (P + γ W), with P the preconditioned m in layers, m elsewhere.
+
+    Updates the parameters of ``layers`` that have gradients, and the ``others``. A momentum that
+    is missing in ``states`` starts at zero. Reads no value on the host.
+    """
+    params = [p for layer in layers for p in parameters(layer) if p.grad is not None]
+    params += others
+    if not params:
+        return
+    for p in params:
+        if "momentum" not in states[p]:
+            states[p]["momentum"] = torch.zeros(p.shape, dtype=state_dtype(p), device=p.device)
+    momenta = {p: states[p]["momentum"] for p in params}
+    torch._foreach_mul_(list(momenta.values()), group["momentum"])
+    torch._foreach_add_(list(momenta.values()), [p.grad for p in params if p.grad is not None])
+    directions = dict(momenta)
+    by_weight = {layer.weight: layer for layer in layers}
+    for weights in by_device(by_weight):
+        blocks = [by_weight[weight] for weight in weights]
+        matrices = [joined(block, momenta) for block in blocks]
+        applied = inverse.apply(matrices, [states[weight]["factors"] for weight in weights])
+        for block, matrix in zip(blocks, applied, strict=True):
+            pairs = zip(parameters(block), split(block, matrix), strict=True)
+            directions.update((param, part) for param, part in pairs if param in momenta)
+    lr, decay = as_number(group["lr"]), group["weight_decay"]
+    steps = torch._foreach_mul(list(directions.values()), lr)
+    # Half precision is rounded once.
+    wide = [p if p.dtype == state_dtype(p) else p.to(state_dtype(p)) for p in params]
+    if isinstance(decay, Tensor) or decay != 0:
+        torch._foreach_mul_(wide, 1 - lr * decay)
+    torch._foreach_sub_(wide, steps)
+    for param, value in zip(params, wide, strict=True):
+        if value is not param:
+            param.copy_(value)

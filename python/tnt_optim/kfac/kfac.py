@@ -8,32 +8,29 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
-from tnt_optim.autograd import buffers_put_back, check_static_graph, replicas_behind
-from tnt_optim.checkpoint import check_method, copied_states, load_adapted
+from tnt_optim import checkpoint
+from tnt_optim.autograd import buffers_put_back
 from tnt_optim.distributed.process_group import ProcessGroup, numbered, process_group_of
 from tnt_optim.failures import UNOBSERVED, Failures, PreconditionerError, warn_the_caller
 from tnt_optim.kfac.activations import hook_layers
-from tnt_optim.kfac.checkpoint import check_kfac_state_dict
-from tnt_optim.kfac.inverses import INVERSES, PARTS, Matrices
-from tnt_optim.kfac.layers import Layer, is_trainable, supported_layers
-from tnt_optim.kfac.observations import Observations
-from tnt_optim.kfac.sampling import LayerSampling
-from tnt_optim.kfac.sharing import SHARDS, make_shared
-from tnt_optim.kfac.statistics import LayerSums, all_finite_statistics
-from tnt_optim.kfac.step import blend, parameters, update_
+from tnt_optim.kfac.inverses import INVERSES, PARTS, SHARDS, Matrices, made_by_owners, update_
+from tnt_optim.kfac.layers import Layer, is_trainable, matrix_shape, parameters, supported_layers
+from tnt_optim.kfac.observations import Observations, Sampling
+from tnt_optim.kfac.statistics import LayerSums, all_finite_statistics, blend
 from tnt_optim.likelihoods import Likelihood
 from tnt_optim.modes import by_device, is_sharded, state_dtype
 from tnt_optim.options import check_settings
-from tnt_optim.state import COUNTERS
+from tnt_optim.state import COUNTERS, check_keys
 
 
 class KFAC(Optimizer):
     r"""Natural-gradient descent with a Kronecker-factored Fisher matrix for every layer.
 
-    The Fisher matrix of a layer's weight and bias together, [W | b], is modelled as G ⊗ A: A from
-    the layer's inputs, with a 1 for the bias, G from the gradients by its outputs at labels drawn
-    from the model's own predictive distribution. The momentum is preconditioned by its inverse::
+    The model of the Fisher matrix of a layer's weight and bias, [W | b], is G ⊗ A: A from the
+    layer's inputs, with a 1 for the bias, and G from the gradients by its outputs, at labels drawn
+    from the model's own predictive distribution. Its inverse preconditions the momentum::
 
         opt = KFAC(model, lr=0.003, damping=0.3, likelihood="bernoulli")
         opt.warm_start(model(x) for x in batches)  # optional
@@ -45,55 +42,52 @@ class KFAC(Optimizer):
             loss.backward()
             opt.step()
 
-    Layers are those of ``nn.Linear`` and ``nn.Conv1d`` to ``nn.Conv3d`` (any stride, padding and
-    dilation), called as modules, each once in a forward pass. All other parameters (norms,
-    embeddings, grouped and transposed convolutions, nn.MultiheadAttention's) take the plain
-    momentum gradient. A layer's frozen part counts as zero momentum and does not move.
+    Layers are ``nn.Linear`` and ``nn.Conv1d`` to ``nn.Conv3d`` (any stride, padding and dilation),
+    called as modules, each once in a forward pass. All other parameters (norms, embeddings, grouped
+    and transposed convolutions, nn.MultiheadAttention) are updated with the plain momentum. The
+    frozen part of a layer counts as zero momentum and is not updated.
 
-    Every one of the N examples, output.shape[0], has its own gradient g, N times that of the mean
-    loss. Over all examples and positions of a layer, P in number (a convolution's output positions,
-    a linear layer's vectors where its input has more than two dimensions):
-    A = (1/N) Σ a aᵀ and G = (1/P) Σ g gᵀ, as in Grosse & Martens 2016. Where the output has a row
-    for each position, as a language model's logits brought to two dimensions, N is P, and each
-    position is an example.
+    A = (1/N) Σ a aᵀ and G = (1/P) Σ g gᵀ over the P positions in the N examples of a batch, as in
+    Grosse & Martens 2016. Each gradient g is of one example's own loss. Positions are a
+    convolution's output positions, or a linear layer's input vectors; N is output.shape[0]. If the
+    output has a row for each position, as a language model's flattened logits, then N is P.
 
-    Where torch.distributed runs several processes, all make the same calls together, each with its
-    part of the batch and samples of its own: training is that of one process which observes the
-    same micro-batches in turn. ``model`` may be DistributedDataParallel or the module inside.
+    If torch.distributed runs several processes, all make the same calls, each with its part of the
+    batch and its own samples. The training equals that of one process that observes the same
+    micro-batches in turn. ``model`` may be DistributedDataParallel or the module inside.
 
-    There is one parameter group. Its settings may change between steps; ``damping`` shows from the
-    next refresh of the inverses. The default damping is the paper's for its MNIST autoencoder, the
-    default intervals are those for its CNNs, for which it takes 0.03 and the eigenbasis.
+    There is one parameter group. Its settings may change between steps; ``damping`` takes effect at
+    the next refresh of the inverses. The default damping is the paper's for its MNIST autoencoder.
+    The default intervals are the paper's for its CNNs, with damping 0.03 and the eigenbasis.
 
-    ``torch.save(model)`` also saves the hooks, dead: loading them takes this package. Say
-    ``close()`` first, or save the model's ``state_dict``.
+    ``torch.save(model)`` also saves the hooks, which do nothing when loaded but need this package.
+    Call ``close()`` first, or save the model's ``state_dict``.
 
     Args:
-        model: all its parameters are optimized; layers that it gets later are not.
+        model: all its parameters are optimized; layers added later are not.
         lr: alpha in the paper.
-        damping: lambda in the paper; of the unit of the gradient's square.
+        damping: lambda in the paper; in units of the squared gradient.
         momentum: mu in the paper: m <- mu m + g, neither dampened nor bias-corrected.
         stat_decay: beta in the paper, of the statistics' moving average.
         weight_decay: gamma in the paper, decoupled: W <- W - lr (P + weight_decay W).
-        stat_interval: T1 in the paper: the statistics are refreshed every so many steps.
-        inverse_interval: T2 in the paper: the inverses are refreshed every so many steps, and with
-            the statistics during the first so many.
+        stat_interval: T1 in the paper: steps between refreshes of the statistics.
+        inverse_interval: T2 in the paper: steps between refreshes of the inverses. During the first
+            T2 steps they are refreshed with the statistics.
         likelihood: "categorical", "bernoulli", "gaussian", or a function from the output to the
             0-dim mean loss over its first dimension at labels it samples itself; see ``TNT``.
         inverse: "damped": (G + √damping I)^-1 M (A + √damping I)^-1, the paper's for autoencoders;
-            "eigenbasis": the inverse of G ⊗ A + damping I, its for CNNs, which needs another matrix
-            of the weight's size for each layer, and waits for the device where it is refreshed.
-        seed: of the sampled labels; the global generators are never touched.
-        process_group: the processes that train copies of one model, as under
-            DistributedDataParallel; None for torch.distributed's default group, where there is one.
-            The statistics are those of all their batches.
-        shard: how they share the work. None: each does all of it. "inverses": each layer's inverses
-            are made by one of them and sent to the others.
+            "eigenbasis": the inverse of G ⊗ A + damping I, the paper's for CNNs, which keeps one
+            more matrix like each weight, and waits for the device when it is refreshed.
+        seed: of the sampled labels; the global generators are left alone.
+        process_group: of the processes that train copies of one model, as under
+            DistributedDataParallel; None for torch.distributed's default group, if there is one.
+        shard: None: each process computes all inverses. "inverses": each layer's inverses are
+            computed by one owner rank and sent to the others.
 
     Raises:
-        ValueError: where a setting does not fit, the model has no layer, or layers are shared, or
-            parameters are in pieces, as ``fully_shard`` leaves them.
-        TypeError: where ``model`` is no module.
+        ValueError: if a setting does not fit, the model has no layer, layers are shared, or
+            parameters are sharded, as by ``fully_shard``.
+        TypeError: if ``model`` is no module.
     """
 
     _method = "KFAC"
@@ -118,12 +112,9 @@ class KFAC(Optimizer):
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         check_settings({"likelihood": likelihood, "seed": seed})
-        if inverse not in tuple(INVERSES):
-            known = " or ".join(repr(name) for name in INVERSES)
-            raise ValueError(f"inverse must be {known}, got {inverse!r}")
-        if shard not in SHARDS:
-            known = " or ".join(repr(name) for name in SHARDS)
-            raise ValueError(f"shard must be {known}, got {shard!r}")
+        for name, value, known in (("inverse", inverse, tuple(INVERSES)), ("shard", shard, SHARDS)):
+            if value not in known:
+                raise ValueError(f"{name} must be {' or '.join(map(repr, known))}, got {value!r}")
         settings = {
             "lr": lr,
             "damping": damping,
@@ -135,7 +126,6 @@ class KFAC(Optimizer):
         }
         check_settings(settings)
         self._names, self._layers = supported_layers(model)
-        self._sampling = LayerSampling(self._names, self._layers, likelihood, seed)
         for name, param in model.named_parameters():
             if is_sharded(param):
                 raise ValueError(
@@ -149,9 +139,10 @@ class KFAC(Optimizer):
                 )
         self.inverse = inverse
         self.process_group = process_group
-        self._group_is_lost = False  # of a copy
+        self._group_is_lost = False  # in a copy
         self.shard = shard
         self._model = model
+        self._sampling = Sampling(self._names, self._layers, likelihood, seed)
         self._failures = Failures(PARTS)
         self._observed = Observations()
         self._warming = self._warned = False
@@ -162,41 +153,43 @@ class KFAC(Optimizer):
     def observe(self, output: Any) -> None:
         """Samples labels at the model's output and keeps the statistics of their loss for ``step``.
 
-        To be called between the forward and the ``backward`` of the same pass, which it leaves
-        possible: the graph is retained, no ``.grad`` is touched. Once for each micro-batch where
-        gradients are accumulated, which together give the statistics of the whole batch; also with
-        those of a step that was then skipped, as by ``GradScaler``: they are of the same weights.
-        What is not finite is left out of the statistics of a layer that has others. Where no
-        statistics are due at this step, it returns at once. Where there are several processes, all
-        call it, and each samples for its own batch.
+        Call it between the forward and the ``backward`` of the same pass: the graph is retained and
+        no ``.grad`` changes. If gradients are accumulated, call it for each micro-batch: together
+        they give the statistics of the whole batch. The observations of a skipped step, as by
+        ``GradScaler``, count for the next one: the weights are the same. A layer's observation that
+        is not finite is left out if another one is finite. If no statistics are due, observe
+        returns at once. All processes call it, and each samples for its own batch.
 
         Args:
-            output: what the likelihood describes, with its graph. Of several tensors, in mappings
-                or sequences, the first that has dimensions counts the examples by its first one.
+            output: what the likelihood describes, with its graph. If it is a mapping or sequence of
+                tensors, the first one with dimensions has the examples as its first dimension.
 
         Raises:
-            ValueError: where the output has no graph, does not fit the likelihood, depends on no
-                layer of the model, or on one whose call was not captured, on two calls of one, or
-                on one observed before; nothing is then changed.
-            RuntimeError: where the output is DistributedDataParallel's with ``static_graph=True``.
+            ValueError: if the output has no graph, does not fit the likelihood, depends on no
+                layer of the model, or on a layer whose call was not captured, on two calls of one
+                layer, or on a call that was observed before; nothing is then changed.
+            RuntimeError: if the output is DistributedDataParallel's with ``static_graph=True``.
         """
         wanted = self._all_wanted()
         if not wanted:
             return
-        # A newcomer that no forward pass has used cannot be in the output.
+        # A layer without statistics that no forward pass has called cannot be in the output.
         due = [layer for layer in wanted if self._scheduled() or layer in self._observed.called]
         sums: dict[int, LayerSums] = {}
         if due:
             number = numbered(self._observed.count, self._team())
-            loss = self._sampling.loss(output, "step", self.param_groups[0]["step"], number)
-            check_static_graph(replicas_behind(loss))
-            sums = self._sampling.sums(loss, output, due, self._hooks, retain_graph=True)
+            key = "step", self.param_groups[0]["step"], number
+            sums = self._sampling.sums(output, key, due, self._hooks, retain_graph=True)
         self._observed.add(sums, wanted)
 
     @_disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Takes one step.
+        """Takes one step, which uses up all observations even if it raises.
+
+        A layer that has a gradient but that the observed outputs did not reach, and that has no
+        statistics yet, is not updated. If it was called in the forward pass, its statistics are
+        next asked for at a multiple of T1.
 
         Args:
             closure: recomputes the loss, calls ``backward`` and ``observe``, returns the loss.
@@ -205,14 +198,11 @@ class KFAC(Optimizer):
             What the closure returned, else None.
 
         Raises:
-            ValueError: where a setting has become wrong; nothing is then changed.
-            RuntimeError: where a layer has a gradient but no statistics; nothing is then changed.
-                (One that the outputs observed last did not reach sits the step out instead. One
-                that they do not reach though it was called is next asked for at a multiple of T1.)
-            PreconditionerError: where first statistics or inverses fail, or later ones repeatedly.
+            ValueError: if a setting has become wrong; nothing is then changed.
+            RuntimeError: if a layer has a gradient, and nothing was observed that could give it
+                statistics; nothing is then changed.
+            PreconditionerError: if first statistics or inverses fail, or later ones repeatedly.
                 No parameter is then changed.
-
-        A step that raises has used up what was observed for it.
         """
         loss = None
         if closure is not None:
@@ -220,13 +210,14 @@ class KFAC(Optimizer):
                 loss = closure()
         group = self.param_groups[0]
         try:
-            check_settings(group)  # anyone may have changed them since
+            check_settings(group)
             team = self._team()
-            # On a GPU a report may arrive here and not yet there, and where it stops the training
-            # it must stop all processes. It is a step old: hardly ever is there anything to wait.
+            # On a GPU a report arrives one step late, and not everywhere at once. If it stops the
+            # training, it must stop all processes at the same step: they wait for it.
             self._failures.read(self._layer_states(), self._name, wait=team is not None)
             if team is not None:
-                held = {i: self.state[self._layers[i].weight]["stats"] for i in self._known()}
+                weights = {i: layer.weight for i, layer in enumerate(self._layers)}
+                held = {i: self.state[w]["stats"] for i, w in weights.items() if self._has_state(i)}
                 self._observed.pool(team, self._all_wanted(), self._layers, held)
             self._warn_if_unobserved()
             layers, others = self._to_update()
@@ -241,22 +232,21 @@ class KFAC(Optimizer):
         return loss
 
     def warm_start(self, outputs: Iterable[Any], *, model: nn.Module | None = None) -> None:
-        """Starts the statistics from their plain average over many batches, and the inverses too.
+        """Starts the statistics from their plain mean over many batches, and makes the inverses.
 
         Best over the whole data set at the initial weights, as in the paper:
-        ``opt.warm_start(model(x) for x, _ in batches)``; a generator, for the model's calls to be
-        seen. Statistics that exist already start over. A layer's average is that over the batches
+        ``opt.warm_start(model(x) for x, _ in batches)``; a generator, because the model must be
+        called while this runs. Existing statistics are replaced. A layer's mean is over the batches
         that used it. The model's buffers (batch norm's running statistics) are put back afterwards.
-        Where there are several processes, all call it, and it is the average over the batches of
-        all, whose numbers may differ.
+        All processes call it, for the mean over the batches of all, whose numbers may differ.
 
         Args:
             outputs: for each batch, with its graph: what ``observe`` takes.
             model: another module whose buffers are put back; as for ``TNT``.
 
         Raises:
-            ValueError: where there is no batch, or an output does not fit; nothing is then changed.
-            PreconditionerError: where no batch was finite, or an inverse could not be made;
+            ValueError: if there is no batch, or an output does not fit; nothing is then changed.
+            PreconditionerError: if no batch was finite, or an inverse could not be made;
                 nothing is then changed.
         """
         if not isinstance(outputs, Iterable):
@@ -265,7 +255,7 @@ class KFAC(Optimizer):
         self._warming = True
         try:
             with buffers_put_back(self._model, *([] if model is None else [model])):
-                stats, skipped = self._sampling.average(outputs, self._hooks, team)
+                stats, skipped = self._sampling.averages(outputs, self._hooks, team)
         finally:
             self._warming = False
         fresh = self._first_states(stats)
@@ -288,7 +278,7 @@ class KFAC(Optimizer):
         return {"skipped_statistics": max(skipped, default=0), "failed_inverses": sum(failed)}
 
     def close(self) -> None:
-        """Removes the hooks from the model; also done when the optimizer goes. No more observe."""
+        """Removes the hooks from the model, as ``del opt`` does. Nothing can be observed then."""
         self._detach()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -298,66 +288,84 @@ class KFAC(Optimizer):
             ValueError: always, once the optimizer is made.
         """
         if self.param_groups:
-            raise ValueError("param_group cannot be added: KFAC optimizes its model, in one group")
+            raise ValueError("param_group must not be added: KFAC has its model's, in one group")
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns state and settings, loadable with ``torch.load(weights_only=True)``.
 
-        To be taken between steps.
+        Call it between steps.
         """
         self._failures.read(self._layer_states(), self._name, wait=True, fatal=False)
         return {**super().state_dict(), "method": self._method}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what ``state_dict`` returned, of an optimizer of a like model.
+        """Loads the ``state_dict`` of a KFAC with the same layers and the same ``inverse``.
 
         Hooks before it (``register_load_state_dict_pre_hook``) may adapt it to the model.
 
         Raises:
-            ValueError: where it is of another optimizer, another model, or another ``inverse``;
+            ValueError: if it is of another optimizer, another model, or another ``inverse``;
                 nothing is then changed.
         """
 
-        def check(adapted: dict[str, Any]) -> None:
-            check_method(self._method, adapted)
-            inverse, settings = INVERSES[self.inverse], set(self.defaults)
-            group = self.param_groups[0]
-            check_kfac_state_dict(group, self._layers, inverse, settings, adapted)
-
         def finish(adapted: dict[str, Any]) -> None:
             self._failures, self._observed = Failures(PARTS), Observations()
-            self.state.update(copied_states(self.param_groups, adapted, state_dtype))
+            self.state.update(checkpoint.copied_states(self.param_groups, adapted, state_dtype))
 
-        load_adapted(self, state_dict, super().load_state_dict, check, finish)
+        load = super().load_state_dict
+        checkpoint.load_adapted(self, state_dict, load, self._check_state_dict, finish)
+
+    def _check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        checkpoint.check_method(self._method, state_dict)
+        groups, settings = self.param_groups, set(self.defaults)
+        checkpoint.check_groups(groups, state_dict, settings, check_settings)
+        layers = {layer.weight: layer for layer in self._layers}
+        saved, params = state_dict["param_groups"][0]["params"], groups[0]["params"]
+        for index, param in zip(saved, params, strict=True):
+            state = state_dict["state"].get(index)
+            if not state:
+                continue
+            name = f"state_dict['state'][{index}]"
+            shapes: dict[str, list[Any]] = {"momentum": [tuple(param.shape)]}
+            if param in layers:
+                check_keys(name, state, {"stats", "factors", "first_step", *COUNTERS})
+                rows, columns = matrix_shape(layers[param])
+                shapes["stats"] = [(rows, rows), (columns, columns)]
+                shapes["factors"] = INVERSES[self.inverse].shapes(rows, columns)
+            elif set(state) != {"momentum"}:
+                raise ValueError(f"{name} must hold a momentum only, got {sorted(state)}")
+            for key in [key for key in shapes if key in state]:
+                held = [state[key]] if key == "momentum" else state[key]
+                got = [tuple(t.shape) if isinstance(t, Tensor) else type(t) for t in held]
+                if got != shapes[key]:
+                    raise ValueError(
+                        f"{name}: {key} must have shapes {shapes[key]}, got {got}; is it of "
+                        "another model, or with another inverse?"
+                    )
 
     def __getstate__(self) -> dict[str, Any]:
         self._failures.read(self._layer_states(), self._name, wait=True, fatal=False)
-        own = {name: getattr(self, name) for name in _OWN}
+        own = {name: getattr(self, name) for name in _COPIED}
         own["_group_is_lost"] = self._group_is_lost or self.process_group is not None
         return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if "_layers" in state:  # a copy; torch also comes here when it loads a state_dict
-            self.process_group = None  # which cannot be copied
-            for name, value in (("shard", None), ("_group_is_lost", False)):  # later than some
-                self.__dict__.setdefault(name, value)
+        if "_layers" in state:  # a copy; torch also calls this when it loads a state_dict
+            self.process_group = None  # a process group cannot be copied
             self._attach()
 
     def __repr__(self) -> str:
         group = self.param_groups[0]
-        in_layers = {id(p) for layer in self._layers for p in layer.parameters()}
-        others = sum(id(p) not in in_layers for p in group["params"])
-        lines = [
-            f"{type(self).__name__} (",
-            f"  {len(self._layers)} layers, and {others} parameters that take the momentum",
-            *(f"    {key}: {group[key]}" for key in sorted(set(group) - {"params", "param_names"})),
-            f"    inverse: {self.inverse}",
-            f"    likelihood: {self._sampling.likelihood}",
-            f"    seed: {self._sampling.seed}",
-        ]
-        return "\n".join([*lines, ")"])
+        in_layers = {p for layer in self._layers for p in layer.parameters()}
+        others = sum(p not in in_layers for p in group["params"])
+        shown = {key: group[key] for key in sorted(set(group) - {"params", "param_names"})}
+        shown |= {"inverse": self.inverse, "likelihood": self._sampling.likelihood}
+        shown["seed"] = self._sampling.seed
+        head = f"{len(self._layers)} layers, and {others} parameters that take the momentum"
+        lines = "".join(f"    {key}: {value}\n" for key, value in shown.items())
+        return f"{type(self).__name__} (\n  {head}\n{lines})"
 
     def _team(self) -> ProcessGroup | None:
         return process_group_of(self.process_group, is_lost=self._group_is_lost)
@@ -365,12 +373,12 @@ class KFAC(Optimizer):
     # Which layers, and when.
 
     def _attach(self) -> None:
-        self._hooks, remove = hook_layers(self._layers, self._captured)
-        self._detach = weakref.finalize(self, remove)
+        self._hooks, handles = hook_layers(self._layers, self._captures)
+        self._detach = weakref.finalize(self, _remove, handles)
         self._detach.atexit = False
 
-    def _captured(self, layer: int) -> bool:
-        """What its hook asks when a layer is called."""
+    def _captures(self, layer: int) -> bool:
+        """Whether the hook of a layer that is called keeps its input."""
         wanted = self._wanted(layer)
         if wanted and not self._warming:
             self._observed.called.add(layer)
@@ -392,36 +400,31 @@ class KFAC(Optimizer):
         return bool(group["step"] % group["stat_interval"] == 0)
 
     def _has_state(self, layer: int) -> bool:
-        # The layer's state is its weight's. Not `in`: looking at opt.state[p] leaves an entry.
+        # The layer's state is its weight's. Not self.state[weight], which would add an entry.
         return "stats" in self.state.get(self._layers[layer].weight, {})
 
-    def _known(self) -> list[int]:
-        return [layer for layer in range(len(self._layers)) if self._has_state(layer)]
-
     def _layer_states(self) -> dict[Tensor, dict[str, Any]]:
-        weights = [self._layers[layer].weight for layer in self._known()]
+        weights = [layer.weight for i, layer in enumerate(self._layers) if self._has_state(i)]
         return {weight: self.state[weight] for weight in weights}
 
     def _name(self, weight: Tensor) -> str:
-        for name, layer in zip(self._names, self._layers, strict=True):
-            if layer.weight is weight:
-                return f"layer {name!r}, {layer}"
-        raise KeyError("not a layer of this optimizer")
+        pairs = zip(self._names, self._layers, strict=True)
+        return next(f"layer {name!r}, {layer}" for name, layer in pairs if layer.weight is weight)
 
-    # Statistics.
+    # Statistics and inverses.
 
     def _refresh(self, observed: Mapping[int, list[Tensor]]) -> None:
-        """Takes in what was observed, and makes the inverses that are due."""
+        """Updates the statistics with what was observed, and makes the inverses that are due."""
         group = self.param_groups[0]
         t, interval = group["step"], group["inverse_interval"]
         first = {i: pair for i, pair in observed.items() if not self._has_state(i)}
-        if first and not all_finite_statistics(first.values()):
-            worst = next(i for i, pair in first.items() if not all_finite_statistics([pair]))
-            raise PreconditionerError(
-                "the first inputs or gradients for the statistics are not finite: there are no "
-                f"earlier statistics to go on with, for {self._name(self._layers[worst].weight)}"
-            )
-        states = self._layer_states()  # those that were there before
+        for i, pair in first.items():
+            if not all_finite_statistics([pair]):
+                raise PreconditionerError(
+                    "the first inputs or gradients for the statistics are not finite: there are no "
+                    f"earlier ones to go on with, for {self._name(self._layers[i].weight)}"
+                )
+        states = self._layer_states()  # without those that are new
         self.state.update(self._first_states(first))
         later = {self._layers[i].weight: pair for i, pair in observed.items() if i not in first}
         if later:
@@ -443,29 +446,24 @@ class KFAC(Optimizer):
                 if code != 0:
                     name = self._name(weight)
                     raise self._failures.first_inverse(code, name, group["damping"])
-                states[weight] = {
-                    "stats": by_weight[weight],
-                    "factors": made,
-                    "first_step": group["step"],
-                    **dict.fromkeys(COUNTERS, 0),
-                }
+                state = {"stats": by_weight[weight], "factors": made, "first_step": group["step"]}
+                states[weight] = {**state, **dict.fromkeys(COUNTERS, 0)}
         return states
 
     def _inverses(
         self, stats: Mapping[Tensor, list[Tensor]], out: Matrices | None
     ) -> tuple[Matrices, Tensor]:
-        """Makes the inverses of statistics by weight, on one device; see ``Inverse.make``."""
-        inverse, damping, team = INVERSES[self.inverse], self.param_groups[0]["damping"], None
-        if self.shard is not None:
-            team = self._team()
+        """Makes the inverse factors by weight, on one device; see ``Inverse.make``."""
+        inverse, damping = INVERSES[self.inverse], self.param_groups[0]["damping"]
+        team = None if self.shard is None else self._team()
         if team is None:
             return inverse.make(list(stats.values()), damping, out)
-        return make_shared(team, inverse, stats, damping, out)
+        return made_by_owners(team, inverse, stats, damping, out)
 
     # The update.
 
     def _to_update(self) -> tuple[list[Layer], list[Tensor]]:
-        """The layers that this step moves, and the parameters outside of all layers."""
+        """The layers that this step updates, and the parameters outside of all layers."""
         group = self.param_groups[0]
         layers, rest = [], {p for p in group["params"] if p.grad is not None}
         for name, param in zip(group["param_names"], group["params"], strict=True):
@@ -476,17 +474,17 @@ class KFAC(Optimizer):
         for index, layer in enumerate(self._layers):
             own = rest.intersection(parameters(layer))
             rest -= own
-            if own and not self._has_state(index) and index not in self._observed.sums:
-                if self._observed.may_wait(index):
-                    continue  # the outputs did not reach it, the loss does
+            if not own:
+                continue
+            if self._has_state(index) or index in self._observed.sums:
+                layers.append(layer)
+            elif not self._observed.may_wait(index):
                 raise RuntimeError(
                     f"step() has no statistics for {self._name(layer.weight)}, which has a "
                     "gradient: call observe(output) between the forward and step(), or "
                     "warm_start() before training, with outputs that depend on every layer the "
                     "loss depends on"
                 )
-            if own:
-                layers.append(layer)
         return layers, [p for p in group["params"] if p in rest]
 
     def _warn_if_unobserved(self) -> None:
@@ -496,15 +494,12 @@ class KFAC(Optimizer):
                 warn_the_caller(UNOBSERVED)
 
 
-_OWN = (
-    "inverse",
-    "shard",
-    "_model",
-    "_names",
-    "_layers",
-    "_sampling",
-    "_failures",
-    "_observed",
-    "_warming",
-    "_warned",
+def _remove(handles: Iterable[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+# What a copy has, besides the state and the groups. Hooks are added anew.
+_COPIED = (
+    "inverse shard _model _names _layers _sampling _failures _observed _warming _warned".split()
 )

@@ -1,13 +1,16 @@
-"""The layers that KFAC preconditions, and their inputs and gradients as rows of matrices.
+"""The layers that KFAC preconditions: their parameters, inputs and gradients as matrices.
 
-A layer's parameters are one matrix [W | b], (out, in * positions of the kernel + 1), or without the
-last column where it has no bias. At each position of its output (a linear layer: each vector of its
-input) it multiplies that matrix with a row a: the input, a convolution's patch, with a homogeneous
-1 for the bias. Grosse & Martens 2016, section 3.
+The parameters of a layer form one matrix [W | b], (out, in * kernel + 1), without the last column
+if there is no bias. At each position of its output (a linear layer: for each vector of its input)
+the layer multiplies this matrix by a row a: the input, or a convolution's patch of it, followed by
+a 1 for the bias. Grosse & Martens 2016, section 3.
+
+A new kind of layer is added to ``Layer``, ``input_rows`` and ``output_rows``.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TypeGuard, get_args
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,19 +18,16 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import UninitializedParameter
 
 Layer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
-_LINEAR = (nn.Linear,)
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-def is_supported(module: nn.Module) -> bool:
-    """Whether KFAC preconditions a module as one block.
+def is_supported(module: nn.Module) -> TypeGuard[Layer]:
+    """Whether a module is a linear layer or convolution, or a derived class that computes the same.
 
-    Linear layers and convolutions are, and classes derived from them that compute the same. Not a
-    grouped convolution, whose Fisher matrix has a block for each group; not a transposed one, whose
-    patches are those of its output; not a layer whose weight is computed (parametrizations); not
-    the projections inside nn.MultiheadAttention, which reads their weights and never calls them.
+    Not supported: grouped convolutions, whose Fisher matrix has a block for each group; transposed
+    convolutions, whose patches are those of the output; layers with a computed weight
+    (parametrizations); the projections in nn.MultiheadAttention, which are never called.
     """
-    kinds = [kind for kind in (*_LINEAR, *_CONVOLUTIONS) if isinstance(module, kind)]
+    kinds = [kind for kind in get_args(Layer) if isinstance(module, kind)]
     if not kinds or isinstance(module, NonDynamicallyQuantizableLinear):
         return False
     own = ("forward", "_conv_forward")
@@ -36,14 +36,13 @@ def is_supported(module: nn.Module) -> bool:
 
 
 def supported_layers(model: nn.Module) -> tuple[list[str], list[Layer]]:
-    """Names and modules of a model's supported layers.
+    """The names and modules of a model's supported layers.
 
     Raises:
-        ValueError: where there is none; where one is uninitialized, or registered twice; where one
-            shares a parameter with another module. Then the rows of one use alone would describe
-            the gradient of several.
+        ValueError: if there is none; if one is uninitialized or registered twice; if one shares a
+            parameter with another module, so that its rows describe only a part of the gradient.
     """
-    names: dict[nn.Module, str] = {}
+    names: dict[Layer, str] = {}
     owners: dict[Tensor, tuple[str, nn.Module]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if is_supported(module):
@@ -68,11 +67,16 @@ def supported_layers(model: nn.Module) -> tuple[list[str], list[Layer]]:
             f"model must have a Linear or Conv layer without groups, got {type(model).__name__} "
             "with none"
         )
-    return list(names.values()), [m for m in names if isinstance(m, (*_LINEAR, *_CONVOLUTIONS))]
+    return list(names.values()), list(names)
+
+
+def parameters(layer: Layer) -> list[Tensor]:
+    """The weight, and the bias if there is one."""
+    return [layer.weight] if layer.bias is None else [layer.weight, layer.bias]
 
 
 def is_trainable(layer: Layer) -> bool:
-    """Whether any of a layer's parameters is."""
+    """Whether a layer has a parameter that requires a gradient."""
     return any(param.requires_grad for param in layer.parameters())
 
 
@@ -82,17 +86,51 @@ def matrix_shape(layer: Layer) -> tuple[int, int]:
     return weight.shape[0], math.prod(weight.shape[1:]) + (layer.bias is not None)
 
 
+def joined(layer: Layer, values: Mapping[Tensor, Tensor]) -> Tensor:
+    """[W | b] of values by parameter; a missing one counts as zero."""
+    rows, columns = matrix_shape(layer)
+    if layer.bias is None:
+        return values[layer.weight].reshape(rows, columns)
+    present = [values[p] for p in parameters(layer) if p in values]
+    matrix = present[0].new_zeros(rows, columns)
+    if layer.weight in values:
+        matrix[:, :-1] = values[layer.weight].reshape(rows, -1)
+    if layer.bias in values:
+        matrix[:, -1] = values[layer.bias]
+    return matrix
+
+
+def split(layer: Layer, matrix: Tensor) -> Sequence[Tensor]:
+    """W, and b if there is one, from [W | b]."""
+    if layer.bias is None:
+        return [matrix.reshape(layer.weight.shape)]
+    return [matrix[:, :-1].reshape(layer.weight.shape), matrix[:, -1]]
+
+
 def input_rows(layer: Layer, inputs: Tensor) -> Tensor:
-    """The rows a without the 1, (positions, in * kernel), of all examples: what W multiplies."""
+    """The rows a without the 1 for the bias, (positions, in * kernel), of all examples."""
     if isinstance(layer, nn.Linear):
         return inputs.reshape(-1, layer.in_features)
-    return _patches(layer, inputs)
+    dims = len(layer.kernel_size)
+    if inputs.dim() == dims + 1:
+        inputs = inputs.unsqueeze(0)
+    padding = _padding(layer)
+    if any(padding):
+        mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+        inputs = F.pad(inputs, padding, mode=mode)
+    windows = inputs
+    for i, (size, spacing, step) in enumerate(
+        zip(layer.kernel_size, layer.dilation, layer.stride, strict=True)
+    ):
+        windows = windows.unfold(2 + i, spacing * (size - 1) + 1, step)[..., ::spacing]
+    # (batch, in, *positions, *kernel), and the weight's order is (in, *kernel).
+    return windows.movedim(1, 1 + dims).reshape(-1, inputs.shape[1] * math.prod(layer.kernel_size))
 
 
 def output_rows(layer: Layer, gradient: Tensor) -> Tensor:
-    """The gradient by the layer's output as rows g, (positions, out), in the order of the a.
+    """The gradient by a layer's output as rows g, (positions, out), in the order of the a.
 
-    The gradient may have lost the output's leading dimensions: see ``capture``.
+    The gradient may lack the output's leading dimensions: see ``LayerHook``.
     """
     if isinstance(layer, nn.Linear):
         return gradient.reshape(-1, layer.out_features)
@@ -101,66 +139,13 @@ def output_rows(layer: Layer, gradient: Tensor) -> Tensor:
     return flat.transpose(1, 2).reshape(-1, layer.out_channels)
 
 
-def _patches(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, inputs: Tensor) -> Tensor:
-    """Every patch a convolution sees, as a row in the order of its weight's (in, *kernel)."""
-    dims = len(layer.kernel_size)
-    if inputs.dim() == dims + 1:
-        inputs = inputs.unsqueeze(0)
-    around = _padding(layer)
-    if any(around):
-        mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-        inputs = F.pad(inputs, around, mode=mode)
-    batch, channels, *sizes = inputs.shape
-    spans = [d * (k - 1) + 1 for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
-    positions = [
-        (size - span) // step + 1
-        for size, span, step in zip(sizes, spans, layer.stride, strict=True)
-    ]
-    strides = inputs.stride()[2:]
-    windows = inputs.as_strided(
-        (batch, *positions, channels, *layer.kernel_size),
-        (
-            inputs.stride(0),
-            *(s * step for s, step in zip(strides, layer.stride, strict=True)),
-            inputs.stride(1),
-            *(s * apart for s, apart in zip(strides, layer.dilation, strict=True)),
-        ),
-        inputs.storage_offset(),
-    )
-    return windows.reshape(-1, channels * math.prod(layer.kernel_size))
-
-
 def _padding(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> list[int]:
     """Both ends of every spatial dimension, the last one first, as ``F.pad`` takes them."""
     ends: list[int] = []
     for i in reversed(range(len(layer.kernel_size))):
-        if layer.padding == "valid":
-            ends += [0, 0]
-        elif layer.padding == "same":
+        if layer.padding == "same":
             total = layer.dilation[i] * (layer.kernel_size[i] - 1)
             ends += [total // 2, total - total // 2]
         else:
-            ends += [int(layer.padding[i])] * 2
+            ends += [0 if layer.padding == "valid" else int(layer.padding[i])] * 2
     return ends
-
-
-def joined(weight: Tensor | None, bias: Tensor | None, layer: Layer) -> Tensor:
-    """[W | b] from its parts; a part that is not there counts as zero."""
-    present = weight if weight is not None else bias
-    assert present is not None
-    rows, columns = matrix_shape(layer)
-    if layer.bias is None and weight is not None:
-        return weight.reshape(rows, columns)
-    matrix = present.new_zeros(rows, columns)
-    if weight is not None:
-        matrix[:, :-1] = weight.reshape(rows, -1)
-    if bias is not None:
-        matrix[:, -1] = bias
-    return matrix
-
-
-def parted(matrix: Tensor, layer: Layer) -> Sequence[Tensor]:
-    """W, and b where there is one, from [W | b]."""
-    if layer.bias is None:
-        return [matrix.reshape(layer.weight.shape)]
-    return [matrix[:, :-1].reshape(layer.weight.shape), matrix[:, -1]]

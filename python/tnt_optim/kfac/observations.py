@@ -1,28 +1,36 @@
-"""What KFAC has observed since the last step, and which layers its outputs did not reach."""
+"""KFAC's observations: statistics at labels sampled from a model's output, kept until the step.
+
+Layers are known by their numbers.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from tnt_optim.distributed.process_group import ProcessGroup
-from tnt_optim.kfac.layers import Layer
-from tnt_optim.kfac.pooling import pooled_sums
-from tnt_optim.kfac.statistics import LayerSums
+from tnt_optim.autograd import check_reached, check_static_graph, replicas_behind, without_autocast
+from tnt_optim.distributed.process_group import ProcessGroup, numbered
+from tnt_optim.failures import PreconditionerError
+from tnt_optim.kfac.activations import LayerHook, captured_calls
+from tnt_optim.kfac.layers import Layer, is_trainable
+from tnt_optim.kfac.statistics import LayerSums, all_finite_statistics, layer_sums, pooled_sums
+from tnt_optim.likelihoods import Likelihood, loss_at_samples
 
 
 @dataclass
 class Observations:
-    """Layers are known by their numbers.
+    """What was observed since the last step, and which layers the outputs did not reach.
 
     Attributes:
         sums: of each layer, over the examples of all outputs that reached it.
-        count: how many outputs there were while layers were asked for, also those that can have
-            reached none: they number the draws, in one process as in several.
-        asked: layers that an output was to reach.
-        called: layers called in a forward pass while statistics of theirs were wanted.
-        unreached: layers without statistics that no output reached at the last step that asked for
-            them, each with whether it was called then: if so, the next outputs will miss it, too.
+        count: of the outputs observed while any statistics were wanted. It numbers the draws.
+        asked: layers whose statistics were wanted when an output was observed.
+        called: layers called in a forward pass while their statistics were wanted.
+        unreached: layers that still have no statistics after a step that asked for them, each with
+            whether it was called then. If so, later outputs will not reach it either.
     """
 
     sums: dict[int, LayerSums] = field(default_factory=dict)
@@ -32,11 +40,10 @@ class Observations:
     unreached: dict[int, bool] = field(default_factory=dict)
 
     def add(self, found: Mapping[int, LayerSums], asked: Iterable[int]) -> None:
-        """Takes in the sums of one more output, which was to reach the layers ``asked``."""
+        """Adds the sums of one output, which was asked for the layers ``asked``."""
         self.asked.update(asked)
         for layer, sums in found.items():
-            earlier = self.sums.get(layer)
-            self.sums[layer] = sums if earlier is None else earlier + sums
+            self.sums[layer] = self.sums[layer] + sums if layer in self.sums else sums
         self.count += 1
 
     def pool(
@@ -46,50 +53,151 @@ class Observations:
         layers: Sequence[Layer],
         held: Mapping[int, Sequence[Tensor]],
     ) -> None:
-        """Takes the sums over all processes in place of this one's.
+        """Replaces the sums by the sums over all processes.
 
-        Whom the outputs reached is asked only while there are first statistics to come, when a step
-        may wait for the answer. Otherwise the sums tell, on the device.
-
-        Args:
-            team: the processes.
-            wanted: whose statistics are due; the same in all.
-            layers: all of them.
-            held: the statistics of those that have some.
+        ``wanted`` is the same in all processes, ``held`` are the statistics of layers that have
+        some. While a wanted layer has none, the processes first exchange which layers their outputs
+        reached, and wait for the answer. Later the pooled counts say it, on the device.
         """
         if not wanted:
             return
         reached = list(wanted)
         if any(layer not in held for layer in wanted):
-            flags = [self.count > 0]
-            for who in (self.sums, self.called):
-                flags += [layer in who for layer in wanted]
-            anyone, *found = team.anywhere(flags, layers[0].weight.device)
+            flags = [layer in group for group in (self.sums, self.called) for layer in wanted]
+            device = layers[0].weight.device
+            anyone, *found = team.anywhere([self.count > 0, *flags], device)
             if not anyone:
                 return
-            in_sums, were_called = found[: len(wanted)], found[len(wanted) :]
-            reached = [i for i, is_in in zip(wanted, in_sums, strict=True) if is_in]
-            self.called = {i for i, was in zip(wanted, were_called, strict=True) if was}
-            held = {}  # each has been reached by some process
+            reached = list(compress(wanted, found[: len(wanted)]))
+            self.called = set(compress(wanted, found[len(wanted) :]))
+            held = {}  # some process has reached each of them
         sums: dict[int, LayerSums] = {}
         if reached:
             chosen = {layer: layers[layer] for layer in reached}
-            sums, observers = pooled_sums(team, chosen, self.sums, self.count, held)
-            if not self.count and not observers:  # it waits for the answer, where it must
+            sums, observers = pooled_sums(team, chosen, self.sums, held, [int(self.count > 0)])
+            if not self.count and not observers[0]:  # waits for the device only if count is 0
                 return
         self.sums, self.count = sums, max(self.count, 1)
         self.asked.update(wanted)
 
     def may_wait(self, layer: int) -> bool:
-        """Whether a layer without statistics was asked for, so that no one forgot it."""
+        """Whether a layer without statistics was asked for, so that the user forgot nothing."""
         return layer in self.asked or layer in self.unreached
 
     def note_unreached(self, has_statistics: Callable[[int], bool]) -> None:
-        """Remembers who was missed, at the end of a step that went well."""
-        missed = {layer: layer in self.called for layer in self.asked}
-        known = {**self.unreached, **missed}
+        """Remembers the layers that no output reached, at the end of a successful step."""
+        known = {**self.unreached, **{layer: layer in self.called for layer in self.asked}}
         self.unreached = {i: called for i, called in known.items() if not has_statistics(i)}
 
     def use_up(self) -> None:
-        """Forgets all but who was missed."""
+        """Forgets everything but ``unreached``."""
         self.sums, self.count, self.asked, self.called = {}, 0, set(), set()
+
+
+@dataclass
+class Sampling:
+    """Samples labels and computes the statistics of their loss."""
+
+    names: Sequence[str]
+    layers: Sequence[Layer]
+    likelihood: Likelihood
+    seed: int
+
+    def sums(
+        self,
+        output: Any,
+        key: tuple[int | str, ...],
+        due: Sequence[int],
+        hooks: Sequence[LayerHook],
+        *,
+        retain_graph: bool,
+    ) -> dict[int, LayerSums]:
+        """The sums over a batch, of the due layers that its output depends on.
+
+        ``key`` names the stream of the draws. Raises what ``KFAC.observe`` does.
+        """
+        devices = {layer.weight.device for layer in self.layers}
+        loss = loss_at_samples(self.likelihood, output, self.seed, key, devices)
+        check_static_graph(replicas_behind(loss))
+        reached = captured_calls(loss, due, self.names, self.layers, hooks)
+        if not reached:
+            if len(due) == sum(map(is_trainable, self.layers)):
+                check_reached({})  # an output may well miss a few layers that have no statistics
+            return {}
+        examples = batch_size(output)
+        with without_autocast(loss):
+            gradients = torch.autograd.grad(
+                loss,
+                [edge for edge, _ in reached.values()],
+                # Of the sum of the examples' losses: in float16 those of the mean may underflow.
+                torch.full_like(loss, examples),
+                retain_graph=retain_graph,
+                allow_unused=True,
+            )
+            sums = {
+                number: layer_sums(self.layers[number], call.inputs, gradient, examples)
+                for (number, (_, call)), gradient in zip(reached.items(), gradients, strict=True)
+                if gradient is not None
+            }
+        for _, call in reached.values():
+            call.release()
+        return sums
+
+    def averages(
+        self, outputs: Iterable[Any], hooks: Sequence[LayerHook], team: ProcessGroup | None
+    ) -> tuple[dict[int, list[Tensor]], int]:
+        """[G, A] of each layer: the plain mean over the batches of all processes that used it.
+
+        Also returns the number of batches left out because they were not finite.
+        """
+        stats: dict[int, list[Tensor]] = {}
+        counts: dict[int, int] = {}
+        batches = skipped = 0
+        due = [number for number, layer in enumerate(self.layers) if is_trainable(layer)]
+        for index, output in enumerate(outputs):
+            key = "warm start", numbered(index, team)
+            sums = self.sums(output, key, due, hooks, retain_graph=False)
+            batch = {number: each.means() for number, each in sums.items()}
+            batches += 1
+            if batch and not all_finite_statistics(batch.values()):
+                skipped += 1
+                continue
+            for number, pair in batch.items():
+                counts[number] = counts.get(number, 0) + 1
+                for old, new in zip(stats.setdefault(number, pair), pair, strict=True):
+                    old.lerp_(new, 1 / counts[number])
+        if team is not None:
+            weighted = {
+                i: LayerSums(g * counts[i], a * counts[i], counts[i], counts[i])
+                for i, (g, a) in stats.items()
+            }
+            layers = {number: self.layers[number] for number in due}
+            pooled, totals = pooled_sums(team, layers, weighted, {}, [batches, skipped])
+            batches, skipped = totals.tolist()
+            stats = {
+                i: [sums.gradients / count, sums.inputs / count]
+                for i, sums in pooled.items()
+                if (count := int(sums.examples))
+            }
+        if not batches:
+            raise ValueError("outputs must hold at least one batch, got none")
+        if skipped == batches:
+            raise PreconditionerError(f"outputs: none of {skipped} batches was finite")
+        return stats, skipped
+
+
+def batch_size(output: Any) -> int:
+    """The number of examples of an output: the first dimension of its first tensor that has one."""
+    waiting = [output]
+    while waiting:
+        item = waiting.pop(0)
+        if isinstance(item, Tensor) and item.dim() > 0:
+            return item.shape[0]
+        if isinstance(item, Mapping):
+            item = list(item.values())
+        if isinstance(item, list | tuple):
+            waiting = [*item, *waiting]
+    raise ValueError(
+        "output must be a tensor with the batch as its first dimension, or hold one in tuples, "
+        f"lists and mappings, got {type(output).__name__}"
+    )

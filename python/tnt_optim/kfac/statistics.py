@@ -1,4 +1,4 @@
-"""KFAC's statistics of one layer: A from its inputs, G from the gradients by its outputs."""
+"""KFAC's statistics of a layer, G and A: their sums, means, moving average and all-reduce."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,28 +9,27 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tnt_kernels import gram_ema_
-from tnt_optim.kfac.layers import Layer, input_rows, output_rows
+from tnt_optim.distributed.process_group import ProcessGroup
+from tnt_optim.kfac.layers import Layer, input_rows, matrix_shape, output_rows
 from tnt_optim.modes import state_dtype
+
+States = Mapping[Tensor, dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class LayerSums:
-    """Sums over the examples of a batch, or of several that are to count as one.
+    """The sums of one layer over the examples of one or more batches.
 
-    Attributes:
-        gradients: Σ g gᵀ, (out, out), g being gradients of each example's own loss.
-        inputs: Σ a aᵀ, (in * kernel + 1, the same).
-        examples: how many there are; a 0-dim tensor where only the device knows.
-        positions: how many terms each sum has: one or more for each example.
+    Numbers are 0-dim tensors if only the device knows them.
     """
 
-    gradients: Tensor
-    inputs: Tensor
+    gradients: Tensor  # Σ g gᵀ, (out, out), with g the gradients of each example's own loss
+    inputs: Tensor  # Σ a aᵀ, (in * kernel + 1, in * kernel + 1)
     examples: int | Tensor
-    positions: int | Tensor
+    positions: int | Tensor  # the number of terms of each sum: one or more for each example
 
     def __add__(self, other: "LayerSums") -> "LayerSums":
-        """Both as one; where one is not finite, the other alone. Does not wait for the device."""
+        """Both sums; if one is not finite, the other one. Does not wait for the device."""
         mine, others = (
             all_finite_statistics([[sums.gradients, sums.inputs]]) for sums in (self, other)
         )
@@ -38,88 +37,145 @@ class LayerSums:
         def chosen(earlier: Any, later: Any) -> Tensor:
             return torch.where(others, torch.where(mine, earlier + later, later), earlier)
 
-        return LayerSums(
-            chosen(self.gradients, other.gradients),
-            chosen(self.inputs, other.inputs),
-            chosen(self.examples, other.examples),
-            chosen(self.positions, other.positions),
-        )
-
-    def where(self, known: Tensor, means: Sequence[Tensor]) -> "LayerSums":
-        """These sums where ``known`` is true, a 0-dim tensor; else such as have those means."""
-        gradients, inputs = means
-        return LayerSums(
-            torch.where(known, self.gradients, gradients),
-            torch.where(known, self.inputs, inputs),
-            torch.where(known, self.examples, 1),
-            torch.where(known, self.positions, 1),
-        )
+        return LayerSums(*map(chosen, vars(self).values(), vars(other).values()))
 
     def means(self) -> list[Tensor]:
-        """[G, A]: the gradients' mean over positions, the inputs' sum over those of an example."""
+        """[G, A]: G is a mean over positions, A a mean over examples of sums over positions."""
         return [self.gradients / self.positions, self.inputs / self.examples]
 
 
 @torch.no_grad()
 def layer_sums(layer: Layer, inputs: Tensor, gradient: Tensor, examples: int) -> LayerSums:
-    """The sums of one layer.
-
-    Args:
-        layer: the layer.
-        inputs: its input.
-        gradient: that of the sum of the examples' losses, by its output.
-        examples: how many there are.
-    """
+    """The sums over a batch, from the gradient of the sum of its losses by the layer's output."""
     dtype = state_dtype(layer.weight)
-    # One matrix at a time: a convolution's patches are as many times its input as it has weights.
+    # One matrix at a time: a convolution's patches are larger than its input.
     sum_g = _gram(output_rows(layer, gradient), dtype)
     rows = input_rows(layer, inputs)
     sum_a = _gram(rows, dtype)
     if layer.bias is not None:
-        sum_a = _bordered(sum_a, rows.sum(0, dtype=dtype), len(rows))
+        # Σ [x 1]ᵀ [x 1] from Σ x xᵀ and Σ x: the rows, 302 MB in a layer of VGG16, are not copied.
+        sum_a = F.pad(sum_a, (0, 1, 0, 1), value=len(rows))
+        sum_a[-1, :-1] = sum_a[:-1, -1] = rows.sum(0, dtype=dtype)
     return LayerSums(sum_g, sum_a, examples, len(rows))
-
-
-def _bordered(gram: Tensor, total: Tensor, count: int) -> Tensor:
-    """Σ [x 1]ᵀ [x 1] from Σ x xᵀ and Σ x: the rows, 302 MB in a layer of VGG16, are not copied."""
-    bordered = F.pad(gram, (0, 1, 0, 1), value=count)
-    bordered[-1, :-1] = bordered[:-1, -1] = total
-    return bordered
 
 
 def _gram(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Σ x xᵀ over the rows x, symmetric to the bit.
 
-    The rows are a mode themselves, kept as a diagonal: of the other mode's Gram matrix one triangle
-    is computed, where ``addmm`` computes both.
+    The rows are a mode too, here with a diagonal statistic. ``gram_ema_`` computes one triangle,
+    ``addmm`` both.
     """
     gram = torch.zeros(rows.shape[1], rows.shape[1], dtype=dtype, device=rows.device)
     gram_ema_([[torch.zeros(len(rows), dtype=dtype, device=rows.device), gram]], [rows], 0.0)
     return gram
 
 
-def all_finite_statistics(stats: Iterable[list[Tensor]]) -> Tensor:
+def all_finite_statistics(stats: Iterable[Sequence[Tensor]]) -> Tensor:
     """Whether all Gram matrices are finite: no entry is larger than the largest of the diagonal."""
     traces = [matrix.trace() for pair in stats for matrix in pair]
     return torch.stack([trace.to(traces[0].device) for trace in traces]).isfinite().all()
 
 
-def batch_size(output: Any) -> int:
-    """How many examples an output describes: the first dimension of its first tensor with one.
+def blend(states: States, observed: Mapping[Tensor, list[Tensor]], decay: float | Tensor) -> Tensor:
+    """S <- decay S + (1 - decay) new, by weight, if all new statistics are finite.
 
-    Raises:
-        ValueError: where no tensor in it has a dimension.
+    Returns:
+        A code for each weight, 0 if its statistics were updated.
     """
-    waiting = [output]
-    while waiting:
-        item = waiting.pop(0)
-        if isinstance(item, Tensor) and item.dim() > 0:
-            return item.shape[0]
-        if isinstance(item, Mapping):
-            item = list(item.values())
-        if isinstance(item, list | tuple):
-            waiting = [*item, *waiting]
-    raise ValueError(
-        "output must be a tensor with the batch as its first dimension, or hold one in tuples, "
-        f"lists and mappings, got {type(output).__name__}"
-    )
+    finite = all_finite_statistics(observed.values())
+    for weight, pair in observed.items():
+        for old, new in zip(states[weight]["stats"], pair, strict=True):
+            old.copy_(torch.where(finite.to(old.device), new.lerp(old, decay), old))
+    return (~finite).to(torch.int32).expand(len(observed)).contiguous()
+
+
+def pooled_sums(
+    team: ProcessGroup,
+    layers: Mapping[int, Layer],
+    sums: Mapping[int, LayerSums],
+    held: Mapping[int, Sequence[Tensor]],
+    numbers: Sequence[int],
+) -> tuple[dict[int, LayerSums], Tensor]:
+    """The sums over the examples of all processes. Does not wait for the device.
+
+    A process's sums are left out if they are not finite. If all are left out, the means are NaN.
+
+    Args:
+        team: the processes.
+        layers: by number, the same in all processes.
+        sums: this process's sums, of the layers that its outputs reached.
+        held: the means of a layer that no process has reached, if that can be.
+        numbers: are added up too.
+
+    Returns:
+        The sums, with the same bits in all processes, and the totals of ``numbers``.
+    """
+    device = next(iter(layers.values())).weight.device
+
+    def counted(number: int | Tensor) -> Tensor:
+        if isinstance(number, Tensor):
+            return number.to(device, torch.int64)
+        return torch.full((), number, dtype=torch.int64, device=device)
+
+    counts, triangles = [counted(number) for number in numbers], []
+    for number, layer in layers.items():
+        own = sums.get(number)
+        if own is None:
+            counts += [counted(0)] * 3
+            empty = layer.weight.new_zeros(0, dtype=state_dtype(layer.weight))
+            triangles += [empty.new_zeros(packed_size(size)) for size in matrix_shape(layer)]
+            continue
+        pair = [own.gradients, own.inputs]
+        finite = all_finite_statistics([pair])
+        triangles += [torch.where(finite, packed(matrix), 0.0) for matrix in pair]
+        terms = [counted(own.examples), counted(own.positions)]
+        counts += [counted(1), *(term * finite.to(device) for term in terms)]
+    totals, *triangles = team.sums([torch.stack(counts), *triangles])
+    pooled, rest = {}, iter(triangles)
+    by_layer = totals[len(numbers) :].view(-1, 3).unbind()
+    for (number, layer), of_layer in zip(layers.items(), by_layer, strict=True):
+        values = [unpacked(next(rest), size) for size in matrix_shape(layer)]
+        reached, *terms = of_layer.to(values[0].device).unbind()
+        values += terms
+        if number in held:
+            earlier: list[Any] = [*held[number], 1, 1]
+            pairs = zip(values, earlier, strict=True)
+            values = [torch.where(reached > 0, new, old) for new, old in pairs]
+        pooled[number] = LayerSums(*values)
+    return pooled, totals[: len(numbers)]
+
+
+# Symmetric matrices are sent as triangles. After an all-reduce they are symmetric to the bit,
+# whatever the order of the sum.
+
+
+def packed_size(size: int) -> int:
+    """How many numbers a packed symmetric matrix of so many rows has."""
+    return size * (size + 1) // 2
+
+
+def packed(matrix: Tensor) -> Tensor:
+    """The lower triangle of a square matrix, (size (size + 1) / 2,), in the order of ``unpacked``.
+
+    The matrix is [[A, Cᵀ], [C, B]]. The triangles of A and B fit together as a rectangle.
+    """
+    half = len(matrix) // 2
+    rectangle = matrix.new_zeros(len(matrix) - half, half + 1)
+    rectangle[:, : len(rectangle)] = matrix[half:, half:].tril()
+    rectangle[:half, 1:] += matrix[:half, :half].tril().T
+    return torch.cat([rectangle.reshape(-1), matrix[half:, :half].reshape(-1)])
+
+
+def unpacked(flat: Tensor, size: int) -> Tensor:
+    """The symmetric matrix, (size, size), from its ``packed`` triangle."""
+    half = size // 2
+    rest = size - half
+    rectangle, corner = flat.split([rest * (half + 1), rest * half])
+    rectangle, corner = rectangle.view(rest, half + 1), corner.view(rest, half)
+    matrix = flat.new_empty(size, size)
+    above, below = rectangle[:half, 1:].triu(), rectangle[:, :rest].tril()
+    matrix[:half, :half] = above + above.triu(1).T
+    matrix[half:, half:] = below + below.tril(-1).T
+    matrix[half:, :half] = corner
+    matrix[:half, half:] = corner.T
+    return matrix

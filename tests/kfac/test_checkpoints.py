@@ -1,0 +1,172 @@
+"""KFAC's state: training that is resumed or copied, and states that are refused or adapted."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import Snapshot
+from kfac_models import Heads, conv_net, images, same, step_on_ones, through_a_file, train
+from torch import Tensor, nn
+
+from tnt_optim import KFAC, TNT, Shampoo
+from tnt_optim.autograd import graph_nodes
+
+inverses = pytest.mark.parametrize("inverse", ["damped", "eigenbasis"])
+
+
+@pytest.mark.parametrize("stop", [1, 6, 7])
+@inverses
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_resumed_training_is_bit_for_bit_the_uninterrupted(
+    dtype: torch.dtype, inverse: str, stop: int
+) -> None:
+    settings = {"stat_interval": 2, "inverse_interval": 5, "inverse": inverse}
+    model, resumed = conv_net(dtype=dtype), conv_net(dtype=dtype)
+    opt = KFAC(model, **settings)
+    opt.warm_start(model(images(dtype)) for _ in range(2))
+    train(model, opt, stop)
+    files = through_a_file((model.state_dict(), opt.state_dict()))
+    torch.manual_seed(7)
+    train(model, opt, 8)
+    resumed.load_state_dict(files[0])
+    fresh = KFAC(resumed, **settings)
+    fresh.load_state_dict(files[1])
+    torch.manual_seed(7)
+    train(resumed, fresh, 8)
+    Snapshot(model.parameters(), opt).assert_equals(Snapshot(resumed.parameters(), fresh))
+
+
+@inverses
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_copies_continue_bit_for_bit(clone: Callable[[Any], Any], inverse: str) -> None:
+    model = conv_net()
+    opt = KFAC(model, stat_interval=2, inverse_interval=5, inverse=inverse)
+    train(model, opt, 5)
+    ends = []
+    for pair in (clone((model, opt)), (model, opt)):
+        torch.manual_seed(9)
+        train(*pair, 6)
+        ends.append(Snapshot(pair[0].parameters(), pair[1]))
+    ends[0].assert_equals(ends[1])
+    lone = clone(model)  # its hooks do nothing
+    assert not any(node.metadata for node in graph_nodes(lone(images())))
+
+
+def test_a_loaded_state_asks_again_for_layers_that_were_missed() -> None:
+    model = Heads()
+    opt = KFAC(model, stat_interval=4)
+    opt.observe(model(torch.randn(8, 4).double(), 0, 1)[0])
+    opt.step()
+    assert opt._observed.unreached == {2: True}
+    opt.load_state_dict(opt.state_dict())
+    assert opt._observed.unreached == {}
+
+
+# ------------------------------------------------------------------ states that are refused
+
+
+def two_layers(hidden: int = 4) -> nn.Sequential:
+    """Without biases, so that the modes of TNT's statistics have the sizes of KFAC's."""
+    return nn.Sequential(nn.Linear(4, hidden, bias=False), nn.Linear(hidden, 3, bias=False))
+
+
+def started(make: Callable[[nn.Module], Any], model: nn.Module) -> Any:
+    """The optimizer of a model after a warm start."""
+    opt, outputs = make(model), (model(x) for x in torch.randn(2, 5, 4))
+    if isinstance(opt, Shampoo):
+        outputs = (output.square().mean() for output in outputs)
+    opt.warm_start(outputs)
+    assert opt.state_dict()["state"]
+    return opt
+
+
+def tnt(model: nn.Module) -> TNT:
+    return TNT(model.parameters())
+
+
+def shampoo(model: nn.Module) -> Shampoo:
+    return Shampoo(model.parameters())
+
+
+def eigenbasis(model: nn.Module) -> KFAC:
+    return KFAC(model, inverse="eigenbasis")
+
+
+def damaged(key: str, value: Any) -> Callable[[], Any]:
+    """A state with another setting, or another entry for its first parameter."""
+
+    def change() -> Any:
+        state_dict = copy.deepcopy(started(KFAC, two_layers()).state_dict())
+        (group,) = state_dict["param_groups"]
+        (state_dict["state"][0] if isinstance(value, list | Tensor) else group)[key] = value
+        return state_dict
+
+    return change
+
+
+OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
+    "width": (lambda: started(KFAC, two_layers(5)).state_dict(), "must have shapes"),
+    "inverse": (lambda: started(eigenbasis, two_layers()).state_dict(), "another inverse"),
+    "number": (lambda: started(KFAC, nn.Linear(4, 3)).state_dict(), "another model"),
+    "TNT": (lambda: started(tnt, two_layers()).state_dict(), "of KFAC, got that of TNT"),
+    "Shampoo": (lambda: started(shampoo, two_layers()).state_dict(), "got that of Shampoo"),
+    "no state": (lambda: tnt(two_layers()).state_dict(), "of KFAC, got that of TNT"),
+    "Adam": (lambda: torch.optim.Adam(two_layers().parameters()).state_dict(), "optimizer's"),
+    "lr": (damaged("lr", -1.0), "group 0: lr"),
+    "stat_interval": (damaged("stat_interval", 0), "group 0: stat_interval"),
+    "stats": (damaged("stats", [torch.eye(4)]), r"\['state'\]\[0\]: stats must have shapes"),
+    "factors": (damaged("factors", [1, 2]), r"\['state'\]\[0\]: factors must have shapes"),
+    "momentum": (damaged("momentum", torch.zeros(3, 4)), "momentum must have shapes"),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_state_that_does_not_fit_is_refused(other: str) -> None:
+    state, message = OTHERS[other][0](), OTHERS[other][1]
+    model = two_layers()
+    opt = started(KFAC, model)
+    before = Snapshot(model.parameters(), opt)
+    with pytest.raises(ValueError, match=f"state_dict.*{message}"):
+        opt.load_state_dict(state)
+    before.assert_unchanged()
+
+
+@pytest.mark.parametrize("make", [tnt, shampoo])
+def test_kfacs_state_is_refused_by_others(make: Callable[[nn.Module], Any]) -> None:
+    saved = through_a_file(started(KFAC, two_layers()).state_dict())
+    with pytest.raises(ValueError, match="^state_dict must be of .*, got that of KFAC"):
+        make(two_layers()).load_state_dict(saved)
+
+
+def test_a_state_without_a_method_loads() -> None:
+    """torch.distributed.checkpoint returns one."""
+    model = two_layers()
+    state = started(KFAC, model).state_dict()
+    fresh = KFAC(two_layers())
+    fresh.load_state_dict({key: state[key] for key in ("state", "param_groups")})
+    assert [set(held) for held in fresh.state.values()] == [set(h) for h in state["state"].values()]
+
+
+def test_hooks_that_adapt_a_state_are_followed() -> None:
+    """The state is checked after its hooks, here for a model with its two layers exchanged."""
+    model, other = (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).bfloat16() for _ in range(2))
+    opt, fresh = KFAC(model), KFAC(other)
+    step_on_ones(model, opt, torch.randn(8, 4).bfloat16())
+    seen: list[Any] = []
+
+    def exchange(_: Any, state: dict[str, Any]) -> dict[str, Any]:
+        return {**state, "state": {i: state["state"][(i + 2) % 4] for i in range(4)}}
+
+    fresh.register_load_state_dict_pre_hook(exchange)
+    fresh.register_load_state_dict_post_hook(lambda loaded: seen.append(len(loaded.state)))
+    fresh.load_state_dict(through_a_file(opt.state_dict()))
+    assert seen == [4] and len(fresh._optimizer_load_state_dict_pre_hooks) == 1
+    for mine, theirs in ((other[0], model[1]), (other[1], model[0])):
+        loaded, saved = fresh.state[mine.weight], opt.state[theirs.weight]
+        for key in ("stats", "factors"):
+            assert same(loaded[key], saved[key])  # in float32, not rounded
+        assert torch.equal(loaded["momentum"], saved["momentum"])
+        assert torch.equal(fresh.state[mine.bias]["momentum"], opt.state[theirs.bias]["momentum"])

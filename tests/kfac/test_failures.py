@@ -1,0 +1,187 @@
+"""What KFAC refuses, survives, counts and reports, and what stops it."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from conftest import Snapshot
+from drawn import close, noise
+from kfac_models import Sides, conv_net, held, images, same, step_on_ones, train, with_ones
+from torch import Tensor, nn
+
+from tnt_optim import KFAC, PreconditionerError
+
+NAN = math.nan
+BAD_SETTINGS: list[tuple[str, Any]] = [
+    *((name, bad) for name in ("lr", "damping", "weight_decay") for bad in (-0.1, NAN, math.inf)),
+    *((name, bad) for name in ("momentum", "stat_decay") for bad in (-0.1, 1.0, NAN)),
+    *((name, bad) for name in ("stat_interval", "inverse_interval") for bad in (0, 1.5)),
+]
+BAD_ARGUMENTS = [
+    *(("likelihood", "poisson"), ("inverse", "svd"), ("shard", "directions")),
+    *(("seed", 1.5), ("seed", True)),
+]
+
+
+@pytest.mark.parametrize(("name", "bad"), [*BAD_SETTINGS, *BAD_ARGUMENTS])
+def test_a_bad_argument_is_refused_by_name(name: str, bad: Any) -> None:
+    model = conv_net()
+    with pytest.raises(ValueError, match=f"{name} must be"):
+        KFAC(model, **{name: bad})
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize(("name", "bad"), BAD_SETTINGS)
+def test_a_setting_that_becomes_bad_later_changes_nothing(name: str, bad: Any) -> None:
+    model = conv_net()
+    opt = KFAC(model)
+    train(model, opt, 2)
+    before = Snapshot(model.parameters(), opt)
+    good, opt.param_groups[0][name] = opt.param_groups[0][name], bad
+    with pytest.raises(ValueError, match=f"{name} must be"):
+        opt.step()
+    opt.param_groups[0][name] = good
+    before.assert_unchanged()
+    train(model, opt)
+
+
+def test_parameters_and_groups_are_refused() -> None:
+    with pytest.raises(TypeError, match="model must be a torch.nn.Module, got generator"):
+        KFAC(conv_net().parameters())
+    opt = KFAC(conv_net())
+    with pytest.raises(ValueError, match="param_group"):
+        opt.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    assert len(opt.param_groups) == 1
+
+
+def test_a_sparse_gradient_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Linear(3, 2))
+    opt = KFAC(model)
+    output = model(torch.tensor([0, 2, 2]))
+    opt.observe(output)
+    output.sum().backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(RuntimeError, match=r"gradient of '0.weight' must be dense, got .*sparse"):
+        opt.step()
+    assert same(before, model.parameters()) and not opt.state_dict()["state"]
+
+
+def test_a_step_before_any_statistic_says_what_to_do() -> None:
+    model = conv_net()
+    opt = KFAC(model)
+    model(images()).sum().backward()
+    before = Snapshot(model.parameters(), opt)
+    with pytest.raises(RuntimeError, match=r"layer '0'.*observe.*warm_start"):
+        opt.step()
+    before.assert_unchanged()
+
+
+def test_a_forgotten_observe_warns_once_and_keeps_the_statistics() -> None:
+    model = nn.Linear(3, 2).double()
+    opt = KFAC(model, stat_interval=1)
+    step_on_ones(model, opt, noise(5, 3))
+    stats = held(opt)
+    with pytest.warns(RuntimeWarning, match="observe") as said:
+        opt.step()
+    assert [warning.filename for warning in said] == [__file__]
+    opt.step()  # a second warning would be an error
+    assert same(stats, held(opt))
+
+
+# ------------------------------------------------------------------ what is not finite
+
+
+def test_what_is_not_finite_is_left_out_counted_and_stops_training() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    opt = KFAC(model, stat_interval=1, inverse_interval=1)
+    x = noise(5, 3)
+    step_on_ones(model, opt, x)
+    stats, bad = held(opt), x.clone()
+    bad[0, 0] = math.inf
+    for _ in range(4):
+        before = model[0].weight.detach().clone()
+        with pytest.warns(RuntimeWarning, match=r"not finite.*layer '0'.*1 other"):
+            step_on_ones(model, opt, bad)
+        assert not torch.equal(before, model[0].weight) and bool(model[0].weight.isfinite().all())
+    assert same(stats, held(opt))
+    with pytest.raises(PreconditionerError, match="5 in a row"):
+        step_on_ones(model, opt, bad)
+    assert opt.failures() == {"skipped_statistics": 5, "failed_inverses": 0}
+    step_on_ones(model, opt, x)
+    assert opt.state[model[0].weight]["skipped_in_a_row"] == 0
+
+
+def made_sides() -> tuple[Sides, KFAC]:
+    """Two layers on inputs of their own, and a loss whose gradient does not depend on them."""
+    model = Sides()
+
+    def likelihood(output: Tensor) -> Tensor:
+        return (output * torch.randn(output.shape, dtype=output.dtype)).sum() / len(output)
+
+    return model, KFAC(model, likelihood=likelihood, stat_interval=1, inverse_interval=1)
+
+
+def test_first_statistics_that_are_not_finite_raise() -> None:
+    model, opt = made_sides()
+    before = [p.detach().clone() for p in model.parameters()]
+    good, bad = (noise(5, 3), noise(5, 2)), (noise(5, 3), math.inf * noise(5, 2))
+    with pytest.raises(PreconditionerError, match="first inputs or gradients.* layer 'right'"):
+        step_on_ones(model, opt, *bad)
+    with pytest.raises(PreconditionerError, match="none of 2 batches"):
+        opt.warm_start(model(*bad) for _ in range(2))
+    assert same(before, model.parameters()) and not opt.state_dict()["state"]
+    opt.warm_start(model(*inputs) for inputs in (good, bad))
+    assert opt.failures()["skipped_statistics"] == 1
+    step_on_ones(model, opt, *good)
+
+
+def test_a_new_layer_joins_while_another_is_not_finite() -> None:
+    x, y = NAN * noise(5, 3), noise(5, 2)
+    model, opt = made_sides()
+    model.right.requires_grad_(False)
+    step_on_ones(model, opt, noise(5, 3), y)
+    stats = held(opt)
+    model.right.requires_grad_(True)
+    with pytest.warns(RuntimeWarning, match="not finite; left out of those of layer 'left'"):
+        step_on_ones(model, opt, x, y)
+    assert same(stats, opt.state[model.left.weight]["stats"])
+    close(opt.state[model.right.weight]["stats"][1], with_ones(y).T @ with_ones(y) / 5)
+    assert opt.failures() == {"skipped_statistics": 1, "failed_inverses": 0}
+
+
+@pytest.mark.parametrize("bad", [NAN, math.inf])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_skipped_steps_observation_that_is_not_finite_is_left_out(place: int, bad: float) -> None:
+    """As GradScaler skips a step on an overflow: nothing but observations has happened."""
+    outputs = [noise(n, 3) for n in (4, 5, 6)]
+    model = nn.Linear(3, 2).double()
+    likelihood = nn.Linear(2, 1).double().requires_grad_(False)  # the same for every example
+
+    def statistics(inputs: list[Tensor]) -> list[Tensor]:
+        opt = KFAC(model, lr=0.0, likelihood=lambda z: likelihood(z).mean())
+        opt.observe(model(inputs[0]))
+        opt.step()  # without gradients: makes the first statistics
+        opt.param_groups[0]["step"] = 0
+        for x in inputs[1:]:
+            opt.observe(model(x))
+        opt.step()
+        assert opt.failures() == {"skipped_statistics": 0, "failed_inverses": 0}
+        return held(opt)
+
+    expected, later = statistics(outputs), outputs[1:]
+    later.insert(place, torch.full((3, 3), bad).double())
+    assert same(statistics([outputs[0], *later]), expected)
+    rows = [with_ones(x) for x in outputs]
+    mean = (rows[1].T @ rows[1] + rows[2].T @ rows[2]) / 11
+    close(expected[1], 0.9 * rows[0].T @ rows[0] / 4 + 0.1 * mean)
+
+
+def test_observations_of_which_none_is_finite_are_counted_once() -> None:
+    model, opt = made_sides()
+    x, y = noise(5, 3), noise(5, 2)
+    step_on_ones(model, opt, x, y)
+    opt.observe(model(x * NAN, y))
+    with pytest.warns(RuntimeWarning, match="layer 'left'.* other"):
+        step_on_ones(model, opt, x * math.inf, y)
+    assert opt.failures() == {"skipped_statistics": 1, "failed_inverses": 0}

@@ -1,0 +1,127 @@
+"""Which layers KFAC preconditions, and their parameters, inputs and gradients as matrices."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from drawn import close
+from torch import Tensor, nn
+
+from tnt_optim import KFAC
+from tnt_optim.kfac.layers import input_rows, is_supported, joined, output_rows, split
+from tnt_optim.kfac.statistics import layer_sums
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LAYERS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
+    "1d": (nn.Conv1d(3, 4, 3, stride=2, padding=1), (5, 3, 8)),
+    "1d_same_even": (nn.Conv1d(3, 4, 4, padding="same", dilation=3, bias=False), (5, 3, 13)),
+    "1d_circular": (nn.Conv1d(2, 3, 3, padding=2, padding_mode="circular"), (4, 2, 6)),
+    "2d": (nn.Conv2d(3, 4, (2, 3), stride=(2, 1), padding=(1, 0), dilation=(1, 2)), (2, 3, 7, 6)),
+    "2d_valid": (nn.Conv2d(2, 5, 3, padding="valid"), (3, 2, 5, 6)),
+    "2d_reflect": (nn.Conv2d(2, 5, 3, padding=(1, 2), padding_mode="reflect"), (3, 2, 5, 6)),
+    "2d_same_replicate": (
+        nn.Conv2d(2, 3, (2, 4), padding="same", padding_mode="replicate", bias=False),
+        (3, 2, 5, 6),
+    ),
+    "2d_without_batch": (nn.Conv2d(2, 3, 3, padding=1), (2, 5, 4)),
+    "2d_pointwise": (nn.Conv2d(4, 3, 1, stride=2), (2, 4, 5, 5)),
+    "3d": (nn.Conv3d(2, 3, (1, 2, 3), stride=(2, 1, 2), padding=(0, 1, 1)), (2, 2, 3, 4, 5)),
+    "linear_without_batch": (nn.Linear(4, 3), (4,)),
+    "linear": (nn.Linear(4, 3, bias=False), (5, 4)),
+    "linear_positions": (nn.Linear(4, 3), (2, 5, 4)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning")
+@pytest.mark.parametrize("transposed", [False, True], ids=["contiguous", "permuted"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_rows_give_the_layers_output_and_gradient(name: str, transposed: bool) -> None:
+    """Rows times [W | b] are the output; gradient rows times rows are [W | b]'s gradient."""
+    layer, shape = copy.deepcopy(LAYERS[name])
+    layer = layer.double()
+    assert is_supported(layer)
+    x = torch.randn(shape, dtype=torch.float64)
+    if transposed:
+        reverse = list(range(x.dim()))[::-1]
+        x = x.permute(reverse).contiguous().permute(reverse)
+    params, a = list(layer.parameters()), input_rows(layer, x)
+    if layer.bias is not None:
+        a = torch.cat([a, a.new_ones(len(a), 1)], dim=1)
+    matrix = joined(layer, {p: p.detach() for p in params})
+    assert all(map(torch.equal, split(layer, matrix), params))
+    output = layer(x)
+    close(a @ matrix.T, output_rows(layer, output.detach()))
+    gradient = torch.randn_like(output)
+    grads = torch.autograd.grad(output, params, gradient)
+    g = output_rows(layer, gradient)
+    close(g.T @ a, joined(layer, dict(zip(params, grads, strict=True))))
+    sums = layer_sums(layer, x, gradient, 3)
+    close(sums.inputs, a.T @ a)
+    close(sums.gradients, g.T @ g)
+    assert (sums.examples, sums.positions) == (3, len(a))
+    assert all(torch.equal(m, m.T) for m in (sums.inputs, sums.gradients))
+
+
+class Rescaled(nn.Linear):
+    """A linear layer that computes something else."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Twice the product."""
+        return 2 * super().forward(input)
+
+
+class Renamed(nn.Linear):
+    """A linear layer by another name."""
+
+
+def test_which_layers_are_supported() -> None:
+    yes = [Renamed(2, 3), nn.Conv3d(1, 2, 2), nn.Conv1d(2, 2, 1)]
+    no = [
+        Rescaled(2, 3),
+        nn.Conv2d(4, 4, 3, groups=2),
+        nn.ConvTranspose2d(2, 3, 3),
+        nn.Bilinear(2, 2, 3),
+        nn.utils.parametrizations.weight_norm(nn.Linear(2, 3)),
+        nn.MultiheadAttention(4, 2).out_proj,
+        nn.Embedding(4, 3),
+        nn.BatchNorm2d(3),
+    ]
+    assert [is_supported(m) for m in yes + no] == [True] * len(yes) + [False] * len(no)
+
+
+def tied(kind: str) -> nn.Module:
+    """A model whose layers share something."""
+    layer = nn.Linear(4, 4)
+    if kind == "layer":
+        return nn.Sequential(layer, nn.Tanh(), layer)
+    if kind == "container":
+        block = nn.Sequential(layer, nn.Tanh())
+        return nn.ModuleDict({"a": block, "b": block})
+    model = nn.Sequential(nn.Embedding(4, 4) if kind == "weight" else nn.Linear(4, 4), layer)
+    setattr(layer, kind, getattr(model[0], kind))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: nn.Sequential(nn.Conv2d(4, 4, 3, groups=2), nn.BatchNorm2d(4)), "with none"),
+        (lambda: nn.Sequential(nn.LazyLinear(3)), "lazy"),
+        (lambda: nn.Sequential(nn.Linear(2, 3, dtype=torch.complex64)), "complex64"),
+        (lambda: tied("weight"), "'0.weight' is '1.weight', too"),
+        (lambda: tied("bias"), "'0.bias' is '1.bias', too"),
+        (lambda: tied("layer"), "'0' is '2', too"),
+        (lambda: tied("container"), "'a.0' is 'b.0', too"),
+    ],
+)
+def test_a_model_that_does_not_fit_is_refused(make: Callable[[], nn.Module], message: str) -> None:
+    with pytest.raises(ValueError, match=f"model must .*{message}"):
+        KFAC(make())
+
+
+def test_modules_without_a_layer_may_be_shared() -> None:
+    norm, act = nn.LayerNorm(4), nn.ReLU()
+    model = nn.Sequential(nn.Linear(4, 4), norm, act, nn.Linear(4, 4), norm, act)
+    assert len(KFAC(model).param_groups[0]["params"]) == 6

@@ -1,0 +1,254 @@
+"""What observe() collects: micro-batches, draws, and the layers that outputs reach or miss."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import FixedLabels, Snapshot
+from drawn import noise
+from kfac_models import Heads, conv_net, held, images, least_likely, no_host_reads, same, train
+from tolerances import FLOAT64_REORDERED
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from tnt_optim import KFAC
+
+
+def test_micro_batches_are_one_batch(fixed_labels: FixedLabels) -> None:
+    """Of unequal sizes, with a backward before the next forward."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Conv1d(2, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(9, 4)).double()
+    twin = copy.deepcopy(model)
+    settings = {"stat_interval": 2, "inverse_interval": 3, "likelihood": fixed_labels}
+    opt, whole = (KFAC(m, lr=0.01, **settings) for m in (model, twin))
+    parts = [slice(0, 4), slice(4, 14), slice(14, 16)]
+    for t in range(5):
+        x, y, sampled = noise(16, 2, 4), torch.randint(4, (16,)), torch.randint(4, (16,))
+        opt.zero_grad()
+        whole.zero_grad()
+        if t == 0:  # the other order: all forwards, then all observations
+            outputs = [model(x[rows]) for rows in parts]
+        for i, rows in enumerate(parts):
+            output = outputs[i] if t == 0 else model(x[rows])
+            fixed_labels.current = sampled[rows]
+            opt.observe(output)
+            (cross_entropy(output, y[rows], reduction="sum") / 16).backward()
+        opt.step()
+        output = twin(x)
+        fixed_labels.current = sampled
+        whole.observe(output)
+        cross_entropy(output, y).backward()
+        whole.step()
+        mine = [*held(opt), *model.state_dict().values()]
+        expected = [*held(whole), *twin.state_dict().values()]
+        for a, b in zip(mine, expected, strict=True):
+            assert float((a - b).norm()) <= 100 * FLOAT64_REORDERED * float(b.norm())
+
+
+def test_draws_are_keyed_on_seed_step_and_micro_batch() -> None:
+    def draws(seed: int) -> list[float]:
+        torch.manual_seed(int(torch.randint(1000, ())))  # the global seed does not matter
+        model, seen = nn.Linear(3, 2), []
+
+        def likelihood(output: Tensor) -> Tensor:
+            seen.append(float(torch.rand(())))
+            return output.square().sum()
+
+        opt = KFAC(model, likelihood=likelihood, stat_interval=1, seed=seed)
+        for _ in range(2):
+            for _ in range(2):
+                output = model(torch.randn(4, 3))
+                before = torch.get_rng_state()
+                opt.observe(output)
+                assert torch.equal(torch.get_rng_state(), before)
+                output.sum().backward()
+            opt.step()
+        return seen
+
+    first, again, other = draws(0), draws(0), draws(1)
+    assert first == again
+    assert len(set(first + other)) == 8
+
+
+def test_structured_outputs_count_examples_by_their_first_tensor() -> None:
+    model, x = nn.Linear(3, 2).double(), noise(6, 3)
+
+    def logits(output: Any) -> Tensor:
+        return output["logits"][0] if isinstance(output, dict) else output
+
+    found = []
+    for wrap in (lambda z: z, lambda z: {"loss": z.sum(), "logits": [z]}):
+        opt = KFAC(model, likelihood=lambda out: logits(out).square().sum() / 6, lr=0.0)
+        opt.warm_start([wrap(model(x))])
+        found.append(held(opt))
+    assert same(*found)
+    with pytest.raises(ValueError, match="batch as its first dimension"):
+        KFAC(model, likelihood=lambda z: z).warm_start([model(x).sum()])
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "output", "message"),
+    [
+        ("categorical", lambda z: z.sum(1), "output must be"),
+        ("gaussian", lambda z: z.detach(), "graph"),
+        ("gaussian", lambda z: (z,), "floating-point tensor, got tuple"),
+        ("gaussian", lambda z: z[:0], "at least one example"),
+        ("gaussian", lambda z: nn.Linear(2, 2)(torch.ones(3, 2)), "another model's"),
+        (lambda z: 2 * z, lambda z: z, "likelihood must give a 0-dim"),
+        (lambda z: z.sum().detach(), lambda z: z, "likelihood must have a graph"),
+    ],
+)
+def test_outputs_that_do_not_fit_are_refused(
+    likelihood: Any, output: Callable[[Tensor], Any], message: str
+) -> None:
+    model = nn.Linear(3, 4)
+    opt = KFAC(model, likelihood=likelihood)
+    before = Snapshot(model.parameters(), opt)
+    with pytest.raises(ValueError, match=message):
+        opt.observe(output(model(torch.randn(5, 3))))
+    with pytest.raises(ValueError, match=message):
+        opt.warm_start(output(model(torch.randn(5, 3))) for _ in range(2))
+    before.assert_unchanged()
+
+
+def test_a_warm_start_needs_batches_and_puts_buffers_back() -> None:
+    model = conv_net()
+    opt = KFAC(model)
+    buffers, before = copy.deepcopy(list(model.buffers())), Snapshot(model.parameters(), opt)
+    with pytest.raises(ValueError, match="outputs must hold at least one batch"):
+        opt.warm_start(iter(()))
+    with pytest.raises(TypeError, match="iterable"):
+        opt.warm_start(3)
+
+    def outputs() -> Any:
+        yield model(images())
+        raise KeyError("the data set is broken")
+
+    with pytest.raises(KeyError, match="broken"):
+        opt.warm_start(outputs(), model=model)
+    before.assert_unchanged()
+    assert same(buffers, model.buffers())
+    opt.param_groups[0]["step"] = 1  # not due any more, and the outputs were made before
+    opt.warm_start([model(images())])  # a layer without statistics is captured at every step
+    late = [model(images())]
+    with pytest.raises(ValueError, match="generator"):
+        opt.warm_start(late)
+
+
+def test_later_steps_never_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = conv_net()
+    opt = KFAC(model, stat_interval=2, inverse_interval=3)
+    monkeypatch.setattr("tnt_optim.failures._Delivery.arrived", lambda self: False)
+    train(model, opt)
+    for t in range(1, 7):
+        opt.zero_grad()
+        output = model(images())
+        with no_host_reads():
+            opt.observe(output)
+            for _ in range(t % 3):  # micro-batches
+                opt.observe(model(images()))
+        output.sum().backward()
+        with no_host_reads():
+            opt.step()
+
+
+# ------------------------------------------------------------------ layers reached or missed
+
+
+def test_a_frozen_layer_joins_when_it_is_trained() -> None:
+    model = conv_net()
+    model[0].requires_grad_(False)
+    opt = KFAC(model, stat_interval=10)
+    train(model, opt, 2)
+    assert not opt.state.get(model[0].weight)
+    before = model[0].weight.detach().clone()
+    model[0].requires_grad_(True)
+    train(model, opt)  # not a step of the schedule
+    assert not torch.equal(before, model[0].weight)
+
+
+def use(model: Heads, opt: KFAC, *heads: int, observed: bool = True) -> None:
+    """One step on the loss of some heads, of which the first is observed."""
+    opt.zero_grad()
+    outputs = model(noise(8, 4), *heads)
+    outputs = outputs if isinstance(outputs, list) else [outputs]
+    if observed:
+        opt.observe(outputs[0])
+    sum(output.square().sum() for output in outputs).backward()
+    opt.step()
+
+
+def test_heads_used_in_turn_are_all_trained() -> None:
+    model = Heads()
+    opt = KFAC(model, stat_interval=10)
+    before = copy.deepcopy(model.state_dict())
+    for head in [0, 0, 1, 0, 1]:
+        stats = held(opt)[:2]
+        use(model, opt, head)
+        # The first statistics of a head do not change those of the body.
+        assert not stats or same(stats, held(opt)[:2])
+    assert not any(torch.equal(before[k], v) for k, v in model.state_dict().items())
+
+
+def test_a_layer_that_the_loss_reaches_but_the_output_does_not_waits() -> None:
+    model = Heads()
+    opt = KFAC(model, stat_interval=1)
+    still = model.heads[1].weight.detach().clone()
+    for _ in range(2):
+        use(model, opt, 0, 1)
+    assert torch.equal(model.heads[1].weight, still)
+    opt.warm_start(model(noise(8, 4), head) for head in (0, 1))
+    use(model, opt, 0, 1)
+    assert not torch.equal(model.heads[1].weight, still)
+
+
+def test_a_layer_that_outputs_never_reach_is_asked_for_at_scheduled_steps_only() -> None:
+    model, sampled = Heads(), []
+
+    def likelihood(output: Tensor) -> Tensor:
+        sampled.append(output)
+        return least_likely(output)
+
+    opt = KFAC(model, stat_interval=4, likelihood=likelihood)
+    still = copy.deepcopy(model.heads[1].state_dict())
+    for t in range(9):
+        sampled.clear()
+        # No step is refused, though observe is mostly not called.
+        use(model, opt, 0, 1, observed=t % 4 == 0 or t == 2)
+        assert len(sampled) == (t % 4 == 0)
+        assert opt._observed.unreached == {2: True}
+    assert copy.deepcopy((model, opt))[1]._observed.unreached == {2: True}
+    assert same(still.values(), model.heads[1].state_dict().values())
+    opt.param_groups[0]["step"] = 12
+    use(model, opt, 1, 0)
+    assert opt._observed.unreached == {}
+    assert not any(torch.equal(still[k], v) for k, v in model.heads[1].state_dict().items())
+
+
+def test_a_layer_unused_so_far_costs_nothing_and_joins_when_it_is_used() -> None:
+    """Between the scheduled steps, at its first use, whatever was asked for before."""
+    model, sampled = Heads(), []
+
+    def likelihood(output: Tensor) -> Tensor:
+        sampled.append(output)
+        return least_likely(output)
+
+    opt = KFAC(model, stat_interval=10, likelihood=likelihood)
+    before = model.heads[1].weight.detach().clone()
+    for step, head in enumerate([0, 0, 0, 1]):
+        sampled.clear()
+        use(model, opt, head)
+        assert len(sampled) == (step == 0 or head == 1)
+        assert opt._observed.unreached == ({2: False} if head == 0 else {})
+    assert not torch.equal(before, model.heads[1].weight)
+
+
+def test_a_layer_unused_at_the_scheduled_step_waits_if_later_ones_are_not_observed() -> None:
+    model = Heads()
+    opt = KFAC(model, stat_interval=3)
+    before = model.heads[1].weight.detach().clone()
+    for t, head in enumerate([0, 1, 1, 1]):
+        use(model, opt, head, observed=t % 3 == 0)
+        assert torch.equal(before, model.heads[1].weight) == (t < 3)

@@ -1,0 +1,140 @@
+"""Small models for KFAC's tests, and how they are trained."""
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tnt_optim import KFAC
+
+
+def conv_net(*, inplace: bool = False, dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    """Two convolutions, a batch norm and a linear layer; (N, 2, 4, 4) to (N, 5)."""
+    torch.manual_seed(4)
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, bias=False),
+        nn.BatchNorm2d(4),
+        nn.Conv2d(4, 4, 1),
+        nn.ReLU(inplace),
+        nn.Flatten(),
+        nn.Linear(16, 5),
+    ).to(dtype)
+
+
+def images(dtype: torch.dtype = torch.float64) -> Tensor:
+    """A random batch for ``conv_net``."""
+    return torch.randn(8, 2, 4, 4, dtype=dtype)
+
+
+class Heads(nn.Module):
+    """One body and some heads, of which a batch uses one or more; float64."""
+
+    def __init__(self, heads: int = 2) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 5)
+        self.heads = nn.ModuleList(nn.Linear(5, 3) for _ in range(heads))
+        self.double()
+
+    def forward(self, x: Tensor, *heads: int) -> Any:
+        """Logits (N, 3) of each head, as a list if there are several."""
+        hidden = torch.tanh(self.body(x))
+        found = [self.heads[head](hidden) for head in heads]
+        return found if len(found) > 1 else found[0]
+
+
+class Sides(nn.Module):
+    """Two layers, each on an input of its own; float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(3, 2), nn.Linear(2, 3)
+        self.double()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """(N, 3) and (N, 2) to (N, 5)."""
+        return torch.cat([self.left(x), self.right(y)], dim=1)
+
+
+def train(model: nn.Module, opt: KFAC, steps: int = 1) -> None:
+    """Steps of ``conv_net`` on data from the global generator."""
+    for _ in range(steps):
+        opt.zero_grad()
+        output = model(images(next(model.parameters()).dtype))
+        opt.observe(output)
+        cross_entropy(output, torch.randint(5, (len(output),))).backward()
+        opt.step()
+
+
+def step_on_ones(model: nn.Module, opt: KFAC, *inputs: Tensor) -> None:
+    """One step on gradients of one, which are finite whatever is observed."""
+    opt.zero_grad()
+    opt.observe(model(*inputs))
+    for p in model.parameters():
+        p.grad = torch.ones_like(p) if p.requires_grad else None
+    opt.step()
+
+
+def held(opt: KFAC, key: str = "stats") -> list[Tensor]:
+    """Copies of the statistics of all layers, or of their factors."""
+    return [matrix.clone() for state in opt._layer_states().values() for matrix in state[key]]
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two lists of tensors, not empty, are the same to the bit."""
+    pairs = list(zip(a, b, strict=True))
+    return bool(pairs) and all(torch.equal(x, y) for x, y in pairs)
+
+
+def observed_statistics(
+    model: nn.Module, output: Callable[[], Tensor], labels: Tensor
+) -> list[Tensor]:
+    """The statistics of all layers after one observed step."""
+    opt = KFAC(model, likelihood=lambda z: cross_entropy(z, labels), lr=0.0)
+    result = output()
+    opt.observe(result)
+    result.sum().backward()
+    opt.step()
+    return held(opt)
+
+
+def with_ones(x: Tensor) -> Tensor:
+    """The rows a of a linear layer: its input with a 1 for the bias."""
+    return torch.cat([x, x.new_ones(len(x), 1)], dim=1)
+
+
+def least_likely(output: Tensor) -> Tensor:
+    """A likelihood that samples nothing: the loss at the least likely labels."""
+    return cross_entropy(output, output.detach().argmin(1))
+
+
+def through_a_file(content: Any) -> Any:
+    """torch.save, then torch.load with weights_only."""
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+class no_host_reads(TorchDispatchMode):  # noqa: N801 - used as a function
+    """Fails at the end of a ``with`` in which a tensor's value was read on the host."""
+
+    READS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in self.READS:
+            self.reads.append(name)
+        return func(*args, **(kwargs or {}))
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if error[0] is None:
+            assert self.reads == []
