@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 # A time below this multiple of the smallest size's time is mostly the fixed cost of the call.
 LAUNCH_FACTOR = 3.0
 # An interval that adds less than this share of the bare step is lost in the noise.
 LEAST_EXCESS = 0.1
 LEAST_POINTS = 3
+WITHIN = 0.15  # largest distance of a fitted exponent from the predicted one
 
 
 def launch_bound(times: Sequence[float]) -> list[bool]:
@@ -44,3 +46,27 @@ def exponent(sizes: Sequence[float], values: Sequence[float]) -> float | None:
     x_mean, y_mean = sum(xs) / len(xs), sum(ys) / len(ys)
     products = sum((x - x_mean) * (y - y_mean) for x, y in zip(xs, ys, strict=True))
     return products / sum((x - x_mean) ** 2 for x in xs)
+
+
+def agreement(predicted: float, fitted: float | None) -> str:
+    """Whether a fitted exponent agrees with the predicted one.
+
+    >>> agreement(3, 2.86), agreement(3, 2.7), agreement(3, None)
+    ('agrees', '**off**', 'too few points')
+    """
+    if fitted is None:
+        return "too few points"
+    return "agrees" if abs(fitted - predicted) <= WITHIN else "**off**"
+
+
+def left_out(record: Mapping[str, Any]) -> str:
+    """The values that were not fitted, by reason.
+
+    >>> left_out({"values": [1, 2, 4], "status": ["launch-bound", "launch-bound", "fitted"]})
+    'launch-bound: 1, 2'
+    """
+    reasons: dict[str, list[str]] = {}
+    for value, status in zip(record["values"], record["status"], strict=True):
+        if status != "fitted":
+            reasons.setdefault(status, []).append(str(value))
+    return "; ".join(f"{reason}: {', '.join(values)}" for reason, values in reasons.items())

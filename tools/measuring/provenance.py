@@ -21,14 +21,16 @@ _PACKAGES = ("torch", "triton", "numpy", "scikit-learn", "matplotlib", "tnt-kern
 def provenance(device: torch.device | str = "cpu") -> dict[str, Any]:
     """What a reader needs to judge or repeat a recorded run, as a JSON-ready dictionary.
 
-    Call it before the run writes anything. Without git, or outside a repository, `commit` and
-    `dirty` are None. It holds no user name, host name or absolute path.
+    Call it before the run writes anything. Without git, or outside a repository, `commit` is that
+    of the environment variable TNT_COMMIT or None, and `dirty` is None. It holds no user name, host
+    name or absolute path.
 
     Args:
         device: where the run computes; on a GPU the record has its name.
     """
     device = torch.device(device)
-    commit = _git("rev-parse", "HEAD")
+    given = os.environ.get("TNT_COMMIT")
+    commit = _git("rev-parse", "HEAD") or (given and f"{given} (as given; no git)")
     # A new record must not make the next run "dirty".
     results = [f":(exclude){folder}/results" for folder in ("bench", "experiments")]
     changes = _git("status", "--porcelain", "--", ".", *results)
@@ -43,6 +45,7 @@ def provenance(device: torch.device | str = "cpu") -> dict[str, Any]:
             "cores": _usable_cores(),
             "memory_gib": _memory_gib(),
             "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+            **({"nvidia_smi": _nvidia_smi(device)} if device.type == "cuda" else {}),
         },
         "versions": {"python": platform.python_version(), **_versions()},
         "threads": {
@@ -115,6 +118,25 @@ def _memory_gib() -> float | None:
         return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
     except (ValueError, OSError):
         return None
+
+
+def _nvidia_smi(device: torch.device) -> str | None:
+    """Driver, power limit, clocks and other users of the GPU."""
+    query = "driver_version,power.limit,clocks.sm,clocks.mem,utilization.gpu,memory.used"
+    # PyTorch counts the visible GPUs, nvidia-smi all of them.
+    identity = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    which = f"--id=GPU-{identity}" if identity is not None else "--id=0"
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", which, f"--query-gpu={query}", "--format=csv"],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
 
 
 def _versions() -> dict[str, str | None]:
