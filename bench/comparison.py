@@ -143,6 +143,8 @@ class Comparison:
         for candidate, old in zip(candidates, before, strict=True):
             check_finite(candidate.name, candidate.results())
             check_updated(candidate.name, old, candidate.updated)
+        if not samples:
+            return
         notes = [parameter_set.note, note, *no_graph]
         key = {"op": op, "set": parameter_set.name, "kind": kind, "precision": self.precision}
         base = next(iter(samples.values()))
@@ -154,12 +156,12 @@ class Comparison:
             if name in errors:
                 row["error"] = errors[name]
             rows.append(row)
-        if rows and work is not None:
+        if work is not None:
             rows[0]["work"] = [
                 n // steps for n in (work.useful_flops, work.effective_flops, work.bytes)
             ]
             rows[0]["symmetric"] = symmetric
-        if rows and any(notes):
+        if any(notes):
             rows[0]["note"] = "; ".join(filter(None, notes))
         self.benchmark.group = op
         self.add_rows(rows)
