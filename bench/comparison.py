@@ -152,6 +152,7 @@ class Comparison:
         for name, seconds in samples.items():
             own = summary([second / steps for second in seconds])
             ratio = summary(ratios(seconds, base))
+            # Median and quartiles of the ratios of each round.
             row = {**key, "candidate": name, **own, "ratio": [ratio["median"], *ratio["quartiles"]]}
             if name in errors:
                 row["error"] = errors[name]

@@ -61,7 +61,8 @@ def test_a_short_soak(tmp_path: Path) -> None:
         assert after["from"] == before["to"] // CHECKPOINTS * CHECKPOINTS
         assert after["processes"] != before["processes"]
     saving = sum(fault.kind in KILLS_SAVING for fault in ends)
-    assert record["result"]["half_written_checkpoints"] == saving > 0
+    # Survivors of another fault may have begun a checkpoint, too.
+    assert record["result"]["half_written_checkpoints"] >= saving > 0
     assert list(tmp_path.iterdir()) == [out]
 
 

@@ -51,21 +51,33 @@ def loads_of(c: Compiled) -> str:
     return "; ".join(f"{p}: {', '.join(w)}" if p else ", ".join(w) for p, w in places.items())
 
 
-def _row(c: Compiled) -> list[object]:
-    start = [c.kernel, class_of(c.settings), f"sm_{c.capability}"]
+def _cells(c: Compiled) -> list[str]:
     if c.error:
-        return [*start, *["-"] * 4, f"**does not compile**: {c.error}", ""]
+        return [*["-"] * 5, f"**does not compile**: {c.error}"]
     spilled = (c.stack, c.spill_loads, c.spill_stores)
     products = sorted(set(c.products.values())) or [f"({name})" for name in c.instructions]
     return [
-        *start,
         str(c.registers),
         "0" if not any(spilled) else f"**{c.stack}, {c.spill_loads}/{c.spill_stores}**",
         str(c.shared) + (f" + {c.tensor_memory} columns" if c.tensor_memory else ""),
-        c.warps,
+        str(c.warps),
         ", ".join(products),
         loads_of(c),
     ]
+
+
+def _rows(entries: Sequence[Compiled]) -> list[list[str]]:
+    """One row for each class; cells that differ between architectures have one value for each."""
+    classes: dict[tuple[str, str, str], list[Compiled]] = {}
+    for c in entries:
+        source = "" if c.source == "triton" else c.source
+        classes.setdefault((source, c.kernel, class_of(c.settings)), []).append(c)
+    rows = []
+    for (_, kernel, name), group in sorted(classes.items()):
+        columns = zip(*map(_cells, group), strict=True)
+        cells = [c[0] if len(set(c)) == 1 else " / ".join(c) for c in columns]
+        rows.append([kernel, name, ", ".join(f"sm_{c.capability}" for c in group), *cells])
+    return rows
 
 
 def page(record: Mapping[str, Any], entries: Sequence[Compiled]) -> str:
@@ -104,13 +116,9 @@ def page(record: Mapping[str, Any], entries: Sequence[Compiled]) -> str:
         "Dynamic shared memory of a CUDA kernel is chosen at its launch and not counted. In "
         "brackets: instructions of kernels without products of tiles.",
         "",
-        *table(header, [_row(c) for c in sorted(entries, key=_order)]),
+        *table(header, _rows(entries)),
     ]  # fmt: skip
     return "\n".join(lines).rstrip() + "\n"
-
-
-def _order(c: Compiled) -> tuple[str, str, str, int]:
-    return (c.source != "triton" and c.source or "", c.kernel, class_of(c.settings), c.capability)
 
 
 def main(
