@@ -64,48 +64,37 @@ _FRAGMENTS = (
     "the transposed operand is read from shared memory element by element (ldmatrix transposes "
     "16-bit elements only)"
 )
+_GRAM, _PRODUCT = "gram_ema.gram_kernel", "chain.product_kernel"
+_A = ("rows_are_dense: a",)
+_FACTOR = "rows_are_dense, not is_diagonal: a"
+_SINGLE: Mapping[str, tuple[str, ...]] = {"ELEMENT": ("fp32",)}
+_TF32, _TF32X3 = {"PRECISION": ("tf32",)}, {"PRECISION": ("tf32x3",)}
 NARROW = (
     Narrow(
-        "gram_ema.gram_kernel",
-        ("rows_are_dense: a", "rows_are_dense: b"),
-        {"ELEMENT": ("fp32",), "PRECISION": ("tf32",)},
-        (90, 100),
-        f"G^T G in TF32: {_K_MAJOR}.",
+        _GRAM, (*_A, "rows_are_dense: b"), {**_SINGLE, **_TF32}, (90, 100), f"G^T G: {_K_MAJOR}."
     ),
     Narrow(
-        "gram_ema.gram_kernel",
-        ("rows_are_dense: a",),
-        {"ELEMENT": ("fp32",), "PRECISION": ("tf32x3",)},
+        _GRAM,
+        _A,
+        {**_SINGLE, **_TF32X3},
         (90,),
         "G^T G in 3xTF32: the first operand is transposed in registers; the second keeps 16 bytes.",
     ),
+    Narrow(_GRAM, _A, {**_SINGLE, "PRECISION": ("tf32", "tf32x3")}, (80,), f"G^T G: {_FRAGMENTS}."),
+    Narrow(_GRAM, _A, {"ELEMENT": ("fp64",)}, (80, 90), f"G^T G, 8 bytes: {_FRAGMENTS}."),
     Narrow(
-        "gram_ema.gram_kernel",
-        ("rows_are_dense: a",),
-        {"ELEMENT": ("fp32",), "PRECISION": ("tf32", "tf32x3")},
-        (80,),
-        f"G^T G in float32: {_FRAGMENTS}.",
-    ),
-    Narrow(
-        "gram_ema.gram_kernel",
-        ("rows_are_dense: a",),
-        {"ELEMENT": ("fp64",)},
-        (80, 90),
-        f"G^T G in float64, 8 bytes: {_FRAGMENTS}.",
-    ),
-    Narrow(
-        "chain.product_kernel",
-        ("rows_are_dense, not is_diagonal: a", "not rows_are_dense, not is_diagonal: x"),
-        {"ELEMENT": ("fp32",), "PRECISION": ("tf32",)},
+        _PRODUCT,
+        (_FACTOR, "not rows_are_dense, not is_diagonal: x"),
+        {**_SINGLE, **_TF32},
         (90, 100),
-        f"The second operand in TF32: {_K_MAJOR}.",
+        f"The second operand: {_K_MAJOR}.",
     ),
     Narrow(
-        "chain.product_kernel",
-        ("rows_are_dense, not is_diagonal: a",),
-        {"ELEMENT": ("bf16", "fp16"), "PRECISION": ("tf32",)},
+        _PRODUCT,
+        (_FACTOR,),
+        {"ELEMENT": ("bf16", "fp16"), **_TF32},
         (90, 100),
-        f"The factor as second operand in TF32: {_K_MAJOR}.",
+        f"The factor as second operand: {_K_MAJOR}.",
     ),
 )
 
