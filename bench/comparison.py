@@ -148,6 +148,7 @@ class Comparison:
         notes = [parameter_set.note, note, *no_graph]
         key = {"op": op, "set": parameter_set.name, "kind": kind, "precision": self.precision}
         base = next(iter(samples.values()))
+        baselines = {candidate.name for candidate in candidates[1:] if candidate.compared}
         rows: list[dict[str, Any]] = []
         for name, seconds in samples.items():
             own = summary([second / steps for second in seconds])
@@ -156,6 +157,8 @@ class Comparison:
             row = {**key, "candidate": name, **own, "ratio": [ratio["median"], *ratio["quartiles"]]}
             if name in errors:
                 row["error"] = errors[name]
+            if name.removesuffix(", graph") in baselines:
+                row["baseline"] = True
             rows.append(row)
         if work is not None:
             rows[0]["work"] = [

@@ -92,9 +92,9 @@ def _section(op: str, rows: Sequence[Row]) -> list[str]:
 
 
 def _ratio(row: Row) -> str:
-    """Bold if ours loses to a way of plain torch; between variants of ours it is only a number."""
-    ours_is_base = row.get("error") is not None
-    return times(row["ratio"][0]) if ours_is_base else f"{row['ratio'][0]:.3g}"
+    """Bold if ours loses to a baseline; between options or other methods it is only a number."""
+    ratio: float = row["ratio"][0]
+    return times(ratio) if row.get("baseline") else f"{ratio:.3g}"
 
 
 def _rates(row: Row) -> tuple[str, str, str]:

@@ -221,6 +221,7 @@ def test_every_candidate_has_a_row_with_its_ratio_to_the_first() -> None:
     assert ours["median"] == 0.25 and ours["ratio"] == [1.0] * 3 and ours["rounds"] >= 3
     assert ours["work"] == [2, 4, 1] and ours["note"] == "said" and "work" not in baseline
     assert baseline["error"] == 0.0 and "error" not in free
+    assert baseline["baseline"] and "baseline" not in free and "baseline" not in ours
     assert baseline["ratio"][0] == pytest.approx(baseline["median"] * 4, rel=1e-9)
 
 
