@@ -21,7 +21,6 @@ from tools.compile_report.machine_code import (
     Compiled,
     Line,
     instructions_by_line,
-    products_of,
     tensor_operations,
 )
 from tools.measuring.records import read_json
@@ -218,8 +217,10 @@ def test_loads_and_products_are_found_in_the_listing_of_triton() -> None:
 #loc3 = loc("a"(#loc1))
 #loc4 = loc(callsite(#loc2 at #loc1))
 """  # noqa: E501
-    assert tensor_operations(ttir) == {Line("gram.py", 7): 2, Line("gram.py", 9): 8}
-    assert products_of(ttir) == [Line("gram.py", 9)]
+    assert tensor_operations(ttir) == {
+        Line("gram.py", 7): (2, "load"),
+        Line("gram.py", 9): (8, "dot"),
+    }
 
 
 def test_classes_and_loads_are_readable() -> None:

@@ -189,7 +189,7 @@ def _compiled(launch: Launch, capability: int) -> Compiled:
     sites = sites_of(launch.kernel)
     for site in sites:
         there = [i for line in site.lines for i in by_line.get(line, ())]
-        size = next((present[line] for line in site.lines if line in present), None)
+        size = next((present[line][0] for line in site.lines if line in present), None)
         if size is None:
             continue  # its branch is not in this version of the kernel
         if site.kind == "dot":
@@ -199,7 +199,7 @@ def _compiled(launch: Launch, capability: int) -> Compiled:
             loads[site.name] = loads.get(site.name, Counter()) + widths
             sizes[site.name] = size
     in_loops = {line for site in sites for line in site.lines}
-    if any(line not in in_loops for line in products_of(made.asm["ttir"])):
+    if any(kind == "dot" and line not in in_loops for line, (_, kind) in present.items()):
         products["outside the loops"] = "none"
     # ptxas leaves some tensor-core instructions without their product's line.
     anywhere = _product(counts.keys() - {"DFMA", "FFMA"})
@@ -258,17 +258,8 @@ def width(instruction: tuple[str, str]) -> int:
     return 4
 
 
-def tensor_operations(ttir: str) -> dict[Line, int]:
-    """Lines of Triton's listing that load or multiply tensors, and the bytes of an element."""
-    return {line: size for line, (size, _) in _operations(ttir).items()}
-
-
-def products_of(ttir: str) -> list[Line]:
-    """Lines of Triton's listing that multiply tensors."""
-    return [line for line, (_, kind) in _operations(ttir).items() if kind == "dot"]
-
-
-def _operations(ttir: str) -> dict[Line, tuple[int, str]]:
+def tensor_operations(ttir: str) -> dict[Line, tuple[int, str]]:
+    """Lines of Triton's listing with "load" or "dot" of tensors, and the bytes of an element."""
     locations: dict[str, str] = {
         m[1]: m[2] for m in map(_TTIR_LOCATION.match, ttir.splitlines()) if m
     }
