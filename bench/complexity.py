@@ -1,4 +1,4 @@
-"""How the operators' times grow with d and k: exponents fitted beside Table 2's.
+"""How the operators' times grow with d and k: exponents next to those of Table 2.
 
 Table 2 of Ren & Goldfarb 2021 gives sum d prod d for statistics and update, sum d^3 for inverses
 and roots. Each sweep times one operator on one tensor of k modes of size d. A time is the least of
@@ -210,7 +210,7 @@ def page(record: Mapping[str, Any]) -> str:
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="the record; its page beside it")] = Path(
+    out: Annotated[Path, typer.Option(help="the record; its page next to it")] = Path(
         "results/complexity.json"
     ),
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",

@@ -44,7 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption("--threads", default=None, type=int, help="(default: PyTorch's own)")
     group.addoption("--limit-size", default=4096, type=int, help="of the matrices for the limits")
-    group.addoption("--out", default="results/bench.json", help="the record; its page beside it")
+    group.addoption("--out", default="results/bench.json", help="the record; its page next to it")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

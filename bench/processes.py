@@ -298,7 +298,7 @@ def cases(
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="the record; its page beside it")] = Path(
+    out: Annotated[Path, typer.Option(help="the record; its page next to it")] = Path(
         "results/processes.json"
     ),
     sets: Annotated[str, typer.Option(help="parameter sets, separated by commas")] = "mnist_ae",
@@ -307,7 +307,7 @@ def main(
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     threads: Annotated[int | None, typer.Option(help="of all processes together")] = None,
 ) -> None:
-    """Measure what processes that share TNT's steps send, keep and take."""
+    """Measure traffic, state and seconds of processes that share TNT's steps."""
     check_writable(out)
     threads = threads or torch.get_num_threads()
     counts = [int(count) for count in processes.split(",")]

@@ -109,7 +109,7 @@ class Fault:
     who: float
 
     def victim(self, processes: int) -> int:
-        """The rank that it befalls."""
+        """The rank that it hits."""
         return int(self.who * processes)
 
 

@@ -75,7 +75,7 @@ def test_an_unplanned_end_stops_the_soak(tmp_path: Path, monkeypatch: pytest.Mon
         found.train()
 
 
-def test_faults_befall_steps_at_which_they_can() -> None:
+def test_faults_are_drawn_for_steps_where_they_are_possible() -> None:
     for seed in range(5):
         faults = draw(seed, 1000, 80)
         assert faults == draw(seed, 1000, 80) != draw(seed + 1, 1000, 80)

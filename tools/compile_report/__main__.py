@@ -122,7 +122,7 @@ def page(record: Mapping[str, Any], entries: Sequence[Compiled]) -> str:
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="the record; its page beside it")] = Path(
+    out: Annotated[Path, typer.Option(help="the record; its page next to it")] = Path(
         "results/compile_report.json"
     ),
     main: Annotated[
