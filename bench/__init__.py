@@ -1,1 +1,1 @@
-"""Benchmarks and experiments: run them as modules from the checkout, `python -m bench....`."""
+"""Benchmarks of the operators and of whole optimizer steps; `pytest bench --benchmark-only`."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bench.kernels.baselines import root_eigh
+from bench.baselines import root_eigh
 from experiments.costs.step_kinds import NEVER, TrainingStep
 from experiments.models import squared_error
 from experiments.runs.first_order import DecoupledSGD

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from bench.kernels.complexity_report import WITHIN
 from experiments.confidence import interval
 from experiments.costs.step_sets import STEP_SETS
 from experiments.costs.step_times_report import AUTHORS
@@ -20,6 +19,7 @@ from experiments.figures.verdicts import (
 )
 from experiments.problems.softmax_regression import Constants
 from experiments.runs.methods import LABELS
+from tools.measuring.fits import WITHIN
 from tools.measuring.tables import BUSY
 
 _AUTHORS_KEY = ("mnist_ae", "tnt", 1, 20)

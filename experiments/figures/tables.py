@@ -6,7 +6,6 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 
-from bench.kernels.complexity_report import agreement
 from experiments.directions.followers import COMPARED
 from experiments.figures.document import Table
 from experiments.figures.evidence import Record, has_paper_settings, is_tuned, trainings
@@ -19,6 +18,7 @@ from experiments.runs.methods import LABELS
 from experiments.runs.plots import grouped
 from experiments.runs.training import Run
 from experiments.sensitivities.measures import summary_rows
+from tools.measuring.fits import agreement
 from tools.measuring.tables import milliseconds, span
 
 TableOf = Callable[[Record], Table]

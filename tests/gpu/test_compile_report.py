@@ -1,14 +1,10 @@
-"""The GPU kernels as the compilers make them, without a GPU; and what checks and counts them."""
+"""The GPU kernels as the compilers make them, without a GPU, and the checks of the result."""
 
-import ctypes
 import doctest
 import importlib
-import json
 import os
-import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,35 +12,34 @@ from typing import Any
 import pytest
 import triton
 
-from bench.kernels import compile_expectations, planned_work
-from bench.kernels.compile_expectations import NARROW, SUPPORTED, misses, unneeded
-from bench.kernels.compile_report import class_of, loads_of
-from bench.kernels.machine_code import (
+from tools.compile_report import expectations
+from tools.compile_report.__main__ import class_of, loads_of
+from tools.compile_report.expectations import NARROW, SUPPORTED, misses, unneeded
+from tools.compile_report.launches import recorded
+from tools.compile_report.machine_code import (
     TOOLS,
     Compiled,
     Line,
     instructions_by_line,
-    products_of,
     tensor_operations,
 )
-from bench.kernels.occupancy import ARCHITECTURES, occupancy
-from bench.kernels.recorded_launches import recorded
+from tools.measuring.records import read_json
 
 ROOT = Path(__file__).parents[2]
-COMMAND = [sys.executable, "-m", "bench.kernels.compile_report", "--main"]
+COMMAND = [sys.executable, "-m", "tools.compile_report", "--main"]
 
 needs_tools = pytest.mark.skipif(
-    not (TOOLS / "nvdisasm").exists(), reason="this Triton comes without NVIDIA's tools"
+    not (TOOLS / "nvdisasm").exists(), reason="this Triton has no NVIDIA tools"
 )
 
 
 @pytest.fixture(scope="session")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The main classes for sm_80 and sm_90: 100 s of processor time, shared by two processes."""
-    folder = tmp_path_factory.mktemp("compile_report")
+    """The main classes for sm_80 and sm_90: 100 s of processor time in two processes."""
+    out = tmp_path_factory.mktemp("compile_report") / "report.json"
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [*COMMAND, f"--output={folder}"],
+        [*COMMAND, f"--out={out}"],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -52,11 +47,9 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         check=False,
     )
     assert done.returncode in (0, 1), done.stderr
-    found: dict[str, Any] = json.loads((folder / "compile_report.json").read_text())
+    found = read_json(out)
     assert done.returncode == bool(found["missed"])
-    text = (folder / "compile_report.md").read_text()
-    assert all(m["what"] in text for m in found["missed"])
-    assert str(folder) not in text and str(ROOT) not in text + json.dumps(found)
+    assert str(ROOT) not in out.read_text() + out.with_suffix(".md").read_text()
     return found
 
 
@@ -64,9 +57,9 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "expectation",
     [
-        compile_expectations.COMPILES,
-        compile_expectations.RECORDED,
-        *compile_expectations.EXPECTATIONS,
+        expectations.COMPILES,
+        expectations.RECORDED,
+        *expectations.EXPECTATIONS,
     ],
     ids=["compiles", "recorded", "spills", "products", "loads", "fits"],
 )
@@ -75,15 +68,14 @@ def test_kernels_are_compiled_as_expected(report: dict[str, Any], expectation: s
 
 
 @needs_tools
-def test_the_report_has_what_it_is_about(report: dict[str, Any]) -> None:
-    entries = [e for e in report["entries"] if not e["error"]]
+def test_every_check_had_something_to_look_at(report: dict[str, Any]) -> None:
+    entries = [e for e in report["rows"] if "error" not in e]
     kernels = {(e["kernel"], e["capability"]) for e in entries}
     for capability in (80, 90):
         assert ("gram_ema.gram_kernel", capability) in kernels
         assert ("chain.product_kernel", capability) in kernels
         assert ("momentum.momentum_kernel", capability) in kernels
-    # Every check had something to look at.
-    products = {(e["capability"], p) for e in entries for p in e["products"].values()}
+    products = {(e["capability"], p) for e in entries for p in e.get("products", {}).values()}
     assert {(80, "HMMA"), (90, "HGMMA"), (80, "DMMA"), (90, "DMMA")} <= products
     assert {e["vector"] for e in entries} >= {1, 2, 4, 8}
     for e in entries:
@@ -97,23 +89,9 @@ def test_the_report_has_what_it_is_about(report: dict[str, Any]) -> None:
 
 
 @needs_tools
-def test_the_roofline_model_has_the_report_s_residency(report: dict[str, Any]) -> None:
-    for name, resident in planned_work.RESIDENT.items():
-        blocks = [
-            e["occupancy"]["blocks"]
-            for e in report["entries"]
-            if e["kernel"].endswith(f".{name}")
-            and not e["kernel"].startswith("newton.")
-            and e["capability"] == 90
-            and "fp32" in (e["settings"].get("ELEMENT", "fp32"), e["settings"]["STATE"])
-        ]
-        assert min(blocks) == resident, name
-
-
-@needs_tools
 def test_an_interpreting_process_is_refused(tmp_path: Path) -> None:
     done = subprocess.run(
-        [*COMMAND, f"--output={tmp_path}"],
+        [*COMMAND, f"--out={tmp_path / 'report.json'}"],
         cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
@@ -125,13 +103,13 @@ def test_an_interpreting_process_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="this process does not interpret")
-def test_recording_is_refused_where_nothing_would_be_recorded() -> None:
+@pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="Triton compiles in this process")
+def test_an_interpreting_process_records_nothing() -> None:
     with pytest.raises(RuntimeError, match="unset TRITON_INTERPRET"):
         recorded(80)
 
 
-# The checks themselves, on entries that are made up.
+# The checks, on made-up entries.
 
 GOOD = Compiled(
     kernel="gram_ema.gram_kernel",
@@ -168,18 +146,20 @@ def test_a_good_entry_passes() -> None:
         ({"loads": {"not rows_are_dense: a": {}}}, "not rows_are_dense: a takes 0"),
         ({"shared": 228 << 10}, "no block fits a multiprocessor: shared memory"),
         ({"registers": 256}, "no block fits a multiprocessor: registers"),
+        ({"warps": 16}, "no block fits a multiprocessor: registers"),
+        ({"tensor_memory": 513}, "no block fits a multiprocessor: tensor memory"),
     ],
 )
-def test_a_bad_entry_is_told(change: dict[str, Any], what: str) -> None:
+def test_a_bad_entry_breaks_a_rule(change: dict[str, Any], what: str) -> None:
     (found,) = said(replace(GOOD, **change))
     assert what in found
 
 
 @pytest.mark.parametrize("capability", SUPPORTED)
-def test_products_are_wanted_on_each_architecture_s_own_units(capability: int) -> None:
+def test_products_must_use_the_units_of_each_architecture(capability: int) -> None:
     def wanted(**settings: object) -> str:
         entry = replace(GOOD, capability=capability, settings={**GOOD.settings, **settings})
-        return compile_expectations.wanted_product(entry)
+        return expectations.wanted_product(entry)
 
     assert wanted() == {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}[capability]
     assert wanted(ELEMENT="bf16") == wanted()
@@ -195,24 +175,24 @@ def test_narrow_loads_are_excused_one_by_one() -> None:
     other = {**GOOD.settings, "ELEMENT": "bf16"}
     assert len(said(replace(narrow, settings=other))) == 1
     assert len(said(replace(narrow, kernel="chain.product_kernel"))) == 1
-    # An element is read as far as it goes: four of bfloat16 are 8 bytes.
+    # A vector may be shorter than 16 bytes: four of bfloat16 are 8.
     short = replace(GOOD, loads={"x": {8: 1}}, element_bytes={"x": 2})
     assert said(short) == []
     assert len(said(replace(short, loads={"x": {4: 1}}))) == 1
 
 
-def test_what_is_excused_in_vain_is_told() -> None:
+def test_an_exception_that_no_load_needs_is_found() -> None:
     assert unneeded([GOOD]) == list(NARROW)
     narrow = replace(GOOD, loads={"rows_are_dense: a": {4: 48}})
     assert unneeded([narrow]) == list(NARROW[1:])
 
 
-def test_a_kernel_that_no_operator_launches_is_told() -> None:
+def test_a_kernel_that_no_operator_launches_is_found() -> None:
     (miss,) = misses([GOOD], [GOOD.kernel, "later.new_kernel"])
-    assert miss.expectation == compile_expectations.RECORDED and miss.kernel == "later.new_kernel"
+    assert miss.expectation == expectations.RECORDED and miss.kernel == "later.new_kernel"
 
 
-def test_instructions_are_ascribed_to_their_lines() -> None:
+def test_instructions_are_found_by_their_lines() -> None:
     listing = """
     //## File "/somewhere/gram.py", line 12
         /*0000*/                   LDC R1, c[0x0][0x28] ;
@@ -227,7 +207,7 @@ def test_instructions_are_ascribed_to_their_lines() -> None:
     }
 
 
-def test_triton_s_listing_says_what_is_loaded_and_multiplied() -> None:
+def test_loads_and_products_are_found_in_the_listing_of_triton() -> None:
     ttir = """
 %a = tt.load %p, %m, %c : tensor<32x64x!tt.ptr<bf16>> loc(#loc3)
 %n = tt.load %q : !tt.ptr<i32> loc(#loc1)
@@ -237,8 +217,10 @@ def test_triton_s_listing_says_what_is_loaded_and_multiplied() -> None:
 #loc3 = loc("a"(#loc1))
 #loc4 = loc(callsite(#loc2 at #loc1))
 """  # noqa: E501
-    assert tensor_operations(ttir) == {Line("gram.py", 7): 2, Line("gram.py", 9): 8}
-    assert products_of(ttir) == [Line("gram.py", 9)]
+    assert tensor_operations(ttir) == {
+        Line("gram.py", 7): (2, "load"),
+        Line("gram.py", 9): (8, "dot"),
+    }
 
 
 def test_classes_and_loads_are_readable() -> None:
@@ -247,97 +229,7 @@ def test_classes_and_loads_are_readable() -> None:
     assert loads_of(entry) == "dense: a 4/16, b 16; g 8"
 
 
-# Occupancy.
-
-
-@pytest.mark.parametrize(
-    ("capability", "threads", "registers", "shared", "blocks"),
-    [
-        # CUDA C++ Programming Guide, "Multiprocessor Level": 64 registers and 512 threads let two
-        # blocks reside (2 x 512 x 64 are the 65536 there are), one register more only one.
-        (80, 512, 64, 0, 2),
-        (80, 512, 65, 0, 1),
-        # The tuning guides of Ampere and Hopper: 64 warps and 32 blocks; of 164 and 228 KB a block
-        # can have 163 and 227, as 1 KB is reserved for each.
-        (80, 32, 32, 0, 32),
-        (90, 1024, 32, 0, 2),
-        (80, 128, 32, 163 << 10, 1),
-        (80, 128, 32, (163 << 10) + 1, 0),
-        (90, 128, 32, 227 << 10, 1),
-        (90, 128, 32, 113 << 10, 2),
-        # Ada's: 48 warps, 24 blocks, 100 KB.
-        (89, 64, 16, 0, 24),
-        (89, 1024, 32, 0, 1),
-        (89, 128, 32, 49 << 10, 2),
-    ],
-)
-def test_published_occupancies(
-    capability: int, threads: int, registers: int, shared: int, blocks: int
-) -> None:
-    assert occupancy(capability, threads // 32, registers, shared).blocks == blocks
-
-
-def test_tensor_memory_limits_blocks() -> None:
-    held = occupancy(100, 4, 64, 0, tensor_memory=256)
-    assert (held.blocks, held.limit) == (2, "tensor memory")
-
-
-_CALCULATOR = """
-#include <cuda_occupancy.h>
-extern "C" int blocks(int major, int minor, int warps, int of_sm, int of_block, int reserved,
-                      int shared_of_sm, int threads, int registers, long shared) {
-  cudaOccDeviceProp p;
-  p.computeMajor = major; p.computeMinor = minor;
-  p.maxThreadsPerBlock = 1024; p.maxThreadsPerMultiprocessor = 32 * warps;
-  p.regsPerBlock = 65536; p.regsPerMultiprocessor = 65536; p.warpSize = 32;
-  p.sharedMemPerBlock = 49152; p.sharedMemPerMultiprocessor = shared_of_sm; p.numSms = 100;
-  p.sharedMemPerBlockOptin = of_block; p.reservedSharedMemPerBlock = reserved;
-  cudaOccFuncAttributes a;
-  a.maxThreadsPerBlock = 1024; a.numRegs = registers; a.sharedSizeBytes = 0;
-  a.partitionedGCConfig = PARTITIONED_GC_OFF; a.shmemLimitConfig = FUNC_SHMEM_LIMIT_OPTIN;
-  a.maxDynamicSharedSizeBytes = of_block; a.numBlockBarriers = 1;
-  cudaOccDeviceState s;
-  s.cacheConfig = CACHE_PREFER_SHARED; s.carveoutConfig = 100;
-  cudaOccResult r;
-  int failed = cudaOccMaxActiveBlocksPerMultiprocessor(&r, &p, &a, &s, threads, shared);
-  return failed ? -failed : r.activeBlocksPerMultiprocessor;
-}
-"""
-
-
-@pytest.fixture(scope="module")
-def calculator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ctypes.CDLL]:
-    """NVIDIA's own calculator, as it comes with Triton."""
-    compiler, include = shutil.which("c++"), TOOLS.parent / "include"
-    if compiler is None or not (include / "cuda_occupancy.h").exists():
-        pytest.skip("no C++ compiler, or a Triton without cuda_occupancy.h")
-    folder = tmp_path_factory.mktemp("calculator")
-    source, library = folder / "calculator.cpp", folder / "calculator.so"
-    source.write_text(_CALCULATOR)
-    command = [compiler, "-shared", "-fPIC", "-w", f"-I{include}", str(source), "-o", str(library)]
-    subprocess.run(command, check=True)
-    yield ctypes.CDLL(str(library))
-
-
-@pytest.mark.parametrize("capability", ARCHITECTURES)
-def test_nvidia_s_calculator_agrees(calculator: ctypes.CDLL, capability: int) -> None:
-    a = ARCHITECTURES[capability]
-    for warps in (1, 2, 3, 4, 5, 8, 16, 32):
-        for registers in (16, 32, 40, 63, 64, 65, 96, 128, 168, 200, 255):
-            if warps * registers * 32 > 65536:
-                continue  # what no launch may ask for: the calculator calls it an error
-            for shared in (0, 1, 1024, 16384, 49152, 49168, 65536, 98304, a.shared_of_block):
-                if shared > a.shared_of_block:
-                    continue
-                theirs = calculator.blocks(
-                    *(capability // 10, capability % 10, a.warps, a.blocks, a.shared_of_block),
-                    *(a.reserved, a.shared, 32 * warps, registers, ctypes.c_long(shared)),
-                )
-                ours = occupancy(capability, warps, registers, shared).blocks
-                assert ours == theirs, (warps, registers, shared)
-
-
-@pytest.mark.parametrize("module", ["compile_report", "cuda_code", "machine_code", "occupancy"])
+@pytest.mark.parametrize("module", ["__main__", "machine_code"])
 def test_examples(module: str) -> None:
-    failed, attempted = doctest.testmod(importlib.import_module(f"bench.kernels.{module}"))
+    failed, attempted = doctest.testmod(importlib.import_module(f"tools.compile_report.{module}"))
     assert attempted > 0 and failed == 0

@@ -19,18 +19,21 @@ _PACKAGES = ("torch", "triton", "numpy", "scikit-learn", "matplotlib", "tnt-kern
 
 
 def provenance(device: torch.device | str = "cpu") -> dict[str, Any]:
-    """Everything needed to judge or repeat a recorded run, as a JSON-ready dictionary.
+    """What a reader needs to judge or repeat a recorded run, as a JSON-ready dictionary.
 
-    Take it before the run writes anything. Without git, or outside a repository, `commit` and
-    `dirty` are None. No user name, host name or absolute path is recorded.
+    Call it before the run writes anything. Without git, or outside a repository, `commit` is that
+    of the environment variable TNT_COMMIT or None, and `dirty` is None. It holds no user name, host
+    name or absolute path.
 
     Args:
-        device: where the run computes; on a GPU its name is recorded.
+        device: where the run computes; on a GPU the record has its name.
     """
     device = torch.device(device)
-    commit = _git("rev-parse", "HEAD")
-    # Recorded results are not what made them: writing one must not make the next run "dirty".
-    changes = _git("status", "--porcelain", "--", ".", ":(exclude)bench/results")
+    given = os.environ.get("TNT_COMMIT")
+    commit = _git("rev-parse", "HEAD") or (given and f"{given} (as given; no git)")
+    # A new record must not make the next run "dirty".
+    results = [f":(exclude){folder}/results" for folder in ("bench", "experiments")]
+    changes = _git("status", "--porcelain", "--", ".", *results)
     return {
         "commit": commit,
         "dirty": None if changes is None else bool(changes),
@@ -42,6 +45,7 @@ def provenance(device: torch.device | str = "cpu") -> dict[str, Any]:
             "cores": _usable_cores(),
             "memory_gib": _memory_gib(),
             "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+            **({"nvidia_smi": _nvidia_smi(device)} if device.type == "cuda" else {}),
         },
         "versions": {"python": platform.python_version(), **_versions()},
         "threads": {
@@ -54,7 +58,7 @@ def provenance(device: torch.device | str = "cpu") -> dict[str, Any]:
 
 
 def flushes_subnormals() -> bool:
-    """Whether this thread's arithmetic takes numbers below the normal ones for zero."""
+    """Whether this thread's arithmetic replaces subnormal numbers by zero."""
     smallest = torch.full((), torch.finfo(torch.float32).smallest_normal)
     return bool(smallest / 2 == 0)
 
@@ -105,7 +109,7 @@ def _cpu_model() -> str:
 
 
 def _usable_cores() -> int:
-    # What this process may use, which in a container is less than the machine has.
+    # The cores that this process may use: in a container fewer than the machine has.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -116,6 +120,25 @@ def _memory_gib() -> float | None:
         return None
 
 
+def _nvidia_smi(device: torch.device) -> str | None:
+    """Driver, power limit, clocks and other users of the GPU."""
+    query = "driver_version,power.limit,clocks.sm,clocks.mem,utilization.gpu,memory.used"
+    # PyTorch counts the visible GPUs, nvidia-smi all of them.
+    identity = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    which = f"--id=GPU-{identity}" if identity is not None else "--id=0"
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", which, f"--query-gpu={query}", "--format=csv"],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
 def _versions() -> dict[str, str | None]:
     versions: dict[str, str | None] = {}
     for package in _PACKAGES:
@@ -123,7 +146,7 @@ def _versions() -> dict[str, str | None]:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             versions[package] = None
-    # torch's own name for itself carries the build (+cpu, +cu130), the metadata may not.
+    # torch.__version__ names the build (+cpu, +cu130); the metadata may not.
     versions["torch"] = torch.__version__
     versions["cuda"] = torch.version.cuda
     return versions

@@ -1,0 +1,222 @@
+"""What a competent user of plain torch writes instead of each operator.
+
+Each function has the arguments and the meaning of its namesake in ``tnt_kernels``, in float32;
+numbers are Python floats. Nothing is validated and nothing is written to be slow: no needless
+copies, results written to their place, ``foreach`` for elementwise work, no wait for a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from tnt_optim.modes import diagonal_modes, mode_shape
+from tools.measuring.parameter_sets import MAX_FACTOR_DIM
+
+Modes = Sequence[Sequence[Tensor]]
+Inverse = Callable[[Tensor, Tensor], object]
+
+_LETTERS = "abcdefghijklmnopqrstuvwxy"
+
+
+# gram_ema_
+
+
+def gram_einsum_(stats: Modes, tensors: Sequence[Tensor], decay: float) -> None:
+    """(i): one einsum and one lerp_ for each mode."""
+    for modes, tensor in zip(stats, tensors, strict=True):
+        letters = _LETTERS[: tensor.dim()]
+        for i, stat in enumerate(modes):
+            if stat.dim() == 1:
+                equation = f"{letters},{letters}->{letters[i]}"
+            else:
+                other = letters.replace(letters[i], "z")
+                equation = f"{letters},{other}->{letters[i]}z"
+            stat.lerp_(torch.einsum(equation, tensor, tensor), 1 - decay)
+
+
+def gram_addmm_(stats: Modes, tensors: Sequence[Tensor], decay: float) -> None:
+    """(ii): the unfolding times its transpose, straight into the moving average.
+
+    A matrix's second unfolding is a view; a middle or last mode of a higher tensor is copied.
+    """
+    for modes, tensor in zip(stats, tensors, strict=True):
+        for i, stat in enumerate(modes):
+            if stat.dim() == 1:
+                others = [j for j in range(tensor.dim()) if j != i]
+                squares = tensor.square().sum(others) if others else tensor.square()
+                stat.mul_(decay).add_(squares, alpha=1 - decay)
+            elif tensor.dim() == 1:
+                stat.addr_(tensor, tensor, beta=decay, alpha=1 - decay)
+            else:
+                unfolding = tensor.movedim(i, 0).reshape(stat.shape[0], -1)
+                stat.addmm_(unfolding, unfolding.mT, beta=decay, alpha=1 - decay)
+
+
+# mode_products and preconditioned_step_
+
+
+def products_tensordot(tensors: Sequence[Tensor], factors: Modes) -> list[Tensor]:
+    """A chain of tensordots: each contracts the first mode and appends the new one at the end.
+
+    After k products the modes are in their order again, with no permuted copy in between.
+    """
+    products = []
+    for tensor, modes in zip(tensors, factors, strict=True):
+        for factor in modes:
+            if factor.dim() == 1:
+                tensor = torch.movedim(tensor, 0, -1) * factor
+            else:
+                tensor = torch.tensordot(tensor, factor, dims=([0], [0]))
+        products.append(tensor.contiguous())
+    return products
+
+
+def step_tensordot_(
+    params: list[Tensor],
+    momenta: list[Tensor],
+    grads: list[Tensor],
+    factors: Modes,
+    lr: float,
+    momentum: float,
+    weight_decay: float,
+) -> None:
+    """(iii): foreach momentum, the chain of tensordots, foreach decay and update."""
+    torch._foreach_mul_(momenta, momentum)
+    torch._foreach_add_(momenta, grads)
+    directions = products_tensordot(momenta, factors)
+    if weight_decay != 0:
+        torch._foreach_mul_(params, 1 - lr * weight_decay)
+    torch._foreach_add_(params, directions, alpha=-lr)
+
+
+# damped_inverse
+
+
+def inverse_linalg(stats: Modes, damping: float, out: Modes) -> None:
+    """(iv): rescale, then ``torch.linalg.inv`` for each factor."""
+    _damped_inverse(stats, damping, out, lambda damped, to: torch.linalg.inv(damped, out=to))
+
+
+def inverse_cholesky(stats: Modes, damping: float, out: Modes) -> None:
+    """(v): rescale, then ``cholesky_ex`` and ``cholesky_inverse`` for each factor."""
+
+    def invert(damped: Tensor, to: Tensor) -> None:
+        factor, info = torch.linalg.cholesky_ex(damped)
+        if damped.is_cuda:  # no wait for the GPU
+            torch.where(info == 0, torch.cholesky_inverse(factor), to, out=to)
+        elif info.item() == 0:  # else the old inverse stays
+            torch.cholesky_inverse(factor, out=to)
+
+    _damped_inverse(stats, damping, out, invert)
+
+
+def _damped_inverse(stats: Modes, damping: float, out: Modes, invert: Inverse) -> None:
+    for modes, targets in zip(stats, out, strict=True):
+        k, size = len(modes), math.prod(stat.shape[0] for stat in modes)
+        first = modes[0]
+        total = (first if first.dim() == 1 else first.diagonal()).sum()
+        trace = total if first.is_cuda else float(total)
+        # c / trace with c = (trace / size)^(1/k): see tnt_kernels.damped_inverse
+        scale = (trace / size) ** (1 / k) / trace
+        for stat, target in zip(modes, targets, strict=True):
+            damped = stat * (scale * stat.shape[0])
+            if stat.dim() == 1:
+                torch.reciprocal(damped.add_(damping), out=target)
+            else:
+                damped.diagonal().add_(damping)
+                invert(damped, target)
+
+
+# inverse_root
+
+
+def root_eigh(stats: Modes, damping: float, roots: Sequence[int], out: Modes) -> None:
+    """(S + eps I)^(-1/root) from the eigenvalues: the exact alternative to the iteration."""
+    for modes, root, targets in zip(stats, roots, out, strict=True):
+        for stat, target in zip(modes, targets, strict=True):
+            if stat.dim() == 1:
+                torch.pow(stat + damping, -1 / root, out=target)
+            else:
+                values, vectors = torch.linalg.eigh(stat)
+                powers = values.clamp_min(0).add_(damping).pow_(-1 / root)
+                torch.mm(vectors * powers, vectors.mT, out=target)
+
+
+# The optimizer
+
+
+class PlainTNT:
+    """The whole step of TNT on empirical gradients, made of (i), (iii) and (iv).
+
+    The schedule is that of ``tnt_optim.TNT`` with ``fisher="empirical"``, without its warm start
+    and without its checks for gradients that are not finite.
+
+    Args:
+        params: contiguous float32 parameters with gradients.
+        lr: alpha in the paper.
+        damping: epsilon in the paper.
+        momentum: mu in the paper.
+        stat_decay: beta in the paper.
+        weight_decay: gamma in the paper.
+        stat_interval: T1 in the paper.
+        inverse_interval: T2 in the paper.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        lr: float,
+        *,
+        damping: float,
+        momentum: float = 0.9,
+        stat_decay: float = 0.9,
+        weight_decay: float = 0.0,
+        stat_interval: int = 1,
+        inverse_interval: int = 20,
+    ) -> None:
+        self.params = list(params)
+        self.lr, self.damping, self.momentum = lr, damping, momentum
+        self.stat_decay, self.weight_decay = stat_decay, weight_decay
+        self.stat_interval, self.inverse_interval = stat_interval, inverse_interval
+        self.steps = 0
+        views = [mode_shape(p.shape) for p in self.params]
+        self.weights = [p.detach().view(v) for p, v in zip(self.params, views, strict=True)]
+        self.momenta = [torch.zeros_like(weight) for weight in self.weights]
+        kinds = [diagonal_modes(view, MAX_FACTOR_DIM) for view in views]
+        self.stats, self.factors = (
+            [
+                [
+                    w.new_zeros((d,) if flat else (d, d))
+                    for d, flat in zip(w.shape, kind, strict=True)
+                ]
+                for w, kind in zip(self.weights, kinds, strict=True)
+            ]
+            for _ in range(2)
+        )
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Takes one step."""
+        grads = [
+            p.grad.view(w.shape)
+            for p, w in zip(self.params, self.weights, strict=True)
+            if p.grad is not None
+        ]
+        if self.steps % self.stat_interval == 0:
+            gram_einsum_(self.stats, grads, self.stat_decay if self.steps else 0.0)
+        if self.steps % self.inverse_interval == 0:
+            inverse_linalg(self.stats, self.damping, self.factors)
+        step_tensordot_(
+            self.weights,
+            self.momenta,
+            grads,
+            self.factors,
+            self.lr,
+            self.momentum,
+            self.weight_decay,
+        )
+        self.steps += 1

@@ -1,0 +1,268 @@
+"""Candidates of one benchmark: checked against the reference, then timed in turns.
+
+pytest-benchmark times the first candidate (ours); its setup function times every other candidate
+before each round. So all candidates alternate in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.work import Work
+from tools.measuring.clock import Stopwatch, no_collection, ratios, rotated, rounds_for, summary
+from tools.measuring.parameter_sets import ParameterSet
+
+OURS = "tnt_kernels"
+# The largest difference from the float64 reference, relative to the largest expected entry of the
+# same tensor. Inverses amplify rounding by a condition of up to d / 0.1; they are never made in
+# TF32. Tensor cores cut sums of thousands instead of rounding them, also in 3xTF32: up to 1e-4.
+# TF32's operands have ten bits.
+TOLERANCES = {
+    "cpu": {
+        "gram_ema_": 1e-5,
+        "mode_products": 1e-5,
+        "preconditioned_step_": 1e-5,
+        "damped_inverse": 1e-3,
+        "inverse_root": 2e-3,
+    },
+    "cuda": {
+        "gram_ema_": 1e-4,
+        "mode_products": 1e-4,
+        "preconditioned_step_": 1e-4,
+        "damped_inverse": 1e-3,
+        "inverse_root": 2e-3,
+    },
+    "reduced precision": {
+        "gram_ema_": 4e-3,
+        "mode_products": 1.2e-2,
+        "preconditioned_step_": 1.2e-2,
+        "damped_inverse": 1e-3,
+        "inverse_root": 2e-3,
+    },
+}
+# How far whole steps move the parameters. A bias has a statistic of rank 1 along its own gradient,
+# the direction in which its inverse is least accurate.
+STEP_TOLERANCE = 5e-2
+# A baseline may be this much less accurate: it sums in float32, and the record has its error.
+BASELINE_TOLERANCE = 10
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to compute the same result.
+
+    Attributes:
+        name: as in the tables.
+        run: computes once, on its own copies of the tensors that it changes.
+        results: the computed tensors, compared with the expected ones and checked to stay finite.
+        updated: tensors that every run must change.
+        compared: False if its results are not those of the reference.
+        graph: False if no CUDA graph can hold the run, as one that reads a number on the host.
+    """
+
+    name: str
+    run: Callable[[], object]
+    results: Callable[[], Sequence[Tensor]]
+    updated: Sequence[Tensor] = ()
+    compared: bool = True
+    graph: bool = True
+
+
+class Comparison:
+    """Checks, times and records candidates.
+
+    Args:
+        benchmark: pytest-benchmark's fixture.
+        device: where the candidates compute.
+        precision: PyTorch's float32 matmul precision, already set.
+        seconds: for all rounds of one comparison, unless three rounds take longer.
+        add_rows: gets one row for each candidate.
+    """
+
+    def __init__(
+        self,
+        benchmark: Any,
+        device: torch.device,
+        precision: str,
+        seconds: float,
+        add_rows: Callable[[list[dict[str, Any]]], None],
+    ) -> None:
+        self.benchmark, self.device, self.precision = benchmark, device, precision
+        self.seconds, self.add_rows = seconds, add_rows
+
+    def __call__(
+        self,
+        op: str,
+        parameter_set: ParameterSet,
+        candidates: Sequence[Candidate],
+        expected: Sequence[Tensor] = (),
+        work: Work | None = None,
+        *,
+        tolerance: float | None = None,
+        symmetric: bool = False,
+        kind: str = "",
+        steps: int = 1,
+        note: str = "",
+    ) -> None:
+        """Compare ``candidates``; the first one is the base of all ratios.
+
+        Args:
+            op: the operator, or the name of the comparison.
+            parameter_set: the tensors.
+            candidates: ours, then the baselines.
+            expected: the results of the reference after one run.
+            work: of one run; None if it is not counted.
+            tolerance: of our results; None for the operator's own.
+            symmetric: whether the flops are those of a symmetric product.
+            kind: the kind of step.
+            steps: of one run; times and work are recorded for one step.
+            note: repeated below the table.
+
+        Raises:
+            ValueError: a candidate computes another result, a number that is not finite, or
+                nothing.
+        """
+        if tolerance is None and expected:
+            tolerance = TOLERANCES[tolerance_key(self.device, self.precision)][op]
+        errors: dict[str, float] = {}
+        for candidate in candidates:
+            candidate.run()
+            if candidate.compared and expected and tolerance is not None:
+                slack = 1 if candidate is candidates[0] else BASELINE_TOLERANCE
+                errors[candidate.name] = relative_error(candidate.results(), expected)
+                check_close(candidate.name, errors[candidate.name], tolerance * slack)
+        before = [[tensor.clone() for tensor in c.updated] for c in candidates]
+        runs = {candidate.name: candidate.run for candidate in candidates}
+        no_graph = self._add_graphs(runs, candidates)
+        samples = self._rounds(runs)
+        for candidate, old in zip(candidates, before, strict=True):
+            check_finite(candidate.name, candidate.results())
+            check_updated(candidate.name, old, candidate.updated)
+        if not samples:
+            return
+        notes = [parameter_set.note, note, *no_graph]
+        key = {"op": op, "set": parameter_set.name, "kind": kind, "precision": self.precision}
+        base = next(iter(samples.values()))
+        baselines = {candidate.name for candidate in candidates[1:] if candidate.compared}
+        rows: list[dict[str, Any]] = []
+        for name, seconds in samples.items():
+            own = summary([second / steps for second in seconds])
+            ratio = summary(ratios(seconds, base))
+            # Median and quartiles of the ratios of each round.
+            row = {**key, "candidate": name, **own, "ratio": [ratio["median"], *ratio["quartiles"]]}
+            if name in errors:
+                row["error"] = errors[name]
+            if name.removesuffix(", graph") in baselines:
+                row["baseline"] = True
+            rows.append(row)
+        if work is not None:
+            rows[0]["work"] = [
+                n // steps for n in (work.useful_flops, work.effective_flops, work.bytes)
+            ]
+            rows[0]["symmetric"] = symmetric
+        if any(notes):
+            rows[0]["note"] = "; ".join(filter(None, notes))
+        self.benchmark.group = op
+        self.add_rows(rows)
+
+    def _add_graphs(
+        self, runs: dict[str, Callable[[], object]], candidates: Sequence[Candidate]
+    ) -> list[str]:
+        """On a GPU, add a replay of every candidate as a CUDA graph; return why some have none."""
+        why: list[str] = []
+        if self.device.type != "cuda":
+            return why
+        for candidate in candidates:
+            if not candidate.graph:
+                continue
+            try:
+                runs[f"{candidate.name}, graph"] = captured(candidate.run)
+            except RuntimeError as error:
+                # Raises, and ends the run, if the failed capture left the device unusable.
+                torch.zeros((), device=self.device).item()
+                first = (str(error).splitlines() or [""])[0]
+                why.append(f"no graph of {candidate.name}: {first[:150]}")
+        return why
+
+    def _rounds(self, runs: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
+        (ours, run), *others = runs.items()
+        stopwatch = Stopwatch(self.device)
+        took = sum(stopwatch(run) for run in runs.values())
+        samples: dict[str, list[float]] = {name: [] for name in runs}
+        turns = 0
+
+        def time_others() -> None:
+            nonlocal turns
+            for name, other in rotated(others, turns):
+                samples[name].append(stopwatch(other))
+            turns += 1
+            stopwatch.prepare()
+
+        def run_and_wait() -> None:
+            run()
+            torch.cuda.synchronize(self.device)
+
+        target = run_and_wait if self.device.type == "cuda" else run
+        rounds = rounds_for(took, self.seconds)
+        with no_collection():
+            self.benchmark.pedantic(target, setup=time_others, rounds=rounds)
+        if self.benchmark.stats is None:  # --benchmark-disable: the checks were all
+            return {}
+        samples[ours] = list(self.benchmark.stats.stats.data)
+        return samples
+
+
+def captured(run: Callable[[], object]) -> Callable[[], object]:
+    """The replay of one run as a CUDA graph, after two warm-ups on a side stream."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    graph.replay()
+    torch.cuda.synchronize()
+    return graph.replay
+
+
+def tolerance_key(device: torch.device, precision: str) -> str:
+    """Which row of ``TOLERANCES`` holds."""
+    return device.type if precision == "highest" else "reduced precision"
+
+
+def relative_error(results: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """The largest difference relative to the largest expected entry of the same tensor."""
+    errors = [
+        float((result.to(wanted.dtype) - wanted).abs().max() / wanted.abs().max())
+        for result, wanted in zip(results, expected, strict=True)
+    ]
+    return float(torch.tensor(errors).max())  # NaN if one error is NaN
+
+
+def check_close(name: str, error: float, tolerance: float) -> None:
+    """Raise ValueError if the error is above the tolerance, or NaN."""
+    if not error <= tolerance:
+        raise ValueError(f"{name}: error must be at most {tolerance:.0e}, got {error:.1e}")
+
+
+def check_finite(name: str, results: Sequence[Tensor]) -> None:
+    """Raise ValueError if a result is not finite."""
+    for t, result in enumerate(results):
+        if not bool(result.isfinite().all()):
+            raise ValueError(f"{name}: tensor {t} is no longer finite")
+
+
+def check_updated(name: str, before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
+    """Raise ValueError if a tensor that a run must change did not change."""
+    for t, (old, new) in enumerate(zip(before, after, strict=True)):
+        if torch.equal(old, new):
+            raise ValueError(f"{name}: tensor {t} did not change")

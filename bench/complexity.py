@@ -1,0 +1,239 @@
+"""How the operators' times grow with d and k: exponents next to those of Table 2.
+
+Table 2 of Ren & Goldfarb 2021 gives sum d prod d for statistics and update, sum d^3 for inverses
+and roots. Each sweep times one operator on one tensor of k modes of size d. A time is the least of
+several; an exponent is the slope of its logarithm over that of the abscissa. `experiments` measures
+whole methods.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from tqdm import tqdm
+
+from bench.inputs import generator, gram_statistics, normal, poisoned, symmetric_modes
+from bench.report import origin
+from tnt_kernels import damped_inverse, gram_ema_, inverse_root, preconditioned_step_
+from tools.measuring.clock import Run, Stopwatch, alternate, busy_share
+from tools.measuring.fits import (
+    LAUNCH_FACTOR,
+    LEAST_POINTS,
+    WITHIN,
+    agreement,
+    exponent,
+    launch_bound,
+    left_out,
+)
+from tools.measuring.parameter_sets import ParameterSet
+from tools.measuring.provenance import provenance
+from tools.measuring.records import check_writable, write_json
+from tools.measuring.tables import milliseconds, span, table
+
+DAMPING = 0.1
+K_SIZE = 32  # of each mode in the sweeps over k
+SAMPLE_SECONDS = 0.01
+QUICK_LEAVES_OUT = 3  # the largest sizes of a sweep over d
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """One operator over one variable.
+
+    Attributes:
+        part: the operator's part of the method.
+        term: its cost in Table 2.
+        predicted: exponent of the abscissa.
+        values: of the variable, increasing.
+        fit_from: the least value that a fit may use, chosen beforehand: below it products have not
+            reached the flat part of the BLAS's rate, or the tensors fit into a cache.
+        prepare: makes the timed call for one value.
+        k: modes of the tensor in a sweep over d; None in a sweep over k.
+    """
+
+    part: str
+    term: str
+    predicted: float
+    values: Sequence[int]
+    fit_from: int
+    prepare: Callable[[ParameterSet, torch.device], Run]
+    k: int | None
+
+    @property
+    def variable(self) -> str:
+        """The name of the abscissa."""
+        return "k d^(k+1)" if self.k is None else "d"
+
+    def abscissa(self, value: int) -> float:
+        """What the exponent belongs to."""
+        return float(value * K_SIZE ** (value + 1) if self.k is None else value)
+
+    def shape(self, value: int) -> ParameterSet:
+        """The tensor for one value."""
+        d, k = (K_SIZE, value) if self.k is None else (value, self.k)
+        return ParameterSet(f"{d}^{k}", ((d,) * k,), each_dimension_a_mode=True)
+
+
+def statistics(shape: ParameterSet, device: torch.device) -> Run:
+    """Refresh the statistics."""
+    rng = generator(device)
+    tensors, stats = normal(shape.views, rng), symmetric_modes(shape, rng)
+    return lambda: gram_ema_(stats, tensors, 0.9)
+
+
+def inverses(shape: ParameterSet, device: torch.device) -> Run:
+    """Refresh the inverses."""
+    stats = gram_statistics(shape, generator(device))
+    out = poisoned(stats)
+    return lambda: damped_inverse(stats, DAMPING, out)
+
+
+def roots(shape: ParameterSet, device: torch.device) -> Run:
+    """Refresh the inverse roots."""
+    stats = gram_statistics(shape, generator(device))
+    out = poisoned(stats)
+    orders = [2 * len(view) for view in shape.views]
+    return lambda: inverse_root(stats, DAMPING, orders, out)
+
+
+def update(shape: ParameterSet, device: torch.device) -> Run:
+    """Update the parameter."""
+    rng = generator(device)
+    weights, momenta, grads = (normal(shape.views, rng) for _ in range(3))
+    factors = symmetric_modes(shape, rng)
+    return lambda: preconditioned_step_(weights, momenta, grads, factors, 1e-3, 0.9, 0.0)
+
+
+_SMALL = (16, 32, 64, 128, 256)
+_D3 = (8, 16, 32, 64, 128, 256, 384, 512, 576, 640)
+_D2 = (*_SMALL, 512, 1024, 1536, 2048, 3072, 4096)
+_INVERSES = (*_SMALL, 512, 1024, 2048, 4096, 5120, 6144, 8192)
+_PRODUCTS, _FACTORS = "sum d prod d", "sum d^3"
+SWEEPS = (
+    Sweep("statistics", _PRODUCTS, 3, _D2, 1536, statistics, 2),
+    Sweep("statistics", _PRODUCTS, 4, _D3, 512, statistics, 3),
+    Sweep("update", _PRODUCTS, 3, (*_SMALL, 512, 768, 1024, 1536, 2048), 512, update, 2),
+    Sweep("update", _PRODUCTS, 4, _D3, 384, update, 3),
+    Sweep("inverses", _FACTORS, 3, _INVERSES, 5120, inverses, 2),
+    Sweep("roots", _FACTORS, 3, (*_SMALL, 384, 512, 768, 1024), 256, roots, 2),
+    Sweep("statistics", _PRODUCTS, 1, (1, 2, 3, 4, 5), 3, statistics, None),
+    Sweep("update", _PRODUCTS, 1, (1, 2, 3, 4, 5), 3, update, None),
+)
+
+
+def measured(
+    sweep: Sweep, device: torch.device, seconds: float, quick: bool = False
+) -> dict[str, Any]:
+    """The times of one sweep and their exponent.
+
+    Args:
+        sweep: which.
+        device: where it computes.
+        seconds: for each value.
+        quick: leave out the three largest sizes of a sweep over d.
+    """
+    values = sweep.values[:-QUICK_LEAVES_OUT] if quick and sweep.k is not None else sweep.values
+    runs: dict[str, Run] = {}
+    calls = []  # of one sample: so many that it takes a hundredth of a second
+    stopwatch = Stopwatch(device)
+    for value in values:
+        call = sweep.prepare(sweep.shape(value), device)
+        call()
+        calls.append(min(1000, max(1, math.ceil(SAMPLE_SECONDS / stopwatch(call)))))
+        runs[str(value)] = _repeated(call, calls[-1])
+    samples = alternate(runs, seconds=seconds * len(runs), device=device)
+    times = [min(samples[name]) / count for name, count in zip(runs, calls, strict=True)]
+    return fitted(sweep, values, times)
+
+
+def _repeated(call: Run, count: int) -> Run:
+    def run() -> None:
+        for _ in range(count):
+            call()
+
+    return run
+
+
+def fitted(sweep: Sweep, values: Sequence[int], times: Sequence[float]) -> dict[str, Any]:
+    """The row of a sweep with known times."""
+    status = [
+        "launch-bound" if out else "below the fitted range" if v < sweep.fit_from else "fitted"
+        for v, out in zip(values, launch_bound(times), strict=True)
+    ]
+    used = [i for i, state in enumerate(status) if state == "fitted"]
+    return {
+        "part": sweep.part,
+        "over": sweep.variable + ("" if sweep.k is None else f", k = {sweep.k}"),
+        "term": sweep.term,
+        "predicted": sweep.predicted,
+        "fitted": exponent([sweep.abscissa(values[i]) for i in used], [times[i] for i in used]),
+        "values": list(values),
+        "seconds": list(times),
+        "status": status,
+    }
+
+
+def page(record: Mapping[str, Any]) -> str:
+    """The page of a record."""
+    header = ["time of", "cost in Table 2", "over", "predicted", "fitted", ""]
+    header += ["fitted range (points)", "not fitted", "slowest point, ms"]
+    lines = [
+        [
+            *(row["part"], row["term"], row["over"], f"{row['predicted']:g}"),
+            "" if row["fitted"] is None else f"{row['fitted']:.2f}",
+            agreement(row["predicted"], row["fitted"]),
+            span([v for v, s in zip(row["values"], row["status"], strict=True) if s == "fitted"]),
+            left_out(row),
+            milliseconds(max(row["seconds"])),
+        ]
+        for row in record["rows"]
+    ]
+    text = [
+        "# Complexity of the operators",
+        "",
+        *origin(record),
+        "Table 2 of Ren & Goldfarb 2021 on one tensor of k modes of size d. An exponent agrees if "
+        f"it is within {WITHIN} of the predicted one. *launch-bound*: a time below "
+        f"{LAUNCH_FACTOR:g} times that of the smallest size. *below the fitted range*: smaller "
+        f"than the first size of the fit, chosen beforehand. No exponent from fewer than "
+        f"{LEAST_POINTS} points.",
+        "",
+        *table(header, lines),
+    ]
+    return "\n".join(text).rstrip() + "\n"
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="the record; its page next to it")] = Path(
+        "results/complexity.json"
+    ),
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    seconds: Annotated[float, typer.Option(help="for each size")] = 0.3,
+    threads: Annotated[int | None, typer.Option(help="(default: PyTorch's own)")] = None,
+    quick: Annotated[bool, typer.Option(help="without the three largest sizes")] = False,
+) -> None:
+    """Measure how the operators' times grow with d and k."""
+    check_writable(out)
+    if threads:
+        torch.set_num_threads(threads)
+    record: dict[str, Any] = {
+        "provenance": provenance(device),
+        "protocol": {"seconds": seconds, "busy_before": busy_share(), "busy_after": None},
+        "rows": [],
+    }
+    for sweep in tqdm(SWEEPS, "complexity", disable=None):
+        record["rows"].append(measured(sweep, torch.device(device), seconds, quick))
+    record["protocol"]["busy_after"] = busy_share()
+    write_json(out, record, digits=6)
+    out.with_suffix(".md").write_text(page(record), encoding="utf-8")
+    typer.echo(f"wrote {out} and {out.with_suffix('.md')}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

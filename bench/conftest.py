@@ -1,0 +1,146 @@
+"""Options and fixtures of the benchmarks, and their record.
+
+`pytest bench --benchmark-only` prints pytest-benchmark's table of our candidate and writes the
+record (`--out`) and its page, with every candidate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench import report
+from bench.comparison import Comparison
+from bench.limits import better, binding, matmul_precision, measure_limits
+from bench.work import Work
+from tnt_kernels import backends
+from tools.measuring.clock import MAX_ROUNDS, MIN_ROUNDS, busy_share
+from tools.measuring.parameter_sets import DEFAULT_SETS, PARAMETER_SETS
+from tools.measuring.provenance import provenance
+from tools.measuring.records import check_writable, write_json
+
+DIGITS = 6  # more than any clock has
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The options of every command of this project, where they apply, under the same names."""
+    group = parser.getgroup("benchmarks of the operators and of whole steps")
+    group.addoption("--device", default="cpu", choices=("cpu", "cuda"), help="(default: cpu)")
+    group.addoption(
+        "--sets",
+        default=",".join((*DEFAULT_SETS, "vgg16_conv")),
+        help=f"parameter sets, separated by commas, of {', '.join(PARAMETER_SETS)}",
+    )
+    group.addoption("--seconds", default=2.0, type=float, help="for each benchmark (default: 2)")
+    group.addoption(
+        "--precision",
+        default="highest",
+        help="of float32 products, separated by commas: highest,high,medium (default: highest)",
+    )
+    group.addoption("--threads", default=None, type=int, help="(default: PyTorch's own)")
+    group.addoption("--limit-size", default=4096, type=int, help="of the matrices for the limits")
+    group.addoption("--out", default="results/bench.json", help="the record; its page next to it")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Parametrize by the parameter sets and the precisions of the command line."""
+    if "parameter_set" in metafunc.fixturenames:
+        names = metafunc.config.getoption("--sets").split(",")
+        if unknown := set(names) - set(PARAMETER_SETS):
+            known = ", ".join(PARAMETER_SETS)
+            raise pytest.UsageError(f"--sets must be of {known}, got {', '.join(sorted(unknown))}")
+        metafunc.parametrize("parameter_set", [PARAMETER_SETS[name] for name in names], ids=names)
+    if "precision" in metafunc.fixturenames:
+        metafunc.parametrize("precision", metafunc.config.getoption("--precision").split(","))
+
+
+@pytest.fixture(scope="session")
+def device(pytestconfig: pytest.Config) -> torch.device:
+    """Where everything computes."""
+    found = torch.device(pytestconfig.getoption("--device"))
+    if found.type == "cuda" and not torch.cuda.is_available():
+        pytest.exit("--device cuda: PyTorch has no GPU here", returncode=2)
+    if pytestconfig.getoption("--threads"):
+        torch.set_num_threads(pytestconfig.getoption("--threads"))
+    return found
+
+
+class Record:
+    """The rows of this run, written after every benchmark: an ended run loses none."""
+
+    def __init__(self, path: Path, device: torch.device, seconds: float, limit_size: int) -> None:
+        self.path, self.device, self.size = check_writable(path), device, limit_size
+        self.content: dict[str, Any] = {
+            "provenance": provenance(device),
+            "backends": asdict(backends()),
+            "protocol": {
+                "seconds": seconds,
+                "rounds": [MIN_ROUNDS, MAX_ROUNDS],
+                "order": "candidates alternate in one process; ours follows the baselines",
+                "busy_before": busy_share(),
+                "busy_after": None,
+            },
+            "limits": measure_limits(device, limit_size),
+            "rows": [],
+        }
+
+    def add(self, rows: list[dict[str, Any]]) -> None:
+        """Add the rows of one benchmark."""
+        self.content["rows"] += rows
+        write_json(self.path, self.content, DIGITS)
+
+    def end(self) -> None:
+        """Measure the limits again, add what each row's limit is, and write the page."""
+        content = self.content
+        if not content["rows"]:
+            return
+        content["limits"] = better(content["limits"], measure_limits(self.device, self.size))
+        content["protocol"]["busy_after"] = busy_share()
+        for row in content["rows"]:
+            if "work" in row:
+                row["limit"], row["least_seconds"] = binding(
+                    content["limits"],
+                    Work(*row["work"]),
+                    symmetric=row["symmetric"],
+                    precision=row["precision"],
+                )
+        write_json(self.path, content, DIGITS)
+        self.path.with_suffix(".md").write_text(report.page(content), encoding="utf-8")
+
+
+@pytest.fixture(scope="session")
+def record(pytestconfig: pytest.Config, device: torch.device) -> Iterator[Record | None]:
+    """The record; None with --benchmark-disable, which only checks the candidates."""
+    if pytestconfig.getoption("--benchmark-disable"):
+        yield None
+        return
+    made = Record(
+        Path(pytestconfig.getoption("--out")),
+        device,
+        pytestconfig.getoption("--seconds"),
+        pytestconfig.getoption("--limit-size"),
+    )
+    yield made
+    made.end()
+
+
+@pytest.fixture
+def compare(
+    benchmark: Any,
+    pytestconfig: pytest.Config,
+    device: torch.device,
+    precision: str,
+    record: Record | None,
+) -> Iterator[Comparison]:
+    """Checks, times and records candidates, in the precision of this benchmark."""
+    seconds = pytestconfig.getoption("--seconds")
+    add = (lambda rows: None) if record is None else record.add
+    with matmul_precision(precision):
+        yield Comparison(benchmark, device, precision, seconds, add)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,84 @@
+"""Random inputs of the benchmarks on one device: never zeros, never subnormal numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tnt_kernels import reference
+from tools.measuring.parameter_sets import ParameterSet
+
+Modes = list[list[Tensor]]
+
+
+def generator(device: torch.device | str = "cpu") -> torch.Generator:
+    """A new generator: the inputs of one benchmark do not depend on the benchmarks before it."""
+    return torch.Generator(device).manual_seed(0)
+
+
+def normal(
+    shapes: Sequence[Sequence[int]], rng: torch.Generator, scale: float = 1.0
+) -> list[Tensor]:
+    """Independent normal entries of standard deviation ``scale``, on the generator's device."""
+    return [torch.randn(*s, generator=rng, device=rng.device).mul_(scale) for s in shapes]
+
+
+def symmetric_modes(parameter_set: ParameterSet, rng: torch.Generator) -> Modes:
+    """For every mode a symmetric matrix, eigenvalues in about [0, 2], or a positive diagonal."""
+
+    def draw(d: int, diagonal: bool) -> Tensor:
+        if diagonal:
+            return torch.rand(d, generator=rng, device=rng.device).add_(0.5)
+        square = torch.randn(d, d, generator=rng, device=rng.device).mul_(0.35 / math.sqrt(d))
+        square.add_(square.mT.clone())
+        square.diagonal().add_(1.0)
+        return square
+
+    return [
+        [draw(d, flat) for d, flat in zip(view, kinds, strict=True)]
+        for view, kinds in zip(parameter_set.views, parameter_set.diagonal, strict=True)
+    ]
+
+
+def gram_statistics(parameter_set: ParameterSet, rng: torch.Generator) -> Modes:
+    """The Gram matrices of one normal gradient for each parameter, by the reference.
+
+    The gradient's scale makes the average eigenvalue of the largest mode 1; a vector's only nonzero
+    eigenvalue is then its length.
+    """
+    views = parameter_set.views
+    tensors = normal(views, rng)
+    for tensor, view in zip(tensors, views, strict=True):
+        tensor.mul_(math.sqrt(max(view) / math.prod(view)))
+    stats = [
+        [
+            torch.empty((d,) if flat else (d, d), device=rng.device)
+            for d, flat in zip(v, k, strict=True)
+        ]
+        for v, k in zip(views, parameter_set.diagonal, strict=True)
+    ]
+    reference.gram_ema_(stats, tensors, 0.0)
+    return stats
+
+
+def copies(modes: Sequence[Sequence[Tensor]]) -> Modes:
+    """Copies of every matrix."""
+    return [[matrix.clone() for matrix in row] for row in modes]
+
+
+def in_float64(modes: Sequence[Sequence[Tensor]]) -> Modes:
+    """Copies in float64."""
+    return [[matrix.double() for matrix in row] for row in modes]
+
+
+def poisoned(modes: Modes) -> Modes:
+    """Matrices of the same shapes to write to, all NaN: an entry not written stays NaN."""
+    return [[torch.full_like(matrix, math.nan) for matrix in row] for row in modes]
+
+
+def flat(modes: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """All matrices in one list."""
+    return [matrix for row in modes for matrix in row]

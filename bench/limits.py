@@ -1,0 +1,148 @@
+"""The limits of one device, measured in the run that is compared with them.
+
+On a CPU: a large sgemm and ssyrk of OpenBLAS and a copy of memory, each with as many threads as
+torch uses; torch's own product too, on which every baseline stands. Without ``scipy-openblas32``
+torch's product replaces both, and the record says so. On a GPU: a copy, and torch's products in
+float32, TF32 and bfloat16. The best of several samples is the limit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.work import Work
+from tools.measuring.clock import Stopwatch
+
+COPY_NUMBERS = 1 << 26  # 256 MiB of float32, larger than every cache
+# PyTorch's float32 matmul precision and the product that then limits a GPU.
+_PRODUCT_OF = {"highest": "float32", "high": "tf32", "medium": "bf16"}
+
+Limits = Mapping[str, Any]
+
+
+@contextmanager
+def matmul_precision(setting: str) -> Iterator[None]:
+    """PyTorch's float32 matmul precision, set for a while."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(setting)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def binding(limits: Limits, work: Work, *, symmetric: bool, precision: str) -> tuple[str, float]:
+    """The limit that binds, and the least seconds for ``work``.
+
+    Args:
+        limits: of ``measure_limits``: flops and bytes a second.
+        work: of one run.
+        symmetric: whether the product is symmetric, for which a CPU has a routine of its own.
+        precision: of float32 products on a GPU.
+    """
+    product = "ssyrk" if symmetric else "sgemm"
+    if product not in limits:
+        product = _PRODUCT_OF[precision]
+    least = {product: work.useful_flops / limits[product], "copy": work.bytes / limits["copy"]}
+    name = max(least, key=lambda name: least[name])
+    return name, least[name]
+
+
+def better(first: Limits, second: Limits) -> dict[str, Any]:
+    """The higher of two rates each: a disturbance only slows a measurement down."""
+    return {k: max(v, second[k]) if isinstance(v, float) else v for k, v in first.items()}
+
+
+def measure_limits(
+    device: torch.device | str = "cpu", size: int = 4096, numbers: int = COPY_NUMBERS
+) -> dict[str, Any]:
+    """Flops a second of products, and bytes a second (read and written) of a copy.
+
+    Args:
+        device: "cpu" takes about four seconds on two cores.
+        size: of the square matrices.
+        numbers: of the copy.
+    """
+    device = torch.device(device)
+    stopwatch = Stopwatch(device)
+
+    def least(run: Callable[[], object], rounds: int = 3) -> float:
+        run()
+        return min(stopwatch(run) for _ in range(rounds))
+
+    a, b, c = (torch.randn(size, size, device=device) for _ in range(3))
+    source = torch.randn(numbers, device=device)
+    target = torch.empty_like(source)
+    copy = 2 * source.nbytes / least(lambda: target.copy_(source), 5)
+    full, half = 2.0 * size**3, float(size * size * (size + 1))
+    if device.type == "cuda":
+        rates = {"copy": copy}
+        for setting in ("highest", "high"):
+            with matmul_precision(setting):
+                rates[_PRODUCT_OF[setting]] = full / least(lambda: torch.mm(a, b, out=c), 10)
+        a, b, c = (x.bfloat16() for x in (a, b, c))
+        return {**rates, "bf16": full / least(lambda: torch.mm(a, b, out=c), 10), "size": size}
+    threads = torch.get_num_threads()
+    found = {"copy": copy, "torch_sgemm": full / least(lambda: torch.mm(a, b, out=c))}
+    library = _openblas()
+    if library is None:
+        blas = "torch (scipy-openblas32 is not installed)"
+        found["sgemm"] = found["torch_sgemm"]
+        found["ssyrk"] = half / least(lambda: torch.mm(a, a.mT, out=c))
+    else:
+        blas = f"OpenBLAS {_openblas_version(library)}"
+        library.scipy_openblas_set_num_threads(threads)
+        try:
+            found["sgemm"] = full / least(lambda: _sgemm(library, a, b, c))
+            found["ssyrk"] = half / least(lambda: _ssyrk(library, a, c))
+        finally:
+            # A second pool of waiting threads would slow down the next benchmark.
+            library.scipy_openblas_set_num_threads(1)
+    return {"blas": blas, "threads": threads, "size": size, **found}
+
+
+def _openblas() -> ctypes.CDLL | None:
+    try:
+        package = importlib.import_module("scipy_openblas32")
+    except ImportError:
+        return None
+    path = Path(package.get_lib_dir()) / package.get_library(fullname=True)
+    return ctypes.CDLL(str(path))
+
+
+def _openblas_version(library: ctypes.CDLL) -> str:
+    library.scipy_openblas_get_config.restype = ctypes.c_char_p
+    words = library.scipy_openblas_get_config().decode().split()
+    return " ".join(word for word in words if word != "OpenBLAS")
+
+
+def _sgemm(library: ctypes.CDLL, a: Tensor, b: Tensor, c: Tensor) -> None:
+    """C = A B, square; column-major and row-major are the same work."""
+    n, one, zero = ctypes.c_int(a.shape[0]), ctypes.c_float(1), ctypes.c_float(0)
+    reference = ctypes.byref
+    library.scipy_sgemm_(
+        *(b"N", b"N", reference(n), reference(n), reference(n), reference(one)),
+        *(ctypes.c_void_p(a.data_ptr()), reference(n), ctypes.c_void_p(b.data_ptr())),
+        *(reference(n), reference(zero), ctypes.c_void_p(c.data_ptr()), reference(n)),
+        *(ctypes.c_size_t(1), ctypes.c_size_t(1)),  # lengths of the two strings
+    )
+
+
+def _ssyrk(library: ctypes.CDLL, a: Tensor, c: Tensor) -> None:
+    """One triangle of C = A A^T."""
+    n, one, zero = ctypes.c_int(a.shape[0]), ctypes.c_float(1), ctypes.c_float(0)
+    reference = ctypes.byref
+    library.scipy_ssyrk_(
+        *(b"L", b"N", reference(n), reference(n), reference(one)),
+        *(ctypes.c_void_p(a.data_ptr()), reference(n), reference(zero)),
+        *(ctypes.c_void_p(c.data_ptr()), reference(n)),
+        *(ctypes.c_size_t(1), ctypes.c_size_t(1)),
+    )

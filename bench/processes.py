@@ -1,0 +1,331 @@
+"""Steps shared by several processes on one machine: traffic, state, seconds, and the difference.
+
+Every process gets the same gradients, as after the all-reduce of DistributedDataParallel, so one
+process alone must end where several do; the record has the difference. Seconds are those of
+`step`: on one machine the processes share its cores, and gloo copies through memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import typer
+from torch import Tensor, nn
+from torch._C._distributed_c10d import FileStore
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.multiprocessing.spawn import spawn
+from tqdm import tqdm
+
+from bench.report import origin
+from tnt_optim import TNT
+from tools.measuring.clock import busy_share, now
+from tools.measuring.parameter_sets import PARAMETER_SETS
+from tools.measuring.provenance import provenance
+from tools.measuring.records import check_writable, write_json
+from tools.measuring.tables import table
+
+# How the work is shared: every process does all of it, the two settings of `shard`, and parameters
+# that fully_shard has cut.
+WAYS = ("none", "directions", "inverses", "fully_shard")
+T1, T2 = 2, 4
+DAMPING = 0.1
+# The kinds of a period of T2 steps, in its order.
+KINDS = ("statistics and inverses", "nothing", "statistics", "nothing")
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measurement.
+
+    Attributes:
+        parameters: the name of a parameter set.
+        way: one of `WAYS`; "none" for a single process.
+        processes: how many.
+        periods: of T2 steps each, timed after one untimed period.
+        device: "cpu", or "cuda" with one GPU for each process.
+    """
+
+    parameters: str
+    way: str
+    processes: int
+    periods: int
+    device: str = "cpu"
+
+
+class Parameters(nn.Module):
+    """The parameters of a set, in a module for fully_shard; its output is their inner product."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        rng = torch.Generator().manual_seed(0)
+        shapes = PARAMETER_SETS[name].shapes
+        weights = [torch.randn(shape, generator=rng) * 0.02 for shape in shapes]
+        self.weights = nn.ParameterList(nn.Parameter(weight) for weight in weights)
+
+    def forward(self, gradients: list[Tensor]) -> Tensor:
+        """A loss whose gradients are the given ones."""
+        pairs = zip(self.weights, gradients, strict=True)
+        return torch.stack([(weight * gradient).sum() for weight, gradient in pairs]).sum()
+
+
+def gradients(name: str, seed: int, device: str) -> list[Tensor]:
+    """A gradient of every parameter, with the rank and decay that training has."""
+    rng = torch.Generator().manual_seed(seed)
+    found = []
+    for shape in PARAMETER_SETS[name].shapes:
+        noise = torch.randn(shape, generator=rng)
+        found.append((noise * torch.rand(shape[-1:], generator=rng) * 1e-2).to(device))
+    return found
+
+
+# Traffic. Each process hands over the whole tensor to an all-reduce, an owner's to a broadcast, its
+# pieces to an all-to-all. The bytes on a wire depend on the backend: a ring sends 2 (n - 1) / n of
+# an all-reduce, (n - 1) / n of a gather.
+_COUNTED: dict[str, Callable[..., int]] = {
+    "all_reduce": lambda tensor, *a, **k: tensor.nbytes,
+    "broadcast": lambda tensor, *a, **k: tensor.nbytes if _sends(*a, **k) else 0,
+    "all_to_all_single": lambda output, tensor, *a, **k: tensor.nbytes,
+}
+
+
+@dataclass
+class Traffic:
+    """Bytes handed to collectives, and how many collectives."""
+
+    size: int = 0
+    calls: int = 0
+
+
+@contextmanager
+def counted_traffic() -> Iterator[Traffic]:
+    """Count the optimizers' collectives of this process."""
+    traffic = Traffic()
+    before = {name: getattr(dist, name) for name in _COUNTED}
+
+    def counting(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            traffic.size += _COUNTED[name](*args, **kwargs)
+            traffic.calls += 1
+            return before[name](*args, **kwargs)
+
+        return call
+
+    for name in _COUNTED:
+        setattr(dist, name, counting(name))
+    try:
+        yield traffic
+    finally:
+        for name, function in before.items():
+            setattr(dist, name, function)
+
+
+def _sends(*args: Any, group: Any = None, group_src: int | None = None, **kwargs: Any) -> bool:
+    return group_src == dist.get_rank(group)
+
+
+def nbytes(state: Any) -> int:
+    """The bytes of all tensors in a state."""
+    if isinstance(state, Tensor):
+        return state.nbytes
+    if isinstance(state, dict):
+        return sum(map(nbytes, state.values()))
+    return sum(map(nbytes, state)) if isinstance(state, list) else 0
+
+
+def run_rank(rank: int, folder: str, case: Case, threads: int) -> None:
+    """Run a case as one of its processes; write the result to a file. The target of `spawn`."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(threads)
+    if case.device == "cuda":
+        torch.cuda.set_device(rank)
+    store = FileStore(f"{folder}/store", case.processes)
+    dist.init_process_group(
+        "nccl" if case.device == "cuda" else "gloo",
+        store=store,
+        rank=rank,
+        world_size=case.processes,
+        timeout=timedelta(minutes=10),
+    )
+    torch.save(_measured(case), f"{folder}/{rank}.pt")
+    # Wait for all, then exit without destroying the group: gloo's threads sometimes abort the
+    # interpreter at its end.
+    store.set(f"done {rank}", "")
+    store.wait([f"done {other}" for other in range(case.processes)])
+    os._exit(0)
+
+
+def _measured(case: Case) -> dict[str, Any]:
+    model = Parameters(case.parameters).to(case.device)
+    if case.way == "fully_shard":
+        fully_shard(model, mesh=init_device_mesh(case.device, (case.processes,)))
+    opt = TNT(
+        model.parameters(),
+        lr=1e-4,
+        damping=DAMPING,
+        stat_interval=T1,
+        inverse_interval=T2,
+        likelihood=lambda loss: loss,  # its gradient is the sampled one
+        shard=case.way if case.way in ("directions", "inverses") else None,
+    )
+    seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    sent: dict[str, tuple[int, int]] = {}
+    for step in range((1 + case.periods) * T2):
+        opt.zero_grad()
+        opt.observe(model(gradients(case.parameters, 2 * step, case.device)))
+        model(gradients(case.parameters, 2 * step + 1, case.device)).backward()
+        dist.barrier()
+        with counted_traffic() as traffic:
+            start = now(case.device)
+            opt.step()
+            taken = now(case.device) - start
+        if step >= T2:
+            kind = KINDS[step % T2]
+            seconds[kind].append(taken)
+            sent[kind] = (traffic.size, traffic.calls)
+    ends = [getattr(p, "full_tensor", lambda p=p: p)() for p in model.parameters()]
+    return {
+        "seconds": {kind: statistics.median(values) for kind, values in seconds.items()},
+        "sent": sent,
+        "state": sum(nbytes(opt.state[p]) for p in opt.state),
+        "ends": [end.detach().cpu() for end in ends],
+    }
+
+
+def measured(case: Case, threads: int) -> dict[str, Any]:
+    """The row of one case: seconds are those of the slowest process.
+
+    Args:
+        case: which.
+        threads: of all processes together.
+    """
+    ranks = _ranks(case, threads)
+    start, alone = _alone(case.parameters, case.periods, threads, case.device)
+
+    def difference(ends: list[Tensor], wanted: list[Tensor]) -> float:
+        """The distance of two ends, relative to how far one process alone has moved."""
+        return _distance(ends, wanted) / _distance(alone, start)
+
+    return {
+        "parameters": case.parameters,
+        "way": case.way,
+        "processes": case.processes,
+        "seconds": {kind: max(rank["seconds"][kind] for rank in ranks) for kind in KINDS},
+        "sent_bytes": {kind: [rank["sent"][kind][0] for rank in ranks] for kind in KINDS},
+        "collectives": {kind: ranks[0]["sent"][kind][1] for kind in KINDS},
+        "state_bytes": [rank["state"] for rank in ranks],
+        "difference": max(difference(rank["ends"], alone) for rank in ranks),
+        "processes_differ": max(difference(rank["ends"], ranks[0]["ends"]) for rank in ranks),
+    }
+
+
+def _distance(some: list[Tensor], others: list[Tensor]) -> float:
+    norms = [(a - b).norm() for a, b in zip(some, others, strict=True)]
+    return float(torch.stack(norms).norm())
+
+
+@functools.cache
+def _alone(
+    parameters: str, periods: int, threads: int, device: str
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Start and end of the parameters of one process alone."""
+    start = [weight.detach() for weight in Parameters(parameters).weights]
+    return start, _ranks(Case(parameters, "none", 1, periods, device), threads)[0]["ends"]
+
+
+def _ranks(case: Case, threads: int) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        each = max(1, threads // case.processes)
+        spawn(run_rank, (folder, case, each), nprocs=case.processes)
+        paths = [f"{folder}/{rank}.pt" for rank in range(case.processes)]
+        return [torch.load(path, weights_only=True) for path in paths]
+
+
+def page(record: Mapping[str, Any]) -> str:
+    """The page of a record."""
+    kinds = list(dict.fromkeys(KINDS))
+    header = ["parameters", "processes", "shared", "state of the largest process, MiB"]
+    header += ["of all, MiB", *(f"{kind}: ms" for kind in kinds)]
+    header += [*(f"{kind}: MiB sent" for kind in kinds)]
+    header += ["difference from one process", "between processes"]
+    rows = [
+        [
+            row["parameters"],
+            row["processes"],
+            row["way"],
+            f"{max(row['state_bytes']) / _MIB:.1f}",
+            f"{sum(row['state_bytes']) / _MIB:.1f}",
+            *(f"{1000 * row['seconds'][kind]:.1f}" for kind in kinds),
+            *(f"{sum(row['sent_bytes'][kind]) / _MIB:.1f}" for kind in kinds),
+            f"{row['difference']:.1e}",
+            f"{row['processes_differ']:.1e}",
+        ]
+        for row in record["rows"]
+    ]
+    text = [
+        "# Steps shared by several processes",
+        "",
+        *origin(record),
+        "Milliseconds are of `step`, the slowest process's median. MiB sent is what all processes "
+        "together hand to collectives in one step. The difference of the final parameters is "
+        "relative to how far they have moved.",
+        "",
+        *table(header, rows),
+    ]
+    return "\n".join(text).rstrip() + "\n"
+
+
+def cases(
+    sets: Sequence[str], processes: Sequence[int], periods: int, device: str
+) -> Iterator[Case]:
+    """One process alone, then every way on every number of processes, for each set."""
+    for name in sets:
+        for count in dict.fromkeys([1, *processes]):
+            for way in WAYS if count > 1 else WAYS[:1]:
+                yield Case(name, way, count, periods, device)
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="the record; its page next to it")] = Path(
+        "results/processes.json"
+    ),
+    sets: Annotated[str, typer.Option(help="parameter sets, separated by commas")] = "mnist_ae",
+    processes: Annotated[str, typer.Option(help="numbers of processes")] = "2,4",
+    periods: Annotated[int, typer.Option(min=1, help="of 4 steps")] = 5,
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    threads: Annotated[int | None, typer.Option(help="of all processes together")] = None,
+) -> None:
+    """Measure traffic, state and seconds of processes that share TNT's steps."""
+    check_writable(out)
+    threads = threads or torch.get_num_threads()
+    counts = [int(count) for count in processes.split(",")]
+    record: dict[str, Any] = {
+        "provenance": provenance(device),
+        "protocol": {"t1": T1, "t2": T2, "damping": DAMPING, "periods": periods,
+                     "threads_of_all_processes": threads, "busy_before": busy_share(),
+                     "busy_after": None},
+        "rows": [],
+    }  # fmt: skip
+    for case in tqdm(list(cases(sets.split(","), counts, periods, device)), disable=None):
+        record["rows"].append(measured(case, threads))
+        write_json(out, record, digits=6)
+    record["protocol"]["busy_after"] = busy_share()
+    write_json(out, record, digits=6)
+    out.with_suffix(".md").write_text(page(record), encoding="utf-8")
+    typer.echo(f"wrote {out} and {out.with_suffix('.md')}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

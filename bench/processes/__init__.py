@@ -1,1 +1,0 @@
-"""Training steps shared by several processes: what they send, keep and take."""

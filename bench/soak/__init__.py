@@ -1,1 +1,0 @@
-"""Training for a long time under faults, restarts and changing numbers of processes."""

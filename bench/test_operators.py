@@ -1,0 +1,220 @@
+"""Every operator against the same in plain torch, on every parameter set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from bench import baselines
+from bench.comparison import OURS, Candidate, Comparison
+from bench.inputs import (
+    Modes,
+    copies,
+    flat,
+    generator,
+    gram_statistics,
+    in_float64,
+    normal,
+    poisoned,
+    symmetric_modes,
+)
+from bench.work import Work, factor_bytes, gram_work, inverse_work, products_work, step_work
+from tnt_kernels import (
+    backends,
+    damped_inverse,
+    gram_ema_,
+    inverse_root,
+    mode_products,
+    preconditioned_step_,
+    reference,
+)
+from tools.measuring.parameter_sets import ParameterSet
+
+DECAY, DAMPING = 0.9, 0.1  # beta and epsilon in the paper
+LR, MOMENTUM, WEIGHT_DECAY = 0.01, 0.9, 0.1
+# One root costs some hundred d^3: with modes of 2000 to 4096, or the hundred modes of gpt2, a round
+# takes minutes.
+ROOT_SETS = ("mnist_ae", "resnet32", "vgg16_conv")
+
+
+@dataclass
+class Problem:
+    """Candidates of one operator on one parameter set, and the reference's results in float64."""
+
+    candidates: list[Candidate]
+    expected: list[Tensor]
+    work: Work
+    symmetric: bool = False
+    note: str = ""
+
+
+def gram(parameter_set: ParameterSet, device: torch.device) -> Problem:
+    """Refresh all statistics once."""
+    rng = generator(device)
+    tensors, start = normal(parameter_set.views, rng), symmetric_modes(parameter_set, rng)
+    expected = in_float64(start)
+    reference.gram_ema_(expected, [tensor.double() for tensor in tensors], DECAY)
+
+    def candidate(name: str, update: Callable[..., None]) -> Candidate:
+        stats = copies(start)
+        return Candidate(
+            name,
+            run=lambda: update(stats, tensors, DECAY),
+            results=lambda: flat(stats),
+            updated=flat(stats),
+        )
+
+    return Problem(
+        [
+            candidate(OURS, gram_ema_),
+            candidate("einsum + lerp_", baselines.gram_einsum_),
+            candidate("addmm_", baselines.gram_addmm_),
+        ],
+        flat(expected),
+        gram_work(parameter_set.views, parameter_set.diagonal),
+        symmetric=True,
+    )
+
+
+def inverse(parameter_set: ParameterSet, device: torch.device) -> Problem:
+    """Refresh all inverses once, in place of the old ones."""
+    stats = gram_statistics(parameter_set, generator(device))
+    expected, info = reference.damped_inverse(in_float64(stats), DAMPING)
+    assert not info.any()
+
+    def candidate(
+        name: str, invert: Callable[[Modes, float, Modes], object], graph: bool
+    ) -> Candidate:
+        out = poisoned(stats)
+        return Candidate(name, lambda: invert(stats, DAMPING, out), lambda: flat(out), graph=graph)
+
+    return Problem(
+        [
+            candidate(OURS, damped_inverse, graph=True),
+            candidate("linalg.inv", baselines.inverse_linalg, graph=False),
+            candidate("cholesky_inverse", baselines.inverse_cholesky, graph=False),
+        ],
+        flat(expected),
+        inverse_work(parameter_set.views, parameter_set.diagonal),
+    )
+
+
+def root(parameter_set: ParameterSet, device: torch.device) -> Problem:
+    """Refresh all roots once, 1 / 2k for k modes as in Shampoo."""
+    stats = gram_statistics(parameter_set, generator(device))
+    roots = [2 * len(view) for view in parameter_set.views]
+    with FlopCounterMode(display=False) as counter:
+        expected, info = reference.inverse_root(in_float64(stats), DAMPING, roots)
+    assert not info.any()
+    counted = counter.get_total_flops()
+    served = backends().ops["inverse_root"][device.type]
+    read_and_written = 2 * factor_bytes(parameter_set.views, parameter_set.diagonal)
+
+    def candidate(
+        name: str, make: Callable[[Modes, float, list[int], Modes], object], graph: bool
+    ) -> Candidate:
+        out = poisoned(stats)
+        return Candidate(
+            name, lambda: make(stats, DAMPING, roots, out), lambda: flat(out), graph=graph
+        )
+
+    return Problem(
+        [
+            candidate(OURS, inverse_root, graph=served != "reference"),
+            candidate("linalg.eigh", baselines.root_eigh, graph=False),
+            candidate("coupled Newton in torch", reference.inverse_root, graph=False),
+        ],
+        flat(expected),
+        # Products of polynomials of one matrix are symmetric.
+        Work(counted // 2, counted, read_and_written),
+        note="flops are those of the reference's iteration",
+    )
+
+
+def products(parameter_set: ParameterSet, device: torch.device) -> Problem:
+    """Multiply every tensor by its factors once, into new tensors."""
+    rng = generator(device)
+    tensors, factors = normal(parameter_set.views, rng), symmetric_modes(parameter_set, rng)
+
+    def candidate(
+        name: str, multiply: Callable[[Sequence[Tensor], Modes], list[Tensor]]
+    ) -> Candidate:
+        kept: list[list[Tensor]] = [[]]
+
+        def run() -> None:
+            kept[0] = []  # a step has freed its last directions, too
+            kept[0] = multiply(tensors, factors)
+
+        return Candidate(name, run, lambda: kept[0])
+
+    return Problem(
+        [candidate(OURS, mode_products), candidate("tensordot", baselines.products_tensordot)],
+        reference.mode_products([t.double() for t in tensors], in_float64(factors)),
+        products_work(parameter_set.views, parameter_set.diagonal),
+    )
+
+
+def step(parameter_set: ParameterSet, device: torch.device) -> Problem:
+    """Momentum, products, decay and update of all parameters once."""
+    rng, views = generator(device), parameter_set.views
+    weights, momenta, grads = normal(views, rng, 0.1), normal(views, rng), normal(views, rng)
+    factors = symmetric_modes(parameter_set, rng)
+    scalars = (LR, MOMENTUM, WEIGHT_DECAY)
+    expected, wide_momenta, wide_grads = in_float64([weights, momenta, grads])
+    reference.preconditioned_step_(
+        expected, wide_momenta, wide_grads, in_float64(factors), *scalars
+    )
+
+    def candidate(name: str, update: Callable[..., None]) -> Candidate:
+        own_weights, own_momenta = copies([weights, momenta])
+        return Candidate(
+            name,
+            run=lambda: update(own_weights, own_momenta, grads, factors, *scalars),
+            results=lambda: [*own_weights, *own_momenta],
+            updated=own_weights,
+        )
+
+    return Problem(
+        [
+            candidate(OURS, preconditioned_step_),
+            candidate("tensordot + foreach", baselines.step_tensordot_),
+        ],
+        [*expected, *wide_momenta],
+        step_work(views, parameter_set.diagonal),
+    )
+
+
+OPERATORS: dict[str, Callable[[ParameterSet, torch.device], Problem]] = {
+    "gram_ema_": gram,
+    "damped_inverse": inverse,
+    "preconditioned_step_": step,
+    "mode_products": products,
+    "inverse_root": root,
+}
+
+
+@pytest.mark.parametrize("op", OPERATORS)
+@torch.no_grad()
+def test_operator(
+    op: str, parameter_set: ParameterSet, device: torch.device, compare: Comparison
+) -> None:
+    """One call of the operator on the whole parameter set."""
+    if op == "inverse_root" and parameter_set.name not in ROOT_SETS:
+        pytest.skip("a round of roots would take minutes")
+    if op != "inverse_root" and parameter_set.name == "vgg16_conv":
+        pytest.skip("a part of vgg16, for the roots only")
+    problem = OPERATORS[op](parameter_set, device)
+    compare(
+        op,
+        parameter_set,
+        problem.candidates,
+        problem.expected,
+        problem.work,
+        symmetric=problem.symmetric,
+        note=problem.note,
+    )

@@ -1,0 +1,358 @@
+"""Whole optimizer steps: against plain torch and first-order methods, and option by option.
+
+Only the optimizer's work is timed: no forward, no backward. Bare parameters hold given gradients,
+which the statistics use too (``fisher="empirical"``). With sampled labels ``step`` does the same to
+another gradient, and ``observe`` adds a second backward before it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bench.baselines import PlainTNT
+from bench.comparison import OURS, STEP_TOLERANCE, Candidate, Comparison
+from bench.inputs import Modes, generator, in_float64, normal
+from bench.work import Work, gram_work, inverse_work, step_work
+from tnt_kernels import reference
+from tnt_optim import TNT
+from tools.measuring.parameter_sets import ParameterSet
+
+LR, T2 = 1e-3, 20
+SETTINGS: dict[str, Any] = {"damping": 0.1, "momentum": 0.9, "stat_decay": 0.9}
+# Sets whose refresh takes seconds in plain torch run the kinds of single steps only.
+CYCLE_SETS = ("mnist_ae", "resnet32")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is due at the steps of one run.
+
+    Attributes:
+        name: as in the tables.
+        first_step: number t of the first of them, beyond the warm start and the first T2 steps.
+        steps: how many.
+        stat_interval: T1.
+    """
+
+    name: str
+    first_step: int
+    steps: int
+    stat_interval: int
+
+    def due(self, interval: int) -> int:
+        """How many of the steps are multiples of an interval."""
+        return sum(t % interval == 0 for t in range(self.first_step, self.first_step + self.steps))
+
+
+PLAIN = Kind("nothing due", 2 * T2 + 1, 1, 10)
+STATISTICS = Kind("statistics due", 2 * T2 + 1, 1, 1)
+REFRESH = Kind("statistics and inverses due", 2 * T2, 1, 1)
+CYCLE = Kind("T1 = 1, T2 = 20", 2 * T2, T2, 1)
+KINDS = (PLAIN, STATISTICS, REFRESH, CYCLE)
+
+# The options of a plain step, each on its own; the first one is the base of the ratios.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    'graft="sgd"': {"graft": "sgd"},
+    'graft="adam"': {"graft": "adam"},
+    "kl_clip": {"kl_clip": 1e-3},
+    "weight_decay": {"weight_decay": 1e-2},
+    'bfloat16, rounding="nearest"': {"dtype": torch.bfloat16, "rounding": "nearest"},
+    'bfloat16, rounding="stochastic"': {"dtype": torch.bfloat16, "rounding": "stochastic"},
+    'bfloat16, rounding="master"': {"dtype": torch.bfloat16, "rounding": "master"},
+}
+CALLS = ("diagnostics", "failures", "memory_estimate")
+
+
+class Parameters:
+    """Parameters of one set that hold given gradients."""
+
+    def __init__(self, parameter_set: ParameterSet, device: torch.device) -> None:
+        rng = generator(device)
+        self.set = parameter_set
+        self.start = normal(parameter_set.shapes, rng, LR)
+        self.gradients = normal(parameter_set.shapes, rng)
+
+    def new(self, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+        """New ones at the start."""
+        params = [nn.Parameter(weight.to(dtype, copy=True)) for weight in self.start]
+        for param, gradient in zip(params, self.gradients, strict=True):
+            param.grad = gradient.to(dtype)
+        return params
+
+    def candidate(
+        self,
+        name: str,
+        make: Callable[[list[nn.Parameter]], Callable[[], object]],
+        *,
+        compared: bool = False,
+        dtype: torch.dtype = torch.float32,
+        updates: bool = True,
+    ) -> Candidate:
+        """A candidate on parameters of its own; its results are how far they have moved."""
+        params = self.new(dtype)
+
+        def movement() -> list[Tensor]:
+            return [p.detach() - w for p, w in zip(params, self.start, strict=True)]
+
+        run = make(params)
+        # In bfloat16 a step may be too small to change every parameter.
+        updated = [p.detach() for p in params] if updates and dtype == torch.float32 else []
+        return Candidate(name, run, movement, updated, compared, graph=False)
+
+    def tnt(self, params: Sequence[nn.Parameter], **settings: Any) -> TNT:
+        """TNT after its first step: it has state, statistics and inverses."""
+        optimizer = TNT(
+            params, lr=LR, inverse_interval=T2, fisher="empirical", **{**SETTINGS, **settings}
+        )
+        optimizer.step()
+        return optimizer
+
+
+def steps_of(optimizer: torch.optim.Optimizer, kind: Kind) -> Callable[[], None]:
+    """Take the steps of a kind, again and again."""
+    group = optimizer.param_groups[0]
+    second_order = "stat_interval" in group
+
+    def run() -> None:
+        if second_order:
+            group["step"], group["stat_interval"] = kind.first_step, kind.stat_interval
+        for _ in range(kind.steps):
+            optimizer.step()
+
+    return run
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=[kind.name for kind in KINDS])
+def test_methods(
+    parameter_set: ParameterSet, kind: Kind, device: torch.device, compare: Comparison
+) -> None:
+    """TNT, the same in plain torch, and other optimizers."""
+    if kind is CYCLE and parameter_set.name not in CYCLE_SETS:
+        pytest.skip("takes minutes; it is 19 steps with statistics and one with both")
+    _skip_parts(parameter_set)
+    parameters = Parameters(parameter_set, device)
+
+    def plain_torch(params: list[nn.Parameter]) -> Callable[[], None]:
+        optimizer = PlainTNT(
+            params, LR, stat_interval=kind.stat_interval, inverse_interval=T2, **SETTINGS
+        )
+        optimizer.step()
+
+        def run() -> None:
+            optimizer.steps = kind.first_step
+            for _ in range(kind.steps):
+                optimizer.step()
+
+        return run
+
+    def ours(params: list[nn.Parameter]) -> Callable[[], None]:
+        return steps_of(parameters.tnt(params, stat_interval=kind.stat_interval), kind)
+
+    def other(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> Any:
+        return lambda params: steps_of(make(params), kind)
+
+    candidates = [
+        parameters.candidate(OURS, ours, compared=True),
+        parameters.candidate("plain torch", plain_torch, compared=True),
+        parameters.candidate("AdamW", other(lambda p: torch.optim.AdamW(p, lr=LR, fused=True))),
+        parameters.candidate("SGD", other(lambda p: torch.optim.SGD(p, LR, 0.9, fused=True))),
+    ]
+    note = ""
+    if hasattr(torch.optim, "Muon"):
+        candidates.append(parameters.candidate("Muon with AdamW", lambda p: _muon(p, kind)))
+    shampoo = _distributed_shampoo()
+    if shampoo is None:
+        note = "distributed_shampoo is not installed"
+    else:
+        candidates.append(parameters.candidate("distributed_shampoo", other(shampoo)))
+    # In TF32 the statistics differ by 1e-3, which their inverses amplify beyond comparison.
+    exact = compare.precision == "highest"
+    compare(
+        "TNT.step",
+        parameter_set,
+        candidates,
+        _reference_movement(parameters, kind) if exact else (),
+        _work(parameter_set, kind),
+        tolerance=STEP_TOLERANCE,
+        kind=kind.name,
+        steps=kind.steps,
+        note=note,
+    )
+
+
+def test_options(parameter_set: ParameterSet, device: torch.device, compare: Comparison) -> None:
+    """A plain step with one more option each: grafting, clipping, weight decay, roundings."""
+    _skip_parts(parameter_set)
+    parameters = Parameters(parameter_set, device)
+
+    def candidate(name: str, settings: dict[str, Any]) -> Candidate:
+        settings = dict(settings)
+        dtype = settings.pop("dtype", torch.float32)
+        return parameters.candidate(
+            name, lambda params: steps_of(parameters.tnt(params, **settings), PLAIN), dtype=dtype
+        )
+
+    candidates = [candidate(name, settings) for name, settings in OPTIONS.items()]
+    compare("options of a plain step", parameter_set, candidates, kind=PLAIN.name)
+
+
+@pytest.mark.parametrize("kind", KINDS[:3], ids=[kind.name for kind in KINDS[:3]])
+def test_checks(
+    parameter_set: ParameterSet, kind: Kind, device: torch.device, compare: Comparison
+) -> None:
+    """A step without its checks for faults, and as it is."""
+    _skip_parts(parameter_set)
+    parameters = Parameters(parameter_set, device)
+
+    def without(params: list[nn.Parameter]) -> Callable[[], None]:
+        step = steps_of(parameters.tnt(params), kind)
+
+        def run() -> None:
+            with without_checks(device):
+                step()
+
+        return run
+
+    candidates = [
+        parameters.candidate("without checks", without),
+        parameters.candidate("as it is", lambda params: steps_of(parameters.tnt(params), kind)),
+    ]
+    compare("checks for faults", parameter_set, candidates, kind=kind.name)
+
+
+def test_calls(parameter_set: ParameterSet, device: torch.device, compare: Comparison) -> None:
+    """Calls that a user adds to steps: diagnostics, failure counts, the memory estimate."""
+    _skip_parts(parameter_set)
+    parameters = Parameters(parameter_set, device)
+
+    def call(name: str) -> Candidate:
+        return parameters.candidate(
+            f"{name}()", lambda params: getattr(parameters.tnt(params), name), updates=False
+        )
+
+    step = parameters.candidate("a plain step", lambda p: steps_of(parameters.tnt(p), PLAIN))
+    compare("calls next to steps", parameter_set, [step, *map(call, CALLS)], kind=PLAIN.name)
+
+
+@contextmanager
+def without_checks(device: torch.device | str = "cpu") -> Iterator[None]:
+    """Inside, steps run without the checks of settings and gradients and without failure counts.
+
+    The operators' own checks of their arguments stay.
+
+    Raises:
+        AttributeError: a check no longer exists under its name.
+    """
+    true = torch.ones((), dtype=torch.bool, device=device)
+    functions: dict[str, Any] = {"check_settings": _nothing, "all_finite": lambda *args: true}
+    counts = ("report_statistics", "report_inverses", "read")
+    modules = [m for name, m in sys.modules.items() if name.startswith("tnt_optim.")]
+    failures = [vars(m)["Failures"] for m in modules if "Failures" in vars(m)]
+    places: list[tuple[Any, str]] = [(m, n) for m in modules for n in functions if n in vars(m)]
+    places += [(failures[0], name) for name in counts if failures and hasattr(failures[0], name)]
+    if missing := {*functions, *counts} - {name for _, name in places}:
+        raise AttributeError(f"tnt_optim has no checks of these names: {sorted(missing)}")
+    before = [(owner, name, getattr(owner, name)) for owner, name in places]
+    try:
+        for owner, name in places:
+            setattr(owner, name, functions.get(name, _nothing))
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Replaces a check that returns nothing."""
+
+
+def _skip_parts(parameter_set: ParameterSet) -> None:
+    if parameter_set.name == "vgg16_conv":
+        pytest.skip("a part of vgg16, for the roots only")
+
+
+def _muon(params: list[nn.Parameter], kind: Kind) -> Callable[[], None]:
+    """Muon for the matrices, AdamW for all other parameters."""
+    matrices = [p for p in params if p.dim() == 2]
+    rest = [p for p in params if p.dim() != 2]
+    optimizers = [torch.optim.Muon(matrices, lr=LR), torch.optim.AdamW(rest, lr=LR, fused=True)]
+
+    def run() -> None:
+        for _ in range(kind.steps):
+            for optimizer in optimizers:
+                optimizer.step()
+
+    return run
+
+
+def _distributed_shampoo() -> Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None:
+    """Distributed Shampoo of facebookresearch in one process; None if it is not installed."""
+    try:
+        module = importlib.import_module("distributed_shampoo.distributed_shampoo")
+    except ImportError:
+        return None
+
+    def make(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = module.DistributedShampoo(
+            params,
+            lr=LR,
+            betas=(0.9, 0.9),
+            epsilon=1e-3,
+            max_preconditioner_dim=8192,
+            precondition_frequency=T2,
+        )
+        return optimizer
+
+    return make
+
+
+def _reference_movement(parameters: Parameters, kind: Kind) -> list[Tensor]:
+    """How far the float64 reference moves every parameter in the first step and one run."""
+    views, diagonal = parameters.set.views, parameters.set.diagonal
+    weights = [w.double().view(view) for w, view in zip(parameters.start, views, strict=True)]
+    (gradients,) = in_float64([parameters.gradients])
+    gradients = [g.view(view) for g, view in zip(gradients, views, strict=True)]
+    momenta = [torch.zeros_like(weight) for weight in weights]
+
+    def matrices(value: float) -> Modes:
+        return [
+            [
+                w.new_full((d,) if flat else (d, d), value)
+                for d, flat in zip(w.shape, k, strict=True)
+            ]
+            for w, k in zip(weights, diagonal, strict=True)
+        ]
+
+    stats, factors = matrices(0.0), matrices(math.nan)
+    decay, momentum = SETTINGS["stat_decay"], SETTINGS["momentum"]
+    for t in (0, *range(kind.first_step, kind.first_step + kind.steps)):
+        if t % kind.stat_interval == 0:
+            reference.gram_ema_(stats, gradients, decay if t else 0.0)
+        if t % T2 == 0:
+            reference.damped_inverse(stats, SETTINGS["damping"], factors)
+        reference.preconditioned_step_(weights, momenta, gradients, factors, LR, momentum, 0.0)
+    return [w.view(s.shape) - s for w, s in zip(weights, parameters.start, strict=True)]
+
+
+def _work(parameter_set: ParameterSet, kind: Kind) -> Work:
+    views, diagonal = parameter_set.views, parameter_set.diagonal
+    total = Work()
+    for part, times in (
+        (step_work(views, diagonal), kind.steps),
+        (gram_work(views, diagonal), kind.due(kind.stat_interval)),
+        (inverse_work(views, diagonal), kind.due(T2)),
+    ):
+        for _ in range(times):
+            total += part
+    return total

@@ -1,0 +1,350 @@
+"""Benchmarks time right results only, count work as by hand, and keep losing cases."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cases import close
+from tolerances import FLOAT32_OPERATOR
+from torch import Tensor
+
+from bench import baselines, report
+from bench.comparison import (
+    OURS,
+    STEP_TOLERANCE,
+    TOLERANCES,
+    Candidate,
+    Comparison,
+    check_close,
+    check_finite,
+    check_updated,
+    relative_error,
+)
+from bench.inputs import flat, generator, gram_statistics, poisoned, symmetric_modes
+from bench.limits import better, binding, measure_limits
+from bench.test_operators import DAMPING, OPERATORS
+from bench.test_steps import (
+    CYCLE,
+    KINDS,
+    OPTIONS,
+    PLAIN,
+    REFRESH,
+    SETTINGS,
+    STATISTICS,
+    T2,
+    Parameters,
+    steps_of,
+    without_checks,
+)
+from bench.work import Work, factor_bytes, gram_work, inverse_work, products_work, step_work
+from tnt_kernels import reference
+from tnt_optim import TNT
+from tools.measuring.parameter_sets import DEFAULT_SETS, PARAMETER_SETS, ParameterSet
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CPU = torch.device("cpu")
+SMALL = ParameterSet("small", ((5, 3), (7,), (4, 3, 3, 3)))
+
+
+# Work.
+
+
+def test_work_of_one_matrix_is_the_hand_count() -> None:
+    views, full = [(3, 5)], [(False, False)]
+    # Gram: G is 15 numbers. Mode 0: 3 * 4 / 2 entries of 5 products and sums; mode 1: 15 entries of
+    # 3. Without symmetry 9 entries of 5 and 25 of 3. S is read and written.
+    assert gram_work(views, full) == Work(
+        6 * 5 * 2 + 15 * 3 * 2, 9 * 10 + 25 * 6, 4 * (15 + 18 + 50)
+    )
+    # Inverses: d^3, without symmetry 2 d^3; S read, A written.
+    assert inverse_work(views, full) == Work(27 + 125, 54 + 250, 4 * (18 + 50))
+    # Products: 3 x 3 by 3 x 5, then 3 x 5 by 5 x 5.
+    assert products_work(views, full) == Work(90 + 150, 90 + 150, 4 * (15 + 15 + 9 + 25))
+    # The step reads and writes momentum and weight, and reads the gradient: three times 15 more.
+    assert step_work(views, full).bytes == products_work(views, full).bytes + 4 * 3 * 15
+    assert factor_bytes(views, full) == 4 * (9 + 25)
+
+
+def test_work_of_a_diagonal_mode_is_linear() -> None:
+    views, kinds = [(3, 5)], [(False, True)]
+    assert gram_work(views, kinds) == Work(60 + 30, 90 + 30, 4 * (15 + 18 + 10))
+    assert inverse_work(views, kinds) == Work(27 + 5, 54 + 5, 4 * (18 + 10))
+    assert products_work(views, kinds).useful_flops == 90 + 15
+    assert factor_bytes(views, kinds) == 4 * (9 + 5)
+    assert Work(1, 2, 3) + Work(4, 5, 6) == Work(5, 7, 9)
+
+
+def test_parameter_sets_are_the_models() -> None:
+    assert set(DEFAULT_SETS) <= set(PARAMETER_SETS)
+    sets = PARAMETER_SETS
+    assert (sets["mnist_ae"].modes, sets["resnet32"].modes) == (24, 158)
+    assert sets["resnet32"].numbers == 464_154  # ResNet-32 for CIFAR-10, option A
+    assert sets["gpt2_full"].numbers == 124_439_808  # GPT-2 small
+    assert len(sets["gpt2_full"].shapes) == 2 + 12 * 12 + 2
+    assert sets["gpt2"].diagonal[0] == (True, False)  # 50257 > 8192
+    assert sets["resnet32"].views[0] == (16, 3, 9)
+
+
+# Limits.
+
+
+def test_the_limit_is_the_later_of_products_and_bytes() -> None:
+    cpu = {"sgemm": 100.0, "ssyrk": 50.0, "copy": 10.0}
+    work = Work(useful_flops=400, effective_flops=800, bytes=30)
+    assert binding(cpu, work, symmetric=False, precision="highest") == ("sgemm", 4.0)
+    assert binding(cpu, work, symmetric=True, precision="highest") == ("ssyrk", 8.0)
+    assert binding(cpu, Work(bytes=90), symmetric=True, precision="high") == ("copy", 9.0)
+    gpu = {"float32": 40.0, "tf32": 80.0, "copy": 10.0}
+    assert binding(gpu, work, symmetric=True, precision="highest") == ("float32", 10.0)
+    assert binding(gpu, work, symmetric=False, precision="high") == ("tf32", 5.0)
+
+
+def test_measured_limits_are_rates_of_this_machine() -> None:
+    found = measure_limits("cpu", size=64, numbers=1 << 12)
+    rates = {name: rate for name, rate in found.items() if isinstance(rate, float)}
+    assert set(rates) == {"copy", "torch_sgemm", "sgemm", "ssyrk"}
+    assert all(1e6 < rate < 1e15 for rate in rates.values())
+    assert found["threads"] == 1 and found["size"] == 64 and "blas" in found
+    slower = {**found, "sgemm": found["sgemm"] / 2, "copy": found["copy"] * 2}
+    assert better(found, slower) == {**found, "copy": slower["copy"]}
+
+
+# Inputs and checks.
+
+
+def test_inputs_are_reproducible_and_well_conditioned() -> None:
+    first, again = (symmetric_modes(SMALL, generator()) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(flat(first), flat(again), strict=True))
+    for matrix in flat(first):
+        assert torch.equal(matrix, matrix.mT)
+        assert float(torch.linalg.eigvalsh(matrix).abs().max()) < 5
+    stats = gram_statistics(SMALL, generator())
+    for row, view in zip(stats, SMALL.views, strict=True):
+        largest = row[view.index(max(view))]
+        assert 0.2 < float(largest.diagonal().mean()) < 5
+    assert all(bool(matrix.isnan().all()) for matrix in flat(poisoned(stats)))
+
+
+def test_checks_raise_for_wrong_results() -> None:
+    one, two = torch.tensor([1.0, -2.0]), torch.tensor([1.0, -2.5])
+    assert relative_error([two], [one.double()]) == 0.25
+    check_close("x", 1e-6, 1e-5)
+    for error in (2e-5, float("nan")):
+        with pytest.raises(ValueError, match="x: error must be at most"):
+            check_close("x", error, 1e-5)
+    check_finite("x", [one])
+    with pytest.raises(ValueError, match="tensor 1 is no longer finite"):
+        check_finite("x", [one, one / 0])
+    check_updated("x", [one], [two])
+    with pytest.raises(ValueError, match="tensor 0 did not change"):
+        check_updated("x", [one], [one.clone()])
+
+
+# Baselines and comparisons.
+
+
+@pytest.mark.parametrize("op", OPERATORS)
+def test_candidates_equal_the_reference(op: str) -> None:
+    with torch.no_grad():
+        problem = OPERATORS[op](SMALL, CPU)
+        assert problem.candidates[0].name == OURS and len(problem.candidates) > 1
+        for candidate in problem.candidates:
+            before = [tensor.clone() for tensor in candidate.updated]
+            candidate.run()
+            error = relative_error(candidate.results(), problem.expected)
+            check_close(candidate.name, error, TOLERANCES["cpu"][op])
+            check_updated(candidate.name, before, candidate.updated)
+    work = problem.work
+    assert 0 < work.useful_flops <= work.effective_flops and work.bytes > 0
+
+
+@pytest.mark.parametrize("invert", [baselines.inverse_linalg, baselines.inverse_cholesky])
+def test_baseline_inverses_of_diagonal_modes(invert: Callable[..., None]) -> None:
+    stats = [[torch.rand(4) + 0.5, torch.eye(3) * 2]]
+    out = poisoned(stats)
+    invert(stats, DAMPING, out)
+    wanted, _ = reference.damped_inverse(stats, DAMPING)
+    for found, expected in zip(flat(out), flat(wanted), strict=True):
+        close(found, expected, FLOAT32_OPERATOR)
+
+
+def test_a_failed_baseline_cholesky_keeps_the_old_inverse() -> None:
+    stats, out = [[torch.tensor([[1.0, 5.0], [5.0, 1.0]])]], [[torch.full((2, 2), 7.0)]]
+    baselines.inverse_cholesky(stats, DAMPING, out)
+    assert torch.equal(out[0][0], torch.full((2, 2), 7.0))
+
+
+class FakeBenchmark:
+    """pytest-benchmark's fixture, as far as a comparison uses it; seconds count the calls."""
+
+    def __init__(self, enabled: bool = True) -> None:
+        self.stats: Any = None
+        self.enabled = enabled
+        self.group = ""
+
+    def pedantic(
+        self, target: Callable[[], object], setup: Callable[[], None], rounds: int
+    ) -> None:
+        data = []
+        for _ in range(rounds if self.enabled else 1):
+            setup()
+            target()
+            data.append(1.0)
+        if self.enabled:
+            self.stats = type("Stats", (), {"stats": type("Data", (), {"data": data})})
+
+
+def adding(name: str, size: float = 1.0, **settings: Any) -> Candidate:
+    total = torch.zeros(2)
+    return Candidate(name, lambda: total.add_(size), lambda: [total], [total], **settings)
+
+
+def compared(candidates: list[Candidate], expected: list[Tensor], **settings: Any) -> list[Any]:
+    rows: list[dict[str, Any]] = []
+    enabled = settings.pop("enabled", True)
+    compare = Comparison(FakeBenchmark(enabled), CPU, "highest", 0.0, rows.extend)
+    compare("gram_ema_", SMALL, candidates, expected, **settings)
+    return rows
+
+
+def test_every_candidate_has_a_row_with_its_ratio_to_the_first() -> None:
+    ones = [torch.ones(2).double()]
+    other = adding("AdamW", 3.0, compared=False)
+    rows = compared(
+        [adding(OURS), adding("addmm_"), other], ones, work=Work(8, 16, 4), steps=4, note="said"
+    )
+    assert [row["candidate"] for row in rows] == [OURS, "addmm_", "AdamW"]
+    ours, baseline, free = rows
+    assert ours["median"] == 0.25 and ours["ratio"] == [1.0] * 3 and ours["rounds"] >= 3
+    assert ours["work"] == [2, 4, 1] and ours["note"] == "said" and "work" not in baseline
+    assert baseline["error"] == 0.0 and "error" not in free
+    assert baseline["baseline"] and "baseline" not in free and "baseline" not in ours
+    assert baseline["ratio"][0] == pytest.approx(baseline["median"] * 4, rel=1e-9)
+
+
+def test_a_wrong_candidate_is_never_timed() -> None:
+    ones = [torch.ones(2).double()]
+    with pytest.raises(ValueError, match="tnt_kernels: error must be"):
+        compared([adding(OURS, 1.1)], ones)
+    # A baseline may be ten times less accurate than ours.
+    assert compared([adding(OURS), adding("x", 1 + 5e-5)], ones)[1]["error"] > 1e-5
+    with pytest.raises(ValueError, match="x: error must be"):
+        compared([adding(OURS), adding("x", 1 + 5e-4)], ones)
+    with pytest.raises(ValueError, match="tensor 0 did not change"):
+        compared([adding(OURS), adding("idle", 0.0, compared=False)], ones)
+
+
+def test_without_timing_the_checks_still_run() -> None:
+    ones = [torch.ones(2).double()]
+    assert compared([adding(OURS), adding("x")], ones, enabled=False) == []
+    with pytest.raises(ValueError, match="error must be"):
+        compared([adding(OURS, 2.0)], ones, enabled=False)
+
+
+# Steps.
+
+
+def test_plain_torch_takes_the_steps_of_tnt() -> None:
+    parameters = Parameters(SMALL, CPU)
+    ours, plain = parameters.new(), parameters.new()
+    settings = {**SETTINGS, "stat_interval": 1, "inverse_interval": 2}
+    first = TNT(ours, lr=1e-3, fisher="empirical", **settings)
+    second = baselines.PlainTNT(plain, 1e-3, **settings)
+    for _ in range(3):
+        first.step()
+        second.step()
+    start = parameters.start
+    moved = [[p.detach() - s for p, s in zip(ps, start, strict=True)] for ps in (ours, plain)]
+    assert relative_error(moved[0], moved[1]) < STEP_TOLERANCE
+    assert min(float(m.abs().max()) for m in moved[0]) > 0
+
+
+def test_kinds_of_steps_have_due_what_they_say() -> None:
+    assert [(k.due(k.stat_interval), k.due(T2)) for k in KINDS] == [(0, 0), (1, 0), (1, 1), (20, 1)]
+    parameters = Parameters(SMALL, CPU)
+    opt = parameters.tnt(parameters.new())
+    before: dict[str, list[Tensor]] = {}
+
+    def changed(name: str) -> bool:
+        now = [t.clone() for p in opt.state.values() for t in p[name]]
+        same = all(torch.equal(a, b) for a, b in zip(before.get(name, now), now, strict=True))
+        before[name] = now
+        return not same
+
+    for param in opt.param_groups[0]["params"]:
+        param.grad = param.grad * 2  # other gradients: refreshed statistics differ
+    changed("stats"), changed("factors")
+    for kind, wanted in (
+        (PLAIN, (False, False)),
+        (STATISTICS, (True, False)),
+        (REFRESH, (True, True)),
+    ):
+        steps_of(opt, kind)()
+        assert (changed("stats"), changed("factors")) == wanted, kind.name
+    assert CYCLE.steps == T2
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option_of_a_step_changes_the_update(name: str) -> None:
+    parameters = Parameters(SMALL, CPU)
+
+    def moved(settings: dict[str, Any]) -> list[Tensor]:
+        settings = dict(settings)
+        params = parameters.new(settings.pop("dtype", torch.float32))
+        run = steps_of(parameters.tnt(params, **settings), PLAIN)
+        for _ in range(5):
+            run()
+        return [p.detach().float() for p in params]
+
+    plain, own = moved({}), moved(OPTIONS[name])
+    same = all(torch.equal(a, b) for a, b in zip(plain, own, strict=True))
+    assert same == (name == "plain")
+    check_finite(name, own)
+
+
+def test_a_step_without_checks_moves_as_far_and_lets_nan_through() -> None:
+    parameters = Parameters(SMALL, CPU)
+    ends = []
+    for checked in (True, False):
+        params = parameters.new()
+        run = steps_of(parameters.tnt(params), REFRESH)
+        if checked:
+            run()
+        else:
+            with without_checks():
+                run()
+        ends.append([p.detach().clone() for p in params])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+    params = parameters.new()
+    opt = parameters.tnt(params)
+    assert params[0].grad is not None
+    params[0].grad = torch.full_like(params[0].grad, float("nan"))
+    with without_checks():
+        steps_of(opt, STATISTICS)()
+    assert opt.failures()["skipped_statistics"] == 0
+    with pytest.warns(RuntimeWarning):
+        steps_of(opt, STATISTICS)()
+        opt.failures()
+
+
+# The page.
+
+
+def test_the_page_has_every_candidate_and_marks_losing_cases() -> None:
+    ones = [torch.ones(2).double()]
+    rows = compared([adding(OURS), adding("addmm_")], ones, work=Work(8, 16, 4))
+    rows[1]["ratio"] = [0.5, 0.4, 0.6]
+    rows[0].update(least_seconds=0.5, limit="copy")
+    machine = {"cpu": "a CPU", "cores": 2, "gpu": None}
+    source = {
+        "commit": "1234567890abcdef", "dirty": True, "date": "2026-01-02T03:04:05", "command": "c",
+        "machine": machine, "versions": {"torch": "2"}, "threads": {"torch": 2},
+    }  # fmt: skip
+    limits = {"size": 64, "sgemm": 1e9}
+    record = json.loads(json.dumps({"provenance": source, "limits": limits, "rows": rows}))
+    page = report.page(record)
+    assert "**0.50**" in page and "50 % (copy)" in page and "1234567890ab with changes" in page
+    assert page.count("| small") == 2

@@ -1,0 +1,186 @@
+"""Every kernel launch that the Triton launchers make, recorded without a device.
+
+The launchers themselves run, on CPU tensors of every dtype and of both widths, while a recorder
+replaces what starts a kernel. So the compiled classes (block sizes, depths, warps, dtypes,
+precisions) are those that are launched. A new operator needs one entry in ``CALLS``; ``kernels``
+finds all kernels, so a kernel without an entry is noticed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.runtime.jit import JITFunction
+
+import tnt_kernels.triton as package
+from tnt_kernels.triton import gram_ema, inverse_root, mode_products, preconditioned_step
+from tnt_kernels.triton.launch import ELEMENTS, state_dtype
+
+WIDE, NARROW = (128, 64), (27, 9)  # 16 bytes at a time, and one element at a time
+Shape = Sequence[int]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel as a launcher starts it: one version that Triton compiles.
+
+    Attributes:
+        kernel: the kernel.
+        arguments: its run-time arguments.
+        constants: its compile-time ones, and Triton's options.
+    """
+
+    kernel: Any
+    arguments: tuple[Any, ...]
+    constants: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """Module and name, as ``chain.product_kernel``."""
+        return name_of(self.kernel)
+
+    @property
+    def settings(self) -> dict[str, str | int | bool]:
+        """The constants, printable."""
+        return {k: v if isinstance(v, int | str) else str(v) for k, v in self.constants.items()}
+
+    @property
+    def vector(self) -> int:
+        """Elements read at a time; 1 if the kernel has no choice."""
+        return int(self.constants.get("VECTOR", 1))
+
+    @property
+    def is_main(self) -> bool:
+        """Whether the tests compile this class.
+
+        They leave out float16, which compiles like bfloat16, and gradients of another dtype than
+        the momenta.
+        """
+        dtypes = {self.settings.get(name) for name in ("ELEMENT", "RESULT")} - {None}
+        state = self.settings.get("STATE")
+        if "fp16" in dtypes or self.name.endswith("momentum_kernel") and dtypes != {state}:
+            return False
+        return len(dtypes) < 2 or dtypes == {state}
+
+
+def name_of(kernel: Any) -> str:
+    """A kernel's module and name."""
+    return f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.fn.__name__}"
+
+
+def modules() -> list[Any]:
+    """All modules of the Triton operators."""
+    names = sorted(m.name for m in pkgutil.iter_modules(package.__path__))
+    return [importlib.import_module(f"{package.__name__}.{name}") for name in names]
+
+
+def kernels() -> list[str]:
+    """The names of all kernels; functions that kernels call have other endings."""
+    values = [value for module in modules() for value in vars(module).values()]
+    found = {name_of(value) for value in values if isinstance(value, JITFunction)}
+    return sorted(name for name in found if name.endswith("_kernel"))
+
+
+def recorded(capability: int) -> list[Launch]:
+    """All different launches on a device of a compute capability (80 for sm_80), in order.
+
+    Raises:
+        RuntimeError: Triton interprets its kernels in this process, so there is nothing to compile.
+    """
+    if triton.knobs.runtime.interpret:
+        raise RuntimeError(
+            "Triton interprets its kernels in this process, so none can be compiled: unset "
+            "TRITON_INTERPRET and start again"
+        )
+    launches: dict[tuple[object, ...], Launch] = {}
+
+    def record(kernel: Any, *arguments: Any, grid: object, warmup: bool, **constants: Any) -> None:
+        types = tuple((a.dtype, a.data_ptr() % 16) for a in arguments if isinstance(a, Tensor))
+        # All precisions make float64 products in the same way.
+        same = {"PRECISION"} if constants.get("STATE") is tl.float64 else set()
+        named = sorted((name, str(v)) for name, v in constants.items() if name not in same)
+        key = (name_of(kernel), types, tuple(named))
+        launches.setdefault(key, Launch(kernel, arguments, constants))
+
+    before = torch.get_float32_matmul_precision()
+    with ExitStack() as patches:
+        patches.callback(torch.set_float32_matmul_precision, before)
+        patches.enter_context(mock.patch.object(JITFunction, "run", record))
+        for module in modules():
+            if hasattr(module, "has_tensor_cores"):
+                answer = mock.patch.object(module, "has_tensor_cores", lambda _: capability >= 80)
+                patches.enter_context(answer)
+        for precision in ("highest", "high"):
+            torch.set_float32_matmul_precision(precision)
+            for call in CALLS.values():
+                for dtype in ELEMENTS:
+                    for shape in (WIDE, NARROW):
+                        call(dtype, shape)
+    return list(launches.values())
+
+
+def _square(shape: Shape, dtype: torch.dtype) -> list[Tensor]:
+    return [torch.zeros(d, d, dtype=state_dtype(dtype)) for d in shape]
+
+
+def _number(value: float) -> Tensor:
+    """A Python number as the public operators pass it on."""
+    return torch.tensor(value, dtype=torch.float64)
+
+
+def _gram_ema(dtype: torch.dtype, shape: Shape) -> None:
+    decay, tensor = _number(0.9), torch.zeros(*shape, dtype=dtype)
+    gram_ema.gram_ema_(_square(shape, dtype), [tensor], decay)
+    diagonal = [torch.zeros(d, dtype=state_dtype(dtype)) for d in shape]
+    gram_ema.gram_ema_(diagonal, [tensor], decay)
+    # Enough columns for split-K.
+    skinny = torch.zeros(shape[0], 1 << 16, dtype=dtype)
+    stats = [*_square(shape[:1], dtype), torch.zeros(1 << 16, dtype=state_dtype(dtype))]
+    gram_ema.gram_ema_(stats, [skinny], decay, programs=128)
+
+
+def _mode_products(dtype: torch.dtype, shape: Shape) -> None:
+    mode_products.mode_products([torch.zeros(*shape, dtype=dtype)], _square(shape, dtype))
+
+
+def _preconditioned_step(dtype: torch.dtype, shape: Shape) -> None:
+    params = [torch.zeros(*shape, dtype=dtype)]
+    momenta = [torch.zeros(*shape, dtype=state_dtype(dtype))]
+    for grad_dtype in ELEMENTS:
+        preconditioned_step.preconditioned_step_(
+            params,
+            momenta,
+            [torch.zeros(*shape, dtype=grad_dtype)],
+            _square(shape, dtype),
+            *(_number(0.1) for _ in range(3)),
+        )
+
+
+def _inverse_root(dtype: torch.dtype, shape: Shape) -> None:
+    if dtype not in (torch.float32, torch.float64):
+        return
+    stats = [*_square(shape, dtype), torch.zeros(shape[0], dtype=dtype)]
+    for programs in (1, 1 << 10):  # with many programs there are smaller tiles
+        out = [s.clone() for s in stats]
+        inverse_root.inverse_root(
+            out, stats, [3], _number(0.1), [6], programs=programs, iterations=1
+        )
+
+
+# The call of every operator for one dtype and width.
+CALLS: dict[str, Callable[[torch.dtype, Shape], None]] = {
+    "gram_ema_": _gram_ema,
+    "inverse_root": _inverse_root,
+    "mode_products": _mode_products,
+    "preconditioned_step_": _preconditioned_step,
+}

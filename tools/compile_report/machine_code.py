@@ -1,0 +1,429 @@
+"""What Triton, nvcc and ptxas make of a kernel: registers, spills, instructions, load widths.
+
+Nothing runs and no device is needed: a kernel is compiled for an architecture, and ``cuobjdump``
+and ``nvdisasm``, which come with Triton, take the result apart. Every load and every product in a
+kernel's loops is found by the line of source of its instructions.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import multiprocessing
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import textwrap
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from tools.compile_report.launches import Launch, recorded
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+SOURCES = Path(__file__).resolve().parents[2] / "csrc"
+# Instructions that multiply, the fastest first: UTC.MMA on Blackwell, HGMMA on Hopper, HMMA before,
+# DMMA for float64; FFMA and DFMA are the plain units.
+PRODUCTS = ("UTCHMMA", "HGMMA", "DMMA", "HMMA", "DFMA", "FFMA")
+LOADS = ("LDG", "LDGSTS")
+ELEMENT_BYTES = {"f32": 4, "f64": 8, "bf16": 2, "f16": 2, "i32": 4, "i64": 8, "i8": 1}
+
+_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)((?:\.\w+)*)")
+_SOURCE_LINE = re.compile(r'//## File "([^"]+)", line (\d+)')
+_TTIR_OPERATION = re.compile(r"= tt\.(load|dot) .*<[\dx]+x(?:!tt\.ptr<)?(\w+)>+ loc\((#loc\d*)\)")
+_TTIR_LOCATION = re.compile(r"^(#loc\d*) = loc\((.*)\)$")
+
+
+WARP = 32  # threads
+REGISTERS = 65536  # of 32 bits, of a multiprocessor
+REGISTER_UNIT = 256  # the registers of a warp are rounded up to it
+MOST_REGISTERS = 255  # of a thread
+# The bytes of shared memory that one block may have, by compute capability (CUDA C++ Programming
+# Guide, "Technical Specifications per Compute Capability").
+SHARED_OF_BLOCK = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
+TENSOR_MEMORY = 512  # columns of a multiprocessor
+
+
+class Line(NamedTuple):
+    """A line of source."""
+
+    file: str
+    number: int
+
+
+@dataclass
+class Site:
+    """A load or a product in a loop of a kernel.
+
+    Attributes:
+        name: its branch and operand, as ``rows_are_dense: a``.
+        kind: ``load`` or ``dot``.
+        lines: its lines of source.
+    """
+
+    name: str
+    kind: str
+    lines: frozenset[Line]
+
+
+@dataclass
+class Compiled:
+    """One kernel, compiled for one architecture.
+
+    Attributes:
+        kernel: its name.
+        settings: its compile-time constants and options.
+        capability: of the architecture, 80 for sm_80.
+        warps: of a block.
+        registers: of a thread.
+        stack: bytes of a thread's stack, which holds the spilled registers.
+        spill_loads: LDL instructions.
+        spill_stores: STL instructions.
+        shared: bytes of shared memory of a block.
+        tensor_memory: columns of a block.
+        instructions: number of product instructions, by name.
+        products: the instruction of every product in a loop.
+        loads: number of instructions by width in bytes, of every load in a loop.
+        element_bytes: bytes of an element, of every load in a loop.
+        vector: elements that a load takes at a time.
+        source: ``triton``, or the CUDA file.
+        error: why it did not compile; then nothing else is known.
+    """
+
+    kernel: str
+    settings: dict[str, Any]
+    capability: int
+    warps: int
+    registers: int = 0
+    stack: int = 0
+    spill_loads: int = 0
+    spill_stores: int = 0
+    shared: int = 0
+    tensor_memory: int = 0
+    instructions: dict[str, int] = field(default_factory=dict)
+    products: dict[str, str] = field(default_factory=dict)
+    loads: dict[str, dict[int, int]] = field(default_factory=dict)
+    element_bytes: dict[str, int] = field(default_factory=dict)
+    vector: int = 1
+    source: str = "triton"
+    error: str = ""
+
+    @property
+    def too_large(self) -> str:
+        """The resource that a block wants more of than a multiprocessor has; "" if it fits."""
+        of_warp = -(-self.registers * WARP // REGISTER_UNIT) * REGISTER_UNIT
+        if self.registers > MOST_REGISTERS or of_warp * self.warps > REGISTERS:
+            return "registers"
+        if self.shared > SHARED_OF_BLOCK[self.capability]:
+            return "shared memory"
+        return "tensor memory" if self.tensor_memory > TENSOR_MEMORY else ""
+
+    def record(self) -> dict[str, Any]:
+        """All fields that are not empty, for JSON."""
+        return {name: value for name, value in asdict(self).items() if value not in (0, "", {})}
+
+
+class _NoDevice:
+    """Replaces Triton's driver: only an architecture to compile for."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_device(self) -> int:
+        return self.capability  # Triton caches compiled kernels by the device's number
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, WARP)
+
+
+def compiled(launch: Launch, capability: int) -> Compiled:
+    """Compile one launch for a device of ``capability``; a failure is the entry's ``error``."""
+    try:
+        return _compiled(launch, capability)
+    except (triton.CompilationError, RuntimeError) as failure:
+        # Triton's own message is the last of a chain; the others repeat the source.
+        cause: BaseException = failure
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        return Compiled(
+            kernel=launch.name,
+            settings=launch.settings,
+            capability=capability,
+            warps=int(launch.constants.get("num_warps", 1)),
+            vector=launch.vector,
+            error=str(cause).strip().splitlines()[-1],
+        )
+
+
+def _compiled(launch: Launch, capability: int) -> Compiled:
+    driver.set_active(_NoDevice(capability))
+    made = launch.kernel.warmup(*launch.arguments, grid=(1,), **launch.constants)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(made.asm["cubin"])
+        cubin.flush()
+        usage = run_tool("cuobjdump", "-res-usage", cubin.name)
+        listing = run_tool("nvdisasm", "-c", "-g", cubin.name)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    if found is None:
+        raise RuntimeError(f"cuobjdump -res-usage has no registers of {launch.name}: {usage}")
+    by_line = instructions_by_line(listing)
+    counts = Counter(name for line in by_line.values() for name, _ in line)
+    present = tensor_operations(made.asm["ttir"])
+    products: dict[str, str] = {}
+    loads: dict[str, Counter[int]] = {}
+    sizes: dict[str, int] = {}
+    sites = sites_of(launch.kernel)
+    for site in sites:
+        there = [i for line in site.lines for i in by_line.get(line, ())]
+        size = next((present[line][0] for line in site.lines if line in present), None)
+        if size is None:
+            continue  # its branch is not in this version of the kernel
+        if site.kind == "dot":
+            products[site.name] = _product({name for name, _ in there})
+        else:
+            widths = Counter(width(i) for i in there if i[0] in LOADS)
+            loads[site.name] = loads.get(site.name, Counter()) + widths
+            sizes[site.name] = size
+    in_loops = {line for site in sites for line in site.lines}
+    if any(kind == "dot" and line not in in_loops for line, (_, kind) in present.items()):
+        products["outside the loops"] = "none"
+    # ptxas leaves some tensor-core instructions without their product's line.
+    anywhere = _product(counts.keys() - {"DFMA", "FFMA"})
+    return Compiled(
+        kernel=launch.name,
+        settings=launch.settings,
+        capability=capability,
+        registers=int(found[1]),
+        stack=int(found[2]),
+        spill_loads=counts["LDL"],
+        spill_stores=counts["STL"],
+        shared=made.metadata.shared,
+        warps=made.metadata.num_warps,
+        tensor_memory=getattr(made.metadata, "tmem_size", 0) or 0,
+        instructions={name: counts[name] for name in PRODUCTS if counts[name]},
+        products={name: anywhere if p == "none" else p for name, p in products.items()},
+        loads={name: dict(sorted(widths.items())) for name, widths in loads.items()},
+        element_bytes=sizes,
+        vector=launch.vector,
+    )
+
+
+def _product(names: Collection[str]) -> str:
+    return next((name for name in PRODUCTS if name in names), "none")
+
+
+def run_tool(name: str, *arguments: str) -> str:
+    """The output of one of the tools that come with Triton."""
+    command = [str(TOOLS / name), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def instructions_by_line(listing: str) -> dict[Line, list[tuple[str, str]]]:
+    """The instructions of a listing, (name, suffixes), by their line of source."""
+    found: dict[Line, list[tuple[str, str]]] = {}
+    here = Line("", 0)
+    for text in listing.splitlines():
+        if marked := _SOURCE_LINE.search(text):
+            here = Line(Path(marked[1]).name, int(marked[2]))
+        elif instruction := _INSTRUCTION.search(text):
+            found.setdefault(here, []).append((instruction[1], instruction[2]))
+    return found
+
+
+def width(instruction: tuple[str, str]) -> int:
+    """The bytes that one thread loads with an instruction.
+
+    >>> width(("LDGSTS", ".E.BYPASS.LTC128B.128")), width(("LDG", ".E")), width(("LDG", ".E.U16"))
+    (16, 4, 2)
+    """
+    for suffix in instruction[1].split("."):
+        if suffix in ("128", "64"):
+            return int(suffix) // 8
+        if suffix in ("U16", "S16", "U8", "S8"):
+            return int(suffix[1:]) // 8
+    return 4
+
+
+def tensor_operations(ttir: str) -> dict[Line, tuple[int, str]]:
+    """Lines of Triton's listing with "load" or "dot" of tensors, and the bytes of an element."""
+    locations: dict[str, str] = {
+        m[1]: m[2] for m in map(_TTIR_LOCATION.match, ttir.splitlines()) if m
+    }
+    found = {}
+    for operation in _TTIR_OPERATION.finditer(ttir):
+        kind, element, where = operation.groups()
+        while (text := locations.get(where, "")) and not re.search(r'":\d+:\d+$', text):
+            # A name or an inlined call holds other locations, the callee's first.
+            inner = re.search(r"#loc\d*", text)
+            where = inner[0] if inner else ""
+        if place := re.match(r'"([^"]+)":(\d+)', text):
+            line = Line(Path(place[1]).name, int(place[2]))
+            found[line] = (ELEMENT_BYTES[element], kind)
+    return found
+
+
+def sites_of(kernel: Any) -> list[Site]:
+    """The loads and products in the loops of a kernel, and in the functions that its loops call."""
+    return list(_sites(kernel, in_loop=False, prefix=()))
+
+
+def _sites(function: Any, *, in_loop: bool, prefix: tuple[str, ...]) -> Iterator[Site]:
+    # The source as Triton read it: the file may have changed since.
+    first = function.starting_line_number
+    tree = ast.parse(textwrap.dedent("".join(function.raw_src))).body[0]
+    file = Path(inspect.getsourcefile(function.fn) or "").name
+    names = function.fn.__globals__
+
+    def walk(node: ast.AST, in_loop: bool, where: tuple[str, ...], of: str) -> Iterator[Site]:
+        if isinstance(node, ast.If):
+            text = ast.unparse(node.test)
+            for branch, said in ((node.body, text), (node.orelse, f"not {text}")):
+                for statement in branch:
+                    yield from walk(statement, in_loop, (*where, said), of)
+            return
+        if isinstance(node, ast.stmt):
+            targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
+            of = ast.unparse(targets[0]) if targets[0] is not None else ""
+        if isinstance(node, ast.Call) and in_loop:
+            called = ast.unparse(node.func)
+            if called in ("tl.load", "tl.dot"):
+                place = ", ".join((*prefix, *where))
+                what = of or ast.unparse(node.args[0])
+                last = first - 1 + (node.end_lineno or node.lineno)
+                yield Site(
+                    f"{place}: {what}" if place else what,
+                    called.removeprefix("tl."),
+                    frozenset(Line(file, n) for n in range(first - 1 + node.lineno, last + 1)),
+                )
+            helper = names.get(called)
+            if isinstance(helper, JITFunction) and called not in prefix:
+                yield from _sites(helper, in_loop=True, prefix=(*prefix, *where, called))
+        in_loop = in_loop or isinstance(node, ast.For | ast.While)
+        for child in ast.iter_child_nodes(node):
+            yield from walk(child, in_loop, where, of)
+
+    yield from walk(tree, in_loop, (), "")
+
+
+# CUDA files.
+
+_ENTRY = re.compile(
+    r"Compiling entry function '(\S+)' for.*?(\d+) bytes stack frame"
+    r".*?Used (\d+) registers([^\n]*)",
+    re.DOTALL,
+)
+_THREADS = re.compile(
+    r"^\.nv\.info\.(\S+)$(?:(?!^\.nv\.info).)*?EIATTR_MAX_THREADS"
+    r".*?Value:\s*0x(\w+) 0x(\w+) 0x(\w+)",
+    re.DOTALL | re.MULTILINE,
+)
+
+
+def why_no_compiler() -> str | None:
+    """Why CUDA files cannot be compiled here; None if they can."""
+    return None if shutil.which("nvcc") else "nvcc is not on the PATH"
+
+
+def cuda_sources() -> list[Path]:
+    """All CUDA files."""
+    return sorted((SOURCES / "cuda").glob("*.cu"))
+
+
+def compiled_file(source: Path, capability: int) -> list[Compiled]:
+    """Every kernel of one CUDA file, compiled for one architecture.
+
+    Raises:
+        RuntimeError: nvcc does not compile it; the message has its output.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "kernels.cubin"
+        command = ["nvcc", "-std=c++20", "-O3", f"-I{SOURCES}", f"-arch=sm_{capability}"]
+        command += ["-Xptxas", "-v", "-cubin", "-o", str(cubin), str(source)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"nvcc refuses {source.name} for sm_{capability}: {done.stderr}")
+        listing = run_tool("nvdisasm", "-c", str(cubin))
+        elf = run_tool("cuobjdump", "-elf", str(cubin))
+    threads = {n: int(x, 16) * int(y, 16) * int(z, 16) for n, x, y, z in _THREADS.findall(elf)}
+    sections = dict(re.findall(r"(?ms)^\.text\.(\w+):$(.*?)(?=^\.text\.|\Z)", listing))
+    found = []
+    for mangled, stack, registers, rest in _ENTRY.findall(done.stderr):
+        lines = instructions_by_line(sections.get(mangled, ""))
+        counts = Counter(name for line in lines.values() for name, _ in line)
+        shared = re.search(r"(\d+) bytes smem", rest)
+        bound = threads.get(mangled)
+        found.append(
+            Compiled(
+                kernel=readable(mangled),
+                settings={"threads": bound or "not bound"},
+                capability=capability,
+                registers=int(registers),
+                stack=int(stack),
+                spill_loads=counts["LDL"],
+                spill_stores=counts["STL"],
+                shared=int(shared[1]) if shared else 0,
+                warps=-(-(bound or WARP) // WARP),
+                instructions={name: counts[name] for name in PRODUCTS if counts[name]},
+                source=f"{source.parent.name}/{source.name}",
+            )
+        )
+    return sorted(found, key=lambda c: c.kernel)
+
+
+def readable(mangled: str) -> str:
+    """A kernel's name and template argument.
+
+    >>> readable("_ZN3tnt4cuda12_GLOBAL__N_113invert_kernelIdEEvNS0_4CallE")
+    'invert_kernel<double>'
+    """
+    found = re.search(r"([a-z]+(?:_[a-z]+)*_kernel)(?:I([a-z])E)?", mangled)
+    template = {"f": "<float>", "d": "<double>"}
+    return found[1] + template.get(found[2] or "", "") if found else mangled
+
+
+# Everything.
+
+
+@functools.cache
+def _launches(capability: int, main_only: bool) -> list[Launch]:
+    return [launch for launch in recorded(capability) if launch.is_main or not main_only]
+
+
+def _compile_one(capability: int, main_only: bool, index: int) -> list[Compiled]:
+    return [compiled(_launches(capability, main_only)[index], capability)]
+
+
+def compile_all(
+    capabilities: Sequence[int], *, main_only: bool, processes: int = 2
+) -> list[Compiled]:
+    """Every class for every architecture, with a fresh cache, in the order of the launches."""
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["TRITON_CACHE_DIR"] = cache  # the processes inherit it
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(processes, mp_context=context) as pool:
+            jobs: list[Future[list[Compiled]]] = [
+                pool.submit(_compile_one, capability, main_only, index)
+                for capability in capabilities
+                for index in range(len(_launches(capability, main_only)))
+            ]
+            if why_no_compiler() is None:
+                jobs += [
+                    pool.submit(compiled_file, source, capability)
+                    for capability in capabilities
+                    for source in cuda_sources()
+                ]
+            return [entry for job in jobs for entry in job.result()]
