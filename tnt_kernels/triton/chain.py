@@ -98,8 +98,8 @@ def _epilogue(
     result = _address(addresses, scratch, place).to(tl.pointer_type(RESULT))
     row_stride = tl.load(place + ROW_STRIDE)
     inner_stride, outer_stride = tl.load(place + INNER_STRIDE), tl.load(place + OUTER_STRIDE)
-    at_column = offsets(column, inner, inner_stride, outer_stride, 1)
-    at = result + row.to(tl.int64) * row_stride + at_column
+    at = result + row.to(tl.int64) * row_stride
+    at = at + offsets(column, inner, inner_stride, outer_stride, 1)
     inside = (row < rows) & (column < columns)
     if UPDATE:
         alpha, gamma = tl.load(lr).to(value.dtype), tl.load(weight_decay).to(value.dtype)

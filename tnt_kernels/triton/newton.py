@@ -134,13 +134,7 @@ def _buffer(matrix, state, name):
 
 @triton.jit
 def measure_kernel(
-    strips,
-    matrices,
-    addresses,
-    measures,
-    damping,
-    STATE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    strips, matrices, addresses, measures, damping, STATE: tl.constexpr, BLOCK: tl.constexpr
 ):
     """The largest |entry| of BLOCK rows of S + damping I, and the sum of (entry / largest)^2.
 

@@ -161,8 +161,8 @@ def offsets(column, inner, inner_stride, outer_stride, VECTOR: tl.constexpr):
     """Offsets of an unfolding's columns (see ``Unfolding``); VECTOR > 1 if it is wide."""
     if VECTOR > 1:
         return column.to(tl.int64) * inner_stride
-    within, group = column % inner, column // inner
-    return within.to(tl.int64) * inner_stride + group.to(tl.int64) * outer_stride
+    within = (column % inner).to(tl.int64) * inner_stride
+    return within + (column // inner).to(tl.int64) * outer_stride
 
 
 def blocks(size: int, block: int) -> int:
