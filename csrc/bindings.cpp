@@ -1,4 +1,4 @@
-// What is no operator: how this extension was built.
+// build_info(): how this extension was built.
 
 #include <pybind11/pybind11.h>
 #include <torch/version.h>
@@ -14,7 +14,7 @@
 
 namespace {
 
-// What a macro stands for, as a string.
+// A macro's value as a string.
 #define TNT_QUOTED(text) #text
 #define TNT_TEXT(macro) TNT_QUOTED(macro)
 

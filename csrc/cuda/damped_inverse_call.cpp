@@ -93,11 +93,7 @@ at::Tensor damped_inverse(Device& device, at::TensorList out, at::TensorList sta
   TORCH_CHECK_VALUE(damping.device().is_cpu() || damping.device() == where, "damping must be on ",
                     where, " or the CPU, got ", damping.device());
   const bool on_host = damping.device().is_cpu();
-  if (!on_host) {
-    TORCH_CHECK_VALUE(damping.dim() == 0 && damping.is_floating_point(),
-                      "damping must be a 0-dim floating-point tensor, got ", damping.sizes(), ", ",
-                      damping.scalar_type());
-  }
+  check_scalar("damping", damping);
   const double number = on_host ? checked_number("damping", damping) : 0;
   check_factors(out, stats, orders, where);
   Plan plan = make_plan(shapes_of(stats, orders), device.limits());
