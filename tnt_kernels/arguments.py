@@ -232,17 +232,16 @@ def check_out(out: Modes, stats: Modes) -> None:
 
 
 def _check_written(name: str, tensor: Tensor, *, contiguous: bool = False) -> None:
+    if not torch.compiler.is_compiling():  # a traced tensor has no memory
+        if tensor.is_neg() or tensor._is_zerotensor():
+            raise ValueError(f"{name} must be writable, got a negated or zero view")
+        if any(s == 0 and d > 1 for s, d in zip(tensor.stride(), tensor.shape, strict=True)):
+            raise ValueError(
+                f"{name} must have memory of its own for each element, got an expanded tensor with "
+                f"strides {tensor.stride()}"
+            )
     if contiguous and not tensor.is_contiguous():
         raise ValueError(f"{name} must be contiguous, got {tensor.stride()}")
-    if torch.compiler.is_compiling():
-        return  # a traced tensor has no memory
-    if tensor.is_neg() or tensor._is_zerotensor():
-        raise ValueError(f"{name} must be writable, got a negated or zero view")
-    if any(s == 0 and d > 1 for s, d in zip(tensor.stride(), tensor.shape, strict=True)):
-        raise ValueError(
-            f"{name} must have memory of its own for each element, got an expanded tensor with "
-            f"strides {tensor.stride()}"
-        )
 
 
 def check_overlaps(written: dict[str, Iterable[Tensor]], read: dict[str, Iterable[Tensor]]) -> None:

@@ -30,52 +30,71 @@ constexpr int64_t kChunk = 8192;
 // Elements whose squares are summed at a time, from the first-level cache.
 constexpr int64_t kBlock = 1024;
 
+// Dimensions of N tensors of one shape, the slowest first.
+template <size_t N>
+struct Dimension {
+  int64_t size;
+  std::array<int64_t, N> strides;
+};
+template <size_t N>
+using Dimensions = std::vector<Dimension<N>>;
+
+// Appends a dimension faster than the others. It merges with the last one if every tensor can walk
+// both with one stride.
+template <size_t N>
+void append(Dimensions<N>& dimensions, Dimension<N> next) {
+  bool merges = !dimensions.empty();
+  for (size_t n = 0; n < N; ++n) {
+    merges = merges && dimensions.back().strides[n] == next.size * next.strides[n];
+  }
+  if (merges) next.size *= dimensions.back().size;
+  if (merges) dimensions.pop_back();
+  dimensions.push_back(next);
+}
+
+// Calls run(offsets, count) on runs of the elements [first, last) along the fastest dimension.
+template <size_t N, typename Run>
+void for_each_run(const Dimensions<N>& dimensions, int64_t first, int64_t last, const Run& run) {
+  const Dimension<N>& fastest = dimensions.back();
+  for (int64_t element = first; element < last;) {
+    const int64_t within = element % fastest.size;
+    std::array<int64_t, N> offsets;
+    for (size_t n = 0; n < N; ++n) offsets[n] = within * fastest.strides[n];
+    int64_t rest = element / fastest.size;
+    for (size_t i = dimensions.size() - 1; i-- > 0;) {
+      const int64_t index = rest % dimensions[i].size;
+      rest /= dimensions[i].size;
+      for (size_t n = 0; n < N; ++n) offsets[n] += index * dimensions[i].strides[n];
+    }
+    const int64_t count = std::min(fastest.size - within, last - element);
+    run(offsets, count);
+    element += count;
+  }
+}
+
 // Calls run(chunk, offsets, count, strides), with an offset and a stride for each tensor, on runs
 // that together visit every element once, on all threads. A chunk is kChunk elements (the last may
 // be shorter), whose runs one thread visits in order. `strides` are the tensors', of shape `sizes`.
 template <size_t N, typename Run>
 void for_each_run(int64_t order, const int64_t* sizes, const std::array<const int64_t*, N>& strides,
                   const Run& run) {
-  struct Dimension {
-    int64_t size;
-    std::array<int64_t, N> strides;
-  };
-  // Dimensions that every tensor walks with one stride merge: contiguous tensors are one run.
-  std::vector<Dimension> dimensions;
+  Dimensions<N> dimensions;
   int64_t count = 1;
   for (int64_t i = 0; i < order; ++i) {
     count *= sizes[i];
     if (sizes[i] == 1) continue;
-    Dimension next{sizes[i], {}};
-    bool merges = !dimensions.empty();
-    for (size_t n = 0; n < N; ++n) {
-      next.strides[n] = strides[n][i];
-      merges = merges && dimensions.back().strides[n] == sizes[i] * strides[n][i];
-    }
-    if (merges) next.size *= dimensions.back().size;
-    if (merges) dimensions.pop_back();
-    dimensions.push_back(next);
+    Dimension<N> next{sizes[i], {}};
+    for (size_t n = 0; n < N; ++n) next.strides[n] = strides[n][i];
+    append(dimensions, next);
   }
   if (count == 0) return;
   if (dimensions.empty()) dimensions.push_back({1, {}});
-  const Dimension& fastest = dimensions.back();
   const int64_t chunks = (count + kChunk - 1) / kChunk;
   run_tasks(chunks, 16 * static_cast<double>(count), [&](int64_t chunk, Scratch&) {
-    const int64_t last = std::min((chunk + 1) * kChunk, count);
-    for (int64_t element = chunk * kChunk; element < last;) {
-      const int64_t within = element % fastest.size;
-      std::array<int64_t, N> offsets;
-      for (size_t n = 0; n < N; ++n) offsets[n] = within * fastest.strides[n];
-      int64_t rest = element / fastest.size;
-      for (size_t i = dimensions.size() - 1; i-- > 0;) {
-        const int64_t index = rest % dimensions[i].size;
-        rest /= dimensions[i].size;
-        for (size_t n = 0; n < N; ++n) offsets[n] += index * dimensions[i].strides[n];
-      }
-      const int64_t length = std::min(fastest.size - within, last - element);
-      run(chunk, offsets, length, fastest.strides);
-      element += length;
-    }
+    for_each_run(dimensions, chunk * kChunk, std::min((chunk + 1) * kChunk, count),
+                 [&](const auto& offsets, int64_t length) {
+                   run(chunk, offsets, length, dimensions.back().strides);
+                 });
   });
 }
 

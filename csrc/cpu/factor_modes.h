@@ -163,6 +163,15 @@ void make_factors(const std::vector<TensorModes>& tensors, double flops_per_cube
     return a.tensor != b.tensor ? a.tensor < b.tensor : a.flops > b.flops;
   });
 
+  const auto restore = [&](int64_t t) {
+    const TensorModes& tensor = tensors[static_cast<size_t>(t)];
+    for (size_t i = 0; i < tensor.modes.size(); ++i) {
+      const SavedFactor& saved = pending[t].saved[i];
+      with_state(tensor.element, [&](auto zero) {
+        if (saved.exists()) saved.template restore<decltype(zero)>(tensor.modes[i]);
+      });
+    }
+  };
   const auto run = [&](const Task& task, Scratch& scratch) {
     const TensorModes& tensor = tensors[static_cast<size_t>(task.tensor)];
     Pending& state = pending[task.tensor];
@@ -179,18 +188,14 @@ void make_factors(const std::vector<TensorModes>& tensors, double flops_per_cube
     if (--state.missing > 0) return;
     const bool good = state.first_bad > static_cast<int32_t>(tensor.modes.size());
     info[task.tensor] = good ? 0 : state.first_bad.load();
-    with_state(tensor.element, [&](auto zero) {
-      using T = decltype(zero);
-      for (size_t i = 0; i < tensor.modes.size(); ++i) {
-        const FactorMode& mode = tensor.modes[i];
-        if (!good) {
-          state.saved[i].template restore<T>(mode);
-        } else if (!mode.diagonal) {
-          mirror_upper(static_cast<T*>(mode.out), mode.d);
-        }
-        state.saved[i].forget();
-      }
-    });
+    if (!good) restore(task.tensor);
+    for (size_t i = 0; i < tensor.modes.size(); ++i) {
+      const FactorMode& mode = tensor.modes[i];
+      with_state(tensor.element, [&](auto zero) {
+        if (good && !mode.diagonal) mirror_upper(static_cast<decltype(zero)*>(mode.out), mode.d);
+      });
+      state.saved[i].forget();
+    }
   };
 
   // A mode of more than one thread's part of the work gets all threads.
@@ -213,14 +218,7 @@ void make_factors(const std::vector<TensorModes>& tensors, double flops_per_cube
               });
   } catch (...) {
     for (int64_t t = 0; t < count; ++t) {
-      const TensorModes& tensor = tensors[static_cast<size_t>(t)];
-      if (pending[t].missing == 0) continue;
-      for (size_t i = 0; i < tensor.modes.size(); ++i) {
-        const SavedFactor& saved = pending[t].saved[i];
-        if (!saved.exists()) continue;
-        with_state(tensor.element,
-                   [&](auto zero) { saved.template restore<decltype(zero)>(tensor.modes[i]); });
-      }
+      if (pending[t].missing > 0) restore(t);
     }
     throw;
   }

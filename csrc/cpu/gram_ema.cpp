@@ -3,16 +3,11 @@
 #include <algorithm>
 
 #include "cpu/blas.h"
-#include "cpu/tasks.h"
+#include "cpu/elementwise.h"
 #include "cpu/transpose.h"
 
 namespace tnt {
 namespace {
-
-struct Dimension {
-  int64_t size;
-  int64_t stride;
-};
 
 // mat_i(G) is (d, columns); a column is an index over all other modes. A sum does not depend on the
 // columns' order, so they are sorted by stride and merged if possible: a contiguous or
@@ -23,30 +18,23 @@ struct Unfolding {
   int64_t d;
   int64_t row_stride;
   int64_t columns;
-  std::vector<Dimension> column_dimensions;  // the slowest first
+  Dimensions<1> column_dimensions;
 
-  int64_t fastest() const { return column_dimensions.back().stride; }
+  int64_t fastest() const { return column_dimensions.back().strides[0]; }
 };
 
 Unfolding unfold(const TensorView& tensor, int64_t mode) {
-  std::vector<Dimension> all;
+  Dimensions<1> all, merged;
   int64_t columns = 1;
   for (int64_t i = 0; i < tensor.order; ++i) {
     if (i == mode) continue;
     columns *= tensor.sizes[i];
-    if (tensor.sizes[i] != 1) all.push_back({tensor.sizes[i], tensor.strides[i]});
+    if (tensor.sizes[i] != 1) all.push_back({tensor.sizes[i], {tensor.strides[i]}});
   }
   std::stable_sort(all.begin(), all.end(),
-                   [](Dimension a, Dimension b) { return a.stride > b.stride; });
-  std::vector<Dimension> merged;
-  for (const Dimension next : all) {
-    if (!merged.empty() && merged.back().stride == next.size * next.stride) {
-      merged.back() = {merged.back().size * next.size, next.stride};
-    } else {
-      merged.push_back(next);
-    }
-  }
-  if (merged.empty()) merged.push_back({1, 1});
+                   [](const auto& a, const auto& b) { return a.strides[0] > b.strides[0]; });
+  for (const auto& dimension : all) append(merged, dimension);
+  if (merged.empty()) merged.push_back({1, {1}});
   const int64_t d = tensor.sizes[mode];
   return {tensor.data, tensor.element, d, d > 1 ? tensor.strides[mode] : 1, columns, merged};
 }
@@ -60,24 +48,6 @@ struct Panel {
   bool transposed;
 };
 
-// Calls run(offset, count, done) on runs of the columns [first, last) in the fastest dimension.
-template <typename Run>
-void for_each_run(const Unfolding& x, int64_t first, int64_t last, const Run& run) {
-  const int64_t length = x.column_dimensions.back().size;
-  for (int64_t column = first; column < last;) {
-    const int64_t within = column % length;
-    int64_t offset = within * x.fastest(), rest = column / length;
-    for (auto dimension = x.column_dimensions.rbegin() + 1; dimension != x.column_dimensions.rend();
-         ++dimension) {
-      offset += rest % dimension->size * dimension->stride;
-      rest /= dimension->size;
-    }
-    const int64_t count = std::min(length - within, last - column);
-    run(offset, count, column - first);
-    column += count;
-  }
-}
-
 // Copies a panel to `out` (columns, rows), as T.
 template <typename T>
 Panel<T> gather(const Unfolding& x, int64_t row, int64_t rows, int64_t first, int64_t last,
@@ -85,11 +55,15 @@ Panel<T> gather(const Unfolding& x, int64_t row, int64_t rows, int64_t first, in
   with_element(x.element, [&](auto* null) {
     using From = std::remove_const_t<std::remove_pointer_t<decltype(null)>>;
     const From* base = static_cast<const From*>(x.data) + row * x.row_stride;
-    for_each_run(x, first, last, [&](int64_t offset, int64_t count, int64_t done) {
-      const From* from = base + offset;
-      T* to = out + done * rows;
+    T* to = out;
+    for_each_run(x.column_dimensions, first, last, [&](const auto& offsets, int64_t count) {
+      const From* from = base + offsets[0];
       if constexpr (std::is_same_v<From, T>) {
-        if (x.fastest() == 1) return transpose(from, x.row_stride, to, rows, rows, count);
+        if (x.fastest() == 1) {
+          transpose(from, x.row_stride, to, rows, rows, count);
+          to += count * rows;
+          return;
+        }
       }
       for (int64_t c = 0; c < count; ++c, from += x.fastest(), to += rows) {
         if (x.row_stride == 1) {

@@ -31,6 +31,7 @@ from tnt_kernels.triton.launch import (
     precision,
     state_dtype,
     table,
+    tile_tables,
 )
 from tnt_kernels.triton.tiles import (
     LARGEST_INDEX,
@@ -249,7 +250,7 @@ def plan(
     problems: list[tuple[int, ...]] = []
     kinds: dict[Kind, list[int]] = defaultdict(list)
     copied: set[int] = set()
-    room = 0
+    scratch = 0
     needs = {t: _scratch_of(layout) for t, layout in enumerate(tensors) if 0 not in layout.shape}
     for wave, members in enumerate(waves(needs, SCRATCH_BYTES)):
         most = max(len(tensors[t].shape) for t in members)
@@ -293,13 +294,14 @@ def plan(
                     )
                 )
             free += _scratch_of(source)
-        room = max(room, free)
+        scratch = max(scratch, free)
     merge_small(kinds, lambda kind, n: _work(kind, problems[n]), MERGED_STEPS * programs)
-    launches = []
-    for kind in sorted(kinds, key=lambda kind: (kind.wave, kind.step)):
-        tiles = [tile for n in kinds[kind] for tile in _tiles(kind, n, problems[n])]
-        launches.append((kind, len(tiles), table(tiles, torch.int32, device)))
-    return Plan(table(problems, torch.int64, device), launches, room, frozenset(copied))
+    tiles = {
+        kind: [tile for n in kinds[kind] for tile in _tiles(kind, n, problems[n])]
+        for kind in sorted(kinds, key=lambda kind: (kind.wave, kind.step))
+    }
+    launches = tile_tables(tiles, device)
+    return Plan(table(problems, torch.int64, device), launches, scratch, frozenset(copied))
 
 
 def _buffer_of(layout: Layout) -> int:

@@ -32,6 +32,7 @@ from tnt_kernels.triton.launch import (
     scalar_on,
     state_dtype,
     table,
+    tile_tables,
 )
 from tnt_kernels.triton.tiles import (
     LARGEST_INDEX,
@@ -322,15 +323,13 @@ def plan(
     merge_small(full, lambda kind, n: problems[n].work(kind), MERGED_STEPS * programs)
     sums: dict[torch.dtype, list[tuple[int, ...]]] = defaultdict(list)
     partials: dict[torch.dtype, int] = defaultdict(int)
-    tiles = []
-    for kind, numbers in full.items():
-        rows = _tiles(kind, {n: problems[n] for n in numbers}, programs, sums[kind.state], partials)
-        tiles.append((kind, len(rows), table(rows, torch.int32, device)))
+    tiles = {
+        kind: _tiles(kind, {n: problems[n] for n in numbers}, programs, sums[kind.state], partials)
+        for kind, numbers in full.items()
+    }
     return Plan(
         table(problems, torch.int64, device),
-        tiles,
-        [(s, len(rows), table(rows, torch.int32, device)) for s, rows in sums.items() if rows],
-        [(k, len(rows), table(rows, torch.int32, device)) for k, rows in diagonals.items()],
+        *(tile_tables(tiles, device), tile_tables(sums, device), tile_tables(diagonals, device)),
         dict(partials),
         frozenset(copied),
     )

@@ -351,13 +351,8 @@ def _iterate(
                 LAST=level is wave.products[-1],
                 num_warps=WARPS,
             )
-        launch(
-            newton.decide_kernel,
-            *(wave.modes, states),
-            STATE=element,
-            MAY_GROW=iteration == 0,
-            num_warps=1,
-        )
+        first = iteration == 0
+        launch(newton.decide_kernel, wave.modes, states, STATE=element, MAY_GROW=first, num_warps=1)
         if iteration % ITERATIONS_PER_LOOK == 0:
             watch.look()
 

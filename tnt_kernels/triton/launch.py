@@ -1,8 +1,8 @@
 """Shared by all launchers: tables, addresses and scalars on the device, and product precision."""
 
 import functools
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 import triton
@@ -18,6 +18,9 @@ ELEMENTS = {
 
 # The widest load, in bytes; addresses and strides must be multiples of it.
 VECTOR_BYTES = 16
+
+
+KeyT = TypeVar("KeyT")
 
 
 class Layout(NamedTuple):
@@ -43,11 +46,8 @@ def layouts(tensors: Sequence[Tensor]) -> tuple[Layout, ...]:
 
 def contiguous(layout: Layout) -> Layout:
     """The layout of a contiguous copy."""
-    strides, step = [], 1
-    for n in reversed(layout.shape):
-        strides.append(step)
-        step *= max(n, 1)
-    return Layout(layout.shape, tuple(reversed(strides)), layout.dtype, True)
+    strides = torch.empty(layout.shape, device="meta").stride()
+    return Layout(layout.shape, strides, layout.dtype, True)
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -81,6 +81,13 @@ def table(rows: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.devic
             "this call must run once before a CUDA graph records it: its plan does not exist yet"
         )
     return torch.tensor([entry for row in rows for entry in row], dtype=dtype, device=device)
+
+
+def tile_tables(
+    tiles: Mapping[KeyT, Sequence[Sequence[int]]], device: torch.device
+) -> list[tuple[KeyT, int, Tensor]]:
+    """Launches: key, number of programs and tile table, for all keys that have tiles."""
+    return [(key, len(t), table(t, torch.int32, device)) for key, t in tiles.items() if t]
 
 
 def block_of(state: torch.dtype) -> int:

@@ -21,6 +21,7 @@ from tnt_kernels.triton.launch import (
     layouts,
     scalar_on,
     table,
+    tile_tables,
 )
 from tnt_kernels.triton.tiles import (
     LARGEST_INDEX,
@@ -135,10 +136,11 @@ def plan(
         to, at = zip(*strides, strict=True)
         problems.append((t, len(momenta) + t, count, *sizes[:2], *to, *at))
     merge_small(kinds, lambda kind, n: blocks(problems[n][2], SPAN), MERGED_STEPS * programs)
-    launches = []
-    for kind, numbers in kinds.items():
-        tiles = [(n, i) for n in numbers for i in range(blocks(problems[n][2], SPAN))]
-        launches.append((kind, len(tiles), table(tiles, torch.int32, device)))
+    tiles = {
+        kind: [(n, i) for n in numbers for i in range(blocks(problems[n][2], SPAN))]
+        for kind, numbers in kinds.items()
+    }
+    launches = tile_tables(tiles, device)
     return Plan(table(problems, torch.int64, device), launches, tuple(left_to_torch))
 
 
