@@ -141,8 +141,7 @@ struct NamedList {
   at::TensorList tensors;
 };
 
-// Refuses written memory that appears twice in a call. Views with gaps pass: two that interleave
-// share no element.
+// Refuses written memory that appears twice in a call. Views with gaps, which may interleave, pass.
 inline void check_overlaps(std::initializer_list<NamedList> written,
                            std::initializer_list<NamedList> read) {
   struct Range {

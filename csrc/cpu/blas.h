@@ -5,8 +5,7 @@
 // TNT_BLAS_SET_THREADS names its function that sets the number of threads, if it has one: the
 // kernels make many calls in parallel on PyTorch's threads, so each call must use one thread.
 //
-// Matrices are row-major in gemm, syrk and symv, which pass them to Fortran as column-major
-// transposes.
+// gemm, syrk and symv take row-major matrices and pass them to Fortran as column-major transposes.
 #pragma once
 
 #include <cstdint>
@@ -62,8 +61,7 @@ struct Int {
   int value;
 };
 
-// Up to this product of M, N and K, OpenBLAS multiplies without packing, which is fast for small
-// matrices.
+// Up to this product of M, N and K, OpenBLAS has kernels for small matrices, without packing.
 constexpr int64_t kUnpackedProduct = 1000000;
 
 inline std::string name() {
@@ -144,8 +142,7 @@ void gemm(Transposed operand, int64_t m, int64_t n, int64_t k, T alpha, const T*
                ldc);
 }
 
-// The lower triangle of C (n, n) <- alpha X X^T + beta C, for X (n, k), stored as X^T (k, n) if
-// transposed.
+// Lower triangle of C (n, n) <- alpha X X^T + beta C for X (n, k), or X^T (k, n) if transposed.
 template <typename T>
 void syrk(bool transposed, int64_t n, int64_t k, T alpha, const T* x, int64_t ldx, T beta, T* c,
           int64_t ldc) {

@@ -12,8 +12,8 @@ namespace {
 //
 // Factorisation and inversion are recursive, down to leaves that LAPACK computes: its triangular
 // products are several times as fast as its own inversion of a triangle, which works column by
-// column on one thread. Inside a task everything is serial; a matrix that has all threads is split
-// into strips.
+// column on one thread. Inside a task all is serial; a matrix with all threads is split into
+// strips.
 
 constexpr int64_t kLeaf = 32;
 constexpr int64_t kStrip = 256;

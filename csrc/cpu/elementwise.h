@@ -12,8 +12,7 @@
 #include "cpu/tasks.h"
 #include "cpu/views.h"
 
-// Compiles a function for several CPUs; the loader selects one. Not under sanitizers, which the
-// loader starts later.
+// Compiles a function for several CPUs. Not under sanitizers: the loader selects before they start.
 #if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__) && __GNUC__ >= 12 && \
     !defined(TNT_STD_THREADS)
 #define TNT_WIDEST_VECTORS \

@@ -122,8 +122,7 @@ void mirror_upper(T* matrix, int64_t n) {
 // mode's `out` (of a matrix the diagonal and the upper triangle; it does not change the strict
 // lower one) and returns whether the factor is good. If one of a tensor is not, all of its factors
 // are restored and info[t] is i + 1 for the first bad mode i. They are also restored if make
-// throws, for example for lack of memory. So matrices need no memory but `out` while other modes
-// are computed.
+// throws, for example for lack of memory. Matrices that wait for other modes need only `out`.
 template <typename Make>
 void make_factors(const std::vector<TensorModes>& tensors, double flops_per_cube, const Make& make,
                   int32_t* info) {

@@ -1,5 +1,4 @@
-// Preconditioned directions and their grafting scales. Ren & Goldfarb 2021, Algorithm 2; Agarwal et
-// al. 2020.
+// Directions and their grafting scales. Ren & Goldfarb 2021, Algorithm 2; Agarwal et al. 2020.
 #pragma once
 
 #include <vector>

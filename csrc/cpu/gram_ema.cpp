@@ -39,8 +39,7 @@ Unfolding unfold(const TensorView& tensor, int64_t mode) {
   return {tensor.data, tensor.element, d, d > 1 ? tensor.strides[mode] : 1, columns, merged};
 }
 
-// A panel of mat_i(G) that the BLAS can read: row-major, or (columns, rows) row-major if
-// transposed.
+// A panel of mat_i(G) for the BLAS: row-major, or (columns, rows) row-major if transposed.
 template <typename T>
 struct Panel {
   const T* data;
@@ -204,8 +203,8 @@ void update_tile(const GramMode& mode, const Unfolding& x, const Tile& tile, dou
     const T* vector = static_cast<const T*>(x.data) + tile.row * x.row_stride;
     return blend_square(tile.rows, alpha, vector, x.row_stride, decay, lower, x.d);
   }
-  // Small products are fastest transposed (OpenBLAS's kernels then load whole vectors of rows) and
-  // up to kUnpackedProduct.
+  // Small products are fastest transposed, because OpenBLAS then loads whole vectors, and up to
+  // kUnpackedProduct.
   const bool small = tile.rows <= kSmall;
   const bool direct = readable<T>(x) && (!small || panel_in_place<T>(x, 0, 0).transposed);
   const int64_t height = tile.rows + (square ? 0 : tile.columns);
@@ -291,8 +290,7 @@ void cut(const Unfolding& x, int64_t mode, bool diagonal, int64_t cuts, std::vec
   }
 }
 
-// The largest load of a thread over the average, if each thread takes the next tile when it is
-// done.
+// The largest load of a thread over the average, if a thread takes the next tile when it is done.
 double imbalance(const std::vector<Tile>& tiles) {
   std::vector<double> loads(static_cast<size_t>(parallelism()), 0.0);
   double total = 0;

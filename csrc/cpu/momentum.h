@@ -9,8 +9,7 @@
 
 namespace tnt {
 
-// m <- decay m + g. Returns |m|^2, if `norm`; blocks of kBlock elements are summed in the
-// first-level cache.
+// m <- decay m + g. Returns |m|^2 if `norm`.
 template <bool norm, typename T>
 double accumulate(const TensorView& momentum, const TensorView& grad, T decay) {
   T* momentum_data = static_cast<T*>(writable(momentum));

@@ -9,8 +9,7 @@
 // Then M(r, c) <- M(r, c) - Q_r . Q_c for all rows below the tile, where the tile's own columns
 // start from 0. Right of the tile this is Cholesky's update, left of it the substitution for X.
 // Finally A^-1 = X^T X. (A sweep with the tile's inverse would take fewer lines, but a pivot that
-// cancels to rounding errors would include those of the inverse, and the pivot rule would accept
-// noise.)
+// cancels to rounding errors would include those of the inverse, and the rule would pass noise.)
 //
 // This takes two barriers for every 8 columns: each thread factorises the tile in its own
 // registers, about 100 multiplications instead of 8 more barriers.

@@ -1,5 +1,4 @@
-// damped_inverse on a GPU: its kernels' tables and launches. Nothing here waits for the device or
-// includes PyTorch.
+// damped_inverse on a GPU: tables and launches. Nothing here waits for the device, or uses PyTorch.
 //
 // A call makes the same number of launches for any number of tensors:
 //   rescale   computes each mode's factor from S_i to U_i (equation 13), and the damping
@@ -7,8 +6,7 @@
 //             matrix, of any sizes, or piece of a diagonal mode (one launch for each type)
 //   judge     info[t]: 0, or i + 1 for the first bad mode i of tensor t
 //   commit    copies from the workspace to `out` if info is 0
-// Between invert and judge, large_inverse.h inverts the matrices that are too large for one block's
-// shared memory.
+// Between invert and judge, large_inverse.h inverts the matrices that are too large for one block.
 #pragma once
 
 #include <cstddef>
@@ -18,8 +16,7 @@ struct CUstream_st;  // *cudaStream_t
 
 namespace tnt::cuda {
 
-// A Cholesky pivot of at most this many roundings of its diagonal entry counts as zero, as on the
-// CPU (cpu/damped_inverse.h).
+// A Cholesky pivot of at most this many roundings of its diagonal entry counts as zero.
 constexpr int kPivotRoundings = 16;
 
 // Threads in every block.
@@ -79,8 +76,7 @@ struct Call {
 template <typename T>
 int64_t shared_bytes(int64_t n);
 
-// The launches return their cudaError_t. `largest` is the size of the largest matrix in `rows`, or
-// 0.
+// The launches return their cudaError_t. `largest`: the size of the largest matrix in `rows`, or 0.
 int launch_rescale(const Call& call, int64_t tensors, CUstream_st* stream);
 template <typename T>
 int launch_invert(const Call& call, const InverseRow* rows, int64_t count, int64_t largest,

@@ -1,5 +1,4 @@
-// A cache of tables in device memory, keyed by their bytes: a training step after the first copies
-// none.
+// A cache of tables in device memory, keyed by their bytes: only the first training step copies.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -362,16 +362,10 @@ def products(
     update: bool,
     programs: int,
 ) -> None:
-    """results[t] <- P = tensors[t] x_1 A_1 ... x_k A_k; with ``update`` it is updated by P.
+    """results[t] <- P = tensors[t] x_1 A_1 ... x_k A_k, with ``factors`` the A_i, flat.
 
-    Args:
-        tensors: of any dtype and strides.
-        results: of the same shapes, any strides; with ``update`` of any dtype, else the factors'.
-        factors: the A_i, flat.
-        lr: with ``update``, alpha in W <- W - alpha (P + gamma W).
-        weight_decay: with ``update``, gamma.
-        update: whether to update the results instead of overwriting them.
-        programs: how many programs the device runs at once.
+    With ``update``, the results W, of any dtype, become W - lr (P + weight_decay W); else they have
+    the factors' dtype. ``programs`` is how many the device runs at once.
     """
     device = tensors[0].device
     factors = [a.resolve_neg().contiguous() for a in factors]

@@ -115,12 +115,8 @@ class Plan:
     """The launches of ``inverse_root`` for statistics of given layouts."""
 
     waves: list[Wave]
+    scratch: int  # bytes of the workspace, which the waves use in turn
     addresses: Addresses = field(default_factory=Addresses)
-
-    @property
-    def scratch(self) -> int:
-        """Bytes of the workspace, which the waves use in turn."""
-        return max((wave.scratch * wave.state.itemsize for wave in self.waves), default=0)
 
 
 @functools.lru_cache(maxsize=64)
@@ -145,7 +141,7 @@ def plan(
         in_order = dict(sorted(needs.items(), key=lambda need: -need[1]))
         for members in waves(in_order, SCRATCH_BYTES):
             result.append(_wave(members, stats, modes, roots, device, programs))
-    return Plan(result)
+    return Plan(result, max((w.scratch * w.state.itemsize for w in result), default=0))
 
 
 def _stride_of(stat: Layout) -> int:

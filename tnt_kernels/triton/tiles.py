@@ -9,7 +9,7 @@ device.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol, Self, TypeVar
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -118,7 +118,7 @@ def waves(needs: Mapping[int, int], most: int) -> list[list[int]]:
 
     Args:
         needs: a tensor's number -> its bytes of workspace.
-        most: bytes of the workspace, or less than the largest need, which then replaces it.
+        most: bytes of the workspace; the largest need, if that is more.
     """
     groups: list[list[int]] = []
     most = max([most, *needs.values()])
@@ -132,24 +132,11 @@ def waves(needs: Mapping[int, int], most: int) -> list[list[int]]:
     return groups
 
 
-class Wide(Protocol):
-    """A kind of work that one launch does, with the number of elements it reads at a time."""
+def merge_small(kinds: dict[Any, list[int]], work: Callable[[Any, int], int], least: int) -> None:
+    """Merges a wide kind of fewer than ``least`` steps into the narrow one, if there is one.
 
-    @property
-    def vector(self) -> int:
-        """1, or the elements of the widest load."""
-
-    def _replace(self, *, vector: int) -> Self:
-        """The same kind with another width."""
-
-
-KindT = TypeVar("KindT", bound=Wide)
-
-
-def merge_small(
-    kinds: dict[KindT, list[int]], work: Callable[[KindT, int], int], least: int
-) -> None:
-    """Merges a wide kind of fewer than ``least`` steps into the narrow one, if there is one."""
+    Kinds are named tuples with ``vector``, the number of elements of a load.
+    """
     for kind in [kind for kind in kinds if kind.vector > 1]:
         narrow = kind._replace(vector=1)
         if narrow in kinds and sum(work(kind, n) for n in kinds[kind]) < least:
