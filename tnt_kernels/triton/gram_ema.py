@@ -108,8 +108,8 @@ def gram_kernel(
     """One tile of one statistic, over all columns of the unfolding or one split of them.
 
     Grid: one program for each tile of a lower triangle and each split. A program reads two panels,
-    BLOCK rows of the unfolding each, and reads and writes the tile, its mirror image written only;
-    a split writes a partial sum instead. Bound: matrix units from about 128 rows on, memory below.
+    BLOCK rows of the unfolding each. It reads and writes the tile and writes its mirror image, or
+    writes a partial sum. Bound: matrix units from about 128 rows on, memory below.
     """
     tile = tiles + tl.program_id(0) * TILE_FIELDS
     problem = problems + tl.load(tile + PROBLEM) * PROBLEM_FIELDS

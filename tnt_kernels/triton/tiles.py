@@ -135,10 +135,10 @@ def waves(needs: Mapping[int, int], most: int) -> list[list[int]]:
 def merge_small(kinds: dict[Any, list[int]], work: Callable[[Any, int], int], least: int) -> None:
     """Merges a wide kind of fewer than ``least`` steps into the narrow one, if there is one.
 
-    Kinds are named tuples with ``vector``, the number of elements of a load.
+    Kinds are named tuples whose last field is ``vector``, the number of elements of a load.
     """
     for kind in [kind for kind in kinds if kind.vector > 1]:
-        narrow = kind._replace(vector=1)
+        narrow = type(kind)(*kind[:-1], 1)
         if narrow in kinds and sum(work(kind, n) for n in kinds[kind]) < least:
             kinds[narrow] = sorted(kinds[narrow] + kinds.pop(kind))
 
