@@ -2,20 +2,19 @@
 
     pip install --no-build-isolation -e .
 
-PyTorch must already be installed, because the extension is built against it; that is why build
-isolation must be off. Where the extension cannot be built (no C++ compiler, or not x86-64 Linux)
-the packages are installed without it and serve from the reference implementation. A compiler that
-is there and fails is an error.
+PyTorch must already be installed, because the extension is built against it; build isolation would
+hide it. If the extension cannot be built (no C++ compiler, or not x86-64 Linux), the packages are
+installed without it and use the reference implementation. A compiler that fails is an error.
 
-Set in the environment:
+Environment variables:
 
-    TNT_CUDA=1        also build the CUDA kernels: wants nvcc and a CUDA build of PyTorch, no GPU.
-                      TORCH_CUDA_ARCH_LIST says for which GPUs, by default CUDA_ARCHITECTURES.
-    TNT_CPU=0         leave out the CPU kernels. With TNT_CUDA=1 and no BLAS they are left out
-                      too, and that is said; TNT_CPU=1 makes it an error.
-    TNT_BLAS_LIBRARY  another BLAS than scipy-openblas32's: the path of its shared library;
-    TNT_BLAS_PREFIX   what its Fortran names begin with;
-    TNT_BLAS_SET_THREADS  its C function for its number of threads, if any.
+    TNT_CUDA=1        also build the CUDA kernels; needs nvcc and a CUDA build of PyTorch, no GPU.
+                      TORCH_CUDA_ARCH_LIST selects the GPUs, by default CUDA_ARCHITECTURES.
+    TNT_CPU=0         do not build the CPU kernels. TNT_CUDA=1 without a BLAS skips them too, with
+                      a message; TNT_CPU=1 makes the missing BLAS an error.
+    TNT_BLAS_LIBRARY  the path of the shared library of another BLAS than scipy-openblas32's
+    TNT_BLAS_PREFIX   the prefix of its Fortran names
+    TNT_BLAS_SET_THREADS  its C function that sets the number of threads, if any
 """
 
 import os
@@ -39,7 +38,7 @@ try:
     )
 except ImportError as error:
     raise SystemExit(
-        f"tnt_kernels is built against PyTorch, which cannot be imported here ({error}).\n"
+        f"tnt_kernels is built against PyTorch, which cannot be imported ({error}).\n"
         "Install it first, then build without isolation:\n"
         "    pip install 'torch>=2.11' 'setuptools>=77' wheel ninja\n"
         "    pip install --no-build-isolation -e ."
@@ -47,17 +46,17 @@ except ImportError as error:
 
 ROOT = Path(__file__).parent
 
-# A100 and H100, and as PTX what comes after.
+# A100 and H100, and PTX for later GPUs.
 CUDA_ARCHITECTURES = "8.0;9.0+PTX"
 
 
 def sources(*patterns: str) -> list[str]:
-    """The files of csrc, relative to here."""
+    """The files that match, relative to this folder."""
     return [str(p.relative_to(ROOT)) for pattern in patterns for p in sorted(ROOT.glob(pattern))]
 
 
 def switch(name: str) -> bool | None:
-    """An environment variable that is 0, 1 or not set."""
+    """The value of an environment variable that is 0, 1 or not set."""
     value = os.environ.get(name, "")
     if value not in ("", "0", "1"):
         raise SystemExit(f"{name} must be 0 or 1, got {value!r}")
@@ -65,7 +64,7 @@ def switch(name: str) -> bool | None:
 
 
 def why_no_extension() -> str | None:
-    """Says what stands in the way of the extension, None where nothing does."""
+    """Why the extension cannot be built; None if it can."""
     if switch("TNT_CPU") is False and not switch("TNT_CUDA"):
         return "TNT_CPU=0 leaves out the CPU kernels, and TNT_CUDA=1 is not set"
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
@@ -81,7 +80,7 @@ def why_no_extension() -> str | None:
 
 
 def blas() -> dict[str, Any] | None:
-    """The Extension() arguments for the BLAS, None where there is none and the CPU can wait."""
+    """The Extension() arguments for the BLAS; None to build without the CPU kernels."""
     if switch("TNT_CPU") is False:
         return None
     library = os.environ.get("TNT_BLAS_LIBRARY")
@@ -117,13 +116,13 @@ def blas() -> dict[str, Any] | None:
     return {
         "libraries": [openblas.get_library()],
         "library_dirs": [str(folder)],
-        # Beside the installed package, and where it is now, for an editable install.
+        # Next to the installed package, and its path now, for an editable install.
         "runtime_library_dirs": [f"$ORIGIN/../{openblas.__name__}/{folder.name}", str(folder)],
     }
 
 
 def check_cuda() -> None:
-    """Stops where the CUDA kernels were asked for and cannot be built."""
+    """Refuses TNT_CUDA=1 if the CUDA kernels cannot be built."""
     if torch.version.cuda is None:
         raise SystemExit(
             f"TNT_CUDA=1 needs a CUDA build of PyTorch, this is {torch.__version__}. Install one, "
@@ -131,23 +130,23 @@ def check_cuda() -> None:
         )
     if CUDA_HOME is None or shutil.which("nvcc", path=str(Path(CUDA_HOME) / "bin")) is None:
         raise SystemExit(
-            "TNT_CUDA=1 needs a CUDA toolkit: set CUDA_HOME to the folder that has bin/nvcc in it "
+            "TNT_CUDA=1 needs a CUDA toolkit: set CUDA_HOME to the folder that contains bin/nvcc "
             f"(now: {CUDA_HOME!r})"
         )
 
 
 class Build(BuildExtension):  # type: ignore[misc]
-    """BuildExtension that keeps its object files, so that a second build compiles what changed."""
+    """BuildExtension that keeps its object files: a second build compiles only changed files."""
 
     def finalize_options(self) -> None:
-        """Puts the object files where the next build finds them."""
+        """Sets a folder for object files that the next build finds."""
         super().finalize_options()
         kind = "extension-cuda" if switch("TNT_CUDA") else "extension"
         self.build_temp = str(ROOT / "build" / kind)
 
 
 def extension() -> dict[str, Any]:
-    """The setup() arguments for the extension; empty where it cannot be built."""
+    """The setup() arguments for the extension; empty if it cannot be built."""
     reason = why_no_extension()
     if reason is not None:
         print(
@@ -181,10 +180,10 @@ def extension() -> dict[str, Any]:
         define_macros=macros,
         extra_compile_args={
             "cxx": [
-                # Without errno, which nothing here reads, a loop of square roots is one of vectors.
-                # Without contraction it gives the same bits for whatever CPU it is compiled.
+                # Without errno, which nothing here reads, square roots are vectorised. Without
+                # contraction, every CPU computes the same bits.
                 *(*common, "-fno-math-errno", "-ffp-contract=off", "-fopenmp", "-Wall", "-Wextra"),
-                # Once more as system headers: PyTorch's own are not free of warnings.
+                # Again as system headers: PyTorch's headers cause warnings.
                 *(f"-isystem{path}" for path in include_paths("cuda" if cuda else "cpu")),
             ],
             "nvcc": [*common, "-Xcompiler", "-Wall,-Wextra"],

@@ -1,4 +1,4 @@
-// What is no operator: how this extension was built.
+// build_info(): how this extension was built.
 
 #include <pybind11/pybind11.h>
 #include <torch/version.h>
@@ -14,58 +14,41 @@
 
 namespace {
 
-// What a macro stands for, as a string.
+// A macro's value as a string.
 #define TNT_QUOTED(text) #text
 #define TNT_TEXT(macro) TNT_QUOTED(macro)
 
-std::string compiler() {
-#if defined(__clang__)
-  return "clang " __clang_version__;
-#else
-  return "g++ " __VERSION__;
-#endif
-}
-
-std::string extension() {
-  std::string text = "built for torch " TORCH_VERSION;
+pybind11::dict build_info() {
+  pybind11::dict info;
 #if defined(_OPENMP)
-  text += ", OpenMP";
+  info["extension"] = "built for torch " TORCH_VERSION ", OpenMP";
 #else
-  text += ", without OpenMP: serial";
+  info["extension"] = "built for torch " TORCH_VERSION ", without OpenMP: serial";
 #endif
-  return text;
-}
-
-std::string blas() {
+#if defined(__clang__)
+  info["compiler"] = "clang " __clang_version__;
+#else
+  info["compiler"] = "g++ " __VERSION__;
+#endif
 #ifdef TNT_WITHOUT_CPU
-  return "none";
+  info["blas"] = "none";
 #else
-  return tnt::blas::name();
+  info["blas"] = tnt::blas::name();
 #endif
-}
-
-std::string cuda() {
 #ifdef TNT_CUDA_ARCHITECTURES
-  return std::to_string(CUDART_VERSION / 1000) + "." + std::to_string(CUDART_VERSION / 10 % 100) +
-         " for " TNT_TEXT(TNT_CUDA_ARCHITECTURES);
+  info["cuda"] = std::to_string(CUDART_VERSION / 1000) + "." +
+                 std::to_string(CUDART_VERSION / 10 % 100) +
+                 " for " TNT_TEXT(TNT_CUDA_ARCHITECTURES);
 #else
-  return "none";
+  info["cuda"] = "none";
 #endif
+  return info;
 }
 
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.doc() = "The C++ operators of tnt_kernels; importing it registers them.";
-  module.def(
-      "build_info",
-      [] {
-        pybind11::dict info;
-        info["extension"] = extension();
-        info["compiler"] = compiler();
-        info["blas"] = blas();
-        info["cuda"] = cuda();
-        return info;
-      },
-      "How this extension was built: PyTorch, compiler, BLAS, CUDA.");
+  module.def("build_info", build_info,
+             "How this extension was built: PyTorch, compiler, BLAS, CUDA.");
 }

@@ -1,6 +1,6 @@
-"""Accelerate prepares the optimizer: TNT trains a small network on scikit-learn's digits.
+"""TNT with Accelerate: trains a small network on scikit-learn's digits.
 
-Wants ``pip install accelerate scikit-learn``; run as ``python examples/accelerate_loop.py``.
+Needs ``pip install accelerate scikit-learn``; run ``python examples/accelerate_loop.py``.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from tnt_optim import TNT
 
 
 def main(steps: int = 60) -> tuple[list[float], TNT]:
-    """Trains for so many steps; returns the loss of each, and the optimizer."""
+    """Trains for ``steps`` steps; returns their losses and the optimizer."""
     torch.manual_seed(0)
     digits = load_digits()
     images = torch.tensor(digits.data, dtype=torch.float32) / 16
@@ -23,12 +23,12 @@ def main(steps: int = 60) -> tuple[list[float], TNT]:
     model = nn.Sequential(nn.Linear(64, 50), nn.Tanh(), nn.Linear(50, 10))
 
     opt = TNT(model.parameters(), lr=0.003, damping=0.1, stat_interval=5, inverse_interval=20)
-    # Before prepare() or after it: what it makes of the model still calls this one.
+    # Before or after prepare(): the prepared model still calls this one.
     opt.attach(model)
     accelerator = Accelerator(gradient_accumulation_steps=2)
     loader = DataLoader(data, batch_size=100, shuffle=True, drop_last=True)
     prepared, wrapped, loader = accelerator.prepare(model, opt, loader)
-    # What prepare() returns steps, saves and loads; all else is asked of TNT itself.
+    # The wrapped optimizer steps, saves and loads; for everything else, use TNT itself.
     opt.warm_start(prepared(x) for x, _ in loader)
 
     losses, micro = [], []
@@ -39,7 +39,7 @@ def main(steps: int = 60) -> tuple[list[float], TNT]:
             wrapped.step()
             wrapped.zero_grad()
         micro.append(loss.item())
-        if accelerator.sync_gradients:  # that was a step
+        if accelerator.sync_gradients:  # the optimizer made a step
             losses.append(sum(micro) / len(micro))
             micro = []
         if len(losses) == steps:

@@ -1,6 +1,6 @@
-"""Hugging Face's Trainer owns the loop: TNT trains a small language model on counting sequences.
+"""TNT with Hugging Face's Trainer: trains a small language model on counting sequences.
 
-Wants ``pip install 'transformers[torch]'``; run as ``python examples/hugging_face_trainer.py``.
+Needs ``pip install 'transformers[torch]'``; run ``python examples/hugging_face_trainer.py``.
 """
 
 import tempfile
@@ -15,24 +15,24 @@ WORDS, LENGTH = 13, 12
 
 
 def sequences(count: int) -> list[dict[str, torch.Tensor]]:
-    """Sequences that go on by one of three constant strides, from a random start."""
+    """Sequences that count by one of three strides from a random start."""
     starts, strides = torch.randint(WORDS, (count, 1)), torch.randint(1, 4, (count, 1))
     tokens = (starts + strides * torch.arange(LENGTH)) % WORDS
     return [{"input_ids": row, "labels": row} for row in tokens]
 
 
 def main(steps: int = 60) -> tuple[list[float], TNT]:
-    """Trains for so many steps; returns the loss of each, and the optimizer."""
+    """Trains for ``steps`` steps; returns their losses and the optimizer."""
     torch.manual_seed(0)
     words = {"vocab_size": WORDS, "bos_token_id": None, "eos_token_id": None}
     size = {"n_positions": LENGTH, "n_embd": 32, "n_layer": 2, "n_head": 2}
     model = GPT2LMHeadModel(GPT2Config(**words, **size))
 
     often = {"stat_interval": 1, "inverse_interval": 5}
-    # A transformer wants the size of Adam's steps, and damping in proportion to its factors.
+    # Transformers train best with steps of Adam's size and damping relative to the statistics.
     scale = {"graft": "adam", "relative_damping": True}
     opt = TNT(model.named_parameters(), lr=0.02, damping=0.1, **often, **scale)
-    # The model predicts the next word at every position but the last; each is a row to TNT.
+    # The model predicts the next word at every position but the last; TNT sees one row for each.
     opt.attach(model, output=lambda out: out.logits[:, :-1].flatten(0, 1))
 
     with tempfile.TemporaryDirectory() as folder:
@@ -46,11 +46,11 @@ def main(steps: int = 60) -> tuple[list[float], TNT]:
             report_to="none",
             disable_tqdm=True,
         )
-        # None: the Trainer's own learning-rate schedule.
+        # None keeps the Trainer's own learning-rate schedule.
         trainer = Trainer(
             model=model, args=arguments, train_dataset=sequences(2000), optimizers=(opt, None)
         )
-        trainer.remove_callback(PrinterCallback)  # would print every step
+        trainer.remove_callback(PrinterCallback)  # it would print every step
         trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], opt
 

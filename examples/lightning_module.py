@@ -1,6 +1,6 @@
-"""Lightning owns the loop: TNT trains a small network on scikit-learn's digits.
+"""TNT with Lightning: trains a small network on scikit-learn's digits.
 
-Wants ``pip install lightning scikit-learn``; run as ``python examples/lightning_module.py``.
+Needs ``pip install lightning scikit-learn``; run ``python examples/lightning_module.py``.
 """
 
 import lightning
@@ -28,14 +28,14 @@ class Classifier(lightning.LightningModule):
         return loss
 
     def configure_optimizers(self) -> TNT:
-        """Attaches to the module that returns the logits; training_step returns a loss."""
+        """Attaches TNT to the module that returns the logits, because training_step does not."""
         opt = TNT(self.parameters(), lr=0.003, damping=0.1, stat_interval=5, inverse_interval=20)
         opt.attach(self.net)
         return opt
 
 
 def main(steps: int = 60) -> tuple[list[float], TNT]:
-    """Trains for so many steps; returns the loss of each, and the optimizer."""
+    """Trains for ``steps`` steps; returns their losses and the optimizer."""
     torch.manual_seed(0)
     digits = load_digits()
     images = torch.tensor(digits.data, dtype=torch.float32) / 16

@@ -1,9 +1,8 @@
 """Kronecker-factored preconditioning as operators on lists of tensors.
 
-Linear algebra only: no parameters, no schedule, no state. ``tnt_optim`` builds optimizers on it;
-anyone writing another Kronecker-factored optimizer can do the same. The contract of each operator
-is in its docstring, the conventions they share in ``tnt_kernels.ops``, their definitions in
-``tnt_kernels.reference``.
+Linear algebra only: no parameters, no schedule, no state. ``tnt_optim`` builds its optimizers on
+it, and so can other Kronecker-factored optimizers. Docstrings state each operator's contract,
+``tnt_kernels.ops`` the common conventions, and ``tnt_kernels.reference`` the definitions.
 """
 
 import importlib
@@ -18,8 +17,8 @@ try:
 except ImportError as error:
     warnings.warn(
         "tnt_kernels runs on its reference implementation, with the same results: its extension "
-        f"could not be loaded ({error}). To have it, build it from the source folder with a C++ "
-        "compiler, against the PyTorch that is installed now: "
+        f"could not be loaded ({error}). Build it in the source folder, with a C++ compiler and "
+        "the PyTorch that is installed now: "
         "pip install --no-build-isolation --no-deps --force-reinstall -e .",
         RuntimeWarning,
         stacklevel=2,

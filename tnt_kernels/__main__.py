@@ -1,4 +1,4 @@
-"""``python -m tnt_kernels``: the page to paste into a bug report."""
+"""``python -m tnt_kernels``: prints the page to paste into a bug report."""
 
 import sys
 

@@ -1,7 +1,7 @@
-"""Checks of the public operators' arguments: which one, what it must be, and what came.
+"""Checks of the public operators' arguments; errors name the argument, the rule and the value.
 
-The C++ operators check the same things themselves, in a tenth of the time, but on flat lists: there
-these run only to say what was wrong (see ``ops``).
+The C++ operators check the same rules in a tenth of the time, but on flat lists. After they have
+refused a call, these checks run to name the argument (see ``ops``).
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,7 +23,7 @@ def state_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def scalar(name: str, value: Number, *, low: float, high: float = float("inf")) -> Tensor:
-    """Returns a number in [low, high] as a 0-dim tensor; a tensor as it is, its value unchecked."""
+    """Returns a number in [low, high] as a 0-dim tensor; a tensor's value is not checked."""
     if isinstance(value, Tensor):
         if value.dim() != 0 or not value.is_floating_point():
             raise ValueError(
@@ -46,7 +46,7 @@ def _number(name: str, value: Any) -> Any:
 
 
 def check_length(name: str, got: Sequence[Any], other: str, want: Sequence[Any]) -> None:
-    """``got`` is a list with as many entries as ``want``."""
+    """Refuses ``got`` if it is not a list of the length of ``want``."""
     if not isinstance(got, list | tuple):
         raise TypeError(f"{name} must be a list, got {type(got).__name__}")
     if len(got) != len(want):
@@ -56,7 +56,7 @@ def check_length(name: str, got: Sequence[Any], other: str, want: Sequence[Any])
 
 
 def check_tensors(name: str, tensors: Sequence[Tensor]) -> None:
-    """A list of dense tensors of a dtype that is served, with at least one mode each."""
+    """Refuses all but lists of dense floating-point tensors with at least one mode each."""
     if not isinstance(tensors, list | tuple):
         raise TypeError(f"{name} must be a list of tensors, got {type(tensors).__name__}")
     for t, tensor in enumerate(tensors):
@@ -74,7 +74,7 @@ def check_tensors(name: str, tensors: Sequence[Tensor]) -> None:
 def check_modes(
     name: str, modes: Modes, other: str, tensors: Sequence[Tensor], *, written: bool = False
 ) -> None:
-    """Each modes[t][i] is (d_i, d_i) or (d_i,), of the state dtype of tensors[t]."""
+    """Each modes[t][i] must be (d_i, d_i) or (d_i,), of the state dtype of tensors[t]."""
     check_length(name, modes, other, tensors)
     for t, (row, tensor) in enumerate(zip(modes, tensors, strict=True)):
         if not isinstance(row, list | tuple) or len(row) != tensor.dim():
@@ -97,33 +97,52 @@ def check_modes(
                     f"got {stat.dtype}"
                 )
             if written:
-                check_written(f"{name}[{t}][{i}]", stat)
-                if not stat.is_contiguous():
-                    raise ValueError(f"{name}[{t}][{i}] must be contiguous, got {stat.stride()}")
+                _check_written(f"{name}[{t}][{i}]", stat, contiguous=True)
+
+
+def _check_shapes(
+    name: str, tensors: Sequence[Tensor], other: str, wanted: Sequence[Tensor]
+) -> None:
+    check_tensors(name, tensors)
+    check_length(name, tensors, other, wanted)
+    for t, (tensor, like) in enumerate(zip(tensors, wanted, strict=True)):
+        if tensor.shape != like.shape:
+            raise ValueError(
+                f"{name}[{t}] must have the shape of {other}[{t}], {tuple(like.shape)}, "
+                f"got {tuple(tensor.shape)}"
+            )
+
+
+def _check_like(
+    name: str, written: Sequence[Tensor], other: str, wanted: Sequence[Tensor], *, contiguous: bool
+) -> None:
+    check_tensors(name, written)
+    check_length(name, written, other, wanted)
+    for t, (tensor, like) in enumerate(zip(written, wanted, strict=True)):
+        if tensor is like:
+            raise ValueError(f"{name}[{t}] must not be {other}[{t}] itself")
+        if tensor.shape != like.shape or tensor.dtype != like.dtype:
+            raise ValueError(
+                f"{name}[{t}] must be like {other}[{t}], {tuple(like.shape)} {like.dtype}, "
+                f"got {tuple(tensor.shape)} {tensor.dtype}"
+            )
+        _check_written(f"{name}[{t}]", tensor, contiguous=contiguous)
 
 
 def check_step(
     params: Sequence[Tensor], momenta: Sequence[Tensor], grads: Sequence[Tensor]
 ) -> None:
-    """One momentum and one gradient for each of ``params``, which are good tensors."""
-    for name, others in (("momenta", momenta), ("grads", grads)):
-        check_tensors(name, others)
-        check_length(name, others, "params", params)
-        for t, (other, param) in enumerate(zip(others, params, strict=True)):
-            if other.shape != param.shape:
-                raise ValueError(
-                    f"{name}[{t}] must have the shape of params[{t}], {tuple(param.shape)}, "
-                    f"got {tuple(other.shape)}"
-                )
-    for name, written in (("params", params), ("momenta", momenta)):
-        for t, tensor in enumerate(written):
-            check_written(f"{name}[{t}]", tensor)
+    """``momenta`` and ``grads`` must fit ``params``, which have passed ``check_tensors``."""
+    _check_shapes("momenta", momenta, "params", params)
+    _check_shapes("grads", grads, "params", params)
     for t, (m, param) in enumerate(zip(momenta, params, strict=True)):
         if m.dtype != state_dtype(param):
             raise ValueError(
                 f"momenta[{t}] must be {state_dtype(param)} for a {param.dtype} parameter, "
                 f"got {m.dtype}"
             )
+        _check_written(f"params[{t}]", param)
+        _check_written(f"momenta[{t}]", m)
 
 
 def check_graft(
@@ -133,7 +152,7 @@ def check_graft(
     second_decay: float,
     eps: float,
 ) -> None:
-    """The numbers of Adam's length, and both of what it needs or neither."""
+    """``second_moments`` and ``counts`` come together; Adam's bias corrections need numbers < 1."""
     if (second_moments is None) != (counts is None):
         given = "counts" if second_moments is None else "second_moments"
         raise ValueError(f"second_moments and counts must be given both or neither, got {given}")
@@ -153,37 +172,20 @@ def check_moments(
     second_moments: Sequence[Tensor] | None,
     out: Sequence[Tensor] | None,
 ) -> None:
-    """Momenta in float32 or float64, a gradient for each, and what else is like them."""
+    """Momenta must be float32 or float64; all other lists must fit them."""
     check_tensors("momenta", momenta)
-    check_tensors("grads", grads)
-    check_length("grads", grads, "momenta", momenta)
-    for t, (m, grad) in enumerate(zip(momenta, grads, strict=True)):
+    _check_shapes("grads", grads, "momenta", momenta)
+    for t, m in enumerate(momenta):
         if m.dtype != state_dtype(m):
             raise ValueError(f"momenta[{t}] must be float32 or float64, got {m.dtype}")
-        if grad.shape != m.shape:
-            raise ValueError(
-                f"grads[{t}] must have the shape of momenta[{t}], {tuple(m.shape)}, "
-                f"got {tuple(grad.shape)}"
-            )
-        check_written(f"momenta[{t}]", m)
+        _check_written(f"momenta[{t}]", m)
     for name, others in (("second_moments", second_moments), ("out", out)):
-        if others is None:
-            continue
-        check_tensors(name, others)
-        check_length(name, others, "momenta", momenta)
-        for t, (other, m) in enumerate(zip(others, momenta, strict=True)):
-            if other.shape != m.shape or other.dtype != m.dtype:
-                raise ValueError(
-                    f"{name}[{t}] must be like momenta[{t}], {tuple(m.shape)} {m.dtype}, "
-                    f"got {tuple(other.shape)} {other.dtype}"
-                )
-            check_written(f"{name}[{t}]", other)
-            if name == "out" and not other.is_contiguous():
-                raise ValueError(f"out[{t}] must be contiguous, got {other.stride()}")
+        if others is not None:
+            _check_like(name, others, "momenta", momenta, contiguous=name == "out")
 
 
 def check_counts(counts: Tensor | None, momenta: Sequence[Tensor]) -> None:
-    """Two numbers of updates for each momentum, this one included."""
+    """``counts`` must be (number of momenta, 2), float64, each at least 1."""
     if not isinstance(counts, Tensor):
         raise TypeError(f"counts must be a tensor, got {type(counts).__name__}")
     wanted = (len(momenta), 2), torch.float64, torch.strided
@@ -196,7 +198,7 @@ def check_counts(counts: Tensor | None, momenta: Sequence[Tensor]) -> None:
 
 
 def check_count_values(counts: Tensor | None) -> None:
-    """All at least 1, where there is nothing to wait for."""
+    """``counts`` on the CPU must be at least 1; on a device, a check would wait for it."""
     if torch.compiler.is_compiling() or not isinstance(counts, Tensor):
         return
     readable = counts.is_cpu and (counts.dtype, counts.layout) == (torch.float64, torch.strided)
@@ -205,7 +207,7 @@ def check_count_values(counts: Tensor | None) -> None:
 
 
 def check_statistics(stats: Modes) -> None:
-    """Each stats[t] holds (d, d) or (d,), of one dtype, for at least one mode."""
+    """Each stats[t] must hold (d, d) or (d,), of one dtype, for at least one mode."""
     check_length("stats", stats, "stats", stats)
     for t, row in enumerate(stats):
         if not isinstance(row, list | tuple) or not row:
@@ -223,39 +225,27 @@ def check_statistics(stats: Modes) -> None:
 
 
 def check_out(out: Modes, stats: Modes) -> None:
-    """``out`` is like ``stats``, which is good, but other memory."""
+    """``out`` must be like ``stats``, which have passed ``check_statistics``, in other memory."""
     check_length("out", out, "stats", stats)
     for t, (kept, row) in enumerate(zip(out, stats, strict=True)):
-        check_length(f"out[{t}]", kept, f"stats[{t}]", row)
-        check_tensors(f"out[{t}]", kept)
-        for i, (target, stat) in enumerate(zip(kept, row, strict=True)):
-            if target is stat:
-                raise ValueError(f"out[{t}][{i}] must not be stats[{t}][{i}] itself")
-            if target.shape != stat.shape or target.dtype != stat.dtype:
-                raise ValueError(
-                    f"out[{t}][{i}] must be like stats[{t}][{i}], {tuple(stat.shape)} "
-                    f"{stat.dtype}, got {tuple(target.shape)} {target.dtype}"
-                )
-            check_written(f"out[{t}][{i}]", target)
-            if not target.is_contiguous():
-                raise ValueError(f"out[{t}][{i}] must be contiguous, got {target.stride()}")
+        _check_like(f"out[{t}]", kept, f"stats[{t}]", row, contiguous=True)
 
 
-def check_written(name: str, tensor: Tensor) -> None:
-    """Memory of its own for each element, holding what the tensor stands for."""
-    if torch.compiler.is_compiling():
-        return  # a traced tensor has no memory
-    if tensor.is_neg() or tensor._is_zerotensor():
-        raise ValueError(f"{name} must be writable, got a negated or zero view")
-    if any(s == 0 and d > 1 for s, d in zip(tensor.stride(), tensor.shape, strict=True)):
-        raise ValueError(
-            f"{name} must have memory of its own for each element, got an expanded tensor with "
-            f"strides {tensor.stride()}"
-        )
+def _check_written(name: str, tensor: Tensor, *, contiguous: bool = False) -> None:
+    if not torch.compiler.is_compiling():  # a traced tensor has no memory
+        if tensor.is_neg() or tensor._is_zerotensor():
+            raise ValueError(f"{name} must be writable, got a negated or zero view")
+        if any(s == 0 and d > 1 for s, d in zip(tensor.stride(), tensor.shape, strict=True)):
+            raise ValueError(
+                f"{name} must have memory of its own for each element, got an expanded tensor with "
+                f"strides {tensor.stride()}"
+            )
+    if contiguous and not tensor.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got {tensor.stride()}")
 
 
-def check_apart(written: dict[str, Iterable[Tensor]], read: dict[str, Iterable[Tensor]]) -> None:
-    """No memory that is written serves twice. Views with gaps are left out: two may interleave."""
+def check_overlaps(written: dict[str, Iterable[Tensor]], read: dict[str, Iterable[Tensor]]) -> None:
+    """Refuses written memory that appears twice. Views with gaps, which may interleave, pass."""
     if torch.compiler.is_compiling():
         return
     ranges = sorted(
@@ -268,7 +258,7 @@ def check_apart(written: dict[str, Iterable[Tensor]], read: dict[str, Iterable[T
         ),
         key=lambda r: r[0],
     )
-    reach = written_reach = (0, "")  # the farthest end so far, and whose it is
+    reach = written_reach = (0, "")  # the largest end so far, and its argument
     for first, last, name, is_written in ranges:
         end, other = reach if is_written else written_reach
         if end > first:
@@ -281,7 +271,7 @@ def check_apart(written: dict[str, Iterable[Tensor]], read: dict[str, Iterable[T
 
 
 def check_device(**arguments: Tensor | Iterable[Tensor]) -> None:
-    """All lists are on one device; a 0-dim tensor is there too, or on the CPU."""
+    """All lists must be on one device; a 0-dim tensor may be on the CPU instead."""
     device = None
     for name, argument in arguments.items():
         if isinstance(argument, Tensor):

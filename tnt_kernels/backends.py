@@ -1,7 +1,8 @@
 """Which implementation serves each operator on each device.
 
-The dispatcher decides, by what was registered: C++ on the CPU, CUDA C++ then Triton on a GPU, and
-everywhere else the reference, which is also what gives ``torch.compile`` the output shapes.
+PyTorch's dispatcher selects among the registered kernels: C++ on the CPU, CUDA C++ or else Triton
+on a GPU, and the reference everywhere else. The reference also gives ``torch.compile`` the output
+shapes.
 """
 
 import functools
@@ -12,7 +13,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from tnt_kernels.schemas import NAMESPACE, SCHEMAS
 
 DEVICES = ("cpu", "cuda")
 
-# Operator -> the module of tnt_kernels.triton that has a function of its name.
+# Operator -> the module of tnt_kernels.triton with a function of its name.
 TRITON_KERNELS = {
     "gram_ema_": "gram_ema",
     "inverse_root": "inverse_root",
@@ -34,11 +35,11 @@ TRITON_KERNELS = {
 
 @dataclass(frozen=True)
 class Backends:
-    """What serves each operator on each device, and the versions that matter to it.
+    """Which implementation serves each operator on each device, and the versions in use.
 
     Attributes:
         ops: operator -> device ("cpu", "cuda") -> "C++", "CUDA C++", "Triton" or "reference".
-        versions: component -> version, "none" where it is missing.
+        versions: component -> version, "none" if it is missing.
     """
 
     ops: dict[str, dict[str, str]]
@@ -77,9 +78,9 @@ def _on_gpu(name: str) -> str:
 
 
 def slow_on_gpu() -> str | None:
-    """Says which operators a GPU that is there has no kernel for, and why; None if there are none.
+    """Names the operators that the reference serves on an available GPU, and why; None if none.
 
-    Only a GPU's calls themselves show whether it is too old for a kernel; the first says so.
+    It does not check whether the GPU is too old for Triton; the first call on the GPU does.
     """
     slow = [name for name, served in backends().ops.items() if served["cuda"] == "reference"]
     if not slow or not torch.cuda.is_available():
@@ -88,7 +89,7 @@ def slow_on_gpu() -> str | None:
 
 
 def register_reference(library: torch.library.Library) -> None:
-    """Registers the reference for every device that has nothing better, and as the fake kernels."""
+    """Registers the reference for all devices without another kernel, and as the fake kernels."""
     for name, implementation in _REFERENCE.items():
         library.impl(name, _outside_of_autocast(implementation), "CompositeExplicitAutograd")
         fake = _inverse_root_shapes if name == "inverse_root" else implementation
@@ -96,9 +97,9 @@ def register_reference(library: torch.library.Library) -> None:
 
 
 def register_triton(library: torch.library.Library) -> None:
-    """Registers the Triton kernels for GPUs, where the extension has no CUDA C++ kernel.
+    """Registers the Triton kernels for the GPU operators that the extension has no kernel for.
 
-    Triton is imported at an operator's first call. Where it cannot serve the reference does, with
+    Triton is imported at an operator's first call. Missing kernels fall back to the reference with
     one warning.
     """
     for name in SCHEMAS:
@@ -108,7 +109,7 @@ def register_triton(library: torch.library.Library) -> None:
 
 
 def _outside_of_autocast(implementation: Callable[..., Any]) -> Callable[..., Any]:
-    """The same where autocast, which would round products to half precision, is on."""
+    """Disables autocast, which would round products to half precision, around a call."""
 
     @functools.wraps(implementation)
     def call(*arguments: Any) -> Any:
@@ -128,7 +129,7 @@ _left_to_python: set[str] = set()
 
 def _serve(name: str, *arguments: Any) -> Any:
     device = _device(arguments)
-    assert device is not None, "nothing else brings a call here"
+    assert device is not None, "the dispatcher needs a tensor"
     kernel = _kernel(name, device)
     if device.type != "cuda":
         return kernel(*arguments)
@@ -138,7 +139,7 @@ def _serve(name: str, *arguments: Any) -> Any:
 
 @functools.cache
 def _kernel(name: str, device: torch.device) -> Callable[..., Any]:
-    """What serves the operator on a GPU; warns, the first time, where it is the reference."""
+    """The operator's implementation on a GPU; warns once if it is the reference."""
     why = _why(name, device)
     if why is not None:
         warnings.warn(
@@ -154,14 +155,14 @@ def _kernel(name: str, device: torch.device) -> Callable[..., Any]:
 
 
 def _why(name: str, device: torch.device | None) -> str | None:
-    """Why the reference serves an operator that the extension has no CUDA kernel for."""
+    """Why the reference serves an operator without CUDA C++ kernel; None if Triton serves it."""
     if name in TRITON_KERNELS:
         return triton.missing(device)
     return "its kernel is in the CUDA extension, which is not built (see setup.py, TNT_CUDA)"
 
 
 def _device(arguments: Sequence[Any]) -> torch.device | None:
-    """The device of the lists; a scalar beside them may be on the CPU. None without a tensor."""
+    """The device of the lists, or of the scalars if all lists are empty; None without tensors."""
     for argument in arguments:
         for tensor in argument if isinstance(argument, list) else ():
             if isinstance(tensor, Tensor):
@@ -180,51 +181,15 @@ def _nested(flat: Sequence[Tensor], orders: Sequence[int]) -> list[list[Tensor]]
     return [list(itertools.islice(items, order)) for order in orders]
 
 
-def _orders(tensors: Sequence[Tensor]) -> list[int]:
-    return [tensor.dim() for tensor in tensors]
+def _by_mode(flat: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    return _nested(flat, [tensor.dim() for tensor in tensors])
 
 
-def _gram_ema_(stats: list[Tensor], tensors: list[Tensor], decay: Tensor) -> None:
-    reference.gram_ema_(_nested(stats, _orders(tensors)), tensors, decay)
-
-
-def _damped_inverse(
-    out: list[Tensor], stats: list[Tensor], orders: list[int], damping: Tensor, relative: bool
-) -> Tensor:
-    nested_out = _nested(out, orders)
-    return reference.damped_inverse(_nested(stats, orders), damping, nested_out, relative)[1]
-
-
-def _inverse_root(
-    out: list[Tensor], stats: list[Tensor], orders: list[int], damping: Tensor, roots: list[int]
-) -> Tensor:
-    nested_out = _nested(out, orders)
-    return reference.inverse_root(_nested(stats, orders), damping, roots, nested_out)[1]
-
-
-def _inverse_root_shapes(
-    out: list[Tensor], stats: list[Tensor], orders: list[int], damping: Tensor, roots: list[int]
-) -> Tensor:
-    # The reference stops early on a value, which a fake tensor does not have.
+def _inverse_root_shapes(*arguments: Any) -> Tensor:
+    # The reference reads a value to stop early, which a fake tensor does not have.
+    _, stats, orders, damping, _ = arguments
     like = stats[0] if stats else damping
-    return like.new_empty(len(orders), dtype=torch.int32)
-
-
-def _mode_products(tensors: list[Tensor], factors: list[Tensor]) -> list[Tensor]:
-    return reference.mode_products(tensors, _nested(factors, _orders(tensors)))
-
-
-def _preconditioned_step_(
-    params: list[Tensor],
-    momenta: list[Tensor],
-    grads: list[Tensor],
-    factors: list[Tensor],
-    lr: Tensor,
-    momentum: Tensor,
-    weight_decay: Tensor,
-) -> None:
-    nested = _nested(factors, _orders(params))
-    reference.preconditioned_step_(params, momenta, grads, nested, lr, momentum, weight_decay)
+    return cast(Tensor, like.new_empty(len(orders), dtype=torch.int32))
 
 
 def _grafted_directions_(
@@ -238,21 +203,31 @@ def _grafted_directions_(
     second_decay: float,
     eps: float,
 ) -> Tensor:
-    nested = _nested(factors, _orders(momenta))
     squares, updates = (second_moments, counts) if second_moments else (None, None)
     return reference.grafted_directions_(
-        *(momenta, grads, nested, momentum, squares, updates, out),
+        *(momenta, grads, _by_mode(factors, momenta), momentum, squares, updates, out),
         second_decay=second_decay,
         eps=eps,
     )[1]
 
 
+# Operator -> the reference, called with the flat arguments of the operator's schema.
 _REFERENCE: dict[str, Callable[..., Any]] = {
-    "gram_ema_": _gram_ema_,
-    "damped_inverse": _damped_inverse,
-    "inverse_root": _inverse_root,
-    "mode_products": _mode_products,
-    "preconditioned_step_": _preconditioned_step_,
+    "gram_ema_": lambda stats, tensors, decay: reference.gram_ema_(
+        _by_mode(stats, tensors), tensors, decay
+    ),
+    "damped_inverse": lambda out, stats, orders, damping, relative: reference.damped_inverse(
+        _nested(stats, orders), damping, _nested(out, orders), relative
+    )[1],
+    "inverse_root": lambda out, stats, orders, damping, roots: reference.inverse_root(
+        _nested(stats, orders), damping, roots, _nested(out, orders)
+    )[1],
+    "mode_products": lambda tensors, factors: reference.mode_products(
+        tensors, _by_mode(factors, tensors)
+    ),
+    "preconditioned_step_": lambda params, momenta, grads, factors, *numbers: (
+        reference.preconditioned_step_(params, momenta, grads, _by_mode(factors, params), *numbers)
+    ),
     "grafted_directions_": _grafted_directions_,
 }
 

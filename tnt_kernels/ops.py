@@ -1,21 +1,21 @@
-"""The public operators: what each does, what it takes, and one call.
+"""The public operators: their contracts, and one call each.
 
-All of them work on lists, because a model has a hundred small parameters and one call must serve
-them all. Conventions shared by every function here:
+All of them work on lists, because a model has a hundred small parameters that one call must serve.
+Conventions of every function here:
 
 - ``tensors[t]`` is a tensor G of shape (d_1, ..., d_k), k >= 1, with any strides and of dtype
   float32, float64, bfloat16 or float16.
 - ``stats[t][i]`` and ``factors[t][i]`` belong to mode i of tensor t: shape (d_i, d_i) and symmetric
-  for a full mode, (d_i,) for a diagonal one; float64 where the tensor is float64, else float32;
-  with any strides where they are read, contiguous where they are written.
+  for a full mode, (d_i,) for a diagonal one. They are float64 for float64 tensors, else float32.
+  They may have any strides if they are only read, and are contiguous if they are written.
 - ``decay``, ``damping``, ``lr``, ``momentum`` and ``weight_decay`` are numbers or 0-dim tensors; a
-  tensor may live on the lists' device, so that a captured graph can change it. Their ranges are
-  checked, those of tensors on the CPU only: elsewhere it would mean waiting for the device.
-- All tensors of one call are on one device. No memory that is written may appear twice in a call.
-  Empty lists are fine.
-- A ``ValueError`` or ``TypeError`` names the argument at fault, and nothing has then been changed.
-- On the CPU, numbers below the smallest normal one of their dtype may count as zero: arithmetic on
-  them would be many times slower.
+  tensor may be on the lists' device, so that a captured graph can change it. Their ranges are
+  checked, except for tensors on a device, which the check would have to wait for.
+- All tensors of one call are on one device. Written memory must not appear twice in a call. Empty
+  lists are allowed.
+- A ``ValueError`` or ``TypeError`` names the argument that does not fit; the call then changes
+  nothing.
+- On the CPU, subnormal numbers may count as zero: arithmetic on them would be many times slower.
 - Nothing here is differentiable.
 """
 
@@ -29,7 +29,6 @@ from torch import Tensor
 from tnt_kernels.arguments import (
     Modes,
     Number,
-    check_apart,
     check_count_values,
     check_counts,
     check_device,
@@ -38,6 +37,7 @@ from tnt_kernels.arguments import (
     check_modes,
     check_moments,
     check_out,
+    check_overlaps,
     check_statistics,
     check_step,
     check_tensors,
@@ -51,15 +51,14 @@ def gram_ema_(stats: Modes, tensors: Sequence[Tensor], decay: Number) -> None:
     """S_i <- decay S_i + (1 - decay) mat_i(G) mat_i(G)^T, for each tensor G and mode i.
 
     Args:
-        stats: the moving averages S_i, updated in place, symmetric to the bit (of an S that was
-            not, the lower triangle counts). A diagonal mode keeps only the diagonal.
+        stats: the moving averages S_i, updated in place; the result is symmetric to the bit. Only
+            their lower triangles are read. A diagonal mode keeps only the diagonal.
         tensors: the tensors G.
-        decay: in [0, 1]. At 0, S is overwritten without being read; at 1, S stays as it is and G
-            is not looked at, whatever it holds.
+        decay: in [0, 1]. At 0, S is overwritten without being read; at 1, S does not change and G
+            is not read, so it may hold NaN.
 
     Raises:
-        ValueError: where a length, shape, dtype, device or number does not fit.
-        TypeError: where an argument is not made of tensors.
+        ValueError, TypeError: naming the argument that does not fit; nothing is then changed.
 
     Source: Ren & Goldfarb 2021, Algorithm 2.
 
@@ -76,40 +75,36 @@ def gram_ema_(stats: Modes, tensors: Sequence[Tensor], decay: Number) -> None:
         check_modes("stats", stats, "tensors", tensors, written=True)
         flat = _flat(stats)
         check_device(stats=flat, tensors=tensors, decay=weight)
-        check_apart({"stats": flat}, {"tensors": tensors})
+        check_overlaps({"stats": flat}, {"tensors": tensors})
 
     _call("gram_ema_", check, lambda: (_flat(stats, tensors), list(tensors), weight))
 
 
 @torch.no_grad()
 def damped_inverse(
-    stats: Modes,
-    damping: Number,
-    out: Modes | None = None,
-    relative: bool = False,
+    stats: Modes, damping: Number, out: Modes | None = None, relative: bool = False
 ) -> tuple[list[list[Tensor]], Tensor]:
-    """Rescales each tensor's statistics to equal average eigenvalues and inverts them, damped.
+    """Rescales each tensor's statistics to equal average eigenvalues, damps and inverts them.
 
     With c = (tr S_1 / prod_j d_j)^(1/k) and U_i = S_i / (c^(k-1) prod_{j != i} d_j), so that every
-    tr(U_i) / d_i is c: A_i = (U_i + damping I)^-1, elementwise for a diagonal mode. Where tr S_1 is
-    0, U_i is 0.
+    tr(U_i) / d_i is c: A_i = (U_i + damping I)^-1, elementwise for a diagonal mode. If tr S_1 is 0,
+    so is U_i.
 
     Args:
         stats: the S_i, positive semi-definite; the rescaling couples all modes of a tensor.
         damping: eps >= 0, in the units of U_i.
-        out: what to write to, like ``stats`` in shape and dtype; by default new tensors.
+        out: where the factors go, like ``stats`` in shape and dtype; by default new tensors.
         relative: damp with eps c instead of eps; c = 0 then gives the identity.
 
     Returns:
-        The factors A_i, symmetric to the bit (``out`` where given), and ``info``, int32 of shape
-        (number of tensors,) on the device: 0, or i + 1 where mode i was the first that was not
-        finite or not positive definite to working precision (a Cholesky pivot at most 16 roundings
-        of its diagonal entry: its inverse would be noise). All factors of such a tensor keep what
-        ``out`` held (NaN in new tensors).
+        The factors A_i, symmetric to the bit, and ``info``, int32 of shape (number of tensors,) on
+        the device: 0, or i + 1 if mode i is the first that is not finite or not positive definite
+        to working precision. A Cholesky pivot of at most 16 roundings of its diagonal entry fails,
+        because its inverse would be noise. All factors of a failed tensor keep the values of
+        ``out`` (NaN in new tensors).
 
     Raises:
-        ValueError: where a length, shape, dtype, device or number does not fit.
-        TypeError: where an argument is not made of tensors.
+        ValueError, TypeError: naming the argument that does not fit; nothing is then changed.
 
     Source: Ren & Goldfarb 2021, equation 13 and Algorithm 2.
 
@@ -131,10 +126,7 @@ def damped_inverse(
 
 @torch.no_grad()
 def inverse_root(
-    stats: Modes,
-    damping: Number,
-    root: int | Sequence[int],
-    out: Modes | None = None,
+    stats: Modes, damping: Number, root: int | Sequence[int], out: Modes | None = None
 ) -> tuple[list[list[Tensor]], Tensor]:
     """A_i = (S_i + damping I)^(-1/root), by the coupled Newton iteration.
 
@@ -142,17 +134,15 @@ def inverse_root(
         stats: the S_i, positive semi-definite.
         damping: eps >= 0, in the units of S_i.
         root: a positive integer (Shampoo: 2k), or one for each tensor.
-        out: what to write to, like ``stats`` in shape and dtype; by default new tensors.
+        out: where the factors go, like ``stats`` in shape and dtype; by default new tensors.
 
     Returns:
-        The factors and ``info``, as in ``damped_inverse``; a mode also fails where the iteration
-        does not converge. Converging is not being accurate: in float32 the root's relative error
-        grows with the condition number of S_i + damping I, which is what the damping is there to
-        bound.
+        The factors and ``info``, as in ``damped_inverse``; a mode also fails if the iteration does
+        not converge. Convergence does not mean accuracy: in float32 the root's relative error grows
+        with the condition number of S_i + damping I, which the damping bounds.
 
     Raises:
-        ValueError: where a length, shape, dtype, device or number does not fit.
-        TypeError: where an argument is not made of tensors.
+        ValueError, TypeError: naming the argument that does not fit; nothing is then changed.
 
     Source: Ren & Goldfarb 2021, Algorithm 4; Anil et al. 2021, "Scalable second order optimization
     for deep learning".
@@ -178,7 +168,7 @@ def inverse_root(
 
 @torch.no_grad()
 def mode_products(tensors: Sequence[Tensor], factors: Modes) -> list[Tensor]:
-    """G x_1 A_1 x_2 ... x_k A_k, for each tensor G: every mode multiplied by its factor.
+    """G x_1 A_1 x_2 ... x_k A_k, for each tensor G: multiplies every mode by its factor.
 
     Args:
         tensors: the tensors G.
@@ -189,8 +179,7 @@ def mode_products(tensors: Sequence[Tensor], factors: Modes) -> list[Tensor]:
         half-precision tensors).
 
     Raises:
-        ValueError: where a length, shape, dtype or device does not fit.
-        TypeError: where an argument is not made of tensors.
+        ValueError, TypeError: naming the argument that does not fit; nothing is then changed.
 
     Source: Ren & Goldfarb 2021, equation 10 and Proposition 1.
 
@@ -224,9 +213,9 @@ def preconditioned_step_(
     """m <- momentum m + g;  W <- W - lr (m x_1 A_1 ... x_k A_k + weight_decay W).
 
     Args:
-        params: the W, any float dtype and strides, updated in place, half-precision ones rounded
-            once.
-        momenta: the m, updated in place; float64 where W is float64, else float32.
+        params: the W, any float dtype and strides, updated in place; half precision is rounded
+            once, at the end.
+        momenta: the m, updated in place; float64 for a float64 W, else float32.
         grads: the g, any float dtype and strides.
         factors: the symmetric A_i, of the momenta's dtype.
         lr: alpha >= 0.
@@ -234,8 +223,7 @@ def preconditioned_step_(
         weight_decay: gamma >= 0, outside the preconditioner.
 
     Raises:
-        ValueError: where a length, shape, dtype, device or number does not fit.
-        TypeError: where an argument is not made of tensors.
+        ValueError, TypeError: naming the argument that does not fit; nothing is then changed.
 
     Source: Ren & Goldfarb 2021, Algorithm 2.
     """
@@ -250,7 +238,7 @@ def preconditioned_step_(
         check_step(params, momenta, grads)
         flat = _flat(factors)
         check_device(params=params, momenta=momenta, grads=grads, factors=flat, **scalars)
-        check_apart({"params": params, "momenta": momenta}, {"grads": grads, "factors": flat})
+        check_overlaps({"params": params, "momenta": momenta}, {"grads": grads, "factors": flat})
 
     def arguments() -> tuple[Any, ...]:
         lists = list(params), list(momenta), list(grads), _flat(factors, params)
@@ -272,10 +260,10 @@ def grafted_directions_(
     second_decay: float = 0.99,
     eps: float = 1e-8,
 ) -> tuple[list[Tensor], Tensor]:
-    """m <- momentum m + g;  P = m x_1 A_1 ... x_k A_k, and the s for which s P has another length.
+    """m <- momentum m + g;  P = m x_1 A_1 ... x_k A_k;  s = |R| / |P|, the grafting scale.
 
-    That of the momentum, or, with ``second_moments``, of Adam's bias-corrected direction
-    m^ / (sqrt(v^) + eps): v <- second_decay v + (1 - second_decay) g^2.
+    R is the momentum m or, with ``second_moments``, Adam's bias-corrected direction
+    m^ / (sqrt(v^) + eps) with v <- second_decay v + (1 - second_decay) g^2.
 
     Args:
         momenta: the m, float32 or float64, updated in place.
@@ -283,18 +271,17 @@ def grafted_directions_(
         factors: the symmetric A_i, of the momenta's dtype.
         momentum: mu >= 0; below 1 with ``second_moments``.
         second_moments: the v, like the momenta, updated in place.
-        counts: how many updates each m and each v has had, this one included: (number of momenta,
+        counts: the numbers of updates of each m and each v, this one included: (number of momenta,
             2), float64, on the CPU or the lists' device.
         out: where the P go, like the momenta and contiguous; by default new tensors.
         second_decay: in [0, 1).
         eps: >= 0.
 
     Returns:
-        The P, and the s: float64, (number of momenta,), on the device; 0 where P is.
+        The P, and the s: float64, (number of momenta,), on the device; s is 0 if P is.
 
     Raises:
-        ValueError: where a length, shape, dtype, device or number does not fit.
-        TypeError: where an argument is not made of tensors.
+        ValueError, TypeError: naming the argument that does not fit; nothing is then changed.
 
     Source: Ren & Goldfarb 2021, Algorithm 2; Kingma & Ba 2015, Algorithm 1; Agarwal et al. 2020,
     "Disentangling adaptive gradient methods from learning rates".
@@ -307,7 +294,7 @@ def grafted_directions_(
     mu = scalar("momentum", momentum, low=0.0)
     check_graft(momentum, second_moments, counts, second_decay, eps)
     if isinstance(momenta, list | tuple) and not _all_on_cpu((list(momenta),)):
-        check_count_values(counts)  # no call is recognised by these, new at every step
+        check_count_values(counts)  # they change at every step, so the cache of calls ignores them
 
     def check() -> None:
         check_moments(momenta, grads, second_moments, out)
@@ -318,13 +305,13 @@ def grafted_directions_(
         if counts is not None:
             check_counts(counts, momenta)
             check_device(momenta=momenta, counts=counts)
-        check_apart(
+        check_overlaps(
             {"momenta": momenta, "second_moments": squares, "out": into},
             {"grads": grads, "factors": flat},
         )
 
     def arguments() -> tuple[Any, ...]:
-        if second_moments is not None:  # none of them would mean that none are given
+        if second_moments is not None:  # to the operator, an empty list means not given
             check_length("second_moments", second_moments, "momenta", momenta)
         lists = list(momenta), list(second_moments or []), list(target), list(grads)
         table = torch.zeros(0, 2, dtype=torch.float64) if counts is None else counts
@@ -336,18 +323,18 @@ def grafted_directions_(
 
 
 def _call(name: str, check: Callable[[], None], arguments: Callable[[], tuple[Any, ...]]) -> Any:
-    """Calls the operator on arguments that ``check`` has nothing against.
+    """Calls the operator on checked arguments.
 
-    Where C++ serves, it checks them itself before it writes anything; ``check`` then only has to
-    say what was wrong, in terms of nested lists. (resnet32 has 158 modes: checking them here takes
-    half as long as their Gram matrices.)
+    The C++ operators check before they write; ``check`` then runs only after a refusal, to name the
+    argument in terms of nested lists. (Checking resnet32's 158 modes in Python takes half as long
+    as their Gram matrices.)
     """
     if torch.compiler.is_compiling() or not _checks_itself(name):
         check()
         return _op(name)(*arguments())
     try:
         flat = arguments()
-        if not _all_on_cpu(flat):  # otherwise something else than C++ may serve
+        if not _all_on_cpu(flat):  # another backend may serve, which checks nothing
             _check_once(name, flat, check)
         return _op(name)(*flat)
     except Exception:
@@ -356,9 +343,9 @@ def _call(name: str, check: Callable[[], None], arguments: Callable[[], tuple[An
 
 
 def _check_once(name: str, flat: Sequence[Any], check: Callable[[], None]) -> None:
-    """Checks arguments, unless the very same ones passed before.
+    """Checks a call, unless one with the same key has passed.
 
-    A training step repeats its calls, and to recognise one takes far less time than to check it.
+    A training step repeats its calls, and a key takes much less time than the checks.
     """
     call = _recognised(name, flat)
     if call is not None and call in _checked:
@@ -370,13 +357,13 @@ def _check_once(name: str, flat: Sequence[Any], check: Callable[[], None]) -> No
         _checked.add(call)
 
 
-# Calls that were found good. Gradients that lie elsewhere at every step would fill it.
+# Keys of calls that have passed; bounded, because gradients may get new addresses at every step.
 _checked: set[tuple[Any, ...]] = set()
 _MOST_CHECKED = 256
 
 
 def _recognised(name: str, flat: Sequence[Any]) -> tuple[Any, ...] | None:
-    """All that the checks of a call on GPU tensors depend on; None for any other."""
+    """The key of a call on GPU tensors: all that its checks depend on. None for other calls."""
     call: list[Any] = [name]
     for argument in flat:
         if isinstance(argument, Tensor):
@@ -384,14 +371,11 @@ def _recognised(name: str, flat: Sequence[Any]) -> tuple[Any, ...] | None:
         elif not isinstance(argument, list) or not argument or isinstance(argument[0], int):
             call.append(str(argument))
         elif isinstance(argument[0], Tensor) and argument[0].is_cuda:
-            try:  # an address tells the device, too
-                call.append(
-                    tuple(
-                        [(x.data_ptr(), x.shape, x.stride(), x.dtype, x.is_neg()) for x in argument]
-                    )
-                )
-            except (AttributeError, RuntimeError):  # no tensor, or one without memory
+            try:  # an address implies the device
+                keys = [(x.data_ptr(), x.shape, x.stride(), x.dtype, x.is_neg()) for x in argument]
+            except (AttributeError, RuntimeError):  # not a tensor, or one without memory
                 return None
+            call.append(tuple(keys))
         else:
             return None
     return tuple(call)
@@ -420,7 +404,7 @@ def _all_on_cpu(arguments: Sequence[Any]) -> bool:
 
 
 def _flat(modes: Modes, tensors: Sequence[Tensor] | None = None) -> list[Tensor]:
-    """The modes of all tensors one after the other; if given, as many as each tensor has."""
+    """The modes of all tensors in one list; refuses another number than ``tensors`` have."""
     if tensors is not None and [len(row) for row in modes] != [t.dim() for t in tensors]:
         raise ValueError("there must be one entry for each mode of each tensor")
     return [tensor for row in modes for tensor in row]
@@ -435,7 +419,7 @@ def _contiguous_like(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _like(stats: Modes) -> list[list[Tensor]]:
-    """What factors go to: NaN, until they do."""
+    """New tensors for factors, filled with NaN."""
     try:
         return [[torch.full_like(s, float("nan")).contiguous() for s in row] for row in stats]
     except TypeError:
@@ -449,4 +433,4 @@ def _check_factors(stats: Modes, out: Modes | None, damping: Tensor) -> None:
         check_out(out, stats)
     flat_stats, flat_out = _flat(stats), _flat(out or [])
     check_device(stats=flat_stats, out=flat_out, damping=damping)
-    check_apart({"out": flat_out}, {"stats": flat_stats})
+    check_overlaps({"out": flat_out}, {"stats": flat_stats})

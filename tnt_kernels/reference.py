@@ -1,8 +1,8 @@
 """The definition of every operator, in plain torch, for any float dtype and any device.
 
-Each function here has the name, the arguments and the result of its namesake in ``ops``; there the
-contract is documented in full. Nothing here is tuned, and nothing is validated: these are the
-formulas that the fast implementations are held against, and what serves a device that has none.
+Each function has the name, arguments and result of the function in ``ops`` that documents its
+contract. Nothing here is tuned or validated. The fast implementations are tested against these
+formulas, which also serve devices without a fast implementation.
 
 A statistic of a mode of size d is full, (d, d), or diagonal, (d,).
 """
@@ -16,15 +16,15 @@ from torch import Tensor
 Number = float | Tensor
 Modes = Sequence[Sequence[Tensor]]
 
-# A Cholesky pivot below so many roundings of its diagonal entry counts as zero.
+# A Cholesky pivot of at most this many roundings of its diagonal entry counts as zero.
 PIVOT_ROUNDINGS = 16
 
 # The coupled Newton iteration's limits: Ren & Goldfarb 2021, appendix, and Anil et al. 2021.
 NEWTON_ITERATIONS = 100
 NEWTON_TOLERANCE = 1e-6
 NEWTON_GROWTH = 1.2
-# An iterate with a larger entry of |M - I| is no root; nor is one with an entry of half of 1 / d: a
-# negative eigenvalue takes more than 1 off the trace of M, so 1 / d off some entry of its diagonal.
+# Larger entries of |M - I| mean that H is not the root. So does an entry of NEWTON_TRACE / d: a
+# negative eigenvalue lowers the trace of M by more than 1, so a diagonal entry by more than 1 / d.
 NEWTON_CONVERGED = 0.1
 NEWTON_TRACE = 0.5
 
@@ -33,9 +33,9 @@ def gram_ema_(stats: Modes, tensors: Sequence[Tensor], decay: Number) -> None:
     """S_i <- decay S_i + (1 - decay) mat_i(G) mat_i(G)^T, for each tensor G and mode i."""
     for modes, tensor in zip(stats, tensors, strict=True):
         for i, stat in enumerate(modes):
-            weight = _beside(stat, decay)
+            weight = _scalar_like(stat, decay)
             gram = _gram(tensor.to(stat.dtype), i, diagonal=stat.dim() == 1)
-            # Selected, not multiplied: a weight of 0 silences even NaN on its side.
+            # where(), because 0 * NaN is NaN: a side of weight 0 may hold anything.
             kept = stat if stat.dim() == 1 else _mirror_lower(stat)
             old = torch.where(weight == 0, torch.zeros_like(stat), weight * kept)
             new = torch.where(weight == 1, torch.zeros_like(stat), (1 - weight) * gram)
@@ -43,41 +43,35 @@ def gram_ema_(stats: Modes, tensors: Sequence[Tensor], decay: Number) -> None:
 
 
 def damped_inverse(
-    stats: Modes,
-    damping: Number,
-    out: Modes | None = None,
-    relative: bool = False,
+    stats: Modes, damping: Number, out: Modes | None = None, relative: bool = False
 ) -> tuple[Modes, Tensor]:
     """A_i = (U_i + eps I)^-1 with U_i from eq. 13; relative: eps c in place of eps."""
 
     def invert(modes: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        # c = (tr S_1 / prod d)^(1/k), and c^(k-1) prod_{j != i} d_j = tr S_1 / (c d_i): the second
-        # form neither over- nor underflows in float32 where the first would.
+        # c = (tr S_1 / prod d)^(1/k), and c^(k-1) prod_{j != i} d_j = tr S_1 / (c d_i), a form that
+        # does not overflow or underflow in float32.
         k, size = len(modes), math.prod(s.shape[0] for s in modes)
         trace = _trace(modes[0])
         c = trace.pow(1 / k) / size ** (1 / k) if size else torch.zeros_like(trace)
-        eps = _beside(trace, damping)
+        eps = _scalar_like(trace, damping)
         if relative:
             eps = torch.where(c == 0, torch.ones_like(c), eps * c)
         scales = [torch.where(c == 0, torch.zeros_like(c), c * s.shape[0] / trace) for s in modes]
         return [_inverse(s * scale, eps) for s, scale in zip(modes, scales, strict=True)]
 
-    return _keep_what_failed(stats, out, [invert(modes) for modes in stats])
+    return _write_good_factors(stats, out, [invert(modes) for modes in stats])
 
 
 def inverse_root(
-    stats: Modes,
-    damping: Number,
-    root: int | Sequence[int],
-    out: Modes | None = None,
+    stats: Modes, damping: Number, root: int | Sequence[int], out: Modes | None = None
 ) -> tuple[Modes, Tensor]:
     """A_i = (S_i + eps I)^(-1/root) by the coupled Newton iteration."""
     roots = [root] * len(stats) if isinstance(root, int) else root
     results = [
-        [_inverse_root(s, _beside(s, damping), p) for s in modes]
+        [_inverse_root(s, _scalar_like(s, damping), p) for s in modes]
         for modes, p in zip(stats, roots, strict=True)
     ]
-    return _keep_what_failed(stats, out, results)
+    return _write_good_factors(stats, out, results)
 
 
 def mode_products(tensors: Sequence[Tensor], factors: Modes) -> list[Tensor]:
@@ -106,7 +100,7 @@ def preconditioned_step_(
 ) -> None:
     """m <- momentum m + g;  W <- W - lr (m x_1 A_1 ... x_k A_k + weight_decay W)."""
     for param, m, grad, modes in zip(params, momenta, grads, factors, strict=True):
-        alpha, mu, gamma = (_beside(m, value) for value in (lr, momentum, weight_decay))
+        alpha, mu, gamma = (_scalar_like(m, value) for value in (lr, momentum, weight_decay))
         m.copy_(mu * m + grad.to(m.dtype))
         (direction,) = mode_products([m], [modes])
         weight = param.to(m.dtype)
@@ -125,22 +119,22 @@ def grafted_directions_(
     second_decay: float = 0.99,
     eps: float = 1e-8,
 ) -> tuple[list[Tensor], Tensor]:
-    """m <- momentum m + g; P = m x_1 A_1 ... x_k A_k, and the factors s: |s P| = |R|."""
+    """m <- momentum m + g; P = m x_1 A_1 ... x_k A_k; s = |R| / |P|, R the momentum or Adam's."""
     for m, grad in zip(momenta, grads, strict=True):
-        m.copy_(_beside(m, momentum) * m + grad.to(m.dtype))
+        m.copy_(_scalar_like(m, momentum) * m + grad.to(m.dtype))
     directions = mode_products(momenta, factors)
     others = list(momenta)
     if second_moments is not None and counts is not None:
         others = [
-            _adam(m, v, grad, _beside(v, momentum), count, second_decay, eps)
+            _adam(m, v, grad, _scalar_like(v, momentum), count, second_decay, eps)
             for m, v, grad, count in zip(momenta, second_moments, grads, counts, strict=True)
         ]
     if out is not None:
         for target, direction in zip(out, directions, strict=True):
             target.copy_(direction)
         directions = list(out)
-    lengths = zip(map(_norm, others), map(_norm, directions), strict=True)
-    scales = [torch.where(b == 0, torch.zeros_like(b), a / b) for a, b in lengths]
+    norms = zip(map(_norm, others), map(_norm, directions), strict=True)
+    scales = [torch.where(b == 0, torch.zeros_like(b), a / b) for a, b in norms]
     device = momenta[0].device if momenta else None
     none = torch.zeros(0, dtype=torch.float64, device=device)
     return directions, torch.stack(scales) if scales else none
@@ -152,7 +146,7 @@ def _adam(
     """v <- decay v + (1 - decay) g^2; Adam's bias-corrected direction."""
     v.copy_(decay * v + (1 - decay) * grad.to(v.dtype).square())
     updates, second_updates = counts.to(v.device, v.dtype, non_blocking=True)
-    # The momentum is a plain sum: Adam's first moment is 1 - mu times it.
+    # The momentum is not averaged: Adam's first moment is 1 - mu times it.
     first = (1 - mu) / (1 - mu**updates) * m
     direction: Tensor = first / ((v / (1 - decay**second_updates)).sqrt() + eps)
     return direction
@@ -163,8 +157,8 @@ def _norm(tensor: Tensor) -> Tensor:
     return norm
 
 
-def _beside(tensor: Tensor, value: Number) -> Tensor:
-    """``value`` as a 0-dim tensor of ``tensor``'s device and dtype, without waiting for it."""
+def _scalar_like(tensor: Tensor, value: Number) -> Tensor:
+    """``value`` as a 0-dim tensor of ``tensor``'s device and dtype, copied asynchronously."""
     if not isinstance(value, Tensor):
         value = torch.tensor(value, dtype=torch.float64)
     return value.to(tensor.device, tensor.dtype, non_blocking=True)
@@ -187,31 +181,31 @@ def _trace(stat: Tensor) -> Tensor:
 
 
 def _inverse(matrix: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
-    """(matrix + eps I)^-1 and whether it is good: positive definite and finite."""
+    """(matrix + eps I)^-1, and whether it is positive definite and finite."""
     if matrix.dim() == 1:
         damped = matrix + eps
         inverse, definite = 1 / damped, (damped > 0).all()
     else:
         damped = _damped(matrix, eps)
         factor, info = torch.linalg.cholesky_ex(damped)
-        # Not cholesky_inverse: it reads its error code on the host, and raises.
+        # Not cholesky_inverse, which waits for its error code and raises.
         inverse = _mirror_lower(torch.cholesky_solve(_identity(matrix), factor))
-        # A pivot of rounding size is a zero that rounding hid: the inverse would be noise.
+        # A pivot of the size of a rounding error may be zero: the inverse would be noise.
         noise = PIVOT_ROUNDINGS * torch.finfo(matrix.dtype).eps * damped.diagonal()
         definite = (info == 0) & (factor.diagonal().square() > noise).all()
-    # The matrix too: the inverse of infinity is a harmless-looking 0.
+    # The matrix too, because the inverse of infinity is 0.
     return inverse, definite & matrix.isfinite().all() & inverse.isfinite().all()
 
 
 def _inverse_root(stat: Tensor, eps: Tensor, p: int) -> tuple[Tensor, Tensor]:
-    """(stat + eps I)^(-1/p) and whether it is good. Reads the error on the host to stop early."""
+    """(stat + eps I)^(-1/p), and whether it converged. Reads errors on the host to stop early."""
     if stat.dim() == 1:
         damped = stat + eps
         result = damped.pow(-1 / p)
         return result, (damped > 0).all() & damped.isfinite().all() & result.isfinite().all()
     damped = _damped(stat, eps)
     identity = _identity(stat)
-    # By the largest entry first: the Frobenius norm's squares would leave float32's range.
+    # The squares of the Frobenius norm would leave float32's range without this scaling.
     largest = _largest(damped)
     scaled = damped / largest
     z = (1 + p) / (2 * torch.linalg.matrix_norm(scaled))
@@ -223,16 +217,16 @@ def _inverse_root(stat: Tensor, eps: Tensor, p: int) -> tuple[Tensor, Tensor]:
         step = (1 + 1 / p) * identity - coupled / p
         next_coupled = torch.linalg.matrix_power(step, p) @ coupled
         next_error = _largest(next_coupled - identity)
-        # An eigenvalue of M in (0, p + 1) is at most 1 after one iteration, and from then on it
-        # rises: I - M is positive semi-definite, and its largest entry, on the diagonal, shrinks.
-        # Growth means rounding, or a negative eigenvalue. The first iteration may bring it, too:
-        # of the (9, 9) ones + 1e-3 I, as a 3x3 kernel's statistic may look, from 0.61 to 0.98.
+        # An eigenvalue of M in (0, p + 1) is at most 1 after one iteration, and rises from then on:
+        # I - M is positive semi-definite, and its largest entry, on the diagonal, shrinks. Growth
+        # then means rounding or a negative eigenvalue. In the first iteration it may be correct:
+        # for the (9, 9) ones + 1e-3 I, similar to a 3x3 kernel's statistic, from 0.61 to 0.98.
         if iteration > 0 and next_error > NEWTON_GROWTH * error:
             break
         coupled, result, error = next_coupled, result @ step, next_error
     result = largest.pow(-1 / p) * (result + result.mT) / 2
-    near = error < min(NEWTON_CONVERGED, NEWTON_TRACE / max(1, len(stat)))
-    return result, near & result.isfinite().all()
+    converged = error < min(NEWTON_CONVERGED, NEWTON_TRACE / max(1, len(stat)))
+    return result, converged & result.isfinite().all()
 
 
 def _largest(matrix: Tensor) -> Tensor:
@@ -248,13 +242,10 @@ def _damped(matrix: Tensor, eps: Tensor) -> Tensor:
     return matrix + eps * _identity(matrix)
 
 
-def _keep_what_failed(
+def _write_good_factors(
     stats: Modes, out: Modes | None, results: Sequence[Sequence[tuple[Tensor, Tensor]]]
 ) -> tuple[Modes, Tensor]:
-    """Writes each tensor's factors where all its modes are good.
-
-    info[t] is 0, or i + 1 for the first mode i that failed.
-    """
+    """Writes a tensor's factors if all are good. info[t]: 0, or i + 1 for the first bad mode i."""
     if out is None:
         out = [[torch.full_like(s, math.nan) for s in modes] for modes in stats]
     infos = []

@@ -1,13 +1,13 @@
 """Every operator's schema, stated once.
 
-The C++, Triton and reference implementations all register against these; each schema names what
-it mutates. PyTorch schemas have no nested lists, so what the public functions in ``ops`` take as
-``stats[t][i]`` arrives here flat, tensor after tensor, mode after mode. Where the number of modes
-cannot be read off another argument, ``orders`` gives it, one integer per tensor.
+The C++, Triton and reference implementations register against these schemas, which mark mutated
+arguments. PyTorch schemas have no nested lists: ``stats[t][i]`` of the public functions in ``ops``
+is flat here, tensor after tensor, mode after mode. ``orders`` gives the number of modes of each
+tensor if no other argument does.
 
 Numbers that a captured graph must be able to change (``decay``, ``damping``, ``lr``, ...) are 0-dim
-tensors, on the CPU or on the device of the lists. That also gives the dispatcher something to
-dispatch on when every list is empty.
+tensors, on the CPU or on the device of the lists. They also let the dispatcher select a device when
+every list is empty.
 """
 
 import torch
@@ -35,7 +35,7 @@ SCHEMAS = {
 
 
 def define() -> torch.library.Library:
-    """Declares every operator. The result must be kept alive for as long as they are used."""
+    """Declares every operator, for as long as the returned library is alive."""
     library = torch.library.Library(NAMESPACE, "DEF")
     for name, signature in SCHEMAS.items():
         library.define(name + signature)

@@ -1,12 +1,11 @@
 // The only file that knows the BLAS and LAPACK.
 //
-// By default OpenBLAS as the scipy-openblas32 package ships it; setup.py and CMakeLists.txt say
-// how to build against another one. TNT_BLAS_PREFIX is what its Fortran names begin with, and
-// TNT_BLAS_SET_THREADS names its function for the number of threads, where it has its own: the
-// kernels run many calls side by side on PyTorch's threads, so each call must stay on one.
+// The default is OpenBLAS from the scipy-openblas32 package; setup.py and CMakeLists.txt describe
+// how to build with another one. TNT_BLAS_PREFIX is the prefix of its Fortran names.
+// TNT_BLAS_SET_THREADS names its function that sets the number of threads, if it has one: the
+// kernels make many calls in parallel on PyTorch's threads, so each call must use one thread.
 //
-// Matrices here are row-major. Fortran's are column-major, so each row-major matrix goes down as
-// its transpose; the functions below turn the arguments round.
+// gemm, syrk and symv take row-major matrices and pass them to Fortran as column-major transposes.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +22,7 @@
 #define TNT_JOIN(prefix, name) TNT_JOIN_NOW(prefix, name)
 #define TNT_FORTRAN(name) TNT_JOIN(TNT_BLAS_PREFIX, name)
 
-// s: float's name, d: double's.
+// p: s for float, d for double.
 #define TNT_DECLARE(T, p)                                                                         \
   void TNT_FORTRAN(p##gemm)(const char*, const char*, const int*, const int*, const int*,         \
                             const T*, const T*, const int*, const T*, const int*, const T*, T*,   \
@@ -53,11 +52,16 @@ char* TNT_BLAS_CONFIG();
 
 namespace tnt::blas {
 
-// The largest size or leading dimension this BLAS's 32-bit integers can name.
+// The largest size or leading dimension that fits this BLAS's 32-bit integers.
 constexpr int64_t kMaxSize = std::numeric_limits<int>::max();
 
-// OpenBLAS multiplies matrices up to this product of the three sizes by kernels that do not pack
-// them first, and so lose nothing on small ones.
+// A size or leading dimension, of at most kMaxSize, as Fortran takes it.
+struct Int {
+  Int(int64_t size) : value(static_cast<int>(size)) {}
+  int value;
+};
+
+// Up to this product of M, N and K, OpenBLAS has kernels for small matrices, without packing.
 constexpr int64_t kUnpackedProduct = 1000000;
 
 inline std::string name() {
@@ -68,86 +72,87 @@ inline std::string name() {
 #endif
 }
 
-// Called once, when the extension is loaded.
+// Called once, when the extension loads.
 inline void use_one_thread_per_call() {
 #ifdef TNT_BLAS_SET_THREADS
   TNT_BLAS_SET_THREADS(1);
 #endif
 }
 
-// What the overloads below hide: s or d.
-#define TNT_DEFINE(T, p)                                                                        \
-  inline void fortran_gemm(char ta, char tb, int m, int n, int k, T alpha, const T* a, int lda, \
-                           const T* b, int ldb, T beta, T* c, int ldc) {                        \
-    TNT_FORTRAN(p##gemm)(&ta, &tb, &m, &n, &k, &alpha, a, &lda, b, &ldb, &beta, c, &ldc);       \
-  }                                                                                             \
-  inline void fortran_syrk(char uplo, char trans, int n, int k, T alpha, const T* a, int lda,   \
-                           T beta, T* c, int ldc) {                                             \
-    TNT_FORTRAN(p##syrk)(&uplo, &trans, &n, &k, &alpha, a, &lda, &beta, c, &ldc);               \
-  }                                                                                             \
-  inline void fortran_trmm(char side, char uplo, char trans, int m, int n, T alpha, const T* a, \
-                           int lda, T* b, int ldb) {                                            \
-    const char diag = 'N';                                                                      \
-    TNT_FORTRAN(p##trmm)(&side, &uplo, &trans, &diag, &m, &n, &alpha, a, &lda, b, &ldb);        \
-  }                                                                                             \
-  inline void fortran_trsm(char side, char uplo, char trans, int m, int n, T alpha, const T* a, \
-                           int lda, T* b, int ldb) {                                            \
-    const char diag = 'N';                                                                      \
-    TNT_FORTRAN(p##trsm)(&side, &uplo, &trans, &diag, &m, &n, &alpha, a, &lda, b, &ldb);        \
-  }                                                                                             \
-  inline void fortran_symv(char uplo, int n, T alpha, const T* a, int lda, const T* x, T beta,  \
-                           T* y) {                                                              \
-    const int one = 1;                                                                          \
-    TNT_FORTRAN(p##symv)(&uplo, &n, &alpha, a, &lda, x, &one, &beta, y, &one);                  \
-  }                                                                                             \
-  inline int fortran_potrf(char uplo, int n, T* a, int lda) {                                   \
-    int info = 0;                                                                               \
-    TNT_FORTRAN(p##potrf)(&uplo, &n, a, &lda, &info);                                           \
-    return info;                                                                                \
-  }                                                                                             \
-  inline int fortran_trtri(char uplo, int n, T* a, int lda) {                                   \
-    const char diag = 'N';                                                                      \
-    int info = 0;                                                                               \
-    TNT_FORTRAN(p##trtri)(&uplo, &diag, &n, a, &lda, &info);                                    \
-    return info;                                                                                \
-  }                                                                                             \
-  inline int fortran_lauum(char uplo, int n, T* a, int lda) {                                   \
-    int info = 0;                                                                               \
-    TNT_FORTRAN(p##lauum)(&uplo, &n, a, &lda, &info);                                           \
-    return info;                                                                                \
+// Overloads for float and double.
+#define TNT_DEFINE(T, p)                                                                         \
+  inline void fortran_gemm(char ta, char tb, Int m, Int n, Int k, T alpha, const T* a, Int lda,  \
+                           const T* b, Int ldb, T beta, T* c, Int ldc) {                         \
+    TNT_FORTRAN(p##gemm)(&ta, &tb, &m.value, &n.value, &k.value, &alpha, a, &lda.value, b,       \
+                         &ldb.value, &beta, c, &ldc.value);                                      \
+  }                                                                                              \
+  inline void fortran_syrk(char uplo, char trans, Int n, Int k, T alpha, const T* a, Int lda,    \
+                           T beta, T* c, Int ldc) {                                              \
+    TNT_FORTRAN(p##syrk)(&uplo, &trans, &n.value, &k.value, &alpha, a, &lda.value, &beta, c,     \
+                         &ldc.value);                                                            \
+  }                                                                                              \
+  inline void fortran_trmm(char side, char uplo, char trans, Int m, Int n, T alpha, const T* a,  \
+                           Int lda, T* b, Int ldb) {                                             \
+    const char diag = 'N';                                                                       \
+    TNT_FORTRAN(p##trmm)(&side, &uplo, &trans, &diag, &m.value, &n.value, &alpha, a, &lda.value, \
+                         b, &ldb.value);                                                         \
+  }                                                                                              \
+  inline void fortran_trsm(char side, char uplo, char trans, Int m, Int n, T alpha, const T* a,  \
+                           Int lda, T* b, Int ldb) {                                             \
+    const char diag = 'N';                                                                       \
+    TNT_FORTRAN(p##trsm)(&side, &uplo, &trans, &diag, &m.value, &n.value, &alpha, a, &lda.value, \
+                         b, &ldb.value);                                                         \
+  }                                                                                              \
+  inline void fortran_symv(char uplo, Int n, T alpha, const T* a, Int lda, const T* x, T beta,   \
+                           T* y) {                                                               \
+    const int one = 1;                                                                           \
+    TNT_FORTRAN(p##symv)(&uplo, &n.value, &alpha, a, &lda.value, x, &one, &beta, y, &one);       \
+  }                                                                                              \
+  inline int fortran_potrf(char uplo, Int n, T* a, Int lda) {                                    \
+    int info = 0;                                                                                \
+    TNT_FORTRAN(p##potrf)(&uplo, &n.value, a, &lda.value, &info);                                \
+    return info;                                                                                 \
+  }                                                                                              \
+  inline int fortran_trtri(char uplo, Int n, T* a, Int lda) {                                    \
+    const char diag = 'N';                                                                       \
+    int info = 0;                                                                                \
+    TNT_FORTRAN(p##trtri)(&uplo, &diag, &n.value, a, &lda.value, &info);                         \
+    return info;                                                                                 \
+  }                                                                                              \
+  inline int fortran_lauum(char uplo, Int n, T* a, Int lda) {                                    \
+    int info = 0;                                                                                \
+    TNT_FORTRAN(p##lauum)(&uplo, &n.value, a, &lda.value, &info);                                \
+    return info;                                                                                 \
   }
 
 TNT_DEFINE(float, s)
 TNT_DEFINE(double, d)
 
-// Which operand of a product lies in memory as its transpose. Never both: of OpenBLAS 0.3.34's
-// float kernels for small products on AVX-512, the one for two transposed operands keeps the
-// result's stride in static memory, so that one thread's result can land at another's addresses.
+// The operand of a product that is stored transposed. Never both: OpenBLAS 0.3.34's AVX-512 float
+// kernel for small products of two transposed operands keeps the result's leading dimension in
+// static memory, so that one thread may write to another's addresses.
 enum class Transposed { kNone, kFirst, kSecond };
 
-// C (m, n) <- alpha A B + beta C, for A (m, k) and B (k, n). With beta 0, C is not read.
+// C (m, n) <- alpha A B + beta C, for A (m, k) and B (k, n). If beta is 0, C is not read.
 template <typename T>
 void gemm(Transposed operand, int64_t m, int64_t n, int64_t k, T alpha, const T* a, int64_t lda,
           const T* b, int64_t ldb, T beta, T* c, int64_t ldc) {
   fortran_gemm(operand == Transposed::kSecond ? 'T' : 'N',
-               operand == Transposed::kFirst ? 'T' : 'N', static_cast<int>(n), static_cast<int>(m),
-               static_cast<int>(k), alpha, b, static_cast<int>(ldb), a, static_cast<int>(lda), beta,
-               c, static_cast<int>(ldc));
+               operand == Transposed::kFirst ? 'T' : 'N', n, m, k, alpha, b, ldb, a, lda, beta, c,
+               ldc);
 }
 
-// The lower triangle of C (n, n) <- alpha X X^T + beta C, for X (n, k), or X^T (k, n) in memory if
-// transposed.
+// Lower triangle of C (n, n) <- alpha X X^T + beta C for X (n, k), or X^T (k, n) if transposed.
 template <typename T>
 void syrk(bool transposed, int64_t n, int64_t k, T alpha, const T* x, int64_t ldx, T beta, T* c,
           int64_t ldc) {
-  fortran_syrk('U', transposed ? 'N' : 'T', static_cast<int>(n), static_cast<int>(k), alpha, x,
-               static_cast<int>(ldx), beta, c, static_cast<int>(ldc));
+  fortran_syrk('U', transposed ? 'N' : 'T', n, k, alpha, x, ldx, beta, c, ldc);
 }
 
 // y <- alpha A x + beta y for symmetric A (n, n).
 template <typename T>
 void symv(int64_t n, T alpha, const T* a, const T* x, T beta, T* y) {
-  fortran_symv('U', static_cast<int>(n), alpha, a, static_cast<int>(n), x, beta, y);
+  fortran_symv('U', n, alpha, a, n, x, beta, y);
 }
 
 }  // namespace tnt::blas

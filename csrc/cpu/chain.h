@@ -1,9 +1,10 @@
-// The chained mode product, which mode_products and preconditioned_step share.
+// The mode products G x_1 A_1 ... x_k A_k, which three operators share.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "cpu/blas.h"
@@ -19,7 +20,7 @@ struct Factor {
   bool diagonal;
 };
 
-// What a tensor of these factors costs, in flops (a diagonal factor costs its memory traffic).
+// The flops of a tensor's products; a diagonal factor counts as its memory traffic.
 inline double chain_flops(const std::vector<Factor>& factors) {
   double count = 1, sum = 0;
   for (const Factor& factor : factors) {
@@ -29,21 +30,21 @@ inline double chain_flops(const std::vector<Factor>& factors) {
   return 2 * count * sum;
 }
 
-// Products by a matrix up to this size are cut into pieces of this many numbers.
+// Products with a factor up to this size are split into panels of this many numbers.
 constexpr int64_t kSmallFactor = 128;
-constexpr int64_t kPiece = 1 << 13;
+constexpr int64_t kPanel = 1 << 13;
 
-// Out (d, rest) <- alpha A In^T + beta Out, for In (rest, d): one mode's product, which turns the
-// modes by one place, the last to the front. A product in place would leave the middle modes
-// strided, and skinny where the modes behind them are small (a convolution's 9).
+// Out (d, rest) <- alpha A In^T + beta Out, for In (rest, d): one mode's product, which rotates the
+// modes, the last to the front. Without the rotation, products of middle modes would be strided,
+// and skinny if the modes behind them are small (a convolution's 9).
 template <typename T>
-void turn_product(const Factor& factor, int64_t rest, T alpha, const T* in, T beta, T* out) {
+void rotating_product(const Factor& factor, int64_t rest, T alpha, const T* in, T beta, T* out) {
   const int64_t d = factor.d;
   const T* a = static_cast<const T*>(factor.data);
   const double flops = 2 * static_cast<double>(rest) * static_cast<double>(d) *
                        static_cast<double>(factor.diagonal ? 16 : d);
   if (rest == 1 && !factor.diagonal) {
-    // Not onto `out`, which would be rounded after every column. Zeros, as 0 times NaN is NaN.
+    // Not into `out`, which would be rounded after every column. Zeros, because 0 NaN is NaN.
     std::vector<T> product(static_cast<size_t>(d), T(0));
     blas::symv(d, alpha, a, in, T(0), product.data());
     for (int64_t i = 0; i < d; ++i) {
@@ -51,7 +52,7 @@ void turn_product(const Factor& factor, int64_t rest, T alpha, const T* in, T be
     }
     return;
   }
-  // One tile a thread: each packs all of what its side of the product does not cut.
+  // One tile for each thread, because the BLAS packs the operand that is not split in every tile.
   const int64_t cuts = flops < kParallelFlops ? 1 : parallelism();
   const bool cut_rest = factor.diagonal || rest >= 64 * cuts;
   const int64_t whole = cut_rest ? rest : d;
@@ -64,7 +65,7 @@ void turn_product(const Factor& factor, int64_t rest, T alpha, const T* in, T be
       for (int64_t r = first; r < first + size; r += most) {
         const int64_t rows = std::min(most, first + size - r);
         if (beta != 0) {
-          // The blend needs both sides in one layout.
+          // The sum needs both terms in one layout.
           transpose(out + r, rest, lines, d, d, rows);
           for (int64_t i = 0; i < rows * d; ++i) lines[i] *= beta;
         } else {
@@ -77,14 +78,14 @@ void turn_product(const Factor& factor, int64_t rest, T alpha, const T* in, T be
         transpose(lines, d, out + r, rest, rows, d);
       }
     } else if (cut_rest && d <= kSmallFactor) {
-      // Pieces that the BLAS need not pack, turned beforehand, which costs less than the product as
-      // it stands: its columns are then loaded by whole vectors.
-      const int64_t step = std::clamp<int64_t>(blas::kUnpackedProduct / (d * d), 1, kPiece / d);
-      T* turned = scratch.get<T>(d * std::min(step, size));
+      // Panels that the BLAS does not pack. Transposing them first is faster than a product with
+      // the transposed operand: the BLAS then loads whole vectors of columns.
+      const int64_t step = std::clamp<int64_t>(blas::kUnpackedProduct / (d * d), 1, kPanel / d);
+      T* panel = scratch.get<T>(d * std::min(step, size));
       for (int64_t r = first; r < first + size; r += step) {
         const int64_t rows = std::min(step, first + size - r);
-        transpose(in + r * d, d, turned, rows, rows, d);
-        blas::gemm(blas::Transposed::kFirst, d, rows, d, alpha, a, d, turned, rows, beta, out + r,
+        transpose(in + r * d, d, panel, rows, rows, d);
+        blas::gemm(blas::Transposed::kFirst, d, rows, d, alpha, a, d, panel, rows, beta, out + r,
                    rest);
       }
     } else if (cut_rest) {
@@ -97,7 +98,7 @@ void turn_product(const Factor& factor, int64_t rest, T alpha, const T* in, T be
   });
 }
 
-// How many numbers chain_product needs beside its source and destination.
+// The numbers of workspace that chain_product needs.
 inline int64_t chain_scratch(const std::vector<Factor>& factors) {
   int64_t count = 1, products = 0;
   for (const Factor& factor : factors) {
@@ -107,8 +108,8 @@ inline int64_t chain_scratch(const std::vector<Factor>& factors) {
   return count * std::clamp<int64_t>(products - 1, 0, 2);
 }
 
-// out <- alpha (G x_1 A_1 ... x_k A_k) + beta out, contiguous both. On all threads, or, inside a
-// task, on its own.
+// out <- alpha (G x_1 A_1 ... x_k A_k) + beta out, both contiguous. Inside a task, on its thread;
+// else on all threads.
 template <typename T>
 void chain_product(const std::vector<Factor>& factors, const T* tensor, T alpha, T beta, T* out,
                    T* scratch) {
@@ -133,13 +134,42 @@ void chain_product(const std::vector<Factor>& factors, const T* tensor, T alpha,
     if (factor->d == 1) continue;
     const int64_t rest = count / factor->d;
     if (++done == products) {
-      turn_product(*factor, rest, alpha, in, beta, out);
+      rotating_product(*factor, rest, alpha, in, beta, out);
     } else {
       T* target = buffers[(done - 1) % 2];
-      turn_product(*factor, rest, T(1), in, T(0), target);
+      rotating_product(*factor, rest, T(1), in, T(0), target);
       in = target;
     }
   }
+}
+
+// An item of more flops gets all threads; others get one thread each.
+constexpr double kLargeFlops = 2e7;
+
+// Calls run(i, scratch) for every item, which has `factors`: small items in parallel, the costliest
+// first, then large items one after the other, so that only one of them is in memory.
+template <typename Item, typename Run>
+void run_chains(const std::vector<Item>& items, const Run& run) {
+  std::vector<std::pair<double, size_t>> small;
+  std::vector<size_t> large;
+  double total = 0;
+  for (size_t i = 0; i < items.size(); ++i) {
+    const double flops = chain_flops(items[i].factors);
+    if (flops >= kLargeFlops && parallelism() > 1) {
+      large.push_back(i);
+    } else {
+      small.emplace_back(flops, i);
+      total += flops;
+    }
+  }
+  std::stable_sort(small.begin(), small.end(),
+                   [](const auto& a, const auto& b) { return a.first > b.first; });
+  run_tasks(static_cast<int64_t>(small.size()), total, [&](int64_t task, Scratch& scratch) {
+    run(small[static_cast<size_t>(task)].second, scratch);
+  });
+  const FlushSubnormals flush;
+  Scratch scratch;
+  for (const size_t i : large) run(i, scratch);
 }
 
 }  // namespace tnt

@@ -7,13 +7,13 @@
 namespace tnt {
 namespace {
 
-// Matrices here are column-major, as the BLAS has them, and of the symmetric ones the lower
-// triangle counts: row-major it is the upper one.
+// Matrices here are column-major, as in the BLAS, and only the lower triangle of symmetric ones is
+// used (row-major, it is the upper one).
 //
-// What follows is blocked by halving, down to leaves that the library takes: its triangular
-// products are several times as fast as its own inversion of a triangle, which on one thread works
-// column by column. Inside a task everything is serial; a matrix that has all threads to itself is
-// cut into strips.
+// Factorisation and inversion are recursive, down to leaves that LAPACK computes: its triangular
+// products are several times as fast as its own inversion of a triangle, which works column by
+// column on one thread. Inside a task all is serial; a matrix with all threads is split into
+// strips.
 
 constexpr int64_t kLeaf = 32;
 constexpr int64_t kStrip = 256;
@@ -26,7 +26,7 @@ template <typename Run>
 void in_strips(int64_t count, double flops, const Run& run) {
   const int64_t strip = parallelism() > 1 ? kStrip : std::max<int64_t>(count, 1);
   run_tasks((count + strip - 1) / strip, flops, [&](int64_t task, Scratch&) {
-    // The last strip first: where their lengths differ, it is the longest.
+    // The last strip first: in a triangle it is the longest.
     const int64_t first = ((count + strip - 1) / strip - 1 - task) * strip;
     run(first, std::min(strip, count - first));
   });
@@ -41,90 +41,75 @@ template <typename T>
 void rank_update(bool transposed, int64_t n, int64_t k, T alpha, const T* x, int64_t ldx, T* c,
                  int64_t ldc) {
   const char trans = transposed ? 'T' : 'N', other = transposed ? 'N' : 'T';
-  const int64_t step = transposed ? ldx : 1;
-  const int depth = static_cast<int>(k), ld = static_cast<int>(ldx), ld_c = static_cast<int>(ldc);
   in_strips(n, cube(n, n, k), [&](int64_t first, int64_t rows) {
-    const int height = static_cast<int>(rows);
-    const T* own = x + first * step;
+    const T* own = x + first * (transposed ? ldx : 1);
     if (first > 0) {
-      blas::fortran_gemm(trans, other, height, static_cast<int>(first), depth, alpha, own, ld, x,
-                         ld, T(1), c + first, ld_c);
+      blas::fortran_gemm(trans, other, rows, first, k, alpha, own, ldx, x, ldx, T(1), c + first,
+                         ldc);
     }
-    blas::fortran_syrk('L', trans, height, depth, alpha, own, ld, T(1), c + first * (ldc + 1),
-                       ld_c);
+    blas::fortran_syrk('L', trans, rows, k, alpha, own, ldx, T(1), c + first * (ldc + 1), ldc);
   });
 }
 
-// A (n, n) <- L with A = L L^T; false where A is not positive definite.
+// A (n, n) <- L with A = L L^T; false if A is not positive definite.
 template <typename T>
 bool factorise(int64_t n, T* a, int64_t ld) {
-  const int stride = static_cast<int>(ld);
-  if (n <= kFactorLeaf || parallelism() == 1) {
-    return blas::fortran_potrf('L', static_cast<int>(n), a, stride) == 0;
-  }
+  if (n <= kFactorLeaf || parallelism() == 1) return blas::fortran_potrf('L', n, a, ld) == 0;
   const int64_t half = half_of(n, kLeaf), rest = n - half;
-  T* beside = a + half;
+  T *a21 = a + half, *a22 = a + half * (ld + 1);
   if (!factorise(half, a, ld)) return false;
   in_strips(rest, cube(rest, half, half), [&](int64_t first, int64_t rows) {
-    blas::fortran_trsm('R', 'L', 'T', static_cast<int>(rows), static_cast<int>(half), T(1), a,
-                       stride, beside + first, stride);
+    blas::fortran_trsm('R', 'L', 'T', rows, half, T(1), a, ld, a21 + first, ld);
   });
-  rank_update(false, rest, half, T(-1), beside, ld, a + half * (ld + 1), ld);
-  return factorise(rest, a + half * (ld + 1), ld);
+  rank_update(false, rest, half, T(-1), a21, ld, a22, ld);
+  return factorise(rest, a22, ld);
 }
 
 // L (n, n) <- L^-1.
 template <typename T>
 void invert_triangle(int64_t n, T* l, int64_t ld) {
-  const int stride = static_cast<int>(ld);
   if (n <= kLeaf) {
-    blas::fortran_trtri('L', static_cast<int>(n), l, stride);
+    blas::fortran_trtri('L', n, l, ld);
     return;
   }
   const int64_t half = half_of(n, kLeaf), rest = n - half;
-  T* beside = l + half;
-  T* low = l + half * (ld + 1);
+  T *l21 = l + half, *l22 = l + half * (ld + 1);
   invert_triangle(half, l, ld);
-  invert_triangle(rest, low, ld);
+  invert_triangle(rest, l22, ld);
   // -L22^-1 L21 L11^-1
   in_strips(rest, cube(rest, half, half), [&](int64_t first, int64_t rows) {
-    blas::fortran_trmm('R', 'L', 'N', static_cast<int>(rows), static_cast<int>(half), T(1), l,
-                       stride, beside + first, stride);
+    blas::fortran_trmm('R', 'L', 'N', rows, half, T(1), l, ld, l21 + first, ld);
   });
   in_strips(half, cube(rest, rest, half), [&](int64_t first, int64_t columns) {
-    blas::fortran_trmm('L', 'L', 'N', static_cast<int>(rest), static_cast<int>(columns), T(-1), low,
-                       stride, beside + first * ld, stride);
+    blas::fortran_trmm('L', 'L', 'N', rest, columns, T(-1), l22, ld, l21 + first * ld, ld);
   });
 }
 
-// L (n, n) <- L^T L, the lower triangle of it.
+// L (n, n) <- the lower triangle of L^T L.
 template <typename T>
 void square_triangle(int64_t n, T* l, int64_t ld) {
-  const int stride = static_cast<int>(ld);
   if (n <= kLeaf) {
-    blas::fortran_lauum('L', static_cast<int>(n), l, stride);
+    blas::fortran_lauum('L', n, l, ld);
     return;
   }
   const int64_t half = half_of(n, kLeaf), rest = n - half;
-  T* beside = l + half;
-  T* low = l + half * (ld + 1);
+  T *l21 = l + half, *l22 = l + half * (ld + 1);
   square_triangle(half, l, ld);
-  rank_update(true, half, rest, T(1), beside, ld, l, ld);
+  rank_update(true, half, rest, T(1), l21, ld, l, ld);
   in_strips(half, cube(rest, rest, half), [&](int64_t first, int64_t columns) {
-    blas::fortran_trmm('L', 'L', 'T', static_cast<int>(rest), static_cast<int>(columns), T(1), low,
-                       stride, beside + first * ld, stride);
+    blas::fortran_trmm('L', 'L', 'T', rest, columns, T(1), l22, ld, l21 + first * ld, ld);
   });
-  square_triangle(rest, low, ld);
+  square_triangle(rest, l22, ld);
 }
 
-// What turns a tensor's statistics S_i into U_i + eps I: U_i = per_size d_i S_i.
+// U_i + eps I of a tensor's statistics S_i, with U_i = per_size d_i S_i.
 struct Rescaling {
   double per_size;
   double eps;
-  bool tiny;  // the statistics are so small that subnormal ones among them count
+  bool tiny;  // the statistics are so small that subnormal entries count
 };
 
-// out <- scale S, of a full mode its lower triangle; whether all of it is finite.
+// out <- scale S, for a full mode its lower triangle. Returns whether all of it is finite.
 template <typename T>
 bool rescaled(const FactorMode& mode, T scale, bool tiny, T* out) {
   const T* stat = static_cast<const T*>(mode.stat);
@@ -144,7 +129,7 @@ bool rescaled(const FactorMode& mode, T scale, bool tiny, T* out) {
   return multiply();
 }
 
-// out <- (scale S + eps I)^-1, its lower triangle; false where that is not to be had.
+// out <- the lower triangle of (scale S + eps I)^-1; false if there is none.
 template <typename T>
 bool invert(const FactorMode& mode, const Rescaling& rescaling) {
   T* out = static_cast<T*>(mode.out);
@@ -178,7 +163,7 @@ bool invert(const FactorMode& mode, const Rescaling& rescaling) {
   bool good = true;
   for (int64_t i = 0; i < d && good; ++i) {
     T* row = out + i * d;
-    for (int64_t j = i; j < d; ++j) row[j] += 0;  // where the BLAS left -0
+    for (int64_t j = i; j < d; ++j) row[j] += 0;  // makes the BLAS's -0 a 0
     good = all_finite(row + i, d - i);
   }
   return good;
@@ -189,7 +174,7 @@ Rescaling rescale(const TensorModes& tensor, double damping, bool relative) {
   // c = (tr S_1 / prod d)^(1/k), and c^(k-1) prod_{j != i} d_j = tr S_1 / (c d_i).
   const FactorMode& first = tensor.modes.front();
   const T* stat = static_cast<const T*>(first.stat);
-  // With what every addition loses: of equal entries they would all lose to the same side.
+  // Compensated: the roundings of equal entries would all have the same sign.
   double trace = 0, lost = 0, size = 1;
   for (int64_t i = 0; i < first.d; ++i) {
     const double entry = stat[first.diagonal ? i : i * (first.d + 1)], sum = trace + entry;
@@ -201,8 +186,8 @@ Rescaling rescale(const TensorModes& tensor, double damping, bool relative) {
   const double root = 1 / static_cast<double>(tensor.modes.size());
   const double c = size == 0 ? 0 : std::pow(trace, root) / std::pow(size, root);
   const double unit = relative ? (c == 0 ? 1 : damping * c) : damping;
-  // Flushed to zero are numbers below the smallest normal one: nothing beside an average eigenvalue
-  // that is larger by more than a rounding error's inverse.
+  // Flushing subnormal numbers to zero changes nothing if the average eigenvalue exceeds the
+  // smallest normal number by more than the inverse of a rounding error.
   const double average = trace / static_cast<double>(first.d);
   const double negligible = std::numeric_limits<T>::min() / std::numeric_limits<T>::epsilon();
   return {c == 0 ? 0 : c / trace, unit, average < negligible};
@@ -215,18 +200,18 @@ void damped_inverse(const std::vector<TensorModes>& tensors, double damping, boo
   std::vector<Rescaling> rescalings;
   rescalings.reserve(tensors.size());
   for (const TensorModes& tensor : tensors) {
-    rescalings.push_back(tensor.element == Element::kDouble
-                             ? rescale<double>(tensor, damping, relative)
-                             : rescale<float>(tensor, damping, relative));
+    rescalings.push_back(with_state(tensor.element, [&](auto zero) {
+      return rescale<decltype(zero)>(tensor, damping, relative);
+    }));
   }
   make_factors(
       tensors, 1.0,
       [&](int64_t t, int64_t i, Scratch&) {
         const TensorModes& tensor = tensors[static_cast<size_t>(t)];
-        const FactorMode& mode = tensor.modes[static_cast<size_t>(i)];
-        const Rescaling& rescaling = rescalings[static_cast<size_t>(t)];
-        return tensor.element == Element::kDouble ? invert<double>(mode, rescaling)
-                                                  : invert<float>(mode, rescaling);
+        return with_state(tensor.element, [&](auto zero) {
+          return invert<decltype(zero)>(tensor.modes[static_cast<size_t>(i)],
+                                        rescalings[static_cast<size_t>(t)]);
+        });
       },
       info);
 }

@@ -8,14 +8,13 @@
 
 namespace tnt {
 
-// A Cholesky pivot below so many roundings of its diagonal entry counts as zero: its inverse would
-// be noise.
+// A Cholesky pivot of at most this many roundings of its diagonal entry counts as zero.
 constexpr int kPivotRoundings = 16;
 
-// A_i = (U_i + eps I)^-1 for every mode of every tensor, with U_i the statistics rescaled to one
-// average eigenvalue c, and eps the damping, or damping c if relative. info[t] is 0, or i + 1 where
-// mode i was the first that was not finite or not positive definite; `out` of all modes of such a
-// tensor keeps what it held.
+// A_i = (U_i + eps I)^-1 for every mode of every tensor. U_i are the statistics, rescaled to one
+// average eigenvalue c; eps is the damping, or damping c if relative. info[t] is 0, or i + 1 if
+// mode i is the first that is not finite or not positive definite; then the tensor's `out` are
+// kept.
 void damped_inverse(const std::vector<TensorModes>& tensors, double damping, bool relative,
                     int32_t* info);
 

@@ -1,17 +1,18 @@
-// Loops over the elements of tensors of one shape and unlike strides.
+// Loops over the elements of tensors of one shape with any strides.
 #pragma once
 
 #include <algorithm>
 #include <array>
 #include <cstdint>
 #include <numeric>
+#include <tuple>
+#include <type_traits>
 #include <vector>
 
 #include "cpu/tasks.h"
 #include "cpu/views.h"
 
-// A function that is compiled for several CPUs, the best of them chosen when it is loaded. Not
-// under sanitizers, which are not there yet by then.
+// Compiles a function for several CPUs. Not under sanitizers: the loader selects before they start.
 #if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__) && __GNUC__ >= 12 && \
     !defined(TNT_STD_THREADS)
 #define TNT_WIDEST_VECTORS \
@@ -25,66 +26,92 @@ namespace tnt {
 // Memory-bound: 8192 elements of three tensors fill a third of a second-level cache.
 constexpr int64_t kChunk = 8192;
 
-// run(chunk, offsets, count, strides) for runs that together visit every element once, on all
-// threads; an offset and a stride for each tensor. Of each chunk, of kChunk elements but for the
-// last, the runs are one thread's, in order. `strides` are the tensors' own, for the shape `sizes`.
+// Elements whose squares are summed at a time, from the first-level cache.
+constexpr int64_t kBlock = 1024;
+
+// Dimensions of N tensors of one shape, the slowest first.
+template <size_t N>
+struct Dimension {
+  int64_t size;
+  std::array<int64_t, N> strides;
+};
+template <size_t N>
+using Dimensions = std::vector<Dimension<N>>;
+
+// Appends a dimension faster than the others. It merges with the last one if every tensor can walk
+// both with one stride.
+template <size_t N>
+void append(Dimensions<N>& dimensions, Dimension<N> next) {
+  bool merges = !dimensions.empty();
+  for (size_t n = 0; n < N; ++n) {
+    merges = merges && dimensions.back().strides[n] == next.size * next.strides[n];
+  }
+  if (merges) next.size *= dimensions.back().size;
+  if (merges) dimensions.pop_back();
+  dimensions.push_back(next);
+}
+
+// Calls run(offsets, count) on runs of the elements [first, last) along the fastest dimension.
+template <size_t N, typename Run>
+void for_each_run(const Dimensions<N>& dimensions, int64_t first, int64_t last, const Run& run) {
+  const Dimension<N>& fastest = dimensions.back();
+  for (int64_t element = first; element < last;) {
+    const int64_t within = element % fastest.size;
+    std::array<int64_t, N> offsets;
+    for (size_t n = 0; n < N; ++n) offsets[n] = within * fastest.strides[n];
+    int64_t rest = element / fastest.size;
+    for (size_t i = dimensions.size() - 1; i-- > 0;) {
+      const int64_t index = rest % dimensions[i].size;
+      rest /= dimensions[i].size;
+      for (size_t n = 0; n < N; ++n) offsets[n] += index * dimensions[i].strides[n];
+    }
+    const int64_t count = std::min(fastest.size - within, last - element);
+    run(offsets, count);
+    element += count;
+  }
+}
+
+// Calls run(chunk, offsets, count, strides), with an offset and a stride for each tensor, on runs
+// that together visit every element once, on all threads. A chunk is kChunk elements (the last may
+// be shorter), whose runs one thread visits in order. `strides` are the tensors', of shape `sizes`.
 template <size_t N, typename Run>
 void for_each_run(int64_t order, const int64_t* sizes, const std::array<const int64_t*, N>& strides,
                   const Run& run) {
-  struct Dimension {
-    int64_t size;
-    std::array<int64_t, N> strides;
-  };
-  // Dimensions that touch in every tensor are one: contiguous tensors are a single run.
-  std::vector<Dimension> dimensions;
+  Dimensions<N> dimensions;
   int64_t count = 1;
   for (int64_t i = 0; i < order; ++i) {
     count *= sizes[i];
     if (sizes[i] == 1) continue;
-    Dimension next{sizes[i], {}};
-    bool touches = !dimensions.empty();
-    for (size_t n = 0; n < N; ++n) {
-      next.strides[n] = strides[n][i];
-      touches = touches && dimensions.back().strides[n] == sizes[i] * strides[n][i];
-    }
-    if (touches) next.size *= dimensions.back().size;
-    if (touches) dimensions.pop_back();
-    dimensions.push_back(next);
+    Dimension<N> next{sizes[i], {}};
+    for (size_t n = 0; n < N; ++n) next.strides[n] = strides[n][i];
+    append(dimensions, next);
   }
   if (count == 0) return;
   if (dimensions.empty()) dimensions.push_back({1, {}});
-  const Dimension& fastest = dimensions.back();
   const int64_t chunks = (count + kChunk - 1) / kChunk;
   run_tasks(chunks, 16 * static_cast<double>(count), [&](int64_t chunk, Scratch&) {
-    const int64_t last = std::min((chunk + 1) * kChunk, count);
-    for (int64_t element = chunk * kChunk; element < last;) {
-      const int64_t within = element % fastest.size;
-      std::array<int64_t, N> offsets;
-      for (size_t n = 0; n < N; ++n) offsets[n] = within * fastest.strides[n];
-      int64_t rest = element / fastest.size;
-      for (size_t i = dimensions.size() - 1; i-- > 0;) {
-        const int64_t index = rest % dimensions[i].size;
-        rest /= dimensions[i].size;
-        for (size_t n = 0; n < N; ++n) offsets[n] += index * dimensions[i].strides[n];
-      }
-      const int64_t length = std::min(fastest.size - within, last - element);
-      run(chunk, offsets, length, fastest.strides);
-      element += length;
-    }
+    for_each_run(dimensions, chunk * kChunk, std::min((chunk + 1) * kChunk, count),
+                 [&](const auto& offsets, int64_t length) {
+                   run(chunk, offsets, length, dimensions.back().strides);
+                 });
   });
 }
 
-// The same, where a run need not know its chunk.
-template <size_t N, typename Run>
-void for_each_element(int64_t order, const int64_t* sizes,
-                      const std::array<const int64_t*, N>& strides, const Run& run) {
-  for_each_run<N>(order, sizes, strides,
-                  [&](int64_t, const auto& offsets, int64_t count, const auto& own) {
-                    run(offsets, count, own);
-                  });
+using One = std::integral_constant<int64_t, 1>;
+
+// Calls pass(stride...); if all strides are 1, as compile-time constants.
+template <typename Strides, typename Pass>
+auto with_strides(const Strides& strides, const Pass& pass) {
+  const bool contiguous =
+      std::all_of(strides.begin(), strides.end(), [](auto s) { return s == 1; });
+  if constexpr (std::tuple_size_v<Strides> == 2) {
+    return contiguous ? pass(One(), One()) : pass(strides[0], strides[1]);
+  } else {
+    return contiguous ? pass(One(), One(), One()) : pass(strides[0], strides[1], strides[2]);
+  }
 }
 
-// The sum of what the runs return, the same to the bit on any number of threads.
+// The sum of the runs' results, identical on any number of threads.
 template <size_t N, typename Run>
 double sum_over_elements(int64_t order, const int64_t* sizes,
                          const std::array<const int64_t*, N>& strides, const Run& run) {
@@ -98,10 +125,10 @@ double sum_over_elements(int64_t order, const int64_t* sizes,
   return std::accumulate(sums.begin(), sums.end(), 0.0);
 }
 
-// The sum of squares of contiguous numbers. In double: squares leave float's range early.
+// The sum of squares of contiguous numbers, in double: float squares overflow and underflow early.
 template <typename T>
 double sum_of_squares(const T* values, int64_t count) {
-  constexpr int64_t kLanes = 8;  // sums side by side, for the compiler to keep in vectors
+  constexpr int64_t kLanes = 8;  // independent sums, which the compiler keeps in vectors
   double lanes[kLanes] = {};
   int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) {
@@ -114,22 +141,6 @@ double sum_of_squares(const T* values, int64_t count) {
   return std::accumulate(lanes, lanes + kLanes, 0.0);
 }
 
-// to, contiguous <- from, as T.
-template <typename T>
-void copy_contiguous(const TensorView& from, const int64_t* contiguous_strides, T* to) {
-  with_element(from.element, [&](auto* null) {
-    const auto* source = static_cast<decltype(null)>(from.data);
-    for_each_element<2>(from.order, from.sizes, {contiguous_strides, from.strides},
-                        [&](const auto& offsets, int64_t count, const auto& strides) {
-                          T* out = to + offsets[0];
-                          const auto* in = source + offsets[1];
-                          for (int64_t i = 0; i < count; ++i) {
-                            out[i * strides[0]] = convert<T>(in[i * strides[1]]);
-                          }
-                        });
-  });
-}
-
 inline std::vector<int64_t> contiguous_strides(const TensorView& tensor) {
   std::vector<int64_t> strides(static_cast<size_t>(tensor.order));
   int64_t step = 1;
@@ -138,6 +149,33 @@ inline std::vector<int64_t> contiguous_strides(const TensorView& tensor) {
     step *= tensor.sizes[i];
   }
   return strides;
+}
+
+// How many T contiguous_data() copies.
+template <typename T>
+int64_t copied_count(const TensorView& view) {
+  return view.element == kElement<T> && view.contiguous() ? 0 : view.count();
+}
+
+// The elements as contiguous T: the view's own memory, or a copy in `buffers`, which then moves on.
+template <typename T>
+const T* contiguous_data(const TensorView& view, T*& buffers) {
+  if (copied_count<T>(view) == 0) return static_cast<const T*>(view.data);
+  const std::vector<int64_t> contiguous = contiguous_strides(view);
+  T* to = buffers;
+  with_element(view.element, [&](auto* null) {
+    const auto* from = static_cast<decltype(null)>(view.data);
+    for_each_run<2>(view.order, view.sizes, {contiguous.data(), view.strides},
+                    [&](int64_t, const auto& offsets, int64_t count, const auto& strides) {
+                      T* out = to + offsets[0];
+                      const auto* in = from + offsets[1];
+                      for (int64_t i = 0; i < count; ++i) {
+                        out[i * strides[0]] = convert<T>(in[i * strides[1]]);
+                      }
+                    });
+  });
+  buffers += view.count();
+  return to;
 }
 
 }  // namespace tnt

@@ -1,4 +1,4 @@
-// What damped_inverse and inverse_root share: statistics in, factors out, a flag for each tensor.
+// Shared by damped_inverse and inverse_root: statistics in, factors out, a flag for each tensor.
 #pragma once
 
 #include <algorithm>
@@ -17,8 +17,7 @@
 
 namespace tnt {
 
-// One mode's statistic and where its factor goes: row-major (d, d), or (d,) if diagonal. Not the
-// same memory.
+// One mode's statistic and its factor, in different memory: row-major (d, d), or (d,) if diagonal.
 struct FactorMode {
   const void* stat;
   void* out;
@@ -38,8 +37,8 @@ auto bits_of(T value) {
   return std::bit_cast<std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>>(value);
 }
 
-// By the exponents: where all bits of one are set, adding 1 to it carries into the sign's place.
-// (Comparisons of floats would not be done several at a time.)
+// Adding 1 to an exponent with all bits set carries into the sign bit. (The compiler does not
+// vectorise comparisons of floats.)
 template <typename T>
 bool all_finite(const T* values, int64_t count) {
   using Bits = decltype(bits_of(T{}));
@@ -51,9 +50,9 @@ bool all_finite(const T* values, int64_t count) {
   return (seen & kSign) == 0;
 }
 
-// What a factor's memory held before a new one was made in it: of a symmetric matrix the diagonal,
-// since making a factor leaves the strict lower triangle alone, else everything.
-class Before {
+// The old contents of a factor's memory: the diagonal of a symmetric matrix, whose strict lower
+// triangle make() does not change, else everything.
+class SavedFactor {
  public:
   template <typename T>
   void save(const FactorMode& mode) {
@@ -78,7 +77,7 @@ class Before {
   }
 
   void forget() { memory_.reset(); }
-  bool saved() const { return memory_ != nullptr; }
+  bool exists() const { return memory_ != nullptr; }
 
  private:
   // To the bit, NaN included.
@@ -90,13 +89,13 @@ class Before {
       for (int64_t c = 0; c <= r; c += kBlock) {
         const int64_t height = std::min(kBlock, d - r), width = std::min(kBlock, d - c);
         transpose(matrix + r * d + c, d, block, kBlock, height, width);
-        decltype(bits_of(T{})) unlike = 0;
+        decltype(bits_of(T{})) difference = 0;
         for (int64_t i = 0; i < width; ++i) {
           for (int64_t j = 0; j < height; ++j) {
-            unlike |= bits_of(matrix[(c + i) * d + r + j]) ^ bits_of(block[i * kBlock + j]);
+            difference |= bits_of(matrix[(c + i) * d + r + j]) ^ bits_of(block[i * kBlock + j]);
           }
         }
-        if (unlike != 0) return false;
+        if (difference != 0) return false;
       }
     }
     return true;
@@ -106,7 +105,7 @@ class Before {
   bool symmetric_ = false;
 };
 
-// The lower triangle of the square matrix <- its upper one.
+// The lower triangle of a square matrix <- its upper triangle.
 template <typename T>
 void mirror_upper(T* matrix, int64_t n) {
   constexpr int64_t kRows = 32;
@@ -119,17 +118,16 @@ void mirror_upper(T* matrix, int64_t n) {
   }
 }
 
-// Makes the factors of every tensor by make(tensor, mode, scratch), which writes a good factor to
-// the mode's `out`, of a full one the diagonal and the upper triangle, leaves the strict lower
-// triangle alone, and says whether the factor is good. If one of a tensor is not, all of them
-// become what they were, and info[t] is i + 1 for the first bad mode i. They do so, too, where
-// making them throws, as for lack of memory. So nothing beside `out` is
-// needed for matrices that wait for the other modes of their tensor.
+// Calls make(tensor, mode, scratch) for all modes of all tensors. It writes the factor to the
+// mode's `out` (of a matrix the diagonal and the upper triangle; it does not change the strict
+// lower one) and returns whether the factor is good. If one of a tensor is not, all of its factors
+// are restored and info[t] is i + 1 for the first bad mode i. They are also restored if make
+// throws, for example for lack of memory. Matrices that wait for other modes need only `out`.
 template <typename Make>
 void make_factors(const std::vector<TensorModes>& tensors, double flops_per_cube, const Make& make,
                   int32_t* info) {
   struct Pending {
-    std::vector<Before> before;
+    std::vector<SavedFactor> saved;
     std::atomic<int64_t> missing;
     std::atomic<int32_t> first_bad;
   };
@@ -145,7 +143,7 @@ void make_factors(const std::vector<TensorModes>& tensors, double flops_per_cube
   for (int64_t t = 0; t < count; ++t) {
     const auto& modes = tensors[static_cast<size_t>(t)].modes;
     const auto order = static_cast<int64_t>(modes.size());
-    pending[t].before.resize(modes.size());
+    pending[t].saved.resize(modes.size());
     pending[t].missing = order;
     pending[t].first_bad = static_cast<int32_t>(order) + 1;
     for (int64_t i = 0; i < order; ++i) {
@@ -157,22 +155,28 @@ void make_factors(const std::vector<TensorModes>& tensors, double flops_per_cube
       total += flops;
     }
   }
-  // A tensor's modes stay together, so that few tensors are in the making at any time.
+  // A tensor's modes stay together, so that few tensors are unfinished at any time.
   std::stable_sort(tasks.begin(), tasks.end(), [&](const Task& a, const Task& b) {
     const double x = costs[static_cast<size_t>(a.tensor)], y = costs[static_cast<size_t>(b.tensor)];
     if (x != y) return x > y;
     return a.tensor != b.tensor ? a.tensor < b.tensor : a.flops > b.flops;
   });
 
+  const auto restore = [&](int64_t t) {
+    const TensorModes& tensor = tensors[static_cast<size_t>(t)];
+    for (size_t i = 0; i < tensor.modes.size(); ++i) {
+      const SavedFactor& saved = pending[t].saved[i];
+      with_state(tensor.element, [&](auto zero) {
+        if (saved.exists()) saved.template restore<decltype(zero)>(tensor.modes[i]);
+      });
+    }
+  };
   const auto run = [&](const Task& task, Scratch& scratch) {
     const TensorModes& tensor = tensors[static_cast<size_t>(task.tensor)];
     Pending& state = pending[task.tensor];
-    const auto with_type = [&](const auto& act) {
-      tensor.element == Element::kDouble ? act(double{}) : act(float{});
-    };
-    with_type([&](auto zero) {
+    with_state(tensor.element, [&](auto zero) {
       const auto mode = static_cast<size_t>(task.mode);
-      state.before[mode].template save<decltype(zero)>(tensor.modes[mode]);
+      state.saved[mode].template save<decltype(zero)>(tensor.modes[mode]);
     });
     if (!make(task.tensor, task.mode, scratch)) {
       const auto code = static_cast<int32_t>(task.mode) + 1;
@@ -183,51 +187,37 @@ void make_factors(const std::vector<TensorModes>& tensors, double flops_per_cube
     if (--state.missing > 0) return;
     const bool good = state.first_bad > static_cast<int32_t>(tensor.modes.size());
     info[task.tensor] = good ? 0 : state.first_bad.load();
-    with_type([&](auto zero) {
-      using T = decltype(zero);
-      for (size_t i = 0; i < tensor.modes.size(); ++i) {
-        const FactorMode& mode = tensor.modes[i];
-        if (!good) {
-          state.before[i].template restore<T>(mode);
-        } else if (!mode.diagonal) {
-          mirror_upper(static_cast<T*>(mode.out), mode.d);
-        }
-        state.before[i].forget();
-      }
-    });
+    if (!good) restore(task.tensor);
+    for (size_t i = 0; i < tensor.modes.size(); ++i) {
+      const FactorMode& mode = tensor.modes[i];
+      with_state(tensor.element, [&](auto zero) {
+        if (good && !mode.diagonal) mirror_upper(static_cast<decltype(zero)*>(mode.out), mode.d);
+      });
+      state.saved[i].forget();
+    }
   };
 
-  // A mode that alone would keep one thread busy for longer than the others have work gets all of
-  // them.
-  const double share = total / static_cast<double>(parallelism());
-  size_t shared = 0;
+  // A mode of more than one thread's part of the work gets all threads.
+  const double most = total / static_cast<double>(parallelism());
+  size_t large_tasks = 0;
   std::stable_partition(tasks.begin(), tasks.end(), [&](const Task& task) {
-    const bool large = task.flops > 1.01 * share;
-    shared += large;
+    const bool large = task.flops > 1.01 * most;
+    large_tasks += large;
     return large;
   });
   try {
     {
       const FlushSubnormals flush;
       Scratch scratch;
-      for (size_t i = 0; i < shared; ++i) run(tasks[i], scratch);
+      for (size_t i = 0; i < large_tasks; ++i) run(tasks[i], scratch);
     }
-    run_tasks(static_cast<int64_t>(tasks.size() - shared), total, [&](int64_t i, Scratch& scratch) {
-      run(tasks[shared + static_cast<size_t>(i)], scratch);
-    });
+    run_tasks(static_cast<int64_t>(tasks.size() - large_tasks), total,
+              [&](int64_t i, Scratch& scratch) {
+                run(tasks[large_tasks + static_cast<size_t>(i)], scratch);
+              });
   } catch (...) {
     for (int64_t t = 0; t < count; ++t) {
-      const TensorModes& tensor = tensors[static_cast<size_t>(t)];
-      if (pending[t].missing == 0) continue;
-      for (size_t i = 0; i < tensor.modes.size(); ++i) {
-        const Before& before = pending[t].before[i];
-        if (!before.saved()) continue;
-        if (tensor.element == Element::kDouble) {
-          before.restore<double>(tensor.modes[i]);
-        } else {
-          before.restore<float>(tensor.modes[i]);
-        }
-      }
+      if (pending[t].missing > 0) restore(t);
     }
     throw;
   }

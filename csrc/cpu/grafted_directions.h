@@ -1,5 +1,4 @@
-// Directions and the factors that give them another method's length. Ren & Goldfarb 2021,
-// Algorithm 2; Agarwal et al. 2020.
+// Directions and their grafting scales. Ren & Goldfarb 2021, Algorithm 2; Agarwal et al. 2020.
 #pragma once
 
 #include <vector>
@@ -9,11 +8,11 @@
 
 namespace tnt {
 
-// m is written, and v where there is one: float or double, as the factors; the direction, too,
-// contiguous. `counts`: how many updates m and v have had, with this one.
+// Writes m, v if there is one, and the contiguous direction: float or double like the factors.
+// `counts` are the numbers of updates of m and v, this one included.
 struct GraftedDirection {
   TensorView momentum;
-  TensorView second_moment;  // of Adam; no data: the momentum's own length
+  TensorView second_moment;  // of Adam; without data, the norm of the momentum is grafted
   TensorView grad;
   std::vector<Factor> factors;
   void* out;
@@ -25,7 +24,7 @@ struct GraftRates {
 };
 
 // m <- momentum m + g;  v <- second_decay v + (1 - second_decay) g^2;  P = m x_1 A_1 ... x_k A_k;
-// scales[t] = |R| / |P| for every tensor, 0 where |P| is, R Adam's bias-corrected direction, or m.
+// scales[t] = |R| / |P| for every tensor, 0 if |P| is 0; R is Adam's bias-corrected direction or m.
 void grafted_directions(const std::vector<GraftedDirection>& directions, const GraftRates& rates,
                         double* scales);
 

@@ -3,93 +3,66 @@
 #include <algorithm>
 
 #include "cpu/blas.h"
-#include "cpu/tasks.h"
+#include "cpu/elementwise.h"
 #include "cpu/transpose.h"
 
 namespace tnt {
 namespace {
 
-struct Dimension {
-  int64_t size;
-  int64_t stride;
-};
-
-// mat_i(G) is (d, columns); a column is an index over all other modes. A sum over columns does not
-// ask for their order, so they are put in the order of memory and merged where they touch: a
-// contiguous tensor, or one in channels_last, has one or two dimensions of columns.
+// mat_i(G) is (d, columns); a column is an index over all other modes. A sum does not depend on the
+// columns' order, so they are sorted by stride and merged if possible: a contiguous or
+// channels_last tensor has one or two dimensions of columns.
 struct Unfolding {
   const void* data;
   Element element;
   int64_t d;
   int64_t row_stride;
   int64_t columns;
-  std::vector<Dimension> column_dimensions;  // from the slowest to the fastest
+  Dimensions<1> column_dimensions;
 
-  int64_t fastest() const { return column_dimensions.back().stride; }
+  int64_t fastest() const { return column_dimensions.back().strides[0]; }
 };
 
 Unfolding unfold(const TensorView& tensor, int64_t mode) {
-  std::vector<Dimension> all;
+  Dimensions<1> all, merged;
   int64_t columns = 1;
   for (int64_t i = 0; i < tensor.order; ++i) {
     if (i == mode) continue;
     columns *= tensor.sizes[i];
-    if (tensor.sizes[i] != 1) all.push_back({tensor.sizes[i], tensor.strides[i]});
+    if (tensor.sizes[i] != 1) all.push_back({tensor.sizes[i], {tensor.strides[i]}});
   }
   std::stable_sort(all.begin(), all.end(),
-                   [](Dimension a, Dimension b) { return a.stride > b.stride; });
-  std::vector<Dimension> merged;
-  for (const Dimension next : all) {
-    if (!merged.empty() && merged.back().stride == next.size * next.stride) {
-      merged.back() = {merged.back().size * next.size, next.stride};
-    } else {
-      merged.push_back(next);
-    }
-  }
-  if (merged.empty()) merged.push_back({1, 1});
+                   [](const auto& a, const auto& b) { return a.strides[0] > b.strides[0]; });
+  for (const auto& dimension : all) append(merged, dimension);
+  if (merged.empty()) merged.push_back({1, {1}});
   const int64_t d = tensor.sizes[mode];
   return {tensor.data, tensor.element, d, d > 1 ? tensor.strides[mode] : 1, columns, merged};
 }
 
-// Some columns of some rows of mat_i(G) in memory that the BLAS can read: row-major, or, if
-// transposed, row-major as (columns, rows).
+// A panel of mat_i(G) for the BLAS: row-major, or (columns, rows) row-major if transposed.
 template <typename T>
 struct Panel {
   const T* data;
-  int64_t stride;
+  int64_t stride;  // the leading dimension
   bool transposed;
 };
 
-// Visits the columns [first, last) as runs along the fastest dimension: run(offset, count, done).
-template <typename Run>
-void for_each_run(const Unfolding& x, int64_t first, int64_t last, const Run& run) {
-  const int64_t length = x.column_dimensions.back().size;
-  for (int64_t column = first; column < last;) {
-    const int64_t within = column % length;
-    int64_t offset = within * x.fastest(), rest = column / length;
-    for (auto dimension = x.column_dimensions.rbegin() + 1; dimension != x.column_dimensions.rend();
-         ++dimension) {
-      offset += rest % dimension->size * dimension->stride;
-      rest /= dimension->size;
-    }
-    const int64_t count = std::min(length - within, last - column);
-    run(offset, count, column - first);
-    column += count;
-  }
-}
-
-// Copies to `out` (columns, rows), as T.
+// Copies a panel to `out` (columns, rows), as T.
 template <typename T>
 Panel<T> gather(const Unfolding& x, int64_t row, int64_t rows, int64_t first, int64_t last,
                 T* out) {
   with_element(x.element, [&](auto* null) {
     using From = std::remove_const_t<std::remove_pointer_t<decltype(null)>>;
     const From* base = static_cast<const From*>(x.data) + row * x.row_stride;
-    for_each_run(x, first, last, [&](int64_t offset, int64_t count, int64_t done) {
-      const From* from = base + offset;
-      T* to = out + done * rows;
+    T* to = out;
+    for_each_run(x.column_dimensions, first, last, [&](const auto& offsets, int64_t count) {
+      const From* from = base + offsets[0];
       if constexpr (std::is_same_v<From, T>) {
-        if (x.fastest() == 1) return transpose(from, x.row_stride, to, rows, rows, count);
+        if (x.fastest() == 1) {
+          transpose(from, x.row_stride, to, rows, rows, count);
+          to += count * rows;
+          return;
+        }
       }
       for (int64_t c = 0; c < count; ++c, from += x.fastest(), to += rows) {
         if (x.row_stride == 1) {
@@ -103,7 +76,7 @@ Panel<T> gather(const Unfolding& x, int64_t row, int64_t rows, int64_t first, in
   return {out, rows, true};
 }
 
-// Whether the BLAS can read the unfolding where it lies.
+// Whether the BLAS can read the unfolding in place.
 template <typename T>
 bool readable(const Unfolding& x) {
   if (x.element != kElement<T> || x.column_dimensions.size() > 1) return false;
@@ -113,13 +86,13 @@ bool readable(const Unfolding& x) {
 }
 
 template <typename T>
-Panel<T> where_it_lies(const Unfolding& x, int64_t row, int64_t first) {
+Panel<T> panel_in_place(const Unfolding& x, int64_t row, int64_t first) {
   const T* data = static_cast<const T*>(x.data) + row * x.row_stride + first * x.fastest();
   const bool transposed = !(x.fastest() == 1 && x.row_stride >= x.columns);
   return {data, transposed ? x.fastest() : x.row_stride, transposed};
 }
 
-// Two panels of one unfolding: they lie the same way.
+// C <- alpha A B^T + beta C for two panels of one unfolding, which are both transposed or not.
 template <typename T>
 void off_diagonal(int64_t rows, int64_t columns, int64_t depth, T alpha, Panel<T> a, Panel<T> b,
                   T beta, T* c, int64_t stride) {
@@ -128,15 +101,15 @@ void off_diagonal(int64_t rows, int64_t columns, int64_t depth, T alpha, Panel<T
              stride);
 }
 
-// A rank-k update of the library wastes most of a small triangle, and a product wastes half of it:
-// up to this size it is halved until what is left is a product of kLeaf.
+// For small triangles the library's rank-k update is slow, and a product wastes half its flops: up
+// to kSmall, triangles are halved down to products of kLeaf.
 constexpr int64_t kSmall = 200;
 constexpr int64_t kLeaf = 32;
 constexpr int64_t kPartialSum = 1024;
 
 int64_t half_of(int64_t n) { return (n / 2 + 15) / 16 * 16; }
 
-// The lower triangle of C (n, n) <- alpha X X^T + beta C; the upper one holds anything afterwards.
+// The lower triangle of C (n, n) <- alpha X X^T + beta C; the upper one is undefined afterwards.
 template <typename T>
 void on_diagonal(int64_t n, int64_t depth, T alpha, Panel<T> x, T beta, T* c, int64_t stride) {
   if (n > kSmall) {
@@ -152,10 +125,10 @@ void on_diagonal(int64_t n, int64_t depth, T alpha, Panel<T> x, T beta, T* c, in
 
 template <typename T>
 T blend(T decay, T old, T fresh) {
-  return decay == 0 ? fresh : decay * old + fresh;  // what S held may be NaN
+  return decay == 0 ? fresh : decay * old + fresh;  // the old S may be NaN
 }
 
-// S (rows, columns) <- decay S + P, and the same to its mirror image.
+// S (rows, columns) <- decay S + P, and its mirror image.
 template <typename T>
 void blend_both(const T* product, int64_t product_stride, int64_t rows, int64_t columns, T decay,
                 T* stat, T* mirror, int64_t stride) {
@@ -176,7 +149,7 @@ void blend_both(const T* product, int64_t product_stride, int64_t rows, int64_t 
   }
 }
 
-// The same for a tile on the diagonal, of whose product the lower triangle counts.
+// The same for a tile on the diagonal; reads the product's lower triangle.
 template <typename T>
 void blend_lower(const T* product, int64_t n, T decay, T* stat, int64_t stride) {
   constexpr int64_t kBlock = 32;
@@ -210,8 +183,8 @@ void blend_square(int64_t n, T alpha, const T* x, int64_t x_stride, double decay
   mirror_lower(stat, n, stride);
 }
 
-// Rows [row, row + rows) and columns [column, column + columns) of one statistic, on the diagonal
-// (then square) or below it.
+// Rows [row, row + rows) and columns [column, column + columns) of one statistic: a square on the
+// diagonal, or below it.
 struct Tile {
   int64_t mode;
   int64_t row, rows;
@@ -230,18 +203,18 @@ void update_tile(const GramMode& mode, const Unfolding& x, const Tile& tile, dou
     const T* vector = static_cast<const T*>(x.data) + tile.row * x.row_stride;
     return blend_square(tile.rows, alpha, vector, x.row_stride, decay, lower, x.d);
   }
-  // Small products are faster with the columns outermost (of OpenBLAS's kernels for them, those
-  // that load whole vectors of rows), and up to kUnpackedProduct.
+  // Small products are fastest transposed, because OpenBLAS then loads whole vectors, and up to
+  // kUnpackedProduct.
   const bool small = tile.rows <= kSmall;
-  const bool direct = readable<T>(x) && (!small || where_it_lies<T>(x, 0, 0).transposed);
+  const bool direct = readable<T>(x) && (!small || panel_in_place<T>(x, 0, 0).transposed);
   const int64_t height = tile.rows + (square ? 0 : tile.columns);
   int64_t depth = direct ? x.columns : std::max<int64_t>(64, (1 << 16) / height);
   if (small) {
     const int64_t side = tile.rows <= kLeaf ? tile.rows : half_of(tile.rows);
-    // Those kernels add up all columns one by one; sums of sums round less.
+    // Those kernels add all columns one by one; sums of partial sums round less.
     depth = std::min({depth, kPartialSum, blas::kUnpackedProduct / (side * side)});
   }
-  // The product stays in the cache until S has taken it in, in one pass.
+  // The product stays in the cache until one pass blends it into S.
   const int64_t area = tile.rows * tile.columns;
   T* product = scratch.get<T>(area + (direct ? 0 : height * std::min(depth, x.columns)));
   if (x.columns == 0) std::fill_n(product, area, T(0));
@@ -249,7 +222,7 @@ void update_tile(const GramMode& mode, const Unfolding& x, const Tile& tile, dou
   for (int64_t first = 0; first < x.columns; first += depth, beta = 1) {
     const int64_t last = std::min(first + depth, x.columns), width = last - first;
     const auto panel = [&](int64_t row, int64_t rows, T* out) {
-      return direct ? where_it_lies<T>(x, row, first) : gather(x, row, rows, first, last, out);
+      return direct ? panel_in_place<T>(x, row, first) : gather(x, row, rows, first, last, out);
     };
     const Panel<T> a = panel(tile.row, tile.rows, product + area);
     if (square) {
@@ -271,7 +244,7 @@ void update_tile(const GramMode& mode, const Unfolding& x, const Tile& tile, dou
 template <typename T>
 void update_diagonal(const GramMode& mode, const Unfolding& x, const Tile& tile, double decay,
                      Scratch& scratch) {
-  // Sums of squares in double: a float's own sum of many small squares would stop growing.
+  // In double: a float sum of many small squares would stop growing.
   constexpr int64_t kDepth = 256;
   const int64_t depth = std::min(kDepth, x.columns);
   double* sums = scratch.get<double>(tile.rows * (depth + 1));
@@ -288,7 +261,7 @@ void update_diagonal(const GramMode& mode, const Unfolding& x, const Tile& tile,
   T* stat = static_cast<T*>(mode.stat) + tile.row;
   for (int64_t r = 0; r < tile.rows; ++r) {
     const T fresh = static_cast<T>(1 - decay) * static_cast<T>(sums[r]);
-    stat[r] = decay == 0 ? fresh : static_cast<T>(decay) * stat[r] + fresh;
+    stat[r] = blend(static_cast<T>(decay), stat[r], fresh);
   }
 }
 
@@ -296,9 +269,9 @@ void update_diagonal(const GramMode& mode, const Unfolding& x, const Tile& tile,
 constexpr int64_t kLongestSide = 512;
 constexpr int64_t kLeastSide = 96;
 
-// The tiles of one statistic of which every side is cut into so many.
+// Adds the tiles of one statistic, each side split into `cuts`.
 void cut(const Unfolding& x, int64_t mode, bool diagonal, int64_t cuts, std::vector<Tile>& tiles) {
-  const double columns = static_cast<double>(x.columns) + 8;  // 8: S itself is read and written
+  const double columns = static_cast<double>(x.columns) + 8;  // 8: the cost of updating S
   if (diagonal) {
     constexpr int64_t kRows = 256;
     for (int64_t r = 0; r < x.d; r += kRows) {
@@ -317,8 +290,7 @@ void cut(const Unfolding& x, int64_t mode, bool diagonal, int64_t cuts, std::vec
   }
 }
 
-// By how much the last thread to finish exceeds the average, if each takes the next tile when it is
-// through with one.
+// The largest load of a thread over the average, if a thread takes the next tile when it is done.
 double imbalance(const std::vector<Tile>& tiles) {
   std::vector<double> loads(static_cast<size_t>(parallelism()), 0.0);
   double total = 0;
@@ -330,8 +302,8 @@ double imbalance(const std::vector<Tile>& tiles) {
   return total < kParallelFlops ? 1 : most * static_cast<double>(loads.size()) / total;
 }
 
-// Cuts the statistics into tiles, the longest first: as few as the threads can share out evenly,
-// since the BLAS copies every operand of a tile before it multiplies.
+// Splits the statistics into tiles, the longest first: as few as balance the threads' loads,
+// because the BLAS packs both operands of every tile.
 std::vector<Tile> plan(const std::vector<GramMode>& modes, const std::vector<Unfolding>& all) {
   constexpr double kUneven = 1.05;
   std::vector<int64_t> cuts(modes.size());
@@ -371,12 +343,10 @@ void gram_ema(const std::vector<GramMode>& modes, double decay) {
     const Tile& tile = tiles[static_cast<size_t>(task)];
     const GramMode& mode = modes[static_cast<size_t>(tile.mode)];
     const Unfolding& x = unfoldings[static_cast<size_t>(tile.mode)];
-    if (mode.tensor.element == Element::kDouble) {
-      (mode.diagonal ? update_diagonal<double> : update_tile<double>)(mode, x, tile, decay,
-                                                                      scratch);
-    } else {
-      (mode.diagonal ? update_diagonal<float> : update_tile<float>)(mode, x, tile, decay, scratch);
-    }
+    with_state(mode.tensor.element, [&](auto zero) {
+      using T = decltype(zero);
+      (mode.diagonal ? update_diagonal<T> : update_tile<T>)(mode, x, tile, decay, scratch);
+    });
   });
 }
 

@@ -8,8 +8,8 @@
 
 namespace tnt {
 
-// One mode of one tensor, and its statistic: row-major (d, d), or (d,) if diagonal; double where
-// the tensor is double, else float.
+// One mode of one tensor, and its statistic: row-major (d, d), or (d,) if diagonal; double for
+// double tensors, else float.
 struct GramMode {
   TensorView tensor;
   int64_t mode;
@@ -17,9 +17,8 @@ struct GramMode {
   bool diagonal;
 };
 
-// S <- decay S + (1 - decay) mat_i(G) mat_i(G)^T for every mode given, symmetric to the bit; of an
-// S that was not symmetric the lower triangle counts. Decay 0 does not read S, decay 1 touches
-// neither S nor G.
+// S <- decay S + (1 - decay) mat_i(G) mat_i(G)^T for every mode, symmetric to the bit. Reads only
+// the lower triangle of S: nothing of S if decay is 0, neither S nor G if it is 1.
 void gram_ema(const std::vector<GramMode>& modes, double decay);
 
 }  // namespace tnt

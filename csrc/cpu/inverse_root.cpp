@@ -6,17 +6,17 @@ namespace tnt {
 namespace {
 
 // C <- A B for symmetric A and B that commute, so that C is symmetric: one triangle is computed and
-// mirrored. None of them overlap.
+// mirrored. C must not overlap A or B.
 template <typename T>
 void symmetric_product(int64_t n, const T* a, const T* b, T* c) {
-  // Strips of rows up to the diagonal: at 8 strips 9/16 of a whole product's flops are left.
+  // Strips of rows up to the diagonal: 8 strips take 9/16 of the flops of a whole product.
   const int64_t strip = std::clamp<int64_t>((n / 8 + 15) / 16 * 16, 64, 512);
   const int64_t strips = (n + strip - 1) / strip;
   const double flops = static_cast<double>(n) * static_cast<double>(n) * static_cast<double>(n);
   run_tasks(strips, flops, [&](int64_t task, Scratch&) {
     const int64_t first = (strips - 1 - task) * strip;  // the longest first
     const int64_t rows = std::min(strip, n - first);
-    // A's rows are its columns: small products are faster with A read as its transpose.
+    // A is symmetric, and small products are faster with A as a transpose.
     if (n <= 64) {
       blas::gemm(blas::Transposed::kFirst, rows, first + rows, n, T(1), a + first, n, b, n, T(0),
                  c + first * n, n);
@@ -28,23 +28,13 @@ void symmetric_product(int64_t n, const T* a, const T* b, T* c) {
   mirror_lower(c, n, n);
 }
 
+// The largest |entry| of matrix - shift I; NaN counts as the largest.
 template <typename T>
-double largest(const T* values, int64_t count) {
-  T most = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    const T size = std::abs(values[i]);
-    if (!(size <= most)) most = size;  // NaN too, and nothing is larger than NaN
-    if (most != most) break;
-  }
-  return static_cast<double>(most);
-}
-
-template <typename T>
-double distance_to_identity(const T* matrix, int64_t n) {
+double largest(const T* matrix, int64_t n, T shift) {
   T most = 0;
   for (int64_t r = 0; r < n; ++r) {
     for (int64_t c = 0; c < n; ++c) {
-      const T size = std::abs(matrix[r * n + c] - static_cast<T>(r == c));
+      const T size = std::abs(matrix[r * n + c] - (r == c ? shift : T(0)));
       if (!(size <= most)) most = size;
       if (most != most) return static_cast<double>(most);
     }
@@ -63,7 +53,7 @@ bool root_of_diagonal(const T* stat, int64_t d, T eps, T exponent, T* out) {
   return good && all_finite(out, d);
 }
 
-// Seven matrices: M, H, N, and four for powers of N and products of them.
+// The workspace is seven matrices: M, H, N, and four for powers of N and their products.
 template <typename T>
 bool root(const FactorMode& mode, T eps, int64_t p, Scratch& scratch) {
   const T* stat = static_cast<const T*>(mode.stat);
@@ -76,11 +66,11 @@ bool root(const FactorMode& mode, T eps, int64_t p, Scratch& scratch) {
   T *m = memory, *h = m + count, *step = h + count;
   T *x = step + count, *y = x + count, *next = y + count, *other = next + count;
 
-  // By the largest entry first: the Frobenius norm's squares would leave float's range.
+  // The squares of the Frobenius norm would leave float's range without this scaling.
   for (int64_t r = 0; r < n; ++r) {
     for (int64_t c = 0; c < n; ++c) m[r * n + c] = stat[r * n + c] + (r == c ? eps : T(0));
   }
-  const T most = static_cast<T>(largest(m, count));
+  const T most = static_cast<T>(largest(m, n, T(0)));
   double squares = 0;
   for (int64_t e = 0; e < count; ++e) {
     m[e] /= most;
@@ -92,31 +82,32 @@ bool root(const FactorMode& mode, T eps, int64_t p, Scratch& scratch) {
   const T start = static_cast<T>(std::pow(z, 1 / static_cast<double>(p)));
   for (int64_t i = 0; i < n; ++i) h[i * (n + 1)] = start;
 
-  double error = distance_to_identity(m, n);
+  double error = largest(m, n, T(1));
   for (int iteration = 0; iteration < kNewtonIterations && error > kNewtonTolerance; ++iteration) {
     // N = (1 + 1/p) I - M/p; M <- N^p M; H <- H N.
     for (int64_t e = 0; e < count; ++e) step[e] = power * m[e];
     for (int64_t i = 0; i < n; ++i) step[i * (n + 1)] += 1 - power;
-    // N^p M by squaring: `product` gathers the powers that p's bits name, `square` is N^(2^bit).
+    // N^p M by repeated squaring: `square` is N^(2^bit), and `product` is M times the powers of p's
+    // bits so far.
     const T* square = step;
     T* squares_in[2] = {x, y};
     const T* product = m;
     T* products_in[2] = {next, other};
-    for (int64_t bits = p, turn = 0, times = 0; bits > 0; bits >>= 1) {
+    for (int64_t bits = p, squarings = 0, products = 0; bits > 0; bits >>= 1) {
       if (bits & 1) {
-        T* target = products_in[times++ % 2];
+        T* target = products_in[products++ % 2];
         symmetric_product(n, square, product, target);
         product = target;
       }
       if (bits > 1) {
-        T* target = squares_in[turn++ % 2];
+        T* target = squares_in[squarings++ % 2];
         symmetric_product(n, square, square, target);
         square = target;
       }
     }
-    const double next_error = distance_to_identity(product, n);
-    // The first iteration brings eigenvalues above 1 below it, and may add to max|M - I|; after it
-    // growth is rounding, or a negative eigenvalue. The previous iterate stands.
+    const double next_error = largest(product, n, T(1));
+    // max|M - I| may grow in the first iteration, which brings eigenvalues above 1 below it. Later
+    // growth means rounding or a negative eigenvalue, and the previous iterate stands.
     if (iteration > 0 && next_error > kNewtonGrowth * error) break;
     std::copy_n(product, count, m);
     symmetric_product(n, h, step, x);
@@ -126,8 +117,8 @@ bool root(const FactorMode& mode, T eps, int64_t p, Scratch& scratch) {
   const T unscale = std::pow(most, power);
   for (int64_t e = 0; e < count; ++e) h[e] *= unscale;
   for (int64_t i = 0; i < n; ++i) std::copy(h + i * n + i, h + (i + 1) * n, out + i * n + i);
-  const double near = std::min(kNewtonConverged, kNewtonTrace / static_cast<double>(n));
-  return error < near && all_finite(h, count);
+  const double converged = std::min(kNewtonConverged, kNewtonTrace / static_cast<double>(n));
+  return error < converged && all_finite(h, count);
 }
 
 }  // namespace
@@ -138,12 +129,11 @@ void inverse_root(const std::vector<TensorModes>& tensors, double damping,
       tensors, 40.0,
       [&](int64_t t, int64_t i, Scratch& scratch) {
         const TensorModes& tensor = tensors[static_cast<size_t>(t)];
-        const FactorMode& mode = tensor.modes[static_cast<size_t>(i)];
-        const int64_t p = roots[static_cast<size_t>(t)];
-        if (tensor.element == Element::kDouble) {
-          return root<double>(mode, damping, p, scratch);
-        }
-        return root<float>(mode, static_cast<float>(damping), p, scratch);
+        return with_state(tensor.element, [&](auto zero) {
+          using T = decltype(zero);
+          return root<T>(tensor.modes[static_cast<size_t>(i)], static_cast<T>(damping),
+                         roots[static_cast<size_t>(t)], scratch);
+        });
       },
       info);
 }

@@ -12,13 +12,13 @@ namespace tnt {
 constexpr int kNewtonIterations = 100;
 constexpr double kNewtonTolerance = 1e-6;
 constexpr double kNewtonGrowth = 1.2;
-// An iterate with a larger entry of |M - I| is no root; nor is one with an entry of kNewtonTrace /
-// d: a negative eigenvalue would take more than 1 off the trace of M.
+// Larger entries of |M - I| mean that H is not the root. So does an entry of kNewtonTrace / d: a
+// negative eigenvalue lowers the trace of M by more than 1.
 constexpr double kNewtonConverged = 0.1;
 constexpr double kNewtonTrace = 0.5;
 
 // A_i = (S_i + damping I)^(-1/roots[t]) for every mode of every tensor t; `info` and `out` as in
-// damped_inverse. A mode also fails where the iteration does not converge.
+// damped_inverse. A mode also fails if the iteration does not converge.
 void inverse_root(const std::vector<TensorModes>& tensors, double damping,
                   const std::vector<int64_t>& roots, int32_t* info);
 

@@ -1,4 +1,4 @@
-// Tensors multiplied in every mode by its factor. Ren & Goldfarb 2021, equation 10.
+// Tensors times a factor in every mode. Ren & Goldfarb 2021, equation 10.
 #pragma once
 
 #include <vector>
@@ -8,14 +8,14 @@
 
 namespace tnt {
 
-// G, its factors, and where the product goes: contiguous, double where G is double, else float.
+// G, its factors, and the product: contiguous, double for a double G, else float.
 struct ModeProduct {
   TensorView tensor;
   std::vector<Factor> factors;
   void* out;
 };
 
-// out <- G x_1 A_1 ... x_k A_k for every tensor given.
+// out <- G x_1 A_1 ... x_k A_k for every tensor.
 void mode_products(const std::vector<ModeProduct>& products);
 
 }  // namespace tnt

@@ -1,4 +1,4 @@
-// Momentum, preconditioning, decay and update in one. Ren & Goldfarb 2021, Algorithm 2.
+// Momentum, preconditioning, weight decay and update in one call. Ren & Goldfarb 2021, Algorithm 2.
 #pragma once
 
 #include <vector>
@@ -8,7 +8,7 @@
 
 namespace tnt {
 
-// W and m are written. m is double where W is, else float; the factors have m's type.
+// Writes W and m. m is double for a double W, else float; the factors have m's type.
 struct ParameterStep {
   TensorView param;
   TensorView momentum;

@@ -1,5 +1,5 @@
-// Turns tensors into pointers: checks what memory safety needs and the contract promises, all of it
-// before anything is written, then calls the CPU kernels.
+// Checks memory safety and the contract before anything is written, converts tensors to pointers
+// and calls the CPU kernels.
 
 #include <ATen/Functions.h>
 #include <ATen/core/Tensor.h>
@@ -20,7 +20,7 @@
 namespace tnt {
 namespace {
 
-// Autograd must see that a kernel wrote through a pointer.
+// Tells autograd that a kernel wrote through a pointer.
 void mark_written(at::TensorList tensors) {
   for (const at::Tensor& tensor : tensors) {
     if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
@@ -45,7 +45,7 @@ TensorView view_of(const at::Tensor& tensor) {
           tensor.strides().data()};
 }
 
-// The factors or statistics as the kernels read them; the list keeps alive what had to be copied.
+// The factors or statistics as the kernels read them. The list owns the copies.
 std::vector<at::Tensor> contiguous(at::TensorList tensors) {
   std::vector<at::Tensor> list;
   list.reserve(tensors.size());
@@ -53,7 +53,7 @@ std::vector<at::Tensor> contiguous(at::TensorList tensors) {
   return list;
 }
 
-// The factors of `tensors[t]`, from the next in a flat list.
+// The factors of a tensor, from the position `next` in a flat list.
 std::vector<Factor> factors_of(const at::Tensor& tensor, const at::Tensor*& next) {
   std::vector<Factor> factors;
   factors.reserve(static_cast<size_t>(tensor.dim()));
@@ -83,10 +83,7 @@ void gram_ema_op(at::TensorList stats, at::TensorList tensors, const at::Tensor&
   const double weight = checked_number("decay", decay, 1.0);
   check_tensors("tensors", tensors);
   check_modes("stats", stats, tensors, /*written=*/true);
-  Overlaps overlaps;
-  overlaps.add_written("stats", stats);
-  overlaps.add_read("tensors", tensors);
-  overlaps.check();
+  check_overlaps({{"stats", stats}}, {{"tensors", tensors}});
 
   std::vector<GramMode> modes;
   modes.reserve(stats.size());
@@ -101,8 +98,7 @@ void gram_ema_op(at::TensorList stats, at::TensorList tensors, const at::Tensor&
   mark_written(stats);
 }
 
-// Checks and prepares what damped_inverse and inverse_root have in common. `sources` keeps alive
-// what the result points to.
+// Checks and converts the arguments of damped_inverse and inverse_root. `sources` owns copies.
 std::vector<TensorModes> factor_modes(at::TensorList out, at::TensorList stats,
                                       at::IntArrayRef orders, std::vector<at::Tensor>& sources) {
   check_factors(out, stats, orders, at::kCPU);
@@ -176,14 +172,11 @@ void preconditioned_step_op(at::TensorList params, at::TensorList momenta, at::T
   check_length("momenta", momenta.size(), params.size());
   check_length("grads", grads.size(), params.size());
   for (size_t t = 0; t < params.size(); ++t) {
-    check_step(t, params[t], momenta[t], grads[t]);
+    check_momentum(t, momenta[t], grads[t], params[t]);
+    check_writable("params", t, params[t]);
   }
-  Overlaps overlaps;
-  overlaps.add_written("params", params);
-  overlaps.add_written("momenta", momenta);
-  overlaps.add_read("grads", grads);
-  overlaps.add_read("factors", factors);
-  overlaps.check();
+  check_overlaps({{"params", params}, {"momenta", momenta}},
+                 {{"grads", grads}, {"factors", factors}});
 
   const std::vector<at::Tensor> matrices = contiguous(factors);
   std::vector<ParameterStep> steps;
@@ -211,7 +204,7 @@ at::Tensor grafted_directions_op(at::TensorList momenta, at::TensorList second_m
   check_length("grads", grads.size(), momenta.size());
   check_length("out", out.size(), momenta.size());
   for (size_t t = 0; t < momenta.size(); ++t) {
-    check_moment(t, momenta[t], grads[t]);
+    check_momentum(t, momenta[t], grads[t], momenta[t]);
     check_like("out", t, out[t], "momenta", momenta[t]);
     check_contiguous("out", t, out[t]);
   }
@@ -224,13 +217,8 @@ at::Tensor grafted_directions_op(at::TensorList momenta, at::TensorList second_m
       check_writable("second_moments", t, second_moments[t]);
     }
   }
-  Overlaps overlaps;
-  overlaps.add_written("momenta", momenta);
-  overlaps.add_written("second_moments", second_moments);
-  overlaps.add_written("out", out);
-  overlaps.add_read("grads", grads);
-  overlaps.add_read("factors", factors);
-  overlaps.check();
+  check_overlaps({{"momenta", momenta}, {"second_moments", second_moments}, {"out", out}},
+                 {{"grads", grads}, {"factors", factors}});
 
   const std::vector<at::Tensor> matrices = contiguous(factors);
   const at::Tensor table = counts.contiguous();

@@ -26,19 +26,19 @@
 
 namespace tnt {
 
-// What one thread of the machines this was measured on does while a parallel region starts: below
-// this, a second thread costs more than it brings.
+// Flops one thread does in the time a parallel region takes to start (measured). Below this, a
+// second thread costs more than it saves.
 constexpr double kParallelFlops = 2e6;
 
-// Treats subnormal numbers as zero while it lives. Momenta and statistics of a unit that has died
-// decay into them, and arithmetic on them is many times slower: MNIST epochs took two
-// to three times as long (mnist_tnt_10_epochs_seed1.json, in the history of bench/results).
+// Treats subnormal numbers as zero during its lifetime, or not. Momenta and statistics of a dead
+// unit decay into them, and arithmetic on them is many times slower: MNIST epochs took two to three
+// times as long (mnist_tnt_10_epochs_seed1.json, in the history of bench/results).
 template <bool flush>
 class Subnormals {
  public:
 #if defined(__SSE2__)
   Subnormals() : saved_(_mm_getcsr()) {
-    constexpr unsigned kBits = 0x8040;  // results to zero, operands taken as zero
+    constexpr unsigned kBits = 0x8040;  // subnormal results and operands become zero
     _mm_setcsr(flush ? saved_ | kBits : saved_ & ~kBits);
   }
   ~Subnormals() { _mm_setcsr(saved_); }
@@ -55,7 +55,7 @@ class Subnormals {
 using FlushSubnormals = Subnormals<true>;
 using KeepSubnormals = Subnormals<false>;
 
-// Asks for large pages: memory that is new costs a fault for each page that is touched.
+// Asks for large pages: new memory costs one fault for each page.
 inline void use_large_pages([[maybe_unused]] void* memory, [[maybe_unused]] size_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr size_t kPage = size_t{2} << 20;
@@ -87,16 +87,15 @@ struct Block {
   size_t bytes = 0;
 };
 
-// Keeps one large block for the next call, which would otherwise wait for the system to clear as
-// much memory again.
+// Keeps one large block for the next call, because the system takes time to clear new memory.
 class LargeBlocks {
  public:
   Block take(size_t wanted) {
     Block block;
-    // Whoever finds the lock taken, if only by a thread that a fork left behind, goes without.
+    // try_lock: if the lock is held (possibly by a thread lost in a fork), allocate instead.
     if (const std::unique_lock lock(mutex_, std::try_to_lock); lock) std::swap(block, kept_);
     if (block.bytes >= wanted) return block;
-    block = Block();  // first, so that the two never exist together
+    block = Block();  // free first: the two never exist at the same time
     return Block(wanted);
   }
 
@@ -112,7 +111,7 @@ class LargeBlocks {
 
 inline LargeBlocks large_blocks;
 
-// Memory that one thread reuses from task to task. Asking again invalidates what was given before.
+// A workspace that one thread reuses from task to task. get() invalidates earlier results.
 class Scratch {
  public:
   Scratch() = default;
@@ -124,7 +123,7 @@ class Scratch {
   T* get(int64_t count) {
     const size_t wanted = static_cast<size_t>(count) * sizeof(T);
     if (wanted > block_.bytes) {
-      release();  // first, so that the two never exist together
+      release();  // free first: the two never exist at the same time
       block_ = wanted >= Block::kLarge ? large_blocks.take(wanted) : Block(wanted);
     }
     return static_cast<T*>(block_.memory.get());
@@ -139,11 +138,11 @@ class Scratch {
   Block block_;
 };
 
-// Whether this process came about by fork() after the extension was loaded. The OpenMP runtime's
-// threads stayed with the parent, and a parallel region would wait for them for ever.
+// Whether this process was forked after the extension loaded. It has none of the parent's OpenMP
+// threads, and a parallel region would wait for them for ever.
 inline bool in_forked_child = false;
 
-// How many tasks can run at once, 1 inside a task; and work() once on each of so many threads.
+// How many tasks can run at once (1 inside a task); on_threads calls work() once on each thread.
 #ifndef TNT_STD_THREADS
 inline int64_t parallelism() {
   return in_forked_child || at::in_parallel_region() ? 1 : at::get_num_threads();
@@ -154,7 +153,7 @@ void on_threads(int64_t threads, const Work& work) {
   at::parallel_for(0, threads, 1, [&](int64_t, int64_t) { work(); });
 }
 #else
-// Without PyTorch, for the thread sanitizer: it takes OpenMP's barriers for races.
+// Without PyTorch, for the thread sanitizer, which reports OpenMP's barriers as races.
 inline thread_local bool inside_task = false;
 
 inline int64_t parallelism() { return inside_task ? 1 : TNT_STD_THREADS; }
@@ -172,9 +171,9 @@ void on_threads(int64_t threads, const Work& work) {
 }
 #endif
 
-// run(task, scratch) for every task in [0, count), in that order if on one thread. Each thread
-// takes the next task when it is through with one, so put the long ones first. `flops` is what all
-// of them cost together. Tasks must not depend on each other, nor on which thread runs them.
+// Calls run(task, scratch) for every task in [0, count), in order if on one thread. A thread takes
+// the next task when it is done with one, so long tasks come first. `flops` is the cost of all
+// tasks. Tasks must not depend on each other or on the thread.
 template <typename Run>
 void run_tasks(int64_t count, double flops, const Run& run) {
   std::atomic<int64_t> next{0};
@@ -191,35 +190,6 @@ void run_tasks(int64_t count, double flops, const Run& run) {
   } else {
     on_threads(threads, work);
   }
-}
-
-// From here on a task has all threads to itself; below, each is one thread's.
-constexpr double kLargeFlops = 2e7;
-
-// run(item, scratch) for every item in [0, count): small ones side by side, the costliest first,
-// then large ones one after the other, each on all threads (and so only one of them in memory).
-template <typename Cost, typename Run>
-void run_small_then_large(int64_t count, const Cost& cost, const Run& run) {
-  std::vector<std::pair<double, int64_t>> small;
-  std::vector<int64_t> large;
-  double flops = 0;
-  for (int64_t item = 0; item < count; ++item) {
-    const double own = cost(item);
-    if (own >= kLargeFlops && parallelism() > 1) {
-      large.push_back(item);
-    } else {
-      small.emplace_back(own, item);
-      flops += own;
-    }
-  }
-  std::stable_sort(small.begin(), small.end(),
-                   [](const auto& a, const auto& b) { return a.first > b.first; });
-  run_tasks(static_cast<int64_t>(small.size()), flops, [&](int64_t task, Scratch& scratch) {
-    run(small[static_cast<size_t>(task)].second, scratch);
-  });
-  const FlushSubnormals flush;
-  Scratch scratch;
-  for (const int64_t item : large) run(item, scratch);
 }
 
 }  // namespace tnt

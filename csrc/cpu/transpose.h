@@ -1,4 +1,4 @@
-// Matrices written the other way round.
+// Transposes and mirror images of matrices.
 #pragma once
 
 #include <algorithm>
@@ -30,11 +30,11 @@ inline void transpose_four(const float* from, int64_t from_stride, float* to, in
 }
 #endif
 
-// to (columns, rows) <- from (rows, columns), both row-major and apart.
+// to (columns, rows) <- from (rows, columns), both row-major, without overlap.
 template <typename T>
 void transpose(const T* from, int64_t from_stride, T* to, int64_t to_stride, int64_t rows,
                int64_t columns) {
-  // 32 x 32 floats of each side stay in the first-level cache while lines are half written.
+  // 32 x 32 floats of both matrices stay in the first-level cache until their lines are complete.
   constexpr int64_t kBlock = 32;
   for (int64_t r = 0; r < rows; r += kBlock) {
     for (int64_t c = 0; c < columns; c += kBlock) {
@@ -62,7 +62,7 @@ void transpose(const T* from, int64_t from_stride, T* to, int64_t to_stride, int
   }
 }
 
-// The upper triangle of the square matrix <- its lower one.
+// The upper triangle of a square matrix <- its lower triangle.
 template <typename T>
 void mirror_lower(T* matrix, int64_t n, int64_t stride) {
   constexpr int64_t kBlock = 32, kCorner = 4;

@@ -1,4 +1,4 @@
-// Tensors as the kernels see them: an address, an element type, sizes and strides.
+// Tensors as the kernels see them: address, element type, sizes and strides.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@ namespace tnt {
 
 enum class Element { kFloat, kDouble, kBFloat16, kHalf };
 
-// Sizes and strides (in elements) stay the tensor's own.
+// Sizes and strides (in elements) point into the tensor.
 struct TensorView {
   const void* data;
   Element element;
@@ -33,10 +33,10 @@ struct TensorView {
   }
 };
 
-// Memory that is written, as another view of the same.
+// The memory of a tensor that the kernel writes.
 inline void* writable(const TensorView& view) { return const_cast<void*>(view.data); }
 
-// Sixteen bits in memory, float everywhere else.
+// Stored in sixteen bits, computed in float.
 struct BFloat16 {
   uint16_t bits;
 };
@@ -60,7 +60,7 @@ To convert(BFloat16 value) {
 
 template <typename To>
 To convert(Half value) {
-  // The exponent's bias grows from 15 to 127; subnormals are counted in units of 2^-24.
+  // The exponent's bias grows from 15 to 127; subnormal numbers count units of 2^-24.
   const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000) << 16;
   const uint32_t magnitude = value.bits & 0x7fff;
   float result;
@@ -112,7 +112,7 @@ To round_to(From value) {
   }
 }
 
-// Calls f with a null pointer of the C++ type that `element` names.
+// Calls f with a null pointer to the C++ type of `element`.
 template <typename F>
 void with_element(Element element, const F& f) {
   switch (element) {
@@ -125,6 +125,12 @@ void with_element(Element element, const F& f) {
     case Element::kHalf:
       return f(static_cast<const Half*>(nullptr));
   }
+}
+
+// Calls f with a zero of the state type: double for double tensors, else float.
+template <typename F>
+auto with_state(Element element, const F& f) {
+  return element == Element::kDouble ? f(double{}) : f(float{});
 }
 
 template <typename T>

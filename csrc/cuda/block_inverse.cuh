@@ -1,19 +1,18 @@
 // The inverse of one symmetric positive definite matrix by one thread block, in shared memory.
 //
-// A = L L^T is factorised from left to right, kPanel columns at a time, and X = L^-1 grows in the
-// place of the columns that are done. With L_kk the factor of the present tile on the diagonal, its
-// panel Q holds one vector for each row or column c of the matrix,
-//     c above the tile:  L_kk^-1 (column c of X's partial rows)   the tile's final rows of X
-//     c in the tile:     L_kk^-1 e_c                              likewise
-//     c below it:        L_kk^-1 (row c of A's partial columns)   row c of L
-// all of them by one forward substitution. Everything below the tile's rows then becomes
-// M(r, c) - Q_r . Q_c, where the tile's own columns start from 0: that is Cholesky's update on the
-// right of the tile, and on the left the substitution that makes X. Last, A^-1 = X^T X. (Sweeping
-// with the tile's inverse would take fewer lines, but a pivot that cancels to roundings would then
-// carry those of the inverse, and the rule for pivots would let noise through.)
+// A = L L^T is factorised from left to right, kPanel columns at a time, and X = L^-1 replaces the
+// finished columns. With L_kk the factor of the current tile on the diagonal, one forward
+// substitution computes a panel Q with one vector for each row or column c of the matrix:
+//     c above the tile:  L_kk^-1 (column c of X's partial rows)   = the tile's final rows of X
+//     c in the tile:     L_kk^-1 e_c                              = the tile's final rows of X
+//     c below it:        L_kk^-1 (row c of A's partial columns)   = row c of L
+// Then M(r, c) <- M(r, c) - Q_r . Q_c for all rows below the tile, where the tile's own columns
+// start from 0. Right of the tile this is Cholesky's update, left of it the substitution for X.
+// Finally A^-1 = X^T X. (A sweep with the tile's inverse would take fewer lines, but a pivot that
+// cancels to rounding errors would include those of the inverse, and the rule would pass noise.)
 //
-// That takes two barriers for every 8 columns: each thread factorises the tile for itself, in
-// registers, some 100 multiplications instead of 8 more barriers.
+// This takes two barriers for every 8 columns: each thread factorises the tile in its own
+// registers, about 100 multiplications instead of 8 more barriers.
 #pragma once
 
 #include <cmath>
@@ -34,14 +33,14 @@ TNT_DEVICE bool is_finite(T value) {
 template <typename T>
 class BlockInverse {
  public:
-  // A = scale S + eps I; S(r, c) at stat[r * row + c * column], of which the lower triangle counts.
+  // A = scale S + eps I with S(r, c) = stat[r * row + c * column], from its lower triangle.
   struct Source {
     const T* stat;
     int64_t row, column;
     T scale, eps;
   };
 
-  // Of shared memory, for an (n, n) matrix.
+  // Bytes of shared memory for an (n, n) matrix.
   static constexpr int64_t bytes(int64_t n) {
     const int64_t size = padded(n), groups = size / kPatch;
     return kHeader + size * static_cast<int64_t>(sizeof(T)) +
@@ -49,8 +48,8 @@ class BlockInverse {
            groups * (groups + 1) / 2 * static_cast<int64_t>(sizeof(Patch));
   }
 
-  // `shared` is aligned to 16 bytes and begins with an int that is set to 1 where something fails:
-  // a statistic or an inverse that is not finite, or a pivot that counts as 0.
+  // `shared` is aligned to 16 bytes. Its first int is set to 1 on failure: a statistic or inverse
+  // that is not finite, or a pivot that counts as 0.
   TNT_DEVICE BlockInverse(std::byte* shared, int n)
       : n_(n),
         panels_(static_cast<int>(padded(n)) / kPanel),
@@ -76,12 +75,12 @@ class BlockInverse {
   static constexpr int kHeader = 16;
   static constexpr T kNoise = kPivotRoundings * std::numeric_limits<T>::epsilon();
 
-  // What one instruction loads (two for double).
+  // One load instruction (two for double).
   struct alignas(16) Four {
     T at[kPatch];
   };
-  // The lower triangle is kept in patches of 4 x 4, the panel in groups of four vectors. The gap at
-  // the end of each puts what neighbouring threads load into different banks.
+  // The lower triangle is stored in patches of 4 x 4, the panel in groups of four vectors. The gap
+  // at the end of each avoids bank conflicts between neighbouring threads.
   struct Patch {
     Four rows[kPatch];
     Four gap;
@@ -91,7 +90,7 @@ class BlockInverse {
     Four gap;
   };
 
-  // Padding with the identity changes nothing of the inverse: diag(A, I)^-1 = diag(A^-1, I).
+  // Padding with the identity does not change the inverse: diag(A, I)^-1 = diag(A^-1, I).
   TNT_HOST_DEVICE static constexpr int64_t padded(int64_t n) {
     return (n + kPanel - 1) / kPanel * kPanel;
   }
@@ -100,12 +99,12 @@ class BlockInverse {
   TNT_DEVICE static int first_of(int row) { return row * (row + 1) / 2; }
   TNT_DEVICE Patch& patch(int row, int column) const { return patches_[first_of(row) + column]; }
 
-  // f(R, C, patch) for this thread's share of the patches from row `first` on.
+  // f(R, C, patch) for this thread's patches from row `first` on.
   template <typename F>
   TNT_DEVICE void for_patches(int first, Thread thread, const F& f) const {
     const int end = first_of(groups());
     for (int p = first_of(first) + thread.index; p < end; p += thread.count) {
-      // Exact: at a row's first patch, under the root is a square, and 8 less one patch before.
+      // Exact: at a row's first patch the radicand is a square, and one patch before it is 8 less.
       const int row = static_cast<int>((sqrtf(8.0f * static_cast<float>(p) + 1) - 1) / 2);
       f(row, p - first_of(row), patches_[p]);
     }
@@ -247,7 +246,7 @@ class BlockInverse {
 
   int n_, panels_;
   int& bad_;
-  T* diagonal_;     // of A, damped: what pivots are held against
+  T* diagonal_;     // of A, damped: pivots are compared with it
   Group* panel_;    // Q
   Patch* patches_;  // M
 };

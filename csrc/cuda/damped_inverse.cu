@@ -5,7 +5,7 @@
 namespace tnt::cuda {
 namespace {
 
-// Shared memory that a kernel may have without asking for more.
+// Bytes of shared memory that a kernel gets without an attribute.
 constexpr int64_t kDefaultShared = 48 * 1024;
 
 __global__ void __launch_bounds__(kThreads) rescale_kernel(const Call call) {

@@ -34,7 +34,7 @@ void fill_in_addresses(at::TensorList out, at::TensorList stats, std::vector<Mod
   }
 }
 
-// Tables one after the other, and where each begins.
+// Tables in one buffer; add() returns the offset of each.
 class Tables {
  public:
   template <typename Row>
@@ -57,7 +57,7 @@ const Row* rows_at(const std::byte* tables, size_t first) {
   return reinterpret_cast<const Row*>(tables + first);
 }
 
-// Large matrices wait for the other modes of their tensors, no longer.
+// Inverts wave after wave: large inverses wait only for the other modes of their tensors.
 void invert_large(Device& device, const Call& call, const Plan& plan, at::TensorList out,
                   at::TensorList stats, const at::Tensor& scales, const at::Tensor& eps,
                   const at::Tensor& bad, const at::Tensor& info) {
@@ -67,7 +67,7 @@ void invert_large(Device& device, const Call& call, const Plan& plan, at::Tensor
     for (const LargeGroup& group : wave.groups) {
       inverses.push_back(invert_group(group, plan, stats, scales, eps, bad));
     }
-    // Of tensors in later waves this is not yet their info.
+    // The info of tensors in later waves is not final yet.
     device.judge(call, static_cast<int64_t>(plan.tensors.size()));
     const at::Tensor good = info.eq(0);
     for (size_t g = 0; g < wave.groups.size(); ++g) {
@@ -93,11 +93,7 @@ at::Tensor damped_inverse(Device& device, at::TensorList out, at::TensorList sta
   TORCH_CHECK_VALUE(damping.device().is_cpu() || damping.device() == where, "damping must be on ",
                     where, " or the CPU, got ", damping.device());
   const bool on_host = damping.device().is_cpu();
-  if (!on_host) {
-    TORCH_CHECK_VALUE(damping.dim() == 0 && damping.is_floating_point(),
-                      "damping must be a 0-dim floating-point tensor, got ", damping.sizes(), ", ",
-                      damping.scalar_type());
-  }
+  check_scalar("damping", damping);
   const double number = on_host ? checked_number("damping", damping) : 0;
   check_factors(out, stats, orders, where);
   Plan plan = make_plan(shapes_of(stats, orders), device.limits());
@@ -115,7 +111,7 @@ at::Tensor damped_inverse(Device& device, at::TensorList out, at::TensorList sta
   const at::Tensor eps_number = on_host ? at::Tensor() : damping.to(at::kDouble);
   const at::Tensor scales = at::empty({count(plan.modes)}, options.dtype(at::kDouble));
   const at::Tensor eps = at::empty({count(plan.tensors)}, options.dtype(at::kDouble));
-  // Zero, because the first wave is judged before the flags of the second are known.
+  // Zero, because the first wave is judged before the second sets its flags.
   const at::Tensor bad = at::zeros({plan.slots}, options.dtype(at::kInt));
   const at::Tensor scratch = at::empty({plan.scratch_bytes}, options.dtype(at::kByte));
   const std::byte* resident = device.resident(tables.bytes());

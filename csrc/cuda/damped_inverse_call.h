@@ -1,5 +1,4 @@
-// One call of damped_inverse: from checked arguments to the kernels. The same for a GPU and for the
-// tests' stand-in for one.
+// One call of damped_inverse, from its arguments to the kernels, on a GPU or the tests' emulation.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,7 +12,7 @@
 
 namespace tnt::cuda {
 
-// What a call has done for it. Work is done in the order in which it was given.
+// Runs a call's work, in the order of the requests.
 class Device {
  public:
   Device() = default;
@@ -23,8 +22,8 @@ class Device {
 
   virtual Limits limits() const = 0;
 
-  // These bytes, aligned to 16 bytes in the device's memory, for as long as work that was given
-  // until the next such request may read them.
+  // A copy of the bytes in device memory, aligned to 16 bytes, which all work requested before the
+  // next call of resident() can read.
   virtual const std::byte* resident(const std::vector<std::byte>& bytes) = 0;
 
   virtual void rescale(const Call& call, int64_t tensors) = 0;
@@ -34,8 +33,7 @@ class Device {
   virtual void commit(const Call& call, const CopyRow* rows, int64_t count) = 0;
 };
 
-// The operator of tnt_kernels/schemas.py. Checks what memory safety needs before anything is
-// written.
+// The operator of tnt_kernels/schemas.py. Checks memory safety before anything is written.
 at::Tensor damped_inverse(Device& device, at::TensorList out, at::TensorList stats,
                           at::IntArrayRef orders, const at::Tensor& damping, bool relative);
 

@@ -1,4 +1,4 @@
-// The kernels of damped_inverse as phases (phases.cuh): those of a matrix are in block_inverse.cuh.
+// The kernels of damped_inverse as phases (phases.cuh); block_inverse.cuh has a matrix's inverse.
 #pragma once
 
 #include <cmath>
@@ -10,10 +10,10 @@
 
 namespace tnt::cuda {
 
-// One tensor: c = (tr S_1 / prod d)^(1/k), and c^(k-1) prod_{j != i} d_j = tr S_1 / (c d_i), which
-// neither over- nor underflows where the first form would.
+// One tensor: c = (tr S_1 / prod d)^(1/k), and c^(k-1) prod_{j != i} d_j = tr S_1 / (c d_i), a form
+// that does not overflow or underflow.
 struct Rescale {
-  static constexpr int kGroup = 16;  // threads whose sums one thread adds up
+  static constexpr int kGroup = 16;  // threads whose sums one thread adds
 
   struct Shared {
     double sums[kThreads];
@@ -34,8 +34,8 @@ struct Rescale {
  private:
   TNT_DEVICE const TensorRow& row() const { return call.tensors[tensor]; }
 
-  // Each thread adds up so few entries, 200 of 50,000, that no more is needed where all additions
-  // lose to the same side, as those of equal entries do.
+  // Not compensated: each thread adds few entries, 200 of 50,000, so even roundings of the same
+  // sign, as of equal entries, stay small.
   template <typename T>
   TNT_DEVICE double sum_of(const ModeRow& mode, Thread thread) const {
     const T* stat = static_cast<const T*>(mode.stat);
@@ -53,7 +53,7 @@ struct Rescale {
         row().is_double ? sum_of<double>(first, thread) : sum_of<float>(first, thread);
   }
 
-  // The sums of `group` threads, `step` apart, to the first of them.
+  // Adds every `step`-th of the sums of `group` threads to the first.
   TNT_DEVICE void add_sums(Thread thread, int group, int step) const {
     if (thread.index % group != 0) return;
     const int end = thread.index + group < thread.count ? thread.index + group : thread.count;
@@ -121,13 +121,13 @@ struct Invert {
       const T damped = u + eps;
       const T inverse = 1 / damped;
       to[at] = inverse;
-      // u too: the inverse of infinity is a harmless-looking 0.
+      // u too, because the inverse of infinity is 0.
       if (!(damped > 0) || !is_finite(u) || !is_finite(inverse)) bad = 1;
     }
   }
 };
 
-// kThreads tensors: one thread each.
+// kThreads tensors, one thread each.
 struct Judge {
   const Call& call;
   int64_t first, tensors;

@@ -23,7 +23,7 @@ class Planner {
 
   Plan plan(const std::vector<TensorShape>& tensors) {
     for (const TensorShape& tensor : tensors) add(tensor);
-    // The largest first: what a block begins last should not take longest.
+    // The largest first: the last blocks to start should be short.
     for (auto* rows : {&plan_.float_rows, &plan_.double_rows}) {
       std::stable_sort(rows->begin(), rows->end(),
                        [this](const auto& a, const auto& b) { return size_of(a) > size_of(b); });
@@ -33,7 +33,7 @@ class Planner {
   }
 
  private:
-  // Of the matrix in shared memory; 0 for a piece of a diagonal.
+  // The size of the matrix in shared memory; 0 for a piece of a diagonal.
   int64_t size_of(const InverseRow& row) const {
     const ModeRow& mode = plan_.modes[static_cast<size_t>(row.mode)];
     return mode.diagonal ? 0 : mode.d;
@@ -80,7 +80,7 @@ class Planner {
   }
 
   void add_waves() {
-    // Tensors with matrices of like size come together.
+    // Sorted, so that matrices of similar size share a wave.
     std::stable_sort(large_.begin(), large_.end(),
                      [](const auto& a, const auto& b) { return a.largest > b.largest; });
     int64_t most = kWaitingBytes;

@@ -1,5 +1,5 @@
-// Which block, piece or group makes which factor: the tables of damped_inverse.cuh, planned from
-// shapes alone. Plain C++: no device, no tensors.
+// Assigns factors to blocks, pieces and groups: the tables of damped_inverse.cuh, from shapes
+// alone. Plain C++, without device or tensors.
 #pragma once
 
 #include <cstdint>
@@ -24,34 +24,34 @@ struct TensorShape {
   int64_t width() const { return is_double ? 8 : 4; }
 };
 
-// The largest matrices that a block has shared memory for; at most kLargestInBlock.
+// The largest matrices that fit a block's shared memory, at most kLargestInBlock.
 struct Limits {
   int64_t of_float, of_double;
 };
 
-// Entries of a diagonal, or of a factor to copy, that one block takes.
+// Entries of a diagonal, or of a factor to copy, for one block.
 constexpr int64_t kPiece = 4096;
 
-// Large matrices up to this size share a batch with others of about their size. From 2048 on a
-// batch gains nothing over one after the other, up to 1024 it does (PyTorch's _foreach_mm proposal,
-// H100).
+// Large matrices up to this size share a batch with matrices of about their size. On an H100,
+// batches are faster than single matrices up to 1024, and not from 2048 on (PyTorch's _foreach_mm
+// proposal).
 constexpr int64_t kLargestBatched = 1024;
 
-// In a batch, matrices are padded with the identity: by a 16th, or to the next 16.
+// Matrices of a batch are padded with the identity by at most a 16th of the largest, or by 16.
 constexpr int64_t kPadding = 16;
 
-// What may wait in memory for the other modes of its tensor: 16 MB, or the large modes of one
-// tensor if they take more. While a group is inverted, three times its own size comes on top.
+// Bytes of large inverses that may wait for the other modes of their tensors: 16 MB, or one
+// tensor's if they are larger. The inversion of a group takes another three times the group's size.
 constexpr int64_t kWaitingBytes = int64_t{1} << 24;
 
-// Large matrices of one type, to be inverted as one batch of (size, size).
+// Large matrices of one type, inverted as one batch of (size, size).
 struct LargeGroup {
   int64_t size;
   int32_t first_slot;  // their flags, in the order of `modes`
   std::vector<int32_t> modes;
 };
 
-// The large modes of some tensors, all of them: when its groups are done, they can be committed.
+// All large modes of some tensors, which can be committed when the groups are done.
 struct Wave {
   std::vector<int32_t> tensors;
   std::vector<LargeGroup> groups;
@@ -59,7 +59,7 @@ struct Wave {
 
 struct Plan {
   std::vector<TensorRow> tensors;
-  std::vector<ModeRow> modes;  // addresses and strides are the caller's to fill in
+  std::vector<ModeRow> modes;  // the caller fills in addresses and strides
   std::vector<InverseRow> float_rows, double_rows;
   std::vector<CopyRow> copies;
   std::vector<Wave> waves;

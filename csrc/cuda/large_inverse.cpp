@@ -7,8 +7,7 @@
 namespace tnt::cuda {
 namespace {
 
-// diag(scale S + eps I, I) for every matrix: the identity is inverted exactly, and changes nothing
-// of the rest.
+// diag(scale S + eps I, I) for every matrix. The identity does not change the rest of the inverse.
 at::Tensor padded_batch(const LargeGroup& group, const Plan& plan, at::TensorList stats,
                         const at::Tensor& scales, const at::Tensor& eps) {
   const auto count = static_cast<int64_t>(group.modes.size());
@@ -26,8 +25,8 @@ at::Tensor padded_batch(const LargeGroup& group, const Plan& plan, at::TensorLis
   return batch;
 }
 
-// For each matrix, whether it is finite. By the extremes, which NaN passes through: isfinite()
-// would take a second copy of the batch.
+// Whether each matrix is finite, by its extremes, which propagate NaN: isfinite() of the batch
+// would allocate a second one.
 at::Tensor all_finite(const at::Tensor& batch) {
   const auto [least, most] = at::aminmax(batch.flatten(1), /*dim=*/1);
   return at::isfinite(least).logical_and_(at::isfinite(most));
@@ -48,13 +47,13 @@ at::Tensor invert_group(const LargeGroup& group, const Plan& plan, at::TensorLis
   good.logical_and_(info.eq(0));
   good.logical_and_(factor.diagonal(0, 1, 2).square().gt(noise).all(1));
 
-  // Not cholesky_inverse: it reads its error code on the host, and raises.
+  // Not cholesky_inverse, which waits for its error code and raises.
   at::Tensor inverse =
       at::cholesky_solve(at::eye(group.size, factor.options()).expand_as(factor), factor);
   factor.reset();
   const at::Tensor below = inverse.tril(-1);
   inverse.tril_().add_(below.mT());
-  // Symmetric, and column-major as the solver leaves it.
+  // The solver's result is column-major; the transpose of a symmetric matrix is the same matrix.
   inverse = inverse.mT();
   good.logical_and_(all_finite(inverse));
   const auto count = static_cast<int64_t>(group.modes.size());

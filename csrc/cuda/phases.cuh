@@ -1,9 +1,9 @@
-// Kernels as lists of phases: what lies between two barriers is a function of the thread alone.
+// Kernels as lists of phases: the code between two barriers is a function of the thread alone.
 //
-// A kernel here is a struct with one block's arguments and shared memory, and a member template
-// phases(run), which hands run(phase) one phase after the other. On a device, run calls the phase
-// for its own thread and then waits for the block. On a host (tests/native/host_launch.h) it calls
-// the phase for every thread of the block in a random order: what then depends on the order would
+// A kernel is a struct with one block's arguments and shared memory. Its member template
+// phases(run) calls run(phase) for one phase after the other. On a device, run calls the phase for
+// its own thread and then waits for the block. On a host (tests/native/host_launch.h) it calls the
+// phase for every thread of the block in a random order: a result that depends on the order would
 // be a race on a device, and sanitizers see every access. No thread-local value outlives a phase.
 #pragma once
 
@@ -28,7 +28,7 @@ struct Thread {
 
 #ifdef __CUDACC__
 
-// To be passed to phases() as `run`.
+// The `run` argument of phases().
 struct OnDevice {
   template <typename Phase>
   __device__ void operator()(const Phase& phase) const {

@@ -1,4 +1,4 @@
-// The CUDA operators: device, stream, launches. What they are to do is in *_call.cpp.
+// Registers the CUDA operators: device, stream and launches. *_call.cpp has the operators.
 
 #include <ATen/core/Tensor.h>
 #include <c10/cuda/CUDAException.h>
@@ -15,13 +15,13 @@ namespace {
 
 void check_launch(int error) { C10_CUDA_CHECK(static_cast<cudaError_t>(error)); }
 
-// Never freed: at exit, the CUDA runtime may be gone before it.
+// Never freed: at exit, the CUDA runtime may be gone first.
 ResidentTables& resident_tables() {
   static auto& tables = *new ResidentTables;
   return tables;
 }
 
-// The largest matrix that one block can hold.
+// The largest matrix that fits one block's shared memory.
 template <typename T>
 int64_t largest_in(int64_t shared) {
   int64_t n = kLargestInBlock;
@@ -29,8 +29,8 @@ int64_t largest_in(int64_t shared) {
   return n;
 }
 
-// The present stream of the present device.
-class PresentStream final : public Device {
+// The current stream of the current device.
+class CurrentStream final : public Device {
  public:
   Limits limits() const override {
     int shared = 0;
@@ -70,7 +70,7 @@ at::Tensor damped_inverse_op(at::TensorList out, at::TensorList stats, at::IntAr
   const at::Device device = stats.empty() ? damping.device() : stats.front().device();
   TORCH_CHECK_VALUE(device.is_cuda(), "stats[0] must be on a GPU, got one on ", device);
   const c10::cuda::CUDAGuard guard(device);
-  PresentStream stream;
+  CurrentStream stream;
   return damped_inverse(stream, out, stats, orders, damping, relative);
 }
 

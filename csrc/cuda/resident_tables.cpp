@@ -16,7 +16,7 @@ ResidentTables::Table::Table(const std::vector<std::byte>& bytes, c10::cuda::CUD
   pinned_ = at::empty({count}, options.pinned_memory(true));
   std::memcpy(pinned_.mutable_data_ptr(), bytes.data(), bytes.size());
   on_device_ = at::empty({count}, options.device(stream.device()));
-  // PyTorch's copy, which keeps the pinned memory from being handed out again before it is read.
+  // PyTorch's copy, which keeps the pinned memory from being reused before it is read.
   on_device_.copy_(pinned_, /*non_blocking=*/true);
   if (c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) return;
   C10_CUDA_CHECK(cudaEventCreateWithFlags(&sent_, cudaEventDisableTiming));
@@ -27,11 +27,11 @@ ResidentTables::Table::~Table() {
   if (sent_ != nullptr) C10_CUDA_CHECK_WARN(cudaEventDestroy(sent_));
 }
 
-// Not known of a captured copy: what it writes is there only once the graph has run.
+// False for a captured copy, which runs only with its graph.
 bool ResidentTables::Table::has_arrived() const {
   if (sent_ == nullptr) return false;
   const cudaError_t state = cudaEventQuery(sent_);
-  if (state == cudaErrorNotReady) (void)cudaGetLastError();  // no error, but kept as one
+  if (state == cudaErrorNotReady) (void)cudaGetLastError();  // CUDA keeps it as the last error
   return state == cudaSuccess;
 }
 
@@ -45,8 +45,7 @@ const std::byte* ResidentTables::find_or_send(const std::vector<std::byte>& byte
   if (c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) {
     return find_or_send_captured(bytes, stream);
   }
-  // On the stream they were sent on, whatever is given now comes after their arrival, and whatever
-  // takes their memory later comes after that.
+  // On the same stream, new work runs after the copy, and later uses of the memory after that work.
   const auto found = std::find_if(recent_.begin(), recent_.end(), [&](const Table& table) {
     return table.stream() == stream && table.is(bytes);
   });
@@ -61,20 +60,20 @@ const std::byte* ResidentTables::find_or_send(const std::vector<std::byte>& byte
 
 const std::byte* ResidentTables::find_or_send_captured(const std::vector<std::byte>& bytes,
                                                        c10::cuda::CUDAStream stream) {
-  // To ask for an event and to allocate pinned memory is no part of the graph.
+  // The event query and the pinned allocation are not part of the graph.
   const c10::cuda::CUDAStreamCaptureModeGuard outside_graph(cudaStreamCaptureModeRelaxed);
   const auto is_there = [&](const Table& table) {
     return table.stream().device() == stream.device() && table.is(bytes) && table.has_arrived();
   };
-  const auto kept = std::find_if(for_good_.begin(), for_good_.end(), is_there);
-  if (kept != for_good_.end()) return kept->on_device();
+  const auto kept = std::find_if(permanent_.begin(), permanent_.end(), is_there);
+  if (kept != permanent_.end()) return kept->on_device();
   const auto found = std::find_if(recent_.begin(), recent_.end(), is_there);
   if (found != recent_.end()) {
-    for_good_.splice(for_good_.begin(), recent_, found);
+    permanent_.splice(permanent_.begin(), recent_, found);
   } else {
-    for_good_.emplace_front(bytes, stream);
+    permanent_.emplace_front(bytes, stream);
   }
-  return for_good_.front().on_device();
+  return permanent_.front().on_device();
 }
 
 }  // namespace tnt::cuda

@@ -1,5 +1,4 @@
-// Tables in device memory that are sent only where their bytes are new: a training step after the
-// first finds its own again.
+// A cache of tables in device memory, keyed by their bytes: only the first training step copies.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,18 +12,18 @@
 
 namespace tnt::cuda {
 
-// Of all devices and streams; safe to call from several threads.
+// For all devices and streams, and thread-safe.
 class ResidentTables {
  public:
-  // These bytes in device memory, for work that is given to `stream` next. Never waits.
+  // A copy of the bytes in device memory, for the next work on `stream`. Never waits.
   //
-  // While the stream is being captured into a graph, they stay for good, as does the pinned memory
-  // they come from: a captured copy reads it whenever the graph is replayed.
+  // During graph capture, the copy and its pinned source are kept for ever, because each replay of
+  // a captured copy reads the source.
   const std::byte* find_or_send(const std::vector<std::byte>& bytes, c10::cuda::CUDAStream stream);
 
  private:
-  // An optimizer has a table for each set of tensors it inverts together; more than so many sets,
-  // and the one not seen for the longest is sent again.
+  // An optimizer has one table for each set of tensors that it inverts together. The least recently
+  // used table is dropped above this number.
   static constexpr size_t kKept = 32;
 
   class Table {
@@ -50,8 +49,8 @@ class ResidentTables {
                                          c10::cuda::CUDAStream stream);
 
   std::mutex mutex_;
-  std::list<Table> recent_;  // the last used first
-  std::list<Table> for_good_;
+  std::list<Table> recent_;     // the last used first
+  std::list<Table> permanent_;  // read by graphs
 };
 
 }  // namespace tnt::cuda

@@ -86,9 +86,9 @@ def test_an_unfolding_names_every_entry_once(layout: str, shape: tuple[int, ...]
         found = unfolded(three.shape, mode, three.stride())
         assert found is not None
         (u,) = found
-        rows = torch.arange(u.rows)[:, None] * u.row
+        rows = torch.arange(u.rows)[:, None] * u.row_stride
         c = torch.arange(u.columns)
-        at = rows + (c % u.inner) * u.near + (c // u.inner) * u.far
+        at = rows + (c % u.inner) * u.inner_stride + (c // u.inner) * u.outer_stride
         entries = storage[three.storage_offset() + at]
         wanted = three.movedim(mode, 0).reshape(u.rows, -1)
         identical(entries.sort(dim=1).values, wanted.sort(dim=1).values)
@@ -104,8 +104,8 @@ def test_unfoldings_of_two_tensors_pair_their_columns() -> None:
         rows = []
         for u, tensor in zip(pair, (one, other), strict=True):
             c = torch.arange(u.columns)
-            at = torch.arange(u.rows)[:, None] * u.row + (c % u.inner) * u.near
-            rows.append(triton_operators.buffer_of(tensor)[at + (c // u.inner) * u.far])
+            at = torch.arange(u.rows)[:, None] * u.row_stride + (c % u.inner) * u.inner_stride
+            rows.append(triton_operators.buffer_of(tensor)[at + (c // u.inner) * u.outer_stride])
         identical(rows[0], rows[1])
 
 

@@ -1,6 +1,6 @@
 """The operators on a GPU: Triton kernels, each of which serves a whole list of tensors.
 
-Importing this imports no Triton; its modules do.
+This module does not import Triton; the others do.
 """
 
 import importlib.util
@@ -24,9 +24,9 @@ def version() -> str:
 
 
 def missing(device: torch.device | None = None) -> str | None:
-    """What the kernels lack, here or on a device; None where they can run.
+    """Why the kernels cannot run, here or on a device; None if they can.
 
-    An unknown version is taken for a good one.
+    An unknown version passes.
     """
     found = version()
     if found == "none":

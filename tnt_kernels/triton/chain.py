@@ -1,8 +1,8 @@
-"""The chained mode product of many tensors, for ``mode_products`` and ``preconditioned_step_``.
+"""The mode products G x_1 A_1 ... x_k A_k of many tensors, and their epilogue.
 
-A product with one mode's factor is one launch for all tensors: the j-th launch from the end makes
-every tensor's j-th product from its end, so the last launch finishes them all. In between, products
-lie in scratch memory, contiguous; the modes are walked by strides, nothing is permuted.
+One launch multiplies one mode of every tensor: the j-th launch from the end computes every tensor's
+j-th product from its end, so the last launch finishes them all. Intermediate products are
+contiguous in a workspace. Modes are walked by strides; nothing is permuted.
 """
 
 import functools
@@ -31,40 +31,53 @@ from tnt_kernels.triton.launch import (
     precision,
     state_dtype,
     table,
+    tile_tables,
 )
 from tnt_kernels.triton.tiles import (
     LARGEST_INDEX,
     MERGED_STEPS,
+    PROBLEM,
+    TILE_COLUMN,
+    TILE_ROW,
     Unfolding,
     blocks,
+    fields,
     merge_small,
     offsets,
     unfolded,
     waves,
 )
 
+# The problem table, int64: sizes, then where the product reads and where it writes. A place is an
+# index into the addresses (SCRATCH: the workspace), an offset in bytes, and strides.
+ROWS, COLUMNS, INNER, IS_DIAGONAL, ROWS_ARE_DENSE, FACTOR = fields(6)
+READ, WRITTEN = tl.constexpr(6), tl.constexpr(11)  # each is such a place:
+ADDRESS, OFFSET, ROW_STRIDE, INNER_STRIDE, OUTER_STRIDE = fields(5)
+PROBLEM_FIELDS = tl.constexpr(16)
+TILE_FIELDS = tl.constexpr(3)
+
 WARPS = 4
-SCRATCH = -1  # in a problem, for an address: the scratch memory, at an offset
-# Tensors go through their products together as long as their scratch memory stays below this or,
-# if it is more, what the largest of them needs: on an H100 it is half of the second-level cache.
+SCRATCH = -1
+# Tensors share a wave as long as their workspace stays below this, or below the need of the largest
+# tensor if that is more. It is half of an H100's second-level cache.
 SCRATCH_BYTES = 24 << 20
 
 
 def depth_of(vector: int) -> int:
-    """Terms of a sum in a step: at 32, the addresses of single elements spill from registers."""
+    """Terms of a sum in one step: at 32, the addresses of single elements would spill."""
     return 32 if vector > 1 else 16
 
 
 @triton.jit
-def _start(addresses, scratch, entry):
-    """The address that two entries of a problem name: an index, or SCRATCH, and bytes."""
-    index = tl.load(entry)
+def _address(addresses, scratch, place):
+    """The address of a place of a problem."""
+    index = tl.load(place + ADDRESS)
     listed = tl.load(addresses + tl.maximum(index, 0))
-    return tl.where(index < 0, scratch.to(tl.int64), listed) + tl.load(entry + 1)
+    return tl.where(index < 0, scratch.to(tl.int64), listed) + tl.load(place + OFFSET)
 
 
 @triton.jit
-def _deliver(
+def _epilogue(
     value,
     row,
     column,
@@ -76,15 +89,18 @@ def _deliver(
     RESULT: tl.constexpr,
     UPDATE: tl.constexpr,
 ):
-    """Stores a tile of the product, or makes it W <- W - lr (product + weight_decay W).
+    """Stores a tile P of the product, or updates W <- W - lr (P + weight_decay W) with it.
 
-    What it needs is loaded here, not before the product: it would take registers all the while.
+    It loads its own operands, which would otherwise hold registers during the product.
     """
-    rows, columns = tl.load(problem).to(tl.int32), tl.load(problem + 1).to(tl.int32)
-    inner = tl.load(problem + 2).to(tl.int32)
-    result = _start(addresses, scratch, problem + 11).to(tl.pointer_type(RESULT))
-    to_row, near, far = tl.load(problem + 13), tl.load(problem + 14), tl.load(problem + 15)
-    at = result + row.to(tl.int64) * to_row + offsets(column, inner, near, far, 1)
+    rows, columns = tl.load(problem + ROWS).to(tl.int32), tl.load(problem + COLUMNS).to(tl.int32)
+    inner = tl.load(problem + INNER).to(tl.int32)
+    place = problem + WRITTEN
+    result = _address(addresses, scratch, place).to(tl.pointer_type(RESULT))
+    row_stride = tl.load(place + ROW_STRIDE)
+    inner_stride, outer_stride = tl.load(place + INNER_STRIDE), tl.load(place + OUTER_STRIDE)
+    at = result + row.to(tl.int64) * row_stride
+    at = at + offsets(column, inner, inner_stride, outer_stride, 1)
     inside = (row < rows) & (column < columns)
     if UPDATE:
         alpha, gamma = tl.load(lr).to(value.dtype), tl.load(weight_decay).to(value.dtype)
@@ -110,27 +126,37 @@ def product_kernel(
     VECTOR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One tile of the product of one mode of a tensor with its factor."""
-    tile = tiles + tl.program_id(0) * 3
-    problem = problems + tl.load(tile) * 16
-    row = tl.load(tile + 1) * BLOCK + tl.arange(0, BLOCK)
-    column = tl.load(tile + 2) * BLOCK + tl.arange(0, BLOCK)
-    rows, columns = tl.load(problem).to(tl.int32), tl.load(problem + 1).to(tl.int32)
-    inner = tl.load(problem + 2).to(tl.int32)
-    is_diagonal, rows_are_dense = tl.load(problem + 3) != 0, tl.load(problem + 4) != 0
-    factor = tl.load(addresses + tl.load(problem + 5)).to(tl.pointer_type(STATE))
-    source = _start(addresses, scratch, problem + 6).to(tl.pointer_type(ELEMENT))
-    row_stride, near, far = tl.load(problem + 8), tl.load(problem + 9), tl.load(problem + 10)
+    """One tile of the product of one mode of a tensor with its factor.
+
+    Grid: one program for each tile, BLOCK x BLOCK. A program reads BLOCK rows of the factor (of a
+    diagonal one, BLOCK entries) and BLOCK columns of the unfolding (of a diagonal one, the tile),
+    and writes the tile; with UPDATE it reads the tile too. Bound: matrix units from about 128 rows
+    on, memory below that and for diagonal factors.
+    """
+    tile = tiles + tl.program_id(0) * TILE_FIELDS
+    problem = problems + tl.load(tile + PROBLEM) * PROBLEM_FIELDS
+    row = tl.load(tile + TILE_ROW) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.load(tile + TILE_COLUMN) * BLOCK + tl.arange(0, BLOCK)
+    rows, columns = tl.load(problem + ROWS).to(tl.int32), tl.load(problem + COLUMNS).to(tl.int32)
+    inner = tl.load(problem + INNER).to(tl.int32)
+    is_diagonal = tl.load(problem + IS_DIAGONAL) != 0
+    rows_are_dense = tl.load(problem + ROWS_ARE_DENSE) != 0
+    factor = tl.load(addresses + tl.load(problem + FACTOR)).to(tl.pointer_type(STATE))
+    place = problem + READ
+    source = _address(addresses, scratch, place).to(tl.pointer_type(ELEMENT))
+    row_stride = tl.load(place + ROW_STRIDE)
+    inner_stride, outer_stride = tl.load(place + INNER_STRIDE), tl.load(place + OUTER_STRIDE)
 
     if VECTOR > 1:
         source, factor = tl.multiple_of(source, 16), tl.multiple_of(factor, 16)
-        row_stride, near = tl.multiple_of(row_stride, VECTOR), tl.multiple_of(near, VECTOR)
+        row_stride = tl.multiple_of(row_stride, VECTOR)
+        inner_stride = tl.multiple_of(inner_stride, VECTOR)
         rows, columns = tl.multiple_of(rows, VECTOR), tl.multiple_of(columns, VECTOR)
     tables = (problem, addresses, scratch, lr, weight_decay)
     if rows_are_dense:
-        # The tile's transpose, (columns, rows): what is dense in memory comes last.
+        # The tile's transpose, (columns, rows): the last dimension is contiguous in memory.
         inside = (column < columns)[:, None] & (row < rows)[None, :]
-        at_column = source + offsets(column, inner, near, far, VECTOR)
+        at_column = source + offsets(column, inner, inner_stride, outer_stride, VECTOR)
         if is_diagonal:
             scale = tl.load(factor + row, mask=row < rows, other=0)
             whole = tl.load(at_column[:, None] + row[None, :], mask=inside, other=0)
@@ -150,10 +176,13 @@ def product_kernel(
                     other=0,
                 )
                 total = tl.dot(x.to(STATE), a, total, input_precision=PRECISION, out_dtype=STATE)
-        _deliver(total, row[None, :], column[:, None], *tables, RESULT, UPDATE)
+        _epilogue(total, row[None, :], column[:, None], *tables, RESULT, UPDATE)
     else:
         inside = (row < rows)[:, None] & (column < columns)[None, :]
-        offset = column.to(tl.int64) if VECTOR > 1 else offsets(column, inner, near, far, 1)
+        if VECTOR > 1:
+            offset = column.to(tl.int64)
+        else:
+            offset = offsets(column, inner, inner_stride, outer_stride, 1)
         if is_diagonal:
             scale = tl.load(factor + row, mask=row < rows, other=0)
             at_row = source + row.to(tl.int64) * row_stride
@@ -174,11 +203,11 @@ def product_kernel(
                     other=0,
                 )
                 total = tl.dot(a, x.to(STATE), total, input_precision=PRECISION, out_dtype=STATE)
-        _deliver(total, row[:, None], column[None, :], *tables, RESULT, UPDATE)
+        _epilogue(total, row[:, None], column[None, :], *tables, RESULT, UPDATE)
 
 
 class Kind(NamedTuple):
-    """Products that one launch makes: their wave and step, dtypes, and how wide they are read."""
+    """The products of one launch: their wave and step, dtypes, and elements of a load."""
 
     wave: int
     step: int
@@ -195,12 +224,12 @@ class Kind(NamedTuple):
 
 @dataclass
 class Plan:
-    """What the products of tensors of given layouts launch, in order."""
+    """The launches, in order, that multiply tensors of given layouts."""
 
     problems: Tensor
     launches: list[tuple[Kind, int, Tensor]]
     scratch: int  # bytes
-    copied: frozenset[int]  # tensors or results whose modes do not merge where they lie
+    copied: frozenset[int]  # tensors to copy first: their modes or their results' do not merge
     addresses: Addresses = field(default_factory=Addresses)
 
 
@@ -215,13 +244,13 @@ def plan(
     """Plans the products; ``factors`` flat, contiguous.
 
     Raises:
-        ValueError: where an unfolding has more columns than a 32-bit index can count.
+        ValueError: if an unfolding has more rows or columns than a 32-bit index can count.
     """
     first_factors = list(itertools.accumulate((len(t.shape) for t in tensors), initial=0))
     problems: list[tuple[int, ...]] = []
     kinds: dict[Kind, list[int]] = defaultdict(list)
     copied: set[int] = set()
-    room = 0
+    scratch = 0
     needs = {t: _scratch_of(layout) for t, layout in enumerate(tensors) if 0 not in layout.shape}
     for wave, members in enumerate(waves(needs, SCRATCH_BYTES)):
         most = max(len(tensors[t].shape) for t in members)
@@ -260,39 +289,40 @@ def plan(
                     (
                         *(u.rows, u.columns, u.inner, len(factors[f].shape) == 1, u.rows_are_dense),
                         2 * len(tensors) + f,
-                        *(*ends[step], u.row, u.near, u.far),
-                        *(*ends[step + 1], to.row, to.near, to.far),
+                        *(*ends[step], u.row_stride, u.inner_stride, u.outer_stride),
+                        *(*ends[step + 1], to.row_stride, to.inner_stride, to.outer_stride),
                     )
                 )
             free += _scratch_of(source)
-        room = max(room, free)
+        scratch = max(scratch, free)
     merge_small(kinds, lambda kind, n: _work(kind, problems[n]), MERGED_STEPS * programs)
-    launches = []
-    for kind in sorted(kinds, key=lambda kind: (kind.wave, kind.step)):
-        tiles = [tile for n in kinds[kind] for tile in _tiles(kind, n, problems[n])]
-        launches.append((kind, len(tiles), table(tiles, torch.int32, device)))
-    return Plan(table(problems, torch.int64, device), launches, room, frozenset(copied))
+    tiles = {
+        kind: [tile for n in kinds[kind] for tile in _tiles(kind, n, problems[n])]
+        for kind in sorted(kinds, key=lambda kind: (kind.wave, kind.step))
+    }
+    launches = tile_tables(tiles, device)
+    return Plan(table(problems, torch.int64, device), launches, scratch, frozenset(copied))
 
 
 def _buffer_of(layout: Layout) -> int:
-    """The bytes of one product of a tensor, up to where the next may start."""
+    """The bytes of one intermediate product, rounded up to the alignment of the next."""
     size = math.prod(layout.shape) * state_dtype(layout.dtype).itemsize
     return blocks(size, VECTOR_BYTES) * VECTOR_BYTES
 
 
 def _scratch_of(layout: Layout) -> int:
-    """The scratch memory of a tensor, bytes: products are read from one buffer into another."""
+    """A tensor's bytes of workspace: products alternate between at most two buffers."""
     return _buffer_of(layout) * min(len(layout.shape) - 1, 2)
 
 
 def _buffers(layout: Layout, start: int) -> list[tuple[int, int]]:
-    """Where the products between a tensor's first and last mode lie."""
+    """The addresses of the intermediate products of a tensor."""
     size = _buffer_of(layout)
     return [(SCRATCH, start + step % 2 * size) for step in range(len(layout.shape) - 1)]
 
 
 def _unfoldings(source: Layout, result: Layout) -> list[tuple[Unfolding, ...]] | None:
-    """What each product reads and writes, the last mode first."""
+    """The unfoldings that each product reads and writes, the last mode first; None: no fit."""
     order = len(source.shape)
     between = contiguous(source).strides
     pairs = []
@@ -310,15 +340,16 @@ def _unfoldings(source: Layout, result: Layout) -> list[tuple[Unfolding, ...]] |
 
 
 def _tiles(kind: Kind, number: int, problem: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Those of the same columns in a row: they read the same part of the tensor."""
+    """Tiles of the same columns follow each other: they read the same part of the tensor."""
     rows, columns = (blocks(size, block_of(kind.state)) for size in problem[:2])
     return ((number, row, column) for column in range(columns) for row in range(rows))
 
 
 def _work(kind: Kind, problem: tuple[int, ...]) -> int:
-    """The steps of all tiles."""
+    """The steps of all tiles of a problem."""
     rows, columns = (blocks(size, block_of(kind.state)) for size in problem[:2])
-    return rows * columns * (1 if problem[3] else blocks(problem[0], depth_of(kind.vector)))
+    depth = 1 if problem[IS_DIAGONAL.value] else blocks(problem[0], depth_of(kind.vector))
+    return rows * columns * depth
 
 
 def products(
@@ -331,16 +362,10 @@ def products(
     update: bool,
     programs: int,
 ) -> None:
-    """results[t] <- tensors[t] x_1 A_1 ... x_k A_k, or, with ``update``, their update by it.
+    """results[t] <- P = tensors[t] x_1 A_1 ... x_k A_k, with ``factors`` the A_i, flat.
 
-    Args:
-        tensors: of any dtype and strides.
-        results: of the same shapes, any strides; with ``update`` of any dtype, else the factors'.
-        factors: the A_i, flat.
-        lr: with ``update``, alpha in W <- W - alpha (product + gamma W).
-        weight_decay: with ``update``, gamma.
-        update: whether results are updated rather than overwritten.
-        programs: how many programs the device runs at once.
+    With ``update``, the results W, of any dtype, become W - lr (P + weight_decay W); else they have
+    the factors' dtype. ``programs`` is how many the device runs at once.
     """
     device = tensors[0].device
     factors = [a.resolve_neg().contiguous() for a in factors]

@@ -1,14 +1,14 @@
-"""``gram_ema_`` in Triton: every Gram matrix of every tensor in one launch a dtype.
+"""``gram_ema_`` in Triton: one launch for all Gram matrices of a dtype.
 
-Of each statistic only the tiles of the lower triangle are made, blended into the old ones as they
-are stored, and mirrored. A Gram matrix with few rows and many columns is cut along its columns into
-partial sums, which a second launch adds up in their order: no atomics, so results repeat to the
-bit.
+The kernel computes only the tiles of each statistic's lower triangle; its epilogue blends them into
+the old statistic and stores them with their mirror image. Gram matrices with few rows and many
+columns are computed by split-K: a second launch adds the partial sums in a fixed order, without
+atomics, so results repeat to the bit.
 """
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -32,36 +32,53 @@ from tnt_kernels.triton.launch import (
     scalar_on,
     state_dtype,
     table,
+    tile_tables,
 )
 from tnt_kernels.triton.tiles import (
     LARGEST_INDEX,
     MERGED_STEPS,
+    PROBLEM,
+    TILE_COLUMN,
+    TILE_ROW,
     Unfolding,
     blocks,
     cut,
+    fields,
+    lower_tiles,
     merge_small,
     offsets,
     unfolded,
 )
 
-DEPTH = 32  # columns a step
+# The problem table, int64: the fields of ``Problem``.
+TENSOR, STAT, ROWS, COLUMNS, ROW_STRIDE = fields(5)
+INNER, INNER_STRIDE, OUTER_STRIDE, ROWS_ARE_DENSE = fields(4, start=5)
+PROBLEM_FIELDS = tl.constexpr(9)
+# More columns of the tile tables; partial sums are offsets in the workspace, -1 without split-K.
+FIRST_STEP, LAST_STEP, PARTIAL = fields(3, start=3)
+TILE_FIELDS = tl.constexpr(6)
+FIRST_PARTIAL, PARTIALS = fields(2, start=3)
+SUM_FIELDS = tl.constexpr(5)
+DIAGONAL_FIELDS = tl.constexpr(2)
+
+DEPTH = 32  # columns in a step
 WARPS = 4
-# A part of fewer columns than this is not worth a partial sum's way through memory.
+# A split of fewer steps than this costs more memory traffic than it saves time.
 LEAST_STEPS = 16
-# Programs that share the device's multiprocessors evenly, for each of them.
+# Programs for each multiprocessor, so that all of them finish at about the same time.
 PARTS = 4
 
 
 @triton.jit
 def _blend(gram, row, column, problem, addresses, decay, STATE: tl.constexpr):
-    """The lower triangle of a tile: S <- weight S + (1 - weight) gram, and its mirror image.
+    """The epilogue of a tile: S <- weight S + (1 - weight) gram, lower triangle and mirror image.
 
-    What it needs is loaded here, not before the products: it would take registers all the while.
+    It loads its own operands, which would otherwise hold registers during the product.
     """
-    target = tl.load(addresses + tl.load(problem + 1)).to(tl.pointer_type(STATE))
-    rows = tl.load(problem + 2)
+    target = tl.load(addresses + tl.load(problem + STAT)).to(tl.pointer_type(STATE))
+    rows = tl.load(problem + ROWS)
     weight = tl.load(decay).to(STATE)
-    # At weight 0 nothing is read, at 1 nothing written.
+    # At weight 0 the old S is not read, at 1 nothing is written.
     read = tl.where(weight != 0, rows, 0).to(tl.int32)
     written = tl.where(weight != 1, rows, 0).to(tl.int32)
     at = target + row.to(tl.int64)[:, None] * rows + column[None, :]
@@ -88,31 +105,37 @@ def gram_kernel(
     VECTOR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One tile of one statistic, over all columns of the unfolding or a part of them."""
-    tile = tiles + tl.program_id(0) * 6
-    problem = problems + tl.load(tile) * 9
-    first_row, first_column = tl.load(tile + 1) * BLOCK, tl.load(tile + 2) * BLOCK
-    first, last = tl.load(tile + 3) * DEPTH, tl.load(tile + 4) * DEPTH
-    part = tl.load(tile + 5)
-    source = tl.load(addresses + tl.load(problem)).to(tl.pointer_type(ELEMENT))
-    rows, columns = tl.load(problem + 2).to(tl.int32), tl.load(problem + 3).to(tl.int32)
-    row_stride, near, far = tl.load(problem + 4), tl.load(problem + 6), tl.load(problem + 7)
-    inner = tl.load(problem + 5).to(tl.int32)
-    rows_are_dense = tl.load(problem + 8) != 0
+    """One tile of one statistic, over all columns of the unfolding or one split of them.
+
+    Grid: one program for each tile of a lower triangle and each split. A program reads two panels,
+    BLOCK rows of the unfolding each. It reads and writes the tile and writes its mirror image, or
+    writes a partial sum. Bound: matrix units from about 128 rows on, memory below.
+    """
+    tile = tiles + tl.program_id(0) * TILE_FIELDS
+    problem = problems + tl.load(tile + PROBLEM) * PROBLEM_FIELDS
+    first_row = tl.load(tile + TILE_ROW) * BLOCK
+    first_column = tl.load(tile + TILE_COLUMN) * BLOCK
+    first, last = tl.load(tile + FIRST_STEP) * DEPTH, tl.load(tile + LAST_STEP) * DEPTH
+    partial = tl.load(tile + PARTIAL)
+    source = tl.load(addresses + tl.load(problem + TENSOR)).to(tl.pointer_type(ELEMENT))
+    rows, columns = tl.load(problem + ROWS).to(tl.int32), tl.load(problem + COLUMNS).to(tl.int32)
+    row_stride, inner = tl.load(problem + ROW_STRIDE), tl.load(problem + INNER).to(tl.int32)
+    inner_stride, outer_stride = tl.load(problem + INNER_STRIDE), tl.load(problem + OUTER_STRIDE)
+    rows_are_dense = tl.load(problem + ROWS_ARE_DENSE) != 0
 
     row, column = first_row + tl.arange(0, BLOCK), first_column + tl.arange(0, BLOCK)
     if VECTOR > 1:
         source = tl.multiple_of(source, 16)
         row_stride = tl.multiple_of(row_stride, VECTOR)
         rows, columns = tl.multiple_of(rows, VECTOR), tl.multiple_of(columns, VECTOR)
-        near = tl.multiple_of(near, VECTOR)
+        inner_stride = tl.multiple_of(inner_stride, VECTOR)
     if tl.load(decay).to(STATE) == 1:
-        last = first  # the tensor is not looked at
+        last = first  # the tensor is not read
     total = tl.zeros((BLOCK, BLOCK), STATE)
     if rows_are_dense:
         for start in range(first, last, DEPTH):
             c = start + tl.arange(0, DEPTH)
-            at = offsets(c, inner, near, far, VECTOR)[:, None]
+            at = offsets(c, inner, inner_stride, outer_stride, VECTOR)[:, None]
             inside = (c < columns)[:, None]
             a = tl.load(source + at + row[None, :], mask=inside & (row < rows)[None, :], other=0)
             b = tl.load(
@@ -127,31 +150,36 @@ def gram_kernel(
             if VECTOR > 1:
                 at = c.to(tl.int64)[None, :]
             else:
-                at = offsets(c, inner, near, far, VECTOR)[None, :]
+                at = offsets(c, inner, inner_stride, outer_stride, VECTOR)[None, :]
             inside = (c < columns)[None, :]
             a = tl.load(source + at_row + at, mask=(row < rows)[:, None] & inside, other=0)
             b = tl.load(source + at_column + at, mask=(column < rows)[:, None] & inside, other=0)
             total = tl.dot(a, tl.trans(b), total, input_precision=PRECISION, out_dtype=STATE)
 
-    if part < 0:
+    if partial < 0:
         _blend(total, row, column, problem, addresses, decay, STATE)
     else:
         width = tl.minimum(BLOCK, rows - first_column)
         at = (row - first_row)[:, None] * width + (column - first_column)[None, :]
         kept = (row < rows)[:, None] & (column < rows)[None, :]
-        tl.store(partials + part.to(tl.int64) + at, total, mask=kept)
+        tl.store(partials + partial.to(tl.int64) + at, total, mask=kept)
 
 
 @triton.jit
 def sum_kernel(
     tiles, problems, addresses, partials, decay, STATE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One tile of one statistic, from its partial sums in their order."""
-    tile = tiles + tl.program_id(0) * 5
-    problem = problems + tl.load(tile) * 9
-    first_row, first_column = tl.load(tile + 1) * BLOCK, tl.load(tile + 2) * BLOCK
-    part, count = tl.load(tile + 3).to(tl.int64), tl.load(tile + 4)
-    rows = tl.load(problem + 2).to(tl.int32)
+    """One tile of one statistic from its partial sums, added in a fixed order.
+
+    Grid: one program for each tile with partial sums, which it reads; it reads and writes the tile
+    and writes its mirror image. Bound: memory.
+    """
+    tile = tiles + tl.program_id(0) * SUM_FIELDS
+    problem = problems + tl.load(tile + PROBLEM) * PROBLEM_FIELDS
+    first_row = tl.load(tile + TILE_ROW) * BLOCK
+    first_column = tl.load(tile + TILE_COLUMN) * BLOCK
+    partial, count = tl.load(tile + FIRST_PARTIAL).to(tl.int64), tl.load(tile + PARTIALS)
+    rows = tl.load(problem + ROWS).to(tl.int32)
 
     row, column = first_row + tl.arange(0, BLOCK), first_column + tl.arange(0, BLOCK)
     height = tl.minimum(BLOCK, rows - first_row)
@@ -160,7 +188,7 @@ def sum_kernel(
     kept = (row < rows)[:, None] & (column < rows)[None, :]
     total = tl.zeros((BLOCK, BLOCK), STATE)
     for index in range(0, count):
-        start = partials + part + index * (height * width)
+        start = partials + partial + index * (height * width)
         total += tl.load(start + at, mask=kept, other=0)
     _blend(total, row, column, problem, addresses, decay, STATE)
 
@@ -175,16 +203,20 @@ def diagonal_kernel(
     STATE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A block of one diagonal statistic, as many columns a step as it has rows."""
-    tile = tiles + tl.program_id(0) * 2
-    problem = problems + tl.load(tile) * 9
-    row = tl.load(tile + 1) * BLOCK + tl.arange(0, BLOCK)
-    source = tl.load(addresses + tl.load(problem)).to(tl.pointer_type(ELEMENT))
-    target = tl.load(addresses + tl.load(problem + 1)).to(tl.pointer_type(STATE))
-    rows, columns = tl.load(problem + 2).to(tl.int32), tl.load(problem + 3).to(tl.int32)
-    row_stride, near, far = tl.load(problem + 4), tl.load(problem + 6), tl.load(problem + 7)
-    inner = tl.load(problem + 5).to(tl.int32)
-    rows_are_dense = tl.load(problem + 8) != 0
+    """BLOCK entries of one diagonal statistic, BLOCK columns in a step.
+
+    Grid: one program for each BLOCK rows, which it reads once; it reads and writes the entries.
+    Bound: memory.
+    """
+    tile = tiles + tl.program_id(0) * DIAGONAL_FIELDS
+    problem = problems + tl.load(tile + PROBLEM) * PROBLEM_FIELDS
+    row = tl.load(tile + TILE_ROW) * BLOCK + tl.arange(0, BLOCK)
+    source = tl.load(addresses + tl.load(problem + TENSOR)).to(tl.pointer_type(ELEMENT))
+    target = tl.load(addresses + tl.load(problem + STAT)).to(tl.pointer_type(STATE))
+    rows, columns = tl.load(problem + ROWS).to(tl.int32), tl.load(problem + COLUMNS).to(tl.int32)
+    row_stride, inner = tl.load(problem + ROW_STRIDE), tl.load(problem + INNER).to(tl.int32)
+    inner_stride, outer_stride = tl.load(problem + INNER_STRIDE), tl.load(problem + OUTER_STRIDE)
+    rows_are_dense = tl.load(problem + ROWS_ARE_DENSE) != 0
     weight = tl.load(decay).to(STATE)
 
     last = tl.where(weight != 1, columns, 0)
@@ -192,7 +224,7 @@ def diagonal_kernel(
         total = tl.zeros((BLOCK, BLOCK), STATE)
         for start in range(0, last, BLOCK):
             c = start + tl.arange(0, BLOCK)
-            at = offsets(c, inner, near, far, 1)[:, None] + row[None, :]
+            at = offsets(c, inner, inner_stride, outer_stride, 1)[:, None] + row[None, :]
             inside = (c < columns)[:, None] & (row < rows)[None, :]
             x = tl.load(source + at, mask=inside, other=0).to(STATE)
             total += x * x
@@ -202,7 +234,7 @@ def diagonal_kernel(
         at_row = (row.to(tl.int64) * row_stride)[:, None]
         for start in range(0, last, BLOCK):
             c = start + tl.arange(0, BLOCK)
-            at = at_row + offsets(c, inner, near, far, 1)[None, :]
+            at = at_row + offsets(c, inner, inner_stride, outer_stride, 1)[None, :]
             inside = (row < rows)[:, None] & (c < columns)[None, :]
             x = tl.load(source + at, mask=inside, other=0).to(STATE)
             total += x * x
@@ -213,21 +245,17 @@ def diagonal_kernel(
 
 
 class Problem(NamedTuple):
-    """One statistic, as the kernels read it."""
+    """One statistic and its unfolding, as the kernels read them."""
 
-    tensor: int  # of the addresses
-    stat: int  # of the addresses
+    tensor: int  # index into the addresses
+    stat: int  # index into the addresses
     rows: int
     columns: int
-    row: int
+    row_stride: int
     inner: int
-    near: int
-    far: int
+    inner_stride: int
+    outer_stride: int
     rows_are_dense: int
-
-    def lower_tiles(self, block: int) -> Iterator[tuple[int, int]]:
-        """Row and column of each tile of the lower triangle."""
-        return ((i, j) for i in range(blocks(self.rows, block)) for j in range(i + 1))
 
     def work(self, kind: "Kind") -> int:
         """The steps of all tiles."""
@@ -236,7 +264,7 @@ class Problem(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """Statistics that one launch serves: the tensors' dtype, and how wide they are read."""
+    """The statistics of one launch: the tensors' dtype, and elements of a load."""
 
     element: torch.dtype
     vector: int
@@ -249,14 +277,14 @@ class Kind(NamedTuple):
 
 @dataclass
 class Plan:
-    """What ``gram_ema_`` launches for tensors and statistics of given layouts."""
+    """The launches of ``gram_ema_`` for tensors and statistics of given layouts."""
 
     problems: Tensor
     tiles: list[tuple[Kind, int, Tensor]]
     sums: list[tuple[torch.dtype, int, Tensor]]
     diagonals: list[tuple[Kind, int, Tensor]]
-    partials: dict[torch.dtype, int]  # how many numbers the partial sums take
-    copied: frozenset[int]  # tensors whose modes do not merge where they lie
+    partials: dict[torch.dtype, int]  # elements of their workspace
+    copied: frozenset[int]  # tensors to copy first: their modes do not merge
     addresses: Addresses = field(default_factory=Addresses)
 
 
@@ -264,10 +292,10 @@ class Plan:
 def plan(
     tensors: tuple[Layout, ...], diagonal: tuple[bool, ...], device: torch.device, programs: int
 ) -> Plan:
-    """Plans the launches; ``diagonal`` says which statistics are, mode after mode.
+    """Plans the launches; ``diagonal`` marks the diagonal statistics, mode after mode.
 
     Raises:
-        ValueError: where an unfolding has more columns than a 32-bit index can count.
+        ValueError: if an unfolding has more rows or columns than a 32-bit index can count.
     """
     problems: list[Problem] = []
     full: dict[Kind, list[int]] = defaultdict(list)
@@ -295,15 +323,13 @@ def plan(
     merge_small(full, lambda kind, n: problems[n].work(kind), MERGED_STEPS * programs)
     sums: dict[torch.dtype, list[tuple[int, ...]]] = defaultdict(list)
     partials: dict[torch.dtype, int] = defaultdict(int)
-    tiles = []
-    for kind, numbers in full.items():
-        rows = _tiles(kind, {n: problems[n] for n in numbers}, programs, sums[kind.state], partials)
-        tiles.append((kind, len(rows), table(rows, torch.int32, device)))
+    tiles = {
+        kind: _tiles(kind, {n: problems[n] for n in numbers}, programs, sums[kind.state], partials)
+        for kind, numbers in full.items()
+    }
     return Plan(
         table(problems, torch.int64, device),
-        tiles,
-        [(s, len(rows), table(rows, torch.int32, device)) for s, rows in sums.items() if rows],
-        [(k, len(rows), table(rows, torch.int32, device)) for k, rows in diagonals.items()],
+        *(tile_tables(tiles, device), tile_tables(sums, device), tile_tables(diagonals, device)),
         dict(partials),
         frozenset(copied),
     )
@@ -321,14 +347,14 @@ def _tiles(
     sums: list[tuple[int, ...]],
     partials: dict[torch.dtype, int],
 ) -> list[tuple[int, ...]]:
-    """The tiles of one launch. Adds to ``sums`` what is to be summed, to ``partials`` its room."""
+    """The tiles of one launch; adds its tiles of partial sums to ``sums`` and ``partials``."""
     work = sum(problem.work(kind) for problem in problems.values())
-    share = max(LEAST_STEPS, blocks(work, PARTS * programs))
+    most = max(LEAST_STEPS, blocks(work, PARTS * programs))
     block = block_of(kind.state)
     tiles: list[tuple[int, ...]] = []
     for n, problem in problems.items():
-        parts = cut(blocks(problem.columns, DEPTH), share)
-        for i, j in problem.lower_tiles(block):
+        parts = cut(blocks(problem.columns, DEPTH), most)
+        for i, j in lower_tiles(problem.rows, block):
             if len(parts) == 1:
                 tiles.append((n, i, j, *parts[0], -1))
                 continue
@@ -347,14 +373,7 @@ def gram_ema_(
     *,
     programs: int | None = None,
 ) -> None:
-    """The operator, with ``stats`` flat; see ``tnt_kernels.gram_ema_``.
-
-    Args:
-        stats: the moving averages, mode after mode of tensor after tensor.
-        tensors: the tensors.
-        decay: in [0, 1].
-        programs: how many programs the device runs at once; by default asked of it.
-    """
+    """The operator with ``stats`` flat; ``programs`` defaults to the device's."""
     if not stats:
         return
     device = stats[0].device

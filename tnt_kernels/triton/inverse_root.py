@@ -1,12 +1,12 @@
-"""``inverse_root`` in Triton: the coupled Newton iteration, a few launches each for all matrices.
+"""``inverse_root`` in Triton: the coupled Newton iteration, a few launches for all matrices.
 
-Nothing waits for the device: it decides itself which matrices are done, whose programs then return
-at once. So the launches are always the same, and a graph can capture them.
+Nothing waits for the device, which decides itself which matrices are done: their programs return at
+once. The launches are therefore always the same, and a graph can capture them.
 """
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -29,23 +29,23 @@ from tnt_kernels.triton.launch import (
     scalar_on,
     table,
 )
-from tnt_kernels.triton.tiles import blocks, waves
+from tnt_kernels.triton.tiles import blocks, lower_tiles, waves
 
 ITERATIONS = 100  # at most: Ren & Goldfarb 2021, appendix
 ITERATIONS_PER_LOOK = 4
 DEPTH = 32  # terms of a sum in a step
-TILE = 32  # rows and columns of one, in launches that multiply nothing
-STRIPS = 128  # of TILE rows: how many are added up at a time
-SPAN = 1024  # elements of a diagonal mode in a program
+TILE = 32  # rows and columns of a tile, in launches without products
+STRIPS = 128  # strips of TILE rows added in one step
+SPAN = 1024  # entries of a diagonal mode for a program
 WARPS = 4
-# Tensors go through the iteration together as long as their scratch memory stays below this or, if
-# it is more, what the largest of them needs. Each wave has all the launches of its own: a third of
-# a percent of an H100's memory puts all of the MNIST autoencoder's factors into one.
+# Tensors share a wave as long as their workspace stays below this, or below the need of the largest
+# tensor if that is more. Every wave repeats all launches; with a third of a percent of an H100's
+# memory, all factors of the MNIST autoencoder are one wave.
 SCRATCH_BYTES = 256 << 20
 
 
 class Product(NamedTuple):
-    """One product of an iteration: its operands and where it goes, by their names in ``newton``."""
+    """One product of an iteration: its operands and target, as ``newton`` numbers them."""
 
     first: int
     second: int
@@ -54,17 +54,17 @@ class Product(NamedTuple):
 
 @functools.cache
 def levels(root: int) -> tuple[tuple[Product, ...], ...]:
-    """The products of M <- N^p M and H <- H N, each level's made of those before.
+    """The products of M <- N^p M and H <- H N; each level reads only earlier levels' products.
 
-    By squaring: powers of N, N^(2^bit), and the product of M with those that p's bits name.
+    By repeated squaring: the powers N^(2^bit), and the product of M with the powers of p's bits.
     """
     m, next_m, h, next_h = (b.value for b in (newton.M, newton.NEXT_M, newton.H, newton.NEXT_H))
-    # What is read last must not lie where the last level writes.
+    # The last level must not write to a buffer that it reads.
     power_buffers = (newton.POWER.value, next_h)
     product_buffers = (next_m, newton.PRODUCT.value)
     result: list[tuple[Product, ...]] = []
     power, product = newton.N.value, m
-    powers, products = root.bit_length() - 1, root.bit_count() - 1  # still to come
+    powers, products = root.bit_length() - 1, root.bit_count() - 1  # that remain
     for bit in range(root.bit_length()):
         level = []
         if root >> bit & 1:
@@ -82,13 +82,13 @@ def levels(root: int) -> tuple[tuple[Product, ...], ...]:
 
 
 def buffers(root: int) -> int:
-    """How many matrices the iteration holds: up to the last buffer that it names."""
+    """How many matrices the iteration stores: up to the last buffer that its products write."""
     targets: list[int] = [product.target for level in levels(root) for product in level]
     return max(targets) + 1
 
 
 class Work(NamedTuple):
-    """What one launch does: a row of the table for each program."""
+    """One launch: its tile table has one row for each program."""
 
     programs: int
     rows: Tensor
@@ -96,13 +96,13 @@ class Work(NamedTuple):
 
 @dataclass
 class Wave:
-    """Tensors of one dtype that go through all launches together."""
+    """The launches for tensors of one dtype that share the workspace."""
 
     state: torch.dtype
     block: int  # rows and columns of a product's tile
     scratch: int  # elements
     modes: int
-    matrices: Tensor  # one for each mode, also the diagonal ones
+    matrices: Tensor  # one row for each mode, diagonal ones included
     strips: Work
     tiles: Work
     products: list[Work]  # in their order
@@ -112,15 +112,11 @@ class Wave:
 
 @dataclass
 class Plan:
-    """What ``inverse_root`` launches for statistics of given layouts."""
+    """The launches of ``inverse_root`` for statistics of given layouts."""
 
     waves: list[Wave]
+    scratch: int  # bytes of the workspace, which the waves use in turn
     addresses: Addresses = field(default_factory=Addresses)
-
-    @property
-    def scratch(self) -> int:
-        """Bytes, for one wave after the other."""
-        return max((wave.scratch * wave.state.itemsize for wave in self.waves), default=0)
 
 
 @functools.lru_cache(maxsize=64)
@@ -141,21 +137,21 @@ def plan(
             for t, (numbers, root) in enumerate(zip(modes, roots, strict=True))
             if numbers and stats[numbers[0]].dtype == state
         }
-        # The largest first: they are alone anyway, and in a wave the last programs should be short.
+        # Largest first: large tensors are alone anyway, and a wave's last programs should be short.
         in_order = dict(sorted(needs.items(), key=lambda need: -need[1]))
         for members in waves(in_order, SCRATCH_BYTES):
             result.append(_wave(members, stats, modes, roots, device, programs))
-    return Plan(result)
+    return Plan(result, max((w.scratch * w.state.itemsize for w in result), default=0))
 
 
 def _stride_of(stat: Layout) -> int:
-    """From a buffer's row to the next, elements: a multiple of the widest load."""
+    """The leading dimension of a buffer, elements: a multiple of the widest load."""
     vector = VECTOR_BYTES // stat.dtype.itemsize
     return blocks(stat.shape[0], vector) * vector
 
 
 def _scratch_of(stat: Layout, root: int) -> int:
-    """The scratch memory of a matrix, elements."""
+    """The workspace of a matrix, elements."""
     return 0 if len(stat.shape) == 1 else buffers(root) * stat.shape[0] * _stride_of(stat)
 
 
@@ -185,20 +181,21 @@ def _wave(
     state = stats[modes[members[0]][0]].dtype
     sizes = {number: matrices[number][newton.ROWS.value] for number in full}
     block = _block_of(state, list(sizes.values()), programs)
-    strips = [(number, i) for number, rows in sizes.items() for i in range(blocks(rows, TILE))]
+    strips = [(number, i) for number, n in sizes.items() for i in range(blocks(n, TILE))]
     first_strip = {number: row for row, (number, i) in enumerate(strips) if i == 0}
     tiles = [
         (number, i, j, first_strip[number])
         for number, rows in sizes.items()
-        for i, j in _lower_tiles(rows, TILE)
+        for i, j in lower_tiles(rows, TILE)
     ]
-    # The last products of all matrices are made together.
+    # The last products of all matrices share a launch.
     depth = max((len(levels(root)) for root in full.values()), default=0)
     products: list[list[tuple[int, ...]]] = [[] for _ in range(depth)]
     for number, root in full.items():
-        for level, made in zip(reversed(products), reversed(levels(root)), strict=False):
-            for product in made:
-                level += [(number, i, j, *product) for i, j in _lower_tiles(sizes[number], block)]
+        for table_rows, level in zip(reversed(products), reversed(levels(root)), strict=False):
+            for product in level:
+                at = lower_tiles(sizes[number], block)
+                table_rows += [(number, i, j, *product) for i, j in at]
 
     def work(rows: Sequence[tuple[int, ...]]) -> Work:
         return Work(len(rows), table(rows, torch.int32, device))
@@ -218,40 +215,35 @@ def _wave(
 
 
 def _block_of(state: torch.dtype, sizes: Sequence[int], programs: int) -> int:
-    """Rows and columns of a product's tile: small ones where large ones would leave programs idle.
+    """Rows and columns of a product's tile: smaller if there are fewer large tiles than programs.
 
-    64 x 64 float32 sums are what four warps hold in registers.
+    Four warps hold 64 x 64 float32 sums in registers.
     """
     large = 64 if state == torch.float32 else 32
-    tiles = sum(len(list(_lower_tiles(rows, large))) for rows in sizes)
+    tiles = sum(len(list(lower_tiles(rows, large))) for rows in sizes)
     return large if tiles >= programs else large // 2
 
 
-def _lower_tiles(rows: int, block: int) -> Iterator[tuple[int, int]]:
-    """Row and column of each tile of the lower triangle."""
-    return ((i, j) for i in range(blocks(rows, block)) for j in range(i + 1))
-
-
 class Watch:
-    """Sees on the host that a wave is done, later than it is, but without waiting for it.
+    """Reads on the host, late but without waiting, whether a wave is done.
 
-    The launches that are left do nothing then, but to launch them takes time. A graph has them all.
+    The remaining launches would do nothing, but each takes time. A graph records all of them.
     """
 
     def __init__(self, states: Tensor) -> None:
         self._states = self._seen = states
         self._may_look = not is_capturing(states.device)
         if states.is_cuda and self._may_look:
-            # Zeros: nobody is done. Fresh ones: a copy from an earlier call may still be under way.
+            # Zeros: none is done. Newly allocated: an earlier call's copy may still be running.
             self._seen = torch.zeros(states.shape, dtype=states.dtype, pin_memory=True)
 
     def look(self) -> None:
-        """Has the device send its states when it gets there."""
+        """Starts an asynchronous copy of the states."""
         if self._may_look and self._seen is not self._states:
             self._seen.copy_(self._states, non_blocking=True)
 
     def sees_all_done(self) -> bool:
-        """Whether the states that have come so far say so."""
+        """Whether all matrices are done in the last copy that has arrived."""
         return self._may_look and bool(self._seen[:, newton.DONE.value].all())
 
 
@@ -265,20 +257,7 @@ def inverse_root(
     programs: int | None = None,
     iterations: int = ITERATIONS,
 ) -> Tensor:
-    """The operator, with ``out`` and ``stats`` flat; see ``tnt_kernels.inverse_root``.
-
-    Args:
-        out: what the factors are written to, contiguous.
-        stats: the statistics, mode after mode of tensor after tensor.
-        orders: how many modes each tensor has.
-        damping: eps.
-        roots: p for each tensor.
-        programs: how many programs the device runs at once; by default asked of it.
-        iterations: at most so many.
-
-    Returns:
-        info: int32, (number of tensors,), on the device.
-    """
+    """The operator with ``out`` and ``stats`` flat; ``programs`` defaults to the device's."""
     if not stats:
         return torch.zeros(len(orders), dtype=torch.int32, device=damping.device)
     device = stats[0].device
@@ -368,20 +347,15 @@ def _iterate(
                 LAST=level is wave.products[-1],
                 num_warps=WARPS,
             )
-        launch(
-            newton.decide_kernel,
-            *(wave.modes, states),
-            STATE=element,
-            MAY_GROW=iteration == 0,
-            num_warps=1,
-        )
+        first = iteration == 0
+        launch(newton.decide_kernel, wave.modes, states, STATE=element, MAY_GROW=first, num_warps=1)
         if iteration % ITERATIONS_PER_LOOK == 0:
             watch.look()
 
 
 def _precision(device: torch.device) -> str:
-    """How products are made, whatever PyTorch's switch says.
+    """The precision of products, independent of PyTorch's switch.
 
-    TF32's ten bits are too few: max|M - I| would stay above the tolerance that ends the iteration.
+    With TF32's ten bits max|M - I| would stay above the tolerance that ends the iteration.
     """
     return "tf32x3" if has_tensor_cores(device) else "ieee"

@@ -1,8 +1,8 @@
-"""What every launcher needs: tables and addresses on the device, scalars, products' precision."""
+"""Shared by all launchers: tables, addresses and scalars on the device, and product precision."""
 
 import functools
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 import triton
@@ -16,12 +16,15 @@ ELEMENTS = {
     torch.float16: tl.float16,
 }
 
-# The widest load, in bytes, and what addresses and strides must be multiples of for it.
+# The widest load, in bytes; addresses and strides must be multiples of it.
 VECTOR_BYTES = 16
 
 
+KeyT = TypeVar("KeyT")
+
+
 class Layout(NamedTuple):
-    """All of a tensor that a plan depends on."""
+    """The properties of a tensor that a plan depends on."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -30,12 +33,12 @@ class Layout(NamedTuple):
 
     @property
     def vector(self) -> int:
-        """Elements in the widest load; 1 where the start is not aligned for it."""
+        """Elements of the widest load; 1 if the start is not aligned for it."""
         return VECTOR_BYTES // self.dtype.itemsize if self.aligned else 1
 
 
 def layouts(tensors: Sequence[Tensor]) -> tuple[Layout, ...]:
-    """The layouts of tensors; hashable, as the key of a plan."""
+    """The layouts of tensors, hashable: the key of a cached plan."""
     return tuple(
         [Layout(t.shape, t.stride(), t.dtype, t.data_ptr() % VECTOR_BYTES == 0) for t in tensors]
     )
@@ -43,11 +46,8 @@ def layouts(tensors: Sequence[Tensor]) -> tuple[Layout, ...]:
 
 def contiguous(layout: Layout) -> Layout:
     """The layout of a contiguous copy."""
-    strides, step = [], 1
-    for n in reversed(layout.shape):
-        strides.append(step)
-        step *= max(n, 1)
-    return Layout(layout.shape, tuple(reversed(strides)), layout.dtype, True)
+    strides = torch.empty(layout.shape, device="meta").stride()
+    return Layout(layout.shape, strides, layout.dtype, True)
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -56,45 +56,52 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether what is launched now is recorded in a CUDA graph, not run."""
+    """Whether a CUDA graph is recording launches instead of running them."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-# What kernels in CUDA graphs read: tables, addresses, numbers. Nobody says when a graph is gone.
+# Tables and numbers that CUDA graphs read. Never freed: nothing reports that a graph is gone.
 _held: list[object] = []
 
 
 def hold(device: torch.device, *objects: object) -> None:
-    """Keeps what a graph that is being recorded will read at its replays."""
+    """Keeps objects alive for replays of the CUDA graph that is being recorded, if one is."""
     if is_capturing(device):
         _held.extend(objects)
 
 
 def table(rows: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Integers on the device, row after row.
+    """A table of integers on the device, row after row.
 
     Raises:
         RuntimeError: while a CUDA graph is recorded.
     """
     if is_capturing(device):
         raise RuntimeError(
-            "this call must run once before a CUDA graph records it: its plan is not made yet"
+            "this call must run once before a CUDA graph records it: its plan does not exist yet"
         )
     return torch.tensor([entry for row in rows for entry in row], dtype=dtype, device=device)
 
 
+def tile_tables(
+    tiles: Mapping[KeyT, Sequence[Sequence[int]]], device: torch.device
+) -> list[tuple[KeyT, int, Tensor]]:
+    """Launches: key, number of programs and tile table, for all keys that have tiles."""
+    return [(key, len(t), table(t, torch.int32, device)) for key, t in tiles.items() if t]
+
+
 def block_of(state: torch.dtype) -> int:
-    """Rows and columns of a tile: 64 x 64 float32 sums are what four warps hold in registers."""
+    """Rows and columns of a tile: four warps hold 64 x 64 float32 sums in registers."""
     return 64 if state == torch.float32 else 32
 
 
 class Addresses:
-    """Where a plan's tensors lie, as a table on their device, sent again only when one moved."""
+    """The addresses of a plan's tensors, copied to their device only when one has changed."""
 
     def __init__(self) -> None:
         self._sent: list[int] = []
         self._table = torch.empty(0, dtype=torch.int64)
-        # To send from while a graph is recorded, when none may be asked for.
+        # A pinned buffer for the next recording, during which none may be allocated.
         self._spare: Tensor | None = None
 
     def of(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -114,7 +121,7 @@ class Addresses:
         if addresses == self._sent:
             hold(device, self._table)
             return self._table
-        # It arrives at the graph's replays, not before: nobody else may rely on it.
+        # The copy runs at the graph's replays, not now, so no other call may use it.
         host = _pinned(len(addresses), device) if self._spare is None else self._spare
         self._spare = None
         there = _sent(addresses, host, device)
@@ -123,7 +130,7 @@ class Addresses:
 
 
 def _pinned(count: int, device: torch.device) -> Tensor:
-    """Memory of the host that a copy to the device need not wait for."""
+    """Pinned host memory, from which a copy to the device is asynchronous."""
     return torch.empty(count, dtype=torch.int64, pin_memory=device.type == "cuda")
 
 
@@ -133,7 +140,7 @@ def _sent(addresses: list[int], host: Tensor, device: torch.device) -> Tensor:
 
 
 def scalar_on(device: torch.device, value: Tensor) -> Tensor:
-    """A 0-dim floating-point tensor on the device: itself if it is there, else a cached copy."""
+    """A 0-dim floating-point tensor on the device: ``value`` itself, or a cached copy."""
     if value.device == device:
         return value
     key = device, value.item()
@@ -141,7 +148,7 @@ def scalar_on(device: torch.device, value: Tensor) -> Tensor:
     if number is None:
         number = torch.full((), key[1], dtype=torch.float64, device=device)
         if is_capturing(device):
-            return number  # which holds the value at the graph's replays only
+            return number  # not cached: it holds the value only at the graph's replays
         if len(_numbers) >= _MOST_NUMBERS:
             _numbers.clear()
         _numbers[key] = number
@@ -155,7 +162,7 @@ _MOST_NUMBERS = 64
 
 @functools.cache
 def programs_at_once(device: torch.device) -> int:
-    """How many programs fill the device: its multiprocessors."""
+    """How many programs fill the device: its number of multiprocessors."""
     if device.type != "cuda":
         return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -172,20 +179,20 @@ def has_tensor_cores(device: torch.device) -> bool:
 
 
 def precision(device: torch.device) -> str:
-    """How float32 products are made: Triton's name for what PyTorch's own switch asks for."""
+    """Triton's name for the float32 precision that PyTorch's own switch selects."""
     if not has_tensor_cores(device):
         return "ieee"
     return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 def mark_written(tensors: Sequence[Tensor]) -> None:
-    """Has autograd notice that tensors were written to, which it cannot see behind addresses."""
+    """Tells autograd that kernels wrote to tensors through their addresses."""
     torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
 
 
 def launch(
     kernel: "triton.JITFunction", programs: int, *arguments: object, **constants: object
 ) -> None:
-    """Launches ``programs`` programs on the device of the first argument; none, if none."""
+    """Launches ``programs`` programs on the device of the first argument, or nothing for 0."""
     if programs:
         kernel[(programs,)](*arguments, **constants)

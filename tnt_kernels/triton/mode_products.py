@@ -12,13 +12,7 @@ from tnt_kernels.triton.launch import programs_at_once, state_dtype
 def mode_products(
     tensors: Sequence[Tensor], factors: Sequence[Tensor], *, programs: int | None = None
 ) -> list[Tensor]:
-    """The operator, with ``factors`` flat; see ``tnt_kernels.mode_products``.
-
-    Args:
-        tensors: the tensors.
-        factors: the symmetric factors, mode after mode of tensor after tensor.
-        programs: how many programs the device runs at once; by default asked of it.
-    """
+    """The operator with ``factors`` flat; ``programs`` defaults to the device's."""
     if not tensors:
         return []
     device = tensors[0].device

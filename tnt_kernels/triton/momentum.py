@@ -1,4 +1,4 @@
-"""The momenta's launch, which ``preconditioned_step_`` and ``grafted_directions_`` share."""
+"""Momentum updates, one launch for all tensors of a kind of dtypes."""
 
 import functools
 import math
@@ -21,11 +21,27 @@ from tnt_kernels.triton.launch import (
     layouts,
     scalar_on,
     table,
+    tile_tables,
 )
-from tnt_kernels.triton.tiles import LARGEST_INDEX, MERGED_STEPS, blocks, merge_small, merged
+from tnt_kernels.triton.tiles import (
+    LARGEST_INDEX,
+    MERGED_STEPS,
+    PROBLEM,
+    TILE_ROW,
+    blocks,
+    fields,
+    merge_small,
+    merged,
+)
+
+# The problem table, int64: up to three merged dimensions, the fastest first.
+MOMENTUM, GRAD, COUNT, INNER, MIDDLE, MOMENTUM_STRIDES = fields(6)
+GRAD_STRIDES = tl.constexpr(8)
+PROBLEM_FIELDS = tl.constexpr(11)
+TILE_FIELDS = tl.constexpr(2)
 
 SPAN = 4096  # elements of a program
-BLOCK = 1024  # of one of its steps
+BLOCK = 1024  # elements of a step
 WARPS = 4
 MOST_DIMENSIONS = 3
 
@@ -42,20 +58,25 @@ def momentum_kernel(
     BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """m <- momentum m + g on a span of one tensor."""
-    tile = tiles + tl.program_id(0) * 2
-    problem = problems + tl.load(tile) * 11
-    first = tl.load(tile + 1) * SPAN
-    target = tl.load(addresses + tl.load(problem)).to(tl.pointer_type(STATE))
-    source = tl.load(addresses + tl.load(problem + 1)).to(tl.pointer_type(ELEMENT))
-    count = tl.load(problem + 2).to(tl.int32)
-    inner, middle = tl.load(problem + 3).to(tl.int32), tl.load(problem + 4).to(tl.int32)
+    """m <- momentum m + g on SPAN elements of one tensor.
+
+    Grid: one program for each SPAN elements, of which it reads m and g once and writes m. Bound:
+    memory.
+    """
+    tile = tiles + tl.program_id(0) * TILE_FIELDS
+    problem = problems + tl.load(tile + PROBLEM) * PROBLEM_FIELDS
+    first = tl.load(tile + TILE_ROW) * SPAN
+    target = tl.load(addresses + tl.load(problem + MOMENTUM)).to(tl.pointer_type(STATE))
+    source = tl.load(addresses + tl.load(problem + GRAD)).to(tl.pointer_type(ELEMENT))
+    count = tl.load(problem + COUNT).to(tl.int32)
+    inner = tl.load(problem + INNER).to(tl.int32)
+    middle = tl.load(problem + MIDDLE).to(tl.int32)
     mu = tl.load(momentum).to(STATE)
     if VECTOR > 1:
         target, source = tl.multiple_of(target, 16), tl.multiple_of(source, 16)
         count = tl.multiple_of(count, VECTOR)
     for start in range(0, SPAN, BLOCK):
-        # Compared as a remainder: `first + start` may exceed a 32-bit index.
+        # Not `element < count`: `first + start` may exceed a 32-bit index.
         element = first + start + tl.arange(0, BLOCK)
         inside = start + tl.arange(0, BLOCK) < count - first
         if VECTOR > 1:
@@ -63,16 +84,17 @@ def momentum_kernel(
         else:
             x, rest = element % inner, element // inner
             y, z = rest % middle, rest // middle
-            to = target + x * tl.load(problem + 5) + y * tl.load(problem + 6)
-            to += z * tl.load(problem + 7)
-            at = source + x * tl.load(problem + 8) + y * tl.load(problem + 9)
-            at += z * tl.load(problem + 10)
+            m_strides, g_strides = problem + MOMENTUM_STRIDES, problem + GRAD_STRIDES
+            to = target + x * tl.load(m_strides) + y * tl.load(m_strides + 1)
+            to += z * tl.load(m_strides + 2)
+            at = source + x * tl.load(g_strides) + y * tl.load(g_strides + 1)
+            at += z * tl.load(g_strides + 2)
         g = tl.load(at, mask=inside, other=0).to(STATE)
         tl.store(to, mu * tl.load(to, mask=inside, other=0) + g, mask=inside)
 
 
 class Kind(NamedTuple):
-    """Momenta that one launch updates: the gradients' and their own dtype, and how wide."""
+    """The momenta of one launch: the gradients' dtype, their own, and elements of a load."""
 
     element: torch.dtype
     state: torch.dtype
@@ -81,11 +103,11 @@ class Kind(NamedTuple):
 
 @dataclass
 class Plan:
-    """How momenta and gradients of given layouts are added."""
+    """The launches that add gradients to momenta of given layouts."""
 
     problems: Tensor
     launches: list[tuple[Kind, int, Tensor]]
-    apart: tuple[int, ...]  # left to PyTorch: too many dimensions that do not merge
+    left_to_torch: tuple[int, ...]  # tensors with too many dimensions that do not merge
     addresses: Addresses = field(default_factory=Addresses)
 
 
@@ -95,7 +117,7 @@ def plan(
 ) -> Plan:
     """Plans the momenta's launches."""
     problems: list[tuple[int, ...]] = []
-    apart: list[int] = []
+    left_to_torch: list[int] = []
     kinds: dict[Kind, list[int]] = defaultdict(list)
     for t, (m, g) in enumerate(zip(momenta, grads, strict=True)):
         count = math.prod(m.shape)
@@ -103,7 +125,7 @@ def plan(
             continue
         groups = merged(m.shape, m.strides, g.strides)
         if len(groups.sizes) > MOST_DIMENSIONS or count > LARGEST_INDEX:
-            apart.append(t)
+            left_to_torch.append(t)
             continue
         missing = MOST_DIMENSIONS - len(groups.sizes)
         sizes = [*groups.sizes, *[1] * missing]
@@ -114,24 +136,18 @@ def plan(
         to, at = zip(*strides, strict=True)
         problems.append((t, len(momenta) + t, count, *sizes[:2], *to, *at))
     merge_small(kinds, lambda kind, n: blocks(problems[n][2], SPAN), MERGED_STEPS * programs)
-    launches = []
-    for kind, numbers in kinds.items():
-        tiles = [(n, i) for n in numbers for i in range(blocks(problems[n][2], SPAN))]
-        launches.append((kind, len(tiles), table(tiles, torch.int32, device)))
-    return Plan(table(problems, torch.int64, device), launches, tuple(apart))
+    tiles = {
+        kind: [(n, i) for n in numbers for i in range(blocks(problems[n][2], SPAN))]
+        for kind, numbers in kinds.items()
+    }
+    launches = tile_tables(tiles, device)
+    return Plan(table(problems, torch.int64, device), launches, tuple(left_to_torch))
 
 
-def move_momenta(
+def update_momenta(
     momenta: Sequence[Tensor], grads: Sequence[Tensor], momentum: Tensor, programs: int
 ) -> None:
-    """m <- momentum m + g.
-
-    Args:
-        momenta: the m, at least one.
-        grads: the g.
-        momentum: mu.
-        programs: how many programs the device runs at once.
-    """
+    """m <- momentum m + g, for at least one momentum."""
     device = momenta[0].device
     grads = [g.resolve_neg() for g in grads]
     p = plan(layouts(momenta), layouts(grads), device, programs)
@@ -150,5 +166,5 @@ def move_momenta(
             VECTOR=kind.vector,
             num_warps=WARPS,
         )
-    for t in p.apart:
+    for t in p.left_to_torch:
         momenta[t].mul_(mu.to(momenta[t].dtype)).add_(grads[t])

@@ -2,46 +2,59 @@
 
     M <- N^p M,  H <- H N,  with N = (1 + 1/p) I - M/p
 
-All iterates are polynomials of one symmetric matrix: they are symmetric and commute. So of a
-product only the tiles of the lower triangle are made, and mirrored as they are stored; and a
-product's second operand is read by its rows like the first, (rows, n) by (columns, n).
+All iterates are polynomials of one symmetric matrix, so they are symmetric and commute. A product
+therefore computes only the tiles of the lower triangle, whose epilogue stores the mirror image too,
+and it reads its second operand by rows like the first, (rows, n) by (columns, n).
 
-Each matrix has six buffers in scratch memory (fewer where its root needs fewer), n rows whose ends
-are filled up with zeros to a multiple of the widest load, and one row of the *states*, by which
-launches that follow each other on the device decide, without the host, what is left to do.
+Each matrix has up to six buffers in a workspace, as many as its root needs. A buffer has n rows,
+padded with zeros to a multiple of the widest load. Each matrix also has one row of the *states*,
+with which consecutive launches decide on the device, without the host, which work remains.
 """
 
 import triton
 import triton.language as tl
 
-TOLERANCE = tl.constexpr(1e-6)  # of max|M - I|
-GROWTH = tl.constexpr(1.2)  # of it in an iteration: the previous iterate is the best there is
-CONVERGED = tl.constexpr(0.1)  # M farther from I than this: H is no root, whatever it holds
-TRACE = tl.constexpr(0.5)  # nor with an entry of this / rows: M may have a negative eigenvalue
+from tnt_kernels.triton.tiles import TILE_COLUMN, TILE_ROW, fields
 
-# A row of the states, int64 and zero at first. Numbers are the bits of a float64, but NEXT_ERROR's
-# of the statistic's dtype: as integers, non-negative numbers are ordered like themselves, NaN comes
-# above infinity, and a maximum does not depend on who comes first.
+TOLERANCE = tl.constexpr(1e-6)  # of max|M - I|
+GROWTH = tl.constexpr(1.2)  # of max|M - I| in one iteration: above it, the previous iterate stands
+CONVERGED = tl.constexpr(0.1)  # a larger max|M - I| means that H is not the root
+TRACE = tl.constexpr(0.5)  # so does max|M - I| >= this / rows: M may have a negative eigenvalue
+
+# A row of the states, int64, zero at first. Numbers are stored as the bits of a float64; NEXT_ERROR
+# as the bits of the statistic's dtype. As integers, non-negative numbers keep their order, NaN is
+# above infinity, and an atomic maximum does not depend on the order of the programs.
 STATE_FIELDS = tl.constexpr(6)
 CURRENT = tl.constexpr(0)  # which of the two M, and of the two H, is the iterate
 DONE = tl.constexpr(1)
 ERROR = tl.constexpr(2)  # max|M - I|
-NEXT_ERROR = tl.constexpr(3)  # that of the next iterate, which is not accepted yet
-LARGEST = tl.constexpr(4)  # entry of S + damping I
+NEXT_ERROR = tl.constexpr(3)  # max|M - I| of the next iterate, which is not yet accepted
+LARGEST = tl.constexpr(4)  # the largest |entry| of S + damping I
 FAILED = tl.constexpr(5)
 
 # A row of the matrices, int64.
 MATRIX_FIELDS = tl.constexpr(7)
 STAT = tl.constexpr(0)  # index of its address
-OUT = tl.constexpr(1)  # likewise
+OUT = tl.constexpr(1)  # index of its address
 ROWS = tl.constexpr(2)
 STRIDE = tl.constexpr(3)  # of the buffers, elements
-START = tl.constexpr(4)  # of the first buffer in the scratch memory, elements
+START = tl.constexpr(4)  # of the first buffer in the workspace, elements
 ROOT = tl.constexpr(5)
 TENSOR = tl.constexpr(6)  # index into info
 
-# Operands and targets: a buffer for whichever M and H are the iterates, buffers for the others, two
-# for powers of N and products of them, and N, which is not stored.
+# Columns of the tile tables, int32, besides TILE_ROW and TILE_COLUMN.
+MATRIX = tl.constexpr(0)
+STRIP_FIELDS = tl.constexpr(2)
+FIRST_STRIP = tl.constexpr(3)
+TILE_FIELDS = tl.constexpr(4)
+FIRST, SECOND, TARGET = fields(3, start=3)  # of a product: operands and target, as below
+PRODUCT_FIELDS = tl.constexpr(6)
+# A row of the tensors, int32.
+INFO, FIRST_MODE, ORDER = fields(3)
+TENSOR_FIELDS = tl.constexpr(3)
+
+# Operands and targets: the current iterates M and H, the next ones, two buffers for powers of N and
+# their products, and N, which is not stored.
 M = tl.constexpr(0)
 NEXT_M = tl.constexpr(1)
 H = tl.constexpr(2)
@@ -54,7 +67,7 @@ N = tl.constexpr(6)
 @triton.jit
 def _power(base, exponent):
     """base**exponent for a float64 base; infinity unless the base is positive."""
-    # Not in float32: log2 of 1e30 has lost seven bits of the root there.
+    # In float64: the float32 log2 of 1e30 loses seven bits of the root.
     positive = base > 0
     root = tl.exp2(exponent * tl.log2(tl.where(positive, base, 1.0)))
     return tl.where(positive, root, float("inf"))
@@ -72,7 +85,7 @@ def _store_number(at, number):
 
 @triton.jit
 def _largest_bits(tile, STATE: tl.constexpr):
-    """The bits of the largest |entry| of a tile, int64, NaN's if there is one."""
+    """The bits of the largest |entry| of a tile, int64; NaN counts as the largest."""
     if STATE == tl.float64:
         bits = tl.abs(tile).to(tl.int64, bitcast=True)
     else:
@@ -96,7 +109,7 @@ def _number_of(bits, STATE: tl.constexpr):
 
 @triton.jit
 def _store_lower(target, value, row, column, rows, stride):
-    """Stores the lower triangle of a tile and its mirror image; zeros right of the matrix."""
+    """Stores a tile's lower triangle and its mirror image, and zeros as the rows' padding."""
     at = target + row.to(tl.int64)[:, None] * stride + column[None, :]
     lower = row[:, None] >= column[None, :]
     tl.store(at, value, mask=lower & (row[:, None] < rows))
@@ -113,7 +126,7 @@ def _identity(row, column, rows, STATE: tl.constexpr):
 
 @triton.jit
 def _buffer(matrix, state, name):
-    """Where the buffer begins that an operand or target names, elements."""
+    """The start of an operand's or target's buffer in the workspace, elements."""
     rows, stride = tl.load(matrix + ROWS), tl.load(matrix + STRIDE)
     index = tl.where(name < POWER, name ^ tl.load(state + CURRENT).to(tl.int32), name)
     return tl.load(matrix + START) + index.to(tl.int64) * rows * stride
@@ -121,21 +134,18 @@ def _buffer(matrix, state, name):
 
 @triton.jit
 def measure_kernel(
-    strips,
-    matrices,
-    addresses,
-    measures,
-    damping,
-    STATE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    strips, matrices, addresses, measures, damping, STATE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Of some rows of S + damping I the largest |entry| and the sum of (entry / largest)^2.
+    """The largest |entry| of BLOCK rows of S + damping I, and the sum of (entry / largest)^2.
 
-    The largest first: the entries' squares would leave float32's range.
+    The entries' squares would leave float32's range, so they are divided by the largest first.
+
+    Grid: one program for each BLOCK rows of a matrix, which it reads twice; it writes two numbers.
+    Bound: memory.
     """
-    strip = strips + tl.program_id(0) * 2
-    matrix = matrices + tl.load(strip) * MATRIX_FIELDS
-    row = tl.load(strip + 1) * BLOCK + tl.arange(0, BLOCK)
+    strip = strips + tl.program_id(0) * STRIP_FIELDS
+    matrix = matrices + tl.load(strip + MATRIX) * MATRIX_FIELDS
+    row = tl.load(strip + TILE_ROW) * BLOCK + tl.arange(0, BLOCK)
     stat = tl.load(addresses + tl.load(matrix + STAT)).to(tl.pointer_type(STATE))
     rows = tl.load(matrix + ROWS).to(tl.int32)
     at = stat + row.to(tl.int64)[:, None] * rows
@@ -148,7 +158,7 @@ def measure_kernel(
         entry = tl.load(at + column[None, :], mask=inside, other=0)
         damped = entry + eps * _identity(row, column, rows, STATE)
         bits = tl.maximum(bits, _largest_bits(damped, STATE))
-    # What is not finite counts as infinite, so that no NaN gets further than here.
+    # NaN becomes infinity, so that no NaN is stored.
     largest = _number_of(bits, STATE)
     finite = largest < float("inf")
     largest = tl.where(finite, largest, float("inf"))
@@ -178,16 +188,20 @@ def begin_kernel(
     BLOCK: tl.constexpr,
     STRIPS: tl.constexpr,
 ):
-    """A tile of M = z (S + damping I) / largest and of H = z^(1/p) I, as the next iterates."""
-    tile = tiles + tl.program_id(0) * 4
-    matrix = matrices + tl.load(tile) * MATRIX_FIELDS
-    state = states + tl.load(tile) * STATE_FIELDS
-    row = tl.load(tile + 1) * BLOCK + tl.arange(0, BLOCK)
-    column = tl.load(tile + 2) * BLOCK + tl.arange(0, BLOCK)
-    measure = measures + tl.load(tile + 3) * 2
+    """A tile of M = z (S + damping I) / largest and of H = z^(1/p) I, as the next iterates.
+
+    Grid: one program for each tile of a lower triangle. It reads the tile and the matrix's measures
+    and writes two tiles with their mirror images. Bound: memory.
+    """
+    tile = tiles + tl.program_id(0) * TILE_FIELDS
+    matrix = matrices + tl.load(tile + MATRIX) * MATRIX_FIELDS
+    state = states + tl.load(tile + MATRIX) * STATE_FIELDS
+    row = tl.load(tile + TILE_ROW) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.load(tile + TILE_COLUMN) * BLOCK + tl.arange(0, BLOCK)
+    measure = measures + tl.load(tile + FIRST_STRIP) * 2
     rows, stride = tl.load(matrix + ROWS).to(tl.int32), tl.load(matrix + STRIDE).to(tl.int32)
 
-    # Always in the same order: no two programs, and no two runs, get another z.
+    # In a fixed order, so that all programs of a matrix, and all runs, compute the same z.
     strips = tl.cdiv(rows, BLOCK)
     most = tl.zeros((STRIPS,), tl.float64)
     for start in range(0, strips, STRIPS):
@@ -200,13 +214,13 @@ def begin_kernel(
     strips = tl.where(good, strips, 0)
     for start in range(0, strips, STRIPS):
         strip = start + tl.arange(0, STRIPS)
-        share = tl.load(measure + 2 * strip, mask=strip < strips, other=0) / divisor
-        squares += tl.load(measure + 2 * strip + 1, mask=strip < strips, other=0) * share * share
+        ratio = tl.load(measure + 2 * strip, mask=strip < strips, other=0) / divisor
+        squares += tl.load(measure + 2 * strip + 1, mask=strip < strips, other=0) * ratio * ratio
     norm = tl.sqrt(tl.sum(squares, axis=0))
     root = tl.load(matrix + ROOT).to(tl.float64)
     z = (1 + root) / (2 * tl.where(good, norm, 1.0))
 
-    # Without a largest entry there is nothing to iterate on: the error is NaN, and M stays unmade.
+    # If the largest entry is 0 or infinite, the error is NaN and M is not written.
     rows = tl.where(good, rows, 0)
     stat = tl.load(addresses + tl.load(matrix + STAT)).to(tl.pointer_type(STATE))
     at = stat + row.to(tl.int64)[:, None] * tl.load(matrix + ROWS) + column[None, :]
@@ -218,7 +232,7 @@ def begin_kernel(
     _store_lower(scratch + _buffer(matrix, state, NEXT_M), coupled, row, column, rows, stride)
     result = _power(z, 1 / root).to(STATE) * identity
     _store_lower(scratch + _buffer(matrix, state, NEXT_H), result, row, column, rows, stride)
-    # Above the diagonal there are only zeros, of both.
+    # Above the diagonal, both are zero in the tile.
     error = _largest_bits(coupled - identity, STATE)
     tl.atomic_max(state + NEXT_ERROR, tl.where(good, error, _nan_bits(STATE)))
     _store_number(state + LARGEST, largest)
@@ -239,20 +253,23 @@ def product_kernel(
 ):
     """One tile of a product of two iterates, for matrices that are not done.
 
-    N is never stored, nor formed as M is read: that would stand between memory and the matrix units
-    in every step. Instead N X = (1 + 1/p) X - (M X) / p, and N N likewise, is made of the product
-    with M when that is there. (Nor is it less exact: emulated in 3xTF32 with the roundings of the
-    matrix units, n = 384, condition 1e5, it took the same 16 to 23 iterations, to roots of half the
-    error.)
+    N is neither stored nor formed while M is read, which would delay the matrix units in every
+    step. The epilogue computes N X = (1 + 1/p) X - (M X) / p, and likewise N N, from the product
+    with M. This is not less exact: emulated in 3xTF32 with the roundings of the matrix units, n =
+    384, condition 1e5, it took the same 16 to 23 iterations and halved the roots' error.
+
+    Grid: one program for each tile of a lower triangle. It reads two panels, BLOCK rows each, and
+    with N a tile, and writes the tile and its mirror image. Bound: matrix units from about 128 rows
+    on, memory below.
     """
-    tile = tiles + tl.program_id(0) * 6
-    matrix = matrices + tl.load(tile) * MATRIX_FIELDS
-    state = states + tl.load(tile) * STATE_FIELDS
+    tile = tiles + tl.program_id(0) * PRODUCT_FIELDS
+    matrix = matrices + tl.load(tile + MATRIX) * MATRIX_FIELDS
+    state = states + tl.load(tile + MATRIX) * STATE_FIELDS
     if tl.load(state + DONE) != 0:
         return
-    row = tl.load(tile + 1) * BLOCK + tl.arange(0, BLOCK)
-    column = tl.load(tile + 2) * BLOCK + tl.arange(0, BLOCK)
-    first, second = tl.load(tile + 3), tl.load(tile + 4)
+    row = tl.load(tile + TILE_ROW) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.load(tile + TILE_COLUMN) * BLOCK + tl.arange(0, BLOCK)
+    first, second = tl.load(tile + FIRST), tl.load(tile + SECOND)
     rows, stride = tl.load(matrix + ROWS).to(tl.int32), tl.load(matrix + STRIDE).to(tl.int32)
     stride = tl.multiple_of(stride, VECTOR)
     a = scratch + _buffer(matrix, state, tl.where(first == N, M, first))
@@ -268,13 +285,13 @@ def product_kernel(
         y = tl.load(at_column + term[None, :], mask=(column < rows)[:, None] & inside, other=0)
         total = tl.dot(x, tl.trans(y), total, input_precision=PRECISION, out_dtype=STATE)
 
-    # The rest is loaded here, some of it again: over the product it would take registers, and more
-    # than there are. With u I + v X for an operand: the product's terms in I, in the other operand
-    # (or in M, for N N), and in the product so far.
-    row = tl.load(tile + 1) * BLOCK + tl.arange(0, BLOCK)
-    column = tl.load(tile + 2) * BLOCK + tl.arange(0, BLOCK)
+    # The epilogue loads its operands, some of them again: during the product they would spill
+    # registers. With operands u I + v X, the result is a sum of three terms: in I, in the other
+    # operand (for N N in M), and in the product.
+    row = tl.load(tile + TILE_ROW) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.load(tile + TILE_COLUMN) * BLOCK + tl.arange(0, BLOCK)
     rows, stride = tl.load(matrix + ROWS).to(tl.int32), tl.load(matrix + STRIDE).to(tl.int32)
-    first, second, target = tl.load(tile + 3), tl.load(tile + 4), tl.load(tile + 5)
+    first, second, target = tl.load(tile + FIRST), tl.load(tile + SECOND), tl.load(tile + TARGET)
     root = tl.load(matrix + ROOT).to(tl.float64)
     u, v = 1 + 1 / root, -1 / root
     u_first, v_first = tl.where(first == N, u, 0.0), tl.where(first == N, v, 1.0)
@@ -284,9 +301,9 @@ def product_kernel(
     other = tl.where(first == N, tl.where(second == N, M, second), first)
     at = scratch + _buffer(matrix, state, other) + row.to(tl.int64)[:, None] * stride
     inside = (row[:, None] < tl.where(in_other != 0, rows, 0)) & (column[None, :] < rows)
-    beside = tl.load(at + column[None, :], mask=inside, other=0)
+    operand = tl.load(at + column[None, :], mask=inside, other=0)
     identity = _identity(row, column, rows, STATE)
-    total = in_total * total + in_other * beside + in_identity * identity
+    total = in_total * total + in_other * operand + in_identity * identity
     _store_lower(scratch + _buffer(matrix, state, target), total, row, column, rows, stride)
     if LAST:
         error = _largest_bits(total - identity, STATE)
@@ -295,17 +312,19 @@ def product_kernel(
 
 @triton.jit
 def decide_kernel(states, STATE: tl.constexpr, MAY_GROW: tl.constexpr):
-    """Whether one matrix's next iterate is accepted, and whether the iteration is done.
+    """Decides whether one matrix's next iterate is accepted, and whether its iteration is done.
 
-    MAY_GROW: of the start and the first iteration, which brings eigenvalues above 1 below it. After
-    it growth of max|M - I| is rounding, or a negative eigenvalue.
+    MAY_GROW: at the start and in the first iteration, which brings eigenvalues above 1 below it.
+    Later growth of max|M - I| means rounding or a negative eigenvalue.
+
+    Grid: one program for each matrix, which reads and writes its state. Bound: the launch.
     """
     state = states + tl.program_id(0) * STATE_FIELDS
     if tl.load(state + DONE) != 0:
         return
     error = _load_number(state + ERROR)
     following = _number_of(tl.load(state + NEXT_ERROR), STATE)
-    # NaN is accepted: it ends the iteration, and is no root.
+    # NaN is accepted: it ends the iteration, and full_kernel rejects it.
     rejected = following > tl.where(MAY_GROW, float("inf"), GROWTH * error)
     error = tl.where(rejected, error, following)
     current = tl.load(state + CURRENT)
@@ -327,15 +346,19 @@ def full_kernel(
     BLOCK: tl.constexpr,
     CHECK: tl.constexpr,
 ):
-    """A tile of the root, largest^(-1/p) H: checks it, or stores it unless the tensor failed."""
-    tile = tiles + tl.program_id(0) * 4
-    matrix = matrices + tl.load(tile) * MATRIX_FIELDS
-    state = states + tl.load(tile) * STATE_FIELDS
-    row = tl.load(tile + 1) * BLOCK + tl.arange(0, BLOCK)
-    column = tl.load(tile + 2) * BLOCK + tl.arange(0, BLOCK)
+    """A tile of the root, largest^(-1/p) H: checks it, or stores it unless the tensor failed.
+
+    Grid: one program for each tile of a lower triangle, which it reads; it writes a flag, or the
+    tile and its mirror image. Bound: memory.
+    """
+    tile = tiles + tl.program_id(0) * TILE_FIELDS
+    matrix = matrices + tl.load(tile + MATRIX) * MATRIX_FIELDS
+    state = states + tl.load(tile + MATRIX) * STATE_FIELDS
+    row = tl.load(tile + TILE_ROW) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.load(tile + TILE_COLUMN) * BLOCK + tl.arange(0, BLOCK)
     rows, stride = tl.load(matrix + ROWS).to(tl.int32), tl.load(matrix + STRIDE).to(tl.int32)
     if CHECK:
-        # Where there is no root, its buffer may never have been written.
+        # Without a root, its buffer may never have been written.
         error = _load_number(state + ERROR)
         converged = (error < CONVERGED) & (error * rows.to(tl.float64) < TRACE)
         kept = tl.where(converged, rows, 0)
@@ -368,18 +391,22 @@ def diagonal_kernel(
     SPAN: tl.constexpr,
     CHECK: tl.constexpr,
 ):
-    """A span of a diagonal mode's root: checks it, or stores it unless the tensor failed."""
-    span = spans + tl.program_id(0) * 2
-    matrix = matrices + tl.load(span) * MATRIX_FIELDS
-    index = tl.load(span + 1) * SPAN + tl.arange(0, SPAN)
+    """SPAN entries of a diagonal root: checks them, or stores them unless the tensor failed.
+
+    Grid: one program for each SPAN entries, which it reads; it writes a flag, or the root. Bound:
+    memory.
+    """
+    span = spans + tl.program_id(0) * STRIP_FIELDS
+    matrix = matrices + tl.load(span + MATRIX) * MATRIX_FIELDS
+    index = tl.load(span + TILE_ROW) * SPAN + tl.arange(0, SPAN)
     stat = tl.load(addresses + tl.load(matrix + STAT)).to(tl.pointer_type(STATE))
     rows = tl.load(matrix + ROWS).to(tl.int32)
     damped = tl.load(stat + index, mask=index < rows, other=1) + tl.load(damping).to(STATE)
     exponent = -1 / tl.load(matrix + ROOT).to(tl.float64)
     result = _power(damped.to(tl.float64), exponent).to(STATE)
     if CHECK:
-        state = states + tl.load(span) * STATE_FIELDS
-        # Of what is not positive the root is infinite.
+        state = states + tl.load(span + MATRIX) * STATE_FIELDS
+        # _power returns infinity for an entry that is not positive.
         good = (damped < float("inf")) & (result < float("inf"))
         bad = tl.where(good | (index >= rows), 0, 1)
         tl.atomic_max(state + FAILED, tl.max(bad, axis=0).to(tl.int64))
@@ -391,12 +418,15 @@ def diagonal_kernel(
 
 @triton.jit
 def judge_kernel(tensors, states, info):
-    """info of one tensor: 0, or i + 1 for the first mode i that failed."""
-    tensor = tensors + tl.program_id(0) * 3
-    first, order = tl.load(tensor + 1), tl.load(tensor + 2)
+    """info of one tensor: 0, or i + 1 for the first mode i that failed.
+
+    Grid: one program for each tensor, which reads its modes' flags. Bound: the launch.
+    """
+    tensor = tensors + tl.program_id(0) * TENSOR_FIELDS
+    first, order = tl.load(tensor + FIRST_MODE), tl.load(tensor + ORDER)
     failed = order * 0
     for i in range(0, order):
         mode = order - 1 - i
         bad = tl.load(states + (first + mode) * STATE_FIELDS + FAILED) != 0
         failed = tl.where(bad, mode + 1, failed)
-    tl.store(info + tl.load(tensor), failed)
+    tl.store(info + tl.load(tensor + INFO), failed)

@@ -1,6 +1,6 @@
-"""``preconditioned_step_`` in Triton: the momenta in one launch, then their products.
+"""``preconditioned_step_`` in Triton: one launch for the momenta, then the mode products.
 
-The last product of each tensor is not stored but made into the update of its parameter.
+The epilogue of each tensor's last product updates the parameter instead of storing the product.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tnt_kernels.triton.chain import products
 from tnt_kernels.triton.launch import mark_written, programs_at_once, scalar_on
-from tnt_kernels.triton.momentum import move_momenta
+from tnt_kernels.triton.momentum import update_momenta
 
 
 def preconditioned_step_(
@@ -23,23 +23,12 @@ def preconditioned_step_(
     *,
     programs: int | None = None,
 ) -> None:
-    """The operator, with ``factors`` flat; see ``tnt_kernels.preconditioned_step_``.
-
-    Args:
-        params: the W.
-        momenta: the m.
-        grads: the g.
-        factors: the symmetric A_i, mode after mode of tensor after tensor.
-        lr: alpha.
-        momentum: mu.
-        weight_decay: gamma.
-        programs: how many programs the device runs at once; by default asked of it.
-    """
+    """The operator with ``factors`` flat; ``programs`` defaults to the device's."""
     if not params:
         return
     device = params[0].device
     programs = programs or programs_at_once(device)
-    move_momenta(momenta, grads, momentum, programs)
+    update_momenta(momenta, grads, momentum, programs)
     products(
         momenta,
         params,

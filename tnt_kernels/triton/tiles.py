@@ -1,64 +1,76 @@
-"""Plans for one launch over many unlike tensors: who works on which tile of what.
+"""Launch plans: which program of a launch computes which tile of which tensor.
 
-A kernel here never sees a list. Each of its programs reads one row of a *tile table*, which names a
-problem (one mode of one tensor) and the part of it that is the program's own; the *problem table*
-says how that mode lies in memory, in indices, sizes and strides; a third table holds the addresses.
-The first two depend on shapes and strides alone, so they are made once for a set of parameters and
-stay on the device.
+One launch serves many tensors of unlike shapes. Each of its programs reads one row of a *tile
+table*, which names a problem (one mode of one tensor) and the program's tile of it. The *problem
+table* gives that mode's indices, sizes and strides, and a third table the addresses. The first two
+depend on shapes and strides only: they are built once for a set of parameters and stay on the
+device.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol, Self, TypeVar
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-# Indices within a mode are 32-bit in the kernels, as divisions by 64-bit ones are slow there; what
-# is multiplied by a stride is 64-bit. A block that begins below the largest must not end beyond it.
+# Indices within a mode are 32-bit in the kernels, because 64-bit divisions are slow there; products
+# with a stride are 64-bit. The margin lets the last tile end beyond the largest index.
 LARGEST_INDEX = 2**31 - 2**13
 
-# Fewer steps than this for each multiprocessor are not worth a launch of their own.
+# A launch of fewer steps than this for each multiprocessor is merged into another.
 MERGED_STEPS = 16
 
 
-class Unfolding(NamedTuple):
-    """A mode's unfolding, (rows, columns), where the tensor lies.
+def fields(count: int, start: int = 0) -> tuple[tl.constexpr, ...]:
+    """Numbers of columns of a table, for kernels to name: ``start``, ``start`` + 1, ..."""
+    return tuple(tl.constexpr(n) for n in range(start, start + count))
 
-    Entry (l, c) is, in elements from the tensor's first,
-    l * row + (c % inner) * near + (c // inner) * far.
+
+# The first columns of every tile table, int32: a row of the problem table, the tile's row and
+# column of tiles. A kernel's own columns follow.
+PROBLEM, TILE_ROW, TILE_COLUMN = fields(3)
+
+
+class Unfolding(NamedTuple):
+    """A mode's unfolding, (rows, columns), as it lies in memory.
+
+    Entry (r, c) is, in elements from the tensor's first,
+    r * row_stride + (c % inner) * inner_stride + (c // inner) * outer_stride.
     """
 
     rows: int
     columns: int
-    row: int
+    row_stride: int
     inner: int
-    near: int
-    far: int
+    inner_stride: int
+    outer_stride: int
 
     @property
     def rows_are_dense(self) -> bool:
-        """Whether neighbours in memory are of one column (else of one row)."""
-        return self.row == 1 and (self.near != 1 or self.columns == 1)
+        """Whether neighbours in memory are in the same column (else in the same row)."""
+        return self.row_stride == 1 and (self.inner_stride != 1 or self.columns == 1)
 
     def is_wide(self, vector: int) -> bool:
         """Whether all of it can be read ``vector`` elements at a time, given an aligned start."""
-        dense, other = (self.row, self.near) if self.rows_are_dense else (self.near, self.row)
+        row, inner = self.row_stride, self.inner_stride
+        dense, other = (row, inner) if self.rows_are_dense else (inner, row)
         sizes = (self.rows, self.columns, other)
         return dense == 1 and self.inner == self.columns and all(n % vector == 0 for n in sizes)
 
 
 class Groups(NamedTuple):
-    """Dimensions merged as far as strides allow, the nearest first; strides for each tensor."""
+    """Dimensions merged as far as strides allow, the fastest first; strides for each tensor."""
 
     sizes: list[int]
     strides: list[tuple[int, ...]]
 
 
 def merged(sizes: Sequence[int], *strides: Sequence[int]) -> Groups:
-    """Merges dimensions that can be walked as one in every one of the tensors.
+    """Merges dimensions that every one of the tensors can walk with one stride.
 
-    The order of what is left is by the first tensor's strides; the order of the elements is the
-    same for all tensors.
+    Groups are sorted by the first tensor's strides; all tensors visit their elements in the same
+    order.
     """
     dimensions = sorted(
         ((tuple(s[i] for s in strides), n) for i, n in reversed(list(enumerate(sizes))) if n != 1),
@@ -80,34 +92,33 @@ def merged(sizes: Sequence[int], *strides: Sequence[int]) -> Groups:
 def unfolded(
     sizes: Sequence[int], mode: int, *strides: Sequence[int]
 ) -> tuple[Unfolding, ...] | None:
-    """One mode's unfolding of tensors of one shape, their columns in one order.
+    """The unfoldings of one mode of tensors of one shape, their columns in the same order.
 
     Returns:
-        One for each of ``strides``; None where the other modes do not merge into two dimensions, or
-        an index would not fit.
+        One for each of ``strides``; None if the other modes do not merge into two dimensions, or an
+        index would not fit.
     """
     others = [n for i, n in enumerate(sizes) if i != mode]
     groups = merged(others, *([s for i, s in enumerate(row) if i != mode] for row in strides))
-    columns = 1
-    for n in others:
-        columns *= n
+    columns = math.prod(others)
     if len(groups.sizes) > 2 or max(columns, sizes[mode]) > LARGEST_INDEX:
         return None
     inner = groups.sizes[0] if groups.sizes else 1
     result = []
     for tensor, row in enumerate(strides):
-        steps = [step[tensor] for step in groups.strides] + [1, 0]
-        near, far = (steps[0], steps[1]) if len(groups.sizes) == 2 else (steps[0], 0)
-        result.append(Unfolding(sizes[mode], columns, row[mode], inner, near, far))
+        steps = [step[tensor] for step in groups.strides]
+        inner_stride = steps[0] if steps else 1
+        outer_stride = steps[1] if len(steps) == 2 else 0
+        result.append(Unfolding(sizes[mode], columns, row[mode], inner, inner_stride, outer_stride))
     return tuple(result)
 
 
 def waves(needs: Mapping[int, int], most: int) -> list[list[int]]:
-    """Splits what takes scratch memory into groups that take turns in it, in the order given.
+    """Splits tensors, in the order given, into groups that use the same workspace in turn.
 
     Args:
-        needs: number -> bytes.
-        most: what a group may need, or, if it is more, what the largest of all needs.
+        needs: a tensor's number -> its bytes of workspace.
+        most: bytes of the workspace; the largest need, if that is more.
     """
     groups: list[list[int]] = []
     most = max([most, *needs.values()])
@@ -121,36 +132,24 @@ def waves(needs: Mapping[int, int], most: int) -> list[list[int]]:
     return groups
 
 
-class Wide(Protocol):
-    """A kind of work that one launch does: how many elements it reads at a time."""
+def merge_small(kinds: dict[Any, list[int]], work: Callable[[Any, int], int], least: int) -> None:
+    """Merges a wide kind of fewer than ``least`` steps into the narrow one, if there is one.
 
-    @property
-    def vector(self) -> int:
-        """1, or as many as the widest load has."""
-
-    def _replace(self, *, vector: int) -> Self:
-        """The same kind, read otherwise."""
-
-
-KindT = TypeVar("KindT", bound=Wide)
-
-
-def merge_small(
-    kinds: dict[KindT, list[int]], work: Callable[[KindT, int], int], least: int
-) -> None:
-    """Puts work that is read wide with what is not, where it is less than ``least`` steps."""
+    Kinds are named tuples whose last field is ``vector``, the number of elements of a load.
+    """
     for kind in [kind for kind in kinds if kind.vector > 1]:
-        narrow = kind._replace(vector=1)
+        narrow = type(kind)(*kind[:-1], 1)
         if narrow in kinds and sum(work(kind, n) for n in kinds[kind]) < least:
             kinds[narrow] = sorted(kinds[narrow] + kinds.pop(kind))
 
 
 @triton.jit
-def offsets(column, inner, near, far, VECTOR: tl.constexpr):
-    """Where columns of an unfolding begin (see ``Unfolding``); VECTOR > 1 if it is a wide one."""
+def offsets(column, inner, inner_stride, outer_stride, VECTOR: tl.constexpr):
+    """Offsets of an unfolding's columns (see ``Unfolding``); VECTOR > 1 if it is wide."""
     if VECTOR > 1:
-        return column.to(tl.int64) * near
-    return (column % inner).to(tl.int64) * near + (column // inner).to(tl.int64) * far
+        return column.to(tl.int64) * inner_stride
+    within = (column % inner).to(tl.int64) * inner_stride
+    return within + (column // inner).to(tl.int64) * outer_stride
 
 
 def blocks(size: int, block: int) -> int:
@@ -158,8 +157,13 @@ def blocks(size: int, block: int) -> int:
     return -(-size // block)
 
 
+def lower_tiles(rows: int, block: int) -> Iterator[tuple[int, int]]:
+    """Row and column of each tile of a symmetric matrix's lower triangle."""
+    return ((i, j) for i in range(blocks(rows, block)) for j in range(i + 1))
+
+
 def cut(length: int, most: int) -> list[tuple[int, int]]:
-    """Cuts ``length`` steps into parts of at most ``most``, as even as can be: (first, last)."""
+    """Splits ``length`` steps into even parts of at most ``most``: (first, last) of each."""
     parts = max(blocks(length, most), 1)
     ends = [length * part // parts for part in range(parts + 1)]
     return list(zip(ends[:-1], ends[1:], strict=True))

@@ -1,0 +1,43 @@
+// Momentum updates, which preconditioned_step and grafted_directions share.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "cpu/elementwise.h"
+#include "cpu/views.h"
+
+namespace tnt {
+
+// m <- decay m + g. Returns |m|^2 if `norm`.
+template <bool norm, typename T>
+double accumulate(const TensorView& momentum, const TensorView& grad, T decay) {
+  T* momentum_data = static_cast<T*>(writable(momentum));
+  double sum = 0;
+  with_element(grad.element, [&](auto* null) {
+    const auto* grad_data = static_cast<decltype(null)>(grad.data);
+    const auto update = [&](const auto& offsets, int64_t count, const auto& strides) {
+      T* m = momentum_data + offsets[0];
+      const auto* g = grad_data + offsets[1];
+      return with_strides(strides, [&](auto m_stride, auto g_stride) {
+        double squares = 0;
+        T updated[kBlock];
+        for (int64_t first = 0; first < count; first += kBlock) {
+          const int64_t length = std::min(kBlock, count - first);
+          for (int64_t i = 0; i < length; ++i) {
+            T& value = m[(first + i) * m_stride];
+            updated[i] = decay * value + convert<T>(g[(first + i) * g_stride]);
+            value = updated[i];
+          }
+          if constexpr (norm) squares += sum_of_squares(updated, length);
+        }
+        return squares;
+      });
+    };
+    sum = sum_over_elements<2>(momentum.order, momentum.sizes, {momentum.strides, grad.strides},
+                               update);
+  });
+  return sum;
+}
+
+}  // namespace tnt
