@@ -11,13 +11,13 @@
 #   make native-test        the C++ tests
 #   make sanitizers         the C++ tests under the sanitizers
 #   make fuzz               every operator on 10,000 random calls; EXAMPLES=N for another number
-#   make bench              the operators' and the steps' benchmarks, to bench/results; some 15 minutes
-#                           on two cores that nothing else uses
+#   make bench              the operators' and the steps' benchmarks, to results/; some 15 minutes on
+#                           two cores that nothing else uses
 #   make bench-quick        a few of them in two minutes, to results/
 #   make figures            every experiment scaled down to two cores and 40 minutes, to results/;
 #                           DATA=DIR names the folder of the data sets
-#   make gpu                builds, tests and measures on a GPU in under ten minutes, with the PyTorch
-#                           that PYTHON has, to bench/results/gpu; STAGE=kernels,tests for some stages
+#   make gpu                builds, tests and measures on a GPU in under ten minutes, with the packages
+#                           that PYTHON has, to bench/results/gpu; STAGE=operators,tests for some stages
 #   make cuda-build-check   builds the extension with CUDA for two GPU generations and imports it; needs
 #                           nvcc and a download of some gigabytes, no GPU
 #   make torch-test         the Python tests with another PyTorch, TORCH=2.11.0 by default, in an
@@ -88,17 +88,19 @@ native-test sanitizers:
 	done
 
 bench: build
-	$(PY) -m bench.kernels
+	$(PY) -m pytest bench --benchmark-only --out results/bench.json
+	$(PY) -m bench.complexity --out results/complexity.json
 
 bench-quick: build
-	$(PY) -m bench.kernels --quick
+	$(PY) -m pytest bench --benchmark-only --sets mnist_ae,resnet32 --seconds 0.3 --limit-size 2048 \
+		-k "not (inverse_root and mnist_ae)" --out results/bench-quick.json
 
 figures: build
 	$(PY) -m experiments.figures $(if $(MNIST),--mnist "$(MNIST)") $(if $(FACES),--faces "$(FACES)") \
 		$(if $(CIFAR10),--cifar10 "$(CIFAR10)") $(if $(TEXT),--text "$(TEXT)")
 
 gpu:
-	$(PYTHON) -m bench.gpu $(if $(STAGE),--stage "$(STAGE)")
+	$(PYTHON) -m bench.gpu --out bench/results/gpu $(if $(STAGE),--stage "$(STAGE)")
 
 build: $(VENV)/.built
 

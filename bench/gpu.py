@@ -1,8 +1,9 @@
 """The whole job on one GPU in ten minutes: build, test, sanitize, measure, report.
 
 Every stage is a process of its own with a time limit: a stage that fails, hangs or lacks a tool is
-reported, and the others run. The driver imports no PyTorch, so it survives whatever a stage does to
-the GPU. Benchmarks write each result as they measure it, so an ended stage keeps its results.
+reported, and the others run. The driver imports neither PyTorch nor a package that may be missing,
+so it survives whatever a stage does to the GPU. Benchmarks write each result as they measure it, so
+an ended stage keeps its results.
 
 Exit status: 0 if no stage failed (a stage that lacks a tool is no failure), 1 if one did, 2 without
 a GPU.
@@ -10,6 +11,7 @@ a GPU.
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import os
@@ -21,9 +23,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from tools.measuring.records import write_json
 
@@ -94,7 +94,9 @@ def stages(out: Path, capability: str) -> list[Stage]:
 
     def benchmark(name: str, seconds: float, file: str, sets: str) -> Stage:
         options = (f"--sets={sets}", "--seconds=1", f"--out={out / name}.json")
-        return Stage(name, seconds, (*bench, file, *options), ("pytest_benchmark",))
+        return Stage(
+            name, seconds, (*bench, file, *options), ("pytest_benchmark", "tabulate", "typer")
+        )
 
     return [
         Stage(
@@ -261,36 +263,35 @@ def look(seconds: float = LOOK_SECONDS) -> dict[str, Any]:
     return found
 
 
-def main(
-    out: Annotated[Path, typer.Option(help="folder of records, pages and logs")] = Path(
-        "results/gpu"
-    ),
-    stage: Annotated[str | None, typer.Option(help="some stages, separated by commas")] = None,
-    seconds: Annotated[float, typer.Option(min=1, help="for all stages")] = SECONDS,
-    commit: Annotated[str | None, typer.Option(help="recorded if the files have no git")] = None,
-) -> None:
-    """Build, test and measure on one GPU."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Builds, tests and measures on one GPU; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=main.__doc__)
+    parser.add_argument("--out", type=Path, default=Path("results/gpu"), help="folder of records")
+    parser.add_argument("--stage", help="some stages, separated by commas")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="for all stages")
+    parser.add_argument("--commit", help="recorded if the files have no git")
+    options = parser.parse_args(arguments)
     found = look()
     if found["device"] is None:
-        typer.echo(f"no CUDA device: nothing to measure (torch {found['torch']})", err=True)
-        raise typer.Exit(2)
-    typer.echo(f"{found['device']}, torch {found['torch']}")
-    out = out.resolve()
+        print(f"no CUDA device: nothing to measure (torch {found['torch']})", file=sys.stderr)
+        return 2
+    print(f"{found['device']}, torch {found['torch']}")
+    out = options.out.resolve()
     planned = stages(out, found["capability"])
-    if stage is not None:
+    if options.stage is not None:
         known = [s.name for s in planned]
-        asked = [name.strip() for name in stage.split(",")]
+        asked = [name.strip() for name in options.stage.split(",")]
         if set(asked) - set(known):
-            raise typer.BadParameter(f"must be of {', '.join(known)}, got {stage}")
+            parser.error(f"--stage must be of {', '.join(known)}, got {options.stage}")
         planned = [s for s in planned if s.name in asked]
-    if commit:
-        os.environ["TNT_COMMIT"] = commit
+    if options.commit:
+        os.environ["TNT_COMMIT"] = options.commit
     # The driver ends its stage if it is ended itself.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    outcomes = run_stages(planned, out / "logs", seconds)
-    typer.echo("\n".join(["", *(outcome.line() for outcome in outcomes), f"results: {out}"]))
-    raise typer.Exit(int(any(o.status in (FAILED, TIMED_OUT) for o in outcomes)))
+    outcomes = run_stages(planned, out / "logs", options.seconds)
+    print("\n".join(["", *(outcome.line() for outcome in outcomes), f"results: {out}"]))
+    return int(any(o.status in (FAILED, TIMED_OUT) for o in outcomes))
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    sys.exit(main())
