@@ -115,9 +115,9 @@ def observation_count(optimizer: Any) -> int:
     return int(optimizer._observed.count)
 
 
-def observed_parameters(optimizer: Any) -> set[Tensor]:
-    """The parameters that TNT has sampled gradients of, for the next step."""
-    return set(optimizer._observed.sampled)
+def observed_gradients(optimizer: Any) -> dict[Tensor, Tensor]:
+    """Copies of the sampled gradients that TNT holds for its next step, by parameter."""
+    return {p: g.clone() for p, g in optimizer._observed.sampled.items()}
 
 
 @pytest.fixture
