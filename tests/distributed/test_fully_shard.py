@@ -19,8 +19,6 @@ from torch.nn.functional import cross_entropy
 
 from tnt_optim import TNT, Shampoo, with_fallback
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 STEPS, ROWS = 7, 6
 
 FORMS: dict[str, tuple[type[TNT | Shampoo], dict[str, Any]]] = {

@@ -28,7 +28,7 @@ from test_kfac_replicas import (
     of_a_step,
     summed_loss,
 )
-from test_tnt_observations import no_host_reads
+from optimizers import no_host_reads
 from tolerances import FLOAT64_TRAJECTORY
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard

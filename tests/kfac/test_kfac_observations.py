@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from drawn import close
-from test_tnt_observations import no_host_reads
+from optimizers import no_host_reads
 from tolerances import BFLOAT16_SPACING, FLOAT64_REORDERED
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint

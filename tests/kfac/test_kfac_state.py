@@ -9,7 +9,7 @@ import torch
 from drawn import close
 from test_kfac_failures import train_linear
 from test_kfac_observations import conv_net, train
-from test_tnt_state import through_a_file
+from optimizers import through_a_file
 from tolerances import BFLOAT16_SPACING
 from torch import Tensor, nn
 
