@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from drawn import close
+from optimizers import no_host_reads
 from processes import run_in
 from test_kfac_replicas import (
     Case,
@@ -28,7 +29,6 @@ from test_kfac_replicas import (
     of_a_step,
     summed_loss,
 )
-from optimizers import no_host_reads
 from tolerances import FLOAT64_TRAJECTORY
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard

@@ -172,19 +172,6 @@ def test_a_failed_factor_keeps_the_previous_one(name: str, relative: bool) -> No
         run.step([noise(*shape) for shape in shapes])
 
 
-@factored
-def test_the_other_parameters_go_on_with_fresh_factors(name: str) -> None:
-    p, q = weight(4, 4), weight(3, 5)
-    run = Dictated(name, [p, q], **EVERY_STEP)
-    run.step([noise(4, 4), noise(3, 5)])
-    for s in run.opt.state[p]["stats"]:
-        s.copy_(-1e3 * torch.eye(len(s)))  # the next observation cannot make it definite again
-    old = [run.factors(x)[0] for x in (p, q)]
-    with pytest.warns(RuntimeWarning, match="earlier inverses kept"):
-        run.step([noise(4, 4), noise(3, 5)])
-    assert torch.equal(old[0], run.factors(p)[0]) and not torch.equal(old[1], run.factors(q)[0])
-
-
 def test_warnings_name_the_line_that_called_step() -> None:
     run = Dictated("sampled", [weight(3, 4)], stat_interval=1)
     schedule = torch.optim.lr_scheduler.ConstantLR(run.opt)  # wraps step once more

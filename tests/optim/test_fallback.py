@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from drawn import raising, weight
-from optimizers import NO_FAILURES, leaves, through_a_file, values
+from optimizers import NO_FAILURES, leaves, values
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import ExponentialLR
@@ -75,18 +75,6 @@ def test_it_is_both_optimizers_also_under_a_scheduler() -> None:
     assert [len(group["params"]) for group in opt.param_groups] == [2, 3]
     assert set(opt.state) == set(other.parameters())
     assert opt.failures() == NO_FAILURES
-
-
-def test_one_state_resumes_both() -> None:
-    net, opt = made()
-    train(net, [opt], range(5))
-    saved = through_a_file({"net": net.state_dict(), "opt": opt.state_dict()})
-    train(net, [opt], range(5, 9))
-    other, resumed = made()
-    other.load_state_dict(saved["net"])
-    resumed.load_state_dict(saved["opt"])
-    train(other, [resumed], range(5, 9))
-    assert same(net, other)
 
 
 def test_where_main_raises_neither_moves() -> None:

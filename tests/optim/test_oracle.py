@@ -98,13 +98,6 @@ def test_vectorization_unfolding_and_mode_products(shape: tuple[int, ...], seed:
         close(unfolding(mode_product(g, u, i), i), u @ unfolding(g, i))
 
 
-def test_matrix_case_of_mode_products() -> None:
-    a = torch.randn(3, 5, dtype=torch.float64)
-    u, v = torch.randn(3, 3, dtype=torch.float64), torch.randn(5, 5, dtype=torch.float64)
-    close(mode_product(a, u, 0), u @ a)
-    close(mode_product(a, v, 1), a @ v.T)
-
-
 def test_dense_kron_is_blocks() -> None:
     a, b, c = (torch.randn(d, d, dtype=torch.float64) for d in (2, 3, 4))
     close(dense_kron([a, b, c]), torch.kron(torch.kron(a, b), c))

@@ -214,14 +214,6 @@ def test_the_content_of_a_state_is_documented(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*FACTORED, "kfac"])
-def test_repeated_groups_are_saved_alike(name: str) -> None:
-    _, opt = trained(name, 1)
-    opt.param_groups.extend(opt.param_groups)
-    first, second = opt.state_dict()["param_groups"]
-    assert leaves(first) == leaves(second)
-
-
-@pytest.mark.parametrize("name", [*FACTORED, "kfac"])
 def test_a_loaded_state_is_a_copy(name: str) -> None:
     """PyTorch's own optimizers go on in the very tensors that they were given."""
     model, opt = trained(name)

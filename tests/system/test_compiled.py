@@ -154,8 +154,8 @@ def test_batches_of_other_sizes(name: str) -> None:
 
 @pytest.mark.parametrize("first", ["a step", "another size", "a warm start"])
 def test_graphs_that_do_not_last(first: str) -> None:
-    """A graph whose first backward is the last one frees its buffers at every later one: ``observe``
-    then names the way out, and changes nothing."""
+    """A graph whose first backward is the last one frees its buffers at every later one:
+    ``observe`` then names the way out, and changes nothing."""
     model = Net()
     opt = made("sampled", model, stat_interval=2)
     with torch._functorch.config.patch(donated_buffer=True):
@@ -331,8 +331,7 @@ def test_attached_graphs_that_do_not_last_are_refused() -> None:
         with pytest.raises(RuntimeError, match="donated_buffer = False, set before torch.compile"):
             called(torch.randn(8, 5))
     torch._dynamo.reset()
-    # With the setting, buffers also survive a first backward that does not retain the graph, as that
-    # of a warm start.
+    # With the setting, buffers also survive a first backward that does not retain the graph.
     model = attached.made_net()
     opt = TNT(model.parameters(), **attached.SETTINGS)
     called = torch.compile(model, backend="aot_eager")
