@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from drawn import close
+from optimizers import through_a_file
 from test_kfac_failures import train_linear
 from test_kfac_observations import conv_net, train
-from optimizers import through_a_file
 from tolerances import BFLOAT16_SPACING
 from torch import Tensor, nn
 
