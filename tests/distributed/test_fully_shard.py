@@ -1,4 +1,4 @@
-"""Parameters that fully_shard has cut: the training of one process on all their batches."""
+"""Parameters that fully_shard has sharded train as one process on the batches of all."""
 
 import copy
 import functools
@@ -18,8 +18,6 @@ from torch.distributed.tensor import Shard
 from torch.nn.functional import cross_entropy
 
 from tnt_optim import TNT, Shampoo, with_fallback
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 STEPS, ROWS = 7, 6
 
@@ -73,7 +71,7 @@ def made_optimizer(net: nn.Module, form: str) -> TNT | Shampoo:
     method, settings = FORMS[form]
     defaults = {"lr": 0.05, "damping": 0.1, "stat_interval": 2, "inverse_interval": 3}
     params: Any = net.parameters()
-    if form == "in groups":  # the one with a single bias, which most processes own nothing of
+    if form == "in groups":  # one has a single bias: most processes own nothing of it
         single = net.get_parameter("hidden.bias")
         rest = [p for p in net.parameters() if p is not single]
         params = [{"params": rest}, {"params": [single], "stat_interval": 3}]
@@ -122,7 +120,7 @@ def train(rank: int, processes: int, net: nn.Module, opt: Any, steps: range) -> 
 
 
 def train_on_one_batch(rank: int, net: nn.Module, opt: Any, steps: range) -> None:
-    """The same in all processes: their mean is what any number of them has."""
+    """One batch for all processes, so that the mean does not depend on their number."""
     for step in steps:
         opt.zero_grad()
         images, labels = drawn(1, step)
@@ -160,7 +158,7 @@ def test_pieces_train_as_one_process(form: str, processes: int, hybrid: bool) ->
     for rank in ranks:
         difference = [(a - b).reshape(-1) for a, b in zip(rank["ends"], wanted, strict=True)]
         assert torch.cat(difference).norm() <= FLOAT64_TRAJECTORY * moved
-    # Every parameter has one owner, in each half; what the loss never reaches has no state.
+    # Every parameter has one owner rank, in each half; unused ones have no state.
     for number in range(len(wanted)):
         own = [rank["own"][number] for rank in ranks]
         assert own == [None] * processes if number >= 6 else own.count(True) == 1 + hybrid
@@ -200,7 +198,7 @@ def accumulated(rank: int, processes: int, hybrid: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("processes", "hybrid"), [(2, False), (4, True)])
-def test_accumulated_gradients_are_the_users_and_the_first_micro_batch_is_observed(
+def test_accumulated_gradients_are_kept_and_the_first_micro_batch_is_observed(
     processes: int, hybrid: bool
 ) -> None:
     ranks = run_in(processes, accumulated, hybrid)
@@ -226,8 +224,8 @@ def test_accumulated_gradients_are_the_users_and_the_first_micro_batch_is_observ
                 close(got, wanted)
 
 
-def beside_another(rank: int, processes: int) -> dict[str, Any]:
-    """Gradients of parameters that are another optimizer's, with and without an observation."""
+def with_a_fallback(rank: int, processes: int) -> dict[str, Any]:
+    """All gradients, also those of a fallback's parameters, with and without an observation."""
     found: dict[str, Any] = {}
     for observed in (False, True):
         net = sharded_net(processes, False)
@@ -249,11 +247,11 @@ def beside_another(rank: int, processes: int) -> dict[str, Any]:
 
 
 def test_an_observation_leaves_all_gradients_alone() -> None:
-    ranks = run_in(2, beside_another)
+    ranks = run_in(2, with_a_fallback)
     for rank in ranks:
         assert len(rank["grads True"]) == 6
         assert all(map(torch.equal, rank["grads True"], rank["grads False"]))
-    # Each process has figures of what it owns.
+    # Each process has figures of the parameters that it owns.
     keys = [set(rank["figures"]) for rank in ranks]
     assert keys[0] and keys[1] and not keys[0] & keys[1]
     assert {key.split("/")[0] for key in keys[0]} >= {"momentum_norm", "condition"}
@@ -283,7 +281,7 @@ def load(rank: int, processes: int, folder: str) -> tuple[list[Tensor], float]:
     return whole(net), float(sum(loaded))
 
 
-def test_a_checkpoint_goes_on_bit_for_bit_and_elsewhere(tmp_path: Path) -> None:
+def test_a_checkpoint_goes_on_to_the_bit_and_in_other_numbers_of_processes(tmp_path: Path) -> None:
     wanted = run_in(2, save, str(tmp_path / "saved"))[0]
     for end, _ in run_in(2, load, str(tmp_path / "saved")):
         assert all(map(torch.equal, end, wanted))

@@ -1,16 +1,22 @@
-"""Replicas where something differs between them: reach, failures, calls; and what is refused."""
+"""Replicas that differ: unused parameters, failures, missing calls, faults; and refusals."""
 
 import copy
 import functools
 import math
+import os
 import pickle
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from drawn import close
+from optimizers import NO_FAILURES, tensors, values
 from oracle import contraction
 from processes import run_in
 from torch import Tensor, nn
@@ -20,10 +26,9 @@ from torch.nn.parallel import DistributedDataParallel
 from tnt_optim import TNT, PreconditionerError, Shampoo
 from tnt_optim.distributed.ownership import Load, assign, load_of
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 ROWS = 6
 SETTINGS: dict[str, Any] = {"lr": 0.05, "damping": 0.1, "stat_interval": 1, "inverse_interval": 2}
+SHARDS = (None, "directions", "inverses")
 
 
 class Heads(nn.Module):
@@ -52,13 +57,10 @@ def gradient(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     return {n: g for n, g in zip(named, grads, strict=True) if g is not None}
 
 
-SHARDS = (None, "directions", "inverses")
-
-
 def in_every_way(
     rank: int, processes: int, function: Callable[[int, int, str | None], Any]
 ) -> dict[str | None, Any]:
-    """What a function returns for every way to share the work: processes start but once."""
+    """The results of a function for every way to share the work: the processes start once."""
     return {shard: function(rank, processes, shard) for shard in SHARDS}
 
 
@@ -68,7 +70,7 @@ def results(function: Callable[[int, int, str | None], Any]) -> list[dict[str | 
 
 
 def heads_of_their_own(rank: int, processes: int) -> dict[str, Any]:
-    """Process r uses head r, and at the third step both use head 0; nobody uses the third head."""
+    """Process r uses head r; at the third step both use head 0; the third head is unused."""
     torch.manual_seed(0)
     model = Heads()
     replicas = DistributedDataParallel(model, find_unused_parameters=True)
@@ -97,7 +99,7 @@ def heads_of_their_own(rank: int, processes: int) -> dict[str, Any]:
         "stats": stats,
         "grads": grads,
         "head 1 kept": all(map(torch.equal, kept, held)),
-        "ends": [p.detach().clone() for p in model.parameters()],
+        "ends": values(model),
     }
 
 
@@ -110,7 +112,7 @@ def test_unused_parameters_of_some_processes_and_of_all() -> None:
             mean = (sampled[0] + sampled[1]) / 2
             for mode, stat in enumerate(stats):
                 close(stat, contraction(mean, mode))
-        # What nobody used has no statistics and no gradient, what one of them used has both.
+        # A parameter that none used has no statistics and no gradient; one that one used has both.
         assert set(rank["stats"]) == {n for n in rank["grads"] if "heads.2" not in n}
         assert rank["grads"]["heads.2.weight"] is None
         assert rank["head 1 kept"]  # at a step at which no process reached it
@@ -126,6 +128,15 @@ def batch(rank: int, key: int) -> tuple[Tensor, Tensor]:
     rng = torch.Generator().manual_seed(1000 * key + rank)
     x = torch.randn(ROWS, 4, generator=rng, dtype=torch.float64)
     return x, torch.randint(3, (ROWS,), generator=rng)
+
+
+def forward(model: nn.Module, opt: TNT, rank: int, key: int) -> Tensor:
+    """The loss of one process's batch; its output is observed."""
+    opt.zero_grad()
+    x, y = batch(rank, key)
+    output = model(x)
+    opt.observe(output)
+    return cross_entropy(output, y)
 
 
 def one_is_not_finite(rank: int, processes: int, shard: str | None) -> dict[str, Any]:
@@ -153,12 +164,14 @@ def one_is_not_finite(rank: int, processes: int, shard: str | None) -> dict[str,
             found["failures"].append(opt.failures()["skipped_statistics"])
             found["stats"].append([s.clone() for s in opt.state[weight].get("stats", [])])
     found["warned"] = sum("not finite" in str(w.message) for w in warned)
-    found["ends"] = [p.detach().clone() for p in net.parameters()]
+    found["ends"] = values(net)
     return found
 
 
 @pytest.mark.parametrize("shard", SHARDS)
-def test_what_is_not_finite_in_one_process_is_left_out_in_all(shard: str | None) -> None:
+def test_an_observation_that_is_not_finite_in_one_is_left_out_in_all(
+    shard: str | None,
+) -> None:
     ranks = [rank[shard] for rank in results(one_is_not_finite)]
     for rank in ranks:
         assert all(map(torch.equal, rank["ends"], ranks[0]["ends"]))
@@ -177,18 +190,14 @@ def test_what_is_not_finite_in_one_process_is_left_out_in_all(shard: str | None)
 
 
 def inverses_fail(rank: int, processes: int, shard: str | None) -> dict[str, Any]:
-    """The statistics of one parameter become infinite with its owner; nothing else happens."""
+    """The statistics of one parameter become infinite in its owner rank; nothing else happens."""
     net, replicas = own_net()
     opt = TNT(net.parameters(), likelihood=least_likely, shard=shard, **SETTINGS)
     found: dict[str, Any] = {"raised at": None, "message": ""}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for step in range(20):
-            opt.zero_grad()
-            x, y = batch(rank, step)
-            output = replicas(x)
-            opt.observe(output)
-            cross_entropy(output, y).backward()
+            forward(replicas, opt, rank, step).backward()
             try:
                 opt.step()
             except PreconditionerError as error:
@@ -197,12 +206,12 @@ def inverses_fail(rank: int, processes: int, shard: str | None) -> dict[str, Any
             for stat in opt.state[net[0].weight].get("stats", []):
                 stat.fill_(math.inf)
     found["failures"] = opt.failures()
-    found["ends"] = [p.detach().clone() for p in net.parameters()]
+    found["ends"] = values(net)
     return found
 
 
 @pytest.mark.parametrize("shard", SHARDS)
-def test_repeated_failure_with_the_owner_stops_all(shard: str | None) -> None:
+def test_repeated_failures_of_an_owner_rank_stop_all(shard: str | None) -> None:
     ranks = [rank[shard] for rank in results(inverses_fail)]
     # Inverses at 1 (they are young), 2, 4, 6 and 8; the fifth in a row is one too many.
     assert [rank["raised at"] for rank in ranks] == [8, 8]
@@ -212,12 +221,41 @@ def test_repeated_failure_with_the_owner_stops_all(shard: str | None) -> None:
     assert all(map(torch.equal, ranks[0]["ends"], ranks[1]["ends"]))
 
 
+def nan_in_one_loss(rank: int, processes: int, shard: str | None) -> tuple[Any, ...]:
+    """The loss of process 1 is NaN at step 1, and never again."""
+    net, replicas = own_net()
+    settings = {**SETTINGS, "inverse_interval": 1}
+    opt = TNT(net.parameters(), likelihood=least_likely, shard=shard, **settings)
+    message, step = "", 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            for step in range(20):
+                loss = forward(replicas, opt, rank, step)
+                (loss * math.nan if step == 1 and rank == 1 else loss).backward()
+                opt.step()
+        except PreconditionerError as error:
+            message = str(error)
+    finite = [bool(p.isfinite().any()) for p in net.parameters()]
+    return step, message, finite, opt.failures()["skipped_statistics"]
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+def test_nan_in_the_loss_of_one_process_stops_all_of_them(shard: str | None) -> None:
+    """All-reduced gradients are NaN everywhere, and then all sampled ones: five refreshes."""
+    ranks = [rank[shard] for rank in results(nan_in_one_loss)]
+    assert ranks[0] == ranks[1]
+    step, message, finite, skipped = ranks[0]
+    assert (step, finite, skipped) == (6, [False] * 4, 5)
+    assert "not finite" in message and "time 5 in a row" in message
+
+
 def observed_by_some(rank: int, processes: int, find_unused: bool) -> dict[str, Any]:
     """Both observe at first, then one of them, then none."""
     net, _ = own_net()
     replicas = DistributedDataParallel(net, find_unused_parameters=find_unused)
     opt = TNT(net.parameters(), likelihood=least_likely, **SETTINGS)
-    if find_unused:  # so that not even the first step asks for whom there is to reach
+    if find_unused:  # then not even the first step asks which parameters are reached
         opt.warm_start([replicas(batch(rank, 9)[0])])
     stats, sampled = [opt.state[p]["stats"][0].clone() for p in [net[0].weight] if find_unused], []
     with warnings.catch_warnings(record=True) as warned:
@@ -237,7 +275,7 @@ def observed_by_some(rank: int, processes: int, find_unused: bool) -> dict[str, 
 
 
 @pytest.mark.parametrize("find_unused", [False, True])
-def test_what_some_observe_counts_and_what_none_does_is_warned_of(find_unused: bool) -> None:
+def test_an_observation_of_some_counts_and_one_of_none_warns(find_unused: bool) -> None:
     ranks = run_in(2, observed_by_some, find_unused)
     for rank in ranks:
         first, alone = rank["stats"][0], ranks[1]["sampled"][-2]
@@ -246,7 +284,7 @@ def test_what_some_observe_counts_and_what_none_does_is_warned_of(find_unused: b
         close(rank["stats"][1], 0.9 * first + 0.1 * contraction(alone, 0))
         assert torch.equal(rank["stats"][2], rank["stats"][1])
         assert sum("observe(output) was not called" in text for text in rank["warned"]) == 1
-        assert rank["failures"] == {"skipped_statistics": 0, "failed_inverses": 0}
+        assert rank["failures"] == NO_FAILURES
 
 
 def warm_started(rank: int, processes: int, shard: str | None) -> dict[str, Any]:
@@ -265,7 +303,6 @@ def warm_started(rank: int, processes: int, shard: str | None) -> dict[str, Any]
 
 @pytest.mark.parametrize("shard", SHARDS)
 def test_warm_start_is_over_the_batches_of_all(shard: str | None) -> None:
-    net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
     wanted: dict[str, list[Tensor]] = {}
@@ -290,7 +327,7 @@ def test_warm_start_is_over_the_batches_of_all(shard: str | None) -> None:
 
 
 def refusals(rank: int, processes: int) -> dict[str, str]:
-    """What is refused, by what was tried, and whether training goes on after it."""
+    """Messages, by what was tried, and whether training goes on."""
     found = {}
     torch.manual_seed(0)
     net = nn.Linear(4, 3).double()
@@ -306,7 +343,7 @@ def refusals(rank: int, processes: int) -> dict[str, str]:
             call()
         except RuntimeError as error:
             found[name] = str(error)
-    cross_entropy(output, y).backward()  # whose gradients are still averaged
+    cross_entropy(output, y).backward()  # gradients are still averaged
     found["gradient"] = str(net.weight.grad.sum().item())
     found["state"] = str(len(opt.state))
     capturable = Shampoo(net.parameters())
@@ -332,7 +369,7 @@ def test_static_graphs_and_cuda_graphs_are_refused() -> None:
 
 
 def estimates(rank: int, processes: int, shard: str | None) -> tuple[int, int, bool]:
-    """What is estimated, what there is after a step, and whether a copy takes the next step."""
+    """The estimated bytes, those after a step, and whether copies take the next step."""
     net, replicas = own_net()
     opt = Shampoo(net.parameters(), shard=shard, graft="adam")
     estimate = opt.memory_estimate()["total"]
@@ -341,9 +378,7 @@ def estimates(rank: int, processes: int, shard: str | None) -> tuple[int, int, b
         x, y = batch(rank, key)
         cross_entropy(replicas(x), y).backward()
         opt.step()
-    states = [opt.state[p] for p in net.parameters()]
-    tensors = [t for s in states for v in s.values() for t in (v if isinstance(v, list) else [v])]
-    there = sum(t.nbytes for t in tensors if isinstance(t, Tensor))
+    there = sum(t.nbytes for t in tensors(dict(opt.state)))
     both = {"net": net, "opt": opt}
     copies = [copy.deepcopy(both), pickle.loads(pickle.dumps(both))]
     for twin in (both, *copies):
@@ -361,7 +396,7 @@ def estimates(rank: int, processes: int, shard: str | None) -> tuple[int, int, b
 @pytest.mark.parametrize("shard", SHARDS)
 def test_memory_is_what_was_estimated(shard: str | None) -> None:
     ranks = [rank[shard] for rank in results(estimates)]
-    net, _ = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double(), None
+    net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
     alone = Shampoo(net.parameters(), graft="adam").memory_estimate()["total"]
     assert alone == 8 * (2 * (16 + 25 + 25 + 9) + 2 * (25 + 9) + 2 * (20 + 5 + 15 + 3))
     for estimate, there, same in ranks:
@@ -391,21 +426,42 @@ def test_owners_are_balanced_in_work_and_bytes() -> None:
             assert max(held) <= sum(held) / processes + largest
 
 
-def test_fewer_parameters_than_processes_leave_some_without() -> None:
-    assert sorted(assign([Load(2, 2), Load(1, 1)], [Load()] * 4)) == [0, 1]
+def left_alone(rank: int, folder: str) -> None:
+    """Process 1 observes but does not step; at last it exits."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    found: list[tuple[str, bool]] = []
+    for shard, stays in [(None, True), ("directions", True), ("inverses", False)]:
+        group = dist.new_group(timeout=timedelta(seconds=3))
+        net, _ = own_net()
+        model = DistributedDataParallel(net, process_group=group)
+        share = {"shard": shard, "process_group": group}
+        opt = TNT(net.parameters(), likelihood=least_likely, **share, **SETTINGS)
+        forward(model, opt, rank, 0).backward()
+        opt.step()
+        forward(model, opt, rank, 1).backward()
+        if rank == 1:
+            if not stays:
+                os._exit(1)
+            continue
+        before = values(net)
+        try:
+            opt.step()
+        except RuntimeError as error:
+            found.append((str(error), all(map(torch.equal, before, net.parameters()))))
+    torch.save(found, f"{folder}/found.pt")
+    os._exit(0)  # gloo would wait for the other process
 
 
-def test_what_comes_later_goes_to_who_has_least() -> None:
-    assert assign([Load(1, 1)], [Load(3, 3), Load(2, 2), Load(5, 5)]) == [1]
-
-
-@pytest.mark.parametrize("value", ["all", True, 0])
-def test_an_unknown_shard_is_refused(value: object) -> None:
-    with pytest.raises(ValueError, match="shard must be one of None, 'directions', 'inverses'"):
-        TNT([nn.Parameter(torch.zeros(3))], shard=value)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("name", ["shard", "process_group"])
-def test_a_group_cannot_be_shared_otherwise(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} cannot be set for a parameter group"):
-        TNT([{"params": [nn.Parameter(torch.zeros(3))], name: None}])
+def test_a_process_that_does_not_step_is_an_error_for_the_others(tmp_path: Path) -> None:
+    context = mp.get_context("spawn")
+    started = [context.Process(target=left_alone, args=(r, str(tmp_path))) for r in range(2)]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join()
+    assert [process.exitcode for process in started] == [0, 1]
+    found = torch.load(tmp_path / "found.pt", weights_only=True)
+    assert [unchanged for _, unchanged in found] == [True] * 3
+    assert all("imeout" in message or "imed out" in message for message, _ in found[:2])

@@ -1,6 +1,6 @@
-"""A model that hands its output over by itself: what observe() in the loop would have done.
+"""``attach``: a model that hands over its output by itself trains as a loop with ``observe``.
 
-Autocast, compilers, wrappers and processes are in ``test_attach_wrapped``.
+Compiled models are in tests/system, several processes in tests/distributed.
 """
 
 import copy
@@ -14,79 +14,24 @@ from typing import Any
 
 import pytest
 import torch
+from attached import (
+    SETTINGS,
+    Net,
+    assert_same,
+    batches,
+    contents,
+    counted,
+    explicit,
+    made_net,
+    train,
+)
+from conftest import observation_count, observed_gradients
+from optimizers import NO_FAILURES
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from tnt_optim import TNT, with_fallback
-
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-SETTINGS: dict[str, Any] = {"lr": 0.05, "damping": 0.1, "stat_interval": 2, "inverse_interval": 3}
-
-
-class Net(nn.Module):
-    """Two linear layers with batch norm between; its result is made of the logits by ``wrap``."""
-
-    def __init__(self, wrap: Callable[[Tensor], Any] = lambda logits: logits) -> None:
-        super().__init__()
-        self.hidden, self.norm, self.out = nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 4)
-        self.wrap = wrap
-
-    def forward(self, x: Tensor) -> Any:
-        """Logits."""
-        return self.wrap(self.out(torch.tanh(self.norm(self.hidden(x)))))
-
-
-def made_net(**more: Any) -> Net:
-    torch.manual_seed(3)
-    return Net(**more)
-
-
-def batches(step: int, micro: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
-    rng = torch.Generator().manual_seed(step)
-    for _ in range(micro):
-        yield torch.randn(8, 5, generator=rng), torch.randint(4, (8,), generator=rng)
-
-
-def train(
-    model: nn.Module,
-    opt: Any,
-    steps: int = 7,
-    *,
-    observe: bool,
-    micro: int = 1,
-    logits: Callable[[Any], Tensor] = lambda result: result,
-) -> None:
-    """Trains; ``observe`` says whether the loop does it."""
-    for step in range(steps):
-        opt.zero_grad()
-        for x, y in batches(step, micro):
-            output = logits(model(x))
-            if observe:
-                opt.observe(output)
-            (cross_entropy(output, y) / micro).backward()
-        opt.step()
-
-
-def contents(model: nn.Module, opt: Any) -> tuple[Any, ...]:
-    """The state of a training, copied, and how many steps it has gone."""
-    saved = opt.state_dict()
-    steps = [group["step"] for group in saved["param_groups"] if "step" in group]
-    return copy.deepcopy((model.state_dict(), saved["state"], steps))
-
-
-def assert_same(one: Any, other: Any) -> None:
-    torch.testing.assert_close(one, other, rtol=0, atol=0)
-
-
-def explicit(**how: Any) -> tuple[Any, ...]:
-    """Where a loop with ``observe`` in it ends."""
-    model = made_net()
-    opt = TNT(model.parameters(), **SETTINGS)
-    train(model, opt, observe=True, **how)
-    assert all(opt.state[p] for p in model.parameters())
-    return contents(model, opt)
 
 
 @pytest.mark.parametrize("micro", [1, 3])
@@ -115,7 +60,7 @@ def test_closures() -> None:
     assert_same(contents(model, opt), explicit())
 
 
-def test_beside_a_fallback() -> None:
+def test_with_a_fallback() -> None:
     def made() -> tuple[Net, Any]:
         model = made_net()
         main = TNT([model.hidden.weight, model.out.weight], **SETTINGS)
@@ -130,18 +75,7 @@ def test_beside_a_fallback() -> None:
     assert_same(contents(model, opt), contents(other, reference))
     handle.remove()
     model(torch.randn(8, 5))
-    assert opt.main._observed.count == 0
-
-
-def counted() -> tuple[list[Any], Callable[[Any], Any]]:
-    """What an ``output`` function was called with, and the function."""
-    seen: list[Any] = []
-
-    def output(result: Any) -> Any:
-        seen.append(result)
-        return result
-
-    return seen, output
+    assert observation_count(opt.main) == 0
 
 
 def test_only_training_is_observed() -> None:
@@ -157,16 +91,16 @@ def test_only_training_is_observed() -> None:
         model(x)
     with torch.inference_mode():
         model(x)
-    assert not seen and opt._observed.count == 0
+    assert not seen and observation_count(opt) == 0
     model.wrap = Tensor.detach
     model(x)
-    assert len(seen) == 1 and opt._observed.count == 0
+    assert len(seen) == 1 and observation_count(opt) == 0
     model.wrap = Tensor.clone
     model(x)
-    assert len(seen) == 2 and opt._observed.count == 1
+    assert len(seen) == 2 and observation_count(opt) == 1
 
 
-def test_only_what_is_due_is_observed() -> None:
+def test_only_due_steps_are_observed() -> None:
     model = made_net()
     opt = TNT(model.parameters(), **SETTINGS)
     seen, output = counted()
@@ -213,7 +147,7 @@ def test_output_says_what_is_observed() -> None:
         (lambda z: z.reshape(2, 4, 4), ValueError, r"output must be \(batch, classes\)"),
     ],
 )
-def test_what_cannot_be_observed_is_said_in_the_forward(
+def test_a_result_that_cannot_be_observed_is_an_error_in_the_forward(
     wrap: Any, error: type[Exception], message: str
 ) -> None:
     model = made_net(wrap=wrap)
@@ -221,12 +155,12 @@ def test_what_cannot_be_observed_is_said_in_the_forward(
     opt.attach(model)
     with pytest.raises(error, match=message):
         model(torch.randn(8, 5))
-    assert opt._observed.count == 0
+    assert observation_count(opt) == 0
     model.eval()
     model(torch.randn(8, 5))
 
 
-def test_wrong_arguments_leave_what_was() -> None:
+def test_wrong_arguments_leave_the_attached_model() -> None:
     model = made_net()
     opt = TNT(model.parameters())
     opt.attach(model)
@@ -235,10 +169,10 @@ def test_wrong_arguments_leave_what_was() -> None:
     with pytest.raises(TypeError, match=r"^output must be a function or None, got str$"):
         opt.attach(nn.Linear(2, 2), "logits")  # type: ignore[arg-type]
     model(torch.randn(8, 5))
-    assert opt._observed.count == 1
+    assert observation_count(opt) == 1
 
 
-# Handles.
+# ------------------------------------------------------------------ handles and copies
 
 
 def test_handles_remove() -> None:
@@ -247,10 +181,10 @@ def test_handles_remove() -> None:
     with opt.attach(model) as handle:
         assert isinstance(handle, torch.utils.hooks.RemovableHandle)
         model(torch.randn(8, 5))
-    assert opt._observed.count == 1 and not model._forward_hooks
+    assert observation_count(opt) == 1 and not model._forward_hooks
     handle.remove()
     model(torch.randn(8, 5))
-    assert opt._observed.count == 1
+    assert observation_count(opt) == 1
 
 
 def test_attaching_again_replaces() -> None:
@@ -260,16 +194,16 @@ def test_attaching_again_replaces() -> None:
     first = opt.attach(model, output)
     second = opt.attach(model)
     assert len(model._forward_hooks) == 1
-    first.remove()  # of what is gone already
+    first.remove()  # which is gone already
     model(torch.randn(8, 5))
-    assert opt._observed.count == 1 and not seen
+    assert observation_count(opt) == 1 and not seen
     opt.attach(other)
     assert not model._forward_hooks
     model(torch.randn(8, 5))
     second.remove()
-    assert opt._observed.count == 1
+    assert observation_count(opt) == 1
     other(torch.randn(8, 5))
-    assert opt._observed.count == 2
+    assert observation_count(opt) == 2
 
 
 def test_two_optimizers_observe_one_model() -> None:
@@ -278,8 +212,8 @@ def test_two_optimizers_observe_one_model() -> None:
     one.attach(model)
     other.attach(model)
     model(torch.randn(8, 5))
-    assert one._observed.count == other._observed.count == 1
-    assert set(other._observed.sampled) == set(model.out.parameters())
+    assert observation_count(one) == observation_count(other) == 1
+    assert set(observed_gradients(other)) == set(model.out.parameters())
 
 
 def test_neither_keeps_the_other_alive() -> None:
@@ -319,11 +253,11 @@ def test_copies_of_the_model_observe_nothing(copied: Callable[[nn.Module], nn.Mo
     twin = copied(model)
     twin(torch.randn(8, 5))
     # A shallow copy shares its hooks, as it does its parameters.
-    assert opt._observed.count == (copied is copy.copy)
+    assert observation_count(opt) == (copied is copy.copy)
     again = TNT(twin.parameters())
     again.attach(twin)
     twin(torch.randn(8, 5))
-    assert again._observed.count == 1
+    assert observation_count(again) == 1
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
@@ -334,15 +268,15 @@ def test_copies_of_the_optimizer_are_not_attached(copied: Callable[[Any], Any]) 
     train(model, opt, 3, observe=False)
     twin_model, twin = copied((model, opt))
     twin_model(torch.randn(8, 5))
-    assert twin._observed.count == opt._observed.count == 0
+    assert observation_count(twin) == observation_count(opt) == 0
     twin.attach(twin_model)
-    assert model._forward_hooks  # where it was copied from is left alone
+    assert model._forward_hooks  # the original keeps its hook
     train(model, opt, observe=False)
     train(twin_model, twin, observe=False)
     assert_same(contents(model, opt), contents(twin_model, twin))
 
 
-# Calls of the model that are no micro-batch.
+# ------------------------------------------------------------------ calls that are no micro-batch
 
 
 @pytest.mark.parametrize("kind", [iter, list], ids=["generator", "list"])
@@ -354,7 +288,7 @@ def test_warm_start_is_not_observed(kind: Callable[[Any], Any]) -> None:
         if attached:
             opt.attach(model, output)
         opt.warm_start(kind(model(x) for x, _ in batches(99, 3)), model=model)
-        assert opt._observed.count == 0 and not opt._observed.sampled
+        assert observation_count(opt) == 0
         assert kind is list or not seen
         train(model, opt, 4, observe=not attached)
         # Once more: the weights have changed.
@@ -362,7 +296,7 @@ def test_warm_start_is_not_observed(kind: Callable[[Any], Any]) -> None:
         train(model, opt, 4, observe=not attached)
         return contents(model, opt)
 
-    # With a list the running statistics of batch norm are not put back, in either.
+    # With a list the buffers of batch norm are not put back, in either run.
     assert_same(run(True), run(False))
 
 
@@ -378,11 +312,11 @@ def test_warm_start_that_fails_leaves_the_model_attached() -> None:
     with pytest.raises(KeyError):
         opt.warm_start(outputs(), model=model)
     model(torch.randn(8, 5))
-    assert opt._observed.count == 1
+    assert observation_count(opt) == 1
 
 
 class Checkpointed(Net):
-    """The first layers are gone through again in the backward."""
+    """The backward computes the first layers again."""
 
     def forward(self, x: Tensor) -> Any:
         """Logits."""
@@ -412,7 +346,7 @@ def test_checkpointed_layers_are_observed_once() -> None:
 
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_model_checkpointed_as_a_whole_is_observed_once(early_stop: bool) -> None:
-    """Its own hook is called again in the backward, the user's and that of observe."""
+    """Its own hook is called again in the backwards of the user and of ``observe``."""
     model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4))
     calls = []
     model.register_forward_hook(lambda *_: calls.append(1))
@@ -432,4 +366,89 @@ def test_exported_model_is_not_observed() -> None:
     x = torch.randn(8, 5)
     exported = torch.export.export(model, (x,), strict=False).module()
     torch.testing.assert_close(exported(x), model(x))
-    assert opt._observed.count == 1
+    assert observation_count(opt) == 1
+
+
+# ------------------------------------------------------------------ autocast and wrappers
+
+
+SKIPPED = (0, 3, 4)
+
+
+def train_scaled(model: nn.Module, opt: TNT, dtype: torch.dtype, *, observe: bool) -> None:
+    """Trains under autocast, with a loss that overflows at some steps."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in range(9):
+        opt.zero_grad()
+        ((x, y),) = batches(step)
+        with torch.autocast("cpu", dtype=dtype):
+            output = model(x)
+            loss = cross_entropy(output, y) * (torch.inf if step in SKIPPED else 1)
+        if observe:
+            opt.observe(output)
+        scaler.scale(loss).backward()
+        scaler.step(opt)
+        scaler.update()
+    assert opt.param_groups[0]["step"] == 9 - len(SKIPPED)
+    assert opt.failures() == NO_FAILURES
+
+
+class Mixed(Net):
+    """A head in float32, whose backward autocast around it would run in half precision."""
+
+    def forward(self, x: Tensor) -> Any:
+        """Logits."""
+        hidden = torch.tanh(self.norm(self.hidden(x)))
+        with torch.autocast("cpu", enabled=False):
+            return self.out(hidden.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", [Net, Mixed])
+def test_autocast_and_scaled_losses(kind: type[Net], dtype: torch.dtype) -> None:
+    def run(attached: bool) -> tuple[Any, ...]:
+        torch.manual_seed(3)
+        model = kind()
+        opt = TNT(model.parameters(), **SETTINGS)
+        if attached:
+            opt.attach(model)
+        train_scaled(model, opt, dtype, observe=not attached)
+        return contents(model, opt)
+
+    assert_same(run(True), run(False))
+
+
+class Borrowing:
+    """Wraps an optimizer as Lightning does: a class that inherits its methods, not its state."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+        self.__class__ = type("Wrapped", (type(self), type(optimizer)), {})
+
+    def __getattr__(self, item: str) -> Any:
+        return getattr(self.optimizer, item)
+
+
+def test_wrappers_that_borrow_the_methods() -> None:
+    model = made_net()
+    opt = TNT(model.parameters(), **SETTINGS)
+    wrapper: Any = Borrowing(opt)
+    wrapper.attach(model)
+    wrapper.attach(model)
+    del wrapper
+    gc.collect()
+    train(model, opt, observe=False)
+    assert_same(contents(model, opt), explicit())
+
+
+def test_replicas_in_threads_are_refused() -> None:
+    model = made_net()
+    opt = TNT(model.parameters())
+    opt.attach(model)
+    replica = model._replicate_for_data_parallel()  # what DataParallel makes for each GPU
+    with pytest.raises(RuntimeError, match="attach to the DataParallel module"):
+        replica(torch.randn(8, 5))
+    whole = nn.DataParallel(model)
+    opt.attach(whole)
+    whole(torch.randn(8, 5))
+    assert observation_count(opt) == 1

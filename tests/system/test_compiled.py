@@ -1,29 +1,22 @@
 """torch.compile and activation checkpointing: the training without them, to the bit.
 
-On the compiler's "aot_eager", which makes graphs and runs them operation by operation, and once
-with generated code. Models with ``attach`` are in ``test_attach_wrapped``; KFAC, which must see its
-layers, refuses compiled ones (``test_kfac_compiled``).
+With the compiler's "aot_eager", which makes graphs and runs them operation by operation, and once
+with generated code. KFAC, which must see its layers, refuses compiled models (tests/kfac).
 """
 
+import copy
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import attached
+import optimizers
 import pytest
 import torch
-from conftest import Snapshot
+from conftest import Snapshot, observation_count, observed_gradients
 from drawn import raising
-from test_mixed_precision import (
-    METHODS,
-    SAMPLING,
-    apart,
-    batch,
-    equal,
-    made,
-    observe,
-    statistics,
-    values,
-)
+from optimizers import METHODS, SAMPLING, apart, equal, made, observe, statistics, values
+from optimizers import images as batch
 from tolerances import FLOAT32_TRAJECTORY
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -31,11 +24,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tnt_optim import TNT
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    # Which dynamo itself hides, but not from a filter that makes it an error.
-    pytest.mark.filterwarnings("default:The .grad attribute of a Tensor"),
-]
+# dynamo hides this warning itself, but not from a filter that makes it an error.
+pytestmark = pytest.mark.filterwarnings("default:The .grad attribute of a Tensor")
 
 COMPILED = ("sampled", "empirical", "shampoo")
 Reentrant = bool | None
@@ -43,7 +33,7 @@ Reentrant = bool | None
 
 @pytest.fixture(autouse=True)
 def counters() -> Iterator[Any]:
-    """What dynamo counts, with nothing left over from or for other tests."""
+    """dynamo's counters; every test starts and ends without compiled code."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     with torch._functorch.config.patch(donated_buffer=False):
@@ -149,8 +139,8 @@ def test_models_in_generated_code_train_as_others_but_for_rounding() -> None:
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_batches_of_other_sizes(name: str) -> None:
-    """As the last of an epoch. One more graph, for any size, in which a backward without
-    statistics comes first."""
+    """As the last batch of an epoch: one more graph, for any size, whose first backward is without
+    statistics."""
     model, opt, twin, reference = pair(name, stat_interval=4)
 
     def rows(number: int) -> int:
@@ -164,8 +154,8 @@ def test_batches_of_other_sizes(name: str) -> None:
 
 @pytest.mark.parametrize("first", ["a step", "another size", "a warm start"])
 def test_graphs_that_do_not_last(first: str) -> None:
-    """A graph whose first backward is the last one frees its buffers at every later one; that an
-    observation is not possible then is said, with the way out, and changes nothing."""
+    """A graph whose first backward is the last one frees its buffers at every later one:
+    ``observe`` then names the way out, and changes nothing."""
     model = Net()
     opt = made("sampled", model, stat_interval=2)
     with torch._functorch.config.patch(donated_buffer=True):
@@ -241,7 +231,7 @@ def whole_step(model: nn.Module, opt: Any) -> Callable[[Tensor, Tensor], Tensor]
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_a_training_step_compiled_as_a_whole(name: str) -> None:
-    """In pieces, that are compiled once: none when every kind of step has been taken."""
+    """In pieces that are compiled once: none after every kind of step has been taken."""
     model, opt, twin, reference = pair(name)
     compiled = torch.compile(whole_step(model, opt), backend="aot_eager")
     plain = whole_step(twin, reference)
@@ -254,13 +244,100 @@ def test_a_training_step_compiled_as_a_whole(name: str) -> None:
 
 
 def test_an_observation_is_no_graph() -> None:
-    """The model is, and its loss. What the optimizer does would be a dozen of them, which take
-    seconds to compile and win nothing."""
+    """The model and its loss are; the optimizer's would be a dozen, which take seconds to compile
+    and gain nothing."""
     model = Net()
     compiled = torch.compile(whole_step(model, made("sampled", model)), backend="aot_eager")
     for number in range(4):
         compiled(*batch(number))
     assert graphs() == 2
+
+
+@pytest.mark.parametrize("name", ["shampoo", "kfac", "fallback"])
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a:UserWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+def test_a_compiled_step_follows_a_scheduler_without_recompiling(name: str) -> None:
+    """After every kind of step has been taken, none is compiled again; the results are the same."""
+    model = optimizers.net()
+    twin = copy.deepcopy(model)
+    opts = [made(name, m, lr=torch.tensor(0.01), inverse_interval=2) for m in (model, twin)]
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(opt, 0.9) for opt in opts]
+    compiled = torch.compile(lambda: opts[0].step(), backend="eager")
+    frames = torch._dynamo.utils.counters["frames"]
+    frames.clear()
+    for step in range(9):
+        if step == 4:
+            taken = dict(frames)
+            assert taken["total"] > 0
+        optimizers.backward(model, opts[0], step)
+        compiled()
+        optimizers.train(twin, opts[1], [step])
+        for scheduler in schedulers:
+            scheduler.step()
+    assert dict(frames) == taken
+    torch.testing.assert_close(values(model), values(twin))
+    torch._dynamo.reset()
+
+
+# ------------------------------------------------------------------ attach
+
+
+def attached_and_compiled(model: attached.Net, opt: TNT, how: str) -> Any:
+    """Attaches and compiles."""
+    if how == "before":
+        opt.attach(model)
+        return torch.compile(model, backend="aot_eager")
+    if how == "in place":
+        opt.attach(model)
+        model.compile(backend="aot_eager")
+        return model
+    result = torch.compile(model, backend="aot_eager", fullgraph=how == "whole")
+    opt.attach(result)  # type: ignore[arg-type]
+    return result
+
+
+@pytest.mark.parametrize("how", ["before", "after", "in place", "whole"])
+def test_attached_models(how: str) -> None:
+    model = attached.made_net()
+    opt = TNT(model.parameters(), **attached.SETTINGS)
+    seen, output = attached.counted()
+    called = attached_and_compiled(model, opt, how)
+    attached.train(called, opt, observe=False)
+    assert graphs() == 1
+    reference = attached.made_net()
+    observing = TNT(reference.parameters(), **attached.SETTINGS)
+    attached.train(torch.compile(reference, backend="aot_eager"), observing, observe=True)
+    attached.assert_same(attached.contents(model, opt), attached.contents(reference, observing))
+    called.eval()
+    called(torch.randn(8, 5))
+    assert observation_count(opt) == 0
+
+
+def test_whole_graphs_with_the_hook_inside_are_refused() -> None:
+    model = attached.made_net()
+    opt = TNT(model.parameters())
+    opt.attach(model)
+    whole = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with pytest.raises(Exception, match="attach it to what torch.compile returned"):
+        whole(torch.randn(8, 5))
+
+
+def test_attached_graphs_that_do_not_last_are_refused() -> None:
+    model = attached.made_net()
+    opt = TNT(model.parameters(), **attached.SETTINGS)
+    called = torch.compile(model, backend="aot_eager")
+    with torch._functorch.config.patch(donated_buffer=True):
+        opt.attach(called)
+        with pytest.raises(RuntimeError, match="donated_buffer = False, set before torch.compile"):
+            called(torch.randn(8, 5))
+    torch._dynamo.reset()
+    # With the setting, buffers also survive a first backward that does not retain the graph.
+    model = attached.made_net()
+    opt = TNT(model.parameters(), **attached.SETTINGS)
+    called = torch.compile(model, backend="aot_eager")
+    opt.attach(called)
+    opt.warm_start(called(x) for x, _ in attached.batches(99, 3))
+    attached.train(called, opt, 4, observe=False)
 
 
 # ------------------------------------------------------------------ activation checkpointing
@@ -278,8 +355,8 @@ def checkpointed(name: str, reentrant: Reentrant, dropout: float) -> tuple[Net, 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("name", METHODS)
 def test_checkpointed_layers(name: str, dropout: float) -> None:
-    """They are gone through again for an observation and for the backward, with the same dropout;
-    the global random numbers are those of a training without."""
+    """An observation and the backward compute them again, with the same dropout; the global
+    generator is as without checkpoints."""
     model, opt, drawn = checkpointed(name, False, dropout)
     twin, reference, wanted = checkpointed(name, None, dropout)
     assert_same(model, opt, twin, reference)
@@ -306,7 +383,7 @@ def test_dropout_in_checkpointed_layers_of_a_compiled_model() -> None:
     opt = TNT(model.parameters(), likelihood=lambda output: output.square().mean())
     output = torch.compile(model, backend="aot_eager", fullgraph=True)(batch(0)[0])
     opt.observe(output)
-    sampled = {p: opt._observed.sampled[p].clone() for p in model.parameters()}
+    sampled = observed_gradients(opt)
     output.square().mean().backward()
     assert model.hidden.weight.grad is not None and bool(model.hidden.weight.grad.any())
     for param in model.parameters():
@@ -316,8 +393,8 @@ def test_dropout_in_checkpointed_layers_of_a_compiled_model() -> None:
 @pytest.mark.parametrize("name", ["sampled", "kfac"])
 @pytest.mark.parametrize("where", ["a part", "the whole"])
 def test_reentrant_checkpointing_is_refused(name: str, where: str) -> None:
-    """It hides the parameters from all but ``backward()``. Nothing is changed, and training goes
-    on without it."""
+    """It hides the parameters from everything but ``backward()``. Nothing is changed, and training
+    goes on without it."""
     model = Net(True if where == "a part" else None)
     opt = made(name, model)
     x = batch(0)[0].requires_grad_()

@@ -1,14 +1,12 @@
-"""The examples train: each through the trainer it is about, where that is installed."""
+"""Every example trains, where its trainer is installed."""
 
 import runpy
 from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 FOLDER = Path(__file__).parents[2] / "examples"
-# By example: what it imports beside this package and torch.
+# The packages that each example imports, other than this one and torch.
 NEEDS = {
     "accelerate_loop": ("accelerate", "sklearn"),
     "hugging_face_trainer": ("transformers", "accelerate"),
@@ -22,7 +20,7 @@ def test_every_example_is_tested() -> None:
     assert {path.stem for path in FOLDER.glob("*.py")} == set(NEEDS)
 
 
-# What the trainers say of their own versions is no concern of these; what tnt_optim warns of is.
+# Warnings of the trainers do not matter here; RuntimeWarnings of tnt_optim are errors.
 @pytest.mark.filterwarnings("default", "error::RuntimeWarning")
 @pytest.mark.parametrize("name", NEEDS)
 def test_example(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

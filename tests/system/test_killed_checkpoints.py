@@ -1,10 +1,8 @@
 """SIGKILL in the middle of a checkpoint: the last good one loads, and training goes on from it."""
 
-import copy
 import io
 import math
 import os
-import random
 import signal
 import warnings
 from collections.abc import Callable
@@ -14,24 +12,22 @@ from typing import Any
 import pytest
 import torch
 from conftest import Snapshot
-from test_faults import SHAPES, Run
+from optimizers import made, net, train
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.state_dict_loader import load as load_in_place
 from torch.distributed.checkpoint.state_dict_saver import save as save_in_parts
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 class Mortal(io.FileIO):
-    """A file whose writer dies by SIGKILL when it has written so many bytes, of all such files.
+    """A file whose process kills itself after it has written so many bytes, to all such files.
 
-    To ask for the descriptor, as fsync does, counts as one byte more.
+    A request for the descriptor, as for fsync, counts as one byte more.
     """
 
     left = math.inf
 
     def write(self, data: Any) -> int:
-        """Writes what is left to write, and dies if that is not all."""
+        """Writes the bytes that are left, and dies if those are not all."""
         view = memoryview(data).cast("B")
         if len(view) > Mortal.left:
             super().write(view[: int(Mortal.left)])
@@ -47,36 +43,53 @@ class Mortal(io.FileIO):
         return super().fileno()
 
 
-def save_to_file(run: Run, path: Path) -> None:
-    """How to save: never over the last good file. Readers see the old one or the new one."""
-    partial = path.with_name(path.name + ".tmp")
-    content = {"params": [p.detach() for p in run.params], "opt": run.opt.state_dict()}
-    with Mortal(partial, "wb") as file:
-        torch.save(content, file)
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+class Run:
+    """A training that saves to a file, or to a folder with torch.distributed.checkpoint."""
 
+    def __init__(self, kind: str) -> None:
+        torch.manual_seed(0)
+        self.model = net()
+        self.opt = made("sampled", self.model, graft="adam")
+        self.kind = kind
 
-def save_to_folder(run: Run, path: Path) -> None:
-    """The same with ``torch.distributed.checkpoint``, which writes ``.metadata`` last."""
-    params = {str(n): p.detach() for n, p in enumerate(run.params)}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of being alone
-        save_in_parts({"params": params, "opt": run.opt.state_dict()}, checkpoint_id=path)
+    def content(self) -> dict[str, Any]:
+        """Model and optimizer."""
+        return {"net": self.model.state_dict(), "opt": self.opt.state_dict()}
 
+    def save(self, path: Path) -> None:
+        """Never writes over the last good checkpoint: readers see the old one or the new one."""
+        if self.kind == "folder":
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of a single process
+                save_in_parts(self.content(), checkpoint_id=path)  # writes .metadata last
+            return
+        partial = path.with_name(path.name + ".tmp")
+        with Mortal(partial, "wb") as file:
+            torch.save(self.content(), file)
+            os.fsync(file.fileno())
+        os.replace(partial, path)
 
-def load_from_folder(run: Run, path: Path) -> None:
-    run.opt.allocate_state()
-    params = {str(n): p.detach() for n, p in enumerate(run.params)}
-    content = {"params": params, "opt": run.opt.state_dict()}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        load_in_place(content, checkpoint_id=path)
-    run.opt.load_state_dict(content["opt"])
+    def load(self, path: Path) -> None:
+        """Goes back to a checkpoint."""
+        if self.kind == "folder":
+            self.opt.allocate_state()
+            content = self.content()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                load_in_place(content, checkpoint_id=path)
+        else:
+            content = torch.load(path, weights_only=True)
+        self.model.load_state_dict(content["net"])
+        self.opt.load_state_dict(content["opt"])
+
+    def snapshot(self) -> Snapshot:
+        """Parameters and state, without gradients, to be compared bit for bit."""
+        self.opt.zero_grad()
+        return Snapshot(self.model.parameters(), self.opt)
 
 
 def dies(write: Callable[[], None], after: float) -> bool:
-    """Whether a child that calls this, and may write so many bytes, is killed on the way."""
+    """Whether a child process that may write so many bytes is killed on the way."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # forking is fine: nothing else runs
         child = os.fork()
@@ -90,6 +103,18 @@ def dies(write: Callable[[], None], after: float) -> bool:
     return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
 
 
+# By the point at which the process is killed: the bytes it has written, for a checkpoint's size.
+POINTS: list[tuple[str, Callable[[int], int]]] = [
+    ("before the first byte", lambda size: 0),
+    ("within the header", lambda size: 1),
+    ("after a quarter", lambda size: size // 4),
+    ("after the half", lambda size: size // 2),
+    ("after three quarters", lambda size: 3 * size // 4),
+    ("before the last byte", lambda size: size - 1),
+    ("before fsync", lambda size: size),
+]
+
+
 @pytest.mark.parametrize("kind", ["file", "folder"])
 def test_a_kill_during_a_checkpoint_leaves_the_last_one(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -99,34 +124,28 @@ def test_a_kill_during_a_checkpoint_leaves_the_last_one(
         "create_stream",
         lambda _, path, mode: Mortal(path, mode) if "w" in mode else open(path, mode),
     )
-    run, undisturbed, rng = Run(), Run(), random.Random(0)
-    undisturbed.steps(0, 10)
-    save, load = (save_to_file, Run.load) if kind == "file" else (save_to_folder, load_from_folder)
-    run.step(0)
-    good = tmp_path / "good"
     monkeypatch.setattr(Mortal, "left", math.inf)
-    save(run, good)
+    run, undisturbed = Run(kind), Run(kind)
+    steps = len(POINTS) + 1
+    train(undisturbed.model, undisturbed.opt, range(steps))
+    train(run.model, run.opt, [0])
+    good = tmp_path / "good"
+    run.save(good)
     files = [good] if kind == "file" else list(good.iterdir())
     size = sum(file.stat().st_size for file in files)
-    for number in range(1, 9):
+    for number, (point, bytes_of) in enumerate(POINTS, 1):
         wanted = run.snapshot()
-        run.step(number)
-        after = {1: 0, 2: size - 1, 3: size}.get(number, rng.randrange(size))
+        train(run.model, run.opt, [number])
         target = good if kind == "file" else tmp_path / f"target-{number}"
-        assert dies(lambda to=target: save(run, to), after)  # type: ignore[misc]
+        assert dies(lambda to=target: run.save(to), bytes_of(size)), point  # type: ignore[misc]
         if kind == "folder":
             assert not (target / ".metadata").exists()
-        resumed = Run()
-        load(resumed, good)
-        resumed.snapshot().assert_equals(_without_gradients(wanted))
-        good = good if kind == "file" else tmp_path / f"good-{number}"
-        save(run, good)
-    load(resumed, good)
-    resumed.step(9)
+        resumed = Run(kind)
+        resumed.load(good)
+        resumed.snapshot().assert_equals(wanted)
+        if kind == "folder":
+            good = tmp_path / f"good-{number}"
+        if number < len(POINTS):
+            run.save(good)
+    train(resumed.model, resumed.opt, [steps - 1])
     resumed.snapshot().assert_equals(undisturbed.snapshot())
-
-
-def _without_gradients(snapshot: Snapshot) -> Snapshot:
-    other = copy.copy(snapshot)
-    other.content = {**snapshot.content, "grads": [None] * len(SHAPES)}
-    return other

@@ -1,4 +1,4 @@
-"""What a factor's memory held comes back, to the bit, where a mode of its tensor fails."""
+"""A mode that fails leaves all factors of its tensor as they were, to the bit."""
 
 import math
 from collections.abc import Callable
@@ -67,7 +67,7 @@ def test_small(
 @pytest.mark.parametrize("held", HELD)
 @pytest.mark.parametrize("op", ["inverse", "root"])
 def test_large(op: str, held: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
-    """Two good modes wait for a third; and a mode breaks off in the middle of its matrix."""
+    """The last of three modes fails; and the first, in the middle of its matrix."""
     sizes = (600, 70, 33) if op == "inverse" else (140, 70, 33)
     rows = []
     for spoiled, place in ((2, 20), (0, sizes[0] - 50)):

@@ -1,6 +1,6 @@
-"""An operator that finds too little memory raises MemoryError, and what it was to write is whole.
+"""An operator without enough memory raises MemoryError and leaves its outputs unchanged.
 
-In a process of its own, whose address space is cut to what it has and a little more.
+In a process of its own, whose address space is limited to its present size and a little more.
 """
 
 import os
@@ -26,7 +26,7 @@ def definite(d):
 
 def calls(sides):
     stats, out = [[[definite(d) for d in sides]] for _ in range(2)]
-    out[0][1][0, 1] = 3.0  # no symmetric matrix: all of it has to be kept meanwhile
+    out[0][1][0, 1] = 3.0  # not symmetric: all of it must be kept meanwhile
     weight = torch.ones(sides, dtype=torch.float64)
     step = [weight, weight.clone(), weight.clone()]
     grad, moments = weight.clone(), [weight.clone() for _ in range(3)]
@@ -44,7 +44,7 @@ def calls(sides):
 
 
 name = sys.argv[1]
-calls((8, 7))[name][1]()  # which loads and starts what there is to be
+calls((8, 7))[name][1]()  # loads libraries and starts threads
 held, call = calls(SIDES)[name]
 before = [tensor.clone() for tensor in held]
 pages = int(open("/proc/self/statm").read().split()[0])
@@ -69,7 +69,7 @@ _SERVED = {served["cpu"] for served in backends().ops.values()}
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("name", ["inverse", "root", "step", "graft"])
 def test_an_operator_without_memory_changes_nothing(name: str, threads: int) -> None:
-    # What is freed goes back to the system: nothing is left over that a call could find.
+    # Freed memory goes back to the system, so that a call cannot use it.
     tight = {
         "MALLOC_MMAP_THRESHOLD_": "65536",
         "MALLOC_TRIM_THRESHOLD_": "0",

@@ -1,8 +1,8 @@
 """Sampled gradients of every likelihood: mean zero, and the exact Fisher matrix as covariance.
 
-The tests are statistical, with fixed seeds. Each bound is chosen from the distribution of its
-statistic under the hypothesis that the library is right: the false-alarm probability of every
-assertion is below 1e-6 (stated at each), up to the central limit theorem at the given draws.
+The tests are statistical, with fixed seeds. Each bound comes from the distribution of its statistic
+if the library is right: the false-alarm probability of every assertion is below 1e-6 (stated at
+each), up to the central limit theorem at the given draws.
 """
 
 import itertools
@@ -10,21 +10,21 @@ import math
 
 import pytest
 import torch
+from drawn import noise, weight
+from optimizers import made
 from oracle import contraction
 from torch import Tensor, nn
 
 from tnt_optim import TNT
 from tnt_optim.likelihoods import sampled_loss
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-LIKELIHOODS = ["categorical", "bernoulli", "gaussian"]
+likelihoods = pytest.mark.parametrize("likelihood", ["categorical", "bernoulli", "gaussian"])
 ROWS, FEATURES, OUTPUTS = 3, 2, 3
 DRAWS = 8000
 
 # P(chi2_r >= r + 2 sqrt(r x) + 2 x) <= exp(-x) (Laurent & Massart 2000, lemma 1); e^-16 = 1.1e-7.
 CHI2_EXPONENT = 16.0
-# P(|z| >= 6) = 2e-9; at most 9 * 10 / 2 = 45 different entries are held at once: 9e-8.
+# P(|z| >= 6) = 2e-9; a test compares at most 9 * 10 / 2 = 45 different entries: 9e-8.
 Z_BOUND = 6.0
 MAX_RANK = ROWS * OUTPUTS
 
@@ -40,9 +40,9 @@ def inputs() -> Tensor:
     return torch.randn(ROWS, FEATURES, generator=torch.Generator().manual_seed(4)).double() * 2
 
 
-def flat_gradient(loss: Tensor, model: nn.Module, retain: bool = False) -> Tensor:
+def flat_gradient(loss: Tensor, model: nn.Module) -> Tensor:
     """The gradient with respect to all parameters, as one vector."""
-    gradients = torch.autograd.grad(loss, list(model.parameters()), retain_graph=retain)
+    gradients = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
     return torch.cat([g.reshape(-1) for g in gradients])
 
 
@@ -60,28 +60,31 @@ def enumerated_fisher(likelihood: str, model: nn.Module, x: Tensor) -> Tensor:
         terms: list[tuple[float, Tensor]] = []
         if likelihood == "categorical":
             log_p = z - torch.logsumexp(z, 0)
-            terms = [(float(lp.detach().exp()), flat_gradient(-lp, model, True)) for lp in log_p]
+            terms = [(float(lp.detach().exp()), flat_gradient(-lp, model)) for lp in log_p]
         elif likelihood == "bernoulli":
             for labels in itertools.product([0.0, 1.0], repeat=len(z)):
                 signs = torch.tensor([2 * y - 1 for y in labels], dtype=torch.float64)
                 log_p = -torch.log1p(torch.exp(-signs * z)).sum()
-                terms.append((float(log_p.detach().exp()), flat_gradient(-log_p, model, True)))
+                terms.append((float(log_p.detach().exp()), flat_gradient(-log_p, model)))
         else:
-            terms = [(1.0, flat_gradient(output, model, True)) for output in z]
+            terms = [(1.0, flat_gradient(output, model)) for output in z]
         for probability, gradient in terms:
             total += probability * torch.outer(gradient, gradient)
     return total / len(x) ** 2
 
 
 def sampled_gradients(likelihood: str, model: nn.Module, x: Tensor, seed: int) -> Tensor:
-    """(DRAWS, parameters): one sampled gradient a row, all from the same output."""
-    generator = torch.Generator().manual_seed(seed)
+    """(DRAWS, parameters): one sampled gradient a row, from one call on repeated outputs.
+
+    The mean over DRAWS * ROWS examples has 1 / DRAWS of each draw's gradient; the chain rule with
+    the Jacobian of the outputs does the rest.
+    """
     output = model(x)
-    rows = [
-        flat_gradient(sampled_loss(likelihood, output, generator), model, retain=True)
-        for _ in range(DRAWS)
-    ]
-    return torch.stack(rows)
+    jacobian = torch.stack([flat_gradient(z, model) for z in output.reshape(-1)])
+    repeated = output.detach().repeat(DRAWS, 1).requires_grad_()
+    loss = sampled_loss(likelihood, repeated, torch.Generator().manual_seed(seed))
+    (scores,) = torch.autograd.grad(loss, repeated)
+    return DRAWS * scores.reshape(DRAWS, ROWS * OUTPUTS) @ jacobian
 
 
 def assert_mean_zero_with_covariance(gradients: Tensor, fisher: Tensor) -> None:
@@ -91,7 +94,7 @@ def assert_mean_zero_with_covariance(gradients: Tensor, fisher: Tensor) -> None:
     support = values > 1e-10 * values[-1]
     rank = int(support.sum())
     assert 0 < rank <= MAX_RANK
-    # Directions the Fisher does not have are never seen: exact up to rounding, no statistics.
+    # Directions that the Fisher does not have never occur: exact up to rounding, no statistics.
     outside = gradients @ vectors[:, ~support]
     assert outside.numel() > 0
     assert float(outside.abs().max()) < 1e-6 * float(gradients.abs().max())
@@ -106,54 +109,47 @@ def assert_mean_zero_with_covariance(gradients: Tensor, fisher: Tensor) -> None:
     assert float(z.abs().max()) < Z_BOUND
 
 
-@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+@likelihoods
 def test_sampled_gradient_has_mean_zero_and_the_fishers_covariance(likelihood: str) -> None:
     model, x = small_model(), inputs()
     fisher = enumerated_fisher(likelihood, model, x)
     gradients = sampled_gradients(likelihood, model, x, seed=5)
     assert_mean_zero_with_covariance(gradients, fisher)
+    for factor in (0.85, 1.15):  # the bounds have power: a covariance 15 % off is caught
+        with pytest.raises(AssertionError):
+            assert_mean_zero_with_covariance(gradients, factor * fisher)
 
 
-@pytest.mark.parametrize("factor", [0.85, 1.15])
-def test_the_bounds_have_power(factor: float) -> None:
-    """A covariance 15 % off is caught: the bounds are not vacuous."""
-    model, x = small_model(), inputs()
-    fisher = factor * enumerated_fisher("categorical", model, x)
-    gradients = sampled_gradients("categorical", model, x, seed=5)
-    with pytest.raises(AssertionError):
-        assert_mean_zero_with_covariance(gradients, fisher)
-
-
-def test_bernoulli_and_gaussian_take_any_trailing_shape() -> None:
+@pytest.mark.parametrize("likelihood", ["bernoulli", "gaussian"])
+def test_outputs_have_any_trailing_shape(likelihood: str) -> None:
     """(N, a, b): the sum over a and b, the mean over N."""
-    for likelihood in ("bernoulli", "gaussian"):
-        z = torch.randn(4, 2, 3, dtype=torch.float64, requires_grad=True)
-        flat = z.detach().reshape(4, 6).requires_grad_()
-        loss = sampled_loss(likelihood, z, torch.Generator().manual_seed(1))
-        same = sampled_loss(likelihood, flat, torch.Generator().manual_seed(1))
-        assert loss.shape == ()
-        assert loss.item() == pytest.approx(same.item(), rel=1e-14)
-        (g,) = torch.autograd.grad(loss, z)
-        # Per entry the variance of the score is p (1 - p), or 1, over N^2; never over N * a * b.
-        score = 4 * g
-        if likelihood == "bernoulli":
-            p = z.detach().sigmoid()
-            torch.testing.assert_close(torch.where(score > 0, score, score + 1), p)
-        else:
-            noise = torch.autograd.grad(same, flat)[0].reshape(4, 2, 3) * 4
-            torch.testing.assert_close(score, noise)
+    z = torch.randn(4, 2, 3, dtype=torch.float64, requires_grad=True)
+    flat = z.detach().reshape(4, 6).requires_grad_()
+    loss = sampled_loss(likelihood, z, torch.Generator().manual_seed(1))
+    same = sampled_loss(likelihood, flat, torch.Generator().manual_seed(1))
+    assert loss.shape == ()
+    assert loss.item() == pytest.approx(same.item(), rel=1e-14)
+    (g,) = torch.autograd.grad(loss, z)
+    # The variance of an entry's score is p (1 - p), or 1, over N^2; never over N * a * b.
+    score = 4 * g
+    if likelihood == "bernoulli":
+        p = z.detach().sigmoid()
+        torch.testing.assert_close(torch.where(score > 0, score, score + 1), p)
+    else:
+        drawn = torch.autograd.grad(same, flat)[0].reshape(4, 2, 3) * 4
+        torch.testing.assert_close(score, drawn)
 
 
-@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+@likelihoods
 def test_extreme_outputs_stay_finite(likelihood: str) -> None:
-    """Saturated probabilities: the loss at a drawn label never overflows, in float32."""
+    """Saturated probabilities: the loss at a drawn label does not overflow in float32."""
     z = torch.tensor([[200.0, -200.0, 0.0], [-150.0, 3e4, 1.0]], requires_grad=True)
     loss = sampled_loss(likelihood, z, torch.Generator().manual_seed(0))
     (g,) = torch.autograd.grad(loss, z)
     assert bool(torch.isfinite(loss)) and bool(torch.isfinite(g).all())
 
 
-@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+@likelihoods
 def test_draws_come_from_the_given_generator_alone(likelihood: str) -> None:
     z = torch.randn(64, 5, requires_grad=True)
     before = torch.get_rng_state()
@@ -168,7 +164,7 @@ def test_draws_come_from_the_given_generator_alone(likelihood: str) -> None:
 
 @pytest.mark.parametrize(
     ("likelihood", "micro_batches"),
-    [*((name, 1) for name in LIKELIHOODS), ("categorical", 3)],
+    [("categorical", 1), ("bernoulli", 1), ("gaussian", 1), ("categorical", 3)],
 )
 def test_statistics_of_tnt_have_the_fishers_expectation(
     likelihood: str, micro_batches: int
@@ -182,11 +178,9 @@ def test_statistics_of_tnt_have_the_fishers_expectation(
     """
     torch.manual_seed(3)
     model = nn.Linear(FEATURES, OUTPUTS, bias=False).double()
-    x, steps = inputs(), 3000
-    opt = TNT(
-        model.parameters(), lr=0.0, stat_decay=0.0, stat_interval=1, inverse_interval=100,
-        likelihood=likelihood,
-    )  # fmt: skip
+    x, steps = inputs(), 1000
+    schedule: dict[str, int] = {"stat_interval": 1, "inverse_interval": 100}
+    opt = made("sampled", model, lr=0.0, stat_decay=0.0, likelihood=likelihood, **schedule)
     fisher = enumerated_fisher(likelihood, model, x)
     values, vectors = torch.linalg.eigh(fisher)
     seen: list[list[Tensor]] = [[], []]
@@ -209,3 +203,29 @@ def test_statistics_of_tnt_have_the_fishers_expectation(
         error = stats.std(0) / math.sqrt(steps)
         assert float(((stats.mean(0) - expected / micro_batches) / error).abs().max()) < Z_BOUND
         assert micro_batches > 1 or float(((warm - expected) / error).abs().max()) < Z_BOUND
+
+
+def test_a_likelihood_function_draws_from_a_stream_of_seed_step_and_micro_batch() -> None:
+    """torch's global generator is seeded for it and put back."""
+
+    def draws(seed: int) -> list[float]:
+        torch.manual_seed(int(torch.randint(1000, ())))  # the global seed does not matter
+        p, seen = weight(2, 3), []
+
+        def likelihood(output: Tensor) -> Tensor:
+            seen.append(float(torch.rand(())))
+            return output.square().sum()
+
+        opt = TNT([p], likelihood=likelihood, stat_interval=1, seed=seed)
+        for _ in range(2):
+            for _ in range(2):
+                before = torch.get_rng_state()
+                opt.observe(p * 1.0)
+                assert torch.equal(torch.get_rng_state(), before)
+            p.grad = noise(2, 3)
+            opt.step()
+        return seen
+
+    first, again, other = draws(0), draws(0), draws(1)
+    assert first == again
+    assert len(set(first + other)) == 8

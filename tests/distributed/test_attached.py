@@ -1,0 +1,121 @@
+"""``attach`` in several processes: DistributedDataParallel in every form, and fully_shard."""
+
+import contextlib
+from typing import Any
+
+import torch
+from attached import SETTINGS, assert_same, batches
+from processes import run_in
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from tnt_optim import TNT
+
+
+class Heads(nn.Module):
+    """One body and two heads, of which a batch uses one; float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(5, 6)
+        self.heads = nn.ModuleList(nn.Linear(6, 4) for _ in range(2))
+        self.double()
+
+    def forward(self, x: Tensor, head: int) -> Tensor:
+        """Logits of one head."""
+        logits: Tensor = self.heads[head](torch.tanh(self.body(x)))
+        return logits
+
+
+# By form: arguments of DistributedDataParallel, micro-batches (a static graph takes one), and the
+# head that each process uses at each step.
+FORMS: dict[str, tuple[dict[str, Any], int, list[list[int]]]] = {
+    "plain": ({}, 1, [[0, 0]] * 5),
+    "accumulated": ({}, 2, [[0, 0]] * 5),
+    "unused": ({"find_unused_parameters": True}, 2, [[0, 1], [0, 1], [0, 0], [1, 0], [1, 1]]),
+    "static": ({"static_graph": True}, 1, [[0, 0]] * 5),
+}
+
+
+def train(rank: int, form: str, place: str) -> list[Tensor] | str:
+    """One process's training: gradients, parameters and statistics at the end, or its error."""
+    settings, micro, heads = FORMS[form]
+    torch.manual_seed(3)
+    model = Heads()
+    model.heads[1].requires_grad_(form == "unused")
+    replicas = DistributedDataParallel(model, **settings)
+    params = [p for p in model.parameters() if p.requires_grad]
+    opt = TNT(params, **{**SETTINGS, "stat_interval": 1})
+    if place != "in the loop":
+        opt.attach(model if place == "inside" else replicas)
+    results: list[Tensor] = []
+    try:
+        for step in range(5):
+            opt.zero_grad()
+            for number, (x, y) in enumerate(batches(10 * rank + step, micro), 1):
+                with contextlib.nullcontext() if number == micro else replicas.no_sync():
+                    output = replicas(x.double(), heads[step][rank])
+                    if place == "in the loop":
+                        opt.observe(output)
+                    (cross_entropy(output, y) / micro).backward()
+            results += [p.grad.clone() for p in params if p.grad is not None]
+            opt.step()
+    except RuntimeError as error:
+        return str(error)
+    return results + [t for p in params for t in (p.detach().clone(), *opt.state[p]["stats"])]
+
+
+def replica(rank: int, processes: int) -> dict[tuple[str, str], list[Tensor] | str]:
+    places = ("in the loop", "wrapped", "inside")
+    return {(form, place): train(rank, form, place) for form in FORMS for place in places}
+
+
+def test_replicas() -> None:
+    """With a static graph only the module inside can be attached to: then it is the plain form."""
+    for rank in run_in(2, replica):
+        for form in FORMS:
+            loop = rank["plain" if form == "static" else form, "in the loop"]
+            assert_same(rank[form, "inside"], loop)
+            if form == "static":
+                assert "static_graph" in rank[form, "wrapped"]
+            else:
+                assert_same(rank[form, "wrapped"], loop)
+
+
+def sharded(rank: int, processes: int) -> dict[str, list[Tensor] | str]:
+    """One process's training of sharded parameters, attached before or after, or in the loop."""
+    found: dict[str, list[Tensor] | str] = {}
+    for place in ("in the loop", "after", "before"):
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4))
+        if place == "before":
+            opt = TNT(model.parameters(), **SETTINGS)
+            opt.attach(model)
+        fully_shard(model, mesh=init_device_mesh("cpu", (processes,)))
+        if place != "before":
+            opt = TNT(model.parameters(), **SETTINGS)
+        if place == "after":
+            opt.attach(model)
+        try:
+            for step in range(5):
+                opt.zero_grad()
+                ((x, y),) = batches(10 * rank + step)
+                output = model(x)
+                if place == "in the loop":
+                    opt.observe(output)
+                cross_entropy(output, y).backward()
+                opt.step()
+        except RuntimeError as error:
+            found[place] = str(error)
+            continue
+        found[place] = [p.detach().full_tensor() for p in model.parameters()]  # type: ignore[attr-defined]
+    return found
+
+
+def test_sharded_models() -> None:
+    for rank in run_in(2, sharded):
+        assert_same(rank["after"], rank["in the loop"])
+        assert "after fully_shard(model)" in rank["before"]

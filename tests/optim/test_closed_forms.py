@@ -1,0 +1,222 @@
+"""Statistics, factors and steps of TNT and Shampoo against formulas, where formulas exist.
+
+First steps, warm starts, statistics of zero, damping relative to the statistics, roots in float32.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from drawn import close, noise, weight
+from optimizers import FACTORED, NO_FAILURES, Dictated
+from oracle import contraction, covariances
+from oracle_shampoo import damped_stats, eigen_root
+from tolerances import (
+    FLOAT32_ROOT,
+    NEWTON_OPERATOR,
+    NEWTON_TRAJECTORY,
+    root_rounding,
+)
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from tnt_optim import Shampoo
+
+factored = pytest.mark.parametrize("name", FACTORED)
+
+
+def exact_factors(name: str, stats: Sequence[Tensor], damping: float) -> list[Tensor]:
+    """The factors of these statistics, by eigenvalues or a dense inverse."""
+    if name == "shampoo":
+        return [eigen_root(s, 2 * len(stats)) for s in damped_stats(stats, damping, relative=False)]
+    return [
+        torch.linalg.inv(u + damping * torch.eye(len(u)).double()) for u in covariances(stats)[0]
+    ]
+
+
+def assert_factor(name: str, factor: Tensor, wanted: Tensor) -> None:
+    """Equal but for rounding, or, of Shampoo, for what the coupled Newton iteration leaves."""
+    dense = factor if factor.dim() == 2 else torch.diag(factor)
+    if name == "shampoo":
+        error = float((dense - wanted).abs().max())
+        assert error <= NEWTON_OPERATOR * float(wanted.abs().max())
+    else:
+        close(dense, wanted)
+
+
+@factored
+def test_a_warm_start_is_the_plain_average(name: str) -> None:
+    """And the statistics' moving average goes on from it."""
+    run = Dictated(name, [weight(3, 4)], damping=0.1, stat_decay=0.5)
+    gradients = [noise(3, 4) for _ in range(4)]
+    run.warm_start([[g] for g in gradients])
+    assert run.params[0].grad is None
+    average = [torch.stack([contraction(g, i) for g in gradients]).mean(0) for i in range(2)]
+    for i, wanted in enumerate(exact_factors(name, average, 0.1)):
+        close(run.stats()[i], average[i])
+        assert_factor(name, run.factors()[i], wanted)
+    later = noise(3, 4)
+    run.step([later])
+    for i in range(2):
+        close(run.stats()[i], 0.5 * average[i] + 0.5 * contraction(later, i))
+
+
+@factored
+@pytest.mark.parametrize("relative", [False, True])
+@pytest.mark.parametrize("shape", [(), (1,), (5,), (1, 4), (3, 4), (3, 2, 3, 3)], ids=str)
+def test_zero_statistics_give_a_multiple_of_the_identity(
+    name: str, shape: tuple[int, ...], relative: bool
+) -> None:
+    damping, k = 0.003, min(max(len(shape), 1), 3)
+    run = Dictated(
+        name, [weight(*shape)], lr=0.5, damping=damping, relative_damping=relative, max_factor_dim=3
+    )
+    (move,) = run.step([torch.zeros(shape, dtype=torch.float64)])
+    assert not move.any()
+    scale = 1.0 if relative else damping ** (-1 / (2 * k) if name == "shampoo" else -1)
+    for factor in run.factors():
+        assert_factor(name, factor, scale * torch.eye(len(factor), dtype=torch.float64))
+    run.opt.param_groups[0]["stat_interval"] = 100
+    gradient = noise(*shape)
+    (move,) = run.step([gradient])
+    wanted = -0.5 * scale**k * gradient
+    if name == "shampoo":
+        assert float((move - wanted).norm()) <= NEWTON_OPERATOR * float(wanted.norm())
+    else:
+        close(move, wanted)
+
+
+@factored
+@pytest.mark.parametrize("graft", [None, "adam", "sgd"])
+def test_zero_gradients_never_give_nan(name: str, graft: str | None) -> None:
+    run = Dictated(name, [weight(3, 4)], graft=graft)
+    for _ in range(3):
+        assert not run.step([torch.zeros(3, 4).double()])[0].any()
+
+
+@factored
+@pytest.mark.parametrize("relative", [False, True])
+def test_parameters_without_elements(name: str, relative: bool) -> None:
+    params = [weight(0, 3), weight(0), weight(2, 3)]
+    run = Dictated(name, params, relative_damping=relative, damping=0.1)
+    moves = run.step([torch.zeros_like(params[0]), torch.zeros_like(params[1]), noise(2, 3)])
+    assert bool(moves[2].any()) and bool(params[2].isfinite().all())
+
+
+@factored
+@pytest.mark.parametrize("relative", [False, True])
+def test_statistics_and_factors_are_symmetric_to_the_bit(name: str, relative: bool) -> None:
+    p = nn.Parameter(torch.randn(65, 9, 3, 3))
+    run = Dictated(name, [p], relative_damping=relative, stat_interval=1, inverse_interval=1)
+    for _ in range(3):
+        run.step([torch.randn_like(p)])
+    for matrix in run.stats() + run.factors():
+        assert matrix.dtype == torch.float32
+        assert torch.equal(matrix, matrix.T)
+
+
+def test_gradients_in_float16_have_statistics_beyond_float16() -> None:
+    """Of norm 80000, where float16 ends at 65504."""
+    gradient = torch.full((200, 200), 400.0, dtype=torch.float16)
+    for name in FACTORED:
+        param = nn.Parameter(torch.zeros(200, 200, dtype=torch.float16))
+        run = Dictated(name, [param], damping=1e6)
+        run.step([gradient])
+        expected = torch.full((200, 200), 400.0**2 * 200)
+        torch.testing.assert_close(run.stats()[0], expected, rtol=1e-6, atol=0)
+
+
+# ------------------------------------------------------------------ Shampoo
+
+
+@pytest.mark.parametrize("damping", [1e-3, 0.1, 10.0])
+def test_shampoos_first_step_acts_on_the_singular_values(damping: float) -> None:
+    """S_1 = G G^T and S_2 = G^T G: U diag(s) V^T becomes U diag(s / sqrt(s^2 + eps)) V^T."""
+    matrix, vector = noise(5, 8), noise(7)
+    moves = Dictated("shampoo", [weight(5, 8), weight(7)], lr=0.5, damping=damping).step(
+        [matrix, vector]
+    )
+    u, s, vt = torch.linalg.svd(matrix, full_matrices=False)
+    expected = 0.5 * u @ torch.diag(s / (s.square() + damping).sqrt()) @ vt
+    torch.testing.assert_close(-moves[0], expected, rtol=0, atol=NEWTON_TRAJECTORY)
+    expected = 0.5 * vector / (vector.square().sum() + damping).sqrt()
+    torch.testing.assert_close(-moves[1], expected, rtol=0, atol=NEWTON_TRAJECTORY)
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e5])
+@pytest.mark.parametrize("shape", [(5,), (3, 4), (3, 2, 3, 3)], ids=str)
+def test_shampoos_relative_damping_has_no_scale(shape: tuple[int, ...], scale: float) -> None:
+    p = weight(*shape)
+    settings: dict[str, Any] = {"relative_damping": True, "stat_interval": 1, "lr": 0.1}
+    run, scaled = (
+        Dictated("shampoo", [nn.Parameter(p.detach().clone())], **settings) for _ in range(2)
+    )
+    for gradient in [noise(*shape) for _ in range(4)]:
+        run.step([gradient])
+        scaled.step([scale * gradient])
+    torch.testing.assert_close(run.params, scaled.params, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("damping", [0.0, 1e-6, 0.1, 1e6])
+@pytest.mark.parametrize("size", [0.0, 1e-21, 1e-18, 1e-17])
+def test_shampoos_relative_damping_takes_rounding_for_zero(size: float, damping: float) -> None:
+    """Where damping times the average would vanish in float32, and S is singular."""
+    p = nn.Parameter(torch.randn(3, 40))
+    settings: dict[str, Any] = {"relative_damping": True, "stat_interval": 1, "graft": "adam"}
+    run = Dictated("shampoo", [p], damping=damping, **settings)
+    for _ in range(3):
+        run.step([size * torch.randn(3, 40)])
+    assert run.opt.failures() == NO_FAILURES
+    assert bool(p.isfinite().all())
+    for factor in run.factors():
+        assert_factor("shampoo", factor, torch.eye(len(factor)))
+
+
+def low_rank_images(count: int) -> Tensor:
+    """64 pixels that a few numbers decide, as in images: the statistics' spectra fall steeply."""
+    generator = torch.Generator().manual_seed(5)
+    patterns = torch.randn(6, 64, generator=generator)
+    return torch.sigmoid(-3 + 2 * torch.randn(count, 6, generator=generator) @ patterns)
+
+
+def trained_autoencoder(damping: float) -> tuple[nn.Module, Shampoo]:
+    """A trained autoencoder in float32, whose roots are of its present statistics."""
+    torch.manual_seed(4)
+    model = nn.Sequential(
+        nn.Linear(64, 100), nn.ReLU(), nn.Linear(100, 6), nn.Linear(6, 100), nn.ReLU(),
+        nn.Linear(100, 64),
+    )  # fmt: skip
+    schedule: dict[str, int] = {"stat_interval": 1, "inverse_interval": 20}
+    opt = Shampoo(model.parameters(), lr=3e-4, damping=damping, **schedule)
+
+    def loss(x: Tensor) -> Tensor:
+        return binary_cross_entropy_with_logits(model(x), x, reduction="sum") / len(x)
+
+    batches = low_rank_images(21 * 50).split(50)
+    opt.warm_start(loss(x) for x in batches)
+    for x in batches:
+        opt.zero_grad()
+        loss(x).backward()
+        opt.step()
+    return model, opt
+
+
+@pytest.mark.parametrize("damping", [0.1, 0.01, 3e-4])
+def test_shampoos_float32_roots_of_training_statistics(damping: float) -> None:
+    """The paper's dampings: 0.01 for its CNNs; 3e-4 for its autoencoders, at conditions of 3e4."""
+    model, opt = trained_autoencoder(damping)
+    conditions = []
+    for p in model.parameters():
+        state = opt.state[p]
+        root = 2 * p.dim()
+        for stat, factor in zip(state["stats"], state["factors"], strict=True):
+            (damped,) = damped_stats([stat.double()], damping, relative=False)
+            conditions.append(float(torch.linalg.cond(damped)))
+            wanted = eigen_root(damped, root)
+            error = float((factor.double() - wanted).abs().max() / wanted.abs().max())
+            assert torch.equal(factor, factor.T)
+            assert error <= root_rounding(torch.float32, conditions[-1], root)
+            if damping >= 0.01:
+                assert error <= FLOAT32_ROOT
+    assert max(conditions) > 5 / damping, "hardly the statistics of training"

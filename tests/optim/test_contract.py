@@ -1,0 +1,497 @@
+"""The contract of PyTorch's optimizers, after its own test/test_optim.py.
+
+Groups, schedulers, signs, steps, closures, hooks. Saved states and copies are in ``test_state``,
+wrong settings in ``test_options``. Its checks of foreach, fused and differentiable do not apply
+(there are no such switches), those of sparse and complex parameters neither (they are refused);
+capturable steps are in tests/gpu, compiled ones in tests/system, KFAC's one group in tests/kfac.
+"""
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from drawn import close
+from optimizers import (
+    EVERY,
+    FACTORED,
+    SETTINGS,
+    backward,
+    batch,
+    made,
+    moved,
+    net,
+    tensors,
+    train,
+    values,
+)
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+every = pytest.mark.parametrize("name", EVERY)
+factored = pytest.mark.parametrize("name", FACTORED)
+
+FORMS: list[dict[str, Any]] = [
+    {},
+    {"weight_decay": 0.1, "block_size": 3},
+    {"graft": "adam", "relative_damping": True},
+    {"graft": "sgd", "momentum": 0.0, "max_factor_dim": 4},
+]
+
+
+def strided_net() -> nn.Sequential:
+    """The small net with parameters that are every second entry of another tensor."""
+    model = net()
+    for layer in (model[0], model[2]):
+        for kind, param in list(layer.named_parameters()):
+            setattr(layer, kind, nn.Parameter(torch.randn((*param.shape, 2))[..., 0]))
+    assert not any(param.is_contiguous() for param in model.parameters())
+    return model
+
+
+# ------------------------------------------------------------------ parameters and their groups
+
+WRONG: dict[str, tuple[Callable[[nn.Parameter], Any], type[Exception], str]] = {
+    "a tensor": (lambda p: p, TypeError, "should be an iterable of Tensors or dicts"),
+    "nothing": (lambda p: [], ValueError, "empty parameter list"),
+    "a number": (lambda p: [p, 1.0], TypeError, "can only optimize Tensors"),
+    "a set": (lambda p: [{"params": {p}}], TypeError, "ordered collections"),
+    "not a leaf": (lambda p: [p, p + 1], ValueError, "non-leaf"),
+    "complex": (lambda p: [p, nn.Parameter(p + 0j)], ValueError, "dense real.*complex"),
+    "sparse": (lambda p: [nn.Parameter(torch.eye(2).to_sparse())], ValueError, "dense.*sparse"),
+    "twice": (lambda p: [{"params": p}, {"params": p}], ValueError, "more than one parameter"),
+    "half named": (lambda p: [("p", p), nn.Parameter(p.detach())], ValueError, "with/without"),
+    "a group named": (
+        lambda p: [{"params": [("p", p)]}, {"params": [nn.Parameter(p.detach())]}],
+        ValueError,
+        "param groups should be with/without names",
+    ),
+}
+
+
+@factored
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_parameters_are_refused(name: str, wrong: str) -> None:
+    params, error, message = WRONG[wrong]
+    with pytest.raises(error, match=message):
+        FACTORED[name](params(nn.Parameter(torch.randn(2, 3))))
+
+
+@factored
+def test_one_parameter_twice_in_a_group_warns(name: str) -> None:
+    param = nn.Parameter(torch.randn(2, 3))
+    with pytest.warns(UserWarning, match="group with duplicate parameters"):
+        FACTORED[name]([param, param])
+
+
+@factored
+def test_groups_are_separate_optimizers(name: str) -> None:
+    """Groups with settings and a dtype of their own, under a scheduler."""
+    torch.manual_seed(1)
+    whole = net(torch.float64)
+    whole[2].to(torch.float32)
+    whole[1].register_forward_hook(lambda _, args, output: output.float())
+    separate = copy.deepcopy(whole)
+    own: list[dict[str, Any]] = [
+        {"lr": 0.05, "weight_decay": 0.3, "graft": "adam", "stat_interval": 1},
+        {},
+        {"damping": 0.2, "momentum": 0.0, "stat_decay": 0.8, "inverse_interval": 3},
+        {"max_factor_dim": 2, "relative_damping": True, "lr": 0.001},
+    ]
+    groups = [{"params": [p], **o} for p, o in zip(whole.parameters(), own, strict=True)]
+    one = FACTORED[name](groups, **SETTINGS)
+    pairs = zip(separate.parameters(), own, strict=True)
+    several = [FACTORED[name]([p], **{**SETTINGS, **settings}) for p, settings in pairs]
+    schedulers = [lr_scheduler.ExponentialLR(opt, 0.8) for opt in (one, *several)]
+    before = values(whole)
+    for step in range(9):
+        backward(whole, one, step)
+        backward(separate, several, step)
+        for opt in (one, *several):
+            opt.step()
+        for scheduler in schedulers:
+            scheduler.step()
+    rates = [opt.param_groups[0]["lr"] for opt in several]
+    assert [group["lr"] for group in one.param_groups] == rates
+    assert all(moved(whole, before))
+    for p, q in zip(whole.parameters(), separate.parameters(), strict=True):
+        close(p.detach().double(), q.detach().double())
+        assert {s.dtype for s in one.state[p]["stats"]} == {p.dtype}
+
+
+@pytest.mark.parametrize("name", [*FACTORED, "fallback"])
+def test_a_group_with_a_tiny_learning_rate_stays(name: str) -> None:
+    model = net()
+    if name == "fallback":  # its second group has the biases
+        opt, moving = made(name, model), [True, False, True, False]
+        opt.param_groups[1]["lr"] = 1e-28
+    else:
+        moving = [False, False, True, True]
+        groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 0.05}]
+        opt = FACTORED[name](groups, **{**SETTINGS, "lr": 1e-28})
+    before = values(model)
+    losses = train(model, opt, [0] * 20)
+    assert moved(model, before) == moving
+    assert losses[-1] < losses[0]
+
+
+@factored
+def test_a_group_is_added_during_training(name: str) -> None:
+    model = net()
+    model[0].requires_grad_(False)
+    opt = FACTORED[name](model[2].parameters(), **SETTINGS)
+    train(model, opt, range(3))
+    model[0].requires_grad_(True)
+    opt.add_param_group({"params": model[0].parameters(), "lr": 0.5})
+    assert [(group["lr"], group["step"]) for group in opt.param_groups] == [(0.02, 3), (0.5, 3)]
+    before = values(model)
+    train(model, opt, range(3, 8))
+    assert all(moved(model, before)) and set(opt.state) == set(model.parameters())
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        opt.add_param_group({"params": [model[0].weight]})
+    with pytest.raises(ValueError, match="with/without names"):
+        opt.add_param_group({"params": [("new", nn.Parameter(torch.zeros(2)))]})
+    assert [len(group["params"]) for group in opt.param_groups] == [2, 2]
+
+
+@factored
+def test_a_group_that_is_no_dictionary_is_refused(name: str) -> None:
+    opt = made(name, net())
+    for given in (nn.Parameter(torch.zeros(2)), [nn.Parameter(torch.zeros(2))], 3):
+        with pytest.raises(TypeError, match="param_group must be a dict"):
+            opt.add_param_group(given)
+    assert len(opt.param_groups) == 1
+
+
+# ------------------------------------------------------------------ directions and schedules
+
+
+@every
+@pytest.mark.parametrize("model", [net, strided_net])
+@pytest.mark.parametrize("scheduled", [False, True])
+@pytest.mark.parametrize("settings", [{}, {"weight_decay": 0.1}, {"momentum": 0.0, "lr": 0.05}])
+def test_the_loss_goes_down(
+    name: str, model: Callable[[], nn.Sequential], scheduled: bool, settings: dict[str, Any]
+) -> None:
+    trained = model()
+    opt = made(name, trained, **settings)
+    schedulers = [lr_scheduler.StepLR(opt, 10, gamma=0.9), lr_scheduler.ReduceLROnPlateau(opt)]
+    losses = train(trained, opt, [0] * 20, schedulers if scheduled else [])
+    assert losses[-1] < losses[0]
+    assert (opt.param_groups[0]["lr"] == settings.get("lr", 0.02)) == (not scheduled)
+
+
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "step": lambda opt: lr_scheduler.StepLR(opt, step_size=2, gamma=0.5),
+    "linear": lambda opt: lr_scheduler.LinearLR(opt, start_factor=0.4, total_iters=4),
+    "cosine": lambda opt: lr_scheduler.CosineAnnealingLR(opt, T_max=5),
+    "cycle": lambda opt: lr_scheduler.OneCycleLR(opt, 0.3, total_steps=9, cycle_momentum=False),
+    "sequential": lambda opt: lr_scheduler.SequentialLR(
+        opt, [lr_scheduler.LinearLR(opt, 0.1), lr_scheduler.ExponentialLR(opt, 0.5)], [3]
+    ),
+    "chained": lambda opt: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(opt, factor=0.1), lr_scheduler.ExponentialLR(opt, 0.9)]
+    ),
+}
+
+
+@every
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_schedulers_set_the_rates_that_they_set_for_sgd(
+    name: str, scheduler: str, as_tensor: bool
+) -> None:
+    def rates(opt: Any) -> list[list[float]]:
+        following, found = SCHEDULERS[scheduler](opt), []
+        for _ in range(7):
+            opt.step()  # without gradients
+            following.step()
+            found.append([float(group["lr"]) for group in opt.param_groups])
+        return found
+
+    def lr() -> Any:
+        return torch.tensor(0.25) if as_tensor else 0.25
+
+    opt = made(name, net(), lr=lr())
+    held = [group["lr"] for group in opt.param_groups]
+    reference = torch.optim.SGD([{"params": p} for p in net()[: len(held)].parameters()], lr=lr())
+    wanted = [[rate] * len(held) for rate, *_ in rates(reference)]
+    assert rates(opt) == wanted and wanted[-1] != wanted[0]
+    assert all((g["lr"] is h) == as_tensor for g, h in zip(opt.param_groups, held, strict=True))
+
+
+@pytest.mark.parametrize("name", [*FACTORED, "kfac"])
+@pytest.mark.parametrize(
+    "cycle",
+    [
+        lambda opt: lr_scheduler.OneCycleLR(opt, 0.05, total_steps=8),
+        lambda opt: lr_scheduler.CyclicLR(opt, 0.01, 0.05, step_size_up=4),
+    ],
+)
+def test_schedulers_that_cycle_the_momentum(name: str, cycle: Any) -> None:
+    model = net()
+    opt = made(name, model)
+    scheduler = cycle(opt)
+    momenta = []
+    for step in range(7):
+        momenta.append(opt.param_groups[0]["momentum"])
+        train(model, opt, [step], [scheduler])
+    assert min(momenta) < 0.87 and max(momenta) >= 0.9 and opt.param_groups[0]["step"] == 7
+
+
+@every
+@pytest.mark.parametrize("dims", [0, 1, 2])
+def test_a_learning_rate_may_be_a_tensor_of_one_element(name: str, dims: int) -> None:
+    model = net()
+    twin = copy.deepcopy(model)
+    lr = torch.tensor(0.0625).reshape([1] * dims)
+    train(model, made(name, model, lr=0.0625), range(5))
+    train(twin, made(name, twin, lr=lr), range(5))
+    assert torch.equal(lr, torch.full([1] * dims, 0.0625))
+    torch.testing.assert_close(values(model), values(twin))
+
+
+# ------------------------------------------------------------------ maximize
+
+
+@factored
+@pytest.mark.parametrize("form", FORMS)
+def test_maximizing_is_minimizing_the_negative(name: str, form: dict[str, Any]) -> None:
+    """To the bit: statistics are even in the gradient, and weight decay has no sign."""
+    model = net()
+    twin = copy.deepcopy(model)
+    up = made(name, model, maximize=True, **form)
+    down = made(name, twin, **form)
+    before = values(model)
+    for step in range(7):
+        backward(model, up, step)
+        gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        up.step()
+        for param, gradient in zip(model.parameters(), gradients, strict=True):
+            assert param.grad is not None and torch.equal(param.grad, gradient)
+        backward(twin, down, step, sign=-1.0)
+        down.step()
+    assert all(moved(model, before)) and not any(moved(model, values(twin)))
+    kept = (opt.state_dict()["state"] for opt in (up, down))
+    torch.testing.assert_close(*kept, rtol=0, atol=0)
+
+
+@factored
+def test_maximize_is_a_setting_of_a_group(name: str) -> None:
+    start = net()
+    ends = []
+    for maximize in ([False, False], [True, True], [False, True]):
+        model = copy.deepcopy(start)
+        layers = zip((model[0], model[2]), maximize, strict=True)
+        groups = [{"params": layer.parameters(), "maximize": up} for layer, up in layers]
+        train(model, FACTORED[name](groups, **SETTINGS), [0])
+        ends.append(values(model))
+    assert all(map(torch.equal, ends[2], [*ends[0][:2], *ends[1][2:]]))
+    assert not any(map(torch.equal, ends[0], ends[1]))
+
+
+# ------------------------------------------------------------------ steps
+
+
+@every
+def test_a_step_without_gradients_changes_nothing(name: str) -> None:
+    """It also makes no state, and returns the closure's value."""
+    model = net().requires_grad_(False)
+    opt = made(name, model, weight_decay=0.1)
+    before, loss = values(model), torch.tensor([1.0])
+    assert opt.step(lambda: loss) is loss and opt.step() is None and not any(opt.state.values())
+    assert not any(moved(model, before))
+    model.requires_grad_(True)
+    train(model, opt, range(3))
+    opt.zero_grad()
+    before = values(model)
+    opt.step()
+    assert not any(moved(model, before))
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [*((n, form) for n in FACTORED for form in FORMS), ("kfac", {}), ("fallback", {})],
+)
+def test_a_first_step_on_zero_gradients_moves_nothing(name: str, form: dict[str, Any]) -> None:
+    model = net()
+    opt = made(name, model, **{**form, "weight_decay": 0.0})
+    before = values(model)
+    backward(model, opt, 0)
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    opt.step()
+    assert not any(moved(model, before))
+    train(model, opt, range(1, 5))
+    assert all(moved(model, before)) and all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+@every
+def test_layers_are_frozen_for_a_while(name: str) -> None:
+    """Steps 3 and 4 freeze one layer; step 2 has no gradients at all."""
+    model = net()
+    opt = made(name, model)
+    for step in range(7):
+        before = values(model)
+        model[0].requires_grad_(step not in (3, 4))
+        if step == 2:
+            opt.zero_grad()
+            opt.step()
+        else:
+            train(model, opt, [step])
+        assert moved(model, before) == [step not in (2, 3, 4)] * 2 + [step != 2] * 2
+
+
+@every
+def test_parameters_change_in_place_and_autograd_knows(name: str) -> None:
+    model = net()
+    opt = made(name, model)
+    before = [(p.data_ptr(), p.grad_fn, p.requires_grad) for p in model.parameters()]
+    backward(model, opt, 0)
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    loss = model(batch(0)[0].float()).sum()
+    opt.step()
+    assert [(p.data_ptr(), p.grad_fn, p.requires_grad) for p in model.parameters()] == before
+    assert all(map(torch.equal, gradients, [p.grad for p in model.parameters()]))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@every
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_gradients_are_set_to_zero_or_none(name: str, set_to_none: bool) -> None:
+    model = net()
+    opt = made(name, model)
+    train(model, opt, [0])
+    opt.zero_grad(set_to_none)
+    for param in model.parameters():
+        assert param.grad is None if set_to_none else not param.grad.any()  # type: ignore[union-attr]
+
+
+@every
+def test_a_closure_is_called_once_with_gradients_enabled(name: str) -> None:
+    model = net()
+    opt = made(name, model)
+    train(model, opt, range(5))
+    twin, twin_opt = copy.deepcopy((model, opt))
+    losses = []
+
+    def closure() -> Tensor:
+        assert torch.is_grad_enabled()
+        losses.append(backward(model, opt, 5))
+        return losses[-1]
+
+    with torch.no_grad():
+        returned = opt.step(closure)
+    assert returned is losses[0] and len(losses) == 1
+    train(twin, twin_opt, [5])
+    assert not any(moved(model, values(twin)))
+
+
+@every
+def test_a_scaler_skips_steps_that_are_not_finite(name: str) -> None:
+    model = net()
+    opt = made(name, model)
+    train(model, opt, range(5))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
+    for step in range(5, 9):
+        before = values(model)
+        scale = float(scaler.scale(torch.ones(())))
+        backward(model, opt, step, sign=scale if step != 6 else math.inf)
+        scaler.step(opt)
+        scaler.update()
+        assert moved(model, before) == [step != 6] * 4
+    assert scaler.get_scale() == 2.0
+
+
+@every
+def test_the_default_dtype_does_not_matter(name: str) -> None:
+    model = net()
+    twin = copy.deepcopy(model)
+    train(model, made(name, model), range(4))
+    torch.set_default_dtype(torch.float64)
+    try:
+        other = made(name, twin)
+        train(twin, other, range(4))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(values(model), values(twin))
+    kept = [t for t in tensors(other.state_dict()["state"]) if t.dim() > 0]
+    assert {t.dtype for t in kept} == {torch.float32}
+
+
+@every
+def test_it_can_be_printed_and_profiled(name: str) -> None:
+    model = net()
+    opt = made(name, model, lr=0.0123)
+    train(model, opt, [0])
+    assert "lr: 0.0123" in repr(opt) and "weight_decay: 0.0" in repr(opt)
+    with torch.autograd.profiler.profile() as profile:
+        opt.step()
+        opt.zero_grad()
+    names = {event.name for event in profile.function_events}
+    kind = type(opt).__name__
+    assert {f"Optimizer.step#{kind}.step", f"Optimizer.zero_grad#{kind}.zero_grad"} <= names
+
+
+@every
+def test_every_parameter_has_a_state_in_the_order_of_the_groups(name: str) -> None:
+    model = net()
+    opt = made(name, model)
+    assert [len(opt.state[p]) for p in model.parameters()] == [0] * 4  # and reading does no harm
+    train(model, opt, [0])
+    saved = opt.state_dict()
+    params = [p for group in opt.param_groups for p in group["params"]]
+    numbers = [n for group in saved["param_groups"] for n in group["params"]]
+    assert numbers == list(range(4)) and set(params) == set(model.parameters())
+    assert all(saved["state"][n] is opt.state[params[n]] != {} for n in numbers)
+
+
+# ------------------------------------------------------------------ hooks
+
+
+@every
+def test_hooks_around_a_step(name: str) -> None:
+    """Hooks of all optimizers are outermost; those of a fallback's two optimizers innermost."""
+    opt, other = made(name, net()), torch.optim.SGD(net().parameters())
+    called: list[tuple[Any, str]] = []
+
+    def note(what: str) -> Callable[..., None]:
+        return lambda optimizer, *_: called.append((optimizer, what))
+
+    handles = [
+        register_optimizer_step_pre_hook(note("all, before")),
+        register_optimizer_step_post_hook(note("all, after")),
+    ]
+    for own in (opt, other):
+        handles.append(own.register_step_pre_hook(note("before")))
+        handles.append(own.register_step_post_hook(note("after")))
+    try:
+        for own in (opt, other, opt):
+            own.step()
+    finally:
+        for handle in handles:
+            handle.remove()
+    outer = [(o, what) for o, what in called if o in (opt, other)]
+    order = ["all, before", "before", "after", "all, after"]
+    assert outer == [(o, what) for o in (opt, other, opt) for what in order]
+    opt.step()
+    assert len(called) == len(outer) + (8 if name == "fallback" else 0)
+
+
+@every
+def test_a_hook_may_give_a_step_its_closure(name: str) -> None:
+    model = net()
+    opt = made(name, model)
+    train(model, opt, range(5))
+    before, seen = values(model), []
+    opt.register_step_pre_hook(lambda o, args, kwargs: ((o, lambda: backward(model, o, 5)), {}))
+    opt.register_step_post_hook(lambda o, args, kwargs: seen.append(len(args)))
+    assert opt.step().item() > 0
+    assert all(moved(model, before)) and seen == [2]

@@ -1,0 +1,367 @@
+"""Failures: counted, warned of, raised when they repeat; and faults in the middle of a step.
+
+Statistics that are not finite, factors that cannot be computed, operators that raise, too little
+memory. Several processes are in tests/distributed, the operators themselves in tests/kernels.
+"""
+
+import contextlib
+import copy
+import itertools
+import math
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from drawn import close, noise, raising, weight
+from optimizers import FACTORED, NO_FAILURES, Dictated, through_a_file
+from oracle import contraction
+from torch import Tensor, nn
+
+import tnt_kernels
+from tnt_optim import PreconditionerError
+
+factored = pytest.mark.parametrize("name", FACTORED)
+EVERY_STEP: dict[str, Any] = {"stat_interval": 1, "inverse_interval": 1}
+
+
+def spoiled(gradient: Tensor, value: float = math.nan) -> Tensor:
+    """The gradient with one entry replaced."""
+    bad = gradient.clone()
+    bad.reshape(-1)[-1] = value
+    return bad
+
+
+# ------------------------------------------------------------------ statistics
+
+
+@factored
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_changes_no_statistics(name: str, value: float) -> None:
+    """A sampled one changes nothing else; a training gradient reaches its own parameter."""
+    p, q = weight(3, 4), weight(5)
+    run = Dictated(name, [p, q], **EVERY_STEP)
+    run.step([noise(3, 4), noise(5)])
+    held = run.stats() + run.factors()
+    bad, good = [spoiled(noise(3, 4), value), noise(5)], [noise(3, 4), noise(5)]
+    with pytest.warns(RuntimeWarning, match="not finite"):
+        moves = run.step(good if name == "sampled" else bad, bad)
+    assert all(map(torch.equal, held, run.stats() + run.factors()))
+    assert bool(p.isfinite().all()) == (name == "sampled") == bool(p.isfinite().any())
+    assert bool(q.isfinite().all()) and bool(moves[1].any())
+    assert run.opt.failures() == {**NO_FAILURES, "skipped_statistics": 1}
+
+
+@factored
+def test_five_skipped_statistics_in_a_row_raise(name: str) -> None:
+    """A good refresh starts the count of a row anew."""
+    run = Dictated(name, [weight(3, 4)], **EVERY_STEP, lr=0.0)
+    good, bad = [noise(3, 4)], [spoiled(noise(3, 4))]
+    assert run.opt.failures() == NO_FAILURES
+    for expected in (4, 8):
+        run.step(good)
+        for _ in range(4):
+            with pytest.warns(RuntimeWarning, match="not finite"):
+                run.step(bad)
+        assert run.opt.failures() == {**NO_FAILURES, "skipped_statistics": expected}
+    with raising(PreconditionerError, "not finite.*time 5 in a row"):
+        run.step(bad)
+
+
+@factored
+def test_a_first_gradient_that_is_not_finite_raises_and_changes_nothing(name: str) -> None:
+    """The next observation is then the first one, not an average with the bad one."""
+    run = Dictated(name, [weight(3, 4)])
+    good, bad = [noise(3, 4)], [spoiled(noise(3, 4))]
+    before = run.snapshot()
+    with raising(PreconditionerError, "not finite"):
+        run.step(bad)
+    run.opt.zero_grad()
+    before.assert_unchanged()
+    run.step(good)
+    for i in range(2):
+        close(run.stats()[i], contraction(good[0], i))
+
+
+@factored
+def test_nothing_is_left_of_a_failure_that_is_caught(name: str) -> None:
+    """A checkpoint can still be written, a copy made, and the last good state loaded."""
+    p, q = weight(3, 4), weight(5)
+    run = Dictated(name, [{"params": [p]}, {"params": [q]}], **EVERY_STEP, lr=0.0)
+    good, bad = [noise(3, 4), noise(5)], [noise(3, 4) / 0, noise(5)]
+    run.step(good)
+    saved = copy.deepcopy(run.opt.state_dict())
+    for _ in range(4):
+        with pytest.warns(RuntimeWarning, match="not finite"):
+            run.step(bad)
+    with pytest.raises(PreconditionerError, match="5 in a row"):
+        run.step(bad)
+    assert run.opt.state_dict()["state"][0]["skipped_statistics"] == 5
+    assert copy.deepcopy(run.opt).failures()["skipped_statistics"] == 5
+    run.opt.load_state_dict(saved)
+    assert run.opt.failures() == NO_FAILURES
+    run.step(good)
+    assert bool(torch.isfinite(p).all())
+
+
+@factored
+def test_warm_starts_leave_out_batches_that_are_not_finite(name: str) -> None:
+    run = Dictated(name, [weight(3, 4)])
+    before = run.snapshot()
+    with pytest.raises(PreconditionerError, match="none of 2 batches gave a finite gradient"):
+        run.warm_start([[noise(3, 4) * math.nan]] * 2)
+    before.assert_unchanged()
+    good = noise(3, 4)
+    run.warm_start([[noise(3, 4) * math.nan], [good]])
+    close(run.stats()[0], contraction(good, 0))
+    assert run.opt.failures() == {**NO_FAILURES, "skipped_statistics": 1}
+
+
+# ------------------------------------------------------------------ factors
+
+
+@factored
+@pytest.mark.parametrize("relative", [False, True])
+def test_a_first_factor_that_fails_raises_and_changes_nothing(name: str, relative: bool) -> None:
+    """Damping 0 and a column that never has a gradient: S_2 is exactly singular."""
+    run = Dictated(name, [weight(3, 4)], damping=0.0, relative_damping=relative)
+    gradient = noise(3, 4)
+    gradient[:, 1] = 0.0
+    before = run.snapshot()
+    with raising(PreconditionerError, "mode 1 .* damping is 0.0"):
+        run.step([gradient])
+    run.opt.zero_grad()
+    before.assert_unchanged()
+
+
+@factored
+@pytest.mark.parametrize("relative", [False, True])
+def test_a_failed_factor_keeps_the_previous_one(name: str, relative: bool) -> None:
+    """Of the parameters that failed, by their names, and of no other, whatever their modes."""
+    shapes = [(4,), (3, 5), (2, 3, 4), (2, 3), (6,)]
+    params = [weight(*shape) for shape in shapes]
+    named = [(f"p{n}", p) for n, p in enumerate(params)]
+    settings: dict[str, Any] = {"stat_interval": 100, "inverse_interval": 1, "lr": 0.1}
+    run = Dictated(name, named, **settings, relative_damping=relative, momentum=0.0)
+    run.step([noise(*shape) for shape in shapes])
+    for n in (1, 3):
+        for stat in run.opt.state[params[n]]["stats"]:
+            stat.neg_()
+    for stat in [s for p in params for s in run.opt.state[p]["stats"]]:
+        stat.mul_(4.0)
+    before = [run.factors(p) for p in params]
+    for count in range(1, 5):
+        gradients = [noise(*shape) for shape in shapes]
+        with pytest.warns(RuntimeWarning, match=r"mode \d .*'p1' .*\(and of 1 other"):
+            moves = run.step(gradients)
+        assert run.opt.failures() == {**NO_FAILURES, "failed_inverses": 2 * count}
+        for n, p in enumerate(params):
+            kept = list(map(torch.equal, run.factors(p), before[n]))
+            assert all(kept) if n in (1, 3) else not any(kept)
+        close(-moves[1], 0.1 * (before[1][0] @ gradients[1] @ before[1][1]))
+    for stat in [s for n in (1, 3) for s in run.opt.state[params[n]]["stats"]]:
+        stat.neg_()
+    run.step([noise(*shape) for shape in shapes])  # recovered: the row is broken
+    for stat in run.opt.state[params[1]]["stats"]:
+        stat.neg_()
+    for _ in range(4):
+        with pytest.warns(RuntimeWarning, match="'p1'"):
+            run.step([noise(*shape) for shape in shapes])
+    with raising(PreconditionerError, "'p1'.*time 5 in a row"):
+        run.step([noise(*shape) for shape in shapes])
+
+
+def test_warnings_name_the_line_that_called_step() -> None:
+    run = Dictated("sampled", [weight(3, 4)], stat_interval=1)
+    schedule = torch.optim.lr_scheduler.ConstantLR(run.opt)  # wraps step once more
+    run.step([noise(3, 4)])
+    with pytest.warns(RuntimeWarning) as said:
+        run.opt.step()
+        run.observe([noise(3, 4) * math.nan])
+        run.opt.step()
+    assert ["observe(output)" in str(w.message) for w in said] == [True, False]
+    assert [w.filename for w in said] == [__file__] * 2
+    schedule.step()
+
+
+# ------------------------------------------------------------------ gradients
+
+
+@factored
+def test_sparse_gradients_are_refused(name: str) -> None:
+    (p,) = params = [weight(4, 3)]
+    run = Dictated(name, params)
+    run.step([noise(4, 3)])
+    p.grad = noise(4, 3).to_sparse()
+    held = [p.detach().clone(), run.opt.state[p]["momentum"].clone()]
+    with raising((RuntimeError, ValueError, TypeError), "sparse"):
+        run.opt.step()
+    assert torch.equal(p, held[0]) and torch.equal(run.opt.state[p]["momentum"], held[1])
+
+
+# ------------------------------------------------------------------ faults within a step
+
+SHAPES = [(3, 4), (5,), (4, 4)]  # the last one in a group of its own
+
+
+class Run(Dictated):
+    """Parameters in two groups, whose gradients are functions of the step's number."""
+
+    def __init__(self, name: str, **settings: Any) -> None:
+        rng = torch.Generator().manual_seed(1)
+        params = [nn.Parameter(torch.randn(s, generator=rng).double()) for s in SHAPES]
+        groups = [{"params": params[:2]}, {"params": params[2:]}]
+        super().__init__(name, groups, **{"lr": 0.05, "damping": 0.1, **EVERY_STEP, **settings})
+
+    def gradients(self, number: int) -> list[list[Tensor]]:
+        """The gradients of a step, and its sampled gradients."""
+        rng = torch.Generator().manual_seed(100 + number)
+        return [[torch.randn(s, generator=rng).double() for s in SHAPES] for _ in range(2)]
+
+    def steps(self, first: int, last: int) -> None:
+        """Some steps."""
+        for number in range(first, last):
+            self.step(*self.gradients(number))
+
+    def checkpoint(self) -> dict[str, Any]:
+        """Parameters and state, through a file."""
+        params = [p.detach() for p in self.params]
+        saved: dict[str, Any] = through_a_file({"params": params, "opt": self.opt.state_dict()})
+        return saved
+
+    def load(self, saved: dict[str, Any]) -> None:
+        """Goes back to a checkpoint."""
+        with torch.no_grad():
+            for param, value in zip(self.params, saved["params"], strict=True):
+                param.copy_(value)
+        self.opt.load_state_dict(saved["opt"])
+
+    def momenta(self) -> list[Tensor]:
+        """Copies of parameters and momenta, which only the update may change."""
+        held = [self.opt.state[p]["momentum"] for p in self.params]
+        return [t.detach().clone() for t in (*self.params, *held)]
+
+
+@contextlib.contextmanager
+def failing(operator: str, call: int, error: Exception | None = None) -> Iterator[None]:
+    """One call of an operator of tnt_kernels raises, counted from 0: each group is one call."""
+    original = getattr(tnt_kernels, operator)
+    numbers = itertools.count()
+
+    def wrapped(*arguments: Any, **named: Any) -> Any:
+        if next(numbers) == call:
+            raise error or InjectedError(operator)
+        return original(*arguments, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in [m for key, m in sys.modules.items() if key.startswith("tnt_optim")]:
+            if getattr(module, operator, None) is original:
+                patch.setattr(module, operator, wrapped)
+        yield
+    assert next(numbers) > call  # it was called
+
+
+class InjectedError(RuntimeError):
+    """Raised on purpose."""
+
+
+def factor_operator(name: str) -> str:
+    return "inverse_root" if name == "shampoo" else "damped_inverse"
+
+
+@factored
+@pytest.mark.parametrize("group", [0, 1])
+@pytest.mark.parametrize("where", ["statistics", "factors"])
+def test_an_exception_before_the_first_statistics_changes_nothing(
+    name: str, where: str, group: int
+) -> None:
+    run, undisturbed = Run(name), Run(name)
+    before = run.snapshot()
+    operator = "gram_ema_" if where == "statistics" else factor_operator(name)
+    with failing(operator, group), pytest.raises(InjectedError):
+        run.steps(0, 1)
+    run.opt.zero_grad()
+    before.assert_unchanged()
+    run.steps(0, 3)
+    undisturbed.steps(0, 3)
+    run.snapshot().assert_equals(undisturbed.snapshot())
+
+
+@factored
+@pytest.mark.parametrize("group", [0, 1])
+@pytest.mark.parametrize("where", ["statistics", "factors"])
+def test_an_exception_before_the_update_moves_nothing(name: str, where: str, group: int) -> None:
+    """Parameters, momenta and counts stay; training goes on from there, or from a checkpoint."""
+    run, undisturbed = Run(name), Run(name)
+    run.steps(0, 3)
+    undisturbed.steps(0, 6)
+    saved, held = run.checkpoint(), run.momenta()
+    operator = "gram_ema_" if where == "statistics" else factor_operator(name)
+    with failing(operator, group), pytest.raises(InjectedError):
+        run.steps(3, 4)
+    assert all(map(torch.equal, run.momenta(), held))
+    assert [g["step"] for g in run.opt.param_groups] == [3, 3]
+    assert [run.opt.state[p]["updates"] for p in run.params] == [3, 3, 3]
+    assert run.opt.failures() == NO_FAILURES
+    run.steps(4, 5)
+    assert not any(map(torch.equal, run.momenta(), held))
+    assert all(bool(tensor.isfinite().all()) for tensor in run.momenta())
+    run.load(saved)
+    run.steps(3, 6)
+    run.snapshot().assert_equals(undisturbed.snapshot())
+
+
+@factored
+@pytest.mark.parametrize("graft", [None, "adam"])
+@pytest.mark.parametrize("group", [0, 1])
+def test_after_an_exception_in_the_update_a_checkpoint_goes_on(
+    name: str, group: int, graft: str | None
+) -> None:
+    """Groups before it have moved, so only a checkpoint is consistent."""
+    run, undisturbed = Run(name, graft=graft), Run(name, graft=graft)
+    run.steps(0, 3)
+    undisturbed.steps(0, 6)
+    saved, held = run.checkpoint(), run.momenta()
+    operator = "grafted_directions_" if graft else "preconditioned_step_"
+    with failing(operator, group), pytest.raises(InjectedError):
+        run.steps(3, 4)
+    same = list(map(torch.equal, run.momenta(), held))
+    assert same == [group == 0] * 2 + [True] + [group == 0] * 2 + [True]
+    run.load(saved)
+    run.steps(3, 6)
+    run.snapshot().assert_equals(undisturbed.snapshot())
+
+
+@factored
+@pytest.mark.parametrize("group", [0, 1])
+@pytest.mark.parametrize("step", [0, 3, 4])
+def test_a_step_that_ran_out_of_memory_can_be_repeated(name: str, step: int, group: int) -> None:
+    """To the bits of a step with enough memory: at the first, a young and a later step."""
+    run, undisturbed = Run(name, inverse_interval=4), Run(name, inverse_interval=4)
+    run.steps(0, step)
+    undisturbed.steps(0, step + 2)
+    error = torch.OutOfMemoryError("no memory")
+    with failing(factor_operator(name), group, error), raising(type(error), "no memory"):
+        run.steps(step, step + 1)
+    run.steps(step, step + 2)
+    run.snapshot().assert_equals(undisturbed.snapshot())
+
+
+def test_a_training_gradient_that_is_not_finite_spoils_its_parameter_alone() -> None:
+    """As with any optimizer; with sampled statistics nothing else sees it."""
+    run, twin = Run("sampled"), Run("sampled")
+    for each in (run, twin):
+        each.steps(0, 2)
+    saved = run.checkpoint()
+    grads, sampled = run.gradients(2)
+    run.step([spoiled(grads[0], math.inf), *grads[1:]], sampled)
+    twin.step(grads, sampled)
+    assert not run.params[0].isfinite().any()
+    assert all(map(torch.equal, run.params[1:], twin.params[1:]))
+    assert all(map(torch.equal, run.stats() + run.factors(), twin.stats() + twin.factors()))
+    assert run.opt.failures() == NO_FAILURES
+    for each in (run, twin):
+        each.load(saved)
+        each.steps(2, 4)
+    run.snapshot().assert_equals(twin.snapshot())

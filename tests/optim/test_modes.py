@@ -1,0 +1,143 @@
+"""How a parameter is seen: cut into blocks, with merged modes, in any memory layout."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from drawn import close, noise, raising, weight
+from optimizers import FACTORED, NO_FAILURES, Dictated
+from torch import Tensor, nn
+
+factored = pytest.mark.parametrize("name", FACTORED)
+SETTINGS: dict[str, Any] = {"lr": 0.05, "damping": 0.1, "stat_interval": 2, "inverse_interval": 3}
+FORMS: list[dict[str, Any]] = [
+    {},
+    {"relative_damping": True},
+    {"graft": "adam", "relative_damping": True},
+    {"graft": "sgd"},
+    {"max_factor_dim": 2},
+]
+
+
+def tiles(tensor: Tensor, size: int) -> list[Tensor]:
+    """Sub-tensors of at most this size in each mode; those of the last mode vary fastest."""
+    found = [tensor]
+    for mode in range(tensor.dim()):
+        found = [piece for whole in found for piece in whole.split(size, dim=mode)]
+    return found
+
+
+@factored
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("shape", [(7, 5), (7,), (4, 3, 5), (3, 2)])
+def test_blocks_are_parameters_of_their_own(
+    name: str, form: dict[str, Any], shape: tuple[int, ...]
+) -> None:
+    whole = weight(*shape)
+    parts = [nn.Parameter(part.clone()) for part in tiles(whole.detach(), 3)]
+    assert (len(parts) > 1) == (max(shape) > 3)
+    cut = Dictated(name, [whole], **SETTINGS, **form, weight_decay=0.1, block_size=3)
+    separate = Dictated(name, parts, **SETTINGS, **form, weight_decay=0.1)
+    warm = [noise(*shape) for _ in range(2)]
+    cut.warm_start([[g] for g in warm])
+    separate.warm_start([tiles(g, 3) for g in warm])
+    for _ in range(8):
+        gradient, sampled = noise(*shape), noise(*shape)
+        cut.step([gradient], [sampled])
+        separate.step(tiles(gradient, 3), tiles(sampled, 3))
+    for found, wanted in (
+        (cut.stats(), separate.stats()),
+        (cut.factors(), separate.factors()),
+        (tiles(whole.detach(), 3), [p.detach() for p in parts]),
+    ):
+        for a, b in zip(found, wanted, strict=True):
+            close(a, b)
+
+
+@factored
+@pytest.mark.parametrize("rounding", ["nearest", "master"])
+@pytest.mark.parametrize("layout", ["channels_last", "transposed"])
+def test_any_memory_layout(name: str, layout: str, rounding: str) -> None:
+    """Where no view has the shape of the modes, results are copied back; strides are kept."""
+    for dtype in (torch.float64, torch.bfloat16):
+        start = torch.randn(5, 4, 3, 2, dtype=torch.float64).to(dtype)
+        other = start.clone(memory_format=torch.channels_last)
+        if layout == "transposed":
+            other = start.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0)
+        params = [nn.Parameter(start.clone()), nn.Parameter(other)]
+        assert [p.is_contiguous() for p in params] == [True, False]
+        strides = params[1].stride()
+        gradients = [torch.randn(start.shape, dtype=torch.float64).to(dtype) for _ in range(4)]
+        for param in params:
+            run = Dictated(name, [param], **SETTINGS, block_size=2, rounding=rounding)
+            for gradient in gradients:
+                run.step([gradient])
+        assert not torch.equal(params[1], start) and params[1].stride() == strides
+        if dtype is torch.float64:
+            close(params[1].detach(), params[0].detach())
+        else:
+            torch.testing.assert_close(*params, rtol=2.0**-8, atol=0)
+
+
+@factored
+@pytest.mark.filterwarnings("ignore:mode 1 could not be inverted:RuntimeWarning")
+def test_a_failed_block_keeps_its_own_factors_alone(name: str) -> None:
+    param, other = weight(2, 6), weight(3)
+    every_step = {"stat_interval": 1, "inverse_interval": 1}
+    run = Dictated(name, [param, other], damping=0.1, **every_step, block_size=3)
+    run.step([noise(2, 6), noise(3)])
+    held = run.factors(param)
+    run.opt.state[param]["stats"][3].fill_(math.nan)  # mode 1 of the second block
+    run.step([noise(2, 6), noise(3)])
+    kept = list(map(torch.equal, held, run.factors(param)))
+    assert kept == [False, False, True, True]
+    assert run.opt.failures() == {**NO_FAILURES, "failed_inverses": 1}
+    assert run.opt.state[other]["failed_inverses"] == 0
+
+
+@factored
+def test_a_first_factor_that_fails_names_parameter_and_mode(name: str) -> None:
+    run = Dictated(name, [weight(2, 6)], damping=0.0, block_size=3)
+    gradient = noise(2, 6)
+    gradient[:, 3:] = 0.0
+    gradient[0, 3] = 1.0  # the second block's statistics have rank one
+    before = run.snapshot()
+    with raising(RuntimeError, match=r"mode \d of parameter 0 of group 0"):
+        run.step([gradient])
+    run.opt.zero_grad()
+    before.assert_unchanged()
+
+
+@factored
+def test_merged_modes_are_one_mode(name: str) -> None:
+    gradients = [noise(6, 2, 3, 3) for _ in range(5)]
+    start = weight(6, 2, 3, 3)
+    ends = []
+    for settings in ({"merge_small_dims": 20}, {"modes": lambda shape: (6, 18)}):
+        param = nn.Parameter(start.detach().clone())
+        run = Dictated(name, [{"params": [param], **settings}], **SETTINGS)
+        for gradient in gradients:
+            run.step([gradient])
+        assert [tuple(s.shape) for s in run.stats()] == [(6, 6), (18, 18)]
+        ends.append(param.detach())
+    assert torch.equal(*ends)
+
+
+@factored
+def test_modes_are_merged_before_they_are_cut(name: str) -> None:
+    run = Dictated(name, [weight(2, 3, 2, 2)], merge_small_dims=24, block_size=20)
+    run.step([noise(2, 3, 2, 2)])
+    assert [tuple(s.shape) for s in run.stats()] == [(20, 20), (4, 4)]
+
+
+@factored
+def test_blocks_in_half_precision_are_rounded_once(name: str) -> None:
+    start = torch.randn(6, 4).bfloat16()
+    cut = Dictated(name, [nn.Parameter(start.clone())], **SETTINGS, block_size=3)
+    parts = Dictated(name, [nn.Parameter(part.clone()) for part in tiles(start, 3)], **SETTINGS)
+    for _ in range(3):
+        gradient = torch.randn(6, 4).bfloat16()
+        cut.step([gradient])
+        parts.step(tiles(gradient, 3))
+    assert all(map(torch.equal, tiles(cut.params[0].detach(), 3), parts.params))

@@ -1,0 +1,325 @@
+"""``observe`` of TNT: when it samples, micro-batches and skipped steps, parameters out of reach."""
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from conftest import FixedLabels, Snapshot, observation_count, observed_gradients
+from drawn import close, noise, raising, weight
+from optimizers import NO_FAILURES, Dictated, net, no_host_reads
+from oracle import contraction
+from tolerances import FLOAT64_REORDERED
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from tnt_optim import TNT
+
+# ------------------------------------------------------------------ outputs
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "shape"),
+    [
+        ("categorical", (4,)),
+        ("categorical", (2, 3, 4)),
+        ("bernoulli", (4,)),
+        ("gaussian", (4,)),
+        ("gaussian", ()),
+        ("gaussian", (0, 3)),
+    ],
+)
+def test_outputs_of_wrong_dimensions_are_refused(likelihood: str, shape: tuple[int, ...]) -> None:
+    p = nn.Parameter(torch.randn(shape))
+    with pytest.raises(ValueError, match="^output must"):
+        TNT([p], likelihood=likelihood).observe(p * 1.0)
+
+
+WRONG: dict[str, tuple[Callable[[Tensor], object], str]] = {
+    "no graph": (lambda z: z.detach(), "output must have a graph"),
+    "no example": (lambda z: z[:0], "output must hold at least one example"),
+    "a sum": (lambda z: z.sum(), r"output must be \(batch, classes\)"),
+    "integers": (lambda z: z.argmax(1), "output must be a floating-point tensor"),
+    "no tensor": (lambda z: (z,), "output must be a floating-point tensor, got tuple"),
+    "another model's": (lambda z: net()(torch.randn(2, 4)), "parameter"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_refused_output_leaves_an_earlier_observation(wrong: str) -> None:
+    model = nn.Linear(3, 4)
+    opt = TNT(model.parameters())
+    opt.observe(model(torch.randn(5, 3)))
+    before = Snapshot(model.parameters(), opt)
+    assert observation_count(opt) == 1 and set(observed_gradients(opt)) == set(model.parameters())
+    change, message = WRONG[wrong]
+    with pytest.raises(ValueError, match=message):
+        opt.observe(change(model(torch.randn(5, 3))))
+    before.assert_unchanged()
+
+
+def test_a_likelihood_function_must_return_a_scalar() -> None:
+    p = weight(2, 3)
+    with pytest.raises(ValueError, match="^likelihood must give a 0-dim"):
+        TNT([p], likelihood=lambda output: output * 2.0).observe(p * 1.0)
+
+
+# ------------------------------------------------------------------ when it samples
+
+
+def test_observe_costs_a_backward_only_where_due_and_leaves_no_trace() -> None:
+    """No gradient and no global generator changes; with fisher="empirical" nothing happens."""
+    model = nn.Linear(3, 4)
+    opt = TNT(model.parameters(), stat_interval=3, inverse_interval=3)
+    empirical = TNT(model.parameters(), fisher="empirical")
+    for t in range(7):
+        output = model(torch.randn(5, 3))
+        calls: list[Tensor] = []
+        output.register_hook(calls.append)
+        grads = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+        before, untouched = torch.get_rng_state(), Snapshot(model.parameters(), empirical)
+        empirical.observe(output)
+        untouched.assert_unchanged()
+        opt.observe(output)
+        assert len(calls) == (1 if t % 3 == 0 else 0)
+        assert torch.equal(torch.get_rng_state(), before)
+        for p, g in zip(model.parameters(), grads, strict=True):
+            assert (p.grad is None) if g is None else torch.equal(p.grad, g)
+        output.square().sum().backward()
+        opt.step()
+
+
+def test_a_step_before_any_statistic_says_what_to_do() -> None:
+    run = Dictated("sampled", [weight(3, 4)])
+    before = run.snapshot()
+    run.params[0].grad = noise(3, 4)
+    with raising(RuntimeError, r"call observe\(output\) .* or warm_start\(\)"):
+        run.opt.step()
+    run.opt.zero_grad()
+    before.assert_unchanged()
+
+
+def test_a_forgotten_observe_warns_once_and_keeps_the_statistics() -> None:
+    run = Dictated("sampled", [weight(3, 4)], stat_interval=1, inverse_interval=1)
+    run.step([noise(3, 4)])
+    stats, (p,) = run.stats(), run.params
+    p.grad = noise(3, 4)
+    with pytest.warns(RuntimeWarning, match=r"observe\(output\) was not called"):
+        run.opt.step()
+    before = p.detach().clone()
+    run.opt.step()  # a second warning would be an error
+    assert not torch.equal(before, p)
+    assert all(map(torch.equal, stats, run.stats()))
+
+
+def test_a_parameter_that_becomes_trainable_starts_its_statistics_at_once() -> None:
+    """Reading opt.state[p] before leaves an empty entry, which does no harm."""
+    p, q = weight(3, 4), weight(5)
+    q.requires_grad_(False)
+    run = Dictated("sampled", [p, q], stat_interval=10)
+    for _ in range(2):
+        assert not run.opt.state[q]
+        run.step([noise(3, 4), None])
+    run.opt.load_state_dict(run.opt.state_dict())
+    q.requires_grad_(True)
+    gradient = noise(5)
+    assert bool(run.step([noise(3, 4), gradient])[1].any())
+    close(run.stats(q)[0], contraction(gradient, 0))
+
+
+@pytest.mark.parametrize("likelihood", ["categorical", "bernoulli", "gaussian"])
+def test_later_steps_never_wait_for_the_device(likelihood: str, slow_reports: None) -> None:
+    """Only the first statistics are waited for: there is nothing else to go on with."""
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(12, 4))
+    opt = TNT(model.parameters(), likelihood=likelihood, stat_interval=2, inverse_interval=3)
+    opt.warm_start([model(torch.randn(5, 2, 4, 4))])
+    for t in range(7):
+        opt.zero_grad()
+        output = model(torch.randn(5, 2, 4, 4))
+        with no_host_reads():
+            opt.observe(output)
+            for _ in range(t % 3):  # micro-batches
+                opt.observe(model(torch.randn(5, 2, 4, 4)))
+        output.sum().backward()
+        with no_host_reads():
+            opt.step()
+    with pytest.raises(AssertionError), no_host_reads():
+        torch.ones(2).sum().item()
+
+
+# ------------------------------------------------------------------ micro-batches, skipped steps
+
+
+def test_micro_batches_average_the_sampled_gradients(fixed_labels: FixedLabels) -> None:
+    """Four micro-batches of 4 are one batch of 16, statistics included; the next step is new."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 4)).double()
+    twin = copy.deepcopy(model)
+    opt, whole = (
+        TNT(m.parameters(), lr=1e-3, stat_interval=2, inverse_interval=3, likelihood=fixed_labels)
+        for m in (model, twin)
+    )
+    for _ in range(7):
+        x, y, sampled = torch.randn(16, 3).double(), *torch.randint(4, (2, 16))
+        for net_, chosen, parts in ((model, opt, 4), (twin, whole, 1)):
+            chosen.zero_grad()
+            pieces = zip(*(t.chunk(parts) for t in (x, y, sampled)), strict=True)
+            for inputs, labels, fixed_labels.current in pieces:
+                output = net_(inputs)
+                chosen.observe(output)
+                (cross_entropy(output, labels) / parts).backward()
+            chosen.step()
+        for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+            pairs = [(a.detach(), b.detach(), 1)]
+            for kind in ("stats", "factors"):
+                one, other = opt.state[a][kind], whole.state[b][kind]
+                pairs += [(s, r, 100) for s, r in zip(one, other, strict=True)]
+            for found, wanted, factor in pairs:
+                error = float((found - wanted).norm())
+                assert error <= factor * FLOAT64_REORDERED * float(wanted.norm())
+
+
+def test_observations_of_a_skipped_step_are_averaged_with_the_next() -> None:
+    """As where GradScaler skips a step on an overflow."""
+    run = Dictated("sampled", [weight(3, 4)])
+    first, second = noise(3, 4), noise(3, 4)
+    run.observe([first])  # and no step
+    run.step([second])
+    close(run.stats()[1], contraction((first + second) / 2, 1))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("place", [0, 1, 2, 3])
+def test_an_observation_that_is_not_finite_is_left_out(place: int, bad: float) -> None:
+    """All of it, though only one parameter's gradient is not finite; to the bit."""
+    good = [[noise(3, 4), noise(5)] for _ in range(3)]
+    first = [noise(3, 4), noise(5)]
+    params = [weight(3, 4), weight(5)]
+
+    def statistics(observed: list[list[Tensor]]) -> list[Tensor]:
+        run = Dictated("sampled", params, lr=0.0, stat_interval=1)
+        run.step(first)
+        for sampled in observed[:-1]:
+            run.observe(sampled)
+        run.step(first, observed[-1])
+        assert run.opt.failures() == NO_FAILURES
+        return run.stats()
+
+    expected = statistics(good)
+    spoiled = [noise(3, 4), noise(5)]
+    spoiled[1][2] = bad
+    assert all(map(torch.equal, statistics([*good[:place], spoiled, *good[place:]]), expected))
+    mean = (good[0][1] + good[1][1] + good[2][1]) / 3
+    close(expected[2], 0.9 * contraction(first[1], 0) + 0.1 * contraction(mean, 0))
+
+
+def test_observations_of_which_none_is_finite_count_as_one_failure() -> None:
+    run = Dictated("sampled", [weight(3, 4)], stat_interval=1)
+    run.step([noise(3, 4)])
+    held = run.stats()
+    run.observe([noise(3, 4) * math.nan])
+    with pytest.warns(RuntimeWarning, match="not finite"):
+        run.step([noise(3, 4)], [noise(3, 4) * math.inf])
+    assert all(map(torch.equal, held, run.stats()))
+    assert run.opt.failures() == {**NO_FAILURES, "skipped_statistics": 1}
+
+
+def test_a_step_that_raises_has_used_up_its_observation() -> None:
+    p, q = weight(3, 4), weight(5)
+    run = Dictated("sampled", [p, q])
+    before = run.snapshot()
+    with pytest.raises(RuntimeError, match="no statistics"):
+        run.step([noise(3, 4), noise(5)], [noise(3, 4), None])
+    run.opt.zero_grad()
+    before.assert_unchanged()
+    sampled = [noise(3, 4), noise(5)]
+    run.step([noise(3, 4), noise(5)], sampled)
+    close(run.stats(p)[0], contraction(sampled[0], 0))
+    close(run.stats(q)[0], contraction(sampled[1], 0))
+
+
+# ------------------------------------------------------------------ parameters out of reach
+
+
+class Heads(nn.Module):
+    """One body, several heads; a batch uses the body and one of them."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 5)
+        self.heads = nn.ModuleList(nn.Linear(5, 3) for _ in range(count))
+
+    def forward(self, x: Tensor, head: int) -> Tensor:
+        """Logits of one head."""
+        logits: Tensor = self.heads[head](torch.tanh(self.body(x)))
+        return logits
+
+
+def train_heads(model: Heads, opt: TNT, heads: Sequence[int]) -> None:
+    """One step for each entry, with that head; the gradients of the others are None."""
+    for head in heads:
+        opt.zero_grad()
+        output = model(torch.randn(8, 4), head)
+        opt.observe(output)
+        cross_entropy(output, torch.randint(3, (8,))).backward()
+        opt.step()
+
+
+def test_heads_used_in_turn_are_all_trained() -> None:
+    """The others first appear between scheduled statistics, and a batch may use none of them."""
+    model = Heads(3)
+    opt = TNT(model.parameters(), lr=0.1, damping=1.0, stat_interval=10)
+    before = copy.deepcopy(model.state_dict())
+    train_heads(model, opt, [0, 1, 0, 2, 0, 1, 1, 2, 2, 0, 1, 2])
+    for name, value in model.state_dict().items():
+        assert not torch.equal(value, before[name]), name
+    assert all(opt.state[p]["updates"] > 0 for p in model.parameters())
+
+
+@pytest.mark.parametrize("period", [2, 5, 10])
+def test_a_head_used_only_between_scheduled_statistics_is_trained(period: int) -> None:
+    """It waits at its first batch, and starts its statistics with its second."""
+    model = Heads(2)
+    opt = TNT(model.parameters(), stat_interval=10)
+    train_heads(model, opt, ([0] * (period - 1) + [1]) * 3)
+    assert [opt.state[p]["updates"] for p in model.heads[1].parameters()] == [2, 2]
+
+
+def test_the_next_batch_may_miss_a_group_added_later() -> None:
+    """At the first batch with it no observe has asked for it since: it waits for the next one."""
+    model = Heads(2)
+    opt = TNT([*model.body.parameters(), *model.heads[0].parameters()], stat_interval=10)
+    train_heads(model, opt, [0, 0])
+    opt.add_param_group({"params": list(model.heads[1].parameters())})
+    train_heads(model, opt, [0, 1, 1])
+    assert [opt.state[p]["updates"] for p in model.heads[1].parameters()] == [1, 1]
+
+
+# ------------------------------------------------------------------ warm starts
+
+
+def test_a_warm_start_puts_the_buffers_of_a_given_model_back() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    opt = TNT(model.parameters())
+    before = {name: b.clone() for name, b in model.named_buffers()}
+    opt.warm_start((model(torch.randn(8, 3)) for _ in range(3)), model=model)
+    assert all(torch.equal(b, before[name]) for name, b in model.named_buffers())
+    TNT(model.parameters()).warm_start(model(torch.randn(8, 3)) for _ in range(3))
+    assert int(model[1].num_batches_tracked) == 3
+
+
+def test_a_warm_start_that_raises_midway_changes_nothing() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    opt = TNT(model.parameters())
+    before = Snapshot(model.parameters(), opt)
+    buffers = [b.clone() for b in model.buffers()]
+
+    def outputs() -> object:
+        yield model(torch.randn(8, 3))
+        raise KeyError("the data set is broken")
+
+    with pytest.raises(KeyError, match="broken"):
+        opt.warm_start(outputs(), model=model)  # type: ignore[arg-type]
+    before.assert_unchanged()
+    assert all(map(torch.equal, buffers, model.buffers()))

@@ -1,0 +1,191 @@
+"""Settings: wrong ones are refused by name and change nothing; what repr says of them."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from drawn import noise, raising, weight
+from optimizers import FACTORED, Dictated, conv_net, made, net
+from torch import Tensor, nn
+
+from tnt_optim import TNT, Shampoo
+
+factored = pytest.mark.parametrize("name", FACTORED)
+NAN, INF = math.nan, math.inf
+
+BAD: list[tuple[str, Any]] = [
+    *[("lr", bad) for bad in (-1e-3, NAN, INF, "fast", torch.tensor(1), torch.ones(2))],
+    *[("damping", bad) for bad in (-0.1, NAN, INF)],
+    *[("weight_decay", bad) for bad in (-1.0, NAN, INF)],
+    *[("momentum", bad) for bad in (-0.1, 1.0, NAN)],
+    *[("stat_decay", bad) for bad in (-0.1, 1.0, NAN)],
+    *[("stat_interval", bad) for bad in (0, -1, 1.5, True)],
+    *[("inverse_interval", bad) for bad in (0, -1, 2.5)],
+    *[("max_factor_dim", bad) for bad in (0, -3)],
+    *[("block_size", bad) for bad in (0, -1, 1.5, True, "many")],
+    *[("merge_small_dims", bad) for bad in (0, 1.5, True)],
+    *[("kl_clip", bad) for bad in (0, -1.0, INF, NAN, "small", True)],
+    *[("maximize", bad) for bad in (1, None, "yes")],
+    ("relative_damping", 1),
+    ("graft", "lion"),
+    ("rounding", "up"),
+]
+
+
+@factored
+@pytest.mark.parametrize(("option", "bad"), BAD, ids=str)
+def test_a_bad_setting_is_refused_by_name(name: str, option: str, bad: Any) -> None:
+    """At the start, in a group, in a group added later, and set on a group between steps."""
+    message = f"^{option} must be .*, got"
+    with pytest.raises(ValueError, match=message):
+        FACTORED[name]([weight(2, 3)], **{option: bad})
+    with pytest.raises(ValueError, match=message):
+        FACTORED[name]([{"params": [weight(2, 3)], option: bad}])
+    run = Dictated(name, [{"params": [weight(2, 3)]}, {"params": [weight(4)]}])
+    with pytest.raises(ValueError, match=message):
+        run.opt.add_param_group({"params": [weight(4)], option: bad})
+    groups = run.opt.param_groups
+    assert len(groups) == 2
+    run.step([noise(2, 3), noise(4)])
+    good, groups[1][option] = groups[1][option], bad
+    before = run.snapshot()
+    with pytest.raises(ValueError, match=message):
+        run.opt.step()
+    before.assert_unchanged()
+    groups[1][option] = good
+    run.opt.step()
+    assert [group["step"] for group in groups] == [2, 2]
+
+
+@pytest.mark.parametrize("option", ["lr", "momentum", "weight_decay", "damping", "stat_decay"])
+def test_kfac_refuses_a_bad_setting_by_name(option: str) -> None:
+    with pytest.raises(ValueError, match=f"^{option} must be"):
+        made("kfac", net(), **{option: -0.5})
+
+
+@factored
+@pytest.mark.parametrize(
+    "edge",
+    [{"lr": 0.0}, {"damping": 0.0}, {"momentum": 0.0}, {"stat_decay": 0.0}, {"max_factor_dim": 1}],
+)
+def test_the_ends_of_the_allowed_ranges_are_allowed(name: str, edge: dict[str, Any]) -> None:
+    opt = FACTORED[name]([weight(2, 3)], **edge)
+    assert edge.items() <= opt.param_groups[0].items()
+
+
+SHARED: dict[str, list[Any]] = {
+    "capturable": [1, None],
+    "shard": ["all", True, 0],
+    "process_group": [],
+    "fisher": ["exact"],
+    "likelihood": ["poisson", None],
+    "seed": [1.5, True, "none"],
+    "sample_scale": [0.0, -2.0, 3.0, INF, NAN],
+}
+
+
+@pytest.mark.parametrize("option", SHARED)
+@pytest.mark.parametrize("method", [TNT, Shampoo])
+def test_options_of_all_groups(option: str, method: type[TNT | Shampoo]) -> None:
+    """They are refused in a group; Shampoo, which samples nothing, lacks some of them."""
+    if method is Shampoo and option in ("fisher", "likelihood", "seed", "sample_scale"):
+        with pytest.raises(TypeError, match=option):
+            Shampoo([weight(2, 3)], **{option: 0})
+        return
+    for bad in SHARED[option]:
+        with pytest.raises(ValueError, match=f"^{option} must be .*, got {bad!r}"):
+            method([weight(2, 3)], **{option: bad})
+    message = f"^{option} cannot be set for a parameter group"
+    with pytest.raises(ValueError, match=message):
+        method([{"params": [weight(2, 3)], option: None}])
+    opt = method([weight(2, 3)])
+    with pytest.raises(ValueError, match=message):
+        opt.add_param_group({"params": [weight(4)], option: None})
+    assert len(opt.param_groups) == 1
+
+
+def test_an_unknown_likelihood_lists_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="^likelihood must be") as caught:
+        TNT([weight(2)], likelihood="poisson")
+    assert all(name in str(caught.value) for name in ("categorical", "bernoulli", "gaussian"))
+
+
+@factored
+def test_modes_must_be_a_function_to_sizes_with_the_same_product(name: str) -> None:
+    for bad in (lambda shape: (4, 5), (4, 6)):
+        with pytest.raises(ValueError, match="modes"):
+            FACTORED[name]([{"params": [weight(4, 6)], "modes": bad}])
+
+
+@factored
+def test_stochastic_rounding_of_float16_is_refused(name: str) -> None:
+    half = nn.Parameter(torch.zeros(3, dtype=torch.float16))
+    message = "rounding='stochastic' is for bfloat16, got torch.float16"
+    with pytest.raises(ValueError, match=message):
+        FACTORED[name]([half], rounding="stochastic")
+
+
+@factored
+@pytest.mark.parametrize(("option", "value"), [("rounding", "master"), ("graft", "adam")])
+def test_options_with_a_state_must_be_set_before_it_exists(
+    name: str, option: str, value: str
+) -> None:
+    run = Dictated(name, [nn.Parameter(torch.randn(3, 4).bfloat16())], stat_interval=1)
+    run.step([torch.randn(3, 4).bfloat16()])
+    run.opt.param_groups[0][option] = value
+    before = run.params[0].detach().clone()
+    with raising(RuntimeError, match=f"{option}='{value}' must be set before the first statist"):
+        run.step([torch.randn(3, 4).bfloat16()])
+    assert torch.equal(run.params[0], before)
+
+
+@factored
+def test_warm_starts_without_a_batch_are_refused(name: str) -> None:
+    run = Dictated(name, [weight(3, 4)])
+    before = run.snapshot()
+    with pytest.raises(ValueError, match="^outputs must hold at least one batch"):
+        run.opt.warm_start(iter(()))
+    with pytest.raises(TypeError, match="^outputs must be iterable, got int"):
+        run.opt.warm_start(3)
+    before.assert_unchanged()
+
+
+@pytest.mark.parametrize("name", ["empirical", "shampoo"])
+def test_warm_starts_from_training_gradients_take_losses(name: str) -> None:
+    run = Dictated(name, [weight(3, 4)])
+    before = run.snapshot()
+    with pytest.raises(ValueError, match=r"^outputs \(here: training losses\) must give a 0-dim"):
+        run.opt.warm_start(p * 1.0 for p in run.params)
+    before.assert_unchanged()
+
+
+@factored
+def test_repr_names_the_class_the_settings_and_the_modes(name: str) -> None:
+    model = conv_net()
+    groups = [
+        {"params": model[0].parameters(), "lr": 0.0123, "damping": 0.456},
+        {"params": model[1:].parameters(), "stat_interval": 17, "graft": "adam", "block_size": 9},
+    ]
+    text = repr(FACTORED[name](groups))
+    assert text.startswith(FACTORED[name]([weight(1)]).__class__.__name__ + " (")
+    for wanted in ("lr: 0.0123", "damping: 0.456", "stat_interval: 17", "graft: adam"):
+        assert wanted in text
+    assert "4 parameters" in text and "inverse_interval: 100" in text
+    text = repr(FACTORED[name]([weight(7, 5)], block_size=3, max_factor_dim=2))
+    assert "1 parameters, 35 numbers, 5 full and 7 diagonal modes" in text
+
+
+@factored
+@pytest.mark.parametrize("option", ["lr", "damping", "momentum", "stat_decay", "weight_decay"])
+def test_numbers_may_be_tensors(name: str, option: str) -> None:
+    """Of no dimensions, as a captured graph needs them; the steps are the same."""
+    value = {"momentum": 0.5, "stat_decay": 0.75}.get(option, 0.125)
+    start, gradients = weight(3, 4).detach(), [noise(3, 4) for _ in range(4)]
+    ends: list[Tensor] = []
+    for given in (value, torch.tensor(value, dtype=torch.float64)):
+        run = Dictated(name, [nn.Parameter(start.clone())], stat_interval=1, **{option: given})
+        for gradient in gradients:
+            run.step([gradient])
+        ends.append(run.params[0].detach())
+    torch.testing.assert_close(*ends)

@@ -1,0 +1,589 @@
+"""Half precision: autocast, models, float16's small gradients, scaled losses, rounding.
+
+How each step in bfloat16 follows the oracle is in ``test_trajectories``; compiled models are in
+tests/system.
+"""
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import FixedLabels
+from drawn import close
+from optimizers import (
+    FACTORED,
+    METHODS,
+    NO_FAILURES,
+    SAMPLING,
+    Dictated,
+    apart,
+    equal,
+    images,
+    leaves,
+    made,
+    observe,
+    statistics,
+    tensors,
+    values,
+)
+from tolerances import SAMPLE_DEVIATIONS, half_statistics
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import clip_grad_norm_
+
+from tnt_optim import TNT
+from tnt_optim.directions import stochastically_rounded_
+
+half = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+methods = pytest.mark.parametrize("name", METHODS)
+sampling = pytest.mark.parametrize("name", SAMPLING)
+
+
+def made_net() -> nn.Sequential:
+    """Logits (N, 4) of images (N, 2, 3, 3)."""
+    torch.manual_seed(3)
+    body = [nn.Conv2d(2, 4, 2), nn.GELU(), nn.Flatten(), nn.Linear(16, 8), nn.LayerNorm(8)]
+    return nn.Sequential(*body, nn.Tanh(), nn.Linear(8, 4))
+
+
+def autocast(dtype: torch.dtype | None) -> torch.autocast:
+    return torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None)
+
+
+@pytest.fixture
+def in_full(fixed_labels: FixedLabels) -> Callable[[Tensor], Tensor]:
+    """Cross entropy at labels that do not depend on how logits were rounded, in float32."""
+    fixed_labels.current = images(7)[1]
+    return lambda output: fixed_labels(output.float())
+
+
+def first_statistics(name: str, likelihood: Any, dtype: torch.dtype | None, how: str) -> Any:
+    """The statistics of a first step, and the model that made it."""
+    model = made_net()
+    if how == "model":
+        model.to(dtype)
+    elif how == "rounded":
+        model.to(dtype).float()
+    opt = made(name, model, likelihood=likelihood)
+    x, y = images(0)
+    with autocast(dtype if how in ("inside", "outside") else None):
+        output = model(x.to(next(model.parameters()).dtype))
+        if how != "outside":
+            opt.observe(output)
+    if how == "outside":
+        opt.observe(output)
+    cross_entropy(output.float(), y).backward()
+    opt.step()
+    return statistics(opt), model
+
+
+@pytest.mark.parametrize("how", ["inside", "outside", "model"])
+@half
+@pytest.mark.parametrize("likelihood", ["gaussian", "labels"])
+@sampling
+def test_statistics_of_half_precision(
+    name: str, likelihood: Any, dtype: torch.dtype, how: str, in_full: Any
+) -> None:
+    """Close to those of float32; at labels that do not depend on a rounding of the output."""
+    likelihood = in_full if likelihood == "labels" else likelihood
+    found, model = first_statistics(name, likelihood, dtype, how)
+    reference = "rounded" if how == "model" else "full"
+    wanted, _ = first_statistics(name, likelihood, dtype, reference)
+    assert all(s.dtype == torch.float32 for s in found)
+    assert all(p.dtype == (dtype if how == "model" else torch.float32) for p in model.parameters())
+    distance = apart(found, wanted)
+    assert 0 < distance <= half_statistics(dtype)
+
+
+class Mixed(nn.Module):
+    """A head in float32: autocast around a backward would run the backward of that in half."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(18, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of images."""
+        hidden = torch.tanh(self.body(x.flatten(1)))
+        with torch.autocast("cpu", enabled=False):
+            logits: Tensor = self.head(hidden.float())
+        return logits
+
+
+@half
+@pytest.mark.parametrize("likelihood", ["categorical", "bernoulli", "gaussian"])
+@pytest.mark.parametrize("kind", [made_net, Mixed])
+@sampling
+def test_inside_of_autocast_is_outside(
+    name: str, kind: Callable[[], nn.Module], likelihood: str, dtype: torch.dtype
+) -> None:
+    """Warm start, observation and step, to the bit."""
+    found = []
+    for inside in (True, False):
+        torch.manual_seed(3)
+        model = kind()
+        opt = made(name, model, likelihood=likelihood)
+        for warm in (True, False):
+            with autocast(dtype):
+                output = model(images(int(warm))[0])
+                loss = output.float().square().sum()
+            loss.backward(retain_graph=True)
+            with autocast(dtype if inside else None):
+                if warm:
+                    opt.warm_start([output])
+                else:
+                    opt.observe(output)
+                    opt.step()
+        found.append([*statistics(opt), *values(model)])
+    assert equal(*found)
+
+
+def trained_loss(name: str, dtype: torch.dtype | None, **settings: Any) -> tuple[list[float], Any]:
+    """The losses of a training, under autocast with ``dtype``, and its optimizer."""
+    model = made_net()
+    if "rounding" in settings:
+        model.to(dtype)
+    opt = made(name, model, **settings)
+    losses = []
+    for step in range(30):
+        opt.zero_grad()
+        x, y = images(step)
+        with autocast(None if "rounding" in settings else dtype):
+            output = model(x.to(next(model.parameters()).dtype))
+            loss = cross_entropy(output.float(), y)
+            observe(opt, output)
+        loss.backward()
+        opt.step()
+        losses.append(float(loss.detach()))
+    return losses, opt
+
+
+@functools.cache
+def full_losses(name: str) -> list[float]:
+    return trained_loss(name, None)[0]
+
+
+def assert_trained_as_in_full(name: str, losses: list[float]) -> None:
+    """By the mean of the last steps, to a tenth of how far training has come."""
+    full = full_losses(name)
+    won = full[0] - sum(full[-5:]) / 5
+    assert won > 0.2
+    assert abs(sum(losses[-5:]) - sum(full[-5:])) / 5 < 0.1 * won
+
+
+@half
+@methods
+def test_training_under_autocast(name: str, dtype: torch.dtype) -> None:
+    """Parameters and all that the optimizer keeps stay in float32."""
+    losses, opt = trained_loss(name, dtype)
+    assert_trained_as_in_full(name, losses)
+    assert all(p.dtype == torch.float32 for group in opt.param_groups for p in group["params"])
+    kept = list(tensors(opt.state_dict()["state"]))
+    assert len(kept) > 10
+    assert all(t.dtype == torch.float32 and bool(t.isfinite().all()) for t in kept)
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "master"])
+@pytest.mark.parametrize("name", ["sampled", "empirical", "shampoo"])
+def test_training_of_a_bfloat16_model(name: str, rounding: str) -> None:
+    losses, opt = trained_loss(name, torch.bfloat16, rounding=rounding)
+    assert_trained_as_in_full(name, losses)
+    assert all(p.dtype == torch.bfloat16 for group in opt.param_groups for p in group["params"])
+    kept = list(tensors(opt.state_dict()["state"]))
+    assert len(kept) > 10 and all(t.dtype == torch.float32 for t in kept)
+
+
+# ------------------------------------------------------------------ small gradients in float16
+
+
+class Faint(nn.Module):
+    """A head of small weights: before it gradients of the mean over a batch are below 1e-7.
+
+    float16 has no number but 0 below 6e-8.
+    """
+
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 16), nn.Linear(16, 10)
+        with torch.no_grad():
+            self.head.weight.mul_(1e-3)
+        self.half().float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits."""
+        logits: Tensor = self.head(torch.tanh(self.body(x)))
+        return logits
+
+
+@pytest.mark.parametrize("how", ["autocast", "autocast inside", "model"])
+@pytest.mark.parametrize("first", ["observe", "warm_start"])
+@sampling
+def test_small_sampled_gradients_do_not_underflow(name: str, first: str, how: str) -> None:
+    """The scale of the training's loss does not reach the sampled pass: it has its own.
+
+    Also where the output does not show that its graph has half precision.
+    """
+    rows = 4096
+    x = torch.randn(rows, 8).half()
+    found = []
+    for half in (True, False):
+        model = Faint().to(torch.float16 if half and how == "model" else torch.float32)
+        # The gradients at its samples do not depend on a rounding of the output.
+        opt = made(name, model, likelihood="gaussian")
+        with autocast(torch.float16 if half and how != "model" else None):
+            output = model(x.to(model.head.weight.dtype))
+        if how == "autocast inside":
+            output = output.float()
+        if first == "warm_start":
+            opt.warm_start([output])
+        else:
+            opt.observe(output)
+            output.float().square().mean().backward()
+            opt.step()
+        found.append(statistics(opt))
+    assert apart(*found) <= half_statistics(torch.float16)
+
+
+def test_a_likelihood_function_may_be_given_a_scale(
+    in_full: Any, fixed_labels: FixedLabels
+) -> None:
+    """Only its author knows how it is normalised; in float32 a power of two changes no bit."""
+    x = torch.randn(4096, 8).half()
+    fixed_labels.current = torch.randint(10, (4096,))
+
+    def found(half: bool, scale: float | None) -> list[Tensor]:
+        model = Faint()
+        opt = TNT(model.parameters(), likelihood=in_full, sample_scale=scale)
+        with autocast(torch.float16 if half else None):
+            opt.observe(model(x.float()))
+        opt.step()
+        return statistics(opt)
+
+    wanted = found(False, None)
+    assert equal(found(False, 2.0**12), wanted)
+    assert apart(found(True, 2.0**12), wanted) <= half_statistics(torch.float16)
+    assert apart(found(True, None), wanted) > 0.1
+
+
+# ------------------------------------------------------------------ scaled losses
+
+
+def train_scaled(
+    name: str, scaler: torch.amp.GradScaler | None, *, explicit: bool, clip: float | None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Parameters and statistics at the end of some steps."""
+    model = made_net()
+    opt = made(name, model)
+    for step in range(7):
+        opt.zero_grad()
+        x, y = images(step)
+        output = model(x)
+        observe(opt, output)
+        loss = cross_entropy(output, y)
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        if scaler is not None and explicit:
+            scaler.unscale_(opt)
+        if clip is not None:
+            clip_grad_norm_(model.parameters(), clip)
+        if scaler is None:
+            opt.step()
+        else:
+            scaler.step(opt)
+            scaler.update()
+    return values(model), statistics(opt)
+
+
+@pytest.mark.parametrize(("explicit", "clip"), [(False, None), (True, 0.05)])
+@methods
+def test_a_scaled_loss_changes_nothing(name: str, explicit: bool, clip: float | None) -> None:
+    """To the bit, as scales are powers of two; also the statistics, sampled or not."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3)
+    found = train_scaled(name, scaler, explicit=explicit, clip=clip)
+    assert scaler.get_scale() == 2.0**14
+    wanted = train_scaled(name, None, explicit=explicit, clip=clip)
+    assert equal(found[0], wanted[0]) and equal(found[1], wanted[1])
+
+
+@pytest.mark.parametrize("skipped", [0, 2, 3])
+@methods
+def test_a_skipped_step_leaves_its_observation(name: str, skipped: int) -> None:
+    """It counts as no step. Where statistics are due, its observation is averaged with that of the
+    next attempt, as two micro-batches are. Training gradients are not kept."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    model, twin = made_net(), made_net()
+    opt, reference = made(name, model), made(name, twin)
+    for step in range(6):
+        again = 50 + step
+        for net, chosen in ((model, opt), (twin, reference)):
+            if step == skipped:
+                chosen.zero_grad()
+                output = net(images(step)[0])
+                observe(chosen, output)
+                if net is model:
+                    before, kept = values(net), leaves(chosen.state_dict())
+                    scaler.scale(output.sum() * math.inf).backward()
+                    scaler.step(chosen)
+                    scaler.update()
+                    assert equal(values(net), before) and leaves(chosen.state_dict()) == kept
+                    assert chosen.param_groups[0]["step"] == step
+            chosen.zero_grad()
+            x, y = images(again if step == skipped else step)
+            output = net(x)
+            observe(chosen, output)
+            if net is model:
+                scaler.scale(cross_entropy(output, y)).backward()
+                scaler.step(chosen)
+                scaler.update()
+            else:
+                cross_entropy(output, y).backward()
+                chosen.step()
+        assert equal(values(model), values(twin))
+    assert scaler.get_scale() == 2.0
+    assert equal(statistics(opt), statistics(reference))
+    assert opt.failures() == NO_FAILURES
+    if name in SAMPLING:  # the observation did count
+        plain = made_net()
+        without = made(name, plain)
+        for step in range(6):
+            output = plain(images(50 + step if step == skipped else step)[0])
+            without.observe(output)
+            without.zero_grad()
+            cross_entropy(output, images(50 + step if step == skipped else step)[1]).backward()
+            without.step()
+        assert equal(statistics(without), statistics(opt)) == (skipped == 3)
+
+
+@sampling
+def test_an_overflow_of_the_sampled_pass_skips_no_step(name: str) -> None:
+    """The statistics leave it out, and the scale of the training's loss stays."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    factor = [1.0]
+    model = made_net()
+    opt = made(name, model, likelihood=lambda output: output.square().mean() * factor[0])
+    for step in range(4):
+        factor[0] = math.inf if step == 2 else 1.0
+        before, kept = values(model), statistics(opt) if step else []
+        x, y = images(step)
+        opt.zero_grad()
+        output = model(x)
+        opt.observe(output)
+        scaler.scale(cross_entropy(output, y)).backward()
+        warned = pytest.warns(RuntimeWarning, match="gradient for the statistics is not finite")
+        with warned if step == 2 else contextlib.nullcontext():
+            scaler.step(opt)
+        scaler.update()
+        assert not any(map(torch.equal, values(model), before))
+        assert step != 2 or equal(statistics(opt), kept)
+    assert opt.failures() == {**NO_FAILURES, "skipped_statistics": 1}
+    assert scaler.get_scale() == 4.0
+
+
+# ------------------------------------------------------------------ clipping, steps in hooks
+
+
+@methods
+def test_clipping_reaches_momentum_and_training_statistics(name: str) -> None:
+    """A first step on clipped gradients: with sampled statistics it is shorter by the factor of the
+    clipping; statistics of training gradients see the clipped ones."""
+    ends = []
+    start = values(made_net().double())
+    for clip in (math.inf, 0.03):
+        model = made_net().double()
+        opt = made(name, model)
+        x, y = images(0)
+        output = model(x.double())
+        observe(opt, output)
+        cross_entropy(output, y).backward()
+        norm = float(clip_grad_norm_(model.parameters(), clip))
+        opt.step()
+        moves = [a - b for a, b in zip(values(model), start, strict=True)]
+        ends.append((moves, statistics(opt)))
+    factor = 0.03 / (norm + 1e-6)  # torch's definition
+    assert factor < 0.5
+    (moves, stats), (clipped_moves, clipped_stats) = ends
+    if name in SAMPLING:
+        assert equal(stats, clipped_stats)
+        for whole, clipped in zip(moves, clipped_moves, strict=True):
+            assert float(whole.norm()) > 0
+            close(clipped, factor * whole)
+    else:
+        for whole, clipped in zip(stats, clipped_stats, strict=True):
+            close(clipped, factor**2 * whole)
+
+
+@pytest.mark.parametrize("name", ["sampled", "empirical", "shampoo"])
+def test_steps_in_the_backward(name: str) -> None:
+    """An optimizer for each parameter, which steps as soon as its gradient is there and frees it:
+    to the bit the steps of one optimizer of all of them."""
+    model, twin = made_net(), made_net()
+    whole = made(name, twin)
+    single: dict[Tensor, Any] = {}
+    for param in model.parameters():
+        single[param] = made(name, nn.ParameterList([param]))
+
+        def step_now(param: Tensor) -> None:
+            single[param].step()  # noqa: B023 - the same dictionary for all
+            single[param].zero_grad()  # noqa: B023
+
+        param.register_post_accumulate_grad_hook(step_now)
+    for step in range(9):
+        x, y = images(step)
+        output = model(x)
+        for opt in single.values():
+            observe(opt, output)
+        cross_entropy(output, y).backward()
+        assert all(p.grad is None for p in model.parameters())
+        whole.zero_grad()
+        output = twin(x)
+        observe(whole, output)
+        cross_entropy(output, y).backward()
+        whole.step()
+        assert equal(values(model), values(twin))
+    assert whole.param_groups[0]["step"] == 9
+    found = [s for opt in single.values() for s in statistics(opt)]
+    assert equal(found, statistics(whole))
+    assert not any(map(torch.equal, values(model), values(made_net())))
+
+
+# ------------------------------------------------------------------ rounding
+
+SHAPES = [(6, 4), (5,), (4, 3, 2, 2)]
+FORMS: list[dict[str, Any]] = [{}, {"graft": "adam"}, {"block_size": 3}]
+factored = pytest.mark.parametrize("name", FACTORED)
+
+
+def started(name: str, dtype: torch.dtype, **settings: Any) -> Dictated:
+    """Parameters whose values are bfloat16's, in this dtype."""
+    rng = torch.Generator().manual_seed(1)
+    params = [nn.Parameter(torch.randn(s, generator=rng).bfloat16().to(dtype)) for s in SHAPES]
+    schedule: dict[str, int] = {"stat_interval": 2, "inverse_interval": 3}
+    return Dictated(name, params, **{"lr": 0.003, "damping": 0.1, **schedule, **settings})
+
+
+def steps(run: Dictated, numbers: range) -> list[Tensor]:
+    """Steps on bfloat16 gradients that depend on the number; returns the parameters."""
+    for number in numbers:
+        rng = torch.Generator().manual_seed(100 + number)
+        gradients = [torch.randn(p.shape, generator=rng).bfloat16() for p in run.params]
+        run.step([g.to(p.dtype) for g, p in zip(gradients, run.params, strict=True)])
+    return run.params
+
+
+@factored
+@pytest.mark.parametrize("form", FORMS)
+def test_master_copies_train_in_float32(name: str, form: dict[str, Any]) -> None:
+    """A new start of the statistics keeps them, and the memory estimate counts them."""
+    run = started(name, torch.bfloat16, rounding="master", **form)
+    reference = started(name, torch.float32, **form)
+    rows = run.opt.memory_estimate()["parameters"]
+    assert [row["master"] for row in rows] == [4 * 24, 4 * 5, 4 * 48]
+    for first, last in ((0, 8), (8, 12)):
+        pairs = zip(
+            steps(run, range(first, last)), steps(reference, range(first, last)), strict=True
+        )
+        for half, full in pairs:
+            assert torch.equal(run.opt.state[half]["master"], full)
+            assert torch.equal(half, full.bfloat16())
+        for each in (run, reference):
+            each.warm_start([[torch.ones_like(p) for p in each.params]])
+
+
+@factored
+def test_small_steps_are_lost_to_nearest_alone(name: str) -> None:
+    """Steps of a hundredth of bfloat16's spacing at 1, always in one direction."""
+    ends = {}
+    for rounding in ("nearest", "stochastic", "master"):
+        param = nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
+        settings: dict[str, Any] = {"momentum": 0.0, "max_factor_dim": 1, "lr": 1.0, "damping": 1.0}
+        run = Dictated(name, [param], rounding=rounding, **settings)
+        for _ in range(50):
+            run.step([torch.full_like(param, 1e-4)])
+        ends[rounding] = param.detach().float()
+    assert torch.equal(ends["nearest"], torch.ones(4096))
+    wanted = 1 - 50 * 1e-4
+    assert float((ends["master"] - wanted).abs().max()) <= 2.0**-9
+    assert abs(float(ends["stochastic"].mean()) - wanted) < 3e-4
+
+
+def neighbours(value: Tensor) -> tuple[Tensor, Tensor]:
+    """The bfloat16 numbers below and above a float32 one."""
+    bits = value.view(torch.int32) & -(1 << 16)
+    inner, outer = bits.view(torch.float32), (bits + (1 << 16)).view(torch.float32)
+    if torch.equal(inner, value):
+        return value, value
+    return (inner, outer) if float(value) > 0 else (outer, inner)
+
+
+@pytest.mark.parametrize("value", [1.0, -1.0, 1.00390625, 3.14159, -2e-20, 1e30, 2.0**-120, 0.0])
+def test_stochastic_rounding_keeps_the_mean(value: float) -> None:
+    count = 40_000
+    values = torch.full((count,), value)
+    low, high = neighbours(values[0])
+    stochastically_rounded_(values, torch.Generator().manual_seed(0))
+    assert set(values.tolist()) <= {float(low), float(high)}
+    assert torch.equal(values, values.bfloat16().float())
+    exact, spacing = float(torch.tensor(value)), float(high - low)
+    upwards = 0.0 if spacing == 0 else (exact - float(low)) / spacing
+    deviation = spacing * (upwards * (1 - upwards) / count) ** 0.5
+    error = abs(float(values.double().mean()) - exact)
+    assert error <= SAMPLE_DEVIATIONS * deviation + 1e-12 * abs(exact)
+
+
+def test_stochastic_rounding_keeps_numbers_that_are_not_finite() -> None:
+    values = torch.tensor([math.nan, math.inf, -math.inf])
+    stochastically_rounded_(values, torch.Generator().manual_seed(0))
+    assert bool(values[0].isnan())
+    assert values[1:].tolist() == [math.inf, -math.inf]
+
+
+@factored
+@pytest.mark.parametrize("in_groups", [False, True])
+def test_parameters_and_groups_are_rounded_by_draws_of_their_own(
+    name: str, in_groups: bool
+) -> None:
+    start, gradient = torch.randn(64, 64).bfloat16(), torch.randn(64, 64).bfloat16()
+    params = [nn.Parameter(start.clone()) for _ in range(2)]
+    groups: Any = [{"params": [p]} for p in params] if in_groups else params
+    Dictated(name, groups, rounding="stochastic", lr=0.003).step([gradient, gradient])
+    assert not torch.equal(params[0], params[1])
+    torch.testing.assert_close(params[0], params[1], rtol=2.0**-7, atol=0)  # but for the rounding
+
+
+@factored
+def test_draws_do_not_depend_on_the_global_generator(name: str) -> None:
+    """Processes with copies of one model have different ones."""
+    ends = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        ends.append(steps(started(name, torch.bfloat16, rounding="stochastic"), range(4)))
+    assert all(map(torch.equal, *ends))
+
+
+@factored
+def test_weights_that_were_set_by_hand_count(name: str) -> None:
+    """A master copy follows its parameter where the parameter was changed."""
+    run = started(name, torch.bfloat16, rounding="master")
+    first, second, _ = steps(run, range(3))
+    with torch.no_grad():
+        first.fill_(5.0)
+    kept = run.opt.state[second]["master"].clone()
+    run.opt.param_groups[0]["lr"] = 0.0
+    steps(run, range(3, 4))
+    assert torch.equal(first, torch.full_like(first, 5.0))
+    assert torch.equal(run.opt.state[second]["master"], kept)
+
+
+@factored
+def test_full_precision_is_not_rounded(name: str) -> None:
+    ends = []
+    for rounding in ("nearest", "stochastic", "master"):
+        run = started(name, torch.float32, rounding=rounding)
+        ends.append(steps(run, range(4)))
+        assert all("master" not in run.opt.state[p] for p in run.params)
+    for other in ends[1:]:
+        assert all(map(torch.equal, ends[0], other))

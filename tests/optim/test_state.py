@@ -1,0 +1,497 @@
+"""Saved states and copies: training goes on to the bit, and wrong states change nothing."""
+
+import copy
+import itertools
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from conftest import Snapshot
+from drawn import noise, weight
+from optimizers import (
+    EVERY,
+    FACTORED,
+    NO_FAILURES,
+    SETTINGS,
+    Dictated,
+    conv_net,
+    images,
+    leaves,
+    made,
+    moved,
+    net,
+    observe,
+    through_a_file,
+    train,
+    values,
+    warm_start,
+)
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim import lr_scheduler
+
+every = pytest.mark.parametrize("name", EVERY)
+factored = pytest.mark.parametrize("name", FACTORED)
+
+
+def trained(name: str, steps: int = 5, **settings: Any) -> tuple[nn.Sequential, Any]:
+    """The small net and its optimizer after some steps."""
+    model = net()
+    opt = made(name, model, **settings)
+    train(model, opt, range(steps))
+    return model, opt
+
+
+# ------------------------------------------------------------------ training goes on
+
+FORMS: dict[str, dict[str, Any]] = {
+    "paper": {},
+    "diagonal": {"max_factor_dim": 3},
+    "adam": {"graft": "adam", "relative_damping": True, "weight_decay": 0.1},
+    "sgd": {"graft": "sgd", "kl_clip": 1e-3},
+    "blocks": {"block_size": 3, "graft": "adam"},
+    "merged": {"merge_small_dims": 16, "relative_damping": True},
+    "stochastic": {"rounding": "stochastic", "graft": "adam"},
+    "master": {"rounding": "master", "block_size": 3},
+}
+CASES = [(name, form) for name in FACTORED for form in FORMS]
+
+
+@pytest.mark.parametrize(("warm", "stop"), [(False, 1), (True, 4), (False, 7)])
+@pytest.mark.parametrize(("name", "form"), CASES)
+def test_resumed_training_is_bit_for_bit_the_uninterrupted(
+    name: str, form: str, warm: bool, stop: int
+) -> None:
+    """After one step, where all is due (4 = T2), and inside both intervals (7; T1 = 2)."""
+    settings = {"lr": 1e-3, **FORMS[form]}
+    if name == "sampled" and form in ("diagonal", "sgd"):
+        settings.update(likelihood="gaussian" if form == "sgd" else "bernoulli", seed=5)
+    model = conv_net(torch.bfloat16 if "rounding" in settings else torch.float32)
+    opt = made(name, model, **settings)
+    if warm:
+        warm_start(opt, model, data=images)
+    train(model, opt, range(stop), data=images)
+    files = through_a_file((model.state_dict(), opt.state_dict()))
+    train(model, opt, range(stop, stop + 6), data=images)
+    resumed = copy.deepcopy(model)
+    resumed.load_state_dict(files[0])
+    fresh = made(name, resumed, **settings)
+    fresh.load_state_dict(files[1])
+    train(resumed, fresh, range(stop, stop + 6), data=images)
+    Snapshot(model.parameters(), opt).assert_equals(Snapshot(resumed.parameters(), fresh))
+    kept = [key for state in fresh.state.values() for key in state]
+    assert ("master" in kept) == (form == "master")
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
+
+
+@factored
+def test_resumed_training_is_bit_for_bit_with_threads(name: str, two_threads: None) -> None:
+    """With matrices that are large enough for two threads."""
+    runs = []
+    for stops in ([0, 7], [0, 3, 7]):
+        torch.manual_seed(2)
+        model = nn.Sequential(nn.Linear(300, 130), nn.Tanh(), nn.Linear(130, 67))
+        opt = made(name, model)
+        for first, last in itertools.pairwise(stops):
+            files = through_a_file((model.state_dict(), opt.state_dict()))
+            model.load_state_dict(files[0])
+            opt = made(name, model)
+            opt.load_state_dict(files[1])
+            for step in range(first, last):
+                rng = torch.Generator().manual_seed(step)
+                opt.zero_grad()
+                output = model(torch.randn(8, 300, generator=rng))
+                observe(opt, output)
+                cross_entropy(output, torch.randint(5, (8,), generator=rng)).backward()
+                opt.step()
+        runs.append(Snapshot(model.parameters(), opt))
+    runs[0].assert_equals(runs[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "named", "other_named"),
+    [*((n, a, b) for n in [*FACTORED, "fallback"] for a in (0, 1) for b in (0, 1)), ("kfac", 1, 1)],
+)
+def test_a_state_goes_on_with_and_without_names(name: str, named: int, other_named: int) -> None:
+    """To the bit, as does the state saved after it; loading changes no name that is there."""
+    model, opt = trained(name, named=bool(named))
+    twin = copy.deepcopy(model)
+    other = made(name, twin, named=bool(other_named))
+    saved = opt.state_dict()
+    given = copy.deepcopy(saved)
+    other.load_state_dict(given)
+    assert leaves(given) == leaves(saved)
+    for step in range(5, 11):
+        train(model, opt, [step])
+        train(twin, other, [step])
+        assert not any(moved(model, values(twin)))
+    ends = [leaves(o.state_dict()).items() for o in (opt, other)]
+    kept, found = ([item for item in end if "param_names" not in item[0]] for end in ends)
+    assert kept == found
+    names = [n for group in other.param_groups for n in group.get("param_names", [])]
+    wanted = ["0.weight", "0.bias", "2.weight", "2.bias"]
+    wanted.sort(key=lambda param: name == "fallback" and "bias" in param)
+    assert names == (wanted if named or other_named else [])
+
+
+@every
+@pytest.mark.parametrize("steps", [0, 5])
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_copies_have_all_that_is_public_and_go_on_alone(name: str, steps: int, clone: Any) -> None:
+    """Also with a scheduler, which puts a ``step`` of its own into the optimizer."""
+    model, opt = trained(name, steps)
+    public = {key for key in vars(opt) if not key.startswith("_")}
+    lr_scheduler.ExponentialLR(opt, 0.9)
+    opt.register_step_pre_hook(lambda *_: None)
+    twin, other = clone((model, opt))
+    assert {key for key in vars(other) if not key.startswith("_")} == public
+    assert not other._optimizer_step_pre_hooks
+    before = values(model)
+    train(twin, other, range(steps, steps + 4))
+    assert not any(moved(model, before))
+    train(model, opt, range(steps, steps + 4))
+    Snapshot(model.parameters(), opt).assert_equals(Snapshot(twin.parameters(), other))
+
+
+@factored
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [(torch.float32, torch.float64), (torch.float64, torch.float32)]
+)
+def test_a_state_follows_the_parameters_dtype(
+    name: str, saved: torch.dtype, loaded: torch.dtype
+) -> None:
+    model = net(saved)
+    opt = made(name, model, graft="adam")
+    train(model, opt, range(3))
+    other = net(loaded)
+    other.load_state_dict(model.state_dict())
+    fresh = made(name, other, graft="adam")
+    fresh.load_state_dict(opt.state_dict())
+    state = fresh.state[other[0].weight]
+    held = [state["momentum"], state["second_moment"], *state["stats"], *state["factors"]]
+    assert {tensor.dtype for tensor in held} == {loaded}
+    train(other, fresh, range(3, 5))
+    assert all(bool(p.isfinite().all()) for p in other.parameters())
+
+
+def test_a_state_with_a_modes_function_loads_with_weights_only() -> None:
+    def modes(shape: torch.Size) -> tuple[int, ...]:
+        return (shape[0] // 2, 2, shape[1])
+
+    run, other = (Dictated("sampled", [{"params": [weight(6, 5)], "modes": modes}]) for _ in "ab")
+    run.step([noise(6, 5)])
+    other.params[0].data.copy_(run.params[0].detach())
+    other.opt.load_state_dict(through_a_file(run.opt.state_dict()))
+    gradient = noise(6, 5)
+    run.step([gradient])
+    other.step([gradient])
+    assert torch.equal(run.params[0], other.params[0])
+    assert [len(f) for f in other.factors()] == [3, 2, 5]
+
+
+@factored
+def test_the_content_of_a_state_is_documented(name: str) -> None:
+    model = conv_net()
+    opt = made(name, model, max_factor_dim=5)
+    train(model, opt, range(3), data=images)
+    conv, linear = opt.state[model[0].weight], opt.state[model[4].weight]
+    assert conv["momentum"].shape == (4, 2, 4)
+    for key in ("stats", "factors"):
+        assert [tuple(s.shape) for s in conv[key]] == [(4, 4), (2, 2), (4, 4)]
+        assert [tuple(s.shape) for s in linear[key]] == [(4, 4), (16,)]
+    assert conv["updates"] == 3 and all(group["step"] == 3 for group in opt.param_groups)
+
+
+# ------------------------------------------------------------------ saved states
+
+
+@pytest.mark.parametrize("name", [*FACTORED, "kfac"])
+def test_a_loaded_state_is_a_copy(name: str) -> None:
+    """PyTorch's own optimizers go on in the very tensors that they were given."""
+    model, opt = trained(name)
+    saved = copy.deepcopy(opt.state_dict())
+    kept = leaves(saved)
+    opt.load_state_dict(saved)
+    train(model, opt, range(5, 9))
+    assert leaves(saved) == kept != leaves(opt.state_dict())
+
+
+@every
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_a_file_holds_the_whole_state(name: str, named: bool, weights_only: bool) -> None:
+    _, opt = trained(name, named=named, lr=torch.tensor(0.01))
+    saved = opt.state_dict()
+    assert leaves(through_a_file(saved, weights_only=weights_only)) == leaves(saved)
+
+
+@pytest.mark.parametrize("name", [*FACTORED, "fallback"])
+def test_states_from_before_an_option_existed_load(name: str) -> None:
+    """An option that a state lacks gets the value that older versions had."""
+    model, opt = trained(name)
+    older = copy.deepcopy(opt.state_dict())
+    added = ("maximize", "block_size", "merge_small_dims", "rounding", "kl_clip")
+    for group in older["param_groups"]:
+        for option in (*added, "foreach", "differentiable", "capturable"):
+            group.pop(option, None)
+    for saved in (opt.state_dict(), older):
+        twin = copy.deepcopy(model)
+        other = made(name, twin, maximize=saved is not older)
+        other.load_state_dict(saved)
+        assert not any(group["maximize"] for group in other.param_groups)
+    train(model, opt, range(5, 9))
+    train(twin, other, range(5, 9))
+    assert not any(moved(model, values(twin)))
+
+
+@factored
+def test_counts_that_were_saved_as_tensors_load(name: str) -> None:
+    """A capturable optimizer saves them so."""
+    model, opt = trained(name, graft="adam")
+    saved = copy.deepcopy(opt.state_dict())
+    for state in saved["state"].values():
+        for key in ("updates", "second_moment_updates"):
+            state[key] = torch.tensor(float(state[key]), dtype=torch.float64)
+    twin = copy.deepcopy(model)
+    other = made(name, twin, graft="adam")
+    other.load_state_dict(saved)
+    train(model, opt, range(5, 9))
+    train(twin, other, range(5, 9))
+    assert not any(moved(model, values(twin)))
+
+
+@every
+def test_entries_of_others_in_the_state_are_kept(name: str) -> None:
+    """Hooks and wrappers put entries there, under keys that are no parameters."""
+    model, opt = trained(name)
+    opt.state["mine"] = 7
+    saved = opt.state_dict()
+    assert saved["state"]["mine"] == 7
+    train(model, opt, range(5, 9))
+    twin, other = trained(name, 0)
+    other.load_state_dict(through_a_file(saved))
+    assert other.state["mine"] == 7
+    train(twin, other, range(5, 9))
+    assert other.failures() == opt.failures() == NO_FAILURES
+
+
+@pytest.mark.parametrize("name", [*FACTORED, "kfac"])
+def test_a_state_saved_without_a_scheduler_loads_with_one(name: str) -> None:
+    """A scheduler adds entries to the groups, which no saved state needs."""
+    saved = made(name, net(), lr=0.25).state_dict()
+    opt = made(name, net(), lr=0.5)
+    scheduler = lr_scheduler.StepLR(opt, step_size=1, gamma=0.5)
+    assert "initial_lr" in opt.param_groups[0]
+    opt.load_state_dict(saved)
+    assert opt.param_groups[0]["lr"] == 0.25
+    opt.step()
+    scheduler.step()
+    assert opt.param_groups[0]["lr"] == 0.125
+
+
+@factored
+def test_a_state_without_a_method_loads(name: str) -> None:
+    """torch.distributed.checkpoint returns one, and earlier versions saved one."""
+    model, opt = trained(name, 2)
+    state = opt.state_dict()
+    fresh = type("Derived", (type(opt),), {})(model.parameters())
+    fresh.load_state_dict({key: state[key] for key in ("state", "param_groups")})
+    fresh.load_state_dict(state)
+    assert fresh.param_groups[0]["step"] == 2
+
+
+# ------------------------------------------------------------------ states that are refused
+
+
+def refuses(opt: Any, model: nn.Module, state: Any, message: str) -> None:
+    """Loading raises, and nothing has changed."""
+    before = Snapshot(model.parameters(), opt)
+    with pytest.raises(ValueError, match=message):
+        opt.load_state_dict(state)
+    before.assert_unchanged()
+
+
+OTHERS: dict[str, tuple[dict[str, Any], Callable[[], nn.Module], str]] = {
+    "shape": ({}, lambda: nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)), "momentum must be"),
+    "count": ({}, lambda: nn.Linear(4, 3), "parameters"),
+    "kind": ({"max_factor_dim": 3}, net, "max_factor_dim=3"),
+    "blocks": ({"block_size": 4}, net, "block_size=4.*block_size=None"),
+}
+
+
+@factored
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_state_of_another_model_is_refused(name: str, other: str) -> None:
+    settings, model, message = OTHERS[other]
+    twin = model()
+    fresh = made(name, twin, **settings)
+    train(twin, fresh, range(2))
+    refuses(fresh, twin, trained(name, 3)[1].state_dict(), f"state_dict.*{message}")
+
+
+def damaged(value: Any, *path: str | int) -> Callable[[Any], None]:
+    """Sets one entry of a state, or deletes it where the value is ``damaged``."""
+
+    def change(state_dict: Any) -> None:
+        for key in path[:-1]:
+            state_dict = state_dict[key]
+        if value is damaged:
+            del state_dict[path[-1]]
+        else:
+            state_dict[path[-1]] = value
+
+    return change
+
+
+@factored
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (damaged(damaged, "state"), "'state'"),
+        (damaged(damaged, "param_groups"), "'param_groups'"),
+        (damaged(damaged, "param_groups", 0, "damping"), "damping"),
+        (damaged(damaged, "param_groups", 0, "step"), "step"),
+        (damaged(damaged, "state", 0, "updates"), "updates"),
+        (damaged(damaged, "state", 0, "stats"), "stats"),
+        (damaged(1, "state", 0, "momentum"), "tensors"),
+        (damaged(0, "param_groups", 0, "stat_interval"), "stat_interval"),
+        (damaged(-1.0, "param_groups", 0, "lr"), "lr"),
+        (damaged("AdamW", "method"), "must be of .*, got that of AdamW"),
+    ],
+)
+def test_a_damaged_state_is_refused(name: str, change: Callable[[Any], None], message: str) -> None:
+    model, opt = trained(name, 3)
+    state = copy.deepcopy(opt.state_dict())
+    change(state)
+    refuses(opt, model, state, f"state_dict.*{message}")
+
+
+@factored
+def test_adams_state_is_refused(name: str) -> None:
+    model, opt = trained(name, 0)
+    refuses(opt, model, torch.optim.Adam(net().parameters()).state_dict(), "another optimizer's")
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [("sampled", "shampoo"), ("shampoo", "sampled")])
+def test_a_state_of_another_method_is_refused(saved: str, loaded: str) -> None:
+    """Its tensors and settings have the same form, and another meaning."""
+    (_, first), (model, second) = trained(saved, 2), trained(loaded, 2)
+    kinds = type(second).__name__, type(first).__name__
+    message = "^state_dict must be of {}, got that of {}".format(*kinds)
+    refuses(second, model, through_a_file(first.state_dict()), message)
+
+
+# ------------------------------------------------------------------ hooks
+
+
+@every
+def test_hooks_around_state_dict(name: str) -> None:
+    """Both may change the saved state; a hook that is prepended comes first."""
+    _, opt = trained(name, 1)
+    order: list[str] = []
+    opt.register_state_dict_post_hook(lambda _, s: {**s, "marked": s["state"].pop("mark", 0)})
+    assert opt.state_dict()["marked"] == 0
+    opt.register_state_dict_pre_hook(lambda o: o.state.update(mark=1))
+    saved = opt.state_dict()
+    assert saved["marked"] == 1 and "mark" not in saved["state"]
+    opt.register_state_dict_pre_hook(lambda _: order.append("before"))
+    handle = opt.register_state_dict_pre_hook(lambda _: order.append("first"), prepend=True)
+    opt.register_state_dict_post_hook(lambda *_: order.append("after"))
+    opt.register_state_dict_post_hook(lambda *_: order.append("just after"), prepend=True)
+    opt.state_dict()
+    handle.remove()
+    opt.state_dict()
+    assert order == ["first", *(2 * ["before", "just after", "after"])]
+
+
+@every
+def test_hooks_around_load_state_dict(name: str) -> None:
+    """A hook may change the state in place, or return another; the first come first."""
+    _, opt = trained(name, 1)
+    seen = []
+
+    def in_place(_: Any, state_dict: dict[str, Any]) -> None:
+        state_dict["param_groups"][0]["lr"] = 0.002
+        state_dict["mine"] = "a shallow copy's"
+
+    def another(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        changed = copy.deepcopy(state_dict)
+        changed["param_groups"][0]["lr"] = 0.003
+        return changed
+
+    def rate() -> float:
+        given = copy.deepcopy(saved)
+        opt.load_state_dict(given)
+        assert "mine" not in given
+        return float(opt.param_groups[0]["lr"])
+
+    saved = opt.state_dict()
+    assert rate() == SETTINGS["lr"]
+    for n in range(2):
+        opt.register_load_state_dict_post_hook(
+            lambda o, n=n: seen.append((n, o.param_groups[0]["lr"])), prepend=n == 1
+        )
+    handle = opt.register_load_state_dict_pre_hook(in_place)
+    assert rate() == 0.002
+    opt.register_load_state_dict_pre_hook(another, prepend=True)
+    assert rate() == 0.002
+    handle.remove()
+    assert rate() == 0.003
+    assert seen == [(n, lr) for lr in (0.002, 0.002, 0.003) for n in (1, 0)]
+
+
+class Reordered(nn.Module):
+    """The small net with its parameters in another order, under other names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.first = nn.Linear(6, 3), nn.Linear(4, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits."""
+        return self.last(torch.tanh(self.first(x)))
+
+
+@factored
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_hooks_may_adapt_a_state_to_another_order(name: str, dtype: torch.dtype) -> None:
+    """The state is checked after its hooks, and copied before the hooks that come after."""
+    model, other = net(dtype), Reordered().to(dtype)
+    opt, fresh = made(name, model, named=True), made(name, other, named=True)
+    train(model, opt, [0])
+    layers = {"first": "0", "last": "2"}
+    seen: list[list[Tensor]] = []
+
+    def adapt(_: Any, state: dict[str, Any]) -> dict[str, Any]:
+        (group,) = state["param_groups"]
+        numbers = dict(zip(group["param_names"], group["params"], strict=True))
+        names = [name for name, _ in other.named_parameters()]
+        parts = [name.split(".") for name in names]
+        params = [numbers[f"{layers[layer]}.{kind}"] for layer, kind in parts]
+        return {**state, "param_groups": [{**group, "params": params, "param_names": names}]}
+
+    files = through_a_file(opt.state_dict())
+    refuses(fresh, other, files, r"state_dict\['state'\]\[0\].*of another model")
+    fresh.register_load_state_dict_pre_hook(adapt)
+    fresh.register_load_state_dict_post_hook(
+        lambda o: seen.extend(state["stats"] for state in o.state.values())
+    )
+    fresh.load_state_dict(files)
+    for mine, theirs in ((other.first, model[0]), (other.last, model[2])):
+        for p, q in zip(mine.parameters(), theirs.parameters(), strict=True):
+            for key in ("stats", "factors"):  # not rounded to the parameters' dtype
+                assert all(map(torch.equal, fresh.state[p][key], opt.state[q][key]))
+    assert {s.dtype for stats in seen for s in stats} == {torch.float32} and len(seen) == 4
+    broken = copy.deepcopy(files)
+    broken["param_groups"][0]["lr"] = -1.0
+    refuses(fresh, other, broken, "state_dict: group 0: lr")
+    fresh.load_state_dict(files)  # the hooks are still there
+    assert len(seen) == 8

@@ -1,0 +1,429 @@
+"""TNT and Shampoo follow the dense oracles: 30 steps of small models, every entry, every step.
+
+Shampoo's oracle takes its roots by eigenvalues, and in float64 also by the coupled Newton
+iteration, whose tolerance would otherwise hide smaller errors.
+"""
+
+import copy
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from conftest import FixedLabels
+from drawn import noise, weight
+from optimizers import FACTORED, Dictated, through_a_file
+from oracle import DenseTNT
+from oracle_shampoo import DenseShampoo, Root, eigen_root, newton_root
+from tolerances import (
+    BFLOAT16_SPACING,
+    FLOAT32_FORMULA,
+    FLOAT32_TRAJECTORY,
+    FLOAT64_TRAJECTORY,
+    NEWTON_TRAJECTORY,
+)
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+STEPS, BATCH, CLASSES, WARM_BATCHES = 30, 16, 5, 3
+INTERVALS = [(1, 1), (2, 3), (3, 20)]  # (T1, T2); both are due at 0, 6, .. for the second
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """An optimizer, its dtype, the oracle's root (of Shampoo), and how close they must be."""
+
+    name: str
+    dtype: torch.dtype
+    tolerance: float
+    root: Root | None = None
+
+    def oracle(self, params: Sequence[Tensor], **settings: Any) -> DenseTNT:
+        """The oracle of these parameters."""
+        if self.root is not None:
+            return DenseShampoo(params, root=self.root, **settings)
+        return DenseTNT(params, **settings)
+
+
+WIDE, SINGLE = torch.float64, torch.float32
+COMPARISONS = [
+    Comparison("sampled", WIDE, FLOAT64_TRAJECTORY),
+    Comparison("sampled", SINGLE, FLOAT32_TRAJECTORY),
+    Comparison("empirical", WIDE, FLOAT64_TRAJECTORY),
+    Comparison("empirical", SINGLE, FLOAT32_TRAJECTORY),
+    Comparison("shampoo", WIDE, FLOAT64_TRAJECTORY, newton_root),
+    Comparison("shampoo", WIDE, NEWTON_TRAJECTORY, eigen_root),
+    Comparison("shampoo", SINGLE, FLOAT32_TRAJECTORY, eigen_root),
+]
+
+
+def label(value: Any) -> str | None:
+    """The name of a comparison among pytest's parameters."""
+    if not isinstance(value, Comparison):
+        return None
+    root = "-newton" if value.root is newton_root else ""
+    return f"{value.name}-{str(value.dtype)[6:]}{root}"
+
+
+comparisons = pytest.mark.parametrize("way", COMPARISONS, ids=label)
+wide = pytest.mark.parametrize("way", [w for w in COMPARISONS if w.dtype is WIDE], ids=label)
+
+
+def assert_near(way: Comparison, mine: Tensor, oracle: Tensor, start: Tensor, where: Any) -> None:
+    """Relative to how far the oracle has moved, but for the rounding of the parameter itself."""
+    travelled = float((oracle - start).norm())
+    error = float((mine.detach().double() - oracle).norm())
+    rounding = torch.finfo(way.dtype).eps * float(oracle.norm())
+    assert error <= way.tolerance * travelled + rounding, (where, error / travelled)
+
+
+# ------------------------------------------------------------------ models
+
+
+class ConvNet(nn.Module):
+    """Conv and linear weights, biases, and the weight and bias of a batch and a group norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(2, 4, 3, padding=1, bias=False),
+            nn.BatchNorm2d(4),
+            nn.Tanh(),
+            nn.Conv2d(4, 6, (3, 2), stride=2),
+            nn.GroupNorm(2, 6),
+            nn.Tanh(),
+            nn.Flatten(),
+            nn.Linear(36, CLASSES),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, 2, 6, 6) to logits (N, CLASSES)."""
+        return self.layers(x)
+
+
+def initial_model() -> ConvNet:
+    """The same float32 starting point for the oracle and for every run."""
+    torch.manual_seed(11)
+    model = ConvNet()
+    with torch.no_grad():
+        for p in model.parameters():  # moves norms and biases off their constants
+            p.add_(0.1 * torch.randn_like(p))
+    return model
+
+
+@functools.cache
+def batches() -> list[tuple[Tensor, Tensor]]:
+    """A warm start's batches, then one a step; labels from a random linear teacher."""
+    generator = torch.Generator().manual_seed(12)
+    teacher = torch.randn(72, CLASSES, generator=generator)
+    inputs = [torch.randn(BATCH, 2, 6, 6, generator=generator) for _ in range(WARM_BATCHES + STEPS)]
+    return [(x, (x.flatten(1) @ teacher).argmax(1)) for x in inputs]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Arguments of the optimizer and its oracle, and how the run starts."""
+
+    lr: float
+    damping: float
+    momentum: float = 0.9
+    stat_decay: float = 0.9
+    weight_decay: float = 0.0
+    stat_interval: int = 2
+    inverse_interval: int = 3
+    max_factor_dim: int = 8192
+    relative_damping: bool = False
+    graft: str | None = None
+    warm: bool = False
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments that the oracle and the optimizer both take."""
+        return {k: v for k, v in asdict(self).items() if k != "warm"}
+
+
+def settings_of(name: str, **more: Any) -> Settings:
+    """Settings with which the optimizer moves every parameter, and stays stable."""
+    start = {"lr": 0.01, "damping": 0.01} if name == "shampoo" else {"lr": 3e-4, "damping": 0.05}
+    return Settings(**{**start, **more})
+
+
+@dataclass
+class Trajectory:
+    """The oracle's run: parameters after every step, and the labels sampled on the way."""
+
+    weights: list[list[Tensor]] = field(default_factory=list)
+    labels: list[Tensor] = field(default_factory=list)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+
+def gradients(output: Tensor, labels: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
+    """The gradient of the mean cross entropy at these labels."""
+    loss = cross_entropy(output, labels)
+    return list(torch.autograd.grad(loss, list(params), retain_graph=True))
+
+
+@functools.cache
+def oracle_trajectory(way: Comparison, settings: Settings) -> Trajectory:
+    """Trains the float64 model with the oracle; TNT's labels come from its own predictions."""
+    record, model = Trajectory(), initial_model().double()
+    params = list(model.parameters())
+    oracle = way.oracle(params, **settings.arguments())
+    generator = torch.Generator().manual_seed(13)
+
+    def sampled(output: Tensor, y: Tensor) -> list[Tensor]:
+        if way.name == "sampled":
+            y = torch.multinomial(output.detach().softmax(1), 1, generator=generator).squeeze(1)
+        record.labels.append(y)
+        return gradients(output, y, params)
+
+    if settings.warm:
+        before = copy.deepcopy(model.state_dict())
+        warm = [(model(x.double()), y) for x, y in batches()[:WARM_BATCHES]]
+        oracle.warm_start([sampled(output, y) for output, y in warm])
+        model.load_state_dict(before)  # the normalisation buffers are left as they were
+    record.weights.append([p.detach().clone() for p in params])
+    for x, y in batches()[WARM_BATCHES:]:
+        output = model(x.double())
+        observed = sampled(output, y)
+        oracle.step(gradients(output, y, params), observed)
+        record.weights.append([p.detach().clone() for p in params])
+    record.buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
+    return record
+
+
+def library_weights(
+    way: Comparison, model: nn.Module, settings: Settings, labels: Iterator[Tensor]
+) -> Iterator[list[Tensor]]:
+    """Trains a model, with the oracle's sampled labels; yields parameters after each step."""
+    likelihood = FixedLabels()
+    sampled = {"likelihood": likelihood} if way.name == "sampled" else {}
+    opt = FACTORED[way.name](model.parameters(), **sampled, **settings.arguments())
+
+    def warm_outputs() -> Iterator[Tensor]:
+        for x, _ in batches()[:WARM_BATCHES]:
+            likelihood.current = next(labels)
+            output = model(x.to(way.dtype))
+            yield output if sampled else likelihood(output)
+
+    if settings.warm:
+        opt.warm_start(warm_outputs(), model=model)
+    for x, y in batches()[WARM_BATCHES:]:
+        opt.zero_grad()
+        output = model(x.to(way.dtype))
+        likelihood.current = next(labels)
+        if sampled:
+            opt.observe(output)
+        cross_entropy(output, y).backward()
+        opt.step()
+        yield [p.detach().double() for p in model.parameters()]
+
+
+def assert_follows(way: Comparison, settings: Settings, model: nn.Module | None = None) -> None:
+    """Every parameter, after every step."""
+    # Both precisions share one oracle.
+    record = oracle_trajectory(Comparison(way.name, WIDE, 0.0, way.root), settings)
+    start, end = record.weights[0], record.weights[-1]
+    for p, q in zip(start, end, strict=True):
+        assert float((q - p).norm()) > 3e-3 * float(p.norm()), "the trajectory hardly moves"
+        assert float((q - p).norm()) < 5 * float(p.norm()), "the trajectory is not stable"
+    model = (model or initial_model()).to(way.dtype)
+    runs = library_weights(way, model, settings, iter(record.labels))
+    steps = 0
+    for steps, weights in enumerate(runs, 1):
+        for i, (mine, oracle) in enumerate(zip(weights, record.weights[steps], strict=True)):
+            assert_near(way, mine, oracle, start[i], (steps, i))
+    assert steps == STEPS
+    for name, buffer in model.named_buffers():
+        torch.testing.assert_close(
+            buffer.double(), record.buffers[name].double(), rtol=10 * way.tolerance, atol=1e-6
+        )
+
+
+@pytest.mark.parametrize("way", [w for w in COMPARISONS if w.name != "empirical"], ids=label)
+@pytest.mark.parametrize("max_factor_dim", [8192, 5], ids=["full", "mixed"])
+@pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
+@pytest.mark.parametrize("intervals", INTERVALS, ids=str)
+def test_schedules_follow_the_oracle(
+    way: Comparison, intervals: tuple[int, int], warm: bool, max_factor_dim: int
+) -> None:
+    schedule = {"stat_interval": intervals[0], "inverse_interval": intervals[1]}
+    settings = settings_of(way.name, **schedule, warm=warm, max_factor_dim=max_factor_dim)
+    assert_follows(way, settings)
+
+
+# By option: settings of TNT, and of Shampoo.
+OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "weight decay": ({"weight_decay": 10.0}, {"weight_decay": 1.0}),
+    "no momentum": ({"momentum": 0.0, "lr": 3e-3}, {"momentum": 0.0, "lr": 0.1}),
+    "no memory": ({"stat_decay": 0.0, "damping": 0.1}, {"stat_decay": 0.0}),
+    "damping": ({"damping": 0.3, "lr": 1e-3}, {"damping": 3e-4}),
+    "relative": (
+        {"relative_damping": True, "damping": 1.0, "lr": 2e-5},
+        {"relative_damping": True, "damping": 0.1, "lr": 3e-3},
+    ),
+    "adam": ({"graft": "adam", "lr": 0.01}, {"graft": "adam"}),
+    "sgd": ({"graft": "sgd", "lr": 0.03}, {"graft": "sgd", "lr": 0.03}),
+    "everything": (
+        {
+            "graft": "sgd", "lr": 0.03, "relative_damping": True, "damping": 0.2, "momentum": 0.8,
+            "weight_decay": 0.1, "stat_decay": 0.7, "max_factor_dim": 5, "inverse_interval": 5,
+            "warm": True,
+        },
+        {
+            "graft": "adam", "relative_damping": True, "damping": 0.2, "momentum": 0.8,
+            "weight_decay": 0.1, "stat_decay": 0.7, "max_factor_dim": 5, "inverse_interval": 5,
+            "warm": True,
+        },
+    ),
+}  # fmt: skip
+
+
+@comparisons
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options_follow_the_oracle(way: Comparison, option: str) -> None:
+    assert_follows(way, settings_of(way.name, **OPTIONS[option][way.name == "shampoo"]))
+
+
+@pytest.mark.parametrize("name", FACTORED)
+@pytest.mark.parametrize("relative", [False, True], ids=["damping", "relative"])
+@pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
+def test_diagonal_modes_follow_the_oracle(name: str, warm: bool, relative: bool) -> None:
+    """Also Shampoo's to float64's rounding: no iteration makes the roots of a diagonal mode."""
+    root = eigen_root if name == "shampoo" else None
+    more = {"damping": 1.0, "lr": 2e-5} if relative and name != "shampoo" else {}
+    settings = settings_of(name, **more, max_factor_dim=1, relative_damping=relative, warm=warm)
+    assert_follows(Comparison(name, WIDE, FLOAT64_TRAJECTORY, root), settings)
+
+
+@comparisons
+def test_channels_last_follows_the_oracle(way: Comparison) -> None:
+    """Weights and gradients of any strides; the weights keep theirs."""
+    model = initial_model().to(memory_format=torch.channels_last)
+    strides = [p.stride() for p in model.parameters()]
+    assert not all(p.is_contiguous() for p in model.parameters())
+    assert_follows(way, settings_of(way.name), model)
+    assert [p.stride() for p in model.parameters()] == strides
+
+
+# ------------------------------------------------------------------ dictated gradients
+
+SHAPES: list[tuple[int, ...]] = [
+    (), (1,), (7,), (1, 5), (3, 4), (65, 9), (4, 3, 5), (5, 3, 1, 1), (1, 4, 3, 3), (7, 2, 3, 2),
+    (3, 2, 2, 3, 2),
+]  # fmt: skip
+
+
+def scattered(shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> Tensor:
+    """An anisotropic gradient in a layout that no contiguous tensor has: reversed strides."""
+    generator = torch.Generator().manual_seed(seed)
+    g = torch.randn(shape, generator=generator)
+    for i, d in enumerate(shape):
+        g = g * torch.linspace(0.3, 1.5, d).reshape([-1] + [1] * (len(shape) - 1 - i))
+    reverse = list(range(len(shape)))[::-1]
+    return g.to(dtype).permute(reverse).contiguous().permute(reverse)
+
+
+@comparisons
+@pytest.mark.parametrize("relative", [False, True], ids=["damping", "relative"])
+@pytest.mark.parametrize("max_factor_dim", [8192, 4], ids=["full", "mixed"])
+def test_every_shape_and_layout_follows_the_oracle(
+    way: Comparison, max_factor_dim: int, relative: bool
+) -> None:
+    """All shapes in one optimizer: Linear to 3-D conv, and scalars; Shampoo's roots 2 to 8."""
+    settings = settings_of(
+        way.name, lr=0.05, damping=0.2, max_factor_dim=max_factor_dim, relative_damping=relative
+    ).arguments()
+    params = [nn.Parameter(scattered(shape, 1000, way.dtype)) for shape in SHAPES]
+    mirrors = [p.detach().double().clone() for p in params]
+    start = [m.clone() for m in mirrors]
+    run, oracle = Dictated(way.name, params, **settings), way.oracle(mirrors, **settings)
+    for t in range(6):
+        grads = [scattered(shape, 2 * t, way.dtype) for shape in SHAPES]
+        sampled = [scattered(shape, 2 * t + 1, way.dtype) for shape in SHAPES]
+        run.step(grads, sampled)
+        oracle.step(grads, sampled if way.name == "sampled" else grads)
+        for shape, p, mirror, first in zip(SHAPES, params, mirrors, start, strict=True):
+            assert_near(way, p, mirror, first, (t, shape))
+
+
+@wide
+def test_parameters_without_gradient_follow_the_oracle(way: Comparison) -> None:
+    """Neither moved nor decayed, momentum kept; later ones begin their statistics between T1s.
+
+    The second is without gradient at every third step, the third is frozen until step 4 (T1 = 3):
+    its statistics and factors are due at once.
+    """
+    shapes = [(3, 4), (5,), (2, 2)]
+    params = [weight(*shape) for shape in shapes]
+    mirrors = [p.detach().clone() for p in params]
+    start = [p.detach().clone() for p in params]
+    settings: dict[str, Any] = {
+        "lr": 0.01, "damping": 0.1, "weight_decay": 0.5, "stat_interval": 3, "inverse_interval": 5
+    }  # fmt: skip
+    run, oracle = Dictated(way.name, params, **settings), way.oracle(mirrors, **settings)
+    params[2].requires_grad_(False)
+    for t in range(16):
+        params[2].requires_grad_(t >= 4)
+        grads: list[Tensor | None] = [noise(*shape) for shape in shapes]
+        absent = [False, t % 3 == 1, t < 4]
+        grads = [None if no else g for no, g in zip(absent, grads, strict=True)]
+        moves = run.step(grads)
+        oracle.step(grads, grads)
+        assert [not bool(move.any()) for move in moves] == absent
+        assert t >= 4 or not run.opt.state.get(params[2])
+        for p, mirror, first in zip(params, mirrors, start, strict=True):
+            assert_near(way, p, mirror, first, t)
+
+
+@wide
+def test_schedulers_and_modes_follow_the_oracle(way: Comparison) -> None:
+    """A learning rate that halves every three steps; a group whose matrices have three modes."""
+    p = weight(6, 5)
+    mirror, start = p.detach().clone(), p.detach().clone()
+    group = {"params": [p], "modes": lambda shape: (2, shape[0] // 2, shape[1])}
+    settings = {"lr": 0.01, "damping": 0.01, "stat_interval": 2, "inverse_interval": 3}
+    run = Dictated(way.name, [group], **settings)
+    oracle = way.oracle([mirror], **settings, mode_shapes=[(2, 3, 5)])
+    scheduler = torch.optim.lr_scheduler.StepLR(run.opt, step_size=3, gamma=0.5)
+    for t in range(10):
+        grads, sampled = [noise(6, 5)], [noise(6, 5)]
+        run.step(grads, sampled)
+        scheduler.step()
+        oracle.lr = 0.01 * 0.5 ** (t // 3)
+        oracle.step(grads, sampled if way.name == "sampled" else grads)
+        assert_near(way, p, mirror, start, t)
+
+
+@wide
+def test_bfloat16_parameters_are_rounded_once(way: Comparison) -> None:
+    """Each step is the oracle's, rounded; the state is float32, also after a checkpoint."""
+    shapes = [(9, 7), (4, 3, 3, 3), (6,), ()]
+    params = [nn.Parameter(torch.randn(s).bfloat16()) for s in shapes]
+    mirrors = [p.detach().double() for p in params]
+    settings = {"lr": 0.3, "damping": 0.5, "stat_interval": 2, "inverse_interval": 3}
+    run, oracle = Dictated(way.name, params, **settings), way.oracle(mirrors, **settings)
+    for _ in range(8):
+        grads, sampled = ([torch.randn(s).bfloat16() for s in shapes] for _ in range(2))
+        for p, mirror in zip(params, mirrors, strict=True):
+            mirror.copy_(p.detach())  # the gradients do not depend on it: the rest does not drift
+        run.step(grads, sampled)
+        oracle.step(grads, sampled if way.name == "sampled" else grads)
+        for p, mirror, block in zip(params, mirrors, oracle.blocks, strict=True):
+            assert p.dtype == torch.bfloat16
+            error = (p.detach().double() - mirror.bfloat16().double()).abs()
+            assert bool((error <= BFLOAT16_SPACING * mirror.abs() + 1e-6).all())
+            state = run.opt.state[p]
+            held = [state["momentum"], *state["stats"], *state["factors"]]
+            assert {x.dtype for x in held} == {torch.float32}
+            expected = [block.momentum, *(block.stats or [])]
+            found = [state["momentum"].reshape(-1), *state["stats"]]
+            for mine, wanted in zip(found, expected, strict=True):
+                wanted = torch.diagonal(wanted) if mine.dim() < wanted.dim() else wanted
+                error = (mine.double() - wanted).norm()
+                assert float(error) <= FLOAT32_FORMULA * float(wanted.norm())
+    twin = Dictated(way.name, [nn.Parameter(p.detach().clone()) for p in params], **settings)
+    twin.opt.load_state_dict(through_a_file(run.opt.state_dict()))
+    assert all(map(torch.equal, twin.stats() + twin.factors(), run.stats() + run.factors()))
+    assert {t.dtype for t in twin.stats()} == {torch.float32}
