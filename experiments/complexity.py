@@ -19,8 +19,6 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from bench.kernels.fits import LEAST_EXCESS, exponent, launch_bound
-from bench.kernels.limits import busy_share
 from experiments.costs.complexity_methods import one_tensor_step, predicted_bytes
 from experiments.costs.complexity_table import complexity_page, plot_complexity
 from experiments.costs.step_kinds import (
@@ -34,6 +32,8 @@ from experiments.costs.step_kinds import (
 )
 from experiments.runs.command_line import checked_output, positive_int
 from experiments.runs.run_file import RunFile
+from tools.measuring.clock import busy_share
+from tools.measuring.fits import LEAST_EXCESS, exponent, launch_bound
 
 # Of one pass.
 QUICK = Plan(0.1, fewest=1, most=3, slow=1.0, slow_rounds=1)

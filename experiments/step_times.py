@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from bench.kernels.limits import busy_share
 from experiments.costs.step_kinds import (
     PLAIN,
     Kind,
@@ -44,6 +43,7 @@ from experiments.runs.command_line import (
 from experiments.runs.methods import LABELS, METHODS, has_statistics
 from experiments.runs.run_file import RunFile
 from tnt_kernels import inverse_root
+from tools.measuring.clock import busy_share
 
 # The paper's two choices of T1 and T2: its autoencoders', and its convolutional networks'.
 INTERVALS = ((1, 20), (10, 100))

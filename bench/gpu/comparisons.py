@@ -15,7 +15,6 @@ from torch import Tensor
 from bench.gpu import device_baselines
 from bench.kernels import baselines
 from bench.kernels.inputs import Modes, copies, empty_like, flat, normal, symmetric_modes
-from bench.kernels.parameter_sets import ParameterSet
 from bench.kernels.timing import OURS, Candidate
 from bench.kernels.work import Work, gram_work, inverse_work, products_work, step_work
 from tnt_kernels import (
@@ -27,6 +26,7 @@ from tnt_kernels import (
     preconditioned_step_,
     reference,
 )
+from tools.measuring.parameter_sets import ParameterSet
 
 DECAY, DAMPING = 0.9, 0.1  # beta and epsilon in the paper
 LR, MOMENTUM, WEIGHT_DECAY = 0.01, 0.9, 0.1

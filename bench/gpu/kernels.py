@@ -27,8 +27,8 @@ from bench.kernels.checks import (
     check_moved,
     relative_error,
 )
-from bench.kernels.parameter_sets import PARAMETER_SETS, ParameterSet
 from bench.kernels.timing import OURS
+from tools.measuring.parameter_sets import PARAMETER_SETS, ParameterSet
 
 SETS = ("resnet32", "mnist_ae", "faces_ae", "gpt2_full", "vgg16", "square4096")
 # One root costs some hundred d^3 (see bench.kernels.test_inverse_root).

@@ -24,11 +24,11 @@ from bench.gpu.stage_process import Job, present_gpu, run
 from bench.kernels.baselines import PlainTNT
 from bench.kernels.checks import check_close, check_finite, check_moved, relative_error
 from bench.kernels.inputs import normal
-from bench.kernels.parameter_sets import PARAMETER_SETS, ParameterSet
 from bench.kernels.targets import CYCLE
 from bench.kernels.timing import OURS
 from tnt_kernels import reference
 from tnt_optim import TNT
+from tools.measuring.parameter_sets import PARAMETER_SETS, ParameterSet
 
 SETS = ("mnist_ae", "resnet32", "faces_ae", "gpt2_full", "vgg16", "square4096")
 LR, DAMPING, MOMENTUM, DECAY = 1e-3, 0.1, 0.9, 0.9

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from bench.kernels import complexity, report
-from bench.kernels.parameter_sets import DEFAULT_SETS, PARAMETER_SETS, QUICK_SETS
+from tools.measuring.parameter_sets import DEFAULT_SETS, PARAMETER_SETS, QUICK_SETS
 
 
 def main() -> int:

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from bench.kernels.parameter_sets import MAX_FACTOR_DIM
 from tnt_optim.modes import diagonal_modes, mode_shape
+from tools.measuring.parameter_sets import MAX_FACTOR_DIM
 
 Modes = Sequence[Sequence[Tensor]]
 Inverse = Callable[[Tensor, Tensor], object]

@@ -25,10 +25,11 @@ import torch
 
 from bench.kernels import baselines
 from bench.kernels.inputs import copies, generator, normal, symmetric_modes
-from bench.kernels.limits import COPY_NUMBERS, busy_share, measure_limits
-from bench.kernels.parameter_sets import PARAMETER_SETS, ParameterSet
+from bench.kernels.limits import COPY_NUMBERS, measure_limits
 from bench.kernels.work import gram_work, step_work
 from tnt_kernels import gram_ema_, preconditioned_step_
+from tools.measuring.clock import busy_share
+from tools.measuring.parameter_sets import PARAMETER_SETS, ParameterSet
 from tools.measuring.provenance import provenance
 from tools.measuring.records import check_writable, write_json
 from tools.measuring.tables import milliseconds, table

@@ -17,7 +17,11 @@ from typing import Any
 
 from tqdm import tqdm
 
-from bench.kernels.fits import (
+from bench.kernels.memory import measure_in_subprocess
+from bench.kernels.sweeps import SWEEPS, Run, Sweep
+from bench.kernels.work import FLOAT_BYTES, factor_bytes
+from tools.measuring.clock import busy_share
+from tools.measuring.fits import (
     LAUNCH_FACTOR,
     LEAST_EXCESS,
     LEAST_POINTS,
@@ -25,11 +29,7 @@ from bench.kernels.fits import (
     launch_bound,
     lost_in_noise,
 )
-from bench.kernels.limits import busy_share
-from bench.kernels.memory import measure_in_subprocess
-from bench.kernels.parameter_sets import PARAMETER_SETS
-from bench.kernels.sweeps import SWEEPS, Run, Sweep
-from bench.kernels.work import FLOAT_BYTES, factor_bytes
+from tools.measuring.parameter_sets import PARAMETER_SETS
 from tools.measuring.provenance import provenance
 from tools.measuring.records import check_writable, write_json
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from bench.kernels.limits import Limits, better, busy_share, measure_limits
-from bench.kernels.parameter_sets import DEFAULT_SETS, PARAMETER_SETS
+from bench.kernels.limits import Limits, better, measure_limits
 from bench.kernels.timing import MAX_ROUNDS, MIN_ROUNDS, Comparison, add_shares
 from tnt_kernels import backends
+from tools.measuring.clock import busy_share
+from tools.measuring.parameter_sets import DEFAULT_SETS, PARAMETER_SETS
 from tools.measuring.provenance import provenance
 from tools.measuring.records import check_writable, write_json
 

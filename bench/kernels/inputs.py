@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bench.kernels.parameter_sets import ParameterSet
 from tnt_kernels import gram_ema_
+from tools.measuring.parameter_sets import ParameterSet
 
 Modes = list[list[Tensor]]
 

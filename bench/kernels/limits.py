@@ -99,30 +99,6 @@ def measure_limits(size: int = 4096, rounds: int = 3) -> Limits:
     )
 
 
-def busy_share(seconds: float = 1.0) -> float | None:
-    """How much of all cores others use while this process sleeps; None where no one tells.
-
-    Times taken beside another busy process mean little: two threads wait for each other at every
-    parallel region, and the method with more of them looks the worse.
-    """
-    before = _processor_times()
-    time.sleep(seconds)
-    after = _processor_times()
-    if before is None or after is None:
-        return None
-    spent = [new - old for old, new in zip(before, after, strict=True)]
-    idle = spent[3] + spent[4]  # idle, and waiting for input or output
-    return 1 - idle / sum(spent)
-
-
-def _processor_times() -> list[int] | None:
-    try:
-        line = Path("/proc/stat").read_text(encoding="ascii").partition("\n")[0]
-    except OSError:
-        return None
-    return [int(word) for word in line.split()[1:9]]  # beyond: guests, counted in the first already
-
-
 def _least_seconds(run: Callable[[], object], rounds: int) -> float:
     run()
     samples = []

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from bench.kernels.inputs import empty_like, generator, gram_statistics, normal
-from bench.kernels.parameter_sets import ParameterSet
 from tnt_kernels import gram_ema_, inverse_root, preconditioned_step_
 from tnt_optim import TNT
+from tools.measuring.parameter_sets import ParameterSet
 
 Shapes = Sequence[Sequence[int]]
 State = dict[str, list[Tensor]]

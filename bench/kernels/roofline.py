@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bench.kernels.devices import GPUS, PRECISIONS, Gpu
-from bench.kernels.parameter_sets import PARAMETER_SETS, ParameterSet
 from bench.kernels.planned_inverses import (
     ITERATIONS,
     LIBRARY_SHARE,
@@ -36,6 +35,7 @@ from bench.kernels.planned_work import (
     product_launches,
 )
 from bench.kernels.work import gram_work, inverse_work, products_work, step_work
+from tools.measuring.parameter_sets import PARAMETER_SETS, ParameterSet
 from tools.measuring.provenance import provenance
 from tools.measuring.records import write_json
 

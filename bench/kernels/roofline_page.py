@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench.kernels.devices import GPUS, PRECISIONS
-from bench.kernels.parameter_sets import PARAMETER_SETS
 from bench.kernels.planned_inverses import ITERATIONS, LIBRARY_SHARE
 from bench.kernels.planned_work import RESIDENT
 from bench.kernels.roofline import (
@@ -21,6 +20,7 @@ from bench.kernels.roofline import (
     floors,
     padding,
 )
+from tools.measuring.parameter_sets import PARAMETER_SETS
 from tools.measuring.tables import table
 
 MUCH = 1.5  # times its floor: then it is said what the time goes to

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from bench.kernels.inputs import empty_like, generator, gram_statistics, normal, symmetric_modes
-from bench.kernels.parameter_sets import ParameterSet
 from tnt_kernels import damped_inverse, gram_ema_, inverse_root, preconditioned_step_
 from tnt_optim import TNT
+from tools.measuring.parameter_sets import ParameterSet
 
 DAMPING = 0.1
 # A step number that is a multiple of every interval swept, and one that nothing is due at or soon

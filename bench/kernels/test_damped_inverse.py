@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 from bench.kernels import baselines
 from bench.kernels.inputs import Modes, empty_like, flat, generator, gram_statistics
-from bench.kernels.parameter_sets import DEFAULT_SETS, ParameterSet
 from bench.kernels.timing import OURS, Candidate, Comparison
 from bench.kernels.work import inverse_work
 from tnt_kernels import damped_inverse, reference
+from tools.measuring.parameter_sets import DEFAULT_SETS, ParameterSet
 
 SETS = DEFAULT_SETS
 DAMPING = 0.1  # epsilon in the paper, of its autoencoders

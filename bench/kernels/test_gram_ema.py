@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 from bench.kernels import baselines
 from bench.kernels.inputs import copies, flat, generator, normal, symmetric_modes
-from bench.kernels.parameter_sets import DEFAULT_SETS, ParameterSet
 from bench.kernels.timing import OURS, Candidate, Comparison
 from bench.kernels.work import gram_work
 from tnt_kernels import gram_ema_, reference
+from tools.measuring.parameter_sets import DEFAULT_SETS, ParameterSet
 
 SETS = DEFAULT_SETS
 DECAY = 0.9  # beta in the paper

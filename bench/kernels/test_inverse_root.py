@@ -8,10 +8,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bench.kernels import baselines
 from bench.kernels.inputs import Modes, empty_like, flat, generator, gram_statistics
-from bench.kernels.parameter_sets import ParameterSet
 from bench.kernels.timing import OURS, Candidate, Comparison
 from bench.kernels.work import Work, factor_bytes
 from tnt_kernels import inverse_root, reference
+from tools.measuring.parameter_sets import ParameterSet
 
 # One root costs some hundred d^3: with the modes of 2000 to 4096 of the other sets, or the hundred
 # of gpt2, a round would take minutes.

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from bench.kernels import baselines
 from bench.kernels.inputs import Modes, flat, generator, normal, symmetric_modes
-from bench.kernels.parameter_sets import DEFAULT_SETS, ParameterSet
 from bench.kernels.timing import OURS, Candidate, Comparison
 from bench.kernels.work import products_work
 from tnt_kernels import mode_products, reference
+from tools.measuring.parameter_sets import DEFAULT_SETS, ParameterSet
 
 SETS = DEFAULT_SETS
 

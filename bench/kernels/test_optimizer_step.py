@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from bench.kernels.baselines import PlainTNT
 from bench.kernels.inputs import generator, normal
 from bench.kernels.other_optimizers import distributed_shampoo
-from bench.kernels.parameter_sets import ParameterSet
 from bench.kernels.timing import OURS, Candidate, Comparison
 from bench.kernels.work import Work, gram_work, inverse_work, step_work
 from tnt_kernels import reference
 from tnt_optim import TNT
+from tools.measuring.parameter_sets import ParameterSet
 
 SETS = ("mnist_ae", "faces_ae", "resnet32")
 LR, DAMPING, MOMENTUM, DECAY = 1e-3, 0.1, 0.9, 0.9

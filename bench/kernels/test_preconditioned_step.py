@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 from bench.kernels import baselines
 from bench.kernels.inputs import generator, normal, symmetric_modes
-from bench.kernels.parameter_sets import DEFAULT_SETS, ParameterSet
 from bench.kernels.timing import OURS, Candidate, Comparison
 from bench.kernels.work import step_work
 from tnt_kernels import preconditioned_step_, reference
+from tools.measuring.parameter_sets import DEFAULT_SETS, ParameterSet
 
 SETS = DEFAULT_SETS
 LR, MOMENTUM, WEIGHT_DECAY = 0.01, 0.9, 0.1

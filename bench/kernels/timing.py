@@ -26,8 +26,8 @@ from bench.kernels.checks import (
     relative_error,
 )
 from bench.kernels.limits import Limits
-from bench.kernels.parameter_sets import ParameterSet
 from bench.kernels.work import Work
+from tools.measuring.parameter_sets import ParameterSet
 
 OURS = "tnt_kernels"
 MIN_ROUNDS, MAX_ROUNDS = 3, 50

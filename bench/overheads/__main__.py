@@ -14,13 +14,13 @@ from typing import Any
 
 from tqdm import tqdm
 
-from bench.kernels.limits import busy_share
-from bench.kernels.parameter_sets import PARAMETER_SETS
 from bench.overheads.measuring import CALLS, FEWEST, MOST, PARTS, SECONDS
 from bench.overheads.page import page
 from bench.overheads.steps import COMPANIONS, SETTINGS
 from experiments.runs.command_line import checked_output, positive_int
 from experiments.runs.run_file import RunFile, RunFileError
+from tools.measuring.clock import busy_share
+from tools.measuring.parameter_sets import PARAMETER_SETS
 
 PROTOCOL: dict[str, Any] = {
     "settings": SETTINGS,

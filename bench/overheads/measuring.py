@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from bench.kernels.parameter_sets import PARAMETER_SETS
 from bench.overheads.guards import watched_guards, without_guards
 from bench.overheads.steps import BOTH, COMPANIONS, KINDS, NOTHING, STATISTICS, Bench, step_of
+from tools.measuring.parameter_sets import PARAMETER_SETS
 
 # As many rounds as take these seconds, within these bounds, unless a number is asked for.
 SECONDS, FEWEST, MOST = 120.0, 15, 200

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from bench.kernels.checks import check_finite, check_moved
 from bench.kernels.inputs import generator, normal
-from bench.kernels.parameter_sets import PARAMETER_SETS
 from tnt_optim import TNT
+from tools.measuring.parameter_sets import PARAMETER_SETS
 
 # As for the optimizer's step among the kernels' benchmarks.
 SETTINGS: dict[str, Any] = {"lr": 1e-3, "damping": 0.1, "momentum": 0.9, "stat_decay": 0.9}

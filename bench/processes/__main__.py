@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 from tqdm import tqdm
 
-from bench.kernels.parameter_sets import PARAMETER_SETS
 from bench.processes.table import page
 from bench.processes.worker import DAMPING, KINDS, T1, T2, WAYS, Case, Parameters, measure
 from experiments.runs.command_line import checked_output, positive_int
 from experiments.runs.run_file import RunFile, RunFileError
+from tools.measuring.parameter_sets import PARAMETER_SETS
 
 
 def main(argv: Sequence[str] | None = None) -> int:

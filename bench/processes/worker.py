@@ -16,9 +16,9 @@ from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from bench.kernels.parameter_sets import PARAMETER_SETS
 from bench.processes.traffic import counted, nbytes
 from tnt_optim import TNT
+from tools.measuring.parameter_sets import PARAMETER_SETS
 
 # How the work is shared: each process all of it, the two ways of `shard`, and parameters that
 # fully_shard has cut.

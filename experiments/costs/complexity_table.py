@@ -14,7 +14,7 @@ from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.ticker import NullFormatter  # noqa: E402
 
 from bench.kernels.complexity_report import WITHIN, agreement, left_out  # noqa: E402
-from bench.kernels.fits import LAUNCH_FACTOR, LEAST_EXCESS, LEAST_POINTS  # noqa: E402
+from tools.measuring.fits import LAUNCH_FACTOR, LEAST_EXCESS, LEAST_POINTS  # noqa: E402
 from tools.measuring.tables import disturbance, milliseconds, span, table  # noqa: E402
 
 Runs = Sequence[Mapping[str, Any]]

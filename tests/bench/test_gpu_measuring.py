@@ -25,9 +25,9 @@ from bench.gpu.origin import origin
 from bench.gpu.record import gather, ratio
 from bench.gpu.stage_process import Job, SomethingIsMissing
 from bench.gpu.targets import TARGETS
-from bench.kernels.parameter_sets import PARAMETER_SETS, ParameterSet
 from bench.kernels.timing import OURS, Candidate
 from bench.stage_runs import NOT_RUN, PASSED
+from tools.measuring.parameter_sets import PARAMETER_SETS, ParameterSet
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

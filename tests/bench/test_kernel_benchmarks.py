@@ -15,15 +15,15 @@ from torch import nn
 from bench.kernels import baselines, breakdown, complexity_report, report, targets
 from bench.kernels.checks import check_close, check_finite, check_moved, relative_error
 from bench.kernels.complexity import fitted
-from bench.kernels.fits import exponent, launch_bound, lost_in_noise
 from bench.kernels.inputs import empty_like, flat, generator, gram_statistics, symmetric_modes
 from bench.kernels.limits import Limits, better
-from bench.kernels.parameter_sets import DEFAULT_SETS, PARAMETER_SETS, ParameterSet
 from bench.kernels.sweeps import SWEEPS, Run, Sweep
 from bench.kernels.timing import OURS, Candidate, add_shares, rates, rotated, rounds_for, summary
 from bench.kernels.work import Work, gram_work, inverse_work, products_work, step_work
 from tnt_kernels import reference
 from tnt_optim import TNT
+from tools.measuring.fits import exponent, launch_bound, lost_in_noise
+from tools.measuring.parameter_sets import DEFAULT_SETS, PARAMETER_SETS, ParameterSet
 
 SMALL = ParameterSet("small", ((9, 5), (4, 3, 2, 2), (7,), (8193, 3)))
 

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 import bench.overheads.__main__ as command
-from bench.kernels.parameter_sets import PARAMETER_SETS, ParameterSet
 from bench.overheads import guards
 from bench.overheads.__main__ import PROTOCOL, main
 from bench.overheads.guards import GUARDS, watched_guards, without_guards
@@ -20,6 +19,7 @@ from bench.overheads.measuring import CALLS, alternated
 from bench.overheads.page import check_shares, page
 from bench.overheads.steps import BOTH, COMPANIONS, NOTHING, PLAIN, STATISTICS, steps_of_a_cycle
 from tnt_optim import TNT
+from tools.measuring.parameter_sets import PARAMETER_SETS, ParameterSet
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.kernels.parameter_sets import PARAMETER_SETS
 from bench.processes.__main__ import main
+from tools.measuring.parameter_sets import PARAMETER_SETS
 
 FLOAT = 4
 

@@ -10,9 +10,9 @@ import torch
 
 from bench.kernels import planned_inverses, planned_work, roofline, roofline_page
 from bench.kernels.devices import GPUS, PRECISIONS, Gpu
-from bench.kernels.parameter_sets import PARAMETER_SETS, ParameterSet
 from bench.kernels.planned_work import gram_launches, momentum_launches, product_launches
 from bench.kernels.roofline import LaunchTime, floors, longest, predict, timed
+from tools.measuring.parameter_sets import PARAMETER_SETS, ParameterSet
 from tools.measuring.provenance import provenance
 
 H200 = GPUS["H200"]

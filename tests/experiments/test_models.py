@@ -9,7 +9,6 @@ from tolerances import FLOAT32_FORMULA, FLOAT64_FORMULA
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bench.kernels.parameter_sets import PARAMETER_SETS
 from experiments import models
 from experiments.models import (
     CharacterTransformer,
@@ -21,6 +20,7 @@ from experiments.models import (
 )
 from experiments.models.resnet import BasicBlock
 from experiments.runs.first_order import hidden_matrices
+from tools.measuring.parameter_sets import PARAMETER_SETS
 
 CONTEXT, CHARACTERS = 9, 11
 

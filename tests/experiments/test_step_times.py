@@ -264,7 +264,7 @@ def test_the_estimate_grows_with_the_cubes() -> None:
 
 
 def test_sets_have_the_kernels_shapes() -> None:
-    from bench.kernels.parameter_sets import PARAMETER_SETS
+    from tools.measuring.parameter_sets import PARAMETER_SETS
 
     for name in ("mnist_ae", "faces_ae", "resnet32", "vgg16", "square4096"):
         with torch.device("meta"):

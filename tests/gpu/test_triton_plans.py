@@ -21,7 +21,6 @@ from cases import (
 )
 from torch import Tensor
 
-from bench.kernels.parameter_sets import PARAMETER_SETS
 from tnt_kernels import reference
 from tnt_kernels.triton import (
     chain,
@@ -32,6 +31,7 @@ from tnt_kernels.triton import (
     preconditioned_step,
 )
 from tnt_kernels.triton.tiles import LARGEST_INDEX, blocks, cut, merged, unfolded, waves
+from tools.measuring.parameter_sets import PARAMETER_SETS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -1,1 +1,1 @@
-"""What `bench` and `experiments` share: a clock, records, provenance, tables."""
+"""The layer under `bench` and `experiments`: clock, records, provenance, tables."""

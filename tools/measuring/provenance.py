@@ -19,18 +19,19 @@ _PACKAGES = ("torch", "triton", "numpy", "scikit-learn", "matplotlib", "tnt-kern
 
 
 def provenance(device: torch.device | str = "cpu") -> dict[str, Any]:
-    """Everything needed to judge or repeat a recorded run, as a JSON-ready dictionary.
+    """What a reader needs to judge or repeat a recorded run, as a JSON-ready dictionary.
 
-    Take it before the run writes anything. Without git, or outside a repository, `commit` and
-    `dirty` are None. No user name, host name or absolute path is recorded.
+    Call it before the run writes anything. Without git, or outside a repository, `commit` and
+    `dirty` are None. It holds no user name, host name or absolute path.
 
     Args:
-        device: where the run computes; on a GPU its name is recorded.
+        device: where the run computes; on a GPU the record has its name.
     """
     device = torch.device(device)
     commit = _git("rev-parse", "HEAD")
-    # Recorded results are not what made them: writing one must not make the next run "dirty".
-    changes = _git("status", "--porcelain", "--", ".", ":(exclude)bench/results")
+    # A new record must not make the next run "dirty".
+    results = [f":(exclude){folder}/results" for folder in ("bench", "experiments")]
+    changes = _git("status", "--porcelain", "--", ".", *results)
     return {
         "commit": commit,
         "dirty": None if changes is None else bool(changes),
@@ -54,7 +55,7 @@ def provenance(device: torch.device | str = "cpu") -> dict[str, Any]:
 
 
 def flushes_subnormals() -> bool:
-    """Whether this thread's arithmetic takes numbers below the normal ones for zero."""
+    """Whether this thread's arithmetic replaces subnormal numbers by zero."""
     smallest = torch.full((), torch.finfo(torch.float32).smallest_normal)
     return bool(smallest / 2 == 0)
 
@@ -105,7 +106,7 @@ def _cpu_model() -> str:
 
 
 def _usable_cores() -> int:
-    # What this process may use, which in a container is less than the machine has.
+    # The cores that this process may use: in a container fewer than the machine has.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -123,7 +124,7 @@ def _versions() -> dict[str, str | None]:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             versions[package] = None
-    # torch's own name for itself carries the build (+cpu, +cu130), the metadata may not.
+    # torch.__version__ names the build (+cpu, +cu130); the metadata may not.
     versions["torch"] = torch.__version__
     versions["cuda"] = torch.version.cuda
     return versions

@@ -1,20 +1,28 @@
-"""Writing the JSON records of benchmarks and experiments."""
+"""The one format of records: compact JSON with a row a line, so that differences read well.
+
+```
+{
+ "provenance": {"commit": ..., "machine": ...},
+ "rows": [
+  {"op": "gram_ema_", "set": "mnist_ae", "median": 0.0071},
+  {"op": "gram_ema_", "set": "resnet32", "median": 0.0003}
+ ]
+}
+```
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-_NUMBER_LIST = re.compile(r"\[\s+((?:[-+.\deE]+|null)(?:,\s+(?:[-+.\deE]+|null))*)\s+\]")
-
 
 def check_writable(path: str | Path) -> Path:
-    """Make sure now that a JSON file can be written at the end, creating its folder.
+    """Check before a run that its JSON file can be written at the end; create its folder.
 
     Returns:
         `path` as a Path.
@@ -37,24 +45,50 @@ def check_writable(path: str | Path) -> Path:
     return path
 
 
-def write_json(path: str | Path, record: Mapping[str, Any]) -> None:
-    """Write `record` as indented JSON; a reader sees the old file or the new one, never a half.
+def write_json(path: str | Path, record: Mapping[str, Any], digits: int | None = None) -> None:
+    """Write a record; a reader sees the old file or the new one, never a part.
 
-    Numbers that are not finite become null, as JSON has none; lists of numbers take one line.
+    Numbers that are not finite become null. Each entry of `record` takes a line, and so does each
+    item of an entry that is a list of mappings (such as "rows").
+
+    Args:
+        path: of the file.
+        record: of JSON's types.
+        digits: significant digits to which floats are rounded; None keeps all.
     """
+    entries = [f" {json.dumps(key)}: {_entry(_clean(record[key], digits))}" for key in record]
+    text = "{\n" + ",\n".join(entries) + "\n}\n"
     path = Path(path)
-    text = json.dumps(_finite(record), indent=2, allow_nan=False)
-    text = _NUMBER_LIST.sub(lambda found: f"[{' '.join(found.group(1).split())}]", text)
     partial = path.with_name(path.name + ".part")
-    partial.write_text(text + "\n", encoding="utf-8")
+    partial.write_text(text, encoding="utf-8")
     os.replace(partial, path)
 
 
-def _finite(value: Any) -> Any:
+def read_json(path: str | Path) -> dict[str, Any]:
+    """The record in a file.
+
+    Raises:
+        ValueError: the file holds no JSON object.
+    """
+    record = json.loads(Path(path).read_text(encoding="utf-8"))
+    if not isinstance(record, dict):
+        raise ValueError(f"must hold a JSON object, got {type(record).__name__} in {path}")
+    return record
+
+
+def _entry(value: Any) -> str:
+    if not (isinstance(value, list) and value and all(isinstance(i, dict) for i in value)):
+        return json.dumps(value, allow_nan=False)
+    return "[\n" + ",\n".join(f"  {json.dumps(i, allow_nan=False)}" for i in value) + "\n ]"
+
+
+def _clean(value: Any, digits: int | None) -> Any:
     if isinstance(value, float):
-        return value if math.isfinite(value) else None
+        if not math.isfinite(value):
+            return None
+        return value if digits is None else float(f"{value:.{digits}g}")
     if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: _clean(item, digits) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [_clean(item, digits) for item in value]
     return value

@@ -1,20 +1,30 @@
-"""Tables and numbers as the page shows them. Pure functions."""
+"""Markdown tables and the formats of their numbers. Pure functions."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-BUSY = 0.1  # what others may use of the machine
+from tabulate import tabulate
+
+BUSY = 0.1  # largest share of the machine that other processes may use
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """A Markdown table, and the empty line that ends it."""
-    lines = [f"| {' | '.join(header)} |", f"|{'---|' * len(header)}"]
-    return [*lines, *(f"| {' | '.join(row)} |" for row in rows), ""]
+def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+    r"""The lines of a Markdown table, and the empty line that ends it.
+
+    >>> print("\n".join(table(("set", "ms"), [("mnist_ae", "12.3")])))
+    | set      | ms   |
+    |----------|------|
+    | mnist_ae | 12.3 |
+    <BLANKLINE>
+    """
+    cells = [[str(cell) for cell in row] for row in rows]
+    text = tabulate(cells, list(header), tablefmt="github", disable_numparse=True)
+    return [*text.splitlines(), ""]
 
 
 def milliseconds(seconds: float) -> str:
-    """Three significant digits, all digits before the point.
+    """Three significant digits; all digits before the point.
 
     >>> milliseconds(0.0123456), milliseconds(1.5e-6), milliseconds(2.34567)
     ('12.3', '0.0015', '2346')
@@ -24,7 +34,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def megabytes(size: float | None) -> str:
-    """In 10^6 bytes; "?" where the system does not tell.
+    """In 10^6 bytes; "?" for None.
 
     >>> megabytes(12345678), megabytes(1234567890), megabytes(None)
     ('12.3', '1235', '?')
@@ -35,7 +45,7 @@ def megabytes(size: float | None) -> str:
 
 
 def times(value: float) -> str:
-    """A ratio of a baseline's time to ours; bold where the baseline wins.
+    """The ratio of a baseline's time to ours; bold where the baseline wins.
 
     >>> times(2.345), times(0.812)
     ('2.35', '**0.81**')
@@ -43,8 +53,17 @@ def times(value: float) -> str:
     return f"{value:.2f}" if value >= 1 else f"**{value:.2f}**"
 
 
+def percent(share: float) -> str:
+    """A share in percent.
+
+    >>> percent(0.12345)
+    '12.35 %'
+    """
+    return f"{100 * share:.2f} %"
+
+
 def span(values: Sequence[int]) -> str:
-    """A range and how many points it has.
+    """A range, and how many points it has.
 
     >>> span([256, 512, 1024]), span([])
     ('256 to 1024 (3)', '')
@@ -53,7 +72,7 @@ def span(values: Sequence[int]) -> str:
 
 
 def disturbance(record: Mapping[str, float | None]) -> str:
-    """A warning where others used the machine; empty where they did not, or no one can tell.
+    """A warning where other processes used the machine; empty where they did not, or if unknown.
 
     >>> disturbance({"busy_before": 0.02, "busy_after": None})
     ''
@@ -62,6 +81,6 @@ def disturbance(record: Mapping[str, float | None]) -> str:
     if most <= BUSY:
         return ""
     return (
-        f" **Something else used {100 * most:.0f} % of the machine before or after the run: these "
-        "numbers are not to be relied on.**"
+        f" **Other processes used {100 * most:.0f} % of the machine before or after the run: do "
+        "not rely on these numbers.**"
     )

@@ -1,8 +1,8 @@
-"""The parameter sets that every benchmark uses: shapes only, of real models.
+"""The parameter sets of every benchmark: shapes of real models.
 
-A set lists its parameters in the shapes that the modules give them; ``views`` and ``diagonal`` are
-what the optimizer sees: one mode for a vector, two for a matrix, three for a convolution weight,
-and only a diagonal for a mode above 8192.
+A set lists its parameters in the shapes that the modules give them. ``views`` and ``diagonal`` say
+how the optimizer sees them: one mode for a vector, two for a matrix, three for a convolution
+weight, and only a diagonal for a mode above 8192.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class ParameterSet:
     Attributes:
         name: as in the tables.
         shapes: each parameter's shape.
-        note: what is left out, to be said wherever the set is reported.
-        each_dimension_a_mode: do not see a tensor of more than two dimensions as a convolution's.
+        note: what the set leaves out; every report of the set repeats it.
+        each_dimension_a_mode: True if a tensor of more than two dimensions is no convolution.
     """
 
     name: str
@@ -117,11 +117,11 @@ _ALL = (
     ParameterSet("vgg16", tuple(vgg16())),
     _GPT2,
     ParameterSet("square4096", ((4096, 4096),)),
-    # Beside the six: what a part of the benchmarks, or a larger machine, takes instead.
+    # Not in the tables: for benchmarks that need a smaller set, or a larger machine.
     ParameterSet("vgg16_conv", tuple(vgg16_convolutions()), "the convolutions of vgg16 alone"),
     replace(_GPT2, name="gpt2_full", shapes=tuple(gpt2(12)), note=""),
 )
 PARAMETER_SETS = {s.name: s for s in _ALL}
-# What runs unless other sets are asked for, in the order of the tables.
+# The default, in the order of the tables.
 DEFAULT_SETS = ("mnist_ae", "faces_ae", "resnet32", "vgg16", "gpt2", "square4096")
 QUICK_SETS = ("mnist_ae", "resnet32")

@@ -1,14 +1,13 @@
-"""Exponents fitted to measured sweeps, and which points a fit may use. Pure functions."""
+"""Exponents fitted to measured sweeps, and the points that a fit may use. Pure functions."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-# Where a time is still below so many times that of the smallest size, the fixed cost of the call is
-# a good part of it.
+# A time below this multiple of the smallest size's time is mostly the fixed cost of the call.
 LAUNCH_FACTOR = 3.0
-# Where what an interval adds to a step is below this share of the bare step, noise is.
+# An interval that adds less than this share of the bare step is lost in the noise.
 LEAST_EXCESS = 0.1
 LEAST_POINTS = 3
 
@@ -16,7 +15,7 @@ LEAST_POINTS = 3
 def launch_bound(times: Sequence[float]) -> list[bool]:
     """For each point of a sweep from small to large, whether its time is mostly a fixed cost.
 
-    That is where it is below three times the smallest size's. The smallest size itself always is.
+    It is where the time is below three times the smallest size's time.
 
     >>> launch_bound([10e-6, 12e-6, 40e-6, 300e-6])
     [True, True, False, False]

@@ -1,0 +1,121 @@
+"""The layer under bench and experiments: the clock, records, provenance, tables."""
+
+import doctest
+import importlib
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from tools.measuring import clock
+from tools.measuring.clock import alternate, ratios, rotated, summary
+from tools.measuring.provenance import flushes_subnormals, provenance
+from tools.measuring.records import check_writable, read_json, write_json
+
+
+@pytest.mark.parametrize("module", ["clock", "fits", "tables"])
+def test_examples(module: str) -> None:
+    failed, attempted = doctest.testmod(importlib.import_module(f"tools.measuring.{module}"))
+    assert (failed, attempted > 0) == (0, True)
+
+
+def test_candidates_alternate_and_another_one_starts_each_round() -> None:
+    calls: list[str] = []
+    candidates = {name: lambda name=name: calls.append(name) for name in "abc"}
+    samples = alternate(candidates, seconds=0.0, min_rounds=4)
+    assert {name: len(times) for name, times in samples.items()} == {"a": 4, "b": 4, "c": 4}
+    assert "".join(calls) == "aabbcc" + "abc" + "bca" + "cab" + "abc"
+
+
+def test_setup_runs_before_each_run_and_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    time = [0.0]
+    log: list[str] = []
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: time[0])
+
+    def run() -> None:
+        log.append("run")
+        time[0] += 2.0
+
+    def setup(name: str) -> None:
+        log.append(name)
+        time[0] += 100.0
+
+    assert alternate({"only": run}, seconds=7.0, setup=setup) == {"only": [2.0] * 4}
+    assert log == ["only", "run"] * 5  # above half a second, one warm-up is enough
+
+
+def test_the_number_of_rounds_follows_the_time() -> None:
+    def none() -> None:
+        pass
+
+    assert len(alternate({"a": none}, seconds=60.0, max_rounds=5)["a"]) == 5
+    for bad in ({"seconds": -1.0}, {"seconds": 1.0, "min_rounds": 9, "max_rounds": 8}):
+        with pytest.raises(ValueError, match="min_rounds"):
+            alternate({"a": none}, **bad)
+
+
+def test_summaries_and_ratios() -> None:
+    assert summary([4.0]) == {
+        "median": 4.0, "quartiles": [4.0, 4.0], "least": 4.0, "most": 4.0, "rounds": 1,
+    }  # fmt: skip
+    assert summary([5.0, 1.0, 3.0, 2.0, 4.0])["quartiles"] == [2.0, 4.0]
+    assert ratios([2.0, 9.0], [1.0, 3.0]) == [2.0, 3.0]
+    assert rotated([], 3) == []
+
+
+def test_records_round_trip_with_null_for_numbers_that_are_not_finite(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    record = {"a": [1.5, math.nan, -math.inf], "b": {"c": (1, 2)}, "d": [], "rows": [{"x": 1}, {}]}
+    write_json(path, record)
+    wanted = {"a": [1.5, None, None], "b": {"c": [1, 2]}, "d": [], "rows": [{"x": 1}, {}]}
+    assert read_json(path) == wanted
+    assert [p.name for p in tmp_path.iterdir()] == ["record.json"]
+    write_json(path, {})
+    assert read_json(path) == {}
+
+
+def test_each_row_takes_one_line_and_floats_are_rounded(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    write_json(path, {"rows": [{"t": 0.123456789, "n": 123456789}, {"t": 2e-9 / 3}]}, digits=4)
+    lines = path.read_text().splitlines()
+    assert lines[2:4] == ['  {"t": 0.1235, "n": 123456789},', '  {"t": 6.667e-10}']
+    path.write_text("[1]")
+    with pytest.raises(ValueError, match="JSON object"):
+        read_json(path)
+
+
+def test_checking_an_output_leaves_no_trace_and_no_damage(tmp_path: Path) -> None:
+    check_writable(tmp_path / "new.json")
+    (tmp_path / "old.json").write_text("old")
+    check_writable(tmp_path / "old.json")
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("old.json", "old")]
+    with pytest.raises(ValueError, match=".json"):
+        check_writable(tmp_path / "record.txt")
+    with pytest.raises(IsADirectoryError):
+        (tmp_path / "folder.json").mkdir()
+        check_writable(tmp_path / "folder.json")
+
+
+def test_provenance_works_without_git_and_names_no_private_path(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("sys.argv", ["x", f"--data={tmp_path}/mnist", str(tmp_path), "--seed", "1"])
+    found = provenance()
+    assert (found["commit"], found["dirty"]) == (None, None)
+    assert str(tmp_path.parent) not in json.dumps(found)
+    assert found["command"].endswith("--seed 1") and "/mnist" in found["command"]
+    assert found["machine"]["cores"] >= 1 and found["threads"]["torch"] >= 1
+
+
+def test_provenance_says_how_subnormal_numbers_are_treated() -> None:
+    assert provenance()["flush_subnormals"] is False
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor has no such mode")
+    try:
+        assert flushes_subnormals()
+    finally:
+        torch.set_flush_denormal(False)
+    assert not flushes_subnormals()
