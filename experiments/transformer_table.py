@@ -467,7 +467,7 @@ def rows(runs: Iterable[Mapping[str, Any]], threads: int) -> list[Row]:
     for run in runs:
         if run["key"]["stage"] == "seconds" and run["key"]["threads"] == threads:
             for variant in finals:
-                if variant.width == run["key"]["width"]:
+                if variant.width == run["key"]["width"] and variant.form in run["forms"]:
                     known = run["forms"][variant.form]
                     medians = {KINDS[label]: found["median"] for label, found in known.items()}
                     each = (medians[kind] for kind in variant.kinds())

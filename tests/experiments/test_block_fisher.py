@@ -1,34 +1,30 @@
 """Block Fisher: Figure 1's reference, held against loops over examples and dense solves."""
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from experiments.directions import block_fisher
-from experiments.directions.block_fisher import (
+from experiments import block_fisher
+from experiments.block_fisher import (
     BlockFisher,
     classifier,
     damped_solution,
     layer_vector,
     linear_layers,
     sampled_example_gradients,
-    seeded_classifier,
 )
+from experiments.models import seeded
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 WIDTHS = (5, 4, 3, 3, 4)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Matrices this small only wait for a second thread, the more where others use the cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def seeded_classifier(widths: tuple[int, ...], seed: int) -> nn.Sequential:
+    return seeded(lambda: classifier(widths), seed)
 
 
 def batch_of(count: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -62,16 +58,6 @@ def test_the_network_is_the_papers() -> None:
     assert sizes == [(256, 20), (20, 20), (20, 20), (20, 20), (20, 20), (20, 10)]
     kinds = "".join("T" if isinstance(m, nn.Tanh) else "L" for m in model)
     assert kinds == "LTLTLTLTLTL", "tanh between the layers, none after the last"
-    with pytest.raises(ValueError, match="widths must be at least two positive sizes"):
-        classifier((3,))
-
-
-def test_a_seeded_start_leaves_the_callers_random_state_alone() -> None:
-    before = torch.get_rng_state()
-    first, again, other = (seeded_classifier(WIDTHS, seed) for seed in (3, 3, 4))
-    assert torch.equal(torch.get_rng_state(), before)
-    assert torch.equal(first[0].weight, again[0].weight)
-    assert not torch.equal(first[0].weight, other[0].weight)
 
 
 def test_example_gradients_are_those_of_a_loop_over_examples() -> None:

@@ -1,12 +1,12 @@
-"""The CURVES set against a pen moved along the curve point by point."""
+"""The CURVES set against a pen at 4001 points of the curve; the digits."""
 
 import math
 
 import pytest
 import torch
 
-from experiments.data import curves_images
-from experiments.data.curves import drawn_curves
+from experiments.data.curves import curves_images, drawn_curves
+from experiments.data.digits import digits_images
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -78,6 +78,8 @@ def test_the_seed_decides() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_no_images_are_refused() -> None:
-    with pytest.raises(ValueError, match="count must be positive, got 0"):
-        curves_images(0)
+def test_digits_are_scaled_scans() -> None:
+    digits = digits_images()
+    assert digits.shape == (1797, 64) and digits.dtype == torch.float32
+    assert (digits.min().item(), digits.max().item()) == (0.0, 1.0)
+    assert torch.equal(digits * 16, (digits * 16).round())

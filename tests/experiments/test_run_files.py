@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.runs.run_file import RunFile, load_runs
+from experiments.run_files import RunFile, load_runs
 
 PROTOCOL = {"epochs": 3, "widths": (4, 2, 4)}
 

@@ -1,54 +1,44 @@
 """The idealized TNT: exact expectations, valid constants, and Theorem 1's bound in a run."""
 
 import itertools
-import json
 import math
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from experiments import idealized
-from experiments.idealized import idealized_run, recorded_at
-from experiments.problems.softmax_regression import (
+from experiments.theorem1 import (
     Constants,
-    Problem,
+    SoftmaxRegression,
     constants,
+    idealized_run,
+    recorded_at,
     synthetic_problem,
 )
 from tests.oracle import contraction, covariances, damped_kron, vec
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 BETAS = (0.55, 0.75, 0.95)
 DAMPING = 0.3
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Matrices this small only wait for a second thread, the more where others use the cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
-def problem() -> Problem:
+def problem() -> SoftmaxRegression:
     return synthetic_problem(30, 4, 3, seed=1)
 
 
-def weights_of(problem: Problem, scale: float, seed: int = 0) -> Tensor:
+def weights_of(problem: SoftmaxRegression, scale: float, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return scale * torch.randn(problem.shape, dtype=torch.float64, generator=generator)
 
 
-def grams_at(problem: Problem, weights: Tensor) -> list[Tensor]:
+def grams_at(problem: SoftmaxRegression, weights: Tensor) -> list[Tensor]:
     return problem.expected_grams(problem.example_slopes(weights)[0])
 
 
-def fisher_by_loops(problem: Problem, weights: Tensor) -> Tensor:
+def fisher_by_loops(problem: SoftmaxRegression, weights: Tensor) -> Tensor:
     """E[vec(G) vec(G)^T] over every example and every label, G by autograd."""
     total = torch.zeros(2 * (weights.numel(),), dtype=torch.float64)
     for x in problem.inputs:
@@ -66,7 +56,7 @@ def fisher_by_loops(problem: Problem, weights: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("scale", [0.0, 1.0, 10.0])
 def test_expected_grams_are_those_of_loops_over_examples_and_labels(
-    problem: Problem, scale: float
+    problem: SoftmaxRegression, scale: float
 ) -> None:
     weights = weights_of(problem, scale)
     wanted = [torch.zeros(2 * (d,), dtype=torch.float64) for d in problem.shape]
@@ -83,7 +73,7 @@ def test_expected_grams_are_those_of_loops_over_examples_and_labels(
     assert all(gram.trace().item() == pytest.approx(trace.item()) for gram in found)
 
 
-def test_expected_grams_are_the_mean_of_sampled_ones(problem: Problem) -> None:
+def test_expected_grams_are_the_mean_of_sampled_ones(problem: SoftmaxRegression) -> None:
     weights, draws = weights_of(problem, 2.0), 20_000
     generator = torch.Generator().manual_seed(0)
     chosen = torch.randint(len(problem.inputs), (draws,), generator=generator)
@@ -104,7 +94,7 @@ def test_expected_grams_are_the_mean_of_sampled_ones(problem: Problem) -> None:
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.3, 3.0, 30.0])
-def test_constants_hold_at_any_weights(problem: Problem, scale: float) -> None:
+def test_constants_hold_at_any_weights(problem: SoftmaxRegression, scale: float) -> None:
     known = constants(problem, torch.zeros(problem.shape, dtype=torch.float64), 5, DAMPING)
     for seed in range(5):
         weights = weights_of(problem, scale, seed)
@@ -131,7 +121,9 @@ def test_constants_hold_at_any_weights(problem: Problem, scale: float) -> None:
         assert torch.linalg.eigvalsh(hessian)[-1] <= known.lipschitz
 
 
-def test_the_bound_of_the_fisher_matrix_is_no_looser_than_lemma_9(problem: Problem) -> None:
+def test_the_fisher_bound_is_no_looser_than_lemma_9(
+    problem: SoftmaxRegression,
+) -> None:
     known = constants(problem, weights_of(problem, 0.0), 5, DAMPING)
     largest_fisher = known.lipschitz  # of softmax regression: the Fisher matrix is the Hessian
     lemma = math.prod(d**0.5 * largest_fisher**0.5 + DAMPING for d in problem.shape)
@@ -160,7 +152,7 @@ def test_the_bound_is_the_theorems(beta: float) -> None:
 # The run
 
 
-def test_steps_are_algorithm_1s_with_dense_matrices(problem: Problem) -> None:
+def test_steps_are_algorithm_1s_with_dense_matrices(problem: SoftmaxRegression) -> None:
     first = weights_of(problem, 1.0)
     known = constants(problem, first, 5, DAMPING)
     points = list(itertools.islice(idealized_run(problem, first, known, DAMPING, 0.6, 50.0, 3), 4))
@@ -183,17 +175,17 @@ def test_steps_are_algorithm_1s_with_dense_matrices(problem: Problem) -> None:
         weights = weights - 50 * known.step_size(t, 0.6) * step
 
 
-def test_the_common_average_eigenvalue_is_the_models(problem: Problem) -> None:
+def test_the_common_average_eigenvalue_is_the_models(problem: SoftmaxRegression) -> None:
     grams = grams_at(problem, weights_of(problem, 1.0))
     factors, c = covariances(grams)
     assert all(u.trace().item() / len(u) == pytest.approx(c) for u in factors)
 
 
 @pytest.mark.parametrize("beta", BETAS)
-def test_the_bound_holds_in_the_run(problem: Problem, beta: float) -> None:
+def test_the_bound_holds_in_the_run(problem: SoftmaxRegression, beta: float) -> None:
     first = weights_of(problem, 0.0)
     known = constants(problem, first, 2, DAMPING)
-    seeds, count = 4, 300
+    seeds, count = 3, 150
     runs = [
         list(itertools.islice(idealized_run(problem, first, known, DAMPING, beta, 1.0, s), count))
         for s in range(seeds)
@@ -208,83 +200,8 @@ def test_the_bound_holds_in_the_run(problem: Problem, beta: float) -> None:
     assert not torch.equal(norms[0], norms[1])
 
 
-# The command
-
-
-def command(out: Path, *more: str) -> list[str]:
-    given = "--iterations 40 --examples 20 --features 3 --classes 3 --betas 0.6 0.9 --multiples 20"
-    return [*given.split(), "--out", str(out), *more]
-
-
-def test_the_command_goes_on_where_it_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    whole, parted = tmp_path / "whole.json", tmp_path / "parted.json"
-    assert idealized.main(command(whole, "--seeds", "0", "1")) == 0
-    out = capsys.readouterr().out
-    assert out.count("it holds at every N") == 2 and out.count("(outside the theorem)") == 2
-    assert whole.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-
-    made = iter(range(3))
-
-    def three(*arguments: object) -> object:
-        if next(made, None) is None:
-            raise KeyboardInterrupt
-        return idealized_run(*arguments)  # type: ignore[arg-type]
-
-    with monkeypatch.context() as patch:
-        patch.setattr(idealized, "idealized_run", three)
-        with pytest.raises(KeyboardInterrupt):
-            idealized.main(command(parted, "--seeds", "0", "1"))
-    assert len(json.loads(parted.read_text())["runs"]) == 3
-    idealized.main(command(parted, "--seeds", "0", "1"))
-    record, again = (json.loads(path.read_text()) for path in (whole, parted))
-    for runs in (record["runs"], again["runs"]):
-        for run in runs:
-            assert run.pop("provenance") in (0, 1)
-    assert record["runs"] == again["runs"]
-    assert len(record["runs"]) == 8
-    assert record["protocol"]["recorded_at"] == recorded_at(40)
-    for run in record["runs"]:
-        assert len(run["averages"]) == len(run["losses"]) == len(recorded_at(40))
-        assert run["largest_loss"] >= run["losses"][0]
-
-
 def test_averages_are_recorded_from_the_first_to_the_last() -> None:
     assert recorded_at(1) == [1]
     assert recorded_at(6) == [1, 2, 3, 4, 5, 6]
     points = recorded_at(100_000)
     assert points[0] == 1 and points[-1] == 100_000 and len(points) <= 50
-
-
-def test_other_settings_are_refused_and_the_file_kept(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "run.json"
-    idealized.main(command(out, "--seeds", "0"))
-    before = out.read_bytes()
-    with pytest.raises(SystemExit):
-        idealized.main(command(out, "--seeds", "0", "--damping", "0.5"))
-    assert "damping was 0.3 and is 0.5" in capsys.readouterr().err
-    assert out.read_bytes() == before
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["run.json", "run.png"]
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--betas", "0.5"], "argument --betas: must be above 0.5 and below 1, got 0.5"),
-        (["--betas", "1"], "argument --betas: must be above 0.5 and below 1, got 1"),
-        (["--multiples", "1"], "argument --multiples: must be above 1, got 1"),
-        (["--damping", "0"], "argument --damping: must be positive"),
-        (["--iterations", "0"], "argument --iterations: must be at least 1"),
-        (["--out", "run.txt"], "argument --out: cannot write there: must end in .json"),
-    ],
-)
-def test_bad_arguments_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], message: str
-) -> None:
-    with pytest.raises(SystemExit):
-        idealized.main(command(tmp_path / "run.json", *more))
-    assert message in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
