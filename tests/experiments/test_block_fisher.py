@@ -100,32 +100,6 @@ def test_matrices_are_moving_averages_of_the_batches_fisher_matrices() -> None:
         torch.testing.assert_close(moved, directions)
 
 
-def test_without_a_warm_start_the_first_batch_is_the_average() -> None:
-    model, (inputs, labels) = seeded_classifier(WIDTHS, 0), batch_of(6, 0)
-    method = BlockFisher(model, damping=0.1, seed=2)
-    method.directions(inputs, labels)
-    wanted = fishers_by_loops(model, inputs, torch.Generator().manual_seed(2))
-    torch.testing.assert_close(method.matrices, wanted)
-
-
-def test_sampled_matrices_have_the_exact_sum_over_labels_as_their_mean() -> None:
-    model, (inputs, _) = seeded_classifier(WIDTHS, 0), batch_of(2, 3)
-    copies = 4000
-    generator = torch.Generator().manual_seed(0)
-    gradients = sampled_example_gradients(model, inputs.repeat(copies, 1), generator)
-    chances = model(inputs).detach().softmax(dim=1)
-    for index, sampled in enumerate(gradients):
-        exact = torch.zeros(2 * sampled.shape[1:], dtype=torch.float64)
-        for n, y in ((n, y) for n in range(2) for y in range(WIDTHS[-1])):
-            loss = functional.cross_entropy(model(inputs[n : n + 1]), torch.tensor([y]))
-            vector = gradient_vectors(model, loss)[index]
-            exact += chances[n, y] / 2 * torch.outer(vector, vector)
-        # The mean of independent entries: each within five of its standard errors.
-        outers = torch.einsum("ni,nj->nij", sampled, sampled)
-        error = outers.std(dim=0) / math.sqrt(len(sampled))
-        assert ((outers.mean(dim=0) - exact).abs() <= 5 * error + 1e-12).all()
-
-
 def test_damped_solutions_solve() -> None:
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(9, 21, dtype=torch.float64, generator=generator)

@@ -13,7 +13,6 @@ from experiments.convnets import OPTIMIZERS, convnet_settings
 from experiments.data.cifar import Cifar
 from experiments.methods import METHODS, Settings, build_optimizer, has_statistics
 from experiments.models import seeded
-from experiments.models.resnet import resnet32
 from experiments.problems import classifiers
 from experiments.problems.classifiers import NETWORKS, Classifier
 from experiments.training import train
@@ -117,18 +116,6 @@ def test_a_warm_start_leaves_buffers_and_parameters_alone(
         assert torch.equal(value, before[name]), name
 
 
-@pytest.mark.parametrize("optimizer", ["tnt", "kfac-eigen"])
-def test_resnet32_itself_trains(
-    data: Cifar, monkeypatch: pytest.MonkeyPatch, optimizer: str
-) -> None:
-    monkeypatch.setitem(NETWORKS, "resnet32", replace(NETWORKS["resnet32"], build=resnet32))
-    few = replace(data, test_images=data.test_images[:9], test_labels=data.test_labels[:9])
-    paper = convnet_settings("resnet32", optimizer, epochs=1)
-    run = train(Classifier("resnet32", few).first(8), replace(paper, batch_size=4), report_every=0)
-    assert run.diverged_at_step is None and len(run.step_losses) == 2
-    assert all(math.isfinite(loss) for loss in run.step_losses)
-
-
 # The problem
 
 
@@ -191,15 +178,6 @@ def test_evaluation_counts_and_leaves_the_model_as_it_was(
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]), name
     assert all(p.grad is None for p in model.parameters())
-
-
-def test_the_network_is_channels_last_on_the_cpu_with_the_same_numbers(problem: Classifier) -> None:
-    model, plain = seeded(problem.build, 1), seeded(lambda: tiny(10), 1)
-    assert next(model.parameters()).is_contiguous(memory_format=torch.channels_last)
-    for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(parameter, other)
-    images = torch.randn(5, 3, 32, 32)
-    torch.testing.assert_close(model(images), plain(images))
 
 
 def test_a_subset_is_the_first_of_every_class_in_their_order(problem: Classifier) -> None:

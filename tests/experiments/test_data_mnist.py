@@ -57,12 +57,6 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
         mnist_images(tmp_path / "nowhere")
 
 
-def test_a_folder_of_other_files_is_named(tmp_path: Path) -> None:
-    (tmp_path / "t10k-images-idx3-ubyte").write_bytes(b"")
-    with pytest.raises(FileNotFoundError, match=r"must hold one of train-images"):
-        mnist_images(tmp_path)
-
-
 GOOD = idx_bytes(torch.ones(2, 3, dtype=torch.uint8))
 
 
@@ -112,22 +106,6 @@ def test_images_of_another_size_are_refused(tmp_path: Path, shape: tuple[int, ..
         mnist_images(tmp_path)
 
 
-@pytest.mark.parametrize("place", [".", "MNIST/raw"])
-@pytest.mark.parametrize("ending", ["", ".gz"])
-@pytest.mark.parametrize("name", LABEL_NAMES)
-def test_labels_are_found_in_every_layout(
-    tmp_path: Path, place: str, ending: str, name: str
-) -> None:
-    labels = torch.tensor([3, 0, 9, 9, 1], dtype=torch.uint8)
-    folder = tmp_path / place
-    folder.mkdir(parents=True, exist_ok=True)
-    content = idx_bytes(labels)
-    (folder / (name + ending)).write_bytes(gzip.compress(content) if ending else content)
-    read = mnist_labels(tmp_path)
-    assert read.dtype == torch.int64
-    assert read.tolist() == [3, 0, 9, 9, 1]
-
-
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
@@ -142,28 +120,6 @@ def test_labels_of_another_kind_are_refused(
     (tmp_path / LABEL_NAMES[0]).write_bytes(idx_bytes(labels.to(torch.uint8)))
     with pytest.raises(ValueError, match=f"idx1-ubyte: {message}"):
         mnist_labels(tmp_path)
-
-
-def triangle_weights(before: int, after: int) -> torch.Tensor:
-    """How much each of `before` pixels counts in each of `after`: (after, before), float64."""
-    scale = before / after
-    centres = (torch.arange(after, dtype=torch.float64) + 0.5) * scale
-    distances = (torch.arange(before) + 0.5 - centres[:, None]).abs() / scale
-    weights = (1 - distances).clamp_min(0)
-    return weights / weights.sum(1, keepdim=True)
-
-
-def test_16x16_is_the_antialiased_bilinear_image(tmp_path: Path, images: torch.Tensor) -> None:
-    (tmp_path / RAW_NAMES[0]).write_bytes(idx_bytes(images))
-    small = mnist_16x16(tmp_path)
-    assert small.dtype == torch.float32
-    weights = triangle_weights(28, 16)
-    wanted = weights @ images.double() @ weights.T
-    # Two roundings to whole grey levels, after the rows and after the columns.
-    torch.testing.assert_close(
-        small.double() * 255, wanted.reshape(5, 256), rtol=0, atol=1.01, check_dtype=False
-    )
-    assert torch.equal(small * 255, (small * 255).round())
 
 
 def test_16x16_is_what_pillow_makes(tmp_path: Path, images: torch.Tensor) -> None:

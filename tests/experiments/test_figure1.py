@@ -25,7 +25,6 @@ from experiments.figure1 import (
 from experiments.methods import METHODS
 from experiments.models import seeded
 from tests.oracle import DenseTNT
-from tnt_optim import PreconditionerError
 from tnt_optim.likelihoods import sampled_loss, stream_seed
 
 # Shampoo's Newton iteration gives up on some small matrices; the earlier root is then kept.
@@ -129,21 +128,6 @@ def test_directions_do_not_depend_on_the_follower_having_moved(method: str) -> N
     elsewhere = Follower(method, damping, seeded_classifier(WIDTHS, 77), seed=1)
     if METHODS[method].statistics is None:
         torch.testing.assert_close(elsewhere.directions(model, inputs, labels), directions)
-
-
-def test_a_refused_step_is_counted_and_has_no_direction(monkeypatch: pytest.MonkeyPatch) -> None:
-    (model, inputs, labels), *_ = points(1)
-    follower = Follower("shampoo", 0.01, model, seed=0)
-
-    def refuses(*_: object, **__: object) -> None:
-        raise PreconditionerError("no root")
-
-    monkeypatch.setattr(follower.optimizer, "step", refuses)
-    monkeypatch.setattr(follower.optimizer, "warm_start", refuses)
-    follower.warm_start([(inputs, labels)])
-    directions = follower.directions(model, inputs, labels)
-    assert follower.refusals == 2
-    assert all(math.isnan(similarity(direction, direction)) for direction in directions)
 
 
 def test_similarity() -> None:

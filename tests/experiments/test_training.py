@@ -18,10 +18,7 @@ from experiments.methods import (
     has_statistics,
     lr_multiplier,
     method_settings,
-    variant_labels,
 )
-from experiments.models import seeded
-from experiments.models.autoencoder import autoencoder, loss_floor, reconstruction_loss
 from experiments.problems.autoencoders import Autoencoder
 from experiments.training import Run, smoothed, train
 from tools.measuring.records import write_json
@@ -97,13 +94,6 @@ def test_smoothing_starts_at_the_first_loss_and_goes_on_across_epochs(problem: A
     assert [epoch.smoothed_loss for epoch in run.epochs] == pytest.approx(curve[4::5])
 
 
-def test_losses_are_taken_before_the_update(problem: Autoencoder) -> None:
-    run = train(problem, settings("sgd", epochs=1), report_every=0)
-    model = seeded(lambda: autoencoder(problem.widths), 0)
-    batch = problem.images[torch.randperm(104, generator=torch.Generator().manual_seed(0))[:20]]
-    assert run.step_losses[0] == pytest.approx(reconstruction_loss(model(batch), batch).item())
-
-
 def test_times_to_a_loss_count_the_warm_start(problem: Autoencoder) -> None:
     run = train(problem, settings("tnt", epochs=4), report_every=0)
     warm = run.warm_start_seconds
@@ -133,14 +123,6 @@ def test_second_order_divergence_is_recorded_too(problem: Autoencoder, optimizer
     run = train(problem, settings(optimizer, lr=1e20), report_every=0)
     assert run.diverged_at_step is not None
     assert run.final_loss == math.inf
-
-
-@pytest.mark.parametrize("optimizer", ["tnt", "tnt-ef"])
-def test_a_warm_start_that_fails_is_divergence_too(problem: Autoencoder, optimizer: str) -> None:
-    """Without damping a statistic of too few examples has no inverse."""
-    run = train(problem, settings(optimizer, damping=0.0), report_every=0)
-    assert run.settings.warm_start and run.diverged_at_step == 1
-    assert len(run.epochs) == 1 and run.final_loss == math.inf
 
 
 def test_parameters_that_do_not_move_are_an_error(
@@ -223,32 +205,6 @@ def test_schedules() -> None:
             lr_multiplier(name, 0, 1, 1)
 
 
-def test_a_schedule_sets_the_rate_of_every_step(
-    problem: Autoencoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rates: list[float] = []
-    step = METHODS["sgd"].build(nn.Linear(2, 2), settings("sgd"), "bernoulli").__class__.step
-
-    def noted(self: Any, *arguments: Any) -> Any:
-        rates.append(self.param_groups[0]["lr"])
-        return step(self, *arguments)
-
-    monkeypatch.setattr("experiments.methods.DecoupledSGD.step", noted)
-    train(problem, settings("sgd", epochs=4, schedule="step:2"), report_every=0)
-    assert rates == pytest.approx([0.05] * 10 + [0.005] * 10)
-
-
-def test_labels_say_what_differs() -> None:
-    base = settings("tnt")
-    runs = [base, replace(base, inverse_interval=5), settings("adam")]
-    assert variant_labels(runs) == ["TNT (T2 = 20)", "TNT (T2 = 5)", "Adam"]
-    runs = [base, replace(base, graft="adam", relative_damping=True, damping=0.1)]
-    assert variant_labels(runs) == [
-        "TNT (damping 0.3, relative damping: False)",
-        "TNT (damping 0.1, graft: adam, relative damping: True)",
-    ]
-
-
 # First-order methods
 
 
@@ -298,13 +254,3 @@ def test_muon_serves_hidden_matrices_and_adamw_the_rest() -> None:
     assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.01]
     with pytest.raises(ValueError, match="matrix in a hidden layer"):
         METHODS["muon"].build(nn.Linear(2, 2), chosen, "categorical")
-
-
-def test_the_loss_is_summed_over_pixels_and_bounded_by_the_entropy() -> None:
-    images = torch.rand(6, 5, dtype=torch.float64)
-    logits = torch.randn(6, 5, dtype=torch.float64)
-    p = logits.sigmoid()
-    by_hand = -(images * p.log() + (1 - images) * (1 - p).log()).sum(dim=1).mean()
-    assert reconstruction_loss(logits, images).item() == pytest.approx(by_hand.item())
-    assert loss_floor(images) == pytest.approx(reconstruction_loss(images.logit(), images).item())
-    assert loss_floor(torch.tensor([[0.0, 1.0]])) == 0

@@ -38,17 +38,6 @@ def test_a_batch_is_windows_and_the_same_shifted_by_one(problem: Language) -> No
     assert targets[-1] == CODES[259]
 
 
-def test_batches_are_random_windows_that_the_generator_gives(problem: Language) -> None:
-    orders = [problem.order(16, torch.Generator().manual_seed(seed)) for seed in (3, 3, 4)]
-    assert orders[0].shape == (4, 16)
-    assert torch.equal(orders[0], orders[1]) and not torch.equal(orders[0], orders[2])
-    many = torch.cat([problem.order(1000, torch.Generator().manual_seed(s)) for s in range(3)])
-    assert (many.min().item(), many.max().item()) == (0, problem.examples - 1)
-    warm = problem.warm_start_order(16)
-    assert torch.equal(warm, problem.warm_start_order(16)) and warm.shape == (20, 16)
-    assert warm.max() < problem.examples
-
-
 def test_the_validation_loss_is_the_mean_over_windows_that_lie_apart(problem: Language) -> None:
     # 40 characters: 5 windows of 6 and the character after.
     assert problem.validation_starts.tolist() == [0, 8, 16, 24, 33]
