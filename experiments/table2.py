@@ -23,7 +23,7 @@ from experiments.models import seeded
 from experiments.models.autoencoder import squared_error
 from experiments.options import Quick, user_errors
 from experiments.run_files import RunFile
-from experiments.steps import BOTH, INVERSES, KINDS, NEVER, PLAIN, STATISTICS, TrainingStep
+from experiments.steps import BOTH, KINDS, PLAIN, STATISTICS, TrainingStep
 from experiments.steps import state_bytes as bytes_of
 from tnt_optim import KFAC, TNT, Shampoo
 from tools.measuring.clock import alternate, busy_share
@@ -35,7 +35,6 @@ QUICK = [Quick("table2", 2, "--quick")]
 WITHIN = 0.15  # an exponent agrees if it is so close to the predicted one
 # Seconds of a sweep and its fewest rounds; a quick run leaves out the largest sizes.
 FULL, SMALL, LEFT_OUT = (30.0, 3), (4.0, 2), 2
-_STEPS = 16  # of one sample over T1 or T2: whole periods of every interval
 _LR, _DAMPING = 1e-6, 0.1
 
 
@@ -46,8 +45,8 @@ class Sweep:
     Attributes:
         method: a key of `BUILDERS`.
         k: number of modes.
-        due: label of the kind of step; over T1 and T2, what is due at that interval.
-        over: d, m, T1 or T2.
+        due: label of the kind of step.
+        over: d or m. T1 and T2 only set the shares of the kinds (`steps.shares`).
         term: the dominating term of Table 2.
         predicted: its exponent of the variable.
         values: of the variable; sizes from small to large.
@@ -70,7 +69,6 @@ class Sweep:
 
 
 _ALL = "sum d prod d + sum d^3"
-_INTERVALS = (1, 2, 4, 8, 16)
 _M = (256, 512, 1024, 2048, 4096, 8192, 16384)
 _D = (128, 256, 512, 1024, 1536, 2048, 3072)
 _LARGE = (256, 512, 1024, 2048, 3072, 4096)
@@ -79,15 +77,11 @@ SWEEPS = (
     Sweep("TNT", 2, BOTH.label, "d", _ALL, 3, _D, 1536),
     Sweep("TNT", 3, BOTH.label, "d", "sum d prod d", 4, (32, 64, 128, 256, 320, 384, 512), 320),
     Sweep("TNT", 2, STATISTICS.label, "m", "m prod d", 1, _M, 2048, d=256),
-    Sweep("TNT", 2, STATISTICS.label, "T1", "m prod d / T1", -1, _INTERVALS, d=256, m=4096),
-    Sweep("TNT", 1, INVERSES.label, "T2", "sum d^3 / T2", -1, _INTERVALS, d=1024),
     Sweep("Shampoo", 2, BOTH.label, "d", _ALL, 3, (32, 64, 128, 256, 384, 512, 768), 256),
     Sweep("Shampoo", 2, STATISTICS.label, "m", "no m", 0, (1, 4, 16, 64, 128), d=768),
-    Sweep("Shampoo", 2, INVERSES.label, "T2", "sum d^3 / T2", -1, _INTERVALS, d=256),
     Sweep("Adam", 2, PLAIN.label, "d", "prod d", 2, (*_LARGE, 5120, 6144, 8192), 4096),
     Sweep("KFAC", 2, BOTH.label, "d", _ALL, 3, _D, 1536),
     Sweep("KFAC", 2, STATISTICS.label, "m", "m sum d^2", 1, _M, 2048, d=256),
-    Sweep("KFAC", 2, INVERSES.label, "T2", "sum d^3 / T2", -1, _INTERVALS, d=1024),
 )
 MEMORY_D = (2, 4, 8)  # the count is exact at any size
 MEMORY = [(m, k) for m in ("TNT", "Shampoo", "Adam", "KFAC") for k in (1, 2, 3)]
@@ -171,34 +165,19 @@ def measure_time(
     due = KINDS[sweep.due]
     candidates: dict[str, Callable[[], object]] = {}
     prepare: dict[str, Callable[[], None]] = {}
-    if sweep.over[0] == "T":
-        step = one_tensor_step(sweep.method, sweep.d, sweep.k, sweep.m)
-        step()
-        for value in (*values, NEVER):
-            pair = (value if due.statistics else NEVER, value if due.inverses else NEVER)
-            candidates[f"own {value}"] = functools.partial(_take, step)
-            prepare[f"own {value}"] = functools.partial(step.set_intervals, *pair)
-    else:
-        for value in values:
-            d, m = (value, sweep.m) if sweep.over == "d" else (sweep.d, value)
-            for name, method in (("own", sweep.method), ("bare", "SGD-m")):
-                one = one_tensor_step(method, d, sweep.k, m)
-                one()
-                candidates[f"{name} {value}"] = one
-                prepare[f"{name} {value}"] = functools.partial(one.set_due, due)
+    for value in values:
+        d, m = (value, sweep.m) if sweep.over == "d" else (sweep.d, value)
+        for name, method in (("own", sweep.method), ("bare", "SGD-m")):
+            one = one_tensor_step(method, d, sweep.k, m)
+            one()
+            candidates[f"{name} {value}"] = one
+            prepare[f"{name} {value}"] = functools.partial(one.set_due, due)
     samples = alternate(
         candidates, seconds=seconds, min_rounds=rounds, setup=lambda name: prepare[name]()
     )
     least = {name: min(taken) for name, taken in samples.items()}
-    if sweep.over[0] == "T":
-        least = {name: taken / _STEPS for name, taken in least.items()}
-    bare = [least.get(f"bare {value}", least.get(f"own {NEVER}", 0.0)) for value in values]
-    return fitted(sweep, values, [least[f"own {value}"] for value in values], bare)
-
-
-def _take(step: TrainingStep) -> None:
-    for _ in range(_STEPS):
-        step()
+    own, bare = ([least[f"{name} {value}"] for value in values] for name in ("own", "bare"))
+    return fitted(sweep, values, own, bare)
 
 
 def fitted(
@@ -210,8 +189,7 @@ def fitted(
         sweep: of the times.
         values: of the variable.
         times: seconds of a step of the method.
-        bare: seconds to subtract: of a step of SGD-m, or over T1 and T2 of one of the method with
-            nothing due.
+        bare: seconds of a step of SGD-m, to subtract.
     """
     excess = [own - less for own, less in zip(times, bare, strict=True)]
     small = launch_bound(excess) if sweep.over == "d" else [False] * len(values)
@@ -239,7 +217,7 @@ def main(
     threads: options.Threads = None,
     out: options.Out = None,
 ) -> None:
-    """Table 2: memory and time per iteration of whole methods, over d, m, T1 and T2."""
+    """Table 2: memory and time per iteration of whole methods, over d and m."""
     options.set_machine(threads)
     out = out or Path("results/table2.json")
     with user_errors():
@@ -252,7 +230,7 @@ def main(
     for sweep in tqdm(SWEEPS, "table 2", unit="sweep", disable=None):
         key = {"of": "time", **asdict(sweep)}
         if file.find(key) is None:
-            sizes = sweep.values[:-LEFT_OUT] if quick and sweep.over[0] != "T" else sweep.values
+            sizes = sweep.values[:-LEFT_OUT] if quick else sweep.values
             busy = {"busy_before": busy_share(0.3)}
             file.add(key, busy | measure_time(sweep, sizes, *(SMALL if quick else FULL)))
     text = page(file.runs)
@@ -268,8 +246,7 @@ def page(runs: Sequence[Mapping[str, Any]]) -> str:
         [
             "# Table 2 for whole methods",
             "",
-            "An exponent is the slope of the logarithms, of bytes or seconds beyond SGD-m's; over "
-            "T1 and T2 beyond the method's own step with nothing due.",
+            "An exponent is the slope of the logarithms of bytes or seconds beyond SGD-m's.",
             "",
             *table(
                 ["memory of", "modes", "predicted", "counted", "bytes at d = 8", "by the formula"],

@@ -7,7 +7,7 @@ import os
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -99,17 +99,10 @@ class Run:
     def record(self) -> dict[str, Any]:
         """The run as a dictionary for JSON; `write_json` writes non-finite losses as null."""
         return {
-            "problem": self.problem,
-            "settings": asdict(self.settings),
-            "steps_per_epoch": self.steps_per_epoch,
-            "loss_floor": self.loss_floor,
+            **asdict(self),
             "initial_loss": self.step_losses[0],
             "final_smoothed_loss": self.final_loss,
-            "diverged_at_step": self.diverged_at_step,
-            "warm_start_seconds": self.warm_start_seconds,
             "seconds_per_epoch": self.seconds_per_epoch,
-            "resumed_after": self.resumed_after,
-            "epochs": [asdict(epoch) for epoch in self.epochs],
             # A float32 has at most 9 significant digits.
             "step_losses": [float(f"{loss:.9g}") for loss in self.step_losses],
         }
@@ -117,26 +110,20 @@ class Run:
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Run:
         """The run of a record, with null losses as NaN."""
-        return cls(
-            problem=record["problem"],
-            settings=Settings(**record["settings"]),
-            steps_per_epoch=record["steps_per_epoch"],
-            loss_floor=record["loss_floor"],
-            warm_start_seconds=record["warm_start_seconds"],
-            step_losses=[_number(loss) for loss in record["step_losses"]],
-            epochs=[
-                Epoch(
-                    epoch["number"],
-                    _number(epoch["smoothed_loss"]),
-                    epoch["seconds"],
-                    epoch["elapsed_seconds"],
-                    {name: _number(value) for name, value in epoch["metrics"].items()},
-                )
-                for epoch in record["epochs"]
-            ],
-            diverged_at_step=record["diverged_at_step"],
-            resumed_after=record["resumed_after"],
-        )
+        own = {one.name: record[one.name] for one in fields(cls)}
+        own["settings"] = Settings(**record["settings"])
+        own["step_losses"] = [_number(loss) for loss in record["step_losses"]]
+        own["epochs"] = [
+            Epoch(
+                **epoch
+                | {
+                    "smoothed_loss": _number(epoch["smoothed_loss"]),
+                    "metrics": {name: _number(value) for name, value in epoch["metrics"].items()},
+                }
+            )
+            for epoch in record["epochs"]
+        ]
+        return cls(**own)
 
 
 def _number(value: float | None) -> float:

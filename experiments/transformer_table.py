@@ -7,7 +7,6 @@ each kind of step, measured alone, since the runs share the machine.
 
 from __future__ import annotations
 
-import bisect
 import functools
 import itertools
 import math
@@ -333,22 +332,6 @@ def run_kinds(steps: int, intervals: tuple[int, int] | None) -> list[Kind]:
     return [Kind(t % t1 == 0, t % t2 == 0 or (t % t1 == 0 and t < t2)) for t in range(steps)]
 
 
-def steps_within(clock: Sequence[float], seconds: float) -> float:
-    """The steps that a run has done after some seconds, with the fraction of the present one.
-
-    Args:
-        clock: the seconds after 0, 1, 2, ... steps.
-        seconds: since the start.
-
-    >>> steps_within([0.0, 2.0, 3.0], 1.0), steps_within([0.0, 2.0, 3.0], 9.0)
-    (0.5, 2.0)
-    """
-    if seconds >= clock[-1]:
-        return float(len(clock) - 1)
-    done = bisect.bisect_right(clock, seconds) - 1
-    return done + (seconds - clock[done]) / (clock[done + 1] - clock[done])
-
-
 def seconds_at(clock: Sequence[float], step: float) -> float:
     """The seconds after a number of steps, linear within a step.
 
@@ -397,25 +380,6 @@ def paired(own: Mapping[int, float], other: Mapping[int, float]) -> Difference:
     return Difference(found.mean, found.error, verdict)
 
 
-def loss_at(curve: Sequence[float], epoch_steps: int, step: float) -> float:
-    """The validation loss after `step` steps, linear between measurements.
-
-    Infinite before the first measurement, and for a run that diverged.
-
-    Args:
-        curve: validation losses, one every `epoch_steps` steps.
-        epoch_steps: steps between them.
-        step: the place.
-    """
-    place = step / epoch_steps - 1
-    if place < 0 or not all(math.isfinite(value) for value in curve):
-        return math.inf
-    if place >= len(curve) - 1:
-        return curve[-1]
-    before = int(place)
-    return curve[before] + (place - before) * (curve[before + 1] - curve[before])
-
-
 def steps_to(curve: Sequence[float], epoch_steps: int, loss: float) -> float:
     """The steps until the validation loss is at most `loss`; infinite if it never is."""
     for number, value in enumerate(curve):
@@ -438,8 +402,6 @@ class Row:
         final: the last validation loss by seed; infinite for a run that diverged.
         clock: the seconds after 0, 1, ... steps; None if they were not measured.
         tokens: the difference from each baseline at equal tokens.
-        seconds: the difference from each baseline's last loss at the end of the baseline's run: the
-            slower run is cut mid-schedule, its learning rate not yet down.
         speed: the seconds to each baseline's mean last loss over those of its whole run; infinite
             if that loss is not reached, None if times were not measured.
     """
@@ -450,7 +412,6 @@ class Row:
     final: dict[int, float]
     clock: Sequence[float] | None
     tokens: dict[str, Difference]
-    seconds: dict[str, Difference]
     speed: dict[str, float | None]
 
 
@@ -518,20 +479,15 @@ def _row(
     tried = tried_rates(runs, variant.width, variant.steps, variant.form)
     clock = clocks.get(variant)
     tokens: dict[str, Difference] = {}
-    seconds: dict[str, Difference] = {}
     speed: dict[str, float | None] = {}
     for name in BASELINES:
         base = Variant(variant.width, variant.steps, name)
         last = {seed: final_loss(run) for seed, run in finals.get(base, {}).items()}
         tokens[name] = paired(final, last)
-        seconds[name], speed[name] = Difference(math.nan, None, "not measured"), None
+        speed[name] = None
         if clock is None or base not in clocks:
             continue
         end = clocks[base][-1]
-        reached = steps_within(clock, end)
-        if reached >= EPOCH_STEPS:
-            then = {s: loss_at(curve_of(r), r["steps_per_epoch"], reached) for s, r in own.items()}
-            seconds[name] = paired(then, last)
         goal = statistics.mean(last.values())
         needed = [
             seconds_at(clock, steps_to(curve_of(run), run["steps_per_epoch"], goal))
@@ -539,12 +495,12 @@ def _row(
         ]
         speed[name] = statistics.mean(needed) / end if math.isfinite(goal) else math.inf
     interior = bool(tried) and min(tried) < place_of(lr) < max(tried)
-    return Row(variant, lr, interior, final, clock, tokens, seconds, speed)
+    return Row(variant, lr, interior, final, clock, tokens, speed)
 
 
 HEADER = (
     *("method", "learning rate", "validation loss", "against AdamW", "against Muon", "ms/step"),
-    *("at AdamW's seconds (cut)", "at Muon's (cut)", "time to AdamW's loss", "to Muon's"),
+    *("time to AdamW's loss", "to Muon's"),
 )
 
 
@@ -570,7 +526,6 @@ def cells(row: Row) -> tuple[str, ...]:
         loss,
         *("-" if row.variant.form == name else row.tokens[name].text() for name in BASELINES),
         pace,
-        *("-" if row.variant.form == name else row.seconds[name].text() for name in BASELINES),
         *speeds,
     )
 

@@ -14,7 +14,6 @@ from experiments.block_fisher import (
     damped_solution,
     layer_vector,
     linear_layers,
-    sampled_example_gradients,
 )
 from experiments.models import seeded
 
@@ -58,18 +57,6 @@ def test_the_network_is_the_papers() -> None:
     assert sizes == [(256, 20), (20, 20), (20, 20), (20, 20), (20, 20), (20, 10)]
     kinds = "".join("T" if isinstance(m, nn.Tanh) else "L" for m in model)
     assert kinds == "LTLTLTLTLTL", "tanh between the layers, none after the last"
-
-
-def test_example_gradients_are_those_of_a_loop_over_examples() -> None:
-    model, (inputs, _) = seeded_classifier(WIDTHS, 0), batch_of(7, 1)
-    found = sampled_example_gradients(model, inputs, torch.Generator().manual_seed(5))
-    probabilities = model(inputs).detach().softmax(dim=1)
-    labels = torch.multinomial(probabilities, 1, generator=torch.Generator().manual_seed(5))
-    assert len(set(labels.flatten().tolist())) > 1
-    for n in range(7):
-        loss = functional.cross_entropy(model(inputs[n : n + 1]), labels[n])
-        for layer, vector in zip(found, gradient_vectors(model, loss), strict=True):
-            torch.testing.assert_close(layer[n], vector)
 
 
 def test_matrices_are_moving_averages_of_the_batches_fisher_matrices() -> None:

@@ -205,21 +205,6 @@ def test_defaults_are_the_papers() -> None:
     found = {
         (model, name): convnet_settings(model, name) for model in NETWORKS for name in OPTIMIZERS
     }
-    rates = {key: (s.lr, s.weight_decay) for key, s in found.items()}
-    assert rates == {
-        ("resnet32", "tnt"): (1e-4, 10),
-        ("resnet32", "tnt-ef"): (1e-4, 10),
-        ("resnet32", "kfac-eigen"): (0.01, 0.1),
-        ("resnet32", "shampoo"): (0.01, 0.1),
-        ("resnet32", "adam"): (0.003, 0.1),
-        ("resnet32", "sgd"): (0.03, 0.01),
-        ("vgg16", "tnt"): (3e-5, 10),
-        ("vgg16", "tnt-ef"): (3e-6, 100),
-        ("vgg16", "kfac-eigen"): (3e-4, 0.1),
-        ("vgg16", "shampoo"): (0.003, 0.1),
-        ("vgg16", "adam"): (3e-5, 10),
-        ("vgg16", "sgd"): (0.03, 0.01),
-    }
     damping = {"tnt": 0.01, "tnt-ef": 0.01, "kfac-eigen": 0.03, "shampoo": 0.01, "adam": 1e-8}
     for (_, name), s in found.items():
         assert s.optimizer == name and s.damping == damping.get(name)

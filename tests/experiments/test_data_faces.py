@@ -89,24 +89,6 @@ def test_a_patch_is_a_turned_square_of_its_face(
     assert centre.max() > 5 and centre.min() < -5
 
 
-def test_places_lie_inside_the_face() -> None:
-    """Whole pixels of the patch, not only their centres, and up to the face's very edge."""
-    drawn = torch.rand(4000, 4)
-    drawn[:16] = torch.cartesian_prod(torch.tensor([0.25, 0.5]), *3 * [torch.tensor([0.0, 1.0])])
-    places = faces._places(drawn)
-    right, down = places[:, 0, 1] - places[:, 0, 0], places[:, 1, 0] - places[:, 0, 0]
-    # A square grid that is not mirrored.
-    torch.testing.assert_close(right[:, 0], down[:, 1], rtol=0, atol=1e-4)
-    torch.testing.assert_close(right[:, 1], -down[:, 0], rtol=0, atol=1e-4)
-    far = places[:, 0, 0] + 24 * (right + down)
-    torch.testing.assert_close(places[:, 24, 24], far, rtol=0, atol=1e-3)
-    halves = (right + down) / 2, (right - down) / 2
-    corners = places[:, [0, 0, -1, -1], [0, -1, 0, -1]]
-    corners += torch.stack([-halves[0], halves[1], -halves[1], halves[0]], dim=1)
-    assert corners.min() > -1e-3 and corners.max() < 64 + 1e-3
-    assert corners[:16].min() < 1e-3 and corners[:16].max() > 64 - 1e-3
-
-
 def test_made_patches_are_normalised_and_say_what_they_are(
     tmp_path: Path, smooth_faces: np.ndarray
 ) -> None:

@@ -1,4 +1,4 @@
-"""Figure 1's experiment: the methods' directions along another's run, and the command."""
+"""Figure 1: the methods' directions along another method's run, and the chosen dampings."""
 
 import math
 from collections.abc import Callable

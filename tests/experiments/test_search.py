@@ -14,7 +14,6 @@ from experiments.search import (
     SEARCHED,
     best_of,
     check_epochs,
-    decades,
     interior,
     kept,
     log_grid,
@@ -34,27 +33,6 @@ def run(settings: Settings, score: float | None) -> dict[str, Any]:
         "seconds_per_epoch": 1.0,
         "warm_start_seconds": None,
     }
-
-
-def test_the_papers_grids() -> None:
-    paper = SEARCHED["mnist"].grids
-    assert paper["sgd"]["lr"] == (1e-4, 3e-4, 0.001, 0.003, 0.01, 0.03)
-    assert paper["adam"]["lr"] == (1e-5, 3e-5, 1e-4, 3e-4, 0.001, 0.003, 0.01)
-    assert paper["adam"]["damping"] == (1e-8, 1e-4, 1e-2)
-    assert paper["shampoo"]["lr"] == (1e-5, 3e-5, 1e-4, 3e-4, 0.001, 0.003)
-    assert paper["shampoo"]["damping"] == (1e-4, 3e-4, 0.001, 0.003, 0.01)
-    assert paper["tnt"]["lr"] == (1e-7, 3e-7, 1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 0.001)
-    assert paper["tnt"]["damping"] == (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
-    assert paper["kfac"]["lr"] == (1e-4, 3e-4, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
-    assert paper["kfac"]["damping"] == (0.01, 0.03, 0.1, 0.3, 1, 3, 10)
-    networks = SEARCHED["resnet32"].grids
-    assert networks["sgd"]["lr"] == decades(3e-5, 1) and len(networks["sgd"]["lr"]) == 10
-    assert networks["sgd"]["weight_decay"] == (0.001, 0.01, 0.1, 1)
-    assert networks["adam"]["lr"] == decades(1e-6, 0.03) and len(networks["adam"]["lr"]) == 10
-    assert networks["adam"]["weight_decay"] == (1e-4, 0.001, 0.01, 0.1, 1, 10, 100)
-    assert networks["tnt"]["weight_decay"] == (1, 10, 100)
-    assert networks["kfac-eigen"]["lr"] == decades(3e-6, 0.03)
-    assert log_grid(1e-3, 1, 4) == (1e-3, 1e-2, 1e-1, 1)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -112,3 +90,15 @@ def test_the_command_makes_only_what_its_file_lacks(
     assert "lr 0.1 " in capsys.readouterr().out
     search.main("digits", grid=["lr=0.1,0.4", "damping=0.5"], **given)
     assert [one.lr for one in made[12:]] == [0.4] * 4
+
+
+def test_the_papers_grids_have_its_steps_and_sizes() -> None:
+    paper, networks = SEARCHED["mnist"].grids, SEARCHED["resnet32"].grids
+    assert paper["sgd"]["lr"] == (1e-4, 3e-4, 0.001, 0.003, 0.01, 0.03)
+    sizes = {name: tuple(map(len, grid.values())) for name, grid in paper.items()}
+    assert sizes["tnt"] == sizes["tnt-ef"] == (9, 6) and sizes["kfac"] == (8, 7)
+    assert sizes["shampoo"] == (6, 5) and sizes["adam"] == (7, 3)
+    sizes = {name: tuple(map(len, grid.values())) for name, grid in networks.items()}
+    assert sizes["tnt"] == (7, 3) and sizes["kfac-eigen"] == (9, 3) and sizes["adam"] == (10, 7)
+    assert networks["adam"]["weight_decay"] == (1e-4, 0.001, 0.01, 0.1, 1, 10, 100)
+    assert log_grid(1e-3, 1, 4) == (1e-3, 1e-2, 1e-1, 1)

@@ -11,7 +11,7 @@ from experiments import step_times, table2
 from experiments.methods import METHODS
 from experiments.models.autoencoder import autoencoder, reconstruction_loss
 from experiments.run_files import RunFile, load_runs
-from experiments.step_times import STEP_SETS, StepSet, factor_sizes, measure_set
+from experiments.step_times import STEP_SETS, StepSet, measure_set
 from experiments.steps import (
     BOTH,
     INVERSES,
@@ -132,18 +132,9 @@ def test_bytes_of_the_state(method: str, numbers: int) -> None:
     assert state_bytes(step.optimizer) == 4 * numbers
 
 
-def test_sizes_of_factors() -> None:
-    model = autoencoder(WIDTHS)
-    assert sum(d**2 for d in factor_sizes(model, "shampoo")) == MODES
-    assert sum(d**2 for d in factor_sizes(model, "kfac-eigen")) == LAYERS
-    large = torch.nn.Embedding(9000, 3)
-    assert factor_sizes(large, "shampoo") == [3], "the other mode is diagonal"
-    assert factor_sizes(torch.nn.Conv2d(2, 5, 3), "kfac-eigen") == [5, 19]
-
-
 def measured(path: Path, methods: tuple[str, ...]) -> list[dict[str, Any]]:
     file = RunFile(path, "step times", {"quick": True})
-    measure_set(file, "mnist_ae", methods, CPU, 0.0, 2, 2, 40.0)
+    measure_set(file, "mnist_ae", methods, CPU, 0.0, 2, 2)
     return file.runs
 
 
@@ -159,16 +150,12 @@ def test_runs_hold_their_parts_and_only_missing_ones_are_measured(
     assert sum(often["components"].values()) == pytest.approx(often["seconds"])
     assert often["whole_period_mean"] > 0 and seldom["whole_period_mean"] is None
     before = load_runs(path)["runs"]
-    estimates = {"shampoo": 50.0}
-    monkeypatch.setattr(step_times, "refresh_estimate", lambda _, m: estimates.get(m, 0.0))
     runs = measured(path, ("sgd", "tnt", "shampoo"))
     assert runs[:3] == before and len(runs) == 5
-    wanted = 1 + 50 / 20 / runs[3]["sgd_seconds"]
-    assert runs[3]["ratio_at_least"] == pytest.approx(wanted)
     monkeypatch.setattr(step_times, "time_kinds", None)  # not called
     assert measured(path, ("sgd", "tnt", "shampoo")) == runs
     page = step_times.page(runs)
-    assert "| 2.28 " in page and "≥" in page
+    assert "| 2.28 " in page
 
 
 # Table 2
@@ -183,10 +170,9 @@ def test_the_state_is_counted_exactly(method: str, k: int) -> None:
     assert table2.predicted_bytes("TNT", 5, 3) == 4 * 2 * 3 * 25
 
 
-@pytest.mark.parametrize("over", ["d", "m", "T1", "T2"])
+@pytest.mark.parametrize("over", ["d", "m"])
 def test_sweeps_are_timed(over: str) -> None:
-    due = {"T1": STATISTICS, "T2": INVERSES}.get(over, BOTH).label
-    own = Sweep("TNT", 2, due, over, "a term", 1, (1, 2, 4), d=3, m=2)
+    own = Sweep("TNT", 2, BOTH.label, over, "a term", 1, (1, 2, 4), d=3, m=2)
     record = measure_time(own, own.values, 0.0, 2)
     assert record["values"] == [1, 2, 4] and min(record["seconds"]) > 0
 
@@ -206,7 +192,7 @@ def test_a_fit_finds_the_exponent_of_the_excess(power: float) -> None:
 
 
 def test_a_fit_leaves_out_noise_and_sizes_below_its_range() -> None:
-    own = sweep("T1", -1)
+    own = sweep("m", -1)
     record = fitted(own, own.values, [1.0 + 2.0 / value for value in own.values], [1.0] * 6)
     assert record["status"] == ["fitted"] * 5 + ["lost in noise"]
     assert record["fitted"] == pytest.approx(-1)

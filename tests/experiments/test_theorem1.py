@@ -1,7 +1,6 @@
 """The idealized TNT: exact expectations, valid constants, and Theorem 1's bound in a run."""
 
 import itertools
-import math
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from experiments.theorem1 import (
     SoftmaxRegression,
     constants,
     idealized_run,
-    recorded_at,
     synthetic_problem,
 )
 from tests.oracle import contraction, damped_kron, vec
@@ -104,15 +102,6 @@ def test_constants_hold_at_any_weights(problem: SoftmaxRegression, scale: float)
         assert torch.linalg.eigvalsh(hessian)[-1] <= known.lipschitz
 
 
-def test_the_fisher_bound_is_no_looser_than_lemma_9(
-    problem: SoftmaxRegression,
-) -> None:
-    known = constants(problem, weights_of(problem, 0.0), 5, DAMPING)
-    largest_fisher = known.lipschitz  # of softmax regression: the Fisher matrix is the Hessian
-    lemma = math.prod(d**0.5 * largest_fisher**0.5 + DAMPING for d in problem.shape)
-    assert 1 / known.kappa_low <= lemma
-
-
 @pytest.mark.parametrize("beta", BETAS)
 def test_the_bound_is_the_theorems(beta: float) -> None:
     known = Constants(2.0, -1.0, 3.0, 5.0, 4, 0.1, 7.0)
@@ -175,10 +164,3 @@ def test_the_bound_holds_in_the_run(problem: SoftmaxRegression, beta: float) -> 
     assert losses.mean(dim=0).max() <= known.largest_loss(beta)
     assert losses[:, -1].mean() < losses[:, 0].mean(), "the run must get somewhere"
     assert not torch.equal(norms[0], norms[1])
-
-
-def test_averages_are_recorded_from_the_first_to_the_last() -> None:
-    assert recorded_at(1) == [1]
-    assert recorded_at(6) == [1, 2, 3, 4, 5, 6]
-    points = recorded_at(100_000)
-    assert points[0] == 1 and points[-1] == 100_000 and len(points) <= 50

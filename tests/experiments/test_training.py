@@ -80,13 +80,6 @@ def test_every_optimizer_has_the_same_start_and_batches(problem: Autoencoder) ->
         torch.testing.assert_close(torch.tensor(run.step_losses), first, rtol=0, atol=1e-3)
 
 
-def test_seeds_differ_and_the_callers_random_state_is_left_alone(problem: Autoencoder) -> None:
-    before = torch.get_rng_state()
-    runs = [train(problem, settings("tnt", seed=seed, epochs=1), report_every=0) for seed in (0, 1)]
-    assert runs[0].step_losses[0] != runs[1].step_losses[0]
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def test_smoothing_starts_at_the_first_loss_and_goes_on_across_epochs(problem: Autoencoder) -> None:
     assert smoothed([10.0, 20.0, 0.0]) == pytest.approx([10.0, 11.0, 9.9])
     run = train(problem, settings("sgd", epochs=3), report_every=0)

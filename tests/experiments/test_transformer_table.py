@@ -19,7 +19,6 @@ from experiments.transformer_table import (
     Difference,
     best_place,
     cells,
-    loss_at,
     next_places,
     paired,
     place_of,
@@ -28,7 +27,6 @@ from experiments.transformer_table import (
     run_kinds,
     seconds_at,
     steps_to,
-    steps_within,
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -102,9 +100,6 @@ def test_verdicts_are_paired_and_take_students_t() -> None:
 
 def test_losses_between_measurements() -> None:
     curve = [3.0, 2.0, 1.5]
-    assert [loss_at(curve, 10, step) for step in (10, 15, 25, 30, 99)] == [3.0, 2.5, 1.75, 1.5, 1.5]
-    assert loss_at(curve, 10, 9) == math.inf
-    assert loss_at([3.0, math.nan], 10, 10) == math.inf
     assert [steps_to(curve, 10, loss) for loss in (9.0, 3.0, 2.5, 1.5)] == [10, 10, 15, 30]
     assert steps_to(curve, 10, 1.0) == math.inf
 
@@ -129,14 +124,6 @@ def seconds(paces: dict[str, float], threads: int = 1, width: int = 8) -> dict[s
     key = {"stage": "seconds", "width": width, "threads": threads}
     forms = {form: {label: {"median": pace} for label in KINDS} for form, pace in paces.items()}
     return {"key": key, "forms": forms}
-
-
-def test_what_is_earlier_than_the_first_measurement_was_not_measured() -> None:
-    runs = [seconds({"adam": 1.0, "tnt-grafted": 2.1})]  # 47.6 of the 50 steps it takes
-    runs += [record("final", form, 0, 0.1, [3.0, 2.0]) for form in ("adam", "tnt-grafted")]
-    (tnt,) = (row for row in rows(runs, 1) if row.variant.form == "tnt-grafted")
-    assert tnt.seconds["adam"].verdict == "not measured"
-    assert tnt.tokens["adam"].mean == 0.0
 
 
 def test_a_run_is_priced_with_its_start() -> None:
@@ -186,12 +173,11 @@ def _state_of(optimizer: torch.optim.Optimizer, weight: Any) -> dict[str, list[A
 def test_clocks() -> None:
     assert run_kinds(3, None) == [PLAIN] * 3
     clock = [0.0, 4.0, 5.0, 6.0]
-    for step in (0.0, 0.25, 1.0, 2.5, 3.0):
-        assert steps_within(clock, seconds_at(clock, step)) == pytest.approx(step)
-    assert seconds_at(clock, math.inf) == math.inf and steps_within(clock, 7.0) == 3.0
+    assert [seconds_at(clock, step) for step in (0.0, 0.25, 1.0, 2.5)] == [0.0, 1.0, 4.0, 5.5]
+    assert seconds_at(clock, math.inf) == math.inf
 
 
-def test_rows_compare_at_equal_tokens_and_at_equal_seconds() -> None:
+def test_rows_compare_at_equal_tokens() -> None:
     runs = [seconds({"adam": 1.0, "tnt-grafted": 2.0}), seconds({"adam": 9.0}, threads=2)]
     for seed, shift in enumerate([0.0, 0.5, 1.0]):
         runs.append(record("final", "adam", seed, 0.1, [3.0 + shift, 2.0 + shift]))
@@ -205,9 +191,6 @@ def test_rows_compare_at_equal_tokens_and_at_equal_seconds() -> None:
     tnt = table["tnt-grafted"]
     assert tnt.tokens["adam"].verdict == "below"
     assert tnt.tokens["adam"].mean == pytest.approx(-1.01)
-    # Twice as slow: when AdamW is done, TNT has done half of its steps.
-    assert tnt.seconds["adam"].mean == pytest.approx(0.21)
-    assert tnt.seconds["adam"].verdict == "above"
     assert tnt.tokens["muon"].verdict == "diverged" and tnt.speed["muon"] is None
     assert table["muon"].clock is None and tnt.interior and not table["adam"].interior
     assert len(cells(tnt)) == len(HEADER)
