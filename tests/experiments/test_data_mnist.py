@@ -83,13 +83,6 @@ def test_a_broken_idx_file_is_named_with_what_is_wrong(
         read_idx(path)
 
 
-@pytest.mark.parametrize("shape", [(5, 28), (5, 14, 28), (0, 28, 28)])
-def test_images_of_another_size_are_refused(tmp_path: Path, shape: tuple[int, ...]) -> None:
-    (tmp_path / RAW_NAMES[0]).write_bytes(idx_bytes(torch.zeros(shape, dtype=torch.uint8)))
-    with pytest.raises(ValueError, match=r"idx3-ubyte: must hold 28x28 images, got sizes"):
-        mnist_images(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("labels", "message"),
     [

@@ -11,8 +11,8 @@ from torch.nn import functional
 
 from experiments.methods import hidden_matrices
 from experiments.models import seeded
-from experiments.models.autoencoder import FACES_WIDTHS, MNIST_WIDTHS, autoencoder, squared_error
-from experiments.models.resnet import BasicBlock, resnet32
+from experiments.models.autoencoder import FACES_WIDTHS, MNIST_WIDTHS, autoencoder
+from experiments.models.resnet import resnet32
 from experiments.models.transformer import CharacterTransformer
 from experiments.models.vgg import vgg16
 from tools.measuring.parameter_sets import PARAMETER_SETS
@@ -192,20 +192,6 @@ def explicit_block(images: Tensor, outputs: int, parameters: Iterator[Tensor]) -
     return (normalised(hidden, next(parameters), next(parameters)) + shortcut).relu()
 
 
-@pytest.mark.parametrize(("outputs", "stride"), [(4, 1), (8, 2)])
-@pytest.mark.parametrize("size", [(5, 7), (6, 8)])
-def test_a_residual_block_is_its_definition(
-    outputs: int, stride: int, size: tuple[int, int]
-) -> None:
-    block = moved(seeded(lambda: BasicBlock(4, outputs, stride), 0))
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randn(3, 4, *size, generator=generator, dtype=torch.float64)
-    before = images.clone()
-    with torch.no_grad():
-        assert_near(block(images), explicit_block(images, outputs, block.parameters()))
-    assert torch.equal(images, before)
-
-
 def explicit_resnet(images: Tensor, parameters: Iterator[Tensor]) -> Tensor:
     hidden = functional.conv2d(images, next(parameters), padding=1)
     hidden = normalised(hidden, next(parameters), next(parameters)).relu()
@@ -280,16 +266,6 @@ def test_outputs_are_those_of_the_formula(name: str) -> None:
 
 
 # Not VGG16, which is slow.
-
-
-def test_squared_error_is_half_the_sum_over_pixels_and_the_mean_over_images() -> None:
-    generator = torch.Generator().manual_seed(0)
-    outputs, images = torch.randn(2, 6, 5, generator=generator, dtype=torch.float64)
-    squares = [
-        (x - y).item() ** 2 for x, y in zip(outputs.flatten(), images.flatten(), strict=True)
-    ]
-    by_hand = sum(squares) / 2
-    assert squared_error(outputs, images).item() == pytest.approx(by_hand / 6)
 
 
 # Which parameters Muon takes

@@ -94,12 +94,3 @@ def test_what_is_no_record_is_refused(tmp_path: Path, content: str) -> None:
     with pytest.raises(ValueError, match="is not the record of an experiment's runs"):
         RunFile(path, "example", PROTOCOL)
     assert path.read_text() == content
-
-
-def test_what_json_cannot_hold_is_no_key(tmp_path: Path) -> None:
-    runs = RunFile(tmp_path / "runs.json", "example", {})
-    with pytest.raises(ValueError, match="JSON"):
-        runs.add({"lr": float("inf")}, {})
-    assert runs.runs == [] and json.dumps(runs.runs) == "[]"
-    with pytest.raises(ValueError, match=r"must end in \.json"):
-        RunFile(tmp_path / "runs.txt", "example", {})

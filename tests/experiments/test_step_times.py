@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from experiments import step_times, table2
-from experiments.methods import METHODS
 from experiments.models.autoencoder import autoencoder, reconstruction_loss
 from experiments.run_files import RunFile, load_runs
 from experiments.step_times import STEP_SETS, StepSet, measure_set
@@ -22,7 +21,6 @@ from experiments.steps import (
     components,
     shares,
     state_bytes,
-    time_kinds,
 )
 from experiments.table2 import MEMORY, SWEEPS, Sweep, fitted, measure_memory, measure_time
 
@@ -98,18 +96,6 @@ def _matrices(step: TrainingStep) -> list[torch.Tensor]:
 
     visit(step.optimizer.state_dict()["state"])
     return found
-
-
-def test_every_method_is_timed_in_its_kinds() -> None:
-    steps = {method: TINY.training_step(method, CPU) for method in TINY.methods()}
-    assert list(steps) == ["sgd", "adam", "muon", "tnt", "tnt-ef", "kfac", "shampoo"]
-    for step in steps.values():
-        step()
-    samples = time_kinds(steps, [PLAIN, STATISTICS, BOTH], 0.0, 2, 2)
-    for method, own in samples.items():
-        second_order = METHODS[method].statistics is not None
-        assert list(own) == ([PLAIN, STATISTICS, BOTH] if second_order else [PLAIN])
-        assert all(len(taken) == 2 and min(taken) > 0 for taken in own.values())
 
 
 @pytest.mark.parametrize(

@@ -110,14 +110,6 @@ def test_divergence_ends_the_run_and_is_recorded(problem: Autoencoder, tmp_path:
     assert json.loads((tmp_path / "run.json").read_text())["final_smoothed_loss"] is None
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("optimizer", ["tnt", "tnt-ef"])
-def test_second_order_divergence_is_recorded_too(problem: Autoencoder, optimizer: str) -> None:
-    run = train(problem, settings(optimizer, lr=1e20), report_every=0)
-    assert run.diverged_at_step is not None
-    assert run.final_loss == math.inf
-
-
 def test_parameters_that_do_not_move_are_an_error(
     problem: Autoencoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,14 +155,6 @@ def test_an_interrupted_run_goes_on_bit_for_bit(
     assert resumed.resumed_after == [3] and whole.resumed_after == []
     assert (resumed.warm_start_seconds is not None) == has_statistics(optimizer)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_what_is_no_checkpoint_is_refused_and_left(problem: Autoencoder, tmp_path: Path) -> None:
-    path = tmp_path / "run.partial.pt"
-    path.write_bytes(b"half a file")
-    with pytest.raises(ValueError, match="is not a checkpoint of this experiment"):
-        train(problem, settings("sgd"), report_every=0, checkpoint=path)
-    assert path.read_bytes() == b"half a file"
 
 
 def test_a_record_gives_its_run_back(problem: Autoencoder) -> None:

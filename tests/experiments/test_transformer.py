@@ -9,7 +9,6 @@ from repeating_text import CODES, repeating_file, repeating_problem
 from torch import nn
 from torch.nn import functional
 
-from experiments.data.text import Text
 from experiments.methods import build_optimizer, has_statistics
 from experiments.models import seeded
 from experiments.problems.language import Language, load_language
@@ -55,18 +54,6 @@ def test_the_validation_loss_is_the_mean_over_windows_that_lie_apart(problem: La
         losses.append(functional.cross_entropy(logits, window[1:]).item())
     assert found["validation_loss"] == pytest.approx(sum(losses) / 5, rel=1e-6)
     assert all(p.grad is None for p in model.parameters())
-
-
-@pytest.mark.parametrize(
-    ("characters", "wanted", "starts"),
-    [(7, 5, [0]), (12, 5, [0]), (13, 5, [0, 6]), (14, 5, [0, 7]), (100, 3, [0, 46, 93])],
-)
-def test_validation_windows_fit_whatever_the_text(
-    characters: int, wanted: int, starts: list[int]
-) -> None:
-    text = Text(CODES[:50], CODES[:characters], "abcdefghijk")
-    spread = Language(text, 8, 1, 2, context=6, validation_windows=wanted).validation_starts
-    assert spread.tolist() == starts
 
 
 def test_grafted_tnt_learns_the_repeating_text(problem: Language) -> None:

@@ -93,7 +93,6 @@ def test_a_command_writes_to_results_and_goes_on(tmp_path: Path) -> None:
     "arguments",
     [
         "theorem1 --steps 20 --seeds 0,1",
-        "sensitivity --quick --problems digits --optimizer tnt-grafted --seeds 0 --jobs 1",
         "demo --epochs 2",
     ],
 )
