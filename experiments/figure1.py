@@ -115,7 +115,7 @@ def main(
         file = RunFile(out, "figure 1", _protocol(scale, inputs))
     for key in search_keys():
         if file.find(key) is None:
-            loss = file.add(key, _own_training(key, inputs, labels, scale))["smoothed_loss"]
+            loss = file.add(key, own_training(key, inputs, labels, scale))["smoothed_loss"]
             print(
                 f"{METHODS[key['method']].label:8} {_name(key['damping'])}, {key['lr']:g}: {loss}"
             )
@@ -342,35 +342,6 @@ class Follower:
         ]
 
 
-def own_training_loss(
-    method: str,
-    damping: float | None,
-    lr: float,
-    model: nn.Sequential,
-    warm: Sequence[Batch],
-    batches: Sequence[Batch],
-    seed: int,
-) -> float:
-    """The smoothed loss after the method has trained on `batches`; infinite if it diverges.
-
-    `model` does not change.
-    """
-    model = copy.deepcopy(model)
-    optimizer = _optimizer(method, model, lr, damping, seed)
-    losses: list[float] = []
-    try:
-        warm_start(optimizer, model, warm)
-        for inputs, labels in batches:
-            loss = backward(optimizer, model, inputs, labels)
-            if not math.isfinite(loss):
-                return math.inf
-            optimizer.step()
-            losses.append(loss)
-    except PreconditionerError:
-        return math.inf
-    return smoothed(losses)[-1]
-
-
 def backward(
     optimizer: torch.optim.Optimizer, model: nn.Module, inputs: Tensor, labels: Tensor
 ) -> float:
@@ -414,17 +385,26 @@ def _optimizer(
     return torch.optim.SGD(model.parameters(), lr, momentum=0.9)
 
 
-def _own_training(
+def own_training(
     key: Mapping[str, Any], inputs: Tensor, labels: Tensor, scale: Scale
 ) -> dict[str, Any]:
+    """A method's own training; the smoothed loss is infinite if it diverges."""
     began = time.perf_counter()
+    model, losses = _model(SEARCH_SEED), [math.inf]
+    optimizer = _optimizer(key["method"], model, key["lr"], key["damping"], SEARCH_SEED)
     batches = _batches(inputs, labels, scale, SEARCH_SEED)
-    warm = list(itertools.islice(batches, scale.warm_batches))
-    rest = list(itertools.islice(batches, scale.iterations))
-    loss = own_training_loss(
-        key["method"], key["damping"], key["lr"], _model(SEARCH_SEED), warm, rest, SEARCH_SEED
-    )
-    return {"smoothed_loss": loss, "seconds": _since(began)}
+    try:
+        warm_start(optimizer, model, list(itertools.islice(batches, scale.warm_batches)))
+        found = []
+        for x, y in itertools.islice(batches, scale.iterations):
+            found.append(backward(optimizer, model, x, y))
+            if not math.isfinite(found[-1]):
+                break
+            optimizer.step()
+        losses = found if math.isfinite(found[-1]) else losses
+    except PreconditionerError:
+        pass
+    return {"smoothed_loss": smoothed(losses)[-1], "seconds": _since(began)}
 
 
 def _model(seed: int) -> nn.Sequential:
