@@ -1,210 +1,319 @@
-"""Seconds per training step of every method: `python -m experiments.step_times --help`.
+"""Process time: seconds of whole training steps of every method, in multiples of SGD-m's.
 
-Whole steps, forward and backward included, on random data of the right shape. Each kind of step
-(plain, with statistics, with statistics and inverses) is timed by itself, and the mean step of a
-pair (T1, T2) put together from the medians: exactly what a period of T2 steps holds. Where a period
-is short enough it is also timed as it is, beside what was put together.
+Random data of the right shape. Each kind of step (plain, with statistics, with statistics and
+inverses) is timed by itself; the mean step at (T1, T2) is the sum of the kinds' medians, weighted
+by their shares of a period. If a whole period is short, it is timed as well, as a check.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
+from torch import Tensor, nn
+from torch.nn import functional
 from tqdm import tqdm
 
-from experiments.costs.step_kinds import (
+from experiments import options
+from experiments.methods import (
+    METHODS,
+    Settings,
+    build_optimizer,
+    has_statistics,
+    hidden_matrices,
+    method_settings,
+)
+from experiments.models import seeded
+from experiments.models.autoencoder import (
+    FACES_WIDTHS,
+    MNIST_WIDTHS,
+    autoencoder,
+    reconstruction_loss,
+    squared_error,
+)
+from experiments.models.resnet import resnet32
+from experiments.models.transformer import CharacterTransformer
+from experiments.models.vgg import vgg16
+from experiments.options import Quick, chosen, user_errors
+from experiments.run_files import RunFile
+from experiments.steps import (
     PLAIN,
+    STATISTICS,
     Kind,
-    Plan,
     TrainingStep,
     amortised,
     components,
     shares,
     state_bytes,
-    summary,
     time_kinds,
 )
-from experiments.costs.step_sets import QUICK_SETS, STEP_SETS, StepSet, factor_sizes
-from experiments.costs.step_times_report import plot_step_times, step_times_page
-from experiments.runs.command_line import (
-    add_machine_arguments,
-    checked_output,
-    positive_float,
-    set_machine,
-)
-from experiments.runs.methods import LABELS, METHODS, has_statistics
-from experiments.runs.run_file import RunFile
-from tnt_kernels import inverse_root
-from tools.measuring.clock import busy_share
+from tools.measuring.clock import busy_share, summary
+from tools.measuring.tables import disturbance, megabytes, milliseconds, table
 
-# The paper's two choices of T1 and T2: its autoencoders', and its convolutional networks'.
+QUICK = [Quick("step-times", 1.5, "--quick")]
+
+# The paper's (T1, T2) for its autoencoders and for its convolutional networks.
 INTERVALS = ((1, 20), (10, 100))
-QUICK, FULL = Plan(5.0, fewest=2, most=5, slow=4.0, slow_rounds=1), Plan(30.0)
-PERIOD_SECONDS = 8.0  # a whole period is timed where it takes no longer than that
-_PROBE = 512  # the size at which the cost of a root or an eigenbasis is measured
+# (seconds of one set, fewest rounds, most rounds)
+FULL, SMALL = (60.0, 3, 20), (8.0, 2, 5)
+PERIOD_SECONDS = 8.0  # a whole period is timed if it takes at most so long
+# The authors' stored runs of the MNIST autoencoder on their GPU: 1.85 and 0.81 s an epoch of 60.
+AUTHORS = {("mnist_ae", "tnt", 1, 20): 30.8 / 13.5}
+_CHARACTERS = 65  # in tiny Shakespeare
 
-Intervals = Sequence[tuple[int, int]]
+# (learning rate, damping): small steps that stay finite. The time of a step depends on them only by
+# the number of Newton's iterations, so Shampoo has the damping of the paper's autoencoders.
+RATES: dict[str, tuple[float, float | None]] = {
+    "sgd": (1e-3, None),
+    "adam": (1e-4, 1e-4),
+    "tnt": (1e-5, 0.1),
+    "tnt-ef": (1e-5, 0.1),
+    "kfac": (1e-3, 0.3),
+    "kfac-eigen": (1e-3, 0.3),
+    "shampoo": (1e-4, 3e-4),
+    "muon": (1e-4, None),
+}
+Examples = Callable[[int, torch.Generator], tuple[Tensor, Tensor]]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns 0."""
-    parser = _parser()
-    arguments = parser.parse_args(argv)
-    device = set_machine(parser, arguments, "")
-    out = checked_output(parser, "--out", arguments.out)
-    names = arguments.sets or (QUICK_SETS if arguments.quick else tuple(STEP_SETS))
-    plan = QUICK if arguments.quick else FULL
+@dataclass(frozen=True)
+class StepSet:
+    """A model and its batch.
+
+    Attributes:
+        build: makes the model.
+        examples: draws inputs and targets of a batch.
+        batch_size: of the batch.
+        loss: of outputs and targets.
+        likelihood: of the outputs.
+        kfac: the form of KFAC; on the paper's problems the paper's.
+        intervals: T1 and T2; on the paper's problems the paper's.
+        note: differences from a real training.
+        left_out: methods one of whose refreshes takes over 25 s on two cores, by an estimate.
+    """
+
+    build: Callable[[], nn.Module]
+    examples: Examples
+    batch_size: int
+    loss: Callable[[Tensor, Tensor], Tensor]
+    likelihood: str
+    kfac: str
+    intervals: tuple[int, int]
+    note: str = ""
+    left_out: tuple[str, ...] = ()
+
+    def methods(self) -> list[str]:
+        """The compared methods; Muon only if the model has a matrix in a hidden layer."""
+        with torch.device("meta"):
+            muon = ["muon"] if hidden_matrices(self.build()) else []
+        found = ["sgd", "adam", *muon, "tnt", "tnt-ef", self.kfac, "shampoo"]
+        return [method for method in found if method not in self.left_out]
+
+    def settings(self, method: str) -> Settings:
+        """A method's settings; the steps set the intervals."""
+        return method_settings(
+            *(method, *RATES[method]),
+            intervals=(1, 1),
+            warm_start=False,
+            batch_size=self.batch_size,
+            epochs=1,
+        )
+
+    def training_step(self, method: str, device: torch.device) -> TrainingStep:
+        """A method's training step; all methods have the same model and batch."""
+        model = seeded(self.build, 0).to(device)
+        if self.kfac == "kfac-eigen" and device.type == "cpu":
+            # As the experiments train convolutional networks.
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        inputs, targets = self.examples(self.batch_size, torch.Generator().manual_seed(0))
+        return TrainingStep(
+            model=model,
+            optimizer=build_optimizer(model, self.settings(method), self.likelihood),
+            inputs=inputs.to(device),
+            targets=targets.to(device),
+            loss=self.loss,
+            observes=METHODS[method].statistics == "sampled",
+        )
+
+
+def _pixels(pixels: int) -> Examples:
+    def draw(count: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
+        images = torch.rand(count, pixels, generator=rng)
+        return images, images
+
+    return draw
+
+
+def _images(classes: int) -> Examples:
+    def draw(count: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
+        images = torch.randn(count, 3, 32, 32, generator=rng)
+        return images, torch.randint(classes, (count,), generator=rng)
+
+    return draw
+
+
+def _text(count: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
+    text = torch.randint(_CHARACTERS, (count, 65), generator=rng)
+    return text[:, :-1].contiguous(), text[:, 1:].flatten()
+
+
+_BERNOULLI = (reconstruction_loss, "bernoulli", "kfac", (1, 20))
+_GAUSSIAN = (squared_error, "gaussian", "kfac")
+_CONVNET = (functional.cross_entropy, "categorical", "kfac-eigen", (10, 100))
+_LANGUAGE = (functional.cross_entropy, "categorical", "kfac", (10, 100))
+STEP_SETS = {
+    "mnist_ae": StepSet(lambda: autoencoder(MNIST_WIDTHS), _pixels(784), 1000, *_BERNOULLI),
+    "faces_ae": StepSet(lambda: autoencoder(FACES_WIDTHS), _pixels(625), 1000, *_GAUSSIAN, (1, 20)),
+    "resnet32": StepSet(resnet32, _images(10), 128, *_CONVNET),
+    "vgg16": StepSet(
+        *(vgg16, _images(100), 32, *_CONVNET, "batches of 32, not the paper's 128"),
+        left_out=("kfac-eigen", "shampoo"),
+    ),
+    "gpt2": StepSet(
+        lambda: CharacterTransformer(_CHARACTERS, width=768, layers=2, heads=12, context=64),
+        *(_text, 8, *_LANGUAGE),
+        "GPT-2's width, 2 of its 12 blocks, 65 characters instead of 50257 tokens, no biases; 8 "
+        "sequences of 64",
+        left_out=("shampoo",),
+    ),
+    "square4096": StepSet(
+        lambda: nn.Sequential(nn.Linear(4096, 4096, bias=False)),
+        *(_pixels(4096), 256, *_GAUSSIAN, (10, 100)),
+        "one layer without a bias; batches of 256",
+        left_out=("shampoo",),
+    ),
+    "characters": StepSet(
+        lambda: CharacterTransformer(_CHARACTERS, width=128, layers=2, heads=4, context=64),
+        *(_text, 32, *_LANGUAGE),
+        "a transformer of width 128 with 2 blocks; 32 sequences of 64 characters",
+    ),
+}
+QUICK_SETS = ("mnist_ae", "resnet32")
+
+
+def main(
+    sets: Annotated[str, typer.Option("--sets", metavar="NAME,…")] = "",
+    optimizer: options.Optimizers = "all",
+    quick: options.QuickRun = False,
+    threads: options.Threads = None,
+    device: options.Device = "cpu",
+    out: options.Out = None,
+) -> None:
+    """Process time: seconds of whole training steps of every method, next to SGD-m's."""
+    where = options.set_machine(threads, device)
+    names = chosen(sets, list(STEP_SETS)) if sets else list(QUICK_SETS if quick else STEP_SETS)
+    methods = chosen(optimizer, list(METHODS))
+    out = out or Path("results/step_times.json")
     protocol = {
         "data": "random, of the right shape; the same batch at every step",
-        "device": device.type,
         "threads": torch.get_num_threads(),
-        "flush_subnormals": arguments.flush_subnormals,
-        "quick": arguments.quick,
-        "longest_refresh": arguments.longest_refresh,
+        "quick": quick,
     }
-    try:
-        runs = RunFile(out, "step times", protocol, device)
-    except (OSError, ValueError) as error:
-        parser.error(f"argument --out: {error}")
-    limit = 0.0 if arguments.quick else PERIOD_SECONDS
-    for name in tqdm(list(dict.fromkeys(names)), "step times", unit="set", disable=None):
-        step_set = STEP_SETS[name]
-        allowed = arguments.methods or step_set.methods()
-        methods = [method for method in step_set.methods() if method in allowed]
-        began = time.perf_counter()
-        measure_set(runs, step_set, methods, plan, device, arguments.longest_refresh, limit)
-        tqdm.write(f"{name}: {time.perf_counter() - began:.0f} s")
-    page, picture = out.with_suffix(".md"), out.with_suffix(".png")
-    text = step_times_page(runs.runs, protocol)
-    page.write_text(text, encoding="utf-8")
-    plot_step_times(runs.runs, picture)
-    print(f"\n{text}\npage:    {page}\npicture: {picture}\nrecord:  {out}")
-    return 0
+    with user_errors():
+        file = RunFile(out, "step times", protocol, where)
+        file.check_same_machine()
+    for name in tqdm(names, "step times", unit="set", disable=None):
+        allowed = [method for method in STEP_SETS[name].methods() if method in methods]
+        measure_set(file, name, allowed, where, *(SMALL if quick else FULL))
+    text = page(file.runs)
+    out.with_suffix(".md").write_text(text, encoding="utf-8")
+    print(f"\n{text}\nwrote {out} and {out.with_suffix('.md')}")
 
 
 def measure_set(
-    runs: RunFile,
-    step_set: StepSet,
+    file: RunFile,
+    name: str,
     methods: Sequence[str],
-    plan: Plan,
     device: torch.device,
-    longest_refresh: float = math.inf,
-    period_seconds: float = 0.0,
-    intervals: Intervals = INTERVALS,
+    seconds: float,
+    min_rounds: int,
+    max_rounds: int,
 ) -> None:
-    """Adds what the file lacks of a set's methods: a run for each pair of intervals.
+    """Add the runs of a set that the file lacks: one for each method and pair of intervals.
 
-    SGD-m takes its turn among them whenever anything is measured: every run's ratio is to the
-    SGD-m that it alternated with.
+    SGD-m alternates with them every time, and every ratio is to that SGD-m.
 
     Args:
-        runs: the file.
-        step_set: the model and its batch.
-        methods: of the set's.
-        plan: how many samples.
+        file: of the runs.
+        name: one of `STEP_SETS`.
+        methods: of the set.
         device: where.
-        longest_refresh: a method is left out where one refresh of its inverses is estimated to
-            take longer than so many seconds.
-        period_seconds: whole periods up to so long are timed, too.
-        intervals: pairs (T1, T2).
+        seconds: for all rounds together.
+        min_rounds: of timing each kind of step.
+        max_rounds: likewise.
     """
-    missing = [
-        method
-        for method in methods
-        if any(runs.find(key) is None for key in keys(step_set.name, method, intervals))
-    ]
+    step_set = STEP_SETS[name]
+    missing = [m for m in methods if any(file.find(key) is None for key in keys(name, m))]
     if not missing:
         return
-    estimates = {method: refresh_estimate(step_set, method) for method in missing}
     steps: dict[str, TrainingStep] = {}
     for method in dict.fromkeys(["sgd", *missing]):
-        if estimates.get(method, 0.0) <= longest_refresh:
-            steps[method] = step_set.training_step(method, device)
-            steps[method]()  # the first: state, first statistics, first inverses
+        steps[method] = step_set.training_step(method, device)
+        steps[method]()  # the first one makes the state, statistics and inverses
     busy_before = busy_share()
-    kinds = dict.fromkeys([PLAIN, Kind(True, False), *(k for p in intervals for k in shares(*p))])
-    samples = time_kinds(steps, list(kinds), plan)
-    times = {
-        method: {kind: summary(taken) for kind, taken in own.items()}
-        for method, own in samples.items()
-    }
+    kinds = dict.fromkeys([PLAIN, STATISTICS, *(k for pair in INTERVALS for k in shares(*pair))])
+    samples = time_kinds(steps, list(kinds), seconds, min_rounds, max_rounds)
+    times = {m: {kind: summary(s) for kind, s in own.items()} for m, own in samples.items()}
     sgd = times["sgd"][PLAIN]["median"]
+    results: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for method in missing:
+        for key in keys(name, method):
+            result = mean_step(times[method], key, sgd)
+            result["state_bytes"] = state_bytes(steps[method].optimizer)
+            result["whole_period_mean"] = _whole_period(
+                steps[method], key, result["seconds"], step_set.intervals
+            )
+            results.append((key, result))
     shared = {
         "batch_size": step_set.batch_size,
         "note": step_set.note,
         "parameter_bytes": sum(p.nbytes for p in steps["sgd"].model.parameters()),
         "sgd_seconds": sgd,
-        "alternated_with": list(steps),
         "busy_before": busy_before,
+        "busy_after": busy_share(),
     }
-    results: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    for method in missing:
-        for key, pair in zip(
-            keys(step_set.name, method, intervals), _pairs(method, intervals), strict=True
-        ):
-            if method not in steps:
-                result = _left_out(estimates[method], pair, sgd, longest_refresh)
-            else:
-                result = mean_step(times[method], pair, sgd)
-                result["state_bytes"] = state_bytes(steps[method].optimizer)
-                result["whole_period_mean"] = _whole_period(
-                    steps[method], pair, result["seconds"], period_seconds, step_set.intervals
-                )
-            results.append((key, result))
-    shared["busy_after"] = busy_share()
     for key, result in results:
-        runs.add(key, {**shared, **result})
+        file.add(key, {**shared, **result})
 
 
-def keys(name: str, method: str, intervals: Intervals = INTERVALS) -> list[dict[str, Any]]:
-    """What a method's runs on a set are found by; a first-order method has one, without T1, T2."""
+def keys(name: str, method: str) -> list[dict[str, Any]]:
+    """The keys of a method's runs on a set; a first-order method has one, without T1 and T2."""
+    pairs = INTERVALS if has_statistics(method) else ((None, None),)
     return [
-        {
-            "set": name,
-            "method": method,
-            "stat_interval": pair[0] if pair else None,
-            "inverse_interval": pair[1] if pair else None,
-        }
-        for pair in _pairs(method, intervals)
+        {"set": name, "method": method, "stat_interval": t1, "inverse_interval": t2}
+        for t1, t2 in pairs
     ]
 
 
-def _pairs(method: str, intervals: Intervals) -> Sequence[tuple[int, int] | None]:
-    return list(intervals) if has_statistics(method) else [None]
-
-
 def mean_step(
-    times: Mapping[Kind, Mapping[str, Any]], pair: tuple[int, int] | None, sgd: float
+    times: Mapping[Kind, Mapping[str, Any]], key: Mapping[str, Any], sgd: float
 ) -> dict[str, Any]:
-    """The mean step of a period, put together from its kinds.
+    """The mean step of a period, from its kinds.
 
     Args:
         times: the `summary` of every kind.
-        pair: T1 and T2; None for a first-order method.
+        key: of the run, with T1 and T2.
         sgd: the time of a step of SGD-m.
 
     Returns:
         Seconds and quartiles (the kinds' quartiles, weighted alike), the ratio to SGD-m, the parts
-        that the mean is the sum of, and of each kind its share and its times.
+        of the mean, and each kind's share and times.
     """
-    parts = shares(*pair) if pair else {PLAIN: Fraction(1)}
+    t1, t2 = key["stat_interval"], key["inverse_interval"]
+    parts = shares(t1, t2) if t1 else {PLAIN: Fraction(1)}
     medians = {kind: known["median"] for kind, known in times.items()}
-    quartiles = [
-        amortised({kind: known["quartiles"][end] for kind, known in times.items()}, parts)
-        for end in (0, 1)
-    ]
+    ends = [{kind: known["quartiles"][end] for kind, known in times.items()} for end in (0, 1)]
     seconds = amortised(medians, parts)
     return {
         "seconds": seconds,
-        "quartiles": quartiles,
+        "quartiles": [amortised(end, parts) for end in ends],
         "ratio": seconds / sgd,
         "components": components(medians, parts)._asdict(),
         "kinds": {
@@ -214,81 +323,59 @@ def mean_step(
     }
 
 
-def refresh_estimate(step_set: StepSet, method: str) -> float:
-    """Seconds of one refresh of the inverses, from one matrix of 512 and the cubes of the sizes.
-
-    Of Newton's roots and eigenbases, on the CPU. 0 for what is quicker: one inverse takes some d^3,
-    one root some hundred.
-    """
-    if method not in ("shampoo", "kfac-eigen"):
-        return 0.0
-    with torch.device("meta"):
-        cubes = sum(size**3 for size in factor_sizes(step_set.build(), method))
-    if cubes <= _PROBE**3:
-        return 0.0
-    square = torch.randn(_PROBE, _PROBE, generator=torch.Generator().manual_seed(0))
-    gram = square @ square.mT / _PROBE
-    least = math.inf
-    for _ in range(2):  # the first call of a process loads libraries
-        began = time.perf_counter()
-        if method == "shampoo":
-            inverse_root([[gram]], 1e-2, [4])
-        else:
-            torch.linalg.eigh(gram)
-        least = min(least, time.perf_counter() - began)
-    return least * cubes / _PROBE**3
-
-
-def _left_out(
-    estimate: float, pair: tuple[int, int] | None, sgd: float, longest: float
-) -> dict[str, Any]:
-    assert pair is not None  # nothing of a first-order method is estimated
-    return {
-        "left_out": f"one refresh is estimated at {estimate:.0f} s, above {longest:g} s",
-        "estimated_refresh_seconds": estimate,
-        "ratio_at_least": 1 + estimate / pair[1] / sgd,
-    }
-
-
 def _whole_period(
-    step: TrainingStep,
-    pair: tuple[int, int] | None,
-    mean: float,
-    limit: float,
-    intervals: tuple[int, int],
+    step: TrainingStep, key: Mapping[str, Any], mean: float, intervals: tuple[int, int]
 ) -> float | None:
     """The measured mean step of a whole period, at the set's own intervals, or None."""
-    if pair != intervals or math.lcm(*pair) * mean > limit:
+    if (key["stat_interval"], key["inverse_interval"]) != intervals:
         return None
-    return step.period_seconds(*pair) / math.lcm(*pair)
+    period = math.lcm(*intervals)
+    if period * mean > PERIOD_SECONDS:
+        return None
+    began = time.perf_counter()
+    step.take_period(*intervals)
+    return (time.perf_counter() - began) / period
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.step_times",
-        description="Time whole training steps of every method on every parameter set. Started "
-        "again, it measures what its file lacks.",
+def page(runs: Sequence[Mapping[str, Any]]) -> str:
+    """All runs as Markdown tables, one a set."""
+    lines = [
+        "# Seconds per training step",
+        "",
+        "Whole steps: zero_grad, forward, loss, observe, backward, step. Medians; quartiles in "
+        "brackets. † is the mean step of a whole period over the sum of its kinds. Methods whose "
+        "refresh takes over 25 s, by an estimate, are left out.",
+        "",
+    ]
+    for name in dict.fromkeys(run["key"]["set"] for run in runs):
+        own = [run for run in runs if run["key"]["set"] == name]
+        note = f"; {own[0]['note']}" if own[0]["note"] else ""
+        size = megabytes(own[0]["parameter_bytes"])
+        lines += [f"## {name}", ""]
+        lines += [f"Batches of {own[0]['batch_size']}, {size} MB of parameters{note}."]
+        lines += [disturbance(own[0]), ""]
+        header = ["", "T1, T2", "mean step, ms", "over SGD-m", "authors", "plain step"]
+        header += ["+ statistics", "+ inverses", "whole period", "state, MB"]
+        lines += table(header, [_row(run) for run in own])
+    return "\n".join(lines)
+
+
+def _row(run: Mapping[str, Any]) -> list[str]:
+    key = run["key"]
+    pair = "" if key["stat_interval"] is None else f"{key['stat_interval']}, "
+    pair += "" if key["stat_interval"] is None else str(key["inverse_interval"])
+    start = [METHODS[key["method"]].label, pair]
+    low, high = (milliseconds(end) for end in run["quartiles"])
+    authors = AUTHORS.get(
+        (key["set"], key["method"], key["stat_interval"], key["inverse_interval"])
     )
-    parser.add_argument("--sets", nargs="+", choices=tuple(STEP_SETS), metavar="SET")
-    parser.add_argument(
-        "--methods",
-        nargs="+",
-        choices=tuple(METHODS),
-        metavar="METHOD",
-        help=f"SGD-m is always timed beside them: {', '.join(LABELS)}",
-    )
-    parser.add_argument("--quick", action="store_true", help="two sets, few repeats")
-    parser.add_argument(
-        "--longest-refresh",
-        type=positive_float,
-        default=25.0,
-        metavar="SECONDS",
-        help="leave out a method whose inverses would take longer (default: 25)",
-    )
-    parser.add_argument("--out", type=Path, default=Path("results/step_times.json"))
-    add_machine_arguments(parser)
-    return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    whole = run["whole_period_mean"]
+    return [
+        *start,
+        f"{milliseconds(run['seconds'])} ({low} to {high})",
+        f"{run['ratio']:.2f}",
+        "" if authors is None else f"{authors:.2f}",
+        *(milliseconds(run["components"][part]) for part in ("plain", "statistics", "inverses")),
+        "" if whole is None else f"{whole / run['seconds']:.2f} †",
+        megabytes(run["state_bytes"]),
+    ]

@@ -41,6 +41,19 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture
+def real_data() -> Callable[[str], Path]:
+    """The folder of a data set under TNT_DATA, or under ../shared/data; skips without it."""
+
+    def folder(name: str) -> Path:
+        root = Path(os.environ.get("TNT_DATA", TESTS.parents[1] / "shared" / "data"))
+        if not (root / name).is_dir():
+            pytest.skip(f"no {name}: set TNT_DATA to its parent folder")
+        return root / name
+
+    return folder
+
+
 class DirectGradients:
     """Parameters whose sampled gradient is exactly what the test says.
 

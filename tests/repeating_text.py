@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from experiments.data import Text
+from experiments.data.text import Text
 from experiments.problems.language import Language
 
 CODES = torch.arange(300) * 7 % 11

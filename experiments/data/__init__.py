@@ -1,40 +1,51 @@
-"""The experiments' data, one data set a file; every reader names the file that it finds broken."""
+"""The experiments' data, one data set a file, and the search for their files."""
 
-from experiments.data.cifar import (
-    CIFAR10_MEAN,
-    CIFAR10_STD,
-    CIFAR100_MEAN,
-    CIFAR100_STD,
-    Cifar,
-    cifar10,
-    cifar100,
-    crop_and_flip,
-    normalised,
-)
-from experiments.data.curves import curves_images
-from experiments.data.digits import digits_images
-from experiments.data.faces import Faces, faces_images
-from experiments.data.mnist import mnist_16x16, mnist_images, mnist_labels, read_idx
-from experiments.data.text import Text, read_text
+from __future__ import annotations
 
-__all__ = [
-    "CIFAR100_MEAN",
-    "CIFAR100_STD",
-    "CIFAR10_MEAN",
-    "CIFAR10_STD",
-    "Cifar",
-    "Faces",
-    "Text",
-    "cifar10",
-    "cifar100",
-    "crop_and_flip",
-    "curves_images",
-    "digits_images",
-    "faces_images",
-    "mnist_16x16",
-    "mnist_images",
-    "mnist_labels",
-    "normalised",
-    "read_idx",
-    "read_text",
-]
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+VARIABLE = "TNT_DATA"
+
+
+class DataMissingError(FileNotFoundError):
+    """A data set is not where the user said, or the user did not say where."""
+
+
+def data_folder(name: str, given: Path | None = None) -> Path:
+    """The folder of one data set.
+
+    Args:
+        name: "mnist", "cifar10", "cifar100", "olivetti" or "tinyshakespeare".
+        given: `--data`: a folder that has the folder `name` in it, or that folder itself. None for
+            the one that the environment variable TNT_DATA names.
+
+    Raises:
+        DataMissingError: there is no such folder.
+    """
+    root = given or (Path(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else None)
+    if root is None:
+        raise DataMissingError(f"no {name}: give --data, or set {VARIABLE} to its parent folder")
+    if not root.is_dir():
+        raise DataMissingError(f"no {name}: {root} must be a folder")
+    if (root / name).is_dir():
+        return root / name
+    if given is None:
+        raise DataMissingError(f"no {name}: {VARIABLE} names {root}, which has no {name} in it")
+    return root
+
+
+def find_file(folder: str | Path, candidates: Sequence[str]) -> Path:
+    """The first of these relative paths that is a file in `folder`.
+
+    Raises:
+        DataMissingError: there is no such folder, or none of the files in it.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise DataMissingError(f"no such folder: {folder}")
+    for candidate in candidates:
+        if (folder / candidate).is_file():
+            return folder / candidate
+    raise DataMissingError(f"{folder} must hold one of {', '.join(candidates)}")

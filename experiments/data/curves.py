@@ -1,4 +1,4 @@
-"""The CURVES set, drawn anew: images of one smooth curve each, which six numbers determine."""
+"""A CURVES set of this project: images of one smooth curve each, given by six numbers."""
 
 from __future__ import annotations
 
@@ -8,34 +8,28 @@ from torch import Tensor
 _SIDE = 28
 _PEN = 2.0  # the stroke's width in pixels
 _MARGIN = 2.0  # of the points, in pixels: half the pen is 1, half a pixel's soft edge 0.5
-# A sixteenth of the sharpest curve that fits the image is 0.07 pixels off its chord at most.
+# A sixteenth of the sharpest curve that fits the image is at most 0.07 pixels off its chord.
 _CHORDS = 16
-# 40 images of 784 pixels are below the 32,768 elements from which torch splits an elementwise loop
-# over threads: on two cores that others use too, their waiting made it slower.
+# 40 images of 784 pixels are below the 32,768 elements from which torch splits elementwise loops
+# over threads; with threads it was slower on two busy cores.
 _AT_ONCE = 40
 
 
 def curves_images(count: int = 20_000, seed: int = 0) -> Tensor:
     """Images of curves as float32 rows in [0, 1], shape (count, 784), 28x28 pixels row by row.
 
-    Each image shows the quadratic Bezier curve of three points, which are uniform in the square
-    [2, 26]^2 of the image's 28x28 pixels: it starts at the first, ends at the third and leaves
-    towards the second. It is drawn by a round pen 2 pixels wide; a pixel is the pen's coverage
-    along the distance from its centre to the curve, 1 inside and 0 outside with a ramp one pixel
-    wide between. Image i depends on `seed` and i alone, so that a longer set starts with a shorter
-    one's images: Hinton & Salakhutdinov trained on 20,000 and tested on 10,000 more.
+    Each image shows the quadratic Bezier curve of three points, uniform in the square [2, 26]^2 of
+    the 28x28 pixels: it starts at the first, ends at the third and leaves towards the second. A
+    round pen 2 pixels wide draws it; a pixel is 1 inside the pen and 0 outside, with a ramp one
+    pixel wide between. Image i depends on `seed` and i only, so a longer set starts with the images
+    of a shorter one.
 
-    These are not the images of the original file (`digs3pts_1.mat`), whose curves are "generated
-    from three randomly chosen points in two dimensions" with no more said of the curve, the pen or
-    the points' distribution: losses on the two are not comparable.
-
-    Raises:
-        ValueError: `count` is not positive.
+    These are not the images of the original file (`digs3pts_1.mat`), whose source says only that
+    the curves are "generated from three randomly chosen points in two dimensions": losses on the
+    two sets are not comparable.
 
     Source: Hinton & Salakhutdinov, Science 313, 2006, supporting material.
     """
-    if count < 1:
-        raise ValueError(f"count must be positive, got {count}")
     generator = torch.Generator().manual_seed(seed)
     points = torch.rand(count, 3, 2, generator=generator) * (_SIDE - 2 * _MARGIN) + _MARGIN
     return torch.cat([drawn_curves(some) for some in points.split(_AT_ONCE)])

@@ -1,4 +1,4 @@
-"""FACES: 25x25 patches of the Olivetti faces, from the original file or made anew."""
+"""FACES: 25x25 patches of the Olivetti faces, from the original file or made from the faces."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from scipy.io import loadmat
 from torch import Tensor
 from torch.nn import functional
 
-from experiments.data.files import find_file
+from experiments.data import find_file
 
 _PATCHES_NAME = "newfaces_rot_single.mat"
 _OLIVETTI_NAME = "olivettifaces.mat"
@@ -38,32 +39,28 @@ class Faces:
 def faces_images(folder: str | Path, count: int | None = None) -> Faces:
     """The FACES training patches, float32 rows of 25x25 pixels, shape (count, 625).
 
-    Pixels are about N(0, 1): every pixel has mean zero over the training set, and one number
-    scales them all to a mean variance of one.
+    Every pixel has mean zero over the patches, and one number scales all pixels to a mean variance
+    of one.
 
-    From `newfaces_rot_single.mat` where the folder has it: the set of Hinton & Salakhutdinov in
-    Martens' single precision file, 165,600 patches, 414 of each of 400 faces, of which the first
-    103,500 (25 people) are trained on. Pixels as they are there, column by column.
+    If the folder has `newfaces_rot_single.mat` (Martens' single precision file of the set of Hinton
+    & Salakhutdinov: 165,600 patches, 414 of each of 400 faces), the patches are its first 103,500
+    (25 people), with pixels column by column.
 
-    Otherwise made from `olivettifaces.mat` as Hinton & Salakhutdinov's supporting material tells:
-    rotating (-90 to +90 degrees), scaling (1.4 to 1.8), cropping and subsampling, 414 patches of
-    each of the first 250 faces, then the normalisation above over the patches made. What it
-    leaves open is chosen here. Angle, scale and place are uniform and independent, from a fixed
-    seed; a scale is the distance between two pixels of the patch in pixels of the face, so that a
-    patch covers 35 to 45 of the face's 64 pixels; the places are all those where the patch's square
-    lies inside the face, which at 1.8 and 45 degrees is only just so; pixels are interpolated
-    bilinearly, row by row. **The patches are therefore not the original ones, and losses on them
-    are not comparable with published ones.**
+    Otherwise they are made from `olivettifaces.mat` by the procedure in Hinton & Salakhutdinov's
+    supporting material: rotate by -90 to +90 degrees, scale by 1.4 to 1.8, crop and subsample, 414
+    patches of each of the first 250 faces. This project chooses the rest: angle, scale and place
+    are uniform and independent, from a fixed seed; a scale is the distance between two pixels of
+    the patch in pixels of the face; the whole patch lies inside the face; pixels are interpolated
+    bilinearly, row by row. **So these are not the original patches, and losses on them are not
+    comparable with published ones.**
 
     Args:
         folder: holds one of the two MATLAB files.
-        count: how many of the 103,500, spread evenly over the faces. All by default.
+        count: number of patches, spread evenly over the faces; all 103,500 by default.
 
     Raises:
         FileNotFoundError: there is no such folder, or neither file in it.
-        NotADirectoryError: `folder` is a file.
-        ValueError: `count` is not from 2 to 103,500; or the file is corrupt or holds something
-            else.
+        ValueError: `count` is not from 2 to 103,500, or the file is corrupt or holds other data.
 
     Source: Hinton & Salakhutdinov, Science 313, 2006; Martens, ICML 2010.
     """
@@ -71,8 +68,7 @@ def faces_images(folder: str | Path, count: int | None = None) -> Faces:
         count = _TRAINING_PATCHES
     if not 2 <= count <= _TRAINING_PATCHES:
         raise ValueError(f"count must be from 2 to {_TRAINING_PATCHES:,}, got {count}")
-    wanted = f"{_PATCHES_NAME} or {_OLIVETTI_NAME}"
-    path = find_file(folder, (_PATCHES_NAME, _OLIVETTI_NAME), "face images", wanted)
+    path = find_file(folder, (_PATCHES_NAME, _OLIVETTI_NAME))
     chosen = torch.arange(count) * _TRAINING_PATCHES // count
     share = f"{count:,} of the {_TRAINING_PATCHES:,} training patches"
     if path.name == _PATCHES_NAME:
@@ -94,70 +90,47 @@ def _original_patches(path: Path) -> Tensor:
     patches = _rows(path, _SIDE**2)
     if patches.shape[0] < _TRAINING_PATCHES:
         raise ValueError(
-            f"{path}: must hold at least {_TRAINING_PATCHES:,} patches of {_SIDE}x{_SIDE}, "
-            f"got {patches.shape[0]:,}"
+            f"{path}: must hold at least {_TRAINING_PATCHES:,} patches, got {patches.shape[0]:,}"
         )
-    patches = patches[:_TRAINING_PATCHES]
-    if not patches.isfinite().all():
-        raise ValueError(f"{path}: holds pixels that are not finite")
-    return patches
+    return patches[:_TRAINING_PATCHES]
 
 
 def _olivetti_faces(path: Path) -> Tensor:
     """The training faces in the file's units, (250, 64, 64), rows before columns."""
     faces = _rows(path, _FACE_SIDE**2)
-    if faces.shape[0] != _FACES:
-        raise ValueError(
-            f"{path}: must hold {_FACES} faces of {_FACE_SIDE}x{_FACE_SIDE}, got {faces.shape[0]}"
-        )
-    if not faces.isfinite().all():
-        raise ValueError(f"{path}: holds pixels that are not finite")
-    if faces.min() == faces.max():
-        raise ValueError(f"{path}: all its images are one single grey")
+    if faces.shape[0] != _FACES or faces.min() == faces.max():
+        raise ValueError(f"{path}: must hold {_FACES} faces of 64x64, got {faces.shape[0]}")
     # MATLAB stores columns.
     return faces[:_TRAINING_FACES].reshape(-1, _FACE_SIDE, _FACE_SIDE).transpose(1, 2)
 
 
 def _rows(path: Path, pixels: int) -> Tensor:
     """The only matrix with a side of `pixels` in a MATLAB file, as float32 (images, pixels)."""
-    found = {
-        name: array
-        for name, array in _matlab_variables(path).items()
-        if getattr(array, "ndim", 0) == 2 and pixels in array.shape and array.dtype.kind in "uif"
-    }
-    if len(found) != 1:
-        got = ", ".join(found) if found else "none"
-        raise ValueError(
-            f"{path}: must hold one matrix of numbers with a side of {pixels}, got {got}"
-        )
-    (array,) = found.values()
-    rows = array if array.shape[1] == pixels else array.T
-    return torch.from_numpy(rows.astype("float32", order="C"))
-
-
-def _matlab_variables(path: Path) -> dict[str, Any]:
     try:
-        from scipy.io import loadmat
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "MATLAB files are read by SciPy, which is not installed: "
-            "install it, or this project with its `bench` extra"
-        ) from error
-    with path.open("rb") as file:
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of variables that SciPy cannot read
-                content: dict[str, Any] = loadmat(file)
-        # SciPy raises whatever the broken bytes lead it to.
-        except Exception as error:
-            raise ValueError(f"{path}: no MATLAB file, or a corrupt one: {error}") from error
-    return content
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of variables that SciPy cannot read
+            content: dict[str, Any] = loadmat(path)
+    # SciPy may raise anything for broken bytes.
+    except Exception as error:
+        raise ValueError(f"{path}: no MATLAB file, or a corrupt one: {error}") from error
+    found = [
+        array
+        for array in content.values()
+        if getattr(array, "ndim", 0) == 2 and pixels in array.shape and array.dtype.kind in "uif"
+    ]
+    if len(found) != 1:
+        raise ValueError(f"{path}: must hold one matrix with a side of {pixels}, got {len(found)}")
+    rows = found[0] if found[0].shape[1] == pixels else found[0].T
+    tensor = torch.from_numpy(rows.astype("float32", order="C"))
+    if not tensor.isfinite().all():
+        raise ValueError(f"{path}: holds pixels that are not finite")
+    return tensor
 
 
 def _patches(faces: Tensor, chosen: Tensor) -> Tensor:
     """The patches with these numbers, (len(chosen), 625), before the normalisation.
 
-    A patch's number is that of its face times 414, and its own among the face's.
+    The number of a patch is 414 times the number of its face, plus its number within the face.
     """
     generator = torch.Generator().manual_seed(_SEED)
     drawn = torch.rand(faces.shape[0] * _PATCHES_PER_FACE, 4, generator=generator)
@@ -172,16 +145,16 @@ def _patches(faces: Tensor, chosen: Tensor) -> Tensor:
 
 
 def _places(drawn: Tensor) -> Tensor:
-    """Where the pixels' centres lie in their faces, (n, 25, 25, 2), x before y.
+    """The centres of the pixels in their faces, (n, 25, 25, 2), x before y.
 
-    The unit is the pixel of a face and the origin its upper left corner.
+    The unit is the pixel of a face, the origin its upper left corner.
 
     drawn: (n, 4) in [0, 1): angle, pitch and the centre's x and y.
     """
     angles = (drawn[:, 0] - 0.5) * math.pi
     pitches = _PITCHES[0] + drawn[:, 1] * (_PITCHES[1] - _PITCHES[0])
     cosines, sines = angles.cos() * pitches, angles.sin() * pitches
-    # Of the turned square's bounding box; at most 31.8 of the face's 32 pixels.
+    # Half the side of the rotated square's bounding box: at most 31.8 of the face's 32 pixels.
     half_side = (cosines.abs() + sines.abs()) * (_SIDE / 2)
     centres = half_side[:, None] + drawn[:, 2:] * (_FACE_SIDE - 2 * half_side[:, None])
     steps = torch.arange(_SIDE) - (_SIDE - 1) / 2

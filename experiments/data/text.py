@@ -20,29 +20,21 @@ class Text:
 
 
 def read_text(path: str | Path, validation: float = 0.1) -> Text:
-    """Read a UTF-8 text character by character, its end set apart for validation.
+    """Read a UTF-8 text character by character; its end is for validation.
 
     Args:
-        path: the file. Line ends are kept as they are in it.
-        validation: the share of the characters, from the end, that is not trained on.
+        path: the file. Line ends stay as they are.
+        validation: share of the characters, at the end, for validation.
 
     Returns:
-        The codes, shapes (floor(n (1 - validation)),) and the rest. The vocabulary is that of the
-        whole text, so that the validation has no unknown characters, in the order of Unicode.
+        The codes, shapes (floor(n (1 - validation)),) and the rest. The alphabet is that of the
+        whole text, in the order of Unicode.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        IsADirectoryError: it is a folder.
-        ValueError: `validation` is not inside (0, 1); the file is not UTF-8; or it is too short to
-            leave two characters, one to predict the other from, on each side.
+        OSError: the file cannot be read.
+        ValueError: it is not UTF-8, or leaves fewer than two characters on one side.
     """
     path = Path(path)
-    if not 0 < validation < 1:
-        raise ValueError(f"validation must be inside (0, 1), got {validation}")
-    if path.is_dir():
-        raise IsADirectoryError(f"must be a text file, got a folder: {path}")
-    if not path.exists():
-        raise FileNotFoundError(f"no such file: {path}")
     try:
         text = path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
@@ -50,7 +42,7 @@ def read_text(path: str | Path, validation: float = 0.1) -> Text:
     trained = int(len(text) * (1 - validation))
     if trained < 2 or len(text) - trained < 2:
         raise ValueError(
-            f"{path}: too short: training and validation need 2 characters each, "
+            f"{path}: training and validation need 2 characters each, "
             f"got {trained} and {len(text) - trained}"
         )
     points, codes = np.unique(

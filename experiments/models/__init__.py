@@ -1,33 +1,25 @@
 """The models of the experiments, one family a file, and `seeded`, which starts them alike."""
 
-from experiments.models.autoencoder import (
-    CURVES_WIDTHS,
-    DIGITS_WIDTHS,
-    FACES_WIDTHS,
-    MNIST_WIDTHS,
-    autoencoder,
-    loss_floor,
-    reconstruction_loss,
-    squared_error,
-)
-from experiments.models.resnet import resnet32
-from experiments.models.seeding import seeded
-from experiments.models.transformer import (
-    CharacterTransformer,
-)
-from experiments.models.vgg import vgg16
+from __future__ import annotations
 
-__all__ = [
-    "CURVES_WIDTHS",
-    "DIGITS_WIDTHS",
-    "FACES_WIDTHS",
-    "MNIST_WIDTHS",
-    "CharacterTransformer",
-    "autoencoder",
-    "loss_floor",
-    "reconstruction_loss",
-    "resnet32",
-    "seeded",
-    "squared_error",
-    "vgg16",
-]
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def seeded(builder: Callable[[], Model], seed: int) -> Model:
+    """`builder()`, the same for the same seed; the global random state does not change.
+
+    The model is built on the CPU, so a run on a GPU starts from the same parameters.
+
+    Args:
+        builder: makes the model; draws its parameters from the default generator only.
+        seed: of PyTorch's default generator on the CPU.
+    """
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.default_generator.manual_seed(seed)
+        return builder()

@@ -11,7 +11,7 @@ from torch.nn import functional
 # Hinton & Salakhutdinov 2006, as in the paper's section 6.1.
 MNIST_WIDTHS = (784, 1000, 500, 250, 30, 250, 500, 1000, 784)
 FACES_WIDTHS = (625, 2000, 1000, 500, 30, 500, 1000, 2000, 625)
-# Hinton & Salakhutdinov's own for their curves; the paper has no experiment on them.
+# Hinton & Salakhutdinov's widths for their curves; the paper has no experiment on them.
 CURVES_WIDTHS = (784, 400, 200, 100, 50, 25, 6, 25, 50, 100, 200, 400, 784)
 # MNIST's shape scaled to 8x8 images: a code of an eighth of the pixels is too small to copy them.
 DIGITS_WIDTHS = (64, 128, 64, 32, 8, 32, 64, 128, 64)
@@ -20,21 +20,13 @@ DIGITS_WIDTHS = (64, 128, 64, 32, 8, 32, 64, 128, 64)
 def autoencoder(widths: Sequence[int]) -> nn.Sequential:
     """A fully connected autoencoder with PyTorch's default initialisation.
 
-    ReLU after every layer but the middle one, whose output is the code, and the last one, whose
-    output is the logits (the sigmoid is inside `reconstruction_loss`), or for `squared_error` the
-    pixels themselves.
+    ReLU after every layer but two: the middle one, whose output is the code, and the last one,
+    whose output is the logits for `reconstruction_loss`, or the pixels for `squared_error`.
 
     Args:
-        widths: sizes from the input through the code, in the middle, to the output; an odd number
-            of at least 3.
-
-    Raises:
-        ValueError: `widths` has no middle, or a width is not positive.
+        widths: an odd number of sizes, at least 3, from the input through the code, in the middle,
+            to the output.
     """
-    if len(widths) < 3 or len(widths) % 2 == 0:
-        raise ValueError(f"widths must be an odd number of at least 3 sizes, got {len(widths)}")
-    if any(width < 1 for width in widths):
-        raise ValueError(f"widths must be positive, got {tuple(widths)}")
     linear_layers = (len(widths) // 2 - 1, len(widths) - 2)
     layers: list[nn.Module] = []
     for index in range(len(widths) - 1):
@@ -56,7 +48,7 @@ def squared_error(outputs: Tensor, images: Tensor) -> Tensor:
 
 
 def loss_floor(images: Tensor) -> float:
-    """The entropy of the pixels taken as probabilities: no reconstruction has a lower loss."""
+    """The entropy of the pixels as probabilities, the lower bound of `reconstruction_loss`."""
     return -(torch.xlogy(images, images) + torch.xlogy(1 - images, 1 - images)).sum().item() / len(
         images
     )

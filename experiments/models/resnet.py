@@ -9,10 +9,10 @@ _BLOCKS = 5  # n of He et al.: 6 n + 2 = 32 layers have weights
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions with batch norm, added to an option-A shortcut, which learns nothing.
+    """Two 3x3 convolutions with batch norm, plus an option-A shortcut, which has no parameters.
 
-    Where the block has stride 2 the shortcut takes every second row and column; where it widens,
-    the new channels of the shortcut are zeros, half of them before the old ones and half after.
+    With stride 2 the shortcut takes every second row and column. If the block widens, the new
+    channels of the shortcut are zeros, half of them before the old ones and half after.
     """
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
@@ -45,12 +45,7 @@ def resnet32(classes: int = 10) -> nn.Sequential:
     A first convolution, three stages of five blocks with 16, 32 and 64 channels, the average over
     all pixels, and a linear layer. Weights of convolutions and of the linear layer are drawn by
     `kaiming_normal_` (fan_in); the linear bias and the batch norms start as PyTorch has them.
-
-    Raises:
-        ValueError: `classes` is not positive.
     """
-    if classes < 1:
-        raise ValueError(f"classes must be positive, got {classes}")
     channels = 16
     layers: list[nn.Module] = [
         nn.Conv2d(3, channels, 3, padding=1, bias=False),

@@ -14,12 +14,11 @@ class CharacterTransformer(nn.Module):
 
     Pre-norm blocks, learned position embeddings, a GELU net of 4 width, no dropout, and an output
     layer of its own (not the transposed embedding). Queries, keys and values have a linear layer
-    each: one of shape (3 width, width) would have one Kronecker factor for the outputs of all
-    three, whose gradients have nothing in common, at 9 times the memory and 27 times the work of
-    each of theirs.
+    each: one layer of shape (3 width, width) would have one Kronecker factor for all three outputs,
+    with 9 times the memory and 27 times the work of a factor of one of them.
 
-    GPT-2's initialisation: weights and embeddings N(0, 0.02^2), those of the layers that add to the
-    residual stream 1 / sqrt(2 layers) of that, biases 0.
+    GPT-2's initialisation: weights and embeddings N(0, 0.02^2); layers that add to the residual
+    stream have 1 / sqrt(2 layers) of that deviation; biases 0.
 
     Args:
         characters: how many there are.
@@ -27,11 +26,11 @@ class CharacterTransformer(nn.Module):
         layers: blocks.
         heads: of the attention; must divide `width`.
         context: the longest sequence.
-        bias: whether the blocks' linear layers have biases. Each one would be a full factor of its
-            own, (4 width, 4 width) for the GELU net's, for very few parameters.
+        bias: whether the blocks' linear layers have biases. Each would need a full factor, (4
+            width, 4 width) in the GELU net, for very few parameters.
 
     Raises:
-        ValueError: a size is not positive, or `heads` does not divide `width`.
+        ValueError: `heads` does not divide `width`.
     """
 
     def __init__(
@@ -45,16 +44,6 @@ class CharacterTransformer(nn.Module):
         bias: bool = False,
     ) -> None:
         super().__init__()
-        sizes = {
-            "characters": characters,
-            "width": width,
-            "layers": layers,
-            "heads": heads,
-            "context": context,
-        }
-        for name, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"{name} must be positive, got {size}")
         if width % heads:
             raise ValueError(f"heads must divide width, {width}, got {heads}")
         self.context = context
@@ -74,25 +63,18 @@ class CharacterTransformer(nn.Module):
                 nn.init.normal_(linear.weight, std=0.02 / math.sqrt(2 * layers))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Returns the logits of each next character, one row a position.
+        """Return the logits of each next character, one row a position.
 
-        Rows are predictions, so that the mean over rows, which cross entropy and the optimizers'
-        categorical likelihood take, is the mean over positions: `targets.flatten()` fits them.
+        A mean over the rows is then the mean over positions, as cross entropy and the optimizers'
+        categorical likelihood take it.
 
         Args:
             tokens: (N, T), int64, T at most `context`.
 
         Returns:
-            (N T, characters), rows ordered as `tokens.flatten()`.
-
-        Raises:
-            ValueError: `tokens` has another number of dimensions, or T is too long.
+            (N T, characters), rows in the order of `tokens.flatten()`.
         """
-        if tokens.dim() != 2:
-            raise ValueError(f"tokens must be (sequences, positions), got {tuple(tokens.shape)}")
         length = tokens.shape[1]
-        if length > self.context:
-            raise ValueError(f"tokens must be at most {self.context} positions long, got {length}")
         positions = torch.arange(length, device=tokens.device)
         hidden = self.character_embedding(tokens) + self.position_embedding(positions)
         logits: Tensor = self.head(self.norm(self.blocks(hidden)))
@@ -100,7 +82,7 @@ class CharacterTransformer(nn.Module):
 
 
 class _Block(nn.Module):
-    """(N, T, width) to the same: attention, then a net of one hidden layer, each added on."""
+    """(N, T, width) to the same: attention and a net of one hidden layer, each with a residual."""
 
     def __init__(self, width: int, heads: int, bias: bool) -> None:
         super().__init__()
@@ -117,7 +99,7 @@ class _Block(nn.Module):
 
 
 class _CausalAttention(nn.Module):
-    """(N, T, width) to the same: every position attends to itself and those before it."""
+    """(N, T, width) to the same: every position attends to itself and to earlier ones."""
 
     def __init__(self, width: int, heads: int, bias: bool) -> None:
         super().__init__()

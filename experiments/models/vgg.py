@@ -16,13 +16,8 @@ def vgg16(classes: int = 100) -> nn.Sequential:
     With batch norm after each convolution, and no dropout. Convolution weights are drawn from
     N(0, 2 / (k^2 out)) for a k x k kernel, convolution biases are 0; the linear layers and the
     batch norms start as PyTorch has them. The convolution biases never learn, since batch norm
-    takes them out again: they are the paper's, and the optimizers must live with them.
-
-    Raises:
-        ValueError: `classes` is not positive.
+    cancels them; the paper has them.
     """
-    if classes < 1:
-        raise ValueError(f"classes must be positive, got {classes}")
     layers: list[nn.Module] = []
     channels = 3
     for stage in _STAGES:

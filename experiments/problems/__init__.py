@@ -1,6 +1,1 @@
-"""What the experiments train on."""
-
-from experiments.problems.autoencoders import Autoencoder, load_autoencoder
-from experiments.problems.problem import Problem, seeded_model
-
-__all__ = ["Autoencoder", "Problem", "load_autoencoder", "seeded_model"]
+"""The problems that are trained on: data, a model and a loss, one family a file."""

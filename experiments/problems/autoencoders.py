@@ -1,4 +1,4 @@
-"""The autoencoder problems, and every method's settings on them."""
+"""The autoencoder problems: MNIST, FACES, CURVES and scikit-learn's digits."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from experiments.data import curves_images, digits_images, faces_images, mnist_images
-from experiments.models import (
+from experiments.data import data_folder
+from experiments.data.curves import curves_images
+from experiments.data.digits import digits_images
+from experiments.data.faces import faces_images
+from experiments.data.mnist import mnist_images
+from experiments.models.autoencoder import (
     CURVES_WIDTHS,
     DIGITS_WIDTHS,
     FACES_WIDTHS,
@@ -21,56 +25,12 @@ from experiments.models import (
     squared_error,
 )
 from experiments.problems.problem import Problem
-from experiments.runs.methods import METHODS, has_statistics, takes_graft
-from experiments.runs.settings import Settings
-from experiments.tuning.recorded_search import best_settings
 
-DIGITS_SEARCH = Path(__file__).resolve().parents[2] / "results" / "digits_search.json"
-# What the paper compares on the autoencoders, in its order, with TNT-EF after TNT.
-OPTIMIZERS = ("tnt", "tnt-ef", "kfac", "shampoo", "adam", "sgd")
-
-_LABELS = {
+LABELS = {
     "mnist": "Autoencoder on MNIST images",
     "faces": "Autoencoder on FACES patches",
     "curves": "Autoencoder on CURVES images",
     "digits": "Autoencoder on 8x8 digit images",
-}
-
-# (learning rate, damping): the paper's Table 3, and Table 6 for TNT-EF. Adam's is its epsilon.
-TABLE_3: dict[str, dict[str, tuple[float, float | None]]] = {
-    "mnist": {
-        "tnt": (1e-4, 0.1),
-        "tnt-ef": (3e-6, 0.01),
-        "kfac": (0.003, 0.3),
-        "shampoo": (3e-4, 3e-4),
-        "adam": (1e-4, 1e-4),
-        "sgd": (0.003, None),
-    },
-    "faces": {
-        "tnt": (1e-6, 0.003),
-        "tnt-ef": (3e-6, 0.01),
-        "kfac": (0.1, 10.0),
-        "shampoo": (3e-4, 3e-4),
-        "adam": (1e-4, 1e-4),
-        "sgd": (0.001, None),
-    },
-}
-# (learning rate, damping, mu, beta): Table 5, of the search over all four.
-TABLE_5: dict[str, dict[str, tuple[float, float | None, float, float | None]]] = {
-    "mnist": {
-        "tnt": (1e-4, 0.1, 0.9, 0.9),
-        "kfac": (3e-5, 0.01, 0.999, 0.999),
-        "shampoo": (1e-4, 3e-4, 0.99, 0.99),
-        "adam": (1e-4, 1e-4, 0.99, 0.99),
-        "sgd": (0.001, None, 0.99, None),
-    },
-    "faces": {
-        "tnt": (1e-6, 0.003, 0.9, 0.9),
-        "kfac": (0.01, 3.0, 0.99, 0.99),
-        "shampoo": (1e-4, 3e-4, 0.99, 0.999),
-        "adam": (1e-4, 1e-4, 0.9, 0.9),
-        "sgd": (0.001, None, 0.9, None),
-    },
 }
 
 
@@ -79,8 +39,8 @@ class Autoencoder(Problem):
 
     Args:
         name: "mnist", "faces", "curves" or "digits".
-        images: (N, pixels), in [0, 1] but for the faces.
-        widths: the model's.
+        images: (N, pixels), in [0, 1] except for the faces.
+        widths: of the model.
         source: where the images come from, in words.
     """
 
@@ -88,7 +48,7 @@ class Autoencoder(Problem):
         self, name: str, images: Tensor, widths: tuple[int, ...], source: str = ""
     ) -> None:
         self.name, self.images, self.widths, self.source = name, images, widths, source
-        self.label = _LABELS[name]
+        self.label = LABELS[name]
         self.examples = images.shape[0]
         if name == "faces":
             self.likelihood, self.loss_label = "gaussian", "½ squared error per image"
@@ -127,111 +87,31 @@ class Autoencoder(Problem):
         }
 
 
-def load_autoencoder(data: str, count: int | None = None) -> Autoencoder:
-    """The autoencoder problem that `data` names.
+def load_autoencoder(
+    name: str, data: Path | None = None, examples: int | None = None
+) -> Autoencoder:
+    """An autoencoder problem.
 
     Args:
-        data: "digits" (scikit-learn's) or "curves" (generated), or a folder: with MNIST's IDX
-            files, or with a FACES file (the original patches, or the Olivetti faces).
-        count: how many of the images, evenly over FACES and the first of others; None for all.
+        name: "mnist", "faces", "curves" (generated) or "digits" (from scikit-learn).
+        data: `--data`, for "mnist" and "faces".
+        examples: number of images, spread over the FACES and the first ones of the others; None
+            for all.
 
     Raises:
         ValueError, OSError: the data cannot be read, or are too few.
     """
-    if data == "digits":
-        return _first(Autoencoder("digits", digits_images(), DIGITS_WIDTHS, "scikit-learn"), count)
-    if data == "curves":
-        images = curves_images() if count is None else curves_images(count)
-        return Autoencoder("curves", images, CURVES_WIDTHS, "generated")
-    folder = Path(data)
-    if folder.is_dir() and any(folder.glob("*.mat")):
-        faces = faces_images(folder) if count is None else faces_images(folder, count)
-        return Autoencoder("faces", faces.images, FACES_WIDTHS, faces.source)
-    return _first(Autoencoder("mnist", mnist_images(data), MNIST_WIDTHS, "MNIST, training"), count)
-
-
-def _first(problem: Autoencoder, count: int | None) -> Autoencoder:
-    if count is None:
-        return problem
-    if count > problem.examples:
-        raise ValueError(f"count must be at most {problem.examples}, got {count}")
-    return Autoencoder(problem.name, problem.images[:count], problem.widths, problem.source)
-
-
-def autoencoder_settings(
-    problem: str,
-    optimizer: str,
-    lr: float,
-    damping: float | None,
-    momentum: float = 0.9,
-    stat_decay: float | None = None,
-    seed: int = 0,
-) -> Settings:
-    """The settings that are the same for all of a problem's optimizers, with these.
-
-    Args:
-        problem: "mnist", "faces", "curves" or "digits".
-        optimizer: one of `OPTIMIZERS`.
-        lr: alpha in the paper.
-        damping: epsilon in the paper.
-        momentum: mu in the paper.
-        stat_decay: beta in the paper; None for the method's own.
-        seed: of the start, the batches and the samples.
-    """
-    batch_size, epochs = (128, 60) if problem == "digits" else (1000, 10)
-    second_order = has_statistics(optimizer)
-    return Settings(
-        optimizer=optimizer,
-        lr=lr,
-        damping=damping,
-        momentum=momentum,
-        stat_decay=stat_decay or METHODS[optimizer].stat_decay,
-        weight_decay=0.0,
-        # the paper's intervals for both its autoencoders
-        stat_interval=1 if second_order else None,
-        inverse_interval=20 if second_order else None,
-        warm_start=True if second_order else None,
-        relative_damping=False if takes_graft(optimizer) else None,
-        graft=None,
-        schedule="constant",
-        batch_size=batch_size,
-        epochs=epochs,
-        seed=seed,
-    )
-
-
-def default_settings(problem: str, optimizer: str, table: int = 3) -> Settings:
-    """The paper's settings for MNIST and FACES; the best ones of the recorded search on the digits.
-
-    CURVES, which the paper does not have, takes MNIST's: images of the same size and the same loss.
-
-    Args:
-        problem: "mnist", "faces", "curves" or "digits".
-        optimizer: one of `OPTIMIZERS`.
-        table: 3 for the paper's search over learning rate and damping, 5 for the one that was also
-            over mu and beta (and has no TNT-EF).
-
-    Raises:
-        ValueError: the table has no such method.
-    """
-    if problem == "digits":
-        best = best_settings(DIGITS_SEARCH, optimizer)
-        return autoencoder_settings(problem, optimizer, best.lr, best.damping)
-    paper = "faces" if problem == "faces" else "mnist"
-    if table == 5:
-        if optimizer not in TABLE_5[paper]:
-            known = ", ".join(TABLE_5[paper])
-            raise ValueError(f"the paper's Table 5 has {known}, but not {optimizer}")
-        return autoencoder_settings(problem, optimizer, *TABLE_5[paper][optimizer])
-    if optimizer not in TABLE_3[paper]:
-        known = ", ".join(TABLE_3[paper])
-        raise ValueError(f"the paper's Table 3 has {known}, but not {optimizer}")
-    return autoencoder_settings(problem, optimizer, *TABLE_3[paper][optimizer])
-
-
-def unsearched_settings(problem: str, optimizer: str) -> Settings:
-    """`default_settings`, but on the digits: theirs are what a search is to find."""
-    if problem != "digits":
-        return default_settings(problem, optimizer)
-    damping = 0.1 if METHODS[optimizer].damped else None
-    return autoencoder_settings(problem, optimizer, 1e-3, damping)
+    if name == "faces":
+        faces = faces_images(data_folder("olivetti", data), examples)
+        return Autoencoder(name, faces.images, FACES_WIDTHS, faces.source)
+    if name == "curves":
+        images = curves_images() if examples is None else curves_images(examples)
+        return Autoencoder(name, images, CURVES_WIDTHS, "generated")
+    if name == "digits":
+        images, widths, source = digits_images(), DIGITS_WIDTHS, "scikit-learn"
+    else:
+        images, widths = mnist_images(data_folder("mnist", data)), MNIST_WIDTHS
+        source = "MNIST, training"
+    if examples is not None and not 1 <= examples <= len(images):
+        raise ValueError(f"examples must be from 1 to {len(images)}, got {examples}")
+    return Autoencoder(name, images[:examples], widths, source)

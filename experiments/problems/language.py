@@ -10,17 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from experiments.data import Text, read_text
-from experiments.models import CharacterTransformer
+from experiments.data import data_folder
+from experiments.data.text import Text, read_text
+from experiments.models.transformer import CharacterTransformer
 from experiments.problems.problem import Problem
 
-# What the transformer's command and table have in common.
 CONTEXT = 64
-BATCH_SIZE = 32
-# Between two measurements of the validation loss.
+# Steps between two measurements of the validation loss.
 EPOCH_STEPS = 50
-# Of 64 characters each: forwards of 8 batches' windows, against 50 steps' forwards and backwards.
-# All runs are measured on the same windows, so that most of their noise cancels in differences.
+# Windows of the validation loss: as much work as 8 batches forward, per 50 training steps. All runs
+# use the same windows, so most of their noise cancels in differences.
 VALIDATION_WINDOWS = 256
 # A text has as many windows as characters: a warm start takes a sample of them.
 WARM_START_BATCHES = 20
@@ -29,23 +28,22 @@ WARM_START_BATCHES = 20
 class Language(Problem):
     """The next character of a text, at every position of windows at random places.
 
-    An "epoch" is a fixed number of steps: a text has as many windows as characters, and runs are
-    shorter than a pass over all of them. A step's batch is drawn anew, with replacement.
+    An "epoch" is a fixed number of steps, because a text has as many windows as characters. Each
+    step draws its batch with replacement.
 
     Args:
-        text: what to train and to validate on.
+        text: for training and validation.
         width: of the model.
         layers: blocks of the model.
         heads: of the model's attention.
         context: characters in a window.
         epoch_steps: steps in an epoch.
-        validation_windows: how many windows the validation loss is a mean over, at most: evenly
-            spread, none overlapping another.
+        validation_windows: windows of the validation loss, at most: evenly spread, without
+            overlap.
         source: the text's name.
 
     Raises:
-        ValueError: the text has no window of this length on one of its sides; or a number is not
-            positive.
+        ValueError: the training or the validation text has no window of this length.
     """
 
     name = "language"
@@ -63,15 +61,7 @@ class Language(Problem):
         validation_windows: int = VALIDATION_WINDOWS,
         source: str = "",
     ) -> None:
-        for name, number in (
-            ("context", context),
-            ("epoch_steps", epoch_steps),
-            ("validation_windows", validation_windows),
-        ):
-            if number < 1:
-                raise ValueError(f"{name} must be positive, got {number}")
-        shorter = min(len(text.train), len(text.validation))
-        if shorter <= context:
+        if min(len(text.train), len(text.validation)) <= context:
             raise ValueError(
                 f"context must be below the number of characters to train and to validate on, "
                 f"{len(text.train)} and {len(text.validation)}, got {context}"
@@ -80,7 +70,7 @@ class Language(Problem):
         self.width, self.layers, self.heads, self.context = width, layers, heads, context
         self.epoch_steps = epoch_steps
         self.label = f"Character transformer, width {width}, {layers} layers"
-        # A window is `context` characters and the one after them.
+        # A window is `context` characters and the next one.
         self.examples = len(text.train) - context
         self.validation_starts = _spread(
             len(text.validation) - context, context, validation_windows
@@ -102,7 +92,7 @@ class Language(Problem):
         return moved
 
     def batch(self, indices: Tensor, augment: torch.Generator) -> tuple[Tensor, Tensor]:
-        """The windows that start at `indices`, (N, context), and what follows each character."""
+        """The windows that start at `indices`, (N, context), and the character after each place."""
         return self._windows(self.text.train, indices)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -124,12 +114,10 @@ class Language(Problem):
 
     def steps_per_epoch(self, batch_size: int) -> int:
         """The same for every batch size."""
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be positive, got {batch_size}")
         return self.epoch_steps
 
     def order(self, batch_size: int, shuffle: torch.Generator) -> Tensor:
-        """Random windows, each as likely as any other at every place."""
+        """Random windows, uniform and independent."""
         return torch.randint(self.examples, (self.epoch_steps, batch_size), generator=shuffle)
 
     def warm_start_order(self, batch_size: int) -> Tensor:
@@ -138,18 +126,14 @@ class Language(Problem):
         return torch.randint(self.examples, (WARM_START_BATCHES, batch_size), generator=fixed)
 
     def description(self) -> dict[str, Any]:
-        """Text, model, and what a validation loss is measured on."""
+        """Text, model, and the windows of the validation loss."""
+        names = ("source", "width", "layers", "heads", "context", "epoch_steps")
         return {
             "problem": self.name,
-            "source": self.source,
             "characters_to_train_on": len(self.text.train),
             "characters_to_validate_on": len(self.text.validation),
             "alphabet": len(self.text.characters),
-            "width": self.width,
-            "layers": self.layers,
-            "heads": self.heads,
-            "context": self.context,
-            "epoch_steps": self.epoch_steps,
+            **{name: getattr(self, name) for name in names},
             "validation_windows": len(self.validation_starts),
         }
 
@@ -159,30 +143,27 @@ class Language(Problem):
         return windows[:, :-1], windows[:, 1:].flatten()
 
 
-def load_language(path: str | Path, **sizes: int) -> Language:
-    """The problem of the text in a file.
+def load_language(data: Path | None = None, **sizes: int) -> Language:
+    """The problem of a text.
 
     Args:
-        path: the file; its last tenth is for validation.
+        data: a text file; or a folder with tinyshakespeare/input.txt or input.txt in it; None for
+            the folder that TNT_DATA names. The last tenth of the text is for validation.
         sizes: of the model, the windows and the epochs: arguments of `Language`.
 
     Raises:
         ValueError, OSError: the text cannot be read, or is too short.
     """
-    path = Path(path)
+    path = data if data and data.is_file() else data_folder("tinyshakespeare", data) / "input.txt"
     text = read_text(path)
     if len(text.characters) < 2:
-        raise ValueError(f"{path}: must have two different characters or more, got one")
-    try:
-        return Language(text, **sizes, source=path.name)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise ValueError(f"{path}: must have at least two different characters")
+    return Language(text, **sizes, source=path.name)
 
 
 def _spread(count: int, length: int, wanted: int) -> Tensor:
     """At most `wanted` starts in [0, count), evenly spread, at least `length` apart."""
-    fitting = 1 + (count - 1) // length
-    windows = min(wanted, fitting)
+    windows = min(wanted, 1 + (count - 1) // length)
     if windows == 1:
         return torch.zeros(1, dtype=torch.int64)
     return torch.arange(windows) * (count - 1) // (windows - 1)

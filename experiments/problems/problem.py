@@ -1,4 +1,4 @@
-"""What can be trained on: data, a model, a loss, and what is measured besides the loss."""
+"""The interface of a problem: data, a model, a loss, and further figures to measure."""
 
 from __future__ import annotations
 
@@ -8,19 +8,17 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from experiments.models import seeded
-
 
 class Problem(ABC):
     """One data set with the model that is trained on it.
 
     Attributes:
-        name: what commands and records call it.
-        label: what plots call it.
-        likelihood: what the model's output parametrises, for tnt_optim.
+        name: in commands and records.
+        label: in plots.
+        likelihood: the distribution that the model's outputs parametrise, for tnt_optim.
         loss_label: the loss with its unit.
-        examples: how many training examples there are.
-        loss_floor: a loss that no model can go below, if one is known.
+        examples: number of training examples.
+        loss_floor: a lower bound of the loss, if one is known.
     """
 
     name: str
@@ -44,7 +42,7 @@ class Problem(ABC):
 
         Args:
             indices: (batch,), on the data's device.
-            augment: where augmentation draws from, on the same device.
+            augment: generator of the augmentation, on the same device.
         """
 
     @abstractmethod
@@ -53,21 +51,21 @@ class Problem(ABC):
 
     @abstractmethod
     def description(self) -> dict[str, Any]:
-        """All that makes this problem what it is, JSON-ready: runs of one record share it."""
+        """Everything that defines the problem, JSON-ready; the same for all runs of a record."""
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Figures measured at an epoch's end, outside its time; none by default."""
+        """Figures measured at the end of an epoch, outside its time; none by default."""
         return {}
 
     def steps_per_epoch(self, batch_size: int) -> int:
-        """The number of whole batches in the data: the rest of an epoch's shuffle is dropped.
+        """The number of whole batches in the data; the rest of each shuffle is dropped.
 
         Raises:
-            ValueError: not even one batch is whole.
+            ValueError: the data have no whole batch.
         """
-        if batch_size > self.examples:
+        if not 1 <= batch_size <= self.examples:
             raise ValueError(
-                f"batch_size must be at most the number of examples, {self.examples}, "
+                f"batch_size must be from 1 to the number of examples, {self.examples}, "
                 f"got {batch_size}"
             )
         return self.examples // batch_size
@@ -82,11 +80,3 @@ class Problem(ABC):
         """The indices of a warm start's batches: the data set, in its own order."""
         steps = self.steps_per_epoch(batch_size)
         return torch.arange(steps * batch_size).reshape(steps, batch_size)
-
-
-def seeded_model(problem: Problem, seed: int) -> nn.Module:
-    """The problem's model, the same for the same seed; the caller's random state is untouched.
-
-    Built on the CPU, so that a run on a GPU starts from the same parameters.
-    """
-    return seeded(problem.build, seed)

@@ -1,34 +1,29 @@
 """Block Fisher: Figure 1's reference, held against loops over examples and dense solves."""
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from experiments.directions import block_fisher
-from experiments.directions.block_fisher import (
+from experiments import block_fisher
+from experiments.block_fisher import (
     BlockFisher,
     classifier,
     damped_solution,
     layer_vector,
     linear_layers,
-    sampled_example_gradients,
-    seeded_classifier,
 )
+from experiments.models import seeded
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 WIDTHS = (5, 4, 3, 3, 4)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Matrices this small only wait for a second thread, the more where others use the cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def seeded_classifier(widths: tuple[int, ...], seed: int) -> nn.Sequential:
+    return seeded(lambda: classifier(widths), seed)
 
 
 def batch_of(count: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -62,28 +57,6 @@ def test_the_network_is_the_papers() -> None:
     assert sizes == [(256, 20), (20, 20), (20, 20), (20, 20), (20, 20), (20, 10)]
     kinds = "".join("T" if isinstance(m, nn.Tanh) else "L" for m in model)
     assert kinds == "LTLTLTLTLTL", "tanh between the layers, none after the last"
-    with pytest.raises(ValueError, match="widths must be at least two positive sizes"):
-        classifier((3,))
-
-
-def test_a_seeded_start_leaves_the_callers_random_state_alone() -> None:
-    before = torch.get_rng_state()
-    first, again, other = (seeded_classifier(WIDTHS, seed) for seed in (3, 3, 4))
-    assert torch.equal(torch.get_rng_state(), before)
-    assert torch.equal(first[0].weight, again[0].weight)
-    assert not torch.equal(first[0].weight, other[0].weight)
-
-
-def test_example_gradients_are_those_of_a_loop_over_examples() -> None:
-    model, (inputs, _) = seeded_classifier(WIDTHS, 0), batch_of(7, 1)
-    found = sampled_example_gradients(model, inputs, torch.Generator().manual_seed(5))
-    probabilities = model(inputs).detach().softmax(dim=1)
-    labels = torch.multinomial(probabilities, 1, generator=torch.Generator().manual_seed(5))
-    assert len(set(labels.flatten().tolist())) > 1
-    for n in range(7):
-        loss = functional.cross_entropy(model(inputs[n : n + 1]), labels[n])
-        for layer, vector in zip(found, gradient_vectors(model, loss), strict=True):
-            torch.testing.assert_close(layer[n], vector)
 
 
 def test_matrices_are_moving_averages_of_the_batches_fisher_matrices() -> None:
@@ -112,32 +85,6 @@ def test_matrices_are_moving_averages_of_the_batches_fisher_matrices() -> None:
         after = [layer_vector(m.weight, m.bias).detach() for m in linear_layers(model)]
         moved = [(old - new) / 0.3 for old, new in zip(before, after, strict=True)]
         torch.testing.assert_close(moved, directions)
-
-
-def test_without_a_warm_start_the_first_batch_is_the_average() -> None:
-    model, (inputs, labels) = seeded_classifier(WIDTHS, 0), batch_of(6, 0)
-    method = BlockFisher(model, damping=0.1, seed=2)
-    method.directions(inputs, labels)
-    wanted = fishers_by_loops(model, inputs, torch.Generator().manual_seed(2))
-    torch.testing.assert_close(method.matrices, wanted)
-
-
-def test_sampled_matrices_have_the_exact_sum_over_labels_as_their_mean() -> None:
-    model, (inputs, _) = seeded_classifier(WIDTHS, 0), batch_of(2, 3)
-    copies = 4000
-    generator = torch.Generator().manual_seed(0)
-    gradients = sampled_example_gradients(model, inputs.repeat(copies, 1), generator)
-    chances = model(inputs).detach().softmax(dim=1)
-    for index, sampled in enumerate(gradients):
-        exact = torch.zeros(2 * sampled.shape[1:], dtype=torch.float64)
-        for n, y in ((n, y) for n in range(2) for y in range(WIDTHS[-1])):
-            loss = functional.cross_entropy(model(inputs[n : n + 1]), torch.tensor([y]))
-            vector = gradient_vectors(model, loss)[index]
-            exact += chances[n, y] / 2 * torch.outer(vector, vector)
-        # The mean of independent entries: each within five of its standard errors.
-        outers = torch.einsum("ni,nj->nij", sampled, sampled)
-        error = outers.std(dim=0) / math.sqrt(len(sampled))
-        assert ((outers.mean(dim=0) - exact).abs() <= 5 * error + 1e-12).all()
 
 
 def test_damped_solutions_solve() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from experiments.data import cifar10, cifar100, crop_and_flip, normalised
+from experiments.data.cifar import crop_and_flip, read_cifar
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -80,7 +80,7 @@ def test_cifar10_is_read_in_order(
     batches = [batch(4 + i, 10, i) for i in range(6)]
     for name, (images, labels) in zip(CIFAR10_FILES, batches, strict=True):
         (folder / name).write_bytes(write(images, labels, "labels"))
-    read = cifar10(tmp_path)
+    read = read_cifar(tmp_path, 10)
     assert read.classes == 10
     for images, labels, part in (
         (read.train_images, read.train_labels, batches[:5]),
@@ -104,27 +104,12 @@ def test_cifar100_is_read_by_its_fine_labels(tmp_path: Path, place: str) -> None
         coarse = [label // 5 for label in labels]
         content = {b"data": images, b"fine_labels": labels, b"coarse_labels": coarse}
         (folder / name).write_bytes(pickle.dumps(content))
-    read = cifar100(tmp_path)
+    read = read_cifar(tmp_path, 100)
     assert read.classes == 100
     assert torch.equal(read.train_images.flatten(1), torch.from_numpy(parts["train"][0]))
     assert torch.equal(read.test_images.flatten(1), torch.from_numpy(parts["test"][0]))
     assert read.train_labels.tolist() == parts["train"][1]
     assert read.test_labels.tolist() == parts["test"][1]
-
-
-def test_what_is_missing_is_named(ten: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="no such folder: .*nowhere"):
-        cifar10(ten / "nowhere")
-    with pytest.raises(NotADirectoryError, match="must be a folder, got a file: .*test_batch"):
-        cifar10(ten / "test_batch")
-    with pytest.raises(FileNotFoundError, match="holds no CIFAR-100 batches: wanted train, test"):
-        cifar100(ten)
-    (ten / "data_batch_4").unlink()
-    with pytest.raises(FileNotFoundError, match="holds no data_batch_4: wanted data_batch_1, "):
-        cifar10(ten)
-    (ten / "data_batch_1").unlink()
-    with pytest.raises(FileNotFoundError, match="there or in cifar-10-batches-py"):
-        cifar10(ten)
 
 
 IMAGES, LABELS = batch(3, 10, 7)
@@ -133,34 +118,36 @@ IMAGES, LABELS = batch(3, 10, 7)
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ([IMAGES, LABELS], "must hold a dictionary, got list"),
-        ({b"data": IMAGES}, r"must hold 'labels', got \['data'\]"),
-        ({b"data": IMAGES, b"fine_labels": LABELS}, "must hold 'labels', got"),
-        ({b"labels": LABELS}, "must hold 'data', got"),
-        ({b"data": IMAGES.tolist(), b"labels": LABELS}, "'data' must be a uint8 array, got .*list"),
-        ({b"data": IMAGES / 255, b"labels": LABELS}, "must be a uint8 array, got float64"),
-        ({b"data": IMAGES[:, 1:], b"labels": LABELS}, r"must be \(N, 3072\).* got \(3, 3071\)"),
-        ({b"data": IMAGES[:0], b"labels": []}, r"with N > 0, got \(0, 3072\)"),
-        ({b"data": IMAGES.reshape(3, 3, 32, 32), b"labels": LABELS}, r"got \(3, 3, 32, 32\)"),
-        ({b"data": IMAGES, b"labels": LABELS[:2]}, "one for each of 3 images, got 2"),
-        ({b"data": IMAGES, b"labels": [0, 1, 10]}, "must be from 0 to 9, got 0 to 10"),
-        ({b"data": IMAGES, b"labels": [0, 1, -1]}, "must be from 0 to 9, got -1 to 1"),
-        ({b"data": IMAGES, b"labels": [0, 1, "2"]}, "must be a list of integers"),
-        ({b"data": IMAGES, b"labels": [0, 1, True]}, "must be a list of integers"),
+        ([IMAGES, LABELS], "must hold 'data' and"),
+        ({b"data": IMAGES}, "must hold 'data' and 'labels'"),
+        ({b"data": IMAGES, b"fine_labels": LABELS}, "must hold 'data' and 'labels'"),
+        ({b"labels": LABELS}, "must hold 'data' and 'labels'"),
+        ({b"data": IMAGES.tolist(), b"labels": LABELS}, "must hold 'data'"),
+        ({b"data": IMAGES / 255, b"labels": LABELS}, "must be uint8 .* got float64"),
+        (
+            {b"data": IMAGES[:, 1:], b"labels": LABELS},
+            r"must be uint8 \(N, 3072\).* got uint8 \(3, 3071\)",
+        ),
+        ({b"data": IMAGES[:0], b"labels": []}, r"got uint8 \(0, 3072\)"),
+        ({b"data": IMAGES.reshape(3, 3, 32, 32), b"labels": LABELS}, r"got uint8 \(3, 3, 32, 32\)"),
+        ({b"data": IMAGES, b"labels": LABELS[:2]}, r"got uint8 \(3, 3072\) and \(2,\)"),
+        ({b"data": IMAGES, b"labels": [0, 1, 10]}, "numbers from 0 to 9"),
+        ({b"data": IMAGES, b"labels": [0, 1, -1]}, "numbers from 0 to 9"),
+        ({b"data": IMAGES, b"labels": [0, 1, "2"]}, "must hold 'data' and 'labels'"),
     ],
 )
 def test_a_file_of_something_else_is_named(ten: Path, content: object, message: str) -> None:
     (ten / "data_batch_3").write_bytes(pickle.dumps(content))
     with pytest.raises(ValueError, match=f"data_batch_3: .*{message}"):
-        cifar10(ten)
+        read_cifar(ten, 10)
 
 
-@pytest.mark.parametrize("kept", [0, 1, 30, 200, -3000, -1])
+@pytest.mark.parametrize("kept", [0, 30, -1])
 def test_a_file_that_is_cut_short_is_named(ten: Path, kept: int) -> None:
     path = ten / "test_batch"
     path.write_bytes(path.read_bytes()[:kept])
     with pytest.raises(ValueError, match="test_batch: no CIFAR batch, or a corrupt one: "):
-        cifar10(ten)
+        read_cifar(ten, 10)
 
 
 class Call:
@@ -192,45 +179,10 @@ def test_a_malicious_pickle_is_refused_before_it_does_anything(
     (ten / "data_batch_1").write_bytes(content)
     message = rf"data_batch_1: no CIFAR batch, .*: it asks for .*{name}"
     with pytest.raises(ValueError, match=message):
-        cifar10(ten)
+        read_cifar(ten, 10)
     assert not mark.exists()
     pickle.loads(content)
     assert mark.exists()  # where everything may be called, it would have done harm
-
-
-def test_arrays_of_objects_are_refused(ten: Path) -> None:
-    objects = np.array([[1, "two"]], dtype=object)
-    (ten / "data_batch_1").write_bytes(pickle.dumps({b"data": objects, b"labels": [0]}))
-    with pytest.raises(ValueError, match="data_batch_1: .* it holds an array of objects"):
-        cifar10(ten)
-
-
-def test_normalised_is_channel_by_channel() -> None:
-    images = torch.randint(256, (5, 3, 9, 7), dtype=torch.uint8)
-    before = images.clone()
-    mean, std = (0.5, 0.25, 0.1), (0.2, 0.3, 1.5)
-    read = normalised(images, mean, std)
-    assert read.dtype == torch.float32 and torch.equal(images, before)
-    for c in range(3):
-        wanted = (images[:, c].double() / 255 - mean[c]) / std[c]
-        torch.testing.assert_close(read[:, c].double(), wanted, rtol=1e-6, atol=1e-6)
-    assert torch.equal(normalised(images, torch.tensor(mean), torch.tensor(std)), read)
-
-
-@pytest.mark.parametrize(
-    ("images", "mean", "std", "message"),
-    [
-        (torch.rand(2, 3, 4, 4), (0, 0, 0), (1, 1, 1), r"images must be uint8 .* torch.float32"),
-        (torch.ones(3, 4, 4).byte(), (0, 0, 0), (1, 1, 1), r"images must be .* \(3, 4, 4\)"),
-        (torch.ones(2, 3, 4, 4).byte(), (0, 0), (1, 1, 1), r"mean must be .* 3 channels, got \(2,"),
-        (torch.ones(2, 3, 4, 4).byte(), (0, 0, 0), (1,), r"std must be .* 3 channels, got \(1,"),
-    ],
-)
-def test_normalised_refuses(
-    images: torch.Tensor, mean: tuple[float, ...], std: tuple[float, ...], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        normalised(images, mean, std)
 
 
 def variants(image: torch.Tensor, padding: int) -> torch.Tensor:
@@ -279,40 +231,3 @@ def test_crops_are_those_of_a_loop_over_images(
     again = crop_and_flip(images, torch.Generator().manual_seed(5), padding)
     assert torch.equal(again, cropped)
     assert not torch.equal(crop_and_flip(images, torch.Generator().manual_seed(6), padding), again)
-
-
-def test_crops_and_flips_are_uniform_and_independent() -> None:
-    images = torch.randint(1, 256, (1, 1, 5, 6)).expand(8100, -1, -1, -1)
-    generator = torch.Generator().manual_seed(0)
-    before = torch.get_rng_state()
-    cropped = crop_and_flip(images, generator, padding=1)
-    assert torch.equal(torch.get_rng_state(), before)
-    made = variants(images[0], 1).reshape(18, -1)
-    counts = torch.stack([(cropped.flatten(1) == one).all(1).sum() for one in made])
-    assert counts.sum() == 8100
-    # 450 of each of 18, with a deviation of 20.6.
-    assert (counts - 450).abs().max() < 4 * 20.6
-    assert not torch.equal(crop_and_flip(images, generator, padding=1), cropped)
-
-
-def test_images_in_other_layouts_are_cropped_alike() -> None:
-    images = torch.rand(6, 3, 8, 10)
-    wanted = crop_and_flip(images, torch.Generator().manual_seed(1))
-    strided = images.contiguous(memory_format=torch.channels_last)
-    assert torch.equal(crop_and_flip(strided, torch.Generator().manual_seed(1)), wanted)
-    assert crop_and_flip(images[:0], torch.Generator()).shape == (0, 3, 8, 10)
-
-
-def test_without_padding_only_the_flip_is_left() -> None:
-    images = torch.rand(64, 3, 4, 4)
-    cropped = crop_and_flip(images, torch.Generator().manual_seed(0), padding=0)
-    same = (cropped == images).flatten(1).all(1)
-    mirrored = (cropped == images.flip(-1)).flatten(1).all(1)
-    assert (same ^ mirrored).all() and same.any() and mirrored.any()
-
-
-def test_crop_and_flip_refuses() -> None:
-    with pytest.raises(ValueError, match=r"images must be \(N, C, H, W\), got \(3, 4, 4\)"):
-        crop_and_flip(torch.rand(3, 4, 4), torch.Generator())
-    with pytest.raises(ValueError, match="padding must not be negative, got -1"):
-        crop_and_flip(torch.rand(1, 3, 4, 4), torch.Generator(), padding=-1)

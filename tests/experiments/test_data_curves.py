@@ -1,12 +1,10 @@
-"""The CURVES set against a pen moved along the curve point by point."""
-
-import math
+"""The CURVES set against a pen at 4001 points of the curve; the digits."""
 
 import pytest
 import torch
 
-from experiments.data import curves_images
-from experiments.data.curves import drawn_curves
+from experiments.data.curves import curves_images, drawn_curves
+from experiments.data.digits import digits_images
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -45,39 +43,14 @@ def test_a_curve_is_drawn_by_a_pen_along_it(points: list[list[float]]) -> None:
     )
 
 
-def test_a_dot_is_a_disc_of_the_pens_width() -> None:
-    image = drawn_curves(torch.full((1, 3, 2), 14.0)).reshape(28, 28)
-    # Four pixels' centres are 0.71 away, eight 1.58: only the four are touched.
-    assert image.nonzero().tolist() == [[13, 13], [13, 14], [14, 13], [14, 14]]
-    assert image[13, 13].item() == pytest.approx(1.5 - math.sqrt(0.5))
-
-
-def test_images_are_curves_inside_the_frame() -> None:
-    images = curves_images(300)
-    assert images.dtype == torch.float32
-    assert images.min() == 0 and images.max() == 1
-    square = images.reshape(300, 28, 28)
-    border = torch.cat([square[:, 0], square[:, -1], square[:, :, 0], square[:, :, -1]], dim=1)
-    assert border.max() == 0
-    # Every curve has ink, but is a curve: the pen covers no more than its way.
-    ink = square.sum((1, 2))
-    assert ink.min() > 1.5 and ink.max() < 2.5 * 70
-    assert len(images.unique(dim=0)) == 300
-
-
 def test_a_longer_set_starts_with_a_shorter_one() -> None:
     whole = curves_images(1013, seed=3)
     for count in (1, 7, 1000):
         assert torch.equal(curves_images(count, seed=3), whole[:count])
 
 
-def test_the_seed_decides() -> None:
-    before = torch.get_rng_state()
-    assert torch.equal(curves_images(20, seed=1), curves_images(20, seed=1))
-    assert not torch.equal(curves_images(20, seed=1), curves_images(20, seed=2))
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_no_images_are_refused() -> None:
-    with pytest.raises(ValueError, match="count must be positive, got 0"):
-        curves_images(0)
+def test_digits_are_scaled_scans() -> None:
+    digits = digits_images()
+    assert digits.shape == (1797, 64) and digits.dtype == torch.float32
+    assert (digits.min().item(), digits.max().item()) == (0.0, 1.0)
+    assert torch.equal(digits * 16, (digits * 16).round())

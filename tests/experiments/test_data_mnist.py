@@ -2,6 +2,7 @@
 
 import gzip
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -9,11 +10,10 @@ import pytest
 import torch
 from PIL import Image
 
-from experiments.data import mnist_16x16, mnist_images, mnist_labels, read_idx
+from experiments.data.mnist import mnist_16x16, mnist_images, mnist_labels, read_idx
 
 RAW_NAMES = ("train-images-idx3-ubyte", "train-images.idx3-ubyte")
 LABEL_NAMES = ("train-labels-idx1-ubyte", "train-labels.idx1-ubyte")
-REAL = Path(__file__).parents[3] / "shared" / "data" / "mnist"
 
 
 def idx_bytes(array: torch.Tensor) -> bytes:
@@ -52,33 +52,9 @@ def test_mnist_is_found_in_every_layout(
     torch.testing.assert_close(read, images.reshape(5, 784) / 255, rtol=0, atol=0)
 
 
-def test_a_raw_file_is_taken_before_a_gzipped_one(tmp_path: Path, images: torch.Tensor) -> None:
-    (tmp_path / RAW_NAMES[1]).write_bytes(idx_bytes(images))
-    (tmp_path / f"{RAW_NAMES[0]}.gz").write_bytes(b"not read")
-    assert mnist_images(tmp_path).shape == (5, 784)
-
-
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"no such folder: .*nowhere"):
         mnist_images(tmp_path / "nowhere")
-
-
-def test_a_file_for_a_folder_is_named(tmp_path: Path) -> None:
-    path = tmp_path / RAW_NAMES[0]
-    path.write_bytes(b"")
-    with pytest.raises(NotADirectoryError, match=r"must be a folder, got a file: .*ubyte"):
-        mnist_images(path)
-
-
-def test_an_empty_folder_is_named_with_what_was_wanted(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"is empty: wanted train-images-idx3-ubyte or"):
-        mnist_images(tmp_path)
-
-
-def test_a_folder_of_other_files_is_named(tmp_path: Path) -> None:
-    (tmp_path / "t10k-images-idx3-ubyte").write_bytes(b"")
-    with pytest.raises(FileNotFoundError, match=r"holds no MNIST training images: wanted"):
-        mnist_images(tmp_path)
 
 
 GOOD = idx_bytes(torch.ones(2, 3, dtype=torch.uint8))
@@ -87,14 +63,14 @@ GOOD = idx_bytes(torch.ones(2, 3, dtype=torch.uint8))
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "truncated: an IDX header has at least 4 bytes, got 0"),
-        (GOOD[:3], "truncated: an IDX header has at least 4 bytes, got 3"),
-        (b"\x89PNG" + GOOD, "wrong magic number: .* got 89 50 4e 47"),
-        (b"\0\0\x0d\x02" + GOOD[4:], "wrong magic number: .* got 00 00 0d 02"),
-        (b"\0\0\x08\x00", "wrong magic number: .* got 00 00 08 00"),
-        (GOOD[:7], "truncated: a header of 2 dimensions has 12 bytes, got 7"),
-        (GOOD[:-1], "truncated: 2x3 needs 6 bytes after the header, got 5"),
-        (GOOD + b"ab", "2 trailing bytes: 2x3 needs 6 bytes after the header, got 8"),
+        (b"", "must start with 00 00 08"),
+        (GOOD[:3], "must start with 00 00 08"),
+        (b"\x89PNG" + GOOD, "must start with .* got 89 50 4e 47"),
+        (b"\0\0\x0d\x02" + GOOD[4:], "must start with .* got 00 00 0d 02"),
+        (b"\0\0\x08\x00", "must start with .* got 00 00 08 00"),
+        (GOOD[:7], "must have .* got 7"),
+        (GOOD[:-1], "must have 18 bytes .* got 17"),
+        (GOOD + b"ab", "must have 18 bytes .* got 20"),
     ],
 )
 @pytest.mark.parametrize("packed", [False, True])
@@ -108,56 +84,11 @@ def test_a_broken_idx_file_is_named_with_what_is_wrong(
 
 
 @pytest.mark.parametrize(
-    "content",
-    [
-        pytest.param(GOOD, id="not gzip at all"),
-        pytest.param(gzip.compress(GOOD)[:-9], id="cut short"),
-        pytest.param(gzip.compress(GOOD)[:-8] + bytes(8), id="wrong checksum"),
-        pytest.param(gzip.compress(GOOD)[:10] + b"\xff" * 12, id="broken stream"),
-    ],
-)
-def test_a_corrupt_gzip_file_is_named(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "broken-ubyte.gz"
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"broken-ubyte\.gz: corrupt gzip file: "):
-        read_idx(path)
-
-
-@pytest.mark.parametrize("shape", [(5, 28), (5, 14, 28), (0, 28, 28)])
-def test_images_of_another_size_are_refused(tmp_path: Path, shape: tuple[int, ...]) -> None:
-    (tmp_path / RAW_NAMES[0]).write_bytes(idx_bytes(torch.zeros(shape, dtype=torch.uint8)))
-    with pytest.raises(ValueError, match=r"idx3-ubyte: must hold 28x28 images .* got sizes"):
-        mnist_images(tmp_path)
-
-
-@pytest.mark.parametrize("place", [".", "MNIST/raw"])
-@pytest.mark.parametrize("ending", ["", ".gz"])
-@pytest.mark.parametrize("name", LABEL_NAMES)
-def test_labels_are_found_in_every_layout(
-    tmp_path: Path, place: str, ending: str, name: str
-) -> None:
-    labels = torch.tensor([3, 0, 9, 9, 1], dtype=torch.uint8)
-    folder = tmp_path / place
-    folder.mkdir(parents=True, exist_ok=True)
-    content = idx_bytes(labels)
-    (folder / (name + ending)).write_bytes(gzip.compress(content) if ending else content)
-    read = mnist_labels(tmp_path)
-    assert read.dtype == torch.int64
-    assert read.tolist() == [3, 0, 9, 9, 1]
-
-
-def test_labels_that_are_missing_are_named(tmp_path: Path) -> None:
-    (tmp_path / RAW_NAMES[0]).write_bytes(b"")
-    with pytest.raises(FileNotFoundError, match=r"no MNIST training labels: wanted train-labels"):
-        mnist_labels(tmp_path)
-
-
-@pytest.mark.parametrize(
     ("labels", "message"),
     [
-        (torch.zeros(2, 3), r"must hold labels \(size N > 0\), got sizes \(2, 3\)"),
-        (torch.zeros(0), r"must hold labels \(size N > 0\), got sizes \(0,\)"),
-        (torch.tensor([1, 10]), "must hold digits, 0 to 9, got 10"),
+        (torch.zeros(2, 3), r"must hold digits .*got sizes \(2, 3\)"),
+        (torch.zeros(0), r"must hold digits .*got sizes \(0,\)"),
+        (torch.tensor([1, 10]), "must hold digits from 0 to 9"),
     ],
 )
 def test_labels_of_another_kind_are_refused(
@@ -166,28 +97,6 @@ def test_labels_of_another_kind_are_refused(
     (tmp_path / LABEL_NAMES[0]).write_bytes(idx_bytes(labels.to(torch.uint8)))
     with pytest.raises(ValueError, match=f"idx1-ubyte: {message}"):
         mnist_labels(tmp_path)
-
-
-def triangle_weights(before: int, after: int) -> torch.Tensor:
-    """How much each of `before` pixels counts in each of `after`: (after, before), float64."""
-    scale = before / after
-    centres = (torch.arange(after, dtype=torch.float64) + 0.5) * scale
-    distances = (torch.arange(before) + 0.5 - centres[:, None]).abs() / scale
-    weights = (1 - distances).clamp_min(0)
-    return weights / weights.sum(1, keepdim=True)
-
-
-def test_16x16_is_the_antialiased_bilinear_image(tmp_path: Path, images: torch.Tensor) -> None:
-    (tmp_path / RAW_NAMES[0]).write_bytes(idx_bytes(images))
-    small = mnist_16x16(tmp_path)
-    assert small.dtype == torch.float32
-    weights = triangle_weights(28, 16)
-    wanted = weights @ images.double() @ weights.T
-    # Two roundings to whole grey levels, after the rows and after the columns.
-    torch.testing.assert_close(
-        small.double() * 255, wanted.reshape(5, 256), rtol=0, atol=1.01, check_dtype=False
-    )
-    assert torch.equal(small * 255, (small * 255).round())
 
 
 def test_16x16_is_what_pillow_makes(tmp_path: Path, images: torch.Tensor) -> None:
@@ -204,9 +113,9 @@ def test_16x16_is_what_pillow_makes(tmp_path: Path, images: torch.Tensor) -> Non
     assert (difference != 0).float().mean() < 0.06
 
 
-@pytest.mark.skipif(not REAL.is_dir(), reason="MNIST is not here")
-def test_the_real_files() -> None:
-    labels = mnist_labels(REAL)
+def test_the_real_files(real_data: Callable[[str], Path]) -> None:
+    folder = real_data("mnist")
+    labels = mnist_labels(folder)
     assert labels[:10].tolist() == [5, 0, 4, 1, 9, 2, 1, 3, 1, 4]
     assert labels.bincount().tolist() == [
         5923,
@@ -220,7 +129,7 @@ def test_the_real_files() -> None:
         5851,
         5949,
     ]
-    images, small = mnist_images(REAL), mnist_16x16(REAL)
+    images, small = mnist_images(folder), mnist_16x16(folder)
     assert images.shape == (60000, 784)
     assert images.mean().item() == pytest.approx(0.1307, abs=5e-5)
     # The border that the narrower sum leaves out is black.

@@ -1,13 +1,12 @@
 """The reader of texts."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from experiments.data import read_text
-
-REAL = Path(__file__).parents[3] / "shared" / "data" / "tinyshakespeare" / "input.txt"
+from experiments.data.text import read_text
 
 
 @pytest.fixture
@@ -50,27 +49,12 @@ def test_other_encodings_are_refused(path: Path, content: bytes) -> None:
 )
 def test_a_text_that_is_too_short_is_refused(path: Path, text: str, counts: str) -> None:
     path.write_text(text)
-    with pytest.raises(ValueError, match=rf"input\.txt: too short: .* got {counts}"):
+    with pytest.raises(ValueError, match=rf"input\.txt: training and validation .* got {counts}"):
         read_text(path)
 
 
-@pytest.mark.parametrize("validation", [0.0, 1.0, -0.1, float("nan")])
-def test_a_share_that_is_none_is_refused(path: Path, validation: float) -> None:
-    path.write_text("some text of some length")
-    with pytest.raises(ValueError, match=r"validation must be inside \(0, 1\), got"):
-        read_text(path, validation)
-
-
-def test_what_is_not_there_is_named(path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"no such file: .*input\.txt"):
-        read_text(path)
-    with pytest.raises(IsADirectoryError, match="must be a text file, got a folder"):
-        read_text(path.parent)
-
-
-@pytest.mark.skipif(not REAL.is_file(), reason="Tiny Shakespeare is not here")
-def test_the_real_file() -> None:
-    read = read_text(REAL)
+def test_the_real_file(real_data: Callable[[str], Path]) -> None:
+    read = read_text(real_data("tinyshakespeare") / "input.txt")
     assert (len(read.train), len(read.validation), len(read.characters)) == (1003854, 111540, 65)
     start = "".join(read.characters[code] for code in read.train[:14].tolist())
     assert start == "First Citizen:"

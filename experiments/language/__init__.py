@@ -1,1 +1,0 @@
-"""The comparison beyond the paper, on a character-level transformer."""

@@ -1,0 +1,382 @@
+"""The optimizers by name, every setting of a run, and the two baselines that torch has in parts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from tnt_optim import KFAC, TNT, Shampoo
+
+# The first part of a run, in which "warmup-cosine" raises the learning rate.
+WARM_UP = 0.05
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Every setting of one run. None: the optimizer has no such setting."""
+
+    optimizer: str
+    lr: float  # alpha in the paper
+    damping: float | None  # epsilon in the paper, lambda for KFAC; Adam's epsilon
+    momentum: float  # mu in the paper; Adam's beta_1
+    stat_decay: float | None  # beta in the paper; Adam's beta_2
+    weight_decay: float  # gamma in the paper, decoupled
+    stat_interval: int | None  # T_1 in the paper
+    inverse_interval: int | None  # T_2 in the paper
+    warm_start: bool | None
+    relative_damping: bool | None
+    graft: str | None
+    schedule: str  # "constant", "step:N" (a tenth every N epochs) or "warmup-cosine"
+    batch_size: int
+    epochs: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Method:
+    """One optimizer of the comparison.
+
+    Attributes:
+        label: its name in tables and legends, as in the paper.
+        colour: of its curves; from Okabe and Ito's palette, which colour-blind readers can tell.
+        statistics: source of the curvature: labels "sampled" from the model's own distribution,
+            the "empirical" training gradients, or None for a first-order method.
+        damped: whether it has a damping (Adam: its epsilon).
+        stat_decay: decay of its moving average (beta in the paper; Adam's beta_2), as the paper
+            sets it; None without such an average.
+        build: makes the optimizer from the model, the settings and the likelihood of the outputs.
+    """
+
+    label: str
+    colour: str
+    statistics: Literal["sampled", "empirical"] | None
+    damped: bool
+    stat_decay: float | None
+    build: Callable[[nn.Module, Settings, str], torch.optim.Optimizer]
+
+
+def method_settings(
+    optimizer: str,
+    lr: float,
+    damping: float | None,
+    *,
+    batch_size: int,
+    epochs: int,
+    momentum: float = 0.9,
+    stat_decay: float | None = None,
+    weight_decay: float = 0.0,
+    intervals: tuple[int, int] = (1, 20),
+    warm_start: bool = True,
+    graft: str | None = None,
+    relative_damping: bool = False,
+    schedule: str = "constant",
+    seed: int = 0,
+) -> Settings:
+    """`Settings`, with None for every setting that the optimizer does not have.
+
+    `stat_decay` None is the method's own; `intervals` are T1 and T2.
+    """
+    second_order, grafts = has_statistics(optimizer), takes_graft(optimizer)
+    return Settings(
+        optimizer=optimizer,
+        lr=lr,
+        damping=damping if METHODS[optimizer].damped else None,
+        momentum=momentum,
+        stat_decay=METHODS[optimizer].stat_decay if stat_decay is None else stat_decay,
+        weight_decay=weight_decay,
+        stat_interval=intervals[0] if second_order else None,
+        inverse_interval=intervals[1] if second_order else None,
+        warm_start=warm_start if second_order else None,
+        relative_damping=relative_damping if grafts else None,
+        graft=graft if grafts else None,
+        schedule=schedule,
+        batch_size=batch_size,
+        epochs=epochs,
+        seed=seed,
+    )
+
+
+def lr_multiplier(schedule: str, step: int, steps_per_epoch: int, steps: int) -> float:
+    """The factor of the learning rate at one step, counted from 0.
+
+    Args:
+        schedule: "constant"; "step:N", a tenth of it every N epochs; or "warmup-cosine", linear
+            from 0 over the first twentieth of the steps, then down to 0 along a cosine.
+        step: the step about to be taken.
+        steps_per_epoch: steps in an epoch.
+        steps: steps in the run.
+
+    Raises:
+        ValueError: there is no such schedule.
+
+    >>> [lr_multiplier("step:2", step, 1, 6) for step in range(6)]
+    [1.0, 1.0, 0.1, 0.1, 0.01, 0.01]
+    """
+    if schedule == "constant":
+        return 1.0
+    if schedule == "warmup-cosine":
+        warm = max(1, math.ceil(WARM_UP * steps))
+        if step < warm:
+            return (step + 1) / warm
+        return (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm))) / 2
+    kind, _, number = schedule.partition(":")
+    if kind == "step" and number.isdecimal() and int(number) > 0:
+        return float(f"{0.1 ** (step // steps_per_epoch // int(number)):.6g}")
+    raise ValueError(
+        f"schedule must be 'constant', 'warmup-cosine' or 'step:N' with N > 0, got {schedule!r}"
+    )
+
+
+# The settings that labels name, and how.
+_IN_LABELS = {
+    "lr": "lr {:g}",
+    "damping": "damping {:g}",
+    "momentum": "momentum {:g}",
+    "stat_decay": "β {:g}",
+    "weight_decay": "decay {:g}",
+    "stat_interval": "T1 = {}",
+    "inverse_interval": "T2 = {}",
+    "warm_start": "warm start: {}",
+    "graft": "graft: {}",
+    "relative_damping": "relative damping: {}",
+    "schedule": "{}",
+    "batch_size": "batch {}",
+    "epochs": "{} epochs",
+}
+
+
+def variant(settings: Settings) -> tuple[tuple[str, object], ...]:
+    """Every setting but the seed: runs with the same variant are one curve."""
+    return tuple((name, value) for name, value in asdict(settings).items() if name != "seed")
+
+
+def variant_labels(variants: Sequence[Settings]) -> list[str]:
+    """For each variant the method's name, with the settings that differ within the method."""
+    labels = []
+    for settings in variants:
+        like = [other for other in variants if other.optimizer == settings.optimizer]
+        parts = [
+            text.format(getattr(settings, name))
+            for name, text in _IN_LABELS.items()
+            if len({getattr(other, name) for other in like}) > 1
+            and getattr(settings, name) is not None
+        ]
+        label = METHODS[settings.optimizer].label
+        labels.append(f"{label} ({', '.join(parts)})" if parts else label)
+    return labels
+
+
+class DecoupledSGD(torch.optim.SGD):
+    """SGD with momentum and decoupled weight decay: m <- mu m + g; W <- W - lr (m + decay W).
+
+    On torch's fused kernel. torch's own SGD adds the decay to the gradient, so it passes through
+    the momentum; the paper decays the weights of all methods in the same way.
+
+    Args:
+        params: parameters, named parameters or groups.
+        lr: alpha in the paper.
+        momentum: mu in the paper.
+        weight_decay: gamma in the paper.
+    """
+
+    def __init__(
+        self, params: Any, lr: float, momentum: float = 0.9, weight_decay: float = 0.0
+    ) -> None:
+        super().__init__(params, lr=lr, momentum=momentum, fused=True)
+        self.defaults["decoupled_decay"] = weight_decay
+        for group in self.param_groups:
+            group.setdefault("decoupled_decay", weight_decay)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step; return the closure's value, if there is a closure."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            if group["decoupled_decay"] != 0:
+                with_gradient = [p for p in group["params"] if p.grad is not None]
+                torch._foreach_mul_(with_gradient, 1 - group["lr"] * group["decoupled_decay"])
+        super().step()
+        return loss
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """torch's Muon on the matrices of the hidden layers, AdamW on all other parameters.
+
+    Other parameters: embeddings, the output layer, vectors. Muon's updates have the root mean
+    square of AdamW's (`match_rms_adamw`), so one learning rate serves both.
+
+    Args:
+        model: the parameters, embeddings and last linear layer are found in it.
+        lr: of both.
+        momentum: Muon's.
+        weight_decay: of both, decoupled.
+        betas: AdamW's.
+
+    Raises:
+        ValueError: the model has no matrix in a hidden layer.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float,
+        momentum: float = 0.95,
+        weight_decay: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.99),
+    ) -> None:
+        hidden = hidden_matrices(model)
+        if not hidden:
+            raise ValueError("model must have a matrix in a hidden layer for Muon, got none")
+        chosen = {id(p) for _, p in hidden}
+        rest = [(n, p) for n, p in model.named_parameters() if id(p) not in chosen]
+        self._parts: tuple[torch.optim.Optimizer, ...] = (
+            torch.optim.Muon(
+                hidden,
+                lr=lr,
+                momentum=momentum,
+                weight_decay=weight_decay,
+                adjust_lr_fn="match_rms_adamw",
+            ),
+            torch.optim.AdamW(rest, lr=lr, betas=betas, weight_decay=weight_decay, fused=True),
+        )
+        groups = [group for part in self._parts for group in part.param_groups]
+        shared = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "betas": betas}
+        super().__init__(groups, shared)
+        # The same group objects as the parts': a learning rate set here reaches them.
+        self.param_groups = groups
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step; return the closure's value, if there is a closure."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self._parts:
+            part.step()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of both parts."""
+        return {"parts": [part.state_dict() for part in self._parts]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a result of `state_dict`."""
+        for part, state in zip(self._parts, state_dict["parts"], strict=True):
+            part.load_state_dict(state)
+        self.param_groups = [group for part in self._parts for group in part.param_groups]
+
+
+def hidden_matrices(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Named weights of all linear layers but the last one, which makes the outputs."""
+    linears = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear)]
+    return [(f"{name}.weight", module.weight) for name, module in linears[:-1]]
+
+
+def _tnt(model: nn.Module, settings: Settings, likelihood: str) -> torch.optim.Optimizer:
+    return TNT(
+        model.named_parameters(),  # names, for the warnings
+        likelihood=likelihood,
+        fisher="empirical" if settings.optimizer == "tnt-ef" else "sampled",
+        seed=settings.seed,
+        relative_damping=bool(settings.relative_damping),
+        graft=settings.graft,
+        **_second_order(settings),
+    )
+
+
+def _shampoo(model: nn.Module, settings: Settings, likelihood: str) -> torch.optim.Optimizer:
+    return Shampoo(
+        model.named_parameters(),
+        relative_damping=bool(settings.relative_damping),
+        graft=settings.graft,
+        **_second_order(settings),
+    )
+
+
+def _kfac(model: nn.Module, settings: Settings, likelihood: str) -> torch.optim.Optimizer:
+    return KFAC(
+        model,
+        likelihood=likelihood,
+        inverse="eigenbasis" if settings.optimizer == "kfac-eigen" else "damped",
+        seed=settings.seed,
+        **_second_order(settings),
+    )
+
+
+def _adam(model: nn.Module, settings: Settings, likelihood: str) -> torch.optim.Optimizer:
+    assert settings.stat_decay is not None and settings.damping is not None
+    # AdamW without decay is Adam.
+    return torch.optim.AdamW(
+        model.named_parameters(),
+        lr=settings.lr,
+        betas=(settings.momentum, settings.stat_decay),
+        eps=settings.damping,
+        weight_decay=settings.weight_decay,
+        fused=True,
+    )
+
+
+def _sgd(model: nn.Module, settings: Settings, likelihood: str) -> torch.optim.Optimizer:
+    return DecoupledSGD(
+        model.named_parameters(),
+        lr=settings.lr,
+        momentum=settings.momentum,
+        weight_decay=settings.weight_decay,
+    )
+
+
+def _muon(model: nn.Module, settings: Settings, likelihood: str) -> torch.optim.Optimizer:
+    return MuonWithAdamW(
+        model, lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay
+    )
+
+
+def _second_order(settings: Settings) -> dict[str, Any]:
+    names = ("lr", "damping", "momentum", "stat_decay", "weight_decay")
+    return {name: getattr(settings, name) for name in (*names, "stat_interval", "inverse_interval")}
+
+
+METHODS: dict[str, Method] = {
+    "tnt": Method("TNT", "#0072B2", "sampled", True, 0.9, _tnt),
+    "tnt-ef": Method("TNT-EF", "#56B4E9", "empirical", True, 0.9, _tnt),
+    # The paper inverts KFAC's damped factors for the autoencoders, and works in their eigenbasis
+    # for the convolutional networks.
+    "kfac": Method("KFAC", "#CC79A7", "sampled", True, 0.9, _kfac),
+    "kfac-eigen": Method("KFAC (eigenbasis)", "#AA4499", "sampled", True, 0.9, _kfac),
+    "shampoo": Method("Shampoo", "#E69F00", "empirical", True, 0.9, _shampoo),
+    "adam": Method("Adam", "#009E73", None, True, 0.999, _adam),
+    "sgd": Method("SGD-m", "#D55E00", None, False, None, _sgd),
+    "muon": Method("Muon + AdamW", "#000000", None, False, None, _muon),
+}
+
+
+def has_statistics(optimizer: str) -> bool:
+    """Whether the optimizer is second-order: with statistics, inverses and a warm start."""
+    return METHODS[optimizer].statistics is not None
+
+
+def takes_graft(optimizer: str) -> bool:
+    """Whether the optimizer has `graft` and `relative_damping`."""
+    return optimizer in ("tnt", "tnt-ef", "shampoo")
+
+
+def build_optimizer(model: nn.Module, settings: Settings, likelihood: str) -> torch.optim.Optimizer:
+    """The optimizer that `settings` names, over all parameters of `model`.
+
+    Raises:
+        ValueError: there is no such method.
+    """
+    if settings.optimizer not in METHODS:
+        raise ValueError(
+            f"optimizer must be one of {', '.join(METHODS)}, got {settings.optimizer!r}"
+        )
+    return METHODS[settings.optimizer].build(model, settings, likelihood)

@@ -1,0 +1,153 @@
+"""The pictures' common parts, and the picture of training runs in the paper's form."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot  # noqa: E402
+from matplotlib.axes import Axes  # noqa: E402
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, ScalarFormatter  # noqa: E402
+
+from experiments.methods import METHODS, variant, variant_labels  # noqa: E402
+from experiments.training import Epoch, Run  # noqa: E402
+
+# The lines of several variants of one method.
+DASHES = ("-", "--", "-.", (0, (1, 1.5)), (0, (5, 1, 1, 1, 1, 1)))
+
+
+def save(figure: Any, path: Path, title: str, dpi: int = 110) -> None:
+    """Write a figure as a PNG and close it."""
+    figure.suptitle(title, fontsize=11)
+    figure.savefig(path, dpi=dpi)
+    pyplot.close(figure)
+
+
+def plain_axes(axes: Axes) -> None:
+    """A light grid, no frame at the top and on the right."""
+    axes.grid(True, color="0.9", linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def band(
+    axes: Axes, x: Sequence[float], columns: Sequence[Sequence[float]], **style: Any
+) -> list[float]:
+    """Draw the mean of each column at its x, and a band of one standard deviation.
+
+    Returns:
+        The means.
+    """
+    means = [statistics.fmean(column) for column in columns]
+    spreads = [
+        statistics.stdev(column) if len(column) > 1 and math.isfinite(mean) else 0.0
+        for column, mean in zip(columns, means, strict=True)
+    ]
+    axes.plot(x, means, **style)
+    low = [mean - spread for mean, spread in zip(means, spreads, strict=True)]
+    high = [mean + spread for mean, spread in zip(means, spreads, strict=True)]
+    axes.fill_between(x, low, high, color=style["color"], alpha=0.15, linewidth=0)
+    return means
+
+
+def grouped(runs: Sequence[Run]) -> list[tuple[str, list[Run]]]:
+    """Runs that differ only in the seed, with a label for each group."""
+    groups: dict[object, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(variant(run.settings), []).append(run)
+    members = list(groups.values())
+    return list(zip(variant_labels([group[0].settings for group in members]), members, strict=True))
+
+
+def plot_runs(
+    runs: Sequence[Run],
+    path: Path,
+    title: str,
+    loss_label: str = "nats per image",
+    metric: str | None = None,
+) -> None:
+    """Draw the smoothed loss against epochs and against seconds.
+
+    Lines are means over the seeds, bands a standard deviation to both sides. The curve against
+    seconds starts at the end of the warm start. A dotted line is the loss's lower bound, if known.
+
+    Args:
+        runs: on one problem.
+        path: the PNG to write.
+        title: above the panels.
+        loss_label: the unit of the loss.
+        metric: a metric of the epochs for a second row of panels.
+    """
+    rows = 1 if metric is None else 2
+    figure, panels = pyplot.subplots(
+        rows, 2, figsize=(11, 4.4 * rows), sharey="row", squeeze=False, layout="constrained"
+    )
+    drawn: dict[str, int] = {}
+    for label, members in grouped(runs):
+        method = members[0].settings.optimizer
+        number = drawn.setdefault(method, 0)
+        drawn[method] += 1
+        style = {
+            "color": METHODS[method].colour,
+            "linestyle": DASHES[number % len(DASHES)],
+            "linewidth": 1.8,
+        }
+        finished = [run for run in members if run.diverged_at_step is None]
+        lost = len(members) - len(finished)
+        if lost:
+            label += f" ({lost} of {len(members)} diverged)"
+        _curves(panels[0], finished or members, label, style, lambda e: e.smoothed_loss, start=True)
+        if metric is not None and finished:
+            _curves(panels[1], finished, label, style, lambda e: e.metrics[metric], start=False)
+    panels[0, 0].set_ylabel(f"smoothed minibatch loss [{loss_label}]")
+    for axes in panels[0]:
+        _loss_axis(axes, runs[0].loss_floor)
+    if metric is not None:
+        panels[1, 0].set_ylabel(metric.replace("_", " "))
+    for by_epoch, by_second in panels:
+        by_epoch.set_xlabel("epoch")
+        by_epoch.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+        by_second.set_xlabel("training time [s], warm start included")
+        for axes in (by_epoch, by_second):
+            axes.set_xlim(left=0)
+            plain_axes(axes)
+    panels[0, 0].legend(frameon=False, fontsize=8)
+    save(figure, path, title)
+
+
+def _curves(
+    panels: Sequence[Axes],
+    runs: Sequence[Run],
+    label: str,
+    style: dict[str, Any],
+    value: Callable[[Epoch], float],
+    *,
+    start: bool,
+) -> None:
+    """One method's mean and spread, against epochs and against seconds."""
+    finite = [[e for e in run.epochs if math.isfinite(e.smoothed_loss)] for run in runs]
+    count = min(map(len, finite))
+    columns = [[value(run.epochs[i]) for run in runs] for i in range(count)]
+    epochs: list[float] = [epoch.number for epoch in runs[0].epochs[:count]]
+    seconds = [statistics.mean(run.epochs[i].elapsed_seconds for run in runs) for i in range(count)]
+    if start:
+        columns = [[run.step_losses[0] for run in runs], *columns]
+        warm = statistics.mean(run.warm_start_seconds or 0.0 for run in runs)
+        epochs, seconds = [0, *epochs], [warm, *seconds]
+    for axes, x in zip(panels, (epochs, seconds), strict=True):
+        band(axes, x, columns, label=label, **style)
+
+
+def _loss_axis(axes: Axes, floor: float | None) -> None:
+    axes.set_yscale("log")
+    # 15, 20, 30, not powers of 10: these losses span little more than a decade.
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7)))
+    axes.yaxis.set_major_formatter(ScalarFormatter())
+    axes.yaxis.set_minor_locator(NullLocator())
+    if floor is not None:
+        axes.axhline(floor, color="0.4", linestyle=":", linewidth=1, label="entropy of the data")

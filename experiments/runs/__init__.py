@@ -1,1 +1,0 @@
-"""Training runs: settings, methods, the loop, its files and its pictures."""

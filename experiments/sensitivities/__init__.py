@@ -1,1 +1,0 @@
-"""How far one learning rate serves: plan, measures and picture."""

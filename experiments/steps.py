@@ -1,0 +1,230 @@
+"""Training steps by what is due at them: the kinds of step, their shares, and their times.
+
+With T1 = stat_interval and T2 = inverse_interval, a step t has statistics at t % T1 == 0 and
+inverses at t % T2 == 0. A period of lcm(T1, T2) steps has a known number of each kind, so the mean
+time of a step is the sum of the kinds' times, weighted by their shares. The first T2 steps, which
+refresh the inverses with every statistic, are no part of it: `set_due` uses late steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from experiments.methods import METHODS, Settings, build_optimizer
+from experiments.models import seeded
+from experiments.problems.problem import Problem
+from tools.measuring.clock import alternate
+
+# A step number far beyond the first T2 steps, and an interval at which nothing is due there or soon
+# after.
+START = 1 << 20
+NEVER = 999_983
+
+
+class Kind(NamedTuple):
+    """What is due at a step."""
+
+    statistics: bool
+    inverses: bool
+
+    @property
+    def label(self) -> str:
+        """Its name in tables and records."""
+        parts = [name for name in self._fields if getattr(self, name)]
+        return " and ".join(parts) or "plain"
+
+
+PLAIN, STATISTICS = Kind(False, False), Kind(True, False)
+INVERSES, BOTH = Kind(False, True), Kind(True, True)
+KINDS = {kind.label: kind for kind in (PLAIN, STATISTICS, INVERSES, BOTH)}
+
+
+def shares(stat_interval: int, inverse_interval: int) -> dict[Kind, Fraction]:
+    """The share of each kind among the steps of a period, without kinds that do not occur.
+
+    >>> {kind.label: str(share) for kind, share in shares(10, 100).items()}
+    {'plain': '9/10', 'statistics': '9/100', 'statistics and inverses': '1/100'}
+    """
+    both = Fraction(1, math.lcm(stat_interval, inverse_interval))
+    with_statistics = Fraction(1, stat_interval) - both
+    with_inverses = Fraction(1, inverse_interval) - both
+    found = {
+        PLAIN: 1 - with_statistics - with_inverses - both,
+        STATISTICS: with_statistics,
+        INVERSES: with_inverses,
+        BOTH: both,
+    }
+    return {kind: share for kind, share in found.items() if share}
+
+
+def amortised(seconds: Mapping[Kind, float], parts: Mapping[Kind, Fraction]) -> float:
+    """The mean time of a step, from the time of each kind and its share."""
+    return math.fsum(float(share) * seconds[kind] for kind, share in parts.items())
+
+
+class Components(NamedTuple):
+    """The parts of a mean step: a plain step, and what statistics and inverses add."""
+
+    plain: float
+    statistics: float
+    inverses: float
+
+
+def components(seconds: Mapping[Kind, float], parts: Mapping[Kind, Fraction]) -> Components:
+    """`amortised` in three parts.
+
+    If both are due, inverses add what such a step takes beyond one with statistics only.
+    """
+    plain = seconds[PLAIN]
+    statistic = inverse = 0.0
+    for kind, share in parts.items():
+        with_statistics = seconds[STATISTICS] if kind.statistics else plain
+        statistic += float(share) * (with_statistics - plain)
+        inverse += float(share) * (seconds[kind] - with_statistics)
+    return Components(plain, statistic, inverse)
+
+
+@dataclass(frozen=True)
+class TrainingStep:
+    """One method's whole training step, on its own model and always the same batch.
+
+    Attributes:
+        model: is trained.
+        optimizer: over all its parameters.
+        inputs: of the batch.
+        targets: of the batch.
+        loss: of outputs and targets.
+        observes: whether the optimizer has `observe`, which gets the outputs.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    inputs: Tensor
+    targets: Tensor
+    loss: Callable[[Tensor, Tensor], Tensor]
+    observes: bool
+
+    def __call__(self) -> None:
+        """Take the step."""
+        self.optimizer.zero_grad()
+        outputs = self.model(self.inputs)
+        loss = self.loss(outputs, self.targets)
+        if self.observes:
+            self.optimizer.observe(outputs)  # type: ignore[attr-defined]
+        loss.backward()
+        self.optimizer.step()
+
+    @property
+    def second_order(self) -> bool:
+        """Whether anything can be due."""
+        return "stat_interval" in self.optimizer.param_groups[0]
+
+    def set_due(self, kind: Kind) -> None:
+        """Make the next step one of this kind; a first-order method has only plain ones."""
+        self.set_intervals(1 if kind.statistics else NEVER, 1 if kind.inverses else NEVER)
+
+    def set_intervals(self, stat_interval: int, inverse_interval: int, step: int = START) -> None:
+        """Set T1, T2 and the number of the next step."""
+        if self.second_order:
+            new = {"stat_interval": stat_interval, "inverse_interval": inverse_interval}
+            for group in self.optimizer.param_groups:
+                group.update(new, step=step)
+
+    def take_period(self, stat_interval: int, inverse_interval: int) -> None:
+        """Take all steps of one period."""
+        period = math.lcm(stat_interval, inverse_interval)
+        self.set_intervals(stat_interval, inverse_interval, period * -(-START // period))
+        for _ in range(period):
+            self()
+
+
+def problem_step(problem: Problem, settings: Settings) -> TrainingStep:
+    """A method's training step on the first batch of a problem, on the CPU."""
+    shuffle = torch.Generator().manual_seed(settings.seed)
+    indices = problem.order(settings.batch_size, shuffle)[0]
+    inputs, targets = problem.batch(indices, shuffle)
+    model = seeded(problem.build, settings.seed)
+    optimizer = build_optimizer(model, settings, problem.likelihood)
+    observes = METHODS[settings.optimizer].statistics == "sampled"
+    return TrainingStep(model, optimizer, inputs, targets, problem.loss, observes)
+
+
+def time_kinds(
+    steps: Mapping[str, TrainingStep],
+    kinds: Sequence[Kind],
+    seconds: float,
+    min_rounds: int,
+    max_rounds: int,
+) -> dict[str, dict[Kind, list[float]]]:
+    """The times of each kind of step of every method; methods and kinds alternate.
+
+    Args:
+        steps: the methods' training steps, by name. Each has been taken once: it has its state.
+        kinds: the kinds of second-order methods; others have the plain step.
+        seconds: for all rounds together.
+        min_rounds: at least so many.
+        max_rounds: at most so many.
+
+    Raises:
+        ValueError: a parameter did not change, or is no longer finite.
+    """
+    pairs = {
+        f"{name}: {kind.label}": (name, kind)
+        for name, step in steps.items()
+        for kind in (kinds if step.second_order else [PLAIN])
+    }
+    start = {name: [p.detach().clone() for p in s.model.parameters()] for name, s in steps.items()}
+    device = next(iter(steps.values())).inputs.device
+    samples = alternate(
+        {label: steps[name] for label, (name, _) in pairs.items()},
+        seconds=seconds,
+        min_rounds=min_rounds,
+        max_rounds=max_rounds,
+        setup=lambda label: steps[pairs[label][0]].set_due(pairs[label][1]),
+        device=device,
+    )
+    for name, step in steps.items():
+        check_moved(name, step.model, start[name])
+    found: dict[str, dict[Kind, list[float]]] = {name: {} for name in steps}
+    for label, (name, kind) in pairs.items():
+        found[name][kind] = samples[label]
+    return found
+
+
+def check_moved(name: str, model: nn.Module, start: Sequence[Tensor]) -> None:
+    """Refuse times of steps that changed nothing, or computed with numbers that are not finite.
+
+    Raises:
+        ValueError: names the method and the parameter.
+    """
+    for (parameter_name, parameter), before in zip(model.named_parameters(), start, strict=True):
+        if not bool(parameter.isfinite().all()):
+            raise ValueError(f"{name}: {parameter_name} is no longer finite")
+        if torch.equal(parameter.detach(), before):
+            raise ValueError(f"{name}: the timed steps did not change {parameter_name}")
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of all tensors in the optimizer's state, without single numbers (counters)."""
+    found: dict[int, int] = {}
+
+    def visit(value: Any) -> None:
+        if isinstance(value, Tensor):
+            if value.dim() > 0:
+                found[value.data_ptr()] = value.nbytes
+        elif isinstance(value, Mapping):
+            for item in value.values():
+                visit(item)
+        elif isinstance(value, list | tuple):
+            for item in value:
+                visit(item)
+
+    visit(optimizer.state_dict())
+    return sum(found.values())

@@ -1,0 +1,351 @@
+"""Theorem 1: Algorithm 1, the idealized TNT with exact expectations, and the theorem's bound.
+
+The problem is softmax regression with one tensor variable, W (classes, features): the theorem is
+stated for one. Everything is float64. All constants are valid for every W; none is fitted.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib import pyplot
+from torch import Tensor
+from torch.nn import functional
+from tqdm import tqdm
+
+from experiments import options
+from experiments.options import Quick, numbers, user_errors
+from experiments.plots import plain_axes, save
+from experiments.run_files import RunFile
+from tnt_kernels import damped_inverse, mode_products
+
+QUICK = [Quick("theorem1", 0.5, "--steps 1000 --seeds 0,1,2")]
+
+BETAS = (0.55, 0.75, 0.95)
+# Step sizes as multiples of the theorem's; it says nothing of a multiple above 1.
+MULTIPLES = (1.0, 100.0)
+SIZES = {"examples": 500, "features": 12, "classes": 5}
+BATCH_SIZE = 10
+DAMPING = 0.3
+DATA_SEED = 0  # of the data; W starts at zero in all runs
+
+
+def main(
+    seeds: options.Seeds = "0,1,2,3,4",
+    steps: options.Steps = 3000,
+    out: options.Out = None,
+) -> None:
+    """Theorem 1: the averaged squared gradient norm of the idealized TNT below its bound."""
+    options.set_machine(1)  # matrices of some dozen rows
+    out = out or Path("results/theorem1.json")
+    problem = synthetic_problem(**SIZES, seed=DATA_SEED)
+    first = torch.zeros(problem.shape, dtype=torch.float64)
+    known = constants(problem, first, BATCH_SIZE, DAMPING)
+    with user_errors():
+        file = RunFile(out, "theorem 1", _protocol(known, steps))
+    settings = [(beta, multiple) for multiple in MULTIPLES for beta in BETAS]
+    for beta, multiple in settings:
+        for seed in numbers(seeds):
+            key = {"beta": beta, "multiple": multiple, "seed": seed}
+            if file.find(key) is None:
+                points = idealized_run(problem, first, known, DAMPING, beta, multiple, seed)
+                file.add(key, averages(points, steps))
+    curves = [curve(file.runs, known, steps, beta, multiple) for beta, multiple in settings]
+    plot(curves, out.with_suffix(".png"))
+    for one in curves:
+        print(_line(one))
+    print(f"wrote {out} and {out.with_suffix('.png')}")
+
+
+@dataclass(frozen=True)
+class SoftmaxRegression:
+    """Data; their uniform distribution is the true one.
+
+    Attributes:
+        inputs: (N, features), float64.
+        labels: (N,), int64.
+        classes: how many classes there are.
+    """
+
+    inputs: Tensor
+    labels: Tensor
+    classes: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of W: (classes, features)."""
+        return self.classes, self.inputs.shape[1]
+
+    def loss(self, weights: Tensor) -> float:
+        """Cross entropy, mean over the data; weights (classes, features)."""
+        return functional.cross_entropy(self.inputs @ weights.T, self.labels).item()
+
+    def example_slopes(self, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Each example's probabilities p, and p - e_y at its label; both (N, classes).
+
+        The gradient of an example's loss is (p - e_y) x^T.
+        """
+        probabilities = (self.inputs @ weights.T).softmax(dim=1)
+        slopes = probabilities.clone()
+        slopes[torch.arange(len(self.labels)), self.labels] -= 1
+        return probabilities, slopes
+
+    def expected_grams(self, probabilities: Tensor) -> list[Tensor]:
+        """E[G^(1)] and E[G^(2)] of G = (p - e_y) x^T, over x in the data and y ~ p(.|x).
+
+        Summed over the labels by hand: E_y[(p - e_y)(p - e_y)^T] = diag(p) - p p^T.
+
+        probabilities: (N, classes); returns (classes, classes) and (features, features).
+        """
+        count = len(self.inputs)
+        lengths = self.inputs.square().sum(dim=1, keepdim=True)
+        weighted = probabilities * lengths / count
+        by_class = torch.diag(weighted.sum(dim=0)) - weighted.T @ probabilities
+        spread = (1 - probabilities.square().sum(dim=1, keepdim=True)) / count
+        return [by_class, (self.inputs * spread).T @ self.inputs]
+
+
+def synthetic_problem(examples: int, features: int, classes: int, seed: int) -> SoftmaxRegression:
+    """Gaussian inputs of decaying variance, scaled to a mean square of 1, and random labels.
+
+    The labels are drawn from a softmax regression with a random W, so no W predicts them all.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    scales = torch.arange(1, features + 1, dtype=torch.float64).rsqrt()
+    inputs = scales * torch.randn(examples, features, dtype=torch.float64, generator=generator)
+    inputs /= inputs.square().sum(dim=1).mean().sqrt()
+    truth = 4 * torch.randn(classes, features, dtype=torch.float64, generator=generator)
+    chances = (inputs @ truth.T).softmax(dim=1)
+    labels = torch.multinomial(chances, 1, generator=generator).squeeze(1)
+    return SoftmaxRegression(inputs, labels, classes)
+
+
+@dataclass(frozen=True)
+class Constants:
+    """The constants in Theorem 1, for softmax regression.
+
+    Attributes:
+        lipschitz: L, of the loss's gradient.
+        lowest: a lower bound of the loss.
+        first: the loss at the first W.
+        noise: sigma^2, of one example's gradient around the whole one.
+        batch_size: m.
+        kappa_low: H = F_TNT^-1 is at least kappa_low I at every W.
+        kappa_high: H is at most kappa_high I.
+    """
+
+    lipschitz: float
+    lowest: float
+    first: float
+    noise: float
+    batch_size: int
+    kappa_low: float
+    kappa_high: float
+
+    def step_size(self, t: int, beta: float) -> float:
+        """alpha_t = kappa_low / (L kappa_high^2) t^-beta, for t = 1, 2, ..."""
+        return float(self.kappa_low / (self.lipschitz * self.kappa_high**2) * t**-beta)
+
+    def largest_loss(self, beta: float) -> float:
+        """M_L: an upper bound of the expected losses of the run.
+
+        A step adds at most L kappa_high^2 alpha_t^2 sigma^2 / (2 m) to the expected loss (the
+        part of the whole gradient only lowers it), and sum_t t^(-2 beta) <= 1 + 1 / (2 beta - 1).
+        """
+        squares = 1 + 1 / (2 * beta - 1)
+        growth = self.lipschitz * self.kappa_high**2 * self.step_size(1, beta) ** 2 / 2
+        return self.first + growth * self.noise / self.batch_size * squares
+
+    def bound(self, count: int, beta: float) -> float:
+        """The right side of Theorem 1 for N = `count`, for the averaged squared gradient norm.
+
+        The second term is the paper's. As a bound of the noise it lacks sigma^2 / (m N), because
+        the sum of t^-beta from 1 to N is above the integral between the same limits.
+        """
+        ratio = (self.kappa_high / self.kappa_low) ** 2
+        descent = 2 * self.lipschitz * (self.largest_loss(beta) - self.lowest) * ratio
+        noise = self.noise / ((1 - beta) * self.batch_size)
+        return float(descent * count ** (beta - 1) + noise * (count**-beta - 1 / count))
+
+    def safe_bound(self, count: int, beta: float) -> float:
+        """`bound` plus the sigma^2 / (m N) that its proof needs."""
+        return self.bound(count, beta) + self.noise / (self.batch_size * count)
+
+
+def constants(
+    problem: SoftmaxRegression, first: Tensor, batch_size: int, damping: float
+) -> Constants:
+    """Valid constants for every W, in closed form.
+
+    - The Hessian, which is the Fisher matrix too, is E[(diag(p) - p p^T) kron x x^T], and
+      diag(p) - p p^T <= I / 2: so L = lambda_max(E[x x^T]) / 2.
+    - An example's gradient has squared norm |p - e_y|^2 |x|^2 <= 2 |x|^2: so sigma^2 = 2 E|x|^2.
+    - |E[G^(1)]| <= E|x|^2 / 2, and |E[G^(2)]| <= (1 - 1 / classes) lambda_max(E[x x^T]), as 1 -
+      |p|^2 is at most 1 - 1 / classes. Lemma 9's proof turns them into a bound of F_TNT:
+      |U_i| <= d_i |E[G^(i)]|^(1/2) / (d_1 d_2)^(1/2).
+    - U_i >= 0: so kappa_high = damping^-2.
+
+    Args:
+        problem: the data.
+        first: W at the start.
+        batch_size: m.
+        damping: epsilon, positive.
+    """
+    classes, features = problem.shape
+    second_moment = problem.inputs.T @ problem.inputs / len(problem.inputs)
+    largest = torch.linalg.eigvalsh(second_moment)[-1].item()
+    length = second_moment.trace().item()
+    grams = (length / 2, (1 - 1 / classes) * largest)
+    upper = 1.0
+    for d, gram in zip((classes, features), grams, strict=True):
+        upper *= d * math.sqrt(gram / (classes * features)) + damping
+    return Constants(
+        lipschitz=largest / 2,
+        lowest=0.0,
+        first=problem.loss(first),
+        noise=2 * length,
+        batch_size=batch_size,
+        kappa_low=1 / upper,
+        kappa_high=damping**-2,
+    )
+
+
+@dataclass
+class Point:
+    """A run just before a step: t from 1, W, the whole loss, and its gradient's squared norm."""
+
+    t: int
+    weights: Tensor
+    loss: float
+    squared_norm: float
+
+
+def idealized_run(
+    problem: SoftmaxRegression,
+    first: Tensor,
+    known: Constants,
+    damping: float,
+    beta: float,
+    multiple: float,
+    seed: int,
+) -> Iterator[Point]:
+    """Algorithm 1 without end: the minibatch's gradient, preconditioned with exact expectations.
+
+    Args:
+        problem: the data; minibatches are drawn from it with replacement.
+        first: W at the start; not changed.
+        known: the theorem's constants, which give the batch size and the step sizes.
+        damping: epsilon.
+        beta: of the step sizes.
+        multiple: factor of the theorem's step sizes.
+        seed: of the minibatches.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    weights, count, t = first.clone(), len(problem.inputs), 0
+    while True:
+        t += 1
+        probabilities, slopes = problem.example_slopes(weights)
+        gradient = slopes.T @ problem.inputs / count
+        # The probability of an example's own label is 1 + its slope there.
+        own = slopes.gather(1, problem.labels.unsqueeze(1)) + 1
+        yield Point(t, weights.clone(), -own.log().mean().item(), gradient.square().sum().item())
+        batch = torch.randint(count, (known.batch_size,), generator=generator)
+        noisy = slopes[batch].T @ problem.inputs[batch] / known.batch_size
+        factors, _ = damped_inverse([problem.expected_grams(probabilities)], damping)
+        direction = mode_products([noisy], factors)[0]
+        weights = weights - multiple * known.step_size(t, beta) * direction
+
+
+def recorded_at(steps: int) -> list[int]:
+    """Some fifty N from 1 to `steps`, evenly spaced on a logarithmic axis."""
+    return sorted({round(steps ** (step / 49)) for step in range(50)})
+
+
+def averages(points: Iterator[Point], steps: int) -> dict[str, Any]:
+    """The averages over t <= N of the squared gradient norms, and the losses at N."""
+    wanted, total = set(recorded_at(steps)), 0.0
+    means: list[float] = []
+    losses: list[float] = []
+    largest = -math.inf
+    for _ in tqdm(range(steps), leave=False, disable=None):
+        point = next(points)
+        total += point.squared_norm
+        largest = max(largest, point.loss)
+        if point.t in wanted:
+            means.append(float(f"{total / point.t:.6g}"))
+            losses.append(float(f"{point.loss:.6g}"))
+    return {"averages": means, "losses": losses, "largest_loss": largest}
+
+
+def curve(
+    runs: Sequence[Mapping[str, Any]], known: Constants, steps: int, beta: float, multiple: float
+) -> dict[str, Any]:
+    """The mean over the seeds, which estimates the theorem's expectation, and the bound."""
+    chosen = [
+        run for run in runs if run["key"]["beta"] == beta and run["key"]["multiple"] == multiple
+    ]
+    columns = zip(*(run["averages"] for run in chosen), strict=True)
+    counts = recorded_at(steps)
+    return {
+        "beta": beta,
+        "multiple": multiple,
+        "counts": counts,
+        "averages": [statistics.fmean(column) for column in columns],
+        "bounds": [known.bound(count, beta) for count in counts],
+        "final_loss": statistics.fmean(run["losses"][-1] for run in chosen),
+    }
+
+
+def _line(curve: Mapping[str, Any]) -> str:
+    average, bound = curve["averages"][-1], curve["bounds"][-1]
+    start = (
+        f"beta {curve['beta']:<5g} steps x{curve['multiple']:<5g} N {curve['counts'][-1]}: "
+        f"average |gradient|^2 {average:.3e}, final loss {curve['final_loss']:.4f}"
+    )
+    if curve["multiple"] > 1:
+        return f"{start} (outside the theorem)"
+    holds = all(map(lambda own, limit: own <= limit, curve["averages"], curve["bounds"]))
+    return (
+        f"{start}, bound {bound:.3e}, {bound / average:.0f} times as much; "
+        f"it {'holds' if holds else 'DOES NOT HOLD'} at every N"
+    )
+
+
+def plot(curves: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Averages (solid) and bounds (dashed) against N; other step sizes dotted."""
+    figure, axes = pyplot.subplots(figsize=(9.6, 4.6), layout="constrained")
+    colours = dict(zip(BETAS, ("#0072B2", "#D55E00", "#009E73"), strict=True))
+    for one in curves:
+        colour, inside = colours[one["beta"]], one["multiple"] <= 1
+        label = f"$\\beta$ = {one['beta']:g}"
+        label += "" if inside else f", steps x{one['multiple']:g}\n(outside the theorem)"
+        line = "-" if inside else ":"
+        axes.loglog(one["counts"], one["averages"], color=colour, linestyle=line, label=label)
+        if inside:
+            label = f"Theorem 1's bound, $\\beta$ = {one['beta']:g}"
+            axes.loglog(one["counts"], one["bounds"], color=colour, linestyle="--", label=label)
+    axes.set_xlabel("iterations N")
+    axes.set_ylabel("squared gradient norm, average over t $\\leq$ N")
+    plain_axes(axes)
+    figure.legend(loc="outside right center", frameon=False, fontsize=8)
+    save(figure, path, f"Idealized TNT on softmax regression, damping {DAMPING:g}")
+
+
+def _protocol(known: Constants, steps: int) -> dict[str, Any]:
+    return {
+        "problem": "softmax regression on synthetic data, W starts at zero",
+        **SIZES,
+        "data_seed": DATA_SEED,
+        "batch_size": BATCH_SIZE,
+        "damping": DAMPING,
+        "steps": steps,
+        "recorded_at": recorded_at(steps),
+        "constants": {name: float(f"{v:.9g}") for name, v in asdict(known).items()},
+        "largest_loss": "M_L is the loss at the start plus what the noise of the steps can add",
+    }

@@ -1,0 +1,438 @@
+"""The one training loop of the experiments: same start, same batches, for every optimizer."""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from experiments.methods import METHODS, Settings, build_optimizer, lr_multiplier
+from experiments.models import seeded
+from experiments.problems.problem import Problem
+from tnt_optim import PreconditionerError
+from tools.measuring.clock import now
+from tools.measuring.provenance import flushes_subnormals
+
+# Between two checkpoints: writing one takes about as long as a step.
+SECONDS_BETWEEN = 60.0
+
+
+class StationaryParametersError(RuntimeError):
+    """The first epoch did not change a parameter, so its time and loss mean nothing."""
+
+
+class CheckpointError(ValueError):
+    """The checkpoint of an unfinished run does not fit; it is not changed."""
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """One epoch.
+
+    Attributes:
+        number: from 1.
+        smoothed_loss: at its end.
+        seconds: of the epoch.
+        elapsed_seconds: since the start of the run, with the warm start.
+        metrics: measured at its end, outside its time.
+    """
+
+    number: int
+    smoothed_loss: float
+    seconds: float
+    elapsed_seconds: float
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Run:
+    """The record of one training run. Losses are the minibatch losses before each update."""
+
+    problem: str
+    settings: Settings
+    steps_per_epoch: int
+    loss_floor: float | None
+    warm_start_seconds: float | None = None
+    step_losses: list[float] = field(default_factory=list)
+    epochs: list[Epoch] = field(default_factory=list)
+    diverged_at_step: int | None = None
+    # The epochs after which another process continued the run.
+    resumed_after: list[int] = field(default_factory=list)
+
+    @property
+    def label(self) -> str:
+        """The optimizer's name as the paper writes it."""
+        return METHODS[self.settings.optimizer].label
+
+    @property
+    def final_loss(self) -> float:
+        """The smoothed loss at the end of the last epoch; infinite if the run diverged."""
+        return math.inf if self.diverged_at_step is not None else self.epochs[-1].smoothed_loss
+
+    @property
+    def seconds_per_epoch(self) -> float:
+        """Median over the epochs, without the warm start."""
+        return statistics.median(epoch.seconds for epoch in self.epochs)
+
+    def seconds_to(self, loss: float) -> float | None:
+        """Seconds, with the warm start, until the smoothed loss is at most `loss`; None if never.
+
+        All steps of an epoch count as equally long.
+        """
+        for step, value in enumerate(smoothed(self.step_losses)):
+            if value <= loss:
+                epoch = self.epochs[step // self.steps_per_epoch]
+                # The loss was computed before the step's update, so the step does not count.
+                left = self.steps_per_epoch - step % self.steps_per_epoch
+                return epoch.elapsed_seconds - epoch.seconds * left / self.steps_per_epoch
+        return None
+
+    def record(self) -> dict[str, Any]:
+        """The run as a dictionary for JSON; `write_json` writes non-finite losses as null."""
+        return {
+            **asdict(self),
+            "initial_loss": self.step_losses[0],
+            "final_smoothed_loss": self.final_loss,
+            "seconds_per_epoch": self.seconds_per_epoch,
+            # A float32 has at most 9 significant digits.
+            "step_losses": [float(f"{loss:.9g}") for loss in self.step_losses],
+        }
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Run:
+        """The run of a record, with null losses as NaN."""
+        own = {one.name: record[one.name] for one in fields(cls)}
+        own["settings"] = Settings(**record["settings"])
+        own["step_losses"] = [_number(loss) for loss in record["step_losses"]]
+        own["epochs"] = [
+            Epoch(
+                **epoch
+                | {
+                    "smoothed_loss": _number(epoch["smoothed_loss"]),
+                    "metrics": {name: _number(value) for name, value in epoch["metrics"].items()},
+                }
+            )
+            for epoch in record["epochs"]
+        ]
+        return cls(**own)
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def smoothed(losses: Sequence[float], previous: float | None = None) -> list[float]:
+    """The paper's plotted loss: s <- 0.9 s + 0.1 loss, starting at the first loss.
+
+    Args:
+        losses: minibatch losses in order.
+        previous: the smoothed loss before the first of them, if there is one.
+    """
+    values = []
+    for loss in losses:
+        previous = loss if previous is None else 0.9 * previous + 0.1 * loss
+        values.append(previous)
+    return values
+
+
+def train(
+    problem: Problem,
+    settings: Settings,
+    device: torch.device | str = "cpu",
+    report_every: int = 1,
+    checkpoint: Path | None = None,
+    check_moved: bool = True,
+) -> Run:
+    """Train the problem's model from the start and on the batches that the seed gives.
+
+    Start, batches and augmentation depend on the seed only, so runs of several optimizers compare.
+    All data are on the device. A loss that is not finite ends the run, which then counts as
+    diverged; so do failing statistics or inverses.
+
+    Args:
+        problem: data, model and loss.
+        settings: the optimizer and all other choices.
+        device: where to train.
+        report_every: epochs between two printed lines; 0 for no output.
+        checkpoint: the run continues from this file if it exists, writes it about once a minute at
+            the end of an epoch, and deletes it at its end. Writing is outside the measured time.
+        check_moved: raise an error if the first epoch does not change some parameter. A search
+            over learning rates may try a rate so small that it rounds to nothing.
+
+    Raises:
+        ValueError: the batch size is larger than the data.
+        CheckpointError: the checkpoint has other settings, or is no checkpoint.
+        StationaryParametersError: the first epoch did not change a parameter.
+    """
+    device = torch.device(device)
+    steps = problem.steps_per_epoch(settings.batch_size)
+    problem = problem.to(device)
+    model = seeded(problem.build, settings.seed).to(device)
+    optimizer = build_optimizer(model, settings, problem.likelihood)
+    run = Run(problem.name, settings, steps, problem.loss_floor)
+    shuffle = torch.Generator().manual_seed(settings.seed)
+    augment = torch.Generator(device).manual_seed(settings.seed)
+    start = [parameter.detach().clone() for parameter in model.parameters()]
+    saved = Checkpoint(checkpoint, problem, run, model, optimizer, [shuffle, augment], device)
+    resumed = saved.load()
+    _load_libraries(problem, settings, device)
+    if not resumed and settings.warm_start:
+        began = now(device)
+        try:
+            _warm_start(optimizer, model, problem, settings, device, report_every > 0)
+        except PreconditionerError:  # divergence, as in a step
+            _add_epoch(run, 1, [math.nan], now(device) - began, problem.evaluate(model))
+            return run
+        run.warm_start_seconds = now(device) - began
+        if report_every:
+            tqdm.write(f"{run.label:6} warm start: {run.warm_start_seconds:.2f} s")
+    with tqdm(
+        total=settings.epochs * steps,
+        initial=len(run.step_losses),
+        desc=run.label,
+        unit="step",
+        leave=False,
+        disable=None if report_every else True,
+    ) as bar:
+        loop = _Loop(optimizer, model, problem, settings, augment, bar)
+        for number in range(len(run.epochs) + 1, settings.epochs + 1):
+            order = problem.order(settings.batch_size, shuffle).to(device)
+            began = now(device)
+            losses = loop.epoch(number, order)
+            seconds = now(device) - began
+            _add_epoch(run, number, losses, seconds, problem.evaluate(model))
+            if check_moved and number == 1 and run.diverged_at_step is None:
+                _check_moved(model, start)
+            last = run.diverged_at_step is not None or number == settings.epochs
+            if report_every and (last or number % report_every == 0):
+                tqdm.write(_epoch_line(run))
+            if run.diverged_at_step is not None:
+                break
+            if not last:
+                saved.save()
+    saved.remove()
+    return run
+
+
+class Checkpoint:
+    """The file of an unfinished run, from which another process continues it bit for bit.
+
+    Args:
+        path: the file, or None for none.
+        problem: its description must be the same in the file.
+        run: the run so far; `load` fills it in, like all later arguments but the device.
+        model: of the run.
+        optimizer: of the run.
+        generators: all random state of the run.
+        device: where the run computes. It continues only there, and with the same threads.
+    """
+
+    def __init__(
+        self,
+        path: Path | None,
+        problem: Problem,
+        run: Run,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        generators: Sequence[torch.Generator],
+        device: torch.device,
+    ) -> None:
+        self._path, self._run = path, run
+        self._own = {
+            **problem.description(),
+            **asdict(run.settings),
+            "device": str(device),
+            "threads": torch.get_num_threads(),
+            "flush_subnormals": flushes_subnormals(),
+        }
+        self._model, self._optimizer, self._generators = model, optimizer, generators
+        self._written = time.monotonic()
+
+    def load(self) -> bool:
+        """Restore the state in the file; False if there is no file.
+
+        Raises:
+            CheckpointError: the file is no checkpoint, or has other settings.
+        """
+        if self._path is None or not self._path.exists():
+            return False
+        try:
+            saved: dict[str, Any] = torch.load(self._path, weights_only=True, map_location="cpu")
+            settings, record = dict(saved["settings"]), saved["run"]
+        except Exception as error:
+            raise CheckpointError(
+                f"{self._path} is not a checkpoint of this experiment ({error}): delete it to "
+                "start again"
+            ) from error
+        names = {*settings, *self._own}
+        differing = sorted(name for name in names if settings.get(name) != self._own.get(name))
+        if differing:
+            raise CheckpointError(
+                f"{self._path} is of a run with other settings ({', '.join(differing)}): delete it "
+                "to start again, or give another file"
+            )
+        self._model.load_state_dict(saved["model"])
+        self._optimizer.load_state_dict(saved["optimizer"])
+        for generator, state in zip(self._generators, saved["generators"], strict=True):
+            generator.set_state(state)
+        done = Run.from_record(record)
+        self._run.step_losses, self._run.epochs = done.step_losses, done.epochs
+        self._run.warm_start_seconds = done.warm_start_seconds
+        self._run.resumed_after = [*done.resumed_after, len(done.epochs)]
+        return True
+
+    def save(self) -> None:
+        """Write the file, if the last time is at least `SECONDS_BETWEEN` ago."""
+        if self._path is None or time.monotonic() - self._written < SECONDS_BETWEEN:
+            return
+        record = self._run.record()
+        record["step_losses"] = self._run.step_losses  # with all digits
+        partial = self._path.with_name(self._path.name + ".part")
+        torch.save(
+            {
+                "settings": self._own,
+                "run": record,
+                "model": self._model.state_dict(),
+                "optimizer": self._optimizer.state_dict(),
+                "generators": [generator.get_state() for generator in self._generators],
+            },
+            partial,
+        )
+        os.replace(partial, self._path)
+        self._written = time.monotonic()
+
+    def remove(self) -> None:
+        """Delete the file at the end of the run."""
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+
+
+def _add_epoch(
+    run: Run, number: int, losses: list[float], seconds: float, metrics: dict[str, float]
+) -> None:
+    before = run.epochs[-1] if run.epochs else None
+    elapsed = before.elapsed_seconds if before else run.warm_start_seconds or 0.0
+    final = smoothed(losses, before.smoothed_loss if before else None)[-1]
+    run.step_losses += losses
+    run.epochs.append(Epoch(number, final, seconds, elapsed + seconds, metrics))
+    bad = [step for step, loss in enumerate(losses, 1) if not math.isfinite(loss)]
+    if bad:
+        run.diverged_at_step = (number - 1) * run.steps_per_epoch + bad[0]
+
+
+def _load_libraries(problem: Problem, settings: Settings, device: torch.device) -> None:
+    """Take a throwaway step: the first one of a process loads libraries, which takes time."""
+    model = seeded(problem.build, 0).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    indices = problem.warm_start_order(settings.batch_size)[0].to(device)
+    inputs, targets = problem.batch(indices, torch.Generator(device).manual_seed(0))
+    problem.loss(model(inputs), targets).backward()
+    optimizer.step()
+
+
+@dataclass
+class _Loop:
+    """The objects that every step needs."""
+
+    optimizer: torch.optim.Optimizer
+    model: nn.Module
+    problem: Problem
+    settings: Settings
+    augment: torch.Generator
+    bar: Any
+
+    def epoch(self, number: int, order: Tensor) -> list[float]:
+        """One pass over the batches of `order`; the losses are fetched once, at the end."""
+        losses: list[Tensor] = []
+        self.model.train()
+        try:
+            for index, batch in enumerate(order.unbind()):
+                self._set_rate((number - 1) * len(order) + index, len(order))
+                losses.append(self._step(batch))
+                self.bar.update()
+        except PreconditionerError:
+            # The optimizer raises it if statistics or inverses fail repeatedly: divergence.
+            losses.append(torch.full((), math.nan, device=order.device))
+        fetched: list[float] = torch.stack(losses).tolist()
+        return fetched
+
+    def _step(self, batch: Tensor) -> Tensor:
+        inputs, targets = self.problem.batch(batch, self.augment)
+        self.optimizer.zero_grad()
+        outputs = self.model(inputs)
+        loss = self.problem.loss(outputs, targets)
+        if METHODS[self.settings.optimizer].statistics == "sampled":
+            self.optimizer.observe(outputs)  # type: ignore[attr-defined]
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    def _set_rate(self, step: int, steps_per_epoch: int) -> None:
+        if self.settings.schedule == "constant":
+            return
+        steps = self.settings.epochs * steps_per_epoch
+        factor = lr_multiplier(self.settings.schedule, step, steps_per_epoch, steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.settings.lr * factor
+
+
+def _warm_start(
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    problem: Problem,
+    settings: Settings,
+    device: torch.device,
+    show: bool,
+) -> None:
+    """Average the statistics over the data set's batches."""
+    # In the data's order, with its own augmentation: the generators of the training must be the
+    # same with and without a warm start.
+    batches = problem.warm_start_order(settings.batch_size).to(device)
+    augment = torch.Generator(device).manual_seed(settings.seed)
+    empirical = METHODS[settings.optimizer].statistics == "empirical"
+
+    def outputs_or_losses() -> Iterator[Tensor]:
+        shown = tqdm(
+            batches, "warm start", unit="batch", leave=False, disable=None if show else True
+        )
+        for indices in shown:
+            inputs, targets = problem.batch(indices, augment)
+            outputs = model(inputs)
+            yield problem.loss(outputs, targets) if empirical else outputs
+
+    model.train()
+    optimizer.warm_start(outputs_or_losses(), model=model)  # type: ignore[attr-defined]
+
+
+def _check_moved(model: nn.Module, start: list[Tensor]) -> None:
+    same = [
+        name
+        for (name, parameter), before in zip(model.named_parameters(), start, strict=True)
+        if torch.equal(parameter.detach(), before)
+    ]
+    if same:
+        raise StationaryParametersError(
+            f"the first epoch did not change parameters, so its time and loss mean nothing: "
+            f"{', '.join(same)}"
+        )
+
+
+def _epoch_line(run: Run) -> str:
+    epoch = run.epochs[-1]
+    line = (
+        f"{run.label:6} epoch {epoch.number:3}/{run.settings.epochs}  "
+        f"smoothed loss {epoch.smoothed_loss:8.3f}  {epoch.seconds:6.2f} s"
+    )
+    line += "".join(f"  {name} {value:.4g}" for name, value in epoch.metrics.items())
+    if run.diverged_at_step is not None:
+        line += f"  diverged: the loss of step {run.diverged_at_step} is not finite"
+    return line

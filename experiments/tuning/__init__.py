@@ -1,1 +1,0 @@
-"""Searches for settings: grids, what was found, heat maps."""

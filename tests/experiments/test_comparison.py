@@ -1,0 +1,90 @@
+"""Many runs into one file, in one process or several; the summary of their numbers."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from torch import Tensor, nn
+
+from experiments import comparison, training
+from experiments.comparison import run_comparison, summary
+from experiments.methods import Settings, method_settings
+from experiments.options import has_setting, overridden
+from experiments.problems.problem import Problem
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Line(Problem):
+    """Points on a line."""
+
+    name, label, likelihood, loss_label = "line", "A line", "gaussian", "squared error"
+    examples = 12
+
+    def build(self) -> nn.Module:
+        return nn.Linear(1, 1)
+
+    def to(self, device: torch.device) -> "Line":
+        return self
+
+    def batch(self, indices: Tensor, augment: torch.Generator) -> tuple[Tensor, Tensor]:
+        x = indices[:, None] / 12
+        return x, 3 * x
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs - targets).square().mean()
+
+    def description(self) -> dict[str, Any]:
+        return {"problem": self.name}
+
+
+def settings(seed: int, lr: float = 0.1) -> Settings:
+    """Momentum for three epochs."""
+    return method_settings("sgd", lr, None, batch_size=4, epochs=3, seed=seed)
+
+
+def test_a_comparison_goes_on_with_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, cpu = tmp_path / "runs.json", torch.device("cpu")
+    first = run_comparison("line", Line(), [settings(0), settings(1)], out, cpu)
+    before = json.loads(out.read_text())["runs"]
+    monkeypatch.setattr(comparison, "train", lambda *_, **__: pytest.fail("it trained again"))
+    again = run_comparison("line", Line(), [settings(1), settings(0)], out, cpu)
+    assert [run.final_loss for run in again] == [run.final_loss for run in first]
+    other = [replace(settings(0), batch_size=6)]
+    with pytest.raises(typer.BadParameter, match="batch_size was 4 and is 6"):
+        run_comparison("line", Line(), other, out, cpu)
+    monkeypatch.setattr("tools.measuring.provenance.torch.get_num_threads", lambda: 7)
+    with pytest.raises(typer.BadParameter, match="threads was 1 and is 7"):
+        run_comparison("line", Line(), [settings(2)], out, cpu)
+    assert json.loads(out.read_text())["runs"] == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["runs.json", "runs.png"]
+
+
+def test_the_summary_has_means_over_the_seeds() -> None:
+    runs = [training.train(Line(), settings(seed), report_every=0) for seed in (0, 1)]
+    lost = training.train(Line(), settings(0, lr=1e30), report_every=0)
+    losses = torch.tensor([run.final_loss for run in runs], dtype=torch.float64)
+    rows = [line.split("|") for line in summary([*runs, lost]).splitlines()]
+    assert rows[2][3].strip() == f"{losses.mean():.4g} ± {losses.std():.2g}"
+    assert rows[3][3].strip() == "diverged (1 of 1)"
+
+
+def test_overrides_change_the_settings_that_a_method_has() -> None:
+    tnt = method_settings("tnt", 0.1, 0.2, batch_size=4, epochs=3)
+    changed = overridden(tnt, ["lr=1e-3", "warm_start=false", "graft=adam", "stat_interval=5"])
+    assert changed == replace(tnt, lr=1e-3, warm_start=False, graft="adam", stat_interval=5)
+    for wrong in ("lr", "lr=fast", "lr=-1", "lr=inf", "colour=red", "schedule=step:0", "seed=3"):
+        with pytest.raises(typer.BadParameter):
+            overridden(tnt, [wrong])
+    with pytest.raises(typer.BadParameter, match="SGD-m has no such setting"):
+        overridden(settings(0), ["damping=1"])
+    for optimizer in ("tnt", "kfac", "adam", "sgd", "muon"):
+        made = method_settings(optimizer, 0.1, 0.2, graft="adam", batch_size=4, epochs=3)
+        for name in ("damping", "stat_decay", "stat_interval", "warm_start", "graft"):
+            assert has_setting(optimizer, name) == (getattr(made, name) is not None)

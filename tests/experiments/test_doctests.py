@@ -1,0 +1,14 @@
+"""The examples in the docstrings of the experiments print what they say."""
+
+import doctest
+import importlib
+
+import pytest
+
+MODULES = ("comparison", "confidence", "methods", "options", "search", "sensitivity", "steps")
+
+
+@pytest.mark.parametrize("module", [*MODULES, "transformer_table"])
+def test_examples(module: str) -> None:
+    failed, attempted = doctest.testmod(importlib.import_module(f"experiments.{module}"))
+    assert attempted > 0 and failed == 0

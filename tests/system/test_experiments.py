@@ -1,0 +1,116 @@
+"""The experiments as commands: they write, continue, refuse, and run in several processes."""
+
+import functools
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from experiments.autoencoders import autoencoder_settings
+from experiments.comparison import run_all
+from experiments.methods import Settings
+from experiments.problems.autoencoders import Autoencoder, load_autoencoder
+
+ROOT = Path(__file__).parents[2]
+
+
+class Broken(Autoencoder):
+    """Digits whose first batch raises or ends the process."""
+
+    def __init__(self, dies: bool) -> None:
+        digits = load_autoencoder("digits")
+        super().__init__("digits", digits.images, digits.widths)
+        self.dies = dies
+
+    def to(self, device: Any) -> "Broken":
+        return self
+
+    def build(self) -> nn.Module:
+        return nn.Linear(64, 64)
+
+    def batch(self, indices: Tensor, augment: Any) -> tuple[Tensor, Tensor]:
+        if self.dies:
+            os._exit(7)
+        raise ValueError("no such batch")
+
+
+def settings(seed: int) -> Settings:
+    return replace(autoencoder_settings("digits", "sgd"), epochs=1, seed=seed)
+
+
+def test_processes_give_the_same_records_as_this_one(one_thread: None) -> None:
+    def made(jobs: int) -> dict[int, list[float]]:
+        losses: dict[int, list[float]] = {}
+        maker = functools.partial(load_autoencoder, "digits")
+        todo = [settings(seed) for seed in range(3)]
+        run_all(maker, todo, jobs, lambda s, r: losses.update({s.seed: r["step_losses"]}))
+        return losses
+
+    alone = made(1)
+    assert made(2) == alone and len(set(map(tuple, alone.values()))) == 3
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize(("dies", "error"), [(False, ValueError), (True, BrokenProcessPool)])
+def test_errors_of_workers_reach_the_caller(dies: bool, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        run_all(functools.partial(Broken, dies), [settings(0), settings(1)], 2, lambda *_: None)
+    assert multiprocessing.active_children() == []
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """`python -m experiments` in a folder, without data."""
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'python'}", "COLUMNS": "200"}
+    environment.pop("TNT_DATA", None)
+    command = [sys.executable, "-m", "experiments", *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+
+def test_a_command_writes_to_results_and_goes_on(tmp_path: Path) -> None:
+    given = ["autoencoders", "digits", "--optimizer", "tnt,sgd", "--epochs", "2"]
+    assert run(tmp_path, *given).returncode == 0
+    out = tmp_path / "results" / "autoencoders" / "digits.json"
+    before = json.loads(out.read_text())["runs"]
+    assert [one["key"]["optimizer"] for one in before] == ["tnt", "sgd"]
+    again = run(tmp_path, *given, "--seeds", "0,1")
+    assert again.returncode == 0 and "TNT" in again.stdout
+    assert json.loads(out.read_text())["runs"][:2] == before
+    refused = run(tmp_path, *given, "--set", "batch_size=64")
+    assert refused.returncode == 2 and "batch_size was 128 and is 64" in refused.stderr
+    assert refused.stderr.count("Traceback") == 0
+    assert len(json.loads(out.read_text())["runs"]) == 4
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "theorem1 --steps 20 --seeds 0,1",
+        "demo --epochs 2",
+    ],
+)
+def test_commands_without_data_run(tmp_path: Path, arguments: str) -> None:
+    out = tmp_path / "run.json"
+    done = run(tmp_path, *arguments.split(), "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    assert out.exists() and out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_all_leaves_out_what_has_no_data_and_goes_on(tmp_path: Path) -> None:
+    given = ["all", "--quick", "--only", "theorem1,resnet32", "--out", "quick"]
+    done = run(tmp_path, *given)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = {line.split()[0]: line for line in done.stdout.splitlines() if " s" in line}
+    assert "passed" in lines["theorem1"] and "not run" in lines["resnet32"]
+    assert "no cifar10" in lines["resnet32"]
+    record = (tmp_path / "quick" / "theorem1.json").read_bytes()
+    assert run(tmp_path, *given).returncode == 0
+    assert (tmp_path / "quick" / "theorem1.json").read_bytes() == record
+    assert run(tmp_path, "all").returncode == 2
