@@ -4,19 +4,17 @@ Each example is one call: up to four tensors of unlike shapes, dtypes, layouts a
 Beside the numbers, each holds what the contract says to the bit: what is written and what is not,
 symmetry, what becomes of failures, and that a second run repeats the first.
 
-`make test` runs the same 500 examples an operator every time; TNT_FUZZ_EXAMPLES=10000, which is
-`make fuzz`, runs so many new ones, and a failure prints what reproduces it.
+The number of examples is that of the hypothesis profile in conftest.py.
 """
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from cases import STATE_DTYPES, flat, identical, state_dtype
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from strategies import (
     GraftCall,
     GramEmaCall,
@@ -45,21 +43,6 @@ from tnt_kernels import reference
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 Rows = list[list[Tensor]]
-
-FUZZ_EXAMPLES = os.environ.get("TNT_FUZZ_EXAMPLES")
-examples = settings(
-    max_examples=int(FUZZ_EXAMPLES or 500),
-    derandomize=FUZZ_EXAMPLES is None,
-    deadline=None,
-    print_blob=True,
-    phases=[phase for phase in Phase if phase != Phase.explain],
-    # one_thread need not be set up anew for each example. The examples are large on purpose.
-    suppress_health_check=[
-        HealthCheck.function_scoped_fixture,
-        HealthCheck.too_slow,
-        HealthCheck.data_too_large,
-    ],
-)
 
 
 # What holds for every operator.
@@ -146,7 +129,6 @@ def put_nan(tensor: Tensor, numbers: Numbers) -> Tensor:
 # The operators.
 
 
-@examples
 @given(gram_ema_calls())
 def test_gram_ema_(call: GramEmaCall) -> None:
     numbers, memory = Numbers(call.seed), Memory()
@@ -189,7 +171,6 @@ def test_gram_ema_(call: GramEmaCall) -> None:
             assert_symmetric(stat)
 
 
-@examples
 @given(mode_products_calls())
 def test_mode_products(call: ModeProductsCall) -> None:
     numbers, memory = Numbers(call.seed), Memory()
@@ -211,7 +192,6 @@ def test_mode_products(call: ModeProductsCall) -> None:
         assert_near(product, value, product_rounding(product.dtype, product.shape))
 
 
-@examples
 @given(step_calls())
 def test_preconditioned_step_(call: StepCall) -> None:
     numbers, memory = Numbers(call.seed), Memory()
@@ -264,7 +244,6 @@ def adams(call: GraftCall, m: Tensor, v: Tensor, counts: tuple[int, int]) -> Ten
     )
 
 
-@examples
 @given(graft_calls())
 def test_grafted_directions_(call: GraftCall) -> None:
     numbers, memory = Numbers(call.seed), Memory()
@@ -407,7 +386,6 @@ def assert_inverse(
                 assert factor.shape == value.shape and factor.isnan().all()
 
 
-@examples
 @given(damped_inverse_calls())
 def test_damped_inverse(call: InverseCall) -> None:
     memory = Memory()
@@ -434,7 +412,6 @@ def test_damped_inverse(call: InverseCall) -> None:
     )
 
 
-@examples
 @given(inverse_root_calls())
 def test_inverse_root(call: InverseCall) -> None:
     memory = Memory()
