@@ -26,7 +26,6 @@ from cases import (
     close,
     flat,
     identical,
-    mode_statistics,
     normal,
     noticed_by_autograd,
     poisoned_like,
@@ -392,7 +391,9 @@ class Inverses(Implementation):
         """Statistics as training makes them: singular for the larger modes."""
         for shape, damping in (((9,), 1.0), ((33, 9), 1.0), ((7, 3, 2), 1e-2)):
             g = normal(shape, torch.float64)
-            grams = [g.movedim(i, 0).flatten(1) if g.dim() > 1 else g[:, None] for i in range(g.dim())]
+            grams = [
+                g.movedim(i, 0).flatten(1) if g.dim() > 1 else g[:, None] for i in range(g.dim())
+            ]
             stats = [(x @ x.mT).tril() + (x @ x.mT).tril(-1).mT for x in grams]
             given = call(variant, [shape], "full", dtype)
             given.arguments["stats"] = [[s.to(dtype) for s in stats]]

@@ -157,7 +157,7 @@ def call(
     dtypes = _each(dtype, len(shapes))
     states = [state_dtype(d) for d in dtypes]
     # Diagonal and full modes alternate from tensor to tensor too.
-    modes = [mode_statistics(s, kind, d, t) for t, (s, d) in enumerate(zip(shapes, states))]
+    modes = [mode_statistics(s, kind, states[t], t) for t, s in enumerate(shapes)]
 
     def tensors(of: Sequence[torch.dtype]) -> list[Tensor]:
         return [normal(shape, d) for shape, d in zip(shapes, of, strict=True)]
@@ -307,7 +307,11 @@ def by_oracle(given: Call) -> Results:
             )
         ]
     scales = [_ratio(r, p) for r, p in zip(others, directions, strict=True)]
-    return {**results, "directions": directions, "scales": torch.tensor(scales, dtype=torch.float64)}
+    return {
+        **results,
+        "directions": directions,
+        "scales": torch.tensor(scales, dtype=torch.float64),
+    }
 
 
 def _ratio(other: Tensor, direction: Tensor) -> float:

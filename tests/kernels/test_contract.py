@@ -23,8 +23,8 @@ from cases import (
     unchanged,
 )
 from contract import DampedInverse, EveryOperator, Gram, InverseRoot, Inverses, Steps, over
-from oracle import dense_kron, vec
 from operators import STEPS, VARIANTS, agree, by_oracle, call
+from oracle import dense_kron, vec
 
 import tnt_kernels
 from tnt_kernels import reference
@@ -81,9 +81,7 @@ def test_a_product_with_a_kronecker_product() -> None:
     """G x_1 A_1 ... x_k A_k is A_1 kron ... kron A_k times vec(G): Proposition 1 of the paper."""
     given = call("mode_products", ORACLE_SHAPES, "full", torch.float64).arguments
     products = tnt_kernels.mode_products(**given)
-    for product, tensor, factors in zip(
-        products, given["tensors"], given["factors"], strict=True
-    ):
+    for product, tensor, factors in zip(products, given["tensors"], given["factors"], strict=True):
         torch.testing.assert_close(vec(product), dense_kron(factors) @ vec(tensor))
 
 

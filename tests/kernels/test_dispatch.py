@@ -27,7 +27,9 @@ def with_numbers(given: Call) -> Call:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("shapes", [[], [(9,), (9, 5), (5, 9, 3), (3, 0, 2)]], ids=["empty", "four"])
+@pytest.mark.parametrize(
+    "shapes", [[], [(9,), (9, 5), (5, 9, 3), (3, 0, 2)]], ids=["empty", "four"]
+)
 def test_opcheck(variant: str, shapes: list[tuple[int, ...]]) -> None:
     given = with_numbers(call(variant, shapes, dtype=DTYPES))
     operator = getattr(torch.ops.tnt_kernels, given.name).default
