@@ -90,8 +90,7 @@ inline std::vector<FactorProblem> small_factor_problems(Element element) {
       {{9, 96}, {true, false}},
       {{3, 5, 9}, {false, false, false}},
       {{33, 1, 4}, {true, true, false}},
-      {{2, 3, 4, 5}, {false, true, false, true}},
-  };
+      {{2, 3, 4, 5}, {false, true, false, true}}};
   std::vector<FactorProblem> problems;
   for (const auto& [sizes, diagonal] : cases) {
     problems.push_back(factor_problem(element, sizes, diagonal));
