@@ -1,4 +1,4 @@
-"""What the Triton launchers plan: tiles, launches, partial sums, scratch memory, addresses."""
+"""Plans of the Triton launchers: tiles, launches, partial sums, workspace, addresses."""
 
 import math
 from collections.abc import Sequence
@@ -37,14 +37,14 @@ from tnt_kernels.triton.tiles import LARGEST_INDEX, blocks, cut, merged, unfolde
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-# Of sizes and strides that the widest loads can read, in every dtype.
+# Sizes and strides that allow the widest loads in every dtype.
 WIDE_SHAPES = [(64, 128), (72, 40)]
 CPU = torch.device("cpu")
 H200 = 132  # multiprocessors
 
 
 def layouts_of(shapes: Sequence[Sequence[int]]) -> tuple[launch.Layout, ...]:
-    """Of contiguous float32 tensors."""
+    """Layouts of contiguous float32 tensors."""
     return tuple(
         launch.contiguous(launch.Layout(tuple(shape), (), torch.float32, True)) for shape in shapes
     )
@@ -117,7 +117,7 @@ def test_what_does_not_merge_or_fit_has_no_unfolding() -> None:
     for columns, fits in ((LARGEST_INDEX, True), (LARGEST_INDEX + 1, False)):
         assert (unfolded((2, columns), 0, (columns, 1)) is not None) == fits
         assert (unfolded((2, columns), 1, (columns, 1)) is not None) == fits
-    # The end of the last block is still an index.
+    # The end of the last block must fit a 32-bit index.
     assert LARGEST_INDEX + max(momentum.SPAN, 64) < 2**31
 
 
@@ -138,14 +138,14 @@ def test_cut_is_even_and_whole(length: int, most: int) -> None:
     assert len(parts) == max(blocks(length, most), 1)
 
 
-def test_groups_take_turns_in_scratch_memory() -> None:
+def test_groups_share_a_workspace() -> None:
     assert waves({}, 5) == []
     assert waves({0: 2, 3: 3, 4: 1}, 5) == [[0, 3], [4]]
-    assert waves({0: 9, 1: 4, 2: 5, 3: 1}, 5) == [[0], [1, 2], [3]]  # 9 is room for all
+    assert waves({0: 9, 1: 4, 2: 5, 3: 1}, 5) == [[0], [1, 2], [3]]  # a group may need 9
     assert waves({7: 0, 8: 0}, 0) == [[7, 8]]
 
 
-# Wide loads, partial sums and scratch memory: the results stay what they are.
+# Wide loads, partial sums and a small workspace do not change the results.
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -212,7 +212,7 @@ def test_partial_sums(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 
 def test_partial_sums_take_little_memory() -> None:
-    """Of a large matrix none, of ResNet-32 less than twice its statistics."""
+    """None for a large matrix; for ResNet-32 less than twice its statistics."""
     assert not gram_ema.plan(layouts_of([(4096, 4096)]), (False,) * 2, CPU, H200).sums
     shapes = PARAMETER_SETS["resnet32"].views
     orders = sum(len(shape) for shape in shapes)
@@ -246,8 +246,8 @@ def _check_products(tensors: list[Tensor]) -> None:
         close(product, value)
 
 
-def test_scratch_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors take turns in what the largest of them needs."""
+def test_the_workspace_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors share a workspace of the size that the largest of them needs."""
     monkeypatch.setattr(chain, "SCRATCH_BYTES", 0)
     chain.plan.cache_clear()
     tensors = [normal(shape) for shape in [(9, 5), (20, 30), (4, 5, 6), (7,), (10, 20, 3)]]
@@ -259,7 +259,7 @@ def test_scratch_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_modes_that_do_not_merge_are_copied() -> None:
-    """Four modes in an order of strides that no two dimensions can hold."""
+    """Four modes whose strides do not merge into two dimensions."""
     tensor = normal((6, 4, 5, 3)).permute(2, 0, 3, 1)[:, ::2]
     assert _gram_plan([tensor]).copied == {0}
     _check_gram([tensor])
@@ -298,7 +298,7 @@ def test_too_many_columns_are_named(dtype: torch.dtype) -> None:
         chain.plan((layout,), (layout,), factors, CPU, 1)
 
 
-# Launches: a few, whatever the number of tensors.
+# The number of launches does not depend on the number of tensors.
 
 
 def _step(shapes: Sequence[Sequence[int]], programs: int) -> None:
@@ -328,7 +328,7 @@ def test_launches_do_not_grow_with_the_list(launches: Launches) -> None:
 
 
 def test_small_wide_work_joins_the_narrow() -> None:
-    """A launch of its own costs more than narrow loads do; not where the work is large."""
+    """A launch of its own costs more than narrow loads, unless the work is large."""
     small, large = [(64, 64), (9, 5)], [(4096, 4096), (9, 5)]
     vectors = []
     for shapes in (small, large):
@@ -338,7 +338,7 @@ def test_small_wide_work_joins_the_narrow() -> None:
     assert vectors == [[1], [1, 4]]
 
 
-# What is kept between calls.
+# Caches between calls.
 
 
 def test_plans_and_addresses_are_kept() -> None:
@@ -355,13 +355,13 @@ def test_plans_and_addresses_are_kept() -> None:
 
 
 def test_other_memory_of_the_same_shapes() -> None:
-    """The cached plan serves tensors that lie elsewhere."""
+    """A cached plan serves tensors at other addresses."""
     results = [_check_gram([normal((9, 5)), normal((20, 3))]) for _ in range(3)]
     assert not torch.equal(results[0][0], results[1][0])
 
 
 def test_what_a_graph_reads_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a graph is recorded nothing that is sent can be relied on, and all it reads stays."""
+    """Tables sent while a graph is recorded serve that graph only, and are kept for its replays."""
     held: list[object] = []
     capturing = [False]
     monkeypatch.setattr(launch, "_held", held)
