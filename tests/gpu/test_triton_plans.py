@@ -12,7 +12,6 @@ from cases import (
     LAYOUTS,
     STATE_DTYPES,
     buffer_of,
-    close,
     flat,
     identical,
     mode_statistics,
@@ -20,7 +19,7 @@ from cases import (
     scalar,
     state_dtype,
 )
-from operators import call
+from operators import Results, agree, call, everything, same
 from torch import Tensor
 
 from bench.kernels.parameter_sets import PARAMETER_SETS
@@ -48,10 +47,6 @@ def layouts_of(shapes: Sequence[Sequence[int]]) -> tuple[launch.Layout, ...]:
     return tuple(
         launch.contiguous(launch.Layout(tuple(shape), (), torch.float32, True)) for shape in shapes
     )
-
-
-def factor_layouts(shapes: Sequence[Sequence[int]]) -> tuple[launch.Layout, ...]:
-    return layouts_of([(d, d) for shape in shapes for d in shape])
 
 
 class Launches:
@@ -161,16 +156,18 @@ def _gram_plan(tensors: list[Tensor], programs: int = triton_operators.PROGRAMS)
     return gram_ema.plan(launch.layouts(tensors), diagonal, CPU, programs)
 
 
+def _check(variant: str, tensors: list[Tensor]) -> Results:
+    """The call on these tensors, with full statistics or factors, equals the reference."""
+    given = call(variant, [t.shape for t in tensors], "full", [t.dtype for t in tensors])
+    given.arguments["tensors"] = tensors
+    wanted = given.double()(reference)
+    results = given(triton_operators)
+    agree(results, wanted, given)
+    return results
+
+
 def _check_gram(tensors: list[Tensor]) -> list[Tensor]:
-    """That of full statistics of the tensors is what the definition says; returns it."""
-    stats = [mode_statistics(t.shape, "full", state_dtype(t.dtype)) for t in tensors]
-    wanted = [[stat.double().clone() for stat in row] for row in stats]
-    reference.gram_ema_(wanted, [t.double() for t in tensors], 0.9)
-    triton_operators.gram_ema_(stats, tensors, 0.9)
-    for stat, value in zip(flat(stats), flat(wanted), strict=True):
-        close(stat, value)
-        identical(stat, stat.mT)
-    return flat(stats)
+    return everything(_check("gram_ema_", tensors))
 
 
 def test_an_address_that_is_not_aligned_is_read_narrowly() -> None:
@@ -191,24 +188,18 @@ def test_an_address_that_is_not_aligned_is_read_narrowly() -> None:
 )
 def test_partial_sums(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """Few rows and many columns, in every mode: the columns are split (split-K)."""
-    tensor = normal(shape, dtype)
+    given = call("gram_ema_", [shape], "full", dtype)
     diagonal = tuple(d > 100 for d in shape)
-    plan = gram_ema.plan(launch.layouts([tensor]), diagonal, CPU, triton_operators.PROGRAMS)
-    assert plan.sums and plan.partials[state_dtype(dtype)] > 0
-    stats = [
-        stat.diagonal().clone() if is_diagonal else stat
-        for stat, is_diagonal in zip(
-            mode_statistics(shape, "full", state_dtype(dtype)), diagonal, strict=True
-        )
+    given.arguments["stats"] = [
+        [s.diagonal().clone() if len(s) > 100 else s for s in given.arguments["stats"][0]]
     ]
-    wanted = [stat.double().clone() for stat in stats]
-    reference.gram_ema_([wanted], [tensor.double()], 0.9)
-    again = [stat.clone() for stat in stats]
-    triton_operators.gram_ema_([stats], [tensor], 0.9)
-    triton_operators.gram_ema_([again], [tensor], 0.9)
-    for stat, value, repeated in zip(stats, wanted, again, strict=True):
-        close(stat, value)
-        identical(stat, repeated)
+    layouts = launch.layouts(given.arguments["tensors"])
+    plan = gram_ema.plan(layouts, diagonal, CPU, triton_operators.PROGRAMS)
+    assert plan.sums and plan.partials[state_dtype(dtype)] > 0
+    wanted, again = given.double()(reference), given.copy()(triton_operators)
+    results = given(triton_operators)
+    agree(results, wanted, given)
+    same(results, again)
 
 
 def test_partial_sums_take_little_memory() -> None:
@@ -226,7 +217,7 @@ def test_wide_products(dtype: torch.dtype) -> None:
     tensors = [normal(shape, dtype) for shape in WIDE_SHAPES]
     plan = _chain_plan(tensors)
     assert {kind.vector for kind, _, _ in plan.launches} == {16 // state_dtype(dtype).itemsize}
-    _check_products(tensors)
+    _check("mode_products", tensors)
 
 
 def _chain_plan(tensors: list[Tensor]) -> chain.Plan:
@@ -234,16 +225,6 @@ def _chain_plan(tensors: list[Tensor]) -> chain.Plan:
     factors = [torch.eye(d, dtype=r.dtype) for r in results for d in r.shape]
     every = [launch.layouts(group) for group in (tensors, results, factors)]
     return chain.plan(*every, CPU, triton_operators.PROGRAMS)
-
-
-def _check_products(tensors: list[Tensor]) -> None:
-    factors = [mode_statistics(t.shape, "full", state_dtype(t.dtype)) for t in tensors]
-    wanted = reference.mode_products(
-        [t.double() for t in tensors], [[a.double() for a in row] for row in factors]
-    )
-    products = triton_operators.mode_products(tensors, factors)
-    for product, value in zip(products, wanted, strict=True):
-        close(product, value)
 
 
 def test_the_workspace_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,7 +235,7 @@ def test_the_workspace_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = _chain_plan(tensors)
     assert plan.scratch == 2 * 10 * 20 * 3 * 4
     assert len({kind.wave for kind, _, _ in plan.launches}) > 1
-    _check_products(tensors)
+    _check("mode_products", tensors)
     chain.plan.cache_clear()
 
 
@@ -263,25 +244,12 @@ def test_modes_that_do_not_merge_are_copied() -> None:
     tensor = normal((6, 4, 5, 3)).permute(2, 0, 3, 1)[:, ::2]
     assert _gram_plan([tensor]).copied == {0}
     _check_gram([tensor])
-    _check_products([tensor])
-    param, grad, momentum = (
-        tensor.clone(memory_format=torch.preserve_format),
-        tensor,
-        tensor.clone(),
+    _check("mode_products", [tensor])
+    given = call("preconditioned_step_", [tensor.shape], "full").with_arguments(
+        params=[normal((6, 4, 5, 3)).permute(2, 0, 3, 1)[:, ::2]], grads=[tensor]
     )
-    factors = mode_statistics(tensor.shape, "full")
-    param = normal((6, 4, 5, 3)).permute(2, 0, 3, 1)[:, ::2]
-    wanted = [param.double().clone(), momentum.double().clone()]
-    numbers = [scalar(value) for value in (0.7, 0.9, 0.1)]
-    reference.preconditioned_step_(
-        *([tensor] for tensor in wanted),
-        [grad.double()],
-        [[a.double() for a in factors]],
-        *numbers,
-    )
-    triton_operators.preconditioned_step_([param], [momentum], [grad], [factors], *numbers)
-    close(param, wanted[0])
-    close(momentum, wanted[1])
+    wanted = given.double()(reference)
+    agree(given(triton_operators), wanted, given)
 
 
 @pytest.mark.parametrize("dtype", STATE_DTYPES, ids=str)
