@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import importlib.util
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -11,10 +12,36 @@ import pytest
 import torch
 from torch import Tensor
 
-# The Triton kernels' tests run on a GPU where there is one, and otherwise on the CPU's tensors in
-# Triton's interpreter, which it must be told before it is imported.
+# Without a GPU, tests/gpu runs the Triton kernels in Triton's interpreter, which reads this when it
+# is first imported. The fast tests do not import it.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# pytest rewrites the asserts of these modules as it does those of tests.
+pytest.register_assert_rewrite("cases", "operators", "contract", "drawn")
+# Property tests draw new examples at every run; a failure prints what reproduces it.
+# TNT_EXAMPLES=all draws more of them, TNT_FUZZ_EXAMPLES=N draws N.
+if importlib.util.find_spec("hypothesis"):
+    from hypothesis import HealthCheck, Phase, settings
+
+    _EXAMPLES = {"fast": 20, "all": 150, "fuzz": int(os.environ.get("TNT_FUZZ_EXAMPLES") or 1)}
+    for _name, _count in _EXAMPLES.items():
+        settings.register_profile(
+            _name,
+            max_examples=_count,
+            derandomize=False,
+            print_blob=True,
+            deadline=None,
+            phases=[phase for phase in Phase if phase != Phase.explain],
+            # Fixtures need no reset between examples, and the examples are large on purpose.
+            suppress_health_check=[
+                HealthCheck.function_scoped_fixture,
+                HealthCheck.too_slow,
+                HealthCheck.data_too_large,
+            ],
+        )
+    _FUZZ = os.environ.get("TNT_FUZZ_EXAMPLES")
+    settings.load_profile("fuzz" if _FUZZ else os.environ.get("TNT_EXAMPLES") or "fast")
 
 
 # Folders whose tests compile, interpret, or start processes: only `make test-all` runs them.

@@ -1,8 +1,8 @@
-"""A CUDA graph's rules on the CPU: what is recorded does not run, what runs reads fixed addresses.
+"""A CUDA graph's rules on the CPU: recording does not run, and a replay reads fixed addresses.
 
-A recording keeps every PyTorch operation with the tensors it was called with. Replayed, the same
-operations run on the same tensors, each result in the memory of the recorded one: a number that
-was not in a tensor stays what it was, a tensor that was exchanged is not noticed.
+A recording keeps every PyTorch operation with its tensors. A replay runs the same operations on the
+same tensors and puts each result where the recorded one was: Python numbers keep their recorded
+values, and an exchanged tensor is not noticed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# What waits for the device, or asks for memory of another one.
+# Operations that synchronise with the device.
 WAITING = ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal")
 
 
 class Recording(TorchDispatchMode):
-    """Records the operations within it, and undoes what they wrote."""
+    """Records the operations within it; undo() restores the tensors that they wrote."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Recording(TorchDispatchMode):
         return result
 
     def undo(self) -> None:
-        """Gives tensors back what they held."""
+        """Restores the values from before the recording."""
         for tensor, before in self._before.values():
             tensor.copy_(before)
 
@@ -71,7 +71,7 @@ class Recorder:
         self.recordings = self.replays = 0
 
     def __call__(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        """Records what ``run`` does without doing it; returns its replay and its results."""
+        """Records ``run`` without its effects; returns the replay and the results."""
         self.recordings += 1
         recording = Recording()
         with torch.no_grad(), recording:

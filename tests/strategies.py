@@ -1,7 +1,7 @@
-"""What hypothesis draws to call the operators: lists of tensors, and how each lies in memory.
+"""Random calls of the operators for hypothesis: lists of tensors, and the layout of each.
 
-Only a description is drawn: shapes, dtypes, strides, numbers and a seed. It is what a failure
-prints and what shrinks; the entries come from a generator with that seed, which is cheap.
+Hypothesis draws a description only: shapes, dtypes, strides, numbers and a seed. A failure prints
+it and shrinks it. A generator with that seed then fills the tensors, which is cheap.
 """
 
 import math
@@ -16,18 +16,17 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 from torch import Tensor
 
-# The elements of all tensors of one call, and of all their full statistics. A mode of 200 fits.
+# Limits for one call: elements of all tensors, and of all full statistics. A mode of 200 fits.
 ELEMENTS, AREA = 60_000, 90_000
-# The coupled Newton iteration multiplies matrices some sixty times.
+# Less for the coupled Newton iteration, which multiplies matrices about sixty times.
 NEWTON_AREA = 45_000
 
-# Both sides of what vector registers, tiles and unrolled loops hold; the last, a mode without
-# elements, comes up in one list of fifteen.
+# Around the sizes of vector registers, tiles and unrolled loops; 0 appears in one list of fifteen.
 _EDGES = [1, 2, 3, 4, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 200, 0]
 _SIZES = st.one_of(st.integers(1, 9), st.sampled_from(_EDGES), st.integers(1, 200))
 _SEEDS = st.integers(0, 2**31 - 1)
-# Two threads share the work of a call, and must not race. Seldom: each of the many small
-# operations of a reference waits for both.
+# Two threads share the work of a call, and must not race. Rarely: every small operation of the
+# reference then waits for both.
 _THREADS = st.sampled_from([1, 1, 1, 2])
 _FLOATS = st.sampled_from(DTYPES)
 _STATES = st.sampled_from(STATE_DTYPES)
@@ -35,20 +34,20 @@ _FLAGS = st.booleans()
 _EIGHTHS = st.integers(0, 7)
 
 
-# How a tensor lies in memory.
+# The layout of a tensor in memory.
 
 
 class Layout(NamedTuple):
-    """Strides and surroundings of a tensor."""
+    """Strides and offset of a tensor."""
 
     order: tuple[int, ...]  # its dimensions, from the slowest to the fastest
-    steps: tuple[int, ...]  # of each dimension: every how many-th place holds an entry
+    steps: tuple[int, ...]  # one entry every so many places, for each dimension
     offset: int = 0  # entries before the first one: alignment
-    expanded: int | None = None  # the dimension along which all entries are one
-    negated: bool = False  # stands for minus what lies in memory
+    expanded: int | None = None  # a dimension of stride 0
+    negated: bool = False  # a lazy negative view
 
     def __repr__(self) -> str:
-        """What differs from a contiguous tensor: a failure prints many layouts."""
+        """Only the fields that differ from a contiguous tensor: a failure prints many layouts."""
         plain = contiguous(len(self.order))._asdict()
         said = {name: value for name, value in self._asdict().items() if value != plain[name]}
         return f"Layout({', '.join(f'{name}={value}' for name, value in said.items())})"
@@ -75,7 +74,7 @@ _OFFSETS = st.integers(0, 3)
 
 @st.composite
 def written_layouts(draw: DrawFn, dims: int) -> Layout:
-    """Of parameters and momenta: a place of its own for each entry."""
+    """For parameters and momenta: every entry has an address of its own."""
     if draw(_FLAGS):
         return Layout(tuple(draw(_permutations(dims))), draw(_steps(dims)), draw(_OFFSETS))
     return contiguous(dims, draw(_OFFSETS))
@@ -83,7 +82,7 @@ def written_layouts(draw: DrawFn, dims: int) -> Layout:
 
 @st.composite
 def read_layouts(draw: DrawFn, dims: int, dtype: torch.dtype, expandable: bool = True) -> Layout:
-    """Of what is only read: any. A negated view is one of complex numbers: not of 16 bits."""
+    """For arguments that are only read: any layout. Negated views are not of 16 bits."""
     layout = draw(written_layouts(dims))
     if not draw(_FLAGS):
         return layout
@@ -93,16 +92,16 @@ def read_layouts(draw: DrawFn, dims: int, dtype: torch.dtype, expandable: bool =
 
 
 class Memory:
-    """All the tensors that a call is given, each in a buffer of its own with NaN around it."""
+    """All tensors of a call, each in a buffer of its own with NaN in the gaps."""
 
     def __init__(self) -> None:
         self._buffers: list[Tensor] = []
         self._views: list[Tensor] = []
 
     def place(self, values: Tensor, layout: Layout) -> Tensor:
-        """A view with the entries of ``values``, laid out as told (an expanded one: the first)."""
+        """A view with the entries of ``values`` in a layout (if expanded, the first ones)."""
         if layout.negated:
-            # In memory: the conjugate's imaginary part is minus what stands there.
+            # The imaginary part of a conjugate is minus the number in memory.
             nan = torch.full_like(values, math.nan)
             values = torch.complex(nan, -values)
         given = values
@@ -124,7 +123,7 @@ class Memory:
         return view
 
     def contents(self) -> list[Tensor]:
-        """The bits of every buffer, now."""
+        """A copy of the bits of every buffer."""
         return [bits(buffer).clone() for buffer in self._buffers]
 
     def restore(self, contents: Sequence[Tensor]) -> None:
@@ -132,13 +131,13 @@ class Memory:
             bits(buffer).copy_(old)
 
     def versions(self, but: Sequence[Tensor]) -> list[int]:
-        """What autograd has counted of writes to all tensors but those."""
+        """Autograd's version counters of all tensors except ``but``."""
         left = {id(tensor) for tensor in but}
         return [view._version for view in self._views if id(view) not in left]
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """A view of the tensor as integers, so that also NaN and -0 are what they are."""
+    """The tensor viewed as integers, so that NaN and -0 compare by their bits."""
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.view(integers[tensor.element_size()])
 
@@ -153,7 +152,7 @@ def _orthogonal(d: int) -> Tensor:
 
 
 class Numbers:
-    """Random entries from a generator of their own; float64, rounded where a dtype is named."""
+    """Random entries from a seeded generator, in float64 or rounded to a dtype."""
 
     def __init__(self, seed: int) -> None:
         self._generator = torch.Generator().manual_seed(seed)
@@ -169,8 +168,8 @@ class Numbers:
         return int(torch.randint(high, (), generator=self._generator))
 
     def factor(self, d: int, *, diagonal: bool) -> Tensor:
-        """Symmetric, of either sign, and near enough to an isometry that products keep their
-        size: an error of one mode neither grows nor drowns in those of the others."""
+        """Symmetric, with eigenvalues of size 0.5 to 1.5 of either sign, so that products keep
+        their size and an error of one mode stays visible."""
         signs = 1 - 2 * torch.randint(2, (d,), generator=self._generator)
         return with_spectrum(self.uniform(d, 0.5, 1.5) * signs, diagonal=diagonal)
 
@@ -189,12 +188,12 @@ def with_spectrum(values: Tensor, *, diagonal: bool) -> Tensor:
     return matrix.tril() + matrix.tril(-1).mT
 
 
-# What belongs to the modes of one tensor.
+# The modes of one tensor.
 
 
 @dataclass(frozen=True)
 class Modes:
-    """A tensor's shape and dtype, and how the statistic or factor of each of its modes lies."""
+    """A tensor's shape and dtype, and the layout of each mode's statistic or factor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -218,7 +217,7 @@ def _mode(draw: DrawFn, dtype: torch.dtype, *, written: bool) -> tuple[int, bool
     dims = 1 if diagonal else 2
     if written:
         return size, diagonal, contiguous(dims, draw(_OFFSETS))
-    # A matrix of equal columns is none of the symmetric ones that are asked for.
+    # An expanded matrix would not be symmetric.
     return size, diagonal, draw(read_layouts(dims, dtype, expandable=diagonal))
 
 
@@ -244,7 +243,7 @@ Entry = TypeVar("Entry", bound=_HasModes)
 
 
 def _lists(entries: SearchStrategy[Entry], area: int = AREA) -> SearchStrategy[list[Entry]]:
-    """Up to four, their sizes cut so that together they stay within ELEMENTS and ``area``."""
+    """Up to four entries, their sizes reduced to stay within ELEMENTS and ``area`` together."""
 
     def cut(given: list[Entry]) -> list[Entry]:
         elements_left, area_left = ELEMENTS, area
@@ -262,7 +261,7 @@ def _lists(entries: SearchStrategy[Entry], area: int = AREA) -> SearchStrategy[l
     return st.lists(entries, max_size=4).map(cut)
 
 
-# Numbers, and 0-dim tensors in their place.
+# Numbers, or 0-dim tensors.
 
 _FORMS = st.sampled_from([None, torch.float64, torch.float32])
 
@@ -321,7 +320,7 @@ def _rarely(draw: DrawFn) -> bool:
 
 
 def _not_finite(draw: DrawFn, entries: Sequence[_HasModes]) -> int | None:
-    """None, or now and then the index of a tensor that has elements."""
+    """None, or rarely the index of a tensor that has elements."""
     candidates = [t for t, entry in enumerate(entries) if math.prod(entry.modes.shape)]
     return draw(st.sampled_from(candidates)) if candidates and _rarely(draw) else None
 
@@ -332,7 +331,7 @@ def gram_ema_calls(draw: DrawFn) -> GramEmaCall:
     return GramEmaCall(
         entries,
         decay=draw(_given(_some(0.5, 0.9, 0.0, 1.0, low=2**-10, high=1 - 2**-10))),
-        # float16 holds 2^-24 to 65504; the squares of 2^8 it does not hold.
+        # float16 holds 2^8 but not its square.
         magnitude=draw(st.sampled_from([1.0, 2.0**8, 2.0**-8])),
         lopsided=draw(_FLAGS),
         not_finite=_not_finite(draw, entries),
@@ -452,7 +451,7 @@ def graft_calls(draw: DrawFn) -> GraftCall:
         entries,
         adam,
         out=draw(_FLAGS),
-        # A sum of gradients alone has no average, which Adam's length is of.
+        # Adam's length is of an average, which needs a momentum below 1.
         momentum=draw(_given(_some(0.9, 0.0, 0.5 if adam else 1.0, low=0.0, high=0.99))),
         second_decay=draw(_some(0.99, 0.0, 0.5, low=0.0, high=0.999)),
         eps=draw(_some(1e-8, 0.0, 1.0, low=1e-10, high=1.0)),
@@ -468,14 +467,14 @@ class Inverted:
 
     modes: Modes
     out_offset: int  # as in Layout
-    condition: float  # at most, of each statistic without damping
+    condition: float  # upper bound for each statistic, without damping
     zero: bool  # the first statistic is zero
     root: int
 
 
 @dataclass(frozen=True)
 class Spoiled:
-    """The one statistic that has no inverse: its entries (row, column) and (column, row)."""
+    """The statistic without an inverse, by its entries (row, column) and (column, row)."""
 
     tensor: int
     mode: int
@@ -491,7 +490,7 @@ class InverseCall:
     damping: float  # in units of the average eigenvalue
     form: torch.dtype | None  # of the damping, as in as_given
     relative: bool
-    out: str | None  # what ``out`` holds before: "nan" or "numbers"
+    out: str | None  # contents of ``out`` before the call: "nan" or "numbers"
     spoiled: Spoiled | None
     threads: int
     seed: int
@@ -502,7 +501,7 @@ _BESIDE_DIAGONAL = st.sampled_from([100.0, math.nan, math.inf, -math.inf])
 
 
 def _spoiled(draw: DrawFn, entries: Sequence[Inverted]) -> Spoiled | None:
-    # Where the first statistic is zero, the others do not count.
+    # If the first statistic is zero, damped_inverse ignores the others.
     candidates = [
         (t, i)
         for t, entry in enumerate(entries)
@@ -513,7 +512,7 @@ def _spoiled(draw: DrawFn, entries: Sequence[Inverted]) -> Spoiled | None:
         return None
     t, i = draw(st.sampled_from(candidates))
     modes = entries[t].modes
-    # Of an expanded diagonal only the first entry is in memory.
+    # Only the first entry of an expanded diagonal is in memory.
     last = 0 if modes.layouts[i].expanded is not None else modes.shape[i] - 1
     row = draw(st.integers(0, last))
     if row and not modes.diagonal[i] and draw(_FLAGS):
@@ -537,7 +536,7 @@ def _inverted(draw: DrawFn, decades: int) -> Inverted:
 def _inverse_call(
     draw: DrawFn, *, area: int, decades: int, unit: float, relative: bool
 ) -> InverseCall:
-    """``decades``: of the condition in float32; float64 has twice the digits to lose."""
+    """``decades`` of the condition in float32; twice as many in float64."""
     entries = draw(_lists(_inverted(decades), area))
     return InverseCall(
         entries,
@@ -555,7 +554,7 @@ def _inverse_call(
 @st.composite
 def damped_inverse_calls(draw: DrawFn) -> InverseCall:
     relative = draw(_FLAGS)
-    # Not relative: one damping serves tensors of all orders, and only 1 is 1^(1/k) for each k.
+    # Absolute damping is in units of c, which is near 1 for every order k only if the unit is 1.
     unit = draw(st.sampled_from([1.0, 1e-30, 1e30])) if relative else 1.0
     return _inverse_call(draw, area=AREA, decades=3, unit=unit, relative=relative)
 

@@ -1,28 +1,34 @@
-"""The Triton launchers with the arguments of the public operators, on a GPU or interpreted.
+"""The Triton launchers under the names and signatures of the public operators.
 
-Where there is a GPU, arguments are copied to it with their strides and what was written is copied
-back, so that the operators' tests on CPU tensors are tests of these launchers too.
+Arguments on the CPU are copied to the GPU with their strides, and everything is copied back;
+without a GPU Triton's interpreter runs the launchers on the arguments themselves.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import triton.language as tl
-from cases import GPU, buffer_of, flat
+from cases import GPU, flat, poisoned_like
+from operators import copied
 from torch import Tensor
 from triton.runtime import interpreter
 
-from tnt_kernels.triton import grafted_directions, gram_ema, mode_products, preconditioned_step
+import tnt_kernels.triton.grafted_directions as grafted_directions_kernel
+import tnt_kernels.triton.gram_ema as gram_ema_kernel
+import tnt_kernels.triton.inverse_root as inverse_root_kernel
+import tnt_kernels.triton.mode_products as mode_products_kernel
+import tnt_kernels.triton.preconditioned_step as preconditioned_step_kernel
 
 Modes = Sequence[Sequence[Tensor]]
+Number = float | Tensor
 
-# So few that a hundred columns are already cut into partial sums.
+# So few that a hundred columns are already split into partial sums.
 PROGRAMS = 4
 
 
-def _mend_the_interpreter() -> None:
-    """bfloat16, of which Triton 3.7's interpreter multiplies the bits, and to which it cuts."""
+def _correct_the_interpreter() -> None:
+    """Triton 3.7's interpreter truncates to bfloat16, and multiplies its bits as integers."""
     convert, dot = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
 
     def rounded(values: Any, given: Any, wanted: Any, rounding: Any) -> Any:
@@ -39,76 +45,105 @@ def _mend_the_interpreter() -> None:
     interpreter.InterpreterBuilder.create_dot = dot_of_numbers
 
 
-_mend_the_interpreter()
+_correct_the_interpreter()
 
 
 class OnGpu:
-    """Copies of tensors on the GPU, with the same strides; the tensors themselves on the CPU."""
+    """Copies tensors to the GPU with their strides, and everything back at the end."""
 
     def __init__(self) -> None:
         self._copies: list[tuple[Tensor, Tensor]] = []
 
     def __call__(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """The copies."""
-        return [self._copy(tensor) for tensor in tensors]
+        """The copies; without a GPU the tensors themselves."""
+        return [self.copy(tensor) for tensor in tensors]
 
-    def _copy(self, tensor: Tensor) -> Tensor:
+    def copy(self, tensor: Tensor) -> Tensor:
         if GPU.type == "cpu" or tensor.is_cuda:
             return tensor
-        buffer = buffer_of(tensor.detach()).to(GPU)
-        copy = buffer.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-        self._copies.append((tensor, buffer))
-        return torch._neg_view(copy) if tensor.is_neg() else copy
+        copy = copied(tensor, GPU)
+        self._copies.append((tensor.detach(), copy))
+        return copy
 
     def back(self) -> None:
-        """Copies everything back."""
-        for tensor, buffer in self._copies:
-            buffer_of(tensor.detach()).copy_(buffer)
+        for tensor, copy in self._copies:
+            if copy.is_inference() or copy._version:  # written
+                tensor.copy_(copy)
 
 
-def scalar(value: float | Tensor) -> Tensor:
+def scalar(value: Number) -> Tensor:
     return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
 
 
-@torch.no_grad()
-def gram_ema_(stats: Modes, tensors: Sequence[Tensor], decay: float | Tensor) -> None:
-    gpu = OnGpu()
-    gram_ema.gram_ema_(gpu(flat(stats)), gpu(tensors), scalar(decay), programs=PROGRAMS)
-    gpu.back()
+def _on_gpu(launcher: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls ``launcher(gpu, ...)`` outside autograd, and copies back what it wrote."""
+
+    @torch.no_grad()
+    def call(*arguments: Any, **named: Any) -> Any:
+        gpu = OnGpu()
+        results = launcher(gpu, *arguments, **named)
+        gpu.back()
+        return results
+
+    return call
 
 
-@torch.no_grad()
-def mode_products_(tensors: Sequence[Tensor], factors: Modes) -> list[Tensor]:
-    gpu = OnGpu()
-    results = mode_products.mode_products(gpu(tensors), gpu(flat(factors)), programs=PROGRAMS)
+@_on_gpu
+def gram_ema_(gpu: OnGpu, stats: Modes, tensors: Sequence[Tensor], decay: Number) -> None:
+    given = gpu(flat(stats)), gpu(tensors), scalar(decay)
+    gram_ema_kernel.gram_ema_(*given, programs=PROGRAMS)
+
+
+@_on_gpu
+def inverse_root(
+    gpu: OnGpu,
+    stats: Modes,
+    damping: Number,
+    root: Sequence[int],
+    out: Modes | None = None,
+    programs: int = 1,
+) -> tuple[Modes, Tensor]:
+    into = [[t.contiguous() for t in poisoned_like(row)] for row in stats] if out is None else out
+    info = inverse_root_kernel.inverse_root(
+        *(gpu(flat(into)), gpu(flat(stats)), [len(row) for row in stats]),
+        *(gpu.copy(scalar(damping)), list(root)),
+        programs=programs,
+    )
+    return into, info.cpu()
+
+
+@_on_gpu
+def mode_products(gpu: OnGpu, tensors: Sequence[Tensor], factors: Modes) -> list[Tensor]:
+    given = gpu(tensors), gpu(flat(factors))
+    results = mode_products_kernel.mode_products(*given, programs=PROGRAMS)
     return [result.cpu() for result in results]
 
 
-@torch.no_grad()
+@_on_gpu
 def preconditioned_step_(
+    gpu: OnGpu,
     params: Sequence[Tensor],
     momenta: Sequence[Tensor],
     grads: Sequence[Tensor],
     factors: Modes,
-    lr: float | Tensor,
-    momentum: float | Tensor,
-    weight_decay: float | Tensor,
+    lr: Number,
+    momentum: Number,
+    weight_decay: Number,
 ) -> None:
-    gpu = OnGpu()
-    preconditioned_step.preconditioned_step_(
+    preconditioned_step_kernel.preconditioned_step_(
         *(gpu(params), gpu(momenta), gpu(grads), gpu(flat(factors))),
         *(scalar(lr), scalar(momentum), scalar(weight_decay)),
         programs=PROGRAMS,
     )
-    gpu.back()
 
 
-@torch.no_grad()
+@_on_gpu
 def grafted_directions_(
+    gpu: OnGpu,
     momenta: Sequence[Tensor],
     grads: Sequence[Tensor],
     factors: Modes,
-    momentum: float | Tensor,
+    momentum: Number,
     second_moments: Sequence[Tensor] | None = None,
     counts: Tensor | None = None,
     out: Sequence[Tensor] | None = None,
@@ -116,14 +151,11 @@ def grafted_directions_(
     second_decay: float = 0.99,
     eps: float = 1e-8,
 ) -> tuple[list[Tensor], Tensor]:
-    gpu = OnGpu()
-    if out is None:
-        out = [torch.empty(m.shape, dtype=m.dtype) for m in momenta]
+    into = [torch.empty(m.shape, dtype=m.dtype) for m in momenta] if out is None else list(out)
     table = torch.zeros(0, 2, dtype=torch.float64) if counts is None else counts
-    scales = grafted_directions.grafted_directions_(
-        *(gpu(momenta), gpu(second_moments or []), gpu(out), gpu(grads), gpu(flat(factors))),
+    scales = grafted_directions_kernel.grafted_directions_(
+        *(gpu(momenta), gpu(second_moments or []), gpu(into), gpu(grads), gpu(flat(factors))),
         *(scalar(momentum), table, second_decay, eps),
         programs=PROGRAMS,
     )
-    gpu.back()
-    return list(out), scales.cpu()
+    return into, scales.cpu()

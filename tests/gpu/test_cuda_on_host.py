@@ -1,18 +1,17 @@
-"""damped_inverse's CUDA code without a GPU: its plan, its kernels thread by thread, and what goes
-through PyTorch's linear algebra, on CPU tensors, by the tests of the operator itself.
+"""damped_inverse's CUDA code without a GPU: its plan, its kernels thread by thread, on CPU tensors.
 
-Only what is between them is missing: launches, streams and the memory of tables. The kernels alone,
-under sanitizers and in several orders of their threads: tests/native/test_cuda_damped_inverse.cpp.
+Launches, streams and the memory of tables are missing. tests/native/test_cuda_damped_inverse.cpp
+runs the kernels alone, under sanitizers and in several orders of their threads.
 """
 
 import fcntl
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import test_damped_inverse
 import torch
 from cases import (
     STATE_DTYPES,
@@ -25,26 +24,7 @@ from cases import (
     statistic,
     unchanged,
 )
-from test_damped_inverse import (  # noqa: F401, collected here once more
-    test_a_long_trace_of_equal_entries_is_exact,
-    test_an_inverse_that_overflows_fails,
-    test_autograd_notices_the_write,
-    test_damping_as_a_tensor,
-    test_definition,
-    test_empty_lists,
-    test_failures,
-    test_first_failure_counts,
-    test_gram_matrices_of_one_gradient,
-    test_ill_conditioned_is_not_singular,
-    test_is_the_reference,
-    test_layouts,
-    test_no_elements,
-    test_outside_autograd,
-    test_singular_without_damping_fails,
-    test_undamped,
-    test_units,
-    test_zero_statistics,
-)
+from contract import DampedInverse, EveryOperator, Inverses
 from torch import Tensor
 from torch.utils import cpp_extension
 
@@ -59,7 +39,7 @@ Call = Callable[..., tuple[Modes, Tensor]]
 
 @pytest.fixture(scope="module")
 def on_host() -> Call:
-    """The public function's namesake; ``largest`` is the largest matrix with a block of its own."""
+    """Builds the code; ``largest`` is the largest matrix that one block inverts."""
     folder = ROOT / "build" / "cuda-on-host"
     folder.mkdir(parents=True, exist_ok=True)
     plain = ("factor_plan", "large_inverse", "damped_inverse_call")
@@ -102,18 +82,26 @@ def on_host() -> Call:
 
 
 # 128: a block for each matrix; 0: PyTorch's linear algebra for each; 16: some of both.
-@pytest.fixture(autouse=True, params=[128, 16, 0])
-def served(request: pytest.FixtureRequest, on_host: Call, monkeypatch: pytest.MonkeyPatch) -> Call:
-    """Puts it in the place of the operator for the tests imported above."""
+@pytest.fixture(params=[128, 16, 0])
+def served(request: pytest.FixtureRequest, on_host: Call) -> Call:
+    """The operator with ``largest`` set."""
 
     def damped_inverse(*arguments: Any, **named: Any) -> tuple[Modes, Tensor]:
         return on_host(*arguments, **named, largest=request.param)
 
-    monkeypatch.setattr(test_damped_inverse, "damped_inverse", damped_inverse)
     return damped_inverse
 
 
-only_blocks = pytest.mark.parametrize("served", [128], indirect=True)
+class TestContract(EveryOperator, Inverses, DampedInverse):
+    """The contract of the operators."""
+
+    operators = ("damped_inverse",)
+
+    @pytest.fixture(autouse=True)
+    def _serve(self, served: Call, request: pytest.FixtureRequest) -> None:
+        self.functions = SimpleNamespace(damped_inverse=served)
+        # Padded batches change the roundings of a list's entries.
+        self.alone_to_the_bit = request.node.callspec.params["served"] == 128
 
 
 def check(stats: Modes, call: Call, relative: bool = False) -> None:
@@ -144,12 +132,6 @@ def test_large(served: Call, dtype: torch.dtype, relative: bool) -> None:
 
 def test_both_dtypes_of_one_size(served: Call) -> None:
     check([mode_statistics((140, 20), "full", dtype) for dtype in STATE_DTYPES * 2], served)
-
-
-@only_blocks
-def test_blocks_do_not_depend_on_each_other() -> None:
-    """(Padded batches do, by roundings.)"""
-    test_damped_inverse.test_list_is_its_entries_one_by_one()
 
 
 @pytest.mark.parametrize("dtype", STATE_DTYPES, ids=str)
@@ -191,7 +173,6 @@ def test_a_bad_mode_of_a_tensor_with_large_ones(served: Call, bad: int) -> None:
             close(factor, value)
 
 
-@only_blocks
 def test_more_than_may_wait(on_host: Call) -> None:
     """The large modes of several waves: 5 tensors of 6.3 MB each, 16 MB at a time."""
     stats = [mode_statistics((1030, 720), "full") for _ in range(5)]
@@ -208,7 +189,7 @@ def test_more_than_may_wait(on_host: Call) -> None:
             close(factor, value)
 
 
-# The arguments of the flat operator, of a good statistic, and what is said of them.
+# Bad arguments of the flat operator, made of a good statistic, by the error's message.
 BAD_ARGUMENTS: dict[str, Callable[[Tensor], tuple[Any, ...]]] = {
     "must not share memory with": lambda s: ([s], [s], [1], scalar(0.1)),
     "out[0] must be like stats[0]": lambda s: ([s[0].clone()], [s], [1], scalar(0.1)),
@@ -229,10 +210,9 @@ BAD_ARGUMENTS: dict[str, Callable[[Tensor], tuple[Any, ...]]] = {
 }
 
 
-@only_blocks
 @pytest.mark.parametrize("message", BAD_ARGUMENTS)
 def test_memory_safety(message: str, on_host: Call) -> None:
-    """Who calls the flat operator directly cannot make it write where it should not."""
+    """The flat operator checks what it writes to."""
     stat = statistic(9, diagonal=False)
     arguments = BAD_ARGUMENTS[message](stat)
     with unchanged([stat]), pytest.raises(ValueError, match=re.escape(message)):

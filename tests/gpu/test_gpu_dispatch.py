@@ -1,4 +1,4 @@
-"""What serves on a GPU: Triton, or the reference with a reason, whatever is installed."""
+"""Which implementation serves on a GPU: Triton, or the reference with a warning that says why."""
 
 import importlib
 import runpy
@@ -23,8 +23,8 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def nothing_said_before() -> Iterator[None]:
-    """What serves is looked up once, and what it lacks said once."""
+def no_cached_kernels() -> Iterator[None]:
+    """Which kernel serves is cached, and a missing one is warned of once."""
     backends._kernel.cache_clear()
     yield
     backends._kernel.cache_clear()
@@ -76,7 +76,7 @@ def test_an_old_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_triton_serves() -> None:
-    """The call that a GPU's tensors are dispatched to, on the interpreter's."""
+    """The function that calls on a GPU are dispatched to; without a GPU, interpreted."""
     tensors, factors = products_arguments()
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
@@ -144,7 +144,7 @@ def gpu(tensor: Tensor) -> Tensor:
 
 
 def test_calls_are_recognised_by_all_that_is_checked() -> None:
-    """Address, shape, strides, dtype, order of modes and numbers' places: any other is another."""
+    """Checked calls are recognised by address, shape, strides, dtype, orders and options."""
     memory = torch.zeros(64)
     base: list[object] = [[gpu(memory[:16].view(4, 4))], [2], scalar(1.0), False]
     call = ops._recognised("f", base)
@@ -169,23 +169,3 @@ def test_calls_are_recognised_by_all_that_is_checked() -> None:
 def test_other_calls_are_not_recognised() -> None:
     for row in ([normal((2, 2))], [normal((2, 2)).to("meta")], [None], [gpu(normal((2,))), 3]):
         assert ops._recognised("f", [row, scalar(1.0)]) is None
-
-
-def test_a_recognised_call_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "_checked", set())
-    checks: list[int] = []
-    good, bad = [[gpu(normal((2, 2)))]], [[gpu(normal((3, 3)))]]
-
-    def fail() -> None:
-        checks.append(1)
-        raise ValueError("bad")
-
-    for _ in range(2):
-        ops._check_once("f", good, lambda: checks.append(0))
-        with pytest.raises(ValueError, match="bad"):
-            ops._check_once("f", bad, fail)
-    assert checks == [0, 1, 1]
-    monkeypatch.setattr(ops, "_MOST_CHECKED", 3)
-    for n in range(1, 9):
-        ops._check_once("f", [[gpu(normal((n, n)))]], lambda: None)
-        assert len(ops._checked) <= 3

@@ -1,29 +1,18 @@
-"""What a training loop on a GPU relies on: no waiting, streams, graphs, dispatch, the optimizer.
+"""A training loop on a GPU: no synchronisation, streams, graphs, dispatch, optimizers.
 
-Skipped where there is no CUDA device, but with TNT_TEST_DEVICE=cpu (see device_calls.py).
+Skipped without a CUDA device; TNT_TEST_DEVICE=cpu runs some on the CPU (see device_calls.py).
 """
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
 from cases import SHAPES, close, flat, identical, normal
-from device_calls import (
-    CUT_TERM,
-    DEVICE,
-    MANY,
-    Call,
-    agree,
-    call,
-    check,
-    cuda_only,
-    every_operator,
-    mapped,
-    on_device,
-    usual,
-    usual_settings,
-)
+from device_calls import CUT_TERM, DEVICE, MANY, check, cuda_only, on_device, usual_settings
+from operators import NUMBERS, VARIANTS, Call, agree, call, everything, flat_arguments, same
+from tolerances import FLOAT32_OPERATOR, NEWTON_OPERATOR
 from torch import Tensor, nn
 
 import tnt_kernels
@@ -38,27 +27,38 @@ def settings() -> Iterator[None]:
     yield from usual_settings()
 
 
-# What a training loop may rely on: no waiting, streams, graphs.
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
-def served_by_reference(name: str) -> bool:
-    return tnt_kernels.backends().ops[name]["cuda"] == "reference"
+def may_wait(variant: str) -> bool:
+    """Whether the reference serves, which may synchronise."""
+    return tnt_kernels.backends().ops[variant.split()[0]]["cuda"] == "reference"
+
+
+def numbers_as_tensors(given: Call, factor: float = 1.0) -> Call:
+    numbers = NUMBERS[given.name].items()
+    scaled = {k: torch.tensor(factor * n, dtype=torch.float64) for k, n in numbers}
+    return given.with_arguments(**scaled)
+
+
+def tensors_of(given: Call) -> list[Tensor]:
+    return flat(list(given.arguments.values()))
 
 
 def warmed_up(given: Call) -> Call:
-    """On the device, called before: compiled, planned, tables sent."""
-    there = given.on(DEVICE)
+    """On the device, called twice: compiled, planned, tables sent."""
+    there = given.copy(DEVICE)
     for _ in range(2):
         there()
     return there
 
 
 @cuda_only
-@every_operator
-def test_does_not_wait_for_the_device(name: str) -> None:
-    if served_by_reference(name):
-        pytest.skip("the reference serves, which may wait")
-    there = warmed_up(call(name, SHAPES, "mixed"))
+@every_variant
+def test_does_not_wait_for_the_device(variant: str) -> None:
+    if may_wait(variant):
+        pytest.skip("the reference serves")
+    there = warmed_up(call(variant, SHAPES))
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -67,27 +67,15 @@ def test_does_not_wait_for_the_device(name: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-NUMBERS = {
-    "gram_ema_": (2,),
-    "damped_inverse": (1,),
-    "inverse_root": (1,),
-    "mode_products": (),
-    "preconditioned_step_": (4, 5, 6),
-    "grafted_directions_": (3,),
-}
-
-
 @cuda_only
-@every_operator
+@every_variant
 @pytest.mark.parametrize("shapes", [SHAPES, MANY], ids=["small", "partial sums"])
-def test_graph(name: str, shapes: Sequence[Sequence[int]]) -> None:
+def test_graph(variant: str, shapes: Sequence[Sequence[int]]) -> None:
     """Captured once; replayed on other inputs and other device scalars, twice."""
-    if served_by_reference(name):
-        pytest.skip("the reference serves, which may wait")
-    given = call(name, shapes, "mixed")
-    for i in NUMBERS[name]:
-        given.arguments[i] = torch.tensor(given.arguments[i], dtype=torch.float64)
-    there = given.on(DEVICE)
+    if may_wait(variant):
+        pytest.skip("the reference serves")
+    given = numbers_as_tensors(call(variant, shapes))
+    there = given.copy(DEVICE)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -98,36 +86,34 @@ def test_graph(name: str, shapes: Sequence[Sequence[int]]) -> None:
     with torch.cuda.graph(graph):
         results = there()
     for change in (0.5, 0.25):
-        other = call(name, shapes, "mixed")
-        for i in NUMBERS[name]:
-            other.arguments[i] = torch.tensor(change * other.arguments[i], dtype=torch.float64)
-        wanted = other.in_float64()(reference)
-        for static, fresh in zip(flat(there.arguments), flat(other.arguments), strict=True):
+        other = numbers_as_tensors(call(variant, shapes), change)
+        wanted = other.double()(reference)
+        for static, fresh in zip(tensors_of(there), tensors_of(other), strict=True):
             static.copy_(fresh)
         # Eager calls of the same layouts and other addresses must leave the graph's tables alone.
-        elsewhere = [given.on(DEVICE) for _ in range(3)]
+        elsewhere = [given.copy(DEVICE) for _ in range(3)]
         for eager in elsewhere:
             eager()
         graph.replay()
         torch.cuda.synchronize()
-        agree(results, wanted, there, usual(name, torch.float32) + 1000 * CUT_TERM)
+        newton = NEWTON_OPERATOR if variant == "inverse_root" else 0.0
+        agree(results, wanted, there, max(newton, FLOAT32_OPERATOR) + 1000 * CUT_TERM)
 
 
 @cuda_only
-@every_operator
-def test_on_another_stream(name: str) -> None:
-    """Its inputs are made there, late: on any other stream it would read poison."""
-    given = call(name, SHAPES, "mixed")
-    wanted = given.in_float64()(reference)
-    there = warmed_up(given)
-    real = given.on(DEVICE)
-    for tensor in flat(there.arguments):
+@every_variant
+def test_on_another_stream(variant: str) -> None:
+    """Its inputs arrive there late: on any other stream the call would read NaN."""
+    given = call(variant, SHAPES)
+    wanted = given.double()(reference)
+    there, real = warmed_up(given), given.copy(DEVICE)
+    for tensor in tensors_of(there):
         tensor.fill_(float("nan"))
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         torch.cuda._sleep(50_000_000)  # clock cycles: some 30 ms
-        for tensor, value in zip(flat(there.arguments), flat(real.arguments), strict=True):
+        for tensor, value in zip(tensors_of(there), tensors_of(real), strict=True):
             tensor.copy_(value, non_blocking=True)
         results = there()
     side.synchronize()
@@ -135,88 +121,59 @@ def test_on_another_stream(name: str) -> None:
 
 
 @cuda_only
-@every_operator
-def test_on_the_second_gpu(name: str) -> None:
-    """While the first is the present one."""
+@every_variant
+def test_on_the_second_gpu(variant: str) -> None:
+    """While the first is the current one."""
     if torch.cuda.device_count() < 2:
         pytest.skip("one GPU")
     second = torch.device("cuda", 1)
     for device in (second, torch.device("cuda", 0), second):
-        check(call(name, SHAPES, "mixed"), device=device)
+        check(call(variant, SHAPES), device=device)
     assert torch.cuda.current_device() == 0
 
 
 @cuda_only
-@every_operator
-def test_another_device_is_refused(name: str) -> None:
-    there = call(name, [(9, 5)]).on(DEVICE)
-    lists = [i for i, a in enumerate(there.arguments) if isinstance(a, list)]
-    there.arguments[lists[1]] = mapped(there.arguments[lists[1]], Tensor.cpu)
+@every_variant
+def test_another_device_is_refused(variant: str) -> None:
+    there = call(variant, [(9, 5)]).copy(DEVICE)
+    other = there.lists[1]
+    mixed = there.map(lambda key, tensor: tensor.cpu() if key == other else tensor)
     with pytest.raises(ValueError, match="cpu"):
-        there()
+        mixed()
 
 
-@every_operator
-def test_scalars_on_the_device(name: str) -> None:
-    """0-dim tensors there are as good as numbers, to the bit for what numbers become."""
-    given = call(name, SHAPES, "mixed")
-    scalars = copy.copy(given.arguments)
-    for i in NUMBERS[name]:
-        scalars[i] = torch.tensor(scalars[i], dtype=torch.float64)
-    numbers = given.on(DEVICE)()
-    for actual, wanted in zip(Call(name, scalars).on(DEVICE)(), numbers, strict=True):
-        identical(actual, wanted)
+@every_variant
+def test_scalars_on_the_device(variant: str) -> None:
+    """0-dim tensors there are the numbers to the bit."""
+    given = call(variant, SHAPES)
+    same(numbers_as_tensors(given).copy(DEVICE)(), given.copy(DEVICE)())
 
 
 # Dispatch.
 
 
-def flat_call(given: Call) -> tuple[object, ...]:
-    """What torch.ops.tnt_kernels takes."""
-
-    def number(value: float) -> Tensor:
-        return torch.tensor(value, dtype=torch.float64)
-
-    a = given.arguments
-    if given.name == "gram_ema_":
-        return flat(a[0]), a[1], number(a[2])
-    if given.name == "damped_inverse":
-        return flat(a[2]), flat(a[0]), [len(row) for row in a[0]], number(a[1]), a[3]
-    if given.name == "inverse_root":
-        return flat(a[3]), flat(a[0]), [len(r) for r in a[0]], number(a[1]), [a[2]] * len(a[0])
-    if given.name == "mode_products":
-        return a[0], flat(a[1])
-    if given.name == "grafted_directions_":
-        momenta, grads, factors, momentum, second_moments, counts, out = a
-        lists = momenta, second_moments, out, grads, flat(factors)
-        return *lists, number(momentum), counts, 0.99, 1e-8
-    return *a[:3], flat(a[3]), *map(number, a[4:])
+@every_variant
+def test_opcheck(variant: str) -> None:
+    given = call(variant, [(9, 5), (7,), (5, 9, 3)]).map(
+        lambda key, tensor: torch.rand_like(tensor) if key == "out" else tensor
+    )
+    operator = getattr(torch.ops.tnt_kernels, given.name).default
+    torch.library.opcheck(operator, flat_arguments(given.copy(DEVICE)))
 
 
-@every_operator
-def test_opcheck(name: str) -> None:
-    given = call(name, [(9, 5), (7,), (5, 9, 3)], "mixed").on(DEVICE)
-    torch.library.opcheck(getattr(torch.ops.tnt_kernels, name).default, flat_call(given))
-
-
-@every_operator
-def test_compiles(name: str) -> None:
-    compiled_equals_eager(name, "aot_eager")
-
-
-@cuda_only
-def test_compiles_by_default() -> None:
-    compiled_equals_eager("gram_ema_", "inductor")
-
-
-def compiled_equals_eager(name: str, backend: str) -> None:
+@pytest.mark.parametrize(
+    ("variant", "backend"),
+    [*((v, "aot_eager") for v in VARIANTS), pytest.param("gram_ema_", "inductor", marks=cuda_only)],
+)
+def test_compiles(variant: str, backend: str) -> None:
     """In one graph, to the bit."""
     torch._dynamo.reset()
-    given = call(name, [(9, 5), (7,), (5, 9, 3)], "mixed")
-    there = given.on(DEVICE)
-    compiled = torch.compile(getattr(tnt_kernels, name), fullgraph=True, backend=backend)
-    returned = compiled(*there.arguments)
-    for actual, wanted in zip(there.results(returned), given.on(DEVICE)(), strict=True):
+    given = call(variant, [(9, 5), (7,), (5, 9, 3)])
+    public = getattr(tnt_kernels, given.name)
+    compiled = torch.compile(public, fullgraph=True, backend=backend)
+    there = given.copy(DEVICE)
+    results = there(SimpleNamespace(**{given.name: compiled}))
+    for actual, wanted in zip(everything(results), everything(given.copy(DEVICE)()), strict=True):
         identical(actual, wanted)
 
 
@@ -225,7 +182,7 @@ def compiled_equals_eager(name: str, backend: str) -> None:
 
 @pytest.mark.parametrize("graft", [None, "adam"])
 def test_optimizer(graft: str | None) -> None:
-    """Some steps there against the same in float64 here, relative to how far they go."""
+    """Some steps on the device against the same in float64 on the CPU, relative to their length."""
     start = [normal(shape) for shape in ((20, 30), (20,), (8, 3, 3, 3))]
     grads = [[normal(p.shape) for p in start] for _ in range(6)]
 
@@ -253,7 +210,7 @@ def test_optimizer(graft: str | None) -> None:
 
 @pytest.mark.parametrize("inverse", ["damped", "eigenbasis"])
 def test_kfac(inverse: str) -> None:
-    """As above, with what is observed, micro-batches and a layer that runs as a convolution."""
+    """The same with observations, micro-batches and a convolution."""
     start = nn.Sequential(nn.Conv2d(2, 8, 3), nn.Tanh(), nn.Flatten(), nn.Linear(72, 20))
     batches = [normal((2, 16, 2, 5, 5)) for _ in range(6)]
     weights = normal((16, 20))
@@ -311,7 +268,7 @@ def test_step_does_not_wait_for_the_device() -> None:
 @cuda_only
 @pytest.mark.parametrize("method", ["tnt", "kfac"])
 def test_observed_step_does_not_wait_for_the_device(method: str) -> None:
-    """Nor does what chooses between the observations of two micro-batches."""
+    """Nor does an observation, with two micro-batches a step."""
     model = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 10)).to(DEVICE)
     intervals = {"stat_interval": 1, "inverse_interval": 2}
     optimizer: TNT | KFAC

@@ -1,4 +1,4 @@
-"""The coupled Newton iteration's kernels: what they make, decide, and leave alone."""
+"""The coupled Newton iteration's kernels: products, decisions, and converged matrices."""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def run(stats: Sequence[Tensor], damping: float, roots: Sequence[int], **limits: int) -> list[int]:
-    """info, of tensors of one mode; the factors nobody looks at."""
+    """The info of tensors of one mode."""
     stats = [stat.to(GPU) for stat in stats]
     out, orders = [torch.empty_like(stat) for stat in stats], [1] * len(stats)
     return inverse_root.inverse_root(
@@ -25,7 +25,7 @@ def run(stats: Sequence[Tensor], damping: float, roots: Sequence[int], **limits:
 
 @pytest.mark.parametrize("root", range(1, 40))
 def test_levels_make_the_products(root: int) -> None:
-    """With numbers for matrices; what a level writes, none of its products reads."""
+    """With numbers for matrices. No product of a level reads what the level writes."""
     m, n, h = 3.0, 1.25, 7.0
     values = {newton.M.value: m, newton.N.value: n, newton.H.value: h}
     made = inverse_root.levels(root)
@@ -74,7 +74,7 @@ def test_decisions(dtype: torch.dtype) -> None:
     element = launch.ELEMENTS[dtype]
     launch.launch(newton.decide_kernel, len(states), decided, STATE=element, MAY_GROW=False)
     decided = decided.cpu()
-    identical(decided[-1], states[-1])  # what is done stays as it is
+    identical(decided[-1], states[-1])  # a converged matrix keeps its state
     for row, old, (_, (accepted, done, error)) in zip(decided, states, cases, strict=False):
         flipped = row[newton.CURRENT.value] != old[newton.CURRENT.value]
         assert (bool(flipped), bool(row[newton.DONE.value])) == (accepted, done)
@@ -99,7 +99,7 @@ def test_limits_are_the_references() -> None:
 
 
 class Launches:
-    """What is launched; of products also whether a matrix that is done keeps all its memory."""
+    """Records launches, and checks that products leave converged matrices alone."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.kernels: list[object] = []
@@ -136,7 +136,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     return Launches(monkeypatch)
 
 
-def test_what_is_done_is_left_alone(launches: Launches) -> None:
+def test_converged_matrices_are_left_alone(launches: Launches) -> None:
     """The first matrix takes one iteration, the other ten."""
     stats = [torch.eye(1), statistic(9, diagonal=False)]
     assert run(stats, 0.1, [1, 1]) == [0, 0]
@@ -144,17 +144,17 @@ def test_what_is_done_is_left_alone(launches: Launches) -> None:
 
 
 def test_growth_stops_the_iteration(launches: Launches) -> None:
-    """Singular to float32: max|M - I| stays above 0.5, and grows at last."""
+    """A matrix that is singular in float32: max|M - I| stays above 0.5, and grows in the end."""
     x = normal((5, 2))
     gram = x @ x.mT
     assert run([gram.tril() + gram.tril(-1).mT], 1e-7, [4]) == [1]
-    if GPU.type == "cpu":  # a GPU is given iterations until it is seen to be done
+    if GPU.type == "cpu":  # a GPU runs iterations until the host sees that all converged
         assert 10 < launches.kernels.count(newton.decide_kernel) < 30
 
 
 @pytest.mark.parametrize("root", [1, 7])
 def test_the_error_is_the_next_iterates(monkeypatch: pytest.MonkeyPatch, root: int) -> None:
-    """Not that of a product on the way to it, which lies in the same buffer."""
+    """Not the error of an intermediate product in the same buffer."""
     errors = []
 
     def look(kernel: object, programs: int, *arguments: Tensor, **constants: object) -> None:

@@ -1,4 +1,4 @@
-"""What the Triton launchers plan: tiles, launches, partial sums, scratch memory, addresses."""
+"""Plans of the Triton launchers: tiles, launches, partial sums, workspace, addresses."""
 
 import math
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from cases import (
     GPU,
     LAYOUTS,
     STATE_DTYPES,
-    close,
+    buffer_of,
     flat,
     identical,
     mode_statistics,
@@ -19,6 +19,7 @@ from cases import (
     scalar,
     state_dtype,
 )
+from operators import Results, agree, call, everything, same
 from torch import Tensor
 
 from tnt_kernels import reference
@@ -35,21 +36,17 @@ from tools.measuring.parameter_sets import PARAMETER_SETS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-# Of sizes and strides that the widest loads can read, in every dtype.
+# Sizes and strides that allow the widest loads in every dtype.
 WIDE_SHAPES = [(64, 128), (72, 40)]
 CPU = torch.device("cpu")
 H200 = 132  # multiprocessors
 
 
 def layouts_of(shapes: Sequence[Sequence[int]]) -> tuple[launch.Layout, ...]:
-    """Of contiguous float32 tensors."""
+    """Layouts of contiguous float32 tensors."""
     return tuple(
         launch.contiguous(launch.Layout(tuple(shape), (), torch.float32, True)) for shape in shapes
     )
-
-
-def factor_layouts(shapes: Sequence[Sequence[int]]) -> tuple[launch.Layout, ...]:
-    return layouts_of([(d, d) for shape in shapes for d in shape])
 
 
 class Launches:
@@ -80,7 +77,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
 @pytest.mark.parametrize("shape", [(5, 9, 3, 7), (4, 1, 6, 2), (3, 1, 1, 1), (1, 1, 1, 1)])
 def test_an_unfolding_names_every_entry_once(layout: str, shape: tuple[int, ...]) -> None:
     tensor = LAYOUTS[layout](torch.arange(math.prod(shape)).double().reshape(shape))
-    storage = triton_operators.buffer_of(tensor)
+    storage = buffer_of(tensor)
     for mode in range(3):
         three = tensor.flatten(2) if layout == "contiguous" else tensor[..., 0]
         found = unfolded(three.shape, mode, three.stride())
@@ -105,7 +102,7 @@ def test_unfoldings_of_two_tensors_pair_their_columns() -> None:
         for u, tensor in zip(pair, (one, other), strict=True):
             c = torch.arange(u.columns)
             at = torch.arange(u.rows)[:, None] * u.row_stride + (c % u.inner) * u.inner_stride
-            rows.append(triton_operators.buffer_of(tensor)[at + (c // u.inner) * u.outer_stride])
+            rows.append(buffer_of(tensor)[at + (c // u.inner) * u.outer_stride])
         identical(rows[0], rows[1])
 
 
@@ -115,7 +112,7 @@ def test_what_does_not_merge_or_fit_has_no_unfolding() -> None:
     for columns, fits in ((LARGEST_INDEX, True), (LARGEST_INDEX + 1, False)):
         assert (unfolded((2, columns), 0, (columns, 1)) is not None) == fits
         assert (unfolded((2, columns), 1, (columns, 1)) is not None) == fits
-    # The end of the last block is still an index.
+    # The end of the last block must fit a 32-bit index.
     assert LARGEST_INDEX + max(momentum.SPAN, 64) < 2**31
 
 
@@ -136,14 +133,14 @@ def test_cut_is_even_and_whole(length: int, most: int) -> None:
     assert len(parts) == max(blocks(length, most), 1)
 
 
-def test_groups_take_turns_in_scratch_memory() -> None:
+def test_groups_share_a_workspace() -> None:
     assert waves({}, 5) == []
     assert waves({0: 2, 3: 3, 4: 1}, 5) == [[0, 3], [4]]
-    assert waves({0: 9, 1: 4, 2: 5, 3: 1}, 5) == [[0], [1, 2], [3]]  # 9 is room for all
+    assert waves({0: 9, 1: 4, 2: 5, 3: 1}, 5) == [[0], [1, 2], [3]]  # a group may need 9
     assert waves({7: 0, 8: 0}, 0) == [[7, 8]]
 
 
-# Wide loads, partial sums and scratch memory: the results stay what they are.
+# Wide loads, partial sums and a small workspace do not change the results.
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -159,16 +156,18 @@ def _gram_plan(tensors: list[Tensor], programs: int = triton_operators.PROGRAMS)
     return gram_ema.plan(launch.layouts(tensors), diagonal, CPU, programs)
 
 
+def _check(variant: str, tensors: list[Tensor]) -> Results:
+    """The call on these tensors, with full statistics or factors, equals the reference."""
+    given = call(variant, [t.shape for t in tensors], "full", [t.dtype for t in tensors])
+    given.arguments["tensors"] = tensors
+    wanted = given.double()(reference)
+    results = given(triton_operators)
+    agree(results, wanted, given)
+    return results
+
+
 def _check_gram(tensors: list[Tensor]) -> list[Tensor]:
-    """That of full statistics of the tensors is what the definition says; returns it."""
-    stats = [mode_statistics(t.shape, "full", state_dtype(t.dtype)) for t in tensors]
-    wanted = [[stat.double().clone() for stat in row] for row in stats]
-    reference.gram_ema_(wanted, [t.double() for t in tensors], 0.9)
-    triton_operators.gram_ema_(stats, tensors, 0.9)
-    for stat, value in zip(flat(stats), flat(wanted), strict=True):
-        close(stat, value)
-        identical(stat, stat.mT)
-    return flat(stats)
+    return everything(_check("gram_ema_", tensors))
 
 
 def test_an_address_that_is_not_aligned_is_read_narrowly() -> None:
@@ -177,32 +176,34 @@ def test_an_address_that_is_not_aligned_is_read_narrowly() -> None:
     _check_gram([tensor])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(9, 2000), (2000, 9), (3, 40, 50), (70, 31, 40)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ((9, 2000), torch.float32),
+        ((2000, 9), torch.float64),
+        ((3, 40, 50), torch.bfloat16),
+        ((70, 31, 5), torch.float16),
+    ],
+    ids=str,
+)
 def test_partial_sums(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Few rows and many columns, along every mode: cut along the columns."""
-    tensor = normal(shape, dtype)
+    """Few rows and many columns, in every mode: the columns are split (split-K)."""
+    given = call("gram_ema_", [shape], "full", dtype)
     diagonal = tuple(d > 100 for d in shape)
-    plan = gram_ema.plan(launch.layouts([tensor]), diagonal, CPU, triton_operators.PROGRAMS)
-    assert plan.sums and plan.partials[state_dtype(dtype)] > 0
-    stats = [
-        stat.diagonal().clone() if is_diagonal else stat
-        for stat, is_diagonal in zip(
-            mode_statistics(shape, "full", state_dtype(dtype)), diagonal, strict=True
-        )
+    given.arguments["stats"] = [
+        [s.diagonal().clone() if len(s) > 100 else s for s in given.arguments["stats"][0]]
     ]
-    wanted = [stat.double().clone() for stat in stats]
-    reference.gram_ema_([wanted], [tensor.double()], 0.9)
-    again = [stat.clone() for stat in stats]
-    triton_operators.gram_ema_([stats], [tensor], 0.9)
-    triton_operators.gram_ema_([again], [tensor], 0.9)
-    for stat, value, repeated in zip(stats, wanted, again, strict=True):
-        close(stat, value)
-        identical(stat, repeated)
+    layouts = launch.layouts(given.arguments["tensors"])
+    plan = gram_ema.plan(layouts, diagonal, CPU, triton_operators.PROGRAMS)
+    assert plan.sums and plan.partials[state_dtype(dtype)] > 0
+    wanted, again = given.double()(reference), given.copy()(triton_operators)
+    results = given(triton_operators)
+    agree(results, wanted, given)
+    same(results, again)
 
 
 def test_partial_sums_take_little_memory() -> None:
-    """Of a large matrix none, of ResNet-32 less than twice its statistics."""
+    """None for a large matrix; for ResNet-32 less than twice its statistics."""
     assert not gram_ema.plan(layouts_of([(4096, 4096)]), (False,) * 2, CPU, H200).sums
     shapes = PARAMETER_SETS["resnet32"].views
     orders = sum(len(shape) for shape in shapes)
@@ -216,7 +217,7 @@ def test_wide_products(dtype: torch.dtype) -> None:
     tensors = [normal(shape, dtype) for shape in WIDE_SHAPES]
     plan = _chain_plan(tensors)
     assert {kind.vector for kind, _, _ in plan.launches} == {16 // state_dtype(dtype).itemsize}
-    _check_products(tensors)
+    _check("mode_products", tensors)
 
 
 def _chain_plan(tensors: list[Tensor]) -> chain.Plan:
@@ -226,52 +227,29 @@ def _chain_plan(tensors: list[Tensor]) -> chain.Plan:
     return chain.plan(*every, CPU, triton_operators.PROGRAMS)
 
 
-def _check_products(tensors: list[Tensor]) -> None:
-    factors = [mode_statistics(t.shape, "full", state_dtype(t.dtype)) for t in tensors]
-    wanted = reference.mode_products(
-        [t.double() for t in tensors], [[a.double() for a in row] for row in factors]
-    )
-    products = triton_operators.mode_products_(tensors, factors)
-    for product, value in zip(products, wanted, strict=True):
-        close(product, value)
-
-
-def test_scratch_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors take turns in what the largest of them needs."""
+def test_the_workspace_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors share a workspace of the size that the largest of them needs."""
     monkeypatch.setattr(chain, "SCRATCH_BYTES", 0)
     chain.plan.cache_clear()
     tensors = [normal(shape) for shape in [(9, 5), (20, 30), (4, 5, 6), (7,), (10, 20, 3)]]
     plan = _chain_plan(tensors)
     assert plan.scratch == 2 * 10 * 20 * 3 * 4
     assert len({kind.wave for kind, _, _ in plan.launches}) > 1
-    _check_products(tensors)
+    _check("mode_products", tensors)
     chain.plan.cache_clear()
 
 
 def test_modes_that_do_not_merge_are_copied() -> None:
-    """Four modes in an order of strides that no two dimensions can hold."""
+    """Four modes whose strides do not merge into two dimensions."""
     tensor = normal((6, 4, 5, 3)).permute(2, 0, 3, 1)[:, ::2]
     assert _gram_plan([tensor]).copied == {0}
     _check_gram([tensor])
-    _check_products([tensor])
-    param, grad, momentum = (
-        tensor.clone(memory_format=torch.preserve_format),
-        tensor,
-        tensor.clone(),
+    _check("mode_products", [tensor])
+    given = call("preconditioned_step_", [tensor.shape], "full").with_arguments(
+        params=[normal((6, 4, 5, 3)).permute(2, 0, 3, 1)[:, ::2]], grads=[tensor]
     )
-    factors = mode_statistics(tensor.shape, "full")
-    param = normal((6, 4, 5, 3)).permute(2, 0, 3, 1)[:, ::2]
-    wanted = [param.double().clone(), momentum.double().clone()]
-    numbers = [scalar(value) for value in (0.7, 0.9, 0.1)]
-    reference.preconditioned_step_(
-        *([tensor] for tensor in wanted),
-        [grad.double()],
-        [[a.double() for a in factors]],
-        *numbers,
-    )
-    triton_operators.preconditioned_step_([param], [momentum], [grad], [factors], *numbers)
-    close(param, wanted[0])
-    close(momentum, wanted[1])
+    wanted = given.double()(reference)
+    agree(given(triton_operators), wanted, given)
 
 
 @pytest.mark.parametrize("dtype", STATE_DTYPES, ids=str)
@@ -288,22 +266,14 @@ def test_too_many_columns_are_named(dtype: torch.dtype) -> None:
         chain.plan((layout,), (layout,), factors, CPU, 1)
 
 
-# Launches: a few, whatever the number of tensors.
+# The number of launches does not depend on the number of tensors.
 
 
 def _step(shapes: Sequence[Sequence[int]], programs: int) -> None:
-    cases = [[normal(shape) for shape in shapes] for _ in range(3)]
-    factors = [a for shape in shapes for a in mode_statistics(shape, "full")]
-    on_gpu = [[t.to(GPU) for t in group] for group in (*cases, factors)]
-    numbers = [scalar(value).to(GPU) for value in (0.1, 0.9, 0.01)]
-    preconditioned_step.preconditioned_step_(*on_gpu, *numbers, programs=programs)
-
-
-def test_launches_of_a_plain_step_of_resnet32(launches: Launches) -> None:
-    shapes = PARAMETER_SETS["resnet32"].views
-    _step(shapes, H200)
-    assert len(shapes) > 60
-    assert 0 < len(launches.kernels) <= 4, launches.kernels
+    step = call("preconditioned_step_", shapes, "full").copy(GPU).arguments
+    numbers = [scalar(step[name]).to(GPU) for name in ("lr", "momentum", "weight_decay")]
+    lists = step["params"], step["momenta"], step["grads"], flat(step["factors"])
+    preconditioned_step.preconditioned_step_(*lists, *numbers, programs=programs)
 
 
 def test_launches_do_not_grow_with_the_list(launches: Launches) -> None:
@@ -312,6 +282,7 @@ def test_launches_do_not_grow_with_the_list(launches: Launches) -> None:
     for repeats in (1, 4):
         launches.kernels.clear()
         _step(shapes * repeats, H200)
+        assert 0 < len(launches.kernels) <= 4, launches.kernels
         stats = [a.to(GPU) for s in shapes * repeats for a in mode_statistics(s, "full")]
         tensors = [normal(s).to(GPU) for s in shapes * repeats]
         gram_ema.gram_ema_(stats, tensors, scalar(0.9), programs=H200)
@@ -325,7 +296,7 @@ def test_launches_do_not_grow_with_the_list(launches: Launches) -> None:
 
 
 def test_small_wide_work_joins_the_narrow() -> None:
-    """A launch of its own costs more than narrow loads do; not where the work is large."""
+    """A launch of its own costs more than narrow loads, unless the work is large."""
     small, large = [(64, 64), (9, 5)], [(4096, 4096), (9, 5)]
     vectors = []
     for shapes in (small, large):
@@ -335,7 +306,7 @@ def test_small_wide_work_joins_the_narrow() -> None:
     assert vectors == [[1], [1, 4]]
 
 
-# What is kept between calls.
+# Caches between calls.
 
 
 def test_plans_and_addresses_are_kept() -> None:
@@ -352,13 +323,13 @@ def test_plans_and_addresses_are_kept() -> None:
 
 
 def test_other_memory_of_the_same_shapes() -> None:
-    """The cached plan serves tensors that lie elsewhere."""
+    """A cached plan serves tensors at other addresses."""
     results = [_check_gram([normal((9, 5)), normal((20, 3))]) for _ in range(3)]
     assert not torch.equal(results[0][0], results[1][0])
 
 
 def test_what_a_graph_reads_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a graph is recorded nothing that is sent can be relied on, and all it reads stays."""
+    """Tables sent while a graph is recorded serve that graph only, and are kept for its replays."""
     held: list[object] = []
     capturing = [False]
     monkeypatch.setattr(launch, "_held", held)

@@ -1,22 +1,20 @@
 """Every operator against the definition in float64, on random lists of tensors.
 
 Each example is one call: up to four tensors of unlike shapes, dtypes, layouts and kinds of modes.
-Beside the numbers, each holds what the contract says to the bit: what is written and what is not,
-symmetry, what becomes of failures, and that a second run repeats the first.
+Besides the numbers, every example checks to the bit: which memory is written, symmetry, failed
+factors, and that a second run repeats the first.
 
-`make test` runs the same 500 examples an operator every time; TNT_FUZZ_EXAMPLES=10000, which is
-`make fuzz`, runs so many new ones, and a failure prints what reproduces it.
+The number of examples is that of the hypothesis profile in conftest.py.
 """
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from cases import STATE_DTYPES, flat, identical, state_dtype
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from strategies import (
     GraftCall,
     GramEmaCall,
@@ -46,21 +44,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 Rows = list[list[Tensor]]
 
-FUZZ_EXAMPLES = os.environ.get("TNT_FUZZ_EXAMPLES")
-examples = settings(
-    max_examples=int(FUZZ_EXAMPLES or 500),
-    derandomize=FUZZ_EXAMPLES is None,
-    deadline=None,
-    print_blob=True,
-    phases=[phase for phase in Phase if phase != Phase.explain],
-    # one_thread need not be set up anew for each example. The examples are large on purpose.
-    suppress_health_check=[
-        HealthCheck.function_scoped_fixture,
-        HealthCheck.too_slow,
-        HealthCheck.data_too_large,
-    ],
-)
-
 
 # What holds for every operator.
 
@@ -68,10 +51,10 @@ examples = settings(
 def run(
     operator: Callable[[], Any], memory: Memory, threads: int, written: Sequence[Tensor] = ()
 ) -> Any:
-    """Calls ``operator`` twice from the same memory, and returns what the second call does.
+    """Calls ``operator`` twice from the same memory, and returns the second result.
 
-    Both calls leave the same bits; outside the entries of ``written`` nothing has changed, nor
-    has autograd counted a write.
+    Both calls leave the same bits. Outside the entries of ``written`` nothing changes, and
+    autograd counts no write.
     """
     before = memory.contents()
     first = [bits(tensor).clone() for tensor in flat(on_threads(operator, threads))]
@@ -79,14 +62,14 @@ def run(
     memory.restore(before)
     for tensor, value in zip(written, values, strict=True):
         tensor.copy_(value)
-    assert_same(memory.contents(), after, "written beside the entries of what is updated")
+    assert_same(memory.contents(), after, "written outside the entries of updated tensors")
 
     memory.restore(before)
     versions = memory.versions(but=written)
     result = on_threads(operator, threads)
     assert memory.versions(but=written) == versions
-    assert_same(memory.contents(), after, "a second run is another one")
-    assert_same([bits(tensor) for tensor in flat(result)], first, "a second result is another one")
+    assert_same(memory.contents(), after, "a second run leaves other bits")
+    assert_same([bits(tensor) for tensor in flat(result)], first, "a second run returns other bits")
     return result
 
 
@@ -105,7 +88,7 @@ def assert_same(actual: Sequence[Tensor], expected: Sequence[Tensor], message: s
 def assert_near(
     actual: Tensor, expected: Tensor, tolerance: float, scale: float | None = None
 ) -> None:
-    """Entrywise, relative to ``scale``, by default the largest expected entry; NaN where it is."""
+    """Entrywise, relative to ``scale`` (default: the largest expected entry); NaN must match."""
     assert actual.shape == expected.shape
     nan = expected.isnan()
     assert torch.equal(actual.isnan(), nan)
@@ -114,7 +97,7 @@ def assert_near(
         return
     error = (actual.double().masked_fill(nan, 0.0) - expected).abs()
     if actual.dtype not in STATE_DTYPES:
-        # Rounded once: by half a spacing.
+        # One rounding is half a spacing.
         exponent = torch.frexp(expected)[1].double()
         error = error - torch.finfo(actual.dtype).eps / 4 * 2.0**exponent
     scale = float(expected.abs().max()) if scale is None else scale
@@ -146,7 +129,6 @@ def put_nan(tensor: Tensor, numbers: Numbers) -> Tensor:
 # The operators.
 
 
-@examples
 @given(gram_ema_calls())
 def test_gram_ema_(call: GramEmaCall) -> None:
     numbers, memory = Numbers(call.seed), Memory()
@@ -156,17 +138,17 @@ def test_gram_ema_(call: GramEmaCall) -> None:
         modes = entry.modes
         values = call.magnitude * numbers.normal(modes.shape)
         if decay == 1:
-            values.fill_(math.nan)  # which is not to be looked at
+            values.fill_(math.nan)  # must not be read
         elif call.not_finite == t:
             put_nan(values, numbers)
         tensors.append(memory.place(values.to(modes.dtype), entry.layout))
         row = []
         for i, (d, diagonal) in enumerate(zip(modes.shape, modes.diagonal, strict=True)):
-            # As large as the Gram matrix, so that an error of either is one of the sum.
+            # As large as the Gram matrix, so that an error of either shows in the sum.
             size = call.magnitude**2 * columns(modes.shape, i)
             stat = with_spectrum(size * numbers.uniform(d, 0.5, 1.5), diagonal=diagonal)
             if decay == 0:
-                stat.fill_(math.nan)  # which is not to be read
+                stat.fill_(math.nan)  # must not be read
             elif call.lopsided and decay < 1 and not diagonal:
                 stat += torch.full_like(stat, math.nan).triu(1)
             row.append(memory.place(stat.to(modes.state), modes.layouts[i]))
@@ -189,7 +171,6 @@ def test_gram_ema_(call: GramEmaCall) -> None:
             assert_symmetric(stat)
 
 
-@examples
 @given(mode_products_calls())
 def test_mode_products(call: ModeProductsCall) -> None:
     numbers, memory = Numbers(call.seed), Memory()
@@ -211,7 +192,6 @@ def test_mode_products(call: ModeProductsCall) -> None:
         assert_near(product, value, product_rounding(product.dtype, product.shape))
 
 
-@examples
 @given(step_calls())
 def test_preconditioned_step_(call: StepCall) -> None:
     numbers, memory = Numbers(call.seed), Memory()
@@ -241,7 +221,7 @@ def test_preconditioned_step_(call: StepCall) -> None:
     for t, (param, m) in enumerate(zip(params, momenta, strict=True)):
         if not param.numel():
             continue
-        # Terms may cancel; their rounding does not. What is left is measured by them.
+        # Terms may cancel, their roundings do not: tolerances are relative to the terms.
         weight, grad = old_params[t], gradients[t].nan_to_num()
         moment_size = float((momentum * old_momenta[t].abs() + grad.abs()).max())
         direction = (1 - lr * weight_decay) * weight - new_params[t]  # times alpha
@@ -264,7 +244,6 @@ def adams(call: GraftCall, m: Tensor, v: Tensor, counts: tuple[int, int]) -> Ten
     )
 
 
-@examples
 @given(graft_calls())
 def test_grafted_directions_(call: GraftCall) -> None:
     numbers, memory = Numbers(call.seed), Memory()
@@ -299,7 +278,7 @@ def test_grafted_directions_(call: GraftCall) -> None:
     assert scales.dtype == torch.float64 and scales.shape == (len(momenta),)
     if call.out:
         assert all(d is target for d, target in zip(directions, out, strict=True))
-    # What is made of the moments is held against those that were written: theirs may cancel.
+    # Directions are compared with those of the written momenta, whose terms may cancel.
     wanted = reference.mode_products([m.double() for m in momenta], doubled(factors))
     for t, (m, v, direction) in enumerate(zip(momenta, second_moments, directions, strict=True)):
         assert direction.dtype == m.dtype and direction.is_contiguous()
@@ -318,14 +297,14 @@ def test_grafted_directions_(call: GraftCall) -> None:
         other = adams(call, m, v, call.entries[t].counts) if call.adam else m.double()
         length = float(other.norm() / direction.double().norm())
         if math.isfinite(length):
-            # Entries in the momentum's dtype, their squares summed up in float64.
+            # Entries have the momentum's dtype; their squares are summed in float64.
             tolerance = sum_rounding(m.dtype, 1) + sum_rounding(torch.float64, m.numel())
             assert abs(float(scales[t]) / length - 1) <= tolerance
         else:
             identical(scales[t], torch.tensor(length, dtype=torch.float64))
 
 
-# The two inverses: what they share, then each.
+# The two inverses.
 
 
 def inverse_arguments(
@@ -341,8 +320,8 @@ def inverse_arguments(
         for rows in (stats, spectra, out):
             rows.append([])
         for i, (d, diagonal) in enumerate(zip(modes.shape, modes.diagonal, strict=True)):
-            # Rescaled: traces near each other, as those of one tensor's Gram matrices are equal.
-            # Then the average eigenvalue of every U_i is near 1 (to the power of the unit).
+            # Rescaled: similar traces (those of one tensor's Gram matrices are equal), so that the
+            # average eigenvalue of every U_i is near 1 (to the power of the unit).
             size = call.unit * (max(columns(modes.shape, i), 1) if rescaled else 1)
             size *= float(numbers.uniform(1, 0.5, 2.0))
             spectrum = size * numbers.spectrum(d, entry.condition)
@@ -367,7 +346,7 @@ def inverse_arguments(
 
 
 def condition(eigenvalues: Tensor) -> float:
-    """Of a matrix that has these; 1 where it is not compared, because it has no inverse."""
+    """The condition number; 1 for a matrix without an inverse, which is not compared."""
     if len(eigenvalues) == 0 or float(eigenvalues.min()) <= 0:
         return 1.0
     return float(eigenvalues.max() / eigenvalues.min())
@@ -407,7 +386,6 @@ def assert_inverse(
                 assert factor.shape == value.shape and factor.isnan().all()
 
 
-@examples
 @given(damped_inverse_calls())
 def test_damped_inverse(call: InverseCall) -> None:
     memory = Memory()
@@ -434,7 +412,6 @@ def test_damped_inverse(call: InverseCall) -> None:
     )
 
 
-@examples
 @given(inverse_root_calls())
 def test_inverse_root(call: InverseCall) -> None:
     memory = Memory()

@@ -1,138 +1,108 @@
-"""Threads: PyTorch's number rules, forks and other threads are safe, the results are the same.
+"""Threads: PyTorch's number of them rules, Python's may call at once, results stay the same.
 
-The C++ operators share work out over PyTorch's threads, with single-threaded BLAS calls inside.
-What depends on the whole process (a fork, the number of threads it has started) runs in one of its
-own.
+tests/system/test_thread_pools.py has what depends on a whole process: forks, and its threads.
 """
 
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from cases import close, flat, identical, mode_statistics, normal, statistic
-from torch import Tensor
+from cases import LAYOUTS, STATE_DTYPES, close, identical, statistic
+from operators import GRAFTS, VARIANTS, Call, Results, call, everything, row, same
 
 import tnt_kernels
 
-# Small, tiled and shared-out tensors; a convolution, diagonal modes, one that dominates, and one
-# whose scratch memory (5 MB) is kept for the next call.
+# Small, tiled and shared-out tensors; a convolution, one that dominates, and one whose workspace
+# (5 MB) is kept for the next call.
 SHAPES = [(9,), (64, 33), (40, 30, 9), (700, 300), (300,), (2, 3, 5, 4), (80, 100, 80)]
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
+Run = Callable[[Call, int], Results]
 
 
-def arguments() -> dict[str, Any]:
-    """The same at each call, whichever Python thread it is in."""
-    with _GENERATOR:
-        torch.manual_seed(0)
-        return {
-            "stats": [mode_statistics(s, "mixed" if len(s) > 3 else "full") for s in SHAPES],
-            "tensors": [normal(s) for s in SHAPES],
-            "params": [normal(s) for s in SHAPES],
-            "momenta": [normal(s) for s in SHAPES],
-            "squares": [normal(s).square() for s in SHAPES],
-        }
+@pytest.fixture
+def on_threads() -> Iterator[Run]:
+    """Runs a copy of a call on a number of threads."""
+    before = torch.get_num_threads()
+
+    def run(given: Call, threads: int) -> Results:
+        torch.set_num_threads(threads)
+        return given.copy()()
+
+    yield run
+    torch.set_num_threads(before)
 
 
-_GENERATOR = threading.Lock()  # PyTorch's, which the arguments are drawn from
+def large(variant: str) -> Call:
+    return call(variant, SHAPES, "full")
 
 
-def gram() -> list[Tensor]:
-    given = arguments()
-    tnt_kernels.gram_ema_(given["stats"], given["tensors"], 0.9)
-    return flat(given["stats"])
+@every_variant
+def test_repeats_to_the_bit(variant: str, on_threads: Run) -> None:
+    given = large(variant)
+    for threads in (2, 3):
+        first = on_threads(given, threads)
+        for _ in range(2):
+            same(on_threads(given, threads), first)
 
 
-def inverse() -> list[Tensor]:
-    factors, info = tnt_kernels.damped_inverse(arguments()["stats"], 0.1)
-    return [*flat(factors), info]
+@every_variant
+def test_any_number_of_threads(variant: str, on_threads: Run) -> None:
+    given = large(variant)
+    alone = on_threads(given, 1)
+    for threads in (2, 3, 8):
+        for a, b in zip(everything(on_threads(given, threads)), everything(alone), strict=True):
+            if a.is_floating_point():
+                close(a.float(), b.double())
+            else:
+                identical(a, b)
 
 
-def root() -> list[Tensor]:
-    factors, info = tnt_kernels.inverse_root(arguments()["stats"], 0.1, 4)
-    return [*flat(factors), info]
-
-
-def products() -> list[Tensor]:
-    given = arguments()
-    return tnt_kernels.mode_products(given["tensors"], given["stats"])
-
-
-def step() -> list[Tensor]:
-    given = arguments()
-    lists = given["params"], given["momenta"], given["tensors"], given["stats"]
-    tnt_kernels.preconditioned_step_(*lists, lr=1e-2, momentum=0.9, weight_decay=0.1)
-    return [*given["params"], *given["momenta"]]
-
-
-def graft() -> list[Tensor]:
-    given = arguments()
-    counts = torch.arange(1.0, 1 + 2 * len(SHAPES), dtype=torch.float64).view(-1, 2)
-    lists = given["momenta"], given["tensors"], given["stats"]
-    directions, scales = tnt_kernels.grafted_directions_(*lists, 0.9, given["squares"], counts)
-    # The scales are float64 numbers made of float32 ones.
-    return [*given["momenta"], *given["squares"], *directions, scales.float()]
-
-
-CALLS = {
-    "gram_ema_": gram,
-    "damped_inverse": inverse,
-    "inverse_root": root,
-    "mode_products": products,
-    "preconditioned_step_": step,
-    "grafted_directions_": graft,
-}
-each_operator = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-
-
-@pytest.fixture(autouse=True)
-def threads_put_back() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
-def with_threads(count: int, call: Callable[[], list[Tensor]]) -> list[Tensor]:
-    torch.set_num_threads(count)
-    return call()
-
-
-@each_operator
-@pytest.mark.parametrize("threads", [1, 2, 3])
-def test_repeats_to_the_bit(call: Callable[[], list[Tensor]], threads: int) -> None:
-    first = with_threads(threads, call)
-    for _ in range(5):
-        for a, b in zip(first, with_threads(threads, call), strict=True):
-            identical(a, b)
-
-
-@each_operator
-@pytest.mark.parametrize("threads", [2, 3, 8])
-def test_any_number_of_threads(call: Callable[[], list[Tensor]], threads: int) -> None:
-    alone = with_threads(1, call)
-    for a, b in zip(with_threads(threads, call), alone, strict=True):
-        close(a, b.double()) if a.is_floating_point() else identical(a, b)
-
-
-@each_operator
-def test_python_threads(call: Callable[[], list[Tensor]]) -> None:
-    """Four at once, each on all of PyTorch's threads."""
-    wanted = call()
-    results: list[list[Tensor]] = []
-    threads = [threading.Thread(target=lambda: results.append(call())) for _ in range(4)]
+@every_variant
+def test_python_threads(variant: str) -> None:
+    """Three calls at once, each on all of PyTorch's threads."""
+    given = call(variant, [(9,), (64, 33), (300, 200), (2, 3, 5, 4)])
+    copies = [given.copy() for _ in range(3)]
+    wanted = given()
+    results: list[Results] = []
+    threads = [
+        threading.Thread(target=lambda c=c: results.append(c()))  # type: ignore[misc]
+        for c in copies
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(results) == 4
+    assert len(results) == 3
     for result in results:
-        for a, b in zip(result, wanted, strict=True):
-            identical(a, b)
+        same(result, wanted)
+
+
+@pytest.mark.parametrize("variant", GRAFTS)
+def test_a_list_is_its_entries_one_by_one(variant: str, on_threads: Run) -> None:
+    """A product on all threads, elements in chunks, and tensors of one thread."""
+    given = call(variant, [(260, 200), (9, 65), (40, 50, 30), (65,)], "full", STATE_DTYPES)
+    # With full factors, a chunked tensor's sums would be split elsewhere when it is alone.
+    given.arguments["factors"][2] = [a.diagonal().clone() for a in given.arguments["factors"][2]]
+    for threads in (1, 2):
+        together = on_threads(given, threads)
+        for t in range(4):
+            alone = on_threads(given.only(t), threads)
+            for a, b in zip(row(together, t), row(alone, 0), strict=True):
+                identical(a, b)
+
+
+@pytest.mark.parametrize("variant", GRAFTS)
+def test_scales_do_not_depend_on_the_number_of_threads(variant: str, on_threads: Run) -> None:
+    """Lengths are summed in chunks of fixed size. (Sums of products with full factors are not.)"""
+    given = call(variant, [(561, 563), (300, 200), (40, 50, 30), (9,)], "diagonal")
+    momenta, grads = given.arguments["momenta"], given.arguments["grads"]
+    grads[0], momenta[1] = LAYOUTS["transposed"](grads[0]), LAYOUTS["sliced"](momenta[1])
+    grads[2] = LAYOUTS["expanded"](grads[2])
+    wanted = on_threads(given, 1)
+    for threads in (2, 3):
+        same(on_threads(given, threads), wanted)
 
 
 def test_the_gil_is_released() -> None:
@@ -142,86 +112,17 @@ def test_the_gil_is_released() -> None:
     took: list[float] = []
 
     def work() -> None:
+        torch.set_num_threads(1)
         start = time.perf_counter()
         tnt_kernels.damped_inverse(stats, 0.1)
         took.append(time.perf_counter() - start)
         done.set()
 
-    torch.set_num_threads(1)
     thread = threading.Thread(target=work)
     ticks = 0
     thread.start()
     while not done.wait(1e-3):
         ticks += 1
     thread.join()
-    # A tick is 1 ms when nobody else wants the processor; 20 leaves room for those who do.
+    # A tick is 1 ms when nobody else wants the processor; 20 ms leaves room for others.
     assert took[0] > 0.02 and ticks > took[0] / 20e-3
-
-
-def run_alone(source: str, timeout: float = 120) -> str:
-    """Runs a script in a process of its own, among the tests; returns what it printed."""
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(source)],
-        cwd=Path(__file__).parents[1],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
-def test_fork() -> None:
-    """A child of a process whose thread pools are warm gets its results, as data loaders need."""
-    # Torch's own operators would hang in the child, as long as they may use two threads.
-    run_alone("""
-        import os, signal
-        import torch
-        from cases import flat
-        from test_threads import CALLS, arguments
-        import tnt_kernels
-
-        torch.set_num_threads(2)
-        wanted = [call() for call in CALLS.values()]
-        prepared = [arguments() for _ in CALLS]
-        large = torch.randn(600, 600)
-        large @ large
-        child = os.fork()
-        if child == 0:
-            signal.alarm(60)
-            a = prepared[0]
-            tnt_kernels.gram_ema_(a["stats"], a["tensors"], 0.9)
-            tnt_kernels.damped_inverse(prepared[1]["stats"], 0.1, prepared[2]["stats"])
-            tnt_kernels.inverse_root(prepared[3]["stats"], 0.1, 4, prepared[4]["stats"])
-            tnt_kernels.mode_products(prepared[3]["tensors"], prepared[3]["stats"])
-            torch.set_num_threads(1)
-            same = all(
-                float((x - y).abs().max()) <= 1e-4 * float(y.abs().max())
-                for x, y in zip(flat(a["stats"]), wanted[0])
-            )
-            os._exit(0 if same else 1)
-        status = os.waitpid(child, 0)[1]
-        assert status == 0, f"the child ended with {status}"
-    """)
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-def test_as_many_threads_as_pytorch_has(threads: int) -> None:
-    """Processor time over elapsed time: no BLAS pool works beside PyTorch's."""
-    printed = run_alone(f"""
-        import time
-        import torch
-        from cases import statistic
-        import tnt_kernels
-
-        torch.set_num_threads({threads})
-        stats = [[statistic(600, diagonal=False)] for _ in range(8)]
-        tnt_kernels.damped_inverse(stats, 0.1)
-        time.sleep(0.5)  # pools that have just started look busy
-        wall, cpu = time.perf_counter(), time.process_time()
-        while time.perf_counter() - wall < 1:
-            tnt_kernels.damped_inverse(stats, 0.1)
-        print((time.process_time() - cpu) / (time.perf_counter() - wall))
-    """)
-    assert float(printed) < threads + 0.1

@@ -1,5 +1,5 @@
 // damped_inverse as a GPU would do it, on CPU tensors: all of csrc/cuda but the launches themselves
-// and the memory of tables. tests/test_cuda_on_host.py builds and calls it.
+// and the memory of tables. tests/gpu/test_cuda_on_host.py builds and calls it.
 
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>

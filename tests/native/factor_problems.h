@@ -1,4 +1,4 @@
-// Statistics and where their factors go: what the tests of damped_inverse and inverse_root share.
+// Statistics, memory for their factors, and small linear algebra: for the tests of the inverses.
 #pragma once
 
 #include <cmath>
@@ -21,7 +21,7 @@ struct FactorProblem {
   Element element() const { return stats.front().element(); }
 };
 
-// Symmetric and positive definite, with eigenvalues from 1 to some 6, and no zero in it.
+// Symmetric and positive definite, with eigenvalues from 1 to about 6, and no entry of zero.
 inline Values positive_definite(int64_t d, unsigned seed) {
   constexpr int64_t kRank = 4;
   const Values b = reals(d * kRank, seed);
@@ -90,8 +90,7 @@ inline std::vector<FactorProblem> small_factor_problems(Element element) {
       {{9, 96}, {true, false}},
       {{3, 5, 9}, {false, false, false}},
       {{33, 1, 4}, {true, true, false}},
-      {{2, 3, 4, 5}, {false, true, false, true}},
-  };
+      {{2, 3, 4, 5}, {false, true, false, true}}};
   std::vector<FactorProblem> problems;
   for (const auto& [sizes, diagonal] : cases) {
     problems.push_back(factor_problem(element, sizes, diagonal));
@@ -145,88 +144,4 @@ inline double distance_to_identity(int64_t d, const Values& matrix) {
   Values identity(matrix.size(), 0.0);
   for (int64_t i = 0; i < d; ++i) identity[i * (d + 1)] = 1;
   return distance(matrix, identity);
-}
-
-// Ways for a mode to be bad, for its own damping alone: each makes one of a good statistic.
-struct Damage {
-  const char* what;
-  bool diagonal;
-  double damping;  // at which it is bad
-  void (*apply)(int64_t d, Values& stat);
-};
-
-inline const std::vector<Damage> kDamages = {
-    {"NaN on the diagonal", false, 0.25,
-     [](int64_t d, Values& stat) { stat[(d / 2) * (d + 1)] = kNaN; }},
-    {"NaN beside the diagonal", false, 0.25,
-     [](int64_t d, Values& stat) { stat[d - 1] = stat[(d - 1) * d] = kNaN; }},
-    {"infinity", false, 0.25, [](int64_t d, Values& stat) { stat[d * d - 1] = kInfinity; }},
-    {"a negative eigenvalue", false, 0.25, [](int64_t d, Values& stat) { stat[d * d - 1] = -8; }},
-    {"an indefinite pair", false, 0.25,
-     [](int64_t d, Values& stat) { stat[1] = stat[d] = 2 * (stat[0] + stat[d + 1]); }},
-    {"a row of zeros", false, 0,
-     [](int64_t d, Values& stat) {
-       for (int64_t i = 0; i < d; ++i) stat[(d - 1) * d + i] = stat[i * d + d - 1] = 0;
-     }},
-    {"nothing but zeros", false, 0, [](int64_t, Values& stat) { stat.assign(stat.size(), 0); }},
-    {"NaN on a diagonal mode", true, 0.25, [](int64_t d, Values& stat) { stat[d / 2] = kNaN; }},
-    {"infinity on a diagonal mode", true, 0.25,
-     [](int64_t d, Values& stat) { stat[d - 1] = kInfinity; }},
-    {"a negative number on a diagonal mode", true, 0.25,
-     [](int64_t, Values& stat) { stat[0] = -8; }},
-    {"zero on a diagonal mode", true, 0, [](int64_t d, Values& stat) { stat[d - 1] = 0; }},
-};
-
-inline void damage(FactorProblem& problem, size_t mode, const Damage& how) {
-  Tensor& stat = problem.stats[mode];
-  Values values = stat.values();
-  how.apply(stat.sizes()[0], values);
-  stat = Tensor(stat.element(), stat.sizes(), values);
-}
-
-// Each damage in each place of a tensor among good ones, to modes of each of these sizes;
-// call(problems, damping) returns the infos, and `good` checks one's factors.
-template <typename Call, typename Good>
-void check_damages(const Shape& mode_sizes, const Call& call, const Good& good) {
-  for (const Element element : {Element::kFloat, Element::kDouble}) {
-    for (const Damage& how : kDamages) {
-      for (const int64_t d : mode_sizes) {
-        for (size_t bad = 0; bad < 3; ++bad) {
-          const expect::Case name(std::string(how.what) + ", " + name_of(element) + ", " +
-                                  std::to_string(d) + ", mode " + std::to_string(bad));
-          Shape sizes = {3, 4, 5};
-          std::vector<bool> diagonal(3, false);
-          sizes[bad] = d;
-          diagonal[bad] = how.diagonal;
-          std::vector<FactorProblem> problems = {factor_problem(element, {33, 9}),
-                                                 factor_problem(element, sizes, diagonal),
-                                                 factor_problem(element, {5})};
-          damage(problems[1], bad, how);
-          const std::vector<FactorProblem> before = problems;
-          const std::vector<int32_t> info = call(problems, how.damping);
-          EXPECT(info[0] == 0 && info[2] == 0);
-          EXPECT(info[1] == static_cast<int32_t>(bad) + 1);
-          EXPECT(untouched(problems[1]));
-          for (size_t t = 0; t < problems.size(); ++t) {
-            EXPECT(same_memory(problems[t].stats, before[t].stats));
-          }
-          good(problems[0], how.damping);
-          good(problems[2], how.damping);
-        }
-      }
-    }
-  }
-}
-
-// The first of several bad modes is named, whichever was done first.
-template <typename Call>
-void check_first_of_many(const Call& call) {
-  const std::vector<std::pair<Shape, std::vector<size_t>>> cases = {
-      {{4, 60, 9}, {1, 2}}, {{4, 9, 60}, {1, 2}}, {{60, 9, 4}, {0, 1, 2}}, {{4, 9, 60}, {0, 2}}};
-  for (const auto& [sizes, bad] : cases) {
-    std::vector<FactorProblem> problems = {factor_problem(Element::kFloat, sizes)};
-    for (const size_t mode : bad) damage(problems[0], mode, kDamages[mode]);
-    EXPECT(call(problems, 0.25)[0] == static_cast<int32_t>(bad[0]) + 1);
-    EXPECT(untouched(problems[0]));
-  }
 }

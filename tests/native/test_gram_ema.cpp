@@ -1,6 +1,5 @@
-// The Gram kernel against the definition written as loops in double. All values are small integers
-// and the decays multiples of 1/4, so that every sum is exact in float, in whatever order it is
-// taken: the results must be equal, with no tolerance to argue about.
+// The Gram kernel against its definition, loops in double. Values are small integers and decays
+// multiples of 1/4, so that every sum is exact in float in any order: the results must be equal.
 
 #include <cmath>
 #include <string>
@@ -129,35 +128,33 @@ void check(std::vector<Problem> problems, double decay) {
 
 // One to five modes, and the sizes around every block: 32 and 64 (transposes, leaves), 160 (where a
 // small triangle ends).
-const std::vector<Shape> kShapes = {
-    {1},
-    {9},
-    {31},
-    {33},
-    {65},
-    {159},
-    {160},
-    {161},
-    {300},
-    {1, 1},
-    {9, 31},
-    {33, 9},
-    {64, 65},
-    {63, 32},
-    {1, 65},
-    {200, 1},
-    {160, 9},
-    {9, 161},
-    {3, 5, 9},
-    {1, 33, 2},
-    {17, 1, 9},
-    {9, 9, 64},
-    {2, 161, 3},
-    {3, 4, 5, 6},
-    {1, 9, 1, 2},
-    {2, 3, 2, 5, 4},
-    {33, 1, 2, 1, 3},
-};
+const std::vector<Shape> kShapes = {{1},
+                                    {9},
+                                    {31},
+                                    {33},
+                                    {65},
+                                    {159},
+                                    {160},
+                                    {161},
+                                    {300},
+                                    {1, 1},
+                                    {9, 31},
+                                    {33, 9},
+                                    {64, 65},
+                                    {63, 32},
+                                    {1, 65},
+                                    {200, 1},
+                                    {160, 9},
+                                    {9, 161},
+                                    {3, 5, 9},
+                                    {1, 33, 2},
+                                    {17, 1, 9},
+                                    {9, 9, 64},
+                                    {2, 161, 3},
+                                    {3, 4, 5, 6},
+                                    {1, 9, 1, 2},
+                                    {2, 3, 2, 5, 4},
+                                    {33, 1, 2, 1, 3}};
 
 void check_layouts() {
   int turn = 0, layouts = 0;
@@ -241,27 +238,6 @@ void check_empty() {
   }
 }
 
-// Decay 1 leaves S as it is, whatever it holds, and does not look at G.
-void check_decay_one() {
-  for (const bool diagonal : {false, true}) {
-    std::vector<Problem> problems = {
-        integer_problem(Element::kFloat, {3, 33}, kContiguous, {diagonal, diagonal})};
-    Tensor& stat = problems[0].stats[1];
-    stat = Tensor(Element::kFloat, stat.sizes(), Values(stat.count(), kNaN));
-    const Problem before = problems[0];
-    std::vector<tnt::GramMode> modes;
-    for (int64_t i = 0; i < 2; ++i) {
-      tnt::TensorView nowhere = problems[0].tensor.view();
-      nowhere.data = nullptr;
-      modes.push_back({nowhere, i, problems[0].stats[i].data(), diagonal});
-    }
-    tnt::gram_ema(modes, 1);
-    for (size_t i = 0; i < 2; ++i) {
-      EXPECT(problems[0].stats[i].memory() == before.stats[i].memory());
-    }
-  }
-}
-
 // In float, a sum that has reached 1 would take no more squares of 2^-13.
 void check_diagonal_sum() {
   Values values(40000, 0x1p-13);
@@ -269,25 +245,6 @@ void check_diagonal_sum() {
   std::vector<Problem> problems = {make(Tensor(Element::kFloat, {1, 40000}, values), {true, true})};
   call(problems, 0);
   EXPECT(problems[0].stats[0].values()[0] == static_cast<float>(1 + 39999 * 0x1p-26));
-}
-
-// NaN and infinity in G reach the rows and columns they belong to, and no others.
-void check_not_finite() {
-  for (const int64_t d : {9, 40, 170}) {
-    Values values = integers(d * 50, 3, 1);
-    values[5 * 50 + 7] = kNaN;
-    std::vector<Problem> problems = {make(Tensor(Element::kFloat, {d, 50}, values), {false, true})};
-    call(problems, 0.5);
-    const Values stat = problems[0].stats[0].values(), sums = problems[0].stats[1].values();
-    bool good = true;
-    for (int64_t r = 0; r < d; ++r) {
-      for (int64_t c = 0; c < d; ++c) {
-        good = good && std::isnan(stat[r * d + c]) == (r == 5 || c == 5);
-      }
-    }
-    for (int64_t c = 0; c < 50; ++c) good = good && std::isnan(sums[c]) == (c == 7);
-    EXPECT(good);
-  }
 }
 
 // With sums that do round: two runs on three threads agree to the bit, one on a single thread up to
@@ -338,9 +295,7 @@ int main() {
   check_alone();
   check_cuts();
   check_empty();
-  check_decay_one();
   check_diagonal_sum();
-  check_not_finite();
   check_rounding();
   return expect::finish();
 }

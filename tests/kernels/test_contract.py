@@ -1,0 +1,124 @@
+"""The contract of the operators, over the C++ kernels and over the reference.
+
+The reference in float64 is the definition that everything else is compared with; here the
+reference itself is compared with the independent oracle.
+"""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from cases import (
+    DTYPES,
+    KINDS,
+    STATE_DTYPES,
+    close,
+    flat,
+    identical,
+    mode_statistics,
+    normal,
+    state_dtype,
+    unchanged,
+)
+from contract import DampedInverse, EveryOperator, Gram, InverseRoot, Inverses, Steps, over
+from operators import STEPS, VARIANTS, agree, by_oracle, call
+from oracle import dense_kron, vec
+
+import tnt_kernels
+from tnt_kernels import reference
+from tnt_kernels.schemas import SCHEMAS
+
+# The oracle is slow: it loops over the entries of a matrix.
+ORACLE_SHAPES = [(1,), (9,), (1, 9), (9, 5), (5, 1, 9), (9, 7, 3), (2, 3, 5, 4)]
+
+
+class TestCpp(EveryOperator, Gram, Inverses, DampedInverse, InverseRoot, Steps):
+    """The C++ kernels, through the public functions."""
+
+    functions = tnt_kernels
+
+    def test_serves(self) -> None:
+        assert {row["cpu"] for row in tnt_kernels.backends().ops.values()} == {"C++"}
+
+    @over("gram_ema_", "mode_products", *STEPS)
+    def test_subnormal_numbers(self, variant: str) -> None:
+        """They may count as zero inside a call, and are what they are after it."""
+        moved = ("tensors", "momenta", "grads", "params")
+        given = call(variant, [(9, 33), (65,)]).map(
+            lambda key, t: t.mul_(1e-39) if key in moved else t
+        )
+        wanted = given.double()(reference)
+        results = given()
+        for key, entries in results.items():
+            for actual, value in zip(flat(entries), flat(wanted[key]), strict=True):
+                if key != "scales":
+                    # A sum of at most 65 products of numbers that are each off by 2^-126.
+                    error = (actual.double() - value).abs().max()
+                    assert error <= max(65 * 16 * 2.0**-126, 1e-5 * float(value.abs().max()))
+        tiny = torch.tensor([1e-40, 2e-40])
+        assert torch.equal(tiny + tiny, 2 * tiny) and bool((tiny + tiny > 0).all())
+
+
+class TestReference(EveryOperator, Gram, Inverses, DampedInverse, InverseRoot, Steps):
+    """The reference, which serves where there is no kernel."""
+
+    functions = SimpleNamespace(
+        **{name: torch.no_grad()(getattr(reference, name)) for name in SCHEMAS}
+    )
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_reference_is_the_oracle(variant: str, kind: str) -> None:
+    given = call(variant, ORACLE_SHAPES, kind, torch.float64)
+    wanted = by_oracle(given)
+    agree(given(TestReference.functions), wanted, given)
+
+
+def test_a_product_with_a_kronecker_product() -> None:
+    """G x_1 A_1 ... x_k A_k is A_1 kron ... kron A_k times vec(G): Proposition 1 of the paper."""
+    given = call("mode_products", ORACLE_SHAPES, "full", torch.float64).arguments
+    products = tnt_kernels.mode_products(**given)
+    for product, tensor, factors in zip(products, given["tensors"], given["factors"], strict=True):
+        torch.testing.assert_close(vec(product), dense_kron(factors) @ vec(tensor))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_identity_copies(dtype: torch.dtype) -> None:
+    """A product that changes nothing is a new tensor, to the bit the old one."""
+    tensor, state = normal((9, 5), dtype), state_dtype(dtype)
+    for factors in ([torch.eye(9), torch.eye(5)], [torch.ones(9), torch.ones(5)]):
+        (product,) = tnt_kernels.mode_products([tensor], [[a.to(state) for a in factors]])
+        identical(product, tensor.to(state))
+        with unchanged(tensor):
+            product.fill_(7.0)
+
+
+@pytest.mark.parametrize("dtype", STATE_DTYPES, ids=str)
+@pytest.mark.parametrize("d", [2, 9, 65, 512])
+def test_a_negative_eigenvalue_along_a_flat_vector(d: int, dtype: torch.dtype) -> None:
+    """It adds only 1 / d of itself to any entry of |M - I|, which must not look converged."""
+    flat_part = torch.full((d, d), 1 / d, dtype=dtype)
+    good = 2 * (torch.eye(d, dtype=dtype) - flat_part)
+    stats = [[good + value * flat_part] for value in (-1e-3, -0.3, -2.0)]
+    for root in (1, 4, 6):
+        factors, info = tnt_kernels.inverse_root(stats, 0.0, root)
+        assert info.tolist() == [1] * 3 and all(f.isnan().all() for f in flat(factors))
+
+
+def test_the_first_root_of_a_vector_is_its_inverse() -> None:
+    stats = [mode_statistics((65,), kind) for kind in ("full", "diagonal")]
+    roots, _ = tnt_kernels.inverse_root(stats, 0.1, 1)
+    inverses, _ = tnt_kernels.damped_inverse(stats, 0.1)
+    for root, inverse in zip(flat(roots), flat(inverses), strict=True):
+        close(root, inverse)
+
+
+def test_limits_of_the_iteration_are_the_same_in_cpp() -> None:
+    header = (Path(__file__).parents[2] / "csrc" / "cpu" / "inverse_root.h").read_text()
+    found = dict(re.findall(r"constexpr \w+ kNewton(\w+) = ([\d.e-]+);", header))
+    names = ["ITERATIONS", "TOLERANCE", "GROWTH", "CONVERGED", "TRACE"]
+    wanted = {name.capitalize(): getattr(reference, f"NEWTON_{name}") for name in names}
+    assert {name: float(value) for name, value in found.items()} == wanted

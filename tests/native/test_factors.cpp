@@ -1,0 +1,553 @@
+// Inverses and inverse roots against the definition: A_i^p (U_i + eps I), in double, must be the
+// identity up to roundings and what the Newton iteration leaves. The kernels: damped_inverse and
+// inverse_root on the CPU, and damped_inverse's CUDA kernels on the host (host_launch.h), whose
+// results must not depend on the order that threads and blocks run in.
+
+#include <cmath>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "cpu/damped_inverse.h"
+#include "cpu/inverse_root.h"
+#include "cuda/factor_plan.h"
+#include "expect.h"
+#include "factor_problems.h"
+#include "host_launch.h"
+#include "tensors.h"
+#include "threads.h"
+
+namespace {
+
+using Problems = std::vector<FactorProblem>;
+using Infos = std::vector<int32_t>;
+
+enum class Kernel { kInverse, kRoot, kCuda };
+
+struct Method {
+  const char* name;
+  Kernel kernel;
+  bool relative = false;  // damping, of inverses
+  int64_t root = 0;       // 0: Shampoo's, twice a tensor's number of modes
+  unsigned orders = 4;    // in which CUDA kernels run
+
+  bool inverts() const { return kernel != Kernel::kRoot; }
+  int64_t root_of(const FactorProblem& problem) const {
+    return inverts() ? 1 : root ? root : 2 * static_cast<int64_t>(problem.stats.size());
+  }
+};
+constexpr Method kInverse{"inverse", Kernel::kInverse}, kRoot{"root", Kernel::kRoot},
+    kCuda{"CUDA inverse", Kernel::kCuda};
+constexpr Method kAll[] = {kInverse, kRoot, kCuda};
+constexpr Method kInverses[] = {kInverse, kCuda};
+
+Method relative(Method method) {
+  method.relative = method.inverts();
+  return method;
+}
+
+Method with_root(int64_t root) {
+  Method method = kRoot;
+  method.root = root;
+  return method;
+}
+
+constexpr tnt::cuda::Limits kLimits{tnt::cuda::kLargestInBlock, tnt::cuda::kLargestInBlock};
+static_assert(tnt::cuda::kPivotRoundings == tnt::kPivotRoundings);
+
+tnt::cuda::Plan plan_of(Problems& problems) {
+  std::vector<tnt::cuda::TensorShape> shapes;
+  for (const FactorProblem& problem : problems) {
+    shapes.push_back({{}, problem.element() == Element::kDouble});
+    for (size_t i = 0; i < problem.stats.size(); ++i) {
+      shapes.back().modes.push_back({problem.stats[i].sizes()[0], problem.diagonal[i]});
+    }
+  }
+  tnt::cuda::Plan plan = tnt::cuda::make_plan(shapes, kLimits);
+  EXPECT(plan.waves.empty());
+  size_t next = 0;
+  for (FactorProblem& problem : problems) {
+    for (size_t i = 0; i < problem.stats.size(); ++i, ++next) {
+      const int64_t* strides = problem.stats[i].view().strides;
+      tnt::cuda::ModeRow& row = plan.modes[next];
+      row.stat = problem.stats[i].data();
+      row.out = problem.out[i].data();
+      row.row = strides[0];
+      row.column = problem.diagonal[i] ? 0 : strides[1];
+    }
+  }
+  return plan;
+}
+
+Infos call_cuda(Problems& problems, double damping, bool relative, unsigned seed) {
+  const tnt::cuda::Plan plan = plan_of(problems);
+  std::vector<double> scales(plan.modes.size(), kNaN), eps(plan.tensors.size(), kNaN);
+  Infos bad(static_cast<size_t>(plan.slots), 0), info(problems.size(), -1);
+  std::vector<std::byte> scratch(static_cast<size_t>(plan.scratch_bytes), std::byte{0xff});
+  // A number on the device or on the host makes no difference.
+  const bool on_device = seed % 2 == 1;
+  const tnt::cuda::Call call{plan.tensors.data(),
+                             plan.modes.data(),
+                             on_device ? &damping : nullptr,
+                             on_device ? kNaN : damping,
+                             relative,
+                             scales.data(),
+                             eps.data(),
+                             bad.data(),
+                             info.data(),
+                             scratch.data()};
+  const auto count = [](const auto& rows) { return static_cast<int64_t>(rows.size()); };
+  host::Order order(seed);
+  host::rescale(call, count(plan.tensors), order);
+  host::invert<float>(call, plan.float_rows.data(), count(plan.float_rows), order);
+  host::invert<double>(call, plan.double_rows.data(), count(plan.double_rows), order);
+  host::judge(call, count(plan.tensors), order);
+  host::commit(call, plan.copies.data(), count(plan.copies), order);
+  return info;
+}
+
+Infos call(const Method& method, Problems& problems, double damping) {
+  const Problems before = problems;
+  Infos info(problems.size(), -1);
+  if (method.kernel == Kernel::kInverse) {
+    tnt::damped_inverse(modes_of(problems), damping, method.relative, info.data());
+  } else if (method.kernel == Kernel::kRoot) {
+    std::vector<int64_t> roots;
+    for (const FactorProblem& problem : problems) roots.push_back(method.root_of(problem));
+    tnt::inverse_root(modes_of(problems), damping, roots, info.data());
+  } else {
+    info = call_cuda(problems, damping, method.relative, 0);
+    for (unsigned seed = 1; seed < method.orders; ++seed) {
+      Problems again = before;
+      EXPECT(call_cuda(again, damping, method.relative, seed) == info);
+      for (size_t t = 0; t < problems.size(); ++t) {
+        EXPECT(same_memory(problems[t].out, again[t].out));
+      }
+    }
+  }
+  EXPECT(keeps_subnormals());
+  for (size_t t = 0; t < problems.size(); ++t) {
+    EXPECT(same_memory(problems[t].stats, before[t].stats));
+  }
+  return info;
+}
+
+// S_i + eps I, or of inverses U_i + eps I; the diagonal of a diagonal mode.
+Values damped(const Method& method, const FactorProblem& problem, size_t mode, double damping) {
+  const Values first = problem.stats[0].values();
+  const int64_t d = problem.stats[mode].sizes()[0], d_first = problem.stats[0].sizes()[0];
+  Values matrix = problem.stats[mode].values();
+  double eps = damping;
+  if (method.inverts()) {
+    long double trace = 0;
+    for (int64_t i = 0; i < d_first; ++i) {
+      trace += first[problem.diagonal[0] ? i : i * (d_first + 1)];
+    }
+    double size = 1, others = 1;
+    for (size_t i = 0; i < problem.stats.size(); ++i) {
+      const auto own = static_cast<double>(problem.stats[i].sizes()[0]);
+      size *= own;
+      if (i != mode) others *= own;
+    }
+    const auto order = static_cast<double>(problem.stats.size());
+    // Two powers, because the quotient may be subnormal.
+    const double c =
+        size == 0 ? 0 : std::pow(static_cast<double>(trace), 1 / order) / std::pow(size, 1 / order);
+    if (method.relative) eps = c == 0 ? 1 : damping * c;
+    for (double& value : matrix) value = c == 0 ? 0 : value / (std::pow(c, order - 1) * others);
+  }
+  for (int64_t i = 0; i < d; ++i) matrix[problem.diagonal[mode] ? i : i * (d + 1)] += eps;
+  return matrix;
+}
+
+// The conditions are below 30. A residual grows with them, with the root of the size as roundings
+// add up, and with the power.
+void check_factors(const Method& method, const FactorProblem& problem, double damping) {
+  const int64_t root = method.root_of(problem);
+  for (size_t i = 0; i < problem.out.size(); ++i) {
+    const expect::Case mode("mode " + std::to_string(i) + ", root " + std::to_string(root));
+    const int64_t d = problem.out[i].sizes()[0];
+    const Values factor = problem.out[i].values();
+    Values product = damped(method, problem, i, damping);
+    const double rounding = 16 * std::sqrt(static_cast<double>(d) + 8) *
+                            epsilon_of(problem.element()) * static_cast<double>(root);
+    if (problem.diagonal[i]) {
+      for (int64_t j = 0; j < d; ++j) product[j] *= std::pow(factor[j], static_cast<double>(root));
+      EXPECT_AT_MOST(distance(product, Values(product.size(), 1)), rounding);
+      continue;
+    }
+    EXPECT(symmetric(d, factor));
+    for (int64_t power = 0; power < root; ++power) product = times_symmetric(d, product, factor);
+    const double stopped = method.inverts() ? 0 : tnt::kNewtonTolerance;
+    EXPECT_AT_MOST(distance_to_identity(d, product), stopped + rounding);
+  }
+}
+
+void check(const Method& method, Problems problems, double damping) {
+  const Infos info = call(method, problems, damping);
+  for (size_t t = 0; t < problems.size(); ++t) {
+    const expect::Case name(method.name + std::string(", ") + name_of(problems[t]) + ", damping " +
+                            std::to_string(damping) + (method.relative ? ", relative" : ""));
+    EXPECT(info[t] == 0);
+    check_factors(method, problems[t], damping);
+  }
+}
+
+// The CUDA kernels take matrices that fit one block.
+Problems small_problems(const Method& method, Element element) {
+  Problems problems;
+  for (const FactorProblem& problem : small_factor_problems(element)) {
+    const bool large = !problem.diagonal[0] && problem.stats[0].sizes()[0] > 128;
+    if (method.kernel != Kernel::kCuda || !large) problems.push_back(problem);
+  }
+  return problems;
+}
+
+void check_small() {
+  for (const Method& method : kAll) {
+    Problems both;
+    for (const Element element : {Element::kFloat, Element::kDouble}) {
+      for (const double damping : {0.0, 0.25}) {
+        const Problems problems = small_problems(method, element);
+        check(relative(method), problems, damping);
+        check(method, problems, damping);
+        for (const FactorProblem& problem : problems) {
+          if (method.inverts()) check(method, {problem}, damping);
+        }
+      }
+      for (const FactorProblem& problem : small_problems(method, element)) both.push_back(problem);
+    }
+    check(method, both, 0.25);
+  }
+  // Every pattern of bits in a power.
+  for (const Element element : {Element::kFloat, Element::kDouble}) {
+    for (const int64_t root : {1, 2, 3, 4, 5, 6, 7, 8, 10}) {
+      check(with_root(root),
+            {factor_problem(element, {9}), factor_problem(element, {33, 5}, {false, true})}, 0.25);
+    }
+  }
+}
+
+// Matrices that get all threads: strips of rows, of 256 columns in inverses.
+void check_large() {
+  // 513: one more than LAPACK factorises alone, and a strip of one row; 545: strips in both halves.
+  check(kInverse, {factor_problem(Element::kFloat, {513})}, 0.25);
+  check(kInverse,
+        {factor_problem(Element::kFloat, {545, 9}), factor_problem(Element::kFloat, {33, 65})},
+        0.25);
+  check(relative(kInverse), {factor_problem(Element::kDouble, {258})}, 0.25);
+  check(with_root(2), {factor_problem(Element::kFloat, {64})}, 0.25);
+  check(kRoot, {factor_problem(Element::kFloat, {161}), factor_problem(Element::kFloat, {20, 9})},
+        0.25);
+  check(with_root(3), {factor_problem(Element::kDouble, {130})}, 0.25);
+  {
+    const OneThread here;
+    check(kInverse, {factor_problem(Element::kFloat, {260})}, 0.25);
+  }
+  if (kSanitized) return;
+  check(relative(kInverse), {factor_problem(Element::kFloat, {1100, 700})}, 0.25);
+  check(kInverse, {factor_problem(Element::kDouble, {1063})}, 0);
+  check(with_root(4), {factor_problem(Element::kFloat, {600})}, 0.25);
+  const OneThread here;
+  check(kInverse, {factor_problem(Element::kFloat, {545, 600})}, 0.25);
+  check(with_root(4), {factor_problem(Element::kFloat, {300, 260})}, 0.25);
+}
+
+// Where the arithmetic leaves no roundings, or few.
+void check_exact() {
+  const auto check_zeros = [](const Method& method, Element element, const Shape& sizes) {
+    for (const bool diagonal : {false, true}) {
+      const expect::Case name(method.name + name_of(element) + name_of(sizes));
+      const std::vector<bool> kinds(sizes.size(), diagonal);
+      Problems problems = {factor_problem(element, sizes, kinds, 0)};
+      EXPECT(call(method, problems, method.inverts() ? 0.25 : 1.0 / 16)[0] == 0);
+      for (size_t i = 0; i < sizes.size(); ++i) {
+        Values wanted(static_cast<size_t>(problems[0].out[i].count()), 0.0);
+        for (int64_t j = 0; j < sizes[i]; ++j) {
+          wanted[diagonal ? j : j * (sizes[i] + 1)] = method.relative ? 1 : 4;
+        }
+        const double bound = method.inverts() ? 0 : 1e-5;
+        EXPECT_AT_MOST(distance(problems[0].out[i].values(), wanted), bound);
+      }
+    }
+  };
+  for (const Method& method :
+       {kInverse, relative(kInverse), with_root(2), kCuda, relative(kCuda)}) {
+    Problems problems;
+    EXPECT(call(method, problems, 0.25).empty());
+    // No element, or no trace: the damping alone.
+    for (const Element element : {Element::kFloat, Element::kDouble}) {
+      for (const Shape& sizes : std::vector<Shape>{{0}, {0, 3}, {40, 0, 2}, {0, 0}, {33, 5}}) {
+        check_zeros(method, element, sizes);
+      }
+    }
+  }
+  for (const Method& method : kInverses) {
+    // c = 0 also silences modes that are not zero themselves.
+    Problems problems = {factor_problem(Element::kFloat, {3, 2})};
+    problems[0].stats[0] = Tensor(Element::kFloat, {3, 3}, Values(9, 0.0));
+    EXPECT(call(method, problems, 0.25)[0] == 0);
+    EXPECT((problems[0].out[1].values() == Values{4, 0, 0, 4}));
+    problems = {factor_problem(Element::kFloat, {0, 3})};
+    EXPECT(call(method, problems, 0)[0] == 2);
+    EXPECT(untouched(problems[0]));
+    // Equal entries, which additions one by one would all round to the same side.
+    constexpr int64_t kLong = 50'000;
+    problems = {factor_problem(Element::kDouble, {kLong, 1}, {true, true})};
+    problems[0].stats[0] = Tensor(Element::kDouble, {kLong}, Values(kLong, 0.7));
+    problems[0].stats[1] = Tensor(Element::kDouble, {1}, {kLong * 0.7});
+    EXPECT(call(method, problems, 0.25)[0] == 0);
+    const Values wanted(kLong, 1 / (std::sqrt(0.7) + 0.25));
+    EXPECT_AT_MOST(distance(problems[0].out[0].values(), wanted), 1e-15);
+  }
+}
+
+// Statistics anywhere in the range of their type, for inverses subnormal numbers included.
+void check_scales() {
+  for (const double scale : {0x1p-100, 0x1p100}) {
+    check(with_root(4), {factor_problem(Element::kFloat, {33, 9}, scale)}, 0);
+    check(with_root(2), {factor_problem(Element::kFloat, {9, 7}, {false, true}, scale)}, 0);
+    check(with_root(4), {factor_problem(Element::kDouble, {33, 9}, scale * scale)}, 0);
+  }
+  for (const Method& inverse : kInverses) {
+    const Method method = relative(inverse);
+    for (const double scale : {0x1p-60, 0x1p60}) {
+      check(method, {factor_problem(Element::kFloat, {33, 9}, scale)}, 0.25);
+      check(method, {factor_problem(Element::kFloat, {9, 7, 5}, {false, true, false}, scale)},
+            0.25);
+      check(method, {factor_problem(Element::kFloat, {40}, scale)}, 0.25);
+      check(method, {factor_problem(Element::kDouble, {33, 9}, scale * scale)}, 0.25);
+    }
+    for (const double scale : {0x1p120, 0x1p-125, 0x1p-138}) {
+      check(method, {factor_problem(Element::kFloat, {33, 9}, scale)}, 0.25);
+    }
+    check(method, {factor_problem(Element::kFloat, {9, 7, 5}, {false, false, true}, 0x1p-130)},
+          0.25);
+    check(method, {factor_problem(Element::kDouble, {33, 9}, 0x1p-1060)}, 0.25);
+  }
+}
+
+// A pivot of a few roundings of its own diagonal entry is as good as none, wherever it is: first
+// and last of a panel, in the first panel and in later ones.
+void check_pivots() {
+  constexpr int64_t kSize = 65;
+  for (const Method& method : kInverses) {
+    for (const Element element : {Element::kFloat, Element::kDouble}) {
+      for (const int64_t place : {1, 7, 8, 9, 36, 63}) {
+        for (const int factor : {1, 16}) {
+          const expect::Case name(method.name + name_of(element) + std::to_string(place));
+          const double pivot = factor * tnt::kPivotRoundings / 4.0 * epsilon_of(element);
+          Values stat(kSize * kSize, 0.0);
+          for (int64_t i = 0; i < kSize; ++i) stat[i * (kSize + 1)] = i % 2 == 0 ? 1 : 1024;
+          // Rows place - 1 and place: (1, 1; 1, 1 + pivot).
+          for (const int64_t r : {place - 1, place}) {
+            for (const int64_t c : {place - 1, place}) stat[r * kSize + c] = 1;
+          }
+          stat[place * (kSize + 1)] += pivot;
+          Problems problems = {factor_problem(element, {kSize})};
+          problems[0].stats[0] = Tensor(element, {kSize, kSize}, stat);
+          EXPECT(call(method, problems, 0)[0] == (factor == 1 ? 1 : 0));
+          EXPECT(untouched(problems[0]) == (factor == 1));
+        }
+      }
+    }
+  }
+}
+
+// Ways for a mode to be bad, for its own damping alone: each spoils a good statistic.
+struct Damage {
+  const char* what;
+  bool diagonal;
+  double damping;  // at which it is bad
+  void (*apply)(int64_t d, Values& stat);
+};
+
+const std::vector<Damage> kDamages = {
+    {"NaN on the diagonal", false, 0.25,
+     [](int64_t d, Values& stat) { stat[(d / 2) * (d + 1)] = kNaN; }},
+    {"NaN off the diagonal", false, 0.25,
+     [](int64_t d, Values& stat) { stat[d - 1] = stat[(d - 1) * d] = kNaN; }},
+    {"infinity", false, 0.25, [](int64_t d, Values& stat) { stat[d * d - 1] = kInfinity; }},
+    {"a negative eigenvalue", false, 0.25, [](int64_t d, Values& stat) { stat[d * d - 1] = -8; }},
+    {"an indefinite pair", false, 0.25,
+     [](int64_t d, Values& stat) { stat[1] = stat[d] = 2 * (stat[0] + stat[d + 1]); }},
+    {"a row of zeros", false, 0,
+     [](int64_t d, Values& stat) {
+       for (int64_t i = 0; i < d; ++i) stat[(d - 1) * d + i] = stat[i * d + d - 1] = 0;
+     }},
+    {"nothing but zeros", false, 0, [](int64_t, Values& stat) { stat.assign(stat.size(), 0); }},
+    {"NaN on a diagonal mode", true, 0.25, [](int64_t d, Values& stat) { stat[d / 2] = kNaN; }},
+    {"infinity on a diagonal mode", true, 0.25,
+     [](int64_t d, Values& stat) { stat[d - 1] = kInfinity; }},
+    {"a negative number on a diagonal mode", true, 0.25,
+     [](int64_t, Values& stat) { stat[0] = -8; }},
+    {"zero on a diagonal mode", true, 0, [](int64_t d, Values& stat) { stat[d - 1] = 0; }},
+};
+
+void damage(FactorProblem& problem, size_t mode, const Damage& how) {
+  Tensor& stat = problem.stats[mode];
+  Values values = stat.values();
+  how.apply(stat.sizes()[0], values);
+  stat = Tensor(stat.element(), stat.sizes(), values);
+}
+
+// Each damage in each mode of a tensor among good ones, to modes of several sizes.
+void check_damages(const Method& method) {
+  const int64_t large = method.kernel == Kernel::kCuda ? 65 : 140;
+  for (const Element element : {Element::kFloat, Element::kDouble}) {
+    for (const Damage& how : kDamages) {
+      for (const int64_t d : {int64_t{2}, int64_t{33}, large}) {
+        if (kSanitized && !method.inverts() && d == large) continue;
+        for (size_t bad = 0; bad < 3; ++bad) {
+          const expect::Case name(method.name + std::string(", ") + how.what + ", " +
+                                  name_of(element) + ", " + std::to_string(d) + ", mode " +
+                                  std::to_string(bad));
+          Shape sizes = {3, 4, 5};
+          std::vector<bool> diagonal(3, false);
+          sizes[bad] = d;
+          diagonal[bad] = how.diagonal;
+          Problems problems = {factor_problem(element, {33, 9}),
+                               factor_problem(element, sizes, diagonal),
+                               factor_problem(element, {5})};
+          damage(problems[1], bad, how);
+          const Infos info = call(method, problems, how.damping);
+          EXPECT(info[0] == 0 && info[2] == 0);
+          EXPECT(info[1] == static_cast<int32_t>(bad) + 1);
+          EXPECT(untouched(problems[1]));
+          check_factors(method, problems[0], how.damping);
+          check_factors(method, problems[2], how.damping);
+        }
+      }
+    }
+  }
+  // The first of several bad modes is named, in whatever order they are done.
+  const std::vector<std::pair<Shape, std::vector<size_t>>> cases = {
+      {{4, 60, 9}, {1, 2}}, {{4, 9, 60}, {1, 2}}, {{60, 9, 4}, {0, 1, 2}}, {{4, 9, 60}, {0, 2}}};
+  for (const auto& [sizes, bad] : cases) {
+    Problems problems = {factor_problem(Element::kFloat, sizes)};
+    for (const size_t mode : bad) damage(problems[0], mode, kDamages[mode]);
+    EXPECT(call(method, problems, 0.25)[0] == static_cast<int32_t>(bad[0]) + 1);
+    EXPECT(untouched(problems[0]));
+  }
+}
+
+void check_bad() {
+  Method cuda = kCuda;
+  cuda.orders = 2;
+  for (const Method& method : {kInverse, with_root(1), with_root(2), with_root(4), cuda}) {
+    check_damages(method);
+  }
+  // In the first half and in the second of a factorisation that is cut.
+  for (const int64_t place : {100, 530}) {
+    Problems problems = {factor_problem(Element::kFloat, {3, 545})};
+    Values stat = problems[0].stats[1].values();
+    stat[place * 546] = -8;
+    problems[0].stats[1] = Tensor(Element::kFloat, {545, 545}, stat);
+    EXPECT(call(kInverse, problems, 0.25)[0] == 2);
+    EXPECT(untouched(problems[0]));
+  }
+  // An inverse that is not finite: 1e-42 is a float, 1e42 is not. In every piece of a diagonal.
+  for (const int64_t d : {int64_t{2}, 3 * tnt::cuda::kPiece}) {
+    for (const bool diagonal : {false, true}) {
+      if (!diagonal && d > 2) continue;
+      Problems problems = {factor_problem(Element::kFloat, Shape{d}, std::vector<bool>{diagonal})};
+      Values stat(static_cast<size_t>(diagonal ? d : d * d), 0.0);
+      for (int64_t i = 0; i < d; ++i) stat[diagonal ? i : i * (d + 1)] = i < d / 2 ? 1 : 1e-42;
+      problems[0].stats[0] = Tensor(Element::kFloat, problems[0].stats[0].sizes(), stat);
+      for (const Method& method : kInverses) {
+        EXPECT(call(method, problems, 0)[0] == 1);
+        EXPECT(untouched(problems[0]));
+      }
+    }
+  }
+  // The CUDA kernels see what is not finite on either side of the diagonal, and in the damping.
+  for (const int64_t place : {1, 33, 30, 30 * 33, 32, 32 * 33}) {
+    Problems problems = {factor_problem(Element::kFloat, {33})};
+    Values stat = problems[0].stats[0].values();
+    stat[place] = kNaN;
+    problems[0].stats[0] = Tensor(Element::kFloat, {33, 33}, stat);
+    EXPECT(call(kCuda, problems, 0.25)[0] == 1);
+    EXPECT(untouched(problems[0]));
+  }
+  for (const double damping : {kNaN, kInfinity}) {
+    Problems problems = {factor_problem(Element::kFloat, {9, 3}, {false, true})};
+    EXPECT(call(kCuda, problems, damping)[0] == 1);
+    EXPECT(untouched(problems[0]));
+  }
+}
+
+// Two runs on three threads agree to the bit, and one on a single thread up to roundings.
+void check_threads() {
+  for (const Method& method : {kInverse, kRoot}) {
+    Problems first = small_factor_problems(Element::kFloat);
+    first.push_back(factor_problem(Element::kFloat, {method.inverts() ? 290 : 170}));
+    Problems second = first, alone = first;
+    call(method, first, 0.25);
+    call(method, second, 0.25);
+    {
+      const OneThread here;
+      call(method, alone, 0.25);
+    }
+    for (size_t t = 0; t < first.size(); ++t) {
+      const expect::Case name(method.name + name_of(first[t]));
+      EXPECT(same_memory(first[t].out, second[t].out));
+      check_factors(method, alone[t], 0.25);
+    }
+  }
+}
+
+// The CUDA kernels' own edges: patches of 4, panels of 8, warps, the largest matrix of a block,
+// pieces of a diagonal, more tensors than a block has threads, strides.
+void check_cuda() {
+  for (const Element element : {Element::kFloat, Element::kDouble}) {
+    Problems problems = {factor_problem(element, {2 * tnt::cuda::kPiece + 1, 3}, {true, false}),
+                         factor_problem(element, {3, 2 * tnt::cuda::kPiece}, {false, true})};
+    for (const int64_t n :
+         {1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 96, 100, 127, 128}) {
+      problems.push_back(factor_problem(element, {n}));
+    }
+    for (const FactorProblem& problem : problems) check(kCuda, {problem}, 0.25);
+    check(relative(kCuda), problems, 0.25);
+  }
+  Problems many;
+  for (int t = 0; t < tnt::cuda::kThreads + 3; ++t) {
+    many.push_back(factor_problem(Element::kFloat, {1 + t % 5, 1 + t % 3}, {false, t % 2 == 0}));
+  }
+  damage(many.back(), 1, kDamages[3]);
+  const Infos info = call(kCuda, many, 0.25);
+  for (size_t t = 0; t + 1 < many.size(); ++t) {
+    EXPECT(info[t] == 0);
+    check_factors(kCuda, many[t], 0.25);
+  }
+  EXPECT(info.back() == 2);
+  EXPECT(untouched(many.back()));
+  for (const Layout& layout : kLayouts) {
+    const expect::Case name(layout.name);
+    Problems problems = {factor_problem(Element::kFloat, {33, 9}, {false, true}),
+                         factor_problem(Element::kDouble, {9, 65}, {true, false})};
+    for (FactorProblem& problem : problems) {
+      for (Tensor& stat : problem.stats) {
+        stat = Tensor(stat.element(), stat.sizes(), stat.values(), layout);
+      }
+    }
+    check(kCuda, problems, 0.25);
+  }
+  // 48 KB is what a block has without asking, 99 KB what the smallest of today's GPUs gives.
+  EXPECT(tnt::cuda::BlockInverse<float>::bytes(128) <= 48 * 1024);
+  EXPECT(tnt::cuda::BlockInverse<double>::bytes(128) <= 99 * 1024);
+}
+
+}  // namespace
+
+int main() {
+  use_three_threads();
+  check_small();
+  check_large();
+  check_exact();
+  check_scales();
+  check_pivots();
+  check_bad();
+  check_threads();
+  check_cuda();
+  return expect::finish();
+}
