@@ -49,7 +49,7 @@ PYTEST = $(IN_VENV) python -m pytest -n 2 --dist loadfile
 .PHONY: demo test test-all quick-tests slow-tests lint format native-test sanitizers fuzz bench bench-quick figures gpu build cuda-build-check torch-test clean
 
 demo: build
-	$(PY) -m experiments.demo $(if $(DATA),--data "$(DATA)")
+	$(PY) -m experiments demo $(if $(DATA),mnist --data "$(DATA)")
 
 # Lint and the C++ tests use one core each.
 test: $(VENV)/.packages
@@ -96,8 +96,7 @@ bench-quick: build
 		-k "not (inverse_root and mnist_ae)" --out results/bench-quick.json
 
 figures: build
-	$(PY) -m experiments.figures $(if $(MNIST),--mnist "$(MNIST)") $(if $(FACES),--faces "$(FACES)") \
-		$(if $(CIFAR10),--cifar10 "$(CIFAR10)") $(if $(TEXT),--text "$(TEXT)")
+	$(PY) -m experiments all --quick $(if $(DATA),--data "$(DATA)")
 
 gpu:
 	$(PYTHON) -m bench.gpu --out bench/results/gpu $(if $(STAGE),--stage "$(STAGE)")

@@ -87,6 +87,8 @@ def check_modes(
         for i, (stat, d) in enumerate(zip(row, tensor.shape, strict=True)):
             if not isinstance(stat, Tensor):
                 raise TypeError(f"{name}[{t}][{i}] must be a tensor, got {type(stat).__name__}")
+            if stat.layout != torch.strided:
+                raise ValueError(f"{name}[{t}][{i}] must be dense, got {stat.layout}")
             if stat.shape != (d, d) and stat.shape != (d,):
                 raise ValueError(
                     f"{name}[{t}][{i}] must be ({d}, {d}) or ({d},), got {tuple(stat.shape)}"

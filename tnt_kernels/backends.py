@@ -92,6 +92,8 @@ def register_reference(library: torch.library.Library) -> None:
     """Registers the reference for all devices without another kernel, and as the fake kernels."""
     for name, implementation in _REFERENCE.items():
         library.impl(name, _outside_of_autocast(implementation), "CompositeExplicitAutograd")
+        for key in _SPARSE:
+            library.impl(name, _refuse_sparse, key)
         fake = _inverse_root_shapes if name == "inverse_root" else implementation
         torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
 
@@ -106,6 +108,14 @@ def register_triton(library: torch.library.Library) -> None:
         if not _has_kernel(name, "cuda"):
             library.impl(name, functools.partial(_serve, name), "CUDA")
             _left_to_python.add(name)
+
+
+# Without kernels here sparse arguments would reach the reference, which fails after it has written.
+_SPARSE = ("SparseCPU", "SparseCUDA", "SparseCsrCPU", "SparseCsrCUDA")
+
+
+def _refuse_sparse(*_: Any) -> None:
+    raise ValueError("all tensors must be dense, got a sparse one")
 
 
 def _outside_of_autocast(implementation: Callable[..., Any]) -> Callable[..., Any]:

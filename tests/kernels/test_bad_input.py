@@ -32,11 +32,6 @@ NESTED = ("stats", "factors")
 OPERATORS = [v for v in VARIANTS if v not in ("damped_inverse relative", "grafted_directions_")]
 
 
-SPARSE_FACTORS = pytest.mark.xfail(
-    strict=True, reason="not checked: PyTorch's own RuntimeError, after momenta were written"
-)
-
-
 def good(variant: str) -> Call:
     return call(variant, SHAPES, dtype=(torch.float32, torch.float64)).map(
         lambda key, tensor: torch.rand_like(tensor) if key == "out" else tensor
@@ -262,8 +257,7 @@ def mistakes() -> Iterator[Any]:
         found += [("", mistake) for mistake in itertools.chain(*others)]
         for argument, mistake in found:
             identity = f"{name}-{argument} {mistake.name}".replace(" -", "-")
-            marks = [SPARSE_FACTORS] if (argument, mistake.name) == ("factors", "sparse") else []
-            yield pytest.param(variant, argument, mistake, id=identity, marks=marks)
+            yield pytest.param(variant, argument, mistake, id=identity)
 
 
 @pytest.mark.parametrize(("variant", "argument", "mistake"), list(mistakes()))
