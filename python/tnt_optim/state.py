@@ -97,8 +97,6 @@ NAMES = frozenset(entry.name for entry in SPEC)
 TENSORS = tuple(entry.name for entry in SPEC if entry.shape != NUMBER)
 COUNTS = tuple(entry.name for entry in SPEC if entry.counts)
 SURVIVES = tuple(entry.name for entry in SPEC if entry.survives)
-# Entries that every process has, if an option is set.
-_OPTIONAL = tuple(entry for entry in SPEC if entry.needs and not entry.owner_only)
 
 
 def kept_names(shard: str | None, is_owner: bool) -> frozenset[str]:
@@ -112,12 +110,13 @@ def owned_bytes(param: Tensor, group: Settings, shard: str) -> int:
     return sum(entry.nbytes(param, group) for entry in own)
 
 
-def missing_entry(state: State, param: Tensor, group: Settings) -> Entry | None:
-    """An entry that the group's settings need and an existing state lacks."""
-    for entry in _OPTIONAL:
-        if entry.name not in state and entry.exists(param, group):
-            return entry
-    return None
+def optional_entries(group: Settings) -> list[tuple[Entry, str]]:
+    """The entries that a group's settings add in every process, and the option, for messages."""
+    return [
+        (entry, f"{entry.needs[0]}={entry.needs[1]!r}")
+        for entry in SPEC
+        if entry.needs and group[entry.needs[0]] == entry.needs[1] and not entry.owner_only
+    ]
 
 
 def zero_statistics(param: Tensor, group: Settings) -> list[Tensor]:
