@@ -115,9 +115,9 @@ class StepGraphs:
             if (name, p) not in self._gradients:
                 self._gradients[name, p] = g if self._is_its_own(p, g) else torch.empty_like(g)
         fixed = {p: self._gradients[name, p] for p in gradients}
-        moved = [p for p, g in gradients.items() if fixed[p] is not g]
-        if moved:
-            torch._foreach_copy_([fixed[p] for p in moved], [gradients[p] for p in moved])
+        others = [p for p, g in gradients.items() if fixed[p] is not g]
+        if others:
+            torch._foreach_copy_([fixed[p] for p in others], [gradients[p] for p in others])
         return fixed
 
     def _is_its_own(self, param: Tensor, gradient: Tensor) -> bool:

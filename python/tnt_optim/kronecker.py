@@ -109,7 +109,7 @@ class KroneckerOptimizer(Optimizer):
         super().__init__(params, {**defaults, "step": 0})
 
     def _start_over(self) -> None:
-        """Forgets what depends on the addresses of the state."""
+        """Forgets graphs and retries, which belong to one state."""
         self._graphs, self._workspace = StepGraphs(), Workspace()
         # Parameters not to update again when a failed step is retried.
         self._accumulated: set[Tensor] = set()
@@ -191,8 +191,8 @@ class KroneckerOptimizer(Optimizer):
         over.
 
         Args:
-            outputs: for each batch, with its graph: what ``observe`` takes; the training loss, if
-                the statistics come from the training gradients.
+            outputs: for each batch, with its graph: the argument of ``observe``, or the training
+                loss if the statistics come from the training gradients.
             model: if given, its buffers (batch norm's running statistics) are restored afterwards.
 
         Raises:
@@ -413,7 +413,7 @@ class KroneckerOptimizer(Optimizer):
         observed: Mapping[Tensor, Tensor],
         first: Mapping[Tensor, Tensor],
     ) -> list[Tensor]:
-        """The group's parameters whose factors are due; those of ``first`` are new."""
+        """The group's parameters whose factors are due; ``first`` just got theirs."""
         t, interval = group["step"], group["inverse_interval"]
         if t % interval == 0:
             return [p for p in group["params"] if self._has_state(p) and p not in first]

@@ -89,7 +89,7 @@ SPEC = (
     # The parameter in float32.
     Entry("master", PARAMETER, _MASTER, half_only=True, survives=True, column="master"),
     # Statistics S_i, the moving averages of the Gram matrices of the gradient's unfoldings, and
-    # factors A_i, what the method makes of them (TNT: damped inverses).
+    # factors A_i, which the method computes from them (TNT: damped inverses).
     Entry("stats", MODES, owner_only=("directions", "inverses"), column="stats"),
     Entry("factors", MODES, owner_only=_DIRECTIONS, column="factors"),
 )
@@ -105,7 +105,7 @@ def kept_names(shard: str | None, is_owner: bool) -> frozenset[str]:
 
 
 def owned_bytes(param: Tensor, group: Settings, shard: str) -> int:
-    """The bytes that a parameter costs its owner: statistics, factors, and what only it keeps."""
+    """The bytes of a parameter's statistics, factors, and entries that only its owner keeps."""
     own = [e for e in SPEC if e.shape == MODES or shard in e.owner_only]
     return sum(entry.nbytes(param, group) for entry in own)
 
