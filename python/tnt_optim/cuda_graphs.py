@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 
 from tnt_optim.failures import warn_the_caller
-from tnt_optim.options import as_number
+from tnt_optim.options import OPTIONS, as_number
 from tnt_optim.state import TENSORS
 from tnt_optim.update import DeviceStep, Group, Report, Settings, States
 
 NUMBERS = ("lr", "damping", "momentum", "stat_decay", "weight_decay")
 
-# Settings that a recorded graph cannot change.
-_IN_KERNELS = ("relative_damping", "graft", "kl_clip", "rounding")
+# Settings of a group that a recorded graph cannot change: all but numbers and schedule.
+_CHANGING = (*NUMBERS, "stat_interval", "inverse_interval", "modes")
+_FIXED = tuple(o.name for o in OPTIONS.values() if o.per_group and o.name not in _CHANGING)
 
 # The number of graphs. Further kinds of steps run without: a model has many kinds if different
 # parameters have gradients at different steps.
@@ -115,9 +116,9 @@ class StepGraphs:
             if (name, p) not in self._gradients:
                 self._gradients[name, p] = g if self._is_its_own(p, g) else torch.empty_like(g)
         fixed = {p: self._gradients[name, p] for p in gradients}
-        moved = [p for p, g in gradients.items() if fixed[p] is not g]
-        if moved:
-            torch._foreach_copy_([fixed[p] for p in moved], [gradients[p] for p in moved])
+        others = [p for p, g in gradients.items() if fixed[p] is not g]
+        if others:
+            torch._foreach_copy_([fixed[p] for p in others], [gradients[p] for p in others])
         return fixed
 
     def _is_its_own(self, param: Tensor, gradient: Tensor) -> bool:
@@ -155,7 +156,7 @@ def _kind(step: DeviceStep, groups: list[Group]) -> tuple[Any, ...]:
     members = tuple(
         tuple((id(group), *map(id, params)) for group, params in batch) for batch in batches
     )
-    return *members, tuple(tuple(group[name] for name in _IN_KERNELS) for group in groups)
+    return *members, tuple(tuple(group[name] for name in _FIXED) for group in groups)
 
 
 def _addresses(step: DeviceStep, states: States) -> tuple[tuple[int, ...], list[Any]]:

@@ -53,8 +53,8 @@ from tnt_optim.state import (
     SURVIVES,
     State,
     memory_estimate,
-    missing_entry,
     new_state,
+    optional_entries,
     zero_statistics,
 )
 from tnt_optim.update import (
@@ -109,7 +109,7 @@ class KroneckerOptimizer(Optimizer):
         super().__init__(params, {**defaults, "step": 0})
 
     def _start_over(self) -> None:
-        """Forgets what depends on the addresses of the state."""
+        """Forgets graphs and retries, which belong to one state."""
         self._graphs, self._workspace = StepGraphs(), Workspace()
         # Parameters not to update again when a failed step is retried.
         self._accumulated: set[Tensor] = set()
@@ -191,8 +191,8 @@ class KroneckerOptimizer(Optimizer):
         over.
 
         Args:
-            outputs: for each batch, with its graph: what ``observe`` takes; the training loss, if
-                the statistics come from the training gradients.
+            outputs: for each batch, with its graph: the argument of ``observe``, or the training
+                loss if the statistics come from the training gradients.
             model: if given, its buffers (batch norm's running statistics) are restored afterwards.
 
         Raises:
@@ -388,20 +388,18 @@ class KroneckerOptimizer(Optimizer):
         """The device's part of this step; makes first statistics and factors on the way."""
         with_gradients = processes.with_gradients(self._params())
         pieces = self._observed.gradients(processes, self._due(), with_gradients, self._has_state)
-        updated = [
-            p for group in self.param_groups for p in self._to_update(group, pieces, with_gradients)
-        ]
+        updated = [self._to_update(group, pieces, with_gradients) for group in self.param_groups]
         observed = processes.whole(pieces)
         first = {p: g for p, g in observed.items() if not self._has_state(p)}
         self.state.update(self._first_states(first, processes))
         self._accumulated.update(first)
         if first:
             observed = {p: g for p, g in observed.items() if p not in first}
-        due = [p for group in self.param_groups for p in self._factors_due(group, observed, first)]
+        due = [self._factors_due(group, observed, first) for group in self.param_groups]
         return DeviceStep(
             statistics=list(self._batches(observed.keys() - self._accumulated)),
-            factors=list(self._batches(due)),
-            updated=list(self._batches(updated)),
+            factors=self._split(due),
+            updated=self._split(updated),
             observed=observed,
             grads=self._descent(updated),
             distribution=processes,
@@ -415,7 +413,7 @@ class KroneckerOptimizer(Optimizer):
         observed: Mapping[Tensor, Tensor],
         first: Mapping[Tensor, Tensor],
     ) -> list[Tensor]:
-        """The group's parameters whose factors are due; those of ``first`` are new."""
+        """The group's parameters whose factors are due; ``first`` just got theirs."""
         t, interval = group["step"], group["inverse_interval"]
         if t % interval == 0:
             return [p for p in group["params"] if self._has_state(p) and p not in first]
@@ -430,7 +428,7 @@ class KroneckerOptimizer(Optimizer):
         self, group: Group, observed: Container[Tensor], with_gradients: Container[Tensor]
     ) -> list[Tensor]:
         """The group's parameters that this step updates."""
-        ready = []
+        ready, optional = [], optional_entries(group)
         for param in group["params"]:
             if param not in with_gradients:
                 continue
@@ -447,23 +445,27 @@ class KroneckerOptimizer(Optimizer):
                     "observe(output) between the forward and step(), or warm_start() before "
                     "training, with outputs that depend on every parameter the loss depends on"
                 )
-            missing = missing_entry(self.state[param], param, group) if known else None
-            if missing is not None and missing.needs is not None:
-                option, value = missing.needs
-                raise RuntimeError(
-                    f"{option}={value!r} must be set before the first statistics: "
-                    f"{self._name(param)} has no {missing.name} in its state"
-                )
+            for entry, option in optional if known else ():
+                if entry.exists(param, group) and entry.name not in self.state[param]:
+                    raise RuntimeError(
+                        f"{option} must be set before the first statistics: "
+                        f"{self._name(param)} has no {entry.name} in its state"
+                    )
             ready.append(param)
         return ready
 
-    def _descent(self, params: Iterable[Tensor]) -> Gradients:
+    def _descent(self, updated: Sequence[list[Tensor]]) -> Gradients:
         """The gradients of the parameters to update, in the direction of a minimum."""
         return {
             p: -p.grad if group["maximize"] and p.grad is not None else p.grad
-            for group, batch in self._batches(params)
-            for p in batch
+            for group, params in zip(self.param_groups, updated, strict=True)
+            for p in params
         }
+
+    def _split(self, params: Sequence[list[Tensor]]) -> list[Batch]:
+        """Each group's parameters by device."""
+        pairs = zip(self.param_groups, params, strict=True)
+        return [(group, batch) for group, members in pairs for batch in by_device(members)]
 
     def _run(self, step: DeviceStep) -> None:
         if self.capturable:

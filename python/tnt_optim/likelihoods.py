@@ -1,4 +1,4 @@
-"""Losses whose gradients are the statistics' observations: at labels drawn from the model.
+"""Losses at labels sampled from the model; their gradients refresh the statistics.
 
 The gradient of the loss at labels from the model's own predictive distribution has mean zero, and
 its covariance is the Fisher matrix. The training gradient has neither property. Ren & Goldfarb

@@ -42,7 +42,7 @@ class Empirical:
     unreached: Container[Tensor] = frozenset()
 
     def wanted(self, due: Sequence[Tensor]) -> list[Tensor]:
-        """The parameters for which an output would be observed now, of those that are due."""
+        """The parameters among ``due`` for which an output would be observed now."""
         return []
 
     def observe(
@@ -236,7 +236,7 @@ class Sampled(Empirical):
         self.sampled, self.summed, self.asked, self.count = {}, 0, set(), 0
 
     def start_over(self) -> None:
-        """Forgets all but what is known of the processes."""
+        """Forgets everything but ``partial`` and ``agreed``."""
         self.use_up()
         self.unreached, self.awaited = set(), set()
 

@@ -210,7 +210,7 @@ def check_settings(settings: Settings) -> None:
 
 
 def split(given: Settings) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Checked arguments of a constructor: those of parameter groups, and those of the whole.
+    """Checks a constructor's options; returns those of groups and those of the whole optimizer.
 
     Options of parameter groups that are missing get their defaults.
 

@@ -89,7 +89,7 @@ SPEC = (
     # The parameter in float32.
     Entry("master", PARAMETER, _MASTER, half_only=True, survives=True, column="master"),
     # Statistics S_i, the moving averages of the Gram matrices of the gradient's unfoldings, and
-    # factors A_i, what the method makes of them (TNT: damped inverses).
+    # factors A_i, which the method computes from them (TNT: damped inverses).
     Entry("stats", MODES, owner_only=("directions", "inverses"), column="stats"),
     Entry("factors", MODES, owner_only=_DIRECTIONS, column="factors"),
 )
@@ -97,8 +97,6 @@ NAMES = frozenset(entry.name for entry in SPEC)
 TENSORS = tuple(entry.name for entry in SPEC if entry.shape != NUMBER)
 COUNTS = tuple(entry.name for entry in SPEC if entry.counts)
 SURVIVES = tuple(entry.name for entry in SPEC if entry.survives)
-# Entries that every process has, if an option is set.
-_OPTIONAL = tuple(entry for entry in SPEC if entry.needs and not entry.owner_only)
 
 
 def kept_names(shard: str | None, is_owner: bool) -> frozenset[str]:
@@ -107,17 +105,18 @@ def kept_names(shard: str | None, is_owner: bool) -> frozenset[str]:
 
 
 def owned_bytes(param: Tensor, group: Settings, shard: str) -> int:
-    """The bytes that a parameter costs its owner: statistics, factors, and what only it keeps."""
+    """The bytes of a parameter's statistics, factors, and entries that only its owner keeps."""
     own = [e for e in SPEC if e.shape == MODES or shard in e.owner_only]
     return sum(entry.nbytes(param, group) for entry in own)
 
 
-def missing_entry(state: State, param: Tensor, group: Settings) -> Entry | None:
-    """An entry that the group's settings need and an existing state lacks."""
-    for entry in _OPTIONAL:
-        if entry.name not in state and entry.exists(param, group):
-            return entry
-    return None
+def optional_entries(group: Settings) -> list[tuple[Entry, str]]:
+    """The entries that a group's settings add in every process, and the option, for messages."""
+    return [
+        (entry, f"{entry.needs[0]}={entry.needs[1]!r}")
+        for entry in SPEC
+        if entry.needs and group[entry.needs[0]] == entry.needs[1] and not entry.owner_only
+    ]
 
 
 def zero_statistics(param: Tensor, group: Settings) -> list[Tensor]:

@@ -1,7 +1,8 @@
-"""How processes divide an optimizer's step: ``distribution`` says, and does what has to be sent.
+"""How processes divide an optimizer's step.
 
-One process, processes with copies of the model (DDP) and processes with pieces of it (FSDP2) have
-one interface, that of ``tnt_optim.update.Local``.
+``distribution`` returns an object for one process (``Local``), for processes with copies of the
+model (``Replicated``: DDP), or with pieces of it (``Sharded``: FSDP2). All have the interface of
+``tnt_optim.update.Local``.
 """
 
 from collections.abc import Sequence

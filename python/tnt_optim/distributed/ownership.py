@@ -128,7 +128,7 @@ class OwnerRanks:
     ) -> dict[Tensor, Tensor]:
         """Updates the moments of the parameters this process owns; returns their directions.
 
-        With ``kl_clip``, ``whole`` must hold all gradients of the group.
+        Where directions are clipped, ``whole`` must hold all gradients of the group.
         """
         params = self.owned(whole)
         own = [states[p] for p in params]

@@ -1,7 +1,7 @@
 """Collectives of a process group.
 
-Every process makes the same calls in the same order. Whether a call is made must therefore follow
-from what all processes know: settings, schedule, and earlier collectives.
+Every process must make the same calls in the same order. Decide on a call only from facts that all
+processes know: settings, schedule, and earlier collectives.
 """
 
 import math
