@@ -14,10 +14,12 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(*arguments: str) -> str:
+    # pytest-benchmark does not measure in a process that it takes for a worker of pytest-xdist.
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST")}
     done = subprocess.run(
         [sys.executable, "-m", *arguments],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**inherited, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,
