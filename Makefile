@@ -38,8 +38,9 @@ CMAKE_BUILDS = build/native $(SANITIZED)
 
 BIN = $(VENV)/bin
 PY = $(BIN)/python
-# For tools that others look up on the PATH: PyTorch its ninja, CMake its Python.
-IN_VENV = . "$(if $(filter /%,$(VENV)),,./)$(BIN)/activate" &&
+# For tools that others look up on the PATH: PyTorch its ninja, CMake its Python. Ninja must not join
+# make's jobs: it complains that it cannot.
+IN_VENV = . "$(if $(filter /%,$(VENV)),,./)$(BIN)/activate" && unset MAKEFLAGS &&
 CPP_SOURCES = $(shell find csrc tests/native -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 EXTENSION_SOURCES = setup.py $(shell find csrc -type f)
 
@@ -82,9 +83,9 @@ format: $(VENV)/.packages
 native-test: build/native/.configured
 sanitizers: $(SANITIZED:=/.configured)
 native-test sanitizers:
-	for build in $(^D); do \
-		$(BIN)/cmake --build $$build --parallel && \
-		$(BIN)/ctest --test-dir $$build --output-on-failure --no-tests=error || exit 1; \
+	$(IN_VENV) for build in $(^D); do \
+		cmake --build $$build --parallel && \
+		ctest --test-dir $$build --output-on-failure --no-tests=error || exit 1; \
 	done
 
 bench: build
