@@ -1,6 +1,8 @@
 """Settings: wrong ones are refused by name and change nothing; what repr says of them."""
 
+import copy
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -103,6 +105,17 @@ def test_options_of_all_groups(option: str, method: type[TNT | Shampoo]) -> None
     with pytest.raises(ValueError, match=message):
         opt.add_param_group({"params": [weight(4)], option: None})
     assert len(opt.param_groups) == 1
+
+
+@pytest.mark.parametrize("fisher", ["sampled", "empirical"])
+def test_fisher_is_fixed_by_the_constructor(fisher: str) -> None:
+    opt = TNT([weight(2, 3)], fisher=fisher)
+    for each in (opt, copy.deepcopy(opt), pickle.loads(pickle.dumps(opt))):
+        with pytest.raises(
+            AttributeError, match=r"construct TNT\(\.\.\., fisher='empirical'\) anew"
+        ):
+            each.fisher = "empirical"
+        assert each.fisher == fisher
 
 
 def test_an_unknown_likelihood_lists_the_known_ones() -> None:
