@@ -47,9 +47,11 @@ class _Ranks:
         context = mp.get_context("spawn")
         pipes = [context.Pipe() for _ in range(processes)]
         self.ends = [end for end, _ in pipes]
-        folder = tempfile.mkdtemp()  # rank 0 removes it
+        self.folder = tempfile.TemporaryDirectory()
         self.processes = [
-            context.Process(target=_serve, args=(rank, processes, folder, end), daemon=True)
+            context.Process(
+                target=_serve, args=(rank, processes, self.folder.name, end), daemon=True
+            )
             for rank, (_, end) in enumerate(pipes)
         ]
         for process, (_, end) in zip(self.processes, pipes, strict=True):
@@ -78,6 +80,7 @@ class _Ranks:
         for process in self.processes:
             process.kill()
             process.join()
+        self.folder.cleanup()
 
 
 _started = functools.cache(_Ranks)
