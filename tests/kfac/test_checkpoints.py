@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import Snapshot
-from kfac_models import Heads, conv_net, images, same, step_on_ones, through_a_file, train
+from kfac_models import Heads, conv_net, images, step_on_ones, train
+from optimizers import equal, through_a_file
 from torch import Tensor, nn
 
 from tnt_optim import KFAC, TNT, Shampoo
@@ -167,6 +168,6 @@ def test_hooks_that_adapt_a_state_are_followed() -> None:
     for mine, theirs in ((other[0], model[1]), (other[1], model[0])):
         loaded, saved = fresh.state[mine.weight], opt.state[theirs.weight]
         for key in ("stats", "factors"):
-            assert same(loaded[key], saved[key])  # in float32, not rounded
+            assert equal(loaded[key], saved[key])  # in float32, not rounded
         assert torch.equal(loaded["momentum"], saved["momentum"])
         assert torch.equal(fresh.state[mine.bias]["momentum"], opt.state[theirs.bias]["momentum"])
