@@ -20,6 +20,7 @@ from drawn import close, noise
 from kfac_models import Heads, Sides, least_likely, with_ones
 from optimizers import NO_FAILURES, equal, no_host_reads, through_a_file, values
 from processes import run_in
+from replicas import assert_trained_as
 from tolerances import FLOAT64_TRAJECTORY
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -111,26 +112,14 @@ def trained(
     return {**result, "warned": texts, "unreached": opt._observed.unreached}
 
 
-def apart(found: Sequence[Tensor], wanted: Sequence[Tensor], start: Sequence[Tensor]) -> float:
-    """The distance to where the parameters should be, relative to how far they should move."""
-
-    def distance(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
-        return torch.cat([(x - y).reshape(-1) for x, y in zip(a, b, strict=True)]).norm()
-
-    moved = distance(wanted, start)
-    assert moved > 0.01
-    return float(distance(found, wanted) / moved)
-
-
 def assert_same_training(ranks: Sequence[dict[str, Any]], wanted: dict[str, Any]) -> None:
     """All processes have the same bits after each step, and those of one process but rounding."""
     first = ranks[0]
+    assert_trained_as([rank["ends"] for rank in ranks], wanted["ends"], wanted["start"])
     for rank in ranks:
-        assert equal(rank["ends"], first["ends"])
         for mine, theirs in zip(rank["states"], first["states"], strict=True):
             assert mine.keys() == theirs.keys()
             assert all(equal(mine[key], theirs[key]) for key in theirs)
-    assert apart(first["ends"], wanted["ends"], wanted["start"]) <= FLOAT64_TRAJECTORY
     for got, expected in zip(first["states"], wanted["states"], strict=True):
         assert got.keys() == expected.keys()
         for key in (key for key in expected if "stats" in key):
@@ -580,9 +569,9 @@ def test_groups_train_separately_and_copies_are_given_theirs(group: int) -> None
     net = Net()
     steps = Case("damped").steps(2, range(100 * group, 100 * group + 5))
     wanted = trained(net, made(net), steps)
+    assert_trained_as([rank["ends"] for rank in ranks], wanted["ends"], wanted["start"])
     for rank in ranks:
-        assert apart(rank["ends"], wanted["ends"], wanted["start"]) <= FLOAT64_TRAJECTORY
-        assert equal(rank["ends"], ranks[0]["ends"]) and len(rank["copies"]) == 2
+        assert len(rank["copies"]) == 2
         assert all(equal(copied, rank["ends"]) for copied in rank["copies"])
 
 
@@ -637,10 +626,8 @@ def test_the_state_of_one_process_goes_on_in_all(
     net.load_state_dict(saved["net"])
     opt.load_state_dict(saved["opt"])
     wanted = trained(net, opt, Case(inverse).steps(2, range(4, 8)))["ends"]
-    for mine, theirs in zip(ranks[0]["otherwise"], ranks[1]["otherwise"], strict=True):
-        assert equal(mine, theirs)
-        assert apart(mine, wanted, start) <= FLOAT64_TRAJECTORY
-    assert apart(first, wanted, start) <= FLOAT64_TRAJECTORY
+    for found in ([first], *zip(*(rank["otherwise"] for rank in ranks), strict=True)):
+        assert_trained_as(found, wanted, start)
 
 
 # ------------------------------------------------------------------ refusals, and what is sent
