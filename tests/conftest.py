@@ -19,8 +19,8 @@ if not torch.cuda.is_available():
 
 # pytest rewrites the asserts of these modules as it does those of tests.
 pytest.register_assert_rewrite("cases", "operators", "contract", "drawn")
-# Property tests draw new examples at every run; a failure prints what reproduces it.
-# TNT_EXAMPLES=all draws more of them, TNT_FUZZ_EXAMPLES=N draws N.
+# The quick property tests draw the same examples at every run. TNT_EXAMPLES=all draws more of them,
+# TNT_FUZZ_EXAMPLES=N draws N, both new ones; a failure prints what reproduces it.
 if importlib.util.find_spec("hypothesis"):
     from hypothesis import HealthCheck, Phase, settings
 

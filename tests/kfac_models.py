@@ -1,13 +1,11 @@
 """Small models for KFAC's tests, and how they are trained."""
 
-import io
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tnt_optim import KFAC
 
@@ -33,10 +31,10 @@ def images(dtype: torch.dtype = torch.float64) -> Tensor:
 class Heads(nn.Module):
     """One body and some heads, of which a batch uses one or more; float64."""
 
-    def __init__(self, heads: int = 2) -> None:
+    def __init__(self, heads: int = 2, sizes: tuple[int, int, int] = (4, 5, 3)) -> None:
         super().__init__()
-        self.body = nn.Linear(4, 5)
-        self.heads = nn.ModuleList(nn.Linear(5, 3) for _ in range(heads))
+        self.body = nn.Linear(*sizes[:2])
+        self.heads = nn.ModuleList(nn.Linear(*sizes[1:]) for _ in range(heads))
         self.double()
 
     def forward(self, x: Tensor, *heads: int) -> Any:
@@ -83,12 +81,6 @@ def held(opt: KFAC, key: str = "stats") -> list[Tensor]:
     return [matrix.clone() for state in opt._layer_states().values() for matrix in state[key]]
 
 
-def same(a: Any, b: Any) -> bool:
-    """Whether two lists of tensors, not empty, are the same to the bit."""
-    pairs = list(zip(a, b, strict=True))
-    return bool(pairs) and all(torch.equal(x, y) for x, y in pairs)
-
-
 def observed_statistics(
     model: nn.Module, output: Callable[[], Tensor], labels: Tensor
 ) -> list[Tensor]:
@@ -109,32 +101,3 @@ def with_ones(x: Tensor) -> Tensor:
 def least_likely(output: Tensor) -> Tensor:
     """A likelihood that samples nothing: the loss at the least likely labels."""
     return cross_entropy(output, output.detach().argmin(1))
-
-
-def through_a_file(content: Any) -> Any:
-    """torch.save, then torch.load with weights_only."""
-    buffer = io.BytesIO()
-    torch.save(content, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
-
-
-class no_host_reads(TorchDispatchMode):  # noqa: N801 - used as a function
-    """Fails at the end of a ``with`` in which a tensor's value was read on the host."""
-
-    READS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reads: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if name in self.READS:
-            self.reads.append(name)
-        return func(*args, **(kwargs or {}))
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        if error[0] is None:
-            assert self.reads == []

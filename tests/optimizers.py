@@ -153,9 +153,10 @@ def statistics(opt: Any) -> list[Tensor]:
     return found
 
 
-def equal(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
-    """Whether two lists of tensors, not empty, are the same to the bit."""
-    return len(a) == len(b) > 0 and all(map(torch.equal, a, b))
+def equal(a: Iterable[Tensor], b: Iterable[Tensor]) -> bool:
+    """Whether both have the same tensors, to the bit, and at least one."""
+    one, other = list(a), list(b)
+    return len(one) == len(other) > 0 and all(map(torch.equal, one, other))
 
 
 def apart(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:

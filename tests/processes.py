@@ -1,10 +1,15 @@
-"""Functions that run in several processes at once, with gloo, and what each returns."""
+"""Functions that run in several processes at once, with gloo, and what each returns.
 
+The processes start once for all tests of a run that want as many.
+"""
+
+import functools
+import io
 import os
-import sys
 import tempfile
+import traceback
 from collections.abc import Callable
-from pathlib import Path
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
@@ -24,33 +29,78 @@ def run_in(processes: int, function: Callable[..., Any], *arguments: Any) -> lis
         What each process returned, by rank; loadable with ``torch.load(weights_only=False)``.
 
     Raises:
-        ProcessRaisedException: where one raises; the others are ended.
+        RuntimeError: where one raises or dies; the others are ended.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_run, (processes, folder, function, arguments), nprocs=processes)
-        paths = [Path(folder) / f"{rank}.pt" for rank in range(processes)]
-        return [torch.load(path, weights_only=False) for path in paths]
+    ranks = _started(processes)
+    try:
+        return ranks.call(function, arguments)
+    except BaseException:
+        _started.cache_clear()
+        ranks.end()
+        raise
 
 
-def _run(
-    rank: int, processes: int, folder: str, function: Callable[..., Any], arguments: Any
-) -> None:
+class _Ranks:
+    """Processes that wait for functions to call."""
+
+    def __init__(self, processes: int) -> None:
+        context = mp.get_context("spawn")
+        pipes = [context.Pipe() for _ in range(processes)]
+        self.ends = [end for end, _ in pipes]
+        self.folder = tempfile.TemporaryDirectory()
+        self.processes = [
+            context.Process(
+                target=_serve, args=(rank, processes, self.folder.name, end), daemon=True
+            )
+            for rank, (_, end) in enumerate(pipes)
+        ]
+        for process, (_, end) in zip(self.processes, pipes, strict=True):
+            process.start()
+            end.close()  # so that a process that dies closes its pipe
+
+    def call(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Any]:
+        """The results by rank; raises the first error, whatever the other processes wait for."""
+        for end in self.ends:
+            end.send((function, arguments))
+        found: dict[int, Any] = {}
+        while len(found) < len(self.ends):
+            for end in wait([end for n, end in enumerate(self.ends) if n not in found]):
+                rank = self.ends.index(end)  # type: ignore[arg-type]
+                try:
+                    error, content = self.ends[rank].recv()
+                except EOFError:
+                    raise RuntimeError(f"process {rank} has died") from None
+                if error:
+                    raise RuntimeError(f"in process {rank}:\n{error}")
+                found[rank] = torch.load(io.BytesIO(content), weights_only=False)
+        return [found[rank] for rank in range(len(found))]
+
+    def end(self) -> None:
+        """Ends all processes, wherever they are."""
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self.folder.cleanup()
+
+
+_started = functools.cache(_Ranks)
+
+
+def _serve(rank: int, processes: int, folder: str, calls: Connection) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", processes)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=processes)
-    torch.save(function(rank, processes, *arguments), f"{folder}/{rank}.pt")
-    leave(store, rank, processes)
-
-
-def leave(store: dist.Store, rank: int, processes: int) -> None:
-    """Ends a process once none talks to it any more.
-
-    Without taking anything down: gloo's threads abort the interpreter's end now and then
-    ("terminate called without an active exception").
-    """
-    store.set(f"done {rank}", "")
-    store.wait([f"done {other}" for other in range(processes)])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    while True:
+        try:
+            function, arguments = calls.recv()
+        except EOFError:
+            # gloo's threads now and then abort an interpreter that ends in the usual way.
+            os._exit(0)
+        torch.manual_seed(0)
+        content, error = io.BytesIO(), ""
+        try:
+            torch.save(function(rank, processes, *arguments), content)
+        except BaseException:
+            error = traceback.format_exc()
+        calls.send((error, content.getvalue()))

@@ -61,7 +61,6 @@ class TNT(KroneckerOptimizer):
     _warming = False
 
     likelihood: Likelihood
-    fisher: str
     seed: int
     sample_scale: float | None
 
@@ -94,6 +93,18 @@ class TNT(KroneckerOptimizer):
     ) -> None:
         source = Empirical() if fisher == "empirical" else Sampled()
         super().__init__(params, arguments(locals()), source)
+
+    @property
+    def fisher(self) -> str:
+        """The constructor's ``fisher``, which cannot be set later."""
+        value: str = self.__dict__["fisher"]
+        return value
+
+    @fisher.setter
+    def fisher(self, value: str) -> None:
+        if "fisher" in self.__dict__:
+            raise AttributeError(f"fisher cannot be set: construct TNT(..., fisher={value!r}) anew")
+        self.__dict__["fisher"] = value
 
     @_disable_dynamo  # as for step
     def observe(self, output: Any) -> None:

@@ -3,8 +3,10 @@
 import contextlib
 from typing import Any
 
+import pytest
 import torch
 from attached import SETTINGS, assert_same, batches
+from kfac_models import Heads
 from processes import run_in
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -13,22 +15,6 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from tnt_optim import TNT
-
-
-class Heads(nn.Module):
-    """One body and two heads, of which a batch uses one; float64."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Linear(5, 6)
-        self.heads = nn.ModuleList(nn.Linear(6, 4) for _ in range(2))
-        self.double()
-
-    def forward(self, x: Tensor, head: int) -> Tensor:
-        """Logits of one head."""
-        logits: Tensor = self.heads[head](torch.tanh(self.body(x)))
-        return logits
-
 
 # By form: arguments of DistributedDataParallel, micro-batches (a static graph takes one), and the
 # head that each process uses at each step.
@@ -40,11 +26,11 @@ FORMS: dict[str, tuple[dict[str, Any], int, list[list[int]]]] = {
 }
 
 
-def train(rank: int, form: str, place: str) -> list[Tensor] | str:
+def train(rank: int, processes: int, form: str, place: str) -> list[Tensor] | str:
     """One process's training: gradients, parameters and statistics at the end, or its error."""
     settings, micro, heads = FORMS[form]
     torch.manual_seed(3)
-    model = Heads()
+    model = Heads(sizes=(5, 6, 4))
     model.heads[1].requires_grad_(form == "unused")
     replicas = DistributedDataParallel(model, **settings)
     params = [p for p in model.parameters() if p.requires_grad]
@@ -68,21 +54,16 @@ def train(rank: int, form: str, place: str) -> list[Tensor] | str:
     return results + [t for p in params for t in (p.detach().clone(), *opt.state[p]["stats"])]
 
 
-def replica(rank: int, processes: int) -> dict[tuple[str, str], list[Tensor] | str]:
-    places = ("in the loop", "wrapped", "inside")
-    return {(form, place): train(rank, form, place) for form in FORMS for place in places}
-
-
-def test_replicas() -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_replicas(form: str) -> None:
     """With a static graph only the module inside can be attached to: then it is the plain form."""
-    for rank in run_in(2, replica):
-        for form in FORMS:
-            loop = rank["plain" if form == "static" else form, "in the loop"]
-            assert_same(rank[form, "inside"], loop)
-            if form == "static":
-                assert "static_graph" in rank[form, "wrapped"]
-            else:
-                assert_same(rank[form, "wrapped"], loop)
+    loop = run_in(2, train, "plain" if form == "static" else form, "in the loop")
+    assert_same(run_in(2, train, form, "inside"), loop)
+    wrapped = run_in(2, train, form, "wrapped")
+    if form == "static":
+        assert all("static_graph" in message for message in wrapped)
+    else:
+        assert_same(wrapped, loop)
 
 
 def sharded(rank: int, processes: int) -> dict[str, list[Tensor] | str]:

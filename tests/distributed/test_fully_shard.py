@@ -1,16 +1,15 @@
 """Parameters that fully_shard has sharded train as one process on the batches of all."""
 
-import copy
 import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from drawn import close
+from optimizers import equal, observe
 from processes import run_in
-from tolerances import FLOAT64_TRAJECTORY
+from replicas import Batches, assert_trained_as, drawn, load, save, train, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -19,7 +18,7 @@ from torch.nn.functional import cross_entropy
 
 from tnt_optim import TNT, Shampoo, with_fallback
 
-STEPS, ROWS = 7, 6
+STEPS, SHAPE = 7, (6, 4)  # SHAPE: of a batch's inputs
 
 FORMS: dict[str, tuple[type[TNT | Shampoo], dict[str, Any]]] = {
     "tnt": (TNT, {"weight_decay": 0.1}),
@@ -39,6 +38,7 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        torch.manual_seed(3)
         self.hidden = nn.Linear(4, 5)
         self.middle = nn.Sequential(nn.Linear(5, 7), nn.Tanh())
         self.out = nn.Linear(7, 3)
@@ -51,13 +51,8 @@ class Net(nn.Module):
         return logits
 
 
-def made_net() -> Net:
-    torch.manual_seed(3)
-    return Net()
-
-
 def sharded_net(processes: int, hybrid: bool, *, reshard: bool = True) -> Net:
-    net = made_net()
+    net = Net()
     shape, names = ((processes,), ("shard",))
     if hybrid:
         shape, names = (2, processes // 2), ("replicate", "shard")
@@ -78,86 +73,33 @@ def made_optimizer(net: nn.Module, form: str) -> TNT | Shampoo:
     return method(params, **{**defaults, **settings})
 
 
-def drawn(processes: int, key: int) -> tuple[Tensor, Tensor]:
-    rng = torch.Generator().manual_seed(key)
-    images = torch.randn(processes, ROWS, 4, generator=rng, dtype=torch.float64)
-    return images, torch.randint(3, (processes, ROWS), generator=rng)
-
-
-def observe(opt: TNT | Shampoo, output: Tensor) -> None:
-    if isinstance(opt, TNT):
-        opt.observe(output)
-
-
-def whole(net: nn.Module) -> list[Tensor]:
-    found = [getattr(p, "full_tensor", lambda p=p: p)() for p in net.parameters()]
-    return [p.detach().clone() for p in found]
-
-
 @functools.cache
 def alone(form: str, processes: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Start and end of one process's training on the batches of all."""
-    net = made_net()
+    """End and start of one process's training on the batches of all."""
+    net = Net()
     start, opt = whole(net), made_optimizer(net, form)
-    for step in range(STEPS):
-        opt.zero_grad()
-        for x, y in zip(*drawn(processes, step), strict=True):
-            out = net(x)
-            observe(opt, out)
-            (cross_entropy(out, y) / processes).backward()
-        opt.step()
-    return start, whole(net)
+    train(net, opt, [drawn(processes, step, *SHAPE) for step in range(STEPS)])
+    return whole(net), start
 
 
-def train(rank: int, processes: int, net: nn.Module, opt: Any, steps: range) -> None:
-    for step in steps:
-        opt.zero_grad()
-        images, labels = drawn(processes, step)
-        out = net(images[rank])
-        observe(opt, out)
-        cross_entropy(out, labels[rank]).backward()
-        opt.step()
-
-
-def train_on_one_batch(rank: int, net: nn.Module, opt: Any, steps: range) -> None:
-    """One batch for all processes, so that the mean does not depend on their number."""
-    for step in steps:
-        opt.zero_grad()
-        images, labels = drawn(1, step)
-        cross_entropy(net(images[0]), labels[0]).backward()
-        opt.step()
-
-
-def piece(rank: int, processes: int, hybrid: bool) -> dict[str, dict[str, Any]]:
-    found = {}
-    for form in FORMS:
-        net = sharded_net(processes, hybrid, reshard=form != "grafted")
-        params = list(net.parameters())
-        opt = made_optimizer(net, form)
-        train(rank, processes, net, opt, range(STEPS))
-        found[form] = {
-            "ends": whole(net),
-            "own": [bool(opt.state[p].get("stats")) if p in opt.state else None for p in params],
-            "empty": sum(p.to_local().numel() == 0 for p in params),  # type: ignore[attr-defined]
-        }
-    return found
-
-
-@functools.cache
-def together(processes: int, hybrid: bool) -> list[dict[str, dict[str, Any]]]:
-    return run_in(processes, piece, hybrid)
+def piece(rank: int, processes: int, hybrid: bool, form: str) -> dict[str, Any]:
+    net = sharded_net(processes, hybrid, reshard=form != "grafted")
+    params = list(net.parameters())
+    opt = made_optimizer(net, form)
+    train(net, opt, [[drawn(processes, step, *SHAPE)[rank]] for step in range(STEPS)])
+    return {
+        "ends": whole(net),
+        "own": [bool(opt.state[p].get("stats")) if p in opt.state else None for p in params],
+        "empty": sum(p.to_local().numel() == 0 for p in params),  # type: ignore[attr-defined]
+    }
 
 
 @pytest.mark.parametrize(("processes", "hybrid"), MESHES)
 @pytest.mark.parametrize("form", FORMS)
 def test_pieces_train_as_one_process(form: str, processes: int, hybrid: bool) -> None:
-    start, wanted = alone(form, processes)
-    ranks = [rank[form] for rank in together(processes, hybrid)]
-    moved = torch.cat([(a - b).reshape(-1) for a, b in zip(wanted, start, strict=True)]).norm()
-    assert moved > 0.01
-    for rank in ranks:
-        difference = [(a - b).reshape(-1) for a, b in zip(rank["ends"], wanted, strict=True)]
-        assert torch.cat(difference).norm() <= FLOAT64_TRAJECTORY * moved
+    ranks = run_in(processes, piece, hybrid, form)
+    wanted, start = alone(form, processes)
+    assert_trained_as([rank["ends"] for rank in ranks], wanted, start)
     # Every parameter has one owner rank, in each half; unused ones have no state.
     for number in range(len(wanted)):
         own = [rank["own"][number] for rank in ranks]
@@ -174,11 +116,11 @@ def accumulated(rank: int, processes: int, hybrid: bool) -> dict[str, Any]:
     for step in range(3):
         opt.zero_grad()
         for micro in range(2):
-            images, labels = drawn(2 * processes, step)
+            x, y = drawn(2 * processes, step, *SHAPE)[micro * processes + rank]
             net.set_requires_gradient_sync(micro == 1)  # type: ignore[operator]
-            out = net(images[micro * processes + rank])
-            opt.observe(out)  # type: ignore[union-attr]
-            (cross_entropy(out, labels[micro * processes + rank]) / 2).backward()
+            out = net(x)
+            observe(opt, out)
+            (cross_entropy(out, y) / 2).backward()
         if step == 0:
             found["grads"] = [p.grad.full_tensor() for p in params[:6]]  # type: ignore[union-attr]
         opt.step()
@@ -187,11 +129,11 @@ def accumulated(rank: int, processes: int, hybrid: bool) -> dict[str, Any]:
             found["stats"] = [[stat.clone() for stat in stats] for stats in held]
     opt.zero_grad()
     net.set_requires_gradient_sync(False)  # type: ignore[operator]
-    out = net(images[rank])
-    cross_entropy(out, labels[rank]).backward()
+    x, y = drawn(2 * processes, 2, *SHAPE)[rank]
+    cross_entropy(net(x), y).backward()
     opt.param_groups[0]["step"] = 4
     try:
-        opt.observe(net(images[rank]))  # type: ignore[union-attr]
+        observe(opt, net(x))
     except RuntimeError as error:
         found["late"] = str(error)
     return found
@@ -202,14 +144,13 @@ def test_accumulated_gradients_are_kept_and_the_first_micro_batch_is_observed(
     processes: int, hybrid: bool
 ) -> None:
     ranks = run_in(processes, accumulated, hybrid)
-    net = made_net()
+    net = Net()
     opt = made_optimizer(net, "tnt")
-    images, labels = drawn(2 * processes, 0)
-    for micro in range(2 * processes):
-        out = net(images[micro])
+    for micro, (x, y) in enumerate(drawn(2 * processes, 0, *SHAPE)):
+        out = net(x)
         if micro < processes:
             observe(opt, out)
-        (cross_entropy(out, labels[micro]) / (2 * processes)).backward()
+        (cross_entropy(out, y) / (2 * processes)).backward()
     grads = [p.grad.clone() for p in list(net.parameters())[:6] if p.grad is not None]
     opt.step()
     for rank in ranks:
@@ -233,11 +174,11 @@ def with_a_fallback(rank: int, processes: int) -> dict[str, Any]:
         rest = [p for p in net.parameters() if p.dim() < 2]
         main = TNT(matrices, stat_interval=1)
         opt = with_fallback(main, torch.optim.SGD(rest, lr=0.1))
-        images, labels = drawn(processes, 0)
-        out = net(images[rank])
+        x, y = drawn(processes, 0, *SHAPE)[rank]
+        out = net(x)
         if observed:
             opt.observe(out)
-        cross_entropy(out, labels[rank]).backward()
+        cross_entropy(out, y).backward()
         grads = [p.grad for p in net.parameters() if p.grad is not None]
         found[f"grads {observed}"] = [g.full_tensor() for g in grads]  # type: ignore[attr-defined]
         if observed:
@@ -257,35 +198,35 @@ def test_an_observation_leaves_all_gradients_alone() -> None:
     assert {key.split("/")[0] for key in keys[0]} >= {"momentum_norm", "condition"}
 
 
-def save(rank: int, processes: int, folder: str) -> list[Tensor]:
+def steps_on_one_batch(numbers: range) -> list[Batches]:
+    """The same batch for every process, so that the mean does not depend on their number."""
+    return [drawn(1, step, *SHAPE) for step in numbers]
+
+
+def saved(rank: int, processes: int, folder: str) -> list[Tensor]:
     net = sharded_net(processes, False)
     opt = made_optimizer(net, "empirical")
-    train_on_one_batch(rank, net, opt, range(4))
-    dcp.save({"net": net.state_dict(), "opt": opt.state_dict()}, checkpoint_id=folder)
-    train_on_one_batch(rank, net, opt, range(4, 8))
+    train(net, opt, steps_on_one_batch(range(4)))
+    save(folder, net, opt)
+    train(net, opt, steps_on_one_batch(range(4, 8)))
     return whole(net)
 
 
-def load(rank: int, processes: int, folder: str) -> tuple[list[Tensor], float]:
+def loaded(rank: int, processes: int, folder: str) -> list[Tensor]:
     net = sharded_net(processes, False)
     opt = made_optimizer(net, "empirical")
     for param in list(net.unused.parameters()):
         param.requires_grad_(False)  # it has no state to load
-    opt.allocate_state()
-    target = {"net": net.state_dict(), "opt": opt.state_dict()}
-    dcp.load(target, checkpoint_id=folder)
-    net.load_state_dict(target["net"])
-    opt.load_state_dict(target["opt"])
-    loaded = copy.deepcopy([opt.state[p]["first_step"] for p in opt.state])
-    train_on_one_batch(rank, net, opt, range(4, 8))
-    return whole(net), float(sum(loaded))
+    load(folder, net, opt)
+    train(net, opt, steps_on_one_batch(range(4, 8)))
+    return whole(net)
 
 
 def test_a_checkpoint_goes_on_to_the_bit_and_in_other_numbers_of_processes(tmp_path: Path) -> None:
-    wanted = run_in(2, save, str(tmp_path / "saved"))[0]
-    for end, _ in run_in(2, load, str(tmp_path / "saved")):
-        assert all(map(torch.equal, end, wanted))
-    for end, _ in run_in(4, load, str(tmp_path / "saved")):
+    wanted = run_in(2, saved, str(tmp_path))[0]
+    for end in run_in(2, loaded, str(tmp_path)):
+        assert equal(end, wanted)
+    for end in run_in(4, loaded, str(tmp_path)):
         for a, b in zip(end, wanted, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
 
@@ -293,7 +234,7 @@ def test_a_checkpoint_goes_on_to_the_bit_and_in_other_numbers_of_processes(tmp_p
 def refused(rank: int, processes: int) -> list[str]:
     messages = []
     for which in ("some", "two dimensions", "master copies"):
-        net = made_net()
+        net = Net()
         mesh = init_device_mesh("cpu", (processes,))
         if which == "some":
             fully_shard(net.middle, mesh=mesh)

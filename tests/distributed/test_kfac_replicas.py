@@ -1,18 +1,15 @@
 """KFAC in several processes with copies of one model: the training of one on all their batches.
 
-Each training is compared with one process that observes the same micro-batches in turn. Two
-processes, and then four, start only once for all tests.
+Each training is compared with one process that observes the same micro-batches in turn.
 """
 
 import copy
-import functools
 import math
 import pickle
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from io import BytesIO
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -20,8 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from drawn import close, noise
-from kfac_models import Heads, Sides, least_likely, no_host_reads, same, with_ones
+from kfac_models import Heads, Sides, least_likely, with_ones
+from optimizers import NO_FAILURES, equal, no_host_reads, through_a_file, values
 from processes import run_in
+from replicas import assert_trained_as
 from tolerances import FLOAT64_TRAJECTORY
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -31,8 +30,6 @@ from torch.nn.parallel import DistributedDataParallel
 from tnt_kernels import damped_inverse
 from tnt_optim import KFAC, PreconditionerError
 from tnt_optim.kfac.inverses import owner_ranks
-
-NO_FAILURES = {"skipped_statistics": 0, "failed_inverses": 0}
 
 
 class Batch(NamedTuple):
@@ -55,10 +52,6 @@ def in_turn(parts: Sequence[Sequence[Any]]) -> Iterator[Any]:
     """The first of each process, then the second of each."""
     for index in range(max(map(len, parts))):
         yield from (part[index] for part in parts if index < len(part))
-
-
-def ends(net: nn.Module) -> list[Tensor]:
-    return [p.detach().clone() for p in net.parameters()]
 
 
 def states(net: nn.Module, opt: KFAC) -> dict[str, list[Tensor]]:
@@ -92,7 +85,7 @@ def trained(
     parameters at the start and the end, the states after each step, and what was reported.
     """
     net = model.module if isinstance(model, DistributedDataParallel) else model
-    start, found = ends(net), []
+    start, found = values(net), []
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         for parts in steps:
@@ -114,31 +107,19 @@ def trained(
                 p.grad = torch.ones_like(p)
             opt.step()
             found.append(states(net, opt))
-    result = {"start": start, "ends": ends(net), "states": found, "failures": opt.failures()}
+    result = {"start": start, "ends": values(net), "states": found, "failures": opt.failures()}
     texts = [str(warning.message) for warning in warned]
     return {**result, "warned": texts, "unreached": opt._observed.unreached}
-
-
-def apart(found: Sequence[Tensor], wanted: Sequence[Tensor], start: Sequence[Tensor]) -> float:
-    """The distance to where the parameters should be, relative to how far they should move."""
-
-    def distance(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
-        return torch.cat([(x - y).reshape(-1) for x, y in zip(a, b, strict=True)]).norm()
-
-    moved = distance(wanted, start)
-    assert moved > 0.01
-    return float(distance(found, wanted) / moved)
 
 
 def assert_same_training(ranks: Sequence[dict[str, Any]], wanted: dict[str, Any]) -> None:
     """All processes have the same bits after each step, and those of one process but rounding."""
     first = ranks[0]
+    assert_trained_as([rank["ends"] for rank in ranks], wanted["ends"], wanted["start"])
     for rank in ranks:
-        assert same(rank["ends"], first["ends"])
         for mine, theirs in zip(rank["states"], first["states"], strict=True):
             assert mine.keys() == theirs.keys()
-            assert all(same(mine[key], theirs[key]) for key in theirs)
-    assert apart(first["ends"], wanted["ends"], wanted["start"]) <= FLOAT64_TRAJECTORY
+            assert all(equal(mine[key], theirs[key]) for key in theirs)
     for got, expected in zip(first["states"], wanted["states"], strict=True):
         assert got.keys() == expected.keys()
         for key in (key for key in expected if "stats" in key):
@@ -239,8 +220,8 @@ IN_FOUR = [
 ]
 
 
-def cases(rank: int, processes: int) -> dict[Case, Any]:
-    return {case: case.train(processes, rank) for case in (CASES if processes == 2 else IN_FOUR)}
+def train(rank: int, processes: int, case: Case) -> dict[str, Any]:
+    return case.train(processes, rank)
 
 
 @pytest.mark.parametrize(
@@ -249,7 +230,7 @@ def cases(rank: int, processes: int) -> dict[Case, Any]:
     ids=str,
 )
 def test_replicas_train_as_one_process(processes: int, case: Case) -> None:
-    ranks = [rank[case] for rank in together(cases, processes)]
+    ranks = run_in(processes, train, case)
     assert len(ranks) == processes and len(ranks[0]["states"][-1]) == 6
     assert_same_training(ranks, case.train(processes))
 
@@ -290,18 +271,15 @@ USED_STEPS: Steps = [
 ]
 
 
-def heads_of_their_own(rank: int, processes: int) -> dict[int, Any]:
-    found = {}
-    for heads in (3, 4):
-        model, opt = made_heads(heads)
-        replicas = DistributedDataParallel(model, find_unused_parameters=True)
-        found[heads] = trained(replicas, opt, USED_STEPS, rank)
-    return found
+def heads_of_their_own(rank: int, processes: int, heads: int) -> dict[str, Any]:
+    model, opt = made_heads(heads)
+    replicas = DistributedDataParallel(model, find_unused_parameters=True)
+    return trained(replicas, opt, USED_STEPS, rank)
 
 
 @pytest.mark.parametrize("heads", [3, 4])
 def test_layers_that_some_processes_use_or_none(heads: int) -> None:
-    ranks = [rank[heads] for rank in together(heads_of_their_own)]
+    ranks = run_in(2, heads_of_their_own, heads)
     assert_same_training(ranks, trained(*made_heads(heads), USED_STEPS))
     steps = ranks[0]["states"]
     assert [sum("stats" in key for key in step) for step in steps] == [3, 3, 3, 4, 4, 4, 4]
@@ -317,7 +295,7 @@ def test_layers_that_some_processes_use_or_none(heads: int) -> None:
 BESIDE = ("never observed", "warm", "called by one", "observed by one")
 
 
-def train_beside(how: str, rank: int | None = None) -> dict[str, Any]:
+def beside(rank: int | None, processes: int, how: str) -> dict[str, Any]:
     # Without sampling: one process that leaves out an observation numbers the draws otherwise.
     net, opt = made_heads(2, likelihood=least_likely)
     both = how != "called by one"
@@ -334,14 +312,10 @@ def train_beside(how: str, rank: int | None = None) -> dict[str, Any]:
     return {"first": first, **trained(model, opt, steps, rank)}
 
 
-def beside(rank: int, processes: int) -> dict[str, Any]:
-    return {how: train_beside(how, rank) for how in BESIDE}
-
-
 @pytest.mark.parametrize("how", BESIDE)
 def test_layers_that_no_output_reaches_keep_what_they_have(how: str) -> None:
-    ranks = [rank[how] for rank in together(beside)]
-    assert_same_training(ranks, train_beside(how))
+    ranks = run_in(2, beside, how)
+    assert_same_training(ranks, beside(None, 2, how))
     for rank in ranks:
         # One that was called is next asked for when statistics are due: the same everywhere.
         assert rank["unreached"] == ({} if how == "warm" else {2: True})
@@ -349,7 +323,7 @@ def test_layers_that_no_output_reaches_keep_what_they_have(how: str) -> None:
     kept, moved = "heads.1.weight: stats", "body.weight: stats"
     assert (kept in last) == (how == "warm")
     if how == "warm":
-        assert same(first[kept], last[kept])
+        assert equal(first[kept], last[kept])
         assert not any(map(torch.equal, first[moved], last[moved]))
 
 
@@ -364,15 +338,15 @@ def observed_by_some(rank: int, processes: int) -> dict[str, Any]:
 
 
 def test_observations_of_some_count_and_none_gives_a_warning() -> None:
-    ranks = together(observed_by_some)
+    ranks = run_in(2, observed_by_some)
     rows = [[with_ones(batch(step, r).inputs[0]) for r in range(2)] for step in range(2)]
     inputs = [[a.T @ a / 6 for a in step] for step in rows]
     for rank in ranks:
         first, second, *later = (step["0.weight: stats"] for step in rank["states"])
         close(first[1], (inputs[0][0] + inputs[0][1]) / 2)
         close(second[1], 0.9 * first[1] + 0.1 * inputs[1][1])
-        assert same(second, ranks[0]["states"][1]["0.weight: stats"])
-        assert all(same(stats, second) for stats in later)
+        assert equal(second, ranks[0]["states"][1]["0.weight: stats"])
+        assert all(equal(stats, second) for stats in later)
         assert sum("observe(output) was not called" in text for text in rank["warned"]) == 1
         assert rank["failures"] == NO_FAILURES
 
@@ -385,7 +359,7 @@ WARM: dict[str, list[list[int | None]]] = {
 }
 
 
-def warm_started(how: str, rank: int | None = None) -> dict[str, Any]:
+def warm_started(rank: int | None, processes: int, how: str) -> dict[str, Any]:
     rng = torch.Generator().manual_seed(8)
 
     def inputs(head: int | None) -> tuple[Tensor, int]:
@@ -399,13 +373,9 @@ def warm_started(how: str, rank: int | None = None) -> dict[str, Any]:
     return {"states": states(model, opt), "failures": opt.failures()}
 
 
-def warm_starts(rank: int, processes: int) -> dict[str, Any]:
-    return {how: warm_started(how, rank) for how in WARM}
-
-
 @pytest.mark.parametrize("how", WARM)
 def test_a_warm_start_is_over_the_batches_of_all(how: str) -> None:
-    wanted, ranks = warm_started(how), [rank[how] for rank in together(warm_starts)]
+    wanted, ranks = warm_started(None, 2, how), run_in(2, warm_started, how)
     assert wanted["failures"]["skipped_statistics"] == (2 if how == "not finite" else 0)
     for rank in ranks:
         assert rank["failures"] == wanted["failures"]
@@ -413,7 +383,7 @@ def test_a_warm_start_is_over_the_batches_of_all(how: str) -> None:
         for key, matrices in wanted["states"].items():
             for a, b in zip(rank["states"][key], matrices, strict=True):
                 close(a, b)
-            assert same(rank["states"][key], ranks[0]["states"][key])
+            assert equal(rank["states"][key], ranks[0]["states"][key])
 
 
 # ------------------------------------------------------------------ failures
@@ -454,14 +424,13 @@ LEFT_OUT: dict[str, Steps] = {
 }
 
 
-def not_finite(rank: int, processes: int) -> dict[str, Any]:
-    return {how: trained(*made_sides(), LEFT_OUT[how], rank, dictated=True) for how in LEFT_OUT}
+def not_finite(rank: int | None, processes: int, how: str) -> dict[str, Any]:
+    return trained(*made_sides(), LEFT_OUT[how], rank, dictated=True)
 
 
 @pytest.mark.parametrize("how", LEFT_OUT)
 def test_what_is_not_finite_in_one_process_is_left_out_in_all(how: str) -> None:
-    ranks = [rank[how] for rank in together(not_finite)]
-    wanted = trained(*made_sides(), LEFT_OUT[how], dictated=True)
+    ranks, wanted = run_in(2, not_finite, how), not_finite(None, 2, how)
     assert_same_training(ranks, wanted)
     skipped = int(how == "all")
     for rank in (wanted, *ranks):
@@ -469,73 +438,70 @@ def test_what_is_not_finite_in_one_process_is_left_out_in_all(how: str) -> None:
         assert sum("not finite" in text for text in rank["warned"]) == skipped
     if skipped:
         before, after = (ranks[0]["states"][step]["right.weight: stats"] for step in (0, 1))
-        assert same(before, after)
+        assert equal(before, after)
 
 
 def failures(rank: int, processes: int) -> dict[str, Any]:
     """First statistics that are not finite in either, then five later ones."""
     model, opt = made_sides()
-    found: dict[str, Any] = {"start": ends(model)}
+    found: dict[str, Any] = {"start": values(model)}
     with pytest.raises(PreconditionerError) as first:
         trained(model, opt, spoiled([(0, 1)]), rank, dictated=True)
-    found["kept"], found["states"] = ends(model), len(opt.state_dict()["state"])
+    found["kept"], found["states"] = values(model), len(opt.state_dict()["state"])
     inputs = spoiled([(0, 1)])[0][rank][0].inputs
     with pytest.raises(PreconditionerError) as warm_start:
         opt.warm_start(model(*inputs) for _ in range(2))
     with pytest.raises(ValueError, match="at least one batch"):
         opt.warm_start(iter(()))
     trained(model, opt, spoiled([(), (), *[(0, 1)] * 4]), rank, dictated=True)
-    found["before"] = ends(model)
+    found["before"] = values(model)
     with pytest.raises(PreconditionerError) as last:
         trained(model, opt, spoiled([(0, 1)]), rank, dictated=True)
-    found["ends"], found["failures"] = ends(model), opt.failures()
+    found["ends"], found["failures"] = values(model), opt.failures()
     found["messages"] = [str(error.value) for error in (first, warm_start, last)]
     return {**found, "after": trained(model, opt, spoiled([()]), rank, dictated=True)["ends"]}
 
 
 def test_failures_raise_in_all_processes_at_the_same_step() -> None:
-    ranks = together(failures)
+    ranks = run_in(2, failures)
     for rank in ranks:
         first, warm_start, last = rank["messages"]
         assert "first inputs or gradients" in first and "layer 'left'" in first
         assert "none of 4 batches was finite" in warm_start
         assert "time 5 in a row" in last
         assert rank["messages"] == ranks[0]["messages"]
-        assert same(rank["start"], rank["kept"]) and rank["states"] == 0
-        assert same(rank["before"], rank["ends"])
+        assert equal(rank["start"], rank["kept"]) and rank["states"] == 0
+        assert equal(rank["before"], rank["ends"])
         assert rank["failures"] == {"skipped_statistics": 5, "failed_inverses": 0}
         assert not any(map(torch.equal, rank["ends"], rank["after"]))  # all go on
-        assert same(rank["after"], ranks[0]["after"])
+        assert equal(rank["after"], ranks[0]["after"])
 
 
-WAYS = [(inverse, shard) for inverse in ("damped", "eigenbasis") for shard in (None, "inverses")]
-
-
-def inverses_fail(rank: int, processes: int) -> dict[Any, Any]:
+def inverses_fail(rank: int, processes: int, inverse: str, shard: str | None) -> dict[str, Any]:
     """Without damping G is singular: the rows of g sum to zero."""
-    found: dict[Any, Any] = {}
-    for inverse, shard in WAYS:
-        torch.manual_seed(0)
-        model = nn.Linear(4, 3).double()
-        opt = made(model, stat_interval=1, inverse=inverse, shard=shard)
-        steps = [[[batch(step, r)] for r in range(2)] for step in range(4)]
-        replicas = DistributedDataParallel(model)
-        trained(replicas, opt, steps[:1], rank)
-        opt.param_groups[0]["damping"] = 0.0
-        found[inverse, shard] = trained(replicas, opt, steps[1:], rank)
-    return found
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3).double()
+    opt = made(model, stat_interval=1, inverse=inverse, shard=shard)
+    steps = [[[batch(step, r)] for r in range(2)] for step in range(4)]
+    replicas = DistributedDataParallel(model)
+    trained(replicas, opt, steps[:1], rank)
+    opt.param_groups[0]["damping"] = 0.0
+    return trained(replicas, opt, steps[1:], rank)
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
-def test_inverses_that_fail_are_kept_and_counted_everywhere(way: tuple[str, str | None]) -> None:
-    ranks = [rank[way] for rank in together(inverses_fail)]
+@pytest.mark.parametrize("shard", [None, "inverses"])
+@pytest.mark.parametrize("inverse", ["damped", "eigenbasis"])
+def test_inverses_that_fail_are_kept_and_counted_everywhere(
+    inverse: str, shard: str | None
+) -> None:
+    ranks = run_in(2, inverses_fail, inverse, shard)
     for rank in ranks:
         # Inverses at 1 and 2, within the first T2 steps, and 3.
         assert rank["failures"] == {"skipped_statistics": 0, "failed_inverses": 3}
         assert sum("factor G could not" in text for text in rank["warned"]) == 3
-        assert same(rank["ends"], ranks[0]["ends"])
+        assert equal(rank["ends"], ranks[0]["ends"])
         for key, matrices in ranks[0]["states"][-1].items():
-            assert same(rank["states"][-1][key], matrices)
+            assert equal(rank["states"][-1][key], matrices)
 
 
 def shared_inverses(rank: int, processes: int) -> dict[str, Any]:
@@ -559,20 +525,20 @@ def shared_inverses(rank: int, processes: int) -> dict[str, Any]:
     with pytest.raises(PreconditionerError) as error:
         trained(replicas, opt, steps[1:], rank)
     found = {"message": str(error.value), "step": opt.param_groups[0]["step"]}
-    return {**found, "sizes": sizes, "ends": ends(net), "states": states(net, opt)}
+    return {**found, "sizes": sizes, "ends": values(net), "states": states(net, opt)}
 
 
 def test_each_inverse_is_made_by_one_rank_and_its_failure_known_to_all() -> None:
-    ranks = together(shared_inverses)
+    ranks = run_in(2, shared_inverses)
     assert all(rank["sizes"] for rank in ranks)
     assert sorted(ranks[0]["sizes"] + ranks[1]["sizes"]) == sorted(SIZES)
     for rank in ranks:
         assert rank["step"] == 5
         assert "time 5 in a row" in rank["message"] and "input factor A" in rank["message"]
         assert rank["message"] == ranks[0]["message"]
-        assert same(rank["ends"], ranks[0]["ends"])
+        assert equal(rank["ends"], ranks[0]["ends"])
         for key in (key for key in rank["states"] if "factors" in key):
-            assert same(rank["states"][key], ranks[0]["states"][key])
+            assert equal(rank["states"][key], ranks[0]["states"][key])
 
 
 # ------------------------------------------------------------------ groups, copies, saved states
@@ -599,14 +565,14 @@ def in_groups(rank: int, processes: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("group", [0, 1])
 def test_groups_train_separately_and_copies_are_given_theirs(group: int) -> None:
-    ranks = together(in_groups, 4)[2 * group : 2 * group + 2]
+    ranks = run_in(4, in_groups)[2 * group : 2 * group + 2]
     net = Net()
     steps = Case("damped").steps(2, range(100 * group, 100 * group + 5))
     wanted = trained(net, made(net), steps)
+    assert_trained_as([rank["ends"] for rank in ranks], wanted["ends"], wanted["start"])
     for rank in ranks:
-        assert apart(rank["ends"], wanted["ends"], wanted["start"]) <= FLOAT64_TRAJECTORY
-        assert same(rank["ends"], ranks[0]["ends"]) and len(rank["copies"]) == 2
-        assert all(same(copied, rank["ends"]) for copied in rank["copies"])
+        assert len(rank["copies"]) == 2
+        assert all(equal(copied, rank["ends"]) for copied in rank["copies"])
 
 
 SAVED = [  # the inverse, whether KFAC has the wrapper, how the work is divided
@@ -616,54 +582,52 @@ SAVED = [  # the inverse, whether KFAC has the wrapper, how the work is divided
 ]
 
 
-def saved_states(rank: int, processes: int) -> list[dict[str, Any]]:
+def saved_states(
+    rank: int, processes: int, inverse: str, wrapped: bool, shard: str | None
+) -> dict[str, Any]:
     """The first process's state goes on in all: wrapped or not, divided otherwise, copied."""
-    found = []
-    for inverse, wrapped, shard in SAVED:
-        steps = Case(inverse).steps(processes, range(8))
+    steps = Case(inverse).steps(processes, range(8))
 
-        def go_on(replicas: nn.Module, opt: KFAC, steps: Steps = steps) -> list[Tensor]:
-            return trained(replicas, opt, steps[4:], rank)["ends"]
+    def go_on(replicas: nn.Module, opt: KFAC) -> list[Tensor]:
+        return trained(replicas, opt, steps[4:], rank)["ends"]
 
-        replicas = DistributedDataParallel(Net())
-        opt = made(replicas if wrapped else replicas.module, inverse=inverse, shard=shard)
-        trained(replicas, opt, steps[:4], rank)
-        file = BytesIO()
-        torch.save({"net": replicas.module.state_dict(), "opt": opt.state_dict()}, file)
-        sent = [file.getvalue() if rank == 0 else None]
-        dist.broadcast_object_list(sent)
-        saved, results = torch.load(BytesIO(sent[0])), []
-        for other_shard in (shard, None if shard else "inverses"):
-            for other_wrapped in (False, True):
-                again = DistributedDataParallel(Net())
-                again.module.load_state_dict(saved["net"])
-                model = again if other_wrapped else again.module
-                fresh = made(model, inverse=inverse, shard=other_shard)
-                fresh.load_state_dict(saved["opt"])
-                results.append(go_on(again, fresh))
-        twins = copy.deepcopy((replicas, opt)), pickle.loads(pickle.dumps((replicas, opt)))
-        alike = [*results[:2], *(go_on(*pair) for pair in (*twins, (replicas, opt)))]
-        found.append({"saved": sent[0], "alike": alike, "otherwise": results[2:]})
-    return found
+    replicas = DistributedDataParallel(Net())
+    opt = made(replicas if wrapped else replicas.module, inverse=inverse, shard=shard)
+    trained(replicas, opt, steps[:4], rank)
+    sent = [through_a_file({"net": replicas.module.state_dict(), "opt": opt.state_dict()})]
+    dist.broadcast_object_list(sent)
+    results = []
+    for other_shard in (shard, None if shard else "inverses"):
+        for other_wrapped in (False, True):
+            again = DistributedDataParallel(Net())
+            again.module.load_state_dict(sent[0]["net"])
+            fresh = made(
+                again if other_wrapped else again.module, inverse=inverse, shard=other_shard
+            )
+            fresh.load_state_dict(sent[0]["opt"])
+            results.append(go_on(again, fresh))
+    twins = copy.deepcopy((replicas, opt)), pickle.loads(pickle.dumps((replicas, opt)))
+    alike = [*results[:2], *(go_on(*pair) for pair in (*twins, (replicas, opt)))]
+    return {"saved": sent[0], "alike": alike, "otherwise": results[2:]}
 
 
-@pytest.mark.parametrize("way", SAVED, ids=str)
-def test_the_state_of_one_process_goes_on_in_all(way: tuple[str, bool, str | None]) -> None:
-    ranks = [rank[SAVED.index(way)] for rank in together(saved_states)]
-    first, start = ranks[0]["alike"][-1], ends(Net())
+@pytest.mark.parametrize(("inverse", "wrapped", "shard"), SAVED)
+def test_the_state_of_one_process_goes_on_in_all(
+    inverse: str, wrapped: bool, shard: str | None
+) -> None:
+    ranks = run_in(2, saved_states, inverse, wrapped, shard)
+    first, start = ranks[0]["alike"][-1], values(Net())
     for rank in ranks:
         assert len(rank["alike"]) == 5 and len(rank["otherwise"]) == 2
-        assert all(same(result, first) for result in rank["alike"])
+        assert all(equal(result, first) for result in rank["alike"])
     # And in a single process, on the batches of all.
-    net, saved = Net(), torch.load(BytesIO(ranks[0]["saved"]))
-    opt = made(net, inverse=way[0])
+    net, saved = Net(), ranks[0]["saved"]
+    opt = made(net, inverse=inverse)
     net.load_state_dict(saved["net"])
     opt.load_state_dict(saved["opt"])
-    wanted = trained(net, opt, Case(way[0]).steps(2, range(4, 8)))["ends"]
-    for mine, theirs in zip(ranks[0]["otherwise"], ranks[1]["otherwise"], strict=True):
-        assert same(mine, theirs)
-        assert apart(mine, wanted, start) <= FLOAT64_TRAJECTORY
-    assert apart(first, wanted, start) <= FLOAT64_TRAJECTORY
+    wanted = trained(net, opt, Case(inverse).steps(2, range(4, 8)))["ends"]
+    for found in ([first], *zip(*(rank["otherwise"] for rank in ranks), strict=True)):
+        assert_trained_as(found, wanted, start)
 
 
 # ------------------------------------------------------------------ refusals, and what is sent
@@ -688,7 +652,7 @@ def refusals(rank: int, processes: int) -> dict[str, Any]:
 
 
 def test_static_graphs_and_sharded_parameters_are_refused() -> None:
-    ranks = together(refusals)
+    ranks = run_in(2, refusals)
     torch.manual_seed(0)
     net = nn.Linear(4, 3).double()
     pairs = [batch(0, rank)[:2] for rank in range(2)]
@@ -724,27 +688,4 @@ def test_later_steps_send_half_of_each_matrix_and_wait_for_no_value() -> None:
     counts = 1 + 3 * 3
     asked = 1 + 2 * 3  # at first: whether any process observes, and which layers
     wanted = [[asked, counts, triangles], [], [counts, triangles], []]
-    assert together(steady) == [wanted, wanted]
-
-
-FUNCTIONS: dict[int, list[Callable[[int, int], Any]]] = {
-    2: [
-        *(cases, heads_of_their_own, beside, observed_by_some, warm_starts, not_finite, failures),
-        *(inverses_fail, shared_inverses, saved_states, refusals, steady),
-    ],
-    4: [cases, in_groups],
-}
-
-
-def all_of_it(rank: int, processes: int) -> dict[str, Any]:
-    return {function.__name__: function(rank, processes) for function in FUNCTIONS[processes]}
-
-
-@functools.cache
-def of_all(processes: int) -> list[dict[str, Any]]:
-    return run_in(processes, all_of_it)
-
-
-def together(function: Callable[[int, int], Any], processes: int = 2) -> list[Any]:
-    """What a function returns in each of some processes."""
-    return [rank[function.__name__] for rank in of_all(processes)]
+    assert run_in(2, steady) == [wanted, wanted]

@@ -9,7 +9,8 @@ import pytest
 import torch
 from conftest import Snapshot
 from drawn import close, noise
-from kfac_models import conv_net, images, observed_statistics, same, train
+from kfac_models import conv_net, images, observed_statistics, train
+from optimizers import equal
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -190,10 +191,10 @@ def test_observe_leaves_no_trace() -> None:
             nn.functional.cross_entropy(output, y[rows]).backward()
         assert torch.equal(torch.get_rng_state(), before)
     grads = [p.grad.clone() for p in model.parameters()]
-    assert same([p.grad for p in plain.parameters()], grads)
-    assert same(plain.buffers(), model.buffers())
+    assert equal([p.grad for p in plain.parameters()], grads)
+    assert equal(plain.buffers(), model.buffers())
     opt.step()
-    assert same([p.grad for p in model.parameters()], grads)
+    assert equal([p.grad for p in model.parameters()], grads)
 
 
 def test_nothing_is_captured_or_sampled_unless_due() -> None:

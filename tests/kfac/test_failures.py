@@ -7,7 +7,8 @@ import pytest
 import torch
 from conftest import Snapshot
 from drawn import close, noise
-from kfac_models import Sides, conv_net, held, images, same, step_on_ones, train, with_ones
+from kfac_models import Sides, conv_net, held, images, step_on_ones, train, with_ones
+from optimizers import equal
 from torch import Tensor, nn
 
 from tnt_optim import KFAC, PreconditionerError
@@ -64,7 +65,7 @@ def test_a_sparse_gradient_is_refused_by_name() -> None:
     before = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(RuntimeError, match=r"gradient of '0.weight' must be dense, got .*sparse"):
         opt.step()
-    assert same(before, model.parameters()) and not opt.state_dict()["state"]
+    assert equal(before, model.parameters()) and not opt.state_dict()["state"]
 
 
 def test_a_step_before_any_statistic_says_what_to_do() -> None:
@@ -86,7 +87,7 @@ def test_a_forgotten_observe_warns_once_and_keeps_the_statistics() -> None:
         opt.step()
     assert [warning.filename for warning in said] == [__file__]
     opt.step()  # a second warning would be an error
-    assert same(stats, held(opt))
+    assert equal(stats, held(opt))
 
 
 # ------------------------------------------------------------------ what is not finite
@@ -104,7 +105,7 @@ def test_what_is_not_finite_is_left_out_counted_and_stops_training() -> None:
         with pytest.warns(RuntimeWarning, match=r"not finite.*layer '0'.*1 other"):
             step_on_ones(model, opt, bad)
         assert not torch.equal(before, model[0].weight) and bool(model[0].weight.isfinite().all())
-    assert same(stats, held(opt))
+    assert equal(stats, held(opt))
     with pytest.raises(PreconditionerError, match="5 in a row"):
         step_on_ones(model, opt, bad)
     assert opt.failures() == {"skipped_statistics": 5, "failed_inverses": 0}
@@ -130,7 +131,7 @@ def test_first_statistics_that_are_not_finite_raise() -> None:
         step_on_ones(model, opt, *bad)
     with pytest.raises(PreconditionerError, match="none of 2 batches"):
         opt.warm_start(model(*bad) for _ in range(2))
-    assert same(before, model.parameters()) and not opt.state_dict()["state"]
+    assert equal(before, model.parameters()) and not opt.state_dict()["state"]
     opt.warm_start(model(*inputs) for inputs in (good, bad))
     assert opt.failures()["skipped_statistics"] == 1
     step_on_ones(model, opt, *good)
@@ -145,7 +146,7 @@ def test_a_new_layer_joins_while_another_is_not_finite() -> None:
     model.right.requires_grad_(True)
     with pytest.warns(RuntimeWarning, match="not finite; left out of those of layer 'left'"):
         step_on_ones(model, opt, x, y)
-    assert same(stats, opt.state[model.left.weight]["stats"])
+    assert equal(stats, opt.state[model.left.weight]["stats"])
     close(opt.state[model.right.weight]["stats"][1], with_ones(y).T @ with_ones(y) / 5)
     assert opt.failures() == {"skipped_statistics": 1, "failed_inverses": 0}
 
@@ -171,7 +172,7 @@ def test_a_skipped_steps_observation_that_is_not_finite_is_left_out(place: int, 
 
     expected, later = statistics(outputs), outputs[1:]
     later.insert(place, torch.full((3, 3), bad).double())
-    assert same(statistics([outputs[0], *later]), expected)
+    assert equal(statistics([outputs[0], *later]), expected)
     rows = [with_ones(x) for x in outputs]
     mean = (rows[1].T @ rows[1] + rows[2].T @ rows[2]) / 11
     close(expected[1], 0.9 * rows[0].T @ rows[0] / 4 + 0.1 * mean)

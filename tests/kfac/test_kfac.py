@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from drawn import close
-from kfac_models import conv_net, held, same, step_on_ones, train
+from kfac_models import conv_net, held, step_on_ones, train
+from optimizers import equal
 from oracle_kfac import DenseKFAC, Layer, Network, Norm, Tanh
 from tolerances import BFLOAT16_SPACING, FLOAT32_TRAJECTORY, FLOAT64_TRAJECTORY
 from torch import Tensor, nn
@@ -126,7 +127,7 @@ def assert_follows(name: str, dtype: torch.dtype, model: nn.Module | None = None
     if name.startswith(WARM):
         before = copy.deepcopy([*model.buffers()])
         opt.warm_start(model(x.to(dtype)) for x, _ in batches()[:WARM_BATCHES])
-        assert same(before, model.buffers())
+        assert equal(before, model.buffers())
     for step, (x, y) in enumerate(batches()[WARM_BATCHES:], start=1):
         opt.zero_grad()
         output = model(x.to(dtype))

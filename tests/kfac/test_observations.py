@@ -8,7 +8,8 @@ import pytest
 import torch
 from conftest import FixedLabels, Snapshot
 from drawn import noise
-from kfac_models import Heads, conv_net, held, images, least_likely, no_host_reads, same, train
+from kfac_models import Heads, conv_net, held, images, least_likely, train
+from optimizers import equal, no_host_reads
 from tolerances import FLOAT64_REORDERED
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -83,7 +84,7 @@ def test_structured_outputs_count_examples_by_their_first_tensor() -> None:
         opt = KFAC(model, likelihood=lambda out: logits(out).square().sum() / 6, lr=0.0)
         opt.warm_start([wrap(model(x))])
         found.append(held(opt))
-    assert same(*found)
+    assert equal(*found)
     with pytest.raises(ValueError, match="batch as its first dimension"):
         KFAC(model, likelihood=lambda z: z).warm_start([model(x).sum()])
 
@@ -129,7 +130,7 @@ def test_a_warm_start_needs_batches_and_puts_buffers_back() -> None:
     with pytest.raises(KeyError, match="broken"):
         opt.warm_start(outputs(), model=model)
     before.assert_unchanged()
-    assert same(buffers, model.buffers())
+    assert equal(buffers, model.buffers())
     opt.param_groups[0]["step"] = 1  # not due any more, and the outputs were made before
     opt.warm_start([model(images())])  # a layer without statistics is captured at every step
     late = [model(images())]
@@ -188,7 +189,7 @@ def test_heads_used_in_turn_are_all_trained() -> None:
         stats = held(opt)[:2]
         use(model, opt, head)
         # The first statistics of a head do not change those of the body.
-        assert not stats or same(stats, held(opt)[:2])
+        assert not stats or equal(stats, held(opt)[:2])
     assert not any(torch.equal(before[k], v) for k, v in model.state_dict().items())
 
 
@@ -220,7 +221,7 @@ def test_a_layer_that_outputs_never_reach_is_asked_for_at_scheduled_steps_only()
         assert len(sampled) == (t % 4 == 0)
         assert opt._observed.unreached == {2: True}
     assert copy.deepcopy((model, opt))[1]._observed.unreached == {2: True}
-    assert same(still.values(), model.heads[1].state_dict().values())
+    assert equal(still.values(), model.heads[1].state_dict().values())
     opt.param_groups[0]["step"] = 12
     use(model, opt, 1, 0)
     assert opt._observed.unreached == {}

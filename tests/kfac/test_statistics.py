@@ -3,7 +3,8 @@
 import pytest
 import torch
 from drawn import close, noise
-from kfac_models import held, same, step_on_ones
+from kfac_models import held, step_on_ones
+from optimizers import equal
 from oracle import dense_kron
 from tolerances import FLOAT64_FORMULA, SAMPLE_DEVIATIONS
 from torch import Tensor, nn
@@ -66,7 +67,7 @@ def test_sums_of_two_batches_are_plain_sums() -> None:
     both = parts[0] + parts[1]
     assert torch.equal(both.gradients, parts[0].gradients + parts[1].gradients)
     assert torch.equal(both.inputs, parts[0].inputs + parts[1].inputs)
-    assert same(both.means(), [both.gradients / 12, both.inputs / 12])
+    assert equal(both.means(), [both.gradients / 12, both.inputs / 12])
 
 
 class Positions(nn.Module):

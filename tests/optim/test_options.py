@@ -1,12 +1,14 @@
 """Settings: wrong ones are refused by name and change nothing; what repr says of them."""
 
+import copy
 import math
+import pickle
 from typing import Any
 
 import pytest
 import torch
 from drawn import noise, raising, weight
-from optimizers import FACTORED, Dictated, conv_net, made, net
+from optimizers import FACTORED, Dictated, conv_net
 from torch import Tensor, nn
 
 from tnt_optim import TNT, Shampoo
@@ -58,12 +60,6 @@ def test_a_bad_setting_is_refused_by_name(name: str, option: str, bad: Any) -> N
     assert [group["step"] for group in groups] == [2, 2]
 
 
-@pytest.mark.parametrize("option", ["lr", "momentum", "weight_decay", "damping", "stat_decay"])
-def test_kfac_refuses_a_bad_setting_by_name(option: str) -> None:
-    with pytest.raises(ValueError, match=f"^{option} must be"):
-        made("kfac", net(), **{option: -0.5})
-
-
 @factored
 @pytest.mark.parametrize(
     "edge",
@@ -103,6 +99,17 @@ def test_options_of_all_groups(option: str, method: type[TNT | Shampoo]) -> None
     with pytest.raises(ValueError, match=message):
         opt.add_param_group({"params": [weight(4)], option: None})
     assert len(opt.param_groups) == 1
+
+
+@pytest.mark.parametrize("fisher", ["sampled", "empirical"])
+def test_fisher_is_fixed_by_the_constructor(fisher: str) -> None:
+    opt = TNT([weight(2, 3)], fisher=fisher)
+    for each in (opt, copy.deepcopy(opt), pickle.loads(pickle.dumps(opt))):
+        with pytest.raises(
+            AttributeError, match=r"construct TNT\(\.\.\., fisher='empirical'\) anew"
+        ):
+            each.fisher = "empirical"
+        assert each.fisher == fisher
 
 
 def test_an_unknown_likelihood_lists_the_known_ones() -> None:

@@ -55,8 +55,12 @@ FORMS: dict[str, dict[str, Any]] = {
     "merged": {"merge_small_dims": 16, "relative_damping": True},
     "stochastic": {"rounding": "stochastic", "graft": "adam"},
     "master": {"rounding": "master", "block_size": 3},
+    "float64": {},
 }
-CASES = [(name, form) for name in FACTORED for form in FORMS]
+CASES = [
+    *((name, form) for name in FACTORED for form in FORMS),
+    *((name, form) for name in ("kfac", "eigenbasis") for form in ("paper", "float64")),
+]
 
 
 @pytest.mark.parametrize(("warm", "stop"), [(False, 1), (True, 4), (False, 7)])
@@ -68,7 +72,8 @@ def test_resumed_training_is_bit_for_bit_the_uninterrupted(
     settings = {"lr": 1e-3, **FORMS[form]}
     if name == "sampled" and form in ("diagonal", "sgd"):
         settings.update(likelihood="gaussian" if form == "sgd" else "bernoulli", seed=5)
-    model = conv_net(torch.bfloat16 if "rounding" in settings else torch.float32)
+    dtype = torch.bfloat16 if "rounding" in settings else torch.float32
+    model = conv_net(torch.float64 if form == "float64" else dtype)
     opt = made(name, model, **settings)
     if warm:
         warm_start(opt, model, data=images)
@@ -142,7 +147,7 @@ def test_a_state_goes_on_with_and_without_names(name: str, named: int, other_nam
     assert names == (wanted if named or other_named else [])
 
 
-@every
+@pytest.mark.parametrize("name", [*EVERY, "eigenbasis"])
 @pytest.mark.parametrize("steps", [0, 5])
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_copies_have_all_that_is_public_and_go_on_alone(name: str, steps: int, clone: Any) -> None:
@@ -380,7 +385,9 @@ def test_adams_state_is_refused(name: str) -> None:
     refuses(opt, model, torch.optim.Adam(net().parameters()).state_dict(), "another optimizer's")
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [("sampled", "shampoo"), ("shampoo", "sampled")])
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [*itertools.permutations(("sampled", "shampoo", "kfac"), 2)]
+)
 def test_a_state_of_another_method_is_refused(saved: str, loaded: str) -> None:
     """Its tensors and settings have the same form, and another meaning."""
     (_, first), (model, second) = trained(saved, 2), trained(loaded, 2)

@@ -1,7 +1,7 @@
 """torch.compile and activation checkpointing: the training without them, to the bit.
 
 With the compiler's "aot_eager", which makes graphs and runs them operation by operation, and once
-with generated code. KFAC, which must see its layers, refuses compiled models (tests/kfac).
+with generated code.
 """
 
 import copy
@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import attached
+import kfac_models
 import optimizers
 import pytest
 import torch
 from conftest import Snapshot, observation_count, observed_gradients
-from drawn import raising
+from drawn import close, raising
 from optimizers import METHODS, SAMPLING, apart, equal, made, observe, statistics, values
 from optimizers import images as batch
 from tolerances import FLOAT32_TRAJECTORY
@@ -22,7 +23,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from tnt_optim import TNT
+from tnt_optim import KFAC, TNT
+from tnt_optim.autograd import graph_nodes
 
 # dynamo hides this warning itself, but not from a filter that makes it an error.
 pytestmark = pytest.mark.filterwarnings("default:The .grad attribute of a Tensor")
@@ -338,6 +340,29 @@ def test_attached_graphs_that_do_not_last_are_refused() -> None:
     opt.attach(called)
     opt.warm_start(called(x) for x, _ in attached.batches(99, 3))
     attached.train(called, opt, 4, observe=False)
+
+
+# ------------------------------------------------------------------ KFAC, which must see its layers
+
+
+def test_kfac_refuses_a_compiled_model() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    opt = KFAC(model)
+    compiled = torch.compile(model, backend="aot_eager")
+    with pytest.raises(ValueError, match="parameters of '0'.* Observe .* without torch.compile"):
+        opt.observe(compiled(torch.randn(5, 3)))
+
+
+def test_compiled_parts_without_layers_change_nothing_for_kfac() -> None:
+    x, labels = kfac_models.images(), torch.randint(5, (8,))
+    model = kfac_models.conv_net()
+    expected = kfac_models.observed_statistics(model, lambda: model(x), labels)
+    model[3] = torch.compile(model[3], backend="aot_eager")
+    nodes = graph_nodes(model(x))
+    assert any(node.name() == "CompiledFunctionBackward" for node in nodes)
+    found = kfac_models.observed_statistics(model, lambda: model(x), labels)
+    for a, b in zip(expected, found, strict=True):
+        close(b, a)
 
 
 # ------------------------------------------------------------------ activation checkpointing

@@ -80,7 +80,7 @@ def test_an_operator_without_memory_changes_nothing(name: str, threads: int) -> 
         env={**os.environ, **tight},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["MemoryError", "True", "True"]
