@@ -19,29 +19,24 @@ if not torch.cuda.is_available():
 
 # pytest rewrites the asserts of these modules as it does those of tests.
 pytest.register_assert_rewrite("cases", "operators", "contract", "drawn")
-# The quick property tests draw the same examples at every run. TNT_EXAMPLES=all draws more of them,
-# TNT_FUZZ_EXAMPLES=N draws N, both new ones; a failure prints what reproduces it.
+# Property tests draw new examples at every run; a failure prints the seed that reproduces it.
 if importlib.util.find_spec("hypothesis"):
     from hypothesis import HealthCheck, Phase, settings
 
-    _EXAMPLES = {"fast": 20, "all": 150, "fuzz": int(os.environ.get("TNT_FUZZ_EXAMPLES") or 1)}
-    for _name, _count in _EXAMPLES.items():
-        settings.register_profile(
-            _name,
-            max_examples=_count,
-            derandomize=False,
-            print_blob=True,
-            deadline=None,
-            phases=[phase for phase in Phase if phase != Phase.explain],
-            # Fixtures need no reset between examples, and the examples are large on purpose.
-            suppress_health_check=[
-                HealthCheck.function_scoped_fixture,
-                HealthCheck.too_slow,
-                HealthCheck.data_too_large,
-            ],
-        )
-    _FUZZ = os.environ.get("TNT_FUZZ_EXAMPLES")
-    settings.load_profile("fuzz" if _FUZZ else os.environ.get("TNT_EXAMPLES") or "fast")
+    settings.register_profile(
+        "tnt",
+        max_examples=int(os.environ.get("TNT_FUZZ_EXAMPLES") or 20),
+        print_blob=True,
+        deadline=None,
+        phases=[phase for phase in Phase if phase != Phase.explain],
+        # Fixtures need no reset between examples, and the examples are large on purpose.
+        suppress_health_check=[
+            HealthCheck.function_scoped_fixture,
+            HealthCheck.too_slow,
+            HealthCheck.data_too_large,
+        ],
+    )
+    settings.load_profile("tnt")
 
 
 # Folders whose tests compile, interpret, or start processes: only `make test-all` runs them.
