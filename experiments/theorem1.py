@@ -28,7 +28,7 @@ from tnt_kernels import damped_inverse, mode_products
 QUICK = [Quick("theorem1", 0.5, "--steps 1000 --seeds 0,1,2")]
 
 BETAS = (0.55, 0.75, 0.95)
-# Step sizes as multiples of the theorem's; it says nothing of a multiple above 1.
+# Multiples of the theorem's step sizes; the theorem does not cover a multiple above 1.
 MULTIPLES = (1.0, 100.0)
 SIZES = {"examples": 500, "features": 12, "classes": 5}
 BATCH_SIZE = 10
@@ -42,7 +42,7 @@ def main(
     out: options.Out = None,
 ) -> None:
     """Theorem 1: the averaged squared gradient norm of the idealized TNT below its bound."""
-    options.set_machine(1)  # matrices of some dozen rows
+    options.set_machine(1)  # its matrices have a dozen rows
     out = out or Path("results/theorem1.json")
     problem = synthetic_problem(**SIZES, seed=DATA_SEED)
     first = torch.zeros(problem.shape, dtype=torch.float64)
@@ -165,17 +165,13 @@ class Constants:
     def bound(self, count: int, beta: float) -> float:
         """The right side of Theorem 1 for N = `count`, for the averaged squared gradient norm.
 
-        The second term is the paper's. As a bound of the noise it lacks sigma^2 / (m N), because
-        the sum of t^-beta from 1 to N is above the integral between the same limits.
+        The second term is the paper's. Its proof needs sigma^2 / (m N) more, because the sum of
+        t^-beta from 1 to N is above the integral between the same limits.
         """
         ratio = (self.kappa_high / self.kappa_low) ** 2
         descent = 2 * self.lipschitz * (self.largest_loss(beta) - self.lowest) * ratio
         noise = self.noise / ((1 - beta) * self.batch_size)
         return float(descent * count ** (beta - 1) + noise * (count**-beta - 1 / count))
-
-    def safe_bound(self, count: int, beta: float) -> float:
-        """`bound` plus the sigma^2 / (m N) that its proof needs."""
-        return self.bound(count, beta) + self.noise / (self.batch_size * count)
 
 
 def constants(
@@ -268,19 +264,15 @@ def recorded_at(steps: int) -> list[int]:
 
 
 def averages(points: Iterator[Point], steps: int) -> dict[str, Any]:
-    """The averages over t <= N of the squared gradient norms, and the losses at N."""
+    """The averages over t <= N of the squared gradient norms, and the last loss."""
     wanted, total = set(recorded_at(steps)), 0.0
     means: list[float] = []
-    losses: list[float] = []
-    largest = -math.inf
     for _ in tqdm(range(steps), leave=False, disable=None):
         point = next(points)
         total += point.squared_norm
-        largest = max(largest, point.loss)
         if point.t in wanted:
             means.append(float(f"{total / point.t:.6g}"))
-            losses.append(float(f"{point.loss:.6g}"))
-    return {"averages": means, "losses": losses, "largest_loss": largest}
+    return {"averages": means, "final_loss": float(f"{point.loss:.6g}")}
 
 
 def curve(
@@ -298,7 +290,7 @@ def curve(
         "counts": counts,
         "averages": [statistics.fmean(column) for column in columns],
         "bounds": [known.bound(count, beta) for count in counts],
-        "final_loss": statistics.fmean(run["losses"][-1] for run in chosen),
+        "final_loss": statistics.fmean(run["final_loss"] for run in chosen),
     }
 
 
@@ -310,15 +302,13 @@ def _line(curve: Mapping[str, Any]) -> str:
     )
     if curve["multiple"] > 1:
         return f"{start} (outside the theorem)"
-    holds = all(map(lambda own, limit: own <= limit, curve["averages"], curve["bounds"]))
-    return (
-        f"{start}, bound {bound:.3e}, {bound / average:.0f} times as much; "
-        f"it {'holds' if holds else 'DOES NOT HOLD'} at every N"
-    )
+    pairs = zip(curve["averages"], curve["bounds"], strict=True)
+    verdict = "holds" if all(own <= limit for own, limit in pairs) else "DOES NOT HOLD"
+    return f"{start}, bound {bound:.3e} ({bound / average:.0f} times) {verdict} at every N"
 
 
 def plot(curves: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Averages (solid) and bounds (dashed) against N; other step sizes dotted."""
+    """Draw averages (solid) and bounds (dashed) against N; larger step sizes are dotted."""
     figure, axes = pyplot.subplots(figsize=(9.6, 4.6), layout="constrained")
     colours = dict(zip(BETAS, ("#0072B2", "#D55E00", "#009E73"), strict=True))
     for one in curves:
@@ -339,13 +329,10 @@ def plot(curves: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 def _protocol(known: Constants, steps: int) -> dict[str, Any]:
     return {
-        "problem": "softmax regression on synthetic data, W starts at zero",
         **SIZES,
         "data_seed": DATA_SEED,
         "batch_size": BATCH_SIZE,
         "damping": DAMPING,
         "steps": steps,
-        "recorded_at": recorded_at(steps),
         "constants": {name: float(f"{v:.9g}") for name, v in asdict(known).items()},
-        "largest_loss": "M_L is the loss at the start plus what the noise of the steps can add",
     }
