@@ -24,7 +24,6 @@ from tqdm import tqdm
 from experiments import options
 from experiments.methods import (
     METHODS,
-    Settings,
     build_optimizer,
     has_statistics,
     hidden_matrices,
@@ -64,8 +63,6 @@ INTERVALS = ((1, 20), (10, 100))
 # (seconds of one set, fewest rounds, most rounds)
 FULL, SMALL = (60.0, 3, 20), (8.0, 2, 5)
 PERIOD_SECONDS = 8.0  # a whole period is timed if it takes at most so long
-# The authors' stored runs of the MNIST autoencoder on their GPU: 1.85 and 0.81 s an epoch of 60.
-AUTHORS = {("mnist_ae", "tnt", 1, 20): 30.8 / 13.5}
 _CHARACTERS = 65  # in tiny Shakespeare
 
 # (learning rate, damping): small steps that stay finite. The time of a step depends on them only by
@@ -116,16 +113,6 @@ class StepSet:
         found = ["sgd", "adam", *muon, "tnt", "tnt-ef", self.kfac, "shampoo"]
         return [method for method in found if method not in self.left_out]
 
-    def settings(self, method: str) -> Settings:
-        """A method's settings; the steps set the intervals."""
-        return method_settings(
-            *(method, *RATES[method]),
-            intervals=(1, 1),
-            warm_start=False,
-            batch_size=self.batch_size,
-            epochs=1,
-        )
-
     def training_step(self, method: str, device: torch.device) -> TrainingStep:
         """A method's training step; all methods have the same model and batch."""
         model = seeded(self.build, 0).to(device)
@@ -133,9 +120,12 @@ class StepSet:
             # As the experiments train convolutional networks.
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         inputs, targets = self.examples(self.batch_size, torch.Generator().manual_seed(0))
+        settings = method_settings(
+            *(method, *RATES[method]), warm_start=False, batch_size=self.batch_size, epochs=1
+        )
         return TrainingStep(
             model=model,
-            optimizer=build_optimizer(model, self.settings(method), self.likelihood),
+            optimizer=build_optimizer(model, settings, self.likelihood),
             inputs=inputs.to(device),
             targets=targets.to(device),
             loss=self.loss,
@@ -238,16 +228,7 @@ def measure_set(
 ) -> None:
     """Add the runs of a set that the file lacks: one for each method and pair of intervals.
 
-    SGD-m alternates with them every time, and every ratio is to that SGD-m.
-
-    Args:
-        file: of the runs.
-        name: one of `STEP_SETS`.
-        methods: of the set.
-        device: where.
-        seconds: for all rounds together.
-        min_rounds: of timing each kind of step.
-        max_rounds: likewise.
+    SGD-m alternates with them, and every ratio is to this SGD-m. `seconds` are for all rounds.
     """
     step_set = STEP_SETS[name]
     missing = [m for m in methods if any(file.find(key) is None for key in keys(name, m))]
@@ -256,31 +237,25 @@ def measure_set(
     steps: dict[str, TrainingStep] = {}
     for method in dict.fromkeys(["sgd", *missing]):
         steps[method] = step_set.training_step(method, device)
-        steps[method]()  # the first one makes the state, statistics and inverses
+        steps[method]()  # the first step makes the state, the statistics and the inverses
     busy_before = busy_share()
     kinds = dict.fromkeys([PLAIN, STATISTICS, *(k for pair in INTERVALS for k in shares(*pair))])
     samples = time_kinds(steps, list(kinds), seconds, min_rounds, max_rounds)
     times = {m: {kind: summary(s) for kind, s in own.items()} for m, own in samples.items()}
     sgd = times["sgd"][PLAIN]["median"]
-    results: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    for method in missing:
-        for key in keys(name, method):
-            result = mean_step(times[method], key, sgd)
-            result["state_bytes"] = state_bytes(steps[method].optimizer)
-            result["whole_period_mean"] = _whole_period(
-                steps[method], key, result["seconds"], step_set.intervals
-            )
-            results.append((key, result))
     shared = {
         "batch_size": step_set.batch_size,
         "note": step_set.note,
         "parameter_bytes": sum(p.nbytes for p in steps["sgd"].model.parameters()),
-        "sgd_seconds": sgd,
         "busy_before": busy_before,
         "busy_after": busy_share(),
     }
-    for key, result in results:
-        file.add(key, {**shared, **result})
+    for method in missing:
+        for key in keys(name, method):
+            result = mean_step(times[method], key, sgd)
+            whole = _whole_period(steps[method], key, result["seconds"], step_set.intervals)
+            size = {"state_bytes": state_bytes(steps[method].optimizer)}
+            file.add(key, {**shared, **result, **size, "whole_period_mean": whole})
 
 
 def keys(name: str, method: str) -> list[dict[str, Any]]:
@@ -295,16 +270,11 @@ def keys(name: str, method: str) -> list[dict[str, Any]]:
 def mean_step(
     times: Mapping[Kind, Mapping[str, Any]], key: Mapping[str, Any], sgd: float
 ) -> dict[str, Any]:
-    """The mean step of a period, from its kinds.
-
-    Args:
-        times: the `summary` of every kind.
-        key: of the run, with T1 and T2.
-        sgd: the time of a step of SGD-m.
+    """The mean step of a period, from the `summary` of every kind and the time of SGD-m's step.
 
     Returns:
-        Seconds and quartiles (the kinds' quartiles, weighted alike), the ratio to SGD-m, the parts
-        of the mean, and each kind's share and times.
+        Seconds and quartiles (the kinds' quartiles, with the same weights), the ratio to SGD-m, the
+        parts of the mean, and each kind's times.
     """
     t1, t2 = key["stat_interval"], key["inverse_interval"]
     parts = shares(t1, t2) if t1 else {PLAIN: Fraction(1)}
@@ -315,11 +285,8 @@ def mean_step(
         "seconds": seconds,
         "quartiles": [amortised(end, parts) for end in ends],
         "ratio": seconds / sgd,
-        "components": components(medians, parts)._asdict(),
-        "kinds": {
-            kind.label: {"share": float(parts.get(kind, 0)), **known}
-            for kind, known in times.items()
-        },
+        "components": components(medians, parts),
+        "kinds": {kind.label: known for kind, known in times.items()},
     }
 
 
@@ -354,27 +321,21 @@ def page(runs: Sequence[Mapping[str, Any]]) -> str:
         lines += [f"## {name}", ""]
         lines += [f"Batches of {own[0]['batch_size']}, {size} MB of parameters{note}."]
         lines += [disturbance(own[0]), ""]
-        header = ["", "T1, T2", "mean step, ms", "over SGD-m", "authors", "plain step"]
+        header = ["", "T1, T2", "mean step, ms", "over SGD-m", "plain step"]
         header += ["+ statistics", "+ inverses", "whole period", "state, MB"]
         lines += table(header, [_row(run) for run in own])
     return "\n".join(lines)
 
 
 def _row(run: Mapping[str, Any]) -> list[str]:
-    key = run["key"]
-    pair = "" if key["stat_interval"] is None else f"{key['stat_interval']}, "
-    pair += "" if key["stat_interval"] is None else str(key["inverse_interval"])
-    start = [METHODS[key["method"]].label, pair]
+    key, whole = run["key"], run["whole_period_mean"]
+    first_order = key["stat_interval"] is None
     low, high = (milliseconds(end) for end in run["quartiles"])
-    authors = AUTHORS.get(
-        (key["set"], key["method"], key["stat_interval"], key["inverse_interval"])
-    )
-    whole = run["whole_period_mean"]
     return [
-        *start,
+        METHODS[key["method"]].label,
+        "" if first_order else f"{key['stat_interval']}, {key['inverse_interval']}",
         f"{milliseconds(run['seconds'])} ({low} to {high})",
         f"{run['ratio']:.2f}",
-        "" if authors is None else f"{authors:.2f}",
         *(milliseconds(run["components"][part]) for part in ("plain", "statistics", "inverses")),
         "" if whole is None else f"{whole / run['seconds']:.2f} †",
         megabytes(run["state_bytes"]),
