@@ -49,13 +49,8 @@ def sampled_example_gradients(
 ) -> list[Tensor]:
     """Every example's gradient of -log p(y|x), layer by layer, at one y drawn from p(.|x).
 
-    Args:
-        model: a `classifier`.
-        inputs: (m, widths[0]), float64.
-        generator: draws the labels.
-
-    Returns:
-        For each layer (m, out (in + 1)), in the order of `layer_vector`.
+    inputs: (m, widths[0]), float64. Returns (m, out (in + 1)) for each layer, in the order of
+    `layer_vector`.
     """
     activations, preactivations, current = [], [], inputs
     for module in model:

@@ -4,12 +4,12 @@ The paper leaves some choices open. Here:
 
 - activations are tanh, as in Martens & Grosse 2015 and in the authors' code, with PyTorch's default
   start;
-- block Fisher has the damping and the learning rate, of a small grid, with which it trains best;
+- block Fisher has the damping and the learning rate of a small grid with which it trains best;
 - all matrices start with their average over the same few batches, as in the paper's warm start;
-- everything is refreshed at every step (T1 = T2 = 1), and every moving average decays by 0.9
-  (Adam's second moment by 0.999, as in the paper's appendix);
-- every damping of the paper's search is recorded. The first row of the picture has the damping with
-  which a method, at its best learning rate, trains itself best; the second row the damping with
+- every step refreshes everything (T1 = T2 = 1), and every moving average decays by 0.9 (Adam's
+  second moment by 0.999, as in the paper's appendix);
+- every damping of the paper's search is recorded. In the picture's first row each method has the
+  damping with which it trains best, at its best learning rate; in the second row, the damping with
   which it is most similar.
 """
 
@@ -196,7 +196,7 @@ def similarities(
         labels: (N,), int64.
         scale: the size of the experiment.
         seed: of the start, the batches and the sampled labels.
-        damping: block Fisher's.
+        damping: block Fisher's, as `lr`.
         lr: block Fisher's.
 
     Returns:
@@ -253,12 +253,7 @@ class Follower:
     """A method that gives its direction at each point of another method's run.
 
     It has a copy of the model. Its momenta and statistics come from the gradients along the run.
-
-    Args:
-        method: a key of `GRIDS`.
-        damping: of the method.
-        model: a `classifier`, which is copied.
-        seed: of its sampled labels.
+    `seed` is of its sampled labels.
     """
 
     def __init__(self, method: str, damping: float | None, model: nn.Sequential, seed: int) -> None:

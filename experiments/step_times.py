@@ -82,28 +82,17 @@ Examples = Callable[[int, torch.Generator], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class StepSet:
-    """A model and its batch.
-
-    Attributes:
-        build: makes the model.
-        examples: draws inputs and targets of a batch.
-        batch_size: of the batch.
-        loss: of outputs and targets.
-        likelihood: of the outputs.
-        kfac: the form of KFAC; on the paper's problems the paper's.
-        intervals: T1 and T2; on the paper's problems the paper's.
-        note: differences from a real training.
-        left_out: methods one of whose refreshes takes over 25 s on two cores, by an estimate.
-    """
+    """A model and its batch, and what the methods need to know of them."""
 
     build: Callable[[], nn.Module]
-    examples: Examples
+    examples: Examples  # draws the inputs and targets of a batch
     batch_size: int
     loss: Callable[[Tensor, Tensor], Tensor]
     likelihood: str
-    kfac: str
-    intervals: tuple[int, int]
-    note: str = ""
+    kfac: str  # the form of KFAC; on the paper's problems the paper's
+    intervals: tuple[int, int]  # T1 and T2; on the paper's problems the paper's
+    note: str = ""  # differences from a real training
+    # Methods one of whose refreshes takes over 25 s on two cores, by an estimate.
     left_out: tuple[str, ...] = ()
 
     def methods(self) -> list[str]:
@@ -134,19 +123,14 @@ class StepSet:
 
 
 def _pixels(pixels: int) -> Examples:
-    def draw(count: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
-        images = torch.rand(count, pixels, generator=rng)
-        return images, images
-
-    return draw
+    return lambda count, rng: (torch.rand(count, pixels, generator=rng),) * 2
 
 
 def _images(classes: int) -> Examples:
-    def draw(count: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
-        images = torch.randn(count, 3, 32, 32, generator=rng)
-        return images, torch.randint(classes, (count,), generator=rng)
-
-    return draw
+    return lambda count, rng: (
+        torch.randn(count, 3, 32, 32, generator=rng),
+        torch.randint(classes, (count,), generator=rng),
+    )
 
 
 def _text(count: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:

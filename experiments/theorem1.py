@@ -65,16 +65,10 @@ def main(
 
 @dataclass(frozen=True)
 class SoftmaxRegression:
-    """Data; their uniform distribution is the true one.
+    """Data; their uniform distribution is the true one."""
 
-    Attributes:
-        inputs: (N, features), float64.
-        labels: (N,), int64.
-        classes: how many classes there are.
-    """
-
-    inputs: Tensor
-    labels: Tensor
+    inputs: Tensor  # (N, features), float64
+    labels: Tensor  # (N,), int64
     classes: int
 
     @property
@@ -128,25 +122,15 @@ def synthetic_problem(examples: int, features: int, classes: int, seed: int) -> 
 
 @dataclass(frozen=True)
 class Constants:
-    """The constants in Theorem 1, for softmax regression.
+    """The constants in Theorem 1, for softmax regression. H is F_TNT^-1."""
 
-    Attributes:
-        lipschitz: L, of the loss's gradient.
-        lowest: a lower bound of the loss.
-        first: the loss at the first W.
-        noise: sigma^2, of one example's gradient around the whole one.
-        batch_size: m.
-        kappa_low: H = F_TNT^-1 is at least kappa_low I at every W.
-        kappa_high: H is at most kappa_high I.
-    """
-
-    lipschitz: float
-    lowest: float
-    first: float
-    noise: float
-    batch_size: int
-    kappa_low: float
-    kappa_high: float
+    lipschitz: float  # L, of the loss's gradient
+    lowest: float  # a lower bound of the loss
+    first: float  # the loss at the first W
+    noise: float  # sigma^2, of one example's gradient around the whole gradient
+    batch_size: int  # m
+    kappa_low: float  # H >= kappa_low I at every W
+    kappa_high: float  # H <= kappa_high I at every W
 
     def step_size(self, t: int, beta: float) -> float:
         """alpha_t = kappa_low / (L kappa_high^2) t^-beta, for t = 1, 2, ..."""
@@ -186,12 +170,6 @@ def constants(
       |p|^2 is at most 1 - 1 / classes. Lemma 9's proof turns them into a bound of F_TNT:
       |U_i| <= d_i |E[G^(i)]|^(1/2) / (d_1 d_2)^(1/2).
     - U_i >= 0: so kappa_high = damping^-2.
-
-    Args:
-        problem: the data.
-        first: W at the start.
-        batch_size: m.
-        damping: epsilon, positive.
     """
     classes, features = problem.shape
     second_moment = problem.inputs.T @ problem.inputs / len(problem.inputs)
@@ -233,14 +211,8 @@ def idealized_run(
 ) -> Iterator[Point]:
     """Algorithm 1 without end: the minibatch's gradient, preconditioned with exact expectations.
 
-    Args:
-        problem: the data; minibatches are drawn from it with replacement.
-        first: W at the start; not changed.
-        known: the theorem's constants, which give the batch size and the step sizes.
-        damping: epsilon.
-        beta: of the step sizes.
-        multiple: factor of the theorem's step sizes.
-        seed: of the minibatches.
+    Minibatches of `known.batch_size` are drawn with replacement, from `seed`. W starts at `first`,
+    which does not change. The step sizes are `multiple` times the theorem's.
     """
     generator = torch.Generator().manual_seed(seed)
     weights, count, t = first.clone(), len(problem.inputs), 0
@@ -279,16 +251,13 @@ def curve(
     runs: Sequence[Mapping[str, Any]], known: Constants, steps: int, beta: float, multiple: float
 ) -> dict[str, Any]:
     """The mean over the seeds, which estimates the theorem's expectation, and the bound."""
-    chosen = [
-        run for run in runs if run["key"]["beta"] == beta and run["key"]["multiple"] == multiple
-    ]
-    columns = zip(*(run["averages"] for run in chosen), strict=True)
+    wanted = {"beta": beta, "multiple": multiple}
+    chosen = [run for run in runs if wanted.items() <= run["key"].items()]
     counts = recorded_at(steps)
     return {
-        "beta": beta,
-        "multiple": multiple,
+        **wanted,
         "counts": counts,
-        "averages": [statistics.fmean(column) for column in columns],
+        "averages": list(map(statistics.fmean, zip(*(r["averages"] for r in chosen), strict=True))),
         "bounds": [known.bound(count, beta) for count in counts],
         "final_loss": statistics.fmean(run["final_loss"] for run in chosen),
     }
