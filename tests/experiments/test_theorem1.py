@@ -49,9 +49,6 @@ def fisher_by_loops(problem: SoftmaxRegression, weights: Tensor) -> Tensor:
     return total
 
 
-# Exact expectations
-
-
 @pytest.mark.parametrize("scale", [0.0, 1.0, 10.0])
 def test_expected_grams_are_those_of_loops_over_examples_and_labels(
     problem: SoftmaxRegression, scale: float
