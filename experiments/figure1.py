@@ -19,7 +19,6 @@ import copy
 import itertools
 import math
 import statistics
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -113,7 +112,10 @@ def main(
     with user_errors():
         folder = data_folder("mnist", data)
         inputs, labels = mnist_16x16(folder).double(), mnist_labels(folder)
-        file = RunFile(out, "figure 1", _protocol(scale, inputs))
+        mean = round(inputs.mean().item(), 6)
+        images = {"examples": len(inputs), "mean": mean}
+        grids = {name: grid.dampings for name, grid in GRIDS.items()}
+        file = RunFile(out, "figure 1", {**asdict(scale), **images, "dampings": grids})
     for key in search_keys(scale):
         if file.find(key) is None:
             loss = file.add(key, own_training(key, inputs, labels, scale))["smoothed_loss"]
@@ -203,7 +205,6 @@ def similarities(
         ``similarity[method][damping][layer]``, a list over the iterations, for the layers between
         the first and the last; and the number of steps that each optimizer refused.
     """
-    began = time.perf_counter()
     model = _model(seed)
     reference = BlockFisher(model, lr, damping, stream_seed(seed, BLOCK_FISHER))
     followers = [
@@ -238,7 +239,6 @@ def similarities(
             for follower in followers
             if follower.refusals
         },
-        "seconds": _since(began),
     }
 
 
@@ -341,7 +341,6 @@ def own_training(
     key: Mapping[str, Any], inputs: Tensor, labels: Tensor, scale: Scale
 ) -> dict[str, Any]:
     """A method's or block Fisher's own training; the smoothed loss is infinite if it diverges."""
-    began = time.perf_counter()
     model, batches = _model(SEARCH_SEED), _batches(inputs, labels, scale, SEARCH_SEED)
     optimizer = _optimizer(key["method"], model, key["lr"], key["damping"], SEARCH_SEED)
     losses: list[float] = []
@@ -352,7 +351,7 @@ def own_training(
             optimizer.step()
     except (ArithmeticError, PreconditionerError):
         losses = [math.inf]
-    return {"smoothed_loss": smoothed(losses)[-1], "seconds": _since(began)}
+    return {"smoothed_loss": smoothed(losses)[-1]}
 
 
 def _model(seed: int) -> nn.Sequential:
@@ -367,15 +366,6 @@ def _batches(inputs: Tensor, labels: Tensor, scale: Scale, seed: int) -> Iterato
         order = torch.randperm(inputs.shape[0], generator=generator)[:whole]
         for batch in order.reshape(-1, scale.batch_size):
             yield inputs[batch], labels[batch]
-
-
-def _protocol(scale: Scale, inputs: Tensor) -> dict[str, Any]:
-    return {
-        **asdict(scale),
-        "widths": FIGURE_WIDTHS,
-        "dampings": {name: grid.dampings for name, grid in GRIDS.items()},
-        "data": {"examples": len(inputs), "mean": round(inputs.mean().item(), 6)},
-    }
 
 
 def plot(
@@ -428,10 +418,6 @@ def report(
             rows.append([f"{METHODS[name].label}, {choice}", _name(damping), *cells])
     layers = [f"layer {layer + 2}" for layer in range(len(rows[0]) - 3)]
     return "\n".join(table(["", "damping", *layers, "mean"], rows))
-
-
-def _since(began: float) -> float:
-    return round(time.perf_counter() - began, 2)
 
 
 def _is_number(value: float | None) -> bool:

@@ -60,8 +60,7 @@ QUICK = [Quick("step-times", 1.5, "--quick")]
 
 # The paper's (T1, T2) for its autoencoders and for its convolutional networks.
 INTERVALS = ((1, 20), (10, 100))
-# (seconds of one set, fewest rounds, most rounds)
-FULL, SMALL = (60.0, 3, 20), (8.0, 2, 5)
+FULL, SMALL = (60.0, 3, 20), (8.0, 2, 5)  # seconds of a set, fewest rounds, most rounds
 PERIOD_SECONDS = 8.0  # a whole period is timed if it takes at most so long
 _CHARACTERS = 65  # in tiny Shakespeare
 
@@ -185,11 +184,7 @@ def main(
     names = chosen(sets, list(STEP_SETS)) if sets else list(QUICK_SETS if quick else STEP_SETS)
     methods = chosen(optimizer, list(METHODS))
     out = out or Path("results/step_times.json")
-    protocol = {
-        "data": "random, of the right shape; the same batch at every step",
-        "threads": torch.get_num_threads(),
-        "quick": quick,
-    }
+    protocol = {"quick": quick, "threads": torch.get_num_threads()}
     with user_errors():
         file = RunFile(out, "step times", protocol, where)
         file.check_same_machine()

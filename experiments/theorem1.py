@@ -47,8 +47,10 @@ def main(
     problem = synthetic_problem(**SIZES, seed=DATA_SEED)
     first = torch.zeros(problem.shape, dtype=torch.float64)
     known = constants(problem, first, BATCH_SIZE, DAMPING)
+    rounded = {name: float(f"{v:.9g}") for name, v in asdict(known).items()}
+    protocol = {**SIZES, "damping": DAMPING, "steps": steps, **rounded}
     with user_errors():
-        file = RunFile(out, "theorem 1", _protocol(known, steps))
+        file = RunFile(out, "theorem 1", protocol)
     settings = [(beta, multiple) for multiple in MULTIPLES for beta in BETAS]
     for beta, multiple in settings:
         for seed in numbers(seeds):
@@ -73,7 +75,7 @@ class SoftmaxRegression:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of W: (classes, features)."""
+        """The shape of W: (classes, features)."""
         return self.classes, self.inputs.shape[1]
 
     def loss(self, weights: Tensor) -> float:
@@ -108,7 +110,7 @@ class SoftmaxRegression:
 def synthetic_problem(examples: int, features: int, classes: int, seed: int) -> SoftmaxRegression:
     """Gaussian inputs of decaying variance, scaled to a mean square of 1, and random labels.
 
-    The labels are drawn from a softmax regression with a random W, so no W predicts them all.
+    A softmax regression with a random W draws the labels, so no W predicts them all.
     """
     generator = torch.Generator().manual_seed(seed)
     scales = torch.arange(1, features + 1, dtype=torch.float64).rsqrt()
@@ -294,14 +296,3 @@ def plot(curves: Sequence[Mapping[str, Any]], path: Path) -> None:
     plain_axes(axes)
     figure.legend(loc="outside right center", frameon=False, fontsize=8)
     save(figure, path, f"Idealized TNT on softmax regression, damping {DAMPING:g}")
-
-
-def _protocol(known: Constants, steps: int) -> dict[str, Any]:
-    return {
-        **SIZES,
-        "data_seed": DATA_SEED,
-        "batch_size": BATCH_SIZE,
-        "damping": DAMPING,
-        "steps": steps,
-        "constants": {name: float(f"{v:.9g}") for name, v in asdict(known).items()},
-    }
