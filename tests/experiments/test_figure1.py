@@ -1,7 +1,7 @@
 """Figure 1: block Fisher, the methods' directions along its run, and the chosen dampings."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,8 +39,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 WIDTHS = (5, 4, 3, 3, 4)
 
 
-def seeded_classifier(widths: tuple[int, ...], seed: int) -> nn.Sequential:
-    return seeded(lambda: classifier(widths), seed)
+def seeded_classifier(seed: int) -> nn.Sequential:
+    return seeded(lambda: classifier(WIDTHS), seed)
 
 
 def batch_of(count: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -52,10 +52,14 @@ def batch_of(count: int, seed: int) -> tuple[Tensor, Tensor]:
 # Block Fisher
 
 
-def gradient_vectors(model: nn.Sequential, loss: Tensor) -> list[Tensor]:
-    """Every layer's gradient as a vector, by plain autograd."""
-    grads = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
-    return [layer_vector(w, b) for w, b in zip(grads[::2], grads[1::2], strict=True)]
+def layer_vectors(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """A vector for each layer, from its weight and its bias."""
+    return [layer_vector(w, b) for w, b in zip(tensors[::2], tensors[1::2], strict=True)]
+
+
+def own_gradients(model: nn.Sequential, inputs: Tensor, labels: Tensor) -> list[Tensor]:
+    loss = functional.cross_entropy(model(inputs), labels)
+    return list(torch.autograd.grad(loss, list(model.parameters())))
 
 
 def fishers_by_loops(
@@ -65,7 +69,7 @@ def fishers_by_loops(
     labels = torch.multinomial(model(inputs).detach().softmax(1), 1, generator=seed_of).squeeze(1)
     totals = [torch.zeros(1, dtype=torch.float64)] * len(linear_layers(model))
     for x, y in zip(inputs, labels, strict=True):
-        vectors = gradient_vectors(model, functional.cross_entropy(model(x[None]), y[None]))
+        vectors = layer_vectors(own_gradients(model, x[None], y[None]))
         outers = [torch.outer(v, v) / len(inputs) for v in vectors]
         totals = [total + outer for total, outer in zip(totals, outers, strict=True)]
     return totals
@@ -80,7 +84,7 @@ def test_the_network_is_the_papers() -> None:
 
 
 def test_matrices_are_moving_averages_of_the_batches_fisher_matrices() -> None:
-    model = seeded_classifier(WIDTHS, 0)
+    model = seeded_classifier(0)
     batches = [batch_of(6, seed) for seed in range(4)]
     method = BlockFisher(model, 0.3, 0.1, seed=9)
     method.warm_start(x for x, _ in batches[:2])
@@ -90,7 +94,7 @@ def test_matrices_are_moving_averages_of_the_batches_fisher_matrices() -> None:
     torch.testing.assert_close(method.matrices, wanted)
     momenta = [torch.zeros(len(matrix), dtype=torch.float64) for matrix in wanted]
     for inputs, labels in batches[2:]:
-        gradients = gradient_vectors(model, functional.cross_entropy(model(inputs), labels))
+        gradients = layer_vectors(own_gradients(model, inputs, labels))
         directions, loss = method.directions(inputs, labels)
         assert loss == pytest.approx(functional.cross_entropy(model(inputs), labels).item())
         fresh = fishers_by_loops(model, inputs, generator)
@@ -100,29 +104,18 @@ def test_matrices_are_moving_averages_of_the_batches_fisher_matrices() -> None:
         for matrix, momentum, direction in zip(wanted, momenta, directions, strict=True):
             damped = matrix + 0.1 * torch.eye(len(matrix), dtype=torch.float64)
             torch.testing.assert_close(direction, torch.linalg.solve(damped, momentum))
-        before = [layer_vector(m.weight, m.bias).detach() for m in linear_layers(model)]
+        before = layer_vectors([p.detach().clone() for p in model.parameters()])
         method.step()
-        after = [layer_vector(m.weight, m.bias).detach() for m in linear_layers(model)]
+        after = layer_vectors([p.detach() for p in model.parameters()])
         moved = [(old - new) / 0.3 for old, new in zip(before, after, strict=True)]
         torch.testing.assert_close(moved, directions)
-
-
-def test_damped_solutions_solve() -> None:
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(9, 21, dtype=torch.float64, generator=generator)
-    matrix, right = rows.T @ rows / 9, torch.randn(21, dtype=torch.float64, generator=generator)
-    before = matrix.clone()
-    wanted = torch.linalg.solve(matrix + 0.01 * torch.eye(21, dtype=torch.float64), right)
-    found = damped_solution(matrix, 0.01, right)
-    torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-8)
-    assert torch.equal(matrix, before)
 
 
 def test_what_is_not_finite_is_an_error() -> None:
     right = torch.arange(6, dtype=torch.float64)
     with pytest.raises(ArithmeticError, match="the Fisher matrix is not finite"):
         damped_solution(torch.outer(right, right) / 0, 0.1, right)
-    model, (inputs, labels) = seeded_classifier(WIDTHS, 0), batch_of(4, 3)
+    model, (inputs, labels) = seeded_classifier(0), batch_of(4, 3)
     method = BlockFisher(model, 0.3, 0.1)
     with torch.no_grad():
         linear_layers(model)[-1].bias.fill_(math.inf)
@@ -136,16 +129,11 @@ def test_what_is_not_finite_is_an_error() -> None:
 
 def points(count: int) -> list[tuple[nn.Sequential, Tensor, Tensor]]:
     """Models along a run that is none of the compared methods', each with a batch."""
-    return [(seeded_classifier(WIDTHS, 10 + t), *batch_of(6, t)) for t in range(count)]
-
-
-def own_gradients(model: nn.Sequential, inputs: Tensor, labels: Tensor) -> list[Tensor]:
-    loss = functional.cross_entropy(model(inputs), labels)
-    return list(torch.autograd.grad(loss, list(model.parameters())))
+    return [(seeded_classifier(10 + t), *batch_of(6, t)) for t in range(count)]
 
 
 def test_tnts_direction_is_the_dense_definitions() -> None:
-    start = seeded_classifier(WIDTHS, 0)
+    start = seeded_classifier(0)
     follower = Follower("tnt", 0.03, start, seed=4)
     params = [p.detach().clone() for p in start.parameters()]
     dense = DenseTNT(params, lr=1.0, damping=0.03)
@@ -160,7 +148,7 @@ def test_tnts_direction_is_the_dense_definitions() -> None:
             param.copy_(value)
         dense.step(own_gradients(model, inputs, labels), sampled)
         moved = [old - new for old, new in zip(before, params, strict=True)]
-        wanted = [layer_vector(w, b) for w, b in zip(moved[::2], moved[1::2], strict=True)]
+        wanted = layer_vectors(moved)
         found = follower.directions(model, inputs, labels)
         torch.testing.assert_close(found, wanted, rtol=1e-7, atol=1e-9)
 
@@ -189,12 +177,11 @@ def adam_by_hand(gradients: list[list[Tensor]]) -> list[Tensor]:
 def test_first_order_directions_are_those_by_hand(
     method: str, damping: float | None, by_hand: Callable[[list[list[Tensor]]], list[Tensor]]
 ) -> None:
-    follower = Follower(method, damping, seeded_classifier(WIDTHS, 0), seed=0)
+    follower = Follower(method, damping, seeded_classifier(0), seed=0)
     seen: list[list[Tensor]] = []
     for model, inputs, labels in points(3):
         seen.append(own_gradients(model, inputs, labels))
-        flat = by_hand(seen)
-        wanted = [layer_vector(w, b) for w, b in zip(flat[::2], flat[1::2], strict=True)]
+        wanted = layer_vectors(by_hand(seen))
         torch.testing.assert_close(follower.directions(model, inputs, labels), wanted)
 
 
@@ -207,19 +194,18 @@ def test_directions_do_not_depend_on_the_follower_having_moved(method: str) -> N
     found.warm_start([batch_of(6, 5), batch_of(6, 6)])
     directions = found.directions(model, inputs, labels)
     assert all(torch.equal(p, old) for p, old in zip(model.parameters(), start, strict=True))
-    flat = own_gradients(model, inputs, labels)
-    gradients = [layer_vector(w, b) for w, b in zip(flat[::2], flat[1::2], strict=True)]
+    gradients = layer_vectors(own_gradients(model, inputs, labels))
     for direction, gradient in zip(directions, gradients, strict=True):
         assert direction.dtype == torch.float64
         assert direction @ gradient > 0, "the first direction goes down the loss"
-    elsewhere = Follower(method, damping, seeded_classifier(WIDTHS, 77), seed=1)
+    elsewhere = Follower(method, damping, seeded_classifier(77), seed=1)
     if METHODS[method].statistics is None:
         torch.testing.assert_close(elsewhere.directions(model, inputs, labels), directions)
 
 
 def test_similarity() -> None:
     vector = torch.randn(9, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    model, (inputs, labels) = seeded_classifier(WIDTHS, 0), batch_of(6, 0)
+    model, (inputs, labels) = seeded_classifier(0), batch_of(6, 0)
     directions, _ = BlockFisher(model, 1.0, 1e-6).directions(inputs, labels)
     for direction in (*directions, vector, 1e-9 * vector):
         assert similarity(direction, direction) == pytest.approx(1)
