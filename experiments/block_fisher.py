@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+DECAY = 0.9  # of the momentum and of the matrices' moving average
 # Martens & Grosse 2015, for MNIST's images scaled down to 16x16; there too with tanh.
 FIGURE_WIDTHS = (256, 20, 20, 20, 20, 20, 10)
 
@@ -48,13 +49,8 @@ def sampled_example_gradients(
 ) -> list[Tensor]:
     """Every example's gradient of -log p(y|x), layer by layer, at one y drawn from p(.|x).
 
-    Args:
-        model: a `classifier`.
-        inputs: (m, widths[0]), float64.
-        generator: draws the labels.
-
-    Returns:
-        For each layer (m, out (in + 1)), in the order of `layer_vector`.
+    inputs: (m, widths[0]), float64. Returns (m, out (in + 1)) for each layer, in the order of
+    `layer_vector`.
     """
     activations, preactivations, current = [], [], inputs
     for module in model:
@@ -75,37 +71,28 @@ def sampled_example_gradients(
 
 
 class BlockFisher:
-    """The block-Fisher method: (F_l + damping I)^-1 m_l for every layer l.
+    """The block-Fisher method: W <- W - lr (F_l + damping I)^-1 m_l for every layer l.
 
     F_l is a moving average of the minibatches' Fisher matrices: the mean over the examples of the
-    outer product of an example's gradient at a label drawn from the model's own distribution. m_l
-    is the momentum, m <- momentum m + g, as in the compared methods.
+    outer product of an example's gradient at a label drawn from the model's own distribution. It
+    starts with the first minibatch's matrix if there was no `warm_start`. m_l is the momentum,
+    m <- 0.9 m + g, as in the compared methods.
 
     Args:
         model: a `classifier`; `step` changes its parameters.
+        lr: the learning rate.
         damping: added to the diagonal of every F_l, in units of the squared gradient of one
             example.
-        momentum: of the gradient's moving sum.
-        stat_decay: of the matrices' moving average, which starts with the first minibatch's
-            matrices if there was no `warm_start`.
         seed: of the sampled labels.
     """
 
-    def __init__(
-        self,
-        model: nn.Sequential,
-        *,
-        damping: float,
-        momentum: float = 0.9,
-        stat_decay: float = 0.9,
-        seed: int = 0,
-    ) -> None:
+    def __init__(self, model: nn.Sequential, lr: float, damping: float, seed: int = 0) -> None:
         self.model, self.layers = model, linear_layers(model)
-        self.damping, self.momentum, self.stat_decay = damping, momentum, stat_decay
+        self.lr, self.damping = lr, damping
         self._generator = torch.Generator().manual_seed(seed)
         self.matrices: list[Tensor] = []
-        self.momenta = [torch.zeros_like(self._gradient_like(layer)) for layer in self.layers]
-        self._last = [torch.zeros_like(momentum) for momentum in self.momenta]
+        self._momenta: list[Tensor] = []
+        self._directions: list[Tensor] = []
 
     def warm_start(self, batches: Iterable[Tensor]) -> None:
         """Start the matrices with their plain average over batches of inputs."""
@@ -127,23 +114,24 @@ class BlockFisher:
             raise ArithmeticError(f"the loss is {loss.item()}: is the learning rate too large?")
         parameters = [p for layer in self.layers for p in (layer.weight, layer.bias)]
         gradients = torch.autograd.grad(loss, parameters)
-        self._blend(inputs, self.stat_decay)
-        pairs = zip(gradients[::2], gradients[1::2], strict=True)
-        for momentum, (weight, bias) in zip(self.momenta, pairs, strict=True):
-            momentum.mul_(self.momentum).add_(layer_vector(weight, bias))
-        self._last = [
+        self._blend(inputs, DECAY)
+        vectors = list(map(layer_vector, gradients[::2], gradients[1::2]))
+        self._momenta = self._momenta or [torch.zeros_like(vector) for vector in vectors]
+        for momentum, vector in zip(self._momenta, vectors, strict=True):
+            momentum.mul_(DECAY).add_(vector)
+        self._directions = [
             damped_solution(matrix, self.damping, momentum)
-            for matrix, momentum in zip(self.matrices, self.momenta, strict=True)
+            for matrix, momentum in zip(self.matrices, self._momenta, strict=True)
         ]
-        return self._last, loss.item()
+        return self._directions, loss.item()
 
     @torch.no_grad()
-    def step(self, lr: float) -> None:
+    def step(self) -> None:
         """Subtract lr times the last directions from the parameters."""
-        for layer, direction in zip(self.layers, self._last, strict=True):
+        for layer, direction in zip(self.layers, self._directions, strict=True):
             rows = direction.reshape(layer.out_features, -1)
-            layer.weight.sub_(rows[:, :-1], alpha=lr)
-            layer.bias.sub_(rows[:, -1], alpha=lr)
+            layer.weight.sub_(rows[:, :-1], alpha=self.lr)
+            layer.bias.sub_(rows[:, -1], alpha=self.lr)
 
     def _blend(self, inputs: Tensor, decay: float) -> None:
         gradients = sampled_example_gradients(self.model, inputs, self._generator)
@@ -153,21 +141,12 @@ class BlockFisher:
         for matrix, gradient in zip(self.matrices, gradients, strict=True):
             matrix.addmm_(gradient.T, gradient, beta=decay, alpha=(1 - decay) / gradient.shape[0])
 
-    @staticmethod
-    def _gradient_like(layer: nn.Linear) -> Tensor:
-        return layer_vector(layer.weight.detach(), layer.bias.detach())
-
 
 def damped_solution(matrix: Tensor, damping: float, right: Tensor) -> Tensor:
-    """(matrix + damping I)^-1 right.
+    """(matrix + damping I)^-1 right, for a positive semidefinite matrix (n, n) and right (n,).
 
     By Cholesky for every size: with conjugate gradients for the first layer's 5140 rows, runs at
     damping 0.001 took three times as long, and one did not converge.
-
-    Args:
-        matrix: (n, n), symmetric and positive semidefinite.
-        damping: positive.
-        right: (n,), a layer's vector.
 
     Raises:
         ArithmeticError: the matrix is not finite.

@@ -24,8 +24,6 @@ class Interval(NamedTuple):
 def interval(values: Sequence[float]) -> Interval:
     """The mean of at least one finite value, and its 95 % confidence interval.
 
-    From 2, 3 and 5 values the interval is 12.7, 4.3 and 2.8 standard errors to both sides.
-
     >>> [round(number, 1) for number in interval([1.0, 3.0])]
     [2.0, 1.0, -10.7, 14.7]
     >>> interval([1.0])

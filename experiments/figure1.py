@@ -4,12 +4,12 @@ The paper leaves some choices open. Here:
 
 - activations are tanh, as in Martens & Grosse 2015 and in the authors' code, with PyTorch's default
   start;
-- block Fisher has the damping and the learning rate, of a small grid, with which it trains best;
+- block Fisher has the damping and the learning rate of a small grid with which it trains best;
 - all matrices start with their average over the same few batches, as in the paper's warm start;
-- everything is refreshed at every step (T1 = T2 = 1), and every moving average decays by 0.9
-  (Adam's second moment by 0.999, as in the paper's appendix);
-- every damping of the paper's search is recorded. The first row of the picture has the damping with
-  which a method, at its best learning rate, trains itself best; the second row the damping with
+- every step refreshes everything (T1 = T2 = 1), and every moving average decays by 0.9 (Adam's
+  second moment by 0.999, as in the paper's appendix);
+- every damping of the paper's search is recorded. In the picture's first row each method has the
+  damping with which it trains best, at its best learning rate; in the second row, the damping with
   which it is most similar.
 """
 
@@ -19,9 +19,8 @@ import copy
 import itertools
 import math
 import statistics
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,7 @@ from experiments.block_fisher import (
 )
 from experiments.data import data_folder
 from experiments.data.mnist import mnist_16x16, mnist_labels
-from experiments.methods import METHODS
+from experiments.methods import METHODS, build_optimizer, method_settings
 from experiments.models import seeded
 from experiments.options import Quick, numbers, user_errors
 from experiments.plots import band, plain_axes, save
@@ -54,6 +53,8 @@ from tools.measuring.tables import table
 QUICK = [Quick("figure1", 3, "--quick --seeds 0,1,2", needs_data=True)]
 
 Batch = tuple[Tensor, Tensor]  # inputs (m, features), float64, and labels (m,), int64
+Optimizer = torch.optim.Optimizer | BlockFisher
+BLOCK_FISHER = "block Fisher"
 
 
 @dataclass(frozen=True)
@@ -87,12 +88,11 @@ class Scale:
     iterations: int = 100
     batch_size: int = 500
     warm_batches: int = 10
-    rates: tuple[float, ...] = (0.01, 0.03, 0.1)
-    dampings: tuple[float, ...] = (0.001, 0.01, 0.1)
+    block_fisher: Grid = Grid((0.001, 0.01, 0.1), (0.01, 0.03, 0.1))
 
 
 FULL = Scale()
-SMALL = Scale(40, 200, 5, (0.03,), (0.01,))
+SMALL = Scale(40, 200, 5, Grid((0.01,), (0.03,)))
 
 
 def main(
@@ -112,56 +112,61 @@ def main(
     with user_errors():
         folder = data_folder("mnist", data)
         inputs, labels = mnist_16x16(folder).double(), mnist_labels(folder)
-        file = RunFile(out, "figure 1", _protocol(scale, inputs))
-    for key in search_keys():
+        mean = round(inputs.mean().item(), 6)
+        images = {"examples": len(inputs), "mean": mean}
+        grids = {name: grid.dampings for name, grid in GRIDS.items()}
+        file = RunFile(out, "figure 1", {**asdict(scale), **images, "dampings": grids})
+    for key in search_keys(scale):
         if file.find(key) is None:
             loss = file.add(key, own_training(key, inputs, labels, scale))["smoothed_loss"]
-            print(
-                f"{METHODS[key['method']].label:8} {_name(key['damping'])}, {key['lr']:g}: {loss}"
-            )
-    damping, lr = _reference_pair(file, inputs, labels, scale)
+            print(f"{key['method']:12} {_name(key['damping'])}, {key['lr']:g}: {loss}")
+    damping, lr = best_pair(file.runs, BLOCK_FISHER, scale.block_fisher)
     for seed in numbers(seeds):
         key = {"part": "similarity", "seed": seed}
         if file.find(key) is None:
             file.add(key, similarities(inputs, labels, scale, seed, damping, lr))
     compared = [run for run in file.runs if run["key"]["part"] == "similarity"]
-    choices = {"trains best": best_dampings(file.runs), "most similar": most_similar(compared)}
+    choices = {
+        "trains best": {name: best_pair(file.runs, name, grid)[0] for name, grid in GRIDS.items()},
+        "most similar": most_similar(compared),
+    }
     plot(compared, choices, out.with_suffix(".png"))
     print(report(compared, choices))
     print(f"wrote {out} and {out.with_suffix('.png')}")
 
 
-def search_keys() -> list[dict[str, Any]]:
+def search_keys(scale: Scale) -> list[dict[str, Any]]:
     """The runs that choose a damping: every learning rate with every damping of a method."""
     return [
         {"part": "own training", "method": name, "damping": damping, "lr": lr, "seed": SEARCH_SEED}
-        for name, grid in GRIDS.items()
+        for name, grid in (GRIDS | {BLOCK_FISHER: scale.block_fisher}).items()
         for damping, lr in itertools.product(grid.dampings, grid.rates)
         if len(grid.dampings) > 1
     ]
 
 
-def best_dampings(runs: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    """Each method's damping in its best own training, by the lowest smoothed loss.
+def best_pair(runs: Sequence[Mapping[str, Any]], method: str, grid: Grid) -> tuple[Any, float]:
+    """The damping and learning rate of a method's own training with the lowest smoothed loss.
+
+    The first ones of the grid if it has only one damping, for which there is no search.
 
     Raises:
-        ValueError: a method diverges with all its dampings and learning rates.
+        ValueError: the method diverges with all its dampings and learning rates.
     """
-    best: dict[str, float | None] = {}
-    for name, grid in GRIDS.items():
-        tried = [run for run in runs if run["key"].get("method") == name]
-        finite = [run for run in tried if _is_number(run["smoothed_loss"])]
-        if tried and not finite:
-            raise ValueError(f"{name} diverges with all its dampings and learning rates")
-        found = min(finite, key=lambda run: float(run["smoothed_loss"]), default=None)
-        best[name] = found["key"]["damping"] if found else grid.dampings[0]
-    return best
+    tried = [run for run in runs if run["key"].get("method") == method]
+    finite = [run for run in tried if _is_number(run["smoothed_loss"])]
+    if tried and not finite:
+        raise ValueError(f"{method} diverges with all its dampings and learning rates")
+    if not finite:
+        return grid.dampings[0], grid.rates[0]
+    key = min(finite, key=lambda run: float(run["smoothed_loss"]))["key"]
+    return key["damping"], key["lr"]
 
 
 def most_similar(compared: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
     """Each method's damping with the largest mean similarity over the layers.
 
-    It flatters all methods, those with more dampings a little more.
+    This choice flatters all methods, and methods with more dampings slightly more.
     """
     return {
         name: max(
@@ -183,46 +188,6 @@ def layer_means(
     ]
 
 
-def _reference_pair(
-    file: RunFile, inputs: Tensor, labels: Tensor, scale: Scale
-) -> tuple[float, float]:
-    """The damping and the learning rate with which block Fisher trains itself best."""
-    pairs = list(itertools.product(scale.dampings, scale.rates))
-    if len(pairs) == 1:
-        return pairs[0]
-    losses = {}
-    for damping, lr in pairs:
-        key = {"part": "block Fisher", "damping": damping, "lr": lr, "seed": SEARCH_SEED}
-        run = file.find(key) or file.add(
-            key, reference_training(inputs, labels, scale, damping, lr)
-        )
-        if _is_number(run["smoothed_loss"]):
-            losses[damping, lr] = float(run["smoothed_loss"])
-    if not losses:
-        raise ValueError("block Fisher diverges with all its dampings and learning rates")
-    return min(losses, key=lambda pair: losses[pair])
-
-
-def reference_training(
-    inputs: Tensor, labels: Tensor, scale: Scale, damping: float, lr: float
-) -> dict[str, Any]:
-    """Block Fisher's own training, with the start and the batches of the methods' trainings."""
-    began = time.perf_counter()
-    model = _model(SEARCH_SEED)
-    reference = BlockFisher(model, damping=damping, seed=stream_seed(SEARCH_SEED, "block Fisher"))
-    batches = _batches(inputs, labels, scale, SEARCH_SEED)
-    reference.warm_start([x for x, _ in itertools.islice(batches, scale.warm_batches)])
-    losses: list[float] = []
-    for x, y in itertools.islice(batches, scale.iterations):
-        try:
-            losses.append(reference.directions(x, y)[1])
-        except ArithmeticError:  # it diverged
-            losses.append(math.inf)
-            break
-        reference.step(lr)
-    return {"smoothed_loss": smoothed(losses)[-1], "seconds": _since(began)}
-
-
 def similarities(
     inputs: Tensor, labels: Tensor, scale: Scale, seed: int, damping: float, lr: float
 ) -> dict[str, Any]:
@@ -232,18 +197,16 @@ def similarities(
         inputs: all of them, (N, 256), float64.
         labels: (N,), int64.
         scale: the size of the experiment.
-        seed: of the start, the batches and the samples.
-        damping: block Fisher's.
+        seed: of the start, the batches and the sampled labels.
+        damping: block Fisher's, as `lr`.
         lr: block Fisher's.
 
     Returns:
         ``similarity[method][damping][layer]``, a list over the iterations, for the layers between
-        the first and the last; the number of steps that each optimizer refused; and block Fisher's
-        losses before each step.
+        the first and the last; and the number of steps that each optimizer refused.
     """
-    began = time.perf_counter()
     model = _model(seed)
-    reference = BlockFisher(model, damping=damping, seed=stream_seed(seed, "block Fisher"))
+    reference = BlockFisher(model, lr, damping, stream_seed(seed, BLOCK_FISHER))
     followers = [
         Follower(name, damping, model, seed=stream_seed(seed, name))
         for name, grid in GRIDS.items()
@@ -255,21 +218,19 @@ def similarities(
     for follower in followers:
         follower.warm_start(warm)
     middle = range(1, len(linear_layers(model)) - 1)
-    losses: list[float] = []
     found: dict[str, dict[str, list[list[float]]]] = {
         name: {_name(damping): [[] for _ in middle] for damping in grid.dampings}
         for name, grid in GRIDS.items()
     }
     for _ in tqdm(range(scale.iterations), f"seed {seed}", leave=False, disable=None):
         x, y = next(batches)
-        directions, loss = reference.directions(x, y)
-        losses.append(float(f"{loss:.6g}"))
+        directions, _ = reference.directions(x, y)
         for follower in followers:
             others = follower.directions(model, x, y)
             series = found[follower.method][_name(follower.damping)]
             for values, layer in zip(series, middle, strict=True):
                 values.append(round(similarity(directions[layer], others[layer]), 4))
-        reference.step(lr)
+        reference.step()
     return {
         "similarity": found,
         "block_fisher": {"damping": damping, "lr": lr},
@@ -278,8 +239,6 @@ def similarities(
             for follower in followers
             if follower.refusals
         },
-        "block_fisher_losses": losses,
-        "seconds": _since(began),
     }
 
 
@@ -293,14 +252,8 @@ def similarity(first: Tensor, second: Tensor) -> float:
 class Follower:
     """A method that gives its direction at each point of another method's run.
 
-    It has a copy of the model and the optimizer itself; momenta and statistics are of the gradients
-    along the run.
-
-    Args:
-        method: a key of `GRIDS`.
-        damping: of the method.
-        model: a `classifier`, which is copied.
-        seed: of its sampled labels.
+    It has a copy of the model. Its momenta and statistics come from the gradients along the run.
+    `seed` is of its sampled labels.
     """
 
     def __init__(self, method: str, damping: float | None, model: nn.Sequential, seed: int) -> None:
@@ -342,69 +295,63 @@ class Follower:
         ]
 
 
-def backward(
-    optimizer: torch.optim.Optimizer, model: nn.Module, inputs: Tensor, labels: Tensor
-) -> float:
-    """A training step without the optimizer's step; returns the loss."""
+def backward(optimizer: Optimizer, model: nn.Sequential, inputs: Tensor, labels: Tensor) -> float:
+    """A training step without the optimizer's step; returns the loss.
+
+    Raises:
+        ArithmeticError: the loss is not finite.
+    """
+    if isinstance(optimizer, BlockFisher):
+        return optimizer.directions(inputs, labels)[1]
     optimizer.zero_grad()
     outputs = model(inputs)
     loss = functional.cross_entropy(outputs, labels)
+    if not loss.isfinite():
+        raise ArithmeticError(f"the loss is {loss.item()}: is the learning rate too large?")
     if isinstance(optimizer, TNT | KFAC):
         optimizer.observe(outputs)
     loss.backward()
     return loss.item()
 
 
-def warm_start(
-    optimizer: torch.optim.Optimizer, model: nn.Module, batches: Sequence[Batch]
-) -> None:
+def warm_start(optimizer: Optimizer, model: nn.Sequential, batches: Sequence[Batch]) -> None:
     """Average the optimizer's statistics, if it has any, over the batches."""
-    if isinstance(optimizer, TNT | KFAC):
+    if isinstance(optimizer, BlockFisher):
+        optimizer.warm_start(inputs for inputs, _ in batches)
+    elif isinstance(optimizer, TNT | KFAC):
         optimizer.warm_start((model(inputs) for inputs, _ in batches), model=model)
     elif isinstance(optimizer, Shampoo):
         losses = (functional.cross_entropy(model(x), labels) for x, labels in batches)
         optimizer.warm_start(losses, model=model)
 
 
-def _optimizer(
-    method: str, model: nn.Module, lr: float, damping: Any, seed: int
-) -> torch.optim.Optimizer:
+def _optimizer(method: str, model: nn.Sequential, lr: float, damping: Any, seed: int) -> Optimizer:
     """A method with momentum and averages of 0.9, T1 = T2 = 1, and no weight decay."""
-    second_order: dict[str, Any] = {
-        **{"damping": damping, "momentum": 0.9, "stat_decay": 0.9},
-        **{"weight_decay": 0.0, "stat_interval": 1, "inverse_interval": 1},
-    }
-    if method == "tnt":
-        return TNT(model.named_parameters(), lr, seed=seed, **second_order)
-    if method == "kfac":
-        return KFAC(model, lr, seed=seed, **second_order)
-    if method == "shampoo":
-        return Shampoo(model.named_parameters(), lr, **second_order)
-    if method == "adam":
+    if method == BLOCK_FISHER:
+        return BlockFisher(model, lr, damping, stream_seed(seed, method))
+    if method == "adam":  # the other experiments' fused AdamW rounds differently
         return torch.optim.Adam(model.parameters(), lr, betas=(0.9, 0.999), eps=damping)
-    return torch.optim.SGD(model.parameters(), lr, momentum=0.9)
+    settings = method_settings(
+        *(method, lr, damping), intervals=(1, 1), batch_size=0, epochs=0, seed=seed
+    )
+    return build_optimizer(model, settings, "categorical")
 
 
 def own_training(
     key: Mapping[str, Any], inputs: Tensor, labels: Tensor, scale: Scale
 ) -> dict[str, Any]:
-    """A method's own training; the smoothed loss is infinite if it diverges."""
-    began = time.perf_counter()
-    model, losses = _model(SEARCH_SEED), [math.inf]
+    """A method's or block Fisher's own training; the smoothed loss is infinite if it diverges."""
+    model, batches = _model(SEARCH_SEED), _batches(inputs, labels, scale, SEARCH_SEED)
     optimizer = _optimizer(key["method"], model, key["lr"], key["damping"], SEARCH_SEED)
-    batches = _batches(inputs, labels, scale, SEARCH_SEED)
+    losses: list[float] = []
     try:
         warm_start(optimizer, model, list(itertools.islice(batches, scale.warm_batches)))
-        found = []
         for x, y in itertools.islice(batches, scale.iterations):
-            found.append(backward(optimizer, model, x, y))
-            if not math.isfinite(found[-1]):
-                break
+            losses.append(backward(optimizer, model, x, y))
             optimizer.step()
-        losses = found if math.isfinite(found[-1]) else losses
-    except PreconditionerError:
-        pass
-    return {"smoothed_loss": smoothed(losses)[-1], "seconds": _since(began)}
+    except (ArithmeticError, PreconditionerError):
+        losses = [math.inf]
+    return {"smoothed_loss": smoothed(losses)[-1]}
 
 
 def _model(seed: int) -> nn.Sequential:
@@ -419,24 +366,6 @@ def _batches(inputs: Tensor, labels: Tensor, scale: Scale, seed: int) -> Iterato
         order = torch.randperm(inputs.shape[0], generator=generator)[:whole]
         for batch in order.reshape(-1, scale.batch_size):
             yield inputs[batch], labels[batch]
-
-
-def _protocol(scale: Scale, inputs: Tensor) -> dict[str, Any]:
-    return {
-        "widths": FIGURE_WIDTHS,
-        "activation": "tanh",
-        "loss": "cross entropy, mean over the batch",
-        "iterations": scale.iterations,
-        "batch_size": scale.batch_size,
-        "warm_batches": scale.warm_batches,
-        "block_fisher": {"rates": scale.rates, "dampings": scale.dampings},
-        "decay": 0.9,
-        "intervals": "T1 = T2 = 1",
-        "dampings": {name: grid.dampings for name, grid in GRIDS.items()},
-        "criterion": "a method's damping, and block Fisher's, is the one with which, at its best "
-        "learning rate, it has the lowest smoothed training loss after as many iterations",
-        "data": {"examples": len(inputs), "mean": round(inputs.mean().item(), 6)},
-    }
 
 
 def plot(
@@ -480,7 +409,7 @@ def plot(
 def report(
     compared: Sequence[Mapping[str, Any]], choices: Mapping[str, Mapping[str, float | None]]
 ) -> str:
-    """The mean similarities of every layer, and those of every damping."""
+    """The mean similarities of every layer."""
     rows = []
     for choice, dampings in choices.items():
         for name, damping in dampings.items():
@@ -488,18 +417,7 @@ def report(
             cells = [f"{value:.3f}" for value in [*means, statistics.fmean(means)]]
             rows.append([f"{METHODS[name].label}, {choice}", _name(damping), *cells])
     layers = [f"layer {layer + 2}" for layer in range(len(rows[0]) - 3)]
-    lines = table(["", "damping", *layers, "mean"], rows)
-    for name, grid in GRIDS.items():
-        each = [
-            f"{_name(d)}: {statistics.fmean(layer_means(compared, name, d)):.3f}"
-            for d in grid.dampings
-        ]
-        lines.append(f"{METHODS[name].label:8} mean with every damping: {', '.join(each)}")
-    return "\n".join(lines)
-
-
-def _since(began: float) -> float:
-    return round(time.perf_counter() - began, 2)
+    return "\n".join(table(["", "damping", *layers, "mean"], rows))
 
 
 def _is_number(value: float | None) -> bool:

@@ -38,11 +38,7 @@ def plain_axes(axes: Axes) -> None:
 def band(
     axes: Axes, x: Sequence[float], columns: Sequence[Sequence[float]], **style: Any
 ) -> list[float]:
-    """Draw the mean of each column at its x, and a band of one standard deviation.
-
-    Returns:
-        The means.
-    """
+    """Draw the mean of each column at its x, and a band of one standard deviation; return means."""
     means = [statistics.fmean(column) for column in columns]
     spreads = [
         statistics.stdev(column) if len(column) > 1 and math.isfinite(mean) else 0.0
@@ -92,11 +88,8 @@ def plot_runs(
         method = members[0].settings.optimizer
         number = drawn.setdefault(method, 0)
         drawn[method] += 1
-        style = {
-            "color": METHODS[method].colour,
-            "linestyle": DASHES[number % len(DASHES)],
-            "linewidth": 1.8,
-        }
+        dashes = DASHES[number % len(DASHES)]
+        style = {"color": METHODS[method].colour, "linestyle": dashes, "linewidth": 1.8}
         finished = [run for run in members if run.diverged_at_step is None]
         lost = len(members) - len(finished)
         if lost:

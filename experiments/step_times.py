@@ -24,7 +24,6 @@ from tqdm import tqdm
 from experiments import options
 from experiments.methods import (
     METHODS,
-    Settings,
     build_optimizer,
     has_statistics,
     hidden_matrices,
@@ -61,11 +60,8 @@ QUICK = [Quick("step-times", 1.5, "--quick")]
 
 # The paper's (T1, T2) for its autoencoders and for its convolutional networks.
 INTERVALS = ((1, 20), (10, 100))
-# (seconds of one set, fewest rounds, most rounds)
-FULL, SMALL = (60.0, 3, 20), (8.0, 2, 5)
+FULL, SMALL = (60.0, 3, 20), (8.0, 2, 5)  # seconds of a set, fewest rounds, most rounds
 PERIOD_SECONDS = 8.0  # a whole period is timed if it takes at most so long
-# The authors' stored runs of the MNIST autoencoder on their GPU: 1.85 and 0.81 s an epoch of 60.
-AUTHORS = {("mnist_ae", "tnt", 1, 20): 30.8 / 13.5}
 _CHARACTERS = 65  # in tiny Shakespeare
 
 # (learning rate, damping): small steps that stay finite. The time of a step depends on them only by
@@ -85,28 +81,17 @@ Examples = Callable[[int, torch.Generator], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class StepSet:
-    """A model and its batch.
-
-    Attributes:
-        build: makes the model.
-        examples: draws inputs and targets of a batch.
-        batch_size: of the batch.
-        loss: of outputs and targets.
-        likelihood: of the outputs.
-        kfac: the form of KFAC; on the paper's problems the paper's.
-        intervals: T1 and T2; on the paper's problems the paper's.
-        note: differences from a real training.
-        left_out: methods one of whose refreshes takes over 25 s on two cores, by an estimate.
-    """
+    """A model and its batch, and what the methods need to know of them."""
 
     build: Callable[[], nn.Module]
-    examples: Examples
+    examples: Examples  # draws the inputs and targets of a batch
     batch_size: int
     loss: Callable[[Tensor, Tensor], Tensor]
     likelihood: str
-    kfac: str
-    intervals: tuple[int, int]
-    note: str = ""
+    kfac: str  # the form of KFAC; on the paper's problems the paper's
+    intervals: tuple[int, int]  # T1 and T2; on the paper's problems the paper's
+    note: str = ""  # differences from a real training
+    # Methods one of whose refreshes takes over 25 s on two cores, by an estimate.
     left_out: tuple[str, ...] = ()
 
     def methods(self) -> list[str]:
@@ -116,16 +101,6 @@ class StepSet:
         found = ["sgd", "adam", *muon, "tnt", "tnt-ef", self.kfac, "shampoo"]
         return [method for method in found if method not in self.left_out]
 
-    def settings(self, method: str) -> Settings:
-        """A method's settings; the steps set the intervals."""
-        return method_settings(
-            *(method, *RATES[method]),
-            intervals=(1, 1),
-            warm_start=False,
-            batch_size=self.batch_size,
-            epochs=1,
-        )
-
     def training_step(self, method: str, device: torch.device) -> TrainingStep:
         """A method's training step; all methods have the same model and batch."""
         model = seeded(self.build, 0).to(device)
@@ -133,9 +108,12 @@ class StepSet:
             # As the experiments train convolutional networks.
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         inputs, targets = self.examples(self.batch_size, torch.Generator().manual_seed(0))
+        settings = method_settings(
+            *(method, *RATES[method]), warm_start=False, batch_size=self.batch_size, epochs=1
+        )
         return TrainingStep(
             model=model,
-            optimizer=build_optimizer(model, self.settings(method), self.likelihood),
+            optimizer=build_optimizer(model, settings, self.likelihood),
             inputs=inputs.to(device),
             targets=targets.to(device),
             loss=self.loss,
@@ -144,19 +122,14 @@ class StepSet:
 
 
 def _pixels(pixels: int) -> Examples:
-    def draw(count: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
-        images = torch.rand(count, pixels, generator=rng)
-        return images, images
-
-    return draw
+    return lambda count, rng: (torch.rand(count, pixels, generator=rng),) * 2
 
 
 def _images(classes: int) -> Examples:
-    def draw(count: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
-        images = torch.randn(count, 3, 32, 32, generator=rng)
-        return images, torch.randint(classes, (count,), generator=rng)
-
-    return draw
+    return lambda count, rng: (
+        torch.randn(count, 3, 32, 32, generator=rng),
+        torch.randint(classes, (count,), generator=rng),
+    )
 
 
 def _text(count: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -211,11 +184,7 @@ def main(
     names = chosen(sets, list(STEP_SETS)) if sets else list(QUICK_SETS if quick else STEP_SETS)
     methods = chosen(optimizer, list(METHODS))
     out = out or Path("results/step_times.json")
-    protocol = {
-        "data": "random, of the right shape; the same batch at every step",
-        "threads": torch.get_num_threads(),
-        "quick": quick,
-    }
+    protocol = {"quick": quick, "threads": torch.get_num_threads()}
     with user_errors():
         file = RunFile(out, "step times", protocol, where)
         file.check_same_machine()
@@ -238,16 +207,7 @@ def measure_set(
 ) -> None:
     """Add the runs of a set that the file lacks: one for each method and pair of intervals.
 
-    SGD-m alternates with them every time, and every ratio is to that SGD-m.
-
-    Args:
-        file: of the runs.
-        name: one of `STEP_SETS`.
-        methods: of the set.
-        device: where.
-        seconds: for all rounds together.
-        min_rounds: of timing each kind of step.
-        max_rounds: likewise.
+    SGD-m alternates with them, and every ratio is to this SGD-m. `seconds` are for all rounds.
     """
     step_set = STEP_SETS[name]
     missing = [m for m in methods if any(file.find(key) is None for key in keys(name, m))]
@@ -256,31 +216,25 @@ def measure_set(
     steps: dict[str, TrainingStep] = {}
     for method in dict.fromkeys(["sgd", *missing]):
         steps[method] = step_set.training_step(method, device)
-        steps[method]()  # the first one makes the state, statistics and inverses
+        steps[method]()  # the first step makes the state, the statistics and the inverses
     busy_before = busy_share()
     kinds = dict.fromkeys([PLAIN, STATISTICS, *(k for pair in INTERVALS for k in shares(*pair))])
     samples = time_kinds(steps, list(kinds), seconds, min_rounds, max_rounds)
     times = {m: {kind: summary(s) for kind, s in own.items()} for m, own in samples.items()}
     sgd = times["sgd"][PLAIN]["median"]
-    results: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    for method in missing:
-        for key in keys(name, method):
-            result = mean_step(times[method], key, sgd)
-            result["state_bytes"] = state_bytes(steps[method].optimizer)
-            result["whole_period_mean"] = _whole_period(
-                steps[method], key, result["seconds"], step_set.intervals
-            )
-            results.append((key, result))
     shared = {
         "batch_size": step_set.batch_size,
         "note": step_set.note,
         "parameter_bytes": sum(p.nbytes for p in steps["sgd"].model.parameters()),
-        "sgd_seconds": sgd,
         "busy_before": busy_before,
         "busy_after": busy_share(),
     }
-    for key, result in results:
-        file.add(key, {**shared, **result})
+    for method in missing:
+        for key in keys(name, method):
+            result = mean_step(times[method], key, sgd)
+            whole = _whole_period(steps[method], key, result["seconds"], step_set.intervals)
+            size = {"state_bytes": state_bytes(steps[method].optimizer)}
+            file.add(key, {**shared, **result, **size, "whole_period_mean": whole})
 
 
 def keys(name: str, method: str) -> list[dict[str, Any]]:
@@ -295,16 +249,11 @@ def keys(name: str, method: str) -> list[dict[str, Any]]:
 def mean_step(
     times: Mapping[Kind, Mapping[str, Any]], key: Mapping[str, Any], sgd: float
 ) -> dict[str, Any]:
-    """The mean step of a period, from its kinds.
-
-    Args:
-        times: the `summary` of every kind.
-        key: of the run, with T1 and T2.
-        sgd: the time of a step of SGD-m.
+    """The mean step of a period, from the `summary` of every kind and the time of SGD-m's step.
 
     Returns:
-        Seconds and quartiles (the kinds' quartiles, weighted alike), the ratio to SGD-m, the parts
-        of the mean, and each kind's share and times.
+        Seconds and quartiles (the kinds' quartiles, with the same weights), the ratio to SGD-m, the
+        parts of the mean, and each kind's times.
     """
     t1, t2 = key["stat_interval"], key["inverse_interval"]
     parts = shares(t1, t2) if t1 else {PLAIN: Fraction(1)}
@@ -315,11 +264,8 @@ def mean_step(
         "seconds": seconds,
         "quartiles": [amortised(end, parts) for end in ends],
         "ratio": seconds / sgd,
-        "components": components(medians, parts)._asdict(),
-        "kinds": {
-            kind.label: {"share": float(parts.get(kind, 0)), **known}
-            for kind, known in times.items()
-        },
+        "components": components(medians, parts),
+        "kinds": {kind.label: known for kind, known in times.items()},
     }
 
 
@@ -354,27 +300,21 @@ def page(runs: Sequence[Mapping[str, Any]]) -> str:
         lines += [f"## {name}", ""]
         lines += [f"Batches of {own[0]['batch_size']}, {size} MB of parameters{note}."]
         lines += [disturbance(own[0]), ""]
-        header = ["", "T1, T2", "mean step, ms", "over SGD-m", "authors", "plain step"]
+        header = ["", "T1, T2", "mean step, ms", "over SGD-m", "plain step"]
         header += ["+ statistics", "+ inverses", "whole period", "state, MB"]
         lines += table(header, [_row(run) for run in own])
     return "\n".join(lines)
 
 
 def _row(run: Mapping[str, Any]) -> list[str]:
-    key = run["key"]
-    pair = "" if key["stat_interval"] is None else f"{key['stat_interval']}, "
-    pair += "" if key["stat_interval"] is None else str(key["inverse_interval"])
-    start = [METHODS[key["method"]].label, pair]
+    key, whole = run["key"], run["whole_period_mean"]
+    first_order = key["stat_interval"] is None
     low, high = (milliseconds(end) for end in run["quartiles"])
-    authors = AUTHORS.get(
-        (key["set"], key["method"], key["stat_interval"], key["inverse_interval"])
-    )
-    whole = run["whole_period_mean"]
     return [
-        *start,
+        METHODS[key["method"]].label,
+        "" if first_order else f"{key['stat_interval']}, {key['inverse_interval']}",
         f"{milliseconds(run['seconds'])} ({low} to {high})",
         f"{run['ratio']:.2f}",
-        "" if authors is None else f"{authors:.2f}",
         *(milliseconds(run["components"][part]) for part in ("plain", "statistics", "inverses")),
         "" if whole is None else f"{whole / run['seconds']:.2f} †",
         megabytes(run["state_bytes"]),

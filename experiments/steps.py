@@ -2,8 +2,8 @@
 
 With T1 = stat_interval and T2 = inverse_interval, a step t has statistics at t % T1 == 0 and
 inverses at t % T2 == 0. A period of lcm(T1, T2) steps has a known number of each kind, so the mean
-time of a step is the sum of the kinds' times, weighted by their shares. The first T2 steps, which
-refresh the inverses with every statistic, are no part of it: `set_due` uses late steps.
+time of a step is the sum of the kinds' times, weighted by their shares. The first T2 steps refresh
+the inverses with every statistic; they do not count, so `set_due` uses late steps.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from experiments.methods import METHODS, Settings, build_optimizer
 from experiments.models import seeded
 from experiments.problems.problem import Problem
 from tools.measuring.clock import alternate
 
-# A step number far beyond the first T2 steps, and an interval at which nothing is due there or soon
-# after.
+# A step number far beyond the first T2 steps, and an interval with nothing due there or soon after.
 START = 1 << 20
 NEVER = 999_983
 
@@ -69,39 +69,25 @@ def amortised(seconds: Mapping[Kind, float], parts: Mapping[Kind, Fraction]) -> 
     return math.fsum(float(share) * seconds[kind] for kind, share in parts.items())
 
 
-class Components(NamedTuple):
-    """The parts of a mean step: a plain step, and what statistics and inverses add."""
-
-    plain: float
-    statistics: float
-    inverses: float
-
-
-def components(seconds: Mapping[Kind, float], parts: Mapping[Kind, Fraction]) -> Components:
-    """`amortised` in three parts.
+def components(seconds: Mapping[Kind, float], parts: Mapping[Kind, Fraction]) -> dict[str, float]:
+    """`amortised` in three parts: a plain step, and what statistics and inverses add.
 
     If both are due, inverses add what such a step takes beyond one with statistics only.
     """
     plain = seconds[PLAIN]
-    statistic = inverse = 0.0
+    found = {"plain": plain, "statistics": 0.0, "inverses": 0.0}
     for kind, share in parts.items():
         with_statistics = seconds[STATISTICS] if kind.statistics else plain
-        statistic += float(share) * (with_statistics - plain)
-        inverse += float(share) * (seconds[kind] - with_statistics)
-    return Components(plain, statistic, inverse)
+        found["statistics"] += float(share) * (with_statistics - plain)
+        found["inverses"] += float(share) * (seconds[kind] - with_statistics)
+    return found
 
 
 @dataclass(frozen=True)
 class TrainingStep:
     """One method's whole training step, on its own model and always the same batch.
 
-    Attributes:
-        model: is trained.
-        optimizer: over all its parameters.
-        inputs: of the batch.
-        targets: of the batch.
-        loss: of outputs and targets.
-        observes: whether the optimizer has `observe`, which gets the outputs.
+    `observes` says whether the optimizer has `observe`, which gets the outputs.
     """
 
     model: nn.Module
@@ -166,11 +152,11 @@ def time_kinds(
     """The times of each kind of step of every method; methods and kinds alternate.
 
     Args:
-        steps: the methods' training steps, by name. Each has been taken once: it has its state.
+        steps: the methods' training steps, by name. Each must have run once, so it has its state.
         kinds: the kinds of second-order methods; others have the plain step.
-        seconds: for all rounds together.
-        min_rounds: at least so many.
-        max_rounds: at most so many.
+        seconds: for all rounds together, between `min_rounds` and `max_rounds` of them.
+        min_rounds: of timing.
+        max_rounds: of timing.
 
     Raises:
         ValueError: a parameter did not change, or is no longer finite.
@@ -199,11 +185,7 @@ def time_kinds(
 
 
 def check_moved(name: str, model: nn.Module, start: Sequence[Tensor]) -> None:
-    """Refuse times of steps that changed nothing, or computed with numbers that are not finite.
-
-    Raises:
-        ValueError: names the method and the parameter.
-    """
+    """Refuse the times of steps that changed nothing or computed with non-finite numbers."""
     for (parameter_name, parameter), before in zip(model.named_parameters(), start, strict=True):
         if not bool(parameter.isfinite().all()):
             raise ValueError(f"{name}: {parameter_name} is no longer finite")
@@ -213,18 +195,5 @@ def check_moved(name: str, model: nn.Module, start: Sequence[Tensor]) -> None:
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of all tensors in the optimizer's state, without single numbers (counters)."""
-    found: dict[int, int] = {}
-
-    def visit(value: Any) -> None:
-        if isinstance(value, Tensor):
-            if value.dim() > 0:
-                found[value.data_ptr()] = value.nbytes
-        elif isinstance(value, Mapping):
-            for item in value.values():
-                visit(item)
-        elif isinstance(value, list | tuple):
-            for item in value:
-                visit(item)
-
-    visit(optimizer.state_dict())
-    return sum(found.values())
+    leaves = [leaf for leaf in tree_leaves(optimizer.state_dict()) if isinstance(leaf, Tensor)]
+    return sum({leaf.data_ptr(): leaf.nbytes for leaf in leaves if leaf.dim() > 0}.values())

@@ -28,7 +28,7 @@ from tnt_kernels import damped_inverse, mode_products
 QUICK = [Quick("theorem1", 0.5, "--steps 1000 --seeds 0,1,2")]
 
 BETAS = (0.55, 0.75, 0.95)
-# Step sizes as multiples of the theorem's; it says nothing of a multiple above 1.
+# Multiples of the theorem's step sizes; the theorem does not cover a multiple above 1.
 MULTIPLES = (1.0, 100.0)
 SIZES = {"examples": 500, "features": 12, "classes": 5}
 BATCH_SIZE = 10
@@ -42,13 +42,15 @@ def main(
     out: options.Out = None,
 ) -> None:
     """Theorem 1: the averaged squared gradient norm of the idealized TNT below its bound."""
-    options.set_machine(1)  # matrices of some dozen rows
+    options.set_machine(1)  # its matrices have a dozen rows
     out = out or Path("results/theorem1.json")
     problem = synthetic_problem(**SIZES, seed=DATA_SEED)
     first = torch.zeros(problem.shape, dtype=torch.float64)
     known = constants(problem, first, BATCH_SIZE, DAMPING)
+    rounded = {name: float(f"{v:.9g}") for name, v in asdict(known).items()}
+    protocol = {**SIZES, "damping": DAMPING, "steps": steps, **rounded}
     with user_errors():
-        file = RunFile(out, "theorem 1", _protocol(known, steps))
+        file = RunFile(out, "theorem 1", protocol)
     settings = [(beta, multiple) for multiple in MULTIPLES for beta in BETAS]
     for beta, multiple in settings:
         for seed in numbers(seeds):
@@ -65,21 +67,15 @@ def main(
 
 @dataclass(frozen=True)
 class SoftmaxRegression:
-    """Data; their uniform distribution is the true one.
+    """Data; their uniform distribution is the true one."""
 
-    Attributes:
-        inputs: (N, features), float64.
-        labels: (N,), int64.
-        classes: how many classes there are.
-    """
-
-    inputs: Tensor
-    labels: Tensor
+    inputs: Tensor  # (N, features), float64
+    labels: Tensor  # (N,), int64
     classes: int
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of W: (classes, features)."""
+        """The shape of W: (classes, features)."""
         return self.classes, self.inputs.shape[1]
 
     def loss(self, weights: Tensor) -> float:
@@ -114,7 +110,7 @@ class SoftmaxRegression:
 def synthetic_problem(examples: int, features: int, classes: int, seed: int) -> SoftmaxRegression:
     """Gaussian inputs of decaying variance, scaled to a mean square of 1, and random labels.
 
-    The labels are drawn from a softmax regression with a random W, so no W predicts them all.
+    A softmax regression with a random W draws the labels, so no W predicts them all.
     """
     generator = torch.Generator().manual_seed(seed)
     scales = torch.arange(1, features + 1, dtype=torch.float64).rsqrt()
@@ -128,25 +124,15 @@ def synthetic_problem(examples: int, features: int, classes: int, seed: int) -> 
 
 @dataclass(frozen=True)
 class Constants:
-    """The constants in Theorem 1, for softmax regression.
+    """The constants in Theorem 1, for softmax regression. H is F_TNT^-1."""
 
-    Attributes:
-        lipschitz: L, of the loss's gradient.
-        lowest: a lower bound of the loss.
-        first: the loss at the first W.
-        noise: sigma^2, of one example's gradient around the whole one.
-        batch_size: m.
-        kappa_low: H = F_TNT^-1 is at least kappa_low I at every W.
-        kappa_high: H is at most kappa_high I.
-    """
-
-    lipschitz: float
-    lowest: float
-    first: float
-    noise: float
-    batch_size: int
-    kappa_low: float
-    kappa_high: float
+    lipschitz: float  # L, of the loss's gradient
+    lowest: float  # a lower bound of the loss
+    first: float  # the loss at the first W
+    noise: float  # sigma^2, of one example's gradient around the whole gradient
+    batch_size: int  # m
+    kappa_low: float  # H >= kappa_low I at every W
+    kappa_high: float  # H <= kappa_high I at every W
 
     def step_size(self, t: int, beta: float) -> float:
         """alpha_t = kappa_low / (L kappa_high^2) t^-beta, for t = 1, 2, ..."""
@@ -165,17 +151,13 @@ class Constants:
     def bound(self, count: int, beta: float) -> float:
         """The right side of Theorem 1 for N = `count`, for the averaged squared gradient norm.
 
-        The second term is the paper's. As a bound of the noise it lacks sigma^2 / (m N), because
-        the sum of t^-beta from 1 to N is above the integral between the same limits.
+        The second term is the paper's. Its proof needs sigma^2 / (m N) more, because the sum of
+        t^-beta from 1 to N is above the integral between the same limits.
         """
         ratio = (self.kappa_high / self.kappa_low) ** 2
         descent = 2 * self.lipschitz * (self.largest_loss(beta) - self.lowest) * ratio
         noise = self.noise / ((1 - beta) * self.batch_size)
         return float(descent * count ** (beta - 1) + noise * (count**-beta - 1 / count))
-
-    def safe_bound(self, count: int, beta: float) -> float:
-        """`bound` plus the sigma^2 / (m N) that its proof needs."""
-        return self.bound(count, beta) + self.noise / (self.batch_size * count)
 
 
 def constants(
@@ -190,12 +172,6 @@ def constants(
       |p|^2 is at most 1 - 1 / classes. Lemma 9's proof turns them into a bound of F_TNT:
       |U_i| <= d_i |E[G^(i)]|^(1/2) / (d_1 d_2)^(1/2).
     - U_i >= 0: so kappa_high = damping^-2.
-
-    Args:
-        problem: the data.
-        first: W at the start.
-        batch_size: m.
-        damping: epsilon, positive.
     """
     classes, features = problem.shape
     second_moment = problem.inputs.T @ problem.inputs / len(problem.inputs)
@@ -237,14 +213,8 @@ def idealized_run(
 ) -> Iterator[Point]:
     """Algorithm 1 without end: the minibatch's gradient, preconditioned with exact expectations.
 
-    Args:
-        problem: the data; minibatches are drawn from it with replacement.
-        first: W at the start; not changed.
-        known: the theorem's constants, which give the batch size and the step sizes.
-        damping: epsilon.
-        beta: of the step sizes.
-        multiple: factor of the theorem's step sizes.
-        seed: of the minibatches.
+    Minibatches of `known.batch_size` are drawn with replacement, from `seed`. W starts at `first`,
+    which does not change. The step sizes are `multiple` times the theorem's.
     """
     generator = torch.Generator().manual_seed(seed)
     weights, count, t = first.clone(), len(problem.inputs), 0
@@ -268,37 +238,30 @@ def recorded_at(steps: int) -> list[int]:
 
 
 def averages(points: Iterator[Point], steps: int) -> dict[str, Any]:
-    """The averages over t <= N of the squared gradient norms, and the losses at N."""
+    """The averages over t <= N of the squared gradient norms, and the last loss."""
     wanted, total = set(recorded_at(steps)), 0.0
     means: list[float] = []
-    losses: list[float] = []
-    largest = -math.inf
     for _ in tqdm(range(steps), leave=False, disable=None):
         point = next(points)
         total += point.squared_norm
-        largest = max(largest, point.loss)
         if point.t in wanted:
             means.append(float(f"{total / point.t:.6g}"))
-            losses.append(float(f"{point.loss:.6g}"))
-    return {"averages": means, "losses": losses, "largest_loss": largest}
+    return {"averages": means, "final_loss": float(f"{point.loss:.6g}")}
 
 
 def curve(
     runs: Sequence[Mapping[str, Any]], known: Constants, steps: int, beta: float, multiple: float
 ) -> dict[str, Any]:
     """The mean over the seeds, which estimates the theorem's expectation, and the bound."""
-    chosen = [
-        run for run in runs if run["key"]["beta"] == beta and run["key"]["multiple"] == multiple
-    ]
-    columns = zip(*(run["averages"] for run in chosen), strict=True)
+    wanted = {"beta": beta, "multiple": multiple}
+    chosen = [run for run in runs if wanted.items() <= run["key"].items()]
     counts = recorded_at(steps)
     return {
-        "beta": beta,
-        "multiple": multiple,
+        **wanted,
         "counts": counts,
-        "averages": [statistics.fmean(column) for column in columns],
+        "averages": list(map(statistics.fmean, zip(*(r["averages"] for r in chosen), strict=True))),
         "bounds": [known.bound(count, beta) for count in counts],
-        "final_loss": statistics.fmean(run["losses"][-1] for run in chosen),
+        "final_loss": statistics.fmean(run["final_loss"] for run in chosen),
     }
 
 
@@ -310,15 +273,13 @@ def _line(curve: Mapping[str, Any]) -> str:
     )
     if curve["multiple"] > 1:
         return f"{start} (outside the theorem)"
-    holds = all(map(lambda own, limit: own <= limit, curve["averages"], curve["bounds"]))
-    return (
-        f"{start}, bound {bound:.3e}, {bound / average:.0f} times as much; "
-        f"it {'holds' if holds else 'DOES NOT HOLD'} at every N"
-    )
+    pairs = zip(curve["averages"], curve["bounds"], strict=True)
+    verdict = "holds" if all(own <= limit for own, limit in pairs) else "DOES NOT HOLD"
+    return f"{start}, bound {bound:.3e} ({bound / average:.0f} times) {verdict} at every N"
 
 
 def plot(curves: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Averages (solid) and bounds (dashed) against N; other step sizes dotted."""
+    """Draw averages (solid) and bounds (dashed) against N; larger step sizes are dotted."""
     figure, axes = pyplot.subplots(figsize=(9.6, 4.6), layout="constrained")
     colours = dict(zip(BETAS, ("#0072B2", "#D55E00", "#009E73"), strict=True))
     for one in curves:
@@ -335,17 +296,3 @@ def plot(curves: Sequence[Mapping[str, Any]], path: Path) -> None:
     plain_axes(axes)
     figure.legend(loc="outside right center", frameon=False, fontsize=8)
     save(figure, path, f"Idealized TNT on softmax regression, damping {DAMPING:g}")
-
-
-def _protocol(known: Constants, steps: int) -> dict[str, Any]:
-    return {
-        "problem": "softmax regression on synthetic data, W starts at zero",
-        **SIZES,
-        "data_seed": DATA_SEED,
-        "batch_size": BATCH_SIZE,
-        "damping": DAMPING,
-        "steps": steps,
-        "recorded_at": recorded_at(steps),
-        "constants": {name: float(f"{v:.9g}") for name, v in asdict(known).items()},
-        "largest_loss": "M_L is the loss at the start plus what the noise of the steps can add",
-    }

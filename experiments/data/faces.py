@@ -86,7 +86,6 @@ def faces_images(folder: str | Path, count: int | None = None) -> Faces:
 
 
 def _original_patches(path: Path) -> Tensor:
-    """The training patches of Martens' file, (103500, 625)."""
     patches = _rows(path, _SIDE**2)
     if patches.shape[0] < _TRAINING_PATCHES:
         raise ValueError(

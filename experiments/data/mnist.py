@@ -19,11 +19,7 @@ _UNSIGNED_BYTE = 0x08
 def read_idx(path: str | Path) -> Tensor:
     """Read an IDX file of unsigned bytes, gzipped if its name ends in `.gz`.
 
-    Args:
-        path: the file. Its header is 00 00 08 k, then k big-endian 32-bit sizes, then the data.
-
-    Returns:
-        A uint8 tensor of the k sizes.
+    The header is 00 00 08 k, then k big-endian 32-bit sizes. Returns a uint8 tensor of these sizes.
 
     Raises:
         ValueError: the file is no such IDX file, too short, too long, or corrupt gzip.

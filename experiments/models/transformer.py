@@ -15,10 +15,11 @@ class CharacterTransformer(nn.Module):
     Pre-norm blocks, learned position embeddings, a GELU net of 4 width, no dropout, and an output
     layer of its own (not the transposed embedding). Queries, keys and values have a linear layer
     each: one layer of shape (3 width, width) would have one Kronecker factor for all three outputs,
-    with 9 times the memory and 27 times the work of a factor of one of them.
+    with 9 times the memory and 27 times the work of a factor of one of them. The linear layers have
+    no biases: each would need a full factor for very few parameters.
 
     GPT-2's initialisation: weights and embeddings N(0, 0.02^2); layers that add to the residual
-    stream have 1 / sqrt(2 layers) of that deviation; biases 0.
+    stream have 1 / sqrt(2 layers) of that deviation.
 
     Args:
         characters: how many there are.
@@ -26,41 +27,27 @@ class CharacterTransformer(nn.Module):
         layers: blocks.
         heads: of the attention; must divide `width`.
         context: the longest sequence.
-        bias: whether the blocks' linear layers have biases. Each would need a full factor, (4
-            width, 4 width) in the GELU net, for very few parameters.
 
     Raises:
         ValueError: `heads` does not divide `width`.
     """
 
-    def __init__(
-        self,
-        characters: int,
-        width: int,
-        layers: int,
-        heads: int,
-        context: int,
-        *,
-        bias: bool = False,
-    ) -> None:
+    def __init__(self, characters: int, width: int, layers: int, heads: int, context: int) -> None:
         super().__init__()
         if width % heads:
             raise ValueError(f"heads must divide width, {width}, got {heads}")
         self.context = context
         self.character_embedding = nn.Embedding(characters, width)
         self.position_embedding = nn.Embedding(context, width)
-        self.blocks = nn.Sequential(*[_Block(width, heads, bias) for _ in range(layers)])
+        self.blocks = nn.Sequential(*[_Block(width, heads) for _ in range(layers)])
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, characters, bias=False)
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
-            if isinstance(module, nn.Linear) and module.bias is not None:
-                nn.init.zeros_(module.bias)
-        for module in self.blocks:
-            assert isinstance(module, _Block)
-            for linear in (module.attention.output, module.contract):
-                nn.init.normal_(linear.weight, std=0.02 / math.sqrt(2 * layers))
+        for name, parameter in self.blocks.named_parameters():
+            if name.endswith(("attention.output.weight", "contract.weight")):
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the logits of each next character, one row a position.
@@ -84,13 +71,13 @@ class CharacterTransformer(nn.Module):
 class _Block(nn.Module):
     """(N, T, width) to the same: attention and a net of one hidden layer, each with a residual."""
 
-    def __init__(self, width: int, heads: int, bias: bool) -> None:
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(width)
-        self.attention = _CausalAttention(width, heads, bias)
+        self.attention = _CausalAttention(width, heads)
         self.net_norm = nn.LayerNorm(width)
-        self.expand = nn.Linear(width, 4 * width, bias=bias)
-        self.contract = nn.Linear(4 * width, width, bias=bias)
+        self.expand = nn.Linear(width, 4 * width, bias=False)
+        self.contract = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
         hidden = hidden + self.attention(self.attention_norm(hidden))
@@ -101,13 +88,13 @@ class _Block(nn.Module):
 class _CausalAttention(nn.Module):
     """(N, T, width) to the same: every position attends to itself and to earlier ones."""
 
-    def __init__(self, width: int, heads: int, bias: bool) -> None:
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.query = nn.Linear(width, width, bias=bias)
-        self.key = nn.Linear(width, width, bias=bias)
-        self.value = nn.Linear(width, width, bias=bias)
-        self.output = nn.Linear(width, width, bias=bias)
+        self.query = nn.Linear(width, width, bias=False)
+        self.key = nn.Linear(width, width, bias=False)
+        self.value = nn.Linear(width, width, bias=False)
+        self.output = nn.Linear(width, width, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
         query, key, value = (

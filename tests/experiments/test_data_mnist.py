@@ -117,18 +117,8 @@ def test_the_real_files(real_data: Callable[[str], Path]) -> None:
     folder = real_data("mnist")
     labels = mnist_labels(folder)
     assert labels[:10].tolist() == [5, 0, 4, 1, 9, 2, 1, 3, 1, 4]
-    assert labels.bincount().tolist() == [
-        5923,
-        6742,
-        5958,
-        6131,
-        5842,
-        5421,
-        5918,
-        6265,
-        5851,
-        5949,
-    ]
+    counts = [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
+    assert labels.bincount().tolist() == counts
     images, small = mnist_images(folder), mnist_16x16(folder)
     assert images.shape == (60000, 784)
     assert images.mean().item() == pytest.approx(0.1307, abs=5e-5)
