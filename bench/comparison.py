@@ -54,22 +54,15 @@ BASELINE_TOLERANCE = 10
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to compute the same result.
+    """One way to compute the same result."""
 
-    Attributes:
-        name: as in the tables.
-        run: computes once, on its own copies of the tensors that it changes.
-        results: the computed tensors, compared with the expected ones and checked to stay finite.
-        updated: tensors that every run must change.
-        compared: False if its results are not those of the reference.
-        graph: False if no CUDA graph can hold the run, as one that reads a number on the host.
-    """
-
-    name: str
-    run: Callable[[], object]
+    name: str  # as in the tables
+    run: Callable[[], object]  # computes once, on its own copies of the tensors that it changes
+    # The computed tensors, compared with the expected ones and checked to stay finite
     results: Callable[[], Sequence[Tensor]]
-    updated: Sequence[Tensor] = ()
-    compared: bool = True
+    updated: Sequence[Tensor] = ()  # tensors that every run must change
+    compared: bool = True  # False if its results are not those of the reference
+    # False if no CUDA graph can hold the run: it reads a number on the host.
     graph: bool = True
 
 
@@ -128,7 +121,8 @@ class Comparison:
                 nothing.
         """
         if tolerance is None and expected:
-            tolerance = TOLERANCES[tolerance_key(self.device, self.precision)][op]
+            exact = self.precision == "highest"
+            tolerance = TOLERANCES[self.device.type if exact else "reduced precision"][op]
         errors: dict[str, float] = {}
         for candidate in candidates:
             candidate.run()
@@ -161,9 +155,7 @@ class Comparison:
                 row["baseline"] = True
             rows.append(row)
         if work is not None:
-            rows[0]["work"] = [
-                n // steps for n in (work.useful_flops, work.effective_flops, work.bytes)
-            ]
+            rows[0]["work"] = [work.flops // steps, work.bytes // steps]
             rows[0]["symmetric"] = symmetric
         if any(notes):
             rows[0]["note"] = "; ".join(filter(None, notes))
@@ -232,11 +224,6 @@ def captured(run: Callable[[], object]) -> Callable[[], object]:
     graph.replay()
     torch.cuda.synchronize()
     return graph.replay
-
-
-def tolerance_key(device: torch.device, precision: str) -> str:
-    """Which row of ``TOLERANCES`` holds."""
-    return device.type if precision == "highest" else "reduced precision"
 
 
 def relative_error(results: Sequence[Tensor], expected: Sequence[Tensor]) -> float:

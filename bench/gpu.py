@@ -43,21 +43,13 @@ _SANITIZED = "test_alone or test_layouts or test_failed_factors"
 
 @dataclass(frozen=True)
 class Stage:
-    """One part of the job.
+    """One part of the job."""
 
-    Attributes:
-        name: as on the command line.
-        seconds: its time limit; the time that earlier stages leave over is added.
-        command: a program and its arguments.
-        needs: programs and Python modules without which it cannot run.
-        environment: added to the driver's.
-    """
-
-    name: str
-    seconds: float
-    command: tuple[str, ...]
-    needs: tuple[str, ...] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
+    name: str  # as on the command line
+    seconds: float  # its time limit; the time that earlier stages leave over is added
+    command: tuple[str, ...]  # a program and its arguments
+    needs: tuple[str, ...] = ()  # programs and Python modules without which it cannot run
+    environment: Mapping[str, str] = field(default_factory=dict)  # added to the driver's
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ def binding(limits: Limits, work: Work, *, symmetric: bool, precision: str) -> t
     product = "ssyrk" if symmetric else "sgemm"
     if product not in limits:
         product = _PRODUCT_OF[precision]
-    least = {product: work.useful_flops / limits[product], "copy": work.bytes / limits["copy"]}
+    least = {product: work.flops / limits[product], "copy": work.bytes / limits["copy"]}
     name = max(least, key=lambda name: least[name])
     return name, least[name]
 

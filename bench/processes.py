@@ -28,7 +28,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.spawn import spawn
 from tqdm import tqdm
 
-from bench.report import origin
+from bench.report import DIGITS, origin, write
 from tnt_optim import TNT
 from tools.measuring.clock import busy_share, now
 from tools.measuring.parameter_sets import PARAMETER_SETS
@@ -48,21 +48,13 @@ _MIB = 2**20
 
 @dataclass(frozen=True)
 class Case:
-    """One measurement.
+    """One measurement."""
 
-    Attributes:
-        parameters: the name of a parameter set.
-        way: one of `WAYS`; "none" for a single process.
-        processes: how many.
-        periods: of T2 steps each, timed after one untimed period.
-        device: "cpu", or "cuda" with one GPU for each process.
-    """
-
-    parameters: str
-    way: str
-    processes: int
-    periods: int
-    device: str = "cpu"
+    parameters: str  # the name of a parameter set
+    way: str  # one of `WAYS`; "none" for a single process
+    processes: int  # how many
+    periods: int  # of T2 steps each, timed after one untimed period
+    device: str = "cpu"  # "cpu", or "cuda" with one GPU for each process
 
 
 class Parameters(nn.Module):
@@ -320,10 +312,9 @@ def main(
     }  # fmt: skip
     for case in tqdm(list(cases(sets.split(","), counts, periods, device)), disable=None):
         record["rows"].append(measured(case, threads))
-        write_json(out, record, digits=6)
+        write_json(out, record, DIGITS)
     record["protocol"]["busy_after"] = busy_share()
-    write_json(out, record, digits=6)
-    out.with_suffix(".md").write_text(page(record), encoding="utf-8")
+    write(out, record, page)
     typer.echo(f"wrote {out} and {out.with_suffix('.md')}")
 
 

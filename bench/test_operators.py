@@ -131,7 +131,7 @@ def root(parameter_set: ParameterSet, device: torch.device) -> Problem:
         ],
         flat(expected),
         # Products of polynomials of one matrix are symmetric.
-        Work(counted // 2, counted, read_and_written),
+        Work(counted // 2, read_and_written),
         note="flops are those of the reference's iteration",
     )
 

@@ -7,7 +7,6 @@ another gradient, and ``observe`` adds a second backward before it.
 
 from __future__ import annotations
 
-import importlib
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -35,19 +34,12 @@ CYCLE_SETS = ("mnist_ae", "resnet32")
 
 @dataclass(frozen=True)
 class Kind:
-    """What is due at the steps of one run.
+    """What is due at the steps of one run."""
 
-    Attributes:
-        name: as in the tables.
-        first_step: number t of the first of them, beyond the warm start and the first T2 steps.
-        steps: how many.
-        stat_interval: T1.
-    """
-
-    name: str
-    first_step: int
-    steps: int
-    stat_interval: int
+    name: str  # as in the tables
+    first_step: int  # number t of the first of them, beyond the warm start and the first T2 steps
+    steps: int  # how many
+    stat_interval: int  # T1
 
     def due(self, interval: int) -> int:
         """How many of the steps are multiples of an interval."""
@@ -167,15 +159,8 @@ def test_methods(
         parameters.candidate("plain torch", plain_torch, compared=True),
         parameters.candidate("AdamW", other(lambda p: torch.optim.AdamW(p, lr=LR, fused=True))),
         parameters.candidate("SGD", other(lambda p: torch.optim.SGD(p, LR, 0.9, fused=True))),
+        parameters.candidate("Muon with AdamW", lambda p: _muon(p, kind)),
     ]
-    note = ""
-    if hasattr(torch.optim, "Muon"):
-        candidates.append(parameters.candidate("Muon with AdamW", lambda p: _muon(p, kind)))
-    shampoo = _distributed_shampoo()
-    if shampoo is None:
-        note = "distributed_shampoo is not installed"
-    else:
-        candidates.append(parameters.candidate("distributed_shampoo", other(shampoo)))
     # In TF32 the statistics differ by 1e-3, which their inverses amplify beyond comparison.
     exact = compare.precision == "highest"
     compare(
@@ -187,7 +172,6 @@ def test_methods(
         tolerance=STEP_TOLERANCE,
         kind=kind.name,
         steps=kind.steps,
-        note=note,
     )
 
 
@@ -294,27 +278,6 @@ def _muon(params: list[nn.Parameter], kind: Kind) -> Callable[[], None]:
                 optimizer.step()
 
     return run
-
-
-def _distributed_shampoo() -> Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None:
-    """Distributed Shampoo of facebookresearch in one process; None if it is not installed."""
-    try:
-        module = importlib.import_module("distributed_shampoo.distributed_shampoo")
-    except ImportError:
-        return None
-
-    def make(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-        optimizer: torch.optim.Optimizer = module.DistributedShampoo(
-            params,
-            lr=LR,
-            betas=(0.9, 0.9),
-            epsilon=1e-3,
-            max_preconditioner_dim=8192,
-            precondition_frequency=T2,
-        )
-        return optimizer
-
-    return make
 
 
 def _reference_movement(parameters: Parameters, kind: Kind) -> list[Tensor]:

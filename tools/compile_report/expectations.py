@@ -30,21 +30,13 @@ def wanted_product(c: Compiled) -> str:
 
 @dataclass(frozen=True)
 class Narrow:
-    """Loads of wide classes that are known to be narrow, and why.
+    """Loads of wide classes that are known to be narrow, and why."""
 
-    Attributes:
-        kernel: module and name.
-        loads: their names.
-        settings: constants that the class must have.
-        capabilities: of the architectures.
-        reason: why they are narrow.
-    """
-
-    kernel: str
-    loads: tuple[str, ...]
-    settings: Mapping[str, tuple[str, ...]]
-    capabilities: tuple[int, ...]
-    reason: str
+    kernel: str  # module and name
+    loads: tuple[str, ...]  # their names
+    settings: Mapping[str, tuple[str, ...]]  # constants that the class must have
+    capabilities: tuple[int, ...]  # of the architectures
+    reason: str  # why they are narrow
 
     def covers(self, c: Compiled, load: str) -> bool:
         """Whether this exception holds for a load."""

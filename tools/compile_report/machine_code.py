@@ -63,58 +63,37 @@ class Line(NamedTuple):
 
 @dataclass
 class Site:
-    """A load or a product in a loop of a kernel.
+    """A load or a product in a loop of a kernel."""
 
-    Attributes:
-        name: its branch and operand, as ``rows_are_dense: a``.
-        kind: ``load`` or ``dot``.
-        lines: its lines of source.
-    """
-
-    name: str
-    kind: str
-    lines: frozenset[Line]
+    name: str  # its branch and operand, as ``rows_are_dense: a``
+    kind: str  # ``load`` or ``dot``
+    lines: frozenset[Line]  # its lines of source
 
 
 @dataclass
 class Compiled:
-    """One kernel, compiled for one architecture.
+    """One kernel, compiled for one architecture."""
 
-    Attributes:
-        kernel: its name.
-        settings: its compile-time constants and options.
-        capability: of the architecture, 80 for sm_80.
-        warps: of a block.
-        registers: of a thread.
-        stack: bytes of a thread's stack, which holds the spilled registers.
-        spill_loads: LDL instructions.
-        spill_stores: STL instructions.
-        shared: bytes of shared memory of a block.
-        tensor_memory: columns of a block.
-        instructions: number of product instructions, by name.
-        products: the instruction of every product in a loop.
-        loads: number of instructions by width in bytes, of every load in a loop.
-        element_bytes: bytes of an element, of every load in a loop.
-        vector: elements that a load takes at a time.
-        error: why it did not compile; then nothing else is known.
-    """
-
-    kernel: str
-    settings: dict[str, Any]
-    capability: int
-    warps: int
-    registers: int = 0
-    stack: int = 0
-    spill_loads: int = 0
-    spill_stores: int = 0
-    shared: int = 0
-    tensor_memory: int = 0
+    kernel: str  # its name
+    settings: dict[str, Any]  # its compile-time constants and options
+    capability: int  # of the architecture, 80 for sm_80
+    warps: int  # of a block
+    registers: int = 0  # of a thread
+    stack: int = 0  # bytes of a thread's stack, which holds the spilled registers
+    spill_loads: int = 0  # LDL instructions
+    spill_stores: int = 0  # STL instructions
+    shared: int = 0  # bytes of shared memory of a block
+    tensor_memory: int = 0  # columns of a block
+    # The number of product instructions, by name.
     instructions: dict[str, int] = field(default_factory=dict)
+    # The instruction of every product in a loop.
     products: dict[str, str] = field(default_factory=dict)
+    # Every load in a loop: the number of its instructions by their width in bytes.
     loads: dict[str, dict[int, int]] = field(default_factory=dict)
+    # Every load in a loop: the bytes of an element.
     element_bytes: dict[str, int] = field(default_factory=dict)
-    vector: int = 1
-    error: str = ""
+    vector: int = 1  # elements that a load takes at a time
+    error: str = ""  # why it did not compile; then nothing else is known
 
     @property
     def too_large(self) -> str:

@@ -25,15 +25,6 @@ def launch_bound(times: Sequence[float]) -> list[bool]:
     return [time < LAUNCH_FACTOR * times[0] for time in times]
 
 
-def lost_in_noise(times: Sequence[float], floor: float) -> list[bool]:
-    """For each interval, whether what it adds to the bare step is less than a tenth of that step.
-
-    >>> lost_in_noise([3.0, 1.05, 0.99], floor=1.0)
-    [False, True, True]
-    """
-    return [time - floor < LEAST_EXCESS * floor for time in times]
-
-
 def exponent(sizes: Sequence[float], values: Sequence[float]) -> float | None:
     """The slope of log(values) over log(sizes) by least squares; None with fewer than 3 points.
 

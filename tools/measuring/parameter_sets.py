@@ -20,18 +20,12 @@ MAX_FACTOR_DIM = 8192  # the optimizers' default
 
 @dataclass(frozen=True)
 class ParameterSet:
-    """The parameters of one model.
+    """The parameters of one model."""
 
-    Attributes:
-        name: as in the tables.
-        shapes: each parameter's shape.
-        note: what the set leaves out; every report of the set repeats it.
-        each_dimension_a_mode: True if a tensor of more than two dimensions is no convolution.
-    """
-
-    name: str
-    shapes: tuple[Shape, ...]
-    note: str = ""
+    name: str  # as in the tables
+    shapes: tuple[Shape, ...]  # each parameter's shape
+    note: str = ""  # what the set leaves out; every report of the set repeats it
+    # True if a tensor of more than two dimensions is no convolution
     each_dimension_a_mode: bool = False
 
     @property
@@ -124,4 +118,3 @@ _ALL = (
 PARAMETER_SETS = {s.name: s for s in _ALL}
 # The default, in the order of the tables.
 DEFAULT_SETS = ("mnist_ae", "faces_ae", "resnet32", "vgg16", "gpt2", "square4096")
-QUICK_SETS = ("mnist_ae", "resnet32")
