@@ -152,18 +152,8 @@ def root_eigh(stats: Modes, damping: float, roots: Sequence[int], out: Modes) ->
 class PlainTNT:
     """The whole step of TNT on empirical gradients, made of (i), (iii) and (iv).
 
-    The schedule is that of ``tnt_optim.TNT`` with ``fisher="empirical"``, without its warm start
-    and without its checks for gradients that are not finite.
-
-    Args:
-        params: contiguous float32 parameters with gradients.
-        lr: alpha in the paper.
-        damping: epsilon in the paper.
-        momentum: mu in the paper.
-        stat_decay: beta in the paper.
-        weight_decay: gamma in the paper.
-        stat_interval: T1 in the paper.
-        inverse_interval: T2 in the paper.
+    Settings and schedule are those of ``tnt_optim.TNT`` with ``fisher="empirical"``; there is no
+    warm start and no check for gradients that are not finite. The parameters are contiguous.
     """
 
     def __init__(
@@ -200,7 +190,7 @@ class PlainTNT:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Takes one step."""
+        """Take one step."""
         grads = [
             p.grad.view(w.shape)
             for p, w in zip(self.params, self.weights, strict=True)

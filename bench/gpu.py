@@ -129,11 +129,6 @@ def _has(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
-def missing(stage: Stage) -> list[str]:
-    """The programs and modules that a stage needs and that are not here."""
-    return [name for name in stage.needs if find_tool(name) is None and not _has(name)]
-
-
 def run_stages(
     planned: Sequence[Stage],
     logs: Path,
@@ -155,7 +150,7 @@ def run_stages(
         kept = sum(later.seconds for later in planned[number + 1 :])
         left = end - time.monotonic()
         limit = min(left, max(left - kept, stage.seconds))
-        lacking = missing(stage)
+        lacking = [name for name in stage.needs if not (find_tool(name) or _has(name))]
         if lacking:
             outcome = Outcome(stage.name, NOT_RUN, 0.0, f"{', '.join(lacking)} is not installed")
         elif limit < LEAST_SECONDS:
@@ -260,8 +255,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=main.__doc__)
     parser.add_argument("--out", type=Path, default=Path("results/gpu"), help="folder of records")
     parser.add_argument("--stage", help="some stages, separated by commas")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="for all stages")
-    parser.add_argument("--commit", help="recorded if the files have no git")
     options = parser.parse_args(arguments)
     found = look()
     if found["device"] is None:
@@ -276,11 +269,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if set(asked) - set(known):
             parser.error(f"--stage must be of {', '.join(known)}, got {options.stage}")
         planned = [s for s in planned if s.name in asked]
-    if options.commit:
-        os.environ["TNT_COMMIT"] = options.commit
     # The driver ends its stage if it is ended itself.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    outcomes = run_stages(planned, out / "logs", options.seconds)
+    outcomes = run_stages(planned, out / "logs", SECONDS)
     print("\n".join(["", *(outcome.line() for outcome in outcomes), f"results: {out}"]))
     return int(any(o.status in (FAILED, TIMED_OUT) for o in outcomes))
 

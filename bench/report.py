@@ -1,16 +1,10 @@
-"""The page of a record: every candidate, every ratio, losing cases in bold.
-
-`python -m bench.report results/bench.json` writes `results/bench.md`. `pytest bench` and the other
-commands write their page themselves.
-"""
+"""The page of a record: every candidate, every ratio, losing cases in bold."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from tools.measuring.records import read_json, write_json
 from tools.measuring.tables import disturbance, milliseconds, table, times
@@ -118,14 +112,3 @@ def _rates(row: Row) -> tuple[str, str, str]:
 
 def _span(values: Iterable[float], form: Any) -> str:
     return " to ".join(form(value) for value in values)
-
-
-def main(record: Annotated[Path, typer.Argument(help="a record of `pytest bench`")]) -> None:
-    """Write the page of a record, next to it."""
-    path = record.with_suffix(".md")
-    path.write_text(page(read_json(record)), encoding="utf-8")
-    typer.echo(f"wrote {path}")
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -12,19 +12,20 @@ All three files must be equal. The script uses public names only, so that it run
 ``PYTHONPATH=CLONE:CLONE/python`` selects the clone it imports.
 """
 
-import argparse
 import hashlib
+import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+import typer
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 from tnt_optim import KFAC, TNT, Shampoo, with_fallback
@@ -100,11 +101,10 @@ def train(
     opt = make(wrapped)
     observe = getattr(opt, "observe", lambda output: None)
     criterion = nn.CrossEntropyLoss()
-    folder = save or resume
-    path = None if folder is None else folder / f"{name}-{rank}.pt"
+    file = f"{name}-{rank}.pt"
     start = 0
-    if resume is not None and path is not None and path.exists():
-        saved = torch.load(path, weights_only=True)
+    if resume is not None and (resume / file).exists():
+        saved = torch.load(resume / file, weights_only=True)
         model.load_state_dict(saved["model"])
         opt.load_state_dict(saved["optimizer"])
         start = CHECKPOINT_STEP
@@ -116,8 +116,8 @@ def train(
         warm = opt.warm_start  # type: ignore[attr-defined]
         warm(outputs, **({} if isinstance(opt, KFAC) else {"model": model}))
     for step in range(start, STEPS):
-        if save is not None and path is not None and step == CHECKPOINT_STEP:
-            torch.save({"model": model.state_dict(), "optimizer": opt.state_dict()}, path)
+        if save is not None and step == CHECKPOINT_STEP:
+            torch.save({"model": model.state_dict(), "optimizer": opt.state_dict()}, save / file)
         opt.zero_grad()
         for number in range(micro_batches):
             x, y = batch(step + 100 * number, rank, dtype)
@@ -253,31 +253,26 @@ def _or_error(*args: Any, **kwargs: Any) -> str:
         return f"refused: {type(error).__name__}"
 
 
-def main() -> None:
-    """Prints a line for each case."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--save", type=Path, help="write each case's checkpoint of step 15 here")
-    parser.add_argument("--resume", type=Path, help="start each case from its checkpoint here")
-    parser.add_argument("--only", default="", help="cases whose names contain this")
-    args = parser.parse_args()
-    if args.save:
-        args.save.mkdir(parents=True, exist_ok=True)
+def main(
+    save: Annotated[Path | None, typer.Option(help="folder for checkpoints of step 15")] = None,
+    resume: Annotated[Path | None, typer.Option(help="folder of checkpoints to start from")] = None,
+    only: Annotated[str, typer.Option(help="cases whose names contain this")] = "",
+) -> None:
+    """Print a line for each case."""
+    if save:
+        save.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     for name, (make, how) in single_process_cases().items():
-        if args.only in name:
-            print(name, _or_error(name, make, **how, save=args.save, resume=args.resume))
-    with tempfile.TemporaryDirectory() as folder, mp.Manager() as manager:
+        if only in name:
+            print(name, _or_error(name, make, **how, save=save, resume=resume))
+    with tempfile.TemporaryDirectory() as folder, multiprocessing.Manager() as manager:
         results = manager.dict()
-        if any(args.only in name for name in two_process_cases()):
+        if any(only in name for name in two_process_cases()):
             os.environ["OMP_NUM_THREADS"] = "1"
-            mp.spawn(  # type: ignore[attr-defined,no-untyped-call]
-                _process, (os.path.join(folder, "store"), results), nprocs=2
-            )
+            spawn(_process, (f"{folder}/store", results), nprocs=2)
         for (name, rank), value in sorted(results.items()):
             print(f"{name}-rank{rank}", value)
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

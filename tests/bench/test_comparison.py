@@ -153,7 +153,7 @@ def test_candidates_equal_the_reference(op: str) -> None:
             before = [tensor.clone() for tensor in candidate.updated]
             candidate.run()
             error = relative_error(candidate.results(), problem.expected)
-            check_close(candidate.name, error, TOLERANCES["cpu"][op])
+            check_close(candidate.name, error, TOLERANCES[op]["cpu"])
             check_updated(candidate.name, before, candidate.updated)
     work = problem.work
     assert work.flops > 0 and work.bytes > 0

@@ -15,14 +15,13 @@ SUPPORTED = (80, 90, 100)
 MATRIX_UNITS = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}
 # Triton has no float64 products for Blackwell's matrix units.
 FLOAT64_UNITS = {80: "DMMA", 90: "DMMA", 100: "DFMA"}
-PLAIN_UNITS = {"fp64": "DFMA"}  # else FFMA
 
 
 def wanted_product(c: Compiled) -> str:
     """The instruction that a kernel's products must use."""
     is_double = c.settings.get("STATE") == "fp64"
     if c.settings.get("PRECISION") == "ieee" and not is_double:
-        return PLAIN_UNITS.get(str(c.settings.get("STATE")), "FFMA")
+        return "FFMA"
     if is_double:
         return FLOAT64_UNITS[c.capability]
     return MATRIX_UNITS[c.capability if int(c.settings["BLOCK"]) >= LARGE_TILE else 80]
