@@ -115,7 +115,7 @@ def test_a_fault_changes_the_training(tmp_path: Path) -> None:
             with pytest.warns() if set(wanted) & {"spoiled", "negative"} else nullcontext():
                 training.step(step, part(0, 1), **wanted)
         assert torch.equal(training.taken, torch.ones(12, dtype=torch.int64))
-        ends.add(training.digest())
+        ends.add(tuple(training.parameters().tolist()))
     assert len(ends) == 4
 
 

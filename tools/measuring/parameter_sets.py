@@ -7,7 +7,6 @@ weight, and only a diagonal for a mode above 8192.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -39,16 +38,6 @@ class ParameterSet:
     def diagonal(self) -> list[tuple[bool, ...]]:
         """For each parameter and mode, whether only the diagonal of its statistic is kept."""
         return [diagonal_modes(view, MAX_FACTOR_DIM) for view in self.views]
-
-    @property
-    def modes(self) -> int:
-        """The number of modes."""
-        return sum(len(view) for view in self.views)
-
-    @property
-    def numbers(self) -> int:
-        """The number of numbers in all parameters."""
-        return sum(math.prod(shape) for shape in self.shapes)
 
 
 def autoencoder(widths: Sequence[int]) -> list[Shape]:

@@ -1,15 +1,4 @@
-"""The one format of records: compact JSON with a row a line, so that differences read well.
-
-```
-{
- "provenance": {"commit": ..., "machine": ...},
- "rows": [
-  {"op": "gram_ema_", "set": "mnist_ae", "median": 0.0071},
-  {"op": "gram_ema_", "set": "resnet32", "median": 0.0003}
- ]
-}
-```
-"""
+"""The one format of records: compact JSON with a row a line, so that differences read well."""
 
 from __future__ import annotations
 
