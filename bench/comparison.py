@@ -76,17 +76,9 @@ class Comparison:
     ) -> None:
         """Compare ``candidates``; the first one is the base of all ratios.
 
-        Args:
-            op: the operator, or the name of the comparison.
-            parameter_set: the tensors.
-            candidates: ours, then the baselines.
-            expected: the results of the reference after one run.
-            work: of one run; None if it is not counted.
-            tolerance: of our results; None for the operator's own.
-            symmetric: whether the flops are those of a symmetric product.
-            kind: the kind of step.
-            steps: of one run; times and work are recorded for one step.
-            note: repeated below the table.
+        ``expected`` are the results of the reference after one run, ``tolerance`` is that of ours
+        (None for the operator's own), ``symmetric`` says whether the product is symmetric. A run
+        makes ``steps`` steps; times and work are recorded for one. The note stands below the table.
 
         Raises:
             ValueError: a candidate computes another result, a number that is not finite, or

@@ -113,15 +113,11 @@ class Record:
 @pytest.fixture(scope="session")
 def record(pytestconfig: pytest.Config, device: torch.device) -> Iterator[Record | None]:
     """The record; None with --benchmark-disable, which only checks the candidates."""
-    if pytestconfig.getoption("--benchmark-disable"):
+    option = pytestconfig.getoption
+    if option("--benchmark-disable"):
         yield None
         return
-    made = Record(
-        Path(pytestconfig.getoption("--out")),
-        device,
-        pytestconfig.getoption("--seconds"),
-        pytestconfig.getoption("--limit-size"),
-    )
+    made = Record(Path(option("--out")), device, option("--seconds"), option("--limit-size"))
     yield made
     made.end()
 

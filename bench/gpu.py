@@ -71,9 +71,7 @@ class Outcome:
 def stages(out: Path, capability: str) -> list[Stage]:
     """All stages of the job in their order; their limits add up to less than ten minutes.
 
-    Args:
-        out: folder of the records.
-        capability: of the GPU, "9.0" for sm_90.
+    The records go to ``out``; the capability is that of the GPU, "9.0" for sm_90.
     """
     python = sys.executable
     pytest = (python, "-m", "pytest", "-p", "no:cacheprovider")
@@ -135,13 +133,10 @@ def run_stages(
     seconds: float,
     say: Callable[[str], None] = print,
 ) -> list[Outcome]:
-    """Run every stage, whatever happens to the others.
+    """Run every stage, whatever happens to the others, in ``seconds`` for all of them.
 
-    Args:
-        planned: in their order.
-        logs: folder of the logs, and of `outcomes.json`, which grows stage by stage.
-        seconds: for all of them. A stage gets its limit and what earlier stages left over.
-        say: prints a line.
+    A stage gets its limit and the time that earlier stages left over. The folder ``logs`` also gets
+    `outcomes.json`, which grows stage by stage.
     """
     logs.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + seconds

@@ -41,11 +41,8 @@ def matmul_precision(setting: str) -> Iterator[None]:
 def binding(limits: Limits, work: Work, *, symmetric: bool, precision: str) -> tuple[str, float]:
     """The limit that binds, and the least seconds for ``work``.
 
-    Args:
-        limits: of ``measure_limits``: flops and bytes a second.
-        work: of one run.
-        symmetric: whether the product is symmetric, for which a CPU has a routine of its own.
-        precision: of float32 products on a GPU.
+    A CPU has a routine of its own for a symmetric product; on a GPU the precision of float32
+    products counts.
     """
     product = "ssyrk" if symmetric else "sgemm"
     if product not in limits:
@@ -63,12 +60,9 @@ def better(first: Limits, second: Limits) -> dict[str, Any]:
 def measure_limits(
     device: torch.device | str = "cpu", size: int = 4096, numbers: int = COPY_NUMBERS
 ) -> dict[str, Any]:
-    """Flops a second of products, and bytes a second (read and written) of a copy.
+    """Flops a second of square products, and bytes a second (read and written) of a copy.
 
-    Args:
-        device: "cpu" takes about four seconds on two cores.
-        size: of the square matrices.
-        numbers: of the copy.
+    Takes about four seconds on two cores of a CPU.
     """
     device = torch.device(device)
     stopwatch = Stopwatch(device)

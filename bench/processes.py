@@ -185,10 +185,7 @@ def _measured(case: Case) -> dict[str, Any]:
 
 
 def measured(case: Case, threads: int) -> dict[str, Any]:
-    """The row of one case; its seconds are those of the slowest process.
-
-    ``threads`` are those of all processes together.
-    """
+    """The row of one case in some threads; its seconds are those of the slowest process."""
     ranks = _ranks(case, threads)
     start, alone = _alone(case.parameters, case.periods, threads, case.device)
 

@@ -185,14 +185,10 @@ class Training:
         spoiled: bool = False,
         negative: Fault | None = None,
     ) -> None:
-        """Take one step.
+        """Take one step with some rows of its batch.
 
-        Args:
-            step: its number, from 0.
-            rows: of the batch, for the loss.
-            observed: of the batch, for the statistics; None for the same.
-            spoiled: whether the sampled gradient is NaN.
-            negative: the fault that makes the statistics of one parameter negative.
+        The statistics may come from other rows (``observed``), the sampled gradient may be NaN
+        (``spoiled``), and a fault may make the statistics of one parameter negative.
         """
         self.spoiled = spoiled
         rng = torch.Generator().manual_seed(self.seed * 1_000_003 + step)

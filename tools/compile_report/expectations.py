@@ -153,12 +153,7 @@ class Miss:
 
 
 def misses(entries: Iterable[Compiled], kernels: Iterable[str]) -> list[Miss]:
-    """All broken rules.
-
-    Args:
-        entries: the compiled kernels.
-        kernels: the names of all Triton kernels.
-    """
+    """All rules that compiled kernels break; ``kernels`` are the names of all Triton kernels."""
     found = []
     compiled: set[str] = set()
     for c in entries:

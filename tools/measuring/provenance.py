@@ -23,10 +23,7 @@ def provenance(device: torch.device | str = "cpu") -> dict[str, Any]:
 
     Call it before the run writes anything. Outside a git repository `commit` is the environment
     variable TNT_COMMIT, or None, and `dirty` is None. It holds no user name, host name or absolute
-    path.
-
-    Args:
-        device: where the run computes; on a GPU the record has its name.
+    path. On a GPU it has the name of the device.
     """
     device = torch.device(device)
     given = os.environ.get("TNT_COMMIT")

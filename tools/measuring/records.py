@@ -13,9 +13,6 @@ from typing import Any
 def check_writable(path: str | Path) -> Path:
     """Check before a run that its JSON file can be written at the end; create its folder.
 
-    Returns:
-        `path` as a Path.
-
     Raises:
         ValueError: the name does not end in `.json`.
         OSError: nothing can be written there.
@@ -37,13 +34,9 @@ def check_writable(path: str | Path) -> Path:
 def write_json(path: str | Path, record: Mapping[str, Any], digits: int | None = None) -> None:
     """Write a record; a reader sees the old file or the new one, never a part.
 
-    Numbers that are not finite become null. Each entry of `record` takes a line, and so does each
-    item of an entry that is a list of mappings (such as "rows").
-
-    Args:
-        path: of the file.
-        record: of JSON's types.
-        digits: significant digits to which floats are rounded; None keeps all.
+    Numbers that are not finite become null; floats are rounded to so many significant digits, if
+    given. Each entry of `record` takes a line, and so does each item of an entry that is a list of
+    mappings (such as "rows").
     """
     entries = [f" {json.dumps(key)}: {_entry(_clean(record[key], digits))}" for key in record]
     text = "{\n" + ",\n".join(entries) + "\n}\n"
