@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from tnt_optim.modes import diagonal_modes, mode_shape
-from tools.measuring.parameter_sets import MAX_FACTOR_DIM
+from tnt_optim.modes import mode_shape
+from tools.measuring.parameter_sets import ParameterSet
 
 Modes = Sequence[Sequence[Tensor]]
 Inverse = Callable[[Tensor, Tensor], object]
@@ -176,15 +176,9 @@ class PlainTNT:
         views = [mode_shape(p.shape) for p in self.params]
         self.weights = [p.detach().view(v) for p, v in zip(self.params, views, strict=True)]
         self.momenta = [torch.zeros_like(weight) for weight in self.weights]
-        kinds = [diagonal_modes(view, MAX_FACTOR_DIM) for view in views]
+        matrices = ParameterSet("", tuple(tuple(p.shape) for p in self.params)).matrices
         self.stats, self.factors = (
-            [
-                [
-                    w.new_zeros((d,) if flat else (d, d))
-                    for d, flat in zip(w.shape, kind, strict=True)
-                ]
-                for w, kind in zip(self.weights, kinds, strict=True)
-            ]
+            [[self.weights[0].new_zeros(shape) for shape in row] for row in matrices]
             for _ in range(2)
         )
 

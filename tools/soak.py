@@ -272,9 +272,8 @@ def write_data(path: Path) -> None:
     """Write scikit-learn's digits and their labels, in float64."""
     from sklearn.datasets import load_digits
 
-    digits = load_digits()
-    images = torch.from_numpy(digits.data).to(torch.float64).div_(16.0)
-    torch.save([images, torch.from_numpy(digits.target).to(torch.int64)], path)
+    images, labels = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
+    torch.save([images / 16.0, labels], path)
 
 
 # One process.

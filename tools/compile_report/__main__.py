@@ -55,13 +55,12 @@ def _cells(c: Compiled) -> list[str]:
     if c.error:
         return [*["-"] * 5, f"**does not compile**: {c.error}"]
     spilled = (c.stack, c.spill_loads, c.spill_stores)
-    products = sorted(set(c.products.values())) or [f"({name})" for name in c.instructions]
     return [
         str(c.registers),
         "0" if not any(spilled) else f"**{c.stack}, {c.spill_loads}/{c.spill_stores}**",
         str(c.shared) + (f" + {c.tensor_memory} columns" if c.tensor_memory else ""),
         str(c.warps),
-        ", ".join(products),
+        ", ".join(sorted(set(c.products.values()))),
         loads_of(c),
     ]
 
@@ -110,8 +109,6 @@ def page(record: Mapping[str, Any], entries: Sequence[Compiled]) -> str:
         "",
         *narrow,
         *record["unneeded"],
-        "",
-        "In brackets: instructions of kernels without products of tiles.",
         "",
         *table(header, _rows(entries)),
     ]  # fmt: skip

@@ -84,8 +84,6 @@ class Compiled:
     spill_stores: int = 0  # STL instructions
     shared: int = 0  # bytes of shared memory of a block
     tensor_memory: int = 0  # columns of a block
-    # The number of product instructions, by name.
-    instructions: dict[str, int] = field(default_factory=dict)
     # The instruction of every product in a loop.
     products: dict[str, str] = field(default_factory=dict)
     # Every load in a loop: the number of its instructions by their width in bytes.
@@ -190,7 +188,6 @@ def _compiled(launch: Launch, capability: int) -> Compiled:
         shared=made.metadata.shared,
         warps=made.metadata.num_warps,
         tensor_memory=getattr(made.metadata, "tmem_size", 0) or 0,
-        instructions={name: counts[name] for name in PRODUCTS if counts[name]},
         products={name: anywhere if p == "none" else p for name, p in products.items()},
         loads={name: dict(sorted(widths.items())) for name, widths in loads.items()},
         element_bytes=sizes,

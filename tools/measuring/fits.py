@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -34,9 +35,7 @@ def exponent(sizes: Sequence[float], values: Sequence[float]) -> float | None:
     if len(sizes) < LEAST_POINTS:
         return None
     xs, ys = [math.log2(x) for x in sizes], [math.log2(y) for y in values]
-    x_mean, y_mean = sum(xs) / len(xs), sum(ys) / len(ys)
-    products = sum((x - x_mean) * (y - y_mean) for x, y in zip(xs, ys, strict=True))
-    return products / sum((x - x_mean) ** 2 for x in xs)
+    return statistics.linear_regression(xs, ys).slope
 
 
 def agreement(predicted: float, fitted: float | None) -> str:

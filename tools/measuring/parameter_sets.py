@@ -39,6 +39,14 @@ class ParameterSet:
         """For each parameter and mode, whether only the diagonal of its statistic is kept."""
         return [diagonal_modes(view, MAX_FACTOR_DIM) for view in self.views]
 
+    @property
+    def matrices(self) -> list[list[Shape]]:
+        """For each parameter and mode, the shape of its statistic: (d, d), or (d,) if diagonal."""
+        return [
+            [(d,) if flat else (d, d) for d, flat in zip(view, kinds, strict=True)]
+            for view, kinds in zip(self.views, self.diagonal, strict=True)
+        ]
+
 
 def autoencoder(widths: Sequence[int]) -> list[Shape]:
     """Linear layers between ``widths``: weight (out, in) and bias (out,)."""

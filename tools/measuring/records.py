@@ -20,8 +20,6 @@ def check_writable(path: str | Path) -> Path:
     path = Path(path)
     if path.suffix != ".json":
         raise ValueError(f"must end in .json, got {path}")
-    if path.is_dir():
-        raise IsADirectoryError(f"must be a file, got a folder: {path}")
     path.parent.mkdir(parents=True, exist_ok=True)
     existed = path.exists()
     with path.open("a"):
