@@ -108,7 +108,8 @@ def counted_traffic() -> Iterator[list[int]]:
 
         return call
 
-    with mock.patch.multiple(dist, **{name: counting(name) for name in _COUNTED}):
+    counted: dict[str, Any] = {name: counting(name) for name in _COUNTED}
+    with mock.patch.multiple(dist, **counted):
         yield sent
 
 

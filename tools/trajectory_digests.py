@@ -113,7 +113,7 @@ def train(
         outputs = (
             wrapped(x) if warm_start == "outputs" else criterion(wrapped(x), y) for x, y in batches
         )
-        warm = opt.warm_start  # type: ignore[attr-defined]
+        warm = opt.warm_start
         warm(outputs, **({} if isinstance(opt, KFAC) else {"model": model}))
     for step in range(start, STEPS):
         if save is not None and step == CHECKPOINT_STEP:
