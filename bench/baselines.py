@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from tnt_optim.modes import diagonal_modes, mode_shape
-from tools.measuring.parameter_sets import MAX_FACTOR_DIM
+from tnt_optim.modes import mode_shape
+from tools.measuring.parameter_sets import ParameterSet
 
 Modes = Sequence[Sequence[Tensor]]
 Inverse = Callable[[Tensor, Tensor], object]
@@ -152,18 +152,8 @@ def root_eigh(stats: Modes, damping: float, roots: Sequence[int], out: Modes) ->
 class PlainTNT:
     """The whole step of TNT on empirical gradients, made of (i), (iii) and (iv).
 
-    The schedule is that of ``tnt_optim.TNT`` with ``fisher="empirical"``, without its warm start
-    and without its checks for gradients that are not finite.
-
-    Args:
-        params: contiguous float32 parameters with gradients.
-        lr: alpha in the paper.
-        damping: epsilon in the paper.
-        momentum: mu in the paper.
-        stat_decay: beta in the paper.
-        weight_decay: gamma in the paper.
-        stat_interval: T1 in the paper.
-        inverse_interval: T2 in the paper.
+    Settings and schedule are those of ``tnt_optim.TNT`` with ``fisher="empirical"``; there is no
+    warm start and no check for gradients that are not finite. The parameters are contiguous.
     """
 
     def __init__(
@@ -186,21 +176,15 @@ class PlainTNT:
         views = [mode_shape(p.shape) for p in self.params]
         self.weights = [p.detach().view(v) for p, v in zip(self.params, views, strict=True)]
         self.momenta = [torch.zeros_like(weight) for weight in self.weights]
-        kinds = [diagonal_modes(view, MAX_FACTOR_DIM) for view in views]
+        matrices = ParameterSet("", tuple(tuple(p.shape) for p in self.params)).matrices
         self.stats, self.factors = (
-            [
-                [
-                    w.new_zeros((d,) if flat else (d, d))
-                    for d, flat in zip(w.shape, kind, strict=True)
-                ]
-                for w, kind in zip(self.weights, kinds, strict=True)
-            ]
+            [[self.weights[0].new_zeros(shape) for shape in row] for row in matrices]
             for _ in range(2)
         )
 
     @torch.no_grad()
     def step(self) -> None:
-        """Takes one step."""
+        """Take one step."""
         grads = [
             p.grad.view(w.shape)
             for p, w in zip(self.params, self.weights, strict=True)

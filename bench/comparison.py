@@ -23,27 +23,11 @@ OURS = "tnt_kernels"
 # TF32. Tensor cores cut sums of thousands instead of rounding them, also in 3xTF32: up to 1e-4.
 # TF32's operands have ten bits.
 TOLERANCES = {
-    "cpu": {
-        "gram_ema_": 1e-5,
-        "mode_products": 1e-5,
-        "preconditioned_step_": 1e-5,
-        "damped_inverse": 1e-3,
-        "inverse_root": 2e-3,
-    },
-    "cuda": {
-        "gram_ema_": 1e-4,
-        "mode_products": 1e-4,
-        "preconditioned_step_": 1e-4,
-        "damped_inverse": 1e-3,
-        "inverse_root": 2e-3,
-    },
-    "reduced precision": {
-        "gram_ema_": 4e-3,
-        "mode_products": 1.2e-2,
-        "preconditioned_step_": 1.2e-2,
-        "damped_inverse": 1e-3,
-        "inverse_root": 2e-3,
-    },
+    "gram_ema_": {"cpu": 1e-5, "cuda": 1e-4, "reduced precision": 4e-3},
+    "mode_products": {"cpu": 1e-5, "cuda": 1e-4, "reduced precision": 1.2e-2},
+    "preconditioned_step_": {"cpu": 1e-5, "cuda": 1e-4, "reduced precision": 1.2e-2},
+    "damped_inverse": {"cpu": 1e-3, "cuda": 1e-3, "reduced precision": 1e-3},
+    "inverse_root": {"cpu": 2e-3, "cuda": 2e-3, "reduced precision": 2e-3},
 }
 # How far whole steps move the parameters. A bias has a statistic of rank 1 along its own gradient,
 # the direction in which its inverse is least accurate.
@@ -54,46 +38,27 @@ BASELINE_TOLERANCE = 10
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to compute the same result.
+    """One way to compute the same result."""
 
-    Attributes:
-        name: as in the tables.
-        run: computes once, on its own copies of the tensors that it changes.
-        results: the computed tensors, compared with the expected ones and checked to stay finite.
-        updated: tensors that every run must change.
-        compared: False if its results are not those of the reference.
-        graph: False if no CUDA graph can hold the run, as one that reads a number on the host.
-    """
-
-    name: str
-    run: Callable[[], object]
+    name: str  # as in the tables
+    run: Callable[[], object]  # computes once, on its own copies of the tensors that it changes
+    # The computed tensors, compared with the expected ones and checked to stay finite
     results: Callable[[], Sequence[Tensor]]
-    updated: Sequence[Tensor] = ()
-    compared: bool = True
+    updated: Sequence[Tensor] = ()  # tensors that every run must change
+    compared: bool = True  # False if its results are not those of the reference
+    # False if no CUDA graph can hold the run: it reads a number on the host.
     graph: bool = True
 
 
+@dataclass(frozen=True)
 class Comparison:
-    """Checks, times and records candidates.
+    """Checks, times and records candidates."""
 
-    Args:
-        benchmark: pytest-benchmark's fixture.
-        device: where the candidates compute.
-        precision: PyTorch's float32 matmul precision, already set.
-        seconds: for all rounds of one comparison, unless three rounds take longer.
-        add_rows: gets one row for each candidate.
-    """
-
-    def __init__(
-        self,
-        benchmark: Any,
-        device: torch.device,
-        precision: str,
-        seconds: float,
-        add_rows: Callable[[list[dict[str, Any]]], None],
-    ) -> None:
-        self.benchmark, self.device, self.precision = benchmark, device, precision
-        self.seconds, self.add_rows = seconds, add_rows
+    benchmark: Any  # the fixture of pytest-benchmark
+    device: torch.device  # where the candidates compute
+    precision: str  # PyTorch's float32 matmul precision, already set
+    seconds: float  # for all rounds of one comparison, unless three rounds take longer
+    add_rows: Callable[[list[dict[str, Any]]], None]  # gets one row for each candidate
 
     def __call__(
         self,
@@ -111,24 +76,17 @@ class Comparison:
     ) -> None:
         """Compare ``candidates``; the first one is the base of all ratios.
 
-        Args:
-            op: the operator, or the name of the comparison.
-            parameter_set: the tensors.
-            candidates: ours, then the baselines.
-            expected: the results of the reference after one run.
-            work: of one run; None if it is not counted.
-            tolerance: of our results; None for the operator's own.
-            symmetric: whether the flops are those of a symmetric product.
-            kind: the kind of step.
-            steps: of one run; times and work are recorded for one step.
-            note: repeated below the table.
+        ``expected`` are the results of the reference after one run, ``tolerance`` is that of ours
+        (None for the operator's own), ``symmetric`` says whether the product is symmetric. A run
+        makes ``steps`` steps; times and work are recorded for one. The note stands below the table.
 
         Raises:
             ValueError: a candidate computes another result, a number that is not finite, or
                 nothing.
         """
         if tolerance is None and expected:
-            tolerance = TOLERANCES[tolerance_key(self.device, self.precision)][op]
+            exact = self.precision == "highest"
+            tolerance = TOLERANCES[op][self.device.type if exact else "reduced precision"]
         errors: dict[str, float] = {}
         for candidate in candidates:
             candidate.run()
@@ -161,9 +119,7 @@ class Comparison:
                 row["baseline"] = True
             rows.append(row)
         if work is not None:
-            rows[0]["work"] = [
-                n // steps for n in (work.useful_flops, work.effective_flops, work.bytes)
-            ]
+            rows[0]["work"] = [work.flops // steps, work.bytes // steps]
             rows[0]["symmetric"] = symmetric
         if any(notes):
             rows[0]["note"] = "; ".join(filter(None, notes))
@@ -232,11 +188,6 @@ def captured(run: Callable[[], object]) -> Callable[[], object]:
     graph.replay()
     torch.cuda.synchronize()
     return graph.replay
-
-
-def tolerance_key(device: torch.device, precision: str) -> str:
-    """Which row of ``TOLERANCES`` holds."""
-    return device.type if precision == "highest" else "reduced precision"
 
 
 def relative_error(results: Sequence[Tensor], expected: Sequence[Tensor]) -> float:

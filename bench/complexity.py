@@ -19,7 +19,7 @@ import typer
 from tqdm import tqdm
 
 from bench.inputs import generator, gram_statistics, normal, poisoned, symmetric_modes
-from bench.report import origin
+from bench.report import origin, write
 from tnt_kernels import damped_inverse, gram_ema_, inverse_root, preconditioned_step_
 from tools.measuring.clock import Run, Stopwatch, alternate, busy_share
 from tools.measuring.fits import (
@@ -33,37 +33,27 @@ from tools.measuring.fits import (
 )
 from tools.measuring.parameter_sets import ParameterSet
 from tools.measuring.provenance import provenance
-from tools.measuring.records import check_writable, write_json
+from tools.measuring.records import check_writable
 from tools.measuring.tables import milliseconds, span, table
 
 DAMPING = 0.1
 K_SIZE = 32  # of each mode in the sweeps over k
 SAMPLE_SECONDS = 0.01
-QUICK_LEAVES_OUT = 3  # the largest sizes of a sweep over d
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """One operator over one variable.
+    """One operator over one variable."""
 
-    Attributes:
-        part: the operator's part of the method.
-        term: its cost in Table 2.
-        predicted: exponent of the abscissa.
-        values: of the variable, increasing.
-        fit_from: the least value that a fit may use, chosen beforehand: below it products have not
-            reached the flat part of the BLAS's rate, or the tensors fit into a cache.
-        prepare: makes the timed call for one value.
-        k: modes of the tensor in a sweep over d; None in a sweep over k.
-    """
-
-    part: str
-    term: str
-    predicted: float
-    values: Sequence[int]
+    part: str  # the operator's part of the method
+    term: str  # its cost in Table 2
+    predicted: float  # exponent of the abscissa
+    values: Sequence[int]  # of the variable, increasing
+    # The least value that a fit may use, chosen beforehand: below it products have not reached the
+    # flat part of the BLAS's rate, or the tensors fit into a cache.
     fit_from: int
-    prepare: Callable[[ParameterSet, torch.device], Run]
-    k: int | None
+    prepare: Callable[[ParameterSet, torch.device], Run]  # makes the timed call for one value
+    k: int | None  # modes of the tensor in a sweep over d; None in a sweep over k
 
     @property
     def variable(self) -> str:
@@ -127,29 +117,19 @@ SWEEPS = (
 )
 
 
-def measured(
-    sweep: Sweep, device: torch.device, seconds: float, quick: bool = False
-) -> dict[str, Any]:
-    """The times of one sweep and their exponent.
-
-    Args:
-        sweep: which.
-        device: where it computes.
-        seconds: for each value.
-        quick: leave out the three largest sizes of a sweep over d.
-    """
-    values = sweep.values[:-QUICK_LEAVES_OUT] if quick and sweep.k is not None else sweep.values
+def measured(sweep: Sweep, device: torch.device, seconds: float) -> dict[str, Any]:
+    """The times of one sweep, ``seconds`` for each value, and their exponent."""
     runs: dict[str, Run] = {}
     calls = []  # of one sample: so many that it takes a hundredth of a second
     stopwatch = Stopwatch(device)
-    for value in values:
+    for value in sweep.values:
         call = sweep.prepare(sweep.shape(value), device)
         call()
         calls.append(min(1000, max(1, math.ceil(SAMPLE_SECONDS / stopwatch(call)))))
         runs[str(value)] = _repeated(call, calls[-1])
     samples = alternate(runs, seconds=seconds * len(runs), device=device)
     times = [min(samples[name]) / count for name, count in zip(runs, calls, strict=True)]
-    return fitted(sweep, values, times)
+    return fitted(sweep, times)
 
 
 def _repeated(call: Run, count: int) -> Run:
@@ -160,11 +140,11 @@ def _repeated(call: Run, count: int) -> Run:
     return run
 
 
-def fitted(sweep: Sweep, values: Sequence[int], times: Sequence[float]) -> dict[str, Any]:
+def fitted(sweep: Sweep, times: Sequence[float]) -> dict[str, Any]:
     """The row of a sweep with known times."""
     status = [
         "launch-bound" if out else "below the fitted range" if v < sweep.fit_from else "fitted"
-        for v, out in zip(values, launch_bound(times), strict=True)
+        for v, out in zip(sweep.values, launch_bound(times), strict=True)
     ]
     used = [i for i, state in enumerate(status) if state == "fitted"]
     return {
@@ -172,8 +152,10 @@ def fitted(sweep: Sweep, values: Sequence[int], times: Sequence[float]) -> dict[
         "over": sweep.variable + ("" if sweep.k is None else f", k = {sweep.k}"),
         "term": sweep.term,
         "predicted": sweep.predicted,
-        "fitted": exponent([sweep.abscissa(values[i]) for i in used], [times[i] for i in used]),
-        "values": list(values),
+        "fitted": exponent(
+            [sweep.abscissa(sweep.values[i]) for i in used], [times[i] for i in used]
+        ),
+        "values": list(sweep.values),
         "seconds": list(times),
         "status": status,
     }
@@ -216,7 +198,6 @@ def main(
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     seconds: Annotated[float, typer.Option(help="for each size")] = 0.3,
     threads: Annotated[int | None, typer.Option(help="(default: PyTorch's own)")] = None,
-    quick: Annotated[bool, typer.Option(help="without the three largest sizes")] = False,
 ) -> None:
     """Measure how the operators' times grow with d and k."""
     check_writable(out)
@@ -228,10 +209,9 @@ def main(
         "rows": [],
     }
     for sweep in tqdm(SWEEPS, "complexity", disable=None):
-        record["rows"].append(measured(sweep, torch.device(device), seconds, quick))
+        record["rows"].append(measured(sweep, torch.device(device), seconds))
     record["protocol"]["busy_after"] = busy_share()
-    write_json(out, record, digits=6)
-    out.with_suffix(".md").write_text(page(record), encoding="utf-8")
+    write(out, record, page)
     typer.echo(f"wrote {out} and {out.with_suffix('.md')}")
 
 

@@ -24,8 +24,6 @@ from tools.measuring.parameter_sets import DEFAULT_SETS, PARAMETER_SETS
 from tools.measuring.provenance import provenance
 from tools.measuring.records import check_writable, write_json
 
-DIGITS = 6  # more than any clock has
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The options of every command of this project, where they apply, under the same names."""
@@ -92,7 +90,7 @@ class Record:
     def add(self, rows: list[dict[str, Any]]) -> None:
         """Add the rows of one benchmark."""
         self.content["rows"] += rows
-        write_json(self.path, self.content, DIGITS)
+        write_json(self.path, self.content, report.DIGITS)
 
     def end(self) -> None:
         """Measure the limits again, add what each row's limit is, and write the page."""
@@ -109,22 +107,17 @@ class Record:
                     symmetric=row["symmetric"],
                     precision=row["precision"],
                 )
-        write_json(self.path, content, DIGITS)
-        self.path.with_suffix(".md").write_text(report.page(content), encoding="utf-8")
+        report.write(self.path, content, report.page)
 
 
 @pytest.fixture(scope="session")
 def record(pytestconfig: pytest.Config, device: torch.device) -> Iterator[Record | None]:
     """The record; None with --benchmark-disable, which only checks the candidates."""
-    if pytestconfig.getoption("--benchmark-disable"):
+    option = pytestconfig.getoption
+    if option("--benchmark-disable"):
         yield None
         return
-    made = Record(
-        Path(pytestconfig.getoption("--out")),
-        device,
-        pytestconfig.getoption("--seconds"),
-        pytestconfig.getoption("--limit-size"),
-    )
+    made = Record(Path(option("--out")), device, option("--seconds"), option("--limit-size"))
     yield made
     made.end()
 

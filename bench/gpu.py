@@ -43,21 +43,13 @@ _SANITIZED = "test_alone or test_layouts or test_failed_factors"
 
 @dataclass(frozen=True)
 class Stage:
-    """One part of the job.
+    """One part of the job."""
 
-    Attributes:
-        name: as on the command line.
-        seconds: its time limit; the time that earlier stages leave over is added.
-        command: a program and its arguments.
-        needs: programs and Python modules without which it cannot run.
-        environment: added to the driver's.
-    """
-
-    name: str
-    seconds: float
-    command: tuple[str, ...]
-    needs: tuple[str, ...] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
+    name: str  # as on the command line
+    seconds: float  # its time limit; the time that earlier stages leave over is added
+    command: tuple[str, ...]  # a program and its arguments
+    needs: tuple[str, ...] = ()  # programs and Python modules without which it cannot run
+    environment: Mapping[str, str] = field(default_factory=dict)  # added to the driver's
 
 
 @dataclass(frozen=True)
@@ -79,9 +71,7 @@ class Outcome:
 def stages(out: Path, capability: str) -> list[Stage]:
     """All stages of the job in their order; their limits add up to less than ten minutes.
 
-    Args:
-        out: folder of the records.
-        capability: of the GPU, "9.0" for sm_90.
+    The records go to ``out``; the capability is that of the GPU, "9.0" for sm_90.
     """
     python = sys.executable
     pytest = (python, "-m", "pytest", "-p", "no:cacheprovider")
@@ -137,24 +127,16 @@ def _has(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
-def missing(stage: Stage) -> list[str]:
-    """The programs and modules that a stage needs and that are not here."""
-    return [name for name in stage.needs if find_tool(name) is None and not _has(name)]
-
-
 def run_stages(
     planned: Sequence[Stage],
     logs: Path,
     seconds: float,
     say: Callable[[str], None] = print,
 ) -> list[Outcome]:
-    """Run every stage, whatever happens to the others.
+    """Run every stage, whatever happens to the others, in ``seconds`` for all of them.
 
-    Args:
-        planned: in their order.
-        logs: folder of the logs, and of `outcomes.json`, which grows stage by stage.
-        seconds: for all of them. A stage gets its limit and what earlier stages left over.
-        say: prints a line.
+    A stage gets its limit and the time that earlier stages left over. The folder ``logs`` also gets
+    `outcomes.json`, which grows stage by stage.
     """
     logs.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + seconds
@@ -163,7 +145,7 @@ def run_stages(
         kept = sum(later.seconds for later in planned[number + 1 :])
         left = end - time.monotonic()
         limit = min(left, max(left - kept, stage.seconds))
-        lacking = missing(stage)
+        lacking = [name for name in stage.needs if not (find_tool(name) or _has(name))]
         if lacking:
             outcome = Outcome(stage.name, NOT_RUN, 0.0, f"{', '.join(lacking)} is not installed")
         elif limit < LEAST_SECONDS:
@@ -268,8 +250,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=main.__doc__)
     parser.add_argument("--out", type=Path, default=Path("results/gpu"), help="folder of records")
     parser.add_argument("--stage", help="some stages, separated by commas")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="for all stages")
-    parser.add_argument("--commit", help="recorded if the files have no git")
     options = parser.parse_args(arguments)
     found = look()
     if found["device"] is None:
@@ -284,11 +264,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if set(asked) - set(known):
             parser.error(f"--stage must be of {', '.join(known)}, got {options.stage}")
         planned = [s for s in planned if s.name in asked]
-    if options.commit:
-        os.environ["TNT_COMMIT"] = options.commit
     # The driver ends its stage if it is ended itself.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    outcomes = run_stages(planned, out / "logs", options.seconds)
+    outcomes = run_stages(planned, out / "logs", SECONDS)
     print("\n".join(["", *(outcome.line() for outcome in outcomes), f"results: {out}"]))
     return int(any(o.status in (FAILED, TIMED_OUT) for o in outcomes))
 

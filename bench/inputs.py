@@ -29,18 +29,15 @@ def normal(
 def symmetric_modes(parameter_set: ParameterSet, rng: torch.Generator) -> Modes:
     """For every mode a symmetric matrix, eigenvalues in about [0, 2], or a positive diagonal."""
 
-    def draw(d: int, diagonal: bool) -> Tensor:
-        if diagonal:
-            return torch.rand(d, generator=rng, device=rng.device).add_(0.5)
-        square = torch.randn(d, d, generator=rng, device=rng.device).mul_(0.35 / math.sqrt(d))
+    def draw(shape: Sequence[int]) -> Tensor:
+        if len(shape) == 1:
+            return torch.rand(*shape, generator=rng, device=rng.device).add_(0.5)
+        (square,) = normal([shape], rng, 0.35 / math.sqrt(shape[0]))
         square.add_(square.mT.clone())
         square.diagonal().add_(1.0)
         return square
 
-    return [
-        [draw(d, flat) for d, flat in zip(view, kinds, strict=True)]
-        for view, kinds in zip(parameter_set.views, parameter_set.diagonal, strict=True)
-    ]
+    return [[draw(shape) for shape in shapes] for shapes in parameter_set.matrices]
 
 
 def gram_statistics(parameter_set: ParameterSet, rng: torch.Generator) -> Modes:
@@ -53,13 +50,7 @@ def gram_statistics(parameter_set: ParameterSet, rng: torch.Generator) -> Modes:
     tensors = normal(views, rng)
     for tensor, view in zip(tensors, views, strict=True):
         tensor.mul_(math.sqrt(max(view) / math.prod(view)))
-    stats = [
-        [
-            torch.empty((d,) if flat else (d, d), device=rng.device)
-            for d, flat in zip(v, k, strict=True)
-        ]
-        for v, k in zip(views, parameter_set.diagonal, strict=True)
-    ]
+    stats = [[torch.empty(s, device=rng.device) for s in row] for row in parameter_set.matrices]
     reference.gram_ema_(stats, tensors, 0.0)
     return stats
 

@@ -1,8 +1,8 @@
 """The limits of one device, measured in the run that is compared with them.
 
-On a CPU: a large sgemm and ssyrk of OpenBLAS and a copy of memory, each with as many threads as
-torch uses; torch's own product too, on which every baseline stands. Without ``scipy-openblas32``
-torch's product replaces both, and the record says so. On a GPU: a copy, and torch's products in
+On a CPU: a large sgemm and ssyrk of OpenBLAS, the product of torch, which every baseline calls, and
+a copy of memory, each with as many threads as torch uses. Without ``scipy-openblas32`` the product
+of torch replaces both, and the record says so. On a GPU: a copy, and the products of torch in
 float32, TF32 and bfloat16. The best of several samples is the limit.
 """
 
@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from bench.work import Work
 from tools.measuring.clock import Stopwatch
@@ -42,16 +41,13 @@ def matmul_precision(setting: str) -> Iterator[None]:
 def binding(limits: Limits, work: Work, *, symmetric: bool, precision: str) -> tuple[str, float]:
     """The limit that binds, and the least seconds for ``work``.
 
-    Args:
-        limits: of ``measure_limits``: flops and bytes a second.
-        work: of one run.
-        symmetric: whether the product is symmetric, for which a CPU has a routine of its own.
-        precision: of float32 products on a GPU.
+    A CPU has a routine of its own for a symmetric product; on a GPU the precision of float32
+    products counts.
     """
     product = "ssyrk" if symmetric else "sgemm"
     if product not in limits:
         product = _PRODUCT_OF[precision]
-    least = {product: work.useful_flops / limits[product], "copy": work.bytes / limits["copy"]}
+    least = {product: work.flops / limits[product], "copy": work.bytes / limits["copy"]}
     name = max(least, key=lambda name: least[name])
     return name, least[name]
 
@@ -64,12 +60,9 @@ def better(first: Limits, second: Limits) -> dict[str, Any]:
 def measure_limits(
     device: torch.device | str = "cpu", size: int = 4096, numbers: int = COPY_NUMBERS
 ) -> dict[str, Any]:
-    """Flops a second of products, and bytes a second (read and written) of a copy.
+    """Flops a second of square products, and bytes a second (read and written) of a copy.
 
-    Args:
-        device: "cpu" takes about four seconds on two cores.
-        size: of the square matrices.
-        numbers: of the copy.
+    Takes about four seconds on two cores of a CPU.
     """
     device = torch.device(device)
     stopwatch = Stopwatch(device)
@@ -98,14 +91,25 @@ def measure_limits(
         found["sgemm"] = found["torch_sgemm"]
         found["ssyrk"] = half / least(lambda: torch.mm(a, a.mT, out=c))
     else:
-        blas = f"OpenBLAS {_openblas_version(library)}"
+        blas = _openblas_version(library)
         library.scipy_openblas_set_num_threads(threads)
-        try:
-            found["sgemm"] = full / least(lambda: _sgemm(library, a, b, c))
-            found["ssyrk"] = half / least(lambda: _ssyrk(library, a, c))
-        finally:
-            # A second pool of waiting threads would slow down the next benchmark.
-            library.scipy_openblas_set_num_threads(1)
+        one, zero = ctypes.c_float(1), ctypes.c_float(0)
+        left, right, out = (ctypes.c_void_p(x.data_ptr()) for x in (a, b, c))
+        row_major, plain, lower, n = 101, 111, 122, size
+
+        def sgemm() -> None:
+            """C = A B."""
+            library.scipy_cblas_sgemm(
+                *(row_major, plain, plain, n, n, n, one, left, n, right, n, zero, out, n)
+            )
+
+        def ssyrk() -> None:
+            """One triangle of C = A A^T."""
+            library.scipy_cblas_ssyrk(*(row_major, lower, plain, n, n, one, left, n, zero, out, n))
+
+        found["sgemm"], found["ssyrk"] = full / least(sgemm), half / least(ssyrk)
+        # A second pool of waiting threads would slow down the next benchmark.
+        library.scipy_openblas_set_num_threads(1)
     return {"blas": blas, "threads": threads, "size": size, **found}
 
 
@@ -120,29 +124,4 @@ def _openblas() -> ctypes.CDLL | None:
 
 def _openblas_version(library: ctypes.CDLL) -> str:
     library.scipy_openblas_get_config.restype = ctypes.c_char_p
-    words = library.scipy_openblas_get_config().decode().split()
-    return " ".join(word for word in words if word != "OpenBLAS")
-
-
-def _sgemm(library: ctypes.CDLL, a: Tensor, b: Tensor, c: Tensor) -> None:
-    """C = A B, square; column-major and row-major are the same work."""
-    n, one, zero = ctypes.c_int(a.shape[0]), ctypes.c_float(1), ctypes.c_float(0)
-    reference = ctypes.byref
-    library.scipy_sgemm_(
-        *(b"N", b"N", reference(n), reference(n), reference(n), reference(one)),
-        *(ctypes.c_void_p(a.data_ptr()), reference(n), ctypes.c_void_p(b.data_ptr())),
-        *(reference(n), reference(zero), ctypes.c_void_p(c.data_ptr()), reference(n)),
-        *(ctypes.c_size_t(1), ctypes.c_size_t(1)),  # lengths of the two strings
-    )
-
-
-def _ssyrk(library: ctypes.CDLL, a: Tensor, c: Tensor) -> None:
-    """One triangle of C = A A^T."""
-    n, one, zero = ctypes.c_int(a.shape[0]), ctypes.c_float(1), ctypes.c_float(0)
-    reference = ctypes.byref
-    library.scipy_ssyrk_(
-        *(b"L", b"N", reference(n), reference(n), reference(one)),
-        *(ctypes.c_void_p(a.data_ptr()), reference(n), reference(zero)),
-        *(ctypes.c_void_p(c.data_ptr()), reference(n)),
-        *(ctypes.c_size_t(1), ctypes.c_size_t(1)),
-    )
+    return str(library.scipy_openblas_get_config().decode().strip())

@@ -11,12 +11,13 @@ import functools
 import os
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.spawn import spawn
 from tqdm import tqdm
 
-from bench.report import origin
+from bench.report import DIGITS, origin, write
 from tnt_optim import TNT
 from tools.measuring.clock import busy_share, now
 from tools.measuring.parameter_sets import PARAMETER_SETS
@@ -48,21 +49,13 @@ _MIB = 2**20
 
 @dataclass(frozen=True)
 class Case:
-    """One measurement.
+    """One measurement."""
 
-    Attributes:
-        parameters: the name of a parameter set.
-        way: one of `WAYS`; "none" for a single process.
-        processes: how many.
-        periods: of T2 steps each, timed after one untimed period.
-        device: "cpu", or "cuda" with one GPU for each process.
-    """
-
-    parameters: str
-    way: str
-    processes: int
-    periods: int
-    device: str = "cpu"
+    parameters: str  # the name of a parameter set
+    way: str  # one of `WAYS`; "none" for a single process
+    processes: int  # how many
+    periods: int  # of T2 steps each, timed after one untimed period
+    device: str = "cpu"  # "cpu", or "cuda" with one GPU for each process
 
 
 class Parameters(nn.Module):
@@ -91,9 +84,9 @@ def gradients(name: str, seed: int, device: str) -> list[Tensor]:
     return found
 
 
-# Traffic. Each process hands over the whole tensor to an all-reduce, an owner's to a broadcast, its
-# pieces to an all-to-all. The bytes on a wire depend on the backend: a ring sends 2 (n - 1) / n of
-# an all-reduce, (n - 1) / n of a gather.
+# The bytes that a process hands to a collective: the whole tensor to an all-reduce, the owner's
+# tensor to a broadcast, all pieces to an all-to-all. The bytes on a wire depend on the backend: a
+# ring sends 2 (n - 1) / n of an all-reduce, (n - 1) / n of a gather.
 _COUNTED: dict[str, Callable[..., int]] = {
     "all_reduce": lambda tensor, *a, **k: tensor.nbytes,
     "broadcast": lambda tensor, *a, **k: tensor.nbytes if _sends(*a, **k) else 0,
@@ -101,35 +94,23 @@ _COUNTED: dict[str, Callable[..., int]] = {
 }
 
 
-@dataclass
-class Traffic:
-    """Bytes handed to collectives, and how many collectives."""
-
-    size: int = 0
-    calls: int = 0
-
-
 @contextmanager
-def counted_traffic() -> Iterator[Traffic]:
-    """Count the optimizers' collectives of this process."""
-    traffic = Traffic()
-    before = {name: getattr(dist, name) for name in _COUNTED}
+def counted_traffic() -> Iterator[list[int]]:
+    """The bytes that this process hands to each collective of the optimizers."""
+    sent: list[int] = []
 
     def counting(name: str) -> Callable[..., Any]:
+        collective = getattr(dist, name)
+
         def call(*args: Any, **kwargs: Any) -> Any:
-            traffic.size += _COUNTED[name](*args, **kwargs)
-            traffic.calls += 1
-            return before[name](*args, **kwargs)
+            sent.append(_COUNTED[name](*args, **kwargs))
+            return collective(*args, **kwargs)
 
         return call
 
-    for name in _COUNTED:
-        setattr(dist, name, counting(name))
-    try:
-        yield traffic
-    finally:
-        for name, function in before.items():
-            setattr(dist, name, function)
+    counted: dict[str, Any] = {name: counting(name) for name in _COUNTED}
+    with mock.patch.multiple(dist, **counted):
+        yield sent
 
 
 def _sends(*args: Any, group: Any = None, group_src: int | None = None, **kwargs: Any) -> bool:
@@ -187,14 +168,14 @@ def _measured(case: Case) -> dict[str, Any]:
         opt.observe(model(gradients(case.parameters, 2 * step, case.device)))
         model(gradients(case.parameters, 2 * step + 1, case.device)).backward()
         dist.barrier()
-        with counted_traffic() as traffic:
+        with counted_traffic() as handed:
             start = now(case.device)
             opt.step()
             taken = now(case.device) - start
         if step >= T2:
             kind = KINDS[step % T2]
             seconds[kind].append(taken)
-            sent[kind] = (traffic.size, traffic.calls)
+            sent[kind] = (sum(handed), len(handed))
     ends = [getattr(p, "full_tensor", lambda p=p: p)() for p in model.parameters()]
     return {
         "seconds": {kind: statistics.median(values) for kind, values in seconds.items()},
@@ -205,12 +186,7 @@ def _measured(case: Case) -> dict[str, Any]:
 
 
 def measured(case: Case, threads: int) -> dict[str, Any]:
-    """The row of one case: seconds are those of the slowest process.
-
-    Args:
-        case: which.
-        threads: of all processes together.
-    """
+    """The row of one case in some threads; its seconds are those of the slowest process."""
     ranks = _ranks(case, threads)
     start, alone = _alone(case.parameters, case.periods, threads, case.device)
 
@@ -287,16 +263,6 @@ def page(record: Mapping[str, Any]) -> str:
     return "\n".join(text).rstrip() + "\n"
 
 
-def cases(
-    sets: Sequence[str], processes: Sequence[int], periods: int, device: str
-) -> Iterator[Case]:
-    """One process alone, then every way on every number of processes, for each set."""
-    for name in sets:
-        for count in dict.fromkeys([1, *processes]):
-            for way in WAYS if count > 1 else WAYS[:1]:
-                yield Case(name, way, count, periods, device)
-
-
 def main(
     out: Annotated[Path, typer.Option(help="the record; its page next to it")] = Path(
         "results/processes.json"
@@ -318,12 +284,17 @@ def main(
                      "busy_after": None},
         "rows": [],
     }  # fmt: skip
-    for case in tqdm(list(cases(sets.split(","), counts, periods, device)), disable=None):
+    cases = [
+        Case(name, way, count, periods, device)
+        for name in sets.split(",")
+        for count in dict.fromkeys([1, *counts])
+        for way in (WAYS if count > 1 else WAYS[:1])
+    ]
+    for case in tqdm(cases, disable=None):
         record["rows"].append(measured(case, threads))
-        write_json(out, record, digits=6)
+        write_json(out, record, DIGITS)
     record["protocol"]["busy_after"] = busy_share()
-    write_json(out, record, digits=6)
-    out.with_suffix(".md").write_text(page(record), encoding="utf-8")
+    write(out, record, page)
     typer.echo(f"wrote {out} and {out.with_suffix('.md')}")
 
 

@@ -1,21 +1,24 @@
-"""The page of a record: every candidate, every ratio, losing cases in bold.
-
-`python -m bench.report results/bench.json` writes `results/bench.md`. `pytest bench` and the other
-commands write their page themselves.
-"""
+"""The page of a record: every candidate, every ratio, losing cases in bold."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from tools.measuring.records import read_json
+from tools.measuring.records import read_json, write_json
 from tools.measuring.tables import disturbance, milliseconds, table, times
 
 Row = Mapping[str, Any]
+DIGITS = 6  # more than any clock has
+
+
+def write(
+    path: Path, record: Mapping[str, Any], page_of: Callable[[Mapping[str, Any]], str]
+) -> None:
+    """Write a record and its page, which shows the numbers as the record has them, rounded."""
+    write_json(path, record, DIGITS)
+    path.with_suffix(".md").write_text(page_of(read_json(path)), encoding="utf-8")
 
 
 def page(record: Mapping[str, Any]) -> str:
@@ -49,8 +52,8 @@ def _limits(limits: Mapping[str, Any] | None) -> list[str]:
     return [
         "Medians of candidates that alternate in one process, each checked against the reference "
         "before it is timed. Ratios are the candidate's time over the first one's, medians over "
-        "the rounds, with quartiles; bold where ours loses. Useful flops use symmetry (one "
-        "triangle, d^3 for an inverse). The limit is the later of the useful flops at the rate of "
+        "the rounds, with quartiles; bold where ours loses. Flops use symmetry (one "
+        "triangle, d^3 for an inverse). The limit is the later of the flops at the rate of "
         "a large product and the bytes at the rate of a copy; small sets stay in a cache and can "
         "be faster than a copy.",
         "",
@@ -62,7 +65,7 @@ def _section(op: str, rows: Sequence[Row]) -> list[str]:
     """One table: a block of lines for each set, kind and precision."""
     columns = [name for name in ("kind", "precision") if len({row[name] for row in rows}) > 1]
     header = ["set", *columns, "candidate", "ms", "(quartiles)", "ratio", "(quartiles)"]
-    header += ["error", "useful GF/s", "GB/s", "of the limit", "rounds"]
+    header += ["error", "GF/s", "GB/s", "of the limit", "rounds"]
     ours = rows[0]["candidate"]
     lines = [
         [
@@ -100,23 +103,12 @@ def _ratio(row: Row) -> str:
 def _rates(row: Row) -> tuple[str, str, str]:
     if "work" not in row:
         return "", "", ""
-    useful, _, moved = row["work"]
+    flops, size = row["work"]
     limit = ""
     if "least_seconds" in row:
         limit = f"{100 * row['least_seconds'] / row['median']:.0f} % ({row['limit']})"
-    return f"{useful / row['median'] / 1e9:.1f}", f"{moved / row['median'] / 1e9:.2f}", limit
+    return f"{flops / row['median'] / 1e9:.1f}", f"{size / row['median'] / 1e9:.2f}", limit
 
 
 def _span(values: Iterable[float], form: Any) -> str:
     return " to ".join(form(value) for value in values)
-
-
-def main(record: Annotated[Path, typer.Argument(help="a record of `pytest bench`")]) -> None:
-    """Write the page of a record, next to it."""
-    path = record.with_suffix(".md")
-    path.write_text(page(read_json(record)), encoding="utf-8")
-    typer.echo(f"wrote {path}")
-
-
-if __name__ == "__main__":
-    typer.run(main)

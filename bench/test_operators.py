@@ -53,6 +53,12 @@ class Problem:
     note: str = ""
 
 
+def writing(name: str, write: Callable[[Modes], object], modes: Modes, graph: bool) -> Candidate:
+    """A candidate that writes matrices of the shapes of ``modes``."""
+    out = poisoned(modes)
+    return Candidate(name, lambda: write(out), lambda: flat(out), graph=graph)
+
+
 def gram(parameter_set: ParameterSet, device: torch.device) -> Problem:
     """Refresh all statistics once."""
     rng = generator(device)
@@ -87,17 +93,14 @@ def inverse(parameter_set: ParameterSet, device: torch.device) -> Problem:
     expected, info = reference.damped_inverse(in_float64(stats), DAMPING)
     assert not info.any()
 
-    def candidate(
-        name: str, invert: Callable[[Modes, float, Modes], object], graph: bool
-    ) -> Candidate:
-        out = poisoned(stats)
-        return Candidate(name, lambda: invert(stats, DAMPING, out), lambda: flat(out), graph=graph)
+    def candidate(name: str, invert: Callable[..., object], graph: bool = False) -> Candidate:
+        return writing(name, lambda out: invert(stats, DAMPING, out), stats, graph)
 
     return Problem(
         [
             candidate(OURS, damped_inverse, graph=True),
-            candidate("linalg.inv", baselines.inverse_linalg, graph=False),
-            candidate("cholesky_inverse", baselines.inverse_cholesky, graph=False),
+            candidate("linalg.inv", baselines.inverse_linalg),
+            candidate("cholesky_inverse", baselines.inverse_cholesky),
         ],
         flat(expected),
         inverse_work(parameter_set.views, parameter_set.diagonal),
@@ -115,23 +118,18 @@ def root(parameter_set: ParameterSet, device: torch.device) -> Problem:
     served = backends().ops["inverse_root"][device.type]
     read_and_written = 2 * factor_bytes(parameter_set.views, parameter_set.diagonal)
 
-    def candidate(
-        name: str, make: Callable[[Modes, float, list[int], Modes], object], graph: bool
-    ) -> Candidate:
-        out = poisoned(stats)
-        return Candidate(
-            name, lambda: make(stats, DAMPING, roots, out), lambda: flat(out), graph=graph
-        )
+    def candidate(name: str, make: Callable[..., object], graph: bool = False) -> Candidate:
+        return writing(name, lambda out: make(stats, DAMPING, roots, out), stats, graph)
 
     return Problem(
         [
             candidate(OURS, inverse_root, graph=served != "reference"),
-            candidate("linalg.eigh", baselines.root_eigh, graph=False),
-            candidate("coupled Newton in torch", reference.inverse_root, graph=False),
+            candidate("linalg.eigh", baselines.root_eigh),
+            candidate("coupled Newton in torch", reference.inverse_root),
         ],
         flat(expected),
         # Products of polynomials of one matrix are symmetric.
-        Work(counted // 2, counted, read_and_written),
+        Work(counted // 2, read_and_written),
         note="flops are those of the reference's iteration",
     )
 

@@ -1,13 +1,8 @@
 """Floating-point operations and bytes of an operator, counted from shapes.
 
-- *useful* flops: the least that the result needs: one triangle of a Gram matrix, Cholesky and its
-  inverse for an inverse (d^3).
-- *effective* flops: the same result without using symmetry: the full Gram product, a general
-  inverse (2 d^3). They equal the useful flops where nothing is symmetric.
-- bytes: every input read once and every output written once, float32.
-
-Flops are those of products: moving averages, momentum and scaling are left out (d^2 or N, where a
-product has N d). Bytes leave out all temporaries.
+Flops are the least that the result needs: one triangle of a Gram matrix; Cholesky and its inverse
+for an inverse (d^3). They count products only: moving averages, momentum and scaling have d^2 or N
+where a product has N d. Bytes count every float32 input once and every output once, no temporaries.
 """
 
 from __future__ import annotations
@@ -23,16 +18,11 @@ FLOAT_BYTES = 4
 class Work:
     """Counts of one call; ``a + b`` is the work of both."""
 
-    useful_flops: int = 0
-    effective_flops: int = 0
+    flops: int = 0
     bytes: int = 0
 
     def __add__(self, other: Work) -> Work:
-        return Work(
-            self.useful_flops + other.useful_flops,
-            self.effective_flops + other.effective_flops,
-            self.bytes + other.bytes,
-        )
+        return Work(self.flops + other.flops, self.bytes + other.bytes)
 
 
 Views = Sequence[Sequence[int]]
@@ -47,10 +37,10 @@ def gram_work(views: Views, diagonal: Diagonal) -> Work:
         total += Work(bytes=FLOAT_BYTES * size)
         for d, is_diagonal in zip(view, kinds, strict=True):
             if is_diagonal:
-                total += Work(2 * size, 2 * size, 2 * FLOAT_BYTES * d)
+                total += Work(2 * size, 2 * FLOAT_BYTES * d)
             else:
                 # d (d + 1) / 2 entries, each a product and a sum over size / d terms.
-                total += Work((d + 1) * size, 2 * d * size, 2 * FLOAT_BYTES * d * d)
+                total += Work((d + 1) * size, 2 * FLOAT_BYTES * d * d)
     return total
 
 
@@ -59,9 +49,9 @@ def inverse_work(views: Views, diagonal: Diagonal) -> Work:
     total = Work()
     for d, is_diagonal in _modes(views, diagonal):
         if is_diagonal:
-            total += Work(d, d, 2 * FLOAT_BYTES * d)
+            total += Work(d, 2 * FLOAT_BYTES * d)
         else:
-            total += Work(d**3, 2 * d**3, 2 * FLOAT_BYTES * d * d)
+            total += Work(d**3, 2 * FLOAT_BYTES * d * d)
     return total
 
 
@@ -77,7 +67,7 @@ def products_work(views: Views, diagonal: Diagonal) -> Work:
         size = math.prod(view)
         flops += sum(size if flat else 2 * d * size for d, flat in zip(view, kinds, strict=True))
     tensors = FLOAT_BYTES * sum(math.prod(view) for view in views)
-    return Work(flops, flops, 2 * tensors + factor_bytes(views, diagonal))
+    return Work(flops, 2 * tensors + factor_bytes(views, diagonal))
 
 
 def step_work(views: Views, diagonal: Diagonal) -> Work:

@@ -12,7 +12,6 @@ trains alone can therefore repeat what any number of processes have done, up to 
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
 import multiprocessing
@@ -25,13 +24,12 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -56,12 +54,16 @@ KILL_ONE, KILL_ALL = "SIGKILL of one process", "SIGKILL of all processes"
 KILL_ONE_SAVING = "SIGKILL of one process during a checkpoint"
 KILL_ALL_SAVING = "SIGKILL of all processes during a checkpoint"
 RESTART = "a planned restart"
-# An exception in one process: the operators of tnt_kernels that raise it, or `observe`.
-ERRORS: dict[str, tuple[str, ...]] = {
-    "an exception in observe of one process": (),
-    "an exception in the statistics of one process": ("gram_ema_",),
-    "an exception in the factors of one process": ("damped_inverse",),
-    "an exception in the update of one process": ("mode_products", "preconditioned_step_"),
+# An exception in one process, and the operators that raise it; `observe` alone calls argmin, in the
+# likelihood.
+ERRORS = {
+    "an exception in observe of one process": ("aten::argmin",),
+    "an exception in the statistics of one process": ("tnt_kernels::gram_ema_",),
+    "an exception in the factors of one process": ("tnt_kernels::damped_inverse",),
+    "an exception in the update of one process": (
+        "tnt_kernels::mode_products",
+        "tnt_kernels::preconditioned_step_",
+    ),
 }
 NUMERICAL = (NAN, NEGATIVE)
 KILLS, KILLS_SAVING = (KILL_ONE, KILL_ALL), (KILL_ONE_SAVING, KILL_ALL_SAVING)
@@ -91,36 +93,29 @@ class SoakError(RuntimeError):
 
 
 class InjectedError(RuntimeError):
-    """Raised on purpose."""
+    """A fault raised this error on purpose."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of one step.
+    """A fault of one step."""
 
-    Attributes:
-        step: from 0.
-        kind: one of ``KINDS``.
-        who: in [0, 1): which of the processes or parameters, of which there may be any number.
-    """
+    step: int  # from 0
+    kind: str  # one of ``KINDS``
+    who: float  # in [0, 1): the victim, for any number of processes or parameters
 
-    step: int
-    kind: str
-    who: float
+    def victim(self, count: int) -> int:
+        """The rank, or the number of the parameter, that it hits."""
+        return int(self.who * count)
 
-    def victim(self, processes: int) -> int:
-        """The rank that it hits."""
-        return int(self.who * processes)
+    def victims(self, processes: int) -> list[int]:
+        """The ranks that it ends."""
+        everyone = self.kind in (KILL_ALL, KILL_ALL_SAVING)
+        return list(range(processes)) if everyone else [self.victim(processes)]
 
 
 def draw(seed: int, steps: int, faults: int) -> list[Fault]:
-    """Draw faults of all kinds in turn, each on a step of its own, as far as they fit.
-
-    Args:
-        seed: of the draws.
-        steps: of the soak.
-        faults: how many.
-    """
+    """Draw faults of all kinds in turn, each on a step of its own, as far as they fit."""
     rng = random.Random(seed)
     # The first step makes the first factors: a failure there has no older ones.
     free = set(range(1, steps - 1))
@@ -137,10 +132,10 @@ def draw(seed: int, steps: int, faults: int) -> list[Fault]:
 
 
 def _possible(kind: str, step: int, steps: int) -> bool:
-    operators = ERRORS.get(kind)
-    if kind == NEGATIVE or operators == ("damped_inverse",):
+    in_observe, in_statistics, in_factors, _ = ERRORS
+    if kind in (NEGATIVE, in_factors):
         return step % FACTORS == 0
-    if kind == NAN or operators in ((), ("gram_ema_",)):
+    if kind in (NAN, in_observe, in_statistics):
         return step % STATISTICS == 0
     return kind not in KILLS_SAVING or saves_after(step, steps)
 
@@ -150,23 +145,18 @@ def saves_after(step: int, steps: int) -> bool:
     return (step + 1) % CHECKPOINTS == 0 and step + 1 < steps
 
 
-def at(faults: Iterable[Fault], step: int, kinds: Iterable[str]) -> Fault | None:
+def at(faults: Iterable[Fault], step: int, *kinds: str) -> Fault | None:
     """The fault of some kinds at a step."""
-    wanted = tuple(kinds)
-    return next((f for f in faults if f.step == step and f.kind in wanted), None)
+    return next((f for f in faults if f.step == step and f.kind in kinds), None)
 
 
 # The training.
 
 
 class Training:
-    """A small classifier of the digits, its optimizer, and a diary that checkpoints hold.
+    """A small classifier of the digits in ``data``, its optimizer, and a diary.
 
-    Args:
-        data: a file of ``write_data``.
-        seed: of the model's start and of all batches.
-        steps: of the soak.
-        shard: TNT's setting.
+    A checkpoint holds all three. The seed decides the start of the model and all batches.
     """
 
     def __init__(self, data: Path, seed: int, steps: int, shard: str | None = None) -> None:
@@ -181,8 +171,8 @@ class Training:
         self.model: nn.Module = self.net
         self.spoiled = False
         self.opt = TNT(self.net.parameters(), likelihood=self._likelihood, shard=shard, **SETTINGS)
-        # How often each step was taken; and the part of its batch that the statistics lack: of how
-        # many processes (0 for none), and which.
+        # For each step: how often it was made; and the part of its batch that the statistics lack:
+        # the number of processes (0 if they lack none), and the rank.
         self.taken = torch.zeros(steps, dtype=torch.int64)
         self.left_out = torch.zeros(steps, 2, dtype=torch.int64)
 
@@ -193,16 +183,12 @@ class Training:
         *,
         observed: Sequence[int] | None = None,
         spoiled: bool = False,
-        negative: float | None = None,
+        negative: Fault | None = None,
     ) -> None:
-        """Take one step.
+        """Take one step with some rows of its batch.
 
-        Args:
-            step: its number, from 0.
-            rows: of the batch, for the loss.
-            observed: of the batch, for the statistics; None for the same.
-            spoiled: whether the sampled gradient is NaN.
-            negative: in [0, 1), the parameter whose statistics become negative.
+        The statistics may come from other rows (``observed``), the sampled gradient may be NaN
+        (``spoiled``), and a fault may make the statistics of one parameter negative.
         """
         self.spoiled = spoiled
         rng = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
@@ -214,8 +200,8 @@ class Training:
         loss: Tensor = cross_entropy(output, labels[rows])
         loss.backward()
         params = list(self.net.parameters())
-        spoilt = [] if negative is None else [params[int(negative * len(params))]]
-        stats = [stat for p in spoilt for stat in self.opt.state[p].get("stats", [])]
+        hit = [] if negative is None else [params[negative.victim(len(params))]]
+        stats = [stat for p in hit for stat in self.opt.state[p].get("stats", [])]
         before = [stat.clone() for stat in stats]
         for stat in stats:
             stat.copy_(-1e6 * torch.eye(len(stat), dtype=stat.dtype))
@@ -230,12 +216,9 @@ class Training:
         loss = cross_entropy(output, output.detach().argmin(1))
         return loss * math.nan if self.spoiled else loss
 
-    def digest(self) -> str:
-        """Of the parameters' bits."""
-        found = hashlib.blake2b(digest_size=8)
-        for param in self.net.parameters():
-            found.update(param.detach().numpy().tobytes())
-        return found.hexdigest()
+    def parameters(self) -> Tensor:
+        """All parameters in one vector."""
+        return nn.utils.parameters_to_vector(self.net.parameters()).detach()
 
     def content(self) -> dict[str, Any]:
         """What a checkpoint holds."""
@@ -259,14 +242,13 @@ class Training:
 
     def write_end(self, path: Path) -> None:
         """Write where the training ended."""
-        params = list(self.net.parameters())
         end = {
-            "parameters": [p.detach() for p in params],
+            "parameters": self.parameters(),
             "taken": self.taken,
             "left_out": self.left_out,
             "failures": self.opt.failures(),
             "steps": [group["step"] for group in self.opt.param_groups],
-            "updates": sorted({self.opt.state[p]["updates"] for p in params}),
+            "updates": sorted({self.opt.state[p]["updates"] for p in self.net.parameters()}),
         }
         torch.save(end, path)
 
@@ -290,9 +272,8 @@ def write_data(path: Path) -> None:
     """Write scikit-learn's digits and their labels, in float64."""
     from sklearn.datasets import load_digits
 
-    digits = load_digits()
-    images = torch.from_numpy(digits.data).to(torch.float64).div_(16.0)
-    torch.save([images, torch.from_numpy(digits.target).to(torch.int64)], path)
+    images, labels = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
+    torch.save([images / 16.0, labels], path)
 
 
 # One process.
@@ -300,29 +281,17 @@ def write_data(path: Path) -> None:
 
 @dataclass(frozen=True)
 class Life:
-    """What a set of processes starts with.
+    """What a set of processes starts with."""
 
-    Attributes:
-        folder: of all files.
-        number: of the life, from 0.
-        seed: of the training.
-        steps: of the soak.
-        processes: how many.
-        shard: TNT's setting.
-        first: step, that of the last complete checkpoint.
-        numerical: faults of the steps.
-        end: the fault that ends this life; None for the last life.
-    """
-
-    folder: Path
-    number: int
-    seed: int
-    steps: int
-    processes: int
-    shard: str
-    first: int
-    numerical: Sequence[Fault]
-    end: Fault | None
+    folder: Path  # of all files
+    number: int  # of the life, from 0
+    seed: int  # of the training
+    steps: int  # of the soak
+    processes: int  # how many
+    shard: str  # TNT's setting
+    first: int  # step, that of the last complete checkpoint
+    numerical: Sequence[Fault]  # faults of the steps
+    end: Fault | None  # the fault that ends this life; None for the last life
 
 
 class _DyingWriter(FileSystemWriter):
@@ -334,23 +303,23 @@ class _DyingWriter(FileSystemWriter):
 
 
 class _Failing(TorchDispatchMode):
-    """Raises where an operator of tnt_kernels is called."""
+    """Raises where one of the operators is called."""
 
     def __init__(self, operators: Sequence[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.names = {f"tnt_kernels::{name}" for name in operators}
+        self.operators = operators
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.name() in self.names:
+        if func.name() in self.operators:
             raise InjectedError(func.name())
         return func(*args, **(kwargs or {}))
 
 
 def live(rank: int, life: Life) -> None:
-    """Train to the end of a life. The target of a process.
+    """Train to the end of a life: the target of a process.
 
     Exit status: 0 at the end or a planned restart, ``INJECTED`` after a planned exception, 1 after
-    any other exception, whose text is in a file.
+    any other exception; a file then has its text.
     """
     try:
         _quiet()
@@ -365,17 +334,16 @@ def live(rank: int, life: Life) -> None:
         if life.first:
             training.load(life.folder / f"after-{life.first:07d}")
         training.model = DistributedDataParallel(training.net)
-        stop = life.end.step if life.end is not None else life.steps
-        for step in range(life.first, min(stop + 1, life.steps)):
-            if life.end is not None and step == stop and life.end.kind == RESTART:
-                break
+        end = life.end
+        stop = life.steps if end is None else end.step + (end.kind != RESTART)
+        for step in range(life.first, stop):
             _take(training, step, rank, life)
-        if life.end is None and rank == 0:
+        if end is None and rank == 0:
             training.write_end(life.folder / "end.pt")
-        digests: list[Any] = [None] * life.processes
-        dist.all_gather_object(digests, training.digest())
-        if len(set(digests)) > 1:
-            raise SoakError(f"parameters differ between processes: {digests}")
+        ends: list[Any] = [None] * life.processes
+        dist.all_gather_object(ends, training.parameters())
+        if not all(torch.equal(ends[0], other) for other in ends):
+            raise SoakError(f"parameters differ between processes: {ends}")
         dist.destroy_process_group()
     except InjectedError:
         os._exit(INJECTED)
@@ -388,22 +356,21 @@ def _take(training: Training, step: int, rank: int, life: Life) -> None:
     """Take one step, with its faults, and save a checkpoint after it if one is due."""
     end = life.end if life.end is not None and life.end.step == step else None
     kind = "" if end is None else end.kind
-    everyone = kind in (KILL_ALL, KILL_ALL_SAVING)
-    hit = end is not None and (everyone or end.victim(life.processes) == rank)
+    hit = end is not None and rank in end.victims(life.processes)
     if end is not None:
         _meet(life, rank)
     if hit and kind in KILLS:
         os.kill(os.getpid(), signal.SIGKILL)
-    nan, negative = at(life.numerical, step, (NAN,)), at(life.numerical, step, (NEGATIVE,))
+    nan = at(life.numerical, step, NAN)
     if nan is not None:
         training.left_out[step, 0] = life.processes
         training.left_out[step, 1] = nan.victim(life.processes)
-    with _raising(kind if hit else "", training):
+    with _Failing(ERRORS[kind]) if hit and kind in ERRORS else nullcontext():
         training.step(
             step,
             part(rank, life.processes),
             spoiled=nan is not None and nan.victim(life.processes) == rank,
-            negative=None if negative is None else negative.who,
+            negative=at(life.numerical, step, NEGATIVE),
         )
     if saves_after(step, life.steps):
         path = life.folder / f"after-{step + 1:07d}"
@@ -421,43 +388,28 @@ def _meet(life: Life, rank: int, place: str = "step") -> None:
         time.sleep(0.001)
 
 
-@contextmanager
-def _raising(kind: str, training: Training) -> Iterator[None]:
-    if kind not in ERRORS:
-        yield
-    elif ERRORS[kind]:
-        with _Failing(ERRORS[kind]):
-            yield
-    else:
-        with mock.patch.object(training.opt, "observe", side_effect=InjectedError(kind)):
-            yield
-
-
 def live_cleanly(life: Life) -> None:
-    """Repeat alone and without a break what ``end.pt`` says. The target of a process."""
+    """Make alone and without a break the steps that ``end.pt`` names: the target of a process."""
     _quiet()
     training = Training(life.folder / "digits.pt", life.seed, life.steps)
     left_out = torch.load(life.folder / "end.pt", weights_only=True)["left_out"].tolist()
     sizes = []
     for step, (processes, who) in enumerate(left_out):
-        negative = at(life.numerical, step, (NEGATIVE,))
         training.step(
             step,
             part(0, 1),
             observed=rest(who, processes) if processes > 1 else None,
             spoiled=processes == 1,
-            negative=None if negative is None else negative.who,
+            negative=at(life.numerical, step, NEGATIVE),
         )
         sizes.append(_resident())
     training.write_end(life.folder / "clean.pt")
-    settled = sizes[len(sizes) // 10]
-    (life.folder / "growth").write_text(str(sizes[-1] - settled))
+    (life.folder / "growth").write_text(str(sizes[-1] - sizes[len(sizes) // 10]))
 
 
 def _resident() -> int:
     """Bytes of this process in memory."""
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _quiet() -> None:
@@ -471,14 +423,7 @@ def _quiet() -> None:
 
 
 class Soak:
-    """Starts one set of processes after the other.
-
-    Args:
-        folder: of its own.
-        seed: of everything.
-        steps: how many.
-        faults: of them.
-    """
+    """Starts one set of processes after the other; ``folder`` is its own."""
 
     def __init__(self, folder: Path, seed: int, steps: int, faults: Sequence[Fault]) -> None:
         self.folder, self.seed, self.steps = folder, seed, steps
@@ -550,8 +495,7 @@ def expected_codes(end: Fault | None, processes: int) -> list[int]:
     if end is None or end.kind == RESTART:
         return [0] * processes
     own = INJECTED if end.kind in ERRORS else -signal.SIGKILL
-    everyone = end.kind in (KILL_ALL, KILL_ALL_SAVING)
-    return [own if everyone or rank == end.victim(processes) else 1 for rank in range(processes)]
+    return [own if rank in end.victims(processes) else 1 for rank in range(processes)]
 
 
 # The result.
@@ -560,18 +504,11 @@ def expected_codes(end: Fault | None, processes: int) -> list[int]:
 def compared(folder: Path, soak: Soak) -> dict[str, Any]:
     """Where the soak and its clean run ended, and what the diary counts."""
     end, clean = (torch.load(folder / name, weights_only=True) for name in ("end.pt", "clean.pt"))
-    start = [
-        p.detach() for p in Training(folder / "digits.pt", soak.seed, soak.steps).net.parameters()
-    ]
-
-    def distance(some: Sequence[Tensor], others: Sequence[Tensor]) -> float:
-        squares = (float((a - b).square().sum()) for a, b in zip(some, others, strict=True))
-        return math.sqrt(sum(squares))
-
+    start = Training(folder / "digits.pt", soak.seed, soak.steps).parameters()
+    moved = (clean["parameters"] - start).norm()
     alone = int((end["left_out"][:, 0] == 1).sum())
     return {
-        "relative": distance(end["parameters"], clean["parameters"])
-        / distance(clean["parameters"], start),
+        "relative": float((end["parameters"] - clean["parameters"]).norm() / moved),
         "steps_not_taken_once": int((end["taken"] != 1).sum()),
         "step_counters": end["steps"],
         "update_counters": end["updates"],
@@ -627,7 +564,7 @@ def main(
         soak.train()
         result = compared(Path(folder), soak)
     found = checks(result, soak)
-    protocol = {"steps": steps, "seed": seed, "batch": BATCH, "model": list(SIZES), "tnt": SETTINGS,
+    protocol = {"steps": steps, "seed": seed, "batch": BATCH, "tnt": SETTINGS,
                 "checkpoint_interval": CHECKPOINTS, "tolerance": TOLERANCE}  # fmt: skip
     write_json(out, {
         "provenance": origin,

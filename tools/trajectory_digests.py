@@ -12,23 +12,27 @@ All three files must be equal. The script uses public names only, so that it run
 ``PYTHONPATH=CLONE:CLONE/python`` selects the clone it imports.
 """
 
-import argparse
 import hashlib
+import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+import typer
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 from tnt_optim import KFAC, TNT, Shampoo, with_fallback
 
 STEPS, CHECKPOINT_STEP, BATCH = 30, 15, 16
+Maker = Callable[[nn.Module], Any]
+Wrap = Callable[[nn.Module], nn.Module]
 
 
 def network(dtype: torch.dtype) -> nn.Module:
@@ -81,13 +85,13 @@ def digest(value: Any) -> str:
 
 def train(
     name: str,
-    make: Callable[[nn.Module], torch.optim.Optimizer],
+    make: Maker,
     *,
     dtype: torch.dtype = torch.float32,
     micro_batches: int = 1,
     warm_start: str | None = None,
     rank: int = 0,
-    wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
+    wrap: Wrap = lambda model: model,
     save: Path | None = None,
     resume: Path | None = None,
 ) -> str:
@@ -97,11 +101,10 @@ def train(
     opt = make(wrapped)
     observe = getattr(opt, "observe", lambda output: None)
     criterion = nn.CrossEntropyLoss()
-    folder = save or resume
-    path = None if folder is None else folder / f"{name}-{rank}.pt"
+    file = f"{name}-{rank}.pt"
     start = 0
-    if resume is not None and path is not None and path.exists():
-        saved = torch.load(path, weights_only=True)
+    if resume is not None and (resume / file).exists():
+        saved = torch.load(resume / file, weights_only=True)
         model.load_state_dict(saved["model"])
         opt.load_state_dict(saved["optimizer"])
         start = CHECKPOINT_STEP
@@ -110,11 +113,11 @@ def train(
         outputs = (
             wrapped(x) if warm_start == "outputs" else criterion(wrapped(x), y) for x, y in batches
         )
-        warm = opt.warm_start  # type: ignore[attr-defined]
+        warm = opt.warm_start
         warm(outputs, **({} if isinstance(opt, KFAC) else {"model": model}))
     for step in range(start, STEPS):
-        if save is not None and path is not None and step == CHECKPOINT_STEP:
-            torch.save({"model": model.state_dict(), "optimizer": opt.state_dict()}, path)
+        if save is not None and step == CHECKPOINT_STEP:
+            torch.save({"model": model.state_dict(), "optimizer": opt.state_dict()}, save / file)
         opt.zero_grad()
         for number in range(micro_batches):
             x, y = batch(step + 100 * number, rank, dtype)
@@ -128,22 +131,12 @@ def train(
     return digest([model.state_dict(), tensors])
 
 
-def tnt(**settings: Any) -> Callable[[nn.Module], TNT]:
-    """TNT with short intervals and rates at which the network trains."""
-    defaults = {"lr": 1e-3, "damping": 0.1, "stat_interval": 2, "inverse_interval": 5}
-    return lambda model: TNT(model.parameters(), **{**defaults, **settings})
-
-
-def shampoo(**settings: Any) -> Callable[[nn.Module], Shampoo]:
-    """Shampoo with short intervals."""
-    defaults = {"lr": 1e-3, "damping": 1e-3, "stat_interval": 2, "inverse_interval": 5}
-    return lambda model: Shampoo(model.parameters(), **{**defaults, **settings})
-
-
-def kfac(**settings: Any) -> Callable[[nn.Module], KFAC]:
-    """KFAC with short intervals."""
-    defaults = {"lr": 1e-3, "damping": 0.3, "stat_interval": 2, "inverse_interval": 5}
-    return lambda model: KFAC(model, **{**defaults, **settings})
+def maker(method: type, **settings: Any) -> Maker:
+    """A method with short intervals, at rates at which the network trains."""
+    damping = {TNT: 0.1, Shampoo: 1e-3, KFAC: 0.3}[method]
+    defaults = {"lr": 1e-3, "damping": damping, "stat_interval": 2, "inverse_interval": 5}
+    settings = {**defaults, **settings}
+    return lambda model: method(model if method is KFAC else model.parameters(), **settings)
 
 
 def two_groups(model: nn.Module) -> TNT:
@@ -187,106 +180,99 @@ BFLOAT16: dict[str, dict[str, Any]] = {
 }
 
 
-def single_process_cases() -> dict[str, tuple[Callable[[nn.Module], Any], dict[str, Any]]]:
+METHODS: dict[str, tuple[type, dict[str, Any]]] = {
+    "tnt": (TNT, {}),
+    "tnt-ef": (TNT, {"fisher": "empirical"}),
+    "shampoo": (Shampoo, {}),
+}
+
+
+def single_process_cases() -> dict[str, tuple[Maker, dict[str, Any]]]:
     """Each case's optimizer and the arguments of ``train``."""
-    cases: dict[str, tuple[Callable[[nn.Module], Any], dict[str, Any]]] = {}
-    makers = {
-        "tnt": (tnt, {}, "outputs"),
-        "tnt-ef": (tnt, {"fisher": "empirical"}, "losses"),
-        "shampoo": (shampoo, {}, "losses"),
-    }
-    for method, (make, fixed, warm) in makers.items():
-        for name, settings in VARIANTS.items():
-            cases[f"{method}-{name}"] = make(**fixed, **settings), {}
-        for name, settings in BFLOAT16.items():
-            cases[f"{method}-{name}"] = make(**fixed, **settings), {"dtype": torch.bfloat16}
-        cases[f"{method}-float64"] = make(**fixed), {"dtype": torch.float64}
-        cases[f"{method}-warm"] = make(**fixed), {"warm_start": warm}
-        cases[f"{method}-accumulated"] = make(**fixed), {"micro_batches": 2}
+    cases: dict[str, tuple[Maker, dict[str, Any]]] = {}
+    bfloat16 = {"dtype": torch.bfloat16}
+    for name, (method, fixed) in METHODS.items():
+        plain = maker(method, **fixed)
+        for variant, settings in VARIANTS.items():
+            cases[f"{name}-{variant}"] = maker(method, **fixed, **settings), {}
+        for variant, settings in BFLOAT16.items():
+            cases[f"{name}-{variant}"] = maker(method, **fixed, **settings), bfloat16
+        cases[f"{name}-float64"] = plain, {"dtype": torch.float64}
+        cases[f"{name}-warm"] = plain, {"warm_start": "outputs" if name == "tnt" else "losses"}
+        cases[f"{name}-accumulated"] = plain, {"micro_batches": 2}
     for inverse in ("damped", "eigenbasis"):
-        cases[f"kfac-{inverse}"] = kfac(inverse=inverse), {}
-        cases[f"kfac-{inverse}-decay"] = kfac(inverse=inverse, weight_decay=0.1), {}
-        cases[f"kfac-{inverse}-warm"] = kfac(inverse=inverse), {"warm_start": "outputs"}
-        cases[f"kfac-{inverse}-accumulated"] = kfac(inverse=inverse), {"micro_batches": 2}
-        cases[f"kfac-{inverse}-bfloat16"] = kfac(inverse=inverse), {"dtype": torch.bfloat16}
-    cases["tnt-bernoulli"] = tnt(likelihood="bernoulli"), {}
-    cases["tnt-gaussian"] = tnt(likelihood="gaussian", seed=3), {}
+        plain = maker(KFAC, inverse=inverse)
+        cases[f"kfac-{inverse}"] = plain, {}
+        cases[f"kfac-{inverse}-decay"] = maker(KFAC, inverse=inverse, weight_decay=0.1), {}
+        cases[f"kfac-{inverse}-warm"] = plain, {"warm_start": "outputs"}
+        cases[f"kfac-{inverse}-accumulated"] = plain, {"micro_batches": 2}
+        cases[f"kfac-{inverse}-bfloat16"] = plain, bfloat16
+    cases["tnt-bernoulli"] = maker(TNT, likelihood="bernoulli"), {}
+    cases["tnt-gaussian"] = maker(TNT, likelihood="gaussian", seed=3), {}
     cases["tnt-groups"] = two_groups, {}
     cases["tnt-fallback"] = fallback, {}
     return cases
 
 
-def two_process_cases() -> dict[str, tuple[Callable[[nn.Module], Any], str]]:
-    """Each case's optimizer, and how its model is spread: "ddp" or "fsdp"."""
-    cases: dict[str, tuple[Callable[[nn.Module], Any], str]] = {}
+def two_process_cases() -> dict[str, tuple[Maker, Wrap]]:
+    """Each case's optimizer, and how its model is spread."""
+    cases: dict[str, tuple[Maker, Wrap]] = {}
+    grafted = {**GRAFTED, "kl_clip": 1e-6}
     for shard in (None, "directions", "inverses"):
-        for spread in ("ddp", "fsdp"):
-            for name, make in {"tnt": tnt, "tnt-ef": tnt, "shampoo": shampoo}.items():
-                fixed = {"fisher": "empirical"} if name == "tnt-ef" else {}
-                cases[f"{name}-{spread}-{shard}"] = make(**fixed, shard=shard), spread
-            settings = {**GRAFTED, "kl_clip": 1e-6, "shard": shard}
-            cases[f"tnt-graft-{spread}-{shard}"] = tnt(**settings), spread
+        for spread, wrap in (("ddp", DistributedDataParallel), ("fsdp", fully_sharded)):
+            for name, (method, fixed) in METHODS.items():
+                cases[f"{name}-{spread}-{shard}"] = maker(method, **fixed, shard=shard), wrap
+            cases[f"tnt-graft-{spread}-{shard}"] = maker(TNT, **grafted, shard=shard), wrap
     for shard in (None, "inverses"):
-        cases[f"kfac-ddp-{shard}"] = kfac(shard=shard), "ddp"
+        cases[f"kfac-ddp-{shard}"] = maker(KFAC, shard=shard), DistributedDataParallel
     return cases
+
+
+def fully_sharded(model: nn.Module) -> nn.Module:
+    """The model with every linear and convolutional layer sharded by FSDP2."""
+    for module in model.children():
+        if isinstance(module, nn.Linear | nn.Conv2d):
+            fully_shard(module)
+    fully_shard(model)
+    return model
 
 
 def _process(rank: int, store: str, results: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    for name, (make, spread) in two_process_cases().items():
-        results[name, rank] = _or_error(train, name, make, rank=rank, wrap=_spread(spread))
+    for name, (make, wrap) in two_process_cases().items():
+        results[name, rank] = _or_error(name, make, rank=rank, wrap=wrap)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _spread(kind: str) -> Callable[[nn.Module], nn.Module]:
-    if kind == "ddp":
-        return DistributedDataParallel
-    from torch.distributed.fsdp import fully_shard
-
-    def wrapped(model: nn.Module) -> nn.Module:
-        for module in model:  # type: ignore[attr-defined]
-            if isinstance(module, nn.Linear | nn.Conv2d):
-                fully_shard(module)
-        fully_shard(model)
-        return model
-
-    return wrapped
-
-
-def _or_error(run: Callable[..., str], *args: Any, **kwargs: Any) -> str:
+def _or_error(*args: Any, **kwargs: Any) -> str:
     try:
-        return run(*args, **kwargs)
+        return train(*args, **kwargs)
     except ValueError as error:  # a combination that is refused stays refused
         return f"refused: {type(error).__name__}"
 
 
-def main() -> None:
-    """Prints a line for each case."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--save", type=Path, help="write each case's checkpoint of step 15 here")
-    parser.add_argument("--resume", type=Path, help="start each case from its checkpoint here")
-    parser.add_argument("--only", default="", help="cases whose names contain this")
-    args = parser.parse_args()
-    if args.save:
-        args.save.mkdir(parents=True, exist_ok=True)
+def main(
+    save: Annotated[Path | None, typer.Option(help="folder for checkpoints of step 15")] = None,
+    resume: Annotated[Path | None, typer.Option(help="folder of checkpoints to start from")] = None,
+    only: Annotated[str, typer.Option(help="cases whose names contain this")] = "",
+) -> None:
+    """Print a line for each case."""
+    if save:
+        save.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     for name, (make, how) in single_process_cases().items():
-        if args.only in name:
-            print(name, _or_error(train, name, make, **how, save=args.save, resume=args.resume))
-    with tempfile.TemporaryDirectory() as folder, mp.Manager() as manager:
+        if only in name:
+            print(name, _or_error(name, make, **how, save=save, resume=resume))
+    with tempfile.TemporaryDirectory() as folder, multiprocessing.Manager() as manager:
         results = manager.dict()
-        if any(args.only in name for name in two_process_cases()):
+        if any(only in name for name in two_process_cases()):
             os.environ["OMP_NUM_THREADS"] = "1"
-            mp.spawn(  # type: ignore[attr-defined,no-untyped-call]
-                _process, (os.path.join(folder, "store"), results), nprocs=2
-            )
+            spawn(_process, (f"{folder}/store", results), nprocs=2)
         for (name, rank), value in sorted(results.items()):
             print(f"{name}-rank{rank}", value)
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -1,6 +1,7 @@
 """Benchmarks time right results only, count work as by hand, and keep losing cases."""
 
 import json
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -55,14 +56,12 @@ SMALL = ParameterSet("small", ((5, 3), (7,), (4, 3, 3, 3)))
 def test_work_of_one_matrix_is_the_hand_count() -> None:
     views, full = [(3, 5)], [(False, False)]
     # Gram: G is 15 numbers. Mode 0: 3 * 4 / 2 entries of 5 products and sums; mode 1: 15 entries of
-    # 3. Without symmetry 9 entries of 5 and 25 of 3. S is read and written.
-    assert gram_work(views, full) == Work(
-        6 * 5 * 2 + 15 * 3 * 2, 9 * 10 + 25 * 6, 4 * (15 + 18 + 50)
-    )
-    # Inverses: d^3, without symmetry 2 d^3; S read, A written.
-    assert inverse_work(views, full) == Work(27 + 125, 54 + 250, 4 * (18 + 50))
+    # 3. S is read and written.
+    assert gram_work(views, full) == Work(6 * 5 * 2 + 15 * 3 * 2, 4 * (15 + 18 + 50))
+    # Inverses: d^3; S read, A written.
+    assert inverse_work(views, full) == Work(27 + 125, 4 * (18 + 50))
     # Products: 3 x 3 by 3 x 5, then 3 x 5 by 5 x 5.
-    assert products_work(views, full) == Work(90 + 150, 90 + 150, 4 * (15 + 15 + 9 + 25))
+    assert products_work(views, full) == Work(90 + 150, 4 * (15 + 15 + 9 + 25))
     # The step reads and writes momentum and weight, and reads the gradient: three times 15 more.
     assert step_work(views, full).bytes == products_work(views, full).bytes + 4 * 3 * 15
     assert factor_bytes(views, full) == 4 * (9 + 25)
@@ -70,19 +69,20 @@ def test_work_of_one_matrix_is_the_hand_count() -> None:
 
 def test_work_of_a_diagonal_mode_is_linear() -> None:
     views, kinds = [(3, 5)], [(False, True)]
-    assert gram_work(views, kinds) == Work(60 + 30, 90 + 30, 4 * (15 + 18 + 10))
-    assert inverse_work(views, kinds) == Work(27 + 5, 54 + 5, 4 * (18 + 10))
-    assert products_work(views, kinds).useful_flops == 90 + 15
+    assert gram_work(views, kinds) == Work(60 + 30, 4 * (15 + 18 + 10))
+    assert inverse_work(views, kinds) == Work(27 + 5, 4 * (18 + 10))
+    assert products_work(views, kinds).flops == 90 + 15
     assert factor_bytes(views, kinds) == 4 * (9 + 5)
-    assert Work(1, 2, 3) + Work(4, 5, 6) == Work(5, 7, 9)
+    assert Work(1, 2) + Work(4, 5) == Work(5, 7)
 
 
 def test_parameter_sets_are_the_models() -> None:
     assert set(DEFAULT_SETS) <= set(PARAMETER_SETS)
     sets = PARAMETER_SETS
-    assert (sets["mnist_ae"].modes, sets["resnet32"].modes) == (24, 158)
-    assert sets["resnet32"].numbers == 464_154  # ResNet-32 for CIFAR-10, option A
-    assert sets["gpt2_full"].numbers == 124_439_808  # GPT-2 small
+    assert [sum(map(len, sets[name].views)) for name in ("mnist_ae", "resnet32")] == [24, 158]
+    # ResNet-32 for CIFAR-10, option A, and GPT-2 small.
+    for name, numbers in (("resnet32", 464_154), ("gpt2_full", 124_439_808)):
+        assert sum(map(math.prod, sets[name].shapes)) == numbers
     assert len(sets["gpt2_full"].shapes) == 2 + 12 * 12 + 2
     assert sets["gpt2"].diagonal[0] == (True, False)  # 50257 > 8192
     assert sets["resnet32"].views[0] == (16, 3, 9)
@@ -93,7 +93,7 @@ def test_parameter_sets_are_the_models() -> None:
 
 def test_the_limit_is_the_later_of_products_and_bytes() -> None:
     cpu = {"sgemm": 100.0, "ssyrk": 50.0, "copy": 10.0}
-    work = Work(useful_flops=400, effective_flops=800, bytes=30)
+    work = Work(flops=400, bytes=30)
     assert binding(cpu, work, symmetric=False, precision="highest") == ("sgemm", 4.0)
     assert binding(cpu, work, symmetric=True, precision="highest") == ("ssyrk", 8.0)
     assert binding(cpu, Work(bytes=90), symmetric=True, precision="high") == ("copy", 9.0)
@@ -155,10 +155,10 @@ def test_candidates_equal_the_reference(op: str) -> None:
             before = [tensor.clone() for tensor in candidate.updated]
             candidate.run()
             error = relative_error(candidate.results(), problem.expected)
-            check_close(candidate.name, error, TOLERANCES["cpu"][op])
+            check_close(candidate.name, error, TOLERANCES[op]["cpu"])
             check_updated(candidate.name, before, candidate.updated)
     work = problem.work
-    assert 0 < work.useful_flops <= work.effective_flops and work.bytes > 0
+    assert work.flops > 0 and work.bytes > 0
 
 
 @pytest.mark.parametrize("invert", [baselines.inverse_linalg, baselines.inverse_cholesky])
@@ -214,12 +214,12 @@ def test_every_candidate_has_a_row_with_its_ratio_to_the_first() -> None:
     ones = [torch.ones(2).double()]
     other = adding("AdamW", 3.0, compared=False)
     rows = compared(
-        [adding(OURS), adding("addmm_"), other], ones, work=Work(8, 16, 4), steps=4, note="said"
+        [adding(OURS), adding("addmm_"), other], ones, work=Work(8, 4), steps=4, note="said"
     )
     assert [row["candidate"] for row in rows] == [OURS, "addmm_", "AdamW"]
     ours, baseline, free = rows
     assert ours["median"] == 0.25 and ours["ratio"] == [1.0] * 3 and ours["rounds"] >= 3
-    assert ours["work"] == [2, 4, 1] and ours["note"] == "said" and "work" not in baseline
+    assert ours["work"] == [2, 1] and ours["note"] == "said" and "work" not in baseline
     assert baseline["error"] == 0.0 and "error" not in free
     assert baseline["baseline"] and "baseline" not in free and "baseline" not in ours
     assert baseline["ratio"][0] == pytest.approx(baseline["median"] * 4, rel=1e-9)
@@ -335,7 +335,7 @@ def test_a_step_without_checks_moves_as_far_and_lets_nan_through() -> None:
 
 def test_the_page_has_every_candidate_and_marks_losing_cases() -> None:
     ones = [torch.ones(2).double()]
-    rows = compared([adding(OURS), adding("addmm_")], ones, work=Work(8, 16, 4))
+    rows = compared([adding(OURS), adding("addmm_")], ones, work=Work(8, 4))
     rows[1]["ratio"] = [0.5, 0.4, 0.6]
     rows[0].update(least_seconds=0.5, limit="copy")
     machine = {"cpu": "a CPU", "cores": 2, "gpu": None}

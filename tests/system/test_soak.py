@@ -103,14 +103,19 @@ def test_a_fault_changes_the_training(tmp_path: Path) -> None:
     """Or the clean run could not tell whether it was repeated."""
     write_data(tmp_path / "digits.pt")
     ends = set()
-    for change in ({}, {"spoiled": True}, {"negative": 0.0}, {"observed": rest(1, 4)}):
+    for change in (
+        {},
+        {"spoiled": True},
+        {"negative": Fault(FACTORS, NEGATIVE, 0.0)},
+        {"observed": rest(1, 4)},
+    ):
         training = Training(tmp_path / "digits.pt", 0, 12)
         for step in range(12):
             wanted = change if step == FACTORS else {}
             with pytest.warns() if set(wanted) & {"spoiled", "negative"} else nullcontext():
                 training.step(step, part(0, 1), **wanted)
         assert torch.equal(training.taken, torch.ones(12, dtype=torch.int64))
-        ends.add(training.digest())
+        ends.add(tuple(training.parameters().tolist()))
     assert len(ends) == 4
 
 

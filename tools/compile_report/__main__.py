@@ -1,7 +1,7 @@
 """`python -m tools.compile_report`: what the compilers make of every GPU kernel.
 
-Compiles every Triton kernel in every class that the launchers choose, and every CUDA file, for
-several architectures, on a machine that needs no GPU. Nothing runs, and nothing here is a time.
+Compiles every Triton kernel in every class that the launchers choose, for several architectures,
+on a machine that needs no GPU. Nothing runs, and nothing here is a time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tools.compile_report.expectations import (
     unneeded,
 )
 from tools.compile_report.launches import kernels
-from tools.compile_report.machine_code import Compiled, compile_all, why_no_compiler
+from tools.compile_report.machine_code import Compiled, compile_all
 from tools.measuring.provenance import provenance
 from tools.measuring.records import check_writable, write_json
 from tools.measuring.tables import table
@@ -55,25 +55,23 @@ def _cells(c: Compiled) -> list[str]:
     if c.error:
         return [*["-"] * 5, f"**does not compile**: {c.error}"]
     spilled = (c.stack, c.spill_loads, c.spill_stores)
-    products = sorted(set(c.products.values())) or [f"({name})" for name in c.instructions]
     return [
         str(c.registers),
         "0" if not any(spilled) else f"**{c.stack}, {c.spill_loads}/{c.spill_stores}**",
         str(c.shared) + (f" + {c.tensor_memory} columns" if c.tensor_memory else ""),
         str(c.warps),
-        ", ".join(products),
+        ", ".join(sorted(set(c.products.values()))),
         loads_of(c),
     ]
 
 
 def _rows(entries: Sequence[Compiled]) -> list[list[str]]:
     """One row for each class; cells that differ between architectures have one value for each."""
-    classes: dict[tuple[str, str, str], list[Compiled]] = {}
+    classes: dict[tuple[str, str], list[Compiled]] = {}
     for c in entries:
-        source = "" if c.source == "triton" else c.source
-        classes.setdefault((source, c.kernel, class_of(c.settings)), []).append(c)
+        classes.setdefault((c.kernel, class_of(c.settings)), []).append(c)
     rows = []
-    for (_, kernel, name), group in sorted(classes.items()):
+    for (kernel, name), group in sorted(classes.items()):
         columns = zip(*map(_cells, group), strict=True)
         cells = [c[0] if len(set(c)) == 1 else " / ".join(c) for c in columns]
         rows.append([kernel, name, ", ".join(f"sm_{c.capability}" for c in group), *cells])
@@ -101,8 +99,7 @@ def page(record: Mapping[str, Any], entries: Sequence[Compiled]) -> str:
         "",
         f"Commit {(source['commit'] or 'unknown')[:12]}{' with changes' if source['dirty'] else ''}"
         f", {source['date'][:10]}, Triton {source['versions']['triton']}; `{source['command']}`. "
-        f"{len(entries)} classes, compiled without a GPU: nothing was run, nothing here is a time. "
-        f"CUDA files: {record['cuda']}.",
+        f"{len(entries)} classes, compiled without a GPU: nothing was run, nothing here is a time.",
         "",
         *table(("rule", "broken by"), counts),
         *(f"- `{m['kernel']}` ({class_of(m['settings'])}), sm_{m['capability']}: {m['what']}"
@@ -112,9 +109,6 @@ def page(record: Mapping[str, Any], entries: Sequence[Compiled]) -> str:
         "",
         *narrow,
         *record["unneeded"],
-        "",
-        "Dynamic shared memory of a CUDA kernel is chosen at its launch and not counted. In "
-        "brackets: instructions of kernels without products of tiles.",
         "",
         *table(header, _rows(entries)),
     ]  # fmt: skip
@@ -142,7 +136,6 @@ def main(
     record = {
         "provenance": origin,
         "seconds": time.perf_counter() - start,
-        "cuda": why_no_compiler() or "compiled",
         "missed": [asdict(m) for m in found],
         # A selection does not have all loads.
         "unneeded": [] if main else [f"- not needed any more: {n}" for n in unneeded(entries)],

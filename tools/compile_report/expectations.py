@@ -15,14 +15,13 @@ SUPPORTED = (80, 90, 100)
 MATRIX_UNITS = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}
 # Triton has no float64 products for Blackwell's matrix units.
 FLOAT64_UNITS = {80: "DMMA", 90: "DMMA", 100: "DFMA"}
-PLAIN_UNITS = {"fp64": "DFMA"}  # else FFMA
 
 
 def wanted_product(c: Compiled) -> str:
     """The instruction that a kernel's products must use."""
     is_double = c.settings.get("STATE") == "fp64"
     if c.settings.get("PRECISION") == "ieee" and not is_double:
-        return PLAIN_UNITS.get(str(c.settings.get("STATE")), "FFMA")
+        return "FFMA"
     if is_double:
         return FLOAT64_UNITS[c.capability]
     return MATRIX_UNITS[c.capability if int(c.settings["BLOCK"]) >= LARGE_TILE else 80]
@@ -30,21 +29,13 @@ def wanted_product(c: Compiled) -> str:
 
 @dataclass(frozen=True)
 class Narrow:
-    """Loads of wide classes that are known to be narrow, and why.
+    """Loads of wide classes that are known to be narrow, and why."""
 
-    Attributes:
-        kernel: module and name.
-        loads: their names.
-        settings: constants that the class must have.
-        capabilities: of the architectures.
-        reason: why they are narrow.
-    """
-
-    kernel: str
-    loads: tuple[str, ...]
-    settings: Mapping[str, tuple[str, ...]]
-    capabilities: tuple[int, ...]
-    reason: str
+    kernel: str  # module and name
+    loads: tuple[str, ...]  # their names
+    settings: Mapping[str, tuple[str, ...]]  # constants that the class must have
+    capabilities: tuple[int, ...]  # of the architectures
+    reason: str  # why they are narrow
 
     def covers(self, c: Compiled, load: str) -> bool:
         """Whether this exception holds for a load."""
@@ -162,12 +153,7 @@ class Miss:
 
 
 def misses(entries: Iterable[Compiled], kernels: Iterable[str]) -> list[Miss]:
-    """All broken rules.
-
-    Args:
-        entries: the compiled kernels.
-        kernels: the names of all Triton kernels.
-    """
+    """All rules that compiled kernels break; ``kernels`` are the names of all Triton kernels."""
     found = []
     compiled: set[str] = set()
     for c in entries:

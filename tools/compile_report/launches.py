@@ -32,17 +32,11 @@ Shape = Sequence[int]
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel as a launcher starts it: one version that Triton compiles.
+    """One kernel as a launcher starts it: one version that Triton compiles."""
 
-    Attributes:
-        kernel: the kernel.
-        arguments: its run-time arguments.
-        constants: its compile-time ones, and Triton's options.
-    """
-
-    kernel: Any
-    arguments: tuple[Any, ...]
-    constants: dict[str, Any]
+    kernel: Any  # the kernel
+    arguments: tuple[Any, ...]  # its run-time arguments
+    constants: dict[str, Any]  # its compile-time ones, and Triton's options
 
     @property
     def name(self) -> str:

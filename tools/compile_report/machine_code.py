@@ -1,8 +1,9 @@
-"""What Triton, nvcc and ptxas make of a kernel: registers, spills, instructions, load widths.
+"""What Triton and ptxas make of a kernel: registers, spills, instructions, load widths.
 
 Nothing runs and no device is needed: a kernel is compiled for an architecture, and ``cuobjdump``
 and ``nvdisasm``, which come with Triton, take the result apart. Every load and every product in a
-kernel's loops is found by the line of source of its instructions.
+kernel's loops is found by the line of source of its instructions. `make cuda-build-check` has the
+same numbers of the CUDA files, as ptxas prints them.
 """
 
 from __future__ import annotations
@@ -13,13 +14,12 @@ import inspect
 import multiprocessing
 import os
 import re
-import shutil
 import subprocess
 import tempfile
 import textwrap
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +32,6 @@ from triton.runtime.jit import JITFunction
 from tools.compile_report.launches import Launch, recorded
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-SOURCES = Path(__file__).resolve().parents[2] / "csrc"
 # Instructions that multiply, the fastest first: UTC.MMA on Blackwell, HGMMA on Hopper, HMMA before,
 # DMMA for float64; FFMA and DFMA are the plain units.
 PRODUCTS = ("UTCHMMA", "HGMMA", "DMMA", "HMMA", "DFMA", "FFMA")
@@ -64,60 +63,35 @@ class Line(NamedTuple):
 
 @dataclass
 class Site:
-    """A load or a product in a loop of a kernel.
+    """A load or a product in a loop of a kernel."""
 
-    Attributes:
-        name: its branch and operand, as ``rows_are_dense: a``.
-        kind: ``load`` or ``dot``.
-        lines: its lines of source.
-    """
-
-    name: str
-    kind: str
-    lines: frozenset[Line]
+    name: str  # its branch and operand, as ``rows_are_dense: a``
+    kind: str  # ``load`` or ``dot``
+    lines: frozenset[Line]  # its lines of source
 
 
 @dataclass
 class Compiled:
-    """One kernel, compiled for one architecture.
+    """One kernel, compiled for one architecture."""
 
-    Attributes:
-        kernel: its name.
-        settings: its compile-time constants and options.
-        capability: of the architecture, 80 for sm_80.
-        warps: of a block.
-        registers: of a thread.
-        stack: bytes of a thread's stack, which holds the spilled registers.
-        spill_loads: LDL instructions.
-        spill_stores: STL instructions.
-        shared: bytes of shared memory of a block.
-        tensor_memory: columns of a block.
-        instructions: number of product instructions, by name.
-        products: the instruction of every product in a loop.
-        loads: number of instructions by width in bytes, of every load in a loop.
-        element_bytes: bytes of an element, of every load in a loop.
-        vector: elements that a load takes at a time.
-        source: ``triton``, or the CUDA file.
-        error: why it did not compile; then nothing else is known.
-    """
-
-    kernel: str
-    settings: dict[str, Any]
-    capability: int
-    warps: int
-    registers: int = 0
-    stack: int = 0
-    spill_loads: int = 0
-    spill_stores: int = 0
-    shared: int = 0
-    tensor_memory: int = 0
-    instructions: dict[str, int] = field(default_factory=dict)
+    kernel: str  # its name
+    settings: dict[str, Any]  # its compile-time constants and options
+    capability: int  # of the architecture, 80 for sm_80
+    warps: int  # of a block
+    registers: int = 0  # of a thread
+    stack: int = 0  # bytes of a thread's stack, which holds the spilled registers
+    spill_loads: int = 0  # LDL instructions
+    spill_stores: int = 0  # STL instructions
+    shared: int = 0  # bytes of shared memory of a block
+    tensor_memory: int = 0  # columns of a block
+    # The instruction of every product in a loop.
     products: dict[str, str] = field(default_factory=dict)
+    # Every load in a loop: the number of its instructions by their width in bytes.
     loads: dict[str, dict[int, int]] = field(default_factory=dict)
+    # Every load in a loop: the bytes of an element.
     element_bytes: dict[str, int] = field(default_factory=dict)
-    vector: int = 1
-    source: str = "triton"
-    error: str = ""
+    vector: int = 1  # elements that a load takes at a time
+    error: str = ""  # why it did not compile; then nothing else is known
 
     @property
     def too_large(self) -> str:
@@ -175,8 +149,8 @@ def _compiled(launch: Launch, capability: int) -> Compiled:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(made.asm["cubin"])
         cubin.flush()
-        usage = run_tool("cuobjdump", "-res-usage", cubin.name)
-        listing = run_tool("nvdisasm", "-c", "-g", cubin.name)
+        usage = _run_tool("cuobjdump", "-res-usage", cubin.name)
+        listing = _run_tool("nvdisasm", "-c", "-g", cubin.name)
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     if found is None:
         raise RuntimeError(f"cuobjdump -res-usage has no registers of {launch.name}: {usage}")
@@ -186,7 +160,7 @@ def _compiled(launch: Launch, capability: int) -> Compiled:
     products: dict[str, str] = {}
     loads: dict[str, Counter[int]] = {}
     sizes: dict[str, int] = {}
-    sites = sites_of(launch.kernel)
+    sites = list(_sites(launch.kernel))
     for site in sites:
         there = [i for line in site.lines for i in by_line.get(line, ())]
         size = next((present[line][0] for line in site.lines if line in present), None)
@@ -214,7 +188,6 @@ def _compiled(launch: Launch, capability: int) -> Compiled:
         shared=made.metadata.shared,
         warps=made.metadata.num_warps,
         tensor_memory=getattr(made.metadata, "tmem_size", 0) or 0,
-        instructions={name: counts[name] for name in PRODUCTS if counts[name]},
         products={name: anywhere if p == "none" else p for name, p in products.items()},
         loads={name: dict(sorted(widths.items())) for name, widths in loads.items()},
         element_bytes=sizes,
@@ -226,8 +199,7 @@ def _product(names: Collection[str]) -> str:
     return next((name for name in PRODUCTS if name in names), "none")
 
 
-def run_tool(name: str, *arguments: str) -> str:
-    """The output of one of the tools that come with Triton."""
+def _run_tool(name: str, *arguments: str) -> str:
     command = [str(TOOLS / name), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
@@ -276,12 +248,8 @@ def tensor_operations(ttir: str) -> dict[Line, tuple[int, str]]:
     return found
 
 
-def sites_of(kernel: Any) -> list[Site]:
+def _sites(function: Any, *, in_loop: bool = False, prefix: tuple[str, ...] = ()) -> Iterator[Site]:
     """The loads and products in the loops of a kernel, and in the functions that its loops call."""
-    return list(_sites(kernel, in_loop=False, prefix=()))
-
-
-def _sites(function: Any, *, in_loop: bool, prefix: tuple[str, ...]) -> Iterator[Site]:
     # The source as Triton read it: the file may have changed since.
     first = function.starting_line_number
     tree = ast.parse(textwrap.dedent("".join(function.raw_src))).body[0]
@@ -319,92 +287,13 @@ def _sites(function: Any, *, in_loop: bool, prefix: tuple[str, ...]) -> Iterator
     yield from walk(tree, in_loop, (), "")
 
 
-# CUDA files.
-
-_ENTRY = re.compile(
-    r"Compiling entry function '(\S+)' for.*?(\d+) bytes stack frame"
-    r".*?Used (\d+) registers([^\n]*)",
-    re.DOTALL,
-)
-_THREADS = re.compile(
-    r"^\.nv\.info\.(\S+)$(?:(?!^\.nv\.info).)*?EIATTR_MAX_THREADS"
-    r".*?Value:\s*0x(\w+) 0x(\w+) 0x(\w+)",
-    re.DOTALL | re.MULTILINE,
-)
-
-
-def why_no_compiler() -> str | None:
-    """Why CUDA files cannot be compiled here; None if they can."""
-    return None if shutil.which("nvcc") else "nvcc is not on the PATH"
-
-
-def cuda_sources() -> list[Path]:
-    """All CUDA files."""
-    return sorted((SOURCES / "cuda").glob("*.cu"))
-
-
-def compiled_file(source: Path, capability: int) -> list[Compiled]:
-    """Every kernel of one CUDA file, compiled for one architecture.
-
-    Raises:
-        RuntimeError: nvcc does not compile it; the message has its output.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        cubin = Path(folder) / "kernels.cubin"
-        command = ["nvcc", "-std=c++20", "-O3", f"-I{SOURCES}", f"-arch=sm_{capability}"]
-        command += ["-Xptxas", "-v", "-cubin", "-o", str(cubin), str(source)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(f"nvcc refuses {source.name} for sm_{capability}: {done.stderr}")
-        listing = run_tool("nvdisasm", "-c", str(cubin))
-        elf = run_tool("cuobjdump", "-elf", str(cubin))
-    threads = {n: int(x, 16) * int(y, 16) * int(z, 16) for n, x, y, z in _THREADS.findall(elf)}
-    sections = dict(re.findall(r"(?ms)^\.text\.(\w+):$(.*?)(?=^\.text\.|\Z)", listing))
-    found = []
-    for mangled, stack, registers, rest in _ENTRY.findall(done.stderr):
-        lines = instructions_by_line(sections.get(mangled, ""))
-        counts = Counter(name for line in lines.values() for name, _ in line)
-        shared = re.search(r"(\d+) bytes smem", rest)
-        bound = threads.get(mangled)
-        found.append(
-            Compiled(
-                kernel=readable(mangled),
-                settings={"threads": bound or "not bound"},
-                capability=capability,
-                registers=int(registers),
-                stack=int(stack),
-                spill_loads=counts["LDL"],
-                spill_stores=counts["STL"],
-                shared=int(shared[1]) if shared else 0,
-                warps=-(-(bound or WARP) // WARP),
-                instructions={name: counts[name] for name in PRODUCTS if counts[name]},
-                source=f"{source.parent.name}/{source.name}",
-            )
-        )
-    return sorted(found, key=lambda c: c.kernel)
-
-
-def readable(mangled: str) -> str:
-    """A kernel's name and template argument.
-
-    >>> readable("_ZN3tnt4cuda12_GLOBAL__N_113invert_kernelIdEEvNS0_4CallE")
-    'invert_kernel<double>'
-    """
-    found = re.search(r"([a-z]+(?:_[a-z]+)*_kernel)(?:I([a-z])E)?", mangled)
-    template = {"f": "<float>", "d": "<double>"}
-    return found[1] + template.get(found[2] or "", "") if found else mangled
-
-
-# Everything.
-
-
 @functools.cache
 def _launches(capability: int, main_only: bool) -> list[Launch]:
     return [launch for launch in recorded(capability) if launch.is_main or not main_only]
 
 
-def _compile_one(capability: int, main_only: bool, index: int) -> list[Compiled]:
-    return [compiled(_launches(capability, main_only)[index], capability)]
+def _compile_one(capability: int, main_only: bool, index: int) -> Compiled:
+    return compiled(_launches(capability, main_only)[index], capability)
 
 
 def compile_all(
@@ -415,15 +304,9 @@ def compile_all(
         os.environ["TRITON_CACHE_DIR"] = cache  # the processes inherit it
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(processes, mp_context=context) as pool:
-            jobs: list[Future[list[Compiled]]] = [
+            jobs = [
                 pool.submit(_compile_one, capability, main_only, index)
                 for capability in capabilities
                 for index in range(len(_launches(capability, main_only)))
             ]
-            if why_no_compiler() is None:
-                jobs += [
-                    pool.submit(compiled_file, source, capability)
-                    for capability in capabilities
-                    for source in cuda_sources()
-                ]
-            return [entry for job in jobs for entry in job.result()]
+            return [job.result() for job in jobs]

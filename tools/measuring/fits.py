@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,15 +26,6 @@ def launch_bound(times: Sequence[float]) -> list[bool]:
     return [time < LAUNCH_FACTOR * times[0] for time in times]
 
 
-def lost_in_noise(times: Sequence[float], floor: float) -> list[bool]:
-    """For each interval, whether what it adds to the bare step is less than a tenth of that step.
-
-    >>> lost_in_noise([3.0, 1.05, 0.99], floor=1.0)
-    [False, True, True]
-    """
-    return [time - floor < LEAST_EXCESS * floor for time in times]
-
-
 def exponent(sizes: Sequence[float], values: Sequence[float]) -> float | None:
     """The slope of log(values) over log(sizes) by least squares; None with fewer than 3 points.
 
@@ -43,9 +35,7 @@ def exponent(sizes: Sequence[float], values: Sequence[float]) -> float | None:
     if len(sizes) < LEAST_POINTS:
         return None
     xs, ys = [math.log2(x) for x in sizes], [math.log2(y) for y in values]
-    x_mean, y_mean = sum(xs) / len(xs), sum(ys) / len(ys)
-    products = sum((x - x_mean) * (y - y_mean) for x, y in zip(xs, ys, strict=True))
-    return products / sum((x - x_mean) ** 2 for x in xs)
+    return statistics.linear_regression(xs, ys).slope
 
 
 def agreement(predicted: float, fitted: float | None) -> str:

@@ -7,7 +7,6 @@ weight, and only a diagonal for a mode above 8192.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -20,18 +19,12 @@ MAX_FACTOR_DIM = 8192  # the optimizers' default
 
 @dataclass(frozen=True)
 class ParameterSet:
-    """The parameters of one model.
+    """The parameters of one model."""
 
-    Attributes:
-        name: as in the tables.
-        shapes: each parameter's shape.
-        note: what the set leaves out; every report of the set repeats it.
-        each_dimension_a_mode: True if a tensor of more than two dimensions is no convolution.
-    """
-
-    name: str
-    shapes: tuple[Shape, ...]
-    note: str = ""
+    name: str  # as in the tables
+    shapes: tuple[Shape, ...]  # each parameter's shape
+    note: str = ""  # what the set leaves out; every report of the set repeats it
+    # True if a tensor of more than two dimensions is no convolution
     each_dimension_a_mode: bool = False
 
     @property
@@ -47,14 +40,12 @@ class ParameterSet:
         return [diagonal_modes(view, MAX_FACTOR_DIM) for view in self.views]
 
     @property
-    def modes(self) -> int:
-        """The number of modes."""
-        return sum(len(view) for view in self.views)
-
-    @property
-    def numbers(self) -> int:
-        """The number of numbers in all parameters."""
-        return sum(math.prod(shape) for shape in self.shapes)
+    def matrices(self) -> list[list[Shape]]:
+        """For each parameter and mode, the shape of its statistic: (d, d), or (d,) if diagonal."""
+        return [
+            [(d,) if flat else (d, d) for d, flat in zip(view, kinds, strict=True)]
+            for view, kinds in zip(self.views, self.diagonal, strict=True)
+        ]
 
 
 def autoencoder(widths: Sequence[int]) -> list[Shape]:
@@ -124,4 +115,3 @@ _ALL = (
 PARAMETER_SETS = {s.name: s for s in _ALL}
 # The default, in the order of the tables.
 DEFAULT_SETS = ("mnist_ae", "faces_ae", "resnet32", "vgg16", "gpt2", "square4096")
-QUICK_SETS = ("mnist_ae", "resnet32")

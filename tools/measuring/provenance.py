@@ -21,12 +21,9 @@ _PACKAGES = ("torch", "triton", "numpy", "scikit-learn", "matplotlib", "tnt-kern
 def provenance(device: torch.device | str = "cpu") -> dict[str, Any]:
     """What a reader needs to judge or repeat a recorded run, as a JSON-ready dictionary.
 
-    Call it before the run writes anything. Without git, or outside a repository, `commit` is that
-    of the environment variable TNT_COMMIT or None, and `dirty` is None. It holds no user name, host
-    name or absolute path.
-
-    Args:
-        device: where the run computes; on a GPU the record has its name.
+    Call it before the run writes anything. Outside a git repository `commit` is the environment
+    variable TNT_COMMIT, or None, and `dirty` is None. It holds no user name, host name or absolute
+    path. On a GPU it has the name of the device.
     """
     device = torch.device(device)
     given = os.environ.get("TNT_COMMIT")
@@ -63,18 +60,17 @@ def flushes_subnormals() -> bool:
     return bool(smallest / 2 == 0)
 
 
-def _git(*arguments: str) -> str | None:
+def _output(*command: str) -> str | None:
+    """What a command prints; None if it is not installed, fails or hangs."""
     try:
-        done = subprocess.run(
-            ["git", "-C", str(_CHECKOUT), *arguments],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return done.stdout.strip()
+
+
+def _git(*arguments: str) -> str | None:
+    return _output("git", "-C", str(_CHECKOUT), *arguments)
 
 
 def _command() -> str:
@@ -126,17 +122,7 @@ def _nvidia_smi(device: torch.device) -> str | None:
     # PyTorch counts the visible GPUs, nvidia-smi all of them.
     identity = getattr(torch.cuda.get_device_properties(device), "uuid", None)
     which = f"--id=GPU-{identity}" if identity is not None else "--id=0"
-    try:
-        done = subprocess.run(
-            ["nvidia-smi", which, f"--query-gpu={query}", "--format=csv"],
-            capture_output=True,
-            text=True,
-            timeout=20,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
+    return _output("nvidia-smi", which, f"--query-gpu={query}", "--format=csv")
 
 
 def _versions() -> dict[str, str | None]:

@@ -1,15 +1,4 @@
-"""The one format of records: compact JSON with a row a line, so that differences read well.
-
-```
-{
- "provenance": {"commit": ..., "machine": ...},
- "rows": [
-  {"op": "gram_ema_", "set": "mnist_ae", "median": 0.0071},
-  {"op": "gram_ema_", "set": "resnet32", "median": 0.0003}
- ]
-}
-```
-"""
+"""The one format of records: compact JSON with a row a line, so that differences read well."""
 
 from __future__ import annotations
 
@@ -24,9 +13,6 @@ from typing import Any
 def check_writable(path: str | Path) -> Path:
     """Check before a run that its JSON file can be written at the end; create its folder.
 
-    Returns:
-        `path` as a Path.
-
     Raises:
         ValueError: the name does not end in `.json`.
         OSError: nothing can be written there.
@@ -34,8 +20,6 @@ def check_writable(path: str | Path) -> Path:
     path = Path(path)
     if path.suffix != ".json":
         raise ValueError(f"must end in .json, got {path}")
-    if path.is_dir():
-        raise IsADirectoryError(f"must be a file, got a folder: {path}")
     path.parent.mkdir(parents=True, exist_ok=True)
     existed = path.exists()
     with path.open("a"):
@@ -48,13 +32,9 @@ def check_writable(path: str | Path) -> Path:
 def write_json(path: str | Path, record: Mapping[str, Any], digits: int | None = None) -> None:
     """Write a record; a reader sees the old file or the new one, never a part.
 
-    Numbers that are not finite become null. Each entry of `record` takes a line, and so does each
-    item of an entry that is a list of mappings (such as "rows").
-
-    Args:
-        path: of the file.
-        record: of JSON's types.
-        digits: significant digits to which floats are rounded; None keeps all.
+    Numbers that are not finite become null; floats are rounded to so many significant digits, if
+    given. Each entry of `record` takes a line, and so does each item of an entry that is a list of
+    mappings (such as "rows").
     """
     entries = [f" {json.dumps(key)}: {_entry(_clean(record[key], digits))}" for key in record]
     text = "{\n" + ",\n".join(entries) + "\n}\n"

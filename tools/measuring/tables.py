@@ -53,15 +53,6 @@ def times(value: float) -> str:
     return f"{value:.2f}" if value >= 1 else f"**{value:.2f}**"
 
 
-def percent(share: float) -> str:
-    """A share in percent.
-
-    >>> percent(0.12345)
-    '12.35 %'
-    """
-    return f"{100 * share:.2f} %"
-
-
 def span(values: Sequence[int]) -> str:
     """A range, and how many points it has.
 
