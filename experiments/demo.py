@@ -9,11 +9,11 @@ from typing import Annotated
 import typer
 
 from experiments import options
-from experiments.autoencoders import autoencoder_settings
-from experiments.comparison import summary
+from experiments.compare import summary
 from experiments.options import user_errors
 from experiments.plots import plot_runs
 from experiments.problems.autoencoders import load_autoencoder
+from experiments.tasks import autoencoder_settings
 from experiments.training import train
 from tools.measuring.provenance import provenance
 from tools.measuring.records import check_writable, write_json

@@ -29,19 +29,18 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import PowerNorm
 from matplotlib.patches import Rectangle
 from torch import nn
-from tqdm import tqdm
 
 from experiments import options
-from experiments.comparison import run_all
 from experiments.methods import Settings, method_settings
 from experiments.options import Quick, chosen, numbers, user_errors
 from experiments.plots import save
+from experiments.pool import make_runs
 from experiments.problems.autoencoders import Autoencoder, load_autoencoder
 from experiments.problems.language import load_language
 from experiments.problems.problem import Problem
 from experiments.run_files import RunFile
-from experiments.search import decades
-from experiments.transformer import FORMS, SCHEDULE
+from experiments.search import decades, lowest
+from experiments.tasks import FORMS, SCHEDULE
 from tools.measuring.tables import table
 
 QUICK = [Quick("sensitivity", 2, "--quick --seeds 0,1 --optimizer tnt,tnt-grafted --jobs 2")]
@@ -304,7 +303,13 @@ def main(
     with user_errors():
         shared = protocol(names, text, scale)
         file = RunFile(out, "sensitivity", shared)
-    make_runs(file, forms, names, starts, scale, text, jobs)
+    for name in names:
+        groups: dict[float, dict[Settings, dict[str, Any]]] = {}
+        for point, settings, key in wanted(forms, name, starts, scale):
+            groups.setdefault(point.width, {})[settings] = key
+        for width, keys in groups.items():
+            maker = functools.partial(make_problem, name, width, text, scale)
+            make_runs(file, maker, keys, functools.partial(_kept, name), jobs)
     surfaces = {form: surface(file.runs, form, starts) for form in forms}
     floors = {name: shared["problems"][name]["loss_floor"] for name in names}
     lines = ["# Regrets of one learning rate", "", "## Tuned at the base point, used elsewhere", ""]
@@ -316,40 +321,12 @@ def main(
     print("\n".join(lines), f"\nwrote {out}, {out.with_suffix('.md')} and .png")
 
 
-def make_runs(
-    file: RunFile,
-    forms: Sequence[str],
-    problems: Sequence[str],
-    seeds: Sequence[int],
-    scale: Scale,
-    text: Path | None,
-    jobs: int,
-) -> None:
-    """Make the runs that `file` lacks."""
-    groups: dict[tuple[str, float], dict[Settings, dict[str, Any]]] = {}
-    known = {tuple(run["key"].items()) for run in file.runs}
-    for problem in problems:
-        for point, settings, key in wanted(forms, problem, seeds, scale):
-            if tuple(key.items()) not in known:
-                groups.setdefault((problem, point.width), {})[settings] = key
-    total = sum(map(len, groups.values()))
-    with tqdm(total=total, desc="sensitivity", unit="run", disable=None) as bar:
-        for (problem, width), missing in groups.items():
-
-            def done(
-                settings: Settings,
-                record: dict[str, Any],
-                keys: Mapping[Settings, dict[str, Any]] = missing,
-                metric: str = METRICS[problem],
-            ) -> None:
-                last, lost = record["epochs"][-1]["metrics"][metric], record["diverged_at_step"]
-                # A run that is finite at its last step but not after it has diverged, too.
-                loss = round(last, 5) if lost is None and math.isfinite(last) else None
-                file.add(keys[settings], {"loss": loss, "diverged_at_step": lost})
-                bar.update()
-
-            maker = functools.partial(make_problem, problem, width, text, scale)
-            run_all(maker, list(missing), jobs, done)
+def _kept(problem: str, record: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a run's record that the file keeps."""
+    last, lost = record["epochs"][-1]["metrics"][METRICS[problem]], record["diverged_at_step"]
+    # A run that is finite at its last step but not after it has diverged, too.
+    loss = round(last, 5) if lost is None and math.isfinite(last) else None
+    return {"loss": loss, "diverged_at_step": lost}
 
 
 # The loss of every learning rate; infinite if it diverged. A surface has them at every point.
@@ -377,19 +354,13 @@ def surface(runs: Iterable[Mapping[str, Any]], form: str, seeds: Sequence[int]) 
     }
 
 
-def best_rate(losses: Losses) -> float | None:
-    """The rate of the lowest loss; None if all diverged."""
-    finite = {lr: loss for lr, loss in losses.items() if math.isfinite(loss)}
-    return min(finite, key=lambda lr: finite[lr]) if finite else None
-
-
 def regret(losses: Losses, lr: float, floor: float | None) -> float:
     """The regret of a rate; infinite if it diverged, NaN if all rates did.
 
     >>> regret({0.1: 6.0, 1.0: 4.0}, 0.1, 3.0), regret({0.1: 6.0, 1.0: 4.0}, 0.1, None)
     (2.0, 2.0)
     """
-    best = best_rate(losses)
+    best = lowest(losses)
     if best is None:
         return math.nan
     scale = 1.0 if floor is None else losses[best] - floor
@@ -453,7 +424,7 @@ def summary_rows(surfaces: Mapping[str, Surface], floors: Mapping[str, float | N
     for problem, floor in floors.items():
         for form, losses in surfaces.items():
             base, *others = points(problem)
-            tuned = best_rate(losses[base])
+            tuned = lowest(losses[base])
             start = [CONTENDERS[form].label, PROBLEMS[problem]]
             if tuned is None:
                 rows.append([*start, "all diverged", *["-"] * (len(header) - 3)])
@@ -467,7 +438,7 @@ def summary_rows(surfaces: Mapping[str, Surface], floors: Mapping[str, float | N
             ]
             regrets = [regret(losses[point], tuned, floor) for point in others]
             known = [value for value in regrets if not math.isnan(value)]
-            best = [lr for p in points(problem) if (lr := best_rate(losses[p])) is not None]
+            best = [lr for p in points(problem) if (lr := lowest(losses[p])) is not None]
             within = [len(serving(losses[point], floor)) for point in points(problem)]
             rows.append(
                 [
@@ -547,7 +518,7 @@ def _panel(
             (text, "white" if value > 0.4 else "0.1") if math.isfinite(value) else ("×", "0.1")
         )
         axes.text(column, row, text, ha="center", va="center", fontsize=6, color=colour)
-    tuned = best_rate(losses[BASES[problem]])
+    tuned = lowest(losses[BASES[problem]])
     if tuned is not None:
         corner = (-0.5, tried.index(tuned) - 0.5)
         style: dict[str, Any] = {"fill": False, "edgecolor": "#D55E00", "linewidth": 2}

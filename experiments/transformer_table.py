@@ -18,18 +18,18 @@ from typing import Any
 
 import torch
 from matplotlib import pyplot
-from tqdm import tqdm
 
 from experiments import options
-from experiments.comparison import run_all
 from experiments.confidence import interval
 from experiments.methods import METHODS, Settings, has_statistics
 from experiments.options import Quick, user_errors
 from experiments.plots import DASHES, band, plain_axes, save
+from experiments.pool import make_runs
 from experiments.problems.language import CONTEXT, EPOCH_STEPS, Language, load_language
 from experiments.run_files import RunFile
+from experiments.search import lowest
 from experiments.steps import KINDS, PLAIN, Kind, problem_step, time_kinds
-from experiments.transformer import BATCH_SIZE, FORMS, INTERVALS, form_settings
+from experiments.tasks import BATCH_SIZE, FORMS, INTERVALS, form_settings
 from tools.measuring.clock import summary
 from tools.measuring.tables import table
 
@@ -89,6 +89,10 @@ class Variant:
             "" if self.intervals == INTERVALS else f", T1 = {t1}, T2 = {t2}"
         )
 
+    def settings(self, seed: int, lr: float) -> Settings:
+        """The settings of one of its runs."""
+        return form_settings(self.form, self.steps // EPOCH_STEPS, seed, lr, self.intervals)
+
     def kinds(self) -> list[Kind]:
         """The kind of each of its steps."""
         second_order = has_statistics(FORMS[self.form].optimizer)
@@ -130,9 +134,9 @@ def main(
             for variant in variants(scale, width, steps):
                 lr = best_rate(file.runs, width, steps, variant.form)
                 for seed in scale.seeds:
-                    settings = _settings(variant.form, steps, seed, lr, variant.intervals)
+                    settings = variant.settings(seed, lr)
                     wanted[settings] = _key("final", variant, settings)
-            _train(file, maker, wanted, jobs)
+            make_runs(file, maker, wanted, kept, jobs)
         _measure(file, maker, scale, width, threads or 1)
     found = rows(file.runs, threads or 1)
     for width, steps in itertools.product(scale.widths, scale.lengths):
@@ -194,7 +198,7 @@ def next_places(tried: Mapping[int, float], centre: int, trials: int) -> list[in
     start = [p for p in (centre, centre - COARSE, centre + COARSE) if p not in tried]
     if start:
         return start[:left]
-    best = best_place(tried)
+    best = lowest(tried)
     if best is None:  # all diverged: lower
         return [min(tried) - COARSE]
     if best == max(tried):
@@ -206,12 +210,6 @@ def next_places(tried: Mapping[int, float], centre: int, trials: int) -> list[in
     sides = [-1, 1] if tried[below] < tried[above] else [1, -1]
     nearest = (best + side * distance for distance in itertools.count(1) for side in sides)
     return [next(place for place in nearest if place not in tried)]
-
-
-def best_place(tried: Mapping[int, float]) -> int | None:
-    """The place of the lowest loss; None if all diverged."""
-    finite = {place: loss for place, loss in tried.items() if math.isfinite(loss)}
-    return min(finite, key=lambda place: finite[place]) if finite else None
 
 
 def tried_rates(
@@ -229,7 +227,7 @@ def tried_rates(
 def best_rate(runs: Iterable[Mapping[str, Any]], width: int, steps: int, form: str) -> float:
     """The best of a form's learning rates; the lowest if all diverged."""
     tried = tried_rates(runs, width, steps, form)
-    best = best_place(tried)
+    best = lowest(tried)
     return rate(min(tried) if best is None else best)
 
 
@@ -250,42 +248,24 @@ def _tune(
                 centre = best_rate(file.runs, width, scale.lengths[place - 1], form)
             tried = tried_rates(file.runs, width, steps, form)
             for place_ in next_places(tried, place_of(centre), scale.trials[place]):
-                settings = _settings(form, steps, TUNING_SEED, rate(place_))
-                wanted[settings] = _key("tuning", Variant(width, steps, form), settings)
+                variant = Variant(width, steps, form)
+                settings = variant.settings(TUNING_SEED, rate(place_))
+                wanted[settings] = _key("tuning", variant, settings)
         if not wanted:
             return
-        _train(file, maker, wanted, jobs)
-
-
-def _settings(
-    form: str, steps: int, seed: int, lr: float, intervals: tuple[int, int] = INTERVALS
-) -> Settings:
-    return form_settings(form, steps // EPOCH_STEPS, seed, lr, intervals)
+        make_runs(file, maker, wanted, kept, jobs)
 
 
 def _key(stage: str, variant: Variant, settings: Settings) -> dict[str, Any]:
     return {"stage": stage, **asdict(variant), "settings": asdict(settings)}
 
 
-def _train(
-    file: RunFile,
-    maker: functools.partial[Language],
-    wanted: Mapping[Settings, dict[str, Any]],
-    jobs: int,
-) -> None:
-    missing = [settings for settings, key in wanted.items() if file.find(key) is None]
-    with tqdm(total=len(missing), desc="transformer", unit="run", disable=None) as bar:
-
-        def done(settings: Settings, record: dict[str, Any]) -> None:
-            # Not the seconds, which are those of a shared machine.
-            losses = [epoch["metrics"]["validation_loss"] for epoch in record["epochs"]]
-            names = ("steps_per_epoch", "final_smoothed_loss", "diverged_at_step")
-            kept = [round(loss, 6) if math.isfinite(loss) else None for loss in losses]
-            result = {"validation_losses": kept, **{name: record[name] for name in names}}
-            file.add(wanted[settings], result)
-            bar.update()
-
-        run_all(maker, missing, jobs, done)
+def kept(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a run's record that the table keeps: not the seconds of a shared machine."""
+    losses = [epoch["metrics"]["validation_loss"] for epoch in record["epochs"]]
+    names = ("steps_per_epoch", "final_smoothed_loss", "diverged_at_step")
+    rounded = [round(loss, 6) if math.isfinite(loss) else None for loss in losses]
+    return {"validation_losses": rounded, **{name: record[name] for name in names}}
 
 
 # The seconds.

@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 import pytest
 
+from experiments.search import lowest
 from experiments.sensitivity import (
     AXES,
     BASES,
@@ -18,7 +19,6 @@ from experiments.sensitivity import (
     Scale,
     Surface,
     axis_points,
-    best_rate,
     common_rate,
     common_rows,
     make_problem,
@@ -85,7 +85,7 @@ LOST = {lr: math.inf for lr in LOSSES}
 
 
 def test_regret() -> None:
-    assert best_rate(LOSSES) == 0.1 and best_rate(LOST) is None
+    assert lowest(LOSSES) == 0.1 and lowest(LOST) is None
     assert regret(LOSSES, 0.01, None) == 2.0
     assert regret(LOSSES, 0.01, 2.0) == 1.0, "of the excess of 2"
     assert regret(LOSSES, 0.1, 3.0) == 0.0
