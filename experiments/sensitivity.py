@@ -10,11 +10,8 @@ can have no regret; the tables have the best losses, too.
 from __future__ import annotations
 
 import functools
-import hashlib
 import math
 import statistics
-import sysconfig
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -43,12 +40,11 @@ from experiments.search import decades, lowest
 from experiments.tasks import FORMS, SCHEDULE
 from tools.measuring.tables import table
 
-QUICK = [Quick("sensitivity", 2, "--quick --seeds 0,1 --optimizer tnt,tnt-grafted --jobs 2")]
+_QUICK = "--quick --problems digits --seeds 0,1 --optimizer tnt,tnt-grafted --jobs 2"
+QUICK = [Quick("sensitivity", 1, _QUICK)]
 
 # A rate serves if its regret is at most 5 % of the excess, or 0.05 nats.
 TOLERANCE = 0.05
-# The default text: every Python has it, each version another one.
-_LIBRARY_CHARACTERS = 2_000_000
 
 
 @dataclass(frozen=True)
@@ -69,11 +65,7 @@ class Contender:
     grafted: bool
     relative_damping: bool
     damping: tuple[float | None, float | None]
-    rates: tuple[tuple[float, float], tuple[float, float]]
-
-
-def _both(lowest: float, highest: float) -> tuple[tuple[float, float], tuple[float, float]]:
-    return (lowest, highest), (lowest, highest)
+    rates: tuple[tuple[float, float], tuple[float, float]] = ((1e-5, 1.0), (1e-5, 1.0))
 
 
 # The paper's forms have each problem's own damping: the best of a search on the digits, the
@@ -81,27 +73,20 @@ def _both(lowest: float, highest: float) -> tuple[tuple[float, float], tuple[flo
 # contender has 11 rates on each problem, five decades around the best ones: for TNT in the paper's
 # form the digits' are a hundred times the text's.
 _DAMPING = {name: form.damping for name, form in FORMS.items()}
+_TNT, _SHAMPOO = (_DAMPING["tnt-grafted"],) * 2, (_DAMPING["shampoo-grafted"],) * 2
 CONTENDERS: Mapping[str, Contender] = {
     "tnt": Contender(
         *("TNT, paper's form", "tnt", False, False, (0.03, _DAMPING["tnt"])),
         ((3e-7, 3e-2), (3e-9, 3e-4)),
     ),
     "tnt-relative": Contender(
-        *("TNT, relative damping", "tnt", False, True, (_DAMPING["tnt-grafted"],) * 2),
-        _both(1e-10, 1e-5),
+        *("TNT, relative damping", "tnt", False, True, _TNT), ((1e-10, 1e-5), (1e-10, 1e-5))
     ),
-    "tnt-grafted": Contender(
-        *("TNT, grafted, relative", "tnt", True, True, (_DAMPING["tnt-grafted"],) * 2),
-        _both(1e-5, 1.0),
-    ),
+    "tnt-grafted": Contender("TNT, grafted, relative", "tnt", True, True, _TNT),
     "shampoo": Contender(
-        *("Shampoo, paper's form", "shampoo", False, False, (1e-3, _DAMPING["shampoo"])),
-        _both(1e-5, 1.0),
+        *("Shampoo, paper's form", "shampoo", False, False, (1e-3, _DAMPING["shampoo"]))
     ),
-    "shampoo-grafted": Contender(
-        *("Shampoo, grafted, relative", "shampoo", True, True, (_DAMPING["shampoo-grafted"],) * 2),
-        _both(1e-5, 1.0),
-    ),
+    "shampoo-grafted": Contender("Shampoo, grafted, relative", "shampoo", True, True, _SHAMPOO),
 }
 
 
@@ -171,47 +156,24 @@ class MeasuredAutoencoder(Autoencoder):
             return {"training_loss": self.loss(model(self.images), self.images).item()}
 
 
-def make_problem(name: str, width: float, text: Path | None, scale: Scale) -> Problem:
+def make_problem(name: str, width: float, data: Path | None, scale: Scale) -> Problem:
     """A problem with its model's width multiplied; the autoencoder's code keeps its width.
 
     Args:
         name: "digits" or "language".
         width: factor of the model's.
-        text: of the language problem; None for the standard library's sources.
+        data: `--data`, for the language problem.
         scale: has the steps of the language problem's epochs.
     """
-    if name == "digits":
-        digits = load_autoencoder("digits")
-        outer, *hidden, _ = digits.widths
-        code = min(hidden)
-        hidden = [size if size == code else round(size * width) for size in hidden]
-        widths = (outer, *hidden, outer)
-        return MeasuredAutoencoder("digits", digits.images, widths, digits.source)
-    sizes = {"width": round(32 * width), "context": 32, "epoch_steps": scale.epoch_steps}
-    if text is not None:
-        return load_language(text, **sizes)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "library.txt"
-        path.write_bytes(library_text())
-        language = load_language(path, **sizes)
-    language.source = f"the standard library's sources, Python {sysconfig.get_python_version()}"
-    return language
-
-
-def library_text() -> bytes:
-    """The first two million ASCII characters of the standard library's modules, by their names.
-
-    Raises:
-        ValueError: this Python has no sources.
-    """
-    folder = Path(sysconfig.get_path("stdlib"))
-    text = b"".join(
-        path.read_bytes().decode("utf-8", "ignore").encode("ascii", "ignore")
-        for path in sorted(folder.glob("*.py"))
-    )
-    if len(text) < _LIBRARY_CHARACTERS:
-        raise ValueError(f"the standard library has {len(text)} characters here: give a text")
-    return text[:_LIBRARY_CHARACTERS]
+    if name == "language":
+        sizes = {"width": round(32 * width), "context": 32, "epoch_steps": scale.epoch_steps}
+        return load_language(data, **sizes)
+    digits = load_autoencoder("digits")
+    outer, *hidden, _ = digits.widths
+    code = min(hidden)
+    hidden = [size if size == code else round(size * width) for size in hidden]
+    widths = (outer, *hidden, outer)
+    return MeasuredAutoencoder("digits", digits.images, widths, digits.source)
 
 
 def axis_points(problem: str, axis: str) -> list[Point]:
@@ -266,15 +228,12 @@ def wanted(
                     yield point, settings, {"form": form, **asdict(point), "lr": lr, "seed": seed}
 
 
-def protocol(problems: Sequence[str], text: Path | None, scale: Scale) -> dict[str, Any]:
+def protocol(problems: Sequence[str], data: Path | None, scale: Scale) -> dict[str, Any]:
     """What all runs of one file share; seeds and forms can be added."""
     described = {}
     for name in problems:
-        problem = make_problem(name, 1.0, text, scale)
+        problem = make_problem(name, 1.0, data, scale)
         described[name] = {**problem.description(), "loss_floor": problem.loss_floor}
-    if "language" in problems:
-        content = library_text() if text is None else text.read_bytes()
-        described["language"]["sha256"] = hashlib.sha256(content).hexdigest()
     return {
         "problems": described,
         "bases": {name: asdict(BASES[name]) for name in problems},
@@ -286,7 +245,7 @@ def protocol(problems: Sequence[str], text: Path | None, scale: Scale) -> dict[s
 
 
 def main(
-    text: Annotated[Path | None, typer.Option("--data", help="A text in UTF-8.")] = None,
+    data: options.Data = None,
     problems: Annotated[str, typer.Option("--problems", metavar="NAME,…")] = "all",
     optimizer: options.Optimizers = "all",
     seeds: options.Seeds = "0,1",
@@ -301,14 +260,14 @@ def main(
     forms, starts = chosen(optimizer, list(CONTENDERS)), numbers(seeds)
     out = out or Path("results/sensitivity.json")
     with user_errors():
-        shared = protocol(names, text, scale)
+        shared = protocol(names, data, scale)
         file = RunFile(out, "sensitivity", shared)
     for name in names:
         groups: dict[float, dict[Settings, dict[str, Any]]] = {}
         for point, settings, key in wanted(forms, name, starts, scale):
             groups.setdefault(point.width, {})[settings] = key
         for width, keys in groups.items():
-            maker = functools.partial(make_problem, name, width, text, scale)
+            maker = functools.partial(make_problem, name, width, data, scale)
             make_runs(file, maker, keys, functools.partial(_kept, name), jobs)
     surfaces = {form: surface(file.runs, form, starts) for form in forms}
     floors = {name: shared["problems"][name]["loss_floor"] for name in names}

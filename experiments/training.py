@@ -34,7 +34,7 @@ class CheckpointError(ValueError):
     """The checkpoint of an unfinished run does not fit; it is not changed."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Epoch:
     """One epoch.
 
@@ -113,16 +113,10 @@ class Run:
         own = {one.name: record[one.name] for one in fields(cls)}
         own["settings"] = Settings(**record["settings"])
         own["step_losses"] = [_number(loss) for loss in record["step_losses"]]
-        own["epochs"] = [
-            Epoch(
-                **epoch
-                | {
-                    "smoothed_loss": _number(epoch["smoothed_loss"]),
-                    "metrics": {name: _number(value) for name, value in epoch["metrics"].items()},
-                }
-            )
-            for epoch in record["epochs"]
-        ]
+        own["epochs"] = [Epoch(**epoch) for epoch in record["epochs"]]
+        for epoch in own["epochs"]:
+            epoch.smoothed_loss = _number(epoch.smoothed_loss)
+            epoch.metrics = {name: _number(value) for name, value in epoch.metrics.items()}
         return cls(**own)
 
 
@@ -188,7 +182,7 @@ def train(
     if not resumed and settings.warm_start:
         began = now(device)
         try:
-            _warm_start(optimizer, model, problem, settings, device, report_every > 0)
+            _warm_start(optimizer, model, problem, settings, device)
         except PreconditionerError:  # divergence, as in a step
             _add_epoch(run, 1, [math.nan], now(device) - began, problem.evaluate(model))
             return run
@@ -229,7 +223,7 @@ class Checkpoint:
     Args:
         path: the file, or None for none.
         problem: its description must be the same in the file.
-        run: the run so far; `load` fills it in, like all later arguments but the device.
+        run: the run so far; `load` restores it, the model, the optimizer and the generators.
         model: of the run.
         optimizer: of the run.
         generators: all random state of the run.
@@ -377,8 +371,6 @@ class _Loop:
         return loss.detach()
 
     def _set_rate(self, step: int, steps_per_epoch: int) -> None:
-        if self.settings.schedule == "constant":
-            return
         steps = self.settings.epochs * steps_per_epoch
         factor = lr_multiplier(self.settings.schedule, step, steps_per_epoch, steps)
         for group in self.optimizer.param_groups:
@@ -391,7 +383,6 @@ def _warm_start(
     problem: Problem,
     settings: Settings,
     device: torch.device,
-    show: bool,
 ) -> None:
     """Average the statistics over the data set's batches."""
     # In the data's order, with its own augmentation: the generators of the training must be the
@@ -401,10 +392,7 @@ def _warm_start(
     empirical = METHODS[settings.optimizer].statistics == "empirical"
 
     def outputs_or_losses() -> Iterator[Tensor]:
-        shown = tqdm(
-            batches, "warm start", unit="batch", leave=False, disable=None if show else True
-        )
-        for indices in shown:
+        for indices in batches:
             inputs, targets = problem.batch(indices, augment)
             outputs = model(inputs)
             yield problem.loss(outputs, targets) if empirical else outputs
@@ -414,11 +402,8 @@ def _warm_start(
 
 
 def _check_moved(model: nn.Module, start: list[Tensor]) -> None:
-    same = [
-        name
-        for (name, parameter), before in zip(model.named_parameters(), start, strict=True)
-        if torch.equal(parameter.detach(), before)
-    ]
+    parameters = zip(model.named_parameters(), start, strict=True)
+    same = [name for (name, last), before in parameters if torch.equal(last.detach(), before)]
     if same:
         raise StationaryParametersError(
             f"the first epoch did not change parameters, so its time and loss mean nothing: "

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from matplotlib import pyplot
 
@@ -313,15 +314,8 @@ def run_kinds(steps: int, intervals: tuple[int, int] | None) -> list[Kind]:
 
 
 def seconds_at(clock: Sequence[float], step: float) -> float:
-    """The seconds after a number of steps, linear within a step.
-
-    >>> seconds_at([0.0, 2.0, 3.0], 1.5), seconds_at([0.0, 2.0, 3.0], 2.0)
-    (2.5, 3.0)
-    """
-    if not math.isfinite(step):
-        return math.inf
-    done = min(int(step), len(clock) - 2)
-    return clock[done] + (step - done) * (clock[done + 1] - clock[done])
+    """The seconds after a number of steps, linear within a step; infinite for infinite steps."""
+    return float(numpy.interp(step, range(len(clock)), clock, right=math.inf))
 
 
 # The table.
