@@ -285,7 +285,7 @@ def hidden_matrices(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [(f"{name}.weight", module.weight) for name, module in linears[:-1]]
 
 
-def _second_order(kind: type[TNT | Shampoo | KFAC], **fixed: str) -> Build:
+def _second_order(kind: type[TNT | Shampoo | KFAC], **fixed: Any) -> Build:
     def build(model: nn.Module, settings: Settings, likelihood: str) -> torch.optim.Optimizer:
         names = ["lr", "damping", "momentum", "stat_decay", "weight_decay"]
         names += ["stat_interval", "inverse_interval"]

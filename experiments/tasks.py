@@ -6,8 +6,8 @@ Tables 3 to 7 of the paper, and this project's own settings for the digits and t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.methods import Settings, has_statistics, method_settings
@@ -69,12 +69,15 @@ TABLE_5: dict[str, dict[str, tuple[float, float | None, float, float | None]]] =
 }
 
 
-def autoencoder_settings(problem: str, optimizer: str, table: int = 3) -> Settings:
+def autoencoder_settings(
+    problem: str, optimizer: str, epochs: int | None = None, table: int = 3
+) -> Settings:
     """A method's settings: the paper's, or this project's for the digits.
 
     Args:
         problem: "mnist", "faces", "curves" or "digits".
         optimizer: a method of the table.
+        epochs: None for the usual number.
         table: 3 for the paper's search over learning rate and damping, with TNT-EF of Table 6; 5
             for the search over mu and beta, too.
     """
@@ -87,7 +90,7 @@ def autoencoder_settings(problem: str, optimizer: str, table: int = 3) -> Settin
         stat_decay=stat_decay,
         intervals=(1, 20),  # the paper's for both its autoencoders
         batch_size=128 if problem == "digits" else 1000,
-        epochs=60 if problem == "digits" else 10,
+        epochs=epochs or (60 if problem == "digits" else 10),
     )
 
 
@@ -189,7 +192,7 @@ FORMS: Mapping[str, Form] = {
 
 def form_settings(
     name: str,
-    epochs: int,
+    epochs: int | None = None,
     seed: int = 0,
     lr: float | None = None,
     intervals: tuple[int, int] = INTERVALS,
@@ -198,7 +201,7 @@ def form_settings(
 
     Args:
         name: one of `FORMS`.
-        epochs: length of the run.
+        epochs: length of the run; None for 8, which are 400 steps.
         seed: of the start, the batches and the samples.
         lr: the learning rate; None for the form's own.
         intervals: T1 and T2, for second-order methods.
@@ -214,7 +217,7 @@ def form_settings(
         graft="adam" if form.grafted else None,
         schedule=SCHEDULE,
         batch_size=BATCH_SIZE,
-        epochs=epochs,
+        epochs=epochs or 8,
         seed=seed,
     )
 
@@ -240,34 +243,25 @@ class Task:
     metric: str | None = None
 
 
-def _autoencoder(problem: str, table: int = 3) -> Task:
-    def settings(optimizer: str, epochs: int | None) -> Settings:
-        usual = autoencoder_settings(problem, optimizer, table)
-        return replace(usual, epochs=epochs or usual.epochs)
-
-    methods = list((TABLE_5 if table == 5 else TABLE_3)[problem])
-    return Task(methods, functools.partial(load_autoencoder, problem), settings)
-
-
-def _convnet(problem: str) -> Task:
-    settings = functools.partial(convnet_settings, problem)
-    load = functools.partial(load_classifier, problem)
-    return Task(list(TABLE_4[problem]), load, settings, "validation_error")
-
-
 def _load_language(data: Path | None, examples: int | None) -> Problem:
     if examples is not None:
         raise ValueError("--examples: the text is read whole")
     return load_language(data)
 
 
-TASKS: Mapping[str, Task] = {
-    **{problem: _autoencoder(problem) for problem in TABLE_3},
-    **{f"{problem}-tuned": _autoencoder(problem, 5) for problem in TABLE_5},
-    **{problem: _convnet(problem) for problem in TABLE_4},
-    "language": Task(
-        *(list(FORMS), _load_language),
-        lambda form, epochs: form_settings(form, epochs or 8),
-        "validation_loss",
-    ),
-}
+def _tasks() -> Iterator[tuple[str, Task]]:
+    partial = functools.partial
+    for name, methods in TABLE_3.items():
+        settings = partial(autoencoder_settings, name)
+        yield name, Task(list(methods), partial(load_autoencoder, name), settings)
+    for name, tuned in TABLE_5.items():
+        settings = partial(autoencoder_settings, name, table=5)
+        yield f"{name}-tuned", Task(list(tuned), partial(load_autoencoder, name), settings)
+    for name, rates in TABLE_4.items():
+        settings, load = partial(convnet_settings, name), partial(load_classifier, name)
+        yield name, Task(list(rates), load, settings, "validation_error")
+    forms = list(FORMS)
+    yield "language", Task(forms, _load_language, form_settings, "validation_loss")
+
+
+TASKS: Mapping[str, Task] = dict(_tasks())

@@ -264,8 +264,7 @@ class Checkpoint:
             settings, record = dict(saved["settings"]), saved["run"]
         except Exception as error:
             raise CheckpointError(
-                f"{self._path} is not a checkpoint of this experiment ({error}): delete it to "
-                "start again"
+                f"{self._path} is no checkpoint of this experiment ({error}): delete it"
             ) from error
         names = {*settings, *self._own}
         differing = sorted(name for name in names if settings.get(name) != self._own.get(name))
@@ -335,8 +334,6 @@ def _load_libraries(problem: Problem, settings: Settings, device: torch.device) 
 
 @dataclass
 class _Loop:
-    """The objects that every step needs."""
-
     optimizer: torch.optim.Optimizer
     model: nn.Module
     problem: Problem
@@ -371,6 +368,8 @@ class _Loop:
         return loss.detach()
 
     def _set_rate(self, step: int, steps_per_epoch: int) -> None:
+        if self.settings.schedule == "constant":
+            return
         steps = self.settings.epochs * steps_per_epoch
         factor = lr_multiplier(self.settings.schedule, step, steps_per_epoch, steps)
         for group in self.optimizer.param_groups:

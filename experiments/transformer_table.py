@@ -12,9 +12,9 @@ import itertools
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -29,7 +29,7 @@ from experiments.pool import make_runs
 from experiments.problems.language import CONTEXT, EPOCH_STEPS, Language, load_language
 from experiments.run_files import RunFile
 from experiments.search import lowest
-from experiments.steps import KINDS, PLAIN, Kind, problem_step, time_kinds
+from experiments.steps import PLAIN, Kind, problem_step, time_kinds
 from experiments.tasks import BATCH_SIZE, FORMS, INTERVALS, form_settings
 from tools.measuring.clock import summary
 from tools.measuring.tables import table
@@ -86,9 +86,8 @@ class Variant:
     def label(self) -> str:
         """The form's name, with T1 and T2 if they are not the usual ones."""
         t1, t2 = self.intervals
-        return FORMS[self.form].label + (
-            "" if self.intervals == INTERVALS else f", T1 = {t1}, T2 = {t2}"
-        )
+        intervals = "" if self.intervals == INTERVALS else f", T1 = {t1}, T2 = {t2}"
+        return FORMS[self.form].label + intervals
 
     def settings(self, seed: int, lr: float) -> Settings:
         """The settings of one of its runs."""
@@ -321,8 +320,7 @@ def seconds_at(clock: Sequence[float], step: float) -> float:
 # The table.
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """A mean difference between runs of the same seeds; negative is better."""
 
     mean: float
@@ -365,6 +363,10 @@ def steps_to(curve: Sequence[float], epoch_steps: int, loss: float) -> float:
     return math.inf
 
 
+# The runs of every variant by seed.
+Finals = Mapping[Variant, Mapping[int, Mapping[str, Any]]]
+
+
 @dataclass(frozen=True)
 class Row:
     """The results of one variant.
@@ -389,40 +391,30 @@ class Row:
     speed: dict[str, float | None]
 
 
-def rows(runs: Iterable[Mapping[str, Any]], threads: int) -> list[Row]:
+def rows(runs: Sequence[Mapping[str, Any]], threads: int) -> list[Row]:
     """The rows of a record, one for each variant with final runs.
 
     Args:
         runs: of the record.
         threads: of the times; others are not used.
     """
-    runs = list(runs)
-    finals = final_runs(runs)
+    finals, order = final_runs(runs), list(FORMS)
     clocks: dict[Variant, list[float]] = {}
     for run in runs:
         if run["key"]["stage"] == "seconds" and run["key"]["threads"] == threads:
             for variant in finals:
                 if variant.width == run["key"]["width"] and variant.form in run["forms"]:
                     known = run["forms"][variant.form]
-                    medians = {KINDS[label]: found["median"] for label, found in known.items()}
-                    each = (medians[kind] for kind in variant.kinds())
+                    each = (known[kind.label]["median"] for kind in variant.kinds())
                     clocks[variant] = [0.0, *itertools.accumulate(each)]
-    order = list(FORMS)
-    return [
-        _row(variant, runs, finals, clocks)
-        for variant in sorted(
-            finals, key=lambda v: (v.width, v.steps, order.index(v.form), v.intervals)
-        )
-    ]
+    variants = sorted(finals, key=lambda v: (v.width, v.steps, order.index(v.form), v.intervals))
+    return [_row(variant, runs, finals, clocks) for variant in variants]
 
 
-def final_runs(
-    runs: Iterable[Mapping[str, Any]],
-) -> dict[Variant, dict[int, Mapping[str, Any]]]:
+def final_runs(runs: Iterable[Mapping[str, Any]]) -> Finals:
     """The final runs of a record, by variant and seed."""
     finals: dict[Variant, dict[int, Mapping[str, Any]]] = {}
-    for run in runs:
-        key = run["key"]
+    for key, run in ((run["key"], run) for run in runs):
         if key["stage"] == "final":
             variant = Variant(key["width"], key["steps"], key["form"], tuple(key["intervals"]))
             finals.setdefault(variant, {})[key["settings"]["seed"]] = run
@@ -444,30 +436,26 @@ def curve_of(run: Mapping[str, Any]) -> list[float]:
 def _row(
     variant: Variant,
     runs: Sequence[Mapping[str, Any]],
-    finals: Mapping[Variant, Mapping[int, Mapping[str, Any]]],
+    finals: Finals,
     clocks: Mapping[Variant, Sequence[float]],
 ) -> Row:
-    own = finals[variant]
+    own, clock = finals[variant], clocks.get(variant)
     final = {seed: final_loss(run) for seed, run in own.items()}
     lr = next(iter(own.values()))["key"]["settings"]["lr"]
     tried = tried_rates(runs, variant.width, variant.steps, variant.form)
-    clock = clocks.get(variant)
     tokens: dict[str, Difference] = {}
-    speed: dict[str, float | None] = {}
+    speed: dict[str, float | None] = dict.fromkeys(BASELINES)
     for name in BASELINES:
-        base = Variant(variant.width, variant.steps, name)
+        base = replace(variant, form=name, intervals=INTERVALS)
         last = {seed: final_loss(run) for seed, run in finals.get(base, {}).items()}
         tokens[name] = paired(final, last)
-        speed[name] = None
-        if clock is None or base not in clocks:
-            continue
-        end = clocks[base][-1]
-        goal = statistics.mean(last.values())
-        needed = [
-            seconds_at(clock, steps_to(curve_of(run), run["steps_per_epoch"], goal))
-            for run in own.values()
-        ]
-        speed[name] = statistics.mean(needed) / end if math.isfinite(goal) else math.inf
+        if clock is not None and base in clocks:
+            goal = statistics.mean(last.values())
+            needed = statistics.mean(
+                seconds_at(clock, steps_to(curve_of(run), run["steps_per_epoch"], goal))
+                for run in own.values()
+            )
+            speed[name] = needed / clocks[base][-1] if math.isfinite(goal) else math.inf
     interior = bool(tried) and min(tried) < place_of(lr) < max(tried)
     return Row(variant, lr, interior, final, clock, tokens, speed)
 
@@ -482,10 +470,9 @@ def cells(row: Row) -> tuple[str, ...]:
     """A row as text, under `HEADER`."""
     values = list(row.final.values())
     lost = sum(not math.isfinite(value) for value in values)
-    loss = f"diverged ({lost} of {len(values)})"
-    if not lost:
-        loss = f"{statistics.mean(values):.3f}"
-        loss += f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
+    loss = f"diverged ({lost} of {len(values)})" if lost else f"{statistics.mean(values):.3f}"
+    if not lost and len(values) > 1:
+        loss += f" ± {statistics.stdev(values):.3f}"
     pace = "-" if row.clock is None else f"{1000 * row.clock[-1] / row.variant.steps:.1f}"
     speeds = []
     for name in BASELINES:

@@ -52,7 +52,7 @@ def test_problems_are_found_by_their_names(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_settings_take_learning_rate_damping_and_decays_from_their_table() -> None:
-    first, tuned = (autoencoder_settings("mnist", "kfac", table) for table in (3, 5))
+    first, tuned = (autoencoder_settings("mnist", "kfac", table=table) for table in (3, 5))
     assert (first.lr, first.damping, first.momentum, first.stat_decay) == (0.003, 0.3, 0.9, 0.9)
     assert (tuned.lr, tuned.damping, tuned.momentum, tuned.stat_decay) == (3e-5, 0.01, 0.999, 0.999)
     assert autoencoder_settings("faces", "adam").stat_decay == 0.999

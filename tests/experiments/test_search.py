@@ -9,8 +9,7 @@ import pytest
 
 from experiments import pool, search
 from experiments.methods import Settings
-from experiments.run_files import RunFile, RunFileError
-from experiments.search import GRIDS, check_epochs, interior, kept, log_grid, lowest, mean_scores
+from experiments.search import GRIDS, interior, kept, log_grid, lowest, mean_scores
 from experiments.tasks import TASKS, autoencoder_settings
 
 STEADY = autoencoder_settings("digits", "sgd")
@@ -58,12 +57,11 @@ def test_a_classifier_is_chosen_by_the_best_of_its_epochs() -> None:
     assert kept(record, "final_smoothed_loss")["final_smoothed_loss"] == 7.0
 
 
-def test_runs_of_another_length_are_not_mixed(tmp_path: Path) -> None:
-    file = RunFile(tmp_path / "search.json", "search", {})
-    file.add(asdict(STEADY), {})
-    check_epochs(file, [STEADY, replace(autoencoder_settings("digits", "tnt"), epochs=2)])
-    with pytest.raises(RunFileError, match="holds runs of sgd over 60 epochs, not 2"):
-        check_epochs(file, [replace(STEADY, epochs=2)])
+def test_runs_of_another_length_do_not_count() -> None:
+    long, short = replace(STEADY, lr=0.1, seed=1), replace(STEADY, lr=0.2, seed=1, epochs=2)
+    runs = [run(long, 1.0), run(short, 2.0)]
+    text = "\n".join(search.report(runs, {"sgd": {"lr": (0.1, 0.2)}}, {short: "sgd"}, search.LOSS))
+    assert "lr 0.2" in text and "lr 0.1" not in text
 
 
 def test_the_command_makes_only_what_its_file_lacks(
