@@ -217,6 +217,7 @@ def train(
     return run
 
 
+@dataclass
 class Checkpoint:
     """The file of an unfinished run, from which another process continues it bit for bit.
 
@@ -228,28 +229,26 @@ class Checkpoint:
         optimizer: of the run.
         generators: all random state of the run.
         device: where the run computes. It continues only there, and with the same threads.
+        written: when the file was last written, by the monotonic clock.
     """
 
-    def __init__(
-        self,
-        path: Path | None,
-        problem: Problem,
-        run: Run,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        generators: Sequence[torch.Generator],
-        device: torch.device,
-    ) -> None:
-        self._path, self._run = path, run
-        self._own = {
-            **problem.description(),
-            **asdict(run.settings),
-            "device": str(device),
+    path: Path | None
+    problem: Problem
+    run: Run
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    generators: Sequence[torch.Generator]
+    device: torch.device
+    written: float = field(default_factory=time.monotonic)
+
+    def _settings(self) -> dict[str, Any]:
+        return {
+            **self.problem.description(),
+            **asdict(self.run.settings),
+            "device": str(self.device),
             "threads": torch.get_num_threads(),
             "flush_subnormals": flushes_subnormals(),
         }
-        self._model, self._optimizer, self._generators = model, optimizer, generators
-        self._written = time.monotonic()
 
     def load(self) -> bool:
         """Restore the state in the file; False if there is no file.
@@ -257,56 +256,56 @@ class Checkpoint:
         Raises:
             CheckpointError: the file is no checkpoint, or has other settings.
         """
-        if self._path is None or not self._path.exists():
+        if self.path is None or not self.path.exists():
             return False
         try:
-            saved: dict[str, Any] = torch.load(self._path, weights_only=True, map_location="cpu")
+            saved: dict[str, Any] = torch.load(self.path, weights_only=True, map_location="cpu")
             settings, record = dict(saved["settings"]), saved["run"]
         except Exception as error:
             raise CheckpointError(
-                f"{self._path} is no checkpoint of this experiment ({error}): delete it"
+                f"{self.path} is no checkpoint of this experiment ({error}): delete it"
             ) from error
-        names = {*settings, *self._own}
-        differing = sorted(name for name in names if settings.get(name) != self._own.get(name))
+        own = self._settings()
+        differing = sorted(n for n in {*settings, *own} if settings.get(n) != own.get(n))
         if differing:
             raise CheckpointError(
-                f"{self._path} is of a run with other settings ({', '.join(differing)}): delete it "
+                f"{self.path} is of a run with other settings ({', '.join(differing)}): delete it "
                 "to start again, or give another file"
             )
-        self._model.load_state_dict(saved["model"])
-        self._optimizer.load_state_dict(saved["optimizer"])
-        for generator, state in zip(self._generators, saved["generators"], strict=True):
+        self.model.load_state_dict(saved["model"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+        for generator, state in zip(self.generators, saved["generators"], strict=True):
             generator.set_state(state)
         done = Run.from_record(record)
-        self._run.step_losses, self._run.epochs = done.step_losses, done.epochs
-        self._run.warm_start_seconds = done.warm_start_seconds
-        self._run.resumed_after = [*done.resumed_after, len(done.epochs)]
+        self.run.step_losses, self.run.epochs = done.step_losses, done.epochs
+        self.run.warm_start_seconds = done.warm_start_seconds
+        self.run.resumed_after = [*done.resumed_after, len(done.epochs)]
         return True
 
     def save(self) -> None:
         """Write the file, if the last time is at least `SECONDS_BETWEEN` ago."""
-        if self._path is None or time.monotonic() - self._written < SECONDS_BETWEEN:
+        if self.path is None or time.monotonic() - self.written < SECONDS_BETWEEN:
             return
-        record = self._run.record()
-        record["step_losses"] = self._run.step_losses  # with all digits
-        partial = self._path.with_name(self._path.name + ".part")
+        record = self.run.record()
+        record["step_losses"] = self.run.step_losses  # with all digits
+        partial = self.path.with_name(self.path.name + ".part")
         torch.save(
             {
-                "settings": self._own,
+                "settings": self._settings(),
                 "run": record,
-                "model": self._model.state_dict(),
-                "optimizer": self._optimizer.state_dict(),
-                "generators": [generator.get_state() for generator in self._generators],
+                "model": self.model.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "generators": [generator.get_state() for generator in self.generators],
             },
             partial,
         )
-        os.replace(partial, self._path)
-        self._written = time.monotonic()
+        os.replace(partial, self.path)
+        self.written = time.monotonic()
 
     def remove(self) -> None:
         """Delete the file at the end of the run."""
-        if self._path is not None:
-            self._path.unlink(missing_ok=True)
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
 
 
 def _add_epoch(
