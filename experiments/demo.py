@@ -9,11 +9,10 @@ from typing import Annotated
 import typer
 
 from experiments import options
-from experiments.autoencoders import autoencoder_settings
-from experiments.comparison import summary
+from experiments.compare import summary
 from experiments.options import user_errors
 from experiments.plots import plot_runs
-from experiments.problems.autoencoders import load_autoencoder
+from experiments.tasks import TASKS
 from experiments.training import train
 from tools.measuring.provenance import provenance
 from tools.measuring.records import check_writable, write_json
@@ -24,7 +23,7 @@ SEED = 8
 
 
 def main(
-    problem: Annotated[str, typer.Argument(help="digits (no data), or mnist.")] = "digits",
+    problem: Annotated[str, options.problem_argument(["digits", "mnist"])] = "digits",
     data: options.Data = None,
     epochs: options.Epochs = None,
     seed: Annotated[int, typer.Option("--seed", min=0)] = SEED,
@@ -36,15 +35,13 @@ def main(
     out = out or Path(f"results/demo/{problem}.json")
     with user_errors():
         check_writable(out)
-        loaded = load_autoencoder(problem, data)
+        loaded = TASKS[problem].load(data, None)
     origin, runs = provenance(), []
     for name in ("sgd", "adam", "tnt"):
-        settings = replace(autoencoder_settings(problem, name), seed=seed)
         # An epoch of TNT on MNIST takes some 16 s on two cores, one on the digits 0.05 s.
-        length = epochs or (settings.epochs if problem == "digits" else 3)
-        settings = replace(settings, epochs=length)
+        length = epochs or (60 if problem == "digits" else 3)
+        settings = replace(TASKS[problem].settings(name, length), seed=seed)
         runs.append(train(loaded, settings, report_every=-(-length // 10)))
     write_json(out, {"provenance": origin, "runs": [run.record() for run in runs]})
-    title = f"{loaded.label} ({loaded.examples}), same start"
-    plot_runs(runs, out.with_suffix(".png"), title, loaded.loss_label)
+    plot_runs(runs, out.with_suffix(".png"), f"{loaded.label}, same start", loaded.loss_label)
     print(f"\n{summary(runs)}\npicture: {out.with_suffix('.png')}\nrecord:  {out}")

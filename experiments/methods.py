@@ -37,6 +37,10 @@ class Settings:
     seed: int
 
 
+# From the model, the settings and the likelihood of the outputs.
+Build = Callable[[nn.Module, Settings, str], torch.optim.Optimizer]
+
+
 @dataclass(frozen=True)
 class Method:
     """One optimizer of the comparison.
@@ -49,7 +53,7 @@ class Method:
         damped: whether it has a damping (Adam: its epsilon).
         stat_decay: decay of its moving average (beta in the paper; Adam's beta_2), as the paper
             sets it; None without such an average.
-        build: makes the optimizer from the model, the settings and the likelihood of the outputs.
+        build: makes the optimizer.
     """
 
     label: str
@@ -57,7 +61,7 @@ class Method:
     statistics: Literal["sampled", "empirical"] | None
     damped: bool
     stat_decay: float | None
-    build: Callable[[nn.Module, Settings, str], torch.optim.Optimizer]
+    build: Build
 
 
 def method_settings(
@@ -281,35 +285,19 @@ def hidden_matrices(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [(f"{name}.weight", module.weight) for name, module in linears[:-1]]
 
 
-def _tnt(model: nn.Module, settings: Settings, likelihood: str) -> torch.optim.Optimizer:
-    return TNT(
-        model.named_parameters(),  # names, for the warnings
-        likelihood=likelihood,
-        fisher="empirical" if settings.optimizer == "tnt-ef" else "sampled",
-        seed=settings.seed,
-        relative_damping=bool(settings.relative_damping),
-        graft=settings.graft,
-        **_second_order(settings),
-    )
+def _second_order(kind: type[TNT | Shampoo | KFAC], **fixed: Any) -> Build:
+    def build(model: nn.Module, settings: Settings, likelihood: str) -> torch.optim.Optimizer:
+        names = ["lr", "damping", "momentum", "stat_decay", "weight_decay"]
+        names += ["stat_interval", "inverse_interval"]
+        if kind is not KFAC:
+            names += ["relative_damping", "graft"]
+        given: dict[str, Any] = {name: getattr(settings, name) for name in names}
+        if kind is not Shampoo:
+            given |= {"likelihood": likelihood, "seed": settings.seed}
+        parameters: Any = model if kind is KFAC else model.named_parameters()
+        return kind(parameters, **given, **fixed)
 
-
-def _shampoo(model: nn.Module, settings: Settings, likelihood: str) -> torch.optim.Optimizer:
-    return Shampoo(
-        model.named_parameters(),
-        relative_damping=bool(settings.relative_damping),
-        graft=settings.graft,
-        **_second_order(settings),
-    )
-
-
-def _kfac(model: nn.Module, settings: Settings, likelihood: str) -> torch.optim.Optimizer:
-    return KFAC(
-        model,
-        likelihood=likelihood,
-        inverse="eigenbasis" if settings.optimizer == "kfac-eigen" else "damped",
-        seed=settings.seed,
-        **_second_order(settings),
-    )
+    return build
 
 
 def _adam(model: nn.Module, settings: Settings, likelihood: str) -> torch.optim.Optimizer:
@@ -340,19 +328,23 @@ def _muon(model: nn.Module, settings: Settings, likelihood: str) -> torch.optim.
     )
 
 
-def _second_order(settings: Settings) -> dict[str, Any]:
-    names = ("lr", "damping", "momentum", "stat_decay", "weight_decay")
-    return {name: getattr(settings, name) for name in (*names, "stat_interval", "inverse_interval")}
-
-
 METHODS: dict[str, Method] = {
-    "tnt": Method("TNT", "#0072B2", "sampled", True, 0.9, _tnt),
-    "tnt-ef": Method("TNT-EF", "#56B4E9", "empirical", True, 0.9, _tnt),
+    "tnt": Method("TNT", "#0072B2", "sampled", True, 0.9, _second_order(TNT, fisher="sampled")),
+    "tnt-ef": Method(
+        "TNT-EF", "#56B4E9", "empirical", True, 0.9, _second_order(TNT, fisher="empirical")
+    ),
     # The paper inverts KFAC's damped factors for the autoencoders, and works in their eigenbasis
     # for the convolutional networks.
-    "kfac": Method("KFAC", "#CC79A7", "sampled", True, 0.9, _kfac),
-    "kfac-eigen": Method("KFAC (eigenbasis)", "#AA4499", "sampled", True, 0.9, _kfac),
-    "shampoo": Method("Shampoo", "#E69F00", "empirical", True, 0.9, _shampoo),
+    "kfac": Method("KFAC", "#CC79A7", "sampled", True, 0.9, _second_order(KFAC, inverse="damped")),
+    "kfac-eigen": Method(
+        "KFAC (eigenbasis)",
+        "#AA4499",
+        "sampled",
+        True,
+        0.9,
+        _second_order(KFAC, inverse="eigenbasis"),
+    ),
+    "shampoo": Method("Shampoo", "#E69F00", "empirical", True, 0.9, _second_order(Shampoo)),
     "adam": Method("Adam", "#009E73", None, True, 0.999, _adam),
     "sgd": Method("SGD-m", "#D55E00", None, False, None, _sgd),
     "muon": Method("Muon + AdamW", "#000000", None, False, None, _muon),

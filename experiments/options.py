@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,9 +13,7 @@ import torch
 import typer
 
 from experiments.data import DataMissingError
-from experiments.methods import METHODS, Settings, has_statistics, lr_multiplier, takes_graft
-from experiments.run_files import RunFileError
-from experiments.training import CheckpointError, StationaryParametersError
+from experiments.methods import METHODS, Settings, lr_multiplier, method_settings
 
 # Exit status of a command whose data are missing.
 DATA_MISSING = 77
@@ -66,6 +64,18 @@ class Quick:
     minutes: float
     arguments: str
     needs_data: bool = False
+
+
+def problem_argument(known: Iterable[str]) -> Any:
+    """The argument PROBLEM of a command: one of the known names."""
+    names = ", ".join(known)
+
+    def check(value: str) -> str:
+        if value not in names.split(", "):
+            raise typer.BadParameter(f"must be one of {names}, got {value!r}")
+        return value
+
+    return typer.Argument(help=f"One of {names}.", callback=check)
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -139,13 +149,8 @@ def setting_value(name: str, text: str) -> Any:
 
 def has_setting(optimizer: str, name: str) -> bool:
     """Whether an optimizer has a setting; its value is otherwise None."""
-    if name in ("stat_interval", "inverse_interval", "warm_start"):
-        return has_statistics(optimizer)
-    if name in ("graft", "relative_damping"):
-        return takes_graft(optimizer)
-    if name == "damping":
-        return METHODS[optimizer].damped
-    return name != "stat_decay" or METHODS[optimizer].stat_decay is not None
+    full = method_settings(optimizer, 1.0, 1.0, graft="adam", batch_size=1, epochs=1)
+    return getattr(full, name) is not None
 
 
 def set_machine(threads: int | None, device: str = "cpu") -> torch.device:
@@ -162,15 +167,16 @@ def set_machine(threads: int | None, device: str = "cpu") -> torch.device:
 
 
 @contextmanager
-def user_errors() -> Iterator[None]:
-    """Report errors of the user's files and settings as a line, not as a traceback."""
+def user_errors(kinds: tuple[type[Exception], ...] = (OSError, ValueError)) -> Iterator[None]:
+    """Report errors of the user's files and settings as a line, not as a traceback.
+
+    Args:
+        kinds: of the errors.
+    """
     try:
         yield
     except DataMissingError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(DATA_MISSING) from error
-    except (OSError, ValueError, StationaryParametersError) as error:
+    except kinds as error:
         raise typer.BadParameter(str(error)) from error
-
-
-FILE_ERRORS = (RunFileError, CheckpointError, OSError)

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -66,8 +66,7 @@ class RunFile:
     @property
     def runs(self) -> list[dict[str, Any]]:
         """The finished runs, in the order in which they ended."""
-        runs: list[dict[str, Any]] = self._record["runs"]
-        return runs
+        return cast(list[dict[str, Any]], self._record["runs"])
 
     def check_same_machine(self) -> None:
         """Check that the file's runs come from a machine and a setup like this process's.
@@ -79,10 +78,9 @@ class RunFile:
         """
         for earlier in self._record["provenance"]:
             was, now = _speed(earlier), _speed(self._origin)
-            differing = [f"{n} was {was[n]!r} and is {now[n]!r}" for n in was if was[n] != now[n]]
-            if differing:
+            if was != now:
                 raise RunFileError(
-                    f"{self.path} holds runs with other seconds ({'; '.join(differing)}): "
+                    f"{self.path} holds runs with other seconds ({_differing(was, now)}): "
                     "give another file"
                 )
 
@@ -155,18 +153,21 @@ def _read(path: Path, experiment: str, protocol: dict[str, Any]) -> dict[str, An
             f"{path} holds runs of {record['experiment']!r}, not of {experiment!r}: "
             "give another file"
         )
-    known = record["protocol"]
-    differing = [
-        f"{name} was {known.get(name)!r} and is {protocol.get(name)!r}"
-        for name in sorted({*known, *protocol})
-        if known.get(name) != protocol.get(name)
-    ]
+    differing = _differing(record["protocol"], protocol)
     if differing:
         raise RunFileError(
-            f"{path} holds runs with other settings ({'; '.join(differing)}): "
+            f"{path} holds runs with other settings ({differing}): "
             "give another file, or the same settings"
         )
     return record
+
+
+def _differing(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    return "; ".join(
+        f"{name} was {was.get(name)!r} and is {now.get(name)!r}"
+        for name in sorted({*was, *now})
+        if was.get(name) != now.get(name)
+    )
 
 
 def _speed(origin: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,28 +9,21 @@ from __future__ import annotations
 import functools
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
+import numpy
 import typer
 from sklearn.model_selection import ParameterGrid
-from tqdm import tqdm
 
 from experiments import options
-from experiments.autoencoders import OPTIMIZERS, autoencoder_settings
-from experiments.comparison import run_all
-from experiments.convnets import OPTIMIZERS as CONVNET_OPTIMIZERS
-from experiments.convnets import convnet_settings
 from experiments.methods import METHODS, Settings, variant
 from experiments.options import Quick, chosen, has_setting, numbers, setting_value, user_errors
-from experiments.problems.autoencoders import load_autoencoder
-from experiments.problems.classifiers import load_classifier
-from experiments.problems.language import load_language
-from experiments.problems.problem import Problem
-from experiments.run_files import RunFile, RunFileError
-from experiments.transformer import form_settings
+from experiments.pool import make_runs
+from experiments.run_files import RunFile
+from experiments.tasks import TASKS
 from tools.measuring.tables import table
 
 QUICK = [
@@ -46,12 +39,12 @@ QUICK = [
 LOSS = "final_smoothed_loss"
 # The values of each searched setting.
 Grid = Mapping[str, Sequence[Any]]
+Candidate = TypeVar("Candidate")
 
 
 def log_grid(lowest: float, highest: float, count: int) -> tuple[float, ...]:
     """`count` values in equal ratios from `lowest` to `highest`, to two significant digits."""
-    ratio = math.log(highest / lowest) / (count - 1)
-    return tuple(float(f"{lowest * math.exp(ratio * i):.1e}") for i in range(count))
+    return tuple(float(f"{value:.1e}") for value in numpy.geomspace(lowest, highest, count))
 
 
 def decades(lowest: float, highest: float) -> tuple[float, ...]:
@@ -100,58 +93,16 @@ _LANGUAGE: dict[str, Grid] = {
 }
 
 
-@dataclass(frozen=True)
-class Searched:
-    """A problem that can be searched.
-
-    Attributes:
-        criterion: the minimised figure.
-        grids: by optimizer.
-        load: loads the problem; another process may call it.
-        settings: an optimizer's settings for a number of epochs, or for the usual one.
-    """
-
-    criterion: str
-    grids: Mapping[str, Grid]
-    load: Callable[[Path | None, int | None], Problem]
-    settings: Callable[[str, int | None], Settings]
-
-
-def _autoencoder(name: str, grids: Mapping[str, Grid]) -> Searched:
-    def settings(optimizer: str, epochs: int | None) -> Settings:
-        usual = autoencoder_settings(name, optimizer)
-        return replace(usual, epochs=epochs or usual.epochs)
-
-    load = functools.partial(load_autoencoder, name)
-    return Searched(LOSS, {name: grids[name] for name in OPTIMIZERS}, load, settings)
-
-
-def _convnet(name: str) -> Searched:
-    load = functools.partial(load_classifier, name)
-    grids = {name: _CONVNET[name] for name in CONVNET_OPTIMIZERS}
-    return Searched("validation_error", grids, load, functools.partial(convnet_settings, name))
-
-
-def _load_language(data: Path | None, examples: int | None) -> Problem:
-    return load_language(data)
-
-
-SEARCHED = {
-    "mnist": _autoencoder("mnist", _AUTOENCODER),
-    "faces": _autoencoder("faces", _AUTOENCODER),
-    "curves": _autoencoder("curves", _AUTOENCODER),
-    "digits": _autoencoder("digits", _DIGITS),
-    "resnet32": _convnet("resnet32"),
-    "vgg16": _convnet("vgg16"),
-    "language": Searched(
-        *("validation_loss", _LANGUAGE, _load_language),
-        lambda form, epochs: form_settings(form, epochs or 8),
-    ),
+GRIDS: Mapping[str, Mapping[str, Grid]] = {
+    **dict.fromkeys(("mnist", "faces", "curves"), _AUTOENCODER),
+    "digits": _DIGITS,
+    **dict.fromkeys(("resnet32", "vgg16"), _CONVNET),
+    "language": _LANGUAGE,
 }
 
 
 def main(
-    problem: Annotated[str, typer.Argument(help=f"One of {', '.join(SEARCHED)}.")],
+    problem: Annotated[str, options.problem_argument(GRIDS)],
     optimizer: options.Optimizers = "all",
     grid: Annotated[
         list[str] | None,
@@ -168,39 +119,30 @@ def main(
 
     The seeds must not be those of later runs: a setting must not win by the luck of its starts.
     """
-    if problem not in SEARCHED:
-        raise typer.BadParameter(f"problem must be one of {', '.join(SEARCHED)}, got {problem!r}")
     # As in the processes of the pool: a run's numbers must not depend on the number of jobs.
     options.set_machine(1)
-    searched, starts = SEARCHED[problem], numbers(seeds)
+    task, starts = TASKS[problem], numbers(seeds)
+    criterion = task.metric or LOSS
     given = dict(_grid_values(text) for text in grid or ())
+    usual = {name: task.settings(name, epochs) for name in chosen(optimizer, list(GRIDS[problem]))}
     grids = {
-        name: {**searched.grids[name], **_own(searched.settings(name, epochs).optimizer, given)}
-        for name in chosen(optimizer, list(searched.grids))
+        name: {**GRIDS[problem][name], **_own(settings.optimizer, given)}
+        for name, settings in usual.items()
     }
-    todo = [
-        (name, replace(searched.settings(name, epochs), **point, seed=seed))
+    wanted = {
+        replace(usual[name], **point, seed=seed): name
         for name, own in grids.items()
         for point in ParameterGrid(own)
         for seed in starts
-    ]
+    }
     out = out or Path(f"results/search/{problem}.json")
-    maker = functools.partial(searched.load, data, examples)
+    maker = functools.partial(task.load, data, examples)
     with user_errors():
-        described = maker().description()
-        shared = {"criterion": searched.criterion, "seeds": starts, "problem": described}
+        shared = {"criterion": criterion, "seeds": starts, "problem": maker().description()}
         file = RunFile(out, "search", shared)
-        check_epochs(file, [settings for _, settings in todo])
-    missing = [one for _, one in todo if file.find(asdict(one)) is None]
-    with tqdm(total=len(missing), desc="search", unit="run", disable=None) as bar:
-
-        def done(settings: Settings, record: dict[str, Any]) -> None:
-            file.add(asdict(settings), kept(record, searched.criterion))
-            bar.update()
-
-        run_all(maker, missing, jobs, done)
-    wanted = {settings: name for name, settings in todo}
-    print("\n".join(report(file.runs, grids, wanted, searched.criterion)))
+    keys = {settings: asdict(settings) for settings in wanted}
+    make_runs(file, maker, keys, lambda record: kept(record, criterion), jobs)
+    print("\n".join(report(file.runs, grids, wanted, criterion)))
     print(f"wrote {out}")
 
 
@@ -225,54 +167,26 @@ def kept(record: Mapping[str, Any], criterion: str) -> dict[str, Any]:
     return {criterion: score, **{name: record[name] for name in names}}
 
 
-def check_epochs(file: RunFile, todo: Iterable[Settings]) -> None:
-    """Check that a method's runs in the file are as long as the wanted ones: longer ones would win.
+def mean_scores(runs: Iterable[Mapping[str, Any]], criterion: str = LOSS) -> dict[Settings, float]:
+    """The mean score over the seeds of each setting; infinite if a seed diverged.
 
-    Raises:
-        RunFileError: they are not.
+    A setting is named by its first run's settings, so the seed of a name means nothing.
     """
-    wanted = {settings.optimizer: settings.epochs for settings in todo}
-    for run in file.runs:
-        optimizer, epochs = run["key"]["optimizer"], run["key"]["epochs"]
-        if wanted.get(optimizer, epochs) != epochs:
-            raise RunFileError(
-                f"{file.path} holds runs of {optimizer} over {epochs} epochs, not "
-                f"{wanted[optimizer]}: give another file"
-            )
-
-
-@dataclass(frozen=True)
-class Tried:
-    """One setting of a search: with its first seed, and a score for each; None if it diverged."""
-
-    settings: Settings
-    scores: tuple[float | None, ...]
-
-    @property
-    def mean(self) -> float | None:
-        """The mean score; None if a seed diverged."""
-        good = [score for score in self.scores if score is not None]
-        return statistics.mean(good) if len(good) == len(self.scores) else None
-
-
-def tried(runs: Iterable[Mapping[str, Any]], criterion: str = LOSS) -> list[Tried]:
-    """The settings of a record's runs, with their seeds gathered, in the order of their first."""
     groups: dict[object, list[Mapping[str, Any]]] = {}
     for run in runs:
         groups.setdefault(variant(Settings(**run["key"])), []).append(run)
-    return [
-        Tried(
-            Settings(**members[0]["key"]),
-            tuple(None if run["diverged_at_step"] else run[criterion] for run in members),
+    return {
+        Settings(**members[0]["key"]): statistics.mean(
+            math.inf if run["diverged_at_step"] else run[criterion] for run in members
         )
         for members in groups.values()
-    ]
+    }
 
 
-def best_of(entries: Iterable[Tried]) -> Tried | None:
-    """The setting of the lowest mean score; None if all diverged."""
-    finished = [(entry.mean, entry) for entry in entries if entry.mean is not None]
-    return min(finished, key=lambda pair: pair[0])[1] if finished else None
+def lowest(losses: Mapping[Candidate, float]) -> Candidate | None:
+    """The candidate of the lowest finite loss; None if all diverged."""
+    finite = [candidate for candidate, loss in losses.items() if math.isfinite(loss)]
+    return min(finite, key=lambda candidate: losses[candidate], default=None)
 
 
 def interior(settings: Settings, grid: Grid) -> bool:
@@ -293,12 +207,12 @@ def report(
     rows = []
     for name, grid in grids.items():
         own = [run for run in runs if wanted.get(Settings(**run["key"])) == name]
-        best = best_of(tried(own, criterion))
+        scores = mean_scores(own, criterion)
+        best = lowest(scores)
         if best is None:
             rows.append([name, "each setting diverged", "", ""])
             continue
-        at = ", ".join(f"{axis} {getattr(best.settings, axis):g}" for axis in grid)
-        where = "" if interior(best.settings, grid) else "an end of the grid"
-        label = METHODS[best.settings.optimizer].label
-        rows.append([label, at, f"{best.mean:.4g}", where])
+        at = ", ".join(f"{axis} {getattr(best, axis):g}" for axis in grid)
+        where = "" if interior(best, grid) else "an end of the grid"
+        rows.append([METHODS[best.optimizer].label, at, f"{scores[best]:.4g}", where])
     return table(["", "best setting", criterion.replace("_", " "), ""], rows)

@@ -10,11 +10,8 @@ can have no regret; the tables have the best losses, too.
 from __future__ import annotations
 
 import functools
-import hashlib
 import math
 import statistics
-import sysconfig
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -29,27 +26,25 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import PowerNorm
 from matplotlib.patches import Rectangle
 from torch import nn
-from tqdm import tqdm
 
 from experiments import options
-from experiments.comparison import run_all
 from experiments.methods import Settings, method_settings
 from experiments.options import Quick, chosen, numbers, user_errors
 from experiments.plots import save
+from experiments.pool import make_runs
 from experiments.problems.autoencoders import Autoencoder, load_autoencoder
 from experiments.problems.language import load_language
 from experiments.problems.problem import Problem
 from experiments.run_files import RunFile
-from experiments.search import decades
-from experiments.transformer import FORMS, SCHEDULE
+from experiments.search import decades, lowest
+from experiments.tasks import FORMS, SCHEDULE
 from tools.measuring.tables import table
 
-QUICK = [Quick("sensitivity", 2, "--quick --seeds 0,1 --optimizer tnt,tnt-grafted --jobs 2")]
+_QUICK = "--quick --problems digits --seeds 0,1 --optimizer tnt,tnt-grafted --jobs 2"
+QUICK = [Quick("sensitivity", 1, _QUICK)]
 
 # A rate serves if its regret is at most 5 % of the excess, or 0.05 nats.
 TOLERANCE = 0.05
-# The default text: every Python has it, each version another one.
-_LIBRARY_CHARACTERS = 2_000_000
 
 
 @dataclass(frozen=True)
@@ -70,11 +65,7 @@ class Contender:
     grafted: bool
     relative_damping: bool
     damping: tuple[float | None, float | None]
-    rates: tuple[tuple[float, float], tuple[float, float]]
-
-
-def _both(lowest: float, highest: float) -> tuple[tuple[float, float], tuple[float, float]]:
-    return (lowest, highest), (lowest, highest)
+    rates: tuple[tuple[float, float], tuple[float, float]] = ((1e-5, 1.0), (1e-5, 1.0))
 
 
 # The paper's forms have each problem's own damping: the best of a search on the digits, the
@@ -82,27 +73,20 @@ def _both(lowest: float, highest: float) -> tuple[tuple[float, float], tuple[flo
 # contender has 11 rates on each problem, five decades around the best ones: for TNT in the paper's
 # form the digits' are a hundred times the text's.
 _DAMPING = {name: form.damping for name, form in FORMS.items()}
+_TNT, _SHAMPOO = (_DAMPING["tnt-grafted"],) * 2, (_DAMPING["shampoo-grafted"],) * 2
 CONTENDERS: Mapping[str, Contender] = {
     "tnt": Contender(
         *("TNT, paper's form", "tnt", False, False, (0.03, _DAMPING["tnt"])),
         ((3e-7, 3e-2), (3e-9, 3e-4)),
     ),
     "tnt-relative": Contender(
-        *("TNT, relative damping", "tnt", False, True, (_DAMPING["tnt-grafted"],) * 2),
-        _both(1e-10, 1e-5),
+        *("TNT, relative damping", "tnt", False, True, _TNT), ((1e-10, 1e-5), (1e-10, 1e-5))
     ),
-    "tnt-grafted": Contender(
-        *("TNT, grafted, relative", "tnt", True, True, (_DAMPING["tnt-grafted"],) * 2),
-        _both(1e-5, 1.0),
-    ),
+    "tnt-grafted": Contender("TNT, grafted, relative", "tnt", True, True, _TNT),
     "shampoo": Contender(
-        *("Shampoo, paper's form", "shampoo", False, False, (1e-3, _DAMPING["shampoo"])),
-        _both(1e-5, 1.0),
+        *("Shampoo, paper's form", "shampoo", False, False, (1e-3, _DAMPING["shampoo"]))
     ),
-    "shampoo-grafted": Contender(
-        *("Shampoo, grafted, relative", "shampoo", True, True, (_DAMPING["shampoo-grafted"],) * 2),
-        _both(1e-5, 1.0),
-    ),
+    "shampoo-grafted": Contender("Shampoo, grafted, relative", "shampoo", True, True, _SHAMPOO),
 }
 
 
@@ -172,47 +156,24 @@ class MeasuredAutoencoder(Autoencoder):
             return {"training_loss": self.loss(model(self.images), self.images).item()}
 
 
-def make_problem(name: str, width: float, text: Path | None, scale: Scale) -> Problem:
+def make_problem(name: str, width: float, data: Path | None, scale: Scale) -> Problem:
     """A problem with its model's width multiplied; the autoencoder's code keeps its width.
 
     Args:
         name: "digits" or "language".
         width: factor of the model's.
-        text: of the language problem; None for the standard library's sources.
+        data: `--data`, for the language problem.
         scale: has the steps of the language problem's epochs.
     """
-    if name == "digits":
-        digits = load_autoencoder("digits")
-        outer, *hidden, _ = digits.widths
-        code = min(hidden)
-        hidden = [size if size == code else round(size * width) for size in hidden]
-        widths = (outer, *hidden, outer)
-        return MeasuredAutoencoder("digits", digits.images, widths, digits.source)
-    sizes = {"width": round(32 * width), "context": 32, "epoch_steps": scale.epoch_steps}
-    if text is not None:
-        return load_language(text, **sizes)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "library.txt"
-        path.write_bytes(library_text())
-        language = load_language(path, **sizes)
-    language.source = f"the standard library's sources, Python {sysconfig.get_python_version()}"
-    return language
-
-
-def library_text() -> bytes:
-    """The first two million ASCII characters of the standard library's modules, by their names.
-
-    Raises:
-        ValueError: this Python has no sources.
-    """
-    folder = Path(sysconfig.get_path("stdlib"))
-    text = b"".join(
-        path.read_bytes().decode("utf-8", "ignore").encode("ascii", "ignore")
-        for path in sorted(folder.glob("*.py"))
-    )
-    if len(text) < _LIBRARY_CHARACTERS:
-        raise ValueError(f"the standard library has {len(text)} characters here: give a text")
-    return text[:_LIBRARY_CHARACTERS]
+    if name == "language":
+        sizes = {"width": round(32 * width), "context": 32, "epoch_steps": scale.epoch_steps}
+        return load_language(data, **sizes)
+    digits = load_autoencoder("digits")
+    outer, *hidden, _ = digits.widths
+    code = min(hidden)
+    hidden = [size if size == code else round(size * width) for size in hidden]
+    widths = (outer, *hidden, outer)
+    return MeasuredAutoencoder("digits", digits.images, widths, digits.source)
 
 
 def axis_points(problem: str, axis: str) -> list[Point]:
@@ -267,15 +228,12 @@ def wanted(
                     yield point, settings, {"form": form, **asdict(point), "lr": lr, "seed": seed}
 
 
-def protocol(problems: Sequence[str], text: Path | None, scale: Scale) -> dict[str, Any]:
+def protocol(problems: Sequence[str], data: Path | None, scale: Scale) -> dict[str, Any]:
     """What all runs of one file share; seeds and forms can be added."""
     described = {}
     for name in problems:
-        problem = make_problem(name, 1.0, text, scale)
+        problem = make_problem(name, 1.0, data, scale)
         described[name] = {**problem.description(), "loss_floor": problem.loss_floor}
-    if "language" in problems:
-        content = library_text() if text is None else text.read_bytes()
-        described["language"]["sha256"] = hashlib.sha256(content).hexdigest()
     return {
         "problems": described,
         "bases": {name: asdict(BASES[name]) for name in problems},
@@ -287,7 +245,7 @@ def protocol(problems: Sequence[str], text: Path | None, scale: Scale) -> dict[s
 
 
 def main(
-    text: Annotated[Path | None, typer.Option("--data", help="A text in UTF-8.")] = None,
+    data: options.Data = None,
     problems: Annotated[str, typer.Option("--problems", metavar="NAME,…")] = "all",
     optimizer: options.Optimizers = "all",
     seeds: options.Seeds = "0,1",
@@ -302,9 +260,15 @@ def main(
     forms, starts = chosen(optimizer, list(CONTENDERS)), numbers(seeds)
     out = out or Path("results/sensitivity.json")
     with user_errors():
-        shared = protocol(names, text, scale)
+        shared = protocol(names, data, scale)
         file = RunFile(out, "sensitivity", shared)
-    make_runs(file, forms, names, starts, scale, text, jobs)
+    for name in names:
+        groups: dict[float, dict[Settings, dict[str, Any]]] = {}
+        for point, settings, key in wanted(forms, name, starts, scale):
+            groups.setdefault(point.width, {})[settings] = key
+        for width, keys in groups.items():
+            maker = functools.partial(make_problem, name, width, data, scale)
+            make_runs(file, maker, keys, functools.partial(_kept, name), jobs)
     surfaces = {form: surface(file.runs, form, starts) for form in forms}
     floors = {name: shared["problems"][name]["loss_floor"] for name in names}
     lines = ["# Regrets of one learning rate", "", "## Tuned at the base point, used elsewhere", ""]
@@ -316,40 +280,12 @@ def main(
     print("\n".join(lines), f"\nwrote {out}, {out.with_suffix('.md')} and .png")
 
 
-def make_runs(
-    file: RunFile,
-    forms: Sequence[str],
-    problems: Sequence[str],
-    seeds: Sequence[int],
-    scale: Scale,
-    text: Path | None,
-    jobs: int,
-) -> None:
-    """Make the runs that `file` lacks."""
-    groups: dict[tuple[str, float], dict[Settings, dict[str, Any]]] = {}
-    known = {tuple(run["key"].items()) for run in file.runs}
-    for problem in problems:
-        for point, settings, key in wanted(forms, problem, seeds, scale):
-            if tuple(key.items()) not in known:
-                groups.setdefault((problem, point.width), {})[settings] = key
-    total = sum(map(len, groups.values()))
-    with tqdm(total=total, desc="sensitivity", unit="run", disable=None) as bar:
-        for (problem, width), missing in groups.items():
-
-            def done(
-                settings: Settings,
-                record: dict[str, Any],
-                keys: Mapping[Settings, dict[str, Any]] = missing,
-                metric: str = METRICS[problem],
-            ) -> None:
-                last, lost = record["epochs"][-1]["metrics"][metric], record["diverged_at_step"]
-                # A run that is finite at its last step but not after it has diverged, too.
-                loss = round(last, 5) if lost is None and math.isfinite(last) else None
-                file.add(keys[settings], {"loss": loss, "diverged_at_step": lost})
-                bar.update()
-
-            maker = functools.partial(make_problem, problem, width, text, scale)
-            run_all(maker, list(missing), jobs, done)
+def _kept(problem: str, record: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a run's record that the file keeps."""
+    last, lost = record["epochs"][-1]["metrics"][METRICS[problem]], record["diverged_at_step"]
+    # A run that is finite at its last step but not after it has diverged, too.
+    loss = round(last, 5) if lost is None and math.isfinite(last) else None
+    return {"loss": loss, "diverged_at_step": lost}
 
 
 # The loss of every learning rate; infinite if it diverged. A surface has them at every point.
@@ -377,19 +313,13 @@ def surface(runs: Iterable[Mapping[str, Any]], form: str, seeds: Sequence[int]) 
     }
 
 
-def best_rate(losses: Losses) -> float | None:
-    """The rate of the lowest loss; None if all diverged."""
-    finite = {lr: loss for lr, loss in losses.items() if math.isfinite(loss)}
-    return min(finite, key=lambda lr: finite[lr]) if finite else None
-
-
 def regret(losses: Losses, lr: float, floor: float | None) -> float:
     """The regret of a rate; infinite if it diverged, NaN if all rates did.
 
     >>> regret({0.1: 6.0, 1.0: 4.0}, 0.1, 3.0), regret({0.1: 6.0, 1.0: 4.0}, 0.1, None)
     (2.0, 2.0)
     """
-    best = best_rate(losses)
+    best = lowest(losses)
     if best is None:
         return math.nan
     scale = 1.0 if floor is None else losses[best] - floor
@@ -453,7 +383,7 @@ def summary_rows(surfaces: Mapping[str, Surface], floors: Mapping[str, float | N
     for problem, floor in floors.items():
         for form, losses in surfaces.items():
             base, *others = points(problem)
-            tuned = best_rate(losses[base])
+            tuned = lowest(losses[base])
             start = [CONTENDERS[form].label, PROBLEMS[problem]]
             if tuned is None:
                 rows.append([*start, "all diverged", *["-"] * (len(header) - 3)])
@@ -467,7 +397,7 @@ def summary_rows(surfaces: Mapping[str, Surface], floors: Mapping[str, float | N
             ]
             regrets = [regret(losses[point], tuned, floor) for point in others]
             known = [value for value in regrets if not math.isnan(value)]
-            best = [lr for p in points(problem) if (lr := best_rate(losses[p])) is not None]
+            best = [lr for p in points(problem) if (lr := lowest(losses[p])) is not None]
             within = [len(serving(losses[point], floor)) for point in points(problem)]
             rows.append(
                 [
@@ -547,7 +477,7 @@ def _panel(
             (text, "white" if value > 0.4 else "0.1") if math.isfinite(value) else ("×", "0.1")
         )
         axes.text(column, row, text, ha="center", va="center", fontsize=6, color=colour)
-    tuned = best_rate(losses[BASES[problem]])
+    tuned = lowest(losses[BASES[problem]])
     if tuned is not None:
         corner = (-0.5, tried.index(tuned) - 0.5)
         style: dict[str, Any] = {"fill": False, "edgecolor": "#D55E00", "linewidth": 2}

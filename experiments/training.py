@@ -34,7 +34,7 @@ class CheckpointError(ValueError):
     """The checkpoint of an unfinished run does not fit; it is not changed."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Epoch:
     """One epoch.
 
@@ -113,16 +113,10 @@ class Run:
         own = {one.name: record[one.name] for one in fields(cls)}
         own["settings"] = Settings(**record["settings"])
         own["step_losses"] = [_number(loss) for loss in record["step_losses"]]
-        own["epochs"] = [
-            Epoch(
-                **epoch
-                | {
-                    "smoothed_loss": _number(epoch["smoothed_loss"]),
-                    "metrics": {name: _number(value) for name, value in epoch["metrics"].items()},
-                }
-            )
-            for epoch in record["epochs"]
-        ]
+        own["epochs"] = [Epoch(**epoch) for epoch in record["epochs"]]
+        for epoch in own["epochs"]:
+            epoch.smoothed_loss = _number(epoch.smoothed_loss)
+            epoch.metrics = {name: _number(value) for name, value in epoch.metrics.items()}
         return cls(**own)
 
 
@@ -188,7 +182,7 @@ def train(
     if not resumed and settings.warm_start:
         began = now(device)
         try:
-            _warm_start(optimizer, model, problem, settings, device, report_every > 0)
+            _warm_start(optimizer, model, problem, settings, device)
         except PreconditionerError:  # divergence, as in a step
             _add_epoch(run, 1, [math.nan], now(device) - began, problem.evaluate(model))
             return run
@@ -223,39 +217,38 @@ def train(
     return run
 
 
+@dataclass
 class Checkpoint:
     """The file of an unfinished run, from which another process continues it bit for bit.
 
     Args:
         path: the file, or None for none.
         problem: its description must be the same in the file.
-        run: the run so far; `load` fills it in, like all later arguments but the device.
+        run: the run so far; `load` restores it, the model, the optimizer and the generators.
         model: of the run.
         optimizer: of the run.
         generators: all random state of the run.
         device: where the run computes. It continues only there, and with the same threads.
+        written: when the file was last written, by the monotonic clock.
     """
 
-    def __init__(
-        self,
-        path: Path | None,
-        problem: Problem,
-        run: Run,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        generators: Sequence[torch.Generator],
-        device: torch.device,
-    ) -> None:
-        self._path, self._run = path, run
-        self._own = {
-            **problem.description(),
-            **asdict(run.settings),
-            "device": str(device),
+    path: Path | None
+    problem: Problem
+    run: Run
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    generators: Sequence[torch.Generator]
+    device: torch.device
+    written: float = field(default_factory=time.monotonic)
+
+    def _settings(self) -> dict[str, Any]:
+        return {
+            **self.problem.description(),
+            **asdict(self.run.settings),
+            "device": str(self.device),
             "threads": torch.get_num_threads(),
             "flush_subnormals": flushes_subnormals(),
         }
-        self._model, self._optimizer, self._generators = model, optimizer, generators
-        self._written = time.monotonic()
 
     def load(self) -> bool:
         """Restore the state in the file; False if there is no file.
@@ -263,57 +256,56 @@ class Checkpoint:
         Raises:
             CheckpointError: the file is no checkpoint, or has other settings.
         """
-        if self._path is None or not self._path.exists():
+        if self.path is None or not self.path.exists():
             return False
         try:
-            saved: dict[str, Any] = torch.load(self._path, weights_only=True, map_location="cpu")
+            saved: dict[str, Any] = torch.load(self.path, weights_only=True, map_location="cpu")
             settings, record = dict(saved["settings"]), saved["run"]
         except Exception as error:
             raise CheckpointError(
-                f"{self._path} is not a checkpoint of this experiment ({error}): delete it to "
-                "start again"
+                f"{self.path} is no checkpoint of this experiment ({error}): delete it"
             ) from error
-        names = {*settings, *self._own}
-        differing = sorted(name for name in names if settings.get(name) != self._own.get(name))
+        own = self._settings()
+        differing = sorted(n for n in {*settings, *own} if settings.get(n) != own.get(n))
         if differing:
             raise CheckpointError(
-                f"{self._path} is of a run with other settings ({', '.join(differing)}): delete it "
+                f"{self.path} is of a run with other settings ({', '.join(differing)}): delete it "
                 "to start again, or give another file"
             )
-        self._model.load_state_dict(saved["model"])
-        self._optimizer.load_state_dict(saved["optimizer"])
-        for generator, state in zip(self._generators, saved["generators"], strict=True):
+        self.model.load_state_dict(saved["model"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+        for generator, state in zip(self.generators, saved["generators"], strict=True):
             generator.set_state(state)
         done = Run.from_record(record)
-        self._run.step_losses, self._run.epochs = done.step_losses, done.epochs
-        self._run.warm_start_seconds = done.warm_start_seconds
-        self._run.resumed_after = [*done.resumed_after, len(done.epochs)]
+        self.run.step_losses, self.run.epochs = done.step_losses, done.epochs
+        self.run.warm_start_seconds = done.warm_start_seconds
+        self.run.resumed_after = [*done.resumed_after, len(done.epochs)]
         return True
 
     def save(self) -> None:
         """Write the file, if the last time is at least `SECONDS_BETWEEN` ago."""
-        if self._path is None or time.monotonic() - self._written < SECONDS_BETWEEN:
+        if self.path is None or time.monotonic() - self.written < SECONDS_BETWEEN:
             return
-        record = self._run.record()
-        record["step_losses"] = self._run.step_losses  # with all digits
-        partial = self._path.with_name(self._path.name + ".part")
+        record = self.run.record()
+        record["step_losses"] = self.run.step_losses  # with all digits
+        partial = self.path.with_name(self.path.name + ".part")
         torch.save(
             {
-                "settings": self._own,
+                "settings": self._settings(),
                 "run": record,
-                "model": self._model.state_dict(),
-                "optimizer": self._optimizer.state_dict(),
-                "generators": [generator.get_state() for generator in self._generators],
+                "model": self.model.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "generators": [generator.get_state() for generator in self.generators],
             },
             partial,
         )
-        os.replace(partial, self._path)
-        self._written = time.monotonic()
+        os.replace(partial, self.path)
+        self.written = time.monotonic()
 
     def remove(self) -> None:
         """Delete the file at the end of the run."""
-        if self._path is not None:
-            self._path.unlink(missing_ok=True)
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
 
 
 def _add_epoch(
@@ -341,8 +333,6 @@ def _load_libraries(problem: Problem, settings: Settings, device: torch.device) 
 
 @dataclass
 class _Loop:
-    """The objects that every step needs."""
-
     optimizer: torch.optim.Optimizer
     model: nn.Module
     problem: Problem
@@ -391,7 +381,6 @@ def _warm_start(
     problem: Problem,
     settings: Settings,
     device: torch.device,
-    show: bool,
 ) -> None:
     """Average the statistics over the data set's batches."""
     # In the data's order, with its own augmentation: the generators of the training must be the
@@ -401,10 +390,7 @@ def _warm_start(
     empirical = METHODS[settings.optimizer].statistics == "empirical"
 
     def outputs_or_losses() -> Iterator[Tensor]:
-        shown = tqdm(
-            batches, "warm start", unit="batch", leave=False, disable=None if show else True
-        )
-        for indices in shown:
+        for indices in batches:
             inputs, targets = problem.batch(indices, augment)
             outputs = model(inputs)
             yield problem.loss(outputs, targets) if empirical else outputs
@@ -414,11 +400,8 @@ def _warm_start(
 
 
 def _check_moved(model: nn.Module, start: list[Tensor]) -> None:
-    same = [
-        name
-        for (name, parameter), before in zip(model.named_parameters(), start, strict=True)
-        if torch.equal(parameter.detach(), before)
-    ]
+    parameters = zip(model.named_parameters(), start, strict=True)
+    same = [name for (name, last), before in parameters if torch.equal(last.detach(), before)]
     if same:
         raise StationaryParametersError(
             f"the first epoch did not change parameters, so its time and loss mean nothing: "

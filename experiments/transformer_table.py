@@ -12,24 +12,25 @@ import itertools
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy
 import torch
 from matplotlib import pyplot
-from tqdm import tqdm
 
 from experiments import options
-from experiments.comparison import run_all
 from experiments.confidence import interval
 from experiments.methods import METHODS, Settings, has_statistics
 from experiments.options import Quick, user_errors
 from experiments.plots import DASHES, band, plain_axes, save
+from experiments.pool import make_runs
 from experiments.problems.language import CONTEXT, EPOCH_STEPS, Language, load_language
 from experiments.run_files import RunFile
-from experiments.steps import KINDS, PLAIN, Kind, problem_step, time_kinds
-from experiments.transformer import BATCH_SIZE, FORMS, INTERVALS, form_settings
+from experiments.search import lowest
+from experiments.steps import PLAIN, Kind, problem_step, time_kinds
+from experiments.tasks import BATCH_SIZE, FORMS, INTERVALS, form_settings
 from tools.measuring.clock import summary
 from tools.measuring.tables import table
 
@@ -85,9 +86,12 @@ class Variant:
     def label(self) -> str:
         """The form's name, with T1 and T2 if they are not the usual ones."""
         t1, t2 = self.intervals
-        return FORMS[self.form].label + (
-            "" if self.intervals == INTERVALS else f", T1 = {t1}, T2 = {t2}"
-        )
+        intervals = "" if self.intervals == INTERVALS else f", T1 = {t1}, T2 = {t2}"
+        return FORMS[self.form].label + intervals
+
+    def settings(self, seed: int, lr: float) -> Settings:
+        """The settings of one of its runs."""
+        return form_settings(self.form, self.steps // EPOCH_STEPS, seed, lr, self.intervals)
 
     def kinds(self) -> list[Kind]:
         """The kind of each of its steps."""
@@ -130,9 +134,9 @@ def main(
             for variant in variants(scale, width, steps):
                 lr = best_rate(file.runs, width, steps, variant.form)
                 for seed in scale.seeds:
-                    settings = _settings(variant.form, steps, seed, lr, variant.intervals)
+                    settings = variant.settings(seed, lr)
                     wanted[settings] = _key("final", variant, settings)
-            _train(file, maker, wanted, jobs)
+            make_runs(file, maker, wanted, kept, jobs)
         _measure(file, maker, scale, width, threads or 1)
     found = rows(file.runs, threads or 1)
     for width, steps in itertools.product(scale.widths, scale.lengths):
@@ -194,7 +198,7 @@ def next_places(tried: Mapping[int, float], centre: int, trials: int) -> list[in
     start = [p for p in (centre, centre - COARSE, centre + COARSE) if p not in tried]
     if start:
         return start[:left]
-    best = best_place(tried)
+    best = lowest(tried)
     if best is None:  # all diverged: lower
         return [min(tried) - COARSE]
     if best == max(tried):
@@ -206,12 +210,6 @@ def next_places(tried: Mapping[int, float], centre: int, trials: int) -> list[in
     sides = [-1, 1] if tried[below] < tried[above] else [1, -1]
     nearest = (best + side * distance for distance in itertools.count(1) for side in sides)
     return [next(place for place in nearest if place not in tried)]
-
-
-def best_place(tried: Mapping[int, float]) -> int | None:
-    """The place of the lowest loss; None if all diverged."""
-    finite = {place: loss for place, loss in tried.items() if math.isfinite(loss)}
-    return min(finite, key=lambda place: finite[place]) if finite else None
 
 
 def tried_rates(
@@ -229,7 +227,7 @@ def tried_rates(
 def best_rate(runs: Iterable[Mapping[str, Any]], width: int, steps: int, form: str) -> float:
     """The best of a form's learning rates; the lowest if all diverged."""
     tried = tried_rates(runs, width, steps, form)
-    best = best_place(tried)
+    best = lowest(tried)
     return rate(min(tried) if best is None else best)
 
 
@@ -250,42 +248,24 @@ def _tune(
                 centre = best_rate(file.runs, width, scale.lengths[place - 1], form)
             tried = tried_rates(file.runs, width, steps, form)
             for place_ in next_places(tried, place_of(centre), scale.trials[place]):
-                settings = _settings(form, steps, TUNING_SEED, rate(place_))
-                wanted[settings] = _key("tuning", Variant(width, steps, form), settings)
+                variant = Variant(width, steps, form)
+                settings = variant.settings(TUNING_SEED, rate(place_))
+                wanted[settings] = _key("tuning", variant, settings)
         if not wanted:
             return
-        _train(file, maker, wanted, jobs)
-
-
-def _settings(
-    form: str, steps: int, seed: int, lr: float, intervals: tuple[int, int] = INTERVALS
-) -> Settings:
-    return form_settings(form, steps // EPOCH_STEPS, seed, lr, intervals)
+        make_runs(file, maker, wanted, kept, jobs)
 
 
 def _key(stage: str, variant: Variant, settings: Settings) -> dict[str, Any]:
     return {"stage": stage, **asdict(variant), "settings": asdict(settings)}
 
 
-def _train(
-    file: RunFile,
-    maker: functools.partial[Language],
-    wanted: Mapping[Settings, dict[str, Any]],
-    jobs: int,
-) -> None:
-    missing = [settings for settings, key in wanted.items() if file.find(key) is None]
-    with tqdm(total=len(missing), desc="transformer", unit="run", disable=None) as bar:
-
-        def done(settings: Settings, record: dict[str, Any]) -> None:
-            # Not the seconds, which are those of a shared machine.
-            losses = [epoch["metrics"]["validation_loss"] for epoch in record["epochs"]]
-            names = ("steps_per_epoch", "final_smoothed_loss", "diverged_at_step")
-            kept = [round(loss, 6) if math.isfinite(loss) else None for loss in losses]
-            result = {"validation_losses": kept, **{name: record[name] for name in names}}
-            file.add(wanted[settings], result)
-            bar.update()
-
-        run_all(maker, missing, jobs, done)
+def kept(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a run's record that the table keeps: not the seconds of a shared machine."""
+    losses = [epoch["metrics"]["validation_loss"] for epoch in record["epochs"]]
+    names = ("steps_per_epoch", "final_smoothed_loss", "diverged_at_step")
+    rounded = [round(loss, 6) if math.isfinite(loss) else None for loss in losses]
+    return {"validation_losses": rounded, **{name: record[name] for name in names}}
 
 
 # The seconds.
@@ -333,22 +313,14 @@ def run_kinds(steps: int, intervals: tuple[int, int] | None) -> list[Kind]:
 
 
 def seconds_at(clock: Sequence[float], step: float) -> float:
-    """The seconds after a number of steps, linear within a step.
-
-    >>> seconds_at([0.0, 2.0, 3.0], 1.5), seconds_at([0.0, 2.0, 3.0], 2.0)
-    (2.5, 3.0)
-    """
-    if not math.isfinite(step):
-        return math.inf
-    done = min(int(step), len(clock) - 2)
-    return clock[done] + (step - done) * (clock[done + 1] - clock[done])
+    """The seconds after a number of steps, linear within a step; infinite for infinite steps."""
+    return float(numpy.interp(step, range(len(clock)), clock, right=math.inf))
 
 
 # The table.
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """A mean difference between runs of the same seeds; negative is better."""
 
     mean: float
@@ -391,6 +363,10 @@ def steps_to(curve: Sequence[float], epoch_steps: int, loss: float) -> float:
     return math.inf
 
 
+# The runs of every variant by seed.
+Finals = Mapping[Variant, Mapping[int, Mapping[str, Any]]]
+
+
 @dataclass(frozen=True)
 class Row:
     """The results of one variant.
@@ -415,40 +391,30 @@ class Row:
     speed: dict[str, float | None]
 
 
-def rows(runs: Iterable[Mapping[str, Any]], threads: int) -> list[Row]:
+def rows(runs: Sequence[Mapping[str, Any]], threads: int) -> list[Row]:
     """The rows of a record, one for each variant with final runs.
 
     Args:
         runs: of the record.
         threads: of the times; others are not used.
     """
-    runs = list(runs)
-    finals = final_runs(runs)
+    finals, order = final_runs(runs), list(FORMS)
     clocks: dict[Variant, list[float]] = {}
     for run in runs:
         if run["key"]["stage"] == "seconds" and run["key"]["threads"] == threads:
             for variant in finals:
                 if variant.width == run["key"]["width"] and variant.form in run["forms"]:
                     known = run["forms"][variant.form]
-                    medians = {KINDS[label]: found["median"] for label, found in known.items()}
-                    each = (medians[kind] for kind in variant.kinds())
+                    each = (known[kind.label]["median"] for kind in variant.kinds())
                     clocks[variant] = [0.0, *itertools.accumulate(each)]
-    order = list(FORMS)
-    return [
-        _row(variant, runs, finals, clocks)
-        for variant in sorted(
-            finals, key=lambda v: (v.width, v.steps, order.index(v.form), v.intervals)
-        )
-    ]
+    variants = sorted(finals, key=lambda v: (v.width, v.steps, order.index(v.form), v.intervals))
+    return [_row(variant, runs, finals, clocks) for variant in variants]
 
 
-def final_runs(
-    runs: Iterable[Mapping[str, Any]],
-) -> dict[Variant, dict[int, Mapping[str, Any]]]:
+def final_runs(runs: Iterable[Mapping[str, Any]]) -> Finals:
     """The final runs of a record, by variant and seed."""
     finals: dict[Variant, dict[int, Mapping[str, Any]]] = {}
-    for run in runs:
-        key = run["key"]
+    for key, run in ((run["key"], run) for run in runs):
         if key["stage"] == "final":
             variant = Variant(key["width"], key["steps"], key["form"], tuple(key["intervals"]))
             finals.setdefault(variant, {})[key["settings"]["seed"]] = run
@@ -470,30 +436,26 @@ def curve_of(run: Mapping[str, Any]) -> list[float]:
 def _row(
     variant: Variant,
     runs: Sequence[Mapping[str, Any]],
-    finals: Mapping[Variant, Mapping[int, Mapping[str, Any]]],
+    finals: Finals,
     clocks: Mapping[Variant, Sequence[float]],
 ) -> Row:
-    own = finals[variant]
+    own, clock = finals[variant], clocks.get(variant)
     final = {seed: final_loss(run) for seed, run in own.items()}
     lr = next(iter(own.values()))["key"]["settings"]["lr"]
     tried = tried_rates(runs, variant.width, variant.steps, variant.form)
-    clock = clocks.get(variant)
     tokens: dict[str, Difference] = {}
-    speed: dict[str, float | None] = {}
+    speed: dict[str, float | None] = dict.fromkeys(BASELINES)
     for name in BASELINES:
-        base = Variant(variant.width, variant.steps, name)
+        base = replace(variant, form=name, intervals=INTERVALS)
         last = {seed: final_loss(run) for seed, run in finals.get(base, {}).items()}
         tokens[name] = paired(final, last)
-        speed[name] = None
-        if clock is None or base not in clocks:
-            continue
-        end = clocks[base][-1]
-        goal = statistics.mean(last.values())
-        needed = [
-            seconds_at(clock, steps_to(curve_of(run), run["steps_per_epoch"], goal))
-            for run in own.values()
-        ]
-        speed[name] = statistics.mean(needed) / end if math.isfinite(goal) else math.inf
+        if clock is not None and base in clocks:
+            goal = statistics.mean(last.values())
+            needed = statistics.mean(
+                seconds_at(clock, steps_to(curve_of(run), run["steps_per_epoch"], goal))
+                for run in own.values()
+            )
+            speed[name] = needed / clocks[base][-1] if math.isfinite(goal) else math.inf
     interior = bool(tried) and min(tried) < place_of(lr) < max(tried)
     return Row(variant, lr, interior, final, clock, tokens, speed)
 
@@ -508,10 +470,9 @@ def cells(row: Row) -> tuple[str, ...]:
     """A row as text, under `HEADER`."""
     values = list(row.final.values())
     lost = sum(not math.isfinite(value) for value in values)
-    loss = f"diverged ({lost} of {len(values)})"
-    if not lost:
-        loss = f"{statistics.mean(values):.3f}"
-        loss += f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
+    loss = f"diverged ({lost} of {len(values)})" if lost else f"{statistics.mean(values):.3f}"
+    if not lost and len(values) > 1:
+        loss += f" ± {statistics.stdev(values):.3f}"
     pace = "-" if row.clock is None else f"{1000 * row.clock[-1] / row.variant.steps:.1f}"
     speeds = []
     for name in BASELINES:

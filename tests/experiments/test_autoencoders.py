@@ -1,11 +1,11 @@
 """Figures 2, 4 and 6: the settings are the paper's, and the problems fit their data."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from experiments.autoencoders import OPTIMIZERS, autoencoder_settings
 from experiments.data import DataMissingError
 from experiments.methods import has_statistics
 from experiments.models.autoencoder import (
@@ -13,6 +13,7 @@ from experiments.models.autoencoder import (
     reconstruction_loss,
 )
 from experiments.problems.autoencoders import Autoencoder, load_autoencoder
+from experiments.tasks import TASKS, autoencoder_settings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -51,16 +52,16 @@ def test_problems_are_found_by_their_names(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_settings_take_learning_rate_damping_and_decays_from_their_table() -> None:
-    first, tuned = (autoencoder_settings("mnist", "kfac", table) for table in (3, 5))
+    first, tuned = (autoencoder_settings("mnist", "kfac", table=table) for table in (3, 5))
     assert (first.lr, first.damping, first.momentum, first.stat_decay) == (0.003, 0.3, 0.9, 0.9)
     assert (tuned.lr, tuned.damping, tuned.momentum, tuned.stat_decay) == (3e-5, 0.01, 0.999, 0.999)
     assert autoencoder_settings("faces", "adam").stat_decay == 0.999
     for problem in ("mnist", "faces", "curves"):
-        for name in OPTIMIZERS:
+        for name in TASKS[problem].methods:
             s = autoencoder_settings(problem, name)
             assert (s.batch_size, s.weight_decay, s.schedule, s.seed) == (1000, 0, "constant", 0)
             intervals = (1, 20, True) if has_statistics(name) else (None, None, None)
             assert (s.stat_interval, s.inverse_interval, s.warm_start) == intervals
             assert (s.damping is None) == (name == "sgd")
-    with pytest.raises(ValueError, match="Table 5 on mnist has tnt, kfac, shampoo, adam, sgd"):
-        autoencoder_settings("mnist", "tnt-ef", 5)
+    assert TASKS["mnist-tuned"].methods == ["tnt", "kfac", "shampoo", "adam", "sgd"]
+    assert TASKS["mnist-tuned"].settings("kfac", 7) == replace(tuned, epochs=7)

@@ -5,7 +5,7 @@ import importlib
 
 import pytest
 
-MODULES = ("comparison", "confidence", "methods", "options", "search", "sensitivity", "steps")
+MODULES = ("compare", "confidence", "methods", "options", "search", "sensitivity", "steps")
 
 
 @pytest.mark.parametrize("module", [*MODULES, "transformer_table"])

@@ -4,9 +4,12 @@ import itertools
 import math
 from collections import Counter
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
+from repeating_text import repeating_file
 
+from experiments.search import lowest
 from experiments.sensitivity import (
     AXES,
     BASES,
@@ -18,7 +21,6 @@ from experiments.sensitivity import (
     Scale,
     Surface,
     axis_points,
-    best_rate,
     common_rate,
     common_rows,
     make_problem,
@@ -48,8 +50,8 @@ def test_every_form_has_the_same_number_of_runs_at_every_point(problem: str, sca
 
 
 @pytest.mark.parametrize("problem", BASES)
-def test_runs_of_every_batch_size_see_as_many_examples(problem: str) -> None:
-    made, seen = make_problem(problem, 1.0, None, FULL), []
+def test_runs_of_every_batch_size_see_as_many_examples(problem: str, tmp_path: Path) -> None:
+    made, seen = make_problem(problem, 1.0, repeating_file(tmp_path), FULL), []
     for point in axis_points(problem, "batch_size"):
         settings = run_settings("tnt", point, 0.1, 0, FULL)
         seen.append(settings.epochs * made.steps_per_epoch(settings.batch_size) * point.batch_size)
@@ -67,11 +69,11 @@ def test_settings_of_a_point() -> None:
     assert (paper.stat_interval, paper.warm_start, paper.epochs) == (1, True, 15)
 
 
-def test_width_leaves_the_images_and_the_code() -> None:
+def test_width_leaves_the_images_and_the_code(tmp_path: Path) -> None:
     for width, hidden in ((0.5, (64, 32, 16, 8, 16, 32, 64)), (2, (256, 128, 64, 8, 64, 128, 256))):
         made = make_problem("digits", width, None, FULL)
         assert isinstance(made, MeasuredAutoencoder) and made.widths == (64, *hidden, 64)
-    assert make_problem("language", 2, None, FULL).description()["width"] == 64
+    assert make_problem("language", 2, repeating_file(tmp_path), FULL).description()["width"] == 64
     few = MeasuredAutoencoder("digits", made.images[::20], made.widths)
     model = few.build()
     losses = [few.loss(model(image[None]), image[None]).item() for image in few.images]
@@ -85,7 +87,7 @@ LOST = {lr: math.inf for lr in LOSSES}
 
 
 def test_regret() -> None:
-    assert best_rate(LOSSES) == 0.1 and best_rate(LOST) is None
+    assert lowest(LOSSES) == 0.1 and lowest(LOST) is None
     assert regret(LOSSES, 0.01, None) == 2.0
     assert regret(LOSSES, 0.01, 2.0) == 1.0, "of the excess of 2"
     assert regret(LOSSES, 0.1, 3.0) == 0.0

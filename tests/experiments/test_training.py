@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from experiments import training
-from experiments.autoencoders import OPTIMIZERS
 from experiments.methods import (
     METHODS,
     Settings,
@@ -20,6 +19,7 @@ from experiments.methods import (
     method_settings,
 )
 from experiments.problems.autoencoders import Autoencoder
+from experiments.tasks import TABLE_3
 from experiments.training import Run, smoothed, train
 from tools.measuring.records import write_json
 
@@ -50,7 +50,7 @@ def settings(optimizer: str, **changes: Any) -> Settings:
     return replace(base, **changes)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", TABLE_3["digits"])
 def test_training_lowers_the_loss_the_same_way_each_time(
     problem: Autoencoder, optimizer: str
 ) -> None:
@@ -71,7 +71,7 @@ def test_every_optimizer_has_the_same_start_and_batches(problem: Autoencoder) ->
             settings(optimizer, lr=1e-6, damping=None if optimizer == "sgd" else 1.0),
             report_every=0,
         )
-        for optimizer in OPTIMIZERS
+        for optimizer in TABLE_3["digits"]
     ]
     first = torch.tensor(runs[0].step_losses)
     assert first.std() > 0.05, "batches must differ for this test to see their order"
@@ -125,7 +125,7 @@ def test_parameters_that_do_not_move_are_an_error(
     assert len(run.epochs) == 12, "a search may try a rate that rounds to nothing"
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", TABLE_3["digits"])
 def test_an_interrupted_run_goes_on_bit_for_bit(
     problem: Autoencoder, optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,8 +12,8 @@ from torch.nn import functional
 from experiments.methods import build_optimizer, has_statistics
 from experiments.models import seeded
 from experiments.problems.language import Language, load_language
+from experiments.tasks import FORMS, form_settings
 from experiments.training import train
-from experiments.transformer import FORMS, form_settings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

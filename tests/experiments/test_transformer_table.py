@@ -12,12 +12,12 @@ from experiments.confidence import interval
 from experiments.methods import build_optimizer
 from experiments.models import seeded
 from experiments.problems.language import Language
+from experiments.search import lowest
 from experiments.steps import KINDS, PLAIN, Kind
-from experiments.transformer import form_settings
+from experiments.tasks import form_settings
 from experiments.transformer_table import (
     HEADER,
     Difference,
-    best_place,
     cells,
     next_places,
     paired,
@@ -54,21 +54,21 @@ def test_every_search_makes_as_many_trials_and_ends_in_the_interior() -> None:
         for trials in (1, 2, 3, 4, 5, 8):
             assert len(searched(best, 0, trials)) == trials
         tried = searched(best, 0, 5)
-        found = best_place(tried)
+        found = lowest(tried)
         assert found is not None and min(tried) < found < max(tried)
-        found = best_place(searched(best, 0, 7))
+        found = lowest(searched(best, 0, 7))
         assert found is not None and abs(found - best) <= 1
     assert sorted(searched(0.9, 0, 5)) == [-2, -1, 0, 1, 2]
     assert sorted(searched(-3.3, 0, 5)) == [-6, -4, -2, 0, 2]
-    assert best_place(searched(9.0, 0, 3)) == max(searched(9.0, 0, 3))
+    assert lowest(searched(9.0, 0, 3)) == max(searched(9.0, 0, 3))
 
 
 def test_divergence_sends_the_search_down() -> None:
     infinite = {0: math.inf, -2: math.inf, 2: math.inf}
     assert next_places(infinite, 0, 5) == [-4]
-    assert best_place(infinite) is None
+    assert lowest(infinite) is None
     assert next_places({0: math.inf, -2: 1.0, 2: math.inf}, 0, 5) == [-4]
-    assert best_place({0: math.inf, -2: 1.0}) == -2
+    assert lowest({0: math.inf, -2: 1.0}) == -2
 
 
 def test_rates_are_a_grid() -> None:

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from experiments.autoencoders import autoencoder_settings
-from experiments.comparison import run_all
 from experiments.methods import Settings
+from experiments.pool import run_all
 from experiments.problems.autoencoders import Autoencoder, load_autoencoder
+from experiments.tasks import autoencoder_settings
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,11 +48,9 @@ def settings(seed: int) -> Settings:
 
 def test_processes_give_the_same_records_as_this_one(one_thread: None) -> None:
     def made(jobs: int) -> dict[int, list[float]]:
-        losses: dict[int, list[float]] = {}
         maker = functools.partial(load_autoencoder, "digits")
         todo = [settings(seed) for seed in range(3)]
-        run_all(maker, todo, jobs, lambda s, r: losses.update({s.seed: r["step_losses"]}))
-        return losses
+        return {s.seed: r["step_losses"] for s, r in run_all(maker, todo, jobs)}
 
     alone = made(1)
     assert made(2) == alone and len(set(map(tuple, alone.values()))) == 3
@@ -62,7 +60,7 @@ def test_processes_give_the_same_records_as_this_one(one_thread: None) -> None:
 @pytest.mark.parametrize(("dies", "error"), [(False, ValueError), (True, BrokenProcessPool)])
 def test_errors_of_workers_reach_the_caller(dies: bool, error: type[Exception]) -> None:
     with pytest.raises(error):
-        run_all(functools.partial(Broken, dies), [settings(0), settings(1)], 2, lambda *_: None)
+        list(run_all(functools.partial(Broken, dies), [settings(0), settings(1)], 2))
     assert multiprocessing.active_children() == []
 
 
@@ -75,9 +73,9 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_command_writes_to_results_and_goes_on(tmp_path: Path) -> None:
-    given = ["autoencoders", "digits", "--optimizer", "tnt,sgd", "--epochs", "2"]
+    given = ["compare", "digits", "--optimizer", "tnt,sgd", "--epochs", "2"]
     assert run(tmp_path, *given).returncode == 0
-    out = tmp_path / "results" / "autoencoders" / "digits.json"
+    out = tmp_path / "results" / "digits.json"
     before = json.loads(out.read_text())["runs"]
     assert [one["key"]["optimizer"] for one in before] == ["tnt", "sgd"]
     again = run(tmp_path, *given, "--seeds", "0,1")

@@ -1,33 +1,71 @@
-"""Many trainings of one problem into one file, in this process or several, and their summary."""
+"""Figures 2 to 6: the methods train on one problem from the same starts, with the paper's settings.
+
+Figure 2 compares TNT, KFAC, Shampoo, Adam and SGD-m on autoencoders (Table 3), Figure 4 TNT and
+TNT-EF (Table 6), Figure 6 the methods after a search over more settings (Table 5): `mnist-tuned`.
+Figures 3 and 5 are of ResNet-32 on CIFAR-10 and VGG16 on CIFAR-100 (Tables 4 and 7).
+"""
 
 from __future__ import annotations
 
 import math
-import os
 import statistics
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict
-from multiprocessing import get_context, parent_process
-from multiprocessing.connection import wait
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import torch
-import typer
 
+from experiments import options
 from experiments.methods import METHODS, Settings
-from experiments.options import FILE_ERRORS, user_errors
+from experiments.options import Quick, chosen, numbers, overridden, user_errors
 from experiments.plots import grouped, plot_runs
 from experiments.problems.problem import Problem
-from experiments.run_files import RunFile
-from experiments.training import Run, StationaryParametersError, train
+from experiments.run_files import RunFile, RunFileError
+from experiments.tasks import TASKS
+from experiments.training import CheckpointError, Run, StationaryParametersError, train
 from tools.measuring.tables import table
+
+# Shampoo is not in the quick runs on MNIST and FACES: its matrices have up to 1000 and 2000 rows
+# there, and the 20 refreshes in the first 20 steps would take longer than everything else. The
+# digits' settings come from a search over seeds 1 to 5, so their runs have other seeds.
+QUICK = [
+    Quick("digits", 1.5, "digits --seeds 6,7,8,9,10"),
+    Quick("curves", 2, "curves --examples 10000 --seeds 0,1,2 --epochs 6"),
+    Quick("mnist", 5, "mnist --optimizer tnt,tnt-ef,kfac,adam,sgd --seeds 0,1 --epochs 2", True),
+    Quick("mnist-tuned", 3.5, "mnist-tuned --optimizer tnt,adam,sgd --seeds 0,1 --epochs 3", True),
+    Quick("faces", 5, "faces --examples 10000 --optimizer tnt,kfac,adam,sgd --seeds 0,1", True),
+    Quick("resnet32", 3, "resnet32 --examples 768 --epochs 2", True),
+]
+
+
+def main(
+    problem: Annotated[str, options.problem_argument(TASKS)],
+    optimizer: options.Optimizers = "all",
+    data: options.Data = None,
+    examples: options.Examples = None,
+    seeds: options.Seeds = "0",
+    epochs: options.Epochs = None,
+    changes: options.Overrides = None,
+    threads: options.Threads = None,
+    device: options.Device = "cpu",
+    out: options.Out = None,
+) -> None:
+    """Figures 2 to 6: train methods on a problem with the settings of Tables 3 to 7."""
+    task = TASKS[problem]
+    # Two threads do not speed up matrices of 128 rows.
+    where = options.set_machine(1 if threads is None and problem == "digits" else threads, device)
+    with user_errors():
+        loaded = task.load(data, examples)
+    each = [
+        overridden(task.settings(name, epochs), changes) for name in chosen(optimizer, task.methods)
+    ]
+    # All methods for one seed before the next seed: a slow phase of the machine affects them all.
+    wanted = [replace(settings, seed=seed) for seed in numbers(seeds) for settings in each]
+    run_comparison(loaded, wanted, out or Path(f"results/{problem}.json"), where, task.metric)
 
 
 def run_comparison(
-    experiment: str,
     problem: Problem,
     wanted: Sequence[Settings],
     out: Path,
@@ -37,7 +75,6 @@ def run_comparison(
     """Make the runs that a file lacks; draw and return all runs of the file.
 
     Args:
-        experiment: the experiment's name.
         problem: all runs train on it.
         wanted: the runs' settings; all with one batch size.
         out: the record; the picture is written beside it as .png.
@@ -52,17 +89,15 @@ def run_comparison(
         problem.steps_per_epoch(wanted[0].batch_size)
         # Not the number of epochs: the paper's first-order runs have more of them.
         protocol = problem.description() | {"batch_size": wanted[0].batch_size}
-        file = RunFile(out, experiment, protocol, device)
+        file = RunFile(out, "comparison", protocol, device)
         file.check_same_machine()
     for settings in wanted:
         if file.find(asdict(settings)) is not None:
             continue
         name = f"{out.stem}-{settings.optimizer}-seed{settings.seed}.partial.pt"
-        try:
+        with user_errors((RunFileError, CheckpointError, OSError, StationaryParametersError)):
             run = train(problem, settings, device, checkpoint=out.with_name(name))
             file.add(asdict(settings), run.record())
-        except (*FILE_ERRORS, StationaryParametersError) as error:
-            raise typer.BadParameter(str(error)) from error
     runs = [Run.from_record(run) for run in file.runs]
     runs.sort(key=lambda run: list(METHODS).index(run.settings.optimizer))
     plot_runs(runs, out.with_suffix(".png"), problem.label, problem.loss_label, metric)
@@ -123,62 +158,3 @@ def mean_and_spread(values: Sequence[float]) -> str:
         return "-"
     text = f"{statistics.mean(values):.4g}"
     return text if len(values) == 1 else f"{text} ± {statistics.stdev(values):.2g}"
-
-
-def run_all(
-    problem_maker: Callable[[], Problem],
-    settings: Sequence[Settings],
-    jobs: int,
-    on_done: Callable[[Settings, dict[str, Any]], None],
-) -> None:
-    """Train once with each of the settings on the CPU, `jobs` of them at a time.
-
-    With one job all runs are in this process. With more, each is in a process with one thread:
-    matrices of these sizes gain more from a second run than from a second thread. The seconds are
-    then those of a shared machine. If this process dies, so do the others.
-
-    Args:
-        problem_maker: makes the problem, once in each process; must be picklable.
-        settings: of each run.
-        jobs: runs at a time.
-        on_done: called in this process with a run's settings and its record, in the order in which
-            the runs finish.
-    """
-    if jobs == 1 or len(settings) < 2:
-        problem = problem_maker() if settings else None
-        for one in settings:
-            assert problem is not None
-            on_done(one, train(problem, one, report_every=0, check_moved=False).record())
-        return
-    # Spawned, not forked: torch's threads do not survive a fork.
-    pool = ProcessPoolExecutor(
-        min(jobs, len(settings)), get_context("spawn"), _start_worker, (problem_maker,)
-    )
-    try:
-        futures = {pool.submit(_train, one): one for one in settings}
-        for future in as_completed(futures):
-            on_done(futures[future], future.result())
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-_problem: Problem | None = None  # of a worker
-
-
-def _start_worker(problem_maker: Callable[[], Problem]) -> None:
-    global _problem
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    torch.set_num_threads(1)
-    _problem = problem_maker()
-
-
-def _train(settings: Settings) -> dict[str, Any]:
-    assert _problem is not None
-    return train(_problem, settings, report_every=0, check_moved=False).record()
-
-
-def _end_with_parent() -> None:
-    parent = parent_process()
-    assert parent is not None
-    wait([parent.sentinel])
-    os._exit(1)

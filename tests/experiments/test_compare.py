@@ -10,10 +10,10 @@ import torch
 import typer
 from torch import Tensor, nn
 
-from experiments import comparison, training
-from experiments.comparison import run_comparison, summary
+from experiments import compare, training
+from experiments.compare import run_comparison, summary
 from experiments.methods import Settings, method_settings
-from experiments.options import has_setting, overridden
+from experiments.options import overridden
 from experiments.problems.problem import Problem
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -51,17 +51,17 @@ def test_a_comparison_goes_on_with_its_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, cpu = tmp_path / "runs.json", torch.device("cpu")
-    first = run_comparison("line", Line(), [settings(0), settings(1)], out, cpu)
+    first = run_comparison(Line(), [settings(0), settings(1)], out, cpu)
     before = json.loads(out.read_text())["runs"]
-    monkeypatch.setattr(comparison, "train", lambda *_, **__: pytest.fail("it trained again"))
-    again = run_comparison("line", Line(), [settings(1), settings(0)], out, cpu)
+    monkeypatch.setattr(compare, "train", lambda *_, **__: pytest.fail("it trained again"))
+    again = run_comparison(Line(), [settings(1), settings(0)], out, cpu)
     assert [run.final_loss for run in again] == [run.final_loss for run in first]
     other = [replace(settings(0), batch_size=6)]
     with pytest.raises(typer.BadParameter, match="batch_size was 4 and is 6"):
-        run_comparison("line", Line(), other, out, cpu)
+        run_comparison(Line(), other, out, cpu)
     monkeypatch.setattr("tools.measuring.provenance.torch.get_num_threads", lambda: 7)
     with pytest.raises(typer.BadParameter, match="threads was 1 and is 7"):
-        run_comparison("line", Line(), [settings(2)], out, cpu)
+        run_comparison(Line(), [settings(2)], out, cpu)
     assert json.loads(out.read_text())["runs"] == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["runs.json", "runs.png"]
 
@@ -84,7 +84,3 @@ def test_overrides_change_the_settings_that_a_method_has() -> None:
             overridden(tnt, [wrong])
     with pytest.raises(typer.BadParameter, match="SGD-m has no such setting"):
         overridden(settings(0), ["damping=1"])
-    for optimizer in ("tnt", "kfac", "adam", "sgd", "muon"):
-        made = method_settings(optimizer, 0.1, 0.2, graft="adam", batch_size=4, epochs=3)
-        for name in ("damping", "stat_decay", "stat_interval", "warm_start", "graft"):
-            assert has_setting(optimizer, name) == (getattr(made, name) is not None)
