@@ -51,17 +51,30 @@ MOST_DRAWN, MOST_FULL = 300, 4500
 
 
 def mode_statistics(
-    shape: Sequence[int], kind: str, dtype: torch.dtype = torch.float32, first: int = 0
+    shape: Sequence[int],
+    kind: str | Sequence[bool],
+    dtype: torch.dtype = torch.float32,
+    first: int = 0,
 ) -> list[Tensor]:
-    """One random statistic for each mode; a mixed kind alternates diagonal and full."""
-    return [
-        statistic(
-            d,
-            diagonal=d > MOST_FULL or kind == "diagonal" or (kind == "mixed" and i % 2 == 0),
-            dtype=dtype,
-        )
+    """One random statistic for each mode; a mixed kind alternates diagonal and full.
+
+    Or ``kind`` says of each mode whether it is diagonal.
+    """
+    diagonal = [
+        d > MOST_FULL or kind == "diagonal" or (kind == "mixed" and i % 2 == 0)
         for i, d in enumerate(shape, first)
     ]
+    chosen = diagonal if isinstance(kind, str) else kind
+    return [statistic(d, diagonal=c, dtype=dtype) for d, c in zip(shape, chosen, strict=True)]
+
+
+def with_spectrum(values: Tensor, *, diagonal: bool = False) -> Tensor:
+    """A statistic with these eigenvalues, symmetric to the bit."""
+    if diagonal:
+        return values
+    basis = torch.linalg.qr(normal((len(values), len(values)), torch.float64))[0]
+    matrix = (basis * values) @ basis.mT
+    return matrix.tril() + matrix.tril(-1).mT
 
 
 def poisoned_like(modes: Sequence[Tensor]) -> list[Tensor]:

@@ -31,6 +31,7 @@ from cases import (
     poisoned_like,
     scalar,
     unchanged,
+    with_spectrum,
 )
 from operators import (
     GRAFTS,
@@ -443,7 +444,7 @@ class DampedInverse(Implementation):
     def test_ill_conditioned_is_not_singular(self) -> None:
         for exponent in (2, 6):
             spectrum = torch.logspace(0, -exponent, 65, dtype=torch.float64)
-            stat = _with_spectrum(spectrum).float()
+            stat = with_spectrum(spectrum).float()
             assert self.functions.damped_inverse([[stat]], 0.0)[1].tolist() == [0]
 
     def test_a_long_trace_of_equal_entries_is_exact(self) -> None:
@@ -488,17 +489,11 @@ class InverseRoot(Implementation):
         for value in (-1e-3, -0.3, -2.0):
             spectrum = torch.linspace(0.5, 2, 5, dtype=torch.float64)
             spectrum[0] = value - 0.1
-            stats += [[_with_spectrum(spectrum).to(dtype)] for dtype in STATE_DTYPES]
+            stats += [[with_spectrum(spectrum).to(dtype)] for dtype in STATE_DTYPES]
         for root in (1, 2, 3):
             roots, out = [root] * len(stats), [poisoned_like(row) for row in stats]
             factors, info = self.functions.inverse_root(stats, 0.1, roots, out)
             assert info.tolist() == [1] * len(stats)
-
-
-def _with_spectrum(spectrum: Tensor) -> Tensor:
-    basis = torch.linalg.qr(normal((len(spectrum), len(spectrum)), torch.float64))[0]
-    matrix = basis @ torch.diag(spectrum) @ basis.mT
-    return matrix.tril() + matrix.tril(-1).mT
 
 
 class Steps(Implementation):
