@@ -18,6 +18,7 @@ import torch
 from cases import (
     DTYPES,
     STATE_DTYPES,
+    bits,
     buffer_of,
     flat,
     identical,
@@ -300,12 +301,6 @@ def run(call: Call, threads: int) -> Results:
     for result in everything(results[0]):
         assert not result.numel() or result.untyped_storage().data_ptr() not in addresses
     return results[0]
-
-
-def bits(tensor: Tensor) -> Tensor:
-    """The tensor viewed as integers, so that NaN and -0 compare by their bits."""
-    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.view(integers[tensor.element_size()])
 
 
 def buffers(call: Call) -> list[Tensor]:
