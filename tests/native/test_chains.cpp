@@ -243,7 +243,7 @@ void check_layouts() {
       for (const Element element : kElements) {
         const Method& method = methods[(i + static_cast<size_t>(element)) % methods.size()];
         std::vector<Problem> problems;
-        for (const Shape& sizes : kChainShapes) {
+        for (const Shape& sizes : kShapes) {
           std::vector<bool> diagonal(sizes.size());
           for (size_t mode = 0; mode < sizes.size(); ++mode) {
             diagonal[mode] = (turn >> mode) % 3 == 0;
@@ -260,7 +260,7 @@ void check_layouts() {
 
 // A call of its own for each: nothing else shares the threads with it.
 void check_alone() {
-  for (const Shape& sizes : kChainShapes) {
+  for (const Shape& sizes : kShapes) {
     for (const Method& method : kMethods) {
       for (const Element element : {Element::kFloat, Element::kBFloat16}) {
         const bool diagonal = method.operation == kProducts && element == Element::kBFloat16;
@@ -307,7 +307,7 @@ void check_large() {
       const Element element = i == 5 ? Element::kBFloat16 : Element::kFloat;
       together.push_back(integer_problem(method, element, element, kLargeCases[i].sizes,
                                          kLargeCases[i].diagonal, strided));
-      for (const Shape& sizes : kChainShapes) {
+      for (const Shape& sizes : kShapes) {
         together.push_back(
             integer_problem(method, element, element, sizes, all(sizes, false), strided));
       }

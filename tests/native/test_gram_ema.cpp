@@ -126,36 +126,6 @@ void check(std::vector<Problem> problems, double decay) {
   }
 }
 
-// One to five modes, and the sizes around every block: 32 and 64 (transposes, leaves), 160 (where a
-// small triangle ends).
-const std::vector<Shape> kShapes = {{1},
-                                    {9},
-                                    {31},
-                                    {33},
-                                    {65},
-                                    {159},
-                                    {160},
-                                    {161},
-                                    {300},
-                                    {1, 1},
-                                    {9, 31},
-                                    {33, 9},
-                                    {64, 65},
-                                    {63, 32},
-                                    {1, 65},
-                                    {200, 1},
-                                    {160, 9},
-                                    {9, 161},
-                                    {3, 5, 9},
-                                    {1, 33, 2},
-                                    {17, 1, 9},
-                                    {9, 9, 64},
-                                    {2, 161, 3},
-                                    {3, 4, 5, 6},
-                                    {1, 9, 1, 2},
-                                    {2, 3, 2, 5, 4},
-                                    {33, 1, 2, 1, 3}};
-
 void check_layouts() {
   int turn = 0, layouts = 0;
   const auto check_layout = [&](const Layout& layout) {
