@@ -428,7 +428,7 @@ void check_bad() {
     Values stat(static_cast<size_t>(d), 1.0);
     stat.back() = 1e-42;
     for (const Method& method : kInverses) {
-      Problems problems = {factor_problem(Element::kFloat, {d}, {true})};
+      Problems problems = {factor_problem(Element::kFloat, {d}, std::vector<bool>{true})};
       problems[0].stats[0] = Tensor(Element::kFloat, {d}, stat);
       EXPECT(call(method, problems, 0)[0] == 1);
       EXPECT(untouched(problems[0]));
