@@ -144,11 +144,14 @@ def copied(tensor: Tensor, device: torch.device | str) -> Tensor:
 def call(
     variant: str,
     shapes: Sequence[Sequence[int]],
-    kind: str = "mixed",
+    kind: str | Sequence[Sequence[bool]] = "mixed",
     dtype: torch.dtype | Sequence[torch.dtype] = torch.float32,
     grad_dtype: torch.dtype | Sequence[torch.dtype] | None = None,
 ) -> Call:
     """A call on random tensors. Several dtypes alternate; gradients have ``grad_dtype`` if given.
+
+    ``kind`` is for all tensors as in ``mode_statistics``, or says of each mode of each tensor
+    whether it is diagonal.
 
     ``grafted_directions_`` gets momenta of the dtype that belongs to ``dtype``, and gradients of
     ``dtype``; the inverses get statistics of the former.
@@ -157,7 +160,11 @@ def call(
     dtypes = _each(dtype, len(shapes))
     states = [state_dtype(d) for d in dtypes]
     # Diagonal and full modes alternate from tensor to tensor too.
-    modes = [mode_statistics(s, kind, states[t], t) for t, s in enumerate(shapes)]
+    kinds = [kind] * len(shapes) if isinstance(kind, str) else kind
+    modes = [
+        mode_statistics(s, k, state, t)
+        for t, (s, k, state) in enumerate(zip(shapes, kinds, states, strict=True))
+    ]
 
     def tensors(of: Sequence[torch.dtype]) -> list[Tensor]:
         return [normal(shape, d) for shape, d in zip(shapes, of, strict=True)]
@@ -213,11 +220,12 @@ def agree(actual: Results, wanted: Results, given: Call, tolerance: float | None
     for key, results in actual.items():
         for t, value in enumerate(wanted[key]):
             for result, expected in zip(flat([results[t]]), flat([value]), strict=True):
-                assert result.dtype == _dtype(key, t, given)
+                assert result.dtype == dtype_of(key, t, given)
                 _accurate(key, t, given, result.detach().cpu(), expected.cpu(), tolerance)
 
 
-def _dtype(key: str, t: int, given: Call) -> torch.dtype:
+def dtype_of(key: str, t: int, given: Call) -> torch.dtype:
+    """Of what a call gives as ``key`` for tensor ``t``."""
     a = given.arguments
     if key == "params":
         return a["params"][t].dtype

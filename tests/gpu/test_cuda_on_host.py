@@ -1,6 +1,6 @@
 """damped_inverse's CUDA code without a GPU: its plan, its kernels thread by thread, on CPU tensors.
 
-Launches, streams and the memory of tables are missing. tests/native/test_cuda_damped_inverse.cpp
+Launches, streams and the memory of tables are missing. tests/native/test_factors.cpp
 runs the kernels alone, under sanitizers and in several orders of their threads.
 """
 

@@ -5,6 +5,7 @@ reference itself is compared with the independent oracle.
 """
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,8 +13,10 @@ import pytest
 import torch
 from cases import (
     DTYPES,
+    HELD,
     KINDS,
     STATE_DTYPES,
+    bits,
     close,
     flat,
     identical,
@@ -25,6 +28,7 @@ from cases import (
 from contract import DampedInverse, EveryOperator, Gram, InverseRoot, Inverses, Steps, over
 from operators import STEPS, VARIANTS, agree, by_oracle, call
 from oracle import dense_kron, vec
+from torch import Tensor
 
 import tnt_kernels
 from tnt_kernels import reference
@@ -122,3 +126,23 @@ def test_limits_of_the_iteration_are_the_same_in_cpp() -> None:
     names = ["ITERATIONS", "TOLERANCE", "GROWTH", "CONVERGED", "TRACE"]
     wanted = {name.capitalize(): getattr(reference, f"NEWTON_{name}") for name in names}
     assert {name: float(value) for name, value in found.items()} == wanted
+
+
+@pytest.mark.parametrize("dtype", STATE_DTYPES, ids=str)
+@pytest.mark.parametrize("held", HELD)
+@pytest.mark.parametrize("variant", ["damped_inverse", "inverse_root"])
+def test_a_large_matrix_that_fails_restores_out(
+    variant: str, held: Callable[[Tensor], Tensor], dtype: torch.dtype
+) -> None:
+    """The last of three modes fails; and the first, in the middle of its matrix."""
+    sizes = (600, 70, 33) if variant == "damped_inverse" else (140, 70, 33)
+    given = call(variant, [sizes] * 2, dtype=dtype)
+    for key in ("stats", "out"):
+        make = held if key == "out" else lambda stat: torch.eye(len(stat), dtype=dtype) + 0.5
+        given.arguments[key] = [[make(torch.empty(d, d, dtype=dtype)) for d in sizes] for _ in "12"]
+    for t, mode, place in ((0, 2, 20), (1, 0, sizes[0] - 50)):
+        given.arguments["stats"][t][mode][place, place] = -100.0  # far below what damping lifts
+    before = given.copy().written
+    assert given()["info"].tolist() == [3, 1]
+    for target, old in zip(given.written, before, strict=True):
+        identical(bits(target), bits(old))

@@ -4,81 +4,308 @@ Each example is one call: up to four tensors of unlike shapes, dtypes, layouts a
 Besides the numbers, every example checks to the bit: which memory is written, symmetry, failed
 factors, and that a second run repeats the first.
 
-The number of examples is that of the hypothesis profile in conftest.py.
+Hypothesis draws what a failure prints and shrinks: shapes, dtypes, strides, numbers and a seed. A
+generator with that seed fills the tensors. The hypothesis profile in conftest.py has the number of
+examples.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from cases import STATE_DTYPES, flat, identical, state_dtype
-from hypothesis import given
-from strategies import (
-    GraftCall,
-    GramEmaCall,
-    InverseCall,
-    Memory,
-    ModeProductsCall,
-    Numbers,
-    StepCall,
-    as_given,
+from cases import (
+    DTYPES,
+    STATE_DTYPES,
     bits,
-    contiguous,
-    damped_inverse_calls,
-    graft_calls,
-    gram_ema_calls,
-    inverse_root_calls,
-    mode_products_calls,
-    step_calls,
+    buffer_of,
+    flat,
+    identical,
+    state_dtype,
+    unchanged,
     with_spectrum,
 )
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.strategies import DataObject, DrawFn, SearchStrategy
+from operators import (
+    INVERSES,
+    NUMBERS,
+    STRIDED_WRITTEN,
+    VARIANTS,
+    WRITTEN,
+    Call,
+    Results,
+    dtype_of,
+    everything,
+)
+from operators import call as random_call
 from tolerances import inverse_rounding, newton_rounding, product_rounding, sum_rounding
 from torch import Tensor
 
-import tnt_kernels
 from tnt_kernels import reference
+from tnt_kernels.schemas import SCHEMAS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-Rows = list[list[Tensor]]
+# Limits for one call: elements of all tensors, and of all full statistics. A mode of 200 fits.
+ELEMENTS, AREA = 60_000, 90_000
+# Less for the coupled Newton iteration, which multiplies matrices about sixty times.
+NEWTON_AREA = 45_000
+
+# Around the sizes of vector registers, tiles and unrolled loops; 0 appears in one list of fifteen.
+_EDGES = [1, 2, 3, 4, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 200, 0]
+_SIZES = st.one_of(st.integers(1, 9), st.sampled_from(_EDGES), st.integers(1, 200))
+_FLAGS = st.booleans()
+_RARELY = st.integers(0, 4).map(lambda n: n == 4)
+_OFFSETS = st.integers(0, 3)
+
+
+# The layout of a tensor in memory.
+
+
+class Layout(NamedTuple):
+    """Strides and offset of a tensor."""
+
+    order: Sequence[int]  # its dimensions, from the slowest to the fastest
+    steps: Sequence[int]  # one entry every so many places, for each dimension
+    offset: int  # entries before the first one: alignment
+    expanded: int | None = None  # a dimension of stride 0
+    negated: bool = False  # a lazy negative view
+
+    def place(self, values: Tensor) -> Tensor:
+        """A view with these entries (if expanded, the first ones), in a buffer with NaN gaps."""
+        if self.negated:
+            # The imaginary part of a conjugate is minus the number in memory.
+            values = torch.complex(torch.full_like(values, math.nan), -values)
+        given = values
+        if self.expanded is not None:
+            given = values.narrow(self.expanded, 0, min(1, values.shape[self.expanded]))
+        extent = [given.shape[i] * self.steps[i] for i in self.order]
+        end = self.offset + math.prod(extent)
+        nothing = complex(math.nan, math.nan) if values.is_complex() else math.nan
+        view = values.new_full((end + 2,), nothing)[self.offset : end].view(extent)
+        view = view[tuple(slice(None, None, self.steps[i]) for i in self.order)]
+        view = view.permute([self.order.index(i) for i in range(len(self.order))])
+        view.copy_(given)
+        return (view.conj().imag if self.negated else view).expand(values.shape)
+
+
+@st.composite
+def layouts(draw: DrawFn, dims: int, *, strided: bool, expandable: bool, negatable: bool) -> Layout:
+    order, steps, offset = list(range(dims)), [1] * dims, draw(_OFFSETS)
+    if strided and draw(_FLAGS):
+        order = draw(st.permutations(order))
+        steps[draw(st.integers(0, dims - 1))] = draw(st.sampled_from([1, 2, 3]))
+    expanded = draw(st.integers(0, dims - 1)) if expandable and draw(_RARELY) else None
+    return Layout(order, steps, offset, expanded, negatable and draw(_RARELY))
+
+
+def lay_out(data: DataObject, call: Call) -> Call:
+    """The call on tensors of random layouts, those that are written each in one of its own."""
+
+    def change(key: str, tensor: Tensor) -> Tensor:
+        if key == "counts" or not tensor.dim():
+            return tensor
+        read = key not in WRITTEN[call.name]
+        # An expanded matrix would not be symmetric. Negated views are not of 16 bits.
+        layout = layouts(
+            tensor.dim(),
+            strided=read or key in STRIDED_WRITTEN,
+            expandable=read and (key in ("tensors", "grads") or tensor.dim() == 1),
+            negatable=read and tensor.dtype in STATE_DTYPES,
+        )
+        return data.draw(layout, label=key).place(tensor)
+
+    return call.map(change)
+
+
+# The numbers.
+
+
+def _some(*usual: float, low: float, high: float) -> SearchStrategy[float]:
+    return st.one_of(st.sampled_from(usual), st.floats(low, high))
+
+
+_VALUES = {
+    "decay": _some(0.5, 0.9, 0.0, 1.0, low=2**-10, high=1 - 2**-10),
+    "damping": _some(0.1, 1.0, 1e-3, 0.0, low=2**-10, high=1.0),
+    "lr": _some(1.0, 1e-3, 0.0, low=0.0, high=2.0),
+    "momentum": _some(0.9, 0.0, 1.0, low=0.0, high=1.0),
+    "weight_decay": _some(0.1, 0.0, 10.0, low=0.0, high=1.0),
+    "second_decay": _some(0.99, 0.0, 0.5, low=0.0, high=0.999),
+    "eps": _some(1e-8, 0.0, 1.0, low=1e-10, high=1.0),
+}
+_FORMS = st.sampled_from([None, torch.float64, torch.float32])
+_UPDATES = st.one_of(st.integers(1, 5), st.sampled_from([100, 10**6]))
+
+
+def draw_number(data: DataObject, key: str, unit: float = 1.0, most: float = math.inf) -> Any:
+    """A number in this unit, or a tensor that holds it (in float32: the nearest)."""
+    value, form = min(data.draw(_VALUES[key], label=key), most) * unit, data.draw(_FORMS)
+    return value if form is None else torch.tensor(value, dtype=form)
+
+
+# The tensors.
+
+
+def draw_call(data: DataObject, name: str) -> Call:
+    """A call of the operator; every choice but the tensors' entries is hypothesis's."""
+    variant = data.draw(st.sampled_from([v for v in VARIANTS if v.split()[0] == name]))
+    modes = data.draw(
+        st.lists(st.lists(st.tuples(_SIZES, _FLAGS), min_size=1, max_size=5), max_size=4)
+    )
+    shapes = fit(
+        [[d for d, _ in row] for row in modes], NEWTON_AREA if name == "inverse_root" else AREA
+    )
+    kinds = [[diagonal for _, diagonal in row] for row in modes]
+    served = STATE_DTYPES if name in ("grafted_directions_", *INVERSES) else DTYPES
+    dtypes = [data.draw(st.sampled_from(served)) for _ in shapes]
+    grad_dtypes = [data.draw(st.sampled_from(DTYPES)) for _ in shapes]
+    torch.manual_seed(data.draw(st.integers(0, 2**31 - 1), label="seed"))
+    call = random_call(variant, shapes, kinds, dtypes, grad_dtypes)
+    if name in INVERSES:
+        return draw_statistics(data, call)
+    # Adam's length is of an average, which needs a momentum below 1.
+    most = 0.99 if variant.endswith("Adam") else math.inf
+    numbers: dict[str, Any] = {key: draw_number(data, key, most=most) for key in NUMBERS[name]}
+    if variant.endswith("Adam"):
+        numbers |= {key: data.draw(_VALUES[key], label=key) for key in ("second_decay", "eps")}
+        counts = [[data.draw(_UPDATES) for _ in range(2)] for _ in shapes]
+        numbers["counts"] = torch.tensor(counts, dtype=torch.float64).view(-1, 2)
+    if name == "grafted_directions_" and data.draw(_FLAGS, label="no out"):
+        numbers["out"] = None
+    call = call.with_arguments(**numbers)
+    if name == "gram_ema_":
+        draw_magnitudes(data, call.arguments)
+    call = lay_out(data, call)
+    a = call.arguments
+    for momentum, grad in zip(a.get("momenta", []), a.get("grads", []), strict=True):
+        momentum.copy_(momentum.abs().copysign(grad))  # sums of the two do not cancel
+    # With lr = 0 a parameter does not read its direction.
+    candidates = [x for x in a.get("tensors", a.get("grads")) if x.numel() and a.get("lr") != 0]
+    if candidates and data.draw(_RARELY, label="NaN"):
+        spoiled = data.draw(st.sampled_from(range(len(candidates))))
+        candidates[spoiled][tuple(d // 2 for d in candidates[spoiled].shape)] = math.nan
+    return call
+
+
+def fit(shapes: Sequence[Sequence[int]], area_left: int) -> list[list[int]]:
+    """The shapes with sizes reduced to stay within ELEMENTS and the area together."""
+    elements_left, fitted = ELEMENTS, []
+    for given_shape in shapes:
+        shape: list[int] = []
+        for d in given_shape:
+            room = min(elements_left // max(math.prod(shape), 1), math.isqrt(area_left))
+            shape.append(min(d, max(room, 1)))
+            area_left = max(area_left - shape[-1] ** 2, 0)
+        elements_left = max(elements_left - math.prod(shape), 0)
+        fitted.append(shape)
+    return fitted
+
+
+def columns(shape: Sequence[int], mode: int) -> int:
+    """The number of columns of mat_i(G)."""
+    return math.prod(shape[:mode]) * math.prod(shape[mode + 1 :])
+
+
+def draw_magnitudes(data: DataObject, a: dict[str, Any]) -> None:
+    """Statistics as large as the Gram matrices; NaN in what gram_ema_ must not read."""
+    # float16 holds 2^8 but not its square.
+    magnitude = data.draw(st.sampled_from([1.0, 2.0**8, 2.0**-8]), label="magnitude")
+    lopsided, decay = data.draw(_FLAGS, label="NaN above the diagonal"), float(a["decay"])
+    for row, tensor in zip(a["stats"], a["tensors"], strict=True):
+        tensor.copy_(math.nan * tensor if decay == 1 else magnitude * tensor)
+        for i, stat in enumerate(row):
+            stat.mul_(magnitude**2 * max(columns(tensor.shape, i), 1))
+            if decay == 0:
+                stat.fill_(math.nan)
+            elif lopsided and decay < 1 and stat.dim() == 2:
+                stat.add_(torch.full_like(stat, math.nan).triu(1))
+
+
+_ON_DIAGONAL = st.sampled_from([-100.0, math.nan, math.inf, -math.inf])
+_OFF_DIAGONAL = st.sampled_from([100.0, math.nan, math.inf, -math.inf])
+
+
+def draw_statistics(data: DataObject, call: Call) -> Call:
+    """An inverse's call: statistics of a random unit and condition, zero, or without an inverse."""
+    a, root = call.arguments, call.name == "inverse_root"
+    if root:
+        a["root"] = [data.draw(st.integers(1, 10)) for _ in a["stats"]]
+    # Absolute damping of damped_inverse is in units of c, which is near 1 for every order k only if
+    # the unit is 1.
+    units = [1.0, 1e-15, 1e15] if root else [1.0, 1e-30, 1e30] if a["relative"] else [1.0]
+    unit = data.draw(st.sampled_from(units), label="unit")
+    a["damping"] = draw_number(data, "damping", unit if root else 1.0)
+    contents = data.draw(st.sampled_from([None, "nan", "numbers"]), label="out")
+    if contents is None:
+        a["out"] = None
+    elif contents == "numbers":
+        a["out"] = [[torch.randn_like(stat) for stat in row] for row in a["out"]]
+    sound = []
+    for t, row in enumerate(a["stats"]):
+        shape = [len(stat) for stat in row]
+        zero = math.prod(shape) == 0 or data.draw(_RARELY, label="zero")
+        decades = (2 if root else 3) * (1 if row[0].dtype == torch.float32 else 2)
+        condition = 10.0 ** data.draw(st.integers(0, decades), label="decades")
+        for i, stat in enumerate(row):
+            # For damped_inverse of similar traces (those of one tensor's Gram matrices are equal),
+            # so that the average eigenvalue of every U_i is near 1.
+            size = unit * (1 if root else max(columns(shape, i), 1))
+            spectrum = condition ** -torch.rand(len(stat), dtype=torch.float64)
+            spectrum *= size * float(0.5 + 1.5 * torch.rand(())) / spectrum.mean()
+            if zero and i == 0:
+                spectrum.zero_()
+            row[i] = with_spectrum(spectrum, diagonal=stat.dim() == 1).to(stat.dtype)
+            # If the first statistic is zero, damped_inverse ignores the others.
+            sound += [(t, i, size)] * bool(len(stat) and not zero)
+    call = lay_out(data, call)
+    if sound and data.draw(_FLAGS, label="spoiled"):
+        t, i, size = data.draw(st.sampled_from(sound))
+        stat = call.arguments["stats"][t][i]
+        r, c = sorted(data.draw(st.integers(0, len(stat) - 1)) for _ in range(2))
+        if stat.dim() == 1 or r == c:
+            stat[(r,) * stat.dim()] = size * data.draw(_ON_DIAGONAL)
+        else:
+            stat[r, c] = stat[c, r] = size * data.draw(_OFF_DIAGONAL)
+    return call
 
 
 # What holds for every operator.
 
 
-def run(
-    operator: Callable[[], Any], memory: Memory, threads: int, written: Sequence[Tensor] = ()
-) -> Any:
-    """Calls ``operator`` twice from the same memory, and returns the second result.
+def run(call: Call, threads: int) -> Results:
+    """The same call twice, on copies: both leave and return the same bits.
 
-    Both calls leave the same bits. Outside the entries of ``written`` nothing changes, and
-    autograd counts no write.
+    Outside the entries of updated tensors nothing changes, and autograd counts no write.
     """
-    before = memory.contents()
-    first = [bits(tensor).clone() for tensor in flat(on_threads(operator, threads))]
-    after, values = memory.contents(), [tensor.clone() for tensor in written]
-    memory.restore(before)
-    for tensor, value in zip(written, values, strict=True):
-        tensor.copy_(value)
-    assert_same(memory.contents(), after, "written outside the entries of updated tensors")
-
-    memory.restore(before)
-    versions = memory.versions(but=written)
-    result = on_threads(operator, threads)
-    assert memory.versions(but=written) == versions
-    assert_same(memory.contents(), after, "a second run leaves other bits")
-    assert_same([bits(tensor) for tensor in flat(result)], first, "a second run returns other bits")
-    return result
-
-
-def on_threads(operator: Callable[[], Any], threads: int) -> Any:
+    calls, results = [call.copy(), call.copy()], []
     torch.set_num_threads(threads)
     try:
-        return operator()
+        for one in calls:
+            with unchanged(one.read):
+                results.append(one())
     finally:
         torch.set_num_threads(1)
+    untouched = call.copy()
+    for target, value in zip(untouched.written, calls[0].written, strict=True):
+        target.copy_(value)
+    after = buffers(calls[0])
+    assert_same(buffers(untouched), after, "written outside the entries of updated tensors")
+    assert_same(buffers(calls[1]), after, "a second run leaves other bits")
+    first, second = (list(map(bits, everything(result))) for result in results)
+    assert_same(first, second, "a second run returns other bits")
+    addresses = {tensor.untyped_storage().data_ptr() for tensor in calls[0].read}
+    for result in everything(results[0]):
+        assert not result.numel() or result.untyped_storage().data_ptr() not in addresses
+    return results[0]
+
+
+def buffers(call: Call) -> list[Tensor]:
+    """The memory of every argument, gaps included."""
+    return [bits(buffer_of(tensor)) for tensor in flat(call.arguments)]
 
 
 def assert_same(actual: Sequence[Tensor], expected: Sequence[Tensor], message: str) -> None:
@@ -90,12 +317,12 @@ def assert_near(
 ) -> None:
     """Entrywise, relative to ``scale`` (default: the largest expected entry); NaN must match."""
     assert actual.shape == expected.shape
-    nan = expected.isnan()
-    assert torch.equal(actual.isnan(), nan)
-    expected = expected.masked_fill(nan, 0.0)
+    finite = expected.isfinite()
+    identical(actual[~finite].double(), expected[~finite])
+    actual, expected = actual[finite], expected[finite]
     if expected.numel() == 0:
         return
-    error = (actual.double().masked_fill(nan, 0.0) - expected).abs()
+    error = (actual.double() - expected).abs()
     if actual.dtype not in STATE_DTYPES:
         # One rounding is half a spacing.
         exponent = torch.frexp(expected)[1].double()
@@ -105,331 +332,75 @@ def assert_near(
     assert worst <= tolerance * scale, f"{worst:.2e} of {scale:.2e}, allowed {tolerance:.2e} of it"
 
 
-def assert_symmetric(stat: Tensor) -> None:
-    if stat.dim() == 2:
-        assert torch.equal(bits(stat), bits(stat.mT.contiguous()))
+def tolerance_of(
+    call: Call, key: str, t: int, i: int, expected: Tensor, dtype: torch.dtype
+) -> float:
+    """Of the result's entry [t] or [t][i]."""
+    if key == "stats":
+        tensor = call.arguments["tensors"][t]
+        repeats = math.prod(d for d, s in zip(tensor.shape, tensor.stride(), strict=True) if not s)
+        return sum_rounding(dtype, columns(tensor.shape, i), repeats)
+    if key == "factors":
+        root = call.arguments.get("root")
+        values = torch.linalg.eigvalsh(expected) if expected.dim() == 2 and len(expected) else None
+        condition = 1.0 if values is None else float(values[-1] / values[0])
+        if root is None or expected.dim() == 1:  # no iteration
+            return inverse_rounding(dtype, condition)
+        return newton_rounding(dtype, condition ** root[t])
+    if key in ("products", "directions", "params"):
+        return product_rounding(state_dtype(dtype), expected.shape)
+    momentum = call.arguments["momenta"][t]
+    rounding = sum_rounding(momentum.dtype, 1)
+    if key == "scales":  # of entries of the momentum's dtype; their squares are summed in float64
+        rounding += sum_rounding(torch.float64, momentum.numel())
+    return rounding
 
 
-def doubled(rows: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-    """Copies in float64 for the definition."""
-    return [[torch.clone(tensor).double() for tensor in row] for row in rows]
+def terms_of_params(call: Call, wanted: Results, t: int) -> float:
+    """The size of the terms of w - lr (p + decay w): they may cancel, their roundings do not."""
+    a = call.arguments
+    lr, shrunk = float(a["lr"]), float(a["lr"]) * float(a["weight_decay"])
+    old = a["params"][t].double().abs()
+    direction = ((1 - shrunk) * a["params"][t].double() - wanted["params"][t]).abs()  # times lr
+    size = float(((1 + shrunk) * old + direction.nan_to_num()).max())
+    return size + lr * float(wanted["momenta"][t].nan_to_num().abs().max())
 
 
-def columns(shape: Sequence[int], mode: int) -> int:
-    """The number of columns of mat_i(G)."""
-    return math.prod(shape[:mode]) * math.prod(shape[mode + 1 :])
+def check_failed(call: Call, results: Results, t: int) -> None:
+    """``out`` keeps what it held; new factors are NaN."""
+    out = call.arguments["out"]
+    if out is None:
+        assert all(factor.isnan().all() for factor in results["factors"][t])
+    else:
+        assert_same(*(list(map(bits, rows[t])) for rows in (results["factors"], out)), "written")
 
 
-def put_nan(tensor: Tensor, numbers: Numbers) -> Tensor:
-    """NaN in one place."""
-    tensor.view(-1)[numbers.below(tensor.numel())] = math.nan
-    return tensor
-
-
-# The operators.
-
-
-@given(gram_ema_calls())
-def test_gram_ema_(call: GramEmaCall) -> None:
-    numbers, memory = Numbers(call.seed), Memory()
-    decay = float(call.decay)
-    stats, tensors = [], []
-    for t, entry in enumerate(call.entries):
-        modes = entry.modes
-        values = call.magnitude * numbers.normal(modes.shape)
-        if decay == 1:
-            values.fill_(math.nan)  # must not be read
-        elif call.not_finite == t:
-            put_nan(values, numbers)
-        tensors.append(memory.place(values.to(modes.dtype), entry.layout))
-        row = []
-        for i, (d, diagonal) in enumerate(zip(modes.shape, modes.diagonal, strict=True)):
-            # As large as the Gram matrix, so that an error of either shows in the sum.
-            size = call.magnitude**2 * columns(modes.shape, i)
-            stat = with_spectrum(size * numbers.uniform(d, 0.5, 1.5), diagonal=diagonal)
-            if decay == 0:
-                stat.fill_(math.nan)  # must not be read
-            elif call.lopsided and decay < 1 and not diagonal:
-                stat += torch.full_like(stat, math.nan).triu(1)
-            row.append(memory.place(stat.to(modes.state), modes.layouts[i]))
-        stats.append(row)
-    wanted = doubled(stats)
-    if decay < 1:
-        reference.gram_ema_(wanted, [tensor.double() for tensor in tensors], decay)
-
-    def operator() -> None:
-        assert tnt_kernels.gram_ema_(stats, tensors, call.decay) is None
-
-    run(operator, memory, call.threads, flat(stats))
-    for entry, row, values in zip(call.entries, stats, wanted, strict=True):
-        shape, expanded = entry.modes.shape, entry.layout.expanded
-        repeats = 1 if expanded is None else shape[expanded]
-        for i, (stat, value) in enumerate(zip(row, values, strict=True)):
-            if decay == 1:
-                assert torch.equal(stat.double(), value)
-            assert_near(stat, value, sum_rounding(stat.dtype, columns(shape, i), repeats))
-            assert_symmetric(stat)
-
-
-@given(mode_products_calls())
-def test_mode_products(call: ModeProductsCall) -> None:
-    numbers, memory = Numbers(call.seed), Memory()
-    tensors, factors = [], []
-    for t, entry in enumerate(call.entries):
-        values = numbers.normal(entry.modes.shape, entry.modes.dtype)
-        if call.not_finite == t:
-            put_nan(values, numbers)
-        tensors.append(memory.place(values, entry.layout))
-        factors.append(entry.modes.factors(numbers, memory))
-    wanted = reference.mode_products([tensor.double() for tensor in tensors], doubled(factors))
-
-    products = run(lambda: tnt_kernels.mode_products(tensors, factors), memory, call.threads)
-    assert isinstance(products, list)
-    given_memory = {tensor.untyped_storage().data_ptr() for tensor in [*tensors, *flat(factors)]}
-    for product, value, tensor in zip(products, wanted, tensors, strict=True):
-        assert product.dtype == state_dtype(tensor.dtype) and product.is_contiguous()
-        assert not product.numel() or product.untyped_storage().data_ptr() not in given_memory
-        assert_near(product, value, product_rounding(product.dtype, product.shape))
-
-
-@given(step_calls())
-def test_preconditioned_step_(call: StepCall) -> None:
-    numbers, memory = Numbers(call.seed), Memory()
-    lr, momentum, weight_decay = map(float, (call.lr, call.momentum, call.weight_decay))
-    params, momenta, grads, factors = [], [], [], []
-    for t, entry in enumerate(call.entries):
-        modes = entry.modes
-        params.append(memory.place(numbers.normal(modes.shape, modes.dtype), entry.param))
-        momenta.append(memory.place(numbers.normal(modes.shape, modes.state), entry.momentum))
-        grad = numbers.normal(modes.shape, entry.grad_dtype)
-        if call.not_finite == t and lr != 0:
-            put_nan(grad, numbers)
-        grads.append(memory.place(grad, entry.grad))
-        factors.append(modes.factors(numbers, memory))
-    old_params, old_momenta, gradients = doubled([params, momenta, grads])
-    new_params, new_momenta = doubled([params, momenta])
-    reference.preconditioned_step_(
-        new_params, new_momenta, gradients, doubled(factors), lr, momentum, weight_decay
-    )
-
-    def operator() -> None:
-        arguments = (params, momenta, grads, factors)
-        scalars = (call.lr, call.momentum, call.weight_decay)
-        assert tnt_kernels.preconditioned_step_(*arguments, *scalars) is None
-
-    run(operator, memory, call.threads, [*params, *momenta])
-    for t, (param, m) in enumerate(zip(params, momenta, strict=True)):
-        if not param.numel():
-            continue
-        # Terms may cancel, their roundings do not: tolerances are relative to the terms.
-        weight, grad = old_params[t], gradients[t].nan_to_num()
-        moment_size = float((momentum * old_momenta[t].abs() + grad.abs()).max())
-        direction = (1 - lr * weight_decay) * weight - new_params[t]  # times alpha
-        size = float(((1 + lr * weight_decay) * weight.abs() + direction.nan_to_num().abs()).max())
-        assert_near(m, new_momenta[t], sum_rounding(m.dtype, 1), moment_size)
-        tolerance = product_rounding(m.dtype, m.shape)
-        assert_near(param, new_params[t], tolerance, size + lr * moment_size)
-        if lr == 0:
-            assert torch.equal(param.double(), weight)
-        if momentum == 0:
-            identical(m, grads[t].to(m.dtype))
-
-
-def adams(call: GraftCall, m: Tensor, v: Tensor, counts: tuple[int, int]) -> Tensor:
-    """Adam's direction with these moments, in float64."""
-    mu = float(call.momentum)
-    first = (1 - mu) / (1 - mu ** counts[0])
-    return (
-        first * m.double() / ((v.double() / (1 - call.second_decay ** counts[1])).sqrt() + call.eps)
-    )
-
-
-@given(graft_calls())
-def test_grafted_directions_(call: GraftCall) -> None:
-    numbers, memory = Numbers(call.seed), Memory()
-    momentum, decay = float(call.momentum), call.second_decay
-    momenta, second_moments, out, grads, factors = [], [], [], [], []
-    for t, entry in enumerate(call.entries):
-        modes = entry.modes
-        momenta.append(memory.place(numbers.normal(modes.shape, modes.dtype), entry.momentum))
-        squares = numbers.normal(modes.shape, modes.dtype).square()
-        second_moments.append(memory.place(squares, entry.second_moment))
-        grad = numbers.normal(modes.shape, entry.grad_dtype)
-        if call.not_finite == t:
-            put_nan(grad, numbers)
-        grads.append(memory.place(grad, entry.grad))
-        factors.append(modes.factors(numbers, memory))
-        if call.out:
-            held = torch.full(modes.shape, math.nan, dtype=modes.dtype)
-            out.append(memory.place(held, contiguous(held.dim(), entry.out_offset)))
-    counts = torch.tensor([e.counts for e in call.entries], dtype=torch.float64).view(-1, 2)
-    old_momenta, old_seconds, gradients = doubled([momenta, second_moments, grads])
-    adam = (second_moments, counts) if call.adam else (None, None)
-
-    def operator() -> tuple[list[Tensor], Tensor]:
-        return tnt_kernels.grafted_directions_(
-            *(momenta, grads, factors, call.momentum, *adam, out if call.out else None),
-            second_decay=decay,
-            eps=call.eps,
-        )
-
-    written = [*momenta, *(second_moments if call.adam else []), *out]
-    directions, scales = run(operator, memory, call.threads, written)
-    assert scales.dtype == torch.float64 and scales.shape == (len(momenta),)
-    if call.out:
-        assert all(d is target for d, target in zip(directions, out, strict=True))
-    # Directions are compared with those of the written momenta, whose terms may cancel.
-    wanted = reference.mode_products([m.double() for m in momenta], doubled(factors))
-    for t, (m, v, direction) in enumerate(zip(momenta, second_moments, directions, strict=True)):
-        assert direction.dtype == m.dtype and direction.is_contiguous()
-        if not m.numel():
-            assert direction.shape == m.shape and scales[t] == 0
-            continue
-        old, grad = momentum * old_momenta[t], gradients[t]
-        size = float((old.abs() + grad.nan_to_num().abs()).max())
-        assert_near(m, old + grad, sum_rounding(m.dtype, 1), size)
-        if momentum == 0:
-            identical(m, grads[t].to(m.dtype))
-        if call.adam:
-            second = decay * old_seconds[t] + (1 - decay) * grad.square()
-            assert_near(v, second, sum_rounding(v.dtype, 1))
-        assert_near(direction, wanted[t], product_rounding(m.dtype, m.shape))
-        other = adams(call, m, v, call.entries[t].counts) if call.adam else m.double()
-        length = float(other.norm() / direction.double().norm())
-        if math.isfinite(length):
-            # Entries have the momentum's dtype; their squares are summed in float64.
-            tolerance = sum_rounding(m.dtype, 1) + sum_rounding(torch.float64, m.numel())
-            assert abs(float(scales[t]) / length - 1) <= tolerance
-        else:
-            identical(scales[t], torch.tensor(length, dtype=torch.float64))
-
-
-# The two inverses.
-
-
-def inverse_arguments(
-    call: InverseCall, memory: Memory, *, rescaled: bool
-) -> tuple[Rows, Rows, Rows | None]:
-    """The statistics, their eigenvalues (before one is spoiled), and ``out``."""
-    numbers = Numbers(call.seed)
-    stats: Rows = []
-    spectra: Rows = []
-    out: Rows = []
-    for t, entry in enumerate(call.entries):
-        modes = entry.modes
-        for rows in (stats, spectra, out):
-            rows.append([])
-        for i, (d, diagonal) in enumerate(zip(modes.shape, modes.diagonal, strict=True)):
-            # Rescaled: similar traces (those of one tensor's Gram matrices are equal), so that the
-            # average eigenvalue of every U_i is near 1 (to the power of the unit).
-            size = call.unit * (max(columns(modes.shape, i), 1) if rescaled else 1)
-            size *= float(numbers.uniform(1, 0.5, 2.0))
-            spectrum = size * numbers.spectrum(d, entry.condition)
-            if entry.zero and i == 0:
-                spectrum.zero_()
-            if modes.layouts[i].expanded is not None:
-                spectrum = spectrum[:1].expand(d)
-            stat = with_spectrum(spectrum, diagonal=diagonal).clone()
-            spoiled = call.spoiled
-            if spoiled is not None and (spoiled.tensor, spoiled.mode) == (t, i):
-                place = (spoiled.row, spoiled.column)
-                for index in (place, place[::-1]):
-                    stat[index[: stat.dim()]] = spoiled.value * size
-            spectra[t].append(spectrum)
-            stats[t].append(memory.place(stat.to(modes.dtype), modes.layouts[i]))
-            if call.out is not None:
-                held = numbers.normal(stat.shape, modes.dtype)
-                if call.out == "nan":
-                    held.fill_(math.nan)
-                out[t].append(memory.place(held, contiguous(held.dim(), entry.out_offset)))
-    return stats, spectra, None if call.out is None else out
-
-
-def condition(eigenvalues: Tensor) -> float:
-    """The condition number; 1 for a matrix without an inverse, which is not compared."""
-    if len(eigenvalues) == 0 or float(eigenvalues.min()) <= 0:
-        return 1.0
-    return float(eigenvalues.max() / eigenvalues.min())
-
-
-def assert_inverse(
-    call: InverseCall,
-    memory: Memory,
-    operator: Callable[[], tuple[Rows, Tensor]],
-    out: Rows | None,
-    expected: tuple[Sequence[Sequence[Tensor]], Tensor],
-    tolerance: Callable[[int, int], float],
-) -> None:
-    held = [tensor.clone() for tensor in flat(out)]
-    factors, info = run(operator, memory, call.threads, flat(out))
-    wanted, codes = expected
-    assert info.dtype == torch.int32 and torch.equal(info, codes)
-    if call.spoiled is not None:
-        assert info[call.spoiled.tensor] == call.spoiled.mode + 1
-
-    assert len(factors) == len(call.entries)
-    if out is not None:
-        assert all(
-            factor is target for factor, target in zip(flat(factors), flat(out), strict=True)
-        )
-    kept = iter(held)
-    for t, (row, values) in enumerate(zip(factors, wanted, strict=True)):
-        for i, (factor, value) in enumerate(zip(row, values, strict=True)):
-            old = next(kept, None)
-            assert factor.dtype == call.entries[t].modes.dtype and factor.is_contiguous()
-            if not info[t]:
-                assert_near(factor, value, tolerance(t, i))
-                assert_symmetric(factor)
-            elif old is not None:
-                assert torch.equal(bits(factor), bits(old))
-            else:
-                assert factor.shape == value.shape and factor.isnan().all()
-
-
-@given(damped_inverse_calls())
-def test_damped_inverse(call: InverseCall) -> None:
-    memory = Memory()
-    stats, spectra, out = inverse_arguments(call, memory, rescaled=True)
-    damping = as_given(call.damping, call.form)
-    eps = float(damping)
-
-    def tolerance(t: int, i: int) -> float:
-        if stats[t][i].dim() == 1:
-            return inverse_rounding(stats[t][i].dtype, 1.0)
-        shape, trace = call.entries[t].modes.shape, float(spectra[t][0].sum())
-        c = (trace / max(math.prod(shape), 1)) ** (1 / len(shape))
-        rescaled = spectra[t][i] * (c * shape[i] / trace if c else 0.0)
-        damped = rescaled + (eps * (c or 1.0) if call.relative else eps)
-        return inverse_rounding(stats[t][i].dtype, condition(damped))
-
-    assert_inverse(
-        call,
-        memory,
-        lambda: tnt_kernels.damped_inverse(stats, damping, out, call.relative),
-        out,
-        reference.damped_inverse(doubled(stats), eps, None, call.relative),
-        tolerance,
-    )
-
-
-@given(inverse_root_calls())
-def test_inverse_root(call: InverseCall) -> None:
-    memory = Memory()
-    stats, spectra, out = inverse_arguments(call, memory, rescaled=False)
-    damping = as_given(call.damping * call.unit, call.form)
-    roots = [entry.root for entry in call.entries]
-
-    def tolerance(t: int, i: int) -> float:
-        if stats[t][i].dim() == 1:  # no iteration
-            return inverse_rounding(stats[t][i].dtype, 1.0)
-        damped = spectra[t][i] + float(damping)
-        return newton_rounding(stats[t][i].dtype, condition(damped))
-
-    assert_inverse(
-        call,
-        memory,
-        lambda: tnt_kernels.inverse_root(stats, damping, roots, out),
-        out,
-        reference.inverse_root(doubled(stats), float(damping), roots),
-        tolerance,
-    )
+@pytest.mark.parametrize("name", SCHEMAS)
+@given(data=st.data())
+def test_definition(name: str, data: DataObject) -> None:
+    call = draw_call(data, name)
+    wanted = call.double()(reference)
+    # Two threads must not race. Rarely: the small operations of the reference wait for both.
+    results = run(call, threads=1 + data.draw(_RARELY, label="two threads"))
+    assert results.keys() == wanted.keys()
+    for key, entries in results.items():
+        for t, entry in enumerate(entries):
+            if key == "info":
+                assert entry == wanted["info"][t] and entry.dtype == torch.int32
+                continue
+            if key == "factors" and results["info"][t]:
+                check_failed(call, results, t)
+                continue
+            for i, (result, value) in enumerate(
+                zip(flat([entry]), flat([wanted[key][t]]), strict=True)
+            ):
+                assert result.dtype == dtype_of(key, t, call)
+                assert key not in ("factors", "products", "directions") or result.is_contiguous()
+                if key in ("factors", "stats") and result.dim() == 2:
+                    assert torch.equal(bits(result), bits(result.mT.contiguous()))
+                scale = None
+                if key == "params" and value.numel():
+                    scale = terms_of_params(call, wanted, t)
+                assert_near(
+                    result, value, tolerance_of(call, key, t, i, value, result.dtype), scale
+                )

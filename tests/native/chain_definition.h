@@ -81,34 +81,6 @@ inline double chain_bound(const Values& tensor, const Shape& sizes,
 
 constexpr double kExact = 0x1p24;
 
-// One to five modes, and the sizes around every block: 32 rows of a diagonal factor's tile, 128 and
-// 160 where products change kind, sizes 1 wherever they can be.
-inline const std::vector<Shape> kChainShapes = {{1},
-                                                {9},
-                                                {33},
-                                                {65},
-                                                {161},
-                                                {300},
-                                                {1, 1},
-                                                {9, 31},
-                                                {32, 33},
-                                                {63, 65},
-                                                {1, 40},
-                                                {64, 1},
-                                                {128, 70},
-                                                {129, 63},
-                                                {9, 161},
-                                                {160, 9},
-                                                {3, 5, 9},
-                                                {1, 33, 2},
-                                                {17, 1, 9},
-                                                {31, 32, 9},
-                                                {1, 1, 1},
-                                                {3, 4, 5, 6},
-                                                {1, 9, 1, 2},
-                                                {2, 3, 2, 5, 4},
-                                                {7, 1, 2, 1, 3}};
-
 // A tensor large enough for a kernel to give it all threads, and what that is to show.
 struct LargeCase {
   const char* what;

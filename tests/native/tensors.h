@@ -27,6 +27,17 @@ inline std::string name_of(const Shape& sizes) {
   return name + ")";
 }
 
+// One to five modes, and the sizes around every block: 32 and 64 (transposes, tiles, leaves), 128
+// and 160 (where products change kind, and where a small triangle ends), 1 wherever it can be.
+// clang-format off
+inline const std::vector<Shape> kShapes = {
+    {1}, {9}, {31}, {33}, {65}, {159}, {160}, {161}, {300},
+    {1, 1}, {9, 31}, {33, 9}, {32, 33}, {63, 65}, {1, 65}, {64, 1}, {200, 1}, {128, 70}, {129, 63},
+    {160, 9}, {9, 161},
+    {3, 5, 9}, {1, 33, 2}, {17, 1, 9}, {31, 32, 9}, {9, 9, 64}, {2, 161, 3}, {1, 1, 1},
+    {3, 4, 5, 6}, {1, 9, 1, 2}, {2, 3, 2, 5, 4}, {33, 1, 2, 1, 3}};
+// clang-format on
+
 struct Layout {
   const char* name;
   Shape (*strides)(const Shape& sizes);

@@ -282,24 +282,6 @@ void check_exact() {
       }
     }
   }
-  for (const Method& method : kInverses) {
-    // c = 0 also silences modes that are not zero themselves.
-    Problems problems = {factor_problem(Element::kFloat, {3, 2})};
-    problems[0].stats[0] = Tensor(Element::kFloat, {3, 3}, Values(9, 0.0));
-    EXPECT(call(method, problems, 0.25)[0] == 0);
-    EXPECT((problems[0].out[1].values() == Values{4, 0, 0, 4}));
-    problems = {factor_problem(Element::kFloat, {0, 3})};
-    EXPECT(call(method, problems, 0)[0] == 2);
-    EXPECT(untouched(problems[0]));
-    // Equal entries, which additions one by one would all round to the same side.
-    constexpr int64_t kLong = 50'000;
-    problems = {factor_problem(Element::kDouble, {kLong, 1}, {true, true})};
-    problems[0].stats[0] = Tensor(Element::kDouble, {kLong}, Values(kLong, 0.7));
-    problems[0].stats[1] = Tensor(Element::kDouble, {1}, {kLong * 0.7});
-    EXPECT(call(method, problems, 0.25)[0] == 0);
-    const Values wanted(kLong, 1 / (std::sqrt(0.7) + 0.25));
-    EXPECT_AT_MOST(distance(problems[0].out[0].values(), wanted), 1e-15);
-  }
 }
 
 // Statistics anywhere in the range of their type, for inverses subnormal numbers included.
@@ -311,18 +293,13 @@ void check_scales() {
   }
   for (const Method& inverse : kInverses) {
     const Method method = relative(inverse);
-    for (const double scale : {0x1p-60, 0x1p60}) {
+    for (const double scale : {0x1p120, 0x1p60, 0x1p-60, 0x1p-125, 0x1p-138}) {
       check(method, {factor_problem(Element::kFloat, {33, 9}, scale)}, 0.25);
+    }
+    for (const double scale : {0x1p60, 0x1p-130}) {
       check(method, {factor_problem(Element::kFloat, {9, 7, 5}, {false, true, false}, scale)},
             0.25);
-      check(method, {factor_problem(Element::kFloat, {40}, scale)}, 0.25);
-      check(method, {factor_problem(Element::kDouble, {33, 9}, scale * scale)}, 0.25);
     }
-    for (const double scale : {0x1p120, 0x1p-125, 0x1p-138}) {
-      check(method, {factor_problem(Element::kFloat, {33, 9}, scale)}, 0.25);
-    }
-    check(method, {factor_problem(Element::kFloat, {9, 7, 5}, {false, false, true}, 0x1p-130)},
-          0.25);
     check(method, {factor_problem(Element::kDouble, {33, 9}, 0x1p-1060)}, 0.25);
   }
 }
@@ -446,53 +423,21 @@ void check_bad() {
     EXPECT(call(kInverse, problems, 0.25)[0] == 2);
     EXPECT(untouched(problems[0]));
   }
-  // An inverse that is not finite: 1e-42 is a float, 1e42 is not. In every piece of a diagonal.
+  // An inverse that is not finite: 1e-42 is a float, 1e42 is not. In the last piece of a diagonal.
   for (const int64_t d : {int64_t{2}, 3 * tnt::cuda::kPiece}) {
-    for (const bool diagonal : {false, true}) {
-      if (!diagonal && d > 2) continue;
-      Problems problems = {factor_problem(Element::kFloat, Shape{d}, std::vector<bool>{diagonal})};
-      Values stat(static_cast<size_t>(diagonal ? d : d * d), 0.0);
-      for (int64_t i = 0; i < d; ++i) stat[diagonal ? i : i * (d + 1)] = i < d / 2 ? 1 : 1e-42;
-      problems[0].stats[0] = Tensor(Element::kFloat, problems[0].stats[0].sizes(), stat);
-      for (const Method& method : kInverses) {
-        EXPECT(call(method, problems, 0)[0] == 1);
-        EXPECT(untouched(problems[0]));
-      }
+    Values stat(static_cast<size_t>(d), 1.0);
+    stat.back() = 1e-42;
+    for (const Method& method : kInverses) {
+      Problems problems = {factor_problem(Element::kFloat, {d}, std::vector<bool>{true})};
+      problems[0].stats[0] = Tensor(Element::kFloat, {d}, stat);
+      EXPECT(call(method, problems, 0)[0] == 1);
+      EXPECT(untouched(problems[0]));
     }
-  }
-  // The CUDA kernels see what is not finite on either side of the diagonal, and in the damping.
-  for (const int64_t place : {1, 33, 30, 30 * 33, 32, 32 * 33}) {
-    Problems problems = {factor_problem(Element::kFloat, {33})};
-    Values stat = problems[0].stats[0].values();
-    stat[place] = kNaN;
-    problems[0].stats[0] = Tensor(Element::kFloat, {33, 33}, stat);
-    EXPECT(call(kCuda, problems, 0.25)[0] == 1);
-    EXPECT(untouched(problems[0]));
   }
   for (const double damping : {kNaN, kInfinity}) {
     Problems problems = {factor_problem(Element::kFloat, {9, 3}, {false, true})};
     EXPECT(call(kCuda, problems, damping)[0] == 1);
     EXPECT(untouched(problems[0]));
-  }
-}
-
-// Two runs on three threads agree to the bit, and one on a single thread up to roundings.
-void check_threads() {
-  for (const Method& method : {kInverse, kRoot}) {
-    Problems first = small_factor_problems(Element::kFloat);
-    first.push_back(factor_problem(Element::kFloat, {method.inverts() ? 290 : 170}));
-    Problems second = first, alone = first;
-    call(method, first, 0.25);
-    call(method, second, 0.25);
-    {
-      const OneThread here;
-      call(method, alone, 0.25);
-    }
-    for (size_t t = 0; t < first.size(); ++t) {
-      const expect::Case name(method.name + name_of(first[t]));
-      EXPECT(same_memory(first[t].out, second[t].out));
-      check_factors(method, alone[t], 0.25);
-    }
   }
 }
 
@@ -547,7 +492,6 @@ int main() {
   check_scales();
   check_pivots();
   check_bad();
-  check_threads();
   check_cuda();
   return expect::finish();
 }
