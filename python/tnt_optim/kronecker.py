@@ -43,7 +43,6 @@ from tnt_optim.modes import (
     is_sharded,
     layout,
     rows,
-    state_dtype,
 )
 from tnt_optim.observations import Empirical
 from tnt_optim.options import ADDED, OPTIONS, as_they_are, check_settings, split
@@ -170,7 +169,7 @@ class KroneckerOptimizer(Optimizer):
             processes = self._distribution()
             # On a GPU one process may have a report before another, and an error must stop all of
             # them at the same step. The report is a step old: the wait is short.
-            self._failures.read(self.state, self._name, wait=processes.size > 1)
+            self._failures.read(self.state, self._name, wait=processes.is_distributed)
             self._run(self._prepared(processes))
             self._observed.note_unreached(self._has_state)
         except PreconditionerError:
@@ -332,7 +331,7 @@ class KroneckerOptimizer(Optimizer):
             self._observed.start_over()
             for group, modes in zip(self.param_groups, functions, strict=True):
                 group["modes"] = modes
-            for param, state in copied_states(self.param_groups, adapted, state_dtype):
+            for param, state in copied_states(self.param_groups, adapted):
                 others = NAMES - processes.kept(param)
                 self.state[param] = {k: v for k, v in state.items() if k not in others}
                 self._set_counts(self.state[param], param)
@@ -472,7 +471,7 @@ class KroneckerOptimizer(Optimizer):
             self._report(self._graphs.run(step, self.state, self._run_all))
             return
         self._report(self._refresh(step, as_they_are))
-        if step.distribution.size == 1 or not any(p.is_cuda for p in step.grads):
+        if not step.distribution.is_distributed or not any(p.is_cuda for p in step.grads):
             self._failures.read(self.state, self._name)
         step.update(self.state, as_they_are)
 
@@ -603,10 +602,9 @@ class KroneckerOptimizer(Optimizer):
         found = distribution(
             self.param_groups, self.process_group, self.shard, self._owners, is_lost=lost
         )
-        if found.size > 1 and self.capturable:
+        if found.is_distributed and self.capturable:
             raise RuntimeError(
-                "capturable=True works in a single process, and torch.distributed runs "
-                f"{found.size}: leave it off"
+                "capturable=True works in a single process, with whole parameters: leave it off"
             )
         return found
 

@@ -190,7 +190,7 @@ class Sampled(Empirical):
         DistributedDataParallel looks for unused parameters, too. Otherwise a parameter that was not
         reached has a gradient of zero. ``due`` is the same in all processes.
         """
-        if not due or distribution.size == 1:
+        if not due or not distribution.is_distributed:
             return
         reached = due
         known = self.agreed and all(map(has_statistics, due))

@@ -36,11 +36,11 @@ class Local:
     The classes in ``distributed`` override the methods whose work is divided or sent.
 
     Attributes:
-        size: the number of processes.
+        is_distributed: whether torch.distributed runs the step, even in a single process.
         is_sharded: whether the parameters are cut into pieces, as ``fully_shard`` does.
     """
 
-    size = 1
+    is_distributed = False
     is_sharded = False
 
     def number(self, index: int) -> int:

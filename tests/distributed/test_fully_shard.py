@@ -84,6 +84,18 @@ def drawn(processes: int, key: int) -> tuple[Tensor, Tensor]:
     return images, torch.randint(3, (processes, ROWS), generator=rng)
 
 
+def refusal_of_graphs(rank: int, processes: int) -> str:
+    opt = Shampoo(sharded_net(processes, False).parameters())
+    opt.capturable = True
+    with pytest.raises(RuntimeError) as caught:
+        opt.step()
+    return str(caught.value)
+
+
+def test_cuda_graphs_are_refused_even_by_a_single_process() -> None:
+    assert all("whole parameters" in message for message in run_in(1, refusal_of_graphs))
+
+
 def observe(opt: TNT | Shampoo, output: Tensor) -> None:
     if isinstance(opt, TNT):
         opt.observe(output)

@@ -96,6 +96,8 @@ class Owners:
 class OwnerRanks:
     """The part of a distribution that follows from owners: ``owner`` gives a parameter's rank."""
 
+    is_distributed = True
+
     def __init__(self, processes: ProcessGroup, owner: Callable[[Tensor], int]) -> None:
         self.processes = processes
         self.size = processes.size
