@@ -45,7 +45,7 @@ from tnt_optim.modes import (
     rows,
 )
 from tnt_optim.observations import Empirical
-from tnt_optim.options import ADDED, OPTIONS, as_they_are, check_settings, split
+from tnt_optim.options import ADDED, OPTIONS, Settings, as_they_are, check_settings, split
 from tnt_optim.state import (
     COUNTS,
     NAMES,
@@ -62,7 +62,6 @@ from tnt_optim.update import (
     Group,
     Local,
     Report,
-    Settings,
     worst_of_blocks,
 )
 
@@ -247,11 +246,8 @@ class KroneckerOptimizer(Optimizer):
         parameter with the most; "failed_inverses" counts failed refreshes of all parameters'
         factors.
         """
-        self._failures.read(self.state, self._name, wait=True, fatal=False)
-        states = [self.state[p] for p in self._params() if self._has_state(p)]
-        skipped = [state["skipped_statistics"] for state in states]
-        failed = [state["failed_inverses"] for state in states]
-        return {"skipped_statistics": max(skipped, default=0), "failed_inverses": sum(failed)}
+        states = {p: self.state[p] for p in self._params() if self._has_state(p)}
+        return self._failures.totals(states, self._name)
 
     def diagnostics(self) -> dict[str, float]:
         """Returns figures of every parameter, for a log; waits for the device.

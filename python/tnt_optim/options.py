@@ -62,7 +62,7 @@ def _number(holds: Check, any_shape: bool = False) -> Check:
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and value >= 1
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
 
 
 def _is_bool(value: Any) -> bool:

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from tnt_kernels import inverse_root
 from tnt_optim.kronecker import KroneckerOptimizer
-from tnt_optim.options import arguments, documented
-from tnt_optim.update import Settings
+from tnt_optim.options import Settings, arguments, documented
 
 
 @documented(

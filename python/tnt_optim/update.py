@@ -16,6 +16,7 @@ from tnt_kernels import gram_ema_, preconditioned_step_
 from tnt_optim.autograd import Gradients, all_finite, gradients_of
 from tnt_optim.directions import Workspace, clipped, move_, scaled_directions_, updated_weights
 from tnt_optim.modes import blocks, each, layout_of, rows
+from tnt_optim.options import Settings
 from tnt_optim.state import NAMES, State
 
 # The entries of one bucket, on the CPU and on a GPU: its directions, or its float32 copies, are in
@@ -23,7 +24,6 @@ from tnt_optim.state import NAMES, State
 _BUCKET, _LARGE_BUCKET = 1 << 22, 1 << 28
 
 Group = dict[str, Any]
-Settings = Mapping[str, Any]
 States = Mapping[Tensor, State]
 # Parameters of one group on one device: one call of an operator serves them all.
 Batch = tuple[Group, list[Tensor]]

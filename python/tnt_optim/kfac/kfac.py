@@ -256,11 +256,7 @@ class KFAC(Optimizer):
         "skipped_statistics" counts the refreshes left out because something was not finite (of the
         layer that lost most), "failed_inverses" the failed refreshes of all layers.
         """
-        states = self._layer_states()
-        self._failures.read(states, self._name, wait=True, fatal=False)
-        skipped = [state["skipped_statistics"] for state in states.values()]
-        failed = [state["failed_inverses"] for state in states.values()]
-        return {"skipped_statistics": max(skipped, default=0), "failed_inverses": sum(failed)}
+        return self._failures.totals(self._layer_states(), self._name)
 
     def close(self) -> None:
         """Removes the hooks from the model, as ``del opt`` does. Nothing can be observed then."""
@@ -376,7 +372,7 @@ class KFAC(Optimizer):
         return self._warming or self._scheduled() or new
 
     def _all_wanted(self) -> list[int]:
-        """The same in all processes, between one forward pass and the end of the step."""
+        """The layers that are wanted: the same in all processes from the forward to the step."""
         return [layer for layer in range(len(self._layers)) if self._wanted(layer)]
 
     def _scheduled(self) -> bool:
