@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from tnt_optim.failures import warn_the_caller
-from tnt_optim.options import OPTIONS, Settings, as_number
+from tnt_optim.modes import Settings
+from tnt_optim.options import OPTIONS, as_number
 from tnt_optim.state import TENSORS
 from tnt_optim.update import DeviceStep, Group, Report, States
 

@@ -15,9 +15,7 @@ from torch import Tensor
 
 from tnt_kernels import grafted_directions_, mode_products
 from tnt_optim.likelihoods import stream_seed
-from tnt_optim.modes import Layout, blocks, each, is_half, rows
-from tnt_optim.options import Settings
-from tnt_optim.state import State
+from tnt_optim.modes import Layout, Settings, State, blocks, each, is_half, rows
 
 # Entries of a sum that one call adds up: few calls, and no more rounding than a pairwise sum.
 _SUM_PIECE = 1 << 20

@@ -36,6 +36,8 @@ from tnt_optim.directions import Workspace
 from tnt_optim.distributed import Owners, distribution
 from tnt_optim.failures import Failures, PreconditionerError
 from tnt_optim.modes import (
+    Settings,
+    State,
     any_sharded,
     blocks,
     by_device,
@@ -45,12 +47,11 @@ from tnt_optim.modes import (
     rows,
 )
 from tnt_optim.observations import Empirical
-from tnt_optim.options import ADDED, OPTIONS, Settings, as_they_are, check_settings, split
+from tnt_optim.options import ADDED, OPTIONS, as_they_are, check_settings, split
 from tnt_optim.state import (
     COUNTS,
     NAMES,
     SURVIVES,
-    State,
     memory_estimate,
     new_state,
     optional_entries,

@@ -8,7 +8,7 @@ import inspect
 import math
 import re
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, TypeVar
@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from tnt_optim.likelihoods import LIKELIHOODS
+from tnt_optim.modes import Settings
 
-Settings = Mapping[str, Any]
 Check = Callable[[Any], bool]
 Class = TypeVar("Class", bound=type)
 

@@ -13,10 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tnt_optim.modes import is_half, layout, state_dtype
-from tnt_optim.options import Settings
+from tnt_optim.modes import Settings, State, is_half, layout, state_dtype
 
-State = dict[str, Any]
 Shapes = list[tuple[int, ...]]
 
 # Refreshes of statistics and factors that failed: all of them, and the latest in a row.

@@ -15,9 +15,8 @@ from torch import Tensor
 from tnt_kernels import gram_ema_, preconditioned_step_
 from tnt_optim.autograd import Gradients, all_finite, gradients_of
 from tnt_optim.directions import Workspace, clipped, move_, scaled_directions_, updated_weights
-from tnt_optim.modes import blocks, each, layout_of, rows
-from tnt_optim.options import Settings
-from tnt_optim.state import NAMES, State
+from tnt_optim.modes import Settings, State, blocks, each, layout_of, rows
+from tnt_optim.state import NAMES
 
 # The entries of one bucket, on the CPU and on a GPU: its directions, or its float32 copies, are in
 # memory together. A larger parameter is a bucket of its own.

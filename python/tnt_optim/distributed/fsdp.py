@@ -18,9 +18,8 @@ from tnt_optim.autograd import Gradients, all_finite, graph_nodes, unscaled, wit
 from tnt_optim.directions import Workspace, move_, updated_weights
 from tnt_optim.distributed.ownership import OwnerRanks
 from tnt_optim.distributed.process_group import ProcessGroup
-from tnt_optim.modes import by_kind, state_dtype
-from tnt_optim.options import Settings
-from tnt_optim.state import State, kept_names
+from tnt_optim.modes import Settings, State, by_kind, state_dtype
+from tnt_optim.state import kept_names
 from tnt_optim.update import Local
 
 

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from tnt_optim.directions import directions_
 from tnt_optim.distributed.process_group import ProcessGroup, numbered
-from tnt_optim.modes import layout, layout_of
-from tnt_optim.options import Settings
-from tnt_optim.state import State, owned_bytes
+from tnt_optim.modes import Settings, State, layout, layout_of
+from tnt_optim.state import owned_bytes
 
 
 @dataclass(frozen=True)

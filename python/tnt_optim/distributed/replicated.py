@@ -25,9 +25,8 @@ from tnt_optim.distributed.process_group import (
     flattened,
     unflattened,
 )
-from tnt_optim.modes import by_kind, layout, state_dtype
-from tnt_optim.options import Settings
-from tnt_optim.state import State, kept_names
+from tnt_optim.modes import Settings, State, by_kind, layout, state_dtype
+from tnt_optim.state import kept_names
 from tnt_optim.update import Local
 
 
