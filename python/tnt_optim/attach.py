@@ -106,7 +106,7 @@ def _hand_over(hook: OutputHook, module: nn.Module, result: Any) -> None:
     if replica is not None and replica.find_unused_parameters:
         optimizer._observed.partial = True
     # If the whole model is checkpointed, its hooks must not see the tensors saved here.
-    with saved_tensors_hooks(_as_it_is, _as_it_is):
+    with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
         optimizer.observe(described)
 
 
@@ -114,10 +114,6 @@ def _is_sharded(module: nn.Module) -> bool:
     # No import, which takes most of a second: a program with such a module has imported it.
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _logits(result: Any) -> Any:

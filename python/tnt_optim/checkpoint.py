@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from tnt_optim.modes import state_dtype
 from tnt_optim.options import ADDED, check_settings
 from tnt_optim.state import check_state
 
@@ -80,12 +81,9 @@ def check_method(method: str, state_dict: Mapping[str, Any]) -> None:
 
 
 def check_groups(
-    groups: Sequence[Mapping[str, Any]],
-    state_dict: Mapping[str, Any],
-    settings: set[str],
-    check: Callable[[Mapping[str, Any]], None],
+    groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any], settings: set[str]
 ) -> None:
-    """Checks that ``state_dict`` has these parameter groups, and ``settings`` that pass ``check``.
+    """Checks that ``state_dict`` has these parameter groups, with valid ``settings``.
 
     Other entries of a group, such as a scheduler's ``initial_lr``, may be missing.
 
@@ -107,7 +105,7 @@ def check_groups(
                 f"state_dict: group {number} lacks {missing}; is it another optimizer's?"
             )
         try:
-            check(saved)
+            check_settings(saved)
         except ValueError as error:
             raise ValueError(f"state_dict: group {number}: {error}") from None
         if len(saved["params"]) != len(group["params"]):
@@ -128,12 +126,7 @@ def check_state_dict(
     Raises:
         ValueError: says where the two differ.
     """
-    check_groups(
-        groups,
-        state_dict,
-        settings,
-        lambda saved: check_settings({**ADDED, **saved, "modes": None}),
-    )
+    check_groups(groups, state_dict, settings)
     for group, saved in zip(groups, state_dict["param_groups"], strict=True):
         for index, param in zip(saved["params"], group["params"], strict=True):
             if state_dict["state"].get(index):
@@ -142,15 +135,13 @@ def check_state_dict(
 
 
 def copied_states(
-    groups: Sequence[Mapping[str, Any]],
-    state_dict: Mapping[str, Any],
-    dtype: Callable[[Tensor], torch.dtype],
+    groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]
 ) -> Iterator[tuple[Tensor, dict[str, Any]]]:
     """The saved states by parameter; torch's own copies have the parameter's dtype."""
     for group, saved in zip(groups, state_dict["param_groups"], strict=True):
         for param, index in zip(group["params"], saved["params"], strict=True):
             if index in state_dict["state"]:
-                yield param, _copied(state_dict["state"][index], param.device, dtype(param))
+                yield param, _copied(state_dict["state"][index], param.device, state_dtype(param))
 
 
 def _copied(value: Any, device: torch.device, dtype: torch.dtype) -> Any:

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from tnt_optim.failures import warn_the_caller
+from tnt_optim.modes import Settings
 from tnt_optim.options import OPTIONS, as_number
 from tnt_optim.state import TENSORS
-from tnt_optim.update import DeviceStep, Group, Report, Settings, States
+from tnt_optim.update import DeviceStep, Group, Report, States
 
 NUMBERS = ("lr", "damping", "momentum", "stat_decay", "weight_decay")
 
@@ -63,10 +64,9 @@ class StepGraphs:
                 "step() with capturable=True records graphs of its own, and cannot be part of "
                 "another graph: call it after that graph's replay"
             )
-        groups = [group for group, _ in step.batches]
         for group, params in step.batches:
             self._send_numbers(group, params[0].device)
-        kind = _kind(step, groups)
+        kind = _kind(step)
         addresses, kept = _addresses(step, states)
         recorded = self._recorded.get(kind)
         if self._refused or (recorded is None and len(self._recorded) >= MOST_GRAPHS):
@@ -151,12 +151,12 @@ def check_graphs_device(param: Tensor, others: list[Tensor]) -> None:
         )
 
 
-def _kind(step: DeviceStep, groups: list[Group]) -> tuple[Any, ...]:
+def _kind(step: DeviceStep) -> tuple[Any, ...]:
     batches = (step.statistics, step.factors, step.updated)
     members = tuple(
         tuple((id(group), *map(id, params)) for group, params in batch) for batch in batches
     )
-    return *members, tuple(tuple(group[name] for name in _FIXED) for group in groups)
+    return *members, tuple(tuple(group[name] for name in _FIXED) for group, _ in step.batches)
 
 
 def _addresses(step: DeviceStep, states: States) -> tuple[tuple[int, ...], list[Any]]:

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from tnt_kernels import mode_products
 from tnt_optim.autograd import without_autocast
-from tnt_optim.modes import blocks, each, is_half, is_sharded, layout_of, rows
-from tnt_optim.state import State
+from tnt_optim.modes import State, blocks, each, is_half, is_sharded, layout_of, rows
 from tnt_optim.update import buckets_of
 
 # The power method gives a condition number's order of magnitude after this many steps.

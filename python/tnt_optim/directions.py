@@ -15,10 +15,7 @@ from torch import Tensor
 
 from tnt_kernels import grafted_directions_, mode_products
 from tnt_optim.likelihoods import stream_seed
-from tnt_optim.modes import Layout, blocks, each, is_half, rows
-
-State = dict[str, Any]
-Settings = Mapping[str, Any]
+from tnt_optim.modes import Layout, Settings, State, blocks, each, is_half, rows
 
 # Entries of a sum that one call adds up: few calls, and no more rounding than a pairwise sum.
 _SUM_PIECE = 1 << 20
@@ -53,17 +50,12 @@ class Workspace:
         ]
 
 
-def as_it_is(total: Tensor) -> Tensor:
-    """A sum in a single process."""
-    return total
-
-
 def directions_(
     grads: Sequence[Tensor],
     states: Sequence[State],
     layouts: Sequence[Layout],
     group: Settings,
-    all_reduce: Callable[[Tensor], Tensor] = as_it_is,
+    all_reduce: Callable[[Tensor], Tensor],
 ) -> list[Tensor]:
     """Updates the moments; returns the direction of every block, without weight decay.
 
@@ -87,7 +79,7 @@ def clipped(
     momenta: Sequence[Tensor],
     scales: Tensor | None,
     group: Settings,
-    all_reduce: Callable[[Tensor], Tensor] = as_it_is,
+    all_reduce: Callable[[Tensor], Tensor] = lambda total: total,
 ) -> Tensor:
     """The scales s of directions, times min(1, sqrt(kl_clip / (lr^2 sum s^2 P . m))).
 

@@ -117,6 +117,15 @@ class Failures:
         if error is not None:
             raise error
 
+    def totals(
+        self, states: Mapping[Tensor, dict[str, Any]], name: Callable[[Tensor], str]
+    ) -> dict[str, int]:
+        """The numbers of failed refreshes; waits for the device. See ``TNT.failures``."""
+        self.read(states, name, wait=True, fatal=False)
+        skipped = [state["skipped_statistics"] for state in states.values()]
+        failed = [state["failed_inverses"] for state in states.values()]
+        return {"skipped_statistics": max(skipped, default=0), "failed_inverses": sum(failed)}
+
     def first_inverse(self, code: int, name: str, damping: Any) -> PreconditionerError:
         """The error for a parameter whose first inverse failed."""
         return PreconditionerError(

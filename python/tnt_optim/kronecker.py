@@ -36,6 +36,8 @@ from tnt_optim.directions import Workspace
 from tnt_optim.distributed import Owners, distribution
 from tnt_optim.failures import Failures, PreconditionerError
 from tnt_optim.modes import (
+    Settings,
+    State,
     any_sharded,
     blocks,
     by_device,
@@ -43,7 +45,6 @@ from tnt_optim.modes import (
     is_sharded,
     layout,
     rows,
-    state_dtype,
 )
 from tnt_optim.observations import Empirical
 from tnt_optim.options import ADDED, OPTIONS, as_they_are, check_settings, split
@@ -51,7 +52,6 @@ from tnt_optim.state import (
     COUNTS,
     NAMES,
     SURVIVES,
-    State,
     memory_estimate,
     new_state,
     optional_entries,
@@ -63,7 +63,6 @@ from tnt_optim.update import (
     Group,
     Local,
     Report,
-    Settings,
     worst_of_blocks,
 )
 
@@ -170,7 +169,7 @@ class KroneckerOptimizer(Optimizer):
             processes = self._distribution()
             # On a GPU one process may have a report before another, and an error must stop all of
             # them at the same step. The report is a step old: the wait is short.
-            self._failures.read(self.state, self._name, wait=processes.size > 1)
+            self._failures.read(self.state, self._name, wait=processes.is_distributed)
             self._run(self._prepared(processes))
             self._observed.note_unreached(self._has_state)
         except PreconditionerError:
@@ -248,11 +247,8 @@ class KroneckerOptimizer(Optimizer):
         parameter with the most; "failed_inverses" counts failed refreshes of all parameters'
         factors.
         """
-        self._failures.read(self.state, self._name, wait=True, fatal=False)
-        states = [self.state[p] for p in self._params() if self._has_state(p)]
-        skipped = [state["skipped_statistics"] for state in states]
-        failed = [state["failed_inverses"] for state in states]
-        return {"skipped_statistics": max(skipped, default=0), "failed_inverses": sum(failed)}
+        states = {p: self.state[p] for p in self._params() if self._has_state(p)}
+        return self._failures.totals(states, self._name)
 
     def diagnostics(self) -> dict[str, float]:
         """Returns figures of every parameter, for a log; waits for the device.
@@ -332,7 +328,7 @@ class KroneckerOptimizer(Optimizer):
             self._observed.start_over()
             for group, modes in zip(self.param_groups, functions, strict=True):
                 group["modes"] = modes
-            for param, state in copied_states(self.param_groups, adapted, state_dtype):
+            for param, state in copied_states(self.param_groups, adapted):
                 others = NAMES - processes.kept(param)
                 self.state[param] = {k: v for k, v in state.items() if k not in others}
                 self._set_counts(self.state[param], param)
@@ -472,7 +468,7 @@ class KroneckerOptimizer(Optimizer):
             self._report(self._graphs.run(step, self.state, self._run_all))
             return
         self._report(self._refresh(step, as_they_are))
-        if step.distribution.size == 1 or not any(p.is_cuda for p in step.grads):
+        if not step.distribution.is_distributed or not any(p.is_cuda for p in step.grads):
             self._failures.read(self.state, self._name)
         step.update(self.state, as_they_are)
 
@@ -603,10 +599,9 @@ class KroneckerOptimizer(Optimizer):
         found = distribution(
             self.param_groups, self.process_group, self.shard, self._owners, is_lost=lost
         )
-        if found.size > 1 and self.capturable:
+        if found.is_distributed and self.capturable:
             raise RuntimeError(
-                "capturable=True works in a single process, and torch.distributed runs "
-                f"{found.size}: leave it off"
+                "capturable=True works in a single process, with whole parameters: leave it off"
             )
         return found
 

@@ -14,6 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# The state of a parameter, by entry, and the settings of its group, by option.
+State = dict[str, Any]
+Settings = Mapping[str, Any]
+
 # From a parameter's shape to mode sizes with the same product.
 ModesFunction = Callable[[tuple[int, ...]], Sequence[int]]
 

@@ -91,9 +91,9 @@ class Sampled(Empirical):
         sampled: their sum, by parameter; of sharded parameters this process's pieces, if any.
         summed: the number of observations in the sum: the finite ones, if there is one.
         count: the number of outputs observed.
-        asked: parameters that an output was to reach.
+        asked: parameters whose statistics were wanted when an output was observed.
         unreached: parameters without statistics that the last output did not reach.
-        awaited: those of them that a loss has reached since; every later output is asked for them.
+        awaited: such parameters that a training loss reached later; every output is asked for them.
         partial: whether outputs may reach other parameters in another process.
         agreed: whether all processes know of ``partial``.
         warned: whether the user was warned of a step without observations.
@@ -190,7 +190,7 @@ class Sampled(Empirical):
         DistributedDataParallel looks for unused parameters, too. Otherwise a parameter that was not
         reached has a gradient of zero. ``due`` is the same in all processes.
         """
-        if not due or distribution.size == 1:
+        if not due or not distribution.is_distributed:
             return
         reached = due
         known = self.agreed and all(map(has_statistics, due))

@@ -8,7 +8,7 @@ import inspect
 import math
 import re
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, TypeVar
@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from tnt_optim.likelihoods import LIKELIHOODS
+from tnt_optim.modes import Settings
 
-Settings = Mapping[str, Any]
 Check = Callable[[Any], bool]
 Class = TypeVar("Class", bound=type)
 
@@ -61,16 +61,17 @@ def _number(holds: Check, any_shape: bool = False) -> Check:
     return check
 
 
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
 def _is_count(value: Any) -> bool:
-    return _is_integer(value) and value >= 1
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
 
 
 def _is_bool(value: Any) -> bool:
     return isinstance(value, bool)
+
+
+def _is_seed(value: Any) -> bool:
+    # NumPy's integers have another repr, which would give another random stream.
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _or_none(check: Check) -> Check:
@@ -109,13 +110,7 @@ _TABLE = (
         f"{', '.join(map(repr, LIKELIHOODS))} or a function",
         per_group=False,
     ),
-    Option(
-        "fisher",
-        "sampled",
-        lambda value: value in ("sampled", "empirical"),
-        "'sampled' or 'empirical'",
-        per_group=False,
-    ),
+    Option("fisher", "sampled", *_one_of("sampled", "empirical"), per_group=False),
     Option("max_factor_dim", 8192, *_COUNT),
     Option("block_size", None, *_COUNT_OR_NONE, added=True),
     Option("merge_small_dims", None, *_COUNT_OR_NONE, added=True),
@@ -131,7 +126,7 @@ _TABLE = (
         added=True,
     ),
     Option("modes", None, _or_none(callable), "a function of a shape"),
-    Option("seed", 0, _is_integer, "an integer", per_group=False),
+    Option("seed", 0, _is_seed, "an integer", per_group=False),
     Option(
         "sample_scale", None, _or_none(_is_power_of_two), "a power of two or None", per_group=False
     ),

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from tnt_kernels import inverse_root
 from tnt_optim.kronecker import KroneckerOptimizer
+from tnt_optim.modes import Settings
 from tnt_optim.options import arguments, documented
-from tnt_optim.update import Settings
 
 
 @documented(

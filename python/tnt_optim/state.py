@@ -6,17 +6,15 @@ parameter is complete or empty: its first statistics bring all entries.
 """
 
 import math
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tnt_optim.modes import is_half, layout, state_dtype
+from tnt_optim.modes import Settings, State, is_half, layout, state_dtype
 
-State = dict[str, Any]
-Settings = Mapping[str, Any]
 Shapes = list[tuple[int, ...]]
 
 # Refreshes of statistics and factors that failed: all of them, and the latest in a row.
@@ -141,8 +139,7 @@ def new_state(param: Tensor, group: Settings, kept: Container[str], **given: Any
             state[entry.name] = param.detach().to(dtype=state_dtype(param), copy=True)
         else:
             (shape,) = entry.shapes(param, group)
-            zeros = torch.zeros(shape, dtype=state_dtype(param), device=param.device)
-            state[entry.name] = zeros
+            state[entry.name] = torch.zeros(shape, dtype=state_dtype(param), device=param.device)
     return state
 
 

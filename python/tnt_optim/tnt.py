@@ -11,9 +11,10 @@ from tnt_kernels import damped_inverse
 from tnt_optim.attach import attach
 from tnt_optim.kronecker import KroneckerOptimizer
 from tnt_optim.likelihoods import Likelihood
+from tnt_optim.modes import Settings
 from tnt_optim.observations import Empirical, Sampled
 from tnt_optim.options import arguments, documented
-from tnt_optim.update import Local, Settings
+from tnt_optim.update import Local
 
 
 @documented(

@@ -15,15 +15,14 @@ from torch import Tensor
 from tnt_kernels import gram_ema_, preconditioned_step_
 from tnt_optim.autograd import Gradients, all_finite, gradients_of
 from tnt_optim.directions import Workspace, clipped, move_, scaled_directions_, updated_weights
-from tnt_optim.modes import blocks, each, layout_of, rows
-from tnt_optim.state import NAMES, State
+from tnt_optim.modes import Settings, State, blocks, each, layout_of, rows
+from tnt_optim.state import NAMES
 
 # The entries of one bucket, on the CPU and on a GPU: its directions, or its float32 copies, are in
 # memory together. A larger parameter is a bucket of its own.
 _BUCKET, _LARGE_BUCKET = 1 << 22, 1 << 28
 
 Group = dict[str, Any]
-Settings = Mapping[str, Any]
 States = Mapping[Tensor, State]
 # Parameters of one group on one device: one call of an operator serves them all.
 Batch = tuple[Group, list[Tensor]]
@@ -36,11 +35,11 @@ class Local:
     The classes in ``distributed`` override the methods whose work is divided or sent.
 
     Attributes:
-        size: the number of processes.
+        is_distributed: whether torch.distributed runs the step, even in a single process.
         is_sharded: whether the parameters are cut into pieces, as ``fully_shard`` does.
     """
 
-    size = 1
+    is_distributed = False
     is_sharded = False
 
     def number(self, index: int) -> int:

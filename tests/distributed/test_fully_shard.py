@@ -73,6 +73,18 @@ def made_optimizer(net: nn.Module, form: str) -> TNT | Shampoo:
     return method(params, **{**defaults, **settings})
 
 
+def refusal_of_graphs(rank: int, processes: int) -> str:
+    opt = Shampoo(sharded_net(processes, False).parameters())
+    opt.capturable = True
+    with pytest.raises(RuntimeError) as caught:
+        opt.step()
+    return str(caught.value)
+
+
+def test_cuda_graphs_are_refused_even_by_a_single_process() -> None:
+    assert all("whole parameters" in message for message in run_in(1, refusal_of_graphs))
+
+
 @functools.cache
 def alone(form: str, processes: int) -> tuple[list[Tensor], list[Tensor]]:
     """End and start of one process's training on the batches of all."""

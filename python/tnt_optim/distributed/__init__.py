@@ -11,12 +11,12 @@ from typing import Any
 from torch import Tensor
 
 from tnt_optim.distributed.ownership import Owners
-from tnt_optim.distributed.process_group import ProcessGroup, process_group_of
+from tnt_optim.distributed.process_group import process_group_of
 from tnt_optim.distributed.replicated import Replicated
 from tnt_optim.modes import any_sharded
 from tnt_optim.update import Local
 
-__all__ = ["Owners", "ProcessGroup", "Replicated", "distribution", "process_group_of"]
+__all__ = ["Owners", "distribution"]
 
 
 def distribution(

@@ -18,11 +18,9 @@ from tnt_optim.autograd import Gradients, all_finite, graph_nodes, unscaled, wit
 from tnt_optim.directions import Workspace, move_, updated_weights
 from tnt_optim.distributed.ownership import OwnerRanks
 from tnt_optim.distributed.process_group import ProcessGroup
-from tnt_optim.modes import by_kind, state_dtype
-from tnt_optim.state import State, kept_names
+from tnt_optim.modes import Settings, State, by_kind, state_dtype
+from tnt_optim.state import kept_names
 from tnt_optim.update import Local
-
-Group = Mapping[str, Any]
 
 
 def shard_dim(param: Tensor) -> int:
@@ -125,8 +123,7 @@ class Sharded(OwnerRanks, Local):
             for index, param in enumerate(own):
                 parts = [arrived[source][index] for source in ranks]
                 found[param] = torch.cat(parts, dim=shard_dim(param))
-        zeros = {p: torch.zeros((), device=p.device) for p in gradients if p not in found}
-        return {p: found[p] if p in found else zeros[p] for p in gradients}
+        return {p: found[p] if p in found else torch.zeros((), device=p.device) for p in gradients}
 
     def all_finite(self, gradients: Iterable[Tensor]) -> Tensor:
         """See ``Local.all_finite``."""
@@ -138,7 +135,7 @@ class Sharded(OwnerRanks, Local):
         self,
         grads: Gradients,
         states: Mapping[Tensor, State],
-        group: Group,
+        group: Settings,
         number: int,
         workspace: Workspace | None,
     ) -> None:

@@ -5,17 +5,14 @@ Owners follow from sizes alone, so that all processes come to the same result wi
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tnt_optim.directions import directions_
 from tnt_optim.distributed.process_group import ProcessGroup, numbered
-from tnt_optim.modes import layout, layout_of
-from tnt_optim.state import State, owned_bytes
-
-Group = Mapping[str, Any]
+from tnt_optim.modes import Settings, State, layout, layout_of
+from tnt_optim.state import owned_bytes
 
 
 @dataclass(frozen=True)
@@ -35,7 +32,7 @@ class Load:
         return Load(self.work + other.work, self.size + other.size)
 
 
-def load_of(param: Tensor, group: Group, shard: str) -> Load:
+def load_of(param: Tensor, group: Settings, shard: str) -> Load:
     """The cost of a parameter for its owner."""
     if not param.requires_grad:
         return Load()
@@ -74,13 +71,13 @@ class Owners:
         self._owners: dict[Tensor, int] = {}
         self._loads: list[Load] = []
 
-    def of(self, param: Tensor, groups: Sequence[Group], processes: int, shard: str) -> int:
+    def of(self, param: Tensor, groups: Sequence[Settings], processes: int, shard: str) -> int:
         """The owner of one parameter of ``groups``."""
         if param not in self._owners or len(self._loads) != processes:
             self._assign(groups, processes, shard)
         return self._owners[param]
 
-    def _assign(self, groups: Sequence[Group], processes: int, shard: str) -> None:
+    def _assign(self, groups: Sequence[Settings], processes: int, shard: str) -> None:
         if len(self._loads) != processes:
             self._owners, self._loads = {}, [Load()] * processes
         # Group by group, as if each was assigned when it was added: a copy of the optimizer, or a
@@ -95,6 +92,8 @@ class Owners:
 
 class OwnerRanks:
     """The part of a distribution that follows from owners: ``owner`` gives a parameter's rank."""
+
+    is_distributed = True
 
     def __init__(self, processes: ProcessGroup, owner: Callable[[Tensor], int]) -> None:
         self.processes = processes
@@ -124,7 +123,7 @@ class OwnerRanks:
         return self.processes.largest(torch.stack([known.get(p, zero) for p in params]))
 
     def directions_(
-        self, whole: Mapping[Tensor, Tensor], states: Mapping[Tensor, State], group: Group
+        self, whole: Mapping[Tensor, Tensor], states: Mapping[Tensor, State], group: Settings
     ) -> dict[Tensor, Tensor]:
         """Updates the moments of the parameters this process owns; returns their directions.
 

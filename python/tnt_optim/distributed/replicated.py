@@ -25,11 +25,9 @@ from tnt_optim.distributed.process_group import (
     flattened,
     unflattened,
 )
-from tnt_optim.modes import by_kind, layout, state_dtype
-from tnt_optim.state import State, kept_names
+from tnt_optim.modes import Settings, State, by_kind, layout, state_dtype
+from tnt_optim.state import kept_names
 from tnt_optim.update import Local
-
-Group = Mapping[str, Any]
 
 
 class Replicated(OwnerRanks, Local):
@@ -127,7 +125,7 @@ class Replicated(OwnerRanks, Local):
         self,
         grads: Gradients,
         states: Mapping[Tensor, State],
-        group: Group,
+        group: Settings,
         number: int,
         workspace: Workspace | None,
     ) -> None:

@@ -20,11 +20,18 @@ from tnt_optim.kfac.layers import Layer, is_trainable, matrix_shape, parameters,
 from tnt_optim.kfac.observations import Observations, Sampling
 from tnt_optim.kfac.statistics import LayerSums, all_finite_statistics, blend
 from tnt_optim.likelihoods import Likelihood
-from tnt_optim.modes import by_device, is_sharded, state_dtype
-from tnt_optim.options import check_settings
+from tnt_optim.modes import by_device, is_sharded
+from tnt_optim.options import OPTIONS, arguments, check_settings, documented
 from tnt_optim.state import COUNTERS, check_keys
 
 
+@documented(
+    damping="lambda in the paper; in units of the squared gradient.",
+    likelihood='"categorical", "bernoulli", "gaussian", or a function from the output to the 0-dim '
+    "mean loss over its first dimension at labels it samples itself; see ``TNT``.",
+    shard='None: each process computes all inverses. "inverses": each layer\'s inverses are '
+    "computed by one owner rank and sent to the others.",
+)
 class KFAC(Optimizer):
     r"""Natural-gradient descent with a Kronecker-factored Fisher matrix for every layer.
 
@@ -65,24 +72,10 @@ class KFAC(Optimizer):
 
     Args:
         model: all its parameters are optimized; layers added later are not.
-        lr: alpha in the paper.
-        damping: lambda in the paper; in units of the squared gradient.
-        momentum: mu in the paper: m <- mu m + g, neither dampened nor bias-corrected.
-        stat_decay: beta in the paper, of the statistics' moving average.
-        weight_decay: gamma in the paper, decoupled: W <- W - lr (P + weight_decay W).
-        stat_interval: T1 in the paper: steps between refreshes of the statistics.
-        inverse_interval: T2 in the paper: steps between refreshes of the inverses. During the first
-            T2 steps they are refreshed with the statistics.
-        likelihood: "categorical", "bernoulli", "gaussian", or a function from the output to the
-            0-dim mean loss over its first dimension at labels it samples itself; see ``TNT``.
+        {options}
         inverse: "damped": (G + √damping I)^-1 M (A + √damping I)^-1, the paper's for autoencoders;
             "eigenbasis": the inverse of G ⊗ A + damping I, the paper's for CNNs, which keeps one
             more matrix like each weight, and waits for the device when it is refreshed.
-        seed: of the sampled labels; the global generators are left alone.
-        process_group: of the processes that train copies of one model, as under
-            DistributedDataParallel; None for torch.distributed's default group, if there is one.
-        shard: None: each process computes all inverses. "inverses": each layer's inverses are
-            computed by one owner rank and sent to the others.
 
     Raises:
         ValueError: if a setting does not fit, the model has no layer, layers are shared, or
@@ -111,20 +104,12 @@ class KFAC(Optimizer):
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-        check_settings({"likelihood": likelihood, "seed": seed})
+        options = arguments(locals())
         for name, value, known in (("inverse", inverse, tuple(INVERSES)), ("shard", shard, SHARDS)):
             if value not in known:
                 raise ValueError(f"{name} must be {' or '.join(map(repr, known))}, got {value!r}")
-        settings = {
-            "lr": lr,
-            "damping": damping,
-            "momentum": momentum,
-            "stat_decay": stat_decay,
-            "weight_decay": weight_decay,
-            "stat_interval": stat_interval,
-            "inverse_interval": inverse_interval,
-        }
-        check_settings(settings)
+        check_settings(options)
+        settings = {name: value for name, value in options.items() if OPTIONS[name].per_group}
         self._names, self._layers = supported_layers(model)
         for name, param in model.named_parameters():
             if is_sharded(param):
@@ -271,11 +256,7 @@ class KFAC(Optimizer):
         "skipped_statistics" counts the refreshes left out because something was not finite (of the
         layer that lost most), "failed_inverses" the failed refreshes of all layers.
         """
-        states = self._layer_states()
-        self._failures.read(states, self._name, wait=True, fatal=False)
-        skipped = [state["skipped_statistics"] for state in states.values()]
-        failed = [state["failed_inverses"] for state in states.values()]
-        return {"skipped_statistics": max(skipped, default=0), "failed_inverses": sum(failed)}
+        return self._failures.totals(self._layer_states(), self._name)
 
     def close(self) -> None:
         """Removes the hooks from the model, as ``del opt`` does. Nothing can be observed then."""
@@ -311,17 +292,16 @@ class KFAC(Optimizer):
 
         def finish(adapted: dict[str, Any]) -> None:
             self._failures, self._observed = Failures(PARTS), Observations()
-            self.state.update(checkpoint.copied_states(self.param_groups, adapted, state_dtype))
+            self.state.update(checkpoint.copied_states(self.param_groups, adapted))
 
         load = super().load_state_dict
         checkpoint.load_adapted(self, state_dict, load, self._check_state_dict, finish)
 
     def _check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         checkpoint.check_method(self._method, state_dict)
-        groups, settings = self.param_groups, set(self.defaults)
-        checkpoint.check_groups(groups, state_dict, settings, check_settings)
+        checkpoint.check_groups(self.param_groups, state_dict, set(self.defaults))
         layers = {layer.weight: layer for layer in self._layers}
-        saved, params = state_dict["param_groups"][0]["params"], groups[0]["params"]
+        saved, params = state_dict["param_groups"][0]["params"], self.param_groups[0]["params"]
         for index, param in zip(saved, params, strict=True):
             state = state_dict["state"].get(index)
             if not state:
@@ -392,7 +372,7 @@ class KFAC(Optimizer):
         return self._warming or self._scheduled() or new
 
     def _all_wanted(self) -> list[int]:
-        """The same in all processes, between one forward pass and the end of the step."""
+        """The layers that are wanted: the same in all processes from the forward to the step."""
         return [layer for layer in range(len(self._layers)) if self._wanted(layer)]
 
     def _scheduled(self) -> bool:
@@ -418,12 +398,12 @@ class KFAC(Optimizer):
         group = self.param_groups[0]
         t, interval = group["step"], group["inverse_interval"]
         first = {i: pair for i, pair in observed.items() if not self._has_state(i)}
-        for i, pair in first.items():
-            if not all_finite_statistics([pair]):
-                raise PreconditionerError(
-                    "the first inputs or gradients for the statistics are not finite: there are no "
-                    f"earlier ones to go on with, for {self._name(self._layers[i].weight)}"
-                )
+        if first and not all_finite_statistics(first.values()):  # waits for the device once
+            worst = next(i for i, pair in first.items() if not all_finite_statistics([pair]))
+            raise PreconditionerError(
+                "the first inputs or gradients for the statistics are not finite: there are no "
+                f"earlier ones to go on with, for {self._name(self._layers[worst].weight)}"
+            )
         states = self._layer_states()  # without those that are new
         self.state.update(self._first_states(first))
         later = {self._layers[i].weight: pair for i, pair in observed.items() if i not in first}
