@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from experiments import options
-from experiments.compare import summary
+from experiments.figures2to6 import summary
 from experiments.options import user_errors
 from experiments.plots import plot_runs
 from experiments.tasks import TASKS

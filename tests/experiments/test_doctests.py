@@ -5,7 +5,7 @@ import importlib
 
 import pytest
 
-MODULES = ("compare", "confidence", "methods", "options", "search", "sensitivity", "steps")
+MODULES = ("confidence", "figures2to6", "methods", "options", "search", "sensitivity", "steps")
 
 
 @pytest.mark.parametrize("module", [*MODULES, "transformer_table"])

@@ -73,7 +73,7 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_command_writes_to_results_and_goes_on(tmp_path: Path) -> None:
-    given = ["compare", "digits", "--optimizer", "tnt,sgd", "--epochs", "2"]
+    given = ["figures2to6", "digits", "--optimizer", "tnt,sgd", "--epochs", "2"]
     assert run(tmp_path, *given).returncode == 0
     out = tmp_path / "results" / "digits.json"
     before = json.loads(out.read_text())["runs"]

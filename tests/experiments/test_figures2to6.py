@@ -10,8 +10,8 @@ import torch
 import typer
 from torch import Tensor, nn
 
-from experiments import compare, training
-from experiments.compare import run_comparison, summary
+from experiments import figures2to6, training
+from experiments.figures2to6 import run_comparison, summary
 from experiments.methods import Settings, method_settings
 from experiments.options import overridden
 from experiments.problems.problem import Problem
@@ -53,7 +53,7 @@ def test_a_comparison_goes_on_with_its_file(
     out, cpu = tmp_path / "runs.json", torch.device("cpu")
     first = run_comparison(Line(), [settings(0), settings(1)], out, cpu)
     before = json.loads(out.read_text())["runs"]
-    monkeypatch.setattr(compare, "train", lambda *_, **__: pytest.fail("it trained again"))
+    monkeypatch.setattr(figures2to6, "train", lambda *_, **__: pytest.fail("it trained again"))
     again = run_comparison(Line(), [settings(1), settings(0)], out, cpu)
     assert [run.final_loss for run in again] == [run.final_loss for run in first]
     other = [replace(settings(0), batch_size=6)]
