@@ -38,7 +38,7 @@ LEAST_SECONDS = 5.0  # a stage with less time is not started
 SETS = "resnet32,mnist_ae,faces_ae,gpt2_full,vgg16,square4096,vgg16_conv"
 STEP_SETS = "mnist_ae,resnet32,faces_ae,gpt2_full"
 _NEEDS_NO_GPU = ("test_compile_report.py", "test_cuda_on_host.py")
-_SANITIZED = "test_alone or test_layouts or test_failed_factors"
+_SANITIZED = "TestPublic and (layouts or failures or one_by_one)"
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def stages(out: Path, capability: str) -> list[Stage]:
             "sanitizer",
             60,
             (*("compute-sanitizer", "--error-exitcode=9", "--print-limit=20"),
-             *tests, "tests/gpu/test_on_gpu.py", "-k", _SANITIZED),
+             *tests, "tests/gpu/test_contract.py", "-k", _SANITIZED),
             ("compute-sanitizer", "pytest", "hypothesis"),
             # Without PyTorch's cache every tensor is an allocation with known bounds.
             {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
