@@ -77,7 +77,7 @@ def run_comparison(
     Args:
         problem: all runs train on it.
         wanted: the runs' settings; all with one batch size.
-        out: the record; the picture is written beside it as .png.
+        out: the record; the picture has its name with .png.
         device: where to train.
         metric: a metric of the epochs to draw, too.
 

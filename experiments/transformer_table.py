@@ -144,7 +144,7 @@ def main(
         text = "\n".join(table(HEADER, map(cells, own)))
         print(f"\nwidth {width}, {steps} steps\n{text}")
         plot(own, file.runs, out.with_name(f"{out.stem}-width{width}-steps{steps}.png"))
-    print(f"wrote {out}, and pictures beside it")
+    print(f"wrote {out} and its pictures")
 
 
 def protocol(problem: Language, scale: Scale) -> dict[str, Any]:

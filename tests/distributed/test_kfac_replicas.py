@@ -292,10 +292,10 @@ def test_layers_that_some_processes_use_or_none(heads: int) -> None:
 
 # A second head that the loss has and the observed output has not: without statistics, with those of
 # a warm start, called by the first process only; and outputs that only the other process observes.
-BESIDE = ("never observed", "warm", "called by one", "observed by one")
+HEADS = ("never observed", "warm", "called by one", "observed by one")
 
 
-def beside(rank: int | None, processes: int, how: str) -> dict[str, Any]:
+def with_head(rank: int | None, processes: int, how: str) -> dict[str, Any]:
     # Without sampling: one process that leaves out an observation numbers the draws otherwise.
     net, opt = made_heads(2, likelihood=least_likely)
     both = how != "called by one"
@@ -312,10 +312,10 @@ def beside(rank: int | None, processes: int, how: str) -> dict[str, Any]:
     return {"first": first, **trained(model, opt, steps, rank)}
 
 
-@pytest.mark.parametrize("how", BESIDE)
+@pytest.mark.parametrize("how", HEADS)
 def test_layers_that_no_output_reaches_keep_what_they_have(how: str) -> None:
-    ranks = run_in(2, beside, how)
-    assert_same_training(ranks, beside(None, 2, how))
+    ranks = run_in(2, with_head, how)
+    assert_same_training(ranks, with_head(None, 2, how))
     for rank in ranks:
         # One that was called is next asked for when statistics are due: the same everywhere.
         assert rank["unreached"] == ({} if how == "warm" else {2: True})

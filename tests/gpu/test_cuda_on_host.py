@@ -119,7 +119,7 @@ def check(stats: Modes, call: Call, relative: bool = False) -> None:
 @pytest.mark.parametrize("dtype", STATE_DTYPES, ids=str)
 @pytest.mark.parametrize("relative", [False, True])
 def test_large(served: Call, dtype: torch.dtype, relative: bool) -> None:
-    """Matrices of unlike sizes in padded batches, beside small and diagonal modes."""
+    """Matrices of unlike sizes in padded batches, together with small and diagonal modes."""
     shapes = [(129, 5), (130,), (200, 140), (9, 9), (145, 3, 131), (300, 2)]
     stats = [
         mode_statistics(shape, kind, dtype)

@@ -67,7 +67,7 @@ def test_precision_high_is_close(variant: str) -> None:
 
 @every_variant
 def test_numbers_and_counts_on_the_cpu(variant: str) -> None:
-    """Beside tensors on the device."""
+    """Next to tensors on the device."""
     given = call(variant, SHAPES)
     there = given.copy(DEVICE)
     if "counts" in given.arguments:

@@ -1,6 +1,6 @@
 // Tensors for the tests: any element type, any strides, memory of the exact size on the heap, so
 // that the address sanitizer sees the first element too many, and NaN in every gap, so that a
-// result shows what was read beside an element.
+// result shows a read outside of an element.
 #pragma once
 
 #include <algorithm>

@@ -85,7 +85,7 @@ Values definition(const Tensor& tensor, size_t mode, bool diagonal, const Values
     for (int64_t c = diagonal ? r : 0; c <= r; ++c) {
       const double sum = dot(rows.data() + r * columns, rows.data() + c * columns, columns);
       const int64_t here = diagonal ? r : r * d + c, there = diagonal ? r : c * d + r;
-      // Decay 0 has nothing to do with what was there.
+      // Decay 0 does not read the old statistic.
       result[here] = (decay == 0 ? 0 : decay * stat[here]) + (1 - decay) * sum;
       result[there] = result[here];
     }

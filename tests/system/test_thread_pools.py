@@ -1,4 +1,4 @@
-"""Thread pools of a whole process: after a fork, and beside PyTorch's own."""
+"""Thread pools of a whole process: after a fork, and next to PyTorch's own."""
 
 import subprocess
 import sys
@@ -55,7 +55,7 @@ def test_fork() -> None:
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_as_many_threads_as_pytorch_has(threads: int) -> None:
-    """Processor time over elapsed time: no BLAS pool works beside PyTorch's."""
+    """Processor time over elapsed time: no BLAS pool works next to PyTorch's."""
     printed = run_alone(f"""
         import time
         import torch

@@ -394,7 +394,7 @@ class KFAC(Optimizer):
     # Statistics and inverses.
 
     def _refresh(self, observed: Mapping[int, list[Tensor]]) -> None:
-        """Updates the statistics with what was observed, and makes the inverses that are due."""
+        """Refreshes the statistics with the observations, then the inverses that are due."""
         group = self.param_groups[0]
         t, interval = group["step"], group["inverse_interval"]
         first = {i: pair for i, pair in observed.items() if not self._has_state(i)}

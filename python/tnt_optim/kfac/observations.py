@@ -22,7 +22,7 @@ from tnt_optim.likelihoods import Likelihood, loss_at_samples
 
 @dataclass
 class Observations:
-    """What was observed since the last step, and which layers the outputs did not reach.
+    """The observations since the last step, and the layers that the outputs did not reach.
 
     Attributes:
         sums: of each layer, over the examples of all outputs that reached it.
