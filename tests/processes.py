@@ -4,6 +4,7 @@ The processes start once for all tests of a run that want as many.
 """
 
 import functools
+import gc
 import io
 import os
 import tempfile
@@ -97,6 +98,7 @@ def _serve(rank: int, processes: int, folder: str, calls: Connection) -> None:
         except EOFError:
             # gloo's threads now and then abort an interpreter that ends in the usual way.
             os._exit(0)
+        gc.collect()  # cycles of the last call may hold models and process groups
         torch.manual_seed(0)
         content, error = io.BytesIO(), ""
         try:

@@ -357,8 +357,10 @@ def shards(rank: int, processes: int) -> dict[str, bool]:
     """What fully_shard shows."""
     from torch.distributed._composable_state import _module_state_mapping
 
+    earlier = {id(module) for module in list(_module_state_mapping)}  # of other tests' models
     net, empty, sync = sharded("plain"), nn.Sequential(nn.Tanh()), "set_requires_gradient_sync"
-    modules = [module for module in list(_module_state_mapping) if isinstance(module, FSDPModule)]
+    modules = [m for m in list(_module_state_mapping) if isinstance(m, FSDPModule)]
+    modules = [module for module in modules if id(module) not in earlier]
     fully_shard(empty, mesh=init_device_mesh("cpu", (1,)))
     groups = [groups_of(net), groups_of(net[0])]
     cut = [[p for group in own for p in group.fsdp_params] for own in groups]
