@@ -141,7 +141,7 @@ def check_graphs_device(param: Tensor, others: list[Tensor]) -> None:
     """Checks that a parameter can be part of the graphs.
 
     Raises:
-        ValueError: if it is not on the CUDA device of the others.
+        ValueError: if it is not on the same CUDA device as the other parameters.
     """
     if not param.is_cuda or any(other.device != param.device for other in others):
         where = {str(p.device) for p in (param, *others)}

@@ -127,7 +127,7 @@ def seconds(paces: dict[str, float], threads: int = 1, width: int = 8) -> dict[s
 
 
 def test_a_run_is_priced_with_its_start() -> None:
-    """A form whose inverses cost, beside a plain one of the same pace otherwise."""
+    """A form with costly inverses, and a plain form that is otherwise as fast."""
     times = seconds({"adam": 1.0, "tnt-grafted": 1.0})
     for label, kind in KINDS.items():
         if kind.inverses:

@@ -228,7 +228,7 @@ void check(const Method& method, std::vector<Problem> problems) {
   }
 }
 
-// Every layout of every tensor, combined with several of the others', all shapes in one call.
+// Each layout of each tensor, with several layouts of the other tensors, all shapes in one call.
 void check_layouts() {
   std::vector<Layout> readable(std::begin(kLayouts), std::end(kLayouts));
   readable.insert(readable.end(), std::begin(kSharingLayouts), std::end(kSharingLayouts));

@@ -257,7 +257,7 @@ class Heads(nn.Module):
 
 
 def train_heads(model: Heads, opt: TNT, heads: Sequence[int]) -> None:
-    """One step for each entry, with that head; the gradients of the others are None."""
+    """One step for each entry, with that head; the other heads have no gradient."""
     for head in heads:
         opt.zero_grad()
         output = model(torch.randn(8, 4), head)
