@@ -95,8 +95,8 @@ def load_autoencoder(
     Args:
         name: "mnist", "faces", "curves" (generated) or "digits" (from scikit-learn).
         data: `--data`, for "mnist" and "faces".
-        examples: number of images; None for all. FACES takes them at equal distances, the other
-            problems take the first ones.
+        examples: number of images; None for all. FACES spreads them evenly over the faces; the
+            other problems take the first images.
 
     Raises:
         ValueError, OSError: the data cannot be read, or are too few.
