@@ -2,13 +2,11 @@
 
 Random data of the right shape. Each kind of step (plain, with statistics, with statistics and
 inverses) is timed by itself; the mean step at (T1, T2) is the sum of the kinds' medians, weighted
-by their shares of a period. If a whole period is short, it is timed as well, as a check.
+by their shares of a period.
 """
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -61,7 +59,6 @@ QUICK = [Quick("step-times", 1.5, "--quick")]
 # The paper's (T1, T2) for its autoencoders and for its convolutional networks.
 INTERVALS = ((1, 20), (10, 100))
 FULL, SMALL = (60.0, 3, 20), (8.0, 2, 5)  # seconds of a set, fewest rounds, most rounds
-PERIOD_SECONDS = 8.0  # a whole period is timed if it takes at most so long
 _CHARACTERS = 65  # in tiny Shakespeare
 
 # (learning rate, damping): small steps that stay finite. The time of a step depends on them only by
@@ -89,7 +86,6 @@ class StepSet:
     loss: Callable[[Tensor, Tensor], Tensor]
     likelihood: str
     kfac: str  # the form of KFAC; on the paper's problems the paper's
-    intervals: tuple[int, int]  # T1 and T2; on the paper's problems the paper's
     note: str = ""  # differences from a real training
     # Methods one of whose refreshes takes over 25 s on two cores, by an estimate.
     left_out: tuple[str, ...] = ()
@@ -137,13 +133,13 @@ def _text(count: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
     return text[:, :-1].contiguous(), text[:, 1:].flatten()
 
 
-_BERNOULLI = (reconstruction_loss, "bernoulli", "kfac", (1, 20))
+_BERNOULLI = (reconstruction_loss, "bernoulli", "kfac")
 _GAUSSIAN = (squared_error, "gaussian", "kfac")
-_CONVNET = (functional.cross_entropy, "categorical", "kfac-eigen", (10, 100))
-_LANGUAGE = (functional.cross_entropy, "categorical", "kfac", (10, 100))
+_CONVNET = (functional.cross_entropy, "categorical", "kfac-eigen")
+_LANGUAGE = (functional.cross_entropy, "categorical", "kfac")
 STEP_SETS = {
     "mnist_ae": StepSet(lambda: autoencoder(MNIST_WIDTHS), _pixels(784), 1000, *_BERNOULLI),
-    "faces_ae": StepSet(lambda: autoencoder(FACES_WIDTHS), _pixels(625), 1000, *_GAUSSIAN, (1, 20)),
+    "faces_ae": StepSet(lambda: autoencoder(FACES_WIDTHS), _pixels(625), 1000, *_GAUSSIAN),
     "resnet32": StepSet(resnet32, _images(10), 128, *_CONVNET),
     "vgg16": StepSet(
         *(vgg16, _images(100), 32, *_CONVNET, "batches of 32, not the paper's 128"),
@@ -158,7 +154,7 @@ STEP_SETS = {
     ),
     "square4096": StepSet(
         lambda: nn.Sequential(nn.Linear(4096, 4096, bias=False)),
-        *(_pixels(4096), 256, *_GAUSSIAN, (10, 100)),
+        *(_pixels(4096), 256, *_GAUSSIAN),
         "one layer without a bias; batches of 256",
         left_out=("shampoo",),
     ),
@@ -232,9 +228,8 @@ def measure_set(
     for method in missing:
         for key in keys(name, method):
             result = mean_step(times[method], key, sgd)
-            whole = _whole_period(steps[method], key, result["seconds"], step_set.intervals)
             size = {"state_bytes": state_bytes(steps[method].optimizer)}
-            file.add(key, {**shared, **result, **size, "whole_period_mean": whole})
+            file.add(key, {**shared, **result, **size})
 
 
 def keys(name: str, method: str) -> list[dict[str, Any]]:
@@ -269,28 +264,13 @@ def mean_step(
     }
 
 
-def _whole_period(
-    step: TrainingStep, key: Mapping[str, Any], mean: float, intervals: tuple[int, int]
-) -> float | None:
-    """The measured mean step of a whole period, at the set's own intervals, or None."""
-    if (key["stat_interval"], key["inverse_interval"]) != intervals:
-        return None
-    period = math.lcm(*intervals)
-    if period * mean > PERIOD_SECONDS:
-        return None
-    began = time.perf_counter()
-    step.take_period(*intervals)
-    return (time.perf_counter() - began) / period
-
-
 def page(runs: Sequence[Mapping[str, Any]]) -> str:
     """All runs as Markdown tables, one a set."""
     lines = [
         "# Seconds per training step",
         "",
         "Whole steps: zero_grad, forward, loss, observe, backward, step. Medians; quartiles in "
-        "brackets. † is the mean step of a whole period over the sum of its kinds. Methods whose "
-        "refresh takes over 25 s, by an estimate, are left out.",
+        "brackets. Methods whose refresh takes over 25 s, by an estimate, are left out.",
         "",
     ]
     for name in dict.fromkeys(run["key"]["set"] for run in runs):
@@ -301,13 +281,13 @@ def page(runs: Sequence[Mapping[str, Any]]) -> str:
         lines += [f"Batches of {own[0]['batch_size']}, {size} MB of parameters{note}."]
         lines += [disturbance(own[0]), ""]
         header = ["", "T1, T2", "mean step, ms", "over SGD-m", "plain step"]
-        header += ["+ statistics", "+ inverses", "whole period", "state, MB"]
+        header += ["+ statistics", "+ inverses", "state, MB"]
         lines += table(header, [_row(run) for run in own])
     return "\n".join(lines)
 
 
 def _row(run: Mapping[str, Any]) -> list[str]:
-    key, whole = run["key"], run["whole_period_mean"]
+    key = run["key"]
     first_order = key["stat_interval"] is None
     low, high = (milliseconds(end) for end in run["quartiles"])
     return [
@@ -316,6 +296,5 @@ def _row(run: Mapping[str, Any]) -> list[str]:
         f"{milliseconds(run['seconds'])} ({low} to {high})",
         f"{run['ratio']:.2f}",
         *(milliseconds(run["components"][part]) for part in ("plain", "statistics", "inverses")),
-        "" if whole is None else f"{whole / run['seconds']:.2f} †",
         megabytes(run["state_bytes"]),
     ]

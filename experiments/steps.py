@@ -114,21 +114,11 @@ class TrainingStep:
 
     def set_due(self, kind: Kind) -> None:
         """Make the next step one of this kind; a first-order method has only plain ones."""
-        self.set_intervals(1 if kind.statistics else NEVER, 1 if kind.inverses else NEVER)
-
-    def set_intervals(self, stat_interval: int, inverse_interval: int, step: int = START) -> None:
-        """Set T1, T2 and the number of the next step."""
         if self.second_order:
-            new = {"stat_interval": stat_interval, "inverse_interval": inverse_interval}
             for group in self.optimizer.param_groups:
-                group.update(new, step=step)
-
-    def take_period(self, stat_interval: int, inverse_interval: int) -> None:
-        """Take all steps of one period."""
-        period = math.lcm(stat_interval, inverse_interval)
-        self.set_intervals(stat_interval, inverse_interval, period * -(-START // period))
-        for _ in range(period):
-            self()
+                group["stat_interval"] = 1 if kind.statistics else NEVER
+                group["inverse_interval"] = 1 if kind.inverses else NEVER
+                group["step"] = START
 
 
 def problem_step(problem: Problem, settings: Settings) -> TrainingStep:
