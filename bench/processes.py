@@ -35,6 +35,7 @@ from tools.measuring.clock import busy_share, now
 from tools.measuring.parameter_sets import PARAMETER_SETS
 from tools.measuring.provenance import provenance
 from tools.measuring.records import check_writable, write_json
+from tools.measuring.state import state_bytes
 from tools.measuring.tables import table
 
 # How the work is shared: every process does all of it, the two settings of `shard`, and parameters
@@ -117,15 +118,6 @@ def _sends(*args: Any, group: Any = None, group_src: int | None = None, **kwargs
     return group_src == dist.get_rank(group)
 
 
-def nbytes(state: Any) -> int:
-    """The bytes of all tensors in a state."""
-    if isinstance(state, Tensor):
-        return state.nbytes
-    if isinstance(state, dict):
-        return sum(map(nbytes, state.values()))
-    return sum(map(nbytes, state)) if isinstance(state, list) else 0
-
-
 def run_rank(rank: int, folder: str, case: Case, threads: int) -> None:
     """Run a case as one of its processes; write the result to a file. The target of `spawn`."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -180,7 +172,7 @@ def _measured(case: Case) -> dict[str, Any]:
     return {
         "seconds": {kind: statistics.median(values) for kind, values in seconds.items()},
         "sent": sent,
-        "state": sum(nbytes(opt.state[p]) for p in opt.state),
+        "state": state_bytes(opt),
         "ends": [end.detach().cpu() for end in ends],
     }
 

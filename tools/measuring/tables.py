@@ -53,15 +53,6 @@ def times(value: float) -> str:
     return f"{value:.2f}" if value >= 1 else f"**{value:.2f}**"
 
 
-def span(values: Sequence[int]) -> str:
-    """A range, and how many points it has.
-
-    >>> span([256, 512, 1024]), span([])
-    ('256 to 1024 (3)', '')
-    """
-    return f"{values[0]} to {values[-1]} ({len(values)})" if values else ""
-
-
 def disturbance(record: Mapping[str, float | None]) -> str:
     """A warning where other processes used the machine; empty where they did not, or if unknown.
 
