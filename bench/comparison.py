@@ -69,7 +69,6 @@ class Comparison:
         work: Work | None = None,
         *,
         tolerance: float | None = None,
-        symmetric: bool = False,
         kind: str = "",
         steps: int = 1,
         note: str = "",
@@ -77,8 +76,8 @@ class Comparison:
         """Compare ``candidates``; the first one is the base of all ratios.
 
         ``expected`` are the results of the reference after one run, ``tolerance`` is that of ours
-        (None for the operator's own), ``symmetric`` says whether the product is symmetric. A run
-        makes ``steps`` steps; times and work are recorded for one. The note stands below the table.
+        (None for the operator's own). A run makes ``steps`` steps; times and work are recorded for
+        one. The note stands below the table.
 
         Raises:
             ValueError: a candidate computes another result, a number that is not finite, or
@@ -119,8 +118,7 @@ class Comparison:
                 row["baseline"] = True
             rows.append(row)
         if work is not None:
-            rows[0]["work"] = [work.flops // steps, work.bytes // steps]
-            rows[0]["symmetric"] = symmetric
+            rows[0]["work"] = [work.flops // steps, work.bytes // steps, work.symmetric]
         if any(notes):
             rows[0]["note"] = "; ".join(filter(None, notes))
         self.benchmark.group = op

@@ -101,12 +101,9 @@ class Record:
         content["protocol"]["busy_after"] = busy_share()
         for row in content["rows"]:
             if "work" in row:
-                row["limit"], row["least_seconds"] = binding(
-                    content["limits"],
-                    Work(*row["work"]),
-                    symmetric=row["symmetric"],
-                    precision=row["precision"],
-                )
+                work = Work(*row["work"])
+                limit = binding(content["limits"], work, row["precision"])
+                row["limit"], row["least_seconds"] = limit
         report.write(self.path, content, report.page)
 
 

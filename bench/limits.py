@@ -38,13 +38,13 @@ def matmul_precision(setting: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def binding(limits: Limits, work: Work, *, symmetric: bool, precision: str) -> tuple[str, float]:
+def binding(limits: Limits, work: Work, precision: str) -> tuple[str, float]:
     """The limit that binds, and the least seconds for ``work``.
 
     A CPU has a routine of its own for a symmetric product; on a GPU the precision of float32
     products counts.
     """
-    product = "ssyrk" if symmetric else "sgemm"
+    product = "ssyrk" if work.symmetric else "sgemm"
     if product not in limits:
         product = _PRODUCT_OF[precision]
     least = {product: work.flops / limits[product], "copy": work.bytes / limits["copy"]}

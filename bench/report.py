@@ -103,7 +103,7 @@ def _ratio(row: Row) -> str:
 def _rates(row: Row) -> tuple[str, str, str]:
     if "work" not in row:
         return "", "", ""
-    flops, size = row["work"]
+    flops, size, _ = row["work"]
     limit = ""
     if "least_seconds" in row:
         limit = f"{100 * row['least_seconds'] / row['median']:.0f} % ({row['limit']})"

@@ -281,13 +281,12 @@ def _muon(params: list[nn.Parameter], kind: Kind) -> Callable[[], None]:
 
 
 def _work(parameter_set: ParameterSet, kind: Kind) -> Work:
-    views, diagonal = parameter_set.views, parameter_set.diagonal
-    total = Work()
-    for part, times in (
-        (step_work(views, diagonal), kind.steps),
-        (gram_work(views, diagonal), kind.due(kind.stat_interval)),
-        (inverse_work(views, diagonal), kind.due(T2)),
-    ):
-        for _ in range(times):
-            total += part
-    return total
+    parts = (
+        (step_work(parameter_set), kind.steps),
+        (gram_work(parameter_set), kind.due(kind.stat_interval)),
+        (inverse_work(parameter_set), kind.due(T2)),
+    )
+    return Work(
+        sum(times * part.flops for part, times in parts),
+        sum(times * part.bytes for part, times in parts),
+    )
