@@ -21,13 +21,11 @@ from torch import nn
 from tqdm import tqdm
 
 from bench.inputs import generator, gram_statistics, normal, poisoned, symmetric_modes
-from bench.report import origin, write
+from bench.report import new_record, origin, write
 from tnt_kernels import damped_inverse, gram_ema_, inverse_root, preconditioned_step_
 from tnt_optim import KFAC, TNT, Shampoo
-from tools.measuring.clock import Run, Stopwatch, alternate, busy_share
+from tools.measuring.clock import Run, Stopwatch, alternate
 from tools.measuring.parameter_sets import ParameterSet
-from tools.measuring.provenance import provenance
-from tools.measuring.records import check_writable
 from tools.measuring.state import state_bytes
 from tools.measuring.tables import milliseconds, table
 
@@ -261,18 +259,12 @@ def main(
     threads: Annotated[int | None, typer.Option(help="(default: PyTorch's own)")] = None,
 ) -> None:
     """Measure how the operators' times and the optimizers' states grow with d and k."""
-    check_writable(out)
     if threads:
         torch.set_num_threads(threads)
-    record: dict[str, Any] = {
-        "provenance": provenance(device),
-        "protocol": {"seconds": seconds, "busy_before": busy_share(), "busy_after": None},
-        "rows": [],
-        "memory": [counted(method, k) for method, k in MEMORY],
-    }
+    record = new_record(out, device, seconds=seconds)
+    record["memory"] = [counted(method, k) for method, k in MEMORY]
     for sweep in tqdm(SWEEPS, "complexity", disable=None):
         record["rows"].append(measured(sweep, torch.device(device), seconds))
-    record["protocol"]["busy_after"] = busy_share()
     write(out, record, page)
     typer.echo(f"wrote {out} and {out.with_suffix('.md')}")
 

@@ -19,10 +19,8 @@ from bench.comparison import Comparison
 from bench.limits import better, binding, matmul_precision, measure_limits
 from bench.work import Work
 from tnt_kernels import backends
-from tools.measuring.clock import MAX_ROUNDS, MIN_ROUNDS, busy_share
 from tools.measuring.parameter_sets import DEFAULT_SETS, PARAMETER_SETS
-from tools.measuring.provenance import provenance
-from tools.measuring.records import check_writable, write_json
+from tools.measuring.records import write_json
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -72,20 +70,10 @@ class Record:
     """The rows of this run, written after every benchmark: an ended run loses none."""
 
     def __init__(self, path: Path, device: torch.device, seconds: float, limit_size: int) -> None:
-        self.path, self.device, self.size = check_writable(path), device, limit_size
-        self.content: dict[str, Any] = {
-            "provenance": provenance(device),
-            "backends": asdict(backends()),
-            "protocol": {
-                "seconds": seconds,
-                "rounds": [MIN_ROUNDS, MAX_ROUNDS],
-                "order": "candidates alternate in one process; ours follows the baselines",
-                "busy_before": busy_share(),
-                "busy_after": None,
-            },
-            "limits": measure_limits(device, limit_size),
-            "rows": [],
-        }
+        self.path, self.device, self.size = path, device, limit_size
+        self.content = report.new_record(path, device, seconds=seconds)
+        self.content["backends"] = asdict(backends())
+        self.content["limits"] = measure_limits(device, limit_size)
 
     def add(self, rows: list[dict[str, Any]]) -> None:
         """Add the rows of one benchmark."""
@@ -98,7 +86,6 @@ class Record:
         if not content["rows"]:
             return
         content["limits"] = better(content["limits"], measure_limits(self.device, self.size))
-        content["protocol"]["busy_after"] = busy_share()
         for row in content["rows"]:
             if "work" in row:
                 work = Work(*row["work"])

@@ -29,12 +29,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.spawn import spawn
 from tqdm import tqdm
 
-from bench.report import DIGITS, origin, write
+from bench.report import DIGITS, new_record, origin, write
 from tnt_optim import TNT
-from tools.measuring.clock import busy_share, now
+from tools.measuring.clock import now
 from tools.measuring.parameter_sets import PARAMETER_SETS
-from tools.measuring.provenance import provenance
-from tools.measuring.records import check_writable, write_json
+from tools.measuring.records import write_json
 from tools.measuring.state import state_bytes
 from tools.measuring.tables import table
 
@@ -266,16 +265,10 @@ def main(
     threads: Annotated[int | None, typer.Option(help="of all processes together")] = None,
 ) -> None:
     """Measure traffic, state and seconds of processes that share TNT's steps."""
-    check_writable(out)
     threads = threads or torch.get_num_threads()
     counts = [int(count) for count in processes.split(",")]
-    record: dict[str, Any] = {
-        "provenance": provenance(device),
-        "protocol": {"t1": T1, "t2": T2, "damping": DAMPING, "periods": periods,
-                     "threads_of_all_processes": threads, "busy_before": busy_share(),
-                     "busy_after": None},
-        "rows": [],
-    }  # fmt: skip
+    settings = {"t1": T1, "t2": T2, "damping": DAMPING, "periods": periods}
+    record = new_record(out, device, **settings, threads_of_all_processes=threads)
     cases = [
         Case(name, way, count, periods, device)
         for name in sets.split(",")
@@ -285,7 +278,6 @@ def main(
     for case in tqdm(cases, disable=None):
         record["rows"].append(measured(case, threads))
         write_json(out, record, DIGITS)
-    record["protocol"]["busy_after"] = busy_share()
     write(out, record, page)
     typer.echo(f"wrote {out} and {out.with_suffix('.md')}")
 

@@ -343,7 +343,9 @@ def test_the_page_has_every_candidate_and_marks_losing_cases() -> None:
         "machine": machine, "versions": {"torch": "2"}, "threads": {"torch": 2},
     }  # fmt: skip
     limits = {"size": 64, "sgemm": 1e9}
-    record = json.loads(json.dumps({"provenance": source, "limits": limits, "rows": rows}))
-    page = report.page(record)
+    protocol = {"busy_before": 0.5, "busy_after": None}
+    record = {"provenance": source, "protocol": protocol, "limits": limits, "rows": rows}
+    page = report.page(json.loads(json.dumps(record)))
+    assert "used 50 % of the machine" in page
     assert "**0.50**" in page and "50 % (copy)" in page and "1234567890ab with changes" in page
     assert page.count("| small") == 2

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tnt_optim.modes import diagonal_modes, mode_shape
+from tnt_optim.modes import mode_shape
 
 Shape = tuple[int, ...]
 
@@ -37,10 +37,7 @@ class ParameterSet:
     @property
     def matrices(self) -> list[list[Shape]]:
         """For each parameter and mode, the shape of its statistic: (d, d), or (d,) if diagonal."""
-        return [
-            [(d,) if diagonal else (d, d) for d, diagonal in zip(view, kinds, strict=True)]
-            for view, kinds in ((v, diagonal_modes(v, MAX_FACTOR_DIM)) for v in self.views)
-        ]
+        return [[(d,) if d > MAX_FACTOR_DIM else (d, d) for d in view] for view in self.views]
 
 
 def autoencoder(widths: Sequence[int]) -> list[Shape]:

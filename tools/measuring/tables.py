@@ -33,24 +33,13 @@ def milliseconds(seconds: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def megabytes(size: float | None) -> str:
-    """In 10^6 bytes; "?" for None.
+def megabytes(size: float) -> str:
+    """In 10^6 bytes.
 
-    >>> megabytes(12345678), megabytes(1234567890), megabytes(None)
-    ('12.3', '1235', '?')
+    >>> megabytes(12345678), megabytes(1234567890)
+    ('12.3', '1235')
     """
-    if size is None:
-        return "?"
-    return f"{size / 1e6:.0f}" if abs(size) >= 1e8 else f"{size / 1e6:.3g}"
-
-
-def times(value: float) -> str:
-    """The ratio of a baseline's time to ours; bold where the baseline wins.
-
-    >>> times(2.345), times(0.812)
-    ('2.35', '**0.81**')
-    """
-    return f"{value:.2f}" if value >= 1 else f"**{value:.2f}**"
+    return f"{size / 1e6:.0f}" if size >= 1e8 else f"{size / 1e6:.3g}"
 
 
 def disturbance(record: Mapping[str, float | None]) -> str:
