@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from bench.baselines import PlainTNT
-from bench.comparison import OURS, STEP_TOLERANCE, Candidate, Comparison
+from bench.comparison import OURS, Candidate, Comparison
 from bench.inputs import generator, normal
 from bench.work import Work, gram_work, inverse_work, step_work
 from tnt_optim import TNT
@@ -172,7 +172,6 @@ def test_methods(
         candidates,
         expected,
         _work(parameter_set, kind),
-        tolerance=STEP_TOLERANCE,
         kind=kind.name,
         steps=kind.steps,
     )

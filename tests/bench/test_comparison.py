@@ -14,7 +14,6 @@ from torch import Tensor
 from bench import baselines, report
 from bench.comparison import (
     OURS,
-    STEP_TOLERANCE,
     TOLERANCES,
     Candidate,
     Comparison,
@@ -106,7 +105,7 @@ def test_measured_limits_are_rates_of_this_machine() -> None:
     rates = {name: rate for name, rate in found.items() if isinstance(rate, float)}
     assert set(rates) == {"copy", "torch_sgemm", "sgemm", "ssyrk"}
     assert all(1e6 < rate < 1e15 for rate in rates.values())
-    assert found["threads"] == 1 and found["size"] == 64 and "blas" in found
+    assert found["size"] == 64 and found["blas"] in ("torch", "scipy-openblas32")
     slower = {**found, "sgemm": found["sgemm"] / 2, "copy": found["copy"] * 2}
     assert better(found, slower) == {**found, "copy": slower["copy"]}
 
@@ -257,7 +256,7 @@ def test_plain_torch_takes_the_steps_of_tnt() -> None:
         second.step()
     start = parameters.start
     moved = [[p.detach() - s for p, s in zip(ps, start, strict=True)] for ps in (ours, plain)]
-    assert relative_error(moved[0], moved[1]) < STEP_TOLERANCE
+    assert relative_error(moved[0], moved[1]) < TOLERANCES["TNT.step"]["cpu"]
     assert min(float(m.abs().max()) for m in moved[0]) > 0
 
 
