@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bench.work import Work
-from tools.measuring.clock import Stopwatch, no_collection, ratios, rotated, rounds_for, summary
+from tools.measuring.clock import Stopwatch, no_collection, rotated, rounds_for, summary
 from tools.measuring.parameter_sets import ParameterSet
 
 OURS = "tnt_kernels"
@@ -106,10 +106,10 @@ class Comparison:
         baselines = {candidate.name for candidate in candidates[1:] if candidate.compared}
         rows: list[dict[str, Any]] = []
         for name, seconds in samples.items():
-            own = summary([second / steps for second in seconds])
-            ratio = summary(ratios(seconds, base))
+            row = {**key, "candidate": name, **summary([second / steps for second in seconds])}
+            ratio = summary([own / other for own, other in zip(seconds, base, strict=True)])
             # Median and quartiles of the ratios of each round.
-            row = {**key, "candidate": name, **own, "ratio": [ratio["median"], *ratio["quartiles"]]}
+            row["ratio"] = [ratio["median"], *ratio["quartiles"]]
             if name in errors:
                 row["error"] = errors[name]
             if name.removesuffix(", graph") in baselines:

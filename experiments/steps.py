@@ -42,7 +42,6 @@ class Kind(NamedTuple):
 
 PLAIN, STATISTICS = Kind(False, False), Kind(True, False)
 INVERSES, BOTH = Kind(False, True), Kind(True, True)
-KINDS = {kind.label: kind for kind in (PLAIN, STATISTICS, INVERSES, BOTH)}
 
 
 def shares(stat_interval: int, inverse_interval: int) -> dict[Kind, Fraction]:

@@ -172,11 +172,6 @@ def summary(samples: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def ratios(samples: Sequence[float], base: Sequence[float]) -> list[float]:
-    """Round by round, the seconds of one candidate over those of another."""
-    return [own / other for own, other in zip(samples, base, strict=True)]
-
-
 def busy_share() -> float | None:
     """Share of all cores that other processes use during a second; None if the system has no count.
 
