@@ -22,7 +22,15 @@ def test_a_time_of_the_predicted_order_agrees(sweep: complexity.Sweep) -> None:
     used = row["fitted_values"]
     assert min(used) >= sweep.fit_from and len(used) >= 3
     assert row["fitted"] == pytest.approx(sweep.predicted)
-    assert min(row["seconds"][-len(used) :]) >= 3 * times[0]
+
+
+def test_a_fit_leaves_out_small_sizes() -> None:
+    """Those whose time is mostly a call's fixed cost, and those below the fitted range."""
+    sweep = complexity.Sweep(**{**vars(SWEEPS[0]), "values": (1, 2, 4, 8, 16, 32), "fit_from": 1})
+    assert fitted(sweep, [1.0, 2.9, 4.0, 8.0, 16.0, 32.0])["fitted_values"] == [4, 8, 16, 32]
+    later = complexity.Sweep(**{**vars(sweep), "fit_from": 16})
+    row = fitted(later, [1.0, 2.9, 4.0, 8.0, 16.0, 32.0])
+    assert row["fitted_values"] == [16, 32] and row["fitted"] is None
 
 
 def test_a_sweep_times_its_operator(monkeypatch: pytest.MonkeyPatch) -> None:
