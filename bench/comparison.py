@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bench.work import Work
-from tools.measuring.clock import Stopwatch, no_collection, rotated, rounds_for, summary
+from tools.measuring.clock import Stopwatch, no_collection, ratios, rotated, rounds_for, summary
 from tools.measuring.parameter_sets import ParameterSet
 
 OURS = "tnt_kernels"
@@ -107,7 +107,7 @@ class Comparison:
         rows: list[dict[str, Any]] = []
         for name, seconds in samples.items():
             row = {**key, "candidate": name, **summary([second / steps for second in seconds])}
-            ratio = summary([own / other for own, other in zip(seconds, base, strict=True)])
+            ratio = summary(ratios(seconds, base))
             # Median and quartiles of the ratios of each round.
             row["ratio"] = [ratio["median"], *ratio["quartiles"]]
             if name in errors:

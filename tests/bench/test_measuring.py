@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tools.measuring import clock
-from tools.measuring.clock import alternate, rotated, summary
+from tools.measuring.clock import alternate, ratios, rotated, summary
 from tools.measuring.provenance import flushes_subnormals, provenance
 from tools.measuring.records import check_writable, read_json, write_json
 
@@ -56,9 +56,12 @@ def test_the_number_of_rounds_follows_the_time() -> None:
             alternate({"a": none}, **bad)
 
 
-def test_summaries_and_orders() -> None:
-    assert summary([4.0]) == {"median": 4.0, "quartiles": [4.0, 4.0], "rounds": 1}
+def test_summaries_and_ratios() -> None:
+    assert summary([4.0]) == {
+        "median": 4.0, "quartiles": [4.0, 4.0], "least": 4.0, "most": 4.0, "rounds": 1,
+    }  # fmt: skip
     assert summary([5.0, 1.0, 3.0, 2.0, 4.0])["quartiles"] == [2.0, 4.0]
+    assert ratios([2.0, 9.0], [1.0, 3.0]) == [2.0, 3.0]
     assert rotated([], 3) == []
 
 

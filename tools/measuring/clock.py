@@ -158,28 +158,35 @@ def rotated(candidates: Sequence[Item], turns: int) -> list[Item]:
 
 
 def summary(samples: Sequence[float]) -> dict[str, Any]:
-    """Median, quartiles and number of the samples; at least one sample.
+    """Median, quartiles, least, most and number of the samples; at least one sample.
 
     >>> summary([3.0, 1.0, 2.0])
-    {'median': 2.0, 'quartiles': [1.5, 2.5], 'rounds': 3}
+    {'median': 2.0, 'quartiles': [1.5, 2.5], 'least': 1.0, 'most': 3.0, 'rounds': 3}
     """
     known = [*samples] * (2 if len(samples) == 1 else 1)
     lower, median, upper = statistics.quantiles(known, n=4, method="inclusive")
     return {
         "median": median,
         "quartiles": [lower, upper],
+        "least": min(samples),
+        "most": max(samples),
         "rounds": len(samples),
     }
 
 
-def busy_share() -> float | None:
-    """Share of all cores that other processes use during a second; None if the system has no count.
+def ratios(samples: Sequence[float], base: Sequence[float]) -> list[float]:
+    """Round by round, the seconds of one candidate over those of another."""
+    return [own / other for own, other in zip(samples, base, strict=True)]
+
+
+def busy_share(seconds: float = 1.0) -> float | None:
+    """Share of all cores that other processes use during a sleep; None if the system has no count.
 
     Times taken next to another busy process mean little: two threads wait for each other in every
     parallel region, so the method with more of them looks slower.
     """
     before = _processor_times()
-    time.sleep(1)
+    time.sleep(seconds)
     after = _processor_times()
     if before is None or after is None:
         return None
