@@ -162,15 +162,14 @@ class PlainTNT:
         lr: float,
         *,
         damping: float,
-        momentum: float = 0.9,
-        stat_decay: float = 0.9,
-        weight_decay: float = 0.0,
-        stat_interval: int = 1,
-        inverse_interval: int = 20,
+        momentum: float,
+        stat_decay: float,
+        stat_interval: int,
+        inverse_interval: int,
     ) -> None:
         self.params = list(params)
         self.lr, self.damping, self.momentum = lr, damping, momentum
-        self.stat_decay, self.weight_decay = stat_decay, weight_decay
+        self.stat_decay = stat_decay
         self.stat_interval, self.inverse_interval = stat_interval, inverse_interval
         self.steps = 0
         views = [mode_shape(p.shape) for p in self.params]
@@ -194,13 +193,6 @@ class PlainTNT:
             gram_einsum_(self.stats, grads, self.stat_decay if self.steps else 0.0)
         if self.steps % self.inverse_interval == 0:
             inverse_linalg(self.stats, self.damping, self.factors)
-        step_tensordot_(
-            self.weights,
-            self.momenta,
-            grads,
-            self.factors,
-            self.lr,
-            self.momentum,
-            self.weight_decay,
-        )
+        scalars = (self.lr, self.momentum, 0.0)
+        step_tensordot_(self.weights, self.momenta, grads, self.factors, *scalars)
         self.steps += 1

@@ -1,9 +1,9 @@
-"""How the operators' times grow with d and k: exponents next to those of Table 2.
+"""How the operators' times and the optimizers' states grow with d and k, next to Table 2.
 
 Table 2 of Ren & Goldfarb 2021 gives sum d prod d for statistics and update, sum d^3 for inverses
 and roots. Each sweep times one operator on one tensor of k modes of size d. A time is the least of
-several; an exponent is the slope of its logarithm over that of the abscissa. `experiments` measures
-whole methods.
+several; an exponent is the slope of its logarithm over that of the abscissa. States are counted
+after one step on such a tensor.
 """
 
 from __future__ import annotations
@@ -12,33 +12,30 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import linear_regression
 from typing import Annotated, Any
 
 import torch
 import typer
+from torch import nn
 from tqdm import tqdm
 
 from bench.inputs import generator, gram_statistics, normal, poisoned, symmetric_modes
-from bench.report import origin, write
+from bench.report import new_record, origin, write
 from tnt_kernels import damped_inverse, gram_ema_, inverse_root, preconditioned_step_
-from tools.measuring.clock import Run, Stopwatch, alternate, busy_share
-from tools.measuring.fits import (
-    LAUNCH_FACTOR,
-    LEAST_POINTS,
-    WITHIN,
-    agreement,
-    exponent,
-    launch_bound,
-    left_out,
-)
+from tnt_optim import KFAC, TNT, Shampoo
+from tools.measuring.clock import Run, Stopwatch, alternate
 from tools.measuring.parameter_sets import ParameterSet
-from tools.measuring.provenance import provenance
-from tools.measuring.records import check_writable
-from tools.measuring.tables import milliseconds, span, table
+from tools.measuring.state import state_bytes
+from tools.measuring.tables import milliseconds, table
 
 DAMPING = 0.1
 K_SIZE = 32  # of each mode in the sweeps over k
 SAMPLE_SECONDS = 0.01
+# A time below this multiple of the smallest size's time is mostly the fixed cost of the call.
+LAUNCH_FACTOR = 3.0
+LEAST_POINTS = 3
+WITHIN = 0.15  # largest distance of a fitted exponent from the predicted one
 
 
 @dataclass(frozen=True)
@@ -142,53 +139,115 @@ def _repeated(call: Run, count: int) -> Run:
 
 def fitted(sweep: Sweep, times: Sequence[float]) -> dict[str, Any]:
     """The row of a sweep with known times."""
-    status = [
-        "launch-bound" if out else "below the fitted range" if v < sweep.fit_from else "fitted"
-        for v, out in zip(sweep.values, launch_bound(times), strict=True)
+    used = [
+        (value, time)
+        for value, time in zip(sweep.values, times, strict=True)
+        if value >= sweep.fit_from and time >= LAUNCH_FACTOR * times[0]
     ]
-    used = [i for i, state in enumerate(status) if state == "fitted"]
     return {
         "part": sweep.part,
         "over": sweep.variable + ("" if sweep.k is None else f", k = {sweep.k}"),
         "term": sweep.term,
         "predicted": sweep.predicted,
-        "fitted": exponent(
-            [sweep.abscissa(sweep.values[i]) for i in used], [times[i] for i in used]
-        ),
+        "fitted": exponent([(sweep.abscissa(value), time) for value, time in used]),
+        "fitted_values": [value for value, _ in used],
         "values": list(sweep.values),
         "seconds": list(times),
-        "status": status,
     }
+
+
+def exponent(points: Sequence[tuple[float, float]]) -> float | None:
+    """The slope of the logarithms by least squares; None with too few points."""
+    if len(points) < LEAST_POINTS:
+        return None
+    xs, ys = zip(*((math.log2(x), math.log2(y)) for x, y in points), strict=True)
+    return linear_regression(xs, ys).slope
+
+
+MEMORY = [(method, k) for k in (1, 2, 3) for method in ("TNT", "Shampoo", "Adam")] + [("KFAC", 2)]
+MEMORY_D = (2, 4, 8)  # the count is exact at any size
+
+
+def counted(method: str, k: int) -> dict[str, Any]:
+    """The state of one tensor of k modes beyond SGD-m's, and what Table 2 says, at every d.
+
+    Statistics and their inverses count both. Adam has one more number for each parameter.
+    """
+    return {
+        "method": method,
+        "k": k,
+        "term": "prod d" if method == "Adam" else "sum d^2",
+        "values": list(MEMORY_D),
+        "bytes": [_beyond_momentum(method, d, k) for d in MEMORY_D],
+        "formula_bytes": [4 * (d**k if method == "Adam" else 2 * k * d**2) for d in MEMORY_D],
+    }
+
+
+def _beyond_momentum(method: str, d: int, k: int) -> int:
+    weight = nn.Parameter(torch.randn((d,) * k))
+    weight.grad = torch.randn_like(weight)
+    optimizer: torch.optim.Optimizer
+    match method:
+        case "TNT":
+            optimizer = TNT([weight], fisher="empirical")
+        case "Shampoo":
+            optimizer = Shampoo([weight])
+        case "Adam":
+            optimizer = torch.optim.Adam([weight])
+        case _:
+            layer = nn.Linear(d, d, bias=False)
+            layer.weight = weight
+            optimizer = KFAC(layer, likelihood="gaussian")
+            optimizer.observe(layer(torch.randn(1, d)))
+    optimizer.step()
+    return state_bytes(optimizer) - weight.nbytes
 
 
 def page(record: Mapping[str, Any]) -> str:
     """The page of a record."""
     header = ["time of", "cost in Table 2", "over", "predicted", "fitted", ""]
-    header += ["fitted range (points)", "not fitted", "slowest point, ms"]
-    lines = [
+    header += ["fitted range (points)", "slowest point, ms"]
+    times = [
         [
             *(row["part"], row["term"], row["over"], f"{row['predicted']:g}"),
             "" if row["fitted"] is None else f"{row['fitted']:.2f}",
-            agreement(row["predicted"], row["fitted"]),
-            span([v for v, s in zip(row["values"], row["status"], strict=True) if s == "fitted"]),
-            left_out(row),
+            _agreement(row),
+            _span(row["fitted_values"]),
             milliseconds(max(row["seconds"])),
         ]
         for row in record["rows"]
+    ]
+    memory_header = ["state of", "modes", "size in Table 2", "d", "bytes", "by the formula"]
+    memory = [
+        [row["method"], row["k"], row["term"]]
+        + [", ".join(map(str, row[name])) for name in ("values", "bytes", "formula_bytes")]
+        for row in record["memory"]
     ]
     text = [
         "# Complexity of the operators",
         "",
         *origin(record),
         "Table 2 of Ren & Goldfarb 2021 on one tensor of k modes of size d. An exponent agrees if "
-        f"it is within {WITHIN} of the predicted one. *launch-bound*: a time below "
-        f"{LAUNCH_FACTOR:g} times that of the smallest size. *below the fitted range*: smaller "
-        f"than the first size of the fit, chosen beforehand. No exponent from fewer than "
-        f"{LEAST_POINTS} points.",
+        f"it is within {WITHIN} of the predicted one. The fit leaves out sizes below the first one "
+        f"of the fit, chosen beforehand, and times below {LAUNCH_FACTOR:g} times that of the "
+        f"smallest size: a call's fixed cost. No exponent from fewer than {LEAST_POINTS} points.",
         "",
-        *table(header, lines),
+        *table(header, times),
+        "States are what an optimizer keeps beyond the momentum of SGD-m.",
+        "",
+        *table(memory_header, memory),
     ]
     return "\n".join(text).rstrip() + "\n"
+
+
+def _agreement(row: Mapping[str, Any]) -> str:
+    if row["fitted"] is None:
+        return "too few points"
+    return "agrees" if abs(row["fitted"] - row["predicted"]) <= WITHIN else "**off**"
+
+
+def _span(values: Sequence[int]) -> str:
+    return f"{values[0]} to {values[-1]} ({len(values)})" if values else ""
 
 
 def main(
@@ -199,18 +258,13 @@ def main(
     seconds: Annotated[float, typer.Option(help="for each size")] = 0.3,
     threads: Annotated[int | None, typer.Option(help="(default: PyTorch's own)")] = None,
 ) -> None:
-    """Measure how the operators' times grow with d and k."""
-    check_writable(out)
+    """Measure how the operators' times and the optimizers' states grow with d and k."""
     if threads:
         torch.set_num_threads(threads)
-    record: dict[str, Any] = {
-        "provenance": provenance(device),
-        "protocol": {"seconds": seconds, "busy_before": busy_share(), "busy_after": None},
-        "rows": [],
-    }
+    record = new_record(out, device, seconds=seconds)
+    record["memory"] = [counted(method, k) for method, k in MEMORY]
     for sweep in tqdm(SWEEPS, "complexity", disable=None):
         record["rows"].append(measured(sweep, torch.device(device), seconds))
-    record["protocol"]["busy_after"] = busy_share()
     write(out, record, page)
     typer.echo(f"wrote {out} and {out.with_suffix('.md')}")
 

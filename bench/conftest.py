@@ -19,10 +19,8 @@ from bench.comparison import Comparison
 from bench.limits import better, binding, matmul_precision, measure_limits
 from bench.work import Work
 from tnt_kernels import backends
-from tools.measuring.clock import MAX_ROUNDS, MIN_ROUNDS, busy_share
 from tools.measuring.parameter_sets import DEFAULT_SETS, PARAMETER_SETS
-from tools.measuring.provenance import provenance
-from tools.measuring.records import check_writable, write_json
+from tools.measuring.records import write_json
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -68,58 +66,29 @@ def device(pytestconfig: pytest.Config) -> torch.device:
     return found
 
 
-class Record:
-    """The rows of this run, written after every benchmark: an ended run loses none."""
-
-    def __init__(self, path: Path, device: torch.device, seconds: float, limit_size: int) -> None:
-        self.path, self.device, self.size = check_writable(path), device, limit_size
-        self.content: dict[str, Any] = {
-            "provenance": provenance(device),
-            "backends": asdict(backends()),
-            "protocol": {
-                "seconds": seconds,
-                "rounds": [MIN_ROUNDS, MAX_ROUNDS],
-                "order": "candidates alternate in one process; ours follows the baselines",
-                "busy_before": busy_share(),
-                "busy_after": None,
-            },
-            "limits": measure_limits(device, limit_size),
-            "rows": [],
-        }
-
-    def add(self, rows: list[dict[str, Any]]) -> None:
-        """Add the rows of one benchmark."""
-        self.content["rows"] += rows
-        write_json(self.path, self.content, report.DIGITS)
-
-    def end(self) -> None:
-        """Measure the limits again, add what each row's limit is, and write the page."""
-        content = self.content
-        if not content["rows"]:
-            return
-        content["limits"] = better(content["limits"], measure_limits(self.device, self.size))
-        content["protocol"]["busy_after"] = busy_share()
-        for row in content["rows"]:
-            if "work" in row:
-                row["limit"], row["least_seconds"] = binding(
-                    content["limits"],
-                    Work(*row["work"]),
-                    symmetric=row["symmetric"],
-                    precision=row["precision"],
-                )
-        report.write(self.path, content, report.page)
-
-
 @pytest.fixture(scope="session")
-def record(pytestconfig: pytest.Config, device: torch.device) -> Iterator[Record | None]:
-    """The record; None with --benchmark-disable, which only checks the candidates."""
+def record(pytestconfig: pytest.Config, device: torch.device) -> Iterator[dict[str, Any] | None]:
+    """The record of this run; None with --benchmark-disable, which only checks the candidates.
+
+    At the end come what each row's limit is, with limits measured again, and the page.
+    """
     option = pytestconfig.getoption
     if option("--benchmark-disable"):
         yield None
         return
-    made = Record(Path(option("--out")), device, option("--seconds"), option("--limit-size"))
-    yield made
-    made.end()
+    path, size = Path(option("--out")), option("--limit-size")
+    content = report.new_record(path, device, seconds=option("--seconds"))
+    content["backends"] = asdict(backends())
+    content["limits"] = measure_limits(device, size)
+    yield content
+    if not content["rows"]:
+        return
+    content["limits"] = better(content["limits"], measure_limits(device, size))
+    for row in content["rows"]:
+        if "work" in row:
+            limit = binding(content["limits"], Work(*row["work"]), row["precision"])
+            row["limit"], row["least_seconds"] = limit
+    report.write(path, content, report.page)
 
 
 @pytest.fixture
@@ -128,12 +97,18 @@ def compare(
     pytestconfig: pytest.Config,
     device: torch.device,
     precision: str,
-    record: Record | None,
+    record: dict[str, Any] | None,
 ) -> Iterator[Comparison]:
     """Checks, times and records candidates, in the precision of this benchmark."""
-    seconds = pytestconfig.getoption("--seconds")
-    add = (lambda rows: None) if record is None else record.add
+    option = pytestconfig.getoption
+
+    def add(rows: list[dict[str, Any]]) -> None:
+        if record is not None:
+            record["rows"] += rows
+            # After every benchmark: an ended run loses none.
+            write_json(option("--out"), record, report.DIGITS)
+
     with matmul_precision(precision):
-        yield Comparison(benchmark, device, precision, seconds, add)
+        yield Comparison(benchmark, device, precision, option("--seconds"), add)
     if device.type == "cuda":
         torch.cuda.empty_cache()

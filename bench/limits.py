@@ -38,13 +38,13 @@ def matmul_precision(setting: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def binding(limits: Limits, work: Work, *, symmetric: bool, precision: str) -> tuple[str, float]:
+def binding(limits: Limits, work: Work, precision: str) -> tuple[str, float]:
     """The limit that binds, and the least seconds for ``work``.
 
     A CPU has a routine of its own for a symmetric product; on a GPU the precision of float32
     products counts.
     """
-    product = "ssyrk" if symmetric else "sgemm"
+    product = "ssyrk" if work.symmetric else "sgemm"
     if product not in limits:
         product = _PRODUCT_OF[precision]
     least = {product: work.flops / limits[product], "copy": work.bytes / limits["copy"]}
@@ -83,16 +83,13 @@ def measure_limits(
                 rates[_PRODUCT_OF[setting]] = full / least(lambda: torch.mm(a, b, out=c), 10)
         a, b, c = (x.bfloat16() for x in (a, b, c))
         return {**rates, "bf16": full / least(lambda: torch.mm(a, b, out=c), 10), "size": size}
-    threads = torch.get_num_threads()
     found = {"copy": copy, "torch_sgemm": full / least(lambda: torch.mm(a, b, out=c))}
     library = _openblas()
     if library is None:
-        blas = "torch (scipy-openblas32 is not installed)"
         found["sgemm"] = found["torch_sgemm"]
         found["ssyrk"] = half / least(lambda: torch.mm(a, a.mT, out=c))
     else:
-        blas = _openblas_version(library)
-        library.scipy_openblas_set_num_threads(threads)
+        library.scipy_openblas_set_num_threads(torch.get_num_threads())
         one, zero = ctypes.c_float(1), ctypes.c_float(0)
         left, right, out = (ctypes.c_void_p(x.data_ptr()) for x in (a, b, c))
         row_major, plain, lower, n = 101, 111, 122, size
@@ -110,7 +107,8 @@ def measure_limits(
         found["sgemm"], found["ssyrk"] = full / least(sgemm), half / least(ssyrk)
         # A second pool of waiting threads would slow down the next benchmark.
         library.scipy_openblas_set_num_threads(1)
-    return {"blas": blas, "threads": threads, "size": size, **found}
+    blas = "torch" if library is None else "scipy-openblas32"
+    return {"blas": blas, "size": size, **found}
 
 
 def _openblas() -> ctypes.CDLL | None:
@@ -120,8 +118,3 @@ def _openblas() -> ctypes.CDLL | None:
         return None
     path = Path(package.get_lib_dir()) / package.get_library(fullname=True)
     return ctypes.CDLL(str(path))
-
-
-def _openblas_version(library: ctypes.CDLL) -> str:
-    library.scipy_openblas_get_config.restype = ctypes.c_char_p
-    return str(library.scipy_openblas_get_config().decode().strip())

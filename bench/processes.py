@@ -13,7 +13,7 @@ import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,12 +29,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.spawn import spawn
 from tqdm import tqdm
 
-from bench.report import DIGITS, origin, write
+from bench.report import DIGITS, new_record, origin, write
 from tnt_optim import TNT
-from tools.measuring.clock import busy_share, now
+from tools.measuring.clock import now
 from tools.measuring.parameter_sets import PARAMETER_SETS
-from tools.measuring.provenance import provenance
-from tools.measuring.records import check_writable, write_json
+from tools.measuring.records import write_json
+from tools.measuring.state import state_bytes
 from tools.measuring.tables import table
 
 # How the work is shared: every process does all of it, the two settings of `shard`, and parameters
@@ -89,7 +89,9 @@ def gradients(name: str, seed: int, device: str) -> list[Tensor]:
 # ring sends 2 (n - 1) / n of an all-reduce, (n - 1) / n of a gather.
 _COUNTED: dict[str, Callable[..., int]] = {
     "all_reduce": lambda tensor, *a, **k: tensor.nbytes,
-    "broadcast": lambda tensor, *a, **k: tensor.nbytes if _sends(*a, **k) else 0,
+    "broadcast": lambda tensor, *, group, group_src, **k: (
+        tensor.nbytes if group_src == dist.get_rank(group) else 0
+    ),
     "all_to_all_single": lambda output, tensor, *a, **k: tensor.nbytes,
 }
 
@@ -111,19 +113,6 @@ def counted_traffic() -> Iterator[list[int]]:
     counted: dict[str, Any] = {name: counting(name) for name in _COUNTED}
     with mock.patch.multiple(dist, **counted):
         yield sent
-
-
-def _sends(*args: Any, group: Any = None, group_src: int | None = None, **kwargs: Any) -> bool:
-    return group_src == dist.get_rank(group)
-
-
-def nbytes(state: Any) -> int:
-    """The bytes of all tensors in a state."""
-    if isinstance(state, Tensor):
-        return state.nbytes
-    if isinstance(state, dict):
-        return sum(map(nbytes, state.values()))
-    return sum(map(nbytes, state)) if isinstance(state, list) else 0
 
 
 def run_rank(rank: int, folder: str, case: Case, threads: int) -> None:
@@ -162,7 +151,7 @@ def _measured(case: Case) -> dict[str, Any]:
         shard=case.way if case.way in ("directions", "inverses") else None,
     )
     seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    sent: dict[str, tuple[int, int]] = {}
+    sent: dict[str, int] = {}
     for step in range((1 + case.periods) * T2):
         opt.zero_grad()
         opt.observe(model(gradients(case.parameters, 2 * step, case.device)))
@@ -175,35 +164,35 @@ def _measured(case: Case) -> dict[str, Any]:
         if step >= T2:
             kind = KINDS[step % T2]
             seconds[kind].append(taken)
-            sent[kind] = (sum(handed), len(handed))
+            sent[kind] = sum(handed)
     ends = [getattr(p, "full_tensor", lambda p=p: p)() for p in model.parameters()]
     return {
         "seconds": {kind: statistics.median(values) for kind, values in seconds.items()},
         "sent": sent,
-        "state": sum(nbytes(opt.state[p]) for p in opt.state),
+        "state": state_bytes(opt),
         "ends": [end.detach().cpu() for end in ends],
     }
 
 
 def measured(case: Case, threads: int) -> dict[str, Any]:
-    """The row of one case in some threads; its seconds are those of the slowest process."""
+    """The row of one case in some threads; its seconds are those of the slowest process.
+
+    Differences are relative to how far one process alone has moved.
+    """
     ranks = _ranks(case, threads)
-    start, alone = _alone(case.parameters, case.periods, threads, case.device)
-
-    def difference(ends: list[Tensor], wanted: list[Tensor]) -> float:
-        """The distance of two ends, relative to how far one process alone has moved."""
-        return _distance(ends, wanted) / _distance(alone, start)
-
+    ends = [rank["ends"] for rank in ranks]
+    start = [weight.detach() for weight in Parameters(case.parameters).weights]
+    alone = _alone_end(replace(case, way="none", processes=1), threads)
+    moved = _distance(alone, start)
     return {
         "parameters": case.parameters,
         "way": case.way,
         "processes": case.processes,
         "seconds": {kind: max(rank["seconds"][kind] for rank in ranks) for kind in KINDS},
-        "sent_bytes": {kind: [rank["sent"][kind][0] for rank in ranks] for kind in KINDS},
-        "collectives": {kind: ranks[0]["sent"][kind][1] for kind in KINDS},
+        "sent_bytes": {kind: [rank["sent"][kind] for rank in ranks] for kind in KINDS},
         "state_bytes": [rank["state"] for rank in ranks],
-        "difference": max(difference(rank["ends"], alone) for rank in ranks),
-        "processes_differ": max(difference(rank["ends"], ranks[0]["ends"]) for rank in ranks),
+        "difference": max(_distance(end, alone) for end in ends) / moved,
+        "processes_differ": max(_distance(end, ends[0]) for end in ends) / moved,
     }
 
 
@@ -213,12 +202,9 @@ def _distance(some: list[Tensor], others: list[Tensor]) -> float:
 
 
 @functools.cache
-def _alone(
-    parameters: str, periods: int, threads: int, device: str
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Start and end of the parameters of one process alone."""
-    start = [weight.detach() for weight in Parameters(parameters).weights]
-    return start, _ranks(Case(parameters, "none", 1, periods, device), threads)[0]["ends"]
+def _alone_end(case: Case, threads: int) -> list[Tensor]:
+    ends: list[Tensor] = _ranks(case, threads)[0]["ends"]
+    return ends
 
 
 def _ranks(case: Case, threads: int) -> list[dict[str, Any]]:
@@ -274,16 +260,10 @@ def main(
     threads: Annotated[int | None, typer.Option(help="of all processes together")] = None,
 ) -> None:
     """Measure traffic, state and seconds of processes that share TNT's steps."""
-    check_writable(out)
     threads = threads or torch.get_num_threads()
     counts = [int(count) for count in processes.split(",")]
-    record: dict[str, Any] = {
-        "provenance": provenance(device),
-        "protocol": {"t1": T1, "t2": T2, "damping": DAMPING, "periods": periods,
-                     "threads_of_all_processes": threads, "busy_before": busy_share(),
-                     "busy_after": None},
-        "rows": [],
-    }  # fmt: skip
+    settings = {"t1": T1, "t2": T2, "damping": DAMPING, "periods": periods}
+    record = new_record(out, device, **settings, threads_of_all_processes=threads)
     cases = [
         Case(name, way, count, periods, device)
         for name in sets.split(",")
@@ -293,7 +273,6 @@ def main(
     for case in tqdm(cases, disable=None):
         record["rows"].append(measured(case, threads))
         write_json(out, record, DIGITS)
-    record["protocol"]["busy_after"] = busy_share()
     write(out, record, page)
     typer.echo(f"wrote {out} and {out.with_suffix('.md')}")
 

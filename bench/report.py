@@ -6,17 +6,32 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.measuring.records import read_json, write_json
-from tools.measuring.tables import disturbance, milliseconds, table, times
+import torch
+
+from tools.measuring.clock import busy_share
+from tools.measuring.provenance import provenance
+from tools.measuring.records import check_writable, read_json, write_json
+from tools.measuring.tables import disturbance, milliseconds, table
 
 Row = Mapping[str, Any]
 DIGITS = 6  # more than any clock has
 
 
-def write(
-    path: Path, record: Mapping[str, Any], page_of: Callable[[Mapping[str, Any]], str]
-) -> None:
-    """Write a record and its page, which shows the numbers as the record has them, rounded."""
+def new_record(path: Path, device: torch.device | str, **protocol: Any) -> dict[str, Any]:
+    """A record without rows, to be written to ``path``.
+
+    Raises:
+        ValueError: the path does not end in `.json`.
+        OSError: nothing can be written there.
+    """
+    check_writable(path)
+    busy = {"busy_before": busy_share(), "busy_after": None}
+    return {"provenance": provenance(device), "protocol": {**protocol, **busy}, "rows": []}
+
+
+def write(path: Path, record: dict[str, Any], page_of: Callable[[Mapping[str, Any]], str]) -> None:
+    """End a record: write it and its page, which shows its numbers, rounded."""
+    record["protocol"]["busy_after"] = busy_share()
     write_json(path, record, DIGITS)
     path.with_suffix(".md").write_text(page_of(read_json(path)), encoding="utf-8")
 
@@ -24,7 +39,7 @@ def write(
 def page(record: Mapping[str, Any]) -> str:
     """The whole page of a record of `pytest bench`."""
     rows = record["rows"]
-    lines = ["# Operators and whole steps", "", *origin(record), *_limits(record.get("limits"))]
+    lines = ["# Operators and whole steps", "", *origin(record), *_limits(record["limits"])]
     for op in dict.fromkeys(row["op"] for row in rows):
         lines += _section(op, [row for row in rows if row["op"] == op])
     return "\n".join(lines).rstrip() + "\n"
@@ -36,18 +51,14 @@ def origin(record: Mapping[str, Any]) -> list[str]:
     machine, versions = source["machine"], source["versions"]
     commit = (source["commit"] or "unknown")[:12] + (" with changes" if source["dirty"] else "")
     where = machine["gpu"] or f"{machine['cpu']}, {machine['cores']} cores"
-    protocol = record.get("protocol", {})
-    busy = disturbance(protocol) if "busy_before" in protocol else ""
     return [
         f"Commit {commit}, {source['date'][:10]}, {where}, {source['threads']['torch']} threads, "
-        f"torch {versions['torch']}; `{source['command']}`.{busy}",
+        f"torch {versions['torch']}; `{source['command']}`.{disturbance(record['protocol'])}",
         "",
     ]
 
 
-def _limits(limits: Mapping[str, Any] | None) -> list[str]:
-    if not limits:
-        return []
+def _limits(limits: Mapping[str, Any]) -> list[str]:
     rates = [(n, f"{v / 1e9:.1f}") for n, v in limits.items() if isinstance(v, float)]
     return [
         "Medians of candidates that alternate in one process, each checked against the reference "
@@ -97,13 +108,15 @@ def _section(op: str, rows: Sequence[Row]) -> list[str]:
 def _ratio(row: Row) -> str:
     """Bold if ours loses to a baseline; between options or other methods it is only a number."""
     ratio: float = row["ratio"][0]
-    return times(ratio) if row.get("baseline") else f"{ratio:.3g}"
+    if not row.get("baseline"):
+        return f"{ratio:.3g}"
+    return f"{ratio:.2f}" if ratio >= 1 else f"**{ratio:.2f}**"
 
 
 def _rates(row: Row) -> tuple[str, str, str]:
     if "work" not in row:
         return "", "", ""
-    flops, size = row["work"]
+    flops, size, _ = row["work"]
     limit = ""
     if "least_seconds" in row:
         limit = f"{100 * row['least_seconds'] / row['median']:.0f} % ({row['limit']})"

@@ -23,7 +23,7 @@ from bench.inputs import (
     poisoned,
     symmetric_modes,
 )
-from bench.work import Work, factor_bytes, gram_work, inverse_work, products_work, step_work
+from bench.work import Work, gram_work, inverse_work, products_work, step_work
 from tnt_kernels import (
     backends,
     damped_inverse,
@@ -49,7 +49,6 @@ class Problem:
     candidates: list[Candidate]
     expected: list[Tensor]
     work: Work
-    symmetric: bool = False
     note: str = ""
 
 
@@ -82,8 +81,7 @@ def gram(parameter_set: ParameterSet, device: torch.device) -> Problem:
             candidate("addmm_", baselines.gram_addmm_),
         ],
         flat(expected),
-        gram_work(parameter_set.views, parameter_set.diagonal),
-        symmetric=True,
+        gram_work(parameter_set),
     )
 
 
@@ -103,7 +101,7 @@ def inverse(parameter_set: ParameterSet, device: torch.device) -> Problem:
             candidate("cholesky_inverse", baselines.inverse_cholesky),
         ],
         flat(expected),
-        inverse_work(parameter_set.views, parameter_set.diagonal),
+        inverse_work(parameter_set),
     )
 
 
@@ -116,7 +114,6 @@ def root(parameter_set: ParameterSet, device: torch.device) -> Problem:
     assert not info.any()
     counted = counter.get_total_flops()
     served = backends().ops["inverse_root"][device.type]
-    read_and_written = 2 * factor_bytes(parameter_set.views, parameter_set.diagonal)
 
     def candidate(name: str, make: Callable[..., object], graph: bool = False) -> Candidate:
         return writing(name, lambda out: make(stats, DAMPING, roots, out), stats, graph)
@@ -129,7 +126,7 @@ def root(parameter_set: ParameterSet, device: torch.device) -> Problem:
         ],
         flat(expected),
         # Products of polynomials of one matrix are symmetric.
-        Work(counted // 2, read_and_written),
+        Work(counted // 2, inverse_work(parameter_set).bytes),
         note="flops are those of the reference's iteration",
     )
 
@@ -153,7 +150,7 @@ def products(parameter_set: ParameterSet, device: torch.device) -> Problem:
     return Problem(
         [candidate(OURS, mode_products), candidate("tensordot", baselines.products_tensordot)],
         reference.mode_products([t.double() for t in tensors], in_float64(factors)),
-        products_work(parameter_set.views, parameter_set.diagonal),
+        products_work(parameter_set),
     )
 
 
@@ -183,7 +180,7 @@ def step(parameter_set: ParameterSet, device: torch.device) -> Problem:
             candidate("tensordot + foreach", baselines.step_tensordot_),
         ],
         [*expected, *wide_momenta],
-        step_work(views, parameter_set.diagonal),
+        step_work(parameter_set),
     )
 
 
@@ -213,6 +210,5 @@ def test_operator(
         problem.candidates,
         problem.expected,
         problem.work,
-        symmetric=problem.symmetric,
         note=problem.note,
     )

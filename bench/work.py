@@ -8,75 +8,60 @@ where a product has N d. Bytes count every float32 input once and every output o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+
+from tools.measuring.parameter_sets import ParameterSet
 
 FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True)
 class Work:
-    """Counts of one call; ``a + b`` is the work of both."""
+    """Counts of one call."""
 
-    flops: int = 0
-    bytes: int = 0
-
-    def __add__(self, other: Work) -> Work:
-        return Work(self.flops + other.flops, self.bytes + other.bytes)
+    flops: int
+    bytes: int
+    symmetric: bool = False  # whether a product is symmetric, so one triangle is enough
 
 
-Views = Sequence[Sequence[int]]
-Diagonal = Sequence[Sequence[bool]]
-
-
-def gram_work(views: Views, diagonal: Diagonal) -> Work:
+def gram_work(parameter_set: ParameterSet) -> Work:
     """One update of all statistics: reads G once, reads and writes every S."""
-    total = Work()
-    for view, kinds in zip(views, diagonal, strict=True):
-        size = math.prod(view)
-        total += Work(bytes=FLOAT_BYTES * size)
-        for d, is_diagonal in zip(view, kinds, strict=True):
-            if is_diagonal:
-                total += Work(2 * size, 2 * FLOAT_BYTES * d)
-            else:
-                # d (d + 1) / 2 entries, each a product and a sum over size / d terms.
-                total += Work((d + 1) * size, 2 * FLOAT_BYTES * d * d)
-    return total
+    # A full S has d (d + 1) / 2 entries, each a product and a sum over size / d terms.
+    flops = sum((2 if flat else d + 1) * size for size, d, flat in _modes(parameter_set))
+    size = _tensor_bytes(parameter_set) + 2 * _factor_bytes(parameter_set)
+    return Work(flops, size, symmetric=True)
 
 
-def inverse_work(views: Views, diagonal: Diagonal) -> Work:
-    """One damped inverse of every full statistic: reads S, writes A."""
-    total = Work()
-    for d, is_diagonal in _modes(views, diagonal):
-        if is_diagonal:
-            total += Work(d, 2 * FLOAT_BYTES * d)
-        else:
-            total += Work(d**3, 2 * FLOAT_BYTES * d * d)
-    return total
+def inverse_work(parameter_set: ParameterSet) -> Work:
+    """One damped inverse of every statistic: reads S, writes A."""
+    flops = sum(d if flat else d**3 for _, d, flat in _modes(parameter_set))
+    return Work(flops, 2 * _factor_bytes(parameter_set))
 
 
-def factor_bytes(views: Views, diagonal: Diagonal) -> int:
-    """The size of one matrix, or diagonal, for every mode."""
-    return FLOAT_BYTES * sum(d if flat else d * d for d, flat in _modes(views, diagonal))
-
-
-def products_work(views: Views, diagonal: Diagonal) -> Work:
+def products_work(parameter_set: ParameterSet) -> Work:
     """Every tensor multiplied by all its factors: reads both, writes the product."""
-    flops = 0
-    for view, kinds in zip(views, diagonal, strict=True):
-        size = math.prod(view)
-        flops += sum(size if flat else 2 * d * size for d, flat in zip(view, kinds, strict=True))
-    tensors = FLOAT_BYTES * sum(math.prod(view) for view in views)
-    return Work(flops, 2 * tensors + factor_bytes(views, diagonal))
+    flops = sum((1 if flat else 2 * d) * size for size, d, flat in _modes(parameter_set))
+    return Work(flops, 2 * _tensor_bytes(parameter_set) + _factor_bytes(parameter_set))
 
 
-def step_work(views: Views, diagonal: Diagonal) -> Work:
+def step_work(parameter_set: ParameterSet) -> Work:
     """The products, with momentum and weight read and written and the gradient read."""
-    products = products_work(views, diagonal)
-    tensors = FLOAT_BYTES * sum(math.prod(view) for view in views)
-    return products + Work(bytes=3 * tensors)
+    products = products_work(parameter_set)
+    return Work(products.flops, products.bytes + 3 * _tensor_bytes(parameter_set))
 
 
-def _modes(views: Views, diagonal: Diagonal) -> Iterable[tuple[int, bool]]:
-    for view, kinds in zip(views, diagonal, strict=True):
-        yield from zip(view, kinds, strict=True)
+def _tensor_bytes(parameter_set: ParameterSet) -> int:
+    return FLOAT_BYTES * sum(math.prod(shape) for shape in parameter_set.shapes)
+
+
+def _factor_bytes(parameter_set: ParameterSet) -> int:
+    """The bytes of one matrix, or diagonal, for every mode."""
+    return FLOAT_BYTES * sum(math.prod(shape) for row in parameter_set.matrices for shape in row)
+
+
+def _modes(parameter_set: ParameterSet) -> Iterator[tuple[int, int, bool]]:
+    """For every mode the size of its tensor, its own, and whether it has only a diagonal."""
+    for shape, row in zip(parameter_set.shapes, parameter_set.matrices, strict=True):
+        for matrix in row:
+            yield math.prod(shape), matrix[0], len(matrix) == 1

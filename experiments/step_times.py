@@ -48,10 +48,10 @@ from experiments.steps import (
     amortised,
     components,
     shares,
-    state_bytes,
     time_kinds,
 )
 from tools.measuring.clock import busy_share, summary
+from tools.measuring.state import state_bytes
 from tools.measuring.tables import disturbance, megabytes, milliseconds, table
 
 QUICK = [Quick("step-times", 1.5, "--quick")]

@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from experiments.methods import METHODS, Settings, build_optimizer
 from experiments.models import seeded
@@ -43,7 +42,6 @@ class Kind(NamedTuple):
 
 PLAIN, STATISTICS = Kind(False, False), Kind(True, False)
 INVERSES, BOTH = Kind(False, True), Kind(True, True)
-KINDS = {kind.label: kind for kind in (PLAIN, STATISTICS, INVERSES, BOTH)}
 
 
 def shares(stat_interval: int, inverse_interval: int) -> dict[Kind, Fraction]:
@@ -181,9 +179,3 @@ def check_moved(name: str, model: nn.Module, start: Sequence[Tensor]) -> None:
             raise ValueError(f"{name}: {parameter_name} is no longer finite")
         if torch.equal(parameter.detach(), before):
             raise ValueError(f"{name}: the timed steps did not change {parameter_name}")
-
-
-def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of all tensors in the optimizer's state, without single numbers (counters)."""
-    leaves = [leaf for leaf in tree_leaves(optimizer.state_dict()) if isinstance(leaf, Tensor)]
-    return sum({leaf.data_ptr(): leaf.nbytes for leaf in leaves if leaf.dim() > 0}.values())

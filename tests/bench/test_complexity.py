@@ -1,18 +1,16 @@
-"""Exponents of sweeps are fitted to the right points."""
+"""Exponents are fitted to the right points, and states have the bytes of Table 2."""
 
 import pytest
 import torch
 
 from bench import complexity
-from bench.complexity import SWEEPS, fitted, measured
-from tools.measuring.fits import exponent, launch_bound
+from bench.complexity import MEMORY, SWEEPS, counted, exponent, fitted, measured
 
 
 def test_exponents_are_slopes_of_logarithms() -> None:
     sizes = [16.0, 32.0, 64.0, 128.0]
-    assert exponent(sizes, [3 * s**2.5 for s in sizes]) == pytest.approx(2.5)
-    assert exponent([1.0, 2.0], [1.0, 2.0]) is None
-    assert launch_bound([1.0, 2.9, 3.1]) == [True, True, False]
+    assert exponent([(s, 3 * s**2.5) for s in sizes]) == pytest.approx(2.5)
+    assert exponent([(1.0, 1.0), (2.0, 2.0)]) is None
 
 
 @pytest.mark.parametrize("sweep", SWEEPS, ids=lambda s: f"{s.part} {s.variable} {s.k}")
@@ -21,10 +19,18 @@ def test_a_time_of_the_predicted_order_agrees(sweep: complexity.Sweep) -> None:
     # The fixed cost of a call hides the small sizes, and rates still climb below the fitted range.
     times = [max(time, times[0] * 50) for time in times]
     row = fitted(sweep, times)
-    used = [v for v, s in zip(row["values"], row["status"], strict=True) if s == "fitted"]
+    used = row["fitted_values"]
     assert min(used) >= sweep.fit_from and len(used) >= 3
     assert row["fitted"] == pytest.approx(sweep.predicted)
-    assert set(row["status"]) <= {"fitted", "launch-bound", "below the fitted range"}
+
+
+def test_a_fit_leaves_out_small_sizes() -> None:
+    """Those whose time is mostly a call's fixed cost, and those below the fitted range."""
+    sweep = complexity.Sweep(**{**vars(SWEEPS[0]), "values": (1, 2, 4, 8, 16, 32), "fit_from": 1})
+    assert fitted(sweep, [1.0, 2.9, 4.0, 8.0, 16.0, 32.0])["fitted_values"] == [4, 8, 16, 32]
+    later = complexity.Sweep(**{**vars(sweep), "fit_from": 16})
+    row = fitted(later, [1.0, 2.9, 4.0, 8.0, 16.0, 32.0])
+    assert row["fitted_values"] == [16, 32] and row["fitted"] is None
 
 
 def test_a_sweep_times_its_operator(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,3 +40,11 @@ def test_a_sweep_times_its_operator(monkeypatch: pytest.MonkeyPatch) -> None:
         row = measured(small, torch.device("cpu"), 0.0)
         assert len(row["seconds"]) == 2 and min(row["seconds"]) > 0
         assert row["fitted"] is None  # two points
+
+
+@pytest.mark.parametrize(("method", "k"), MEMORY)
+def test_states_have_the_bytes_of_table_2(method: str, k: int) -> None:
+    row = counted(method, k)
+    assert row["bytes"] == row["formula_bytes"]
+    # Two matrices of 8 x 8 for each mode, or one number for each parameter, in float32.
+    assert row["bytes"][-1] == 4 * (8**k if method == "Adam" else k * 2 * 8 * 8)

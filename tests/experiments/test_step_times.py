@@ -1,4 +1,4 @@
-"""Step times and Table 2: kinds of step, mean steps, state bytes, fitted exponents."""
+"""Step times: kinds of step, mean steps, state bytes."""
 
 from fractions import Fraction
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from experiments import step_times, table2
+from experiments import step_times
 from experiments.models.autoencoder import autoencoder, reconstruction_loss
 from experiments.run_files import RunFile, load_runs
 from experiments.step_times import STEP_SETS, StepSet, measure_set
@@ -21,9 +21,8 @@ from experiments.steps import (
     amortised,
     components,
     shares,
-    state_bytes,
 )
-from experiments.table2 import MEMORY, SWEEPS, Sweep, fitted, measure_memory, measure_time
+from tools.measuring.state import state_bytes
 
 CPU = torch.device("cpu")
 WIDTHS = (6, 5, 3, 5, 6)
@@ -131,48 +130,3 @@ def test_runs_hold_their_parts_and_only_missing_ones_are_measured(
     monkeypatch.setattr(step_times, "time_kinds", None)  # not called
     assert measured(path, ("sgd", "tnt", "shampoo")) == runs
     assert f"| {often['ratio']:.2f} " in step_times.page(runs)
-
-
-# Table 2
-
-
-@pytest.mark.parametrize(("method", "k"), MEMORY)
-def test_the_state_is_counted_exactly(method: str, k: int) -> None:
-    record = measure_memory(method, k)
-    assert record["bytes"] == record["formula_bytes"]
-    assert record["fitted"] == pytest.approx(record["predicted"], abs=1e-12)
-    assert table2.predicted_bytes("Adam", 5, 3) == 4 * 125
-    assert table2.predicted_bytes("TNT", 5, 3) == 4 * 2 * 3 * 25
-
-
-@pytest.mark.parametrize("over", ["d", "m"])
-def test_sweeps_are_timed(over: str) -> None:
-    own = Sweep("TNT", 2, BOTH.label, over, "a term", 1, (1, 2, 4), d=3, m=2)
-    record = measure_time(own, own.values, 0.0, 2)
-    assert record["values"] == [1, 2, 4] and min(record["seconds"]) > 0
-
-
-def sweep(over: str, predicted: float, fit_from: int = 1) -> Sweep:
-    return Sweep("TNT", 2, "plain", over, "a term", predicted, (1, 2, 4, 8, 16, 32), fit_from, d=4)
-
-
-@pytest.mark.parametrize("power", [1.0, 2.5, 3.0])
-def test_a_fit_finds_the_exponent_of_the_excess(power: float) -> None:
-    own = sweep("d", power)
-    bare = [5e-6 * value for value in own.values]
-    times = [1e-5 * v**power + b for v, b in zip(own.values, bare, strict=True)]
-    record = fitted(own, own.values, times, bare)
-    assert record["fitted"] == pytest.approx(power)
-    assert record["fitted_values"][0] > 1 and record["fitted_values"][-1] == 32
-
-
-def test_a_fit_leaves_out_noise_and_sizes_below_its_range() -> None:
-    own = sweep("m", -1)
-    record = fitted(own, own.values, [1.0 + 2.0 / value for value in own.values], [1.0] * 6)
-    assert record["fitted_values"] == [1, 2, 4, 8, 16], "the last is lost in noise"
-    assert record["fitted"] == pytest.approx(-1)
-    own = sweep("d", 3, fit_from=16)
-    record = fitted(own, own.values, [1e-5 * v**3 for v in own.values], [0.0] * 6)
-    assert record["fitted_values"] == [16, 32] and record["fitted"] is None
-    for one in SWEEPS:
-        assert sum(value >= one.fit_from for value in one.values) >= 3

@@ -13,7 +13,7 @@ from experiments.methods import build_optimizer
 from experiments.models import seeded
 from experiments.problems.language import Language
 from experiments.search import lowest
-from experiments.steps import KINDS, PLAIN, Kind
+from experiments.steps import BOTH, INVERSES, PLAIN, STATISTICS, Kind
 from experiments.tasks import form_settings
 from experiments.transformer_table import (
     HEADER,
@@ -122,16 +122,16 @@ def record(
 def seconds(paces: dict[str, float], threads: int = 1, width: int = 8) -> dict[str, Any]:
     """The times of a width, where every kind of step takes a form as long."""
     key = {"stage": "seconds", "width": width, "threads": threads}
-    forms = {form: {label: {"median": pace} for label in KINDS} for form, pace in paces.items()}
+    labels = [kind.label for kind in (PLAIN, STATISTICS, INVERSES, BOTH)]
+    forms = {form: {label: {"median": pace} for label in labels} for form, pace in paces.items()}
     return {"key": key, "forms": forms}
 
 
 def test_a_run_is_priced_with_its_start() -> None:
     """A form with costly inverses, and a plain form that is otherwise as fast."""
     times = seconds({"adam": 1.0, "tnt-grafted": 1.0})
-    for label, kind in KINDS.items():
-        if kind.inverses:
-            times["forms"]["tnt-grafted"][label]["median"] = 11.0
+    for kind in (INVERSES, BOTH):
+        times["forms"]["tnt-grafted"][kind.label]["median"] = 11.0
     finals = [record("final", form, 0, 0.1, [3.0, 2.0]) for form in ("adam", "tnt-grafted")]
     tnt, adam = rows([times, *finals], 1)
     # 100 steps, T1 = 5, T2 = 20: inverses at 0, 5, 10, 15, then at 20, 40, 60, 80.

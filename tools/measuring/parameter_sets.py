@@ -1,6 +1,6 @@
 """The parameter sets of every benchmark: shapes of real models.
 
-A set lists its parameters in the shapes that the modules give them. ``views`` and ``diagonal`` say
+A set lists its parameters in the shapes that the modules give them. ``views`` and ``matrices`` say
 how the optimizer sees them: one mode for a vector, two for a matrix, three for a convolution
 weight, and only a diagonal for a mode above 8192.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tnt_optim.modes import diagonal_modes, mode_shape
+from tnt_optim.modes import mode_shape
 
 Shape = tuple[int, ...]
 
@@ -35,17 +35,9 @@ class ParameterSet:
         return [mode_shape(shape) for shape in self.shapes]
 
     @property
-    def diagonal(self) -> list[tuple[bool, ...]]:
-        """For each parameter and mode, whether only the diagonal of its statistic is kept."""
-        return [diagonal_modes(view, MAX_FACTOR_DIM) for view in self.views]
-
-    @property
     def matrices(self) -> list[list[Shape]]:
         """For each parameter and mode, the shape of its statistic: (d, d), or (d,) if diagonal."""
-        return [
-            [(d,) if flat else (d, d) for d, flat in zip(view, kinds, strict=True)]
-            for view, kinds in zip(self.views, self.diagonal, strict=True)
-        ]
+        return [[(d,) if d > MAX_FACTOR_DIM else (d, d) for d in view] for view in self.views]
 
 
 def autoencoder(widths: Sequence[int]) -> list[Shape]:

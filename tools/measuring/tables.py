@@ -44,24 +44,6 @@ def megabytes(size: float | None) -> str:
     return f"{size / 1e6:.0f}" if abs(size) >= 1e8 else f"{size / 1e6:.3g}"
 
 
-def times(value: float) -> str:
-    """The ratio of a baseline's time to ours; bold where the baseline wins.
-
-    >>> times(2.345), times(0.812)
-    ('2.35', '**0.81**')
-    """
-    return f"{value:.2f}" if value >= 1 else f"**{value:.2f}**"
-
-
-def span(values: Sequence[int]) -> str:
-    """A range, and how many points it has.
-
-    >>> span([256, 512, 1024]), span([])
-    ('256 to 1024 (3)', '')
-    """
-    return f"{values[0]} to {values[-1]} ({len(values)})" if values else ""
-
-
 def disturbance(record: Mapping[str, float | None]) -> str:
     """A warning where other processes used the machine; empty where they did not, or if unknown.
 
