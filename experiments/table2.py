@@ -28,7 +28,7 @@ from tools.measuring.clock import alternate, busy_share
 from tools.measuring.fits import LEAST_EXCESS, agreement, exponent, launch_bound
 from tools.measuring.tables import milliseconds, span, table
 
-QUICK = [Quick("table2", 2, "--quick")]
+QUICK = [Quick("table2", "--quick")]
 
 # Seconds of a sweep and its fewest rounds; a quick run leaves out the largest sizes.
 FULL, SMALL, LEFT_OUT = (30.0, 3), (4.0, 2), 2

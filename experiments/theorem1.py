@@ -25,7 +25,7 @@ from experiments.plots import plain_axes, save
 from experiments.run_files import RunFile
 from tnt_kernels import damped_inverse, mode_products
 
-QUICK = [Quick("theorem1", 0.5, "--steps 1000 --seeds 0,1,2")]
+QUICK = [Quick("theorem1", "--steps 1000 --seeds 0,1,2")]
 
 BETAS = (0.55, 0.75, 0.95)
 # Multiples of the theorem's step sizes; the theorem does not cover a multiple above 1.
