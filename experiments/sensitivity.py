@@ -18,7 +18,6 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from torch import nn
 
@@ -111,10 +110,9 @@ class MeasuredAutoencoder(Autoencoder):
     The smoothed minibatch loss lags ten steps behind, a third of the run at a batch size of 512.
     """
 
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
+    def metrics(self, model: nn.Module) -> dict[str, float]:
         """The loss of all training images."""
-        with torch.no_grad():
-            return {"training_loss": self.loss(model(self.images), self.images).item()}
+        return {"training_loss": self.loss(model(self.images), self.images).item()}
 
 
 def make_problem(name: str, width: float, data: Path | None, scale: Scale) -> Problem:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +58,6 @@ class Autoencoder(Problem):
     def build(self) -> nn.Module:
         """The autoencoder."""
         return autoencoder(self.widths)
-
-    def to(self, device: torch.device) -> Autoencoder:
-        """The problem with its images on a device."""
-        moved = copy.copy(self)
-        moved.images = self.images.to(device)
-        return moved
 
     def batch(self, indices: Tensor, augment: torch.Generator) -> tuple[Tensor, Tensor]:
         """Images, twice: they are their own targets."""
