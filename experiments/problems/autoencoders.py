@@ -95,8 +95,8 @@ def load_autoencoder(
         ValueError, OSError: the data cannot be read, or are too few.
     """
     if name == "faces":
-        faces = faces_images(data_folder("olivetti", data), examples)
-        return Autoencoder(name, faces.images, FACES_WIDTHS, faces.source)
+        images, source = faces_images(data_folder("olivetti", data), examples)
+        return Autoencoder(name, images, FACES_WIDTHS, source)
     if name == "curves":
         images = curves_images() if examples is None else curves_images(examples)
         return Autoencoder(name, images, CURVES_WIDTHS, "generated")

@@ -150,6 +150,4 @@ def load_language(data: Path | None = None, **sizes: int) -> Language:
 def _spread(count: int, length: int, wanted: int) -> Tensor:
     """At most `wanted` starts in [0, count), evenly spread, at least `length` apart."""
     windows = min(wanted, 1 + (count - 1) // length)
-    if windows == 1:
-        return torch.zeros(1, dtype=torch.int64)
-    return torch.arange(windows) * (count - 1) // (windows - 1)
+    return torch.arange(windows) * (count - 1) // max(1, windows - 1)
