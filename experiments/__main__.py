@@ -7,13 +7,10 @@ runs of it: a new experiment is a new file.
 from __future__ import annotations
 
 import importlib
-import os
 import pkgutil
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated
@@ -23,9 +20,6 @@ import typer
 import experiments
 from experiments import options
 from experiments.options import DATA_MISSING, Quick, chosen
-
-MINUTES = 40.0
-_GRACE = 5.0  # seconds between asking a process to end and killing it
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -46,94 +40,63 @@ def commands() -> dict[str, ModuleType]:
     return found
 
 
-def stages(modules: dict[str, ModuleType]) -> list[tuple[str, Quick]]:
+def stages() -> list[tuple[str, Quick]]:
     """The command and the arguments of every quick run; those that read data come last."""
-    found = [(name, q) for name, module in modules.items() for q in getattr(module, "QUICK", [])]
+    found = [(name, q) for name, module in commands().items() for q in getattr(module, "QUICK", [])]
     return sorted(found, key=lambda stage: stage[1].needs_data)
 
 
-def run_quick(
-    todo: Iterable[tuple[str, Quick]], folder: Path, data: Path | None, minutes: float
-) -> bool:
-    """Run each stage in its own process and within its time; returns whether none failed.
-
-    A stage without its data is left out, and no failure. A stage that is started again continues
-    its record.
-    """
-    todo, began, good = list(todo), time.monotonic(), True
-    folder.mkdir(parents=True, exist_ok=True)
-    for place, (command, stage) in enumerate(todo):
-        left = 60 * minutes - (time.monotonic() - began)
-        # No stage uses the time that the later ones are expected to need.
-        later = sum(60 * quick.minutes for _, quick in todo[place + 1 :])
-        limit = min(60 * max(2 * stage.minutes, 5.0), left, max(left - later, 60 * stage.minutes))
-        print(f"[{place + 1}/{len(todo)}] {command} {stage.arguments}", flush=True)
-        arguments = [command, *stage.arguments.split(), "--out", str(folder / f"{stage.name}.json")]
-        if data is not None and stage.needs_data:
-            arguments += ["--data", str(data)]
-        started = time.monotonic()
-        code = run_in_time(arguments, folder / f"{stage.name}.log", limit)
-        outcome = {0: "passed", DATA_MISSING: "not run", None: "out of time"}.get(code, "failed")
-        good = good and code in (0, DATA_MISSING)
-        last = "" if code == 0 else f": {_last_line(folder / f'{stage.name}.log')}"
-        print(f"{stage.name:18} {outcome:11} {time.monotonic() - started:6.1f} s{last}", flush=True)
-    print(f"records, pictures and logs: {folder}")
-    return good
-
-
-def run_in_time(arguments: list[str], log: Path, seconds: float) -> int | None:
-    """The exit status of a command; None if it and its children were ended at the limit."""
-    if seconds < 1:
-        log.write_text("no time was left for it\n", encoding="utf-8")
-        return None
+def run_stage(command: str, stage: Quick, folder: Path, data: Path | None) -> str:
+    """Run a stage in its own process, which continues its record; print and return the outcome."""
+    arguments = [command, *stage.arguments.split(), "--out", str(folder / f"{stage.name}.json")]
+    if data is not None and stage.needs_data:
+        arguments += ["--data", str(data)]
+    log = folder / f"{stage.name}.log"
+    started = time.monotonic()
     with log.open("wb") as output:
-        process = subprocess.Popen(
+        code = subprocess.run(
             [sys.executable, "-m", "experiments", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            process_group=0,  # to end all its children, too
-        )
-        try:
-            return process.wait(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            return None
-        finally:
-            for number, patience in ((signal.SIGTERM, _GRACE), (signal.SIGKILL, None)):
-                try:
-                    os.killpg(process.pid, number)
-                    process.wait(timeout=patience)
-                except (ProcessLookupError, subprocess.TimeoutExpired):
-                    pass
+        ).returncode
+    seconds = time.monotonic() - started
+    outcome = {0: "passed", DATA_MISSING: "not run"}.get(code, "failed")
+    last = "" if code == 0 else f": {_last_line(log)}"
+    print(f"{stage.name:18} {outcome:8} {seconds:6.1f} s{last}", flush=True)
+    return outcome
 
 
 def _last_line(log: Path) -> str:
-    text = log.read_text(encoding="utf-8", errors="replace").replace("\r", "\n")
-    return next(
-        (line.strip(" │") for line in reversed(text.splitlines()) if line.strip(" │╰─╯")), ""
-    )
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    unframed = [line.strip(" │╰─╯") for line in lines]
+    return next(filter(None, reversed(unframed)), "")
 
 
 def run_everything(
     data: options.Data = None,
     quick: options.QuickRun = False,
     only: Annotated[str, typer.Option("--only", metavar="STAGE,…")] = "all",
-    minutes: Annotated[float, typer.Option("--minutes", min=0.1)] = MINUTES,
     out: Annotated[Path, typer.Option("--out", help="A folder.")] = Path("results/quick"),
 ) -> None:
-    """Run every experiment scaled down, in 40 minutes on two cores; needs --quick.
+    """Run every experiment scaled down; needs --quick.
 
-    A stage that still runs at the end of its time is ended. Without --quick the experiments take
-    days: results/README.md has a command for each.
+    A stage without its data is not run, and no failure. Without --quick the experiments take days:
+    results/README.md has a command for each.
     """
     if not quick:
         raise typer.BadParameter("give --quick; results/README.md has the full commands")
-    # If this process is ended, it ends its stage.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    known = stages(commands())
+    known = stages()
     names = chosen(only, [stage.name for _, stage in known])
     todo = [(command, stage) for command, stage in known if stage.name in names]
-    if not run_quick(todo, out.resolve(), data, minutes):
+    folder = out.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    outcomes = []
+    for number, (command, stage) in enumerate(todo, 1):
+        print(f"[{number}/{len(todo)}] {command} {stage.arguments}", flush=True)
+        outcomes.append(run_stage(command, stage, folder, data))
+    print(f"records, pictures and logs: {folder}")
+    if "failed" in outcomes:
         raise typer.Exit(1)
 
 

@@ -50,7 +50,7 @@ from tnt_optim import KFAC, TNT, PreconditionerError, Shampoo
 from tnt_optim.likelihoods import stream_seed
 from tools.measuring.tables import table
 
-QUICK = [Quick("figure1", 3, "--quick --seeds 0,1,2", needs_data=True)]
+QUICK = [Quick("figure1", "--quick --seeds 0,1,2", needs_data=True)]
 
 Batch = tuple[Tensor, Tensor]  # inputs (m, features), float64, and labels (m,), int64
 Optimizer = torch.optim.Optimizer | BlockFisher

@@ -55,13 +55,11 @@ class Quick:
 
     Attributes:
         name: of the stage; its record is `NAME.json`.
-        minutes: its time on two idle cores.
         arguments: of the command.
         needs_data: whether it reads data, which may be missing; such stages run last.
     """
 
     name: str
-    minutes: float
     arguments: str
     needs_data: bool = False
 

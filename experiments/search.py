@@ -29,7 +29,6 @@ from tools.measuring.tables import table
 QUICK = [
     Quick(
         "search",
-        2.5,
         "digits --optimizer tnt,adam,sgd --grid lr=0.0001,0.001,0.01,0.03,0.1 "
         "--grid damping=1e-08,0.0001,0.03,0.1 --seeds 1,2,3,4,5,6 --epochs 20 --jobs 2",
     )

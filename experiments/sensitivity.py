@@ -4,7 +4,7 @@ The learning rate is tuned at one point and kept while batch size, T2, damping a
 an autoencoder and on a character transformer. A regret is the loss with a rate minus the loss with
 the best rate at the same point: as a fraction of the best one's excess over the loss's lower bound,
 or in nats if no bound is known. All regrets are of one form only, so a form that is bad everywhere
-can have no regret; the tables have the best losses, too.
+can have no regret; the table has the best losses, too.
 """
 
 from __future__ import annotations
@@ -14,34 +14,26 @@ import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy
-import torch
 import typer
-from matplotlib import pyplot
-from matplotlib.axes import Axes
-from matplotlib.cm import ScalarMappable
-from matplotlib.colors import PowerNorm
-from matplotlib.patches import Rectangle
 from torch import nn
 
 from experiments import options
 from experiments.methods import Settings, method_settings
 from experiments.options import Quick, chosen, numbers, user_errors
-from experiments.plots import save
 from experiments.pool import make_runs
 from experiments.problems.autoencoders import Autoencoder, load_autoencoder
 from experiments.problems.language import load_language
 from experiments.problems.problem import Problem
 from experiments.run_files import RunFile
 from experiments.search import decades, lowest
-from experiments.tasks import FORMS, SCHEDULE
+from experiments.tasks import SCHEDULE
 from tools.measuring.tables import table
 
-_QUICK = "--quick --problems digits --seeds 0,1 --optimizer tnt,tnt-grafted --jobs 2"
-QUICK = [Quick("sensitivity", 1, _QUICK)]
+QUICK = [Quick("sensitivity", "--quick --problems digits --optimizer tnt,tnt-grafted")]
 
 # A rate serves if its regret is at most 5 % of the excess, or 0.05 nats.
 TOLERANCE = 0.05
@@ -49,96 +41,64 @@ TOLERANCE = 0.05
 
 @dataclass(frozen=True)
 class Contender:
-    """One optimizer in one form.
-
-    Attributes:
-        label: in tables and pictures.
-        optimizer: its name in `METHODS`.
-        grafted: whether steps have the length of Adam's.
-        relative_damping: the optimizer's argument.
-        damping: at the base point of the digits and of the text.
-        rates: the lowest and the highest learning rate on the digits and on the text.
-    """
+    """One optimizer in one form. Pairs are for the digits and the text."""
 
     label: str
     optimizer: str
-    grafted: bool
+    grafted: bool  # steps have the length of Adam's
     relative_damping: bool
-    damping: tuple[float | None, float | None]
+    damping: tuple[float, float]  # at the base point
+    # The lowest and the highest learning rate.
     rates: tuple[tuple[float, float], tuple[float, float]] = ((1e-5, 1.0), (1e-5, 1.0))
 
 
-# The paper's forms have each problem's own damping: the best of a search on the digits, the
-# transformer's on the text. A relative damping is the text's for both, which is its purpose. Every
+# The paper's forms have each problem's own damping: the best of a search on the digits, that of
+# `tasks.FORMS` on the text. A relative damping is the text's for both, which is its purpose. Every
 # contender has 11 rates on each problem, five decades around the best ones: for TNT in the paper's
 # form the digits' are a hundred times the text's.
-_DAMPING = {name: form.damping for name, form in FORMS.items()}
-_TNT, _SHAMPOO = (_DAMPING["tnt-grafted"],) * 2, (_DAMPING["shampoo-grafted"],) * 2
 CONTENDERS: Mapping[str, Contender] = {
     "tnt": Contender(
-        *("TNT, paper's form", "tnt", False, False, (0.03, _DAMPING["tnt"])),
-        ((3e-7, 3e-2), (3e-9, 3e-4)),
+        *("TNT, paper's form", "tnt", False, False, (0.03, 1e-4)), ((3e-7, 0.03), (3e-9, 3e-4))
     ),
     "tnt-relative": Contender(
-        *("TNT, relative damping", "tnt", False, True, _TNT), ((1e-10, 1e-5), (1e-10, 1e-5))
+        *("TNT, relative damping", "tnt", False, True, (0.1, 0.1)), ((1e-10, 1e-5), (1e-10, 1e-5))
     ),
-    "tnt-grafted": Contender("TNT, grafted, relative", "tnt", True, True, _TNT),
-    "shampoo": Contender(
-        *("Shampoo, paper's form", "shampoo", False, False, (1e-3, _DAMPING["shampoo"]))
-    ),
-    "shampoo-grafted": Contender("Shampoo, grafted, relative", "shampoo", True, True, _SHAMPOO),
+    "tnt-grafted": Contender("TNT, grafted, relative", "tnt", True, True, (0.1, 0.1)),
+    "shampoo": Contender("Shampoo, paper's form", "shampoo", False, False, (1e-3, 1e-4)),
+    "shampoo-grafted": Contender("Shampoo, grafted, relative", "shampoo", True, True, (1e-3, 1e-3)),
 }
 
 
 @dataclass(frozen=True)
 class Point:
-    """A place at which learning rates are tried.
-
-    Attributes:
-        problem: "digits" or "language".
-        batch_size: examples, or windows of the text.
-        inverse_interval: T2 in the paper; T1 is 1.
-        damping: factor of the form's own.
-        width: factor of the model's.
-    """
+    """A place at which learning rates are tried."""
 
     problem: str
     batch_size: int
-    inverse_interval: int
-    damping: float = 1.0
-    width: float = 1.0
+    inverse_interval: int  # T2 in the paper; T1 is 1
+    damping: float = 1.0  # factor of the form's own
+    width: float = 1.0  # factor of the model's
 
 
-# The axes with their names in tables and pictures.
-AXES = {"batch_size": "batch size", "inverse_interval": "T2", "damping": "damping ×"}
-AXES["width"] = "width ×"
+# The problems and the axes with their names in tables.
 PROBLEMS = {"digits": "Autoencoder", "language": "Transformer"}
-METRICS = {"digits": "training_loss", "language": "validation_loss"}
+AXES = {
+    "batch_size": "batch size",
+    "inverse_interval": "T2",
+    "damping": "damping ×",
+    "width": "width ×",
+}
 # Where the axes cross and the learning rate is tuned.
 BASES = {"digits": Point("digits", 128, 2), "language": Point("language", 32, 2)}
-# Runs of every batch size see as many examples, so a larger batch takes fewer steps. Every
-# statistic of the first T2 steps refreshes the inverses, so a T2 far above the root of the number
-# of steps makes more of them, not fewer: the shortest runs have 24 steps.
-_VALUES = {"inverse_interval": (1, 2, 6), "damping": (0.1, 1, 10), "width": (0.5, 1, 2)}
-VALUES: dict[str, dict[str, tuple[float, ...]]] = {
-    "digits": {"batch_size": (32, 128, 512), **_VALUES},
-    "language": {"batch_size": (8, 32, 128), **_VALUES},
-}
 
 
 @dataclass(frozen=True)
 class Scale:
-    """The size of the experiment.
+    """The size of the experiment."""
 
-    Attributes:
-        epochs: of a run at the base point of the digits and of the text.
-        rate_step: 1 tries every half decade of the learning rates, 2 every decade.
-        epoch_steps: of the language problem.
-    """
-
-    epochs: tuple[int, int] = (15, 4)
-    rate_step: int = 1
-    epoch_steps: int = 25
+    epochs: tuple[int, int] = (15, 4)  # at the base point of the digits and of the text
+    rate_step: int = 1  # 1 tries every half decade of the learning rates, 2 every decade
+    epoch_steps: int = 25  # of the language problem
 
 
 FULL, SMALL = Scale(), Scale((2, 4), 2, 6)
@@ -150,21 +110,13 @@ class MeasuredAutoencoder(Autoencoder):
     The smoothed minibatch loss lags ten steps behind, a third of the run at a batch size of 512.
     """
 
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
+    def metrics(self, model: nn.Module) -> dict[str, float]:
         """The loss of all training images."""
-        with torch.no_grad():
-            return {"training_loss": self.loss(model(self.images), self.images).item()}
+        return {"training_loss": self.loss(model(self.images), self.images).item()}
 
 
 def make_problem(name: str, width: float, data: Path | None, scale: Scale) -> Problem:
-    """A problem with its model's width multiplied; the autoencoder's code keeps its width.
-
-    Args:
-        name: "digits" or "language".
-        width: factor of the model's.
-        data: `--data`, for the language problem.
-        scale: has the steps of the language problem's epochs.
-    """
+    """A problem with its model's width multiplied; the autoencoder's code keeps its width."""
     if name == "language":
         sizes = {"width": round(32 * width), "context": 32, "epoch_steps": scale.epoch_steps}
         return load_language(data, **sizes)
@@ -178,8 +130,16 @@ def make_problem(name: str, width: float, data: Path | None, scale: Scale) -> Pr
 
 def axis_points(problem: str, axis: str) -> list[Point]:
     """The points of one axis, with the base point."""
-    fields: list[dict[str, Any]] = [{axis: value} for value in VALUES[problem][axis]]
-    return [replace(BASES[problem], **changed) for changed in fields]
+    base = BASES[problem]
+    values: dict[str, tuple[Any, ...]] = {
+        "batch_size": (base.batch_size // 4, base.batch_size, 4 * base.batch_size),
+        # Every statistic of the first T2 steps refreshes the inverses, so a T2 far above the root
+        # of the number of steps makes more of them, not fewer: the shortest runs have 24 steps.
+        "inverse_interval": (1, 2, 6),
+        "damping": (0.1, 1, 10),
+        "width": (0.5, 1, 2),
+    }
+    return [replace(base, **{axis: value}) for value in values[axis]]
 
 
 def points(problem: str) -> list[Point]:
@@ -188,23 +148,14 @@ def points(problem: str) -> list[Point]:
     return list(dict.fromkeys([BASES[problem], *found]))
 
 
-def _of(problem: str, pair: tuple[Any, Any]) -> Any:
-    """The value for one of the two problems."""
-    return pair[list(PROBLEMS).index(problem)]
-
-
-def rates(form: str, problem: str, scale: Scale) -> tuple[float, ...]:
-    """The learning rates of a contender at every point of a problem."""
-    return decades(*_of(problem, CONTENDERS[form].rates))[:: scale.rate_step]
-
-
 def run_settings(form: str, point: Point, lr: float, seed: int, scale: Scale) -> Settings:
     """The settings of one run; each sees as many examples as a run at the base point."""
-    own, epochs = CONTENDERS[form], _of(point.problem, scale.epochs)
+    own, place = CONTENDERS[form], list(PROBLEMS).index(point.problem)
+    epochs = scale.epochs[place]
     if point.problem == "language":  # an epoch is a number of steps
         epochs = epochs * BASES[point.problem].batch_size // point.batch_size
     return method_settings(
-        *(own.optimizer, lr, _of(point.problem, own.damping) * point.damping),
+        *(own.optimizer, lr, own.damping[place] * point.damping),
         intervals=(1, point.inverse_interval),
         warm_start=point.problem == "digits",
         relative_damping=own.relative_damping,
@@ -220,12 +171,12 @@ def wanted(
     forms: Sequence[str], problem: str, seeds: Sequence[int], scale: Scale
 ) -> Iterator[tuple[Point, Settings, dict[str, Any]]]:
     """Every run on one problem: its point, its settings and its key."""
-    for point in points(problem):
-        for form in forms:
-            for lr in rates(form, problem, scale):
-                for seed in seeds:
-                    settings = run_settings(form, point, lr, seed, scale)
-                    yield point, settings, {"form": form, **asdict(point), "lr": lr, "seed": seed}
+    place = list(PROBLEMS).index(problem)
+    for point, form in product(points(problem), forms):
+        rates = decades(*CONTENDERS[form].rates[place])[:: scale.rate_step]
+        for lr, seed in product(rates, seeds):
+            settings = run_settings(form, point, lr, seed, scale)
+            yield point, settings, {"form": form, **asdict(point), "lr": lr, "seed": seed}
 
 
 def protocol(problems: Sequence[str], data: Path | None, scale: Scale) -> dict[str, Any]:
@@ -268,21 +219,17 @@ def main(
             groups.setdefault(point.width, {})[settings] = key
         for width, keys in groups.items():
             maker = functools.partial(make_problem, name, width, data, scale)
-            make_runs(file, maker, keys, functools.partial(_kept, name), jobs)
+            make_runs(file, maker, keys, _kept, jobs)
     surfaces = {form: surface(file.runs, form, starts) for form in forms}
     floors = {name: shared["problems"][name]["loss_floor"] for name in names}
-    lines = ["# Regrets of one learning rate", "", "## Tuned at the base point, used elsewhere", ""]
-    lines += table(*summary_rows(surfaces, floors))
-    lines += ["## One rate for several points: the largest regret", ""]
-    lines += table(*common_rows(surfaces, floors))
-    out.with_suffix(".md").write_text("\n".join(lines), encoding="utf-8")
-    plot(surfaces, floors, out.with_suffix(".png"))
-    print("\n".join(lines), f"\nwrote {out}, {out.with_suffix('.md')} and .png")
+    text = page(surfaces, floors)
+    out.with_suffix(".md").write_text(text, encoding="utf-8")
+    print(f"{text}\nwrote {out} and {out.with_suffix('.md')}")
 
 
-def _kept(problem: str, record: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a run's record that the file keeps."""
-    last, lost = record["epochs"][-1]["metrics"][METRICS[problem]], record["diverged_at_step"]
+def _kept(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a run's record that the file keeps: the problem's only metric, at the end."""
+    (last,), lost = record["epochs"][-1]["metrics"].values(), record["diverged_at_step"]
     # A run that is finite at its last step but not after it has diverged, too.
     loss = round(last, 5) if lost is None and math.isfinite(last) else None
     return {"loss": loss, "diverged_at_step": lost}
@@ -291,72 +238,36 @@ def _kept(problem: str, record: Mapping[str, Any]) -> dict[str, Any]:
 # The loss of every learning rate; infinite if it diverged. A surface has them at every point.
 Losses = Mapping[float, float]
 Surface = Mapping[Point, Losses]
+# The loss's lower bound for every problem, or None.
+Floors = Mapping[str, float | None]
 
 
 def surface(runs: Iterable[Mapping[str, Any]], form: str, seeds: Sequence[int]) -> Surface:
-    """One contender's mean losses over the seeds; rates without a run of each seed are left out."""
-    found: dict[Point, dict[float, dict[int, float]]] = {}
+    """One contender's mean losses over the seeds."""
+    found: dict[Point, dict[float, list[float]]] = {}
     for run in runs:
         key = dict(run["key"])
-        if key.pop("form") != form or key["seed"] not in seeds:
-            continue
-        lr, seed = key.pop("lr"), key.pop("seed")
-        loss = math.inf if run["loss"] is None else run["loss"]
-        found.setdefault(Point(**key), {}).setdefault(lr, {})[seed] = loss
+        if key.pop("form") == form and key.pop("seed") in seeds:
+            loss = math.inf if run["loss"] is None else run["loss"]
+            lr = key.pop("lr")
+            found.setdefault(Point(**key), {}).setdefault(lr, []).append(loss)
     return {
-        point: {
-            lr: statistics.mean(by_seed.values())
-            for lr, by_seed in sorted(losses.items())
-            if len(by_seed) == len(set(seeds))
-        }
-        for point, losses in found.items()
+        point: {lr: statistics.mean(losses) for lr, losses in sorted(by_rate.items())}
+        for point, by_rate in found.items()
     }
 
 
-def regret(losses: Losses, lr: float, floor: float | None) -> float:
-    """The regret of a rate; infinite if it diverged, NaN if all rates did.
+def regrets(losses: Losses, floor: float | None) -> Losses:
+    """The regret of every rate at one point; none if all rates diverged.
 
-    >>> regret({0.1: 6.0, 1.0: 4.0}, 0.1, 3.0), regret({0.1: 6.0, 1.0: 4.0}, 0.1, None)
-    (2.0, 2.0)
+    >>> regrets({0.1: 6.0, 1.0: 4.0}, 2.0), regrets({0.1: 6.0, 1.0: 4.0}, None)
+    ({0.1: 1.0, 1.0: 0.0}, {0.1: 2.0, 1.0: 0.0})
     """
     best = lowest(losses)
     if best is None:
-        return math.nan
-    scale = 1.0 if floor is None else losses[best] - floor
-    return (losses[lr] - losses[best]) / scale
-
-
-def serving(losses: Losses, floor: float | None) -> set[float]:
-    """The rates whose regret is at most `TOLERANCE`."""
-    return {lr for lr in losses if regret(losses, lr, floor) <= TOLERANCE}
-
-
-def rates_in_common(columns: Sequence[Losses]) -> list[float]:
-    """The rates that were tried at every one of some points."""
-    return sorted(set.intersection(*map(set, columns))) if columns else []
-
-
-def common_rate(
-    columns: Sequence[tuple[Losses, float | None]],
-) -> tuple[float, list[float]] | None:
-    """The rate whose largest regret is least, and its regrets; None if each rate diverges.
-
-    Args:
-        columns: losses and floor of every point. Points at which all rates diverged do not count,
-            and have a regret of NaN.
-    """
-    found: tuple[float, list[float]] | None = None
-    worst = math.inf
-    for lr in rates_in_common([losses for losses, _ in columns]):
-        regrets = [regret(losses, lr, floor) for losses, floor in columns]
-        largest = _largest(regrets, math.inf)
-        if largest < worst:
-            found, worst = (lr, regrets), largest
-    return found
-
-
-def _largest(regrets: Iterable[float], default: float = math.nan) -> float:
-    return max((value for value in regrets if not math.isnan(value)), default=default)
+        return {}
+    unit = 1.0 if floor is None else losses[best] - floor
+    return {lr: (loss - losses[best]) / unit for lr, loss in losses.items()}
 
 
 def amount(value: float, floor: float | None) -> str:
@@ -365,123 +276,71 @@ def amount(value: float, floor: float | None) -> str:
     >>> amount(0.361, 13.7), amount(0.0551, None), amount(math.inf, None)
     ('36.1 %', '0.055 nats', 'diverged')
     """
-    if math.isnan(value):
-        return "all diverged"
     if math.isinf(value):
         return "diverged"
     return f"{value:.3f} nats" if floor is None else f"{100 * value:.3g} %"
 
 
-Table = tuple[Sequence[str], list[list[str]]]
+def page(surfaces: Mapping[str, Surface], floors: Floors) -> str:
+    """The tables, in Markdown."""
+    header = ["", "problem", "tuned lr", "loss there", *AXES.values()]
+    header += ["diverged", "best rates, decades apart", f"rates within {TOLERANCE:g}"]
+    lines = ["# Regrets of one learning rate", ""]
+    lines += ["## Tuned at the base point: the largest regret along each axis", ""]
+    lines += table(header, summary_rows(surfaces, floors))
+    lines += ["## One rate for all points: the largest regret", ""]
+    header = ["", "lr", *(PROBLEMS[name] for name in floors)]
+    return "\n".join(lines + table(header, common_rows(surfaces, floors)))
 
 
-def summary_rows(surfaces: Mapping[str, Surface], floors: Mapping[str, float | None]) -> Table:
+def summary_rows(surfaces: Mapping[str, Surface], floors: Floors) -> list[list[str]]:
     """For every problem and form the rate tuned at the base point, along every axis."""
-    header = ["", "problem", "tuned lr", "loss there", *AXES.values(), "median", "worst"]
-    header += ["diverged", "best rates, decades apart", "rates within"]
     rows = []
-    for problem, floor in floors.items():
-        for form, losses in surfaces.items():
-            base, *others = points(problem)
-            tuned = lowest(losses[base])
-            start = [CONTENDERS[form].label, PROBLEMS[problem]]
-            if tuned is None:
-                rows.append([*start, "all diverged", *["-"] * (len(header) - 3)])
-                continue
-            worst = [
-                amount(
-                    _largest(regret(losses[p], tuned, floor) for p in axis_points(problem, axis)),
-                    floor,
-                )
-                for axis in AXES
+    for (problem, floor), (form, losses) in product(floors.items(), surfaces.items()):
+        base, *others = points(problem)
+        found = {point: regrets(losses[point], floor) for point in (base, *others)}
+        start = [CONTENDERS[form].label, PROBLEMS[problem]]
+        tuned = lowest(found[base])
+        if tuned is None:
+            rows.append([*start, "all diverged", *["-"] * (len(AXES) + 4)])
+            continue
+        # A point at which all rates diverged has no regrets.
+        along = [
+            max(found[p][tuned] for p in axis_points(problem, axis) if found[p]) for axis in AXES
+        ]
+        best = [lr for own in found.values() if (lr := lowest(own)) is not None]
+        within = [sum(value <= TOLERANCE for value in own.values()) for own in found.values()]
+        rows.append(
+            [
+                *(*start, f"{tuned:g}", f"{losses[base][tuned]:.3f}"),
+                *(amount(value, floor) for value in along),
+                f"{sum(math.isinf(losses[p][tuned]) for p in others)} of {len(others)}",
+                f"{round(2 * math.log10(max(best) / min(best))) / 2:g}",
+                f"{statistics.mean(within):.1f} of {len(losses[base])}",
             ]
-            regrets = [regret(losses[point], tuned, floor) for point in others]
-            known = [value for value in regrets if not math.isnan(value)]
-            best = [lr for p in points(problem) if (lr := lowest(losses[p])) is not None]
-            within = [len(serving(losses[point], floor)) for point in points(problem)]
-            rows.append(
-                [
-                    *(*start, f"{tuned:g}", f"{losses[base][tuned]:.3f}", *worst),
-                    amount(statistics.median_high(known) if known else math.nan, floor),
-                    amount(_largest(regrets), floor),
-                    f"{sum(not math.isfinite(v) for v in regrets)} of {len(regrets)}",
-                    f"{round(2 * math.log10(max(best) / min(best))) / 2:g}",
-                    f"{statistics.mean(within):.1f} of {len(losses[base])}",
-                ]
-            )
-    return header, rows
+        )
+    return rows
 
 
-def common_rows(surfaces: Mapping[str, Surface], floors: Mapping[str, float | None]) -> Table:
-    """For every form the one rate for the problems' base points, and the one for all points."""
-    header = ["", "one rate for", "of the rates", "lr", *(PROBLEMS[name] for name in floors)]
+def common_rows(surfaces: Mapping[str, Surface], floors: Floors) -> list[list[str]]:
+    """For every form the rate whose largest regret, over all points of all problems, is least.
+
+    Points at which all rates diverged do not count.
+    """
     rows = []
     for form, losses in surfaces.items():
-        for name, places in (
-            ("the base points", [(problem, BASES[problem]) for problem in floors]),
-            ("all points", [(problem, point) for problem in floors for point in points(problem)]),
-        ):
-            tried = rates_in_common([losses[point] for _, point in places])
-            found = common_rate([(losses[point], floors[problem]) for problem, point in places])
-            cells = ["each diverges", *["-"] * len(floors)]
-            if found is not None:
-                cells = [f"{found[0]:g}"]
-                pairs = list(zip(places, found[1], strict=True))
-                for problem, floor in floors.items():
-                    own = _largest(r for (p, _), r in pairs if p == problem)
-                    cells.append(amount(own, floor))
-            span = f"{tried[0]:g} to {tried[-1]:g}" if tried else "none"
-            rows.append([CONTENDERS[form].label, name, span, *cells])
-    return header, rows
-
-
-def plot(surfaces: Mapping[str, Surface], floors: Mapping[str, float | None], path: Path) -> None:
-    """Draw heat maps of the regrets: learning rates against every axis, a row of panels a form.
-
-    A grey, crossed cell diverged from some seed. The frame is around the rate tuned at the base.
-    """
-    columns = [(problem, axis) for problem in floors for axis in AXES]
-    figure, panels = pyplot.subplots(
-        *(len(surfaces), len(columns)),
-        figsize=(1.75 * len(columns) + 1.2, 2.6 * len(surfaces) + 0.6),
-        squeeze=False,
-        layout="constrained",
-    )
-    # Regrets above 1 look alike; the root spreads the small ones.
-    norm = PowerNorm(0.5, vmin=0.0, vmax=1.0, clip=True)
-    for row, (form, losses) in zip(panels, surfaces.items(), strict=True):
-        for axes, (problem, axis) in zip(row, columns, strict=True):
-            _panel(axes, losses, problem, axis, floors[problem], norm)
-        row[0].set_ylabel(f"{CONTENDERS[form].label}\nlearning rate", fontsize=8)
-    for axes, (problem, axis) in zip(panels[0], columns, strict=True):
-        axes.set_title(f"{PROBLEMS[problem]}\n{AXES[axis]}", fontsize=8)
-    bar = figure.colorbar(
-        ScalarMappable(norm, "viridis_r"), ax=panels, fraction=0.015, pad=0.01, extend="max"
-    )
-    bar.set_label("regret (autoencoder: of the best excess loss; transformer: nats)", fontsize=8)
-    save(figure, path, "Regret of every learning rate at every point; framed: tuned at the base")
-
-
-def _panel(
-    axes: Axes, losses: Surface, problem: str, axis: str, floor: float | None, norm: Any
-) -> None:
-    columns = [losses[point] for point in axis_points(problem, axis)]
-    tried = sorted(columns[0], reverse=True)
-    regrets: Any = numpy.array([[regret(column, lr, floor) for column in columns] for lr in tried])
-    axes.set_facecolor("0.85")
-    shown = numpy.where(numpy.isfinite(regrets), regrets, math.nan)
-    axes.imshow(shown, cmap="viridis_r", norm=norm, aspect="auto")
-    for (row, column), value in numpy.ndenumerate(regrets):
-        text = f"{value:.2f}" if value < 10 else f"{value:.0f}" if value < 100 else "> 99"
-        text, colour = (
-            (text, "white" if value > 0.4 else "0.1") if math.isfinite(value) else ("×", "0.1")
-        )
-        axes.text(column, row, text, ha="center", va="center", fontsize=6, color=colour)
-    tuned = lowest(losses[BASES[problem]])
-    if tuned is not None:
-        corner = (-0.5, tried.index(tuned) - 0.5)
-        style: dict[str, Any] = {"fill": False, "edgecolor": "#D55E00", "linewidth": 2}
-        axes.add_patch(Rectangle(corner, len(columns), 1, clip_on=False, **style))
-    values = VALUES[problem][axis]
-    axes.set_xticks(range(len(values)), [f"{value:g}" for value in values], fontsize=7)
-    axes.set_yticks(range(len(tried)), [f"{lr:g}" for lr in tried], fontsize=6)
+        found = {
+            problem: [own for p in points(problem) if (own := regrets(losses[p], floor))]
+            for problem, floor in floors.items()
+        }
+        tried = set.intersection(*(set(losses[p]) for name in floors for p in points(name)))
+        worst = {
+            lr: [max((at[lr] for at in own), default=math.inf) for own in found.values()]
+            for lr in sorted(tried)
+        }
+        best = lowest({lr: max(largest) for lr, largest in worst.items()})
+        cells = ["each diverges", *["-"] * len(floors)]
+        if best is not None:
+            cells = [f"{best:g}", *map(amount, worst[best], floors.values())]
+        rows.append([CONTENDERS[form].label, *cells])
+    return rows

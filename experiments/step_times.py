@@ -54,7 +54,7 @@ from tools.measuring.clock import busy_share, summary
 from tools.measuring.state import state_bytes
 from tools.measuring.tables import disturbance, megabytes, milliseconds, table
 
-QUICK = [Quick("step-times", 1.5, "--quick")]
+QUICK = [Quick("step-times", "--quick")]
 
 # The paper's (T1, T2) for its autoencoders and for its convolutional networks.
 INTERVALS = ((1, 20), (10, 100))

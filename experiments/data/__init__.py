@@ -48,4 +48,4 @@ def find_file(folder: str | Path, candidates: Sequence[str]) -> Path:
     for candidate in candidates:
         if (folder / candidate).is_file():
             return folder / candidate
-    raise DataMissingError(f"{folder} must hold one of {', '.join(candidates)}")
+    raise DataMissingError(f"{folder} must hold {' or '.join(candidates)}")

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.data import DataMissingError, find_file
+from experiments.data import find_file
 
 _PIXELS = 3 * 32 * 32
 
@@ -48,10 +48,7 @@ def read_cifar(folder: str | Path, classes: int) -> Cifar:
     else:
         names, archive, labels = ["train", "test"], "cifar-100-python", "fine_labels"
     place = find_file(folder, (f"{archive}/{names[0]}", names[0])).parent
-    for name in names:
-        if not (place / name).is_file():
-            raise DataMissingError(f"{place} must hold {', '.join(names)}, has no {name}")
-    parts = [_read_batch(place / name, labels, classes) for name in names]
+    parts = [_read_batch(find_file(place, [name]), labels, classes) for name in names]
     train_images, train_labels = (torch.cat(tensors) for tensors in zip(*parts[:-1], strict=True))
     return Cifar(train_images, train_labels, *parts[-1], classes)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +27,10 @@ _SEED = 0
 _AT_ONCE = 2000  # patches made together
 
 
-@dataclass(frozen=True)
-class Faces:
-    """Training patches, (N, 625) float32, and in words where they come from."""
+def faces_images(folder: str | Path, count: int | None = None) -> tuple[Tensor, str]:
+    """The FACES training patches, and in words where they come from.
 
-    images: Tensor
-    source: str
-
-
-def faces_images(folder: str | Path, count: int | None = None) -> Faces:
-    """The FACES training patches, float32 rows of 25x25 pixels, shape (count, 625).
+    The patches are float32 rows of 25x25 pixels, shape (count, 625).
 
     Every pixel has mean zero over the patches, and one number scales all pixels to a mean variance
     of one.
@@ -73,7 +66,7 @@ def faces_images(folder: str | Path, count: int | None = None) -> Faces:
     share = f"{count:,} of the {_TRAINING_PATCHES:,} training patches"
     if path.name == _PATCHES_NAME:
         source = f"{share} of the original {_PATCHES_NAME} (Hinton & Salakhutdinov 2006)"
-        return Faces(_original_patches(path)[chosen], source)
+        return _original_patches(path)[chosen], source
     source = (
         f"{share} made from {_OLIVETTI_NAME} by the procedure of Hinton & Salakhutdinov 2006 "
         "(rotated by up to 90 degrees, scaled by 1.4 to 1.8, cropped, mean 0 in each pixel, mean "
@@ -82,7 +75,7 @@ def faces_images(folder: str | Path, count: int | None = None) -> Faces:
     )
     images = _patches(_olivetti_faces(path), chosen)
     images -= images.mean(0)
-    return Faces(images.div_(images.square().mean().sqrt()), source)
+    return images.div_(images.square().mean().sqrt()), source
 
 
 def _original_patches(path: Path) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +59,6 @@ class Autoencoder(Problem):
         """The autoencoder."""
         return autoencoder(self.widths)
 
-    def to(self, device: torch.device) -> Autoencoder:
-        """The problem with its images on a device."""
-        moved = copy.copy(self)
-        moved.images = self.images.to(device)
-        return moved
-
     def batch(self, indices: Tensor, augment: torch.Generator) -> tuple[Tensor, Tensor]:
         """Images, twice: they are their own targets."""
         images = self.images[indices]
@@ -102,8 +95,8 @@ def load_autoencoder(
         ValueError, OSError: the data cannot be read, or are too few.
     """
     if name == "faces":
-        faces = faces_images(data_folder("olivetti", data), examples)
-        return Autoencoder(name, faces.images, FACES_WIDTHS, faces.source)
+        images, source = faces_images(data_folder("olivetti", data), examples)
+        return Autoencoder(name, images, FACES_WIDTHS, source)
     if name == "curves":
         images = curves_images() if examples is None else curves_images(examples)
         return Autoencoder(name, images, CURVES_WIDTHS, "generated")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -101,15 +100,6 @@ class Classifier(Problem):
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         return model
 
-    def to(self, device: torch.device) -> Classifier:
-        """The problem with its images on a device."""
-        moved = copy.copy(self)
-        names = ("train_images", "train_labels", "test_images", "test_labels")
-        tensors = {name: getattr(self.data, name).to(device) for name in names}
-        moved.data = replace(self.data, **tensors)
-        moved._mean, moved._std = self._mean.to(device), self._std.to(device)
-        return moved
-
     def batch(self, indices: Tensor, augment: torch.Generator) -> tuple[Tensor, Tensor]:
         """Cropped, mirrored and normalised images, and their classes."""
         images = crop_and_flip(self.data.train_images[indices], augment)
@@ -124,24 +114,17 @@ class Classifier(Problem):
         """Cross entropy, averaged over the batch."""
         return functional.cross_entropy(outputs, targets)
 
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """The validation set's error, a fraction of its images, and its mean loss.
-
-        The model is in evaluation mode meanwhile, which changes no buffer.
-        """
+    def metrics(self, model: nn.Module) -> dict[str, float]:
+        """The validation set's error, a fraction of its images, and its mean loss."""
         images, labels = self.data.test_images, self.data.test_labels
         wrong = torch.zeros((), dtype=torch.int64, device=labels.device)
         loss = torch.zeros((), dtype=torch.float64, device=labels.device)
-        was_training = model.training
-        model.eval()
-        with torch.no_grad():
-            for some, classes in zip(
-                images.split(_EVALUATED_AT_ONCE), labels.split(_EVALUATED_AT_ONCE), strict=True
-            ):
-                outputs = model(self.normalised(some))
-                wrong += (outputs.argmax(1) != classes).sum()
-                loss += functional.cross_entropy(outputs, classes, reduction="sum")
-        model.train(was_training)
+        for some, classes in zip(
+            images.split(_EVALUATED_AT_ONCE), labels.split(_EVALUATED_AT_ONCE), strict=True
+        ):
+            outputs = model(self.normalised(some))
+            wrong += (outputs.argmax(1) != classes).sum()
+            loss += functional.cross_entropy(outputs, classes, reduction="sum")
         count = labels.shape[0]
         return {"validation_error": wrong.item() / count, "validation_loss": loss.item() / count}
 

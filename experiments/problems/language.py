@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -82,15 +81,6 @@ class Language(Problem):
             len(self.text.characters), self.width, self.layers, self.heads, self.context
         )
 
-    def to(self, device: torch.device) -> Language:
-        """The problem with its text on a device."""
-        moved = copy.copy(self)
-        moved.text = Text(
-            self.text.train.to(device), self.text.validation.to(device), self.text.characters
-        )
-        moved.validation_starts = self.validation_starts.to(device)
-        return moved
-
     def batch(self, indices: Tensor, augment: torch.Generator) -> tuple[Tensor, Tensor]:
         """The windows that start at `indices`, (N, context), and the character after each place."""
         return self._windows(self.text.train, indices)
@@ -99,16 +89,12 @@ class Language(Problem):
         """Cross entropy, averaged over all positions of all windows."""
         return functional.cross_entropy(outputs, targets)
 
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
+    def metrics(self, model: nn.Module) -> dict[str, float]:
         """The validation loss, over the same windows each time."""
-        training = model.training
-        model.eval()
         losses = []
-        with torch.no_grad():
-            for starts in self.validation_starts.split(64):
-                inputs, targets = self._windows(self.text.validation, starts)
-                losses.append(functional.cross_entropy(model(inputs), targets, reduction="sum"))
-        model.train(training)
+        for starts in self.validation_starts.split(64):
+            inputs, targets = self._windows(self.text.validation, starts)
+            losses.append(functional.cross_entropy(model(inputs), targets, reduction="sum"))
         total = torch.stack(losses).double().sum().item()
         return {"validation_loss": total / (len(self.validation_starts) * self.context)}
 
@@ -164,6 +150,4 @@ def load_language(data: Path | None = None, **sizes: int) -> Language:
 def _spread(count: int, length: int, wanted: int) -> Tensor:
     """At most `wanted` starts in [0, count), evenly spread, at least `length` apart."""
     windows = min(wanted, 1 + (count - 1) // length)
-    if windows == 1:
-        return torch.zeros(1, dtype=torch.int64)
-    return torch.arange(windows) * (count - 1) // (windows - 1)
+    return torch.arange(windows) * (count - 1) // max(1, windows - 1)

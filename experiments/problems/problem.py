@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -32,9 +34,12 @@ class Problem(ABC):
     def build(self) -> nn.Module:
         """A new model, on the CPU, from torch's global random state."""
 
-    @abstractmethod
     def to(self, device: torch.device) -> Self:
-        """The problem with its data on a device."""
+        """The problem with all tensors of its attributes on a device."""
+        moved = copy.copy(self)
+        for name, value in vars(self).items():
+            setattr(moved, name, _moved(value, device))
+        return moved
 
     @abstractmethod
     def batch(self, indices: Tensor, augment: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -54,7 +59,19 @@ class Problem(ABC):
         """Everything that defines the problem, JSON-ready; the same for all runs of a record."""
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Figures measured at the end of an epoch, outside its time; none by default."""
+        """Figures measured at the end of an epoch, outside its time.
+
+        The model is in evaluation mode meanwhile, which changes no buffer.
+        """
+        was_training = model.training
+        model.eval()
+        with torch.no_grad():
+            found = self.metrics(model)
+        model.train(was_training)
+        return found
+
+    def metrics(self, model: nn.Module) -> dict[str, float]:
+        """The figures of a model in evaluation mode, by their names; none by default."""
         return {}
 
     def steps_per_epoch(self, batch_size: int) -> int:
@@ -80,3 +97,12 @@ class Problem(ABC):
         """The indices of a warm start's batches: the data set, in its own order."""
         steps = self.steps_per_epoch(batch_size)
         return torch.arange(steps * batch_size).reshape(steps, batch_size)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if is_dataclass(value) and not isinstance(value, type):
+        parts = {field.name: getattr(value, field.name) for field in fields(value)}
+        return replace(value, **{name: _moved(part, device) for name, part in parts.items()})
+    return value

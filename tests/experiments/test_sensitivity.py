@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from repeating_text import repeating_file
 
-from experiments.search import lowest
 from experiments.sensitivity import (
     AXES,
     BASES,
@@ -21,14 +20,11 @@ from experiments.sensitivity import (
     Scale,
     Surface,
     axis_points,
-    common_rate,
     common_rows,
     make_problem,
     points,
-    rates_in_common,
-    regret,
+    regrets,
     run_settings,
-    serving,
     summary_rows,
     surface,
     wanted,
@@ -83,39 +79,17 @@ def test_width_leaves_the_images_and_the_code(tmp_path: Path) -> None:
 # The measures
 
 LOSSES = {0.01: 6.0, 0.03: 4.1, 0.1: 4.0, 0.3: 7.0, 1.0: math.inf}
-LOST = {lr: math.inf for lr in LOSSES}
 
 
-def test_regret() -> None:
-    assert lowest(LOSSES) == 0.1 and lowest(LOST) is None
-    assert regret(LOSSES, 0.01, None) == 2.0
-    assert regret(LOSSES, 0.01, 2.0) == 1.0, "of the excess of 2"
-    assert regret(LOSSES, 0.1, 3.0) == 0.0
-    assert regret(LOSSES, 1.0, 3.0) == math.inf
-    assert math.isnan(regret(LOST, 0.1, 3.0))
-    assert serving(LOSSES, 3.0) == serving(LOSSES, None) == {0.1}
-    assert serving(LOSSES, 2.0) == {0.03, 0.1}, "exactly the tolerance serves"
-    assert serving(LOST, None) == set()
-
-
-def test_the_common_rate_has_the_least_of_the_largest_regrets() -> None:
-    first = {0.01: 1.0, 0.1: 1.5, 1.0: 2.5}
-    second = {0.01: 3.0, 0.1: 1.25, 1.0: 1.0}
-    assert common_rate([(first, None), (second, None)]) == (0.1, [0.5, 0.25])
-    # As fractions of an excess of 0.1 the second problem's regrets weigh ten times as much.
-    assert common_rate([(first, None), (second, 0.9)]) == (1.0, [1.5, 0.0])
-    assert common_rate([(first, None), ({**second, 0.1: math.inf}, None)]) == (1.0, [1.5, 0.0])
-    # A rate that was tried at one of two points does not count.
-    fewer = {lr: loss for lr, loss in second.items() if lr < 1}
-    assert rates_in_common([first, fewer]) == [0.01, 0.1]
-    assert common_rate([({**first, 1.0: 0.5}, None), (fewer, None)]) == (0.1, [1.0, 0.0])
-    assert common_rate([(first, None), ({3.0: 1.0}, None)]) is None
-    found = common_rate([(first, None), ({lr: math.inf for lr in first}, None)])
-    assert found is not None and found[0] == 0.01 and math.isnan(found[1][1])
+def test_regrets() -> None:
+    assert regrets(LOSSES, None) == pytest.approx({0.01: 2, 0.03: 0.1, 0.1: 0, 0.3: 3, 1: math.inf})
+    halved = {0.01: 1, 0.03: 0.05, 0.1: 0, 0.3: 1.5, 1: math.inf}
+    assert regrets(LOSSES, 2.0) == pytest.approx(halved), "of the excess of 2"
+    assert regrets(dict.fromkeys(LOSSES, math.inf), 3.0) == {}
 
 
 def made_surface(problem: str, shift: int = 0) -> Surface:
-    """A parabola over five decades; its minimum is `shift` places higher at every next point."""
+    """A parabola over six rates; its minimum is `shift` places higher at every next point."""
     tried = [10.0**place for place in range(-5, 1)]
     return {
         point: {lr: 4.0 + (place - 2 - shift * number) ** 2 for place, lr in enumerate(tried)}
@@ -123,30 +97,54 @@ def made_surface(problem: str, shift: int = 0) -> Surface:
     }
 
 
-def test_the_tables() -> None:
+def test_the_rate_tuned_at_the_base_point_along_every_axis() -> None:
     floors = {"digits": 3.0, "language": None}
     steady = {**made_surface("digits"), **made_surface("language")}
-    lost = {point: {lr: math.inf for lr in losses} for point, losses in steady.items()}
-    header, rows = summary_rows({"tnt": lost, "tnt-grafted": steady}, floors)
-    assert [len(row) for row in rows] == [len(header)] * 4
+    lost = {point: dict.fromkeys(losses, math.inf) for point, losses in steady.items()}
+    rows = summary_rows({"tnt": lost, "tnt-grafted": steady}, floors)
     assert rows[0][:3] == ["TNT, paper's form", "Autoencoder", "all diverged"]
-    assert rows[1][2:] == ["0.001", "4.000", *["0 %"] * 6, "0 of 8", "0", "1.0 of 6"]
-    _, rows = common_rows({"tnt": lost, "tnt-grafted": steady}, floors)
-    assert rows[0][2:] == ["1e-05 to 1", "each diverges", "-", "-"]
-    assert rows[3][2:] == ["1e-05 to 1", "0.001", "0 %", "0.000 nats"]
-    different = {**made_surface("digits", 1), **made_surface("language", 1)}
-    # Minima at places 2, 3, ..., 10, of which 0 to 5 are tried: place 5 is best from the fourth
-    # point on, and loses 9 at the first; place 4 would lose 36 - 25 at the last.
-    assert common_rows({"tnt": different}, floors)[1][1][3:] == ["1", "900 %", "9.000 nats"]
+    assert rows[1][2:] == ["0.001", "4.000", *["0 %"] * 4, "0 of 8", "0", "1.0 of 6"]
+    assert {len(row) for row in rows} == {len(rows[1])}
+    # The base point's rate is at place 2 and the minimum of point n at place 2 + n, of which 0 to 5
+    # are tried. One rate diverges at the first point of the damping, all at the last.
+    moved = made_surface("language", 1)
+    damping = axis_points("language", "damping")
+    moved[damping[0]] = {**moved[damping[0]], 0.001: math.inf}
+    moved[damping[2]] = dict.fromkeys(moved[damping[2]], math.inf)
+    (row,) = summary_rows({"tnt": moved}, {"language": None})
+    axes = ["4.000 nats", "15.000 nats", "diverged", "39.000 nats"]
+    assert row[2:] == ["0.001", "4.000", *axes, "2 of 8", "3", "0.9 of 6"]
+
+
+def test_one_rate_for_all_points_has_the_least_of_the_largest_regrets() -> None:
+    floors = {"digits": 3.0, "language": None}
+    steady = {**made_surface("digits"), **made_surface("language")}
+    lost = {point: dict.fromkeys(losses, math.inf) for point, losses in steady.items()}
+    rows = common_rows({"tnt": lost, "tnt-grafted": steady}, floors)
+    assert [row[1:] for row in rows] == [
+        ["each diverges", "-", "-"],
+        ["0.001", "0 %", "0.000 nats"],
+    ]
+    # Place 5 is best from the fourth point on, and loses 9 at the first; place 4 would lose 36 - 25
+    # at the last.
+    moved = {**made_surface("digits", 1), **made_surface("language", 1)}
+    assert common_rows({"tnt": moved}, floors)[0][1:] == ["1", "900 %", "9.000 nats"]
+    # Points at which all rates diverged do not count; rates that some point lacks do not serve.
+    moved[BASES["digits"]] = dict.fromkeys(moved[BASES["digits"]], math.inf)
+    assert common_rows({"tnt": moved}, floors)[0][1:] == ["1", "400 %", "9.000 nats"]
+    moved[BASES["language"]] = {
+        lr: loss for lr, loss in steady[BASES["language"]].items() if lr < 1
+    }
+    assert common_rows({"tnt": moved}, floors)[0][1] == "0.1"
 
 
 def test_a_surface_is_the_mean_of_all_seeds() -> None:
     point = BASES["digits"]
-    losses = {(0.1, 0): 2.0, (0.1, 1): 4.0, (0.3, 0): 1.0, (0.3, 1): None, (1.0, 0): 1.0}
+    losses = {(0.1, 0): 2.0, (0.1, 1): 4.0, (0.3, 0): 1.0, (0.3, 1): None, (0.1, 2): 7.0}
     runs = [
         {"key": {"form": "tnt", **asdict(point), "lr": lr, "seed": seed}, "loss": loss}
         for (lr, seed), loss in losses.items()
     ]
     runs.append({"key": {"form": "shampoo", **asdict(point), "lr": 0.1, "seed": 0}, "loss": 7.0})
     assert surface(runs, "tnt", [0, 1]) == {point: {0.1: 3.0, 0.3: math.inf}}
-    assert surface(runs, "tnt", [0]) == {point: {0.1: 2.0, 0.3: 1.0, 1.0: 1.0}}
+    assert surface(runs, "tnt", [0]) == {point: {0.1: 2.0, 0.3: 1.0}}

@@ -56,6 +56,13 @@ def test_the_validation_loss_is_the_mean_over_windows_that_lie_apart(problem: La
     assert all(p.grad is None for p in model.parameters())
 
 
+def test_all_tensors_move_to_a_device(problem: Language) -> None:
+    moved = problem.to(torch.device("meta"))
+    assert moved.text.train.is_meta and moved.text.validation.is_meta
+    assert moved.validation_starts.is_meta and moved.text.characters == problem.text.characters
+    assert not problem.text.train.is_meta and not problem.validation_starts.is_meta
+
+
 def test_grafted_tnt_learns_the_repeating_text(problem: Language) -> None:
     run = train(problem, replace(form_settings("tnt-grafted", 25), batch_size=16), report_every=0)
     assert run.epochs[-1].metrics["validation_loss"] < 1.0 < run.step_losses[0]

@@ -113,4 +113,8 @@ def test_all_leaves_out_what_has_no_data_and_goes_on(tmp_path: Path) -> None:
     record = (tmp_path / "quick" / "theorem1.json").read_bytes()
     assert run(tmp_path, *given).returncode == 0
     assert (tmp_path / "quick" / "theorem1.json").read_bytes() == record
+    (tmp_path / "quick" / "theorem1.json").write_text("{}")
+    broken = run(tmp_path, *given)
+    assert broken.returncode == 1 and "failed" in broken.stdout
+    assert "not run" in broken.stdout, "the other stages follow"
     assert run(tmp_path, "all").returncode == 2
