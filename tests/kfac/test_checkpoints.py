@@ -90,15 +90,6 @@ def test_a_state_that_does_not_fit_is_refused(other: str) -> None:
     before.assert_unchanged()
 
 
-def test_a_state_without_a_method_loads() -> None:
-    """torch.distributed.checkpoint returns one."""
-    model = two_layers()
-    state = started(KFAC, model).state_dict()
-    fresh = KFAC(two_layers())
-    fresh.load_state_dict({key: state[key] for key in ("state", "param_groups")})
-    assert [set(held) for held in fresh.state.values()] == [set(h) for h in state["state"].values()]
-
-
 def test_hooks_that_adapt_a_state_are_followed() -> None:
     """The state is checked after its hooks, here for a model with its two layers exchanged."""
     model, other = (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).bfloat16() for _ in range(2))

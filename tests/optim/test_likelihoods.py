@@ -10,12 +10,10 @@ import math
 
 import pytest
 import torch
-from drawn import noise, weight
 from optimizers import made
 from oracle import contraction
 from torch import Tensor, nn
 
-from tnt_optim import TNT
 from tnt_optim.likelihoods import sampled_loss
 
 likelihoods = pytest.mark.parametrize("likelihood", ["categorical", "bernoulli", "gaussian"])
@@ -205,24 +203,26 @@ def test_statistics_of_tnt_have_the_fishers_expectation(
         assert micro_batches > 1 or float(((warm - expected) / error).abs().max()) < Z_BOUND
 
 
-def test_a_likelihood_function_draws_from_a_stream_of_seed_step_and_micro_batch() -> None:
+@pytest.mark.parametrize("name", ["sampled", "kfac"])
+def test_a_likelihood_function_draws_from_a_stream_of_seed_step_and_micro_batch(name: str) -> None:
     """torch's global generator is seeded for it and put back."""
 
     def draws(seed: int) -> list[float]:
         torch.manual_seed(int(torch.randint(1000, ())))  # the global seed does not matter
-        p, seen = weight(2, 3), []
+        model, seen = nn.Linear(3, 2), []
 
         def likelihood(output: Tensor) -> Tensor:
             seen.append(float(torch.rand(())))
             return output.square().sum()
 
-        opt = TNT([p], likelihood=likelihood, stat_interval=1, seed=seed)
+        opt = made(name, model, likelihood=likelihood, stat_interval=1, seed=seed)
         for _ in range(2):
             for _ in range(2):
+                output = model(torch.randn(4, 3))
                 before = torch.get_rng_state()
-                opt.observe(p * 1.0)
+                opt.observe(output)
                 assert torch.equal(torch.get_rng_state(), before)
-            p.grad = noise(2, 3)
+                output.sum().backward()
             opt.step()
         return seen
 
