@@ -123,14 +123,20 @@ def test_a_layer_that_the_loss_reaches_but_the_output_does_not_waits() -> None:
     assert not torch.equal(model.heads[1].weight, still)
 
 
-def test_a_layer_that_outputs_never_reach_is_asked_for_at_scheduled_steps_only() -> None:
-    model, sampled = Heads(), []
+def counting(model: nn.Module, stat_interval: int) -> tuple[KFAC, list[Tensor]]:
+    """The optimizer of a model, and the outputs that it samples."""
+    sampled = []
 
     def likelihood(output: Tensor) -> Tensor:
         sampled.append(output)
         return least_likely(output)
 
-    opt = KFAC(model, stat_interval=4, likelihood=likelihood)
+    return KFAC(model, stat_interval=stat_interval, likelihood=likelihood), sampled
+
+
+def test_a_layer_that_outputs_never_reach_is_asked_for_at_scheduled_steps_only() -> None:
+    model = Heads()
+    opt, sampled = counting(model, stat_interval=4)
     still = copy.deepcopy(model.heads[1].state_dict())
     for t in range(9):
         sampled.clear()
@@ -148,13 +154,8 @@ def test_a_layer_that_outputs_never_reach_is_asked_for_at_scheduled_steps_only()
 
 def test_a_layer_unused_so_far_costs_nothing_and_joins_when_it_is_used() -> None:
     """Between the scheduled steps, at its first use, whatever was asked for before."""
-    model, sampled = Heads(), []
-
-    def likelihood(output: Tensor) -> Tensor:
-        sampled.append(output)
-        return least_likely(output)
-
-    opt = KFAC(model, stat_interval=10, likelihood=likelihood)
+    model = Heads()
+    opt, sampled = counting(model, stat_interval=10)
     before = model.heads[1].weight.detach().clone()
     for step, head in enumerate([0, 0, 0, 1]):
         sampled.clear()

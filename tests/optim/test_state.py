@@ -469,7 +469,7 @@ class Reordered(nn.Module):
         return self.last(torch.tanh(self.first(x)))
 
 
-@factored
+@pytest.mark.parametrize("name", [*FACTORED, "kfac"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_hooks_may_adapt_a_state_to_another_order(name: str, dtype: torch.dtype) -> None:
     """The state is checked after its hooks, and copied before the hooks that come after."""
@@ -488,19 +488,20 @@ def test_hooks_may_adapt_a_state_to_another_order(name: str, dtype: torch.dtype)
         return {**state, "param_groups": [{**group, "params": params, "param_names": names}]}
 
     files = through_a_file(opt.state_dict())
-    refuses(fresh, other, files, r"state_dict\['state'\]\[0\].*of another model")
+    refuses(fresh, other, files, r"state_dict\['state'\]\[0\].*(another model|have shapes)")
     fresh.register_load_state_dict_pre_hook(adapt)
     fresh.register_load_state_dict_post_hook(
-        lambda o: seen.extend(state["stats"] for state in o.state.values())
+        lambda o: seen.extend(state["stats"] for state in o.state.values() if "stats" in state)
     )
     fresh.load_state_dict(files)
     for mine, theirs in ((other.first, model[0]), (other.last, model[2])):
         for p, q in zip(mine.parameters(), theirs.parameters(), strict=True):
-            for key in ("stats", "factors"):  # not rounded to the parameters' dtype
-                assert all(map(torch.equal, fresh.state[p][key], opt.state[q][key]))
-    assert {s.dtype for stats in seen for s in stats} == {torch.float32} and len(seen) == 4
+            # Not rounded to the parameters' dtype.
+            assert leaves(fresh.state[p]) == leaves(opt.state[q])
+    assert {s.dtype for stats in seen for s in stats} == {torch.float32}
+    assert len(seen) == (2 if name == "kfac" else 4)
     broken = copy.deepcopy(files)
     broken["param_groups"][0]["lr"] = -1.0
     refuses(fresh, other, broken, "state_dict: group 0: lr")
     fresh.load_state_dict(files)  # the hooks are still there
-    assert len(seen) == 8
+    assert len(seen) == (4 if name == "kfac" else 8)
