@@ -320,7 +320,7 @@ def test_layers_that_no_output_reaches_keep_what_they_have(how: str) -> None:
     ranks = run_in(2, with_head, how)
     assert_same_training(ranks, with_head(None, 2, how))
     for rank in ranks:
-        # One that was called is next asked for when statistics are due: the same everywhere.
+        # All processes ask for a layer that was called again when statistics are due.
         assert rank["unreached"] == ({} if how == "warm" else {2: True})
         said = sum("observe(output) was not called" in text for text in rank["warned"])
         assert said == (how == "observed by some")
@@ -349,7 +349,7 @@ def warm_started(rank: int | None, processes: int, how: str) -> dict[str, Any]:
         return (x * math.nan, 0) if head is None else (x, head)
 
     parts = [[inputs(head) for head in part] for part in WARM[how]]
-    # Without sampling: processes number their batches as if all had as many.
+    # Without sampling: one process would number its draws otherwise.
     model, opt = made_heads(3, likelihood=least_likely)
     opt.warm_start(model(*given) for given in (in_turn(parts) if rank is None else parts[rank]))
     return {"states": states(model, opt), "failures": opt.failures()}

@@ -81,7 +81,7 @@ def test_unused_parameters_of_some_processes_and_of_all() -> None:
             mean = (sampled[0] + sampled[1]) / 2
             for mode, stat in enumerate(stats):
                 close(stat, contraction(mean, mode))
-        # A parameter that none used has no statistics and no gradient; one that one used has both.
+        # A parameter has statistics and a gradient if at least one process used it.
         assert set(rank["stats"]) == {n for n in rank["grads"] if "heads.2" not in n}
         assert rank["grads"]["heads.2.weight"] is None
         assert rank["head 1 kept"]  # at a step at which no process reached it
@@ -163,7 +163,7 @@ def test_an_observation_that_is_not_finite_in_one_is_left_out_in_all(
 
 
 def inverses_fail(rank: int, processes: int, shard: str | None) -> dict[str, Any]:
-    """The statistics of one parameter become infinite in its owner rank; nothing else happens."""
+    """The statistics of one parameter become infinite in its owner rank, and in no other."""
     net, replicas = own_net()
     opt = TNT(net.parameters(), likelihood=least_likely, shard=shard, **SETTINGS)
     found: dict[str, Any] = {"raised at": None, "message": ""}
@@ -319,7 +319,7 @@ def test_owners_are_balanced_in_work_and_bytes() -> None:
             held = [0.0] * processes
             for owner, load in zip(owners, loads, strict=True):
                 held[owner] += getattr(load, quantity)
-            # A greedy choice ends within the largest item of the mean.
+            # A greedy choice exceeds the mean by at most the largest item.
             largest = max(getattr(load, quantity) for load in loads)
             assert max(held) <= sum(held) / processes + largest
 

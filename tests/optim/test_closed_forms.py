@@ -25,7 +25,7 @@ factored = pytest.mark.parametrize("name", FACTORED)
 
 
 def assert_factor(name: str, factor: Tensor, wanted: Tensor) -> None:
-    """Equal but for rounding, or, of Shampoo, for what the coupled Newton iteration leaves."""
+    """Equal but for rounding, and for Shampoo the error of the coupled Newton iteration."""
     dense = factor if factor.dim() == 2 else torch.diag(factor)
     if name == "shampoo":
         error = float((dense - wanted).abs().max())
@@ -125,7 +125,7 @@ def test_shampoos_relative_damping_has_no_scale(shape: tuple[int, ...], scale: f
 @pytest.mark.parametrize("damping", [0.0, 1e-6, 0.1, 1e6])
 @pytest.mark.parametrize("size", [0.0, 1e-21, 1e-18, 1e-17])
 def test_shampoos_relative_damping_takes_rounding_for_zero(size: float, damping: float) -> None:
-    """Where damping times the average would vanish in float32, and S is singular."""
+    """S is singular, and damping times its average would be 0 in float32."""
     p = nn.Parameter(torch.randn(3, 40))
     settings: dict[str, Any] = {"relative_damping": True, "stat_interval": 1, "graft": "adam"}
     run = Dictated("shampoo", [p], damping=damping, **settings)
@@ -145,7 +145,7 @@ def low_rank_images(count: int) -> Tensor:
 
 
 def trained_autoencoder(damping: float) -> tuple[nn.Module, Shampoo]:
-    """A trained autoencoder in float32, whose roots are of its present statistics."""
+    """A trained autoencoder in float32; the last step has refreshed its roots."""
     torch.manual_seed(4)
     model = nn.Sequential(
         nn.Linear(64, 100), nn.ReLU(), nn.Linear(100, 6), nn.Linear(6, 100), nn.ReLU(),

@@ -160,7 +160,7 @@ def test_a_parameter_that_becomes_trainable_starts_its_statistics_at_once() -> N
 def test_later_steps_never_wait_for_the_device(
     name: str, likelihood: str, slow_reports: None
 ) -> None:
-    """Only the first statistics are waited for: there is nothing else to go on with."""
+    """Only the first statistics wait for the device."""
     model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(12, 4))
     opt = made(name, model, likelihood=likelihood, stat_interval=2, inverse_interval=3)
     opt.warm_start([model(torch.randn(5, 2, 4, 4))])
@@ -213,7 +213,7 @@ def test_micro_batches_average_the_sampled_gradients(fixed_labels: FixedLabels) 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("place", [0, 1, 2, 3])
 def test_an_observation_that_is_not_finite_is_left_out(place: int, bad: float) -> None:
-    """All of it, though only one parameter's gradient is not finite; to the bit."""
+    """The whole observation, even if the gradient of only one parameter is not finite."""
     good = [[noise(3, 4), noise(5)] for _ in range(3)]
     first = [noise(3, 4), noise(5)]
     params = [weight(3, 4), weight(5)]
@@ -308,7 +308,7 @@ def test_a_head_used_only_between_scheduled_statistics_is_trained(period: int) -
 
 
 def test_the_next_batch_may_miss_a_group_added_later() -> None:
-    """At the first batch with it no observe has asked for it since: it waits for the next one."""
+    """At the first batch that uses it, observe has not yet asked for it; at the next it has."""
     model = Heads(2)
     opt = TNT([*model.body.parameters(), *model.heads[0].parameters()], stat_interval=10)
     train_heads(model, opt, [0, 0])
@@ -326,7 +326,7 @@ def normalised() -> nn.Sequential:
 
 @sampling
 def test_a_warm_start_puts_the_buffers_of_its_model_back(name: str) -> None:
-    """TNT knows a model that is given; no gradient is left."""
+    """TNT needs ``model=`` for it. The parameters have no gradients afterwards."""
     model = normalised()
     opt = made(name, model)
     before = [b.clone() for b in model.buffers()]

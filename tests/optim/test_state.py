@@ -220,7 +220,7 @@ def test_the_content_of_a_state_is_documented(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*FACTORED, "kfac"])
 def test_a_loaded_state_is_a_copy(name: str) -> None:
-    """PyTorch's own optimizers go on in the very tensors that they were given."""
+    """PyTorch's own optimizers keep the tensors of the given state and overwrite them."""
     model, opt = trained(name)
     saved = copy.deepcopy(opt.state_dict())
     kept = leaves(saved)
@@ -391,7 +391,7 @@ def test_adams_state_is_refused(name: str) -> None:
     ("saved", "loaded"), [*itertools.permutations(("sampled", "shampoo", "kfac"), 2)]
 )
 def test_a_state_of_another_method_is_refused(saved: str, loaded: str) -> None:
-    """Its tensors and settings have the same form, and another meaning."""
+    """Its tensors and settings have the same names and shapes, but mean something else."""
     (_, first), (model, second) = trained(saved, 2), trained(loaded, 2)
     kinds = type(second).__name__, type(first).__name__
     message = "^state_dict must be of {}, got that of {}".format(*kinds)
@@ -423,7 +423,7 @@ def test_hooks_around_state_dict(name: str) -> None:
 
 @every
 def test_hooks_around_load_state_dict(name: str) -> None:
-    """A hook may change the state in place, or return another; the first come first."""
+    """A hook may change the state in place, or return another; hooks run in their order."""
     _, opt = trained(name, 1)
     seen = []
 
