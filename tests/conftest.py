@@ -174,9 +174,9 @@ class Snapshot:
         }
 
     def _by_number(self, held: Any) -> Any:
-        """The same with numbers for parameters: a copied one is another key."""
+        """The same with numbers in place of parameters, as a copied parameter is another key."""
         if dataclasses.is_dataclass(held):
-            # Which layers were called a forward pass says, whatever observe() does.
+            # Not `called`, the layers of a forward pass: that one changes without observe().
             return {k: self._by_number(v) for k, v in vars(held).items() if k != "called"}
         groups = self.optimizer.param_groups
         numbers = {id(p): n for n, p in enumerate(p for g in groups for p in g["params"])}

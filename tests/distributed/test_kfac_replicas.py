@@ -251,8 +251,8 @@ def made_heads(heads: int, **settings: Any) -> tuple[Heads, KFAC]:
     return model, made(model, **settings)
 
 
-# By step and process, the heads of its micro-batches. Of three all are used, of four not the last:
-# once all have statistics the processes no longer exchange which layers their outputs reached.
+# The heads of the micro-batches, by step and process. A model of three heads uses all; then, as all
+# have statistics, the processes stop exchanging which layers they reached. One of four never does.
 USED = [
     [[0], [1]],
     [[0], [1]],
@@ -379,7 +379,7 @@ def made_sides() -> tuple[Sides, KFAC]:
 
 
 def spoiled(bad: Sequence[Iterable[int]], layers: str = "left") -> Steps:
-    """A micro-batch for each of two processes; ``bad`` are those not finite, by step.
+    """A micro-batch for each of two processes; ``bad``: by step, whose is not finite.
 
     The input of the left layer is not finite, or the inputs of both.
     """
@@ -424,7 +424,7 @@ def test_what_is_not_finite_in_one_process_is_left_out_in_all(how: str) -> None:
 
 
 def failures(rank: int, processes: int) -> dict[str, Any]:
-    """First statistics that are not finite in either, then five later ones."""
+    """The first statistics are finite in neither process; later, five in a row are not."""
     model, opt = made_sides()
     found: dict[str, Any] = {"start": values(model)}
     with pytest.raises(PreconditionerError) as first:
@@ -567,7 +567,7 @@ SAVED = [  # the inverse, whether KFAC has the wrapper, how the work is divided
 def saved_states(
     rank: int, processes: int, inverse: str, wrapped: bool, shard: str | None
 ) -> dict[str, Any]:
-    """The first process's state goes on in all: wrapped or not, divided otherwise, copied."""
+    """All processes load the first one's state: wrapped or not, with another shard, as copies."""
     steps = Case(inverse).steps(processes, range(8))
 
     def go_on(replicas: nn.Module, opt: KFAC) -> list[Tensor]:

@@ -68,18 +68,6 @@ def test_parameters_without_elements(name: str, relative: bool) -> None:
     assert bool(moves[2].any()) and bool(params[2].isfinite().all())
 
 
-@factored
-@pytest.mark.parametrize("relative", [False, True])
-def test_statistics_and_factors_are_symmetric_to_the_bit(name: str, relative: bool) -> None:
-    p = nn.Parameter(torch.randn(65, 9, 3, 3))
-    run = Dictated(name, [p], relative_damping=relative, stat_interval=1, inverse_interval=1)
-    for _ in range(3):
-        run.step([torch.randn_like(p)])
-    for matrix in run.stats() + run.factors():
-        assert matrix.dtype == torch.float32
-        assert torch.equal(matrix, matrix.T)
-
-
 def test_gradients_in_float16_have_statistics_beyond_float16() -> None:
     """Of norm 80000, where float16 ends at 65504."""
     gradient = torch.full((200, 200), 400.0, dtype=torch.float16)

@@ -72,10 +72,10 @@ def enumerated_fisher(likelihood: str, model: nn.Module, x: Tensor) -> Tensor:
 
 
 def sampled_gradients(likelihood: str, model: nn.Module, x: Tensor, seed: int) -> Tensor:
-    """(DRAWS, parameters): one sampled gradient a row, from one call on repeated outputs.
+    """Sampled gradients (DRAWS, parameters) from one call on repeated outputs.
 
-    The mean over DRAWS * ROWS examples has 1 / DRAWS of each draw's gradient; the chain rule with
-    the Jacobian of the outputs does the rest.
+    In the mean over DRAWS * ROWS examples, each draw counts 1 / DRAWS. Its gradient is that of the
+    outputs times their Jacobian.
     """
     output = model(x)
     jacobian = torch.stack([flat_gradient(z, model) for z in output.reshape(-1)])
@@ -92,7 +92,7 @@ def assert_mean_zero_with_covariance(gradients: Tensor, fisher: Tensor) -> None:
     support = values > 1e-10 * values[-1]
     rank = int(support.sum())
     assert 0 < rank <= MAX_RANK
-    # Directions that the Fisher does not have never occur: exact up to rounding, no statistics.
+    # A gradient has no component outside of the Fisher's range, except for rounding.
     outside = gradients @ vectors[:, ~support]
     assert outside.numel() > 0
     assert float(outside.abs().max()) < 1e-6 * float(gradients.abs().max())
