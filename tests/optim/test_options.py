@@ -1,6 +1,7 @@
 """Settings: wrong ones are refused by name and change nothing; what repr says of them."""
 
 import copy
+import inspect
 import math
 import pickle
 import re
@@ -14,7 +15,7 @@ from drawn import raising, weight
 from optimizers import FACTORED, METHODS, Dictated, conv_net, made, net, train, values
 from torch import Tensor, nn
 
-from tnt_optim import TNT, Shampoo
+from tnt_optim import KFAC, TNT, Shampoo
 
 factored = pytest.mark.parametrize("name", FACTORED)
 NAN, INF = math.nan, math.inf
@@ -38,7 +39,7 @@ BAD: list[tuple[str, Any]] = [
 ]
 
 
-KFACS = ("lr", "damping", "weight_decay", "momentum", "stat_decay", "stat_interval")
+KFACS = inspect.signature(KFAC).parameters
 
 
 @pytest.mark.parametrize(
