@@ -47,15 +47,18 @@ def train(
     observe: bool,
     micro: int = 1,
     logits: Callable[[Any], Tensor] = lambda result: result,
+    dtype: torch.dtype | None = None,
 ) -> None:
-    """Trains; ``observe`` says whether the loop calls it."""
+    """Trains, under autocast if given a dtype; ``observe`` says whether the loop calls it."""
     for step in range(steps):
         opt.zero_grad()
         for x, y in batches(step, micro):
-            output = logits(model(x))
+            with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+                output = logits(model(x))
+                loss = cross_entropy(output, y) / micro
             if observe:
                 opt.observe(output)
-            (cross_entropy(output, y) / micro).backward()
+            loss.backward()
         opt.step()
 
 

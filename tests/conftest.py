@@ -103,25 +103,6 @@ class DirectGradients:
         self.sampled = sampled
         optimizer.observe(self.output())  # type: ignore[attr-defined]
 
-    def iterate(
-        self,
-        optimizer: torch.optim.Optimizer,
-        grads: Sequence[Tensor | None],
-        sampled: Sequence[Tensor | None] | None = None,
-    ) -> None:
-        """One step on these gradients, observing `sampled` first where it is given."""
-        if sampled is not None:
-            self.observe(optimizer, sampled)
-        for p, g in zip(self.params, grads, strict=True):
-            p.grad = g
-        optimizer.step()
-
-
-@pytest.fixture
-def direct() -> Callable[[Sequence[Tensor]], DirectGradients]:
-    """Wrap parameters so that the test dictates their sampled gradients."""
-    return DirectGradients
-
 
 class FixedLabels:
     """A callable likelihood: mean cross entropy at the labels the test has put in `current`."""
@@ -193,9 +174,9 @@ class Snapshot:
         }
 
     def _by_number(self, held: Any) -> Any:
-        """The same with numbers for parameters: a copied one is another key."""
+        """The same with numbers in place of parameters, as a copied parameter is another key."""
         if dataclasses.is_dataclass(held):
-            # Which layers were called a forward pass says, whatever observe() does.
+            # Not `called`, the layers of a forward pass: that one changes without observe().
             return {k: self._by_number(v) for k, v in vars(held).items() if k != "called"}
         groups = self.optimizer.param_groups
         numbers = {id(p): n for n, p in enumerate(p for g in groups for p in g["params"])}
@@ -229,9 +210,3 @@ def _assert_same(a: object, b: object, path: str) -> None:
             _assert_same(x, y, f"{path}[{i}]")
     else:
         assert a == b or (a != a and b != b), path
-
-
-@pytest.fixture
-def snapshot() -> Callable[[Iterable[Tensor], torch.optim.Optimizer], Snapshot]:
-    """Take a snapshot of (parameters, optimizer)."""
-    return Snapshot

@@ -70,9 +70,9 @@ class Implementation:
     kinds: ClassVar[Sequence[str]] = KINDS
     dtypes: ClassVar[Sequence[torch.dtype]] = DTYPES
     layout_shape: ClassVar[Shape] = LAYOUT_SHAPE
-    # Of the tensors whose factors fail: a bad entry at (2, 1) of every mode.
+    # The shape of tensors whose factors fail: every mode has an entry (2, 1) to spoil.
     failing_shape: ClassVar[Shape] = (5, 9, 3)
-    # Whether a list gives each entry the bits it has alone.
+    # Whether a tensor has the same bits in a list as alone.
     alone_to_the_bit = True
 
     @pytest.fixture(autouse=True)
@@ -159,7 +159,7 @@ class EveryOperator(Implementation):
         self.check(call(variant, [(9, 5)] * len(pairs), dtype=params, grad_dtype=grads))
 
     def test_numbers_as_tensors(self, variant: str) -> None:
-        """A float64 tensor is the number to the bit; a float32 one where it holds it exactly."""
+        """A number may be a float64 tensor, or a float32 one that holds it exactly: same bits."""
         shapes = [(9, 5), (7,), (3, 4, 5)]
         for value in (0.25, 0.3):
             given = call(variant, shapes, dtype=DTYPES)
@@ -294,7 +294,7 @@ class Inverses(Implementation):
     """damped_inverse and inverse_root: what fails, what is singular, what is out of range."""
 
     dtypes: ClassVar[Sequence[torch.dtype]] = STATE_DTYPES
-    # How many ways to fail one call has.
+    # How many ways to fail one call combines.
     failures_at_once = 24
     # Whether the implementation itself creates the factors where no `out` is given.
     creates_factors = True
@@ -367,7 +367,7 @@ class Inverses(Implementation):
 
     @over(*INVERSES)
     def test_undamped(self, variant: str) -> None:
-        """Damping 0 inverts what is regular, and reports what is not."""
+        """Damping 0: a regular matrix is inverted, a singular one is reported."""
         for kind in ("full", "diagonal"):
             given = call(variant, [(5,)] * 3, kind).with_arguments(damping=0.0)
             stats = given.arguments["stats"]
@@ -475,7 +475,7 @@ class InverseRoot(Implementation):
             close(power @ (stat + 0.1 * eye), eye, root * NEWTON_OPERATOR)
 
     def test_rank_one(self) -> None:
-        """Small entries hide the large eigenvalue, and max|M - I| grows before it falls."""
+        """Small entries hide the large eigenvalue, and max|M - I| increases at first."""
         for dtype in STATE_DTYPES:
             for d in self.rank_one_sizes:
                 x = 1 + 0.1 * normal((d, 1), torch.float64)

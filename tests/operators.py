@@ -150,11 +150,9 @@ def call(
 ) -> Call:
     """A call on random tensors. Several dtypes alternate; gradients have ``grad_dtype`` if given.
 
-    ``kind`` is for all tensors as in ``mode_statistics``, or says of each mode of each tensor
-    whether it is diagonal.
-
-    ``grafted_directions_`` gets momenta of the dtype that belongs to ``dtype``, and gradients of
-    ``dtype``; the inverses get statistics of the former.
+    ``kind`` is one of ``mode_statistics`` for all tensors, or says for each mode of each tensor
+    whether it is diagonal. Momenta of ``grafted_directions_`` and the statistics of inverses have
+    the dtype of the state that belongs to ``dtype``; gradients have ``dtype`` itself.
     """
     name, _, option = variant.partition(" ")
     dtypes = _each(dtype, len(shapes))
@@ -225,7 +223,7 @@ def agree(actual: Results, wanted: Results, given: Call, tolerance: float | None
 
 
 def dtype_of(key: str, t: int, given: Call) -> torch.dtype:
-    """Of what a call gives as ``key`` for tensor ``t``."""
+    """The dtype of the result ``key`` for tensor ``t``."""
     a = given.arguments
     if key == "params":
         return a["params"][t].dtype

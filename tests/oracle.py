@@ -1,8 +1,8 @@
-"""TNT with dense Kronecker products, float64: what the packages are held against.
+"""TNT with dense Kronecker products, in float64: the tests compare the packages with it.
 
-Written from Ren & Goldfarb 2021 alone, before the packages were read; it shares no code with
-`tnt_kernels` or `tnt_optim` and follows the paper's definitions literally. Everything is slow:
-a parameter with n entries costs an n x n matrix and a dense solve per step.
+Written from Ren & Goldfarb 2021 alone, before reading the packages. It shares no code with
+`tnt_kernels` or `tnt_optim`, and follows the paper's definitions literally. It is slow: a parameter
+with n entries costs an n x n matrix and a dense solve per step.
 """
 
 import math
@@ -56,9 +56,9 @@ def dense_kron(matrices: Sequence[Tensor]) -> Tensor:
 
 
 def covariances(stats: Sequence[Tensor]) -> tuple[list[Tensor], float]:
-    """Eq. 13: the U_i from the E[G^(i)] (square matrices, also of a diagonal mode), and c.
+    """Eq. 13: the U_i from the E[G^(i)] (square matrices, also for a diagonal mode), and c.
 
-    c = (tr S_1 / prod d)^(1/k), U_i = S_i / (c^(k-1) prod_{j != i} d_j); all zero where tr S = 0.
+    c = (tr S_1 / prod d)^(1/k), U_i = S_i / (c^(k-1) prod_{j != i} d_j); all are 0 if tr S_1 = 0.
     """
     dims = [s.shape[0] for s in stats]
     k, total = len(dims), math.prod(dims)
@@ -101,7 +101,7 @@ class _Block:
         self.fisher: Tensor | None = None
 
     def grams(self, sampled: Tensor) -> list[Tensor]:
-        """Every mode's G^(i), a diagonal mode's with its off-diagonal entries dropped."""
+        """G^(i) of every mode; that of a diagonal mode has zeros off the diagonal."""
         g = sampled.detach().double().reshape(self.dims)
         full = [contraction(g, i) for i in range(len(self.dims))]
         return [
@@ -111,11 +111,10 @@ class _Block:
 
 
 class DenseTNT:
-    """Algorithm 2 with every parameter's Fisher block formed and solved densely.
+    """Algorithm 2: forms the dense Fisher block of every parameter, and solves with it.
 
-    params: float64 tensors, updated in place by `step`. The gradients are the caller's business:
-    `step` takes them as lists aligned with params, None where a parameter has none.
-    lr and weight_decay may be changed between steps.
+    `step` updates params, float64 tensors, in place. It takes gradients as lists with an entry for
+    each parameter, None for a parameter without one. lr and weight_decay may change between steps.
     """
 
     def __init__(
@@ -148,7 +147,7 @@ class DenseTNT:
         block.fisher = damped_kron(block.stats, self.damping, self.relative_damping)
 
     def warm_start(self, sampled_batches: Sequence[Sequence[Tensor]]) -> None:
-        """Statistics become the plain average of the batches' Grams; inverses at once."""
+        """Sets the statistics to the average of the batches' Gram matrices, then the inverses."""
         for index, block in enumerate(self.blocks):
             grams = [block.grams(batch[index]) for batch in sampled_batches]
             block.stats = [
@@ -161,7 +160,7 @@ class DenseTNT:
     def step(
         self, grads: Sequence[Tensor | None], sampled: Sequence[Tensor | None] | None = None
     ) -> None:
-        """One iteration t. sampled: the sampled gradients, used only where they are due."""
+        """One iteration. It uses the sampled gradients only if statistics are due."""
         t = self.steps
         for index, (param, block) in enumerate(zip(self.params, self.blocks, strict=True)):
             gradient = grads[index]

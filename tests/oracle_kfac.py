@@ -1,8 +1,8 @@
-"""KFAC with a dense Fisher matrix for every layer, float64: what `tnt_optim.KFAC` is held against.
+"""KFAC with a dense Fisher matrix for every layer, in float64: the tests compare `KFAC` with it.
 
 Written from Martens & Grosse 2015, Grosse & Martens 2016 and section 14 of Ren & Goldfarb 2021; it
-shares no code with the packages. The network is computed here, too: patches by loops over positions
-and offsets, layers as products with [W | b], gradients one example's loss at a time.
+shares no code with the packages. It also computes the network: patches by loops over positions and
+offsets, layers as products with [W | b], gradients for the loss of one example after the other.
 """
 
 import math
@@ -40,7 +40,7 @@ class Tanh:
 
 
 def patch_rows(x: Tensor, layer: Layer) -> tuple[Tensor, tuple[int, ...]]:
-    """All a without the 1, (N * positions, in * kernel), and the output's shape but channels."""
+    """The rows a without their 1, (N * positions, in * kernel), and (N, *positions)."""
     if layer.kernel is None:
         return x.reshape(len(x), -1), (len(x),)
     n, channels, height, width = x.shape
@@ -117,7 +117,7 @@ class Network:
         return dict(zip(self.params, found, strict=True))
 
     def statistics(self, x: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """(G, A) of every block: one example's loss after the other, then one row after another."""
+        """(G, A) of every block, by loops over the losses of the examples and over the rows."""
         logits, inputs, outputs = self.forward(x)
         totals = [torch.zeros_like(s) for s in outputs]
         for loss in self.losses(logits, labels):
@@ -170,7 +170,7 @@ class DenseKFAC:
         self._refresh()
 
     def step(self, grads: dict[str, Tensor], observed: list[tuple[Tensor, Tensor]] | None) -> None:
-        """One iteration; `observed` are the statistics of this batch where they are due."""
+        """One iteration; `observed` are the statistics of this batch, or None if not due."""
         t = self.steps
         if observed is not None:
             if self.stats is None:

@@ -1,8 +1,7 @@
-"""Shampoo with dense Kronecker products, float64: what `tnt_optim.Shampoo` is held against.
+"""Shampoo with dense Kronecker products, in float64: the tests compare `Shampoo` with it.
 
 Written from Algorithm 4 of Ren & Goldfarb 2021; it shares no code with `tnt_kernels` or
-`tnt_optim`. Momentum, schedule, weight decay and grafting are those of Algorithm 2, which
-`oracle.DenseTNT` has.
+`tnt_optim`. It inherits momentum, schedule, weight decay and grafting from `oracle.DenseTNT`.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ def eigen_root(matrix: Tensor, p: int) -> Tensor:
 
 
 def newton_root(matrix: Tensor, p: int) -> Tensor:
-    """The same by the coupled Newton iteration, with what it leaves when it stops."""
+    """The same root by the coupled Newton iteration, with the error that it stops at."""
     identity = torch.eye(len(matrix), dtype=matrix.dtype)
     z = (1 + p) / (2 * float(torch.linalg.norm(matrix)))
     m, h = z * matrix, z ** (1 / p) * identity
@@ -33,7 +32,7 @@ def newton_root(matrix: Tensor, p: int) -> Tensor:
         n = (1 + 1 / p) * identity - m / p
         next_m = torch.linalg.matrix_power(n, p) @ m
         next_error = float((next_m - identity).abs().max())
-        # The first iteration brings eigenvalues above 1 below it, and may add to the error.
+        # The first iteration moves eigenvalues above 1 below it, and may increase the error.
         if iteration > 0 and next_error > 1.2 * error:
             break
         m, h, error = next_m, h @ n, next_error
@@ -41,7 +40,7 @@ def newton_root(matrix: Tensor, p: int) -> Tensor:
 
 
 def damped_stats(stats: Sequence[Tensor], damping: float, relative: bool) -> list[Tensor]:
-    """S_i + e I for every mode; e is damping, or damping times tr(S_i) / d_i (1 where S_i = 0)."""
+    """S_i + e I for every mode; e is damping, or damping times tr(S_i) / d_i (1 if S_i = 0)."""
     result = []
     for s in stats:
         average = float(torch.trace(s)) / len(s)
@@ -51,10 +50,10 @@ def damped_stats(stats: Sequence[Tensor], damping: float, relative: bool) -> lis
 
 
 class DenseShampoo(DenseTNT):
-    """Algorithm 4 with every parameter's preconditioner formed densely.
+    """Algorithm 4: forms the dense preconditioner of every parameter.
 
-    Takes what `DenseTNT` takes; `step` and `warm_start` get the training gradients as the sampled
-    ones. A diagonal mode's root is elementwise, which the eigenvalues of a diagonal matrix give.
+    The arguments are those of `DenseTNT`. The caller passes the training gradients as the sampled
+    ones. The root of a diagonal mode always comes from eigenvalues, here the diagonal's entries.
     """
 
     def __init__(self, *args: Any, root: Root = eigen_root, **settings: Any) -> None:

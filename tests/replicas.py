@@ -1,4 +1,4 @@
-"""Trainings of several processes, and of one on the batches of all: batches, steps, comparison."""
+"""Trainings of several processes, compared with that of one process on all their batches."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -50,7 +50,7 @@ def distance(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
 def assert_trained_as(
     ends: Sequence[Sequence[Tensor]], wanted: Sequence[Tensor], start: Sequence[Tensor]
 ) -> None:
-    """All processes end at the same bits, and where one process ends but for rounding."""
+    """All processes end with the same bits, and as one process does except for rounding."""
     moved = distance(wanted, start)
     assert moved > 0.01
     for end in ends:

@@ -202,7 +202,7 @@ def test_cycles_are_found() -> None:
         floors({"a": {"b"}, "b": {"a"}})
 
 
-# Who may import these modules of tnt_optim. The rest is for all above it.
+# Which modules of tnt_optim import these. Any module above may import the others.
 USERS = {
     "tnt": {"tnt_optim"},
     "shampoo": {"tnt_optim"},
@@ -238,8 +238,8 @@ _LIBRARY = re.compile(r'#\s*include\s*[<"]((?:ATen|c10|torch|caffe2|pybind11|cud
 _BLAS = re.compile(r"\b[sd](?:gemm|gemv|syrk|symm|trmm|trsm|potr[fis]|getr[fis]|syev\w*?)_\b")
 # The file that calls the BLAS.
 _MAY_INCLUDE: dict[str, set[str]] = {"cpu/blas.h": {"ATen/Version.h"}}
-# Files that see tensors: to get their pointers, to keep them, or to leave the work to PyTorch. On a
-# GPU never a kernel, which nvcc compiles.
+# Files that may use tensors: to get their pointers, to keep them, or to leave the work to PyTorch.
+# Never a file with GPU kernels, which nvcc compiles.
 _SEE_TENSORS = {"cpu/register", "cuda/register"} | {
     f"cuda/{name}" for name in ("damped_inverse_call", "large_inverse", "resident_tables")
 }

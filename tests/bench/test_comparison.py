@@ -14,7 +14,6 @@ from torch import Tensor
 from bench import baselines, report
 from bench.comparison import (
     OURS,
-    TOLERANCES,
     Candidate,
     Comparison,
     check_close,
@@ -24,14 +23,13 @@ from bench.comparison import (
 )
 from bench.inputs import flat, generator, gram_statistics, poisoned, symmetric_modes
 from bench.limits import better, binding, measure_limits
-from bench.test_operators import DAMPING, OPERATORS
+from bench.test_operators import DAMPING
 from bench.test_steps import (
     CYCLE,
     KINDS,
     OPTIONS,
     PLAIN,
     REFRESH,
-    SETTINGS,
     STATISTICS,
     T2,
     Parameters,
@@ -40,7 +38,6 @@ from bench.test_steps import (
 )
 from bench.work import Work, gram_work, inverse_work, products_work, step_work
 from tnt_kernels import reference
-from tnt_optim import TNT
 from tools.measuring.parameter_sets import DEFAULT_SETS, PARAMETER_SETS, ParameterSet
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -144,21 +141,6 @@ def test_checks_raise_for_wrong_results() -> None:
 # Baselines and comparisons.
 
 
-@pytest.mark.parametrize("op", OPERATORS)
-def test_candidates_equal_the_reference(op: str) -> None:
-    with torch.no_grad():
-        problem = OPERATORS[op](SMALL, CPU)
-        assert problem.candidates[0].name == OURS and len(problem.candidates) > 1
-        for candidate in problem.candidates:
-            before = [tensor.clone() for tensor in candidate.updated]
-            candidate.run()
-            error = relative_error(candidate.results(), problem.expected)
-            check_close(candidate.name, error, TOLERANCES[op]["cpu"])
-            check_updated(candidate.name, before, candidate.updated)
-    work = problem.work
-    assert work.flops > 0 and work.bytes > 0
-
-
 @pytest.mark.parametrize("invert", [baselines.inverse_linalg, baselines.inverse_cholesky])
 def test_baseline_inverses_of_diagonal_modes(invert: Callable[..., None]) -> None:
     stats = [[torch.rand(4) + 0.5, torch.eye(3) * 2]]
@@ -243,21 +225,6 @@ def test_without_timing_the_checks_still_run() -> None:
 
 
 # Steps.
-
-
-def test_plain_torch_takes_the_steps_of_tnt() -> None:
-    parameters = Parameters(SMALL, CPU)
-    ours, plain = parameters.new(), parameters.new()
-    settings = {**SETTINGS, "stat_interval": 1, "inverse_interval": 2}
-    first = TNT(ours, lr=1e-3, fisher="empirical", **settings)
-    second = baselines.PlainTNT(plain, 1e-3, **settings)
-    for _ in range(3):
-        first.step()
-        second.step()
-    start = parameters.start
-    moved = [[p.detach() - s for p, s in zip(ps, start, strict=True)] for ps in (ours, plain)]
-    assert relative_error(moved[0], moved[1]) < TOLERANCES["TNT.step"]["cpu"]
-    assert min(float(m.abs().max()) for m in moved[0]) > 0
 
 
 def test_kinds_of_steps_have_due_what_they_say() -> None:

@@ -12,7 +12,7 @@ from processes import run_in
 from replicas import Batches, assert_trained_as, drawn, load, save, train, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.nn.functional import cross_entropy
 
@@ -29,6 +29,7 @@ FORMS: dict[str, tuple[type[TNT | Shampoo], dict[str, Any]]] = {
     "empirical": (TNT, {"fisher": "empirical"}),
     "shampoo": (Shampoo, {"graft": "sgd"}),
 }
+FLOAT64 = MixedPrecisionPolicy()  # FSDP's default: the dtype of the parameters
 # Processes, and whether half of them replicate the others (HSDP).
 MESHES = [(2, False), (4, False), (4, True)]
 
@@ -51,14 +52,16 @@ class Net(nn.Module):
         return logits
 
 
-def sharded_net(processes: int, hybrid: bool, *, reshard: bool = True) -> Net:
+def sharded_net(
+    processes: int, hybrid: bool, *, reshard: bool = True, policy: MixedPrecisionPolicy = FLOAT64
+) -> Net:
     net = Net()
     shape, names = ((processes,), ("shard",))
     if hybrid:
         shape, names = (2, processes // 2), ("replicate", "shard")
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    fully_shard(net.middle, mesh=mesh, reshard_after_forward=reshard)
-    fully_shard(net, mesh=mesh)
+    fully_shard(net.middle, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+    fully_shard(net, mesh=mesh, mp_policy=policy)
     return net
 
 
@@ -121,7 +124,7 @@ def test_pieces_train_as_one_process(form: str, processes: int, hybrid: bool) ->
 
 
 def accumulated(rank: int, processes: int, hybrid: bool) -> dict[str, Any]:
-    """Two micro-batches a step, averaged at the second; at last only the second is observed."""
+    """Two micro-batches a step, averaged at the second."""
     net = sharded_net(processes, hybrid)
     opt = made_optimizer(net, "tnt")
     params, found = list(net.parameters()), {}
@@ -139,15 +142,6 @@ def accumulated(rank: int, processes: int, hybrid: bool) -> dict[str, Any]:
         if step == 0:
             held = [opt.state[p].get("stats", []) for p in params[:6]]
             found["stats"] = [[stat.clone() for stat in stats] for stats in held]
-    opt.zero_grad()
-    net.set_requires_gradient_sync(False)  # type: ignore[operator]
-    x, y = drawn(2 * processes, 2, *SHAPE)[rank]
-    cross_entropy(net(x), y).backward()
-    opt.param_groups[0]["step"] = 4
-    try:
-        observe(opt, net(x))
-    except RuntimeError as error:
-        found["late"] = str(error)
     return found
 
 
@@ -168,13 +162,41 @@ def test_accumulated_gradients_are_kept_and_the_first_micro_batch_is_observed(
     for rank in ranks:
         for got, wanted in zip(rank["grads"], grads, strict=True):
             close(got, wanted)
-        assert "first micro-batch" in rank["late"]
     for number, param in enumerate(list(net.parameters())[:6]):
         held = [rank["stats"][number] for rank in ranks if rank["stats"][number]]
         assert len(held) == 1 + hybrid
         for stats in held:
             for got, wanted in zip(stats, opt.state[param]["stats"], strict=True):
                 close(got, wanted)
+
+
+# How the gradients of a micro-batch wait for those of the next: the settings of FSDP, whether
+# half of the processes replicate the others, and what keeps them waiting.
+WAITING = {
+    "in every process": (FLOAT64, False, "set_requires_gradient_sync"),
+    "in another dtype": (
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        False,
+        "set_requires_gradient_sync",
+    ),
+    "in each half": (FLOAT64, True, "set_requires_all_reduce"),
+}
+
+
+def observed_late(rank: int, processes: int, how: str) -> None:
+    policy, hybrid, wait = WAITING[how]
+    net = sharded_net(processes, hybrid, policy=policy)
+    opt = made_optimizer(net, "tnt")
+    getattr(net, wait)(False)
+    x, y = drawn(processes, 2, *SHAPE)[rank]
+    cross_entropy(net(x).double(), y).backward()
+    with pytest.raises(RuntimeError, match="first micro-batch"):
+        observe(opt, net(x))
+
+
+@pytest.mark.parametrize("how", WAITING)
+def test_an_observation_after_the_first_micro_batch_is_refused(how: str) -> None:
+    run_in(2, observed_late, how)
 
 
 def with_a_fallback(rank: int, processes: int) -> dict[str, Any]:

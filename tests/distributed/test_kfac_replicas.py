@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from drawn import close, noise
-from kfac_models import Heads, Sides, least_likely, with_ones
+from kfac_models import Heads, Sides, least_likely
 from optimizers import NO_FAILURES, equal, no_host_reads, through_a_file, values
 from processes import run_in
 from replicas import assert_trained_as
@@ -251,8 +251,8 @@ def made_heads(heads: int, **settings: Any) -> tuple[Heads, KFAC]:
     return model, made(model, **settings)
 
 
-# By step and process, the heads of its micro-batches. Of three all are used, of four not the last:
-# once all have statistics the processes no longer exchange which layers their outputs reached.
+# The heads of the micro-batches, by step and process. A model of three heads uses all; then, as all
+# have statistics, the processes stop exchanging which layers they reached. One of four never does.
 USED = [
     [[0], [1]],
     [[0], [1]],
@@ -291,8 +291,9 @@ def test_layers_that_some_processes_use_or_none(heads: int) -> None:
 
 
 # A second head that the loss has and the observed output has not: without statistics, with those of
-# a warm start, called by the first process only; and outputs that only the other process observes.
-HEADS = ("never observed", "warm", "called by one", "observed by one")
+# a warm start, called by the first process only; and outputs that both processes observe at step 0,
+# the second one at step 2, and none at step 4.
+HEADS = ("never observed", "warm", "called by one", "observed by some")
 
 
 def with_head(rank: int | None, processes: int, how: str) -> dict[str, Any]:
@@ -303,8 +304,10 @@ def with_head(rank: int | None, processes: int, how: str) -> dict[str, Any]:
     if rank is not None:
         model = DistributedDataParallel(net, find_unused_parameters=not both)
     heads = [(0, 1), (0, 1) if both else (0,)]
-    observed = [how != "observed by one", True]
-    steps = [[[batch(s, r, *heads[r], observed=observed[r])] for r in range(2)] for s in range(5)]
+    observed = [0 if how == "observed by some" else 4, 2 if how == "observed by some" else 4]
+    steps = [
+        [[batch(s, r, *heads[r], observed=s <= observed[r])] for r in range(2)] for s in range(5)
+    ]
     if how == "warm":
         ranks = range(2) if rank is None else [rank]
         opt.warm_start(sum(model(*batch(9, r, 0, 1).inputs)) for r in ranks)
@@ -317,38 +320,17 @@ def test_layers_that_no_output_reaches_keep_what_they_have(how: str) -> None:
     ranks = run_in(2, with_head, how)
     assert_same_training(ranks, with_head(None, 2, how))
     for rank in ranks:
-        # One that was called is next asked for when statistics are due: the same everywhere.
+        # All processes ask for a layer that was called again when statistics are due.
         assert rank["unreached"] == ({} if how == "warm" else {2: True})
+        said = sum("observe(output) was not called" in text for text in rank["warned"])
+        assert said == (how == "observed by some")
+        assert rank["failures"] == NO_FAILURES
     first, last = ranks[0]["first"], ranks[0]["states"][-1]
     kept, moved = "heads.1.weight: stats", "body.weight: stats"
     assert (kept in last) == (how == "warm")
     if how == "warm":
         assert equal(first[kept], last[kept])
         assert not any(map(torch.equal, first[moved], last[moved]))
-
-
-def observed_by_some(rank: int, processes: int) -> dict[str, Any]:
-    """Both observe at first, then one of them, then none."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
-    who: list[tuple[int, ...]] = [(0, 1), (1,), (), ()]
-    steps = [[[batch(s, r, observed=r in who[s])] for r in range(2)] for s in range(4)]
-    opt = made(model, stat_interval=1)
-    return trained(DistributedDataParallel(model), opt, steps, rank)
-
-
-def test_observations_of_some_count_and_none_gives_a_warning() -> None:
-    ranks = run_in(2, observed_by_some)
-    rows = [[with_ones(batch(step, r).inputs[0]) for r in range(2)] for step in range(2)]
-    inputs = [[a.T @ a / 6 for a in step] for step in rows]
-    for rank in ranks:
-        first, second, *later = (step["0.weight: stats"] for step in rank["states"])
-        close(first[1], (inputs[0][0] + inputs[0][1]) / 2)
-        close(second[1], 0.9 * first[1] + 0.1 * inputs[1][1])
-        assert equal(second, ranks[0]["states"][1]["0.weight: stats"])
-        assert all(equal(stats, second) for stats in later)
-        assert sum("observe(output) was not called" in text for text in rank["warned"]) == 1
-        assert rank["failures"] == NO_FAILURES
 
 
 # A warm start's batches by process, of heads; None: a batch that is not finite.
@@ -367,7 +349,7 @@ def warm_started(rank: int | None, processes: int, how: str) -> dict[str, Any]:
         return (x * math.nan, 0) if head is None else (x, head)
 
     parts = [[inputs(head) for head in part] for part in WARM[how]]
-    # Without sampling: processes number their batches as if all had as many.
+    # Without sampling: one process would number its draws otherwise.
     model, opt = made_heads(3, likelihood=least_likely)
     opt.warm_start(model(*given) for given in (in_turn(parts) if rank is None else parts[rank]))
     return {"states": states(model, opt), "failures": opt.failures()}
@@ -397,7 +379,7 @@ def made_sides() -> tuple[Sides, KFAC]:
 
 
 def spoiled(bad: Sequence[Iterable[int]], layers: str = "left") -> Steps:
-    """A micro-batch for each of two processes; ``bad`` are those not finite, by step.
+    """A micro-batch for each of two processes; ``bad``: by step, whose is not finite.
 
     The input of the left layer is not finite, or the inputs of both.
     """
@@ -442,7 +424,7 @@ def test_what_is_not_finite_in_one_process_is_left_out_in_all(how: str) -> None:
 
 
 def failures(rank: int, processes: int) -> dict[str, Any]:
-    """First statistics that are not finite in either, then five later ones."""
+    """The first statistics are finite in neither process; later, five in a row are not."""
     model, opt = made_sides()
     found: dict[str, Any] = {"start": values(model)}
     with pytest.raises(PreconditionerError) as first:
@@ -585,7 +567,7 @@ SAVED = [  # the inverse, whether KFAC has the wrapper, how the work is divided
 def saved_states(
     rank: int, processes: int, inverse: str, wrapped: bool, shard: str | None
 ) -> dict[str, Any]:
-    """The first process's state goes on in all: wrapped or not, divided otherwise, copied."""
+    """All processes load the first one's state: wrapped or not, with another shard, as copies."""
     steps = Case(inverse).steps(processes, range(8))
 
     def go_on(replicas: nn.Module, opt: KFAC) -> list[Tensor]:
@@ -633,34 +615,14 @@ def test_the_state_of_one_process_goes_on_in_all(
 # ------------------------------------------------------------------ refusals, and what is sent
 
 
-def refusals(rank: int, processes: int) -> dict[str, Any]:
-    """A static graph, whose gradients are still averaged; sharded parameters."""
-    torch.manual_seed(0)
-    net = nn.Linear(4, 3).double()
-    replicas = DistributedDataParallel(net, static_graph=True)
-    opt = made(replicas)
-    inputs, labels, _ = batch(0, rank)
-    output = replicas(*inputs)
-    for call in (lambda: opt.observe(output), lambda: opt.warm_start([output])):
-        with pytest.raises(RuntimeError, match="static_graph=True"):
-            call()
-    cross_entropy(output, labels).backward()
+def refusals(rank: int, processes: int) -> None:
     model = fully_shard(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)))
     with pytest.raises(ValueError, match="model must have whole parameters, and '0.weight' is in"):
         KFAC(model)
-    return {"gradient": net.weight.grad.clone(), "left": [len(opt.state), opt._observed.count]}
 
 
-def test_static_graphs_and_sharded_parameters_are_refused() -> None:
-    ranks = run_in(2, refusals)
-    torch.manual_seed(0)
-    net = nn.Linear(4, 3).double()
-    pairs = [batch(0, rank)[:2] for rank in range(2)]
-    loss = sum(cross_entropy(net(*inputs), labels) for inputs, labels in pairs) / 2
-    (gradient,) = torch.autograd.grad(loss, [net.weight])
-    for found in ranks:
-        close(found["gradient"], gradient)
-        assert found["left"] == [0, 0]
+def test_sharded_parameters_are_refused() -> None:
+    run_in(2, refusals)
 
 
 def steady(rank: int, processes: int) -> list[list[int]]:

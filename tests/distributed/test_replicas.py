@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from kfac_models import least_likely
 from optimizers import equal, values, warm_start
 from processes import run_in
 from replicas import Batches, assert_trained_as, drawn, load, save, train
@@ -28,7 +29,7 @@ FORMS: dict[str, tuple[type[TNT | Shampoo], dict[str, Any]]] = {
     "diagonal": (TNT, {"max_factor_dim": 4}),
     "in blocks": (TNT, {"block_size": 4, "graft": "adam"}),
     "empirical": (TNT, {"fisher": "empirical"}),
-    "clipped": (TNT, {"kl_clip": 1e-3, "graft": "sgd"}),
+    "clipped": (TNT, {"kl_clip": 1e-3, "graft": "sgd", "likelihood": least_likely}),
     "shampoo": (Shampoo, {}),
 }
 SHARDS = (None, "directions", "inverses")
@@ -69,10 +70,10 @@ def alone(form: str, processes: int, warm: bool) -> tuple[list[Tensor], list[Ten
     start, opt = values(net), made_optimizer(net, form)
     if warm:
         # The batches of all processes are one batch here. Its sampled labels would be others, so
-        # only the methods that sample none are compared.
-        parts = drawn(2 * processes, 99, *SHAPE)
-        halves = (parts[:processes], parts[processes:])
-        warm_start_on([tuple(map(torch.cat, zip(*h, strict=True))) for h in halves], opt, net)  # type: ignore[misc]
+        # only the forms that sample none are compared. The last batch is the first process's alone.
+        parts = drawn(2 * processes + 1, 99, *SHAPE)
+        joined = [parts[i : i + processes] for i in range(0, len(parts), processes)]
+        warm_start_on([tuple(map(torch.cat, zip(*b, strict=True))) for b in joined], opt, net)  # type: ignore[misc]
     train(net, opt, [drawn(MICRO * processes, step, *SHAPE) for step in range(STEPS)])
     return values(net), start
 
@@ -85,7 +86,7 @@ def replica(
     model = DistributedDataParallel(net)
     opt = made_optimizer(net, form, shard=shard)
     if warm:
-        warm_start_on(drawn(2 * processes, 99, *SHAPE)[rank::processes], opt, model)
+        warm_start_on(drawn(2 * processes + 1, 99, *SHAPE)[rank::processes], opt, model)
     steps = [drawn(MICRO * processes, step, *SHAPE) for step in range(STEPS)]
     train(model, opt, [batches[rank::processes] for batches in steps])
     kept = [sorted(opt.state[p]) for p in net.parameters()]
@@ -93,7 +94,8 @@ def replica(
     return {"ends": values(net), "kept": kept, "bytes": sum(sizes)}
 
 
-CASES = [*((form, False) for form in FORMS), ("empirical", True), ("shampoo", True)]
+WARM = ("empirical", "clipped", "shampoo")
+CASES = [*((form, False) for form in FORMS), *((form, True) for form in WARM)]
 
 
 @pytest.mark.parametrize("processes", [2, 4])

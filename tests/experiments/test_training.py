@@ -160,7 +160,7 @@ def test_an_interrupted_run_goes_on_bit_for_bit(
 def test_a_record_gives_its_run_back(problem: Autoencoder) -> None:
     run = train(problem, settings("tnt", epochs=2), report_every=0)
     again = Run.from_record(json.loads(json.dumps(run.record())))
-    # a float32's nine digits are kept, not those that a double makes of it
+    # The record keeps nine digits, enough for a float32.
     wanted = run.record() | {"initial_loss": pytest.approx(run.step_losses[0], rel=1e-8)}
     assert again.record() == wanted
     assert again.seconds_to(run.final_loss) == pytest.approx(run.seconds_to(run.final_loss))

@@ -138,8 +138,8 @@ def test_recorded_steps_are_the_steps(
 def test_one_recording_for_each_kind_of_step(recorder: Recorder, method: type[Method]) -> None:
     _, _, net, optimizer = pair(method=method)
     train(net, optimizer, 4 * T2)
-    # Nothing due (as at the first step, which makes statistics and inverses beforehand),
-    # statistics, statistics and inverses: of each the first runs as it is.
+    # Three kinds: nothing due (also the first step, which makes its statistics and inverses before
+    # it), statistics due, both due. The first step of each kind is no replay.
     assert recorder.recordings == 3
     assert recorder.replays == 4 * T2 - 3
     train(net, optimizer, 2 * T2, first=4 * T2)
@@ -159,7 +159,7 @@ def test_grafted_steps(recorder: Recorder, method: type[Method], graft: str) -> 
 
 
 class Sharing(nn.Module):
-    """Two parameters whose gradients are one tensor of autograd's, until they differ."""
+    """Two parameters to which autograd gives one gradient tensor, until the gradients differ."""
 
     def __init__(self) -> None:
         super().__init__()

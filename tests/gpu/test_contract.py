@@ -55,7 +55,7 @@ class TestTritonRoots(Interpreted, EveryOperator, Inverses, InverseRoot):
     def _poisoned_workspace(
         self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Fills the workspace before a call: with NaN, or where roots fail with what could pass."""
+        """Fills the workspace before a call with NaN, or, if roots fail, with what could pass."""
         fails = any(what in request.node.name for what in ("fail", "undamped"))
 
         def filled(kernel: object, programs: int, *arguments: Any, **constants: object) -> None:

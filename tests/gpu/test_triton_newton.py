@@ -25,7 +25,7 @@ def run(stats: Sequence[Tensor], damping: float, roots: Sequence[int], **limits:
 
 @pytest.mark.parametrize("root", range(1, 40))
 def test_levels_make_the_products(root: int) -> None:
-    """With numbers for matrices. No product of a level reads what the level writes."""
+    """With numbers in place of matrices. No product reads what its own level writes."""
     m, n, h = 3.0, 1.25, 7.0
     values = {newton.M.value: m, newton.N.value: n, newton.H.value: h}
     made = inverse_root.levels(root)
@@ -144,7 +144,7 @@ def test_converged_matrices_are_left_alone(launches: Launches) -> None:
 
 
 def test_growth_stops_the_iteration(launches: Launches) -> None:
-    """A matrix that is singular in float32: max|M - I| stays above 0.5, and grows in the end."""
+    """A matrix that is singular in float32: max|M - I| stays above 0.5, and finally grows."""
     x = normal((5, 2))
     gram = x @ x.mT
     assert run([gram.tril() + gram.tril(-1).mT], 1e-7, [4]) == [1]

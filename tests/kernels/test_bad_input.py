@@ -70,7 +70,7 @@ def first_only(argument: str) -> Change:
 
 
 def of_lists(name: str, argument: str, alone: bool) -> Iterator[Mistake]:
-    """In a list with one tensor for each tensor; ``alone``: no other argument says its shapes."""
+    """In a list of tensors; ``alone``: no other argument says their shapes."""
     yield Mistake("no list", instead(**{argument: normal((9, 5))}), TypeError, "{0} .*list")
     yield Mistake("a number", entry(argument, 1, 2.0), TypeError, r"{0}\[1\] .*float")
     yield Mistake("None", entry(argument, 1, None), TypeError, r"{0}\[1\] .*None")
@@ -117,7 +117,7 @@ def of_modes(name: str, argument: str) -> Iterator[Mistake]:
     ):
         direct = what not in ("size", "0-dim")
         if name in ("damped_inverse", "inverse_root") and argument == "stats":
-            # Any size is as good as another, but `out` then has not the same.
+            # Statistics may have any size, but that of `out` is then another.
             came, direct = came if what != "size" else r"got", False
             message = r"(stats|out)\[0\]\[1\] .*" + came
         else:

@@ -48,7 +48,7 @@ class TestCpp(EveryOperator, Gram, Inverses, DampedInverse, InverseRoot, Steps):
 
     @over("gram_ema_", "mode_products", *STEPS)
     def test_subnormal_numbers(self, variant: str) -> None:
-        """They may count as zero inside a call, and are what they are after it."""
+        """A call may take them for zero, and must leave them as they are."""
         moved = ("tensors", "momenta", "grads", "params")
         given = call(variant, [(9, 33), (65,)]).map(
             lambda key, t: t.mul_(1e-39) if key in moved else t

@@ -103,7 +103,7 @@ def layouts(draw: DrawFn, dims: int, *, strided: bool, expandable: bool, negatab
 
 
 def lay_out(data: DataObject, call: Call) -> Call:
-    """The call on tensors of random layouts, those that are written each in one of its own."""
+    """The call on tensors of random layouts; a written tensor may have one of its own."""
 
     def change(key: str, tensor: Tensor) -> Tensor:
         if key == "counts" or not tensor.dim():
@@ -142,7 +142,7 @@ _UPDATES = st.one_of(st.integers(1, 5), st.sampled_from([100, 10**6]))
 
 
 def draw_number(data: DataObject, key: str, unit: float = 1.0, most: float = math.inf) -> Any:
-    """A number in this unit, or a tensor that holds it (in float32: the nearest)."""
+    """A number in this unit, or a tensor with the number, in float32 the nearest one."""
     value, form = min(data.draw(_VALUES[key], label=key), most) * unit, data.draw(_FORMS)
     return value if form is None else torch.tensor(value, dtype=form)
 
@@ -167,7 +167,7 @@ def draw_call(data: DataObject, name: str) -> Call:
     call = random_call(variant, shapes, kinds, dtypes, grad_dtypes)
     if name in INVERSES:
         return draw_statistics(data, call)
-    # Adam's length is of an average, which needs a momentum below 1.
+    # Adam's length is that of an average, which needs a momentum below 1.
     most = 0.99 if variant.endswith("Adam") else math.inf
     numbers: dict[str, Any] = {key: draw_number(data, key, most=most) for key in NUMBERS[name]}
     if variant.endswith("Adam"):

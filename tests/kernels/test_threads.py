@@ -83,7 +83,7 @@ def test_python_threads(variant: str) -> None:
 def test_a_list_is_its_entries_one_by_one(variant: str, on_threads: Run) -> None:
     """A product on all threads, elements in chunks, and tensors of one thread."""
     given = call(variant, [(260, 200), (9, 65), (40, 50, 30), (65,)], "full", STATE_DTYPES)
-    # With full factors, a chunked tensor's sums would be split elsewhere when it is alone.
+    # With full factors, the sums of a chunked tensor would be split otherwise in a list.
     given.arguments["factors"][2] = [a.diagonal().clone() for a in given.arguments["factors"][2]]
     for threads in (1, 2):
         together = on_threads(given, threads)
@@ -95,7 +95,7 @@ def test_a_list_is_its_entries_one_by_one(variant: str, on_threads: Run) -> None
 
 @pytest.mark.parametrize("variant", GRAFTS)
 def test_scales_do_not_depend_on_the_number_of_threads(variant: str, on_threads: Run) -> None:
-    """Lengths are summed in chunks of fixed size. (Sums of products with full factors are not.)"""
+    """Lengths are sums over chunks of fixed size, unlike products with full factors."""
     given = call(variant, [(561, 563), (300, 200), (40, 50, 30), (9,)], "diagonal")
     momenta, grads = given.arguments["momenta"], given.arguments["grads"]
     grads[0], momenta[1] = LAYOUTS["transposed"](grads[0]), LAYOUTS["sliced"](momenta[1])

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Snapshot
-from kfac_models import Heads, conv_net, images, step_on_ones, train
-from optimizers import equal, through_a_file
+from kfac_models import Heads, conv_net, images, train
 from torch import Tensor, nn
 
 from tnt_optim import KFAC, TNT
@@ -88,34 +87,3 @@ def test_a_state_that_does_not_fit_is_refused(other: str) -> None:
     with pytest.raises(ValueError, match=f"state_dict.*{message}"):
         opt.load_state_dict(state)
     before.assert_unchanged()
-
-
-def test_a_state_without_a_method_loads() -> None:
-    """torch.distributed.checkpoint returns one."""
-    model = two_layers()
-    state = started(KFAC, model).state_dict()
-    fresh = KFAC(two_layers())
-    fresh.load_state_dict({key: state[key] for key in ("state", "param_groups")})
-    assert [set(held) for held in fresh.state.values()] == [set(h) for h in state["state"].values()]
-
-
-def test_hooks_that_adapt_a_state_are_followed() -> None:
-    """The state is checked after its hooks, here for a model with its two layers exchanged."""
-    model, other = (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).bfloat16() for _ in range(2))
-    opt, fresh = KFAC(model), KFAC(other)
-    step_on_ones(model, opt, torch.randn(8, 4).bfloat16())
-    seen: list[Any] = []
-
-    def exchange(_: Any, state: dict[str, Any]) -> dict[str, Any]:
-        return {**state, "state": {i: state["state"][(i + 2) % 4] for i in range(4)}}
-
-    fresh.register_load_state_dict_pre_hook(exchange)
-    fresh.register_load_state_dict_post_hook(lambda loaded: seen.append(len(loaded.state)))
-    fresh.load_state_dict(through_a_file(opt.state_dict()))
-    assert seen == [4] and len(fresh._optimizer_load_state_dict_pre_hooks) == 1
-    for mine, theirs in ((other[0], model[1]), (other[1], model[0])):
-        loaded, saved = fresh.state[mine.weight], opt.state[theirs.weight]
-        for key in ("stats", "factors"):
-            assert equal(loaded[key], saved[key])  # in float32, not rounded
-        assert torch.equal(loaded["momentum"], saved["momentum"])
-        assert torch.equal(fresh.state[mine.bias]["momentum"], opt.state[theirs.bias]["momentum"])

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from drawn import close
-from kfac_models import conv_net, held, step_on_ones, train
+from kfac_models import held, step_on_ones
 from optimizers import equal
 from oracle_kfac import DenseKFAC, Layer, Network, Norm, Tanh
 from tolerances import BFLOAT16_SPACING, FLOAT32_TRAJECTORY, FLOAT64_TRAJECTORY
@@ -181,22 +180,3 @@ def test_half_precision_parameters_are_rounded_once(inverse: str) -> None:
     for p, q in zip(model.parameters(), wide.parameters(), strict=True):
         error = (p.detach().float() - q.detach()).abs()
         assert bool((error <= BFLOAT16_SPACING * q.detach().abs()).all())
-
-
-@inverses
-def test_settings_may_be_tensors_and_have_a_schedule(inverse: str) -> None:
-    numbers = {"lr": 0.1, "damping": 0.25, "momentum": 0.75, "stat_decay": 0.5}
-    numbers["weight_decay"] = 0.125
-    ends = []
-    for wrap in (float, lambda v: torch.tensor(v, dtype=torch.float64)):
-        model = conv_net()
-        settings = {name: wrap(value) for name, value in numbers.items()}
-        opt = KFAC(model, inverse=inverse, stat_interval=2, inverse_interval=3, **settings)
-        scheduler = torch.optim.lr_scheduler.StepLR(opt, step_size=2, gamma=0.5)
-        torch.manual_seed(3)
-        for _ in range(5):
-            train(model, opt)
-            scheduler.step()
-        assert float(opt.param_groups[0]["lr"]) == 0.025
-        ends.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
-    close(*ends)

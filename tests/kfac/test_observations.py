@@ -1,15 +1,14 @@
 """What observe() collects: micro-batches, draws, and the layers that outputs reach or miss."""
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from conftest import FixedLabels, Snapshot
+from conftest import FixedLabels
 from drawn import noise
 from kfac_models import Heads, conv_net, held, images, least_likely, train
-from optimizers import equal, no_host_reads
+from optimizers import equal
 from tolerances import FLOAT64_REORDERED
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -48,31 +47,6 @@ def test_micro_batches_are_one_batch(fixed_labels: FixedLabels) -> None:
             assert float((a - b).norm()) <= 100 * FLOAT64_REORDERED * float(b.norm())
 
 
-def test_draws_are_keyed_on_seed_step_and_micro_batch() -> None:
-    def draws(seed: int) -> list[float]:
-        torch.manual_seed(int(torch.randint(1000, ())))  # the global seed does not matter
-        model, seen = nn.Linear(3, 2), []
-
-        def likelihood(output: Tensor) -> Tensor:
-            seen.append(float(torch.rand(())))
-            return output.square().sum()
-
-        opt = KFAC(model, likelihood=likelihood, stat_interval=1, seed=seed)
-        for _ in range(2):
-            for _ in range(2):
-                output = model(torch.randn(4, 3))
-                before = torch.get_rng_state()
-                opt.observe(output)
-                assert torch.equal(torch.get_rng_state(), before)
-                output.sum().backward()
-            opt.step()
-        return seen
-
-    first, again, other = draws(0), draws(0), draws(1)
-    assert first == again
-    assert len(set(first + other)) == 8
-
-
 def test_structured_outputs_count_examples_by_their_first_tensor() -> None:
     model, x = nn.Linear(3, 2).double(), noise(6, 3)
 
@@ -89,70 +63,14 @@ def test_structured_outputs_count_examples_by_their_first_tensor() -> None:
         KFAC(model, likelihood=lambda z: z).warm_start([model(x).sum()])
 
 
-@pytest.mark.parametrize(
-    ("likelihood", "output", "message"),
-    [
-        ("categorical", lambda z: z.sum(1), "output must be"),
-        ("gaussian", lambda z: z.detach(), "graph"),
-        ("gaussian", lambda z: (z,), "floating-point tensor, got tuple"),
-        ("gaussian", lambda z: z[:0], "at least one example"),
-        ("gaussian", lambda z: nn.Linear(2, 2)(torch.ones(3, 2)), "another model's"),
-        (lambda z: 2 * z, lambda z: z, "likelihood must give a 0-dim"),
-        (lambda z: z.sum().detach(), lambda z: z, "likelihood must have a graph"),
-    ],
-)
-def test_outputs_that_do_not_fit_are_refused(
-    likelihood: Any, output: Callable[[Tensor], Any], message: str
-) -> None:
-    model = nn.Linear(3, 4)
-    opt = KFAC(model, likelihood=likelihood)
-    before = Snapshot(model.parameters(), opt)
-    with pytest.raises(ValueError, match=message):
-        opt.observe(output(model(torch.randn(5, 3))))
-    with pytest.raises(ValueError, match=message):
-        opt.warm_start(output(model(torch.randn(5, 3))) for _ in range(2))
-    before.assert_unchanged()
-
-
-def test_a_warm_start_needs_batches_and_puts_buffers_back() -> None:
+def test_a_warm_start_that_is_not_due_needs_a_generator() -> None:
     model = conv_net()
     opt = KFAC(model)
-    buffers, before = copy.deepcopy(list(model.buffers())), Snapshot(model.parameters(), opt)
-    with pytest.raises(ValueError, match="outputs must hold at least one batch"):
-        opt.warm_start(iter(()))
-    with pytest.raises(TypeError, match="iterable"):
-        opt.warm_start(3)
-
-    def outputs() -> Any:
-        yield model(images())
-        raise KeyError("the data set is broken")
-
-    with pytest.raises(KeyError, match="broken"):
-        opt.warm_start(outputs(), model=model)
-    before.assert_unchanged()
-    assert equal(buffers, model.buffers())
     opt.param_groups[0]["step"] = 1  # not due any more, and the outputs were made before
     opt.warm_start([model(images())])  # a layer without statistics is captured at every step
     late = [model(images())]
     with pytest.raises(ValueError, match="generator"):
         opt.warm_start(late)
-
-
-def test_later_steps_never_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = conv_net()
-    opt = KFAC(model, stat_interval=2, inverse_interval=3)
-    monkeypatch.setattr("tnt_optim.failures._Delivery.arrived", lambda self: False)
-    train(model, opt)
-    for t in range(1, 7):
-        opt.zero_grad()
-        output = model(images())
-        with no_host_reads():
-            opt.observe(output)
-            for _ in range(t % 3):  # micro-batches
-                opt.observe(model(images()))
-        output.sum().backward()
-        with no_host_reads():
-            opt.step()
 
 
 # ------------------------------------------------------------------ layers reached or missed
@@ -205,14 +123,20 @@ def test_a_layer_that_the_loss_reaches_but_the_output_does_not_waits() -> None:
     assert not torch.equal(model.heads[1].weight, still)
 
 
-def test_a_layer_that_outputs_never_reach_is_asked_for_at_scheduled_steps_only() -> None:
-    model, sampled = Heads(), []
+def counting(model: nn.Module, stat_interval: int) -> tuple[KFAC, list[Tensor]]:
+    """The optimizer of a model, and the outputs that it samples."""
+    sampled = []
 
     def likelihood(output: Tensor) -> Tensor:
         sampled.append(output)
         return least_likely(output)
 
-    opt = KFAC(model, stat_interval=4, likelihood=likelihood)
+    return KFAC(model, stat_interval=stat_interval, likelihood=likelihood), sampled
+
+
+def test_a_layer_that_outputs_never_reach_is_asked_for_at_scheduled_steps_only() -> None:
+    model = Heads()
+    opt, sampled = counting(model, stat_interval=4)
     still = copy.deepcopy(model.heads[1].state_dict())
     for t in range(9):
         sampled.clear()
@@ -230,13 +154,8 @@ def test_a_layer_that_outputs_never_reach_is_asked_for_at_scheduled_steps_only()
 
 def test_a_layer_unused_so_far_costs_nothing_and_joins_when_it_is_used() -> None:
     """Between the scheduled steps, at its first use, whatever was asked for before."""
-    model, sampled = Heads(), []
-
-    def likelihood(output: Tensor) -> Tensor:
-        sampled.append(output)
-        return least_likely(output)
-
-    opt = KFAC(model, stat_interval=10, likelihood=likelihood)
+    model = Heads()
+    opt, sampled = counting(model, stat_interval=10)
     before = model.heads[1].weight.detach().clone()
     for step, head in enumerate([0, 0, 0, 1]):
         sampled.clear()

@@ -60,8 +60,8 @@ inline Values chain(Values tensor, const Shape& sizes, const std::vector<Tensor>
   return tensor;
 }
 
-// What no number met on the way to the product can exceed: |G| times every factor's largest sum of
-// a row. Below 2^24 in units of the smallest digit, all of it is exact in float.
+// A bound on every intermediate number of the product: |G| times the largest row sum of every
+// factor. If it is below 2^24 smallest digits, float has every one of these numbers exactly.
 inline double chain_bound(const Values& tensor, const Shape& sizes,
                           const std::vector<Tensor>& factors) {
   double bound = largest_of(tensor);

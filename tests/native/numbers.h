@@ -138,8 +138,8 @@ inline Values reals(int64_t count, unsigned seed) {
   return values;
 }
 
-// Sums for the definitions. It is not them that the sanitizers are to watch, which takes many
-// times as long as the sums themselves.
+// Sums for the definitions, without sanitizers: they would make the sums many times slower, and
+// the definitions are not what they are to check.
 #define UNWATCHED __attribute__((no_sanitize("address", "thread", "undefined")))
 
 UNWATCHED inline double dot(const double* a, const double* b, int64_t count) {

@@ -1,8 +1,8 @@
 // The BLAS and LAPACK functions that csrc/cpu/blas.h declares, as loops over their definitions, for
 // the sanitized builds: compiled with them, they show the sanitizers every access of every product.
 //
-// Stricter than a BLAS has to be. What the kernels have no use for, or what a BLAS would only
-// complain of and return, ends the program.
+// Stricter than a BLAS has to be: arguments that the kernels do not use, or for which a BLAS would
+// only print an error, end the program.
 
 #include <algorithm>
 #include <cmath>

@@ -1,5 +1,5 @@
-// The plan of damped_inverse on a GPU: every mode in the tables once, and large ones within what
-// may wait and be padded.
+// The plan of damped_inverse on a GPU: the tables have every mode once, and the groups of large
+// modes stay within the limits of waiting memory and of padding.
 
 #include <algorithm>
 #include <cstdint>
@@ -37,7 +37,7 @@ class Cover {
   std::vector<int> seen_;
 };
 
-// Where each mode's flags and scratch memory are, nobody else's are.
+// Each mode has flags and scratch memory of its own.
 void check_tables(const std::vector<TensorShape>& tensors, const Plan& plan) {
   Cover slots(plan.slots), scratch(plan.scratch_bytes / 4);
   std::vector<Cover> entries, copied;

@@ -26,7 +26,6 @@ from attached import (
     train,
 )
 from conftest import observation_count, observed_gradients
-from optimizers import NO_FAILURES
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
@@ -34,13 +33,15 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from tnt_optim import TNT, with_fallback
 
 
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("micro", [1, 3])
-def test_it_is_the_loop_that_observes(micro: int) -> None:
+def test_it_is_the_loop_that_observes(micro: int, dtype: torch.dtype | None) -> None:
+    """Also under autocast, in which the model hands over its output and the loop does not."""
     model = made_net()
     opt = TNT(model.parameters(), **SETTINGS)
     opt.attach(model)
-    train(model, opt, observe=False, micro=micro)
-    assert_same(contents(model, opt), explicit(micro=micro))
+    train(model, opt, observe=False, micro=micro, dtype=dtype)
+    assert_same(contents(model, opt), explicit(micro=micro, dtype=dtype))
 
 
 def test_closures() -> None:
@@ -369,53 +370,7 @@ def test_exported_model_is_not_observed() -> None:
     assert observation_count(opt) == 1
 
 
-# ------------------------------------------------------------------ autocast and wrappers
-
-
-SKIPPED = (0, 3, 4)
-
-
-def train_scaled(model: nn.Module, opt: TNT, dtype: torch.dtype, *, observe: bool) -> None:
-    """Trains under autocast, with a loss that overflows at some steps."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    for step in range(9):
-        opt.zero_grad()
-        ((x, y),) = batches(step)
-        with torch.autocast("cpu", dtype=dtype):
-            output = model(x)
-            loss = cross_entropy(output, y) * (torch.inf if step in SKIPPED else 1)
-        if observe:
-            opt.observe(output)
-        scaler.scale(loss).backward()
-        scaler.step(opt)
-        scaler.update()
-    assert opt.param_groups[0]["step"] == 9 - len(SKIPPED)
-    assert opt.failures() == NO_FAILURES
-
-
-class Mixed(Net):
-    """A head in float32, whose backward autocast around it would run in half precision."""
-
-    def forward(self, x: Tensor) -> Any:
-        """Logits."""
-        hidden = torch.tanh(self.norm(self.hidden(x)))
-        with torch.autocast("cpu", enabled=False):
-            return self.out(hidden.float())
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", [Net, Mixed])
-def test_autocast_and_scaled_losses(kind: type[Net], dtype: torch.dtype) -> None:
-    def run(attached: bool) -> tuple[Any, ...]:
-        torch.manual_seed(3)
-        model = kind()
-        opt = TNT(model.parameters(), **SETTINGS)
-        if attached:
-            opt.attach(model)
-        train_scaled(model, opt, dtype, observe=not attached)
-        return contents(model, opt)
-
-    assert_same(run(True), run(False))
+# ------------------------------------------------------------------ wrappers
 
 
 class Borrowing:

@@ -3,14 +3,12 @@
 First steps, warm starts, statistics of zero, damping relative to the statistics, roots in float32.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from drawn import close, noise, weight
 from optimizers import FACTORED, NO_FAILURES, Dictated
-from oracle import contraction, covariances
 from oracle_shampoo import damped_stats, eigen_root
 from tolerances import (
     FLOAT32_ROOT,
@@ -26,40 +24,14 @@ from tnt_optim import Shampoo
 factored = pytest.mark.parametrize("name", FACTORED)
 
 
-def exact_factors(name: str, stats: Sequence[Tensor], damping: float) -> list[Tensor]:
-    """The factors of these statistics, by eigenvalues or a dense inverse."""
-    if name == "shampoo":
-        return [eigen_root(s, 2 * len(stats)) for s in damped_stats(stats, damping, relative=False)]
-    return [
-        torch.linalg.inv(u + damping * torch.eye(len(u)).double()) for u in covariances(stats)[0]
-    ]
-
-
 def assert_factor(name: str, factor: Tensor, wanted: Tensor) -> None:
-    """Equal but for rounding, or, of Shampoo, for what the coupled Newton iteration leaves."""
+    """Equal but for rounding, and for Shampoo the error of the coupled Newton iteration."""
     dense = factor if factor.dim() == 2 else torch.diag(factor)
     if name == "shampoo":
         error = float((dense - wanted).abs().max())
         assert error <= NEWTON_OPERATOR * float(wanted.abs().max())
     else:
         close(dense, wanted)
-
-
-@factored
-def test_a_warm_start_is_the_plain_average(name: str) -> None:
-    """And the statistics' moving average goes on from it."""
-    run = Dictated(name, [weight(3, 4)], damping=0.1, stat_decay=0.5)
-    gradients = [noise(3, 4) for _ in range(4)]
-    run.warm_start([[g] for g in gradients])
-    assert run.params[0].grad is None
-    average = [torch.stack([contraction(g, i) for g in gradients]).mean(0) for i in range(2)]
-    for i, wanted in enumerate(exact_factors(name, average, 0.1)):
-        close(run.stats()[i], average[i])
-        assert_factor(name, run.factors()[i], wanted)
-    later = noise(3, 4)
-    run.step([later])
-    for i in range(2):
-        close(run.stats()[i], 0.5 * average[i] + 0.5 * contraction(later, i))
 
 
 @factored
@@ -88,32 +60,12 @@ def test_zero_statistics_give_a_multiple_of_the_identity(
 
 
 @factored
-@pytest.mark.parametrize("graft", [None, "adam", "sgd"])
-def test_zero_gradients_never_give_nan(name: str, graft: str | None) -> None:
-    run = Dictated(name, [weight(3, 4)], graft=graft)
-    for _ in range(3):
-        assert not run.step([torch.zeros(3, 4).double()])[0].any()
-
-
-@factored
 @pytest.mark.parametrize("relative", [False, True])
 def test_parameters_without_elements(name: str, relative: bool) -> None:
     params = [weight(0, 3), weight(0), weight(2, 3)]
     run = Dictated(name, params, relative_damping=relative, damping=0.1)
     moves = run.step([torch.zeros_like(params[0]), torch.zeros_like(params[1]), noise(2, 3)])
     assert bool(moves[2].any()) and bool(params[2].isfinite().all())
-
-
-@factored
-@pytest.mark.parametrize("relative", [False, True])
-def test_statistics_and_factors_are_symmetric_to_the_bit(name: str, relative: bool) -> None:
-    p = nn.Parameter(torch.randn(65, 9, 3, 3))
-    run = Dictated(name, [p], relative_damping=relative, stat_interval=1, inverse_interval=1)
-    for _ in range(3):
-        run.step([torch.randn_like(p)])
-    for matrix in run.stats() + run.factors():
-        assert matrix.dtype == torch.float32
-        assert torch.equal(matrix, matrix.T)
 
 
 def test_gradients_in_float16_have_statistics_beyond_float16() -> None:
@@ -161,7 +113,7 @@ def test_shampoos_relative_damping_has_no_scale(shape: tuple[int, ...], scale: f
 @pytest.mark.parametrize("damping", [0.0, 1e-6, 0.1, 1e6])
 @pytest.mark.parametrize("size", [0.0, 1e-21, 1e-18, 1e-17])
 def test_shampoos_relative_damping_takes_rounding_for_zero(size: float, damping: float) -> None:
-    """Where damping times the average would vanish in float32, and S is singular."""
+    """S is singular, and damping times its average would be 0 in float32."""
     p = nn.Parameter(torch.randn(3, 40))
     settings: dict[str, Any] = {"relative_damping": True, "stat_interval": 1, "graft": "adam"}
     run = Dictated("shampoo", [p], damping=damping, **settings)
@@ -181,7 +133,7 @@ def low_rank_images(count: int) -> Tensor:
 
 
 def trained_autoencoder(damping: float) -> tuple[nn.Module, Shampoo]:
-    """A trained autoencoder in float32, whose roots are of its present statistics."""
+    """A trained autoencoder in float32; the last step has refreshed its roots."""
     torch.manual_seed(4)
     model = nn.Sequential(
         nn.Linear(64, 100), nn.ReLU(), nn.Linear(100, 6), nn.Linear(6, 100), nn.ReLU(),

@@ -127,7 +127,7 @@ CLIPPED: dict[str, Any] = {"lr": 0.1, "damping": 0.1, "stat_interval": 1, "inver
 
 
 def divergence(run: Dictated, moves: Sequence[Tensor]) -> float:
-    """The sum of (lr s P)^T F (lr s P), from how far parameters moved: by lr s P, P = F^-1 m."""
+    """The sum of (lr s P)^T F (lr s P), where lr s P is the move of a parameter, P = F^-1 m."""
     total = 0.0
     for param, move in zip(run.params, moves, strict=True):
         state = run.opt.state[param]

@@ -138,7 +138,7 @@ def test_a_first_factor_that_fails_raises_and_changes_nothing(name: str, relativ
 @factored
 @pytest.mark.parametrize("relative", [False, True])
 def test_a_failed_factor_keeps_the_previous_one(name: str, relative: bool) -> None:
-    """Of the parameters that failed, by their names, and of no other, whatever their modes."""
+    """Two of five parameters fail: they keep their factors, and the warning names one of them."""
     shapes = [(4,), (3, 5), (2, 3, 4), (2, 3), (6,)]
     params = [weight(*shape) for shape in shapes]
     named = [(f"p{n}", p) for n, p in enumerate(params)]
@@ -337,7 +337,7 @@ def test_after_an_exception_in_the_update_a_checkpoint_goes_on(
 @pytest.mark.parametrize("group", [0, 1])
 @pytest.mark.parametrize("step", [0, 3, 4])
 def test_a_step_that_ran_out_of_memory_can_be_repeated(name: str, step: int, group: int) -> None:
-    """To the bits of a step with enough memory: at the first, a young and a later step."""
+    """The repeated step has the bits of one with enough memory."""
     run, undisturbed = Run(name, inverse_interval=4), Run(name, inverse_interval=4)
     run.steps(0, step)
     undisturbed.steps(0, step + 2)
@@ -349,7 +349,7 @@ def test_a_step_that_ran_out_of_memory_can_be_repeated(name: str, step: int, gro
 
 
 def test_a_training_gradient_that_is_not_finite_spoils_its_parameter_alone() -> None:
-    """As with any optimizer; with sampled statistics nothing else sees it."""
+    """With sampled statistics, only that parameter becomes infinite or NaN."""
     run, twin = Run("sampled"), Run("sampled")
     for each in (run, twin):
         each.steps(0, 2)

@@ -10,12 +10,10 @@ import math
 
 import pytest
 import torch
-from drawn import noise, weight
 from optimizers import made
 from oracle import contraction
 from torch import Tensor, nn
 
-from tnt_optim import TNT
 from tnt_optim.likelihoods import sampled_loss
 
 likelihoods = pytest.mark.parametrize("likelihood", ["categorical", "bernoulli", "gaussian"])
@@ -74,10 +72,10 @@ def enumerated_fisher(likelihood: str, model: nn.Module, x: Tensor) -> Tensor:
 
 
 def sampled_gradients(likelihood: str, model: nn.Module, x: Tensor, seed: int) -> Tensor:
-    """(DRAWS, parameters): one sampled gradient a row, from one call on repeated outputs.
+    """Sampled gradients (DRAWS, parameters) from one call on repeated outputs.
 
-    The mean over DRAWS * ROWS examples has 1 / DRAWS of each draw's gradient; the chain rule with
-    the Jacobian of the outputs does the rest.
+    In the mean over DRAWS * ROWS examples, each draw counts 1 / DRAWS. Its gradient is that of the
+    outputs times their Jacobian.
     """
     output = model(x)
     jacobian = torch.stack([flat_gradient(z, model) for z in output.reshape(-1)])
@@ -94,7 +92,7 @@ def assert_mean_zero_with_covariance(gradients: Tensor, fisher: Tensor) -> None:
     support = values > 1e-10 * values[-1]
     rank = int(support.sum())
     assert 0 < rank <= MAX_RANK
-    # Directions that the Fisher does not have never occur: exact up to rounding, no statistics.
+    # A gradient has no component outside of the Fisher's range, except for rounding.
     outside = gradients @ vectors[:, ~support]
     assert outside.numel() > 0
     assert float(outside.abs().max()) < 1e-6 * float(gradients.abs().max())
@@ -205,24 +203,26 @@ def test_statistics_of_tnt_have_the_fishers_expectation(
         assert micro_batches > 1 or float(((warm - expected) / error).abs().max()) < Z_BOUND
 
 
-def test_a_likelihood_function_draws_from_a_stream_of_seed_step_and_micro_batch() -> None:
+@pytest.mark.parametrize("name", ["sampled", "kfac"])
+def test_a_likelihood_function_draws_from_a_stream_of_seed_step_and_micro_batch(name: str) -> None:
     """torch's global generator is seeded for it and put back."""
 
     def draws(seed: int) -> list[float]:
         torch.manual_seed(int(torch.randint(1000, ())))  # the global seed does not matter
-        p, seen = weight(2, 3), []
+        model, seen = nn.Linear(3, 2), []
 
         def likelihood(output: Tensor) -> Tensor:
             seen.append(float(torch.rand(())))
             return output.square().sum()
 
-        opt = TNT([p], likelihood=likelihood, stat_interval=1, seed=seed)
+        opt = made(name, model, likelihood=likelihood, stat_interval=1, seed=seed)
         for _ in range(2):
             for _ in range(2):
+                output = model(torch.randn(4, 3))
                 before = torch.get_rng_state()
-                opt.observe(p * 1.0)
+                opt.observe(output)
                 assert torch.equal(torch.get_rng_state(), before)
-            p.grad = noise(2, 3)
+                output.sum().backward()
             opt.step()
         return seen
 

@@ -1,20 +1,33 @@
-"""``observe`` of TNT: when it samples, micro-batches and skipped steps, parameters out of reach."""
+"""``observe`` and ``warm_start``: refusals, when they sample, micro-batches, skipped steps."""
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
-from conftest import FixedLabels, Snapshot, observation_count, observed_gradients
-from drawn import close, noise, raising, weight
-from optimizers import NO_FAILURES, Dictated, net, no_host_reads
+from conftest import FixedLabels, Snapshot, observation_count
+from drawn import close, noise, weight
+from optimizers import (
+    NO_FAILURES,
+    Dictated,
+    equal,
+    made,
+    moved,
+    net,
+    no_host_reads,
+    statistics,
+    train,
+    values,
+)
 from oracle import contraction
 from tolerances import FLOAT64_REORDERED
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from tnt_optim import TNT
+
+sampling = pytest.mark.parametrize("name", ["sampled", "kfac"])
 
 # ------------------------------------------------------------------ outputs
 
@@ -46,23 +59,33 @@ WRONG: dict[str, tuple[Callable[[Tensor], object], str]] = {
 }
 
 
+@sampling
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_refused_output_leaves_an_earlier_observation(wrong: str) -> None:
+def test_a_refused_output_leaves_an_earlier_observation(name: str, wrong: str) -> None:
     model = nn.Linear(3, 4)
-    opt = TNT(model.parameters())
+    opt = made(name, model)
     opt.observe(model(torch.randn(5, 3)))
     before = Snapshot(model.parameters(), opt)
-    assert observation_count(opt) == 1 and set(observed_gradients(opt)) == set(model.parameters())
+    assert observation_count(opt) == 1
     change, message = WRONG[wrong]
     with pytest.raises(ValueError, match=message):
         opt.observe(change(model(torch.randn(5, 3))))
+    with pytest.raises(ValueError, match=message):
+        opt.warm_start(change(model(torch.randn(5, 3))) for _ in range(2))
     before.assert_unchanged()
 
 
-def test_a_likelihood_function_must_return_a_scalar() -> None:
-    p = weight(2, 3)
-    with pytest.raises(ValueError, match="^likelihood must give a 0-dim"):
-        TNT([p], likelihood=lambda output: output * 2.0).observe(p * 1.0)
+@sampling
+@pytest.mark.parametrize(
+    ("likelihood", "message"),
+    [(lambda z: 2 * z, "must give a 0-dim"), (lambda z: z.sum().detach(), "must have a graph")],
+)
+def test_a_likelihood_function_must_return_a_scalar_with_a_graph(
+    name: str, likelihood: Callable[[Tensor], Tensor], message: str
+) -> None:
+    model = nn.Linear(3, 4)
+    with pytest.raises(ValueError, match=f"^likelihood {message}"):
+        made(name, model, likelihood=likelihood).observe(model(torch.randn(5, 3)))
 
 
 # ------------------------------------------------------------------ when it samples
@@ -90,27 +113,31 @@ def test_observe_costs_a_backward_only_where_due_and_leaves_no_trace() -> None:
         opt.step()
 
 
-def test_a_step_before_any_statistic_says_what_to_do() -> None:
-    run = Dictated("sampled", [weight(3, 4)])
-    before = run.snapshot()
-    run.params[0].grad = noise(3, 4)
-    with raising(RuntimeError, r"call observe\(output\) .* or warm_start\(\)"):
-        run.opt.step()
-    run.opt.zero_grad()
+@sampling
+def test_a_step_before_any_statistic_says_what_to_do(name: str) -> None:
+    model = net()
+    opt = made(name, model)
+    model(torch.randn(5, 4)).sum().backward()
+    before = Snapshot(model.parameters(), opt)
+    what = "layer '0'" if name == "kfac" else "no statistics"
+    with pytest.raises(RuntimeError, match=rf"{what}.*observe\(output\) .*warm_start\(\)"):
+        opt.step()
     before.assert_unchanged()
 
 
-def test_a_forgotten_observe_warns_once_and_keeps_the_statistics() -> None:
-    run = Dictated("sampled", [weight(3, 4)], stat_interval=1, inverse_interval=1)
-    run.step([noise(3, 4)])
-    stats, (p,) = run.stats(), run.params
-    p.grad = noise(3, 4)
-    with pytest.warns(RuntimeWarning, match=r"observe\(output\) was not called"):
-        run.opt.step()
-    before = p.detach().clone()
-    run.opt.step()  # a second warning would be an error
-    assert not torch.equal(before, p)
-    assert all(map(torch.equal, stats, run.stats()))
+@sampling
+def test_a_forgotten_observe_warns_once_and_keeps_the_statistics(name: str) -> None:
+    model = net()
+    opt = made(name, model, stat_interval=1, inverse_interval=1)
+    train(model, opt, [0])
+    held = statistics(opt)
+    with pytest.warns(RuntimeWarning, match=r"observe\(output\) was not called") as said:
+        opt.step()
+    assert [warning.filename for warning in said] == [__file__]
+    before = values(model)
+    opt.step()  # a second warning would be an error
+    assert all(moved(model, before))
+    assert equal(held, statistics(opt))
 
 
 def test_a_parameter_that_becomes_trainable_starts_its_statistics_at_once() -> None:
@@ -129,10 +156,13 @@ def test_a_parameter_that_becomes_trainable_starts_its_statistics_at_once() -> N
 
 
 @pytest.mark.parametrize("likelihood", ["categorical", "bernoulli", "gaussian"])
-def test_later_steps_never_wait_for_the_device(likelihood: str, slow_reports: None) -> None:
-    """Only the first statistics are waited for: there is nothing else to go on with."""
+@sampling
+def test_later_steps_never_wait_for_the_device(
+    name: str, likelihood: str, slow_reports: None
+) -> None:
+    """Only the first statistics wait for the device."""
     model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(12, 4))
-    opt = TNT(model.parameters(), likelihood=likelihood, stat_interval=2, inverse_interval=3)
+    opt = made(name, model, likelihood=likelihood, stat_interval=2, inverse_interval=3)
     opt.warm_start([model(torch.randn(5, 2, 4, 4))])
     for t in range(7):
         opt.zero_grad()
@@ -180,19 +210,10 @@ def test_micro_batches_average_the_sampled_gradients(fixed_labels: FixedLabels) 
                 assert error <= factor * FLOAT64_REORDERED * float(wanted.norm())
 
 
-def test_observations_of_a_skipped_step_are_averaged_with_the_next() -> None:
-    """As where GradScaler skips a step on an overflow."""
-    run = Dictated("sampled", [weight(3, 4)])
-    first, second = noise(3, 4), noise(3, 4)
-    run.observe([first])  # and no step
-    run.step([second])
-    close(run.stats()[1], contraction((first + second) / 2, 1))
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("place", [0, 1, 2, 3])
 def test_an_observation_that_is_not_finite_is_left_out(place: int, bad: float) -> None:
-    """All of it, though only one parameter's gradient is not finite; to the bit."""
+    """The whole observation, even if the gradient of only one parameter is not finite."""
     good = [[noise(3, 4), noise(5)] for _ in range(3)]
     first = [noise(3, 4), noise(5)]
     params = [weight(3, 4), weight(5)]
@@ -287,7 +308,7 @@ def test_a_head_used_only_between_scheduled_statistics_is_trained(period: int) -
 
 
 def test_the_next_batch_may_miss_a_group_added_later() -> None:
-    """At the first batch with it no observe has asked for it since: it waits for the next one."""
+    """At the first batch that uses it, observe has not yet asked for it; at the next it has."""
     model = Heads(2)
     opt = TNT([*model.body.parameters(), *model.heads[0].parameters()], stat_interval=10)
     train_heads(model, opt, [0, 0])
@@ -299,27 +320,35 @@ def test_the_next_batch_may_miss_a_group_added_later() -> None:
 # ------------------------------------------------------------------ warm starts
 
 
-def test_a_warm_start_puts_the_buffers_of_a_given_model_back() -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    opt = TNT(model.parameters())
-    before = {name: b.clone() for name, b in model.named_buffers()}
+def normalised() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+@sampling
+def test_a_warm_start_puts_the_buffers_of_its_model_back(name: str) -> None:
+    """TNT needs ``model=`` for it. The parameters have no gradients afterwards."""
+    model = normalised()
+    opt = made(name, model)
+    before = [b.clone() for b in model.buffers()]
     opt.warm_start((model(torch.randn(8, 3)) for _ in range(3)), model=model)
-    assert all(torch.equal(b, before[name]) for name, b in model.named_buffers())
-    TNT(model.parameters()).warm_start(model(torch.randn(8, 3)) for _ in range(3))
-    assert int(model[1].num_batches_tracked) == 3
+    assert equal(before, model.buffers())
+    assert all(p.grad is None for p in model.parameters())
+    made(name, model).warm_start(model(torch.randn(8, 3)) for _ in range(3))
+    assert int(model[1].num_batches_tracked) == (3 if name == "sampled" else 0)
 
 
-def test_a_warm_start_that_raises_midway_changes_nothing() -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    opt = TNT(model.parameters())
+@sampling
+def test_a_warm_start_that_raises_midway_changes_nothing(name: str) -> None:
+    model = normalised()
+    opt = made(name, model)
     before = Snapshot(model.parameters(), opt)
     buffers = [b.clone() for b in model.buffers()]
 
-    def outputs() -> object:
+    def outputs() -> Iterator[Tensor]:
         yield model(torch.randn(8, 3))
         raise KeyError("the data set is broken")
 
     with pytest.raises(KeyError, match="broken"):
-        opt.warm_start(outputs(), model=model)  # type: ignore[arg-type]
+        opt.warm_start(outputs(), model=model)
     before.assert_unchanged()
-    assert all(map(torch.equal, buffers, model.buffers()))
+    assert equal(buffers, model.buffers())

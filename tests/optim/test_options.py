@@ -1,6 +1,7 @@
 """Settings: wrong ones are refused by name and change nothing; what repr says of them."""
 
 import copy
+import inspect
 import math
 import pickle
 import re
@@ -9,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drawn import noise, raising, weight
-from optimizers import FACTORED, Dictated, conv_net
+from conftest import Snapshot
+from drawn import raising, weight
+from optimizers import FACTORED, METHODS, Dictated, conv_net, made, net, train, values
 from torch import Tensor, nn
 
-from tnt_optim import TNT, Shampoo
+from tnt_optim import KFAC, TNT, Shampoo
 
 factored = pytest.mark.parametrize("name", FACTORED)
 NAN, INF = math.nan, math.inf
@@ -37,29 +39,37 @@ BAD: list[tuple[str, Any]] = [
 ]
 
 
-@factored
-@pytest.mark.parametrize(("option", "bad"), BAD, ids=str)
+KFACS = inspect.signature(KFAC).parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "bad"),
+    [(n, *bad) for n in (*FACTORED, "kfac") for bad in BAD if n != "kfac" or bad[0] in KFACS],
+    ids=str,
+)
 def test_a_bad_setting_is_refused_by_name(name: str, option: str, bad: Any) -> None:
     """At the start, in a group, in a group added later, and set on a group between steps."""
-    message = f"^{option} must be .*, got"
+    model, message = net(), f"^{option} must be .*, got"
     with pytest.raises(ValueError, match=message):
-        FACTORED[name]([weight(2, 3)], **{option: bad})
+        made(name, model, **{option: bad})
+    assert not any(m._forward_hooks for m in model.modules())
+    opt = made(name, model)
+    if name != "kfac":  # which has one group
+        opt = FACTORED[name]([{"params": layer.parameters()} for layer in (model[0], model[2])])
+        with pytest.raises(ValueError, match=message):
+            FACTORED[name]([{"params": [weight(2, 3)], option: bad}])
+        with pytest.raises(ValueError, match=message):
+            opt.add_param_group({"params": [weight(4)], option: bad})
+    group = opt.param_groups[-1]
+    train(model, opt, [0])
+    good, group[option] = group[option], bad
+    before = Snapshot(model.parameters(), opt)
     with pytest.raises(ValueError, match=message):
-        FACTORED[name]([{"params": [weight(2, 3)], option: bad}])
-    run = Dictated(name, [{"params": [weight(2, 3)]}, {"params": [weight(4)]}])
-    with pytest.raises(ValueError, match=message):
-        run.opt.add_param_group({"params": [weight(4)], option: bad})
-    groups = run.opt.param_groups
-    assert len(groups) == 2
-    run.step([noise(2, 3), noise(4)])
-    good, groups[1][option] = groups[1][option], bad
-    before = run.snapshot()
-    with pytest.raises(ValueError, match=message):
-        run.opt.step()
+        opt.step()
     before.assert_unchanged()
-    groups[1][option] = good
-    run.opt.step()
-    assert [group["step"] for group in groups] == [2, 2]
+    group[option] = good
+    opt.step()
+    assert {group["step"] for group in opt.param_groups} == {2}
 
 
 @factored
@@ -149,14 +159,15 @@ def test_options_with_a_state_must_be_set_before_it_exists(
     assert torch.equal(run.params[0], before)
 
 
-@factored
+@pytest.mark.parametrize("name", [*FACTORED, "kfac"])
 def test_warm_starts_without_a_batch_are_refused(name: str) -> None:
-    run = Dictated(name, [weight(3, 4)])
-    before = run.snapshot()
+    model = net()
+    opt = made(name, model)
+    before = Snapshot(model.parameters(), opt)
     with pytest.raises(ValueError, match="^outputs must hold at least one batch"):
-        run.opt.warm_start(iter(()))
+        opt.warm_start(iter(()))
     with pytest.raises(TypeError, match="^outputs must be iterable, got int"):
-        run.opt.warm_start(3)
+        opt.warm_start(3)
     before.assert_unchanged()
 
 
@@ -185,16 +196,15 @@ def test_repr_names_the_class_the_settings_and_the_modes(name: str) -> None:
     assert "1 parameters, 35 numbers, 5 full and 7 diagonal modes" in text
 
 
-@factored
+@pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("option", ["lr", "damping", "momentum", "stat_decay", "weight_decay"])
 def test_numbers_may_be_tensors(name: str, option: str) -> None:
     """Of no dimensions, as a captured graph needs them; the steps are the same."""
     value = {"momentum": 0.5, "stat_decay": 0.75}.get(option, 0.125)
-    start, gradients = weight(3, 4).detach(), [noise(3, 4) for _ in range(4)]
-    ends: list[Tensor] = []
+    start = net(torch.float64)
+    ends: list[list[Tensor]] = []
     for given in (value, torch.tensor(value, dtype=torch.float64)):
-        run = Dictated(name, [nn.Parameter(start.clone())], stat_interval=1, **{option: given})
-        for gradient in gradients:
-            run.step([gradient])
-        ends.append(run.params[0].detach())
+        model = copy.deepcopy(start)
+        train(model, made(name, model, stat_interval=1, **{option: given}), range(4))
+        ends.append(values(model))
     torch.testing.assert_close(*ends)

@@ -100,7 +100,7 @@ def test_statistics_of_half_precision(
 
 
 class Mixed(nn.Module):
-    """A head in float32: autocast around a backward would run the backward of that in half."""
+    """A head in float32, whose backward must not run in half precision, even inside autocast."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ def full_losses(name: str) -> list[float]:
 
 
 def assert_trained_as_in_full(name: str, losses: list[float]) -> None:
-    """By the mean of the last steps, to a tenth of how far training has come."""
+    """The mean loss of the last steps differs by less than a tenth of the decrease."""
     full = full_losses(name)
     won = full[0] - sum(full[-5:]) / 5
     assert won > 0.2
@@ -201,7 +201,7 @@ def test_training_of_a_bfloat16_model(name: str, rounding: str) -> None:
 
 
 class Faint(nn.Module):
-    """A head of small weights: before it gradients of the mean over a batch are below 1e-7.
+    """A head with small weights: below it, gradients of a mean over the batch are under 1e-7.
 
     float16 has no number but 0 below 6e-8.
     """
@@ -252,7 +252,7 @@ def test_small_sampled_gradients_do_not_underflow(name: str, first: str, how: st
 def test_a_likelihood_function_may_be_given_a_scale(
     in_full: Any, fixed_labels: FixedLabels
 ) -> None:
-    """Only its author knows how it is normalised; in float32 a power of two changes no bit."""
+    """Its author knows how it is normalised. In float32 a power of two changes no bit."""
     x = torch.randn(4096, 8).half()
     fixed_labels.current = torch.randint(10, (4096,))
 
@@ -388,8 +388,8 @@ def test_an_overflow_of_the_sampled_pass_skips_no_step(name: str) -> None:
 
 @methods
 def test_clipping_reaches_momentum_and_training_statistics(name: str) -> None:
-    """A first step on clipped gradients: with sampled statistics it is shorter by the factor of the
-    clipping; statistics of training gradients see the clipped ones."""
+    """The first step. With sampled statistics, clipping by a factor shortens the step by the same
+    factor. Statistics of training gradients come from the clipped ones."""
     ends = []
     start = values(made_net().double())
     for clip in (math.inf, 0.03):
@@ -418,8 +418,8 @@ def test_clipping_reaches_momentum_and_training_statistics(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["sampled", "empirical", "shampoo"])
 def test_steps_in_the_backward(name: str) -> None:
-    """An optimizer for each parameter, which steps as soon as its gradient is there and frees it:
-    to the bit the steps of one optimizer of all of them."""
+    """Each parameter has an optimizer, which steps as soon as the gradient exists and frees it. The
+    steps have the bits of one optimizer for all parameters."""
     model, twin = made_net(), made_net()
     whole = made(name, twin)
     single: dict[Tensor, Any] = {}

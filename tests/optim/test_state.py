@@ -220,7 +220,7 @@ def test_the_content_of_a_state_is_documented(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*FACTORED, "kfac"])
 def test_a_loaded_state_is_a_copy(name: str) -> None:
-    """PyTorch's own optimizers go on in the very tensors that they were given."""
+    """PyTorch's own optimizers keep the tensors of the given state and overwrite them."""
     model, opt = trained(name)
     saved = copy.deepcopy(opt.state_dict())
     kept = leaves(saved)
@@ -302,13 +302,15 @@ def test_a_state_saved_without_a_scheduler_loads_with_one(name: str) -> None:
     assert opt.param_groups[0]["lr"] == 0.125
 
 
-@factored
+@pytest.mark.parametrize("name", [*FACTORED, "kfac"])
 def test_a_state_without_a_method_loads(name: str) -> None:
     """torch.distributed.checkpoint returns one, and earlier versions saved one."""
     model, opt = trained(name, 2)
     state = opt.state_dict()
-    fresh = type("Derived", (type(opt),), {})(model.parameters())
+    derived = type("Derived", (type(opt),), {})
+    fresh = derived(model if name == "kfac" else model.parameters())
     fresh.load_state_dict({key: state[key] for key in ("state", "param_groups")})
+    assert leaves(fresh.state_dict()["state"]) == leaves(state["state"])
     fresh.load_state_dict(state)
     assert fresh.param_groups[0]["step"] == 2
 
@@ -389,7 +391,7 @@ def test_adams_state_is_refused(name: str) -> None:
     ("saved", "loaded"), [*itertools.permutations(("sampled", "shampoo", "kfac"), 2)]
 )
 def test_a_state_of_another_method_is_refused(saved: str, loaded: str) -> None:
-    """Its tensors and settings have the same form, and another meaning."""
+    """Its tensors and settings have the same names and shapes, but mean something else."""
     (_, first), (model, second) = trained(saved, 2), trained(loaded, 2)
     kinds = type(second).__name__, type(first).__name__
     message = "^state_dict must be of {}, got that of {}".format(*kinds)
@@ -421,7 +423,7 @@ def test_hooks_around_state_dict(name: str) -> None:
 
 @every
 def test_hooks_around_load_state_dict(name: str) -> None:
-    """A hook may change the state in place, or return another; the first come first."""
+    """A hook may change the state in place, or return another; hooks run in their order."""
     _, opt = trained(name, 1)
     seen = []
 
@@ -467,7 +469,7 @@ class Reordered(nn.Module):
         return self.last(torch.tanh(self.first(x)))
 
 
-@factored
+@pytest.mark.parametrize("name", [*FACTORED, "kfac"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_hooks_may_adapt_a_state_to_another_order(name: str, dtype: torch.dtype) -> None:
     """The state is checked after its hooks, and copied before the hooks that come after."""
@@ -486,19 +488,20 @@ def test_hooks_may_adapt_a_state_to_another_order(name: str, dtype: torch.dtype)
         return {**state, "param_groups": [{**group, "params": params, "param_names": names}]}
 
     files = through_a_file(opt.state_dict())
-    refuses(fresh, other, files, r"state_dict\['state'\]\[0\].*of another model")
+    refuses(fresh, other, files, r"state_dict\['state'\]\[0\].*(another model|have shapes)")
     fresh.register_load_state_dict_pre_hook(adapt)
     fresh.register_load_state_dict_post_hook(
-        lambda o: seen.extend(state["stats"] for state in o.state.values())
+        lambda o: seen.extend(state["stats"] for state in o.state.values() if "stats" in state)
     )
     fresh.load_state_dict(files)
     for mine, theirs in ((other.first, model[0]), (other.last, model[2])):
         for p, q in zip(mine.parameters(), theirs.parameters(), strict=True):
-            for key in ("stats", "factors"):  # not rounded to the parameters' dtype
-                assert all(map(torch.equal, fresh.state[p][key], opt.state[q][key]))
-    assert {s.dtype for stats in seen for s in stats} == {torch.float32} and len(seen) == 4
+            # Not rounded to the parameters' dtype.
+            assert leaves(fresh.state[p]) == leaves(opt.state[q])
+    assert {s.dtype for stats in seen for s in stats} == {torch.float32}
+    assert len(seen) == (2 if name == "kfac" else 4)
     broken = copy.deepcopy(files)
     broken["param_groups"][0]["lr"] = -1.0
     refuses(fresh, other, broken, "state_dict: group 0: lr")
     fresh.load_state_dict(files)  # the hooks are still there
-    assert len(seen) == 8
+    assert len(seen) == (4 if name == "kfac" else 8)

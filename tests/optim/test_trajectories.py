@@ -72,7 +72,7 @@ wide = pytest.mark.parametrize("way", [w for w in COMPARISONS if w.dtype is WIDE
 
 
 def assert_near(way: Comparison, mine: Tensor, oracle: Tensor, start: Tensor, where: Any) -> None:
-    """Relative to how far the oracle has moved, but for the rounding of the parameter itself."""
+    """Relative to how far the oracle has moved, plus the rounding of the parameter itself."""
     travelled = float((oracle - start).norm())
     error = float((mine.detach().double() - oracle).norm())
     rounding = torch.finfo(way.dtype).eps * float(oracle.norm())
@@ -290,7 +290,7 @@ def test_options_follow_the_oracle(way: Comparison, option: str) -> None:
 @pytest.mark.parametrize("relative", [False, True], ids=["damping", "relative"])
 @pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
 def test_diagonal_modes_follow_the_oracle(name: str, warm: bool, relative: bool) -> None:
-    """Also Shampoo's to float64's rounding: no iteration makes the roots of a diagonal mode."""
+    """Shampoo, too, to float64's rounding: the roots of a diagonal mode need no iteration."""
     root = eigen_root if name == "shampoo" else None
     more = {"damping": 1.0, "lr": 2e-5} if relative and name != "shampoo" else {}
     settings = settings_of(name, **more, max_factor_dim=1, relative_damping=relative, warm=warm)
@@ -350,7 +350,7 @@ def test_every_shape_and_layout_follows_the_oracle(
 
 @wide
 def test_parameters_without_gradient_follow_the_oracle(way: Comparison) -> None:
-    """Neither moved nor decayed, momentum kept; later ones begin their statistics between T1s.
+    """Such a parameter does not move or decay, and keeps its momentum.
 
     The second is without gradient at every third step, the third is frozen until step 4 (T1 = 3):
     its statistics and factors are due at once.

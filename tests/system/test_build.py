@@ -160,7 +160,7 @@ def test_wheel_works_away_from_the_checkout(wheel: Path, tmp_path: Path) -> None
 
 
 def test_without_cpu_kernels(tmp_path: Path) -> None:
-    """Nothing is left to build, which is no error."""
+    """There is nothing to build, and that is no error."""
     result, wheels = build_wheel(tmp_path, {"TNT_CPU": "0"})
     assert result.returncode == 0, result.stdout + result.stderr
     said = result.stdout + result.stderr
@@ -190,7 +190,7 @@ def run_setup(
 
 @pytest.fixture
 def toolkit(tmp_path: Path) -> Path:
-    """As much of a CUDA toolkit as setup.py looks at."""
+    """The parts of a CUDA toolkit that setup.py looks for."""
     nvcc = tmp_path / "toolkit" / "bin" / "nvcc"
     nvcc.parent.mkdir(parents=True)
     nvcc.write_text("#!/bin/sh\nexit 1\n")

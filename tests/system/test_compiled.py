@@ -114,7 +114,7 @@ def pair(name: str, **settings: Any) -> tuple[Net, Any, Net, Any]:
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_models_train_as_others(name: str, dtype: torch.dtype | None) -> None:
-    """In one graph that serves steps with and without statistics; under autocast, too."""
+    """One graph serves steps with and without statistics, also under autocast."""
     model, opt, twin, reference = pair(name)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -141,8 +141,8 @@ def test_models_in_generated_code_train_as_others_but_for_rounding() -> None:
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_batches_of_other_sizes(name: str) -> None:
-    """As the last batch of an epoch: one more graph, for any size, whose first backward is without
-    statistics."""
+    """As the last batch of an epoch. They need one more graph, which serves any size, and whose
+    first backward is at a step without statistics."""
     model, opt, twin, reference = pair(name, stat_interval=4)
 
     def rows(number: int) -> int:
@@ -156,8 +156,8 @@ def test_batches_of_other_sizes(name: str) -> None:
 
 @pytest.mark.parametrize("first", ["a step", "another size", "a warm start"])
 def test_graphs_that_do_not_last(first: str) -> None:
-    """A graph whose first backward is the last one frees its buffers at every later one:
-    ``observe`` then names the way out, and changes nothing."""
+    """If the first backward of a graph does not retain it, every later one frees the buffers.
+    ``observe`` then says what to change, and changes nothing."""
     model = Net()
     opt = made("sampled", model, stat_interval=2)
     with torch._functorch.config.patch(donated_buffer=True):
@@ -246,8 +246,8 @@ def test_a_training_step_compiled_as_a_whole(name: str) -> None:
 
 
 def test_an_observation_is_no_graph() -> None:
-    """The model and its loss are; the optimizer's would be a dozen, which take seconds to compile
-    and gain nothing."""
+    """The model and its loss make two graphs. The optimizer would make a dozen, which take seconds
+    to compile and gain nothing."""
     model = Net()
     compiled = torch.compile(whole_step(model, made("sampled", model)), backend="aot_eager")
     for number in range(4):
@@ -402,8 +402,8 @@ def test_checkpointed_layers_in_a_compiled_model(name: str) -> None:
 
 
 def test_dropout_in_checkpointed_layers_of_a_compiled_model() -> None:
-    """One mask for the forward, the observation and the backward: the gradients of a loss that is
-    the sampled one are its gradients."""
+    """The forward, the observation and the backward use one mask: the sampled loss and the training
+    loss, here the same function, have the same gradients."""
     model = Net(False, dropout=0.5)
     opt = TNT(model.parameters(), likelihood=lambda output: output.square().mean())
     output = torch.compile(model, backend="aot_eager", fullgraph=True)(batch(0)[0])
@@ -418,8 +418,8 @@ def test_dropout_in_checkpointed_layers_of_a_compiled_model() -> None:
 @pytest.mark.parametrize("name", ["sampled", "kfac"])
 @pytest.mark.parametrize("where", ["a part", "the whole"])
 def test_reentrant_checkpointing_is_refused(name: str, where: str) -> None:
-    """It hides the parameters from everything but ``backward()``. Nothing is changed, and training
-    goes on without it."""
+    """It hides the parameters from everything but ``backward()``. The refusal changes nothing, and
+    training goes on without checkpointing."""
     model = Net(True if where == "a part" else None)
     opt = made(name, model)
     x = batch(0)[0].requires_grad_()
