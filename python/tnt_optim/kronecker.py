@@ -16,19 +16,12 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from tnt_kernels import gram_ema_
+from tnt_optim import checkpoint
 from tnt_optim.autograd import (
     Gradients,
     buffers_put_back,
     check_reached,
-    check_static_graph,
-    replicas_behind,
-)
-from tnt_optim.checkpoint import (
-    check_method,
-    check_state_dict,
-    copied_states,
-    load_adapted,
-    with_integer_keys,
+    checked_replicas,
 )
 from tnt_optim.cuda_graphs import StepGraphs, check_graphs_device
 from tnt_optim.diagnostics import diagnostics
@@ -52,6 +45,7 @@ from tnt_optim.state import (
     COUNTS,
     NAMES,
     SURVIVES,
+    check_state,
     memory_estimate,
     new_state,
     optional_entries,
@@ -319,8 +313,9 @@ class KroneckerOptimizer(Optimizer):
         processes = self._distribution()
 
         def check(adapted: dict[str, Any]) -> None:
-            check_method(self._method, adapted)
-            check_state_dict(self.param_groups, adapted, set(self.defaults), processes.kept)
+            checkpoint.check_groups(self._method, self.param_groups, adapted, set(self.defaults))
+            for name, group, param, state in checkpoint.saved_states(self.param_groups, adapted):
+                check_state(name, state, group, param, processes.kept(param))
 
         def finish(adapted: dict[str, Any]) -> None:
             self._failures = Failures()
@@ -328,12 +323,13 @@ class KroneckerOptimizer(Optimizer):
             self._observed.start_over()
             for group, modes in zip(self.param_groups, functions, strict=True):
                 group["modes"] = modes
-            for param, state in copied_states(self.param_groups, adapted):
+            for param, state in checkpoint.copied_states(self.param_groups, adapted):
                 others = NAMES - processes.kept(param)
                 self.state[param] = {k: v for k, v in state.items() if k not in others}
                 self._set_counts(self.state[param], param)
 
-        load_adapted(self, with_integer_keys(state_dict), super().load_state_dict, check, finish)
+        state_dict = checkpoint.with_integer_keys(state_dict)
+        checkpoint.load_adapted(self, state_dict, super().load_state_dict, check, finish)
 
     def __getstate__(self) -> dict[str, Any]:
         self._failures.read(self.state, self._name, wait=True, fatal=False)
@@ -486,10 +482,7 @@ class KroneckerOptimizer(Optimizer):
 
     def _report(self, reports: Sequence[Report]) -> None:
         for report in reports:
-            if report.kind == "statistics":
-                self._failures.report_statistics(report.codes, report.params)
-            else:
-                self._failures.report_inverses(report.codes, report.params)
+            self._failures.report(report.kind, report.codes, report.params)
 
     # First statistics.
 
@@ -523,7 +516,7 @@ class KroneckerOptimizer(Optimizer):
             output, observed = next(batches, _NO_MORE), None
             if output is not _NO_MORE:
                 loss, scale = self._observed.batch_loss(self, output, index, processes)
-                check_static_graph(replicas_behind(loss))
+                checked_replicas(loss)
                 observed = processes.gradients(loss, trainable, retain_graph=False, scale=scale)
                 check_reached(observed)
             mean = processes.batch_mean(trainable, observed)

@@ -17,8 +17,7 @@ from tnt_optim.autograd import (
     all_finite,
     check_graph_lasts,
     check_reached,
-    check_static_graph,
-    replicas_behind,
+    checked_replicas,
     shows_float16,
 )
 from tnt_optim.failures import UNOBSERVED, warn_the_caller
@@ -85,29 +84,21 @@ class Empirical:
 
 @dataclass
 class Sampled(Empirical):
-    """Gradients at labels sampled from the model's own distribution.
+    """Gradients at labels sampled from the model's own distribution."""
 
-    Attributes:
-        sampled: their sum, by parameter; of sharded parameters this process's pieces, if any.
-        summed: the number of observations in the sum: the finite ones, if there is one.
-        count: the number of outputs observed.
-        asked: parameters whose statistics were wanted when an output was observed.
-        unreached: parameters without statistics that the last output did not reach.
-        awaited: such parameters that a training loss reached later; every output is asked for them.
-        partial: whether outputs may reach other parameters in another process.
-        agreed: whether all processes know of ``partial``.
-        warned: whether the user was warned of a step without observations.
-    """
-
+    # Their sum, by parameter; of sharded parameters this process's pieces, if any.
     sampled: dict[Tensor, Any] = field(default_factory=dict)
-    summed: int | Tensor = 0
-    count: int = 0
+    summed: int | Tensor = 0  # observations in the sum: the finite ones, if there is one
+    count: int = 0  # outputs observed
+    # Parameters whose statistics were wanted when an output was observed.
     asked: set[Tensor] = field(default_factory=set)
+    # Parameters without statistics that the last output did not reach.
     unreached: set[Tensor] = field(default_factory=set)
+    # Such parameters that a training loss reached later; every output is asked for them.
     awaited: set[Tensor] = field(default_factory=set)
-    partial: bool = False
-    agreed: bool = False
-    warned: bool = False
+    partial: bool = False  # whether outputs may reach other parameters in another process
+    agreed: bool = False  # whether all processes know of ``partial``
+    warned: bool = False  # whether the user was warned of a step without observations
 
     def wanted(self, due: Sequence[Tensor]) -> list[Tensor]:
         """See ``Empirical.wanted``."""
@@ -124,9 +115,7 @@ class Sampled(Empirical):
             return
         number = distribution.number(self.count)
         loss = _loss(optimizer, output, "step", optimizer.param_groups[0]["step"], number)
-        replicas = replicas_behind(loss)
-        check_static_graph(replicas)
-        if any(replica.find_unused_parameters for replica in replicas):
+        if any(replica.find_unused_parameters for replica in checked_replicas(loss)):
             self.partial = True
         check_graph_lasts(loss)
         scale = _scale(optimizer, loss, output, distribution)

@@ -5,7 +5,7 @@ gradients. Each parameter has one owner rank, which alone has its statistics, fa
 the pieces of a gradient go to the owner, and pieces of the direction come back.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,9 +18,9 @@ from tnt_optim.autograd import Gradients, all_finite, graph_nodes, unscaled, wit
 from tnt_optim.directions import Workspace, move_, updated_weights
 from tnt_optim.distributed.ownership import OwnerRanks
 from tnt_optim.distributed.process_group import ProcessGroup
-from tnt_optim.modes import Settings, State, by_kind, state_dtype
+from tnt_optim.modes import Settings, by_kind, state_dtype
 from tnt_optim.state import kept_names
-from tnt_optim.update import Local
+from tnt_optim.update import Local, States
 
 
 def shard_dim(param: Tensor) -> int:
@@ -132,12 +132,7 @@ class Sharded(OwnerRanks, Local):
         return self.processes.largest(bad) == 0
 
     def update(
-        self,
-        grads: Gradients,
-        states: Mapping[Tensor, State],
-        group: Settings,
-        number: int,
-        workspace: Workspace | None,
+        self, grads: Gradients, states: States, group: Settings, number: int, workspace: Workspace
     ) -> None:
         """Sends gradients to the owners and directions back; each process updates its pieces."""
         directions = self.directions_(self.whole(grads), states, group)

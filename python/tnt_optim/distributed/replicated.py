@@ -25,9 +25,9 @@ from tnt_optim.distributed.process_group import (
     flattened,
     unflattened,
 )
-from tnt_optim.modes import Settings, State, by_kind, layout, state_dtype
+from tnt_optim.modes import Settings, by_kind, layout, state_dtype
 from tnt_optim.state import kept_names
-from tnt_optim.update import Local
+from tnt_optim.update import Local, States
 
 
 class Replicated(OwnerRanks, Local):
@@ -98,7 +98,7 @@ class Replicated(OwnerRanks, Local):
             for p, total in zip(params, totals, strict=True)
         }, observers
 
-    def send_factors(self, params: Iterable[Tensor], states: Mapping[Tensor, State]) -> None:
+    def send_factors(self, params: Iterable[Tensor], states: States) -> None:
         """See ``Local.send_factors``."""
         if self.shard != "inverses":
             return
@@ -122,12 +122,7 @@ class Replicated(OwnerRanks, Local):
             )
 
     def update(
-        self,
-        grads: Gradients,
-        states: Mapping[Tensor, State],
-        group: Settings,
-        number: int,
-        workspace: Workspace | None,
+        self, grads: Gradients, states: States, group: Settings, number: int, workspace: Workspace
     ) -> None:
         """With "directions" each owner computes its directions, and every process applies all."""
         if self.shard != "directions":
