@@ -83,9 +83,7 @@ class Failures:
     ) -> None:
         """Counts the reports that have arrived (with ``wait``: all) in ``states``, and warns.
 
-        Raises:
-            PreconditionerError: if a parameter failed FAILURES_IN_A_ROW times in a row and
-                ``fatal`` is True.
+        If ``fatal``, a parameter that failed FAILURES_IN_A_ROW times in a row is an error.
         """
         error = None
         while self._pending and (wait or self._pending[0][0].arrived()):

@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from tnt_kernels import gram_ema_
 from tnt_optim import checkpoint
 from tnt_optim.autograd import (
-    Gradients,
     buffers_put_back,
     check_reached,
     checked_replicas,
@@ -29,6 +28,8 @@ from tnt_optim.directions import Workspace
 from tnt_optim.distributed import Owners, distribution
 from tnt_optim.failures import Failures, PreconditionerError
 from tnt_optim.modes import (
+    Factors,
+    Rows,
     Settings,
     State,
     any_sharded,
@@ -66,14 +67,12 @@ _NO_MORE = object()
 class KroneckerOptimizer(Optimizer):
     """Base of the optimizers that precondition the momentum with a factor for every mode.
 
-    A subclass computes factors from statistics (``_factors``). Its constructor passes its options
-    on, and a source of gradients for the statistics: by default the training gradients. See
-    docs/your_own_optimizer.md.
+    A subclass computes factors from statistics (``_factors``); see docs/your_own_optimizer.md.
 
     Args:
         params: parameters, named parameters or parameter groups, of any floating-point dtype.
         options: by the names of ``tnt_optim.options``; missing ones get their defaults.
-        source: of the gradients for the statistics.
+        source: of the gradients for the statistics; by default the training gradients.
 
     Raises:
         ValueError: if an option or a parameter does not fit.
@@ -107,12 +106,7 @@ class KroneckerOptimizer(Optimizer):
         # Parameters not to update again when a failed step is retried.
         self._accumulated: set[Tensor] = set()
 
-    def _factors(
-        self,
-        group: Settings,
-        stats: Sequence[Sequence[Tensor]],
-        out: Sequence[Sequence[Tensor]] | None = None,
-    ) -> tuple[list[list[Tensor]], Tensor]:
+    def _factors(self, group: Settings, stats: Rows, out: Rows | None = None) -> Factors:
         """Computes the factors of statistics: the one method that a subclass must have.
 
         Args:
@@ -380,40 +374,42 @@ class KroneckerOptimizer(Optimizer):
         """The device's part of this step; makes first statistics and factors on the way."""
         with_gradients = processes.with_gradients(self._params())
         pieces = self._observed.gradients(processes, self._due(), with_gradients, self._has_state)
-        updated = [self._to_update(group, pieces, with_gradients) for group in self.param_groups]
+        groups = self.param_groups
+        ready = [p for group in groups for p in self._to_update(group, pieces, with_gradients)]
         observed = processes.whole(pieces)
         first = {p: g for p, g in observed.items() if not self._has_state(p)}
         self.state.update(self._first_states(first, processes))
         self._accumulated.update(first)
         if first:
             observed = {p: g for p, g in observed.items() if p not in first}
-        due = [self._factors_due(group, observed, first) for group in self.param_groups]
+        refreshed = observed.keys() | self._accumulated
+        due = [p for group in groups for p in self._factors_due(group, refreshed, first)]
+        updated = list(self._batches(ready))
         return DeviceStep(
             statistics=list(self._batches(observed.keys() - self._accumulated)),
-            factors=self._split(due),
-            updated=self._split(updated),
+            factors=list(self._batches(due)),
+            updated=updated,
             observed=observed,
-            grads=self._descent(updated),
+            grads={
+                p: -p.grad if group["maximize"] and p.grad is not None else p.grad
+                for group, params in updated
+                for p in params
+            },
             distribution=processes,
             accumulated=self._accumulated,
             workspace=self._workspace,
         )
 
     def _factors_due(
-        self,
-        group: Group,
-        observed: Mapping[Tensor, Tensor],
-        first: Mapping[Tensor, Tensor],
+        self, group: Group, refreshed: Container[Tensor], first: Container[Tensor]
     ) -> list[Tensor]:
         """The group's parameters whose factors are due; ``first`` just got theirs."""
         t, interval = group["step"], group["inverse_interval"]
-        if t % interval == 0:
-            return [p for p in group["params"] if self._has_state(p) and p not in first]
-        known = observed.keys() | self._accumulated
         return [
             p
             for p in group["params"]
-            if p in known and p not in first and t - self.state[p]["first_step"] < interval
+            if self._has_state(p) and p not in first
+            if t % interval == 0 or (p in refreshed and t - self.state[p]["first_step"] < interval)
         ]
 
     def _to_update(
@@ -445,19 +441,6 @@ class KroneckerOptimizer(Optimizer):
                     )
             ready.append(param)
         return ready
-
-    def _descent(self, updated: Sequence[list[Tensor]]) -> Gradients:
-        """The gradients of the parameters to update, in the direction of a minimum."""
-        return {
-            p: -p.grad if group["maximize"] and p.grad is not None else p.grad
-            for group, params in zip(self.param_groups, updated, strict=True)
-            for p in params
-        }
-
-    def _split(self, params: Sequence[list[Tensor]]) -> list[Batch]:
-        """Each group's parameters by device."""
-        pairs = zip(self.param_groups, params, strict=True)
-        return [(group, batch) for group, members in pairs for batch in by_device(members)]
 
     def _run(self, step: DeviceStep) -> None:
         if self.capturable:

@@ -31,10 +31,6 @@ def distribution(
 
     ``owners`` keeps the owner ranks from step to step. A copy of an optimizer with a process group
     has lost it (``is_lost``).
-
-    Raises:
-        RuntimeError: if the process group is lost, and there are several processes.
-        ValueError: if some parameters are sharded and others not, or over other processes.
     """
 
     def owner(param: Tensor) -> int:

@@ -24,11 +24,7 @@ from tnt_optim.update import Local, States
 
 
 def shard_dim(param: Tensor) -> int:
-    """The dimension along which a parameter is cut.
-
-    Raises:
-        ValueError: unless it is cut along one dimension over one dimension of the mesh.
-    """
+    """The dimension along which a parameter is cut, over one dimension of the mesh."""
     placements = param.placements  # type: ignore[attr-defined]
     cuts = [p.dim for p in placements if isinstance(p, Shard)]
     others = [p for p in placements if not isinstance(p, Shard | Replicate)]
@@ -41,11 +37,7 @@ def shard_dim(param: Tensor) -> int:
 
 
 def process_group_of_shards(params: Sequence[Tensor]) -> ProcessGroup:
-    """The processes that have the pieces of sharded parameters.
-
-    Raises:
-        ValueError: unless all parameters are sharded over the same processes.
-    """
+    """The processes that have the pieces of sharded parameters: the same for all."""
     first = params[0]
     meshes = {p.device_mesh if isinstance(p, DTensor) else None for p in params}
     if len(meshes) != 1 or not isinstance(first, DTensor):
@@ -188,9 +180,7 @@ def sharded_gradients(
 ) -> dict[Tensor, Tensor]:
     """The gradients of ``loss``, averaged over all processes; every ``.grad`` is restored.
 
-    Raises:
-        RuntimeError: if gradients of this step wait to be averaged: this backward would average
-            them with its own.
+    Refused if gradients of this step wait to be averaged: this backward would average them, too.
     """
     leaves = _leaves(loss)
     modules = _modules_of([*params, *leaves])

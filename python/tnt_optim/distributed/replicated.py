@@ -43,7 +43,7 @@ class Replicated(OwnerRanks, Local):
         self.shard = shard
 
     def is_owner(self, param: Tensor) -> bool:
-        """Whether this process refreshes a parameter's statistics and factors."""
+        """See ``OwnerRanks.is_owner``."""
         return self.shard is None or super().is_owner(param)
 
     def kept(self, param: Tensor) -> frozenset[str]:

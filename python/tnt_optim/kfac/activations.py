@@ -93,9 +93,8 @@ def captured_calls(
 ) -> dict[int, tuple[GradientEdge, Call]]:
     """The calls of due layers that a loss depends on, each with the edge of its output's gradient.
 
-    Raises:
-        ValueError: if a due layer was called more than once, was observed before, was used without
-            being captured, or had its input changed in place since.
+    Refused if a due layer was called more than once, was observed before, was used without being
+    captured, or had its input changed in place since.
     """
     own, kinds, leaves = set(hooks), set(), set()
     found: dict[int, list[tuple[Node, Call]]] = {}
