@@ -243,7 +243,10 @@ _REFERENCE: dict[str, Callable[..., Any]] = {
 
 
 def _versions() -> dict[str, str]:
-    build = _build_info()
+    try:
+        build = importlib.import_module("tnt_kernels._C").build_info()
+    except ImportError:
+        build = {}
     return {
         "tnt_kernels": _package_version("tnt_kernels"),
         "extension": build.get("extension", "not built"),
@@ -257,15 +260,6 @@ def _versions() -> dict[str, str]:
         "python": platform.python_version(),
         "platform": platform.platform(),
     }
-
-
-def _build_info() -> dict[str, str]:
-    try:
-        extension = importlib.import_module("tnt_kernels._C")
-    except ImportError:
-        return {}
-    info: dict[str, str] = extension.build_info()
-    return info
 
 
 def _package_version(package: str) -> str:

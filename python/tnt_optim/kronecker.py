@@ -571,10 +571,8 @@ class KroneckerOptimizer(Optimizer):
 
     def _distribution(self) -> Local:
         """How the processes that run now divide a step."""
-        lost = self._group_is_lost
-        found = distribution(
-            self.param_groups, self.process_group, self.shard, self._owners, is_lost=lost
-        )
+        group, lost = self.process_group, self._group_is_lost
+        found = distribution(self.param_groups, group, self.shard, self._owners, is_lost=lost)
         if found.is_distributed and self.capturable:
             raise RuntimeError(
                 "capturable=True works in a single process, with whole parameters: leave it off"

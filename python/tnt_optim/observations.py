@@ -82,7 +82,7 @@ class Empirical:
 
 @dataclass
 class Sampled(Empirical):
-    """Gradients at labels sampled from the model's own processes."""
+    """Gradients at labels sampled from the model's own distribution."""
 
     # Their sum, by parameter; of sharded parameters this process's pieces, if any.
     sampled: dict[Tensor, Any] = field(default_factory=dict)

@@ -241,11 +241,7 @@ def plan(
     device: torch.device,
     programs: int,
 ) -> Plan:
-    """Plans the products; ``factors`` flat, contiguous.
-
-    Raises:
-        ValueError: if an unfolding has more rows or columns than a 32-bit index can count.
-    """
+    """Plans the products; ``factors`` flat, contiguous."""
     first_factors = list(itertools.accumulate((len(t.shape) for t in tensors), initial=0))
     problems: list[tuple[int, ...]] = []
     kinds: dict[Kind, list[int]] = defaultdict(list)
@@ -269,7 +265,9 @@ def plan(
                 )
             order = len(source.shape)
             state = state_dtype(source.dtype)
-            ends = [(t, 0), *_buffers(source, free), (len(tensors) + t, 0)]
+            size = _buffer_of(source)
+            between = [(SCRATCH, free + step % 2 * size) for step in range(order - 1)]
+            ends = [(t, 0), *between, (len(tensors) + t, 0)]
             for step, (u, to) in enumerate(unfoldings):
                 f = first_factors[t] + order - 1 - step
                 vector = min(
@@ -313,12 +311,6 @@ def _buffer_of(layout: Layout) -> int:
 def _scratch_of(layout: Layout) -> int:
     """A tensor's bytes of workspace: products alternate between at most two buffers."""
     return _buffer_of(layout) * min(len(layout.shape) - 1, 2)
-
-
-def _buffers(layout: Layout, start: int) -> list[tuple[int, int]]:
-    """The addresses of the intermediate products of a tensor."""
-    size = _buffer_of(layout)
-    return [(SCRATCH, start + step % 2 * size) for step in range(len(layout.shape) - 1)]
 
 
 def _unfoldings(source: Layout, result: Layout) -> list[tuple[Unfolding, ...]] | None:

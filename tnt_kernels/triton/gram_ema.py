@@ -292,11 +292,7 @@ class Plan:
 def plan(
     tensors: tuple[Layout, ...], diagonal: tuple[bool, ...], device: torch.device, programs: int
 ) -> Plan:
-    """Plans the launches; ``diagonal`` marks the diagonal statistics, mode after mode.
-
-    Raises:
-        ValueError: if an unfolding has more rows or columns than a 32-bit index can count.
-    """
+    """Plans the launches; ``diagonal`` marks the diagonal statistics, mode after mode."""
     problems: list[Problem] = []
     full: dict[Kind, list[int]] = defaultdict(list)
     diagonals: dict[Kind, list[tuple[int, ...]]] = defaultdict(list)

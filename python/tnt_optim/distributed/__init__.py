@@ -25,7 +25,7 @@ def distribution(
     shard: str | None,
     owners: Owners,
     *,
-    is_lost: bool = False,
+    is_lost: bool,
 ) -> Local:
     """The distribution of a step over the processes that run now.
 

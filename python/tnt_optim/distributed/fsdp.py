@@ -86,8 +86,24 @@ class Sharded(OwnerRanks, Local):
     def gradients(
         self, loss: Tensor, params: Sequence[Tensor], *, retain_graph: bool, scale: float
     ) -> Gradients:
-        """Pieces of the gradients, averaged over all processes."""
-        return sharded_gradients(loss, params, retain_graph=retain_graph, scale=scale)
+        """Pieces of the gradients, averaged over all processes; every ``.grad`` is restored.
+
+        Refused if gradients of this step wait to be averaged: this backward would average them,
+        too.
+        """
+        leaves = _leaves(loss)
+        modules = _modules_of([*params, *leaves])
+        if any(_holds_back(module) for module in modules):
+            raise RuntimeError(
+                "observe must be called at the first micro-batch of a step under fully_shard: at "
+                "later ones gradients wait to be averaged"
+            )
+        # The backward sets the gradients of all parameters, not only of ``params``.
+        cut = [p.sharded_param for module in modules for p in _cut_params(module)]
+        with _restored_gradients([*params, *cut, *leaves]), _synchronised(modules):
+            with without_autocast(loss):
+                loss.backward(torch.full_like(loss, scale), retain_graph=retain_graph)
+            return unscaled({p: p.grad for p in params if p.grad is not None}, scale)
 
     def with_gradients(self, params: Sequence[Tensor]) -> set[Tensor]:
         """The parameters with a gradient in any process."""
@@ -175,28 +191,6 @@ def _piece(param: Tensor, gradient: Tensor | None) -> Tensor:
 # gathered for the pass: torch.autograd.grad cannot give them.
 
 
-def sharded_gradients(
-    loss: Tensor, params: Sequence[Tensor], *, retain_graph: bool, scale: float = 1.0
-) -> dict[Tensor, Tensor]:
-    """The gradients of ``loss``, averaged over all processes; every ``.grad`` is restored.
-
-    Refused if gradients of this step wait to be averaged: this backward would average them, too.
-    """
-    leaves = _leaves(loss)
-    modules = _modules_of([*params, *leaves])
-    if any(_holds_back(module) for module in modules):
-        raise RuntimeError(
-            "observe must be called at the first micro-batch of a step under fully_shard: at later "
-            "ones gradients wait to be averaged"
-        )
-    # The backward sets the gradients of all parameters, not only of ``params``.
-    cut = [p.sharded_param for module in modules for g in _groups(module) for p in g.fsdp_params]
-    with _restored_gradients([*params, *cut, *leaves]), _synchronised(modules):
-        with without_autocast(loss):
-            loss.backward(torch.full_like(loss, scale), retain_graph=retain_graph)
-        return unscaled({p: p.grad for p in params if p.grad is not None}, scale)
-
-
 @contextmanager
 def _restored_gradients(tensors: Iterable[Tensor]) -> Iterator[None]:
     """Restores the tensors' gradients on leaving."""
@@ -225,7 +219,7 @@ def _modules_of(params: Sequence[Tensor]) -> Sequence[FSDPModule]:
     found = []
     for module in list(_module_state_mapping):
         if isinstance(module, FSDPModule):
-            cut = [param for group in _groups(module) for param in group.fsdp_params]
+            cut = _cut_params(module)
             own = [(p.sharded_param, getattr(p, "_unsharded_param", None)) for p in cut]
             if any(id(tensor) in wanted for pair in own for tensor in pair):
                 found.append(module)
@@ -240,11 +234,15 @@ def _groups(module: FSDPModule) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
+def _cut_params(module: FSDPModule) -> list[Any]:
+    return [param for group in _groups(module) for param in group.fsdp_params]
+
+
 def _holds_back(module: FSDPModule) -> bool:
     """Whether gradients of earlier micro-batches wait to be averaged."""
     if any(getattr(g, "_partial_reduce_output", None) is not None for g in _groups(module)):
         return True
-    for param in [param for group in _groups(module) for param in group.fsdp_params]:
+    for param in _cut_params(module):
         gathered = getattr(param, "_unsharded_param", None)
         if param.unsharded_accumulated_grad is not None:
             return True

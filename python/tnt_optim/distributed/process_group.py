@@ -83,7 +83,7 @@ class ProcessGroup:
         return {rank: unflattened(piece, into[rank]) for rank, piece in enumerate(pieces)}
 
 
-def process_group_of(group: Any, *, is_lost: bool = False) -> ProcessGroup | None:
+def process_group_of(group: Any, *, is_lost: bool) -> ProcessGroup | None:
     """The processes of a group, or of the default group; None for a single one.
 
     Several processes are refused if a copied optimizer has lost its group.

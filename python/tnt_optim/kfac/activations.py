@@ -34,10 +34,6 @@ class Call:
     output_nr: int  # which of the node's outputs is the layer's
     observed: bool = False
 
-    def release(self) -> None:
-        """Frees the input: the graph lives on through the user's backward."""
-        self.inputs, self.observed = self.inputs.new_empty(0), True
-
 
 class LayerHook:
     """Captures one layer's input when the optimizer wants it.

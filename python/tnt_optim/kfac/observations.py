@@ -135,7 +135,8 @@ class Sampling:
                 if gradient is not None
             }
         for _, call in reached.values():
-            call.release()
+            # The graph lives on through the user's backward; the input need not.
+            call.inputs, call.observed = call.inputs.new_empty(0), True
         return sums
 
     def averages(
