@@ -17,11 +17,7 @@ from torch.optim import Optimizer
 
 from tnt_kernels import gram_ema_
 from tnt_optim import checkpoint
-from tnt_optim.autograd import (
-    buffers_put_back,
-    check_reached,
-    checked_replicas,
-)
+from tnt_optim.autograd import buffers_put_back, check_reached, checked_replicas
 from tnt_optim.cuda_graphs import StepGraphs, check_graphs_device
 from tnt_optim.diagnostics import diagnostics
 from tnt_optim.directions import Workspace
@@ -52,14 +48,7 @@ from tnt_optim.state import (
     optional_entries,
     zero_statistics,
 )
-from tnt_optim.update import (
-    Batch,
-    DeviceStep,
-    Group,
-    Local,
-    Report,
-    worst_of_blocks,
-)
+from tnt_optim.update import Batch, DeviceStep, Group, Local, Report, worst_of_blocks
 
 _NO_MORE = object()
 
@@ -457,11 +446,8 @@ class KroneckerOptimizer(Optimizer):
         return reports
 
     def _refresh(self, step: DeviceStep, settings: Callable[[Group], Settings]) -> list[Report]:
-        def make(group: Settings, stats: list[list[Tensor]], out: list[list[Tensor]]) -> Tensor:
-            return self._factors(group, stats, out)[1]
-
         reports = step.refresh_statistics(self.state, settings)
-        return reports + step.refresh_factors(self.state, settings, make)
+        return reports + step.refresh_factors(self.state, settings, self._factors)
 
     def _report(self, reports: Sequence[Report]) -> None:
         for report in reports:

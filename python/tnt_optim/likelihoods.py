@@ -38,10 +38,7 @@ def categorical(logits: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def bernoulli(logits: Tensor, generator: torch.Generator) -> Tensor:
-    """Binary cross entropy, sum over outputs, mean over the batch, at draws from sigmoid(logits).
-
-    The logits are (N, ...).
-    """
+    """Binary cross entropy, mean over N of sums, at draws from sigmoid(logits); logits (N, ...)."""
     _check_batched("bernoulli", logits)
     uniform = torch.empty_like(logits, requires_grad=False).uniform_(generator=generator)
     labels = (uniform < logits.detach().sigmoid()).to(logits.dtype)
@@ -49,10 +46,7 @@ def bernoulli(logits: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def gaussian(mean: Tensor, generator: torch.Generator) -> Tensor:
-    """Half the squared error, sum over outputs, mean over the batch, at draws from N(mean, I).
-
-    The means are (N, ...).
-    """
+    """Half the squared error, mean over N of sums, at draws from N(mean, I); means (N, ...)."""
     _check_batched("gaussian", mean)
     noise = torch.empty_like(mean, requires_grad=False).normal_(generator=generator)
     labels = mean.detach() + noise

@@ -27,9 +27,7 @@ ModesFunction = Callable[[tuple[int, ...]], Sequence[int]]
 
 
 def mode_shape(
-    shape: Sequence[int],
-    modes: ModesFunction | None = None,
-    merge_small_dims: int | None = None,
+    shape: Sequence[int], modes: ModesFunction | None = None, merge_small_dims: int | None = None
 ) -> tuple[int, ...]:
     """Returns the mode sizes (d_1, ..., d_k) of a parameter of a shape.
 

@@ -21,12 +21,7 @@ from tnt_optim.autograd import (
     shows_float16,
 )
 from tnt_optim.failures import UNOBSERVED, warn_the_caller
-from tnt_optim.likelihoods import (
-    LARGEST_SCALE,
-    check_scalar_loss,
-    loss_at_samples,
-    sample_scale,
-)
+from tnt_optim.likelihoods import LARGEST_SCALE, check_scalar_loss, loss_at_samples, sample_scale
 from tnt_optim.modes import state_dtype
 from tnt_optim.update import Local
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from tnt_kernels import gram_ema_, preconditioned_step_
 from tnt_optim.autograd import Gradients, all_finite, gradients_of
 from tnt_optim.directions import Workspace, clipped, move_, scaled_directions_, updated_weights
-from tnt_optim.modes import Settings, State, blocks, each, layout_of, rows
+from tnt_optim.modes import Factors, Rows, Settings, State, blocks, each, layout_of, rows
 from tnt_optim.state import NAMES
 
 # The entries of one bucket, on the CPU and on a GPU: its directions, or its float32 copies, are in
@@ -26,7 +26,7 @@ Group = dict[str, Any]
 States = Mapping[Tensor, State]
 # Parameters of one group on one device: one call of an operator serves them all.
 Batch = tuple[Group, list[Tensor]]
-MakeFactors = Callable[[Settings, list[list[Tensor]], list[list[Tensor]]], Tensor]
+MakeFactors = Callable[[Settings, Rows, Rows], Factors]
 
 
 class Local:
@@ -197,7 +197,7 @@ class DeviceStep:
             own = [states[p] for p in owned]
             seen = list(map(layout_of, own))
             stats, factors = rows(each(own, "stats"), seen), rows(each(own, "factors"), seen)
-            info = make(settings(group), stats, factors)
+            _, info = make(settings(group), stats, factors)
             codes = worst_of_blocks(info, [look.count for look in seen])
             codes = self.distribution.codes(params, owned, codes)
             self.distribution.send_factors(params, states)

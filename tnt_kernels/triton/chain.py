@@ -348,16 +348,13 @@ def products(
     tensors: Sequence[Tensor],
     results: Sequence[Tensor],
     factors: Sequence[Tensor],
-    lr: Tensor,
-    weight_decay: Tensor,
-    *,
-    update: bool,
     programs: int,
+    step: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """results[t] <- P = tensors[t] x_1 A_1 ... x_k A_k, with ``factors`` the A_i, flat.
 
-    With ``update``, the results W, of any dtype, become W - lr (P + weight_decay W); else they have
-    the factors' dtype. ``programs`` is how many the device runs at once.
+    With ``step``, (lr, weight_decay), the results W, of any dtype, become W - lr (P + weight_decay
+    W); else they have the factors' dtype. ``programs`` is how many the device runs at once.
     """
     device = tensors[0].device
     factors = [a.resolve_neg().contiguous() for a in factors]
@@ -368,6 +365,7 @@ def products(
         read[t], written[t] = read[t].contiguous(), written[t].contiguous()
     addresses = p.addresses.of([*read, *written, *factors])
     scratch = torch.empty(p.scratch, dtype=torch.uint8, device=device)
+    lr, weight_decay = step or (addresses, addresses)  # not read without a step
     for kind, count, tiles in p.launches:
         launch(
             product_kernel,
@@ -376,7 +374,7 @@ def products(
             ELEMENT=ELEMENTS[kind.element],
             STATE=ELEMENTS[kind.state],
             RESULT=ELEMENTS[kind.result],
-            UPDATE=update and kind.last,
+            UPDATE=step is not None and kind.last,
             BLOCK=block_of(kind.state),
             DEPTH=depth_of(kind.vector),
             VECTOR=kind.vector,

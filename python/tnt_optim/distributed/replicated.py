@@ -19,12 +19,7 @@ from torch import Tensor
 from tnt_optim.autograd import Gradients, all_finite
 from tnt_optim.directions import Workspace, move_, updated_weights
 from tnt_optim.distributed.ownership import OwnerRanks
-from tnt_optim.distributed.process_group import (
-    BUCKET_BYTES,
-    ProcessGroup,
-    flattened,
-    unflattened,
-)
+from tnt_optim.distributed.process_group import BUCKET_BYTES, ProcessGroup, flattened, unflattened
 from tnt_optim.modes import Settings, by_kind, layout, state_dtype
 from tnt_optim.state import kept_names
 from tnt_optim.update import Local, States
