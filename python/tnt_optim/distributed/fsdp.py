@@ -88,8 +88,7 @@ class Sharded(OwnerRanks, Local):
     ) -> Gradients:
         """Pieces of the gradients, averaged over all processes; every ``.grad`` is restored.
 
-        Refused if gradients of this step wait to be averaged: this backward would average them,
-        too.
+        Refused if gradients of this step wait to be averaged: it would average them as well.
         """
         leaves = _leaves(loss)
         modules = _modules_of([*params, *leaves])
