@@ -240,7 +240,7 @@ def without_checks(device: torch.device | str = "cpu") -> Iterator[None]:
     """
     true = torch.ones((), dtype=torch.bool, device=device)
     functions: dict[str, Any] = {"check_settings": _nothing, "all_finite": lambda *args: true}
-    counts = ("report_statistics", "report_inverses", "read")
+    counts = ("report", "read")
     modules = [m for name, m in sys.modules.items() if name.startswith("tnt_optim.")]
     places: list[tuple[Any, str]] = [(m, n) for m in modules for n in functions if n in vars(m)]
     places += [(Failures, name) for name in counts]

@@ -202,20 +202,12 @@ def _inverse_root_shapes(*arguments: Any) -> Tensor:
     return cast(Tensor, like.new_empty(len(orders), dtype=torch.int32))
 
 
-def _grafted_directions_(
-    momenta: list[Tensor],
-    second_moments: list[Tensor],
-    out: list[Tensor],
-    grads: list[Tensor],
-    factors: list[Tensor],
-    momentum: Tensor,
-    counts: Tensor,
-    second_decay: float,
-    eps: float,
-) -> Tensor:
-    squares, updates = (second_moments, counts) if second_moments else (None, None)
+def _grafted_directions_(*arguments: Any) -> Tensor:
+    momenta, squares, out, grads, factors, momentum, counts, second_decay, eps = arguments
+    if not squares:
+        squares = counts = None
     return reference.grafted_directions_(
-        *(momenta, grads, _by_mode(factors, momenta), momentum, squares, updates, out),
+        *(momenta, grads, _by_mode(factors, momenta), momentum, squares, counts, out),
         second_decay=second_decay,
         eps=eps,
     )[1]
@@ -243,7 +235,10 @@ _REFERENCE: dict[str, Callable[..., Any]] = {
 
 
 def _versions() -> dict[str, str]:
-    build = _build_info()
+    try:
+        build = importlib.import_module("tnt_kernels._C").build_info()
+    except ImportError:
+        build = {}
     return {
         "tnt_kernels": _package_version("tnt_kernels"),
         "extension": build.get("extension", "not built"),
@@ -257,15 +252,6 @@ def _versions() -> dict[str, str]:
         "python": platform.python_version(),
         "platform": platform.platform(),
     }
-
-
-def _build_info() -> dict[str, str]:
-    try:
-        extension = importlib.import_module("tnt_kernels._C")
-    except ImportError:
-        return {}
-    info: dict[str, str] = extension.build_info()
-    return info
 
 
 def _package_version(package: str) -> str:

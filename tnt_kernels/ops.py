@@ -392,15 +392,8 @@ def _checks_itself(name: str) -> bool:
 
 def _all_on_cpu(arguments: Sequence[Any]) -> bool:
     dense = torch.strided
-    for argument in arguments:
-        if isinstance(argument, list):
-            if not all(
-                [not isinstance(x, Tensor) or x.is_cpu and x.layout is dense for x in argument]
-            ):
-                return False
-        elif isinstance(argument, Tensor) and not (argument.is_cpu and argument.layout is dense):
-            return False
-    return True
+    lists = [a if isinstance(a, list) else [a] for a in arguments]
+    return all([x.is_cpu and x.layout is dense for a in lists for x in a if isinstance(x, Tensor)])
 
 
 def _flat(modes: Modes, tensors: Sequence[Tensor] | None = None) -> list[Tensor]:

@@ -6,26 +6,13 @@ A forward hook on the model passes the forward's result to the optimizer's ``obs
 import sys
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
-
-
-class Observer(Protocol):
-    """An optimizer that observes outputs."""
-
-    param_groups: list[dict[str, Any]]
-    _observed: Any
-
-    def observe(self, output: Any) -> None:
-        """See ``TNT.observe``."""
-
-    def _wants_output(self) -> bool:
-        """Whether ``observe`` would use an output now."""
 
 
 class OutputHook:
@@ -37,7 +24,7 @@ class OutputHook:
 
     def __init__(
         self,
-        optimizer: "weakref.ref[Observer] | None",
+        optimizer: "weakref.ref[Any] | None",
         output: Callable[[Any], Any] | None,
         is_sharded: bool,
     ) -> None:
@@ -64,13 +51,9 @@ class OutputHook:
 
 
 def attach(
-    optimizer: Observer, model: nn.Module, output: Callable[[Any], Any] | None
+    optimizer: Any, model: nn.Module, output: Callable[[Any], Any] | None
 ) -> RemovableHandle:
-    """Makes ``optimizer`` observe ``model``, as long as both exist; see ``TNT.attach``.
-
-    Raises:
-        TypeError: if ``model`` is no module, or ``output`` no function.
-    """
+    """Makes ``optimizer`` observe ``model``, as long as both exist; see ``TNT.attach``."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if output is not None and not callable(output):

@@ -1,7 +1,7 @@
 """Gradients for the statistics: a second backward that leaves the user's own as it is."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -40,11 +40,7 @@ def buffers_put_back(*modules: nn.Module) -> Iterator[None]:
 
 
 def check_reached(reached: Gradients) -> None:
-    """Checks that an output depends on some parameter.
-
-    Raises:
-        ValueError: if it depends on none.
-    """
+    """Refuses an output that depends on no parameter."""
     if not reached:
         raise ValueError(
             "output must depend on a parameter of this optimizer that requires a gradient, and "
@@ -52,15 +48,12 @@ def check_reached(reached: Gradients) -> None:
         )
 
 
-@contextmanager
-def without_autocast(tensor: Tensor) -> Iterator[None]:
+def without_autocast(tensor: Tensor) -> AbstractContextManager[None]:
     """Switches autocast off on a tensor's device: it would round gradients a second time."""
     kind = tensor.device.type
     if not torch.is_autocast_enabled(kind):
-        yield
-        return
-    with torch.autocast(kind, enabled=False):
-        yield
+        return nullcontext()
+    return torch.autocast(kind, enabled=False)
 
 
 def graph_nodes(output: Tensor) -> Iterator[Node]:
@@ -76,14 +69,10 @@ def graph_nodes(output: Tensor) -> Iterator[Node]:
 
 
 def check_graph_lasts(loss: Tensor) -> None:
-    """Checks that no compiled graph behind a loss may reuse its buffers in its first backward.
+    """Refuses a loss if a compiled graph behind it may reuse its buffers in its first backward.
 
-    The compiler notices a second backward only if the first did not retain the graph. The error
-    then comes many steps later, for a batch of another size, or at once, if the compiler's cache on
-    disk has the graph of a training without observations.
-
-    Raises:
-        RuntimeError: if a graph may.
+    The compiler's own error comes many steps later, for a batch of another size, or at once, if its
+    cache on disk has the graph of a training without observations.
     """
     if not torch._functorch.config.donated_buffer:
         return
@@ -94,10 +83,12 @@ def check_graph_lasts(loss: Tensor) -> None:
         )
 
 
-def replicas_behind(loss: Tensor) -> list[DistributedDataParallel]:
+def checked_replicas(loss: Tensor) -> list[DistributedDataParallel]:
     """The DistributedDataParallel modules that show in the graph of a loss.
 
     A module shows if it searches for unused parameters, or has a static graph and no backward yet.
+    A static graph is refused: its first backward starts the averaging of all gradients, whether it
+    is the user's or not. The gradients are then wrong, without an error.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return []
@@ -106,34 +97,23 @@ def replicas_behind(loss: Tensor) -> list[DistributedDataParallel]:
         for node in graph_nodes(loss)
         if node.name() == "_DDPSinkBackward"
     ]
-    return [module for module in found if module is not None]
-
-
-def check_static_graph(replicas: Sequence[DistributedDataParallel]) -> None:
-    """Checks that a second backward leaves the gradients of ``replicas`` as they are.
-
-    With ``static_graph=True`` the first backward starts the averaging of all gradients, whether it
-    is the user's or not. The gradients are then wrong, without an error.
-
-    Raises:
-        RuntimeError: if one has a static graph.
-    """
+    replicas = [module for module in found if module is not None]
     if any(replica.static_graph for replica in replicas):
         raise RuntimeError(
             "output must not come from DistributedDataParallel with static_graph=True, whose "
             "gradients a second backward makes wrong: leave static_graph off"
         )
+    return replicas
 
 
 def shows_float16(loss: Tensor) -> bool:
     """Whether a backward of ``loss`` may go through float16."""
-    return any(map(_may_be_in_float16, graph_nodes(loss)))
-
-
-def _may_be_in_float16(node: Node) -> bool:
-    kinds = [entry.dtype for entry in getattr(node, "_input_metadata", ())]
-    # The inside of a compiled graph does not show.
-    return torch.float16 in kinds or node.name() == "CompiledFunctionBackward"
+    return any(
+        # The inside of a compiled graph does not show.
+        node.name() == "CompiledFunctionBackward"
+        or any(entry.dtype == torch.float16 for entry in getattr(node, "_input_metadata", ()))
+        for node in graph_nodes(loss)
+    )
 
 
 def unscaled(gradients: Mapping[Tensor, Tensor], scale: float) -> dict[Tensor, Tensor]:
@@ -148,15 +128,8 @@ def gradients_of(
 ) -> dict[Tensor, Tensor]:
     """The gradients of ``loss`` by the parameters it depends on; every ``.grad`` is left alone.
 
-    Args:
-        loss: a scalar.
-        params: the parameters; those that the loss does not depend on are left out.
-        retain_graph: whether another backward follows.
-        scale: multiply the loss by this before its backward, and divide the gradients by it. A
-            power of two changes only numbers that are too small for their dtype.
-
-    Raises:
-        ValueError: if a gradient is sparse.
+    The backward is that of the loss times ``scale``, by which the gradients are divided: a power of
+    two changes only numbers that are too small for their dtype. A sparse gradient is refused.
     """
     grads: Sequence[Tensor | None] = ()
     if params:

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tnt_optim.modes import state_dtype
+from tnt_optim.modes import Settings, State, state_dtype
 from tnt_optim.options import ADDED, check_settings
-from tnt_optim.state import check_state
+from tnt_optim.state import check_keys
 
 # Functions, and an entry that torch adds to the defaults when an optimizer loads or is copied.
 _NOT_SAVED = {"modes", "differentiable"}
@@ -66,30 +66,18 @@ def with_integer_keys(state_dict: StateDict) -> StateDict:
     return {**state_dict, "state": merged}
 
 
-def check_method(method: str, state_dict: Mapping[str, Any]) -> None:
-    """Checks that ``state_dict`` is of the same method, if it has the entry "method".
-
-    Statistics, factors and settings of two methods may have the same form. The entry is missing
-    after torch.distributed.checkpoint, which keeps only the entries that torch knows.
-
-    Raises:
-        ValueError: if it is of another method.
-    """
-    saved = state_dict.get("method", method)
-    if saved != method:
-        raise ValueError(f"state_dict must be of {method}, got that of {saved}")
-
-
 def check_groups(
-    groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any], settings: set[str]
+    method: str, groups: Sequence[Settings], state_dict: StateDict, settings: set[str]
 ) -> None:
-    """Checks that ``state_dict`` has these parameter groups, with valid ``settings``.
+    """Refuses a ``state_dict`` of another method, other parameter groups, or invalid ``settings``.
 
-    Other entries of a group, such as a scheduler's ``initial_lr``, may be missing.
-
-    Raises:
-        ValueError: says where the two differ.
+    Statistics, factors and settings of two methods may have the same form. The entry "method" is
+    missing after torch.distributed.checkpoint, which keeps only the entries that torch knows. Other
+    entries of a group, such as a scheduler's ``initial_lr``, may be missing.
     """
+    saved_method = state_dict.get("method", method)
+    if saved_method != method:
+        raise ValueError(f"state_dict must be of {method}, got that of {saved_method}")
     for key in ("state", "param_groups"):
         if key not in state_dict:
             raise ValueError(f"state_dict must have the key {key!r}, got {sorted(state_dict)}")
@@ -99,11 +87,7 @@ def check_groups(
             f"state_dict must have {len(groups)} parameter groups, got {len(saved_groups)}"
         )
     for number, (group, saved) in enumerate(zip(groups, saved_groups, strict=True)):
-        missing = sorted(settings - set(saved) - _NOT_SAVED - ADDED.keys())
-        if missing:
-            raise ValueError(
-                f"state_dict: group {number} lacks {missing}; is it another optimizer's?"
-            )
+        check_keys(f"state_dict: group {number}", saved, settings - _NOT_SAVED - ADDED.keys())
         try:
             check_settings(saved)
         except ValueError as error:
@@ -115,33 +99,23 @@ def check_groups(
             )
 
 
-def check_state_dict(
-    groups: Sequence[Mapping[str, Any]],
-    state_dict: Mapping[str, Any],
-    settings: set[str],
-    kept: Callable[[Tensor], frozenset[str]],
-) -> None:
-    """Checks groups and states; a state may have more entries than this process keeps.
-
-    Raises:
-        ValueError: says where the two differ.
-    """
-    check_groups(groups, state_dict, settings)
+def saved_states(
+    groups: Sequence[Settings], state_dict: StateDict
+) -> Iterator[tuple[str, Settings, Tensor, State]]:
+    """The saved states: each with its name in messages, its group and its parameter."""
     for group, saved in zip(groups, state_dict["param_groups"], strict=True):
         for index, param in zip(saved["params"], group["params"], strict=True):
-            if state_dict["state"].get(index):
-                name = f"state_dict['state'][{index}]"
-                check_state(name, state_dict["state"][index], group, param, kept(param))
+            state = state_dict["state"].get(index)
+            if state:
+                yield f"state_dict['state'][{index}]", group, param, state
 
 
 def copied_states(
-    groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]
-) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+    groups: Sequence[Settings], state_dict: StateDict
+) -> Iterator[tuple[Tensor, State]]:
     """The saved states by parameter; torch's own copies have the parameter's dtype."""
-    for group, saved in zip(groups, state_dict["param_groups"], strict=True):
-        for param, index in zip(group["params"], saved["params"], strict=True):
-            if index in state_dict["state"]:
-                yield param, _copied(state_dict["state"][index], param.device, state_dtype(param))
+    for _, _, param, state in saved_states(groups, state_dict):
+        yield param, _copied(state, param.device, state_dtype(param))
 
 
 def _copied(value: Any, device: torch.device, dtype: torch.dtype) -> Any:

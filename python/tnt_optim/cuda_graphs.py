@@ -56,8 +56,7 @@ class StepGraphs:
     def run(self, step: DeviceStep, states: States, run: Run) -> list[Report]:
         """Runs a step, or replays the graph of its kind.
 
-        Raises:
-            RuntimeError: while another graph is recorded, which would hold one kind of step only.
+        Refused while another graph is recorded, which would hold one kind of step only.
         """
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
@@ -138,11 +137,7 @@ def record(run: Callable[[], list[Report]]) -> tuple[Callable[[], None], list[Re
 
 
 def check_graphs_device(param: Tensor, others: list[Tensor]) -> None:
-    """Checks that a parameter can be part of the graphs.
-
-    Raises:
-        ValueError: if it is not on the same CUDA device as the other parameters.
-    """
+    """Refuses a parameter that is not on the same CUDA device as the others."""
     if not param.is_cuda or any(other.device != param.device for other in others):
         where = {str(p.device) for p in (param, *others)}
         raise ValueError(

@@ -50,30 +50,6 @@ class Workspace:
         ]
 
 
-def directions_(
-    grads: Sequence[Tensor],
-    states: Sequence[State],
-    layouts: Sequence[Layout],
-    group: Settings,
-    all_reduce: Callable[[Tensor], Tensor],
-) -> list[Tensor]:
-    """Updates the moments; returns the direction of every block, without weight decay.
-
-    With ``graft`` each block's direction is rescaled to the norm of another method's: Adam's
-    m^ / (sqrt(v^) + 1e-8), bias-corrected, or the momentum's ("sgd"). A zero direction stays zero.
-    ``kl_clip`` then multiplies all directions by one factor. ``all_reduce`` sums over processes
-    with other parameters of the group.
-    """
-    directions, scales = scaled_directions_(grads, states, layouts, group)
-    if group["kl_clip"] is not None:
-        momenta = blocks(each(states, "momentum"), layouts)
-        scales = clipped(directions, momenta, scales, group, all_reduce)
-    if scales is not None and directions:
-        own = zip(scales.unbind(), directions, strict=True)
-        torch._foreach_mul_(directions, [scale.to(p.dtype) for scale, p in own])
-    return directions
-
-
 def clipped(
     directions: Sequence[Tensor],
     momenta: Sequence[Tensor],
@@ -85,6 +61,7 @@ def clipped(
 
     With P = F^-1 m the sum is that of (s P)^T F (s P), which is not negative: twice the divergence
     of the step in the factors' model of F. Scales are float64, (number of directions,); None for 1.
+    ``all_reduce`` sums over processes with other parameters of the group.
     """
     # The device of the directions: a group's parameters may be on several.
     device = (directions or group["params"])[0].device
@@ -112,6 +89,8 @@ def scaled_directions_(
 ) -> tuple[list[Tensor], Tensor | None]:
     """Updates the moments; returns directions, perhaps in the workspace, and scales still to apply.
 
+    With ``graft`` a scale brings its direction to the norm of another method's: Adam's
+    m^ / (sqrt(v^) + 1e-8), bias-corrected, or the momentum's ("sgd"). A zero direction stays zero.
     Scales are None for 1; ``kl_clip`` is not yet part of them.
     """
     momenta = blocks(each(states, "momentum"), layouts)
@@ -120,7 +99,10 @@ def scaled_directions_(
     mu, graft = group["momentum"], group["graft"]
     if graft is None:
         for momentum, grad in zip(momenta, gradients, strict=True):
-            _add_up_(momentum, grad, mu)
+            if isinstance(mu, Tensor):
+                momentum.mul_(mu).add_(grad)
+            else:
+                torch.add(grad, momentum, alpha=mu, out=momentum)
         return mode_products(momenta, factors), None
     out = None if workspace is None else workspace.like(momenta)
     if graft == "sgd":
@@ -166,14 +148,6 @@ def _subtract_(weight: Tensor, other: Tensor, rate: float | Tensor) -> None:
         weight.add_(other, alpha=-rate)
 
 
-def _add_up_(momentum: Tensor, grad: Tensor, mu: float | Tensor) -> None:
-    """m <- mu m + g."""
-    if isinstance(mu, Tensor):
-        momentum.mul_(mu).add_(grad)
-    else:
-        torch.add(grad, momentum, alpha=mu, out=momentum)
-
-
 def _table(counts: list[list[Any]]) -> Tensor:
     """Counts, two for each momentum; tensors if a CUDA graph goes on counting."""
     if counts and isinstance(counts[0][0], Tensor):
@@ -198,7 +172,7 @@ def updated_weights(
     With ``rounding`` other than "nearest" they are float32 copies of parameters in half precision.
 
     Args:
-        params: the parameters, or pieces of them.
+        params: the parameters, or pieces of them, on one device.
         states: with the master copies.
         group: the settings.
         layouts: for tensors in the shapes of the modes; None for the parameters' own shapes.
@@ -213,12 +187,14 @@ def updated_weights(
     for target, weight in zip(wide, weights, strict=True):
         if weight is not target and weight.data_ptr() != target.data_ptr():
             target.copy_(weight.view(target.shape))  # the strides had no view of the modes
-    generators: dict[torch.device, torch.Generator] = {}
-    for param, source in zip(params, wide, strict=True):
-        if source is not param:
-            if rounding == "stochastic":
-                stochastically_rounded_(source, _generator(generators, source.device, group, key))
-            param.copy_(source)
+    copies = [(p, copy) for p, copy in zip(params, wide, strict=True) if copy is not p]
+    if copies and rounding == "stochastic":
+        seed = stream_seed("rounding", group["step"], *key)
+        generator = torch.Generator(copies[0][0].device).manual_seed(seed)
+        for _, copy in copies:
+            stochastically_rounded_(copy, generator)
+    for param, copy in copies:
+        param.copy_(copy)
 
 
 def _wide(param: Tensor, states: Mapping[Tensor, State], rounding: str) -> Tensor:
@@ -239,18 +215,6 @@ def _pieces(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
     if not all(tensor.is_cpu and tensor.is_contiguous() for tensor in tensors):
         return [tensors]
     return zip(*(tensor.view(-1).split(_ROUNDING_PIECE) for tensor in tensors), strict=True)
-
-
-def _generator(
-    generators: dict[torch.device, torch.Generator],
-    device: torch.device,
-    group: Settings,
-    key: tuple[int, ...],
-) -> torch.Generator:
-    if device not in generators:
-        seed = stream_seed("rounding", group["step"], *key)
-        generators[device] = torch.Generator(device).manual_seed(seed)
-    return generators[device]
 
 
 def stochastically_rounded_(values: Tensor, generator: torch.Generator) -> None:

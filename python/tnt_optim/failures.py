@@ -66,13 +66,12 @@ class Failures:
         # Kinds of refreshes of which some parameter's latest may have failed; at first unknown.
         self._in_a_row = {"statistics", "inverses"}
 
-    def report_statistics(self, codes: Tensor, params: Sequence[Tensor]) -> None:
-        """codes[n] is nonzero if the statistics of params[n] were not refreshed."""
-        self._pending.append((_Delivery(codes), "statistics", params))
+    def report(self, kind: str, codes: Tensor, params: Sequence[Tensor]) -> None:
+        """Adds a refresh of "statistics" or "inverses".
 
-    def report_inverses(self, codes: Tensor, params: Sequence[Tensor]) -> None:
-        """codes[n] is 0, or the number of the part of params[n], from 1, that failed."""
-        self._pending.append((_Delivery(codes), "inverses", params))
+        codes[n] is 0, or nonzero if params[n] failed; for inverses the number of its part, from 1.
+        """
+        self._pending.append((_Delivery(codes), kind, params))
 
     def read(
         self,
@@ -84,9 +83,7 @@ class Failures:
     ) -> None:
         """Counts the reports that have arrived (with ``wait``: all) in ``states``, and warns.
 
-        Raises:
-            PreconditionerError: if a parameter failed FAILURES_IN_A_ROW times in a row and
-                ``fatal`` is True.
+        If ``fatal``, a parameter that failed FAILURES_IN_A_ROW times in a row is an error.
         """
         error = None
         while self._pending and (wait or self._pending[0][0].arrived()):

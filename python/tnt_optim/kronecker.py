@@ -16,26 +16,16 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from tnt_kernels import gram_ema_
-from tnt_optim.autograd import (
-    Gradients,
-    buffers_put_back,
-    check_reached,
-    check_static_graph,
-    replicas_behind,
-)
-from tnt_optim.checkpoint import (
-    check_method,
-    check_state_dict,
-    copied_states,
-    load_adapted,
-    with_integer_keys,
-)
+from tnt_optim import checkpoint
+from tnt_optim.autograd import buffers_put_back, check_reached, checked_replicas
 from tnt_optim.cuda_graphs import StepGraphs, check_graphs_device
 from tnt_optim.diagnostics import diagnostics
 from tnt_optim.directions import Workspace
 from tnt_optim.distributed import Owners, distribution
 from tnt_optim.failures import Failures, PreconditionerError
 from tnt_optim.modes import (
+    Factors,
+    Rows,
     Settings,
     State,
     any_sharded,
@@ -52,19 +42,13 @@ from tnt_optim.state import (
     COUNTS,
     NAMES,
     SURVIVES,
+    check_state,
     memory_estimate,
     new_state,
     optional_entries,
     zero_statistics,
 )
-from tnt_optim.update import (
-    Batch,
-    DeviceStep,
-    Group,
-    Local,
-    Report,
-    worst_of_blocks,
-)
+from tnt_optim.update import Batch, DeviceStep, Group, Local, Report, worst_of_blocks
 
 _NO_MORE = object()
 
@@ -72,14 +56,12 @@ _NO_MORE = object()
 class KroneckerOptimizer(Optimizer):
     """Base of the optimizers that precondition the momentum with a factor for every mode.
 
-    A subclass computes factors from statistics (``_factors``). Its constructor passes its options
-    on, and a source of gradients for the statistics: by default the training gradients. See
-    docs/your_own_optimizer.md.
+    A subclass computes factors from statistics (``_factors``); see docs/your_own_optimizer.md.
 
     Args:
         params: parameters, named parameters or parameter groups, of any floating-point dtype.
         options: by the names of ``tnt_optim.options``; missing ones get their defaults.
-        source: of the gradients for the statistics.
+        source: of the gradients for the statistics; by default the training gradients.
 
     Raises:
         ValueError: if an option or a parameter does not fit.
@@ -113,12 +95,7 @@ class KroneckerOptimizer(Optimizer):
         # Parameters not to update again when a failed step is retried.
         self._accumulated: set[Tensor] = set()
 
-    def _factors(
-        self,
-        group: Settings,
-        stats: Sequence[Sequence[Tensor]],
-        out: Sequence[Sequence[Tensor]] | None = None,
-    ) -> tuple[list[list[Tensor]], Tensor]:
+    def _factors(self, group: Settings, stats: Rows, out: Rows | None = None) -> Factors:
         """Computes the factors of statistics: the one method that a subclass must have.
 
         Args:
@@ -319,8 +296,9 @@ class KroneckerOptimizer(Optimizer):
         processes = self._distribution()
 
         def check(adapted: dict[str, Any]) -> None:
-            check_method(self._method, adapted)
-            check_state_dict(self.param_groups, adapted, set(self.defaults), processes.kept)
+            checkpoint.check_groups(self._method, self.param_groups, adapted, set(self.defaults))
+            for name, group, param, state in checkpoint.saved_states(self.param_groups, adapted):
+                check_state(name, state, group, param, processes.kept(param))
 
         def finish(adapted: dict[str, Any]) -> None:
             self._failures = Failures()
@@ -328,12 +306,13 @@ class KroneckerOptimizer(Optimizer):
             self._observed.start_over()
             for group, modes in zip(self.param_groups, functions, strict=True):
                 group["modes"] = modes
-            for param, state in copied_states(self.param_groups, adapted):
+            for param, state in checkpoint.copied_states(self.param_groups, adapted):
                 others = NAMES - processes.kept(param)
                 self.state[param] = {k: v for k, v in state.items() if k not in others}
                 self._set_counts(self.state[param], param)
 
-        load_adapted(self, with_integer_keys(state_dict), super().load_state_dict, check, finish)
+        state_dict = checkpoint.with_integer_keys(state_dict)
+        checkpoint.load_adapted(self, state_dict, super().load_state_dict, check, finish)
 
     def __getstate__(self) -> dict[str, Any]:
         self._failures.read(self.state, self._name, wait=True, fatal=False)
@@ -384,40 +363,42 @@ class KroneckerOptimizer(Optimizer):
         """The device's part of this step; makes first statistics and factors on the way."""
         with_gradients = processes.with_gradients(self._params())
         pieces = self._observed.gradients(processes, self._due(), with_gradients, self._has_state)
-        updated = [self._to_update(group, pieces, with_gradients) for group in self.param_groups]
+        groups = self.param_groups
+        ready = [p for group in groups for p in self._to_update(group, pieces, with_gradients)]
         observed = processes.whole(pieces)
         first = {p: g for p, g in observed.items() if not self._has_state(p)}
         self.state.update(self._first_states(first, processes))
         self._accumulated.update(first)
         if first:
             observed = {p: g for p, g in observed.items() if p not in first}
-        due = [self._factors_due(group, observed, first) for group in self.param_groups]
+        refreshed = observed.keys() | self._accumulated
+        due = [p for group in groups for p in self._factors_due(group, refreshed, first)]
+        updated = list(self._batches(ready))
         return DeviceStep(
             statistics=list(self._batches(observed.keys() - self._accumulated)),
-            factors=self._split(due),
-            updated=self._split(updated),
+            factors=list(self._batches(due)),
+            updated=updated,
             observed=observed,
-            grads=self._descent(updated),
+            grads={
+                p: -p.grad if group["maximize"] and p.grad is not None else p.grad
+                for group, params in updated
+                for p in params
+            },
             distribution=processes,
             accumulated=self._accumulated,
             workspace=self._workspace,
         )
 
     def _factors_due(
-        self,
-        group: Group,
-        observed: Mapping[Tensor, Tensor],
-        first: Mapping[Tensor, Tensor],
+        self, group: Group, refreshed: Container[Tensor], first: Container[Tensor]
     ) -> list[Tensor]:
         """The group's parameters whose factors are due; ``first`` just got theirs."""
         t, interval = group["step"], group["inverse_interval"]
-        if t % interval == 0:
-            return [p for p in group["params"] if self._has_state(p) and p not in first]
-        known = observed.keys() | self._accumulated
         return [
             p
             for p in group["params"]
-            if p in known and p not in first and t - self.state[p]["first_step"] < interval
+            if self._has_state(p) and p not in first
+            if t % interval == 0 or (p in refreshed and t - self.state[p]["first_step"] < interval)
         ]
 
     def _to_update(
@@ -450,19 +431,6 @@ class KroneckerOptimizer(Optimizer):
             ready.append(param)
         return ready
 
-    def _descent(self, updated: Sequence[list[Tensor]]) -> Gradients:
-        """The gradients of the parameters to update, in the direction of a minimum."""
-        return {
-            p: -p.grad if group["maximize"] and p.grad is not None else p.grad
-            for group, params in zip(self.param_groups, updated, strict=True)
-            for p in params
-        }
-
-    def _split(self, params: Sequence[list[Tensor]]) -> list[Batch]:
-        """Each group's parameters by device."""
-        pairs = zip(self.param_groups, params, strict=True)
-        return [(group, batch) for group, members in pairs for batch in by_device(members)]
-
     def _run(self, step: DeviceStep) -> None:
         if self.capturable:
             self._report(self._graphs.run(step, self.state, self._run_all))
@@ -478,18 +446,12 @@ class KroneckerOptimizer(Optimizer):
         return reports
 
     def _refresh(self, step: DeviceStep, settings: Callable[[Group], Settings]) -> list[Report]:
-        def make(group: Settings, stats: list[list[Tensor]], out: list[list[Tensor]]) -> Tensor:
-            return self._factors(group, stats, out)[1]
-
         reports = step.refresh_statistics(self.state, settings)
-        return reports + step.refresh_factors(self.state, settings, make)
+        return reports + step.refresh_factors(self.state, settings, self._factors)
 
     def _report(self, reports: Sequence[Report]) -> None:
         for report in reports:
-            if report.kind == "statistics":
-                self._failures.report_statistics(report.codes, report.params)
-            else:
-                self._failures.report_inverses(report.codes, report.params)
+            self._failures.report(report.kind, report.codes, report.params)
 
     # First statistics.
 
@@ -523,7 +485,7 @@ class KroneckerOptimizer(Optimizer):
             output, observed = next(batches, _NO_MORE), None
             if output is not _NO_MORE:
                 loss, scale = self._observed.batch_loss(self, output, index, processes)
-                check_static_graph(replicas_behind(loss))
+                checked_replicas(loss)
                 observed = processes.gradients(loss, trainable, retain_graph=False, scale=scale)
                 check_reached(observed)
             mean = processes.batch_mean(trainable, observed)
@@ -595,10 +557,8 @@ class KroneckerOptimizer(Optimizer):
 
     def _distribution(self) -> Local:
         """How the processes that run now divide a step."""
-        lost = self._group_is_lost
-        found = distribution(
-            self.param_groups, self.process_group, self.shard, self._owners, is_lost=lost
-        )
+        group, lost = self.process_group, self._group_is_lost
+        found = distribution(self.param_groups, group, self.shard, self._owners, is_lost=lost)
         if found.is_distributed and self.capturable:
             raise RuntimeError(
                 "capturable=True works in a single process, with whole parameters: leave it off"

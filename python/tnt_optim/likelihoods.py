@@ -38,10 +38,7 @@ def categorical(logits: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def bernoulli(logits: Tensor, generator: torch.Generator) -> Tensor:
-    """Binary cross entropy, sum over outputs, mean over the batch, at draws from sigmoid(logits).
-
-    The logits are (N, ...).
-    """
+    """Binary cross entropy, mean over N of sums, at draws from sigmoid(logits); logits (N, ...)."""
     _check_batched("bernoulli", logits)
     uniform = torch.empty_like(logits, requires_grad=False).uniform_(generator=generator)
     labels = (uniform < logits.detach().sigmoid()).to(logits.dtype)
@@ -49,10 +46,7 @@ def bernoulli(logits: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def gaussian(mean: Tensor, generator: torch.Generator) -> Tensor:
-    """Half the squared error, sum over outputs, mean over the batch, at draws from N(mean, I).
-
-    The means are (N, ...).
-    """
+    """Half the squared error, mean over N of sums, at draws from N(mean, I); means (N, ...)."""
     _check_batched("gaussian", mean)
     noise = torch.empty_like(mean, requires_grad=False).normal_(generator=generator)
     labels = mean.detach() + noise
@@ -67,11 +61,7 @@ LIKELIHOODS: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
 
 
 def check_scalar_loss(name: str, loss: Any) -> Tensor:
-    """Checks that ``loss`` is a 0-dim tensor with a graph.
-
-    Raises:
-        ValueError: names what gave the loss, the rule, and what came.
-    """
+    """Refuses all but 0-dim tensors with a graph; ``name`` is what gave the loss."""
     if not isinstance(loss, Tensor) or loss.dim() != 0:
         got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise ValueError(f"{name} must give a 0-dim tensor, got {got}")
@@ -95,9 +85,6 @@ def loss_at_samples(
     """-log p at labels drawn from the random stream that the seed and ``key`` name.
 
     A function draws from the global generators of the CPU and ``devices``, which are restored.
-
-    Raises:
-        ValueError: if the output, or the function's result, does not fit.
     """
     seed = stream_seed(seed, *key)
     if callable(likelihood):
@@ -113,18 +100,9 @@ def loss_at_samples(
 
 
 def sampled_loss(likelihood: str, output: Tensor, generator: torch.Generator) -> Tensor:
-    """Returns the mean over the batch of -log p(y | output), with one y drawn for each example.
+    """The mean over the batch of -log p(y | output), with one y drawn for each example.
 
-    Args:
-        likelihood: one of ``LIKELIHOODS``.
-        output: the model's output, in any float dtype; half precision is computed in float32.
-        generator: of the draws, on the output's device.
-
-    Returns:
-        A 0-dim tensor with the output's graph.
-
-    Raises:
-        ValueError: if the output has the wrong number of dimensions, or no example.
+    ``output`` has any float dtype; half precision is computed in float32.
     """
     if output.dtype in (torch.float16, torch.bfloat16):
         output = output.float()

@@ -18,27 +18,22 @@ from torch import Tensor
 State = dict[str, Any]
 Settings = Mapping[str, Any]
 
+# Statistics or factors as operators take them: for each block a list over its modes.
+Rows = Sequence[Sequence[Tensor]]
+Factors = tuple[list[list[Tensor]], Tensor]  # and a code for each block
+
 # From a parameter's shape to mode sizes with the same product.
 ModesFunction = Callable[[tuple[int, ...]], Sequence[int]]
 
 
 def mode_shape(
-    shape: Sequence[int],
-    modes: ModesFunction | None = None,
-    merge_small_dims: int | None = None,
+    shape: Sequence[int], modes: ModesFunction | None = None, merge_small_dims: int | None = None
 ) -> tuple[int, ...]:
-    """Returns the mode sizes (d_1, ..., d_k) of a parameter.
+    """Returns the mode sizes (d_1, ..., d_k) of a parameter of a shape.
 
     A vector has one mode and a matrix two. A convolution weight (out, in, *kernel) has three: (out,
-    in, prod(kernel)). A scalar has the mode sizes (1,).
-
-    Args:
-        shape: the parameter's shape.
-        modes: a function of the shape that replaces this rule.
-        merge_small_dims: merge neighbouring modes while their product is at most this.
-
-    Raises:
-        ValueError: if ``modes`` returns anything but sizes with the same product.
+    in, prod(kernel)). A scalar has the mode sizes (1,). A function ``modes`` of the shape replaces
+    this rule. Neighbouring modes merge while their product is at most ``merge_small_dims``.
 
     >>> mode_shape((64, 3, 7, 7))
     (64, 3, 49)
@@ -151,7 +146,7 @@ class Layout:
         return whole
 
     def rows(self, entries: list[Tensor]) -> list[list[Tensor]]:
-        """Statistics or factors as operators take them: for each block a list over its modes."""
+        """Statistics or factors as operators take them."""
         k = len(self.sizes)
         return [entries[start : start + k] for start in range(0, len(entries), k)]
 

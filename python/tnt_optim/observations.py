@@ -17,17 +17,11 @@ from tnt_optim.autograd import (
     all_finite,
     check_graph_lasts,
     check_reached,
-    check_static_graph,
-    replicas_behind,
+    checked_replicas,
     shows_float16,
 )
 from tnt_optim.failures import UNOBSERVED, warn_the_caller
-from tnt_optim.likelihoods import (
-    LARGEST_SCALE,
-    check_scalar_loss,
-    loss_at_samples,
-    sample_scale,
-)
+from tnt_optim.likelihoods import LARGEST_SCALE, check_scalar_loss, loss_at_samples, sample_scale
 from tnt_optim.modes import state_dtype
 from tnt_optim.update import Local
 
@@ -45,14 +39,12 @@ class Empirical:
         """The parameters among ``due`` for which an output would be observed now."""
         return []
 
-    def observe(
-        self, optimizer: Any, output: Any, wanted: Sequence[Tensor], distribution: Local
-    ) -> None:
+    def observe(self, optimizer: Any, output: Any, wanted: list[Tensor], processes: Local) -> None:
         """Accumulates the gradients of an output; not called while none are wanted."""
 
     def gradients(
         self,
-        distribution: Local,
+        processes: Local,
         due: Sequence[Tensor],
         with_gradients: Container[Tensor],
         has_statistics: HasStatistics,
@@ -64,7 +56,7 @@ class Empirical:
         return {p: p.grad for p in due if p in with_gradients}
 
     def batch_loss(
-        self, optimizer: Any, output: Any, index: int, distribution: Local
+        self, optimizer: Any, output: Any, index: int, processes: Local
     ) -> tuple[Tensor, float]:
         """The loss of batch ``index`` of ``warm_start``, and the scale of its backward."""
         return check_scalar_loss("outputs (here: training losses)", output), 1.0
@@ -85,52 +77,40 @@ class Empirical:
 
 @dataclass
 class Sampled(Empirical):
-    """Gradients at labels sampled from the model's own distribution.
+    """Gradients at labels sampled from the model's own distribution."""
 
-    Attributes:
-        sampled: their sum, by parameter; of sharded parameters this process's pieces, if any.
-        summed: the number of observations in the sum: the finite ones, if there is one.
-        count: the number of outputs observed.
-        asked: parameters whose statistics were wanted when an output was observed.
-        unreached: parameters without statistics that the last output did not reach.
-        awaited: such parameters that a training loss reached later; every output is asked for them.
-        partial: whether outputs may reach other parameters in another process.
-        agreed: whether all processes know of ``partial``.
-        warned: whether the user was warned of a step without observations.
-    """
-
+    # Their sum, by parameter; of sharded parameters this process's pieces, if any.
     sampled: dict[Tensor, Any] = field(default_factory=dict)
-    summed: int | Tensor = 0
-    count: int = 0
+    summed: int | Tensor = 0  # observations in the sum: the finite ones, if there is one
+    count: int = 0  # outputs observed
+    # Parameters whose statistics were wanted when an output was observed.
     asked: set[Tensor] = field(default_factory=set)
+    # Parameters without statistics that the last output did not reach.
     unreached: set[Tensor] = field(default_factory=set)
+    # Such parameters that a training loss reached later; every output is asked for them.
     awaited: set[Tensor] = field(default_factory=set)
-    partial: bool = False
-    agreed: bool = False
-    warned: bool = False
+    partial: bool = False  # whether outputs may reach other parameters in another process
+    agreed: bool = False  # whether all processes know of ``partial``
+    warned: bool = False  # whether the user was warned of a step without observations
 
     def wanted(self, due: Sequence[Tensor]) -> list[Tensor]:
         """See ``Empirical.wanted``."""
         return [p for p in due if p.requires_grad]
 
-    def observe(
-        self, optimizer: Any, output: Any, wanted: Sequence[Tensor], distribution: Local
-    ) -> None:
+    def observe(self, optimizer: Any, output: Any, wanted: list[Tensor], processes: Local) -> None:
         """Samples labels at an output and accumulates the gradients of their loss.
 
         The optimizer has the settings ``likelihood``, ``seed`` and ``sample_scale``.
         """
-        if self.count and distribution.is_sharded:
+        if self.count and processes.is_sharded:
             return
-        number = distribution.number(self.count)
+        number = processes.number(self.count)
         loss = _loss(optimizer, output, "step", optimizer.param_groups[0]["step"], number)
-        replicas = replicas_behind(loss)
-        check_static_graph(replicas)
-        if any(replica.find_unused_parameters for replica in replicas):
+        if any(replica.find_unused_parameters for replica in checked_replicas(loss)):
             self.partial = True
         check_graph_lasts(loss)
-        scale = _scale(optimizer, loss, output, distribution)
-        found = distribution.gradients(loss, wanted, retain_graph=True, scale=scale)
+        scale = _scale(optimizer, loss, output, processes)
+        found = processes.gradients(loss, wanted, retain_graph=True, scale=scale)
         observed = {p: g for p, g in found.items() if g is not None}
         trainable = sum(p.requires_grad for g in optimizer.param_groups for p in g["params"])
         if len(wanted) == trainable:  # an output may miss a few parameters that were added later
@@ -161,13 +141,13 @@ class Sampled(Empirical):
 
     def gradients(
         self,
-        distribution: Local,
+        processes: Local,
         due: Sequence[Tensor],
         with_gradients: Container[Tensor],
         has_statistics: HasStatistics,
     ) -> Gradients:
         """See ``Empirical.gradients``: the mean over the whole batch."""
-        self._pool(distribution, self.wanted(due), has_statistics)
+        self._pool(processes, self.wanted(due), has_statistics)
         if not self.count and not self.warned:
             self.warned = any(has_statistics(p) and p.grad is not None for p in due)
             if self.warned:
@@ -180,9 +160,7 @@ class Sampled(Empirical):
             for p, total in self.sampled.items()
         }
 
-    def _pool(
-        self, distribution: Local, due: Sequence[Tensor], has_statistics: HasStatistics
-    ) -> None:
+    def _pool(self, processes: Local, due: Sequence[Tensor], has_statistics: HasStatistics) -> None:
         """Replaces this process's observations by the mean over all processes.
 
         Which parameters the observations reached is asked only if it may matter, because the host
@@ -190,30 +168,30 @@ class Sampled(Empirical):
         DistributedDataParallel looks for unused parameters, too. Otherwise a parameter that was not
         reached has a gradient of zero. ``due`` is the same in all processes.
         """
-        if not due or not distribution.is_distributed:
+        if not due or not processes.is_distributed:
             return
         reached = due
         known = self.agreed and all(map(has_statistics, due))
-        if distribution.is_sharded or self.partial or not known:
+        if processes.is_sharded or self.partial or not known:
             flags = [self.count > 0, self.partial, *(p in self.sampled for p in due)]
-            anyone, self.partial, *found = distribution.anywhere(flags, due[0].device)
+            anyone, self.partial, *found = processes.anywhere(flags, due[0].device)
             if not anyone:
                 return
             self.agreed = True
             reached = [p for p, is_reached in zip(due, found, strict=True) if is_reached]
         number = self.summed if self.count else 0
-        means, observers = distribution.mean(reached, self.sampled, number)
+        means, observers = processes.mean(reached, self.sampled, number)
         if not self.count and not observers:  # the host waits only if it observed nothing
             return
         self.sampled, self.summed, self.count = dict(means), 1, 1
         self.asked.update(due)
 
     def batch_loss(
-        self, optimizer: Any, output: Any, index: int, distribution: Local
+        self, optimizer: Any, output: Any, index: int, processes: Local
     ) -> tuple[Tensor, float]:
         """See ``Empirical.batch_loss``."""
-        loss = _loss(optimizer, output, "warm start", distribution.number(index))
-        return loss, _scale(optimizer, loss, output, distribution)
+        loss = _loss(optimizer, output, "warm start", processes.number(index))
+        return loss, _scale(optimizer, loss, output, processes)
 
     def may_wait(self, param: Tensor) -> bool:
         """See ``Empirical.may_wait``: whether the outputs did not reach it."""
@@ -247,11 +225,11 @@ def _loss(optimizer: Any, output: Any, *key: int | str) -> Tensor:
     return loss_at_samples(optimizer.likelihood, output, optimizer.seed, key, devices)
 
 
-def _scale(optimizer: Any, loss: Tensor, output: Any, distribution: Local) -> float:
+def _scale(optimizer: Any, loss: Tensor, output: Any, processes: Local) -> float:
     """The scale of a loss for its backward."""
     if optimizer.sample_scale is not None:
         return float(optimizer.sample_scale)
     if callable(optimizer.likelihood) or not shows_float16(loss):
         return 1.0
     # Sharded gradients are averaged over processes, whose batch sizes may differ.
-    return sample_scale(LARGEST_SCALE if distribution.is_sharded else output.shape[0])
+    return sample_scale(LARGEST_SCALE if processes.is_sharded else output.shape[0])

@@ -24,23 +24,14 @@ Class = TypeVar("Class", bound=type)
 
 @dataclass(frozen=True)
 class Option:
-    """One argument of an optimizer.
-
-    Attributes:
-        name: of the argument, and of the entry of a parameter group.
-        default: if a method's constructor does not say otherwise.
-        holds: whether a value fits.
-        rule: what a value must be, for the error message.
-        per_group: whether every parameter group can have its own value.
-        added: whether checkpoints of earlier versions lack it; they had the default.
-    """
+    """One argument of an optimizer."""
 
     name: str
-    default: Any
-    holds: Check
-    rule: str
-    per_group: bool = True
-    added: bool = False
+    default: Any  # if a method's constructor does not say otherwise
+    holds: Check  # whether a value fits
+    rule: str  # what a value must be, for the error message
+    per_group: bool = True  # whether every parameter group can have its own value
+    added: bool = False  # whether checkpoints of earlier versions lack it; they had the default
 
 
 def _number(holds: Check, any_shape: bool = False) -> Check:
@@ -65,10 +56,6 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
 
 
-def _is_bool(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
 def _is_seed(value: Any) -> bool:
     # NumPy's integers have another repr, which would give another random stream.
     return isinstance(value, int) and not isinstance(value, bool)
@@ -91,7 +78,7 @@ _NOT_NEGATIVE = (_number(lambda v: 0 <= v < math.inf), "a finite number >= 0")
 _FRACTION = (_number(lambda v: 0 <= v < 1), "a number in [0, 1)")
 _COUNT = (_is_count, "an integer >= 1")
 _COUNT_OR_NONE = (_or_none(_is_count), "None or an integer >= 1")
-_BOOL = (_is_bool, "True or False")
+_BOOL = (lambda value: isinstance(value, bool), "True or False")
 
 _TABLE = (
     Option(
@@ -193,11 +180,7 @@ ADDED = {option.name: option.default for option in _TABLE if option.added}
 
 
 def check_settings(settings: Settings) -> None:
-    """Checks the options in a parameter group, or in a constructor's arguments.
-
-    Raises:
-        ValueError: names the option, its rule, and the value.
-    """
+    """Refuses a value that does not fit, in a parameter group or a constructor's arguments."""
     for name, value in settings.items():
         option = OPTIONS.get(name)
         if option is not None and not option.holds(value):
@@ -208,10 +191,6 @@ def split(given: Settings) -> tuple[dict[str, Any], dict[str, Any]]:
     """Checks a constructor's options; returns those of groups and those of the whole optimizer.
 
     Options of parameter groups that are missing get their defaults.
-
-    Raises:
-        TypeError: for a name that is not in the table.
-        ValueError: for a value that does not fit.
     """
     unknown = sorted(given.keys() - OPTIONS.keys())
     if unknown:
@@ -224,8 +203,7 @@ def split(given: Settings) -> tuple[dict[str, Any], dict[str, Any]]:
 def documented(**replaced: str) -> Callable[[Class], Class]:
     """A class decorator: puts the documentation of the constructor's options for "{options}".
 
-    Args:
-        replaced: the method's own text for some options.
+    ``replaced`` is the method's own text for some options.
     """
 
     def decorate(cls: Class) -> Class:

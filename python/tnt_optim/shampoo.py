@@ -1,6 +1,5 @@
 """Shampoo (Gupta, Koren & Singer 2018), as in Algorithm 4 of Ren & Goldfarb 2021."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,7 +7,7 @@ from torch import Tensor
 
 from tnt_kernels import inverse_root
 from tnt_optim.kronecker import KroneckerOptimizer
-from tnt_optim.modes import Settings
+from tnt_optim.modes import Factors, Rows, Settings
 from tnt_optim.options import arguments, documented
 
 
@@ -76,12 +75,7 @@ class Shampoo(KroneckerOptimizer):
     ) -> None:
         super().__init__(params, arguments(locals()))
 
-    def _factors(
-        self,
-        group: Settings,
-        stats: Sequence[Sequence[Tensor]],
-        out: Sequence[Sequence[Tensor]] | None = None,
-    ) -> tuple[list[list[Tensor]], Tensor]:
+    def _factors(self, group: Settings, stats: Rows, out: Rows | None = None) -> Factors:
         damping, roots = group["damping"], [2 * len(modes) for modes in stats]
         if group["relative_damping"]:
             # Each mode has its own damping; the operator takes one for all.

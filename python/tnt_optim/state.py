@@ -27,30 +27,17 @@ NUMBER, MODES, VIEW, PARAMETER = "number", "modes", "view", "parameter"
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of the table.
-
-    Attributes:
-        name: the key in the state.
-        shape: NUMBER, MODES, VIEW or PARAMETER; tensors are float32, or float64 for float64
-            parameters.
-        needs: the option and its value with which the entry exists; None: always.
-        half_only: whether only parameters in half precision have it.
-        owner_only: values of ``shard`` with which only the owner rank keeps it.
-        survives: whether ``warm_start`` leaves it as it is.
-        counts: whether it counts updates; CUDA graphs go on counting in a tensor.
-        start: the first value of a number, from the group; zero by default.
-        column: of the memory estimate.
-    """
+    """One line of the table."""
 
     name: str
-    shape: str = NUMBER
-    needs: tuple[str, str] | None = None
-    half_only: bool = False
-    owner_only: tuple[str, ...] = ()
-    survives: bool = False
-    counts: bool = False
-    start: Callable[[Settings], Any] = lambda group: 0
-    column: str = ""
+    shape: str = NUMBER  # tensors are float32, or float64 for float64 parameters
+    needs: tuple[str, str] | None = None  # the option and its value with which the entry exists
+    half_only: bool = False  # whether only parameters in half precision have it
+    owner_only: tuple[str, ...] = ()  # values of ``shard`` with which only the owner rank keeps it
+    survives: bool = False  # whether ``warm_start`` leaves it as it is
+    counts: bool = False  # whether it counts updates; CUDA graphs go on counting in a tensor
+    start: Callable[[Settings], Any] = lambda group: 0  # the first value of a number
+    column: str = ""  # of the memory estimate
 
     def exists(self, param: Tensor, group: Settings) -> bool:
         """Whether a parameter with these settings has it."""
@@ -144,11 +131,7 @@ def new_state(param: Tensor, group: Settings, kept: Container[str], **given: Any
 
 
 def check_keys(name: str, state: Settings, keys: set[str]) -> None:
-    """Checks that a saved state has all of ``keys``.
-
-    Raises:
-        ValueError: names the missing ones.
-    """
+    """Refuses a saved state that lacks one of ``keys``."""
     missing = sorted(keys - set(state))
     if missing:
         raise ValueError(f"{name} lacks {missing}; is it another optimizer's?")
@@ -157,12 +140,10 @@ def check_keys(name: str, state: Settings, keys: set[str]) -> None:
 def check_state(
     name: str, state: Settings, group: Settings, param: Tensor, kept: Container[str]
 ) -> None:
-    """Checks a saved state of a parameter; it may hold more entries than this process keeps.
+    """Refuses a saved state that does not fit the parameter.
 
-    Entries without an option must be there. Entries of one option come together.
-
-    Raises:
-        ValueError: says where state and parameter differ.
+    It may hold more entries than this process keeps. Entries without an option must be there.
+    Entries of one option come together.
     """
     has = {entry.needs for entry in SPEC if entry.name in state} | {None}
     wanted = [entry for entry in SPEC if entry.needs in has and entry.name in kept]

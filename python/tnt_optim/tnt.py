@@ -1,6 +1,6 @@
 """Tensor Normal Training (Ren & Goldfarb, NeurIPS 2021)."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from tnt_kernels import damped_inverse
 from tnt_optim.attach import attach
 from tnt_optim.kronecker import KroneckerOptimizer
 from tnt_optim.likelihoods import Likelihood
-from tnt_optim.modes import Settings
+from tnt_optim.modes import Factors, Rows, Settings
 from tnt_optim.observations import Empirical, Sampled
 from tnt_optim.options import arguments, documented
 from tnt_optim.update import Local
@@ -187,12 +187,7 @@ class TNT(KroneckerOptimizer):
         """Whether an output would be observed now; the hook of ``attach`` asks."""
         return not self._warming and bool(self._wanted())
 
-    def _factors(
-        self,
-        group: Settings,
-        stats: Sequence[Sequence[Tensor]],
-        out: Sequence[Sequence[Tensor]] | None = None,
-    ) -> tuple[list[list[Tensor]], Tensor]:
+    def _factors(self, group: Settings, stats: Rows, out: Rows | None = None) -> Factors:
         return damped_inverse(stats, group["damping"], out, group["relative_damping"])
 
     def _average_statistics(

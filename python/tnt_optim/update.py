@@ -6,7 +6,7 @@ the device or reads a value on it, so that a CUDA graph can record a step.
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from tnt_kernels import gram_ema_, preconditioned_step_
 from tnt_optim.autograd import Gradients, all_finite, gradients_of
 from tnt_optim.directions import Workspace, clipped, move_, scaled_directions_, updated_weights
-from tnt_optim.modes import Settings, State, blocks, each, layout_of, rows
+from tnt_optim.modes import Factors, Rows, Settings, State, blocks, each, layout_of, rows
 from tnt_optim.state import NAMES
 
 # The entries of one bucket, on the CPU and on a GPU: its directions, or its float32 copies, are in
@@ -26,21 +26,17 @@ Group = dict[str, Any]
 States = Mapping[Tensor, State]
 # Parameters of one group on one device: one call of an operator serves them all.
 Batch = tuple[Group, list[Tensor]]
-MakeFactors = Callable[[Settings, list[list[Tensor]], list[list[Tensor]]], Tensor]
+MakeFactors = Callable[[Settings, Rows, Rows], Factors]
 
 
 class Local:
     """How processes divide a step: here a single process does all of it.
 
     The classes in ``distributed`` override the methods whose work is divided or sent.
-
-    Attributes:
-        is_distributed: whether torch.distributed runs the step, even in a single process.
-        is_sharded: whether the parameters are cut into pieces, as ``fully_shard`` does.
     """
 
-    is_distributed = False
-    is_sharded = False
+    is_distributed = False  # whether torch.distributed runs the step, even in a single process
+    is_sharded = False  # whether parameters are cut into pieces, as ``fully_shard`` does
 
     def number(self, index: int) -> int:
         """The number of this process's observation among those of all processes."""
@@ -65,13 +61,8 @@ class Local:
     ) -> tuple[Gradients, int | Tensor]:
         """The mean gradients over the observations of all processes; the host does not wait.
 
-        Args:
-            params: the same in every process.
-            gradients: sums over this process's observations; zero if missing.
-            number: of this process's observations.
-
-        Returns:
-            The means, and the number of processes with observations.
+        ``params`` are the same in every process; ``gradients`` are sums over the ``number`` of
+        observations of this one, zero if missing. Also returns how many processes have some.
         """
         return {p: gradients.get(p) for p in params}, 1
 
@@ -108,12 +99,7 @@ class Local:
         """Sends refreshed factors from the owners to the processes that keep them."""
 
     def update(
-        self,
-        grads: Gradients,
-        states: States,
-        group: Settings,
-        number: int,
-        workspace: Workspace | None,
+        self, grads: Gradients, states: States, group: Settings, number: int, workspace: Workspace
     ) -> None:
         """Updates momenta and parameters of one group on one device.
 
@@ -151,43 +137,27 @@ class Local:
 
 @dataclass(frozen=True)
 class Report:
-    """The outcome of a refresh.
+    """The outcome of a refresh."""
 
-    Attributes:
-        kind: "statistics" or "inverses".
-        codes: one for each of ``params``, on the device; 0 for success.
-        params: the parameters.
-    """
-
-    kind: str
-    codes: Tensor
+    kind: str  # "statistics" or "inverses"
+    codes: Tensor  # one for each parameter, on the device; 0 for success
     params: Sequence[Tensor]
 
 
 @dataclass
 class DeviceStep:
-    """The work of one step on the device.
+    """The work of one step on the device."""
 
-    Attributes:
-        statistics: parameters whose statistics are refreshed first.
-        factors: parameters whose factors are refreshed after that.
-        updated: parameters that are updated at last.
-        observed: the gradients for the statistics.
-        grads: the gradients of the loss; of sharded parameters this process's pieces.
-        distribution: how processes divide the work.
-        accumulated: parameters whose statistics have this step's observations, so that a failed
-            step that is repeated does not add them again. The refresh adds to it.
-        workspace: for directions; None for new memory.
-    """
-
-    statistics: list[Batch]
-    factors: list[Batch]
-    updated: list[Batch]
-    observed: dict[Tensor, Tensor]
-    grads: Gradients
-    distribution: Local = field(default_factory=Local)
-    accumulated: set[Tensor] = field(default_factory=set)
-    workspace: Workspace | None = None
+    statistics: list[Batch]  # refreshed first
+    factors: list[Batch]  # refreshed after that
+    updated: list[Batch]  # updated at last
+    observed: dict[Tensor, Tensor]  # gradients for the statistics
+    grads: Gradients  # of the loss; of sharded parameters this process's pieces
+    distribution: Local
+    # Parameters whose statistics have this step's observations: a step that is repeated after a
+    # failure does not add them again.
+    accumulated: set[Tensor]
+    workspace: Workspace  # for directions
 
     @property
     def batches(self) -> list[Batch]:
@@ -227,7 +197,7 @@ class DeviceStep:
             own = [states[p] for p in owned]
             seen = list(map(layout_of, own))
             stats, factors = rows(each(own, "stats"), seen), rows(each(own, "factors"), seen)
-            info = make(settings(group), stats, factors)
+            _, info = make(settings(group), stats, factors)
             codes = worst_of_blocks(info, [look.count for look in seen])
             codes = self.distribution.codes(params, owned, codes)
             self.distribution.send_factors(params, states)

@@ -241,11 +241,7 @@ def plan(
     device: torch.device,
     programs: int,
 ) -> Plan:
-    """Plans the products; ``factors`` flat, contiguous.
-
-    Raises:
-        ValueError: if an unfolding has more rows or columns than a 32-bit index can count.
-    """
+    """Plans the products; ``factors`` flat, contiguous."""
     first_factors = list(itertools.accumulate((len(t.shape) for t in tensors), initial=0))
     problems: list[tuple[int, ...]] = []
     kinds: dict[Kind, list[int]] = defaultdict(list)
@@ -269,7 +265,9 @@ def plan(
                 )
             order = len(source.shape)
             state = state_dtype(source.dtype)
-            ends = [(t, 0), *_buffers(source, free), (len(tensors) + t, 0)]
+            size = _buffer_of(source)
+            between = [(SCRATCH, free + step % 2 * size) for step in range(order - 1)]
+            ends = [(t, 0), *between, (len(tensors) + t, 0)]
             for step, (u, to) in enumerate(unfoldings):
                 f = first_factors[t] + order - 1 - step
                 vector = min(
@@ -315,12 +313,6 @@ def _scratch_of(layout: Layout) -> int:
     return _buffer_of(layout) * min(len(layout.shape) - 1, 2)
 
 
-def _buffers(layout: Layout, start: int) -> list[tuple[int, int]]:
-    """The addresses of the intermediate products of a tensor."""
-    size = _buffer_of(layout)
-    return [(SCRATCH, start + step % 2 * size) for step in range(len(layout.shape) - 1)]
-
-
 def _unfoldings(source: Layout, result: Layout) -> list[tuple[Unfolding, ...]] | None:
     """The unfoldings that each product reads and writes, the last mode first; None: no fit."""
     order = len(source.shape)
@@ -356,16 +348,13 @@ def products(
     tensors: Sequence[Tensor],
     results: Sequence[Tensor],
     factors: Sequence[Tensor],
-    lr: Tensor,
-    weight_decay: Tensor,
-    *,
-    update: bool,
     programs: int,
+    step: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """results[t] <- P = tensors[t] x_1 A_1 ... x_k A_k, with ``factors`` the A_i, flat.
 
-    With ``update``, the results W, of any dtype, become W - lr (P + weight_decay W); else they have
-    the factors' dtype. ``programs`` is how many the device runs at once.
+    With ``step``, (lr, weight_decay), the results W, of any dtype, become W - lr (P + weight_decay
+    W); else they have the factors' dtype. ``programs`` is how many the device runs at once.
     """
     device = tensors[0].device
     factors = [a.resolve_neg().contiguous() for a in factors]
@@ -376,6 +365,7 @@ def products(
         read[t], written[t] = read[t].contiguous(), written[t].contiguous()
     addresses = p.addresses.of([*read, *written, *factors])
     scratch = torch.empty(p.scratch, dtype=torch.uint8, device=device)
+    lr, weight_decay = step or (addresses, addresses)  # not read without a step
     for kind, count, tiles in p.launches:
         launch(
             product_kernel,
@@ -384,7 +374,7 @@ def products(
             ELEMENT=ELEMENTS[kind.element],
             STATE=ELEMENTS[kind.state],
             RESULT=ELEMENTS[kind.result],
-            UPDATE=update and kind.last,
+            UPDATE=step is not None and kind.last,
             BLOCK=block_of(kind.state),
             DEPTH=depth_of(kind.vector),
             VECTOR=kind.vector,

@@ -35,8 +35,7 @@ def grafted_directions_(
     device = momenta[0].device
     programs = programs or programs_at_once(device)
     update_momenta(momenta, grads, momentum, programs)
-    unused = torch.empty((), dtype=torch.float64, device=device)
-    products(momenta, out, factors, unused, unused, update=False, programs=programs)
+    products(momenta, out, factors, programs)
     norms = _norms(out)
     if second_moments:
         mu, counts = scalar_on(device, momentum), counts.to(device, non_blocking=True)

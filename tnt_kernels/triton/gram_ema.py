@@ -50,7 +50,7 @@ from tnt_kernels.triton.tiles import (
     unfolded,
 )
 
-# The problem table, int64: the fields of ``Problem``.
+# The problem table, int64: the indices of two addresses, an unfolding, and a flag.
 TENSOR, STAT, ROWS, COLUMNS, ROW_STRIDE = fields(5)
 INNER, INNER_STRIDE, OUTER_STRIDE, ROWS_ARE_DENSE = fields(4, start=5)
 PROBLEM_FIELDS = tl.constexpr(9)
@@ -244,25 +244,6 @@ def diagonal_kernel(
     tl.store(target + row, weight * old + (1 - weight) * gram, mask=row < written)
 
 
-class Problem(NamedTuple):
-    """One statistic and its unfolding, as the kernels read them."""
-
-    tensor: int  # index into the addresses
-    stat: int  # index into the addresses
-    rows: int
-    columns: int
-    row_stride: int
-    inner: int
-    inner_stride: int
-    outer_stride: int
-    rows_are_dense: int
-
-    def work(self, kind: "Kind") -> int:
-        """The steps of all tiles."""
-        side = blocks(self.rows, block_of(kind.state))
-        return side * (side + 1) // 2 * blocks(self.columns, DEPTH)
-
-
 class Kind(NamedTuple):
     """The statistics of one launch: the tensors' dtype, and elements of a load."""
 
@@ -292,12 +273,9 @@ class Plan:
 def plan(
     tensors: tuple[Layout, ...], diagonal: tuple[bool, ...], device: torch.device, programs: int
 ) -> Plan:
-    """Plans the launches; ``diagonal`` marks the diagonal statistics, mode after mode.
-
-    Raises:
-        ValueError: if an unfolding has more rows or columns than a 32-bit index can count.
-    """
-    problems: list[Problem] = []
+    """Plans the launches; ``diagonal`` marks the diagonal statistics, mode after mode."""
+    unfoldings: list[Unfolding] = []  # of each statistic
+    problems: list[tuple[int, ...]] = []
     full: dict[Kind, list[int]] = defaultdict(list)
     diagonals: dict[Kind, list[tuple[int, ...]]] = defaultdict(list)
     copied = set()
@@ -314,18 +292,19 @@ def plan(
             )
         for u in modes:
             n = len(problems)
-            problems.append(Problem(t, len(tensors) + n, *u, int(u.rows_are_dense)))
+            unfoldings.append(u)
+            problems.append((t, len(tensors) + n, *u, u.rows_are_dense))
             if diagonal[n]:
                 kind = Kind(layout.dtype, 1)
                 diagonals[kind] += [(n, i) for i in range(blocks(u.rows, block_of(kind.state)))]
             else:
                 full[Kind(layout.dtype, layout.vector if u.is_wide(layout.vector) else 1)].append(n)
-    merge_small(full, lambda kind, n: problems[n].work(kind), MERGED_STEPS * programs)
+    merge_small(full, lambda kind, n: _work(kind, unfoldings[n]), MERGED_STEPS * programs)
     sums: dict[torch.dtype, list[tuple[int, ...]]] = defaultdict(list)
     partials: dict[torch.dtype, int] = defaultdict(int)
     tiles = {
-        kind: _tiles(kind, {n: problems[n] for n in numbers}, programs, sums[kind.state], partials)
-        for kind, numbers in full.items()
+        kind: _tiles(kind, {n: unfoldings[n] for n in own}, programs, sums[kind.state], partials)
+        for kind, own in full.items()
     }
     return Plan(
         table(problems, torch.int64, device),
@@ -340,25 +319,31 @@ def _modes_of(layout: Layout) -> list[Unfolding] | None:
     return [unfoldings[0] for unfoldings in modes if unfoldings] if all(modes) else None
 
 
+def _work(kind: Kind, unfolding: Unfolding) -> int:
+    """The steps of all tiles of a statistic."""
+    side = blocks(unfolding.rows, block_of(kind.state))
+    return side * (side + 1) // 2 * blocks(unfolding.columns, DEPTH)
+
+
 def _tiles(
     kind: Kind,
-    problems: Mapping[int, Problem],
+    unfoldings: Mapping[int, Unfolding],
     programs: int,
     sums: list[tuple[int, ...]],
     partials: dict[torch.dtype, int],
 ) -> list[tuple[int, ...]]:
     """The tiles of one launch; adds its tiles of partial sums to ``sums`` and ``partials``."""
-    work = sum(problem.work(kind) for problem in problems.values())
+    work = sum(_work(kind, u) for u in unfoldings.values())
     most = max(LEAST_STEPS, blocks(work, PARTS * programs))
     block = block_of(kind.state)
     tiles: list[tuple[int, ...]] = []
-    for n, problem in problems.items():
-        parts = cut(blocks(problem.columns, DEPTH), most)
-        for i, j in lower_tiles(problem.rows, block):
+    for n, u in unfoldings.items():
+        parts = cut(blocks(u.columns, DEPTH), most)
+        for i, j in lower_tiles(u.rows, block):
             if len(parts) == 1:
                 tiles.append((n, i, j, *parts[0], -1))
                 continue
-            size = min(block, problem.rows - i * block) * min(block, problem.rows - j * block)
+            size = min(block, u.rows - i * block) * min(block, u.rows - j * block)
             sums.append((n, i, j, partials[kind.state], len(parts)))
             for part in parts:
                 tiles.append((n, i, j, *part, partials[kind.state]))

@@ -71,11 +71,7 @@ def hold(device: torch.device, *objects: object) -> None:
 
 
 def table(rows: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A table of integers on the device, row after row.
-
-    Raises:
-        RuntimeError: while a CUDA graph is recorded.
-    """
+    """A table of integers on the device, row after row."""
     if is_capturing(device):
         raise RuntimeError(
             "this call must run once before a CUDA graph records it: its plan does not exist yet"

@@ -17,14 +17,6 @@ def mode_products(
         return []
     device = tensors[0].device
     results = [torch.empty(t.shape, dtype=state_dtype(t.dtype), device=device) for t in tensors]
-    unused = torch.empty((), dtype=torch.float64, device=device)
-    products(
-        [t.resolve_neg() for t in tensors],
-        results,
-        factors,
-        unused,
-        unused,
-        update=False,
-        programs=programs or programs_at_once(device),
-    )
+    programs = programs or programs_at_once(device)
+    products([t.resolve_neg() for t in tensors], results, factors, programs)
     return results

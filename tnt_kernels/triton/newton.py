@@ -55,13 +55,7 @@ TENSOR_FIELDS = tl.constexpr(3)
 
 # Operands and targets: the current iterates M and H, the next ones, two buffers for powers of N and
 # their products, and N, which is not stored.
-M = tl.constexpr(0)
-NEXT_M = tl.constexpr(1)
-H = tl.constexpr(2)
-NEXT_H = tl.constexpr(3)
-POWER = tl.constexpr(4)
-PRODUCT = tl.constexpr(5)
-N = tl.constexpr(6)
+M, NEXT_M, H, NEXT_H, POWER, PRODUCT, N = fields(7)
 
 
 @triton.jit

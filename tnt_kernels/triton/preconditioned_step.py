@@ -29,13 +29,6 @@ def preconditioned_step_(
     device = params[0].device
     programs = programs or programs_at_once(device)
     update_momenta(momenta, grads, momentum, programs)
-    products(
-        momenta,
-        params,
-        factors,
-        scalar_on(device, lr),
-        scalar_on(device, weight_decay),
-        update=True,
-        programs=programs,
-    )
+    step = scalar_on(device, lr), scalar_on(device, weight_decay)
+    products(momenta, params, factors, programs, step)
     mark_written([*params, *momenta])

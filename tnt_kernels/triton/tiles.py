@@ -94,9 +94,7 @@ def unfolded(
 ) -> tuple[Unfolding, ...] | None:
     """The unfoldings of one mode of tensors of one shape, their columns in the same order.
 
-    Returns:
-        One for each of ``strides``; None if the other modes do not merge into two dimensions, or an
-        index would not fit.
+    None if the other modes do not merge into two dimensions, or an index would not fit.
     """
     others = [n for i, n in enumerate(sizes) if i != mode]
     groups = merged(others, *([s for i, s in enumerate(row) if i != mode] for row in strides))
@@ -116,9 +114,7 @@ def unfolded(
 def waves(needs: Mapping[int, int], most: int) -> list[list[int]]:
     """Splits tensors, in the order given, into groups that use the same workspace in turn.
 
-    Args:
-        needs: a tensor's number -> its bytes of workspace.
-        most: bytes of the workspace; the largest need, if that is more.
+    ``needs`` are the tensors' bytes, by number; the workspace has ``most``, or the largest need.
     """
     groups: list[list[int]] = []
     most = max([most, *needs.values()])

@@ -25,16 +25,12 @@ def distribution(
     shard: str | None,
     owners: Owners,
     *,
-    is_lost: bool = False,
+    is_lost: bool,
 ) -> Local:
     """The distribution of a step over the processes that run now.
 
     ``owners`` keeps the owner ranks from step to step. A copy of an optimizer with a process group
     has lost it (``is_lost``).
-
-    Raises:
-        RuntimeError: if the process group is lost, and there are several processes.
-        ValueError: if some parameters are sharded and others not, or over other processes.
     """
 
     def owner(param: Tensor) -> int:

@@ -5,7 +5,7 @@ gradients. Each parameter has one owner rank, which alone has its statistics, fa
 the pieces of a gradient go to the owner, and pieces of the direction come back.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,17 +18,13 @@ from tnt_optim.autograd import Gradients, all_finite, graph_nodes, unscaled, wit
 from tnt_optim.directions import Workspace, move_, updated_weights
 from tnt_optim.distributed.ownership import OwnerRanks
 from tnt_optim.distributed.process_group import ProcessGroup
-from tnt_optim.modes import Settings, State, by_kind, state_dtype
+from tnt_optim.modes import Settings, by_kind, state_dtype
 from tnt_optim.state import kept_names
-from tnt_optim.update import Local
+from tnt_optim.update import Local, States
 
 
 def shard_dim(param: Tensor) -> int:
-    """The dimension along which a parameter is cut.
-
-    Raises:
-        ValueError: unless it is cut along one dimension over one dimension of the mesh.
-    """
+    """The dimension along which a parameter is cut, over one dimension of the mesh."""
     placements = param.placements  # type: ignore[attr-defined]
     cuts = [p.dim for p in placements if isinstance(p, Shard)]
     others = [p for p in placements if not isinstance(p, Shard | Replicate)]
@@ -41,11 +37,7 @@ def shard_dim(param: Tensor) -> int:
 
 
 def process_group_of_shards(params: Sequence[Tensor]) -> ProcessGroup:
-    """The processes that have the pieces of sharded parameters.
-
-    Raises:
-        ValueError: unless all parameters are sharded over the same processes.
-    """
+    """The processes that have the pieces of sharded parameters: the same for all."""
     first = params[0]
     meshes = {p.device_mesh if isinstance(p, DTensor) else None for p in params}
     if len(meshes) != 1 or not isinstance(first, DTensor):
@@ -94,8 +86,23 @@ class Sharded(OwnerRanks, Local):
     def gradients(
         self, loss: Tensor, params: Sequence[Tensor], *, retain_graph: bool, scale: float
     ) -> Gradients:
-        """Pieces of the gradients, averaged over all processes."""
-        return sharded_gradients(loss, params, retain_graph=retain_graph, scale=scale)
+        """Pieces of the gradients, averaged over all processes; every ``.grad`` is restored.
+
+        Refused if gradients of this step wait to be averaged: it would average them as well.
+        """
+        leaves = _leaves(loss)
+        modules = _modules_of([*params, *leaves])
+        if any(_holds_back(module) for module in modules):
+            raise RuntimeError(
+                "observe must be called at the first micro-batch of a step under fully_shard: at "
+                "later ones gradients wait to be averaged"
+            )
+        # The backward sets the gradients of all parameters, not only of ``params``.
+        cut = [p.sharded_param for module in modules for p in _cut_params(module)]
+        with _restored_gradients([*params, *cut, *leaves]), _synchronised(modules):
+            with without_autocast(loss):
+                loss.backward(torch.full_like(loss, scale), retain_graph=retain_graph)
+            return unscaled({p: p.grad for p in params if p.grad is not None}, scale)
 
     def with_gradients(self, params: Sequence[Tensor]) -> set[Tensor]:
         """The parameters with a gradient in any process."""
@@ -132,12 +139,7 @@ class Sharded(OwnerRanks, Local):
         return self.processes.largest(bad) == 0
 
     def update(
-        self,
-        grads: Gradients,
-        states: Mapping[Tensor, State],
-        group: Settings,
-        number: int,
-        workspace: Workspace | None,
+        self, grads: Gradients, states: States, group: Settings, number: int, workspace: Workspace
     ) -> None:
         """Sends gradients to the owners and directions back; each process updates its pieces."""
         directions = self.directions_(self.whole(grads), states, group)
@@ -188,30 +190,6 @@ def _piece(param: Tensor, gradient: Tensor | None) -> Tensor:
 # gathered for the pass: torch.autograd.grad cannot give them.
 
 
-def sharded_gradients(
-    loss: Tensor, params: Sequence[Tensor], *, retain_graph: bool, scale: float = 1.0
-) -> dict[Tensor, Tensor]:
-    """The gradients of ``loss``, averaged over all processes; every ``.grad`` is restored.
-
-    Raises:
-        RuntimeError: if gradients of this step wait to be averaged: this backward would average
-            them with its own.
-    """
-    leaves = _leaves(loss)
-    modules = _modules_of([*params, *leaves])
-    if any(_holds_back(module) for module in modules):
-        raise RuntimeError(
-            "observe must be called at the first micro-batch of a step under fully_shard: at later "
-            "ones gradients wait to be averaged"
-        )
-    # The backward sets the gradients of all parameters, not only of ``params``.
-    cut = [p.sharded_param for module in modules for g in _groups(module) for p in g.fsdp_params]
-    with _restored_gradients([*params, *cut, *leaves]), _synchronised(modules):
-        with without_autocast(loss):
-            loss.backward(torch.full_like(loss, scale), retain_graph=retain_graph)
-        return unscaled({p: p.grad for p in params if p.grad is not None}, scale)
-
-
 @contextmanager
 def _restored_gradients(tensors: Iterable[Tensor]) -> Iterator[None]:
     """Restores the tensors' gradients on leaving."""
@@ -240,7 +218,7 @@ def _modules_of(params: Sequence[Tensor]) -> Sequence[FSDPModule]:
     found = []
     for module in list(_module_state_mapping):
         if isinstance(module, FSDPModule):
-            cut = [param for group in _groups(module) for param in group.fsdp_params]
+            cut = _cut_params(module)
             own = [(p.sharded_param, getattr(p, "_unsharded_param", None)) for p in cut]
             if any(id(tensor) in wanted for pair in own for tensor in pair):
                 found.append(module)
@@ -255,11 +233,15 @@ def _groups(module: FSDPModule) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
+def _cut_params(module: FSDPModule) -> list[Any]:
+    return [param for group in _groups(module) for param in group.fsdp_params]
+
+
 def _holds_back(module: FSDPModule) -> bool:
     """Whether gradients of earlier micro-batches wait to be averaged."""
     if any(getattr(g, "_partial_reduce_output", None) is not None for g in _groups(module)):
         return True
-    for param in [param for group in _groups(module) for param in group.fsdp_params]:
+    for param in _cut_params(module):
         gathered = getattr(param, "_unsharded_param", None)
         if param.unsharded_accumulated_grad is not None:
             return True

@@ -9,24 +9,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tnt_optim.directions import directions_
+from tnt_optim.directions import clipped, scaled_directions_
 from tnt_optim.distributed.process_group import ProcessGroup, numbered
-from tnt_optim.modes import Settings, State, layout, layout_of
+from tnt_optim.modes import Settings, State, blocks, each, layout, layout_of
 from tnt_optim.state import owned_bytes
 
 
 @dataclass(frozen=True)
 class Load:
-    """The cost of a parameter, or of all parameters of one owner.
+    """The cost of a parameter, or of all parameters of one owner."""
 
-    Attributes:
-        work: multiplications: d^3 for the factor of each full mode and numel(W) d for the product
-            with it. One refresh counts as much as one product: T2 decides their true ratio.
-        size: of the state that only the owner keeps, in bytes.
-    """
-
+    # Multiplications: d^3 for the factor of each full mode and numel(W) d for the product with it.
+    # One refresh counts as much as one product: T2 decides their true ratio.
     work: float = 0.0
-    size: float = 0.0
+    size: float = 0.0  # bytes of the state that only the owner keeps
 
     def __add__(self, other: "Load") -> "Load":
         return Load(self.work + other.work, self.size + other.size)
@@ -109,7 +105,7 @@ class OwnerRanks:
         return self.processes.anywhere(flags, device)
 
     def is_owner(self, param: Tensor) -> bool:
-        """Whether this process owns a parameter."""
+        """Whether this process refreshes a parameter's statistics and factors."""
         return self.owner(param) == self.processes.rank
 
     def owned(self, params: Iterable[Tensor]) -> list[Tensor]:
@@ -127,15 +123,21 @@ class OwnerRanks:
     ) -> dict[Tensor, Tensor]:
         """Updates the moments of the parameters this process owns; returns their directions.
 
-        Where directions are clipped, ``whole`` must hold all gradients of the group.
+        They are scaled, without weight decay. Where directions are clipped, ``whole`` must hold all
+        gradients of the group.
         """
         params = self.owned(whole)
         own = [states[p] for p in params]
         seen = [layout_of(state) for state in own]
-        grads = [whole[p] for p in params]
-        rest = iter(
-            directions_(grads, own, seen, group, lambda total: self.processes.sums([total])[0])
-        )
+        found, scales = scaled_directions_([whole[p] for p in params], own, seen, group)
+        if group["kl_clip"] is not None:
+            momenta = blocks(each(own, "momentum"), seen)
+            sums = self.processes.sums
+            scales = clipped(found, momenta, scales, group, lambda total: sums([total])[0])
+        if scales is not None and found:
+            pairs = zip(scales.unbind(), found, strict=True)
+            torch._foreach_mul_(found, [scale.to(p.dtype) for scale, p in pairs])
+        rest = iter(found)
         return {
             p: look.assembled([next(rest) for _ in range(look.count)])
             for p, look in zip(params, seen, strict=True)

@@ -20,10 +20,8 @@ BUCKET_BYTES = 25 << 20
 class ProcessGroup:
     """The processes that train together.
 
-    Args:
-        group: a process group of torch.distributed with this process; None for the default one.
-        data_rank: this process's number among all that see a part of a batch; its rank by default.
-        data_size: the number of these processes; the group's size by default.
+    ``data_rank`` and ``data_size`` count all processes that see a part of a batch; by default those
+    of ``group``.
     """
 
     def __init__(
@@ -85,15 +83,12 @@ class ProcessGroup:
         return {rank: unflattened(piece, into[rank]) for rank, piece in enumerate(pieces)}
 
 
-def process_group_of(group: Any, *, is_lost: bool = False) -> ProcessGroup | None:
+def process_group_of(group: Any, *, is_lost: bool) -> ProcessGroup | None:
     """The processes of a group, or of the default group; None for a single one.
 
-    Raises:
-        RuntimeError: if a copied optimizer has lost its group, and there are several processes.
+    Several processes are refused if a copied optimizer has lost its group.
     """
-    if not (dist.is_available() and dist.is_initialized()):
-        return None
-    if dist.get_world_size(group) == 1:
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
         return None
     if is_lost and group is None:
         raise RuntimeError(

@@ -19,15 +19,10 @@ from torch import Tensor
 from tnt_optim.autograd import Gradients, all_finite
 from tnt_optim.directions import Workspace, move_, updated_weights
 from tnt_optim.distributed.ownership import OwnerRanks
-from tnt_optim.distributed.process_group import (
-    BUCKET_BYTES,
-    ProcessGroup,
-    flattened,
-    unflattened,
-)
-from tnt_optim.modes import Settings, State, by_kind, layout, state_dtype
+from tnt_optim.distributed.process_group import BUCKET_BYTES, ProcessGroup, flattened, unflattened
+from tnt_optim.modes import Settings, by_kind, layout, state_dtype
 from tnt_optim.state import kept_names
-from tnt_optim.update import Local
+from tnt_optim.update import Local, States
 
 
 class Replicated(OwnerRanks, Local):
@@ -43,7 +38,7 @@ class Replicated(OwnerRanks, Local):
         self.shard = shard
 
     def is_owner(self, param: Tensor) -> bool:
-        """Whether this process refreshes a parameter's statistics and factors."""
+        """See ``OwnerRanks.is_owner``."""
         return self.shard is None or super().is_owner(param)
 
     def kept(self, param: Tensor) -> frozenset[str]:
@@ -98,7 +93,7 @@ class Replicated(OwnerRanks, Local):
             for p, total in zip(params, totals, strict=True)
         }, observers
 
-    def send_factors(self, params: Iterable[Tensor], states: Mapping[Tensor, State]) -> None:
+    def send_factors(self, params: Iterable[Tensor], states: States) -> None:
         """See ``Local.send_factors``."""
         if self.shard != "inverses":
             return
@@ -122,12 +117,7 @@ class Replicated(OwnerRanks, Local):
             )
 
     def update(
-        self,
-        grads: Gradients,
-        states: Mapping[Tensor, State],
-        group: Settings,
-        number: int,
-        workspace: Workspace | None,
+        self, grads: Gradients, states: States, group: Settings, number: int, workspace: Workspace
     ) -> None:
         """With "directions" each owner computes its directions, and every process applies all."""
         if self.shard != "directions":

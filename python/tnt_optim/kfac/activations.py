@@ -34,10 +34,6 @@ class Call:
     output_nr: int  # which of the node's outputs is the layer's
     observed: bool = False
 
-    def release(self) -> None:
-        """Frees the input: the graph lives on through the user's backward."""
-        self.inputs, self.observed = self.inputs.new_empty(0), True
-
 
 class LayerHook:
     """Captures one layer's input when the optimizer wants it.
@@ -93,9 +89,8 @@ def captured_calls(
 ) -> dict[int, tuple[GradientEdge, Call]]:
     """The calls of due layers that a loss depends on, each with the edge of its output's gradient.
 
-    Raises:
-        ValueError: if a due layer was called more than once, was observed before, was used without
-            being captured, or had its input changed in place since.
+    Refused if a due layer was called more than once, was observed before, was used without being
+    captured, or had its input changed in place since.
     """
     own, kinds, leaves = set(hooks), set(), set()
     found: dict[int, list[tuple[Node, Call]]] = {}

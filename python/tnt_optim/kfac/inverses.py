@@ -41,17 +41,14 @@ Number = float | Tensor
 
 @dataclass(frozen=True)
 class Inverse:
-    """One form of the inverse.
+    """One form of the inverse."""
 
-    Attributes:
-        shapes: from (out, in) to the shapes of a layer's factors.
-        make: (stats, damping, out) to (factors, codes). A layer's code is 0, or 1 if its G and 2 if
-            its A could not be inverted; its entry of ``out`` is then left as it was.
-        apply: (matrices, factors) to the directions, for each layer.
-    """
-
+    # From (out, in) to the shapes of a layer's factors.
     shapes: Callable[[int, int], list[tuple[int, int]]]
+    # (stats, damping, out) to (factors, codes). A layer's code is 0, or 1 if its G and 2 if its A
+    # could not be inverted; its entry of ``out`` is then left as it was.
     make: Callable[[Matrices, Number, Matrices | None], tuple[Matrices, Tensor]]
+    # (matrices, factors) to the directions, for each layer.
     apply: Callable[[Sequence[Tensor], Matrices], list[Tensor]]
 
 

@@ -297,16 +297,11 @@ class KFAC(Optimizer):
         load = super().load_state_dict
         checkpoint.load_adapted(self, state_dict, load, self._check_state_dict, finish)
 
-    def _check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        checkpoint.check_method(self._method, state_dict)
-        checkpoint.check_groups(self.param_groups, state_dict, set(self.defaults))
+    def _check_state_dict(self, state_dict: dict[str, Any]) -> None:
+        groups, settings = self.param_groups, set(self.defaults)
+        checkpoint.check_groups(self._method, groups, state_dict, settings)
         layers = {layer.weight: layer for layer in self._layers}
-        saved, params = state_dict["param_groups"][0]["params"], self.param_groups[0]["params"]
-        for index, param in zip(saved, params, strict=True):
-            state = state_dict["state"].get(index)
-            if not state:
-                continue
-            name = f"state_dict['state'][{index}]"
+        for name, _, param, state in checkpoint.saved_states(groups, state_dict):
             shapes: dict[str, list[Any]] = {"momentum": [tuple(param.shape)]}
             if param in layers:
                 check_keys(name, state, {"stats", "factors", "first_step", *COUNTERS})
@@ -409,12 +404,12 @@ class KFAC(Optimizer):
         later = {self._layers[i].weight: pair for i, pair in observed.items() if i not in first}
         if later:
             codes = blend(states, later, group["stat_decay"])
-            self._failures.report_statistics(codes, list(later))
+            self._failures.report("statistics", codes, list(later))
         young = [w for w in later if t - states[w]["first_step"] < interval]
         for weights in by_device(states if t % interval == 0 else young):
             stats = {w: states[w]["stats"] for w in weights}
             codes = self._inverses(stats, [states[w]["factors"] for w in weights])[1]
-            self._failures.report_inverses(codes, weights)
+            self._failures.report("inverses", codes, weights)
 
     def _first_states(self, stats: Mapping[int, list[Tensor]]) -> dict[Tensor, dict[str, Any]]:
         """Whole states around first statistics. Waits for the inverses: there are no earlier."""

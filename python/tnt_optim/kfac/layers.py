@@ -38,9 +38,8 @@ def is_supported(module: nn.Module) -> TypeGuard[Layer]:
 def supported_layers(model: nn.Module) -> tuple[list[str], list[Layer]]:
     """The names and modules of a model's supported layers.
 
-    Raises:
-        ValueError: if there is none; if one is uninitialized or registered twice; if one shares a
-            parameter with another module, so that its rows describe only a part of the gradient.
+    A layer that shares a parameter with another module is refused: its rows would describe only a
+    part of the gradient.
     """
     names: dict[Layer, str] = {}
     owners: dict[Tensor, tuple[str, nn.Module]] = {}

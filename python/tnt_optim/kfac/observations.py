@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tnt_optim.autograd import check_reached, check_static_graph, replicas_behind, without_autocast
+from tnt_optim.autograd import check_reached, checked_replicas, without_autocast
 from tnt_optim.distributed.process_group import ProcessGroup, numbered
 from tnt_optim.failures import PreconditionerError
 from tnt_optim.kfac.activations import LayerHook, captured_calls
@@ -22,21 +22,16 @@ from tnt_optim.likelihoods import Likelihood, loss_at_samples
 
 @dataclass
 class Observations:
-    """The observations since the last step, and the layers that the outputs did not reach.
+    """The observations since the last step, and the layers that the outputs did not reach."""
 
-    Attributes:
-        sums: of each layer, over the examples of all outputs that reached it.
-        count: of the outputs observed while any statistics were wanted. It numbers the draws.
-        asked: layers whose statistics were wanted when an output was observed.
-        called: layers called in a forward pass while their statistics were wanted.
-        unreached: layers that still have no statistics after a step that asked for them, each with
-            whether it was called then. If so, later outputs will not reach it either.
-    """
-
+    # Over the examples of all outputs that reached a layer.
     sums: dict[int, LayerSums] = field(default_factory=dict)
-    count: int = 0
+    count: int = 0  # outputs observed while any statistics were wanted; it numbers the draws
+    # Layers whose statistics were wanted when an output was observed, and when they were called.
     asked: set[int] = field(default_factory=set)
     called: set[int] = field(default_factory=set)
+    # Layers that still have no statistics after a step that asked for them, each with whether it
+    # was called then. If so, later outputs will not reach it either.
     unreached: dict[int, bool] = field(default_factory=dict)
 
     def add(self, found: Mapping[int, LayerSums], asked: Iterable[int]) -> None:
@@ -118,7 +113,7 @@ class Sampling:
         """
         devices = {layer.weight.device for layer in self.layers}
         loss = loss_at_samples(self.likelihood, output, self.seed, key, devices)
-        check_static_graph(replicas_behind(loss))
+        checked_replicas(loss)
         reached = captured_calls(loss, due, self.names, self.layers, hooks)
         if not reached:
             if len(due) == sum(map(is_trainable, self.layers)):
@@ -140,7 +135,8 @@ class Sampling:
                 if gradient is not None
             }
         for _, call in reached.values():
-            call.release()
+            # The graph lives on through the user's backward; the input need not.
+            call.inputs, call.observed = call.inputs.new_empty(0), True
         return sums
 
     def averages(

@@ -79,8 +79,7 @@ def all_finite_statistics(stats: Iterable[Sequence[Tensor]]) -> Tensor:
 def blend(states: States, observed: Mapping[Tensor, list[Tensor]], decay: float | Tensor) -> Tensor:
     """S <- decay S + (1 - decay) new, by weight, if all new statistics are finite.
 
-    Returns:
-        A code for each weight, 0 if its statistics were updated.
+    Returns a code for each weight, 0 if its statistics were updated.
     """
     finite = all_finite_statistics(observed.values())
     for weight, pair in observed.items():
@@ -105,10 +104,7 @@ def pooled_sums(
         layers: by number, the same in all processes.
         sums: this process's sums, of the layers that its outputs reached.
         held: the means of a layer that no process has reached, if that can be.
-        numbers: are added up too.
-
-    Returns:
-        The sums, with the same bits in all processes, and the totals of ``numbers``.
+        numbers: their totals are returned, too.
     """
     device = next(iter(layers.values())).weight.device
 
