@@ -49,7 +49,7 @@ from tools.measuring.provenance import provenance
 from tools.measuring.records import check_writable, write_json
 
 BATCH = 64  # divisible by every number of processes
-STATISTICS, FACTORS, CHECKPOINTS = 2, 10, 25  # intervals, in steps
+STATISTICS, FACTORS, CHECKPOINTS, FAULTS = 2, 10, 25, 25  # intervals, in steps
 SETTINGS: dict[str, Any] = {
     "lr": 0.003,
     "damping": 0.1,
@@ -220,8 +220,6 @@ class Training:
             "parameters": self.parameters(),
             "taken": self.taken,
             "failures": self.opt.failures(),
-            "steps": [group["step"] for group in self.opt.param_groups],
-            "updates": sorted({self.opt.state[p]["updates"] for p in self.net.parameters()}),
         }
 
 
@@ -446,8 +444,6 @@ def compared(soak: Soak, lives: Sequence[Life]) -> dict[str, Any]:
     return {
         "relative": float((end["parameters"] - clean["parameters"]).norm() / moved),
         "steps_not_taken_once": int((end["taken"] != 1).sum()),
-        "step_counters": end["steps"],
-        "update_counters": end["updates"],
         "failures": end["failures"],
         "failures_clean": clean["failures"],
         "failures_injected": {
@@ -464,11 +460,10 @@ def compared(soak: Soak, lives: Sequence[Life]) -> dict[str, Any]:
     }
 
 
-def checks(result: dict[str, Any], steps: int) -> dict[str, bool]:
+def checks(result: dict[str, Any]) -> dict[str, bool]:
     """What must hold."""
     return {
-        "every step was made once": result["steps_not_taken_once"] == 0
-        and result["step_counters"] == result["update_counters"] == [steps],
+        "every step was made once": result["steps_not_taken_once"] == 0,
         "the clean run ends in the same place": result["relative"] <= TOLERANCE,
         "failures are the injected ones": result["failures"]
         == result["failures_clean"]
@@ -479,18 +474,17 @@ def checks(result: dict[str, Any], steps: int) -> dict[str, bool]:
 
 def main(
     out: Annotated[Path, typer.Option(help="the record")] = Path("results/soak.json"),
-    steps: Annotated[int, typer.Option(min=3)] = 10_000,
-    faults: Annotated[int | None, typer.Option(min=1, help="(default: steps / 25)")] = None,
+    steps: Annotated[int, typer.Option(min=FAULTS, help="with a fault in 25")] = 10_000,
     seed: Annotated[int, typer.Option(min=0, help="of everything")] = 0,
 ) -> None:
     """Train under faults and compare with a clean run; exit status 1 if a check fails."""
     check_writable(out)
     origin, began = provenance(), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
-        soak = Soak(Path(folder), seed, steps, draw(seed, steps, faults or max(1, steps // 25)))
+        soak = Soak(Path(folder), seed, steps, draw(seed, steps, steps // FAULTS))
         lives = train(soak)
         result = compared(soak, lives)
-    found = checks(result, steps)
+    found = checks(result)
     record = {
         "provenance": origin,
         "protocol": {"steps": steps, "seed": seed},
