@@ -58,7 +58,6 @@ SETTINGS: dict[str, Any] = {
     "stat_interval": STATISTICS,
     "inverse_interval": FACTORS,
 }
-SIZES = (64, 32, 16, 10)
 PROCESSES, SHARDS = (1, 2, 4), ("directions", "inverses")
 PATIENCE = 300.0  # seconds until a process that waits for a dead one counts as hanging
 TOLERANCE = 1e-10  # of the distance of the clean run, in float64: sums in another order
@@ -157,10 +156,8 @@ class Training:
         self.seed = seed
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            layers: list[nn.Module] = []
-            for inputs, outputs in zip(SIZES, SIZES[1:], strict=False):
-                layers += [nn.Linear(inputs, outputs), nn.Tanh()]
-            self.net = nn.Sequential(*layers[:-1]).double()
+            layers = (nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 16), nn.Tanh(), nn.Linear(16, 10))
+            self.net = nn.Sequential(*layers).double()
         self.model: nn.Module = self.net
         self.spoiled = False
         self.opt = TNT(self.net.parameters(), likelihood=self._likelihood, shard=shard, **SETTINGS)
@@ -353,10 +350,9 @@ def train(soak: Soak) -> list[Life]:
     """
     rng = random.Random(soak.seed + 1)
     ends = [fault for fault in soak.faults if fault.kind not in NUMERICAL]
+    ends.append(Fault(soak.steps, NOTHING, 0.0))
     lives: list[Life] = []
-    for number, end in enumerate(
-        tqdm([*ends, Fault(soak.steps, NOTHING, 0.0)], "lives", disable=None)
-    ):
+    for number, end in enumerate(tqdm(ends, "lives", disable=None)):
         begun = sorted(soak.folder.glob("after-*"))
         whole = [path for path in begun if (path / ".metadata").exists()]  # torch writes it last
         for path in set(begun) - set(whole[-1:]):
@@ -382,9 +378,7 @@ def train(soak: Soak) -> list[Life]:
 def _exit_codes(life: Life) -> list[int | None]:
     """The exit codes of the processes of a life; None of one that hangs and is killed."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["tnt_optim", "torch.distributed.checkpoint", "sklearn.datasets"]
-    )
+    context.set_forkserver_preload(["tools.soak"])
     barrier = context.Barrier(life.processes)
     running = [
         context.Process(target=live, args=(rank, life, barrier)) for rank in range(life.processes)
@@ -415,23 +409,19 @@ def expected_codes(end: Fault, processes: int) -> list[int]:
 def run_cleanly(soak: Soak, lives: Sequence[Life]) -> tuple[dict[str, Any], float]:
     """Repeat alone, without a break, the steps of the lives; the end, and the MiB it grew by."""
     training = Training(soak.seed, soak.steps)
-    sizes = []
+    pages = []  # of this process in memory
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for step in range(soak.steps):
             training.step(step, lives[-1].fault(step), processes_at(lives, step))
-            sizes.append(_resident())
-    return training.end(), (sizes[-1] - sizes[len(sizes) // 10]) / 2**20
+            pages.append(int(Path("/proc/self/statm").read_text().split()[1]))
+    grown = (pages[-1] - pages[len(pages) // 10]) * os.sysconf("SC_PAGE_SIZE")
+    return training.end(), grown / 2**20
 
 
 def processes_at(lives: Sequence[Life], step: int) -> int:
     """How many processes took a step, in the last life that took it."""
     return [life.processes for life in lives if life.first <= step][-1]
-
-
-def _resident() -> int:
-    """Bytes of this process in memory."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def compared(soak: Soak, lives: Sequence[Life]) -> dict[str, Any]:

@@ -34,14 +34,10 @@ Shape = Sequence[int]
 class Launch:
     """One kernel as a launcher starts it: one version that Triton compiles."""
 
-    kernel: Any  # the kernel
+    name: str  # module and name of the kernel, as ``chain.product_kernel``
+    kernel: Any
     arguments: tuple[Any, ...]  # its run-time arguments
     constants: dict[str, Any]  # its compile-time ones, and Triton's options
-
-    @property
-    def name(self) -> str:
-        """Module and name, as ``chain.product_kernel``."""
-        return name_of(self.kernel)
 
     @property
     def settings(self) -> dict[str, str | int | bool]:
@@ -97,9 +93,9 @@ def recorded() -> list[Launch]:
         types = tuple((a.dtype, a.data_ptr() % 16) for a in arguments if isinstance(a, Tensor))
         # All precisions make float64 products in the same way.
         same = {"PRECISION"} if constants.get("STATE") is tl.float64 else set()
-        named = sorted((name, str(v)) for name, v in constants.items() if name not in same)
-        key = (name_of(kernel), types, tuple(named))
-        launches.setdefault(key, Launch(kernel, arguments, constants))
+        named = sorted((k, str(v)) for k, v in constants.items() if k not in same)
+        name = name_of(kernel)
+        launches.setdefault((name, types, tuple(named)), Launch(name, kernel, arguments, constants))
 
     before = torch.get_float32_matmul_precision()
     with ExitStack() as patches:

@@ -22,6 +22,7 @@ from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import triton
@@ -43,7 +44,6 @@ _TTIR_OPERATION = re.compile(
     r"= tt\.(?:load|dot) .*<[\dx]+x(?:!tt\.ptr<)?[a-z]+(\d+)>+ loc\((#loc\d*)\)"
 )
 _TTIR_LOCATION = re.compile(r"^(#loc\d*) = loc\((.*)\)$", re.MULTILINE)
-
 
 Line = tuple[str, int]  # the name of a file, and the number of a line
 
@@ -69,29 +69,12 @@ class Compiled:
     spill_stores: int = 0  # STL instructions
     shared: int = 0  # bytes of shared memory of a block
     tensor_memory: int = 0  # columns of a block
-    # The instruction of every product.
-    products: dict[str, str] = field(default_factory=dict)
+    products: dict[str, str] = field(default_factory=dict)  # the instruction of each
     # Every load in a loop: the number of its instructions by their width in bytes.
     loads: dict[str, dict[int, int]] = field(default_factory=dict)
     # Every load in a loop: the bytes of an element.
     element_bytes: dict[str, int] = field(default_factory=dict)
     error: str = ""  # why it did not compile; then nothing else is known
-
-
-class _NoDevice:
-    """Replaces Triton's driver: only an architecture to compile for."""
-
-    def __init__(self, capability: int) -> None:
-        self.capability = capability
-
-    def get_current_device(self) -> int:
-        return self.capability  # Triton caches compiled kernels by the device's number
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.capability, warp_size=32)
 
 
 def _compile_one(job: tuple[int, int, bool]) -> Compiled:
@@ -109,7 +92,12 @@ def _compile_one(job: tuple[int, int, bool]) -> Compiled:
 
 
 def _compiled(launch: Launch, capability: int) -> Compiled:
-    driver.set_active(_NoDevice(capability))
+    no_device = SimpleNamespace(
+        get_current_device=lambda: capability,  # Triton caches compiled kernels by it
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: GPUTarget("cuda", capability, warp_size=32),
+    )
+    driver.set_active(no_device)
     made = launch.kernel.warmup(*launch.arguments, grid=(1,), **launch.constants)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(made.asm["cubin"])

@@ -69,8 +69,7 @@ def _git(*arguments: str) -> str | None:
 def _command() -> str:
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     if spec is not None and spec.name:
-        name = spec.name.removesuffix(".__main__")
-        start = ["python", "-m", name]
+        start = ["python", "-m", spec.name.removesuffix(".__main__")]
     else:
         start = ["python", Path(sys.argv[0]).name]
     return shlex.join(start + [_portable(argument) for argument in sys.argv[1:]])
