@@ -378,7 +378,9 @@ def train(soak: Soak) -> list[Life]:
 def _exit_codes(life: Life) -> list[int | None]:
     """The exit codes of the processes of a life; None of one that hangs and is killed."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tools.soak"])
+    context.set_forkserver_preload(
+        ["tnt_optim", "torch.distributed.checkpoint", "sklearn.datasets"]
+    )
     barrier = context.Barrier(life.processes)
     running = [
         context.Process(target=live, args=(rank, life, barrier)) for rank in range(life.processes)
