@@ -23,17 +23,18 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
 import typer
+from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load as load_in_place
@@ -47,30 +48,8 @@ from tnt_optim import TNT
 from tools.measuring.provenance import provenance
 from tools.measuring.records import check_writable, write_json
 
-# Faults. A step suffers a numerical fault whenever it is taken.
-NAN = "a NaN in the sampled gradient of one process"
-NEGATIVE = "a statistic that is negative definite"
-KILL_ONE, KILL_ALL = "SIGKILL of one process", "SIGKILL of all processes"
-KILL_ONE_SAVING = "SIGKILL of one process during a checkpoint"
-KILL_ALL_SAVING = "SIGKILL of all processes during a checkpoint"
-RESTART = "a planned restart"
-# An exception in one process, and the operators that raise it; `observe` alone calls argmin, in the
-# likelihood.
-ERRORS = {
-    "an exception in observe of one process": ("aten::argmin",),
-    "an exception in the statistics of one process": ("tnt_kernels::gram_ema_",),
-    "an exception in the factors of one process": ("tnt_kernels::damped_inverse",),
-    "an exception in the update of one process": (
-        "tnt_kernels::mode_products",
-        "tnt_kernels::preconditioned_step_",
-    ),
-}
-NUMERICAL = (NAN, NEGATIVE)
-KILLS, KILLS_SAVING = (KILL_ONE, KILL_ALL), (KILL_ONE_SAVING, KILL_ALL_SAVING)
-KINDS = (*NUMERICAL, *KILLS, *KILLS_SAVING, *ERRORS, RESTART)
-
 BATCH = 64  # divisible by every number of processes
-STATISTICS, FACTORS, CHECKPOINTS = 2, 10, 25  # intervals, in steps
+STATISTICS, FACTORS, CHECKPOINTS, FAULTS = 2, 10, 25, 25  # intervals, in steps
 SETTINGS: dict[str, Any] = {
     "lr": 0.003,
     "damping": 0.1,
@@ -79,9 +58,7 @@ SETTINGS: dict[str, Any] = {
     "stat_interval": STATISTICS,
     "inverse_interval": FACTORS,
 }
-SIZES = (64, 32, 16, 10)
 PROCESSES, SHARDS = (1, 2, 4), ("directions", "inverses")
-KEPT = 2  # complete checkpoints
 PATIENCE = 300.0  # seconds until a process that waits for a dead one counts as hanging
 TOLERANCE = 1e-10  # of the distance of the clean run, in float64: sums in another order
 GROWTH_MIB = 4.0  # of a clean run: a leak of 1 KiB a step is 10 MiB after 10,000
@@ -97,11 +74,45 @@ class InjectedError(RuntimeError):
 
 
 @dataclass(frozen=True)
+class Kind:
+    """A kind of fault."""
+
+    name: str
+    interval: int = 1  # it is possible every so many steps
+    everyone: bool = False  # it ends all processes, not one
+    saving: bool = False  # it comes during the checkpoint after its step
+    raising: tuple[str, ...] = ()  # the operators that raise
+
+
+NAN = Kind("a NaN in the sampled gradient of one process", STATISTICS)
+NEGATIVE = Kind("a statistic that is negative definite", FACTORS)
+NUMERICAL = (NAN, NEGATIVE)  # a step suffers them whenever it is taken
+KILLS = (
+    Kind("SIGKILL of one process"),
+    Kind("SIGKILL of all processes", everyone=True),
+    Kind("SIGKILL of one process during a checkpoint", CHECKPOINTS, saving=True),
+    Kind("SIGKILL of all processes during a checkpoint", CHECKPOINTS, everyone=True, saving=True),
+)
+ERRORS = tuple(
+    Kind(f"an exception in {place} of one process", interval, raising=operators)
+    for place, interval, operators in (
+        ("observe", STATISTICS, ("aten::argmin",)),  # only the likelihood calls it
+        ("the statistics", STATISTICS, ("tnt_kernels::gram_ema_",)),
+        ("the factors", FACTORS, ("tnt_kernels::damped_inverse",)),
+        ("the update", 1, ("tnt_kernels::mode_products", "tnt_kernels::preconditioned_step_")),
+    )
+)
+RESTART = Kind("a planned restart")
+KINDS = (*NUMERICAL, *KILLS, *ERRORS, RESTART)
+NOTHING = Kind("no fault")
+
+
+@dataclass(frozen=True)
 class Fault:
     """A fault of one step."""
 
     step: int  # from 0
-    kind: str  # one of ``KINDS``
+    kind: Kind
     who: float  # in [0, 1): the victim, for any number of processes or parameters
 
     def victim(self, count: int) -> int:
@@ -109,106 +120,74 @@ class Fault:
         return int(self.who * count)
 
     def victims(self, processes: int) -> list[int]:
-        """The ranks that it ends."""
-        everyone = self.kind in (KILL_ALL, KILL_ALL_SAVING)
-        return list(range(processes)) if everyone else [self.victim(processes)]
+        """The ranks that it hits."""
+        return list(range(processes)) if self.kind.everyone else [self.victim(processes)]
 
 
 def draw(seed: int, steps: int, faults: int) -> list[Fault]:
     """Draw faults of all kinds in turn, each on a step of its own, as far as they fit."""
     rng = random.Random(seed)
     # The first step makes the first factors: a failure there has no older ones.
-    free = set(range(1, steps - 1))
+    free = list(range(1, steps - 1))
     drawn: list[Fault] = []
-    deck: list[str] = []
+    deck: list[Kind] = []
     for _ in range(faults):
         deck = deck or rng.sample(KINDS, len(KINDS))
         kind = deck.pop()
-        places = [step for step in sorted(free) if _possible(kind, step, steps)]
+        places = [step for step in free if (step + kind.saving) % kind.interval == 0]
         if places:
             drawn.append(Fault(rng.choice(places), kind, rng.random()))
-            free.discard(drawn[-1].step)
+            free.remove(drawn[-1].step)
     return sorted(drawn, key=lambda fault: fault.step)
-
-
-def _possible(kind: str, step: int, steps: int) -> bool:
-    in_observe, in_statistics, in_factors, _ = ERRORS
-    if kind in (NEGATIVE, in_factors):
-        return step % FACTORS == 0
-    if kind in (NAN, in_observe, in_statistics):
-        return step % STATISTICS == 0
-    return kind not in KILLS_SAVING or saves_after(step, steps)
-
-
-def saves_after(step: int, steps: int) -> bool:
-    """Whether a checkpoint follows a step; none follows the last one."""
-    return (step + 1) % CHECKPOINTS == 0 and step + 1 < steps
-
-
-def at(faults: Iterable[Fault], step: int, *kinds: str) -> Fault | None:
-    """The fault of some kinds at a step."""
-    return next((f for f in faults if f.step == step and f.kind in kinds), None)
 
 
 # The training.
 
 
 class Training:
-    """A small classifier of the digits in ``data``, its optimizer, and a diary.
+    """A small classifier of scikit-learn's digits, its optimizer, and how often it took each step.
 
     A checkpoint holds all three. The seed decides the start of the model and all batches.
     """
 
-    def __init__(self, data: Path, seed: int, steps: int, shard: str | None = None) -> None:
-        self.images, self.labels = torch.load(data, weights_only=True)
+    def __init__(self, seed: int, steps: int, shard: str | None = None) -> None:
+        images, labels = load_digits(return_X_y=True)
+        self.images, self.labels = torch.from_numpy(images) / 16.0, torch.from_numpy(labels)
         self.seed = seed
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            layers: list[nn.Module] = []
-            for inputs, outputs in zip(SIZES, SIZES[1:], strict=False):
-                layers += [nn.Linear(inputs, outputs), nn.Tanh()]
-            self.net = nn.Sequential(*layers[:-1]).double()
+            layers = (nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 16), nn.Tanh(), nn.Linear(16, 10))
+            self.net = nn.Sequential(*layers).double()
         self.model: nn.Module = self.net
         self.spoiled = False
         self.opt = TNT(self.net.parameters(), likelihood=self._likelihood, shard=shard, **SETTINGS)
-        # For each step: how often it was made; and the part of its batch that the statistics lack:
-        # the number of processes (0 if they lack none), and the rank.
         self.taken = torch.zeros(steps, dtype=torch.int64)
-        self.left_out = torch.zeros(steps, 2, dtype=torch.int64)
 
-    def step(
-        self,
-        step: int,
-        rows: Sequence[int],
-        *,
-        observed: Sequence[int] | None = None,
-        spoiled: bool = False,
-        negative: Fault | None = None,
-    ) -> None:
-        """Take one step with some rows of its batch.
-
-        The statistics may come from other rows (``observed``), the sampled gradient may be NaN
-        (``spoiled``), and a fault may make the statistics of one parameter negative.
-        """
-        self.spoiled = spoiled
+    def step(self, step: int, fault: Fault, processes: int, rank: int | None = None) -> None:
+        """Take one step as a process takes it; without a rank, as all processes together do."""
+        victim = fault.victim(processes)
+        rows = list(range(BATCH)) if rank is None else part(rank, processes)
+        observed = rows
+        self.spoiled = fault.kind == NAN and (processes == 1 or rank == victim)
+        if fault.kind == NAN and rank is None and not self.spoiled:
+            observed = [row for row in rows if row not in part(victim, processes)]
         rng = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
         chosen = torch.randint(len(self.images), (BATCH,), generator=rng)
         images, labels = self.images[chosen], self.labels[chosen]
         self.opt.zero_grad()
         output = self.model(images[rows])
-        self.opt.observe(output if observed is None else self.net(images[observed]))
+        self.opt.observe(output if observed is rows else self.net(images[observed]))
         loss: Tensor = cross_entropy(output, labels[rows])
         loss.backward()
         params = list(self.net.parameters())
-        hit = [] if negative is None else [params[negative.victim(len(params))]]
+        hit = [params[fault.victim(len(params))]] if fault.kind == NEGATIVE else []
         stats = [stat for p in hit for stat in self.opt.state[p].get("stats", [])]
         before = [stat.clone() for stat in stats]
         for stat in stats:
             stat.copy_(-1e6 * torch.eye(len(stat), dtype=stat.dtype))
         self.opt.step()
-        with torch.no_grad():
-            for stat, value in zip(stats, before, strict=True):
-                stat.copy_(value)
+        for stat, value in zip(stats, before, strict=True):
+            stat.copy_(value)
         self.taken[step] += 1
 
     def _likelihood(self, output: Tensor) -> Tensor:
@@ -222,15 +201,7 @@ class Training:
 
     def content(self) -> dict[str, Any]:
         """What a checkpoint holds."""
-        diary = {"taken": self.taken, "left_out": self.left_out}
-        return {"net": self.net.state_dict(), "opt": self.opt.state_dict(), "diary": diary}
-
-    def save(self, folder: Path, rank: int, writer: FileSystemWriter) -> None:
-        """Write a checkpoint from all processes; rank 0 then removes old ones."""
-        save_in_parts(self.content(), storage_writer=writer)
-        for old in checkpoints(folder)[:-KEPT] if rank == 0 else []:
-            (old / ".metadata").unlink()  # first, or half a folder could look complete
-            shutil.rmtree(old)
+        return {"net": self.net.state_dict(), "opt": self.opt.state_dict(), "taken": self.taken}
 
     def load(self, path: Path) -> None:
         """Load a checkpoint of any number of processes."""
@@ -240,22 +211,13 @@ class Training:
         self.net.load_state_dict(content["net"])
         self.opt.load_state_dict(content["opt"])
 
-    def write_end(self, path: Path) -> None:
-        """Write where the training ended."""
-        end = {
+    def end(self) -> dict[str, Any]:
+        """Where the training ended."""
+        return {
             "parameters": self.parameters(),
             "taken": self.taken,
-            "left_out": self.left_out,
             "failures": self.opt.failures(),
-            "steps": [group["step"] for group in self.opt.param_groups],
-            "updates": sorted({self.opt.state[p]["updates"] for p in self.net.parameters()}),
         }
-        torch.save(end, path)
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints, oldest first; torch writes `.metadata` last."""
-    return [f for f in sorted(folder.glob("after-*")) if (f / ".metadata").exists()]
 
 
 def part(rank: int, processes: int) -> list[int]:
@@ -263,35 +225,37 @@ def part(rank: int, processes: int) -> list[int]:
     return list(range(rank * BATCH // processes, (rank + 1) * BATCH // processes))
 
 
-def rest(rank: int, processes: int) -> list[int]:
-    """The rows of a batch that the other processes have."""
-    return [row for row in range(BATCH) if row not in part(rank, processes)]
-
-
-def write_data(path: Path) -> None:
-    """Write scikit-learn's digits and their labels, in float64."""
-    from sklearn.datasets import load_digits
-
-    images, labels = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
-    torch.save([images / 16.0, labels], path)
-
-
 # One process.
+
+
+@dataclass(frozen=True)
+class Soak:
+    """What a soak is a function of, and its folder."""
+
+    folder: Path  # of all files; its own
+    seed: int
+    steps: int
+    faults: Sequence[Fault]
 
 
 @dataclass(frozen=True)
 class Life:
     """What a set of processes starts with."""
 
-    folder: Path  # of all files
+    soak: Soak
     number: int  # of the life, from 0
-    seed: int  # of the training
-    steps: int  # of the soak
+    half_written: int  # checkpoints that the life before left
+    first: int  # step, that of the last complete checkpoint
     processes: int  # how many
     shard: str  # TNT's setting
-    first: int  # step, that of the last complete checkpoint
-    numerical: Sequence[Fault]  # faults of the steps
-    end: Fault | None  # the fault that ends this life; None for the last life
+    end: Fault  # the fault that ends this life; ``NOTHING`` after the last step
+
+    def fault(self, step: int) -> Fault:
+        """The fault of a step: an end comes in one life, a numerical fault in each."""
+        for fault in self.soak.faults:
+            if fault.step == step and (fault == self.end or fault.kind in NUMERICAL):
+                return fault
+        return Fault(step, NOTHING, 0.0)
 
 
 class _DyingWriter(FileSystemWriter):
@@ -315,31 +279,32 @@ class _Failing(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def live(rank: int, life: Life) -> None:
+def live(rank: int, life: Life, barrier: Barrier) -> None:
     """Train to the end of a life: the target of a process.
 
     Exit status: 0 at the end or a planned restart, ``INJECTED`` after a planned exception, 1 after
     any other exception; a file then has its text.
     """
+    soak, end = life.soak, life.end
     try:
-        _quiet()
+        torch.set_num_threads(1)  # the matrices are small
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        warnings.simplefilter("ignore")  # failures are counted
         dist.init_process_group(
             "gloo",
-            init_method=f"file://{life.folder}/store-{life.number}",
+            init_method=f"file://{soak.folder}/store-{life.number}",
             rank=rank,
             world_size=life.processes,
             timeout=timedelta(seconds=PATIENCE / 2),
         )
-        training = Training(life.folder / "digits.pt", life.seed, life.steps, life.shard)
+        training = Training(soak.seed, soak.steps, life.shard)
         if life.first:
-            training.load(life.folder / f"after-{life.first:07d}")
+            training.load(checkpoint(soak, life.first))
         training.model = DistributedDataParallel(training.net)
-        end = life.end
-        stop = life.steps if end is None else end.step + (end.kind != RESTART)
-        for step in range(life.first, stop):
-            _take(training, step, rank, life)
-        if end is None and rank == 0:
-            training.write_end(life.folder / "end.pt")
+        for step in range(life.first, end.step + (end.kind not in (RESTART, NOTHING))):
+            _take(training, step, rank, life, barrier)
+        if end.kind == NOTHING and rank == 0:
+            torch.save(training.end(), soak.folder / "end.pt")
         ends: list[Any] = [None] * life.processes
         dist.all_gather_object(ends, training.parameters())
         if not all(torch.equal(ends[0], other) for other in ends):
@@ -348,151 +313,93 @@ def live(rank: int, life: Life) -> None:
     except InjectedError:
         os._exit(INJECTED)
     except BaseException:
-        (life.folder / f"error-{life.number}-{rank}.txt").write_text(traceback.format_exc())
+        (soak.folder / f"error-{life.number}-{rank}.txt").write_text(traceback.format_exc())
         os._exit(1)  # gloo may wait for its peers while it is destroyed
 
 
-def _take(training: Training, step: int, rank: int, life: Life) -> None:
-    """Take one step, with its faults, and save a checkpoint after it if one is due."""
-    end = life.end if life.end is not None and life.end.step == step else None
-    kind = "" if end is None else end.kind
-    hit = end is not None and rank in end.victims(life.processes)
-    if end is not None:
-        _meet(life, rank)
-    if hit and kind in KILLS:
+def _take(training: Training, step: int, rank: int, life: Life, barrier: Barrier) -> None:
+    """Take one step, with its fault, and save a checkpoint after it if one is due."""
+    fault = life.fault(step)
+    kind, is_hit = fault.kind, rank in fault.victims(life.processes)
+    if fault == life.end:
+        barrier.wait()  # no process has died before that
+    if is_hit and kind in KILLS and not kind.saving:
         os.kill(os.getpid(), signal.SIGKILL)
-    nan = at(life.numerical, step, NAN)
-    if nan is not None:
-        training.left_out[step, 0] = life.processes
-        training.left_out[step, 1] = nan.victim(life.processes)
-    with _Failing(ERRORS[kind]) if hit and kind in ERRORS else nullcontext():
-        training.step(
-            step,
-            part(rank, life.processes),
-            spoiled=nan is not None and nan.victim(life.processes) == rank,
-            negative=at(life.numerical, step, NEGATIVE),
-        )
-    if saves_after(step, life.steps):
-        path = life.folder / f"after-{step + 1:07d}"
-        if kind in KILLS_SAVING:
-            _meet(life, rank, "saving")
-        writer = _DyingWriter if hit and kind in KILLS_SAVING else FileSystemWriter
-        training.save(life.folder, rank, writer(path))
+    with _Failing(kind.raising) if is_hit and kind in ERRORS else nullcontext():
+        training.step(step, fault, life.processes, rank)
+    if (step + 1) % CHECKPOINTS == 0:
+        if kind.saving:
+            barrier.wait()
+        writer = _DyingWriter if is_hit and kind.saving else FileSystemWriter
+        save_in_parts(training.content(), storage_writer=writer(checkpoint(life.soak, step + 1)))
 
 
-def _meet(life: Life, rank: int, place: str = "step") -> None:
-    """Wait until every process is here, by files: no process has died before that."""
-    (life.folder / f"met-{life.number}-{place}-{rank}").touch()
-    pattern = f"met-{life.number}-{place}-*"
-    while len(list(life.folder.glob(pattern))) < life.processes:
-        time.sleep(0.001)
-
-
-def live_cleanly(life: Life) -> None:
-    """Make alone and without a break the steps that ``end.pt`` names: the target of a process."""
-    _quiet()
-    training = Training(life.folder / "digits.pt", life.seed, life.steps)
-    left_out = torch.load(life.folder / "end.pt", weights_only=True)["left_out"].tolist()
-    sizes = []
-    for step, (processes, who) in enumerate(left_out):
-        training.step(
-            step,
-            part(0, 1),
-            observed=rest(who, processes) if processes > 1 else None,
-            spoiled=processes == 1,
-            negative=at(life.numerical, step, NEGATIVE),
-        )
-        sizes.append(_resident())
-    training.write_end(life.folder / "clean.pt")
-    (life.folder / "growth").write_text(str(sizes[-1] - sizes[len(sizes) // 10]))
-
-
-def _resident() -> int:
-    """Bytes of this process in memory."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def _quiet() -> None:
-    """No warnings, since failures are counted; one thread, since the matrices are small."""
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    warnings.simplefilter("ignore")
+def checkpoint(soak: Soak, steps: int) -> Path:
+    """The folder of the checkpoint after so many steps."""
+    return soak.folder / f"after-{steps:07d}"
 
 
 # The supervisor.
 
 
-class Soak:
-    """Starts one set of processes after the other; ``folder`` is its own."""
+def train(soak: Soak) -> list[Life]:
+    """Live through all faults, to the last step.
 
-    def __init__(self, folder: Path, seed: int, steps: int, faults: Sequence[Fault]) -> None:
-        self.folder, self.seed, self.steps = folder, seed, steps
-        self.numerical = [f for f in faults if f.kind in NUMERICAL]
-        self.ends = [f for f in faults if f.kind not in NUMERICAL]
-        self.lives: list[dict[str, Any]] = []
-        self.broken = self.hanging = 0
-        self._rng = random.Random(seed + 1)
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["tnt_optim", "torch.distributed.checkpoint"])
-        write_data(folder / "digits.pt")
-
-    def train(self) -> None:
-        """Live through all faults, to the last step."""
-        for end in tqdm([*self.ends, None], "lives", disable=None):
-            self._live(end)
-        self._run(live_cleanly, [(self._life(1, SHARDS[0], None),)])
-
-    def _life(self, processes: int, shard: str, end: Fault | None) -> Life:
-        whole = checkpoints(self.folder)
-        first = int(whole[-1].name.removeprefix("after-")) if whole else 0
-        number = len(self.lives)
-        return Life(self.folder, number, self.seed, self.steps, processes, shard, first,
-                    self.numerical, end)  # fmt: skip
-
-    def _live(self, end: Fault | None) -> None:
-        for broken in set(self.folder.glob("after-*")) - set(checkpoints(self.folder)):
-            self.broken += 1
-            shutil.rmtree(broken)
-        last = self.lives[-1]["processes"] if self.lives else None
-        count = self._rng.choice([n for n in PROCESSES if n != last])
-        life = self._life(count, self._rng.choice(SHARDS), end)
-        codes = self._run(live, [(rank, life) for rank in range(count)])
-        wanted = expected_codes(end, count)
+    Raises:
+        SoakError: a process ended in another way than planned, or hung.
+    """
+    rng = random.Random(soak.seed + 1)
+    ends = [fault for fault in soak.faults if fault.kind not in NUMERICAL]
+    ends.append(Fault(soak.steps, NOTHING, 0.0))
+    lives: list[Life] = []
+    for number, end in enumerate(tqdm(ends, "lives", disable=None)):
+        begun = sorted(soak.folder.glob("after-*"))
+        whole = [path for path in begun if (path / ".metadata").exists()]  # torch writes it last
+        for path in set(begun) - set(whole[-1:]):
+            shutil.rmtree(path)
+        before = lives[-1].processes if lives else None
+        life = Life(
+            soak,
+            number,
+            half_written=len(begun) - len(whole),
+            first=int(whole[-1].name.removeprefix("after-")) if whole else 0,
+            processes=rng.choice([count for count in PROCESSES if count != before]),
+            shard=rng.choice(SHARDS),
+            end=end,
+        )
+        codes, wanted = _exit_codes(life), expected_codes(end, life.processes)
         if codes != wanted:
-            errors = [p.read_text() for p in sorted(self.folder.glob(f"error-{life.number}-*"))]
-            raise SoakError(f"exit codes must be {wanted}, got {codes}: {life}\n{errors}")
-        for pattern in ("error", "met", "store"):
-            for path in self.folder.glob(f"{pattern}-{life.number}*"):
-                path.unlink()
-        self.lives.append({
-            "processes": count,
-            "shard": life.shard,
-            "from": life.first,
-            "to": self.steps if end is None else end.step,
-            "end": "done" if end is None else end.kind,
-        })  # fmt: skip
-
-    def _run(self, target: Any, arguments: Sequence[tuple[Any, ...]]) -> list[int | None]:
-        """The exit codes of some processes; None of a process that hangs and is killed."""
-        running = [self._context.Process(target=target, args=args) for args in arguments]
-        for process in running:
-            process.start()
-        deadline = time.monotonic() + PATIENCE + 0.05 * self.steps
-        codes: list[int | None] = []
-        for process in running:
-            process.join(max(0.0, deadline - time.monotonic()))
-            codes.append(process.exitcode)
-            if process.exitcode is None:
-                self.hanging += 1
-                process.kill()
-                process.join()
-            process.close()
-        return codes
+            errors = [p.read_text() for p in sorted(soak.folder.glob(f"error-{number}-*"))]
+            raise SoakError(f"exit codes must be {wanted}, got {codes}: {end}\n{errors}")
+        lives.append(life)
+    return lives
 
 
-def expected_codes(end: Fault | None, processes: int) -> list[int]:
+def _exit_codes(life: Life) -> list[int | None]:
+    """The exit codes of the processes of a life; None of one that hangs and is killed."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["tnt_optim", "torch.distributed.checkpoint", "sklearn.datasets"]
+    )
+    barrier = context.Barrier(life.processes)
+    running = [
+        context.Process(target=live, args=(rank, life, barrier)) for rank in range(life.processes)
+    ]
+    for process in running:
+        process.start()
+    deadline = time.monotonic() + PATIENCE + 0.05 * life.soak.steps
+    for process in running:
+        process.join(max(0.0, deadline - time.monotonic()))
+    codes = [process.exitcode for process in running]
+    for process in running:
+        process.kill()
+        process.join()
+    return codes
+
+
+def expected_codes(end: Fault, processes: int) -> list[int]:
     """The exit code of each rank; survivors of a fault fail in a collective."""
-    if end is None or end.kind == RESTART:
+    if end.kind in (RESTART, NOTHING):
         return [0] * processes
     own = INJECTED if end.kind in ERRORS else -signal.SIGKILL
     return [own if rank in end.victims(processes) else 1 for rank in range(processes)]
@@ -501,78 +408,82 @@ def expected_codes(end: Fault | None, processes: int) -> list[int]:
 # The result.
 
 
-def compared(folder: Path, soak: Soak) -> dict[str, Any]:
-    """Where the soak and its clean run ended, and what the diary counts."""
-    end, clean = (torch.load(folder / name, weights_only=True) for name in ("end.pt", "clean.pt"))
-    start = Training(folder / "digits.pt", soak.seed, soak.steps).parameters()
-    moved = (clean["parameters"] - start).norm()
-    alone = int((end["left_out"][:, 0] == 1).sum())
+def run_cleanly(soak: Soak, lives: Sequence[Life]) -> tuple[dict[str, Any], float]:
+    """Repeat alone, without a break, the steps of the lives; the end, and the MiB it grew by."""
+    training = Training(soak.seed, soak.steps)
+    pages = []  # of this process in memory
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in range(soak.steps):
+            training.step(step, lives[-1].fault(step), processes_at(lives, step))
+            pages.append(int(Path("/proc/self/statm").read_text().split()[1]))
+    grown = (pages[-1] - pages[len(pages) // 10]) * os.sysconf("SC_PAGE_SIZE")
+    return training.end(), grown / 2**20
+
+
+def processes_at(lives: Sequence[Life], step: int) -> int:
+    """How many processes took a step, in the last life that took it."""
+    return [life.processes for life in lives if life.first <= step][-1]
+
+
+def compared(soak: Soak, lives: Sequence[Life]) -> dict[str, Any]:
+    """Where the soak and its clean run ended, and what the lives count."""
+    end = torch.load(soak.folder / "end.pt", weights_only=True)
+    clean, grown = run_cleanly(soak, lives)
+    moved = (clean["parameters"] - Training(soak.seed, soak.steps).parameters()).norm()
+    # In one process of several a NaN leaves out its part; nothing is skipped.
+    alone = [f for f in soak.faults if f.kind == NAN and processes_at(lives, f.step) == 1]
     return {
         "relative": float((end["parameters"] - clean["parameters"]).norm() / moved),
         "steps_not_taken_once": int((end["taken"] != 1).sum()),
-        "step_counters": end["steps"],
-        "update_counters": end["updates"],
         "failures": end["failures"],
         "failures_clean": clean["failures"],
-        # In one process of several a NaN leaves out its part; nothing is skipped.
         "failures_injected": {
-            "skipped_statistics": alone,
-            "failed_inverses": sum(fault.kind == NEGATIVE for fault in soak.numerical),
+            "skipped_statistics": len(alone),
+            "failed_inverses": sum(fault.kind == NEGATIVE for fault in soak.faults),
         },
-        "parts_left_out": int((end["left_out"][:, 0] > 1).sum()),
-        "starts": len(soak.lives),
-        "ended_by": dict(sorted(Counter(fault.kind for fault in soak.ends).items())),
-        "half_written_checkpoints": soak.broken,
-        "hanging_processes": soak.hanging,
+        "faults": len(soak.faults),
+        "starts": len(lives),
+        "half_written_checkpoints": sum(life.half_written for life in lives),
         "steps_taken_again": sum(
-            before["to"] - after["from"] for before, after in itertools.pairwise(soak.lives)
+            before.end.step - after.first for before, after in itertools.pairwise(lives)
         ),
-        "clean_run_grew_mib": int((folder / "growth").read_text()) / 2**20,
-        "files": sorted(p.name for p in folder.iterdir() if not p.name.startswith("after-")),
+        "clean_run_grew_mib": grown,
     }
 
 
-def checks(result: Mapping[str, Any], soak: Soak) -> dict[str, bool]:
+def checks(result: dict[str, Any]) -> dict[str, bool]:
     """What must hold."""
-    injected = result["failures_injected"]
-    nans = sum(fault.kind == NAN for fault in soak.numerical)
     return {
-        "every step was made once": result["steps_not_taken_once"] == 0
-        and result["step_counters"] == result["update_counters"] == [soak.steps],
+        "every step was made once": result["steps_not_taken_once"] == 0,
         "the clean run ends in the same place": result["relative"] <= TOLERANCE,
-        "failures are the injected ones": result["failures"] == injected
-        and result["failures_clean"] == injected
-        and result["parts_left_out"] == nans - injected["skipped_statistics"],
-        "no process hangs": result["hanging_processes"] == 0,
+        "failures are the injected ones": result["failures"]
+        == result["failures_clean"]
+        == result["failures_injected"],
         "memory is flat": result["clean_run_grew_mib"] <= GROWTH_MIB,
-        "no file is left": result["files"] == ["clean.pt", "digits.pt", "end.pt", "growth"],
     }
 
 
 def main(
     out: Annotated[Path, typer.Option(help="the record")] = Path("results/soak.json"),
-    steps: Annotated[int, typer.Option(min=3)] = 10_000,
-    faults: Annotated[int | None, typer.Option(min=1, help="(default: steps / 25)")] = None,
+    steps: Annotated[int, typer.Option(min=FAULTS, help="with a fault in 25")] = 10_000,
     seed: Annotated[int, typer.Option(min=0, help="of everything")] = 0,
 ) -> None:
     """Train under faults and compare with a clean run; exit status 1 if a check fails."""
     check_writable(out)
     origin, began = provenance(), time.monotonic()
-    drawn = draw(seed, steps, faults or max(1, steps // 25))
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
-        soak = Soak(Path(folder), seed, steps, drawn)
-        soak.train()
-        result = compared(Path(folder), soak)
-    found = checks(result, soak)
-    protocol = {"steps": steps, "seed": seed, "batch": BATCH, "tnt": SETTINGS,
-                "checkpoint_interval": CHECKPOINTS, "tolerance": TOLERANCE}  # fmt: skip
-    write_json(out, {
+        soak = Soak(Path(folder), seed, steps, draw(seed, steps, steps // FAULTS))
+        lives = train(soak)
+        result = compared(soak, lives)
+    found = checks(result)
+    record = {
         "provenance": origin,
-        "protocol": protocol,
+        "protocol": {"steps": steps, "seed": seed},
         "checks": found,
         "result": {"seconds": round(time.monotonic() - began, 1), **result},
-        "rows": soak.lives,
-    })  # fmt: skip
+    }
+    write_json(out, record)
     for name, good in found.items():
         typer.echo(f"{'ok    ' if good else 'FAILED'} {name}")
     typer.echo(f"wrote {out}")

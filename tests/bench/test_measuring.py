@@ -51,15 +51,10 @@ def test_the_number_of_rounds_follows_the_time() -> None:
         pass
 
     assert len(alternate({"a": none}, seconds=60.0, max_rounds=5)["a"]) == 5
-    for bad in ({"seconds": -1.0}, {"seconds": 1.0, "min_rounds": 9, "max_rounds": 8}):
-        with pytest.raises(ValueError, match="min_rounds"):
-            alternate({"a": none}, **bad)
 
 
 def test_summaries_and_ratios() -> None:
-    assert summary([4.0]) == {
-        "median": 4.0, "quartiles": [4.0, 4.0], "least": 4.0, "most": 4.0, "rounds": 1,
-    }  # fmt: skip
+    assert summary([4.0]) == {"median": 4.0, "quartiles": [4.0, 4.0], "rounds": 1}
     assert summary([5.0, 1.0, 3.0, 2.0, 4.0])["quartiles"] == [2.0, 4.0]
     assert ratios([2.0, 9.0], [1.0, 3.0]) == [2.0, 3.0]
     assert rotated([], 3) == []

@@ -1,7 +1,6 @@
 """A short soak ends well, its lives are a function of the seed, and its checks find faults."""
 
 import itertools
-import random
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,24 +16,23 @@ from tools.soak import (
     CHECKPOINTS,
     ERRORS,
     FACTORS,
-    KILL_ALL,
-    KILL_ONE,
-    KILLS_SAVING,
+    KILLS,
     KINDS,
     NAN,
     NEGATIVE,
+    NOTHING,
     NUMERICAL,
     RESTART,
     STATISTICS,
     Fault,
+    Life,
     Soak,
     SoakError,
     Training,
     draw,
     expected_codes,
     part,
-    rest,
-    write_data,
+    train,
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -42,25 +40,23 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = 300
 
 
-def test_a_short_soak(tmp_path: Path) -> None:
+def test_a_short_soak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lives: list[Life] = []
+    monkeypatch.setattr(soak, "train", lambda planned: lives.extend(train(planned)) or lives)
     out = tmp_path / "soak.json"
     app = soak.typer.Typer()
     app.command()(soak.main)
     done = CliRunner().invoke(app, ["--steps", str(STEPS), "--seed", "1", "--out", str(out)])
     assert done.exit_code == 0 and "FAILED" not in done.output, done.output
     record = read_json(out)
-    assert all(record["checks"].values()) and len(record["checks"]) == 6
+    assert all(record["checks"].values()) and len(record["checks"]) == 4
     # Every life ends at its fault, and the next one starts at the checkpoint before it.
     ends = [fault for fault in draw(1, STEPS, STEPS // 25) if fault.kind not in NUMERICAL]
-    lives = record["rows"]
-    assert [(life["to"], life["end"]) for life in lives] == [
-        *((fault.step, fault.kind) for fault in ends),
-        (STEPS, "done"),
-    ]
+    assert [life.end for life in lives] == [*ends, Fault(STEPS, NOTHING, 0.0)]
     for before, after in itertools.pairwise(lives):
-        assert after["from"] == before["to"] // CHECKPOINTS * CHECKPOINTS
-        assert after["processes"] != before["processes"]
-    saving = sum(fault.kind in KILLS_SAVING for fault in ends)
+        assert after.first == before.end.step // CHECKPOINTS * CHECKPOINTS
+        assert after.processes != before.processes
+    saving = sum(fault.kind.saving for fault in ends)
     # Survivors of another fault may have begun a checkpoint, too.
     assert record["result"]["half_written_checkpoints"] >= saving > 0
     assert list(tmp_path.iterdir()) == [out]
@@ -68,11 +64,10 @@ def test_a_short_soak(tmp_path: Path) -> None:
 
 def test_an_unplanned_end_stops_the_soak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The supervisor expects a restart where a process raises."""
-    error = next(iter(ERRORS))
-    found = Soak(tmp_path, 0, 20, [Fault(4, error, 0.0)])
+    planned = Soak(tmp_path, 0, 20, [Fault(4, ERRORS[0], 0.0)])
     monkeypatch.setattr(soak, "expected_codes", lambda end, processes: [0] * processes)
     with pytest.raises(SoakError, match="exit codes must be"):
-        found.train()
+        train(planned)
 
 
 def test_faults_are_drawn_for_steps_where_they_are_possible() -> None:
@@ -88,32 +83,29 @@ def test_faults_are_drawn_for_steps_where_they_are_possible() -> None:
                 assert fault.step % FACTORS == 0
             if fault.kind == NAN:
                 assert fault.step % STATISTICS == 0
-            if fault.kind in KILLS_SAVING:
+            if fault.kind.saving:
                 assert (fault.step + 1) % CHECKPOINTS == 0
 
 
 def test_expected_exit_codes() -> None:
-    assert expected_codes(None, 2) == expected_codes(Fault(1, RESTART, 0.9), 2) == [0, 0]
-    assert expected_codes(Fault(1, KILL_ALL, 0.0), 2) == [-9, -9]
-    assert expected_codes(Fault(1, KILL_ONE, 0.6), 4) == [1, 1, -9, 1]
-    assert expected_codes(Fault(1, next(iter(ERRORS)), 0.0), 2) == [3, 1]
+    kill_one, kill_all, *_ = KILLS
+    assert expected_codes(Fault(9, NOTHING, 0.0), 2) == [0, 0]
+    assert expected_codes(Fault(1, RESTART, 0.9), 2) == [0, 0]
+    assert expected_codes(Fault(1, kill_all, 0.0), 2) == [-9, -9]
+    assert expected_codes(Fault(1, kill_one, 0.6), 4) == [1, 1, -9, 1]
+    assert expected_codes(Fault(1, ERRORS[0], 0.0), 2) == [3, 1]
 
 
-def test_a_fault_changes_the_training(tmp_path: Path) -> None:
+def test_a_fault_changes_the_training() -> None:
     """Or the clean run could not tell whether it was repeated."""
-    write_data(tmp_path / "digits.pt")
     ends = set()
-    for change in (
-        {},
-        {"spoiled": True},
-        {"negative": Fault(FACTORS, NEGATIVE, 0.0)},
-        {"observed": rest(1, 4)},
-    ):
-        training = Training(tmp_path / "digits.pt", 0, 12)
+    for kind, processes in ((NOTHING, 1), (NAN, 1), (NEGATIVE, 1), (NAN, 4)):
+        training = Training(0, 12)
         for step in range(12):
-            wanted = change if step == FACTORS else {}
-            with pytest.warns() if set(wanted) & {"spoiled", "negative"} else nullcontext():
-                training.step(step, part(0, 1), **wanted)
+            fault = Fault(step, kind if step == FACTORS else NOTHING, 0.3)
+            fails = fault.kind in NUMERICAL and processes == 1
+            with pytest.warns() if fails else nullcontext():
+                training.step(step, fault, processes)
         assert torch.equal(training.taken, torch.ones(12, dtype=torch.int64))
         ends.add(tuple(training.parameters().tolist()))
     assert len(ends) == 4
@@ -123,5 +115,3 @@ def test_a_fault_changes_the_training(tmp_path: Path) -> None:
 def test_parts_are_the_batch(places: int) -> None:
     rows = [row for place in range(places) for row in part(place, places)]
     assert rows == list(range(BATCH))
-    place = random.Random(places).randrange(places)
-    assert sorted(part(place, places) + rest(place, places)) == rows

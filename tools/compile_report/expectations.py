@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tools.compile_report.machine_code import Compiled
 
 WIDEST = 16  # bytes that one instruction loads
 LARGE_TILE = 64  # rows: wgmma and tcgen05 work on no fewer
+TENSOR_MEMORY = 512  # columns of a multiprocessor
 
 # The architectures that the kernels are made for.
 SUPPORTED = (80, 90, 100)
 MATRIX_UNITS = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}
 # Triton has no float64 products for Blackwell's matrix units.
 FLOAT64_UNITS = {80: "DMMA", 90: "DMMA", 100: "DFMA"}
+# The bytes of shared memory that one block may have (CUDA C++ Programming Guide, "Technical
+# Specifications per Compute Capability").
+SHARED_OF_BLOCK = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 
 
 def wanted_product(c: Compiled) -> str:
@@ -90,18 +94,6 @@ NARROW = (
 )
 
 
-def too_narrow(c: Compiled) -> dict[str, int]:
-    """Loads of a wide class that take fewer bytes than they could, and their least bytes."""
-    if c.vector == 1:
-        return {}
-    least = {load: min(widths, default=0) for load, widths in c.loads.items()}
-    return {
-        load: found
-        for load, found in least.items()
-        if found < min(WIDEST, c.vector * c.element_bytes[load])
-    }
-
-
 def _spills(c: Compiled) -> str:
     if c.stack or c.spill_loads or c.spill_stores:
         return f"{c.stack} bytes of stack, {c.spill_loads} LDL, {c.spill_stores} STL"
@@ -115,20 +107,27 @@ def _products(c: Compiled) -> str:
 
 
 def _loads(c: Compiled) -> str:
-    found = {
-        load: least
-        for load, least in too_narrow(c).items()
-        if not any(known.covers(c, load) for known in NARROW)
-    }
-    return "; ".join(f"{load} takes {least} bytes" for load, least in found.items())
+    vector = c.settings.get("VECTOR", 1)
+    found = []
+    for load, widths in c.loads.items():
+        wanted = min(WIDEST, vector * c.element_bytes[load])
+        least = min(widths, default=0)
+        if vector > 1 and least < wanted and not any(known.covers(c, load) for known in NARROW):
+            found.append(f"{load} takes {least} bytes")
+    return "; ".join(found)
 
 
 def _fits(c: Compiled) -> str:
-    return f"no block fits a multiprocessor: {c.too_large}" if c.too_large else ""
+    if c.shared > SHARED_OF_BLOCK[c.capability]:
+        return "a block wants more shared memory than there is"
+    if c.tensor_memory > TENSOR_MEMORY:
+        return "a block wants more tensor memory than there is"
+    return ""
 
 
 # The rule, and a function that says how a compiled kernel breaks it ("" if it does not).
 EXPECTATIONS: dict[str, Callable[[Compiled], str]] = {
+    "every kernel compiles in every class": lambda c: c.error,
     "nothing is spilled: no stack, no LDL, no STL": _spills,
     "products use the matrix units: float32 and half precision HMMA on sm_80, HGMMA on sm_90, "
     "UTCHMMA on sm_100 (HMMA if a tile has fewer than 64 rows); float64 DMMA, on sm_100 "
@@ -137,7 +136,6 @@ EXPECTATIONS: dict[str, Callable[[Compiled], str]] = {
     "the loads listed below": _loads,
     "a block fits a multiprocessor": _fits,
 }
-COMPILES = "every kernel compiles in every class"
 RECORDED = "every kernel is launched by some operator"
 
 
@@ -152,25 +150,15 @@ class Miss:
     what: str
 
 
-def misses(entries: Iterable[Compiled], kernels: Iterable[str]) -> list[Miss]:
+def misses(entries: Sequence[Compiled], kernels: Iterable[str]) -> list[Miss]:
     """All rules that compiled kernels break; ``kernels`` are the names of all Triton kernels."""
-    found = []
-    compiled: set[str] = set()
-    for c in entries:
-        compiled.add(c.kernel)
-        if c.error:
-            found.append(Miss(COMPILES, c.kernel, c.settings, c.capability, c.error))
-            continue
-        for said, check in EXPECTATIONS.items():
-            if what := check(c):
-                found.append(Miss(said, c.kernel, c.settings, c.capability, what))
-    for kernel in sorted(set(kernels) - compiled):
+    found = [
+        Miss(said, c.kernel, c.settings, c.capability, what)
+        for c in entries
+        for said, check in EXPECTATIONS.items()
+        if (what := check(c))
+    ]
+    for kernel in sorted(set(kernels) - {c.kernel for c in entries}):
         what = "add a call of its operator to CALLS in launches.py"
         found.append(Miss(RECORDED, kernel, {}, 0, what))
     return found
-
-
-def unneeded(entries: Iterable[Compiled]) -> list[Narrow]:
-    """Exceptions that no load needs any more."""
-    narrow = [(c, load) for c in entries for load in too_narrow(c)]
-    return [known for known in NARROW if not any(known.covers(c, load) for c, load in narrow)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -34,24 +34,15 @@ Shape = Sequence[int]
 class Launch:
     """One kernel as a launcher starts it: one version that Triton compiles."""
 
-    kernel: Any  # the kernel
+    name: str  # module and name of the kernel, as ``chain.product_kernel``
+    kernel: Any
     arguments: tuple[Any, ...]  # its run-time arguments
     constants: dict[str, Any]  # its compile-time ones, and Triton's options
-
-    @property
-    def name(self) -> str:
-        """Module and name, as ``chain.product_kernel``."""
-        return name_of(self.kernel)
 
     @property
     def settings(self) -> dict[str, str | int | bool]:
         """The constants, printable."""
         return {k: v if isinstance(v, int | str) else str(v) for k, v in self.constants.items()}
-
-    @property
-    def vector(self) -> int:
-        """Elements read at a time; 1 if the kernel has no choice."""
-        return int(self.constants.get("VECTOR", 1))
 
     @property
     def is_main(self) -> bool:
@@ -85,8 +76,8 @@ def kernels() -> list[str]:
     return sorted(name for name in found if name.endswith("_kernel"))
 
 
-def recorded(capability: int) -> list[Launch]:
-    """All different launches on a device of a compute capability (80 for sm_80), in order.
+def recorded() -> list[Launch]:
+    """All different launches on a device with tensor cores, in order.
 
     Raises:
         RuntimeError: Triton interprets its kernels in this process, so there is nothing to compile.
@@ -102,9 +93,9 @@ def recorded(capability: int) -> list[Launch]:
         types = tuple((a.dtype, a.data_ptr() % 16) for a in arguments if isinstance(a, Tensor))
         # All precisions make float64 products in the same way.
         same = {"PRECISION"} if constants.get("STATE") is tl.float64 else set()
-        named = sorted((name, str(v)) for name, v in constants.items() if name not in same)
-        key = (name_of(kernel), types, tuple(named))
-        launches.setdefault(key, Launch(kernel, arguments, constants))
+        named = sorted((k, str(v)) for k, v in constants.items() if k not in same)
+        name = name_of(kernel)
+        launches.setdefault((name, types, tuple(named)), Launch(name, kernel, arguments, constants))
 
     before = torch.get_float32_matmul_precision()
     with ExitStack() as patches:
@@ -112,11 +103,12 @@ def recorded(capability: int) -> list[Launch]:
         patches.enter_context(mock.patch.object(JITFunction, "run", record))
         for module in modules():
             if hasattr(module, "has_tensor_cores"):
-                answer = mock.patch.object(module, "has_tensor_cores", lambda _: capability >= 80)
-                patches.enter_context(answer)
+                patches.enter_context(
+                    mock.patch.object(module, "has_tensor_cores", return_value=True)
+                )
         for precision in ("highest", "high"):
             torch.set_float32_matmul_precision(precision)
-            for call in CALLS.values():
+            for call in CALLS:
                 for dtype in ELEMENTS:
                     for shape in (WIDE, NARROW):
                         call(dtype, shape)
@@ -172,9 +164,4 @@ def _inverse_root(dtype: torch.dtype, shape: Shape) -> None:
 
 
 # The call of every operator for one dtype and width.
-CALLS: dict[str, Callable[[torch.dtype, Shape], None]] = {
-    "gram_ema_": _gram_ema,
-    "inverse_root": _inverse_root,
-    "mode_products": _mode_products,
-    "preconditioned_step_": _preconditioned_step,
-}
+CALLS = (_gram_ema, _inverse_root, _mode_products, _preconditioned_step)

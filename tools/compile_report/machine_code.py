@@ -17,11 +17,12 @@ import re
 import subprocess
 import tempfile
 import textwrap
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import triton
@@ -36,34 +37,19 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 # DMMA for float64; FFMA and DFMA are the plain units.
 PRODUCTS = ("UTCHMMA", "HGMMA", "DMMA", "HMMA", "DFMA", "FFMA")
 LOADS = ("LDG", "LDGSTS")
-ELEMENT_BYTES = {"f32": 4, "f64": 8, "bf16": 2, "f16": 2, "i32": 4, "i64": 8, "i8": 1}
 
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)((?:\.\w+)*)")
 _SOURCE_LINE = re.compile(r'//## File "([^"]+)", line (\d+)')
-_TTIR_OPERATION = re.compile(r"= tt\.(load|dot) .*<[\dx]+x(?:!tt\.ptr<)?(\w+)>+ loc\((#loc\d*)\)")
-_TTIR_LOCATION = re.compile(r"^(#loc\d*) = loc\((.*)\)$")
+_TTIR_OPERATION = re.compile(
+    r"= tt\.(?:load|dot) .*<[\dx]+x(?:!tt\.ptr<)?[a-z]+(\d+)>+ loc\((#loc\d*)\)"
+)
+_TTIR_LOCATION = re.compile(r"^(#loc\d*) = loc\((.*)\)$", re.MULTILINE)
+
+Line = tuple[str, int]  # the name of a file, and the number of a line
 
 
-WARP = 32  # threads
-REGISTERS = 65536  # of 32 bits, of a multiprocessor
-REGISTER_UNIT = 256  # the registers of a warp are rounded up to it
-MOST_REGISTERS = 255  # of a thread
-# The bytes of shared memory that one block may have, by compute capability (CUDA C++ Programming
-# Guide, "Technical Specifications per Compute Capability").
-SHARED_OF_BLOCK = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
-TENSOR_MEMORY = 512  # columns of a multiprocessor
-
-
-class Line(NamedTuple):
-    """A line of source."""
-
-    file: str
-    number: int
-
-
-@dataclass
-class Site:
-    """A load or a product in a loop of a kernel."""
+class Site(NamedTuple):
+    """A product of a kernel, or a load in one of its loops."""
 
     name: str  # its branch and operand, as ``rows_are_dense: a``
     kind: str  # ``load`` or ``dot``
@@ -77,55 +63,23 @@ class Compiled:
     kernel: str  # its name
     settings: dict[str, Any]  # its compile-time constants and options
     capability: int  # of the architecture, 80 for sm_80
-    warps: int  # of a block
     registers: int = 0  # of a thread
     stack: int = 0  # bytes of a thread's stack, which holds the spilled registers
     spill_loads: int = 0  # LDL instructions
     spill_stores: int = 0  # STL instructions
     shared: int = 0  # bytes of shared memory of a block
     tensor_memory: int = 0  # columns of a block
-    # The instruction of every product in a loop.
-    products: dict[str, str] = field(default_factory=dict)
+    products: dict[str, str] = field(default_factory=dict)  # the instruction of each
     # Every load in a loop: the number of its instructions by their width in bytes.
     loads: dict[str, dict[int, int]] = field(default_factory=dict)
     # Every load in a loop: the bytes of an element.
     element_bytes: dict[str, int] = field(default_factory=dict)
-    vector: int = 1  # elements that a load takes at a time
     error: str = ""  # why it did not compile; then nothing else is known
 
-    @property
-    def too_large(self) -> str:
-        """The resource that a block wants more of than a multiprocessor has; "" if it fits."""
-        of_warp = -(-self.registers * WARP // REGISTER_UNIT) * REGISTER_UNIT
-        if self.registers > MOST_REGISTERS or of_warp * self.warps > REGISTERS:
-            return "registers"
-        if self.shared > SHARED_OF_BLOCK[self.capability]:
-            return "shared memory"
-        return "tensor memory" if self.tensor_memory > TENSOR_MEMORY else ""
 
-    def record(self) -> dict[str, Any]:
-        """All fields that are not empty, for JSON."""
-        return {name: value for name, value in asdict(self).items() if value not in (0, "", {})}
-
-
-class _NoDevice:
-    """Replaces Triton's driver: only an architecture to compile for."""
-
-    def __init__(self, capability: int) -> None:
-        self.capability = capability
-
-    def get_current_device(self) -> int:
-        return self.capability  # Triton caches compiled kernels by the device's number
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.capability, WARP)
-
-
-def compiled(launch: Launch, capability: int) -> Compiled:
-    """Compile one launch for a device of ``capability``; a failure is the entry's ``error``."""
+def _compile_one(job: tuple[int, int, bool]) -> Compiled:
+    capability, index, main_only = job
+    launch = _launches(main_only)[index]
     try:
         return _compiled(launch, capability)
     except (triton.CompilationError, RuntimeError) as failure:
@@ -133,65 +87,55 @@ def compiled(launch: Launch, capability: int) -> Compiled:
         cause: BaseException = failure
         while cause.__cause__ is not None:
             cause = cause.__cause__
-        return Compiled(
-            kernel=launch.name,
-            settings=launch.settings,
-            capability=capability,
-            warps=int(launch.constants.get("num_warps", 1)),
-            vector=launch.vector,
-            error=str(cause).strip().splitlines()[-1],
-        )
+        error = str(cause).strip().splitlines()[-1]
+        return Compiled(launch.name, launch.settings, capability, error=error)
 
 
 def _compiled(launch: Launch, capability: int) -> Compiled:
-    driver.set_active(_NoDevice(capability))
+    no_device = SimpleNamespace(
+        get_current_device=lambda: capability,  # Triton caches compiled kernels by it
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: GPUTarget("cuda", capability, warp_size=32),
+    )
+    driver.set_active(no_device)
     made = launch.kernel.warmup(*launch.arguments, grid=(1,), **launch.constants)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(made.asm["cubin"])
         cubin.flush()
         usage = _run_tool("cuobjdump", "-res-usage", cubin.name)
         listing = _run_tool("nvdisasm", "-c", "-g", cubin.name)
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    if found is None:
-        raise RuntimeError(f"cuobjdump -res-usage has no registers of {launch.name}: {usage}")
+    ((registers, stack),) = re.findall(r"REG:(\d+) STACK:(\d+)", usage)
     by_line = instructions_by_line(listing)
     counts = Counter(name for line in by_line.values() for name, _ in line)
     present = tensor_operations(made.asm["ttir"])
     products: dict[str, str] = {}
-    loads: dict[str, Counter[int]] = {}
+    loads: dict[str, Counter[int]] = defaultdict(Counter)
     sizes: dict[str, int] = {}
-    sites = list(_sites(launch.kernel))
-    for site in sites:
+    for site in _sites(launch.kernel):
         there = [i for line in site.lines for i in by_line.get(line, ())]
-        size = next((present[line][0] for line in site.lines if line in present), None)
+        size = next((present[line] for line in site.lines if line in present), None)
         if size is None:
             continue  # its branch is not in this version of the kernel
         if site.kind == "dot":
             products[site.name] = _product({name for name, _ in there})
         else:
-            widths = Counter(width(i) for i in there if i[0] in LOADS)
-            loads[site.name] = loads.get(site.name, Counter()) + widths
+            loads[site.name].update(width(i) for i in there if i[0] in LOADS)
             sizes[site.name] = size
-    in_loops = {line for site in sites for line in site.lines}
-    if any(kind == "dot" and line not in in_loops for line, (_, kind) in present.items()):
-        products["outside the loops"] = "none"
     # ptxas leaves some tensor-core instructions without their product's line.
     anywhere = _product(counts.keys() - {"DFMA", "FFMA"})
     return Compiled(
         kernel=launch.name,
         settings=launch.settings,
         capability=capability,
-        registers=int(found[1]),
-        stack=int(found[2]),
+        registers=int(registers),
+        stack=int(stack),
         spill_loads=counts["LDL"],
         spill_stores=counts["STL"],
         shared=made.metadata.shared,
-        warps=made.metadata.num_warps,
         tensor_memory=getattr(made.metadata, "tmem_size", 0) or 0,
         products={name: anywhere if p == "none" else p for name, p in products.items()},
         loads={name: dict(sorted(widths.items())) for name, widths in loads.items()},
         element_bytes=sizes,
-        vector=launch.vector,
     )
 
 
@@ -207,10 +151,10 @@ def _run_tool(name: str, *arguments: str) -> str:
 def instructions_by_line(listing: str) -> dict[Line, list[tuple[str, str]]]:
     """The instructions of a listing, (name, suffixes), by their line of source."""
     found: dict[Line, list[tuple[str, str]]] = {}
-    here = Line("", 0)
+    here = ("", 0)
     for text in listing.splitlines():
         if marked := _SOURCE_LINE.search(text):
-            here = Line(Path(marked[1]).name, int(marked[2]))
+            here = (Path(marked[1]).name, int(marked[2]))
         elif instruction := _INSTRUCTION.search(text):
             found.setdefault(here, []).append((instruction[1], instruction[2]))
     return found
@@ -222,34 +166,26 @@ def width(instruction: tuple[str, str]) -> int:
     >>> width(("LDGSTS", ".E.BYPASS.LTC128B.128")), width(("LDG", ".E")), width(("LDG", ".E.U16"))
     (16, 4, 2)
     """
-    for suffix in instruction[1].split("."):
-        if suffix in ("128", "64"):
-            return int(suffix) // 8
-        if suffix in ("U16", "S16", "U8", "S8"):
-            return int(suffix[1:]) // 8
-    return 4
+    bits = re.search(r"\.[US]?(128|64|16|8)(?=\.|$)", instruction[1])
+    return int(bits[1]) // 8 if bits else 4
 
 
-def tensor_operations(ttir: str) -> dict[Line, tuple[int, str]]:
-    """Lines of Triton's listing with "load" or "dot" of tensors, and the bytes of an element."""
-    locations: dict[str, str] = {
-        m[1]: m[2] for m in map(_TTIR_LOCATION.match, ttir.splitlines()) if m
-    }
+def tensor_operations(ttir: str) -> dict[Line, int]:
+    """Lines of Triton's listing with a load or product of tensors, and the bytes of an element."""
+    locations: dict[str, str] = dict(_TTIR_LOCATION.findall(ttir))
     found = {}
-    for operation in _TTIR_OPERATION.finditer(ttir):
-        kind, element, where = operation.groups()
+    for bits, where in _TTIR_OPERATION.findall(ttir):
         while (text := locations.get(where, "")) and not re.search(r'":\d+:\d+$', text):
             # A name or an inlined call holds other locations, the callee's first.
             inner = re.search(r"#loc\d*", text)
             where = inner[0] if inner else ""
         if place := re.match(r'"([^"]+)":(\d+)', text):
-            line = Line(Path(place[1]).name, int(place[2]))
-            found[line] = (ELEMENT_BYTES[element], kind)
+            found[Path(place[1]).name, int(place[2])] = int(bits) // 8
     return found
 
 
-def _sites(function: Any, *, in_loop: bool = False, prefix: tuple[str, ...] = ()) -> Iterator[Site]:
-    """The loads and products in the loops of a kernel, and in the functions that its loops call."""
+def _sites(function: Any, in_loop: bool = False, prefix: tuple[str, ...] = ()) -> Iterator[Site]:
+    """The products of a kernel and the loads in its loops, also in the functions that it calls."""
     # The source as Triton read it: the file may have changed since.
     first = function.starting_line_number
     tree = ast.parse(textwrap.dedent("".join(function.raw_src))).body[0]
@@ -266,20 +202,20 @@ def _sites(function: Any, *, in_loop: bool = False, prefix: tuple[str, ...] = ()
         if isinstance(node, ast.stmt):
             targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
             of = ast.unparse(targets[0]) if targets[0] is not None else ""
-        if isinstance(node, ast.Call) and in_loop:
+        if isinstance(node, ast.Call):
             called = ast.unparse(node.func)
-            if called in ("tl.load", "tl.dot"):
+            if called == "tl.dot" or called == "tl.load" and in_loop:
                 place = ", ".join((*prefix, *where))
                 what = of or ast.unparse(node.args[0])
                 last = first - 1 + (node.end_lineno or node.lineno)
                 yield Site(
                     f"{place}: {what}" if place else what,
                     called.removeprefix("tl."),
-                    frozenset(Line(file, n) for n in range(first - 1 + node.lineno, last + 1)),
+                    frozenset((file, n) for n in range(first - 1 + node.lineno, last + 1)),
                 )
             helper = names.get(called)
             if isinstance(helper, JITFunction) and called not in prefix:
-                yield from _sites(helper, in_loop=True, prefix=(*prefix, *where, called))
+                yield from _sites(helper, in_loop, (*prefix, *where, called))
         in_loop = in_loop or isinstance(node, ast.For | ast.While)
         for child in ast.iter_child_nodes(node):
             yield from walk(child, in_loop, where, of)
@@ -288,25 +224,15 @@ def _sites(function: Any, *, in_loop: bool = False, prefix: tuple[str, ...] = ()
 
 
 @functools.cache
-def _launches(capability: int, main_only: bool) -> list[Launch]:
-    return [launch for launch in recorded(capability) if launch.is_main or not main_only]
+def _launches(main_only: bool) -> list[Launch]:
+    return [launch for launch in recorded() if launch.is_main or not main_only]
 
 
-def _compile_one(capability: int, main_only: bool, index: int) -> Compiled:
-    return compiled(_launches(capability, main_only)[index], capability)
-
-
-def compile_all(
-    capabilities: Sequence[int], *, main_only: bool, processes: int = 2
-) -> list[Compiled]:
+def compile_all(capabilities: Sequence[int], *, main_only: bool) -> list[Compiled]:
     """Every class for every architecture, with a fresh cache, in the order of the launches."""
+    indices = range(len(_launches(main_only)))
+    jobs = [(capability, index, main_only) for capability in capabilities for index in indices]
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TRITON_CACHE_DIR"] = cache  # the processes inherit it
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(processes, mp_context=context) as pool:
-            jobs = [
-                pool.submit(_compile_one, capability, main_only, index)
-                for capability in capabilities
-                for index in range(len(_launches(capability, main_only)))
-            ]
-            return [job.result() for job in jobs]
+        with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+            return list(pool.map(_compile_one, jobs))

@@ -84,23 +84,15 @@ def alternate(
 
     Args:
         candidates: by name. A candidate runs on its own copies of the tensors that it changes.
-        seconds: for all rounds together, unless `min_rounds` take longer.
+        seconds: for all rounds together, between `min_rounds` and `max_rounds` of them.
         min_rounds: at least 1.
-        max_rounds: at least `min_rounds`.
+        max_rounds: not less than `min_rounds`.
         setup: gets the name of the candidate before each of its runs, untimed.
         device: where the candidates compute.
 
     Returns:
         The seconds of each round, by candidate.
-
-    Raises:
-        ValueError: `seconds` is negative, or the bounds of the rounds are in no order.
     """
-    if seconds < 0 or not 1 <= min_rounds <= max_rounds:
-        raise ValueError(
-            "seconds must be at least 0 and 1 <= min_rounds <= max_rounds, got "
-            f"{seconds}, {min_rounds}, {max_rounds}"
-        )
     stopwatch = Stopwatch(device)
 
     def sample(name: str) -> float:
@@ -158,20 +150,14 @@ def rotated(candidates: Sequence[Item], turns: int) -> list[Item]:
 
 
 def summary(samples: Sequence[float]) -> dict[str, Any]:
-    """Median, quartiles, least, most and number of the samples; at least one sample.
+    """Median, quartiles and number of the samples; at least one sample.
 
     >>> summary([3.0, 1.0, 2.0])
-    {'median': 2.0, 'quartiles': [1.5, 2.5], 'least': 1.0, 'most': 3.0, 'rounds': 3}
+    {'median': 2.0, 'quartiles': [1.5, 2.5], 'rounds': 3}
     """
     known = [*samples] * (2 if len(samples) == 1 else 1)
     lower, median, upper = statistics.quantiles(known, n=4, method="inclusive")
-    return {
-        "median": median,
-        "quartiles": [lower, upper],
-        "least": min(samples),
-        "most": max(samples),
-        "rounds": len(samples),
-    }
+    return {"median": median, "quartiles": [lower, upper], "rounds": len(samples)}
 
 
 def ratios(samples: Sequence[float], base: Sequence[float]) -> list[float]:
@@ -185,19 +171,16 @@ def busy_share(seconds: float = 1.0) -> float | None:
     Times taken next to another busy process mean little: two threads wait for each other in every
     parallel region, so the method with more of them looks slower.
     """
-    before = _processor_times()
-    time.sleep(seconds)
-    after = _processor_times()
-    if before is None or after is None:
+    try:
+        before = _processor_times()
+        time.sleep(seconds)
+        spent = [new - old for old, new in zip(before, _processor_times(), strict=True)]
+    except OSError:
         return None
-    spent = [new - old for old, new in zip(before, after, strict=True)]
     idle = spent[3] + spent[4]  # idle, and waiting for input or output
     return 1 - idle / max(sum(spent), 1)
 
 
-def _processor_times() -> list[int] | None:
-    try:
-        line = Path("/proc/stat").read_text(encoding="ascii").partition("\n")[0]
-    except OSError:
-        return None
+def _processor_times() -> list[int]:
+    line = Path("/proc/stat").read_text(encoding="ascii").partition("\n")[0]
     return [int(word) for word in line.split()[1:9]]  # later columns are part of the first ones

@@ -8,7 +8,7 @@ weight, and only a diagonal for a mode above 8192.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tnt_optim.modes import mode_shape
 
@@ -92,17 +92,16 @@ def gpt2(blocks: int) -> list[Shape]:
     return [*embeddings, *block * blocks, *norm]
 
 
-_GPT2 = ParameterSet("gpt2", tuple(gpt2(2)), "2 of its 12 identical blocks, and the embeddings")
 _ALL = (
     ParameterSet("mnist_ae", tuple(autoencoder((784, 1000, 500, 250, 30, 250, 500, 1000, 784)))),
     ParameterSet("faces_ae", tuple(autoencoder((625, 2000, 1000, 500, 30, 500, 1000, 2000, 625)))),
     ParameterSet("resnet32", tuple(resnet32())),
     ParameterSet("vgg16", tuple(vgg16())),
-    _GPT2,
+    ParameterSet("gpt2", tuple(gpt2(2)), "2 of its 12 identical blocks, and the embeddings"),
     ParameterSet("square4096", ((4096, 4096),)),
     # Not in the tables: for benchmarks that need a smaller set, or a larger machine.
     ParameterSet("vgg16_conv", tuple(vgg16_convolutions()), "the convolutions of vgg16 alone"),
-    replace(_GPT2, name="gpt2_full", shapes=tuple(gpt2(12)), note=""),
+    ParameterSet("gpt2_full", tuple(gpt2(12))),
 )
 PARAMETER_SETS = {s.name: s for s in _ALL}
 # The default, in the order of the tables.

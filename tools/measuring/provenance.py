@@ -6,6 +6,7 @@ import datetime
 import importlib.metadata
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -21,18 +22,15 @@ _PACKAGES = ("torch", "triton", "scipy-openblas32", "numpy", "scikit-learn", "tn
 def provenance(device: torch.device | str = "cpu") -> dict[str, Any]:
     """What a reader needs to judge or repeat a recorded run, as a JSON-ready dictionary.
 
-    Call it before the run writes anything. Outside a git repository `commit` is the environment
-    variable TNT_COMMIT, or None, and `dirty` is None. It holds no user name, host name or absolute
-    path. On a GPU it has the name of the device.
+    Call it before the run writes anything. Outside a git repository `commit` and `dirty` are None.
+    It holds no user name, host name or absolute path. On a GPU it has the name of the device.
     """
     device = torch.device(device)
-    given = os.environ.get("TNT_COMMIT")
-    commit = _git("rev-parse", "HEAD") or (given and f"{given} (as given; no git)")
     # A new record must not make the next run "dirty".
     results = [f":(exclude){folder}/results" for folder in ("bench", "experiments")]
     changes = _git("status", "--porcelain", "--", ".", *results)
     return {
-        "commit": commit,
+        "commit": _git("rev-parse", "HEAD"),
         "dirty": None if changes is None else bool(changes),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": _command(),
@@ -40,9 +38,7 @@ def provenance(device: torch.device | str = "cpu") -> dict[str, Any]:
             "system": f"{platform.system()} {platform.machine()}",
             "cpu": _cpu_model(),
             "cores": _usable_cores(),
-            "memory_gib": _memory_gib(),
             "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
-            **({"nvidia_smi": _nvidia_smi(device)} if device.type == "cuda" else {}),
         },
         "versions": {"python": platform.python_version(), **_versions()},
         "threads": {
@@ -60,8 +56,9 @@ def flushes_subnormals() -> bool:
     return bool(smallest / 2 == 0)
 
 
-def _output(*command: str) -> str | None:
-    """What a command prints; None if it is not installed, fails or hangs."""
+def _git(*arguments: str) -> str | None:
+    """What git prints of the checkout; None if it is not installed or fails."""
+    command = ("git", "-C", str(_CHECKOUT), *arguments)
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -69,15 +66,10 @@ def _output(*command: str) -> str | None:
     return done.stdout.strip()
 
 
-def _git(*arguments: str) -> str | None:
-    return _output("git", "-C", str(_CHECKOUT), *arguments)
-
-
 def _command() -> str:
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     if spec is not None and spec.name:
-        name = spec.name.removesuffix(".__main__")
-        start = ["python", "-m", name]
+        start = ["python", "-m", spec.name.removesuffix(".__main__")]
     else:
         start = ["python", Path(sys.argv[0]).name]
     return shlex.join(start + [_portable(argument) for argument in sys.argv[1:]])
@@ -95,13 +87,9 @@ def _portable(argument: str) -> str:
 
 
 def _cpu_model() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*: (.*)", info.read_text() if info.exists() else "", re.M)
+    return found[1] if found else platform.processor() or platform.machine()
 
 
 def _usable_cores() -> int:
@@ -109,30 +97,13 @@ def _usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _memory_gib() -> float | None:
-    try:
-        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
-    except (ValueError, OSError):
-        return None
-
-
-def _nvidia_smi(device: torch.device) -> str | None:
-    """Driver, power limit, clocks and other users of the GPU."""
-    query = "driver_version,power.limit,clocks.sm,clocks.mem,utilization.gpu,memory.used"
-    # PyTorch counts the visible GPUs, nvidia-smi all of them.
-    identity = getattr(torch.cuda.get_device_properties(device), "uuid", None)
-    which = f"--id=GPU-{identity}" if identity is not None else "--id=0"
-    return _output("nvidia-smi", which, f"--query-gpu={query}", "--format=csv")
-
-
 def _versions() -> dict[str, str | None]:
-    versions: dict[str, str | None] = {}
-    for package in _PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
+    known = {
+        found.name.replace("_", "-"): found.version for found in importlib.metadata.distributions()
+    }
     # torch.__version__ names the build (+cpu, +cu130); the metadata may not.
-    versions["torch"] = torch.__version__
-    versions["cuda"] = torch.version.cuda
-    return versions
+    return {
+        **{package: known.get(package) for package in _PACKAGES},
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+    }

@@ -33,15 +33,13 @@ def milliseconds(seconds: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def megabytes(size: float | None) -> str:
-    """In 10^6 bytes; "?" for None.
+def megabytes(size: float) -> str:
+    """In 10^6 bytes, as `milliseconds`.
 
-    >>> megabytes(12345678), megabytes(1234567890), megabytes(None)
-    ('12.3', '1235', '?')
+    >>> megabytes(12345678), megabytes(1234567890)
+    ('12.3', '1235')
     """
-    if size is None:
-        return "?"
-    return f"{size / 1e6:.0f}" if abs(size) >= 1e8 else f"{size / 1e6:.3g}"
+    return milliseconds(size / 1e9)
 
 
 def disturbance(record: Mapping[str, float | None]) -> str:
