@@ -230,6 +230,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if unknown := set(asked) - {stage.name for stage in planned}:
             parser.error(f"--stage: there is no {', '.join(sorted(unknown))}")
         planned = [stage for stage in planned if stage.name in asked]
+    # The stages end on SIGINT, also where the driver is a background job, which ignores it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # The driver ends its stage if it is ended itself.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     outcomes = run_stages(planned, out / "logs", SECONDS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import signal
 import subprocess
 import sys
 import time
@@ -86,6 +87,8 @@ def run_everything(
     """
     if not quick:
         raise typer.BadParameter("give --quick; results/README.md has the full commands")
+    # A stage ends with this process.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     known = stages()
     names = chosen(only, [stage.name for _, stage in known])
     todo = [(command, stage) for command, stage in known if stage.name in names]

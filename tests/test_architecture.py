@@ -136,7 +136,7 @@ def test_all_layers_exist() -> None:
         ("tnt_kernels.backends", "from tests.cases import normal"),
         ("bench.steps", "from experiments.training import train"),
         ("experiments.figure1", "import bench.clock"),
-        ("experiments.figure1", "from tools import trajectory_digests"),
+        ("experiments.figure1", "from tools import soak"),
     ],
 )
 def test_the_import_checker_finds(module: str, source: str) -> None:

@@ -74,6 +74,8 @@ time.sleep(600)
 
 def test_a_stage_gets_an_interrupt_first_to_finish_its_record(tmp_path: Path) -> None:
     code = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs start without it
 try:
     print('started', flush=True)
     time.sleep(600)
