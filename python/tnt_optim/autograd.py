@@ -29,13 +29,19 @@ def all_finite(gradients: Iterable[Tensor]) -> Tensor:
 
 @contextmanager
 def buffers_put_back(*modules: nn.Module) -> Iterator[None]:
-    """Restores the modules' buffers (batch norm's running statistics) on leaving."""
-    buffers = {b: b.detach().clone() for module in modules for b in module.buffers()}
+    """Restores the modules' buffers (batch norm's running statistics) on leaving.
+
+    Also buffers that a forward replaces by other tensors.
+    """
+    values = {b: b.detach().clone() for module in modules for b in module.buffers()}
+    tables = [(part._buffers, dict(part._buffers)) for m in modules for part in m.modules()]
     try:
         yield
     finally:
+        for table, own in tables:
+            table.update(own)
         with torch.no_grad():
-            for buffer, value in buffers.items():
+            for buffer, value in values.items():
                 buffer.copy_(value)
 
 

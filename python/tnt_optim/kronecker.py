@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from tnt_kernels import gram_ema_
 from tnt_optim import checkpoint
 from tnt_optim.autograd import buffers_put_back, check_reached, checked_replicas
 from tnt_optim.cuda_graphs import StepGraphs, check_graphs_device
@@ -29,7 +28,6 @@ from tnt_optim.modes import (
     Settings,
     State,
     any_sharded,
-    blocks,
     by_device,
     is_half,
     is_sharded,
@@ -48,7 +46,16 @@ from tnt_optim.state import (
     optional_entries,
     zero_statistics,
 )
-from tnt_optim.update import Batch, DeviceStep, Group, Local, Report, worst_of_blocks
+from tnt_optim.update import (
+    Batch,
+    DeviceStep,
+    Group,
+    Local,
+    Report,
+    accumulate_,
+    combined,
+    worst_of_blocks,
+)
 
 _NO_MORE = object()
 
@@ -362,10 +369,10 @@ class KroneckerOptimizer(Optimizer):
     def _prepared(self, processes: Local) -> DeviceStep:
         """The device's part of this step; makes first statistics and factors on the way."""
         with_gradients = processes.with_gradients(self._params())
-        pieces = self._observed.gradients(processes, self._due(), with_gradients, self._has_state)
-        groups = self.param_groups
-        ready = [p for group in groups for p in self._to_update(group, pieces, with_gradients)]
-        observed = processes.whole(pieces)
+        samples = self._observed.gradients(processes, self._due(), with_gradients, self._has_state)
+        groups, reached = self.param_groups, {p for sample in samples for p in sample}
+        ready = [p for group in groups for p in self._to_update(group, reached, with_gradients)]
+        observed = combined(samples, processes)
         first = {p: g for p, g in observed.items() if not self._has_state(p)}
         self.state.update(self._first_states(first, processes))
         self._accumulated.update(first)
@@ -511,8 +518,7 @@ class KroneckerOptimizer(Optimizer):
                     stats[param] = zero_statistics(param, group) if owned else []
             own = [p for p in params if stats[p]]
             seen = [layout(p, group) for p in own]
-            gradients = blocks([observed[p] for p in own], seen)
-            gram_ema_(rows([stats[p] for p in own], seen), gradients, decay)
+            accumulate_(own, [stats[p] for p in own], observed, seen, decay)
 
     def _first_states(
         self, observed: dict[Tensor, Tensor], processes: Local

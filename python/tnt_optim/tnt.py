@@ -89,10 +89,11 @@ class TNT(KroneckerOptimizer):
         rounding: str = "nearest",
         kl_clip: float | None = None,
         sample_scale: float | None = None,
+        samples: int = 1,
         process_group: Any = None,
         shard: str | None = None,
     ) -> None:
-        source = Empirical() if fisher == "empirical" else Sampled()
+        source = Empirical() if fisher == "empirical" else Sampled(most=samples)
         super().__init__(params, arguments(locals()), source)
 
     @property
@@ -107,8 +108,13 @@ class TNT(KroneckerOptimizer):
             raise AttributeError(f"fisher cannot be set: construct TNT(..., fisher={value!r}) anew")
         self.__dict__["fisher"] = value
 
+    @property
+    def observing(self) -> bool:
+        """Whether ``observe`` would use an output now, because statistics are due."""
+        return self._wants_output()
+
     @_disable_dynamo  # as for step
-    def observe(self, output: Any) -> None:
+    def observe(self, output: Any, *, fraction: float = 1.0) -> None:
         """Samples labels at the model's output and keeps the gradient of their loss for ``step``.
 
         Call it between the forward and the ``backward`` of the same pass: the graph is retained,
@@ -120,6 +126,8 @@ class TNT(KroneckerOptimizer):
 
         Args:
             output: of the model, as the likelihood describes it, with its graph.
+            fraction: of the batch's examples that is observed in this step. The statistics are
+                scaled as if all of them were.
 
         Raises:
             ValueError: if the output has no graph, the wrong number of dimensions, or depends on no
@@ -129,10 +137,14 @@ class TNT(KroneckerOptimizer):
         """
         wanted = self._wanted()
         if wanted:
-            self._observed.observe(self, output, wanted, self._distribution())
+            self._observed.observe(self, output, wanted, self._distribution(), fraction)
 
     def attach(
-        self, model: nn.Module, output: Callable[[Any], Any] | None = None
+        self,
+        model: nn.Module,
+        output: Callable[[Any], Any] | None = None,
+        *,
+        fraction: float = 1.0,
     ) -> RemovableHandle:
         """Observes every output of ``model`` from now on, for trainers that own the training loop.
 
@@ -162,6 +174,9 @@ class TNT(KroneckerOptimizer):
             output: from the model's result to the argument of ``observe``, as
                 ``lambda out: out.logits.flatten(0, 1)`` for a language model; None: the tensor it
                 returns, or its ``logits``.
+            fraction: of each batch to observe. Below 1 the model is called on that fraction, cut
+                into ``samples`` parts, before its own forward; buffers and random states are
+                restored. The inputs must be tensors with the batch first.
 
         Returns:
             A handle; its ``remove`` ends the observation, as does the end of a ``with``.
@@ -173,7 +188,7 @@ class TNT(KroneckerOptimizer):
         """
         # Lightning's wrapper borrows this method: attach the wrapped optimizer.
         own: TNT = getattr(self, "optimizer", self)
-        handle = attach(own, model, output)
+        handle = attach(own, model, output, fraction)
         if own._attached is not None:
             own._attached.remove()
         own._attached = handle
