@@ -161,7 +161,7 @@ class Sampled(Empirical):
 
         The optimizer has the settings ``likelihood``, ``seed`` and ``sample_scale``.
         """
-        if self.count and processes.is_sharded:
+        if self.count and processes.holds_back(wanted):
             return
         number = processes.number(self.count)
         loss = _loss(optimizer, output, "step", optimizer.param_groups[0]["step"], number)

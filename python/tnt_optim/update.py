@@ -60,6 +60,10 @@ class Local:
         """The gradients of a loss; see ``autograd.gradients_of``."""
         return gradients_of(loss, params, retain_graph=retain_graph, scale=scale)
 
+    def holds_back(self, params: Sequence[Tensor]) -> bool:
+        """Whether gradients of earlier micro-batches wait to be averaged."""
+        return False
+
     def with_gradients(self, params: Sequence[Tensor]) -> set[Tensor]:
         """The parameters with a gradient; of sharded ones, in any process."""
         return {p for p in params if p.grad is not None}
