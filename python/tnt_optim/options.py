@@ -56,6 +56,10 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
 
 
+def _is_whole(value: Any) -> bool:
+    return _is_count(value) or (isinstance(value, int) and value == 0)
+
+
 def _is_seed(value: Any) -> bool:
     # NumPy's integers have another repr, which would give another random stream.
     return isinstance(value, int) and not isinstance(value, bool)
@@ -90,6 +94,7 @@ _TABLE = (
     Option("weight_decay", 0.0, *_NOT_NEGATIVE),
     Option("stat_interval", 10, *_COUNT),
     Option("inverse_interval", 100, *_COUNT),
+    Option("interval_warmup", 0, _is_whole, "an integer >= 0", added=True),
     Option(
         "likelihood",
         "categorical",
@@ -132,7 +137,9 @@ stat_decay: beta in the paper, of the statistics' moving average.
 weight_decay: gamma in the paper, decoupled: W <- W - lr (P + weight_decay W).
 stat_interval: T1 in the paper: the number of steps between two refreshes of the statistics.
 inverse_interval: T2 in the paper: the number of steps between two refreshes of the factors. During
-    the first T2 steps the factors are refreshed with the statistics.
+    the first T2 steps the factors are refreshed with the statistics, without ``interval_warmup``.
+interval_warmup: the number of first steps in which both intervals grow from 1 to their values:
+    statistics and factors change fast at first. With 0 they have their values from the start.
 likelihood: the distribution that the model's output parametrises: "categorical" (logits (N,
     classes); cross entropy, mean), "bernoulli" (logits (N, ...); binary cross entropy, summed over
     outputs, mean over N), "gaussian" (means (N, ...), unit variance; half the squared error, summed

@@ -76,6 +76,7 @@ class TNT(KroneckerOptimizer):
         weight_decay: float = 0.0,
         stat_interval: int = 10,
         inverse_interval: int = 100,
+        interval_warmup: int = 0,
         likelihood: Likelihood = "categorical",
         fisher: str = "sampled",
         max_factor_dim: int = 8192,
