@@ -129,6 +129,20 @@ def unscaled(gradients: Mapping[Tensor, Tensor], scale: float) -> dict[Tensor, T
     return {p: g.to(state_dtype(p)) * (1.0 / scale) for p, g in gradients.items()}
 
 
+@contextmanager
+def before_backward() -> Iterator[None]:
+    """Says what is wrong if the graph of an observed output is no longer there."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "backward through the graph a second time" not in str(error):
+            raise
+        raise RuntimeError(
+            "observe must be called before the backward of the same forward, which frees the graph "
+            "of the output: call it between the forward and loss.backward()"
+        ) from error
+
+
 def gradients_of(
     loss: Tensor, params: Sequence[Tensor], *, retain_graph: bool, scale: float = 1.0
 ) -> dict[Tensor, Tensor]:
@@ -139,7 +153,7 @@ def gradients_of(
     """
     grads: Sequence[Tensor | None] = ()
     if params:
-        with without_autocast(loss):
+        with without_autocast(loss), before_backward():
             grads = torch.autograd.grad(
                 loss,
                 params,

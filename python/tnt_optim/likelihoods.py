@@ -31,6 +31,11 @@ def categorical(logits: Tensor, generator: torch.Generator) -> Tensor:
             f"output must be (batch, classes) for likelihood 'categorical', got "
             f"{tuple(logits.shape)}; bring classes last and flatten the rest into rows"
         )
+    if logits.shape[1] < 2:
+        raise ValueError(
+            "output must have at least two classes for likelihood 'categorical', got "
+            f"{tuple(logits.shape)}; a single output is 'bernoulli' or 'gaussian'"
+        )
     # argmax(z - log E), E ~ Exp(1), has the law softmax(z). torch.multinomial waits for the device.
     noise = torch.empty_like(logits, requires_grad=False).exponential_(generator=generator)
     labels = (logits.detach() - noise.log()).argmax(dim=1)
