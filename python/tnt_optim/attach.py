@@ -90,6 +90,12 @@ def _asking(hook: OutputHook, module: nn.Module) -> Any:
         return None
     if hook.is_busy or optimizer is None or not optimizer._wants_output():
         return None
+    # Inside a transform of torch.func tensors are wrapped; functional_call may bring other weights.
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return None
+    own = {p for group in optimizer.param_groups for p in group["params"]}
+    if not hook.is_sharded and own.isdisjoint(module.parameters()):
+        return None
     if getattr(module, "_is_replica", False):
         raise RuntimeError(
             "model must not be a replica of torch.nn.DataParallel, whose threads would all observe "

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._functorch import config
 from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
 
@@ -80,7 +81,7 @@ def check_graph_lasts(loss: Tensor) -> None:
     The compiler's own error comes many steps later, for a batch of another size, or at once, if its
     cache on disk has the graph of a training without observations.
     """
-    if not torch._functorch.config.donated_buffer:
+    if not config.donated_buffer:
         return
     if any(node.name() == "CompiledFunctionBackward" for node in graph_nodes(loss)):
         raise RuntimeError(
