@@ -70,8 +70,7 @@ def attach(
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if output is not None and not callable(output):
         raise TypeError(f"output must be a function or None, got {type(output).__name__}")
-    if not 0 < fraction <= 1:
-        raise ValueError(f"fraction must be a number in (0, 1], got {fraction!r}")
+    check_fraction(fraction)
     hook = OutputHook(weakref.ref(optimizer), output, _is_sharded(model), fraction)
     if fraction == 1:
         handle = model.register_forward_hook(hook)
@@ -79,6 +78,12 @@ def attach(
         handle = model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
     weakref.finalize(optimizer, handle.remove).atexit = False
     return handle
+
+
+def check_fraction(fraction: float) -> None:
+    """Refuses a fraction of a batch that is none."""
+    if not 0 < fraction <= 1:
+        raise ValueError(f"fraction must be a number in (0, 1], got {fraction!r}")
 
 
 def _asking(hook: OutputHook, module: nn.Module) -> Any:

@@ -52,12 +52,12 @@ def _number(holds: Check, any_shape: bool = False) -> Check:
     return check
 
 
+def _is_whole(value: Any, least: int = 0) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
+
+
 def _is_count(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
-
-
-def _is_whole(value: Any) -> bool:
-    return _is_count(value) or (isinstance(value, int) and value == 0)
+    return _is_whole(value, 1)
 
 
 def _is_seed(value: Any) -> bool:
@@ -188,6 +188,24 @@ OPTIONS = {option.name: option for option in _TABLE}
 
 # Options that checkpoints of earlier versions lack, with the value they had.
 ADDED = {option.name: option.default for option in _TABLE if option.added}
+
+
+class Fixed:
+    """An option that a constructed optimizer cannot change."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, optimizer: Any, owner: type | None = None) -> Any:
+        return self if optimizer is None else optimizer.__dict__[self.name]
+
+    def __set__(self, optimizer: Any, value: Any) -> None:
+        if self.name in optimizer.__dict__:
+            kind = type(optimizer).__name__
+            raise AttributeError(
+                f"{self.name} cannot be set: construct {kind}(..., {self.name}={value!r}) anew"
+            )
+        optimizer.__dict__[self.name] = value
 
 
 def check_settings(settings: Settings) -> None:
