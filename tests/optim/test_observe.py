@@ -340,7 +340,22 @@ def test_the_next_batch_may_miss_a_group_added_later() -> None:
 
 
 def normalised() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), Counting(), nn.Linear(4, 2))
+
+
+class Counting(nn.Module):
+    """Its forward puts another tensor in place of its buffer."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same."""
+        self.calls = self.calls + 1
+        return x
 
 
 @sampling
