@@ -129,7 +129,7 @@ def _observe_parts(hook: OutputHook, module: nn.Module, args: Any, kwargs: Any) 
     hook.is_busy = True
     try:
         cuda = sorted(device.index for device in devices if device.type == "cuda")
-        with torch.random.fork_rng(devices=cuda), buffers_put_back(inner):
+        with torch.random.fork_rng(devices=cuda), buffers_put_back(inner), _own_tensors():
             for part, observed in parts_of((args, kwargs), hook.fraction, optimizer.samples):
                 _observe_result(hook, optimizer, inner(*part[0], **part[1]), observed)
     finally:
@@ -172,9 +172,13 @@ def _observe_result(hook: OutputHook, optimizer: Any, result: Any, fraction: flo
     replica = DistributedDataParallel._get_active_ddp_module()
     if replica is not None and replica.find_unused_parameters:
         optimizer._observed.partial = True
-    # If the whole model is checkpointed, its hooks must not see the tensors saved here.
-    with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+    with _own_tensors():
         optimizer.observe(described, fraction=fraction)
+
+
+def _own_tensors() -> saved_tensors_hooks:
+    """If the whole model is checkpointed, its hooks must not see the tensors saved here."""
+    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 def _is_sharded(module: nn.Module) -> bool:

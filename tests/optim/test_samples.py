@@ -3,7 +3,7 @@
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from oracle import contraction
 from tolerances import FLOAT64_REORDERED
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 
 from tnt_optim import TNT
 
@@ -215,33 +216,36 @@ def with_dropout(**more: Any) -> Net:
     return model
 
 
-def trained(observe: Callable[[TNT, Net, Tensor], None] | None) -> tuple[Any, Tensor]:
-    """The end of a training, observed by the loop, or by ``attach`` on half of each batch."""
+def trained(how: str, attached: bool) -> tuple[Any, Tensor]:
+    """The end of a training on half of each batch, observed by ``attach`` or by the loop."""
     model = with_dropout()
     opt = TNT(model.parameters(), samples=2, **SETTINGS)
-    if observe is None:
+    if attached:
         opt.attach(model, fraction=0.5)
     torch.manual_seed(0)
     for step in range(7):
         opt.zero_grad()
         ((x, y),) = batches(step)
-        if observe is not None:
-            observe(opt, model, x)
-        cross_entropy(model(x), y).backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+            if opt.observing and not attached:
+                kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
+                with torch.random.fork_rng(devices=[]):
+                    for part in x[:4].chunk(2):
+                        opt.observe(model(part), fraction=0.5)
+                model.load_state_dict(kept, strict=False)
+            if how == "checkpointed":
+                output = checkpoint(model, x, use_reentrant=False)
+            else:
+                output = model(x)
+            loss = cross_entropy(output, y)
+        loss.backward()
         opt.step()
     return contents(model, opt), torch.get_rng_state()
 
 
-def test_attach_is_the_loop_over_parts() -> None:
-    def observe(opt: TNT, model: Net, x: Tensor) -> None:
-        if opt.observing:
-            kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
-            with torch.random.fork_rng(devices=[]):
-                for part in x[:4].chunk(2):
-                    opt.observe(model(part), fraction=0.5)
-            model.load_state_dict(kept, strict=False)
-
-    assert_same(trained(None), trained(observe))
+@pytest.mark.parametrize("how", ["plain", "autocast", "checkpointed"])
+def test_attach_is_the_loop_over_parts(how: str) -> None:
+    assert_same(trained(how, attached=True), trained(how, attached=False))
 
 
 def test_attach_leaves_buffers_and_random_states() -> None:
