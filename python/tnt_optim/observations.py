@@ -161,6 +161,9 @@ class Sampled(Empirical):
 
         The optimizer has the settings ``likelihood``, ``seed`` and ``sample_scale``.
         """
+        # Pieces of sharded gradients are not added up.
+        if processes.is_sharded and self.count >= self.most:
+            return
         if self.count and processes.holds_back(wanted):
             return
         number = processes.number(self.count)
@@ -174,7 +177,8 @@ class Sampled(Empirical):
         trainable = sum(p.requires_grad for g in optimizer.param_groups for p in g["params"])
         if len(wanted) == trainable:  # an output may miss a few parameters that were added later
             check_reached(observed)
-        self.add(observed, wanted, len(output) if isinstance(output, Tensor) else 1, fraction)
+        has_rows = isinstance(output, Tensor) and output.dim() > 0
+        self.add(observed, wanted, len(output) if has_rows else 1, fraction)
 
     def add(
         self,

@@ -192,6 +192,22 @@ def test_further_observations_are_averaged_in_turn(fixed_labels: FixedLabels) ->
             torch.testing.assert_close(found, wanted, rtol=FLOAT64_REORDERED, atol=1e-18)
 
 
+def test_an_output_may_be_anything_that_the_likelihood_takes() -> None:
+    """A number or a dictionary counts as one example."""
+    for wrap in (torch.sum, lambda z: {"logits": z}):
+        layer = nn.Linear(3, 2)
+        opt = TNT(
+            layer.parameters(),
+            likelihood=lambda o: (
+                sum(map(torch.sum, o.values())) if isinstance(o, dict) else o * 1.0
+            ),
+        )
+        opt.observe(wrap(layer(torch.randn(4, 3))))
+        layer(torch.randn(4, 3)).sum().backward()
+        opt.step()
+        assert all("stats" in state for state in opt.state.values())
+
+
 def test_a_step_with_samples_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model = made_net()
     opt = TNT(model.parameters(), samples=2, **SETTINGS)
