@@ -95,11 +95,8 @@ def _asking(hook: OutputHook, module: nn.Module) -> Any:
         return None
     if hook.is_busy or optimizer is None or not optimizer._wants_output():
         return None
-    # Inside a transform of torch.func tensors are wrapped; functional_call may bring other weights.
+    # Inside a transform of torch.func tensors are wrapped.
     if torch._C._functorch.peek_interpreter_stack() is not None:
-        return None
-    own = {p for group in optimizer.param_groups for p in group["params"]}
-    if not hook.is_sharded and own.isdisjoint(module.parameters()):
         return None
     if getattr(module, "_is_replica", False):
         raise RuntimeError(
@@ -110,6 +107,10 @@ def _asking(hook: OutputHook, module: nn.Module) -> Any:
         raise RuntimeError(
             "model must be attached to after fully_shard(model), whose hooks have to run first"
         )
+    # torch.func.functional_call may bring other weights.
+    own = {p for group in optimizer.param_groups for p in group["params"]}
+    if not hook.is_sharded and own.isdisjoint(module.parameters()):
+        return None
     return optimizer
 
 
