@@ -110,7 +110,7 @@ def in_parts(rank: int, processes: int, kind: str) -> list[Tensor]:
         fully_shard(net[0], mesh=init_device_mesh("cpu", (processes,)))
         fully_shard(net, mesh=init_device_mesh("cpu", (processes,)))
     model: nn.Module = DistributedDataParallel(net) if kind != "sharded" else net
-    opt = TNT(net.parameters(), **PARTS)
+    opt = TNT(net.parameters(), shard=kind if kind in SHARDS else None, **PARTS)
     opt.attach(net if kind == "inside" else model, fraction=0.5)
     for step in range(5):
         opt.zero_grad()
@@ -121,6 +121,7 @@ def in_parts(rank: int, processes: int, kind: str) -> list[Tensor]:
 
 
 PARTS: dict[str, Any] = {**SETTINGS, "samples": 2, "likelihood": least_likely}
+SHARDS = ("directions", "inverses")
 
 
 def made_parts_net() -> nn.Sequential:
@@ -129,7 +130,7 @@ def made_parts_net() -> nn.Sequential:
     return nn.Sequential(hidden, nn.Linear(6, 4)).double()
 
 
-@pytest.mark.parametrize("kind", ["wrapped", "inside", "sharded"])
+@pytest.mark.parametrize("kind", ["wrapped", "inside", "sharded", *SHARDS])
 def test_parts_of_a_batch(kind: str) -> None:
     """One process observes the same parts of all processes' batches."""
     ends = run_in(2, in_parts, kind)
