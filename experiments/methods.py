@@ -35,6 +35,9 @@ class Settings:
     batch_size: int
     epochs: int
     seed: int
+    interval_warmup: int | None = None
+    fraction: float | None = None  # of each batch that is observed
+    samples: int | None = None  # the number of parts of that fraction
 
 
 # From the model, the settings and the likelihood of the outputs.
@@ -78,6 +81,9 @@ def method_settings(
     warm_start: bool = True,
     graft: str | None = None,
     relative_damping: bool = False,
+    interval_warmup: int = 0,
+    fraction: float = 1.0,
+    samples: int = 1,
     schedule: str = "constant",
     seed: int = 0,
 ) -> Settings:
@@ -86,6 +92,7 @@ def method_settings(
     `stat_decay` None is the method's own; `intervals` are T1 and T2.
     """
     second_order, grafts = has_statistics(optimizer), takes_graft(optimizer)
+    attaches = optimizer == "tnt"
     return Settings(
         optimizer=optimizer,
         lr=lr,
@@ -102,6 +109,9 @@ def method_settings(
         batch_size=batch_size,
         epochs=epochs,
         seed=seed,
+        interval_warmup=interval_warmup if grafts else None,
+        fraction=fraction if attaches else None,
+        samples=samples if attaches else None,
     )
 
 
@@ -145,6 +155,9 @@ _IN_LABELS = {
     "weight_decay": "decay {:g}",
     "stat_interval": "T1 = {}",
     "inverse_interval": "T2 = {}",
+    "interval_warmup": "warm-up of the intervals: {}",
+    "fraction": "{:g} of the batch observed",
+    "samples": "{} samples",
     "warm_start": "warm start: {}",
     "graft": "graft: {}",
     "relative_damping": "relative damping: {}",
@@ -290,7 +303,9 @@ def _second_order(kind: type[TNT | Shampoo | KFAC], **fixed: Any) -> Build:
         names = ["lr", "damping", "momentum", "stat_decay", "weight_decay"]
         names += ["stat_interval", "inverse_interval"]
         if kind is not KFAC:
-            names += ["relative_damping", "graft"]
+            names += ["relative_damping", "graft", "interval_warmup"]
+        if kind is TNT and fixed["fisher"] == "sampled":
+            names.append("samples")
         given: dict[str, Any] = {name: getattr(settings, name) for name in names}
         if kind is not Shampoo:
             given |= {"likelihood": likelihood, "seed": settings.seed}
@@ -371,4 +386,12 @@ def build_optimizer(model: nn.Module, settings: Settings, likelihood: str) -> to
         raise ValueError(
             f"optimizer must be one of {', '.join(METHODS)}, got {settings.optimizer!r}"
         )
-    return METHODS[settings.optimizer].build(model, settings, likelihood)
+    optimizer = METHODS[settings.optimizer].build(model, settings, likelihood)
+    if isinstance(optimizer, TNT) and settings.fraction is not None and settings.fraction < 1:
+        optimizer.attach(model, fraction=settings.fraction)
+    return optimizer
+
+
+def observes(settings: Settings) -> bool:
+    """Whether the loop calls `observe`; an attached optimizer observes by itself."""
+    return METHODS[settings.optimizer].statistics == "sampled" and settings.fraction in (None, 1)

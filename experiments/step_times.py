@@ -26,6 +26,7 @@ from experiments.methods import (
     has_statistics,
     hidden_matrices,
     method_settings,
+    observes,
 )
 from experiments.models import seeded
 from experiments.models.autoencoder import (
@@ -113,7 +114,7 @@ class StepSet:
             inputs=inputs.to(device),
             targets=targets.to(device),
             loss=self.loss,
-            observes=METHODS[method].statistics == "sampled",
+            observes=observes(settings),
         )
 
 

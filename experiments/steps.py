@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from experiments.methods import METHODS, Settings, build_optimizer
+from experiments.methods import Settings, build_optimizer, observes
 from experiments.models import seeded
 from experiments.problems.problem import Problem
 from tools.measuring.clock import alternate
@@ -126,8 +126,7 @@ def problem_step(problem: Problem, settings: Settings) -> TrainingStep:
     inputs, targets = problem.batch(indices, shuffle)
     model = seeded(problem.build, settings.seed)
     optimizer = build_optimizer(model, settings, problem.likelihood)
-    observes = METHODS[settings.optimizer].statistics == "sampled"
-    return TrainingStep(model, optimizer, inputs, targets, problem.loss, observes)
+    return TrainingStep(model, optimizer, inputs, targets, problem.loss, observes(settings))
 
 
 def time_kinds(

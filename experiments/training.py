@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from experiments.methods import METHODS, Settings, build_optimizer, lr_multiplier
+from experiments.methods import METHODS, Settings, build_optimizer, lr_multiplier, observes
 from experiments.models import seeded
 from experiments.problems.problem import Problem
 from tnt_optim import PreconditionerError
@@ -360,7 +360,7 @@ class _Loop:
         self.optimizer.zero_grad()
         outputs = self.model(inputs)
         loss = self.problem.loss(outputs, targets)
-        if METHODS[self.settings.optimizer].statistics == "sampled":
+        if observes(self.settings):
             self.optimizer.observe(outputs)  # type: ignore[attr-defined]
         loss.backward()
         self.optimizer.step()

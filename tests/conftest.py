@@ -132,8 +132,10 @@ def observation_count(optimizer: Any) -> int:
 
 
 def observed_gradients(optimizer: Any) -> dict[Tensor, Tensor]:
-    """Copies of the sampled gradients that TNT holds for its next step, by parameter."""
-    return {p: g.clone() for p, g in optimizer._observed.sampled.items()}
+    """Copies of the sums of sampled gradients that TNT holds for its next step, by parameter."""
+    held = [s.gradients for s in optimizer._observed.samples]
+    assert len(held) <= 1
+    return {p: g.clone() for gradients in held for p, g in gradients.items()}
 
 
 @pytest.fixture
@@ -182,6 +184,8 @@ class Snapshot:
         numbers = {id(p): n for n, p in enumerate(p for g in groups for p in g["params"])}
         if isinstance(held, dict):
             return {numbers.get(id(k), k): self._by_number(v) for k, v in held.items()}
+        if isinstance(held, list):
+            return [self._by_number(item) for item in held]
         if isinstance(held, set):
             return sorted(numbers.get(id(k), k) for k in held)
         return held

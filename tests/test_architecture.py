@@ -319,15 +319,16 @@ SIGNATURES = {
 }
 TNT_SIGNATURE = (
     "params, lr=0.0001, *, damping=0.01, momentum=0.9, stat_decay=0.9, weight_decay=0.0, "
-    "stat_interval=10, inverse_interval=100, likelihood='categorical', fisher='sampled', "
-    "max_factor_dim=8192, relative_damping=False, graft=None, seed=0, capturable=False, "
-    "block_size=None, merge_small_dims=None, maximize=False, rounding='nearest', kl_clip=None, "
-    "sample_scale=None, process_group=None, shard=None"
+    "stat_interval=10, inverse_interval=100, interval_warmup=0, likelihood='categorical', "
+    "fisher='sampled', max_factor_dim=8192, relative_damping=False, graft=None, seed=0, "
+    "capturable=False, block_size=None, merge_small_dims=None, maximize=False, "
+    "rounding='nearest', kl_clip=None, sample_scale=None, samples=1, process_group=None, "
+    "shard=None"
 )
 SHAMPOO_SIGNATURE = (
     TNT_SIGNATURE.replace("likelihood='categorical', fisher='sampled', ", "")
     .replace("seed=0, ", "")
-    .replace("sample_scale=None, ", "")
+    .replace("sample_scale=None, samples=1, ", "")
 )
 KFAC_SIGNATURE = (
     "model, lr=0.003, *, damping=0.3, momentum=0.9, stat_decay=0.9, weight_decay=0.0, "

@@ -1,25 +1,31 @@
 """``attach``: observing without a line in the training loop, for trainers that own the loop.
 
-A forward hook on the model passes the forward's result to the optimizer's ``observe``.
+A forward hook on the model passes the forward's result to the optimizer's ``observe``. If only a
+fraction of the batch is observed, a hook before the forward calls the model on that fraction.
 """
 
+import itertools
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
+
+from tnt_optim.autograd import buffers_put_back
 
 
 class OutputHook:
     """Passes a model's result to the optimizer, if the optimizer wants it.
 
-    The model holds the hook; the hook refers to the optimizer weakly. A copied or saved model has a
-    hook that does nothing; loading a saved one needs this package.
+    With a ``fraction`` below 1 it is a hook before the forward, and passes results of parts of the
+    batch. The model holds the hook; the hook refers to the optimizer weakly. A copied or saved
+    model has a hook that does nothing; loading a saved one needs this package.
     """
 
     def __init__(
@@ -27,51 +33,71 @@ class OutputHook:
         optimizer: "weakref.ref[Any] | None",
         output: Callable[[Any], Any] | None,
         is_sharded: bool,
+        fraction: float,
     ) -> None:
         self.optimizer = optimizer
         self.output = output
         self.is_sharded = is_sharded
-        self._hand_over: Callable[..., None] | None = None
+        self.fraction = fraction
+        self.is_busy = False  # while it calls the model on parts of the batch
+        self._observe: Callable[..., None] | None = None
         if optimizer is not None:
-            # A compiled model's graph ends here, at the end of the forward. A decorator would
+            # A compiled model's graph ends here, at an end of the forward. A decorator would
             # import the compiler with this module.
-            self._hand_over = torch.compiler.disable(
-                _hand_over,
+            self._observe = torch.compiler.disable(
+                _hand_over if fraction == 1 else _observe_parts,
                 reason="an optimizer's attach() observes what this model returns; attach it to "
                 "what torch.compile returned, with which fullgraph=True works, too",
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return OutputHook, (None, None, False)
+        return OutputHook, (None, None, False, 1.0)
 
-    def __call__(self, module: nn.Module, args: Any, result: Any) -> None:
-        """A forward hook; returns None, which leaves the result as it is."""
-        if self._hand_over is not None and module.training and torch.is_grad_enabled():
-            self._hand_over(self, module, result)
+    def __call__(self, module: nn.Module, args: Any, other: Any) -> None:
+        """A hook after the forward, with its result, or before it, with its keyword arguments.
+
+        Returns None, which leaves them as they are.
+        """
+        if self._observe is not None and module.training and torch.is_grad_enabled():
+            self._observe(self, module, args, other)
 
 
 def attach(
-    optimizer: Any, model: nn.Module, output: Callable[[Any], Any] | None
+    optimizer: Any, model: nn.Module, output: Callable[[Any], Any] | None, fraction: float
 ) -> RemovableHandle:
     """Makes ``optimizer`` observe ``model``, as long as both exist; see ``TNT.attach``."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if output is not None and not callable(output):
         raise TypeError(f"output must be a function or None, got {type(output).__name__}")
-    hook = OutputHook(weakref.ref(optimizer), output, _is_sharded(model))
-    handle = model.register_forward_hook(hook)
+    check_fraction(fraction)
+    hook = OutputHook(weakref.ref(optimizer), output, _is_sharded(model), fraction)
+    if fraction == 1:
+        handle = model.register_forward_hook(hook)
+    else:  # before the hooks of fully_shard, each part's forward and backward are whole
+        handle = model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
     weakref.finalize(optimizer, handle.remove).atexit = False
     return handle
 
 
-def _hand_over(hook: OutputHook, module: nn.Module, result: Any) -> None:
+def check_fraction(fraction: float) -> None:
+    """Refuses a fraction of a batch that is none."""
+    if not 0 < fraction <= 1:
+        raise ValueError(f"fraction must be a number in (0, 1], got {fraction!r}")
+
+
+def _asking(hook: OutputHook, module: nn.Module) -> Any:
+    """The optimizer, if it wants an output now."""
     optimizer = None if hook.optimizer is None else hook.optimizer()
     # Under torch.export tensors have no values. A forward inside a backward is activation
     # checkpointing, which repeats a forward that was observed.
     if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
-        return
-    if optimizer is None or not optimizer._wants_output():
-        return
+        return None
+    if hook.is_busy or optimizer is None or not optimizer._wants_output():
+        return None
+    # Inside a transform of torch.func tensors are wrapped.
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return None
     if getattr(module, "_is_replica", False):
         raise RuntimeError(
             "model must not be a replica of torch.nn.DataParallel, whose threads would all observe "
@@ -81,6 +107,65 @@ def _hand_over(hook: OutputHook, module: nn.Module, result: Any) -> None:
         raise RuntimeError(
             "model must be attached to after fully_shard(model), whose hooks have to run first"
         )
+    # torch.func.functional_call may bring other weights.
+    own = {p for group in optimizer.param_groups for p in group["params"]}
+    if not hook.is_sharded and own.isdisjoint(module.parameters()):
+        return None
+    return optimizer
+
+
+def _hand_over(hook: OutputHook, module: nn.Module, args: Any, result: Any) -> None:
+    optimizer = _asking(hook, module)
+    if optimizer is not None:
+        _observe_result(hook, optimizer, result)
+
+
+def _observe_parts(hook: OutputHook, module: nn.Module, args: Any, kwargs: Any) -> None:
+    optimizer = _asking(hook, module)
+    if optimizer is None:
+        return
+    # DistributedDataParallel prepares its next backward in a forward, and sends buffers.
+    inner = module.module if isinstance(module, DistributedDataParallel) else module
+    devices = {p.device for group in optimizer.param_groups for p in group["params"]}
+    hook.is_busy = True
+    try:
+        cuda = sorted(device.index for device in devices if device.type == "cuda")
+        with torch.random.fork_rng(devices=cuda), buffers_put_back(inner), _own_tensors():
+            for part, observed in parts_of((args, kwargs), hook.fraction, optimizer.samples):
+                _observe_result(hook, optimizer, inner(*part[0], **part[1]), observed)
+    finally:
+        hook.is_busy = False
+
+
+def parts_of(inputs: Any, fraction: float, parts: int) -> Iterator[tuple[Any, float]]:
+    """Parts of the first ``fraction`` of a batch.
+
+    Args:
+        inputs: nested tensors; those as long as the first one in their first dimension are cut.
+        fraction: of the batch, at least one example.
+        parts: their number, or the number of examples if that is smaller.
+
+    Yields:
+        The inputs of each part, and the fraction that all parts are of the batch.
+    """
+    leaves, spec = tree_flatten(inputs)
+    sizes = [len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0]
+    if not sizes or not sizes[0]:
+        raise ValueError(
+            "model must get tensors with the batch as their first dimension if a fraction of it is "
+            f"observed, got sizes {sizes}"
+        )
+    size, observed = sizes[0], max(1, round(fraction * sizes[0]))
+    number = min(parts, observed)
+    for first, last in itertools.pairwise(observed * i // number for i in range(number + 1)):
+        cut = [
+            leaf[first:last] if isinstance(leaf, Tensor) and leaf.shape[:1] == (size,) else leaf
+            for leaf in leaves
+        ]
+        yield tree_unflatten(cut, spec), observed / size
+
+
+def _observe_result(hook: OutputHook, optimizer: Any, result: Any, fraction: float = 1.0) -> None:
     described = _logits(result) if hook.output is None else hook.output(result)
     if isinstance(described, Tensor) and not described.requires_grad:
         return
@@ -88,9 +173,13 @@ def _hand_over(hook: OutputHook, module: nn.Module, result: Any) -> None:
     replica = DistributedDataParallel._get_active_ddp_module()
     if replica is not None and replica.find_unused_parameters:
         optimizer._observed.partial = True
-    # If the whole model is checkpointed, its hooks must not see the tensors saved here.
-    with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
-        optimizer.observe(described)
+    with _own_tensors():
+        optimizer.observe(described, fraction=fraction)
+
+
+def _own_tensors() -> saved_tensors_hooks:
+    """If the whole model is checkpointed, its hooks must not see the tensors saved here."""
+    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 def _is_sharded(module: nn.Module) -> bool:

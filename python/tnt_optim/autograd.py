@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._functorch import config
 from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
 
@@ -29,13 +30,19 @@ def all_finite(gradients: Iterable[Tensor]) -> Tensor:
 
 @contextmanager
 def buffers_put_back(*modules: nn.Module) -> Iterator[None]:
-    """Restores the modules' buffers (batch norm's running statistics) on leaving."""
-    buffers = {b: b.detach().clone() for module in modules for b in module.buffers()}
+    """Restores the modules' buffers (batch norm's running statistics) on leaving.
+
+    Also buffers that a forward replaces by other tensors.
+    """
+    values = {b: b.detach().clone() for module in modules for b in module.buffers()}
+    tables = [(part._buffers, dict(part._buffers)) for m in modules for part in m.modules()]
     try:
         yield
     finally:
+        for table, own in tables:
+            table.update(own)
         with torch.no_grad():
-            for buffer, value in buffers.items():
+            for buffer, value in values.items():
                 buffer.copy_(value)
 
 
@@ -74,7 +81,7 @@ def check_graph_lasts(loss: Tensor) -> None:
     The compiler's own error comes many steps later, for a batch of another size, or at once, if its
     cache on disk has the graph of a training without observations.
     """
-    if not torch._functorch.config.donated_buffer:
+    if not config.donated_buffer:
         return
     if any(node.name() == "CompiledFunctionBackward" for node in graph_nodes(loss)):
         raise RuntimeError(
@@ -123,6 +130,20 @@ def unscaled(gradients: Mapping[Tensor, Tensor], scale: float) -> dict[Tensor, T
     return {p: g.to(state_dtype(p)) * (1.0 / scale) for p, g in gradients.items()}
 
 
+@contextmanager
+def before_backward() -> Iterator[None]:
+    """Says what is wrong if the graph of an observed output is no longer there."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "backward through the graph a second time" not in str(error):
+            raise
+        raise RuntimeError(
+            "observe must be called before the backward of the same forward, which frees the graph "
+            "of the output: call it between the forward and loss.backward()"
+        ) from error
+
+
 def gradients_of(
     loss: Tensor, params: Sequence[Tensor], *, retain_graph: bool, scale: float = 1.0
 ) -> dict[Tensor, Tensor]:
@@ -133,7 +154,7 @@ def gradients_of(
     """
     grads: Sequence[Tensor | None] = ()
     if params:
-        with without_autocast(loss):
+        with without_autocast(loss), before_backward():
             grads = torch.autograd.grad(
                 loss,
                 params,

@@ -23,7 +23,7 @@ from tnt_optim.update import DeviceStep, Group, Report, States
 NUMBERS = ("lr", "damping", "momentum", "stat_decay", "weight_decay")
 
 # Settings of a group that a recorded graph cannot change: all but numbers and schedule.
-_CHANGING = (*NUMBERS, "stat_interval", "inverse_interval", "modes")
+_CHANGING = (*NUMBERS, "stat_interval", "inverse_interval", "interval_warmup", "modes")
 _FIXED = tuple(o.name for o in OPTIONS.values() if o.per_group and o.name not in _CHANGING)
 
 # The number of graphs. Further kinds of steps run without: a model has many kinds if different

@@ -108,16 +108,29 @@ class WithFallback(Optimizer):
         self.fallback.step()
         return loss
 
-    def observe(self, output: Any) -> None:
+    @property
+    def observing(self) -> bool:
+        """See ``TNT.observing``."""
+        return bool(getattr(self.main, "observing", False))
+
+    def observe(self, output: Any, **more: Any) -> None:
         """See ``TNT.observe``."""
-        self.main.observe(output)  # type: ignore[attr-defined]
+        self._tnt("observe").observe(output, **more)
 
     def attach(
-        self, model: nn.Module, output: Callable[[Any], Any] | None = None
+        self, model: nn.Module, output: Callable[[Any], Any] | None = None, **more: Any
     ) -> RemovableHandle:
         """See ``TNT.attach``."""
-        handle: RemovableHandle = self.main.attach(model, output)  # type: ignore[attr-defined]
+        handle: RemovableHandle = self._tnt("attach").attach(model, output, **more)
         return handle
+
+    def _tnt(self, method: str) -> Any:
+        if not hasattr(self.main, method):
+            raise TypeError(
+                f"main must be a TNT for {method}(), got {type(self.main).__name__}, whose "
+                "statistics come from the training gradients: leave the call out"
+            )
+        return self.main
 
     def warm_start(self, outputs: Iterable[Any], **more: Any) -> None:
         """See ``TNT.warm_start``."""

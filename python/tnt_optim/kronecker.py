@@ -2,10 +2,11 @@
 
 At step t = 0, 1, 2, ..., with T1 = stat_interval and T2 = inverse_interval, the statistics are
 refreshed if t % T1 == 0, and the factors if t % T2 == 0. During its first T2 steps, a parameter's
-factors are also refreshed with its statistics, which still change fast. Every step updates the
-parameters.
+factors are also refreshed with its statistics, which still change fast. With interval_warmup both
+intervals grow from 1 to their values instead. Every step updates the parameters.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,7 +16,6 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from tnt_kernels import gram_ema_
 from tnt_optim import checkpoint
 from tnt_optim.autograd import buffers_put_back, check_reached, checked_replicas
 from tnt_optim.cuda_graphs import StepGraphs, check_graphs_device
@@ -29,7 +29,6 @@ from tnt_optim.modes import (
     Settings,
     State,
     any_sharded,
-    blocks,
     by_device,
     is_half,
     is_sharded,
@@ -48,9 +47,42 @@ from tnt_optim.state import (
     optional_entries,
     zero_statistics,
 )
-from tnt_optim.update import Batch, DeviceStep, Group, Local, Report, worst_of_blocks
+from tnt_optim.update import (
+    Batch,
+    DeviceStep,
+    Group,
+    Local,
+    Report,
+    accumulate_,
+    combined,
+    worst_of_blocks,
+)
 
 _NO_MORE = object()
+
+
+@functools.cache
+def _warmup_steps(interval: int, warmup: int) -> tuple[frozenset[int], int]:
+    """The steps of refreshes in a warm-up, and the first one after it.
+
+    An interval that starts at step s is 1 + (interval - 1) s / warmup, rounded down.
+
+    >>> steps, after = _warmup_steps(4, 9)
+    >>> sorted(steps), after
+    ([0, 1, 2, 3, 5, 7], 10)
+    """
+    steps, step = set(), 0
+    while step < warmup:
+        steps.add(step)
+        step += 1 + (interval - 1) * step // warmup
+    return frozenset(steps), step
+
+
+def is_due(group: Settings, interval: str) -> bool:
+    """Whether a refresh with a group's "stat_interval" or "inverse_interval" is due at its step."""
+    steps, after = _warmup_steps(group[interval], group["interval_warmup"])
+    t: int = group["step"]
+    return t in steps or (t >= after and (t - after) % group[interval] == 0)
 
 
 class KroneckerOptimizer(Optimizer):
@@ -354,7 +386,7 @@ class KroneckerOptimizer(Optimizer):
         return [
             p
             for group in self.param_groups
-            for scheduled in [group["step"] % group["stat_interval"] == 0]
+            for scheduled in [is_due(group, "stat_interval")]
             for p in group["params"]
             if scheduled or (not self._has_state(p) and p not in self._observed.unreached)
         ]
@@ -362,10 +394,10 @@ class KroneckerOptimizer(Optimizer):
     def _prepared(self, processes: Local) -> DeviceStep:
         """The device's part of this step; makes first statistics and factors on the way."""
         with_gradients = processes.with_gradients(self._params())
-        pieces = self._observed.gradients(processes, self._due(), with_gradients, self._has_state)
-        groups = self.param_groups
-        ready = [p for group in groups for p in self._to_update(group, pieces, with_gradients)]
-        observed = processes.whole(pieces)
+        samples = self._observed.gradients(processes, self._due(), with_gradients, self._has_state)
+        groups, reached = self.param_groups, {p for sample in samples for p in sample}
+        ready = [p for group in groups for p in self._to_update(group, reached, with_gradients)]
+        observed = combined(samples, processes)
         first = {p: g for p, g in observed.items() if not self._has_state(p)}
         self.state.update(self._first_states(first, processes))
         self._accumulated.update(first)
@@ -393,12 +425,13 @@ class KroneckerOptimizer(Optimizer):
         self, group: Group, refreshed: Container[Tensor], first: Container[Tensor]
     ) -> list[Tensor]:
         """The group's parameters whose factors are due; ``first`` just got theirs."""
-        t, interval = group["step"], group["inverse_interval"]
+        t, scheduled = group["step"], is_due(group, "inverse_interval")
+        young = 0 if group["interval_warmup"] else group["inverse_interval"]
         return [
             p
             for p in group["params"]
             if self._has_state(p) and p not in first
-            if t % interval == 0 or (p in refreshed and t - self.state[p]["first_step"] < interval)
+            if scheduled or (p in refreshed and t - self.state[p]["first_step"] < young)
         ]
 
     def _to_update(
@@ -511,8 +544,7 @@ class KroneckerOptimizer(Optimizer):
                     stats[param] = zero_statistics(param, group) if owned else []
             own = [p for p in params if stats[p]]
             seen = [layout(p, group) for p in own]
-            gradients = blocks([observed[p] for p in own], seen)
-            gram_ema_(rows([stats[p] for p in own], seen), gradients, decay)
+            accumulate_(own, [stats[p] for p in own], observed, seen, decay)
 
     def _first_states(
         self, observed: dict[Tensor, Tensor], processes: Local

@@ -31,10 +31,29 @@ def categorical(logits: Tensor, generator: torch.Generator) -> Tensor:
             f"output must be (batch, classes) for likelihood 'categorical', got "
             f"{tuple(logits.shape)}; bring classes last and flatten the rest into rows"
         )
-    # argmax(z - log E), E ~ Exp(1), has the law softmax(z). torch.multinomial waits for the device.
-    noise = torch.empty_like(logits, requires_grad=False).exponential_(generator=generator)
-    labels = (logits.detach() - noise.log()).argmax(dim=1)
-    return F.cross_entropy(logits, labels)
+    if logits.shape[1] < 2:
+        raise ValueError(
+            "output must have at least two classes for likelihood 'categorical', got "
+            f"{tuple(logits.shape)}; a single output is 'bernoulli' or 'gaussian'"
+        )
+    return F.cross_entropy(logits, drawn_classes(logits.detach(), generator))
+
+
+def drawn_classes(logits: Tensor, generator: torch.Generator) -> Tensor:
+    """One class for each row, from softmax(logits): the first whose cumulative share is above u.
+
+    ``torch.multinomial`` waits for the device, and a Gumbel maximum draws a number for each logit.
+    """
+    shares = logits.softmax(1).cumsum(1)
+    uniform = torch.rand(
+        *(len(logits), 1), generator=generator, dtype=logits.dtype, device=logits.device
+    )
+    # Below the sum, also after rounding: a class of probability 0 at the end is never drawn.
+    total = shares[:, -1:]
+    drawn = torch.minimum(uniform * total, total.nextafter(torch.zeros_like(total)))
+    # Not a class if the logits are NaN; the loss is then NaN with any.
+    found = torch.searchsorted(shares, drawn, right=True).squeeze(1)
+    return found.clamp(max=logits.shape[1] - 1)
 
 
 def bernoulli(logits: Tensor, generator: torch.Generator) -> Tensor:

@@ -5,6 +5,7 @@ accumulates gradients at sampled labels between ``observe`` and ``step``, and re
 parameters the outputs did not reach.
 """
 
+import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,7 +40,14 @@ class Empirical:
         """The parameters among ``due`` for which an output would be observed now."""
         return []
 
-    def observe(self, optimizer: Any, output: Any, wanted: list[Tensor], processes: Local) -> None:
+    def observe(
+        self,
+        optimizer: Any,
+        output: Any,
+        wanted: list[Tensor],
+        processes: Local,
+        fraction: float,
+    ) -> None:
         """Accumulates the gradients of an output; not called while none are wanted."""
 
     def gradients(
@@ -48,12 +56,12 @@ class Empirical:
         due: Sequence[Tensor],
         with_gradients: Container[Tensor],
         has_statistics: HasStatistics,
-    ) -> Gradients:
-        """The gradients for the statistics of one step, of the same parameters in all processes.
+    ) -> list[Gradients]:
+        """The samples for the statistics of one step, of the same parameters in all processes.
 
         ``due`` are the parameters whose statistics are due, and those without statistics.
         """
-        return {p: p.grad for p in due if p in with_gradients}
+        return [{p: p.grad for p in due if p in with_gradients}]
 
     def batch_loss(
         self, optimizer: Any, output: Any, index: int, processes: Local
@@ -76,13 +84,57 @@ class Empirical:
 
 
 @dataclass
-class Sampled(Empirical):
-    """Gradients at labels sampled from the model's own distribution."""
+class Sample:
+    """The sum of some observations' gradients: one of the Gram matrices of a step."""
 
-    # Their sum, by parameter; of sharded parameters this process's pieces, if any.
-    sampled: dict[Tensor, Any] = field(default_factory=dict)
-    summed: int | Tensor = 0  # observations in the sum: the finite ones, if there is one
+    # By parameter; of sharded parameters this process's pieces, if any.
+    gradients: dict[Tensor, Any] = field(default_factory=dict)
+    number: int | Tensor = 0  # observations in the sum: the finite ones, if there is one
+    examples: int = 0  # in all of them
+
+    def add(self, observed: Mapping[Tensor, Tensor], examples: int) -> None:
+        """Adds an observation. One that is not finite gives way to any other."""
+        self.examples += examples
+        if not self.gradients or not observed:
+            self.gradients.update(observed)
+            self.number = self.number + 1
+            return
+        old, new = all_finite(self.gradients.values()), all_finite(observed.values())
+
+        def chosen(earlier: Any, later: Any, both: Any, device: torch.device) -> Tensor:
+            later = torch.where(old.to(device), both, later)
+            return torch.where(new.to(device), later, earlier)
+
+        for param, gradient in observed.items():
+            if param in self.gradients:
+                # Half precision adds up in float32. Out of place: autograd may share gradients.
+                earlier = self.gradients[param].to(state_dtype(param))
+                gradient = chosen(earlier, gradient, earlier + gradient, param.device)
+            self.gradients[param] = gradient
+        self.number = chosen(self.number, 1, self.number + 1, old.device)
+
+    def mean(self) -> Gradients:
+        """The mean over the observations."""
+        if isinstance(self.number, int) and self.number == 1:
+            return dict(self.gradients)
+        n = self.number
+        return {
+            p: total / (n.to(total.device) if isinstance(n, Tensor) else n)
+            for p, total in self.gradients.items()
+        }
+
+
+@dataclass
+class Sampled(Empirical):
+    """Gradients at labels sampled from the model's own distribution.
+
+    ``most`` is the number of samples that a step keeps apart.
+    """
+
+    most: int = 1
+    samples: list[Sample] = field(default_factory=list)
     count: int = 0  # outputs observed
+    examples: float = 0.0  # that the outputs stand for
     # Parameters whose statistics were wanted when an output was observed.
     asked: set[Tensor] = field(default_factory=set)
     # Parameters without statistics that the last output did not reach.
@@ -97,12 +149,22 @@ class Sampled(Empirical):
         """See ``Empirical.wanted``."""
         return [p for p in due if p.requires_grad]
 
-    def observe(self, optimizer: Any, output: Any, wanted: list[Tensor], processes: Local) -> None:
+    def observe(
+        self,
+        optimizer: Any,
+        output: Any,
+        wanted: list[Tensor],
+        processes: Local,
+        fraction: float,
+    ) -> None:
         """Samples labels at an output and accumulates the gradients of their loss.
 
         The optimizer has the settings ``likelihood``, ``seed`` and ``sample_scale``.
         """
-        if self.count and processes.is_sharded:
+        # Pieces of sharded gradients are not added up.
+        if processes.is_sharded and self.count >= self.most:
+            return
+        if self.count and processes.holds_back(wanted):
             return
         number = processes.number(self.count)
         loss = _loss(optimizer, output, "step", optimizer.param_groups[0]["step"], number)
@@ -115,29 +177,24 @@ class Sampled(Empirical):
         trainable = sum(p.requires_grad for g in optimizer.param_groups for p in g["params"])
         if len(wanted) == trainable:  # an output may miss a few parameters that were added later
             check_reached(observed)
-        self.add(observed, wanted)
+        has_rows = isinstance(output, Tensor) and output.dim() > 0
+        self.add(observed, wanted, len(output) if has_rows else 1, fraction)
 
-    def add(self, observed: Mapping[Tensor, Tensor], asked: Iterable[Tensor]) -> None:
-        """Accumulates an observation. One that is not finite gives way to any other."""
+    def add(
+        self,
+        observed: Mapping[Tensor, Tensor],
+        asked: Iterable[Tensor],
+        examples: int = 1,
+        fraction: float = 1.0,
+    ) -> None:
+        """Accumulates an observation of some examples, a fraction of those it stands for."""
         self.asked.update(asked)
+        place = self.count % self.most
+        if place == len(self.samples):
+            self.samples.append(Sample())
+        self.samples[place].add(observed, examples)
         self.count += 1
-        if not self.sampled or not observed:
-            self.sampled.update(observed)
-            self.summed = self.summed + 1
-            return
-        old, new = all_finite(self.sampled.values()), all_finite(observed.values())
-
-        def chosen(earlier: Any, later: Any, both: Any, device: torch.device) -> Tensor:
-            later = torch.where(old.to(device), both, later)
-            return torch.where(new.to(device), later, earlier)
-
-        for param, gradient in observed.items():
-            if param in self.sampled:
-                # Half precision adds up in float32. Out of place: autograd may share gradients.
-                earlier = self.sampled[param].to(state_dtype(param))
-                gradient = chosen(earlier, gradient, earlier + gradient, param.device)
-            self.sampled[param] = gradient
-        self.summed = chosen(self.summed, 1, self.summed + 1, old.device)
+        self.examples += examples / fraction
 
     def gradients(
         self,
@@ -145,45 +202,51 @@ class Sampled(Empirical):
         due: Sequence[Tensor],
         with_gradients: Container[Tensor],
         has_statistics: HasStatistics,
-    ) -> Gradients:
-        """See ``Empirical.gradients``: the mean over the whole batch."""
+    ) -> list[Gradients]:
+        """See ``Empirical.gradients``: the mean of each sample, over all processes.
+
+        A mean over n of the N examples of a batch is scaled by sqrt(n / N): its Gram matrix then
+        has the expectation of that of the whole batch's mean.
+        """
+        for sample in self.samples:
+            if sample.examples != self.examples:
+                scale = math.sqrt(sample.examples / self.examples)
+                sample.gradients = {p: g * scale for p, g in sample.gradients.items()}
         self._pool(processes, self.wanted(due), has_statistics)
         if not self.count and not self.warned:
             self.warned = any(has_statistics(p) and p.grad is not None for p in due)
             if self.warned:
                 warn_the_caller(UNOBSERVED)
-        if self.count == 1:
-            return dict(self.sampled)
-        n = self.summed
-        return {
-            p: total / (n.to(total.device) if isinstance(n, Tensor) else n)
-            for p, total in self.sampled.items()
-        }
+        return [sample.mean() for sample in self.samples]
 
     def _pool(self, processes: Local, due: Sequence[Tensor], has_statistics: HasStatistics) -> None:
-        """Replaces this process's observations by the mean over all processes.
+        """Replaces this process's samples by their means over all processes.
 
-        Which parameters the observations reached is asked only if it may matter, because the host
-        waits for the answer: while there are parameters without statistics, and where
-        DistributedDataParallel looks for unused parameters, too. Otherwise a parameter that was not
-        reached has a gradient of zero. ``due`` is the same in all processes.
+        Which parameters the observations reached, and how many samples there are, is asked only if
+        it may matter, because the host waits for the answer: while there are parameters without
+        statistics, if a step may have several samples, and where DistributedDataParallel looks for
+        unused parameters. Otherwise a parameter that was not reached has a gradient of zero.
+        ``due`` is the same in all processes.
         """
         if not due or not processes.is_distributed:
             return
-        reached = due
-        known = self.agreed and all(map(has_statistics, due))
+        reached, most = due, 1
+        known = self.agreed and all(map(has_statistics, due)) and self.most == 1
         if processes.is_sharded or self.partial or not known:
-            flags = [self.count > 0, self.partial, *(p in self.sampled for p in due)]
-            anyone, self.partial, *found = processes.anywhere(flags, due[0].device)
-            if not anyone:
+            found = [any(p in sample.gradients for sample in self.samples) for p in due]
+            flags = [len(self.samples), self.partial, *found]
+            most, partial, *anywhere = processes.anywhere(flags, due[0].device)
+            if not most:
                 return
-            self.agreed = True
-            reached = [p for p, is_reached in zip(due, found, strict=True) if is_reached]
-        number = self.summed if self.count else 0
-        means, observers = processes.mean(reached, self.sampled, number)
-        if not self.count and not observers:  # the host waits only if it observed nothing
-            return
-        self.sampled, self.summed, self.count = dict(means), 1, 1
+            self.partial, self.agreed = bool(partial), True
+            reached = [p for p, is_reached in zip(due, anywhere, strict=True) if is_reached]
+        samples = [*self.samples, *(Sample() for _ in range(most - len(self.samples)))]
+        for sample in samples:
+            means, observers = processes.mean(reached, sample.gradients, sample.number)
+            if not self.count and not observers:  # the host waits only if it observed nothing
+                return
+            sample.gradients, sample.number = dict(means), 1
+        self.samples, self.count = samples, len(samples)
         self.asked.update(due)
 
     def batch_loss(
@@ -202,7 +265,7 @@ class Sampled(Empirical):
         missed = {
             p
             for p in self.asked | self.unreached | self.awaited
-            if not has_statistics(p) and p not in self.sampled
+            if not has_statistics(p) and not any(p in s.gradients for s in self.samples)
         }
         # A gradient of a parameter that was not asked for: the outputs reach it at times.
         seen = {p for p in missed - self.asked if p.grad is not None}
@@ -211,7 +274,7 @@ class Sampled(Empirical):
 
     def use_up(self) -> None:
         """Forgets all but which parameters were not reached."""
-        self.sampled, self.summed, self.asked, self.count = {}, 0, set(), 0
+        self.samples, self.asked, self.count, self.examples = [], set(), 0, 0.0
 
     def start_over(self) -> None:
         """Forgets everything but ``partial`` and ``agreed``."""

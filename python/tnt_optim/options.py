@@ -52,8 +52,12 @@ def _number(holds: Check, any_shape: bool = False) -> Check:
     return check
 
 
+def _is_whole(value: Any, least: int = 0) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
+
+
 def _is_count(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
+    return _is_whole(value, 1)
 
 
 def _is_seed(value: Any) -> bool:
@@ -90,6 +94,7 @@ _TABLE = (
     Option("weight_decay", 0.0, *_NOT_NEGATIVE),
     Option("stat_interval", 10, *_COUNT),
     Option("inverse_interval", 100, *_COUNT),
+    Option("interval_warmup", 0, _is_whole, "an integer >= 0", added=True),
     Option(
         "likelihood",
         "categorical",
@@ -117,6 +122,7 @@ _TABLE = (
     Option(
         "sample_scale", None, _or_none(_is_power_of_two), "a power of two or None", per_group=False
     ),
+    Option("samples", 1, *_COUNT, per_group=False),
     Option("capturable", False, *_BOOL, per_group=False),
     Option("process_group", None, lambda value: True, "a process group or None", per_group=False),
     Option("shard", None, *_one_of(None, "directions", "inverses"), per_group=False),
@@ -131,7 +137,9 @@ stat_decay: beta in the paper, of the statistics' moving average.
 weight_decay: gamma in the paper, decoupled: W <- W - lr (P + weight_decay W).
 stat_interval: T1 in the paper: the number of steps between two refreshes of the statistics.
 inverse_interval: T2 in the paper: the number of steps between two refreshes of the factors. During
-    the first T2 steps the factors are refreshed with the statistics.
+    the first T2 steps the factors are refreshed with the statistics, without ``interval_warmup``.
+interval_warmup: the number of first steps in which both intervals grow from 1 to their values:
+    statistics and factors change fast at first. With 0 they have their values from the start.
 likelihood: the distribution that the model's output parametrises: "categorical" (logits (N,
     classes); cross entropy, mean), "bernoulli" (logits (N, ...); binary cross entropy, summed over
     outputs, mean over N), "gaussian" (means (N, ...), unit variance; half the squared error, summed
@@ -160,6 +168,9 @@ sample_scale: multiply the loss at sampled labels by this before its backward an
     gradients by it in float32, as GradScaler does for the training loss; a power of two. None: if
     something is in float16, the number of examples, up to 2^15, because the gradients of a mean
     over many are too small for float16; otherwise, and for a likelihood that is a function, 1.
+samples: the number of gradients that the statistics of one step keep apart, each with the memory of
+    a gradient: the mean of their Gram matrices is less noisy than the Gram matrix of their mean.
+    Further observations of the step are averaged with them.
 capturable: run the steps as CUDA graphs, one for each kind of step, from the second step of its
     kind on. All parameters must be on one CUDA device. Gradients at new addresses are copied:
     ``zero_grad(set_to_none=False)`` saves the copies. The learning rate and the other numbers may
@@ -177,6 +188,24 @@ OPTIONS = {option.name: option for option in _TABLE}
 
 # Options that checkpoints of earlier versions lack, with the value they had.
 ADDED = {option.name: option.default for option in _TABLE if option.added}
+
+
+class Fixed:
+    """An option that a constructed optimizer cannot change."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, optimizer: Any, owner: type | None = None) -> Any:
+        return self if optimizer is None else optimizer.__dict__[self.name]
+
+    def __set__(self, optimizer: Any, value: Any) -> None:
+        if self.name in optimizer.__dict__:
+            kind = type(optimizer).__name__
+            raise AttributeError(
+                f"{self.name} cannot be set: construct {kind}(..., {self.name}={value!r}) anew"
+            )
+        optimizer.__dict__[self.name] = value
 
 
 def check_settings(settings: Settings) -> None:

@@ -61,6 +61,7 @@ class Shampoo(KroneckerOptimizer):
         weight_decay: float = 0.0,
         stat_interval: int = 10,
         inverse_interval: int = 100,
+        interval_warmup: int = 0,
         max_factor_dim: int = 8192,
         relative_damping: bool = False,
         graft: str | None = None,

@@ -8,12 +8,12 @@ from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 
 from tnt_kernels import damped_inverse
-from tnt_optim.attach import attach
+from tnt_optim.attach import attach, check_fraction
 from tnt_optim.kronecker import KroneckerOptimizer
 from tnt_optim.likelihoods import Likelihood
 from tnt_optim.modes import Factors, Rows, Settings
 from tnt_optim.observations import Empirical, Sampled
-from tnt_optim.options import arguments, documented
+from tnt_optim.options import Fixed, arguments, documented
 from tnt_optim.update import Local
 
 
@@ -41,11 +41,11 @@ class TNT(KroneckerOptimizer):
             loss.backward()
             opt.step()
 
-    Every argument but ``likelihood``, ``fisher``, ``seed``, ``sample_scale``, ``capturable``,
-    ``process_group`` and ``shard`` can be set for each parameter group. By default a vector has one
-    mode, a matrix two, and a convolution weight three: out, in, and the kernel's positions. A
-    group's ``modes``, a function from a parameter's shape to mode sizes with the same product,
-    replaces this rule.
+    Every argument but ``likelihood``, ``fisher``, ``seed``, ``sample_scale``, ``samples``,
+    ``capturable``, ``process_group`` and ``shard`` can be set for each parameter group. By default
+    a vector has one mode, a matrix two, and a convolution weight three: out, in, and the kernel's
+    positions. A group's ``modes``, a function from a parameter's shape to mode sizes with the same
+    product, replaces this rule.
 
     Args:
         params: parameters, named parameters or parameter groups, of any floating-point dtype.
@@ -61,6 +61,8 @@ class TNT(KroneckerOptimizer):
     _attached: RemovableHandle | None = None
     _warming = False
 
+    fisher = Fixed()
+    samples = Fixed()
     likelihood: Likelihood
     seed: int
     sample_scale: float | None
@@ -76,6 +78,7 @@ class TNT(KroneckerOptimizer):
         weight_decay: float = 0.0,
         stat_interval: int = 10,
         inverse_interval: int = 100,
+        interval_warmup: int = 0,
         likelihood: Likelihood = "categorical",
         fisher: str = "sampled",
         max_factor_dim: int = 8192,
@@ -89,50 +92,58 @@ class TNT(KroneckerOptimizer):
         rounding: str = "nearest",
         kl_clip: float | None = None,
         sample_scale: float | None = None,
+        samples: int = 1,
         process_group: Any = None,
         shard: str | None = None,
     ) -> None:
-        source = Empirical() if fisher == "empirical" else Sampled()
+        source = Empirical() if fisher == "empirical" else Sampled(most=samples)
         super().__init__(params, arguments(locals()), source)
 
     @property
-    def fisher(self) -> str:
-        """The constructor's ``fisher``, which cannot be set later."""
-        value: str = self.__dict__["fisher"]
-        return value
-
-    @fisher.setter
-    def fisher(self, value: str) -> None:
-        if "fisher" in self.__dict__:
-            raise AttributeError(f"fisher cannot be set: construct TNT(..., fisher={value!r}) anew")
-        self.__dict__["fisher"] = value
+    def observing(self) -> bool:
+        """Whether ``observe`` would use an output now, because statistics are due."""
+        return self._wants_output()
 
     @_disable_dynamo  # as for step
-    def observe(self, output: Any) -> None:
+    def observe(self, output: Any, *, fraction: float = 1.0) -> None:
         """Samples labels at the model's output and keeps the gradient of their loss for ``step``.
 
         Call it between the forward and the ``backward`` of the same pass: the graph is retained,
-        and no ``.grad`` is touched. With gradient accumulation call it for each micro-batch: the
-        sampled gradients are averaged. They are also averaged with those of a skipped step (as by
-        ``GradScaler``), which have the same weights. An observation that is not finite is left out
-        if another reached the same parameters. If no statistics are due at this step, and with
-        ``fisher="empirical"``, it returns at once.
+        and no ``.grad`` is touched. With gradient accumulation call it for each micro-batch.
+        Observations of one step are ``samples`` of their own, or are averaged if there are more;
+        so are those of a skipped step (as by ``GradScaler``), which has the same weights. An
+        observation that is not finite is left out if another is finite. If no statistics are due at
+        this step, and with ``fisher="empirical"``, it returns at once.
+
+        A part of the batch is enough, and several samples of it are better than one::
+
+            if opt.observing:
+                for part in x[: len(x) // 4].chunk(opt.samples):
+                    opt.observe(model(part), fraction=0.25)
 
         Args:
             output: of the model, as the likelihood describes it, with its graph.
+            fraction: of the batch's examples that is observed in this step. The expectation of the
+                statistics is as if all of them were.
 
         Raises:
-            ValueError: if the output has no graph, the wrong number of dimensions, or depends on no
-                parameter of this optimizer; nothing is then changed.
+            ValueError: if ``fraction`` is not in (0, 1], or the output has no graph, the wrong
+                number of dimensions, or depends on no parameter of this optimizer; nothing is then
+                changed.
             RuntimeError: if the output is DistributedDataParallel's with ``static_graph=True``, or
                 its model was compiled with donated buffers.
         """
+        check_fraction(fraction)
         wanted = self._wanted()
         if wanted:
-            self._observed.observe(self, output, wanted, self._distribution())
+            self._observed.observe(self, output, wanted, self._distribution(), fraction)
 
     def attach(
-        self, model: nn.Module, output: Callable[[Any], Any] | None = None
+        self,
+        model: nn.Module,
+        output: Callable[[Any], Any] | None = None,
+        *,
+        fraction: float = 1.0,
     ) -> RemovableHandle:
         """Observes every output of ``model`` from now on, for trainers that own the training loop.
 
@@ -162,6 +173,9 @@ class TNT(KroneckerOptimizer):
             output: from the model's result to the argument of ``observe``, as
                 ``lambda out: out.logits.flatten(0, 1)`` for a language model; None: the tensor it
                 returns, or its ``logits``.
+            fraction: of each batch to observe. Below 1 the model is called on that fraction, cut
+                into ``samples`` parts, before its own forward; buffers and random states are
+                restored. The inputs must be tensors with the batch first.
 
         Returns:
             A handle; its ``remove`` ends the observation, as does the end of a ``with``.
@@ -173,7 +187,7 @@ class TNT(KroneckerOptimizer):
         """
         # Lightning's wrapper borrows this method: attach the wrapped optimizer.
         own: TNT = getattr(self, "optimizer", self)
-        handle = attach(own, model, output)
+        handle = attach(own, model, output, fraction)
         if own._attached is not None:
             own._attached.remove()
         own._attached = handle

@@ -5,6 +5,7 @@ the device or reads a value on it, so that a CUDA graph can record a step.
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,18 @@ from torch import Tensor
 from tnt_kernels import gram_ema_, preconditioned_step_
 from tnt_optim.autograd import Gradients, all_finite, gradients_of
 from tnt_optim.directions import Workspace, clipped, move_, scaled_directions_, updated_weights
-from tnt_optim.modes import Factors, Rows, Settings, State, blocks, each, layout_of, rows
+from tnt_optim.modes import (
+    Factors,
+    Layout,
+    Rows,
+    Settings,
+    State,
+    blocks,
+    each,
+    layout_of,
+    rows,
+    state_dtype,
+)
 from tnt_optim.state import NAMES
 
 # The entries of one bucket, on the CPU and on a GPU: its directions, or its float32 copies, are in
@@ -48,12 +60,16 @@ class Local:
         """The gradients of a loss; see ``autograd.gradients_of``."""
         return gradients_of(loss, params, retain_graph=retain_graph, scale=scale)
 
+    def holds_back(self, params: Sequence[Tensor]) -> bool:
+        """Whether gradients of earlier micro-batches wait to be averaged."""
+        return False
+
     def with_gradients(self, params: Sequence[Tensor]) -> set[Tensor]:
         """The parameters with a gradient; of sharded ones, in any process."""
         return {p for p in params if p.grad is not None}
 
-    def anywhere(self, flags: Sequence[bool], device: torch.device) -> list[bool]:
-        """The flags that are set in any process; the host waits for the answer."""
+    def anywhere(self, flags: Sequence[int], device: torch.device) -> list[int]:
+        """The largest of each flag or number over the processes; the host waits for the answer."""
         return list(flags)
 
     def mean(
@@ -151,7 +167,7 @@ class DeviceStep:
     statistics: list[Batch]  # refreshed first
     factors: list[Batch]  # refreshed after that
     updated: list[Batch]  # updated at last
-    observed: dict[Tensor, Tensor]  # gradients for the statistics
+    observed: dict[Tensor, Tensor]  # gradients for the statistics, or stacks of them
     grads: Gradients  # of the loss; of sharded parameters this process's pieces
     distribution: Local
     # Parameters whose statistics have this step's observations: a step that is repeated after a
@@ -180,8 +196,7 @@ class DeviceStep:
             owned = self.distribution.owned(params)
             own = [states[p] for p in owned]
             seen = list(map(layout_of, own))
-            gradients = blocks([self.observed[p] for p in owned], seen)
-            gram_ema_(rows(each(own, "stats"), seen), gradients, decay)
+            accumulate_(owned, each(own, "stats"), self.observed, seen, decay)
             self.accumulated.update(params)
             codes = (~finite).to(torch.int32).expand(len(params)).contiguous()
             reports.append(Report("statistics", codes, params))
@@ -213,6 +228,51 @@ class DeviceStep:
                 _count(own, "second_moment_updates")
             grads = {p: self.grads[p] for p in params}
             self.distribution.update(grads, states, settings(group), number, self.workspace)
+
+
+def combined(samples: Sequence[Gradients], processes: Local) -> dict[Tensor, Tensor]:
+    """The whole gradients of a single sample, or stacks of those of several, along a new first dim.
+
+    The Gram matrix of a stack is the mean over the samples: over the finite ones, if there is one.
+    """
+    whole = [found for sample in samples if (found := processes.whole(sample))]
+    if len(whole) <= 1:
+        return whole[0] if whole else {}
+    finite = [processes.all_finite(sample.values()) for sample in whole]
+    number = torch.stack(finite).sum(dtype=torch.float64)
+    factor = torch.where(number > 0, number.rsqrt(), math.nan)
+    shapes = {p: gradient.shape for sample in whole for p, gradient in sample.items()}
+    stacks = {}
+    for p, shape in shapes.items():
+        zero = torch.zeros(shape, dtype=state_dtype(p), device=p.device)
+        pieces = [
+            torch.where(good.to(p.device), sample[p].to(zero.dtype), zero) if p in sample else zero
+            for sample, good in zip(whole, finite, strict=True)
+        ]
+        stacks[p] = torch.stack(pieces).mul_(factor.to(p.device))
+    return stacks
+
+
+def accumulate_(
+    params: Sequence[Tensor],
+    stats: Sequence[list[Tensor]],
+    observed: Mapping[Tensor, Tensor],
+    layouts: Sequence[Layout],
+    decay: float | Tensor,
+) -> None:
+    """Statistics <- decay * statistics + (1 - decay) * Gram matrices of ``observed``."""
+    gradients: list[Tensor] = []
+    own_rows: list[list[Tensor]] = []
+    for p, entries, look in zip(params, stats, layouts, strict=True):
+        gradient, own = observed[p], look.rows(entries)
+        if gradient.dim() == p.dim():
+            gradients += look.blocks(gradient)
+        else:
+            # The samples are one more mode, whose own statistic is thrown away.
+            gradients += look.stacked_blocks(gradient)
+            own = [[gradient.new_zeros(len(gradient)), *row] for row in own]
+        own_rows += own
+    gram_ema_(own_rows, gradients, decay)
 
 
 def buckets_of(params: Sequence[Tensor]) -> list[slice]:

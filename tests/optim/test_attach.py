@@ -27,6 +27,7 @@ from attached import (
 )
 from conftest import observation_count, observed_gradients
 from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
@@ -367,6 +368,28 @@ def test_exported_model_is_not_observed() -> None:
     x = torch.randn(8, 5)
     exported = torch.export.export(model, (x,), strict=False).module()
     torch.testing.assert_close(exported(x), model(x))
+    assert observation_count(opt) == 1
+
+
+def test_transforms_and_other_weights_are_not_observed() -> None:
+    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4))
+    opt = TNT(model.parameters())
+    opt.attach(model)
+    x, y = torch.randn(8, 5), torch.randint(4, (8,))
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def loss(weights: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(functional_call(model, weights, (x[None],)), y[None])
+
+    wanted = torch.stack([loss(weights, *pair) for pair in zip(x, y, strict=True)])
+    torch.testing.assert_close(vmap(loss, (None, 0, 0))(weights, x, y), wanted)
+    own = dict(model.named_parameters())
+    gradients = grad(loss)(own, x[0], y[0])
+    assert gradients.keys() == own.keys()
+    others = {name: w.requires_grad_() for name, w in weights.items()}
+    functional_call(model, others, (x,)).sum().backward()
+    assert observation_count(opt) == 0
+    model(x)
     assert observation_count(opt) == 1
 
 

@@ -133,6 +133,16 @@ def test_optimizers_that_cannot_be_combined_are_refused() -> None:
         with_fallback(Shampoo([param]), [weight(2)])  # type: ignore[arg-type]
 
 
+def test_a_main_without_sampled_statistics_observes_nothing() -> None:
+    layer = nn.Linear(3, 4)
+    opt = with_fallback(Shampoo([layer.weight]), torch.optim.SGD([layer.bias]))
+    assert not opt.observing
+    with pytest.raises(TypeError, match=r"main must be a TNT for observe\(\), got Shampoo"):
+        opt.observe(layer(torch.randn(2, 3)))
+    with pytest.raises(TypeError, match=r"main must be a TNT for attach\(\), got Shampoo"):
+        opt.attach(layer)
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed:UserWarning")
 def test_torchs_distributed_checkpoints_load_both_in_place(tmp_path: Path) -> None:
     net, opt = made(graft="adam")

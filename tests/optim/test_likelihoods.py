@@ -14,7 +14,7 @@ from optimizers import made
 from oracle import contraction
 from torch import Tensor, nn
 
-from tnt_optim.likelihoods import sampled_loss
+from tnt_optim.likelihoods import drawn_classes, sampled_loss
 
 likelihoods = pytest.mark.parametrize("likelihood", ["categorical", "bernoulli", "gaussian"])
 ROWS, FEATURES, OUTPUTS = 3, 2, 3
@@ -229,3 +229,17 @@ def test_a_likelihood_function_draws_from_a_stream_of_seed_step_and_micro_batch(
     first, again, other = draws(0), draws(0), draws(1)
     assert first == again
     assert len(set(first + other)) == 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_classes_of_probability_zero_are_never_drawn(dtype: torch.dtype) -> None:
+    """Also the last one, and with numbers drawn as near to 1 as the dtype has them."""
+    logits = torch.tensor([-math.inf, 0.3, -math.inf, 1.0, -math.inf], dtype=dtype)
+    rows = logits.expand(200_000, 5).contiguous()
+    drawn = drawn_classes(rows, torch.Generator().manual_seed(0))
+    counts = torch.bincount(drawn, minlength=5)
+    assert counts[[0, 2, 4]].tolist() == [0, 0, 0]
+    # |z| >= 6: 2e-9.
+    share = float(logits[[1, 3]].softmax(0)[0])
+    assert abs(int(counts[1]) - 200_000 * share) <= 6 * math.sqrt(200_000 * share * (1 - share))
+    assert drawn_classes(torch.full((2, 3), math.nan), torch.Generator()).tolist() == [2, 2]

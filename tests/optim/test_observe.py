@@ -88,6 +88,25 @@ def test_a_likelihood_function_must_return_a_scalar_with_a_graph(
         made(name, model, likelihood=likelihood).observe(model(torch.randn(5, 3)))
 
 
+@sampling
+def test_an_output_whose_graph_is_gone_is_refused(name: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4))
+    opt = made(name, model)
+    output = model(torch.randn(5, 3))
+    output.sum().backward()
+    with pytest.raises(RuntimeError, match="observe must be called before the backward"):
+        opt.observe(output)
+    assert observation_count(opt) == 0
+
+
+@sampling
+def test_a_single_class_is_refused(name: str) -> None:
+    """Its cross entropy is 0 whatever the weights are: a forgotten likelihood."""
+    model = nn.Linear(3, 1)
+    with pytest.raises(ValueError, match="at least two classes .* 'bernoulli' or 'gaussian'"):
+        made(name, model).observe(model(torch.randn(5, 3)))
+
+
 # ------------------------------------------------------------------ when it samples
 
 
@@ -321,7 +340,22 @@ def test_the_next_batch_may_miss_a_group_added_later() -> None:
 
 
 def normalised() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), Counting(), nn.Linear(4, 2))
+
+
+class Counting(nn.Module):
+    """Its forward puts another tensor in place of its buffer."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same."""
+        self.calls = self.calls + 1
+        return x
 
 
 @sampling

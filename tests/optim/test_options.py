@@ -28,6 +28,7 @@ BAD: list[tuple[str, Any]] = [
     *[("stat_decay", bad) for bad in (-0.1, 1.0, NAN)],
     *[("stat_interval", bad) for bad in (0, -1, 1.5, True)],
     *[("inverse_interval", bad) for bad in (0, -1, 2.5)],
+    *[("interval_warmup", bad) for bad in (-1, 2.5, False, None)],
     *[("max_factor_dim", bad) for bad in (0, -3)],
     *[("block_size", bad) for bad in (0, -1, 1.5, True, "many")],
     *[("merge_small_dims", bad) for bad in (0, 1.5, True)],
@@ -90,14 +91,18 @@ SHARED: dict[str, list[Any]] = {
     "likelihood": ["poisson", None],
     "seed": [1.5, True, "none", np.int64(3)],
     "sample_scale": [0.0, -2.0, 3.0, INF, NAN],
+    "samples": [0, -1, 1.5, True, None],
 }
+
+
+SAMPLING_OPTIONS = ("fisher", "likelihood", "seed", "sample_scale", "samples")
 
 
 @pytest.mark.parametrize("option", SHARED)
 @pytest.mark.parametrize("method", [TNT, Shampoo])
 def test_options_of_all_groups(option: str, method: type[TNT | Shampoo]) -> None:
     """They are refused in a group; Shampoo, which samples nothing, lacks some of them."""
-    if method is Shampoo and option in ("fisher", "likelihood", "seed", "sample_scale"):
+    if method is Shampoo and option in SAMPLING_OPTIONS:
         with pytest.raises(TypeError, match=option):
             Shampoo([weight(2, 3)], **{option: 0})
         return
@@ -113,15 +118,17 @@ def test_options_of_all_groups(option: str, method: type[TNT | Shampoo]) -> None
     assert len(opt.param_groups) == 1
 
 
-@pytest.mark.parametrize("fisher", ["sampled", "empirical"])
-def test_fisher_is_fixed_by_the_constructor(fisher: str) -> None:
-    opt = TNT([weight(2, 3)], fisher=fisher)
+@pytest.mark.parametrize(
+    ("option", "value"), [("fisher", "sampled"), ("fisher", "empirical"), ("samples", 3)]
+)
+def test_some_options_are_fixed_by_the_constructor(option: str, value: Any) -> None:
+    opt = TNT([weight(2, 3)], **{option: value})
     for each in (opt, copy.deepcopy(opt), pickle.loads(pickle.dumps(opt))):
         with pytest.raises(
-            AttributeError, match=r"construct TNT\(\.\.\., fisher='empirical'\) anew"
+            AttributeError, match=rf"construct TNT\(\.\.\., {option}='empirical'\) anew"
         ):
-            each.fisher = "empirical"
-        assert each.fisher == fisher
+            setattr(each, option, "empirical")
+        assert getattr(each, option) == value
 
 
 def test_an_unknown_likelihood_lists_the_known_ones() -> None:

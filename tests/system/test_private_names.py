@@ -34,7 +34,10 @@ NAMES: dict[str, tuple[str, ...]] = {
         "_foreach_copy_", "_foreach_div", "_foreach_mul", "_foreach_mul_", "_foreach_norm",
         "_foreach_sqrt", "_foreach_sub_", "_functorch",
     ),
-    "torch._C": ("_current_graph_task_id", "_dispatch_has_kernel_for_dispatch_key"),
+    "torch._C": (
+        "_current_graph_task_id", "_dispatch_has_kernel_for_dispatch_key", "_functorch",
+    ),
+    "torch._C._functorch": ("peek_interpreter_stack",),
     "torch._compile": ("_disable_dynamo",),
     "torch._functorch.config": ("donated_buffer",),
     "torch.distributed": ("_composable_state", "get_backend_config"),
@@ -44,7 +47,8 @@ NAMES: dict[str, tuple[str, ...]] = {
     "a node of autograd": ("_input_metadata",),
     "the names of nodes": ("CheckpointFunctionBackward", "_DDPSinkBackward"),
     "a node of DistributedDataParallel": ("ddp_weakref",),
-    "a convolution": ("_conv_forward", "_parameters"),
+    "a convolution": ("_buffers", "_conv_forward", "_parameters"),
+    "torch.utils": ("_pytree",),
     "a replica of DataParallel": ("_is_replica",),
     "an optimizer": tuple(
         f"_optimizer_{what}_{when}_hooks"
@@ -100,6 +104,8 @@ def holders() -> dict[str, Any]:
     return {
         "torch": torch,
         "torch._C": torch._C,
+        "torch._C._functorch": torch._C._functorch,
+        "torch.utils": torch.utils,
         "torch._compile": torch._compile,
         "torch._functorch.config": torch._functorch.config,
         "torch.distributed": dist,

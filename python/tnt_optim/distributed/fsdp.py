@@ -92,7 +92,7 @@ class Sharded(OwnerRanks, Local):
         """
         leaves = _leaves(loss)
         modules = _modules_of([*params, *leaves])
-        if any(_holds_back(module) for module in modules):
+        if any(map(_holds_back, modules)):
             raise RuntimeError(
                 "observe must be called at the first micro-batch of a step under fully_shard: at "
                 "later ones gradients wait to be averaged"
@@ -103,6 +103,10 @@ class Sharded(OwnerRanks, Local):
             with without_autocast(loss):
                 loss.backward(torch.full_like(loss, scale), retain_graph=retain_graph)
             return unscaled({p: p.grad for p in params if p.grad is not None}, scale)
+
+    def holds_back(self, params: Sequence[Tensor]) -> bool:
+        """See ``Local.holds_back``."""
+        return any(_holds_back(module) for module in _modules_of(params))
 
     def with_gradients(self, params: Sequence[Tensor]) -> set[Tensor]:
         """The parameters with a gradient in any process."""

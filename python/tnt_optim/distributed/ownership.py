@@ -100,7 +100,7 @@ class OwnerRanks:
         """See ``Local.number``."""
         return numbered(index, self.processes)
 
-    def anywhere(self, flags: Sequence[bool], device: torch.device) -> list[bool]:
+    def anywhere(self, flags: Sequence[int], device: torch.device) -> list[int]:
         """See ``Local.anywhere``."""
         return self.processes.anywhere(flags, device)
 

@@ -45,8 +45,8 @@ class ProcessGroup:
             results += unflattened(flat, shapes)
         return results
 
-    def anywhere(self, flags: Sequence[bool], device: torch.device) -> list[bool]:
-        """The flags that are set in any process; the host waits for the answer.
+    def anywhere(self, flags: Sequence[int], device: torch.device) -> list[int]:
+        """The largest of each flag or number over the processes; the host waits for the answer.
 
         The device is used if the group has no backend for the CPU, such as gloo.
         """
@@ -54,7 +54,8 @@ class ProcessGroup:
             device = torch.device("cpu")
         reduced = torch.tensor(flags, dtype=torch.int32, device=device)
         dist.all_reduce(reduced, dist.ReduceOp.MAX, group=self.group)
-        return [bool(flag) for flag in reduced.tolist()]
+        found: list[int] = reduced.tolist()
+        return found
 
     def largest(self, codes: Tensor) -> Tensor:
         """All-reduces each entry to its maximum, on the device."""

@@ -11,7 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tnt_optim.autograd import check_reached, checked_replicas, without_autocast
+from tnt_optim.autograd import (
+    before_backward,
+    check_reached,
+    checked_replicas,
+    without_autocast,
+)
 from tnt_optim.distributed.process_group import ProcessGroup, numbered
 from tnt_optim.failures import PreconditionerError
 from tnt_optim.kfac.activations import LayerHook, captured_calls
@@ -120,7 +125,7 @@ class Sampling:
                 check_reached({})  # an output may well miss a few layers that have no statistics
             return {}
         examples = batch_size(output)
-        with without_autocast(loss):
+        with without_autocast(loss), before_backward():
             gradients = torch.autograd.grad(
                 loss,
                 [edge for edge, _ in reached.values()],
