@@ -14,7 +14,7 @@
 #   make bench              the operators' and the steps' benchmarks, to results/; some 15 minutes on
 #                           two cores that nothing else uses
 #   make bench-quick        a few of them in two minutes, to results/
-#   make figures            every experiment scaled down, to results/; some 40 minutes on two cores;
+#   make figures            every experiment scaled down, to results/; within an hour on two cores;
 #                           DATA=DIR names the folder of the data sets
 #   make gpu                builds, tests and measures on a GPU in under ten minutes, with the packages
 #                           that PYTHON has, to bench/results/gpu; STAGE=operators,tests for some stages
