@@ -23,7 +23,7 @@ EVERY = (*FACTORED, "kfac", "fallback")  # "fallback": TNT with AdamW for vector
 METHODS = (*FACTORED, "kfac", "eigenbasis")  # "eigenbasis": KFAC with inverse="eigenbasis"
 SAMPLING = ("sampled", "kfac", "eigenbasis")  # statistics come from observe(), not from .grad
 SETTINGS: dict[str, Any] = {"lr": 0.02, "damping": 0.1, "stat_interval": 2, "inverse_interval": 4}
-NO_FAILURES = {"skipped_statistics": 0, "failed_inverses": 0}
+NO_FAILURES = {"skipped_statistics": 0, "failed_inverses": 0, "unreached": 0}
 
 Batches = Callable[[int], tuple[Tensor, Tensor]]
 

@@ -80,7 +80,7 @@ def _figures(
         yield _norms("direction_norm", of, directions)
     alike: dict[tuple[torch.Size, torch.dtype], list[tuple[Tensor, Pair]]] = {}
     for param in params:
-        if "stats" in states[param]:  # otherwise the owner rank has this figure
+        if states[param].get("stats"):  # otherwise the owner rank has this figure, or there is none
             for pair in zip(states[param]["stats"], states[param]["factors"], strict=True):
                 alike.setdefault((pair[1].shape, pair[1].dtype), []).append((param, pair))
     for (shape, _), members in alike.items():

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tnt_kernels import grafted_directions_, mode_products
 from tnt_optim.likelihoods import stream_seed
-from tnt_optim.modes import Layout, Settings, State, blocks, each, is_half, rows
+from tnt_optim.modes import Layout, Settings, State, blocks, each, is_half, is_plain, rows
 
 # Entries of a sum that one call adds up: few calls, and no more rounding than a pairwise sum.
 _SUM_PIECE = 1 << 20
@@ -120,16 +120,17 @@ def move_(
     weights: Sequence[Tensor],
     directions: Sequence[Tensor],
     group: Settings,
+    decays: Sequence[float | Tensor],
     scales: Tensor | None = None,
 ) -> None:
-    """W <- W - lr (s P + weight_decay W), s None for 1; a W in half precision is rounded once."""
-    lr, decay = group["lr"], group["weight_decay"]
+    """W <- W - lr (s P + decay W), s None for 1; a W in half precision is rounded once."""
+    lr = group["lr"]
     rates: list[Any] = [lr] * len(weights)
     if scales is not None:
         # On the CPU read the numbers at once, unless a graph records the step.
         as_numbers = scales.is_cpu and not isinstance(lr, Tensor)
         rates = (lr * scales).tolist() if as_numbers else list((lr * scales).unbind())
-    for weight, direction, rate in zip(weights, directions, rates, strict=True):
+    for weight, direction, rate, decay in zip(weights, directions, rates, decays, strict=True):
         if weight.dtype != direction.dtype:
             wide = weight.to(direction.dtype)
             weight.copy_(wide - lr * decay * wide - rate * direction)
@@ -138,6 +139,11 @@ def move_(
             # Not W * (1 - lr decay): its rounding error would repeat at every step.
             _subtract_(weight, weight, lr * decay)
         _subtract_(weight, direction, rate)
+
+
+def decays(params: Iterable[Tensor], group: Settings) -> list[float | Tensor]:
+    """The weight decay of each parameter."""
+    return [0.0 if is_plain(p, group) else group["weight_decay"] for p in params]
 
 
 def _subtract_(weight: Tensor, other: Tensor, rate: float | Tensor) -> None:

@@ -121,7 +121,11 @@ class Failures:
         self.read(states, name, wait=True, fatal=False)
         skipped = [state["skipped_statistics"] for state in states.values()]
         failed = [state["failed_inverses"] for state in states.values()]
-        return {"skipped_statistics": max(skipped, default=0), "failed_inverses": sum(failed)}
+        return {
+            "skipped_statistics": max(skipped, default=0),
+            "failed_inverses": sum(failed),
+            "unreached": 0,
+        }
 
     def first_inverse(self, code: int, name: str, damping: Any) -> PreconditionerError:
         """The error for a parameter whose first inverse failed."""

@@ -22,7 +22,7 @@ from tnt_optim.cuda_graphs import StepGraphs, check_graphs_device
 from tnt_optim.diagnostics import diagnostics
 from tnt_optim.directions import Workspace
 from tnt_optim.distributed import Owners, distribution
-from tnt_optim.failures import Failures, PreconditionerError
+from tnt_optim.failures import Failures, PreconditionerError, warn_the_caller
 from tnt_optim.modes import (
     Factors,
     Rows,
@@ -31,6 +31,7 @@ from tnt_optim.modes import (
     any_sharded,
     by_device,
     is_half,
+    is_plain,
     is_sharded,
     layout,
     rows,
@@ -42,9 +43,12 @@ from tnt_optim.state import (
     NAMES,
     SURVIVES,
     check_state,
+    has_statistics,
     memory_estimate,
     new_state,
     optional_entries,
+    plain_state,
+    statistic_shapes,
     zero_statistics,
 )
 from tnt_optim.update import (
@@ -109,6 +113,7 @@ class KroneckerOptimizer(Optimizer):
     shard: str | None = None
 
     _group_is_lost = False  # a copy lacks its process group
+    _warned_of_unreached = False
 
     def __init__(
         self, params: Any, options: Mapping[str, Any], source: Empirical | None = None
@@ -157,9 +162,9 @@ class KroneckerOptimizer(Optimizer):
 
         Raises:
             ValueError: if a group's settings have become wrong; nothing is then changed.
-            RuntimeError: if a parameter has a gradient but no statistics; nothing is then changed.
-                (A parameter that this step's loss reaches, and the outputs observed so far did not,
-                waits for the next ``observe`` instead.)
+            RuntimeError: if a parameter has a gradient but no statistics, and no output was asked
+                for them; nothing is then changed. (A parameter that the outputs do not reach takes
+                the momentum without a preconditioner, with a warning.)
             PreconditionerError: if first statistics or inverses fail, or later ones repeatedly. No
                 parameter is then changed.
 
@@ -180,7 +185,7 @@ class KroneckerOptimizer(Optimizer):
             # them at the same step. The report is a step old: the wait is short.
             self._failures.read(self.state, self._name, wait=processes.is_distributed)
             self._run(self._prepared(processes))
-            self._observed.note_unreached(self._has_state)
+            self._observed.note_unreached(self._has_statistics)
         except PreconditionerError:
             self._accumulated.clear()  # a retry does not help: the next step has new observations
             raise
@@ -215,15 +220,9 @@ class KroneckerOptimizer(Optimizer):
             stats, skipped = self._average_statistics(outputs, processes)
         fresh = self._states(stats, processes)
         self._failures = Failures()
-        for param, state in fresh.items():
+        for state in fresh.values():
             state["skipped_statistics"] = skipped
-            earlier = self.state.get(param, {})
-            for name in earlier.keys() & set(SURVIVES):
-                if name in COUNTS:
-                    state[name] = earlier[name]
-                elif name in state:
-                    state[name] = earlier[name].reshape(state[name].shape)  # the modes may differ
-            self.state[param] = state
+        self._adopt(fresh)
 
     def allocate_state(self) -> None:
         """Gives every trainable parameter without state one of zeros, to load into.
@@ -235,7 +234,8 @@ class KroneckerOptimizer(Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 if param.requires_grad and not self._has_state(param):
-                    self.state[param] = new_state(param, group, processes.kept(param))
+                    new = plain_state if is_plain(param, group) else new_state
+                    self.state[param] = new(param, group, processes.kept(param))
                     self._set_counts(self.state[param], param)
 
     def memory_estimate(self) -> dict[str, Any]:
@@ -254,10 +254,16 @@ class KroneckerOptimizer(Optimizer):
 
         "skipped_statistics" counts refreshes left out because a gradient was not finite, of the
         parameter with the most; "failed_inverses" counts failed refreshes of all parameters'
-        factors.
+        factors; "unreached" counts the parameters that have moved without a preconditioner because
+        no observed output has reached them.
         """
         states = {p: self.state[p] for p in self._params() if self._has_state(p)}
-        return self._failures.totals(states, self._name)
+        unreached = sum(
+            not is_plain(p, group) and p in states and not has_statistics(states[p])
+            for group in self.param_groups
+            for p in group["params"]
+        )
+        return self._failures.totals(states, self._name) | {"unreached": unreached}
 
     def diagnostics(self) -> dict[str, float]:
         """Returns figures of every parameter, for a log; waits for the device.
@@ -367,8 +373,7 @@ class KroneckerOptimizer(Optimizer):
         lines = [f"{type(self).__name__} ("]
         for number, group in enumerate(self.param_groups):
             params = group["params"]
-            largest = group["max_factor_dim"]
-            shapes = [s for p in params for s in layout(p, group).statistic_shapes(largest)]
+            shapes = [s for p in params for s in statistic_shapes(p, group)]
             full = sum(len(shape) == 2 for shape in shapes)
             lines.append(
                 f"  group {number}: {len(params)} parameters, "
@@ -388,18 +393,23 @@ class KroneckerOptimizer(Optimizer):
             for group in self.param_groups
             for scheduled in [is_due(group, "stat_interval")]
             for p in group["params"]
-            if scheduled or (not self._has_state(p) and p not in self._observed.unreached)
+            if not is_plain(p, group)
+            if scheduled or (not self._has_statistics(p) and p not in self._observed.unreached)
         ]
 
     def _prepared(self, processes: Local) -> DeviceStep:
         """The device's part of this step; makes first statistics and factors on the way."""
         with_gradients = processes.with_gradients(self._params())
-        samples = self._observed.gradients(processes, self._due(), with_gradients, self._has_state)
+        samples = self._observed.gradients(
+            processes, self._due(), with_gradients, self._has_statistics
+        )
         groups, reached = self.param_groups, {p for sample in samples for p in sample}
         ready = [p for group in groups for p in self._to_update(group, reached, with_gradients)]
         observed = combined(samples, processes)
-        first = {p: g for p, g in observed.items() if not self._has_state(p)}
-        self.state.update(self._first_states(first, processes))
+        first = {p: g for p, g in observed.items() if not self._has_statistics(p)}
+        self._adopt(self._first_states(first, processes))
+        self._adopt(self._plain_states(ready, processes))
+        self._warn_of_unreached(ready)
         self._accumulated.update(first)
         if first:
             observed = {p: g for p, g in observed.items() if p not in first}
@@ -430,7 +440,7 @@ class KroneckerOptimizer(Optimizer):
         return [
             p
             for p in group["params"]
-            if self._has_state(p) and p not in first
+            if self._has_statistics(p) and p not in first
             if scheduled or (p in refreshed and t - self.state[p]["first_step"] < young)
         ]
 
@@ -447,9 +457,8 @@ class KroneckerOptimizer(Optimizer):
                     f"the gradient of {self._name(param)} must be dense, got {param.grad.layout}"
                 )
             known = self._has_state(param)
-            if not known and param not in observed:
-                if self._observed.may_wait(param):
-                    continue
+            plain = is_plain(param, group) or self._observed.misses(param)
+            if not known and not plain and param not in observed:
                 raise RuntimeError(
                     f"step() has no statistics for {self._name(param)}, which has a gradient: call "
                     "observe(output) between the forward and step(), or warm_start() before "
@@ -512,7 +521,12 @@ class KroneckerOptimizer(Optimizer):
         self, outputs: Iterable[Any], processes: Local
     ) -> Iterator[dict[Tensor, Tensor]]:
         """The mean gradients of each batch of all processes."""
-        trainable = [p for p in self._params() if p.requires_grad]
+        trainable = [
+            p
+            for group in self.param_groups
+            for p in group["params"]
+            if p.requires_grad and not is_plain(p, group)
+        ]
         batches = iter(outputs)
         for index in itertools.count():
             output, observed = next(batches, _NO_MORE), None
@@ -585,6 +599,38 @@ class KroneckerOptimizer(Optimizer):
             processes.send_factors(params, states)
         return states
 
+    def _plain_states(self, params: Iterable[Tensor], processes: Local) -> dict[Tensor, State]:
+        """States without statistics, of parameters that have no state."""
+        states: dict[Tensor, State] = {}
+        for group, new in self._batches({p for p in params if not self._has_state(p)}):
+            for param in new:
+                states[param] = plain_state(param, group, processes.kept(param))
+                self._set_counts(states[param], param)
+        return states
+
+    def _warn_of_unreached(self, params: Iterable[Tensor]) -> None:
+        asked = self._observed.asked
+        missed = [p for p in params if p in asked and not self._has_statistics(p)]
+        if missed and not self._warned_of_unreached:
+            self._warned_of_unreached = True
+            more = f" (nor {len(missed) - 1} others)" if len(missed) > 1 else ""
+            warn_the_caller(
+                f"the observed output does not reach {self._name(missed[0])}{more}, which has a "
+                "gradient: it takes the momentum, not preconditioned, until an output does (warned "
+                "once; failures() counts such parameters)"
+            )
+
+    def _adopt(self, fresh: Mapping[Tensor, State]) -> None:
+        """Takes new states; moments and master copies of earlier ones survive."""
+        for param, state in fresh.items():
+            earlier = self.state.get(param, {})
+            for name in earlier.keys() & set(SURVIVES):
+                if name in COUNTS:
+                    state[name] = earlier[name]
+                elif name in state:
+                    state[name] = earlier[name].reshape(state[name].shape)  # the modes may differ
+            self.state[param] = state
+
     # Processes and parameters.
 
     def _distribution(self) -> Local:
@@ -627,9 +673,17 @@ class KroneckerOptimizer(Optimizer):
     def _params(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
 
+    def modelled(self) -> int:
+        """The number of trainable parameters that can have statistics."""
+        groups = self.param_groups
+        return sum(p.requires_grad and not is_plain(p, g) for g in groups for p in g["params"])
+
     def _has_state(self, param: Tensor) -> bool:
         # Not `in`: reading opt.state[param] leaves an empty dictionary behind.
         return bool(self.state.get(param))
+
+    def _has_statistics(self, param: Tensor) -> bool:
+        return has_statistics(self.state.get(param, {}))
 
     def _batches(self, params: Iterable[Tensor]) -> Iterator[Batch]:
         """The given parameters by group and device."""

@@ -173,6 +173,11 @@ def layout(param: Tensor, group: Mapping[str, Any]) -> Layout:
     return Layout(sizes, group["block_size"])
 
 
+def is_plain(param: Tensor, group: Mapping[str, Any]) -> bool:
+    """Whether a group's settings leave a parameter without statistics: a bias, a norm's weight."""
+    return param.dim() < 2 and not group["precondition_1d"]
+
+
 def layout_of(state: Mapping[str, Any]) -> Layout:
     """The layout with which a state was made; its group's settings may have changed since."""
     return Layout(tuple(state["momentum"].shape), state["block_size"])

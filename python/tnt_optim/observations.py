@@ -33,7 +33,9 @@ HasStatistics = Callable[[Tensor], bool]
 class Empirical:
     """The training gradients themselves."""
 
-    # Parameters without statistics that no output is asked for.
+    # Parameters whose statistics were wanted when an output was observed.
+    asked: Container[Tensor] = frozenset()
+    # Parameters without statistics that the last output did not reach.
     unreached: Container[Tensor] = frozenset()
 
     def wanted(self, due: Sequence[Tensor]) -> list[Tensor]:
@@ -69,8 +71,8 @@ class Empirical:
         """The loss of batch ``index`` of ``warm_start``, and the scale of its backward."""
         return check_scalar_loss("outputs (here: training losses)", output), 1.0
 
-    def may_wait(self, param: Tensor) -> bool:
-        """Whether a parameter without statistics sits a step out, instead of being an error."""
+    def misses(self, param: Tensor) -> bool:
+        """Whether the outputs do not reach a parameter without statistics."""
         return False
 
     def note_unreached(self, has_statistics: HasStatistics) -> None:
@@ -135,12 +137,12 @@ class Sampled(Empirical):
     samples: list[Sample] = field(default_factory=list)
     count: int = 0  # outputs observed
     examples: float = 0.0  # that the outputs stand for
-    # Parameters whose statistics were wanted when an output was observed.
     asked: set[Tensor] = field(default_factory=set)
-    # Parameters without statistics that the last output did not reach.
     unreached: set[Tensor] = field(default_factory=set)
-    # Such parameters that a training loss reached later; every output is asked for them.
+    # Parameters that had a gradient while no output was asked; every output is asked for them.
     awaited: set[Tensor] = field(default_factory=set)
+    # Parameters that the loss reached, and the output of the same step did not.
+    beyond: set[Tensor] = field(default_factory=set)
     partial: bool = False  # whether outputs may reach other parameters in another process
     agreed: bool = False  # whether all processes know of ``partial``
     warned: bool = False  # whether the user was warned of a step without observations
@@ -174,8 +176,9 @@ class Sampled(Empirical):
         scale = _scale(optimizer, loss, output, processes)
         found = processes.gradients(loss, wanted, retain_graph=True, scale=scale)
         observed = {p: g for p, g in found.items() if g is not None}
-        trainable = sum(p.requires_grad for g in optimizer.param_groups for p in g["params"])
-        if len(wanted) == trainable:  # an output may miss a few parameters that were added later
+        if (
+            len(wanted) == optimizer.modelled()
+        ):  # an output may miss a few parameters that were added later
             check_reached(observed)
         has_rows = isinstance(output, Tensor) and output.dim() > 0
         self.add(observed, wanted, len(output) if has_rows else 1, fraction)
@@ -256,20 +259,17 @@ class Sampled(Empirical):
         loss = _loss(optimizer, output, "warm start", processes.number(index))
         return loss, _scale(optimizer, loss, output, processes)
 
-    def may_wait(self, param: Tensor) -> bool:
-        """See ``Empirical.may_wait``: whether the outputs did not reach it."""
-        return param in self.unreached and param not in self.asked
+    def misses(self, param: Tensor) -> bool:
+        """See ``Empirical.misses``."""
+        return param in self.unreached or param in self.asked
 
     def note_unreached(self, has_statistics: HasStatistics) -> None:
         """Remembers which parameters the outputs did not reach."""
-        missed = {
-            p
-            for p in self.asked | self.unreached | self.awaited
-            if not has_statistics(p) and not any(p in s.gradients for s in self.samples)
-        }
+        missed = {p for p in self.asked | self.unreached | self.awaited if not has_statistics(p)}
+        trained = {p for p in missed if p.grad is not None}
+        self.beyond |= trained & self.asked
         # A gradient of a parameter that was not asked for: the outputs reach it at times.
-        seen = {p for p in missed - self.asked if p.grad is not None}
-        self.awaited = missed & (self.awaited | seen)
+        self.awaited = (missed & self.awaited | trained - self.asked) - self.beyond
         self.unreached = missed - self.awaited
 
     def use_up(self) -> None:
@@ -279,7 +279,7 @@ class Sampled(Empirical):
     def start_over(self) -> None:
         """Forgets everything but ``partial`` and ``agreed``."""
         self.use_up()
-        self.unreached, self.awaited = set(), set()
+        self.unreached, self.awaited, self.beyond = set(), set(), set()
 
 
 def _loss(optimizer: Any, output: Any, *key: int | str) -> Tensor:

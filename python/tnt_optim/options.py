@@ -104,6 +104,7 @@ _TABLE = (
     ),
     Option("fisher", "sampled", *_one_of("sampled", "empirical"), per_group=False),
     Option("max_factor_dim", 8192, *_COUNT),
+    Option("precondition_1d", True, *_BOOL, added=True),
     Option("block_size", None, *_COUNT_OR_NONE, added=True),
     Option("merge_small_dims", None, *_COUNT_OR_NONE, added=True),
     Option("relative_damping", False, *_BOOL),
@@ -149,6 +150,8 @@ likelihood: the distribution that the model's output parametrises: "categorical"
 fisher: "sampled": gradients at labels from the model's distribution; "empirical": the training
     gradients themselves (TNT-EF in the paper), without ``observe`` and likelihood.
 max_factor_dim: a mode larger than this keeps only the diagonal of its statistic.
+precondition_1d: precondition parameters of fewer than two dimensions, too: biases and norms.
+    Otherwise they take the momentum, at the length that ``graft`` gives it, and no weight decay.
 block_size: a mode larger than this is cut into pieces of this size and a rest. Each block of a
     parameter is then treated as a parameter of its own. None: no mode is cut.
 merge_small_dims: merge neighbouring modes while their product is at most this, so that a

@@ -2,7 +2,8 @@
 
 ``SPEC`` is the table. New states, the tensors that each process keeps, the check of a checkpoint,
 the addresses of CUDA graphs and the memory estimate follow from it. The optimizer's state of a
-parameter is complete or empty: its first statistics bring all entries.
+parameter is complete or empty: its first statistics bring all entries. A parameter that is not
+preconditioned has no statistics, and factors of ones; its ``first_step`` is None.
 """
 
 import math
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tnt_optim.modes import Settings, State, is_half, layout, state_dtype
+from tnt_optim.modes import Settings, State, is_half, is_plain, layout, state_dtype
 
 Shapes = list[tuple[int, ...]]
 
@@ -45,8 +46,10 @@ class Entry:
             return False
         return is_half(param) or not self.half_only
 
-    def shapes(self, param: Tensor, group: Settings) -> Shapes:
-        """The shapes of its tensors."""
+    def shapes(self, param: Tensor, group: Settings, plain: bool) -> Shapes:
+        """The shapes of its tensors; ``plain``: of a parameter that is not preconditioned."""
+        if self.shape == MODES and plain:
+            return layout(param, group).statistic_shapes(0) if self.name == "factors" else []
         if self.shape == MODES:
             return layout(param, group).statistic_shapes(group["max_factor_dim"])
         return [layout(param, group).sizes if self.shape == VIEW else tuple(param.shape)]
@@ -55,14 +58,15 @@ class Entry:
         """The bytes of its tensors."""
         if self.shape == NUMBER or not self.exists(param, group):
             return 0
-        return sum(map(math.prod, self.shapes(param, group))) * state_dtype(param).itemsize
+        shapes = self.shapes(param, group, is_plain(param, group))
+        return sum(map(math.prod, shapes)) * state_dtype(param).itemsize
 
 
 _ADAM, _MASTER = ("graft", "adam"), ("rounding", "master")
 _DIRECTIONS = ("directions",)
 
 SPEC = (
-    # How the modes are cut, and the step at which the state began.
+    # How the modes are cut, and the step of the first statistics.
     Entry("block_size", start=lambda group: group["block_size"]),
     Entry("first_step", start=lambda group: group["step"]),
     *(Entry(name) for name in COUNTERS),
@@ -104,10 +108,29 @@ def optional_entries(group: Settings) -> list[tuple[Entry, str]]:
     ]
 
 
+def statistic_shapes(param: Tensor, group: Settings) -> Shapes:
+    """The shapes of a parameter's statistics: none if it is not preconditioned."""
+    if is_plain(param, group):
+        return []
+    return layout(param, group).statistic_shapes(group["max_factor_dim"])
+
+
 def zero_statistics(param: Tensor, group: Settings) -> list[Tensor]:
     """Zeros for the statistics of a parameter."""
     shapes = layout(param, group).statistic_shapes(group["max_factor_dim"])
     return [torch.zeros(s, dtype=state_dtype(param), device=param.device) for s in shapes]
+
+
+def plain_state(param: Tensor, group: Settings, kept: Container[str]) -> State:
+    """A new state of a parameter that is not preconditioned."""
+    shapes = layout(param, group).statistic_shapes(0)
+    ones = [torch.ones(s, dtype=state_dtype(param), device=param.device) for s in shapes]
+    return {**new_state(param, group, kept, stats=[], factors=ones), "first_step": None}
+
+
+def has_statistics(state: Settings) -> bool:
+    """Whether a state has statistics, here or at the parameter's owner rank."""
+    return bool(state) and state["first_step"] is not None
 
 
 def new_state(param: Tensor, group: Settings, kept: Container[str], **given: Any) -> State:
@@ -125,7 +148,7 @@ def new_state(param: Tensor, group: Settings, kept: Container[str], **given: Any
         elif entry.shape == PARAMETER:
             state[entry.name] = param.detach().to(dtype=state_dtype(param), copy=True)
         else:
-            (shape,) = entry.shapes(param, group)
+            (shape,) = entry.shapes(param, group, plain=False)
             state[entry.name] = torch.zeros(shape, dtype=state_dtype(param), device=param.device)
     return state
 
@@ -163,10 +186,11 @@ def check_state(
 def _check_tensors(
     name: str, entry: Entry, state: Settings, group: Settings, param: Tensor
 ) -> None:
+    plain = state["first_step"] is None
     tensors = state[entry.name] if entry.shape == MODES else [state[entry.name]]
     if not all(isinstance(tensor, Tensor) for tensor in tensors):
         raise ValueError(f"{name}: {entry.name} must be made of tensors")
-    got, wanted = [tuple(tensor.shape) for tensor in tensors], entry.shapes(param, group)
+    got, wanted = [tuple(tensor.shape) for tensor in tensors], entry.shapes(param, group, plain)
     if entry.shape != MODES and got != wanted:
         raise ValueError(
             f"{name}: the {entry.name} must be {wanted[0]} for a parameter of shape "
@@ -198,8 +222,7 @@ def memory_estimate(
             for entry in SPEC:
                 if entry.column and entry.name in held:
                     nbytes[entry.column] += entry.nbytes(param, group)
-            shapes = layout(param, group).statistic_shapes(group["max_factor_dim"])
-            shape = tuple(param.shape)
-            rows.append({"name": name(param), "shape": shape, "statistics": shapes, **nbytes})
+            row = {"name": name(param), "shape": tuple(param.shape)}
+            rows.append({**row, "statistics": statistic_shapes(param, group), **nbytes})
             total += sum(nbytes.values())
     return {"parameters": rows, "total": total}

@@ -15,7 +15,14 @@ from torch import Tensor
 
 from tnt_kernels import gram_ema_, preconditioned_step_
 from tnt_optim.autograd import Gradients, all_finite, gradients_of
-from tnt_optim.directions import Workspace, clipped, move_, scaled_directions_, updated_weights
+from tnt_optim.directions import (
+    Workspace,
+    clipped,
+    decays,
+    move_,
+    scaled_directions_,
+    updated_weights,
+)
 from tnt_optim.modes import (
     Factors,
     Layout,
@@ -129,18 +136,11 @@ class Local:
         in_buckets = not clips and (grafts or group["rounding"] == "stochastic")
         for index, part in enumerate(buckets_of(params) if in_buckets else [slice(None)]):
             layouts, part_states, part_grads = seen[part], own[part], gradients[part]
+            decay = decays(params[part], group)
             key = (number, index)
             with updated_weights(params[part], states, group, layouts, key=key) as weights:
                 if not clips and not grafts:
-                    preconditioned_step_(
-                        blocks(weights, layouts),
-                        blocks(each(part_states, "momentum"), layouts),
-                        blocks(part_grads, layouts),
-                        rows(each(part_states, "factors"), layouts),
-                        group["lr"],
-                        group["momentum"],
-                        group["weight_decay"],
-                    )
+                    _preconditioned_(weights, part_grads, part_states, layouts, group, decay)
                     continue
                 directions, scales = scaled_directions_(
                     part_grads, part_states, layouts, group, None if clips else workspace
@@ -148,7 +148,34 @@ class Local:
                 if clips:
                     momenta = blocks(each(part_states, "momentum"), layouts)
                     scales = clipped(directions, momenta, scales, group)
-                move_(blocks(weights, layouts), directions, group, scales)
+                counted = zip(decay, layouts, strict=True)
+                each_block = [value for value, look in counted for _ in range(look.count)]
+                move_(blocks(weights, layouts), directions, group, each_block, scales)
+
+
+def _preconditioned_(
+    weights: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    states: Sequence[State],
+    layouts: Sequence[Layout],
+    group: Settings,
+    decay: Sequence[float | Tensor],
+) -> None:
+    """The plain step: one call for the parameters with weight decay, one for those without."""
+    alike: dict[float | Tensor, list[int]] = {}
+    for index, value in enumerate(decay):
+        alike.setdefault(value, []).append(index)
+    for value, same in alike.items():
+        looks, own = [layouts[i] for i in same], [states[i] for i in same]
+        preconditioned_step_(
+            blocks([weights[i] for i in same], looks),
+            blocks(each(own, "momentum"), looks),
+            blocks([grads[i] for i in same], looks),
+            rows(each(own, "factors"), looks),
+            group["lr"],
+            group["momentum"],
+            value,
+        )
 
 
 @dataclass(frozen=True)

@@ -269,8 +269,9 @@ def test_a_step_that_raises_has_used_up_its_observation() -> None:
     p, q = weight(3, 4), weight(5)
     run = Dictated("sampled", [p, q])
     before = run.snapshot()
-    with pytest.raises(RuntimeError, match="no statistics"):
-        run.step([noise(3, 4), noise(5)], [noise(3, 4), None])
+    sparse = torch.eye(3, 4).to_sparse()
+    with pytest.raises(RuntimeError, match="dense"):
+        run.step([sparse, noise(5)], [noise(3, 4), noise(5)])
     run.opt.zero_grad()
     before.assert_unchanged()
     sampled = [noise(3, 4), noise(5)]
@@ -319,21 +320,26 @@ def test_heads_used_in_turn_are_all_trained() -> None:
 
 @pytest.mark.parametrize("period", [2, 5, 10])
 def test_a_head_used_only_between_scheduled_statistics_is_trained(period: int) -> None:
-    """It waits at its first batch, and starts its statistics with its second."""
+    """It takes the momentum at its first batch, and starts its statistics with its second."""
     model = Heads(2)
-    opt = TNT(model.parameters(), stat_interval=10)
-    train_heads(model, opt, ([0] * (period - 1) + [1]) * 3)
-    assert [opt.state[p]["updates"] for p in model.heads[1].parameters()] == [2, 2]
+    opt = TNT.paper(model.parameters(), stat_interval=10)
+    train_heads(model, opt, ([0] * (period - 1) + [1]))
+    assert opt.failures()["unreached"] == 2
+    train_heads(model, opt, ([0] * (period - 1) + [1]) * 2)
+    assert [opt.state[p]["updates"] for p in model.heads[1].parameters()] == [3, 3]
+    assert [opt.state[p]["first_step"] for p in model.heads[1].parameters()] == [2 * period - 1] * 2
+    assert opt.failures() == NO_FAILURES
 
 
 def test_the_next_batch_may_miss_a_group_added_later() -> None:
     """At the first batch that uses it, observe has not yet asked for it; at the next it has."""
     model = Heads(2)
-    opt = TNT([*model.body.parameters(), *model.heads[0].parameters()], stat_interval=10)
+    opt = TNT.paper([*model.body.parameters(), *model.heads[0].parameters()], stat_interval=10)
     train_heads(model, opt, [0, 0])
     opt.add_param_group({"params": list(model.heads[1].parameters())})
     train_heads(model, opt, [0, 1, 1])
-    assert [opt.state[p]["updates"] for p in model.heads[1].parameters()] == [1, 1]
+    assert [opt.state[p]["updates"] for p in model.heads[1].parameters()] == [2, 2]
+    assert [opt.state[p]["first_step"] for p in model.heads[1].parameters()] == [4, 4]
 
 
 # ------------------------------------------------------------------ warm starts

@@ -36,4 +36,4 @@ def test_example(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         for param in group["params"]:
             assert all(stat.any() for stat in opt.state[param]["stats"])
             assert opt.state[param]["updates"] == STEPS
-    assert opt.failures() == {"skipped_statistics": 0, "failed_inverses": 0}
+    assert opt.failures() == NO_FAILURES

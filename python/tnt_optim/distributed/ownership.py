@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tnt_optim.directions import clipped, scaled_directions_
 from tnt_optim.distributed.process_group import ProcessGroup, numbered
-from tnt_optim.modes import Settings, State, blocks, each, layout, layout_of
-from tnt_optim.state import owned_bytes
+from tnt_optim.modes import Settings, State, blocks, each, layout_of
+from tnt_optim.state import owned_bytes, statistic_shapes
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ def load_of(param: Tensor, group: Settings, shard: str) -> Load:
     if not param.requires_grad:
         return Load()
     numel = param.numel()
-    full = [s[0] for s in layout(param, group).statistic_shapes(group["max_factor_dim"]) if s[1:]]
+    full = [s[0] for s in statistic_shapes(param, group) if s[1:]]
     work = sum(float(d) ** 3 + float(numel) * d for d in full)
     return Load(work + numel, float(owned_bytes(param, group, shard)))
 

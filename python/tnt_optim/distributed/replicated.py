@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tnt_optim.autograd import Gradients, all_finite
-from tnt_optim.directions import Workspace, move_, updated_weights
+from tnt_optim.directions import Workspace, decays, move_, updated_weights
 from tnt_optim.distributed.ownership import OwnerRanks
 from tnt_optim.distributed.process_group import BUCKET_BYTES, ProcessGroup, flattened, unflattened
 from tnt_optim.modes import Settings, by_kind, layout, state_dtype
@@ -137,7 +137,8 @@ class Replicated(OwnerRanks, Local):
             seen = [layout(p, group) for p in bucket]
             key = (number, places[bucket[0]])
             with updated_weights(bucket, states, group, seen, key=key) as weights:
-                move_(weights, unflattened(flat, [look.sizes for look in seen]), group)
+                arrived = unflattened(flat, [look.sizes for look in seen])
+                move_(weights, arrived, group, decays(bucket, group))
 
         for alike in by_kind(grads):
             self._exchange(alike, lambda p: p.numel(), compute, receive)
