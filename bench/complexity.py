@@ -189,9 +189,9 @@ def _beyond_momentum(method: str, d: int, k: int) -> int:
     optimizer: torch.optim.Optimizer
     match method:
         case "TNT":
-            optimizer = TNT([weight], fisher="empirical")
+            optimizer = TNT.paper([weight], fisher="empirical")
         case "Shampoo":
-            optimizer = Shampoo([weight])
+            optimizer = Shampoo.paper([weight])
         case "Adam":
             optimizer = torch.optim.Adam([weight])
         case _:

@@ -141,7 +141,7 @@ def _measured(case: Case) -> dict[str, Any]:
     model = Parameters(case.parameters).to(case.device)
     if case.way == "fully_shard":
         fully_shard(model, mesh=init_device_mesh(case.device, (case.processes,)))
-    opt = TNT(
+    opt = TNT.paper(
         model.parameters(),
         lr=1e-4,
         damping=DAMPING,

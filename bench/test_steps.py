@@ -104,7 +104,7 @@ class Parameters:
 
     def tnt(self, params: Sequence[nn.Parameter], **settings: Any) -> TNT:
         """TNT after its first step: it has state, statistics and inverses."""
-        optimizer = TNT(
+        optimizer = TNT.paper(
             params, lr=LR, inverse_interval=T2, fisher="empirical", **{**SETTINGS, **settings}
         )
         optimizer.step()

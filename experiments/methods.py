@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -38,6 +39,7 @@ class Settings:
     interval_warmup: int | None = None
     fraction: float | None = None  # of each batch that is observed
     samples: int | None = None  # the number of parts of that fraction
+    precondition_1d: bool | None = None  # whether biases and norms have statistics
 
 
 # From the model, the settings and the likelihood of the outputs.
@@ -84,6 +86,7 @@ def method_settings(
     interval_warmup: int = 0,
     fraction: float = 1.0,
     samples: int = 1,
+    precondition_1d: bool = True,
     schedule: str = "constant",
     seed: int = 0,
 ) -> Settings:
@@ -112,6 +115,27 @@ def method_settings(
         interval_warmup=interval_warmup if grafts else None,
         fraction=fraction if attaches else None,
         samples=samples if attaches else None,
+        precondition_1d=precondition_1d if grafts else None,
+    )
+
+
+def default_settings(optimizer: str, *, batch_size: int, epochs: int, schedule: str) -> Settings:
+    """The settings of an optimizer of tnt_optim without any argument.
+
+    >>> default_settings("shampoo", batch_size=32, epochs=8, schedule="constant").graft
+    'adam'
+    """
+    kind = Shampoo if optimizer == "shampoo" else TNT
+    own = {name: p.default for name, p in inspect.signature(kind).parameters.items()}
+    names = ("momentum", "stat_decay", "weight_decay", "graft", "relative_damping")
+    return method_settings(
+        *(optimizer, own["lr"], own["damping"]),
+        **{name: own[name] for name in (*names, "interval_warmup", "precondition_1d")},
+        intervals=(own["stat_interval"], own["inverse_interval"]),
+        warm_start=False,
+        schedule=schedule,
+        batch_size=batch_size,
+        epochs=epochs,
     )
 
 
@@ -158,6 +182,7 @@ _IN_LABELS = {
     "interval_warmup": "warm-up of the intervals: {}",
     "fraction": "{:g} of the batch observed",
     "samples": "{} samples",
+    "precondition_1d": "biases and norms preconditioned: {}",
     "warm_start": "warm start: {}",
     "graft": "graft: {}",
     "relative_damping": "relative damping: {}",
@@ -303,14 +328,15 @@ def _second_order(kind: type[TNT | Shampoo | KFAC], **fixed: Any) -> Build:
         names = ["lr", "damping", "momentum", "stat_decay", "weight_decay"]
         names += ["stat_interval", "inverse_interval"]
         if kind is not KFAC:
-            names += ["relative_damping", "graft", "interval_warmup"]
+            names += ["relative_damping", "graft", "interval_warmup", "precondition_1d"]
         if kind is TNT and fixed["fisher"] == "sampled":
             names.append("samples")
         given: dict[str, Any] = {name: getattr(settings, name) for name in names}
         if kind is not Shampoo:
             given |= {"likelihood": likelihood, "seed": settings.seed}
-        parameters: Any = model if kind is KFAC else model.named_parameters()
-        return kind(parameters, **given, **fixed)
+        if issubclass(kind, KFAC):
+            return kind(model, **given, **fixed)
+        return kind.paper(model.named_parameters(), **given, **fixed)
 
     return build
 

@@ -15,9 +15,9 @@ from tnt_optim import KFAC, TNT, Shampoo, with_fallback
 
 # The optimizers that precondition mode by mode, by name.
 FACTORED: dict[str, Callable[..., Any]] = {
-    "sampled": TNT,
-    "empirical": functools.partial(TNT, fisher="empirical"),
-    "shampoo": Shampoo,
+    "sampled": TNT.paper,
+    "empirical": functools.partial(TNT.paper, fisher="empirical"),
+    "shampoo": Shampoo.paper,
 }
 EVERY = (*FACTORED, "kfac", "fallback")  # "fallback": TNT with AdamW for vectors
 METHODS = (*FACTORED, "kfac", "eigenbasis")  # "eigenbasis": KFAC with inverse="eigenbasis"
@@ -38,7 +38,9 @@ def made(name: str, model: nn.Module, *, named: bool = False, **settings: Any) -
         return FACTORED[name](params, **chosen)
     common = {k: chosen.get(k, 0.0) for k in ("lr", "weight_decay", "maximize")}
     small = [p.dim() < 2 for p in model.parameters()]
-    main = TNT([p for p, is_small in zip(params, small, strict=True) if not is_small], **chosen)
+    main = TNT.paper(
+        [p for p, is_small in zip(params, small, strict=True) if not is_small], **chosen
+    )
     rest = [p for p, is_small in zip(params, small, strict=True) if is_small]
     return with_fallback(main, torch.optim.AdamW(rest, **common))
 

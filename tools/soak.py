@@ -160,7 +160,9 @@ class Training:
             self.net = nn.Sequential(*layers).double()
         self.model: nn.Module = self.net
         self.spoiled = False
-        self.opt = TNT(self.net.parameters(), likelihood=self._likelihood, shard=shard, **SETTINGS)
+        self.opt = TNT.paper(
+            self.net.parameters(), likelihood=self._likelihood, shard=shard, **SETTINGS
+        )
         self.taken = torch.zeros(steps, dtype=torch.int64)
 
     def step(self, step: int, fault: Fault, processes: int, rank: int | None = None) -> None:

@@ -7,9 +7,10 @@ intervals grow from 1 to their values instead. Every step updates the parameters
 """
 
 import functools
+import inspect
 import itertools
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,7 @@ from tnt_optim.modes import (
 )
 from tnt_optim.observations import Empirical
 from tnt_optim.options import ADDED, OPTIONS, as_they_are, check_settings, split
+from tnt_optim.paper import PAPER
 from tnt_optim.state import (
     COUNTS,
     NAMES,
@@ -146,6 +148,31 @@ class KroneckerOptimizer(Optimizer):
             of the mode that failed, from 1.
         """
         raise NotImplementedError
+
+    @classmethod
+    def paper(cls, params: Any, problem: str | None = None, **options: Any) -> Self:
+        """The optimizer in the form of Ren & Goldfarb 2021, with their settings.
+
+        Every parameter is preconditioned, the damping is absolute, and steps are not grafted.
+
+        Args:
+            params: as for the constructor.
+            problem: "mnist", "faces", "resnet32" or "vgg16", for the settings of the paper's
+                experiment; None for ``lr=1e-4, damping=0.01, stat_interval=10,
+                inverse_interval=100``.
+            options: replace these.
+        """
+        known = inspect.signature(cls).parameters.keys() & OPTIONS.keys()
+        form = {name: OPTIONS[name].default for name in known}
+        tables = PAPER[cls._table(options)]
+        if problem is not None and problem not in tables:
+            raise ValueError(f"problem must be one of {', '.join(tables)}, got {problem!r}")
+        return cls(params, **{**form, **(tables[problem] if problem else {}), **options})
+
+    @classmethod
+    def _table(cls, options: Mapping[str, Any]) -> str:
+        """The name of the method in the paper's tables."""
+        return cls._method
 
     # The public side.
 

@@ -1,6 +1,6 @@
 """Tensor Normal Training (Ren & Goldfarb, NeurIPS 2021)."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -70,20 +70,21 @@ class TNT(KroneckerOptimizer):
     def __init__(
         self,
         params: Any,
-        lr: float | Tensor = 1e-4,
+        lr: float | Tensor = 0.01,
         *,
-        damping: float = 0.01,
+        damping: float = 0.1,
         momentum: float = 0.9,
         stat_decay: float = 0.9,
         weight_decay: float = 0.0,
         stat_interval: int = 10,
-        inverse_interval: int = 100,
-        interval_warmup: int = 0,
+        inverse_interval: int = 50,
+        interval_warmup: int = 500,
         likelihood: Likelihood = "categorical",
         fisher: str = "sampled",
         max_factor_dim: int = 8192,
-        relative_damping: bool = False,
-        graft: str | None = None,
+        relative_damping: bool = True,
+        graft: str | None = "adam",
+        precondition_1d: bool = False,
         seed: int = 0,
         capturable: bool = False,
         block_size: int | None = None,
@@ -98,6 +99,10 @@ class TNT(KroneckerOptimizer):
     ) -> None:
         source = Empirical() if fisher == "empirical" else Sampled(most=samples)
         super().__init__(params, arguments(locals()), source)
+
+    @classmethod
+    def _table(cls, options: Mapping[str, Any]) -> str:
+        return "TNT-EF" if options.get("fisher") == "empirical" else "TNT"
 
     @property
     def observing(self) -> bool:

@@ -35,7 +35,7 @@ def train(rank: int, processes: int, form: str, place: str) -> list[Tensor] | st
     model.heads[1].requires_grad_(form == "unused")
     replicas = DistributedDataParallel(model, **settings)
     params = [p for p in model.parameters() if p.requires_grad]
-    opt = TNT(params, **{**SETTINGS, "stat_interval": 1})
+    opt = TNT.paper(params, **{**SETTINGS, "stat_interval": 1})
     if place != "in the loop":
         opt.attach(model if place == "inside" else replicas)
     results: list[Tensor] = []
@@ -74,11 +74,11 @@ def sharded(rank: int, processes: int) -> dict[str, list[Tensor] | str]:
         torch.manual_seed(3)
         model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4))
         if place == "before":
-            opt = TNT(model.parameters(), **SETTINGS)
+            opt = TNT.paper(model.parameters(), **SETTINGS)
             opt.attach(model)
         fully_shard(model, mesh=init_device_mesh("cpu", (processes,)))
         if place != "before":
-            opt = TNT(model.parameters(), **SETTINGS)
+            opt = TNT.paper(model.parameters(), **SETTINGS)
         if place == "after":
             opt.attach(model)
         try:
@@ -110,7 +110,7 @@ def in_parts(rank: int, processes: int, kind: str) -> list[Tensor]:
         fully_shard(net[0], mesh=init_device_mesh("cpu", (processes,)))
         fully_shard(net, mesh=init_device_mesh("cpu", (processes,)))
     model: nn.Module = DistributedDataParallel(net) if kind != "sharded" else net
-    opt = TNT(net.parameters(), shard=kind if kind in SHARDS else None, **PARTS)
+    opt = TNT.paper(net.parameters(), shard=kind if kind in SHARDS else None, **PARTS)
     opt.attach(net if kind == "inside" else model, fraction=0.5)
     for step in range(5):
         opt.zero_grad()
@@ -136,7 +136,7 @@ def test_parts_of_a_batch(kind: str) -> None:
     ends = run_in(2, in_parts, kind)
     net = made_parts_net()
     start = whole(net)
-    opt = TNT(net.parameters(), **PARTS)
+    opt = TNT.paper(net.parameters(), **PARTS)
     for step in range(5):
         opt.zero_grad()
         pairs = [next(batches(10 * rank + step)) for rank in range(2)]

@@ -73,11 +73,11 @@ def made_optimizer(net: nn.Module, form: str) -> TNT | Shampoo:
         single = net.get_parameter("hidden.bias")
         rest = [p for p in net.parameters() if p is not single]
         params = [{"params": rest}, {"params": [single], "stat_interval": 3}]
-    return method(params, **{**defaults, **settings})
+    return method.paper(params, **{**defaults, **settings})
 
 
 def refusal_of_graphs(rank: int, processes: int) -> str:
-    opt = Shampoo(sharded_net(processes, False).parameters())
+    opt = Shampoo.paper(sharded_net(processes, False).parameters())
     opt.capturable = True
     with pytest.raises(RuntimeError) as caught:
         opt.step()
@@ -206,7 +206,7 @@ def with_a_fallback(rank: int, processes: int) -> dict[str, Any]:
         net = sharded_net(processes, False)
         matrices = [p for p in net.parameters() if p.dim() == 2]
         rest = [p for p in net.parameters() if p.dim() < 2]
-        main = TNT(matrices, stat_interval=1)
+        main = TNT.paper(matrices, stat_interval=1)
         opt = with_fallback(main, torch.optim.SGD(rest, lr=0.1))
         x, y = drawn(processes, 0, *SHAPE)[rank]
         out = net(x)
@@ -281,7 +281,7 @@ def refused(rank: int, processes: int) -> list[str]:
             )
             net = nn.ParameterList([nn.Parameter(weight)])  # type: ignore[assignment]
         try:
-            opt = Shampoo(net.parameters(), rounding="master")
+            opt = Shampoo.paper(net.parameters(), rounding="master")
             for param in net.parameters():
                 param.grad = torch.ones_like(param)
             opt.step()

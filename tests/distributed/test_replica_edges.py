@@ -43,7 +43,7 @@ def heads_of_their_own(rank: int, processes: int) -> dict[str, Any]:
     torch.manual_seed(0)
     model = Heads(3)
     replicas = DistributedDataParallel(model, find_unused_parameters=True)
-    opt = TNT(model.parameters(), likelihood=least_likely, **SETTINGS)
+    opt = TNT.paper(model.parameters(), likelihood=least_likely, **SETTINGS)
     named = dict(model.named_parameters())
     first: dict[str, Tensor] = {}
     for step, head in enumerate((rank, rank, 0)):
@@ -116,7 +116,7 @@ def one_is_not_finite(rank: int, processes: int, shard: str | None) -> dict[str,
         loss = least_likely(output)
         return loss * math.nan if step > 1 or step == rank == 1 else loss
 
-    opt = TNT(net.parameters(), likelihood=likelihood, shard=shard, **SETTINGS)
+    opt = TNT.paper(net.parameters(), likelihood=likelihood, shard=shard, **SETTINGS)
     weight = net[0].weight
     found: dict[str, Any] = {"failures": [], "stats": [], "sampled": [], "message": ""}
     with warnings.catch_warnings(record=True) as warned:
@@ -165,7 +165,7 @@ def test_an_observation_that_is_not_finite_in_one_is_left_out_in_all(
 def inverses_fail(rank: int, processes: int, shard: str | None) -> dict[str, Any]:
     """The statistics of one parameter become infinite in its owner rank, and in no other."""
     net, replicas = own_net()
-    opt = TNT(net.parameters(), likelihood=least_likely, shard=shard, **SETTINGS)
+    opt = TNT.paper(net.parameters(), likelihood=least_likely, shard=shard, **SETTINGS)
     found: dict[str, Any] = {"raised at": None, "message": ""}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -198,7 +198,7 @@ def observed_by_some(rank: int, processes: int, find_unused: bool) -> dict[str, 
     """Both observe at first, then one of them, then none."""
     net, _ = own_net()
     replicas = DistributedDataParallel(net, find_unused_parameters=find_unused)
-    opt = TNT(net.parameters(), likelihood=least_likely, **SETTINGS)
+    opt = TNT.paper(net.parameters(), likelihood=least_likely, **SETTINGS)
     if find_unused:  # then not even the first step asks which parameters are reached
         opt.warm_start([replicas(batch(rank, 9)[0])])
     stats, sampled = [opt.state[p]["stats"][0].clone() for p in [net[0].weight] if find_unused], []
@@ -244,7 +244,7 @@ def refusals(rank: int, processes: int, made: Callable[[nn.Module], TNT | KFAC])
             call()
     assert not opt.state
     cross_entropy(output, y).backward()
-    capturable = Shampoo(net.parameters())
+    capturable = Shampoo.paper(net.parameters())
     capturable.capturable = True
     with pytest.raises(RuntimeError, match="single process"):
         capturable.step()
@@ -253,7 +253,7 @@ def refusals(rank: int, processes: int, made: Callable[[nn.Module], TNT | KFAC])
 
 
 def tnt_of(model: nn.Module) -> TNT:
-    return TNT(model.parameters())
+    return TNT.paper(model.parameters())
 
 
 @pytest.mark.parametrize("made", [tnt_of, KFAC])
@@ -269,7 +269,7 @@ def test_static_graphs_and_cuda_graphs_are_refused(made: Callable[[nn.Module], T
 def estimates(rank: int, processes: int, shard: str | None) -> tuple[int, int, bool]:
     """The estimated bytes, those after a step, and whether copies take the next step."""
     net, replicas = own_net()
-    opt = Shampoo(net.parameters(), shard=shard, graft="adam")
+    opt = Shampoo.paper(net.parameters(), shard=shard, graft="adam")
     estimate = opt.memory_estimate()["total"]
     for key in range(2):
         opt.zero_grad()
@@ -295,7 +295,7 @@ def estimates(rank: int, processes: int, shard: str | None) -> tuple[int, int, b
 def test_memory_is_what_was_estimated(shard: str | None) -> None:
     ranks = run_in(2, estimates, shard)
     net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
-    alone = Shampoo(net.parameters(), graft="adam").memory_estimate()["total"]
+    alone = Shampoo.paper(net.parameters(), graft="adam").memory_estimate()["total"]
     assert alone == 8 * (2 * (16 + 25 + 25 + 9) + 2 * (25 + 9) + 2 * (20 + 5 + 15 + 3))
     for estimate, there, same in ranks:
         assert estimate == there
@@ -310,7 +310,7 @@ def test_memory_is_what_was_estimated(shard: str | None) -> None:
 def test_owners_are_balanced_in_work_and_bytes() -> None:
     rng = torch.Generator().manual_seed(0)
     sizes = torch.randint(8, 512, (60, 2), generator=rng).tolist()
-    (group,) = TNT([nn.Parameter(torch.ones(1))]).param_groups
+    (group,) = TNT.paper([nn.Parameter(torch.ones(1))]).param_groups
     loads = [load_of(nn.Parameter(torch.ones(m, n)), group, "directions") for m, n in sizes]
     for processes in (2, 3, 8):
         owners = assign(loads, [Load()] * processes)
@@ -339,7 +339,7 @@ def left_alone(rank: int, folder: str) -> None:
         net, _ = own_net()
         model = DistributedDataParallel(net, process_group=group)
         share = {"shard": shard, "process_group": group}
-        opt = TNT(net.parameters(), likelihood=least_likely, **share, **SETTINGS)
+        opt = TNT.paper(net.parameters(), likelihood=least_likely, **share, **SETTINGS)
         forward(model, opt, rank, 0).backward()
         opt.step()
         forward(model, opt, rank, 1).backward()

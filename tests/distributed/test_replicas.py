@@ -56,7 +56,7 @@ def made_optimizer(net: nn.Module, form: str, **more: Any) -> TNT | Shampoo:
     rest = [p for name, p in net.named_parameters() if "conv" not in name]
     groups = [{"params": [*net.conv.parameters()], "lr": 0.02}, {"params": rest}]
     defaults = {"lr": 0.05, "damping": 0.1, "stat_interval": 2, "inverse_interval": 3}
-    return method(groups, **{**defaults, **settings, **more})
+    return method.paper(groups, **{**defaults, **settings, **more})
 
 
 def warm_start_on(batches: Batches, opt: TNT | Shampoo, model: nn.Module) -> None:

@@ -59,7 +59,7 @@ def optimizer_of(net: nn.Module, *, method: type[Method] = TNT, **settings: Any)
     rest = [p for name, p in net.named_parameters() if not name.startswith("conv")]
     groups = [{"params": [*net.conv.parameters()], "weight_decay": 0.1}, {"params": rest}]
     defaults = {"lr": 0.05, "damping": 0.1, "stat_interval": T1, "inverse_interval": T2}
-    return method(groups, **{**defaults, **settings})
+    return method.paper(groups, **{**defaults, **settings})
 
 
 def train(
@@ -192,7 +192,9 @@ def test_one_gradient_given_to_two_parameters(recorder: Recorder) -> None:
     results = []
     for capturable in (False, True):
         params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))]
-        optimizer = TNT(params, lr=0.1, damping=0.1, fisher="empirical", capturable=capturable)
+        optimizer = TNT.paper(
+            params, lr=0.1, damping=0.1, fisher="empirical", capturable=capturable
+        )
         for step in range(6):
             given = torch.arange(3.0) + step
             params[0].grad = given
@@ -360,6 +362,6 @@ def test_mistakes() -> None:
     with pytest.raises(ValueError, match="^capturable must be True or False, got 'yes'"):
         optimizer_of(net, capturable="yes")
     with pytest.raises(ValueError, match="^capturable cannot be set for a parameter group"):
-        TNT([{"params": net.parameters(), "capturable": True}])
+        TNT.paper([{"params": net.parameters(), "capturable": True}])
     with pytest.raises(ValueError, match="^capturable cannot be set for a parameter group"):
-        Shampoo([{"params": net.parameters(), "capturable": True}])
+        Shampoo.paper([{"params": net.parameters(), "capturable": True}])

@@ -188,7 +188,7 @@ def test_optimizer(graft: str | None) -> None:
 
     def moved(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
         params = [nn.Parameter(p.to(device, dtype, copy=True)) for p in start]
-        optimizer = TNT(
+        optimizer = TNT.paper(
             params,
             lr=0.01,
             damping=1.0,
@@ -259,7 +259,7 @@ def stepped_without_waiting(step: Callable[[], None]) -> None:
 @cuda_only
 def test_step_does_not_wait_for_the_device() -> None:
     params = [nn.Parameter(normal(shape).to(DEVICE)) for shape in ((20, 30), (20,))]
-    optimizer = TNT(params, lr=0.01, fisher="empirical", stat_interval=1, inverse_interval=2)
+    optimizer = TNT.paper(params, lr=0.01, fisher="empirical", stat_interval=1, inverse_interval=2)
     for p in params:
         p.grad = torch.randn_like(p)
     stepped_without_waiting(optimizer.step)
@@ -273,7 +273,7 @@ def test_observed_step_does_not_wait_for_the_device(method: str) -> None:
     intervals = {"stat_interval": 1, "inverse_interval": 2}
     optimizer: TNT | KFAC
     optimizer = (
-        TNT(model.parameters(), **intervals) if method == "tnt" else KFAC(model, **intervals)
+        TNT.paper(model.parameters(), **intervals) if method == "tnt" else KFAC(model, **intervals)
     )
     x = torch.randn(2, 16, 20, device=DEVICE)
 

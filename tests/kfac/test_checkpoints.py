@@ -68,7 +68,10 @@ OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
     "width": (lambda: started(KFAC, two_layers(5)).state_dict(), "must have shapes"),
     "inverse": (lambda: started(eigenbasis, two_layers()).state_dict(), "another inverse"),
     "number": (lambda: started(KFAC, nn.Linear(4, 3)).state_dict(), "another model"),
-    "no state": (lambda: TNT(two_layers().parameters()).state_dict(), "of KFAC, got that of TNT"),
+    "no state": (
+        lambda: TNT.paper(two_layers().parameters()).state_dict(),
+        "of KFAC, got that of TNT",
+    ),
     "Adam": (lambda: torch.optim.Adam(two_layers().parameters()).state_dict(), "optimizer's"),
     "lr": (damaged("lr", -1.0), "group 0: lr"),
     "stat_interval": (damaged("stat_interval", 0), "group 0: stat_interval"),

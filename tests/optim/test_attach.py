@@ -39,7 +39,7 @@ from tnt_optim import TNT, with_fallback
 def test_it_is_the_loop_that_observes(micro: int, dtype: torch.dtype | None) -> None:
     """Also under autocast, in which the model hands over its output and the loop does not."""
     model = made_net()
-    opt = TNT(model.parameters(), **SETTINGS)
+    opt = TNT.paper(model.parameters(), **SETTINGS)
     opt.attach(model)
     train(model, opt, observe=False, micro=micro, dtype=dtype)
     assert_same(contents(model, opt), explicit(micro=micro, dtype=dtype))
@@ -47,7 +47,7 @@ def test_it_is_the_loop_that_observes(micro: int, dtype: torch.dtype | None) -> 
 
 def test_closures() -> None:
     model = made_net()
-    opt = TNT(model.parameters(), **SETTINGS)
+    opt = TNT.paper(model.parameters(), **SETTINGS)
     opt.attach(model)
     for step in range(7):
 
@@ -65,7 +65,7 @@ def test_closures() -> None:
 def test_with_a_fallback() -> None:
     def made() -> tuple[Net, Any]:
         model = made_net()
-        main = TNT([model.hidden.weight, model.out.weight], **SETTINGS)
+        main = TNT.paper([model.hidden.weight, model.out.weight], **SETTINGS)
         rest = [p for p in model.parameters() if p.dim() == 1]
         return model, with_fallback(main, torch.optim.AdamW(rest, lr=0.01))
 
@@ -82,7 +82,7 @@ def test_with_a_fallback() -> None:
 
 def test_only_training_is_observed() -> None:
     model = made_net()
-    opt = TNT(model.parameters(), **SETTINGS)
+    opt = TNT.paper(model.parameters(), **SETTINGS)
     seen, output = counted()
     opt.attach(model, output)
     x = torch.randn(8, 5)
@@ -104,12 +104,12 @@ def test_only_training_is_observed() -> None:
 
 def test_only_due_steps_are_observed() -> None:
     model = made_net()
-    opt = TNT(model.parameters(), **SETTINGS)
+    opt = TNT.paper(model.parameters(), **SETTINGS)
     seen, output = counted()
     opt.attach(model, output)
     train(model, opt, 6, observe=False)
     assert len(seen) == 3  # steps 0, 2, 4
-    empirical = TNT(model.parameters(), fisher="empirical", **SETTINGS)
+    empirical = TNT.paper(model.parameters(), fisher="empirical", **SETTINGS)
     seen, output = counted()
     empirical.attach(model, output)
     train(model, empirical, 3, observe=False)
@@ -126,7 +126,7 @@ def test_only_due_steps_are_observed() -> None:
 )
 def test_logits_are_found(wrap: Any, logits: Any) -> None:
     model = made_net(wrap=wrap)
-    opt = TNT(model.parameters(), **SETTINGS)
+    opt = TNT.paper(model.parameters(), **SETTINGS)
     opt.attach(model)
     train(model, opt, observe=False, logits=logits)
     assert_same(contents(model, opt), explicit())
@@ -134,7 +134,7 @@ def test_logits_are_found(wrap: Any, logits: Any) -> None:
 
 def test_output_says_what_is_observed() -> None:
     model = made_net(wrap=lambda z: (z.reshape(2, 4, 4), "more"))
-    opt = TNT(model.parameters(), **SETTINGS)
+    opt = TNT.paper(model.parameters(), **SETTINGS)
     opt.attach(model, lambda result: result[0].flatten(0, 1))
     train(model, opt, observe=False, logits=lambda r: r[0].flatten(0, 1))
     assert_same(contents(model, opt), explicit())
@@ -153,7 +153,7 @@ def test_a_result_that_cannot_be_observed_is_an_error_in_the_forward(
     wrap: Any, error: type[Exception], message: str
 ) -> None:
     model = made_net(wrap=wrap)
-    opt = TNT(model.parameters())
+    opt = TNT.paper(model.parameters())
     opt.attach(model)
     with pytest.raises(error, match=message):
         model(torch.randn(8, 5))
@@ -164,7 +164,7 @@ def test_a_result_that_cannot_be_observed_is_an_error_in_the_forward(
 
 def test_wrong_arguments_leave_the_attached_model() -> None:
     model = made_net()
-    opt = TNT(model.parameters())
+    opt = TNT.paper(model.parameters())
     opt.attach(model)
     with pytest.raises(TypeError, match=r"^model must be a torch.nn.Module, got generator$"):
         opt.attach(model.parameters())  # type: ignore[arg-type]
@@ -179,7 +179,7 @@ def test_wrong_arguments_leave_the_attached_model() -> None:
 
 def test_handles_remove() -> None:
     model = made_net()
-    opt = TNT(model.parameters())
+    opt = TNT.paper(model.parameters())
     with opt.attach(model) as handle:
         assert isinstance(handle, torch.utils.hooks.RemovableHandle)
         model(torch.randn(8, 5))
@@ -191,7 +191,7 @@ def test_handles_remove() -> None:
 
 def test_attaching_again_replaces() -> None:
     model, other = made_net(), made_net()
-    opt = TNT([*model.parameters(), *other.parameters()])
+    opt = TNT.paper([*model.parameters(), *other.parameters()])
     seen, output = counted()
     first = opt.attach(model, output)
     second = opt.attach(model)
@@ -210,7 +210,7 @@ def test_attaching_again_replaces() -> None:
 
 def test_two_optimizers_observe_one_model() -> None:
     model = made_net()
-    one, other = TNT(model.hidden.parameters()), TNT(model.out.parameters())
+    one, other = TNT.paper(model.hidden.parameters()), TNT.paper(model.out.parameters())
     one.attach(model)
     other.attach(model)
     model(torch.randn(8, 5))
@@ -220,7 +220,7 @@ def test_two_optimizers_observe_one_model() -> None:
 
 def test_neither_keeps_the_other_alive() -> None:
     model = made_net()
-    opt = TNT(model.parameters(), **SETTINGS)
+    opt = TNT.paper(model.parameters(), **SETTINGS)
     handle = opt.attach(model)
     train(model, opt, 2, observe=False)
     gone = weakref.ref(opt)
@@ -228,7 +228,7 @@ def test_neither_keeps_the_other_alive() -> None:
     gc.collect()
     assert gone() is None and not model._forward_hooks
     model(torch.randn(8, 5))
-    opt = TNT(model.parameters())
+    opt = TNT.paper(model.parameters())
     handle = opt.attach(model)
     gone = weakref.ref(model)
     del model
@@ -250,13 +250,13 @@ def loaded(model: nn.Module) -> nn.Module:
 )
 def test_copies_of_the_model_observe_nothing(copied: Callable[[nn.Module], nn.Module]) -> None:
     model = nn.Sequential(nn.Linear(5, 4))
-    opt = TNT(model.parameters())
+    opt = TNT.paper(model.parameters())
     opt.attach(model, lambda result: result)  # a function that cannot be pickled
     twin = copied(model)
     twin(torch.randn(8, 5))
     # A shallow copy shares its hooks, as it does its parameters.
     assert observation_count(opt) == (copied is copy.copy)
-    again = TNT(twin.parameters())
+    again = TNT.paper(twin.parameters())
     again.attach(twin)
     twin(torch.randn(8, 5))
     assert observation_count(again) == 1
@@ -265,7 +265,7 @@ def test_copies_of_the_model_observe_nothing(copied: Callable[[nn.Module], nn.Mo
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_copies_of_the_optimizer_are_not_attached(copied: Callable[[Any], Any]) -> None:
     model = nn.Sequential(nn.Linear(5, 4))
-    opt = TNT(model.parameters(), **SETTINGS)
+    opt = TNT.paper(model.parameters(), **SETTINGS)
     opt.attach(model)
     train(model, opt, 3, observe=False)
     twin_model, twin = copied((model, opt))
@@ -285,7 +285,7 @@ def test_copies_of_the_optimizer_are_not_attached(copied: Callable[[Any], Any]) 
 def test_warm_start_is_not_observed(kind: Callable[[Any], Any]) -> None:
     def run(attached: bool) -> tuple[Any, ...]:
         model = made_net()
-        opt = TNT(model.parameters(), **SETTINGS)
+        opt = TNT.paper(model.parameters(), **SETTINGS)
         seen, output = counted()
         if attached:
             opt.attach(model, output)
@@ -304,7 +304,7 @@ def test_warm_start_is_not_observed(kind: Callable[[Any], Any]) -> None:
 
 def test_warm_start_that_fails_leaves_the_model_attached() -> None:
     model = made_net()
-    opt = TNT(model.parameters(), **SETTINGS)
+    opt = TNT.paper(model.parameters(), **SETTINGS)
     opt.attach(model)
 
     def outputs() -> Iterator[Tensor]:
@@ -333,7 +333,7 @@ class Checkpointed(Net):
 def test_checkpointed_layers_are_observed_once() -> None:
     torch.manual_seed(3)
     model = Checkpointed()
-    opt = TNT([*model.hidden.parameters(), *model.out.parameters()], **SETTINGS)
+    opt = TNT.paper([*model.hidden.parameters(), *model.out.parameters()], **SETTINGS)
     seen, output = counted()
     opt.attach(model, output)
     train(model, opt, 4, observe=False)
@@ -341,7 +341,7 @@ def test_checkpointed_layers_are_observed_once() -> None:
     assert model.bodies == 4 + 4 + 2  # forwards, backwards, observations
     torch.manual_seed(3)
     plain = Checkpointed()
-    reference = TNT([*plain.hidden.parameters(), *plain.out.parameters()], **SETTINGS)
+    reference = TNT.paper([*plain.hidden.parameters(), *plain.out.parameters()], **SETTINGS)
     train(plain, reference, 4, observe=True)
     assert_same(contents(model, opt), contents(plain, reference))
 
@@ -352,7 +352,7 @@ def test_model_checkpointed_as_a_whole_is_observed_once(early_stop: bool) -> Non
     model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4))
     calls = []
     model.register_forward_hook(lambda *_: calls.append(1))
-    opt = TNT(model.parameters(), **SETTINGS)
+    opt = TNT.paper(model.parameters(), **SETTINGS)
     seen, output = counted()
     opt.attach(model, output)
     with set_checkpoint_early_stop(early_stop):
@@ -363,7 +363,7 @@ def test_model_checkpointed_as_a_whole_is_observed_once(early_stop: bool) -> Non
 
 def test_exported_model_is_not_observed() -> None:
     model = nn.Sequential(nn.Linear(5, 4))
-    opt = TNT(model.parameters())
+    opt = TNT.paper(model.parameters())
     opt.attach(model)
     x = torch.randn(8, 5)
     exported = torch.export.export(model, (x,), strict=False).module()
@@ -373,7 +373,7 @@ def test_exported_model_is_not_observed() -> None:
 
 def test_transforms_and_other_weights_are_not_observed() -> None:
     model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4))
-    opt = TNT(model.parameters())
+    opt = TNT.paper(model.parameters())
     opt.attach(model)
     x, y = torch.randn(8, 5), torch.randint(4, (8,))
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -409,7 +409,7 @@ class Borrowing:
 
 def test_wrappers_that_borrow_the_methods() -> None:
     model = made_net()
-    opt = TNT(model.parameters(), **SETTINGS)
+    opt = TNT.paper(model.parameters(), **SETTINGS)
     wrapper: Any = Borrowing(opt)
     wrapper.attach(model)
     wrapper.attach(model)
@@ -421,7 +421,7 @@ def test_wrappers_that_borrow_the_methods() -> None:
 
 def test_replicas_in_threads_are_refused() -> None:
     model = made_net()
-    opt = TNT(model.parameters())
+    opt = TNT.paper(model.parameters())
     opt.attach(model)
     replica = model._replicate_for_data_parallel()  # what DataParallel makes for each GPU
     with pytest.raises(RuntimeError, match="attach to the DataParallel module"):

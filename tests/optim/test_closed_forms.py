@@ -140,7 +140,7 @@ def trained_autoencoder(damping: float) -> tuple[nn.Module, Shampoo]:
         nn.Linear(100, 64),
     )  # fmt: skip
     schedule: dict[str, int] = {"stat_interval": 1, "inverse_interval": 20}
-    opt = Shampoo(model.parameters(), lr=3e-4, damping=damping, **schedule)
+    opt = Shampoo.paper(model.parameters(), lr=3e-4, damping=damping, **schedule)
 
     def loss(x: Tensor) -> Tensor:
         return binary_cross_entropy_with_logits(model(x), x, reduction="sum") / len(x)

@@ -36,7 +36,7 @@ def parts(**settings: Any) -> tuple[Net, TNT, torch.optim.AdamW]:
     net = Net()
     schedule: dict[str, int] = {"stat_interval": 2, "inverse_interval": 4}
     matrices = [net.hidden.weight, net.out.weight]
-    main = TNT(matrices, lr=0.05, damping=0.1, **schedule, **settings)
+    main = TNT.paper(matrices, lr=0.05, damping=0.1, **schedule, **settings)
     rest = [net.embed.weight, net.hidden.bias, net.out.bias]
     return net, main, torch.optim.AdamW(rest, lr=0.01)
 
@@ -113,7 +113,7 @@ def test_where_the_fallback_cannot_load_main_is_unchanged() -> None:
     def started(block_size: int) -> tuple[Net, Any]:
         net, main, _ = parts()
         rest = [net.embed.weight, net.hidden.bias, net.out.bias]
-        return net, with_fallback(main, Shampoo(rest, block_size=block_size))
+        return net, with_fallback(main, Shampoo.paper(rest, block_size=block_size))
 
     net, opt = started(4)
     train(net, [opt], range(3))
@@ -128,14 +128,14 @@ def test_where_the_fallback_cannot_load_main_is_unchanged() -> None:
 def test_optimizers_that_cannot_be_combined_are_refused() -> None:
     param = weight(3)
     with pytest.raises(ValueError, match="no parameter in common, got 1, the first of shape"):
-        with_fallback(Shampoo([param]), torch.optim.SGD([param], lr=0.1))
+        with_fallback(Shampoo.paper([param]), torch.optim.SGD([param], lr=0.1))
     with pytest.raises(TypeError, match="fallback must be an optimizer, got list"):
-        with_fallback(Shampoo([param]), [weight(2)])  # type: ignore[arg-type]
+        with_fallback(Shampoo.paper([param]), [weight(2)])  # type: ignore[arg-type]
 
 
 def test_a_main_without_sampled_statistics_observes_nothing() -> None:
     layer = nn.Linear(3, 4)
-    opt = with_fallback(Shampoo([layer.weight]), torch.optim.SGD([layer.bias]))
+    opt = with_fallback(Shampoo.paper([layer.weight]), torch.optim.SGD([layer.bias]))
     assert not opt.observing
     with pytest.raises(TypeError, match=r"main must be a TNT for observe\(\), got Shampoo"):
         opt.observe(layer(torch.randn(2, 3)))

@@ -46,7 +46,7 @@ sampling = pytest.mark.parametrize("name", ["sampled", "kfac"])
 def test_outputs_of_wrong_dimensions_are_refused(likelihood: str, shape: tuple[int, ...]) -> None:
     p = nn.Parameter(torch.randn(shape))
     with pytest.raises(ValueError, match="^output must"):
-        TNT([p], likelihood=likelihood).observe(p * 1.0)
+        TNT.paper([p], likelihood=likelihood).observe(p * 1.0)
 
 
 WRONG: dict[str, tuple[Callable[[Tensor], object], str]] = {
@@ -113,8 +113,8 @@ def test_a_single_class_is_refused(name: str) -> None:
 def test_observe_costs_a_backward_only_where_due_and_leaves_no_trace() -> None:
     """No gradient and no global generator changes; with fisher="empirical" nothing happens."""
     model = nn.Linear(3, 4)
-    opt = TNT(model.parameters(), stat_interval=3, inverse_interval=3)
-    empirical = TNT(model.parameters(), fisher="empirical")
+    opt = TNT.paper(model.parameters(), stat_interval=3, inverse_interval=3)
+    empirical = TNT.paper(model.parameters(), fisher="empirical")
     for t in range(7):
         output = model(torch.randn(5, 3))
         calls: list[Tensor] = []
@@ -206,7 +206,9 @@ def test_micro_batches_average_the_sampled_gradients(fixed_labels: FixedLabels) 
     model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 4)).double()
     twin = copy.deepcopy(model)
     opt, whole = (
-        TNT(m.parameters(), lr=1e-3, stat_interval=2, inverse_interval=3, likelihood=fixed_labels)
+        TNT.paper(
+            m.parameters(), lr=1e-3, stat_interval=2, inverse_interval=3, likelihood=fixed_labels
+        )
         for m in (model, twin)
     )
     for _ in range(7):
@@ -310,7 +312,7 @@ def train_heads(model: Heads, opt: TNT, heads: Sequence[int]) -> None:
 def test_heads_used_in_turn_are_all_trained() -> None:
     """The others first appear between scheduled statistics, and a batch may use none of them."""
     model = Heads(3)
-    opt = TNT(model.parameters(), lr=0.1, damping=1.0, stat_interval=10)
+    opt = TNT.paper(model.parameters(), lr=0.1, damping=1.0, stat_interval=10)
     before = copy.deepcopy(model.state_dict())
     train_heads(model, opt, [0, 1, 0, 2, 0, 1, 1, 2, 2, 0, 1, 2])
     for name, value in model.state_dict().items():

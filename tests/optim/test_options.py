@@ -104,7 +104,7 @@ def test_options_of_all_groups(option: str, method: type[TNT | Shampoo]) -> None
     """They are refused in a group; Shampoo, which samples nothing, lacks some of them."""
     if method is Shampoo and option in SAMPLING_OPTIONS:
         with pytest.raises(TypeError, match=option):
-            Shampoo([weight(2, 3)], **{option: 0})
+            Shampoo.paper([weight(2, 3)], **{option: 0})
         return
     for bad in SHARED[option]:
         with pytest.raises(ValueError, match=f"^{option} must be .*, got {re.escape(repr(bad))}"):
@@ -122,7 +122,7 @@ def test_options_of_all_groups(option: str, method: type[TNT | Shampoo]) -> None
     ("option", "value"), [("fisher", "sampled"), ("fisher", "empirical"), ("samples", 3)]
 )
 def test_some_options_are_fixed_by_the_constructor(option: str, value: Any) -> None:
-    opt = TNT([weight(2, 3)], **{option: value})
+    opt = TNT.paper([weight(2, 3)], **{option: value})
     for each in (opt, copy.deepcopy(opt), pickle.loads(pickle.dumps(opt))):
         with pytest.raises(
             AttributeError, match=rf"construct TNT\(\.\.\., {option}='empirical'\) anew"
@@ -133,7 +133,7 @@ def test_some_options_are_fixed_by_the_constructor(option: str, value: Any) -> N
 
 def test_an_unknown_likelihood_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match="^likelihood must be") as caught:
-        TNT([weight(2)], likelihood="poisson")
+        TNT.paper([weight(2)], likelihood="poisson")
     assert all(name in str(caught.value) for name in ("categorical", "bernoulli", "gaussian"))
 
 

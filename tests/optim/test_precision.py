@@ -258,7 +258,7 @@ def test_a_likelihood_function_may_be_given_a_scale(
 
     def found(half: bool, scale: float | None) -> list[Tensor]:
         model = Faint()
-        opt = TNT(model.parameters(), likelihood=in_full, sample_scale=scale)
+        opt = TNT.paper(model.parameters(), likelihood=in_full, sample_scale=scale)
         with autocast(torch.float16 if half else None):
             opt.observe(model(x.float()))
         opt.step()

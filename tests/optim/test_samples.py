@@ -72,7 +72,7 @@ def test_statistics_are_the_mean_of_the_samples_grams(
     fixed_labels: FixedLabels, fraction: float
 ) -> None:
     model = Small()
-    opt = TNT(model.parameters(), lr=0.1, stat_interval=1, likelihood=fixed_labels, samples=3)
+    opt = TNT.paper(model.parameters(), lr=0.1, stat_interval=1, likelihood=fixed_labels, samples=3)
     expected: dict[Tensor, list[Tensor]] = {}
     scales = [fraction * size / sum(PARTS) for size in PARTS]
     for step in range(3):
@@ -95,7 +95,7 @@ def test_layouts_see_each_sample(fixed_labels: FixedLabels, settings: dict[str, 
     found: list[list[Tensor]] = []
     for chosen in (None, 0, 1, 2):
         model = Small()
-        opt = TNT(model.parameters(), likelihood=fixed_labels, samples=3, **settings)
+        opt = TNT.paper(model.parameters(), likelihood=fixed_labels, samples=3, **settings)
         for number, (inputs, drawn) in enumerate(rows_of(0, (2, 2, 2))):
             if chosen in (None, number):
                 fixed_labels.current = drawn
@@ -118,7 +118,7 @@ def test_the_expectation_is_that_of_the_whole_batch(
     probabilities = model(inputs).softmax(1).detach()
     total: list[Tensor] = []
     for drawn in itertools.product(range(CLASSES), repeat=4):
-        opt = TNT(model.parameters(), lr=0.0, likelihood=fixed_labels, samples=samples)
+        opt = TNT.paper(model.parameters(), lr=0.0, likelihood=fixed_labels, samples=samples)
         for x, y in zip(inputs.split(sizes), torch.tensor(drawn).split(sizes), strict=True):
             fixed_labels.current = y
             opt.observe(model(x))
@@ -147,7 +147,7 @@ def test_samples_that_are_not_finite_are_left_out(
     fixed_labels: FixedLabels, bad: tuple[int, ...]
 ) -> None:
     model = Small()
-    opt = TNT(model.parameters(), lr=0.0, stat_interval=1, likelihood=fixed_labels, samples=3)
+    opt = TNT.paper(model.parameters(), lr=0.0, stat_interval=1, likelihood=fixed_labels, samples=3)
     take(opt, model, fixed_labels, 0)
     before = [s.clone() for p in model.parameters() for s in opt.state[p]["stats"]]
     outputs = list(rows_of(1))
@@ -173,7 +173,7 @@ def test_samples_that_are_not_finite_are_left_out(
 def test_further_observations_are_averaged_in_turn(fixed_labels: FixedLabels) -> None:
     """Four outputs in two samples: the first with the third, the second with the fourth."""
     model = Small()
-    opt = TNT(model.parameters(), likelihood=fixed_labels, samples=2)
+    opt = TNT.paper(model.parameters(), likelihood=fixed_labels, samples=2)
     outputs = list(rows_of(0, (2, 2, 2, 2)))
     for inputs, drawn in outputs:
         fixed_labels.current = drawn
@@ -196,7 +196,7 @@ def test_an_output_may_be_anything_that_the_likelihood_takes() -> None:
     """A number or a dictionary counts as one example."""
     for wrap in (torch.sum, lambda z: {"logits": z}):
         layer = nn.Linear(3, 2)
-        opt = TNT(
+        opt = TNT.paper(
             layer.parameters(),
             likelihood=lambda o: (
                 sum(map(torch.sum, o.values())) if isinstance(o, dict) else o * 1.0
@@ -210,7 +210,7 @@ def test_an_output_may_be_anything_that_the_likelihood_takes() -> None:
 
 def test_a_step_with_samples_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model = made_net()
-    opt = TNT(model.parameters(), samples=2, **SETTINGS)
+    opt = TNT.paper(model.parameters(), samples=2, **SETTINGS)
     for step in range(3):
         opt.zero_grad()
         (x, y), *_ = batches(step)
@@ -235,7 +235,7 @@ def with_dropout(**more: Any) -> Net:
 def trained(how: str, attached: bool) -> tuple[Any, Tensor]:
     """The end of a training on half of each batch, observed by ``attach`` or by the loop."""
     model = with_dropout()
-    opt = TNT(model.parameters(), samples=2, **SETTINGS)
+    opt = TNT.paper(model.parameters(), samples=2, **SETTINGS)
     if attached:
         opt.attach(model, fraction=0.5)
     torch.manual_seed(0)
@@ -270,7 +270,9 @@ def test_attach_leaves_buffers_and_random_states() -> None:
     def losses(attached: bool) -> list[float]:
         torch.manual_seed(0)
         model = with_dropout()
-        opt = TNT(model.parameters(), samples=2, **{**SETTINGS, "lr": 0.0, "stat_interval": 1})
+        opt = TNT.paper(
+            model.parameters(), samples=2, **{**SETTINGS, "lr": 0.0, "stat_interval": 1}
+        )
         if attached:
             opt.attach(model, fraction=0.5)
         found = []
@@ -287,4 +289,4 @@ def test_attach_leaves_buffers_and_random_states() -> None:
 def test_a_fraction_is_refused(fraction: float) -> None:
     model = made_net()
     with pytest.raises(ValueError, match=r"fraction must be a number in \(0, 1\]"):
-        TNT(model.parameters()).attach(model, fraction=fraction)
+        TNT.paper(model.parameters()).attach(model, fraction=fraction)

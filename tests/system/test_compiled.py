@@ -16,7 +16,17 @@ import pytest
 import torch
 from conftest import Snapshot, observation_count, observed_gradients
 from drawn import close, raising
-from optimizers import METHODS, SAMPLING, apart, equal, made, observe, statistics, values
+from optimizers import (
+    METHODS,
+    NO_FAILURES,
+    SAMPLING,
+    apart,
+    equal,
+    made,
+    observe,
+    statistics,
+    values,
+)
 from optimizers import images as batch
 from tolerances import FLOAT32_TRAJECTORY
 from torch import Tensor, nn
@@ -301,13 +311,13 @@ def attached_and_compiled(model: attached.Net, opt: TNT, how: str, fraction: flo
 @pytest.mark.parametrize("how", ["before", "after", "in place", "whole"])
 def test_attached_models(how: str) -> None:
     model = attached.made_net()
-    opt = TNT(model.parameters(), **attached.SETTINGS)
+    opt = TNT.paper(model.parameters(), **attached.SETTINGS)
     seen, output = attached.counted()
     called = attached_and_compiled(model, opt, how)
     attached.train(called, opt, observe=False)
     assert graphs() == 1
     reference = attached.made_net()
-    observing = TNT(reference.parameters(), **attached.SETTINGS)
+    observing = TNT.paper(reference.parameters(), **attached.SETTINGS)
     attached.train(torch.compile(reference, backend="aot_eager"), observing, observe=True)
     attached.assert_same(attached.contents(model, opt), attached.contents(reference, observing))
     called.eval()
@@ -321,7 +331,7 @@ def test_attached_models_observe_parts(how: str) -> None:
     ends = []
     for compiled in (True, False):
         model = attached.made_net()
-        opt = TNT(model.parameters(), samples=2, **attached.SETTINGS)
+        opt = TNT.paper(model.parameters(), samples=2, **attached.SETTINGS)
         called: Any = model
         if compiled:
             called = attached_and_compiled(model, opt, how, fraction=0.5)
@@ -334,7 +344,7 @@ def test_attached_models_observe_parts(how: str) -> None:
 
 def test_whole_graphs_with_the_hook_inside_are_refused() -> None:
     model = attached.made_net()
-    opt = TNT(model.parameters())
+    opt = TNT.paper(model.parameters())
     opt.attach(model)
     whole = torch.compile(model, backend="aot_eager", fullgraph=True)
     with pytest.raises(Exception, match="attach it to what torch.compile returned"):
@@ -343,7 +353,7 @@ def test_whole_graphs_with_the_hook_inside_are_refused() -> None:
 
 def test_attached_graphs_that_do_not_last_are_refused() -> None:
     model = attached.made_net()
-    opt = TNT(model.parameters(), **attached.SETTINGS)
+    opt = TNT.paper(model.parameters(), **attached.SETTINGS)
     called = torch.compile(model, backend="aot_eager")
     with torch._functorch.config.patch(donated_buffer=True):
         opt.attach(called)
@@ -352,7 +362,7 @@ def test_attached_graphs_that_do_not_last_are_refused() -> None:
     torch._dynamo.reset()
     # With the setting, buffers also survive a first backward that does not retain the graph.
     model = attached.made_net()
-    opt = TNT(model.parameters(), **attached.SETTINGS)
+    opt = TNT.paper(model.parameters(), **attached.SETTINGS)
     called = torch.compile(model, backend="aot_eager")
     opt.attach(called)
     opt.warm_start(called(x) for x, _ in attached.batches(99, 3))
@@ -422,7 +432,7 @@ def test_dropout_in_checkpointed_layers_of_a_compiled_model() -> None:
     """The forward, the observation and the backward use one mask: the sampled loss and the training
     loss, here the same function, have the same gradients."""
     model = Net(False, dropout=0.5)
-    opt = TNT(model.parameters(), likelihood=lambda output: output.square().mean())
+    opt = TNT.paper(model.parameters(), likelihood=lambda output: output.square().mean())
     output = torch.compile(model, backend="aot_eager", fullgraph=True)(batch(0)[0])
     opt.observe(output)
     sampled = observed_gradients(opt)

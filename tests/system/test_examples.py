@@ -4,6 +4,7 @@ import runpy
 from pathlib import Path
 
 import pytest
+from optimizers import NO_FAILURES
 
 FOLDER = Path(__file__).parents[2] / "examples"
 # The packages that each example imports, other than this one and torch.

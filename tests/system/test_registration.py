@@ -81,7 +81,9 @@ def results_of_everything() -> list[Tensor]:
     from tnt_optim import TNT
 
     model = torch.nn.Sequential(torch.nn.Linear(9, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
-    optimizer = TNT(model.parameters(), lr=0.1, damping=0.1, stat_interval=1, inverse_interval=2)
+    optimizer = TNT.paper(
+        model.parameters(), lr=0.1, damping=0.1, stat_interval=1, inverse_interval=2
+    )
     for _ in range(3):
         output = model(normal((8, 9)))
         optimizer.zero_grad()

@@ -1,0 +1,28 @@
+"""The settings of the paper's experiments: Tables 3, 4, 6 and 7 of Ren & Goldfarb 2021."""
+
+from collections.abc import Mapping
+from typing import Any
+
+_AUTOENCODER = {"stat_interval": 1, "inverse_interval": 20}
+
+# By method and problem. What is missing has the default of ``options``.
+PAPER: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+    "TNT": {
+        "mnist": {"lr": 1e-4, "damping": 0.1, "likelihood": "bernoulli", **_AUTOENCODER},
+        "faces": {"lr": 1e-6, "damping": 0.003, "likelihood": "gaussian", **_AUTOENCODER},
+        "resnet32": {"lr": 1e-4, "weight_decay": 10.0},
+        "vgg16": {"lr": 3e-5, "weight_decay": 10.0},
+    },
+    "TNT-EF": {
+        "mnist": {"lr": 3e-6, **_AUTOENCODER},
+        "faces": {"lr": 3e-6, **_AUTOENCODER},
+        "resnet32": {"lr": 1e-4, "weight_decay": 10.0},
+        "vgg16": {"lr": 3e-6, "weight_decay": 100.0},
+    },
+    "Shampoo": {
+        "mnist": {"lr": 3e-4, "damping": 3e-4, **_AUTOENCODER},
+        "faces": {"lr": 3e-4, "damping": 3e-4, **_AUTOENCODER},
+        "resnet32": {"lr": 0.01, "weight_decay": 0.1},
+        "vgg16": {"lr": 0.003, "weight_decay": 0.1},
+    },
+}
