@@ -322,8 +322,8 @@ TNT_SIGNATURE = (
     "stat_interval=10, inverse_interval=50, interval_warmup=500, likelihood='categorical', "
     "fisher='sampled', max_factor_dim=8192, relative_damping=True, graft='adam', "
     "precondition_1d=False, seed=0, capturable=False, block_size=None, merge_small_dims=None, "
-    "maximize=False, rounding='nearest', kl_clip=None, sample_scale=None, samples=1, process_group=None, "
-    "shard=None"
+    "maximize=False, rounding='nearest', kl_clip=None, sample_scale=None, samples=1, "
+    "process_group=None, shard=None"
 )
 SHAMPOO_SIGNATURE = (
     TNT_SIGNATURE.replace("likelihood='categorical', fisher='sampled', ", "")
