@@ -54,7 +54,8 @@ class Method:
         label: its name in tables and legends, as in the paper.
         colour: of its curves; from Okabe and Ito's palette, which colour-blind readers can tell.
         statistics: source of the curvature: labels "sampled" from the model's own distribution,
-            the "empirical" training gradients, or None for a first-order method.
+            the "empirical" training gradients, or None for a first-order method and for SOAP, which
+            has no warm start and intervals of its own.
         damped: whether it has a damping (Adam: its epsilon).
         stat_decay: decay of its moving average (beta in the paper; Adam's beta_2), as the paper
             sets it; None without such an average.
@@ -318,9 +319,17 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 
 def hidden_matrices(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Named weights of all linear layers but the last one, which makes the outputs."""
-    linears = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear)]
-    return [(f"{name}.weight", module.weight) for name, module in linears[:-1]]
+    """Named weights of all recurrent layers, and of all linear ones but the last: the outputs'."""
+    modules = list(model.named_modules())
+    recurrent = [
+        (f"{name}.{weight}", parameter)
+        for name, module in modules
+        if isinstance(module, nn.RNNBase)
+        for weight, parameter in module.named_parameters()
+        if parameter.dim() == 2
+    ]
+    linears = [(n, m) for n, m in modules if isinstance(m, nn.Linear)]
+    return recurrent + [(f"{name}.weight", module.weight) for name, module in linears[:-1]]
 
 
 def _second_order(kind: type[TNT | Shampoo | KFAC], **fixed: Any) -> Build:
@@ -369,6 +378,27 @@ def _muon(model: nn.Module, settings: Settings, likelihood: str) -> torch.optim.
     )
 
 
+def _soap(model: nn.Module, settings: Settings, likelihood: str) -> torch.optim.Optimizer:
+    assert settings.stat_decay is not None and settings.damping is not None
+    try:
+        from pytorch_optimizer import SOAP
+    except ImportError as error:
+        raise ValueError(
+            "optimizer 'soap' needs the package pytorch-optimizer: "
+            "python -m pip install pytorch-optimizer"
+        ) from error
+    # As its authors run it: eigenbases by QR every 10 steps, vectors by Adam, no first step.
+    optimizer: torch.optim.Optimizer = SOAP(
+        model.named_parameters(),
+        lr=settings.lr,
+        betas=(settings.momentum, settings.stat_decay),
+        eps=settings.damping,
+        weight_decay=settings.weight_decay,
+        precondition_frequency=10,
+    )
+    return optimizer
+
+
 METHODS: dict[str, Method] = {
     "tnt": Method("TNT", "#0072B2", "sampled", True, 0.9, _second_order(TNT, fisher="sampled")),
     "tnt-ef": Method(
@@ -389,6 +419,7 @@ METHODS: dict[str, Method] = {
     "adam": Method("Adam", "#009E73", None, True, 0.999, _adam),
     "sgd": Method("SGD-m", "#D55E00", None, False, None, _sgd),
     "muon": Method("Muon + AdamW", "#000000", None, False, None, _muon),
+    "soap": Method("SOAP", "#F0E442", None, True, 0.95, _soap),
 }
 
 

@@ -1,11 +1,11 @@
-"""The residual network of the paper's CIFAR-10 experiments."""
+"""Residual networks for CIFAR-10; the paper's experiments use ResNet-32."""
 
 from __future__ import annotations
 
+import functools
+
 from torch import Tensor, nn
 from torch.nn import functional
-
-_BLOCKS = 5  # n of He et al.: 6 n + 2 = 32 layers have weights
 
 
 class BasicBlock(nn.Module):
@@ -39,13 +39,24 @@ class BasicBlock(nn.Module):
         return images
 
 
-def resnet32(classes: int = 10) -> nn.Sequential:
-    """ResNet-32 of He et al. 2016 (table 6): images (N, 3, H, W) to logits (N, classes).
+def resnet(depth: int, classes: int = 10) -> nn.Sequential:
+    """A ResNet of He et al. 2016 (table 6): images (N, 3, H, W) to logits (N, classes).
 
-    A first convolution, three stages of five blocks with 16, 32 and 64 channels, the average over
-    all pixels, and a linear layer. Weights of convolutions and of the linear layer are drawn by
-    `kaiming_normal_` (fan_in); the linear bias and the batch norms start as PyTorch has them.
+    A first convolution, three stages of equally many blocks with 16, 32 and 64 channels, the
+    average over all pixels, and a linear layer. Weights of convolutions and of the linear layer are
+    drawn by `kaiming_normal_` (fan_in); the linear bias and the batch norms start as PyTorch has
+    them.
+
+    Args:
+        depth: number of layers with weights, 6 n + 2 for n blocks a stage.
+        classes: number of logits.
+
+    Raises:
+        ValueError: no number of blocks has this depth.
     """
+    blocks, rest = divmod(depth - 2, 6)
+    if blocks < 1 or rest:
+        raise ValueError(f"depth must be 6 n + 2 for an n from 1, got {depth}")
     channels = 16
     layers: list[nn.Module] = [
         nn.Conv2d(3, channels, 3, padding=1, bias=False),
@@ -53,7 +64,7 @@ def resnet32(classes: int = 10) -> nn.Sequential:
         nn.ReLU(),
     ]
     for width in (16, 32, 64):
-        for index in range(_BLOCKS):
+        for index in range(blocks):
             layers.append(BasicBlock(channels, width, 2 if width > 16 and index == 0 else 1))
             channels = width
     layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes)]
@@ -62,3 +73,7 @@ def resnet32(classes: int = 10) -> nn.Sequential:
         if isinstance(module, nn.Conv2d | nn.Linear):
             nn.init.kaiming_normal_(module.weight)
     return model
+
+
+resnet8 = functools.partial(resnet, 8)
+resnet32 = functools.partial(resnet, 32)

@@ -1,4 +1,4 @@
-"""A small language model over characters, for the experiments beyond the paper."""
+"""A small language model over characters, for the experiments beyond the paper; its blocks."""
 
 from __future__ import annotations
 
@@ -34,20 +34,13 @@ class CharacterTransformer(nn.Module):
 
     def __init__(self, characters: int, width: int, layers: int, heads: int, context: int) -> None:
         super().__init__()
-        if width % heads:
-            raise ValueError(f"heads must divide width, {width}, got {heads}")
         self.context = context
         self.character_embedding = nn.Embedding(characters, width)
         self.position_embedding = nn.Embedding(context, width)
-        self.blocks = nn.Sequential(*[_Block(width, heads) for _ in range(layers)])
+        self.blocks = nn.Sequential(*[Block(width, heads, causal=True) for _ in range(layers)])
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, characters, bias=False)
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, std=0.02)
-        for name, parameter in self.blocks.named_parameters():
-            if name.endswith(("attention.output.weight", "contract.weight")):
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers))
+        start_as_gpt2(self, layers)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the logits of each next character, one row a position.
@@ -68,29 +61,51 @@ class CharacterTransformer(nn.Module):
         return logits.flatten(0, 1)
 
 
-class _Block(nn.Module):
-    """(N, T, width) to the same: attention and a net of one hidden layer, each with a residual."""
+def start_as_gpt2(model: nn.Module, layers: int) -> None:
+    """Draw the weights of all embeddings and linear layers of a model with this many blocks."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("attention.output.weight", "contract.weight")):
+            nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers))
 
-    def __init__(self, width: int, heads: int) -> None:
+
+class Block(nn.Module):
+    """(N, T, width) to the same: attention and a net of one hidden layer, each with a residual.
+
+    Args:
+        width: of the residual stream.
+        heads: of the attention; must divide `width`.
+        causal: no position attends to later ones.
+
+    Raises:
+        ValueError: `heads` does not divide `width`.
+    """
+
+    def __init__(self, width: int, heads: int, causal: bool) -> None:
         super().__init__()
+        if width % heads:
+            raise ValueError(f"heads must divide width, {width}, got {heads}")
         self.attention_norm = nn.LayerNorm(width)
-        self.attention = _CausalAttention(width, heads)
+        self.attention = _Attention(width, heads, causal)
         self.net_norm = nn.LayerNorm(width)
         self.expand = nn.Linear(width, 4 * width, bias=False)
         self.contract = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
+        """The residual stream after the block."""
         hidden = hidden + self.attention(self.attention_norm(hidden))
         added: Tensor = self.contract(functional.gelu(self.expand(self.net_norm(hidden))))
         return hidden + added
 
 
-class _CausalAttention(nn.Module):
-    """(N, T, width) to the same: every position attends to itself and to earlier ones."""
+class _Attention(nn.Module):
+    """(N, T, width) to the same: causal positions attend to themselves and to earlier ones."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, causal: bool) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.causal = heads, causal
         self.query = nn.Linear(width, width, bias=False)
         self.key = nn.Linear(width, width, bias=False)
         self.value = nn.Linear(width, width, bias=False)
@@ -101,6 +116,6 @@ class _CausalAttention(nn.Module):
             projection(hidden).unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for projection in (self.query, self.key, self.value)
         )
-        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
         output: Tensor = self.output(attended.transpose(1, 2).flatten(2))
         return output

@@ -1,9 +1,9 @@
-"""The paper's convolutional networks on CIFAR."""
+"""Image classifiers on CIFAR: the paper's convolutional networks and two small networks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,9 @@ from torch.nn import functional
 
 from experiments.data import data_folder
 from experiments.data.cifar import Cifar, crop_and_flip, read_cifar
-from experiments.models.resnet import resnet32
+from experiments.models.resnet import resnet8, resnet32
 from experiments.models.vgg import vgg16
+from experiments.models.vision_transformer import VisionTransformer
 from experiments.problems.problem import Problem
 
 # Images of the validation set at a time; the errors do not depend on it.
@@ -23,7 +24,7 @@ _EVALUATED_AT_ONCE = 500
 
 @dataclass(frozen=True)
 class Network:
-    """One of the paper's networks with its data.
+    """A network with its data.
 
     Attributes:
         label: of both, in plots.
@@ -41,11 +42,11 @@ class Network:
     std: tuple[float, ...]
 
 
+_CIFAR10 = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
 NETWORKS = {
-    "resnet32": Network(
-        *("ResNet-32 on CIFAR-10", 10, resnet32),
-        *((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),
-    ),
+    "resnet8": Network("ResNet-8 on CIFAR-10", 10, resnet8, *_CIFAR10),
+    "vit": Network("Vision transformer on CIFAR-10", 10, VisionTransformer, *_CIFAR10),
+    "resnet32": Network("ResNet-32 on CIFAR-10", 10, resnet32, *_CIFAR10),
     "vgg16": Network(
         *("VGG16 on CIFAR-100", 100, vgg16), *((0.507, 0.487, 0.441), (0.267, 0.256, 0.276))
     ),
@@ -59,7 +60,7 @@ class Classifier(Problem):
     whose border is black before the normalisation.
 
     Args:
-        name: "resnet32" or "vgg16".
+        name: one of `NETWORKS`.
         data: images of 32x32 pixels, on the CPU.
     """
 
@@ -74,23 +75,26 @@ class Classifier(Problem):
         self._mean = torch.tensor(self._network.mean)
         self._std = torch.tensor(self._network.std)
 
-    def first(self, count: int) -> Classifier:
-        """The problem with `count` of its training images, evenly over the classes.
+    def first(self, examples: int | None = None, validation: int | None = None) -> Classifier:
+        """The problem with this many of its images, evenly over the classes.
 
-        They are the first images of every class, in the order of the whole set. The validation set
-        stays whole.
+        They are the first images of every class, in the order of the whole set.
+
+        Args:
+            examples: number of training images; None for all.
+            validation: number of validation images; None for all.
 
         Raises:
             ValueError: there are fewer images.
         """
-        if not 1 <= count <= self.examples:
-            raise ValueError(f"examples must be from 1 to {self.examples}, got {count}")
-        labels = self.data.train_labels
-        earlier = functional.one_hot(labels, self.data.classes).cumsum(0)
-        place_in_class = earlier.gather(1, labels[:, None])[:, 0]
-        chosen = place_in_class.argsort(stable=True)[:count].sort().values
-        images, labels = self.data.train_images[chosen], labels[chosen]
-        return Classifier(self.name, replace(self.data, train_images=images, train_labels=labels))
+        data = self.data
+        train = _first_of_each_class(data.train_labels, data.classes, "examples", examples)
+        test = _first_of_each_class(data.test_labels, data.classes, "validation", validation)
+        images = data.train_images[train], data.train_labels[train]
+        return Classifier(
+            self.name,
+            Cifar(*images, data.test_images[test], data.test_labels[test], data.classes),
+        )
 
     def build(self) -> nn.Module:
         """The network as the paper starts it; in channels_last for images on the CPU."""
@@ -139,17 +143,36 @@ class Classifier(Problem):
         }
 
 
-def load_classifier(name: str, data: Path | None = None, examples: int | None = None) -> Classifier:
+def load_classifier(
+    name: str,
+    data: Path | None = None,
+    examples: int | None = None,
+    validation: int | None = None,
+) -> Classifier:
     """A network's problem on its data set.
 
     Args:
-        name: "resnet32" or "vgg16".
+        name: one of `NETWORKS`.
         data: `--data`.
         examples: number of training images; None for all.
+        validation: number of validation images; None for all.
 
     Raises:
         ValueError, OSError: the data cannot be read, or are too few.
     """
     classes = NETWORKS[name].classes
     problem = Classifier(name, read_cifar(data_folder(f"cifar{classes}", data), classes))
-    return problem if examples is None else problem.first(examples)
+    return problem.first(examples, validation)
+
+
+def _first_of_each_class(
+    labels: Tensor, classes: int, name: str, count: int | None
+) -> Tensor | slice:
+    """Indices of `count` images, in their order; `name` is the argument's, for the error."""
+    if count is None:
+        return slice(None)
+    if not 1 <= count <= len(labels):
+        raise ValueError(f"{name} must be from 1 to {len(labels)}, got {count}")
+    earlier = functional.one_hot(labels, classes).cumsum(0)
+    place_in_class = earlier.gather(1, labels[:, None])[:, 0]
+    return place_in_class.argsort(stable=True)[:count].sort().values

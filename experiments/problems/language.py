@@ -1,4 +1,4 @@
-"""The language problem: a character-level transformer on a text file."""
+"""The language problems: a character-level transformer or GRU on a text file."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from experiments.data import data_folder
 from experiments.data.text import Text, read_text
+from experiments.models.recurrent import CharacterGRU
 from experiments.models.transformer import CharacterTransformer
 from experiments.problems.problem import Problem
 
@@ -46,6 +47,7 @@ class Language(Problem):
     """
 
     name = "language"
+    sizes: tuple[str, ...] = ("width", "layers", "heads")  # of the model, by the arguments' names
     likelihood = "categorical"
     loss_label = "nats per character"
 
@@ -113,7 +115,7 @@ class Language(Problem):
 
     def description(self) -> dict[str, Any]:
         """Text, model, and the windows of the validation loss."""
-        names = ("source", "width", "layers", "heads", "context", "epoch_steps")
+        names = ("source", *self.sizes, "context", "epoch_steps")
         return {
             "problem": self.name,
             "characters_to_train_on": len(self.text.train),
@@ -129,8 +131,29 @@ class Language(Problem):
         return windows[:, :-1], windows[:, 1:].flatten()
 
 
+class Recurrent(Language):
+    """The same with a GRU of one layer.
+
+    Args:
+        text: for training and validation.
+        width: of the embedding and of the GRU's state.
+        windows: the arguments of `Language` that are not the model's.
+    """
+
+    name = "gru"
+    sizes = ("width",)
+
+    def __init__(self, text: Text, width: int = 128, **windows: Any) -> None:
+        super().__init__(text, width, **windows)
+        self.label = f"Character GRU, width {width}"
+
+    def build(self) -> nn.Module:
+        """The GRU with its embedding and its linear layer."""
+        return CharacterGRU(len(self.text.characters), self.width)
+
+
 def load_language(data: Path | None = None, **sizes: int) -> Language:
-    """The problem of a text.
+    """The transformer's problem of a text.
 
     Args:
         data: a text file; or a folder with tinyshakespeare/input.txt or input.txt in it; None for
@@ -140,11 +163,26 @@ def load_language(data: Path | None = None, **sizes: int) -> Language:
     Raises:
         ValueError, OSError: the text cannot be read, or is too short.
     """
+    text, source = _read(data)
+    return Language(text, **sizes, source=source)
+
+
+def load_recurrent(data: Path | None = None, **sizes: int) -> Recurrent:
+    """The GRU's problem of the same text, with arguments of `Recurrent`.
+
+    Raises:
+        ValueError, OSError: the text cannot be read, or is too short.
+    """
+    text, source = _read(data)
+    return Recurrent(text, **sizes, source=source)
+
+
+def _read(data: Path | None) -> tuple[Text, str]:
     path = data if data and data.is_file() else data_folder("tinyshakespeare", data) / "input.txt"
     text = read_text(path)
     if len(text.characters) < 2:
         raise ValueError(f"{path}: must have at least two different characters")
-    return Language(text, **sizes, source=path.name)
+    return text, path.name
 
 
 def _spread(count: int, length: int, wanted: int) -> Tensor:
