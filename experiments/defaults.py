@@ -1,0 +1,447 @@
+"""Beyond the paper: optimizers without any argument against tuned rivals.
+
+TNT, TNT-EF and Shampoo have their defaults on every task: nothing is searched. Every rival has the
+best of seven learning rates, chosen by a run from a seed that the final runs do not use. Last, each
+kind of step is timed alone, all methods in turn, since the runs share the machine.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import numpy
+import torch
+import typer
+from matplotlib import pyplot
+
+from experiments import options
+from experiments.confidence import interval
+from experiments.methods import METHODS, Settings, default_settings, method_settings
+from experiments.options import Quick, chosen, user_errors
+from experiments.plots import band, plain_axes, save
+from experiments.pool import make_runs
+from experiments.problems.autoencoders import load_autoencoder
+from experiments.problems.classifiers import load_classifier
+from experiments.problems.language import load_language, load_recurrent
+from experiments.problems.problem import Problem
+from experiments.run_files import RunFile
+from experiments.search import lowest
+from experiments.steps import PLAIN, Kind, problem_step, time_kinds
+from tnt_optim.kronecker import is_due
+from tools.measuring.clock import summary
+from tools.measuring.tables import table
+
+QUICK = [Quick("defaults", "--quick --threads 1 --jobs 2", needs_data=True)]
+
+SCHEDULE = "warmup-cosine"
+# Not a seed of the final runs: a rate must not win by the luck of a start.
+TUNING_SEED = 100
+UNTUNED = ("tnt", "tnt-ef", "shampoo")
+# Momentum and decay of the second moment: AdamW's as in Muon's AdamW and in the grafts; SOAP's and
+# Muon's as their authors set them. No weight decay: the runs are short.
+RIVALS: Mapping[str, Mapping[str, float | None]] = {
+    "adam": {"damping": 1e-8, "momentum": 0.9, "stat_decay": 0.99},
+    "muon": {"damping": None, "momentum": 0.95},
+    "soap": {"damping": 1e-8, "momentum": 0.95, "stat_decay": 0.95},
+}
+# The search: seven rates, neighbours in the ratio 10^(1/4), around a centre.
+SEARCHED = 7
+
+
+@dataclass(frozen=True)
+class Task:
+    """A problem, the length of its runs, and where the search for the rivals' rates is.
+
+    Attributes:
+        label: in tables.
+        load: the problem, from the folder of the data.
+        epochs: of a run.
+        batch_size: of a step.
+        centres: the middle of the seven learning rates of each rival.
+        seeds: the number of final runs.
+        metric: of an epoch, minimised; None for the smoothed training loss.
+        after: a shorter task of the same problem. Its best rate and that one's two neighbours are
+            then the search.
+    """
+
+    label: str
+    load: Callable[[Path | None], Problem]
+    epochs: int
+    batch_size: int = 32
+    centres: Mapping[str, float] = {"adam": 5.6e-3, "muon": 1.8e-2, "soap": 5.6e-3}
+    seeds: int = 5
+    metric: str | None = "validation_loss"
+    after: str | None = None
+
+
+def _transformer(width: int) -> Callable[[Path | None], Problem]:
+    return functools.partial(load_language, width=width)
+
+
+_CIFAR: dict[str, Any] = {"epochs": 7, "batch_size": 64}
+TASKS: Mapping[str, Task] = {
+    **{
+        f"transformer{width}-{steps}": Task(
+            f"transformer, width {width}, {steps} steps",
+            _transformer(width),
+            steps // 50,
+            after=f"transformer{width}-400" if steps > 400 else None,
+        )
+        for width in (64, 128)
+        for steps in (400, 1000)
+    },
+    "gru": Task("GRU", load_recurrent, 10),
+    "vit": Task(
+        "vision transformer",
+        functools.partial(load_classifier, "vit", examples=5000, validation=1000),
+        centres={"adam": 1.8e-3, "muon": 1e-2, "soap": 1.8e-3},
+        **_CIFAR,
+    ),
+    "resnet8": Task(
+        "ResNet-8, batch norm",
+        functools.partial(load_classifier, "resnet8", examples=5000, validation=1000),
+        centres={"adam": 1e-2, "soap": 1e-2},  # Muon takes matrices only
+        **_CIFAR,
+    ),
+    "mnist": Task(
+        "MNIST autoencoder",
+        functools.partial(load_autoencoder, "mnist"),
+        5,
+        1000,
+        {"adam": 1.8e-3, "muon": 3.2e-3, "soap": 1.8e-3},
+        3,
+        None,
+    ),
+}
+SMALL = {"transformer64-100": replace(TASKS["transformer64-400"], epochs=2, seeds=2)}
+
+
+def main(
+    task: Annotated[str, typer.Option("--task", metavar="NAME,…", help="Or all.")] = "all",
+    data: options.Data = None,
+    quick: options.QuickRun = False,
+    jobs: options.Jobs = 2,
+    threads: options.Threads = 1,
+    out: options.Out = None,
+) -> None:
+    """Beyond the paper: optimizers without any argument against tuned rivals.
+
+    `--threads` are those of the timed steps; each training has one.
+    """
+    # As in the processes of the pool: a run's numbers must not depend on the number of jobs.
+    options.set_machine(1)
+    tasks = SMALL if quick else {name: TASKS[name] for name in chosen(task, list(TASKS))}
+    out = out or Path("results/defaults.json")
+    with user_errors():
+        file = RunFile(out, "defaults", {"schedule": SCHEDULE, "tuning_seed": TUNING_SEED})
+        for name, one in tasks.items():
+            maker = functools.partial(one.load, data)
+            maker()  # missing data end the command here
+            searched = 3 if quick else SEARCHED
+            _train(file, name, one, maker, jobs, searched)
+            _measure(file, name, one, maker, threads or 1)
+    for name, one in tasks.items():
+        found = rows(file.runs, name, one)
+        print(f"\n{one.label}\n" + "\n".join(table(HEADER, map(cells, found))))
+        plot(found, one, out.with_name(f"{out.stem}-{name}.png"))
+    print(f"wrote {out} and its pictures")
+
+
+def settings_of(method: str, task: Task, lr: float | None = None, seed: int = 0) -> Settings:
+    """The settings of one run; `lr` None for the default of an untuned optimizer."""
+    shared: dict[str, Any] = {"epochs": task.epochs, "batch_size": task.batch_size}
+    if method in RIVALS:
+        assert lr is not None
+        own: dict[str, Any] = dict(RIVALS[method])
+        own |= {**shared, "schedule": SCHEDULE, "warm_start": False, "seed": seed}
+        return method_settings(method, lr, own.pop("damping"), **own)
+    return replace(default_settings(method, schedule=SCHEDULE, **shared), seed=seed)
+
+
+def rate(place: int) -> float:
+    """The learning rate at a place of the grid, to two significant digits.
+
+    >>> [rate(place) for place in range(-8, -3)]
+    [0.01, 0.018, 0.032, 0.056, 0.1]
+    """
+    return float(f"{10 ** (place / 4):.1e}")
+
+
+def searched_rates(centre: float, count: int) -> list[float]:
+    """`count` rates of the grid around a centre.
+
+    >>> searched_rates(0.01, 3)
+    [0.0056, 0.01, 0.018]
+    """
+    middle = round(4 * math.log10(centre))
+    return [rate(middle - count // 2 + number) for number in range(count)]
+
+
+def tried(
+    runs: Iterable[Mapping[str, Any]], task: str, method: str, seed: int = TUNING_SEED
+) -> dict[float, float]:
+    """The last losses by learning rate of the runs with a seed; infinite if they diverged."""
+    keys = [(run["key"]["settings"], run) for run in runs if run["key"].get("task") == task]
+    return {
+        own["lr"]: last_loss(run)
+        for own, run in keys
+        if own is not None and own["optimizer"] == method and own["seed"] == seed
+    }
+
+
+def _train(
+    file: RunFile, name: str, task: Task, maker: Callable[[], Problem], jobs: int, searched: int
+) -> None:
+    kept_of = functools.partial(kept, metric=task.metric)
+
+    def make(wanted: Iterable[Settings]) -> None:
+        keys = {one: {"task": name, "settings": asdict(one)} for one in wanted}
+        make_runs(file, maker, keys, kept_of, jobs)
+
+    rates = {
+        method: searched_rates(centre, searched)
+        if task.after is None
+        else searched_rates(_best(file, task.after, method), 3)
+        for method, centre in task.centres.items()
+    }
+    make(settings_of(method, task, lr, TUNING_SEED) for method, own in rates.items() for lr in own)
+    best = {method: _best(file, name, method) for method in task.centres}
+    seeds = range(task.seeds)
+    make(settings_of(m, task, best.get(m), s) for m in (*UNTUNED, *best) for s in seeds)
+
+
+def _best(file: RunFile, task: str, method: str) -> float:
+    found = tried(file.runs, task, method)
+    if not found:
+        raise ValueError(f"{file.path} has no search of {task}: run --task {task} first")
+    best = lowest(found)
+    return min(found) if best is None else best
+
+
+def kept(record: Mapping[str, Any], metric: str | None) -> dict[str, Any]:
+    """The part of a run's record that the table keeps: not the seconds of a shared machine."""
+    losses = [
+        epoch["smoothed_loss"] if metric is None else epoch["metrics"][metric]
+        for epoch in record["epochs"]
+    ]
+    rounded = [round(loss, 6) if math.isfinite(loss) else None for loss in losses]
+    return {
+        "losses": rounded,
+        "epoch_steps": record["steps_per_epoch"],
+        "diverged_at_step": record["diverged_at_step"],
+    }
+
+
+def last_loss(run: Mapping[str, Any]) -> float:
+    """A run's last loss; infinite if it diverged."""
+    if run["diverged_at_step"] is not None or run["losses"][-1] is None:
+        return math.inf
+    return float(run["losses"][-1])
+
+
+# The seconds.
+
+
+def _measure(
+    file: RunFile, name: str, task: Task, maker: Callable[[], Problem], threads: int
+) -> None:
+    # All methods of a task in one entry: times of different hours do not compare.
+    key = {"task": name, "settings": None, "threads": threads}
+    if file.find(key) is not None:
+        return
+    problem, methods = maker(), (*UNTUNED, *task.centres)
+    # A hundredth of the rates: all stay finite.
+    own = {m: settings_of(m, task, task.centres.get(m)) for m in methods}
+    torch.set_num_threads(threads)
+    steps = {m: problem_step(problem, replace(s, lr=s.lr / 100)) for m, s in own.items()}
+    for step in steps.values():
+        step()  # the first one makes the state, statistics and inverses
+        step()  # SOAP's first step updates nothing
+    kinds = sorted({kind for s in own.values() for kind in run_kinds(s, 2000)})
+    samples = time_kinds(steps, kinds, 0.0, 20, 20)
+    torch.set_num_threads(1)
+    found = {
+        method: {kind.label: summary(taken)["median"] for kind, taken in times.items()}
+        for method, times in samples.items()
+    }
+    file.add(key, {"median_seconds": found})
+
+
+def run_kinds(settings: Settings, steps: int) -> list[Kind]:
+    """The kind of each step of a run.
+
+    >>> settings = default_settings("tnt", batch_size=1, epochs=1, schedule="constant")
+    >>> [kind.label for kind in run_kinds(settings, 100)].count("plain")
+    11
+    """
+    if settings.stat_interval is None:
+        return [PLAIN] * steps
+    group = asdict(settings)
+    names = ("stat_interval", "inverse_interval")
+    return [Kind(*(is_due({**group, "step": t}, name) for name in names)) for t in range(steps)]
+
+
+# The table.
+
+
+class Difference(NamedTuple):
+    """A mean difference between runs of the same seeds; negative is better."""
+
+    mean: float
+    verdict: str
+
+
+def paired(own: Sequence[float], other: Sequence[float]) -> Difference:
+    """The difference of two methods' losses, paired by seed: the same start and batches.
+
+    "below" or "above" if the 95 % interval of the mean difference excludes 0, else "level".
+
+    >>> paired([1.0, 1.1, 1.2], [1.5, 1.7, 1.6]).verdict
+    'below'
+    """
+    values = [mine - its for mine, its in zip(own, other, strict=True)]
+    if not all(map(math.isfinite, values)):
+        return Difference(math.nan, "diverged")
+    found = interval(values)
+    verdict = "below" if found.high < 0 else "above" if found.low > 0 else "level"
+    return Difference(found.mean, verdict)
+
+
+def steps_to(curve: Sequence[float | None], epoch_steps: int, loss: float) -> float:
+    """The steps until a loss is reached, linear between epochs; infinite if it never is.
+
+    >>> steps_to([3.0, 2.0, 1.0], 10, 1.5)
+    25.0
+    """
+    before = None
+    for number, value in enumerate(curve, 1):
+        if value is not None and value <= loss:
+            back = 0.0 if before is None else (loss - value) / (before - value)
+            return epoch_steps * (number - back)
+        before = value
+    return math.inf
+
+
+@dataclass(frozen=True)
+class Row:
+    """The results of one method on one task.
+
+    Attributes:
+        method: its name.
+        lr: its learning rate.
+        edge: whether that is an end of the search, beyond which a better one may lie.
+        curves: the losses of every run's epochs, by seed.
+        final: the last losses by seed; infinite for a run that diverged.
+        clock: the seconds after 0, 1, ... steps.
+        against: the difference from each rival after as many steps.
+        time: the seconds to each rival's mean last loss over the rival's; infinite if not reached.
+    """
+
+    method: str
+    lr: float
+    edge: bool
+    curves: list[list[float | None]]
+    final: list[float]
+    clock: list[float]
+    against: dict[str, Difference]
+    time: dict[str, float]
+
+
+def rows(runs: Sequence[Mapping[str, Any]], name: str, task: Task) -> list[Row]:
+    """The rows of one task, the untuned optimizers first."""
+    own = [run for run in runs if run["key"]["task"] == name]
+    seconds = next(run["median_seconds"] for run in own if run["key"]["settings"] is None)
+    finals: dict[str, list[Mapping[str, Any]]] = {}
+    for run in own:
+        settings = run["key"]["settings"]
+        if settings is not None and settings["seed"] != TUNING_SEED:
+            finals.setdefault(settings["optimizer"], []).append(run)
+    for members in finals.values():
+        members.sort(key=lambda run: run["key"]["settings"]["seed"])
+    methods = [m for m in (*UNTUNED, *task.centres) if m in finals]
+    clocks = {m: _clock(finals[m][0], seconds[m]) for m in methods}
+    last = {m: [last_loss(run) for run in finals[m]] for m in methods}
+    found = []
+    for m in methods:
+        goals = {rival: statistics.fmean(last[rival]) for rival in task.centres if rival != m}
+        times = {
+            rival: statistics.fmean(_seconds_to(run, clocks[m], goal) for run in finals[m])
+            / clocks[rival][-1]
+            for rival, goal in goals.items()
+        }
+        lr = finals[m][0]["key"]["settings"]["lr"]
+        rates = tried(own, name, m)
+        against = {rival: paired(last[m], last[rival]) for rival in goals}
+        curves = [list(run["losses"]) for run in finals[m]]
+        edge = m in RIVALS and lr in (min(rates), max(rates))
+        found.append(Row(m, lr, edge, curves, last[m], clocks[m], against, times))
+    return found
+
+
+def _clock(run: Mapping[str, Any], seconds: Mapping[str, float]) -> list[float]:
+    settings = Settings(**run["key"]["settings"])
+    kinds = run_kinds(settings, settings.epochs * run["epoch_steps"])
+    return [0.0, *itertools.accumulate(seconds[kind.label] for kind in kinds)]
+
+
+def _seconds_to(run: Mapping[str, Any], clock: Sequence[float], loss: float) -> float:
+    step = steps_to(run["losses"], run["epoch_steps"], loss)
+    return float(numpy.interp(step, range(len(clock)), clock, right=math.inf))
+
+
+HEADER = (
+    *("", "learning rate", "loss", "AdamW", "Muon", "SOAP"),
+    *("ms per step", "time to AdamW's loss", "to Muon's", "to SOAP's"),
+)
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """A row as text, under `HEADER`."""
+    lost = sum(not math.isfinite(value) for value in row.final)
+    loss = f"diverged ({lost} of {len(row.final)})"
+    if not lost:
+        spread = f" ± {statistics.stdev(row.final):.3f}" if len(row.final) > 1 else ""
+        loss = f"{statistics.fmean(row.final):.3f}{spread}"
+    against, times = ["-"] * len(RIVALS), ["-"] * len(RIVALS)
+    for number, rival in enumerate(RIVALS):
+        if rival in row.against:
+            mean, verdict = row.against[rival]
+            against[number] = f"{mean:+.3f} {verdict}" if math.isfinite(mean) else verdict
+            reached = math.isfinite(row.time[rival])
+            times[number] = f"{row.time[rival]:.2f}" if reached else "not reached"
+    rate_text = f"{row.lr:g}" + (" (end of the search)" if row.edge else "")
+    if row.method in UNTUNED:
+        rate_text = "default"
+    pace = f"{1000 * row.clock[-1] / (len(row.clock) - 1):.1f}"
+    return METHODS[row.method].label, rate_text, loss, *against, pace, *times
+
+
+def plot(found: Sequence[Row], task: Task, path: Path) -> None:
+    """Draw the losses against steps and seconds: means over the seeds and standard deviations."""
+    figure, (by_step, by_second) = pyplot.subplots(
+        1, 2, figsize=(11, 4.8), sharey=True, layout="constrained"
+    )
+    for row in found:
+        if not all(map(math.isfinite, row.final)):
+            continue
+        columns = [[math.nan if x is None else x for x in c] for c in zip(*row.curves, strict=True)]
+        epoch_steps = (len(row.clock) - 1) // len(columns)
+        steps = [epoch_steps * number for number in range(1, len(columns) + 1)]
+        method = METHODS[row.method]
+        for axes, x in ((by_step, steps), (by_second, [row.clock[step] for step in steps])):
+            band(axes, x, columns, color=method.colour, linewidth=1.6, label=method.label)
+    by_step.set_ylabel("loss" if task.metric is None else task.metric.replace("_", " "))
+    by_step.set_xlabel("steps")
+    by_second.set_xlabel("training time [s], from kinds of steps measured alone")
+    for axes in (by_step, by_second):
+        axes.set_xlim(left=0)
+        plain_axes(axes)
+    by_step.legend(frameon=False, fontsize=7)
+    save(figure, path, task.label)
