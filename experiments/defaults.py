@@ -63,8 +63,8 @@ class Task:
         label: in tables.
         load: the problem, from the folder of the data.
         epochs: of a run.
-        batch_size: of a step.
         centres: the middle of the seven learning rates of each rival.
+        batch_size: of a step.
         seeds: the number of final runs.
         metric: of an epoch, minimised; None for the smoothed training loss.
         after: a shorter task of the same problem. Its best rate and that one's two neighbours are
@@ -74,8 +74,8 @@ class Task:
     label: str
     load: Callable[[Path | None], Problem]
     epochs: int
+    centres: Mapping[str, float]
     batch_size: int = 32
-    centres: Mapping[str, float] = {"adam": 5.6e-3, "muon": 1.8e-2, "soap": 5.6e-3}
     seeds: int = 5
     metric: str | None = "validation_loss"
     after: str | None = None
@@ -85,28 +85,30 @@ def _transformer(width: int) -> Callable[[Path | None], Problem]:
     return functools.partial(load_language, width=width)
 
 
-_CIFAR: dict[str, Any] = {"epochs": 7, "batch_size": 64}
+_LANGUAGE = {"adam": 5.6e-3, "muon": 1.8e-2, "soap": 1e-2}
+_CIFAR: dict[str, Any] = {"epochs": 5, "batch_size": 64, "seeds": 3}
 TASKS: Mapping[str, Task] = {
     **{
         f"transformer{width}-{steps}": Task(
             f"transformer, width {width}, {steps} steps",
             _transformer(width),
             steps // 50,
+            _LANGUAGE,
             after=f"transformer{width}-400" if steps > 400 else None,
         )
         for width in (64, 128)
         for steps in (400, 1000)
     },
-    "gru": Task("GRU", load_recurrent, 10),
+    "gru": Task("GRU", load_recurrent, 8, _LANGUAGE, seeds=3),
     "vit": Task(
         "vision transformer",
-        functools.partial(load_classifier, "vit", examples=5000, validation=1000),
-        centres={"adam": 1.8e-3, "muon": 1e-2, "soap": 1.8e-3},
+        functools.partial(load_classifier, "vit", examples=5120, validation=1000),
+        centres={"adam": 3.2e-3, "muon": 1e-2, "soap": 5.6e-3},
         **_CIFAR,
     ),
     "resnet8": Task(
         "ResNet-8, batch norm",
-        functools.partial(load_classifier, "resnet8", examples=5000, validation=1000),
+        functools.partial(load_classifier, "resnet8", examples=5120, validation=1000),
         centres={"adam": 1e-2, "soap": 1e-2},  # Muon takes matrices only
         **_CIFAR,
     ),
@@ -114,10 +116,10 @@ TASKS: Mapping[str, Task] = {
         "MNIST autoencoder",
         functools.partial(load_autoencoder, "mnist"),
         5,
-        1000,
         {"adam": 1.8e-3, "muon": 3.2e-3, "soap": 1.8e-3},
-        3,
-        None,
+        batch_size=1000,
+        seeds=3,
+        metric=None,
     ),
 }
 SMALL = {"transformer64-100": replace(TASKS["transformer64-400"], epochs=2, seeds=2)}
