@@ -382,7 +382,7 @@ def _soap(model: nn.Module, settings: Settings, likelihood: str) -> torch.optim.
     assert settings.stat_decay is not None and settings.damping is not None
     try:
         from pytorch_optimizer import SOAP
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         raise ValueError(
             "optimizer 'soap' needs the package pytorch-optimizer: "
             "python -m pip install pytorch-optimizer"

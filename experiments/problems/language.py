@@ -144,7 +144,7 @@ class Recurrent(Language):
     sizes = ("width",)
 
     def __init__(self, text: Text, width: int = 128, **windows: Any) -> None:
-        super().__init__(text, width, **windows)
+        super().__init__(text, width, layers=1, heads=1, **windows)
         self.label = f"Character GRU, width {width}"
 
     def build(self) -> nn.Module:

@@ -12,9 +12,11 @@ from torch.nn import functional
 from experiments.methods import hidden_matrices
 from experiments.models import seeded
 from experiments.models.autoencoder import FACES_WIDTHS, MNIST_WIDTHS, autoencoder
-from experiments.models.resnet import resnet32
-from experiments.models.transformer import CharacterTransformer
+from experiments.models.recurrent import CharacterGRU
+from experiments.models.resnet import resnet, resnet8, resnet32
+from experiments.models.transformer import Block, CharacterTransformer
 from experiments.models.vgg import vgg16
+from experiments.models.vision_transformer import VisionTransformer
 from tools.measuring.parameter_sets import PARAMETER_SETS
 
 CONTEXT, CHARACTERS = 9, 11
@@ -26,16 +28,19 @@ def small_transformer() -> CharacterTransformer:
 
 BUILDERS: dict[str, Callable[[], nn.Module]] = {
     "autoencoder": lambda: autoencoder((20, 9, 3, 9, 20)),
+    "resnet8": resnet8,
     "resnet32": resnet32,
     "vgg16": vgg16,
     "transformer": small_transformer,
+    "vit": VisionTransformer,
+    "gru": lambda: CharacterGRU(CHARACTERS, 12),
 }
 
 
 def inputs(name: str, dtype: torch.dtype = torch.float64) -> Tensor:
     """Three examples for the model, the same each time."""
     generator = torch.Generator().manual_seed(1)
-    if name == "transformer":
+    if name in ("transformer", "gru"):
         return torch.randint(CHARACTERS, (3, CONTEXT - 1), generator=generator)
     shape = (3, 20) if name == "autoencoder" else (3, 3, 32, 32)
     return torch.randn(shape, generator=generator, dtype=dtype)
@@ -88,6 +93,23 @@ def test_parameter_counts_are_the_published_ones() -> None:
     assert sum(p.numel() for p in model.parameters()) == (
         (2 * characters + context) * width + layers * (12 * width**2 + 2 * norm) + norm
     )
+
+
+def test_parameter_counts_of_the_small_models() -> None:
+    counts = [sum(p.numel() for p in BUILDERS[n]().parameters()) for n in ("resnet8", "vit")]
+    pairs = ((3, 16), (16, 16), (16, 16), (16, 32), (32, 32), (32, 64), (64, 64))
+    assert counts[0] == sum(9 * a * b + 2 * b for a, b in pairs) + 64 * 10 + 10
+    # Patches of 3 x 4 x 4 numbers, 64 places, 10 classes, and 2 blocks of width 64.
+    assert counts[1] == (48 + 64 + 10) * 64 + 2 * (12 * 64**2 + 2 * 128) + 128
+    gates = 3 * 128 * (128 + 128 + 2)
+    gru = CharacterGRU(65, 128)
+    assert sum(p.numel() for p in gru.parameters()) == 65 * 128 + gates + (128 + 1) * 65
+
+
+@pytest.mark.parametrize("depth", [2, 9, 31])
+def test_a_depth_without_whole_blocks_is_refused(depth: int) -> None:
+    with pytest.raises(ValueError, match=rf"depth must be 6 n \+ 2 .* got {depth}"):
+        resnet(depth)
 
 
 # The start
@@ -179,11 +201,11 @@ def explicit_block(images: Tensor, outputs: int, parameters: Iterator[Tensor]) -
     return (normalised(hidden, next(parameters), next(parameters)) + shortcut).relu()
 
 
-def explicit_resnet(images: Tensor, parameters: Iterator[Tensor]) -> Tensor:
+def explicit_resnet(images: Tensor, parameters: Iterator[Tensor], blocks: int) -> Tensor:
     hidden = functional.conv2d(images, next(parameters), padding=1)
     hidden = normalised(hidden, next(parameters), next(parameters)).relu()
     for width in (16, 32, 64):
-        for _ in range(5):
+        for _ in range(blocks):
             hidden = explicit_block(hidden, width, parameters)
     assert hidden.shape[2:] == (8, 8)
     return hidden.mean(dim=(2, 3)) @ next(parameters).T + next(parameters)
@@ -235,10 +257,47 @@ def explicit_transformer(tokens: Tensor, model: nn.Module) -> Tensor:
     return torch.cat(rows)
 
 
+def explicit_vision_transformer(images: Tensor, model: nn.Module) -> Tensor:
+    """Patch by patch; the blocks are the model's own."""
+    p = dict(model.named_parameters())
+    embedding = p["patch_embedding.weight"].flatten(1).T
+    patches = [
+        images[:, :, 4 * row : 4 * row + 4, 4 * column : 4 * column + 4].flatten(1) @ embedding
+        for row in range(8)
+        for column in range(8)
+    ]
+    x = model.get_submodule("blocks")(torch.stack(patches, 1) + p["position_embedding.weight"])
+    centred = x - x.mean(dim=2, keepdim=True)
+    x = centred / (centred.square().mean(dim=2, keepdim=True) + 1e-5).sqrt()
+    mean = (x * p["norm.weight"] + p["norm.bias"]).sum(dim=1) / 64
+    return mean @ p["head.weight"].T
+
+
+def explicit_gru(tokens: Tensor, model: nn.Module) -> Tensor:
+    """Sequence by sequence and character by character."""
+    p = dict(model.named_parameters())
+    rows = []
+    for sequence in tokens:
+        state = torch.zeros(12, dtype=torch.float64)
+        for token in sequence:
+            seen = p["recurrence.weight_ih_l0"] @ p["embedding.weight"][token]
+            kept = p["recurrence.weight_hh_l0"] @ state + p["recurrence.bias_hh_l0"]
+            reset, update, new = (seen + p["recurrence.bias_ih_l0"]).split(12)
+            reset_kept, update_kept, new_kept = kept.split(12)
+            update = (update + update_kept).sigmoid()
+            new = (new + (reset + reset_kept).sigmoid() * new_kept).tanh()
+            state = (1 - update) * new + update * state
+            rows.append(p["head.weight"] @ state + p["head.bias"])
+    return torch.stack(rows)
+
+
 EXPLICIT: dict[str, Callable[[Tensor, nn.Module], Tensor]] = {
-    "resnet32": lambda images, model: explicit_resnet(images, model.parameters()),
+    "resnet8": lambda images, model: explicit_resnet(images, model.parameters(), 1),
+    "resnet32": lambda images, model: explicit_resnet(images, model.parameters(), 5),
     "vgg16": lambda images, model: explicit_vgg(images, model.parameters()),
     "transformer": explicit_transformer,
+    "vit": explicit_vision_transformer,
+    "gru": explicit_gru,
 }
 
 
@@ -251,13 +310,32 @@ def test_outputs_are_those_of_the_formula(name: str) -> None:
     assert torch.equal(examples, before)
 
 
+@torch.no_grad()
+def test_only_a_causal_block_sees_the_order_of_its_positions() -> None:
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(2, 7, 12, generator=generator, dtype=torch.float64)
+    order = torch.tensor([4, 0, 6, 2, 5, 1, 3])
+    full, causal = (seeded(lambda c=c: Block(12, 3, causal=c), 0).double() for c in (False, True))
+    assert_near(full(hidden[:, order]), full(hidden)[:, order])
+    assert not torch.allclose(causal(hidden[:, order]), causal(hidden)[:, order], atol=1e-3)
+    # A later position changes nothing before it, but without the mask it does.
+    changed = hidden.clone()
+    changed[:, -1] *= -1
+    assert_near(causal(changed)[:, :-1], causal(hidden)[:, :-1])
+    assert not torch.allclose(full(changed)[:, :-1], full(hidden)[:, :-1], atol=1e-3)
+
+
 # Which parameters Muon takes
 
 
-def test_the_hidden_matrices_are_the_blocks() -> None:
+def test_the_hidden_matrices_are_those_of_the_blocks_and_of_the_gru() -> None:
     layers = [*(f"attention.{n}" for n in ("query", "key", "value", "output"))]
     layers += ["expand", "contract"]
     hidden = hidden_matrices(small_transformer())
     names = [f"blocks.{block}.{layer}.weight" for block in (0, 1) for layer in layers]
     assert [name for name, _ in hidden] == names
     torch.optim.Muon(hidden, lr=0.01)
+    recurrent = hidden_matrices(CharacterGRU(CHARACTERS, 12))
+    names = ["recurrence.weight_ih_l0", "recurrence.weight_hh_l0"]
+    assert [name for name, _ in recurrent] == names, "without the head"
+    torch.optim.Muon(recurrent, lr=0.01)

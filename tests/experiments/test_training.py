@@ -1,7 +1,9 @@
 """The training loop of the experiments, on a tiny autoencoder."""
 
+import importlib.util
 import json
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from experiments import training
 from experiments.methods import (
     METHODS,
     Settings,
+    build_optimizer,
     has_statistics,
     lr_multiplier,
     method_settings,
@@ -32,7 +35,13 @@ RATES: dict[str, tuple[float, float | None]] = {
     "shampoo": (1e-2, 1e-3),
     "sgd": (0.05, None),
     "adam": (1e-2, 1e-8),
+    "soap": (1e-2, 1e-8),
 }
+needs_soap = pytest.mark.skipif(
+    importlib.util.find_spec("pytorch_optimizer") is None,
+    reason="SOAP needs the package pytorch-optimizer",
+)
+TRAINED = [*TABLE_3["digits"], pytest.param("soap", marks=needs_soap)]
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +59,7 @@ def settings(optimizer: str, **changes: Any) -> Settings:
     return replace(base, **changes)
 
 
-@pytest.mark.parametrize("optimizer", TABLE_3["digits"])
+@pytest.mark.parametrize("optimizer", TRAINED)
 def test_training_lowers_the_loss_the_same_way_each_time(
     problem: Autoencoder, optimizer: str
 ) -> None:
@@ -125,7 +134,7 @@ def test_parameters_that_do_not_move_are_an_error(
     assert len(run.epochs) == 12, "a search may try a rate that rounds to nothing"
 
 
-@pytest.mark.parametrize("optimizer", TABLE_3["digits"])
+@pytest.mark.parametrize("optimizer", TRAINED)
 def test_an_interrupted_run_goes_on_bit_for_bit(
     problem: Autoencoder, optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,3 +240,68 @@ def test_muon_serves_hidden_matrices_and_adamw_the_rest() -> None:
     assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.01]
     with pytest.raises(ValueError, match="matrix in a hidden layer"):
         METHODS["muon"].build(nn.Linear(2, 2), chosen, "categorical")
+
+
+def soap(model: nn.Module, **changes: Any) -> torch.optim.Optimizer:
+    chosen = method_settings("soap", 0.01, 1e-8, momentum=0.95, batch_size=20, epochs=1)
+    return build_optimizer(model, replace(chosen, **changes), "bernoulli")
+
+
+def gradients(model: nn.Module, generator: torch.Generator) -> None:
+    for p in model.parameters():
+        p.grad = torch.randn(p.shape, generator=generator)
+
+
+@needs_soap
+def test_soap_skips_its_first_step_and_treats_vectors_as_adam_does() -> None:
+    generator = torch.Generator().manual_seed(3)
+    model, vector = nn.Linear(3, 4), nn.Linear(1, 4)
+    optimizer = soap(model)
+    vector.bias.data.copy_(model.bias.data)
+    adam = torch.optim.Adam([vector.bias], lr=0.01, betas=(0.95, 0.95), eps=1e-8)
+    start = [p.detach().clone() for p in model.parameters()]
+    gradients(model, generator)
+    optimizer.step()
+    assert all(torch.equal(p, was) for p, was in zip(model.parameters(), start, strict=True))
+    for _ in range(3):
+        gradients(model, generator)
+        vector.bias.grad = model.bias.grad
+        optimizer.step()
+        adam.step()
+    torch.testing.assert_close(model.bias, vector.bias)
+    assert not torch.equal(model.weight, start[0])
+
+
+@needs_soap
+def test_the_decay_of_soap_is_decoupled_and_off_at_zero() -> None:
+    models = [nn.Linear(3, 4) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    for model, decay in zip(models, (0.0, 0.5), strict=True):
+        optimizer = soap(model, weight_decay=decay)
+        generator = torch.Generator().manual_seed(3)
+        for _ in range(2):  # the first step changes nothing
+            gradients(model, generator)
+            optimizer.step()
+    plain, decayed = models
+    for p, q in zip(plain.parameters(), decayed.parameters(), strict=True):
+        torch.testing.assert_close(q, p * (1 - 0.01 * 0.5))
+
+
+@needs_soap
+def test_soap_refreshes_its_bases_every_tenth_step() -> None:
+    generator = torch.Generator().manual_seed(3)
+    model = nn.Linear(3, 4)
+    optimizer = soap(model)
+    bases = []
+    for _ in range(22):
+        gradients(model, generator)
+        optimizer.step()
+        bases.append([q.clone() for q in optimizer.state[model.weight]["Q"]])
+    moved = [i for i in range(1, 22) if not torch.equal(bases[i][0], bases[i - 1][0])]
+    assert moved == [10, 20], "steps are counted after the first"
+
+
+def test_soap_without_its_package_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
+    with pytest.raises(ValueError, match="python -m pip install pytorch-optimizer"):
+        soap(nn.Linear(2, 2))

@@ -1,5 +1,6 @@
-"""The character transformer: its problem, its training, its forms."""
+"""The character transformer and the GRU: their problems, their training, their forms."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,12 @@ from torch.nn import functional
 
 from experiments.methods import build_optimizer, has_statistics
 from experiments.models import seeded
-from experiments.problems.language import Language, load_language
+from experiments.problems.language import (
+    Language,
+    Recurrent,
+    load_language,
+    load_recurrent,
+)
 from experiments.tasks import FORMS, form_settings
 from experiments.training import train
 
@@ -66,6 +72,20 @@ def test_all_tensors_move_to_a_device(problem: Language) -> None:
 def test_grafted_tnt_learns_the_repeating_text(problem: Language) -> None:
     run = train(problem, replace(form_settings("tnt-grafted", 25), batch_size=16), report_every=0)
     assert run.epochs[-1].metrics["validation_loss"] < 1.0 < run.step_losses[0]
+
+
+def test_the_gru_starts_at_chance_and_learns_the_repeating_text(tmp_path: Path) -> None:
+    problem = load_recurrent(repeating_file(tmp_path), width=16, context=6, epoch_steps=20)
+    assert (problem.name, problem.width) == ("gru", 16)
+    assert not {"layers", "heads"} & set(problem.description())
+    assert seeded(problem.build, 0)(torch.zeros(3, 5, dtype=torch.int64)).shape == (15, 11)
+    settings = replace(form_settings("adam", 3, lr=0.02), schedule="constant")
+    run = train(problem, settings, report_every=0)
+    assert run.step_losses[0] == pytest.approx(math.log(11), abs=0.15)
+    assert run.epochs[-1].metrics["validation_loss"] < 0.5
+    assert Recurrent(problem.text, context=6).width == 128
+    with pytest.raises(TypeError, match="layers"):
+        Recurrent(problem.text, layers=2)
 
 
 # The forms and the texts
