@@ -640,11 +640,11 @@ class KroneckerOptimizer(Optimizer):
         missed = [p for p in params if p in asked and not self._has_statistics(p)]
         if missed and not self._warned_of_unreached:
             self._warned_of_unreached = True
-            more = f" (nor {len(missed) - 1} others)" if len(missed) > 1 else ""
+            more = f" (and {len(missed) - 1} more)" if len(missed) > 1 else ""
             warn_the_caller(
-                f"the observed output does not reach {self._name(missed[0])}{more}, which has a "
-                "gradient: it takes the momentum, not preconditioned, until an output does (warned "
-                "once; failures() counts such parameters)"
+                f"the observed output does not depend on {self._name(missed[0])}{more}, which has "
+                "a gradient of the loss: it takes the momentum, not preconditioned, until an "
+                "output does (warned once; failures() counts such parameters)"
             )
 
     def _adopt(self, fresh: Mapping[Tensor, State]) -> None:

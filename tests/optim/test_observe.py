@@ -271,9 +271,11 @@ def test_a_step_that_raises_has_used_up_its_observation() -> None:
     p, q = weight(3, 4), weight(5)
     run = Dictated("sampled", [p, q])
     before = run.snapshot()
-    sparse = torch.eye(3, 4).to_sparse()
-    with pytest.raises(RuntimeError, match="dense"):
-        run.step([sparse, noise(5)], [noise(3, 4), noise(5)])
+    (group,) = run.opt.param_groups
+    lr, group["lr"] = group["lr"], -1.0
+    with pytest.raises(ValueError, match="lr"):
+        run.step([noise(3, 4), noise(5)], [noise(3, 4), noise(5)])
+    group["lr"] = lr
     run.opt.zero_grad()
     before.assert_unchanged()
     sampled = [noise(3, 4), noise(5)]

@@ -1,0 +1,211 @@
+"""The settings without any argument, the paper's by name, and parameters without statistics."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from conftest import Snapshot
+from drawn import close, noise, weight
+from optimizers import (
+    NO_FAILURES,
+    Dictated,
+    backward,
+    batch,
+    conv_net,
+    images,
+    made,
+    net,
+    through_a_file,
+    train,
+    values,
+)
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from tnt_optim import TNT, Shampoo
+from tnt_optim.paper import PAPER
+
+FORM = {"graft": None, "relative_damping": False, "precondition_1d": True, "interval_warmup": 0}
+
+
+# ------------------------------------------------------------------ forms
+
+
+@pytest.mark.parametrize("method", [TNT, Shampoo])
+def test_the_default_trains_as_it_stands(method: type[TNT | Shampoo]) -> None:
+    torch.manual_seed(0)
+    model = conv_net()
+    losses = train(model, method(model.parameters()), range(60), data=images)
+    assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
+
+
+def test_the_papers_form_has_the_papers_settings() -> None:
+    group = TNT.paper(net().parameters()).param_groups[0]
+    settings = {"lr": 1e-4, "damping": 0.01, "stat_interval": 10, "inverse_interval": 100}
+    assert {name: group[name] for name in (*FORM, *settings)} == {**FORM, **settings}
+    opt = TNT.paper(net().parameters(), "mnist", momentum=0.5)
+    group = opt.param_groups[0]
+    assert (group["lr"], group["damping"], group["momentum"]) == (1e-4, 0.1, 0.5)
+    assert (group["stat_interval"], group["inverse_interval"]) == (1, 20)
+    assert opt.likelihood == "bernoulli"
+    group = TNT.paper(net().parameters(), "vgg16", fisher="empirical").param_groups[0]
+    assert (group["lr"], group["weight_decay"]) == (3e-6, 100.0)
+    assert Shampoo.paper(net().parameters(), "resnet32").param_groups[0]["lr"] == 0.01
+
+
+def test_an_unknown_problem_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"problem must be one of mnist, .*, got 'cifar'"):
+        TNT.paper(net().parameters(), "cifar")
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_every_setting_of_the_tables_is_accepted(name: str) -> None:
+    method: Any = Shampoo if name == "Shampoo" else TNT
+    more = {"fisher": "empirical"} if name == "TNT-EF" else {}
+    for problem, settings in PAPER[name].items():
+        opt = method.paper(net().parameters(), problem, **more)
+        for option, value in settings.items():
+            assert opt.param_groups[0].get(option, getattr(opt, option, None)) == value
+
+
+# ------------------------------------------------------------------ vectors
+
+
+@pytest.mark.parametrize("name", ["sampled", "empirical", "shampoo"])
+def test_vectors_take_the_momentum_without_decay(name: str) -> None:
+    p, q = weight(3, 4), weight(5)
+    start = q.detach().clone()
+    run = Dictated(name, [p, q], precondition_1d=False, lr=0.1, weight_decay=0.3)
+    first, second = noise(5), noise(5)
+    run.step([noise(3, 4), first], [noise(3, 4), None] if name == "sampled" else None)
+    run.step([noise(3, 4), second], [noise(3, 4), None] if name == "sampled" else None)
+    momentum = 0.9 * first + second
+    close(q, start - 0.1 * first - 0.1 * momentum)
+    assert run.opt.state[q]["stats"] == [] and run.opt.state[p]["stats"] != []
+    assert run.opt.failures() == NO_FAILURES
+
+
+@pytest.mark.parametrize("graft", [None, "adam"])
+def test_only_vectors_without_statistics_are_not_decayed(graft: str | None) -> None:
+    start = net(torch.float64)
+    for precondition_1d in (False, True):
+        plain, decayed = copy.deepcopy(start), copy.deepcopy(start)
+        settings: dict[str, Any] = {"precondition_1d": precondition_1d, "graft": graft}
+        train(plain, made("empirical", plain, **settings), range(1))
+        train(decayed, made("empirical", decayed, weight_decay=0.5, **settings), range(1))
+        for p, q in zip(plain.parameters(), decayed.parameters(), strict=True):
+            assert torch.equal(p, q) == (p.dim() < 2 and not precondition_1d)
+
+
+@pytest.mark.parametrize("graft", [None, "adam", "sgd"])
+@pytest.mark.parametrize("block_size", [None, 4])
+def test_vectors_without_statistics_resume(graft: str | None, block_size: int | None) -> None:
+    settings: dict[str, Any] = {"graft": graft, "block_size": block_size, "precondition_1d": False}
+    torch.manual_seed(0)
+    model = net()
+    opt = made("sampled", model, **settings)
+    train(model, opt, range(5))
+    twin = copy.deepcopy(model)
+    other = made("sampled", twin, **settings)
+    other.load_state_dict(through_a_file(opt.state_dict()))
+    train(model, opt, range(5, 9))
+    train(twin, other, range(5, 9))
+    assert all(map(torch.equal, values(model), values(twin)))
+
+
+def test_vectors_without_statistics_take_less_memory() -> None:
+    model = nn.Sequential(nn.Linear(4, 300), nn.Linear(300, 2))
+    opt = made("sampled", model, precondition_1d=False)
+    estimate = opt.memory_estimate()
+    train(model, opt, range(2), data=lambda step: (torch.randn(8, 4), torch.randint(2, (8,))))
+    taken = sum(
+        tensor.nbytes
+        for state in opt.state.values()
+        for tensor in (*state["stats"], *state["factors"], state["momentum"])
+    )
+    assert estimate["total"] == taken
+    assert estimate["parameters"][1]["statistics"] == []
+
+
+# ------------------------------------------------------------------ out of reach
+
+
+class ValueHead(nn.Module):
+    """Logits, and a second output that only the loss uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.policy, self.value = nn.Linear(4, 6), nn.Linear(6, 3), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = torch.tanh(self.body(x))
+        return self.policy(hidden), self.value(hidden)
+
+
+def take(model: ValueHead, opt: TNT, step: int, *, both: bool = False) -> None:
+    x, y = batch(step)
+    opt.zero_grad()
+    policy, value = model(x.float())
+    opt.observe(torch.cat([policy, value], 1) if both else policy)
+    (cross_entropy(policy, y) + value.square().mean()).backward()
+    opt.step()
+
+
+@pytest.mark.parametrize("form", [TNT, TNT.paper])
+def test_what_no_output_reaches_is_trained_with_one_warning(form: Any) -> None:
+    torch.manual_seed(0)
+    model = ValueHead()
+    opt = form(model.named_parameters(), lr=0.01, stat_interval=1)
+    before = model.value.weight.detach().clone()
+    with pytest.warns(
+        RuntimeWarning, match=r"does not depend on parameter 'value\.weight'"
+    ) as found:
+        take(model, opt, 0)
+    assert len(found) == 1
+    take(model, opt, 1)
+    assert not torch.equal(model.value.weight, before)
+    unreached = 1 if form is TNT else 2  # a bias has no statistics by default
+    assert opt.failures() == NO_FAILURES | {"unreached": unreached}
+
+
+def test_what_an_output_reaches_later_gets_statistics_and_keeps_its_momentum() -> None:
+    torch.manual_seed(0)
+    model = ValueHead()
+    opt = TNT.paper(model.named_parameters(), lr=0.01, stat_interval=2, graft="adam")
+    with pytest.warns(RuntimeWarning, match="does not depend on"):
+        take(model, opt, 0)
+    take(model, opt, 1)
+    momentum = opt.state[model.value.weight]["momentum"].clone()
+    take(model, opt, 2, both=True)
+    state = opt.state[model.value.weight]
+    assert state["first_step"] == 2 and state["updates"] == 3
+    close(state["momentum"], 0.9 * momentum + model.value.weight.grad)
+    assert opt.failures() == NO_FAILURES
+
+
+def test_a_parameter_out_of_reach_resumes() -> None:
+    torch.manual_seed(0)
+    model = ValueHead()
+    opt = TNT.paper(model.named_parameters(), lr=0.01, stat_interval=2)
+    with pytest.warns(RuntimeWarning, match="does not depend on"):
+        take(model, opt, 0)
+    twin = copy.deepcopy(model)
+    other = TNT.paper(twin.named_parameters(), lr=0.01, stat_interval=2)
+    other.load_state_dict(through_a_file(opt.state_dict()))
+    take(model, opt, 1)
+    with pytest.warns(RuntimeWarning, match="does not depend on"):
+        take(twin, other, 1)
+    take(model, opt, 2)
+    take(twin, other, 2)
+    assert all(map(torch.equal, values(model), values(twin)))
+
+
+def test_a_forgotten_observe_is_still_an_error() -> None:
+    model = net()
+    opt = TNT(model.parameters())
+    backward(model, [], 0)
+    before = Snapshot(model.parameters(), opt)
+    with pytest.raises(RuntimeError, match="no statistics"):
+        opt.step()
+    before.assert_unchanged()
