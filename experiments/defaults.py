@@ -23,7 +23,7 @@ from matplotlib import pyplot
 
 from experiments import options
 from experiments.confidence import interval
-from experiments.methods import METHODS, Settings, default_settings, method_settings
+from experiments.methods import METHODS, Settings
 from experiments.options import Quick, chosen, user_errors
 from experiments.plots import band, plain_axes, save
 from experiments.pool import make_runs
@@ -34,23 +34,15 @@ from experiments.problems.problem import Problem
 from experiments.run_files import RunFile
 from experiments.search import lowest
 from experiments.steps import PLAIN, Kind, problem_step, time_kinds
+from experiments.tasks import BATCH_SIZE, RIVALS, SCHEDULE, UNTUNED, modern_settings
 from tnt_optim.kronecker import is_due
 from tools.measuring.clock import summary
 from tools.measuring.tables import table
 
 QUICK = [Quick("defaults", "--quick --threads 1 --jobs 2", needs_data=True)]
 
-SCHEDULE = "warmup-cosine"
 # Not a seed of the final runs: a rate must not win by the luck of a start.
 TUNING_SEED = 100
-UNTUNED = ("tnt", "tnt-ef", "shampoo")
-# Momentum and decay of the second moment: AdamW's as in Muon's AdamW and in the grafts; SOAP's and
-# Muon's as their authors set them. No weight decay: the runs are short.
-RIVALS: Mapping[str, Mapping[str, float | None]] = {
-    "adam": {"damping": 1e-8, "momentum": 0.9, "stat_decay": 0.99},
-    "muon": {"damping": None, "momentum": 0.95},
-    "soap": {"damping": 1e-8, "momentum": 0.95, "stat_decay": 0.95},
-}
 # The search: seven rates, neighbours in the ratio 10^(1/4), around a centre.
 SEARCHED = 7
 
@@ -75,7 +67,7 @@ class Task:
     load: Callable[[Path | None], Problem]
     epochs: int
     centres: Mapping[str, float]
-    batch_size: int = 32
+    batch_size: int = BATCH_SIZE
     seeds: int = 5
     metric: str | None = "validation_loss"
     after: str | None = None
@@ -85,7 +77,7 @@ def _transformer(width: int) -> Callable[[Path | None], Problem]:
     return functools.partial(load_language, width=width)
 
 
-_LANGUAGE = {"adam": 5.6e-3, "muon": 1.8e-2, "soap": 1e-2}
+_LANGUAGE = {method: own["lr"] or 0.0 for method, own in RIVALS.items()}
 _CIFAR: dict[str, Any] = {"epochs": 5, "batch_size": 64, "seeds": 3}
 TASKS: Mapping[str, Task] = {
     **{
@@ -156,17 +148,6 @@ def main(
     print(f"wrote {out} and its pictures")
 
 
-def settings_of(method: str, task: Task, lr: float | None = None, seed: int = 0) -> Settings:
-    """The settings of one run; `lr` None for the default of an untuned optimizer."""
-    shared: dict[str, Any] = {"epochs": task.epochs, "batch_size": task.batch_size}
-    if method in RIVALS:
-        assert lr is not None
-        own: dict[str, Any] = dict(RIVALS[method])
-        own |= {**shared, "schedule": SCHEDULE, "warm_start": False, "seed": seed}
-        return method_settings(method, lr, own.pop("damping"), **own)
-    return replace(default_settings(method, schedule=SCHEDULE, **shared), seed=seed)
-
-
 def rate(place: int) -> float:
     """The learning rate at a place of the grid, to two significant digits.
 
@@ -213,10 +194,10 @@ def _train(
         else searched_rates(_best(file, task.after, method), 3)
         for method, centre in task.centres.items()
     }
-    make(settings_of(method, task, lr, TUNING_SEED) for method, own in rates.items() for lr in own)
+    make(_settings(method, task, lr, TUNING_SEED) for method, own in rates.items() for lr in own)
     best = {method: _best(file, name, method) for method in task.centres}
     seeds = range(task.seeds)
-    make(settings_of(m, task, best.get(m), s) for m in (*UNTUNED, *best) for s in seeds)
+    make(_settings(m, task, best.get(m), s) for m in (*UNTUNED, *best) for s in seeds)
 
 
 def _best(file: RunFile, task: str, method: str) -> float:
@@ -225,6 +206,10 @@ def _best(file: RunFile, task: str, method: str) -> float:
         raise ValueError(f"{file.path} has no search of {task}: run --task {task} first")
     best = lowest(found)
     return min(found) if best is None else best
+
+
+def _settings(method: str, task: Task, lr: float | None, seed: int = 0) -> Settings:
+    return modern_settings(method, task.epochs, lr, task.batch_size, seed)
 
 
 def kept(record: Mapping[str, Any], metric: str | None) -> dict[str, Any]:
@@ -260,7 +245,7 @@ def _measure(
         return
     problem, methods = maker(), (*UNTUNED, *task.centres)
     # A hundredth of the rates: all stay finite.
-    own = {m: settings_of(m, task, task.centres.get(m)) for m in methods}
+    own = {m: _settings(m, task, task.centres.get(m)) for m in methods}
     torch.set_num_threads(threads)
     steps = {m: problem_step(problem, replace(s, lr=s.lr / 100)) for m, s in own.items()}
     for step in steps.values():
@@ -279,9 +264,8 @@ def _measure(
 def run_kinds(settings: Settings, steps: int) -> list[Kind]:
     """The kind of each step of a run.
 
-    >>> settings = default_settings("tnt", batch_size=1, epochs=1, schedule="constant")
-    >>> [kind.label for kind in run_kinds(settings, 100)].count("plain")
-    11
+    >>> [kind.label for kind in run_kinds(modern_settings("tnt"), 100)].count("plain")
+    20
     """
     if settings.stat_interval is None:
         return [PLAIN] * steps
@@ -372,7 +356,11 @@ def rows(runs: Sequence[Mapping[str, Any]], name: str, task: Task) -> list[Row]:
     last = {m: [last_loss(run) for run in finals[m]] for m in methods}
     found = []
     for m in methods:
-        goals = {rival: statistics.fmean(last[rival]) for rival in task.centres if rival != m}
+        goals = {
+            rival: statistics.fmean(last[rival])
+            for rival in task.centres
+            if rival in last and rival != m
+        }
         times = {
             rival: statistics.fmean(_seconds_to(run, clocks[m], goal) for run in finals[m])
             / clocks[rival][-1]

@@ -23,7 +23,7 @@ from experiments.methods import METHODS, Settings, variant
 from experiments.options import Quick, chosen, has_setting, numbers, setting_value, user_errors
 from experiments.pool import make_runs
 from experiments.run_files import RunFile
-from experiments.tasks import TASKS
+from experiments.tasks import RIVALS, TASKS, UNTUNED
 from tools.measuring.tables import table
 
 QUICK = [
@@ -86,10 +86,7 @@ _DIGITS: dict[str, Grid] = {
     "sgd": {"lr": log_grid(1e-3, 1, 35)},
 }
 # Grafted steps have Adam's length for every method, so one grid serves all.
-_LANGUAGE: dict[str, Grid] = {
-    form: {"lr": decades(1e-3, 0.1)}
-    for form in ("tnt-grafted", "tnt-ef-grafted", "shampoo-grafted", "adam", "muon")
-}
+_LANGUAGE: dict[str, Grid] = {method: {"lr": decades(1e-3, 0.1)} for method in (*UNTUNED, *RIVALS)}
 
 
 GRIDS: Mapping[str, Mapping[str, Grid]] = {

@@ -52,10 +52,10 @@ class Contender:
     rates: tuple[tuple[float, float], tuple[float, float]] = ((1e-5, 1.0), (1e-5, 1.0))
 
 
-# The paper's forms have each problem's own damping: the best of a search on the digits, that of
-# `tasks.FORMS` on the text. A relative damping is the text's for both, which is its purpose. Every
-# contender has 11 rates on each problem, five decades around the best ones: for TNT in the paper's
-# form the digits' are a hundred times the text's.
+# The paper's forms have each problem's own damping: the best of a search on the digits, the best of
+# a few tried by hand on the text. A relative damping is the text's for both, which is its purpose.
+# Every contender has 11 rates on each problem, five decades around the best ones: for TNT in the
+# paper's form the digits' are a hundred times the text's.
 CONTENDERS: Mapping[str, Contender] = {
     "tnt": Contender(
         *("TNT, paper's form", "tnt", False, False, (0.03, 1e-4)), ((3e-7, 0.03), (3e-9, 3e-4))

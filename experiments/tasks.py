@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from experiments.methods import Settings, has_statistics, method_settings
+from experiments.methods import Settings, default_settings, has_statistics, method_settings
 from experiments.problems.autoencoders import load_autoencoder
 from experiments.problems.classifiers import load_classifier
 from experiments.problems.language import load_language
@@ -143,83 +144,48 @@ def convnet_settings(problem: str, optimizer: str, epochs: int | None = None) ->
     )
 
 
-# The character transformer: beyond the paper.
+# Beyond the paper: optimizers without any argument, and their rivals.
 
 BATCH_SIZE = 32
 SCHEDULE = "warmup-cosine"
-INTERVALS = (5, 20)  # T1 and T2
-
-
-@dataclass(frozen=True)
-class Form:
-    """One method in one form.
-
-    Attributes:
-        label: in tables and legends.
-        optimizer: its name in `METHODS`.
-        lr: the command's default, and the start of a search.
-        damping: epsilon; Adam's epsilon; None for Muon.
-        grafted: steps have the length of Adam's, and the damping is relative.
-        momentum: mu; Adam's beta_1.
-        stat_decay: beta; Adam's beta_2.
-    """
-
-    label: str
-    optimizer: str
-    lr: float
-    damping: float | None
-    grafted: bool = False
-    momentum: float = 0.9
-    stat_decay: float | None = None
-
-
-# No weight decay: runs this short see each character a few times at most, so there is nothing to
-# regularise. No warm start: the learning rate's warm-up covers the first steps. AdamW's second
-# moments decay by 0.99, as in Muon's AdamW and in the grafts. The dampings of TNT, TNT-EF and
-# Shampoo are the best of a few tried by hand at width 64, without a record; AdamW and Muon had no
-# second setting tried. Only learning rates are searched, with as many trials for every form.
-FORMS: Mapping[str, Form] = {
-    "tnt": Form("TNT, paper's form", "tnt", 1e-7, 1e-4),
-    "tnt-grafted": Form("TNT, grafted", "tnt", 1e-2, 0.1, grafted=True),
-    "tnt-ef": Form("TNT-EF, paper's form", "tnt-ef", 3e-4, 0.01),
-    "tnt-ef-grafted": Form("TNT-EF, grafted", "tnt-ef", 1e-2, 0.1, grafted=True),
-    "shampoo": Form("Shampoo, paper's form", "shampoo", 1e-2, 1e-4),
-    "shampoo-grafted": Form("Shampoo, grafted", "shampoo", 1e-2, 1e-3, grafted=True),
-    "adam": Form("AdamW", "adam", 3e-3, 1e-8, stat_decay=0.99),
-    "muon": Form("Muon + AdamW", "muon", 1.8e-2, None, momentum=0.95),
+# The rivals' learning rates, to begin a search with; momentum and decay of the second moment: for
+# AdamW as in Muon's AdamW and in the grafts, for Muon and SOAP as their authors set them. No weight
+# decay and no warm start: the runs are short, and the learning rate warms up.
+RIVALS: Mapping[str, Mapping[str, float | None]] = {
+    "adam": {"lr": 5.6e-3, "damping": 1e-8, "momentum": 0.9, "stat_decay": 0.99},
+    "muon": {"lr": 1.8e-2, "damping": None, "momentum": 0.95},
+    "soap": {"lr": 1e-2, "damping": 1e-8, "momentum": 0.95, "stat_decay": 0.95},
 }
+UNTUNED = ("tnt", "tnt-ef", "shampoo")
 
 
-def form_settings(
-    name: str,
+def modern_settings(
+    method: str,
     epochs: int | None = None,
-    seed: int = 0,
     lr: float | None = None,
-    intervals: tuple[int, int] = INTERVALS,
+    batch_size: int = BATCH_SIZE,
+    seed: int = 0,
 ) -> Settings:
-    """The settings of one form's run.
+    """The settings of one of `UNTUNED`, its defaults, or of one of `RIVALS`.
 
     Args:
-        name: one of `FORMS`.
-        epochs: length of the run; None for 8, which are 400 steps.
+        method: its name.
+        epochs: length of the run; None for 8, which are 400 steps of the transformer.
+        lr: the learning rate; None for the method's own.
+        batch_size: examples in a step.
         seed: of the start, the batches and the samples.
-        lr: the learning rate; None for the form's own.
-        intervals: T1 and T2, for second-order methods.
     """
-    form = FORMS[name]
-    return method_settings(
-        *(form.optimizer, form.lr if lr is None else lr, form.damping),
-        momentum=form.momentum,
-        stat_decay=form.stat_decay,
-        intervals=intervals,
-        warm_start=False,
-        relative_damping=form.grafted,
-        graft="adam" if form.grafted else None,
-        schedule=SCHEDULE,
-        batch_size=BATCH_SIZE,
-        epochs=epochs or 8,
-        seed=seed,
-    )
+    shared: dict[str, Any] = {
+        "epochs": epochs or 8,
+        "batch_size": batch_size,
+        "schedule": SCHEDULE,
+    }
+    if method in RIVALS:
+        own: dict[str, Any] = {**RIVALS[method], "warm_start": False, **shared}
+        found = method_settings(method, own.pop("lr"), own.pop("damping"), **own)
+    else:
+        found = default_settings(method, **shared)
+    return replace(found, lr=found.lr if lr is None else lr, seed=seed)
 
 
 # The problems by name.
@@ -260,8 +226,7 @@ def _tasks() -> Iterator[tuple[str, Task]]:
     for name, rates in TABLE_4.items():
         settings, load = partial(convnet_settings, name), partial(load_classifier, name)
         yield name, Task(list(rates), load, settings, "validation_error")
-    forms = list(FORMS)
-    yield "language", Task(forms, _load_language, form_settings, "validation_loss")
+    yield "language", Task([*UNTUNED, *RIVALS], _load_language, modern_settings, "validation_loss")
 
 
 TASKS: Mapping[str, Task] = dict(_tasks())

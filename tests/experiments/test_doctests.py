@@ -8,7 +8,7 @@ import pytest
 MODULES = ("confidence", "figures2to6", "methods", "options", "search", "sensitivity", "steps")
 
 
-@pytest.mark.parametrize("module", [*MODULES, "transformer_table"])
+@pytest.mark.parametrize("module", [*MODULES, "defaults"])
 def test_examples(module: str) -> None:
     failed, attempted = doctest.testmod(importlib.import_module(f"experiments.{module}"))
     assert attempted > 0 and failed == 0

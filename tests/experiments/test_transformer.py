@@ -10,7 +10,7 @@ from repeating_text import CODES, repeating_file, repeating_problem
 from torch import nn
 from torch.nn import functional
 
-from experiments.methods import build_optimizer, has_statistics
+from experiments.methods import build_optimizer
 from experiments.models import seeded
 from experiments.problems.language import (
     Language,
@@ -18,8 +18,9 @@ from experiments.problems.language import (
     load_language,
     load_recurrent,
 )
-from experiments.tasks import FORMS, form_settings
+from experiments.tasks import RIVALS, UNTUNED, modern_settings
 from experiments.training import train
+from tnt_optim import TNT, Shampoo
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -70,7 +71,7 @@ def test_all_tensors_move_to_a_device(problem: Language) -> None:
 
 
 def test_grafted_tnt_learns_the_repeating_text(problem: Language) -> None:
-    run = train(problem, replace(form_settings("tnt-grafted", 25), batch_size=16), report_every=0)
+    run = train(problem, replace(modern_settings("tnt", 25), batch_size=16), report_every=0)
     assert run.epochs[-1].metrics["validation_loss"] < 1.0 < run.step_losses[0]
 
 
@@ -79,7 +80,7 @@ def test_the_gru_starts_at_chance_and_learns_the_repeating_text(tmp_path: Path) 
     assert (problem.name, problem.width) == ("gru", 16)
     assert not {"layers", "heads"} & set(problem.description())
     assert seeded(problem.build, 0)(torch.zeros(3, 5, dtype=torch.int64)).shape == (15, 11)
-    settings = replace(form_settings("adam", 3, lr=0.02), schedule="constant")
+    settings = replace(modern_settings("adam", 3, lr=0.02), schedule="constant")
     run = train(problem, settings, report_every=0)
     assert run.step_losses[0] == pytest.approx(math.log(11), abs=0.15)
     assert run.epochs[-1].metrics["validation_loss"] < 0.5
@@ -88,26 +89,27 @@ def test_the_gru_starts_at_chance_and_learns_the_repeating_text(tmp_path: Path) 
         Recurrent(problem.text, layers=2)
 
 
-# The forms and the texts
+# The settings and the texts
 
 
-def test_forms_are_the_papers_and_the_grafted(problem: Language) -> None:
+def test_settings_are_the_defaults_and_the_rivals(problem: Language) -> None:
     model = seeded(problem.build, 0)
-    for name, form in FORMS.items():
-        settings = form_settings(name, 8, seed=3)
+    for name in (*UNTUNED, *RIVALS):
+        settings = modern_settings(name, 8, seed=3)
         assert (settings.schedule, settings.weight_decay) == ("warmup-cosine", 0.0)
-        assert (settings.epochs, settings.seed, settings.lr) == (8, 3, form.lr)
-        assert (settings.graft == "adam") == name.endswith("grafted")
-        if has_statistics(form.optimizer):
-            assert (settings.stat_interval, settings.inverse_interval) == (5, 20)
-            assert settings.relative_damping == name.endswith("grafted")
-            assert settings.warm_start is False
+        assert (settings.epochs, settings.seed, settings.warm_start) != (8, 3, True)
+        if name == "soap":
+            pytest.importorskip("pytorch_optimizer")
         optimizer = build_optimizer(model, settings, "categorical")
-        assert all(group["lr"] == form.lr for group in optimizer.param_groups)
-    other = form_settings("tnt-grafted", 8, lr=0.5, intervals=(1, 5))
-    assert (other.lr, other.stat_interval, other.inverse_interval) == (0.5, 1, 5)
-    assert form_settings("adam", 8, intervals=(1, 5)).stat_interval is None
-    assert form_settings("adam", 8).stat_decay == 0.99
+        assert all(group["lr"] == settings.lr for group in optimizer.param_groups)
+        if name in UNTUNED:
+            kind = Shampoo if name == "shampoo" else TNT
+            plain = kind(
+                model.named_parameters(), **({"fisher": "empirical"} if "ef" in name else {})
+            )
+            assert optimizer.defaults == plain.defaults
+    assert modern_settings("tnt", lr=0.5).lr == 0.5
+    assert modern_settings("adam").stat_decay == 0.99
 
 
 def test_broken_texts_are_named(tmp_path: Path) -> None:

@@ -1,0 +1,161 @@
+"""Optimizers without any argument against tuned rivals: search, differences, seconds, rows."""
+
+import math
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from repeating_text import repeating_file, repeating_problem
+
+from experiments import defaults
+from experiments.defaults import (
+    HEADER,
+    TASKS,
+    TUNING_SEED,
+    Row,
+    cells,
+    last_loss,
+    paired,
+    rate,
+    rows,
+    run_kinds,
+    searched_rates,
+    steps_to,
+    tried,
+)
+from experiments.methods import build_optimizer
+from experiments.models import seeded
+from experiments.run_files import RunFile
+from experiments.search import lowest
+from experiments.steps import BOTH, PLAIN
+from experiments.tasks import RIVALS, UNTUNED, modern_settings
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TASK = replace(TASKS["transformer64-400"], epochs=2, seeds=2)
+
+
+def a_run(method: str, lr: float | None, seed: int, losses: list[float | None]) -> dict[str, Any]:
+    settings = asdict(modern_settings(method, 2, lr, 32, seed))
+    key = {"task": "t", "settings": settings}
+    return {"key": key, "losses": losses, "epoch_steps": 10, "diverged_at_step": None}
+
+
+def record(**last: list[float]) -> list[dict[str, Any]]:
+    """Two final runs of each method, with a search for the rivals, and the seconds."""
+    runs = []
+    for method, values in last.items():
+        lr = RIVALS[method]["lr"] if method in RIVALS else None
+        runs += [a_run(method, lr, seed, [4.0, value]) for seed, value in enumerate(values)]
+        if lr is not None:
+            for other in (0.1 * lr, lr, 10 * lr):
+                runs.append(a_run(method, other, TUNING_SEED, [4.0, 2.0]))
+    seconds = {m: {"plain": 0.1} if m in RIVALS else dict.fromkeys(KINDS, 0.2) for m in last}
+    return [*runs, {"key": {"task": "t", "settings": None}, "median_seconds": seconds}]
+
+
+KINDS = ("plain", "statistics", "inverses", "statistics and inverses")
+
+
+def test_the_search_has_its_centre_in_the_middle() -> None:
+    for task in TASKS.values():
+        for centre in task.centres.values():
+            rates = searched_rates(centre, 7)
+            assert len(rates) == 7 and rates[3] == centre
+    assert rate(-8) == 0.01
+
+
+def test_tried_rates_are_those_of_the_tuning_seed() -> None:
+    runs = [
+        a_run("adam", 0.1, TUNING_SEED, [3.0, 2.0]),
+        a_run("adam", 0.2, TUNING_SEED, [3.0, None]),
+        a_run("adam", 0.3, 0, [3.0, 1.0]),
+        a_run("muon", 0.4, TUNING_SEED, [3.0, 1.0]),
+    ]
+    found = tried(runs, "t", "adam")
+    assert found == {0.1: 2.0, 0.2: math.inf} and lowest(found) == 0.1
+    assert last_loss({**runs[0], "diverged_at_step": 3}) == math.inf
+
+
+def test_kinds_of_steps_are_the_optimizers(tmp_path: Path) -> None:
+    """Counted on an optimizer that takes the steps."""
+    problem = repeating_problem()
+    settings = replace(modern_settings("tnt", 1), batch_size=4)
+    model = seeded(problem.build, 0)
+    opt: Any = build_optimizer(model, settings, "categorical")
+    observed = []
+    for _ in range(40):
+        inputs, targets = problem.batch(torch.arange(4), torch.Generator())
+        opt.zero_grad()
+        outputs = model(inputs)
+        observed.append(opt.observing)
+        opt.observe(outputs)
+        problem.loss(outputs, targets).backward()
+        opt.step()
+    assert observed == [kind.statistics for kind in run_kinds(settings, 40)]
+    assert run_kinds(modern_settings("adam"), 3) == [PLAIN] * 3
+    assert run_kinds(settings, 3)[0] == BOTH
+
+
+def test_paired_differences_are_judged_by_their_interval() -> None:
+    assert paired([1.0, 1.1, 1.2], [2.0, 2.1, 2.3]).verdict == "below"
+    assert paired([2.0, 2.1, 2.3], [1.0, 1.1, 1.2]).verdict == "above"
+    assert paired([1.0, 2.0, 3.0], [1.1, 1.8, 3.0]).verdict == "level"
+    assert paired([1.0], [2.0]).verdict == "level"
+    assert paired([1.0, math.inf], [2.0, 2.0]).verdict == "diverged"
+
+
+def test_steps_to_a_loss_are_linear_between_epochs() -> None:
+    assert steps_to([3.0, 2.0, 1.0], 10, 1.5) == 25.0
+    assert steps_to([3.0, 2.0], 10, 3.5) == 10.0
+    assert steps_to([3.0, None, 1.0], 10, 0.5) == math.inf
+
+
+def test_rows_compare_losses_and_seconds() -> None:
+    found = {row.method: row for row in rows(record(tnt=[1.0, 1.2], adam=[2.0, 2.2]), "t", TASK)}
+    tnt = found["tnt"]
+    assert tnt.final == [1.0, 1.2] and tnt.against["adam"].mean == pytest.approx(-1.0)
+    assert tnt.against["adam"].verdict == "below"
+    # From 4.0 to 2.1, AdamW's mean: 0.6333 and 0.6786 of the second epoch, at twice the seconds.
+    share = (1 + 0.5 * ((4 - 2.1) / 3 + (4 - 2.1) / 2.8)) / 2
+    assert tnt.time["adam"] == pytest.approx(2 * share)
+    assert not tnt.edge and not found["adam"].edge
+    assert "default" in cells(tnt) and len(cells(tnt)) == len(HEADER)
+    assert cells(tnt)[2] == "1.100 ± 0.141"
+    assert cells(tnt)[3] == "-1.000 below" and cells(tnt)[4] == "-"
+    assert cells(found["adam"])[3] == "-"
+
+
+def test_a_rival_that_is_not_reached_or_diverges_is_said() -> None:
+    runs = record(tnt=[2.0, 2.0], adam=[1.0, 1.0])
+    runs[0]["diverged_at_step"] = 7
+    (tnt, _) = rows(runs, "t", TASK)
+    assert cells(tnt)[2:4] == ("diverged (1 of 2)", "diverged")
+    assert "not reached" in cells(tnt)
+
+
+def test_a_small_comparison_runs_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("pytorch_optimizer")
+    problem = repeating_problem()
+    small = replace(TASK, load=lambda data: problem, batch_size=4, epochs=1, seeds=1)
+    monkeypatch.setattr(defaults, "SMALL", {"small": small})
+    out = tmp_path / "defaults.json"
+    defaults.main(data=repeating_file(tmp_path), quick=True, jobs=1, threads=1, out=out)
+    printed = capsys.readouterr().out
+    for label in ("TNT", "Shampoo", "SOAP", "Muon + AdamW"):
+        assert label in printed
+    runs = RunFile(out, "defaults", {"schedule": "warmup-cosine", "tuning_seed": 100}).runs
+    # Three rates of each rival, then a run of every method, then the seconds.
+    assert len(runs) == 3 * len(RIVALS) + len(RIVALS) + len(UNTUNED) + 1
+    assert (tmp_path / "defaults-small.png").exists()
+    defaults.main(data=repeating_file(tmp_path), quick=True, jobs=1, threads=1, out=out)
+    assert capsys.readouterr().out == printed
+
+
+def test_the_row_of_a_rival_at_the_end_of_its_search_says_so() -> None:
+    row = Row("adam", 0.1, True, [[1.0]], [1.0], [0.0, 0.1], {}, {})
+    assert cells(row)[1] == "0.1 (end of the search)"
