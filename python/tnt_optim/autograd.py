@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -9,7 +10,9 @@ from torch import Tensor, nn
 from torch._functorch import config
 from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
+from tnt_optim.failures import warn_the_caller
 from tnt_optim.modes import state_dtype
 
 # By parameter; None if this process has no gradient of it, but another may.
@@ -88,6 +91,28 @@ def check_graph_lasts(loss: Tensor) -> None:
             "model must be compiled with torch._functorch.config.donated_buffer = False, set "
             "before torch.compile: the gradients for the statistics take a second backward"
         )
+
+
+def warned_of_batch_norm(outputs: Iterable[Any]) -> Iterator[Any]:
+    """The outputs; warns if the graph of the first shows that its forward changed buffers."""
+    for index, output in enumerate(outputs):
+        tensors = [] if index else [t for t in tree_leaves(output) if isinstance(t, Tensor)]
+        if any(map(_has_trained_batch_norm, tensors)):
+            warn_the_caller(
+                "outputs: batch norm in training mode changes its running statistics; "
+                "warm_start((model(x) for x in batches), model=model) restores them"
+            )
+        yield output
+
+
+def _has_trained_batch_norm(output: Tensor) -> bool:
+    return any(
+        "BatchNorm" in node.name()
+        # Only SyncBatchNorm's node lacks these: it is for training.
+        and getattr(node, "_saved_training", True)
+        and getattr(node, "_saved_running_mean", True) is not None
+        for node in graph_nodes(output)
+    )
 
 
 def checked_replicas(loss: Tensor) -> list[DistributedDataParallel]:

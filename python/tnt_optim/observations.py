@@ -21,7 +21,7 @@ from tnt_optim.autograd import (
     checked_replicas,
     shows_float16,
 )
-from tnt_optim.failures import UNOBSERVED, warn_the_caller
+from tnt_optim.failures import TWICE, UNOBSERVED, warn_the_caller
 from tnt_optim.likelihoods import LARGEST_SCALE, check_scalar_loss, loss_at_samples, sample_scale
 from tnt_optim.modes import state_dtype
 from tnt_optim.update import Local
@@ -35,6 +35,7 @@ class Empirical:
 
     # Parameters without statistics that no output is asked for.
     unreached: Container[Tensor] = frozenset()
+    hint: str = ""  # why nothing is observed at this step, if that is known
 
     def wanted(self, due: Sequence[Tensor]) -> list[Tensor]:
         """The parameters among ``due`` for which an output would be observed now."""
@@ -134,6 +135,7 @@ class Sampled(Empirical):
     most: int = 1
     samples: list[Sample] = field(default_factory=list)
     count: int = 0  # outputs observed
+    attached: int = 0  # those of them that the hook of ``attach`` observed
     examples: float = 0.0  # that the outputs stand for
     # Parameters whose statistics were wanted when an output was observed.
     asked: set[Tensor] = field(default_factory=set)
@@ -144,6 +146,7 @@ class Sampled(Empirical):
     partial: bool = False  # whether outputs may reach other parameters in another process
     agreed: bool = False  # whether all processes know of ``partial``
     warned: bool = False  # whether the user was warned of a step without observations
+    warned_twice: bool = False  # and of one with those of ``attach`` and of the loop
 
     def wanted(self, due: Sequence[Tensor]) -> list[Tensor]:
         """See ``Empirical.wanted``."""
@@ -208,6 +211,9 @@ class Sampled(Empirical):
         A mean over n of the N examples of a batch is scaled by sqrt(n / N): its Gram matrix then
         has the expectation of that of the whole batch's mean.
         """
+        if 0 < self.attached < self.count and not self.warned_twice:
+            self.warned_twice = True
+            warn_the_caller(TWICE)
         for sample in self.samples:
             if sample.examples != self.examples:
                 scale = math.sqrt(sample.examples / self.examples)
@@ -216,7 +222,7 @@ class Sampled(Empirical):
         if not self.count and not self.warned:
             self.warned = any(has_statistics(p) and p.grad is not None for p in due)
             if self.warned:
-                warn_the_caller(UNOBSERVED)
+                warn_the_caller(UNOBSERVED + self.hint)
         return [sample.mean() for sample in self.samples]
 
     def _pool(self, processes: Local, due: Sequence[Tensor], has_statistics: HasStatistics) -> None:
@@ -275,6 +281,7 @@ class Sampled(Empirical):
     def use_up(self) -> None:
         """Forgets all but which parameters were not reached."""
         self.samples, self.asked, self.count, self.examples = [], set(), 0, 0.0
+        self.attached, self.hint = 0, ""
 
     def start_over(self) -> None:
         """Forgets everything but ``partial`` and ``agreed``."""
