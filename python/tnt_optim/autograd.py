@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,9 +9,7 @@ from torch import Tensor, nn
 from torch._functorch import config
 from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
 
-from tnt_optim.failures import warn_the_caller
 from tnt_optim.modes import state_dtype
 
 # By parameter; None if this process has no gradient of it, but another may.
@@ -93,19 +90,11 @@ def check_graph_lasts(loss: Tensor) -> None:
         )
 
 
-def warned_of_batch_norm(outputs: Iterable[Any]) -> Iterator[Any]:
-    """The outputs; warns if the graph of the first shows that its forward changed buffers."""
-    for index, output in enumerate(outputs):
-        tensors = [] if index else [t for t in tree_leaves(output) if isinstance(t, Tensor)]
-        if any(map(_has_trained_batch_norm, tensors)):
-            warn_the_caller(
-                "outputs: batch norm in training mode changes its running statistics; "
-                "warm_start((model(x) for x in batches), model=model) restores them"
-            )
-        yield output
+def changed_batch_norm(output: Tensor) -> bool:
+    """Whether the forward has changed batch norm's running statistics, as far as its graph shows.
 
-
-def _has_trained_batch_norm(output: Tensor) -> bool:
+    It does not show the inside of a compiled graph.
+    """
     return any(
         "BatchNorm" in node.name()
         # Only SyncBatchNorm's node lacks these: it is for training.

@@ -17,12 +17,7 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from tnt_optim import checkpoint
-from tnt_optim.autograd import (
-    buffers_put_back,
-    check_reached,
-    checked_replicas,
-    warned_of_batch_norm,
-)
+from tnt_optim.autograd import buffers_put_back, check_reached, checked_replicas
 from tnt_optim.cuda_graphs import StepGraphs, check_graphs_device
 from tnt_optim.diagnostics import diagnostics
 from tnt_optim.directions import Workspace
@@ -40,7 +35,7 @@ from tnt_optim.modes import (
     layout,
     rows,
 )
-from tnt_optim.observations import Empirical
+from tnt_optim.observations import Empirical, warned_of_batch_norm
 from tnt_optim.options import ADDED, OPTIONS, as_they_are, check_settings, split
 from tnt_optim.state import (
     COUNTS,

@@ -6,16 +6,18 @@ parameters the outputs did not reach.
 """
 
 import math
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from tnt_optim.autograd import (
     Gradients,
     all_finite,
+    changed_batch_norm,
     check_graph_lasts,
     check_reached,
     checked_replicas,
@@ -287,6 +289,18 @@ class Sampled(Empirical):
         """Forgets everything but ``partial`` and ``agreed``."""
         self.use_up()
         self.unreached, self.awaited = set(), set()
+
+
+def warned_of_batch_norm(outputs: Iterable[Any]) -> Iterator[Any]:
+    """The outputs; warns if the forward of the first has changed running statistics."""
+    for index, output in enumerate(outputs):
+        tensors = [] if index else [t for t in tree_leaves(output) if isinstance(t, Tensor)]
+        if any(map(changed_batch_norm, tensors)):
+            warn_the_caller(
+                "outputs: batch norm in training mode changes its running statistics; "
+                "warm_start((model(x) for x in batches), model=model) restores them"
+            )
+        yield output
 
 
 def _loss(optimizer: Any, output: Any, *key: int | str) -> Tensor:
