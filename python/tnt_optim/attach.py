@@ -39,8 +39,8 @@ class OutputHook:
         fraction: float,
     ) -> None:
         self.optimizer = optimizer
-        self.output = output
-        self.takes_inputs = output is not None and _takes_inputs(output)
+        self.output = output or _logits
+        self.takes_inputs = _takes_inputs(self.output)
         self.is_sharded = is_sharded
         self.fraction = fraction
         self.is_busy = False  # while it calls the model on parts of the batch
@@ -49,7 +49,7 @@ class OutputHook:
             # A compiled model's graph ends here, at an end of the forward. A decorator would
             # import the compiler with this module.
             self._observe = torch.compiler.disable(
-                _hand_over if fraction == 1 else _observe_parts,
+                _observe_call,
                 reason="an optimizer's attach() observes what this model returns; attach it to "
                 "what torch.compile returned, with which fullgraph=True works, too",
             )
@@ -139,17 +139,12 @@ def _takes_inputs(output: Callable[..., Any]) -> bool:
     )
 
 
-def _hand_over(hook: OutputHook, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-    optimizer = _asking(hook, module)
-    if optimizer is not None:
-        _observe_result(hook, optimizer, (args, kwargs), result)
-
-
-def _observe_parts(
-    hook: OutputHook, module: nn.Module, args: Any, kwargs: Any, result: None
-) -> None:
+def _observe_call(hook: OutputHook, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
     optimizer = _asking(hook, module)
     if optimizer is None:
+        return
+    if hook.fraction == 1:
+        _observe_result(hook, optimizer, (args, kwargs), result)
         return
     # DistributedDataParallel prepares its next backward in a forward, and sends buffers.
     inner = module.module if isinstance(module, DistributedDataParallel) else module
@@ -196,10 +191,7 @@ def parts_of(inputs: Any, fraction: float, parts: int) -> Iterator[tuple[Any, fl
 def _observe_result(
     hook: OutputHook, optimizer: Any, inputs: Any, result: Any, fraction: float = 1.0
 ) -> None:
-    if hook.output is None:
-        described = _logits(result)
-    else:
-        described = hook.output(result, *(inputs if hook.takes_inputs else ()))
+    described = hook.output(result, *(inputs if hook.takes_inputs else ()))
     tensors = [leaf for leaf in tree_leaves(described) if isinstance(leaf, Tensor)]
     if tensors and not any(tensor.requires_grad for tensor in tensors):
         return

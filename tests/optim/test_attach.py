@@ -299,6 +299,33 @@ def test_wrong_arguments_leave_the_attached_model() -> None:
     assert observation_count(opt) == 1
 
 
+@pytest.mark.parametrize("scale", [2.0**18, 2.0**24])
+def test_parts_of_batches_whose_steps_grad_scaler_skips(scale: float) -> None:
+    def run(attached: bool) -> tuple[list[Tensor], int]:
+        model = made_net()
+        opt = TNT(model.parameters(), samples=2, **SETTINGS)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=3)
+        if attached:
+            opt.attach(model, fraction=0.5)
+        for step in range(9):
+            opt.zero_grad()
+            ((x, y),) = batches(step)
+            with torch.autocast("cpu", dtype=torch.float16):
+                if not attached and opt.observing:
+                    with buffers_put_back(model):
+                        for part in x[:4].chunk(2):
+                            opt.observe(model(part), fraction=0.5)
+                loss = cross_entropy(model(x), y)
+            scaler.scale(loss).backward()
+            scaler.step(opt)
+            scaler.update()
+        return list(model.parameters()), opt.param_groups[0]["step"]
+
+    (weights, steps), wanted = run(True), run(False)
+    assert 0 < steps < 9
+    assert_same((weights, steps), wanted)
+
+
 # ------------------------------------------------------------------ handles and copies
 
 
