@@ -96,10 +96,9 @@ def changed_batch_norm(output: Tensor) -> bool:
     It does not show the inside of a compiled graph.
     """
     return any(
-        "BatchNorm" in node.name()
-        # Only SyncBatchNorm's node lacks these: it is for training.
-        and getattr(node, "_saved_training", True)
-        and getattr(node, "_saved_running_mean", True) is not None
+        node.name() == "SyncBatchNormBackward"
+        or getattr(node, "_saved_training", False)
+        and getattr(node, "_saved_running_mean", None) is not None
         for node in graph_nodes(output)
     )
 
