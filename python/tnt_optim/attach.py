@@ -4,20 +4,23 @@ A forward hook on the model passes the forward's result to the optimizer's ``obs
 fraction of the batch is observed, a hook before the forward calls the model on that fraction.
 """
 
+import inspect
 import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from tnt_optim.autograd import buffers_put_back
+from tnt_optim.failures import IN_EVAL
 
 
 class OutputHook:
@@ -31,12 +34,13 @@ class OutputHook:
     def __init__(
         self,
         optimizer: "weakref.ref[Any] | None",
-        output: Callable[[Any], Any] | None,
+        output: Callable[..., Any] | None,
         is_sharded: bool,
         fraction: float,
     ) -> None:
         self.optimizer = optimizer
-        self.output = output
+        self.output = output or _logits
+        self.takes_inputs = _takes_inputs(self.output)
         self.is_sharded = is_sharded
         self.fraction = fraction
         self.is_busy = False  # while it calls the model on parts of the batch
@@ -45,7 +49,7 @@ class OutputHook:
             # A compiled model's graph ends here, at an end of the forward. A decorator would
             # import the compiler with this module.
             self._observe = torch.compiler.disable(
-                _hand_over if fraction == 1 else _observe_parts,
+                _observe_call,
                 reason="an optimizer's attach() observes what this model returns; attach it to "
                 "what torch.compile returned, with which fullgraph=True works, too",
             )
@@ -53,17 +57,23 @@ class OutputHook:
     def __reduce__(self) -> tuple[Any, ...]:
         return OutputHook, (None, None, False, 1.0)
 
-    def __call__(self, module: nn.Module, args: Any, other: Any) -> None:
-        """A hook after the forward, with its result, or before it, with its keyword arguments.
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, result: Any = None) -> None:
+        """A hook after the forward, with its result, or before it.
 
-        Returns None, which leaves them as they are.
+        Returns None, which leaves arguments and result as they are.
         """
-        if self._observe is not None and module.training and torch.is_grad_enabled():
-            self._observe(self, module, args, other)
+        if self._observe is None or not torch.is_grad_enabled():
+            return
+        if module.training:
+            self._observe(self, module, args, kwargs, result)
+        elif not torch.compiler.is_compiling():
+            optimizer = None if self.optimizer is None else self.optimizer()
+            if optimizer is not None and optimizer._wants_output():
+                optimizer._observed.hint = IN_EVAL
 
 
 def attach(
-    optimizer: Any, model: nn.Module, output: Callable[[Any], Any] | None, fraction: float
+    optimizer: Any, model: nn.Module, output: Callable[..., Any] | None, fraction: float
 ) -> RemovableHandle:
     """Makes ``optimizer`` observe ``model``, as long as both exist; see ``TNT.attach``."""
     if not isinstance(model, nn.Module):
@@ -73,7 +83,7 @@ def attach(
     check_fraction(fraction)
     hook = OutputHook(weakref.ref(optimizer), output, _is_sharded(model), fraction)
     if fraction == 1:
-        handle = model.register_forward_hook(hook)
+        handle = model.register_forward_hook(hook, with_kwargs=True)
     else:  # before the hooks of fully_shard, each part's forward and backward are whole
         handle = model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
     weakref.finalize(optimizer, handle.remove).atexit = False
@@ -114,15 +124,27 @@ def _asking(hook: OutputHook, module: nn.Module) -> Any:
     return optimizer
 
 
-def _hand_over(hook: OutputHook, module: nn.Module, args: Any, result: Any) -> None:
-    optimizer = _asking(hook, module)
-    if optimizer is not None:
-        _observe_result(hook, optimizer, result)
+def _takes_inputs(output: Callable[..., Any]) -> bool:
+    """Whether a function of a result takes the arguments of the forward, too."""
+    try:
+        signature = inspect.signature(output)
+    except ValueError:  # a built-in function
+        return False
+    for number in (1, 3):
+        with suppress(TypeError):
+            signature.bind(*range(number))
+            return number == 3
+    raise TypeError(
+        f"output must be a function of (result) or of (result, args, kwargs), got {signature}"
+    )
 
 
-def _observe_parts(hook: OutputHook, module: nn.Module, args: Any, kwargs: Any) -> None:
+def _observe_call(hook: OutputHook, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
     optimizer = _asking(hook, module)
     if optimizer is None:
+        return
+    if hook.fraction == 1:
+        _observe_result(hook, optimizer, (args, kwargs), result)
         return
     # DistributedDataParallel prepares its next backward in a forward, and sends buffers.
     inner = module.module if isinstance(module, DistributedDataParallel) else module
@@ -132,7 +154,8 @@ def _observe_parts(hook: OutputHook, module: nn.Module, args: Any, kwargs: Any) 
         cuda = sorted(device.index for device in devices if device.type == "cuda")
         with torch.random.fork_rng(devices=cuda), buffers_put_back(inner), _own_tensors():
             for part, observed in parts_of((args, kwargs), hook.fraction, optimizer.samples):
-                _observe_result(hook, optimizer, inner(*part[0], **part[1]), observed)
+                result = inner(*part[0], **part[1])
+                _observe_result(hook, optimizer, part, result, observed)
     finally:
         hook.is_busy = False
 
@@ -165,16 +188,25 @@ def parts_of(inputs: Any, fraction: float, parts: int) -> Iterator[tuple[Any, fl
         yield tree_unflatten(cut, spec), observed / size
 
 
-def _observe_result(hook: OutputHook, optimizer: Any, result: Any, fraction: float = 1.0) -> None:
-    described = _logits(result) if hook.output is None else hook.output(result)
-    if isinstance(described, Tensor) and not described.requires_grad:
+def _observe_result(
+    hook: OutputHook, optimizer: Any, inputs: Any, result: Any, fraction: float = 1.0
+) -> None:
+    described = hook.output(result, *(inputs if hook.takes_inputs else ()))
+    tensors = [leaf for leaf in tree_leaves(described) if isinstance(leaf, Tensor)]
+    if tensors and not any(tensor.requires_grad for tensor in tensors):
+        return
+    # No row counts. The processes of a sharded model have to run the backward together.
+    if isinstance(described, Tensor) and described.shape[:1] == (0,) and not hook.is_sharded:
         return
     # It shows in the graph only when DistributedDataParallel's own forward has ended.
     replica = DistributedDataParallel._get_active_ddp_module()
     if replica is not None and replica.find_unused_parameters:
         optimizer._observed.partial = True
+    observations = optimizer._observed
+    before = observations.count
     with _own_tensors():
         optimizer.observe(described, fraction=fraction)
+    observations.attached += observations.count - before
 
 
 def _own_tensors() -> saved_tensors_hooks:

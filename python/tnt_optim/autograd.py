@@ -90,6 +90,19 @@ def check_graph_lasts(loss: Tensor) -> None:
         )
 
 
+def changed_batch_norm(output: Tensor) -> bool:
+    """Whether the forward has changed batch norm's running statistics, as far as its graph shows.
+
+    It does not show the inside of a compiled graph.
+    """
+    return any(
+        node.name() == "SyncBatchNormBackward"
+        or getattr(node, "_saved_training", False)
+        and getattr(node, "_saved_running_mean", None) is not None
+        for node in graph_nodes(output)
+    )
+
+
 def checked_replicas(loss: Tensor) -> list[DistributedDataParallel]:
     """The DistributedDataParallel modules that show in the graph of a loss.
 

@@ -24,6 +24,15 @@ UNOBSERVED = (
     "on with the old statistics (warned once)"
 )
 
+TWICE = (
+    "the hook of attach and calls of observe both gave outputs at this step: if they are of one "
+    "batch, it counts twice; leave one of the two out (warned once)"
+)
+IN_EVAL = (
+    "; the attached model was called in eval mode, in which attach observes nothing: call "
+    "model.train(), or observe(output) yourself"
+)
+
 
 class PreconditionerError(RuntimeError):
     """Refreshes of statistics or inverses failed at the first time, or several times in a row."""

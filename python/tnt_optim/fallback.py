@@ -118,7 +118,7 @@ class WithFallback(Optimizer):
         self._tnt("observe").observe(output, **more)
 
     def attach(
-        self, model: nn.Module, output: Callable[[Any], Any] | None = None, **more: Any
+        self, model: nn.Module, output: Callable[..., Any] | None = None, **more: Any
     ) -> RemovableHandle:
         """See ``TNT.attach``."""
         handle: RemovableHandle = self._tnt("attach").attach(model, output, **more)

@@ -37,7 +37,7 @@ from tnt_optim.modes import (
     layout,
     rows,
 )
-from tnt_optim.observations import Empirical
+from tnt_optim.observations import Empirical, warned_of_batch_norm
 from tnt_optim.options import ADDED, OPTIONS, as_they_are, check_settings, split
 from tnt_optim.paper import PAPER
 from tnt_optim.state import (
@@ -233,7 +233,8 @@ class KroneckerOptimizer(Optimizer):
         Args:
             outputs: for each batch, with its graph: the argument of ``observe``, or the training
                 loss if the statistics come from the training gradients.
-            model: if given, its buffers (batch norm's running statistics) are restored afterwards.
+            model: its buffers (batch norm's running statistics) are restored afterwards. Without
+                it, batch norm in training mode changes them, with a warning.
 
         Raises:
             ValueError: if there is no batch, or an output does not fit; nothing is then changed.
@@ -243,6 +244,8 @@ class KroneckerOptimizer(Optimizer):
         if not isinstance(outputs, Iterable):
             raise TypeError(f"outputs must be iterable, got {type(outputs).__name__}")
         processes = self._distribution()
+        if model is None or isinstance(outputs, Sequence):  # a list's forwards have run
+            outputs = warned_of_batch_norm(outputs)
         with buffers_put_back(*([] if model is None else [model])):
             stats, skipped = self._average_statistics(outputs, processes)
         fresh = self._states(stats, processes)
@@ -490,6 +493,7 @@ class KroneckerOptimizer(Optimizer):
                     f"step() has no statistics for {self._name(param)}, which has a gradient: call "
                     "observe(output) between the forward and step(), or warm_start() before "
                     "training, with outputs that depend on every parameter the loss depends on"
+                    + self._observed.hint
                 )
             for entry, option in optional if known else ():
                 if entry.exists(param, group) and entry.name not in self.state[param]:

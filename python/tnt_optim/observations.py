@@ -6,22 +6,24 @@ parameters the outputs did not reach.
 """
 
 import math
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from tnt_optim.autograd import (
     Gradients,
     all_finite,
+    changed_batch_norm,
     check_graph_lasts,
     check_reached,
     checked_replicas,
     shows_float16,
 )
-from tnt_optim.failures import UNOBSERVED, warn_the_caller
+from tnt_optim.failures import TWICE, UNOBSERVED, warn_the_caller
 from tnt_optim.likelihoods import LARGEST_SCALE, check_scalar_loss, loss_at_samples, sample_scale
 from tnt_optim.modes import state_dtype
 from tnt_optim.update import Local
@@ -37,6 +39,7 @@ class Empirical:
     asked: Container[Tensor] = frozenset()
     # Parameters without statistics that the last output did not reach.
     unreached: Container[Tensor] = frozenset()
+    hint: str = ""  # why nothing is observed at this step, if that is known
 
     def wanted(self, due: Sequence[Tensor]) -> list[Tensor]:
         """The parameters among ``due`` for which an output would be observed now."""
@@ -136,6 +139,7 @@ class Sampled(Empirical):
     most: int = 1
     samples: list[Sample] = field(default_factory=list)
     count: int = 0  # outputs observed
+    attached: int = 0  # those of them that the hook of ``attach`` observed
     examples: float = 0.0  # that the outputs stand for
     asked: set[Tensor] = field(default_factory=set)
     unreached: set[Tensor] = field(default_factory=set)
@@ -146,6 +150,7 @@ class Sampled(Empirical):
     partial: bool = False  # whether outputs may reach other parameters in another process
     agreed: bool = False  # whether all processes know of ``partial``
     warned: bool = False  # whether the user was warned of a step without observations
+    warned_twice: bool = False  # and of one with those of ``attach`` and of the loop
 
     def wanted(self, due: Sequence[Tensor]) -> list[Tensor]:
         """See ``Empirical.wanted``."""
@@ -211,6 +216,9 @@ class Sampled(Empirical):
         A mean over n of the N examples of a batch is scaled by sqrt(n / N): its Gram matrix then
         has the expectation of that of the whole batch's mean.
         """
+        if 0 < self.attached < self.count and not self.warned_twice:
+            self.warned_twice = True
+            warn_the_caller(TWICE)
         for sample in self.samples:
             if sample.examples != self.examples:
                 scale = math.sqrt(sample.examples / self.examples)
@@ -219,7 +227,7 @@ class Sampled(Empirical):
         if not self.count and not self.warned:
             self.warned = any(has_statistics(p) and p.grad is not None for p in due)
             if self.warned:
-                warn_the_caller(UNOBSERVED)
+                warn_the_caller(UNOBSERVED + self.hint)
         return [sample.mean() for sample in self.samples]
 
     def _pool(self, processes: Local, due: Sequence[Tensor], has_statistics: HasStatistics) -> None:
@@ -275,11 +283,24 @@ class Sampled(Empirical):
     def use_up(self) -> None:
         """Forgets all but which parameters were not reached."""
         self.samples, self.asked, self.count, self.examples = [], set(), 0, 0.0
+        self.attached, self.hint = 0, ""
 
     def start_over(self) -> None:
         """Forgets everything but ``partial`` and ``agreed``."""
         self.use_up()
         self.unreached, self.awaited, self.beyond = set(), set(), set()
+
+
+def warned_of_batch_norm(outputs: Iterable[Any]) -> Iterator[Any]:
+    """The outputs; warns if the forward of the first has changed running statistics."""
+    for index, output in enumerate(outputs):
+        tensors = [] if index else [t for t in tree_leaves(output) if isinstance(t, Tensor)]
+        if any(map(changed_batch_norm, tensors)):
+            warn_the_caller(
+                "outputs: batch norm in training mode changes its running statistics; "
+                "warm_start((model(x) for x in batches), model=model) restores them"
+            )
+        yield output
 
 
 def _loss(optimizer: Any, output: Any, *key: int | str) -> Tensor:

@@ -146,7 +146,7 @@ class TNT(KroneckerOptimizer):
     def attach(
         self,
         model: nn.Module,
-        output: Callable[[Any], Any] | None = None,
+        output: Callable[..., Any] | None = None,
         *,
         fraction: float = 1.0,
     ) -> RemovableHandle:
@@ -177,7 +177,9 @@ class TNT(KroneckerOptimizer):
             model: a module whose outputs depend on this optimizer's parameters.
             output: from the model's result to the argument of ``observe``, as
                 ``lambda out: out.logits.flatten(0, 1)`` for a language model; None: the tensor it
-                returns, or its ``logits``.
+                returns, or its ``logits``. A function of three arguments, ``lambda out, args,
+                kwargs: ...``, also gets those of the forward, such as labels that say what is
+                padding. If it leaves no row, the call does not count.
             fraction: of each batch to observe. Below 1 the model is called on that fraction, cut
                 into ``samples`` parts, before its own forward; buffers and random states are
                 restored. The inputs must be tensors with the batch first.

@@ -232,6 +232,55 @@ def test_an_observation_leaves_all_gradients_alone() -> None:
     assert {key.split("/")[0] for key in keys[0]} >= {"momentum_norm", "condition"}
 
 
+def hooked(rank: int, processes: int, hybrid: bool) -> list[tuple[int, bool]]:
+    """What hooks after the gradients, of a parameter and of an input, have seen after each call."""
+    net = sharded_net(processes, hybrid)
+    opt = made_optimizer(net, "tnt")
+    weight = net.hidden.weight
+    x, y = drawn(processes, 0, *SHAPE)[rank]
+    x.requires_grad_()
+    seen: list[Tensor] = []
+    handles = [
+        weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.to_local().clone())),
+        x.register_post_accumulate_grad_hook(lambda leaf: seen.append(leaf.grad.clone())),
+    ]
+    found = []
+    for _ in range(2):
+        out = net(x)
+        observe(opt, out)
+        found.append((len(seen), x.grad is None and weight.grad is None))
+        cross_entropy(out, y).backward()
+        grads = [weight.grad.to_local(), x.grad]  # type: ignore[union-attr, attr-defined]
+        own = all(any(map(torch.equal, [g] * 2, seen)) for g in grads)
+        found.append((len(seen), own))
+        for handle in handles:
+            handle.remove()  # the second time the same gradients come, and no hook runs
+        weight.grad, x.grad = None, None
+    return found
+
+
+def observed_after_the_backward(rank: int, processes: int) -> None:
+    net = sharded_net(processes, False)
+    x, y = drawn(processes, 0, *SHAPE)[rank]
+    out = net(x)
+    cross_entropy(out, y).backward()
+    with pytest.raises(RuntimeError, match="observe must be called before the backward"):
+        observe(made_optimizer(net, "tnt"), out)
+
+
+def test_an_observation_after_the_backward_is_refused() -> None:
+    run_in(2, observed_after_the_backward)
+
+
+@pytest.mark.parametrize(("processes", "hybrid"), MESHES)
+def test_hooks_after_the_gradients_see_only_those_of_the_training(
+    processes: int, hybrid: bool
+) -> None:
+    for found in run_in(processes, hooked, hybrid):
+        assert [count for count, _ in found] == [0, 2, 2, 2]
+        assert all(right for _, right in found)
+
+
 def steps_on_one_batch(numbers: range) -> list[Batches]:
     """The same batch for every process, so that the mean does not depend on their number."""
     return [drawn(1, step, *SHAPE) for step in numbers]

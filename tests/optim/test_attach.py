@@ -9,9 +9,11 @@ import io
 import pickle
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
+import attached
 import pytest
 import torch
 from attached import (
@@ -26,12 +28,14 @@ from attached import (
     train,
 )
 from conftest import observation_count, observed_gradients
+from kfac_models import least_likely
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from tnt_optim import TNT, with_fallback
+from tnt_optim.autograd import buffers_put_back
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
@@ -140,6 +144,125 @@ def test_output_says_what_is_observed() -> None:
     assert_same(contents(model, opt), explicit())
 
 
+class Padded(NamedTuple):
+    """Logits, and which of their rows count."""
+
+    logits: Tensor
+    rows: Tensor
+
+
+def counted_loss(padded: Padded) -> Tensor:
+    """A likelihood of the rows that count, at their least likely classes."""
+    return least_likely(padded.logits[padded.rows])
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+def test_output_may_take_the_arguments_of_the_forward(fraction: float) -> None:
+    """Those of a part, if the model is called on a part of the batch."""
+
+    class Scaled(Net):
+        def forward(self, x: Tensor, *, scale: Tensor) -> Any:
+            return super().forward(x) * scale[:, None]
+
+    def rows(x: Tensor, scale: Tensor) -> Tensor:
+        return (x[:, 0] > 0) | (scale > 1)
+
+    def run(attached: bool) -> list[Tensor]:
+        torch.manual_seed(3)
+        model = Scaled()
+        opt = TNT(model.parameters(), samples=2, likelihood=counted_loss, **SETTINGS)
+        if attached:
+            opt.attach(
+                model, lambda z, args, kwargs: Padded(z, rows(*args, **kwargs)), fraction=fraction
+            )
+        for step in range(3):
+            opt.zero_grad()
+            ((x, y),) = batches(step)
+            scale = torch.linspace(0.5, 1.5, len(x))
+            if fraction < 1 and not attached and opt.observing:
+                with buffers_put_back(model):
+                    for part in range(2):
+                        few, more = x.chunk(4)[part], scale.chunk(4)[part]
+                        out = Padded(model(few, scale=more), rows(few, more))
+                        opt.observe(out, fraction=fraction)
+            z = model(x, scale=scale)
+            if fraction == 1 and not attached:
+                opt.observe(Padded(z, rows(x, scale)))
+            cross_entropy(z, y).backward()
+            opt.step()
+        return list(model.parameters())
+
+    assert_same(run(True), run(False))
+
+
+def test_output_is_called_with_one_argument_where_it_can_be() -> None:
+    model = made_net()
+    opt = TNT(model.parameters())
+    seen: list[int] = []
+
+    def noted(result: Tensor, scale: float = 1.0, shift: float = 0.0) -> Tensor:
+        seen.append(1)
+        return result * scale + shift
+
+    for output in (noted, lambda *result: seen.append(len(result)) or result[0], torch.relu):
+        opt.attach(model, output)
+        model(torch.randn(8, 5))
+    assert seen == [1, 1] and observation_count(opt) == 3
+
+
+def test_a_call_without_a_row_that_counts_is_no_micro_batch() -> None:
+    model = made_net()
+    opt = TNT(model.parameters(), **SETTINGS)
+    opt.attach(model, lambda z, args, kwargs: z[args[0][:, 0] > 0])
+    x = torch.rand(8, 5) + 0.1
+    cross_entropy(model(-x), torch.zeros(8, dtype=torch.long)).backward()
+    assert observation_count(opt) == 0
+    cross_entropy(model(x), torch.zeros(8, dtype=torch.long)).backward()
+    assert observation_count(opt) == 1
+    opt.step()
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+def test_a_model_in_eval_mode_is_named_as_the_reason_of_a_missing_observation(
+    fraction: float,
+) -> None:
+    model = made_net()
+    opt = TNT(model.parameters(), **{**SETTINGS, "stat_interval": 1})
+    opt.attach(model, fraction=fraction)
+    model.eval()
+    with pytest.raises(RuntimeError, match=r"no statistics .* eval mode, .* model\.train\(\)"):
+        train(model, opt, 1, observe=False)
+    train(model.train(), opt, 1, observe=False)
+    with pytest.warns(RuntimeWarning, match=r"on with the old .* eval mode, .* model\.train\(\)"):
+        train(model.eval(), opt, 2, observe=False)
+
+
+def test_the_reason_of_an_earlier_step_is_forgotten() -> None:
+    """A step with a call in eval mode, as of a teacher, and one without any call."""
+    model = made_net()
+    opt = TNT(model.parameters(), **{**SETTINGS, "stat_interval": 1})
+    opt.attach(model)
+    model.eval()(torch.randn(8, 5))
+    train(model.train(), opt, 1, observe=False)
+    with pytest.warns(RuntimeWarning, match=r"observe\(output\) was not called") as said:
+        opt.step()
+    assert "eval mode" not in str(said[0].message)
+
+
+def test_a_batch_that_the_loop_observes_too_is_warned_of_once() -> None:
+    model = made_net()
+    opt = TNT(model.parameters(), **SETTINGS)
+    with opt.attach(model):
+        train(model, opt, 2, observe=False)
+        with pytest.warns(RuntimeWarning, match=r"attach and .* observe both .* twice") as said:
+            train(model, opt, 6, observe=True)
+    assert [warning.filename for warning in said] == [attached.__file__]
+    other = TNT(model.parameters(), **SETTINGS)
+    with other.attach(model):
+        pass
+    train(model, other, 2, observe=True)  # a warning would be an error
+
+
 @pytest.mark.parametrize(
     ("wrap", "error", "message"),
     [
@@ -170,8 +293,37 @@ def test_wrong_arguments_leave_the_attached_model() -> None:
         opt.attach(model.parameters())  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"^output must be a function or None, got str$"):
         opt.attach(nn.Linear(2, 2), "logits")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^output must be .*kwargs\), got \(out, mask\)$"):
+        opt.attach(nn.Linear(2, 2), lambda out, mask: out)
     model(torch.randn(8, 5))
     assert observation_count(opt) == 1
+
+
+@pytest.mark.parametrize("scale", [2.0**18, 2.0**24])
+def test_parts_of_batches_whose_steps_grad_scaler_skips(scale: float) -> None:
+    def run(attached: bool) -> tuple[list[Tensor], int]:
+        model = made_net()
+        opt = TNT(model.parameters(), samples=2, **SETTINGS)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=3)
+        if attached:
+            opt.attach(model, fraction=0.5)
+        for step in range(9):
+            opt.zero_grad()
+            ((x, y),) = batches(step)
+            with torch.autocast("cpu", dtype=torch.float16):
+                if not attached and opt.observing:
+                    with buffers_put_back(model):
+                        for part in x[:4].chunk(2):
+                            opt.observe(model(part), fraction=0.5)
+                loss = cross_entropy(model(x), y)
+            scaler.scale(loss).backward()
+            scaler.step(opt)
+            scaler.update()
+        return list(model.parameters()), opt.param_groups[0]["step"]
+
+    (weights, steps), wanted = run(True), run(False)
+    assert 0 < steps < 9
+    assert_same((weights, steps), wanted)
 
 
 # ------------------------------------------------------------------ handles and copies
@@ -289,12 +441,14 @@ def test_warm_start_is_not_observed(kind: Callable[[Any], Any]) -> None:
         seen, output = counted()
         if attached:
             opt.attach(model, output)
-        opt.warm_start(kind(model(x) for x, _ in batches(99, 3)), model=model)
+        with pytest.warns(match="batch norm") if kind is list else nullcontext():
+            opt.warm_start(kind(model(x) for x, _ in batches(99, 3)), model=model)
         assert observation_count(opt) == 0
         assert kind is list or not seen
         train(model, opt, 4, observe=not attached)
         # Once more: the weights have changed.
-        opt.warm_start(kind(model(x) for x, _ in batches(98, 3)), model=model)
+        with pytest.warns(match="batch norm") if kind is list else nullcontext():
+            opt.warm_start(kind(model(x) for x, _ in batches(98, 3)), model=model)
         train(model, opt, 4, observe=not attached)
         return contents(model, opt)
 

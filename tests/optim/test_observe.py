@@ -197,6 +197,21 @@ def test_later_steps_never_wait_for_the_device(
         torch.ones(2).sum().item()
 
 
+def test_hooks_on_gradients_shape_the_statistics_too() -> None:
+    """A hook that freezes rows of a weight: the preconditioner does not mix them with others."""
+    model = net()
+    weight = next(model.parameters())
+    frozen = torch.arange(len(weight)) % 2 == 0
+    weight.register_hook(lambda gradient: gradient.masked_fill(frozen[:, None], 0.0))
+    steps: list[Tensor] = []
+    weight.register_post_accumulate_grad_hook(steps.append)
+    before = weight.detach().clone()
+    train(model, made("sampled", model, stat_interval=1, inverse_interval=1), range(3))
+    assert len(steps) == 3  # the training's own backwards
+    assert torch.equal(weight[frozen], before[frozen])
+    assert (weight[~frozen] != before[~frozen]).all()
+
+
 # ------------------------------------------------------------------ micro-batches, skipped steps
 
 
@@ -370,15 +385,35 @@ class Counting(nn.Module):
 
 @sampling
 def test_a_warm_start_puts_the_buffers_of_its_model_back(name: str) -> None:
-    """TNT needs ``model=`` for it. The parameters have no gradients afterwards."""
+    """The parameters have no gradients afterwards."""
     model = normalised()
     opt = made(name, model)
     before = [b.clone() for b in model.buffers()]
     opt.warm_start((model(torch.randn(8, 3)) for _ in range(3)), model=model)
     assert equal(before, model.buffers())
     assert all(p.grad is None for p in model.parameters())
-    made(name, model).warm_start(model(torch.randn(8, 3)) for _ in range(3))
-    assert int(model[1].num_batches_tracked) == (3 if name == "sampled" else 0)
+
+
+def test_a_warm_start_that_leaves_batch_norm_changed_warns_once() -> None:
+    """Without ``model=``, and if the forwards of a list have run before."""
+    model = normalised()
+
+    def outputs() -> Iterator[Tensor]:
+        return (model(torch.randn(8, 3)) for _ in range(3))
+
+    for call in (
+        lambda: TNT(model.parameters()).warm_start(outputs()),
+        lambda: TNT(model.parameters()).warm_start(list(outputs()), model=model),
+        lambda: TNT(model.parameters(), fisher="empirical").warm_start(z.sum() for z in outputs()),
+    ):
+        with pytest.warns(RuntimeWarning, match=r"batch norm .* model=model\)") as said:
+            call()
+        assert [warning.filename for warning in said] == [__file__]
+    assert int(model[1].num_batches_tracked) == 9
+    model.eval()
+    TNT(model.parameters()).warm_start(outputs())
+    model[1] = nn.BatchNorm1d(4, track_running_stats=False)
+    TNT(model.parameters()).warm_start(outputs())
 
 
 @sampling

@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.modules import linear
+from torch.nn.modules._functions import SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -43,9 +44,14 @@ NAMES: dict[str, tuple[str, ...]] = {
     "torch.distributed": ("_composable_state", "get_backend_config"),
     "torch.distributed._composable_state": ("_module_state_mapping",),
     "torch.nn.modules.linear": ("NonDynamicallyQuantizableLinear",),
-    "a tensor": ("_base", "_is_view", "_is_zerotensor", "_version"),
+    "a tensor": (
+        "_base", "_is_view", "_is_zerotensor", "_post_accumulate_grad_hooks", "_version",
+    ),
     "a node of autograd": ("_input_metadata",),
-    "the names of nodes": ("CheckpointFunctionBackward", "_DDPSinkBackward"),
+    "a node of batch norm": ("_saved_running_mean", "_saved_training"),
+    "the names of nodes": (
+        "CheckpointFunctionBackward", "SyncBatchNormBackward", "_DDPSinkBackward",
+    ),
     "a node of DistributedDataParallel": ("ddp_weakref",),
     "a convolution": ("_buffers", "_conv_forward", "_parameters"),
     "torch.utils": ("_pytree",),
@@ -113,7 +119,12 @@ def holders() -> dict[str, Any]:
         "torch.nn.modules.linear": linear,
         "a tensor": x,
         "a node of autograd": x.sin().grad_fn,
-        "the names of nodes": SimpleNamespace(**{n.name(): n for n in (sink, recomputed)}),
+        "a node of batch norm": nn.BatchNorm1d(3)(x).grad_fn,
+        "the names of nodes": SimpleNamespace(
+            # The forward of SyncBatchNorm needs a GPU.
+            **{n.name(): n for n in (sink, recomputed)},
+            **{SyncBatchNorm._backward_cls.__name__: SyncBatchNorm},
+        ),
         "a node of DistributedDataParallel": sink,
         "a convolution": nn.Conv2d(2, 2, 2),
         "a replica of DataParallel": layer._replicate_for_data_parallel(),

@@ -14,7 +14,14 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from tnt_optim.autograd import Gradients, all_finite, graph_nodes, unscaled, without_autocast
+from tnt_optim.autograd import (
+    Gradients,
+    all_finite,
+    before_backward,
+    graph_nodes,
+    unscaled,
+    without_autocast,
+)
 from tnt_optim.directions import Workspace, decays, move_, updated_weights
 from tnt_optim.distributed.ownership import OwnerRanks
 from tnt_optim.distributed.process_group import ProcessGroup
@@ -99,8 +106,8 @@ class Sharded(OwnerRanks, Local):
             )
         # The backward sets the gradients of all parameters, not only of ``params``.
         cut = [p.sharded_param for module in modules for p in _cut_params(module)]
-        with _restored_gradients([*params, *cut, *leaves]), _synchronised(modules):
-            with without_autocast(loss):
+        with _left_alone([*params, *cut, *leaves]), _synchronised(modules):
+            with without_autocast(loss), before_backward():
                 loss.backward(torch.full_like(loss, scale), retain_graph=retain_graph)
             return unscaled({p: p.grad for p in params if p.grad is not None}, scale)
 
@@ -196,16 +203,20 @@ def _piece(param: Tensor, gradient: Tensor | None) -> Tensor:
 
 
 @contextmanager
-def _restored_gradients(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Restores the tensors' gradients on leaving."""
-    kept = {t: t.grad for t in tensors}
-    for tensor in kept:
+def _left_alone(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Restores the tensors' gradients on leaving; their post-accumulate hooks do not run."""
+    kept = {t: (t.grad, dict(t._post_accumulate_grad_hooks or {})) for t in tensors}
+    for tensor, (_, hooks) in kept.items():
         tensor.grad = None  # or the backward would add to it in place
+        if hooks:  # in place: autograd and the handles of hooks refer to this dictionary
+            tensor._post_accumulate_grad_hooks.clear()
     try:
         yield
     finally:
-        for tensor, grad in kept.items():
+        for tensor, (grad, hooks) in kept.items():
             tensor.grad = grad
+            if hooks:
+                tensor._post_accumulate_grad_hooks.update(hooks)
 
 
 def _leaves(loss: Tensor) -> set[Tensor]:
