@@ -28,10 +28,7 @@ def main(steps: int = 60) -> tuple[list[float], TNT]:
     size = {"n_positions": LENGTH, "n_embd": 32, "n_layer": 2, "n_head": 2}
     model = GPT2LMHeadModel(GPT2Config(**words, **size))
 
-    often = {"stat_interval": 1, "inverse_interval": 5}
-    # Transformers train best with steps of Adam's size and damping relative to the statistics.
-    scale = {"graft": "adam", "relative_damping": True}
-    opt = TNT(model.named_parameters(), lr=0.02, damping=0.1, **often, **scale)
+    opt = TNT(model.named_parameters())
     # The model predicts the next word at every position but the last; TNT sees one row for each.
     opt.attach(model, output=lambda out: out.logits[:, :-1].flatten(0, 1))
 

@@ -29,7 +29,7 @@ class Classifier(lightning.LightningModule):
 
     def configure_optimizers(self) -> TNT:
         """Attaches TNT to the module that returns the logits, because training_step does not."""
-        opt = TNT(self.parameters(), lr=0.003, damping=0.1, stat_interval=5, inverse_interval=20)
+        opt = TNT(self.parameters())
         opt.attach(self.net)
         return opt
 

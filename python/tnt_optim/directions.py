@@ -2,7 +2,7 @@
 
 Grafting uses the step length of another method on our direction, so that one learning rate serves
 all parameters and methods (Agarwal et al. 2020, "Disentangling adaptive gradient methods from
-learning rates"). It is not part of the TNT paper, and off by default.
+learning rates"). It is not part of the TNT paper.
 """
 
 import itertools

@@ -25,9 +25,10 @@ class Shampoo(KroneckerOptimizer):
     A parameter with k modes has, for each, the moving average S_i of the Gram matrices of its
     gradients' unfoldings; the momentum is multiplied by A_i = (S_i + damping I)^(-1 / 2k) in every
     mode i, modes of size 1 included. It differs from ``TNT`` in two things: the gradients are those
-    of the training loss, so that there is nothing to observe, and the S_i are not rescaled::
+    of the training loss, so that there is nothing to observe, and the S_i are not rescaled.
+    ``Shampoo.paper`` has the form of the paper's experiments::
 
-        opt = Shampoo(model.parameters(), lr=3e-4, damping=3e-4, inverse_interval=20)
+        opt = Shampoo(model.parameters())
         opt.warm_start((criterion(model(x), y) for x, y in batches), model=model)  # optional
         for x, y in loader:
             opt.zero_grad()

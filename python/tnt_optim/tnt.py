@@ -31,7 +31,7 @@ class TNT(KroneckerOptimizer):
     from the Gram matrices of gradients at labels drawn from the model's own predictive
     distribution; the momentum is preconditioned by the damped inverses (U_i + damping I)^-1::
 
-        opt = TNT(model.parameters(), lr=1e-4, damping=0.1, likelihood="bernoulli")
+        opt = TNT(model.parameters())
         opt.warm_start((model(x) for x in batches), model=model)  # optional
         for x, y in loader:
             opt.zero_grad()
@@ -40,6 +40,9 @@ class TNT(KroneckerOptimizer):
             opt.observe(out)  # the one extra line: nothing unless statistics are due
             loss.backward()
             opt.step()
+
+    The defaults train a transformer and a convolutional network as they stand: relative damping,
+    steps of Adam's length, intervals that grow from 1. ``TNT.paper`` has the paper's form.
 
     Every argument but ``likelihood``, ``fisher``, ``seed``, ``sample_scale``, ``samples``,
     ``capturable``, ``process_group`` and ``shard`` can be set for each parameter group. By default
