@@ -131,8 +131,8 @@ _TABLE = (
 
 # The documentation of each option: its name, a colon, and text; further lines are indented.
 _DOCS = """
-lr: alpha in the paper. With ``graft="adam"`` it means what it means for Adam; without, it is tied to
-    ``damping``, the batch size and the loss's scale.
+lr: alpha in the paper. With ``graft="adam"`` it means what it means for Adam. Without, it is tied
+    to ``damping``, the batch size and the loss's scale.
 damping: epsilon in the paper, added to every statistic.
 momentum: mu in the paper: m <- mu m + g, neither dampened nor bias-corrected.
 stat_decay: beta in the paper, of the statistics' moving average.
