@@ -1,6 +1,6 @@
 """Saving a state, and loading it: the check that it fits, and a copy at full precision."""
 
-import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -86,25 +86,23 @@ def warn_of_other_sampling(optimizer: Any, state_dict: StateDict) -> None:
         )
 
 
-def called_by(module: str) -> bool:
-    """Whether a function of a package, or of its modules, is among the callers."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        frame = frame.f_back
-        if f"{frame.f_globals.get('__name__')}.".startswith(f"{module}."):
-            return True
-    return False
+def called_by(package: str) -> bool:
+    """Whether a function of a package is among the callers."""
+    frames = (frame for frame, _ in traceback.walk_stack(None))
+    return any(frame.f_globals.get("__name__", "").startswith(package) for frame in frames)
 
 
 def observations_of(observed: Any, numbers: Mapping[Tensor, int]) -> StateDict:
     """What was observed since the last step, with numbers in place of parameters."""
-    samples = [
-        {**vars(sample), "gradients": {numbers[p]: g for p, g in sample.gradients.items()}}
-        for sample in observed.samples
-    ]
-    asked = sorted(numbers[p] for p in observed.asked)
-    counts = {"count": observed.count, "examples": observed.examples}
-    return {"samples": samples, "asked": asked, **counts}
+    return {
+        "samples": [
+            {**vars(sample), "gradients": {numbers[p]: g for p, g in sample.gradients.items()}}
+            for sample in observed.samples
+        ],
+        "asked": sorted(numbers[p] for p in observed.asked),
+        "count": observed.count,
+        "examples": observed.examples,
+    }
 
 
 def observations_in(state_dict: StateDict, groups: Sequence[Settings]) -> StateDict:

@@ -134,14 +134,11 @@ class OwnerRanks:
         found: dict[Tensor, State] = {}
         names = NAMES - kept_names(self.shard, is_owner=False)
         for param in params if names else ():
-            owner, state = self.owner(param), states.get(param, {})
+            state, owner = states.get(param, {}), self.owner(param)
             if owner != to:
-                part = self.processes.hand_over(
-                    {name: _on_cpu(state[name]) for name in names & state.keys()}, owner, to
-                )
-                if part:
-                    found[param] = part
-        return found
+                part = {name: _on_cpu(state[name]) for name in names & state.keys()}
+                found[param] = self.processes.hand_over(part, owner, to)
+        return {param: part for param, part in found.items() if part}
 
     def codes(self, params: Sequence[Tensor], owned: Sequence[Tensor], own: Tensor) -> Tensor:
         """See ``Local.codes``."""

@@ -69,7 +69,7 @@ class ProcessGroup:
 
     def hand_over(self, content: Any, source: int, target: int) -> Any:
         """Sends what can be pickled to another process; returns it there, and None elsewhere."""
-        box = [content if self.rank == source else None]
+        box = [content]
         if self.rank == source:
             dist.send_object_list(box, group=self.group, group_dst=target)
         elif self.rank == target:
