@@ -1,5 +1,6 @@
-"""Loading a saved state: the check that it fits, and a copy at full precision."""
+"""Saving a state, and loading it: the check that it fits, and a copy at full precision."""
 
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from tnt_optim.failures import warn_the_caller
 from tnt_optim.modes import Settings, State, state_dtype
 from tnt_optim.options import ADDED, check_settings
 from tnt_optim.state import check_keys
@@ -14,7 +16,21 @@ from tnt_optim.state import check_keys
 # Functions, and an entry that torch adds to the defaults when an optimizer loads or is copied.
 _NOT_SAVED = {"modes", "differentiable"}
 
+# Options that decide what the statistics are of; "fisher" also decides whether the others matter.
+_SAMPLING = ("fisher", "likelihood", "seed", "samples", "sample_scale")
+
 StateDict = dict[str, Any]
+
+
+def save_completed(
+    optimizer: Optimizer, save: Callable[[], StateDict], complete: Callable[[StateDict], None]
+) -> StateDict:
+    """Saves with torch's own ``state_dict``; ``complete`` changes it before the user's hooks."""
+    handle = optimizer.register_state_dict_post_hook(lambda _, s: complete(s), prepend=True)
+    try:
+        return save()
+    finally:
+        handle.remove()
 
 
 def load_adapted(
@@ -44,6 +60,72 @@ def load_adapted(
     finally:
         for handle in handles:
             handle.remove()
+
+
+def sampling_of(optimizer: Any) -> dict[str, Any]:
+    """The options of the sampled gradients, as a saved state has them: functions by their names."""
+    names = _SAMPLING[:1] if getattr(optimizer, "fisher", None) == "empirical" else _SAMPLING
+    return {name: _plain(getattr(optimizer, name)) for name in names if hasattr(optimizer, name)}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return f"({', '.join(str(_plain(item)) for item in value)})"
+    return getattr(value, "__qualname__", type(value).__qualname__) if callable(value) else value
+
+
+def warn_of_other_sampling(optimizer: Any, state_dict: StateDict) -> None:
+    """Warns if a loaded state's options of the sampled gradients are not the optimizer's."""
+    saved, own = state_dict.get("sampling", {}), sampling_of(optimizer)
+    others = [name for name in own if name in saved and saved[name] != own[name]]
+    if others:
+        before, after = (", ".join(f"{n}={s[n]!r}" for n in others) for s in (saved, own))
+        warn_the_caller(
+            f"state_dict was saved with {before}: this optimizer goes on with its own {after}, and "
+            "not as the saved one would have"
+        )
+
+
+def called_by(package: str) -> bool:
+    """Whether a function of a package is among the callers."""
+    frames = (frame for frame, _ in traceback.walk_stack(None))
+    return any(frame.f_globals.get("__name__", "").startswith(package) for frame in frames)
+
+
+def observations_of(observed: Any, numbers: Mapping[Tensor, int]) -> StateDict:
+    """What was observed since the last step, with numbers in place of parameters."""
+    return {
+        "samples": [
+            {**vars(sample), "gradients": {numbers[p]: g for p, g in sample.gradients.items()}}
+            for sample in observed.samples
+        ],
+        "asked": sorted(numbers[p] for p in observed.asked),
+        "count": observed.count,
+        "examples": observed.examples,
+    }
+
+
+def observations_in(state_dict: StateDict, groups: Sequence[Settings]) -> StateDict:
+    """A copy of a saved state's observations, with this optimizer's parameters; may be empty."""
+    if "observed" not in state_dict:
+        return {}
+    pairs = zip(state_dict["param_groups"], groups, strict=True)
+    params = {n: p for s, g in pairs for n, p in zip(s["params"], g["params"], strict=True)}
+    saved, samples = state_dict["observed"], []
+    for sample in saved["samples"]:
+        gradients = {}
+        for number, gradient in sample["gradients"].items():
+            param = params[number]
+            if gradient.shape != param.shape:
+                raise ValueError(
+                    f"state_dict['observed'] must have a gradient of shape {tuple(param.shape)} "
+                    f"for parameter {number}, got {tuple(gradient.shape)}"
+                )
+            own = state_dtype(param)
+            dtype = gradient.dtype if state_dtype(gradient) == own else own
+            gradients[param] = _copied(gradient, param.device, dtype)
+        samples.append({**sample, "gradients": gradients})
+    return {**saved, "samples": samples, "asked": {params[number] for number in saved["asked"]}}
 
 
 def with_integer_keys(state_dict: StateDict) -> StateDict:

@@ -89,10 +89,12 @@ class Failures:
         *,
         wait: bool = False,
         fatal: bool = True,
+        groups: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         """Counts the reports that have arrived (with ``wait``: all) in ``states``, and warns.
 
-        If ``fatal``, a parameter that failed FAILURES_IN_A_ROW times in a row is an error.
+        If ``fatal``, a parameter that failed FAILURES_IN_A_ROW times in a row is an error. Messages
+        name parameters of ``groups`` that are not finite.
         """
         error = None
         while self._pending and (wait or self._pending[0][0].arrived()):
@@ -117,9 +119,10 @@ class Failures:
                 if len(failed) > 1:
                     message += f" (and of {len(failed) - 1} other parameters)"
                 if worst >= FAILURES_IN_A_ROW and fatal:
-                    error = PreconditionerError(f"{message}; time {worst} in a row: stopping")
+                    message += f"; time {worst} in a row: stopping"
+                    error = PreconditionerError(message + diverged(groups))
                 else:
-                    warn_the_caller(message)
+                    warn_the_caller(message + diverged(groups))
         if error is not None:
             raise error
 
@@ -151,6 +154,27 @@ _MESSAGES = {
     "statistics": "a gradient for the statistics is not finite; left out of those of {name}",
     "inverses": "{part} could not be inverted, earlier inverses kept: those of {name}",
 }
+
+
+def diverged(groups: Sequence[Mapping[str, Any]]) -> str:
+    """What a failure's message says of parameters that are not finite; it reads all of them."""
+    bad = [
+        (name, number, group["lr"])
+        for number, group in enumerate(groups)
+        for name, param in zip(
+            group.get("param_names", range(len(group["params"]))), group["params"], strict=True
+        )
+        if not getattr(param, "to_local", lambda p=param: p)().isfinite().all()
+    ]
+    if not bad:
+        return ""
+    named = ", ".join(f"{name!r} of group {n} with lr={float(lr):g}" for name, n, lr in bad[:3])
+    more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+    return (
+        f". Training has diverged, no longer finite are parameters {named}{more}: go back to a "
+        "checkpoint and lower lr"
+    )
+
 
 _INSIDE = tuple(os.path.dirname(str(file)) + os.sep for file in (__file__, torch.__file__))
 

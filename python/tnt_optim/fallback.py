@@ -141,6 +141,12 @@ class WithFallback(Optimizer):
         self.main.allocate_state()  # type: ignore[attr-defined]
         _allocate(self.fallback)
 
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """See ``TNT.consolidate_state_dict``; also of a fallback that has it."""
+        for optimizer in (self.main, self.fallback):
+            if hasattr(optimizer, "consolidate_state_dict"):
+                optimizer.consolidate_state_dict(to)
+
     def diagnostics(self) -> dict[str, float]:
         """See ``TNT.diagnostics``: of the parameters of ``main``."""
         found: dict[str, float] = self.main.diagnostics()  # type: ignore[attr-defined]
@@ -205,7 +211,8 @@ class WithFallback(Optimizer):
             parts.append({**state_dict, "state": state, "param_groups": groups})
         numbered = {index for group in state_dict["param_groups"] for index in group["params"]}
         others = {key: s for key, s in state_dict["state"].items() if key not in numbered}
-        parts[1].pop("method", None)
+        for key in ("method", "sampling", "observed"):  # of main
+            parts[1].pop(key, None)
         before = self.main.state_dict()
         self.main.load_state_dict(parts[0])  # checks before it changes anything
         try:

@@ -23,7 +23,7 @@ from tnt_optim.cuda_graphs import StepGraphs, check_graphs_device
 from tnt_optim.diagnostics import diagnostics
 from tnt_optim.directions import Workspace
 from tnt_optim.distributed import Owners, distribution
-from tnt_optim.failures import Failures, PreconditionerError, warn_the_caller
+from tnt_optim.failures import Failures, PreconditionerError, diverged, warn_the_caller
 from tnt_optim.modes import (
     Factors,
     Rows,
@@ -37,7 +37,7 @@ from tnt_optim.modes import (
     layout,
     rows,
 )
-from tnt_optim.observations import Empirical, warned_of_batch_norm
+from tnt_optim.observations import Empirical, Sample, warned_of_batch_norm
 from tnt_optim.options import ADDED, OPTIONS, as_they_are, check_settings, split
 from tnt_optim.paper import PAPER
 from tnt_optim.state import (
@@ -116,6 +116,7 @@ class KroneckerOptimizer(Optimizer):
 
     _group_is_lost = False  # a copy lacks its process group
     _warned_of_unreached = False
+    _warned_of_part = False  # that ``state_dict`` has one process's part
 
     def __init__(
         self, params: Any, options: Mapping[str, Any], source: Empirical | None = None
@@ -129,10 +130,12 @@ class KroneckerOptimizer(Optimizer):
         super().__init__(params, {**defaults, "step": 0})
 
     def _start_over(self) -> None:
-        """Forgets graphs and retries, which belong to one state."""
+        """Forgets graphs, retries and a consolidated state, which belong to one state."""
         self._graphs, self._workspace = StepGraphs(), Workspace()
         # Parameters not to update again when a failed step is retried.
         self._accumulated: set[Tensor] = set()
+        # What other processes keep of the state, after consolidate_state_dict.
+        self._consolidated: dict[Tensor, State] | None = None
 
     def _factors(self, group: Settings, stats: Rows, out: Rows | None = None) -> Factors:
         """Computes the factors of statistics: the one method that a subclass must have.
@@ -204,13 +207,15 @@ class KroneckerOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._consolidated = None
         try:
             for group in self.param_groups:
                 check_settings(group)  # the user may have changed them
             processes = self._distribution()
             # On a GPU one process may have a report before another, and an error must stop all of
             # them at the same step. The report is a step old: the wait is short.
-            self._failures.read(self.state, self._name, wait=processes.is_distributed)
+            wait, groups = processes.is_distributed, self.param_groups
+            self._failures.read(self.state, self._name, wait=wait, groups=groups)
             self._run(self._prepared(processes))
             self._observed.note_unreached(self._has_statistics)
         except PreconditionerError:
@@ -249,7 +254,7 @@ class KroneckerOptimizer(Optimizer):
         with buffers_put_back(*([] if model is None else [model])):
             stats, skipped = self._average_statistics(outputs, processes)
         fresh = self._states(stats, processes)
-        self._failures = Failures()
+        self._failures, self._consolidated = Failures(), None
         for state in fresh.values():
             state["skipped_statistics"] = skipped
         self._adopt(fresh)
@@ -343,13 +348,53 @@ class KroneckerOptimizer(Optimizer):
         """Returns state and settings, loadable with ``torch.load(weights_only=True)``.
 
         To be called between steps. ``modes`` functions are left out: the optimizer that loads it
-        has its own.
+        has its own. Observations of a step that was skipped are saved by a single process; several
+        leave them out. With ``shard`` it holds this process's part of the state.
         """
         self._failures.read(self.state, self._name, wait=True, fatal=False)
-        state_dict = super().state_dict()
+        return checkpoint.save_completed(self, super().state_dict, self._complete)
+
+    def _complete(self, state_dict: dict[str, Any]) -> None:
+        """Brings torch's own ``state_dict`` into the form that is saved."""
         for group in state_dict["param_groups"]:
             del group["modes"]
-        return {**state_dict, "method": self._method}
+        state_dict["method"] = self._method
+        if sampling := checkpoint.sampling_of(self):
+            state_dict["sampling"] = sampling
+        numbers = {param: number for number, param in enumerate(self._params())}
+        for param, entries in (self._consolidated or {}).items():
+            own = state_dict["state"][numbers[param]]
+            state_dict["state"][numbers[param]] = {**own, **entries}
+        lost = self._group_is_lost and self.process_group is None
+        processes = Local() if lost else self._distribution()
+        if processes.is_distributed:
+            self._warn_of_part(processes)
+        elif getattr(self._observed, "count", 0):
+            state_dict["observed"] = checkpoint.observations_of(self._observed, numbers)
+
+    def _warn_of_part(self, processes: Local) -> None:
+        """Warns of a state without the parts of others, unless one sees it from the parameters."""
+        if self.shard is None or processes.is_sharded or self._warned_of_part:
+            return
+        if self._consolidated is None and not checkpoint.called_by("torch.distributed.checkpoint"):
+            self._warned_of_part = True
+            warn_the_caller(
+                f"state_dict() has one process's part of the state with shard={self.shard!r}: save "
+                "all parts with torch.distributed.checkpoint, or call consolidate_state_dict() in "
+                "all processes before one of them saves (warned once)"
+            )
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Collects the state of all processes in one, for its ``state_dict``.
+
+        With ``shard`` or ``fully_shard`` every process keeps a part of the state. Call this in all
+        of them; ``state_dict`` in process ``to`` then has the whole state, until the next step. It
+        loads in any number of processes, with any ``shard``. Parts of others are on the CPU.
+
+        Args:
+            to: the rank in the process group, or among the processes that divide a parameter.
+        """
+        self._consolidated = self._distribution().others_parts(self._params(), self.state, to)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the ``state_dict`` of an optimizer of the same parameters.
@@ -362,11 +407,14 @@ class KroneckerOptimizer(Optimizer):
         """
         functions = [group["modes"] for group in self.param_groups]
         processes = self._distribution()
+        observed: dict[str, Any] = {}
 
         def check(adapted: dict[str, Any]) -> None:
             checkpoint.check_groups(self._method, self.param_groups, adapted, set(self.defaults))
             for name, group, param, state in checkpoint.saved_states(self.param_groups, adapted):
                 check_state(name, state, group, param, processes.kept(param))
+            if hasattr(self._observed, "samples") and not processes.is_distributed:
+                observed.update(checkpoint.observations_in(adapted, self.param_groups))
 
         def finish(adapted: dict[str, Any]) -> None:
             self._failures = Failures()
@@ -378,6 +426,10 @@ class KroneckerOptimizer(Optimizer):
                 others = NAMES - processes.kept(param)
                 self.state[param] = {k: v for k, v in state.items() if k not in others}
                 self._set_counts(self.state[param], param)
+            if observed:
+                samples = [Sample(**sample) for sample in observed["samples"]]
+                vars(self._observed).update(observed, samples=samples)
+            checkpoint.warn_of_other_sampling(self, adapted)
 
         state_dict = checkpoint.with_integer_keys(state_dict)
         checkpoint.load_adapted(self, state_dict, super().load_state_dict, check, finish)
@@ -510,7 +562,7 @@ class KroneckerOptimizer(Optimizer):
             return
         self._report(self._refresh(step, as_they_are))
         if not step.distribution.is_distributed or not any(p.is_cuda for p in step.grads):
-            self._failures.read(self.state, self._name)
+            self._failures.read(self.state, self._name, groups=self.param_groups)
         step.update(self.state, as_they_are)
 
     def _run_all(self, step: DeviceStep, settings: Callable[[Group], Settings]) -> list[Report]:
@@ -599,6 +651,7 @@ class KroneckerOptimizer(Optimizer):
             raise PreconditionerError(
                 "the first gradient for the statistics is not finite: there are no earlier "
                 f"statistics to go on with, for {self._name(next(iter(observed)))}"
+                f"{diverged(self.param_groups)}"
             )
         stats: dict[Tensor, list[Tensor]] = {}
         self._accumulate(stats, observed, 0.0, processes)

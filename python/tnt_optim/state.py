@@ -175,7 +175,8 @@ def check_state(
     if "stats" in missing and not missing & numbers:
         raise ValueError(
             f"{name} lacks stats: is it damaged, or that of one of several processes with shard? "
-            "Theirs load through torch.distributed.checkpoint, after allocate_state()"
+            "Theirs load through torch.distributed.checkpoint, after allocate_state(); to save the "
+            "whole state in one, call consolidate_state_dict() in all before"
         )
     check_keys(name, state, missing)
     for entry in wanted:

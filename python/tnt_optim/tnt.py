@@ -9,6 +9,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tnt_kernels import damped_inverse
 from tnt_optim.attach import attach, check_fraction
+from tnt_optim.failures import warn_the_caller
 from tnt_optim.kronecker import KroneckerOptimizer
 from tnt_optim.likelihoods import Likelihood
 from tnt_optim.modes import Factors, Rows, Settings
@@ -106,6 +107,17 @@ class TNT(KroneckerOptimizer):
     @classmethod
     def _table(cls, options: Mapping[str, Any]) -> str:
         return "TNT-EF" if options.get("fisher") == "empirical" else "TNT"
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """See ``KroneckerOptimizer.add_param_group``; warns of steps that have no bound."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        if group["relative_damping"] and group["graft"] is None:
+            warn_the_caller(
+                "relative_damping=True with graft=None has directions of the scale of 1 / gradient,"
+                " without bound: a parameter whose gradient is zero or only rounding at times (a "
+                "bias before batch norm, LoRA's A) grows until training diverges. Set graft='adam'"
+            )
 
     @property
     def observing(self) -> bool:

@@ -121,6 +121,12 @@ class Local:
     def send_factors(self, params: Iterable[Tensor], states: States) -> None:
         """Sends refreshed factors from the owners to the processes that keep them."""
 
+    def others_parts(
+        self, params: Iterable[Tensor], states: States, to: int
+    ) -> dict[Tensor, State]:
+        """Sends entries that only owners keep to process ``to``; there, those of the others."""
+        return {}
+
     def update(
         self, grads: Gradients, states: States, group: Settings, number: int, workspace: Workspace
     ) -> None:

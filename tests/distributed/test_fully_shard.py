@@ -1,5 +1,6 @@
 """Parameters that fully_shard has sharded train as one process on the batches of all."""
 
+import copy
 import functools
 from pathlib import Path
 from typing import Any
@@ -312,6 +313,31 @@ def test_a_checkpoint_goes_on_to_the_bit_and_in_other_numbers_of_processes(tmp_p
     for end in run_in(4, loaded, str(tmp_path)):
         for a, b in zip(end, wanted, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
+
+
+def consolidated(rank: int, processes: int, hybrid: bool) -> dict[str, Any]:
+    """The state of all in process 0, and parameters then and four steps later."""
+    net = sharded_net(processes, hybrid)
+    opt = made_optimizer(net, "empirical")
+    train(net, opt, steps_on_one_batch(range(4)))
+    opt.consolidate_state_dict()
+    found = {"state": copy.deepcopy(opt.state_dict()), "then": whole(net)}
+    train(net, opt, steps_on_one_batch(range(4, 8)))
+    return {**found, "ends": whole(net)}
+
+
+@pytest.mark.parametrize(("processes", "hybrid"), [(2, False), (4, True)])
+def test_a_consolidated_state_goes_on_in_one_process(processes: int, hybrid: bool) -> None:
+    found = run_in(processes, consolidated, hybrid)[0]
+    net = Net()
+    with torch.no_grad():
+        for param, value in zip(net.parameters(), found["then"], strict=True):
+            param.copy_(value)
+    opt = made_optimizer(net, "empirical")
+    opt.load_state_dict(found["state"])
+    train(net, opt, steps_on_one_batch(range(4, 8)))
+    for param, wanted in zip(net.parameters(), found["ends"], strict=True):
+        torch.testing.assert_close(param.detach(), wanted, rtol=0, atol=1e-11)
 
 
 def refused(rank: int, processes: int) -> list[str]:

@@ -5,16 +5,20 @@ of processes that share the work are saved, and loaded by as many processes or o
 """
 
 import functools
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from conftest import observation_count
 from kfac_models import least_likely
 from optimizers import equal, values, warm_start
 from processes import run_in
 from replicas import Batches, assert_trained_as, drawn, load, save, train
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
 from tnt_optim import TNT, Shampoo
@@ -167,6 +171,85 @@ def test_as_many_processes_go_on_bit_for_bit(
     wanted = run_in(2, saved, str(tmp_path), shard, by_name)
     found = run_in(2, loaded, str(tmp_path), shard, by_name)
     assert all(equal(end, wanted[0]) for end in (wanted[1], found[0][0], found[1][0]))
+
+
+def saved_by_one(
+    rank: int, processes: int, folder: str, shard: str
+) -> tuple[list[Tensor], list[str]]:
+    """As ``saved``, by process 1 in one file; also returns the warnings."""
+    net = Net()
+    opt = made_optimizer(net, "grafted", shard=shard)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        train_on_four(rank, processes, net, opt, range(5))
+        get_optimizer_state_dict(net, opt)
+        dcp.save({"opt": opt}, checkpoint_id=f"{folder}/parts")
+        with pytest.raises(ValueError, match="to must be a rank below 2, got 2"):
+            opt.consolidate_state_dict(to=2)
+        opt.consolidate_state_dict(to=1)
+        files = net.state_dict(), opt.state_dict()
+        if rank == 1:
+            torch.save(files, f"{folder}/whole.pt")
+        assert not said
+        missing = [n for n, state in opt.state_dict()["state"].items() if "stats" not in state]
+        assert bool(missing) == (rank == 0)
+        train_on_four(rank, processes, net, opt, range(5, 9))
+        for _ in range(2):
+            part = opt.state_dict()
+            assert any("stats" not in state for state in part["state"].values())
+        if shard == "directions":
+            other = made_optimizer(net, "grafted")
+            with pytest.raises(ValueError, match="lacks stats.*consolidate_state_dict"):
+                other.load_state_dict(part)
+    return values(net), [str(w.message) for w in said]
+
+
+def loaded_by_all(
+    rank: int, processes: int, folder: str, shard: str | None
+) -> tuple[list[Tensor], list[bool]]:
+    """As ``loaded``, from one file."""
+    net = Net()
+    opt = made_optimizer(net, "grafted", shard=shard)
+    files = torch.load(f"{folder}/whole.pt", weights_only=True)
+    net.load_state_dict(files[0])
+    opt.load_state_dict(files[1])
+    train_on_four(rank, processes, net, opt, range(5, 9))
+    return values(net), ["stats" in opt.state[p] for p in net.parameters()]
+
+
+@pytest.mark.parametrize("shard", ["directions", "inverses"])
+def test_a_state_that_one_process_saved_loads_in_any(shard: str, tmp_path: Path) -> None:
+    """As ``Trainer`` saves it; without consolidate_state_dict, which all call, it is warned of."""
+    (wanted, said), (other, _) = run_in(2, saved_by_one, str(tmp_path), shard)
+    assert equal(wanted, other)
+    assert [f"shard={shard!r}" in text and "consolidate" in text for text in said] == [True]
+    for processes, loads_with in [(2, shard), (2, None), (4, "directions"), (1, None)]:
+        found = run_in(processes, loaded_by_all, str(tmp_path), loads_with)
+        for end, _ in found:
+            assert equal(end, found[0][0])
+            for a, b in zip(end, wanted, strict=True):
+                torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
+        if (processes, loads_with) == (2, shard):
+            assert equal(found[0][0], wanted)
+        kept = [sum(kept[number] for _, kept in found) for number in range(len(wanted))]
+        assert set(kept) == {processes if loads_with is None else 1}
+
+
+def skipped(rank: int, processes: int, folder: str) -> list[Any]:
+    """Observes, does not step, saves and loads; what was observed is each process's own."""
+    net = Net()
+    opt = made_optimizer(net, "tnt")
+    train_on_four(rank, processes, net, opt, range(2))
+    opt.observe(net(drawn(4, 2, *SHAPE)[rank][0]))
+    before = opt.state_dict()
+    other = made_optimizer(net, "tnt")
+    alone = {"samples": [], "asked": [], "count": 1, "examples": 1.0}
+    other.load_state_dict({**before, "observed": alone})
+    return ["observed" in before, observation_count(opt), observation_count(other)]
+
+
+def test_several_processes_leave_observations_out_of_a_state(tmp_path: Path) -> None:
+    assert run_in(2, skipped, str(tmp_path)) == [[False, 1, 0]] * 2
 
 
 def test_other_numbers_of_processes_and_other_shards_go_on(tmp_path: Path) -> None:

@@ -66,8 +66,13 @@ def test_what_is_not_finite_is_left_out_counted_and_stops_training() -> None:
             step_on_ones(model, opt, bad)
         assert not torch.equal(before, model[0].weight) and bool(model[0].weight.isfinite().all())
     assert equal(stats, held(opt))
-    with pytest.raises(PreconditionerError, match="5 in a row"):
+    with torch.no_grad():
+        model[2].bias[0] = math.inf
+    with pytest.raises(
+        PreconditionerError, match="5 in a row.*diverged.* '2.bias' of group 0 with"
+    ):
         step_on_ones(model, opt, bad)
+    nn.init.zeros_(model[2].bias)
     assert opt.failures() == {"skipped_statistics": 5, "failed_inverses": 0}
     step_on_ones(model, opt, x)
     assert opt.state[model[0].weight]["skipped_in_a_row"] == 0

@@ -9,6 +9,7 @@ import copy
 import itertools
 import math
 import sys
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +21,7 @@ from oracle import contraction
 from torch import Tensor, nn
 
 import tnt_kernels
-from tnt_optim import PreconditionerError
+from tnt_optim import TNT, PreconditionerError
 
 factored = pytest.mark.parametrize("name", FACTORED)
 EVERY_STEP: dict[str, Any] = {"stat_interval": 1, "inverse_interval": 1}
@@ -116,6 +117,47 @@ def test_warm_starts_leave_out_batches_that_are_not_finite(name: str) -> None:
     run.warm_start([[noise(3, 4) * math.nan], [good]])
     close(run.stats()[0], contraction(good, 0))
     assert run.opt.failures() == {**NO_FAILURES, "skipped_statistics": 1}
+
+
+@factored
+def test_messages_name_parameters_that_are_not_finite_and_their_rate(name: str) -> None:
+    """From the first warning on; no word of divergence while all parameters are finite."""
+    p, q = weight(3, 4), weight(5)
+    groups = [{"params": [("first", p)]}, {"params": [("second", q)], "lr": torch.tensor(0.5)}]
+    run = Dictated(name, groups, **EVERY_STEP, lr=0.25)
+    good, bad = [noise(3, 4), noise(5)], [noise(3, 4), spoiled(noise(5))]
+    run.step(good)
+    with pytest.warns(RuntimeWarning, match="not finite") as said:
+        run.step(good if name == "sampled" else bad, bad)
+    assert not any("diverged" in str(w.message) for w in said)
+    q.data.fill_(math.inf)
+    for _ in range(3):
+        with pytest.warns(RuntimeWarning, match="diverged.*parameters 'second' of group 1 with lr"):
+            run.step(good if name == "sampled" else bad, bad)
+    p.data[1, 2] = math.nan
+    message = "5 in a row.*diverged.* 'first' of group 0 with lr=0.25, 'second' of group 1 with lr="
+    with raising(PreconditionerError, message + "0.5: .*lower lr"):
+        run.step(bad)
+
+
+@factored
+def test_a_first_gradient_of_parameters_that_are_not_finite_names_them(name: str) -> None:
+    params = [weight(2) * math.nan for _ in range(5)]
+    run = Dictated(name, [p.detach().requires_grad_() for p in params])
+    with raising(PreconditionerError, "first gradient.*diverged.* 0 of group 0.* 2 .*and 2 more"):
+        run.step([spoiled(noise(2)) for _ in params])
+
+
+def test_relative_damping_without_grafting_is_warned_of() -> None:
+    """Once for a group; LoRA's A, whose gradient is zero at first, then makes training diverge."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for settings in ({"relative_damping": True, "graft": "sgd"}, {"relative_damping": False}):
+            opt = TNT([weight(3)], **settings)
+        with pytest.raises(RuntimeWarning, match="graft=None.*LoRA's A.*Set graft='adam'"):
+            opt.add_param_group({"params": [weight(2)], "relative_damping": True})
+        with pytest.raises(RuntimeWarning, match="graft=None"):
+            TNT([weight(3)], relative_damping=True)
 
 
 # ------------------------------------------------------------------ factors

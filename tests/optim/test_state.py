@@ -1,14 +1,16 @@
 """Saved states and copies: training goes on to the bit, and wrong states change nothing."""
 
 import copy
+import functools
 import itertools
+import math
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from conftest import Snapshot
+from conftest import Snapshot, observed_gradients
 from drawn import noise, weight
 from optimizers import (
     EVERY,
@@ -16,6 +18,7 @@ from optimizers import (
     NO_FAILURES,
     SETTINGS,
     Dictated,
+    batch,
     conv_net,
     images,
     leaves,
@@ -31,6 +34,8 @@ from optimizers import (
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import lr_scheduler
+
+from tnt_optim import TNT
 
 every = pytest.mark.parametrize("name", EVERY)
 factored = pytest.mark.parametrize("name", FACTORED)
@@ -88,6 +93,66 @@ def test_resumed_training_is_bit_for_bit_the_uninterrupted(
     Snapshot(model.parameters(), opt).assert_equals(Snapshot(resumed.parameters(), fresh))
     kept = [key for state in fresh.state.values() for key in state]
     assert ("master" in kept) == (form == "master")
+
+
+@pytest.mark.parametrize("name", ["sampled", "fallback"])
+@pytest.mark.parametrize(
+    ("first", "bad", "settings"),
+    [
+        (0, (), {}),
+        (4, (), {"samples": 3, "max_factor_dim": 3}),
+        (4, (4, 5), {"graft": "adam"}),
+        (4, (5,), {"rounding": "master"}),
+    ],
+)
+def test_training_resumes_bit_for_bit_after_steps_that_were_skipped(
+    name: str, first: int, bad: tuple[int, ...], settings: dict[str, Any]
+) -> None:
+    """As GradScaler skips them: their observations count for the step that comes."""
+    model = net(torch.bfloat16 if "rounding" in settings else torch.float32)
+    opt = made(name, model, lr=1e-3, **settings)
+    main = getattr(opt, "main", opt)
+    train(model, opt, range(first))
+    assert "observed" not in opt.state_dict()
+    for step in (first, first + 1):
+        x, _ = batch(step)
+        output = model(x.to(model[0].weight.dtype))
+        observe(opt, output * math.inf if step in bad else output)
+    opt.zero_grad()
+    saved = opt.state_dict()
+    assert saved["observed"]["count"] == 2
+    files = through_a_file((model.state_dict(), saved))
+    resumed = copy.deepcopy(model)
+    resumed.load_state_dict(files[0])
+    fresh = made(name, resumed, lr=1e-3, **settings)
+    fresh.load_state_dict(files[1])
+    held = Snapshot(resumed.parameters(), getattr(fresh, "main", fresh))
+    Snapshot(model.parameters(), main).assert_equals(held)
+    train(model, opt, range(first + 2, first + 8))
+    train(resumed, fresh, range(first + 2, first + 8))
+    Snapshot(model.parameters(), opt).assert_equals(Snapshot(resumed.parameters(), fresh))
+    assert "observed" not in opt.state_dict()
+    fresh.load_state_dict(files[1])
+    fresh.load_state_dict(opt.state_dict())
+    assert "observed" not in fresh.state_dict()
+
+
+def test_saved_observations_follow_the_parameters_dtype_and_numbers() -> None:
+    model, opt = trained("sampled", 2)
+    observe(opt, model(batch(2)[0].float()))
+    saved = through_a_file(opt.state_dict())
+    other = net(torch.float64)
+    fresh = made("sampled", other)
+    fresh.load_state_dict(saved)
+    held = observed_gradients(fresh)
+    assert [held[p].dtype for p in other.parameters()] == [torch.float64] * 4
+    for p, gradient in zip(model.parameters(), held.values(), strict=True):
+        assert torch.equal(observed_gradients(opt)[p].double(), gradient)
+    train(other, fresh, range(3, 6))
+    shuffled = copy.deepcopy(saved)
+    shuffled["param_groups"][0]["params"] = [2, 1, 0, 3]
+    shuffled["state"] = {}
+    refuses(fresh, other, shuffled, r"state_dict\['observed'\].*shape \(3, 6\).*got \(6, 4\)")
 
 
 @pytest.fixture
@@ -308,11 +373,59 @@ def test_a_state_without_a_method_loads(name: str) -> None:
     model, opt = trained(name, 2)
     state = opt.state_dict()
     derived = type("Derived", (type(opt),), {})
-    fresh = derived(model if name == "kfac" else model.parameters())
+    fisher = {"fisher": opt.fisher} if isinstance(opt, TNT) else {}
+    fresh = derived(model if name == "kfac" else model.parameters(), **fisher)
     fresh.load_state_dict({key: state[key] for key in ("state", "param_groups")})
     assert leaves(fresh.state_dict()["state"]) == leaves(state["state"])
     fresh.load_state_dict(state)
     assert fresh.param_groups[0]["step"] == 2
+
+
+def one_class_more(output: Tensor) -> Tensor:
+    return output.sum()
+
+
+SAMPLINGS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+    ("sampled", {}, {"seed": 3}, "saved with seed=0: .* its own seed=3"),
+    ("sampled", {}, {"likelihood": "gaussian"}, "'categorical'.*own likelihood='gaussian'"),
+    ("sampled", {"likelihood": one_class_more}, {}, "'one_class_more'.*'categorical'"),
+    ("sampled", {"samples": 2, "seed": 1}, {}, "seed=1, samples=2: .* own seed=0, samples=1,"),
+    ("sampled", {"sample_scale": 4.0}, {}, "sample_scale=4.0: .* own sample_scale=None"),
+    ("sampled", {"fisher": "empirical", "seed": 2}, {}, "fisher='empirical': .*'sampled',"),
+    ("kfac", {"likelihood": "gaussian", "seed": 2}, {}, "likelihood='gaussian', seed=2: "),
+]
+
+
+@pytest.mark.parametrize(("name", "before", "after", "message"), SAMPLINGS)
+def test_another_sampling_than_the_saved_one_is_warned_of(
+    name: str, before: dict[str, Any], after: dict[str, Any], message: str
+) -> None:
+    """The constructor's options stay, as torch's optimizers keep options of the whole optimizer."""
+    model, opt = trained(name, 1, **before)
+    saved = through_a_file(opt.state_dict())
+    opt.load_state_dict(saved)  # its own: no warning, which would be an error here
+    fresh = made(name, model, **after)
+    with pytest.warns(RuntimeWarning, match=message) as said:
+        fresh.load_state_dict(saved)
+    assert [w.filename for w in said] == [__file__]
+    del saved["sampling"]  # as of an earlier version
+    fresh.load_state_dict(saved)
+    train(model, fresh, [1])
+
+
+def test_the_sampling_is_saved_in_plain_values() -> None:
+    """Functions by their names, so that a file loads with ``weights_only``."""
+    assert "sampling" not in made("shampoo", net()).state_dict()
+    assert made("empirical", net()).state_dict()["sampling"] == {"fisher": "empirical"}
+    opt = made("sampled", net(), likelihood=one_class_more)
+    opt.likelihood = ("categorical", opt.likelihood, functools.partial(max))  # of several
+    assert opt.state_dict()["sampling"] == {
+        "fisher": "sampled",
+        "likelihood": "(categorical, one_class_more, partial)",
+        "seed": 0,
+        "samples": 1,
+        "sample_scale": None,
+    }
 
 
 # ------------------------------------------------------------------ states that are refused
@@ -455,6 +568,18 @@ def test_hooks_around_load_state_dict(name: str) -> None:
     handle.remove()
     assert rate() == 0.003
     assert seen == [(n, lr) for lr in (0.002, 0.002, 0.003) for n in (1, 0)]
+
+
+@every
+def test_hooks_see_the_state_that_is_saved(name: str) -> None:
+    """A hook that saves a copy or a digest has all of it."""
+    _, opt = trained(name, 1)
+    seen: list[Any] = []
+    opt.register_state_dict_post_hook(lambda _, s: seen.append(leaves(s)), prepend=True)
+    saved = opt.state_dict()
+    assert seen == [leaves(saved)]
+    assert "method" in saved or name == "fallback"
+    assert not any("modes" in group for group in saved["param_groups"])
 
 
 class Reordered(nn.Module):

@@ -26,7 +26,6 @@ from tnt_optim.directions import Workspace, decays, move_, updated_weights
 from tnt_optim.distributed.ownership import OwnerRanks
 from tnt_optim.distributed.process_group import ProcessGroup
 from tnt_optim.modes import Settings, by_kind, state_dtype
-from tnt_optim.state import kept_names
 from tnt_optim.update import Local, States
 
 
@@ -119,10 +118,6 @@ class Sharded(OwnerRanks, Local):
         """The parameters with a gradient in any process."""
         flags = self.anywhere([p.grad is not None for p in params], params[0].device)
         return {p for p, has_gradient in zip(params, flags, strict=True) if has_gradient}
-
-    def kept(self, param: Tensor) -> frozenset[str]:
-        """See ``Local.kept``."""
-        return kept_names("directions", self.is_owner(param))
 
     def whole(self, gradients: Gradients) -> dict[Tensor, Tensor]:
         """The whole gradients of the parameters this process owns; 0-dim zeros for the others.

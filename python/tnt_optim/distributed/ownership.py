@@ -5,6 +5,7 @@ Owners follow from sizes alone, so that all processes come to the same result wi
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from tnt_optim.directions import clipped, scaled_directions_
 from tnt_optim.distributed.process_group import ProcessGroup, numbered
 from tnt_optim.modes import Settings, State, blocks, each, layout_of
-from tnt_optim.state import owned_bytes, statistic_shapes
+from tnt_optim.state import NAMES, kept_names, owned_bytes, statistic_shapes
 
 
 @dataclass(frozen=True)
@@ -86,10 +87,18 @@ class Owners:
                 self._loads[owner] += load
 
 
+def _on_cpu(entry: Any) -> Any:
+    """A copy of an entry of a state on the CPU; without what a view's storage holds beside it."""
+    if isinstance(entry, list):
+        return [_on_cpu(tensor) for tensor in entry]
+    return entry.to("cpu", copy=True) if isinstance(entry, Tensor) else entry
+
+
 class OwnerRanks:
     """The part of a distribution that follows from owners: ``owner`` gives a parameter's rank."""
 
     is_distributed = True
+    shard: str | None = "directions"
 
     def __init__(self, processes: ProcessGroup, owner: Callable[[Tensor], int]) -> None:
         self.processes = processes
@@ -111,6 +120,25 @@ class OwnerRanks:
     def owned(self, params: Iterable[Tensor]) -> list[Tensor]:
         """The parameters that this process owns."""
         return [p for p in params if self.is_owner(p)]
+
+    def kept(self, param: Tensor) -> frozenset[str]:
+        """See ``Local.kept``."""
+        return kept_names(self.shard, self.is_owner(param))
+
+    def others_parts(
+        self, params: Iterable[Tensor], states: Mapping[Tensor, State], to: int
+    ) -> dict[Tensor, State]:
+        """See ``Local.others_parts``: one parameter after the other, to save memory."""
+        if to not in range(self.size):
+            raise ValueError(f"to must be a rank below {self.size}, got {to!r}")
+        found: dict[Tensor, State] = {}
+        names = NAMES - kept_names(self.shard, is_owner=False)
+        for param in params if names else ():
+            state, owner = states.get(param, {}), self.owner(param)
+            if owner != to:
+                part = {name: _on_cpu(state[name]) for name in names & state.keys()}
+                found[param] = self.processes.hand_over(part, owner, to)
+        return {param: part for param, part in found.items() if part}
 
     def codes(self, params: Sequence[Tensor], owned: Sequence[Tensor], own: Tensor) -> Tensor:
         """See ``Local.codes``."""

@@ -67,6 +67,15 @@ class ProcessGroup:
         """Starts to send the owner's tensor to all; returns the work to wait for."""
         return dist.broadcast(flat, group=self.group, group_src=owner, async_op=True)
 
+    def hand_over(self, content: Any, source: int, target: int) -> Any:
+        """Sends what can be pickled to another process; returns it there, and None elsewhere."""
+        box = [content]
+        if self.rank == source:
+            dist.send_object_list(box, group=self.group, group_dst=target)
+        elif self.rank == target:
+            dist.recv_object_list(box, group=self.group, group_src=source)
+        return box[0] if self.rank == target else None
+
     def all_to_all(
         self, out: Mapping[int, Sequence[Tensor]], into: Mapping[int, Sequence[Sequence[int]]]
     ) -> dict[int, list[Tensor]]:

@@ -21,7 +21,6 @@ from tnt_optim.directions import Workspace, decays, move_, updated_weights
 from tnt_optim.distributed.ownership import OwnerRanks
 from tnt_optim.distributed.process_group import BUCKET_BYTES, ProcessGroup, flattened, unflattened
 from tnt_optim.modes import Settings, by_kind, layout, state_dtype
-from tnt_optim.state import kept_names
 from tnt_optim.update import Local, States
 
 
@@ -40,10 +39,6 @@ class Replicated(OwnerRanks, Local):
     def is_owner(self, param: Tensor) -> bool:
         """See ``OwnerRanks.is_owner``."""
         return self.shard is None or super().is_owner(param)
-
-    def kept(self, param: Tensor) -> frozenset[str]:
-        """See ``Local.kept``."""
-        return kept_names(self.shard, self.is_owner(param))
 
     def codes(self, params: Sequence[Tensor], owned: Sequence[Tensor], own: Tensor) -> Tensor:
         """See ``Local.codes``."""

@@ -13,7 +13,13 @@ from torch.utils.hooks import RemovableHandle
 from tnt_optim import checkpoint
 from tnt_optim.autograd import buffers_put_back
 from tnt_optim.distributed.process_group import ProcessGroup, numbered, process_group_of
-from tnt_optim.failures import UNOBSERVED, Failures, PreconditionerError, warn_the_caller
+from tnt_optim.failures import (
+    UNOBSERVED,
+    Failures,
+    PreconditionerError,
+    diverged,
+    warn_the_caller,
+)
 from tnt_optim.kfac.activations import hook_layers
 from tnt_optim.kfac.inverses import INVERSES, PARTS, SHARDS, Matrices, made_by_owners, update_
 from tnt_optim.kfac.layers import Layer, is_trainable, matrix_shape, parameters, supported_layers
@@ -199,7 +205,8 @@ class KFAC(Optimizer):
             team = self._team()
             # On a GPU a report arrives one step late, and not everywhere at once. If it stops the
             # training, it must stop all processes at the same step: they wait for it.
-            self._failures.read(self._layer_states(), self._name, wait=team is not None)
+            groups, wait = self.param_groups, team is not None
+            self._failures.read(self._layer_states(), self._name, wait=wait, groups=groups)
             if team is not None:
                 weights = {i: layer.weight for i, layer in enumerate(self._layers)}
                 held = {i: self.state[w]["stats"] for i, w in weights.items() if self._has_state(i)}
@@ -208,7 +215,7 @@ class KFAC(Optimizer):
             layers, others = self._to_update()
             self._refresh({layer: sums.means() for layer, sums in self._observed.sums.items()})
             if team is None or not any(p.is_cuda for p in group["params"]):
-                self._failures.read(self._layer_states(), self._name)
+                self._failures.read(self._layer_states(), self._name, groups=groups)
             update_(group, self.state, layers, others, INVERSES[self.inverse])
             self._observed.note_unreached(self._has_state)
         finally:
@@ -278,7 +285,8 @@ class KFAC(Optimizer):
         Call it between steps.
         """
         self._failures.read(self._layer_states(), self._name, wait=True, fatal=False)
-        return {**super().state_dict(), "method": self._method}
+        own = {"method": self._method, "sampling": checkpoint.sampling_of(self._sampling)}
+        return checkpoint.save_completed(self, super().state_dict, lambda s: s.update(own))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the ``state_dict`` of a KFAC with the same layers and the same ``inverse``.
@@ -293,6 +301,7 @@ class KFAC(Optimizer):
         def finish(adapted: dict[str, Any]) -> None:
             self._failures, self._observed = Failures(PARTS), Observations()
             self.state.update(checkpoint.copied_states(self.param_groups, adapted))
+            checkpoint.warn_of_other_sampling(self._sampling, adapted)
 
         load = super().load_state_dict
         checkpoint.load_adapted(self, state_dict, load, self._check_state_dict, finish)
@@ -398,6 +407,7 @@ class KFAC(Optimizer):
             raise PreconditionerError(
                 "the first inputs or gradients for the statistics are not finite: there are no "
                 f"earlier ones to go on with, for {self._name(self._layers[worst].weight)}"
+                f"{diverged(self.param_groups)}"
             )
         states = self._layer_states()  # without those that are new
         self.state.update(self._first_states(first))
