@@ -16,7 +16,10 @@ from typing import Any
 import torch
 
 _CHECKOUT = Path(__file__).resolve().parents[2]
-_PACKAGES = ("torch", "triton", "scipy-openblas32", "numpy", "scikit-learn", "tnt-kernels")
+_PACKAGES = (
+    *("torch", "triton", "scipy-openblas32", "numpy", "scikit-learn", "pytorch-optimizer"),
+    "tnt-kernels",
+)
 
 
 def provenance(device: torch.device | str = "cpu") -> dict[str, Any]:
