@@ -200,6 +200,8 @@ class DenseTNT:
         length = float(direction.norm())
         if self.graft is None or length == 0.0:
             return 1.0
+        if self.graft == "rms":
+            return 0.2 * math.sqrt(len(direction)) / length
         if self.graft == "sgd":
             return float(block.momentum.norm()) / length
         # Adam's first moment is the same momentum up to (1 - mu), bias-corrected.

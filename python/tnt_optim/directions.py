@@ -6,6 +6,7 @@ learning rates"). It is not part of the TNT paper.
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +22,8 @@ from tnt_optim.modes import Layout, Settings, State, blocks, each, is_half, is_p
 _SUM_PIECE = 1 << 20
 # Alignment of tensors in a workspace, in bytes.
 _ALIGNMENT = 64
+# The root mean square of a direction with graft="rms": about that of Adam's, as for Muon.
+_RMS = 0.2
 # Random bits for one draw: four numbers take sixteen each. The draw costs more than the rounding.
 _INT64 = (-(1 << 63), (1 << 63) - 1)
 # On the CPU, numbers are rounded in pieces that stay in the cache.
@@ -90,8 +93,8 @@ def scaled_directions_(
     """Updates the moments; returns directions, perhaps in the workspace, and scales still to apply.
 
     With ``graft`` a scale brings its direction to the norm of another method's: Adam's
-    m^ / (sqrt(v^) + 1e-8), bias-corrected, or the momentum's ("sgd"). A zero direction stays zero.
-    Scales are None for 1; ``kl_clip`` is not yet part of them.
+    m^ / (sqrt(v^) + 1e-8), bias-corrected, the momentum's ("sgd"), or a fixed one ("rms"). A zero
+    direction stays zero. Scales are None for 1; ``kl_clip`` is not yet part of them.
     """
     momenta = blocks(each(states, "momentum"), layouts)
     gradients = blocks(grads, layouts)
@@ -105,8 +108,13 @@ def scaled_directions_(
                 torch.add(grad, momentum, alpha=mu, out=momentum)
         return mode_products(momenta, factors), None
     out = None if workspace is None else workspace.like(momenta)
-    if graft == "sgd":
-        return grafted_directions_(momenta, gradients, factors, mu, out=out)
+    if graft != "adam":
+        directions, scales = grafted_directions_(momenta, gradients, factors, mu, out=out)
+        if graft == "rms":  # the scale of a zero momentum is zero
+            norms = torch._foreach_norm(momenta)
+            ratios = torch._foreach_div(norms, [_RMS * math.sqrt(m.numel()) for m in momenta])
+            scales = scales / torch.stack(ratios).clamp_min(torch.finfo(norms[0].dtype).tiny)
+        return directions, scales
     squares = blocks(each(states, "second_moment"), layouts)
     counts = [
         [state["updates"], state["second_moment_updates"]]

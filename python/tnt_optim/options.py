@@ -108,7 +108,7 @@ _TABLE = (
     Option("block_size", None, *_COUNT_OR_NONE, added=True),
     Option("merge_small_dims", None, *_COUNT_OR_NONE, added=True),
     Option("relative_damping", False, *_BOOL),
-    Option("graft", None, *_one_of(None, "adam", "sgd")),
+    Option("graft", None, *_one_of(None, "adam", "sgd", "rms")),
     Option("maximize", False, *_BOOL, added=True),
     Option("rounding", "nearest", *_one_of("nearest", "stochastic", "master"), added=True),
     Option(
@@ -158,7 +158,9 @@ block_size: a mode larger than this is cut into pieces of this size and a rest. 
 merge_small_dims: merge neighbouring modes while their product is at most this, so that a
     convolution with few channels has fewer, larger factors. None: no modes are merged.
 relative_damping: damp with ``damping`` times the average eigenvalue of the statistics.
-graft: "adam" or "sgd": rescale each parameter's direction to the norm of that method's.
+graft: rescale each parameter's direction. "adam": to the norm of Adam's, whose second moment it
+    keeps; "sgd": to the momentum's; "rms": to a root mean square of 0.2, about that of Adam's,
+    without its memory; None: not at all.
 maximize: maximize the objective instead of minimizing.
 rounding: of parameters in half precision after a step that is computed in float32. "nearest";
     "stochastic" (bfloat16 only): up or down at random, so that the mean step is exact even where

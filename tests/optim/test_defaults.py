@@ -98,7 +98,7 @@ def test_only_vectors_without_statistics_are_not_decayed(graft: str | None) -> N
             assert torch.equal(p, q) == (p.dim() < 2 and not precondition_1d)
 
 
-@pytest.mark.parametrize("graft", [None, "adam", "sgd"])
+@pytest.mark.parametrize("graft", [None, "adam", "sgd", "rms"])
 @pytest.mark.parametrize("block_size", [None, 4])
 def test_vectors_without_statistics_resume(graft: str | None, block_size: int | None) -> None:
     settings: dict[str, Any] = {"graft": graft, "block_size": block_size, "precondition_1d": False}

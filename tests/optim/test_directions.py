@@ -100,7 +100,7 @@ def test_a_new_start_in_other_modes_keeps_the_moments(name: str) -> None:
 
 
 @factored
-@pytest.mark.parametrize("graft", [None, "adam", "sgd"])
+@pytest.mark.parametrize("graft", [None, "adam", "sgd", "rms"])
 def test_small_buckets_of_directions_change_nothing(
     name: str, graft: str | None, request: pytest.FixtureRequest
 ) -> None:

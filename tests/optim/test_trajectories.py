@@ -265,6 +265,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "adam": ({"graft": "adam", "lr": 0.01}, {"graft": "adam"}),
     "sgd": ({"graft": "sgd", "lr": 0.03}, {"graft": "sgd", "lr": 0.03}),
+    "rms": ({"graft": "rms", "lr": 0.03}, {"graft": "rms", "lr": 0.03}),
     "everything": (
         {
             "graft": "sgd", "lr": 0.03, "relative_damping": True, "damping": 0.2, "momentum": 0.8,
