@@ -63,7 +63,7 @@ class Shampoo(KroneckerOptimizer):
         stat_interval: int = 10,
         inverse_interval: int = 50,
         interval_warmup: int = 500,
-        max_factor_dim: int = 8192,
+        max_factor_dim: int = 4096,
         relative_damping: bool = True,
         graft: str | None = "adam",
         precondition_1d: bool = False,

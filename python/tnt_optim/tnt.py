@@ -85,7 +85,7 @@ class TNT(KroneckerOptimizer):
         interval_warmup: int = 500,
         likelihood: Likelihood = "categorical",
         fisher: str = "sampled",
-        max_factor_dim: int = 8192,
+        max_factor_dim: int = 4096,
         relative_damping: bool = True,
         graft: str | None = "adam",
         precondition_1d: bool = False,
