@@ -5,13 +5,16 @@ step compares it with what the likelihood's own loss can give. Later steps do no
 """
 
 import math
+import sys
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp import grad_scaler
 
 from tnt_optim.failures import warn_the_caller
 from tnt_optim.likelihoods import Likelihood, Masked, parts_of
@@ -20,8 +23,8 @@ from tnt_optim.modes import Settings
 _COMPARED = 1 << 20  # about so many numbers of an output are compared
 # Sizes off by this factor are another reduction, not chance.
 _FACTOR = 3.0
-# A larger size is taken for that of a scaled loss, as GradScaler's, unless it is the batch's.
-_SCALED, _BATCH = 100.0, 1 << 13
+# A larger size is taken for that of a loss that is scaled, unless it is the batch's.
+_SCALED = 100.0
 
 
 @dataclass
@@ -162,7 +165,7 @@ def _other_size(
         shares = z.sigmoid()
         most /= float((shares * (1 - shares)).mean().sqrt())
         least = number * float(g.abs().median())
-    is_sum = number <= _BATCH and number / _FACTOR < least < 2 * _FACTOR * number
+    is_sum = number / _FACTOR < least < 2 * _FACTOR * number
     if least > _FACTOR and (is_sum or (least < _SCALED and name != "gaussian")):
         return (
             f"its gradient is about {least:.2g} times as large"
@@ -175,7 +178,8 @@ def _other_size(
         loss = "F.mse_loss" if name == "gaussian" else "the default of torch's losses"
         return (
             f"its gradient is about {most:.2g} times as large, as that of a mean over outputs, "
-            f"{loss}: the likelihood's loss is a sum over them, and this one {mean:.2g} times that"
+            f"which {loss} is: {mean:.2g} times the likelihood's loss, which is a sum over them"
+            + (" (or residuals are small)" if name == "gaussian" else "")
         )
     return None
 
@@ -183,4 +187,13 @@ def _other_size(
 def warn_of_mismatch(comparisons: Sequence[Comparison], micro_batches: int) -> None:
     """Warns of each likelihood that does not fit the loss of a step of so many micro-batches."""
     for comparison in comparisons:
+        comparison.size_matters &= not _is_scaled()
         comparison.warn(micro_batches)
+
+
+def _is_scaled() -> bool:
+    """Whether GradScaler calls the step: the backward was that of a scaled loss."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_filename != grad_scaler.__file__:
+        frame = frame.f_back
+    return frame is not None

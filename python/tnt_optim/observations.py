@@ -331,5 +331,5 @@ def _warn_of_zeros(samples: Sequence[Sample]) -> None:
     if gradients and not any(norm.any() for norm in torch._foreach_norm(gradients)):
         warn_the_caller(
             "the gradients for the first statistics are all zero: the loss at sampled labels does "
-            "not change with the weights (warned once)"
+            "not change with the weights"
         )
