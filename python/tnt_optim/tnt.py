@@ -122,8 +122,8 @@ class TNT(KroneckerOptimizer):
                     opt.observe(model(part), fraction=0.25)
 
         Args:
-            output: of the model, as the likelihood describes it, with its graph; or ``Masked``, with
-                the rows that count.
+            output: of the model, as the likelihood describes it, with its graph; or ``Masked``, if
+                some rows do not count.
             fraction: of the batch's examples that is observed in this step. The expectation of the
                 statistics is as if all of them were.
 
