@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.amp import grad_scaler
 
 from tnt_optim.failures import warn_the_caller
@@ -83,11 +84,12 @@ def _watched(likelihood: str, output: Tensor, size_matters: bool) -> Comparison:
     # The graph holds the hook, which keeps nothing alive, and goes when the comparison is done.
     held, shape = weakref.ref(comparison), output.shape
 
+    @_disable_dynamo  # a compiled training step would make a graph of it
     def keep(gradient: Tensor) -> None:
         found = held()
         if found is None:
             handle.remove()
-        elif gradient.dtype != torch.float16:  # there small entries become 0
+        elif gradient.dtype != torch.float16:  # which loses small entries
             # The last one is kept: others may be another optimizer's, at sampled labels.
             found.gradient = _some_rows(likelihood, gradient.detach().reshape(shape))
 
