@@ -30,7 +30,7 @@ def main(steps: int = 60) -> tuple[list[float], TNT]:
 
     opt = TNT(model.named_parameters())
     # The model predicts the next word at every position but the last; TNT sees one row for each.
-    opt.attach(model, output=lambda out: out.logits[:, :-1].flatten(0, 1))
+    opt.attach(model, output=lambda out: out.logits[:, :-1])
 
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(

@@ -8,35 +8,51 @@ No function reads a value on the host. A NaN output gives a NaN loss and no exce
 decides what to skip.
 """
 
+import functools
 import hashlib
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# One of LIKELIHOODS, or a user's function from the output to the loss at labels that it samples.
-Likelihood = str | Callable[[Any], Tensor]
+# One of LIKELIHOODS, several for the parts of a tuple, or a user's function from the output to the
+# loss at labels that it samples.
+Likelihood = str | tuple[str, ...] | Callable[[Any], Tensor]
 
 # Half of GradScaler's first scale: float16 then holds gradients of a mean loss up to 2.
 LARGEST_SCALE = 2**15
 
 
+class Masked(NamedTuple):
+    """An output of which some rows do not count, such as padding.
+
+    It stands for the output wherever an optimizer takes one. The loss is the mean over the rows
+    that count, as that of ``F.cross_entropy`` with ``ignore_index`` is; the others get no gradient.
+    Without any the observation is left out.
+    """
+
+    output: Tensor
+    mask: Tensor  # True counts; (...) for the logits (..., classes) of "categorical", else (N,)
+
+
 def categorical(logits: Tensor, generator: torch.Generator) -> Tensor:
-    """Cross entropy, mean over rows, at classes drawn from softmax(logits); logits (N, C)."""
-    if logits.dim() != 2:
+    """Cross entropy of each row, at a class drawn from its softmax; logits (..., classes)."""
+    if logits.dim() < 2:
         raise ValueError(
-            f"output must be (batch, classes) for likelihood 'categorical', got "
-            f"{tuple(logits.shape)}; bring classes last and flatten the rest into rows"
+            f"output must be (batch, ..., classes) for likelihood 'categorical', got "
+            f"{tuple(logits.shape)}"
         )
-    if logits.shape[1] < 2:
+    if logits.shape[-1] < 2:
         raise ValueError(
             "output must have at least two classes for likelihood 'categorical', got "
             f"{tuple(logits.shape)}; a single output is 'bernoulli' or 'gaussian'"
         )
-    return F.cross_entropy(logits, drawn_classes(logits.detach(), generator))
+    rows = logits.reshape(-1, logits.shape[-1])
+    return F.cross_entropy(rows, drawn_classes(rows.detach(), generator), reduction="none")
 
 
 def drawn_classes(logits: Tensor, generator: torch.Generator) -> Tensor:
@@ -57,21 +73,23 @@ def drawn_classes(logits: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def bernoulli(logits: Tensor, generator: torch.Generator) -> Tensor:
-    """Binary cross entropy, mean over N of sums, at draws from sigmoid(logits); logits (N, ...)."""
+    """Binary cross entropy of each example, summed, at draws from sigmoid(logits); (N, ...)."""
     _check_batched("bernoulli", logits)
     uniform = torch.empty_like(logits, requires_grad=False).uniform_(generator=generator)
     labels = (uniform < logits.detach().sigmoid()).to(logits.dtype)
-    return F.binary_cross_entropy_with_logits(logits, labels, reduction="sum") / logits.shape[0]
+    losses = F.binary_cross_entropy_with_logits(logits, labels, reduction="none")
+    return losses.flatten(1).sum(1)
 
 
 def gaussian(mean: Tensor, generator: torch.Generator) -> Tensor:
-    """Half the squared error, mean over N of sums, at draws from N(mean, I); means (N, ...)."""
+    """Half the squared error of each example, summed, at draws from N(mean, I); means (N, ...)."""
     _check_batched("gaussian", mean)
     noise = torch.empty_like(mean, requires_grad=False).normal_(generator=generator)
     labels = mean.detach() + noise
-    return (mean - labels).square().sum() / (2 * mean.shape[0])
+    return (mean - labels).square().flatten(1).sum(1) / 2
 
 
+# From an output to the losses of its rows or examples.
 LIKELIHOODS: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
     "categorical": categorical,
     "bernoulli": bernoulli,
@@ -103,22 +121,44 @@ def loss_at_samples(
 ) -> Tensor:
     """-log p at labels drawn from the random stream that the seed and ``key`` name.
 
-    A function draws from the global generators of the CPU and ``devices``, which are restored.
+    A function draws from the global generators of the CPU and ``devices``, which are restored. Each
+    part of a composite likelihood draws from a stream of its own; the losses are added.
     """
-    seed = stream_seed(seed, *key)
     if callable(likelihood):
-        with seeded_globally(seed, devices):
+        with seeded_globally(stream_seed(seed, *key), devices):
             return check_scalar_loss("likelihood", likelihood(output))
-    if not isinstance(output, Tensor) or not output.is_floating_point():
-        got = output.dtype if isinstance(output, Tensor) else type(output).__name__
-        raise ValueError(f"output must be a floating-point tensor, got {got}")
-    if not output.requires_grad:
-        raise ValueError("output must have a graph, got a tensor that requires no gradient")
-    generator = torch.Generator(output.device).manual_seed(seed)
-    return sampled_loss(likelihood, output, generator)
+    losses = []
+    for index, (name, part) in enumerate(parts_of(likelihood, output)):
+        values, mask = part if isinstance(part, Masked) else (part, None)
+        if not isinstance(values, Tensor) or not values.is_floating_point():
+            got = values.dtype if isinstance(values, Tensor) else type(values).__name__
+            raise ValueError(f"output must be a floating-point tensor, got {got}")
+        if not values.requires_grad:
+            raise ValueError("output must have a graph, got a tensor that requires no gradient")
+        if isinstance(likelihood, tuple) and values.dim() == 1:  # a value for each example
+            values = values.unsqueeze(1)
+        own = key if isinstance(likelihood, str) else (*key, index)
+        generator = torch.Generator(values.device).manual_seed(stream_seed(seed, *own))
+        losses.append(sampled_loss(name, values, generator, mask))
+    return functools.reduce(torch.add, losses)
 
 
-def sampled_loss(likelihood: str, output: Tensor, generator: torch.Generator) -> Tensor:
+def parts_of(likelihood: str | tuple[str, ...], output: Any) -> list[tuple[str, Any]]:
+    """Each likelihood with its part of the output, a tensor or ``Masked``."""
+    if isinstance(likelihood, str):
+        return [(likelihood, output)]
+    if not isinstance(output, tuple | list) or isinstance(output, Masked):
+        raise ValueError(f"output must be a tuple for {likelihood}, got {type(output).__name__}")
+    if len(output) != len(likelihood):
+        raise ValueError(
+            f"output must have a part for each of {likelihood}, got {len(output)} parts"
+        )
+    return list(zip(likelihood, output, strict=True))
+
+
+def sampled_loss(
+    likelihood: str, output: Tensor, generator: torch.Generator, mask: Tensor | None = None
+) -> Tensor:
     """The mean over the batch of -log p(y | output), with one y drawn for each example.
 
     ``output`` has any float dtype; half precision is computed in float32.
@@ -127,7 +167,33 @@ def sampled_loss(likelihood: str, output: Tensor, generator: torch.Generator) ->
         output = output.float()
     if output.dim() > 0 and output.shape[0] == 0:
         raise ValueError(f"output must hold at least one example, got {tuple(output.shape)}")
-    return LIKELIHOODS[likelihood](output, generator)
+    losses = LIKELIHOODS[likelihood](output, generator)
+    if mask is None:
+        return losses.sum() / len(losses)
+    wanted = output.shape[:-1] if likelihood == "categorical" else output.shape[:1]
+    if mask.dtype != torch.bool or mask.shape != wanted:
+        raise ValueError(
+            f"mask must be bool, {tuple(wanted)} for likelihood {likelihood!r}, got {mask.dtype}, "
+            f"{tuple(mask.shape)}"
+        )
+    mask = mask.reshape(-1).to(losses.device)
+    return losses.where(mask, 0.0).sum() / mask.sum().clamp(min=1)
+
+
+def example_count(likelihood: Likelihood, output: Any) -> int:
+    """The number of examples: of rows of "categorical"; of a composite that of its first part."""
+    if callable(likelihood):
+        return len(output) if isinstance(output, Tensor) and output.dim() > 0 else 1
+    name, part = parts_of(likelihood, output)[0]
+    values = part.output if isinstance(part, Masked) else part
+    return math.prod(values.shape[:-1]) if name == "categorical" else len(values)
+
+
+def share_counted(likelihood: Likelihood, output: Any) -> float | Tensor:
+    """The share of rows that count, on the device; of a composite the largest of its parts."""
+    parts = [] if callable(likelihood) else [part for _, part in parts_of(likelihood, output)]
+    shares = [part.mask.double().mean() for part in parts if isinstance(part, Masked)]
+    return torch.stack(shares).amax() if 0 < len(shares) == len(parts) else 1.0
 
 
 def stream_seed(*key: int | str) -> int:

@@ -24,7 +24,15 @@ from tnt_optim.autograd import (
     shows_float16,
 )
 from tnt_optim.failures import TWICE, UNOBSERVED, warn_the_caller
-from tnt_optim.likelihoods import LARGEST_SCALE, check_scalar_loss, loss_at_samples, sample_scale
+from tnt_optim.likelihoods import (
+    LARGEST_SCALE,
+    check_scalar_loss,
+    example_count,
+    loss_at_samples,
+    sample_scale,
+    share_counted,
+)
+from tnt_optim.mismatch import Comparison, warn_of_mismatch, watched
 from tnt_optim.modes import state_dtype
 from tnt_optim.update import Local
 
@@ -97,12 +105,17 @@ class Sample:
     number: int | Tensor = 0  # observations in the sum: the finite ones, if there is one
     examples: int = 0  # in all of them
 
-    def add(self, observed: Mapping[Tensor, Tensor], examples: int) -> None:
-        """Adds an observation. One that is not finite gives way to any other."""
+    def add(
+        self, observed: Mapping[Tensor, Tensor], examples: int, number: int | Tensor = 1
+    ) -> None:
+        """Adds an observation. One that is not finite gives way to any other.
+
+        ``number`` is 0 if none of its rows counts; the gradients are then zero.
+        """
         self.examples += examples
         if not self.gradients or not observed:
             self.gradients.update(observed)
-            self.number = self.number + 1
+            self.number = self.number + number
             return
         old, new = all_finite(self.gradients.values()), all_finite(observed.values())
 
@@ -116,7 +129,7 @@ class Sample:
                 earlier = self.gradients[param].to(state_dtype(param))
                 gradient = chosen(earlier, gradient, earlier + gradient, param.device)
             self.gradients[param] = gradient
-        self.number = chosen(self.number, 1, self.number + 1, old.device)
+        self.number = chosen(self.number, number, self.number + number, old.device)
 
     def mean(self) -> Gradients:
         """The mean over the observations."""
@@ -151,6 +164,7 @@ class Sampled(Empirical):
     agreed: bool = False  # whether all processes know of ``partial``
     warned: bool = False  # whether the user was warned of a step without observations
     warned_twice: bool = False  # and of one with those of ``attach`` and of the loop
+    comparisons: list[Comparison] = field(default_factory=list)  # at the first step
 
     def wanted(self, due: Sequence[Tensor]) -> list[Tensor]:
         """See ``Empirical.wanted``."""
@@ -181,12 +195,15 @@ class Sampled(Empirical):
         scale = _scale(optimizer, loss, output, processes)
         found = processes.gradients(loss, wanted, retain_graph=True, scale=scale)
         observed = {p: g for p, g in found.items() if g is not None}
-        if (
-            len(wanted) == optimizer.modelled()
-        ):  # an output may miss a few parameters that were added later
+        # An output may miss a few parameters that were added later.
+        if len(wanted) == optimizer.modelled():
             check_reached(observed)
-        has_rows = isinstance(output, Tensor) and output.dim() > 0
-        self.add(observed, wanted, len(output) if has_rows else 1, fraction)
+        if not self.count and not optimizer.param_groups[0]["step"]:
+            self.comparisons = watched(optimizer.likelihood, output, optimizer.param_groups)
+        share = share_counted(optimizer.likelihood, output)
+        counted = (share > 0).int() if isinstance(share, Tensor) else 1
+        examples = example_count(optimizer.likelihood, output)
+        self.add(observed, wanted, examples, fraction, counted)
 
     def add(
         self,
@@ -194,13 +211,17 @@ class Sampled(Empirical):
         asked: Iterable[Tensor],
         examples: int = 1,
         fraction: float = 1.0,
+        number: int | Tensor = 1,
     ) -> None:
-        """Accumulates an observation of some examples, a fraction of those it stands for."""
+        """Accumulates an observation of some examples, a fraction of those it stands for.
+
+        ``number`` is as for ``Sample.add``.
+        """
         self.asked.update(asked)
         place = self.count % self.most
         if place == len(self.samples):
             self.samples.append(Sample())
-        self.samples[place].add(observed, examples)
+        self.samples[place].add(observed, examples, number)
         self.count += 1
         self.examples += examples / fraction
 
@@ -219,6 +240,9 @@ class Sampled(Empirical):
         if 0 < self.attached < self.count and not self.warned_twice:
             self.warned_twice = True
             warn_the_caller(TWICE)
+        warn_of_mismatch(self.comparisons, self.count)
+        if not processes.is_sharded and not any(map(has_statistics, due)):
+            _warn_of_zeros(self.samples)
         for sample in self.samples:
             if sample.examples != self.examples:
                 scale = math.sqrt(sample.examples / self.examples)
@@ -284,6 +308,7 @@ class Sampled(Empirical):
         """Forgets all but which parameters were not reached."""
         self.samples, self.asked, self.count, self.examples = [], set(), 0, 0.0
         self.attached, self.hint = 0, ""
+        self.comparisons = []
 
     def start_over(self) -> None:
         """Forgets everything but ``partial`` and ``agreed``."""
@@ -316,4 +341,15 @@ def _scale(optimizer: Any, loss: Tensor, output: Any, processes: Local) -> float
     if callable(optimizer.likelihood) or not shows_float16(loss):
         return 1.0
     # Sharded gradients are averaged over processes, whose batch sizes may differ.
-    return sample_scale(LARGEST_SCALE if processes.is_sharded else output.shape[0])
+    examples = example_count(optimizer.likelihood, output)
+    return sample_scale(LARGEST_SCALE if processes.is_sharded else examples)
+
+
+def _warn_of_zeros(samples: Sequence[Sample]) -> None:
+    """Warns if the first statistics would all be zero; the host waits."""
+    gradients = [g for sample in samples for g in sample.gradients.values()]
+    if gradients and not any(norm.any() for norm in torch._foreach_norm(gradients)):
+        warn_the_caller(
+            "the gradients for the first statistics are all zero: the loss at sampled labels does "
+            "not change with the weights"
+        )

@@ -74,6 +74,11 @@ def _one_of(*known: Any) -> tuple[Check, str]:
     return lambda value: value in known, f"one of {', '.join(map(repr, known))}"
 
 
+def _is_likelihood(value: Any) -> bool:
+    names = value if isinstance(value, tuple) and value else (value,)
+    return all(isinstance(name, str) and name in LIKELIHOODS for name in names)
+
+
 def _is_power_of_two(value: Any) -> bool:
     return bool(value > 0) and math.frexp(value)[0] == 0.5
 
@@ -98,8 +103,8 @@ _TABLE = (
     Option(
         "likelihood",
         "categorical",
-        lambda value: callable(value) or value in tuple(LIKELIHOODS),
-        f"{', '.join(map(repr, LIKELIHOODS))} or a function",
+        lambda value: callable(value) or _is_likelihood(value),
+        f"{', '.join(map(repr, LIKELIHOODS))}, a tuple of these or a function",
         per_group=False,
     ),
     Option("fisher", "sampled", *_one_of("sampled", "empirical"), per_group=False),
@@ -142,12 +147,14 @@ inverse_interval: T2 in the paper: the number of steps between two refreshes of 
     the first T2 steps the factors are refreshed with the statistics, without ``interval_warmup``.
 interval_warmup: the number of first steps in which both intervals grow from 1 to their values:
     statistics and factors change fast at first. With 0 they have their values from the start.
-likelihood: the distribution that the model's output parametrises: "categorical" (logits (N,
-    classes); cross entropy, mean), "bernoulli" (logits (N, ...); binary cross entropy, summed over
-    outputs, mean over N), "gaussian" (means (N, ...), unit variance; half the squared error, summed
-    over outputs, mean over N), or a function. The function samples labels itself, from torch's
-    global generator, and returns the 0-dim loss at them; the generator is seeded before the call
-    and restored after it.
+likelihood: the distribution that the model's output parametrises: "categorical" (logits (...,
+    classes); cross entropy, mean over rows), "bernoulli" (logits (N, ...); binary cross entropy,
+    summed over outputs, mean over N), "gaussian" (means (N, ...), unit variance; half the squared
+    error, summed over outputs, mean over N), a tuple of these for an output that is a tuple (the
+    sum of their losses), or a function. The function samples labels itself, from torch's global
+    generator, and returns the 0-dim loss at them; the generator is seeded before the call and
+    restored after it. docs/likelihoods.md says which fits a loss of torch; at the first step the
+    optimizer warns of one that does not.
 fisher: "sampled": gradients at labels from the model's distribution; "empirical": the training
     gradients themselves (TNT-EF in the paper), without ``observe`` and likelihood.
 max_factor_dim: a mode larger than this keeps only the diagonal of its statistic.

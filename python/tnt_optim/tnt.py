@@ -142,7 +142,8 @@ class TNT(KroneckerOptimizer):
                     opt.observe(model(part), fraction=0.25)
 
         Args:
-            output: of the model, as the likelihood describes it, with its graph.
+            output: of the model, as the likelihood describes it, with its graph; or ``Masked``, if
+                some rows do not count.
             fraction: of the batch's examples that is observed in this step. The expectation of the
                 statistics is as if all of them were.
 
@@ -191,7 +192,7 @@ class TNT(KroneckerOptimizer):
         Args:
             model: a module whose outputs depend on this optimizer's parameters.
             output: from the model's result to the argument of ``observe``, as
-                ``lambda out: out.logits.flatten(0, 1)`` for a language model; None: the tensor it
+                ``lambda out: out.logits[:, :-1]`` for a language model; None: the tensor it
                 returns, or its ``logits``. A function of three arguments, ``lambda out, args,
                 kwargs: ...``, also gets those of the forward, such as labels that say what is
                 padding. If it leaves no row, the call does not count.

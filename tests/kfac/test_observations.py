@@ -95,7 +95,7 @@ def use(model: Heads, opt: KFAC, *heads: int, observed: bool = True) -> None:
     outputs = outputs if isinstance(outputs, list) else [outputs]
     if observed:
         opt.observe(outputs[0])
-    sum(output.square().sum() for output in outputs).backward()
+    sum(output.softmax(1).square().sum() for output in outputs).backward()
     opt.step()
 
 

@@ -269,7 +269,7 @@ def test_a_batch_that_the_loop_observes_too_is_warned_of_once() -> None:
         (lambda z: (z, "more"), TypeError, r"output must say .*but tuple: opt.attach\(model, out"),
         (lambda z: {"scores": z}, TypeError, "output must say .*but dict"),
         (lambda z: None, TypeError, "output must say .*but NoneType"),
-        (lambda z: z.reshape(2, 4, 4), ValueError, r"output must be \(batch, classes\)"),
+        (lambda z: z.sum(1), ValueError, r"output must be \(batch, ..., classes\)"),
     ],
 )
 def test_a_result_that_cannot_be_observed_is_an_error_in_the_forward(

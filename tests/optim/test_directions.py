@@ -169,6 +169,7 @@ def test_groups_have_bounds_of_their_own_and_decay_is_not_bounded(name: str) -> 
     close(moves[1] + 0.1 * 0.3 * start[1], whole[1])
 
 
+@pytest.mark.filterwarnings("ignore:the gradients for the first statistics are all zero")
 @factored
 def test_zero_gradients_and_zero_rates_do_not_divide(name: str) -> None:
     run = Dictated(name, [weight(4, 3)], **CLIPPED, kl_clip=1e-3)

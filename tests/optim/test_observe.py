@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -36,7 +37,6 @@ sampling = pytest.mark.parametrize("name", ["sampled", "kfac"])
     ("likelihood", "shape"),
     [
         ("categorical", (4,)),
-        ("categorical", (2, 3, 4)),
         ("bernoulli", (4,)),
         ("gaussian", (4,)),
         ("gaussian", ()),
@@ -52,7 +52,7 @@ def test_outputs_of_wrong_dimensions_are_refused(likelihood: str, shape: tuple[i
 WRONG: dict[str, tuple[Callable[[Tensor], object], str]] = {
     "no graph": (lambda z: z.detach(), "output must have a graph"),
     "no example": (lambda z: z[:0], "output must hold at least one example"),
-    "a sum": (lambda z: z.sum(), r"output must be \(batch, classes\)"),
+    "a sum": (lambda z: z.sum(), r"output must be \(batch, ..., classes\)"),
     "integers": (lambda z: z.argmax(1), "output must be a floating-point tensor"),
     "no tensor": (lambda z: (z,), "output must be a floating-point tensor, got tuple"),
     "another model's": (lambda z: net()(torch.randn(2, 4)), "parameter"),
@@ -128,7 +128,7 @@ def test_observe_costs_a_backward_only_where_due_and_leaves_no_trace() -> None:
         assert torch.equal(torch.get_rng_state(), before)
         for p, g in zip(model.parameters(), grads, strict=True):
             assert (p.grad is None) if g is None else torch.equal(p.grad, g)
-        output.square().sum().backward()
+        output.softmax(1).square().sum().backward()
         opt.step()
 
 
@@ -179,7 +179,7 @@ def test_a_parameter_that_becomes_trainable_starts_its_statistics_at_once() -> N
 def test_later_steps_never_wait_for_the_device(
     name: str, likelihood: str, slow_reports: None
 ) -> None:
-    """Only the first statistics wait for the device."""
+    """Only the first statistics wait for the device, and the comparison at the first step."""
     model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(12, 4))
     opt = made(name, model, likelihood=likelihood, stat_interval=2, inverse_interval=3)
     opt.warm_start([model(torch.randn(5, 2, 4, 4))])
@@ -190,8 +190,8 @@ def test_later_steps_never_wait_for_the_device(
             opt.observe(output)
             for _ in range(t % 3):  # micro-batches
                 opt.observe(model(torch.randn(5, 2, 4, 4)))
-        output.sum().backward()
-        with no_host_reads():
+        output.softmax(1)[:, 0].sum().backward()
+        with no_host_reads() if t else nullcontext():
             opt.step()
     with pytest.raises(AssertionError), no_host_reads():
         torch.ones(2).sum().item()

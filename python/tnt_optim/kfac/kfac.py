@@ -26,6 +26,7 @@ from tnt_optim.kfac.layers import Layer, is_trainable, matrix_shape, parameters,
 from tnt_optim.kfac.observations import Observations, Sampling
 from tnt_optim.kfac.statistics import LayerSums, all_finite_statistics, blend
 from tnt_optim.likelihoods import Likelihood
+from tnt_optim.mismatch import warn_of_mismatch, watched
 from tnt_optim.modes import by_device, is_sharded
 from tnt_optim.options import OPTIONS, arguments, check_settings, documented
 from tnt_optim.state import COUNTERS, check_keys
@@ -33,8 +34,9 @@ from tnt_optim.state import COUNTERS, check_keys
 
 @documented(
     damping="lambda in the paper; in units of the squared gradient.",
-    likelihood='"categorical", "bernoulli", "gaussian", or a function from the output to the 0-dim '
-    "mean loss over its first dimension at labels it samples itself; see ``TNT``.",
+    likelihood='"categorical", "bernoulli", "gaussian", a tuple of these, or a function from the '
+    "output to the 0-dim mean loss over its first dimension at labels it samples itself; see "
+    "``TNT``.",
     shard='None: each process computes all inverses. "inverses": each layer\'s inverses are '
     "computed by one owner rank and sent to the others.",
 )
@@ -171,6 +173,10 @@ class KFAC(Optimizer):
             number = numbered(self._observed.count, self._team())
             key = "step", self.param_groups[0]["step"], number
             sums = self._sampling.sums(output, key, due, self._hooks, retain_graph=True)
+            if not self._observed.count and not self.param_groups[0]["step"]:
+                self._observed.comparisons = watched(
+                    self._sampling.likelihood, output, self.param_groups
+                )
         self._observed.add(sums, wanted)
 
     @_disable_dynamo
@@ -202,6 +208,7 @@ class KFAC(Optimizer):
         group = self.param_groups[0]
         try:
             check_settings(group)
+            warn_of_mismatch(self._observed.comparisons, self._observed.count)
             team = self._team()
             # On a GPU a report arrives one step late, and not everywhere at once. If it stops the
             # training, it must stop all processes at the same step: they wait for it.

@@ -4,7 +4,7 @@ Layers are known by their numbers.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import Any
 
@@ -22,7 +22,8 @@ from tnt_optim.failures import PreconditionerError
 from tnt_optim.kfac.activations import LayerHook, captured_calls
 from tnt_optim.kfac.layers import Layer, is_trainable
 from tnt_optim.kfac.statistics import LayerSums, all_finite_statistics, layer_sums, pooled_sums
-from tnt_optim.likelihoods import Likelihood, loss_at_samples
+from tnt_optim.likelihoods import Likelihood, example_count, loss_at_samples, share_counted
+from tnt_optim.mismatch import Comparison
 
 
 @dataclass
@@ -38,6 +39,7 @@ class Observations:
     # Layers that still have no statistics after a step that asked for them, each with whether it
     # was called then. If so, later outputs will not reach it either.
     unreached: dict[int, bool] = field(default_factory=dict)
+    comparisons: list[Comparison] = field(default_factory=list)  # at the first step
 
     def add(self, found: Mapping[int, LayerSums], asked: Iterable[int]) -> None:
         """Adds the sums of one output, which was asked for the layers ``asked``."""
@@ -92,6 +94,7 @@ class Observations:
     def use_up(self) -> None:
         """Forgets everything but ``unreached``."""
         self.sums, self.count, self.asked, self.called = {}, 0, set(), set()
+        self.comparisons = []
 
 
 @dataclass
@@ -124,13 +127,15 @@ class Sampling:
             if len(due) == sum(map(is_trainable, self.layers)):
                 check_reached({})  # an output may well miss a few layers that have no statistics
             return {}
-        examples = batch_size(output)
+        likelihood = self.likelihood
+        examples = batch_size(output) if callable(likelihood) else example_count(likelihood, output)
+        share = share_counted(likelihood, output)
         with without_autocast(loss), before_backward():
             gradients = torch.autograd.grad(
                 loss,
                 [edge for edge, _ in reached.values()],
                 # Of the sum of the examples' losses: in float16 those of the mean may underflow.
-                torch.full_like(loss, examples),
+                torch.full_like(loss, examples).mul_(share),
                 retain_graph=retain_graph,
                 allow_unused=True,
             )
@@ -138,6 +143,11 @@ class Sampling:
                 number: layer_sums(self.layers[number], call.inputs, gradient, examples)
                 for (number, (_, call)), gradient in zip(reached.items(), gradients, strict=True)
                 if gradient is not None
+            }
+        if isinstance(share, Tensor):  # rows that do not count have a gradient of 0
+            sums = {
+                number: replace(each, positions=(share * each.positions).round())
+                for number, each in sums.items()
             }
         for _, call in reached.values():
             # The graph lives on through the user's backward; the input need not.

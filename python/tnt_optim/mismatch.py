@@ -1,0 +1,201 @@
+"""Notices at the first step that a likelihood does not fit the training loss.
+
+A hook on the first observed output keeps a part of the training gradient that arrives there. The
+step compares it with what the likelihood's own loss can give. Later steps do nothing.
+"""
+
+import math
+import sys
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.amp import grad_scaler
+
+from tnt_optim.failures import warn_the_caller
+from tnt_optim.likelihoods import Likelihood, Masked, parts_of
+from tnt_optim.modes import Settings
+
+_COMPARED = 1 << 20  # about so many numbers of an output are compared
+# Sizes off by this factor are another reduction, not chance.
+_FACTOR = 3.0
+# A larger size is taken for that of a loss that is scaled, unless it is the batch's.
+_SCALED = 100.0
+
+
+@dataclass
+class Comparison:
+    """Some rows of an output, and of the training gradient there, if it has arrived."""
+
+    likelihood: str
+    shape: torch.Size  # of the whole output
+    output: Tensor
+    size_matters: bool
+    gradient: Tensor | None = None
+
+    def warn(self, micro_batches: int) -> None:
+        """Warns if the gradient does not fit."""
+        if self.gradient is None:
+            return
+        counted = self.gradient.abs().amax(1) > 0
+        output, gradient = self.output[counted], self.gradient[counted]
+        if not len(gradient) or not gradient.isfinite().all():
+            return
+        whole = math.prod(self.shape[:-1]) if self.likelihood == "categorical" else self.shape[0]
+        number = whole * float(counted.float().mean())
+        found = _other_loss(self, output, gradient, number)
+        if found is None and self.size_matters:
+            found = _other_size(self, output, gradient, number, micro_batches)
+        if found is not None:
+            warn_the_caller(
+                f"likelihood {self.likelihood!r} does not fit the training loss: {found}. See "
+                "docs/likelihoods.md (compared at the first step only)"
+            )
+
+
+def watched(likelihood: Likelihood, output: Any, groups: Iterable[Settings]) -> list[Comparison]:
+    """Comparisons of the parts of an output with the gradients of the coming backward.
+
+    A constant factor of the loss changes nothing if damping is relative and steps are grafted.
+    """
+    if callable(likelihood):
+        return []
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return []
+    matters = any(
+        not group.get("relative_damping") or not group.get("graft") or group.get("kl_clip")
+        for group in groups
+    )
+    pairs = [
+        (name, part.output if isinstance(part, Masked) else part)
+        for name, part in parts_of(likelihood, output)
+    ]
+    return [_watched(name, part, matters) for name, part in pairs if type(part) is Tensor]
+
+
+def _watched(likelihood: str, output: Tensor, size_matters: bool) -> Comparison:
+    rows = _some_rows(likelihood, output.detach())
+    comparison = Comparison(likelihood, output.shape, rows, size_matters)
+    # The graph holds the hook, which keeps nothing alive, and goes when the comparison is done.
+    held, shape = weakref.ref(comparison), output.shape
+
+    @_disable_dynamo  # a compiled training step would make a graph of it
+    def keep(gradient: Tensor) -> None:
+        found = held()
+        if found is None:
+            handle.remove()
+        elif gradient.dtype != torch.float16:  # which loses small entries
+            # The last one is kept: others may be another optimizer's, at sampled labels.
+            found.gradient = _some_rows(likelihood, gradient.detach().reshape(shape))
+
+    source, base = output, output._base
+    if base is not None and base.requires_grad and base.numel() == output.numel():
+        # The loss may come from another view of the same numbers, as flattened logits are.
+        source = base if base.is_contiguous() and output.is_contiguous() else output
+    handle = source.register_hook(keep)
+    return comparison
+
+
+def _some_rows(likelihood: str, values: Tensor) -> Tensor:
+    """A copy of some rows, (n, classes), or examples, (n, outputs)."""
+    rows = values.reshape(-1, values.shape[-1]) if likelihood == "categorical" else values
+    rows = rows.reshape(len(rows), -1)
+    stride = -(-rows.numel() // _COMPARED) | 1  # odd: not always one position of a sequence
+    some = rows[::stride]
+    return some.to(torch.promote_types(some.dtype, torch.float32), copy=True)
+
+
+def _other_loss(of: Comparison, z: Tensor, g: Tensor, number: float) -> str | None:
+    """What says that the loss is of another kind, if anything does."""
+    are_shares = bool(((z >= 0) & (z <= 1)).all() and z.numel() >= 16 and (z != z[:1]).any())
+    scale = _binary_scale(z, g)
+    if of.likelihood == "bernoulli" and are_shares and scale is None:
+        return (
+            "all outputs are between 0 and 1. Observe logits: if sigmoid was applied, its argument"
+        )
+    if of.likelihood != "categorical" or g.sum(1).square().sum() <= 0.01 * g.square().sum():
+        return None
+    if z.logsumexp(1).abs().amax() < 0.01:  # log-probabilities, for F.nll_loss
+        return None
+    found = "rows of its gradient do not sum to zero, so it is no function of softmax(output). "
+    if bool((z >= 0).all()) and (z.sum(1) - 1).abs().amax() < 0.01:
+        return found + "The output's rows sum to one: observe the argument of softmax"
+    if are_shares:
+        return found + (
+            "All outputs are between 0 and 1: if sigmoid was applied for a binary cross entropy, "
+            "observe its argument with 'bernoulli'; for a squared error use 'gaussian'"
+        )
+    if scale is not None:
+        return found + (
+            "It looks like a binary cross entropy: use likelihood='bernoulli', of whose loss it is "
+            f"{scale * of.shape[0] * number / math.prod(of.shape[:-1]):.3g} times"
+        )
+    outputs = of.shape.numel() // of.shape[0]
+    found += "It looks like a squared error: use likelihood='gaussian', of whose loss F.mse_loss "
+    found += f"is {2 / outputs:.3g} times"
+    return found + ("; or classes are not the last dimension" if len(of.shape) > 2 else "")
+
+
+def _binary_scale(z: Tensor, g: Tensor) -> float | None:
+    """The c of a gradient c (sigmoid(z) - y) with labels y of 0 and 1; None if it is not that."""
+    residual = z.sigmoid() - (g < 0).to(z.dtype)
+    clear = residual.abs() > 0.01
+    scales = (g[clear] / residual[clear]).abs()
+    if scales.numel() < 2 or scales.amax() > 1.05 * scales.amin():
+        return None
+    return float(scales.median())
+
+
+def _other_size(
+    of: Comparison, z: Tensor, g: Tensor, number: float, micro_batches: int
+) -> str | None:
+    """What says that the loss is reduced in another way, if anything does.
+
+    The size is that of the gradient in units of the likelihood's. Of cross entropies it is only
+    known to be between two bounds: residuals are at most 1, and may become small in training.
+    """
+    name, outputs = of.likelihood, z.shape[1]
+    least = most = number * float(g.square().mean().sqrt())
+    if name == "categorical":
+        least, most = number * float(g.abs().amax(1).median()), math.inf
+    elif name == "bernoulli":
+        shares = z.sigmoid()
+        most /= float((shares * (1 - shares)).mean().sqrt())
+        least = number * float(g.abs().median())
+    is_sum = number / _FACTOR < least < 2 * _FACTOR * number
+    if least > _FACTOR and (is_sum or (least < _SCALED and name != "gaussian")):
+        return (
+            f"its gradient is about {least:.2g} times as large"
+            + (f", as that of a sum over the batch of {number:.0f}" if is_sum else "")
+            + ". The likelihood's loss is a mean over it"
+        )
+    mean = {"bernoulli": 1 / outputs, "gaussian": 2 / outputs}.get(name, 0.0)
+    smaller = [size for size in (most, most * micro_batches) if size * _FACTOR < 1]
+    if len(smaller) == 2 and any(mean / _FACTOR < size < mean * _FACTOR for size in smaller):
+        loss = "F.mse_loss" if name == "gaussian" else "the default of torch's losses"
+        return (
+            f"its gradient is about {most:.2g} times as large, as that of a mean over outputs, "
+            f"which {loss} is: {mean:.2g} times the likelihood's loss, which is a sum over them"
+            + (" (or residuals are small)" if name == "gaussian" else "")
+        )
+    return None
+
+
+def warn_of_mismatch(comparisons: Sequence[Comparison], micro_batches: int) -> None:
+    """Warns of each likelihood that does not fit the loss of a step of so many micro-batches."""
+    for comparison in comparisons:
+        comparison.size_matters &= not _is_scaled()
+        comparison.warn(micro_batches)
+
+
+def _is_scaled() -> bool:
+    """Whether GradScaler calls the step: the backward was that of a scaled loss."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_filename != grad_scaler.__file__:
+        frame = frame.f_back
+    return frame is not None

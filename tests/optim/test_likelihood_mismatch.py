@@ -1,0 +1,466 @@
+"""At the first step, a likelihood that does not fit the training loss is noticed; no other is."""
+
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from optimizers import made, no_host_reads
+from torch import Tensor, nn
+
+from tnt_optim import TNT, mismatch
+
+sampling = pytest.mark.parametrize("name", ["sampled", "kfac"])
+Loss = Callable[[Tensor, Tensor], Tensor]
+ROWS, WIDTH, OUTPUTS = 64, 6, 12
+
+
+def classes(rows: int = ROWS) -> Tensor:
+    return torch.randint(OUTPUTS, (rows,))
+
+
+def bits() -> Tensor:
+    return torch.randint(2, (ROWS, OUTPUTS)).float()
+
+
+def numbers() -> Tensor:
+    return torch.randn(ROWS, OUTPUTS)
+
+
+def summed_bce(z: Tensor, y: Tensor) -> Tensor:
+    return F.binary_cross_entropy_with_logits(z, y, reduction="sum") / len(z)
+
+
+def half_squares(z: Tensor, y: Tensor) -> Tensor:
+    return (z - y).square().sum() / (2 * len(z))
+
+
+def first_step(
+    name: str,
+    likelihood: Any,
+    loss: Loss,
+    target: Callable[[], Tensor],
+    last: nn.Module | None = None,
+    **settings: Any,
+) -> None:
+    """One step of a small fresh model, whose last layer is ``last``."""
+    body = [nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, OUTPUTS)]
+    model = nn.Sequential(*body, *([] if last is None else [last]))
+    opt = made(name, model, likelihood=likelihood, **settings)
+    output = model(torch.randn(ROWS, WIDTH))
+    opt.observe(output)
+    loss(output, target()).backward()
+    opt.step()
+
+
+# ------------------------------------------------------------------ what does not fit
+
+
+NO_SOFTMAX = "'categorical' does not fit the training loss: rows .* do not sum to zero.* "
+OTHERS: dict[str, tuple[str, Loss, Callable[[], Tensor], nn.Module | None, str]] = {
+    "squared error": (
+        "categorical",
+        F.mse_loss,
+        numbers,
+        None,
+        NO_SOFTMAX + "squared error: .*'gaussian', of whose loss F.mse_loss is 0.167 times",
+    ),
+    "binary cross entropy": (
+        "categorical",
+        F.binary_cross_entropy_with_logits,
+        bits,
+        None,
+        NO_SOFTMAX + "binary cross entropy: .*'bernoulli', of whose loss it is 0.0833 times",
+    ),
+    "summed binary cross entropy": (
+        "categorical",
+        summed_bce,
+        bits,
+        None,
+        NO_SOFTMAX + "binary cross entropy: .*'bernoulli', of whose loss it is 1 times",
+    ),
+    "softmax applied": (
+        "categorical",
+        lambda p, y: F.nll_loss(p.log(), y),
+        classes,
+        nn.Softmax(1),
+        NO_SOFTMAX + "rows sum to one: observe the argument of softmax",
+    ),
+    "sigmoid applied": (
+        "categorical",
+        F.binary_cross_entropy,
+        bits,
+        nn.Sigmoid(),
+        NO_SOFTMAX + "All outputs are between 0 and 1: if sigmoid",
+    ),
+    "sum over a batch": (
+        "categorical",
+        lambda z, y: F.cross_entropy(z, y, reduction="sum"),
+        classes,
+        None,
+        "'categorical' .* times as large, as that of a sum over the batch of 64",
+    ),
+    "ten times": (
+        "categorical",
+        lambda z, y: 10 * F.cross_entropy(z, y),
+        classes,
+        None,
+        r"'categorical' .* gradient is about (9|10)(\.\d)? times as large\. ",
+    ),
+    "mean over outputs": (
+        "bernoulli",
+        F.binary_cross_entropy_with_logits,
+        bits,
+        None,
+        "'bernoulli' .* as that of a mean over outputs, which the default .* is: 0.083 times",
+    ),
+    "sigmoid for bernoulli": (
+        "bernoulli",
+        F.binary_cross_entropy,
+        bits,
+        nn.Sigmoid(),
+        "'bernoulli' .*all outputs are between 0 and 1. Observe logits",
+    ),
+    "sum of everything": (
+        "bernoulli",
+        lambda z, y: F.binary_cross_entropy_with_logits(z, y, reduction="sum"),
+        bits,
+        None,
+        "'bernoulli' .* as that of a sum over the batch of 64",
+    ),
+    "mean of squares": (
+        "gaussian",
+        F.mse_loss,
+        numbers,
+        None,
+        "'gaussian' .* mean over outputs, which F.mse_loss is: 0.17 times",
+    ),
+    "sum of squares": (
+        "gaussian",
+        lambda z, y: F.mse_loss(z, y, reduction="sum"),
+        numbers,
+        None,
+        "'gaussian' .* as that of a sum over the batch of 64",
+    ),
+}
+
+
+@sampling
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_loss_that_does_not_fit_is_noticed(name: str, other: str) -> None:
+    """Once, at the line of the user's step."""
+    likelihood, loss, target, last, message = OTHERS[other]
+    with pytest.warns(RuntimeWarning, match=message) as said:
+        first_step(name, likelihood, loss, target, last)
+    assert [warning.filename for warning in said] == [__file__]
+
+
+def test_a_constant_factor_is_noticed_only_where_it_matters() -> None:
+    """With relative damping and grafting it changes nothing; another kind of loss does."""
+    free: dict[str, Any] = {"relative_damping": True, "graft": "adam"}
+    mean_bce = F.binary_cross_entropy_with_logits
+    first_step("sampled", "bernoulli", mean_bce, bits, **free)
+    with pytest.warns(RuntimeWarning, match="'bernoulli' .* mean over outputs"):
+        first_step("sampled", "bernoulli", mean_bce, bits, **free, kl_clip=1.0)
+    with pytest.warns(RuntimeWarning, match=NO_SOFTMAX):
+        first_step("sampled", "categorical", F.mse_loss, numbers, **free)
+
+
+# ------------------------------------------------------------------ what fits
+
+
+def imbalanced(z: Tensor, y: Tensor) -> Tensor:
+    """One class in 64 rows is rare and weighs 100 times as much."""
+    y = torch.zeros_like(y)
+    y[0] = 1
+    return F.cross_entropy(z, y, torch.tensor([1.0] + 11 * [100.0]))
+
+
+def mostly_ignored(z: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(z, torch.where(torch.arange(len(y)) < 60, -100, y))
+
+
+def focal(z: Tensor, y: Tensor) -> Tensor:
+    likely = z.softmax(1)[torch.arange(len(y)), y]
+    return -((1 - likely).square() * likely.log()).mean()
+
+
+def with_penalty(z: Tensor, y: Tensor) -> Tensor:
+    """The z-loss of large language models, on logits with a large sum of exponentials."""
+    return F.cross_entropy(z, y) + 1e-4 * z.logsumexp(1).square().mean()
+
+
+class Times(nn.Module):
+    """Logits so large that the model is almost certain, and wrong."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A hundred times the input."""
+        return 100 * x
+
+
+FITTING: dict[str, tuple[str, Loss, Callable[[], Tensor], nn.Module | None]] = {
+    "cross entropy": ("categorical", F.cross_entropy, classes, None),
+    "smoothed": (
+        "categorical",
+        lambda z, y: F.cross_entropy(z, y, label_smoothing=0.1),
+        classes,
+        None,
+    ),
+    "weighted": ("categorical", imbalanced, classes, None),
+    "padded": ("categorical", mostly_ignored, classes, None),
+    "focal": ("categorical", focal, classes, None),
+    "penalised": ("categorical", with_penalty, classes, None),
+    "margin": ("categorical", F.multi_margin_loss, classes, None),
+    "log-probabilities": ("categorical", F.nll_loss, classes, nn.LogSoftmax(1)),
+    "certain and wrong": ("categorical", F.cross_entropy, classes, Times()),
+    "an eighth": ("categorical", lambda z, y: F.cross_entropy(z, y) / 8, classes, None),
+    "scaled": ("categorical", lambda z, y: 65536 * F.cross_entropy(z, y), classes, None),
+    "soft labels": (
+        "categorical",
+        lambda z, y: F.kl_div(z.log_softmax(1), y.softmax(1), reduction="batchmean"),
+        numbers,
+        None,
+    ),
+    "binary": ("bernoulli", summed_bce, bits, None),
+    "binary, a part": ("bernoulli", lambda z, y: summed_bce(z, y.sigmoid()), numbers, None),
+    "binary, weighted": (
+        "bernoulli",
+        lambda z, y: (
+            F.binary_cross_entropy_with_logits(
+                z, y, pos_weight=torch.full((OUTPUTS,), 4.0), reduction="sum"
+            )
+            / len(z)
+        ),
+        bits,
+        None,
+    ),
+    "binary, positive logits": ("bernoulli", summed_bce, bits, nn.Sigmoid()),
+    "binary, scaled": ("bernoulli", lambda z, y: 65536 * summed_bce(z, y), bits, None),
+    "squares": ("gaussian", half_squares, numbers, None),
+    "large targets": ("gaussian", lambda z, y: half_squares(z, 10_000 * y), numbers, None),
+    "small residuals": (
+        "gaussian",
+        lambda z, y: half_squares(z, z.detach() + 0.01 * y),
+        numbers,
+        None,
+    ),
+}
+
+
+@sampling
+@pytest.mark.parametrize("fitting", FITTING)
+def test_a_loss_that_fits_is_not_noticed(name: str, fitting: str) -> None:
+    """A warning is an error in this suite."""
+    likelihood, loss, target, last = FITTING[fitting]
+    first_step(name, likelihood, loss, target, last)
+
+
+@sampling
+@pytest.mark.parametrize("trained", [0, 300])
+def test_a_model_of_any_age_fits(name: str, trained: int) -> None:
+    """Also one that knows its training data by heart."""
+    model = nn.Sequential(nn.Linear(WIDTH, 64), nn.Tanh(), nn.Linear(64, OUTPUTS))
+    x, y = torch.randn(ROWS, WIDTH), classes()
+    adam = torch.optim.Adam(model.parameters(), lr=0.02)
+    for _ in range(trained):
+        adam.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        adam.step()
+    opt = made(name, model)
+    output = model(x)
+    opt.observe(output)
+    loss = F.cross_entropy(output, y)
+    assert (float(loss.detach()) < 0.01) == bool(trained)
+    loss.backward()
+    opt.step()
+
+
+@sampling
+@pytest.mark.parametrize("likelihood", ["categorical", "bernoulli"])
+def test_accumulation_fits(name: str, likelihood: str) -> None:
+    """The loss of each of twelve micro-batches is divided by twelve, as a mean over outputs is."""
+    model = nn.Linear(WIDTH, OUTPUTS)
+    opt = made(name, model, likelihood=likelihood)
+    for _ in range(OUTPUTS):
+        output = model(torch.randn(ROWS, WIDTH))
+        opt.observe(output)
+        if likelihood == "categorical":
+            loss = F.cross_entropy(output, classes())
+        else:
+            loss = summed_bce(output, bits())
+        (loss / OUTPUTS).backward()
+    opt.step()
+
+
+@sampling
+def test_the_scale_of_a_grad_scaler_fits(name: str) -> None:
+    """Also one that looks like another reduction; a loss of another kind is still noticed."""
+    for loss, target in ((F.cross_entropy, classes), (F.mse_loss, numbers)):
+        model = nn.Linear(WIDTH, OUTPUTS)
+        opt, scaler = made(name, model), torch.amp.GradScaler("cpu", init_scale=float(ROWS))
+        output = model(torch.randn(ROWS, WIDTH))
+        opt.observe(output)
+        scaler.scale(loss(output, target())).backward()
+        noticed = pytest.warns(RuntimeWarning, match=NO_SOFTMAX)
+        with nullcontext() if loss is F.cross_entropy else noticed:
+            scaler.step(opt)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_fits(dtype: torch.dtype) -> None:
+    """With many classes, of whose gradients float16 loses almost all."""
+    model = nn.Linear(WIDTH, 5000)
+    opt = TNT.paper(model.parameters())
+    with torch.autocast("cpu", dtype):
+        output = model(torch.randn(256, WIDTH))
+        opt.observe(output)
+        loss = F.cross_entropy(output, torch.randint(5000, (256,)))
+    assert output.dtype == dtype
+    loss.backward()
+    opt.step()
+
+
+# ------------------------------------------------------------------ the hook
+
+
+@sampling
+def test_only_the_first_step_compares(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of later outputs is kept, nor of a graph that lives on."""
+    taken: list[Tensor] = []
+    monkeypatch.setattr(mismatch, "_some_rows", lambda name, z: taken.append(z) or z)
+    model = nn.Linear(WIDTH, OUTPUTS)
+    opt = made(name, model, stat_interval=1, inverse_interval=1)
+    x, y = torch.randn(ROWS, WIDTH), classes()
+    outputs = []
+    for step in range(3):
+        outputs.append(model(x))
+        opt.observe(outputs[-1])
+        loss = F.cross_entropy(outputs[-1], y) if step == 0 else outputs[-1].sum()
+        loss.backward(retain_graph=True)
+        opt.step()
+        outputs[0].sum().backward(retain_graph=True)
+    assert len(taken) == 2  # the output and its gradient
+
+
+def test_a_resumed_training_does_not_compare() -> None:
+    model = nn.Linear(WIDTH, OUTPUTS)
+    opt, resumed = TNT.paper(model.parameters()), TNT.paper(model.parameters())
+    output = model(torch.randn(ROWS, WIDTH))
+    opt.observe(output)
+    F.cross_entropy(output, classes()).backward()
+    opt.step()
+    resumed.load_state_dict(opt.state_dict())
+    resumed.param_groups[0]["stat_interval"] = 1
+    output = model(torch.randn(ROWS, WIDTH))
+    resumed.observe(output)
+    output.sum().backward()
+    resumed.step()
+
+
+@sampling
+def test_observing_does_not_wait_for_the_device(name: str) -> None:
+    model = nn.Linear(WIDTH, OUTPUTS)
+    opt = made(name, model)
+    with no_host_reads():
+        output = model(torch.randn(ROWS, WIDTH))
+        opt.observe(output)
+        F.mse_loss(output, numbers()).backward()
+    with pytest.warns(RuntimeWarning, match=NO_SOFTMAX):
+        opt.step()
+
+
+@sampling
+def test_an_output_without_a_backward_is_not_compared(name: str) -> None:
+    model = nn.Linear(WIDTH, OUTPUTS)
+    opt = made(name, model)
+    opt.observe(model(torch.randn(ROWS, WIDTH)))
+    F.mse_loss(model(torch.randn(ROWS, WIDTH)), numbers()).backward()
+    opt.step()
+
+
+def test_two_optimizers_of_one_output_compare_with_the_training_loss() -> None:
+    """The sampled backward of the second passes the hook of the first."""
+    model = nn.Sequential(nn.Linear(WIDTH, 8), nn.Linear(8, OUTPUTS))
+    first = TNT.paper(model[0].parameters())
+    second = TNT.paper(model[1].parameters(), likelihood=lambda z: z.square().sum())
+    output = model(torch.randn(ROWS, WIDTH))
+    first.observe(output)
+    second.observe(output)
+    F.cross_entropy(output, classes()).backward()
+    first.step()
+    second.step()
+
+
+def test_the_hook_keeps_nothing_alive_and_a_copy_works() -> None:
+    model = nn.Linear(WIDTH, OUTPUTS)
+    opt = TNT.paper(model.parameters())
+    output = model(torch.randn(ROWS, WIDTH))
+    opt.observe(output)
+    copied = copy.deepcopy(opt)
+    assert pickle.loads(pickle.dumps(opt)).observing
+    gone = weakref.ref(opt)
+    del opt
+    gc.collect()
+    assert gone() is None
+    F.mse_loss(output, numbers()).backward()
+    for p in copied.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    copied.step()
+
+
+def test_the_loss_may_come_from_another_view_of_the_output() -> None:
+    """A language model's loss has logits (N, T, C), and ``attach`` observes them flattened."""
+    model = nn.Linear(WIDTH, OUTPUTS)
+    opt = TNT.paper(model.parameters())
+    opt.attach(model, output=lambda out: out.flatten(0, 1))
+    F.mse_loss(model(torch.randn(4, 16, WIDTH)), numbers().view(4, 16, -1)).backward()
+    with pytest.warns(RuntimeWarning, match=NO_SOFTMAX):
+        opt.step()
+
+
+def test_large_outputs_are_compared_in_part() -> None:
+    """A stride of rows is enough to see the loss, and the factor."""
+    model = nn.Linear(WIDTH, 4096, bias=False)
+    opt = TNT.paper(model.parameters(), max_factor_dim=100)
+    output = model(torch.randn(700, WIDTH))
+    opt.observe(output)
+    (held,) = opt._observed.comparisons
+    assert held.output.numel() < 2**20 < output.numel()
+    F.binary_cross_entropy_with_logits(output, torch.rand(700, 4096).round()).backward()
+    with pytest.warns(RuntimeWarning, match=f"'bernoulli', of whose loss it is {1 / 4096:.3g} "):
+        opt.step()
+
+
+def test_each_part_of_a_composite_is_compared() -> None:
+    model = nn.Linear(WIDTH, OUTPUTS)
+    opt = TNT.paper(model.parameters(), likelihood=("categorical", "gaussian"))
+    output = model(torch.randn(ROWS, WIDTH))
+    policy, value = output[:, :5], output[:, 5]
+    opt.observe((policy, value))
+    (F.mse_loss(policy, torch.randn(ROWS, 5)) + F.mse_loss(value, torch.randn(ROWS))).backward()
+    with pytest.warns(RuntimeWarning, match=NO_SOFTMAX) as said:
+        opt.step()
+    assert len(said) == 1
+
+
+# ------------------------------------------------------------------ statistics of zero
+
+
+def test_first_statistics_that_are_all_zero_are_noticed() -> None:
+    model = nn.Linear(WIDTH, OUTPUTS)
+    opt = TNT.paper(model.parameters(), likelihood=lambda z: (0 * z).sum(), stat_interval=1)
+    for step in range(2):
+        output = model(torch.randn(ROWS, WIDTH))
+        opt.observe(output)
+        F.cross_entropy(output, classes()).backward()
+        if step:
+            opt.step()  # a second warning would be an error
+        else:
+            with pytest.warns(RuntimeWarning, match="first statistics are all zero"):
+                opt.step()
