@@ -153,11 +153,11 @@ def test_relative_damping_without_grafting_is_warned_of() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for settings in ({"relative_damping": True, "graft": "sgd"}, {"relative_damping": False}):
-            opt = TNT([weight(3)], **settings)
+            opt = TNT.paper([weight(3)], **settings)
         with pytest.raises(RuntimeWarning, match="graft=None.*LoRA's A.*Set graft='adam'"):
             opt.add_param_group({"params": [weight(2)], "relative_damping": True})
         with pytest.raises(RuntimeWarning, match="graft=None"):
-            TNT([weight(3)], relative_damping=True)
+            TNT.paper([weight(3)], relative_damping=True)
 
 
 # ------------------------------------------------------------------ factors

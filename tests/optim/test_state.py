@@ -127,6 +127,7 @@ def test_training_resumes_bit_for_bit_after_steps_that_were_skipped(
     fresh = made(name, resumed, lr=1e-3, **settings)
     fresh.load_state_dict(files[1])
     held = Snapshot(resumed.parameters(), getattr(fresh, "main", fresh))
+    main._observed.comparisons.clear()  # a resumed training does not compare
     Snapshot(model.parameters(), main).assert_equals(held)
     train(model, opt, range(first + 2, first + 8))
     train(resumed, fresh, range(first + 2, first + 8))
