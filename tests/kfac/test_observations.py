@@ -1,12 +1,13 @@
 """What observe() collects: micro-batches, draws, and the layers that outputs reach or miss."""
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from conftest import FixedLabels
-from drawn import noise
+from drawn import close, noise
 from kfac_models import Heads, conv_net, held, images, least_likely, train
 from optimizers import equal
 from tolerances import FLOAT64_REORDERED
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from tnt_optim import KFAC
+
+KEPT = {"momentum"}  # what a layer without statistics has in its state
 
 
 def test_micro_batches_are_one_batch(fixed_labels: FixedLabels) -> None:
@@ -111,16 +114,25 @@ def test_heads_used_in_turn_are_all_trained() -> None:
     assert not any(torch.equal(before[k], v) for k, v in model.state_dict().items())
 
 
-def test_a_layer_that_the_loss_reaches_but_the_output_does_not_waits() -> None:
-    model = Heads()
-    opt = KFAC(model, stat_interval=1)
-    still = model.heads[1].weight.detach().clone()
-    for _ in range(2):
-        use(model, opt, 0, 1)
-    assert torch.equal(model.heads[1].weight, still)
-    opt.warm_start(model(noise(8, 4), head) for head in (0, 1))
-    use(model, opt, 0, 1)
-    assert not torch.equal(model.heads[1].weight, still)
+def test_a_layer_that_only_the_loss_reaches_takes_the_momentum_with_one_warning() -> None:
+    """A value head: it is trained, named once, and preconditioned once an output reaches it."""
+    model = Heads(3)
+    opt = KFAC(model, lr=0.1, stat_interval=1, weight_decay=0.5)
+    head, body = model.heads[2], model.body.weight.detach().clone()
+    names = r"do not depend on: 'heads.1', 'heads.2'; they are updated without preconditioning"
+    momentum = [torch.zeros_like(p) for p in head.parameters()]
+    for step in range(3):
+        before = [p.detach().clone() for p in head.parameters()]
+        with pytest.warns(RuntimeWarning, match=names) if step == 0 else nullcontext():
+            use(model, opt, 0, 1, 2)
+        momentum = [0.9 * m + p.grad for m, p in zip(momentum, head.parameters(), strict=True)]
+        for old, m, p in zip(before, momentum, head.parameters(), strict=True):
+            close(p.detach(), old - 0.1 * (m + 0.5 * old))
+    assert not torch.equal(body, model.body.weight) and not opt.state[head.weight].keys() - KEPT
+    opt.load_state_dict(opt.state_dict())
+    use(model, opt, 2)
+    assert len(opt.state[head.weight]["stats"]) == 2
+    close(opt.state[head.weight]["momentum"], 0.9 * momentum[0] + head.weight.grad)
 
 
 def counting(model: nn.Module, stat_interval: int) -> tuple[KFAC, list[Tensor]]:
@@ -137,19 +149,17 @@ def counting(model: nn.Module, stat_interval: int) -> tuple[KFAC, list[Tensor]]:
 def test_a_layer_that_outputs_never_reach_is_asked_for_at_scheduled_steps_only() -> None:
     model = Heads()
     opt, sampled = counting(model, stat_interval=4)
-    still = copy.deepcopy(model.heads[1].state_dict())
     for t in range(9):
         sampled.clear()
         # No step is refused, though observe is mostly not called.
-        use(model, opt, 0, 1, observed=t % 4 == 0 or t == 2)
+        with pytest.warns(RuntimeWarning, match="'heads.1'") if t == 0 else nullcontext():
+            use(model, opt, 0, 1, observed=t % 4 == 0 or t == 2)
         assert len(sampled) == (t % 4 == 0)
         assert opt._observed.unreached == {2: True}
     assert copy.deepcopy((model, opt))[1]._observed.unreached == {2: True}
-    assert equal(still.values(), model.heads[1].state_dict().values())
     opt.param_groups[0]["step"] = 12
     use(model, opt, 1, 0)
-    assert opt._observed.unreached == {}
-    assert not any(torch.equal(still[k], v) for k, v in model.heads[1].state_dict().items())
+    assert opt._observed.unreached == {} and "stats" in opt.state[model.heads[1].weight]
 
 
 def test_a_layer_unused_so_far_costs_nothing_and_joins_when_it_is_used() -> None:

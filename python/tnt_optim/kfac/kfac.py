@@ -131,6 +131,7 @@ class KFAC(Optimizer):
         self._failures = Failures(PARTS)
         self._observed = Observations()
         self._warming = self._warned = False
+        self._named: set[int] = set()  # layers that a warning said the outputs do not reach
         super().__init__(list(model.named_parameters()), {**settings, "step": 0})
         self._attach()
 
@@ -172,9 +173,10 @@ class KFAC(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Takes one step, which uses up all observations even if it raises.
 
-        A layer that has a gradient but that the observed outputs did not reach, and that has no
-        statistics yet, is not updated. If it was called in the forward pass, its statistics are
-        next asked for at a multiple of T1.
+        A layer that has a gradient, but no statistics because the observed outputs did not reach
+        it, is updated like the parameters outside of layers; a warning names it. It gets statistics
+        when an output reaches it: asked for at the next multiple of T1 if it was called in the
+        forward pass, otherwise when it is called.
 
         Args:
             closure: recomputes the loss, calls ``backward`` and ``observe``, returns the loss.
@@ -247,8 +249,7 @@ class KFAC(Optimizer):
         self._failures = Failures(PARTS)
         for weight, state in fresh.items():
             state["skipped_statistics"] = skipped
-            momentum = {k: v for k, v in self.state.get(weight, {}).items() if k == "momentum"}
-            self.state[weight] = {**momentum, **state}
+            self._keep(weight, state)
 
     def failures(self) -> dict[str, int]:
         """Returns how often statistics were left out and inverses failed; waits for the device.
@@ -304,7 +305,8 @@ class KFAC(Optimizer):
         for name, _, param, state in checkpoint.saved_states(groups, state_dict):
             shapes: dict[str, list[Any]] = {"momentum": [tuple(param.shape)]}
             if param in layers:
-                check_keys(name, state, {"stats", "factors", "first_step", *COUNTERS})
+                if state.keys() - {"momentum"}:  # not a layer that no output has reached
+                    check_keys(name, state, {"stats", "factors", "first_step", *COUNTERS})
                 rows, columns = matrix_shape(layers[param])
                 shapes["stats"] = [(rows, rows), (columns, columns)]
                 shapes["factors"] = INVERSES[self.inverse].shapes(rows, columns)
@@ -400,7 +402,8 @@ class KFAC(Optimizer):
                 f"earlier ones to go on with, for {self._name(self._layers[worst].weight)}"
             )
         states = self._layer_states()  # without those that are new
-        self.state.update(self._first_states(first))
+        for weight, state in self._first_states(first).items():
+            self._keep(weight, state)
         later = {self._layers[i].weight: pair for i, pair in observed.items() if i not in first}
         if later:
             codes = blend(states, later, group["stat_decay"])
@@ -410,6 +413,11 @@ class KFAC(Optimizer):
             stats = {w: states[w]["stats"] for w in weights}
             codes = self._inverses(stats, [states[w]["factors"] for w in weights])[1]
             self._failures.report("inverses", codes, weights)
+
+    def _keep(self, weight: Tensor, state: dict[str, Any]) -> None:
+        """Gives a layer a new state, with the momentum that it has."""
+        momentum = {k: v for k, v in self.state.get(weight, {}).items() if k == "momentum"}
+        self.state[weight] = {**momentum, **state}
 
     def _first_states(self, stats: Mapping[int, list[Tensor]]) -> dict[Tensor, dict[str, Any]]:
         """Whole states around first statistics. Waits for the inverses: there are no earlier."""
@@ -438,8 +446,8 @@ class KFAC(Optimizer):
     # The update.
 
     def _to_update(self) -> tuple[list[Layer], list[Tensor]]:
-        """The layers that this step updates, and the parameters outside of all layers."""
-        group = self.param_groups[0]
+        """The layers that this step preconditions, and the other parameters that it updates."""
+        group, missed = self.param_groups[0], []
         layers, rest = [], {p for p in group["params"] if p.grad is not None}
         for name, param in zip(group["param_names"], group["params"], strict=True):
             if param in rest and param.grad.layout != torch.strided:
@@ -448,19 +456,34 @@ class KFAC(Optimizer):
                 )
         for index, layer in enumerate(self._layers):
             own = rest.intersection(parameters(layer))
-            rest -= own
             if not own:
                 continue
             if self._has_state(index) or index in self._observed.sums:
                 layers.append(layer)
-            elif not self._observed.may_wait(index):
+            elif self._observed.misses(index):
+                missed.append(index)
+                continue
+            elif index not in self._observed.unreached:
                 raise RuntimeError(
                     f"step() has no statistics for {self._name(layer.weight)}, which has a "
                     "gradient: call observe(output) between the forward and step(), or "
                     "warm_start() before training, with outputs that depend on every layer the "
                     "loss depends on"
                 )
+            rest -= own
+        self._warn_of_missed(missed)
         return layers, [p for p in group["params"] if p in rest]
+
+    def _warn_of_missed(self, layers: Iterable[int]) -> None:
+        new = [layer for layer in layers if layer not in self._named]
+        self._named.update(new)
+        if new:
+            warn_the_caller(
+                "the loss depends on layers that the observed outputs do not depend on: "
+                f"{', '.join(repr(self._names[layer]) for layer in new)}; they are updated without "
+                "preconditioning, like parameters outside of layers, until an observed output "
+                "reaches them (warned once)"
+            )
 
     def _warn_if_unobserved(self) -> None:
         if self._scheduled() and not self._observed.count and not self._warned:
@@ -476,5 +499,5 @@ def _remove(handles: Iterable[RemovableHandle]) -> None:
 
 # What a copy has, besides the state and the groups. Hooks are added anew.
 _COPIED = (
-    "inverse shard _model _names _layers _sampling _failures _observed _warming _warned".split()
+    "inverse shard _model _names _layers _sampling _failures _observed _warming _warned _named".split()
 )

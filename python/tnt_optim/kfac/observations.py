@@ -80,9 +80,9 @@ class Observations:
         self.sums, self.count = sums, max(self.count, 1)
         self.asked.update(wanted)
 
-    def may_wait(self, layer: int) -> bool:
-        """Whether a layer without statistics was asked for, so that the user forgot nothing."""
-        return layer in self.asked or layer in self.unreached
+    def misses(self, layer: int) -> bool:
+        """Whether outputs that were asked for a layer without statistics did not reach it."""
+        return layer in self.asked or self.unreached.get(layer, False)
 
     def note_unreached(self, has_statistics: Callable[[int], bool]) -> None:
         """Remembers the layers that no output reached, at the end of a successful step."""
