@@ -19,8 +19,9 @@ from tnt_optim.kfac.inverses import INVERSES, PARTS, SHARDS, Matrices, made_by_o
 from tnt_optim.kfac.layers import Layer, is_trainable, matrix_shape, parameters, supported_layers
 from tnt_optim.kfac.observations import Observations, Sampling
 from tnt_optim.kfac.statistics import LayerSums, all_finite_statistics, blend
+from tnt_optim.kronecker import is_due
 from tnt_optim.likelihoods import Likelihood
-from tnt_optim.modes import by_device, is_sharded
+from tnt_optim.modes import Settings, by_device, is_sharded
 from tnt_optim.options import OPTIONS, arguments, check_settings, documented
 from tnt_optim.state import COUNTERS, check_keys
 
@@ -88,16 +89,19 @@ class KFAC(Optimizer):
     def __init__(
         self,
         model: nn.Module,
-        lr: float | Tensor = 3e-3,
+        lr: float | Tensor = 1e-2,
         *,
-        damping: float = 0.3,
+        damping: float = 0.01,
         momentum: float = 0.9,
         stat_decay: float = 0.9,
         weight_decay: float = 0.0,
         stat_interval: int = 10,
-        inverse_interval: int = 100,
+        inverse_interval: int = 50,
+        interval_warmup: int = 500,
         likelihood: Likelihood = "categorical",
         inverse: str = "damped",
+        relative_damping: bool = True,
+        graft: str | None = "adam",
         seed: int = 0,
         process_group: Any = None,
         shard: str | None = None,
@@ -133,7 +137,20 @@ class KFAC(Optimizer):
         self._warming = self._warned = False
         self._named: set[int] = set()  # layers that a warning said the outputs do not reach
         super().__init__(list(model.named_parameters()), {**settings, "step": 0})
+        number = {p: n for n, group in enumerate(self.param_groups) for p in group["params"]}
+        self._group_numbers = [number[layer.weight] for layer in self._layers]
         self._attach()
+
+    @classmethod
+    def paper(cls, model: nn.Module, **settings: Any) -> "KFAC":
+        """KFAC as in Ren & Goldfarb 2021: absolute damping, no grafting, fixed intervals.
+
+        Args:
+            model: as for the class.
+            settings: replace the paper's for its MNIST autoencoder (lr 0.003, damping 0.3) with the
+                intervals for its CNNs, (10, 100), whose damping is 0.03 in the eigenbasis.
+        """
+        return cls(model, **{**_PAPER, **settings})
 
     @_disable_dynamo
     def observe(self, output: Any) -> None:
@@ -160,7 +177,8 @@ class KFAC(Optimizer):
         if not wanted:
             return
         # A layer without statistics that no forward pass has called cannot be in the output.
-        due = [layer for layer in wanted if self._scheduled() or layer in self._observed.called]
+        called = self._observed.called
+        due = [layer for layer in wanted if self._scheduled(layer) or layer in called]
         sums: dict[int, LayerSums] = {}
         if due:
             number = numbered(self._observed.count, self._team())
@@ -195,9 +213,9 @@ class KFAC(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        group = self.param_groups[0]
         try:
-            check_settings(group)
+            for group in self.param_groups:
+                check_settings(group)
             team = self._team()
             # On a GPU a report arrives one step late, and not everywhere at once. If it stops the
             # training, it must stop all processes at the same step: they wait for it.
@@ -209,13 +227,14 @@ class KFAC(Optimizer):
             self._warn_if_unobserved()
             layers, others = self._to_update()
             self._refresh({layer: sums.means() for layer, sums in self._observed.sums.items()})
-            if team is None or not any(p.is_cuda for p in group["params"]):
+            if team is None or not any(layer.weight.is_cuda for layer in self._layers):
                 self._failures.read(self._layer_states(), self._name)
-            update_(group, self.state, layers, others, INVERSES[self.inverse])
+            update_(self.param_groups, self.state, layers, others, INVERSES[self.inverse])
             self._observed.note_unreached(self._has_state)
         finally:
             self._observed.use_up()
-        group["step"] += 1
+        for group in self.param_groups:
+            group["step"] += 1
         return loss
 
     def warm_start(self, outputs: Iterable[Any], *, model: nn.Module | None = None) -> None:
@@ -303,17 +322,18 @@ class KFAC(Optimizer):
         checkpoint.check_groups(self._method, groups, state_dict, settings)
         layers = {layer.weight: layer for layer in self._layers}
         for name, _, param, state in checkpoint.saved_states(groups, state_dict):
-            shapes: dict[str, list[Any]] = {"momentum": [tuple(param.shape)]}
+            moments: list[Any] = [tuple(param.shape)]
+            shapes = {"momentum": moments, "second_moment": moments}
             if param in layers:
-                if state.keys() - {"momentum"}:  # not a layer that no output has reached
+                if state.keys() - _MOMENTS:  # not a layer that no output has reached
                     check_keys(name, state, {"stats", "factors", "first_step", *COUNTERS})
                 rows, columns = matrix_shape(layers[param])
                 shapes["stats"] = [(rows, rows), (columns, columns)]
                 shapes["factors"] = INVERSES[self.inverse].shapes(rows, columns)
-            elif set(state) != {"momentum"}:
-                raise ValueError(f"{name} must hold a momentum only, got {sorted(state)}")
+            elif state.keys() - _MOMENTS:
+                raise ValueError(f"{name} must hold moments only, got {sorted(state)}")
             for key in [key for key in shapes if key in state]:
-                held = [state[key]] if key == "momentum" else state[key]
+                held = [state[key]] if key in _MOMENTS else state[key]
                 got = [tuple(t.shape) if isinstance(t, Tensor) else type(t) for t in held]
                 if got != shapes[key]:
                     raise ValueError(
@@ -366,15 +386,14 @@ class KFAC(Optimizer):
         if not is_trainable(self._layers[layer]):
             return False
         new = not self._has_state(layer) and not self._observed.unreached.get(layer, False)
-        return self._warming or self._scheduled() or new
+        return self._warming or self._scheduled(layer) or new
 
     def _all_wanted(self) -> list[int]:
         """The layers that are wanted: the same in all processes from the forward to the step."""
         return [layer for layer in range(len(self._layers)) if self._wanted(layer)]
 
-    def _scheduled(self) -> bool:
-        group = self.param_groups[0]
-        return bool(group["step"] % group["stat_interval"] == 0)
+    def _scheduled(self, layer: int) -> bool:
+        return is_due(self.param_groups[self._group_numbers[layer]], "stat_interval")
 
     def _has_state(self, layer: int) -> bool:
         # The layer's state is its weight's. Not self.state[weight], which would add an entry.
@@ -392,8 +411,6 @@ class KFAC(Optimizer):
 
     def _refresh(self, observed: Mapping[int, list[Tensor]]) -> None:
         """Refreshes the statistics with the observations, then the inverses that are due."""
-        group = self.param_groups[0]
-        t, interval = group["step"], group["inverse_interval"]
         first = {i: pair for i, pair in observed.items() if not self._has_state(i)}
         if first and not all_finite_statistics(first.values()):  # waits for the device once
             worst = next(i for i, pair in first.items() if not all_finite_statistics([pair]))
@@ -406,25 +423,39 @@ class KFAC(Optimizer):
             self._keep(weight, state)
         later = {self._layers[i].weight: pair for i, pair in observed.items() if i not in first}
         if later:
-            codes = blend(states, later, group["stat_decay"])
-            self._failures.report("statistics", codes, list(later))
-        young = [w for w in later if t - states[w]["first_step"] < interval]
-        for weights in by_device(states if t % interval == 0 else young):
-            stats = {w: states[w]["stats"] for w in weights}
-            codes = self._inverses(stats, [states[w]["factors"] for w in weights])[1]
-            self._failures.report("inverses", codes, weights)
+            groups = self.param_groups
+            decays = {p: group["stat_decay"] for group in groups for p in group["params"]}
+            self._failures.report("statistics", blend(states, later, decays), list(later))
+        for group in self.param_groups:
+            young = 0 if group["interval_warmup"] else group["inverse_interval"]
+            due = [
+                w
+                for w in group["params"]
+                if w in states
+                if is_due(group, "inverse_interval")
+                or (w in later and group["step"] - states[w]["first_step"] < young)
+            ]
+            for weights in by_device(due):
+                stats = {w: states[w]["stats"] for w in weights}
+                codes = self._inverses(group, stats, [states[w]["factors"] for w in weights])[1]
+                self._failures.report("inverses", codes, weights)
 
     def _keep(self, weight: Tensor, state: dict[str, Any]) -> None:
-        """Gives a layer a new state, with the momentum that it has."""
-        momentum = {k: v for k, v in self.state.get(weight, {}).items() if k == "momentum"}
-        self.state[weight] = {**momentum, **state}
+        """Gives a layer a new state, with the moments that it has."""
+        moments = {k: v for k, v in self.state.get(weight, {}).items() if k in _MOMENTS}
+        self.state[weight] = {**moments, **state}
 
     def _first_states(self, stats: Mapping[int, list[Tensor]]) -> dict[Tensor, dict[str, Any]]:
         """Whole states around first statistics. Waits for the inverses: there are no earlier."""
-        group, states = self.param_groups[0], {}
+        states = {}
         by_weight = {self._layers[layer].weight: pair for layer, pair in stats.items()}
-        for weights in by_device(by_weight):
-            factors, codes = self._inverses({w: by_weight[w] for w in weights}, None)
+        batches = [
+            (group, weights)
+            for group in self.param_groups
+            for weights in by_device([p for p in group["params"] if p in by_weight])
+        ]
+        for group, weights in batches:
+            factors, codes = self._inverses(group, {w: by_weight[w] for w in weights}, None)
             for weight, made, code in zip(weights, factors, codes.tolist(), strict=True):
                 if code != 0:
                     name = self._name(weight)
@@ -434,23 +465,29 @@ class KFAC(Optimizer):
         return states
 
     def _inverses(
-        self, stats: Mapping[Tensor, list[Tensor]], out: Matrices | None
+        self, group: Settings, stats: Mapping[Tensor, list[Tensor]], out: Matrices | None
     ) -> tuple[Matrices, Tensor]:
         """Makes the inverse factors by weight, on one device; see ``Inverse.make``."""
-        inverse, damping = INVERSES[self.inverse], self.param_groups[0]["damping"]
+        inverse, how = INVERSES[self.inverse], (group["damping"], out, group["relative_damping"])
         team = None if self.shard is None else self._team()
         if team is None:
-            return inverse.make(list(stats.values()), damping, out)
-        return made_by_owners(team, inverse, stats, damping, out)
+            return inverse.make(list(stats.values()), *how)
+        return made_by_owners(team, inverse, stats, *how)
 
     # The update.
 
     def _to_update(self) -> tuple[list[Layer], list[Tensor]]:
         """The layers that this step preconditions, and the other parameters that it updates."""
-        group, missed = self.param_groups[0], []
-        layers, rest = [], {p for p in group["params"] if p.grad is not None}
-        for name, param in zip(group["param_names"], group["params"], strict=True):
-            if param in rest and param.grad.layout != torch.strided:
+        layers, missed = [], []
+        names = {
+            p: name
+            for group in self.param_groups
+            for p, name in zip(group["params"], group["param_names"], strict=True)
+            if p.grad is not None
+        }
+        rest = set(names)
+        for param, name in names.items():
+            if param.grad.layout != torch.strided:
                 raise RuntimeError(
                     f"the gradient of {name!r} must be dense, got {param.grad.layout}"
                 )
@@ -472,7 +509,7 @@ class KFAC(Optimizer):
                 )
             rest -= own
         self._warn_of_missed(missed)
-        return layers, [p for p in group["params"] if p in rest]
+        return layers, [p for p in names if p in rest]
 
     def _warn_of_missed(self, layers: Iterable[int]) -> None:
         new = [layer for layer in layers if layer not in self._named]
@@ -486,8 +523,11 @@ class KFAC(Optimizer):
             )
 
     def _warn_if_unobserved(self) -> None:
-        if self._scheduled() and not self._observed.count and not self._warned:
-            self._warned = any(w.grad is not None for w in self._layer_states())
+        if not self._observed.count and not self._warned:
+            self._warned = any(
+                self._has_state(i) and layer.weight.grad is not None and self._scheduled(i)
+                for i, layer in enumerate(self._layers)
+            )
             if self._warned:
                 warn_the_caller(UNOBSERVED)
 
@@ -499,5 +539,14 @@ def _remove(handles: Iterable[RemovableHandle]) -> None:
 
 # What a copy has, besides the state and the groups. Hooks are added anew.
 _COPIED = (
-    "inverse shard _model _names _layers _sampling _failures _observed _warming _warned _named".split()
+    "inverse shard _model _names _layers _sampling _failures _observed _warming _warned _named "
+    "_group_numbers".split()
 )
+
+# What a parameter's state holds beside its layer's.
+_MOMENTS = {"momentum", "second_moment", "updates"}
+
+_PAPER: dict[str, Any] = {
+    **{"lr": 3e-3, "damping": 0.3, "stat_interval": 10, "inverse_interval": 100},
+    **{"interval_warmup": 0, "relative_damping": False, "graft": None},
+}

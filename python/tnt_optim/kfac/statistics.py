@@ -76,7 +76,11 @@ def all_finite_statistics(stats: Iterable[Sequence[Tensor]]) -> Tensor:
     return torch.stack([trace.to(traces[0].device) for trace in traces]).isfinite().all()
 
 
-def blend(states: States, observed: Mapping[Tensor, list[Tensor]], decay: float | Tensor) -> Tensor:
+def blend(
+    states: States,
+    observed: Mapping[Tensor, list[Tensor]],
+    decays: Mapping[Tensor, float | Tensor],
+) -> Tensor:
     """S <- decay S + (1 - decay) new, by weight, if all new statistics are finite.
 
     Returns a code for each weight, 0 if its statistics were updated.
@@ -84,7 +88,7 @@ def blend(states: States, observed: Mapping[Tensor, list[Tensor]], decay: float 
     finite = all_finite_statistics(observed.values())
     for weight, pair in observed.items():
         for old, new in zip(states[weight]["stats"], pair, strict=True):
-            old.copy_(torch.where(finite.to(old.device), new.lerp(old, decay), old))
+            old.copy_(torch.where(finite.to(old.device), new.lerp(old, decays[weight]), old))
     return (~finite).to(torch.int32).expand(len(observed)).contiguous()
 
 
