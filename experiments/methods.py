@@ -310,7 +310,8 @@ def _second_order(kind: type[TNT | Shampoo | KFAC], **fixed: Any) -> Build:
         if kind is not Shampoo:
             given |= {"likelihood": likelihood, "seed": settings.seed}
         parameters: Any = model if kind is KFAC else model.named_parameters()
-        return kind(parameters, **given, **fixed)
+        make: Any = KFAC.paper if kind is KFAC else kind
+        return make(parameters, **given, **fixed)
 
     return build
 

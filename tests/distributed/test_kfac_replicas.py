@@ -45,7 +45,7 @@ Steps = Sequence[Sequence[Sequence[Batch]]]  # by step and process
 
 def made(model: nn.Module, **settings: Any) -> KFAC:
     defaults = {"stat_interval": 2, "inverse_interval": 3, "weight_decay": 0.1}
-    return KFAC(model, **{"lr": 0.05, "damping": 0.1, **defaults, **settings})
+    return KFAC.paper(model, **{"lr": 0.05, "damping": 0.1, **defaults, **settings})
 
 
 def in_turn(parts: Sequence[Sequence[Any]]) -> Iterator[Any]:
@@ -175,6 +175,7 @@ class Case:
     warm: bool = False  # whether a warm start comes first, with one batch more in process 0
     wrapped: bool = False  # whether KFAC is given DistributedDataParallel itself
     shard: str | None = None
+    grafted: bool = False  # and relatively damped
 
     def steps(self, processes: int, numbers: Iterable[int] = range(7)) -> Steps:
         """The micro-batches of some steps."""
@@ -187,7 +188,12 @@ class Case:
         """The training of one process, or of all in one."""
         net = Net()
         model = net if rank is None else DistributedDataParallel(net)
-        settings = {"inverse": self.inverse, "likelihood": self.likelihood, "shard": self.shard}
+        settings: dict[str, Any] = {
+            "inverse": self.inverse,
+            "likelihood": self.likelihood,
+            "shard": self.shard,
+        }
+        settings |= {"relative_damping": True, "graft": "adam"} if self.grafted else {}
         opt = made(model if self.wrapped else net, **settings)
         if self.warm:
             parts = drawn(99, [3, *[2] * (processes - 1)])
@@ -211,6 +217,7 @@ CASES = [
     ),
     Case("damped", "bernoulli"),
     Case("damped", warm=True, wrapped=True),
+    *(Case(inverse, grafted=True, shard="inverses") for inverse in ("damped", "eigenbasis")),
 ]
 IN_FOUR = [
     Case("damped", "gaussian", "uneven"),

@@ -188,7 +188,7 @@ def test_observe_leaves_no_trace() -> None:
 
 def test_nothing_is_captured_or_sampled_unless_due() -> None:
     model = conv_net()
-    opt = KFAC(model, stat_interval=3)
+    opt = KFAC.paper(model, stat_interval=3)
     for t in range(7):
         output = model(images())
         assert len(captured(output)) == (3 if t % 3 == 0 else 0)

@@ -25,7 +25,7 @@ def test_micro_batches_are_one_batch(fixed_labels: FixedLabels) -> None:
     model = nn.Sequential(nn.Conv1d(2, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(9, 4)).double()
     twin = copy.deepcopy(model)
     settings = {"stat_interval": 2, "inverse_interval": 3, "likelihood": fixed_labels}
-    opt, whole = (KFAC(m, lr=0.01, **settings) for m in (model, twin))
+    opt, whole = (KFAC.paper(m, lr=0.01, **settings) for m in (model, twin))
     parts = [slice(0, 4), slice(4, 14), slice(14, 16)]
     for t in range(5):
         x, y, sampled = noise(16, 2, 4), torch.randint(4, (16,)), torch.randint(4, (16,))
@@ -58,17 +58,17 @@ def test_structured_outputs_count_examples_by_their_first_tensor() -> None:
 
     found = []
     for wrap in (lambda z: z, lambda z: {"loss": z.sum(), "logits": [z]}):
-        opt = KFAC(model, likelihood=lambda out: logits(out).square().sum() / 6, lr=0.0)
+        opt = KFAC.paper(model, likelihood=lambda out: logits(out).square().sum() / 6, lr=0.0)
         opt.warm_start([wrap(model(x))])
         found.append(held(opt))
     assert equal(*found)
     with pytest.raises(ValueError, match="batch as its first dimension"):
-        KFAC(model, likelihood=lambda z: z).warm_start([model(x).sum()])
+        KFAC.paper(model, likelihood=lambda z: z).warm_start([model(x).sum()])
 
 
 def test_a_warm_start_that_is_not_due_needs_a_generator() -> None:
     model = conv_net()
-    opt = KFAC(model)
+    opt = KFAC.paper(model)
     opt.param_groups[0]["step"] = 1  # not due any more, and the outputs were made before
     opt.warm_start([model(images())])  # a layer without statistics is captured at every step
     late = [model(images())]
@@ -82,7 +82,7 @@ def test_a_warm_start_that_is_not_due_needs_a_generator() -> None:
 def test_a_frozen_layer_joins_when_it_is_trained() -> None:
     model = conv_net()
     model[0].requires_grad_(False)
-    opt = KFAC(model, stat_interval=10)
+    opt = KFAC.paper(model, stat_interval=10)
     train(model, opt, 2)
     assert not opt.state.get(model[0].weight)
     before = model[0].weight.detach().clone()
@@ -104,7 +104,7 @@ def use(model: Heads, opt: KFAC, *heads: int, observed: bool = True) -> None:
 
 def test_heads_used_in_turn_are_all_trained() -> None:
     model = Heads()
-    opt = KFAC(model, stat_interval=10)
+    opt = KFAC.paper(model, stat_interval=10)
     before = copy.deepcopy(model.state_dict())
     for head in [0, 0, 1, 0, 1]:
         stats = held(opt)[:2]
@@ -117,7 +117,7 @@ def test_heads_used_in_turn_are_all_trained() -> None:
 def test_a_layer_that_only_the_loss_reaches_takes_the_momentum_with_one_warning() -> None:
     """A value head: it is trained, named once, and preconditioned once an output reaches it."""
     model = Heads(3)
-    opt = KFAC(model, lr=0.1, stat_interval=1, weight_decay=0.5)
+    opt = KFAC.paper(model, lr=0.1, stat_interval=1, weight_decay=0.5)
     head, body = model.heads[2], model.body.weight.detach().clone()
     names = r"do not depend on: 'heads.1', 'heads.2'; they are updated without preconditioning"
     momentum = [torch.zeros_like(p) for p in head.parameters()]
@@ -143,7 +143,7 @@ def counting(model: nn.Module, stat_interval: int) -> tuple[KFAC, list[Tensor]]:
         sampled.append(output)
         return least_likely(output)
 
-    return KFAC(model, stat_interval=stat_interval, likelihood=likelihood), sampled
+    return KFAC.paper(model, stat_interval=stat_interval, likelihood=likelihood), sampled
 
 
 def test_a_layer_that_outputs_never_reach_is_asked_for_at_scheduled_steps_only() -> None:
@@ -177,7 +177,7 @@ def test_a_layer_unused_so_far_costs_nothing_and_joins_when_it_is_used() -> None
 
 def test_a_layer_unused_at_the_scheduled_step_waits_if_later_ones_are_not_observed() -> None:
     model = Heads()
-    opt = KFAC(model, stat_interval=3)
+    opt = KFAC.paper(model, stat_interval=3)
     before = model.heads[1].weight.detach().clone()
     for t, head in enumerate([0, 1, 1, 1]):
         use(model, opt, head, observed=t % 3 == 0)

@@ -234,7 +234,8 @@ def _graft_scales(
         others = list(torch._foreach_div(others, roots))
         torch._foreach_mul_(others, [(1 - mu) / (1 - mu**count) for count in counts])
     norms, own = (
-        torch._foreach_norm(tensors, 2, torch.float64) for tensors in (others, [*directions.values()])
+        torch._foreach_norm(tensors, 2, torch.float64)
+        for tensors in (others, [*directions.values()])
     )
     pairs = zip(norms, own, strict=True)
     return [torch.where(b == 0, 0.0, a / b) for a, b in pairs]

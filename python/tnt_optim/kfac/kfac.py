@@ -27,7 +27,8 @@ from tnt_optim.state import COUNTERS, check_keys
 
 
 @documented(
-    damping="lambda in the paper; in units of the squared gradient.",
+    damping="lambda in the paper; in units of the squared gradient, or of ``relative_damping``.",
+    relative_damping="damp with ``damping`` times the average eigenvalue of G ⊗ A.",
     likelihood='"categorical", "bernoulli", "gaussian", or a function from the output to the 0-dim '
     "mean loss over its first dimension at labels it samples itself; see ``TNT``.",
     shard='None: each process computes all inverses. "inverses": each layer\'s inverses are '
@@ -40,7 +41,7 @@ class KFAC(Optimizer):
     layer's inputs, with a 1 for the bias, and G from the gradients by its outputs, at labels drawn
     from the model's own predictive distribution. Its inverse preconditions the momentum::
 
-        opt = KFAC(model, lr=0.003, damping=0.3, likelihood="bernoulli")
+        opt = KFAC(model)
         opt.warm_start(model(x) for x in batches)  # optional
         for x, y in loader:
             opt.zero_grad()
@@ -64,9 +65,10 @@ class KFAC(Optimizer):
     batch and its own samples. The training equals that of one process that observes the same
     micro-batches in turn. ``model`` may be DistributedDataParallel or the module inside.
 
-    There is one parameter group. Its settings may change between steps; ``damping`` takes effect at
-    the next refresh of the inverses. The default damping is the paper's for its MNIST autoencoder.
-    The default intervals are the paper's for its CNNs, with damping 0.03 and the eigenbasis.
+    With the defaults every parameter moves by the norm of Adam's direction, so that one learning
+    rate serves layers and other parameters; ``KFAC.paper`` has the paper's form. There is one
+    parameter group. Its settings may change between steps; ``damping`` takes effect at the next
+    refresh of the inverses.
 
     ``torch.save(model)`` also saves the hooks, which do nothing when loaded but need this package.
     Call ``close()`` first, or save the model's ``state_dict``.
@@ -74,7 +76,8 @@ class KFAC(Optimizer):
     Args:
         model: all its parameters are optimized; layers added later are not.
         {options}
-        inverse: "damped": (G + √damping I)^-1 M (A + √damping I)^-1, the paper's for autoencoders;
+        inverse: "damped": (G + √damping I)^-1 M (A + √damping I)^-1, the paper's for autoencoders,
+            with √damping in units of each factor's average eigenvalue if it is relative;
             "eigenbasis": the inverse of G ⊗ A + damping I, the paper's for CNNs, which keeps one
             more matrix like each weight, and waits for the device when it is refreshed.
 
@@ -318,7 +321,7 @@ class KFAC(Optimizer):
         checkpoint.load_adapted(self, state_dict, load, self._check_state_dict, finish)
 
     def _check_state_dict(self, state_dict: dict[str, Any]) -> None:
-        groups, settings = self.param_groups, set(self.defaults)
+        groups, settings = self.param_groups, set(self.defaults) - _ADDED
         checkpoint.check_groups(self._method, groups, state_dict, settings)
         layers = {layer.weight: layer for layer in self._layers}
         for name, _, param, state in checkpoint.saved_states(groups, state_dict):
@@ -349,6 +352,9 @@ class KFAC(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        for group in self.param_groups:
+            for name in _ADDED:
+                group.setdefault(name, _PAPER[name])
         if "_layers" in state:  # a copy; torch also calls this when it loads a state_dict
             self.process_group = None  # a process group cannot be copied
             self._attach()
@@ -550,3 +556,6 @@ _PAPER: dict[str, Any] = {
     **{"lr": 3e-3, "damping": 0.3, "stat_interval": 10, "inverse_interval": 100},
     **{"interval_warmup": 0, "relative_damping": False, "graft": None},
 }
+
+# Settings that checkpoints of earlier versions lack; they had the paper's.
+_ADDED = {"interval_warmup", "relative_damping", "graft"}
