@@ -208,7 +208,7 @@ USERS = {
     "shampoo": {"tnt_optim"},
     "fallback": {"tnt_optim"},
     "kfac": {"tnt_optim"},
-    "kronecker": {"tnt", "shampoo", "kfac"},
+    "kronecker": {"tnt", "shampoo"},
     "attach": {"tnt"},
     "distributed": {"kronecker", "kfac"},
 }

@@ -19,10 +19,9 @@ from tnt_optim.kfac.inverses import INVERSES, PARTS, SHARDS, Matrices, made_by_o
 from tnt_optim.kfac.layers import Layer, is_trainable, matrix_shape, parameters, supported_layers
 from tnt_optim.kfac.observations import Observations, Sampling
 from tnt_optim.kfac.statistics import LayerSums, all_finite_statistics, blend
-from tnt_optim.kronecker import is_due
 from tnt_optim.likelihoods import Likelihood
 from tnt_optim.modes import Settings, by_device, is_sharded
-from tnt_optim.options import OPTIONS, arguments, check_settings, documented
+from tnt_optim.options import OPTIONS, arguments, check_settings, documented, is_due
 from tnt_optim.state import COUNTERS, check_keys
 
 
