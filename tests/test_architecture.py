@@ -333,7 +333,8 @@ SHAMPOO_SIGNATURE = (
 KFAC_SIGNATURE = (
     "model, lr=0.01, *, damping=0.01, momentum=0.9, stat_decay=0.9, weight_decay=0.0, "
     "stat_interval=10, inverse_interval=50, interval_warmup=500, likelihood='categorical', "
-    "inverse='damped', relative_damping=True, graft='adam', seed=0, process_group=None, shard=None"
+    "inverse='damped', max_factor_dim=8192, relative_damping=True, graft='adam', seed=0, "
+    "process_group=None, shard=None"
 )
 MUTATED = {
     "gram_ema_": {"stats"},

@@ -38,7 +38,7 @@ def test_a_state_of_an_earlier_version_goes_on_in_the_papers_form() -> None:
     opt = KFAC.paper(model)
     train(model, opt, 2)
     saved = copy.deepcopy(opt.state_dict())
-    for name in ("interval_warmup", "relative_damping", "graft"):
+    for name in ("interval_warmup", "relative_damping", "graft", "max_factor_dim"):
         del saved["param_groups"][0][name]
     fresh = KFAC(copy.deepcopy(model))
     fresh.load_state_dict(saved)

@@ -91,29 +91,15 @@ def test_which_layers_are_supported() -> None:
     assert [is_supported(m) for m in yes + no] == [True] * len(yes) + [False] * len(no)
 
 
-def tied(kind: str) -> nn.Module:
-    """A model whose layers share something."""
-    layer = nn.Linear(4, 4)
-    if kind == "layer":
-        return nn.Sequential(layer, nn.Tanh(), layer)
-    if kind == "container":
-        block = nn.Sequential(layer, nn.Tanh())
-        return nn.ModuleDict({"a": block, "b": block})
-    model = nn.Sequential(nn.Embedding(4, 4) if kind == "weight" else nn.Linear(4, 4), layer)
-    setattr(layer, kind, getattr(model[0], kind))
-    return model
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: nn.Sequential(nn.Conv2d(4, 4, 3, groups=2), nn.BatchNorm2d(4)), "with none"),
+        (
+            lambda: nn.Sequential(nn.Conv2d(4, 4, 3, groups=2), nn.BatchNorm2d(4)),
+            "with BatchNorm2d, Conv2d with groups",
+        ),
         (lambda: nn.Sequential(nn.LazyLinear(3)), "lazy"),
         (lambda: nn.Sequential(nn.Linear(2, 3, dtype=torch.complex64)), "complex64"),
-        (lambda: tied("weight"), "'0.weight' is '1.weight', too"),
-        (lambda: tied("bias"), "'0.bias' is '1.bias', too"),
-        (lambda: tied("layer"), "'0' is '2', too"),
-        (lambda: tied("container"), "'a.0' is 'b.0', too"),
     ],
 )
 def test_a_model_that_does_not_fit_is_refused(make: Callable[[], nn.Module], message: str) -> None:
@@ -124,4 +110,62 @@ def test_a_model_that_does_not_fit_is_refused(make: Callable[[], nn.Module], mes
 def test_modules_without_a_layer_may_be_shared() -> None:
     norm, act = nn.LayerNorm(4), nn.ReLU()
     model = nn.Sequential(nn.Linear(4, 4), norm, act, nn.Linear(4, 4), norm, act)
-    assert len(KFAC(model).param_groups[0]["params"]) == 6
+    with pytest.warns(RuntimeWarning, match="16.7% .*: 8 in LayerNorm$"):
+        opt = KFAC(model)
+    assert len(opt.param_groups[0]["params"]) == 6
+
+
+# ------------------------------------------------------------------ what is not preconditioned
+
+
+class Language(nn.Module):
+    """A character model whose output layer has the weight of the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embedding, self.hidden = nn.Embedding(7, 4), nn.Linear(4, 4)
+        self.wide, self.back = nn.Linear(4, 40), nn.Linear(40, 4)
+        self.memory = nn.GRU(4, 4)
+        self.out = nn.Linear(4, 7)
+        self.out.weight = self.embedding.weight
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N,) to (N, 7)."""
+        h = self.back(self.wide(self.hidden(self.embedding(x)).tanh()).tanh())
+        return self.out(self.memory(h)[0])
+
+
+def test_layers_that_share_or_are_too_large_are_trained_and_named_by_one_warning() -> None:
+    """By the momentum, at the norm of Adam's step; frozen parameters do not count."""
+    model = Language()
+    with pytest.warns(RuntimeWarning) as said:
+        opt = KFAC(model, lr=0.1, max_factor_dim=39)
+    wanted = (
+        "96.3% of the trainable numbers without preconditioning: 364 in Linear above "
+        "max_factor_dim, 120 in GRU, 35 in Linear with a shared parameter"
+    )
+    assert [w.filename for w in said] == [__file__] and wanted in str(said[0].message)
+    assert wanted in repr(opt) and "1 layers" in repr(opt)
+    before = [p.detach().clone() for p in model.parameters()]
+    output = model(torch.arange(7))
+    opt.observe(output)
+    nn.functional.cross_entropy(output, torch.arange(7)).backward()
+    opt.step()
+    held = {name for name, p in model.named_parameters() if "stats" in opt.state[p]}
+    assert held == {"hidden.weight"}
+    for old, p in zip(before, model.parameters(), strict=True):
+        step = (old - p).norm()
+        close(step.detach(), 0.1 * (p.grad / (p.grad.abs() + 1e-8)).norm())
+
+
+def test_frozen_weights_may_be_shared_and_do_not_count() -> None:
+    """As under LoRA; a few norms are shown, without a warning."""
+    model = Language()
+    model.embedding.requires_grad_(False)
+    model.memory.requires_grad_(False)
+    model.out.bias.requires_grad_(False)
+    opt = KFAC(nn.Sequential(model, nn.LayerNorm(7)))
+    assert "3 layers, and 3.5% of the trainable numbers" in repr(opt)
+    assert repr(opt).count(": 14 in LayerNorm\n") == 1

@@ -98,12 +98,17 @@ def _eigenbasis(
 
 
 def _spectrum(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues, ascending, and eigenvectors; NaN if the iteration does not converge."""
-    try:
-        values, vectors = torch.linalg.eigh(matrix)
-    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-        return matrix.new_full((len(matrix),), math.nan), torch.full_like(matrix, math.nan)
-    return values, vectors
+    """Eigenvalues, ascending, and eigenvectors; NaN if the iteration does not converge.
+
+    In float32 it often fails on a matrix with many zero rows: that of 3 x 3 patches of 1 x 1 maps.
+    """
+    for dtype in dict.fromkeys((matrix.dtype, torch.float64)):
+        try:
+            values, vectors = torch.linalg.eigh(matrix.to(dtype))
+        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+            continue
+        return values.to(matrix.dtype), vectors.to(matrix.dtype)
+    return matrix.new_full((len(matrix),), math.nan), torch.full_like(matrix, math.nan)
 
 
 def _is_singular(values: Tensor) -> Tensor:

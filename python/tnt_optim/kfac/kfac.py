@@ -16,7 +16,7 @@ from tnt_optim.distributed.process_group import ProcessGroup, numbered, process_
 from tnt_optim.failures import UNOBSERVED, Failures, PreconditionerError, warn_the_caller
 from tnt_optim.kfac.activations import hook_layers
 from tnt_optim.kfac.inverses import INVERSES, PARTS, SHARDS, Matrices, made_by_owners, update_
-from tnt_optim.kfac.layers import Layer, is_trainable, matrix_shape, parameters, supported_layers
+from tnt_optim.kfac.layers import Layer, is_trainable, matrix_shape, parameters, preconditioned
 from tnt_optim.kfac.observations import Observations, Sampling
 from tnt_optim.kfac.statistics import LayerSums, all_finite_statistics, blend
 from tnt_optim.likelihoods import Likelihood
@@ -102,6 +102,7 @@ class KFAC(Optimizer):
         interval_warmup: int = 500,
         likelihood: Likelihood = "categorical",
         inverse: str = "damped",
+        max_factor_dim: int = 8192,
         relative_damping: bool = True,
         graft: str | None = "adam",
         seed: int = 0,
@@ -116,7 +117,6 @@ class KFAC(Optimizer):
                 raise ValueError(f"{name} must be {' or '.join(map(repr, known))}, got {value!r}")
         check_settings(options)
         settings = {name: value for name, value in options.items() if OPTIONS[name].per_group}
-        self._names, self._layers = supported_layers(model)
         for name, param in model.named_parameters():
             if is_sharded(param):
                 raise ValueError(
@@ -133,14 +133,20 @@ class KFAC(Optimizer):
         self._group_is_lost = False  # in a copy
         self.shard = shard
         self._model = model
-        self._sampling = Sampling(self._names, self._layers, likelihood, seed)
         self._failures = Failures(PARTS)
         self._observed = Observations()
         self._warming = self._warned = False
         self._named: set[int] = set()  # layers that a warning said the outputs do not reach
         super().__init__(list(model.named_parameters()), {**settings, "step": 0})
         number = {p: n for n, group in enumerate(self.param_groups) for p in group["params"]}
+        largest = {p: self.param_groups[n]["max_factor_dim"] for p, n in number.items()}
+        layers, self._reasons = preconditioned(model, largest)
+        self._names, self._layers = list(layers), list(layers.values())
         self._group_numbers = [number[layer.weight] for layer in self._layers]
+        self._sampling = Sampling(self._names, self._layers, likelihood, seed)
+        share, others = self._without_factors()
+        if share > WARNED_SHARE:
+            warn_the_caller(f"KFAC updates {others}")
         self._attach()
 
     @classmethod
@@ -320,7 +326,7 @@ class KFAC(Optimizer):
         checkpoint.load_adapted(self, state_dict, load, self._check_state_dict, finish)
 
     def _check_state_dict(self, state_dict: dict[str, Any]) -> None:
-        groups, settings = self.param_groups, set(self.defaults) - _ADDED
+        groups, settings = self.param_groups, set(self.defaults) - _ADDED.keys()
         checkpoint.check_groups(self._method, groups, state_dict, settings)
         layers = {layer.weight: layer for layer in self._layers}
         for name, _, param, state in checkpoint.saved_states(groups, state_dict):
@@ -352,22 +358,33 @@ class KFAC(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for group in self.param_groups:
-            for name in _ADDED:
-                group.setdefault(name, _PAPER[name])
+            for name, value in _ADDED.items():
+                group.setdefault(name, value)
         if "_layers" in state:  # a copy; torch also calls this when it loads a state_dict
             self.process_group = None  # a process group cannot be copied
             self._attach()
 
     def __repr__(self) -> str:
         group = self.param_groups[0]
-        in_layers = {p for layer in self._layers for p in layer.parameters()}
-        others = sum(p not in in_layers for p in group["params"])
         shown = {key: group[key] for key in sorted(set(group) - {"params", "param_names"})}
         shown |= {"inverse": self.inverse, "likelihood": self._sampling.likelihood}
         shown["seed"] = self._sampling.seed
-        head = f"{len(self._layers)} layers, and {others} parameters that take the momentum"
+        head = f"{len(self._layers)} layers, and {self._without_factors()[1]}"
         lines = "".join(f"    {key}: {value}\n" for key, value in shown.items())
         return f"{type(self).__name__} (\n  {head}\n{lines})"
+
+    def _without_factors(self) -> tuple[float, str]:
+        """The share of the trainable numbers outside of layers, and what they are."""
+        trainable = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        counts: dict[str, int] = {}
+        for param in trainable:
+            if param in self._reasons:
+                why = self._reasons[param]
+                counts[why] = counts.get(why, 0) + param.numel()
+        share = sum(counts.values()) / max(1, sum(p.numel() for p in trainable))
+        kinds = sorted(counts.items(), key=lambda kind: -kind[1])
+        listed = ", ".join(f"{count:,} in {why}" for why, count in kinds)
+        return share, f"{share:.1%} of the trainable numbers without preconditioning: {listed or 0}"
 
     def _team(self) -> ProcessGroup | None:
         return process_group_of(self.process_group, is_lost=self._group_is_lost)
@@ -463,8 +480,14 @@ class KFAC(Optimizer):
             factors, codes = self._inverses(group, {w: by_weight[w] for w in weights}, None)
             for weight, made, code in zip(weights, factors, codes.tolist(), strict=True):
                 if code != 0:
-                    name = self._name(weight)
-                    raise self._failures.first_inverse(code, name, group["damping"])
+                    name, damping = self._name(weight), group["damping"]
+                    if self.inverse == "eigenbasis" and damping > 0:
+                        raise PreconditionerError(
+                            f"the eigenvalues of the {PARTS[code - 1]} of {name} could not be "
+                            "computed in float64 either, though its numbers are finite: try "
+                            "inverse='damped'"
+                        )
+                    raise self._failures.first_inverse(code, name, damping)
                 state = {"stats": by_weight[weight], "factors": made, "first_step": group["step"]}
                 states[weight] = {**state, **dict.fromkeys(COUNTERS, 0)}
         return states
@@ -545,7 +568,7 @@ def _remove(handles: Iterable[RemovableHandle]) -> None:
 # What a copy has, besides the state and the groups. Hooks are added anew.
 _COPIED = (
     "inverse shard _model _names _layers _sampling _failures _observed _warming _warned _named "
-    "_group_numbers".split()
+    "_group_numbers _reasons".split()
 )
 
 # What a parameter's state holds beside its layer's.
@@ -556,5 +579,9 @@ _PAPER: dict[str, Any] = {
     **{"interval_warmup": 0, "relative_damping": False, "graft": None},
 }
 
-# Settings that checkpoints of earlier versions lack; they had the paper's.
-_ADDED = {"interval_warmup", "relative_damping", "graft"}
+# Settings that checkpoints of earlier versions lack, with values they had.
+_ADDED = {name: _PAPER[name] for name in ("interval_warmup", "relative_damping", "graft")}
+_ADDED["max_factor_dim"] = OPTIONS["max_factor_dim"].default
+
+# The share of numbers without preconditioning of which a warning tells.
+WARNED_SHARE = 0.1

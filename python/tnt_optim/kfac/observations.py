@@ -125,21 +125,22 @@ class Sampling:
                 check_reached({})  # an output may well miss a few layers that have no statistics
             return {}
         examples = batch_size(output)
+        calls = [(number, *each) for number, found in reached.items() for each in found]
         with without_autocast(loss), before_backward():
             gradients = torch.autograd.grad(
                 loss,
-                [edge for edge, _ in reached.values()],
+                [edge for _, edge, _ in calls],
                 # Of the sum of the examples' losses: in float16 those of the mean may underflow.
                 torch.full_like(loss, examples),
                 retain_graph=retain_graph,
                 allow_unused=True,
             )
-            sums = {
-                number: layer_sums(self.layers[number], call.inputs, gradient, examples)
-                for (number, (_, call)), gradient in zip(reached.items(), gradients, strict=True)
-                if gradient is not None
-            }
-        for _, call in reached.values():
+            sums: dict[int, LayerSums] = {}
+            for (number, _, call), gradient in zip(calls, gradients, strict=True):
+                if gradient is not None:
+                    new = layer_sums(self.layers[number], call.inputs, gradient, examples)
+                    sums[number] = sums[number].with_call(new) if number in sums else new
+        for _, _, call in calls:
             # The graph lives on through the user's backward; the input need not.
             call.inputs, call.observed = call.inputs.new_empty(0), True
         return sums

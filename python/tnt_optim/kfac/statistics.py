@@ -39,6 +39,15 @@ class LayerSums:
 
         return LayerSums(*map(chosen, vars(self).values(), vars(other).values()))
 
+    def with_call(self, other: "LayerSums") -> "LayerSums":
+        """With another call of the layer for the same examples, which adds positions."""
+        return LayerSums(
+            self.gradients + other.gradients,
+            self.inputs + other.inputs,
+            self.examples,
+            self.positions + other.positions,
+        )
+
     def means(self) -> list[Tensor]:
         """[G, A]: G is a mean over positions, A a mean over examples of sums over positions."""
         return [self.gradients / self.positions, self.inputs / self.examples]
