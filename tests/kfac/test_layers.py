@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -169,3 +170,61 @@ def test_frozen_weights_may_be_shared_and_do_not_count() -> None:
     opt = KFAC(nn.Sequential(model, nn.LayerNorm(7)))
     assert "3 layers, and 3.5% of the trainable numbers" in repr(opt)
     assert repr(opt).count(": 14 in LayerNorm\n") == 1
+
+
+# ------------------------------------------------------------------ parameter groups
+
+
+def groups_of(model: nn.Sequential) -> list[dict[str, Any]]:
+    """Of a model of four layers: three weights, the last one skipped, and three biases."""
+    weights, biases = ([getattr(model[i], n) for i in (0, 1, 2)] for n in ("weight", "bias"))
+    return [
+        {"params": weights[:2], "weight_decay": 0.5, "damping": 0.7},
+        {"params": [("any name", weights[2])], "max_factor_dim": 1},
+        {"params": biases, "lr": 0.3},
+    ]
+
+
+def test_groups_have_settings_of_their_own() -> None:
+    """A layer's statistics are its weight's; the rest of the model is not touched."""
+    torch.manual_seed(7)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))).double()
+    like, x = copy.deepcopy(model), torch.randn(8, 4).double()
+    with pytest.warns(RuntimeWarning, match="33.3% .*: 20 in Linear above max_factor_dim"):
+        opt = KFAC.paper(model, params=groups_of(model), lr=0.1)
+    other, moved = KFAC.paper(like, lr=0.1, damping=0.7), {}
+    for net, optimizer in ((like, other), (model, opt)):
+        before = {name: p.detach().clone() for name, p in net.named_parameters()}
+        output = net(x)
+        optimizer.observe(output)
+        output.square().sum().backward()
+        optimizer.step()
+        moved[net] = {n: before[n] - p.detach() for n, p in net.named_parameters()}
+    for layer in (0, 1):
+        weight, bias = f"{layer}.weight", f"{layer}.bias"
+        close(moved[model][weight], moved[like][weight] + 0.05 * before[weight])
+        close(moved[model][bias], 3 * moved[like][bias])
+    close(moved[model]["2.weight"], 0.1 * model[2].weight.grad)
+    assert not any(moved[model][f"3.{name}"].any() for name in ("weight", "bias"))
+    assert not model[3]._forward_hooks and model[3].weight not in opt.state
+    assert "group 2: 3 parameters" in repr(opt) and "lr: 0.3" in repr(opt)
+    with pytest.warns(RuntimeWarning, match="preconditioning"):
+        again = KFAC.paper(model, params=groups_of(model))
+    again.load_state_dict(opt.state_dict())
+    assert [group["step"] for group in again.param_groups] == [1, 1, 1]
+    close(again.state[model[0].bias]["momentum"], model[0].bias.grad)
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        ({"params": [nn.Parameter(torch.ones(2))]}, "params must be parameters of the model"),
+        ({"lr": -1.0}, "lr must be"),
+        ({"damping": -1.0}, "damping must be"),
+    ],
+)
+def test_groups_that_do_not_fit_are_refused(group: dict[str, Any], message: str) -> None:
+    model = nn.Linear(2, 3)
+    with pytest.raises(ValueError, match=message):
+        KFAC(model, params=[{"params": model.parameters(), **group}])
+    assert not model._forward_hooks

@@ -16,7 +16,14 @@ from tnt_optim.distributed.process_group import ProcessGroup, numbered, process_
 from tnt_optim.failures import UNOBSERVED, Failures, PreconditionerError, warn_the_caller
 from tnt_optim.kfac.activations import hook_layers
 from tnt_optim.kfac.inverses import INVERSES, PARTS, SHARDS, Matrices, made_by_owners, update_
-from tnt_optim.kfac.layers import Layer, is_trainable, matrix_shape, parameters, preconditioned
+from tnt_optim.kfac.layers import (
+    Layer,
+    is_trainable,
+    matrix_shape,
+    named_groups,
+    parameters,
+    preconditioned,
+)
 from tnt_optim.kfac.observations import Observations, Sampling
 from tnt_optim.kfac.statistics import LayerSums, all_finite_statistics, blend
 from tnt_optim.likelihoods import Likelihood
@@ -51,9 +58,11 @@ class KFAC(Optimizer):
             opt.step()
 
     Layers are ``nn.Linear`` and ``nn.Conv1d`` to ``nn.Conv3d`` (any stride, padding and dilation),
-    called as modules, each once in a forward pass. All other parameters (norms, embeddings, grouped
-    and transposed convolutions, nn.MultiheadAttention) are updated with the plain momentum. The
-    frozen part of a layer counts as zero momentum and is not updated.
+    called as modules; several calls in a forward pass are positions. All other parameters are
+    updated with the momentum: those of norms, embeddings, recurrent networks, grouped and
+    transposed convolutions, nn.MultiheadAttention, and layers that share a parameter or have a
+    factor above ``max_factor_dim``. ``repr`` counts them, and a warning at construction if they are
+    many. The frozen part of a layer counts as zero momentum and is not updated.
 
     A = (1/N) Σ a aᵀ and G = (1/P) Σ g gᵀ over the P positions in the N examples of a batch, as in
     Grosse & Martens 2016. Each gradient g is of one example's own loss. Positions are a
@@ -65,15 +74,18 @@ class KFAC(Optimizer):
     micro-batches in turn. ``model`` may be DistributedDataParallel or the module inside.
 
     With the defaults every parameter moves by the norm of Adam's direction, so that one learning
-    rate serves layers and other parameters; ``KFAC.paper`` has the paper's form. There is one
-    parameter group. Its settings may change between steps; ``damping`` takes effect at the next
-    refresh of the inverses.
+    rate serves layers and other parameters; ``KFAC.paper`` has the paper's form. Settings of
+    parameter groups may change between steps, but for ``max_factor_dim``; ``damping`` takes effect
+    at the next refresh of the inverses.
 
     ``torch.save(model)`` also saves the hooks, which do nothing when loaded but need this package.
     Call ``close()`` first, or save the model's ``state_dict``.
 
     Args:
-        model: all its parameters are optimized; layers added later are not.
+        model: layers added later are not optimized.
+        params: some of its parameters, or parameter groups, as any optimizer takes them; None for
+            all in one group. A layer's damping, intervals and ``stat_decay`` are those of its
+            weight's group; ``max_factor_dim=1`` takes a group's weights out of the layers.
         {options}
         inverse: "damped": (G + √damping I)^-1 M (A + √damping I)^-1, the paper's for autoencoders,
             with √damping in units of each factor's average eigenvalue if it is relative;
@@ -81,8 +93,8 @@ class KFAC(Optimizer):
             more matrix like each weight, and waits for the device when it is refreshed.
 
     Raises:
-        ValueError: if a setting does not fit, the model has no layer, layers are shared, or
-            parameters are sharded, as by ``fully_shard``.
+        ValueError: if a setting does not fit, the model has no layer or not these parameters, or
+            they are sharded, as by ``fully_shard``.
         TypeError: if ``model`` is no module.
     """
 
@@ -93,6 +105,7 @@ class KFAC(Optimizer):
         model: nn.Module,
         lr: float | Tensor = 1e-2,
         *,
+        params: Iterable[Any] | None = None,
         damping: float = 0.01,
         momentum: float = 0.9,
         stat_decay: float = 0.9,
@@ -111,13 +124,13 @@ class KFAC(Optimizer):
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-        options = arguments(locals())
+        options, groups = arguments(locals()), named_groups(model, params)
         for name, value, known in (("inverse", inverse, tuple(INVERSES)), ("shard", shard, SHARDS)):
             if value not in known:
                 raise ValueError(f"{name} must be {' or '.join(map(repr, known))}, got {value!r}")
         check_settings(options)
         settings = {name: value for name, value in options.items() if OPTIONS[name].per_group}
-        for name, param in model.named_parameters():
+        for name, param in (pair for group in groups for pair in group["params"]):
             if is_sharded(param):
                 raise ValueError(
                     f"model must have whole parameters, and {name!r} is in pieces, as fully_shard "
@@ -137,7 +150,9 @@ class KFAC(Optimizer):
         self._observed = Observations()
         self._warming = self._warned = False
         self._named: set[int] = set()  # layers that a warning said the outputs do not reach
-        super().__init__(list(model.named_parameters()), {**settings, "step": 0})
+        super().__init__(groups, {**settings, "step": 0})
+        for group in self.param_groups:
+            check_settings(group)
         number = {p: n for n, group in enumerate(self.param_groups) for p in group["params"]}
         largest = {p: self.param_groups[n]["max_factor_dim"] for p, n in number.items()}
         layers, self._reasons = preconditioned(model, largest)
@@ -291,13 +306,13 @@ class KFAC(Optimizer):
         self._detach()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuses: the parameters are the model's, in one group.
+        """Refuses: the parameters are the model's that the constructor was given.
 
         Raises:
             ValueError: always, once the optimizer is made.
         """
-        if self.param_groups:
-            raise ValueError("param_group must not be added: KFAC has its model's, in one group")
+        if hasattr(self, "_layers"):
+            raise ValueError("param_group must not be added: give the constructor all, as params")
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
@@ -365,13 +380,14 @@ class KFAC(Optimizer):
             self._attach()
 
     def __repr__(self) -> str:
-        group = self.param_groups[0]
-        shown = {key: group[key] for key in sorted(set(group) - {"params", "param_names"})}
-        shown |= {"inverse": self.inverse, "likelihood": self._sampling.likelihood}
-        shown["seed"] = self._sampling.seed
-        head = f"{len(self._layers)} layers, and {self._without_factors()[1]}"
-        lines = "".join(f"    {key}: {value}\n" for key, value in shown.items())
-        return f"{type(self).__name__} (\n  {head}\n{lines})"
+        lines = [f"{type(self).__name__} ("]
+        lines.append(f"  {len(self._layers)} layers, and {self._without_factors()[1]}")
+        own = {"inverse": self.inverse, "likelihood": self._sampling.likelihood}
+        lines += [f"  {k}: {v}" for k, v in (own | {"seed": self._sampling.seed}).items()]
+        for number, group in enumerate(self.param_groups):
+            lines.append(f"  group {number}: {len(group['params'])} parameters")
+            lines += [f"    {key}: {group[key]}" for key in sorted(self.defaults)]
+        return "\n".join([*lines, ")"])
 
     def _without_factors(self) -> tuple[float, str]:
         """The share of the trainable numbers outside of layers, and what they are."""

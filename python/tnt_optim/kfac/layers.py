@@ -9,8 +9,8 @@ A new kind of layer is added to ``Layer``, ``input_rows`` and ``output_rows``.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import TypeGuard, get_args
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeGuard, get_args
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -74,6 +74,22 @@ def preconditioned(
             f"{type(model).__name__} with {', '.join(sorted(set(reasons.values()))) or 'none'}"
         )
     return layers, reasons
+
+
+def named_groups(model: nn.Module, params: Iterable[Any] | None) -> list[dict[str, Any]]:
+    """Parameter groups in torch's forms, with the model's names; None for all parameters in one."""
+    names = {param: name for name, param in model.named_parameters()}
+    given = list(names if params is None else params)
+    if not given or not isinstance(given[0], dict):
+        given = [{"params": given}]
+    groups = []
+    for group in given:
+        own = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
+        own = [param[1] if isinstance(param, tuple) else param for param in own]
+        if any(param not in names for param in own):
+            raise ValueError("params must be parameters of the model, got others")
+        groups.append({**group, "params": [(names[param], param) for param in own]})
+    return groups
 
 
 def parameters(layer: Layer) -> list[Tensor]:
