@@ -209,7 +209,7 @@ USERS = {
     "fallback": {"tnt_optim"},
     "kfac": {"tnt_optim"},
     "kronecker": {"tnt", "shampoo"},
-    "attach": {"tnt"},
+    "attach": {"tnt", "kfac"},
     "distributed": {"kronecker", "kfac"},
 }
 

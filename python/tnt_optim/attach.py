@@ -173,8 +173,9 @@ def _observe_result(hook: OutputHook, optimizer: Any, result: Any, fraction: flo
     replica = DistributedDataParallel._get_active_ddp_module()
     if replica is not None and replica.find_unused_parameters:
         optimizer._observed.partial = True
+    more = {} if fraction == 1 else {"fraction": fraction}  # KFAC observes whole batches
     with _own_tensors():
-        optimizer.observe(described, fraction=fraction)
+        optimizer.observe(described, **more)
 
 
 def _own_tensors() -> saved_tensors_hooks:

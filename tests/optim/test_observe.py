@@ -358,6 +358,10 @@ class Counting(nn.Module):
         return x
 
 
+small_with_a_norm = pytest.mark.filterwarnings("ignore:KFAC updates 23.5%:RuntimeWarning")
+
+
+@small_with_a_norm
 @sampling
 def test_a_warm_start_puts_the_buffers_of_its_model_back(name: str) -> None:
     """TNT needs ``model=`` for it. The parameters have no gradients afterwards."""
@@ -371,6 +375,7 @@ def test_a_warm_start_puts_the_buffers_of_its_model_back(name: str) -> None:
     assert int(model[1].num_batches_tracked) == (3 if name == "sampled" else 0)
 
 
+@small_with_a_norm
 @sampling
 def test_a_warm_start_that_raises_midway_changes_nothing(name: str) -> None:
     model = normalised()

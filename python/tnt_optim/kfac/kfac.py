@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from tnt_optim import checkpoint
+from tnt_optim.attach import attach
 from tnt_optim.autograd import buffers_put_back
 from tnt_optim.distributed.process_group import ProcessGroup, numbered, process_group_of
 from tnt_optim.failures import UNOBSERVED, Failures, PreconditionerError, warn_the_caller
@@ -99,6 +100,8 @@ class KFAC(Optimizer):
     """
 
     _method = "KFAC"
+
+    _attached: RemovableHandle | None = None  # a copy has none
 
     def __init__(
         self,
@@ -208,6 +211,34 @@ class KFAC(Optimizer):
             key = "step", self.param_groups[0]["step"], number
             sums = self._sampling.sums(output, key, due, self._hooks, retain_graph=True)
         self._observed.add(sums, wanted)
+
+    def attach(
+        self, model: nn.Module, output: Callable[[Any], Any] | None = None
+    ) -> RemovableHandle:
+        """Observes every output of ``model`` from now on, for trainers that own the training loop.
+
+        As ``TNT.attach``, for whole batches, and for models that are not compiled.
+
+        Args:
+            model: the optimizer's own, or a module around it.
+            output: from the model's result to the argument of ``observe``; None: the tensor it
+                returns, or its ``logits``.
+
+        Returns:
+            A handle; its ``remove`` ends the observation.
+
+        Raises:
+            TypeError: if ``model`` is no module, or ``output`` no function.
+        """
+        handle = attach(self, model, output, fraction=1.0)
+        if self._attached is not None:
+            self._attached.remove()
+        self._attached = handle
+        return handle
+
+    def _wants_output(self) -> bool:
+        """Whether an output would be observed now; the hook of ``attach`` asks."""
+        return not self._warming and bool(self._all_wanted())
 
     @_disable_dynamo
     @torch.no_grad()
