@@ -309,9 +309,9 @@ def _second_order(kind: type[TNT | Shampoo | KFAC], **fixed: Any) -> Build:
         given: dict[str, Any] = {name: getattr(settings, name) for name in names}
         if kind is not Shampoo:
             given |= {"likelihood": likelihood, "seed": settings.seed}
-        parameters: Any = model if kind is KFAC else model.named_parameters()
-        make: Any = KFAC.paper if kind is KFAC else kind
-        return make(parameters, **given, **fixed)
+        if issubclass(kind, KFAC):
+            return kind.paper(model, **given, **fixed)
+        return kind(model.named_parameters(), **given, **fixed)
 
     return build
 

@@ -176,11 +176,12 @@ def test_frozen_weights_may_be_shared_and_do_not_count() -> None:
 
 
 def groups_of(model: nn.Sequential) -> list[dict[str, Any]]:
-    """Of a model of four layers: three weights, the last one skipped, and three biases."""
+    """Of a model of five layers: three weights, the last one skipped, and biases."""
     weights, biases = ([getattr(model[i], n) for i in (0, 1, 2)] for n in ("weight", "bias"))
     return [
         {"params": weights[:2], "weight_decay": 0.5, "damping": 0.7},
         {"params": [("any name", weights[2])], "max_factor_dim": 1},
+        {"params": model[4].weight},  # without its bias
         {"params": biases, "lr": 0.3},
     ]
 
@@ -188,9 +189,9 @@ def groups_of(model: nn.Sequential) -> list[dict[str, Any]]:
 def test_groups_have_settings_of_their_own() -> None:
     """A layer's statistics are its weight's; the rest of the model is not touched."""
     torch.manual_seed(7)
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))).double()
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5))).double()
     like, x = copy.deepcopy(model), torch.randn(8, 4).double()
-    with pytest.warns(RuntimeWarning, match="33.3% .*: 20 in Linear above max_factor_dim"):
+    with pytest.warns(RuntimeWarning, match="26.3% .*: 20 in Linear above max_factor_dim"):
         opt = KFAC.paper(model, params=groups_of(model), lr=0.1)
     other, moved = KFAC.paper(like, lr=0.1, damping=0.7), {}
     for net, optimizer in ((like, other), (model, opt)):
@@ -205,13 +206,14 @@ def test_groups_have_settings_of_their_own() -> None:
         close(moved[model][weight], moved[like][weight] + 0.05 * before[weight])
         close(moved[model][bias], 3 * moved[like][bias])
     close(moved[model]["2.weight"], 0.1 * model[2].weight.grad)
-    assert not any(moved[model][f"3.{name}"].any() for name in ("weight", "bias"))
+    assert moved[model]["4.weight"].any()
+    assert not any(moved[model][name].any() for name in ("3.weight", "3.bias", "4.bias"))
     assert not model[3]._forward_hooks and model[3].weight not in opt.state
-    assert "group 2: 3 parameters" in repr(opt) and "lr: 0.3" in repr(opt)
+    assert "group 3: 3 parameters" in repr(opt) and "lr: 0.3" in repr(opt)
     with pytest.warns(RuntimeWarning, match="preconditioning"):
         again = KFAC.paper(model, params=groups_of(model))
     again.load_state_dict(opt.state_dict())
-    assert [group["step"] for group in again.param_groups] == [1, 1, 1]
+    assert [group["step"] for group in again.param_groups] == [1, 1, 1, 1]
     close(again.state[model[0].bias]["momentum"], model[0].bias.grad)
 
 
@@ -221,6 +223,8 @@ def test_groups_have_settings_of_their_own() -> None:
         ({"params": [nn.Parameter(torch.ones(2))]}, "params must be parameters of the model"),
         ({"lr": -1.0}, "lr must be"),
         ({"damping": -1.0}, "damping must be"),
+        ({"inverse": "eigenbasis"}, "inverse cannot be set for a parameter group"),
+        ({"likelihood": "gaussian"}, "likelihood cannot be set for a parameter group"),
     ],
 )
 def test_groups_that_do_not_fit_are_refused(group: dict[str, Any], message: str) -> None:

@@ -182,10 +182,13 @@ def update_(
     ``layers`` that have gradients, and the ``others``. Momenta and second moments that are missing
     in ``states`` start at zero. Reads no value on the host.
     """
-    found = {p: p.grad for layer in layers for p in parameters(layer) if p.grad is not None}
-    found |= {p: p.grad for p in others if p.grad is not None}
-    grads = {p: grad.to(state_dtype(p)) for p, grad in found.items()}
-    batches = [(group, [p for p in group["params"] if p in grads]) for group in groups]
+    wanted = {*others, *(param for layer in layers for param in parameters(layer))}
+    batches = [
+        (group, params)
+        for group in groups
+        if (params := [p for p in group["params"] if p in wanted and p.grad is not None])
+    ]
+    grads = {p: p.grad.to(state_dtype(p)) for _, params in batches for p in params}
     for group, params in batches:
         _accumulate(group, states, {p: grads[p] for p in params})
     directions = {p: states[p]["momentum"] for p in grads}
@@ -198,15 +201,12 @@ def update_(
             pairs = zip(parameters(block), split(block, matrix), strict=True)
             directions.update((param, part) for param, part in pairs if param in grads)
     for group, params in batches:
-        if params:
-            scales = _graft_scales(group, states, {p: directions[p] for p in params})
-            _move(group, params, [directions[p] for p in params], scales)
+        scales = _graft_scales(group, states, {p: directions[p] for p in params})
+        _move(group, params, [directions[p] for p in params], scales)
 
 
 def _accumulate(group: Mapping[str, Any], states: States, grads: Mapping[Tensor, Tensor]) -> None:
     """Adds gradients to the momenta, and their squares to the second moments if grafted to Adam."""
-    if not grads:
-        return
     adam, own = group["graft"] == "adam", list(grads.values())
     for p, grad in grads.items():
         state, missing = states[p], "second_moment" if adam else "momentum"
@@ -249,7 +249,7 @@ def _graft_scales(
 def _move(
     group: Mapping[str, Any],
     params: Sequence[Tensor],
-    directions: Sequence[Tensor],
+    directions: list[Tensor],
     scales: Sequence[Tensor] | None,
 ) -> None:
     lr, decay = as_number(group["lr"]), group["weight_decay"]

@@ -133,6 +133,9 @@ class KFAC(Optimizer):
                 raise ValueError(f"{name} must be {' or '.join(map(repr, known))}, got {value!r}")
         check_settings(options)
         settings = {name: value for name, value in options.items() if OPTIONS[name].per_group}
+        for name in {key for group in groups for key in group} & {*options, "inverse"}:
+            if name not in settings:
+                raise ValueError(f"{name} cannot be set for a parameter group, only for all")
         for name, param in (pair for group in groups for pair in group["params"]):
             if is_sharded(param):
                 raise ValueError(
@@ -195,8 +198,8 @@ class KFAC(Optimizer):
 
         Raises:
             ValueError: if the output has no graph, does not fit the likelihood, depends on no
-                layer of the model, or on a layer whose call was not captured, on two calls of one
-                layer, or on a call that was observed before; nothing is then changed.
+                layer of the model, or on a layer's call that was not captured or was observed
+                before; nothing is then changed.
             RuntimeError: if the output is DistributedDataParallel's with ``static_graph=True``.
         """
         wanted = self._all_wanted()
@@ -335,6 +338,8 @@ class KFAC(Optimizer):
     def close(self) -> None:
         """Removes the hooks from the model, as ``del opt`` does. Nothing can be observed then."""
         self._detach()
+        if self._attached is not None:
+            self._attached.remove()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuses: the parameters are the model's that the constructor was given.

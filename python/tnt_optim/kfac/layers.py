@@ -78,7 +78,7 @@ def preconditioned(
 
 def named_groups(model: nn.Module, params: Iterable[Any] | None) -> list[dict[str, Any]]:
     """Parameter groups in torch's forms, with the model's names; None for all parameters in one."""
-    names = {param: name for name, param in model.named_parameters()}
+    names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
     given = list(names if params is None else params)
     if not given or not isinstance(given[0], dict):
         given = [{"params": given}]
