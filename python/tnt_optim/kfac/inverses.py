@@ -211,8 +211,8 @@ def _accumulate(group: Mapping[str, Any], states: States, grads: Mapping[Tensor,
     for p, grad in grads.items():
         state, missing = states[p], "second_moment" if adam else "momentum"
         if missing not in state:
-            state["momentum"] = torch.zeros_like(grad)  # both moments start together
-            state |= {"second_moment": torch.zeros_like(grad), "updates": 0} if adam else {}
+            state["momentum"] = grad.new_zeros(grad.shape)  # both moments start together
+            state |= {"second_moment": grad.new_zeros(grad.shape), "updates": 0} if adam else {}
     momenta = [states[p]["momentum"] for p in grads]
     torch._foreach_mul_(momenta, group["momentum"])
     torch._foreach_add_(momenta, own)
@@ -238,12 +238,9 @@ def _graft_scales(
         torch._foreach_add_(roots, 1e-8)
         others = list(torch._foreach_div(others, roots))
         torch._foreach_mul_(others, [(1 - mu) / (1 - mu**count) for count in counts])
-    norms, own = (
-        torch._foreach_norm(tensors, 2, torch.float64)
-        for tensors in (others, [*directions.values()])
-    )
-    pairs = zip(norms, own, strict=True)
-    return [torch.where(b == 0, 0.0, a / b) for a, b in pairs]
+    lists = others, list(directions.values())
+    norms, own = (torch._foreach_norm(tensors, 2, torch.float64) for tensors in lists)
+    return [torch.where(b == 0, 0.0, a / b) for a, b in zip(norms, own, strict=True)]
 
 
 def _move(

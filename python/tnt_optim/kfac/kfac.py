@@ -436,7 +436,7 @@ class KFAC(Optimizer):
         share = sum(counts.values()) / max(1, sum(p.numel() for p in trainable))
         kinds = sorted(counts.items(), key=lambda kind: -kind[1])
         listed = ", ".join(f"{count:,} in {why}" for why, count in kinds)
-        return share, f"{share:.1%} of the trainable numbers without preconditioning: {listed or 0}"
+        return share, f"{share:.1%} of the trainable numbers without preconditioning: {listed or None}"
 
     def _team(self) -> ProcessGroup | None:
         return process_group_of(self.process_group, is_lost=self._group_is_lost)
