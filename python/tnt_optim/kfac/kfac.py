@@ -435,8 +435,8 @@ class KFAC(Optimizer):
                 counts[why] = counts.get(why, 0) + param.numel()
         share = sum(counts.values()) / max(1, sum(p.numel() for p in trainable))
         kinds = sorted(counts.items(), key=lambda kind: -kind[1])
-        listed = ", ".join(f"{count:,} in {why}" for why, count in kinds)
-        return share, f"{share:.1%} of the trainable numbers without preconditioning: {listed or None}"
+        listed = ", ".join(f"{count:,} in {why}" for why, count in kinds) or "none"
+        return share, f"{share:.1%} of the trainable numbers without preconditioning: {listed}"
 
     def _team(self) -> ProcessGroup | None:
         return process_group_of(self.process_group, is_lost=self._group_is_lost)
