@@ -197,7 +197,7 @@ def _beyond_momentum(method: str, d: int, k: int) -> int:
         case _:
             layer = nn.Linear(d, d, bias=False)
             layer.weight = weight
-            optimizer = KFAC(layer, likelihood="gaussian")
+            optimizer = KFAC.paper(layer, likelihood="gaussian")
             optimizer.observe(layer(torch.randn(1, d)))
     optimizer.step()
     return state_bytes(optimizer) - weight.nbytes

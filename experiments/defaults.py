@@ -35,7 +35,7 @@ from experiments.run_files import RunFile
 from experiments.search import lowest
 from experiments.steps import PLAIN, Kind, problem_step, time_kinds
 from experiments.tasks import BATCH_SIZE, RIVALS, SCHEDULE, UNTUNED, modern_settings
-from tnt_optim.kronecker import is_due
+from tnt_optim.options import is_due
 from tools.measuring.clock import summary
 from tools.measuring.tables import table
 

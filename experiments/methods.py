@@ -344,7 +344,7 @@ def _second_order(kind: type[TNT | Shampoo | KFAC], **fixed: Any) -> Build:
         if kind is not Shampoo:
             given |= {"likelihood": likelihood, "seed": settings.seed}
         if issubclass(kind, KFAC):
-            return kind(model, **given, **fixed)
+            return kind.paper(model, **given, **fixed)
         return kind.paper(model.named_parameters(), **given, **fixed)
 
     return build

@@ -85,7 +85,7 @@ def observed_statistics(
     model: nn.Module, output: Callable[[], Tensor], labels: Tensor
 ) -> list[Tensor]:
     """The statistics of all layers after one observed step."""
-    opt = KFAC(model, likelihood=lambda z: cross_entropy(z, labels), lr=0.0)
+    opt = KFAC.paper(model, likelihood=lambda z: cross_entropy(z, labels), lr=0.0)
     result = output()
     opt.observe(result)
     result.sum().backward()

@@ -32,7 +32,7 @@ def made(name: str, model: nn.Module, *, named: bool = False, **settings: Any) -
     """The optimizer of this name for the parameters of a model."""
     chosen = {**SETTINGS, **settings}
     if name in ("kfac", "eigenbasis"):
-        return KFAC(model, **chosen, **({"inverse": name} if name == "eigenbasis" else {}))
+        return KFAC.paper(model, **chosen, **({"inverse": name} if name == "eigenbasis" else {}))
     params: list[Any] = [(n, p) if named else p for n, p in model.named_parameters()]
     if name != "fallback":
         return FACTORED[name](params, **chosen)

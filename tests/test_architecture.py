@@ -209,7 +209,7 @@ USERS = {
     "fallback": {"tnt_optim"},
     "kfac": {"tnt_optim"},
     "kronecker": {"tnt", "shampoo"},
-    "attach": {"tnt"},
+    "attach": {"tnt", "kfac"},
     "distributed": {"kronecker", "kfac"},
 }
 
@@ -332,9 +332,10 @@ SHAMPOO_SIGNATURE = (
     .replace("sample_scale=None, samples=1, ", "")
 )
 KFAC_SIGNATURE = (
-    "model, lr=0.003, *, damping=0.3, momentum=0.9, stat_decay=0.9, weight_decay=0.0, "
-    "stat_interval=10, inverse_interval=100, likelihood='categorical', inverse='damped', seed=0, "
-    "process_group=None, shard=None"
+    "model, lr=0.01, *, params=None, damping=0.01, momentum=0.9, stat_decay=0.9, "
+    "weight_decay=0.0, stat_interval=10, inverse_interval=50, interval_warmup=500, "
+    "likelihood='categorical', inverse='damped', max_factor_dim=8192, relative_damping=True, "
+    "graft='adam', seed=0, process_group=None, shard=None"
 )
 MUTATED = {
     "gram_ema_": {"stats"},

@@ -204,8 +204,9 @@ def _observe_result(
         optimizer._observed.partial = True
     observations = optimizer._observed
     before = observations.count
+    more = {} if fraction == 1 else {"fraction": fraction}  # KFAC observes whole batches
     with _own_tensors():
-        optimizer.observe(described, fraction=fraction)
+        optimizer.observe(described, **more)
     observations.attached += observations.count - before
 
 

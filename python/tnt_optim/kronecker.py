@@ -6,7 +6,6 @@ factors are also refreshed with its statistics, which still change fast. With in
 intervals grow from 1 to their values instead. Every step updates the parameters.
 """
 
-import functools
 import inspect
 import itertools
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -38,7 +37,7 @@ from tnt_optim.modes import (
     rows,
 )
 from tnt_optim.observations import Empirical, Sample, warned_of_batch_norm
-from tnt_optim.options import ADDED, OPTIONS, as_they_are, check_settings, split
+from tnt_optim.options import ADDED, OPTIONS, as_they_are, check_settings, is_due, split
 from tnt_optim.paper import PAPER
 from tnt_optim.state import (
     COUNTS,
@@ -65,30 +64,6 @@ from tnt_optim.update import (
 )
 
 _NO_MORE = object()
-
-
-@functools.cache
-def _warmup_steps(interval: int, warmup: int) -> tuple[frozenset[int], int]:
-    """The steps of refreshes in a warm-up, and the first one after it.
-
-    An interval that starts at step s is 1 + (interval - 1) s / warmup, rounded down.
-
-    >>> steps, after = _warmup_steps(4, 9)
-    >>> sorted(steps), after
-    ([0, 1, 2, 3, 5, 7], 10)
-    """
-    steps, step = set(), 0
-    while step < warmup:
-        steps.add(step)
-        step += 1 + (interval - 1) * step // warmup
-    return frozenset(steps), step
-
-
-def is_due(group: Settings, interval: str) -> bool:
-    """Whether a refresh with a group's "stat_interval" or "inverse_interval" is due at its step."""
-    steps, after = _warmup_steps(group[interval], group["interval_warmup"])
-    t: int = group["step"]
-    return t in steps or (t >= after and (t - after) % group[interval] == 0)
 
 
 class KroneckerOptimizer(Optimizer):

@@ -4,6 +4,7 @@ Constructors, parameter groups, checkpoints and ``help`` read it. A new option i
 the code that implements it; an option with state of its own also has a line in ``state.SPEC``.
 """
 
+import functools
 import inspect
 import math
 import re
@@ -281,3 +282,27 @@ def as_number(value: Any) -> Any:
 def as_they_are(group: Settings) -> Settings:
     """A group's settings for a step that no CUDA graph records."""
     return {**group, "lr": as_number(group["lr"])}
+
+
+@functools.cache
+def _warmup_steps(interval: int, warmup: int) -> tuple[frozenset[int], int]:
+    """The steps of refreshes in a warm-up, and the first one after it.
+
+    An interval that starts at step s is 1 + (interval - 1) s / warmup, rounded down.
+
+    >>> steps, after = _warmup_steps(4, 9)
+    >>> sorted(steps), after
+    ([0, 1, 2, 3, 5, 7], 10)
+    """
+    steps, step = set(), 0
+    while step < warmup:
+        steps.add(step)
+        step += 1 + (interval - 1) * step // warmup
+    return frozenset(steps), step
+
+
+def is_due(group: Settings, interval: str) -> bool:
+    """Whether a refresh with a group's "stat_interval" or "inverse_interval" is due at its step."""
+    steps, after = _warmup_steps(group[interval], group["interval_warmup"])
+    t: int = group["step"]
+    return t in steps or (t >= after and (t - after) % group[interval] == 0)

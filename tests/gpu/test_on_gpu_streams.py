@@ -218,7 +218,7 @@ def test_kfac(inverse: str) -> None:
     def moved(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
         model = copy.deepcopy(start).to(device, dtype)
         sampled = weights.to(device, dtype)
-        optimizer = KFAC(
+        optimizer = KFAC.paper(
             model,
             lr=0.01,
             damping=1.0,

@@ -83,6 +83,21 @@ def test_hooks_that_replace_an_output_are_not_the_layer() -> None:
         close(b, a)
 
 
+def test_calls_of_one_layer_are_positions() -> None:
+    """Also if the layer has two names, and if calls are checkpointed."""
+    model, x = Positions(inplace=False), noise(8, 3, 4)
+    model.alias = model.first
+
+    def apart() -> Tensor:
+        first, alias = model.first(x[:, 0]), checkpoint(model.alias, x[:, 1], use_reentrant=False)
+        hidden = [model.act(each) for each in (first, alias, model.first(x[:, 2]))]
+        outputs = [model.second(each) for each in hidden]
+        return 2 * outputs[0] + outputs[1] + outputs[2]
+
+    assert KFAC(model)._names == ["first", "second"]
+    compare(model, apart, lambda: model(x))
+
+
 def test_forward_passes_that_are_not_observed_do_not_count() -> None:
     model, x = conv_net(), images()
 
@@ -112,7 +127,7 @@ def test_two_optimizers_on_one_model_do_not_mix() -> None:
 
 
 class Twice(nn.Module):
-    """A layer that is called twice, read by another function, or changed afterwards."""
+    """A layer that is read by another function, or changed afterwards."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -120,8 +135,6 @@ class Twice(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, 4) to (N, 3)."""
-        if self.how == "calls":
-            return self.head(self.layer(torch.tanh(self.layer(x))))
         if self.how == "functional":
             return self.head(nn.functional.linear(x, self.layer.weight))
         if self.how == "reentrant":
@@ -137,7 +150,6 @@ class Twice(nn.Module):
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("calls", "2 calls of 'layer'"),
         ("functional", "not through a forward call"),
         ("reentrant", "use_reentrant=False"),
         ("input", "input of 'layer' must not be changed"),
@@ -188,7 +200,7 @@ def test_observe_leaves_no_trace() -> None:
 
 def test_nothing_is_captured_or_sampled_unless_due() -> None:
     model = conv_net()
-    opt = KFAC(model, stat_interval=3)
+    opt = KFAC.paper(model, stat_interval=3)
     for t in range(7):
         output = model(images())
         assert len(captured(output)) == (3 if t % 3 == 0 else 0)

@@ -33,6 +33,22 @@ def test_a_loaded_state_asks_again_for_layers_that_were_missed() -> None:
     assert opt._observed.unreached == {}
 
 
+def test_a_state_of_an_earlier_version_goes_on_in_the_papers_form() -> None:
+    model = conv_net()
+    opt = KFAC.paper(model)
+    train(model, opt, 2)
+    saved = copy.deepcopy(opt.state_dict())
+    for name in ("interval_warmup", "relative_damping", "graft", "max_factor_dim"):
+        del saved["param_groups"][0][name]
+    fresh = KFAC(copy.deepcopy(model))
+    fresh.load_state_dict(saved)
+    assert fresh.state_dict()["param_groups"] == opt.state_dict()["param_groups"]
+    opt.param_groups[0]["graft"] = "adam"  # both moments then start together
+    train(model, opt)
+    assert opt.state[model[0].weight]["updates"] == 1
+    assert torch.equal(opt.state[model[0].weight]["momentum"], model[0].weight.grad)
+
+
 # ------------------------------------------------------------------ states that are refused
 
 

@@ -9,19 +9,24 @@ from drawn import close, noise
 from kfac_models import held, step_on_ones
 from optimizers import equal
 from oracle import dense_kron
-from tolerances import inverse_rounding
+from tolerances import FLOAT32_FORMULA, inverse_rounding
 from torch import Tensor, nn
 
 from tnt_optim import KFAC, PreconditionerError
 from tnt_optim.kfac.inverses import INVERSES
+from tnt_optim.kfac.layers import joined
 
 NAN = math.nan
 inverses = pytest.mark.parametrize("inverse", ["damped", "eigenbasis"])
 
 
-def solved(inverse: str, g: Tensor, a: Tensor, damping: float, matrix: Tensor) -> Tensor:
-    """The dense inverse applied to a matrix."""
+def solved(
+    inverse: str, g: Tensor, a: Tensor, damping: float, matrix: Tensor, relative: bool = False
+) -> Tensor:
+    """The dense inverse applied to a matrix; ``relative`` to the factors' average eigenvalues."""
     eye_g, eye_a = torch.eye(len(g), dtype=g.dtype), torch.eye(len(a), dtype=a.dtype)
+    if relative:
+        eye_g, eye_a = eye_g * g.trace() / len(g), eye_a * a.trace() / len(a)
     if inverse == "damped":
         root = math.sqrt(damping)
         fisher = dense_kron([g + root * eye_g, a + root * eye_a])
@@ -66,7 +71,7 @@ def test_one_step_against_a_dense_solve(frozen: str, inverse: str) -> None:
     m[:, still] = 0
     for name, param in model.named_parameters():
         param.requires_grad_(name != frozen)
-    opt = KFAC(model, lr=0.1, damping=0.3, inverse=inverse, weight_decay=0.5, **settings)
+    opt = KFAC.paper(model, lr=0.1, damping=0.3, inverse=inverse, weight_decay=0.5, **settings)
     step_on_ones(model, opt, x)
     g, a = held(opt)
     assert bool(g.any()) == (frozen != "nothing")
@@ -81,6 +86,46 @@ def test_one_step_against_a_dense_solve(frozen: str, inverse: str) -> None:
     assert bool((start != matrix()).all())
 
 
+@inverses
+@pytest.mark.parametrize("graft", ["adam", "sgd"])
+def test_relative_damping_and_grafting_against_a_dense_solve(graft: str, inverse: str) -> None:
+    """Every parameter moves by lr times the other method's norm, along its natural gradient."""
+    model, x = nn.Linear(3, 2).double(), noise(5, 3)
+    opt = KFAC(model, lr=0.1, damping=0.2, inverse=inverse, graft=graft, stat_interval=1)
+    m, v = torch.zeros(2, 4).double(), torch.zeros(2, 4).double()
+    for step in range(1, 4):
+        start = joined(model, {p: p.detach() for p in model.parameters()})
+        opt.zero_grad()
+        output = model(x)
+        opt.observe(output)
+        output.square().sum().backward()
+        opt.step()
+        grad = joined(model, {p: p.grad for p in model.parameters()})
+        m, v = 0.9 * m + grad, 0.99 * v + 0.01 * grad.square()
+        g, a = held(opt)
+        other = m
+        if graft == "adam":
+            other = 0.1 * m / (1 - 0.9**step) / ((v / (1 - 0.99**step)).sqrt() + 1e-8)
+        direction = solved(inverse, g, a, 0.2, m, relative=True)
+        for part in (slice(0, 3), slice(3, 4)):
+            scale = other[:, part].norm() / direction[:, part].norm()
+            moved = start - joined(model, {p: p.detach() for p in model.parameters()})
+            close(moved[:, part], 0.1 * scale * direction[:, part])
+
+
+def test_layers_whose_gradients_are_zero_stay_where_they_are() -> None:
+    """With relative damping and grafting: zero statistics give the identity, and no NaN."""
+    for inverse in ("damped", "eigenbasis"):
+        model = nn.Linear(3, 2)
+        opt = KFAC(model, inverse=inverse, likelihood=lambda z: (0 * z).sum())
+        before = [p.detach().clone() for p in model.parameters()]
+        output = model(torch.randn(5, 3))
+        opt.observe(output)
+        (0 * output).sum().backward()
+        opt.step()
+        assert equal(before, model.parameters())
+
+
 # ------------------------------------------------------------------ matrices without an inverse
 
 
@@ -89,8 +134,8 @@ def test_singular_gradients_without_damping(inverse: str) -> None:
     """There are no first inverses to go on with; later the old ones stay."""
     model, x = nn.Linear(3, 2).double(), noise(5, 3)  # categorical: the rows of g sum to zero
     with pytest.raises(PreconditionerError, match=r"^gradient factor G of layer.*damping is 0.0"):
-        step_on_ones(model, KFAC(model, damping=0.0, inverse=inverse), x)
-    opt = KFAC(model, inverse=inverse, stat_interval=1, inverse_interval=1)
+        step_on_ones(model, KFAC.paper(model, damping=0.0, inverse=inverse), x)
+    opt = KFAC.paper(model, inverse=inverse, stat_interval=1, inverse_interval=1)
     step_on_ones(model, opt, x)
     factors = held(opt, "factors")
     opt.param_groups[0]["damping"] = 0.0
@@ -105,7 +150,7 @@ def test_singular_gradients_without_damping(inverse: str) -> None:
 def test_singular_inputs_without_damping(inverse: str) -> None:
     """Fewer examples than inputs, and a G of full rank."""
     model = nn.Linear(7, 2, bias=False).double()
-    opt = KFAC(model, damping=0.0, inverse=inverse, likelihood="gaussian")
+    opt = KFAC.paper(model, damping=0.0, inverse=inverse, likelihood="gaussian")
     x = torch.zeros(5, 7).double()
     x[:, :5] = torch.randn(5, 5)
     with pytest.raises(PreconditionerError, match=r"^input factor A of layer.*damping is 0.0"):
@@ -136,6 +181,18 @@ def test_what_is_singular_to_working_precision(
         close(factors[2] * (torch.outer(left, right) + damping), torch.ones(2, 2).double())
 
 
+def test_convolutions_on_maps_of_one_pixel_have_an_eigenbasis() -> None:
+    """Most rows of A are zero: on most such matrices LAPACK's float32 ``eigh`` fails."""
+    for _ in range(4):
+        model = nn.Sequential(nn.Conv2d(32, 4, 3, padding=1, bias=False), nn.Flatten())
+        opt = KFAC(model, inverse="eigenbasis")
+        opt.warm_start(model(x) for x in [torch.randn(16, 32, 1, 1).relu()])
+        state = opt.state[model[0].weight]
+        a, vectors = state["stats"][1], state["factors"][1]
+        rebuilt = (vectors * torch.linalg.eigvalsh(a.double()).float()) @ vectors.T
+        torch.testing.assert_close(rebuilt, a, rtol=0, atol=FLOAT32_FORMULA * float(a.max()))
+
+
 @pytest.mark.parametrize(
     ("failing", "part"), [((2, 3), "gradient factor G"), ((4,), "input factor A")]
 )
@@ -144,7 +201,7 @@ def test_eigenvalues_that_do_not_converge_keep_the_old_ones(
 ) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)).double()
     eigh, x = torch.linalg.eigh, noise(5, 3)
-    opt = KFAC(model, inverse="eigenbasis", stat_interval=1)
+    opt = KFAC.paper(model, inverse="eigenbasis", stat_interval=1)
     step_on_ones(model, opt, x)
     factors = held(opt, "factors")
 
@@ -157,5 +214,5 @@ def test_eigenvalues_that_do_not_converge_keep_the_old_ones(
     with pytest.warns(RuntimeWarning, match=f"{part}.*1 other"):
         step_on_ones(model, opt, x)
     assert equal(factors, held(opt, "factors"))
-    with pytest.raises(PreconditionerError, match=part):
-        step_on_ones(model, KFAC(model, inverse="eigenbasis"), x)
+    with pytest.raises(PreconditionerError, match=f"eigenvalues of the {part}.* are finite"):
+        step_on_ones(model, KFAC.paper(model, inverse="eigenbasis"), x)

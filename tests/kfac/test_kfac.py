@@ -122,7 +122,7 @@ def assert_follows(name: str, dtype: torch.dtype, model: nn.Module | None = None
         assert 3e-3 * float(start[key].norm()) < moved < 3 * float(start[key].norm()), key
     model, sampled = (model or initial_model()).to(dtype), iter(labels)
     likelihood = lambda output: cross_entropy(output, next(sampled))  # noqa: E731
-    opt = KFAC(model, likelihood=likelihood, **{**DEFAULTS, **RUNS[name]})
+    opt = KFAC.paper(model, likelihood=likelihood, **{**DEFAULTS, **RUNS[name]})
     if name.startswith(WARM):
         before = copy.deepcopy([*model.buffers()])
         opt.warm_start(model(x.to(dtype)) for x, _ in batches()[:WARM_BATCHES])
@@ -165,10 +165,10 @@ def test_channels_last_follows_the_oracle(dtype: torch.dtype) -> None:
 @inverses
 def test_half_precision_parameters_are_rounded_once(inverse: str) -> None:
     torch.manual_seed(8)
-    model = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 3)).bfloat16()
+    model = nn.Sequential(nn.Linear(16, 5), nn.LayerNorm(5), nn.Linear(5, 3)).bfloat16()
     wide = copy.deepcopy(model).float()
-    opt, opt32 = (KFAC(m, lr=0.05, inverse=inverse) for m in (model, wide))
-    step_on_ones(model, opt, torch.randn(8, 6).bfloat16())
+    opt, opt32 = (KFAC(m, lr=0.05, inverse=inverse, interval_warmup=0) for m in (model, wide))
+    step_on_ones(model, opt, torch.randn(8, 16).bfloat16())
     momenta = [state["momentum"] for state in opt.state.values()]
     assert {t.dtype for t in (*momenta, *held(opt), *held(opt, "factors"))} == {torch.float32}
     opt32.load_state_dict(opt.state_dict())
@@ -180,3 +180,69 @@ def test_half_precision_parameters_are_rounded_once(inverse: str) -> None:
     for p, q in zip(model.parameters(), wide.parameters(), strict=True):
         error = (p.detach().float() - q.detach()).abs()
         assert bool((error <= BFLOAT16_SPACING * q.detach().abs()).all())
+
+
+# ------------------------------------------------------------------ the defaults
+
+
+def small_transformer() -> nn.Module:
+    """Embeddings, attention and norms; (N, 16) characters of eight to (16 N, 8)."""
+
+    class Transformer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.characters, self.places = nn.Embedding(8, 32), nn.Embedding(16, 32)
+            self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+            self.norms = nn.ModuleList(nn.LayerNorm(32) for _ in range(3))
+            self.net = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+            self.head = nn.Linear(32, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.characters(x) + self.places.weight
+            qkv = self.qkv(self.norms[0](h)).unflatten(2, (3, 2, 16)).permute(2, 0, 3, 1, 4)
+            mixed = nn.functional.scaled_dot_product_attention(*qkv, is_causal=True)
+            h = h + self.out(mixed.transpose(1, 2).flatten(2))
+            return self.head(self.norms[2](h + self.net(self.norms[1](h)))).flatten(0, 1)
+
+    return Transformer()
+
+
+def small_batch_norm_network() -> nn.Module:
+    return nn.Sequential(
+        *(nn.Conv2d(2, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten()),
+        nn.Linear(256, 8),
+    )
+
+
+def task(kind: str, rng: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Texts in which a character depends on the two before it, or images with a teacher."""
+    if kind == "images":
+        x = torch.randn(32, 2, 8, 8, generator=rng)
+        return x, x.unfold(2, 4, 4).unfold(3, 4, 4).prod(1).mean((3, 4)).flatten(1).argmax(1)
+    text = torch.randint(8, (16, 17), generator=rng)
+    for place in range(2, 17):
+        text[:, place] = (3 * text[:, place - 1] + text[:, place - 2] ** 2) % 8
+    return text[:, :-1], text[:, 1:].flatten()
+
+
+@pytest.mark.parametrize("kind", ["text", "images"])
+def test_the_defaults_train_better_than_adamw_at_its_usual_rate(kind: str) -> None:
+    losses = []
+    for make in (KFAC, lambda model: torch.optim.AdamW(model.parameters(), lr=3e-3)):
+        torch.manual_seed(0)
+        model = small_transformer() if kind == "text" else small_batch_norm_network()
+        opt, rng = make(model), torch.Generator().manual_seed(1)
+        last = []
+        for _ in range(60):
+            x, y = task(kind, rng)
+            opt.zero_grad()
+            output = model(x)
+            if isinstance(opt, KFAC):
+                opt.observe(output)
+            loss = cross_entropy(output, y)
+            loss.backward()
+            opt.step()
+            last.append(float(loss.detach()))
+        losses.append(sum(last[-10:]) / 10)
+    assert losses[0] < 0.9 * losses[1]

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -91,29 +92,15 @@ def test_which_layers_are_supported() -> None:
     assert [is_supported(m) for m in yes + no] == [True] * len(yes) + [False] * len(no)
 
 
-def tied(kind: str) -> nn.Module:
-    """A model whose layers share something."""
-    layer = nn.Linear(4, 4)
-    if kind == "layer":
-        return nn.Sequential(layer, nn.Tanh(), layer)
-    if kind == "container":
-        block = nn.Sequential(layer, nn.Tanh())
-        return nn.ModuleDict({"a": block, "b": block})
-    model = nn.Sequential(nn.Embedding(4, 4) if kind == "weight" else nn.Linear(4, 4), layer)
-    setattr(layer, kind, getattr(model[0], kind))
-    return model
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: nn.Sequential(nn.Conv2d(4, 4, 3, groups=2), nn.BatchNorm2d(4)), "with none"),
+        (
+            lambda: nn.Sequential(nn.Conv2d(4, 4, 3, groups=2), nn.BatchNorm2d(4)),
+            "with BatchNorm2d, Conv2d with groups",
+        ),
         (lambda: nn.Sequential(nn.LazyLinear(3)), "lazy"),
         (lambda: nn.Sequential(nn.Linear(2, 3, dtype=torch.complex64)), "complex64"),
-        (lambda: tied("weight"), "'0.weight' is '1.weight', too"),
-        (lambda: tied("bias"), "'0.bias' is '1.bias', too"),
-        (lambda: tied("layer"), "'0' is '2', too"),
-        (lambda: tied("container"), "'a.0' is 'b.0', too"),
     ],
 )
 def test_a_model_that_does_not_fit_is_refused(make: Callable[[], nn.Module], message: str) -> None:
@@ -124,4 +111,124 @@ def test_a_model_that_does_not_fit_is_refused(make: Callable[[], nn.Module], mes
 def test_modules_without_a_layer_may_be_shared() -> None:
     norm, act = nn.LayerNorm(4), nn.ReLU()
     model = nn.Sequential(nn.Linear(4, 4), norm, act, nn.Linear(4, 4), norm, act)
-    assert len(KFAC(model).param_groups[0]["params"]) == 6
+    with pytest.warns(RuntimeWarning, match="16.7% .*: 8 in LayerNorm$"):
+        opt = KFAC(model)
+    assert len(opt.param_groups[0]["params"]) == 6
+
+
+# ------------------------------------------------------------------ what is not preconditioned
+
+
+class Language(nn.Module):
+    """A character model whose output layer has the weight of the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embedding, self.hidden = nn.Embedding(7, 4), nn.Linear(4, 4)
+        self.wide, self.back = nn.Linear(4, 40), nn.Linear(40, 4)
+        self.memory = nn.GRU(4, 4)
+        self.out = nn.Linear(4, 7)
+        self.out.weight = self.embedding.weight
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N,) to (N, 7)."""
+        h = self.back(self.wide(self.hidden(self.embedding(x)).tanh()).tanh())
+        return self.out(self.memory(h)[0])
+
+
+def test_layers_that_share_or_are_too_large_are_trained_and_named_by_one_warning() -> None:
+    """By the momentum, at the norm of Adam's step; frozen parameters do not count."""
+    model = Language()
+    with pytest.warns(RuntimeWarning) as said:
+        opt = KFAC(model, lr=0.1, max_factor_dim=39)
+    wanted = (
+        "96.3% of the trainable numbers without preconditioning: 364 in Linear above "
+        "max_factor_dim, 120 in GRU, 35 in Linear with a shared parameter"
+    )
+    assert [w.filename for w in said] == [__file__] and wanted in str(said[0].message)
+    assert wanted in repr(opt) and "1 layers" in repr(opt)
+    before = [p.detach().clone() for p in model.parameters()]
+    output = model(torch.arange(7))
+    opt.observe(output)
+    nn.functional.cross_entropy(output, torch.arange(7)).backward()
+    opt.step()
+    held = {name for name, p in model.named_parameters() if "stats" in opt.state[p]}
+    assert held == {"hidden.weight"}
+    for old, p in zip(before, model.parameters(), strict=True):
+        step = (old - p).norm()
+        close(step.detach(), 0.1 * (p.grad / (p.grad.abs() + 1e-8)).norm())
+
+
+def test_frozen_weights_may_be_shared_and_do_not_count() -> None:
+    """As under LoRA; a few norms are shown, without a warning."""
+    model = Language()
+    model.embedding.requires_grad_(False)
+    model.memory.requires_grad_(False)
+    model.out.bias.requires_grad_(False)
+    opt = KFAC(nn.Sequential(model, nn.LayerNorm(7)))
+    assert "3 layers, and 3.5% of the trainable numbers" in repr(opt)
+    assert repr(opt).count(": 14 in LayerNorm\n") == 1
+
+
+# ------------------------------------------------------------------ parameter groups
+
+
+def groups_of(model: nn.Sequential) -> list[dict[str, Any]]:
+    """Of a model of five layers: three weights, the last one skipped, and biases."""
+    weights, biases = ([getattr(model[i], n) for i in (0, 1, 2)] for n in ("weight", "bias"))
+    return [
+        {"params": weights[:2], "weight_decay": 0.5, "damping": 0.7},
+        {"params": [("any name", weights[2])], "max_factor_dim": 1},
+        {"params": model[4].weight},  # without its bias
+        {"params": biases, "lr": 0.3},
+    ]
+
+
+def test_groups_have_settings_of_their_own() -> None:
+    """A layer's statistics are its weight's; the rest of the model is not touched."""
+    torch.manual_seed(7)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5))).double()
+    like, x = copy.deepcopy(model), torch.randn(8, 4).double()
+    with pytest.warns(RuntimeWarning, match="26.3% .*: 20 in Linear above max_factor_dim"):
+        opt = KFAC.paper(model, params=groups_of(model), lr=0.1)
+    other, moved = KFAC.paper(like, lr=0.1, damping=0.7), {}
+    for net, optimizer in ((like, other), (model, opt)):
+        before = {name: p.detach().clone() for name, p in net.named_parameters()}
+        output = net(x)
+        optimizer.observe(output)
+        output.square().sum().backward()
+        optimizer.step()
+        moved[net] = {n: before[n] - p.detach() for n, p in net.named_parameters()}
+    for layer in (0, 1):
+        weight, bias = f"{layer}.weight", f"{layer}.bias"
+        close(moved[model][weight], moved[like][weight] + 0.05 * before[weight])
+        close(moved[model][bias], 3 * moved[like][bias])
+    close(moved[model]["2.weight"], 0.1 * model[2].weight.grad)
+    assert moved[model]["4.weight"].any()
+    assert not any(moved[model][name].any() for name in ("3.weight", "3.bias", "4.bias"))
+    assert not model[3]._forward_hooks and model[3].weight not in opt.state
+    assert "group 3: 3 parameters" in repr(opt) and "lr: 0.3" in repr(opt)
+    with pytest.warns(RuntimeWarning, match="preconditioning"):
+        again = KFAC.paper(model, params=groups_of(model))
+    again.load_state_dict(opt.state_dict())
+    assert [group["step"] for group in again.param_groups] == [1, 1, 1, 1]
+    close(again.state[model[0].bias]["momentum"], model[0].bias.grad)
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        ({"params": [nn.Parameter(torch.ones(2))]}, "params must be parameters of the model"),
+        ({"lr": -1.0}, "lr must be"),
+        ({"damping": -1.0}, "damping must be"),
+        ({"inverse": "eigenbasis"}, "inverse cannot be set for a parameter group"),
+        ({"likelihood": "gaussian"}, "likelihood cannot be set for a parameter group"),
+    ],
+)
+def test_groups_that_do_not_fit_are_refused(group: dict[str, Any], message: str) -> None:
+    model = nn.Linear(2, 3)
+    with pytest.raises(ValueError, match=message):
+        KFAC(model, params=[{"params": model.parameters(), **group}])
+    assert not model._forward_hooks

@@ -1,12 +1,14 @@
 """What observe() collects: micro-batches, draws, and the layers that outputs reach or miss."""
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
+import attached
 import pytest
 import torch
 from conftest import FixedLabels
-from drawn import noise
+from drawn import close, noise
 from kfac_models import Heads, conv_net, held, images, least_likely, train
 from optimizers import equal
 from tolerances import FLOAT64_REORDERED
@@ -15,6 +17,8 @@ from torch.nn.functional import cross_entropy
 
 from tnt_optim import KFAC
 
+KEPT = {"momentum"}  # what a layer without statistics has in its state
+
 
 def test_micro_batches_are_one_batch(fixed_labels: FixedLabels) -> None:
     """Of unequal sizes, with a backward before the next forward."""
@@ -22,7 +26,7 @@ def test_micro_batches_are_one_batch(fixed_labels: FixedLabels) -> None:
     model = nn.Sequential(nn.Conv1d(2, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(9, 4)).double()
     twin = copy.deepcopy(model)
     settings = {"stat_interval": 2, "inverse_interval": 3, "likelihood": fixed_labels}
-    opt, whole = (KFAC(m, lr=0.01, **settings) for m in (model, twin))
+    opt, whole = (KFAC.paper(m, lr=0.01, **settings) for m in (model, twin))
     parts = [slice(0, 4), slice(4, 14), slice(14, 16)]
     for t in range(5):
         x, y, sampled = noise(16, 2, 4), torch.randint(4, (16,)), torch.randint(4, (16,))
@@ -55,17 +59,17 @@ def test_structured_outputs_count_examples_by_their_first_tensor() -> None:
 
     found = []
     for wrap in (lambda z: z, lambda z: {"loss": z.sum(), "logits": [z]}):
-        opt = KFAC(model, likelihood=lambda out: logits(out).square().sum() / 6, lr=0.0)
+        opt = KFAC.paper(model, likelihood=lambda out: logits(out).square().sum() / 6, lr=0.0)
         opt.warm_start([wrap(model(x))])
         found.append(held(opt))
     assert equal(*found)
     with pytest.raises(ValueError, match="batch as its first dimension"):
-        KFAC(model, likelihood=lambda z: z).warm_start([model(x).sum()])
+        KFAC.paper(model, likelihood=lambda z: z).warm_start([model(x).sum()])
 
 
 def test_a_warm_start_that_is_not_due_needs_a_generator() -> None:
     model = conv_net()
-    opt = KFAC(model)
+    opt = KFAC.paper(model)
     opt.param_groups[0]["step"] = 1  # not due any more, and the outputs were made before
     opt.warm_start([model(images())])  # a layer without statistics is captured at every step
     late = [model(images())]
@@ -79,7 +83,7 @@ def test_a_warm_start_that_is_not_due_needs_a_generator() -> None:
 def test_a_frozen_layer_joins_when_it_is_trained() -> None:
     model = conv_net()
     model[0].requires_grad_(False)
-    opt = KFAC(model, stat_interval=10)
+    opt = KFAC.paper(model, stat_interval=10)
     train(model, opt, 2)
     assert not opt.state.get(model[0].weight)
     before = model[0].weight.detach().clone()
@@ -101,7 +105,7 @@ def use(model: Heads, opt: KFAC, *heads: int, observed: bool = True) -> None:
 
 def test_heads_used_in_turn_are_all_trained() -> None:
     model = Heads()
-    opt = KFAC(model, stat_interval=10)
+    opt = KFAC.paper(model, stat_interval=10)
     before = copy.deepcopy(model.state_dict())
     for head in [0, 0, 1, 0, 1]:
         stats = held(opt)[:2]
@@ -111,16 +115,25 @@ def test_heads_used_in_turn_are_all_trained() -> None:
     assert not any(torch.equal(before[k], v) for k, v in model.state_dict().items())
 
 
-def test_a_layer_that_the_loss_reaches_but_the_output_does_not_waits() -> None:
-    model = Heads()
-    opt = KFAC(model, stat_interval=1)
-    still = model.heads[1].weight.detach().clone()
-    for _ in range(2):
-        use(model, opt, 0, 1)
-    assert torch.equal(model.heads[1].weight, still)
-    opt.warm_start(model(noise(8, 4), head) for head in (0, 1))
-    use(model, opt, 0, 1)
-    assert not torch.equal(model.heads[1].weight, still)
+def test_a_layer_that_only_the_loss_reaches_takes_the_momentum_with_one_warning() -> None:
+    """A value head: it is trained, named once, and preconditioned once an output reaches it."""
+    model = Heads(3)
+    opt = KFAC.paper(model, lr=0.1, stat_interval=1, weight_decay=0.5)
+    head, body = model.heads[2], model.body.weight.detach().clone()
+    names = r"do not depend on: 'heads.1', 'heads.2'; they are updated without preconditioning"
+    momentum = [torch.zeros_like(p) for p in head.parameters()]
+    for step in range(3):
+        before = [p.detach().clone() for p in head.parameters()]
+        with pytest.warns(RuntimeWarning, match=names) if step == 0 else nullcontext():
+            use(model, opt, 0, 1, 2)
+        momentum = [0.9 * m + p.grad for m, p in zip(momentum, head.parameters(), strict=True)]
+        for old, m, p in zip(before, momentum, head.parameters(), strict=True):
+            close(p.detach(), old - 0.1 * (m + 0.5 * old))
+    assert not torch.equal(body, model.body.weight) and not opt.state[head.weight].keys() - KEPT
+    opt.load_state_dict(opt.state_dict())
+    use(model, opt, 2)
+    assert len(opt.state[head.weight]["stats"]) == 2
+    close(opt.state[head.weight]["momentum"], 0.9 * momentum[0] + head.weight.grad)
 
 
 def counting(model: nn.Module, stat_interval: int) -> tuple[KFAC, list[Tensor]]:
@@ -131,25 +144,23 @@ def counting(model: nn.Module, stat_interval: int) -> tuple[KFAC, list[Tensor]]:
         sampled.append(output)
         return least_likely(output)
 
-    return KFAC(model, stat_interval=stat_interval, likelihood=likelihood), sampled
+    return KFAC.paper(model, stat_interval=stat_interval, likelihood=likelihood), sampled
 
 
 def test_a_layer_that_outputs_never_reach_is_asked_for_at_scheduled_steps_only() -> None:
     model = Heads()
     opt, sampled = counting(model, stat_interval=4)
-    still = copy.deepcopy(model.heads[1].state_dict())
     for t in range(9):
         sampled.clear()
         # No step is refused, though observe is mostly not called.
-        use(model, opt, 0, 1, observed=t % 4 == 0 or t == 2)
+        with pytest.warns(RuntimeWarning, match="'heads.1'") if t == 0 else nullcontext():
+            use(model, opt, 0, 1, observed=t % 4 == 0 or t == 2)
         assert len(sampled) == (t % 4 == 0)
         assert opt._observed.unreached == {2: True}
     assert copy.deepcopy((model, opt))[1]._observed.unreached == {2: True}
-    assert equal(still.values(), model.heads[1].state_dict().values())
     opt.param_groups[0]["step"] = 12
     use(model, opt, 1, 0)
-    assert opt._observed.unreached == {}
-    assert not any(torch.equal(still[k], v) for k, v in model.heads[1].state_dict().items())
+    assert opt._observed.unreached == {} and "stats" in opt.state[model.heads[1].weight]
 
 
 def test_a_layer_unused_so_far_costs_nothing_and_joins_when_it_is_used() -> None:
@@ -167,8 +178,29 @@ def test_a_layer_unused_so_far_costs_nothing_and_joins_when_it_is_used() -> None
 
 def test_a_layer_unused_at_the_scheduled_step_waits_if_later_ones_are_not_observed() -> None:
     model = Heads()
-    opt = KFAC(model, stat_interval=3)
+    opt = KFAC.paper(model, stat_interval=3)
     before = model.heads[1].weight.detach().clone()
     for t, head in enumerate([0, 1, 1, 1]):
         use(model, opt, head, observed=t % 3 == 0)
         assert torch.equal(before, model.heads[1].weight) == (t < 3)
+
+
+@pytest.mark.filterwarnings("ignore:KFAC updates:RuntimeWarning")
+@pytest.mark.parametrize("micro", [1, 2])
+def test_attach_is_the_loop_that_observes(micro: int) -> None:
+    """To the bit, with warm starts and calls that are not training; a copy is not attached."""
+    ends = []
+    for attaches in (False, True):
+        model = attached.made_net(wrap=lambda logits: {"logits": logits})
+        opt = KFAC(model, stat_interval=2, inverse_interval=3, interval_warmup=0)
+        if attaches:
+            opt.attach(model)
+            opt.attach(model)  # replaces the first
+        opt.warm_start((model(x)["logits"] for x, _ in attached.batches(99, 3)))
+        attached.train(
+            model, opt, observe=not attaches, micro=micro, logits=lambda result: result["logits"]
+        )
+        model.eval()(torch.randn(8, 5))
+        assert not opt._observed.count and copy.deepcopy(opt)._attached is None
+        ends.append(attached.contents(model, opt))
+    attached.assert_same(*ends)

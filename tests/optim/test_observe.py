@@ -383,6 +383,10 @@ class Counting(nn.Module):
         return x
 
 
+small_with_a_norm = pytest.mark.filterwarnings("ignore:KFAC updates 23.5%:RuntimeWarning")
+
+
+@small_with_a_norm
 @sampling
 def test_a_warm_start_puts_the_buffers_of_its_model_back(name: str) -> None:
     """The parameters have no gradients afterwards."""
@@ -416,6 +420,7 @@ def test_a_warm_start_that_leaves_batch_norm_changed_warns_once() -> None:
     TNT(model.parameters()).warm_start(outputs())
 
 
+@small_with_a_norm
 @sampling
 def test_a_warm_start_that_raises_midway_changes_nothing(name: str) -> None:
     model = normalised()

@@ -64,7 +64,7 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 CASES = [
     *((name, form) for name in FACTORED for form in FORMS),
-    *((name, form) for name in ("kfac", "eigenbasis") for form in ("paper", "float64")),
+    *((name, form) for name in ("kfac", "eigenbasis") for form in ("paper", "adam", "float64")),
 ]
 
 

@@ -86,11 +86,11 @@ def captured_calls(
     names: Sequence[str],
     layers: Sequence[Layer],
     hooks: Sequence[LayerHook],
-) -> dict[int, tuple[GradientEdge, Call]]:
+) -> dict[int, list[tuple[GradientEdge, Call]]]:
     """The calls of due layers that a loss depends on, each with the edge of its output's gradient.
 
-    Refused if a due layer was called more than once, was observed before, was used without being
-    captured, or had its input changed in place since.
+    Refused if a due layer was observed before, was used without being captured, or had its input
+    changed in place since.
     """
     own, kinds, leaves = set(hooks), set(), set()
     found: dict[int, list[tuple[Node, Call]]] = {}
@@ -113,16 +113,11 @@ def captured_calls(
                 f"output depends on a call of {name!r} that was observed before: observe several "
                 "outputs of one forward pass together, with a likelihood function"
             )
-        if len(calls) > 1:
-            raise ValueError(
-                f"output must use each layer once, and depends on {len(calls)} calls of {name!r}: "
-                "make them layers of their own, or use TNT"
-            )
-        for node, call in calls:
-            if call.inputs._version != call.version:
-                raise ValueError(f"the input of {name!r} must not be changed in place after it")
-            reached[number] = GradientEdge(node, call.output_nr), call
-        if not calls and any(id(param) in leaves for param in layers[number].parameters()):
+        if any(call.inputs._version != call.version for _, call in calls):
+            raise ValueError(f"the input of {name!r} must not be changed in place after it")
+        if calls:
+            reached[number] = [(GradientEdge(node, call.output_nr), call) for node, call in calls]
+        elif any(id(param) in leaves for param in layers[number].parameters()):
             reason = (
                 "was it called before (warm_start takes a generator that calls the model), after "
                 "close(), or its weight used directly?"

@@ -4,7 +4,9 @@ Both forms stand for an inverse that acts on a layer's matrix [W | b], and are m
 statistics [G, A]. "damped" is the inverse of (G + √damping I) ⊗ (A + √damping I), Martens & Grosse
 2015, section 6.3, without their factor π between the two. "eigenbasis" is the inverse of
 G ⊗ A + damping I, by the eigenvectors of G and A. Ren & Goldfarb 2021 use the first for
-autoencoders and the second for CNNs. A new form is one more entry of ``INVERSES``.
+autoencoders and the second for CNNs. Relative damping is in units of the average eigenvalue of
+G ⊗ A: √damping then in units of each factor's own, which is their factor π. A new form is one more
+entry of ``INVERSES``.
 """
 
 import math
@@ -35,6 +37,9 @@ PARTS = ("gradient factor G", "input factor A")
 # below n eps of the largest.
 SINGULAR_ROUNDINGS = 16
 
+# Of Adam's second moment, as in ``grafted_directions_``.
+SECOND_DECAY = 0.99
+
 Matrices = list[list[Tensor]]
 Number = float | Tensor
 
@@ -45,32 +50,39 @@ class Inverse:
 
     # From (out, in) to the shapes of a layer's factors.
     shapes: Callable[[int, int], list[tuple[int, int]]]
-    # (stats, damping, out) to (factors, codes). A layer's code is 0, or 1 if its G and 2 if its A
-    # could not be inverted; its entry of ``out`` is then left as it was.
-    make: Callable[[Matrices, Number, Matrices | None], tuple[Matrices, Tensor]]
+    # (stats, damping, out, relative) to (factors, codes). A layer's code is 0, or 1 if its G and 2
+    # if its A could not be inverted; its entry of ``out`` is then left as it was.
+    make: Callable[[Matrices, Number, Matrices | None, bool], tuple[Matrices, Tensor]]
     # (matrices, factors) to the directions, for each layer.
     apply: Callable[[Sequence[Tensor], Matrices], list[Tensor]]
 
 
-def _damped(stats: Matrices, damping: Number, out: Matrices | None) -> tuple[Matrices, Tensor]:
+def _damped(
+    stats: Matrices, damping: Number, out: Matrices | None, relative: bool = False
+) -> tuple[Matrices, Tensor]:
     """[(G + √damping I)^-1, (A + √damping I)^-1]."""
     root = damping.sqrt() if isinstance(damping, Tensor) else math.sqrt(damping)
     # As tensors with one mode each, for which equation 13 rescales the damping by c^0 = 1.
     single = [[matrix] for pair in stats for matrix in pair]
     target = None if out is None else [[matrix] for pair in out for matrix in pair]
-    factors, info = damped_inverse(single, root, target)
+    factors, info = damped_inverse(single, root, target, relative)
     failed_g, failed_a = (info.view(-1, 2) != 0).unbind(1)
     codes = torch.where(failed_g, 1, 2 * failed_a.to(torch.int32)).to(torch.int32)
     flat = [factor for (factor,) in factors]
     return [flat[i : i + 2] for i in range(0, len(flat), 2)], codes
 
 
-def _eigenbasis(stats: Matrices, damping: Number, out: Matrices | None) -> tuple[Matrices, Tensor]:
+def _eigenbasis(
+    stats: Matrices, damping: Number, out: Matrices | None, relative: bool = False
+) -> tuple[Matrices, Tensor]:
     """[Q_G, Q_A, 1 / (λ_G λ_Aᵀ + damping)]. Waits for the device, as ``eigh`` does."""
     made, codes = [], []
     for layer, pair in enumerate(stats):
         (values_g, vectors_g), (values_a, vectors_a) = map(_spectrum, pair)
-        scale = torch.outer(values_g.clamp(min=0), values_a.clamp(min=0)).add(damping).reciprocal()
+        products = torch.outer(values_g.clamp(min=0), values_a.clamp(min=0))
+        unit = products.mean() if relative else torch.ones_like(products[0, 0])
+        # Like ``damped_inverse``: the identity if the statistics are zero.
+        scale = torch.where(unit == 0, 1.0, (products + damping * unit).reciprocal())
         singular_g, singular_a = _is_singular(values_g), _is_singular(values_a)
         good = scale.isfinite().all() & ((damping > 0) | ~(singular_g | singular_a))
         finite_g, finite_a = values_g.isfinite().all(), values_a.isfinite().all()
@@ -86,12 +98,17 @@ def _eigenbasis(stats: Matrices, damping: Number, out: Matrices | None) -> tuple
 
 
 def _spectrum(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues, ascending, and eigenvectors; NaN if the iteration does not converge."""
-    try:
-        values, vectors = torch.linalg.eigh(matrix)
-    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-        return matrix.new_full((len(matrix),), math.nan), torch.full_like(matrix, math.nan)
-    return values, vectors
+    """Eigenvalues, ascending, and eigenvectors; NaN if the iteration does not converge.
+
+    In float32 it often fails on a matrix with many zero rows: that of 3 x 3 patches of 1 x 1 maps.
+    """
+    for dtype in dict.fromkeys((matrix.dtype, torch.float64)):
+        try:
+            values, vectors = torch.linalg.eigh(matrix.to(dtype))
+        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+            continue
+        return values.to(matrix.dtype), vectors.to(matrix.dtype)
+    return matrix.new_full((len(matrix),), math.nan), torch.full_like(matrix, math.nan)
 
 
 def _is_singular(values: Tensor) -> Tensor:
@@ -127,6 +144,7 @@ def made_by_owners(
     stats: Mapping[Tensor, list[Tensor]],
     damping: Number,
     out: Matrices | None,
+    relative: bool,
 ) -> tuple[Matrices, Tensor]:
     """What ``inverse.make`` returns, with each layer's factors computed by one rank for all.
 
@@ -138,7 +156,7 @@ def made_by_owners(
     codes = next(iter(stats.values()))[0].new_zeros(0)
     if own:
         target = None if out is None else [made[weight] for weight in own]
-        factors, codes = inverse.make([stats[weight] for weight in own], damping, target)
+        factors, codes = inverse.make([stats[w] for w in own], damping, target, relative)
         # The same layout everywhere: a product with column-major eigenvectors rounds otherwise.
         rows = [[factor.contiguous() for factor in each] for each in factors]
         made.update(zip(own, rows, strict=True))
@@ -152,38 +170,89 @@ def made_by_owners(
 
 
 def update_(
-    group: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
     states: States,
     layers: Sequence[Layer],
     others: Sequence[Tensor],
     inverse: Inverse,
 ) -> None:
-    """m <- μ m + g; W <- W - lr (P + γ W), with P the preconditioned m in layers, m elsewhere.
+    """m <- μ m + g; W <- W - lr (s P + γ W), with P the preconditioned m in layers, m elsewhere.
 
-    Updates the parameters of ``layers`` that have gradients, and the ``others``. A momentum that
-    is missing in ``states`` starts at zero. Reads no value on the host.
+    With ``graft`` s brings P to the norm of the other method's direction. Updates the parameters of
+    ``layers`` that have gradients, and the ``others``. Momenta and second moments that are missing
+    in ``states`` start at zero. Reads no value on the host.
     """
-    params = [p for layer in layers for p in parameters(layer) if p.grad is not None]
-    params += others
-    if not params:
-        return
-    for p in params:
-        if "momentum" not in states[p]:
-            states[p]["momentum"] = torch.zeros(p.shape, dtype=state_dtype(p), device=p.device)
-    momenta = {p: states[p]["momentum"] for p in params}
-    torch._foreach_mul_(list(momenta.values()), group["momentum"])
-    torch._foreach_add_(list(momenta.values()), [p.grad for p in params if p.grad is not None])
-    directions = dict(momenta)
+    wanted = {*others, *(param for layer in layers for param in parameters(layer))}
+    batches = [
+        (group, params)
+        for group in groups
+        if (params := [p for p in group["params"] if p in wanted and p.grad is not None])
+    ]
+    grads = {p: p.grad.to(state_dtype(p)) for _, params in batches for p in params}
+    for group, params in batches:
+        _accumulate(group, states, {p: grads[p] for p in params})
+    directions = {p: states[p]["momentum"] for p in grads}
     by_weight = {layer.weight: layer for layer in layers}
     for weights in by_device(by_weight):
         blocks = [by_weight[weight] for weight in weights]
-        matrices = [joined(block, momenta) for block in blocks]
+        matrices = [joined(block, directions) for block in blocks]
         applied = inverse.apply(matrices, [states[weight]["factors"] for weight in weights])
         for block, matrix in zip(blocks, applied, strict=True):
             pairs = zip(parameters(block), split(block, matrix), strict=True)
-            directions.update((param, part) for param, part in pairs if param in momenta)
+            directions.update((param, part) for param, part in pairs if param in grads)
+    for group, params in batches:
+        scales = _graft_scales(group, states, {p: directions[p] for p in params})
+        _move(group, params, [directions[p] for p in params], scales)
+
+
+def _accumulate(group: Mapping[str, Any], states: States, grads: Mapping[Tensor, Tensor]) -> None:
+    """Adds gradients to the momenta, and their squares to the second moments if grafted to Adam."""
+    adam, own = group["graft"] == "adam", list(grads.values())
+    for p, grad in grads.items():
+        state, missing = states[p], "second_moment" if adam else "momentum"
+        if missing not in state:
+            state["momentum"] = grad.new_zeros(grad.shape)  # both moments start together
+            state |= {"second_moment": grad.new_zeros(grad.shape), "updates": 0} if adam else {}
+    momenta = [states[p]["momentum"] for p in grads]
+    torch._foreach_mul_(momenta, group["momentum"])
+    torch._foreach_add_(momenta, own)
+    if adam:
+        squares = [states[p]["second_moment"] for p in grads]
+        torch._foreach_mul_(squares, SECOND_DECAY)
+        torch._foreach_addcmul_(squares, own, own, 1 - SECOND_DECAY)
+        for p in grads:
+            states[p]["updates"] += 1
+
+
+def _graft_scales(
+    group: Mapping[str, Any], states: States, directions: Mapping[Tensor, Tensor]
+) -> list[Tensor] | None:
+    """|R| / |P| for each direction P, 0 if P is; R is as in ``grafted_directions_``."""
+    if group["graft"] is None:
+        return None
+    others = [states[p]["momentum"] for p in directions]
+    if group["graft"] == "adam":
+        counts, mu = [states[p]["updates"] for p in directions], group["momentum"]
+        roots = torch._foreach_sqrt([states[p]["second_moment"] for p in directions])
+        torch._foreach_div_(roots, [math.sqrt(1 - SECOND_DECAY**count) for count in counts])
+        torch._foreach_add_(roots, 1e-8)
+        others = list(torch._foreach_div(others, roots))
+        torch._foreach_mul_(others, [(1 - mu) / (1 - mu**count) for count in counts])
+    lists = others, list(directions.values())
+    norms, own = (torch._foreach_norm(tensors, 2, torch.float64) for tensors in lists)
+    return [torch.where(b == 0, 0.0, a / b) for a, b in zip(norms, own, strict=True)]
+
+
+def _move(
+    group: Mapping[str, Any],
+    params: Sequence[Tensor],
+    directions: list[Tensor],
+    scales: Sequence[Tensor] | None,
+) -> None:
     lr, decay = as_number(group["lr"]), group["weight_decay"]
-    steps = torch._foreach_mul(list(directions.values()), lr)
+    steps = torch._foreach_mul(directions, lr)
+    if scales is not None:
+        torch._foreach_mul_(steps, [s.to(p.dtype) for s, p in zip(scales, steps, strict=True)])
     # Half precision is rounded once.
     wide = [p if p.dtype == state_dtype(p) else p.to(state_dtype(p)) for p in params]
     if isinstance(decay, Tensor) or decay != 0:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from tnt_optim import checkpoint
+from tnt_optim.attach import attach
 from tnt_optim.autograd import buffers_put_back
 from tnt_optim.distributed.process_group import ProcessGroup, numbered, process_group_of
 from tnt_optim.failures import (
@@ -22,18 +23,26 @@ from tnt_optim.failures import (
 )
 from tnt_optim.kfac.activations import hook_layers
 from tnt_optim.kfac.inverses import INVERSES, PARTS, SHARDS, Matrices, made_by_owners, update_
-from tnt_optim.kfac.layers import Layer, is_trainable, matrix_shape, parameters, supported_layers
+from tnt_optim.kfac.layers import (
+    Layer,
+    is_trainable,
+    matrix_shape,
+    named_groups,
+    parameters,
+    preconditioned,
+)
 from tnt_optim.kfac.observations import Observations, Sampling
 from tnt_optim.kfac.statistics import LayerSums, all_finite_statistics, blend
 from tnt_optim.likelihoods import Likelihood
 from tnt_optim.mismatch import warn_of_mismatch, watched
-from tnt_optim.modes import by_device, is_sharded
-from tnt_optim.options import OPTIONS, arguments, check_settings, documented
+from tnt_optim.modes import Settings, by_device, is_sharded
+from tnt_optim.options import OPTIONS, arguments, check_settings, documented, is_due
 from tnt_optim.state import COUNTERS, check_keys
 
 
 @documented(
-    damping="lambda in the paper; in units of the squared gradient.",
+    damping="lambda in the paper; in units of the squared gradient, or of ``relative_damping``.",
+    relative_damping="damp with ``damping`` times the average eigenvalue of G ⊗ A.",
     likelihood='"categorical", "bernoulli", "gaussian", a tuple of these, or a function from the '
     "output to the 0-dim mean loss over its first dimension at labels it samples itself; see "
     "``TNT``.",
@@ -47,7 +56,7 @@ class KFAC(Optimizer):
     layer's inputs, with a 1 for the bias, and G from the gradients by its outputs, at labels drawn
     from the model's own predictive distribution. Its inverse preconditions the momentum::
 
-        opt = KFAC(model, lr=0.003, damping=0.3, likelihood="bernoulli")
+        opt = KFAC(model)
         opt.warm_start(model(x) for x in batches)  # optional
         for x, y in loader:
             opt.zero_grad()
@@ -58,9 +67,11 @@ class KFAC(Optimizer):
             opt.step()
 
     Layers are ``nn.Linear`` and ``nn.Conv1d`` to ``nn.Conv3d`` (any stride, padding and dilation),
-    called as modules, each once in a forward pass. All other parameters (norms, embeddings, grouped
-    and transposed convolutions, nn.MultiheadAttention) are updated with the plain momentum. The
-    frozen part of a layer counts as zero momentum and is not updated.
+    called as modules; several calls in a forward pass are positions. All other parameters are
+    updated with the momentum: those of norms, embeddings, recurrent networks, grouped and
+    transposed convolutions, nn.MultiheadAttention, and layers that share a parameter or have a
+    factor above ``max_factor_dim``. ``repr`` counts them, and a warning at construction if they are
+    many. The frozen part of a layer counts as zero momentum and is not updated.
 
     A = (1/N) Σ a aᵀ and G = (1/P) Σ g gᵀ over the P positions in the N examples of a batch, as in
     Grosse & Martens 2016. Each gradient g is of one example's own loss. Positions are a
@@ -71,55 +82,69 @@ class KFAC(Optimizer):
     batch and its own samples. The training equals that of one process that observes the same
     micro-batches in turn. ``model`` may be DistributedDataParallel or the module inside.
 
-    There is one parameter group. Its settings may change between steps; ``damping`` takes effect at
-    the next refresh of the inverses. The default damping is the paper's for its MNIST autoencoder.
-    The default intervals are the paper's for its CNNs, with damping 0.03 and the eigenbasis.
+    With the defaults every parameter moves by the norm of Adam's direction, so that one learning
+    rate serves layers and other parameters; ``KFAC.paper`` has the paper's form. Settings of
+    parameter groups may change between steps, but for ``max_factor_dim``; ``damping`` takes effect
+    at the next refresh of the inverses.
 
     ``torch.save(model)`` also saves the hooks, which do nothing when loaded but need this package.
     Call ``close()`` first, or save the model's ``state_dict``.
 
     Args:
-        model: all its parameters are optimized; layers added later are not.
+        model: layers added later are not optimized.
+        params: some of its parameters, or parameter groups, as any optimizer takes them; None for
+            all in one group. A layer's damping, intervals and ``stat_decay`` are those of its
+            weight's group; ``max_factor_dim=1`` takes a group's weights out of the layers.
         {options}
-        inverse: "damped": (G + √damping I)^-1 M (A + √damping I)^-1, the paper's for autoencoders;
+        inverse: "damped": (G + √damping I)^-1 M (A + √damping I)^-1, the paper's for autoencoders,
+            with √damping in units of each factor's average eigenvalue if it is relative;
             "eigenbasis": the inverse of G ⊗ A + damping I, the paper's for CNNs, which keeps one
             more matrix like each weight, and waits for the device when it is refreshed.
 
     Raises:
-        ValueError: if a setting does not fit, the model has no layer, layers are shared, or
-            parameters are sharded, as by ``fully_shard``.
+        ValueError: if a setting does not fit, the model has no layer or not these parameters, or
+            they are sharded, as by ``fully_shard``.
         TypeError: if ``model`` is no module.
     """
 
     _method = "KFAC"
 
+    _attached: RemovableHandle | None = None  # a copy has none
+
     def __init__(
         self,
         model: nn.Module,
-        lr: float | Tensor = 3e-3,
+        lr: float | Tensor = 1e-2,
         *,
-        damping: float = 0.3,
+        params: Iterable[Any] | None = None,
+        damping: float = 0.01,
         momentum: float = 0.9,
         stat_decay: float = 0.9,
         weight_decay: float = 0.0,
         stat_interval: int = 10,
-        inverse_interval: int = 100,
+        inverse_interval: int = 50,
+        interval_warmup: int = 500,
         likelihood: Likelihood = "categorical",
         inverse: str = "damped",
+        max_factor_dim: int = 8192,
+        relative_damping: bool = True,
+        graft: str | None = "adam",
         seed: int = 0,
         process_group: Any = None,
         shard: str | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-        options = arguments(locals())
+        options, groups = arguments(locals()), named_groups(model, params)
         for name, value, known in (("inverse", inverse, tuple(INVERSES)), ("shard", shard, SHARDS)):
             if value not in known:
                 raise ValueError(f"{name} must be {' or '.join(map(repr, known))}, got {value!r}")
         check_settings(options)
         settings = {name: value for name, value in options.items() if OPTIONS[name].per_group}
-        self._names, self._layers = supported_layers(model)
-        for name, param in model.named_parameters():
+        for name in {key for group in groups for key in group} & {*options, "inverse"}:
+            if name not in settings:
+                raise ValueError(f"{name} cannot be set for a parameter group, only for all")
+        for name, param in (pair for group in groups for pair in group["params"]):
             if is_sharded(param):
                 raise ValueError(
                     f"model must have whole parameters, and {name!r} is in pieces, as fully_shard "
@@ -135,12 +160,34 @@ class KFAC(Optimizer):
         self._group_is_lost = False  # in a copy
         self.shard = shard
         self._model = model
-        self._sampling = Sampling(self._names, self._layers, likelihood, seed)
         self._failures = Failures(PARTS)
         self._observed = Observations()
         self._warming = self._warned = False
-        super().__init__(list(model.named_parameters()), {**settings, "step": 0})
+        self._named: set[int] = set()  # layers that a warning said the outputs do not reach
+        super().__init__(groups, {**settings, "step": 0})
+        for group in self.param_groups:
+            check_settings(group)
+        number = {p: n for n, group in enumerate(self.param_groups) for p in group["params"]}
+        largest = {p: self.param_groups[n]["max_factor_dim"] for p, n in number.items()}
+        layers, self._reasons = preconditioned(model, largest)
+        self._names, self._layers = list(layers), list(layers.values())
+        self._group_numbers = [number[layer.weight] for layer in self._layers]
+        self._sampling = Sampling(self._names, self._layers, likelihood, seed)
+        share, others = self._without_factors()
+        if share > WARNED_SHARE:
+            warn_the_caller(f"KFAC updates {others}")
         self._attach()
+
+    @classmethod
+    def paper(cls, model: nn.Module, **settings: Any) -> "KFAC":
+        """KFAC as in Ren & Goldfarb 2021: absolute damping, no grafting, fixed intervals.
+
+        Args:
+            model: as for the class.
+            settings: replace the paper's for its MNIST autoencoder (lr 0.003, damping 0.3) with the
+                intervals for its CNNs, (10, 100), whose damping is 0.03 in the eigenbasis.
+        """
+        return cls(model, **{**_PAPER, **settings})
 
     @_disable_dynamo
     def observe(self, output: Any) -> None:
@@ -159,15 +206,16 @@ class KFAC(Optimizer):
 
         Raises:
             ValueError: if the output has no graph, does not fit the likelihood, depends on no
-                layer of the model, or on a layer whose call was not captured, on two calls of one
-                layer, or on a call that was observed before; nothing is then changed.
+                layer of the model, or on a layer's call that was not captured or was observed
+                before; nothing is then changed.
             RuntimeError: if the output is DistributedDataParallel's with ``static_graph=True``.
         """
         wanted = self._all_wanted()
         if not wanted:
             return
         # A layer without statistics that no forward pass has called cannot be in the output.
-        due = [layer for layer in wanted if self._scheduled() or layer in self._observed.called]
+        called = self._observed.called
+        due = [layer for layer in wanted if self._scheduled(layer) or layer in called]
         sums: dict[int, LayerSums] = {}
         if due:
             number = numbered(self._observed.count, self._team())
@@ -179,14 +227,43 @@ class KFAC(Optimizer):
                 )
         self._observed.add(sums, wanted)
 
+    def attach(
+        self, model: nn.Module, output: Callable[[Any], Any] | None = None
+    ) -> RemovableHandle:
+        """Observes every output of ``model`` from now on, for trainers that own the training loop.
+
+        As ``TNT.attach``, for whole batches, and for models that are not compiled.
+
+        Args:
+            model: the optimizer's own, or a module around it.
+            output: from the model's result to the argument of ``observe``; None: the tensor it
+                returns, or its ``logits``.
+
+        Returns:
+            A handle; its ``remove`` ends the observation.
+
+        Raises:
+            TypeError: if ``model`` is no module, or ``output`` no function.
+        """
+        handle = attach(self, model, output, fraction=1.0)
+        if self._attached is not None:
+            self._attached.remove()
+        self._attached = handle
+        return handle
+
+    def _wants_output(self) -> bool:
+        """Whether an output would be observed now; the hook of ``attach`` asks."""
+        return not self._warming and bool(self._all_wanted())
+
     @_disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Takes one step, which uses up all observations even if it raises.
 
-        A layer that has a gradient but that the observed outputs did not reach, and that has no
-        statistics yet, is not updated. If it was called in the forward pass, its statistics are
-        next asked for at a multiple of T1.
+        A layer that has a gradient, but no statistics because the observed outputs did not reach
+        it, is updated like the parameters outside of layers; a warning names it. It gets statistics
+        when an output reaches it: asked for at the next multiple of T1 if it was called in the
+        forward pass, otherwise when it is called.
 
         Args:
             closure: recomputes the loss, calls ``backward`` and ``observe``, returns the loss.
@@ -205,10 +282,11 @@ class KFAC(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        group = self.param_groups[0]
         try:
-            check_settings(group)
+            for group in self.param_groups:
+                check_settings(group)
             warn_of_mismatch(self._observed.comparisons, self._observed.count)
+            self._observed.warn_if_twice()
             team = self._team()
             # On a GPU a report arrives one step late, and not everywhere at once. If it stops the
             # training, it must stop all processes at the same step: they wait for it.
@@ -221,13 +299,14 @@ class KFAC(Optimizer):
             self._warn_if_unobserved()
             layers, others = self._to_update()
             self._refresh({layer: sums.means() for layer, sums in self._observed.sums.items()})
-            if team is None or not any(p.is_cuda for p in group["params"]):
+            if team is None or not any(layer.weight.is_cuda for layer in self._layers):
                 self._failures.read(self._layer_states(), self._name, groups=groups)
-            update_(group, self.state, layers, others, INVERSES[self.inverse])
+            update_(self.param_groups, self.state, layers, others, INVERSES[self.inverse])
             self._observed.note_unreached(self._has_state)
         finally:
             self._observed.use_up()
-        group["step"] += 1
+        for group in self.param_groups:
+            group["step"] += 1
         return loss
 
     def warm_start(self, outputs: Iterable[Any], *, model: nn.Module | None = None) -> None:
@@ -261,29 +340,32 @@ class KFAC(Optimizer):
         self._failures = Failures(PARTS)
         for weight, state in fresh.items():
             state["skipped_statistics"] = skipped
-            momentum = {k: v for k, v in self.state.get(weight, {}).items() if k == "momentum"}
-            self.state[weight] = {**momentum, **state}
+            self._keep(weight, state)
 
     def failures(self) -> dict[str, int]:
         """Returns how often statistics were left out and inverses failed; waits for the device.
 
         "skipped_statistics" counts the refreshes left out because something was not finite (of the
-        layer that lost most), "failed_inverses" the failed refreshes of all layers.
+        layer that lost most), "failed_inverses" the failed refreshes of all layers, "unreached" the
+        layers that moved without a preconditioner because no observed output has reached them.
         """
-        return self._failures.totals(self._layer_states(), self._name)
+        unreached = sum(not self._has_state(layer) for layer in self._named)
+        return self._failures.totals(self._layer_states(), self._name) | {"unreached": unreached}
 
     def close(self) -> None:
         """Removes the hooks from the model, as ``del opt`` does. Nothing can be observed then."""
         self._detach()
+        if self._attached is not None:
+            self._attached.remove()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuses: the parameters are the model's, in one group.
+        """Refuses: the parameters are the model's that the constructor was given.
 
         Raises:
             ValueError: always, once the optimizer is made.
         """
-        if self.param_groups:
-            raise ValueError("param_group must not be added: KFAC has its model's, in one group")
+        if hasattr(self, "_layers"):
+            raise ValueError("param_group must not be added: give the constructor all, as params")
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
@@ -314,20 +396,22 @@ class KFAC(Optimizer):
         checkpoint.load_adapted(self, state_dict, load, self._check_state_dict, finish)
 
     def _check_state_dict(self, state_dict: dict[str, Any]) -> None:
-        groups, settings = self.param_groups, set(self.defaults)
+        groups, settings = self.param_groups, set(self.defaults) - _ADDED.keys()
         checkpoint.check_groups(self._method, groups, state_dict, settings)
         layers = {layer.weight: layer for layer in self._layers}
         for name, _, param, state in checkpoint.saved_states(groups, state_dict):
-            shapes: dict[str, list[Any]] = {"momentum": [tuple(param.shape)]}
+            moments: list[Any] = [tuple(param.shape)]
+            shapes = {"momentum": moments, "second_moment": moments}
             if param in layers:
-                check_keys(name, state, {"stats", "factors", "first_step", *COUNTERS})
+                if state.keys() - _MOMENTS:  # not a layer that no output has reached
+                    check_keys(name, state, {"stats", "factors", "first_step", *COUNTERS})
                 rows, columns = matrix_shape(layers[param])
                 shapes["stats"] = [(rows, rows), (columns, columns)]
                 shapes["factors"] = INVERSES[self.inverse].shapes(rows, columns)
-            elif set(state) != {"momentum"}:
-                raise ValueError(f"{name} must hold a momentum only, got {sorted(state)}")
+            elif state.keys() - _MOMENTS:
+                raise ValueError(f"{name} must hold moments only, got {sorted(state)}")
             for key in [key for key in shapes if key in state]:
-                held = [state[key]] if key == "momentum" else state[key]
+                held = [state[key]] if key in _MOMENTS else state[key]
                 got = [tuple(t.shape) if isinstance(t, Tensor) else type(t) for t in held]
                 if got != shapes[key]:
                     raise ValueError(
@@ -343,20 +427,35 @@ class KFAC(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        for group in self.param_groups:
+            for name, value in _ADDED.items():
+                group.setdefault(name, value)
         if "_layers" in state:  # a copy; torch also calls this when it loads a state_dict
             self.process_group = None  # a process group cannot be copied
             self._attach()
 
     def __repr__(self) -> str:
-        group = self.param_groups[0]
-        in_layers = {p for layer in self._layers for p in layer.parameters()}
-        others = sum(p not in in_layers for p in group["params"])
-        shown = {key: group[key] for key in sorted(set(group) - {"params", "param_names"})}
-        shown |= {"inverse": self.inverse, "likelihood": self._sampling.likelihood}
-        shown["seed"] = self._sampling.seed
-        head = f"{len(self._layers)} layers, and {others} parameters that take the momentum"
-        lines = "".join(f"    {key}: {value}\n" for key, value in shown.items())
-        return f"{type(self).__name__} (\n  {head}\n{lines})"
+        lines = [f"{type(self).__name__} ("]
+        lines.append(f"  {len(self._layers)} layers, and {self._without_factors()[1]}")
+        own = {"inverse": self.inverse, "likelihood": self._sampling.likelihood}
+        lines += [f"  {k}: {v}" for k, v in (own | {"seed": self._sampling.seed}).items()]
+        for number, group in enumerate(self.param_groups):
+            lines.append(f"  group {number}: {len(group['params'])} parameters")
+            lines += [f"    {key}: {group[key]}" for key in sorted(self.defaults)]
+        return "\n".join([*lines, ")"])
+
+    def _without_factors(self) -> tuple[float, str]:
+        """The share of the trainable numbers outside of layers, and what they are."""
+        trainable = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        counts: dict[str, int] = {}
+        for param in trainable:
+            if param in self._reasons:
+                why = self._reasons[param]
+                counts[why] = counts.get(why, 0) + param.numel()
+        share = sum(counts.values()) / max(1, sum(p.numel() for p in trainable))
+        kinds = sorted(counts.items(), key=lambda kind: -kind[1])
+        listed = ", ".join(f"{count:,} in {why}" for why, count in kinds) or "none"
+        return share, f"{share:.1%} of the trainable numbers without preconditioning: {listed}"
 
     def _team(self) -> ProcessGroup | None:
         return process_group_of(self.process_group, is_lost=self._group_is_lost)
@@ -380,15 +479,14 @@ class KFAC(Optimizer):
         if not is_trainable(self._layers[layer]):
             return False
         new = not self._has_state(layer) and not self._observed.unreached.get(layer, False)
-        return self._warming or self._scheduled() or new
+        return self._warming or self._scheduled(layer) or new
 
     def _all_wanted(self) -> list[int]:
         """The layers that are wanted: the same in all processes from the forward to the step."""
         return [layer for layer in range(len(self._layers)) if self._wanted(layer)]
 
-    def _scheduled(self) -> bool:
-        group = self.param_groups[0]
-        return bool(group["step"] % group["stat_interval"] == 0)
+    def _scheduled(self, layer: int) -> bool:
+        return is_due(self.param_groups[self._group_numbers[layer]], "stat_interval")
 
     def _has_state(self, layer: int) -> bool:
         # The layer's state is its weight's. Not self.state[weight], which would add an entry.
@@ -406,8 +504,6 @@ class KFAC(Optimizer):
 
     def _refresh(self, observed: Mapping[int, list[Tensor]]) -> None:
         """Refreshes the statistics with the observations, then the inverses that are due."""
-        group = self.param_groups[0]
-        t, interval = group["step"], group["inverse_interval"]
         first = {i: pair for i, pair in observed.items() if not self._has_state(i)}
         if first and not all_finite_statistics(first.values()):  # waits for the device once
             worst = next(i for i, pair in first.items() if not all_finite_statistics([pair]))
@@ -417,73 +513,123 @@ class KFAC(Optimizer):
                 f"{diverged(self.param_groups)}"
             )
         states = self._layer_states()  # without those that are new
-        self.state.update(self._first_states(first))
+        for weight, state in self._first_states(first).items():
+            self._keep(weight, state)
         later = {self._layers[i].weight: pair for i, pair in observed.items() if i not in first}
         if later:
-            codes = blend(states, later, group["stat_decay"])
-            self._failures.report("statistics", codes, list(later))
-        young = [w for w in later if t - states[w]["first_step"] < interval]
-        for weights in by_device(states if t % interval == 0 else young):
-            stats = {w: states[w]["stats"] for w in weights}
-            codes = self._inverses(stats, [states[w]["factors"] for w in weights])[1]
-            self._failures.report("inverses", codes, weights)
+            groups = self.param_groups
+            decays = {p: group["stat_decay"] for group in groups for p in group["params"]}
+            self._failures.report("statistics", blend(states, later, decays), list(later))
+        for group in self.param_groups:
+            young = 0 if group["interval_warmup"] else group["inverse_interval"]
+            due = [
+                w
+                for w in group["params"]
+                if w in states
+                if is_due(group, "inverse_interval")
+                or (w in later and group["step"] - states[w]["first_step"] < young)
+            ]
+            for weights in by_device(due):
+                stats = {w: states[w]["stats"] for w in weights}
+                codes = self._inverses(group, stats, [states[w]["factors"] for w in weights])[1]
+                self._failures.report("inverses", codes, weights)
+
+    def _keep(self, weight: Tensor, state: dict[str, Any]) -> None:
+        """Gives a layer a new state, with the moments that it has."""
+        moments = {k: v for k, v in self.state.get(weight, {}).items() if k in _MOMENTS}
+        self.state[weight] = {**moments, **state}
 
     def _first_states(self, stats: Mapping[int, list[Tensor]]) -> dict[Tensor, dict[str, Any]]:
         """Whole states around first statistics. Waits for the inverses: there are no earlier."""
-        group, states = self.param_groups[0], {}
+        states = {}
         by_weight = {self._layers[layer].weight: pair for layer, pair in stats.items()}
-        for weights in by_device(by_weight):
-            factors, codes = self._inverses({w: by_weight[w] for w in weights}, None)
+        batches = [
+            (group, weights)
+            for group in self.param_groups
+            for weights in by_device([p for p in group["params"] if p in by_weight])
+        ]
+        for group, weights in batches:
+            factors, codes = self._inverses(group, {w: by_weight[w] for w in weights}, None)
             for weight, made, code in zip(weights, factors, codes.tolist(), strict=True):
                 if code != 0:
-                    name = self._name(weight)
-                    raise self._failures.first_inverse(code, name, group["damping"])
+                    name, damping = self._name(weight), group["damping"]
+                    if self.inverse == "eigenbasis" and damping > 0:
+                        raise PreconditionerError(
+                            f"the eigenvalues of the {PARTS[code - 1]} of {name} could not be "
+                            "computed in float64 either, though its numbers are finite: try "
+                            "inverse='damped'"
+                        )
+                    raise self._failures.first_inverse(code, name, damping)
                 state = {"stats": by_weight[weight], "factors": made, "first_step": group["step"]}
                 states[weight] = {**state, **dict.fromkeys(COUNTERS, 0)}
         return states
 
     def _inverses(
-        self, stats: Mapping[Tensor, list[Tensor]], out: Matrices | None
+        self, group: Settings, stats: Mapping[Tensor, list[Tensor]], out: Matrices | None
     ) -> tuple[Matrices, Tensor]:
         """Makes the inverse factors by weight, on one device; see ``Inverse.make``."""
-        inverse, damping = INVERSES[self.inverse], self.param_groups[0]["damping"]
+        inverse, how = INVERSES[self.inverse], (group["damping"], out, group["relative_damping"])
         team = None if self.shard is None else self._team()
         if team is None:
-            return inverse.make(list(stats.values()), damping, out)
-        return made_by_owners(team, inverse, stats, damping, out)
+            return inverse.make(list(stats.values()), *how)
+        return made_by_owners(team, inverse, stats, *how)
 
     # The update.
 
     def _to_update(self) -> tuple[list[Layer], list[Tensor]]:
-        """The layers that this step updates, and the parameters outside of all layers."""
-        group = self.param_groups[0]
-        layers, rest = [], {p for p in group["params"] if p.grad is not None}
-        for name, param in zip(group["param_names"], group["params"], strict=True):
-            if param in rest and param.grad.layout != torch.strided:
+        """The layers that this step preconditions, and the other parameters that it updates."""
+        layers, missed = [], []
+        names = {
+            p: name
+            for group in self.param_groups
+            for p, name in zip(group["params"], group["param_names"], strict=True)
+            if p.grad is not None
+        }
+        rest = set(names)
+        for param, name in names.items():
+            if param.grad.layout != torch.strided:
                 raise RuntimeError(
                     f"the gradient of {name!r} must be dense, got {param.grad.layout}"
                 )
         for index, layer in enumerate(self._layers):
             own = rest.intersection(parameters(layer))
-            rest -= own
             if not own:
                 continue
             if self._has_state(index) or index in self._observed.sums:
                 layers.append(layer)
-            elif not self._observed.may_wait(index):
+            elif self._observed.misses(index):
+                missed.append(index)
+                continue
+            elif index not in self._observed.unreached:
                 raise RuntimeError(
                     f"step() has no statistics for {self._name(layer.weight)}, which has a "
                     "gradient: call observe(output) between the forward and step(), or "
                     "warm_start() before training, with outputs that depend on every layer the "
-                    "loss depends on"
+                    f"loss depends on{self._observed.hint}"
                 )
-        return layers, [p for p in group["params"] if p in rest]
+            rest -= own
+        self._warn_of_missed(missed)
+        return layers, [p for p in names if p in rest]
+
+    def _warn_of_missed(self, layers: Iterable[int]) -> None:
+        new = [layer for layer in layers if layer not in self._named]
+        self._named.update(new)
+        if new:
+            warn_the_caller(
+                "the loss depends on layers that the observed outputs do not depend on: "
+                f"{', '.join(repr(self._names[layer]) for layer in new)}; they are updated without "
+                "preconditioning, like parameters outside of layers, until an observed output "
+                "reaches them (warned once)"
+            )
 
     def _warn_if_unobserved(self) -> None:
-        if self._scheduled() and not self._observed.count and not self._warned:
-            self._warned = any(w.grad is not None for w in self._layer_states())
+        if not self._observed.count and not self._warned:
+            self._warned = any(
+                self._has_state(i) and layer.weight.grad is not None and self._scheduled(i)
+                for i, layer in enumerate(self._layers)
+            )
             if self._warned:
-                warn_the_caller(UNOBSERVED)
+                warn_the_caller(UNOBSERVED + self._observed.hint)
 
 
 def _remove(handles: Iterable[RemovableHandle]) -> None:
@@ -493,5 +639,21 @@ def _remove(handles: Iterable[RemovableHandle]) -> None:
 
 # What a copy has, besides the state and the groups. Hooks are added anew.
 _COPIED = (
-    "inverse shard _model _names _layers _sampling _failures _observed _warming _warned".split()
+    "inverse shard _model _names _layers _sampling _failures _observed _warming _warned _named "
+    "_group_numbers _reasons".split()
 )
+
+# What a parameter's state holds beside its layer's.
+_MOMENTS = {"momentum", "second_moment", "updates"}
+
+_PAPER: dict[str, Any] = {
+    **{"lr": 3e-3, "damping": 0.3, "stat_interval": 10, "inverse_interval": 100},
+    **{"interval_warmup": 0, "relative_damping": False, "graft": None},
+}
+
+# Settings that checkpoints of earlier versions lack, with values they had.
+_ADDED = {name: _PAPER[name] for name in ("interval_warmup", "relative_damping", "graft")}
+_ADDED["max_factor_dim"] = OPTIONS["max_factor_dim"].default
+
+# The share of numbers without preconditioning of which a warning tells.
+WARNED_SHARE = 0.1

@@ -9,8 +9,8 @@ A new kind of layer is added to ``Layer``, ``input_rows`` and ``output_rows``.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import TypeGuard, get_args
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeGuard, get_args
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -35,38 +35,61 @@ def is_supported(module: nn.Module) -> TypeGuard[Layer]:
     return same and "weight" in module._parameters and getattr(module, "groups", 1) == 1
 
 
-def supported_layers(model: nn.Module) -> tuple[list[str], list[Layer]]:
-    """The names and modules of a model's supported layers.
+def preconditioned(
+    model: nn.Module, largest: Mapping[Tensor, int]
+) -> tuple[dict[str, Layer], dict[Tensor, str]]:
+    """The layers to precondition, by name, and why the other parameters are not, by parameter.
 
-    A layer that shares a parameter with another module is refused: its rows would describe only a
-    part of the gradient.
+    ``largest`` is the size of the largest factor that a weight may have; other weights than these
+    are not optimized. A layer that shares a parameter with another module is left out: its rows
+    would describe only a part of the gradient.
     """
-    names: dict[Layer, str] = {}
-    owners: dict[Tensor, tuple[str, nn.Module]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
+    modules = dict(model.named_modules())
+    owners: dict[Tensor, list[nn.Module]] = {}
+    for module in modules.values():
+        for param in module._parameters.values():
+            if param is not None:
+                owners.setdefault(param, []).append(module)
+    layers: dict[str, Layer] = {}
+    reasons: dict[Tensor, str] = {}
+    for name, module in modules.items():
+        own = [param for param in module._parameters.values() if param is not None]
+        why = " with groups" if getattr(module, "groups", 1) != 1 else ""
         if is_supported(module):
-            if module in names:
-                raise ValueError(
-                    f"model must use each layer once, and {names[module]!r} is {name!r}, too"
-                )
-            names[module] = name
-        for key, param in module._parameters.items():
-            if param is None:
-                continue
-            other, owner = owners.setdefault(param, (f"{name}.{key}", module))
-            if owner is not module and (module in names or owner in names):
-                raise ValueError(
-                    "model must not share parameters of linear and convolution layers, and "
-                    f"{other!r} is {f'{name}.{key}'!r}, too: untie them, or use TNT"
-                )
-            if isinstance(param, UninitializedParameter) and module in names:
+            if any(isinstance(param, UninitializedParameter) for param in own):
                 raise ValueError(f"model must be initialized, and {name!r} is lazy: run it once")
-    if not names:
+            if any(len(owners[param]) > 1 for param in own):
+                why = " with a shared parameter"
+            elif module.weight not in largest:
+                why = " whose weight is not optimized"
+            elif max(matrix_shape(module)) > largest[module.weight]:
+                why = " above max_factor_dim"
+            else:
+                layers[name] = module
+                continue
+        reasons |= dict.fromkeys(own, f"{type(module).__name__}{why}")
+    if not layers:
         raise ValueError(
-            f"model must have a Linear or Conv layer without groups, got {type(model).__name__} "
-            "with none"
+            "model must have a Linear or Conv layer without groups to precondition, got "
+            f"{type(model).__name__} with {', '.join(sorted(set(reasons.values()))) or 'none'}"
         )
-    return list(names.values()), list(names)
+    return layers, reasons
+
+
+def named_groups(model: nn.Module, params: Iterable[Any] | None) -> list[dict[str, Any]]:
+    """Parameter groups in torch's forms, with the model's names; None for all parameters in one."""
+    names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
+    given = list(names if params is None else params)
+    if not given or not isinstance(given[0], dict):
+        given = [{"params": given}]
+    groups = []
+    for group in given:
+        own = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
+        own = [param[1] if isinstance(param, tuple) else param for param in own]
+        if any(param not in names for param in own):
+            raise ValueError("params must be parameters of the model, got others")
+        groups.append({**group, "params": [(names[param], param) for param in own]})
+    return groups
 
 
 def parameters(layer: Layer) -> list[Tensor]:

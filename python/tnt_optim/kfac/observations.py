@@ -18,7 +18,7 @@ from tnt_optim.autograd import (
     without_autocast,
 )
 from tnt_optim.distributed.process_group import ProcessGroup, numbered
-from tnt_optim.failures import PreconditionerError
+from tnt_optim.failures import TWICE, PreconditionerError, warn_the_caller
 from tnt_optim.kfac.activations import LayerHook, captured_calls
 from tnt_optim.kfac.layers import Layer, is_trainable
 from tnt_optim.kfac.statistics import LayerSums, all_finite_statistics, layer_sums, pooled_sums
@@ -40,6 +40,15 @@ class Observations:
     # was called then. If so, later outputs will not reach it either.
     unreached: dict[int, bool] = field(default_factory=dict)
     comparisons: list[Comparison] = field(default_factory=list)  # at the first step
+    attached: int = 0  # the outputs that the hook of ``attach`` observed
+    hint: str = ""  # why nothing is observed at this step, if that is known
+    warned_twice: bool = False
+
+    def warn_if_twice(self) -> None:
+        """Warns once of a step with the outputs of both ``attach`` and the loop."""
+        if 0 < self.attached < self.count and not self.warned_twice:
+            self.warned_twice = True
+            warn_the_caller(TWICE)
 
     def add(self, found: Mapping[int, LayerSums], asked: Iterable[int]) -> None:
         """Adds the sums of one output, which was asked for the layers ``asked``."""
@@ -82,9 +91,9 @@ class Observations:
         self.sums, self.count = sums, max(self.count, 1)
         self.asked.update(wanted)
 
-    def may_wait(self, layer: int) -> bool:
-        """Whether a layer without statistics was asked for, so that the user forgot nothing."""
-        return layer in self.asked or layer in self.unreached
+    def misses(self, layer: int) -> bool:
+        """Whether outputs that were asked for a layer without statistics did not reach it."""
+        return layer in self.asked or self.unreached.get(layer, False)
 
     def note_unreached(self, has_statistics: Callable[[int], bool]) -> None:
         """Remembers the layers that no output reached, at the end of a successful step."""
@@ -94,7 +103,7 @@ class Observations:
     def use_up(self) -> None:
         """Forgets everything but ``unreached``."""
         self.sums, self.count, self.asked, self.called = {}, 0, set(), set()
-        self.comparisons = []
+        self.comparisons, self.attached, self.hint = [], 0, ""
 
 
 @dataclass
@@ -130,26 +139,27 @@ class Sampling:
         likelihood = self.likelihood
         examples = batch_size(output) if callable(likelihood) else example_count(likelihood, output)
         share = share_counted(likelihood, output)
+        calls = [(number, *each) for number, found in reached.items() for each in found]
         with without_autocast(loss), before_backward():
             gradients = torch.autograd.grad(
                 loss,
-                [edge for edge, _ in reached.values()],
+                [edge for _, edge, _ in calls],
                 # Of the sum of the examples' losses: in float16 those of the mean may underflow.
                 torch.full_like(loss, examples).mul_(share),
                 retain_graph=retain_graph,
                 allow_unused=True,
             )
-            sums = {
-                number: layer_sums(self.layers[number], call.inputs, gradient, examples)
-                for (number, (_, call)), gradient in zip(reached.items(), gradients, strict=True)
-                if gradient is not None
-            }
+            sums: dict[int, LayerSums] = {}
+            for (number, _, call), gradient in zip(calls, gradients, strict=True):
+                if gradient is not None:
+                    new = layer_sums(self.layers[number], call.inputs, gradient, examples)
+                    sums[number] = sums[number].with_call(new) if number in sums else new
         if isinstance(share, Tensor):  # rows that do not count have a gradient of 0
             sums = {
                 number: replace(each, positions=(share * each.positions).round())
                 for number, each in sums.items()
             }
-        for _, call in reached.values():
+        for _, _, call in calls:
             # The graph lives on through the user's backward; the input need not.
             call.inputs, call.observed = call.inputs.new_empty(0), True
         return sums

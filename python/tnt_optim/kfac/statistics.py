@@ -39,6 +39,15 @@ class LayerSums:
 
         return LayerSums(*map(chosen, vars(self).values(), vars(other).values()))
 
+    def with_call(self, other: "LayerSums") -> "LayerSums":
+        """With another call of the layer for the same examples, which adds positions."""
+        return LayerSums(
+            self.gradients + other.gradients,
+            self.inputs + other.inputs,
+            self.examples,
+            self.positions + other.positions,
+        )
+
     def means(self) -> list[Tensor]:
         """[G, A]: G is a mean over positions, A a mean over examples of sums over positions."""
         return [self.gradients / self.positions, self.inputs / self.examples]
@@ -76,7 +85,11 @@ def all_finite_statistics(stats: Iterable[Sequence[Tensor]]) -> Tensor:
     return torch.stack([trace.to(traces[0].device) for trace in traces]).isfinite().all()
 
 
-def blend(states: States, observed: Mapping[Tensor, list[Tensor]], decay: float | Tensor) -> Tensor:
+def blend(
+    states: States,
+    observed: Mapping[Tensor, list[Tensor]],
+    decays: Mapping[Tensor, float | Tensor],
+) -> Tensor:
     """S <- decay S + (1 - decay) new, by weight, if all new statistics are finite.
 
     Returns a code for each weight, 0 if its statistics were updated.
@@ -84,7 +97,7 @@ def blend(states: States, observed: Mapping[Tensor, list[Tensor]], decay: float 
     finite = all_finite_statistics(observed.values())
     for weight, pair in observed.items():
         for old, new in zip(states[weight]["stats"], pair, strict=True):
-            old.copy_(torch.where(finite.to(old.device), new.lerp(old, decay), old))
+            old.copy_(torch.where(finite.to(old.device), new.lerp(old, decays[weight]), old))
     return (~finite).to(torch.int32).expand(len(observed)).contiguous()
 
 
