@@ -38,7 +38,7 @@ from tnt_optim.modes import (
 )
 from tnt_optim.observations import Empirical, Sample, warned_of_batch_norm
 from tnt_optim.options import ADDED, OPTIONS, as_they_are, check_settings, is_due, split
-from tnt_optim.paper import PAPER
+from tnt_optim.paper import paper_settings
 from tnt_optim.state import (
     COUNTS,
     NAMES,
@@ -142,10 +142,8 @@ class KroneckerOptimizer(Optimizer):
         """
         known = inspect.signature(cls).parameters.keys() & OPTIONS.keys()
         form = {name: OPTIONS[name].default for name in known}
-        tables = PAPER[cls._table(options)]
-        if problem is not None and problem not in tables:
-            raise ValueError(f"problem must be one of {', '.join(tables)}, got {problem!r}")
-        return cls(params, **{**form, **(tables[problem] if problem else {}), **options})
+        table = paper_settings(cls._table(options), problem)
+        return cls(params, **{**form, **table, **options})
 
     @classmethod
     def _table(cls, options: Mapping[str, Any]) -> str:

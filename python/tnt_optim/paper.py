@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 _AUTOENCODER = {"stat_interval": 1, "inverse_interval": 20}
+_EIGENBASIS = {"damping": 0.03, "inverse": "eigenbasis"}
 
 # By method and problem. What is missing has the default of ``options``.
 PAPER: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
@@ -19,6 +20,12 @@ PAPER: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "resnet32": {"lr": 1e-4, "weight_decay": 10.0},
         "vgg16": {"lr": 3e-6, "weight_decay": 100.0},
     },
+    "KFAC": {
+        "mnist": {"lr": 0.003, "damping": 0.3, "likelihood": "bernoulli", **_AUTOENCODER},
+        "faces": {"lr": 0.1, "damping": 10.0, "likelihood": "gaussian", **_AUTOENCODER},
+        "resnet32": {"lr": 0.01, "weight_decay": 0.1, **_EIGENBASIS},
+        "vgg16": {"lr": 3e-4, "weight_decay": 0.1, **_EIGENBASIS},
+    },
     "Shampoo": {
         "mnist": {"lr": 3e-4, "damping": 3e-4, **_AUTOENCODER},
         "faces": {"lr": 3e-4, "damping": 3e-4, **_AUTOENCODER},
@@ -26,3 +33,10 @@ PAPER: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "vgg16": {"lr": 0.003, "weight_decay": 0.1},
     },
 }
+
+
+def paper_settings(table: str, problem: str | None) -> Mapping[str, Any]:
+    """The settings of one table's problem; none for None."""
+    if problem is not None and problem not in PAPER[table]:
+        raise ValueError(f"problem must be one of {', '.join(PAPER[table])}, got {problem!r}")
+    return {} if problem is None else PAPER[table][problem]

@@ -98,7 +98,7 @@ def test_relative_damping_and_grafting_against_a_dense_solve(graft: str, inverse
         opt.zero_grad()
         output = model(x)
         opt.observe(output)
-        output.square().sum().backward()
+        output.softmax(1).square().sum().backward()
         opt.step()
         grad = joined(model, {p: p.grad for p in model.parameters()})
         m, v = 0.9 * m + grad, 0.99 * v + 0.01 * grad.square()

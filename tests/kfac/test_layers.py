@@ -198,7 +198,7 @@ def test_groups_have_settings_of_their_own() -> None:
         before = {name: p.detach().clone() for name, p in net.named_parameters()}
         output = net(x)
         optimizer.observe(output)
-        output.square().sum().backward()
+        output.softmax(1).square().sum().backward()
         optimizer.step()
         moved[net] = {n: before[n] - p.detach() for n, p in net.named_parameters()}
     for layer in (0, 1):

@@ -23,7 +23,7 @@ from optimizers import (
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from tnt_optim import TNT, Shampoo
+from tnt_optim import KFAC, TNT, Shampoo
 from tnt_optim.paper import PAPER
 
 FORM = {"graft": None, "relative_damping": False, "precondition_1d": True, "interval_warmup": 0}
@@ -61,12 +61,13 @@ def test_an_unknown_problem_is_refused() -> None:
 
 @pytest.mark.parametrize("name", PAPER)
 def test_every_setting_of_the_tables_is_accepted(name: str) -> None:
-    method: Any = Shampoo if name == "Shampoo" else TNT
+    method: Any = {"Shampoo": Shampoo, "KFAC": KFAC}.get(name, TNT)
     more = {"fisher": "empirical"} if name == "TNT-EF" else {}
     for problem, settings in PAPER[name].items():
-        opt = method.paper(net().parameters(), problem, **more)
-        for option, value in settings.items():
-            assert opt.param_groups[0].get(option, getattr(opt, option, None)) == value
+        model = net()
+        opt = method.paper(model if name == "KFAC" else model.parameters(), problem, **more)
+        held = {**vars(getattr(opt, "_sampling", opt)), **vars(opt), **opt.param_groups[0]}
+        assert {option: held[option] for option in settings} == settings
 
 
 # ------------------------------------------------------------------ vectors

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,7 @@ from tnt_optim.likelihoods import Likelihood
 from tnt_optim.mismatch import warn_of_mismatch, watched
 from tnt_optim.modes import Settings, by_device, is_sharded
 from tnt_optim.options import OPTIONS, arguments, check_settings, documented, is_due
+from tnt_optim.paper import paper_settings
 from tnt_optim.state import COUNTERS, check_keys
 
 
@@ -179,15 +180,17 @@ class KFAC(Optimizer):
         self._attach()
 
     @classmethod
-    def paper(cls, model: nn.Module, **settings: Any) -> "KFAC":
+    def paper(cls, model: nn.Module, problem: str | None = None, **options: Any) -> Self:
         """KFAC as in Ren & Goldfarb 2021: absolute damping, no grafting, fixed intervals.
 
         Args:
             model: as for the class.
-            settings: replace the paper's for its MNIST autoencoder (lr 0.003, damping 0.3) with the
-                intervals for its CNNs, (10, 100), whose damping is 0.03 in the eigenbasis.
+            problem: "mnist", "faces", "resnet32" or "vgg16", for the settings of the paper's
+                experiment; None for ``lr=0.003, damping=0.3, stat_interval=10,
+                inverse_interval=100``.
+            options: replace these.
         """
-        return cls(model, **{**_PAPER, **settings})
+        return cls(model, **{**_PAPER, **paper_settings("KFAC", problem), **options})
 
     @_disable_dynamo
     def observe(self, output: Any) -> None:
