@@ -321,9 +321,9 @@ TNT_SIGNATURE = (
     "params, lr=0.01, *, damping=0.1, momentum=0.9, stat_decay=0.9, weight_decay=0.0, "
     "stat_interval=10, inverse_interval=50, interval_warmup=500, likelihood='categorical', "
     "fisher='sampled', max_factor_dim=4096, relative_damping=True, graft='adam', "
-    "precondition_1d=False, seed=0, capturable=False, block_size=None, merge_small_dims=None, "
-    "maximize=False, rounding='nearest', kl_clip=None, sample_scale=None, samples=1, "
-    "process_group=None, shard=None"
+    "precondition_1d=False, seed=0, capturable=False, block_size=None, "
+    "merge_small_dims='kernel', maximize=False, rounding='nearest', kl_clip=None, "
+    "sample_scale=None, samples=1, process_group=None, shard=None"
 )
 SHAMPOO_SIGNATURE = (
     TNT_SIGNATURE.replace("likelihood='categorical', fisher='sampled', ", "")

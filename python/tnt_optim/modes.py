@@ -27,18 +27,25 @@ ModesFunction = Callable[[tuple[int, ...]], Sequence[int]]
 
 
 def mode_shape(
-    shape: Sequence[int], modes: ModesFunction | None = None, merge_small_dims: int | None = None
+    shape: Sequence[int],
+    modes: ModesFunction | None = None,
+    merge_small_dims: int | str | None = None,
+    max_factor_dim: int = sys.maxsize,
 ) -> tuple[int, ...]:
     """Returns the mode sizes (d_1, ..., d_k) of a parameter of a shape.
 
     A vector has one mode and a matrix two. A convolution weight (out, in, *kernel) has three: (out,
     in, prod(kernel)). A scalar has the mode sizes (1,). A function ``modes`` of the shape replaces
-    this rule. Neighbouring modes merge while their product is at most ``merge_small_dims``.
+    this rule. Neighbouring modes merge while their product is at most ``merge_small_dims``; with
+    "kernel" only a convolution's kernel and input channels do, if their product is at most
+    ``max_factor_dim``.
 
     >>> mode_shape((64, 3, 7, 7))
     (64, 3, 49)
     >>> mode_shape((64, 3, 7, 7), merge_small_dims=1024)
     (64, 147)
+    >>> mode_shape((64, 3, 7, 7), merge_small_dims="kernel"), mode_shape((3, 4), None, "kernel")
+    ((64, 147), (3, 4))
     >>> mode_shape(())
     (1,)
     """
@@ -52,9 +59,11 @@ def mode_shape(
             )
     elif len(shape) <= 2:
         chosen = tuple(shape) or (1,)
+    elif merge_small_dims == "kernel" and math.prod(shape[1:]) <= max_factor_dim:
+        chosen = (shape[0], math.prod(shape[1:]))
     else:
         chosen = (shape[0], shape[1], math.prod(shape[2:]))
-    return chosen if merge_small_dims is None else merged(chosen, merge_small_dims)
+    return merged(chosen, merge_small_dims) if isinstance(merge_small_dims, int) else chosen
 
 
 def merged(sizes: Sequence[int], limit: int) -> tuple[int, ...]:
@@ -169,7 +178,8 @@ class Layout:
 
 def layout(param: Tensor, group: Mapping[str, Any]) -> Layout:
     """The layout that a group's settings give a parameter."""
-    sizes = mode_shape(param.shape, group["modes"], group["merge_small_dims"])
+    merging, largest = group["merge_small_dims"], group["max_factor_dim"]
+    sizes = mode_shape(param.shape, group["modes"], merging, largest)
     return Layout(sizes, group["block_size"])
 
 

@@ -46,10 +46,10 @@ class TNT(KroneckerOptimizer):
     steps of Adam's length, intervals that grow from 1. ``TNT.paper`` has the paper's form.
 
     Every argument but ``likelihood``, ``fisher``, ``seed``, ``sample_scale``, ``samples``,
-    ``capturable``, ``process_group`` and ``shard`` can be set for each parameter group. By default
-    a vector has one mode, a matrix two, and a convolution weight three: out, in, and the kernel's
-    positions. A group's ``modes``, a function from a parameter's shape to mode sizes with the same
-    product, replaces this rule.
+    ``capturable``, ``process_group`` and ``shard`` can be set for each parameter group. A vector
+    has one mode, a matrix two, and a convolution weight two: out, and in times the kernel's
+    positions; in the paper's form three. A group's ``modes``, a function from a parameter's shape
+    to mode sizes with the same product, replaces this rule.
 
     Args:
         params: parameters, named parameters or parameter groups, of any floating-point dtype.
@@ -92,7 +92,7 @@ class TNT(KroneckerOptimizer):
         seed: int = 0,
         capturable: bool = False,
         block_size: int | None = None,
-        merge_small_dims: int | None = None,
+        merge_small_dims: int | str | None = "kernel",
         maximize: bool = False,
         rounding: str = "nearest",
         kl_clip: float | None = None,

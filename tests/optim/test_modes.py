@@ -9,6 +9,8 @@ from drawn import close, noise, raising, weight
 from optimizers import FACTORED, NO_FAILURES, Dictated
 from torch import Tensor, nn
 
+from tnt_optim.modes import layout
+
 factored = pytest.mark.parametrize("name", FACTORED)
 SETTINGS: dict[str, Any] = {"lr": 0.05, "damping": 0.1, "stat_interval": 2, "inverse_interval": 3}
 FORMS: list[dict[str, Any]] = [
@@ -114,14 +116,22 @@ def test_merged_modes_are_one_mode(name: str) -> None:
     gradients = [noise(6, 2, 3, 3) for _ in range(5)]
     start = weight(6, 2, 3, 3)
     ends = []
-    for settings in ({"merge_small_dims": 20}, {"modes": lambda shape: (6, 18)}):
+    forms: list[dict[str, Any]] = [{"merge_small_dims": 20}, {"modes": lambda shape: (6, 18)}]
+    for settings in [*forms, {"merge_small_dims": "kernel"}]:
         param = nn.Parameter(start.detach().clone())
         run = Dictated(name, [{"params": [param], **settings}], **SETTINGS)
         for gradient in gradients:
             run.step([gradient])
         assert [tuple(s.shape) for s in run.stats()] == [(6, 6), (18, 18)]
         ends.append(param.detach())
-    assert torch.equal(*ends)
+    assert all(torch.equal(end, ends[0]) for end in ends)
+
+
+def test_a_kernel_that_is_too_large_stays_a_mode_of_its_own() -> None:
+    group = {"modes": None, "merge_small_dims": "kernel", "max_factor_dim": 17, "block_size": None}
+    assert layout(weight(6, 2, 3, 3), group).sizes == (6, 2, 9)
+    assert layout(weight(6, 2, 3, 3), {**group, "max_factor_dim": 18}).sizes == (6, 18)
+    assert layout(weight(6, 2), group).sizes == (6, 2)
 
 
 @factored
