@@ -345,7 +345,9 @@ def _second_order(kind: type[TNT | Shampoo | KFAC], **fixed: Any) -> Build:
             given |= {"likelihood": likelihood, "seed": settings.seed}
         if issubclass(kind, KFAC):
             return kind.paper(model, **given, **fixed)
-        return kind.paper(model.named_parameters(), **given, **fixed)
+        # What `Settings` does not hold is the paper's, or the default's in the default's form.
+        make = kind.paper if settings.graft is None else kind
+        return make(model.named_parameters(), **given, **fixed)
 
     return build
 
