@@ -142,10 +142,19 @@ def main(
             _train(file, name, one, maker, jobs, searched)
             _measure(file, name, one, maker, threads or 1)
     for name, one in tasks.items():
-        found = rows(file.runs, name, one)
-        print(f"\n{one.label}\n" + "\n".join(table(HEADER, map(cells, found))))
-        plot(found, one, out.with_name(f"{out.stem}-{name}.png"))
-    print(f"wrote {out} and its pictures")
+        plot(rows(file.runs, name, one), one, out.with_name(f"{out.stem}-{name}.png"))
+    timed = {run["key"]["task"] for run in file.runs if run["key"]["settings"] is None}
+    known = {**TASKS, **tasks}
+    pages = [
+        f"## {known[name].label}\n\n" + "\n".join(table(HEADER, map(cells, found)))
+        for name in known
+        if name in timed
+        for found in [rows(file.runs, name, known[name])]
+    ]
+    text = "\n\n".join([TITLE, *pages])
+    print(text)
+    out.with_suffix(".md").write_text(f"{text}\n", encoding="utf-8")
+    print(f"wrote {out}, {out.with_suffix('.md')} and pictures")
 
 
 def rate(place: int) -> float:
@@ -386,6 +395,11 @@ def _seconds_to(run: Mapping[str, Any], clock: Sequence[float], loss: float) -> 
     return float(numpy.interp(step, range(len(clock)), clock, right=math.inf))
 
 
+TITLE = """# Optimizers without any argument against tuned rivals
+
+Mean loss after the last step ± standard deviation over seeds; the difference from each rival,
+"below" or "above" if its 95 % interval by seed excludes 0; the mean time of a step; the time to
+each rival's last loss in units of the rival's whole run."""
 HEADER = (
     *("", "learning rate", "loss", "AdamW", "Muon", "SOAP"),
     *("ms per step", "time to AdamW's loss", "to Muon's", "to SOAP's"),
