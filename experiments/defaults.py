@@ -370,10 +370,11 @@ def rows(runs: Sequence[Mapping[str, Any]], name: str, task: Task) -> list[Row]:
             for rival in task.centres
             if rival in last and rival != m
         }
+        reachable = {rival: goal for rival, goal in goals.items() if math.isfinite(goal)}
         times = {
             rival: statistics.fmean(_seconds_to(run, clocks[m], goal) for run in finals[m])
             / clocks[rival][-1]
-            for rival, goal in goals.items()
+            for rival, goal in reachable.items()
         }
         lr = finals[m][0]["key"]["settings"]["lr"]
         rates = tried(own, name, m)
@@ -418,8 +419,9 @@ def cells(row: Row) -> tuple[str, ...]:
         if rival in row.against:
             mean, verdict = row.against[rival]
             against[number] = f"{mean:+.3f} {verdict}" if math.isfinite(mean) else verdict
-            reached = math.isfinite(row.time[rival])
-            times[number] = f"{row.time[rival]:.2f}" if reached else "not reached"
+            time = row.time.get(rival)
+            if time is not None:
+                times[number] = f"{time:.2f}" if math.isfinite(time) else "not reached"
     rate_text = f"{row.lr:g}" + (" (end of the search)" if row.edge else "")
     if row.method in UNTUNED:
         rate_text = "default"

@@ -443,6 +443,7 @@ def compared(soak: Soak, lives: Sequence[Life]) -> dict[str, Any]:
         "failures_injected": {
             "skipped_statistics": len(alone),
             "failed_inverses": sum(fault.kind == NEGATIVE for fault in soak.faults),
+            "unreached": 0,
         },
         "faults": len(soak.faults),
         "starts": len(lives),

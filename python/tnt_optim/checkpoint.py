@@ -101,6 +101,7 @@ def observations_of(observed: Any, numbers: Mapping[Tensor, int]) -> StateDict:
         ],
         "asked": sorted(numbers[p] for p in observed.asked),
         "count": observed.count,
+        "attached": observed.attached,
         "examples": observed.examples,
     }
 
@@ -184,12 +185,17 @@ def check_groups(
 def saved_states(
     groups: Sequence[Settings], state_dict: StateDict
 ) -> Iterator[tuple[str, Settings, Tensor, State]]:
-    """The saved states: each with its name in messages, its group and its parameter."""
+    """The saved states: each with its name in messages, its group and its parameter.
+
+    The modes are merged as in the saved group, whose settings are loaded.
+    """
     for group, saved in zip(groups, state_dict["param_groups"], strict=True):
+        merging = saved.get("merge_small_dims", ADDED["merge_small_dims"])
+        settings = {**group, "merge_small_dims": merging}
         for index, param in zip(saved["params"], group["params"], strict=True):
             state = state_dict["state"].get(index)
             if state:
-                yield f"state_dict['state'][{index}]", group, param, state
+                yield f"state_dict['state'][{index}]", settings, param, state
 
 
 def copied_states(

@@ -23,7 +23,7 @@ _SUM_PIECE = 1 << 20
 # Alignment of tensors in a workspace, in bytes.
 _ALIGNMENT = 64
 # The root mean square of a direction with graft="rms": about that of Adam's, as for Muon.
-_RMS = 0.2
+RMS = 0.2
 # Random bits for one draw: four numbers take sixteen each. The draw costs more than the rounding.
 _INT64 = (-(1 << 63), (1 << 63) - 1)
 # On the CPU, numbers are rounded in pieces that stay in the cache.
@@ -112,7 +112,7 @@ def scaled_directions_(
         directions, scales = grafted_directions_(momenta, gradients, factors, mu, out=out)
         if graft == "rms":  # the scale of a zero momentum is zero
             norms = torch._foreach_norm(momenta)
-            ratios = torch._foreach_div(norms, [_RMS * math.sqrt(m.numel()) for m in momenta])
+            ratios = torch._foreach_div(norms, [RMS * math.sqrt(m.numel()) for m in momenta])
             scales = scales / torch.stack(ratios).clamp_min(torch.finfo(norms[0].dtype).tiny)
         return directions, scales
     squares = blocks(each(states, "second_moment"), layouts)

@@ -136,7 +136,6 @@ class Failures:
         return {
             "skipped_statistics": max(skipped, default=0),
             "failed_inverses": sum(failed),
-            "unreached": 0,
         }
 
     def first_inverse(self, code: int, name: str, damping: Any) -> PreconditionerError:

@@ -17,9 +17,9 @@ def with_fallback(main: Optimizer, fallback: Optimizer) -> "WithFallback":
     Embeddings and heads with tens of thousands of rows have large factors; norms and biases gain
     little from factors. For example::
 
-        matrices = [p for p in model.parameters() if p.dim() >= 2 and max(p.shape) <= 8192]
-        rest = [p for p in model.parameters() if p.dim() < 2 or max(p.shape) > 8192]
-        opt = with_fallback(TNT(matrices, lr=0.01, graft="adam"), torch.optim.AdamW(rest, lr=1e-3))
+        matrices = [p for p in model.parameters() if p.dim() >= 2 and max(p.shape) <= 4096]
+        rest = [p for p in model.parameters() if p.dim() < 2 or max(p.shape) > 4096]
+        opt = with_fallback(TNT(matrices), torch.optim.AdamW(rest, lr=1e-3))
 
     Learning-rate schedulers, ``GradScaler`` and ``torch.distributed.checkpoint`` take it as one.
 

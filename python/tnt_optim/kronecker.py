@@ -140,8 +140,9 @@ class KroneckerOptimizer(Optimizer):
                 inverse_interval=100``.
             options: replace these.
         """
-        known = inspect.signature(cls).parameters.keys() & OPTIONS.keys()
-        form = {name: OPTIONS[name].default for name in known}
+        bases = [base for base in cls.__mro__ if issubclass(base, KroneckerOptimizer)]
+        accepted = [inspect.signature(base).parameters for base in bases]
+        form = {name: o.default for name, o in OPTIONS.items() if any(name in a for a in accepted)}
         table = paper_settings(cls._table(options), problem)
         return cls(params, **{**form, **table, **options})
 
@@ -221,6 +222,8 @@ class KroneckerOptimizer(Optimizer):
         """
         if not isinstance(outputs, Iterable):
             raise TypeError(f"outputs must be iterable, got {type(outputs).__name__}")
+        if not self.modelled():
+            return
         processes = self._distribution()
         if model is None or isinstance(outputs, Sequence):  # a list's forwards have run
             outputs = warned_of_batch_norm(outputs)
@@ -232,17 +235,23 @@ class KroneckerOptimizer(Optimizer):
             state["skipped_statistics"] = skipped
         self._adopt(fresh)
 
-    def allocate_state(self) -> None:
+    def allocate_state(self, unreached: Iterable[Tensor] = ()) -> None:
         """Gives every trainable parameter without state one of zeros, to load into.
 
         Loaders that load in place, such as ``torch.distributed.checkpoint``, find in it the tensors
-        that this process keeps. Until they load, the factors are zero and parameters do not move.
+        that this process keeps. Load before the next step.
+
+        Args:
+            unreached: parameters that no output had reached when the state was saved, as a value
+                head: they have no statistics in it.
         """
+        plain = set(unreached)
         processes = self._distribution()
         for group in self.param_groups:
             for param in group["params"]:
                 if param.requires_grad and not self._has_state(param):
-                    new = plain_state if is_plain(param, group) else new_state
+                    has_none = param in plain or is_plain(param, group)
+                    new = plain_state if has_none else new_state
                     self.state[param] = new(param, group, processes.kept(param))
                     self._set_counts(self.state[param], param)
 
@@ -491,7 +500,7 @@ class KroneckerOptimizer(Optimizer):
     ) -> list[Tensor]:
         """The group's parameters whose factors are due; ``first`` just got theirs."""
         t, scheduled = group["step"], is_due(group, "inverse_interval")
-        young = 0 if group["interval_warmup"] else group["inverse_interval"]
+        young = group["inverse_interval"] if t >= group["interval_warmup"] else 0
         return [
             p
             for p in group["params"]

@@ -48,9 +48,9 @@ class Comparison:
             return
         whole = math.prod(self.shape[:-1]) if self.likelihood == "categorical" else self.shape[0]
         number = whole * float(counted.float().mean())
-        found = _other_loss(self, output, gradient, number)
+        found = _kind_mismatch(self, output, gradient, number)
         if found is None and self.size_matters:
-            found = _other_size(self, output, gradient, number, micro_batches)
+            found = _scale_mismatch(self, output, gradient, number, micro_batches)
         if found is not None:
             warn_the_caller(
                 f"likelihood {self.likelihood!r} does not fit the training loss: {found}. See "
@@ -85,11 +85,11 @@ def _watched(likelihood: str, output: Tensor, size_matters: bool) -> Comparison:
     held, shape = weakref.ref(comparison), output.shape
 
     @_disable_dynamo  # a compiled training step would make a graph of it
-    def keep(gradient: Tensor) -> None:
+    def keep(gradient: Tensor | None) -> None:
         found = held()
         if found is None:
             handle.remove()
-        elif gradient.dtype != torch.float16:  # which loses small entries
+        elif gradient is not None and gradient.dtype != torch.float16:  # which loses small entries
             # The last one is kept: others may be another optimizer's, at sampled labels.
             found.gradient = _some_rows(likelihood, gradient.detach().reshape(shape))
 
@@ -110,8 +110,8 @@ def _some_rows(likelihood: str, values: Tensor) -> Tensor:
     return some.to(torch.promote_types(some.dtype, torch.float32), copy=True)
 
 
-def _other_loss(of: Comparison, z: Tensor, g: Tensor, number: float) -> str | None:
-    """What says that the loss is of another kind, if anything does."""
+def _kind_mismatch(of: Comparison, z: Tensor, g: Tensor, number: float) -> str | None:
+    """The message if the loss is of another kind; None if it may fit."""
     are_shares = bool(((z >= 0) & (z <= 1)).all() and z.numel() >= 16 and (z != z[:1]).any())
     scale = _binary_scale(z, g)
     if of.likelihood == "bernoulli" and are_shares and scale is None:
@@ -136,8 +136,8 @@ def _other_loss(of: Comparison, z: Tensor, g: Tensor, number: float) -> str | No
             f"{scale * of.shape[0] * number / math.prod(of.shape[:-1]):.3g} times"
         )
     outputs = of.shape.numel() // of.shape[0]
-    found += "It looks like a squared error: use likelihood='gaussian', of whose loss F.mse_loss "
-    found += f"is {2 / outputs:.3g} times"
+    found += "If it is a squared error, use likelihood='gaussian', of whose loss F.mse_loss "
+    found += f"is {2 / outputs:.3g} times; otherwise a function"
     return found + ("; or classes are not the last dimension" if len(of.shape) > 2 else "")
 
 
@@ -151,13 +151,13 @@ def _binary_scale(z: Tensor, g: Tensor) -> float | None:
     return float(scales.median())
 
 
-def _other_size(
+def _scale_mismatch(
     of: Comparison, z: Tensor, g: Tensor, number: float, micro_batches: int
 ) -> str | None:
-    """What says that the loss is reduced in another way, if anything does.
+    """The message if the loss is reduced in another way; None if it may fit.
 
-    The size is that of the gradient in units of the likelihood's. Of cross entropies it is only
-    known to be between two bounds: residuals are at most 1, and may become small in training.
+    ``least`` and ``most`` bound the ratio of the training gradient to the likelihood's. Residuals
+    of a cross entropy are at most 1 and may be small, so only bounds are known.
     """
     name, outputs = of.likelihood, z.shape[1]
     least = most = number * float(g.square().mean().sqrt())

@@ -63,7 +63,9 @@ def mode_shape(
         chosen = (shape[0], math.prod(shape[1:]))
     else:
         chosen = (shape[0], shape[1], math.prod(shape[2:]))
-    return merged(chosen, merge_small_dims) if isinstance(merge_small_dims, int) else chosen
+    if merge_small_dims is None or isinstance(merge_small_dims, str):
+        return chosen
+    return merged(chosen, merge_small_dims)
 
 
 def merged(sizes: Sequence[int], limit: int) -> tuple[int, ...]:

@@ -159,7 +159,7 @@ class Sampled(Empirical):
     # Parameters that had a gradient while no output was asked; every output is asked for them.
     awaited: set[Tensor] = field(default_factory=set)
     # Parameters that the loss reached, and the output of the same step did not.
-    beyond: set[Tensor] = field(default_factory=set)
+    loss_only: set[Tensor] = field(default_factory=set)
     partial: bool = False  # whether outputs may reach other parameters in another process
     agreed: bool = False  # whether all processes know of ``partial``
     warned: bool = False  # whether the user was warned of a step without observations
@@ -198,7 +198,7 @@ class Sampled(Empirical):
         # An output may miss a few parameters that were added later.
         if len(wanted) == optimizer.modelled():
             check_reached(observed)
-        if not self.count and not optimizer.param_groups[0]["step"]:
+        if not optimizer.param_groups[0]["step"]:  # after a skipped step once more
             self.comparisons = watched(optimizer.likelihood, output, optimizer.param_groups)
         share = share_counted(optimizer.likelihood, output)
         counted = (share > 0).int() if isinstance(share, Tensor) else 1
@@ -218,7 +218,7 @@ class Sampled(Empirical):
         ``number`` is as for ``Sample.add``.
         """
         self.asked.update(asked)
-        place = self.count % self.most
+        place = min(self.count % self.most, len(self.samples))
         if place == len(self.samples):
             self.samples.append(Sample())
         self.samples[place].add(observed, examples, number)
@@ -275,6 +275,10 @@ class Sampled(Empirical):
                 return
             self.partial, self.agreed = bool(partial), True
             reached = [p for p, is_reached in zip(due, anywhere, strict=True) if is_reached]
+        self.asked.update(due)
+        if not reached:
+            self.samples = []
+            return
         samples = [*self.samples, *(Sample() for _ in range(most - len(self.samples)))]
         for sample in samples:
             means, observers = processes.mean(reached, sample.gradients, sample.number)
@@ -282,7 +286,6 @@ class Sampled(Empirical):
                 return
             sample.gradients, sample.number = dict(means), 1
         self.samples, self.count = samples, len(samples)
-        self.asked.update(due)
 
     def batch_loss(
         self, optimizer: Any, output: Any, index: int, processes: Local
@@ -299,9 +302,9 @@ class Sampled(Empirical):
         """Remembers which parameters the outputs did not reach."""
         missed = {p for p in self.asked | self.unreached | self.awaited if not has_statistics(p)}
         trained = {p for p in missed if p.grad is not None}
-        self.beyond |= trained & self.asked
+        self.loss_only |= trained & self.asked
         # A gradient of a parameter that was not asked for: the outputs reach it at times.
-        self.awaited = (missed & self.awaited | trained - self.asked) - self.beyond
+        self.awaited = (missed & self.awaited | trained - self.asked) - self.loss_only
         self.unreached = missed - self.awaited
 
     def use_up(self) -> None:
@@ -313,7 +316,7 @@ class Sampled(Empirical):
     def start_over(self) -> None:
         """Forgets everything but ``partial`` and ``agreed``."""
         self.use_up()
-        self.unreached, self.awaited, self.beyond = set(), set(), set()
+        self.unreached, self.awaited, self.loss_only = set(), set(), set()
 
 
 def warned_of_batch_norm(outputs: Iterable[Any]) -> Iterator[Any]:

@@ -175,7 +175,8 @@ merge_small_dims: "kernel": a convolution's kernel and input channels are one mo
 relative_damping: damp with ``damping`` times the average eigenvalue of the statistics.
 graft: rescale each parameter's direction. "adam": to the norm of Adam's, whose second moment it
     keeps; "sgd": to the momentum's; "rms": to a root mean square of 0.2, about that of Adam's,
-    without its memory; None: not at all.
+    without its memory (steps stay as long when gradients vanish: not for heads or experts that are
+    idle); None: not at all.
 maximize: maximize the objective instead of minimizing.
 rounding: of parameters in half precision after a step that is computed in float32. "nearest";
     "stochastic" (bfloat16 only): up or down at random, so that the mean step is exact even where

@@ -37,6 +37,7 @@ PAPER: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 
 def paper_settings(table: str, problem: str | None) -> Mapping[str, Any]:
     """The settings of one table's problem; none for None."""
-    if problem is not None and problem not in PAPER[table]:
-        raise ValueError(f"problem must be one of {', '.join(PAPER[table])}, got {problem!r}")
-    return {} if problem is None else PAPER[table][problem]
+    known = PAPER.get(table, {})
+    if problem is not None and problem not in known:
+        raise ValueError(f"problem must be one of {', '.join(known)}, got {problem!r}")
+    return {} if problem is None else known[problem]

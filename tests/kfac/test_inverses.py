@@ -87,7 +87,7 @@ def test_one_step_against_a_dense_solve(frozen: str, inverse: str) -> None:
 
 
 @inverses
-@pytest.mark.parametrize("graft", ["adam", "sgd"])
+@pytest.mark.parametrize("graft", ["adam", "sgd", "rms"])
 def test_relative_damping_and_grafting_against_a_dense_solve(graft: str, inverse: str) -> None:
     """Every parameter moves by lr times the other method's norm, along its natural gradient."""
     model, x = nn.Linear(3, 2).double(), noise(5, 3)
@@ -108,7 +108,9 @@ def test_relative_damping_and_grafting_against_a_dense_solve(graft: str, inverse
             other = 0.1 * m / (1 - 0.9**step) / ((v / (1 - 0.99**step)).sqrt() + 1e-8)
         direction = solved(inverse, g, a, 0.2, m, relative=True)
         for part in (slice(0, 3), slice(3, 4)):
-            scale = other[:, part].norm() / direction[:, part].norm()
+            length = 0.2 * math.sqrt(other[:, part].numel())
+            length = length if graft == "rms" else float(other[:, part].norm())
+            scale = length / direction[:, part].norm()
             moved = start - joined(model, {p: p.detach() for p in model.parameters()})
             close(moved[:, part], 0.1 * scale * direction[:, part])
 

@@ -1,6 +1,7 @@
 """The settings without any argument, the paper's by name, and parameters without statistics."""
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -210,3 +211,54 @@ def test_a_forgotten_observe_is_still_an_error() -> None:
     with pytest.raises(RuntimeError, match="no statistics"):
         opt.step()
     before.assert_unchanged()
+
+
+def test_a_group_that_joins_late_refreshes_its_factors_with_every_statistic() -> None:
+    """Its first factors come from one sample; the warm-up of the intervals is over."""
+    model = net()
+    opt = TNT(model[0].parameters(), stat_interval=2, inverse_interval=50, interval_warmup=4)
+    train(model, opt, range(6))
+    opt.add_param_group({"params": list(model[2].parameters())})
+    factors = []
+    for step in range(6, 14):
+        train(model, opt, [step])
+        factors.append(opt.state[model[2].weight]["factors"][0].clone())
+    changed = [not torch.equal(a, b) for a, b in itertools.pairwise(factors)]
+    assert sum(changed) == 3
+
+
+def test_states_of_an_optimizer_with_other_samples_load() -> None:
+    model = net()
+    opt = TNT(model.parameters(), stat_interval=1)
+    for step in range(2):
+        opt.observe(model(batch(step)[0].float()))
+    other = TNT(model.parameters(), stat_interval=1, samples=4)
+    with pytest.warns(RuntimeWarning, match="samples"):
+        other.load_state_dict(through_a_file(opt.state_dict()))
+    train(model, other, range(2))
+    assert other.failures() == NO_FAILURES
+
+
+def test_a_convolutions_state_of_earlier_commits_loads() -> None:
+    """It has three modes, and the group has no ``merge_small_dims``."""
+    model = conv_net()
+    opt = TNT(model.parameters(), merge_small_dims=None)
+    train(model, opt, range(3), data=images)
+    saved = through_a_file(opt.state_dict())
+    for group in saved["param_groups"]:
+        del group["merge_small_dims"]
+    twin = copy.deepcopy(model)
+    other = TNT(twin.parameters())
+    other.load_state_dict(saved)
+    train(model, opt, range(3, 6), data=images)
+    train(twin, other, range(3, 6), data=images)
+    assert all(map(torch.equal, values(model), values(twin)))
+
+
+def test_a_subclass_without_a_signature_has_the_papers_form() -> None:
+    class Own(TNT):
+        def __init__(self, params: Any, **options: Any) -> None:
+            super().__init__(params, **options)
+
+    group = Own.paper(net().parameters(), "mnist").param_groups[0]
+    assert {name: group[name] for name in FORM} == FORM

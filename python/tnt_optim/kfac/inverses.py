@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tnt_kernels import damped_inverse, mode_products
 from tnt_optim.autograd import without_autocast
+from tnt_optim.directions import RMS
 from tnt_optim.distributed.ownership import Load, assign
 from tnt_optim.distributed.process_group import ProcessGroup
 from tnt_optim.distributed.replicated import Replicated
@@ -234,12 +235,16 @@ def _graft_scales(
     if group["graft"] == "adam":
         counts, mu = [states[p]["updates"] for p in directions], group["momentum"]
         roots = torch._foreach_sqrt([states[p]["second_moment"] for p in directions])
-        torch._foreach_div_(roots, [math.sqrt(1 - SECOND_DECAY**count) for count in counts])
+        roots = torch._foreach_div(roots, [math.sqrt(1 - SECOND_DECAY**count) for count in counts])
         torch._foreach_add_(roots, 1e-8)
         others = list(torch._foreach_div(others, roots))
         torch._foreach_mul_(others, [(1 - mu) / (1 - mu**count) for count in counts])
     lists = others, list(directions.values())
     norms, own = (torch._foreach_norm(tensors, 2, torch.float64) for tensors in lists)
+    if group["graft"] == "rms":
+        norms = tuple(
+            torch.full_like(n, RMS * p.numel() ** 0.5) for n, p in zip(own, directions, strict=True)
+        )
     return [torch.where(b == 0, 0.0, a / b) for a, b in zip(norms, own, strict=True)]
 
 

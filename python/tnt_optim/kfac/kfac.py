@@ -524,7 +524,8 @@ class KFAC(Optimizer):
             decays = {p: group["stat_decay"] for group in groups for p in group["params"]}
             self._failures.report("statistics", blend(states, later, decays), list(later))
         for group in self.param_groups:
-            young = 0 if group["interval_warmup"] else group["inverse_interval"]
+            late = group["step"] >= group["interval_warmup"]
+            young = group["inverse_interval"] if late else 0
             due = [
                 w
                 for w in group["params"]
