@@ -372,3 +372,59 @@ def test_a_process_that_does_not_step_is_an_error_for_the_others(tmp_path: Path)
     found = torch.load(tmp_path / "found.pt", weights_only=True)
     assert [unchanged for _, unchanged in found] == [True] * 3
     assert all("imeout" in message or "imed out" in message for message, _ in found[:2])
+
+
+# ------------------------------------------------------------------ out of every output's reach
+
+
+class ValueHead(nn.Module):
+    """Logits, and a second output that only the loss uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.policy, self.value = nn.Linear(5, 6), nn.Linear(6, 3), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = torch.tanh(self.body(x))
+        return self.policy(hidden), self.value(hidden)
+
+
+def with_a_value_head(
+    rank: int, processes: int, shard: str | None, begins: int, saved: bool
+) -> tuple[list[Tensor], dict[str, int]]:
+    """The value's loss begins at a step; before the fourth, optimizer and state start over."""
+    torch.manual_seed(0)
+    model = ValueHead().double()
+    replicas = DistributedDataParallel(model, find_unused_parameters=True)
+
+    def made() -> TNT:
+        return TNT(model.parameters(), stat_interval=10, interval_warmup=0, shard=shard)
+
+    opt = made()
+    for step in range(6):
+        if saved and step == 3:
+            state, opt = opt.state_dict(), made()
+            opt.load_state_dict(state)
+        rng = torch.Generator().manual_seed(10 * step + rank)
+        x = torch.randn(ROWS, 5, generator=rng, dtype=torch.float64)
+        opt.zero_grad()
+        logits, value = replicas(x)
+        opt.observe(logits)
+        loss = cross_entropy(logits, torch.zeros(ROWS, dtype=torch.int64))
+        if step >= begins:
+            loss = loss + value.square().mean()
+        loss.backward()
+        opt.step()
+    return values(model), opt.failures()
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+@pytest.mark.parametrize("begins", [0, 2])
+def test_a_head_that_no_output_reaches_trains_and_resumes(shard: str | None, begins: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        whole = run_in(2, with_a_value_head, shard, begins, False)
+        again = run_in(2, with_a_value_head, shard, begins, True)
+    for (plain, failures), (resumed, _) in zip(whole, again, strict=True):
+        assert equal(plain, whole[0][0]) and equal(plain, resumed)
+        assert failures == NO_FAILURES | {"unreached": 1}  # its bias is plain by default

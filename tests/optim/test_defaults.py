@@ -203,6 +203,20 @@ def test_a_parameter_out_of_reach_resumes() -> None:
     assert all(map(torch.equal, values(model), values(twin)))
 
 
+def test_states_to_load_into_have_the_shapes_of_the_saved_ones() -> None:
+    """torch.distributed.checkpoint loads in place."""
+    model = ValueHead()
+    opt, empty = TNT(model.parameters()), TNT(model.parameters())
+    with pytest.warns(RuntimeWarning, match="does not depend on"):
+        take(model, opt, 0)
+    empty.allocate_state(unreached=[model.value.weight])
+    for param in model.parameters():
+        saved, zeros = (optimizer.state[param] for optimizer in (opt, empty))
+        assert saved.keys() == zeros.keys()
+        for name in ("stats", "factors"):
+            assert [t.shape for t in saved[name]] == [t.shape for t in zeros[name]]
+
+
 def test_a_forgotten_observe_is_still_an_error() -> None:
     model = net()
     opt = TNT(model.parameters())

@@ -69,7 +69,7 @@ OTHERS: dict[str, tuple[str, Loss, Callable[[], Tensor], nn.Module | None, str]]
         F.mse_loss,
         numbers,
         None,
-        "no function of softmax.*If it is a squared error, use .*'gaussian', of whose loss F.mse_loss is 0.167 times",
+        "If it is a squared error, use .*'gaussian', of whose loss F.mse_loss is 0.167 times",
     ),
     "binary cross entropy": (
         "categorical",
