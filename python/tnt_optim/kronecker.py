@@ -222,7 +222,7 @@ class KroneckerOptimizer(Optimizer):
         """
         if not isinstance(outputs, Iterable):
             raise TypeError(f"outputs must be iterable, got {type(outputs).__name__}")
-        if not self.modelled():
+        if not self._modelled():
             return
         processes = self._distribution()
         if model is None or isinstance(outputs, Sequence):  # a list's forwards have run
@@ -739,7 +739,7 @@ class KroneckerOptimizer(Optimizer):
     def _params(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
 
-    def modelled(self) -> int:
+    def _modelled(self) -> int:
         """The number of trainable parameters that can have statistics."""
         groups = self.param_groups
         return sum(p.requires_grad and not is_plain(p, g) for g in groups for p in g["params"])

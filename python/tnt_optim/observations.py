@@ -196,7 +196,7 @@ class Sampled(Empirical):
         found = processes.gradients(loss, wanted, retain_graph=True, scale=scale)
         observed = {p: g for p, g in found.items() if g is not None}
         # An output may miss a few parameters that were added later.
-        if len(wanted) == optimizer.modelled():
+        if len(wanted) == optimizer._modelled():
             check_reached(observed)
         if not optimizer.param_groups[0]["step"]:  # after a skipped step once more
             self.comparisons = watched(optimizer.likelihood, output, optimizer.param_groups)
