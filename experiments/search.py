@@ -23,7 +23,7 @@ from experiments.methods import METHODS, Settings, variant
 from experiments.options import Quick, chosen, has_setting, numbers, setting_value, user_errors
 from experiments.pool import make_runs
 from experiments.run_files import RunFile
-from experiments.tasks import RIVALS, TASKS, UNTUNED
+from experiments.tasks import TASKS
 from tools.measuring.tables import table
 
 QUICK = [
@@ -85,15 +85,12 @@ _DIGITS: dict[str, Grid] = {
     "adam": {"lr": decades(3e-4, 0.3), "damping": (1e-8, 1e-4, 1e-3, 0.01, 0.1)},
     "sgd": {"lr": log_grid(1e-3, 1, 35)},
 }
-# Grafted steps have Adam's length for every method, so one grid serves all.
-_LANGUAGE: dict[str, Grid] = {method: {"lr": decades(1e-3, 0.1)} for method in (*UNTUNED, *RIVALS)}
 
 
 GRIDS: Mapping[str, Mapping[str, Grid]] = {
     **dict.fromkeys(("mnist", "faces", "curves"), _AUTOENCODER),
     "digits": _DIGITS,
     **dict.fromkeys(("resnet32", "vgg16"), _CONVNET),
-    "language": _LANGUAGE,
 }
 
 

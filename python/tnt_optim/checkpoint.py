@@ -93,7 +93,7 @@ def called_by(package: str) -> bool:
 
 
 def observations_of(observed: Any, numbers: Mapping[Tensor, int]) -> StateDict:
-    """What was observed since the last step, with numbers in place of parameters."""
+    """The observations since the last step, with numbers in place of parameters."""
     return {
         "samples": [
             {**vars(sample), "gradients": {numbers[p]: g for p, g in sample.gradients.items()}}

@@ -152,7 +152,7 @@ class Sampled(Empirical):
     most: int = 1
     samples: list[Sample] = field(default_factory=list)
     count: int = 0  # outputs observed
-    attached: int = 0  # those of them that the hook of ``attach`` observed
+    attached: int = 0  # outputs that the hook of ``attach`` observed
     examples: float = 0.0  # that the outputs stand for
     asked: set[Tensor] = field(default_factory=set)
     unreached: set[Tensor] = field(default_factory=set)

@@ -88,7 +88,7 @@ class Owners:
 
 
 def _on_cpu(entry: Any) -> Any:
-    """A copy of an entry of a state on the CPU; without what a view's storage holds beside it."""
+    """A copy of an entry of a state on the CPU; of a view, its own numbers only."""
     if isinstance(entry, list):
         return [_on_cpu(tensor) for tensor in entry]
     return entry.to("cpu", copy=True) if isinstance(entry, Tensor) else entry

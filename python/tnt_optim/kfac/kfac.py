@@ -647,7 +647,7 @@ _COPIED = (
     "_group_numbers _reasons".split()
 )
 
-# What a parameter's state holds beside its layer's.
+# Entries of a parameter's state that its layer does not hold.
 _MOMENTS = {"momentum", "second_moment", "updates"}
 
 _PAPER: dict[str, Any] = {
