@@ -73,17 +73,13 @@ class Task:
     after: str | None = None
 
 
-def _transformer(width: int) -> Callable[[Path | None], Problem]:
-    return functools.partial(load_language, width=width)
-
-
 _LANGUAGE = {method: own["lr"] or 0.0 for method, own in RIVALS.items()}
 _CIFAR: dict[str, Any] = {"epochs": 5, "batch_size": 64, "seeds": 3}
 TASKS: Mapping[str, Task] = {
     **{
         f"transformer{width}-{steps}": Task(
             f"transformer, width {width}, {steps} steps",
-            _transformer(width),
+            functools.partial(load_language, width=width),
             steps // 50,
             _LANGUAGE,
             after=f"transformer{width}-400" if steps > 400 else None,
@@ -378,9 +374,9 @@ def rows(runs: Sequence[Mapping[str, Any]], name: str, task: Task) -> list[Row]:
         }
         lr = finals[m][0]["key"]["settings"]["lr"]
         rates = tried(own, name, m)
+        edge = m in RIVALS and lr in (min(rates), max(rates))
         against = {rival: paired(last[m], last[rival]) for rival in goals}
         curves = [list(run["losses"]) for run in finals[m]]
-        edge = m in RIVALS and lr in (min(rates), max(rates))
         found.append(Row(m, lr, edge, curves, last[m], clocks[m], against, times))
     return found
 
@@ -422,11 +418,10 @@ def cells(row: Row) -> tuple[str, ...]:
             time = row.time.get(rival)
             if time is not None:
                 times[number] = f"{time:.2f}" if math.isfinite(time) else "not reached"
-    rate_text = f"{row.lr:g}" + (" (end of the search)" if row.edge else "")
-    if row.method in UNTUNED:
-        rate_text = "default"
+    lr = f"{row.lr:g}" + (" (end of the search)" if row.edge else "")
     pace = f"{1000 * row.clock[-1] / (len(row.clock) - 1):.1f}"
-    return METHODS[row.method].label, rate_text, loss, *against, pace, *times
+    label = METHODS[row.method].label
+    return label, "default" if row.method in UNTUNED else lr, loss, *against, pace, *times
 
 
 def plot(found: Sequence[Row], task: Task, path: Path) -> None:
