@@ -104,7 +104,7 @@ TASKS: Mapping[str, Task] = {
         "MNIST autoencoder",
         functools.partial(load_autoencoder, "mnist"),
         5,
-        {"adam": 1.8e-3, "muon": 3.2e-3, "soap": 1.8e-3},
+        {"adam": 1e-2, "muon": 5.6e-3, "soap": 5.6e-3},
         batch_size=1000,
         seeds=3,
         metric=None,
