@@ -136,6 +136,12 @@ def test_a_rival_that_is_not_reached_or_diverges_is_said() -> None:
     assert "not reached" in cells(tnt)
 
 
+def test_a_rival_that_diverges_is_no_goal() -> None:
+    (tnt, _) = rows(record(tnt=[2.0, 2.0], adam=[1.0, math.inf]), "t", TASK)
+    assert cells(tnt)[3] == "diverged" and tnt.time == {}
+    assert cells(tnt)[7] == "-"
+
+
 def test_a_small_comparison_runs_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -276,3 +277,25 @@ def test_a_subclass_without_a_signature_has_the_papers_form() -> None:
 
     group = Own.paper(net().parameters(), "mnist").param_groups[0]
     assert {name: group[name] for name in FORM} == FORM
+
+
+def test_a_warm_start_without_matrices_does_nothing() -> None:
+    model = nn.LayerNorm(3)
+    opt = TNT(model.parameters())
+    opt.warm_start(model(torch.randn(4, 3)) for _ in range(2))
+    assert not opt.state
+
+
+def test_a_mismatch_is_noticed_after_a_skipped_step() -> None:
+    """GradScaler skips the first step; its gradient at the output tells nothing."""
+    model = net()
+    opt = TNT(model.parameters())
+    output = model(batch(0)[0].float())
+    opt.observe(output)
+    (math.inf * output.square().mean()).backward()
+    opt.zero_grad()
+    output = model(batch(1)[0].float())
+    opt.observe(output)
+    (output - 1).square().mean().backward()
+    with pytest.warns(RuntimeWarning, match="does not fit the training loss"):
+        opt.step()

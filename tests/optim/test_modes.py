@@ -3,13 +3,14 @@
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from drawn import close, noise, raising, weight
 from optimizers import FACTORED, NO_FAILURES, Dictated
 from torch import Tensor, nn
 
-from tnt_optim.modes import layout
+from tnt_optim.modes import layout, mode_shape
 
 factored = pytest.mark.parametrize("name", FACTORED)
 SETTINGS: dict[str, Any] = {"lr": 0.05, "damping": 0.1, "stat_interval": 2, "inverse_interval": 3}
@@ -132,6 +133,7 @@ def test_a_kernel_that_is_too_large_stays_a_mode_of_its_own() -> None:
     assert layout(weight(6, 2, 3, 3), group).sizes == (6, 2, 9)
     assert layout(weight(6, 2, 3, 3), {**group, "max_factor_dim": 18}).sizes == (6, 18)
     assert layout(weight(6, 2), group).sizes == (6, 2)
+    assert mode_shape((6, 2, 3, 3), merge_small_dims=np.int64(18)) == (6, 18)  # type: ignore[arg-type]
 
 
 @factored
