@@ -59,6 +59,18 @@ def conv_net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
     return nn.Sequential(*body, nn.Linear(16, 4)).to(dtype)
 
 
+class ValueHead(nn.Module):
+    """Logits, and a second output that only the loss uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.policy, self.value = nn.Linear(4, 6), nn.Linear(6, 3), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = torch.tanh(self.body(x))
+        return self.policy(hidden), self.value(hidden)
+
+
 def batch(step: int) -> tuple[Tensor, Tensor]:
     """Inputs (8, 4) and labels, which depend on the step alone."""
     rng = torch.Generator().manual_seed(100 + step)

@@ -133,10 +133,7 @@ class Failures:
         self.read(states, name, wait=True, fatal=False)
         skipped = [state["skipped_statistics"] for state in states.values()]
         failed = [state["failed_inverses"] for state in states.values()]
-        return {
-            "skipped_statistics": max(skipped, default=0),
-            "failed_inverses": sum(failed),
-        }
+        return {"skipped_statistics": max(skipped, default=0), "failed_inverses": sum(failed)}
 
     def first_inverse(self, code: int, name: str, damping: Any) -> PreconditionerError:
         """The error for a parameter whose first inverse failed."""
@@ -176,6 +173,13 @@ def diverged(groups: Sequence[Mapping[str, Any]]) -> str:
 
 
 _INSIDE = tuple(os.path.dirname(str(file)) + os.sep for file in (__file__, torch.__file__))
+
+
+def warn_if_twice(observed: Any) -> None:
+    """Warns once of a step whose observations are both of ``attach`` and of the loop."""
+    if 0 < observed.attached < observed.count and not observed.warned_twice:
+        observed.warned_twice = True
+        warn_the_caller(TWICE)
 
 
 def warn_the_caller(message: str) -> None:

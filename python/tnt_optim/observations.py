@@ -23,7 +23,7 @@ from tnt_optim.autograd import (
     checked_replicas,
     shows_float16,
 )
-from tnt_optim.failures import TWICE, UNOBSERVED, warn_the_caller
+from tnt_optim.failures import UNOBSERVED, warn_if_twice, warn_the_caller
 from tnt_optim.likelihoods import (
     LARGEST_SCALE,
     check_scalar_loss,
@@ -237,9 +237,7 @@ class Sampled(Empirical):
         A mean over n of the N examples of a batch is scaled by sqrt(n / N): its Gram matrix then
         has the expectation of that of the whole batch's mean.
         """
-        if 0 < self.attached < self.count and not self.warned_twice:
-            self.warned_twice = True
-            warn_the_caller(TWICE)
+        warn_if_twice(self)
         warn_of_mismatch(self.comparisons, self.count)
         if not processes.is_sharded and not any(map(has_statistics, due)):
             _warn_of_zeros(self.samples)

@@ -124,7 +124,7 @@ class Local:
     def others_parts(
         self, params: Iterable[Tensor], states: States, to: int
     ) -> dict[Tensor, State]:
-        """Sends entries that only owners keep to process ``to``; there, those of the others."""
+        """Sends entries that only owners keep to process ``to``; returns them there."""
         return {}
 
     def update(

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from drawn import close
 from kfac_models import Heads, least_likely
-from optimizers import NO_FAILURES, equal, tensors, values
+from optimizers import NO_FAILURES, ValueHead, equal, tensors, values
 from oracle import contraction
 from processes import run_in
 from torch import Tensor, nn
@@ -377,18 +377,6 @@ def test_a_process_that_does_not_step_is_an_error_for_the_others(tmp_path: Path)
 # ------------------------------------------------------------------ out of every output's reach
 
 
-class ValueHead(nn.Module):
-    """Logits, and a second output that only the loss uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.policy, self.value = nn.Linear(5, 6), nn.Linear(6, 3), nn.Linear(6, 2)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = torch.tanh(self.body(x))
-        return self.policy(hidden), self.value(hidden)
-
-
 def with_a_value_head(
     rank: int, processes: int, shard: str | None, begins: int, saved: bool
 ) -> tuple[list[Tensor], dict[str, int]]:
@@ -406,7 +394,7 @@ def with_a_value_head(
             state, opt = opt.state_dict(), made()
             opt.load_state_dict(state)
         rng = torch.Generator().manual_seed(10 * step + rank)
-        x = torch.randn(ROWS, 5, generator=rng, dtype=torch.float64)
+        x = torch.randn(ROWS, 4, generator=rng, dtype=torch.float64)
         opt.zero_grad()
         logits, value = replicas(x)
         opt.observe(logits)

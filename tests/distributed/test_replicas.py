@@ -236,7 +236,7 @@ def test_a_state_that_one_process_saved_loads_in_any(shard: str, tmp_path: Path)
 
 
 def skipped(rank: int, processes: int, folder: str) -> list[Any]:
-    """Observes, does not step, saves and loads; what was observed is each process's own."""
+    """Observes, does not step, saves and loads; each process has its own observations."""
     net = Net()
     opt = made_optimizer(net, "tnt")
     train_on_four(rank, processes, net, opt, range(2))

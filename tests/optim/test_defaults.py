@@ -12,6 +12,7 @@ from drawn import close, noise, weight
 from optimizers import (
     NO_FAILURES,
     Dictated,
+    ValueHead,
     backward,
     batch,
     conv_net,
@@ -22,7 +23,7 @@ from optimizers import (
     train,
     values,
 )
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 from tnt_optim import KFAC, TNT, Shampoo
@@ -132,18 +133,6 @@ def test_vectors_without_statistics_take_less_memory() -> None:
 
 
 # ------------------------------------------------------------------ out of reach
-
-
-class ValueHead(nn.Module):
-    """Logits, and a second output that only the loss uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.policy, self.value = nn.Linear(4, 6), nn.Linear(6, 3), nn.Linear(6, 2)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = torch.tanh(self.body(x))
-        return self.policy(hidden), self.value(hidden)
 
 
 def take(model: ValueHead, opt: TNT, step: int, *, both: bool = False) -> None:

@@ -19,6 +19,7 @@ from tnt_optim.failures import (
     Failures,
     PreconditionerError,
     diverged,
+    warn_if_twice,
     warn_the_caller,
 )
 from tnt_optim.kfac.activations import hook_layers
@@ -224,7 +225,7 @@ class KFAC(Optimizer):
             number = numbered(self._observed.count, self._team())
             key = "step", self.param_groups[0]["step"], number
             sums = self._sampling.sums(output, key, due, self._hooks, retain_graph=True)
-            if not self._observed.count and not self.param_groups[0]["step"]:
+            if not self.param_groups[0]["step"]:  # after a skipped step once more
                 self._observed.comparisons = watched(
                     self._sampling.likelihood, output, self.param_groups
                 )
@@ -289,7 +290,7 @@ class KFAC(Optimizer):
             for group in self.param_groups:
                 check_settings(group)
             warn_of_mismatch(self._observed.comparisons, self._observed.count)
-            self._observed.warn_if_twice()
+            warn_if_twice(self._observed)
             team = self._team()
             # On a GPU a report arrives one step late, and not everywhere at once. If it stops the
             # training, it must stop all processes at the same step: they wait for it.

@@ -18,7 +18,7 @@ from tnt_optim.autograd import (
     without_autocast,
 )
 from tnt_optim.distributed.process_group import ProcessGroup, numbered
-from tnt_optim.failures import TWICE, PreconditionerError, warn_the_caller
+from tnt_optim.failures import PreconditionerError
 from tnt_optim.kfac.activations import LayerHook, captured_calls
 from tnt_optim.kfac.layers import Layer, is_trainable
 from tnt_optim.kfac.statistics import LayerSums, all_finite_statistics, layer_sums, pooled_sums
@@ -43,12 +43,6 @@ class Observations:
     attached: int = 0  # the outputs that the hook of ``attach`` observed
     hint: str = ""  # why nothing is observed at this step, if that is known
     warned_twice: bool = False
-
-    def warn_if_twice(self) -> None:
-        """Warns once of a step with the outputs of both ``attach`` and the loop."""
-        if 0 < self.attached < self.count and not self.warned_twice:
-            self.warned_twice = True
-            warn_the_caller(TWICE)
 
     def add(self, found: Mapping[int, LayerSums], asked: Iterable[int]) -> None:
         """Adds the sums of one output, which was asked for the layers ``asked``."""
