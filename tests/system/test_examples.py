@@ -14,7 +14,7 @@ NEEDS = {
     "lightning_module": ("lightning", "sklearn"),
     "one_sided_shampoo": (),
 }
-STEPS = 25
+STEPS = 50
 
 
 def test_every_example_is_tested() -> None:
