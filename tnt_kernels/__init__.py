@@ -33,6 +33,7 @@ from tnt_kernels.ops import (
     inverse_root,
     mode_products,
     preconditioned_step_,
+    whitened_gram_ema_,
 )
 
 register_reference(_library)
@@ -48,4 +49,5 @@ __all__ = [
     "mode_products",
     "preconditioned_step_",
     "reference",
+    "whitened_gram_ema_",
 ]

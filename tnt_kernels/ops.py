@@ -81,6 +81,71 @@ def gram_ema_(stats: Modes, tensors: Sequence[Tensor], decay: Number) -> None:
 
 
 @torch.no_grad()
+def whitened_gram_ema_(
+    stats: Modes, tensors: Sequence[Tensor], factors: Modes, decay: Number
+) -> None:
+    """S_i <- decay S_i + (1 - decay) s_i H_i, with H_i = mat_i(G x_{j != i} A_j) mat_i(G)^T.
+
+    s_i = |G|^2 / tr H_i (0 if G is): the trace is that of a Gram matrix, as ``gram_ema_`` has it.
+    With A_j the inverse of the covariance of mode j, these are the alternating updates that
+    maximise the likelihood of a tensor-normal distribution, up to the scale, which its factors
+    share. Made of ``mode_products`` and matrix products of torch.
+
+    Args:
+        stats: the moving averages S_i, updated in place; symmetric to the bit. A diagonal mode
+            keeps only the diagonal.
+        tensors: the tensors G.
+        factors: the symmetric positive definite A_j.
+        decay: in [0, 1]. At 1, S does not change and G may hold NaN.
+
+    Raises:
+        ValueError, TypeError: naming the argument that does not fit; nothing is then changed.
+
+    Source: Dutilleul 1999, "The MLE algorithm for the matrix normal distribution"; in optimizers
+    Lin et al. 2025, "Understanding and improving Shampoo and SOAP via Kullback-Leibler
+    minimization".
+
+    >>> stats = [[torch.zeros(2, 2), torch.zeros(2)]]
+    >>> halves = [[torch.eye(2), torch.tensor([1.0, 0.5])]]
+    >>> whitened_gram_ema_(stats, [torch.tensor([[1.0, 0.0], [0.0, 2.0]])], halves, decay=0.0)
+    >>> stats[0]  # H_1 = diag(1, 2), of trace 3, and |G|^2 = 5
+    [tensor([[1.6667, 0.0000],
+            [0.0000, 3.3333]]), tensor([1., 4.])]
+    """
+    weight = scalar("decay", decay, low=0.0, high=1.0)
+    check_tensors("tensors", tensors)
+    check_modes("stats", stats, "tensors", tensors, written=True)
+    check_modes("factors", factors, "tensors", tensors)
+    flat, flat_factors = _flat(stats), _flat(factors)
+    check_device(stats=flat, tensors=tensors, factors=flat_factors, decay=weight)
+    check_overlaps({"stats": flat}, {"tensors": tensors, "factors": flat_factors})
+    if not tensors:
+        return
+    weight = weight.to(tensors[0].device)
+    grads = [
+        g.to(factor[0].dtype).contiguous() for g, factor in zip(tensors, factors, strict=True)
+    ]
+    squares = [g.square().sum() for g in grads]
+    for mode in range(max(g.dim() for g in grads)):
+        own = [t for t, g in enumerate(grads) if g.dim() > mode]
+        others = [[*factors[t]] for t in own]
+        for row in others:
+            row[mode] = torch.ones_like(row[mode][0]) if row[mode].dim() == 2 else row[mode] ** 0
+        products = mode_products([grads[t] for t in own], others)
+        for t, product in zip(own, products, strict=True):
+            stat = stats[t][mode]
+            left, right = (x.movedim(mode, 0).flatten(1) for x in (product, grads[t]))
+            if stat.dim() == 1:
+                found, trace = (left * right).sum(1), (left * right).sum()
+            else:
+                found = left @ right.mT
+                found, trace = (found + found.mT) / 2, found.diagonal().sum()
+            found *= torch.where(trace > 0, squares[t] / trace, torch.zeros_like(trace))
+            new = weight * stat + (1 - weight) * found
+            stat.copy_(torch.where(weight == 1, stat, new))
+
+
+@torch.no_grad()
 def damped_inverse(
     stats: Modes, damping: Number, out: Modes | None = None, relative: bool = False
 ) -> tuple[list[list[Tensor]], Tensor]:

@@ -109,6 +109,7 @@ _TABLE = (
         per_group=False,
     ),
     Option("fisher", "sampled", *_one_of("sampled", "empirical"), per_group=False),
+    Option("estimator", "moments", *_one_of("moments", "mle"), added=True),
     Option("max_factor_dim", 8192, *_COUNT),
     Option("precondition_1d", True, *_BOOL, added=True),
     Option("block_size", None, *_COUNT_OR_NONE, added=True),
@@ -164,6 +165,9 @@ likelihood: the distribution that the model's output parametrises: "categorical"
     optimizer warns of one that does not.
 fisher: "sampled": gradients at labels from the model's distribution; "empirical": the training
     gradients themselves (TNT-EF in the paper), without ``observe`` and likelihood.
+estimator: of the statistics. "moments": the Gram matrix of the gradient along each mode, as in the
+    paper. "mle": the Gram matrix after the other modes have been whitened by their factors, the
+    step of a tensor-normal distribution's maximum-likelihood estimate; of the same trace.
 max_factor_dim: a mode larger than this keeps only the diagonal of its statistic.
 precondition_1d: precondition parameters of fewer than two dimensions, too: biases and norms.
     Otherwise they take the momentum, at the length that ``graft`` gives it, and no weight decay.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tnt_kernels import gram_ema_, preconditioned_step_
+from tnt_kernels import gram_ema_, preconditioned_step_, whitened_gram_ema_
 from tnt_optim.autograd import Gradients, all_finite, gradients_of
 from tnt_optim.directions import (
     Workspace,
@@ -229,7 +229,9 @@ class DeviceStep:
             owned = self.distribution.owned(params)
             own = [states[p] for p in owned]
             seen = list(map(layout_of, own))
-            accumulate_(owned, each(own, "stats"), self.observed, seen, decay)
+            whitened = settings(group)["estimator"] == "mle"
+            factors = each(own, "factors") if whitened else None
+            accumulate_(owned, each(own, "stats"), self.observed, seen, decay, factors)
             self.accumulated.update(params)
             codes = (~finite).to(torch.int32).expand(len(params)).contiguous()
             reports.append(Report("statistics", codes, params))
@@ -292,20 +294,23 @@ def accumulate_(
     observed: Mapping[Tensor, Tensor],
     layouts: Sequence[Layout],
     decay: float | Tensor,
+    factors: Sequence[list[Tensor]] | None = None,
 ) -> None:
-    """Statistics <- decay * statistics + (1 - decay) * Gram matrices of ``observed``."""
+    """Statistics <- decay * statistics + (1 - decay) * Gram matrices of ``observed``.
+
+    With ``factors`` the other modes of each Gram matrix are whitened by them.
+    """
     gradients: list[Tensor] = []
     own_rows: list[list[Tensor]] = []
     for p, entries, look in zip(params, stats, layouts, strict=True):
-        gradient, own = observed[p], look.rows(entries)
-        if gradient.dim() == p.dim():
-            gradients += look.blocks(gradient)
-        else:
-            # The samples are one more mode, whose own statistic is thrown away.
-            gradients += look.stacked_blocks(gradient)
-            own = [[gradient.new_zeros(len(gradient)), *row] for row in own]
-        own_rows += own
-    gram_ema_(own_rows, gradients, decay)
+        gradients += look.blocks(observed[p])
+        own_rows += look.rows(entries)
+    if factors is None:
+        gram_ema_(own_rows, gradients, decay)
+        return
+    whitening = rows(factors, layouts)
+    for part in buckets_of(gradients):  # each has a copy of its gradients
+        whitened_gram_ema_(own_rows[part], gradients[part], whitening[part], decay)
 
 
 def buckets_of(params: Sequence[Tensor]) -> list[slice]:
