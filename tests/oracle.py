@@ -69,13 +69,32 @@ def covariances(stats: Sequence[Tensor]) -> tuple[list[Tensor], float]:
     return [s / (c ** (k - 1) * (total // d)) for s, d in zip(stats, dims, strict=True)], c
 
 
-def damped_kron(stats: Sequence[Tensor], damping: float, relative: bool) -> Tensor:
-    """F_TNT = (U_1 + e I) kron ... kron (U_k + e I); e is damping, or damping times c."""
+def damped_covariances(stats: Sequence[Tensor], damping: float, relative: bool) -> list[Tensor]:
+    """U_i + e I for every mode; e is damping, or damping times c."""
     us, c = covariances(stats)
     shift = damping * c if relative else damping
     if relative and c == 0.0:
         shift = 1.0  # an all-zero statistic: the identity, by definition
-    return dense_kron([u + shift * torch.eye(len(u), dtype=u.dtype) for u in us])
+    return [u + shift * torch.eye(len(u), dtype=u.dtype) for u in us]
+
+
+def damped_kron(stats: Sequence[Tensor], damping: float, relative: bool) -> Tensor:
+    """F_TNT = (U_1 + e I) kron ... kron (U_k + e I)."""
+    return dense_kron(damped_covariances(stats, damping, relative))
+
+
+def whitened_gram(g: Tensor, covariances: Sequence[Tensor], i: int) -> Tensor:
+    """mat_i(G) (kron of the inverses of the other modes' covariances) mat_i(G)^T, of trace |G|^2.
+
+    The update of S_i in the alternating maximisation of a tensor-normal likelihood, after which its
+    scale is replaced.
+    """
+    others = [c for j, c in enumerate(covariances) if j != i]
+    matrix = unfolding(g, i)
+    whitener = torch.linalg.inv(dense_kron(others)) if others else torch.eye(1, dtype=g.dtype)
+    gram = matrix @ whitener @ matrix.T
+    trace = float(gram.diagonal().sum())
+    return gram * (float(g.square().sum()) / trace) if trace else gram
 
 
 def modes_of(shape: Sequence[int]) -> tuple[int, ...]:
@@ -99,11 +118,15 @@ class _Block:
         self.stats: list[Tensor] | None = None
         self.first_statistic = 0  # the step at which self.stats was first set
         self.fisher: Tensor | None = None
+        self.covariances: list[Tensor] = []  # damped, whose Kronecker product is the Fisher matrix
 
-    def grams(self, sampled: Tensor) -> list[Tensor]:
+    def grams(self, sampled: Tensor, whitened: bool = False) -> list[Tensor]:
         """G^(i) of every mode; that of a diagonal mode has zeros off the diagonal."""
         g = sampled.detach().double().reshape(self.dims)
-        full = [contraction(g, i) for i in range(len(self.dims))]
+        if whitened:
+            full = [whitened_gram(g, self.covariances, i) for i in range(len(self.dims))]
+        else:
+            full = [contraction(g, i) for i in range(len(self.dims))]
         return [
             torch.diag(torch.diag(gram)) if diagonal else gram
             for gram, diagonal in zip(full, self.diagonal, strict=True)
@@ -131,6 +154,7 @@ class DenseTNT:
         max_factor_dim: int = 8192,
         relative_damping: bool = False,
         graft: str | None = None,
+        estimator: str = "moments",
         mode_shapes: Sequence[tuple[int, ...]] | None = None,
     ) -> None:
         self.params = list(params)
@@ -138,6 +162,7 @@ class DenseTNT:
         self.stat_decay, self.weight_decay = stat_decay, weight_decay
         self.stat_interval, self.inverse_interval = stat_interval, inverse_interval
         self.relative_damping, self.graft = relative_damping, graft
+        self.estimator = estimator
         self.steps = 0
         shapes = mode_shapes or [modes_of(p.shape) for p in self.params]
         self.blocks = [_Block(shape, max_factor_dim) for shape in shapes]
@@ -145,6 +170,7 @@ class DenseTNT:
     def _refresh(self, block: _Block) -> None:
         assert block.stats is not None
         block.fisher = damped_kron(block.stats, self.damping, self.relative_damping)
+        block.covariances = damped_covariances(block.stats, self.damping, self.relative_damping)
 
     def warm_start(self, sampled_batches: Sequence[Sequence[Tensor]]) -> None:
         """Sets the statistics to the average of the batches' Gram matrices, then the inverses."""
@@ -177,10 +203,10 @@ class DenseTNT:
         self.steps += 1
 
     def _observe(self, block: _Block, observed: Tensor) -> None:
-        grams = block.grams(observed)
         if block.stats is None:
-            block.stats, block.first_statistic = grams, self.steps
+            block.stats, block.first_statistic = block.grams(observed), self.steps
             return
+        grams = block.grams(observed, whitened=self.estimator == "mle")
         beta = self.stat_decay
         block.stats = [beta * s + (1 - beta) * g for s, g in zip(block.stats, grams, strict=True)]
 

@@ -33,8 +33,8 @@ from tnt_kernels.ops import (
     inverse_root,
     mode_products,
     preconditioned_step_,
-    whitened_gram_ema_,
 )
+from tnt_kernels.whitening import whitened_gram_ema_
 
 register_reference(_library)
 register_triton(_library)

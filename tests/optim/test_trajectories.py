@@ -136,11 +136,13 @@ class Settings:
     max_factor_dim: int = 8192
     relative_damping: bool = False
     graft: str | None = None
+    estimator: str | None = None  # Shampoo has none
     warm: bool = False
 
     def arguments(self) -> dict[str, Any]:
         """The arguments that the oracle and the optimizer both take."""
-        return {k: v for k, v in asdict(self).items() if k != "warm"}
+        unset = [] if self.estimator else ["estimator"]
+        return {k: v for k, v in asdict(self).items() if k not in ("warm", *unset)}
 
 
 def settings_of(name: str, **more: Any) -> Settings:
@@ -285,6 +287,20 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("option", OPTIONS)
 def test_options_follow_the_oracle(way: Comparison, option: str) -> None:
     assert_follows(way, settings_of(way.name, **OPTIONS[option][way.name == "shampoo"]))
+
+
+@pytest.mark.parametrize("way", [w for w in COMPARISONS if w.name != "shampoo"], ids=label)
+@pytest.mark.parametrize("max_factor_dim", [8192, 5], ids=["full", "mixed"])
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"relative_damping": True, "damping": 0.3, "graft": "adam", "lr": 0.01, "warm": True}],
+    ids=["paper", "default"],
+)
+def test_maximum_likelihood_follows_the_oracle(
+    way: Comparison, max_factor_dim: int, more: dict[str, Any]
+) -> None:
+    settings = settings_of(way.name, estimator="mle", max_factor_dim=max_factor_dim, **more)
+    assert_follows(way, settings)
 
 
 @pytest.mark.parametrize("name", FACTORED)
