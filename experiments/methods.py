@@ -37,8 +37,6 @@ class Settings:
     epochs: int
     seed: int
     interval_warmup: int | None = None
-    fraction: float | None = None  # of each batch that is observed
-    samples: int | None = None  # the number of parts of that fraction
     precondition_1d: bool | None = None  # whether biases and norms have statistics
 
 
@@ -85,8 +83,6 @@ def method_settings(
     graft: str | None = None,
     relative_damping: bool = False,
     interval_warmup: int = 0,
-    fraction: float = 1.0,
-    samples: int = 1,
     precondition_1d: bool = True,
     schedule: str = "constant",
     seed: int = 0,
@@ -96,7 +92,6 @@ def method_settings(
     `stat_decay` None is the method's own; `intervals` are T1 and T2.
     """
     second_order, grafts = has_statistics(optimizer), takes_graft(optimizer)
-    attaches = optimizer == "tnt"
     return Settings(
         optimizer=optimizer,
         lr=lr,
@@ -114,8 +109,6 @@ def method_settings(
         epochs=epochs,
         seed=seed,
         interval_warmup=interval_warmup if grafts else None,
-        fraction=fraction if attaches else None,
-        samples=samples if attaches else None,
         precondition_1d=precondition_1d if grafts else None,
     )
 
@@ -181,8 +174,6 @@ _IN_LABELS = {
     "stat_interval": "T1 = {}",
     "inverse_interval": "T2 = {}",
     "interval_warmup": "warm-up of the intervals: {}",
-    "fraction": "{:g} of the batch observed",
-    "samples": "{} samples",
     "precondition_1d": "biases and norms preconditioned: {}",
     "warm_start": "warm start: {}",
     "graft": "graft: {}",
@@ -338,8 +329,6 @@ def _second_order(kind: type[TNT | Shampoo | KFAC], **fixed: Any) -> Build:
         names += ["stat_interval", "inverse_interval"]
         if kind is not KFAC:
             names += ["relative_damping", "graft", "interval_warmup", "precondition_1d"]
-        if kind is TNT and fixed["fisher"] == "sampled":
-            names.append("samples")
         given: dict[str, Any] = {name: getattr(settings, name) for name in names}
         if kind is not Shampoo:
             given |= {"likelihood": likelihood, "seed": settings.seed}
@@ -445,12 +434,9 @@ def build_optimizer(model: nn.Module, settings: Settings, likelihood: str) -> to
         raise ValueError(
             f"optimizer must be one of {', '.join(METHODS)}, got {settings.optimizer!r}"
         )
-    optimizer = METHODS[settings.optimizer].build(model, settings, likelihood)
-    if isinstance(optimizer, TNT) and settings.fraction is not None and settings.fraction < 1:
-        optimizer.attach(model, fraction=settings.fraction)
-    return optimizer
+    return METHODS[settings.optimizer].build(model, settings, likelihood)
 
 
 def observes(settings: Settings) -> bool:
-    """Whether the loop calls `observe`; an attached optimizer observes by itself."""
-    return METHODS[settings.optimizer].statistics == "sampled" and settings.fraction in (None, 1)
+    """Whether the loop calls `observe`."""
+    return METHODS[settings.optimizer].statistics == "sampled"

@@ -326,13 +326,13 @@ TNT_SIGNATURE = (
     "fisher='sampled', estimator='mle', max_factor_dim=4096, relative_damping=True, "
     "graft='adam', precondition_1d=False, seed=0, capturable=False, block_size=None, "
     "merge_small_dims='kernel', maximize=False, rounding='nearest', kl_clip=None, "
-    "sample_scale=None, samples=1, process_group=None, shard=None"
+    "sample_scale=None, process_group=None, shard=None"
 )
 SHAMPOO_SIGNATURE = (
     TNT_SIGNATURE.replace("likelihood='categorical', fisher='sampled', estimator='mle', ", "")
     .replace("damping=0.3", "damping=0.001")
     .replace("seed=0, ", "")
-    .replace("sample_scale=None, samples=1, ", "")
+    .replace("sample_scale=None, ", "")
 )
 KFAC_SIGNATURE = (
     "model, lr=0.01, *, params=None, damping=0.01, momentum=0.9, stat_decay=0.9, "

@@ -17,7 +17,7 @@ from tnt_optim.state import check_keys
 _NOT_SAVED = {"modes", "differentiable"}
 
 # Options that decide what the statistics are of; "fisher" also decides whether the others matter.
-_SAMPLING = ("fisher", "likelihood", "seed", "samples", "sample_scale")
+_SAMPLING = ("fisher", "likelihood", "seed", "sample_scale")
 
 StateDict = dict[str, Any]
 
@@ -95,38 +95,36 @@ def called_by(package: str) -> bool:
 def observations_of(observed: Any, numbers: Mapping[Tensor, int]) -> StateDict:
     """The observations since the last step, with numbers in place of parameters."""
     return {
-        "samples": [
-            {**vars(sample), "gradients": {numbers[p]: g for p, g in sample.gradients.items()}}
-            for sample in observed.samples
-        ],
+        "totals": {numbers[p]: total for p, total in observed.totals.items()},
+        "number": observed.number,
         "asked": sorted(numbers[p] for p in observed.asked),
         "count": observed.count,
         "attached": observed.attached,
-        "examples": observed.examples,
     }
 
 
 def observations_in(state_dict: StateDict, groups: Sequence[Settings]) -> StateDict:
-    """A copy of a saved state's observations, with this optimizer's parameters; may be empty."""
-    if "observed" not in state_dict:
+    """A copy of a saved state's observations, with this optimizer's parameters; may be empty.
+
+    Those of earlier versions are left out.
+    """
+    saved = state_dict.get("observed", {})
+    if "totals" not in saved:
         return {}
     pairs = zip(state_dict["param_groups"], groups, strict=True)
     params = {n: p for s, g in pairs for n, p in zip(s["params"], g["params"], strict=True)}
-    saved, samples = state_dict["observed"], []
-    for sample in saved["samples"]:
-        gradients = {}
-        for number, gradient in sample["gradients"].items():
-            param = params[number]
-            if gradient.shape != param.shape:
-                raise ValueError(
-                    f"state_dict['observed'] must have a gradient of shape {tuple(param.shape)} "
-                    f"for parameter {number}, got {tuple(gradient.shape)}"
-                )
-            own = state_dtype(param)
-            dtype = gradient.dtype if state_dtype(gradient) == own else own
-            gradients[param] = _copied(gradient, param.device, dtype)
-        samples.append({**sample, "gradients": gradients})
-    return {**saved, "samples": samples, "asked": {params[number] for number in saved["asked"]}}
+    totals = {}
+    for number, total in saved["totals"].items():
+        param = params[number]
+        if total.shape != param.shape:
+            raise ValueError(
+                f"state_dict['observed'] must have a gradient of shape {tuple(param.shape)} "
+                f"for parameter {number}, got {tuple(total.shape)}"
+            )
+        own = state_dtype(param)
+        dtype = total.dtype if state_dtype(total) == own else own
+        totals[param] = _copied(total, param.device, dtype)
+    return {**saved, "totals": totals, "asked": {params[number] for number in saved["asked"]}}
 
 
 def with_integer_keys(state_dict: StateDict) -> StateDict:

@@ -113,15 +113,13 @@ class WithFallback(Optimizer):
         """See ``TNT.observing``."""
         return bool(getattr(self.main, "observing", False))
 
-    def observe(self, output: Any, **more: Any) -> None:
+    def observe(self, output: Any) -> None:
         """See ``TNT.observe``."""
-        self._tnt("observe").observe(output, **more)
+        self._tnt("observe").observe(output)
 
-    def attach(
-        self, model: nn.Module, output: Callable[..., Any] | None = None, **more: Any
-    ) -> RemovableHandle:
+    def attach(self, model: nn.Module, output: Callable[..., Any] | None = None) -> RemovableHandle:
         """See ``TNT.attach``."""
-        handle: RemovableHandle = self._tnt("attach").attach(model, output, **more)
+        handle: RemovableHandle = self._tnt("attach").attach(model, output)
         return handle
 
     def _tnt(self, method: str) -> Any:

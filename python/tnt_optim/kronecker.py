@@ -36,7 +36,7 @@ from tnt_optim.modes import (
     layout,
     rows,
 )
-from tnt_optim.observations import Empirical, Sample, warned_of_batch_norm
+from tnt_optim.observations import Empirical, warned_of_batch_norm
 from tnt_optim.options import ADDED, OPTIONS, as_they_are, check_settings, is_due, split
 from tnt_optim.paper import paper_settings
 from tnt_optim.state import (
@@ -59,7 +59,6 @@ from tnt_optim.update import (
     Local,
     Report,
     accumulate_,
-    combined,
     worst_of_blocks,
 )
 
@@ -395,7 +394,7 @@ class KroneckerOptimizer(Optimizer):
             checkpoint.check_groups(self._method, self.param_groups, adapted, set(self.defaults))
             for name, group, param, state in checkpoint.saved_states(self.param_groups, adapted):
                 check_state(name, state, group, param, processes.kept(param))
-            if hasattr(self._observed, "samples") and not processes.is_distributed:
+            if hasattr(self._observed, "totals") and not processes.is_distributed:
                 observed.update(checkpoint.observations_in(adapted, self.param_groups))
 
         def finish(adapted: dict[str, Any]) -> None:
@@ -408,9 +407,7 @@ class KroneckerOptimizer(Optimizer):
                 others = NAMES - processes.kept(param)
                 self.state[param] = {k: v for k, v in state.items() if k not in others}
                 self._set_counts(self.state[param], param)
-            if observed:
-                samples = [Sample(**sample) for sample in observed["samples"]]
-                vars(self._observed).update(observed, samples=samples)
+            vars(self._observed).update(observed)
             checkpoint.warn_of_other_sampling(self, adapted)
 
         state_dict = checkpoint.with_integer_keys(state_dict)
@@ -464,12 +461,12 @@ class KroneckerOptimizer(Optimizer):
     def _prepared(self, processes: Local) -> DeviceStep:
         """The device's part of this step; makes first statistics and factors on the way."""
         with_gradients = processes.with_gradients(self._params())
-        samples = self._observed.gradients(
+        found = self._observed.gradients(
             processes, self._due(), with_gradients, self._has_statistics
         )
-        groups, reached = self.param_groups, {p for sample in samples for p in sample}
-        ready = [p for group in groups for p in self._to_update(group, reached, with_gradients)]
-        observed = combined(samples, processes)
+        groups = self.param_groups
+        ready = [p for group in groups for p in self._to_update(group, found, with_gradients)]
+        observed = processes.whole(found)
         first = {p: g for p, g in observed.items() if not self._has_statistics(p)}
         self._adopt(self._first_states(first, processes))
         self._adopt(self._plain_states(ready, processes))

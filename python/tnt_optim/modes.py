@@ -147,13 +147,6 @@ class Layout:
             views.append(view)
         return views
 
-    def stacked_blocks(self, stack: Tensor) -> list[Tensor]:
-        """The blocks of a stack of such tensors, each with the stack's dimension first."""
-        if self.count == 1:
-            return [stack.reshape(len(stack), *self.sizes)]
-        cut = [self.blocks(tensor) for tensor in stack]
-        return [torch.stack(same) for same in zip(*cut, strict=True)]
-
     def assembled(self, pieces: Sequence[Tensor]) -> Tensor:
         """The tensor with these blocks."""
         if len(pieces) == 1:

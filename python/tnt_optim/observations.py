@@ -5,7 +5,6 @@ accumulates gradients at sampled labels between ``observe`` and ``step``, and re
 parameters the outputs did not reach.
 """
 
-import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,7 +58,6 @@ class Empirical:
         output: Any,
         wanted: list[Tensor],
         processes: Local,
-        fraction: float,
     ) -> None:
         """Accumulates the gradients of an output; not called while none are wanted."""
 
@@ -69,12 +67,12 @@ class Empirical:
         due: Sequence[Tensor],
         with_gradients: Container[Tensor],
         has_statistics: HasStatistics,
-    ) -> list[Gradients]:
-        """The samples for the statistics of one step, of the same parameters in all processes.
+    ) -> Gradients:
+        """The gradients for the statistics of one step, of the same parameters in all processes.
 
         ``due`` are the parameters whose statistics are due, and those without statistics.
         """
-        return [{p: p.grad for p in due if p in with_gradients}]
+        return {p: p.grad for p in due if p in with_gradients}
 
     def batch_loss(
         self, optimizer: Any, output: Any, index: int, processes: Local
@@ -97,63 +95,14 @@ class Empirical:
 
 
 @dataclass
-class Sample:
-    """The sum of some observations' gradients: one of the Gram matrices of a step."""
-
-    # By parameter; of sharded parameters this process's pieces, if any.
-    gradients: dict[Tensor, Any] = field(default_factory=dict)
-    number: int | Tensor = 0  # observations in the sum: the finite ones, if there is one
-    examples: int = 0  # in all of them
-
-    def add(
-        self, observed: Mapping[Tensor, Tensor], examples: int, number: int | Tensor = 1
-    ) -> None:
-        """Adds an observation. One that is not finite gives way to any other.
-
-        ``number`` is 0 if none of its rows counts; the gradients are then zero.
-        """
-        self.examples += examples
-        if not self.gradients or not observed:
-            self.gradients.update(observed)
-            self.number = self.number + number
-            return
-        old, new = all_finite(self.gradients.values()), all_finite(observed.values())
-
-        def chosen(earlier: Any, later: Any, both: Any, device: torch.device) -> Tensor:
-            later = torch.where(old.to(device), both, later)
-            return torch.where(new.to(device), later, earlier)
-
-        for param, gradient in observed.items():
-            if param in self.gradients:
-                # Half precision adds up in float32. Out of place: autograd may share gradients.
-                earlier = self.gradients[param].to(state_dtype(param))
-                gradient = chosen(earlier, gradient, earlier + gradient, param.device)
-            self.gradients[param] = gradient
-        self.number = chosen(self.number, number, self.number + number, old.device)
-
-    def mean(self) -> Gradients:
-        """The mean over the observations."""
-        if isinstance(self.number, int) and self.number == 1:
-            return dict(self.gradients)
-        n = self.number
-        return {
-            p: total / (n.to(total.device) if isinstance(n, Tensor) else n)
-            for p, total in self.gradients.items()
-        }
-
-
-@dataclass
 class Sampled(Empirical):
-    """Gradients at labels sampled from the model's own distribution.
+    """Gradients at labels sampled from the model's own distribution."""
 
-    ``most`` is the number of samples that a step keeps apart.
-    """
-
-    most: int = 1
-    samples: list[Sample] = field(default_factory=list)
+    # Sums over the observations, by parameter; of sharded parameters this process's pieces, if any.
+    totals: dict[Tensor, Any] = field(default_factory=dict)
+    number: int | Tensor = 0  # observations in the sums: the finite ones, if there is one
     count: int = 0  # outputs observed
     attached: int = 0  # outputs that the hook of ``attach`` observed
-    examples: float = 0.0  # that the outputs stand for
     asked: set[Tensor] = field(default_factory=set)
     unreached: set[Tensor] = field(default_factory=set)
     # Parameters that had a gradient while no output was asked; every output is asked for them.
@@ -176,16 +125,12 @@ class Sampled(Empirical):
         output: Any,
         wanted: list[Tensor],
         processes: Local,
-        fraction: float,
     ) -> None:
         """Samples labels at an output and accumulates the gradients of their loss.
 
         The optimizer has the settings ``likelihood``, ``seed`` and ``sample_scale``.
         """
-        # Pieces of sharded gradients are not added up.
-        if processes.is_sharded and self.count >= self.most:
-            return
-        if self.count and processes.holds_back(wanted):
+        if processes.is_sharded and self.count:  # pieces of sharded gradients are not added up
             return
         number = processes.number(self.count)
         loss = _loss(optimizer, output, "step", optimizer.param_groups[0]["step"], number)
@@ -202,28 +147,37 @@ class Sampled(Empirical):
             self.comparisons = watched(optimizer.likelihood, output, optimizer.param_groups)
         share = share_counted(optimizer.likelihood, output)
         counted = (share > 0).int() if isinstance(share, Tensor) else 1
-        examples = example_count(optimizer.likelihood, output)
-        self.add(observed, wanted, examples, fraction, counted)
+        self.add(observed, wanted, counted)
 
     def add(
         self,
         observed: Mapping[Tensor, Tensor],
         asked: Iterable[Tensor],
-        examples: int = 1,
-        fraction: float = 1.0,
         number: int | Tensor = 1,
     ) -> None:
-        """Accumulates an observation of some examples, a fraction of those it stands for.
+        """Adds an observation. One that is not finite gives way to any other.
 
-        ``number`` is as for ``Sample.add``.
+        ``number`` is 0 if none of its rows counts; the gradients are then zero.
         """
         self.asked.update(asked)
-        place = min(self.count % self.most, len(self.samples))
-        if place == len(self.samples):
-            self.samples.append(Sample())
-        self.samples[place].add(observed, examples, number)
         self.count += 1
-        self.examples += examples / fraction
+        if not self.totals or not observed:
+            self.totals.update(observed)
+            self.number = self.number + number
+            return
+        old, new = all_finite(self.totals.values()), all_finite(observed.values())
+
+        def chosen(earlier: Any, later: Any, both: Any, device: torch.device) -> Tensor:
+            later = torch.where(old.to(device), both, later)
+            return torch.where(new.to(device), later, earlier)
+
+        for param, gradient in observed.items():
+            if param in self.totals:
+                # Half precision adds up in float32. Out of place: autograd may share gradients.
+                earlier = self.totals[param].to(state_dtype(param))
+                gradient = chosen(earlier, gradient, earlier + gradient, param.device)
+            self.totals[param] = gradient
+        self.number = chosen(self.number, number, self.number + number, old.device)
 
     def gradients(
         self,
@@ -231,59 +185,57 @@ class Sampled(Empirical):
         due: Sequence[Tensor],
         with_gradients: Container[Tensor],
         has_statistics: HasStatistics,
-    ) -> list[Gradients]:
-        """See ``Empirical.gradients``: the mean of each sample, over all processes.
-
-        A mean over n of the N examples of a batch is scaled by sqrt(n / N): its Gram matrix then
-        has the expectation of that of the whole batch's mean.
-        """
+    ) -> Gradients:
+        """See ``Empirical.gradients``: the mean over the observations of all processes."""
         warn_if_twice(self)
         warn_of_mismatch(self.comparisons, self.count)
         if not processes.is_sharded and not any(map(has_statistics, due)):
-            _warn_of_zeros(self.samples)
-        for sample in self.samples:
-            if sample.examples != self.examples:
-                scale = math.sqrt(sample.examples / self.examples)
-                sample.gradients = {p: g * scale for p, g in sample.gradients.items()}
-        self._pool(processes, self.wanted(due), has_statistics)
+            _warn_of_zeros(list(self.totals.values()))
+        wanted = self.wanted(due)
+        is_pooled = bool(wanted) and processes.is_distributed
+        means = self._pooled(processes, wanted, has_statistics) if is_pooled else self._mean()
         if not self.count and not self.warned:
             self.warned = any(has_statistics(p) and p.grad is not None for p in due)
             if self.warned:
                 warn_the_caller(UNOBSERVED + self.hint)
-        return [sample.mean() for sample in self.samples]
+        return means
 
-    def _pool(self, processes: Local, due: Sequence[Tensor], has_statistics: HasStatistics) -> None:
-        """Replaces this process's samples by their means over all processes.
+    def _mean(self) -> Gradients:
+        """The mean over this process's observations."""
+        n = self.number
+        if isinstance(n, int) and n == 1:
+            return dict(self.totals)
+        return {
+            p: total / (n.to(total.device) if isinstance(n, Tensor) else n)
+            for p, total in self.totals.items()
+        }
 
-        Which parameters the observations reached, and how many samples there are, is asked only if
-        it may matter, because the host waits for the answer: while there are parameters without
-        statistics, if a step may have several samples, and where DistributedDataParallel looks for
-        unused parameters. Otherwise a parameter that was not reached has a gradient of zero.
-        ``due`` is the same in all processes.
+    def _pooled(
+        self, processes: Local, due: Sequence[Tensor], has_statistics: HasStatistics
+    ) -> Gradients:
+        """The mean over the observations of all processes.
+
+        Which parameters they reached is asked only if it may matter, because the host waits for the
+        answer: while there are parameters without statistics, and where DistributedDataParallel
+        looks for unused parameters. Otherwise a parameter that was not reached has a gradient of
+        zero. ``due`` is the same in all processes.
         """
-        if not due or not processes.is_distributed:
-            return
-        reached, most = due, 1
-        known = self.agreed and all(map(has_statistics, due)) and self.most == 1
+        reached, known = due, self.agreed and all(map(has_statistics, due))
         if processes.is_sharded or self.partial or not known:
-            found = [any(p in sample.gradients for sample in self.samples) for p in due]
-            flags = [len(self.samples), self.partial, *found]
-            most, partial, *anywhere = processes.anywhere(flags, due[0].device)
-            if not most:
-                return
+            flags = [self.count > 0, self.partial, *(p in self.totals for p in due)]
+            observed, partial, *anywhere = processes.anywhere(flags, due[0].device)
+            if not observed:
+                return {}
             self.partial, self.agreed = bool(partial), True
             reached = [p for p, is_reached in zip(due, anywhere, strict=True) if is_reached]
         self.asked.update(due)
         if not reached:
-            self.samples = []
-            return
-        samples = [*self.samples, *(Sample() for _ in range(most - len(self.samples)))]
-        for sample in samples:
-            means, observers = processes.mean(reached, sample.gradients, sample.number)
-            if not self.count and not observers:  # the host waits only if it observed nothing
-                return
-            sample.gradients, sample.number = dict(means), 1
-        self.samples, self.count = samples, len(samples)
+            return {}
+        means, observers = processes.mean(reached, self.totals, self.number)
+        if not self.count and not observers:  # the host waits only if it observed nothing
+            return {}
+        self.count = max(self.count, 1)
+        return means
 
     def batch_loss(
         self, optimizer: Any, output: Any, index: int, processes: Local
@@ -307,8 +259,8 @@ class Sampled(Empirical):
 
     def use_up(self) -> None:
         """Forgets all but which parameters were not reached."""
-        self.samples, self.asked, self.count, self.examples = [], set(), 0, 0.0
-        self.attached, self.hint = 0, ""
+        self.totals, self.number, self.asked = {}, 0, set()
+        self.count, self.attached, self.hint = 0, 0, ""
         self.comparisons = []
 
     def start_over(self) -> None:
@@ -346,9 +298,8 @@ def _scale(optimizer: Any, loss: Tensor, output: Any, processes: Local) -> float
     return sample_scale(LARGEST_SCALE if processes.is_sharded else examples)
 
 
-def _warn_of_zeros(samples: Sequence[Sample]) -> None:
+def _warn_of_zeros(gradients: list[Tensor]) -> None:
     """Warns if the first statistics would all be zero; the host waits."""
-    gradients = [g for sample in samples for g in sample.gradients.values()]
     if gradients and not any(norm.any() for norm in torch._foreach_norm(gradients)):
         warn_the_caller(
             "the gradients for the first statistics are all zero: the loss at sampled labels does "

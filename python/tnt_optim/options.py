@@ -136,7 +136,6 @@ _TABLE = (
     Option(
         "sample_scale", None, _or_none(_is_power_of_two), "a power of two or None", per_group=False
     ),
-    Option("samples", 1, *_COUNT, per_group=False),
     Option("capturable", False, *_BOOL, per_group=False),
     Option("process_group", None, lambda value: True, "a process group or None", per_group=False),
     Option("shard", None, *_one_of(None, "directions", "inverses"), per_group=False),
@@ -194,9 +193,6 @@ sample_scale: multiply the loss at sampled labels by this before its backward an
     gradients by it in float32, as GradScaler does for the training loss; a power of two. None: if
     something is in float16, the number of examples, up to 2^15, because the gradients of a mean
     over many are too small for float16; otherwise, and for a likelihood that is a function, 1.
-samples: the number of gradients that the statistics of one step keep apart, each with the memory of
-    a gradient: the mean of their Gram matrices is less noisy than the Gram matrix of their mean.
-    Further observations of the step are averaged with them.
 capturable: run the steps as CUDA graphs, one for each kind of step, from the second step of its
     kind on. All parameters must be on one CUDA device. Gradients at new addresses are copied:
     ``zero_grad(set_to_none=False)`` saves the copies. The learning rate and the other numbers may

@@ -8,7 +8,7 @@ from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 
 from tnt_kernels import damped_inverse
-from tnt_optim.attach import attach, check_fraction
+from tnt_optim.attach import attach
 from tnt_optim.failures import warn_the_caller
 from tnt_optim.kronecker import KroneckerOptimizer
 from tnt_optim.likelihoods import Likelihood
@@ -45,11 +45,11 @@ class TNT(KroneckerOptimizer):
     The defaults train a transformer and a convolutional network as they stand: relative damping,
     steps of Adam's length, intervals that grow from 1. ``TNT.paper`` has the paper's form.
 
-    Every argument but ``likelihood``, ``fisher``, ``seed``, ``sample_scale``, ``samples``,
-    ``capturable``, ``process_group`` and ``shard`` can be set for each parameter group. A vector
-    has one mode, a matrix two, and a convolution weight two: out, and in times the kernel's
-    positions; in the paper's form three. A group's ``modes``, a function from a parameter's shape
-    to mode sizes with the same product, replaces this rule.
+    Every argument but ``likelihood``, ``fisher``, ``seed``, ``sample_scale``, ``capturable``,
+    ``process_group`` and ``shard`` can be set for each parameter group. A vector has one mode, a
+    matrix two, and a convolution weight two: out, and in times the kernel's positions; in the
+    paper's form three. A group's ``modes``, a function from a parameter's shape to mode sizes with
+    the same product, replaces this rule.
 
     Args:
         params: parameters, named parameters or parameter groups, of any floating-point dtype.
@@ -66,7 +66,6 @@ class TNT(KroneckerOptimizer):
     _warming = False
 
     fisher = Fixed()
-    samples = Fixed()
     likelihood: Likelihood
     seed: int
     sample_scale: float | None
@@ -98,11 +97,10 @@ class TNT(KroneckerOptimizer):
         rounding: str = "nearest",
         kl_clip: float | None = None,
         sample_scale: float | None = None,
-        samples: int = 1,
         process_group: Any = None,
         shard: str | None = None,
     ) -> None:
-        source = Empirical() if fisher == "empirical" else Sampled(most=samples)
+        source = Empirical() if fisher == "empirical" else Sampled()
         super().__init__(params, arguments(locals()), source)
 
     @classmethod
@@ -126,47 +124,31 @@ class TNT(KroneckerOptimizer):
         return self._wants_output()
 
     @_disable_dynamo  # as for step
-    def observe(self, output: Any, *, fraction: float = 1.0) -> None:
+    def observe(self, output: Any) -> None:
         """Samples labels at the model's output and keeps the gradient of their loss for ``step``.
 
         Call it between the forward and the ``backward`` of the same pass: the graph is retained,
-        and no ``.grad`` is touched. With gradient accumulation call it for each micro-batch.
-        Observations of one step are ``samples`` of their own, or are averaged if there are more;
-        so are those of a skipped step (as by ``GradScaler``), which has the same weights. An
-        observation that is not finite is left out if another is finite. If no statistics are due at
-        this step, and with ``fisher="empirical"``, it returns at once.
-
-        A part of the batch is enough, and several samples of it are better than one::
-
-            if opt.observing:
-                for part in x[: len(x) // 4].chunk(opt.samples):
-                    opt.observe(model(part), fraction=0.25)
+        and no ``.grad`` is touched. With gradient accumulation call it for each micro-batch: the
+        gradients of one step's observations are averaged; so are those of a skipped step (as by
+        ``GradScaler``), which has the same weights. An observation that is not finite is left out
+        if another is finite. If no statistics are due at this step, and with
+        ``fisher="empirical"``, it returns at once.
 
         Args:
             output: of the model, as the likelihood describes it, with its graph; or ``Masked``, if
                 some rows do not count.
-            fraction: of the batch's examples that is observed in this step. The expectation of the
-                statistics is as if all of them were.
 
         Raises:
-            ValueError: if ``fraction`` is not in (0, 1], or the output has no graph, the wrong
-                number of dimensions, or depends on no parameter of this optimizer; nothing is then
-                changed.
+            ValueError: if the output has no graph, the wrong number of dimensions, or depends on no
+                parameter of this optimizer; nothing is then changed.
             RuntimeError: if the output is DistributedDataParallel's with ``static_graph=True``, or
                 its model was compiled with donated buffers.
         """
-        check_fraction(fraction)
         wanted = self._wanted()
         if wanted:
-            self._observed.observe(self, output, wanted, self._distribution(), fraction)
+            self._observed.observe(self, output, wanted, self._distribution())
 
-    def attach(
-        self,
-        model: nn.Module,
-        output: Callable[..., Any] | None = None,
-        *,
-        fraction: float = 1.0,
-    ) -> RemovableHandle:
+    def attach(self, model: nn.Module, output: Callable[..., Any] | None = None) -> RemovableHandle:
         """Observes every output of ``model`` from now on, for trainers that own the training loop.
 
         A forward hook then replaces the call of ``observe`` in the loop::
@@ -197,9 +179,6 @@ class TNT(KroneckerOptimizer):
                 returns, or its ``logits``. A function of three arguments, ``lambda out, args,
                 kwargs: ...``, also gets those of the forward, such as labels that say what is
                 padding. If it leaves no row, the call does not count.
-            fraction: of each batch to observe. Below 1 the model is called on that fraction, cut
-                into ``samples`` parts, before its own forward; buffers and random states are
-                restored. The inputs must be tensors with the batch first.
 
         Returns:
             A handle; its ``remove`` ends the observation, as does the end of a ``with``.
@@ -211,7 +190,7 @@ class TNT(KroneckerOptimizer):
         """
         # Lightning's wrapper borrows this method: attach the wrapped optimizer.
         own: TNT = getattr(self, "optimizer", self)
-        handle = attach(own, model, output, fraction)
+        handle = attach(own, model, output)
         if own._attached is not None:
             own._attached.remove()
         own._attached = handle

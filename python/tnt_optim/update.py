@@ -5,7 +5,6 @@ the device or reads a value on it, so that a CUDA graph can record a step.
 """
 
 import itertools
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +32,6 @@ from tnt_optim.modes import (
     each,
     layout_of,
     rows,
-    state_dtype,
 )
 from tnt_optim.state import NAMES
 
@@ -67,16 +65,12 @@ class Local:
         """The gradients of a loss; see ``autograd.gradients_of``."""
         return gradients_of(loss, params, retain_graph=retain_graph, scale=scale)
 
-    def holds_back(self, params: Sequence[Tensor]) -> bool:
-        """Whether gradients of earlier micro-batches wait to be averaged."""
-        return False
-
     def with_gradients(self, params: Sequence[Tensor]) -> set[Tensor]:
         """The parameters with a gradient; of sharded ones, in any process."""
         return {p for p in params if p.grad is not None}
 
     def anywhere(self, flags: Sequence[int], device: torch.device) -> list[int]:
-        """The largest of each flag or number over the processes; the host waits for the answer."""
+        """Whether each flag is set in any process; the host waits for the answer."""
         return list(flags)
 
     def mean(
@@ -200,7 +194,7 @@ class DeviceStep:
     statistics: list[Batch]  # refreshed first
     factors: list[Batch]  # refreshed after that
     updated: list[Batch]  # updated at last
-    observed: dict[Tensor, Tensor]  # gradients for the statistics, or stacks of them
+    observed: dict[Tensor, Tensor]  # gradients for the statistics
     grads: Gradients  # of the loss; of sharded parameters this process's pieces
     distribution: Local
     # Parameters whose statistics have this step's observations: a step that is repeated after a
@@ -263,29 +257,6 @@ class DeviceStep:
                 _count(own, "second_moment_updates")
             grads = {p: self.grads[p] for p in params}
             self.distribution.update(grads, states, settings(group), number, self.workspace)
-
-
-def combined(samples: Sequence[Gradients], processes: Local) -> dict[Tensor, Tensor]:
-    """The whole gradients of a single sample, or stacks of those of several, along a new first dim.
-
-    The Gram matrix of a stack is the mean over the samples: over the finite ones, if there is one.
-    """
-    whole = [found for sample in samples if (found := processes.whole(sample))]
-    if len(whole) <= 1:
-        return whole[0] if whole else {}
-    finite = [processes.all_finite(sample.values()) for sample in whole]
-    number = torch.stack(finite).sum(dtype=torch.float64)
-    factor = torch.where(number > 0, number.rsqrt(), math.nan)
-    shapes = {p: gradient.shape for sample in whole for p, gradient in sample.items()}
-    stacks = {}
-    for p, shape in shapes.items():
-        zero = torch.zeros(shape, dtype=state_dtype(p), device=p.device)
-        pieces = [
-            torch.where(good.to(p.device), sample[p].to(zero.dtype), zero) if p in sample else zero
-            for sample, good in zip(whole, finite, strict=True)
-        ]
-        stacks[p] = torch.stack(pieces).mul_(factor.to(p.device))
-    return stacks
 
 
 def accumulate_(

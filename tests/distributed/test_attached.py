@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 import torch
 from attached import SETTINGS, assert_same, batches
-from kfac_models import Heads, least_likely
+from kfac_models import Heads
 from processes import run_in
-from replicas import assert_trained_as, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -101,50 +100,3 @@ def test_sharded_models() -> None:
     for rank in run_in(2, sharded):
         assert_same(rank["after"], rank["in the loop"])
         assert "after fully_shard(model)" in rank["before"]
-
-
-def in_parts(rank: int, processes: int, kind: str) -> list[Tensor]:
-    """One process's training; ``attach`` observes half of each batch, in two parts."""
-    net = made_parts_net()
-    if kind == "sharded":
-        fully_shard(net[0], mesh=init_device_mesh("cpu", (processes,)))
-        fully_shard(net, mesh=init_device_mesh("cpu", (processes,)))
-    model: nn.Module = DistributedDataParallel(net) if kind != "sharded" else net
-    opt = TNT.paper(net.parameters(), shard=kind if kind in SHARDS else None, **PARTS)
-    opt.attach(net if kind == "inside" else model, fraction=0.5)
-    for step in range(5):
-        opt.zero_grad()
-        ((x, y),) = batches(10 * rank + step)
-        cross_entropy(model(x.double()), y).backward()
-        opt.step()
-    return whole(net)
-
-
-PARTS: dict[str, Any] = {**SETTINGS, "samples": 2, "likelihood": least_likely}
-SHARDS = ("directions", "inverses")
-
-
-def made_parts_net() -> nn.Sequential:
-    torch.manual_seed(3)
-    hidden = nn.Sequential(nn.Linear(5, 6), nn.Tanh())
-    return nn.Sequential(hidden, nn.Linear(6, 4)).double()
-
-
-@pytest.mark.parametrize("kind", ["wrapped", "inside", "sharded", *SHARDS])
-def test_parts_of_a_batch(kind: str) -> None:
-    """One process observes the same parts of all processes' batches."""
-    ends = run_in(2, in_parts, kind)
-    net = made_parts_net()
-    start = whole(net)
-    opt = TNT.paper(net.parameters(), **PARTS)
-    for step in range(5):
-        opt.zero_grad()
-        pairs = [next(batches(10 * rank + step)) for rank in range(2)]
-        for part in range(2) if opt.observing else ():
-            rows = slice(2 * part, 2 * part + 2)
-            output = net(torch.cat([x[rows] for x, _ in pairs]).double())
-            opt.observe(output, fraction=0.5)
-        x, y = (torch.cat(list(both)) for both in zip(*pairs, strict=True))
-        cross_entropy(net(x.double()), y).backward()
-        opt.step()
-    assert_trained_as(ends, whole(net), start)

@@ -243,7 +243,7 @@ def skipped(rank: int, processes: int, folder: str) -> list[Any]:
     opt.observe(net(drawn(4, 2, *SHAPE)[rank][0]))
     before = opt.state_dict()
     other = made_optimizer(net, "tnt")
-    alone = {"samples": [], "asked": [], "count": 1, "examples": 1.0}
+    alone = {"totals": {}, "number": 1, "asked": [], "count": 1, "attached": 0}
     other.load_state_dict({**before, "observed": alone})
     return ["observed" in before, observation_count(opt), observation_count(other)]
 

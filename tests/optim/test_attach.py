@@ -35,7 +35,6 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from tnt_optim import TNT, with_fallback
-from tnt_optim.autograd import buffers_put_back
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
@@ -156,10 +155,7 @@ def counted_loss(padded: Padded) -> Tensor:
     return least_likely(padded.logits[padded.rows])
 
 
-@pytest.mark.parametrize("fraction", [1.0, 0.5])
-def test_output_may_take_the_arguments_of_the_forward(fraction: float) -> None:
-    """Those of a part, if the model is called on a part of the batch."""
-
+def test_output_may_take_the_arguments_of_the_forward() -> None:
     class Scaled(Net):
         def forward(self, x: Tensor, *, scale: Tensor) -> Any:
             return super().forward(x) * scale[:, None]
@@ -170,23 +166,15 @@ def test_output_may_take_the_arguments_of_the_forward(fraction: float) -> None:
     def run(attached: bool) -> list[Tensor]:
         torch.manual_seed(3)
         model = Scaled()
-        opt = TNT(model.parameters(), samples=2, likelihood=counted_loss, **SETTINGS)
+        opt = TNT(model.parameters(), likelihood=counted_loss, **SETTINGS)
         if attached:
-            opt.attach(
-                model, lambda z, args, kwargs: Padded(z, rows(*args, **kwargs)), fraction=fraction
-            )
+            opt.attach(model, lambda z, args, kwargs: Padded(z, rows(*args, **kwargs)))
         for step in range(3):
             opt.zero_grad()
             ((x, y),) = batches(step)
             scale = torch.linspace(0.5, 1.5, len(x))
-            if fraction < 1 and not attached and opt.observing:
-                with buffers_put_back(model):
-                    for part in range(2):
-                        few, more = x.chunk(4)[part], scale.chunk(4)[part]
-                        out = Padded(model(few, scale=more), rows(few, more))
-                        opt.observe(out, fraction=fraction)
             z = model(x, scale=scale)
-            if fraction == 1 and not attached:
+            if not attached:
                 opt.observe(Padded(z, rows(x, scale)))
             cross_entropy(z, y).backward()
             opt.step()
@@ -222,13 +210,10 @@ def test_a_call_without_a_row_that_counts_is_no_micro_batch() -> None:
     opt.step()
 
 
-@pytest.mark.parametrize("fraction", [1.0, 0.5])
-def test_a_model_in_eval_mode_is_named_as_the_reason_of_a_missing_observation(
-    fraction: float,
-) -> None:
+def test_a_model_in_eval_mode_is_named_as_the_reason_of_a_missing_observation() -> None:
     model = made_net()
     opt = TNT(model.parameters(), **{**SETTINGS, "stat_interval": 1})
-    opt.attach(model, fraction=fraction)
+    opt.attach(model)
     model.eval()
     with pytest.raises(RuntimeError, match=r"no statistics .* eval mode, .* model\.train\(\)"):
         train(model, opt, 1, observe=False)
@@ -300,22 +285,22 @@ def test_wrong_arguments_leave_the_attached_model() -> None:
 
 
 @pytest.mark.parametrize("scale", [2.0**18, 2.0**24])
-def test_parts_of_batches_whose_steps_grad_scaler_skips(scale: float) -> None:
+def test_batches_whose_steps_grad_scaler_skips(scale: float) -> None:
     def run(attached: bool) -> tuple[list[Tensor], int]:
         model = made_net()
-        opt = TNT(model.parameters(), samples=2, **SETTINGS)
+        opt = TNT(model.parameters(), **SETTINGS)
         scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=3)
         if attached:
-            opt.attach(model, fraction=0.5)
+            opt.attach(model)
         for step in range(9):
             opt.zero_grad()
             ((x, y),) = batches(step)
             with torch.autocast("cpu", dtype=torch.float16):
-                if not attached and opt.observing:
-                    with buffers_put_back(model):
-                        for part in x[:4].chunk(2):
-                            opt.observe(model(part), fraction=0.5)
-                loss = cross_entropy(model(x), y)
+                output = model(x)
+            if not attached:
+                opt.observe(output)
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = cross_entropy(output, y)
             scaler.scale(loss).backward()
             scaler.step(opt)
             scaler.update()

@@ -231,18 +231,6 @@ def test_a_group_that_joins_late_refreshes_its_factors_with_every_statistic() ->
     assert sum(changed) == 3
 
 
-def test_states_of_an_optimizer_with_other_samples_load() -> None:
-    model = net()
-    opt = TNT(model.parameters(), stat_interval=1)
-    for step in range(2):
-        opt.observe(model(batch(step)[0].float()))
-    other = TNT(model.parameters(), stat_interval=1, samples=4)
-    with pytest.warns(RuntimeWarning, match="samples"):
-        other.load_state_dict(through_a_file(opt.state_dict()))
-    train(model, other, range(2))
-    assert other.failures() == NO_FAILURES
-
-
 def test_a_convolutions_state_of_earlier_commits_loads() -> None:
     """It has three modes, and the group has no ``merge_small_dims``."""
     model = conv_net()

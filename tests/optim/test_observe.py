@@ -271,6 +271,39 @@ def test_an_observation_that_is_not_finite_is_left_out(place: int, bad: float) -
     close(expected[2], 0.9 * contraction(first[1], 0) + 0.1 * contraction(mean, 0))
 
 
+def test_a_part_of_the_batch_gives_the_statistics_of_its_rows(fixed_labels: FixedLabels) -> None:
+    """The loop of docs/settings.md, at the steps where statistics are due."""
+    model = nn.Linear(3, 4, bias=False).double()
+    opt = TNT.paper(model.parameters(), lr=0.0, stat_interval=2, likelihood=fixed_labels)
+    due, wanted = [], []
+    for _ in range(3):
+        x, y = torch.randn(16, 3).double(), torch.randint(4, (16,))
+        due.append(opt.observing)
+        if opt.observing:
+            fixed_labels.current = y[:4]
+            opt.observe(model(x[: len(x) // 4]))
+            (g,) = torch.autograd.grad(cross_entropy(model(x[:4]), y[:4]), list(model.parameters()))
+            wanted.append(contraction(g, 0))
+        opt.zero_grad()
+        cross_entropy(model(x), y).backward()
+        opt.step()
+    assert due == [True, False, True]
+    close(statistics(opt)[0], 0.9 * wanted[0] + 0.1 * wanted[1])
+
+
+@pytest.mark.parametrize("wrap", [torch.sum, lambda z: {"logits": z}])
+def test_a_likelihood_function_takes_any_output(wrap: Callable[[Tensor], object]) -> None:
+    def loss(output: Tensor | dict[str, Tensor]) -> Tensor:
+        return output["logits"].sum() if isinstance(output, dict) else output * 1.0
+
+    model = net()
+    opt = TNT.paper(model.parameters(), likelihood=loss)
+    opt.observe(wrap(model(torch.randn(4, 4))))
+    model(torch.randn(4, 4)).sum().backward()
+    opt.step()
+    assert any(s.any() for s in statistics(opt))
+
+
 def test_observations_of_which_none_is_finite_count_as_one_failure() -> None:
     run = Dictated("sampled", [weight(3, 4)], stat_interval=1)
     run.step([noise(3, 4)])

@@ -294,17 +294,17 @@ def test_a_compiled_step_follows_a_scheduler_without_recompiling(name: str) -> N
 # ------------------------------------------------------------------ attach
 
 
-def attached_and_compiled(model: attached.Net, opt: TNT, how: str, fraction: float = 1.0) -> Any:
+def attached_and_compiled(model: attached.Net, opt: TNT, how: str) -> Any:
     """Attaches and compiles."""
     if how == "before":
-        opt.attach(model, fraction=fraction)
+        opt.attach(model)
         return torch.compile(model, backend="aot_eager")
     if how == "in place":
-        opt.attach(model, fraction=fraction)
+        opt.attach(model)
         model.compile(backend="aot_eager")
         return model
     result = torch.compile(model, backend="aot_eager", fullgraph=how == "whole")
-    opt.attach(result, fraction=fraction)  # type: ignore[arg-type]
+    opt.attach(result)  # type: ignore[arg-type]
     return result
 
 
@@ -323,23 +323,6 @@ def test_attached_models(how: str) -> None:
     called.eval()
     called(torch.randn(8, 5))
     assert observation_count(opt) == 0
-
-
-@pytest.mark.parametrize("how", ["before", "after", "in place", "whole"])
-def test_attached_models_observe_parts(how: str) -> None:
-    """As models that are not compiled do, to the bit."""
-    ends = []
-    for compiled in (True, False):
-        model = attached.made_net()
-        opt = TNT.paper(model.parameters(), samples=2, **attached.SETTINGS)
-        called: Any = model
-        if compiled:
-            called = attached_and_compiled(model, opt, how, fraction=0.5)
-        else:
-            opt.attach(model, fraction=0.5)
-        attached.train(called, opt, observe=False)
-        ends.append(attached.contents(model, opt))
-    attached.assert_same(*ends)
 
 
 def test_whole_graphs_with_the_hook_inside_are_refused() -> None:

@@ -110,10 +110,6 @@ class Sharded(OwnerRanks, Local):
                 loss.backward(torch.full_like(loss, scale), retain_graph=retain_graph)
             return unscaled({p: p.grad for p in params if p.grad is not None}, scale)
 
-    def holds_back(self, params: Sequence[Tensor]) -> bool:
-        """See ``Local.holds_back``."""
-        return any(_holds_back(module) for module in _modules_of(params))
-
     def with_gradients(self, params: Sequence[Tensor]) -> set[Tensor]:
         """The parameters with a gradient in any process."""
         flags = self.anywhere([p.grad is not None for p in params], params[0].device)

@@ -46,7 +46,7 @@ class ProcessGroup:
         return results
 
     def anywhere(self, flags: Sequence[int], device: torch.device) -> list[int]:
-        """The largest of each flag or number over the processes; the host waits for the answer.
+        """Whether each flag is set in any process; the host waits for the answer.
 
         The device is used if the group has no backend for the CPU, such as gloo.
         """

@@ -236,7 +236,7 @@ class KFAC(Optimizer):
     ) -> RemovableHandle:
         """Observes every output of ``model`` from now on, for trainers that own the training loop.
 
-        As ``TNT.attach``, for whole batches, and for models that are not compiled.
+        As ``TNT.attach``, for models that are not compiled.
 
         Args:
             model: the optimizer's own, or a module around it.
@@ -249,7 +249,7 @@ class KFAC(Optimizer):
         Raises:
             TypeError: if ``model`` is no module, or ``output`` no function.
         """
-        handle = attach(self, model, output, fraction=1.0)
+        handle = attach(self, model, output)
         if self._attached is not None:
             self._attached.remove()
         self._attached = handle
