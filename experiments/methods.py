@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -119,18 +119,18 @@ def default_settings(optimizer: str, *, batch_size: int, epochs: int, schedule: 
     >>> default_settings("shampoo", batch_size=32, epochs=8, schedule="constant").graft
     'adam'
     """
-    kind = Shampoo if optimizer == "shampoo" else TNT
+    kind = {"shampoo": Shampoo, "kfac": KFAC}.get(optimizer, TNT)
     own = {name: p.default for name, p in inspect.signature(kind).parameters.items()}
-    names = ("momentum", "stat_decay", "weight_decay", "graft", "relative_damping")
-    return method_settings(
+    found = method_settings(
         *(optimizer, own["lr"], own["damping"]),
-        **{name: own[name] for name in (*names, "interval_warmup", "precondition_1d")},
+        **{name: own[name] for name in ("momentum", "stat_decay", "weight_decay")},
         intervals=(own["stat_interval"], own["inverse_interval"]),
         warm_start=False,
         schedule=schedule,
         batch_size=batch_size,
         epochs=epochs,
     )
+    return replace(found, **{name: own[name] for name in _FORM if name in own})
 
 
 def lr_multiplier(schedule: str, step: int, steps_per_epoch: int, steps: int) -> float:
@@ -323,20 +323,23 @@ def hidden_matrices(model: nn.Module) -> list[tuple[str, Tensor]]:
     return recurrent + [(f"{name}.weight", module.weight) for name, module in linears[:-1]]
 
 
+# The settings in which the default differs from the paper's form.
+_FORM = ("relative_damping", "graft", "interval_warmup", "precondition_1d")
+
+
 def _second_order(kind: type[TNT | Shampoo | KFAC], **fixed: Any) -> Build:
     def build(model: nn.Module, settings: Settings, likelihood: str) -> torch.optim.Optimizer:
         names = ["lr", "damping", "momentum", "stat_decay", "weight_decay"]
-        names += ["stat_interval", "inverse_interval"]
-        if kind is not KFAC:
-            names += ["relative_damping", "graft", "interval_warmup", "precondition_1d"]
-        given: dict[str, Any] = {name: getattr(settings, name) for name in names}
+        names += ["stat_interval", "inverse_interval", *_FORM]
+        values = {name: getattr(settings, name) for name in names}
+        given: dict[str, Any] = {name: v for name, v in values.items() if v is not None}
         if kind is not Shampoo:
             given |= {"likelihood": likelihood, "seed": settings.seed}
-        if issubclass(kind, KFAC):
-            return kind.paper(model, **given, **fixed)
         # What `Settings` does not hold is the paper's, or the default's in the default's form.
-        make = kind.paper if settings.graft is None else kind
-        return make(model.named_parameters(), **given, **fixed)
+        make: Callable[..., torch.optim.Optimizer] = kind
+        if settings.graft is None:
+            make = kind.paper
+        return make(model if kind is KFAC else model.named_parameters(), **given, **fixed)
 
     return build
 

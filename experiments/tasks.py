@@ -156,7 +156,7 @@ RIVALS: Mapping[str, Mapping[str, float | None]] = {
     "muon": {"lr": 1.8e-2, "damping": None, "momentum": 0.95},
     "soap": {"lr": 1e-2, "damping": 1e-8, "momentum": 0.95, "stat_decay": 0.95},
 }
-UNTUNED = ("tnt", "tnt-ef", "shampoo")
+UNTUNED = ("tnt", "tnt-ef", "shampoo", "kfac")
 
 
 def modern_settings(

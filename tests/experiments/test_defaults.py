@@ -142,6 +142,7 @@ def test_a_rival_that_diverges_is_no_goal() -> None:
     assert cells(tnt)[7] == "-"
 
 
+@pytest.mark.filterwarnings("ignore:KFAC updates:RuntimeWarning")  # embeddings and norms
 def test_a_small_comparison_runs_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

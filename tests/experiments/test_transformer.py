@@ -20,7 +20,7 @@ from experiments.problems.language import (
 )
 from experiments.tasks import RIVALS, UNTUNED, modern_settings
 from experiments.training import train
-from tnt_optim import TNT, Shampoo
+from tnt_optim import KFAC, TNT, Shampoo
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -92,6 +92,7 @@ def test_the_gru_starts_at_chance_and_learns_the_repeating_text(tmp_path: Path) 
 # The settings and the texts
 
 
+@pytest.mark.filterwarnings("ignore:KFAC updates:RuntimeWarning")  # embeddings and norms
 def test_settings_are_the_defaults_and_the_rivals(problem: Language) -> None:
     model = seeded(problem.build, 0)
     for name in (*UNTUNED, *RIVALS):
@@ -103,10 +104,9 @@ def test_settings_are_the_defaults_and_the_rivals(problem: Language) -> None:
         optimizer = build_optimizer(model, settings, "categorical")
         assert all(group["lr"] == settings.lr for group in optimizer.param_groups)
         if name in UNTUNED:
-            kind = Shampoo if name == "shampoo" else TNT
-            plain = kind(
-                model.named_parameters(), **({"fisher": "empirical"} if "ef" in name else {})
-            )
+            params = model if name == "kfac" else model.named_parameters()
+            kind = {"shampoo": Shampoo, "kfac": KFAC}.get(name, TNT)
+            plain = kind(params, **({"fisher": "empirical"} if "ef" in name else {}))
             assert optimizer.defaults == plain.defaults
     assert modern_settings("tnt", lr=0.5).lr == 0.5
     assert modern_settings("adam").stat_decay == 0.99
