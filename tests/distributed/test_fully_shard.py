@@ -23,7 +23,7 @@ STEPS, SHAPE = 7, (6, 4)  # SHAPE: of a batch's inputs
 
 FORMS: dict[str, tuple[type[TNT | Shampoo], dict[str, Any]]] = {
     "tnt": (TNT, {"weight_decay": 0.1}),
-    "grafted": (TNT, {"graft": "adam", "relative_damping": True}),
+    "grafted": (TNT, {"graft": "adam", "relative_damping": True, "estimator": "mle"}),
     "in groups": (TNT, {}),
     "in blocks": (TNT, {"block_size": 4}),
     "clipped": (TNT, {"kl_clip": 1e-3}),

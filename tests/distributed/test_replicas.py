@@ -28,7 +28,7 @@ STEPS, MICRO, SHAPE = 7, 2, (5, 2, 2, 4)  # SHAPE: of a micro-batch's images
 # By name: the method, its settings.
 FORMS: dict[str, tuple[type[TNT | Shampoo], dict[str, Any]]] = {
     "tnt": (TNT, {"weight_decay": 0.1}),
-    "grafted": (TNT, {"graft": "adam", "relative_damping": True}),
+    "grafted": (TNT, {"graft": "adam", "relative_damping": True, "estimator": "mle"}),
     "grafted to the momentum": (TNT, {"graft": "sgd"}),
     "diagonal": (TNT, {"max_factor_dim": 4}),
     "in blocks": (TNT, {"block_size": 4, "graft": "adam"}),

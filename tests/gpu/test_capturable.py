@@ -148,11 +148,19 @@ def test_one_recording_for_each_kind_of_step(recorder: Recorder, method: type[Me
     assert recorder.replays == 6 * T2 - 3
 
 
-@pytest.mark.parametrize("graft", ["adam", "sgd"])
-@pytest.mark.parametrize("method", [TNT, Shampoo])
-def test_grafted_steps(recorder: Recorder, method: type[Method], graft: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "form"),
+    [
+        (TNT, {"graft": "adam", "estimator": "mle"}),
+        (TNT, {"graft": "sgd"}),
+        (Shampoo, {"graft": "adam"}),
+        (Shampoo, {"graft": "sgd"}),
+    ],
+    ids=str,
+)
+def test_grafted_steps(recorder: Recorder, method: type[Method], form: dict[str, str]) -> None:
     """Adam's bias corrections go on counting in a replay."""
-    plain, optimizer, recorded, capturable = pair(method=method, graft=graft, lr=0.01)
+    plain, optimizer, recorded, capturable = pair(method=method, **form, lr=0.01)
     train(plain, optimizer, 20)
     train(recorded, capturable, 20)
     assert_same(plain.conv, recorded.conv, 1e-5)

@@ -247,6 +247,41 @@ def test_a_convolutions_state_of_earlier_commits_loads() -> None:
     assert all(map(torch.equal, values(model), values(twin)))
 
 
+def test_a_state_of_earlier_commits_goes_on_with_moments() -> None:
+    """Its groups have no ``estimator``."""
+    model = net()
+    opt = TNT(model.parameters(), estimator="moments", stat_interval=1)
+    train(model, opt, range(3))
+    saved = through_a_file(opt.state_dict())
+    for group in saved["param_groups"]:
+        del group["estimator"]
+    twin = copy.deepcopy(model)
+    other = TNT(twin.parameters(), stat_interval=1)
+    other.load_state_dict(saved)
+    train(model, opt, range(3, 6))
+    train(twin, other, range(3, 6))
+    assert all(map(torch.equal, values(model), values(twin)))
+
+
+def test_the_estimator_is_a_setting_of_a_group() -> None:
+    """Both groups have the statistics of an optimizer of their own."""
+    model = net()
+    halves = [list(layer.parameters()) for layer in (model[0], model[2])]
+    groups = [{"params": halves[0]}, {"params": halves[1], "estimator": "moments"}]
+    opt, twin = TNT(groups, lr=0.0), copy.deepcopy(model)
+    other = TNT(twin.parameters(), lr=0.0, estimator="moments")
+    train(model, opt, range(2))
+    train(twin, other, range(2))
+    same = [
+        all(map(torch.equal, opt.state[p]["stats"], other.state[q]["stats"]))
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True)
+        if p.dim() == 2
+    ]
+    assert same == [False, True]
+    with pytest.raises(ValueError, match="^estimator must be one of 'moments', 'mle', got 'ml'$"):
+        TNT(net().parameters(), estimator="ml")
+
+
 def test_a_subclass_without_a_signature_has_the_papers_form() -> None:
     class Own(TNT):
         def __init__(self, params: Any, **options: Any) -> None:
