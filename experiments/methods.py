@@ -38,6 +38,7 @@ class Settings:
     seed: int
     interval_warmup: int | None = None
     precondition_1d: bool | None = None  # whether biases and norms have statistics
+    estimator: str | None = None  # of TNT's statistics
 
 
 # From the model, the settings and the likelihood of the outputs.
@@ -84,6 +85,7 @@ def method_settings(
     relative_damping: bool = False,
     interval_warmup: int = 0,
     precondition_1d: bool = True,
+    estimator: str = "moments",
     schedule: str = "constant",
     seed: int = 0,
 ) -> Settings:
@@ -110,6 +112,7 @@ def method_settings(
         seed=seed,
         interval_warmup=interval_warmup if grafts else None,
         precondition_1d=precondition_1d if grafts else None,
+        estimator=estimator if grafts and optimizer != "shampoo" else None,
     )
 
 
@@ -175,6 +178,7 @@ _IN_LABELS = {
     "inverse_interval": "T2 = {}",
     "interval_warmup": "warm-up of the intervals: {}",
     "precondition_1d": "biases and norms preconditioned: {}",
+    "estimator": "statistics: {}",
     "warm_start": "warm start: {}",
     "graft": "graft: {}",
     "relative_damping": "relative damping: {}",
@@ -324,7 +328,7 @@ def hidden_matrices(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 # The settings in which the default differs from the paper's form.
-_FORM = ("relative_damping", "graft", "interval_warmup", "precondition_1d")
+_FORM = ("relative_damping", "graft", "interval_warmup", "precondition_1d", "estimator")
 
 
 def _second_order(kind: type[TNT | Shampoo | KFAC], **fixed: Any) -> Build:

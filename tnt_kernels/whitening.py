@@ -62,29 +62,36 @@ def whitened_gram_ema_(
     if not tensors:
         return
     weight = weight.to(tensors[0].device)
-    state = [row[0].dtype for row in stats]
-    grads = [g.to(dtype).contiguous() for g, dtype in zip(tensors, state, strict=True)]
-    for mode in range(max(g.dim() for g in grads)):
-        own = [t for t, g in enumerate(grads) if g.dim() > mode]
-        others = [[*factors[t]] for t in own]
-        for row in others:
-            row[mode] = row[mode].new_ones(len(row[mode]))
-        products = mode_products([grads[t] for t in own], others)
-        for t, product in zip(own, products, strict=True):
-            stat = stats[t][mode]
-            found = weight * stat + (1 - weight) * _gram(grads[t], product, mode, stat.dim() == 1)
-            stat.copy_(torch.where(weight == 1, stat, found))
+    found: list[tuple[Tensor, Tensor]] = []
+    with torch.autocast(tensors[0].device.type, enabled=False):
+        state = [row[0].dtype for row in stats]
+        grads = [g.to(dtype).contiguous() for g, dtype in zip(tensors, state, strict=True)]
+        squares = [torch.linalg.vector_norm(g).square() for g in grads]
+        for mode in range(max(g.dim() for g in grads)):
+            own = [t for t, g in enumerate(grads) if g.dim() > mode]
+            others = [[*factors[t]] for t in own]
+            for row in others:
+                row[mode] = row[mode].new_ones(len(row[mode]))
+            products = mode_products([grads[t] for t in own], others)
+            for t, product in zip(own, products, strict=True):
+                stat = stats[t][mode]
+                gram = _gram(product, grads[t], squares[t], mode, diagonal=stat.dim() == 1)
+                mean = torch.lerp(gram, stat, weight.to(stat.dtype))
+                found.append((stat, torch.where(weight == 1, stat, mean)))
+    for stat, new in found:  # not before everything is there: memory may run out
+        stat.copy_(new)
 
 
-def _gram(tensor: Tensor, product: Tensor, mode: int, diagonal: bool) -> Tensor:
-    """mat(product) mat(tensor)^T, or its diagonal, with the trace of mat(tensor) mat(tensor)^T."""
+def _gram(product: Tensor, tensor: Tensor, square: Tensor, mode: int, diagonal: bool) -> Tensor:
+    """mat(product) mat(tensor)^T, or its diagonal, of the trace ``square``; uses up ``product``."""
     d = tensor.shape[mode]
     shape = (d, tensor.numel() // max(1, d))
-    left, right = (x.movedim(mode, 0).reshape(shape) for x in (product, tensor))
-    terms = left * right
-    trace = terms.sum()
-    scale = torch.where(trace > 0, tensor.square().sum() / trace, torch.zeros_like(trace))
     if diagonal:
-        return terms.sum(1) * scale
-    gram = left @ right.mT
-    return (gram + gram.mT) * (scale / 2)
+        gram = product.mul_(tensor).movedim(mode, 0).reshape(shape).sum(1)
+        trace = gram.sum()
+    else:
+        left, right = (x.movedim(mode, 0).reshape(shape) for x in (product, tensor))
+        gram = left @ right.mT
+        trace = gram.diagonal().sum()
+        gram = (gram + gram.mT) / 2
+    return gram * torch.where(trace > 0, square / trace, 0)

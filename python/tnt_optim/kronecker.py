@@ -83,6 +83,9 @@ class KroneckerOptimizer(Optimizer):
     # The method's name in a saved state; subclasses for other purposes keep it.
     _method = "Kronecker-factored"
 
+    # Whether the factors are inverses of the statistics, as ``estimator="mle"`` needs them.
+    _whitens = False
+
     # Options of the optimizer as a whole.
     capturable = False
     process_group: Any = None
@@ -318,6 +321,11 @@ class KroneckerOptimizer(Optimizer):
         group = self.param_groups[-1]
         try:
             check_settings(group)
+            if group["estimator"] == "mle" and not self._whitens:
+                raise ValueError(
+                    f"estimator must be 'moments' for {type(self).__name__}, got 'mle': it whitens "
+                    "by the factors, as if they were inverses of the statistics"
+                )
             for param in group["params"]:
                 self._check_param(param, group)
         except Exception:

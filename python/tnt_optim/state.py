@@ -77,8 +77,8 @@ SPEC = (
     Entry("second_moment", VIEW, _ADAM, owner_only=_DIRECTIONS, survives=True, column="moments"),
     # The parameter in float32.
     Entry("master", PARAMETER, _MASTER, half_only=True, survives=True, column="master"),
-    # Statistics S_i, the moving averages of the Gram matrices of the gradient's unfoldings, and
-    # factors A_i, which the method computes from them (TNT: damped inverses).
+    # Statistics S_i, the moving averages of (whitened) Gram matrices of the gradient's unfoldings,
+    # and factors A_i, which the method computes from them (TNT: damped inverses).
     Entry("stats", MODES, owner_only=("directions", "inverses"), column="stats"),
     Entry("factors", MODES, owner_only=_DIRECTIONS, column="factors"),
 )

@@ -29,8 +29,8 @@ class TNT(KroneckerOptimizer):
     r"""Natural-gradient descent with a tensor-normal model of every parameter's gradient.
 
     The Fisher matrix of a parameter with modes of sizes d_1, ..., d_k is modelled as U_1 ⊗ … ⊗ U_k,
-    from the Gram matrices of gradients at labels drawn from the model's own predictive
-    distribution; the momentum is preconditioned by the damped inverses (U_i + damping I)^-1::
+    from gradients at labels drawn from the model's own predictive distribution; the momentum is
+    preconditioned by the damped inverses (U_i + damping I)^-1::
 
         opt = TNT(model.parameters())
         opt.warm_start((model(x) for x in batches), model=model)  # optional
@@ -60,6 +60,7 @@ class TNT(KroneckerOptimizer):
     """
 
     _method = "TNT"
+    _whitens = True
 
     # The hook on the observed model; a copy of the optimizer has none.
     _attached: RemovableHandle | None = None

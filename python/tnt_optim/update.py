@@ -223,9 +223,13 @@ class DeviceStep:
             owned = self.distribution.owned(params)
             own = [states[p] for p in owned]
             seen = list(map(layout_of, own))
-            whitened = settings(group)["estimator"] == "mle"
-            factors = each(own, "factors") if whitened else None
-            accumulate_(owned, each(own, "stats"), self.observed, seen, decay, factors)
+            stats, factors, whole = each(own, "stats"), each(own, "factors"), [slice(None)]
+            whitens = settings(group)["estimator"] == "mle"
+            # Whitening has a copy of its gradients.
+            for part in buckets_of(owned) if whitens else whole:
+                whitening = factors[part] if whitens else None
+                accumulate_(owned[part], stats[part], self.observed, seen[part], decay, whitening)
+                self.accumulated.update(owned[part])
             self.accumulated.update(params)
             codes = (~finite).to(torch.int32).expand(len(params)).contiguous()
             reports.append(Report("statistics", codes, params))
@@ -279,9 +283,7 @@ def accumulate_(
     if factors is None:
         gram_ema_(own_rows, gradients, decay)
         return
-    whitening = rows(factors, layouts)
-    for part in buckets_of(gradients):  # each has a copy of its gradients
-        whitened_gram_ema_(own_rows[part], gradients[part], whitening[part], decay)
+    whitened_gram_ema_(own_rows, gradients, rows(factors, layouts), decay)
 
 
 def buckets_of(params: Sequence[Tensor]) -> list[slice]:

@@ -1,5 +1,6 @@
 """`whitened_gram_ema_` against the oracle, which forms the Kronecker product of the covariances."""
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ from oracle import whitened_gram
 from tolerances import FLOAT32_OPERATOR, FLOAT64_OPERATOR
 from torch import Tensor
 
-from tnt_kernels import gram_ema_, whitened_gram_ema_
+from tnt_kernels import gram_ema_, mode_products, whitened_gram_ema_, whitening
 
 SHAPES = [(1,), (9,), (1, 5), (6, 4), (4, 1, 3), (3, 2, 4), (2, 3, 2, 2)]
 
@@ -125,4 +126,25 @@ def test_mistakes_change_nothing(mistake: str) -> None:
     change(given)
     flat = [s for row in given["stats"] for s in row]
     with unchanged(*flat), pytest.raises(ValueError, match=message):
+        whitened_gram_ema_(**given)
+
+
+def test_neither_autocast_nor_a_failure_halfway_changes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted, given = arguments("full", torch.float32), arguments("full", torch.float32)
+    whitened_gram_ema_(**wanted)
+    with torch.autocast("cpu", torch.bfloat16):
+        whitened_gram_ema_(**given)
+    for row, exact in zip(given["stats"], wanted["stats"], strict=True):
+        assert all(map(torch.equal, row, exact))
+
+    calls = itertools.count()
+
+    def fails_at_the_second_mode(*arguments: Any) -> list[Tensor]:
+        if next(calls):
+            raise MemoryError
+        return mode_products(*arguments)
+
+    monkeypatch.setattr(whitening, "mode_products", fails_at_the_second_mode)
+    flat = [s for row in given["stats"] for s in row]
+    with unchanged(*flat), pytest.raises(MemoryError):
         whitened_gram_ema_(**given)

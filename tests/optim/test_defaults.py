@@ -280,6 +280,8 @@ def test_the_estimator_is_a_setting_of_a_group() -> None:
     assert same == [False, True]
     with pytest.raises(ValueError, match="^estimator must be one of 'moments', 'mle', got 'ml'$"):
         TNT(net().parameters(), estimator="ml")
+    with pytest.raises(ValueError, match="^estimator must be 'moments' for Shampoo, got 'mle'"):
+        Shampoo([{"params": net().parameters(), "estimator": "mle"}])
 
 
 def test_a_subclass_without_a_signature_has_the_papers_form() -> None:
