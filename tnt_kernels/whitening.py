@@ -76,10 +76,10 @@ def whitened_gram_ema_(
             for t, product in zip(own, products, strict=True):
                 stat = stats[t][mode]
                 gram = _gram(product, grads[t], squares[t], mode, diagonal=stat.dim() == 1)
-                mean = torch.lerp(gram, stat, weight.to(stat.dtype))
-                found.append((stat, torch.where(weight == 1, stat, mean)))
+                found.append((stat, gram.lerp_(stat, weight.to(stat.dtype))))
+    keep = weight == 1
     for stat, new in found:  # not before everything is there: memory may run out
-        stat.copy_(new)
+        torch.where(keep, stat, new, out=stat)
 
 
 def _gram(product: Tensor, tensor: Tensor, square: Tensor, mode: int, diagonal: bool) -> Tensor:
@@ -93,5 +93,6 @@ def _gram(product: Tensor, tensor: Tensor, square: Tensor, mode: int, diagonal: 
         left, right = (x.movedim(mode, 0).reshape(shape) for x in (product, tensor))
         gram = left @ right.mT
         trace = gram.diagonal().sum()
-        gram = (gram + gram.mT) / 2
-    return gram * torch.where(trace > 0, square / trace, 0)
+        gram = gram + gram.mT
+        trace = trace * 2
+    return gram.mul_(torch.where(trace > 0, square / trace, 0))
