@@ -32,8 +32,9 @@ class Recording(TorchDispatchMode):
         kwargs = kwargs or {}
         name = func._schema.name.split("::")[-1]
         assert name not in WAITING, f"{func} waits for the device"
-        for schema, value in zip(func._schema.arguments, args, strict=False):
+        for place, schema in enumerate(func._schema.arguments):
             if schema.alias_info is not None and schema.alias_info.is_write:
+                value = args[place] if place < len(args) else kwargs.get(schema.name)
                 for tensor in tree_leaves(value):
                     self._before.setdefault(id(tensor), (tensor, tensor.clone()))
         result = func(*args, **kwargs)
