@@ -264,7 +264,8 @@ class KroneckerOptimizer(Optimizer):
             "parameters": for each trainable one its "name", "shape", "statistics" (their shapes),
             and in bytes "stats", "factors", "moments" and "master"; "total": the sum of all these
             bytes. A step also needs a workspace of at least one copy of the largest parameter; with
-            ``graft`` two, which on the CPU are kept between steps.
+            ``graft`` two, which on the CPU are kept between steps. A refresh with
+            ``estimator="mle"`` takes a few copies of it.
         """
         return memory_estimate(self.param_groups, self._distribution().kept, self._name)
 

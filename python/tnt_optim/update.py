@@ -223,10 +223,10 @@ class DeviceStep:
             owned = self.distribution.owned(params)
             own = [states[p] for p in owned]
             seen = list(map(layout_of, own))
-            stats, factors, whole = each(own, "stats"), each(own, "factors"), [slice(None)]
+            stats, factors = each(own, "stats"), each(own, "factors")
             whitens = settings(group)["estimator"] == "mle"
-            # Whitening has a copy of its gradients.
-            for part in buckets_of(owned) if whitens else whole:
+            # Whitening copies gradients: those of a bucket at a time.
+            for part in buckets_of(owned) if whitens else [slice(None)]:
                 whitening = factors[part] if whitens else None
                 accumulate_(owned[part], stats[part], self.observed, seen[part], decay, whitening)
                 self.accumulated.update(owned[part])
