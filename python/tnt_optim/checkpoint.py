@@ -123,7 +123,7 @@ def observations_in(state_dict: StateDict, groups: Sequence[Settings]) -> StateD
             )
         own = state_dtype(param)
         dtype = total.dtype if state_dtype(total) == own else own
-        totals[param] = _copied(total, param.device, dtype)
+        totals[param] = copied(total, param.device, dtype)
     return {**saved, "totals": totals, "asked": {params[number] for number in saved["asked"]}}
 
 
@@ -201,15 +201,15 @@ def copied_states(
 ) -> Iterator[tuple[Tensor, State]]:
     """The saved states by parameter; torch's own copies have the parameter's dtype."""
     for _, _, param, state in saved_states(groups, state_dict):
-        yield param, _copied(state, param.device, state_dtype(param))
+        yield param, copied(state, param.device, state_dtype(param))
 
 
-def _copied(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
+def copied(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
     """A deep copy with all tensors on ``device`` and of ``dtype``."""
     if isinstance(value, Tensor):
         return value.detach().to(device, dtype, copy=True)
     if isinstance(value, dict):
-        return {key: _copied(item, device, dtype) for key, item in value.items()}
+        return {key: copied(item, device, dtype) for key, item in value.items()}
     if isinstance(value, list):
-        return [_copied(item, device, dtype) for item in value]
+        return [copied(item, device, dtype) for item in value]
     return value

@@ -80,10 +80,22 @@ def damaged(key: str, value: Any) -> Callable[[], Any]:
     return change
 
 
+def observed(hidden: int) -> Any:
+    """A state with an observation that no step has used."""
+    model = two_layers(hidden)
+    opt = started(KFAC, model)
+    opt.observe(model(torch.randn(5, 4)))
+    return opt.state_dict()
+
+
 OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
     "width": (lambda: started(KFAC, two_layers(5)).state_dict(), "must have shapes"),
     "inverse": (lambda: started(eigenbasis, two_layers()).state_dict(), "another inverse"),
     "number": (lambda: started(KFAC, nn.Linear(4, 3)).state_dict(), "another model"),
+    "observations": (
+        lambda: started(KFAC, two_layers()).state_dict() | {"observed": observed(5)["observed"]},
+        r"\['observed'\] must have sums of sizes \(4, 4\) for layer 0, got",
+    ),
     "no state": (
         lambda: TNT.paper(two_layers().parameters()).state_dict(),
         "of KFAC, got that of TNT",

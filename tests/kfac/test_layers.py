@@ -172,6 +172,24 @@ def test_frozen_weights_may_be_shared_and_do_not_count() -> None:
     assert repr(opt).count(": 14 in LayerNorm\n") == 1
 
 
+@pytest.mark.parametrize("graft", [None, "adam"])
+def test_biases_and_norms_decay_in_the_papers_form_only(graft: str | None) -> None:
+    moves = []
+    for decay in (0.0, 0.5):
+        torch.manual_seed(7)
+        model = nn.Sequential(nn.Linear(4, 20), nn.LayerNorm(20), nn.Linear(20, 20)).double()
+        before = [p.detach().clone() for p in model.parameters()]
+        opt = KFAC.paper(model, lr=0.1, graft=graft, weight_decay=decay)
+        output = model(torch.randn(8, 4).double())
+        opt.observe(output)
+        nn.functional.cross_entropy(output, torch.arange(8)).backward()
+        opt.step()
+        moves.append([p.detach() - b for p, b in zip(model.parameters(), before, strict=True)])
+    for plain, decayed, start in zip(*moves, before, strict=True):
+        share = 0.05 if graft is None or start.dim() > 1 else 0.0
+        close(decayed - plain, -share * start)
+
+
 # ------------------------------------------------------------------ parameter groups
 
 

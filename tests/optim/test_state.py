@@ -95,15 +95,18 @@ def test_resumed_training_is_bit_for_bit_the_uninterrupted(
     assert ("master" in kept) == (form == "master")
 
 
-@pytest.mark.parametrize("name", ["sampled", "fallback"])
+SKIPPED: list[tuple[int, tuple[int, ...], dict[str, Any]]] = [
+    (0, (), {}),
+    (4, (), {"max_factor_dim": 3}),
+    (4, (4, 5), {"graft": "adam"}),
+    (4, (5,), {"rounding": "master"}),
+]
+
+
 @pytest.mark.parametrize(
-    ("first", "bad", "settings"),
-    [
-        (0, (), {}),
-        (4, (), {"max_factor_dim": 3}),
-        (4, (4, 5), {"graft": "adam"}),
-        (4, (5,), {"rounding": "master"}),
-    ],
+    ("name", "first", "bad", "settings"),
+    [(name, *case) for name in ("sampled", "fallback") for case in SKIPPED]
+    + [("kfac", *SKIPPED[0]), ("kfac", *SKIPPED[2])],
 )
 def test_training_resumes_bit_for_bit_after_steps_that_were_skipped(
     name: str, first: int, bad: tuple[int, ...], settings: dict[str, Any]

@@ -261,7 +261,9 @@ def _move(
     # Half precision is rounded once.
     wide = [p if p.dtype == state_dtype(p) else p.to(state_dtype(p)) for p in params]
     if isinstance(decay, Tensor) or decay != 0:
-        torch._foreach_mul_(wide, 1 - lr * decay)
+        decaying = [p for p in wide if p.dim() > 1 or group["graft"] is None]
+        if decaying:
+            torch._foreach_mul_(decaying, 1 - lr * decay)
     torch._foreach_sub_(wide, steps)
     for param, value in zip(params, wide, strict=True):
         if value is not param:

@@ -43,6 +43,8 @@ from tnt_optim.state import COUNTERS, check_keys
 
 
 @documented(
+    weight_decay="gamma in the paper, decoupled: W <- W - lr (P + weight_decay W); with ``graft`` "
+    "not of biases and norms.",
     damping="lambda in the paper; in units of the squared gradient, or of ``relative_damping``.",
     relative_damping="damp with ``damping`` times the average eigenvalue of G ⊗ A.",
     likelihood='"categorical", "bernoulli", "gaussian", a tuple of these, or a function from the '
@@ -379,6 +381,8 @@ class KFAC(Optimizer):
         """
         self._failures.read(self._layer_states(), self._name, wait=True, fatal=False)
         own = {"method": self._method, "sampling": checkpoint.sampling_of(self._sampling)}
+        if self._observed.count and self._team() is None:
+            own["observed"] = self._observed.saved()
         return checkpoint.save_completed(self, super().state_dict, lambda s: s.update(own))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -390,14 +394,21 @@ class KFAC(Optimizer):
             ValueError: if it is of another optimizer, another model, or another ``inverse``;
                 nothing is then changed.
         """
+        observed = Observations()
+
+        def check(adapted: dict[str, Any]) -> None:
+            nonlocal observed
+            self._check_state_dict(adapted)
+            if self._team() is None:
+                observed = Observations.loaded(adapted.get("observed", {}), self._layers)
 
         def finish(adapted: dict[str, Any]) -> None:
-            self._failures, self._observed = Failures(PARTS), Observations()
+            self._failures, self._observed = Failures(PARTS), observed
             self.state.update(checkpoint.copied_states(self.param_groups, adapted))
             checkpoint.warn_of_other_sampling(self._sampling, adapted)
 
         load = super().load_state_dict
-        checkpoint.load_adapted(self, state_dict, load, self._check_state_dict, finish)
+        checkpoint.load_adapted(self, state_dict, load, check, finish)
 
     def _check_state_dict(self, state_dict: dict[str, Any]) -> None:
         groups, settings = self.param_groups, set(self.defaults) - _ADDED.keys()

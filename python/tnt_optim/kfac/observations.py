@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tnt_optim import checkpoint
 from tnt_optim.autograd import (
     before_backward,
     check_reached,
@@ -20,10 +21,11 @@ from tnt_optim.autograd import (
 from tnt_optim.distributed.process_group import ProcessGroup, numbered
 from tnt_optim.failures import PreconditionerError
 from tnt_optim.kfac.activations import LayerHook, captured_calls
-from tnt_optim.kfac.layers import Layer, is_trainable
+from tnt_optim.kfac.layers import Layer, is_trainable, matrix_shape
 from tnt_optim.kfac.statistics import LayerSums, all_finite_statistics, layer_sums, pooled_sums
 from tnt_optim.likelihoods import Likelihood, example_count, loss_at_samples, share_counted
 from tnt_optim.mismatch import Comparison
+from tnt_optim.modes import state_dtype
 
 
 @dataclass
@@ -93,6 +95,33 @@ class Observations:
         """Remembers the layers that no output reached, at the end of a successful step."""
         known = {**self.unreached, **{layer: layer in self.called for layer in self.asked}}
         self.unreached = {i: called for i, called in known.items() if not has_statistics(i)}
+
+    def saved(self) -> dict[str, Any]:
+        """What a checkpoint needs if it is made between ``observe`` and ``step``."""
+        sums = {number: list(vars(each).values()) for number, each in self.sums.items()}
+        layers = {"asked": sorted(self.asked), "called": sorted(self.called)}
+        return {"sums": sums, **layers, "count": self.count, "attached": self.attached}
+
+    @classmethod
+    def loaded(cls, saved: Mapping[str, Any], layers: Sequence[Layer]) -> "Observations":
+        """A copy of what was saved; new ones if ``saved`` is empty.
+
+        Raises:
+            ValueError: if a sum does not fit its layer.
+        """
+        sums = {}
+        for number, values in saved.get("sums", {}).items():
+            weight, sizes = layers[number].weight, matrix_shape(layers[number])
+            grams = checkpoint.copied(values[:2], weight.device, state_dtype(weight))
+            if (got := [tuple(gram.shape) for gram in grams]) != [(d, d) for d in sizes]:
+                raise ValueError(
+                    f"state_dict['observed'] must have sums of sizes {sizes} for layer {number}, "
+                    f"got {got}"
+                )
+            counts = [n.to(weight.device) if isinstance(n, Tensor) else n for n in values[2:]]
+            sums[number] = LayerSums(*grams, *counts)
+        asked, called = (set(saved.get(name, ())) for name in ("asked", "called"))
+        return cls(sums, saved.get("count", 0), asked, called, attached=saved.get("attached", 0))
 
     def use_up(self) -> None:
         """Forgets everything but ``unreached``."""
