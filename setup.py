@@ -183,12 +183,14 @@ def extension() -> dict[str, Any]:
                 # Without errno, which nothing here reads, square roots are vectorised. Without
                 # contraction, every CPU computes the same bits.
                 *(*common, "-fno-math-errno", "-ffp-contract=off", "-fopenmp", "-Wall", "-Wextra"),
+                # A small file, of which Python sees the module alone.
+                *("-g0", "-fvisibility=hidden"),
                 # Again as system headers: PyTorch's headers cause warnings.
                 *(f"-isystem{path}" for path in include_paths("cuda" if cuda else "cpu")),
             ],
-            "nvcc": [*common, "-Xcompiler", "-Wall,-Wextra"],
+            "nvcc": [*common, "-Xcompiler", "-Wall,-Wextra,-fvisibility=hidden"],
         },
-        extra_link_args=["-fopenmp"],
+        extra_link_args=["-fopenmp", "-Wl,--strip-all"],
         **arguments,
     )
     return {"ext_modules": [module], "cmdclass": {"build_ext": Build}}

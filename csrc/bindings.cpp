@@ -1,4 +1,4 @@
-// build_info(): how this extension was built.
+// How this extension was built, and the registration of its kernels.
 
 #include <pybind11/pybind11.h>
 #include <torch/version.h>
@@ -11,6 +11,13 @@
 #ifdef TNT_CUDA_ARCHITECTURES
 #include <cuda_runtime_api.h>
 #endif
+
+namespace tnt {
+void register_cpu_kernels();
+namespace cuda {
+void register_cuda_kernels();
+}
+}  // namespace tnt
 
 namespace {
 
@@ -45,10 +52,32 @@ pybind11::dict build_info() {
   return info;
 }
 
+// "major.minor" of a version: PyTorch's C++ interface may change with it.
+std::string series(const std::string& version) {
+  return version.substr(0, version.find('.', version.find('.') + 1));
+}
+
+void register_kernels(const std::string& torch_version) {
+  if (series(torch_version) != series(TORCH_VERSION)) {
+    throw pybind11::import_error("it was built for torch " TORCH_VERSION ", this is torch " +
+                                 torch_version);
+  }
+#ifndef TNT_WITHOUT_CPU
+  tnt::register_cpu_kernels();
+#endif
+#ifdef TNT_CUDA_ARCHITECTURES
+  tnt::cuda::register_cuda_kernels();
+#endif
+}
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
-  module.doc() = "The C++ operators of tnt_kernels; importing it registers them.";
+  module.doc() = "The C++ operators of tnt_kernels.";
+  module.def(
+      "register_kernels", register_kernels,
+      "Registers the operators, if the version of the PyTorch that runs is the one that this "
+      "extension was built for; otherwise an ImportError, and nothing of PyTorch is touched.");
   module.def("build_info", build_info,
              "How this extension was built: PyTorch, compiler, BLAS, CUDA.");
 }

@@ -11,6 +11,7 @@
 #include <initializer_list>
 #include <limits>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace tnt {
@@ -61,13 +62,21 @@ inline void check_tensor(const char* list, size_t t, const at::Tensor& tensor) {
   TORCH_CHECK_VALUE(tensor.dim() >= 1, entry(list, t), " must have at least one mode, got none");
 }
 
-// Memory that a kernel writes: no two elements may share an address. (PyTorch's dispatcher resolves
-// or refuses negated and zero views.)
+// Memory that a kernel writes: no two elements may share an address. Each stride must pass all that
+// the smaller ones reach. (PyTorch's dispatcher resolves or refuses negated and zero views.)
 inline void check_writable(const char* list, size_t t, const at::Tensor& tensor) {
+  if (tensor.is_contiguous() || tensor.numel() == 0) return;
+  std::vector<std::pair<int64_t, int64_t>> dimensions;
   for (int64_t i = 0; i < tensor.dim(); ++i) {
-    TORCH_CHECK_VALUE(tensor.stride(i) != 0 || tensor.size(i) <= 1, entry(list, t),
+    if (tensor.size(i) > 1) dimensions.emplace_back(tensor.stride(i), tensor.size(i));
+  }
+  std::sort(dimensions.begin(), dimensions.end());
+  int64_t reach = 0;
+  for (const auto& [stride, size] : dimensions) {
+    TORCH_CHECK_VALUE(stride > reach, entry(list, t),
                       " must have memory of its own for each element, got strides ",
                       tensor.strides());
+    reach += stride * (size - 1);
   }
 }
 
@@ -136,12 +145,66 @@ inline void check_counts(const at::Tensor& counts, size_t momenta) {
                     ", ", counts.scalar_type(), " on ", counts.device());
 }
 
+// A sum of c * stride with low <= c <= high.
+struct Term {
+  int64_t stride, low, high;
+};
+
+// Whether the terms, the largest stride first, can add up to `sum`. Gives up, with true, when
+// `tries` are used up: strides that do not nest have many ways.
+inline bool can_add_up(const Term* term, const Term* end, int64_t sum, int& tries) {
+  if (term == end) return sum == 0;
+  int64_t low = 0, high = 0;  // of the other terms
+  for (const Term* other = term + 1; other < end; ++other) {
+    low += other->stride * other->low;
+    high += other->stride * other->high;
+  }
+  const auto floor_of = [&](int64_t a) {
+    return a / term->stride - (a % term->stride < 0 ? 1 : 0);
+  };
+  const int64_t last = std::min(term->high, floor_of(sum - low));
+  for (int64_t c = std::max(term->low, -floor_of(high - sum)); c <= last; ++c) {
+    if (--tries < 0 || can_add_up(term + 1, end, sum - c * term->stride, tries)) return true;
+  }
+  return false;
+}
+
+// Whether two tensors share a byte, exact for nested strides: views with gaps may interleave.
+inline bool share_memory(const at::Tensor& a, const at::Tensor& b) {
+  std::vector<Term> terms;
+  const auto add = [&](int64_t stride, int64_t low, int64_t high) {
+    const auto same = std::find_if(terms.begin(), terms.end(),
+                                   [&](const Term& term) { return term.stride == stride; });
+    if (same == terms.end()) {
+      terms.push_back({stride, low, high});
+    } else {
+      *same = {stride, same->low + low, same->high + high};
+    }
+  };
+  for (const at::Tensor* tensor : {&a, &b}) {
+    const auto item = static_cast<int64_t>(tensor->element_size());
+    const auto dimension = [&](int64_t stride, int64_t size) {
+      if (size > 1 && stride > 0)
+        tensor == &a ? add(stride, 0, size - 1) : add(stride, 1 - size, 0);
+    };
+    for (int64_t i = 0; i < tensor->dim(); ++i)
+      dimension(item * tensor->stride(i), tensor->size(i));
+    dimension(1, item);
+  }
+  std::sort(terms.begin(), terms.end(),
+            [](const Term& x, const Term& y) { return x.stride > y.stride; });
+  int tries = 1000;
+  const int64_t offset =
+      static_cast<const char*>(b.const_data_ptr()) - static_cast<const char*>(a.const_data_ptr());
+  return can_add_up(terms.data(), terms.data() + terms.size(), offset, tries);
+}
+
 struct NamedList {
   const char* name;
   at::TensorList tensors;
 };
 
-// Refuses written memory that appears twice in a call. Views with gaps, which may interleave, pass.
+// Refuses written memory that appears twice in a call.
 inline void check_overlaps(std::initializer_list<NamedList> written,
                            std::initializer_list<NamedList> read) {
   struct Range {
@@ -149,43 +212,51 @@ inline void check_overlaps(std::initializer_list<NamedList> written,
     const char* list;
     size_t index;
     bool written;
+    const at::Tensor* tensor;
   };
   std::vector<Range> ranges;
   for (const bool is_written : {true, false}) {
     for (const NamedList& list : is_written ? written : read) {
       for (size_t t = 0; t < list.tensors.size(); ++t) {
         const at::Tensor& tensor = list.tensors[t];
-        if (tensor.numel() == 0 || !tensor.is_non_overlapping_and_dense()) continue;
-        const auto* first = static_cast<const char*>(tensor.const_data_ptr());
-        ranges.push_back({first, first + tensor.nbytes(), list.name, t, is_written});
+        if (tensor.numel() == 0) continue;
+        // A lazy copy gets memory of its own before it is written.
+        const auto* first = static_cast<const char*>(is_written ? tensor.mutable_data_ptr()
+                                                                : tensor.const_data_ptr());
+        int64_t reach = 1;
+        for (int64_t i = 0; i < tensor.dim(); ++i) reach += tensor.stride(i) * (tensor.size(i) - 1);
+        const char* last = first + reach * static_cast<int64_t>(tensor.element_size());
+        ranges.push_back({first, last, list.name, t, is_written, &tensor});
       }
     }
   }
   std::sort(ranges.begin(), ranges.end(),
             [](const Range& a, const Range& b) { return a.first < b.first; });
-  const Range* reach = nullptr;          // the range so far with the largest end
-  const Range* written_reach = nullptr;  // the written one
+  std::vector<const Range*> open;  // those that reach beyond the start of the next one
   for (const Range& range : ranges) {
-    const Range* other = range.written ? reach : written_reach;
-    TORCH_CHECK_VALUE(other == nullptr || other->last <= range.first,
-                      entry(range.list, range.index), " must not share memory with ",
-                      entry(other->list, other->index), ": one of them is written");
-    if (reach == nullptr || range.last > reach->last) reach = &range;
-    if (range.written && (written_reach == nullptr || range.last > written_reach->last)) {
-      written_reach = &range;
+    std::erase_if(open, [&](const Range* other) { return other->last <= range.first; });
+    for (const Range* other : open) {
+      TORCH_CHECK_VALUE(
+          !(range.written || other->written) || !share_memory(*range.tensor, *other->tensor),
+          entry(range.list, range.index), " must not share memory with ",
+          entry(other->list, other->index), ": one of them is written");
     }
+    open.push_back(&range);
   }
 }
 
 // Statistics and their factors, orders[t] of them for tensor t.
 inline void check_factors(at::TensorList out, at::TensorList stats, at::IntArrayRef orders,
                           at::Device device) {
-  int64_t count = 0;
+  auto rest = static_cast<int64_t>(stats.size());
   for (const int64_t order : orders) {
     TORCH_CHECK_VALUE(order >= 1, "orders must be at least 1, got ", order);
-    count += order;
+    TORCH_CHECK_VALUE(order <= rest, "orders must sum to the length of stats, ", stats.size(),
+                      ", got ", orders);
+    rest -= order;
   }
-  check_length("stats", stats.size(), static_cast<size_t>(count));
+  TORCH_CHECK_VALUE(rest == 0, "orders must sum to the length of stats, ", stats.size(), ", got ",
+                    orders);
   check_length("out", out.size(), stats.size());
   size_t next = 0;
   for (const int64_t order : orders) {

@@ -337,6 +337,15 @@ class Inverses(Implementation):
                 for a, b in zip(new["factors"][t], results["factors"][t], strict=True):
                     identical(a, b)
 
+    @over("damped_inverse", RELATIVE)
+    def test_the_upper_triangles_are_not_read(self, variant: str) -> None:
+        given = call(variant, [(9, 5), (33,), (150,)], "full")
+        wanted = given.double()(reference)
+        for rows in given.arguments["stats"]:
+            for stat in rows:
+                stat += torch.full_like(stat, NAN).triu(1)
+        agree(given(self.functions), wanted, given)
+
     @over(*INVERSES)
     def test_the_first_failure_counts(self, variant: str) -> None:
         given = call(variant, [(5, 9, 3)] * 4)
@@ -535,6 +544,18 @@ class Steps(Implementation):
         for key in ("params", "momenta"):
             for new, old in zip(given.arguments[key], before[key], strict=True):
                 assert torch.equal(new, old) == (key == "params")
+
+    @over("preconditioned_step_")
+    def test_a_momentum_that_is_not_finite_shows_at_learning_rate_zero(self, variant: str) -> None:
+        """In every kind of mode: 0 NaN is NaN."""
+        for kind in ("full", "diagonal"):
+            for shape in ((9, 5), (5, 9, 3), (7,), (1, 4)):
+                given = call(variant, [shape], kind).with_arguments(lr=0.0)
+                given.arguments["momenta"][0].flatten()[-1] = NAN
+                wanted = given.copy()(reference)
+                assert wanted["params"][0].isnan().any()
+                found = given(self.functions)["params"]
+                assert torch.equal(found[0].isnan(), wanted["params"][0].isnan())
 
     @over("grafted_directions_ Adam")
     def test_counts_of_each(self, variant: str) -> None:

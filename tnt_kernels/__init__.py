@@ -8,13 +8,15 @@ it, and so can other Kronecker-factored optimizers. Docstrings state each operat
 import importlib
 import warnings
 
+import torch
+
 from tnt_kernels import schemas
 
 _library = schemas.define()
 
 try:
-    importlib.import_module("tnt_kernels._C")  # registers the C++ operators
-except ImportError as error:
+    importlib.import_module("tnt_kernels._C").register_kernels(torch.__version__)
+except (ImportError, AttributeError) as error:  # the latter: it is older than this package
     warnings.warn(
         "tnt_kernels runs on its reference implementation, with the same results: its extension "
         f"could not be loaded ({error}). Build it in the source folder, with a C++ compiler and "

@@ -237,39 +237,78 @@ def _check_written(name: str, tensor: Tensor, *, contiguous: bool = False) -> No
     if not torch.compiler.is_compiling():  # a traced tensor has no memory
         if tensor.is_neg() or tensor._is_zerotensor():
             raise ValueError(f"{name} must be writable, got a negated or zero view")
-        if any(s == 0 and d > 1 for s, d in zip(tensor.stride(), tensor.shape, strict=True)):
-            raise ValueError(
-                f"{name} must have memory of its own for each element, got an expanded tensor with "
-                f"strides {tensor.stride()}"
-            )
+        reach = 0
+        for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+            if size > 1 and stride <= reach and tensor.numel():
+                raise ValueError(
+                    f"{name} must have memory of its own for each element, got strides "
+                    f"{tensor.stride()}"
+                )
+            reach += stride * (size - 1)
     if contiguous and not tensor.is_contiguous():
         raise ValueError(f"{name} must be contiguous, got {tensor.stride()}")
 
 
 def check_overlaps(written: dict[str, Iterable[Tensor]], read: dict[str, Iterable[Tensor]]) -> None:
-    """Refuses written memory that appears twice. Views with gaps, which may interleave, pass."""
+    """Refuses written memory that appears twice; the same rule as in C++ (csrc/check.h)."""
     if torch.compiler.is_compiling():
         return
     ranges = sorted(
         (
-            (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name, is_written)
+            (tensor.data_ptr(), _end(tensor), is_written, name, tensor)
             for group, is_written in ((written, True), (read, False))
             for name, tensors in group.items()
             for tensor in tensors
-            if tensor.numel() and tensor.device.type != "meta" and tensor.is_contiguous()
+            if tensor.numel() and tensor.device.type != "meta"
         ),
         key=lambda r: r[0],
     )
-    reach = written_reach = (0, "")  # the largest end so far, and its argument
-    for first, last, name, is_written in ranges:
-        end, other = reach if is_written else written_reach
-        if end > first:
-            raise ValueError(
-                f"{name} must not share memory with {other}: one of them is written to"
-            )
-        reach = max(reach, (last, name))
-        if is_written:
-            written_reach = max(written_reach, (last, name))
+    reaching: list[tuple[Any, ...]] = []  # those that reach beyond the start of the next one
+    for current in ranges:
+        first, _, is_written, name, tensor = current
+        reaching = [other for other in reaching if other[1] > first]
+        for _, _, other_written, other_name, other in reaching:
+            if (is_written or other_written) and _share_memory(tensor, other):
+                raise ValueError(
+                    f"{name} must not share memory with {other_name}: one of them is written to"
+                )
+        reaching.append(current)
+
+
+def _end(tensor: Tensor) -> int:
+    """The address after a tensor's last element."""
+    strides = zip(tensor.stride(), tensor.shape, strict=True)
+    reach = 1 + sum(stride * (size - 1) for stride, size in strides)
+    return int(tensor.data_ptr() + tensor.element_size() * reach)
+
+
+def _share_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors share a byte, exact for nested strides: views may interleave."""
+    terms: dict[int, list[int]] = {}  # stride -> the least and the largest factor of it
+    for sign, tensor in ((1, a), (-1, b)):
+        item = tensor.element_size()
+        strides = [(s * item, d) for s, d in zip(tensor.stride(), tensor.shape, strict=True)]
+        for stride, size in [*strides, (1, item)]:
+            if size > 1 and stride > 0:
+                low_high = terms.setdefault(stride, [0, 0])
+                low_high[sign > 0] += sign * (size - 1)
+    ordered = sorted(((s, *bounds) for s, bounds in terms.items()), reverse=True)
+    return _can_add_up(ordered, b.data_ptr() - a.data_ptr(), [1000])
+
+
+def _can_add_up(terms: Sequence[tuple[int, ...]], total: int, tries: list[int]) -> bool:
+    """Whether factors of the strides can give ``total``; gives up, with True, without ``tries``."""
+    if not terms:
+        return total == 0
+    (stride, low, high), *rest = terms
+    least, most = (sum(term[0] * term[end] for term in rest) for end in (1, 2))
+    for factor in range(max(low, -((most - total) // stride)), high + 1):
+        if total - factor * stride < least:
+            return False
+        tries[0] -= 1
+        if tries[0] < 0 or _can_add_up(rest, total - factor * stride, tries):
+            return True
+    return False
 
 
 def check_device(**arguments: Tensor | Iterable[Tensor]) -> None:

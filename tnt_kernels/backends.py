@@ -1,8 +1,7 @@
 """Which implementation serves each operator on each device.
 
 PyTorch's dispatcher selects among the registered kernels: C++ on the CPU, CUDA C++ or else Triton
-on a GPU, and the reference everywhere else. The reference also gives ``torch.compile`` the output
-shapes.
+on a GPU, and the reference everywhere else.
 """
 
 import functools
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tnt_kernels import reference, triton
+from tnt_kernels.arguments import state_dtype
 from tnt_kernels.schemas import NAMESPACE, SCHEMAS
 
 DEVICES = ("cpu", "cuda")
@@ -89,13 +89,12 @@ def slow_on_gpu() -> str | None:
 
 
 def register_reference(library: torch.library.Library) -> None:
-    """Registers the reference for all devices without another kernel, and as the fake kernels."""
+    """Registers the reference for all devices without another kernel, and the fake kernels."""
     for name, implementation in _REFERENCE.items():
         library.impl(name, _outside_of_autocast(implementation), "CompositeExplicitAutograd")
         for key in _SPARSE:
             library.impl(name, _refuse_sparse, key)
-        fake = _inverse_root_shapes if name == "inverse_root" else implementation
-        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
+        torch.library.register_fake(f"{NAMESPACE}::{name}", _SHAPES[name], lib=library)
 
 
 def register_triton(library: torch.library.Library) -> None:
@@ -111,11 +110,11 @@ def register_triton(library: torch.library.Library) -> None:
 
 
 # Without kernels here sparse arguments would reach the reference, which fails after it has written.
-_SPARSE = ("SparseCPU", "SparseCUDA", "SparseCsrCPU", "SparseCsrCUDA")
+_SPARSE = ("SparseCPU", "SparseCUDA", "SparseCsrCPU", "SparseCsrCUDA", "MkldnnCPU")
 
 
 def _refuse_sparse(*_: Any) -> None:
-    raise ValueError("all tensors must be dense, got a sparse one")
+    raise ValueError("all tensors must be dense, got a sparse or an MKL-DNN one")
 
 
 def _outside_of_autocast(implementation: Callable[..., Any]) -> Callable[..., Any]:
@@ -195,11 +194,28 @@ def _by_mode(flat: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[list[Ten
     return _nested(flat, [tensor.dim() for tensor in tensors])
 
 
-def _inverse_root_shapes(*arguments: Any) -> Tensor:
-    # The reference reads a value to stop early, which a fake tensor does not have.
+def _codes(*arguments: Any) -> Tensor:
     _, stats, orders, damping, _ = arguments
     like = stats[0] if stats else damping
     return cast(Tensor, like.new_empty(len(orders), dtype=torch.int32))
+
+
+def _scales(momenta: Sequence[Tensor], *arguments: Any) -> Tensor:
+    like = momenta[0] if momenta else arguments[4]
+    return like.new_empty(len(momenta), dtype=torch.float64)
+
+
+# Operator -> its results without data, for ``torch.compile`` and meta tensors.
+_SHAPES: dict[str, Callable[..., Any]] = {
+    "gram_ema_": lambda *_: None,
+    "damped_inverse": _codes,
+    "inverse_root": _codes,
+    "mode_products": lambda tensors, _: [
+        t.new_empty(t.shape, dtype=state_dtype(t)) for t in tensors
+    ],
+    "preconditioned_step_": lambda *_: None,
+    "grafted_directions_": _scales,
+}
 
 
 def _grafted_directions_(*arguments: Any) -> Tensor:

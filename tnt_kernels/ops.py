@@ -20,6 +20,7 @@ Conventions of every function here:
 """
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -91,7 +92,8 @@ def damped_inverse(
     so is U_i.
 
     Args:
-        stats: the S_i, positive semi-definite; the rescaling couples all modes of a tensor.
+        stats: the S_i, positive semi-definite; the rescaling couples all modes of a tensor. Only
+            their lower triangles are read.
         damping: eps >= 0, in the units of U_i.
         out: where the factors go, like ``stats`` in shape and dtype; by default new tensors.
         relative: damp with eps c instead of eps; c = 0 then gives the identity.
@@ -390,10 +392,15 @@ def _checks_itself(name: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{name}", "CPU")
 
 
+_is_cpu = operator.attrgetter("is_cpu")
+
+
 def _all_on_cpu(arguments: Sequence[Any]) -> bool:
-    dense = torch.strided
     lists = [a if isinstance(a, list) else [a] for a in arguments]
-    return all([x.is_cpu and x.layout is dense for a in lists for x in a if isinstance(x, Tensor)])
+    try:
+        return all(all(map(_is_cpu, a)) for a in lists if a and isinstance(a[0], Tensor))
+    except AttributeError:  # not a tensor, which the operator refuses
+        return True
 
 
 def _flat(modes: Modes, tensors: Sequence[Tensor] | None = None) -> list[Tensor]:

@@ -186,6 +186,7 @@ def _inverse(matrix: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
         damped = matrix + eps
         inverse, definite = 1 / damped, (damped > 0).all()
     else:
+        matrix = matrix.tril()
         damped = _damped(matrix, eps)
         factor, info = torch.linalg.cholesky_ex(damped)
         # Not cholesky_inverse, which waits for its error code and raises.

@@ -60,22 +60,27 @@ void rotating_product(const Factor& factor, int64_t rest, T alpha, const T* in, 
   run_tasks((whole + side - 1) / side, flops, [&](int64_t task, Scratch& scratch) {
     const int64_t first = task * side, size = std::min(side, whole - first);
     if (factor.diagonal) {
-      const int64_t most = std::min<int64_t>(32, size);
-      T* lines = scratch.get<T>(most * d);
-      for (int64_t r = first; r < first + size; r += most) {
-        const int64_t rows = std::min(most, first + size - r);
-        if (beta != 0) {
-          // The sum needs both terms in one layout.
-          transpose(out + r, rest, lines, d, d, rows);
-          for (int64_t i = 0; i < rows * d; ++i) lines[i] *= beta;
-        } else {
-          std::fill_n(lines, rows * d, T(0));
+      constexpr int64_t kRows = 32, kColumns = 256;  // of a tile, which stays in the cache
+      T* tile = scratch.get<T>(kRows * kColumns);
+      for (int64_t r = first; r < first + size; r += kRows) {
+        const int64_t rows = std::min(kRows, first + size - r);
+        for (int64_t c = 0; c < d; c += kColumns) {
+          const int64_t columns = std::min(kColumns, d - c);
+          T* target = out + c * rest + r;
+          if (beta != 0) {
+            // The sum needs both terms in one layout.
+            transpose(target, rest, tile, columns, columns, rows);
+            for (int64_t i = 0; i < rows * columns; ++i) tile[i] *= beta;
+          } else {
+            std::fill_n(tile, rows * columns, T(0));
+          }
+          for (int64_t i = 0; i < rows; ++i) {
+            const T* source = in + (r + i) * d + c;
+            T* line = tile + i * columns;
+            for (int64_t j = 0; j < columns; ++j) line[j] += alpha * (a[c + j] * source[j]);
+          }
+          transpose(tile, columns, target, rest, rows, columns);
         }
-        for (int64_t i = 0; i < rows; ++i) {
-          const T* source = in + (r + i) * d;
-          for (int64_t j = 0; j < d; ++j) lines[i * d + j] += alpha * (a[j] * source[j]);
-        }
-        transpose(lines, d, out + r, rest, rows, d);
       }
     } else if (cut_rest && d <= kSmallFactor) {
       // Panels that the BLAS does not pack. Transposing them first is faster than a product with

@@ -109,17 +109,31 @@ struct Rescaling {
   bool tiny;  // the statistics are so small that subnormal entries count
 };
 
+// Rows [first, last) of the upper triangle of `out` (n, n) <- the same columns of S's lower one.
+template <typename T>
+void copy_lower(const T* stat, int64_t n, int64_t first, int64_t last, T* out) {
+  for (int64_t i = first; i < last; ++i) {
+    for (int64_t j = i; j < last; ++j) out[i * n + j] = stat[j * n + i];
+  }
+  transpose(stat + last * n + first, n, out + first * n + last, n, n - last, last - first);
+}
+
 // out <- scale S, for a full mode its lower triangle. Returns whether all of it is finite.
 template <typename T>
 bool rescaled(const FactorMode& mode, T scale, bool tiny, T* out) {
+  constexpr int64_t kRows = 32;
   const T* stat = static_cast<const T*>(mode.stat);
   const int64_t rows = mode.diagonal ? 1 : mode.d;
   const auto multiply = [&] {
     bool finite = true;
     for (int64_t i = 0; i < rows; ++i) {
-      const T* from = stat + i * mode.d;
       T* to = out + i * mode.d;
-      for (int64_t j = i; j < mode.d; ++j) to[j] = from[j] * scale;
+      if (mode.diagonal) {
+        std::copy_n(stat, mode.d, to);
+      } else if (i % kRows == 0) {
+        copy_lower(stat, mode.d, i, std::min(i + kRows, rows), out);
+      }
+      for (int64_t j = i; j < mode.d; ++j) to[j] *= scale;
       finite = finite && all_finite(to + i, mode.d - i);
     }
     return finite;

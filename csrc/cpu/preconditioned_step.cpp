@@ -43,8 +43,9 @@ void update(const TensorView& param, const Rates& rates, const T* direction) {
 
 template <typename T>
 void step(const ParameterStep& step, const Rates& rates, Scratch& scratch) {
-  // In this case the last product updates W itself: W <- W - lr A_1 (...).
-  const bool direct = step.param.element == kElement<T> && step.param.contiguous();
+  // In this case the last product updates W itself: W <- W - lr A_1 (...). Not with lr = 0, with
+  // which the BLAS does not multiply: 0 NaN is NaN.
+  const bool direct = step.param.element == kElement<T> && step.param.contiguous() && rates.lr != 0;
   const int64_t count = step.param.count();
   T* buffers = scratch.get<T>(chain_scratch(step.factors) + copied_count<T>(step.momentum) +
                               (direct ? 0 : count));

@@ -40,6 +40,7 @@ Element element_of(const at::Tensor& tensor) {
   }
 }
 
+// Of a tensor that the kernel reads, or writes after check_overlaps.
 TensorView view_of(const at::Tensor& tensor) {
   return {tensor.const_data_ptr(), element_of(tensor), tensor.dim(), tensor.sizes().data(),
           tensor.strides().data()};
@@ -65,6 +66,20 @@ std::vector<Factor> factors_of(const at::Tensor& tensor, const at::Tensor*& next
 
 void check_tensors(const char* name, at::TensorList tensors) {
   for (size_t t = 0; t < tensors.size(); ++t) check_tensor(name, t, tensors[t]);
+}
+
+// The BLAS counts in 32 bits: the numbers beside a mode with a full factor must fit.
+void check_products(at::TensorList tensors, at::TensorList factors) {
+  size_t next = 0;
+  for (size_t t = 0; t < tensors.size(); ++t) {
+    for (const int64_t d : tensors[t].sizes()) {
+      const int64_t rest = tensors[t].numel() / std::max<int64_t>(d, 1);
+      TORCH_CHECK_VALUE(d <= 1 || factors[next].dim() == 1 || rest <= blas::kMaxSize,
+                        entry("factors", next), " must be (", d, ",), diagonal: a mode beside ",
+                        rest, " numbers is too long for the BLAS (", blas::kMaxSize, ")");
+      ++next;
+    }
+  }
 }
 
 // One statistic or factor for each mode of each tensor.
@@ -146,6 +161,7 @@ at::Tensor inverse_root_op(at::TensorList out, at::TensorList stats, at::IntArra
 std::vector<at::Tensor> mode_products_op(at::TensorList tensors, at::TensorList factors) {
   check_tensors("tensors", tensors);
   check_modes("factors", factors, tensors, /*written=*/false);
+  check_products(tensors, factors);
   const std::vector<at::Tensor> matrices = contiguous(factors);
   std::vector<at::Tensor> results;
   std::vector<ModeProduct> products;
@@ -169,6 +185,7 @@ void preconditioned_step_op(at::TensorList params, at::TensorList momenta, at::T
   const double gamma = checked_number("weight_decay", weight_decay);
   check_tensors("params", params);
   check_modes("factors", factors, params, /*written=*/false);
+  check_products(params, factors);
   check_length("momenta", momenta.size(), params.size());
   check_length("grads", grads.size(), params.size());
   for (size_t t = 0; t < params.size(); ++t) {
@@ -209,6 +226,7 @@ at::Tensor grafted_directions_op(at::TensorList momenta, at::TensorList second_m
     check_contiguous("out", t, out[t]);
   }
   check_modes("factors", factors, momenta, /*written=*/false);
+  check_products(momenta, factors);
   if (adam) {
     check_length("second_moments", second_moments.size(), momenta.size());
     check_counts(counts, momenta.size());
@@ -250,9 +268,12 @@ at::Tensor grafted_directions_op(at::TensorList momenta, at::TensorList second_m
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(tnt_kernels, CPU, library) {
+void register_cpu_kernels() {
   blas::use_one_thread_per_call();
   pthread_atfork(nullptr, nullptr, [] { in_forked_child = true; });
+  // Never freed: at exit, PyTorch's dispatcher may be gone first.
+  auto& library = *new torch::Library(torch::Library::IMPL, "tnt_kernels", c10::DispatchKey::CPU,
+                                      __FILE__, __LINE__);
   library.impl("gram_ema_", gram_ema_op);
   library.impl("damped_inverse", damped_inverse_op);
   library.impl("inverse_root", inverse_root_op);

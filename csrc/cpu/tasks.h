@@ -90,6 +90,8 @@ struct Block {
 // Keeps one large block for the next call, because the system takes time to clear new memory.
 class LargeBlocks {
  public:
+  static constexpr size_t kMostKept = size_t{256} << 20;
+
   Block take(size_t wanted) {
     Block block;
     // try_lock: if the lock is held (possibly by a thread lost in a fork), allocate instead.
@@ -101,7 +103,7 @@ class LargeBlocks {
 
   void give_back(Block block) {
     const std::unique_lock lock(mutex_, std::try_to_lock);
-    if (lock && block.bytes > kept_.bytes) std::swap(block, kept_);
+    if (lock && block.bytes > kept_.bytes && block.bytes <= kMostKept) std::swap(block, kept_);
   }
 
  private:

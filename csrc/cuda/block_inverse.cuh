@@ -120,10 +120,10 @@ class BlockInverse {
           const int r = kPatch * row + a, c = kPatch * column + b;
           T entry = static_cast<T>(r == c);
           if (r < n_ && c < n_) {
-            const T lower = source.scale * source.stat[r * source.row + c * source.column];
-            const T upper = source.scale * source.stat[c * source.row + r * source.column];
-            finite = finite && is_finite(lower) && is_finite(upper);
-            entry = r < c ? upper : r > c ? lower : lower + source.eps;
+            const int low = r > c ? r : c, high = r > c ? c : r;
+            entry = source.scale * source.stat[low * source.row + high * source.column];
+            finite = finite && is_finite(entry);
+            if (r == c) entry += source.eps;
           }
           if (r == c) diagonal_[r] = entry;
           to.rows[a].at[b] = entry;

@@ -7,7 +7,8 @@
 namespace tnt::cuda {
 namespace {
 
-// diag(scale S + eps I, I) for every matrix. The identity does not change the rest of the inverse.
+// diag(scale S + eps I, I) for every matrix, its lower triangle. The identity does not change the
+// rest of the inverse.
 at::Tensor padded_batch(const LargeGroup& group, const Plan& plan, at::TensorList stats,
                         const at::Tensor& scales, const at::Tensor& eps) {
   const auto count = static_cast<int64_t>(group.modes.size());
@@ -19,6 +20,7 @@ at::Tensor padded_batch(const LargeGroup& group, const Plan& plan, at::TensorLis
     const at::Tensor padded = batch.select(0, i);
     at::Tensor matrix = padded.narrow(0, 0, row.d).narrow(1, 0, row.d);
     at::mul_out(matrix, stats[static_cast<size_t>(mode)], scales.select(0, mode));
+    matrix.tril_();
     matrix.diagonal().add_(eps.select(0, row.tensor));
     if (row.d < group.size) padded.diagonal().narrow(0, row.d, group.size - row.d).fill_(1);
   }

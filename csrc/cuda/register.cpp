@@ -76,7 +76,10 @@ at::Tensor damped_inverse_op(at::TensorList out, at::TensorList stats, at::IntAr
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(tnt_kernels, CUDA, library) {
+void register_cuda_kernels() {
+  // Never freed: at exit, PyTorch's dispatcher may be gone first.
+  auto& library = *new torch::Library(torch::Library::IMPL, "tnt_kernels", c10::DispatchKey::CUDA,
+                                      __FILE__, __LINE__);
   library.impl("damped_inverse", damped_inverse_op);
 }
 

@@ -140,6 +140,9 @@ def of_memory(name: str, argument: str, lists: list[str]) -> Iterator[Mistake]:
     one = rf"{argument}\["
     expanded = entry(argument, 0, lambda old: old[:1].expand(old.shape), i)
     yield Mistake("expanded", expanded, ValueError, one, True)
+    matrix = None if i is None else 1
+    window = entry(argument, 0, lambda old: torch.rand(100).as_strided(old.shape, (2, 1)), matrix)
+    yield Mistake("sliding window", window, ValueError, one, True)
     # PyTorch's dispatcher refuses these two with words of its own.
     zero = entry(argument, 0, lambda old: torch._efficientzerotensor(tuple(old.shape)), i)
     yield Mistake("zero tensor", zero, (ValueError, RuntimeError), f"{one}|ZeroTensors", True)
@@ -308,6 +311,61 @@ def test_views_may_interleave() -> None:
     )
     tnt_kernels.preconditioned_step_(**given.arguments)
     torch.testing.assert_close(memory, wanted)
+
+
+def halves(width: int) -> dict[str, Any]:
+    """A step on the first ``width`` columns of a buffer, and on all but the first three."""
+    memory = torch.randn(4, 8)
+    params = [memory[:, :width], memory[:, 3:]]
+    return {
+        "params": params,
+        "momenta": [torch.zeros(p.shape) for p in params],
+        "grads": [torch.ones(p.shape) for p in params],
+        "factors": [[torch.eye(d) for d in p.shape] for p in params],
+        **{"lr": 0.5, "momentum": 0.9, "weight_decay": 0.0},
+    }
+
+
+@pytest.mark.parametrize("served", ["C++", "Python"])
+def test_columns_of_a_buffer(served: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns side by side share no memory; columns that overlap are refused."""
+    if served == "Python":
+        monkeypatch.setattr(ops, "_checks_itself", lambda name: False)
+    tnt_kernels.preconditioned_step_(**halves(3))
+    arguments = halves(5)
+    with unchanged(flat(list(arguments.values())[:4])), pytest.raises(ValueError, match="share"):
+        tnt_kernels.preconditioned_step_(**arguments)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_lazy_copy_gets_memory_of_its_own(variant: str) -> None:
+    """What an operator writes does not reach the tensor that was copied."""
+    given = good(variant)
+    for name in given.arguments.keys() & set(WRITTEN[given.name]):
+        row = given.arguments[name]
+        while isinstance(row[0], list):
+            row = row[0]
+        first, row[0] = row[0], torch._lazy_clone(row[0])
+        before = first.clone()
+        given()
+        assert torch.equal(first, before) and not torch.equal(row[0], before)
+
+
+def test_a_mode_beside_too_many_numbers_is_refused() -> None:
+    """The BLAS counts in 32 bits; nothing of the 8 GB is touched."""
+    tensor = torch.zeros(1).expand(2, 2**31)
+    factors = [torch.eye(2), torch.ones(1).expand(2**31)]
+    with pytest.raises(ValueError, match=r"factors\[0\] must be \(2,\), .* beside 2147483648"):
+        tnt_kernels.mode_products([tensor], [factors])
+
+
+def test_orders_that_overflow_are_refused() -> None:
+    stats, orders = [torch.eye(3)] * 2, [2**63 - 1, 2**63 - 1, 4]
+    out = [torch.empty(3, 3) for _ in stats]
+    for name, last in (("damped_inverse", False), ("inverse_root", [1, 1, 1])):
+        operator = getattr(torch.ops.tnt_kernels, name)
+        with pytest.raises(ValueError, match="orders must sum to the length of stats, 2, got"):
+            operator(out, stats, orders, scalar(1.0), last)
 
 
 # torch.ops alone: the flat lists must have as many statistics as the tensors have modes.

@@ -143,6 +143,8 @@ def test_wheel(wheel: Path) -> None:
     (extension,) = files - python_files()
     assert extension.startswith("tnt_kernels/_C.") and extension.endswith(".so")
     assert files - {extension} == python_files()
+    with zipfile.ZipFile(wheel) as archive:  # without debug information
+        assert archive.getinfo(extension).file_size < 2 * 2**20
     assert {"tnt_kernels/py.typed", "tnt_optim/py.typed"} <= files
 
 

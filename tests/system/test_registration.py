@@ -1,6 +1,7 @@
 """The operators under torch.compile, under autocast, and without the extension."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -94,6 +95,7 @@ def results_of_everything() -> list[Tensor]:
 
 
 WITHOUT_EXTENSION = """
+import re
 import sys, warnings
 sys.modules["tnt_kernels._C"] = None  # importing it now raises ImportError
 sys.path[:0] = ["tests", "tests/system"]
@@ -137,6 +139,29 @@ def test_without_the_extension(without_extension: tuple[list[str], list[Path]]) 
             close(tensor, value)
         else:
             identical(tensor, value)
+
+
+OTHER_TORCH = """
+import re
+import sys, warnings
+import torch
+torch.__version__ = "2.99.0"
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import tnt_kernels
+print(*(str(warning.message) for warning in caught))
+print({served["cpu"] for served in tnt_kernels.backends().ops.values()})
+"""
+
+
+def test_an_extension_for_another_torch_is_not_used() -> None:
+    result = python("-c", OTHER_TORCH)
+    assert result.returncode == 0, result.stderr
+    warned, served = result.stdout.splitlines()
+    assert re.search(
+        r"could not be loaded \(it was built for torch .*, this is torch 2.99.0\)", warned
+    )
+    assert served == "{'reference'}"
 
 
 def test_autocast_leaves_the_reference_alone(
