@@ -295,7 +295,7 @@ def grafted_directions_(
     """
     mu = scalar("momentum", momentum, low=0.0)
     check_graft(momentum, second_moments, counts, second_decay, eps)
-    if isinstance(momenta, list | tuple) and not _all_on_cpu((list(momenta),)):
+    if not (torch.compiler.is_compiling() or _all_on_cpu((momenta,))):
         check_count_values(counts)  # they change at every step, so the cache of calls ignores them
 
     def check() -> None:
@@ -396,7 +396,7 @@ _is_cpu = operator.attrgetter("is_cpu")
 
 
 def _all_on_cpu(arguments: Sequence[Any]) -> bool:
-    lists = [a if isinstance(a, list) else [a] for a in arguments]
+    lists = [a if isinstance(a, list | tuple) else [a] for a in arguments]
     try:
         return all(all(map(_is_cpu, a)) for a in lists if a and isinstance(a[0], Tensor))
     except AttributeError:  # not a tensor, which the operator refuses
