@@ -12,7 +12,8 @@ Environment variables:
                       TORCH_CUDA_ARCH_LIST selects the GPUs, by default CUDA_ARCHITECTURES.
     TNT_CPU=0         do not build the CPU kernels. TNT_CUDA=1 without a BLAS skips them too, with
                       a message; TNT_CPU=1 makes the missing BLAS an error.
-    TNT_BLAS_LIBRARY  the path of the shared library of another BLAS than scipy-openblas32's
+    TNT_BLAS_LIBRARY  the path of the shared library of another BLAS (with LAPACK) than
+                      scipy-openblas32's
     TNT_BLAS_PREFIX   the prefix of its Fortran names
     TNT_BLAS_SET_THREADS  its C function that sets the number of threads, if any
 """

@@ -37,8 +37,8 @@ from tools.measuring.parameter_sets import ParameterSet
 
 DECAY, DAMPING = 0.9, 0.1  # beta and epsilon in the paper
 LR, MOMENTUM, WEIGHT_DECAY = 0.01, 0.9, 0.1
-# One root costs some hundred d^3: with modes of 2000 to 4096, or the hundred modes of gpt2, a round
-# takes minutes.
+# Newton's root in torch costs some hundred d^3: with modes of 2000 to 4096, or the hundred modes of
+# gpt2, a round takes minutes.
 ROOT_SETS = ("mnist_ae", "resnet32", "vgg16_conv")
 
 

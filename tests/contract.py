@@ -307,7 +307,7 @@ class Inverses(Implementation):
             ways = ways[:: max(1, len(ways) // self.failures_at_once)]
             shapes = [self.failing_shape, self.failing_shape[:1]] * len(ways)
             given = call(variant, shapes, kind, dtype)
-            given.arguments["damping"] = 3.0  # few iterations
+            given.arguments["damping"] = 3.0  # few of Newton's iterations
             if variant == "inverse_root":
                 given.arguments["root"] = [1 + t % 3 for t in range(len(shapes))]
             sound = given.copy()
@@ -469,7 +469,15 @@ class DampedInverse(Implementation):
 
 
 class InverseRoot(Implementation):
-    """Which matrices have no root, and the accuracy of those that have."""
+    """Which matrices have no root, the accuracy of those that have, and what is read."""
+
+    def test_the_upper_triangle_is_not_read(self) -> None:
+        for dtype in STATE_DTYPES:
+            given = call("inverse_root", [(9, 5), (65,)], "full", dtype)
+            wanted = given.double()(reference)
+            for stat in flat(given.arguments["stats"]):
+                stat += torch.full_like(stat, NAN).triu(1)
+            agree(given(self.functions), wanted, given)
 
     def test_a_power_undoes_it(self) -> None:
         """A^p (S + eps I) = I."""

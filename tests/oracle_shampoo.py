@@ -4,39 +4,17 @@ Written from Algorithm 4 of Ren & Goldfarb 2021; it shares no code with `tnt_ker
 `tnt_optim`. It inherits momentum, schedule, weight decay and grafting from `oracle.DenseTNT`.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from oracle import DenseTNT, _Block, dense_kron
 from torch import Tensor
-
-Root = Callable[[Tensor, int], Tensor]
 
 
 def eigen_root(matrix: Tensor, p: int) -> Tensor:
     """The inverse p-th root of a symmetric positive definite matrix, by its eigenvalues."""
     values, vectors = torch.linalg.eigh(matrix)
     return vectors @ torch.diag(values ** (-1 / p)) @ vectors.T
-
-
-def newton_root(matrix: Tensor, p: int) -> Tensor:
-    """The same root by the coupled Newton iteration, with the error that it stops at."""
-    identity = torch.eye(len(matrix), dtype=matrix.dtype)
-    z = (1 + p) / (2 * float(torch.linalg.norm(matrix)))
-    m, h = z * matrix, z ** (1 / p) * identity
-    error = float((m - identity).abs().max())
-    for iteration in range(100):
-        if error <= 1e-6:
-            break
-        n = (1 + 1 / p) * identity - m / p
-        next_m = torch.linalg.matrix_power(n, p) @ m
-        next_error = float((next_m - identity).abs().max())
-        # The first iteration moves eigenvalues above 1 below it, and may increase the error.
-        if iteration > 0 and next_error > 1.2 * error:
-            break
-        m, h, error = next_m, h @ n, next_error
-    return h
 
 
 def damped_stats(stats: Sequence[Tensor], damping: float, relative: bool) -> list[Tensor]:
@@ -53,20 +31,13 @@ class DenseShampoo(DenseTNT):
     """Algorithm 4: forms the dense preconditioner of every parameter.
 
     The arguments are those of `DenseTNT`. The caller passes the training gradients as the sampled
-    ones. The root of a diagonal mode always comes from eigenvalues, here the diagonal's entries.
+    ones.
     """
-
-    def __init__(self, *args: Any, root: Root = eigen_root, **settings: Any) -> None:
-        super().__init__(*args, **settings)
-        self.root = root
 
     def _refresh(self, block: _Block) -> None:
         assert block.stats is not None
         k = len(block.stats)
         damped = damped_stats(block.stats, self.damping, self.relative_damping)
-        roots = [
-            (eigen_root if diagonal else self.root)(s, 2 * k)
-            for s, diagonal in zip(damped, block.diagonal, strict=True)
-        ]
+        roots = [eigen_root(s, 2 * k) for s in damped]
         # The base solves with it.
         block.fisher = torch.linalg.inv(dense_kron(roots))

@@ -130,18 +130,21 @@ def damped_inverse(
 def inverse_root(
     stats: Modes, damping: Number, root: int | Sequence[int], out: Modes | None = None
 ) -> tuple[list[list[Tensor]], Tensor]:
-    """A_i = (S_i + damping I)^(-1/root), by the coupled Newton iteration.
+    """A_i = (S_i + damping I)^(-1/root): by eigenvalues on a CPU, else by Newton's iteration.
 
     Args:
-        stats: the S_i, positive semi-definite.
+        stats: the S_i, positive semi-definite; of a matrix only the lower triangle is read.
         damping: eps >= 0, in the units of S_i.
         root: a positive integer (Shampoo: 2k), or one for each tensor.
         out: where the factors go, like ``stats`` in shape and dtype; by default new tensors.
 
     Returns:
-        The factors and ``info``, as in ``damped_inverse``; a mode also fails if the iteration does
-        not converge. Convergence does not mean accuracy: in float32 the root's relative error grows
-        with the condition number of S_i + damping I, which the damping bounds.
+        The factors and ``info``, as in ``damped_inverse``. A mode fails if an entry is not finite
+        or if S_i + damping I is not positive definite. By eigenvalues: one that is negative only by
+        rounding, down to -sqrt(d) eps / 2 times the largest, counts as 0 before the damping is
+        added. The coupled Newton iteration fails where it does not converge. In float32 the root's
+        relative error grows with the condition number, which the damping bounds: see
+        docs/operators.md.
 
     Raises:
         ValueError, TypeError: naming the argument that does not fit; nothing is then changed.

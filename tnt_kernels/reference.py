@@ -204,7 +204,7 @@ def _inverse_root(stat: Tensor, eps: Tensor, p: int) -> tuple[Tensor, Tensor]:
         damped = stat + eps
         result = damped.pow(-1 / p)
         return result, (damped > 0).all() & damped.isfinite().all() & result.isfinite().all()
-    damped = _damped(stat, eps)
+    damped = _damped(_mirror_lower(stat), eps)
     identity = _identity(stat)
     # The squares of the Frobenius norm would leave float32's range without this scaling.
     largest = _largest(damped)

@@ -37,11 +37,23 @@
                             const int*, const T*, T*, const int*);                                \
   void TNT_FORTRAN(p##potrf)(const char*, const int*, T*, const int*, int*);                      \
   void TNT_FORTRAN(p##trtri)(const char*, const char*, const int*, T*, const int*, int*);         \
-  void TNT_FORTRAN(p##lauum)(const char*, const int*, T*, const int*, int*);
+  void TNT_FORTRAN(p##lauum)(const char*, const int*, T*, const int*, int*);                      \
+  void TNT_FORTRAN(p##sytrd)(const char*, const int*, T*, const int*, T*, T*, T*, T*, const int*, \
+                             int*);                                                               \
+  void TNT_FORTRAN(p##ormtr)(const char*, const char*, const char*, const int*, const int*,       \
+                             const T*, const int*, const T*, T*, const int*, T*, const int*,      \
+                             int*);
 
 extern "C" {
 TNT_DECLARE(float, s)
 TNT_DECLARE(double, d)
+void TNT_FORTRAN(dlatrd)(const char*, const int*, const int*, double*, const int*, double*, double*,
+                         double*, const int*);
+void TNT_FORTRAN(dsyr2k)(const char*, const char*, const int*, const int*, const double*,
+                         const double*, const int*, const double*, const int*, const double*,
+                         double*, const int*);
+void TNT_FORTRAN(dstedc)(const char*, const int*, double*, double*, double*, const int*, double*,
+                         const int*, int*, const int*, int*);
 #ifdef TNT_BLAS_SET_THREADS
 void TNT_BLAS_SET_THREADS(int);
 #endif
@@ -123,10 +135,43 @@ inline void use_one_thread_per_call() {
     int info = 0;                                                                                \
     TNT_FORTRAN(p##lauum)(&uplo, &n.value, a, &lda.value, &info);                                \
     return info;                                                                                 \
+  }                                                                                              \
+  inline void fortran_sytrd(char uplo, Int n, T* a, Int lda, T* d, T* e, T* tau, T* work,        \
+                            Int size) {                                                          \
+    int info = 0;                                                                                \
+    TNT_FORTRAN(p##sytrd)(&uplo, &n.value, a, &lda.value, d, e, tau, work, &size.value, &info);  \
+  }                                                                                              \
+  inline void fortran_ormtr(char uplo, Int m, Int n, const T* a, Int lda, const T* tau, T* c,    \
+                            Int ldc, T* work, Int size) {                                        \
+    const char side = 'L', trans = 'N';                                                          \
+    int info = 0;                                                                                \
+    TNT_FORTRAN(p##ormtr)(&side, &uplo, &trans, &m.value, &n.value, a, &lda.value, tau, c,       \
+                          &ldc.value, work, &size.value, &info);                                 \
   }
 
 TNT_DEFINE(float, s)
 TNT_DEFINE(double, d)
+
+inline void fortran_latrd(char uplo, Int n, Int columns, double* a, Int lda, double* e, double* tau,
+                          double* w, Int ldw) {
+  TNT_FORTRAN(dlatrd)(&uplo, &n.value, &columns.value, a, &lda.value, e, tau, w, &ldw.value);
+}
+
+inline void fortran_syr2k(char uplo, Int n, Int k, double alpha, const double* a, Int lda,
+                          const double* b, Int ldb, double beta, double* c, Int ldc) {
+  const char trans = 'N';
+  TNT_FORTRAN(dsyr2k)(&uplo, &trans, &n.value, &k.value, &alpha, a, &lda.value, b, &ldb.value,
+                      &beta, c, &ldc.value);
+}
+
+inline int fortran_stedc(Int n, double* d, double* e, double* z, Int ldz, double* work, Int size,
+                         int* integers, Int count) {
+  const char start = 'I';
+  int info = 0;
+  TNT_FORTRAN(dstedc)(&start, &n.value, d, e, z, &ldz.value, work, &size.value, integers,
+                      &count.value, &info);
+  return info;
+}
 
 // The operand of a product that is stored transposed. Never both: OpenBLAS 0.3.34's AVX-512 float
 // kernel for small products of two transposed operands keeps the result's leading dimension in

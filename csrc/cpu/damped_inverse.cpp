@@ -2,7 +2,7 @@
 
 #include <limits>
 
-#include "cpu/blas.h"
+#include "cpu/strips.h"
 
 namespace tnt {
 namespace {
@@ -16,40 +16,9 @@ namespace {
 // strips.
 
 constexpr int64_t kLeaf = 32;
-constexpr int64_t kStrip = 256;
 constexpr int64_t kFactorLeaf = 512;
 
 int64_t half_of(int64_t n, int64_t leaf) { return (n / 2 + leaf - 1) / leaf * leaf; }
-
-// run(first, size) for the strips of [0, count).
-template <typename Run>
-void in_strips(int64_t count, double flops, const Run& run) {
-  const int64_t strip = parallelism() > 1 ? kStrip : std::max<int64_t>(count, 1);
-  run_tasks((count + strip - 1) / strip, flops, [&](int64_t task, Scratch&) {
-    // The last strip first: in a triangle it is the longest.
-    const int64_t first = ((count + strip - 1) / strip - 1 - task) * strip;
-    run(first, std::min(strip, count - first));
-  });
-}
-
-double cube(int64_t a, int64_t b, int64_t c) {
-  return static_cast<double>(a) * static_cast<double>(b) * static_cast<double>(c);
-}
-
-// C (n, n) <- C + alpha X X^T for X (n, k), or X^T X for X (k, n) if transposed.
-template <typename T>
-void rank_update(bool transposed, int64_t n, int64_t k, T alpha, const T* x, int64_t ldx, T* c,
-                 int64_t ldc) {
-  const char trans = transposed ? 'T' : 'N', other = transposed ? 'N' : 'T';
-  in_strips(n, cube(n, n, k), [&](int64_t first, int64_t rows) {
-    const T* own = x + first * (transposed ? ldx : 1);
-    if (first > 0) {
-      blas::fortran_gemm(trans, other, rows, first, k, alpha, own, ldx, x, ldx, T(1), c + first,
-                         ldc);
-    }
-    blas::fortran_syrk('L', trans, rows, k, alpha, own, ldx, T(1), c + first * (ldc + 1), ldc);
-  });
-}
 
 // A (n, n) <- L with A = L L^T; false if A is not positive definite.
 template <typename T>
@@ -61,7 +30,7 @@ bool factorise(int64_t n, T* a, int64_t ld) {
   in_strips(rest, cube(rest, half, half), [&](int64_t first, int64_t rows) {
     blas::fortran_trsm('R', 'L', 'T', rows, half, T(1), a, ld, a21 + first, ld);
   });
-  rank_update(false, rest, half, T(-1), a21, ld, a22, ld);
+  rank_update(false, rest, half, T(-1), a21, ld, T(1), a22, ld);
   return factorise(rest, a22, ld);
 }
 
@@ -95,7 +64,7 @@ void square_triangle(int64_t n, T* l, int64_t ld) {
   const int64_t half = half_of(n, kLeaf), rest = n - half;
   T *l21 = l + half, *l22 = l + half * (ld + 1);
   square_triangle(half, l, ld);
-  rank_update(true, half, rest, T(1), l21, ld, l, ld);
+  rank_update(true, half, rest, T(1), l21, ld, T(1), l, ld);
   in_strips(half, cube(rest, rest, half), [&](int64_t first, int64_t columns) {
     blas::fortran_trmm('L', 'L', 'T', rest, columns, T(1), l22, ld, l21 + first * ld, ld);
   });

@@ -4,9 +4,7 @@ The reference in float64 is the definition that everything else is compared with
 reference itself is compared with the independent oracle.
 """
 
-import re
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -24,10 +22,12 @@ from cases import (
     normal,
     state_dtype,
     unchanged,
+    with_spectrum,
 )
 from contract import DampedInverse, EveryOperator, Gram, InverseRoot, Inverses, Steps, over
 from operators import STEPS, VARIANTS, agree, by_oracle, call
 from oracle import dense_kron, vec
+from tolerances import FLOAT32_OPERATOR
 from torch import Tensor
 
 import tnt_kernels
@@ -120,12 +120,39 @@ def test_the_first_root_of_a_vector_is_its_inverse() -> None:
         close(root, inverse)
 
 
-def test_limits_of_the_iteration_are_the_same_in_cpp() -> None:
-    header = (Path(__file__).parents[2] / "csrc" / "cpu" / "inverse_root.h").read_text()
-    found = dict(re.findall(r"constexpr \w+ kNewton(\w+) = ([\d.e-]+);", header))
-    names = ["ITERATIONS", "TOLERANCE", "GROWTH", "CONVERGED", "TRACE"]
-    wanted = {name.capitalize(): getattr(reference, f"NEWTON_{name}") for name in names}
-    assert {name: float(value) for name, value in found.items()} == wanted
+def rooted(stat: Tensor, damping: float, root: int) -> Tensor:
+    """The root of a statistic that succeeds, in float64."""
+    ((factor,),), info = tnt_kernels.inverse_root([[stat]], damping, root)
+    assert info.tolist() == [0]
+    return factor.double()
+
+
+def exact_root(stat: Tensor, damping: float, root: int) -> Tensor:
+    values, vectors = torch.linalg.eigh(stat.double())
+    return (vectors * (values.clamp_min(0) + damping) ** (-1 / root)) @ vectors.mT
+
+
+@pytest.mark.parametrize("d", [2, 9, 65, 300])
+def test_small_eigenvalues_of_float32(d: int) -> None:
+    """A steep spectrum, one large eigenvalue, and a small one that only float64 resolves."""
+    steep = torch.arange(1, d + 1, dtype=torch.float64) ** -1.5
+    lone, flat_one = torch.full((2, d), 1e-6, dtype=torch.float64)
+    lone[0], flat_one[1:] = 1, 1
+    for spectrum in (steep, lone, flat_one):
+        stat = with_spectrum(spectrum).float()
+        close(rooted(stat, 0.0, 4), exact_root(stat, 0.0, 4), FLOAT32_OPERATOR)
+
+
+@pytest.mark.parametrize("dtype", STATE_DTYPES, ids=str)
+@pytest.mark.parametrize("damping", [1e-2, 1e-5, 1e-9])
+def test_rounded_zero_eigenvalues_are_zero(damping: float, dtype: torch.dtype) -> None:
+    """Of a rank of 20, many of the others negative; a dead unit has a row of zeros."""
+    x = normal((130, 20), torch.float64)
+    x[::3] = 0
+    x /= torch.linalg.matrix_norm(x, 2)
+    stat = (x @ x.mT).to(dtype)
+    tolerance = {1e-2: 1e-6, 1e-5: 1e-3, 1e-9: FLOAT32_OPERATOR}[damping]
+    close(rooted(stat, damping, 2), exact_root(stat, damping, 2), tolerance)
 
 
 @pytest.mark.parametrize("dtype", STATE_DTYPES, ids=str)

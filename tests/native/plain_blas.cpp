@@ -9,6 +9,9 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <limits>
+#include <utility>
+#include <vector>
 
 #include "cpu/blas.h"
 
@@ -191,6 +194,139 @@ int lauum(char uplo, int n, T* a, int lda) {
   return 0;
 }
 
+// One step of a reduction of A, of which the upper triangle is given, to a tridiagonal matrix: the
+// reflector H(i) = I - tau v v^T makes column i + 1 zero above row i. v(i) = 1, and the column
+// holds v above. w = tau A v - (tau^2 / 2) (v^T A v) v, then A <- A - v w^T - w v^T.
+template <typename T>
+void reflect(const Matrix<T>& upper, int i, T* e, T* tau, T* w) {
+  T* v = &upper(0, i + 1);
+  T rest = 0;
+  for (int j = 0; j < i; ++j) rest += v[j] * v[j];
+  const T first = v[i], length = std::sqrt(first * first + rest);
+  *e = rest == 0 ? first : first > 0 ? -length : length;
+  *tau = rest == 0 ? 0 : (*e - first) / *e;
+  for (int j = 0; j < i && rest != 0; ++j) v[j] /= first - *e;
+  v[i] = 1;
+  T product = 0;
+  for (int r = 0; r <= i; ++r) {
+    w[r] = 0;
+    for (int c = 0; c <= i; ++c) w[r] += *tau * upper(std::min(r, c), std::max(r, c)) * v[c];
+    product += w[r] * v[r];
+  }
+  for (int r = 0; r <= i; ++r) w[r] -= *tau / 2 * product * v[r];
+  for (int c = 0; c <= i; ++c) {
+    for (int r = 0; r <= c; ++r) upper(r, c) -= v[r] * w[c] + w[r] * v[c];
+  }
+}
+
+template <typename T>
+void sytrd(char uplo, int n, T* a, int lda, T* d, T* e, T* tau, T* work, int size) {
+  require(uplo == 'U', "sytrd", "U for a triangle");
+  require(size >= n, "sytrd", "a workspace of n numbers");
+  const auto upper = operand("sytrd", 'N', a, n, n, lda);
+  for (int i = n - 2; i >= 0; --i) reflect(upper, i, e + i, tau + i, work);
+  for (int i = 0; i < n; ++i) d[i] = upper(i, i);
+}
+
+// The last columns of A as sytrd leaves them, and the vectors w of their steps. The rest of A
+// stays: here the steps work on a copy.
+void latrd(char uplo, int n, int columns, double* a, int lda, double* e, double* tau, double* w,
+           int ldw) {
+  require(uplo == 'U' && columns < n, "latrd", "U for a triangle, and a rest");
+  const auto upper = operand("latrd", 'N', a, n, n, lda);
+  std::vector<double> memory(static_cast<size_t>(n) * n);
+  const auto copy = operand("latrd", 'N', memory.data(), n, n, n);
+  for (int j = 0; j < n; ++j) std::copy_n(&upper(0, j), j + 1, &copy(0, j));
+  for (int i = n - 2; i >= n - 1 - columns; --i) {
+    reflect(copy, i, e + i, tau + i, w + static_cast<int64_t>(i + 1 - n + columns) * ldw);
+  }
+  for (int j = n - columns; j < n; ++j) std::copy_n(&copy(0, j), j + 1, &upper(0, j));
+}
+
+// C <- alpha (A B^T + B A^T) + beta C
+void syr2k(char uplo, char op, int n, int k, double alpha, const double* a, int lda,
+           const double* b, int ldb, double beta, double* c, int ldc) {
+  require(uplo == 'U' && op == 'N', "syr2k", "U and N");
+  const auto x = operand("syr2k", 'N', a, n, k, lda), y = operand("syr2k", 'N', b, n, k, ldb);
+  const auto result = operand("syr2k", 'N', c, n, n, ldc);
+  for (int j = 0; j < n; ++j) {
+    for (int i = 0; i <= j; ++i) {
+      double sum = 0;
+      for (int l = 0; l < k; ++l) sum += x(i, l) * y(j, l) + y(i, l) * x(j, l);
+      blend(result(i, j), alpha, sum, beta);
+    }
+  }
+}
+
+// C <- H C for the reflectors of sytrd.
+template <typename T>
+void ormtr(char side, char uplo, char op, int m, int n, const T* a, int lda, const T* tau, T* c,
+           int ldc, T* work, int size) {
+  require(side == 'L' && uplo == 'U' && op == 'N', "ormtr", "L, U and N");
+  require(size >= 32 * n + 65 * 64, "ormtr", "the workspace of blocks of 32");
+  std::fill_n(work, size, T(0));
+  const auto upper = operand("ormtr", 'N', a, m, m, lda);
+  const auto result = operand("ormtr", 'N', c, m, n, ldc);
+  for (int i = 0; i + 1 < m; ++i) {
+    for (int j = 0; j < n; ++j) {
+      T sum = result(i, j);
+      for (int l = 0; l < i; ++l) sum += upper(l, i + 1) * result(l, j);
+      result(i, j) -= tau[i] * sum;
+      for (int l = 0; l < i; ++l) result(l, j) -= tau[i] * sum * upper(l, i + 1);
+    }
+  }
+}
+
+// Z <- the eigenvectors of the tridiagonal matrix (d, e), d <- its ascending eigenvalues, by Jacobi
+// rotations.
+int stedc(char start, int n, double* d, double* e, double* z, int ldz, double* work, int size,
+          int* integers, int count) {
+  require(start == 'I', "stedc", "I for Z at the start");
+  require(size >= 1 + 4 * n + n * n && count >= 3 + 5 * n, "stedc", "its workspaces");
+  std::fill_n(work, size, 0.0);
+  std::fill_n(integers, count, 0);
+  const auto vectors = operand("stedc", 'N', z, n, n, ldz);
+  const auto matrix = operand("stedc", 'N', work, n, n, n);
+  double norm = 0;
+  for (int i = 0; i < n; ++i) {
+    for (int j = 0; j < n; ++j) vectors(i, j) = i == j;
+    matrix(i, i) = d[i];
+    if (i + 1 < n) matrix(i, i + 1) = matrix(i + 1, i) = e[i];
+    norm += std::abs(d[i]) + (i + 1 < n ? std::abs(e[i]) : 0);
+  }
+  const auto rotate = [n](const Matrix<double>& of, int p, int q, double c,
+                          double s) {  // two columns
+    for (int i = 0; i < n; ++i) {
+      const double x = of(i, p), y = of(i, q);
+      of(i, p) = c * x - s * y;
+      of(i, q) = s * x + c * y;
+    }
+  };
+  for (bool rotated = true; rotated;) {
+    rotated = false;
+    for (int p = 0; p < n; ++p) {
+      for (int q = p + 1; q < n; ++q) {
+        const double off = matrix(p, q);
+        if (std::abs(off) <= std::numeric_limits<double>::epsilon() / 16 * norm) continue;
+        rotated = true;
+        const double angle = std::atan2(2 * off, matrix(q, q) - matrix(p, p)) / 2;
+        const double c = std::cos(angle), s = std::sin(angle);
+        rotate(matrix, p, q, c, s);
+        rotate({matrix.data, matrix.column_step, matrix.row_step}, p, q, c, s);
+        rotate(vectors, p, q, c, s);
+      }
+    }
+  }
+  for (int i = 0; i < n; ++i) d[i] = matrix(i, i);
+  for (int i = 0; i < n; ++i) {
+    const int least = static_cast<int>(std::min_element(d + i, d + n) - d);
+    if (least == i) continue;
+    std::swap(d[i], d[least]);
+    std::swap_ranges(z + i * ldz, z + i * ldz + n, z + least * ldz);
+  }
+  return 0;
+}
+
 }  // namespace
 
 #define PLAIN_DEFINE(T, p)                                                                        \
@@ -228,9 +364,34 @@ int lauum(char uplo, int n, T* a, int lda) {
   }                                                                                               \
   void TNT_FORTRAN(p##lauum)(const char* uplo, const int* n, T* a, const int* lda, int* info) {   \
     *info = lauum(*uplo, *n, a, *lda);                                                            \
+  }                                                                                               \
+  void TNT_FORTRAN(p##sytrd)(const char* uplo, const int* n, T* a, const int* lda, T* d, T* e,    \
+                             T* tau, T* work, const int* size, int* info) {                       \
+    sytrd(*uplo, *n, a, *lda, d, e, tau, work, *size);                                            \
+    *info = 0;                                                                                    \
+  }                                                                                               \
+  void TNT_FORTRAN(p##ormtr)(const char* side, const char* uplo, const char* op, const int* m,    \
+                             const int* n, const T* a, const int* lda, const T* tau, T* c,        \
+                             const int* ldc, T* work, const int* size, int* info) {               \
+    ormtr(*side, *uplo, *op, *m, *n, a, *lda, tau, c, *ldc, work, *size);                         \
+    *info = 0;                                                                                    \
   }
 
 extern "C" {
 PLAIN_DEFINE(float, s)
 PLAIN_DEFINE(double, d)
+void TNT_FORTRAN(dlatrd)(const char* uplo, const int* n, const int* columns, double* a,
+                         const int* lda, double* e, double* tau, double* w, const int* ldw) {
+  latrd(*uplo, *n, *columns, a, *lda, e, tau, w, *ldw);
+}
+void TNT_FORTRAN(dsyr2k)(const char* uplo, const char* op, const int* n, const int* k,
+                         const double* alpha, const double* a, const int* lda, const double* b,
+                         const int* ldb, const double* beta, double* c, const int* ldc) {
+  syr2k(*uplo, *op, *n, *k, *alpha, a, *lda, b, *ldb, *beta, c, *ldc);
+}
+void TNT_FORTRAN(dstedc)(const char* start, const int* n, double* d, double* e, double* z,
+                         const int* ldz, double* work, const int* size, int* integers,
+                         const int* count, int* info) {
+  *info = stedc(*start, *n, d, e, z, *ldz, work, *size, integers, *count);
+}
 }

@@ -132,6 +132,7 @@ def measure_kernel(
 ):
     """The largest |entry| of BLOCK rows of S + damping I, and the sum of (entry / largest)^2.
 
+    Of the lower triangle; the sum counts entries below the diagonal twice, as mirror images.
     The entries' squares would leave float32's range, so they are divided by the largest first.
 
     Grid: one program for each BLOCK rows of a matrix, which it reads twice; it writes two numbers.
@@ -148,7 +149,7 @@ def measure_kernel(
     bits = tl.program_id(0).to(tl.int64) * 0
     for start in range(0, rows, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        inside = (row < rows)[:, None] & (column < rows)[None, :]
+        inside = (row < rows)[:, None] & (row[:, None] >= column[None, :])
         entry = tl.load(at + column[None, :], mask=inside, other=0)
         damped = entry + eps * _identity(row, column, rows, STATE)
         bits = tl.maximum(bits, _largest_bits(damped, STATE))
@@ -160,10 +161,11 @@ def measure_kernel(
     squares = tl.zeros((BLOCK, BLOCK), STATE)
     for start in range(0, tl.where(finite, rows, 0), BLOCK):
         column = start + tl.arange(0, BLOCK)
-        inside = (row < rows)[:, None] & (column < rows)[None, :]
+        inside = (row < rows)[:, None] & (row[:, None] >= column[None, :])
         entry = tl.load(at + column[None, :], mask=inside, other=0)
         scaled = (entry + eps * _identity(row, column, rows, STATE)) / divisor
-        squares += scaled * scaled
+        twice = tl.where(row[:, None] > column[None, :], 2.0, 1.0).to(STATE)
+        squares += twice * scaled * scaled
     measure = measures + tl.program_id(0) * 2
     tl.store(measure, largest)
     tl.store(measure + 1, tl.sum(tl.sum(squares, axis=1), axis=0).to(tl.float64))
