@@ -59,8 +59,8 @@ class Task:
         batch_size: of a step.
         seeds: the number of final runs.
         metric: of an epoch, minimised; None for the smoothed training loss.
-        after: a shorter task of the same problem. Its best rate and that one's two neighbours are
-            then the search.
+        after: a shorter task of the same problem, whose times of a step serve both. Its best rate
+            and that one's two neighbours are then the search.
     """
 
     label: str
@@ -136,7 +136,8 @@ def main(
             maker()  # missing data end the command here
             searched = 3 if quick else SEARCHED
             _train(file, name, one, maker, jobs, searched)
-            _measure(file, name, one, maker, threads or 1)
+            if one.after is None:
+                _measure(file, name, one, maker, threads or 1)
     for name, one in tasks.items():
         plot(rows(file.runs, name, one), one, out.with_name(f"{out.stem}-{name}.png"))
     timed = {run["key"]["task"] for run in file.runs if run["key"]["settings"] is None}
@@ -144,7 +145,7 @@ def main(
     pages = [
         f"## {known[name].label}\n\n" + "\n".join(table(HEADER, map(cells, found)))
         for name in known
-        if name in timed
+        if (known[name].after or name) in timed
         for found in [rows(file.runs, name, known[name])]
     ]
     text = "\n\n".join([TITLE, *pages])
@@ -348,7 +349,8 @@ class Row:
 def rows(runs: Sequence[Mapping[str, Any]], name: str, task: Task) -> list[Row]:
     """The rows of one task, the untuned optimizers first."""
     own = [run for run in runs if run["key"]["task"] == name]
-    seconds = next(run["median_seconds"] for run in own if run["key"]["settings"] is None)
+    key = {"task": task.after or name, "settings": None}
+    seconds = next(run["median_seconds"] for run in runs if key.items() <= run["key"].items())
     finals: dict[str, list[Mapping[str, Any]]] = {}
     for run in own:
         settings = run["key"]["settings"]
