@@ -174,10 +174,10 @@ void blend_square(int64_t n, T alpha, const T* x, int64_t x_stride, double decay
   T values[kSmall];
   for (int64_t i = 0; i < n; ++i) values[i] = x[i * x_stride];
   for (int64_t r = 0; r < n; ++r) {
-    const T factor = alpha * values[r];
     T* line = stat + r * stride;
     for (int64_t i = 0; i <= r; ++i) {
-      line[i] = blend(static_cast<T>(decay), line[i], factor * values[i]);
+      // In the order of the BLAS, which takes half precision: the same bits.
+      line[i] = blend(static_cast<T>(decay), line[i], alpha * (values[r] * values[i]));
     }
   }
   mirror_lower(stat, n, stride);

@@ -92,7 +92,7 @@ def test_nothing_is_left_of_a_failure_that_is_caught(name: str) -> None:
     run = Dictated(name, [{"params": [p]}, {"params": [q]}], **EVERY_STEP, lr=0.0)
     good, bad = [noise(3, 4), noise(5)], [noise(3, 4) / 0, noise(5)]
     run.step(good)
-    saved = copy.deepcopy(run.opt.state_dict())
+    saved, start = copy.deepcopy(run.opt.state_dict()), p.detach().clone()
     for _ in range(4):
         with pytest.warns(RuntimeWarning, match="not finite"):
             run.step(bad)
@@ -101,6 +101,7 @@ def test_nothing_is_left_of_a_failure_that_is_caught(name: str) -> None:
     assert run.opt.state_dict()["state"][0]["skipped_statistics"] == 5
     assert copy.deepcopy(run.opt).failures()["skipped_statistics"] == 5
     run.opt.load_state_dict(saved)
+    p.data.copy_(start)
     assert run.opt.failures() == NO_FAILURES
     run.step(good)
     assert bool(torch.isfinite(p).all())
