@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from bench import baselines
 from bench.comparison import OURS, Candidate, Comparison
@@ -23,7 +22,7 @@ from bench.inputs import (
     poisoned,
     symmetric_modes,
 )
-from bench.work import Work, gram_work, inverse_work, products_work, step_work
+from bench.work import Work, gram_work, inverse_work, products_work, root_work, step_work
 from tnt_kernels import (
     backends,
     damped_inverse,
@@ -109,10 +108,8 @@ def root(parameter_set: ParameterSet, device: torch.device) -> Problem:
     """Refresh all roots once, 1 / 2k for k modes as in Shampoo."""
     stats = gram_statistics(parameter_set, generator(device))
     roots = [2 * len(view) for view in parameter_set.views]
-    with FlopCounterMode(display=False) as counter:
-        expected, info = reference.inverse_root(in_float64(stats), DAMPING, roots)
+    expected, info = reference.inverse_root(in_float64(stats), DAMPING, roots)
     assert not info.any()
-    counted = counter.get_total_flops()
     served = backends().ops["inverse_root"][device.type]
 
     def candidate(name: str, make: Callable[..., object], graph: bool = False) -> Candidate:
@@ -125,9 +122,7 @@ def root(parameter_set: ParameterSet, device: torch.device) -> Problem:
             candidate("coupled Newton in torch", reference.inverse_root),
         ],
         flat(expected),
-        # Products of polynomials of one matrix are symmetric.
-        Work(counted // 2, inverse_work(parameter_set).bytes),
-        note="flops are those of the reference's iteration",
+        root_work(parameter_set),
     )
 
 

@@ -39,6 +39,16 @@ def inverse_work(parameter_set: ParameterSet) -> Work:
     return Work(flops, 2 * _factor_bytes(parameter_set))
 
 
+def root_work(parameter_set: ParameterSet) -> Work:
+    """One inverse root of every statistic by eigenvalues: reads S, writes A.
+
+    4/3 d^3 to a tridiagonal matrix, 4/3 d^3 for its eigenvectors, 2 d^3 to transform them, d^3 for
+    one triangle of the product.
+    """
+    flops = sum(d if flat else 17 * d**3 // 3 for _, d, flat in _modes(parameter_set))
+    return Work(flops, 2 * _factor_bytes(parameter_set))
+
+
 def products_work(parameter_set: ParameterSet) -> Work:
     """Every tensor multiplied by all its factors: reads both, writes the product."""
     flops = sum((1 if flat else 2 * d) * size for size, d, flat in _modes(parameter_set))

@@ -36,7 +36,7 @@ from bench.test_steps import (
     steps_of,
     without_checks,
 )
-from bench.work import Work, gram_work, inverse_work, products_work, step_work
+from bench.work import Work, gram_work, inverse_work, products_work, root_work, step_work
 from tnt_kernels import reference
 from tools.measuring.parameter_sets import DEFAULT_SETS, PARAMETER_SETS, ParameterSet
 
@@ -56,6 +56,7 @@ def test_work_of_one_matrix_is_the_hand_count() -> None:
     assert gram_work(one) == Work(6 * 5 * 2 + 15 * 3 * 2, 4 * (15 + 18 + 50), symmetric=True)
     # Inverses: d^3; S read, A written.
     assert inverse_work(one) == Work(27 + 125, 4 * (18 + 50))
+    assert root_work(one) == Work(153 + 708, 4 * (18 + 50))
     # Products: 3 x 3 by 3 x 5, then 3 x 5 by 5 x 5.
     assert products_work(one) == Work(90 + 150, 4 * (15 + 15 + 9 + 25))
     # The step reads and writes momentum and weight, and reads the gradient: three times 15 more.
