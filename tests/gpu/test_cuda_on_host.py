@@ -149,11 +149,15 @@ def test_pivots_of_rounding_size(served: Call, n: int, dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("n", [9, 140])
 def test_not_finite_on_one_side_of_the_diagonal(served: Call, n: int) -> None:
+    """Only the lower triangle is read."""
     for row, column in ((0, n - 1), (n - 1, 0), (0, 1), (1, 0)):
         stat = statistic(n, diagonal=False)
+        (wanted,), _ = served([[stat]], 0.1)
         stat[row, column] = float("nan")
-        _, info = served([[stat]], 0.1)
-        assert info.tolist() == [1]
+        (found,), info = served([[stat]], 0.1)
+        assert info.tolist() == [int(row > column)]
+        if row < column:
+            identical(found[0], wanted[0])
 
 
 @pytest.mark.parametrize("bad", [0, 1, 2, 3])
@@ -202,7 +206,12 @@ BAD_ARGUMENTS: dict[str, Callable[[Tensor], tuple[Any, ...]]] = {
         [2],
         scalar(0.1),
     ),
-    "stats must have 2 entries, got 1": lambda s: ([s.clone()], [s], [2], scalar(0.1)),
+    "orders must sum to the length of stats, 1, got": lambda s: (
+        [s.clone()],
+        [s],
+        [2],
+        scalar(0.1),
+    ),
     "orders must be at least 1, got 0": lambda s: ([s.clone()], [s], [0], scalar(0.1)),
     "out must have 1 entries, got 0": lambda s: ([], [s], [1], scalar(0.1)),
     "damping must be in": lambda s: ([s.clone()], [s], [1], scalar(-0.1)),

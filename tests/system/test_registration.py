@@ -77,6 +77,8 @@ def results_of_everything() -> list[Tensor]:
         written = given()
         if "scales" in written:  # float64 numbers computed from float32 ones
             written["scales"] = written["scales"].float()
+        if given.name == "inverse_root":  # the reference's iteration stops at 1e-6 in any dtype
+            written["factors"] = [[factor.float() for factor in row] for row in written["factors"]]
         results += everything(written)
 
     from tnt_optim import TNT
