@@ -68,7 +68,7 @@ void check_tensors(const char* name, at::TensorList tensors) {
   for (size_t t = 0; t < tensors.size(); ++t) check_tensor(name, t, tensors[t]);
 }
 
-// The BLAS counts in 32 bits: the numbers beside a mode with a full factor must fit.
+// Refuses tensors that are too large for the BLAS, whose sizes have 32 bits.
 void check_products(at::TensorList tensors, at::TensorList factors) {
   size_t next = 0;
   for (size_t t = 0; t < tensors.size(); ++t) {
