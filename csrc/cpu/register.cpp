@@ -75,8 +75,9 @@ void check_products(at::TensorList tensors, at::TensorList factors) {
     for (const int64_t d : tensors[t].sizes()) {
       const int64_t rest = tensors[t].numel() / std::max<int64_t>(d, 1);
       TORCH_CHECK_VALUE(d <= 1 || factors[next].dim() == 1 || rest <= blas::kMaxSize,
-                        entry("factors", next), " must be (", d, ",), diagonal: a mode beside ",
-                        rest, " numbers is too long for the BLAS (", blas::kMaxSize, ")");
+                        entry("factors", next), " must be diagonal, (", d, ",): ", rest,
+                        " numbers for each of its rows are more than the BLAS can count, ",
+                        blas::kMaxSize);
       ++next;
     }
   }
