@@ -40,7 +40,7 @@ pybind11::dict build_info() {
 #ifdef TNT_WITHOUT_CPU
   info["blas"] = "none";
 #else
-  info["blas"] = tnt::blas::name();
+  info["blas"] = tnt::blas::description();
 #endif
 #ifdef TNT_CUDA_ARCHITECTURES
   info["cuda"] = std::to_string(CUDART_VERSION / 1000) + "." +

@@ -1,16 +1,20 @@
-// The only file that knows the BLAS and LAPACK.
+// The only file, with blas.cpp, that knows the BLAS and LAPACK.
 //
 // The default is OpenBLAS from the scipy-openblas32 package; setup.py and CMakeLists.txt describe
 // how to build with another one. TNT_BLAS_PREFIX is the prefix of its Fortran names.
 // TNT_BLAS_SET_THREADS names its function that sets the number of threads, if it has one: the
 // kernels make many calls in parallel on PyTorch's threads, so each call must use one thread.
 //
+// General products may come from PyTorch's own library instead (blas.cpp).
+//
 // gemm, syrk and symv take row-major matrices and pass them to Fortran as column-major transposes.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <string>
+#include <tuple>
 
 #ifndef TNT_BLAS_PREFIX
 #define TNT_BLAS_PREFIX scipy_
@@ -22,38 +26,47 @@
 #define TNT_JOIN(prefix, name) TNT_JOIN_NOW(prefix, name)
 #define TNT_FORTRAN(name) TNT_JOIN(TNT_BLAS_PREFIX, name)
 
+// A general product.
+template <typename T>
+using Gemm = void(const char*, const char*, const int64_t*, const int64_t*, const int64_t*,
+                  const T*, const T*, const int64_t*, const T*, const int64_t*, const T*, T*,
+                  const int64_t*);
+
 // p: s for float, d for double.
-#define TNT_DECLARE(T, p)                                                                         \
-  void TNT_FORTRAN(p##gemm)(const char*, const char*, const int*, const int*, const int*,         \
-                            const T*, const T*, const int*, const T*, const int*, const T*, T*,   \
-                            const int*);                                                          \
-  void TNT_FORTRAN(p##syrk)(const char*, const char*, const int*, const int*, const T*, const T*, \
-                            const int*, const T*, T*, const int*);                                \
-  void TNT_FORTRAN(p##trmm)(const char*, const char*, const char*, const char*, const int*,       \
-                            const int*, const T*, const T*, const int*, T*, const int*);          \
-  void TNT_FORTRAN(p##trsm)(const char*, const char*, const char*, const char*, const int*,       \
-                            const int*, const T*, const T*, const int*, T*, const int*);          \
-  void TNT_FORTRAN(p##symv)(const char*, const int*, const T*, const T*, const int*, const T*,    \
-                            const int*, const T*, T*, const int*);                                \
-  void TNT_FORTRAN(p##potrf)(const char*, const int*, T*, const int*, int*);                      \
-  void TNT_FORTRAN(p##trtri)(const char*, const char*, const int*, T*, const int*, int*);         \
-  void TNT_FORTRAN(p##lauum)(const char*, const int*, T*, const int*, int*);                      \
-  void TNT_FORTRAN(p##sytrd)(const char*, const int*, T*, const int*, T*, T*, T*, T*, const int*, \
-                             int*);                                                               \
-  void TNT_FORTRAN(p##ormtr)(const char*, const char*, const char*, const int*, const int*,       \
-                             const T*, const int*, const T*, T*, const int*, T*, const int*,      \
-                             int*);
+#define TNT_DECLARE(T, p)                                                                       \
+  void TNT_FORTRAN(p##gemm)(const char*, const char*, const int64_t*, const int64_t*,           \
+                            const int64_t*, const T*, const T*, const int64_t*, const T*,       \
+                            const int64_t*, const T*, T*, const int64_t*);                      \
+  void TNT_FORTRAN(p##syrk)(const char*, const char*, const int64_t*, const int64_t*, const T*, \
+                            const T*, const int64_t*, const T*, T*, const int64_t*);            \
+  void TNT_FORTRAN(p##trmm)(const char*, const char*, const char*, const char*, const int64_t*, \
+                            const int64_t*, const T*, const T*, const int64_t*, T*,             \
+                            const int64_t*);                                                    \
+  void TNT_FORTRAN(p##trsm)(const char*, const char*, const char*, const char*, const int64_t*, \
+                            const int64_t*, const T*, const T*, const int64_t*, T*,             \
+                            const int64_t*);                                                    \
+  void TNT_FORTRAN(p##symv)(const char*, const int64_t*, const T*, const T*, const int64_t*,    \
+                            const T*, const int64_t*, const T*, T*, const int64_t*);            \
+  void TNT_FORTRAN(p##potrf)(const char*, const int64_t*, T*, const int64_t*, int64_t*);        \
+  void TNT_FORTRAN(p##trtri)(const char*, const char*, const int64_t*, T*, const int64_t*,      \
+                             int64_t*);                                                         \
+  void TNT_FORTRAN(p##lauum)(const char*, const int64_t*, T*, const int64_t*, int64_t*);        \
+  void TNT_FORTRAN(p##sytrd)(const char*, const int64_t*, T*, const int64_t*, T*, T*, T*, T*,   \
+                             const int64_t*, int64_t*);                                         \
+  void TNT_FORTRAN(p##ormtr)(const char*, const char*, const char*, const int64_t*,             \
+                             const int64_t*, const T*, const int64_t*, const T*, T*,            \
+                             const int64_t*, T*, const int64_t*, int64_t*);
 
 extern "C" {
 TNT_DECLARE(float, s)
 TNT_DECLARE(double, d)
-void TNT_FORTRAN(dlatrd)(const char*, const int*, const int*, double*, const int*, double*, double*,
-                         double*, const int*);
-void TNT_FORTRAN(dsyr2k)(const char*, const char*, const int*, const int*, const double*,
-                         const double*, const int*, const double*, const int*, const double*,
-                         double*, const int*);
-void TNT_FORTRAN(dstedc)(const char*, const int*, double*, double*, double*, const int*, double*,
-                         const int*, int*, const int*, int*);
+void TNT_FORTRAN(dlatrd)(const char*, const int64_t*, const int64_t*, double*, const int64_t*,
+                         double*, double*, double*, const int64_t*);
+void TNT_FORTRAN(dsyr2k)(const char*, const char*, const int64_t*, const int64_t*, const double*,
+                         const double*, const int64_t*, const double*, const int64_t*,
+                         const double*, double*, const int64_t*);
+void TNT_FORTRAN(dstedc)(const char*, const int64_t*, double*, double*, double*, const int64_t*,
+                         double*, const int64_t*, int64_t*, const int64_t*, int64_t*);
 #ifdef TNT_BLAS_SET_THREADS
 void TNT_BLAS_SET_THREADS(int);
 #endif
@@ -67,37 +80,71 @@ namespace tnt::blas {
 // The largest size or leading dimension that fits this BLAS's 32-bit integers.
 constexpr int64_t kMaxSize = std::numeric_limits<int>::max();
 
-// A size or leading dimension, of at most kMaxSize, as Fortran takes it.
+// A size or leading dimension, of at most kMaxSize, as Fortran takes it: a library with 32-bit
+// integers reads the first half of these, and writes it.
 struct Int {
-  Int(int64_t size) : value(static_cast<int>(size)) {}
-  int value;
+  Int(int64_t size) : value(size) {}
+  int64_t value;
 };
+
+// General products.
+struct Products {
+  Gemm<float>* of_floats;
+  Gemm<double>* of_doubles;
+  // Of PyTorch's: sets the calling thread's number of threads, 0 for that of the process; returns
+  // the former.
+  int (*set_threads)(int);
+};
+constexpr Products own_products{TNT_FORTRAN(sgemm), TNT_FORTRAN(dgemm), nullptr};
+// Of more than kUnpackedProduct: this BLAS's or PyTorch's.
+inline Products products = own_products;
+
+// Chooses `products` when the extension loads. `wanted` is "own", "torch" or empty: PyTorch's on
+// Intel's processors, if it has them. Throws std::invalid_argument.
+void choose_products(const std::string& wanted);
+
+// The libraries in use, and why.
+std::string description();
 
 // Up to this product of M, N and K, OpenBLAS has kernels for small matrices, without packing.
 constexpr int64_t kUnpackedProduct = 1000000;
 
-inline std::string name() {
-#ifdef TNT_BLAS_CONFIG
-  return TNT_BLAS_CONFIG();
-#else
-  return "set at build time";
-#endif
-}
-
-// Called once, when the extension loads.
+// At the start of every operator: another package may have changed the number since.
 inline void use_one_thread_per_call() {
 #ifdef TNT_BLAS_SET_THREADS
   TNT_BLAS_SET_THREADS(1);
 #endif
 }
 
+// While it lives, PyTorch's products use one thread.
+class OneThreadPerCall {
+ public:
+  explicit OneThreadPerCall(const Products& of)
+      : set_(of.set_threads), former_(set_ ? set_(1) : 0) {}
+  ~OneThreadPerCall() {
+    if (set_) set_(former_);
+  }
+  OneThreadPerCall(const OneThreadPerCall&) = delete;
+  OneThreadPerCall& operator=(const OneThreadPerCall&) = delete;
+
+ private:
+  int (*set_)(int);
+  int former_;
+};
+
+template <typename T>
+void fortran_gemm(char ta, char tb, Int m, Int n, Int k, T alpha, const T* a, Int lda, const T* b,
+                  Int ldb, T beta, T* c, Int ldc) {
+  const bool own = m.value * n.value <= kUnpackedProduct / std::max<int64_t>(k.value, 1);
+  const Products& from = own ? own_products : products;
+  const OneThreadPerCall one(from);
+  const auto gemm = std::get<Gemm<T>*>(std::tuple(from.of_floats, from.of_doubles));
+  gemm(&ta, &tb, &m.value, &n.value, &k.value, &alpha, a, &lda.value, b, &ldb.value, &beta, c,
+       &ldc.value);
+}
+
 // Overloads for float and double.
 #define TNT_DEFINE(T, p)                                                                         \
-  inline void fortran_gemm(char ta, char tb, Int m, Int n, Int k, T alpha, const T* a, Int lda,  \
-                           const T* b, Int ldb, T beta, T* c, Int ldc) {                         \
-    TNT_FORTRAN(p##gemm)(&ta, &tb, &m.value, &n.value, &k.value, &alpha, a, &lda.value, b,       \
-                         &ldb.value, &beta, c, &ldc.value);                                      \
-  }                                                                                              \
   inline void fortran_syrk(char uplo, char trans, Int n, Int k, T alpha, const T* a, Int lda,    \
                            T beta, T* c, Int ldc) {                                              \
     TNT_FORTRAN(p##syrk)(&uplo, &trans, &n.value, &k.value, &alpha, a, &lda.value, &beta, c,     \
@@ -117,34 +164,34 @@ inline void use_one_thread_per_call() {
   }                                                                                              \
   inline void fortran_symv(char uplo, Int n, T alpha, const T* a, Int lda, const T* x, T beta,   \
                            T* y) {                                                               \
-    const int one = 1;                                                                           \
+    const int64_t one = 1;                                                                       \
     TNT_FORTRAN(p##symv)(&uplo, &n.value, &alpha, a, &lda.value, x, &one, &beta, y, &one);       \
   }                                                                                              \
-  inline int fortran_potrf(char uplo, Int n, T* a, Int lda) {                                    \
-    int info = 0;                                                                                \
+  inline int64_t fortran_potrf(char uplo, Int n, T* a, Int lda) {                                \
+    int64_t info = 0;                                                                            \
     TNT_FORTRAN(p##potrf)(&uplo, &n.value, a, &lda.value, &info);                                \
     return info;                                                                                 \
   }                                                                                              \
-  inline int fortran_trtri(char uplo, Int n, T* a, Int lda) {                                    \
+  inline int64_t fortran_trtri(char uplo, Int n, T* a, Int lda) {                                \
     const char diag = 'N';                                                                       \
-    int info = 0;                                                                                \
+    int64_t info = 0;                                                                            \
     TNT_FORTRAN(p##trtri)(&uplo, &diag, &n.value, a, &lda.value, &info);                         \
     return info;                                                                                 \
   }                                                                                              \
-  inline int fortran_lauum(char uplo, Int n, T* a, Int lda) {                                    \
-    int info = 0;                                                                                \
+  inline int64_t fortran_lauum(char uplo, Int n, T* a, Int lda) {                                \
+    int64_t info = 0;                                                                            \
     TNT_FORTRAN(p##lauum)(&uplo, &n.value, a, &lda.value, &info);                                \
     return info;                                                                                 \
   }                                                                                              \
   inline void fortran_sytrd(char uplo, Int n, T* a, Int lda, T* d, T* e, T* tau, T* work,        \
                             Int size) {                                                          \
-    int info = 0;                                                                                \
+    int64_t info = 0;                                                                            \
     TNT_FORTRAN(p##sytrd)(&uplo, &n.value, a, &lda.value, d, e, tau, work, &size.value, &info);  \
   }                                                                                              \
   inline void fortran_ormtr(char uplo, Int m, Int n, const T* a, Int lda, const T* tau, T* c,    \
                             Int ldc, T* work, Int size) {                                        \
     const char side = 'L', trans = 'N';                                                          \
-    int info = 0;                                                                                \
+    int64_t info = 0;                                                                            \
     TNT_FORTRAN(p##ormtr)(&side, &uplo, &trans, &m.value, &n.value, a, &lda.value, tau, c,       \
                           &ldc.value, work, &size.value, &info);                                 \
   }
@@ -164,10 +211,10 @@ inline void fortran_syr2k(char uplo, Int n, Int k, double alpha, const double* a
                       &beta, c, &ldc.value);
 }
 
-inline int fortran_stedc(Int n, double* d, double* e, double* z, Int ldz, double* work, Int size,
-                         int* integers, Int count) {
+inline int64_t fortran_stedc(Int n, double* d, double* e, double* z, Int ldz, double* work,
+                             Int size, int64_t* integers, Int count) {
   const char start = 'I';
-  int info = 0;
+  int64_t info = 0;
   TNT_FORTRAN(dstedc)(&start, &n.value, d, e, z, &ldz.value, work, &size.value, integers,
                       &count.value, &info);
   return info;

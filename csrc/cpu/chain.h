@@ -155,6 +155,7 @@ constexpr double kLargeFlops = 2e7;
 // first, then large items one after the other, so that only one of them is in memory.
 template <typename Item, typename Run>
 void run_chains(const std::vector<Item>& items, const Run& run) {
+  blas::use_one_thread_per_call();
   std::vector<std::pair<double, size_t>> small;
   std::vector<size_t> large;
   double total = 0;

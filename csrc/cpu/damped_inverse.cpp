@@ -180,6 +180,7 @@ Rescaling rescale(const TensorModes& tensor, double damping, bool relative) {
 
 void damped_inverse(const std::vector<TensorModes>& tensors, double damping, bool relative,
                     int32_t* info) {
+  blas::use_one_thread_per_call();
   std::vector<Rescaling> rescalings;
   rescalings.reserve(tensors.size());
   for (const TensorModes& tensor : tensors) {

@@ -333,6 +333,7 @@ std::vector<Tile> plan(const std::vector<GramMode>& modes, const std::vector<Unf
 
 void gram_ema(const std::vector<GramMode>& modes, double decay) {
   if (decay == 1) return;
+  blas::use_one_thread_per_call();
   std::vector<Unfolding> unfoldings;
   unfoldings.reserve(modes.size());
   for (const GramMode& mode : modes) unfoldings.push_back(unfold(mode.tensor, mode.mode));

@@ -71,7 +71,7 @@ struct Eigen {
         largest = std::max(largest, before + std::abs(values[i]) + after);
       }
     }
-    std::vector<int> integers(static_cast<size_t>(3 + 5 * n));
+    std::vector<int64_t> integers(static_cast<size_t>(3 + 5 * n));
     const bool converged = blas::fortran_stedc(n, values, off_diagonal, vectors, ld, work, size,
                                                integers.data(), 3 + 5 * n) == 0;
     noise = roundings() * (std::numeric_limits<T>::epsilon() * largest +
@@ -164,6 +164,7 @@ bool root(const FactorMode& mode, T eps, int64_t p, Scratch& scratch) {
 
 void inverse_root(const std::vector<TensorModes>& tensors, double damping,
                   const std::vector<int64_t>& roots, int32_t* info) {
+  blas::use_one_thread_per_call();
   make_factors(
       tensors, 40.0,
       [&](int64_t t, int64_t i, Scratch& scratch) {

@@ -7,6 +7,7 @@
 #include <torch/library.h>
 
 #include <cmath>
+#include <cstdlib>
 
 #include "check.h"
 #include "cpu/blas.h"
@@ -270,7 +271,8 @@ at::Tensor grafted_directions_op(at::TensorList momenta, at::TensorList second_m
 }  // namespace
 
 void register_cpu_kernels() {
-  blas::use_one_thread_per_call();
+  const char* wanted = std::getenv("TNT_BLAS");
+  blas::choose_products(wanted ? wanted : "");
   pthread_atfork(nullptr, nullptr, [] { in_forked_child = true; });
   // Never freed: at exit, PyTorch's dispatcher may be gone first.
   auto& library = *new torch::Library(torch::Library::IMPL, "tnt_kernels", c10::DispatchKey::CPU,

@@ -280,7 +280,7 @@ void ormtr(char side, char uplo, char op, int m, int n, const T* a, int lda, con
 // Z <- the eigenvectors of the tridiagonal matrix (d, e), d <- its ascending eigenvalues, by Jacobi
 // rotations.
 int stedc(char start, int n, double* d, double* e, double* z, int ldz, double* work, int size,
-          int* integers, int count) {
+          int64_t* integers, int64_t count) {
   require(start == 'I', "stedc", "I for Z at the start");
   require(size >= 1 + 4 * n + n * n && count >= 3 + 5 * n, "stedc", "its workspaces");
   std::fill_n(work, size, 0.0);
@@ -329,69 +329,73 @@ int stedc(char start, int n, double* d, double* e, double* z, int ldz, double* w
 
 }  // namespace
 
-#define PLAIN_DEFINE(T, p)                                                                        \
-  void TNT_FORTRAN(p##gemm)(const char* op_a, const char* op_b, const int* m, const int* n,       \
-                            const int* k, const T* alpha, const T* a, const int* lda, const T* b, \
-                            const int* ldb, const T* beta, T* c, const int* ldc) {                \
-    gemm(*op_a, *op_b, *m, *n, *k, *alpha, a, *lda, b, *ldb, *beta, c, *ldc);                     \
-  }                                                                                               \
-  void TNT_FORTRAN(p##syrk)(const char* uplo, const char* op, const int* n, const int* k,         \
-                            const T* alpha, const T* a, const int* lda, const T* beta, T* c,      \
-                            const int* ldc) {                                                     \
-    syrk(*uplo, *op, *n, *k, *alpha, a, *lda, *beta, c, *ldc);                                    \
-  }                                                                                               \
-  void TNT_FORTRAN(p##trmm)(const char* side, const char* uplo, const char* op, const char* diag, \
-                            const int* m, const int* n, const T* alpha, const T* a,               \
-                            const int* lda, T* b, const int* ldb) {                               \
-    trmm(*side, *uplo, *op, *diag, *m, *n, *alpha, a, *lda, b, *ldb);                             \
-  }                                                                                               \
-  void TNT_FORTRAN(p##trsm)(const char* side, const char* uplo, const char* op, const char* diag, \
-                            const int* m, const int* n, const T* alpha, const T* a,               \
-                            const int* lda, T* b, const int* ldb) {                               \
-    trsm(*side, *uplo, *op, *diag, *m, *n, *alpha, a, *lda, b, *ldb);                             \
-  }                                                                                               \
-  void TNT_FORTRAN(p##symv)(const char* uplo, const int* n, const T* alpha, const T* a,           \
-                            const int* lda, const T* x, const int* step_x, const T* beta, T* y,   \
-                            const int* step_y) {                                                  \
-    symv(*uplo, *n, *alpha, a, *lda, x, *step_x, *beta, y, *step_y);                              \
-  }                                                                                               \
-  void TNT_FORTRAN(p##potrf)(const char* uplo, const int* n, T* a, const int* lda, int* info) {   \
-    *info = potrf(*uplo, *n, a, *lda);                                                            \
-  }                                                                                               \
-  void TNT_FORTRAN(p##trtri)(const char* uplo, const char* diag, const int* n, T* a,              \
-                             const int* lda, int* info) {                                         \
-    *info = trtri(*uplo, *diag, *n, a, *lda);                                                     \
-  }                                                                                               \
-  void TNT_FORTRAN(p##lauum)(const char* uplo, const int* n, T* a, const int* lda, int* info) {   \
-    *info = lauum(*uplo, *n, a, *lda);                                                            \
-  }                                                                                               \
-  void TNT_FORTRAN(p##sytrd)(const char* uplo, const int* n, T* a, const int* lda, T* d, T* e,    \
-                             T* tau, T* work, const int* size, int* info) {                       \
-    sytrd(*uplo, *n, a, *lda, d, e, tau, work, *size);                                            \
-    *info = 0;                                                                                    \
-  }                                                                                               \
-  void TNT_FORTRAN(p##ormtr)(const char* side, const char* uplo, const char* op, const int* m,    \
-                             const int* n, const T* a, const int* lda, const T* tau, T* c,        \
-                             const int* ldc, T* work, const int* size, int* info) {               \
-    ormtr(*side, *uplo, *op, *m, *n, a, *lda, tau, c, *ldc, work, *size);                         \
-    *info = 0;                                                                                    \
+#define PLAIN_DEFINE(T, p)                                                                         \
+  void TNT_FORTRAN(p##gemm)(const char* op_a, const char* op_b, const int64_t* m,                  \
+                            const int64_t* n, const int64_t* k, const T* alpha, const T* a,        \
+                            const int64_t* lda, const T* b, const int64_t* ldb, const T* beta,     \
+                            T* c, const int64_t* ldc) {                                            \
+    gemm(*op_a, *op_b, *m, *n, *k, *alpha, a, *lda, b, *ldb, *beta, c, *ldc);                      \
+  }                                                                                                \
+  void TNT_FORTRAN(p##syrk)(const char* uplo, const char* op, const int64_t* n, const int64_t* k,  \
+                            const T* alpha, const T* a, const int64_t* lda, const T* beta, T* c,   \
+                            const int64_t* ldc) {                                                  \
+    syrk(*uplo, *op, *n, *k, *alpha, a, *lda, *beta, c, *ldc);                                     \
+  }                                                                                                \
+  void TNT_FORTRAN(p##trmm)(const char* side, const char* uplo, const char* op, const char* diag,  \
+                            const int64_t* m, const int64_t* n, const T* alpha, const T* a,        \
+                            const int64_t* lda, T* b, const int64_t* ldb) {                        \
+    trmm(*side, *uplo, *op, *diag, *m, *n, *alpha, a, *lda, b, *ldb);                              \
+  }                                                                                                \
+  void TNT_FORTRAN(p##trsm)(const char* side, const char* uplo, const char* op, const char* diag,  \
+                            const int64_t* m, const int64_t* n, const T* alpha, const T* a,        \
+                            const int64_t* lda, T* b, const int64_t* ldb) {                        \
+    trsm(*side, *uplo, *op, *diag, *m, *n, *alpha, a, *lda, b, *ldb);                              \
+  }                                                                                                \
+  void TNT_FORTRAN(p##symv)(const char* uplo, const int64_t* n, const T* alpha, const T* a,        \
+                            const int64_t* lda, const T* x, const int64_t* step_x, const T* beta,  \
+                            T* y, const int64_t* step_y) {                                         \
+    symv(*uplo, *n, *alpha, a, *lda, x, *step_x, *beta, y, *step_y);                               \
+  }                                                                                                \
+  void TNT_FORTRAN(p##potrf)(const char* uplo, const int64_t* n, T* a, const int64_t* lda,         \
+                             int64_t* info) {                                                      \
+    *info = potrf(*uplo, *n, a, *lda);                                                             \
+  }                                                                                                \
+  void TNT_FORTRAN(p##trtri)(const char* uplo, const char* diag, const int64_t* n, T* a,           \
+                             const int64_t* lda, int64_t* info) {                                  \
+    *info = trtri(*uplo, *diag, *n, a, *lda);                                                      \
+  }                                                                                                \
+  void TNT_FORTRAN(p##lauum)(const char* uplo, const int64_t* n, T* a, const int64_t* lda,         \
+                             int64_t* info) {                                                      \
+    *info = lauum(*uplo, *n, a, *lda);                                                             \
+  }                                                                                                \
+  void TNT_FORTRAN(p##sytrd)(const char* uplo, const int64_t* n, T* a, const int64_t* lda, T* d,   \
+                             T* e, T* tau, T* work, const int64_t* size, int64_t* info) {          \
+    sytrd(*uplo, *n, a, *lda, d, e, tau, work, *size);                                             \
+    *info = 0;                                                                                     \
+  }                                                                                                \
+  void TNT_FORTRAN(p##ormtr)(const char* side, const char* uplo, const char* op, const int64_t* m, \
+                             const int64_t* n, const T* a, const int64_t* lda, const T* tau, T* c, \
+                             const int64_t* ldc, T* work, const int64_t* size, int64_t* info) {    \
+    ormtr(*side, *uplo, *op, *m, *n, a, *lda, tau, c, *ldc, work, *size);                          \
+    *info = 0;                                                                                     \
   }
 
 extern "C" {
 PLAIN_DEFINE(float, s)
 PLAIN_DEFINE(double, d)
-void TNT_FORTRAN(dlatrd)(const char* uplo, const int* n, const int* columns, double* a,
-                         const int* lda, double* e, double* tau, double* w, const int* ldw) {
+void TNT_FORTRAN(dlatrd)(const char* uplo, const int64_t* n, const int64_t* columns, double* a,
+                         const int64_t* lda, double* e, double* tau, double* w,
+                         const int64_t* ldw) {
   latrd(*uplo, *n, *columns, a, *lda, e, tau, w, *ldw);
 }
-void TNT_FORTRAN(dsyr2k)(const char* uplo, const char* op, const int* n, const int* k,
-                         const double* alpha, const double* a, const int* lda, const double* b,
-                         const int* ldb, const double* beta, double* c, const int* ldc) {
+void TNT_FORTRAN(dsyr2k)(const char* uplo, const char* op, const int64_t* n, const int64_t* k,
+                         const double* alpha, const double* a, const int64_t* lda, const double* b,
+                         const int64_t* ldb, const double* beta, double* c, const int64_t* ldc) {
   syr2k(*uplo, *op, *n, *k, *alpha, a, *lda, b, *ldb, *beta, c, *ldc);
 }
-void TNT_FORTRAN(dstedc)(const char* start, const int* n, double* d, double* e, double* z,
-                         const int* ldz, double* work, const int* size, int* integers,
-                         const int* count, int* info) {
+void TNT_FORTRAN(dstedc)(const char* start, const int64_t* n, double* d, double* e, double* z,
+                         const int64_t* ldz, double* work, const int64_t* size, int64_t* integers,
+                         const int64_t* count, int64_t* info) {
   *info = stedc(*start, *n, d, e, z, *ldz, work, *size, integers, *count);
 }
 }

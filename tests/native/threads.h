@@ -21,7 +21,7 @@ constexpr bool kSanitized = false;
 // Once, before anything else: three threads on any machine, so that every machine cuts the work at
 // the same places.
 inline void use_three_threads() {
-  tnt::blas::use_one_thread_per_call();
+  tnt::blas::choose_products("");
 #ifndef TNT_STD_THREADS
   at::set_num_threads(3);
 #else

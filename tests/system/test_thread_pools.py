@@ -1,18 +1,21 @@
 """Thread pools of a whole process: after a fork, and next to PyTorch's own."""
 
+import os
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
 
-def run_alone(source: str, timeout: float = 120) -> str:
+def run_alone(source: str, timeout: float = 120, **environment: str) -> str:
     """Runs a script in a process of its own, in the tests' folder; returns what it prints."""
     result = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(source)],
         cwd=Path(__file__).parents[1],
+        env={**os.environ, **environment},
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -72,3 +75,59 @@ def test_as_many_threads_as_pytorch_has(threads: int) -> None:
         print((time.process_time() - cpu) / (time.perf_counter() - wall))
     """)
     assert float(printed) < threads + 0.1
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("blas", ["own", "torch"])
+def test_products_leave_pytorchs_threads_alone(blas: str, threads: int) -> None:
+    """The calling thread's products have one thread during a call, and PyTorch's after it."""
+    if blas == "torch" and not torch.backends.mkl.is_available():
+        pytest.skip("this PyTorch has no MKL")
+    printed = run_alone(
+        f"""
+        import torch
+        import tnt_kernels
+
+        torch.set_num_threads({threads})
+        before = torch.__config__.parallel_info()
+        g = torch.randn(300, 200, dtype=torch.float64)
+        factors = [[torch.eye(300, dtype=torch.float64), torch.eye(200, dtype=torch.float64) * 2]]
+        product, = tnt_kernels.mode_products([g], factors)
+        assert torch.equal(product, 2 * g)
+        assert torch.__config__.parallel_info() == before
+        print(tnt_kernels.backends().versions["BLAS"])
+        """,
+        TNT_BLAS=blas,
+    )
+    assert f"(TNT_BLAS={blas})" in printed
+    assert ("by PyTorch's MKL" in printed) == (blas == "torch")
+
+
+def test_another_package_may_change_the_number_of_threads() -> None:
+    """As threadpoolctl does: the next call sets it back to one."""
+    run_alone("""
+        import ctypes
+        from pathlib import Path
+        import torch
+        import scipy_openblas32
+        import tnt_kernels
+
+        path = next(Path(scipy_openblas32.get_lib_dir()).glob("lib*openblas*.so"))
+        blas = ctypes.CDLL(str(path))
+        factors = [[torch.eye(3), torch.eye(2)]]
+        for call in (
+            lambda: tnt_kernels.gram_ema_(factors, [torch.ones(3, 2)], 0.5),
+            lambda: tnt_kernels.damped_inverse(factors, 0.1),
+            lambda: tnt_kernels.inverse_root(factors, 0.1, [2]),
+            lambda: tnt_kernels.mode_products([torch.ones(3, 2)], factors),
+        ):
+            blas.scipy_openblas_set_num_threads(2)
+            assert blas.scipy_openblas_get_num_threads() == 2
+            call()
+            assert blas.scipy_openblas_get_num_threads() == 1
+    """)
+
+
+def test_a_blas_that_there_is_not() -> None:
+    with pytest.raises(AssertionError, match="ValueError: TNT_BLAS must be 'own', 'torch' or not"):
+        run_alone("import tnt_kernels", TNT_BLAS="mkl")
