@@ -29,6 +29,9 @@ BFLOAT16_SPACING = 2.0**-7
 # expected value. Inputs are well conditioned, and no sum has more than some thousand terms.
 FLOAT64_OPERATOR = 1e-12
 FLOAT32_OPERATOR = 1e-5
+# The same with both operands of each product rounded to bfloat16, at most 2^-9 each; up to three
+# products follow each other.
+BFLOAT16_OPERATOR = 6 * 2.0**-9
 # The coupled Newton iteration, of the reference and on a GPU, stops at max |M - I| <= 1e-6 in every
 # dtype, with M = H^p (S + eps I). The error of the root H is then about 1e-6 / p.
 NEWTON_OPERATOR = 5e-6

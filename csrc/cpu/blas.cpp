@@ -17,9 +17,12 @@ Function* symbol(void* library, const char* name) {
 Products products_of_torch() {
   Products found{};
   if (void* torch = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD)) {
-    found = {symbol<Gemm<float>>(torch, "sgemm_"), symbol<Gemm<double>>(torch, "dgemm_"),
+    found = {symbol<Gemm<float, float>>(torch, "sgemm_"),
+             symbol<Gemm<double, double>>(torch, "dgemm_"),
+             symbol<Gemm<BFloat16, float>>(torch, "gemm_bf16bf16f32_"),
              symbol<int(int)>(torch, "MKL_Set_Num_Threads_Local")};
-    dlclose(torch);  // it stays loaded
+    if (!__builtin_cpu_supports("amx-bf16")) found.of_bfloat16s = nullptr;  // not measured
+    dlclose(torch);                                                         // it stays loaded
   }
   const bool complete = found.of_floats && found.of_doubles && found.set_threads;
   return complete ? found : Products{};
@@ -57,7 +60,8 @@ std::string description() {
 #else
   const std::string own = "set at build time";
 #endif
-  return own + (products.set_threads ? ", large products by PyTorch's MKL (" : " (") + reason + ")";
+  return own + (products.set_threads ? ", large products by PyTorch's MKL (" : " (") + reason +
+         (multiplies_bfloat16() ? ", bfloat16 units)" : ")");
 }
 
 }  // namespace tnt::blas

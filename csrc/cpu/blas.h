@@ -15,6 +15,9 @@
 #include <limits>
 #include <string>
 #include <tuple>
+#include <type_traits>
+
+#include "cpu/views.h"
 
 #ifndef TNT_BLAS_PREFIX
 #define TNT_BLAS_PREFIX scipy_
@@ -26,10 +29,10 @@
 #define TNT_JOIN(prefix, name) TNT_JOIN_NOW(prefix, name)
 #define TNT_FORTRAN(name) TNT_JOIN(TNT_BLAS_PREFIX, name)
 
-// A general product.
-template <typename T>
+// A general product of matrices of numbers In.
+template <typename In, typename T>
 using Gemm = void(const char*, const char*, const int64_t*, const int64_t*, const int64_t*,
-                  const T*, const T*, const int64_t*, const T*, const int64_t*, const T*, T*,
+                  const T*, const In*, const int64_t*, const In*, const int64_t*, const T*, T*,
                   const int64_t*);
 
 // p: s for float, d for double.
@@ -89,13 +92,15 @@ struct Int {
 
 // General products.
 struct Products {
-  Gemm<float>* of_floats;
-  Gemm<double>* of_doubles;
+  Gemm<float, float>* of_floats;
+  Gemm<double, double>* of_doubles;
+  // Summed in float, on the processor's units for matrices of bfloat16; null without either.
+  Gemm<BFloat16, float>* of_bfloat16s;
   // Of PyTorch's: sets the calling thread's number of threads, 0 for that of the process; returns
   // the former.
   int (*set_threads)(int);
 };
-constexpr Products own_products{TNT_FORTRAN(sgemm), TNT_FORTRAN(dgemm), nullptr};
+constexpr Products own_products{TNT_FORTRAN(sgemm), TNT_FORTRAN(dgemm), nullptr, nullptr};
 // Of more than kUnpackedProduct: this BLAS's or PyTorch's.
 inline Products products = own_products;
 
@@ -105,6 +110,11 @@ void choose_products(const std::string& wanted);
 
 // The libraries in use, and why.
 std::string description();
+
+// Whether products of bfloat16 numbers are faster than those of float, and from which size of a
+// mode and of the rest of its tensor: rounding would cost smaller ones more than it saves.
+inline bool multiplies_bfloat16() { return products.of_bfloat16s != nullptr; }
+constexpr int64_t kLeastRounded = 64;
 
 // Up to this product of M, N and K, OpenBLAS has kernels for small matrices, without packing.
 constexpr int64_t kUnpackedProduct = 1000000;
@@ -132,13 +142,15 @@ class OneThreadPerCall {
   int former_;
 };
 
-template <typename T>
-void fortran_gemm(char ta, char tb, Int m, Int n, Int k, T alpha, const T* a, Int lda, const T* b,
+template <typename In, typename T>
+void fortran_gemm(char ta, char tb, Int m, Int n, Int k, T alpha, const In* a, Int lda, const In* b,
                   Int ldb, T beta, T* c, Int ldc) {
-  const bool own = m.value * n.value <= kUnpackedProduct / std::max<int64_t>(k.value, 1);
+  const bool own = !std::is_same_v<In, BFloat16> &&
+                   m.value * n.value <= kUnpackedProduct / std::max<int64_t>(k.value, 1);
   const Products& from = own ? own_products : products;
   const OneThreadPerCall one(from);
-  const auto gemm = std::get<Gemm<T>*>(std::tuple(from.of_floats, from.of_doubles));
+  const auto gemm =
+      std::get<Gemm<In, T>*>(std::tuple(from.of_floats, from.of_doubles, from.of_bfloat16s));
   gemm(&ta, &tb, &m.value, &n.value, &k.value, &alpha, a, &lda.value, b, &ldb.value, &beta, c,
        &ldc.value);
 }
@@ -226,9 +238,9 @@ inline int64_t fortran_stedc(Int n, double* d, double* e, double* z, Int ldz, do
 enum class Transposed { kNone, kFirst, kSecond };
 
 // C (m, n) <- alpha A B + beta C, for A (m, k) and B (k, n). If beta is 0, C is not read.
-template <typename T>
-void gemm(Transposed operand, int64_t m, int64_t n, int64_t k, T alpha, const T* a, int64_t lda,
-          const T* b, int64_t ldb, T beta, T* c, int64_t ldc) {
+template <typename In, typename T>
+void gemm(Transposed operand, int64_t m, int64_t n, int64_t k, T alpha, const In* a, int64_t lda,
+          const In* b, int64_t ldb, T beta, T* c, int64_t ldc) {
   fortran_gemm(operand == Transposed::kSecond ? 'T' : 'N',
                operand == Transposed::kFirst ? 'T' : 'N', n, m, k, alpha, b, ldb, a, lda, beta, c,
                ldc);

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "cpu/blas.h"
+#include "cpu/elementwise.h"
 #include "cpu/tasks.h"
 #include "cpu/transpose.h"
 
@@ -36,9 +37,11 @@ constexpr int64_t kPanel = 1 << 13;
 
 // Out (d, rest) <- alpha A In^T + beta Out, for In (rest, d): one mode's product, which rotates the
 // modes, the last to the front. Without the rotation, products of middle modes would be strided,
-// and skinny if the modes behind them are small (a convolution's 9).
+// and skinny if the modes behind them are small (a convolution's 9). With `rounded`, memory for
+// d (d + rest) numbers, the product is of numbers rounded to bfloat16.
 template <typename T>
-void rotating_product(const Factor& factor, int64_t rest, T alpha, const T* in, T beta, T* out) {
+void rotating_product(const Factor& factor, int64_t rest, T alpha, const T* in, T beta, T* out,
+                      BFloat16* rounded) {
   const int64_t d = factor.d;
   const T* a = static_cast<const T*>(factor.data);
   const double flops = 2 * static_cast<double>(rest) * static_cast<double>(d) *
@@ -57,8 +60,26 @@ void rotating_product(const Factor& factor, int64_t rest, T alpha, const T* in, 
   const bool cut_rest = factor.diagonal || rest >= 64 * cuts;
   const int64_t whole = cut_rest ? rest : d;
   const int64_t side = std::max<int64_t>(((whole + cuts - 1) / cuts + 15) / 16 * 16, 1);
+  const bool rounds =
+      rounded != nullptr && !factor.diagonal && std::min(d, rest) >= blas::kLeastRounded;
+  if constexpr (std::is_same_v<T, float>) {
+    if (rounds) round_all(a, d * d, rounded);
+    if (rounds) round_all(in, rest * d, rounded + d * d);
+  }
   run_tasks((whole + side - 1) / side, flops, [&](int64_t task, Scratch& scratch) {
     const int64_t first = task * side, size = std::min(side, whole - first);
+    const auto multiply = [&](const auto* left, const auto* right) {
+      if (cut_rest) {
+        blas::gemm(blas::Transposed::kSecond, d, size, d, alpha, left, d, right + first * d, d,
+                   beta, out + first, rest);
+      } else {
+        blas::gemm(blas::Transposed::kSecond, size, rest, d, alpha, left + first * d, d, right, d,
+                   beta, out + first * rest, rest);
+      }
+    };
+    if constexpr (std::is_same_v<T, float>) {
+      if (rounds) return multiply(rounded, rounded + d * d);
+    }
     if (factor.diagonal) {
       constexpr int64_t kRows = 32, kColumns = 256;  // of a tile, which stays in the cache
       T* tile = scratch.get<T>(kRows * kColumns);
@@ -93,31 +114,29 @@ void rotating_product(const Factor& factor, int64_t rest, T alpha, const T* in, 
         blas::gemm(blas::Transposed::kFirst, d, rows, d, alpha, a, d, panel, rows, beta, out + r,
                    rest);
       }
-    } else if (cut_rest) {
-      blas::gemm(blas::Transposed::kSecond, d, size, d, alpha, a, d, in + first * d, d, beta,
-                 out + first, rest);
     } else {
-      blas::gemm(blas::Transposed::kSecond, size, rest, d, alpha, a + first * d, d, in, d, beta,
-                 out + first * rest, rest);
+      multiply(a, in);
     }
   });
 }
 
 // The numbers of workspace that chain_product needs.
-inline int64_t chain_scratch(const std::vector<Factor>& factors) {
-  int64_t count = 1, products = 0;
+inline int64_t chain_scratch(const std::vector<Factor>& factors, bool rounded) {
+  int64_t count = 1, products = 0, largest = 0;
   for (const Factor& factor : factors) {
     count *= factor.d;
     products += factor.d != 1;
+    if (!factor.diagonal) largest = std::max(largest, factor.d * factor.d);
   }
-  return count * std::clamp<int64_t>(products - 1, 0, 2);
+  const int64_t halves = rounded && largest > 1 ? (count + largest + 1) / 2 : 0;
+  return count * std::clamp<int64_t>(products - 1, 0, 2) + halves;
 }
 
 // out <- alpha (G x_1 A_1 ... x_k A_k) + beta out, both contiguous. Inside a task, on its thread;
-// else on all threads.
+// else on all threads. `rounded`: products of floats may be of bfloat16 numbers.
 template <typename T>
 void chain_product(const std::vector<Factor>& factors, const T* tensor, T alpha, T beta, T* out,
-                   T* scratch) {
+                   T* scratch, bool rounded) {
   int64_t count = 1, products = 0;
   for (const Factor& factor : factors) {
     count *= factor.d;
@@ -133,16 +152,19 @@ void chain_product(const std::vector<Factor>& factors, const T* tensor, T alpha,
     return;
   }
   T* const buffers[2] = {scratch, scratch + count};
+  T* const rest_of_scratch = scratch + count * std::clamp<int64_t>(products - 1, 0, 2);
+  auto* halves =
+      rounded && std::is_same_v<T, float> ? reinterpret_cast<BFloat16*>(rest_of_scratch) : nullptr;
   const T* in = tensor;
   int64_t done = 0;
   for (auto factor = factors.rbegin(); factor != factors.rend(); ++factor) {
     if (factor->d == 1) continue;
     const int64_t rest = count / factor->d;
     if (++done == products) {
-      rotating_product(*factor, rest, alpha, in, beta, out);
+      rotating_product(*factor, rest, alpha, in, beta, out, halves);
     } else {
       T* target = buffers[(done - 1) % 2];
-      rotating_product(*factor, rest, T(1), in, T(0), target);
+      rotating_product(*factor, rest, T(1), in, T(0), target, halves);
       in = target;
     }
   }

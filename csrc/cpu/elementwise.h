@@ -178,4 +178,41 @@ const T* contiguous_data(const TensorView& view, T*& buffers) {
   return to;
 }
 
+TNT_WIDEST_VECTORS inline void round_chunk(const float* from, int64_t count, BFloat16* to) {
+  for (int64_t i = 0; i < count; ++i) to[i] = round_to<BFloat16>(from[i]);
+}
+
+// On all threads.
+inline void round_all(const float* from, int64_t count, BFloat16* to) {
+  run_tasks((count + kChunk - 1) / kChunk, 16 * static_cast<double>(count),
+            [&](int64_t chunk, Scratch&) {
+              const int64_t first = chunk * kChunk;
+              round_chunk(from + first, std::min(kChunk, count - first), to + first);
+            });
+}
+
+// A copy of a float tensor in `to`, rounded to bfloat16. Its strides are the view's if that has no
+// gaps, else those of a contiguous tensor, which `strides` keeps.
+inline TensorView rounded_copy(const TensorView& view, std::vector<int64_t>& strides,
+                               BFloat16* to) {
+  const auto* from = static_cast<const float*>(view.data);
+  const int64_t count = view.count();
+  int64_t span = 1;
+  for (int64_t i = 0; i < view.order; ++i) span += (view.sizes[i] - 1) * view.strides[i];
+  strides = contiguous_strides(view);
+  if (count > 0 && span == count) {
+    std::copy_n(view.strides, view.order, strides.begin());
+    round_all(from, count, to);
+  } else {
+    for_each_run<2>(view.order, view.sizes, {strides.data(), view.strides},
+                    [&](int64_t, const auto& offsets, int64_t length, const auto& steps) {
+                      for (int64_t i = 0; i < length; ++i) {
+                        to[offsets[0] + i * steps[0]] =
+                            round_to<BFloat16>(from[offsets[1] + i * steps[1]]);
+                      }
+                    });
+  }
+  return {to, Element::kBFloat16, view.order, view.sizes, strides.data()};
+}
+
 }  // namespace tnt

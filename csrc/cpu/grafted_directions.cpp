@@ -92,7 +92,8 @@ double norm(const T* values, int64_t count) {
 
 template <typename T>
 double direction_scale(const GraftedDirection& one, const GraftRates& rates, Scratch& scratch) {
-  T* buffers = scratch.get<T>(chain_scratch(one.factors) + copied_count<T>(one.momentum));
+  T* buffers =
+      scratch.get<T>(chain_scratch(one.factors, rates.rounded) + copied_count<T>(one.momentum));
   // After the allocation: if it fails, the moments do not change.
   const double wanted =
       one.second_moment.data == nullptr
@@ -100,7 +101,7 @@ double direction_scale(const GraftedDirection& one, const GraftRates& rates, Scr
           : update_moments<T>(one, rates);
   const T* m = contiguous_data(one.momentum, buffers);
   T* direction = static_cast<T*>(one.out);
-  chain_product(one.factors, m, T(1), T(0), direction, buffers);
+  chain_product(one.factors, m, T(1), T(0), direction, buffers, rates.rounded);
   const double length = norm(direction, one.momentum.count());
   return length == 0 ? 0 : wanted / length;
 }

@@ -21,6 +21,7 @@ struct GraftedDirection {
 
 struct GraftRates {
   double momentum, second_decay, eps;
+  bool rounded;  // the products, as chain_product
 };
 
 // m <- momentum m + g;  v <- second_decay v + (1 - second_decay) g^2;  P = m x_1 A_1 ... x_k A_k;

@@ -47,6 +47,10 @@ struct Panel {
   bool transposed;
 };
 
+// What numbers of a type are computed in.
+template <typename T>
+using Widest = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
 // Copies a panel to `out` (columns, rows), as T.
 template <typename T>
 Panel<T> gather(const Unfolding& x, int64_t row, int64_t rows, int64_t first, int64_t last,
@@ -55,6 +59,10 @@ Panel<T> gather(const Unfolding& x, int64_t row, int64_t rows, int64_t first, in
     using From = std::remove_const_t<std::remove_pointer_t<decltype(null)>>;
     const From* base = static_cast<const From*>(x.data) + row * x.row_stride;
     T* to = out;
+    const auto value = [](From number) {
+      if constexpr (std::is_same_v<From, T>) return number;
+      if constexpr (!std::is_same_v<From, T>) return round_to<T>(convert<Widest<T>>(number));
+    };
     for_each_run(x.column_dimensions, first, last, [&](const auto& offsets, int64_t count) {
       const From* from = base + offsets[0];
       if constexpr (std::is_same_v<From, T>) {
@@ -66,9 +74,9 @@ Panel<T> gather(const Unfolding& x, int64_t row, int64_t rows, int64_t first, in
       }
       for (int64_t c = 0; c < count; ++c, from += x.fastest(), to += rows) {
         if (x.row_stride == 1) {
-          for (int64_t r = 0; r < rows; ++r) to[r] = convert<T>(from[r]);
+          for (int64_t r = 0; r < rows; ++r) to[r] = value(from[r]);
         } else {
-          for (int64_t r = 0; r < rows; ++r) to[r] = convert<T>(from[r * x.row_stride]);
+          for (int64_t r = 0; r < rows; ++r) to[r] = value(from[r * x.row_stride]);
         }
       }
     });
@@ -93,8 +101,8 @@ Panel<T> panel_in_place(const Unfolding& x, int64_t row, int64_t first) {
 }
 
 // C <- alpha A B^T + beta C for two panels of one unfolding, which are both transposed or not.
-template <typename T>
-void off_diagonal(int64_t rows, int64_t columns, int64_t depth, T alpha, Panel<T> a, Panel<T> b,
+template <typename In, typename T>
+void off_diagonal(int64_t rows, int64_t columns, int64_t depth, T alpha, Panel<In> a, Panel<In> b,
                   T beta, T* c, int64_t stride) {
   const auto operand = a.transposed ? blas::Transposed::kFirst : blas::Transposed::kSecond;
   blas::gemm(operand, rows, columns, depth, alpha, a.data, a.stride, b.data, b.stride, beta, c,
@@ -107,17 +115,23 @@ constexpr int64_t kSmall = 200;
 constexpr int64_t kLeaf = 32;
 constexpr int64_t kPartialSum = 1024;
 
+// For bfloat16 there is no rank-k update: triangles of any size are halved down to this.
+constexpr int64_t kHalfLeaf = 128;
+
 int64_t half_of(int64_t n) { return (n / 2 + 15) / 16 * 16; }
 
 // The lower triangle of C (n, n) <- alpha X X^T + beta C; the upper one is undefined afterwards.
-template <typename T>
-void on_diagonal(int64_t n, int64_t depth, T alpha, Panel<T> x, T beta, T* c, int64_t stride) {
-  if (n > kSmall) {
-    return blas::syrk(x.transposed, n, depth, alpha, x.data, x.stride, beta, c, stride);
+template <typename In, typename T>
+void on_diagonal(int64_t n, int64_t depth, T alpha, Panel<In> x, T beta, T* c, int64_t stride) {
+  if constexpr (std::is_same_v<In, T>) {
+    if (n > kSmall) {
+      return blas::syrk(x.transposed, n, depth, alpha, x.data, x.stride, beta, c, stride);
+    }
   }
-  if (n <= kLeaf) return off_diagonal(n, n, depth, alpha, x, x, beta, c, stride);
+  const int64_t leaf = std::is_same_v<In, T> ? kLeaf : kHalfLeaf;
+  if (n <= leaf) return off_diagonal(n, n, depth, alpha, x, x, beta, c, stride);
   const int64_t half = half_of(n);
-  const Panel<T> low{x.data + half * (x.transposed ? 1 : x.stride), x.stride, x.transposed};
+  const Panel<In> low{x.data + half * (x.transposed ? 1 : x.stride), x.stride, x.transposed};
   on_diagonal(half, depth, alpha, x, beta, c, stride);
   off_diagonal(n - half, half, depth, alpha, low, x, beta, c + half * stride, stride);
   on_diagonal(n - half, depth, alpha, low, beta, c + half * (stride + 1), stride);
@@ -192,21 +206,24 @@ struct Tile {
   double flops;
 };
 
-template <typename T>
+// The products are of numbers In.
+template <typename In, typename T>
 void update_tile(const GramMode& mode, const Unfolding& x, const Tile& tile, double decay,
                  Scratch& scratch) {
   const bool square = tile.row == tile.column;
   const T alpha = static_cast<T>(1 - decay);
   T* stat = static_cast<T*>(mode.stat);
   T* lower = stat + tile.row * x.d + tile.column;
-  if (x.columns == 1 && tile.rows <= kSmall && square && x.element == kElement<T>) {
-    const T* vector = static_cast<const T*>(x.data) + tile.row * x.row_stride;
-    return blend_square(tile.rows, alpha, vector, x.row_stride, decay, lower, x.d);
+  if constexpr (std::is_same_v<In, T>) {
+    if (x.columns == 1 && tile.rows <= kSmall && square && x.element == kElement<T>) {
+      const T* vector = static_cast<const T*>(x.data) + tile.row * x.row_stride;
+      return blend_square(tile.rows, alpha, vector, x.row_stride, decay, lower, x.d);
+    }
   }
   // Small products are fastest transposed, because OpenBLAS then loads whole vectors, and up to
   // kUnpackedProduct.
-  const bool small = tile.rows <= kSmall;
-  const bool direct = readable<T>(x) && (!small || panel_in_place<T>(x, 0, 0).transposed);
+  const bool small = std::is_same_v<In, T> && tile.rows <= kSmall;
+  const bool direct = readable<In>(x) && (!small || panel_in_place<In>(x, 0, 0).transposed);
   const int64_t height = tile.rows + (square ? 0 : tile.columns);
   int64_t depth = direct ? x.columns : std::max<int64_t>(64, (1 << 16) / height);
   if (small) {
@@ -217,18 +234,19 @@ void update_tile(const GramMode& mode, const Unfolding& x, const Tile& tile, dou
   // The product stays in the cache until one pass blends it into S.
   const int64_t area = tile.rows * tile.columns;
   T* product = scratch.get<T>(area + (direct ? 0 : height * std::min(depth, x.columns)));
+  In* copies = reinterpret_cast<In*>(product + area);
   if (x.columns == 0) std::fill_n(product, area, T(0));
   T beta = 0;
   for (int64_t first = 0; first < x.columns; first += depth, beta = 1) {
     const int64_t last = std::min(first + depth, x.columns), width = last - first;
-    const auto panel = [&](int64_t row, int64_t rows, T* out) {
-      return direct ? panel_in_place<T>(x, row, first) : gather(x, row, rows, first, last, out);
+    const auto panel = [&](int64_t row, int64_t rows, In* out) {
+      return direct ? panel_in_place<In>(x, row, first) : gather(x, row, rows, first, last, out);
     };
-    const Panel<T> a = panel(tile.row, tile.rows, product + area);
+    const Panel<In> a = panel(tile.row, tile.rows, copies);
     if (square) {
       on_diagonal(tile.rows, width, alpha, a, beta, product, tile.columns);
     } else {
-      const Panel<T> b = panel(tile.column, tile.columns, product + area + tile.rows * width);
+      const Panel<In> b = panel(tile.column, tile.columns, copies + tile.rows * width);
       off_diagonal(tile.rows, tile.columns, width, alpha, a, b, beta, product, tile.columns);
     }
   }
@@ -329,14 +347,54 @@ std::vector<Tile> plan(const std::vector<GramMode>& modes, const std::vector<Unf
   }
 }
 
-}  // namespace
+// Whether a mode's products are of bfloat16 numbers, if these are the tensor's or may be.
+bool in_bfloat16(const GramMode& mode) {
+  const int64_t d = mode.tensor.sizes[mode.mode];
+  return blas::multiplies_bfloat16() && !mode.diagonal && d >= blas::kLeastRounded &&
+         mode.tensor.count() >= blas::kLeastRounded * d;
+}
 
-void gram_ema(const std::vector<GramMode>& modes, double decay) {
-  if (decay == 1) return;
-  blas::use_one_thread_per_call();
+// Every mode's unfolding; if `rounded`, those of floats that are multiplied in bfloat16 are of
+// copies in `scratch`.
+std::vector<Unfolding> unfold_all(const std::vector<GramMode>& modes, bool rounded,
+                                  Scratch& scratch) {
+  const auto copied = [&](const GramMode& mode) {
+    return rounded && mode.tensor.element == Element::kFloat && in_bfloat16(mode);
+  };
+  int64_t count = 0;
+  const int64_t* last = nullptr;  // the tensor of the mode before
+  for (const GramMode& mode : modes) {
+    if (copied(mode) && mode.tensor.sizes != last) count += mode.tensor.count();
+    if (copied(mode)) last = mode.tensor.sizes;
+  }
+  auto* memory = scratch.get<BFloat16>(count);
   std::vector<Unfolding> unfoldings;
   unfoldings.reserve(modes.size());
-  for (const GramMode& mode : modes) unfoldings.push_back(unfold(mode.tensor, mode.mode));
+  TensorView copy{};
+  std::vector<int64_t> strides;
+  last = nullptr;
+  for (const GramMode& mode : modes) {
+    if (!copied(mode)) {
+      unfoldings.push_back(unfold(mode.tensor, mode.mode));
+      continue;
+    }
+    if (mode.tensor.sizes != last) {
+      copy = rounded_copy(mode.tensor, strides, memory);
+      memory += mode.tensor.count();
+      last = mode.tensor.sizes;
+    }
+    unfoldings.push_back(unfold(copy, mode.mode));
+  }
+  return unfoldings;
+}
+
+}  // namespace
+
+void gram_ema(const std::vector<GramMode>& modes, double decay, bool rounded) {
+  if (decay == 1) return;
+  blas::use_one_thread_per_call();
+  Scratch copies;
+  const std::vector<Unfolding> unfoldings = unfold_all(modes, rounded, copies);
   const std::vector<Tile> tiles = plan(modes, unfoldings);
   double flops = 0;
   for (const Tile& tile : tiles) flops += tile.flops;
@@ -346,7 +404,12 @@ void gram_ema(const std::vector<GramMode>& modes, double decay) {
     const Unfolding& x = unfoldings[static_cast<size_t>(tile.mode)];
     with_state(mode.tensor.element, [&](auto zero) {
       using T = decltype(zero);
-      (mode.diagonal ? update_diagonal<T> : update_tile<T>)(mode, x, tile, decay, scratch);
+      if constexpr (std::is_same_v<T, float>) {
+        if (x.element == Element::kBFloat16 && in_bfloat16(mode)) {
+          return update_tile<BFloat16, T>(mode, x, tile, decay, scratch);
+        }
+      }
+      (mode.diagonal ? update_diagonal<T> : update_tile<T, T>)(mode, x, tile, decay, scratch);
     });
   });
 }

@@ -19,6 +19,7 @@ struct GramMode {
 
 // S <- decay S + (1 - decay) mat_i(G) mat_i(G)^T for every mode, symmetric to the bit. Reads only
 // the lower triangle of S: nothing of S if decay is 0, neither S nor G if it is 1.
-void gram_ema(const std::vector<GramMode>& modes, double decay);
+// `rounded`: products of floats may be of bfloat16 numbers, on copies of half the tensors' size.
+void gram_ema(const std::vector<GramMode>& modes, double decay, bool rounded);
 
 }  // namespace tnt

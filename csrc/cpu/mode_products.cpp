@@ -6,18 +6,20 @@ namespace tnt {
 namespace {
 
 template <typename T>
-void multiply(const ModeProduct& product, Scratch& scratch) {
-  T* buffers = scratch.get<T>(chain_scratch(product.factors) + copied_count<T>(product.tensor));
+void multiply(const ModeProduct& product, bool rounded, Scratch& scratch) {
+  T* buffers =
+      scratch.get<T>(chain_scratch(product.factors, rounded) + copied_count<T>(product.tensor));
   const T* source = contiguous_data(product.tensor, buffers);
-  chain_product(product.factors, source, T(1), T(0), static_cast<T*>(product.out), buffers);
+  chain_product(product.factors, source, T(1), T(0), static_cast<T*>(product.out), buffers,
+                rounded);
 }
 
 }  // namespace
 
-void mode_products(const std::vector<ModeProduct>& products) {
+void mode_products(const std::vector<ModeProduct>& products, bool rounded) {
   run_chains(products, [&](size_t i, Scratch& scratch) {
     with_state(products[i].tensor.element,
-               [&](auto zero) { multiply<decltype(zero)>(products[i], scratch); });
+               [&](auto zero) { multiply<decltype(zero)>(products[i], rounded, scratch); });
   });
 }
 

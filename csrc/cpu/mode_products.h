@@ -15,7 +15,7 @@ struct ModeProduct {
   void* out;
 };
 
-// out <- G x_1 A_1 ... x_k A_k for every tensor.
-void mode_products(const std::vector<ModeProduct>& products);
+// out <- G x_1 A_1 ... x_k A_k for every tensor. `rounded`: as chain_product.
+void mode_products(const std::vector<ModeProduct>& products, bool rounded);
 
 }  // namespace tnt

@@ -7,6 +7,7 @@ namespace {
 
 struct Rates {
   double lr, momentum, weight_decay;
+  bool rounded;  // the products
 };
 
 // W <- W - rate W
@@ -47,8 +48,8 @@ void step(const ParameterStep& step, const Rates& rates, Scratch& scratch) {
   // which the BLAS does not multiply: 0 NaN is NaN.
   const bool direct = step.param.element == kElement<T> && step.param.contiguous() && rates.lr != 0;
   const int64_t count = step.param.count();
-  T* buffers = scratch.get<T>(chain_scratch(step.factors) + copied_count<T>(step.momentum) +
-                              (direct ? 0 : count));
+  T* buffers = scratch.get<T>(chain_scratch(step.factors, rates.rounded) +
+                              copied_count<T>(step.momentum) + (direct ? 0 : count));
   // After the allocation: if it fails, the momentum does not change.
   accumulate<false>(step.momentum, step.grad, static_cast<T>(rates.momentum));
   const T* m = contiguous_data(step.momentum, buffers);
@@ -57,9 +58,9 @@ void step(const ParameterStep& step, const Rates& rates, Scratch& scratch) {
     // Not as the product's factor of W: 1 - lr weight_decay, rounded, would decay all of W a little
     // too much or too little in every step.
     if (rates.weight_decay != 0) decay(count, static_cast<T>(rates.lr * rates.weight_decay), w);
-    chain_product(step.factors, m, static_cast<T>(-rates.lr), T(1), w, buffers);
+    chain_product(step.factors, m, static_cast<T>(-rates.lr), T(1), w, buffers, rates.rounded);
   } else {
-    chain_product(step.factors, m, T(1), T(0), buffers, buffers + count);
+    chain_product(step.factors, m, T(1), T(0), buffers, buffers + count, rates.rounded);
     update(step.param, rates, buffers);
   }
 }
@@ -67,8 +68,8 @@ void step(const ParameterStep& step, const Rates& rates, Scratch& scratch) {
 }  // namespace
 
 void preconditioned_step(const std::vector<ParameterStep>& steps, double lr, double momentum,
-                         double weight_decay) {
-  const Rates rates{lr, momentum, weight_decay};
+                         double weight_decay, bool rounded) {
+  const Rates rates{lr, momentum, weight_decay, rounded};
   run_chains(steps, [&](size_t i, Scratch& scratch) {
     with_state(steps[i].param.element,
                [&](auto zero) { step<decltype(zero)>(steps[i], rates, scratch); });

@@ -17,7 +17,8 @@ struct ParameterStep {
 };
 
 // m <- momentum m + g;  W <- W - lr (m x_1 A_1 ... x_k A_k + weight_decay W), for every parameter.
+// `rounded`: as chain_product.
 void preconditioned_step(const std::vector<ParameterStep>& steps, double lr, double momentum,
-                         double weight_decay);
+                         double weight_decay, bool rounded);
 
 }  // namespace tnt

@@ -1,6 +1,7 @@
 // Checks memory safety and the contract before anything is written, converts tensors to pointers
 // and calls the CPU kernels.
 
+#include <ATen/Context.h>
 #include <ATen/Functions.h>
 #include <ATen/core/Tensor.h>
 #include <pthread.h>
@@ -20,6 +21,13 @@
 
 namespace tnt {
 namespace {
+
+// Whether PyTorch's setting allows products of float numbers that are rounded to bfloat16.
+bool may_round() {
+  return blas::multiplies_bfloat16() &&
+         at::globalContext().float32Precision(at::Float32Backend::MKLDNN, at::Float32Op::MATMUL) ==
+             at::Float32Precision::BF16;
+}
 
 // Tells autograd that a kernel wrote through a pointer.
 void mark_written(at::TensorList tensors) {
@@ -111,7 +119,7 @@ void gram_ema_op(at::TensorList stats, at::TensorList tensors, const at::Tensor&
       modes.push_back({view, i, stat.mutable_data_ptr(), stat.dim() == 1});
     }
   }
-  gram_ema(modes, weight);
+  gram_ema(modes, weight, may_round());
   mark_written(stats);
 }
 
@@ -176,7 +184,7 @@ std::vector<at::Tensor> mode_products_op(at::TensorList tensors, at::TensorList 
     products.push_back(
         {view_of(tensor), factors_of(tensor, next), results.back().mutable_data_ptr()});
   }
-  mode_products(products);
+  mode_products(products, may_round());
   return results;
 }
 
@@ -205,7 +213,7 @@ void preconditioned_step_op(at::TensorList params, at::TensorList momenta, at::T
     steps.push_back(
         {view_of(params[t]), view_of(momenta[t]), view_of(grads[t]), factors_of(params[t], next)});
   }
-  preconditioned_step(steps, alpha, mu, gamma);
+  preconditioned_step(steps, alpha, mu, gamma, may_round());
   mark_written(params);
   mark_written(momenta);
 }
@@ -261,7 +269,8 @@ at::Tensor grafted_directions_op(at::TensorList momenta, at::TensorList second_m
     directions.push_back(std::move(one));
   }
   at::Tensor scales = at::zeros(static_cast<int64_t>(momenta.size()), at::kDouble);
-  grafted_directions(directions, {mu, second_decay, eps}, scales.mutable_data_ptr<double>());
+  grafted_directions(directions, {mu, second_decay, eps, may_round()},
+                     scales.mutable_data_ptr<double>());
   mark_written(momenta);
   mark_written(second_moments);
   mark_written(out);

@@ -134,6 +134,8 @@ auto with_state(Element element, const F& f) {
 }
 
 template <typename T>
-constexpr Element kElement = std::is_same_v<T, double> ? Element::kDouble : Element::kFloat;
+constexpr Element kElement = std::is_same_v<T, double>     ? Element::kDouble
+                             : std::is_same_v<T, BFloat16> ? Element::kBFloat16
+                                                           : Element::kFloat;
 
 }  // namespace tnt

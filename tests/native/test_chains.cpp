@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "bfloat16_products.h"
 #include "chain_definition.h"
 #include "cpu/grafted_directions.h"
 #include "cpu/mode_products.h"
@@ -18,6 +19,8 @@
 #include "threads.h"
 
 namespace {
+
+bool may_round = false;  // floats to bfloat16
 
 // kLength and kAdam: grafted_directions, by whose length.
 enum class Operation { kProducts, kStep, kLength, kAdam };
@@ -118,13 +121,13 @@ Values call(const Method& method, std::vector<Problem>& problems) {
     for (Problem& p : problems) {
       products.push_back({p.grad.view(), views_of(p.factors), p.out.data()});
     }
-    tnt::mode_products(products);
+    tnt::mode_products(products, may_round);
   } else if (method.operation == kStep) {
     std::vector<tnt::ParameterStep> steps;
     for (Problem& p : problems) {
       steps.push_back({p.param.view(), p.momentum.view(), p.grad.view(), views_of(p.factors)});
     }
-    tnt::preconditioned_step(steps, method.lr, method.momentum, method.weight_decay);
+    tnt::preconditioned_step(steps, method.lr, method.momentum, method.weight_decay, may_round);
   } else {
     std::vector<tnt::GraftedDirection> directions;
     for (Problem& p : problems) {
@@ -136,8 +139,8 @@ Values call(const Method& method, std::vector<Problem>& problems) {
                             p.out.data(),
                             {p.counts[0], p.counts[1]}});
     }
-    tnt::grafted_directions(directions, {method.momentum, method.second_decay, method.eps},
-                            scales.data());
+    tnt::grafted_directions(
+        directions, {method.momentum, method.second_decay, method.eps, may_round}, scales.data());
   }
   EXPECT(keeps_subnormals());
   return scales;
@@ -332,6 +335,30 @@ void check_many() {
   check(kMethods[0], problems);
 }
 
+// Operands that bfloat16 holds, so that rounding changes nothing: those of one full factor.
+void check_rounded_products() {
+  const BFloat16Products here;
+  may_round = true;
+  for (const Method& method : kMethods) {
+    std::vector<Problem> problems;
+    for (const Shape& sizes :
+         std::vector<Shape>{{128, 70}, {64, 200}, {63, 90}, {65, 3, 70}, {64, 1}, {700, 64}}) {
+      for (size_t full = 0; full < sizes.size(); ++full) {
+        std::vector<bool> diagonal = all(sizes, true);
+        diagonal[full] = false;
+        problems.push_back(
+            integer_problem(method, Element::kFloat, Element::kFloat, sizes, diagonal));
+        if (full > 0 || kSanitized) continue;
+        check(method, {problems.back()});
+        problems.push_back(
+            integer_problem(method, Element::kDouble, Element::kFloat, sizes, diagonal));
+      }
+    }
+    check(method, problems);
+  }
+  may_round = false;
+}
+
 // No elements: no length, and no direction that would need one.
 void check_empty() {
   for (const Operation operation : kOperations) {
@@ -375,6 +402,7 @@ int main() {
   check_blocks();
   check_large();
   check_many();
+  check_rounded_products();
   check_empty();
   check_rounding_once();
   return expect::finish();

@@ -6,12 +6,16 @@
 #include <utility>
 #include <vector>
 
+#include "bfloat16_products.h"
 #include "cpu/gram_ema.h"
 #include "expect.h"
 #include "tensors.h"
 #include "threads.h"
 
 namespace {
+
+// Whether floats may be rounded to bfloat16: these integers are the same there.
+bool may_round = false;
 
 // A tensor and a statistic for each of its modes; diagonal[i] says what kind.
 struct Problem {
@@ -54,7 +58,7 @@ void call(std::vector<Problem>& problems, double decay) {
                        problem.diagonal[i]});
     }
   }
-  tnt::gram_ema(modes, decay);
+  tnt::gram_ema(modes, decay, may_round);
 }
 
 // mat_i(G), its rows one after the other.
@@ -198,7 +202,7 @@ void check_cuts() {
 }
 
 void check_empty() {
-  tnt::gram_ema({}, 0.5);
+  tnt::gram_ema({}, 0.5, false);
   for (const Shape& sizes :
        std::vector<Shape>{{0}, {0, 3}, {4, 0}, {4, 0, 3}, {0, 0}, {2, 200, 0}}) {
     for (const bool diagonal : {false, true}) {
@@ -225,10 +229,16 @@ void check_diagonal_sum() {
 
 int main() {
   use_three_threads();
-  check_layouts();
-  check_alone();
-  check_cuts();
-  check_empty();
-  check_diagonal_sum();
+  const auto check_all = [] {
+    check_layouts();
+    check_alone();
+    check_cuts();
+    check_empty();
+    check_diagonal_sum();
+  };
+  check_all();
+  const BFloat16Products rounded;
+  may_round = true;
+  check_all();
   return expect::finish();
 }
