@@ -59,10 +59,7 @@ Panel<T> gather(const Unfolding& x, int64_t row, int64_t rows, int64_t first, in
     using From = std::remove_const_t<std::remove_pointer_t<decltype(null)>>;
     const From* base = static_cast<const From*>(x.data) + row * x.row_stride;
     T* to = out;
-    const auto value = [](From number) {
-      if constexpr (std::is_same_v<From, T>) return number;
-      if constexpr (!std::is_same_v<From, T>) return round_to<T>(convert<Widest<T>>(number));
-    };
+    const auto value = [](From number) { return round_to<T>(convert<Widest<T>>(number)); };
     for_each_run(x.column_dimensions, first, last, [&](const auto& offsets, int64_t count) {
       const From* from = base + offsets[0];
       if constexpr (std::is_same_v<From, T>) {
