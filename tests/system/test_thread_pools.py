@@ -99,7 +99,7 @@ def test_products_leave_pytorchs_threads_alone(blas: str, threads: int) -> None:
         """,
         TNT_BLAS=blas,
     )
-    assert f"(TNT_BLAS={blas})" in printed
+    assert f"(TNT_BLAS={blas}" in printed
     assert ("by PyTorch's MKL" in printed) == (blas == "torch")
 
 
