@@ -56,21 +56,40 @@ def gram_addmm_(stats: Modes, tensors: Sequence[Tensor], decay: float) -> None:
                 stat.addmm_(unfolding, unfolding.mT, beta=decay, alpha=1 - decay)
 
 
+def gram_whitened_(stats: Modes, tensors: Sequence[Tensor], decay: float, factors: Modes) -> None:
+    """Tensordots with the other modes' factors, the product with the unfolding, one lerp_."""
+    for modes, tensor, row in zip(stats, tensors, factors, strict=True):
+        square = tensor.square().sum()
+        for i, stat in enumerate(modes):
+            product = tensor
+            for j, factor in enumerate(row):
+                product = torch.movedim(product, 0, -1) if i == j else _times(product, factor)
+            left, right = (x.movedim(i, 0).reshape(stat.shape[0], -1) for x in (product, tensor))
+            gram = (left * right).sum(1) if stat.dim() == 1 else left @ right.mT
+            trace = gram.sum() if stat.dim() == 1 else gram.diagonal().sum()
+            stat.lerp_(gram.mul_(square / trace), 1 - decay)
+
+
 # mode_products and preconditioned_step_
 
 
+def _times(tensor: Tensor, factor: Tensor) -> Tensor:
+    """Contracts the first mode with a factor and appends the new one at the end."""
+    if factor.dim() == 1:
+        return torch.movedim(tensor, 0, -1) * factor
+    product: Tensor = torch.tensordot(tensor, factor, dims=([0], [0]))
+    return product
+
+
 def products_tensordot(tensors: Sequence[Tensor], factors: Modes) -> list[Tensor]:
-    """A chain of tensordots: each contracts the first mode and appends the new one at the end.
+    """A chain of tensordots.
 
     After k products the modes are in their order again, with no permuted copy in between.
     """
     products = []
     for tensor, modes in zip(tensors, factors, strict=True):
         for factor in modes:
-            if factor.dim() == 1:
-                tensor = torch.movedim(tensor, 0, -1) * factor
-            else:
-                tensor = torch.tensordot(tensor, factor, dims=([0], [0]))
+            tensor = _times(tensor, factor)
         products.append(tensor.contiguous())
     return products
 

@@ -22,7 +22,15 @@ from bench.inputs import (
     poisoned,
     symmetric_modes,
 )
-from bench.work import Work, gram_work, inverse_work, products_work, root_work, step_work
+from bench.work import (
+    Work,
+    gram_work,
+    inverse_work,
+    products_work,
+    root_work,
+    step_work,
+    whitened_work,
+)
 from tnt_kernels import (
     backends,
     damped_inverse,
@@ -81,6 +89,30 @@ def gram(parameter_set: ParameterSet, device: torch.device) -> Problem:
         ],
         flat(expected),
         gram_work(parameter_set),
+    )
+
+
+def whitened(parameter_set: ParameterSet, device: torch.device) -> Problem:
+    """Refresh all statistics once by maximum likelihood, as the default TNT does."""
+    rng = generator(device)
+    tensors, start = normal(parameter_set.views, rng), symmetric_modes(parameter_set, rng)
+    factors, expected = symmetric_modes(parameter_set, rng), in_float64(start)
+    wide = [tensor.double() for tensor in tensors]
+    reference.gram_ema_(expected, wide, DECAY, in_float64(factors))
+
+    def candidate(name: str, update: Callable[..., None]) -> Candidate:
+        stats = copies(start)
+        return Candidate(
+            name,
+            run=lambda: update(stats, tensors, DECAY, factors),
+            results=lambda: flat(stats),
+            updated=flat(stats),
+        )
+
+    return Problem(
+        [candidate(OURS, gram_ema_), candidate("tensordot + matmul", baselines.gram_whitened_)],
+        flat(expected),
+        whitened_work(parameter_set),
     )
 
 
@@ -181,6 +213,7 @@ def step(parameter_set: ParameterSet, device: torch.device) -> Problem:
 
 OPERATORS: dict[str, Callable[[ParameterSet, torch.device], Problem]] = {
     "gram_ema_": gram,
+    "gram_ema_ whitened": whitened,
     "damped_inverse": inverse,
     "preconditioned_step_": step,
     "mode_products": products,

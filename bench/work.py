@@ -33,6 +33,15 @@ def gram_work(parameter_set: ParameterSet) -> Work:
     return Work(flops, size, symmetric=True)
 
 
+def whitened_work(parameter_set: ParameterSet) -> Work:
+    """The same for whitened Gram matrices: k - 1 mode products more for each, and reads every A."""
+    gram, flops = gram_work(parameter_set), 0
+    for view, row in zip(parameter_set.views, parameter_set.matrices, strict=True):
+        costs = [1 if len(matrix) == 1 else 2 * matrix[0] for matrix in row]
+        flops += math.prod(view) * (len(row) - 1) * sum(costs)
+    return Work(gram.flops + flops, gram.bytes + _factor_bytes(parameter_set))
+
+
 def inverse_work(parameter_set: ParameterSet) -> Work:
     """One damped inverse of every statistic: reads S, writes A."""
     flops = sum(d if flat else d**3 for _, d, flat in _modes(parameter_set))

@@ -37,6 +37,7 @@ from cases import (
 )
 from operators import (
     GRAFTS,
+    GRAMS,
     INVERSES,
     NUMBERS,
     STEPS,
@@ -182,7 +183,7 @@ class EveryOperator(Implementation):
                 if key in ("info", "scales"):
                     assert result.dtype == (torch.int32 if key == "info" else torch.float64)
 
-    @over("gram_ema_", "mode_products", *STEPS)
+    @over(*GRAMS, "mode_products", *STEPS)
     def test_a_tensor_that_is_not_finite(self, variant: str) -> None:
         """NaN stays in its own tensor: its neighbours get the bits they would have had."""
         good = call(variant, [(9, 5)] * 3)
@@ -261,29 +262,43 @@ def _laid_out(given: Call, layout: str) -> Call:
     return given.map(change)
 
 
-class Gram(Implementation):
-    """The edges of gram_ema_'s decay."""
+_of_both = pytest.mark.parametrize("gram", GRAMS)
 
-    def test_decay_zero_does_not_read_the_statistics(self) -> None:
+
+class Gram(Implementation):
+    """gram_ema_: the edges of its decay, and what it must not read."""
+
+    @_of_both
+    def test_decay_zero_does_not_read_the_statistics(self, gram: str) -> None:
         for zero in (0, 0.0, scalar(0.0), scalar(0.0, torch.float32)):
-            given = call("gram_ema_", [*SHAPES[:5], *EMPTY_SHAPES]).with_arguments(decay=zero)
+            given = call(gram, [*SHAPES[:5], *EMPTY_SHAPES]).with_arguments(decay=zero)
             wanted = given.double().with_arguments(decay=0.0)(reference)
             agree(given.map(_poisoned("stats", NAN))(self.functions), wanted, given)
 
-    def test_decay_one_does_not_look_at_the_tensor(self) -> None:
+    @_of_both
+    def test_decay_one_does_not_look_at_the_tensor(self, gram: str) -> None:
         for one, value in ((1, NAN), (1.0, INF), (scalar(1.0), -INF), (scalar(1.0).float(), 1e30)):
-            given = call("gram_ema_", [*SHAPES[:5], *EMPTY_SHAPES]).with_arguments(decay=one)
+            given = call(gram, [*SHAPES[:5], *EMPTY_SHAPES]).with_arguments(decay=one)
             before = given.copy()
             given.map(_poisoned("tensors", value))(self.functions)
             for stat, old in zip(given.written, before.written, strict=True):
                 identical(stat, old)
 
-    def test_the_upper_triangle_is_not_read(self) -> None:
-        given = call("gram_ema_", [(9, 5), (33,)], "full")
+    @_of_both
+    def test_the_upper_triangle_is_not_read(self, gram: str) -> None:
+        given = call(gram, [(9, 5), (33,)], "full")
         wanted = given.double()(reference)
         for stat in given.written:
             stat += torch.full_like(stat, NAN).triu(1)
         agree(given(self.functions), wanted, given)
+
+    @_of_both
+    def test_a_tensor_of_zeros_has_no_gram_matrix(self, gram: str) -> None:
+        given = call(gram, [(9, 5), (3, 4, 5)]).map(_poisoned("tensors", 0.0))
+        before = given.copy()
+        given(self.functions)
+        for stat, old in zip(given.written, before.written, strict=True):
+            close(stat, NUMBERS["gram_ema_"]["decay"] * old.double())
 
 
 def _poisoned(name: str, value: float) -> Callable[[str, Tensor], Tensor]:

@@ -29,6 +29,7 @@ import tnt_kernels
 
 VARIANTS = (
     "gram_ema_",
+    "gram_ema_ whitened",
     "damped_inverse",
     "damped_inverse relative",
     "inverse_root",
@@ -41,6 +42,7 @@ VARIANTS = (
 INVERSES = ("damped_inverse", "damped_inverse relative", "inverse_root")
 STEPS = ("preconditioned_step_", "grafted_directions_", "grafted_directions_ Adam")
 GRAFTS = STEPS[1:]
+GRAMS = ("gram_ema_", "gram_ema_ whitened")
 
 # The arguments that a call writes; the first group may have any strides, `stats` and `out` not.
 STRIDED_WRITTEN = ("params", "momenta", "second_moments")
@@ -169,7 +171,13 @@ def call(
 
     numbers = dict(NUMBERS[name])
     if name == "gram_ema_":
-        return Call(name, {"stats": modes, "tensors": tensors(dtypes), **numbers})
+        whitening: dict[str, Any] = {}
+        if option == "whitened":
+            whitening["factors"] = [
+                mode_statistics(s, k, state, t + 1)
+                for t, (s, k, state) in enumerate(zip(shapes, kinds, states, strict=True))
+            ]
+        return Call(name, {"stats": modes, "tensors": tensors(dtypes), **numbers, **whitening})
     if name == "mode_products":
         return Call(name, {"tensors": tensors(dtypes), "factors": modes})
     if name in INVERSES:
@@ -270,12 +278,16 @@ def rounded_once(actual: Tensor, exact: Tensor, tolerance: float = FLOAT32_OPERA
 
 def by_oracle(given: Call) -> Results:
     """What the call must give, from tests/oracle.py and eigenvalues."""
-    from oracle import contraction, mode_product
+    from oracle import contraction, mode_product, whitened_gram
 
     a = given.double().arguments
     if given.name == "gram_ema_":
         decay = a["decay"]
         grams = [[contraction(g, i) for i in range(g.dim())] for g in a["tensors"]]
+        for t, row in enumerate(a.get("factors", [])):
+            covariances = [torch.linalg.inv(_dense(factor)) for factor in row]
+            g = a["tensors"][t]
+            grams[t] = [whitened_gram(g, covariances, i) for i in range(g.dim())]
         return {
             "stats": [
                 [decay * s + (1 - decay) * _kept(g, s) for s, g in zip(*rows, strict=True)]
@@ -361,7 +373,7 @@ def flat_arguments(given: Call) -> tuple[Any, ...]:
             yield torch.as_tensor(a[key], dtype=torch.float64)
 
     if given.name == "gram_ema_":
-        return flat(a["stats"]), a["tensors"], *numbers()
+        return flat(a["stats"]), a["tensors"], *numbers(), flat(a.get("factors", []))
     if given.name in INVERSES:
         option = a["relative"] if given.name == "damped_inverse" else a["root"]
         return flat(a["out"]), flat(a["stats"]), [len(r) for r in a["stats"]], *numbers(), option

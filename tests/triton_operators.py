@@ -89,8 +89,14 @@ def _on_gpu(launcher: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @_on_gpu
-def gram_ema_(gpu: OnGpu, stats: Modes, tensors: Sequence[Tensor], decay: Number) -> None:
-    given = gpu(flat(stats)), gpu(tensors), scalar(decay)
+def gram_ema_(
+    gpu: OnGpu,
+    stats: Modes,
+    tensors: Sequence[Tensor],
+    decay: Number,
+    factors: Modes | None = None,
+) -> None:
+    given = gpu(flat(stats)), gpu(tensors), scalar(decay), gpu(flat(factors or []))
     gram_ema_kernel.gram_ema_(*given, programs=PROGRAMS)
 
 

@@ -36,7 +36,6 @@ from tnt_kernels.ops import (
     mode_products,
     preconditioned_step_,
 )
-from tnt_kernels.whitening import whitened_gram_ema_
 
 register_reference(_library)
 register_triton(_library)
@@ -51,5 +50,4 @@ __all__ = [
     "mode_products",
     "preconditioned_step_",
     "reference",
-    "whitened_gram_ema_",
 ]

@@ -231,8 +231,9 @@ def _grafted_directions_(*arguments: Any) -> Tensor:
 
 # Operator -> the reference, called with the flat arguments of the operator's schema.
 _REFERENCE: dict[str, Callable[..., Any]] = {
-    "gram_ema_": lambda stats, tensors, decay: reference.gram_ema_(
-        _by_mode(stats, tensors), tensors, decay
+    "gram_ema_": lambda stats, tensors, decay, factors: reference.gram_ema_(
+        *(_by_mode(stats, tensors), tensors, decay),
+        _by_mode(factors, tensors) if factors else None,
     ),
     "damped_inverse": lambda out, stats, orders, damping, relative: reference.damped_inverse(
         _nested(stats, orders), damping, _nested(out, orders), relative

@@ -48,8 +48,16 @@ from tnt_kernels.schemas import NAMESPACE
 
 
 @torch.no_grad()
-def gram_ema_(stats: Modes, tensors: Sequence[Tensor], decay: Number) -> None:
+def gram_ema_(
+    stats: Modes, tensors: Sequence[Tensor], decay: Number, factors: Modes | None = None
+) -> None:
     """S_i <- decay S_i + (1 - decay) mat_i(G) mat_i(G)^T, for each tensor G and mode i.
+
+    With ``factors`` A_j the other modes of each Gram matrix are whitened: it is s_i H_i with
+    H_i = mat_i(G x_{j != i} A_j) mat_i(G)^T. s_i = |G|^2 / tr H_i (0 if tr H_i is not positive)
+    gives it the trace that it has without. With A_j the inverse of the covariance of mode j, these
+    are the alternating updates that maximise the likelihood of a tensor-normal distribution, up to
+    the scale, which its factors share.
 
     Args:
         stats: the moving averages S_i, updated in place; the result is symmetric to the bit. Only
@@ -57,28 +65,43 @@ def gram_ema_(stats: Modes, tensors: Sequence[Tensor], decay: Number) -> None:
         tensors: the tensors G.
         decay: in [0, 1]. At 0, S is overwritten without being read; at 1, S does not change and G
             is not read, so it may hold NaN.
+        factors: the symmetric positive definite A_j; by default identities.
 
     Raises:
         ValueError, TypeError: naming the argument that does not fit; nothing is then changed.
 
-    Source: Ren & Goldfarb 2021, Algorithm 2.
+    Source: Ren & Goldfarb 2021, Algorithm 2. With factors: Dutilleul 1999, "The MLE algorithm for
+    the matrix normal distribution"; in optimizers Lin et al. 2025, "Understanding and improving
+    Shampoo and SOAP via Kullback-Leibler minimization".
 
     >>> stats = [[torch.eye(2), torch.ones(3)]]  # a full and a diagonal mode
     >>> gram_ema_(stats, [torch.tensor([[1.0, 0.0, 2.0], [0.0, 1.0, 0.0]])], decay=0.5)
     >>> stats[0]
     [tensor([[3., 0.],
             [0., 1.]]), tensor([1.0000, 1.0000, 2.5000])]
+    >>> stats = [[torch.zeros(2, 2), torch.zeros(2)]]
+    >>> halves = [[torch.eye(2), torch.tensor([1.0, 0.5])]]
+    >>> gram_ema_(stats, [torch.tensor([[1.0, 0.0], [0.0, 2.0]])], 0.0, halves)
+    >>> stats[0]  # H_1 = diag(1, 2), of trace 3, and |G|^2 = 5
+    [tensor([[1.6667, 0.0000],
+            [0.0000, 3.3333]]), tensor([1., 4.])]
     """
     weight = scalar("decay", decay, low=0.0, high=1.0)
 
     def check() -> None:
         check_tensors("tensors", tensors)
         check_modes("stats", stats, "tensors", tensors, written=True)
-        flat = _flat(stats)
-        check_device(stats=flat, tensors=tensors, decay=weight)
-        check_overlaps({"stats": flat}, {"tensors": tensors})
+        if factors is not None:
+            check_modes("factors", factors, "tensors", tensors)
+        flat, flat_factors = _flat(stats), _flat(factors or [])
+        check_device(stats=flat, tensors=tensors, factors=flat_factors, decay=weight)
+        check_overlaps({"stats": flat}, {"tensors": tensors, "factors": flat_factors})
 
-    _call("gram_ema_", check, lambda: (_flat(stats, tensors), list(tensors), weight))
+    def arguments() -> tuple[Any, ...]:
+        whitening = [] if factors is None else _flat(factors, tensors)
+        return _flat(stats, tensors), list(tensors), weight, whitening
+
+    _call("gram_ema_", check, arguments)
 
 
 @torch.no_grad()

@@ -29,12 +29,25 @@ NEWTON_CONVERGED = 0.1
 NEWTON_TRACE = 0.5
 
 
-def gram_ema_(stats: Modes, tensors: Sequence[Tensor], decay: Number) -> None:
-    """S_i <- decay S_i + (1 - decay) mat_i(G) mat_i(G)^T, for each tensor G and mode i."""
-    for modes, tensor in zip(stats, tensors, strict=True):
+def gram_ema_(
+    stats: Modes, tensors: Sequence[Tensor], decay: Number, factors: Modes | None = None
+) -> None:
+    """S_i <- decay S_i + (1 - decay) s_i mat_i(G x_{j != i} A_j) mat_i(G)^T, for each G and i.
+
+    s_i = |G|^2 / tr H_i (0 if tr H_i is not positive), H_i the product; A_j by default identities.
+    """
+    for t, (modes, tensor) in enumerate(zip(stats, tensors, strict=True)):
         for i, stat in enumerate(modes):
             weight = _scalar_like(stat, decay)
-            gram = _gram(tensor.to(stat.dtype), i, diagonal=stat.dim() == 1)
+            g, diagonal = tensor.to(stat.dtype), stat.dim() == 1
+            if factors is None:
+                gram = _gram(g, g, i, diagonal)
+            else:
+                others = [a if j != i else a.new_ones(len(a)) for j, a in enumerate(factors[t])]
+                (whitened,) = mode_products([g], [others])
+                gram = _gram(whitened, g, i, diagonal)
+                scale = g.square().sum() / _trace(gram)
+                gram = gram * torch.where(_trace(gram) <= 0, 0, scale)
             # where(), because 0 * NaN is NaN: a side of weight 0 may hold anything.
             kept = stat if stat.dim() == 1 else _mirror_lower(stat)
             old = torch.where(weight == 0, torch.zeros_like(stat), weight * kept)
@@ -164,12 +177,14 @@ def _scalar_like(tensor: Tensor, value: Number) -> Tensor:
     return value.to(tensor.device, tensor.dtype, non_blocking=True)
 
 
-def _gram(tensor: Tensor, mode: int, *, diagonal: bool) -> Tensor:
-    """mat_i(G) mat_i(G)^T, symmetric to the bit, or its diagonal."""
-    unfolding = tensor.movedim(mode, 0).flatten(1) if tensor.dim() > 1 else tensor.unsqueeze(1)
+def _gram(product: Tensor, tensor: Tensor, mode: int, diagonal: bool) -> Tensor:
+    """mat_i(P) mat_i(G)^T, symmetric to the bit, or its diagonal."""
+    left, right = (
+        x.movedim(mode, 0).flatten(1) if x.dim() > 1 else x.unsqueeze(1) for x in (product, tensor)
+    )
     if diagonal:
-        return unfolding.square().sum(1)
-    return _mirror_lower(unfolding @ unfolding.mT)
+        return (left * right).sum(1)
+    return _mirror_lower(left @ right.mT)
 
 
 def _mirror_lower(matrix: Tensor) -> Tensor:

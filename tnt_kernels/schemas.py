@@ -15,7 +15,7 @@ import torch
 NAMESPACE = "tnt_kernels"
 
 SCHEMAS = {
-    "gram_ema_": "(Tensor(a!)[] stats, Tensor[] tensors, Tensor decay) -> ()",
+    "gram_ema_": "(Tensor(a!)[] stats, Tensor[] tensors, Tensor decay, Tensor[] factors) -> ()",
     "damped_inverse": (
         "(Tensor(a!)[] out, Tensor[] stats, int[] orders, Tensor damping, bool relative) -> Tensor"
     ),

@@ -125,20 +125,24 @@ double sum_over_elements(int64_t order, const int64_t* sizes,
   return std::accumulate(sums.begin(), sums.end(), 0.0);
 }
 
-// The sum of squares of contiguous numbers, in double: float squares overflow and underflow early.
+// The sum of products of contiguous numbers, in double: float squares overflow and underflow early.
 template <typename T>
-double sum_of_squares(const T* values, int64_t count) {
+double sum_of_products(const T* a, const T* b, int64_t count) {
   constexpr int64_t kLanes = 8;  // independent sums, which the compiler keeps in vectors
   double lanes[kLanes] = {};
   int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) {
     for (int64_t lane = 0; lane < kLanes; ++lane) {
-      const double value = values[i + lane];
-      lanes[lane] += value * value;
+      lanes[lane] += static_cast<double>(a[i + lane]) * b[i + lane];
     }
   }
-  for (; i < count; ++i) lanes[i % kLanes] += static_cast<double>(values[i]) * values[i];
+  for (; i < count; ++i) lanes[i % kLanes] += static_cast<double>(a[i]) * b[i];
   return std::accumulate(lanes, lanes + kLanes, 0.0);
+}
+
+template <typename T>
+double sum_of_squares(const T* values, int64_t count) {
+  return sum_of_products(values, values, count);
 }
 
 inline std::vector<int64_t> contiguous_strides(const TensorView& tensor) {

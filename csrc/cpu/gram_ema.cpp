@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "cpu/blas.h"
+#include "cpu/chain.h"
 #include "cpu/elementwise.h"
 #include "cpu/transpose.h"
 
@@ -97,7 +98,14 @@ Panel<T> panel_in_place(const Unfolding& x, int64_t row, int64_t first) {
   return {data, transposed ? x.fastest() : x.row_stride, transposed};
 }
 
-// C <- alpha A B^T + beta C for two panels of one unfolding, which are both transposed or not.
+// The two operands of a Gram matrix, of one shape and layout: mat_i(P) or mat_i(G), and mat_i(G).
+struct Operands {
+  Unfolding left, right;
+
+  bool same() const { return left.data == right.data; }
+};
+
+// C <- alpha A B^T + beta C for two panels, which are both transposed or not.
 template <typename In, typename T>
 void off_diagonal(int64_t rows, int64_t columns, int64_t depth, T alpha, Panel<In> a, Panel<In> b,
                   T beta, T* c, int64_t stride) {
@@ -112,26 +120,31 @@ constexpr int64_t kSmall = 200;
 constexpr int64_t kLeaf = 32;
 constexpr int64_t kPartialSum = 1024;
 
-// For bfloat16 there is no rank-k update: triangles of any size are halved down to this.
-constexpr int64_t kHalfLeaf = 128;
+// For bfloat16, and for two operands, there is no rank-k update: triangles of any size are halved.
+constexpr int64_t kLargeLeaf = 128;
 
 int64_t half_of(int64_t n) { return (n / 2 + 15) / 16 * 16; }
 
-// The lower triangle of C (n, n) <- alpha X X^T + beta C; the upper one is undefined afterwards.
+// The lower triangle of the symmetric C (n, n) <- alpha A B^T + beta C; the upper one is undefined
+// afterwards.
 template <typename In, typename T>
-void on_diagonal(int64_t n, int64_t depth, T alpha, Panel<In> x, T beta, T* c, int64_t stride) {
+void on_diagonal(int64_t n, int64_t depth, T alpha, Panel<In> a, Panel<In> b, T beta, T* c,
+                 int64_t stride) {
+  const bool large = n > kSmall;
   if constexpr (std::is_same_v<In, T>) {
-    if (n > kSmall) {
-      return blas::syrk(x.transposed, n, depth, alpha, x.data, x.stride, beta, c, stride);
+    if (large && a.data == b.data) {
+      return blas::syrk(a.transposed, n, depth, alpha, a.data, a.stride, beta, c, stride);
     }
   }
-  const int64_t leaf = std::is_same_v<In, T> ? kLeaf : kHalfLeaf;
-  if (n <= leaf) return off_diagonal(n, n, depth, alpha, x, x, beta, c, stride);
+  const int64_t leaf = large || !std::is_same_v<In, T> ? kLargeLeaf : kLeaf;
+  if (n <= leaf) return off_diagonal(n, n, depth, alpha, a, b, beta, c, stride);
   const int64_t half = half_of(n);
-  const Panel<In> low{x.data + half * (x.transposed ? 1 : x.stride), x.stride, x.transposed};
-  on_diagonal(half, depth, alpha, x, beta, c, stride);
-  off_diagonal(n - half, half, depth, alpha, low, x, beta, c + half * stride, stride);
-  on_diagonal(n - half, depth, alpha, low, beta, c + half * (stride + 1), stride);
+  const auto low = [&](Panel<In> x) {
+    return Panel<In>{x.data + half * (x.transposed ? 1 : x.stride), x.stride, x.transposed};
+  };
+  on_diagonal(half, depth, alpha, a, b, beta, c, stride);
+  off_diagonal(n - half, half, depth, alpha, low(a), b, beta, c + half * stride, stride);
+  on_diagonal(n - half, depth, alpha, low(a), low(b), beta, c + half * (stride + 1), stride);
 }
 
 template <typename T>
@@ -205,14 +218,15 @@ struct Tile {
 
 // The products are of numbers In.
 template <typename In, typename T>
-void update_tile(const GramMode& mode, const Unfolding& x, const Tile& tile, double decay,
+void update_tile(const GramMode& mode, const Operands& of, const Tile& tile, double decay,
                  Scratch& scratch) {
-  const bool square = tile.row == tile.column;
-  const T alpha = static_cast<T>(1 - decay);
+  const Unfolding& x = of.right;
+  const bool square = tile.row == tile.column, triangle = square && of.same();
+  const T alpha = static_cast<T>((1 - decay) * mode.weight);
   T* stat = static_cast<T*>(mode.stat);
   T* lower = stat + tile.row * x.d + tile.column;
   if constexpr (std::is_same_v<In, T>) {
-    if (x.columns == 1 && tile.rows <= kSmall && square && x.element == kElement<T>) {
+    if (x.columns == 1 && tile.rows <= kSmall && triangle && x.element == kElement<T>) {
       const T* vector = static_cast<const T*>(x.data) + tile.row * x.row_stride;
       return blend_square(tile.rows, alpha, vector, x.row_stride, decay, lower, x.d);
     }
@@ -221,7 +235,7 @@ void update_tile(const GramMode& mode, const Unfolding& x, const Tile& tile, dou
   // kUnpackedProduct.
   const bool small = std::is_same_v<In, T> && tile.rows <= kSmall;
   const bool direct = readable<In>(x) && (!small || panel_in_place<In>(x, 0, 0).transposed);
-  const int64_t height = tile.rows + (square ? 0 : tile.columns);
+  const int64_t height = tile.rows + (triangle ? 0 : tile.columns);
   int64_t depth = direct ? x.columns : std::max<int64_t>(64, (1 << 16) / height);
   if (small) {
     const int64_t side = tile.rows <= kLeaf ? tile.rows : half_of(tile.rows);
@@ -236,14 +250,16 @@ void update_tile(const GramMode& mode, const Unfolding& x, const Tile& tile, dou
   T beta = 0;
   for (int64_t first = 0; first < x.columns; first += depth, beta = 1) {
     const int64_t last = std::min(first + depth, x.columns), width = last - first;
-    const auto panel = [&](int64_t row, int64_t rows, In* out) {
-      return direct ? panel_in_place<In>(x, row, first) : gather(x, row, rows, first, last, out);
+    const auto panel = [&](const Unfolding& from, int64_t row, int64_t rows, In* out) {
+      return direct ? panel_in_place<In>(from, row, first)
+                    : gather(from, row, rows, first, last, out);
     };
-    const Panel<In> a = panel(tile.row, tile.rows, copies);
+    const Panel<In> a = panel(of.left, tile.row, tile.rows, copies);
+    const Panel<In> b =
+        triangle ? a : panel(x, tile.column, tile.columns, copies + tile.rows * width);
     if (square) {
-      on_diagonal(tile.rows, width, alpha, a, beta, product, tile.columns);
+      on_diagonal(tile.rows, width, alpha, a, b, beta, product, tile.columns);
     } else {
-      const Panel<In> b = panel(tile.column, tile.columns, copies + tile.rows * width);
       off_diagonal(tile.rows, tile.columns, width, alpha, a, b, beta, product, tile.columns);
     }
   }
@@ -257,25 +273,28 @@ void update_tile(const GramMode& mode, const Unfolding& x, const Tile& tile, dou
 }
 
 template <typename T>
-void update_diagonal(const GramMode& mode, const Unfolding& x, const Tile& tile, double decay,
+void update_diagonal(const GramMode& mode, const Operands& of, const Tile& tile, double decay,
                      Scratch& scratch) {
+  const Unfolding& x = of.right;
   // In double: a float sum of many small squares would stop growing.
   constexpr int64_t kDepth = 256;
   const int64_t depth = std::min(kDepth, x.columns);
-  double* sums = scratch.get<double>(tile.rows * (depth + 1));
-  double* squares = sums + tile.rows;
+  double* sums = scratch.get<double>(tile.rows * (2 * depth + 1));
+  double *products = sums + tile.rows, *others = products + tile.rows * depth;
   std::fill_n(sums, tile.rows, 0.0);
   for (int64_t first = 0; first < x.columns; first += depth) {
     const int64_t last = std::min(first + depth, x.columns), width = last - first;
-    gather(x, tile.row, tile.rows, first, last, squares);
-    for (int64_t i = 0; i < tile.rows * width; ++i) squares[i] *= squares[i];
+    gather(x, tile.row, tile.rows, first, last, products);
+    if (!of.same()) gather(of.left, tile.row, tile.rows, first, last, others);
+    const double* factors = of.same() ? products : others;
+    for (int64_t i = 0; i < tile.rows * width; ++i) products[i] *= factors[i];
     for (int64_t c = 0; c < width; ++c) {
-      for (int64_t r = 0; r < tile.rows; ++r) sums[r] += squares[c * tile.rows + r];
+      for (int64_t r = 0; r < tile.rows; ++r) sums[r] += products[c * tile.rows + r];
     }
   }
   T* stat = static_cast<T*>(mode.stat) + tile.row;
   for (int64_t r = 0; r < tile.rows; ++r) {
-    const T fresh = static_cast<T>(1 - decay) * static_cast<T>(sums[r]);
+    const T fresh = static_cast<T>((1 - decay) * mode.weight) * static_cast<T>(sums[r]);
     stat[r] = blend(static_cast<T>(decay), stat[r], fresh);
   }
 }
@@ -319,21 +338,21 @@ double imbalance(const std::vector<Tile>& tiles) {
 
 // Splits the statistics into tiles, the longest first: as few as balance the threads' loads,
 // because the BLAS packs both operands of every tile.
-std::vector<Tile> plan(const std::vector<GramMode>& modes, const std::vector<Unfolding>& all) {
+std::vector<Tile> plan(const std::vector<GramMode>& modes, const std::vector<Operands>& all) {
   constexpr double kUneven = 1.05;
   std::vector<int64_t> cuts(modes.size());
   for (size_t i = 0; i < modes.size(); ++i) {
-    cuts[i] = std::max<int64_t>((all[i].d + kLongestSide - 1) / kLongestSide, 1);
+    cuts[i] = std::max<int64_t>((all[i].right.d + kLongestSide - 1) / kLongestSide, 1);
   }
   const auto can_be_cut = [&](const Tile& tile) {
     const auto mode = static_cast<size_t>(tile.mode);
-    return !modes[mode].diagonal && all[mode].d / (cuts[mode] + 1) >= kLeastSide;
+    return !modes[mode].diagonal && all[mode].right.d / (cuts[mode] + 1) >= kLeastSide;
   };
   std::vector<Tile> tiles;
   for (;;) {
     tiles.clear();
     for (size_t i = 0; i < modes.size(); ++i) {
-      cut(all[i], static_cast<int64_t>(i), modes[i].diagonal, cuts[i], tiles);
+      cut(all[i].right, static_cast<int64_t>(i), modes[i].diagonal, cuts[i], tiles);
     }
     std::stable_sort(tiles.begin(), tiles.end(),
                      [](const Tile& a, const Tile& b) { return a.flops > b.flops; });
@@ -351,9 +370,9 @@ bool in_bfloat16(const GramMode& mode) {
          mode.tensor.count() >= blas::kLeastRounded * d;
 }
 
-// Every mode's unfolding; if `rounded`, those of floats that are multiplied in bfloat16 are of
-// copies in `scratch`.
-std::vector<Unfolding> unfold_all(const std::vector<GramMode>& modes, bool rounded,
+// Every mode's operands; if `rounded`, those of floats that are multiplied in bfloat16 are copies
+// in `scratch`.
+std::vector<Operands> operands_of(const std::vector<GramMode>& modes, bool rounded,
                                   Scratch& scratch) {
   const auto copied = [&](const GramMode& mode) {
     return rounded && mode.tensor.element == Element::kFloat && in_bfloat16(mode);
@@ -361,28 +380,139 @@ std::vector<Unfolding> unfold_all(const std::vector<GramMode>& modes, bool round
   int64_t count = 0;
   const int64_t* last = nullptr;  // the tensor of the mode before
   for (const GramMode& mode : modes) {
-    if (copied(mode) && mode.tensor.sizes != last) count += mode.tensor.count();
-    if (copied(mode)) last = mode.tensor.sizes;
+    if (!copied(mode)) continue;
+    count += mode.tensor.count() * ((mode.tensor.sizes != last) + (mode.product != nullptr));
+    last = mode.tensor.sizes;
   }
   auto* memory = scratch.get<BFloat16>(count);
-  std::vector<Unfolding> unfoldings;
-  unfoldings.reserve(modes.size());
+  std::vector<Operands> operands;
+  operands.reserve(modes.size());
   TensorView copy{};
-  std::vector<int64_t> strides;
+  std::vector<int64_t> strides, left_strides;
   last = nullptr;
   for (const GramMode& mode : modes) {
-    if (!copied(mode)) {
-      unfoldings.push_back(unfold(mode.tensor, mode.mode));
-      continue;
-    }
-    if (mode.tensor.sizes != last) {
-      copy = rounded_copy(mode.tensor, strides, memory);
-      memory += mode.tensor.count();
+    TensorView left = mode.tensor, right = mode.tensor;
+    if (mode.product != nullptr) left.data = mode.product;
+    if (copied(mode)) {
+      const auto round = [&](const TensorView& view, std::vector<int64_t>& kept) {
+        const TensorView result = rounded_copy(view, kept, memory);
+        memory += view.count();
+        return result;
+      };
+      if (mode.tensor.sizes != last) copy = round(right, strides);
+      left = mode.product == nullptr ? copy : round(left, left_strides);
+      right = copy;
       last = mode.tensor.sizes;
     }
-    unfoldings.push_back(unfold(copy, mode.mode));
+    operands.push_back({unfold(left, mode.mode), unfold(right, mode.mode)});
   }
-  return unfoldings;
+  return operands;
+}
+
+void update(const std::vector<GramMode>& modes, double decay, bool rounded) {
+  Scratch copies;
+  const std::vector<Operands> operands = operands_of(modes, rounded, copies);
+  const std::vector<Tile> tiles = plan(modes, operands);
+  double flops = 0;
+  for (const Tile& tile : tiles) flops += tile.flops;
+  run_tasks(static_cast<int64_t>(tiles.size()), flops, [&](int64_t task, Scratch& scratch) {
+    const Tile& tile = tiles[static_cast<size_t>(task)];
+    const GramMode& mode = modes[static_cast<size_t>(tile.mode)];
+    const Operands& of = operands[static_cast<size_t>(tile.mode)];
+    with_state(mode.tensor.element, [&](auto zero) {
+      using T = decltype(zero);
+      if constexpr (std::is_same_v<T, float>) {
+        if (of.right.element == Element::kBFloat16 && in_bfloat16(mode)) {
+          return update_tile<BFloat16, T>(mode, of, tile, decay, scratch);
+        }
+      }
+      (mode.diagonal ? update_diagonal<T> : update_tile<T, T>)(mode, of, tile, decay, scratch);
+    });
+  });
+}
+
+// out <- in x_i A for contiguous tensors of `before` times d times `after` numbers, d the size of
+// mode i. `rounded`: memory for the factor and the tensor, or null.
+template <typename T>
+void mode_product(const Factor& factor, int64_t before, int64_t after, const T* in, T* out,
+                  BFloat16* rounded) {
+  const int64_t d = factor.d, count = before * d * after;
+  const T* a = static_cast<const T*>(factor.data);
+  if (factor.diagonal || d == 1) {
+    return run_tasks(before, 16 * static_cast<double>(count), [&](int64_t b, Scratch&) {
+      for (int64_t i = 0; i < d; ++i) {
+        const int64_t first = (b * d + i) * after;
+        for (int64_t r = first; r < first + after; ++r) out[r] = a[i] * in[r];
+      }
+    });
+  }
+  // The last mode multiplies all rows at once, others those of one block after the other.
+  const bool last = after == 1;
+  const int64_t rows = last ? before : d, columns = last ? d : after;
+  const int64_t blocks = last ? 1 : before;
+  const double flops = 2 * static_cast<double>(count) * static_cast<double>(d);
+  const int64_t cuts = flops < kParallelFlops || blocks > 1 ? 1 : parallelism();
+  const int64_t side = std::max<int64_t>(((rows + cuts - 1) / cuts + 15) / 16 * 16, 1);
+  const int64_t strips = (rows + side - 1) / side;
+  const auto multiply = [&](const auto* matrix, const auto* tensor) {
+    run_tasks(blocks * strips, flops, [&](int64_t task, Scratch&) {
+      const int64_t block = task / strips * rows * columns, row = task % strips * side;
+      const auto* left = (last ? tensor : matrix) + row * d;
+      const auto* right = last ? matrix : tensor + block;
+      blas::gemm(blas::Transposed::kNone, std::min(side, rows - row), columns, d, T(1), left, d,
+                 right, columns, T(0), out + block + row * columns, columns);
+    });
+  };
+  if constexpr (std::is_same_v<T, float>) {
+    if (rounded != nullptr && std::min({d, rows, columns}) >= blas::kLeastRounded) {
+      round_all(a, d * d, rounded);
+      round_all(in, count, rounded + d * d);
+      return multiply(rounded, rounded + d * d);
+    }
+  }
+  multiply(a, in);
+}
+
+// The whitened Gram matrix of one mode.
+template <typename T>
+void update_whitened(const WhitenedTensor& of, int64_t mode, double decay, bool rounded,
+                     Scratch& scratch) {
+  const int64_t count = of.tensor.count();
+  int64_t largest = 0;
+  for (const Factor& factor : of.factors) {
+    if (!factor.diagonal) largest = std::max(largest, factor.d * factor.d);
+  }
+  const int64_t halves = rounded ? (largest + count + 1) / 2 : 0;
+  T* buffers = scratch.get<T>(2 * count + copied_count<T>(of.tensor) + halves);
+  const T* tensor = contiguous_data(of.tensor, buffers);
+  auto* memory = rounded ? reinterpret_cast<BFloat16*>(buffers + 2 * count) : nullptr;
+  const T* product = tensor;
+  int64_t before = 1, after = count;
+  for (int64_t j = 0; j < of.tensor.order && count > 0; ++j) {
+    const Factor& factor = of.factors[static_cast<size_t>(j)];
+    after /= factor.d;
+    if (j != mode) {
+      T* target = product == buffers ? buffers + count : buffers;
+      mode_product(factor, before, after, product, target, memory);
+      product = target;
+    }
+    before *= factor.d;
+  }
+  const int64_t stride = 1;
+  const auto dot = [&](const T* other) {
+    return sum_over_elements<1>(1, &count, {&stride}, [&](const auto& offsets, int64_t n, auto) {
+      return sum_of_products(tensor + offsets[0], other + offsets[0], n);
+    });
+  };
+  const double trace = dot(product);
+  const std::vector<int64_t> strides = contiguous_strides(of.tensor);
+  GramMode one{{tensor, kElement<T>, of.tensor.order, of.tensor.sizes, strides.data()},
+               mode,
+               of.stats[static_cast<size_t>(mode)],
+               of.diagonal[static_cast<size_t>(mode)],
+               product};
+  if (product != tensor) one.weight = trace <= 0 ? 0 : dot(tensor) / trace;
+  update({one}, decay, rounded);
 }
 
 }  // namespace
@@ -390,24 +520,43 @@ std::vector<Unfolding> unfold_all(const std::vector<GramMode>& modes, bool round
 void gram_ema(const std::vector<GramMode>& modes, double decay, bool rounded) {
   if (decay == 1) return;
   blas::use_one_thread_per_call();
-  Scratch copies;
-  const std::vector<Unfolding> unfoldings = unfold_all(modes, rounded, copies);
-  const std::vector<Tile> tiles = plan(modes, unfoldings);
-  double flops = 0;
-  for (const Tile& tile : tiles) flops += tile.flops;
-  run_tasks(static_cast<int64_t>(tiles.size()), flops, [&](int64_t task, Scratch& scratch) {
-    const Tile& tile = tiles[static_cast<size_t>(task)];
-    const GramMode& mode = modes[static_cast<size_t>(tile.mode)];
-    const Unfolding& x = unfoldings[static_cast<size_t>(tile.mode)];
-    with_state(mode.tensor.element, [&](auto zero) {
-      using T = decltype(zero);
-      if constexpr (std::is_same_v<T, float>) {
-        if (x.element == Element::kBFloat16 && in_bfloat16(mode)) {
-          return update_tile<BFloat16, T>(mode, x, tile, decay, scratch);
-        }
-      }
-      (mode.diagonal ? update_diagonal<T> : update_tile<T, T>)(mode, x, tile, decay, scratch);
+  update(modes, decay, rounded);
+}
+
+void whitened_gram_ema(const std::vector<WhitenedTensor>& tensors, double decay, bool rounded) {
+  if (decay == 1) return;
+  blas::use_one_thread_per_call();
+  struct Task {
+    const WhitenedTensor* of;
+    int64_t mode;
+    double flops;
+  };
+  std::vector<Task> tasks;
+  double total = 0;
+  for (const WhitenedTensor& of : tensors) {
+    const double chain = chain_flops(of.factors);
+    for (int64_t i = 0; i < of.tensor.order; ++i) {
+      tasks.push_back({&of, i, chain});
+      total += chain;
+    }
+  }
+  std::stable_sort(tasks.begin(), tasks.end(),
+                   [](const Task& a, const Task& b) { return a.flops > b.flops; });
+  const auto run = [&](const Task& task, Scratch& scratch) {
+    with_state(task.of->tensor.element, [&](auto zero) {
+      update_whitened<decltype(zero)>(*task.of, task.mode, decay, rounded, scratch);
     });
+  };
+  // A mode of more than one thread's part of the work gets all threads.
+  const double most = 1.01 * total / static_cast<double>(parallelism());
+  size_t large = 0;
+  {
+    const FlushSubnormals flush;
+    Scratch scratch;
+    for (; large < tasks.size() && tasks[large].flops > most; ++large) run(tasks[large], scratch);
+  }
+  run_tasks(static_cast<int64_t>(tasks.size() - large), total, [&](int64_t i, Scratch& scratch) {
+    run(tasks[large + static_cast<size_t>(i)], scratch);
   });
 }
 

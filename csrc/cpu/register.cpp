@@ -104,12 +104,32 @@ void check_modes(const char* name, at::TensorList modes, at::TensorList tensors,
   check_length(name, modes.size(), next);
 }
 
-void gram_ema_op(at::TensorList stats, at::TensorList tensors, const at::Tensor& decay) {
+void gram_ema_op(at::TensorList stats, at::TensorList tensors, const at::Tensor& decay,
+                 at::TensorList factors) {
   const double weight = checked_number("decay", decay, 1.0);
   check_tensors("tensors", tensors);
   check_modes("stats", stats, tensors, /*written=*/true);
-  check_overlaps({{"stats", stats}}, {{"tensors", tensors}});
+  if (!factors.empty()) check_modes("factors", factors, tensors, /*written=*/false);
+  if (!factors.empty()) check_products(tensors, factors);
+  check_overlaps({{"stats", stats}}, {{"tensors", tensors}, {"factors", factors}});
 
+  if (!factors.empty()) {
+    const std::vector<at::Tensor> matrices = contiguous(factors);
+    std::vector<WhitenedTensor> whitened;
+    whitened.reserve(tensors.size());
+    const at::Tensor* next = matrices.data();
+    auto stat = stats.begin();
+    for (const at::Tensor& tensor : tensors) {
+      WhitenedTensor one{view_of(tensor), factors_of(tensor, next), {}, {}};
+      for (int64_t i = 0; i < tensor.dim(); ++i, ++stat) {
+        one.stats.push_back(stat->mutable_data_ptr());
+        one.diagonal.push_back(stat->dim() == 1);
+      }
+      whitened.push_back(std::move(one));
+    }
+    whitened_gram_ema(whitened, weight, may_round());
+    return mark_written(stats);
+  }
   std::vector<GramMode> modes;
   modes.reserve(stats.size());
   for (const at::Tensor& tensor : tensors) {

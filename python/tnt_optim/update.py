@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tnt_kernels import gram_ema_, preconditioned_step_, whitened_gram_ema_
+from tnt_kernels import gram_ema_, preconditioned_step_
 from tnt_optim.autograd import Gradients, all_finite, gradients_of
 from tnt_optim.directions import (
     Workspace,
@@ -280,10 +280,8 @@ def accumulate_(
     for p, entries, look in zip(params, stats, layouts, strict=True):
         gradients += look.blocks(observed[p])
         own_rows += look.rows(entries)
-    if factors is None:
-        gram_ema_(own_rows, gradients, decay)
-        return
-    whitened_gram_ema_(own_rows, gradients, rows(factors, layouts), decay)
+    others = None if factors is None else rows(factors, layouts)
+    gram_ema_(own_rows, gradients, decay, others)
 
 
 def buckets_of(params: Sequence[Tensor]) -> list[slice]:

@@ -382,4 +382,4 @@ FLAT_MISTAKES: list[tuple[list[Tensor], list[Tensor], str]] = [
 @pytest.mark.parametrize(("stats", "tensors", "message"), FLAT_MISTAKES)
 def test_flat_lists(stats: list[Tensor], tensors: list[Tensor], message: str) -> None:
     with unchanged(flat([stats, tensors])), pytest.raises(ValueError, match=message):
-        torch.ops.tnt_kernels.gram_ema_(stats, tensors, scalar(0.5))
+        torch.ops.tnt_kernels.gram_ema_(stats, tensors, scalar(0.5), [])

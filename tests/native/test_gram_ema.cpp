@@ -1,5 +1,6 @@
 // The Gram kernel against its definition, loops in double. Values are small integers and decays
 // multiples of 1/4, so that every sum is exact in float in any order: the results must be equal.
+// Whitened Gram matrices have a scale that is not exact.
 
 #include <cmath>
 #include <string>
@@ -7,6 +8,7 @@
 #include <vector>
 
 #include "bfloat16_products.h"
+#include "chain_definition.h"
 #include "cpu/gram_ema.h"
 #include "expect.h"
 #include "tensors.h"
@@ -201,6 +203,77 @@ void check_cuts() {
   }
 }
 
+// decay S + (1 - decay) |G|^2 / tr H H with H = mat_i(G x_{j != i} A_j) mat_i(G)^T, or its
+// diagonal.
+Values whitened_definition(const Tensor& tensor, size_t mode, bool diagonal, const Values& stat,
+                           std::vector<Tensor> factors, double decay) {
+  const Shape& sizes = tensor.sizes();
+  const int64_t d = sizes[mode], columns = d == 0 ? 0 : tensor.count() / d;
+  factors[mode] = Tensor(state_of(tensor.element()), {d}, Values(static_cast<size_t>(d), 1.0));
+  const Tensor product(Element::kDouble, sizes, chain(tensor.values(), sizes, factors));
+  const Values left = unfolding(product, mode), right = unfolding(tensor, mode);
+  const double trace = dot(left.data(), right.data(), tensor.count());
+  const double squares = dot(right.data(), right.data(), tensor.count());
+  const double scale = trace <= 0 ? 0 : squares / trace;
+  Values result(stat.size());
+  for (int64_t r = 0; r < d; ++r) {
+    for (int64_t c = 0; c < d; ++c) {
+      if (diagonal && r != c) continue;
+      const double sum = dot(left.data() + r * columns, right.data() + c * columns, columns);
+      const int64_t here = diagonal ? r : r * d + c;
+      result[here] = (decay == 0 ? 0 : decay * stat[here]) + (1 - decay) * scale * sum;
+    }
+  }
+  return result;
+}
+
+void check_whitened(Element element, const Shape& sizes, const Layout& layout,
+                    const std::vector<bool>& diagonal, double decay) {
+  const expect::Case name(name_of(element) + name_of(sizes) + " " + layout.name);
+  const Problem problem = integer_problem(element, sizes, layout, diagonal);
+  // Whether a factor is diagonal does not depend on its statistic.
+  std::vector<bool> others = diagonal;
+  others.flip();
+  std::vector<Tensor> factors = integer_factors(element, sizes, others);
+  Problem result = problem;
+  poison(result, decay);
+  tnt::WhitenedTensor whitened{result.tensor.view(), views_of(factors), {}, diagonal};
+  for (Tensor& stat : result.stats) whitened.stats.push_back(stat.data());
+  tnt::whitened_gram_ema({whitened}, decay, may_round);
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    const expect::Case mode("mode " + std::to_string(i));
+    const Values wanted = whitened_definition(problem.tensor, i, diagonal[i],
+                                              problem.stats[i].values(), factors, decay);
+    const double exact = 16 * epsilon_of(state_of(element));
+    const double allowed = may_round ? 6 * 0x1p-9 : exact;  // of bfloat16 products
+    EXPECT_AT_MOST(distance(result.stats[i].values(), wanted),
+                   allowed * largest_of(wanted) + 1e-30);
+  }
+  EXPECT(result.tensor.memory() == problem.tensor.memory());
+}
+
+void check_whitened() {
+  tnt::whitened_gram_ema({}, 0.5, false);
+  int turn = 0;
+  for (const Layout& layout : kLayouts) {
+    for (const Element element : kElements) {
+      for (const Shape& sizes : kShapes) {
+        std::vector<bool> diagonal(sizes.size());
+        for (size_t i = 0; i < sizes.size(); ++i) diagonal[i] = (turn >> i) % 3 == 0;
+        check_whitened(element, sizes, layout, diagonal, 0.25 * (turn % 4));
+        ++turn;
+      }
+    }
+  }
+  // Tiles and pieces; all threads for one mode, and one for each.
+  for (const Shape& sizes : std::vector<Shape>{
+           {401, 200}, {577, 45}, {90, 70, 3}, {3, 160, 66}, {65, 2, 64}, {4, 0, 3}, {0, 2}}) {
+    check_whitened(Element::kFloat, sizes, kContiguous, std::vector<bool>(sizes.size()), 0.25);
+    const OneThread here;
+    check_whitened(Element::kFloat, sizes, kContiguous, std::vector<bool>(sizes.size()), 0.25);
+  }
+}
+
 void check_empty() {
   tnt::gram_ema({}, 0.5, false);
   for (const Shape& sizes :
@@ -234,6 +307,7 @@ int main() {
     check_alone();
     check_cuts();
     check_empty();
+    check_whitened();
     check_diagonal_sum();
   };
   check_all();

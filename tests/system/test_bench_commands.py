@@ -35,7 +35,8 @@ def test_pytest_bench_prints_its_table_and_writes_a_record(tmp_path: Path) -> No
     assert "Name (time in" in printed and "test_operator[resnet32-highest-gram_ema_]" in printed
     record = read_json(out)
     assert {row["op"] for row in record["rows"]} == {
-        *("gram_ema_", "damped_inverse", "preconditioned_step_", "mode_products", "inverse_root"),
+        *("gram_ema_", "gram_ema_ whitened", "damped_inverse", "inverse_root"),
+        *("preconditioned_step_", "mode_products"),
         *("TNT.step", "options of a plain step", "checks for faults", "calls next to steps"),
     }
     for row in record["rows"]:

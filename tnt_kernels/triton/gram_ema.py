@@ -7,6 +7,7 @@ atomics, so results repeat to the bit.
 """
 
 import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ from tnt_kernels.triton.launch import (
     table,
     tile_tables,
 )
+from tnt_kernels.triton.mode_products import mode_products
 from tnt_kernels.triton.tiles import (
     LARGEST_INDEX,
     MERGED_STEPS,
@@ -355,11 +357,15 @@ def gram_ema_(
     stats: Sequence[Tensor],
     tensors: Sequence[Tensor],
     decay: Tensor,
+    factors: Sequence[Tensor] = (),
     *,
     programs: int | None = None,
 ) -> None:
-    """The operator with ``stats`` flat; ``programs`` defaults to the device's."""
+    """The operator with ``stats`` and ``factors`` flat; ``programs`` defaults to the device's."""
     if not stats:
+        return
+    if factors:
+        _whitened(stats, tensors, decay, factors, programs)
         return
     device = stats[0].device
     tensors = [t.resolve_neg() for t in tensors]
@@ -410,3 +416,49 @@ def gram_ema_(
             num_warps=WARPS,
         )
     mark_written(stats)
+
+
+def _whitened(
+    stats: Sequence[Tensor],
+    tensors: Sequence[Tensor],
+    decay: Tensor,
+    factors: Sequence[Tensor],
+    programs: int | None,
+) -> None:
+    """Whitened Gram matrices: by mode products in Triton, the rest by PyTorch's products."""
+    starts = list(itertools.accumulate((t.dim() for t in tensors), initial=0))
+    weight = scalar_on(stats[0].device, decay)
+    tensors = [t.to(state_dtype(t.dtype)) for t in tensors]
+    for mode in range(max(t.dim() for t in tensors)):
+        own = [t for t, tensor in enumerate(tensors) if tensor.dim() > mode]
+        others: list[Tensor] = []
+        for t in own:
+            row = [*factors[starts[t] : starts[t + 1]]]
+            row[mode] = row[mode].new_ones(len(row[mode]))
+            others += row
+        products = mode_products([tensors[t] for t in own], others, programs=programs)
+        for t, product in zip(own, products, strict=True):
+            _blend_whitened(stats[starts[t] + mode], product, tensors[t], mode, weight)
+
+
+def _blend_whitened(
+    stat: Tensor, product: Tensor, tensor: Tensor, mode: int, weight: Tensor
+) -> None:
+    """S <- weight S + (1 - weight) of mat(P) mat(G)^T with the trace |G|^2."""
+    d = tensor.shape[mode]
+    shape = (d, tensor.numel() // max(1, d))
+    left, right = (x.movedim(mode, 0).reshape(shape) for x in (product, tensor))
+    if stat.dim() == 1:
+        gram = (left * right).sum(1)
+        trace, old = gram.sum(), stat
+    else:
+        gram = _symmetric(left @ right.mT)
+        trace, old = gram.diagonal().sum(), _symmetric(stat)
+    gram = gram * torch.where(trace <= 0, 0, tensor.square().sum() / trace)
+    weight = weight.to(stat.dtype)
+    new = torch.where(weight == 0, gram, weight * old + (1 - weight) * gram)
+    torch.where(weight == 1, stat, new, out=stat)
+
+
+def _symmetric(matrix: Tensor) -> Tensor:
+    return matrix.tril() + matrix.tril(-1).mT
