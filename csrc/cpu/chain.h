@@ -170,7 +170,8 @@ void chain_product(const std::vector<Factor>& factors, const T* tensor, T alpha,
   }
 }
 
-// An item of more flops gets all threads; others get one thread each.
+// An item of more flops gets all threads; others get one thread each, and so do vectors, whose
+// product is one call.
 constexpr double kLargeFlops = 2e7;
 
 // Calls run(i, scratch) for every item, which has `factors`: small items in parallel, the costliest
@@ -182,8 +183,11 @@ void run_chains(const std::vector<Item>& items, const Run& run) {
   std::vector<size_t> large;
   double total = 0;
   for (size_t i = 0; i < items.size(); ++i) {
-    const double flops = chain_flops(items[i].factors);
-    if (flops >= kLargeFlops && parallelism() > 1) {
+    const std::vector<Factor>& factors = items[i].factors;
+    const double flops = chain_flops(factors);
+    const auto products = std::count_if(factors.begin(), factors.end(),
+                                        [](const Factor& factor) { return factor.d != 1; });
+    if (flops >= kLargeFlops && products > 1 && parallelism() > 1) {
       large.push_back(i);
     } else {
       small.emplace_back(flops, i);
