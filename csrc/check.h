@@ -136,13 +136,21 @@ inline void check_momentum(size_t t, const at::Tensor& momentum, const at::Tenso
   check_writable("momenta", t, momentum);
 }
 
-// Two numbers of updates for each momentum.
-inline void check_counts(const at::Tensor& counts, size_t momenta) {
-  TORCH_CHECK_VALUE(counts.device().is_cpu() && counts.layout() == at::kStrided &&
-                        counts.scalar_type() == at::kDouble && counts.dim() == 2 &&
-                        counts.size(0) == static_cast<int64_t>(momenta) && counts.size(1) == 2,
-                    "counts must be (", momenta, ", 2) float64 on the CPU, got ", counts.sizes(),
-                    ", ", counts.scalar_type(), " on ", counts.device());
+// Numbers for each tensor of a list.
+inline void check_table(const char* name, const at::Tensor& table, at::IntArrayRef sizes) {
+  TORCH_CHECK_VALUE(table.device().is_cpu() && table.layout() == at::kStrided &&
+                        table.scalar_type() == at::kDouble && table.sizes() == sizes,
+                    name, " must be ", sizes, " float64 on the CPU, got ", table.sizes(), ", ",
+                    table.scalar_type(), " on ", table.device());
+}
+
+// A direction in which a parameter moves.
+inline void check_direction(size_t t, const at::Tensor& direction, const at::Tensor& param) {
+  check_tensor("directions", t, direction);
+  TORCH_CHECK_VALUE(direction.sizes() == param.sizes(), entry("directions", t), " must be ",
+                    param.sizes(), ", got ", direction.sizes());
+  TORCH_CHECK_VALUE(direction.scalar_type() == state_dtype(param), entry("directions", t),
+                    " must be ", state_dtype(param), ", got ", direction.scalar_type());
 }
 
 // A sum of c * stride with low <= c <= high.

@@ -42,6 +42,7 @@ from operators import (
     NUMBERS,
     STEPS,
     STRIDED_WRITTEN,
+    TABLES,
     VARIANTS,
     WRITTEN,
     Call,
@@ -215,7 +216,7 @@ class EveryOperator(Implementation):
         def recorded(key: str, tensor: Tensor) -> Tensor:
             if key == "params":
                 return nn.Parameter(tensor)
-            written = key in WRITTEN[given.name] or key == "counts"
+            written = key in (*WRITTEN[given.name], *TABLES)
             return tensor if written else tensor.requires_grad_() * 1.0
 
         inside = given.map(recorded)
@@ -253,7 +254,7 @@ def _laid_out(given: Call, layout: str) -> Call:
             # Parameters, momenta and second moments in layouts of their own.
             turn = WRITABLE_LAYOUTS.index(layout) if layout in WRITABLE_LAYOUTS else 1
             name = WRITABLE_LAYOUTS[(turn + STRIDED_WRITTEN.index(key)) % len(WRITABLE_LAYOUTS)]
-        elif key in WRITTEN[given.name] or key == "counts":
+        elif key in (*WRITTEN[given.name], *TABLES):
             return tensor
         elif key in ("stats", "factors") and layout not in ("sliced", "transposed", "negated"):
             return tensor

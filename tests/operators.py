@@ -35,6 +35,7 @@ VARIANTS = (
     "inverse_root",
     "mode_products",
     "preconditioned_step_",
+    "scaled_step_",
     "grafted_directions_",
     "grafted_directions_ Adam",
 )
@@ -52,6 +53,7 @@ WRITTEN = {
     "inverse_root": ("out",),
     "mode_products": (),
     "preconditioned_step_": ("params", "momenta"),
+    "scaled_step_": ("params",),
     "grafted_directions_": ("momenta", "second_moments", "out"),
 }
 # The arguments that are numbers or 0-dim tensors. A large lr makes the direction's error visible.
@@ -61,8 +63,11 @@ NUMBERS = {
     "inverse_root": {"damping": 0.1},
     "mode_products": {},
     "preconditioned_step_": {"lr": 0.7, "momentum": 0.9, "weight_decay": 0.1},
+    "scaled_step_": {"lr": 0.7, "weight_decay": 0.1},
     "grafted_directions_": {"momentum": 0.9},
 }
+# Tensors with numbers for each entry of the lists.
+TABLES = ("counts", "scales")
 ROOTS = (4, 1, 2, 3, 6)
 
 Results = dict[str, Any]
@@ -107,7 +112,7 @@ class Call:
     def only(self, t: int) -> "Call":
         """The call of tensor ``t`` alone, on the same tensors."""
         one = {
-            key: a[t : t + 1] if isinstance(a, list) or key == "counts" and a is not None else a
+            key: a[t : t + 1] if isinstance(a, list) or key in TABLES and a is not None else a
             for key, a in self.arguments.items()
         }
         return Call(self.name, one)
@@ -115,7 +120,8 @@ class Call:
     @property
     def lists(self) -> list[str]:
         """The arguments with an entry for every tensor."""
-        return [key for key, a in self.arguments.items() if isinstance(a, list) and key != "root"]
+        own = ("root", "decayed")
+        return [key for key, a in self.arguments.items() if isinstance(a, list) and key not in own]
 
     @property
     def written(self) -> list[Tensor]:
@@ -186,6 +192,13 @@ def call(
             chosen = {"root": [ROOTS[t % len(ROOTS)] for t in range(len(shapes))]}
         out = [poisoned_like(row) for row in modes]
         return Call(name, {"stats": modes, **numbers, **chosen, "out": out})
+    if name == "scaled_step_":
+        chosen = {"decayed": [t % 3 != 0 for t in range(len(shapes))]}
+        chosen["scales"] = torch.rand(len(shapes), dtype=torch.float64)
+        directions = tensors(states)
+        return Call(
+            name, {"params": tensors(dtypes), "directions": directions, **numbers, **chosen}
+        )
     grads = tensors(dtypes if grad_dtype is None else _each(grad_dtype, len(shapes)))
     moved = {"momenta": tensors(states), "grads": grads, "factors": modes, **numbers}
     if name == "preconditioned_step_":
@@ -237,7 +250,7 @@ def dtype_of(key: str, t: int, given: Call) -> torch.dtype:
         return a["params"][t].dtype
     if key in ("info", "scales"):
         return torch.int32 if key == "info" else torch.float64
-    state: torch.dtype = flat([a.get("stats", a.get("factors"))[t]])[0].dtype
+    state: torch.dtype = flat([a.get("stats", a.get("factors", a.get("directions")))[t]])[0].dtype
     return state
 
 
@@ -305,6 +318,10 @@ def by_oracle(given: Call) -> Results:
 
     if given.name == "mode_products":
         return {"products": [product(tensor, t) for t, tensor in enumerate(a["tensors"])]}
+    if given.name == "scaled_step_":
+        numbers = zip(a["params"], a["directions"], a["scales"], a["decayed"], strict=True)
+        lr, decay = a["lr"], a["weight_decay"]
+        return {"params": [w - lr * (s * p + (decay if d else 0) * w) for w, p, s, d in numbers]}
     momenta = [a["momentum"] * m + g for m, g in zip(a["momenta"], a["grads"], strict=True)]
     directions = [product(m, t) for t, m in enumerate(momenta)]
     if given.name == "preconditioned_step_":
@@ -379,6 +396,8 @@ def flat_arguments(given: Call) -> tuple[Any, ...]:
         return flat(a["out"]), flat(a["stats"]), [len(r) for r in a["stats"]], *numbers(), option
     if given.name == "mode_products":
         return a["tensors"], flat(a["factors"])
+    if given.name == "scaled_step_":
+        return a["params"], a["directions"], *numbers(), a["decayed"], a["scales"]
     if given.name == "preconditioned_step_":
         return a["params"], a["momenta"], a["grads"], flat(a["factors"]), *numbers()
     squares, counts = a.get("second_moments") or [], a.get("counts")

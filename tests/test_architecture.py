@@ -312,6 +312,7 @@ SIGNATURES = {
     "inverse_root": "stats, damping, root, out=None",
     "mode_products": "tensors, factors",
     "preconditioned_step_": "params, momenta, grads, factors, lr, momentum, weight_decay",
+    "scaled_step_": "params, directions, lr, weight_decay, decayed=None, scales=None",
     "grafted_directions_": (
         "momenta, grads, factors, momentum, second_moments=None, counts=None, out=None, *, "
         "second_decay=0.99, eps=1e-08"
@@ -343,6 +344,7 @@ MUTATED = {
     "inverse_root": {"out"},
     "mode_products": set(),
     "preconditioned_step_": {"params", "momenta"},
+    "scaled_step_": {"params"},
     "grafted_directions_": {"momenta", "second_moments", "out"},
 }
 

@@ -18,6 +18,7 @@ import tnt_kernels.triton.grafted_directions as grafted_directions_kernel
 import tnt_kernels.triton.gram_ema as gram_ema_kernel
 import tnt_kernels.triton.inverse_root as inverse_root_kernel
 import tnt_kernels.triton.mode_products as mode_products_kernel
+import tnt_kernels.triton.momentum as momentum_kernels
 import tnt_kernels.triton.preconditioned_step as preconditioned_step_kernel
 
 Modes = Sequence[Sequence[Tensor]]
@@ -139,6 +140,24 @@ def preconditioned_step_(
     preconditioned_step_kernel.preconditioned_step_(
         *(gpu(params), gpu(momenta), gpu(grads), gpu(flat(factors))),
         *(scalar(lr), scalar(momentum), scalar(weight_decay)),
+        programs=PROGRAMS,
+    )
+
+
+@_on_gpu
+def scaled_step_(
+    gpu: OnGpu,
+    params: Sequence[Tensor],
+    directions: Sequence[Tensor],
+    lr: Number,
+    weight_decay: Number,
+    decayed: Sequence[bool] | None = None,
+    scales: Tensor | None = None,
+) -> None:
+    flags = [True] * len(params) if decayed is None else decayed
+    table = torch.zeros(0, dtype=torch.float64) if scales is None else scales
+    momentum_kernels.scaled_step_(
+        *(gpu(params), gpu(directions), scalar(lr), scalar(weight_decay), flags, gpu.copy(table)),
         programs=PROGRAMS,
     )
 

@@ -35,6 +35,7 @@ from tnt_kernels.ops import (
     inverse_root,
     mode_products,
     preconditioned_step_,
+    scaled_step_,
 )
 
 register_reference(_library)
@@ -50,4 +51,5 @@ __all__ = [
     "mode_products",
     "preconditioned_step_",
     "reference",
+    "scaled_step_",
 ]

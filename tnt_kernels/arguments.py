@@ -147,6 +147,18 @@ def check_step(
         _check_written(f"momenta[{t}]", m)
 
 
+def check_directions(params: Sequence[Tensor], directions: Sequence[Tensor]) -> None:
+    """``directions`` must fit ``params``, which have passed ``check_tensors``."""
+    _check_shapes("directions", directions, "params", params)
+    for t, (direction, param) in enumerate(zip(directions, params, strict=True)):
+        if direction.dtype != state_dtype(param):
+            raise ValueError(
+                f"directions[{t}] must be {state_dtype(param)} for a {param.dtype} parameter, "
+                f"got {direction.dtype}"
+            )
+        _check_written(f"params[{t}]", param)
+
+
 def check_graft(
     momentum: Number,
     second_moments: Sequence[Tensor] | None,
@@ -188,15 +200,23 @@ def check_moments(
 
 def check_counts(counts: Tensor | None, momenta: Sequence[Tensor]) -> None:
     """``counts`` must be (number of momenta, 2), float64, each at least 1."""
-    if not isinstance(counts, Tensor):
-        raise TypeError(f"counts must be a tensor, got {type(counts).__name__}")
-    wanted = (len(momenta), 2), torch.float64, torch.strided
-    if (counts.shape, counts.dtype, counts.layout) != wanted:
-        raise ValueError(
-            f"counts must be a dense ({len(momenta)}, 2) torch.float64, got {tuple(counts.shape)} "
-            f"{counts.dtype}, {counts.layout}"
-        )
+    _check_table("counts", counts, (len(momenta), 2))
     check_count_values(counts)
+
+
+def check_scales(scales: Tensor, params: Sequence[Tensor]) -> None:
+    """``scales`` must be (number of params,), float64."""
+    _check_table("scales", scales, (len(params),))
+
+
+def _check_table(name: str, table: Tensor | None, shape: tuple[int, ...]) -> None:
+    if not isinstance(table, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(table).__name__}")
+    if (table.shape, table.dtype, table.layout) != (shape, torch.float64, torch.strided):
+        raise ValueError(
+            f"{name} must be a dense {shape} torch.float64, got {tuple(table.shape)} "
+            f"{table.dtype}, {table.layout}"
+        )
 
 
 def check_count_values(counts: Tensor | None) -> None:

@@ -29,6 +29,7 @@ TRITON_KERNELS = {
     "inverse_root": "inverse_root",
     "mode_products": "mode_products",
     "preconditioned_step_": "preconditioned_step",
+    "scaled_step_": "momentum",
     "grafted_directions_": "grafted_directions",
 }
 
@@ -214,6 +215,7 @@ _SHAPES: dict[str, Callable[..., Any]] = {
         t.new_empty(t.shape, dtype=state_dtype(t)) for t in tensors
     ],
     "preconditioned_step_": lambda *_: None,
+    "scaled_step_": lambda *_: None,
     "grafted_directions_": _scales,
 }
 
@@ -246,6 +248,11 @@ _REFERENCE: dict[str, Callable[..., Any]] = {
     ),
     "preconditioned_step_": lambda params, momenta, grads, factors, *numbers: (
         reference.preconditioned_step_(params, momenta, grads, _by_mode(factors, params), *numbers)
+    ),
+    "scaled_step_": lambda params, directions, lr, weight_decay, decayed, scales: (
+        reference.scaled_step_(
+            *(params, directions, lr, weight_decay, decayed), scales if len(scales) else None
+        )
     ),
     "grafted_directions_": _grafted_directions_,
 }

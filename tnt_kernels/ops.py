@@ -33,12 +33,14 @@ from tnt_kernels.arguments import (
     check_count_values,
     check_counts,
     check_device,
+    check_directions,
     check_graft,
     check_length,
     check_modes,
     check_moments,
     check_out,
     check_overlaps,
+    check_scales,
     check_statistics,
     check_step,
     check_tensors,
@@ -273,6 +275,59 @@ def preconditioned_step_(
         return *lists, *scalars.values()
 
     _call("preconditioned_step_", check, arguments)
+
+
+@torch.no_grad()
+def scaled_step_(
+    params: Sequence[Tensor],
+    directions: Sequence[Tensor],
+    lr: Number,
+    weight_decay: Number,
+    decayed: Sequence[bool] | None = None,
+    scales: Tensor | None = None,
+) -> None:
+    """W <- W - lr (s P + weight_decay W), for each W, its direction P and its scale s.
+
+    Args:
+        params: the W, any float dtype and strides, updated in place; half precision is rounded
+            once.
+        directions: the P, of any strides; float64 for a float64 W, else float32.
+        lr: alpha >= 0.
+        weight_decay: gamma >= 0.
+        decayed: for each W, whether it decays; by default all do.
+        scales: the s, float64 of shape (number of params,), on the CPU or the lists' device; by
+            default 1.
+
+    Raises:
+        ValueError, TypeError: naming the argument that does not fit; nothing is then changed.
+
+    >>> w, p = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
+    >>> scaled_step_([w], [p], 0.1, 0.0, scales=torch.tensor([2.0], dtype=torch.float64))
+    >>> w
+    tensor([0.4000, 1.2000])
+    """
+    alpha = scalar("lr", lr, low=0.0)
+    gamma = scalar("weight_decay", weight_decay, low=0.0)
+
+    def check() -> None:
+        check_tensors("params", params)
+        check_directions(params, directions)
+        check_length("decayed", chosen, "params", params)
+        check_device(params=params, directions=directions, lr=alpha, weight_decay=gamma)
+        if scales is not None:
+            check_scales(scales, params)
+            check_device(params=params, scales=scales)
+        check_overlaps({"params": params}, {"directions": directions})
+
+    def arguments() -> tuple[Any, ...]:
+        if scales is not None:  # to the operator, an empty table means not given
+            check_scales(scales, params)
+        table = torch.zeros(0, dtype=torch.float64) if scales is None else scales
+        return list(params), list(directions), alpha, gamma, chosen, table
+
+    chosen = [True] * len(params) if decayed is None else decayed
+
+    _call("scaled_step_", check, arguments)
 
 
 @torch.no_grad()

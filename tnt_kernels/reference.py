@@ -120,6 +120,23 @@ def preconditioned_step_(
         param.copy_(weight - alpha * (direction + gamma * weight))
 
 
+def scaled_step_(
+    params: Sequence[Tensor],
+    directions: Sequence[Tensor],
+    lr: Number,
+    weight_decay: Number,
+    decayed: Sequence[bool] | None = None,
+    scales: Tensor | None = None,
+) -> None:
+    """W <- W - lr (s P + weight_decay W), s by default 1; no decay where ``decayed`` is False."""
+    for t, (param, direction) in enumerate(zip(params, directions, strict=True)):
+        scale = 1.0 if scales is None else scales[t]
+        decay = weight_decay if decayed is None or decayed[t] else 0.0
+        alpha, gamma, s = (_scalar_like(direction, value) for value in (lr, decay, scale))
+        weight = param.to(direction.dtype)
+        param.copy_(weight - (alpha * s * direction + alpha * gamma * weight))
+
+
 def grafted_directions_(
     momenta: Sequence[Tensor],
     grads: Sequence[Tensor],

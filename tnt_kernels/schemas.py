@@ -27,6 +27,10 @@ SCHEMAS = {
         "(Tensor(a!)[] params, Tensor(b!)[] momenta, Tensor[] grads, Tensor[] factors, "
         "Tensor lr, Tensor momentum, Tensor weight_decay) -> ()"
     ),
+    "scaled_step_": (
+        "(Tensor(a!)[] params, Tensor[] directions, Tensor lr, Tensor weight_decay, "
+        "bool[] decayed, Tensor scales) -> ()"
+    ),
     "grafted_directions_": (
         "(Tensor(a!)[] momenta, Tensor(b!)[] second_moments, Tensor(c!)[] out, Tensor[] grads, "
         "Tensor[] factors, Tensor momentum, Tensor counts, float second_decay, float eps) -> Tensor"

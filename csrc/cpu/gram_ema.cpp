@@ -511,7 +511,7 @@ void update_whitened(const WhitenedTensor& of, int64_t mode, double decay, bool 
                of.stats[static_cast<size_t>(mode)],
                of.diagonal[static_cast<size_t>(mode)],
                product};
-  if (product != tensor) one.weight = trace <= 0 ? 0 : dot(tensor) / trace;
+  one.weight = trace <= 0 ? 0 : dot(tensor) / trace;
   update({one}, decay, rounded);
 }
 
@@ -526,37 +526,19 @@ void gram_ema(const std::vector<GramMode>& modes, double decay, bool rounded) {
 void whitened_gram_ema(const std::vector<WhitenedTensor>& tensors, double decay, bool rounded) {
   if (decay == 1) return;
   blas::use_one_thread_per_call();
-  struct Task {
-    const WhitenedTensor* of;
-    int64_t mode;
-    double flops;
-  };
-  std::vector<Task> tasks;
-  double total = 0;
+  std::vector<std::pair<const WhitenedTensor*, int64_t>> modes;
+  std::vector<double> flops;
   for (const WhitenedTensor& of : tensors) {
-    const double chain = chain_flops(of.factors);
     for (int64_t i = 0; i < of.tensor.order; ++i) {
-      tasks.push_back({&of, i, chain});
-      total += chain;
+      modes.emplace_back(&of, i);
+      flops.push_back(chain_flops(of.factors));
     }
   }
-  std::stable_sort(tasks.begin(), tasks.end(),
-                   [](const Task& a, const Task& b) { return a.flops > b.flops; });
-  const auto run = [&](const Task& task, Scratch& scratch) {
-    with_state(task.of->tensor.element, [&](auto zero) {
-      update_whitened<decltype(zero)>(*task.of, task.mode, decay, rounded, scratch);
+  run_by_cost(flops, [&](size_t task, Scratch& scratch) {
+    const auto& [of, mode] = modes[task];
+    with_state(of->tensor.element, [&, of = of, mode = mode](auto zero) {
+      update_whitened<decltype(zero)>(*of, mode, decay, rounded, scratch);
     });
-  };
-  // A mode of more than one thread's part of the work gets all threads.
-  const double most = 1.01 * total / static_cast<double>(parallelism());
-  size_t large = 0;
-  {
-    const FlushSubnormals flush;
-    Scratch scratch;
-    for (; large < tasks.size() && tasks[large].flops > most; ++large) run(tasks[large], scratch);
-  }
-  run_tasks(static_cast<int64_t>(tasks.size() - large), total, [&](int64_t i, Scratch& scratch) {
-    run(tasks[large + static_cast<size_t>(i)], scratch);
   });
 }
 

@@ -1,4 +1,4 @@
-// Momentum updates, which preconditioned_step and grafted_directions share.
+// Elementwise updates that several operators share: of momenta and of parameters.
 #pragma once
 
 #include <algorithm>
@@ -38,6 +38,28 @@ double accumulate(const TensorView& momentum, const TensorView& grad, T decay) {
                                update);
   });
   return sum;
+}
+
+// W <- W - (rate P + decay W), rounded once. P is of type T, W of any.
+template <typename T>
+void subtract(const TensorView& param, const TensorView& direction, T rate, T decay) {
+  const T* from = static_cast<const T*>(direction.data);
+  with_element(param.element, [&](auto* null) {
+    using Value = std::remove_const_t<std::remove_pointer_t<decltype(null)>>;
+    auto* to = static_cast<Value*>(writable(param));
+    for_each_run<2>(param.order, param.sizes, {param.strides, direction.strides},
+                    [&](int64_t, const auto& offsets, int64_t count, const auto& strides) {
+                      Value* w = to + offsets[0];
+                      const T* p = from + offsets[1];
+                      with_strides(strides, [&](auto w_stride, auto p_stride) {
+                        for (int64_t i = 0; i < count; ++i) {
+                          Value& value = w[i * w_stride];
+                          const T old = convert<T>(value);
+                          value = round_to<Value>(old - (rate * p[i * p_stride] + decay * old));
+                        }
+                      });
+                    });
+  });
 }
 
 }  // namespace tnt

@@ -21,27 +21,6 @@ void decay(int64_t count, T rate, T* w) {
                   });
 }
 
-// W <- W - lr (P + weight_decay W) for a contiguous P, rounded once.
-template <typename T>
-void update(const TensorView& param, const Rates& rates, const T* direction) {
-  const std::vector<int64_t> contiguous = contiguous_strides(param);
-  const T lr = static_cast<T>(rates.lr), decay = static_cast<T>(rates.weight_decay);
-  with_element(param.element, [&](auto* null) {
-    using Value = std::remove_const_t<std::remove_pointer_t<decltype(null)>>;
-    auto* w = static_cast<Value*>(writable(param));
-    for_each_run<2>(param.order, param.sizes, {param.strides, contiguous.data()},
-                    [&](int64_t, const auto& offsets, int64_t count, const auto& strides) {
-                      Value* to = w + offsets[0];
-                      const T* from = direction + offsets[1];
-                      for (int64_t i = 0; i < count; ++i) {
-                        Value& value = to[i * strides[0]];
-                        const T old = convert<T>(value);
-                        value = round_to<Value>(old - lr * (from[i * strides[1]] + decay * old));
-                      }
-                    });
-  });
-}
-
 template <typename T>
 void step(const ParameterStep& step, const Rates& rates, Scratch& scratch) {
   // In this case the last product updates W itself: W <- W - lr A_1 (...). Not with lr = 0, with
@@ -61,7 +40,11 @@ void step(const ParameterStep& step, const Rates& rates, Scratch& scratch) {
     chain_product(step.factors, m, static_cast<T>(-rates.lr), T(1), w, buffers, rates.rounded);
   } else {
     chain_product(step.factors, m, T(1), T(0), buffers, buffers + count, rates.rounded);
-    update(step.param, rates, buffers);
+    const std::vector<int64_t> strides = contiguous_strides(step.param);
+    const TensorView direction{buffers, kElement<T>, step.param.order, step.param.sizes,
+                               strides.data()};
+    subtract(step.param, direction, static_cast<T>(rates.lr),
+             static_cast<T>(rates.lr * rates.weight_decay));
   }
 }
 

@@ -18,6 +18,7 @@
 #include "cpu/inverse_root.h"
 #include "cpu/mode_products.h"
 #include "cpu/preconditioned_step.h"
+#include "cpu/scaled_step.h"
 
 namespace tnt {
 namespace {
@@ -238,6 +239,33 @@ void preconditioned_step_op(at::TensorList params, at::TensorList momenta, at::T
   mark_written(momenta);
 }
 
+void scaled_step_op(at::TensorList params, at::TensorList directions, const at::Tensor& lr,
+                    const at::Tensor& weight_decay, const c10::List<bool>& decayed,
+                    const at::Tensor& scales) {
+  const double alpha = checked_number("lr", lr);
+  const double gamma = checked_number("weight_decay", weight_decay);
+  check_tensors("params", params);
+  check_length("directions", directions.size(), params.size());
+  check_length("decayed", decayed.size(), params.size());
+  for (size_t t = 0; t < params.size(); ++t) {
+    check_direction(t, directions[t], params[t]);
+    check_writable("params", t, params[t]);
+  }
+  if (scales.numel() > 0) check_table("scales", scales, {static_cast<int64_t>(params.size())});
+  check_overlaps({{"params", params}}, {{"directions", directions}});
+
+  const at::Tensor table = scales.contiguous();
+  std::vector<ScaledStep> steps;
+  steps.reserve(params.size());
+  for (size_t t = 0; t < params.size(); ++t) {
+    const double scale = table.numel() > 0 ? table.const_data_ptr<double>()[t] : 1;
+    steps.push_back({view_of(params[t]), view_of(directions[t]), alpha * scale,
+                     decayed.get(t) ? alpha * gamma : 0});
+  }
+  scaled_step(steps);
+  mark_written(params);
+}
+
 at::Tensor grafted_directions_op(at::TensorList momenta, at::TensorList second_moments,
                                  at::TensorList out, at::TensorList grads, at::TensorList factors,
                                  const at::Tensor& momentum, const at::Tensor& counts,
@@ -259,7 +287,7 @@ at::Tensor grafted_directions_op(at::TensorList momenta, at::TensorList second_m
   check_products(momenta, factors);
   if (adam) {
     check_length("second_moments", second_moments.size(), momenta.size());
-    check_counts(counts, momenta.size());
+    check_table("counts", counts, {static_cast<int64_t>(momenta.size()), 2});
     for (size_t t = 0; t < momenta.size(); ++t) {
       check_like("second_moments", t, second_moments[t], "momenta", momenta[t]);
       check_writable("second_moments", t, second_moments[t]);
@@ -311,6 +339,7 @@ void register_cpu_kernels() {
   library.impl("inverse_root", inverse_root_op);
   library.impl("mode_products", mode_products_op);
   library.impl("preconditioned_step_", preconditioned_step_op);
+  library.impl("scaled_step_", scaled_step_op);
   library.impl("grafted_directions_", grafted_directions_op);
 }
 

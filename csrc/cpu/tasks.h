@@ -14,6 +14,7 @@
 #include <memory>
 #include <mutex>
 #include <new>
+#include <numeric>
 #include <utility>
 #include <vector>
 
@@ -192,6 +193,27 @@ void run_tasks(int64_t count, double flops, const Run& run) {
   } else {
     on_threads(threads, work);
   }
+}
+
+// Calls run(i, scratch) for tasks of the given flops: those of more than one thread's part of the
+// work one after the other, on all threads, then the others in parallel, the costliest first.
+template <typename Run>
+void run_by_cost(const std::vector<double>& flops, const Run& run) {
+  std::vector<size_t> order(flops.size());
+  std::iota(order.begin(), order.end(), size_t{0});
+  std::stable_sort(order.begin(), order.end(),
+                   [&](size_t a, size_t b) { return flops[a] > flops[b]; });
+  const double total = std::accumulate(flops.begin(), flops.end(), 0.0);
+  const double most = 1.01 * total / static_cast<double>(parallelism());
+  size_t large = 0;
+  {
+    const FlushSubnormals flush;
+    Scratch scratch;
+    for (; large < order.size() && flops[order[large]] > most; ++large) run(order[large], scratch);
+  }
+  run_tasks(static_cast<int64_t>(order.size() - large), total, [&](int64_t i, Scratch& scratch) {
+    run(order[large + static_cast<size_t>(i)], scratch);
+  });
 }
 
 }  // namespace tnt

@@ -124,42 +124,9 @@ def scaled_directions_(
     return grafted_directions_(momenta, gradients, factors, mu, squares, _table(counts), out)
 
 
-def move_(
-    weights: Sequence[Tensor],
-    directions: Sequence[Tensor],
-    group: Settings,
-    decays: Sequence[float | Tensor],
-    scales: Tensor | None = None,
-) -> None:
-    """W <- W - lr (s P + decay W), s None for 1; a W in half precision is rounded once."""
-    lr = group["lr"]
-    rates: list[Any] = [lr] * len(weights)
-    if scales is not None:
-        # On the CPU read the numbers at once, unless a graph records the step.
-        as_numbers = scales.is_cpu and not isinstance(lr, Tensor)
-        rates = (lr * scales).tolist() if as_numbers else list((lr * scales).unbind())
-    for weight, direction, rate, decay in zip(weights, directions, rates, decays, strict=True):
-        if weight.dtype != direction.dtype:
-            wide = weight.to(direction.dtype)
-            weight.copy_(wide - lr * decay * wide - rate * direction)
-            continue
-        if isinstance(decay, Tensor) or decay != 0:
-            # Not W * (1 - lr decay): its rounding error would repeat at every step.
-            _subtract_(weight, weight, lr * decay)
-        _subtract_(weight, direction, rate)
-
-
-def decays(params: Iterable[Tensor], group: Settings) -> list[float | Tensor]:
-    """The weight decay of each parameter."""
-    return [0.0 if is_plain(p, group) else group["weight_decay"] for p in params]
-
-
-def _subtract_(weight: Tensor, other: Tensor, rate: float | Tensor) -> None:
-    """W <- W - rate X."""
-    if isinstance(rate, Tensor):
-        weight.addcmul_(other, -rate.to(weight.device, weight.dtype))
-    else:
-        weight.add_(other, alpha=-rate)
+def decayed(params: Iterable[Tensor], group: Settings) -> list[bool]:
+    """Whether each parameter decays."""
+    return [not is_plain(p, group) for p in params]
 
 
 def _table(counts: list[list[Any]]) -> Tensor:

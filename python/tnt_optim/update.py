@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tnt_kernels import gram_ema_, preconditioned_step_
+from tnt_kernels import gram_ema_, preconditioned_step_, scaled_step_
 from tnt_optim.autograd import Gradients, all_finite, gradients_of
 from tnt_optim.directions import (
     Workspace,
     clipped,
-    decays,
-    move_,
+    decayed,
     scaled_directions_,
     updated_weights,
 )
@@ -136,11 +135,11 @@ class Local:
         in_buckets = not clips and (grafts or group["rounding"] == "stochastic")
         for index, part in enumerate(buckets_of(params) if in_buckets else [slice(None)]):
             layouts, part_states, part_grads = seen[part], own[part], gradients[part]
-            decay = decays(params[part], group)
+            decays = decayed(params[part], group)
             key = (number, index)
             with updated_weights(params[part], states, group, layouts, key=key) as weights:
                 if not clips and not grafts:
-                    _preconditioned_(weights, part_grads, part_states, layouts, group, decay)
+                    _preconditioned_(weights, part_grads, part_states, layouts, group, decays)
                     continue
                 directions, scales = scaled_directions_(
                     part_grads, part_states, layouts, group, None if clips else workspace
@@ -148,9 +147,10 @@ class Local:
                 if clips:
                     momenta = blocks(each(part_states, "momentum"), layouts)
                     scales = clipped(directions, momenta, scales, group)
-                counted = zip(decay, layouts, strict=True)
+                counted = zip(decays, layouts, strict=True)
                 each_block = [value for value, look in counted for _ in range(look.count)]
-                move_(blocks(weights, layouts), directions, group, each_block, scales)
+                rates = group["lr"], group["weight_decay"]
+                scaled_step_(blocks(weights, layouts), directions, *rates, each_block, scales)
 
 
 def _preconditioned_(
@@ -159,11 +159,11 @@ def _preconditioned_(
     states: Sequence[State],
     layouts: Sequence[Layout],
     group: Settings,
-    decay: Sequence[float | Tensor],
+    decays: Sequence[bool],
 ) -> None:
     """The plain step: one call for the parameters with weight decay, one for those without."""
-    alike: dict[float | Tensor, list[int]] = {}
-    for index, value in enumerate(decay):
+    alike: dict[bool, list[int]] = {}
+    for index, value in enumerate(decays):
         alike.setdefault(value, []).append(index)
     for value, same in alike.items():
         looks, own = [layouts[i] for i in same], [states[i] for i in same]
@@ -174,7 +174,7 @@ def _preconditioned_(
             rows(each(own, "factors"), looks),
             group["lr"],
             group["momentum"],
-            value,
+            group["weight_decay"] if value else 0.0,
         )
 
 

@@ -36,7 +36,10 @@ class TestTriton(Interpreted, EveryOperator, Gram, Steps):
     """The kernels of products and sums."""
 
     functions = triton_operators
-    operators = ("gram_ema_", "mode_products", "preconditioned_step_", "grafted_directions_")
+    operators = (
+        *("gram_ema_", "mode_products", "preconditioned_step_", "scaled_step_"),
+        "grafted_directions_",
+    )
 
 
 # The interpreter warns where numbers overflow or become NaN.

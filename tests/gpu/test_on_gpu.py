@@ -10,7 +10,7 @@ import pytest
 import torch
 from cases import SHAPES, identical
 from device_calls import CUT_TERM, DEVICE, MANY, TF32_PRODUCT, check, on_device, usual_settings
-from operators import GRAFTS, VARIANTS, call, same
+from operators import GRAFTS, TABLES, VARIANTS, call, same
 from tolerances import FLOAT32_OPERATOR, NEWTON_OPERATOR
 
 import tnt_kernels
@@ -70,8 +70,8 @@ def test_numbers_and_counts_on_the_cpu(variant: str) -> None:
     """Next to tensors on the device."""
     given = call(variant, SHAPES)
     there = given.copy(DEVICE)
-    if "counts" in given.arguments:
-        there.arguments["counts"] = given.arguments["counts"].clone()
+    for key in set(TABLES) & set(given.arguments):
+        there.arguments[key] = given.arguments[key].clone()
     same(there(), given.copy(DEVICE)())
 
 

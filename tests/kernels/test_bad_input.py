@@ -27,7 +27,10 @@ SHAPES = [(9, 5), (3,)]
 # The kernel alone checks these: Python does not read the values of tensors.
 BY_THE_KERNEL = (ValueError,)
 # The argument that says how many tensors there are, and their shapes.
-FIRST = {"gram_ema_": "tensors", "mode_products": "tensors", "preconditioned_step_": "params"}
+FIRST = {
+    **dict.fromkeys(("gram_ema_", "mode_products"), "tensors"),
+    **dict.fromkeys(("preconditioned_step_", "scaled_step_"), "params"),
+}
 NESTED = ("stats", "factors")
 OPERATORS = [v for v in VARIANTS if v not in ("damped_inverse relative", "grafted_directions_")]
 
@@ -86,7 +89,7 @@ def of_lists(name: str, argument: str, alone: bool) -> Iterator[Mistake]:
     yield Mistake("elsewhere", meta, ValueError, r"\w+ .*(cpu.*meta|meta.*cpu)")
     if alone:  # its modes are then wrong
         wider = entry(argument, 0, lambda old: normal((old.shape[0] + 1, *old.shape[1:])))
-        message = r"(stats|factors|momenta|grads|second_moments)\["
+        message = r"(stats|factors|momenta|grads|directions|second_moments)\["
         yield Mistake("shape", wider, ValueError, message, True)
         return
     yield Mistake("shape", entry(argument, 0, normal((5, 9))), ValueError, r"{0}\[0\] .*\(5, 9\)")
@@ -159,7 +162,7 @@ def of_memory(name: str, argument: str, lists: list[str]) -> Iterator[Mistake]:
         holder[1] = memory[math.prod(first) - 1 :].view(second)
         if i is None:
             for key, others in arguments.items():
-                if key not in (argument, "counts") and isinstance(others, list):
+                if key not in (argument, "counts", "decayed") and isinstance(others, list):
                     others[1] = [torch.eye(3)] if key == "factors" else normal((3,))
 
     yield Mistake("overlapping", overlap, ValueError, argument, True)
@@ -241,6 +244,19 @@ def of_grafting() -> Iterator[Mistake]:
     yield Mistake("out strided", strided, ValueError, message, True)
 
 
+def of_scaling() -> Iterator[Mistake]:
+    scales = torch.ones(2, dtype=torch.float64)
+    for what, wrong, came in (
+        ("of one", scales[:1], r"\(?\[?2,?\)?\]? .*got [\(\[]1"),
+        ("single", scales.float(), "float64.*got .*([Ff]loat)"),
+        ("elsewhere", scales.to("meta"), "cpu.*meta"),
+    ):
+        yield Mistake(f"scales {what}", instead(scales=wrong), ValueError, f"scales .*{came}")
+    yield Mistake("scales a list", instead(scales=[1.0] * 2), TypeError, "scales .*got list")
+    short = instead(decayed=[True])
+    yield Mistake("decayed short", short, ValueError, r"decayed .*\(2\), got 1", True)
+
+
 def mistakes() -> Iterator[Any]:
     """All, as parameters of a test."""
     for variant in OPERATORS:
@@ -257,6 +273,7 @@ def mistakes() -> Iterator[Any]:
         others = [of_numbers(name)]
         others += [of_roots()] if name == "inverse_root" else []
         others += [of_grafting()] if name == "grafted_directions_" else []
+        others += [of_scaling()] if name == "scaled_step_" else []
         found += [("", mistake) for mistake in itertools.chain(*others)]
         for argument, mistake in found:
             identity = f"{name}-{argument} {mistake.name}".replace(" -", "-")

@@ -40,7 +40,7 @@ def test_only_products_at_medium_are_rounded(variant: str, setting: str) -> None
     given = call(variant, SHAPES, "full")
     exact = given.copy()()
     torch.set_float32_matmul_precision(setting)
-    if HAS_UNITS and setting == "medium" and variant not in INVERSES:
+    if HAS_UNITS and setting == "medium" and variant not in (*INVERSES, "scaled_step_"):
         pairs = zip(everything(given.copy()()), everything(exact), strict=True)
         assert not all(torch.equal(rounded, full) for rounded, full in pairs)
     else:

@@ -33,6 +33,7 @@ from operators import (
     INVERSES,
     NUMBERS,
     STRIDED_WRITTEN,
+    TABLES,
     VARIANTS,
     WRITTEN,
     Call,
@@ -106,7 +107,7 @@ def lay_out(data: DataObject, call: Call) -> Call:
     """The call on tensors of random layouts; a written tensor may have one of its own."""
 
     def change(key: str, tensor: Tensor) -> Tensor:
-        if key == "counts" or not tensor.dim():
+        if key in TABLES or not tensor.dim():
             return tensor
         read = key not in WRITTEN[call.name]
         # An expanded matrix would not be symmetric. Negated views are not of 16 bits.
@@ -184,7 +185,8 @@ def draw_call(data: DataObject, name: str) -> Call:
     for momentum, grad in zip(a.get("momenta", []), a.get("grads", []), strict=True):
         momentum.copy_(momentum.abs().copysign(grad))  # sums of the two do not cancel
     # With lr = 0 a parameter does not read its direction.
-    candidates = [x for x in a.get("tensors", a.get("grads")) if x.numel() and a.get("lr") != 0]
+    given = a.get("tensors", a.get("grads", a.get("directions")))
+    candidates = [x for x in given if x.numel() and a.get("lr") != 0]
     if candidates and data.draw(_RARELY, label="NaN"):
         spoiled = data.draw(st.sampled_from(range(len(candidates))))
         candidates[spoiled][tuple(d // 2 for d in candidates[spoiled].shape)] = math.nan
@@ -339,11 +341,16 @@ def tolerance_of(
     if key == "stats":
         tensor = call.arguments["tensors"][t]
         repeats = math.prod(d for d, s in zip(tensor.shape, tensor.stride(), strict=True) if not s)
-        return sum_rounding(dtype, columns(tensor.shape, i), repeats)
+        rounding = sum_rounding(dtype, columns(tensor.shape, i), repeats)
+        if "factors" not in call.arguments:
+            return rounding
+        # Products with the other factors may cancel, in the result and in its trace.
+        others = [a for j, a in enumerate(call.arguments["factors"][t]) if j != i]
+        condition = math.prod(map(condition_of, others))
+        return condition * (rounding + product_rounding(state_dtype(dtype), tensor.shape))
     if key == "factors":
         root = call.arguments.get("root")
-        values = torch.linalg.eigvalsh(expected) if expected.dim() == 2 and len(expected) else None
-        condition = 1.0 if values is None else float(values[-1] / values[0])
+        condition = condition_of(expected) if expected.dim() == 2 else 1.0
         if root is None or expected.dim() == 1:  # no iteration
             return inverse_rounding(dtype, condition)
         return newton_rounding(dtype, condition ** root[t])
@@ -356,6 +363,14 @@ def tolerance_of(
     return rounding
 
 
+def condition_of(matrix: Tensor) -> float:
+    """Of a positive definite matrix or diagonal."""
+    if not matrix.numel():
+        return 1.0
+    values = matrix.double() if matrix.dim() == 1 else torch.linalg.eigvalsh(matrix.double())
+    return float(values.max() / values.min())
+
+
 def terms_of_params(call: Call, wanted: Results, t: int) -> float:
     """The size of the terms of w - lr (p + decay w): they may cancel, their roundings do not."""
     a = call.arguments
@@ -363,7 +378,8 @@ def terms_of_params(call: Call, wanted: Results, t: int) -> float:
     old = a["params"][t].double().abs()
     direction = ((1 - shrunk) * a["params"][t].double() - wanted["params"][t]).abs()  # times lr
     size = float(((1 + shrunk) * old + direction.nan_to_num()).max())
-    return size + lr * float(wanted["momenta"][t].nan_to_num().abs().max())
+    moved = wanted.get("momenta", a.get("directions"))
+    return size + lr * float(moved[t].nan_to_num().abs().max())
 
 
 def check_failed(call: Call, results: Results, t: int) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from tnt_kernels import scaled_step_
 from tnt_optim.autograd import (
     Gradients,
     all_finite,
@@ -22,7 +23,7 @@ from tnt_optim.autograd import (
     unscaled,
     without_autocast,
 )
-from tnt_optim.directions import Workspace, decays, move_, updated_weights
+from tnt_optim.directions import Workspace, decayed, updated_weights
 from tnt_optim.distributed.ownership import OwnerRanks
 from tnt_optim.distributed.process_group import ProcessGroup
 from tnt_optim.modes import Settings, by_kind, state_dtype
@@ -158,10 +159,11 @@ class Sharded(OwnerRanks, Local):
             )
             for owner in ranks:
                 local = [_local(p) for p in by_owner[owner]]
-                decay = decays(by_owner[owner], group)
+                rates = group["lr"], group["weight_decay"]
+                decays = decayed(by_owner[owner], group)
                 key = (number, owner, self.processes.rank)
                 with updated_weights(local, {}, group, key=key) as weights:
-                    move_(weights, arrived[owner], group, decay)
+                    scaled_step_(weights, arrived[owner], *rates, decays)
 
     def _of(self, owner: int, params: Iterable[Tensor]) -> list[Tensor]:
         return [p for p in params if self.owner(p) == owner]

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tnt_kernels import scaled_step_
 from tnt_optim.autograd import Gradients, all_finite
-from tnt_optim.directions import Workspace, decays, move_, updated_weights
+from tnt_optim.directions import Workspace, decayed, updated_weights
 from tnt_optim.distributed.ownership import OwnerRanks
 from tnt_optim.distributed.process_group import BUCKET_BYTES, ProcessGroup, flattened, unflattened
 from tnt_optim.modes import Settings, by_kind, layout, state_dtype
@@ -133,7 +134,8 @@ class Replicated(OwnerRanks, Local):
             key = (number, places[bucket[0]])
             with updated_weights(bucket, states, group, seen, key=key) as weights:
                 arrived = unflattened(flat, [look.sizes for look in seen])
-                move_(weights, arrived, group, decays(bucket, group))
+                rates = group["lr"], group["weight_decay"]
+                scaled_step_(weights, arrived, *rates, decayed(bucket, group))
 
         for alike in by_kind(grads):
             self._exchange(alike, lambda p: p.numel(), compute, receive)

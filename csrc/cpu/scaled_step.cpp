@@ -1,0 +1,22 @@
+#include "cpu/scaled_step.h"
+
+#include "cpu/momentum.h"
+
+namespace tnt {
+
+void scaled_step(const std::vector<ScaledStep>& steps) {
+  std::vector<double> flops;
+  flops.reserve(steps.size());
+  for (const ScaledStep& step : steps) {
+    flops.push_back(16 * static_cast<double>(step.param.count()));
+  }
+  run_by_cost(flops, [&](size_t i, Scratch&) {
+    const ScaledStep& step = steps[i];
+    with_state(step.param.element, [&](auto zero) {
+      using T = decltype(zero);
+      subtract(step.param, step.direction, static_cast<T>(step.rate), static_cast<T>(step.decay));
+    });
+  });
+}
+
+}  // namespace tnt
