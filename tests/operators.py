@@ -1,4 +1,4 @@
-"""Calls of the six operators: random arguments, what a call writes and returns, how close it is.
+"""Calls of the operators: random arguments, what a call writes and returns, how close it is.
 
 A variant is an operator with the options that change what it computes. The contract tests, the
 tests of bad input, of threads and of graphs all draw their arguments here.

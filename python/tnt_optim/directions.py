@@ -20,8 +20,9 @@ from tnt_optim.modes import Layout, Settings, State, blocks, each, is_half, is_p
 
 # Entries of a sum that one call adds up: few calls, and no more rounding than a pairwise sum.
 _SUM_PIECE = 1 << 20
-# Alignment of tensors in a workspace, in bytes.
+# Alignment of tensors in a workspace, in bytes, and the most lists whose views it keeps.
 _ALIGNMENT = 64
+_MOST_GIVEN = 256
 # The root mean square of a direction with graft="rms": about that of Adam's, as for Muon.
 RMS = 0.2
 # Random bits for one draw: four numbers take sixteen each. The draw costs more than the rounding.
@@ -35,22 +36,27 @@ class Workspace:
 
     def __init__(self) -> None:
         self._memory: Tensor | None = None
+        self._given: dict[tuple[Any, ...], list[Tensor]] = {}  # views of the memory, by what for
 
     def like(self, tensors: Sequence[Tensor]) -> list[Tensor] | None:
         """Contiguous tensors like these, valid until the next call.
 
         None on another device, where PyTorch's allocator reuses memory.
         """
-        ends = list(itertools.accumulate(-(-t.nbytes // _ALIGNMENT) * _ALIGNMENT for t in tensors))
         if not tensors or not tensors[0].is_cpu:
             return None
-        if self._memory is None or len(self._memory) < ends[-1]:
-            self._memory = None  # free the old memory before the new is allocated
+        key = tuple((t.shape, t.dtype) for t in tensors)
+        if key in self._given:
+            return self._given[key]
+        ends = list(itertools.accumulate(-(-t.nbytes // _ALIGNMENT) * _ALIGNMENT for t in tensors))
+        if self._memory is None or len(self._memory) < ends[-1] or len(self._given) == _MOST_GIVEN:
+            self._memory, self._given = None, {}  # free the old memory before the new is allocated
             self._memory = torch.empty(ends[-1], dtype=torch.uint8)
-        return [
+        self._given[key] = [
             self._memory[start : start + t.nbytes].view(t.dtype).view(t.shape)
             for t, start in zip(tensors, (0, *ends), strict=False)
         ]
+        return self._given[key]
 
 
 def clipped(
