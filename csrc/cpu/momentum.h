@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <tuple>
+#include <type_traits>
 
 #include "cpu/elementwise.h"
 #include "cpu/views.h"
@@ -40,6 +42,23 @@ double accumulate(const TensorView& momentum, const TensorView& grad, T decay) {
   return sum;
 }
 
+template <typename T, typename Value, typename... Stride>
+[[gnu::always_inline]] inline void subtract_run(const T* p, T rate, T decay, int64_t count,
+                                                Value* w, Stride... stride) {
+  const auto [w_stride, p_stride] = std::tuple(stride...);
+  for (int64_t i = 0; i < count; ++i) {
+    Value& value = w[i * w_stride];
+    const T old = convert<T>(value);
+    value = round_to<Value>(old - (rate * p[i * p_stride] + decay * old));
+  }
+}
+
+// Rounding is the bound here, not memory.
+TNT_WIDEST_VECTORS inline void subtract_flat_run(const float* p, float rate, float decay,
+                                                 int64_t count, BFloat16* w) {
+  subtract_run(p, rate, decay, count, w, One(), One());
+}
+
 // W <- W - (rate P + decay W), rounded once. P is of type T, W of any.
 template <typename T>
 void subtract(const TensorView& param, const TensorView& direction, T rate, T decay) {
@@ -47,18 +66,20 @@ void subtract(const TensorView& param, const TensorView& direction, T rate, T de
   with_element(param.element, [&](auto* null) {
     using Value = std::remove_const_t<std::remove_pointer_t<decltype(null)>>;
     auto* to = static_cast<Value*>(writable(param));
-    for_each_run<2>(param.order, param.sizes, {param.strides, direction.strides},
-                    [&](int64_t, const auto& offsets, int64_t count, const auto& strides) {
-                      Value* w = to + offsets[0];
-                      const T* p = from + offsets[1];
-                      with_strides(strides, [&](auto w_stride, auto p_stride) {
-                        for (int64_t i = 0; i < count; ++i) {
-                          Value& value = w[i * w_stride];
-                          const T old = convert<T>(value);
-                          value = round_to<Value>(old - (rate * p[i * p_stride] + decay * old));
-                        }
-                      });
-                    });
+    for_each_run<2>(
+        param.order, param.sizes, {param.strides, direction.strides},
+        [&](int64_t, const auto& offsets, int64_t count, const auto& strides) {
+          Value* w = to + offsets[0];
+          const T* p = from + offsets[1];
+          with_strides(strides, [&](auto w_stride, auto p_stride) {
+            constexpr bool flat = std::is_same_v<decltype(w_stride), One>;
+            if constexpr (flat && std::is_same_v<T, float> && std::is_same_v<Value, BFloat16>) {
+              subtract_flat_run(p, rate, decay, count, w);
+            } else {
+              subtract_run(p, rate, decay, count, w, w_stride, p_stride);
+            }
+          });
+        });
   });
 }
 
