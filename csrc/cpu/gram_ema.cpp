@@ -439,10 +439,11 @@ void mode_product(const Factor& factor, int64_t before, int64_t after, const T* 
   const int64_t d = factor.d, count = before * d * after;
   const T* a = static_cast<const T*>(factor.data);
   if (factor.diagonal || d == 1) {
-    return run_tasks(before, 16 * static_cast<double>(count), [&](int64_t b, Scratch&) {
-      for (int64_t i = 0; i < d; ++i) {
-        const int64_t first = (b * d + i) * after;
-        for (int64_t r = first; r < first + after; ++r) out[r] = a[i] * in[r];
+    const int64_t step = std::max<int64_t>(kChunk / after, 1), tasks = (before * d - 1) / step + 1;
+    return run_tasks(tasks, 16 * static_cast<double>(count), [&](int64_t task, Scratch&) {
+      for (int64_t row = task * step; row < std::min((task + 1) * step, before * d); ++row) {
+        const T scale = a[row % d];
+        for (int64_t i = row * after; i < (row + 1) * after; ++i) out[i] = scale * in[i];
       }
     });
   }
