@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -65,55 +66,30 @@ def writing(name: str, write: Callable[[Modes], object], modes: Modes, graph: bo
     return Candidate(name, lambda: write(out), lambda: flat(out), graph=graph)
 
 
-def gram(parameter_set: ParameterSet, device: torch.device) -> Problem:
-    """Refresh all statistics once."""
+def gram(parameter_set: ParameterSet, device: torch.device, whitened: bool = False) -> Problem:
+    """Refresh all statistics once; whitened, as the default TNT does."""
     rng = generator(device)
     tensors, start = normal(parameter_set.views, rng), symmetric_modes(parameter_set, rng)
-    expected = in_float64(start)
-    reference.gram_ema_(expected, [tensor.double() for tensor in tensors], DECAY)
+    factors = [symmetric_modes(parameter_set, rng)] if whitened else []
+    expected, wide = in_float64(start), [tensor.double() for tensor in tensors]
+    reference.gram_ema_(expected, wide, DECAY, *map(in_float64, factors))
 
     def candidate(name: str, update: Callable[..., None]) -> Candidate:
         stats = copies(start)
         return Candidate(
             name,
-            run=lambda: update(stats, tensors, DECAY),
+            run=lambda: update(stats, tensors, DECAY, *factors),
             results=lambda: flat(stats),
             updated=flat(stats),
         )
 
-    return Problem(
-        [
-            candidate(OURS, gram_ema_),
-            candidate("einsum + lerp_", baselines.gram_einsum_),
-            candidate("addmm_", baselines.gram_addmm_),
-        ],
-        flat(expected),
-        gram_work(parameter_set),
-    )
-
-
-def whitened(parameter_set: ParameterSet, device: torch.device) -> Problem:
-    """Refresh all statistics once by maximum likelihood, as the default TNT does."""
-    rng = generator(device)
-    tensors, start = normal(parameter_set.views, rng), symmetric_modes(parameter_set, rng)
-    factors, expected = symmetric_modes(parameter_set, rng), in_float64(start)
-    wide = [tensor.double() for tensor in tensors]
-    reference.gram_ema_(expected, wide, DECAY, in_float64(factors))
-
-    def candidate(name: str, update: Callable[..., None]) -> Candidate:
-        stats = copies(start)
-        return Candidate(
-            name,
-            run=lambda: update(stats, tensors, DECAY, factors),
-            results=lambda: flat(stats),
-            updated=flat(stats),
-        )
-
-    return Problem(
-        [candidate(OURS, gram_ema_), candidate("tensordot + matmul", baselines.gram_whitened_)],
-        flat(expected),
-        whitened_work(parameter_set),
-    )
+    candidates = [candidate(OURS, gram_ema_)]
+    if whitened:
+        candidates.append(candidate("tensordot + matmul", baselines.gram_whitened_))
+        return Problem(candidates, flat(expected), whitened_work(parameter_set))
+    candidates.append(candidate("einsum + lerp_", baselines.gram_einsum_))
+    candidates.append(candidate("addmm_", baselines.gram_addmm_))
+    return Problem(candidates, flat(expected), gram_work(parameter_set))
 
 
 def inverse(parameter_set: ParameterSet, device: torch.device) -> Problem:
@@ -215,7 +191,7 @@ def step(parameter_set: ParameterSet, device: torch.device) -> Problem:
 
 OPERATORS: dict[str, Callable[[ParameterSet, torch.device], Problem]] = {
     "gram_ema_": gram,
-    "gram_ema_ whitened": whitened,
+    "gram_ema_ whitened": functools.partial(gram, whitened=True),
     "damped_inverse": inverse,
     "preconditioned_step_": step,
     "mode_products": products,

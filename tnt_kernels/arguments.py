@@ -135,25 +135,21 @@ def check_step(
     params: Sequence[Tensor], momenta: Sequence[Tensor], grads: Sequence[Tensor]
 ) -> None:
     """``momenta`` and ``grads`` must fit ``params``, which have passed ``check_tensors``."""
-    _check_shapes("momenta", momenta, "params", params)
+    check_directions(params, momenta, "momenta")
     _check_shapes("grads", grads, "params", params)
-    for t, (m, param) in enumerate(zip(momenta, params, strict=True)):
-        if m.dtype != state_dtype(param):
-            raise ValueError(
-                f"momenta[{t}] must be {state_dtype(param)} for a {param.dtype} parameter, "
-                f"got {m.dtype}"
-            )
-        _check_written(f"params[{t}]", param)
+    for t, m in enumerate(momenta):
         _check_written(f"momenta[{t}]", m)
 
 
-def check_directions(params: Sequence[Tensor], directions: Sequence[Tensor]) -> None:
-    """``directions`` must fit ``params``, which have passed ``check_tensors``."""
-    _check_shapes("directions", directions, "params", params)
+def check_directions(
+    params: Sequence[Tensor], directions: Sequence[Tensor], name: str = "directions"
+) -> None:
+    """``directions`` must fit ``params``, which have passed ``check_tensors``, and are written."""
+    _check_shapes(name, directions, "params", params)
     for t, (direction, param) in enumerate(zip(directions, params, strict=True)):
         if direction.dtype != state_dtype(param):
             raise ValueError(
-                f"directions[{t}] must be {state_dtype(param)} for a {param.dtype} parameter, "
+                f"{name}[{t}] must be {state_dtype(param)} for a {param.dtype} parameter, "
                 f"got {direction.dtype}"
             )
         _check_written(f"params[{t}]", param)
