@@ -1,5 +1,7 @@
 #include "cpu/preconditioned_step.h"
 
+#include <limits>
+
 #include "cpu/momentum.h"
 
 namespace tnt {
@@ -23,9 +25,10 @@ void decay(int64_t count, T rate, T* w) {
 
 template <typename T>
 void step(const ParameterStep& step, const Rates& rates, Scratch& scratch) {
-  // In this case the last product updates W itself: W <- W - lr A_1 (...). Not with lr = 0, with
-  // which the BLAS does not multiply: 0 NaN is NaN.
-  const bool direct = step.param.element == kElement<T> && step.param.contiguous() && rates.lr != 0;
+  // In this case the last product updates W itself: W <- W - lr A_1 (...). Not with an lr that T
+  // takes for 0, with which the BLAS does not multiply: 0 NaN is NaN.
+  const bool direct = step.param.element == kElement<T> && step.param.contiguous() &&
+                      rates.lr >= std::numeric_limits<T>::min();
   const int64_t count = step.param.count();
   T* buffers = scratch.get<T>(chain_scratch(step.factors, rates.rounded) +
                               copied_count<T>(step.momentum) + (direct ? 0 : count));
