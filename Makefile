@@ -10,7 +10,8 @@
 #   make format             rewrites the sources as lint wants them
 #   make native-test        the C++ tests
 #   make sanitizers         the C++ tests under the sanitizers
-#   make fuzz               every operator on 10,000 random calls; EXAMPLES=N for another number
+#   make fuzz               every operator on 10,000 random calls; EXAMPLES=N for another number,
+#                           PRECISION=medium for products that PyTorch may round
 #   make bench              the operators' and the steps' benchmarks, to results/; some 15 minutes on
 #                           two cores that nothing else uses
 #   make bench-quick        a few of them in two minutes, to results/
@@ -67,7 +68,7 @@ slow-tests: build sanitizers $(VENV)/.trainers
 	$(PYTEST) -m slow
 
 fuzz: build
-	$(IN_VENV) TNT_FUZZ_EXAMPLES=$(EXAMPLES) python -m pytest tests/kernels/test_properties.py
+	$(IN_VENV) TNT_FUZZ_EXAMPLES=$(EXAMPLES) TNT_FUZZ_PRECISION=$(PRECISION) python -m pytest tests/kernels/test_properties.py
 
 lint: $(VENV)/.packages
 	$(BIN)/ruff check .
