@@ -570,6 +570,14 @@ class Steps(Implementation):
             for new, old in zip(given.arguments[key], before[key], strict=True):
                 assert torch.equal(new, old) == (key == "params")
 
+    @over("scaled_step_")
+    def test_an_infinite_parameter_without_decay_stays(self, variant: str) -> None:
+        given = call(variant, [(9, 5), (7,)] * 4, dtype=DTYPES)
+        given = given.with_arguments(decayed=[False] * 8)
+        given = given.map(lambda key, t: t.fill_(-INF) if key == "params" else t)
+        for result in given(self.functions)["params"]:
+            assert bool((result == -INF).all())
+
     @over("preconditioned_step_")
     def test_a_momentum_that_is_not_finite_shows_at_learning_rate_zero(self, variant: str) -> None:
         """In every kind of mode: 0 NaN is NaN."""

@@ -134,7 +134,9 @@ def scaled_step_(
         decay = weight_decay if decayed is None or decayed[t] else 0.0
         alpha, gamma, s = (_scalar_like(direction, value) for value in (lr, decay, scale))
         weight = param.to(direction.dtype)
-        param.copy_(weight - (alpha * s * direction + alpha * gamma * weight))
+        # where(): an infinite W that does not decay stays.
+        shrunk = torch.where(gamma == 0, 0, alpha * gamma * weight)
+        param.copy_(weight - (alpha * s * direction + shrunk))
 
 
 def grafted_directions_(

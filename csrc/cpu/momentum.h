@@ -49,7 +49,8 @@ template <typename T, typename Value, typename... Stride>
   for (int64_t i = 0; i < count; ++i) {
     Value& value = w[i * w_stride];
     const T old = convert<T>(value);
-    value = round_to<Value>(old - (rate * p[i * p_stride] + decay * old));
+    const T shrunk = decay == 0 ? T(0) : decay * old;  // an infinite W that does not decay stays
+    value = round_to<Value>(old - (rate * p[i * p_stride] + shrunk));
   }
 }
 

@@ -139,7 +139,8 @@ def scaled_step_kernel(
     for start in range(0, SPAN, BLOCK):
         to, at, inside = _elements(problem, target, source, count, first, start, BLOCK, VECTOR)
         w = tl.load(to, mask=inside, other=0).to(ELEMENT)
-        moved = rate.to(ELEMENT) * tl.load(at, mask=inside, other=0) + decay * w
+        shrunk = decay * tl.where(decay == 0, 0, w)  # an infinite W that does not decay stays
+        moved = rate.to(ELEMENT) * tl.load(at, mask=inside, other=0) + shrunk
         tl.store(to, (w - moved).to(RESULT), mask=inside)
 
 
@@ -266,5 +267,6 @@ def scaled_step_(
         rate = alpha.double() * factors[t] if len(factors) else alpha
         decay = alpha * gamma * decayed[t]
         wide = params[t].to(state)
-        params[t].copy_(wide - (rate.to(state) * directions[t] + decay.to(state) * wide))
+        shrunk = torch.where(decay == 0, 0, decay.to(state) * wide)
+        params[t].copy_(wide - (rate.to(state) * directions[t] + shrunk))
     mark_written(params)
