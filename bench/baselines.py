@@ -112,6 +112,56 @@ def step_tensordot_(
     torch._foreach_add_(params, directions, alpha=-lr)
 
 
+# grafted_directions_ and scaled_step_
+
+
+def grafted_tensordot_(
+    momenta: list[Tensor],
+    grads: list[Tensor],
+    factors: Modes,
+    momentum: float,
+    second_moments: list[Tensor],
+    counts: Tensor,
+    second_decay: float,
+    eps: float,
+) -> tuple[list[Tensor], Tensor]:
+    """foreach momentum and Adam, the chain of tensordots, the norms."""
+    torch._foreach_mul_(momenta, momentum)
+    torch._foreach_add_(momenta, grads)
+    torch._foreach_mul_(second_moments, second_decay)
+    torch._foreach_addcmul_(second_moments, grads, grads, 1 - second_decay)
+    directions = products_tensordot(momenta, factors)
+    # Every tensor has the same counts. The norm of m^ / (sqrt(v^) + eps): first |m / (...)|.
+    updates, second_updates = counts[0].tolist()
+    roots = torch._foreach_sqrt(second_moments)
+    torch._foreach_mul_(roots, (1 - second_decay**second_updates) ** -0.5)
+    torch._foreach_add_(roots, eps)
+    adam = _norms(torch._foreach_div(momenta, roots))
+    first = (1 - momentum) / (1 - momentum**updates)
+    return directions, adam.mul_(first) / _norms(directions)
+
+
+def _norms(tensors: Sequence[Tensor]) -> Tensor:
+    """On a CPU, dot is twice as fast as foreach_norm and a thousand times as accurate."""
+    if tensors[0].is_cuda:
+        return torch.stack(torch._foreach_norm(list(tensors)))
+    return torch.stack([torch.dot(flat, flat) for flat in (t.view(-1) for t in tensors)]).sqrt_()
+
+
+def scaled_foreach_(
+    params: list[Tensor],
+    directions: list[Tensor],
+    lr: float,
+    weight_decay: float,
+    decayed: Sequence[bool],
+    scales: Tensor,
+) -> None:
+    """foreach decay, foreach addcmul with the scales."""
+    shrunk = [param for param, decays in zip(params, decayed, strict=True) if decays]
+    torch._foreach_mul_(shrunk, 1 - lr * weight_decay)
+    torch._foreach_addcmul_(params, directions, scales.float().unbind(), -lr)
+
+
 # damped_inverse
 
 

@@ -27,6 +27,8 @@ TOLERANCES = {
     "gram_ema_ whitened": {"cpu": 1e-5, "cuda": 1e-4, "reduced precision": 1.2e-2},
     "mode_products": {"cpu": 1e-5, "cuda": 1e-4, "reduced precision": 1.2e-2},
     "preconditioned_step_": {"cpu": 1e-5, "cuda": 1e-4, "reduced precision": 1.2e-2},
+    "grafted_directions_": {"cpu": 1e-5, "cuda": 1e-4, "reduced precision": 1.2e-2},
+    "scaled_step_": {"cpu": 1e-6, "cuda": 1e-6, "reduced precision": 1e-6},
     "damped_inverse": {"cpu": 1e-3, "cuda": 1e-3, "reduced precision": 1e-3},
     "inverse_root": {"cpu": 2e-3, "cuda": 2e-3, "reduced precision": 2e-3},
     # How far whole steps move the parameters. A bias has a statistic of rank 1 along its own

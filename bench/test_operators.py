@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -25,26 +26,31 @@ from bench.inputs import (
 )
 from bench.work import (
     Work,
+    grafted_work,
     gram_work,
     inverse_work,
     products_work,
     root_work,
+    scaled_work,
     step_work,
     whitened_work,
 )
 from tnt_kernels import (
     backends,
     damped_inverse,
+    grafted_directions_,
     gram_ema_,
     inverse_root,
     mode_products,
     preconditioned_step_,
     reference,
+    scaled_step_,
 )
 from tools.measuring.parameter_sets import ParameterSet
 
 DECAY, DAMPING = 0.9, 0.1  # beta and epsilon in the paper
 LR, MOMENTUM, WEIGHT_DECAY = 0.01, 0.9, 0.1
+SECOND_DECAY, EPS, UPDATES = 0.99, 1e-8, 10  # Adam's, as grafted on
 # Newton's root in torch costs some hundred d^3: with modes of 2000 to 4096, or the hundred modes of
 # gpt2, a round takes minutes.
 ROOT_SETS = ("mnist_ae", "resnet32", "vgg16_conv")
@@ -189,11 +195,77 @@ def step(parameter_set: ParameterSet, device: torch.device) -> Problem:
     )
 
 
+def grafted(parameter_set: ParameterSet, device: torch.device) -> Problem:
+    """Momentum, Adam's second moment, products and grafting scales of all parameters once."""
+    rng, views = generator(device), parameter_set.views
+    momenta, grads = normal(views, rng), normal(views, rng)
+    squares = [tensor.square() for tensor in normal(views, rng)]
+    factors = symmetric_modes(parameter_set, rng)
+    counts = torch.full((len(views), 2), float(UPDATES), dtype=torch.float64)
+    adam: dict[str, Any] = {"second_decay": SECOND_DECAY, "eps": EPS}
+    wide_momenta, wide_grads, wide_squares = in_float64([momenta, grads, squares])
+    directions, scales = reference.grafted_directions_(
+        wide_momenta, wide_grads, in_float64(factors), MOMENTUM, wide_squares, counts, **adam
+    )
+
+    def candidate(
+        name: str, direct: Callable[..., tuple[list[Tensor], Tensor]], **options: object
+    ) -> Candidate:
+        own_momenta, own_squares = copies([momenta, squares])
+        kept: list[Tensor] = []
+
+        def run() -> None:
+            directions, scales = direct(
+                own_momenta, grads, factors, MOMENTUM, own_squares, counts, **adam, **options
+            )
+            kept[:] = [*directions, scales]
+
+        return Candidate(name, run, lambda: [*kept, *own_momenta, *own_squares])
+
+    return Problem(
+        [
+            # An optimizer keeps the place of its directions.
+            candidate(OURS, grafted_directions_, out=[torch.empty_like(m) for m in momenta]),
+            candidate("tensordot + foreach", baselines.grafted_tensordot_),
+        ],
+        [*directions, scales, *wide_momenta, *wide_squares],
+        grafted_work(parameter_set),
+    )
+
+
+def scaled(parameter_set: ParameterSet, device: torch.device) -> Problem:
+    """The update of all parameters with a scale for each; biases do not decay."""
+    rng, views = generator(device), parameter_set.views
+    weights, directions = normal(views, rng, 0.1), normal(views, rng)
+    (scales,) = normal([[len(views)]], rng)
+    table = scales.square().double()
+    decayed = [len(view) > 1 for view in views]
+    (expected, wide_directions) = in_float64([weights, directions])
+    reference.scaled_step_(expected, wide_directions, LR, WEIGHT_DECAY, decayed, table)
+
+    def candidate(name: str, update: Callable[..., None]) -> Candidate:
+        (own,) = copies([weights])
+        return Candidate(
+            name,
+            run=lambda: update(own, directions, LR, WEIGHT_DECAY, decayed, table),
+            results=lambda: own,
+            updated=own,
+        )
+
+    return Problem(
+        [candidate(OURS, scaled_step_), candidate("foreach", baselines.scaled_foreach_)],
+        expected,
+        scaled_work(parameter_set),
+    )
+
+
 OPERATORS: dict[str, Callable[[ParameterSet, torch.device], Problem]] = {
     "gram_ema_": gram,
     "gram_ema_ whitened": functools.partial(gram, whitened=True),
     "damped_inverse": inverse,
     "preconditioned_step_": step,
+    "grafted_directions_": grafted,
+    "scaled_step_": scaled,
     "mode_products": products,
     "inverse_root": root,
 }

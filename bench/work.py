@@ -70,6 +70,17 @@ def step_work(parameter_set: ParameterSet) -> Work:
     return Work(products.flops, products.bytes + 3 * _tensor_bytes(parameter_set))
 
 
+def grafted_work(parameter_set: ParameterSet) -> Work:
+    """The products, with both moments read and written: m, g, v and the direction."""
+    products = products_work(parameter_set)
+    return Work(products.flops, products.bytes + 4 * _tensor_bytes(parameter_set))
+
+
+def scaled_work(parameter_set: ParameterSet) -> Work:
+    """Reads W and P, writes W."""
+    return Work(0, 3 * _tensor_bytes(parameter_set))
+
+
 def _tensor_bytes(parameter_set: ParameterSet) -> int:
     return FLOAT_BYTES * sum(math.prod(shape) for shape in parameter_set.shapes)
 

@@ -54,9 +54,8 @@ template <typename T, typename Value, typename... Stride>
   }
 }
 
-// Rounding is the bound here, not memory.
-TNT_WIDEST_VECTORS inline void subtract_flat_run(const float* p, float rate, float decay,
-                                                 int64_t count, BFloat16* w) {
+template <typename T, typename Value>
+TNT_WIDEST_VECTORS void subtract_flat_run(const T* p, T rate, T decay, int64_t count, Value* w) {
   subtract_run(p, rate, decay, count, w, One(), One());
 }
 
@@ -67,20 +66,18 @@ void subtract(const TensorView& param, const TensorView& direction, T rate, T de
   with_element(param.element, [&](auto* null) {
     using Value = std::remove_const_t<std::remove_pointer_t<decltype(null)>>;
     auto* to = static_cast<Value*>(writable(param));
-    for_each_run<2>(
-        param.order, param.sizes, {param.strides, direction.strides},
-        [&](int64_t, const auto& offsets, int64_t count, const auto& strides) {
-          Value* w = to + offsets[0];
-          const T* p = from + offsets[1];
-          with_strides(strides, [&](auto w_stride, auto p_stride) {
-            constexpr bool flat = std::is_same_v<decltype(w_stride), One>;
-            if constexpr (flat && std::is_same_v<T, float> && std::is_same_v<Value, BFloat16>) {
-              subtract_flat_run(p, rate, decay, count, w);
-            } else {
-              subtract_run(p, rate, decay, count, w, w_stride, p_stride);
-            }
-          });
-        });
+    for_each_run<2>(param.order, param.sizes, {param.strides, direction.strides},
+                    [&](int64_t, const auto& offsets, int64_t count, const auto& strides) {
+                      Value* w = to + offsets[0];
+                      const T* p = from + offsets[1];
+                      with_strides(strides, [&](auto w_stride, auto p_stride) {
+                        if constexpr (std::is_same_v<decltype(w_stride), One>) {
+                          subtract_flat_run(p, rate, decay, count, w);
+                        } else {
+                          subtract_run(p, rate, decay, count, w, w_stride, p_stride);
+                        }
+                      });
+                    });
   });
 }
 

@@ -36,7 +36,7 @@ def test_pytest_bench_prints_its_table_and_writes_a_record(tmp_path: Path) -> No
     record = read_json(out)
     assert {row["op"] for row in record["rows"]} == {
         *("gram_ema_", "gram_ema_ whitened", "damped_inverse", "inverse_root"),
-        *("preconditioned_step_", "mode_products"),
+        *("preconditioned_step_", "mode_products", "grafted_directions_", "scaled_step_"),
         *("TNT.step", "options of a plain step", "checks for faults", "calls next to steps"),
     }
     for row in record["rows"]:
