@@ -1,7 +1,8 @@
 """Plans of the Triton launchers: tiles, launches, partial sums, workspace, addresses."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -363,19 +364,35 @@ def test_scalars_are_sent_once() -> None:
         assert len(launch._numbers) <= 64
 
 
+@pytest.fixture
+def default_precision() -> Iterator[None]:
+    """Restores what PyTorch's settings of float32 products are at the start."""
+    yield
+    torch.set_float32_matmul_precision("highest")
+    for backend in (torch.backends, torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):
+        backend.fp32_precision = "none"
+
+
+@pytest.mark.usefixtures("default_precision")
 @pytest.mark.parametrize(
-    ("tensor_cores", "switch", "wanted"),
+    ("backend", "switch", "wanted"),
     [
-        (True, "highest", "tf32x3"),
-        (True, "high", "tf32"),
-        (True, "medium", "tf32"),
-        (False, "highest", "ieee"),
-        (False, "high", "ieee"),
+        (None, "highest", "tf32x3"),
+        (None, "high", "tf32"),
+        (None, "medium", "tf32"),
+        (torch.backends.cuda.matmul, "ieee", "tf32x3"),
+        (torch.backends.cuda.matmul, "tf32", "tf32"),
+        (torch.backends, "ieee", "tf32x3"),
+        (torch.backends, "tf32", "tf32"),
     ],
 )
-def test_precision_follows_the_switch(
-    monkeypatch: pytest.MonkeyPatch, tensor_cores: bool, switch: str, wanted: str
+def test_precision_follows_every_switch(
+    monkeypatch: pytest.MonkeyPatch, backend: Any, switch: str, wanted: str
 ) -> None:
-    monkeypatch.setattr(launch, "has_tensor_cores", lambda device: tensor_cores)
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: switch)
-    assert launch.precision(GPU) == wanted
+    if backend is None:
+        torch.set_float32_matmul_precision(switch)
+    else:
+        backend.fp32_precision = switch
+    for tensor_cores, found in ((True, wanted), (False, "ieee")):
+        monkeypatch.setattr(launch, "has_tensor_cores", lambda device, t=tensor_cores: t)
+        assert launch.precision(GPU) == found

@@ -175,10 +175,12 @@ def has_tensor_cores(device: torch.device) -> bool:
 
 
 def precision(device: torch.device) -> str:
-    """Triton's name for the float32 precision that PyTorch's own switch selects."""
+    """Triton's name for the float32 precision that PyTorch's own setting selects."""
     if not has_tensor_cores(device):
         return "ieee"
-    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    # Every setting of PyTorch reaches this one. get_float32_matmul_precision() raises after a user
+    # chose TF32 here or for all backends.
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"
 
 
 def mark_written(tensors: Sequence[Tensor]) -> None:
