@@ -4,11 +4,12 @@ There are few kinds of steps: with nothing due, with statistics, with statistics
 first of a kind runs without a graph, which also compiles kernels and plans launches. The second is
 recorded. From then on a step is one launch. A graph reads and writes fixed addresses: gradients at
 other addresses are copied first, and a graph is recorded again when parameters or state were
-replaced. Numbers that may change between steps are device tensors.
+replaced. Numbers that may change between steps are device tensors. A kind that cannot be recorded
+runs without a graph.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ class Recorded:
     addresses: tuple[int, ...]
     kept: list[Any]  # keeps the addresses in use
     replay: Callable[[], None] | None = None
-    reports: list[Report] | None = None
+    reports: list[Report] = field(default_factory=list)
 
 
 class StepGraphs:
@@ -51,7 +52,7 @@ class StepGraphs:
         self._gradients: dict[tuple[str, Tensor], Tensor] = {}
         self._owners: dict[int, Tensor] = {}  # address of a gradient -> parameter
         self._numbers: dict[tuple[int, str], tuple[Any, Tensor]] = {}
-        self._refused = False
+        self._refused: set[tuple[Any, ...]] = set()  # kinds that could not be recorded
 
     def run(self, step: DeviceStep, states: States, run: Run) -> list[Report]:
         """Runs a step, or replays the graph of its kind.
@@ -66,30 +67,54 @@ class StepGraphs:
         for group, params in step.batches:
             self._send_numbers(group, params[0].device)
         kind = _kind(step)
-        addresses, kept = _addresses(step, states)
         recorded = self._recorded.get(kind)
-        if self._refused or (recorded is None and len(self._recorded) >= MOST_GRAPHS):
+        no_room = recorded is None and len(self._recorded) >= MOST_GRAPHS
+        if not step.updated or kind in self._refused or no_room:
             return run(step, self._settings)
-        if recorded is None or recorded.addresses != addresses:
-            self._recorded[kind] = Recorded(addresses, kept)
-            return run(step, self._settings)
+        # The first step of a kind has these gradients too: launches are planned for their strides.
         fixed = replace(
             step,
             observed=self._fixed("observed", step.observed),
             grads=self._fixed("grads", {p: g for p, g in step.grads.items() if g is not None}),
         )
-        if recorded.replay is None:
-            try:
-                recorded.replay, recorded.reports = record(lambda: run(fixed, self._settings))
-            except Exception as error:
-                self._refused = True
-                warn_the_caller(
-                    f"this step cannot be captured in a CUDA graph ({error}): going on without"
-                )
-                return run(fixed, self._settings)
-        recorded.replay()
-        assert recorded.reports is not None
-        return recorded.reports
+        addresses, kept = _addresses(step, states)
+        if recorded is None or recorded.addresses != addresses:
+            self._recorded[kind] = Recorded(addresses, kept)
+            return run(fixed, self._settings)
+        if recorded.replay is not None:
+            recorded.replay()
+            return recorded.reports
+        return self._record(kind, step, states, lambda: run(fixed, self._settings))
+
+    def _record(
+        self,
+        kind: tuple[Any, ...],
+        step: DeviceStep,
+        states: States,
+        run: Callable[[], list[Report]],
+    ) -> list[Report]:
+        """Records a step and replays it. A kind that cannot be recorded runs without a graph."""
+        recorded = self._recorded.pop(kind)  # until its graph has worked
+        param = step.updated[0][1][0]
+        try:
+            replay, reports = record(run, param.device)
+        except Exception as error:
+            self._refused.add(kind)
+            # After an error of the capture its end fails too, and says less.
+            why = error.__context__ or error
+            warn_the_caller(
+                f"{_described(step)} cannot be captured in a CUDA graph ({why}): they run "
+                "without one"
+            )
+            return run()
+        updates = int(states[param]["updates"])
+        replay()
+        if int(states[param]["updates"]) != updates + 1:
+            raise RuntimeError(
+                f"the CUDA graph of {_described(step)} updates nothing: set capturable=False"
+            )
+        self._recorded[kind] = replace(recorded, replay=replay, reports=reports)
+        return reports
 
     def _settings(self, group: Group) -> Settings:
         """The group's settings, with device tensors for the numbers."""
@@ -127,12 +152,25 @@ class StepGraphs:
         return self._owners.setdefault(gradient.data_ptr(), param) is param
 
 
-def record(run: Callable[[], list[Report]]) -> tuple[Callable[[], None], list[Report]]:
-    """Records the launches of ``run`` without running them; returns the replay and the results."""
+def record(
+    run: Callable[[], list[Report]], device: torch.device
+) -> tuple[Callable[[], None], list[Report]]:
+    """Records the launches of ``run`` on a device without running them.
+
+    Returns the replay and the results. The current device and streams stay what they were.
+    """
     graph = torch.cuda.CUDAGraph()
-    # Other threads, such as a data loader's, may allocate meanwhile.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        reports = run()
+    with torch.cuda.device(device):
+        before = torch.cuda.current_stream()
+        # The stream must be of this device: PyTorch's own is of the first device with a graph.
+        stream = torch.cuda.Stream()
+        try:
+            # Other threads, such as a data loader's, may allocate meanwhile.
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                reports = run()
+        finally:
+            # torch.cuda.graph leaves its stream the current one if the end of the capture fails.
+            torch.cuda.set_stream(before)
     return graph.replay, reports
 
 
@@ -152,6 +190,12 @@ def _kind(step: DeviceStep) -> tuple[Any, ...]:
         tuple((id(group), *map(id, params)) for group, params in batch) for batch in batches
     )
     return *members, tuple(tuple(group[name] for name in _FIXED) for group, _ in step.batches)
+
+
+def _described(step: DeviceStep) -> str:
+    due = {"statistics": step.statistics, "factors": step.factors}
+    refreshed = " and ".join(name for name, batches in due.items() if batches)
+    return f"steps that refresh {refreshed or 'nothing'}"
 
 
 def _addresses(step: DeviceStep, states: States) -> tuple[tuple[int, ...], list[Any]]:

@@ -6,7 +6,8 @@ Recordings on the CPU keep a CUDA graph's rules (see recorded_graph.py).
 import copy
 import io
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from recorded_graph import Recorder
 from torch import Tensor, nn
 
 from tnt_optim import TNT, Shampoo, cuda_graphs
+from tnt_optim.update import Local
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -31,12 +33,10 @@ def accept_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     """Recordings on the CPU."""
-    stand_in = Recorder()
-    monkeypatch.setattr(cuda_graphs, "record", stand_in)
     accept_the_cpu(monkeypatch)
-    yield stand_in
+    return Recorder(monkeypatch)
 
 
 class Net(nn.Module):
@@ -334,18 +334,78 @@ def test_failures_are_counted_in_replays(recorder: Recorder, settings: dict[str,
         assert optimizer.failures()["failed_inverses"] == 1
 
 
-def test_a_recording_that_fails_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(run: Callable[[], object]) -> None:
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    monkeypatch.setattr(cuda_graphs, "record", refuse)
-    accept_the_cpu(monkeypatch)
+def test_parameters_on_another_device_than_the_current_one(recorder: Recorder) -> None:
+    """The device and the streams of the caller stay the current ones."""
+    recorder.device = 1
+    before = recorder.place()
     plain, optimizer, recorded, capturable = pair()
-    train(plain, optimizer, 12)
-    with pytest.warns(RuntimeWarning, match="cannot be captured .*not permitted") as said:
-        train(recorded, capturable, 12)
-    assert len(said) == 1
+    train(plain, optimizer, 30)
+    train(recorded, capturable, 30)
     assert_same(plain, recorded)
+    assert recorder.replays > 20
+    assert recorder.place() == before
+
+
+def test_a_graph_that_updates_nothing_is_an_error(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder.device = 1
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    net = Net()
+    optimizer = optimizer_of(net, capturable=True)
+    with pytest.raises(RuntimeError, match="the CUDA graph of steps .* updates nothing"):
+        train(net, optimizer, 6)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "at its end"])
+@pytest.mark.parametrize(
+    ("refused", "kinds"),
+    [
+        ("damped_inverse", ["statistics and factors"]),
+        ("preconditioned_step_", ["nothing", "statistics", "statistics and factors"]),
+    ],
+)
+def test_kinds_that_cannot_be_recorded_run_without_a_graph(
+    recorder: Recorder, refused: str, kinds: list[str], late: bool
+) -> None:
+    """One warning each; the other kinds are recorded."""
+    recorder.refused, recorder.refuses_late = {refused}, late
+    before = recorder.place()
+    plain, optimizer, recorded, capturable = pair()
+    train(plain, optimizer, 4 * T2)
+    with pytest.warns(RuntimeWarning) as said:
+        train(recorded, capturable, 4 * T2)
+    assert_same(plain, recorded)
+    assert recorder.place() == before
+    assert recorder.recordings == 3
+    assert (recorder.replays > 2 * T2) == (len(kinds) < 3)
+    why = "previous error" if late else f"{refused}: operation not permitted"
+    parts = [str(warning.message).partition(" cannot be captured") for warning in said]
+    assert sorted(what for what, _, _ in parts) == [f"steps that refresh {k}" for k in kinds]
+    assert all(why in rest for _, _, rest in parts)
+
+
+@pytest.mark.parametrize("layout", ["expanded", "gaps"])
+def test_a_kind_first_runs_with_the_strides_that_it_records(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    """Launches are planned at the first step of a kind, which a recording must not do."""
+    seen: list[tuple[int, ...]] = []
+    update = Local.update
+
+    def spied(self: Local, grads: Any, *rest: Any) -> None:
+        seen.extend(g.stride() for g in grads.values())
+        update(self, grads, *rest)
+
+    monkeypatch.setattr(Local, "update", spied)
+    weight = nn.Parameter(torch.ones(4, 3))
+    optimizer = Shampoo.paper([weight], lr=0.1, damping=0.1, capturable=True)
+    for step in range(8):
+        memory = torch.full((4, 6), 1.0 + step)
+        weight.grad = memory[:, ::2] if layout == "gaps" else memory[:1, :3].expand(4, 3)
+        optimizer.step()
+    assert recorder.recordings > 0 and len(seen) > recorder.recordings
+    assert len(set(seen)) == 1
 
 
 def test_not_within_another_graph(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -208,6 +208,38 @@ def test_optimizer(graft: str | None) -> None:
         close(actual, value, 1e-3)
 
 
+@cuda_only
+@pytest.mark.parametrize("index", [0, 1])
+def test_recorded_steps(index: int) -> None:
+    """As CUDA graphs, on a GPU that need not be the current one."""
+    if torch.cuda.device_count() <= index or may_wait("damped_inverse"):
+        pytest.skip("one GPU" if index else "the reference serves")
+    device = torch.device("cuda", index)
+    start = [normal(shape).to(device) for shape in ((20, 30), (20,), (8, 3, 3, 3))]
+    grads = [[torch.randn_like(p) for p in start] for _ in range(24)]
+
+    def moved(capturable: bool) -> list[Tensor]:
+        params = [nn.Parameter(p.clone()) for p in start]
+        optimizer = TNT.paper(
+            params,
+            lr=0.01,
+            damping=1.0,
+            fisher="empirical",
+            stat_interval=2,
+            inverse_interval=6,
+            capturable=capturable,
+        )
+        for row in grads:
+            for p, grad in zip(params, row, strict=True):
+                p.grad = grad.clone()
+            optimizer.step()
+        return [p.detach().cpu() for p in params]
+
+    for recorded, plain in zip(moved(True), moved(False), strict=True):
+        close(recorded, plain, 1e-5)
+    assert torch.cuda.current_device() == 0
+
+
 @pytest.mark.parametrize("inverse", ["damped", "eigenbasis"])
 def test_kfac(inverse: str) -> None:
     """The same with observations, micro-batches and a convolution."""

@@ -1,7 +1,12 @@
 """Plans of the Triton launchers: tiles, launches, partial sums, workspace, addresses."""
 
 import math
-from collections.abc import Sequence
+import sys
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -311,41 +316,99 @@ def test_small_wide_work_joins_the_narrow() -> None:
 
 def test_plans_and_addresses_are_kept() -> None:
     tensors = [normal((9, 5)).to(GPU), normal((4, 3, 2)).to(GPU)]
-    addresses = launch.Addresses()
-    first = addresses.of(tensors)
+    first = launch.addresses_of(tensors)
     assert first.tolist() == [t.data_ptr() for t in tensors]
-    assert addresses.of(tensors) is first
     moved = [tensors[0], tensors[1].clone()]
-    second = addresses.of(moved)
+    second = launch.addresses_of(moved)
     assert second is not first and second.tolist() == [t.data_ptr() for t in moved]
+    assert launch.addresses_of(tensors) is first and launch.addresses_of(moved) is second
     assert _gram_plan(tensors) is _gram_plan([t.clone() for t in tensors])
     assert _gram_plan(tensors) is not _gram_plan([t.double() for t in tensors])
 
 
-def test_what_a_graph_reads_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tables sent while a graph is recorded serve that graph only, and are kept for its replays."""
-    held: list[object] = []
+class Tables:
+    """The tables of addresses of launches that update momenta."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.read: list[Tensor] = []
+        monkeypatch.setattr(momentum, "launch", self._launch)
+
+    def _launch(self, *arguments: Any, **_: object) -> None:
+        self.read.append(arguments[4])
+
+    def of_update(self, tensors: list[Tensor]) -> Tensor:
+        """The table for m <- m / 2 + g, which does not run."""
+        momentum.update_momenta(tensors[:1], tensors[1:], scalar(0.5), H200)
+        return self.read.pop()
+
+
+@pytest.fixture
+def tables(monkeypatch: pytest.MonkeyPatch) -> Tables:
+    return Tables(monkeypatch)
+
+
+def test_a_table_is_for_one_stream(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another stream might read it before it is written, or after its memory has another use."""
+    tensors = [normal((9, 5)).to(GPU) for _ in range(2)]
+    found = []
+    for stream in (1, 2, 1):
+        monkeypatch.setattr(launch, "stream_of", lambda device, s=stream: s)
+        found.append(
+            (tables.of_update(tensors), launch.scalar_on(torch.device("meta"), scalar(7.0)))
+        )
+    for first, second, again in zip(*found, strict=True):
+        assert first is again and first is not second
+
+
+def test_threads_do_not_exchange_tables(tables: Tables) -> None:
+    """Before every line of one model's call another thread calls for a model with the same plan."""
+    models = [[normal((9, 5)).to(GPU) for _ in range(2)] for _ in range(2)]
+    lines = 0
+
+    def interrupted(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal lines
+        if frame.f_code.co_filename == launch.__file__ and event == "line":
+            lines += 1
+            thread = threading.Thread(target=tables.of_update, args=models[1:])
+            thread.start()
+            thread.join()
+        return interrupted
+
+    before = sys.gettrace()
+    sys.settrace(interrupted)
+    try:
+        table = tables.of_update(models[0])
+    finally:
+        sys.settrace(before)
+    assert lines > 5
+    assert table.tolist() == [t.data_ptr() for t in models[0]]
+
+
+def test_a_graph_frees_its_tables(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only its plan is kept, once however often the graph is recorded."""
     capturing = [False]
-    monkeypatch.setattr(launch, "_held", held)
+    monkeypatch.setattr(launch, "_read_by_graphs", {})
     monkeypatch.setattr(launch, "is_capturing", lambda device: capturing[0])
-    tensors = [normal((9, 5)).to(GPU)]
-    addresses = launch.Addresses()
-    before = addresses.of(tensors)
-    assert not held
+    tensors = [normal((9, 5)).to(GPU) for _ in range(2)]
+    eager = tables.of_update(tensors)
+    assert not launch._read_by_graphs
     capturing[0] = True
-    assert addresses.of(tensors) is before and held == [before]
-    moved = [tensors[0].clone()]
-    recorded = [addresses.of(moved) for _ in range(2)]
-    for there in recorded:
-        assert there.tolist() == [moved[0].data_ptr()] and any(h is there for h in held)
+    recorded = []
+    for _ in range(3):
+        table = tables.of_update(tensors)
+        assert table is not eager and table.tolist() == eager.tolist()
+        recorded.append(weakref.ref(table))
+        del table
+    assert not any(table() for table in recorded)
+    assert [type(plan) for plan in launch._read_by_graphs.values()] == [momentum.Plan]
     capturing[0] = False
-    sent = addresses.of(moved)
-    assert all(sent is not there for there in recorded) and addresses.of(moved) is sent
+    assert tables.of_update(tensors) is eager
+
+
+def test_a_graph_needs_cached_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     _check_gram([normal((7, 11))])
-    capturing[0] = True
-    held.clear()
+    monkeypatch.setattr(launch, "is_capturing", lambda device: True)
     _check_gram([normal((7, 11))])
-    assert any(isinstance(h, gram_ema.Plan) for h in held)
     with pytest.raises(RuntimeError, match="once before a CUDA graph"):
         _check_gram([normal((7, 12))])
 
@@ -360,22 +423,38 @@ def test_scalars_are_sent_once() -> None:
     assert launch.scalar_on(elsewhere, scalar(0.5)) is not sent
     for n in range(100):
         launch.scalar_on(elsewhere, scalar(float(n)))
-        assert len(launch._numbers) <= 64
+        assert launch._number.cache_info().currsize <= 64
 
 
+@pytest.fixture
+def default_precision() -> Iterator[None]:
+    """Restores what PyTorch's settings of float32 products are at the start."""
+    yield
+    torch.set_float32_matmul_precision("highest")
+    for backend in (torch.backends, torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):
+        backend.fp32_precision = "none"
+
+
+@pytest.mark.usefixtures("default_precision")
 @pytest.mark.parametrize(
-    ("tensor_cores", "switch", "wanted"),
+    ("backend", "switch", "wanted"),
     [
-        (True, "highest", "tf32x3"),
-        (True, "high", "tf32"),
-        (True, "medium", "tf32"),
-        (False, "highest", "ieee"),
-        (False, "high", "ieee"),
+        (None, "highest", "tf32x3"),
+        (None, "high", "tf32"),
+        (None, "medium", "tf32"),
+        (torch.backends.cuda.matmul, "ieee", "tf32x3"),
+        (torch.backends.cuda.matmul, "tf32", "tf32"),
+        (torch.backends, "ieee", "tf32x3"),
+        (torch.backends, "tf32", "tf32"),
     ],
 )
-def test_precision_follows_the_switch(
-    monkeypatch: pytest.MonkeyPatch, tensor_cores: bool, switch: str, wanted: str
+def test_precision_follows_every_switch(
+    monkeypatch: pytest.MonkeyPatch, backend: Any, switch: str, wanted: str
 ) -> None:
-    monkeypatch.setattr(launch, "has_tensor_cores", lambda device: tensor_cores)
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: switch)
-    assert launch.precision(GPU) == wanted
+    if backend is None:
+        torch.set_float32_matmul_precision(switch)
+    else:
+        backend.fp32_precision = switch
+    for tensor_cores, found in ((True, wanted), (False, "ieee")):
+        monkeypatch.setattr(launch, "has_tensor_cores", lambda device, t=tensor_cores: t)
+        assert launch.precision(GPU) == found

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -21,11 +21,11 @@ from torch import Tensor
 from tnt_kernels.triton.launch import (
     ELEMENTS,
     VECTOR_BYTES,
-    Addresses,
     Layout,
+    addresses_of,
     block_of,
     contiguous,
-    hold,
+    keep_for_graph,
     launch,
     layouts,
     precision,
@@ -230,7 +230,6 @@ class Plan:
     launches: list[tuple[Kind, int, Tensor]]
     scratch: int  # bytes
     copied: frozenset[int]  # tensors to copy first: their modes or their results' do not merge
-    addresses: Addresses = field(default_factory=Addresses)
 
 
 @functools.lru_cache(maxsize=64)
@@ -359,11 +358,11 @@ def products(
     device = tensors[0].device
     factors = [a.resolve_neg().contiguous() for a in factors]
     p = plan(layouts(tensors), layouts(results), layouts(factors), device, programs)
-    hold(device, p)
+    keep_for_graph(device, p)
     read, written = list(tensors), list(results)
     for t in p.copied:
         read[t], written[t] = read[t].contiguous(), written[t].contiguous()
-    addresses = p.addresses.of([*read, *written, *factors])
+    addresses = addresses_of([*read, *written, *factors])
     scratch = torch.empty(p.scratch, dtype=torch.uint8, device=device)
     lr, weight_decay = step or (addresses, addresses)  # not read without a step
     for kind, count, tiles in p.launches:

@@ -10,7 +10,7 @@ import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -20,11 +20,11 @@ from torch import Tensor
 
 from tnt_kernels.triton.launch import (
     ELEMENTS,
-    Addresses,
     Layout,
+    addresses_of,
     block_of,
     contiguous,
-    hold,
+    keep_for_graph,
     launch,
     layouts,
     mark_written,
@@ -268,7 +268,6 @@ class Plan:
     diagonals: list[tuple[Kind, int, Tensor]]
     partials: dict[torch.dtype, int]  # elements of their workspace
     copied: frozenset[int]  # tensors to copy first: their modes do not merge
-    addresses: Addresses = field(default_factory=Addresses)
 
 
 @functools.lru_cache(maxsize=64)
@@ -375,10 +374,10 @@ def gram_ema_(
         device,
         programs or programs_at_once(device),
     )
-    hold(device, p)
+    keep_for_graph(device, p)
     for t in p.copied:
         tensors[t] = tensors[t].contiguous()
-    addresses, weight = p.addresses.of([*tensors, *stats]), scalar_on(device, decay)
+    addresses, weight = addresses_of([*tensors, *stats]), scalar_on(device, decay)
     partials = {
         state: torch.empty(p.partials.get(state, 0), dtype=state, device=device)
         for state in {kind.state for kind, _, _ in p.tiles}

@@ -7,7 +7,7 @@ once. The launches are therefore always the same, and a graph can capture them.
 import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -17,11 +17,11 @@ from tnt_kernels.triton import newton
 from tnt_kernels.triton.launch import (
     ELEMENTS,
     VECTOR_BYTES,
-    Addresses,
     Layout,
+    addresses_of,
     has_tensor_cores,
-    hold,
     is_capturing,
+    keep_for_graph,
     launch,
     layouts,
     mark_written,
@@ -116,7 +116,6 @@ class Plan:
 
     waves: list[Wave]
     scratch: int  # bytes of the workspace, which the waves use in turn
-    addresses: Addresses = field(default_factory=Addresses)
 
 
 @functools.lru_cache(maxsize=64)
@@ -264,8 +263,8 @@ def inverse_root(
     stats = [s.resolve_neg().contiguous() for s in stats]
     programs = programs or programs_at_once(device)
     p = plan(layouts(stats), tuple(orders), tuple(roots), device, programs)
-    hold(device, p)
-    addresses, eps = p.addresses.of([*stats, *out]), scalar_on(device, damping)
+    keep_for_graph(device, p)
+    addresses, eps = addresses_of([*stats, *out]), scalar_on(device, damping)
     info = torch.empty(len(orders), dtype=torch.int32, device=device)
     scratch = torch.empty(p.scratch, dtype=torch.uint8, device=device)
     for wave in p.waves:

@@ -4,7 +4,7 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from tnt_kernels.triton.launch import (
     ELEMENTS,
-    Addresses,
     Layout,
-    hold,
+    addresses_of,
+    keep_for_graph,
     launch,
     layouts,
     mark_written,
@@ -159,7 +159,6 @@ class Plan:
     problems: Tensor
     launches: list[tuple[Kind, int, Tensor]]
     left_to_torch: tuple[int, ...]  # tensors with too many dimensions that do not merge
-    addresses: Addresses = field(default_factory=Addresses)
 
 
 @functools.lru_cache(maxsize=64)
@@ -211,8 +210,8 @@ def _launch(
     """Launches a kernel for all tensors; returns those that are left to torch."""
     device = targets[0].device
     p = plan(layouts(targets), layouts(sources), tuple(decayed), device, programs)
-    hold(device, p)
-    addresses = p.addresses.of([*targets, *sources])
+    keep_for_graph(device, p)
+    addresses = addresses_of([*targets, *sources])
     for kind, count, tiles in p.launches:
         launch(
             kernel,
