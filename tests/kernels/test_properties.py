@@ -52,6 +52,7 @@ from tolerances import (
 )
 from torch import Tensor
 
+import tnt_kernels
 from tnt_kernels import reference
 from tnt_kernels.schemas import SCHEMAS
 
@@ -295,7 +296,7 @@ def draw_statistics(data: DataObject, call: Call) -> Call:
 # What holds for every operator.
 
 
-def run(call: Call, threads: int) -> Results:
+def run(call: Call, threads: int, functions: Any) -> Results:
     """The same call twice, on copies: both leave and return the same bits.
 
     Outside the entries of updated tensors nothing changes, and autograd counts no write.
@@ -305,7 +306,7 @@ def run(call: Call, threads: int) -> Results:
     try:
         for one in calls:
             with unchanged(one.read):
-                results.append(one())
+                results.append(one(functions))
     finally:
         torch.set_num_threads(1)
     untouched = call.copy()
@@ -421,13 +422,18 @@ def check_failed(call: Call, results: Results, t: int) -> None:
 @pytest.mark.parametrize("name", SCHEMAS)
 @given(data=st.data())
 def test_definition(name: str, data: DataObject) -> None:
+    check_definition(name, data, tnt_kernels)
+
+
+def check_definition(name: str, data: DataObject, functions: Any) -> None:
+    """Compares one random call of a function with the definition."""
     call = draw_call(data, name)
     wanted = call.double()(reference)
     # Two threads must not race. Rarely: the small operations of the reference wait for both.
     threads = 1 + data.draw(_RARELY, label="two threads")
     torch.set_float32_matmul_precision(PRECISION)
     try:
-        results = run(call, threads)
+        results = run(call, threads, functions)
     finally:
         torch.set_float32_matmul_precision("highest")
     assert results.keys() == wanted.keys()

@@ -1,0 +1,23 @@
+"""The Triton kernels against the definition in float64, on random lists of tensors."""
+
+import pytest
+import triton_operators
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.strategies import DataObject
+from kernels.test_properties import check_definition
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+# All operators that Triton kernels serve.
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("gram_ema_", "inverse_root", "mode_products", "preconditioned_step_", "scaled_step_"),
+        "grafted_directions_",
+    ],
+)
+@given(data=st.data())
+def test_definition(name: str, data: DataObject) -> None:
+    check_definition(name, data, triton_operators)
