@@ -4,7 +4,7 @@
 #   make demo               trains an autoencoder with TNT, SGD-m and Adam, no download; DATA=DIR: on
 #                           MNIST's IDX files in DIR
 #   make test               lint, C++ tests, the quick Python tests; five minutes from a fresh clone
-#   make test-all           the slow tests too: sanitizers, Triton's interpreter and compiler, several
+#   make test-all           the slow tests too: sanitizers, Triton's kernels as compiled, several
 #                           processes, builds, trainers, the benchmarks' commands; twenty minutes
 #   make lint               ruff, mypy, clang-format
 #   make format             rewrites the sources as lint wants them
@@ -66,6 +66,9 @@ quick-tests: build
 
 slow-tests: build sanitizers $(VENV)/.trainers
 	$(PYTEST) -m slow
+	for sm in 80 100; do \
+		TNT_PTX=$$sm $(PYTEST) tests/gpu/test_contract.py tests/gpu/test_triton_properties.py || exit 1; \
+	done
 
 fuzz: build
 	$(IN_VENV) TNT_FUZZ_EXAMPLES=$(EXAMPLES) TNT_FUZZ_PRECISION=$(PRECISION) python -m pytest tests/kernels/test_properties.py

@@ -9,7 +9,7 @@ import torch
 from tolerances import FLOAT32_OPERATOR, FLOAT64_OPERATOR
 from torch import Tensor
 
-# The Triton kernels run here: in Triton's interpreter where there is no GPU (conftest.py).
+# The Triton kernels run here: where there is no GPU, as PTX on the CPU (gpu/conftest.py).
 GPU = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 # Odd sizes around the widths of vector registers and tiles, and modes of size 1.

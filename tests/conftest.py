@@ -12,11 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-# Without a GPU, tests/gpu runs the Triton kernels in Triton's interpreter, which reads this when it
-# is first imported. The fast tests do not import it.
-if not (torch.cuda.is_available() or os.environ.get("TNT_PTX")):
-    os.environ["TRITON_INTERPRET"] = "1"
-
 # pytest rewrites the asserts of these modules as it does those of tests.
 pytest.register_assert_rewrite("cases", "operators", "contract", "drawn")
 # Property tests draw new examples at every run; a failure prints the seed that reproduces it.

@@ -1,18 +1,16 @@
 """The Triton launchers under the names and signatures of the public operators.
 
 Arguments on the CPU are copied to the GPU with their strides, and everything is copied back;
-without a GPU Triton's interpreter runs the launchers on the arguments themselves.
+without a GPU the launchers run on the arguments themselves (gpu/conftest.py).
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-import triton.language as tl
 from cases import GPU, flat, poisoned_like
 from operators import copied
 from torch import Tensor
-from triton.runtime import interpreter
 
 import tnt_kernels.triton.grafted_directions as grafted_directions_kernel
 import tnt_kernels.triton.gram_ema as gram_ema_kernel
@@ -26,27 +24,6 @@ Number = float | Tensor
 
 # So few that a hundred columns are already split into partial sums.
 PROGRAMS = 4
-
-
-def _correct_the_interpreter() -> None:
-    """Triton 3.7's interpreter truncates to bfloat16, and multiplies its bits as integers."""
-    convert, dot = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
-
-    def rounded(values: Any, given: Any, wanted: Any, rounding: Any) -> Any:
-        if (given, wanted) == (tl.float32, tl.bfloat16):
-            return torch.from_numpy(values).to(torch.bfloat16).view(torch.uint16).numpy()
-        return convert(values, given, wanted, rounding)
-
-    def dot_of_numbers(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        if a.dtype.scalar == tl.bfloat16:
-            a, b = (self.cast_impl(operand, tl.float32) for operand in (a, b))
-        return dot(self, a, b, *rest)
-
-    interpreter._convert_float = rounded
-    interpreter.InterpreterBuilder.create_dot = dot_of_numbers
-
-
-_correct_the_interpreter()
 
 
 class OnGpu:

@@ -1,6 +1,6 @@
 """The contract of the operators, over the Triton kernels and over the public functions on a GPU.
 
-Without a GPU the Triton kernels are interpreted, on few and small shapes.
+Without a GPU the compiled kernels run on the CPU, on few and small shapes.
 """
 
 import math
@@ -18,21 +18,19 @@ import tnt_kernels
 from tnt_kernels.schemas import SCHEMAS
 from tnt_kernels.triton import inverse_root, launch, newton
 
-INTERPRETED = GPU.type == "cpu"
+EMULATED = GPU.type == "cpu"
 # One tile and several, the last of every fullness; 64 rows and columns in float32, 32 in float64.
 SMALL = [(1,), (33, 9), (65,), (2, 3, 5, 4)]
 
 
-class Interpreted:
-    """Fewer arguments for what the interpreter runs."""
+class Emulated:
+    """Fewer arguments where the CPU runs the kernels."""
 
-    shapes: ClassVar[Sequence[Shape]] = SMALL if INTERPRETED else SHAPES
-    kinds: ClassVar[Sequence[str]] = ("mixed",) if INTERPRETED else ("full", "diagonal", "mixed")
+    shapes: ClassVar[Sequence[Shape]] = SMALL if EMULATED else SHAPES
+    kinds: ClassVar[Sequence[str]] = ("mixed",) if EMULATED else ("full", "diagonal", "mixed")
 
 
-# The interpreter warns where it multiplies a NaN; whitening does so even where the decay is 1.
-@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
-class TestTriton(Interpreted, EveryOperator, Gram, Steps):
+class TestTriton(Emulated, EveryOperator, Gram, Steps):
     """The kernels of products and sums."""
 
     functions = triton_operators
@@ -42,19 +40,17 @@ class TestTriton(Interpreted, EveryOperator, Gram, Steps):
     )
 
 
-# The interpreter warns where numbers overflow or become NaN.
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
-class TestTritonRoots(Interpreted, EveryOperator, Inverses, InverseRoot):
+class TestTritonRoots(Emulated, EveryOperator, Inverses, InverseRoot):
     """The kernels of the coupled Newton iteration."""
 
     functions = triton_operators
     operators = ("inverse_root",)
-    shapes = [(1,), (9, 4), (33,)] if INTERPRETED else SHAPES
+    shapes = [(1,), (9, 4), (33,)] if EMULATED else SHAPES
     layout_shape: ClassVar[Shape] = (5, 9, 3)
     failing_shape: ClassVar[Shape] = (3, 3, 3)
-    failures_at_once = 8 if INTERPRETED else 24
+    failures_at_once = 8 if EMULATED else 24
     creates_factors = False
-    rank_one_sizes: ClassVar[Sequence[int]] = (9,) if INTERPRETED else (2, 9, 65)
+    rank_one_sizes: ClassVar[Sequence[int]] = (9,) if EMULATED else (2, 9, 65)
 
     @pytest.fixture(autouse=True)
     def _poisoned_workspace(
@@ -103,7 +99,7 @@ def here(returned: Any, out: Any) -> Any:
 class TestPublic(EveryOperator, Gram, Inverses, DampedInverse, InverseRoot, Steps):
     """The public functions on a GPU, whatever serves there."""
 
-    __test__ = not INTERPRETED
+    __test__ = not EMULATED
     functions = SimpleNamespace(**{name: on_gpu(name) for name in SCHEMAS})
     # cuBLAS and cuSOLVER choose their algorithms by batch.
     alone_to_the_bit = False

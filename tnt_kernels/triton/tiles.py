@@ -99,6 +99,8 @@ def unfolded(
     others = [n for i, n in enumerate(sizes) if i != mode]
     groups = merged(others, *([s for i, s in enumerate(row) if i != mode] for row in strides))
     columns = math.prod(others)
+    if columns == 0:  # of an empty tensor, whose strides may not merge
+        groups = Groups([], [])
     if len(groups.sizes) > 2 or max(columns, sizes[mode]) > LARGEST_INDEX:
         return None
     inner = groups.sizes[0] if groups.sizes else 1
