@@ -19,7 +19,9 @@ from tools.compile_report.launches import recorded
 from tools.compile_report.machine_code import (
     TOOLS,
     Compiled,
+    Loop,
     instructions_by_line,
+    product_loops,
     tensor_operations,
 )
 from tools.measuring.records import read_json
@@ -34,7 +36,7 @@ needs_tools = pytest.mark.skipif(
 
 @pytest.fixture(scope="session")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The main classes for sm_80 and sm_90: 100 s of processor time in two processes."""
+    """The main classes for sm_80 and sm_90: some two minutes of processor time in two processes."""
     out = tmp_path_factory.mktemp("compile_report") / "report.json"
     done = subprocess.run(
         [*COMMAND, f"--out={out}"],
@@ -75,8 +77,9 @@ def test_every_check_had_something_to_look_at(report: dict[str, Any]) -> None:
         if e["kernel"].endswith(("gram_kernel", ".product_kernel")):
             assert len(e["products"]) >= 1 and len(e["loads"]) >= 2, e["kernel"]
             assert all(e["loads"].values()), e
+            assert len(e["loops"]) >= len(e["products"]), e
         if e["kernel"].endswith(".product_kernel") and e["kernel"].startswith("chain"):
-            assert len(e["products"]) == 2 and len(e["loads"]) == 4
+            assert len(e["products"]) == 1 and len(e["loads"]) == 2
     grams = [e for e in entries if e["kernel"] == "gram_ema.gram_kernel"]
     narrow = [e for e in grams if e["settings"]["VECTOR"] == 1]
     assert {min(map(int, w)) for e in narrow for w in e["loads"].values()} == {2, 4, 8}
@@ -192,6 +195,25 @@ def test_instructions_are_found_by_their_lines() -> None:
         ("gram.py", 12): [("LDC", ""), ("LDGSTS", ".E.BYPASS.LTC128B.128")],
         ("tiles.py", 3): [("LDG", ".E.U16"), ("UTCHMMA", "")],
     }
+
+
+def test_loops_with_products_are_counted() -> None:
+    listing = """
+.L_x_0:
+        /*0000*/                   LDG.E R4, desc[UR28][R2.64] ;
+        /*0010*/              @P1 BRA `(.L_x_0) ;
+.L_x_1:
+        /*0020*/              @!P0 LDGSTS.E.BYPASS.LTC128B.128 [R1], desc[UR28][R2.64] ;
+        /*0030*/                   LDGDEPBAR ;
+        /*0040*/                   DEPBAR.LE SB0, 0x1 ;
+        /*0050*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;
+        /*0060*/              @P0 BRA `(.L_x_2) ;
+        /*0070*/                   HMMA.1688.F32.TF32 R4, R8, R12, R4 ;
+        /*0080*/              @P1 BRA `(.L_x_1) ;
+.L_x_2:
+        /*0090*/                   EXIT ;
+"""
+    assert product_loops(listing) == [Loop(instructions=7, products=1, loads={16: 1}, waits=2)]
 
 
 def test_loads_and_products_are_found_in_the_listing_of_triton() -> None:

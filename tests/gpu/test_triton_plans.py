@@ -36,13 +36,24 @@ from tnt_kernels.triton import (
     momentum,
     preconditioned_step,
 )
-from tnt_kernels.triton.tiles import LARGEST_INDEX, blocks, cut, merged, unfolded, waves
+from tnt_kernels.triton.tiles import (
+    LARGEST_INDEX,
+    blocks,
+    cut,
+    lower_tiles,
+    merged,
+    tile_order,
+    unfolded,
+    waves,
+)
 from tools.measuring.parameter_sets import PARAMETER_SETS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 # Sizes and strides that allow the widest loads in every dtype.
 WIDE_SHAPES = [(64, 128), (72, 40)]
+# Large enough for large tiles, the last of them not full.
+LARGE_SHAPES = [(264, 256), (136, 128)]
 CPU = torch.device("cpu")
 H200 = 132  # multiprocessors
 
@@ -138,6 +149,24 @@ def test_cut_is_even_and_whole(length: int, most: int) -> None:
     assert len(parts) == max(blocks(length, most), 1)
 
 
+@pytest.mark.parametrize("rows", [1, 8, 19])
+def test_tiles_are_whole_and_grouped(rows: int) -> None:
+    tiles = list(tile_order(rows, 5))
+    assert sorted(tiles) == [(i, j) for i in range(rows) for j in range(5)]
+    assert {i for i, _ in tiles[: 8 * 5]} == set(range(min(rows, 8)))
+    lower = list(lower_tiles(rows, 1))
+    assert sorted(lower) == [(i, j) for i in range(rows) for j in range(i + 1)]
+
+
+@pytest.mark.parametrize(("programs", "large"), [(12, True), (13, False)])
+def test_large_tiles_are_taken_where_they_fill_the_device(programs: int, large: bool) -> None:
+    """Of a kind's problems, those with a side below 128 keep small tiles."""
+    layouts = layouts_of([(512, 384), (128, 64)])
+    factors = layouts_of([(d, d) for d in (512, 384, 128, 64)])
+    plan = chain.plan(layouts, layouts, factors, CPU, programs)
+    assert {kind.block for kind, _, _ in plan.launches} == ({64, 128} if large else {64})
+
+
 def test_groups_share_a_workspace() -> None:
     assert waves({}, 5) == []
     assert waves({0: 2, 3: 3, 4: 1}, 5) == [[0, 3], [4]]
@@ -149,16 +178,26 @@ def test_groups_share_a_workspace() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_wide_gram_matrices(dtype: torch.dtype) -> None:
-    tensors = [normal(shape, dtype) for shape in WIDE_SHAPES]
+@pytest.mark.parametrize("large", [False, True])
+def test_wide_gram_matrices(dtype: torch.dtype, large: bool) -> None:
+    tensors = [normal(shape, dtype) for shape in (LARGE_SHAPES if large else WIDE_SHAPES)]
     kinds = {kind for kind, _, _ in _gram_plan(tensors).tiles}
-    assert kinds == {gram_ema.Kind(dtype, 16 // dtype.itemsize)}
+    assert kinds == {gram_ema.Kind(dtype, _block(dtype, large), 16 // dtype.itemsize)}
     _check_gram(tensors)
 
 
+def _block(dtype: torch.dtype, large: bool) -> int:
+    return 32 if dtype == torch.float64 else 128 if large else 64
+
+
 def _gram_plan(tensors: list[Tensor], programs: int = triton_operators.PROGRAMS) -> gram_ema.Plan:
-    diagonal = (False,) * sum(t.dim() for t in tensors)
-    return gram_ema.plan(launch.layouts(tensors), diagonal, CPU, programs)
+    return gram_plan(launch.layouts(tensors), programs)
+
+
+def gram_plan(layouts: tuple[launch.Layout, ...], programs: int) -> gram_ema.Plan:
+    """The plan for full and aligned statistics."""
+    modes = sum(len(layout.shape) for layout in layouts)
+    return gram_ema.plan(layouts, (False,) * modes, (True,) * modes, CPU, programs)
 
 
 def _check(variant: str, tensors: list[Tensor]) -> Results:
@@ -185,6 +224,7 @@ def test_an_address_that_is_not_aligned_is_read_narrowly() -> None:
     ("shape", "dtype"),
     [
         ((9, 2000), torch.float32),
+        ((136, 1100), torch.float32),  # large tiles, whose sums are added in parts
         ((2000, 9), torch.float64),
         ((3, 40, 50), torch.bfloat16),
         ((70, 31, 5), torch.float16),
@@ -194,12 +234,13 @@ def test_an_address_that_is_not_aligned_is_read_narrowly() -> None:
 def test_partial_sums(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """Few rows and many columns, in every mode: the columns are split (split-K)."""
     given = call("gram_ema_", [shape], "full", dtype)
-    diagonal = tuple(d > 100 for d in shape)
+    diagonal = tuple(d > 1000 for d in shape)
     given.arguments["stats"] = [
-        [s.diagonal().clone() if len(s) > 100 else s for s in given.arguments["stats"][0]]
+        [s.diagonal().clone() if len(s) > 1000 else s for s in given.arguments["stats"][0]]
     ]
     layouts = launch.layouts(given.arguments["tensors"])
-    plan = gram_ema.plan(layouts, diagonal, CPU, triton_operators.PROGRAMS)
+    aligned = (True,) * len(shape)
+    plan = gram_ema.plan(layouts, diagonal, aligned, CPU, triton_operators.PROGRAMS)
     assert plan.sums and plan.partials[state_dtype(dtype)] > 0
     wanted, again = given.double()(reference), given.copy()(triton_operators)
     results = given(triton_operators)
@@ -209,24 +250,42 @@ def test_partial_sums(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 def test_partial_sums_take_little_memory() -> None:
     """None for a large matrix; for ResNet-32 less than twice its statistics."""
-    assert not gram_ema.plan(layouts_of([(4096, 4096)]), (False,) * 2, CPU, H200).sums
+    assert not gram_plan(layouts_of([(4096, 4096)]), H200).sums
     shapes = PARAMETER_SETS["resnet32"].views
-    orders = sum(len(shape) for shape in shapes)
-    plan = gram_ema.plan(layouts_of(shapes), (False,) * orders, CPU, H200)
+    plan = gram_plan(layouts_of(shapes), H200)
     statistics = sum(d * d for shape in shapes for d in shape)
     assert 0 < plan.partials[torch.float32] < 2 * statistics
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_wide_products(dtype: torch.dtype) -> None:
-    tensors = [normal(shape, dtype) for shape in WIDE_SHAPES]
+@pytest.mark.parametrize("large", [False, True])
+def test_wide_products(dtype: torch.dtype, large: bool) -> None:
+    tensors = [normal(shape, dtype) for shape in (LARGE_SHAPES if large else WIDE_SHAPES)]
     plan = _chain_plan(tensors)
-    assert {kind.vector for kind, _, _ in plan.launches} == {16 // state_dtype(dtype).itemsize}
+    kinds = {(kind.block, kind.vector) for kind, _, _ in plan.launches}
+    assert kinds == {(_block(dtype, large), 16 // state_dtype(dtype).itemsize)}
     _check("mode_products", tensors)
 
 
-def _chain_plan(tensors: list[Tensor]) -> chain.Plan:
-    results = [t.to(state_dtype(t.dtype)) for t in tensors]
+@pytest.mark.parametrize("shape", [(64, 128), (8, 12, 20), (4, 8, 12, 20)], ids=str)
+def test_every_product_of_a_dense_tensor_is_wide(shape: tuple[int, ...]) -> None:
+    """Also of middle modes, and of a tensor whose first mode is the dense one."""
+    for tensor in (normal(shape), normal(shape[::-1]).permute(*range(len(shape))[::-1])):
+        assert {kind.vector for kind, _, _ in _chain_plan([tensor], [tensor]).launches} == {4}
+        _check("mode_products", [tensor])
+
+
+def test_an_address_that_is_not_aligned_is_written_narrowly() -> None:
+    wide, odd = normal((64, 64)), normal((64 * 64 + 1,))[1:].view(64, 64)
+    assert {kind.vector for kind, _, _ in _chain_plan([wide], [odd]).launches if kind.last} == {1}
+    layouts = launch.layouts([wide])
+    for aligned, vector in ((True, 4), (False, 1)):
+        plan = gram_ema.plan(layouts, (False,) * 2, (aligned,) * 2, CPU, triton_operators.PROGRAMS)
+        assert {kind.vector for kind, _, _ in plan.tiles} == {vector}
+
+
+def _chain_plan(tensors: list[Tensor], results: list[Tensor] | None = None) -> chain.Plan:
+    results = results or [torch.empty(t.shape, dtype=state_dtype(t.dtype)) for t in tensors]
     factors = [torch.eye(d, dtype=r.dtype) for r in results for d in r.shape]
     every = [launch.layouts(group) for group in (tensors, results, factors)]
     return chain.plan(*every, CPU, triton_operators.PROGRAMS)
@@ -263,7 +322,7 @@ def test_too_many_columns_are_named(dtype: torch.dtype) -> None:
     with pytest.raises(
         ValueError, match=rf"^tensors\[0\] must .*{LARGEST_INDEX} .*got \(2, 2147483648\)"
     ):
-        gram_ema.plan((layout,), (False, True), CPU, 1)
+        gram_ema.plan((layout,), (False, True), (True, True), CPU, 1)
     factors = layouts_of([(2, 2), (2**31,)])
     with pytest.raises(
         ValueError, match=rf"^tensor 0 must .*{LARGEST_INDEX} .*got \(2, 2147483648\)"
@@ -305,8 +364,7 @@ def test_small_wide_work_joins_the_narrow() -> None:
     small, large = [(64, 64), (9, 5)], [(4096, 4096), (9, 5)]
     vectors = []
     for shapes in (small, large):
-        orders = sum(len(shape) for shape in shapes)
-        plan = gram_ema.plan(layouts_of(shapes), (False,) * orders, CPU, H200)
+        plan = gram_plan(layouts_of(shapes), H200)
         vectors.append(sorted(kind.vector for kind, _, _ in plan.tiles))
     assert vectors == [[1], [1, 4]]
 

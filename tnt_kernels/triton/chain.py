@@ -1,8 +1,12 @@
 """The mode products G x_1 A_1 ... x_k A_k of many tensors, and their epilogue.
 
 One launch multiplies one mode of every tensor: the j-th launch from the end computes every tensor's
-j-th product from its end, so the last launch finishes them all. Intermediate products are
-contiguous in a workspace. Modes are walked by strides; nothing is permuted.
+j-th product from its end, so the last launch finishes them all.
+
+A tensor's modes are contracted in the order of their strides, the smallest first, and every
+intermediate product is stored with the next mode dense. A factor is read by rows. So both operands
+of every product are dense along the summed index, as the matrix units want them: loads are wide in
+every mode, and one loop serves all of them.
 """
 
 import functools
@@ -34,38 +38,38 @@ from tnt_kernels.triton.launch import (
     tile_tables,
 )
 from tnt_kernels.triton.tiles import (
+    LARGE_BLOCK,
     LARGEST_INDEX,
     MERGED_STEPS,
     PROBLEM,
+    STEP,
     TILE_COLUMN,
     TILE_ROW,
     Unfolding,
     blocks,
+    depth_of,
+    enlarge,
     fields,
     merge_small,
     offsets,
+    tile_order,
     unfolded,
+    warps_of,
     waves,
 )
 
 # The problem table, int64: sizes, then where the product reads and where it writes. A place is an
 # index into the addresses (SCRATCH: the workspace), an offset in bytes, and strides.
-ROWS, COLUMNS, INNER, IS_DIAGONAL, ROWS_ARE_DENSE, FACTOR = fields(6)
-READ, WRITTEN = tl.constexpr(6), tl.constexpr(11)  # each is such a place:
+ROWS, COLUMNS, INNER, IS_DIAGONAL, FACTOR = fields(5)
+READ, WRITTEN = tl.constexpr(5), tl.constexpr(10)  # each is such a place:
 ADDRESS, OFFSET, ROW_STRIDE, INNER_STRIDE, OUTER_STRIDE = fields(5)
-PROBLEM_FIELDS = tl.constexpr(16)
+PROBLEM_FIELDS = tl.constexpr(15)
 TILE_FIELDS = tl.constexpr(3)
 
-WARPS = 4
 SCRATCH = -1
 # Tensors share a wave as long as their workspace stays below this, or below the need of the largest
 # tensor if that is more. It is half of an H100's second-level cache.
 SCRATCH_BYTES = 24 << 20
-
-
-def depth_of(vector: int) -> int:
-    """Terms of a sum in one step: at 32, the addresses of single elements would spill."""
-    return 32 if vector > 1 else 16
 
 
 @triton.jit
@@ -79,29 +83,36 @@ def _address(addresses, scratch, place):
 @triton.jit
 def _epilogue(
     value,
-    row,
-    column,
-    problem,
+    tile,
+    problems,
     addresses,
     scratch,
     lr,
     weight_decay,
     RESULT: tl.constexpr,
     UPDATE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
     """Stores a tile P of the product, or updates W <- W - lr (P + weight_decay W) with it.
 
     It loads its own operands, which would otherwise hold registers during the product.
     """
+    problem = problems + tl.load(tile + PROBLEM) * PROBLEM_FIELDS
+    row = tl.load(tile + TILE_ROW) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.load(tile + TILE_COLUMN) * BLOCK + tl.arange(0, BLOCK)
     rows, columns = tl.load(problem + ROWS).to(tl.int32), tl.load(problem + COLUMNS).to(tl.int32)
     inner = tl.load(problem + INNER).to(tl.int32)
     place = problem + WRITTEN
     result = _address(addresses, scratch, place).to(tl.pointer_type(RESULT))
     row_stride = tl.load(place + ROW_STRIDE)
     inner_stride, outer_stride = tl.load(place + INNER_STRIDE), tl.load(place + OUTER_STRIDE)
-    at = result + row.to(tl.int64) * row_stride
-    at = at + offsets(column, inner, inner_stride, outer_stride, 1)
-    inside = (row < rows) & (column < columns)
+    if VECTOR > 1:
+        result, columns = tl.multiple_of(result, 16), tl.multiple_of(columns, VECTOR)
+        row_stride, inner_stride = tl.multiple_of(row_stride, VECTOR), 1
+    at = result + (row.to(tl.int64) * row_stride)[:, None]
+    at = at + offsets(column, inner, inner_stride, outer_stride, VECTOR)[None, :]
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
     if UPDATE:
         alpha, gamma = tl.load(lr).to(value.dtype), tl.load(weight_decay).to(value.dtype)
         weight = tl.load(at, mask=inside, other=0).to(value.dtype)
@@ -122,7 +133,7 @@ def product_kernel(
     RESULT: tl.constexpr,
     UPDATE: tl.constexpr,
     BLOCK: tl.constexpr,
-    DEPTH: tl.constexpr,
+    STEP: tl.constexpr,
     VECTOR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -140,80 +151,50 @@ def product_kernel(
     rows, columns = tl.load(problem + ROWS).to(tl.int32), tl.load(problem + COLUMNS).to(tl.int32)
     inner = tl.load(problem + INNER).to(tl.int32)
     is_diagonal = tl.load(problem + IS_DIAGONAL) != 0
-    rows_are_dense = tl.load(problem + ROWS_ARE_DENSE) != 0
     factor = tl.load(addresses + tl.load(problem + FACTOR)).to(tl.pointer_type(STATE))
     place = problem + READ
     source = _address(addresses, scratch, place).to(tl.pointer_type(ELEMENT))
     row_stride = tl.load(place + ROW_STRIDE)
     inner_stride, outer_stride = tl.load(place + INNER_STRIDE), tl.load(place + OUTER_STRIDE)
-
     if VECTOR > 1:
         source, factor = tl.multiple_of(source, 16), tl.multiple_of(factor, 16)
-        row_stride = tl.multiple_of(row_stride, VECTOR)
-        inner_stride = tl.multiple_of(inner_stride, VECTOR)
-        rows, columns = tl.multiple_of(rows, VECTOR), tl.multiple_of(columns, VECTOR)
-    tables = (problem, addresses, scratch, lr, weight_decay)
-    if rows_are_dense:
-        # The tile's transpose, (columns, rows): the last dimension is contiguous in memory.
-        inside = (column < columns)[:, None] & (row < rows)[None, :]
-        at_column = source + offsets(column, inner, inner_stride, outer_stride, VECTOR)
-        if is_diagonal:
-            scale = tl.load(factor + row, mask=row < rows, other=0)
-            whole = tl.load(at_column[:, None] + row[None, :], mask=inside, other=0)
-            total = whole.to(STATE) * scale[None, :]
-        else:
-            total = tl.zeros((BLOCK, BLOCK), STATE)
-            for start in range(0, rows, DEPTH):
-                term = start + tl.arange(0, DEPTH)
-                x = tl.load(
-                    at_column[:, None] + term[None, :],
-                    mask=(column < columns)[:, None] & (term < rows)[None, :],
-                    other=0,
-                )
-                a = tl.load(
-                    factor + term.to(tl.int64)[:, None] * rows + row[None, :],
-                    mask=(term < rows)[:, None] & (row < rows)[None, :],
-                    other=0,
-                )
-                total = tl.dot(x.to(STATE), a, total, input_precision=PRECISION, out_dtype=STATE)
-        _epilogue(total, row[None, :], column[:, None], *tables, RESULT, UPDATE)
+        rows, inner_stride = tl.multiple_of(rows, VECTOR), tl.multiple_of(inner_stride, VECTOR)
+        row_stride = 1
+
+    # The tile's transpose, (columns, rows): x and a are then dense along their rows.
+    at_column = source + offsets(column, inner, inner_stride, outer_stride, VECTOR)[:, None]
+    in_column = (column < columns)[:, None]
+    if is_diagonal:
+        scale = tl.load(factor + row, mask=row < rows, other=0)
+        at = at_column + (row.to(tl.int64) * row_stride)[None, :]
+        x = tl.load(at, mask=in_column & (row < rows)[None, :], other=0)
+        total = x.to(STATE) * scale[None, :]
     else:
-        inside = (row < rows)[:, None] & (column < columns)[None, :]
-        if VECTOR > 1:
-            offset = column.to(tl.int64)
-        else:
-            offset = offsets(column, inner, inner_stride, outer_stride, 1)
-        if is_diagonal:
-            scale = tl.load(factor + row, mask=row < rows, other=0)
-            at_row = source + row.to(tl.int64) * row_stride
-            whole = tl.load(at_row[:, None] + offset[None, :], mask=inside, other=0)
-            total = whole.to(STATE) * scale[:, None]
-        else:
-            total = tl.zeros((BLOCK, BLOCK), STATE)
-            for start in range(0, rows, DEPTH):
-                term = start + tl.arange(0, DEPTH)
-                a = tl.load(
-                    factor + row.to(tl.int64)[:, None] * rows + term[None, :],
-                    mask=(row < rows)[:, None] & (term < rows)[None, :],
-                    other=0,
-                )
-                x = tl.load(
-                    (source + term.to(tl.int64) * row_stride)[:, None] + offset[None, :],
-                    mask=(term < rows)[:, None] & (column < columns)[None, :],
-                    other=0,
-                )
-                total = tl.dot(a, x.to(STATE), total, input_precision=PRECISION, out_dtype=STATE)
-        _epilogue(total, row[:, None], column[None, :], *tables, RESULT, UPDATE)
+        DEPTH: tl.constexpr = depth_of(STEP, PRECISION, BLOCK > 64 or VECTOR == 1)
+        total = tl.zeros((BLOCK, BLOCK), STATE)
+        at_row = factor + (row.to(tl.int64) * rows)[:, None]
+        for start in range(0, rows, DEPTH):
+            term = start + tl.arange(0, DEPTH)
+            inside = (term < rows)[None, :]
+            a = tl.load(at_row + term[None, :], mask=(row < rows)[:, None] & inside, other=0)
+            at = at_column + (term.to(tl.int64) * row_stride)[None, :]
+            x = tl.load(at, mask=in_column & inside, other=0)
+            total = tl.dot(
+                x.to(STATE), tl.trans(a), total, input_precision=PRECISION, out_dtype=STATE
+            )
+    tables = tile, problems, addresses, scratch, lr, weight_decay
+    _epilogue(tl.trans(total), *tables, RESULT, UPDATE, BLOCK, VECTOR)
 
 
 class Kind(NamedTuple):
-    """The products of one launch: their wave and step, dtypes, and elements of a load."""
+    """The products of one launch: their wave and step, dtypes, tile, and elements of a load."""
 
     wave: int
     step: int
     last: bool
     element: torch.dtype
     result: torch.dtype
+    block: int
     vector: int
 
     @property
@@ -267,24 +248,24 @@ def plan(
             size = _buffer_of(source)
             between = [(SCRATCH, free + step % 2 * size) for step in range(order - 1)]
             ends = [(t, 0), *between, (len(tensors) + t, 0)]
-            for step, (u, to) in enumerate(unfoldings):
-                f = first_factors[t] + order - 1 - step
-                vector = min(
-                    source.vector if step == 0 else VECTOR_BYTES // state.itemsize,
-                    factors[f].vector,
-                )
+            for step, (mode, u, to) in enumerate(unfoldings):
+                f = first_factors[t] + mode
+                last = step == order - 1
+                read = source.vector if step == 0 else VECTOR_BYTES // state.itemsize
+                vector = min(read, factors[f].vector, result.vector if last else read)
                 kind = Kind(
                     wave,
                     most - order + step,
-                    step == order - 1,
+                    last,
                     source.dtype if step == 0 else state,
-                    result.dtype if step == order - 1 else state,
-                    vector if u.is_wide(vector) else 1,
+                    result.dtype if last else state,
+                    block_of(state),
+                    vector if _is_wide(u, to, vector) else 1,
                 )
                 kinds[kind].append(len(problems))
                 problems.append(
                     (
-                        *(u.rows, u.columns, u.inner, len(factors[f].shape) == 1, u.rows_are_dense),
+                        *(u.rows, u.columns, u.inner, len(factors[f].shape) == 1),
                         2 * len(tensors) + f,
                         *(*ends[step], u.row_stride, u.inner_stride, u.outer_stride),
                         *(*ends[step + 1], to.row_stride, to.inner_stride, to.outer_stride),
@@ -292,6 +273,7 @@ def plan(
                 )
             free += _scratch_of(source)
         scratch = max(scratch, free)
+    enlarge(kinds, lambda kind, n: _large_tiles(problems[n]), programs)
     merge_small(kinds, lambda kind, n: _work(kind, problems[n]), MERGED_STEPS * programs)
     tiles = {
         kind: [tile for n in kinds[kind] for tile in _tiles(kind, n, problems[n])]
@@ -312,34 +294,59 @@ def _scratch_of(layout: Layout) -> int:
     return _buffer_of(layout) * min(len(layout.shape) - 1, 2)
 
 
-def _unfoldings(source: Layout, result: Layout) -> list[tuple[Unfolding, ...]] | None:
-    """The unfoldings that each product reads and writes, the last mode first; None: no fit."""
-    order = len(source.shape)
-    between = contiguous(source).strides
-    pairs = []
-    for mode in reversed(range(order)):
-        pair = unfolded(
-            source.shape,
-            mode,
-            source.strides if mode == order - 1 else between,
-            result.strides if mode == 0 else between,
-        )
+def _unfoldings(source: Layout, result: Layout) -> list[tuple[int, Unfolding, Unfolding]] | None:
+    """Each product's mode, and the unfoldings that it reads and writes; None: no fit."""
+    sizes, order = source.shape, len(source.shape)
+    # From the slowest mode to the fastest. Each product brings the last of them to the front.
+    modes = sorted(range(order), key=lambda mode: -source.strides[mode])
+    read, unfoldings = source.strides, list[tuple[int, Unfolding, Unfolding]]()
+    for step in range(order):
+        mode = modes.pop()
+        modes.insert(0, mode)
+        written = result.strides if step == order - 1 else _strides(sizes, modes)
+        pair = unfolded(sizes, mode, read, written)
         if pair is None:
             return None
-        pairs.append(pair)
-    return pairs
+        unfoldings.append((mode, pair[0], pair[1]))
+        read = written
+    return unfoldings
+
+
+def _strides(sizes: Sequence[int], modes: Sequence[int]) -> tuple[int, ...]:
+    """Strides without gaps, ``modes`` sorted from the slowest to the fastest."""
+    strides = [1] * len(sizes)
+    for faster, slower in itertools.pairwise(modes[::-1]):
+        strides[slower] = strides[faster] * sizes[faster]
+    return tuple(strides)
+
+
+def _is_wide(read: Unfolding, written: Unfolding, vector: int) -> bool:
+    """Whether a product can read along its rows and write along its columns, ``vector`` at once."""
+    return (
+        read.rows_are_dense
+        and read.is_wide(vector)
+        and not written.rows_are_dense
+        and written.is_wide(vector)
+    )
 
 
 def _tiles(kind: Kind, number: int, problem: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Tiles of the same columns follow each other: they read the same part of the tensor."""
-    rows, columns = (blocks(size, block_of(kind.state)) for size in problem[:2])
-    return ((number, row, column) for column in range(columns) for row in range(rows))
+    rows, columns = (blocks(size, kind.block) for size in problem[:2])
+    return ((number, row, column) for row, column in tile_order(rows, columns))
+
+
+def _large_tiles(problem: tuple[int, ...]) -> int:
+    """How many large tiles a problem has; none if they were mostly padding, or for no sums."""
+    rows, columns = problem[ROWS.value], problem[COLUMNS.value]
+    if problem[IS_DIAGONAL.value] or min(rows, columns) < LARGE_BLOCK:
+        return 0
+    return blocks(rows, LARGE_BLOCK) * blocks(columns, LARGE_BLOCK)
 
 
 def _work(kind: Kind, problem: tuple[int, ...]) -> int:
     """The steps of all tiles of a problem."""
-    rows, columns = (blocks(size, block_of(kind.state)) for size in problem[:2])
-    depth = 1 if problem[IS_DIAGONAL.value] else blocks(problem[0], depth_of(kind.vector))
+    rows, columns = (blocks(size, kind.block) for size in problem[:2])
+    depth = 1 if problem[IS_DIAGONAL.value] else blocks(problem[0], STEP)
     return rows * columns * depth
 
 
@@ -374,11 +381,11 @@ def products(
             STATE=ELEMENTS[kind.state],
             RESULT=ELEMENTS[kind.result],
             UPDATE=step is not None and kind.last,
-            BLOCK=block_of(kind.state),
-            DEPTH=depth_of(kind.vector),
+            BLOCK=kind.block,
+            STEP=STEP,
             VECTOR=kind.vector,
             PRECISION=precision(device),
-            num_warps=WARPS,
+            num_warps=warps_of(kind.block),
         )
     for t in p.copied:
         if written[t] is not results[t]:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tnt_kernels.triton.launch import (
     ELEMENTS,
+    VECTOR_BYTES,
     Layout,
     addresses_of,
     block_of,
@@ -37,19 +38,24 @@ from tnt_kernels.triton.launch import (
 )
 from tnt_kernels.triton.mode_products import mode_products
 from tnt_kernels.triton.tiles import (
+    LARGE_BLOCK,
     LARGEST_INDEX,
     MERGED_STEPS,
     PROBLEM,
+    STEP,
     TILE_COLUMN,
     TILE_ROW,
     Unfolding,
     blocks,
     cut,
+    depth_of,
+    enlarge,
     fields,
     lower_tiles,
     merge_small,
     offsets,
     unfolded,
+    warps_of,
 )
 
 # The problem table, int64: the indices of two addresses, an unfolding, and a flag.
@@ -59,12 +65,11 @@ PROBLEM_FIELDS = tl.constexpr(9)
 # More columns of the tile tables; partial sums are offsets in the workspace, -1 without split-K.
 FIRST_STEP, LAST_STEP, PARTIAL = fields(3, start=3)
 TILE_FIELDS = tl.constexpr(6)
-FIRST_PARTIAL, PARTIALS = fields(2, start=3)
-SUM_FIELDS = tl.constexpr(5)
+# Of one part of a tile's sums: their offset, stride of rows, number, and stride of partial sums.
+FIRST_PARTIAL, WIDTH, PARTIALS, SIZE = fields(4, start=3)
+SUM_FIELDS = tl.constexpr(7)
 DIAGONAL_FIELDS = tl.constexpr(2)
 
-DEPTH = 32  # columns in a step
-WARPS = 4
 # A split of fewer steps than this costs more memory traffic than it saves time.
 LEAST_STEPS = 16
 # Programs for each multiprocessor, so that all of them finish at about the same time.
@@ -72,25 +77,41 @@ PARTS = 4
 
 
 @triton.jit
-def _blend(gram, row, column, problem, addresses, decay, STATE: tl.constexpr):
+def _blend(
+    gram,
+    tile,
+    problem,
+    addresses,
+    decay,
+    STATE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
     """The epilogue of a tile: S <- weight S + (1 - weight) gram, lower triangle and mirror image.
 
     It loads its own operands, which would otherwise hold registers during the product.
     """
+    i, j = tl.load(tile + TILE_ROW), tl.load(tile + TILE_COLUMN)
+    row, column = i * BLOCK + tl.arange(0, BLOCK), j * BLOCK + tl.arange(0, BLOCK)
     target = tl.load(addresses + tl.load(problem + STAT)).to(tl.pointer_type(STATE))
-    rows = tl.load(problem + ROWS)
+    rows = tl.load(problem + ROWS).to(tl.int32)
+    if VECTOR > 1:
+        target, rows = tl.multiple_of(target, 16), tl.multiple_of(rows, VECTOR)
     weight = tl.load(decay).to(STATE)
     # At weight 0 the old S is not read, at 1 nothing is written.
-    read = tl.where(weight != 0, rows, 0).to(tl.int32)
-    written = tl.where(weight != 1, rows, 0).to(tl.int32)
-    at = target + row.to(tl.int64)[:, None] * rows + column[None, :]
-    lower = row[:, None] >= column[None, :]
-    old = tl.load(at, mask=lower & (row[:, None] < read), other=0)
+    read, written = tl.where(weight != 0, rows, 0), tl.where(weight != 1, rows, 0)
+    at = target + (row.to(tl.int64) * rows)[:, None] + column[None, :]
+    inside = (column < rows)[None, :]
+    old = tl.load(at, mask=(row < read)[:, None] & inside, other=0)
     new = weight * old + (1 - weight) * gram
-    tl.store(at, new, mask=lower & (row[:, None] < written))
-    mirrored = (column[:, None] <= row[None, :]) & (row[None, :] < written)
-    at = target + column.to(tl.int64)[:, None] * rows + row[None, :]
-    tl.store(at, tl.trans(new), mask=mirrored)
+    mirrored = tl.trans(new)
+    # Masks of whole tiles, not of a triangle, keep loads and stores wide.
+    if i == j:
+        new = tl.where(row[:, None] >= column[None, :], new, mirrored)
+    tl.store(at, new, mask=(row < written)[:, None] & inside)
+    if i != j:
+        at = target + (column.to(tl.int64) * rows)[:, None] + row[None, :]
+        tl.store(at, mirrored, mask=(column < written)[:, None] & (row < rows)[None, :])
 
 
 @triton.jit
@@ -103,7 +124,7 @@ def gram_kernel(
     ELEMENT: tl.constexpr,
     STATE: tl.constexpr,
     BLOCK: tl.constexpr,
-    DEPTH: tl.constexpr,
+    STEP: tl.constexpr,
     VECTOR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -117,7 +138,7 @@ def gram_kernel(
     problem = problems + tl.load(tile + PROBLEM) * PROBLEM_FIELDS
     first_row = tl.load(tile + TILE_ROW) * BLOCK
     first_column = tl.load(tile + TILE_COLUMN) * BLOCK
-    first, last = tl.load(tile + FIRST_STEP) * DEPTH, tl.load(tile + LAST_STEP) * DEPTH
+    first, last = tl.load(tile + FIRST_STEP) * STEP, tl.load(tile + LAST_STEP) * STEP
     partial = tl.load(tile + PARTIAL)
     source = tl.load(addresses + tl.load(problem + TENSOR)).to(tl.pointer_type(ELEMENT))
     rows, columns = tl.load(problem + ROWS).to(tl.int32), tl.load(problem + COLUMNS).to(tl.int32)
@@ -134,14 +155,21 @@ def gram_kernel(
     if tl.load(decay).to(STATE) == 1:
         last = first  # the tensor is not read
     total = tl.zeros((BLOCK, BLOCK), STATE)
+    DEPTH: tl.constexpr = depth_of(STEP, PRECISION, BLOCK > 64 and ELEMENT == tl.float32)
     if rows_are_dense:
         for start in range(first, last, DEPTH):
             c = start + tl.arange(0, DEPTH)
-            at = offsets(c, inner, inner_stride, outer_stride, VECTOR)[:, None]
+            if VECTOR > 1:
+                # One address moves; no offset from it changes.
+                here = source + tl.cast(start, tl.int64) * inner_stride
+                at = (tl.arange(0, DEPTH).to(tl.int64) * inner_stride)[:, None]
+            else:
+                here = source
+                at = offsets(c, inner, inner_stride, outer_stride, VECTOR)[:, None]
             inside = (c < columns)[:, None]
-            a = tl.load(source + at + row[None, :], mask=inside & (row < rows)[None, :], other=0)
+            a = tl.load(here + at + row[None, :], mask=inside & (row < rows)[None, :], other=0)
             b = tl.load(
-                source + at + column[None, :], mask=inside & (column < rows)[None, :], other=0
+                here + at + column[None, :], mask=inside & (column < rows)[None, :], other=0
             )
             total = tl.dot(tl.trans(a), b, total, input_precision=PRECISION, out_dtype=STATE)
     else:
@@ -159,9 +187,11 @@ def gram_kernel(
             total = tl.dot(a, tl.trans(b), total, input_precision=PRECISION, out_dtype=STATE)
 
     if partial < 0:
-        _blend(total, row, column, problem, addresses, decay, STATE)
+        _blend(total, tile, problem, addresses, decay, STATE, BLOCK, VECTOR)
     else:
         width = tl.minimum(BLOCK, rows - first_column)
+        if VECTOR > 1:
+            partial, width = tl.multiple_of(partial, VECTOR), tl.multiple_of(width, VECTOR)
         at = (row - first_row)[:, None] * width + (column - first_column)[None, :]
         kept = (row < rows)[:, None] & (column < rows)[None, :]
         tl.store(partials + partial.to(tl.int64) + at, total, mask=kept)
@@ -174,7 +204,7 @@ def sum_kernel(
     """One tile of one statistic from its partial sums, added in a fixed order.
 
     Grid: one program for each tile with partial sums, which it reads; it reads and writes the tile
-    and writes its mirror image. Bound: memory.
+    and writes its mirror image. Partial sums of large tiles are added in parts. Bound: memory.
     """
     tile = tiles + tl.program_id(0) * SUM_FIELDS
     problem = problems + tl.load(tile + PROBLEM) * PROBLEM_FIELDS
@@ -182,17 +212,15 @@ def sum_kernel(
     first_column = tl.load(tile + TILE_COLUMN) * BLOCK
     partial, count = tl.load(tile + FIRST_PARTIAL).to(tl.int64), tl.load(tile + PARTIALS)
     rows = tl.load(problem + ROWS).to(tl.int32)
+    width, size = tl.load(tile + WIDTH), tl.load(tile + SIZE)
 
-    row, column = first_row + tl.arange(0, BLOCK), first_column + tl.arange(0, BLOCK)
-    height = tl.minimum(BLOCK, rows - first_row)
-    width = tl.minimum(BLOCK, rows - first_column)
-    at = (row - first_row)[:, None] * width + (column - first_column)[None, :]
-    kept = (row < rows)[:, None] & (column < rows)[None, :]
+    at = tl.arange(0, BLOCK)[:, None] * width + tl.arange(0, BLOCK)[None, :]
+    kept = (tl.arange(0, BLOCK) < rows - first_row)[:, None]
+    kept = kept & (tl.arange(0, BLOCK) < rows - first_column)[None, :]
     total = tl.zeros((BLOCK, BLOCK), STATE)
     for index in range(0, count):
-        start = partials + partial + index * (height * width)
-        total += tl.load(start + at, mask=kept, other=0)
-    _blend(total, row, column, problem, addresses, decay, STATE)
+        total += tl.load(partials + partial + index * size + at, mask=kept, other=0)
+    _blend(total, tile, problem, addresses, decay, STATE, BLOCK, 1)
 
 
 @triton.jit
@@ -247,9 +275,10 @@ def diagonal_kernel(
 
 
 class Kind(NamedTuple):
-    """The statistics of one launch: the tensors' dtype, and elements of a load."""
+    """The statistics of one launch: the tensors' dtype, the tile, and elements of a load."""
 
     element: torch.dtype
+    block: int
     vector: int
 
     @property
@@ -272,9 +301,13 @@ class Plan:
 
 @functools.lru_cache(maxsize=64)
 def plan(
-    tensors: tuple[Layout, ...], diagonal: tuple[bool, ...], device: torch.device, programs: int
+    tensors: tuple[Layout, ...],
+    diagonal: tuple[bool, ...],
+    aligned: tuple[bool, ...],
+    device: torch.device,
+    programs: int,
 ) -> Plan:
-    """Plans the launches; ``diagonal`` marks the diagonal statistics, mode after mode."""
+    """Plans the launches; ``diagonal`` and ``aligned`` say so of the statistics, mode by mode."""
     unfoldings: list[Unfolding] = []  # of each statistic
     problems: list[tuple[int, ...]] = []
     full: dict[Kind, list[int]] = defaultdict(list)
@@ -295,11 +328,14 @@ def plan(
             n = len(problems)
             unfoldings.append(u)
             problems.append((t, len(tensors) + n, *u, u.rows_are_dense))
+            block = block_of(state_dtype(layout.dtype))
             if diagonal[n]:
-                kind = Kind(layout.dtype, 1)
-                diagonals[kind] += [(n, i) for i in range(blocks(u.rows, block_of(kind.state)))]
+                kind = Kind(layout.dtype, block, 1)
+                diagonals[kind] += [(n, i) for i in range(blocks(u.rows, block))]
             else:
-                full[Kind(layout.dtype, layout.vector if u.is_wide(layout.vector) else 1)].append(n)
+                is_wide = aligned[n] and u.is_wide(layout.vector)
+                full[Kind(layout.dtype, block, layout.vector if is_wide else 1)].append(n)
+    enlarge(full, lambda kind, n: _most_large(unfoldings[n]), programs)
     merge_small(full, lambda kind, n: _work(kind, unfoldings[n]), MERGED_STEPS * programs)
     sums: dict[torch.dtype, list[tuple[int, ...]]] = defaultdict(list)
     partials: dict[torch.dtype, int] = defaultdict(int)
@@ -320,10 +356,16 @@ def _modes_of(layout: Layout) -> list[Unfolding] | None:
     return [unfoldings[0] for unfoldings in modes if unfoldings] if all(modes) else None
 
 
+def _most_large(unfolding: Unfolding) -> int:
+    """The most programs with large tiles that a statistic can have; none for too few rows."""
+    side = blocks(unfolding.rows, LARGE_BLOCK) if unfolding.rows >= LARGE_BLOCK else 0
+    return side * (side + 1) // 2 * blocks(unfolding.columns, STEP * LEAST_STEPS)
+
+
 def _work(kind: Kind, unfolding: Unfolding) -> int:
     """The steps of all tiles of a statistic."""
-    side = blocks(unfolding.rows, block_of(kind.state))
-    return side * (side + 1) // 2 * blocks(unfolding.columns, DEPTH)
+    side = blocks(unfolding.rows, kind.block)
+    return side * (side + 1) // 2 * blocks(unfolding.columns, STEP)
 
 
 def _tiles(
@@ -336,19 +378,24 @@ def _tiles(
     """The tiles of one launch; adds its tiles of partial sums to ``sums`` and ``partials``."""
     work = sum(_work(kind, u) for u in unfoldings.values())
     most = max(LEAST_STEPS, blocks(work, PARTS * programs))
-    block = block_of(kind.state)
+    block, least = kind.block, block_of(kind.state)
     tiles: list[tuple[int, ...]] = []
     for n, u in unfoldings.items():
-        parts = cut(blocks(u.columns, DEPTH), most)
+        parts = cut(blocks(u.columns, STEP), most)
         for i, j in lower_tiles(u.rows, block):
             if len(parts) == 1:
                 tiles.append((n, i, j, *parts[0], -1))
                 continue
-            size = min(block, u.rows - i * block) * min(block, u.rows - j * block)
-            sums.append((n, i, j, partials[kind.state], len(parts)))
-            for part in parts:
-                tiles.append((n, i, j, *part, partials[kind.state]))
-                partials[kind.state] += size
+            height, width = min(block, u.rows - i * block), min(block, u.rows - j * block)
+            size = blocks(height * width, VECTOR_BYTES) * VECTOR_BYTES  # so that all are aligned
+            first = partials[kind.state]
+            partials[kind.state] += size * len(parts)
+            tiles += [(n, i, j, *part, first + k * size) for k, part in enumerate(parts)]
+            for y, x in itertools.product(*(range(blocks(d, least)) for d in (height, width))):
+                at = i * block // least + y, j * block // least + x
+                if at[0] >= at[1]:
+                    start = first + (y * width + x) * least
+                    sums.append((n, *at, start, width, len(parts), size))
     return tiles
 
 
@@ -371,6 +418,7 @@ def gram_ema_(
     p = plan(
         layouts(tensors),
         tuple([s.dim() == 1 for s in stats]),
+        tuple([s.data_ptr() % VECTOR_BYTES == 0 for s in stats]),
         device,
         programs or programs_at_once(device),
     )
@@ -389,11 +437,11 @@ def gram_ema_(
             *(tiles, p.problems, addresses, partials[kind.state], weight),
             ELEMENT=ELEMENTS[kind.element],
             STATE=ELEMENTS[kind.state],
-            BLOCK=block_of(kind.state),
-            DEPTH=DEPTH,
+            BLOCK=kind.block,
+            STEP=STEP,
             VECTOR=kind.vector,
             PRECISION=precision(device),
-            num_warps=WARPS,
+            num_warps=warps_of(kind.block),
         )
     for state, count, tiles in p.sums:
         launch(
@@ -402,7 +450,7 @@ def gram_ema_(
             *(tiles, p.problems, addresses, partials[state], weight),
             STATE=ELEMENTS[state],
             BLOCK=block_of(state),
-            num_warps=WARPS,
+            num_warps=warps_of(block_of(state)),
         )
     for kind, count, tiles in p.diagonals:
         launch(
@@ -411,8 +459,8 @@ def gram_ema_(
             *(tiles, p.problems, addresses, weight),
             ELEMENT=ELEMENTS[kind.element],
             STATE=ELEMENTS[kind.state],
-            BLOCK=block_of(kind.state),
-            num_warps=WARPS,
+            BLOCK=kind.block,
+            num_warps=warps_of(kind.block),
         )
     mark_written(stats)
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+from triton.language.target_info import cuda_capability_geq
 
 # Indices within a mode are 32-bit in the kernels, because 64-bit divisions are slow there; products
 # with a stride are 64-bit. The margin lets the last tile end beyond the largest index.
@@ -20,6 +21,16 @@ LARGEST_INDEX = 2**31 - 2**13
 
 # A launch of fewer steps than this for each multiprocessor is merged into another.
 MERGED_STEPS = 16
+
+STEP = 32  # terms of a sum in one step
+
+# Rows and columns of a large tile. Against 64 x 64 it halves the operands' bytes for each product,
+# which hold TF32 at a third of its peak on an H100.
+LARGE_BLOCK = 128
+
+# Rows of tiles that programs walk together. At once 132 programs then read 8 + 17 panels, not
+# 32 + 5, in a matrix of 32 rows of tiles.
+GROUP = 8
 
 
 def fields(count: int, start: int = 0) -> tuple[tl.constexpr, ...]:
@@ -141,6 +152,39 @@ def merge_small(kinds: dict[Any, list[int]], work: Callable[[Any, int], int], le
             kinds[narrow] = sorted(kinds[narrow] + kinds.pop(kind))
 
 
+def enlarge(kinds: dict[Any, list[int]], tiles: Callable[[Any, int], int], programs: int) -> None:
+    """Moves problems of wide float32 kinds to kinds of large tiles, where these fill the device.
+
+    ``tiles`` is how many programs a problem of large tiles has. From one for each multiprocessor on
+    they are not slower: at worst a second wave has one program, which takes twice the time, and
+    large tiles are twice as fast (arithmetic, not measured on a GPU yet).
+    """
+    for kind in [k for k in kinds if k.vector > 1 and 2 * k.block == LARGE_BLOCK]:
+        own = {n: tiles(kind, n) for n in kinds[kind]}
+        if sum(own.values()) >= programs:
+            kinds[kind._replace(block=LARGE_BLOCK)] = [n for n in own if own[n]]
+            kinds[kind] = [n for n in own if not own[n]]
+            if not kinds[kind]:
+                del kinds[kind]
+
+
+def warps_of(block: int) -> int:
+    """Warps of a program: four for 64 x 64 sums, eight so that 128 x 128 do not spill."""
+    return 8 if block == LARGE_BLOCK else 4
+
+
+@triton.constexpr_function
+def depth_of(step, precision, is_tight):
+    """Terms of a sum that a kernel loads at once: a step, or half of one if registers are tight.
+
+    Before sm_90 and from sm_120 on, matrix units take operands from registers only. In steps of 32,
+    those of 3xTF32 spill beside the sums of a large tile or the addresses of single elements.
+    """
+    reads_shared_memory = cuda_capability_geq(9, 0) and not cuda_capability_geq(12, 0)
+    halved = precision == "tf32x3" and is_tight and not reads_shared_memory
+    return step // 2 if halved else step
+
+
 @triton.jit
 def offsets(column, inner, inner_stride, outer_stride, VECTOR: tl.constexpr):
     """Offsets of an unfolding's columns (see ``Unfolding``); VECTOR > 1 if it is wide."""
@@ -155,9 +199,20 @@ def blocks(size: int, block: int) -> int:
     return -(-size // block)
 
 
+def tile_order(rows: int, columns: int) -> Iterator[tuple[int, int]]:
+    """Row and column of each tile, so that programs that run at once read few panels."""
+    return (
+        (i, j)
+        for first in range(0, rows, GROUP)
+        for j in range(columns)
+        for i in range(first, min(first + GROUP, rows))
+    )
+
+
 def lower_tiles(rows: int, block: int) -> Iterator[tuple[int, int]]:
     """Row and column of each tile of a symmetric matrix's lower triangle."""
-    return ((i, j) for i in range(blocks(rows, block)) for j in range(i + 1))
+    side = blocks(rows, block)
+    return ((i, j) for i, j in tile_order(side, side) if j <= i)
 
 
 def cut(length: int, most: int) -> list[tuple[int, int]]:

@@ -44,7 +44,7 @@ def loads_of(c: Compiled) -> str:
 
 def _cells(c: Compiled) -> list[str]:
     if c.error:
-        return [*["-"] * 5, f"**does not compile**: {c.error}"]
+        return [*["-"] * 6, f"**does not compile**: {c.error}"]
     spilled = (c.stack, c.spill_loads, c.spill_stores)
     return [
         str(c.registers),
@@ -52,6 +52,7 @@ def _cells(c: Compiled) -> list[str]:
         str(c.shared) + (f" + {c.tensor_memory} columns" if c.tensor_memory else ""),
         str(c.settings["num_warps"]),
         ", ".join(sorted(set(c.products.values()))),
+        "; ".join(f"{p.instructions}, {p.products}, {p.waits}" for p in c.loops),
         loads_of(c),
     ]
 
@@ -77,7 +78,8 @@ def page(record: Mapping[str, Any], entries: Sequence[Compiled]) -> str:
         (rule, sum(m["expectation"] == rule for m in missed)) for rule in (*EXPECTATIONS, RECORDED)
     ]
     header = ["kernel", "class", "for", "registers", "stack, LDL/STL", "shared memory, bytes"]
-    header += ["warps", "product", "loads in loops, bytes"]
+    header += ["warps", "product", "loops with products: instructions, products, waits"]
+    header += ["loads in loops, bytes"]
     narrow = [
         f"- `{n.kernel}`, {', '.join(f'`{load}`' for load in n.loads)}, "
         f"{', '.join(f'{k} {v}' for k, given in n.settings.items() for v in given)}, "

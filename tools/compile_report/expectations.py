@@ -59,9 +59,8 @@ _FRAGMENTS = (
     "the transposed operand is read from shared memory element by element (ldmatrix transposes "
     "16-bit elements only)"
 )
-_GRAM, _PRODUCT = "gram_ema.gram_kernel", "chain.product_kernel"
+_GRAM = "gram_ema.gram_kernel"
 _A = ("rows_are_dense: a",)
-_FACTOR = "rows_are_dense, not is_diagonal: a"
 _SINGLE: Mapping[str, tuple[str, ...]] = {"ELEMENT": ("fp32",)}
 _TF32, _TF32X3 = {"PRECISION": ("tf32",)}, {"PRECISION": ("tf32x3",)}
 NARROW = (
@@ -77,20 +76,6 @@ NARROW = (
     ),
     Narrow(_GRAM, _A, {**_SINGLE, "PRECISION": ("tf32", "tf32x3")}, (80,), f"G^T G: {_FRAGMENTS}."),
     Narrow(_GRAM, _A, {"ELEMENT": ("fp64",)}, (80, 90), f"G^T G, 8 bytes: {_FRAGMENTS}."),
-    Narrow(
-        _PRODUCT,
-        (_FACTOR, "not rows_are_dense, not is_diagonal: x"),
-        {**_SINGLE, **_TF32},
-        (90, 100),
-        f"The second operand: {_K_MAJOR}.",
-    ),
-    Narrow(
-        _PRODUCT,
-        (_FACTOR,),
-        {"ELEMENT": ("bf16", "fp16"), **_TF32},
-        (90, 100),
-        f"The factor as second operand: {_K_MAJOR}.",
-    ),
 )
 
 

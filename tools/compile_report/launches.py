@@ -1,7 +1,7 @@
 """Every kernel launch that the Triton launchers make, recorded without a device.
 
-The launchers themselves run, on CPU tensors of every dtype and of both widths, while a recorder
-replaces what starts a kernel. So the compiled classes (block sizes, depths, warps, dtypes,
+The launchers themselves run, on CPU tensors of every dtype and of all classes of shapes, while a
+recorder replaces what starts a kernel. So the compiled classes (block sizes, warps, dtypes,
 precisions) are those that are launched. A new operator needs one entry in ``CALLS``; ``kernels``
 finds all kernels, so a kernel without an entry is noticed.
 """
@@ -32,7 +32,8 @@ from tnt_kernels.triton import (
 )
 from tnt_kernels.triton.launch import ELEMENTS, state_dtype
 
-WIDE, NARROW = (128, 64), (27, 9)  # 16 bytes at a time, and one element at a time
+# Tiles of 128 rows, then of 64, both with loads of 16 bytes; then loads of one element.
+SHAPES = ((256, 128), (96, 64), (27, 9))
 Shape = Sequence[int]
 
 
@@ -113,7 +114,7 @@ def recorded() -> list[Launch]:
             torch.set_float32_matmul_precision(precision)
             for call in CALLS:
                 for dtype in ELEMENTS:
-                    for shape in (WIDE, NARROW):
+                    for shape in SHAPES:
                         call(dtype, shape)
     return list(launches.values())
 

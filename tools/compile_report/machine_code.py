@@ -37,9 +37,12 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 # DMMA for float64; FFMA and DFMA are the plain units.
 PRODUCTS = ("UTCHMMA", "HGMMA", "DMMA", "HMMA", "DFMA", "FFMA")
 LOADS = ("LDG", "LDGSTS")
+WAITS = ("BAR.SYNC", "DEPBAR.LE", "WARPGROUP.DEPBAR", "SYNCS.PHASECHK")
 
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)((?:\.\w+)*)")
 _SOURCE_LINE = re.compile(r'//## File "([^"]+)", line (\d+)')
+_LABEL = re.compile(r"(\.L_\w+):")
+_TARGET = re.compile(r"BRA.* `\((\.L_\w+)\)")
 _TTIR_OPERATION = re.compile(
     r"= tt\.(?:load|dot) .*<[\dx]+x(?:!tt\.ptr<)?[a-z]+(\d+)>+ loc\((#loc\d*)\)"
 )
@@ -54,6 +57,15 @@ class Site(NamedTuple):
     name: str  # its branch and operand, as ``rows_are_dense: a``
     kind: str  # ``load`` or ``dot``
     lines: frozenset[Line]  # its lines of source
+
+
+class Loop(NamedTuple):
+    """A loop with products: what one warp does once around it."""
+
+    instructions: int
+    products: int  # instructions of the matrix units (float64 without them: DFMA)
+    loads: dict[int, int]  # instructions by their width in bytes
+    waits: int  # for copies, matrix units, or other warps
 
 
 @dataclass
@@ -74,6 +86,7 @@ class Compiled:
     loads: dict[str, dict[int, int]] = field(default_factory=dict)
     # Every load in a loop: the bytes of an element.
     element_bytes: dict[str, int] = field(default_factory=dict)
+    loops: list[Loop] = field(default_factory=list)  # those with products
     error: str = ""  # why it did not compile; then nothing else is known
 
 
@@ -135,6 +148,7 @@ def _compiled(launch: Launch, capability: int) -> Compiled:
         tensor_memory=getattr(made.metadata, "tmem_size", 0) or 0,
         products={name: anywhere if p == "none" else p for name, p in products.items()},
         loads={name: dict(sorted(widths.items())) for name, widths in loads.items()},
+        loops=product_loops(listing),
         element_bytes=sizes,
     )
 
@@ -157,6 +171,30 @@ def instructions_by_line(listing: str) -> dict[Line, list[tuple[str, str]]]:
             here = (Path(marked[1]).name, int(marked[2]))
         elif instruction := _INSTRUCTION.search(text):
             found.setdefault(here, []).append((instruction[1], instruction[2]))
+    return found
+
+
+def product_loops(listing: str) -> list[Loop]:
+    """The loops of a listing that have products, in order."""
+    made: list[tuple[str, str]] = []
+    starts: dict[str, int] = {}  # of labels
+    loops: dict[int, list[tuple[str, str]]] = {}
+    for text in listing.splitlines():
+        if label := _LABEL.match(text):
+            starts[label[1]] = len(made)
+        elif instruction := _INSTRUCTION.search(text):
+            made.append((instruction[1], instruction[2]))
+            target = _TARGET.search(text)
+            if target and target[1] in starts:  # a branch back
+                loops[starts[target[1]]] = made[starts[target[1]] :]
+    found = []
+    for loop in loops.values():
+        names = Counter(name for name, _ in loop)
+        products = sum(names[name] for name in PRODUCTS if name != "FFMA")
+        if products and "EXIT" not in names:  # code after the exit waits for the code before it
+            loads = Counter(width(i) for i in loop if i[0] in LOADS)
+            waits = sum((name + suffixes).startswith(WAITS) for name, suffixes in loop)
+            found.append(Loop(len(loop), products, dict(sorted(loads.items())), waits))
     return found
 
 
