@@ -235,13 +235,13 @@ def _chain_plan(tensors: list[Tensor]) -> chain.Plan:
 def test_the_workspace_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors share a workspace of the size that the largest of them needs."""
     monkeypatch.setattr(chain, "SCRATCH_BYTES", 0)
-    chain.plan.cache_clear()
+    launch._plans.clear()
     tensors = [normal(shape) for shape in [(9, 5), (20, 30), (4, 5, 6), (7,), (10, 20, 3)]]
     plan = _chain_plan(tensors)
     assert plan.scratch == 2 * 10 * 20 * 3 * 4
     assert len({kind.wave for kind, _, _ in plan.launches}) > 1
     _check("mode_products", tensors)
-    chain.plan.cache_clear()
+    launch._plans.clear()
 
 
 def test_modes_that_do_not_merge_are_copied() -> None:
@@ -300,6 +300,34 @@ def test_launches_do_not_grow_with_the_list(launches: Launches) -> None:
     assert 0 < counts[0] == counts[1]
 
 
+def test_python_does_not_work_for_each_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of Python and C++ functions, once there is a plan: the host must outrun the device."""
+    for module in (chain, momentum):
+        monkeypatch.setattr(module, "launch", lambda *_, **__: None)
+    counts = []
+    for repeats in (1, 4):
+        step = call("preconditioned_step_", [(9, 5), (7,)] * repeats, "full").arguments
+        lists = step["params"], step["momenta"], step["grads"], flat(step["factors"])
+        ones = torch.ones(2 * repeats, dtype=torch.float64)
+        calls = 0
+
+        def count(frame: FrameType, event: str, _: object) -> None:
+            nonlocal calls
+            calls += event.endswith("call")
+
+        for profile in (None, count):
+            sys.setprofile(profile)
+            try:
+                preconditioned_step.preconditioned_step_(*lists, *[scalar(0.5)] * 3, programs=H200)
+                momentum.scaled_step_(
+                    *(*lists[:2], scalar(0.5), scalar(0.5), [True] * len(ones), ones), programs=H200
+                )
+            finally:
+                sys.setprofile(None)
+        counts.append(calls)
+    assert 0 < counts[0] == counts[1]
+
+
 def test_small_wide_work_joins_the_narrow() -> None:
     """A launch of its own costs more than narrow loads, unless the work is large."""
     small, large = [(64, 64), (9, 5)], [(4096, 4096), (9, 5)]
@@ -322,8 +350,11 @@ def test_plans_and_addresses_are_kept() -> None:
     second = launch.addresses_of(moved)
     assert second is not first and second.tolist() == [t.data_ptr() for t in moved]
     assert launch.addresses_of(tensors) is first and launch.addresses_of(moved) is second
-    assert _gram_plan(tensors) is _gram_plan([t.clone() for t in tensors])
-    assert _gram_plan(tensors) is not _gram_plan([t.double() for t in tensors])
+    kept = [
+        launch.planned(momentum.plan, group, group, rest=((False, False), CPU, H200))
+        for group in (tensors, [t.clone() for t in tensors], [t.double() for t in tensors])
+    ]
+    assert kept[0] is kept[1] and kept[0] is not kept[2]
 
 
 class Tables:
@@ -334,6 +365,7 @@ class Tables:
         monkeypatch.setattr(momentum, "launch", self._launch)
 
     def _launch(self, *arguments: Any, **_: object) -> None:
+        self.problems = arguments[3]
         self.read.append(arguments[4])
 
     def of_update(self, tensors: list[Tensor]) -> Tensor:
@@ -360,9 +392,16 @@ def test_a_table_is_for_one_stream(tables: Tables, monkeypatch: pytest.MonkeyPat
         assert first is again and first is not second
 
 
-def test_threads_do_not_exchange_tables(tables: Tables) -> None:
-    """Before every line of one model's call another thread calls for a model with the same plan."""
-    models = [[normal((9, 5)).to(GPU) for _ in range(2)] for _ in range(2)]
+@pytest.mark.parametrize("other", [(9, 5), (9, 7)], ids=["same plan", "other plan"])
+def test_threads_do_not_exchange_tables(
+    tables: Tables, monkeypatch: pytest.MonkeyPatch, other: tuple[int, ...]
+) -> None:
+    """Before every line of one model's call another thread calls for another model.
+
+    There is room for one plan, so that the models' calls drop each other's.
+    """
+    monkeypatch.setattr(launch, "_MOST_PLANS", 1)
+    models = [[normal(shape).to(GPU) for _ in range(2)] for shape in ((9, 5), other)]
     lines = 0
 
     def interrupted(frame: FrameType, event: str, _: object) -> Any:
@@ -382,6 +421,7 @@ def test_threads_do_not_exchange_tables(tables: Tables) -> None:
         sys.settrace(before)
     assert lines > 5
     assert table.tolist() == [t.data_ptr() for t in models[0]]
+    assert tables.problems.tolist()[momentum.COUNT.value] == 9 * 5
 
 
 def test_a_graph_frees_its_tables(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:

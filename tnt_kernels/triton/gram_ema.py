@@ -6,7 +6,6 @@ columns are computed by split-K: a second launch adds the partial sums in a fixe
 atomics, so results repeat to the bit.
 """
 
-import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tnt_kernels.lists import mark_written
 from tnt_kernels.triton.launch import (
     ELEMENTS,
     Layout,
@@ -26,10 +26,10 @@ from tnt_kernels.triton.launch import (
     contiguous,
     keep_for_graph,
     launch,
-    layouts,
-    mark_written,
+    planned,
     precision,
     programs_at_once,
+    readable,
     scalar_on,
     state_dtype,
     table,
@@ -270,7 +270,6 @@ class Plan:
     copied: frozenset[int]  # tensors to copy first: their modes do not merge
 
 
-@functools.lru_cache(maxsize=64)
 def plan(
     tensors: tuple[Layout, ...], diagonal: tuple[bool, ...], device: torch.device, programs: int
 ) -> Plan:
@@ -367,13 +366,9 @@ def gram_ema_(
         _whitened(stats, tensors, decay, factors, programs)
         return
     device = stats[0].device
-    tensors = [t.resolve_neg() for t in tensors]
-    p = plan(
-        layouts(tensors),
-        tuple([s.dim() == 1 for s in stats]),
-        device,
-        programs or programs_at_once(device),
-    )
+    tensors = readable(tensors)
+    diagonal = tuple([s.dim() == 1 for s in stats])
+    p = planned(plan, tensors, rest=(diagonal, device, programs or programs_at_once(device)))
     keep_for_graph(device, p)
     for t in p.copied:
         tensors[t] = tensors[t].contiguous()
