@@ -1,7 +1,7 @@
 """Host work on lists of tensors that every call on a GPU repeats.
 
-The functions here are the definitions. The extension has each of them in C++ (csrc/lists.cpp), in a
-tenth of the time; without the extension, these definitions serve.
+The functions here are the definitions. The extension has each of them in C++ (csrc/lists.cpp), in
+less than a tenth of the time; without the extension, these definitions serve.
 """
 
 import sys

@@ -25,6 +25,7 @@ from cases import (
     state_dtype,
 )
 from operators import Results, agree, call, everything, same
+from recorded_graph import Recording
 from torch import Tensor
 
 from tnt_kernels import reference
@@ -325,6 +326,26 @@ def test_python_does_not_work_for_each_tensor(monkeypatch: pytest.MonkeyPatch) -
             finally:
                 sys.setprofile(None)
         counts.append(calls)
+    assert 0 < counts[0] == counts[1]
+
+
+def test_norms_are_operations_on_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each operation of PyTorch would be a launch for each tensor."""
+    for module in (chain, momentum):
+        monkeypatch.setattr(module, "launch", lambda *_, **__: None)
+    counts = []
+    for repeats in (1, 4):
+        tensors = [torch.ones(9, 5), torch.ones(7, dtype=torch.float64)] * repeats
+        momenta, squares, out = ([t.clone() for t in tensors] for _ in range(3))
+        factors = [torch.ones(d, dtype=t.dtype) for t in tensors for d in t.shape]
+        updates = torch.ones(len(tensors), 2, dtype=torch.float64)
+        for _ in range(2):  # the first call makes the plans
+            with Recording(lambda name: True) as recording:
+                grafted_directions.grafted_directions_(
+                    *(momenta, squares, out, tensors, factors, scalar(0.9), updates, 0.99, 1e-8),
+                    programs=H200,
+                )
+        counts.append(len(recording.calls))
     assert 0 < counts[0] == counts[1]
 
 
