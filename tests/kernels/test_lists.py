@@ -16,8 +16,8 @@ from tnt_kernels import lists
 MEMORY = torch.zeros(64)
 ALIGNMENT = 16
 
-# Lists that differ in one property each. (No two tensors on the CPU start at MEMORY's address and
-# are on another device; a tensor without memory starts at 0.)
+# Lists that differ in one property each. Here only tensors without memory can differ in nothing but
+# their device.
 LISTS: dict[str, list[Tensor]] = {
     "base": [MEMORY[:16].view(4, 4)],
     "shape": [MEMORY[:16].view(2, 8)],
