@@ -161,7 +161,7 @@ def extension() -> dict[str, Any]:
         check_cuda()
         os.environ.setdefault("TORCH_CUDA_ARCH_LIST", CUDA_ARCHITECTURES)
     library = blas()
-    files = ["csrc/bindings.cpp"]
+    files = ["csrc/bindings.cpp", "csrc/lists.cpp"]
     arguments = dict(library or {})
     macros = arguments.pop("define_macros", [])
     if library is None:

@@ -5,6 +5,7 @@
 
 #include <string>
 
+#include "lists.h"
 #ifndef TNT_WITHOUT_CPU
 #include "cpu/blas.h"
 #endif
@@ -75,9 +76,14 @@ void register_kernels(const std::string& torch_version) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.doc() = "The C++ operators of tnt_kernels.";
   module.def(
-      "register_kernels", register_kernels,
-      "Registers the operators, if the version of the PyTorch that runs is the one that this "
-      "extension was built for; otherwise an ImportError, and nothing of PyTorch is touched.");
+      "register_kernels",
+      [module](const std::string& torch_version) {
+        register_kernels(torch_version);
+        tnt::define_lists(module);
+      },
+      "Registers the operators and defines the functions of tnt_kernels/lists.py, if the version "
+      "of the PyTorch that runs is the one that this extension was built for; otherwise an "
+      "ImportError, and nothing of PyTorch is touched.");
   module.def("build_info", build_info,
              "How this extension was built: PyTorch, compiler, BLAS, CUDA.");
 }

@@ -27,10 +27,11 @@ MEASURING = {name: ROOT / name for name in ("bench", "experiments")}
 # backends wire them, and may import everything.
 LAYERS: dict[str, set[str]] = {
     "schemas": set(),
-    "ops": {"arguments", "schemas"},
+    "ops": {"arguments", "lists", "schemas"},
     "arguments": set(),
+    "lists": set(),
     "reference": {"schemas"},
-    "triton": {"schemas", "triton"},
+    "triton": {"lists", "schemas", "triton"},
 }
 # What tnt_optim may import from tnt_kernels.
 PUBLIC_FUNCTIONS = {*SCHEMAS, "backends"}

@@ -46,6 +46,7 @@ from tnt_kernels.arguments import (
     check_tensors,
     scalar,
 )
+from tnt_kernels.lists import addresses, layouts_key
 from tnt_kernels.schemas import NAMESPACE
 
 
@@ -454,11 +455,10 @@ def _recognised(name: str, flat: Sequence[Any]) -> tuple[Any, ...] | None:
         elif not isinstance(argument, list) or not argument or isinstance(argument[0], int):
             call.append(str(argument))
         elif isinstance(argument[0], Tensor) and argument[0].is_cuda:
-            try:  # an address implies the device
-                keys = [(x.data_ptr(), x.shape, x.stride(), x.dtype, x.is_neg()) for x in argument]
-            except (AttributeError, RuntimeError):  # not a tensor, or one without memory
+            try:
+                call += addresses(argument), layouts_key(argument, 1)
+            except (AttributeError, TypeError, RuntimeError):  # no tensor, or one without memory
                 return None
-            call.append(tuple(keys))
         else:
             return None
     return tuple(call)

@@ -53,15 +53,15 @@ def test_waves(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     flat = [stat for row in stats for stat in row]
     arguments = launch.layouts(flat), (2, 2, 2), roots, GPU, 1
-    inverse_root.plan.cache_clear()
+    launch._plans.clear()
     wanted = run(given.copy())
     together = inverse_root.plan(*arguments)
     assert len(together.waves) == 1
     monkeypatch.setattr(inverse_root, "SCRATCH_BYTES", 1)
-    inverse_root.plan.cache_clear()
+    launch._plans.clear()
     results = run(given)
     in_waves = inverse_root.plan(*arguments)
-    inverse_root.plan.cache_clear()
+    launch._plans.clear()
     # Rows of 4 numbers; five buffers, six for the third root.
     assert len(in_waves.waves) == 3 and in_waves.scratch == 6 * 4 * 4 * 4
     assert together.scratch == in_waves.scratch + 5 * (2 + 3) * 4 * 4

@@ -25,6 +25,7 @@ from cases import (
     state_dtype,
 )
 from operators import Results, agree, call, everything, same
+from recorded_graph import Recording
 from torch import Tensor
 
 from tnt_kernels import reference
@@ -196,8 +197,8 @@ def _gram_plan(tensors: list[Tensor], programs: int = triton_operators.PROGRAMS)
 
 def gram_plan(layouts: tuple[launch.Layout, ...], programs: int) -> gram_ema.Plan:
     """The plan for full and aligned statistics."""
-    modes = sum(len(layout.shape) for layout in layouts)
-    return gram_ema.plan(layouts, (False,) * modes, (True,) * modes, CPU, programs)
+    stats = layouts_of([(d, d) for layout in layouts for d in layout.shape], layouts[0].dtype)
+    return gram_ema.plan(layouts, stats, CPU, programs)
 
 
 def _check(variant: str, tensors: list[Tensor]) -> Results:
@@ -234,13 +235,11 @@ def test_an_address_that_is_not_aligned_is_read_narrowly() -> None:
 def test_partial_sums(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """Few rows and many columns, in every mode: the columns are split (split-K)."""
     given = call("gram_ema_", [shape], "full", dtype)
-    diagonal = tuple(d > 1000 for d in shape)
     given.arguments["stats"] = [
         [s.diagonal().clone() if len(s) > 1000 else s for s in given.arguments["stats"][0]]
     ]
-    layouts = launch.layouts(given.arguments["tensors"])
-    aligned = (True,) * len(shape)
-    plan = gram_ema.plan(layouts, diagonal, aligned, CPU, triton_operators.PROGRAMS)
+    groups = given.arguments["tensors"], given.arguments["stats"][0]
+    plan = gram_ema.plan(*map(launch.layouts, groups), CPU, triton_operators.PROGRAMS)
     assert plan.sums and plan.partials[state_dtype(dtype)] > 0
     wanted, again = given.double()(reference), given.copy()(triton_operators)
     results = given(triton_operators)
@@ -279,8 +278,9 @@ def test_an_address_that_is_not_aligned_is_written_narrowly() -> None:
     wide, odd = normal((64, 64)), normal((64 * 64 + 1,))[1:].view(64, 64)
     assert {kind.vector for kind, _, _ in _chain_plan([wide], [odd]).launches if kind.last} == {1}
     layouts = launch.layouts([wide])
-    for aligned, vector in ((True, 4), (False, 1)):
-        plan = gram_ema.plan(layouts, (False,) * 2, (aligned,) * 2, CPU, triton_operators.PROGRAMS)
+    for stat, vector in ((wide, 4), (odd, 1)):
+        stats = launch.layouts([stat] * 2)
+        plan = gram_ema.plan(layouts, stats, CPU, triton_operators.PROGRAMS)
         assert {kind.vector for kind, _, _ in plan.tiles} == {vector}
 
 
@@ -294,13 +294,13 @@ def _chain_plan(tensors: list[Tensor], results: list[Tensor] | None = None) -> c
 def test_the_workspace_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors share a workspace of the size that the largest of them needs."""
     monkeypatch.setattr(chain, "SCRATCH_BYTES", 0)
-    chain.plan.cache_clear()
+    launch._plans.clear()
     tensors = [normal(shape) for shape in [(9, 5), (20, 30), (4, 5, 6), (7,), (10, 20, 3)]]
     plan = _chain_plan(tensors)
     assert plan.scratch == 2 * 10 * 20 * 3 * 4
     assert len({kind.wave for kind, _, _ in plan.launches}) > 1
     _check("mode_products", tensors)
-    chain.plan.cache_clear()
+    launch._plans.clear()
 
 
 def test_modes_that_do_not_merge_are_copied() -> None:
@@ -322,7 +322,7 @@ def test_too_many_columns_are_named(dtype: torch.dtype) -> None:
     with pytest.raises(
         ValueError, match=rf"^tensors\[0\] must .*{LARGEST_INDEX} .*got \(2, 2147483648\)"
     ):
-        gram_ema.plan((layout,), (False, True), (True, True), CPU, 1)
+        gram_ema.plan((layout,), layouts_of([(2, 2), (2**31,)]), CPU, 1)
     factors = layouts_of([(2, 2), (2**31,)])
     with pytest.raises(
         ValueError, match=rf"^tensor 0 must .*{LARGEST_INDEX} .*got \(2, 2147483648\)"
@@ -359,6 +359,54 @@ def test_launches_do_not_grow_with_the_list(launches: Launches) -> None:
     assert 0 < counts[0] == counts[1]
 
 
+def test_python_does_not_work_for_each_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of Python and C++ functions, once there is a plan: the host must outrun the device."""
+    for module in (chain, momentum):
+        monkeypatch.setattr(module, "launch", lambda *_, **__: None)
+    counts = []
+    for repeats in (1, 4):
+        step = call("preconditioned_step_", [(9, 5), (7,)] * repeats, "full").arguments
+        lists = step["params"], step["momenta"], step["grads"], flat(step["factors"])
+        ones = torch.ones(2 * repeats, dtype=torch.float64)
+        calls = 0
+
+        def count(frame: FrameType, event: str, _: object) -> None:
+            nonlocal calls
+            calls += event.endswith("call")
+
+        for profile in (None, count):
+            sys.setprofile(profile)
+            try:
+                preconditioned_step.preconditioned_step_(*lists, *[scalar(0.5)] * 3, programs=H200)
+                momentum.scaled_step_(
+                    *(*lists[:2], scalar(0.5), scalar(0.5), [True] * len(ones), ones), programs=H200
+                )
+            finally:
+                sys.setprofile(None)
+        counts.append(calls)
+    assert 0 < counts[0] == counts[1]
+
+
+def test_norms_are_operations_on_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each operation of PyTorch would be a launch for each tensor."""
+    for module in (chain, momentum):
+        monkeypatch.setattr(module, "launch", lambda *_, **__: None)
+    counts = []
+    for repeats in (1, 4):
+        tensors = [torch.ones(9, 5), torch.ones(7, dtype=torch.float64)] * repeats
+        momenta, squares, out = ([t.clone() for t in tensors] for _ in range(3))
+        factors = [torch.ones(d, dtype=t.dtype) for t in tensors for d in t.shape]
+        updates = torch.ones(len(tensors), 2, dtype=torch.float64)
+        for _ in range(2):  # the first call makes the plans
+            with Recording(lambda name: True) as recording:
+                grafted_directions.grafted_directions_(
+                    *(momenta, squares, out, tensors, factors, scalar(0.9), updates, 0.99, 1e-8),
+                    programs=H200,
+                )
+        counts.append(len(recording.calls))
+    assert 0 < counts[0] == counts[1]
+
+
 def test_small_wide_work_joins_the_narrow() -> None:
     """A launch of its own costs more than narrow loads, unless the work is large."""
     small, large = [(64, 64), (9, 5)], [(4096, 4096), (9, 5)]
@@ -380,8 +428,11 @@ def test_plans_and_addresses_are_kept() -> None:
     second = launch.addresses_of(moved)
     assert second is not first and second.tolist() == [t.data_ptr() for t in moved]
     assert launch.addresses_of(tensors) is first and launch.addresses_of(moved) is second
-    assert _gram_plan(tensors) is _gram_plan([t.clone() for t in tensors])
-    assert _gram_plan(tensors) is not _gram_plan([t.double() for t in tensors])
+    kept = [
+        launch.planned(momentum.plan, group, group, rest=((False, False), CPU, H200))
+        for group in (tensors, [t.clone() for t in tensors], [t.double() for t in tensors])
+    ]
+    assert kept[0] is kept[1] and kept[0] is not kept[2]
 
 
 class Tables:
@@ -392,6 +443,7 @@ class Tables:
         monkeypatch.setattr(momentum, "launch", self._launch)
 
     def _launch(self, *arguments: Any, **_: object) -> None:
+        self.problems = arguments[3]
         self.read.append(arguments[4])
 
     def of_update(self, tensors: list[Tensor]) -> Tensor:
@@ -418,9 +470,16 @@ def test_a_table_is_for_one_stream(tables: Tables, monkeypatch: pytest.MonkeyPat
         assert first is again and first is not second
 
 
-def test_threads_do_not_exchange_tables(tables: Tables) -> None:
-    """Before every line of one model's call another thread calls for a model with the same plan."""
-    models = [[normal((9, 5)).to(GPU) for _ in range(2)] for _ in range(2)]
+@pytest.mark.parametrize("other", [(9, 5), (9, 7)], ids=["same plan", "other plan"])
+def test_threads_do_not_exchange_tables(
+    tables: Tables, monkeypatch: pytest.MonkeyPatch, other: tuple[int, ...]
+) -> None:
+    """Before every line of one model's call another thread calls for another model.
+
+    There is room for one plan, so that the models' calls drop each other's.
+    """
+    monkeypatch.setattr(launch, "_MOST_PLANS", 1)
+    models = [[normal(shape).to(GPU) for _ in range(2)] for shape in ((9, 5), other)]
     lines = 0
 
     def interrupted(frame: FrameType, event: str, _: object) -> Any:
@@ -440,6 +499,7 @@ def test_threads_do_not_exchange_tables(tables: Tables) -> None:
         sys.settrace(before)
     assert lines > 5
     assert table.tolist() == [t.data_ptr() for t in models[0]]
+    assert tables.problems.tolist()[momentum.COUNT.value] == 9 * 5
 
 
 def test_a_graph_frees_its_tables(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:

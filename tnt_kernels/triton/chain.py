@@ -9,7 +9,6 @@ of every product are dense along the summed index, as the matrix units want them
 every mode, and one loop serves all of them.
 """
 
-import functools
 import itertools
 import math
 from collections import defaultdict
@@ -31,8 +30,9 @@ from tnt_kernels.triton.launch import (
     contiguous,
     keep_for_graph,
     launch,
-    layouts,
+    planned,
     precision,
+    readable,
     state_dtype,
     table,
     tile_tables,
@@ -213,7 +213,6 @@ class Plan:
     copied: frozenset[int]  # tensors to copy first: their modes or their results' do not merge
 
 
-@functools.lru_cache(maxsize=64)
 def plan(
     tensors: tuple[Layout, ...],
     results: tuple[Layout, ...],
@@ -363,8 +362,8 @@ def products(
     W); else they have the factors' dtype. ``programs`` is how many the device runs at once.
     """
     device = tensors[0].device
-    factors = [a.resolve_neg().contiguous() for a in factors]
-    p = plan(layouts(tensors), layouts(results), layouts(factors), device, programs)
+    factors = readable(factors, contiguous=True)
+    p = planned(plan, tensors, results, factors, rest=(device, programs))
     keep_for_graph(device, p)
     read, written = list(tensors), list(results)
     for t in p.copied:

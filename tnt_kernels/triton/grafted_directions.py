@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tnt_kernels.lists import mark_written
 from tnt_kernels.triton.chain import products
-from tnt_kernels.triton.launch import mark_written, programs_at_once, scalar_on
+from tnt_kernels.triton.launch import programs_at_once, scalar_on
 from tnt_kernels.triton.momentum import update_momenta
 
 
@@ -69,6 +70,6 @@ def _adam_norms(
     mu, updates, second_updates = mu.double(), *counts.unbind(1)
     # The momentum is not averaged: Adam's first moment is 1 - mu times it.
     first, second = (1 - mu) / (1 - mu**updates), (1 - decay**second_updates).sqrt()
-    floors = eps * second
-    torch._foreach_add_(roots, [floor.to(r) for floor, r in zip(floors, roots, strict=True)])
+    floors = {dtype: (eps * second).to(dtype).unbind() for dtype in {r.dtype for r in roots}}
+    torch._foreach_add_(roots, [floors[r.dtype][t] for t, r in enumerate(roots)])
     return _norms(torch._foreach_div(list(momenta), roots)) * first * second

@@ -6,7 +6,6 @@ columns are computed by split-K: a second launch adds the partial sums in a fixe
 atomics, so results repeat to the bit.
 """
 
-import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tnt_kernels.lists import mark_written
 from tnt_kernels.triton.launch import (
     ELEMENTS,
     VECTOR_BYTES,
@@ -27,10 +27,10 @@ from tnt_kernels.triton.launch import (
     contiguous,
     keep_for_graph,
     launch,
-    layouts,
-    mark_written,
+    planned,
     precision,
     programs_at_once,
+    readable,
     scalar_on,
     state_dtype,
     table,
@@ -299,15 +299,10 @@ class Plan:
     copied: frozenset[int]  # tensors to copy first: their modes do not merge
 
 
-@functools.lru_cache(maxsize=64)
 def plan(
-    tensors: tuple[Layout, ...],
-    diagonal: tuple[bool, ...],
-    aligned: tuple[bool, ...],
-    device: torch.device,
-    programs: int,
+    tensors: tuple[Layout, ...], stats: tuple[Layout, ...], device: torch.device, programs: int
 ) -> Plan:
-    """Plans the launches; ``diagonal`` and ``aligned`` say so of the statistics, mode by mode."""
+    """Plans the launches; ``stats`` mode by mode, contiguous, a diagonal one of one dimension."""
     unfoldings: list[Unfolding] = []  # of each statistic
     problems: list[tuple[int, ...]] = []
     full: dict[Kind, list[int]] = defaultdict(list)
@@ -329,11 +324,11 @@ def plan(
             unfoldings.append(u)
             problems.append((t, len(tensors) + n, *u, u.rows_are_dense))
             block = block_of(state_dtype(layout.dtype))
-            if diagonal[n]:
+            if len(stats[n].shape) == 1:
                 kind = Kind(layout.dtype, block, 1)
                 diagonals[kind] += [(n, i) for i in range(blocks(u.rows, block))]
             else:
-                is_wide = aligned[n] and u.is_wide(layout.vector)
+                is_wide = stats[n].aligned and u.is_wide(layout.vector)
                 full[Kind(layout.dtype, block, layout.vector if is_wide else 1)].append(n)
     enlarge(full, lambda kind, n: _most_large(unfoldings[n]), programs)
     merge_small(full, lambda kind, n: _work(kind, unfoldings[n]), MERGED_STEPS * programs)
@@ -414,14 +409,8 @@ def gram_ema_(
         _whitened(stats, tensors, decay, factors, programs)
         return
     device = stats[0].device
-    tensors = [t.resolve_neg() for t in tensors]
-    p = plan(
-        layouts(tensors),
-        tuple([s.dim() == 1 for s in stats]),
-        tuple([s.data_ptr() % VECTOR_BYTES == 0 for s in stats]),
-        device,
-        programs or programs_at_once(device),
-    )
+    tensors = readable(tensors)
+    p = planned(plan, tensors, stats, rest=(device, programs or programs_at_once(device)))
     keep_for_graph(device, p)
     for t in p.copied:
         tensors[t] = tensors[t].contiguous()

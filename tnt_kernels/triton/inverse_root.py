@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tnt_kernels.lists import mark_written
 from tnt_kernels.triton import newton
 from tnt_kernels.triton.launch import (
     ELEMENTS,
@@ -23,9 +24,9 @@ from tnt_kernels.triton.launch import (
     is_capturing,
     keep_for_graph,
     launch,
-    layouts,
-    mark_written,
+    planned,
     programs_at_once,
+    readable,
     scalar_on,
     table,
 )
@@ -118,7 +119,6 @@ class Plan:
     scratch: int  # bytes of the workspace, which the waves use in turn
 
 
-@functools.lru_cache(maxsize=64)
 def plan(
     stats: tuple[Layout, ...],
     orders: tuple[int, ...],
@@ -260,9 +260,9 @@ def inverse_root(
     if not stats:
         return torch.zeros(len(orders), dtype=torch.int32, device=damping.device)
     device = stats[0].device
-    stats = [s.resolve_neg().contiguous() for s in stats]
+    stats = readable(stats, contiguous=True)
     programs = programs or programs_at_once(device)
-    p = plan(layouts(stats), tuple(orders), tuple(roots), device, programs)
+    p = planned(plan, stats, rest=(tuple(orders), tuple(roots), device, programs))
     keep_for_graph(device, p)
     addresses, eps = addresses_of([*stats, *out]), scalar_on(device, damping)
     info = torch.empty(len(orders), dtype=torch.int32, device=device)

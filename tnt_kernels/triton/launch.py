@@ -1,13 +1,15 @@
 """Shared by all launchers: tables, addresses and scalars on the device, and product precision."""
 
 import functools
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from tnt_kernels import lists
 
 ELEMENTS = {
     torch.float32: tl.float32,
@@ -21,6 +23,7 @@ VECTOR_BYTES = 16
 
 
 KeyT = TypeVar("KeyT")
+PlanT = TypeVar("PlanT")
 
 
 class Layout(NamedTuple):
@@ -38,10 +41,43 @@ class Layout(NamedTuple):
 
 
 def layouts(tensors: Sequence[Tensor]) -> tuple[Layout, ...]:
-    """The layouts of tensors, hashable: the key of a cached plan."""
+    """The layouts of tensors."""
     return tuple(
         [Layout(t.shape, t.stride(), t.dtype, t.data_ptr() % VECTOR_BYTES == 0) for t in tensors]
     )
+
+
+# Key of a plan -> the plan.
+_plans: dict[tuple[Hashable, ...], Any] = {}
+_MOST_PLANS = 256
+
+
+def planned(
+    plan: Callable[..., PlanT], *groups: Sequence[Tensor], rest: tuple[Hashable, ...]
+) -> PlanT:
+    """Returns plan(layouts of each group, ..., *rest), cached.
+
+    A lookup makes no layouts: they take thirty times as long as their keys.
+    """
+    key = (plan, *[lists.layouts_key(group, VECTOR_BYTES) for group in groups], *rest)
+    found: PlanT | None = _plans.get(key)
+    if found is None:
+        found = plan(*map(layouts, groups), *rest)
+        if len(_plans) >= _MOST_PLANS:
+            _plans.clear()
+        _plans[key] = found
+    return found
+
+
+def readable(tensors: Sequence[Tensor], *, contiguous: bool = False) -> list[Tensor]:
+    """The tensors, with copies of those that kernels cannot read.
+
+    These are negated views and, if ``contiguous``, tensors with other strides.
+    """
+    if lists.are_readable(tensors, contiguous):
+        return list(tensors)
+    resolved = [t.resolve_neg() for t in tensors]
+    return [t.contiguous() for t in resolved] if contiguous else resolved
 
 
 def contiguous(layout: Layout) -> Layout:
@@ -100,14 +136,14 @@ def block_of(state: torch.dtype) -> int:
 def addresses_of(tensors: Sequence[Tensor]) -> Tensor:
     """The tensors' addresses on their device, int64, for launches on the current stream."""
     device = tensors[0].device
-    addresses = tuple([t.data_ptr() for t in tensors])
+    addresses = lists.addresses(tensors)
     if not is_capturing(device):
         return _sent(addresses, device, stream_of(device))
     # Kernels write the addresses, which are their arguments. A copy would read host memory at every
     # replay, and nothing reports when to free it; this table is the graph's own memory. Eager calls
     # copy, because that takes the host a tenth of the time: 12 us for 100 addresses.
-    there = torch.zeros(len(addresses), dtype=torch.int64, device=device)
-    torch._foreach_add_(there.unbind(), addresses)
+    there = torch.zeros(len(tensors), dtype=torch.int64, device=device)
+    torch._foreach_add_(there.unbind(), memoryview(addresses).cast("q").tolist())
     return there
 
 
@@ -116,14 +152,15 @@ _MOST_TABLES = 256
 
 
 @functools.lru_cache(maxsize=_MOST_TABLES)
-def _sent(addresses: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
+def _sent(addresses: bytes, device: torch.device, stream: int) -> Tensor:
     """The addresses on the device, for one stream.
 
     Threads share a table, which never changes. On its stream the copy runs before launches that
     read the table, and these run before its memory has another use.
     """
-    host = torch.tensor(addresses, dtype=torch.int64, pin_memory=device.type == "cuda")
-    return host.to(device, non_blocking=True)
+    # A bytearray: PyTorch warns of memory that it may not write.
+    host = torch.frombuffer(bytearray(addresses), dtype=torch.int64)
+    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 
 
 def scalar_on(device: torch.device, value: Tensor) -> Tensor:
@@ -166,11 +203,6 @@ def precision(device: torch.device) -> str:
     # Every setting of PyTorch reaches this one. get_float32_matmul_precision() raises after a user
     # chose TF32 here or for all backends.
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"
-
-
-def mark_written(tensors: Sequence[Tensor]) -> None:
-    """Tells autograd that kernels wrote to tensors through their addresses."""
-    torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
 
 
 def launch(

@@ -1,6 +1,5 @@
 """Elementwise updates of momenta and parameters, one launch for all of a kind of dtypes."""
 
-import functools
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -12,15 +11,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tnt_kernels.lists import mark_written
 from tnt_kernels.triton.launch import (
     ELEMENTS,
     Layout,
     addresses_of,
     keep_for_graph,
     launch,
-    layouts,
-    mark_written,
+    planned,
     programs_at_once,
+    readable,
     scalar_on,
     state_dtype,
     table,
@@ -161,7 +161,6 @@ class Plan:
     left_to_torch: tuple[int, ...]  # tensors with too many dimensions that do not merge
 
 
-@functools.lru_cache(maxsize=64)
 def plan(
     targets: tuple[Layout, ...],
     sources: tuple[Layout, ...],
@@ -209,7 +208,7 @@ def _launch(
 ) -> tuple[int, ...]:
     """Launches a kernel for all tensors; returns those that are left to torch."""
     device = targets[0].device
-    p = plan(layouts(targets), layouts(sources), tuple(decayed), device, programs)
+    p = planned(plan, targets, sources, rest=(tuple(decayed), device, programs))
     keep_for_graph(device, p)
     addresses = addresses_of([*targets, *sources])
     for kind, count, tiles in p.launches:
@@ -232,7 +231,7 @@ def update_momenta(
     momenta: Sequence[Tensor], grads: Sequence[Tensor], momentum: Tensor, programs: int
 ) -> None:
     """m <- momentum m + g, for at least one momentum."""
-    grads = [g.resolve_neg() for g in grads]
+    grads = readable(grads)
     mu = scalar_on(momenta[0].device, momentum)
     flags = [False] * len(momenta)
     for t in _launch(momentum_kernel, momenta, grads, flags, [mu], programs):
@@ -253,7 +252,7 @@ def scaled_step_(
     if not params:
         return
     device = params[0].device
-    directions = [d.resolve_neg() for d in directions]
+    directions = readable(directions)
     alpha, gamma = scalar_on(device, lr), scalar_on(device, weight_decay)
     factors = scales.to(device, non_blocking=True).contiguous()
     numbers = [alpha, gamma, factors if len(factors) else alpha]

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from tnt_kernels.lists import mark_written
 from tnt_kernels.triton.chain import products
-from tnt_kernels.triton.launch import mark_written, programs_at_once, scalar_on
+from tnt_kernels.triton.launch import programs_at_once, scalar_on
 from tnt_kernels.triton.momentum import update_momenta
 
 

@@ -1,0 +1,57 @@
+"""Host work on lists of tensors that every call on a GPU repeats.
+
+The functions here are the definitions. The extension has each of them in C++ (csrc/lists.cpp), in
+less than a tenth of the time; without the extension, these definitions serve.
+"""
+
+import sys
+from array import array
+from collections.abc import Callable, Hashable, Sequence
+from typing import TypeVar, cast
+
+import torch
+from torch import Tensor
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., object])
+
+
+def _in_cpp(definition: FunctionT) -> FunctionT:
+    """The extension's function of the same name, once ``register_kernels`` has accepted it."""
+    extension = sys.modules.get("tnt_kernels._C")
+    return cast(FunctionT, getattr(extension, definition.__name__, definition))
+
+
+@_in_cpp
+def layouts_key(tensors: Sequence[Tensor], alignment: int) -> Hashable:
+    """A key that is equal for equal shapes, strides, dtypes, devices, negations and alignments.
+
+    A tensor is aligned if its address is a multiple of ``alignment``.
+
+    Raises:
+        AttributeError, TypeError: not tensors.
+        RuntimeError: a tensor without memory or without strides.
+    """
+    return tuple(
+        [
+            (t.data_ptr() % alignment == 0, t.shape, t.stride(), t.dtype, t.device, t.is_neg())
+            for t in tensors
+        ]
+    )
+
+
+@_in_cpp
+def addresses(tensors: Sequence[Tensor]) -> bytes:
+    """The tensors' addresses, int64. Raises as ``layouts_key`` does."""
+    return array("q", [t.data_ptr() for t in tensors]).tobytes()
+
+
+@_in_cpp
+def are_readable(tensors: Sequence[Tensor], contiguous: bool) -> bool:
+    """Whether no tensor is a negated view and, if ``contiguous``, all are contiguous."""
+    return not any(t.is_neg() or (contiguous and not t.is_contiguous()) for t in tensors)
+
+
+@_in_cpp
+def mark_written(tensors: Sequence[Tensor]) -> None:
+    """Tells autograd that kernels wrote to tensors through their addresses."""
+    torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
