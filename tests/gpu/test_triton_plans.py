@@ -197,7 +197,7 @@ def _gram_plan(tensors: list[Tensor], programs: int = triton_operators.PROGRAMS)
 
 def gram_plan(layouts: tuple[launch.Layout, ...], programs: int) -> gram_ema.Plan:
     """The plan for full and aligned statistics."""
-    stats = layouts_of([(d, d) for layout in layouts for d in layout.shape], layouts[0].dtype)
+    stats = layouts_of([(d, d) for layout in layouts for d in layout.shape])
     return gram_ema.plan(layouts, stats, CPU, programs)
 
 
