@@ -2,7 +2,7 @@
 
 import pytest
 import triton_operators
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DataObject
 from kernels.test_properties import check_definition
@@ -18,6 +18,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
         "grafted_directions_",
     ],
 )
+@settings(max_examples=max(1, settings.default.max_examples // 2))  # compiling takes its time
 @given(data=st.data())
 def test_definition(name: str, data: DataObject) -> None:
     check_definition(name, data, triton_operators)
