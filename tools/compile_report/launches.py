@@ -48,8 +48,9 @@ class Launch:
 
     @property
     def settings(self) -> dict[str, str | int | bool]:
-        """The constants, printable."""
-        return {k: v if isinstance(v, int | str) else str(v) for k, v in self.constants.items()}
+        """The constants in which launches differ, printable."""
+        named = {k: v for k, v in self.constants.items() if k != "enable_fp_fusion"}
+        return {k: v if isinstance(v, int | str) else str(v) for k, v in named.items()}
 
     @property
     def is_main(self) -> bool:
