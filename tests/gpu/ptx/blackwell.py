@@ -340,7 +340,7 @@ def _barrier(memory: TensorMemory, block: int, address: int) -> Barrier:
 @instruction("mbarrier")
 def _mbarrier(given: Instruction) -> Step:
     what = given.parts[1]
-    check_parts(given, what, "parity", "shared:cta", "b64")
+    check_parts(given, what, "parity", "shared", "shared:cta", "b64")
     if what == "try_wait":
         return _try_wait(given)
     at = value(given.operands[0], "u32")
