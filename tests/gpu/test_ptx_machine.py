@@ -242,11 +242,11 @@ def test_shared_memory_starts_as_nan() -> None:
         ("st.global.b32 [%rd10], %r1;", "store different numbers"),
         (
             "ld.global.b32 %r2, [%rd10]; setp.eq.s32 %p1, %r1, 0; @%p1 st.global.b32 [%rd10], 1;",
-            "stores where another one .* load",
+            "a store and a load",
         ),
         (
             "setp.eq.s32 %p1, %r1, 0; @%p1 st.global.b32 [%rd10], 1; red.global.or.b32 [%rd0], 1;",
-            "stores where another one .* atomic",
+            "a store and an atomic update",
         ),
     ],
 )

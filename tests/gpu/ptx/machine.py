@@ -90,7 +90,7 @@ class Machine:
             },
         }
         # The guard of each instruction, if it has one.
-        self._guards = [g and value(g, "pred") for g in (i.guard for i in program.instructions)]
+        self._guards = [i.guard and value(i.guard, "pred") for i in program.instructions]
         # What instructions keep that end later.
         self.later: dict[str, Any] = {}
         self.executed = 0  # instructions, each counted once for the lanes that execute it together

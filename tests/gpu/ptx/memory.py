@@ -58,7 +58,7 @@ class GlobalMemory:
             raise Fault(
                 f"{what} of {width} bytes outside of all tensors: {count}, first {first:#x}"
             )
-        if what in self._used:
+        if what != "store":  # it notes itself, with its numbers
             self._used[what].append(_keys(addresses, width, programs).ravel())
 
     def load(self, addresses: Array, width: int) -> Array:
@@ -100,10 +100,15 @@ class GlobalMemory:
         same = (places[1:] == places[:-1]) & (keys[1:] != keys[:-1])
         if (same & (values[1:] != values[:-1])).any():
             raise Fault("two programs of a launch store different numbers to one address")
-        for what, used in self._used.items():
-            others = np.unique(np.concatenate([keys[:0], *used]))
-            if (np.isin(others >> np.uint64(16), places) & ~np.isin(others, keys)).any():
-                raise Fault(f"a program stores where another one of the launch has a use: {what}")
+        loads, atomics = (np.unique(np.concatenate([keys[:0], *u])) for u in self._used.values())
+        for first, second, what in (
+            (keys, loads, "a store and a load"),
+            (keys, atomics, "a store and an atomic update"),
+            (atomics, loads, "an atomic update and a load"),
+        ):
+            common = np.isin(second >> np.uint64(16), first >> np.uint64(16))
+            if (common & ~np.isin(second, first)).any():
+                raise Fault(f"{what} of one address by two programs of a launch")
 
 
 def _keys(addresses: Array, width: int, programs: Array) -> Array:
