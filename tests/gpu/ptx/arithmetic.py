@@ -2,11 +2,12 @@
 
 import operator
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from gpu.ptx.machine import Lanes, Machine, Step, dtype_of, target, value
-from gpu.ptx.memory import POISON, Array, Copy
+from gpu.ptx.memory import POISON, Array
 from gpu.ptx.program import Address, Fault, Immediate, Instruction, Operand, Symbol, Unknown
 
 Function = Callable[..., Any]
@@ -576,15 +577,33 @@ def _fence(given: Instruction) -> Step:
 # Asynchronous copies to shared memory
 
 
+@dataclass
+class Copy:
+    """A cp.async: its lanes, and the words of shared memory that it will write."""
+
+    lanes: Array
+    places: Array  # (lanes, words)
+    words: Array
+
+    def part(self, chosen: Array) -> "Copy":
+        """That of some lanes."""
+        return Copy(self.lanes[chosen], self.places[chosen], self.words[chosen])
+
+    def finish(self, machine: Machine) -> None:
+        """Writes."""
+        np.subtract.at(machine.shared.written_later, self.places, 1)
+        machine.shared.store(self.places, 4, self.words, machine.warp[self.lanes])
+
+
 @instruction("cp")
 def _copy(given: Instruction) -> Step:
     if given.parts[:2] != ("cp", "async"):
         raise Unknown("a bulk copy")
     if given.parts[2] == "commit_group":
-        return _commit
+        return lambda machine, lanes: machine.copies.commit(machine, lanes)
     if given.parts[2] in ("wait_group", "wait_all"):
         kept = given.operands[0].value if given.operands else 0  # type: ignore[union-attr]
-        return lambda machine, lanes: _deliver(machine, lanes, kept)
+        return lambda machine, lanes: machine.copies.wait(machine, lanes, kept)
     check_parts(given, "async", "ca", "cg", "shared", "global", "L2:cache_hint", "L2:128B")
     size = given.operands[2]
     assert isinstance(size, Immediate)
@@ -607,42 +626,6 @@ def _copy(given: Instruction) -> Step:
         for i in range(n // 4):
             words[reading, i] = machine.memory.load(addresses + np.uint64(4 * i), 4)
         np.add.at(machine.shared.written_later, places, 1)
-        groups = _committed(machine)[machine.lanes[lanes]]
-        _copies(machine).append(Copy(machine.lanes[lanes], groups, places, words))
+        machine.copies.begin(Copy(machine.lanes[lanes], places, words))
 
     return step
-
-
-def _copies(machine: Machine) -> list[Copy]:
-    copies: list[Copy] = machine.later.setdefault("copies", [])
-    return copies
-
-
-def _committed(machine: Machine) -> Array:
-    """How many groups each lane has committed."""
-    groups: Array = machine.later.setdefault("groups", np.zeros(machine.lanes.size, np.int64))
-    return groups
-
-
-def _commit(machine: Machine, lanes: Lanes) -> None:
-    _committed(machine)[lanes] += 1
-
-
-def _deliver(machine: Machine, lanes: Lanes, kept: int) -> None:
-    """Writes what the lanes copied, but for their last ``kept`` groups."""
-    chosen = np.zeros(machine.lanes.size, bool)
-    chosen[lanes] = True
-    due = _committed(machine) - kept
-    later = []
-    for copy in _copies(machine):
-        now = chosen[copy.lanes] & (copy.groups < due[copy.lanes])
-        if now.any():
-            places = copy.places[now]
-            np.subtract.at(machine.shared.written_later, places, 1)
-            machine.shared.store(places, 4, copy.words[now], machine.warp[copy.lanes[now]])
-        if not now.all():
-            rest = ~now
-            later.append(
-                Copy(copy.lanes[rest], copy.groups[rest], copy.places[rest], copy.words[rest])
-            )
-    machine.later["copies"] = later

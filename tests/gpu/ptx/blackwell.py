@@ -65,12 +65,16 @@ class TensorMemory:
 
 
 def _tensor(machine: Machine) -> TensorMemory:
-    if "tensor memory" not in machine.later:
+    if machine.tensor_memory is None:
         shape = len(np.unique(machine.block)), TENSOR_LANES, TENSOR_COLUMNS
-        bits = np.full(shape, POISON & 0xFFFFFFFF, np.uint32)
-        counts = (np.zeros(shape, np.int8) for _ in range(3))
-        machine.later["tensor memory"] = TensorMemory(bits, *counts, [0] * shape[0])
-    memory: TensorMemory = machine.later["tensor memory"]
+        machine.tensor_memory = TensorMemory(
+            bits=np.full(shape, POISON & 0xFFFFFFFF, np.uint32),
+            storing=np.zeros(shape, np.int8),
+            writing=np.zeros(shape, np.int8),
+            reading=np.zeros(shape, np.int8),
+            allocated=[0] * shape[0],
+        )
+    memory: TensorMemory = machine.tensor_memory
     return memory
 
 

@@ -1,7 +1,7 @@
 """Executes the programs of a launch: control flow, barriers, registers."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from gpu.ptx.memory import POISON, Array, GlobalMemory, SharedMemory
@@ -40,6 +40,46 @@ def dtype_of(name: str) -> np.dtype[Any]:
         return np.dtype(f"{_KINDS[name[0]]}{int(name[1:]) // 8}")
     except (KeyError, ValueError):
         raise Unknown(f"type {name}") from None
+
+
+class Work(Protocol):
+    """What an instruction of some lanes has begun."""
+
+    lanes: Array
+
+    def part(self, chosen: Array) -> "Work":
+        """That of the chosen ones of its lanes."""
+
+    def finish(self, machine: "Machine") -> None:
+        """Make its results visible."""
+
+
+class Groups:
+    """Work that lanes commit in groups and wait for by the number of groups after it."""
+
+    def __init__(self, lanes: int) -> None:
+        self._committed = np.zeros(lanes, np.int64)  # groups of each lane
+        self.work: list[tuple[Array, Work]] = []  # with the group of each of its lanes
+
+    def begin(self, work: Work) -> None:
+        """Adds work to the groups that its lanes commit next."""
+        self.work.append((self._committed[work.lanes], work))
+
+    def commit(self, machine: "Machine", lanes: Lanes) -> None:
+        """Ends a group of each lane."""
+        self._committed[lanes] += 1
+
+    def wait(self, machine: "Machine", lanes: Lanes, kept: int) -> None:
+        """Finishes the lanes' work but that of their last ``kept`` groups."""
+        waiting = np.zeros(self._committed.size, bool)
+        waiting[lanes] = True
+        begun, self.work = self.work, []
+        for groups, work in begun:
+            due = waiting[work.lanes] & (groups < self._committed[work.lanes] - kept)
+            if not due.all():
+                self.work.append((groups[~due], work.part(~due)))
+            if due.any():
+                work.part(due).finish(machine)
 
 
 class Machine:
@@ -91,8 +131,9 @@ class Machine:
         }
         # The guard of each instruction, if it has one.
         self._guards = [i.guard and value(i.guard, "pred") for i in program.instructions]
-        # What instructions keep that end later.
-        self.later: dict[str, Any] = {}
+        # cp.async and wgmma have groups of their own.
+        self.copies, self.products = (Groups(self.lanes.size) for _ in range(2))
+        self.tensor_memory: Any = None  # of sm_100, once it is used
         self.executed = 0  # instructions, each counted once for the lanes that execute it together
         self._at: dict[int, Array] = {0: self.lanes}  # the lanes that execute each instruction next
         self._waiting: dict[int, Array] = {}  # lanes at a barrier, by the instruction after it

@@ -251,10 +251,9 @@ WARPGROUP = 4 * WARP
 
 @dataclass
 class Pending:
-    """A wgmma that was not waited for: its lanes, their group, its results and what it reads."""
+    """A wgmma: its lanes, its results and what it reads."""
 
     lanes: Array
-    group: Array
     sums: Fragment
     results: Array  # bits, (registers, lanes)
     reading: list[Array]  # words of shared memory, (warpgroups, words) of each operand
@@ -264,11 +263,15 @@ class Pending:
         groups = chosen[::WARPGROUP]
         return Pending(
             self.lanes[chosen],
-            self.group[chosen],
             self.sums,
             self.results[:, chosen],
             [words[groups] for words in self.reading],
         )
+
+    def finish(self, machine: Machine) -> None:
+        """Writes the results."""
+        self.note(machine.shared, -1)
+        self.sums.write(machine, self.lanes, self.results)
 
     def note(self, shared: SharedMemory, more: int) -> None:
         """Adds to the number of products that read each word."""
@@ -302,11 +305,11 @@ def _warpgroup(given: Instruction) -> Step:
     if what == "fence":
         return lambda machine, lanes: None
     if what == "commit_group":
-        return _commit
+        return lambda machine, lanes: machine.products.commit(machine, lanes)
     if what == "wait_group":
         kept = given.operands[0]
         assert isinstance(kept, Immediate)
-        return lambda machine, lanes: _deliver(machine, lanes, kept.value)
+        return lambda machine, lanes: machine.products.wait(machine, lanes, kept.value)
     return _warpgroup_product(given)
 
 
@@ -350,9 +353,9 @@ def _warpgroup_product(given: Instruction) -> Step:
         added = np.broadcast_to(adds(machine, lanes), chosen.size).reshape(-1, WARP)[:, :1, None]
         before = _sum_before(machine, lanes, sums)
         results = sums.bits(product + np.where(added, before, 0.0))
-        pending = Pending(chosen, _committed(machine)[chosen], sums, results, reading)
+        pending = Pending(chosen, sums, results, reading)
         pending.note(machine.shared, 1)
-        _pending(machine).append(pending)
+        machine.products.begin(pending)
         poison = np.full_like(results, POISON & 0xFFFFFFFF)
         sums.write(machine, lanes, poison)  # not readable before the wait
 
@@ -374,7 +377,8 @@ def in_shared_memory(
 def _sum_before(machine: Machine, lanes: Lanes, sums: Fragment) -> Array:
     """The sum so far; of an earlier product that was not waited for, its results."""
     chosen = machine.lanes[lanes]
-    for pending in reversed(_pending(machine)):
+    for _, pending in reversed(machine.products.work):
+        assert isinstance(pending, Pending)
         own = np.isin(chosen, pending.lanes)
         if own.all() and pending.sums.same_registers(sums):
             at = np.searchsorted(pending.lanes, chosen)
@@ -382,35 +386,3 @@ def _sum_before(machine: Machine, lanes: Lanes, sums: Fragment) -> Array:
         if own.any() and pending.sums.shares_registers(sums):
             raise Fault("a product writes some registers of another one that was not waited for")
     return sums.read(machine, lanes)
-
-
-def _pending(machine: Machine) -> list[Pending]:
-    pending: list[Pending] = machine.later.setdefault("products", [])
-    return pending
-
-
-def _committed(machine: Machine) -> Array:
-    groups: Array = machine.later.setdefault(
-        "product groups", np.zeros(machine.lanes.size, np.int64)
-    )
-    return groups
-
-
-def _commit(machine: Machine, lanes: Lanes) -> None:
-    _committed(machine)[lanes] += 1
-
-
-def _deliver(machine: Machine, lanes: Lanes, kept: int) -> None:
-    """Writes the results of all products of the lanes but of their last ``kept`` groups."""
-    chosen = np.zeros(machine.lanes.size, bool)
-    chosen[lanes] = True
-    later = []
-    for pending in _pending(machine):
-        due = chosen[pending.lanes] & (pending.group < _committed(machine)[pending.lanes] - kept)
-        if not due.all():
-            later.append(pending.part(~due))
-        if due.any():
-            done = pending.part(due)
-            done.note(machine.shared, -1)
-            done.sums.write(machine, done.lanes, done.results)
-    machine.later["products"] = later

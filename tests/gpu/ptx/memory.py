@@ -2,7 +2,6 @@
 
 import ctypes
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -115,16 +114,6 @@ def _keys(addresses: Array, width: int, programs: Array) -> Array:
     """A number for each program and pair of bytes that it uses, (lanes, pairs)."""
     pairs = addresses[:, None] + np.arange(0, width, 2, np.uint64)
     return pairs >> np.uint64(1) << np.uint64(16) | programs.astype(np.uint64)[:, None]
-
-
-@dataclass
-class Copy:
-    """A cp.async that was not waited for: its lanes, their groups, and what it will write."""
-
-    lanes: Array
-    groups: Array
-    places: Array  # (lanes, words)
-    words: Array
 
 
 class SharedMemory:
