@@ -90,6 +90,15 @@ class Compiled:
     error: str = ""  # why it did not compile; then nothing else is known
 
 
+def no_device(capability: int) -> Any:
+    """A driver of a device that is not there, for which Triton compiles."""
+    return SimpleNamespace(
+        get_current_device=lambda: capability,  # Triton caches compiled kernels by it
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: GPUTarget("cuda", capability, warp_size=32),
+    )
+
+
 def _compile_one(job: tuple[int, int, bool]) -> Compiled:
     capability, index, main_only = job
     launch = _launches(main_only)[index]
@@ -105,12 +114,7 @@ def _compile_one(job: tuple[int, int, bool]) -> Compiled:
 
 
 def _compiled(launch: Launch, capability: int) -> Compiled:
-    no_device = SimpleNamespace(
-        get_current_device=lambda: capability,  # Triton caches compiled kernels by it
-        get_current_stream=lambda device: 0,
-        get_current_target=lambda: GPUTarget("cuda", capability, warp_size=32),
-    )
-    driver.set_active(no_device)
+    driver.set_active(no_device(capability))
     made = launch.kernel.warmup(*launch.arguments, grid=(1,), **launch.constants)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(made.asm["cubin"])

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from gpu.ptx.arithmetic import check_parts, instruction
+from gpu.ptx.instructions import check_parts, instruction
 from gpu.ptx.machine import Lanes, Machine, Step, target, value
 from gpu.ptx.matrices import described, in_shared_memory, numbers_of
 from gpu.ptx.memory import POISON, Array

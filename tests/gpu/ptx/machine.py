@@ -93,7 +93,7 @@ class Machine:
     def __init__(
         self,
         program: Program,
-        steps: Sequence[Step],
+        steps: Sequence[Step | None],
         memory: GlobalMemory,
         arguments: Sequence[int],
         programs: range,
@@ -154,8 +154,8 @@ class Machine:
                 if self.executed > most:
                     raise Fault(f"no end after {most} instructions")
                 try:
-                    if instruction.parts[0] in _CONTROL:
-                        _CONTROL[instruction.parts[0]](self, instruction, number, lanes)
+                    if instruction.parts[0] in CONTROL:
+                        CONTROL[instruction.parts[0]](self, instruction, number, lanes)
                         break
                     chosen = selected
                     if guard := self._guards[number]:
@@ -164,7 +164,9 @@ class Machine:
                         if not isinstance(chosen, slice) and not chosen.size:
                             number += 1
                             continue
-                    self.steps[number](self, chosen)
+                    step = self.steps[number]
+                    assert step is not None
+                    step(self, chosen)
                     if self._stopped is not None:
                         stopped, self._stopped = self._stopped, None
                         self._asleep.append((number, stopped))
@@ -258,7 +260,7 @@ class Machine:
             self._go(number, lanes[going])
 
 
-_CONTROL = {
+CONTROL = {
     "bra": Machine._branch,
     "ret": Machine._return,
     "exit": Machine._return,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from gpu.ptx.arithmetic import check_parts, from_half, instruction
+from gpu.ptx.instructions import check_parts, from_half, instruction
 from gpu.ptx.machine import WARP, Lanes, Machine, Step, dtype_of, target, value
 from gpu.ptx.memory import POISON, Array, SharedMemory
 from gpu.ptx.program import Fault, Immediate, Instruction, Operand, Register, Unknown

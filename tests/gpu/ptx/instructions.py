@@ -48,9 +48,9 @@ def check_parts(given: Instruction, *known: str) -> set[str]:
     return parts
 
 
-def numbers(given: Instruction, kind: str, first: int = 1) -> list[Callable[..., Array]]:
-    """Readers of all operands from ``first`` on, as one type."""
-    return [value(operand, kind) for operand in given.operands[first:]]
+def numbers(given: Instruction, kind: str) -> list[Callable[..., Array]]:
+    """Readers of all operands but the result, as one type."""
+    return [value(operand, kind) for operand in given.operands[1:]]
 
 
 # Registers
