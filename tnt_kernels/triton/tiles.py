@@ -155,6 +155,7 @@ def merge_small(kinds: dict[Any, list[int]], work: Callable[[Any, int], int], le
 def enlarge(kinds: dict[Any, list[int]], tiles: Callable[[Any, int], int], programs: int) -> None:
     """Moves problems of wide float32 kinds to kinds of large tiles, where these fill the device.
 
+    Kinds are named tuples whose last fields are ``block`` and ``vector``.
     ``tiles`` is how many programs a problem of large tiles has. From one for each multiprocessor on
     they are not slower: at worst a second wave has one program, which takes twice the time, and
     large tiles are twice as fast (arithmetic, not measured on a GPU yet).
@@ -162,7 +163,7 @@ def enlarge(kinds: dict[Any, list[int]], tiles: Callable[[Any, int], int], progr
     for kind in [k for k in kinds if k.vector > 1 and 2 * k.block == LARGE_BLOCK]:
         own = {n: tiles(kind, n) for n in kinds[kind]}
         if sum(own.values()) >= programs:
-            kinds[kind._replace(block=LARGE_BLOCK)] = [n for n in own if own[n]]
+            kinds[type(kind)(*kind[:-2], LARGE_BLOCK, kind.vector)] = [n for n in own if own[n]]
             kinds[kind] = [n for n in own if not own[n]]
             if not kinds[kind]:
                 del kinds[kind]
