@@ -1,5 +1,7 @@
 """The Triton kernels against the definition in float64, on random lists of tensors."""
 
+import os
+
 import pytest
 import triton_operators
 from hypothesis import given, settings
@@ -16,7 +18,11 @@ pytestmark = pytest.mark.usefixtures("one_thread")
     "name",
     ["gram_ema_", "mode_products", "preconditioned_step_", "scaled_step_", "grafted_directions_"],
 )
-@settings(max_examples=max(1, settings.default.max_examples // 2))  # compiling takes its time
+# Few examples, as compiling takes its time, and the same at every run without TNT_FUZZ_EXAMPLES.
+@settings(
+    max_examples=max(1, settings.default.max_examples // 2),
+    derandomize="TNT_FUZZ_EXAMPLES" not in os.environ,
+)
 @given(data=st.data())
 def test_definition(name: str, data: DataObject) -> None:
     check_definition(name, data, triton_operators)
