@@ -178,8 +178,8 @@ def warps_of(block: int) -> int:
 def depth_of(step, precision, is_tight):
     """Terms of a sum that a kernel loads at once: a step, or half of one if registers are tight.
 
-    Before sm_90 and from sm_120 on, matrix units take operands from registers only. In steps of 32,
-    those of 3xTF32 spill beside the sums of a large tile or the addresses of single elements.
+    Before sm_90 and from sm_120 on, matrix units take operands from registers only. A step of 32 in
+    3xTF32 then needs more registers than there are, if tiles are large or loads are narrow.
     """
     reads_shared_memory = cuda_capability_geq(9, 0) and not cuda_capability_geq(12, 0)
     halved = precision == "tf32x3" and is_tight and not reads_shared_memory
