@@ -12,6 +12,7 @@ from cases import GPU, flat, poisoned_like
 from operators import copied
 from torch import Tensor
 
+import tnt_kernels.triton.damped_inverse as damped_inverse_kernel
 import tnt_kernels.triton.grafted_directions as grafted_directions_kernel
 import tnt_kernels.triton.gram_ema as gram_ema_kernel
 import tnt_kernels.triton.inverse_root as inverse_root_kernel
@@ -76,6 +77,24 @@ def gram_ema_(
 ) -> None:
     given = gpu(flat(stats)), gpu(tensors), scalar(decay), gpu(flat(factors or []))
     gram_ema_kernel.gram_ema_(*given, programs=PROGRAMS)
+
+
+@_on_gpu
+def damped_inverse(
+    gpu: OnGpu,
+    stats: Modes,
+    damping: Number,
+    out: Modes | None = None,
+    relative: bool = False,
+    programs: int = PROGRAMS,
+) -> tuple[Modes, Tensor]:
+    into = [[t.contiguous() for t in poisoned_like(row)] for row in stats] if out is None else out
+    info = damped_inverse_kernel.damped_inverse(
+        *(gpu(flat(into)), gpu(flat(stats)), [len(row) for row in stats]),
+        *(gpu.copy(scalar(damping)), relative),
+        programs=programs,
+    )
+    return into, info.cpu()
 
 
 @_on_gpu

@@ -16,7 +16,7 @@ from contract import DampedInverse, EveryOperator, Gram, InverseRoot, Inverses, 
 
 import tnt_kernels
 from tnt_kernels.schemas import SCHEMAS
-from tnt_kernels.triton import inverse_root, launch, newton
+from tnt_kernels.triton import damped_inverse, inverse_root, launch, newton
 
 EMULATED = GPU.type == "cpu"
 # One tile and several, the last of every fullness; 64 rows and columns in float32, 32 in float64.
@@ -38,6 +38,29 @@ class TestTriton(Emulated, EveryOperator, Gram, Steps):
         *("gram_ema_", "mode_products", "preconditioned_step_", "scaled_step_"),
         "grafted_directions_",
     )
+
+
+class TestTritonInverses(Emulated, EveryOperator, Inverses, DampedInverse):
+    """The kernels of the blocked Cholesky inverse."""
+
+    functions = triton_operators
+    operators = ("damped_inverse", "damped_inverse relative")
+    failures_at_once = 8 if EMULATED else 24
+    creates_factors = False
+
+    @pytest.fixture(autouse=True)
+    def _poisoned_workspace(
+        self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Fills the workspace before a call with NaN, or, if inverses fail, with what could pass."""
+        fails = any(what in request.node.name for what in ("fail", "singular"))
+
+        def filled(kernel: object, programs: int, *arguments: Any, **constants: object) -> None:
+            if kernel is damped_inverse.begin_kernel:
+                arguments[4].fill_(0.5 if fails else math.nan)
+            launch.launch(kernel, programs, *arguments, **constants)
+
+        monkeypatch.setattr(damped_inverse, "launch", filled)
 
 
 class TestTritonRoots(Emulated, EveryOperator, Inverses, InverseRoot):

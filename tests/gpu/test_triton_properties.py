@@ -9,15 +9,12 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DataObject
 from kernels.test_properties import check_definition
 
+from tnt_kernels.schemas import SCHEMAS
+
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-# Without inverse_root: at units of 1e-15 its diagonal roots in float64, by exp2 and log2, are off
-# by 16.4 roundings; 16 are allowed.
-@pytest.mark.parametrize(
-    "name",
-    ["gram_ema_", "mode_products", "preconditioned_step_", "scaled_step_", "grafted_directions_"],
-)
+@pytest.mark.parametrize("name", SCHEMAS)
 # Few examples, as compiling takes its time, and the same at every run without TNT_FUZZ_EXAMPLES.
 @settings(
     max_examples=max(1, settings.default.max_examples // 2),

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tnt_kernels.lists import mark_written
 from tnt_kernels.triton import newton
+from tnt_kernels.triton.factors import SPAN, WARPS, Work, judge_kernel, waves_of, work
 from tnt_kernels.triton.launch import (
     ELEMENTS,
     VECTOR_BYTES,
@@ -30,19 +31,13 @@ from tnt_kernels.triton.launch import (
     scalar_on,
     table,
 )
-from tnt_kernels.triton.tiles import blocks, lower_tiles, waves
+from tnt_kernels.triton.tiles import blocks, lower_tiles
 
 ITERATIONS = 100  # at most: Ren & Goldfarb 2021, appendix
 ITERATIONS_PER_LOOK = 4
 DEPTH = 32  # terms of a sum in a step
 TILE = 32  # rows and columns of a tile, in launches without products
 STRIPS = 128  # strips of TILE rows added in one step
-SPAN = 1024  # entries of a diagonal mode for a program
-WARPS = 4
-# Tensors share a wave as long as their workspace stays below this, or below the need of the largest
-# tensor if that is more. Every wave repeats all launches; with a third of a percent of an H100's
-# memory, all factors of the MNIST autoencoder are one wave.
-SCRATCH_BYTES = 256 << 20
 
 
 class Product(NamedTuple):
@@ -88,13 +83,6 @@ def buffers(root: int) -> int:
     return max(targets) + 1
 
 
-class Work(NamedTuple):
-    """One launch: its tile table has one row for each program."""
-
-    programs: int
-    rows: Tensor
-
-
 @dataclass
 class Wave:
     """The launches for tensors of one dtype that share the workspace."""
@@ -129,17 +117,14 @@ def plan(
     """Plans the launches; ``stats`` flat, contiguous."""
     ends = list(itertools.accumulate(orders, initial=0))
     modes = [range(first, last) for first, last in itertools.pairwise(ends)]
-    result = []
-    for state in (torch.float32, torch.float64):
-        needs = {
-            t: sum(_scratch_of(stats[n], root) for n in numbers) * state.itemsize
-            for t, (numbers, root) in enumerate(zip(modes, roots, strict=True))
-            if numbers and stats[numbers[0]].dtype == state
-        }
-        # Largest first: large tensors are alone anyway, and a wave's last programs should be short.
-        in_order = dict(sorted(needs.items(), key=lambda need: -need[1]))
-        for members in waves(in_order, SCRATCH_BYTES):
-            result.append(_wave(members, stats, modes, roots, device, programs))
+    needs = {
+        t: sum(_scratch_of(stats[n], root) for n in numbers)
+        for t, (numbers, root) in enumerate(zip(modes, roots, strict=True))
+    }
+    result = [
+        _wave(members, stats, modes, roots, device, programs)
+        for _, members in waves_of(stats, modes, needs)
+    ]
     return Plan(result, max((w.scratch * w.state.itemsize for w in result), default=0))
 
 
@@ -196,20 +181,17 @@ def _wave(
                 at = lower_tiles(sizes[number], block)
                 table_rows += [(number, i, j, *product) for i, j in at]
 
-    def work(rows: Sequence[tuple[int, ...]]) -> Work:
-        return Work(len(rows), table(rows, torch.int32, device))
-
     return Wave(
         state,
         block,
         free,
         len(matrices),
         table(matrices, torch.int64, device),
-        work(strips),
-        work(tiles),
-        [work(rows) for rows in products],
-        work(spans),
-        work(tensors),
+        work(strips, device),
+        work(tiles, device),
+        [work(rows, device) for rows in products],
+        work(spans, device),
+        work(tensors, device),
     )
 
 
@@ -302,9 +284,10 @@ def _run(
         )
         if check:
             launch(
-                newton.judge_kernel,
+                judge_kernel,
                 wave.tensors.programs,
-                *(wave.tensors.rows, states, info),
+                *(wave.tensors.rows, states[:, newton.FAILED.value], info),
+                STRIDE=newton.STATE_FIELDS.value,
                 num_warps=1,
             )
 

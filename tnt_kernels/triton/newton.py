@@ -14,6 +14,7 @@ with which consecutive launches decide on the device, without the host, which wo
 import triton
 import triton.language as tl
 
+from tnt_kernels.triton.factors import nth_root
 from tnt_kernels.triton.tiles import TILE_COLUMN, TILE_ROW, fields
 
 TOLERANCE = tl.constexpr(1e-6)  # of max|M - I|
@@ -49,22 +50,10 @@ FIRST_STRIP = tl.constexpr(3)
 TILE_FIELDS = tl.constexpr(4)
 FIRST, SECOND, TARGET = fields(3, start=3)  # of a product: operands and target, as below
 PRODUCT_FIELDS = tl.constexpr(6)
-# A row of the tensors, int32.
-INFO, FIRST_MODE, ORDER = fields(3)
-TENSOR_FIELDS = tl.constexpr(3)
 
 # Operands and targets: the current iterates M and H, the next ones, two buffers for powers of N and
 # their products, and N, which is not stored.
 M, NEXT_M, H, NEXT_H, POWER, PRODUCT, N = fields(7)
-
-
-@triton.jit
-def _power(base, exponent):
-    """base**exponent for a float64 base; infinity unless the base is positive."""
-    # In float64: the float32 log2 of 1e30 loses seven bits of the root.
-    positive = base > 0
-    root = tl.exp2(exponent * tl.log2(tl.where(positive, base, 1.0)))
-    return tl.where(positive, root, float("inf"))
 
 
 @triton.jit
@@ -226,7 +215,7 @@ def begin_kernel(
     damped = entry + tl.load(damping).to(STATE) * identity
     coupled = z.to(STATE) * (damped / divisor.to(STATE))
     _store_lower(scratch + _buffer(matrix, state, NEXT_M), coupled, row, column, rows, stride)
-    result = _power(z, 1 / root).to(STATE) * identity
+    result = nth_root(z, tl.load(matrix + ROOT)).to(STATE) * identity
     _store_lower(scratch + _buffer(matrix, state, NEXT_H), result, row, column, rows, stride)
     # Above the diagonal, both are zero in the tile.
     error = _largest_bits(coupled - identity, STATE)
@@ -363,7 +352,7 @@ def full_kernel(
     at = scratch + _buffer(matrix, state, H) + row.to(tl.int64)[:, None] * stride
     inside = (row[:, None] < kept) & (row[:, None] >= column[None, :])
     result = tl.load(at + column[None, :], mask=inside, other=0)
-    scale = _power(_load_number(state + LARGEST), -1 / tl.load(matrix + ROOT).to(tl.float64))
+    scale = 1 / nth_root(_load_number(state + LARGEST), tl.load(matrix + ROOT))
     if CHECK:
         scale = tl.where(converged, scale, 0.0)
         most = _number_of(_largest_bits(scale.to(STATE) * result, STATE), STATE)
@@ -398,11 +387,10 @@ def diagonal_kernel(
     stat = tl.load(addresses + tl.load(matrix + STAT)).to(tl.pointer_type(STATE))
     rows = tl.load(matrix + ROWS).to(tl.int32)
     damped = tl.load(stat + index, mask=index < rows, other=1) + tl.load(damping).to(STATE)
-    exponent = -1 / tl.load(matrix + ROOT).to(tl.float64)
-    result = _power(damped.to(tl.float64), exponent).to(STATE)
+    result = (1 / nth_root(damped.to(tl.float64), tl.load(matrix + ROOT))).to(STATE)
     if CHECK:
         state = states + tl.load(span + MATRIX) * STATE_FIELDS
-        # _power returns infinity for an entry that is not positive.
+        # The root of an entry that is not positive is 0, and the result infinite.
         good = (damped < float("inf")) & (result < float("inf"))
         bad = tl.where(good | (index >= rows), 0, 1)
         tl.atomic_max(state + FAILED, tl.max(bad, axis=0).to(tl.int64))
@@ -410,19 +398,3 @@ def diagonal_kernel(
         kept = tl.where(tl.load(info + tl.load(matrix + TENSOR)) == 0, rows, 0)
         out = tl.load(addresses + tl.load(matrix + OUT)).to(tl.pointer_type(STATE))
         tl.store(out + index, result, mask=index < kept)
-
-
-@triton.jit
-def judge_kernel(tensors, states, info):
-    """info of one tensor: 0, or i + 1 for the first mode i that failed.
-
-    Grid: one program for each tensor, which reads its modes' flags. Bound: the launch.
-    """
-    tensor = tensors + tl.program_id(0) * TENSOR_FIELDS
-    first, order = tl.load(tensor + FIRST_MODE), tl.load(tensor + ORDER)
-    failed = order * 0
-    for i in range(0, order):
-        mode = order - 1 - i
-        bad = tl.load(states + (first + mode) * STATE_FIELDS + FAILED) != 0
-        failed = tl.where(bad, mode + 1, failed)
-    tl.store(info + tl.load(tensor + INFO), failed)

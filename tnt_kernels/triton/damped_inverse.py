@@ -1,0 +1,581 @@
+"""``damped_inverse`` in Triton: blocked Cholesky inverses of all matrices in the same launches.
+
+A matrix A = U_i + eps I is cut into tiles, padded to whole ones with the identity, and is replaced
+from the first panel (a row of tiles) to the last by T = L^-1 with A = L L^T:
+
+    C = L_kk^-1,   P_j = C T_kj  for every j, T_kj being A_jk^T for j > k and I for j = k
+    T_kj <- P_j  for j <= k,   T_ij <- T_ij - P_i^T P_j  for i > k, j <= i, from T_ik = 0
+
+At last A^-1 = T^T T. That is d^3 operations for a matrix, as LAPACK's potrf and potri have, all in
+products of tiles but for the corners C. The elimination that multiplies by L_kk^-T L_kk^-1 at once
+needs one launch a panel, not two, but it squares the condition number: in float32 at condition 1e4
+its error was 8, the Cholesky inverse's 4e-4 (d = 200, a tenth of the eigenvalues 1).
+
+Corners, panels and products are in 3xTF32 at every precision setting of PyTorch: TF32's ten bits
+would make an inverse of condition 1000 noise.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tnt_kernels.lists import mark_written
+from tnt_kernels.triton.factors import (
+    FIRST_MODE,
+    ORDER,
+    SPAN,
+    TENSOR_FIELDS,
+    WARPS,
+    Work,
+    judge_kernel,
+    nth_root,
+    waves_of,
+    work,
+)
+from tnt_kernels.triton.launch import (
+    ELEMENTS,
+    Layout,
+    addresses_of,
+    block_of,
+    has_tensor_cores,
+    keep_for_graph,
+    launch,
+    planned,
+    programs_at_once,
+    readable,
+    scalar_on,
+    table,
+)
+from tnt_kernels.triton.tiles import blocks, cut, fields, lower_tiles
+
+# A Cholesky pivot of at most this many roundings of its diagonal entry counts as zero.
+PIVOT_ROUNDINGS = tl.constexpr(16)
+
+# A row of the modes, int64: indices of two addresses and of its tensor, rows, whether it is
+# diagonal, and of a matrix its panels and its first tile in the workspace. There it has a lower
+# triangle of tiles, row by row, then the panel P_j^T, then A_kk of the next corner.
+STAT, OUT, TENSOR, ROWS, IS_DIAGONAL, PANELS, FIRST_TILE = fields(7)
+MODE_FIELDS = tl.constexpr(7)
+# What a mode's entries are multiplied by, what is added to the diagonal, and what the inverse is
+# multiplied by, float64. The last is a power of two that makes the matrix's entries near 1.
+SCALE, DAMPING, UNIT = fields(3)
+NUMBER_FIELDS = tl.constexpr(3)
+
+# A row of the strips, int32: a mode, a row of tiles, its columns from the first to before the last.
+MODE, TILE_ROW, FIRST, LAST = fields(4)
+STRIP_FIELDS = tl.constexpr(4)
+
+# Tiles of a strip, at most: its program reads one panel once for all of them.
+MOST_TILES = 8
+
+
+@triton.jit
+def rescale_kernel(
+    tensors,
+    modes,
+    addresses,
+    damping,
+    numbers,
+    STATE: tl.constexpr,
+    RELATIVE: tl.constexpr,
+    SPAN: tl.constexpr,
+):
+    """The numbers of one tensor's modes: U_i = scale S_i, the damping, and the unit.
+
+    With c = (tr S_1 / prod d)^(1/k), the scale is c d_i / tr S_1, which neither overflows nor
+    underflows.
+
+    Grid: one program for each tensor, which reads a diagonal. Bound: the launch.
+    """
+    tensor = tensors + tl.program_id(0) * TENSOR_FIELDS
+    first, order = tl.load(tensor + FIRST_MODE), tl.load(tensor + ORDER)
+    mode = modes + first * MODE_FIELDS
+    rows = tl.load(mode + ROWS)
+    step = tl.where(tl.load(mode + IS_DIAGONAL) != 0, 1, rows + 1)
+    stat = tl.load(addresses + tl.load(mode + STAT)).to(tl.pointer_type(STATE))
+    total = tl.zeros((SPAN,), tl.float64)
+    for start in range(0, rows, SPAN):
+        row = start + tl.arange(0, SPAN)
+        total += tl.load(stat + row * step, mask=row < rows, other=0).to(tl.float64)
+    trace = tl.sum(total, axis=0)
+    size = tl.full((), 1, tl.float64)
+    for i in range(0, order):
+        size *= tl.load(modes + (first + i) * MODE_FIELDS + ROWS).to(tl.float64)
+    c = nth_root(trace, order) / tl.where(size == 0, 1.0, nth_root(size, order))
+    # Anything but a positive number makes all entries NaN, and so the first mode fail.
+    nothing = (trace == 0) | (size == 0)
+    c = tl.where((trace > 0) & (trace < float("inf")), c, float("nan"))
+    c = tl.where(nothing, 0.0, c)
+    eps = tl.load(damping)
+    if RELATIVE:
+        eps = tl.where(nothing, 1.0, eps * c)
+    most = c + eps
+    bits = (2046 << 52) - (most.to(tl.int64, bitcast=True) & (2047 << 52))
+    unit = bits.to(tl.float64, bitcast=True)
+    unit = tl.where((most > 1e-290) & (most < 1e290), unit, 1.0)
+    for i in range(0, order):
+        d = tl.load(modes + (first + i) * MODE_FIELDS + ROWS).to(tl.float64)
+        number = numbers + (first + i) * NUMBER_FIELDS
+        tl.store(number + SCALE, tl.where(nothing, 0.0, c / trace * d) * unit)
+        tl.store(number + DAMPING, eps * unit)
+        tl.store(number + UNIT, unit)
+
+
+@triton.jit
+def diagonal_kernel(
+    spans,
+    modes,
+    addresses,
+    numbers,
+    failed,
+    info,
+    STATE: tl.constexpr,
+    SPAN: tl.constexpr,
+    CHECK: tl.constexpr,
+):
+    """SPAN entries of a diagonal mode's inverse: checks them, or stores them unless it failed.
+
+    Grid: one program for each SPAN entries, which it reads; it writes a flag, or the inverse.
+    Bound: memory.
+    """
+    span = spans + tl.program_id(0) * STRIP_FIELDS
+    number = tl.load(span + MODE)
+    index = tl.load(span + TILE_ROW) * SPAN + tl.arange(0, SPAN)
+    mode, own = modes + number * MODE_FIELDS, numbers + number * NUMBER_FIELDS
+    rows = tl.load(mode + ROWS).to(tl.int32)
+    stat = tl.load(addresses + tl.load(mode + STAT)).to(tl.pointer_type(STATE))
+    entry = tl.load(stat + index, mask=index < rows, other=1).to(tl.float64)
+    entry *= tl.load(own + SCALE)
+    damped = entry + tl.load(own + DAMPING)
+    result = (tl.load(own + UNIT) / damped).to(STATE)
+    if CHECK:
+        good = (damped > 0) & (entry < float("inf")) & (result < float("inf"))
+        bad = tl.where(good | (index >= rows), 0, 1)
+        tl.atomic_max(failed + number, tl.max(bad, axis=0))
+    else:
+        kept = tl.where(tl.load(info + tl.load(mode + TENSOR)) == 0, rows, 0)
+        out = tl.load(addresses + tl.load(mode + OUT)).to(tl.pointer_type(STATE))
+        tl.store(out + index, result, mask=index < kept)
+
+
+@triton.jit
+def _tile(tiles, number, BLOCK: tl.constexpr):
+    """Pointers to the entries of a tile of the workspace."""
+    index = tl.arange(0, BLOCK)
+    return tiles + number.to(tl.int64) * (BLOCK * BLOCK) + (index[:, None] * BLOCK + index[None, :])
+
+
+@triton.jit
+def _triangle(first_tile, row, column):
+    """The number of a tile of the lower triangle."""
+    return first_tile + row * (row + 1) // 2 + column
+
+
+@triton.jit
+def begin_kernel(
+    strips,
+    modes,
+    addresses,
+    numbers,
+    tiles,
+    failed,
+    STATE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A row of tiles of A = scale S + damping I, padded with the identity.
+
+    Grid: one program for each strip of a lower triangle, which it reads and writes. Bound: memory.
+    """
+    strip = strips + tl.program_id(0) * STRIP_FIELDS
+    number, i = tl.load(strip + MODE), tl.load(strip + TILE_ROW)
+    mode, own = modes + number * MODE_FIELDS, numbers + number * NUMBER_FIELDS
+    rows, first_tile = tl.load(mode + ROWS).to(tl.int32), tl.load(mode + FIRST_TILE)
+    panels = tl.load(mode + PANELS)
+    stat = tl.load(addresses + tl.load(mode + STAT)).to(tl.pointer_type(STATE))
+    scale, damping = tl.load(own + SCALE), tl.load(own + DAMPING)
+    row = i * BLOCK + tl.arange(0, BLOCK)
+    bad = tl.zeros((BLOCK, BLOCK), tl.int32)
+    for j in range(tl.load(strip + FIRST), tl.load(strip + LAST)):
+        column = j * BLOCK + tl.arange(0, BLOCK)
+        inside = (row < rows)[:, None] & (row[:, None] >= column[None, :])
+        at = stat + row.to(tl.int64)[:, None] * rows + column[None, :]
+        entry = tl.load(at, mask=inside, other=0).to(tl.float64) * scale
+        bad = tl.where(tl.abs(entry) < float("inf"), bad, 1)
+        diagonal = tl.where((row < rows)[:, None], entry + damping, 1.0)
+        value = tl.where(row[:, None] == column[None, :], diagonal, entry).to(STATE)
+        to = _triangle(first_tile, i, j)
+        if i == 0:  # the first corner
+            to += panels * (panels + 1) // 2 + panels
+        tl.store(_tile(tiles, to, BLOCK), value)
+    tl.atomic_max(failed + number, tl.max(tl.max(bad, axis=1), axis=0))
+
+
+@triton.jit
+def _inverse_of_root(corner, rows, BLOCK: tl.constexpr):
+    """L^-1 of a symmetric tile A = L L^T, and its pivots; the first ``rows`` rows of both.
+
+    Row by row, as tiles are eliminated: before row k, the tile's first k rows are those of L^-1,
+    its other rows are L^-1's as far as it is known, then what is left of A.
+    """
+    index = tl.arange(0, BLOCK)
+    pivots = tl.full((BLOCK,), 1, corner.dtype)
+    for k in range(0, rows):
+        here = index == k
+        row = tl.sum(tl.where(here[:, None], corner, 0.0), axis=0)
+        column = tl.sum(tl.where(here[None, :], corner, 0.0), axis=1)
+        pivot = tl.sum(tl.where(here, row, 0.0), axis=0)
+        pivots = tl.where(here, pivot, pivots)
+        root = tl.sqrt(pivot)
+        row = tl.where(here, 1.0, row) / root
+        below = tl.where(index > k, column, 0.0) / root
+        rest = tl.where(here[None, :], 0.0, corner) - below[:, None] * row[None, :]
+        corner = tl.where(here[:, None], row[None, :], rest)
+    return tl.where(index[:, None] >= index[None, :], corner, 0.0), pivots
+
+
+@triton.jit(do_not_specialize=["k"])
+def panel_kernel(
+    strips,
+    modes,
+    addresses,
+    numbers,
+    tiles,
+    failed,
+    k,
+    STATE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ROUNDING: tl.constexpr,
+):
+    """Panel k: the corner's C, then P_j^T = T_kj^T C^T for each tile of a strip.
+
+    All strips of a panel compute the corner, which takes longer than their products: one launch
+    less, and nothing waits for one program.
+
+    Grid: one program for each strip of tiles of a matrix. It reads and writes its tiles of the
+    panel. Bound: the latency of BLOCK dependent steps, each with three sums over a tile.
+    """
+    strip = strips + tl.program_id(0) * STRIP_FIELDS
+    number, first = tl.load(strip + MODE), tl.load(strip + FIRST)
+    mode, own = modes + number * MODE_FIELDS, numbers + number * NUMBER_FIELDS
+    first_tile, panels = tl.load(mode + FIRST_TILE), tl.load(mode + PANELS)
+    first_of_panel = first_tile + panels * (panels + 1) // 2
+    rows = tl.minimum(tl.load(mode + ROWS).to(tl.int32) - k * BLOCK, BLOCK)
+    corner = tl.load(_tile(tiles, first_of_panel + panels, BLOCK))
+    index = tl.arange(0, BLOCK)
+    # The two triangles of a product in 3xTF32 may differ by a rounding.
+    corner = tl.where(index[:, None] >= index[None, :], corner, tl.trans(corner))
+    c, pivots = _inverse_of_root(corner, rows, BLOCK)
+    c = tl.trans(c)
+    if first == 0:
+        stat = tl.load(addresses + tl.load(mode + STAT)).to(tl.pointer_type(STATE))
+        row = k * BLOCK + index
+        at = stat + row.to(tl.int64) * (tl.load(mode + ROWS) + 1)
+        entry = tl.load(at, mask=index < rows, other=0).to(tl.float64) * tl.load(own + SCALE)
+        least = PIVOT_ROUNDINGS * ROUNDING * (entry + tl.load(own + DAMPING))
+        good = (pivots.to(tl.float64) > least) | (index >= rows)
+        tl.atomic_max(failed + number, tl.max(tl.where(good, 0, 1), axis=0))
+    for j in range(first, tl.load(strip + LAST)):
+        if j == k:
+            value = c
+        else:
+            if j < k:
+                operand = tl.trans(tl.load(_tile(tiles, _triangle(first_tile, k, j), BLOCK)))
+            else:
+                operand = tl.load(_tile(tiles, _triangle(first_tile, j, k), BLOCK))
+            value = tl.dot(operand, c, input_precision=PRECISION, out_dtype=STATE)
+        tl.store(_tile(tiles, first_of_panel + j, BLOCK), value)
+        if j <= k:
+            # Transposed, because the last product sums over rows.
+            tl.store(_tile(tiles, _triangle(first_tile, k, j), BLOCK), value)
+
+
+@triton.jit(do_not_specialize=["k"])
+def update_kernel(
+    strips,
+    modes,
+    tiles,
+    k,
+    STATE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """T_ij <- T_ij - P_i^T P_j for the tiles of a strip below panel k.
+
+    Grid: one program for each strip of a lower triangle. It reads a tile of the panel, and for each
+    tile another, and reads and writes the tile. Bound: memory, matrix units.
+    """
+    strip = strips + tl.program_id(0) * STRIP_FIELDS
+    mode, i = modes + tl.load(strip + MODE) * MODE_FIELDS, tl.load(strip + TILE_ROW)
+    first_tile, panels = tl.load(mode + FIRST_TILE), tl.load(mode + PANELS)
+    first_of_panel = first_tile + panels * (panels + 1) // 2
+    left = -tl.load(_tile(tiles, first_of_panel + i, BLOCK))
+    for j in range(tl.load(strip + FIRST), tl.load(strip + LAST)):
+        to = _triangle(first_tile, i, j)
+        right = tl.load(_tile(tiles, first_of_panel + j, BLOCK))
+        value = tl.load(_tile(tiles, to, BLOCK), mask=j != k, other=0)
+        value = tl.dot(left, tl.trans(right), value, input_precision=PRECISION, out_dtype=STATE)
+        is_corner = (i == k + 1) & (j == k + 1)
+        to = tl.where(is_corner, first_of_panel + panels, to)
+        tl.store(_tile(tiles, to, BLOCK), value)
+
+
+@triton.jit
+def check_kernel(
+    strips,
+    modes,
+    numbers,
+    tiles,
+    failed,
+    STATE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Whether the diagonal of T^T T is finite, for one column of tiles; its other entries are less.
+
+    Grid: one program for each column of tiles of a matrix, which it reads. Bound: memory.
+    """
+    strip = strips + tl.program_id(0) * STRIP_FIELDS
+    number, j = tl.load(strip + MODE), tl.load(strip + TILE_ROW)
+    mode = modes + number * MODE_FIELDS
+    first_tile, panels = tl.load(mode + FIRST_TILE), tl.load(mode + PANELS).to(tl.int32)
+    total = tl.zeros((BLOCK, BLOCK), tl.float64)
+    for i in range(j, panels):
+        value = tl.load(_tile(tiles, _triangle(first_tile, i, j), BLOCK)).to(tl.float64)
+        total += value * value
+    # T's tiles are stored transposed.
+    entry = (tl.sum(total, axis=1) * tl.load(numbers + number * NUMBER_FIELDS + UNIT)).to(STATE)
+    bad = tl.where(entry < float("inf"), 0, 1)
+    tl.atomic_max(failed + number, tl.max(bad, axis=0))
+
+
+@triton.jit
+def product_kernel(
+    strips,
+    modes,
+    addresses,
+    numbers,
+    tiles,
+    info,
+    STATE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """A tile of the inverse T^T T, and its mirror image, unless the tensor failed.
+
+    Grid: one program for each tile of a lower triangle. It reads two columns of tiles from its row
+    on, and writes the tile and its mirror image. Bound: matrix units.
+    """
+    strip = strips + tl.program_id(0) * STRIP_FIELDS
+    number, i, j = tl.load(strip + MODE), tl.load(strip + TILE_ROW), tl.load(strip + FIRST)
+    mode = modes + number * MODE_FIELDS
+    if tl.load(info + tl.load(mode + TENSOR)) != 0:
+        return
+    first_tile, panels = tl.load(mode + FIRST_TILE), tl.load(mode + PANELS).to(tl.int32)
+    total = tl.zeros((BLOCK, BLOCK), STATE)
+    for row_of_t in range(i, panels):
+        left = tl.load(_tile(tiles, _triangle(first_tile, row_of_t, i), BLOCK))
+        right = tl.load(_tile(tiles, _triangle(first_tile, row_of_t, j), BLOCK))
+        total = tl.dot(left, tl.trans(right), total, input_precision=PRECISION, out_dtype=STATE)
+    unit = tl.load(numbers + number * NUMBER_FIELDS + UNIT)
+    value = (total.to(tl.float64) * unit).to(STATE)
+    mirrored = tl.trans(value)
+    row, column = i * BLOCK + tl.arange(0, BLOCK), j * BLOCK + tl.arange(0, BLOCK)
+    rows = tl.load(mode + ROWS).to(tl.int32)
+    out = tl.load(addresses + tl.load(mode + OUT)).to(tl.pointer_type(STATE))
+    if i == j:
+        value = tl.where(row[:, None] >= column[None, :], value, mirrored)
+    at = out + row.to(tl.int64)[:, None] * rows + column[None, :]
+    tl.store(at, value, mask=(row < rows)[:, None] & (column < rows)[None, :])
+    if i != j:
+        at = out + column.to(tl.int64)[:, None] * rows + row[None, :]
+        tl.store(at, mirrored, mask=(column < rows)[:, None] & (row < rows)[None, :])
+
+
+@dataclass
+class Wave:
+    """The launches for tensors of one dtype that share the workspace."""
+
+    state: torch.dtype
+    tiles: int  # of the workspace
+    modes: Tensor
+    tensors: Work
+    spans: Work
+    rows: Work  # of tiles, in strips
+    panels: list[Work]  # of each k
+    updates: list[Work]
+    columns: Work
+    products: Work
+
+
+@dataclass
+class Plan:
+    """The launches of ``damped_inverse`` for statistics of given layouts."""
+
+    waves: list[Wave]
+    scratch: int  # bytes of the workspace, which the waves use in turn
+
+
+def plan(
+    stats: tuple[Layout, ...], orders: tuple[int, ...], device: torch.device, programs: int
+) -> Plan:
+    """Plans the launches; ``stats`` flat, contiguous."""
+    ends = list(itertools.accumulate(orders, initial=0))
+    modes = [range(first, last) for first, last in itertools.pairwise(ends)]
+    needs = {
+        t: sum(_tiles_of(stats[n]) * block_of(stats[n].dtype) ** 2 for n in numbers)
+        for t, numbers in enumerate(modes)
+    }
+    result = [
+        _wave(state, members, stats, modes, device, programs)
+        for state, members in waves_of(stats, modes, needs)
+    ]
+    sizes = [w.tiles * block_of(w.state) ** 2 * w.state.itemsize for w in result]
+    return Plan(result, max(sizes, default=0))
+
+
+def _panels_of(stat: Layout) -> int:
+    """Rows of tiles of a matrix, 0 for a diagonal mode."""
+    return blocks(stat.shape[0], block_of(stat.dtype)) if len(stat.shape) == 2 else 0
+
+
+def _tiles_of(stat: Layout) -> int:
+    """Tiles of the workspace of a matrix: a triangle, a panel, a corner."""
+    panels = _panels_of(stat)
+    return panels * (panels + 1) // 2 + panels + 1 if panels else 0
+
+
+def _wave(
+    state: torch.dtype,
+    members: Sequence[int],
+    stats: Sequence[Layout],
+    numbers: Sequence[range],
+    device: torch.device,
+    programs: int,
+) -> Wave:
+    modes: list[tuple[int, ...]] = []
+    tensors: list[tuple[int, ...]] = []
+    spans: list[tuple[int, ...]] = []
+    full: list[tuple[int, int]] = []  # mode and panels
+    free = 0
+    for t in members:
+        tensors.append((t, len(modes), len(numbers[t])))
+        for n in numbers[t]:
+            stat, number, panels = stats[n], len(modes), _panels_of(stats[n])
+            if panels:
+                full.append((number, panels))
+            elif len(stat.shape) == 1:
+                spans += [(number, i, 0, 0) for i in range(blocks(stat.shape[0], SPAN))]
+            modes.append((n, len(stats) + n, t, stat.shape[0], len(stat.shape) == 1, panels, free))
+            free += _tiles_of(stat)
+
+    # Tables are sorted so that the programs which still have work at panel k come first.
+    full.sort(key=lambda matrix: -matrix[1])
+    most = full[0][1] if full else 0
+    lengths = (
+        max(1, min(sum(tiles) // programs, MOST_TILES))
+        for tiles in (
+            [count for _, count in full],
+            [count * (count + 1) // 2 for _, count in full],
+        )
+    )
+    of_panel, of_row = lengths
+    panels = [(m, 0, *ends) for m, count in full for ends in cut(count, of_panel)]
+    rows = [
+        (m, i, *ends)
+        for i in reversed(range(most))
+        for m, count in full
+        if i < count
+        for ends in cut(i + 1, of_row)
+    ]
+    counts = dict(full)
+    in_panels, in_rows = work(panels, device), work(rows, device)
+    return Wave(
+        state,
+        free,
+        table(modes, torch.int64, device),
+        work(tensors, device),
+        work(spans, device),
+        in_rows,
+        [Work(sum(counts[m] > k for m, *_ in panels), in_panels.rows) for k in range(most)],
+        [Work(sum(i > k for _, i, *_ in rows), in_rows.rows) for k in range(most)],
+        work([(m, j, 0, 0) for m, count in full for j in range(count)], device),
+        work([(m, i, j, 0) for m, count in full for i, j in lower_tiles(count, 1)], device),
+    )
+
+
+def damped_inverse(
+    out: Sequence[Tensor],
+    stats: Sequence[Tensor],
+    orders: Sequence[int],
+    damping: Tensor,
+    relative: bool,
+    *,
+    programs: int | None = None,
+) -> Tensor:
+    """The operator with ``out`` and ``stats`` flat; ``programs`` defaults to the device's."""
+    if not stats:
+        return torch.zeros(len(orders), dtype=torch.int32, device=damping.device)
+    device = stats[0].device
+    stats = readable(stats, contiguous=True)
+    p = planned(plan, stats, rest=(tuple(orders), device, programs or programs_at_once(device)))
+    keep_for_graph(device, p)
+    addresses, eps = addresses_of([*stats, *out]), scalar_on(device, damping)
+    info = torch.empty(len(orders), dtype=torch.int32, device=device)
+    scratch = torch.empty(p.scratch, dtype=torch.uint8, device=device)
+    for wave in p.waves:
+        _run(wave, addresses, scratch.view(wave.state), info, eps, relative)
+    mark_written(out)
+    return info
+
+
+def _run(
+    wave: Wave,
+    addresses: Tensor,
+    tiles: Tensor,
+    info: Tensor,
+    damping: Tensor,
+    relative: bool,
+) -> None:
+    device, modes = info.device, len(wave.modes) // MODE_FIELDS.value
+    numbers = torch.empty(modes, NUMBER_FIELDS.value, dtype=torch.float64, device=device)
+    failed = torch.zeros(modes, dtype=torch.int32, device=device)
+    sizes = {"STATE": ELEMENTS[wave.state], "num_warps": WARPS}
+    tile = {**sizes, "BLOCK": block_of(wave.state)}
+    products = {
+        **tile,
+        "PRECISION": "tf32x3" if has_tensor_cores(device) else "ieee",
+        "num_stages": 2,
+    }
+
+    def start(
+        kernel: "triton.JITFunction", work: Work, *arguments: object, **named: object
+    ) -> None:
+        launch(kernel, work.programs, work.rows, wave.modes, *arguments, **named)
+
+    start(
+        *(rescale_kernel, wave.tensors, addresses, damping, numbers),
+        **sizes,
+        RELATIVE=relative,
+        SPAN=SPAN,
+    )
+    diagonals = diagonal_kernel, wave.spans, addresses, numbers, failed, info
+    start(*diagonals, **sizes, SPAN=SPAN, CHECK=True)
+    start(begin_kernel, wave.rows, addresses, numbers, tiles, failed, **tile)
+    for k, (panel, update) in enumerate(zip(wave.panels, wave.updates, strict=True)):
+        rounding = torch.finfo(wave.state).eps
+        start(
+            *(panel_kernel, panel, addresses, numbers, tiles, failed, k),
+            **products,
+            ROUNDING=rounding,
+        )
+        start(update_kernel, update, tiles, k, **products)
+    start(check_kernel, wave.columns, numbers, tiles, failed, **tile)
+    judged = wave.tensors.rows, failed, info
+    launch(judge_kernel, wave.tensors.programs, *judged, STRIDE=1, num_warps=1)
+    start(product_kernel, wave.products, addresses, numbers, tiles, info, **products)
+    start(*diagonals, **sizes, SPAN=SPAN, CHECK=False)

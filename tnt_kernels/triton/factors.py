@@ -1,0 +1,85 @@
+"""Shared by ``damped_inverse`` and ``inverse_root``: roots of numbers, failed modes, waves."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tnt_kernels.triton.launch import Layout, table
+from tnt_kernels.triton.tiles import fields, waves
+
+SPAN = 1024  # entries of a diagonal mode for a program
+WARPS = 4
+# Tensors share a wave as long as their workspace stays below this, or below the need of the largest
+# tensor if that is more. Every wave repeats all launches; with a third of a percent of an H100's
+# memory, all factors of the MNIST autoencoder are one wave.
+SCRATCH_BYTES = 256 << 20
+
+# A row of the tensors, int32.
+INFO, FIRST_MODE, ORDER = fields(3)
+TENSOR_FIELDS = tl.constexpr(3)
+
+
+@triton.jit
+def nth_root(base, root):
+    """base**(1 / root) for a positive float64 base, else 0.
+
+    The exponent is split off: the log2 of 1e-300 would lose ten bits of the result.
+    """
+    is_tiny = base < 1e-300
+    bits = tl.where(is_tiny, base * 2.0**100, base).to(tl.int64, bitcast=True)
+    exponent = (bits >> 52) - tl.where(is_tiny, 1123, 1023)
+    fraction = ((bits & ((1 << 52) - 1)) | (1023 << 52)).to(tl.float64, bitcast=True)
+    # Integer division truncates; nothing is negative here.
+    whole = (exponent + 2048 * root) // root - 2048
+    rest = (exponent - whole * root).to(tl.float64) + tl.log2(fraction)
+    result = tl.exp2(whole.to(tl.float64)) * tl.exp2(rest / root.to(tl.float64))
+    return tl.where(base > 0, result, 0.0)
+
+
+@triton.jit
+def judge_kernel(tensors, failed, info, STRIDE: tl.constexpr):
+    """info of one tensor: 0, or i + 1 for the first mode i whose ``failed`` is not 0.
+
+    Grid: one program for each tensor, which reads its modes' flags. Bound: the launch.
+    """
+    tensor = tensors + tl.program_id(0) * TENSOR_FIELDS
+    first, order = tl.load(tensor + FIRST_MODE), tl.load(tensor + ORDER)
+    verdict = order * 0
+    for i in range(0, order):
+        mode = order - 1 - i
+        verdict = tl.where(tl.load(failed + (first + mode) * STRIDE) != 0, mode + 1, verdict)
+    tl.store(info + tl.load(tensor + INFO), verdict)
+
+
+class Work(NamedTuple):
+    """One launch: its table has one row for each program."""
+
+    programs: int
+    rows: Tensor
+
+
+def work(rows: Sequence[Sequence[int]], device: torch.device) -> Work:
+    """A launch for rows of a table, int32."""
+    return Work(len(rows), table(rows, torch.int32, device))
+
+
+def waves_of(
+    stats: Sequence[Layout], modes: Sequence[range], needs: Mapping[int, int]
+) -> Iterator[tuple[torch.dtype, list[int]]]:
+    """Tensors that share a workspace, and the dtype of their statistics.
+
+    ``modes`` are each tensor's, as indices into ``stats``; ``needs`` their elements of workspace.
+    """
+    for state in (torch.float32, torch.float64):
+        own = {
+            t: needs[t] * state.itemsize
+            for t, numbers in enumerate(modes)
+            if numbers and stats[numbers[0]].dtype == state
+        }
+        # Largest first: large tensors are alone anyway, and a wave's last programs should be short.
+        in_order = dict(sorted(own.items(), key=lambda need: -need[1]))
+        yield from ((state, members) for members in waves(in_order, SCRATCH_BYTES))
