@@ -52,7 +52,7 @@ class TestTritonInverses(Emulated, EveryOperator, Inverses, DampedInverse):
     def _poisoned_workspace(
         self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Fills the workspace before a call with NaN, or, if inverses fail, with what could pass."""
+        """Fills the workspace before a call with NaN, or, if inverses fail, with what passes."""
         fails = any(what in request.node.name for what in ("fail", "singular"))
 
         def filled(kernel: object, programs: int, *arguments: Any, **constants: object) -> None:

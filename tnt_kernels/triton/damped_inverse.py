@@ -51,7 +51,7 @@ from tnt_kernels.triton.launch import (
     scalar_on,
     table,
 )
-from tnt_kernels.triton.tiles import blocks, cut, fields, lower_tiles
+from tnt_kernels.triton.tiles import STEP, blocks, cut, depth_of, fields, lower_tiles
 
 # A Cholesky pivot of at most this many roundings of its diagonal entry counts as zero.
 PIVOT_ROUNDINGS = tl.constexpr(16)
@@ -72,6 +72,8 @@ STRIP_FIELDS = tl.constexpr(4)
 
 # Tiles of a strip, at most: its program reads one panel once for all of them.
 MOST_TILES = 8
+# Of loads ahead of a product. A third one, 16 KB for each, would leave room for fewer programs.
+STAGES = 2
 
 
 @triton.jit
@@ -79,11 +81,11 @@ def rescale_kernel(
     tensors,
     modes,
     addresses,
-    damping,
     numbers,
+    damping,
     STATE: tl.constexpr,
-    RELATIVE: tl.constexpr,
     SPAN: tl.constexpr,
+    RELATIVE: tl.constexpr,
 ):
     """The numbers of one tensor's modes: U_i = scale S_i, the damping, and the unit.
 
@@ -166,8 +168,15 @@ def diagonal_kernel(
 @triton.jit
 def _tile(tiles, number, BLOCK: tl.constexpr):
     """Pointers to the entries of a tile of the workspace."""
-    index = tl.arange(0, BLOCK)
-    return tiles + number.to(tl.int64) * (BLOCK * BLOCK) + (index[:, None] * BLOCK + index[None, :])
+    return _columns(tiles, number, 0, BLOCK, BLOCK)
+
+
+@triton.jit
+def _columns(tiles, number, first, BLOCK: tl.constexpr, DEPTH: tl.constexpr):
+    """Pointers to DEPTH columns of a tile."""
+    row, column = tl.arange(0, BLOCK), tl.arange(0, DEPTH)
+    start = tiles + number.to(tl.int64) * (BLOCK * BLOCK) + first
+    return start + (row[:, None] * BLOCK + column[None, :])
 
 
 @triton.jit
@@ -220,19 +229,18 @@ def _inverse_of_root(corner, rows, BLOCK: tl.constexpr):
     """L^-1 of a symmetric tile A = L L^T, and its pivots; the first ``rows`` rows of both.
 
     Row by row, as tiles are eliminated: before row k, the tile's first k rows are those of L^-1,
-    its other rows are L^-1's as far as it is known, then what is left of A.
+    and its other rows are L^-1's as far as it is known, then what is left of A, both triangles.
     """
     index = tl.arange(0, BLOCK)
     pivots = tl.full((BLOCK,), 1, corner.dtype)
     for k in range(0, rows):
         here = index == k
         row = tl.sum(tl.where(here[:, None], corner, 0.0), axis=0)
-        column = tl.sum(tl.where(here[None, :], corner, 0.0), axis=1)
         pivot = tl.sum(tl.where(here, row, 0.0), axis=0)
         pivots = tl.where(here, pivot, pivots)
-        root = tl.sqrt(pivot)
-        row = tl.where(here, 1.0, row) / root
-        below = tl.where(index > k, column, 0.0) / root
+        inverse = 1 / tl.sqrt(pivot)
+        below = tl.where(index > k, row, 0.0) * inverse  # column k of L: A is symmetric
+        row = tl.where(here, 1.0, row) * inverse
         rest = tl.where(here[None, :], 0.0, corner) - below[:, None] * row[None, :]
         corner = tl.where(here[:, None], row[None, :], rest)
     return tl.where(index[:, None] >= index[None, :], corner, 0.0), pivots
@@ -250,7 +258,6 @@ def panel_kernel(
     STATE: tl.constexpr,
     BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
-    ROUNDING: tl.constexpr,
 ):
     """Panel k: the corner's C, then P_j^T = T_kj^T C^T for each tile of a strip.
 
@@ -277,6 +284,7 @@ def panel_kernel(
         row = k * BLOCK + index
         at = stat + row.to(tl.int64) * (tl.load(mode + ROWS) + 1)
         entry = tl.load(at, mask=index < rows, other=0).to(tl.float64) * tl.load(own + SCALE)
+        ROUNDING: tl.constexpr = 2.0**-52 if STATE == tl.float64 else 2.0**-23
         least = PIVOT_ROUNDINGS * ROUNDING * (entry + tl.load(own + DAMPING))
         good = (pivots.to(tl.float64) > least) | (index >= rows)
         tl.atomic_max(failed + number, tl.max(tl.where(good, 0, 1), axis=0))
@@ -303,6 +311,7 @@ def update_kernel(
     k,
     STATE: tl.constexpr,
     BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """T_ij <- T_ij - P_i^T P_j for the tiles of a strip below panel k.
@@ -314,12 +323,14 @@ def update_kernel(
     mode, i = modes + tl.load(strip + MODE) * MODE_FIELDS, tl.load(strip + TILE_ROW)
     first_tile, panels = tl.load(mode + FIRST_TILE), tl.load(mode + PANELS)
     first_of_panel = first_tile + panels * (panels + 1) // 2
-    left = -tl.load(_tile(tiles, first_of_panel + i, BLOCK))
+    DEPTH: tl.constexpr = depth_of(STEP, PRECISION, True)
     for j in range(tl.load(strip + FIRST), tl.load(strip + LAST)):
         to = _triangle(first_tile, i, j)
-        right = tl.load(_tile(tiles, first_of_panel + j, BLOCK))
         value = tl.load(_tile(tiles, to, BLOCK), mask=j != k, other=0)
-        value = tl.dot(left, tl.trans(right), value, input_precision=PRECISION, out_dtype=STATE)
+        for term in range(0, BLOCK, DEPTH):
+            left = -tl.load(_columns(tiles, first_of_panel + i, term, BLOCK, DEPTH))
+            right = tl.load(_columns(tiles, first_of_panel + j, term, BLOCK, DEPTH))
+            value = tl.dot(left, tl.trans(right), value, input_precision=PRECISION, out_dtype=STATE)
         is_corner = (i == k + 1) & (j == k + 1)
         to = tl.where(is_corner, first_of_panel + panels, to)
         tl.store(_tile(tiles, to, BLOCK), value)
@@ -363,6 +374,7 @@ def product_kernel(
     info,
     STATE: tl.constexpr,
     BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """A tile of the inverse T^T T, and its mirror image, unless the tensor failed.
@@ -377,9 +389,12 @@ def product_kernel(
         return
     first_tile, panels = tl.load(mode + FIRST_TILE), tl.load(mode + PANELS).to(tl.int32)
     total = tl.zeros((BLOCK, BLOCK), STATE)
-    for row_of_t in range(i, panels):
-        left = tl.load(_tile(tiles, _triangle(first_tile, row_of_t, i), BLOCK))
-        right = tl.load(_tile(tiles, _triangle(first_tile, row_of_t, j), BLOCK))
+    DEPTH: tl.constexpr = depth_of(STEP, PRECISION, True)
+    for start in range(i * BLOCK, panels * BLOCK, DEPTH):
+        first, term = _triangle(first_tile, start // BLOCK, 0), start % BLOCK
+        term = tl.multiple_of(term, DEPTH)
+        left = tl.load(_columns(tiles, first + i, term, BLOCK, DEPTH))
+        right = tl.load(_columns(tiles, first + j, term, BLOCK, DEPTH))
         total = tl.dot(left, tl.trans(right), total, input_precision=PRECISION, out_dtype=STATE)
     unit = tl.load(numbers + number * NUMBER_FIELDS + UNIT)
     value = (total.to(tl.float64) * unit).to(STATE)
@@ -544,38 +559,32 @@ def _run(
     device, modes = info.device, len(wave.modes) // MODE_FIELDS.value
     numbers = torch.empty(modes, NUMBER_FIELDS.value, dtype=torch.float64, device=device)
     failed = torch.zeros(modes, dtype=torch.int32, device=device)
-    sizes = {"STATE": ELEMENTS[wave.state], "num_warps": WARPS}
-    tile = {**sizes, "BLOCK": block_of(wave.state)}
-    products = {
-        **tile,
-        "PRECISION": "tf32x3" if has_tensor_cores(device) else "ieee",
-        "num_stages": 2,
-    }
+    state = {"STATE": ELEMENTS[wave.state], "num_warps": WARPS}
+    span, tile = {**state, "SPAN": SPAN}, {**state, "BLOCK": block_of(wave.state)}
+    single = wave.state == torch.float32
+    precision = "tf32x3" if single and has_tensor_cores(device) else "ieee"
+    product = {**tile, "PRECISION": precision, "num_stages": STAGES if single else 1}
 
     def start(
-        kernel: "triton.JITFunction", work: Work, *arguments: object, **named: object
+        kernel: "triton.JITFunction", work: Work, *given: object, **constants: object
     ) -> None:
-        launch(kernel, work.programs, work.rows, wave.modes, *arguments, **named)
+        launch(kernel, work.programs, work.rows, wave.modes, *given, **constants)
 
-    start(
-        *(rescale_kernel, wave.tensors, addresses, damping, numbers),
-        **sizes,
-        RELATIVE=relative,
-        SPAN=SPAN,
-    )
-    diagonals = diagonal_kernel, wave.spans, addresses, numbers, failed, info
-    start(*diagonals, **sizes, SPAN=SPAN, CHECK=True)
-    start(begin_kernel, wave.rows, addresses, numbers, tiles, failed, **tile)
+    scaled = addresses, numbers
+    start(rescale_kernel, wave.tensors, *scaled, damping, **span, RELATIVE=relative)
+    start(diagonal_kernel, wave.spans, *scaled, failed, info, **span, CHECK=True)
+    # Its float64 numbers want twice the registers.
+    start(begin_kernel, wave.rows, *scaled, tiles, failed, **tile | {"num_warps": 2 * WARPS})
     for k, (panel, update) in enumerate(zip(wave.panels, wave.updates, strict=True)):
-        rounding = torch.finfo(wave.state).eps
-        start(
-            *(panel_kernel, panel, addresses, numbers, tiles, failed, k),
-            **products,
-            ROUNDING=rounding,
-        )
-        start(update_kernel, update, tiles, k, **products)
+        start(panel_kernel, panel, *scaled, tiles, failed, k, **product)
+        start(update_kernel, update, tiles, k, **product, STEP=32 if single else 16)
     start(check_kernel, wave.columns, numbers, tiles, failed, **tile)
-    judged = wave.tensors.rows, failed, info
-    launch(judge_kernel, wave.tensors.programs, *judged, STRIDE=1, num_warps=1)
-    start(product_kernel, wave.products, addresses, numbers, tiles, info, **products)
-    start(*diagonals, **sizes, SPAN=SPAN, CHECK=False)
+    launch(
+        judge_kernel,
+        wave.tensors.programs,
+        *(wave.tensors.rows, failed, info),
+        STRIDE=1,
+        num_warps=1,
+    )
+    start(product_kernel, wave.products, *scaled, tiles, info, **product, STEP=32 if single else 16)
+    start(diagonal_kernel, wave.spans, *scaled, failed, info, **span, CHECK=False)

@@ -24,6 +24,7 @@ from triton.runtime.jit import JITFunction
 
 import tnt_kernels.triton as package
 from tnt_kernels.triton import (
+    damped_inverse,
     gram_ema,
     inverse_root,
     mode_products,
@@ -165,6 +166,15 @@ def _scaled_step(dtype: torch.dtype, shape: Shape) -> None:
         momentum.scaled_step_(params, directions, *numbers, [True], scales)
 
 
+def _damped_inverse(dtype: torch.dtype, shape: Shape) -> None:
+    if dtype not in (torch.float32, torch.float64):
+        return
+    stats = [*_square(shape, dtype), torch.zeros(shape[0], dtype=dtype)]
+    for relative in (False, True):
+        out = [s.clone() for s in stats]
+        damped_inverse.damped_inverse(out, stats, [3], _number(0.1), relative)
+
+
 def _inverse_root(dtype: torch.dtype, shape: Shape) -> None:
     if dtype not in (torch.float32, torch.float64):
         return
@@ -177,4 +187,11 @@ def _inverse_root(dtype: torch.dtype, shape: Shape) -> None:
 
 
 # The call of every operator for one dtype and width.
-CALLS = (_gram_ema, _inverse_root, _mode_products, _preconditioned_step, _scaled_step)
+CALLS = (
+    _damped_inverse,
+    _gram_ema,
+    _inverse_root,
+    _mode_products,
+    _preconditioned_step,
+    _scaled_step,
+)
