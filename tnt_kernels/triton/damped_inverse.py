@@ -51,7 +51,7 @@ from tnt_kernels.triton.launch import (
     scalar_on,
     table,
 )
-from tnt_kernels.triton.tiles import STEP, blocks, cut, depth_of, fields, lower_tiles
+from tnt_kernels.triton.tiles import blocks, cut, depth_of, fields, lower_tiles
 
 # A Cholesky pivot of at most this many roundings of its diagonal entry counts as zero.
 PIVOT_ROUNDINGS = tl.constexpr(16)
