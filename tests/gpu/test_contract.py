@@ -52,7 +52,7 @@ class TestTritonInverses(Emulated, EveryOperator, Inverses, DampedInverse):
     def _poisoned_workspace(
         self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Fills the workspace before a call with NaN, or, if inverses fail, with what could pass."""
+        """Fills the workspace with NaN, or, if inverses fail, with what could pass."""
         fails = any(what in request.node.name for what in ("fail", "singular"))
 
         def filled(kernel: object, programs: int, *arguments: Any, **constants: object) -> None:
@@ -124,5 +124,5 @@ class TestPublic(EveryOperator, Gram, Inverses, DampedInverse, InverseRoot, Step
 
     __test__ = not EMULATED
     functions = SimpleNamespace(**{name: on_gpu(name) for name in SCHEMAS})
-    # cuBLAS and cuSOLVER choose their algorithms by batch.
+    # cuBLAS, for whitened Gram matrices, chooses its algorithms by batch.
     alone_to_the_bit = False

@@ -484,7 +484,7 @@ def _wave(
         )
     )
     of_panel, of_row = lengths
-    panels = [(m, 0, *ends) for m, count in full for ends in cut(count, of_panel)]
+    in_strips = [(m, 0, *ends) for m, count in full for ends in cut(count, of_panel)]
     rows = [
         (m, i, *ends)
         for i in reversed(range(most))
@@ -493,7 +493,7 @@ def _wave(
         for ends in cut(i + 1, of_row)
     ]
     counts = dict(full)
-    in_panels, in_rows = work(panels, device), work(rows, device)
+    in_panels, in_rows = work(in_strips, device), work(rows, device)
     return Wave(
         state,
         free,
@@ -501,7 +501,7 @@ def _wave(
         work(tensors, device),
         work(spans, device),
         in_rows,
-        [Work(sum(counts[m] > k for m, *_ in panels), in_panels.rows) for k in range(most)],
+        [Work(sum(counts[m] > k for m, *_ in in_strips), in_panels.rows) for k in range(most)],
         [Work(sum(i > k for _, i, *_ in rows), in_rows.rows) for k in range(most)],
         work([(m, j, 0, 0) for m, count in full for j in range(count)], device),
         work([(m, i, j, 0) for m, count in full for i, j in lower_tiles(count, 1)], device),
