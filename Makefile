@@ -19,8 +19,6 @@
 #                           DATA=DIR names the folder of the data sets
 #   make gpu                builds, tests and measures on a GPU in under ten minutes, with the packages
 #                           that PYTHON has, to bench/results/gpu; STAGE=operators,tests for some stages
-#   make cuda-build-check   builds the extension with CUDA for two GPU generations and imports it; needs
-#                           nvcc and a download of some gigabytes, no GPU
 #   make torch-test         the Python tests with another PyTorch, TORCH=2.11.0 by default, in an
 #                           environment of its own; a download of gigabytes; TESTS=FILES for some
 #   make clean              removes what the other verbs made
@@ -28,9 +26,6 @@
 PYTHON ?= python3
 VENV ?= .venv
 EXAMPLES ?= 10000
-CUDA_VENV = build/cuda-venv
-# A CUDA build of PyTorch; any that setup.py takes will do.
-CUDA_TORCH ?= torch==2.14.1
 # The oldest that is served.
 TORCH ?= 2.11.0
 TORCH_BUILD = build/torch-$(TORCH)
@@ -42,13 +37,13 @@ PY = $(BIN)/python
 # For tools that others look up on the PATH: PyTorch its ninja, CMake its Python. Ninja must not join
 # make's jobs: it complains that it cannot.
 IN_VENV = . "$(if $(filter /%,$(VENV)),,./)$(BIN)/activate" && unset MAKEFLAGS &&
-CPP_SOURCES = $(shell find csrc tests/native -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+CPP_SOURCES = $(shell find csrc tests/native -name '*.h' -o -name '*.cpp')
 EXTENSION_SOURCES = setup.py $(shell find csrc -type f)
 
 # Two workers, each with whole files, so that module-wide fixtures are made once.
 PYTEST = $(IN_VENV) python -m pytest -n 2 --dist loadfile
 
-.PHONY: demo test test-all quick-tests slow-tests lint format native-test sanitizers fuzz bench bench-quick figures gpu build cuda-build-check torch-test clean
+.PHONY: demo test test-all quick-tests slow-tests lint format native-test sanitizers fuzz bench bench-quick figures gpu build torch-test clean
 
 demo: build
 	$(PY) -m experiments demo $(if $(DATA),mnist --data "$(DATA)")
@@ -108,19 +103,6 @@ gpu:
 
 build: $(VENV)/.built
 
-# Registers, spills and shared memory of every kernel are in the log. The toolkit's folder is what
-# nvcc itself says, since the nvcc on the PATH may stand elsewhere.
-cuda-build-check: $(CUDA_VENV)/.packages
-	home="$$(nvcc --dryrun -c -x cu /dev/null 2>&1 | sed -n 's/^#$$ TOP=//p')" && home="$$(cd "$$home" && pwd)" && \
-	rm -rf build/extension-cuda && ( . $(CUDA_VENV)/bin/activate && \
-	export TNT_CUDA=1 CUDA_HOME="$$home" TORCH_CUDA_ARCH_LIST="8.0 9.0" NVCC_APPEND_FLAGS="-Xptxas -v" && \
-	python setup.py build --force --build-lib build/cuda-lib && \
-	cd build/cuda-lib && python -W error -m tnt_kernels \
-	) > build/cuda-build-check.log 2>&1; status=$$?; \
-	sed -i -e "s#$$home#CUDA_HOME#g" -e "s#$(CURDIR)#.#g" \
-		-e "s#$$($(CUDA_VENV)/bin/python -c 'import sys; print(sys.base_prefix)')#PYTHON#g" build/cuda-build-check.log; \
-	cat build/cuda-build-check.log; exit $$status
-
 # In a copy: an extension loads in no other PyTorch than the one it was built for.
 torch-test: $(TORCH_BUILD)/.packages
 	rm -rf $(TORCH_BUILD)/src && mkdir $(TORCH_BUILD)/src
@@ -141,12 +123,6 @@ $(VENV)/.packages: requirements.txt
 # What the examples import.
 $(VENV)/.trainers: $(VENV)/.packages requirements-trainers.txt
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt -r requirements-trainers.txt
-	touch $@
-
-$(CUDA_VENV)/.packages:
-	$(PYTHON) -m venv $(CUDA_VENV)
-	$(CUDA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(CUDA_TORCH) \
-		$(shell grep -E '^(ninja|numpy|scipy-openblas32|setuptools|wheel)==' requirements.txt)
 	touch $@
 
 # With the Triton and the setuptools that this PyTorch asks for.

@@ -5,26 +5,14 @@
 
 #include <string>
 
-#include "lists.h"
-#ifndef TNT_WITHOUT_CPU
 #include "cpu/blas.h"
-#endif
-#ifdef TNT_CUDA_ARCHITECTURES
-#include <cuda_runtime_api.h>
-#endif
+#include "lists.h"
 
 namespace tnt {
 void register_cpu_kernels();
-namespace cuda {
-void register_cuda_kernels();
 }
-}  // namespace tnt
 
 namespace {
-
-// A macro's value as a string.
-#define TNT_QUOTED(text) #text
-#define TNT_TEXT(macro) TNT_QUOTED(macro)
 
 pybind11::dict build_info() {
   pybind11::dict info;
@@ -38,18 +26,7 @@ pybind11::dict build_info() {
 #else
   info["compiler"] = "g++ " __VERSION__;
 #endif
-#ifdef TNT_WITHOUT_CPU
-  info["blas"] = "none";
-#else
   info["blas"] = tnt::blas::description();
-#endif
-#ifdef TNT_CUDA_ARCHITECTURES
-  info["cuda"] = std::to_string(CUDART_VERSION / 1000) + "." +
-                 std::to_string(CUDART_VERSION / 10 % 100) +
-                 " for " TNT_TEXT(TNT_CUDA_ARCHITECTURES);
-#else
-  info["cuda"] = "none";
-#endif
   return info;
 }
 
@@ -63,12 +40,7 @@ void register_kernels(const std::string& torch_version) {
     throw pybind11::import_error("it was built for torch " TORCH_VERSION ", this is torch " +
                                  torch_version);
   }
-#ifndef TNT_WITHOUT_CPU
   tnt::register_cpu_kernels();
-#endif
-#ifdef TNT_CUDA_ARCHITECTURES
-  tnt::cuda::register_cuda_kernels();
-#endif
 }
 
 }  // namespace
@@ -84,6 +56,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       "Registers the operators and defines the functions of tnt_kernels/lists.py, if the version "
       "of the PyTorch that runs is the one that this extension was built for; otherwise an "
       "ImportError, and nothing of PyTorch is touched.");
-  module.def("build_info", build_info,
-             "How this extension was built: PyTorch, compiler, BLAS, CUDA.");
+  module.def("build_info", build_info, "How this extension was built: PyTorch, compiler, BLAS.");
 }

@@ -30,26 +30,21 @@ inline void check_length(const char* name, size_t got, size_t wanted) {
   TORCH_CHECK_VALUE(got == wanted, name, " must have ", wanted, " entries, got ", got);
 }
 
-inline void check_scalar(const char* name, const at::Tensor& value) {
+inline double checked_number(const char* name, const at::Tensor& value,
+                             double high = std::numeric_limits<double>::max()) {
   TORCH_CHECK_VALUE(value.dim() == 0 && value.is_floating_point(), name,
                     " must be a 0-dim floating-point tensor, got ", value.sizes(), ", ",
                     value.scalar_type());
-}
-
-inline double checked_number(const char* name, const at::Tensor& value,
-                             double high = std::numeric_limits<double>::max()) {
-  check_scalar(name, value);
   const double number = value.item<double>();
   TORCH_CHECK_VALUE(number >= 0 && number <= high, name, " must be in [0, ", high, "], got ",
                     number);
   return number;
 }
 
-inline void check_dense(const char* list, size_t t, const at::Tensor& tensor,
-                        at::Device device = at::kCPU) {
-  TORCH_CHECK_VALUE(tensor.layout() == at::kStrided && tensor.device() == device, entry(list, t),
-                    " must be a dense tensor on ", device.is_cpu() ? "the CPU" : device.str(),
-                    ", got ", tensor.layout(), " on ", tensor.device());
+inline void check_dense(const char* list, size_t t, const at::Tensor& tensor) {
+  TORCH_CHECK_VALUE(tensor.layout() == at::kStrided && tensor.device().is_cpu(), entry(list, t),
+                    " must be a dense tensor on the CPU, got ", tensor.layout(), " on ",
+                    tensor.device());
 }
 
 // A tensor of at least one mode and a supported dtype.
@@ -101,8 +96,8 @@ inline void check_mode(const char* list, size_t t, const at::Tensor& mode, int64
 
 // Like another tensor in shape and dtype.
 inline void check_like(const char* list, size_t t, const at::Tensor& tensor, const char* other_list,
-                       const at::Tensor& other, at::Device device = at::kCPU) {
-  check_dense(list, t, tensor, device);
+                       const at::Tensor& other) {
+  check_dense(list, t, tensor);
   TORCH_CHECK_VALUE(tensor.sizes() == other.sizes() && tensor.scalar_type() == other.scalar_type(),
                     entry(list, t), " must be like ", entry(other_list, t), ", ", other.sizes(),
                     " ", other.scalar_type(), ", got ", tensor.sizes(), " ", tensor.scalar_type());
@@ -110,15 +105,15 @@ inline void check_like(const char* list, size_t t, const at::Tensor& tensor, con
 
 // A statistic and its factor, of a tensor whose first statistic is `first`.
 inline void check_factor_pair(size_t t, const at::Tensor& stat, const at::Tensor& out,
-                              const at::Tensor& first, at::Device device) {
-  check_dense("stats", t, stat, device);
+                              const at::Tensor& first) {
+  check_dense("stats", t, stat);
   const auto dtype = stat.scalar_type();
   TORCH_CHECK_VALUE((dtype == at::kFloat || dtype == at::kDouble) && dtype == first.scalar_type(),
                     entry("stats", t),
                     " must be float32 or float64, one dtype for each tensor, got ", dtype);
   TORCH_CHECK_VALUE(stat.dim() == 1 || (stat.dim() == 2 && stat.size(0) == stat.size(1)),
                     entry("stats", t), " must be (d, d) or (d,), got ", stat.sizes());
-  check_like("out", t, out, "stats", stat, device);
+  check_like("out", t, out, "stats", stat);
   check_contiguous("out", t, out);
 }
 
@@ -254,8 +249,7 @@ inline void check_overlaps(std::initializer_list<NamedList> written,
 }
 
 // Statistics and their factors, orders[t] of them for tensor t.
-inline void check_factors(at::TensorList out, at::TensorList stats, at::IntArrayRef orders,
-                          at::Device device) {
+inline void check_factors(at::TensorList out, at::TensorList stats, at::IntArrayRef orders) {
   auto rest = static_cast<int64_t>(stats.size());
   for (const int64_t order : orders) {
     TORCH_CHECK_VALUE(order >= 1, "orders must be at least 1, got ", order);
@@ -270,7 +264,7 @@ inline void check_factors(at::TensorList out, at::TensorList stats, at::IntArray
   for (const int64_t order : orders) {
     const at::Tensor& first = stats[next];
     for (int64_t i = 0; i < order; ++i, ++next) {
-      check_factor_pair(next, stats[next], out[next], first, device);
+      check_factor_pair(next, stats[next], out[next], first);
     }
   }
   check_overlaps({{"out", out}}, {{"stats", stats}});

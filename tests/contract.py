@@ -1,9 +1,8 @@
 """What every implementation of an operator must keep, written once.
 
 tests/kernels runs these classes over the C++ kernels and the reference, tests/gpu over the Triton
-kernels, the CUDA kernels on the host, and the public functions on a GPU. A subclass says which
-functions serve (`functions`, with the public signatures) and which operators they have; slow
-implementations choose fewer shapes.
+kernels and the public functions on a GPU. A subclass says which functions serve (`functions`, with
+the public signatures) and which operators they have; slow implementations choose fewer shapes.
 """
 
 import itertools

@@ -239,32 +239,22 @@ _LIBRARY = re.compile(r'#\s*include\s*[<"]((?:ATen|c10|torch|caffe2|pybind11|cud
 _BLAS = re.compile(r"\b[sd](?:gemm|gemv|syrk|symm|trmm|trsm|potr[fis]|getr[fis]|syev\w*?)_\b")
 # The files that know the BLAS.
 _MAY_INCLUDE: dict[str, set[str]] = {"cpu/blas.h": {"ATen/Version.h"}}
-# Files that may use tensors: to get their pointers, to keep them, or to leave the work to PyTorch.
-# Never a file with GPU kernels, which nvcc compiles.
-_SEE_TENSORS = {"cpu/register", "cuda/register"} | {
-    f"cuda/{name}" for name in ("damped_inverse_call", "large_inverse", "resident_tables")
-}
+# The file that may use tensors, to get their pointers.
+_SEES_TENSORS = "cpu/register.cpp"
 
 
 def forbidden_in_kernels(source: str, path: str) -> set[str]:
     """Includes and BLAS calls that a file of csrc, by its path there, may not have."""
     found = set() if path in ("cpu/blas.h", "cpu/blas.cpp") else set(_BLAS.findall(source))
-    included = {name for name in _LIBRARY.findall(source) if not name.startswith("cuda/")}
-    if not path.startswith(("cpu/", "cuda/")):
+    if not path.startswith("cpu/") or path == _SEES_TENSORS:
         return found
-    if str(Path(path).with_suffix("")) in _SEE_TENSORS and Path(path).suffix in (".h", ".cpp"):
-        return found
-    default = {"ATen/Parallel.h"} if path.startswith("cpu/") else set()
-    default |= {"cuda_runtime_api.h"} if path.endswith(".cu") else set()
-    return found | (included - _MAY_INCLUDE.get(path, default))
+    return found | (set(_LIBRARY.findall(source)) - _MAY_INCLUDE.get(path, {"ATen/Parallel.h"}))
 
 
 def sources() -> list[str]:
     folder = ROOT / "csrc"
     return sorted(
-        str(path.relative_to(folder))
-        for path in folder.rglob("*")
-        if path.suffix in (".h", ".cpp", ".cu", ".cuh")
+        str(path.relative_to(folder)) for path in folder.rglob("*") if path.suffix in (".h", ".cpp")
     )
 
 
@@ -283,10 +273,7 @@ def test_includes(path: str) -> None:
         ("cpu/gram_ema.cpp", "sgemm_(&n, &t, &m);"),
         ("cpu/register.cpp", 'extern "C" void dgemm_(const char*);'),
         ("bindings.cpp", "dsyrk_(u, n);"),
-        ("cuda/gram_ema.cu", "#include <ATen/Parallel.h>"),
-        ("cuda/gram_ema.cuh", "#include <cuda_runtime_api.h>"),
-        ("cuda/factor_plan.h", "#include <c10/cuda/CUDAStream.h>"),
-        ("cuda/register.cu", "#include <ATen/core/Tensor.h>"),
+        ("cpu/gram_ema.h", "#include <cuda_runtime_api.h>"),
     ],
 )
 def test_the_include_checker_finds(path: str, source: str) -> None:
@@ -298,11 +285,7 @@ def test_the_include_checker_lets_pass() -> None:
     assert forbidden_in_kernels(kernel, "cpu/gram_ema.cpp") == set()
     assert forbidden_in_kernels("#include <ATen/core/Tensor.h>", "cpu/register.cpp") == set()
     assert forbidden_in_kernels("sgemm_(a);\n#include <ATen/Version.h>", "cpu/blas.h") == set()
-    kernel = '#include <cuda_runtime_api.h>\n#include "cuda/phases.cuh"'
-    assert forbidden_in_kernels(kernel, "cuda/gram_ema.cu") == set()
-    assert forbidden_in_kernels("#include <c10/cuda/CUDAStream.h>", "cuda/register.cpp") == set()
-    assert {"check.h", "cpu/blas.h", "cpu/gram_ema.cpp", "cuda/register.cpp"} <= set(sources())
-    assert {f"{name}.cpp" for name in _SEE_TENSORS} <= set(sources())
+    assert {"check.h", "cpu/blas.h", "cpu/gram_ema.cpp", _SEES_TENSORS} <= set(sources())
 
 
 # What each layer offers.

@@ -1,7 +1,7 @@
 """Which implementation serves each operator on each device.
 
-PyTorch's dispatcher selects among the registered kernels: C++ on the CPU, CUDA C++ or else Triton
-on a GPU, and the reference everywhere else.
+PyTorch's dispatcher selects among the registered kernels: C++ on the CPU, Triton on a GPU, and the
+reference everywhere else.
 """
 
 import functools
@@ -26,6 +26,7 @@ DEVICES = ("cpu", "cuda")
 # Operator -> the module of tnt_kernels.triton with a function of its name.
 TRITON_KERNELS = {
     "gram_ema_": "gram_ema",
+    "damped_inverse": "damped_inverse",
     "inverse_root": "inverse_root",
     "mode_products": "mode_products",
     "preconditioned_step_": "preconditioned_step",
@@ -39,7 +40,7 @@ class Backends:
     """Which implementation serves each operator on each device, and the versions in use.
 
     Attributes:
-        ops: operator -> device ("cpu", "cuda") -> "C++", "CUDA C++", "Triton" or "reference".
+        ops: operator -> device ("cpu", "cuda") -> "C++", "Triton" or "reference".
         versions: component -> version, "none" if it is missing.
     """
 
@@ -65,28 +66,23 @@ def backends() -> Backends:
 
     ``print(tnt_kernels.backends())`` and ``python -m tnt_kernels`` show it as a page.
     """
+    gpu = "Triton" if triton.missing() is None else "reference"
     served = {
-        name: {"cpu": "C++" if _has_kernel(name, "cpu") else "reference", "cuda": _on_gpu(name)}
+        name: {"cpu": "C++" if _in_extension(name) else "reference", "cuda": gpu}
         for name in SCHEMAS
     }
     return Backends(served, _versions())
 
 
-def _on_gpu(name: str) -> str:
-    if name not in _left_to_python:
-        return "CUDA C++"
-    return "Triton" if name in TRITON_KERNELS and triton.missing() is None else "reference"
-
-
 def slow_on_gpu() -> str | None:
-    """Names the operators that the reference serves on an available GPU, and why; None if none.
+    """Says why the reference serves on an available GPU; None if Triton does.
 
     It does not check whether the GPU is too old for Triton; the first call on the GPU does.
     """
-    slow = [name for name, served in backends().ops.items() if served["cuda"] == "reference"]
-    if not slow or not torch.cuda.is_available():
+    why = triton.missing()
+    if why is None or not torch.cuda.is_available():
         return None
-    return f"on the GPU the reference serves {', '.join(slow)}: {_why(slow[0], None)}"
+    return f"on the GPU the reference serves all operators: {why}"
 
 
 def register_reference(library: torch.library.Library) -> None:
@@ -99,15 +95,13 @@ def register_reference(library: torch.library.Library) -> None:
 
 
 def register_triton(library: torch.library.Library) -> None:
-    """Registers the Triton kernels for the GPU operators that the extension has no kernel for.
+    """Registers the Triton kernels for GPUs.
 
-    Triton is imported at an operator's first call. Missing kernels fall back to the reference with
+    Triton is imported at an operator's first call. Where it is missing, the reference serves with
     one warning.
     """
-    for name in SCHEMAS:
-        if not _has_kernel(name, "cuda"):
-            library.impl(name, functools.partial(_serve, name), "CUDA")
-            _left_to_python.add(name)
+    for name in TRITON_KERNELS:
+        library.impl(name, functools.partial(_serve, name), "CUDA")
 
 
 # Without kernels here sparse arguments would reach the reference, which fails after it has written.
@@ -133,10 +127,6 @@ def _outside_of_autocast(implementation: Callable[..., Any]) -> Callable[..., An
     return call
 
 
-# Operators whose CUDA kernel is not in the extension.
-_left_to_python: set[str] = set()
-
-
 def _serve(name: str, *arguments: Any) -> Any:
     device = _device(arguments)
     assert device is not None, "the dispatcher needs a tensor"
@@ -150,7 +140,7 @@ def _serve(name: str, *arguments: Any) -> Any:
 @functools.cache
 def _kernel(name: str, device: torch.device) -> Callable[..., Any]:
     """The operator's implementation on a GPU; warns once if it is the reference."""
-    why = _why(name, device)
+    why = triton.missing(device)
     if why is not None:
         warnings.warn(
             f"tnt_kernels.{name} runs on its reference implementation on {device}, with the same "
@@ -164,13 +154,6 @@ def _kernel(name: str, device: torch.device) -> Callable[..., Any]:
     return kernel
 
 
-def _why(name: str, device: torch.device | None) -> str | None:
-    """Why the reference serves an operator without CUDA C++ kernel; None if Triton serves it."""
-    if name in TRITON_KERNELS:
-        return triton.missing(device)
-    return "its kernel is in the CUDA extension, which is not built (see setup.py, TNT_CUDA)"
-
-
 def _device(arguments: Sequence[Any]) -> torch.device | None:
     """The device of the lists, or of the scalars if all lists are empty; None without tensors."""
     for argument in arguments:
@@ -180,10 +163,8 @@ def _device(arguments: Sequence[Any]) -> torch.device | None:
     return next((a.device for a in arguments if isinstance(a, Tensor)), None)
 
 
-def _has_kernel(name: str, device: str) -> bool:
-    return bool(
-        torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{name}", device.upper())
-    )
+def _in_extension(name: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{name}", "CPU")
 
 
 def _nested(flat: Sequence[Tensor], orders: Sequence[int]) -> list[list[Tensor]]:
@@ -268,7 +249,6 @@ def _versions() -> dict[str, str]:
         "extension": build.get("extension", "not built"),
         "compiler": build.get("compiler", "none"),
         "BLAS": build.get("blas", "none"),
-        "CUDA in extension": build.get("cuda", "none"),
         "torch": torch.__version__,
         "CUDA in torch": torch.version.cuda or "none",
         "GPU": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",

@@ -147,7 +147,7 @@ void gram_ema_op(at::TensorList stats, at::TensorList tensors, const at::Tensor&
 // Checks and converts the arguments of damped_inverse and inverse_root. `sources` owns copies.
 std::vector<TensorModes> factor_modes(at::TensorList out, at::TensorList stats,
                                       at::IntArrayRef orders, std::vector<at::Tensor>& sources) {
-  check_factors(out, stats, orders, at::kCPU);
+  check_factors(out, stats, orders);
   sources = contiguous(stats);
   std::vector<TensorModes> tensors;
   tensors.reserve(orders.size());

@@ -99,7 +99,7 @@ def test_a_stage_gets_the_time_that_earlier_ones_left_over(
 
 
 def test_the_stages_fit_into_ten_minutes_and_name_existing_files(tmp_path: Path) -> None:
-    planned = gpu.stages(tmp_path, "9.0")
+    planned = gpu.stages(tmp_path)
     assert sum(stage.seconds for stage in planned) <= gpu.SECONDS < 600
     for stage in planned:
         files = [arg for arg in stage.command if arg.startswith(("tests/", "bench/", "setup.py"))]
@@ -123,9 +123,9 @@ def test_without_a_gpu_nothing_runs(
 def test_chosen_stages_decide_the_exit_status(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(gpu, "look", lambda: ("9.0", "a GPU, torch 2.0"))
+    monkeypatch.setattr(gpu, "look", lambda: "a GPU, torch 2.0")
     good, bad = fake("good", ""), fake("bad", "sys.exit(1)")
-    monkeypatch.setattr(gpu, "stages", lambda out, capability: [good, bad])
+    monkeypatch.setattr(gpu, "stages", lambda out: [good, bad])
     out = ["--out", str(tmp_path)]
     assert gpu.main([*out, "--stage", "good"]) == 0
     assert gpu.main([*out, "--stage", "good,bad"]) == 1

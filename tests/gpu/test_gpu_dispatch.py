@@ -12,7 +12,6 @@ from torch import Tensor
 
 import tnt_kernels
 from tnt_kernels import ops, reference, triton
-from tnt_kernels.schemas import SCHEMAS
 
 # The module, which the function of its name hides.
 backends = importlib.import_module("tnt_kernels.backends")
@@ -49,10 +48,7 @@ def products_wanted(tensors: list[Tensor], factors: list[Tensor]) -> list[Tensor
 def test_good_versions(monkeypatch: pytest.MonkeyPatch, good: str) -> None:
     monkeypatch.setattr(triton, "version", lambda: good)
     assert triton.missing() is None
-    if backends._left_to_python:
-        served = {name: row["cuda"] for name, row in tnt_kernels.backends().ops.items()}
-        kernels = set(backends.TRITON_KERNELS) & backends._left_to_python
-        assert kernels and all(served[name] == "Triton" for name in kernels)
+    assert {row["cuda"] for row in tnt_kernels.backends().ops.values()} == {"Triton"}
 
 
 def test_bad_versions_are_named(bad_triton: str) -> None:
@@ -61,8 +57,7 @@ def test_bad_versions_are_named(bad_triton: str) -> None:
     assert (
         "not installed" in why if bad_triton == "none" else f"{bad_triton} is too old, 3.6" in why
     )
-    served = {name: row["cuda"] for name, row in tnt_kernels.backends().ops.items()}
-    assert all(served[name] == "reference" for name in backends._left_to_python)
+    assert {row["cuda"] for row in tnt_kernels.backends().ops.values()} == {"reference"}
 
 
 def test_an_old_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,19 +94,6 @@ def test_the_reference_serves_with_one_warning(bad_triton: str) -> None:
         backends._serve("mode_products", tensors, factors)
 
 
-def test_an_operator_that_is_in_the_extension_alone_says_so() -> None:
-    names = set(SCHEMAS) - set(backends.TRITON_KERNELS)
-    assert "damped_inverse" in names
-    stats = mode_statistics((9, 5), "full")
-    out = [torch.zeros_like(stat) for stat in stats]
-    with pytest.warns(RuntimeWarning, match="^tnt_kernels.damped_inverse .*TNT_CUDA"):
-        info = backends._serve("damped_inverse", out, stats, [2], scalar(0.1), False)
-    wanted, _ = reference.damped_inverse([stats], 0.1)
-    identical(info, torch.zeros(1, dtype=torch.int32))
-    for factor, value in zip(out, wanted[0], strict=True):
-        identical(factor, value)
-
-
 def test_the_device_is_that_of_the_lists() -> None:
     there = torch.ones(2, device="meta")
     assert backends._device(([there], [], scalar(1.0))) == there.device
@@ -127,9 +109,8 @@ def test_the_page_warns_where_a_gpu_has_no_kernel(
     monkeypatch.setattr(triton, "version", lambda: "none")
     runpy.run_module("tnt_kernels", run_name="__main__")
     said = capsys.readouterr()
-    if backends._left_to_python:
-        assert said.err.startswith("\nwarning: on the GPU the reference serves ")
-        assert all(name in said.err for name in backends._left_to_python)
+    why = "the reference serves all operators: Triton is not installed"
+    assert said.err == f"\nwarning: on the GPU {why}\n"
     assert said.out == f"{tnt_kernels.backends()}\n"
 
 

@@ -1,7 +1,5 @@
 // Inverses and inverse roots against the definition: A_i^p (U_i + eps I), in double, must be the
-// identity up to roundings. The kernels: damped_inverse and inverse_root on the CPU, and
-// damped_inverse's CUDA kernels on the host (host_launch.h), whose results must not depend on the
-// order that threads and blocks run in.
+// identity up to roundings.
 
 #include <cmath>
 #include <string>
@@ -10,10 +8,8 @@
 
 #include "cpu/damped_inverse.h"
 #include "cpu/inverse_root.h"
-#include "cuda/factor_plan.h"
 #include "expect.h"
 #include "factor_problems.h"
-#include "host_launch.h"
 #include "tensors.h"
 #include "threads.h"
 
@@ -22,27 +18,20 @@ namespace {
 using Problems = std::vector<FactorProblem>;
 using Infos = std::vector<int32_t>;
 
-enum class Kernel { kInverse, kRoot, kCuda };
-
 struct Method {
   const char* name;
-  Kernel kernel;
+  bool inverts;
   bool relative = false;  // damping, of inverses
   int64_t root = 0;       // 0: Shampoo's, twice a tensor's number of modes
-  unsigned orders = 4;    // in which CUDA kernels run
 
-  bool inverts() const { return kernel != Kernel::kRoot; }
   int64_t root_of(const FactorProblem& problem) const {
-    return inverts() ? 1 : root ? root : 2 * static_cast<int64_t>(problem.stats.size());
+    return inverts ? 1 : root ? root : 2 * static_cast<int64_t>(problem.stats.size());
   }
 };
-constexpr Method kInverse{"inverse", Kernel::kInverse}, kRoot{"root", Kernel::kRoot},
-    kCuda{"CUDA inverse", Kernel::kCuda};
-constexpr Method kAll[] = {kInverse, kRoot, kCuda};
-constexpr Method kInverses[] = {kInverse, kCuda};
+constexpr Method kInverse{"inverse", true}, kRoot{"root", false};
 
 Method relative(Method method) {
-  method.relative = method.inverts();
+  method.relative = method.inverts;
   return method;
 }
 
@@ -52,78 +41,15 @@ Method with_root(int64_t root) {
   return method;
 }
 
-constexpr tnt::cuda::Limits kLimits{tnt::cuda::kLargestInBlock, tnt::cuda::kLargestInBlock};
-static_assert(tnt::cuda::kPivotRoundings == tnt::kPivotRoundings);
-
-tnt::cuda::Plan plan_of(Problems& problems) {
-  std::vector<tnt::cuda::TensorShape> shapes;
-  for (const FactorProblem& problem : problems) {
-    shapes.push_back({{}, problem.element() == Element::kDouble});
-    for (size_t i = 0; i < problem.stats.size(); ++i) {
-      shapes.back().modes.push_back({problem.stats[i].sizes()[0], problem.diagonal[i]});
-    }
-  }
-  tnt::cuda::Plan plan = tnt::cuda::make_plan(shapes, kLimits);
-  EXPECT(plan.waves.empty());
-  size_t next = 0;
-  for (FactorProblem& problem : problems) {
-    for (size_t i = 0; i < problem.stats.size(); ++i, ++next) {
-      const int64_t* strides = problem.stats[i].view().strides;
-      tnt::cuda::ModeRow& row = plan.modes[next];
-      row.stat = problem.stats[i].data();
-      row.out = problem.out[i].data();
-      row.row = strides[0];
-      row.column = problem.diagonal[i] ? 0 : strides[1];
-    }
-  }
-  return plan;
-}
-
-Infos call_cuda(Problems& problems, double damping, bool relative, unsigned seed) {
-  const tnt::cuda::Plan plan = plan_of(problems);
-  std::vector<double> scales(plan.modes.size(), kNaN), eps(plan.tensors.size(), kNaN);
-  Infos bad(static_cast<size_t>(plan.slots), 0), info(problems.size(), -1);
-  std::vector<std::byte> scratch(static_cast<size_t>(plan.scratch_bytes), std::byte{0xff});
-  // A number on the device or on the host makes no difference.
-  const bool on_device = seed % 2 == 1;
-  const tnt::cuda::Call call{plan.tensors.data(),
-                             plan.modes.data(),
-                             on_device ? &damping : nullptr,
-                             on_device ? kNaN : damping,
-                             relative,
-                             scales.data(),
-                             eps.data(),
-                             bad.data(),
-                             info.data(),
-                             scratch.data()};
-  const auto count = [](const auto& rows) { return static_cast<int64_t>(rows.size()); };
-  host::Order order(seed);
-  host::rescale(call, count(plan.tensors), order);
-  host::invert<float>(call, plan.float_rows.data(), count(plan.float_rows), order);
-  host::invert<double>(call, plan.double_rows.data(), count(plan.double_rows), order);
-  host::judge(call, count(plan.tensors), order);
-  host::commit(call, plan.copies.data(), count(plan.copies), order);
-  return info;
-}
-
 Infos call(const Method& method, Problems& problems, double damping) {
   const Problems before = problems;
   Infos info(problems.size(), -1);
-  if (method.kernel == Kernel::kInverse) {
+  if (method.inverts) {
     tnt::damped_inverse(modes_of(problems), damping, method.relative, info.data());
-  } else if (method.kernel == Kernel::kRoot) {
+  } else {
     std::vector<int64_t> roots;
     for (const FactorProblem& problem : problems) roots.push_back(method.root_of(problem));
     tnt::inverse_root(modes_of(problems), damping, roots, info.data());
-  } else {
-    info = call_cuda(problems, damping, method.relative, 0);
-    for (unsigned seed = 1; seed < method.orders; ++seed) {
-      Problems again = before;
-      EXPECT(call_cuda(again, damping, method.relative, seed) == info);
-      for (size_t t = 0; t < problems.size(); ++t) {
-        EXPECT(same_memory(problems[t].out, again[t].out));
-      }
-    }
   }
   EXPECT(keeps_subnormals());
   for (size_t t = 0; t < problems.size(); ++t) {
@@ -138,7 +64,7 @@ Values damped(const Method& method, const FactorProblem& problem, size_t mode, d
   const int64_t d = problem.stats[mode].sizes()[0], d_first = problem.stats[0].sizes()[0];
   Values matrix = problem.stats[mode].values();
   double eps = damping;
-  if (method.inverts()) {
+  if (method.inverts) {
     long double trace = 0;
     for (int64_t i = 0; i < d_first; ++i) {
       trace += first[problem.diagonal[0] ? i : i * (d_first + 1)];
@@ -192,29 +118,19 @@ void check(const Method& method, Problems problems, double damping) {
   }
 }
 
-// The CUDA kernels take matrices that fit one block.
-Problems small_problems(const Method& method, Element element) {
-  Problems problems;
-  for (const FactorProblem& problem : small_factor_problems(element)) {
-    const bool large = !problem.diagonal[0] && problem.stats[0].sizes()[0] > 128;
-    if (method.kernel != Kernel::kCuda || !large) problems.push_back(problem);
-  }
-  return problems;
-}
-
 void check_small() {
-  for (const Method& method : kAll) {
+  for (const Method& method : {kInverse, kRoot}) {
     Problems both;
     for (const Element element : {Element::kFloat, Element::kDouble}) {
       for (const double damping : {0.0, 0.25}) {
-        const Problems problems = small_problems(method, element);
+        const Problems problems = small_factor_problems(element);
         check(relative(method), problems, damping);
         check(method, problems, damping);
         for (const FactorProblem& problem : problems) {
-          if (method.inverts()) check(method, {problem}, damping);
+          if (method.inverts) check(method, {problem}, damping);
         }
       }
-      for (const FactorProblem& problem : small_problems(method, element)) both.push_back(problem);
+      for (const FactorProblem& problem : small_factor_problems(element)) both.push_back(problem);
     }
     check(method, both, 0.25);
   }
@@ -259,7 +175,7 @@ void check_exact() {
       const expect::Case name(method.name + name_of(element) + name_of(sizes));
       const std::vector<bool> kinds(sizes.size(), diagonal);
       Problems problems = {factor_problem(element, sizes, kinds, 0)};
-      EXPECT(call(method, problems, method.inverts() ? 0.25 : 1.0 / 16)[0] == 0);
+      EXPECT(call(method, problems, method.inverts ? 0.25 : 1.0 / 16)[0] == 0);
       for (size_t i = 0; i < sizes.size(); ++i) {
         Values wanted(static_cast<size_t>(problems[0].out[i].count()), 0.0);
         for (int64_t j = 0; j < sizes[i]; ++j) {
@@ -269,8 +185,7 @@ void check_exact() {
       }
     }
   };
-  for (const Method& method :
-       {kInverse, relative(kInverse), with_root(2), kCuda, relative(kCuda)}) {
+  for (const Method& method : {kInverse, relative(kInverse), with_root(2)}) {
     Problems problems;
     EXPECT(call(method, problems, 0.25).empty());
     // No element, or no trace: the damping alone.
@@ -289,41 +204,36 @@ void check_scales() {
     check(with_root(2), {factor_problem(Element::kFloat, {9, 7}, {false, true}, scale)}, 0);
     check(with_root(4), {factor_problem(Element::kDouble, {33, 9}, scale * scale)}, 0);
   }
-  for (const Method& inverse : kInverses) {
-    const Method method = relative(inverse);
-    for (const double scale : {0x1p120, 0x1p60, 0x1p-60, 0x1p-125, 0x1p-138}) {
-      check(method, {factor_problem(Element::kFloat, {33, 9}, scale)}, 0.25);
-    }
-    for (const double scale : {0x1p60, 0x1p-130}) {
-      check(method, {factor_problem(Element::kFloat, {9, 7, 5}, {false, true, false}, scale)},
-            0.25);
-    }
-    check(method, {factor_problem(Element::kDouble, {33, 9}, 0x1p-1060)}, 0.25);
+  const Method method = relative(kInverse);
+  for (const double scale : {0x1p120, 0x1p60, 0x1p-60, 0x1p-125, 0x1p-138}) {
+    check(method, {factor_problem(Element::kFloat, {33, 9}, scale)}, 0.25);
   }
+  for (const double scale : {0x1p60, 0x1p-130}) {
+    check(method, {factor_problem(Element::kFloat, {9, 7, 5}, {false, true, false}, scale)}, 0.25);
+  }
+  check(method, {factor_problem(Element::kDouble, {33, 9}, 0x1p-1060)}, 0.25);
 }
 
 // A pivot of a few roundings of its own diagonal entry is as good as none, wherever it is: first
 // and last of a panel, in the first panel and in later ones.
 void check_pivots() {
   constexpr int64_t kSize = 65;
-  for (const Method& method : kInverses) {
-    for (const Element element : {Element::kFloat, Element::kDouble}) {
-      for (const int64_t place : {1, 7, 8, 9, 36, 63}) {
-        for (const int factor : {1, 16}) {
-          const expect::Case name(method.name + name_of(element) + std::to_string(place));
-          const double pivot = factor * tnt::kPivotRoundings / 4.0 * epsilon_of(element);
-          Values stat(kSize * kSize, 0.0);
-          for (int64_t i = 0; i < kSize; ++i) stat[i * (kSize + 1)] = i % 2 == 0 ? 1 : 1024;
-          // Rows place - 1 and place: (1, 1; 1, 1 + pivot).
-          for (const int64_t r : {place - 1, place}) {
-            for (const int64_t c : {place - 1, place}) stat[r * kSize + c] = 1;
-          }
-          stat[place * (kSize + 1)] += pivot;
-          Problems problems = {factor_problem(element, {kSize})};
-          problems[0].stats[0] = Tensor(element, {kSize, kSize}, stat);
-          EXPECT(call(method, problems, 0)[0] == (factor == 1 ? 1 : 0));
-          EXPECT(untouched(problems[0]) == (factor == 1));
+  for (const Element element : {Element::kFloat, Element::kDouble}) {
+    for (const int64_t place : {1, 7, 8, 9, 36, 63}) {
+      for (const int factor : {1, 16}) {
+        const expect::Case name(name_of(element) + std::to_string(place));
+        const double pivot = factor * tnt::kPivotRoundings / 4.0 * epsilon_of(element);
+        Values stat(kSize * kSize, 0.0);
+        for (int64_t i = 0; i < kSize; ++i) stat[i * (kSize + 1)] = i % 2 == 0 ? 1 : 1024;
+        // Rows place - 1 and place: (1, 1; 1, 1 + pivot).
+        for (const int64_t r : {place - 1, place}) {
+          for (const int64_t c : {place - 1, place}) stat[r * kSize + c] = 1;
         }
+        stat[place * (kSize + 1)] += pivot;
+        Problems problems = {factor_problem(element, {kSize})};
+        problems[0].stats[0] = Tensor(element, {kSize, kSize}, stat);
+        EXPECT(call(kInverse, problems, 0)[0] == (factor == 1 ? 1 : 0));
+        EXPECT(untouched(problems[0]) == (factor == 1));
       }
     }
   }
@@ -368,11 +278,11 @@ void damage(FactorProblem& problem, size_t mode, const Damage& how) {
 
 // Each damage in each mode of a tensor among good ones, to modes of several sizes.
 void check_damages(const Method& method) {
-  const int64_t large = method.kernel == Kernel::kCuda ? 65 : 140;
+  constexpr int64_t kLarge = 140;
   for (const Element element : {Element::kFloat, Element::kDouble}) {
     for (const Damage& how : kDamages) {
-      for (const int64_t d : {int64_t{2}, int64_t{33}, large}) {
-        if (kSanitized && !method.inverts() && d == large) continue;
+      for (const int64_t d : {int64_t{2}, int64_t{33}, kLarge}) {
+        if (kSanitized && !method.inverts && d == kLarge) continue;
         for (size_t bad = 0; bad < 3; ++bad) {
           const expect::Case name(method.name + std::string(", ") + how.what + ", " +
                                   name_of(element) + ", " + std::to_string(d) + ", mode " +
@@ -407,9 +317,7 @@ void check_damages(const Method& method) {
 }
 
 void check_bad() {
-  Method cuda = kCuda;
-  cuda.orders = 2;
-  for (const Method& method : {kInverse, with_root(1), with_root(2), with_root(4), cuda}) {
+  for (const Method& method : {kInverse, with_root(1), with_root(2), with_root(4)}) {
     check_damages(method);
   }
   // In the first half and in the second of a factorisation that is cut.
@@ -421,63 +329,15 @@ void check_bad() {
     EXPECT(call(kInverse, problems, 0.25)[0] == 2);
     EXPECT(untouched(problems[0]));
   }
-  // An inverse that is not finite: 1e-42 is a float, 1e42 is not. In the last piece of a diagonal.
-  for (const int64_t d : {int64_t{2}, 3 * tnt::cuda::kPiece}) {
+  // An inverse that is not finite: 1e-42 is a float, 1e42 is not. In the last entry of a diagonal.
+  for (const int64_t d : {2, 12288}) {
     Values stat(static_cast<size_t>(d), 1.0);
     stat.back() = 1e-42;
-    for (const Method& method : kInverses) {
-      Problems problems = {factor_problem(Element::kFloat, {d}, std::vector<bool>{true})};
-      problems[0].stats[0] = Tensor(Element::kFloat, {d}, stat);
-      EXPECT(call(method, problems, 0)[0] == 1);
-      EXPECT(untouched(problems[0]));
-    }
-  }
-  for (const double damping : {kNaN, kInfinity}) {
-    Problems problems = {factor_problem(Element::kFloat, {9, 3}, {false, true})};
-    EXPECT(call(kCuda, problems, damping)[0] == 1);
+    Problems problems = {factor_problem(Element::kFloat, {d}, std::vector<bool>{true})};
+    problems[0].stats[0] = Tensor(Element::kFloat, {d}, stat);
+    EXPECT(call(kInverse, problems, 0)[0] == 1);
     EXPECT(untouched(problems[0]));
   }
-}
-
-// The CUDA kernels' own edges: patches of 4, panels of 8, warps, the largest matrix of a block,
-// pieces of a diagonal, more tensors than a block has threads, strides.
-void check_cuda() {
-  for (const Element element : {Element::kFloat, Element::kDouble}) {
-    Problems problems = {factor_problem(element, {2 * tnt::cuda::kPiece + 1, 3}, {true, false}),
-                         factor_problem(element, {3, 2 * tnt::cuda::kPiece}, {false, true})};
-    for (const int64_t n :
-         {1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 96, 100, 127, 128}) {
-      problems.push_back(factor_problem(element, {n}));
-    }
-    for (const FactorProblem& problem : problems) check(kCuda, {problem}, 0.25);
-    check(relative(kCuda), problems, 0.25);
-  }
-  Problems many;
-  for (int t = 0; t < tnt::cuda::kThreads + 3; ++t) {
-    many.push_back(factor_problem(Element::kFloat, {1 + t % 5, 1 + t % 3}, {false, t % 2 == 0}));
-  }
-  damage(many.back(), 1, kDamages[3]);
-  const Infos info = call(kCuda, many, 0.25);
-  for (size_t t = 0; t + 1 < many.size(); ++t) {
-    EXPECT(info[t] == 0);
-    check_factors(kCuda, many[t], 0.25);
-  }
-  EXPECT(info.back() == 2);
-  EXPECT(untouched(many.back()));
-  for (const Layout& layout : kLayouts) {
-    const expect::Case name(layout.name);
-    Problems problems = {factor_problem(Element::kFloat, {33, 9}, {false, true}),
-                         factor_problem(Element::kDouble, {9, 65}, {true, false})};
-    for (FactorProblem& problem : problems) {
-      for (Tensor& stat : problem.stats) {
-        stat = Tensor(stat.element(), stat.sizes(), stat.values(), layout);
-      }
-    }
-    check(kCuda, problems, 0.25);
-  }
-  // 48 KB is what a block has without asking, 99 KB what the smallest of today's GPUs gives.
-  EXPECT(tnt::cuda::BlockInverse<float>::bytes(128) <= 48 * 1024);
-  EXPECT(tnt::cuda::BlockInverse<double>::bytes(128) <= 99 * 1024);
 }
 
 }  // namespace
@@ -490,6 +350,5 @@ int main() {
   check_scales();
   check_pivots();
   check_bad();
-  check_cuda();
   return expect::finish();
 }

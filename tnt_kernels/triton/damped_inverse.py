@@ -488,39 +488,38 @@ def _wave(
             modes.append((n, len(stats) + n, t, stat.shape[0], len(stat.shape) == 1, panels, free))
             free += _tiles_of(stat)
 
-    # Tables are sorted so that the programs which still have work at panel k come first.
+    # Sorted so that the programs that still have work at panel k come first.
     full.sort(key=lambda matrix: -matrix[1])
     most = full[0][1] if full else 0
-    lengths = (
-        max(1, min(sum(tiles) // programs, MOST_TILES))
-        for tiles in (
-            [count for _, count in full],
-            [count * (count + 1) // 2 for _, count in full],
-        )
-    )
-    of_panel, of_row = lengths
-    panels = [(m, 0, *ends) for m, count in full for ends in cut(count, of_panel)]
-    rows = [
+    length = _length(sum(count for _, count in full), programs)
+    in_panels = [(m, 0, *ends) for m, count in full for ends in cut(count, length)]
+    length = _length(sum(count * (count + 1) // 2 for _, count in full), programs)
+    in_rows = [
         (m, i, *ends)
         for i in reversed(range(most))
         for m, count in full
         if i < count
-        for ends in cut(i + 1, of_row)
+        for ends in cut(i + 1, length)
     ]
     counts = dict(full)
-    in_panels, in_rows = work(panels, device), work(rows, device)
+    panels_of, rows = work(in_panels, device), work(in_rows, device)
     return Wave(
         state,
         free,
         table(modes, torch.int64, device),
         work(tensors, device),
         work(spans, device),
-        in_rows,
-        [Work(sum(counts[m] > k for m, *_ in panels), in_panels.rows) for k in range(most)],
-        [Work(sum(i > k for _, i, *_ in rows), in_rows.rows) for k in range(most)],
+        rows,
+        [Work(sum(counts[m] > k for m, *_ in in_panels), panels_of.rows) for k in range(most)],
+        [Work(sum(i > k for _, i, *_ in in_rows), rows.rows) for k in range(most)],
         work([(m, j, 0, 0) for m, count in full for j in range(count)], device),
         work([(m, i, j, 0) for m, count in full for i, j in lower_tiles(count, 1)], device),
     )
+
+
+def _length(tiles: int, programs: int) -> int:
+    """Tiles of a strip: several if there are more tiles than programs at once."""
+    return max(1, min(tiles // programs, MOST_TILES))
 
 
 def damped_inverse(

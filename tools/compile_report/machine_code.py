@@ -2,8 +2,7 @@
 
 Nothing runs and no device is needed: a kernel is compiled for an architecture, and ``cuobjdump``
 and ``nvdisasm``, which come with Triton, take the result apart. Every load and every product in a
-kernel's loops is found by the line of source of its instructions. `make cuda-build-check` has the
-same numbers of the CUDA files, as ptxas prints them.
+kernel's loops is found by the line of source of its instructions.
 """
 
 from __future__ import annotations
