@@ -11,7 +11,7 @@ from operators import Call, Results, agree, call, everything
 from torch import Tensor
 
 from tnt_kernels import reference
-from tnt_kernels.triton import inverse_root, launch
+from tnt_kernels.triton import factors, inverse_root, launch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -57,7 +57,7 @@ def test_waves(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = run(given.copy())
     together = inverse_root.plan(*arguments)
     assert len(together.waves) == 1
-    monkeypatch.setattr(inverse_root, "SCRATCH_BYTES", 1)
+    monkeypatch.setattr(factors, "SCRATCH_BYTES", 1)
     launch._plans.clear()
     results = run(given)
     in_waves = inverse_root.plan(*arguments)

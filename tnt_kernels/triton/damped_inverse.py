@@ -57,10 +57,10 @@ from tnt_kernels.triton.tiles import blocks, cut, depth_of, fields, lower_tiles
 PIVOT_ROUNDINGS = tl.constexpr(16)
 
 # A row of the modes, int64: indices of two addresses and of its tensor, rows, whether it is
-# diagonal, and of a matrix its panels and its first tile in the workspace. There it has a lower
-# triangle of tiles, row by row, then the panel P_j^T, then A_kk of the next corner.
-STAT, OUT, TENSOR, ROWS, IS_DIAGONAL, PANELS, FIRST_TILE = fields(7)
-MODE_FIELDS = tl.constexpr(7)
+# diagonal, and of a matrix its panels and its tiles in the workspace: the first of a lower
+# triangle, row by row; the first of the panel P_j^T; A_kk of the next corner.
+STAT, OUT, TENSOR, ROWS, IS_DIAGONAL, PANELS, TRIANGLE, PANEL, CORNER = fields(9)
+MODE_FIELDS = tl.constexpr(9)
 # What a mode's entries are multiplied by, what is added to the diagonal, and what the inverse is
 # multiplied by, float64. The last is a power of two that makes the matrix's entries near 1.
 SCALE, DAMPING, UNIT = fields(3)
@@ -180,9 +180,9 @@ def _columns(tiles, number, first, BLOCK: tl.constexpr, DEPTH: tl.constexpr):
 
 
 @triton.jit
-def _triangle(first_tile, row, column):
-    """The number of a tile of the lower triangle."""
-    return first_tile + row * (row + 1) // 2 + column
+def _of_triangle(triangle, row, column):
+    """The number of a tile of a lower triangle."""
+    return triangle + row * (row + 1) // 2 + column
 
 
 @triton.jit
@@ -203,8 +203,7 @@ def begin_kernel(
     strip = strips + tl.program_id(0) * STRIP_FIELDS
     number, i = tl.load(strip + MODE), tl.load(strip + TILE_ROW)
     mode, own = modes + number * MODE_FIELDS, numbers + number * NUMBER_FIELDS
-    rows, first_tile = tl.load(mode + ROWS).to(tl.int32), tl.load(mode + FIRST_TILE)
-    panels = tl.load(mode + PANELS)
+    rows, triangle = tl.load(mode + ROWS).to(tl.int32), tl.load(mode + TRIANGLE)
     stat = tl.load(addresses + tl.load(mode + STAT)).to(tl.pointer_type(STATE))
     scale, damping = tl.load(own + SCALE), tl.load(own + DAMPING)
     row = i * BLOCK + tl.arange(0, BLOCK)
@@ -217,9 +216,7 @@ def begin_kernel(
         bad = tl.where(tl.abs(entry) < float("inf"), bad, 1)
         diagonal = tl.where((row < rows)[:, None], entry + damping, 1.0)
         value = tl.where(row[:, None] == column[None, :], diagonal, entry).to(STATE)
-        to = _triangle(first_tile, i, j)
-        if i == 0:  # the first corner
-            to += panels * (panels + 1) // 2 + panels
+        to = tl.where(i == 0, tl.load(mode + CORNER), _of_triangle(triangle, i, j))
         tl.store(_tile(tiles, to, BLOCK), value)
     tl.atomic_max(failed + number, tl.max(tl.max(bad, axis=1), axis=0))
 
@@ -265,15 +262,14 @@ def panel_kernel(
     less, and nothing waits for one program.
 
     Grid: one program for each strip of tiles of a matrix. It reads and writes its tiles of the
-    panel. Bound: the latency of BLOCK dependent steps, each with three sums over a tile.
+    panel. Bound: the latency of BLOCK dependent steps, each with a sum over the tile.
     """
     strip = strips + tl.program_id(0) * STRIP_FIELDS
     number, first = tl.load(strip + MODE), tl.load(strip + FIRST)
     mode, own = modes + number * MODE_FIELDS, numbers + number * NUMBER_FIELDS
-    first_tile, panels = tl.load(mode + FIRST_TILE), tl.load(mode + PANELS)
-    first_of_panel = first_tile + panels * (panels + 1) // 2
+    triangle, panel = tl.load(mode + TRIANGLE), tl.load(mode + PANEL)
     rows = tl.minimum(tl.load(mode + ROWS).to(tl.int32) - k * BLOCK, BLOCK)
-    corner = tl.load(_tile(tiles, first_of_panel + panels, BLOCK))
+    corner = tl.load(_tile(tiles, tl.load(mode + CORNER), BLOCK))
     index = tl.arange(0, BLOCK)
     # The two triangles of a product in 3xTF32 may differ by a rounding.
     corner = tl.where(index[:, None] >= index[None, :], corner, tl.trans(corner))
@@ -293,14 +289,14 @@ def panel_kernel(
             value = c
         else:
             if j < k:
-                operand = tl.trans(tl.load(_tile(tiles, _triangle(first_tile, k, j), BLOCK)))
+                operand = tl.trans(tl.load(_tile(tiles, _of_triangle(triangle, k, j), BLOCK)))
             else:
-                operand = tl.load(_tile(tiles, _triangle(first_tile, j, k), BLOCK))
+                operand = tl.load(_tile(tiles, _of_triangle(triangle, j, k), BLOCK))
             value = tl.dot(operand, c, input_precision=PRECISION, out_dtype=STATE)
-        tl.store(_tile(tiles, first_of_panel + j, BLOCK), value)
+        tl.store(_tile(tiles, panel + j, BLOCK), value)
         if j <= k:
             # Transposed, because the last product sums over rows.
-            tl.store(_tile(tiles, _triangle(first_tile, k, j), BLOCK), value)
+            tl.store(_tile(tiles, _of_triangle(triangle, k, j), BLOCK), value)
 
 
 @triton.jit(do_not_specialize=["k"])
@@ -321,18 +317,17 @@ def update_kernel(
     """
     strip = strips + tl.program_id(0) * STRIP_FIELDS
     mode, i = modes + tl.load(strip + MODE) * MODE_FIELDS, tl.load(strip + TILE_ROW)
-    first_tile, panels = tl.load(mode + FIRST_TILE), tl.load(mode + PANELS)
-    first_of_panel = first_tile + panels * (panels + 1) // 2
+    triangle, panel = tl.load(mode + TRIANGLE), tl.load(mode + PANEL)
     DEPTH: tl.constexpr = depth_of(STEP, PRECISION, True)
     for j in range(tl.load(strip + FIRST), tl.load(strip + LAST)):
-        to = _triangle(first_tile, i, j)
+        to = _of_triangle(triangle, i, j)
         value = tl.load(_tile(tiles, to, BLOCK), mask=j != k, other=0)
         for term in range(0, BLOCK, DEPTH):
-            left = -tl.load(_columns(tiles, first_of_panel + i, term, BLOCK, DEPTH))
-            right = tl.load(_columns(tiles, first_of_panel + j, term, BLOCK, DEPTH))
+            left = -tl.load(_columns(tiles, panel + i, term, BLOCK, DEPTH))
+            right = tl.load(_columns(tiles, panel + j, term, BLOCK, DEPTH))
             value = tl.dot(left, tl.trans(right), value, input_precision=PRECISION, out_dtype=STATE)
         is_corner = (i == k + 1) & (j == k + 1)
-        to = tl.where(is_corner, first_of_panel + panels, to)
+        to = tl.where(is_corner, tl.load(mode + CORNER), to)
         tl.store(_tile(tiles, to, BLOCK), value)
 
 
@@ -353,10 +348,10 @@ def check_kernel(
     strip = strips + tl.program_id(0) * STRIP_FIELDS
     number, j = tl.load(strip + MODE), tl.load(strip + TILE_ROW)
     mode = modes + number * MODE_FIELDS
-    first_tile, panels = tl.load(mode + FIRST_TILE), tl.load(mode + PANELS).to(tl.int32)
+    triangle, panels = tl.load(mode + TRIANGLE), tl.load(mode + PANELS).to(tl.int32)
     total = tl.zeros((BLOCK, BLOCK), tl.float64)
     for i in range(j, panels):
-        value = tl.load(_tile(tiles, _triangle(first_tile, i, j), BLOCK)).to(tl.float64)
+        value = tl.load(_tile(tiles, _of_triangle(triangle, i, j), BLOCK)).to(tl.float64)
         total += value * value
     # T's tiles are stored transposed.
     entry = (tl.sum(total, axis=1) * tl.load(numbers + number * NUMBER_FIELDS + UNIT)).to(STATE)
@@ -387,11 +382,11 @@ def product_kernel(
     mode = modes + number * MODE_FIELDS
     if tl.load(info + tl.load(mode + TENSOR)) != 0:
         return
-    first_tile, panels = tl.load(mode + FIRST_TILE), tl.load(mode + PANELS).to(tl.int32)
+    triangle, panels = tl.load(mode + TRIANGLE), tl.load(mode + PANELS).to(tl.int32)
     total = tl.zeros((BLOCK, BLOCK), STATE)
     DEPTH: tl.constexpr = depth_of(STEP, PRECISION, True)
     for start in range(i * BLOCK, panels * BLOCK, DEPTH):
-        first, term = _triangle(first_tile, start // BLOCK, 0), start % BLOCK
+        first, term = _of_triangle(triangle, start // BLOCK, 0), start % BLOCK
         term = tl.multiple_of(term, DEPTH)
         left = tl.load(_columns(tiles, first + i, term, BLOCK, DEPTH))
         right = tl.load(_columns(tiles, first + j, term, BLOCK, DEPTH))
@@ -485,7 +480,9 @@ def _wave(
                 full.append((number, panels))
             elif len(stat.shape) == 1:
                 spans += [(number, i, 0, 0) for i in range(blocks(stat.shape[0], SPAN))]
-            modes.append((n, len(stats) + n, t, stat.shape[0], len(stat.shape) == 1, panels, free))
+            is_diagonal, panel = len(stat.shape) == 1, free + panels * (panels + 1) // 2
+            places = panels, free, panel, panel + panels
+            modes.append((n, len(stats) + n, t, stat.shape[0], is_diagonal, *places))
             free += _tiles_of(stat)
 
     # Sorted so that the programs that still have work at panel k come first.
