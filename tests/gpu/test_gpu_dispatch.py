@@ -125,6 +125,7 @@ def test_the_page_warns_where_a_gpu_has_no_kernel(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *device: "a GPU")
     monkeypatch.setattr(triton, "version", lambda: "none")
+    monkeypatch.setattr("sys.argv", ["tnt_kernels"])
     runpy.run_module("tnt_kernels", run_name="__main__")
     said = capsys.readouterr()
     if backends._left_to_python:
