@@ -17,8 +17,9 @@
 #   make bench-quick        a few of them in two minutes, to results/
 #   make figures            every experiment scaled down, to results/; within an hour on two cores;
 #                           DATA=DIR names the folder of the data sets
-#   make gpu                builds, tests and measures on a GPU in under ten minutes, with the packages
-#                           that PYTHON has, to bench/results/gpu; STAGE=operators,tests for some stages
+#   make gpu                builds, tunes, tests and measures on a GPU in under ten minutes, with the
+#                           packages that PYTHON has, to bench/results/gpu;
+#                           STAGE=operators,tests for some stages
 #   make torch-test         the Python tests with another PyTorch, TORCH=2.11.0 by default, in an
 #                           environment of its own; a download of gigabytes; TESTS=FILES for some
 #   make clean              removes what the other verbs made

@@ -150,8 +150,7 @@ def _kernel(name: str, device: torch.device) -> Callable[..., Any]:
         )
         return _outside_of_autocast(_REFERENCE[name])
     module = importlib.import_module(f"tnt_kernels.triton.{TRITON_KERNELS[name]}")
-    kernel: Callable[..., Any] = getattr(module, name)
-    return kernel
+    return _outside_of_autocast(getattr(module, name))
 
 
 def _device(arguments: Sequence[Any]) -> torch.device | None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from cases import GPU, close, identical, mode_statistics, normal, scalar
+from operators import call, flat_arguments
 from torch import Tensor
 
 import tnt_kernels
@@ -83,6 +84,17 @@ def test_triton_serves() -> None:
     assert all(backends._kernel(name, GPU).__name__ == name for name in backends.TRITON_KERNELS)
 
 
+def test_autocast_does_not_round_products() -> None:
+    """A whitened Gram matrix has products of PyTorch's."""
+    given = call("gram_ema_ whitened", [(3, 4)], "full")
+    under_autocast = given.copy()
+    backends._serve("gram_ema_", *flat_arguments(given))
+    with torch.autocast(GPU.type, torch.bfloat16):
+        backends._serve("gram_ema_", *flat_arguments(under_autocast))
+    for a, b in zip(given.written, under_autocast.written, strict=True):
+        identical(a, b)
+
+
 def test_the_reference_serves_with_one_warning(bad_triton: str) -> None:
     tensors, factors = products_arguments()
     with pytest.warns(RuntimeWarning, match="^tnt_kernels.mode_products runs on its ref.* Triton "):
@@ -107,6 +119,7 @@ def test_the_page_warns_where_a_gpu_has_no_kernel(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *device: "a GPU")
     monkeypatch.setattr(triton, "version", lambda: "none")
+    monkeypatch.setattr("sys.argv", ["tnt_kernels"])
     runpy.run_module("tnt_kernels", run_name="__main__")
     said = capsys.readouterr()
     why = "the reference serves all operators: Triton is not installed"

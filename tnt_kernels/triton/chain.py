@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tnt_kernels.triton import cublas
 from tnt_kernels.triton.launch import (
     ELEMENTS,
     VECTOR_BYTES,
@@ -33,6 +34,7 @@ from tnt_kernels.triton.launch import (
     planned,
     precision,
     readable,
+    scalar_on,
     state_dtype,
     table,
     tile_tables,
@@ -211,6 +213,7 @@ class Plan:
     launches: list[tuple[Kind, int, Tensor]]
     scratch: int  # bytes
     copied: frozenset[int]  # tensors to copy first: their modes or their results' do not merge
+    by_cublas: dict[int, int]  # tensors that no launch serves, and their first factors
 
 
 def plan(
@@ -219,14 +222,26 @@ def plan(
     factors: tuple[Layout, ...],
     device: torch.device,
     programs: int,
+    setting: str | None = None,
 ) -> Plan:
-    """Plans the products; ``factors`` flat, contiguous."""
+    """Plans the products; ``factors`` flat, contiguous; ``setting`` is that of cuBLAS."""
     first_factors = list(itertools.accumulate((len(t.shape) for t in tensors), initial=0))
     problems: list[tuple[int, ...]] = []
     kinds: dict[Kind, list[int]] = defaultdict(list)
     copied: set[int] = set()
     scratch = 0
-    needs = {t: _scratch_of(layout) for t, layout in enumerate(tensors) if 0 not in layout.shape}
+    by_cublas = {
+        t: first
+        for t, (layout, first) in enumerate(zip(tensors, first_factors, strict=False))
+        if setting is not None
+        and cublas.choose("chain", device, setting, layout, results[t])
+        and all(len(factor.shape) == 2 for factor in factors[first : first + 2])
+    }
+    needs = {
+        t: _scratch_of(layout)
+        for t, layout in enumerate(tensors)
+        if 0 not in layout.shape and t not in by_cublas
+    }
     for wave, members in enumerate(waves(needs, SCRATCH_BYTES)):
         most = max(len(tensors[t].shape) for t in members)
         free = 0
@@ -279,7 +294,8 @@ def plan(
         for kind in sorted(kinds, key=lambda kind: (kind.wave, kind.step))
     }
     launches = tile_tables(tiles, device)
-    return Plan(table(problems, torch.int64, device), launches, scratch, frozenset(copied))
+    problem_table = table(problems, torch.int64, device)
+    return Plan(problem_table, launches, scratch, frozenset(copied), by_cublas)
 
 
 def _buffer_of(layout: Layout) -> int:
@@ -359,18 +375,22 @@ def products(
     """results[t] <- P = tensors[t] x_1 A_1 ... x_k A_k, with ``factors`` the A_i, flat.
 
     With ``step``, (lr, weight_decay), the results W, of any dtype, become W - lr (P + weight_decay
-    W); else they have the factors' dtype. ``programs`` is how many the device runs at once.
+    W); else they have the factors' dtype. The numbers of a step may be on the host. ``programs`` is
+    how many the device runs at once.
     """
     device = tensors[0].device
     factors = readable(factors, contiguous=True)
-    p = planned(plan, tensors, results, factors, rest=(device, programs))
+    setting = cublas.setting(device, step or ())
+    p = planned(plan, tensors, results, factors, rest=(device, programs, setting))
     keep_for_graph(device, p)
     read, written = list(tensors), list(results)
     for t in p.copied:
         read[t], written[t] = read[t].contiguous(), written[t].contiguous()
     addresses = addresses_of([*read, *written, *factors])
     scratch = torch.empty(p.scratch, dtype=torch.uint8, device=device)
-    lr, weight_decay = step or (addresses, addresses)  # not read without a step
+    lr, weight_decay = addresses, addresses  # not read without a step
+    if step is not None:
+        lr, weight_decay = scalar_on(device, step[0]), scalar_on(device, step[1])
     for kind, count, tiles in p.launches:
         launch(
             product_kernel,
@@ -389,3 +409,7 @@ def products(
     for t in p.copied:
         if written[t] is not results[t]:
             results[t].copy_(written[t])
+    if p.by_cublas:
+        numbers = None if step is None else (step[0].item(), step[1].item())
+        for t, first in p.by_cublas.items():
+            cublas.chain_(tensors[t], results[t], factors[first : first + 2], numbers)

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tnt_kernels.lists import mark_written
+from tnt_kernels.triton import cublas
 from tnt_kernels.triton.launch import (
     ELEMENTS,
     VECTOR_BYTES,
@@ -297,17 +298,26 @@ class Plan:
     diagonals: list[tuple[Kind, int, Tensor]]
     partials: dict[torch.dtype, int]  # elements of their workspace
     copied: frozenset[int]  # tensors to copy first: their modes do not merge
+    by_cublas: list[tuple[int, int, int]]  # (statistic, tensor, mode) that no launch serves
 
 
 def plan(
-    tensors: tuple[Layout, ...], stats: tuple[Layout, ...], device: torch.device, programs: int
+    tensors: tuple[Layout, ...],
+    stats: tuple[Layout, ...],
+    device: torch.device,
+    programs: int,
+    setting: str | None = None,
 ) -> Plan:
-    """Plans the launches; ``stats`` mode by mode, contiguous, a diagonal one of one dimension."""
+    """Plans the launches; ``stats`` mode by mode, contiguous, a diagonal one of one dimension.
+
+    ``setting`` is that of cuBLAS.
+    """
     unfoldings: list[Unfolding] = []  # of each statistic
     problems: list[tuple[int, ...]] = []
     full: dict[Kind, list[int]] = defaultdict(list)
     diagonals: dict[Kind, list[tuple[int, ...]]] = defaultdict(list)
     copied = set()
+    by_cublas: list[tuple[int, int, int]] = []
     for t, layout in enumerate(tensors):
         modes = _modes_of(layout)
         if modes is None:
@@ -319,7 +329,8 @@ def plan(
                 f"tensors[{t}] must have unfoldings of at most {LARGEST_INDEX} rows and columns, "
                 f"got {tuple(layout.shape)}"
             )
-        for u in modes:
+        large = setting is not None and cublas.choose("gram", device, setting, layout)
+        for mode, u in enumerate(modes):
             n = len(problems)
             unfoldings.append(u)
             problems.append((t, len(tensors) + n, *u, u.rows_are_dense))
@@ -327,6 +338,8 @@ def plan(
             if len(stats[n].shape) == 1:
                 kind = Kind(layout.dtype, block, 1)
                 diagonals[kind] += [(n, i) for i in range(blocks(u.rows, block))]
+            elif large:
+                by_cublas.append((n, t, mode))
             else:
                 is_wide = stats[n].aligned and u.is_wide(layout.vector)
                 full[Kind(layout.dtype, block, layout.vector if is_wide else 1)].append(n)
@@ -343,6 +356,7 @@ def plan(
         *(tile_tables(tiles, device), tile_tables(sums, device), tile_tables(diagonals, device)),
         dict(partials),
         frozenset(copied),
+        by_cublas,
     )
 
 
@@ -410,7 +424,8 @@ def gram_ema_(
         return
     device = stats[0].device
     tensors = readable(tensors)
-    p = planned(plan, tensors, stats, rest=(device, programs or programs_at_once(device)))
+    setting = cublas.setting(device, (decay,))
+    p = planned(plan, tensors, stats, rest=(device, programs or programs_at_once(device), setting))
     keep_for_graph(device, p)
     for t in p.copied:
         tensors[t] = tensors[t].contiguous()
@@ -451,6 +466,10 @@ def gram_ema_(
             BLOCK=kind.block,
             num_warps=warps_of(kind.block),
         )
+    if p.by_cublas:
+        weight_of_old = float(decay)
+        for n, t, mode in p.by_cublas:
+            cublas.gram_(stats[n], tensors[t], mode, weight_of_old)
     mark_written(stats)
 
 

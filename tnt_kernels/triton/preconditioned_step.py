@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tnt_kernels.lists import mark_written
 from tnt_kernels.triton.chain import products
-from tnt_kernels.triton.launch import programs_at_once, scalar_on
+from tnt_kernels.triton.launch import programs_at_once
 from tnt_kernels.triton.momentum import update_momenta
 
 
@@ -30,6 +30,5 @@ def preconditioned_step_(
     device = params[0].device
     programs = programs or programs_at_once(device)
     update_momenta(momenta, grads, momentum, programs)
-    step = scalar_on(device, lr), scalar_on(device, weight_decay)
-    products(momenta, params, factors, programs, step)
+    products(momenta, params, factors, programs, (lr, weight_decay))
     mark_written([*params, *momenta])

@@ -1,0 +1,192 @@
+"""Large matrices by cuBLAS, where ``python -m tnt_kernels tune`` has measured that it is faster.
+
+The choice is by class: operation, dtype, precision, size. A table in the user's cache, one for each
+GPU and version of PyTorch and Triton, has the measured classes. All other tensors stay with Triton.
+"""
+
+import functools
+import json
+import math
+import os
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tnt_kernels.triton import launch, version
+
+LEAST, MOST = 256, 8192  # rows and columns of the smallest and of the largest class
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Class:
+    """What one measurement decides for."""
+
+    operation: str  # "gram" or "chain"
+    dtype: str  # of the tensor, as "bfloat16"
+    precision: str  # of float32 products, as Triton names it; "exact" if there are none
+    size: int  # a power of two near the root of the number of elements
+
+
+# The classes that cuBLAS serves without a table, until a GPU has recorded better ones: those where
+# a model of an H200 sees Triton's chain behind cuBLAS (bench/results/roofline.md).
+RULE = frozenset(Class("chain", "float32", "tf32", size) for size in (1024, 2048, 4096, 8192))
+
+
+def class_of(operation: str, dtype: torch.dtype, precision: str, shape: Sequence[int]) -> Class:
+    """The class of a matrix."""
+    if operation == "gram" and dtype != torch.float32:
+        precision = "exact"  # products of half precision numbers are, in float32
+    size = 2 ** round(math.log2(math.prod(shape)) / 2)
+    name = str(dtype).removeprefix("torch.")
+    return Class(operation, name, precision, min(max(size, LEAST), MOST))
+
+
+def identity(device: torch.device) -> dict[str, str] | None:
+    """What a table is valid for; None if the device needs no table."""
+    if device.type != "cuda":
+        return None
+    gpu = torch.cuda.get_device_name(device)
+    return {"gpu": gpu, "torch": str(torch.__version__), "triton": version()}
+
+
+def path_of(valid_for: dict[str, str]) -> Path:
+    """The file of a table."""
+    folder = os.environ.get("TNT_CACHE")
+    if not folder:
+        cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        folder = os.path.join(cache, "tnt_kernels")
+    name = "_".join(f"{key}-{value}" for key, value in valid_for.items())
+    return Path(folder) / (re.sub(r"[^\w.+-]+", "-", name) + ".json")
+
+
+@functools.cache
+def chosen(device: torch.device) -> frozenset[Class]:
+    """The classes that cuBLAS serves on a device; warns once of a table that cannot be used."""
+    valid_for = identity(device)
+    if valid_for is None:
+        return RULE
+    path = path_of(valid_for)
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+        if {key: table[key] for key in valid_for} != valid_for:
+            raise ValueError("it is of another GPU or another version")
+        rows = [row for row in table["classes"] if row["cublas"]]
+        return frozenset(Class(*(row[field.name] for field in fields(Class))) for row in rows)
+    except FileNotFoundError:
+        return RULE
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        warnings.warn(
+            f"{path} is not used, Triton serves all sizes: {error!r}; `python -m tnt_kernels tune` "
+            "writes it anew",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return RULE
+
+
+_forced: bool | None = None
+
+
+@contextmanager
+def only(serves: bool) -> Iterator[None]:
+    """Within it cuBLAS serves all classes or none, whatever the table says: to measure both."""
+    global _forced
+    before = _forced
+    launch._plans.clear()  # they hold choices
+    _forced = serves
+    try:
+        yield
+    finally:
+        _forced = before
+        launch._plans.clear()
+
+
+def setting(device: torch.device, numbers: Sequence[Tensor] = ()) -> str | None:
+    """What plans depend on: the products' precision, or None where Triton serves all tensors.
+
+    ``numbers`` are those that cuBLAS takes from the host. Without a table this costs the host
+    nothing, and a plan serves every precision.
+    """
+    if not (chosen(device) if _forced is None else _forced):
+        return None
+    if any(number.device.type != "cpu" for number in numbers):
+        return None
+    return launch.precision(device)
+
+
+def choose(
+    operation: str,
+    device: torch.device,
+    precision: str,
+    source: launch.Layout,
+    result: launch.Layout | None = None,
+) -> bool:
+    """Whether cuBLAS serves an operation on a tensor whose modes are full, into ``result``."""
+    if not _fits(source) or source.dtype not in DTYPES:
+        return False
+    if result is not None and not (_fits(result) and result.dtype == torch.float32):
+        return False
+    if operation == "gram" and source.dtype != torch.float32 and not _widens(device):
+        return False
+    if _forced is not None:
+        return _forced
+    return class_of(operation, source.dtype, precision, source.shape) in chosen(device)
+
+
+def _fits(layout: launch.Layout) -> bool:
+    """Whether a tensor is a large matrix that PyTorch passes to cuBLAS without a copy."""
+    if len(layout.shape) != 2 or min(layout.shape) < LEAST:
+        return False
+    return any(
+        layout.strides[dense] == 1 and layout.strides[1 - dense] >= layout.shape[dense]
+        for dense in (0, 1)
+    )
+
+
+def _widens(device: torch.device) -> bool:
+    """Whether half precision matrices can be multiplied into float32 ones."""
+    return device.type == "cuda" and torch.version.hip is None
+
+
+def gram_(stat: Tensor, tensor: Tensor, mode: int, decay: float) -> None:
+    """S <- decay S + (1 - decay) mat(G) mat(G)^T of a matrix G, from the lower triangle of S.
+
+    At ``decay`` 0 the old S is not read, at 1 nothing is done.
+    """
+    if decay == 1:
+        return
+    x = tensor if mode == 0 else tensor.mT
+    if x.dtype == stat.dtype:
+        stat.addmm_(x, x.mT, beta=decay, alpha=1 - decay)
+    else:
+        weights = {"beta": decay, "alpha": 1 - decay}
+        torch.addmm(stat, x, x.mT, out_dtype=stat.dtype, **weights, out=stat)
+    # cuBLAS may add up the two triangles in different orders, and only the lower one of S counts.
+    stat.tril_()
+    stat.add_(stat.tril(-1).mT)
+
+
+def chain_(
+    tensor: Tensor, result: Tensor, factors: Sequence[Tensor], step: tuple[float, float] | None
+) -> None:
+    """result <- P = A_1 G A_2^T, or with ``step`` W <- W - lr (P + weight_decay W)."""
+    left, right = factors
+    wide = tensor.to(right.dtype)
+    inner = torch.mm(wide, right.mT, out=torch.empty_like(wide))
+    if step is None:
+        torch.mm(left, inner, out=result)
+        return
+    lr, weight_decay = step
+    kept = 1 - lr * weight_decay
+    if min(lr, abs(kept)) > torch.finfo(result.dtype).tiny:
+        result.addmm_(left, inner, beta=kept, alpha=-lr)
+    else:  # a BLAS does not read what it multiplies by 0, but 0 NaN is NaN
+        product = torch.mm(left, inner, out=torch.empty_like(result))
+        result.sub_(product.add_(result, alpha=weight_decay), alpha=lr)
