@@ -24,7 +24,7 @@ from cases import (
     scalar,
     state_dtype,
 )
-from operators import Results, agree, call, everything, same
+from operators import GRAFTS, Results, agree, call, everything, row, same
 from recorded_graph import Recording
 from torch import Tensor
 
@@ -36,6 +36,7 @@ from tnt_kernels.triton import (
     launch,
     momentum,
     preconditioned_step,
+    tiles,
 )
 from tnt_kernels.triton.tiles import (
     LARGEST_INDEX,
@@ -43,6 +44,7 @@ from tnt_kernels.triton.tiles import (
     cut,
     lower_tiles,
     merged,
+    pieces,
     tile_order,
     unfolded,
     waves,
@@ -71,7 +73,7 @@ class Launches:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.kernels: list[str] = []
-        for module in (chain, gram_ema, momentum):
+        for module in (chain, gram_ema, grafted_directions, momentum):
             monkeypatch.setattr(module, "launch", self._launch)
 
     def _launch(
@@ -138,6 +140,28 @@ def test_merged_dimensions() -> None:
     assert merged((2, 1, 4), (1, 7, 2)) == ([8], [(1,)])
     assert merged((2, 3, 4), (12, 4, 1), (1, 2, 6)) == ([4, 3, 2], [(1, 6), (4, 2), (12, 1)])
     assert merged((1, 1), (5, 5)) == ([], [])
+
+
+def test_pieces_are_all_elements_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of four modes that do not merge, and of more elements than an index may have."""
+    one = torch.arange(6 * 4 * 5 * 3).view(6, 4, 5, 3)
+    other = one.permute(3, 1, 0, 2).contiguous().permute(2, 1, 3, 0)
+    for most in (LARGEST_INDEX, 50):
+        monkeypatch.setattr(tiles, "LARGEST_INDEX", most)
+        for pair, count in (((one, one), 1), ((one, other), 3)):
+            found = list(pieces(one.shape, *[tensor.stride() for tensor in pair]))
+            assert (len(found) == count) == (most == LARGEST_INDEX)
+            seen = []
+            for piece in found:
+                assert math.prod(piece.sizes) <= most
+                index = torch.cartesian_prod(*map(torch.arange, piece.sizes))
+                strides = torch.tensor(piece.strides)
+                at = [index @ strides[:, i] + piece.starts[i] for i in range(2)]
+                first, second = (buffer_of(x)[p] for x, p in zip(pair, at, strict=True))
+                identical(first, second)
+                seen.append(first)
+            identical(torch.cat(seen).sort().values, one.flatten())
+    assert not list(pieces((3, 0, 2), (0, 2, 1)))
 
 
 @pytest.mark.parametrize(("length", "most"), [(0, 4), (1, 4), (4, 4), (5, 4), (94, 16)])
@@ -387,24 +411,50 @@ def test_python_does_not_work_for_each_tensor(monkeypatch: pytest.MonkeyPatch) -
     assert 0 < counts[0] == counts[1]
 
 
-def test_norms_are_operations_on_lists(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each operation of PyTorch would be a launch for each tensor."""
-    for module in (chain, momentum):
-        monkeypatch.setattr(module, "launch", lambda *_, **__: None)
-    counts = []
-    for repeats in (1, 4):
+@pytest.mark.parametrize("adam", [False, True])
+def test_norms_do_not_work_for_each_tensor(monkeypatch: pytest.MonkeyPatch, adam: bool) -> None:
+    """Launches, those of PyTorch's operations included: each takes the host time."""
+    started: list[str] = []
+    for module in (chain, grafted_directions, momentum):
+        monkeypatch.setattr(
+            module, "launch", lambda kernel, *_, **__: started.append(kernel.fn.__name__)
+        )
+    found = []
+    for repeats in (1, 10):
         tensors = [torch.ones(9, 5), torch.ones(7, dtype=torch.float64)] * repeats
         momenta, squares, out = ([t.clone() for t in tensors] for _ in range(3))
         factors = [torch.ones(d, dtype=t.dtype) for t in tensors for d in t.shape]
-        updates = torch.ones(len(tensors), 2, dtype=torch.float64)
+        mu, updates = scalar(0.9), torch.ones(len(tensors), 2, dtype=torch.float64)
         for _ in range(2):  # the first call makes the plans
+            started.clear()
             with Recording(lambda name: True) as recording:
                 grafted_directions.grafted_directions_(
-                    *(momenta, squares, out, tensors, factors, scalar(0.9), updates, 0.99, 1e-8),
+                    *(momenta, squares if adam else [], out, tensors, factors),
+                    *(mu, updates, 0.99, 1e-8),
                     programs=H200,
                 )
-        counts.append(len(recording.calls))
-    assert 0 < counts[0] == counts[1]
+        operations = [func._schema.name for func, *_ in recording.calls]
+        found.append((list(started), operations))
+    assert found[0] == found[1]
+    assert found[0][0] == [
+        *["momentum_kernel"] * 2,  # of float32 and of float64
+        *["product_kernel"] * 3,
+        *["squares_kernel"] * 2,
+        "scale_kernel",
+    ]
+    assert set(found[0][1]) == {"aten::empty", "aten::detach"}  # nothing computes
+
+
+@pytest.mark.parametrize("variant", GRAFTS)
+def test_scales_do_not_depend_on_the_list(variant: str) -> None:
+    """To the bit: alone, these tensors are read widely; the third makes the launch narrow."""
+    together = call(variant, [(72, 130), (64, 128), (9, 5)], "diagonal")
+    alone = together.copy()
+    results = together(triton_operators)
+    agree(results, alone.double()(reference), together)
+    for t in range(3):
+        for a, b in zip(row(results, t), row(alone.only(t)(triton_operators), 0), strict=True):
+            identical(a, b)
 
 
 def test_small_wide_work_joins_the_narrow() -> None:
@@ -429,7 +479,7 @@ def test_plans_and_addresses_are_kept() -> None:
     assert second is not first and second.tolist() == [t.data_ptr() for t in moved]
     assert launch.addresses_of(tensors) is first and launch.addresses_of(moved) is second
     kept = [
-        launch.planned(momentum.plan, group, group, rest=((False, False), CPU, H200))
+        launch.planned(momentum.plan, [*group, *group], rest=((False, False), CPU, H200))
         for group in (tensors, [t.clone() for t in tensors], [t.double() for t in tensors])
     ]
     assert kept[0] is kept[1] and kept[0] is not kept[2]

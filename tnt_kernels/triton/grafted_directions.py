@@ -1,17 +1,101 @@
-"""``grafted_directions_`` in Triton: one launch for the momenta, the mode products, then the norms.
+"""``grafted_directions_`` in Triton: momenta and Adam's second moments, products, then the scales.
 
-The norms are PyTorch operations on whole lists: a few launches for all tensors.
+The first launch also adds the squares of the direction to graft, span by span, because it has read
+all that these need. One more launch does so for the products, and one divides the norms.
 """
 
 from collections.abc import Sequence
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from tnt_kernels.lists import mark_written
 from tnt_kernels.triton.chain import products
-from tnt_kernels.triton.launch import programs_at_once, scalar_on
-from tnt_kernels.triton.momentum import update_momenta
+from tnt_kernels.triton.launch import launch, programs_at_once, readable, scalar_on
+from tnt_kernels.triton.momentum import (
+    BLOCK,
+    WARPS,
+    addresses_at,
+    correction,
+    indices_of,
+    launch_over,
+    momentum_kernel,
+    span_of,
+    start_of,
+    store_sum,
+)
+
+
+@triton.jit
+def squares_kernel(
+    tiles,
+    problems,
+    addresses,
+    partials,
+    ELEMENT: tl.constexpr,
+    RESULT: tl.constexpr,
+    SPAN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """The sum of squares of SPAN elements of one tensor.
+
+    Grid: one program for each SPAN elements, which it reads once. Bound: memory.
+    """
+    problem, first, count = span_of(tiles, problems, SPAN, VECTOR)
+    source = start_of(problem, 0, addresses, ELEMENT, VECTOR)
+    total = tl.zeros((BLOCK,), tl.float64)
+    for start in range(0, SPAN, BLOCK):
+        inside, x, y, z = indices_of(problem, first, count, start, BLOCK, VECTOR)
+        at = addresses_at(problem, 0, source, x, y, z, VECTOR)
+        value = tl.load(at, mask=inside, other=0).to(tl.float64)
+        total = tl.fma(value, value, total)
+    store_sum(partials, problem, first, total, SPAN)
+
+
+@triton.jit
+def norm_of(partials, firsts, t, BLOCK: tl.constexpr):
+    """The root of the sum of a tensor's partial sums, which are added in a fixed order."""
+    first, last = tl.load(firsts + t), tl.load(firsts + t + 1)
+    total = tl.zeros((BLOCK,), tl.float64)
+    for start in range(first, last, BLOCK):
+        number = start + tl.arange(0, BLOCK)
+        total += tl.load(partials + number, mask=number < last, other=0)
+    return tl.sqrt(tl.sum(total, axis=0))
+
+
+@triton.jit
+def scale_kernel(
+    scales,
+    wanted,
+    wanted_firsts,
+    squares,
+    squares_firsts,
+    momentum,
+    counts,
+    second_decay: tl.float64,
+    ADAM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """s = |R| / |P| of one tensor, 0 if P is 0.
+
+    With ADAM, |R| = |c m / (sqrt(v / d) + eps)|, c and d the bias corrections, is
+    c sqrt(d) |m / (sqrt(v) + eps sqrt(d))|.
+
+    Grid: one program for each tensor, which reads its partial sums. Bound: the launch.
+    """
+    t = tl.program_id(0)
+    length = norm_of(wanted, wanted_firsts, t, BLOCK)
+    norm = norm_of(squares, squares_firsts, t, BLOCK)
+    if ADAM:
+        mu = tl.load(momentum).to(tl.float64)
+        # The momentum is not averaged: Adam's first moment is 1 - mu times it.
+        first = (1 - mu) / correction(mu, tl.load(counts + 2 * t))
+        second = correction(second_decay, tl.load(counts + 2 * t + 1))
+        length *= first * tl.sqrt(second)
+    tl.store(scales + t, tl.where(norm == 0, 0.0, length / norm))
 
 
 def grafted_directions_(
@@ -35,41 +119,21 @@ def grafted_directions_(
         return torch.zeros(0, dtype=torch.float64, device=momentum.device)
     device = momenta[0].device
     programs = programs or programs_at_once(device)
-    update_momenta(momenta, grads, momentum, programs)
+    mu, adam = scalar_on(device, momentum), len(second_moments) > 0
+    lists = [momenta, *([second_moments] if adam else []), readable(grads)]
+    table = counts.to(device, non_blocking=True).contiguous() if adam else mu  # not read without
+    numbers = (mu, table, second_decay, eps)
+    wanted = launch_over(momentum_kernel, lists, numbers, programs, sums=True, SUMS=True, ADAM=adam)
     products(momenta, out, factors, programs)
-    norms = _norms(out)
-    if second_moments:
-        mu, counts = scalar_on(device, momentum), counts.to(device, non_blocking=True)
-        wanted = _adam_norms(momenta, second_moments, grads, mu, counts, second_decay, eps)
-    else:
-        wanted = _norms(momenta)
+    squares = launch_over(squares_kernel, [out], (), programs, sums=True)
+    scales = torch.empty(len(momenta), dtype=torch.float64, device=device)
+    launch(
+        scale_kernel,
+        len(momenta),
+        *(scales, *wanted, *squares, mu, table, second_decay),
+        ADAM=adam,
+        BLOCK=BLOCK,
+        num_warps=WARPS,
+    )
     mark_written([*momenta, *second_moments, *out])
-    return torch.where(norms == 0, torch.zeros_like(norms), wanted / norms)
-
-
-def _norms(tensors: Sequence[Tensor]) -> Tensor:
-    # In float64: float32 squares overflow and underflow early.
-    return torch.stack(torch._foreach_norm(list(tensors), 2, torch.float64))
-
-
-def _adam_norms(
-    momenta: Sequence[Tensor],
-    second_moments: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    mu: Tensor,
-    counts: Tensor,
-    decay: float,
-    eps: float,
-) -> Tensor:
-    """Updates v; returns |c m / (sqrt(v / d) + eps)| as c sqrt(d) |m / (sqrt(v) + eps sqrt(d))|."""
-    squares = list(second_moments)
-    wide = [g.to(v.dtype) for g, v in zip(grads, squares, strict=True)]
-    torch._foreach_mul_(squares, decay)
-    torch._foreach_addcmul_(squares, wide, wide, 1 - decay)
-    roots = torch._foreach_sqrt(squares)
-    mu, updates, second_updates = mu.double(), *counts.unbind(1)
-    # The momentum is not averaged: Adam's first moment is 1 - mu times it.
-    first, second = (1 - mu) / (1 - mu**updates), (1 - decay**second_updates).sqrt()
-    floors = {dtype: (eps * second).to(dtype).unbind() for dtype in {r.dtype for r in roots}}
-    torch._foreach_add_(roots, [floors[r.dtype][t] for t, r in enumerate(roots)])
-    return _norms(torch._foreach_div(list(momenta), roots)) * first * second
+    return scales

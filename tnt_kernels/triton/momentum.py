@@ -22,51 +22,95 @@ from tnt_kernels.triton.launch import (
     programs_at_once,
     readable,
     scalar_on,
-    state_dtype,
     table,
     tile_tables,
 )
 from tnt_kernels.triton.tiles import (
-    LARGEST_INDEX,
     MERGED_STEPS,
     PROBLEM,
     TILE_ROW,
     blocks,
     fields,
     merge_small,
-    merged,
+    pieces,
 )
 
-# The problem table, int64: up to three merged dimensions, the fastest first.
-TARGET, SOURCE, COUNT, INNER, MIDDLE, TARGET_STRIDES = fields(6)
-SOURCE_STRIDES, DECAYED = tl.constexpr(8), tl.constexpr(11)
-PROBLEM_FIELDS = tl.constexpr(12)
+# The problem table, int64, one row for each piece of a tensor: the tensor's number, elements, sizes
+# of the two fastest of three dimensions, a flag, and the number of its first partial sum.
+NUMBER, COUNT, INNER, MIDDLE, DECAYED, PARTIAL = fields(6)
+# Then a place in each of up to three lists: index of an address, offset, three strides.
+PLACES, PLACE_FIELDS = tl.constexpr(6), tl.constexpr(5)
+ADDRESS, OFFSET, STRIDES = fields(3)
+PROBLEM_FIELDS = tl.constexpr(21)
 TILE_FIELDS = tl.constexpr(2)
 
-SPAN = 4096  # elements of a program
-BLOCK = 1024  # elements of a step
+LEVELS = tl.constexpr(10)
+BLOCK = 2**LEVELS.value  # elements of a step
+SPAN = 4 * BLOCK  # elements of a program
 WARPS = 4
-MOST_DIMENSIONS = 3
 
 
 @triton.jit
-def _elements(
-    problem, target, source, count, first, start, BLOCK: tl.constexpr, VECTOR: tl.constexpr
-):
-    """The addresses of BLOCK elements of both tensors, and which of them exist."""
+def span_of(tiles, problems, SPAN: tl.constexpr, VECTOR: tl.constexpr):
+    """A program's problem, its first element there, and the problem's number of elements."""
+    tile = tiles + tl.program_id(0) * TILE_FIELDS
+    problem = problems + tl.load(tile + PROBLEM) * PROBLEM_FIELDS
+    count = tl.load(problem + COUNT).to(tl.int32)
+    if VECTOR > 1:
+        count = tl.multiple_of(count, VECTOR)
+    return problem, tl.load(tile + TILE_ROW) * SPAN, count
+
+
+@triton.jit
+def start_of(problem, LIST: tl.constexpr, addresses, TYPE: tl.constexpr, VECTOR: tl.constexpr):
+    """The address of a problem's first element in one of the lists."""
+    place = problem + PLACES + LIST * PLACE_FIELDS
+    tensor = tl.load(addresses + tl.load(place + ADDRESS)).to(tl.pointer_type(TYPE))
+    start = tensor + tl.load(place + OFFSET)
+    if VECTOR > 1:
+        start = tl.multiple_of(start, 16)
+    return start
+
+
+@triton.jit
+def indices_of(problem, first, count, start, BLOCK: tl.constexpr, VECTOR: tl.constexpr):
+    """Which of BLOCK elements exist, and their indices in the three dimensions."""
     # Not `element < count`: `first + start` may exceed a 32-bit index.
     element = first + start + tl.arange(0, BLOCK)
     inside = start + tl.arange(0, BLOCK) < count - first
     if VECTOR > 1:
-        return target + element, source + element, inside
+        return inside, element, element, element
     inner = tl.load(problem + INNER).to(tl.int32)
     middle = tl.load(problem + MIDDLE).to(tl.int32)
-    x, rest = element % inner, element // inner
-    y, z = rest % middle, rest // middle
-    t_strides, s_strides = problem + TARGET_STRIDES, problem + SOURCE_STRIDES
-    to = target + x * tl.load(t_strides) + y * tl.load(t_strides + 1) + z * tl.load(t_strides + 2)
-    at = source + x * tl.load(s_strides) + y * tl.load(s_strides + 1) + z * tl.load(s_strides + 2)
-    return to, at, inside
+    rest = element // inner
+    return inside, element % inner, rest % middle, rest // middle
+
+
+@triton.jit
+def addresses_at(problem, LIST: tl.constexpr, start, x, y, z, VECTOR: tl.constexpr):
+    """The addresses of the elements with these indices in one of the lists."""
+    if VECTOR > 1:
+        return start + x
+    strides = problem + PLACES + LIST * PLACE_FIELDS + STRIDES
+    return start + x * tl.load(strides) + y * tl.load(strides + 1) + z * tl.load(strides + 2)
+
+
+@triton.jit
+def store_sum(partials, problem, first, total, SPAN: tl.constexpr):
+    """Stores a program's partial sum, of 2**LEVELS terms.
+
+    Neighbours are added in pairs: tl.sum's own order follows the width of loads, which also depends
+    on a list's other tensors.
+    """
+    for level in tl.static_range(1, LEVELS + 1):
+        total = tl.sum(tl.reshape(total, (1 << (LEVELS - level), 2)), axis=1)
+    tl.store(partials + tl.load(problem + PARTIAL) + first // SPAN + tl.arange(0, 1), total)
+
+
+@triton.jit
+def correction(decay, updates):
+    """1 - decay**updates, by which Adam divides an average: exact to some roundings of 1."""
+    return 1 - tl.exp2(updates * tl.log2(decay))
 
 
 @triton.jit
@@ -74,32 +118,61 @@ def momentum_kernel(
     tiles,
     problems,
     addresses,
+    partials,
     momentum,
+    counts,
+    second_decay: tl.float64,
+    eps: tl.float64,
     ELEMENT: tl.constexpr,
     RESULT: tl.constexpr,
     SPAN: tl.constexpr,
     BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
+    SUMS: tl.constexpr,
+    ADAM: tl.constexpr,
 ):
-    """m <- momentum m + g on SPAN elements of one tensor.
+    """m <- momentum m + g on SPAN elements of one tensor; with SUMS also its sum of squares.
 
-    Grid: one program for each SPAN elements, of which it reads m and g once and writes m. Bound:
-    memory.
+    With ADAM also v <- second_decay v + (1 - second_decay) g^2, and the sum is that of the squares
+    of m / (sqrt(v) + eps sqrt(d)), with v's bias correction d.
+
+    Grid: one program for each SPAN elements, of which it reads m, v and g once and writes m and v.
+    Bound: memory.
     """
-    tile = tiles + tl.program_id(0) * TILE_FIELDS
-    problem = problems + tl.load(tile + PROBLEM) * PROBLEM_FIELDS
-    first = tl.load(tile + TILE_ROW) * SPAN
-    target = tl.load(addresses + tl.load(problem + TARGET)).to(tl.pointer_type(RESULT))
-    source = tl.load(addresses + tl.load(problem + SOURCE)).to(tl.pointer_type(ELEMENT))
-    count = tl.load(problem + COUNT).to(tl.int32)
+    problem, first, count = span_of(tiles, problems, SPAN, VECTOR)
+    GRAD: tl.constexpr = 2 if ADAM else 1
+    m_start = start_of(problem, 0, addresses, RESULT, VECTOR)
+    g_start = start_of(problem, GRAD, addresses, ELEMENT, VECTOR)
     mu = tl.load(momentum).to(RESULT)
-    if VECTOR > 1:
-        target, source = tl.multiple_of(target, 16), tl.multiple_of(source, 16)
-        count = tl.multiple_of(count, VECTOR)
+    if ADAM:
+        v_start = start_of(problem, 1, addresses, RESULT, VECTOR)
+        decay, weight = second_decay.to(RESULT), (1 - second_decay).to(RESULT)
+        updates = tl.load(counts + 2 * tl.load(problem + NUMBER) + 1)
+        floor = (eps * tl.sqrt(correction(second_decay, updates))).to(RESULT)
+    total = tl.zeros((BLOCK,), tl.float64)
     for start in range(0, SPAN, BLOCK):
-        to, at, inside = _elements(problem, target, source, count, first, start, BLOCK, VECTOR)
-        g = tl.load(at, mask=inside, other=0).to(RESULT)
-        tl.store(to, mu * tl.load(to, mask=inside, other=0) + g, mask=inside)
+        inside, x, y, z = indices_of(problem, first, count, start, BLOCK, VECTOR)
+        m_at = addresses_at(problem, 0, m_start, x, y, z, VECTOR)
+        g_at = addresses_at(problem, GRAD, g_start, x, y, z, VECTOR)
+        g = tl.load(g_at, mask=inside, other=0).to(RESULT)
+        m = mu * tl.load(m_at, mask=inside, other=0) + g
+        length = m
+        if ADAM:
+            v_at = addresses_at(problem, 1, v_start, x, y, z, VECTOR)
+            v = decay * tl.load(v_at, mask=inside, other=0) + weight * g * g
+            tl.store(v_at, v, mask=inside)
+            if RESULT == tl.float32:
+                # `/` and tl.sqrt of float32 are approximate, and take subnormal numbers for 0.
+                length = tl.div_rn(m, tl.sqrt_rn(v) + floor)
+            else:
+                length = m / (tl.sqrt(v) + floor)
+            length = tl.where(inside, length, 0)
+        tl.store(m_at, m, mask=inside)
+        if SUMS:
+            # In float64: float32 squares overflow and underflow early.
+            total = tl.fma(length.to(tl.float64), length.to(tl.float64), total)
+    if SUMS:
+        store_sum(partials, problem, first, total, SPAN)
 
 
 @triton.jit
@@ -121,31 +194,26 @@ def scaled_step_kernel(
 
     Grid and bound: as of the momenta.
     """
-    tile = tiles + tl.program_id(0) * TILE_FIELDS
-    problem = problems + tl.load(tile + PROBLEM) * PROBLEM_FIELDS
-    first = tl.load(tile + TILE_ROW) * SPAN
-    number = tl.load(problem + TARGET)
-    target = tl.load(addresses + number).to(tl.pointer_type(RESULT))
-    source = tl.load(addresses + tl.load(problem + SOURCE)).to(tl.pointer_type(ELEMENT))
-    count = tl.load(problem + COUNT).to(tl.int32)
+    problem, first, count = span_of(tiles, problems, SPAN, VECTOR)
+    w_start = start_of(problem, 0, addresses, RESULT, VECTOR)
+    p_start = start_of(problem, 1, addresses, ELEMENT, VECTOR)
     alpha = tl.load(lr).to(tl.float64)
     gamma = tl.load(weight_decay).to(tl.float64) * tl.load(problem + DECAYED)
     rate, decay = alpha, (alpha * gamma).to(ELEMENT)
     if SCALED:
-        rate = alpha * tl.load(scales + number)
-    if VECTOR > 1:
-        target, source = tl.multiple_of(target, 16), tl.multiple_of(source, 16)
-        count = tl.multiple_of(count, VECTOR)
+        rate = alpha * tl.load(scales + tl.load(problem + NUMBER))
     for start in range(0, SPAN, BLOCK):
-        to, at, inside = _elements(problem, target, source, count, first, start, BLOCK, VECTOR)
-        w = tl.load(to, mask=inside, other=0).to(ELEMENT)
+        inside, x, y, z = indices_of(problem, first, count, start, BLOCK, VECTOR)
+        w_at = addresses_at(problem, 0, w_start, x, y, z, VECTOR)
+        p_at = addresses_at(problem, 1, p_start, x, y, z, VECTOR)
+        w = tl.load(w_at, mask=inside, other=0).to(ELEMENT)
         shrunk = decay * tl.where(decay == 0, 0, w)  # an infinite W that does not decay stays
-        moved = rate.to(ELEMENT) * tl.load(at, mask=inside, other=0) + shrunk
-        tl.store(to, (w - moved).to(RESULT), mask=inside)
+        moved = rate.to(ELEMENT) * tl.load(p_at, mask=inside, other=0) + shrunk
+        tl.store(w_at, (w - moved).to(RESULT), mask=inside)
 
 
 class Kind(NamedTuple):
-    """The tensors of one launch: the dtypes of what is read and written, elements of a load."""
+    """The tensors of one launch: dtypes of the last and of the first list, elements of a load."""
 
     source: torch.dtype
     target: torch.dtype
@@ -154,68 +222,78 @@ class Kind(NamedTuple):
 
 @dataclass
 class Plan:
-    """The launches that update targets of given layouts."""
+    """The launches over all elements of lists of tensors of given layouts."""
 
     problems: Tensor
     launches: list[tuple[Kind, int, Tensor]]
-    left_to_torch: tuple[int, ...]  # tensors with too many dimensions that do not merge
+    partials: int  # how many partial sums there are
+    firsts: Tensor  # the number of each tensor's first one, and of one beyond the last tensor's
 
 
 def plan(
-    targets: tuple[Layout, ...],
-    sources: tuple[Layout, ...],
-    decayed: tuple[bool, ...],
-    device: torch.device,
-    programs: int,
+    tensors: tuple[Layout, ...], decayed: tuple[bool, ...], device: torch.device, programs: int
 ) -> Plan:
-    """Plans the targets' launches; ``decayed`` has a flag for each of them."""
+    """Plans the launches; ``tensors`` are of one list after another, with a flag for each row."""
     problems: list[tuple[int, ...]] = []
-    left_to_torch: list[int] = []
     kinds: dict[Kind, list[int]] = defaultdict(list)
-    for t, (target, source) in enumerate(zip(targets, sources, strict=True)):
-        count = math.prod(target.shape)
-        if count == 0:
-            continue
-        groups = merged(target.shape, target.strides, source.strides)
-        if len(groups.sizes) > MOST_DIMENSIONS or count > LARGEST_INDEX:
-            left_to_torch.append(t)
-            continue
-        missing = MOST_DIMENSIONS - len(groups.sizes)
-        sizes = [*groups.sizes, *[1] * missing]
-        strides = [*groups.strides, *[(0, 0)] * missing]
-        vector = min(target.vector, source.vector)
-        flat = groups.strides == [(1, 1)] and count % vector == 0
-        kinds[Kind(source.dtype, target.dtype, vector if flat else 1)].append(len(problems))
-        to, at = zip(*strides, strict=True)
-        problems.append((t, len(targets) + t, count, *sizes[:2], *to, *at, decayed[t]))
-    merge_small(kinds, lambda kind, n: blocks(problems[n][2], SPAN), MERGED_STEPS * programs)
+    firsts = [0]
+    partials = 0
+    for t, flag in enumerate(decayed):
+        row = tensors[t :: len(decayed)]
+        indices = range(t, len(tensors), len(decayed))
+        widest = min(layout.vector for layout in row)
+        for piece in pieces(row[0].shape, *[layout.strides for layout in row]):
+            count = math.prod(piece.sizes)
+            flat = piece.sizes[0] == count and set(piece.strides[0]) == {1} and count % widest == 0
+            kinds[Kind(row[-1].dtype, row[0].dtype, widest if flat else 1)].append(len(problems))
+            places = zip(indices, piece.starts, *piece.strides, strict=True)
+            own = [t, count, *piece.sizes[:2], flag, partials, *[n for p in places for n in p]]
+            problems.append((*own, *[0] * (PROBLEM_FIELDS.value - len(own))))
+            partials += blocks(count, SPAN)
+        firsts.append(partials)
+    merge_small(kinds, lambda kind, n: blocks(problems[n][1], SPAN), MERGED_STEPS * programs)
     tiles = {
-        kind: [(n, i) for n in numbers for i in range(blocks(problems[n][2], SPAN))]
+        kind: [(n, i) for n in numbers for i in range(blocks(problems[n][1], SPAN))]
         for kind, numbers in kinds.items()
     }
     launches = tile_tables(tiles, device)
-    return Plan(table(problems, torch.int64, device), launches, tuple(left_to_torch))
+    problem_table = table(problems, torch.int64, device)
+    return Plan(problem_table, launches, partials, table([firsts], torch.int64, device))
 
 
-def _launch(
+class Sums(NamedTuple):
+    """Partial sums, float64, and the number of each tensor's first one."""
+
+    partials: Tensor
+    firsts: Tensor
+
+
+def launch_over(
     kernel: "triton.JITFunction",
-    targets: Sequence[Tensor],
-    sources: Sequence[Tensor],
-    decayed: Sequence[bool],
-    numbers: Sequence[Tensor],
+    lists: Sequence[Sequence[Tensor]],
+    numbers: Sequence[Tensor | float],
     programs: int,
+    *,
+    decayed: Sequence[bool] = (),
+    sums: bool = False,
     **constants: bool,
-) -> tuple[int, ...]:
-    """Launches a kernel for all tensors; returns those that are left to torch."""
-    device = targets[0].device
-    p = planned(plan, targets, sources, rest=(tuple(decayed), device, programs))
+) -> Sums:
+    """Launches a kernel over all elements of lists of at least one tensor each.
+
+    With ``sums`` the kernel's partial sums, which come before its numbers; else they are empty.
+    """
+    every = [tensor for tensors in lists for tensor in tensors]
+    device = every[0].device
+    flags = tuple(decayed) or (False,) * len(lists[0])
+    p = planned(plan, every, rest=(flags, device, programs))
     keep_for_graph(device, p)
-    addresses = addresses_of([*targets, *sources])
+    partials = torch.empty(p.partials if sums else 0, dtype=torch.float64, device=device)
+    addresses = addresses_of(every)
     for kind, count, tiles in p.launches:
         launch(
             kernel,
             count,
-            *(tiles, p.problems, addresses, *numbers),
+            *(tiles, p.problems, addresses, *([partials] if sums else []), *numbers),
             ELEMENT=ELEMENTS[kind.source],
             RESULT=ELEMENTS[kind.target],
             SPAN=SPAN,
@@ -224,18 +302,18 @@ def _launch(
             num_warps=WARPS,
             **constants,
         )
-    return p.left_to_torch
+    return Sums(partials, p.firsts)
 
 
 def update_momenta(
     momenta: Sequence[Tensor], grads: Sequence[Tensor], momentum: Tensor, programs: int
 ) -> None:
     """m <- momentum m + g, for at least one momentum."""
-    grads = readable(grads)
     mu = scalar_on(momenta[0].device, momentum)
-    flags = [False] * len(momenta)
-    for t in _launch(momentum_kernel, momenta, grads, flags, [mu], programs):
-        momenta[t].mul_(mu.to(momenta[t].dtype)).add_(grads[t])
+    # Without sums and Adam the kernel reads no other numbers.
+    numbers = (mu, mu, mu, 0.0, 0.0)
+    lists = [momenta, readable(grads)]
+    launch_over(momentum_kernel, lists, numbers, programs, SUMS=False, ADAM=False)
 
 
 def scaled_step_(
@@ -252,19 +330,14 @@ def scaled_step_(
     if not params:
         return
     device = params[0].device
-    directions = readable(directions)
     alpha, gamma = scalar_on(device, lr), scalar_on(device, weight_decay)
     factors = scales.to(device, non_blocking=True).contiguous()
-    numbers = [alpha, gamma, factors if len(factors) else alpha]
-    for t in _launch(
-        *(scaled_step_kernel, params, directions, decayed, numbers),
+    launch_over(
+        scaled_step_kernel,
+        [params, readable(directions)],
+        [alpha, gamma, factors if len(factors) else alpha],
         programs or programs_at_once(device),
+        decayed=decayed,
         SCALED=len(factors) > 0,
-    ):
-        state = state_dtype(params[t].dtype)
-        rate = alpha.double() * factors[t] if len(factors) else alpha
-        decay = alpha * gamma * decayed[t]
-        wide = params[t].to(state)
-        shrunk = torch.where(decay == 0, 0, decay.to(state) * wide)
-        params[t].copy_(wide - (rate.to(state) * directions[t] + shrunk))
+    )
     mark_written(params)

@@ -7,6 +7,7 @@ depend on shapes and strides only: they are built once for a set of parameters a
 device.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -98,6 +99,40 @@ def merged(sizes: Sequence[int], *strides: Sequence[int]) -> Groups:
             groups.sizes.append(n)
             groups.strides.append(steps)
     return groups
+
+
+class Piece(NamedTuple):
+    """A part of tensors of one shape, in three dimensions, the fastest first."""
+
+    sizes: list[int]
+    starts: list[int]  # in elements from each tensor's first
+    strides: list[tuple[int, ...]]  # of each dimension, for each tensor
+
+
+def pieces(sizes: Sequence[int], *strides: Sequence[int]) -> Iterator[Piece]:
+    """Parts that together are all elements of tensors of one shape.
+
+    One, unless more than three dimensions do not merge, which cuts the smallest to single indices,
+    or there are more than LARGEST_INDEX elements, which cuts the largest.
+    """
+    if 0 in sizes:
+        return
+    groups = merged(sizes, *strides)
+    missing = max(0, 3 - len(groups.sizes))
+    dimensions = [*groups.sizes, *[1] * missing]
+    steps = [*groups.strides, *[(0,) * len(strides)] * missing]
+    by_size = sorted(range(len(dimensions)), key=lambda i: dimensions[i])
+    kept, largest = sorted(by_size[-3:]), by_size[-1]
+    lengths = [n if i in kept else 1 for i, n in enumerate(dimensions)]
+    lengths[largest] = LARGEST_INDEX // (math.prod(lengths) // lengths[largest])
+    ranges = [range(0, n, length) for n, length in zip(dimensions, lengths, strict=True)]
+    for firsts in itertools.product(*ranges):
+        counts = [min(w, n - i) for w, n, i in zip(lengths, dimensions, firsts, strict=True)]
+        starts = [
+            sum(i * step[tensor] for i, step in zip(firsts, steps, strict=True))
+            for tensor in range(len(strides))
+        ]
+        yield Piece([counts[i] for i in kept], starts, [steps[i] for i in kept])
 
 
 def unfolded(

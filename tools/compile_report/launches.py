@@ -25,6 +25,7 @@ from triton.runtime.jit import JITFunction
 import tnt_kernels.triton as package
 from tnt_kernels.triton import (
     damped_inverse,
+    grafted_directions,
     gram_ema,
     inverse_root,
     mode_products,
@@ -175,6 +176,16 @@ def _damped_inverse(dtype: torch.dtype, shape: Shape) -> None:
         damped_inverse.damped_inverse(out, stats, [3], _number(0.1), relative)
 
 
+def _grafted_directions(dtype: torch.dtype, shape: Shape) -> None:
+    state = state_dtype(dtype)
+    for squares in ([], [torch.zeros(*shape, dtype=state)]):
+        grafted_directions.grafted_directions_(
+            *([torch.zeros(*shape, dtype=state)], squares, [torch.zeros(*shape, dtype=state)]),
+            *([torch.zeros(*shape, dtype=dtype)], _square(shape, dtype), _number(0.9)),
+            *(torch.ones(1, 2, dtype=torch.float64), 0.99, 1e-8),
+        )
+
+
 def _inverse_root(dtype: torch.dtype, shape: Shape) -> None:
     if dtype not in (torch.float32, torch.float64):
         return
@@ -189,6 +200,7 @@ def _inverse_root(dtype: torch.dtype, shape: Shape) -> None:
 # The call of every operator for one dtype and width.
 CALLS = (
     _damped_inverse,
+    _grafted_directions,
     _gram_ema,
     _inverse_root,
     _mode_products,

@@ -53,6 +53,13 @@ def run(
     memory.check_programs()
 
 
+def _bits(argument: Tensor | int | float) -> int:
+    """What a kernel gets for an argument; a Python float is a float64 to our kernels."""
+    if isinstance(argument, Tensor):
+        return argument.data_ptr()
+    return int(np.float64(argument).view(np.int64)) if isinstance(argument, float) else argument
+
+
 @contextmanager
 def on_machine(capability: int) -> Iterator[None]:
     """Within it, every launch is compiled for an architecture, as 80, and executed here.
@@ -73,7 +80,7 @@ def on_machine(capability: int) -> Iterator[None]:
         compiled = compile_(self, *arguments, grid=grid, warmup=True, **named)
         given = [a for a in arguments if isinstance(a, Tensor)]
         reached = [tensor for a in given for tensor in listed.get(a.data_ptr(), ())]
-        values = [a.data_ptr() if isinstance(a, Tensor) else int(a) for a in arguments]
+        values = [_bits(a) for a in arguments]
         memory = GlobalMemory([*given, *reached])
         run(compiled.asm["ptx"], memory, values, grid[0], compiled.metadata.shared)
         return compiled
