@@ -15,6 +15,10 @@ from pathlib import Path
 from statistics import linear_regression
 from typing import Annotated, Any
 
+from tools.measuring.packages import require_bench
+
+require_bench()
+
 import torch
 import typer
 from torch import nn

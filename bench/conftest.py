@@ -11,6 +11,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from tools.measuring.packages import require_bench
+
+require_bench()
+
 import pytest
 import torch
 

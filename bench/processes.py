@@ -19,6 +19,10 @@ from pathlib import Path
 from typing import Annotated, Any
 from unittest import mock
 
+from tools.measuring.packages import require_bench
+
+require_bench()
+
 import torch
 import torch.distributed as dist
 import typer

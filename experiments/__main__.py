@@ -16,6 +16,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Annotated
 
+from tools.measuring.packages import require_bench
+
+require_bench()
+
 import typer
 
 import experiments
@@ -108,4 +112,9 @@ for _name, _module in commands().items():
 app.command("all")(run_everything)
 
 if __name__ == "__main__":
-    app()
+    try:
+        app()
+    except SystemExit as end:
+        if end.code == 128 + signal.SIGINT:
+            print("stopped; the same command goes on from what is saved", file=sys.stderr)
+        raise

@@ -19,19 +19,18 @@ from typing import Annotated, Any, NamedTuple
 import numpy
 import torch
 import typer
-from matplotlib import pyplot
 
 from experiments import options
 from experiments.confidence import interval
 from experiments.methods import METHODS, Settings
 from experiments.options import Quick, chosen, user_errors
-from experiments.plots import band, plain_axes, save
+from experiments.plots import Curve, plot_curves
 from experiments.pool import make_runs
 from experiments.problems.autoencoders import load_autoencoder
 from experiments.problems.classifiers import load_classifier
 from experiments.problems.language import load_language, load_recurrent
 from experiments.problems.problem import Problem
-from experiments.run_files import RunFile
+from experiments.run_files import RunFile, load_runs
 from experiments.search import lowest
 from experiments.steps import PLAIN, Kind, problem_step, time_kinds
 from experiments.tasks import BATCH_SIZE, RIVALS, SCHEDULE, UNTUNED, modern_settings
@@ -119,16 +118,25 @@ def main(
     quick: options.QuickRun = False,
     jobs: options.Jobs = 2,
     threads: options.Threads = 1,
+    draw: Annotated[Path | None, typer.Option("--draw", metavar="FILE.png")] = None,
     out: options.Out = None,
 ) -> None:
     """Beyond the paper: optimizers without any argument against tuned rivals.
 
-    `--threads` are those of the timed steps; each training has one.
+    `--threads` are those of the timed steps; each training has one. `--draw` trains nothing: it
+    draws one task of the record, TNT and TNT-EF with the rivals, as in README.md.
     """
     # As in the processes of the pool: a run's numbers must not depend on the number of jobs.
     options.set_machine(1)
     tasks = SMALL if quick else {name: TASKS[name] for name in chosen(task, list(TASKS))}
     out = out or Path("results/defaults.json")
+    if draw is not None:
+        with user_errors():
+            runs = load_runs(out)["runs"]
+        for name, one in tasks.items():
+            shown = [r for r in rows(runs, name, one) if r.method not in ("shampoo", "kfac")]
+            plot(shown[::-1], one, draw)
+        return
     with user_errors():
         file = RunFile(out, "defaults", {"schedule": SCHEDULE, "tuning_seed": TUNING_SEED})
         for name, one in tasks.items():
@@ -139,7 +147,7 @@ def main(
             if one.after is None:
                 _measure(file, name, one, maker, threads or 1)
     for name, one in tasks.items():
-        plot(rows(file.runs, name, one), one, out.with_name(f"{out.stem}-{name}.png"))
+        plot(rows(file.runs, name, one)[::-1], one, out.with_name(f"{out.stem}-{name}.png"))
     timed = {run["key"]["task"] for run in file.runs if run["key"]["settings"] is None}
     known = {**TASKS, **tasks}
     pages = [
@@ -427,10 +435,8 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def plot(found: Sequence[Row], task: Task, path: Path) -> None:
-    """Draw the losses against steps and seconds: means over the seeds and standard deviations."""
-    figure, (by_step, by_second) = pyplot.subplots(
-        1, 2, figsize=(11, 4.8), sharey=True, layout="constrained"
-    )
+    """Draw the losses of the methods that did not diverge; seconds are of steps timed alone."""
+    curves = []
     for row in found:
         if not all(map(math.isfinite, row.final)):
             continue
@@ -438,13 +444,9 @@ def plot(found: Sequence[Row], task: Task, path: Path) -> None:
         epoch_steps = (len(row.clock) - 1) // len(columns)
         steps = [epoch_steps * number for number in range(1, len(columns) + 1)]
         method = METHODS[row.method]
-        for axes, x in ((by_step, steps), (by_second, [row.clock[step] for step in steps])):
-            band(axes, x, columns, color=method.colour, linewidth=1.6, label=method.label)
-    by_step.set_ylabel("loss" if task.metric is None else task.metric.replace("_", " "))
-    by_step.set_xlabel("steps")
-    by_second.set_xlabel("training time [s], from kinds of steps measured alone")
-    for axes in (by_step, by_second):
-        axes.set_xlim(left=0)
-        plain_axes(axes)
-    by_step.legend(frameon=False, fontsize=7)
-    save(figure, path, task.label)
+        own = "no argument" if row.method in UNTUNED else f"tuned, lr {row.lr:g}"
+        seconds = [row.clock[step] for step in steps]
+        label = "AdamW" if row.method == "adam" else method.label  # there is no weight decay
+        curves.append(Curve(f"{label}: {own}", method.colour, steps, seconds, columns))
+    loss_label = "training loss" if task.metric is None else task.metric.replace("_", " ")
+    plot_curves(curves, path, f"{task.label}, {task.seeds} seeds", loss_label)

@@ -417,7 +417,7 @@ METHODS: dict[str, Method] = {
     "adam": Method("Adam", "#009E73", None, True, 0.999, _adam),
     "sgd": Method("SGD-m", "#D55E00", None, False, None, _sgd),
     "muon": Method("Muon + AdamW", "#000000", None, False, None, _muon),
-    "soap": Method("SOAP", "#F0E442", None, True, 0.95, _soap),
+    "soap": Method("SOAP", "#999999", None, True, 0.95, _soap),
 }
 
 

@@ -1,10 +1,11 @@
-"""The pictures' common parts, and the picture of training runs in the paper's form."""
+"""The pictures' common parts, and two pictures of training runs: plain, and the paper's."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, ScalarFormatter  # noqa: E402
+from PIL import Image  # noqa: E402
 
 from experiments.methods import METHODS, variant, variant_labels  # noqa: E402
 from experiments.training import Epoch, Run  # noqa: E402
@@ -27,6 +29,8 @@ def save(figure: Any, path: Path, title: str, dpi: int = 110) -> None:
     figure.suptitle(title, fontsize=11)
     figure.savefig(path, dpi=dpi)
     pyplot.close(figure)
+    with Image.open(path) as picture:  # 256 colours are a third of the bytes
+        picture.convert("RGB").quantize(256).save(path, optimize=True)
 
 
 def plain_axes(axes: Axes) -> None:
@@ -49,6 +53,67 @@ def band(
     high = [mean + spread for mean, spread in zip(means, spreads, strict=True)]
     axes.fill_between(x, low, high, color=style["color"], alpha=0.15, linewidth=0)
     return means
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One method's losses.
+
+    Attributes:
+        label: the method and its settings.
+        colour: of the curve.
+        steps: at each point.
+        seconds: at each point.
+        columns: at each point the losses of all seeds.
+    """
+
+    label: str
+    colour: str
+    steps: Sequence[float]
+    seconds: Sequence[float]
+    columns: Sequence[Sequence[float]]
+
+
+def plot_curves(
+    curves: Sequence[Curve],
+    path: Path,
+    title: str,
+    loss_label: str,
+    goal: Curve | None = None,
+    floor: float | None = None,
+) -> None:
+    """Draw losses against steps and seconds: means over the seeds and standard deviations.
+
+    Args:
+        curves: the last one is drawn on top.
+        path: the PNG to write.
+        title: above the panels.
+        loss_label: the unit of the loss.
+        goal: a curve whose last loss is a dotted line; a dot marks where another one reaches it.
+        floor: the loss's lower bound, if known; the axis of the losses is then logarithmic.
+    """
+    figure, panels = pyplot.subplots(1, 2, figsize=(11, 4.4), sharey=True, layout="constrained")
+    last = None if goal is None else statistics.fmean(goal.columns[-1])
+    for axes, name in zip(panels, ("steps", "seconds"), strict=True):
+        for curve in curves:
+            x: Sequence[float] = getattr(curve, name)
+            style = {"color": curve.colour, "linewidth": 2.0, "label": curve.label}
+            means = band(axes, x, curve.columns, **style)
+            if last is not None and curve is not goal:
+                reached = next((i for i, mean in enumerate(means) if mean <= last), None)
+                if reached is not None:
+                    axes.plot(x[reached], means[reached], "o", color=curve.colour)
+        if last is not None:
+            axes.axhline(last, color=goal.colour if goal else None, linestyle=":", linewidth=1)
+        if floor is not None:
+            _loss_axis(axes, floor)
+        axes.set_xlim(left=0)
+        plain_axes(axes)
+    panels[0].set_ylabel(loss_label)
+    panels[0].set_xlabel("steps")
+    panels[1].set_xlabel("training time [s]")
+    panels[0].legend(frameon=False, fontsize=9)
+    save(figure, path, title)
 
 
 def grouped(runs: Sequence[Run]) -> list[tuple[str, list[Run]]]:

@@ -45,6 +45,8 @@ def make_runs(
     ):
         for settings, record in finished:
             file.add(wanted[settings], kept(record))
+            loss = record["final_smoothed_loss"]
+            bar.set_postfix_str(f"{settings.optimizer}, loss {loss:.4g}", refresh=False)
             bar.update()
 
 

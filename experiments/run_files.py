@@ -62,6 +62,8 @@ class RunFile:
         }
         if self.path.exists():
             self._record = _read(self.path, experiment, self._record["protocol"])
+            if self.runs:
+                print(f"{self.path} has {len(self.runs)} finished runs: they are not made again")
 
     @property
     def runs(self) -> list[dict[str, Any]]:

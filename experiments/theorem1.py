@@ -242,7 +242,9 @@ def averages(points: Iterator[Point], steps: int) -> dict[str, Any]:
     """The averages over t <= N of the squared gradient norms, and the last loss."""
     wanted, total = set(recorded_at(steps)), 0.0
     means: list[float] = []
-    for point in tqdm(islice(points, steps), total=steps, leave=False, disable=None):
+    bar = tqdm(islice(points, steps), total=steps, leave=False, disable=None)
+    for point in bar:
+        bar.set_postfix_str(f"loss {point.loss:.4g}", refresh=False)
         total += point.squared_norm
         if point.t in wanted:
             means.append(float(f"{total / point.t:.6g}"))

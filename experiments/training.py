@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -150,7 +152,8 @@ def train(
 
     Start, batches and augmentation depend on the seed only, so runs of several optimizers compare.
     All data are on the device. A loss that is not finite ends the run, which then counts as
-    diverged; so do failing statistics or inverses.
+    diverged; so do failing statistics or inverses. Ctrl-C ends the run after the current step, if
+    it has a checkpoint, and writes that.
 
     Args:
         problem: data, model and loss.
@@ -158,13 +161,15 @@ def train(
         device: where to train.
         report_every: epochs between two printed lines; 0 for no output.
         checkpoint: the run continues from this file if it exists, writes it about once a minute at
-            the end of an epoch, and deletes it at its end. Writing is outside the measured time.
+            the end of an epoch and at Ctrl-C, and deletes it at its end. Writing is outside the
+            measured time.
         check_moved: raise an error if the first epoch does not change some parameter. A search
             over learning rates may try a rate so small that it rounds to nothing.
 
     Raises:
         ValueError: the batch size is larger than the data.
         CheckpointError: the checkpoint has other settings, or is no checkpoint.
+        KeyboardInterrupt: Ctrl-C was pressed.
         StationaryParametersError: the first epoch did not change a parameter.
     """
     device = torch.device(device)
@@ -178,6 +183,8 @@ def train(
     start = [parameter.detach().clone() for parameter in model.parameters()]
     saved = Checkpoint(checkpoint, problem, run, model, optimizer, [shuffle, augment], device)
     resumed = saved.load()
+    if resumed and report_every:
+        tqdm.write(f"{run.label:6} continues after {saved.position()} of {checkpoint}")
     _load_libraries(problem, settings, device)
     if not resumed and settings.warm_start:
         began = now(device)
@@ -189,21 +196,30 @@ def train(
         run.warm_start_seconds = now(device) - began
         if report_every:
             tqdm.write(f"{run.label:6} warm start: {run.warm_start_seconds:.2f} s")
-    with tqdm(
-        total=settings.epochs * steps,
-        initial=len(run.step_losses),
-        desc=run.label,
-        unit="step",
-        leave=False,
-        disable=None if report_every else True,
-    ) as bar:
-        loop = _Loop(optimizer, model, problem, settings, augment, bar)
+    with (
+        tqdm(
+            total=settings.epochs * steps,
+            initial=len(run.step_losses) + len(saved.part.losses if saved.part else []),
+            desc=run.label,
+            unit="step",
+            leave=False,
+            disable=None if report_every else True,
+        ) as bar,
+        _delayed_interrupt(checkpoint is not None) as interrupts,
+    ):
+        loop = _Loop(optimizer, model, problem, settings, augment, bar, interrupts)
         for number in range(len(run.epochs) + 1, settings.epochs + 1):
-            order = problem.order(settings.batch_size, shuffle).to(device)
+            part = saved.part or Part(problem.order(settings.batch_size, shuffle))
             began = now(device)
-            losses = loop.epoch(number, order)
-            seconds = now(device) - began
-            _add_epoch(run, number, losses, seconds, problem.evaluate(model))
+            part.losses += loop.epoch(number, part.order.to(device), len(part.losses))
+            part.seconds += now(device) - began
+            if interrupts and len(part.losses) < steps and math.isfinite(part.losses[-1]):
+                saved.part = part
+                saved.save(0.0)
+                tqdm.write(f"{run.label:6} stopped after {saved.position()}, saved in {checkpoint}")
+                raise KeyboardInterrupt
+            saved.part = None
+            _add_epoch(run, number, part.losses, part.seconds, problem.evaluate(model))
             if check_moved and number == 1 and run.diverged_at_step is None:
                 _check_moved(model, start)
             last = run.diverged_at_step is not None or number == settings.epochs
@@ -212,9 +228,39 @@ def train(
             if run.diverged_at_step is not None:
                 break
             if not last:
-                saved.save()
+                saved.save(SECONDS_BETWEEN)
     saved.remove()
     return run
+
+
+@contextmanager
+def _delayed_interrupt(delay: bool) -> Iterator[list[int]]:
+    """Yield a list to which the first Ctrl-C is appended; the second one raises as usual."""
+    interrupts: list[int] = []
+    usual = signal.getsignal(signal.SIGINT)
+
+    def keep(number: int, frame: object) -> None:
+        interrupts.append(number)
+        signal.signal(signal.SIGINT, usual)
+
+    # Without a handler of Python's, such as in the background of a shell, Ctrl-C means nothing.
+    if not delay or not callable(usual):
+        yield interrupts
+        return
+    signal.signal(signal.SIGINT, keep)
+    try:
+        yield interrupts
+    finally:
+        signal.signal(signal.SIGINT, usual)
+
+
+@dataclass
+class Part:
+    """An unfinished epoch: its batches, the losses of the first of them, and their seconds."""
+
+    order: Tensor
+    losses: list[float] = field(default_factory=list)
+    seconds: float = 0.0
 
 
 @dataclass
@@ -230,6 +276,7 @@ class Checkpoint:
         generators: all random state of the run.
         device: where the run computes. It continues only there, and with the same threads.
         written: when the file was last written, by the monotonic clock.
+        part: the epoch that Ctrl-C stopped.
     """
 
     path: Path | None
@@ -240,6 +287,7 @@ class Checkpoint:
     generators: Sequence[torch.Generator]
     device: torch.device
     written: float = field(default_factory=time.monotonic)
+    part: Part | None = None
 
     def _settings(self) -> dict[str, Any]:
         return {
@@ -260,7 +308,7 @@ class Checkpoint:
             return False
         try:
             saved: dict[str, Any] = torch.load(self.path, weights_only=True, map_location="cpu")
-            settings, record = dict(saved["settings"]), saved["run"]
+            settings, record, part = dict(saved["settings"]), saved["run"], saved.get("part")
         except Exception as error:
             raise CheckpointError(
                 f"{self.path} is no checkpoint of this experiment ({error}): delete it"
@@ -280,11 +328,17 @@ class Checkpoint:
         self.run.step_losses, self.run.epochs = done.step_losses, done.epochs
         self.run.warm_start_seconds = done.warm_start_seconds
         self.run.resumed_after = [*done.resumed_after, len(done.epochs)]
+        self.part = part and Part(**part)
         return True
 
-    def save(self) -> None:
-        """Write the file, if the last time is at least `SECONDS_BETWEEN` ago."""
-        if self.path is None or time.monotonic() - self.written < SECONDS_BETWEEN:
+    def position(self) -> str:
+        """Where the run is, in words."""
+        steps = len(self.part.losses) if self.part else 0
+        return f"epoch {len(self.run.epochs)}" + (f" and {steps} steps" if steps else "")
+
+    def save(self, seconds: float) -> None:
+        """Write the file, if the last time is at least so many seconds ago."""
+        if self.path is None or time.monotonic() - self.written < seconds:
             return
         record = self.run.record()
         record["step_losses"] = self.run.step_losses  # with all digits
@@ -293,6 +347,7 @@ class Checkpoint:
             {
                 "settings": self._settings(),
                 "run": record,
+                "part": self.part and vars(self.part),
                 "model": self.model.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
                 "generators": [generator.get_state() for generator in self.generators],
@@ -339,16 +394,24 @@ class _Loop:
     settings: Settings
     augment: torch.Generator
     bar: Any
+    interrupts: Sequence[int]
 
-    def epoch(self, number: int, order: Tensor) -> list[float]:
-        """One pass over the batches of `order`; the losses are fetched once, at the end."""
+    def epoch(self, number: int, order: Tensor, done: int) -> list[float]:
+        """One pass over the batches of `order`, less the first `done`, or until Ctrl-C.
+
+        The losses are fetched once, at the end; on a CPU the progress bar shows each.
+        """
         losses: list[Tensor] = []
         self.model.train()
         try:
-            for index, batch in enumerate(order.unbind()):
+            for index, batch in enumerate(order[done:].unbind(), done):
                 self._set_rate((number - 1) * len(order) + index, len(order))
                 losses.append(self._step(batch))
+                if not self.bar.disable and order.device.type == "cpu":
+                    self.bar.set_postfix_str(f"loss {losses[-1]:.4g}", refresh=False)
                 self.bar.update()
+                if self.interrupts:
+                    break
         except PreconditionerError:
             # The optimizer raises it if statistics or inverses fail repeatedly: divergence.
             losses.append(torch.full((), math.nan, device=order.device))

@@ -1,0 +1,16 @@
+"""The packages of the extra `bench`, without which nothing here measures."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+
+BENCH = ("matplotlib", "numpy", "pytest_benchmark", "sklearn", "scipy", "tabulate", "tqdm", "typer")
+
+
+def require_bench() -> None:
+    """End the program with one line if a package of the extra is missing."""
+    missing = [name for name in BENCH if find_spec(name) is None]
+    if missing:
+        command = "python -m pip install --no-build-isolation -e '.[bench]'"
+        sys.exit(f"missing packages: {', '.join(missing)}. To install them: {command}")
