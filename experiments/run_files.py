@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -63,7 +64,8 @@ class RunFile:
         if self.path.exists():
             self._record = _read(self.path, experiment, self._record["protocol"])
             if self.runs:
-                print(f"{self.path} has {len(self.runs)} finished runs: they are not made again")
+                kept = f"{self.path} has {len(self.runs)} finished runs: they are not made again"
+                print(kept, file=sys.stderr)
 
     @property
     def runs(self) -> list[dict[str, Any]]:

@@ -1,4 +1,16 @@
-"""Optimizers that precondition with Kronecker factors, on the operators of ``tnt_kernels``."""
+"""Optimizers that precondition with Kronecker factors, on the operators of ``tnt_kernels``.
+
+TNT:                 Tensor Normal Training; ``TNT(model.parameters())`` needs no other argument.
+Shampoo, KFAC:       its rivals, in the same form.
+with_fallback:       one optimizer made of two, for different parameters.
+Masked:              an output with the rows that count, for ``observe`` and ``attach``.
+PreconditionerError: raised after statistics or inverses failed five times in a row.
+
+``help(tnt_optim.TNT)`` explains every argument; ``TNT(...).memory_estimate()`` says how many bytes
+the state of a model will take. Everything else in this package may change.
+"""
+
+from importlib.metadata import PackageNotFoundError, version
 
 from tnt_optim.failures import PreconditionerError
 from tnt_optim.fallback import with_fallback
@@ -6,5 +18,10 @@ from tnt_optim.kfac import KFAC
 from tnt_optim.likelihoods import Masked
 from tnt_optim.shampoo import Shampoo
 from tnt_optim.tnt import TNT
+
+try:
+    __version__ = version("tnt_kernels")  # both packages are one distribution
+except PackageNotFoundError:  # a clone that is not installed
+    __version__ = "unknown"
 
 __all__ = ["KFAC", "TNT", "Masked", "PreconditionerError", "Shampoo", "with_fallback"]

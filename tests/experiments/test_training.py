@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from experiments.methods import (
 )
 from experiments.problems.autoencoders import Autoencoder
 from experiments.tasks import TABLE_3
-from experiments.training import Run, smoothed, train
+from experiments.training import Run, _Loop, smoothed, train
 from tools.measuring.records import write_json
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -164,6 +165,37 @@ def test_an_interrupted_run_goes_on_bit_for_bit(
     assert resumed.resumed_after == [3] and whole.resumed_after == []
     assert (resumed.warm_start_seconds is not None) == has_statistics(optimizer)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("optimizer", ["tnt", "sgd"])
+def test_ctrl_c_saves_after_the_current_step(
+    problem: Autoencoder,
+    optimizer: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    chosen = settings(optimizer, epochs=4, schedule="warmup-cosine")
+    whole = train(problem, chosen, report_every=0)
+    path, step, before = tmp_path / "run.partial.pt", _Loop._step, signal.getsignal(signal.SIGINT)
+
+    def presses(loop: _Loop, batch: torch.Tensor) -> torch.Tensor:
+        calls.append(None)
+        if len(calls) == 8:
+            signal.raise_signal(signal.SIGINT)
+        return step(loop, batch)
+
+    calls: list[None] = []
+    with monkeypatch.context() as context:
+        context.setattr(_Loop, "_step", presses)
+        with pytest.raises(KeyboardInterrupt):
+            train(problem, chosen, checkpoint=path)
+    assert len(calls) == 8 and signal.getsignal(signal.SIGINT) is before
+    assert f"stopped after epoch 1 and 3 steps, saved in {path}" in capsys.readouterr().out
+    resumed = train(problem, chosen, checkpoint=path)
+    assert f"continues after epoch 1 and 3 steps of {path}" in capsys.readouterr().out
+    assert resumed.step_losses == whole.step_losses
+    assert resumed.resumed_after == [1] and list(tmp_path.iterdir()) == []
 
 
 def test_a_record_gives_its_run_back(problem: Autoencoder) -> None:

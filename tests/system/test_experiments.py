@@ -4,6 +4,7 @@ import functools
 import json
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 from concurrent.futures.process import BrokenProcessPool
@@ -18,6 +19,7 @@ from experiments.methods import Settings
 from experiments.pool import run_all
 from experiments.problems.autoencoders import Autoencoder, load_autoencoder
 from experiments.tasks import autoencoder_settings
+from tools.measuring import packages
 
 ROOT = Path(__file__).parents[2]
 
@@ -87,6 +89,30 @@ def test_a_command_writes_to_results_and_goes_on(tmp_path: Path) -> None:
     assert refused.returncode == 2 and "batch_size was 128 and is 64" in refused.stderr
     assert refused.stderr.count("Traceback") == 0
     assert len(json.loads(out.read_text())["runs"]) == 4
+
+
+def test_ctrl_c_is_a_line_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    given = ["figures2to6", "digits", "--optimizer", "sgd", "--epochs", "400"]
+    command = [sys.executable, "-m", "experiments", *given]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'python'}"}
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()  # the first epoch
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate()
+    assert process.returncode == 130 and b"saved in results" in out.splitlines()[-1]
+    assert err.decode().strip() == "stopped; the same command goes on from what is saved"
+    again = run(tmp_path, *given)
+    assert again.returncode == 0 and "SGD-m  continues after epoch" in again.stdout
+
+
+def test_missing_packages_are_named_with_their_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"tqdm": None}
+    monkeypatch.setattr(packages, "find_spec", lambda name: found.get(name, True))
+    with pytest.raises(SystemExit, match=r"missing packages: tqdm\. .*'\.\[bench\]'"):
+        packages.require_bench()
 
 
 @pytest.mark.parametrize(
