@@ -1,6 +1,9 @@
 """Every example trains, where its trainer is installed."""
 
+import os
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,12 +16,15 @@ NEEDS = {
     "hugging_face_trainer": ("transformers", "accelerate"),
     "lightning_module": ("lightning", "sklearn"),
     "one_sided_shampoo": (),
+    "plain_loop": (),
 }
+# These need processes of their own.
+LAUNCHED = {"data_parallel"}
 STEPS = 50
 
 
 def test_every_example_is_tested() -> None:
-    assert {path.stem for path in FOLDER.glob("*.py")} == set(NEEDS)
+    assert {path.stem for path in FOLDER.glob("*.py")} == {*NEEDS, *LAUNCHED}
 
 
 # Warnings of the trainers do not matter here; RuntimeWarnings of tnt_optim are errors.
@@ -38,3 +44,33 @@ def test_example(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
             assert all(stat.any() for stat in opt.state[param]["stats"])
             assert opt.state[param]["updates"] == STEPS
     assert opt.failures() == NO_FAILURES
+
+
+@pytest.mark.parametrize("name", sorted(LAUNCHED))
+def test_example_with_torchrun(name: str) -> None:
+    root = FOLDER.parent
+    path = f"{root}:{root / 'python'}"
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    done = subprocess.run(
+        [*command, str(FOLDER / f"{name}.py")],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [float(line.split("loss")[1].split()[0]) for line in done.stdout.splitlines()]
+    assert losses[-1] < 0.5 * losses[0] and str(NO_FAILURES) in done.stdout
+
+
+def test_tensorboard_of_the_plain_loop(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    runpy.run_path(str(FOLDER / "plain_loop.py"))["main"](20, str(tmp_path))
+    (events,) = tmp_path.iterdir()
+    assert b"loss" in events.read_bytes()
