@@ -28,7 +28,7 @@ def main(steps: int = 60, log: str | None = None) -> tuple[list[float], TNT]:
         from torch.utils.tensorboard import SummaryWriter
 
         writer = SummaryWriter(log)
-        writer.add_scalar("state, bytes", state_bytes)
+        writer.add_scalar("state_bytes", state_bytes)
     for step in range(steps):
         rows = torch.randint(len(inputs), (100,))
         opt.zero_grad()

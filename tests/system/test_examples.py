@@ -50,16 +50,9 @@ def test_example(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 def test_example_with_torchrun(name: str) -> None:
     root = FOLDER.parent
     path = f"{root}:{root / 'python'}"
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-    ]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
-        [*command, str(FOLDER / f"{name}.py")],
+        [*launcher, "--nproc-per-node", "2", str(FOLDER / f"{name}.py")],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
