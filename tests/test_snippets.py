@@ -1,7 +1,7 @@
 """Every Python snippet of README.md and docs/ runs as it stands.
 
-The snippets of a page share one namespace, in their order. It begins with the names of ``COMMON``. A
-comment ``<!-- hidden ... -->`` in a page holds code that readers need not see. A snippet after
+The snippets of a page share one namespace, in their order. It begins with the names of ``COMMON``.
+A comment ``<!-- hidden ... -->`` in a page holds code that readers need not see. A snippet after
 ``<!-- not run: reason -->`` does not run, and stands in ``NOT_RUN``.
 """
 
@@ -38,7 +38,7 @@ opt = TNT(model.parameters())
 
 _PIECE = re.compile(
     r"<!-- hidden\n(?P<hidden>.*?)-->"
-    r"|(?:<!-- not run: (?P<reason>.*?) -->\s*)?^(?P<indent> *)```python[^\n]*\n(?P<code>.*?)^ *```",
+    r"|(?:<!-- not run: (?P<reason>.*?) -->\s*)?^ *```python[^\n]*\n(?P<code>.*?)^ *```",
     re.DOTALL | re.MULTILINE,
 )
 
@@ -82,7 +82,7 @@ def test_snippets_are_found() -> None:
 
 @pytest.fixture
 def nothing_left() -> Iterator[None]:
-    """Ends the process group that a page has started, and puts back the setting that one changes."""
+    """Ends a process group that a page has started; puts back the setting that one changes."""
     with functorch_config.patch(donated_buffer=functorch_config.donated_buffer):
         yield
     if dist.is_initialized():
