@@ -105,8 +105,7 @@ gpu:
 
 # It reads docstrings, but needs no extension.
 docs: $(VENV)/.docs
-	PYTHONPATH=.:python NO_MKDOCS_2_WARNING=1 $(PY) -W ignore -m mkdocs --quiet build --strict
-	@echo "build/docs/index.html"
+	PYTHONPATH=.:python NO_MKDOCS_2_WARNING=1 $(PY) -W ignore -m mkdocs build --strict
 
 build: $(VENV)/.built
 
