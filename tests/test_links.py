@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("", "docs", "bench/results", "experiments/results")
+FOLDERS = ("", "docs", "docs/api", "bench/results", "experiments/results")
 DOCUMENTS = sorted({p for folder in FOLDERS for p in (ROOT / folder).glob("*.md")})
 
 _CODE = re.compile(r"^ *```.*?^ *```|`[^`\n]*`", re.DOTALL | re.MULTILINE)
@@ -27,3 +27,9 @@ def test_links(page: Path) -> None:
         assert path.exists() and path.is_relative_to(ROOT), target
         if anchor and path.suffix == ".md":
             assert anchor in anchors(path), f"{target}#{anchor}"
+
+
+def test_the_site_has_every_page() -> None:
+    menu = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    pages = [path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")]
+    assert [page for page in pages if f": {page}\n" not in menu] == []
