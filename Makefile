@@ -17,6 +17,7 @@
 #   make bench-quick        a few of them in two minutes, to results/
 #   make figures            every experiment scaled down, to results/; within an hour on two cores;
 #                           DATA=DIR names the folder of the data sets
+#   make docs               the documentation site, to build/docs
 #   make gpu                builds, tunes, tests and measures on a GPU in under ten minutes, with the
 #                           packages that PYTHON has, to bench/results/gpu;
 #                           STAGE=operators,tests for some stages
@@ -44,7 +45,7 @@ EXTENSION_SOURCES = setup.py $(shell find csrc -type f)
 # Two workers, each with whole files, so that module-wide fixtures are made once.
 PYTEST = $(IN_VENV) python -m pytest -n 2 --dist loadfile
 
-.PHONY: demo test test-all quick-tests slow-tests lint format native-test sanitizers fuzz bench bench-quick figures gpu build torch-test clean
+.PHONY: demo test test-all quick-tests slow-tests lint format native-test sanitizers fuzz bench bench-quick figures gpu docs build torch-test clean
 
 demo: build
 	$(PY) -m experiments demo $(if $(DATA),mnist --data "$(DATA)")
@@ -55,7 +56,7 @@ test: $(VENV)/.packages
 	$(MAKE) quick-tests
 
 test-all: test
-	$(MAKE) slow-tests
+	$(MAKE) slow-tests docs
 
 quick-tests: build
 	$(PYTEST) -m "not slow"
@@ -102,6 +103,10 @@ figures: build
 gpu:
 	$(PYTHON) -m bench.gpu --out bench/results/gpu $(if $(STAGE),--stage "$(STAGE)")
 
+# It reads docstrings, but needs no extension.
+docs: $(VENV)/.docs
+	PYTHONPATH=.:python NO_MKDOCS_2_WARNING=1 $(PY) -W ignore -m mkdocs build --strict
+
 build: $(VENV)/.built
 
 # In a copy: an extension loads in no other PyTorch than the one it was built for.
@@ -124,6 +129,10 @@ $(VENV)/.packages: requirements.txt
 # What the examples import.
 $(VENV)/.trainers: $(VENV)/.packages requirements-trainers.txt
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt -r requirements-trainers.txt
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.packages requirements-docs.txt
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt -r requirements-docs.txt
 	touch $@
 
 # With the Triton and the setuptools that this PyTorch asks for.
