@@ -10,6 +10,8 @@ tensors, on the CPU or on the device of the lists. They also let the dispatcher 
 every list is empty.
 """
 
+import re
+
 import torch
 
 NAMESPACE = "tnt_kernels"
@@ -43,4 +45,12 @@ def define() -> torch.library.Library:
     library = torch.library.Library(NAMESPACE, "DEF")
     for name, signature in SCHEMAS.items():
         library.define(name + signature)
+    # Not for users: what C++ asks Python.
+    library.define("_may_round() -> bool")
     return library
+
+
+def signatures() -> str:
+    """The schemas without names, a line for each, as the C++ operators state their types."""
+    types = {name: re.sub(r"\(\w!\)| \w+(?=[,)])", "", text) for name, text in SCHEMAS.items()}
+    return "".join(f"{name}{types[name]}\n" for name in sorted(types))
