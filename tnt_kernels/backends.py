@@ -131,7 +131,8 @@ def _outside_of_autocast(implementation: Callable[..., Any]) -> Callable[..., An
 
 def _may_round() -> bool:
     """Whether PyTorch's setting allows float32 products on a CPU that are rounded to bfloat16."""
-    return torch.backends.mkldnn.matmul.fp32_precision == "bf16"
+    settings: Any = torch.backends.mkldnn  # its stubs lack the setting
+    return bool(settings.matmul.fp32_precision == "bf16")
 
 
 def _serve(name: str, *arguments: Any) -> Any:
@@ -252,7 +253,7 @@ def _versions() -> dict[str, str]:
         "extension": getattr(build, "extension", "not built"),
         "compiler": getattr(build, "compiler", "none"),
         "BLAS": getattr(build, "blas", "none"),
-        "lists": "Python" if lists._host is None else "C++",
+        "lists": "Python" if lists.host is None else "C++",
         "torch": torch.__version__,
         "CUDA in torch": torch.version.cuda or "none",
         "GPU": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",

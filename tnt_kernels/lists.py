@@ -19,19 +19,19 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., object])
 def _load() -> Any:
     """``tnt_kernels._host``, once it has accepted this PyTorch; None without it."""
     try:
-        host = importlib.import_module("tnt_kernels._host")
-        host.define(torch.__version__)
+        module = importlib.import_module("tnt_kernels._host")
+        module.define(torch.__version__)
     except ImportError:
         return None
-    return host
+    return module
 
 
-_host = _load()
+host = _load()
 
 
 def _in_cpp(definition: FunctionT) -> FunctionT:
     """The C++ function of the same name, if there is one."""
-    return cast(FunctionT, getattr(_host, definition.__name__, definition))
+    return cast(FunctionT, getattr(host, definition.__name__, definition))
 
 
 @_in_cpp

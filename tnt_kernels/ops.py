@@ -422,7 +422,7 @@ def _call(name: str, check: Callable[[], None], arguments: Callable[[], tuple[An
         if not on_cpu:  # another backend may serve, which checks nothing
             _check_once(name, flat, check)
         result = _op(name)(*flat)
-        if on_cpu:  # PyTorch's stable interface for C++ has no way to do this
+        if on_cpu:  # the written lists come first; PyTorch's stable C++ interface cannot mark them
             for written in flat[: SCHEMAS[name].count("!")]:
                 mark_written(written)
         return result
