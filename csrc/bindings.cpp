@@ -8,7 +8,12 @@
 #include <string>
 
 #include "cpu/blas.h"
-#include "register.h"
+
+// csrc/cpu/register.cpp
+namespace tnt {
+std::string signatures();
+void register_operators();
+}  // namespace tnt
 
 namespace {
 
@@ -43,10 +48,10 @@ PyModuleDef definition = {PyModuleDef_HEAD_INIT,
                           "The C++ operators of tnt_kernels.",
                           -1,
                           methods,
-                          nullptr,
-                          nullptr,
-                          nullptr,
-                          nullptr};
+                          {},
+                          {},
+                          {},
+                          {}};
 
 }  // namespace
 

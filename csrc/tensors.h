@@ -9,6 +9,7 @@
 #include <torch/csrc/stable/stableivalue_conversions.h>
 
 #include <algorithm>
+#include <bit>
 #include <cstdint>
 #include <memory>
 #include <ostream>
@@ -139,18 +140,21 @@ inline Tensor empty(Numbers sizes, Dtype dtype) {
   return Tensor(handle);
 }
 
-// Takes an argument from PyTorch's stack; puts a result there.
+// Takes an argument from PyTorch's stack and puts a result there; and the type's name in a schema.
 template <typename T>
 struct Convert {
   static T take(StableIValue value) { return torch::stable::detail::to<T>(value); }
+  static std::string name() {
+    return std::is_same_v<T, bool> ? "bool" : std::is_same_v<T, double> ? "float" : "int";
+  }
 };
 
 template <>
 struct Convert<Tensor> {
-  static Tensor take(StableIValue value) {
-    return Tensor(torch::stable::detail::to<AtenTensorHandle>(value));
-  }
+  // As to<AtenTensorHandle>, which asks for PyTorch's version each time.
+  static Tensor take(StableIValue value) { return Tensor(std::bit_cast<AtenTensorHandle>(value)); }
   static StableIValue put(Tensor tensor) { return torch::stable::detail::from(tensor.release()); }
+  static std::string name() { return "Tensor"; }
 };
 
 template <typename T>
@@ -177,24 +181,13 @@ struct Convert<std::vector<T>> {
     }
     return torch::stable::detail::from(list.release());
   }
+  static std::string name() { return Convert<T>::name() + "[]"; }
 };
 
-template <typename T>
-constexpr const char* kTypeName = nullptr;
 template <>
-inline constexpr const char* kTypeName<void> = "()";
-template <>
-inline constexpr const char* kTypeName<bool> = "bool";
-template <>
-inline constexpr const char* kTypeName<double> = "float";
-template <>
-inline constexpr const char* kTypeName<Tensor> = "Tensor";
-template <>
-inline constexpr const char* kTypeName<TensorList> = "Tensor[]";
-template <>
-inline constexpr const char* kTypeName<std::vector<int64_t>> = "int[]";
-template <>
-inline constexpr const char* kTypeName<std::vector<bool>> = "bool[]";
+struct Convert<void> {
+  static std::string name() { return "()"; }
+};
 
 // A function as PyTorch calls it. Exceptions pass through PyTorch to Python, where
 // std::invalid_argument is a ValueError and std::bad_alloc a MemoryError.
@@ -216,13 +209,13 @@ struct Boxed<function> {
     }
   }
 
-  // As in a schema, without names. PyTorch cannot compare it with the schema: load() does.
+  // As in a schema, without names. PyTorch cannot compare it with the schema: Python does.
   static std::string signature() {
     std::string types;
-    ((types +=
-      (types.empty() ? "" : ", ") + std::string(kTypeName<std::remove_cvref_t<Arguments>>)),
-     ...);
-    return "(" + types + ") -> " + kTypeName<Result>;
+    for (const std::string& name : {Convert<std::remove_cvref_t<Arguments>>::name()...}) {
+      types += (types.empty() ? "" : ", ") + name;
+    }
+    return "(" + types + ") -> " + Convert<Result>::name();
   }
 };
 

@@ -1,8 +1,6 @@
 // Checks memory safety and the contract before anything is written, converts tensors to pointers
 // and calls the CPU kernels.
 
-#include "register.h"
-
 #include <pthread.h>
 
 #include <cmath>
@@ -349,12 +347,14 @@ Operators operators() {
 
 }  // namespace
 
+// A line for each operator: its name and its types.
 std::string signatures() {
   std::string lines;
   for (const auto& [name, boxed] : operators()) lines += name + boxed.second + "\n";
   return lines;
 }
 
+// Throws std::invalid_argument if TNT_BLAS names no BLAS.
 void register_operators() {
   const char* wanted = std::getenv("TNT_BLAS");
   blas::choose_products(wanted ? wanted : "");
