@@ -67,4 +67,7 @@ def are_readable(tensors: Sequence[Tensor], contiguous: bool) -> bool:
 @_in_cpp
 def mark_written(tensors: Sequence[Tensor]) -> None:
     """Tells autograd that kernels wrote to tensors through their addresses."""
-    torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
+    try:
+        torch.autograd.graph.increment_version(tensors)
+    except RuntimeError:  # an inference tensor has no version; to look for one would take longer
+        torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])

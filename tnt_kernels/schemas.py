@@ -8,6 +8,8 @@ tensor if no other argument does.
 Numbers that a captured graph must be able to change (``decay``, ``damping``, ``lr``, ...) are 0-dim
 tensors, on the CPU or on the device of the lists. They also let the dispatcher select a device when
 every list is empty.
+
+Written lists come first. Direct calls on a CPU do not tell autograd that they wrote; ``ops`` does.
 """
 
 import re
@@ -52,5 +54,5 @@ def define() -> torch.library.Library:
 
 def signatures() -> str:
     """The schemas without names, a line for each, as the C++ operators state their types."""
-    types = {name: re.sub(r"\(\w!\)| \w+(?=[,)])", "", text) for name, text in SCHEMAS.items()}
-    return "".join(f"{name}{types[name]}\n" for name in sorted(types))
+    lines = "".join(f"{name}{signature}\n" for name, signature in SCHEMAS.items())
+    return re.sub(r"\(\w!\)| \w+(?=[,)])", "", lines)

@@ -6,7 +6,6 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
-#include <map>
 #include <string>
 #include <utility>
 #include <vector>
@@ -325,24 +324,16 @@ Tensor grafted_directions_op(const TensorList& momenta, const TensorList& second
   return scales;
 }
 
-using Operators =
-    std::map<std::string, std::pair<void (*)(StableIValue*, uint64_t, uint64_t), std::string>>;
-
-template <auto function>
-Operators::mapped_type boxed() {
-  return {Boxed<function>::call, Boxed<function>::signature()};
-}
-
-Operators operators() {
-  return {
-      {"gram_ema_", boxed<gram_ema_op>()},
-      {"damped_inverse", boxed<damped_inverse_op>()},
-      {"inverse_root", boxed<inverse_root_op>()},
-      {"mode_products", boxed<mode_products_op>()},
-      {"preconditioned_step_", boxed<preconditioned_step_op>()},
-      {"scaled_step_", boxed<scaled_step_op>()},
-      {"grafted_directions_", boxed<grafted_directions_op>()},
-  };
+// Calls use(name, Boxed) for every operator, in the order of tnt_kernels/schemas.py.
+template <typename Use>
+void each_operator(const Use& use) {
+  use("gram_ema_", Boxed<gram_ema_op>());
+  use("damped_inverse", Boxed<damped_inverse_op>());
+  use("inverse_root", Boxed<inverse_root_op>());
+  use("mode_products", Boxed<mode_products_op>());
+  use("preconditioned_step_", Boxed<preconditioned_step_op>());
+  use("scaled_step_", Boxed<scaled_step_op>());
+  use("grafted_directions_", Boxed<grafted_directions_op>());
 }
 
 }  // namespace
@@ -350,7 +341,7 @@ Operators operators() {
 // A line for each operator: its name and its types.
 std::string signatures() {
   std::string lines;
-  for (const auto& [name, boxed] : operators()) lines += name + boxed.second + "\n";
+  each_operator([&](const char* name, auto boxed) { lines += name + boxed.signature() + "\n"; });
   return lines;
 }
 
@@ -362,9 +353,9 @@ void register_operators() {
   // Never freed: at exit, PyTorch's dispatcher may be gone first.
   TorchLibraryHandle library = nullptr;
   succeeded(aoti_torch_library_init_impl("tnt_kernels", "CPU", "register.cpp", __LINE__, &library));
-  for (const auto& [name, boxed] : operators()) {
-    succeeded(torch_library_impl(library, name.c_str(), boxed.first, TORCH_ABI_VERSION));
-  }
+  each_operator([&](const char* name, auto boxed) {
+    succeeded(torch_library_impl(library, name, boxed.call, TORCH_ABI_VERSION));
+  });
 }
 
 }  // namespace tnt

@@ -106,7 +106,7 @@ def test_mark_written(functions: Any) -> None:
         inference = normal((2,))
     tensors = [normal((2,)), inference, torch.nn.Parameter(normal((3,)))]
     functions.mark_written(tensors)
-    assert [t._version for t in tensors if not t.is_inference()] == [1, 1]
+    assert all(t._version > 0 for t in tensors if not t.is_inference())
 
 
 @pytest.mark.parametrize("name", ["layouts_key", "addresses"])
