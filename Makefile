@@ -109,7 +109,7 @@ docs: $(VENV)/.docs
 
 build: $(VENV)/.built
 
-# In a copy: an extension loads in no other PyTorch than the one it was built for.
+# In a copy, so that it is built with this PyTorch's headers too.
 torch-test: $(TORCH_BUILD)/.packages
 	rm -rf $(TORCH_BUILD)/src && mkdir $(TORCH_BUILD)/src
 	git ls-files -z | tar -c --null -T - | tar -x -C $(TORCH_BUILD)/src
@@ -118,7 +118,7 @@ torch-test: $(TORCH_BUILD)/.packages
 	python -m tnt_kernels && python -m pytest $(TESTS)
 
 clean:
-	rm -rf build $(VENV) *.egg-info tnt_kernels/_C.*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf build $(VENV) *.egg-info tnt_kernels/_*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(VENV)/.packages: requirements.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed: make PYTHON=...")'
@@ -142,7 +142,7 @@ $(TORCH_BUILD)/.packages: requirements.txt
 		'setuptools>=77' $(shell grep -E '^[a-z]' requirements.txt | grep -vE '^(torch|triton|setuptools)==')
 	touch $@
 
-# Installed once, editable; after that only the extension is brought up to date.
+# Installed once, editable; after that only the extensions are brought up to date.
 $(VENV)/.installed: $(VENV)/.packages pyproject.toml
 	$(IN_VENV) python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps -e .
 	touch $@

@@ -1,14 +1,17 @@
-"""Builds two packages, ``tnt_kernels`` and ``tnt_optim``, and one extension, ``tnt_kernels._C``.
+"""Builds two packages, ``tnt_kernels`` and ``tnt_optim``, and two extensions.
 
     pip install --no-build-isolation -e .
 
-PyTorch must already be installed, because the extension is built against it; build isolation would
-hide it. If the extension cannot be built (no C++ compiler, or not x86-64 Linux), the packages are
-installed without it and use the reference implementation. A compiler that fails is an error.
+``tnt_kernels._ops``, the operators, serves PyTorch 2.11 and all later ones. ``tnt_kernels._host``
+makes calls on a GPU faster, and only with the PyTorch it is built with.
+
+PyTorch must already be installed, because both are built with its headers; build isolation would
+hide it. If the extensions cannot be built (no C++ compiler, or not x86-64 Linux), the packages are
+installed without them and use the reference implementation. A compiler that fails is an error.
 
 Environment variables:
 
-    TNT_CPU=0         install without the extension
+    TNT_CPU=0         install without the extensions
     TNT_BLAS_LIBRARY  the path of the shared library of another BLAS (with LAPACK) than
                       scipy-openblas32's
     TNT_BLAS_PREFIX   the prefix of its Fortran names
@@ -113,25 +116,37 @@ def extension() -> dict[str, Any]:
             file=sys.stderr,
         )
         return {}
-    module = CppExtension(
-        "tnt_kernels._C",
-        sources("csrc/*.cpp", "csrc/cpu/*.cpp"),
-        include_dirs=[str(ROOT / "csrc")],
-        depends=["setup.py", *sources("csrc/**/*.h")],
+    settings: dict[str, Any] = {
+        "include_dirs": [str(ROOT / "csrc")],
+        "depends": ["setup.py", *sources("csrc/**/*.h")],
+        # A small file, of which Python sees the module alone. What this PyTorch lacks is an
+        # ImportError, not an error of the first call.
+        "extra_link_args": ["-Wl,--strip-all,-z,now"],
+    }
+    flags = [
+        *("-O3", "-std=c++20", "-Wall", "-Wextra", "-g0", "-fvisibility=hidden"),
+        # Again as system headers: PyTorch's headers cause warnings.
+        *(f"-isystem{path}" for path in include_paths()),
+    ]
+    operators = CppExtension(
+        "tnt_kernels._ops",
+        ["csrc/bindings.cpp", *sources("csrc/cpu/*.cpp")],
+        py_limited_api=True,
         extra_compile_args=[
-            *("-O3", "-std=c++20", "-fopenmp", "-Wall", "-Wextra"),
+            *flags,
             # Without errno, which nothing here reads, square roots are vectorised. Without
             # contraction, every CPU computes the same bits.
             *("-fno-math-errno", "-ffp-contract=off"),
-            # A small file, of which Python sees the module alone.
-            *("-g0", "-fvisibility=hidden"),
-            # Again as system headers: PyTorch's headers cause warnings.
-            *(f"-isystem{path}" for path in include_paths()),
+            # Only what PyTorch 2.11 has, and only what later ones keep.
+            *("-DTORCH_TARGET_VERSION=0x020b000000000000", "-DTORCH_STABLE_ONLY"),
         ],
-        extra_link_args=["-fopenmp", "-Wl,--strip-all"],
+        **settings,
         **blas(),
     )
-    return {"ext_modules": [module], "cmdclass": {"build_ext": Build}}
+    host = CppExtension(
+        "tnt_kernels._host", ["csrc/lists.cpp"], extra_compile_args=flags, **settings
+    )
+    return {"ext_modules": [operators, host], "cmdclass": {"build_ext": Build}}
 
 
 setup(

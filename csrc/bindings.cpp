@@ -1,60 +1,69 @@
-// How this extension was built, and the registration of its kernels.
+// The module tnt_kernels._ops: how it was built, and the registration of its operators.
 
-#include <pybind11/pybind11.h>
-#include <torch/version.h>
+#include <Python.h>
+#include <torch/headeronly/version.h>
 
+#include <exception>
+#include <stdexcept>
 #include <string>
 
 #include "cpu/blas.h"
-#include "lists.h"
 
+// csrc/cpu/register.cpp
 namespace tnt {
-void register_cpu_kernels();
-}
+std::string signatures();
+void register_operators();
+}  // namespace tnt
 
 namespace {
 
-pybind11::dict build_info() {
-  pybind11::dict info;
-#if defined(_OPENMP)
-  info["extension"] = "built for torch " TORCH_VERSION ", OpenMP";
-#else
-  info["extension"] = "built for torch " TORCH_VERSION ", without OpenMP: serial";
-#endif
 #if defined(__clang__)
-  info["compiler"] = "clang " __clang_version__;
+constexpr const char* kCompiler = "clang " __clang_version__;
 #else
-  info["compiler"] = "g++ " __VERSION__;
+constexpr const char* kCompiler = "g++ " __VERSION__;
 #endif
-  info["blas"] = tnt::blas::description();
-  return info;
-}
 
-// "major.minor" of a version: PyTorch's C++ interface may change with it.
-std::string series(const std::string& version) {
-  return version.substr(0, version.find('.', version.find('.') + 1));
-}
-
-void register_kernels(const std::string& torch_version) {
-  if (series(torch_version) != series(TORCH_VERSION)) {
-    throw pybind11::import_error("it was built for torch " TORCH_VERSION ", this is torch " +
-                                 torch_version);
+// Only after Python has compared the signatures: PyTorch cannot compare them with its schemas.
+PyObject* register_operators(PyObject* module, PyObject*) {
+  try {
+    tnt::register_operators();
+    // Known only now.
+    if (PyModule_AddStringConstant(module, "blas", tnt::blas::description().c_str()))
+      return nullptr;
+  } catch (const std::invalid_argument& error) {
+    PyErr_SetString(PyExc_ValueError, error.what());
+    return nullptr;
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_ImportError, error.what());
+    return nullptr;
   }
-  tnt::register_cpu_kernels();
+  return Py_NewRef(Py_None);
 }
+
+PyMethodDef methods[] = {
+    {"register_operators", register_operators, METH_NOARGS, "Registers the operators."}, {}};
+
+PyModuleDef definition = {PyModuleDef_HEAD_INIT,
+                          "_ops",
+                          "The C++ operators of tnt_kernels.",
+                          -1,
+                          methods,
+                          {},
+                          {},
+                          {},
+                          {}};
 
 }  // namespace
 
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
-  module.doc() = "The C++ operators of tnt_kernels.";
-  module.def(
-      "register_kernels",
-      [module](const std::string& torch_version) {
-        register_kernels(torch_version);
-        tnt::define_lists(module);
-      },
-      "Registers the operators and defines the functions of tnt_kernels/lists.py, if the version "
-      "of the PyTorch that runs is the one that this extension was built for; otherwise an "
-      "ImportError, and nothing of PyTorch is touched.");
-  module.def("build_info", build_info, "How this extension was built: PyTorch, compiler, BLAS.");
+PyMODINIT_FUNC PyInit__ops() {
+  PyObject* module = PyModule_Create(&definition);
+  if (module == nullptr) return nullptr;
+  if (PyModule_AddStringConstant(module, "signatures", tnt::signatures().c_str()) ||
+      PyModule_AddStringConstant(module, "extension",
+                                 "built for torch 2.11 and later, with " TORCH_VERSION) ||
+      PyModule_AddStringConstant(module, "compiler", kCompiler)) {
+    Py_DECREF(module);
+    return nullptr;
+  }
+  return module;
 }

@@ -4,21 +4,34 @@
 // names nested lists, stats[t][i].
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <c10/util/Exception.h>
-
 #include <algorithm>
 #include <initializer_list>
 #include <limits>
+#include <sstream>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "cpu/views.h"
+#include "tensors.h"
+
 namespace tnt {
 
+template <typename... Parts>
+[[noreturn]] void refuse(const Parts&... parts) {
+  std::ostringstream message;
+  (message << ... << parts);
+  throw std::invalid_argument(message.str());
+}
+
+// A macro, so that only errors build the parts of the message.
+#define TNT_CHECK(condition, ...) \
+  if (!(condition)) ::tnt::refuse(__VA_ARGS__)
+
 // The dtype of a tensor's statistics, factors and momenta.
-inline at::ScalarType state_dtype(const at::Tensor& tensor) {
-  return tensor.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+inline Dtype state_dtype(const Tensor& tensor) {
+  return tensor.dtype() == kDouble ? kDouble : kFloat;
 }
 
 // Only errors build names.
@@ -27,39 +40,48 @@ inline std::string entry(const char* list, size_t index) {
 }
 
 inline void check_length(const char* name, size_t got, size_t wanted) {
-  TORCH_CHECK_VALUE(got == wanted, name, " must have ", wanted, " entries, got ", got);
+  TNT_CHECK(got == wanted, name, " must have ", wanted, " entries, got ", got);
 }
 
-inline double checked_number(const char* name, const at::Tensor& value,
+// Of a dtype that the kernels read.
+inline Element element_of(const Tensor& tensor) {
+  if (tensor.dtype() == kDouble) return Element::kDouble;
+  if (tensor.dtype() == kBFloat16) return Element::kBFloat16;
+  return tensor.dtype() == kHalf ? Element::kHalf : Element::kFloat;
+}
+
+inline bool is_floating_point(const Tensor& tensor) {
+  const Dtype dtype = tensor.dtype();
+  return dtype == kFloat || dtype == kDouble || dtype == kBFloat16 || dtype == kHalf;
+}
+
+inline double checked_number(const char* name, const Tensor& value,
                              double high = std::numeric_limits<double>::max()) {
-  TORCH_CHECK_VALUE(value.dim() == 0 && value.is_floating_point(), name,
-                    " must be a 0-dim floating-point tensor, got ", value.sizes(), ", ",
-                    value.scalar_type());
-  const double number = value.item<double>();
-  TORCH_CHECK_VALUE(number >= 0 && number <= high, name, " must be in [0, ", high, "], got ",
-                    number);
+  TNT_CHECK(value.is_dense_on_cpu() && value.dim() == 0 && is_floating_point(value), name,
+            " must be a 0-dim floating-point tensor, got ", value.sizes(), ", ", value.dtype());
+  double number = 0;
+  with_element(element_of(value), [&](auto* element) {
+    number = convert<double>(*static_cast<decltype(element)>(value.data()));
+  });
+  TNT_CHECK(number >= 0 && number <= high, name, " must be in [0, ", high, "], got ", number);
   return number;
 }
 
-inline void check_dense(const char* list, size_t t, const at::Tensor& tensor) {
-  TORCH_CHECK_VALUE(tensor.layout() == at::kStrided && tensor.device().is_cpu(), entry(list, t),
-                    " must be a dense tensor on the CPU, got ", tensor.layout(), " on ",
-                    tensor.device());
+inline void check_dense(const char* list, size_t t, const Tensor& tensor) {
+  TNT_CHECK(tensor.is_dense_on_cpu(), entry(list, t), " must be a dense tensor on the CPU");
 }
 
 // A tensor of at least one mode and a supported dtype.
-inline void check_tensor(const char* list, size_t t, const at::Tensor& tensor) {
+inline void check_tensor(const char* list, size_t t, const Tensor& tensor) {
   check_dense(list, t, tensor);
-  const auto dtype = tensor.scalar_type();
-  TORCH_CHECK_VALUE(
-      dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf,
-      entry(list, t), " must be float32, float64, bfloat16 or float16, got ", dtype);
-  TORCH_CHECK_VALUE(tensor.dim() >= 1, entry(list, t), " must have at least one mode, got none");
+  TNT_CHECK(is_floating_point(tensor), entry(list, t),
+            " must be float32, float64, bfloat16 or float16, got ", tensor.dtype());
+  TNT_CHECK(tensor.dim() >= 1, entry(list, t), " must have at least one mode, got none");
 }
 
 // Memory that a kernel writes: no two elements may share an address. Each stride must pass all that
 // the smaller ones reach. (PyTorch's dispatcher resolves or refuses negated and zero views.)
-inline void check_writable(const char* list, size_t t, const at::Tensor& tensor) {
+inline void check_writable(const char* list, size_t t, const Tensor& tensor) {
   if (tensor.is_contiguous() || tensor.numel() == 0) return;
   std::vector<std::pair<int64_t, int64_t>> dimensions;
   for (int64_t i = 0; i < tensor.dim(); ++i) {
@@ -68,84 +90,80 @@ inline void check_writable(const char* list, size_t t, const at::Tensor& tensor)
   std::sort(dimensions.begin(), dimensions.end());
   int64_t reach = 0;
   for (const auto& [stride, size] : dimensions) {
-    TORCH_CHECK_VALUE(stride > reach, entry(list, t),
-                      " must have memory of its own for each element, got strides ",
-                      tensor.strides());
+    TNT_CHECK(stride > reach, entry(list, t),
+              " must have memory of its own for each element, got strides ", tensor.strides());
     reach += stride * (size - 1);
   }
 }
 
-inline void check_contiguous(const char* list, size_t t, const at::Tensor& tensor) {
+inline void check_contiguous(const char* list, size_t t, const Tensor& tensor) {
   check_writable(list, t, tensor);
-  TORCH_CHECK_VALUE(tensor.is_contiguous(), entry(list, t), " must be contiguous, got strides ",
-                    tensor.strides());
+  TNT_CHECK(tensor.is_contiguous(), entry(list, t), " must be contiguous, got strides ",
+            tensor.strides());
 }
 
 // A statistic or factor of a mode of size d of `tensor`: (d, d), or (d,) for a diagonal mode.
-inline void check_mode(const char* list, size_t t, const at::Tensor& mode, int64_t d,
-                       const at::Tensor& tensor, bool written) {
+inline void check_mode(const char* list, size_t t, const Tensor& mode, int64_t d,
+                       const Tensor& tensor, bool written) {
   check_dense(list, t, mode);
   const bool full = mode.dim() == 2 && mode.size(0) == d && mode.size(1) == d;
-  TORCH_CHECK_VALUE(full || (mode.dim() == 1 && mode.size(0) == d), entry(list, t), " must be (", d,
-                    ", ", d, ") or (", d, ",), got ", mode.sizes());
-  TORCH_CHECK_VALUE(mode.scalar_type() == state_dtype(tensor), entry(list, t), " must be ",
-                    state_dtype(tensor), " for a ", tensor.scalar_type(), " tensor, got ",
-                    mode.scalar_type());
+  TNT_CHECK(full || (mode.dim() == 1 && mode.size(0) == d), entry(list, t), " must be (", d, ", ",
+            d, ") or (", d, ",), got ", mode.sizes());
+  TNT_CHECK(mode.dtype() == state_dtype(tensor), entry(list, t), " must be ", state_dtype(tensor),
+            " for a ", tensor.dtype(), " tensor, got ", mode.dtype());
   if (written) check_contiguous(list, t, mode);
 }
 
 // Like another tensor in shape and dtype.
-inline void check_like(const char* list, size_t t, const at::Tensor& tensor, const char* other_list,
-                       const at::Tensor& other) {
+inline void check_like(const char* list, size_t t, const Tensor& tensor, const char* other_list,
+                       const Tensor& other) {
   check_dense(list, t, tensor);
-  TORCH_CHECK_VALUE(tensor.sizes() == other.sizes() && tensor.scalar_type() == other.scalar_type(),
-                    entry(list, t), " must be like ", entry(other_list, t), ", ", other.sizes(),
-                    " ", other.scalar_type(), ", got ", tensor.sizes(), " ", tensor.scalar_type());
+  TNT_CHECK(tensor.sizes() == other.sizes() && tensor.dtype() == other.dtype(), entry(list, t),
+            " must be like ", entry(other_list, t), ", ", other.sizes(), " ", other.dtype(),
+            ", got ", tensor.sizes(), " ", tensor.dtype());
 }
 
 // A statistic and its factor, of a tensor whose first statistic is `first`.
-inline void check_factor_pair(size_t t, const at::Tensor& stat, const at::Tensor& out,
-                              const at::Tensor& first) {
+inline void check_factor_pair(size_t t, const Tensor& stat, const Tensor& out,
+                              const Tensor& first) {
   check_dense("stats", t, stat);
-  const auto dtype = stat.scalar_type();
-  TORCH_CHECK_VALUE((dtype == at::kFloat || dtype == at::kDouble) && dtype == first.scalar_type(),
-                    entry("stats", t),
-                    " must be float32 or float64, one dtype for each tensor, got ", dtype);
-  TORCH_CHECK_VALUE(stat.dim() == 1 || (stat.dim() == 2 && stat.size(0) == stat.size(1)),
-                    entry("stats", t), " must be (d, d) or (d,), got ", stat.sizes());
+  const auto dtype = stat.dtype();
+  TNT_CHECK((dtype == kFloat || dtype == kDouble) && dtype == first.dtype(), entry("stats", t),
+            " must be float32 or float64, one dtype for each tensor, got ", dtype);
+  TNT_CHECK(stat.dim() == 1 || (stat.dim() == 2 && stat.size(0) == stat.size(1)), entry("stats", t),
+            " must be (d, d) or (d,), got ", stat.sizes());
   check_like("out", t, out, "stats", stat);
   check_contiguous("out", t, out);
 }
 
 // The momentum and the gradient of a tensor, a parameter or the momentum itself.
-inline void check_momentum(size_t t, const at::Tensor& momentum, const at::Tensor& grad,
-                           const at::Tensor& tensor) {
+inline void check_momentum(size_t t, const Tensor& momentum, const Tensor& grad,
+                           const Tensor& tensor) {
   check_tensor("momenta", t, momentum);
   check_tensor("grads", t, grad);
-  TORCH_CHECK_VALUE(momentum.sizes() == tensor.sizes(), entry("momenta", t), " must be ",
-                    tensor.sizes(), ", got ", momentum.sizes());
-  TORCH_CHECK_VALUE(grad.sizes() == tensor.sizes(), entry("grads", t), " must be ", tensor.sizes(),
-                    ", got ", grad.sizes());
-  TORCH_CHECK_VALUE(momentum.scalar_type() == state_dtype(tensor), entry("momenta", t), " must be ",
-                    state_dtype(tensor), ", got ", momentum.scalar_type());
+  TNT_CHECK(momentum.sizes() == tensor.sizes(), entry("momenta", t), " must be ", tensor.sizes(),
+            ", got ", momentum.sizes());
+  TNT_CHECK(grad.sizes() == tensor.sizes(), entry("grads", t), " must be ", tensor.sizes(),
+            ", got ", grad.sizes());
+  TNT_CHECK(momentum.dtype() == state_dtype(tensor), entry("momenta", t), " must be ",
+            state_dtype(tensor), ", got ", momentum.dtype());
   check_writable("momenta", t, momentum);
 }
 
 // Numbers for each tensor of a list.
-inline void check_table(const char* name, const at::Tensor& table, at::IntArrayRef sizes) {
-  TORCH_CHECK_VALUE(table.device().is_cpu() && table.layout() == at::kStrided &&
-                        table.scalar_type() == at::kDouble && table.sizes() == sizes,
-                    name, " must be ", sizes, " float64 on the CPU, got ", table.sizes(), ", ",
-                    table.scalar_type(), " on ", table.device());
+inline void check_table(const char* name, const Tensor& table, std::vector<int64_t> sizes) {
+  TNT_CHECK(table.is_dense_on_cpu() && table.dtype() == kDouble && table.sizes() == Numbers(sizes),
+            name, " must be ", Numbers(sizes), " float64 on the CPU, got ", table.sizes(), ", ",
+            table.dtype());
 }
 
 // A direction in which a parameter moves.
-inline void check_direction(size_t t, const at::Tensor& direction, const at::Tensor& param) {
+inline void check_direction(size_t t, const Tensor& direction, const Tensor& param) {
   check_tensor("directions", t, direction);
-  TORCH_CHECK_VALUE(direction.sizes() == param.sizes(), entry("directions", t), " must be ",
-                    param.sizes(), ", got ", direction.sizes());
-  TORCH_CHECK_VALUE(direction.scalar_type() == state_dtype(param), entry("directions", t),
-                    " must be ", state_dtype(param), ", got ", direction.scalar_type());
+  TNT_CHECK(direction.sizes() == param.sizes(), entry("directions", t), " must be ", param.sizes(),
+            ", got ", direction.sizes());
+  TNT_CHECK(direction.dtype() == state_dtype(param), entry("directions", t), " must be ",
+            state_dtype(param), ", got ", direction.dtype());
 }
 
 // A sum of c * stride with low <= c <= high.
@@ -173,7 +191,7 @@ inline bool can_add_up(const Term* term, const Term* end, int64_t sum, int& trie
 }
 
 // Whether two tensors share a byte, exact for nested strides: views with gaps may interleave.
-inline bool share_memory(const at::Tensor& a, const at::Tensor& b) {
+inline bool share_memory(const Tensor& a, const Tensor& b) {
   std::vector<Term> terms;
   const auto add = [&](int64_t stride, int64_t low, int64_t high) {
     const auto same = std::find_if(terms.begin(), terms.end(),
@@ -184,8 +202,8 @@ inline bool share_memory(const at::Tensor& a, const at::Tensor& b) {
       *same = {stride, same->low + low, same->high + high};
     }
   };
-  for (const at::Tensor* tensor : {&a, &b}) {
-    const auto item = static_cast<int64_t>(tensor->element_size());
+  for (const Tensor* tensor : {&a, &b}) {
+    const auto item = tensor->element_size();
     const auto dimension = [&](int64_t stride, int64_t size) {
       if (size > 1 && stride > 0)
         tensor == &a ? add(stride, 0, size - 1) : add(stride, 1 - size, 0);
@@ -197,14 +215,13 @@ inline bool share_memory(const at::Tensor& a, const at::Tensor& b) {
   std::sort(terms.begin(), terms.end(),
             [](const Term& x, const Term& y) { return x.stride > y.stride; });
   int tries = 1000;
-  const int64_t offset =
-      static_cast<const char*>(b.const_data_ptr()) - static_cast<const char*>(a.const_data_ptr());
+  const int64_t offset = static_cast<const char*>(b.data()) - static_cast<const char*>(a.data());
   return can_add_up(terms.data(), terms.data() + terms.size(), offset, tries);
 }
 
 struct NamedList {
   const char* name;
-  at::TensorList tensors;
+  const TensorList& tensors;
 };
 
 // Refuses written memory that appears twice in a call.
@@ -215,20 +232,20 @@ inline void check_overlaps(std::initializer_list<NamedList> written,
     const char* list;
     size_t index;
     bool written;
-    const at::Tensor* tensor;
+    const Tensor* tensor;
   };
   std::vector<Range> ranges;
   for (const bool is_written : {true, false}) {
     for (const NamedList& list : is_written ? written : read) {
       for (size_t t = 0; t < list.tensors.size(); ++t) {
-        const at::Tensor& tensor = list.tensors[t];
+        const Tensor& tensor = list.tensors[t];
         if (tensor.numel() == 0) continue;
         // A lazy copy gets memory of its own before it is written.
-        const auto* first = static_cast<const char*>(is_written ? tensor.mutable_data_ptr()
-                                                                : tensor.const_data_ptr());
+        const auto* first =
+            static_cast<const char*>(is_written ? tensor.mutable_data() : tensor.data());
         int64_t reach = 1;
         for (int64_t i = 0; i < tensor.dim(); ++i) reach += tensor.stride(i) * (tensor.size(i) - 1);
-        const char* last = first + reach * static_cast<int64_t>(tensor.element_size());
+        const char* last = first + reach * tensor.element_size();
         ranges.push_back({first, last, list.name, t, is_written, &tensor});
       }
     }
@@ -239,30 +256,30 @@ inline void check_overlaps(std::initializer_list<NamedList> written,
   for (const Range& range : ranges) {
     std::erase_if(open, [&](const Range* other) { return other->last <= range.first; });
     for (const Range* other : open) {
-      TORCH_CHECK_VALUE(
-          !(range.written || other->written) || !share_memory(*range.tensor, *other->tensor),
-          entry(range.list, range.index), " must not share memory with ",
-          entry(other->list, other->index), ": one of them is written");
+      TNT_CHECK(!(range.written || other->written) || !share_memory(*range.tensor, *other->tensor),
+                entry(range.list, range.index), " must not share memory with ",
+                entry(other->list, other->index), ": one of them is written");
     }
     open.push_back(&range);
   }
 }
 
 // Statistics and their factors, orders[t] of them for tensor t.
-inline void check_factors(at::TensorList out, at::TensorList stats, at::IntArrayRef orders) {
+inline void check_factors(const TensorList& out, const TensorList& stats,
+                          const std::vector<int64_t>& orders) {
   auto rest = static_cast<int64_t>(stats.size());
   for (const int64_t order : orders) {
-    TORCH_CHECK_VALUE(order >= 1, "orders must be at least 1, got ", order);
-    TORCH_CHECK_VALUE(order <= rest, "orders must sum to the length of stats, ", stats.size(),
-                      ", got ", orders);
+    TNT_CHECK(order >= 1, "orders must be at least 1, got ", order);
+    TNT_CHECK(order <= rest, "orders must sum to the length of stats, ", stats.size(), ", got ",
+              Numbers(orders));
     rest -= order;
   }
-  TORCH_CHECK_VALUE(rest == 0, "orders must sum to the length of stats, ", stats.size(), ", got ",
-                    orders);
+  TNT_CHECK(rest == 0, "orders must sum to the length of stats, ", stats.size(), ", got ",
+            Numbers(orders));
   check_length("out", out.size(), stats.size());
   size_t next = 0;
   for (const int64_t order : orders) {
-    const at::Tensor& first = stats[next];
+    const Tensor& first = stats[next];
     for (int64_t i = 0; i < order; ++i, ++next) {
       check_factor_pair(next, stats[next], out[next], first);
     }

@@ -1,10 +1,15 @@
-#include "lists.h"
+// The module tnt_kernels._host: host work on lists of tensors, as in tnt_kernels/lists.py.
+//
+// PyTorch's stable interface is too slow for it, so it is for one PyTorch, unlike the operators.
 
 #include <ATen/core/Tensor.h>
+#include <pybind11/pybind11.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/version.h>
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 namespace tnt {
@@ -72,13 +77,29 @@ void mark_written(py::handle tensors) {
   });
 }
 
-}  // namespace
+// "major.minor" of a version: PyTorch's C++ interface may change with it.
+std::string series(const std::string& version) {
+  return version.substr(0, version.find('.', version.find('.') + 1));
+}
 
-void define_lists(py::module_ module) {
+void define(py::module_ module, const std::string& torch_version) {
+  if (series(torch_version) != series(TORCH_VERSION)) {
+    throw py::import_error("it was built for torch " TORCH_VERSION ", this is torch " +
+                           torch_version);
+  }
   module.def("layouts_key", torch::wrap_pybind_function(layouts_key));
   module.def("addresses", torch::wrap_pybind_function(addresses));
   module.def("are_readable", torch::wrap_pybind_function(are_readable));
   module.def("mark_written", torch::wrap_pybind_function(mark_written));
 }
 
+}  // namespace
 }  // namespace tnt
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  module.doc() = "The functions of tnt_kernels/lists.py in C++.";
+  module.def(
+      "define", [module](const std::string& version) { tnt::define(module, version); },
+      "Defines the functions, if this version of PyTorch is the one that they were built for; "
+      "otherwise an ImportError, and nothing of PyTorch is touched.");
+}

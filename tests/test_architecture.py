@@ -29,7 +29,7 @@ LAYERS: dict[str, set[str]] = {
     "schemas": set(),
     "ops": {"arguments", "lists", "schemas"},
     "arguments": set(),
-    "lists": set(),
+    "lists": {"_host"},
     "reference": {"schemas"},
     "triton": {"lists", "schemas", "triton"},
 }
@@ -237,18 +237,22 @@ def test_packages_are_used_through_their_names() -> None:
 
 _LIBRARY = re.compile(r'#\s*include\s*[<"]((?:ATen|c10|torch|caffe2|pybind11|cuda|mkl)[^>"]*)[>"]')
 _BLAS = re.compile(r"\b[sd](?:gemm|gemv|syrk|symm|trmm|trsm|potr[fis]|getr[fis]|syev\w*?)_\b")
-# The files that know the BLAS.
-_MAY_INCLUDE: dict[str, set[str]] = {"cpu/blas.h": {"ATen/Version.h"}}
-# The file that may use tensors, to get their pointers.
-_SEES_TENSORS = "cpu/register.cpp"
+# What every PyTorch from 2.11 on has, and the files that may use it.
+_STABLE = re.compile(r"torch/(?:csrc/stable|headeronly)/|torch/csrc/inductor/aoti_torch/c/shim\.h$")
+_USE_STABLE = {"bindings.cpp", "tensors.h", "cpu/tasks.h"}
+# The module for one version of PyTorch.
+_HOST = "lists.cpp"
 
 
 def forbidden_in_kernels(source: str, path: str) -> set[str]:
     """Includes and BLAS calls that a file of csrc, by its path there, may not have."""
     found = set() if path in ("cpu/blas.h", "cpu/blas.cpp") else set(_BLAS.findall(source))
-    if not path.startswith("cpu/") or path == _SEES_TENSORS:
+    if path == _HOST:
         return found
-    return found | (set(_LIBRARY.findall(source)) - _MAY_INCLUDE.get(path, {"ATen/Parallel.h"}))
+    libraries = set(_LIBRARY.findall(source))
+    if path in _USE_STABLE:
+        libraries = {name for name in libraries if not _STABLE.match(name)}
+    return found | libraries
 
 
 def sources() -> list[str]:
@@ -269,7 +273,9 @@ def test_includes(path: str) -> None:
         ("cpu/gram_ema.cpp", "#include <ATen/core/Tensor.h>"),
         ("cpu/gram_ema.cpp", '#  include "torch/extension.h"'),
         ("cpu/gram_ema.h", "#include <c10/util/Exception.h>"),
-        ("cpu/blas.h", "#include <ATen/Parallel.h>"),
+        ("cpu/tasks.h", "#include <ATen/Parallel.h>"),
+        ("cpu/register.cpp", "#include <torch/csrc/stable/c/shim.h>"),
+        ("check.h", "#include <torch/library.h>"),
         ("cpu/gram_ema.cpp", "sgemm_(&n, &t, &m);"),
         ("cpu/register.cpp", 'extern "C" void dgemm_(const char*);'),
         ("bindings.cpp", "dsyrk_(u, n);"),
@@ -281,11 +287,12 @@ def test_the_include_checker_finds(path: str, source: str) -> None:
 
 
 def test_the_include_checker_lets_pass() -> None:
-    kernel = '#include <ATen/Parallel.h>\n#include "cpu/blas.h"\nvoid gram_ema_(float* s);'
+    kernel = '#include <cmath>\n#include "cpu/blas.h"\nvoid gram_ema_(float* s);'
     assert forbidden_in_kernels(kernel, "cpu/gram_ema.cpp") == set()
-    assert forbidden_in_kernels("#include <ATen/core/Tensor.h>", "cpu/register.cpp") == set()
-    assert forbidden_in_kernels("sgemm_(a);\n#include <ATen/Version.h>", "cpu/blas.h") == set()
-    assert {"check.h", "cpu/blas.h", "cpu/gram_ema.cpp", _SEES_TENSORS} <= set(sources())
+    assert forbidden_in_kernels("#include <torch/csrc/stable/c/shim.h>", "cpu/tasks.h") == set()
+    assert forbidden_in_kernels("#include <ATen/core/Tensor.h>", _HOST) == set()
+    assert forbidden_in_kernels("sgemm_(a);", "cpu/blas.h") == set()
+    assert {"check.h", "cpu/blas.h", "cpu/gram_ema.cpp", _HOST, *_USE_STABLE} <= set(sources())
 
 
 # What each layer offers.

@@ -8,19 +8,20 @@ it, and so can other Kronecker-factored optimizers. Docstrings state each operat
 import importlib
 import warnings
 
-import torch
-
 from tnt_kernels import schemas
 
 _library = schemas.define()
 
 try:
-    importlib.import_module("tnt_kernels._C").register_kernels(torch.__version__)
-except (ImportError, AttributeError) as error:  # the latter: it is older than this package
+    _ops = importlib.import_module("tnt_kernels._ops")
+    if _ops.signatures != schemas.signatures():
+        raise ImportError("it was built for another version of this package")
+    _ops.register_operators()
+except ImportError as error:
     warnings.warn(
-        "tnt_kernels runs on its reference implementation, with the same results: its extension "
-        f"could not be loaded ({error}). Build it in the source folder, with a C++ compiler and "
-        "the PyTorch that is installed now: "
+        "tnt_kernels runs on its reference implementation, with the same results: its C++ "
+        f"operators could not be loaded ({error}). They need PyTorch 2.11 or later. Build them in "
+        "the source folder, with a C++ compiler: "
         "pip install --no-build-isolation --no-deps --force-reinstall -e .",
         RuntimeWarning,
         stacklevel=2,

@@ -8,6 +8,7 @@ import functools
 import importlib
 import itertools
 import platform
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from tnt_kernels import reference, triton
+from tnt_kernels import lists, reference, triton
 from tnt_kernels.arguments import state_dtype
 from tnt_kernels.schemas import NAMESPACE, SCHEMAS
 
@@ -92,6 +93,7 @@ def register_reference(library: torch.library.Library) -> None:
         for key in _SPARSE:
             library.impl(name, _refuse_sparse, key)
         torch.library.register_fake(f"{NAMESPACE}::{name}", _SHAPES[name], lib=library)
+    library.impl("_may_round", _may_round, "CompositeExplicitAutograd")
 
 
 def register_triton(library: torch.library.Library) -> None:
@@ -125,6 +127,12 @@ def _outside_of_autocast(implementation: Callable[..., Any]) -> Callable[..., An
             return implementation(*arguments)
 
     return call
+
+
+def _may_round() -> bool:
+    """Whether PyTorch's setting allows float32 products on a CPU that are rounded to bfloat16."""
+    settings: Any = torch.backends.mkldnn  # its stubs lack the setting
+    return bool(settings.matmul.fp32_precision == "bf16")
 
 
 def _serve(name: str, *arguments: Any) -> Any:
@@ -239,15 +247,13 @@ _REFERENCE: dict[str, Callable[..., Any]] = {
 
 
 def _versions() -> dict[str, str]:
-    try:
-        build = importlib.import_module("tnt_kernels._C").build_info()
-    except ImportError:
-        build = {}
+    build = sys.modules.get("tnt_kernels._ops")
     return {
         "tnt_kernels": _package_version("tnt_kernels"),
-        "extension": build.get("extension", "not built"),
-        "compiler": build.get("compiler", "none"),
-        "BLAS": build.get("blas", "none"),
+        "extension": getattr(build, "extension", "not built"),
+        "compiler": getattr(build, "compiler", "none"),
+        "BLAS": getattr(build, "blas", "none"),
+        "lists": "Python" if lists.host is None else "C++",
         "torch": torch.__version__,
         "CUDA in torch": torch.version.cuda or "none",
         "GPU": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",

@@ -1,13 +1,14 @@
 """Host work on lists of tensors that every call on a GPU repeats.
 
-The functions here are the definitions. The extension has each of them in C++ (csrc/lists.cpp), in
-less than a tenth of the time; without the extension, these definitions serve.
+The functions here are the definitions. ``tnt_kernels._host`` has each of them in C++
+(csrc/lists.cpp), in less than a tenth of the time, for the PyTorch that it was built with; where
+there is none, or another PyTorch runs, these definitions serve.
 """
 
-import sys
+import importlib
 from array import array
 from collections.abc import Callable, Hashable, Sequence
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -15,10 +16,22 @@ from torch import Tensor
 FunctionT = TypeVar("FunctionT", bound=Callable[..., object])
 
 
+def _load() -> Any:
+    """``tnt_kernels._host``, once it has accepted this PyTorch; None without it."""
+    try:
+        module = importlib.import_module("tnt_kernels._host")
+        module.define(torch.__version__)
+    except ImportError:
+        return None
+    return module
+
+
+host = _load()
+
+
 def _in_cpp(definition: FunctionT) -> FunctionT:
-    """The extension's function of the same name, once ``register_kernels`` has accepted it."""
-    extension = sys.modules.get("tnt_kernels._C")
-    return cast(FunctionT, getattr(extension, definition.__name__, definition))
+    """The C++ function of the same name, if there is one."""
+    return cast(FunctionT, getattr(host, definition.__name__, definition))
 
 
 @_in_cpp
@@ -54,4 +67,7 @@ def are_readable(tensors: Sequence[Tensor], contiguous: bool) -> bool:
 @_in_cpp
 def mark_written(tensors: Sequence[Tensor]) -> None:
     """Tells autograd that kernels wrote to tensors through their addresses."""
-    torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
+    try:
+        torch.autograd.graph.increment_version(tensors)
+    except RuntimeError:  # an inference tensor has no version; to look for one would take longer
+        torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])

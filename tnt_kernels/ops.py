@@ -46,8 +46,8 @@ from tnt_kernels.arguments import (
     check_tensors,
     scalar,
 )
-from tnt_kernels.lists import addresses, layouts_key
-from tnt_kernels.schemas import NAMESPACE
+from tnt_kernels.lists import addresses, layouts_key, mark_written
+from tnt_kernels.schemas import NAMESPACE, SCHEMAS
 
 
 @torch.no_grad()
@@ -418,9 +418,14 @@ def _call(name: str, check: Callable[[], None], arguments: Callable[[], tuple[An
         return _op(name)(*arguments())
     try:
         flat = arguments()
-        if not _all_on_cpu(flat):  # another backend may serve, which checks nothing
+        on_cpu = _all_on_cpu(flat)
+        if not on_cpu:  # another backend may serve, which checks nothing
             _check_once(name, flat, check)
-        return _op(name)(*flat)
+        result = _op(name)(*flat)
+        if on_cpu:  # the written lists come first; PyTorch's stable C++ interface cannot mark them
+            for written in flat[: SCHEMAS[name].count("!")]:
+                mark_written(written)
+        return result
     except Exception:
         check()
         raise

@@ -8,7 +8,11 @@ tensor if no other argument does.
 Numbers that a captured graph must be able to change (``decay``, ``damping``, ``lr``, ...) are 0-dim
 tensors, on the CPU or on the device of the lists. They also let the dispatcher select a device when
 every list is empty.
+
+Written lists come first. Direct calls on a CPU do not tell autograd that they wrote; ``ops`` does.
 """
+
+import re
 
 import torch
 
@@ -43,4 +47,12 @@ def define() -> torch.library.Library:
     library = torch.library.Library(NAMESPACE, "DEF")
     for name, signature in SCHEMAS.items():
         library.define(name + signature)
+    # Not for users: what C++ asks Python.
+    library.define("_may_round() -> bool")
     return library
+
+
+def signatures() -> str:
+    """The schemas without names, a line for each, as the C++ operators state their types."""
+    lines = "".join(f"{name}{signature}\n" for name, signature in SCHEMAS.items())
+    return re.sub(r"\(\w!\)| \w+(?=[,)])", "", lines)

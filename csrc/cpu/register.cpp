@@ -1,14 +1,14 @@
 // Checks memory safety and the contract before anything is written, converts tensors to pointers
 // and calls the CPU kernels.
 
-#include <ATen/Context.h>
-#include <ATen/Functions.h>
-#include <ATen/core/Tensor.h>
 #include <pthread.h>
-#include <torch/library.h>
 
 #include <cmath>
 #include <cstdlib>
+#include <cstring>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "check.h"
 #include "cpu/blas.h"
@@ -19,84 +19,97 @@
 #include "cpu/mode_products.h"
 #include "cpu/preconditioned_step.h"
 #include "cpu/scaled_step.h"
+#include "cpu/tasks.h"
+#include "tensors.h"
 
 namespace tnt {
 namespace {
 
-// Whether PyTorch's setting allows products of float numbers that are rounded to bfloat16.
+// Whether PyTorch's setting allows products of float numbers that are rounded to bfloat16. No C
+// function tells: an operator in Python does (backends.py).
 bool may_round() {
-  return blas::multiplies_bfloat16() &&
-         at::globalContext().float32Precision(at::Float32Backend::MKLDNN, at::Float32Op::MATMUL) ==
-             at::Float32Precision::BF16;
-}
-
-// Tells autograd that a kernel wrote through a pointer.
-void mark_written(at::TensorList tensors) {
-  for (const at::Tensor& tensor : tensors) {
-    if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
-  }
-}
-
-Element element_of(const at::Tensor& tensor) {
-  switch (tensor.scalar_type()) {
-    case at::kDouble:
-      return Element::kDouble;
-    case at::kBFloat16:
-      return Element::kBFloat16;
-    case at::kHalf:
-      return Element::kHalf;
-    default:
-      return Element::kFloat;
-  }
+  if (!blas::multiplies_bfloat16()) return false;
+  StableIValue answer = 0;
+  succeeded(torch_call_dispatcher("tnt_kernels::_may_round", "", &answer, TORCH_ABI_VERSION));
+  return Convert<bool>::take(answer);
 }
 
 // Of a tensor that the kernel reads, or writes after check_overlaps.
-TensorView view_of(const at::Tensor& tensor) {
-  return {tensor.const_data_ptr(), element_of(tensor), tensor.dim(), tensor.sizes().data(),
+TensorView view_of(const Tensor& tensor) {
+  return {tensor.data(), element_of(tensor), tensor.dim(), tensor.sizes().data(),
           tensor.strides().data()};
 }
 
-// The factors or statistics as the kernels read them. The list owns the copies.
-std::vector<at::Tensor> contiguous(at::TensorList tensors) {
-  std::vector<at::Tensor> list;
-  list.reserve(tensors.size());
-  for (const at::Tensor& tensor : tensors) list.push_back(tensor.contiguous());
-  return list;
-}
-
-// The factors of a tensor, from the position `next` in a flat list.
-std::vector<Factor> factors_of(const at::Tensor& tensor, const at::Tensor*& next) {
-  std::vector<Factor> factors;
-  factors.reserve(static_cast<size_t>(tensor.dim()));
-  for (int64_t i = 0; i < tensor.dim(); ++i, ++next) {
-    factors.push_back({next->const_data_ptr(), tensor.size(i), next->dim() == 1});
+// Factors or statistics as the kernels read them. Owns the copies of those that are not contiguous.
+struct Matrices {
+  explicit Matrices(const TensorList& tensors) {
+    data.reserve(tensors.size());
+    for (const Tensor& tensor : tensors) {
+      const bool copied = !tensor.is_contiguous();
+      if (copied) {
+        copies.push_back(empty(tensor.sizes(), tensor.dtype()));
+        succeeded(aoti_torch_copy_(copies.back().handle(), tensor.handle(), /*non_blocking=*/0));
+      }
+      data.push_back((copied ? copies.back() : tensor).data());
+    }
   }
-  return factors;
+
+  std::vector<const void*> data;
+  TensorList copies;
+};
+
+// The factors of each tensor, one call after the other.
+class Factors {
+ public:
+  explicit Factors(const TensorList& factors) : factors_(factors), matrices_(factors) {}
+
+  std::vector<Factor> of(const Tensor& tensor) {
+    std::vector<Factor> factors;
+    factors.reserve(tensor.sizes().size());
+    for (const int64_t d : tensor.sizes()) {
+      factors.push_back({matrices_.data[next_], d, factors_[next_].dim() == 1});
+      ++next_;
+    }
+    return factors;
+  }
+
+ private:
+  const TensorList& factors_;
+  const Matrices matrices_;
+  size_t next_ = 0;
+};
+
+// A new tensor of zeros.
+Tensor zeros(size_t count, Dtype dtype) {
+  const auto size = static_cast<int64_t>(count);
+  Tensor tensor = empty({&size, 1}, dtype);
+  std::memset(tensor.mutable_data(), 0, tensor.nbytes());
+  return tensor;
 }
 
-void check_tensors(const char* name, at::TensorList tensors) {
+void check_tensors(const char* name, const TensorList& tensors) {
   for (size_t t = 0; t < tensors.size(); ++t) check_tensor(name, t, tensors[t]);
 }
 
 // Refuses tensors that are too large for the BLAS, whose sizes have 32 bits.
-void check_products(at::TensorList tensors, at::TensorList factors) {
+void check_products(const TensorList& tensors, const TensorList& factors) {
   size_t next = 0;
   for (size_t t = 0; t < tensors.size(); ++t) {
     for (const int64_t d : tensors[t].sizes()) {
       const int64_t rest = tensors[t].numel() / std::max<int64_t>(d, 1);
-      TORCH_CHECK_VALUE(d <= 1 || factors[next].dim() == 1 || rest <= blas::kMaxSize,
-                        entry("factors", next), " must be diagonal, (", d, ",): ", rest,
-                        " numbers for each of its rows are more than the BLAS can count, ",
-                        blas::kMaxSize);
+      TNT_CHECK(d <= 1 || factors[next].dim() == 1 || rest <= blas::kMaxSize,
+                entry("factors", next), " must be diagonal, (", d, ",): ", rest,
+                " numbers for each of its rows are more than the BLAS can count, ", blas::kMaxSize);
       ++next;
     }
   }
 }
 
 // One statistic or factor for each mode of each tensor.
-void check_modes(const char* name, at::TensorList modes, at::TensorList tensors, bool written) {
+void check_modes(const char* name, const TensorList& modes, const TensorList& tensors,
+                 bool written) {
   size_t next = 0;
-  for (const at::Tensor& tensor : tensors) {
+  for (const Tensor& tensor : tensors) {
     for (const int64_t d : tensor.sizes()) {
       if (next < modes.size()) check_mode(name, next, modes[next], d, tensor, written);
       ++next;
@@ -105,8 +118,8 @@ void check_modes(const char* name, at::TensorList modes, at::TensorList tensors,
   check_length(name, modes.size(), next);
 }
 
-void gram_ema_op(at::TensorList stats, at::TensorList tensors, const at::Tensor& decay,
-                 at::TensorList factors) {
+void gram_ema_op(const TensorList& stats, const TensorList& tensors, const Tensor& decay,
+                 const TensorList& factors) {
   const double weight = checked_number("decay", decay, 1.0);
   check_tensors("tensors", tensors);
   check_modes("stats", stats, tensors, /*written=*/true);
@@ -115,103 +128,98 @@ void gram_ema_op(at::TensorList stats, at::TensorList tensors, const at::Tensor&
   check_overlaps({{"stats", stats}}, {{"tensors", tensors}, {"factors", factors}});
 
   if (!factors.empty()) {
-    const std::vector<at::Tensor> matrices = contiguous(factors);
+    Factors matrices(factors);
     std::vector<WhitenedTensor> whitened;
     whitened.reserve(tensors.size());
-    const at::Tensor* next = matrices.data();
     auto stat = stats.begin();
-    for (const at::Tensor& tensor : tensors) {
-      WhitenedTensor one{view_of(tensor), factors_of(tensor, next), {}, {}};
+    for (const Tensor& tensor : tensors) {
+      WhitenedTensor one{view_of(tensor), matrices.of(tensor), {}, {}};
       for (int64_t i = 0; i < tensor.dim(); ++i, ++stat) {
-        one.stats.push_back(stat->mutable_data_ptr());
+        one.stats.push_back(stat->mutable_data());
         one.diagonal.push_back(stat->dim() == 1);
       }
       whitened.push_back(std::move(one));
     }
     whitened_gram_ema(whitened, weight, may_round());
-    return mark_written(stats);
+    return;
   }
   std::vector<GramMode> modes;
   modes.reserve(stats.size());
-  for (const at::Tensor& tensor : tensors) {
+  for (const Tensor& tensor : tensors) {
     const TensorView view = view_of(tensor);
     for (int64_t i = 0; i < tensor.dim(); ++i) {
-      const at::Tensor& stat = stats[modes.size()];
-      modes.push_back({view, i, stat.mutable_data_ptr(), stat.dim() == 1});
+      const Tensor& stat = stats[modes.size()];
+      modes.push_back({view, i, stat.mutable_data(), stat.dim() == 1});
     }
   }
   gram_ema(modes, weight, may_round());
-  mark_written(stats);
 }
 
-// Checks and converts the arguments of damped_inverse and inverse_root. `sources` owns copies.
-std::vector<TensorModes> factor_modes(at::TensorList out, at::TensorList stats,
-                                      at::IntArrayRef orders, std::vector<at::Tensor>& sources) {
-  check_factors(out, stats, orders);
-  sources = contiguous(stats);
+// Converts the checked arguments of damped_inverse and inverse_root.
+std::vector<TensorModes> factor_modes(const TensorList& out, const TensorList& stats,
+                                      const std::vector<int64_t>& orders, const Matrices& sources) {
   std::vector<TensorModes> tensors;
   tensors.reserve(orders.size());
   size_t next = 0;
   for (const int64_t order : orders) {
     TensorModes tensor{{}, element_of(stats[next])};
     for (int64_t i = 0; i < order; ++i, ++next) {
-      tensor.modes.push_back({sources[next].const_data_ptr(), out[next].mutable_data_ptr(),
-                              stats[next].size(0), stats[next].dim() == 1});
+      tensor.modes.push_back({sources.data[next], out[next].mutable_data(), stats[next].size(0),
+                              stats[next].dim() == 1});
     }
     tensors.push_back(std::move(tensor));
   }
   return tensors;
 }
 
-at::Tensor damped_inverse_op(at::TensorList out, at::TensorList stats, at::IntArrayRef orders,
-                             const at::Tensor& damping, bool relative) {
+Tensor damped_inverse_op(const TensorList& out, const TensorList& stats,
+                         const std::vector<int64_t>& orders, const Tensor& damping, bool relative) {
   const double eps = checked_number("damping", damping);
-  std::vector<at::Tensor> sources;
+  check_factors(out, stats, orders);
+  const Matrices sources(stats);
   const std::vector<TensorModes> tensors = factor_modes(out, stats, orders, sources);
-  at::Tensor info = at::zeros(static_cast<int64_t>(orders.size()), at::kInt);
-  damped_inverse(tensors, eps, relative, info.mutable_data_ptr<int32_t>());
-  mark_written(out);
+  Tensor info = zeros(orders.size(), kInt);
+  damped_inverse(tensors, eps, relative, static_cast<int32_t*>(info.mutable_data()));
   return info;
 }
 
-at::Tensor inverse_root_op(at::TensorList out, at::TensorList stats, at::IntArrayRef orders,
-                           const at::Tensor& damping, at::IntArrayRef roots) {
+Tensor inverse_root_op(const TensorList& out, const TensorList& stats,
+                       const std::vector<int64_t>& orders, const Tensor& damping,
+                       const std::vector<int64_t>& roots) {
   const double eps = checked_number("damping", damping);
   check_length("roots", roots.size(), orders.size());
   for (const int64_t root : roots) {
-    TORCH_CHECK_VALUE(root >= 1, "roots must be at least 1, got ", root);
+    TNT_CHECK(root >= 1, "roots must be at least 1, got ", root);
   }
-  std::vector<at::Tensor> sources;
+  check_factors(out, stats, orders);
+  const Matrices sources(stats);
   const std::vector<TensorModes> tensors = factor_modes(out, stats, orders, sources);
-  at::Tensor info = at::zeros(static_cast<int64_t>(orders.size()), at::kInt);
-  inverse_root(tensors, eps, roots.vec(), info.mutable_data_ptr<int32_t>());
-  mark_written(out);
+  Tensor info = zeros(orders.size(), kInt);
+  inverse_root(tensors, eps, roots, static_cast<int32_t*>(info.mutable_data()));
   return info;
 }
 
-std::vector<at::Tensor> mode_products_op(at::TensorList tensors, at::TensorList factors) {
+TensorList mode_products_op(const TensorList& tensors, const TensorList& factors) {
   check_tensors("tensors", tensors);
   check_modes("factors", factors, tensors, /*written=*/false);
   check_products(tensors, factors);
-  const std::vector<at::Tensor> matrices = contiguous(factors);
-  std::vector<at::Tensor> results;
+  Factors matrices(factors);
+  TensorList results;
   std::vector<ModeProduct> products;
   results.reserve(tensors.size());
   products.reserve(tensors.size());
-  const at::Tensor* next = matrices.data();
-  for (const at::Tensor& tensor : tensors) {
-    results.push_back(at::empty(tensor.sizes(), state_dtype(tensor)));
-    use_large_pages(results.back().mutable_data_ptr(), results.back().nbytes());
-    products.push_back(
-        {view_of(tensor), factors_of(tensor, next), results.back().mutable_data_ptr()});
+  for (const Tensor& tensor : tensors) {
+    results.push_back(empty(tensor.sizes(), state_dtype(tensor)));
+    use_large_pages(results.back().mutable_data(), results.back().nbytes());
+    products.push_back({view_of(tensor), matrices.of(tensor), results.back().mutable_data()});
   }
   mode_products(products, may_round());
   return results;
 }
 
-void preconditioned_step_op(at::TensorList params, at::TensorList momenta, at::TensorList grads,
-                            at::TensorList factors, const at::Tensor& lr,
-                            const at::Tensor& momentum, const at::Tensor& weight_decay) {
+void preconditioned_step_op(const TensorList& params, const TensorList& momenta,
+                            const TensorList& grads, const TensorList& factors, const Tensor& lr,
+                            const Tensor& momentum, const Tensor& weight_decay) {
   const double alpha = checked_number("lr", lr), mu = checked_number("momentum", momentum);
   const double gamma = checked_number("weight_decay", weight_decay);
   check_tensors("params", params);
@@ -226,22 +234,19 @@ void preconditioned_step_op(at::TensorList params, at::TensorList momenta, at::T
   check_overlaps({{"params", params}, {"momenta", momenta}},
                  {{"grads", grads}, {"factors", factors}});
 
-  const std::vector<at::Tensor> matrices = contiguous(factors);
+  Factors matrices(factors);
   std::vector<ParameterStep> steps;
   steps.reserve(params.size());
-  const at::Tensor* next = matrices.data();
   for (size_t t = 0; t < params.size(); ++t) {
     steps.push_back(
-        {view_of(params[t]), view_of(momenta[t]), view_of(grads[t]), factors_of(params[t], next)});
+        {view_of(params[t]), view_of(momenta[t]), view_of(grads[t]), matrices.of(params[t])});
   }
   preconditioned_step(steps, alpha, mu, gamma, may_round());
-  mark_written(params);
-  mark_written(momenta);
 }
 
-void scaled_step_op(at::TensorList params, at::TensorList directions, const at::Tensor& lr,
-                    const at::Tensor& weight_decay, const c10::List<bool>& decayed,
-                    const at::Tensor& scales) {
+void scaled_step_op(const TensorList& params, const TensorList& directions, const Tensor& lr,
+                    const Tensor& weight_decay, const std::vector<bool>& decayed,
+                    const Tensor& scales) {
   const double alpha = checked_number("lr", lr);
   const double gamma = checked_number("weight_decay", weight_decay);
   check_tensors("params", params);
@@ -254,28 +259,27 @@ void scaled_step_op(at::TensorList params, at::TensorList directions, const at::
   if (scales.numel() > 0) check_table("scales", scales, {static_cast<int64_t>(params.size())});
   check_overlaps({{"params", params}}, {{"directions", directions}});
 
-  const at::Tensor table = scales.contiguous();
+  const auto* table = static_cast<const double*>(scales.data());
   std::vector<ScaledStep> steps;
   steps.reserve(params.size());
   for (size_t t = 0; t < params.size(); ++t) {
-    const double scale = table.numel() > 0 ? table.const_data_ptr<double>()[t] : 1;
+    const double scale = scales.numel() > 0 ? table[static_cast<int64_t>(t) * scales.stride(0)] : 1;
     steps.push_back({view_of(params[t]), view_of(directions[t]), alpha * scale,
-                     decayed.get(t) ? alpha * gamma : 0});
+                     decayed[t] ? alpha * gamma : 0});
   }
   scaled_step(steps);
-  mark_written(params);
 }
 
-at::Tensor grafted_directions_op(at::TensorList momenta, at::TensorList second_moments,
-                                 at::TensorList out, at::TensorList grads, at::TensorList factors,
-                                 const at::Tensor& momentum, const at::Tensor& counts,
-                                 double second_decay, double eps) {
+Tensor grafted_directions_op(const TensorList& momenta, const TensorList& second_moments,
+                             const TensorList& out, const TensorList& grads,
+                             const TensorList& factors, const Tensor& momentum,
+                             const Tensor& counts, double second_decay, double eps) {
   const bool adam = !second_moments.empty();
   const double mu = checked_number("momentum", momentum);
-  TORCH_CHECK_VALUE(!adam || mu < 1, "momentum must be in [0, 1), got ", mu);
-  TORCH_CHECK_VALUE(second_decay >= 0 && second_decay < 1, "second_decay must be in [0, 1), got ",
-                    second_decay);
-  TORCH_CHECK_VALUE(eps >= 0 && std::isfinite(eps), "eps must be finite and >= 0, got ", eps);
+  TNT_CHECK(!adam || mu < 1, "momentum must be in [0, 1), got ", mu);
+  TNT_CHECK(second_decay >= 0 && second_decay < 1, "second_decay must be in [0, 1), got ",
+            second_decay);
+  TNT_CHECK(eps >= 0 && std::isfinite(eps), "eps must be finite and >= 0, got ", eps);
   check_length("grads", grads.size(), momenta.size());
   check_length("out", out.size(), momenta.size());
   for (size_t t = 0; t < momenta.size(); ++t) {
@@ -296,51 +300,62 @@ at::Tensor grafted_directions_op(at::TensorList momenta, at::TensorList second_m
   check_overlaps({{"momenta", momenta}, {"second_moments", second_moments}, {"out", out}},
                  {{"grads", grads}, {"factors", factors}});
 
-  const std::vector<at::Tensor> matrices = contiguous(factors);
-  const at::Tensor table = counts.contiguous();
+  Factors matrices(factors);
+  const auto* table = static_cast<const double*>(counts.data());
   std::vector<GraftedDirection> directions;
   directions.reserve(momenta.size());
-  const at::Tensor* next = matrices.data();
   for (size_t t = 0; t < momenta.size(); ++t) {
-    use_large_pages(out[t].mutable_data_ptr(), out[t].nbytes());
-    GraftedDirection one{view_of(momenta[t]),       {},
-                         view_of(grads[t]),         factors_of(momenta[t], next),
-                         out[t].mutable_data_ptr(), {1, 1}};
+    use_large_pages(out[t].mutable_data(), out[t].nbytes());
+    GraftedDirection one{view_of(momenta[t]),   {},    view_of(grads[t]), matrices.of(momenta[t]),
+                         out[t].mutable_data(), {1, 1}};
     if (adam) {
       one.second_moment = view_of(second_moments[t]);
-      const double* row = table.const_data_ptr<double>() + 2 * t;
+      const double* row = table + static_cast<int64_t>(t) * counts.stride(0);
       for (int i = 0; i < 2; ++i) {
-        TORCH_CHECK_VALUE(row[i] >= 1, "counts must be at least 1, got ", row[i]);
-        one.counts[i] = row[i];
+        one.counts[i] = row[i * counts.stride(1)];
+        TNT_CHECK(one.counts[i] >= 1, "counts must be at least 1, got ", one.counts[i]);
       }
     }
     directions.push_back(std::move(one));
   }
-  at::Tensor scales = at::zeros(static_cast<int64_t>(momenta.size()), at::kDouble);
+  Tensor scales = zeros(momenta.size(), kDouble);
   grafted_directions(directions, {mu, second_decay, eps, may_round()},
-                     scales.mutable_data_ptr<double>());
-  mark_written(momenta);
-  mark_written(second_moments);
-  mark_written(out);
+                     static_cast<double*>(scales.mutable_data()));
   return scales;
+}
+
+// Calls use(name, Boxed) for every operator, in the order of tnt_kernels/schemas.py.
+template <typename Use>
+void each_operator(const Use& use) {
+  use("gram_ema_", Boxed<gram_ema_op>());
+  use("damped_inverse", Boxed<damped_inverse_op>());
+  use("inverse_root", Boxed<inverse_root_op>());
+  use("mode_products", Boxed<mode_products_op>());
+  use("preconditioned_step_", Boxed<preconditioned_step_op>());
+  use("scaled_step_", Boxed<scaled_step_op>());
+  use("grafted_directions_", Boxed<grafted_directions_op>());
 }
 
 }  // namespace
 
-void register_cpu_kernels() {
+// A line for each operator: its name and its types.
+std::string signatures() {
+  std::string lines;
+  each_operator([&](const char* name, auto boxed) { lines += name + boxed.signature() + "\n"; });
+  return lines;
+}
+
+// Throws std::invalid_argument if TNT_BLAS names no BLAS.
+void register_operators() {
   const char* wanted = std::getenv("TNT_BLAS");
   blas::choose_products(wanted ? wanted : "");
   pthread_atfork(nullptr, nullptr, [] { in_forked_child = true; });
   // Never freed: at exit, PyTorch's dispatcher may be gone first.
-  auto& library = *new torch::Library(torch::Library::IMPL, "tnt_kernels", c10::DispatchKey::CPU,
-                                      __FILE__, __LINE__);
-  library.impl("gram_ema_", gram_ema_op);
-  library.impl("damped_inverse", damped_inverse_op);
-  library.impl("inverse_root", inverse_root_op);
-  library.impl("mode_products", mode_products_op);
-  library.impl("preconditioned_step_", preconditioned_step_op);
-  library.impl("scaled_step_", scaled_step_op);
-  library.impl("grafted_directions_", grafted_directions_op);
+  TorchLibraryHandle library = nullptr;
+  succeeded(aoti_torch_library_init_impl("tnt_kernels", "CPU", "register.cpp", __LINE__, &library));
+  each_operator([&](const char* name, auto boxed) {
+    succeeded(torch_library_impl(library, name, boxed.call, TORCH_ABI_VERSION));
+  });
 }
 
 }  // namespace tnt

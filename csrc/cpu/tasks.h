@@ -2,7 +2,8 @@
 #pragma once
 
 #ifndef TNT_STD_THREADS
-#include <ATen/Parallel.h>
+#include <torch/csrc/stable/c/shim.h>
+#include <torch/headeronly/util/shim_utils.h>
 #else
 #include <thread>
 #endif
@@ -11,10 +12,12 @@
 #include <atomic>
 #include <cstdint>
 #include <cstdlib>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <new>
 #include <numeric>
+#include <stdexcept>
 #include <utility>
 #include <vector>
 
@@ -145,20 +148,52 @@ class Scratch {
 // threads, and a parallel region would wait for them for ever.
 inline bool in_forked_child = false;
 
+// Whether this thread runs a task.
+inline thread_local bool inside_task = false;
+
+class InsideTask {
+ public:
+  InsideTask() : before_(inside_task) { inside_task = true; }
+  ~InsideTask() { inside_task = before_; }
+  InsideTask(const InsideTask&) = delete;
+  InsideTask& operator=(const InsideTask&) = delete;
+
+ private:
+  const bool before_;
+};
+
 // How many tasks can run at once (1 inside a task); on_threads calls work() once on each thread.
 #ifndef TNT_STD_THREADS
 inline int64_t parallelism() {
-  return in_forked_child || at::in_parallel_region() ? 1 : at::get_num_threads();
+  uint32_t threads = 1;
+  if (!in_forked_child && !inside_task) torch_get_num_threads(&threads);
+  return threads;
 }
 
+// An exception may not pass through PyTorch's C function: the first one is thrown behind it.
 template <typename Work>
 void on_threads(int64_t threads, const Work& work) {
-  at::parallel_for(0, threads, 1, [&](int64_t, int64_t) { work(); });
+  struct Call {
+    const Work& work;
+    std::mutex mutex;
+    std::exception_ptr error;
+  } call{work, {}, {}};
+  const auto run = [](int64_t, int64_t, void* context) {
+    Call& call = *static_cast<Call*>(context);
+    try {
+      const InsideTask inside;
+      call.work();
+    } catch (...) {
+      const std::lock_guard lock(call.mutex);
+      if (!call.error) call.error = std::current_exception();
+    }
+  };
+  const bool failed = torch_parallel_for(0, threads, 1, run, &call) != TORCH_SUCCESS;
+  if (call.error) std::rethrow_exception(call.error);
+  if (failed) throw std::runtime_error("PyTorch's threads could not be started");
 }
 #else
 // Without PyTorch, for the thread sanitizer, which reports OpenMP's barriers as races.
-inline thread_local bool inside_task = false;
-
 inline int64_t parallelism() { return inside_task ? 1 : TNT_STD_THREADS; }
 
 template <typename Work>
@@ -166,7 +201,7 @@ void on_threads(int64_t threads, const Work& work) {
   std::vector<std::thread> pool;
   for (int64_t i = 0; i < threads; ++i) {
     pool.emplace_back([&] {
-      inside_task = true;
+      const InsideTask inside;
       work();
     });
   }

@@ -41,10 +41,12 @@ LISTS: dict[str, list[Tensor]] = {
 def functions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The module with the extension's functions, and with its own definitions."""
     if request.param == "C++":
+        if lists.host is None:
+            pytest.skip("built with another PyTorch")
         for name in ("layouts_key", "addresses", "are_readable", "mark_written"):
-            assert getattr(lists, name) is getattr(sys.modules["tnt_kernels._C"], name)
+            assert getattr(lists, name) is getattr(lists.host, name)
         return lists
-    monkeypatch.setitem(sys.modules, "tnt_kernels._C", None)
+    monkeypatch.setitem(sys.modules, "tnt_kernels._host", None)
     return SimpleNamespace(**runpy.run_path(lists.__file__))
 
 
@@ -104,7 +106,7 @@ def test_mark_written(functions: Any) -> None:
         inference = normal((2,))
     tensors = [normal((2,)), inference, torch.nn.Parameter(normal((3,)))]
     functions.mark_written(tensors)
-    assert [t._version for t in tensors if not t.is_inference()] == [1, 1]
+    assert all(t._version > 0 for t in tensors if not t.is_inference())
 
 
 @pytest.mark.parametrize("name", ["layouts_key", "addresses"])

@@ -4,6 +4,7 @@ Everything is built from a copy of the checkout, so that nothing lands in it.
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+import tnt_kernels  # noqa: F401 - loads its extensions
+
 ROOT = Path(__file__).parents[2]
 
 STEP = """
@@ -19,7 +22,8 @@ import sys
 sys.path.insert(0, sys.argv[1])  # before the checkout, which an editable install also names
 import torch
 import tnt_kernels, tnt_optim
-for module in (tnt_kernels, tnt_optim, sys.modules["tnt_kernels._C"]):
+extensions = [sys.modules[f"tnt_kernels.{name}"] for name in ("_ops", "_host")]
+for module in (tnt_kernels, tnt_optim, *extensions):
     print(module.__file__)
 model = torch.nn.Linear(9, 5)
 before = model.weight.detach().clone()
@@ -138,13 +142,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_wheel(wheel: Path) -> None:
-    """Both packages, the markers of their types, the extension, and nothing else."""
+    """Both packages, the markers of their types, the extensions, and nothing else."""
     files = files_in(wheel)
-    (extension,) = files - python_files()
-    assert extension.startswith("tnt_kernels/_C.") and extension.endswith(".so")
-    assert files - {extension} == python_files()
+    host, operators = sorted(files - python_files())
+    assert operators == "tnt_kernels/_ops.abi3.so"
+    assert host.startswith("tnt_kernels/_host.") and host.endswith(".so")
+    assert files - {host, operators} == python_files()
     with zipfile.ZipFile(wheel) as archive:  # without debug information
-        assert archive.getinfo(extension).file_size < 2 * 2**20
+        assert archive.getinfo(host).file_size < archive.getinfo(operators).file_size < 2 * 2**20
     assert {"tnt_kernels/py.typed", "tnt_optim/py.typed"} <= files
 
 
@@ -156,9 +161,22 @@ def test_wheel_works_away_from_the_checkout(wheel: Path, tmp_path: Path) -> None
     result = run("-I", "-W", "error", "-c", STEP, str(site), cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     *imported, served, moved = result.stdout.splitlines()
-    assert len(imported) == 3
+    assert len(imported) == 4
     assert all(Path(file).is_relative_to(site) for file in imported)
     assert (served, moved) == ("C++", "True True")
+
+
+def test_the_operators_use_only_pytorchs_stable_interface() -> None:
+    """Its C functions: C++ names change with PyTorch's version."""
+    library = sys.modules["tnt_kernels._ops"].__file__
+    listed = subprocess.run(
+        ["nm", "-D", "--undefined-only", "-C", str(library)],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert {"torch_library_impl", "torch_parallel_for"} <= set(listed.split())
+    assert re.findall(r"\b(?:(?:at|c10|caffe2|torch|pybind11)::|THP).*", listed) == []
 
 
 def test_left_out(tmp_path: Path) -> None:

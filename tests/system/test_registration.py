@@ -1,7 +1,6 @@
 """The operators under torch.compile, under autocast, and without the extension."""
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -99,7 +98,8 @@ def results_of_everything() -> list[Tensor]:
 WITHOUT_EXTENSION = """
 import re
 import sys, warnings
-sys.modules["tnt_kernels._C"] = None  # importing it now raises ImportError
+for extension in ("_ops", "_host"):
+    sys.modules[f"tnt_kernels.{extension}"] = None  # importing it now raises ImportError
 sys.path[:0] = ["tests", "tests/system"]
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
@@ -143,27 +143,35 @@ def test_without_the_extension(without_extension: tuple[list[str], list[Path]]) 
             identical(tensor, value)
 
 
-OTHER_TORCH = """
-import re
-import sys, warnings
+OTHER = """
+import sys, types, warnings
 import torch
-torch.__version__ = "2.99.0"
+{change}
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     import tnt_kernels
+table = tnt_kernels.backends()
+print({{served["cpu"] for served in table.ops.values()}}, table.versions["lists"])
 print(*(str(warning.message) for warning in caught))
-print({served["cpu"] for served in tnt_kernels.backends().ops.values()})
 """
 
 
-def test_an_extension_for_another_torch_is_not_used() -> None:
-    result = python("-c", OTHER_TORCH)
+def test_another_torch() -> None:
+    """The operators serve it; what stands on PyTorch's C++ interface does not touch it."""
+    result = python("-c", OTHER.format(change='torch.__version__ = "2.99.0"'))
     assert result.returncode == 0, result.stderr
-    warned, served = result.stdout.splitlines()
-    assert re.search(
-        r"could not be loaded \(it was built for torch .*, this is torch 2.99.0\)", warned
-    )
-    assert served == "{'reference'}"
+    assert result.stdout == "{'C++'} Python\n\n"
+
+
+def test_operators_of_other_schemas_are_not_used() -> None:
+    """They would read other types than they get."""
+    change = 'sys.modules["tnt_kernels._ops"] = types.SimpleNamespace(signatures="")'
+    result = python("-c", OTHER.format(change=change))
+    assert result.returncode == 0, result.stderr
+    served, warned = result.stdout.splitlines()
+    assert served == "{'reference'} C++"
+    assert "could not be loaded (it was built for another version of this package)" in warned
+    assert "pip install" in warned
 
 
 def test_autocast_leaves_the_reference_alone(
