@@ -17,6 +17,9 @@
 #   make bench-quick        a few of them in two minutes, to results/
 #   make figures            every experiment scaled down, to results/; within an hour on two cores;
 #                           DATA=DIR names the folder of the data sets
+#   make wheel              the source distribution and the wheel, to dist/
+#   make test-wheel         installs the wheel in a fresh environment and tests it from elsewhere;
+#                           WITH=torch==2.11.0 for another PyTorch than the pinned one
 #   make docs               the documentation site, to build/docs
 #   make gpu                builds, tunes, tests and measures on a GPU in under ten minutes, with the
 #                           packages that PYTHON has, to bench/results/gpu;
@@ -31,6 +34,8 @@ EXAMPLES ?= 10000
 # The oldest that is served.
 TORCH ?= 2.11.0
 TORCH_BUILD = build/torch-$(TORCH)
+# The PyTorch that test-wheel installs.
+WITH ?= $(shell grep '^torch==' requirements.txt)
 SANITIZED = build/native-address build/native-thread
 CMAKE_BUILDS = build/native $(SANITIZED)
 
@@ -45,7 +50,7 @@ EXTENSION_SOURCES = setup.py $(shell find csrc -type f)
 # Two workers, each with whole files, so that module-wide fixtures are made once.
 PYTEST = $(IN_VENV) python -m pytest -n 2 --dist loadfile
 
-.PHONY: demo test test-all quick-tests slow-tests lint format native-test sanitizers fuzz bench bench-quick figures gpu docs build torch-test clean
+.PHONY: demo test test-all quick-tests slow-tests lint format native-test sanitizers fuzz bench bench-quick figures gpu docs build wheel test-wheel torch-test clean
 
 demo: build
 	$(PY) -m experiments demo $(if $(DATA),mnist --data "$(DATA)")
@@ -109,6 +114,22 @@ docs: $(VENV)/.docs
 
 build: $(VENV)/.built
 
+# libtorch and OpenBLAS come with the packages that the wheel depends on.
+wheel: $(VENV)/.packages
+	rm -rf dist build/wheel
+	$(IN_VENV) python -m build --no-isolation --outdir build/wheel . && \
+	auditwheel repair --wheel-dir dist --exclude 'libtorch*' --exclude 'libc10*' \
+		--exclude libscipy_openblas.so build/wheel/*.whl
+	mv build/wheel/*.tar.gz dist
+
+test-wheel: wheel
+	rm -rf build/wheel-test && $(PYTHON) -m venv build/wheel-test/venv
+	build/wheel-test/venv/bin/python -m pip install --quiet --disable-pip-version-check $(WITH) dist/*.whl \
+		$(shell grep -E '^(numpy|pytest|hypothesis)==' requirements.txt)
+	cp -r tests csrc build/wheel-test
+	cd build/wheel-test && venv/bin/python -m tnt_kernels && venv/bin/python -W error -m pytest -q \
+		-o pythonpath=tests --import-mode=importlib $(addprefix tests/kernels/test_,$(addsuffix .py,contract dispatch bad_input matmul_precision threads))
+
 # In a copy, so that it is built with this PyTorch's headers too.
 torch-test: $(TORCH_BUILD)/.packages
 	rm -rf $(TORCH_BUILD)/src && mkdir $(TORCH_BUILD)/src
@@ -118,7 +139,7 @@ torch-test: $(TORCH_BUILD)/.packages
 	python -m tnt_kernels && python -m pytest $(TESTS)
 
 clean:
-	rm -rf build $(VENV) *.egg-info tnt_kernels/_*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist $(VENV) *.egg-info tnt_kernels/_*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(VENV)/.packages: requirements.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed: make PYTHON=...")'

@@ -1,13 +1,14 @@
 """Builds two packages, ``tnt_kernels`` and ``tnt_optim``, and two extensions.
 
-    pip install --no-build-isolation -e .
+    pip install .
 
 ``tnt_kernels._ops``, the operators, serves PyTorch 2.11 and all later ones. ``tnt_kernels._host``
 makes calls on a GPU faster, and only with the PyTorch it is built with.
 
-PyTorch must already be installed, because both are built with its headers; build isolation would
-hide it. If the extensions cannot be built (no C++ compiler, or not x86-64 Linux), the packages are
-installed without them and use the reference implementation. A compiler that fails is an error.
+PyTorch must already be installed, because both are built with its headers; it is found under build
+isolation too, so none is fetched. If the extensions cannot be built (no C++ compiler, or not x86-64
+Linux), the packages are installed without them and use the reference implementation. A compiler
+that fails is an error.
 
 Environment variables:
 
@@ -23,22 +24,36 @@ import platform
 import shlex
 import shutil
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
 from setuptools import setup
 
-try:
-    from torch.utils.cpp_extension import BuildExtension, CppExtension, include_paths
-except ImportError as error:
-    raise SystemExit(
-        f"tnt_kernels is built against PyTorch, which cannot be imported ({error}).\n"
-        "Install it first, then build without isolation:\n"
-        "    pip install 'torch>=2.11' 'setuptools>=77' wheel ninja\n"
-        "    pip install --no-build-isolation -e ."
-    ) from None
-
 ROOT = Path(__file__).parent
+# Where the environment's packages are, under build isolation too.
+PACKAGES = Path(sysconfig.get_path("purelib"))
+# They read what stands here, or pack the sources.
+WITHOUT_PYTORCH = {"sdist", "egg_info", "dist_info"}
+IN_PLACE = {"--inplace", "editable_wheel"}
+
+
+def cpp_extension() -> Any:
+    """``torch.utils.cpp_extension`` of the environment's PyTorch, which build isolation hides."""
+    sys.path.append(str(PACKAGES))
+    try:
+        from torch.utils import cpp_extension
+    except ImportError as error:
+        raise SystemExit(
+            f"tnt_kernels is built with PyTorch's headers, and PyTorch cannot be imported ({error})"
+            ".\nInstall it in this environment first:\n"
+            "    pip install 'torch>=2.11'\n"
+            "    pip install .\n"
+            "A tool that builds in an environment of its own does not see it: pip install "
+            "'setuptools>=77' wheel ninja scipy-openblas32, then add --no-build-isolation (uv) or "
+            "--no-isolation (build)."
+        ) from None
+    return cpp_extension
 
 
 def sources(*patterns: str) -> list[str]:
@@ -89,25 +104,22 @@ def blas() -> dict[str, Any]:
             "or set TNT_BLAS_LIBRARY to another BLAS's path (see setup.py)."
         ) from None
     folder = Path(openblas.get_lib_dir())
+    inside = Path(openblas.__name__, folder.name)
     return {
         "libraries": [openblas.get_library()],
         "library_dirs": [str(folder)],
-        # Next to the installed package, and its path now, for an editable install.
-        "runtime_library_dirs": [f"$ORIGIN/../{openblas.__name__}/{folder.name}", str(folder)],
+        # Next to the installed package; for a build in place, where the packages are.
+        "runtime_library_dirs": [
+            f"$ORIGIN/../{inside}",
+            *([str(PACKAGES / inside)] if IN_PLACE & set(sys.argv) else []),
+        ],
     }
 
 
-class Build(BuildExtension):  # type: ignore[misc]
-    """BuildExtension that keeps its object files: a second build compiles only changed files."""
-
-    def finalize_options(self) -> None:
-        """Sets a folder for object files that the next build finds."""
-        super().finalize_options()
-        self.build_temp = str(ROOT / "build" / "extension")
-
-
 def extension() -> dict[str, Any]:
-    """The setup() arguments for the extension; empty if it cannot be built."""
+    """The setup() arguments for the extensions; empty if they cannot be built."""
+    if WITHOUT_PYTORCH & set(sys.argv):
+        return {}
     reason = why_no_extension()
     if reason is not None:
         print(
@@ -116,6 +128,16 @@ def extension() -> dict[str, Any]:
             file=sys.stderr,
         )
         return {}
+    torch = cpp_extension()
+
+    class Build(torch.BuildExtension):  # type: ignore[misc, name-defined]
+        """It keeps its object files: a second build compiles only changed files."""
+
+        def finalize_options(self) -> None:
+            """Sets a folder for object files that the next build finds."""
+            super().finalize_options()
+            self.build_temp = str(ROOT / "build" / "extension")
+
     settings: dict[str, Any] = {
         "include_dirs": [str(ROOT / "csrc")],
         "depends": ["setup.py", *sources("csrc/**/*.h")],
@@ -126,9 +148,9 @@ def extension() -> dict[str, Any]:
     flags = [
         *("-O3", "-std=c++20", "-Wall", "-Wextra", "-g0", "-fvisibility=hidden"),
         # Again as system headers: PyTorch's headers cause warnings.
-        *(f"-isystem{path}" for path in include_paths()),
+        *(f"-isystem{path}" for path in torch.include_paths()),
     ]
-    operators = CppExtension(
+    operators = torch.CppExtension(
         "tnt_kernels._ops",
         ["csrc/bindings.cpp", *sources("csrc/cpu/*.cpp")],
         py_limited_api=True,
@@ -143,7 +165,7 @@ def extension() -> dict[str, Any]:
         **settings,
         **blas(),
     )
-    host = CppExtension(
+    host = torch.CppExtension(
         "tnt_kernels._host", ["csrc/lists.cpp"], extra_compile_args=flags, **settings
     )
     return {"ext_modules": [operators, host], "cmdclass": {"build_ext": Build}}

@@ -7,6 +7,7 @@ it, and so can other Kronecker-factored optimizers. Docstrings state each operat
 
 import importlib
 import warnings
+from importlib import metadata
 
 from tnt_kernels import schemas
 
@@ -22,7 +23,7 @@ except ImportError as error:
         "tnt_kernels runs on its reference implementation, with the same results: its C++ "
         f"operators could not be loaded ({error}). They need PyTorch 2.11 or later. Build them in "
         "the source folder, with a C++ compiler: "
-        "pip install --no-build-isolation --no-deps --force-reinstall -e .",
+        "pip install --no-deps --force-reinstall -e .",
         RuntimeWarning,
         stacklevel=2,
     )
@@ -41,6 +42,11 @@ from tnt_kernels.ops import (
 
 register_reference(_library)
 register_triton(_library)
+
+try:
+    __version__ = metadata.version("tnt_kernels")
+except metadata.PackageNotFoundError:  # a clone that is not installed
+    __version__ = "unknown"
 
 __all__ = [
     "Backends",

@@ -12,6 +12,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import scipy_openblas32
 
 import tnt_kernels  # noqa: F401 - loads its extensions
 
@@ -93,18 +94,35 @@ def python_files() -> set[str]:
     }
 
 
+# Runs setup.py without PyTorch (blocked), or with the environment's packages hidden as build
+# isolation hides them: of these only setuptools and OpenBLAS can be imported.
+WITHOUT_PYTORCH = "import sys; sys.modules['torch'] = None"
+ISOLATED = """
+import importlib, sys, sysconfig
+for name in ("setuptools", "scipy_openblas32"):
+    importlib.import_module(name)
+sys.path.remove(sysconfig.get_path("purelib"))
+"""
+
+
+def run_setup(prelude: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    code = f"{prelude}\nimport runpy; sys.argv = ['setup.py', *{arguments!r}]\n"
+    return run("-c", f"{code}runpy.run_path('setup.py', run_name='__main__')", cwd=ROOT)
+
+
 def test_without_pytorch() -> None:
-    """A sentence that says what to install, not a traceback."""
-    blocked = (
-        "import runpy, sys; sys.modules['torch'] = None; sys.argv = ['setup.py', '--version']; "
-        "runpy.run_path('setup.py', run_name='__main__')"
-    )
-    result = run("-c", blocked, cwd=ROOT)
+    """A sentence that says what to install, not a traceback; not needed to pack the sources."""
+    result = run_setup(WITHOUT_PYTORCH, "build", "--help")
     assert result.returncode != 0
     assert "Traceback" not in result.stdout + result.stderr
-    assert "PyTorch" in result.stderr
-    assert "pip install" in result.stderr and "torch" in result.stderr
-    assert "--no-build-isolation" in result.stderr
+    assert "pip install 'torch>=2.11'" in result.stderr and "--no-build-isolation" in result.stderr
+    result = run_setup(WITHOUT_PYTORCH, "sdist", "--help")
+    assert result.returncode == 0, result.stderr
+
+
+def test_build_isolation_does_not_hide_pytorch() -> None:
+    result = run_setup(ISOLATED, "build", "--help")
+    assert result.returncode == 0, result.stderr
 
 
 def test_without_a_compiler(tmp_path: Path) -> None:
@@ -153,10 +171,24 @@ def test_wheel(wheel: Path) -> None:
     assert {"tnt_kernels/py.typed", "tnt_optim/py.typed"} <= files
 
 
+def test_the_wheel_names_no_folder_of_the_machine_that_built_it(
+    wheel: Path, tmp_path: Path
+) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        library = archive.extract("tnt_kernels/_ops.abi3.so", tmp_path)
+    listed = subprocess.run(
+        ["readelf", "-d", library], capture_output=True, text=True, check=True
+    ).stdout
+    assert re.findall(r"R(?:UN)?PATH.*\[(.*)\]", listed) == ["$ORIGIN/../scipy_openblas32/lib"]
+
+
 def test_wheel_works_away_from_the_checkout(wheel: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
+    # As pip installs it, next to what it depends on.
+    openblas = Path(scipy_openblas32.get_lib_dir()).parent
+    (site / openblas.name).symlink_to(openblas)
     # -I: neither the current folder nor the environment adds to the path.
     result = run("-I", "-W", "error", "-c", STEP, str(site), cwd=tmp_path)
     assert result.returncode == 0, result.stderr
