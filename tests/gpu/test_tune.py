@@ -128,14 +128,38 @@ def test_without_a_table_a_rule_decides(cache: Path) -> None:
 def test_a_table_without_cublas_costs_nothing(cache: Path) -> None:
     cache.parent.mkdir()
     cache.write_text(json.dumps({**HERE, "classes": []}))
-    assert cublas.setting(CPU) is None  # plans are as without that module
+    assert (
+        cublas.setting("gram", CPU) is cublas.setting("chain", CPU) is None
+    )  # plans are as without that module
 
 
 def test_numbers_on_the_device_stay_with_triton() -> None:
     here, there = torch.zeros(()), torch.zeros((), device="meta")
     with cublas.only(True):
-        assert cublas.setting(CPU, [here]) == cublas.setting(CPU) == launch.precision(CPU)
-        assert cublas.setting(CPU, [here, there]) is None
+        assert cublas.setting("chain", CPU, [here]) == launch.precision(CPU)
+        assert cublas.setting("chain", CPU, [here, there]) is None
+
+
+def test_only_classes_that_are_served_change_plans(cache: Path) -> None:
+    """By the rule chains in TF32; Gram matrices and "highest" have the plans of Triton."""
+    before = torch.backends.cuda.matmul.fp32_precision
+    try:
+        for precision, wanted in (("tf32", "tf32"), ("ieee", None)):
+            torch.backends.cuda.matmul.fp32_precision = precision
+            assert cublas.setting("chain", CPU) == wanted
+            assert cublas.setting("gram", CPU) is None
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+@pytest.mark.parametrize("variant", ["gram_ema_", "preconditioned_step_"])
+def test_a_graph_finds_the_plan_without_cublas(variant: str) -> None:
+    """Its numbers are on the device, and no plan can be made while it is recorded."""
+    planners = (chain.plan, gram_ema.plan)
+    with cublas.only(True):
+        call(variant, [(256, 256)], "full")(triton_operators)
+        settings = {key[-1] for key in launch._plans if key[0] in planners}
+    assert settings == {None, launch.precision(CPU)}
 
 
 def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,8 +219,9 @@ def test_each_way_is_measured_at_its_precision(
     monkeypatch.setattr(tune, "SIZES", (64,))  # Triton serves both ways: the machine is slow
     monkeypatch.setattr(cublas, "DTYPES", (F32,))
     assert tune.tune(GPU)
-    ways = [(False, 1), (True, 1)]
-    assert measured == [(p, *way) for p in ("ieee", "ieee", "tf32", "tf32") for way in ways]
+    # Gram matrices by cuBLAS also have the plan for graphs.
+    ways = [(False, 1), (True, 2), (False, 1), (True, 1)]
+    assert measured == [(p, *way) for p in ("ieee", "tf32") for way in ways]
 
 
 def test_what_fails_or_is_late_is_left_out(

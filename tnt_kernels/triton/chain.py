@@ -380,7 +380,9 @@ def products(
     """
     device = tensors[0].device
     factors = readable(factors, contiguous=True)
-    setting = cublas.setting(device, step or ())
+    setting = cublas.setting("chain", device, step or ())
+    if setting is not None and step is not None:
+        planned(plan, tensors, results, factors, rest=(device, programs, None))
     p = planned(plan, tensors, results, factors, rest=(device, programs, setting))
     keep_for_graph(device, p)
     read, written = list(tensors), list(results)

@@ -108,17 +108,19 @@ def only(serves: bool) -> Iterator[None]:
         launch._plans.clear()
 
 
-def setting(device: torch.device, numbers: Sequence[Tensor] = ()) -> str | None:
+def setting(operation: str, device: torch.device, numbers: Sequence[Tensor] = ()) -> str | None:
     """What plans depend on: the products' precision, or None where Triton serves all tensors.
 
-    ``numbers`` are those that cuBLAS takes from the host. Without a table this costs the host
-    nothing, and a plan serves every precision.
+    ``numbers`` are those that cuBLAS takes from the host. A CUDA graph has them on the device, so
+    callers that have any also plan for None, before a graph is recorded.
     """
-    if not (chosen(device) if _forced is None else _forced):
+    classes = () if _forced is False else chosen(device)
+    if not (_forced or classes) or any(number.device.type != "cpu" for number in numbers):
         return None
-    if any(number.device.type != "cpu" for number in numbers):
-        return None
-    return launch.precision(device)
+    precision = launch.precision(device)
+    served = {(c.operation, c.precision) for c in classes}
+    is_served = (operation, precision) in served or (operation, "exact") in served
+    return precision if _forced or is_served else None
 
 
 def choose(

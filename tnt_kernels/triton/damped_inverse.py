@@ -70,7 +70,7 @@ NUMBER_FIELDS = tl.constexpr(3)
 MODE, TILE_ROW, FIRST, LAST = fields(4)
 STRIP_FIELDS = tl.constexpr(4)
 
-# Tiles of a strip, at most: its program reads one panel once for all of them.
+# Tiles of a strip, at most: the programs of a panel all compute the same corner.
 MOST_TILES = 8
 # Of loads ahead of a product. A third one, 16 KB for each, would leave room for fewer programs.
 STAGES = 2
@@ -560,6 +560,7 @@ def _run(
     single = wave.state == torch.float32
     precision = "tf32x3" if single and has_tensor_cores(device) else "ieee"
     product = {**tile, "PRECISION": precision, "num_stages": STAGES if single else 1}
+    step = 32 if single else 16
 
     def start(
         kernel: "triton.JITFunction", work: Work, *given: object, **constants: object
@@ -573,7 +574,7 @@ def _run(
     start(begin_kernel, wave.rows, *scaled, tiles, failed, **tile | {"num_warps": 2 * WARPS})
     for k, (panel, update) in enumerate(zip(wave.panels, wave.updates, strict=True)):
         start(panel_kernel, panel, *scaled, tiles, failed, k, **product)
-        start(update_kernel, update, tiles, k, **product, STEP=32 if single else 16)
+        start(update_kernel, update, tiles, k, **product, STEP=step)
     start(check_kernel, wave.columns, numbers, tiles, failed, **tile)
     launch(
         judge_kernel,
@@ -582,5 +583,5 @@ def _run(
         STRIDE=1,
         num_warps=1,
     )
-    start(product_kernel, wave.products, *scaled, tiles, info, **product, STEP=32 if single else 16)
+    start(product_kernel, wave.products, *scaled, tiles, info, **product, STEP=step)
     start(diagonal_kernel, wave.spans, *scaled, failed, info, **span, CHECK=False)

@@ -424,8 +424,11 @@ def gram_ema_(
         return
     device = stats[0].device
     tensors = readable(tensors)
-    setting = cublas.setting(device, (decay,))
-    p = planned(plan, tensors, stats, rest=(device, programs or programs_at_once(device), setting))
+    setting = cublas.setting("gram", device, (decay,))
+    programs = programs or programs_at_once(device)
+    if setting is not None:
+        planned(plan, tensors, stats, rest=(device, programs, None))
+    p = planned(plan, tensors, stats, rest=(device, programs, setting))
     keep_for_graph(device, p)
     for t in p.copied:
         tensors[t] = tensors[t].contiguous()
