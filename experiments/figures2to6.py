@@ -7,6 +7,7 @@ Figures 3 and 5 are of ResNet-32 on CIFAR-10 and VGG16 on CIFAR-100 (Tables 4 an
 
 from __future__ import annotations
 
+import hashlib
 import math
 import statistics
 from collections.abc import Sequence
@@ -23,7 +24,12 @@ from experiments.plots import grouped, plot_runs
 from experiments.problems.problem import Problem
 from experiments.run_files import RunFile, RunFileError
 from experiments.tasks import TASKS
-from experiments.training import CheckpointError, Run, StationaryParametersError, train
+from experiments.training import (
+    CheckpointError,
+    Run,
+    StationaryParametersError,
+    train_in_turn,
+)
 from tools.measuring.tables import table
 
 # Shampoo is not in the quick runs on MNIST and FACES: its matrices have up to 1000 and 2000 rows
@@ -60,7 +66,6 @@ def main(
     each = [
         overridden(task.settings(name, epochs), changes) for name in chosen(optimizer, task.methods)
     ]
-    # All methods for one seed before the next seed: a slow phase of the machine affects them all.
     wanted = [replace(settings, seed=seed) for seed in numbers(seeds) for settings in each]
     run_comparison(loaded, wanted, out or Path(f"results/{problem}.json"), where, task.metric)
 
@@ -91,18 +96,25 @@ def run_comparison(
         protocol = problem.description() | {"batch_size": wanted[0].batch_size}
         file = RunFile(out, "comparison", protocol, device)
         file.check_same_machine()
-    for settings in wanted:
-        if file.find(asdict(settings)) is not None:
-            continue
-        name = f"{out.stem}-{settings.optimizer}-seed{settings.seed}.partial.pt"
+    missing = [settings for settings in wanted if file.find(asdict(settings)) is None]
+    # The methods of a seed in turn: a slow hour of the machine slows all of them down.
+    for seed in dict.fromkeys(settings.seed for settings in missing):
+        own = [settings for settings in missing if settings.seed == seed]
+        checkpoints = [out.with_name(f"{out.stem}-{run_name(one)}.partial.pt") for one in own]
         with user_errors((RunFileError, CheckpointError, OSError, StationaryParametersError)):
-            run = train(problem, settings, device, checkpoint=out.with_name(name))
-            file.add(asdict(settings), run.record())
+            for run in train_in_turn(problem, own, device, checkpoints=checkpoints):
+                file.add(asdict(run.settings), run.record())
     runs = [Run.from_record(run) for run in file.runs]
     runs.sort(key=lambda run: list(METHODS).index(run.settings.optimizer))
     plot_runs(runs, out.with_suffix(".png"), problem.label, problem.loss_label, metric)
     print(f"\n{summary(runs, metric)}\nwrote {out} and {out.with_suffix('.png')}")
     return runs
+
+
+def run_name(settings: Settings) -> str:
+    """A name for the file of an unfinished run: no other settings have it."""
+    digest = hashlib.sha256(repr(settings).encode()).hexdigest()
+    return f"{settings.optimizer}-seed{settings.seed}-{digest[:8]}"
 
 
 def summary(runs: Sequence[Run], metric: str | None = None) -> str:

@@ -245,6 +245,48 @@ class DecoupledSGD(torch.optim.SGD):
         return loss
 
 
+class AuthorsAdam(torch.optim.Optimizer):
+    """What the paper's published code computes as Adam: the momentum's second moment.
+
+    m <- beta_1 m + (1 - beta_1) g; n = m / (1 - beta_1^t); v <- beta_2 v + (1 - beta_2) n^2;
+    W <- W - lr n / (sqrt(v / (1 - beta_2^t)) + eps). Kingma & Ba's v has g^2 for n^2. A momentum
+    averages noise away, so v is smaller and steps are longer.
+
+    Args:
+        params: parameters, named parameters or groups.
+        lr: alpha in the paper.
+        betas: beta_1 and beta_2.
+        eps: outside the root, after the bias correction.
+    """
+
+    def __init__(self, params: Any, lr: float, betas: tuple[float, float], eps: float) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "step": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step; return the closure's value, if there is a closure."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            group["step"] += 1
+            (beta1, beta2), t = group["betas"], group["step"]
+            moved = [p for p in group["params"] if p.grad is not None]
+            for p in moved:
+                if not self.state[p]:
+                    self.state[p] = {"m": torch.zeros_like(p), "v": torch.zeros_like(p)}
+            m, v = ([self.state[p][name] for p in moved] for name in "mv")
+            torch._foreach_lerp_(m, [p.grad for p in moved], 1 - beta1)
+            n = torch._foreach_div(m, 1 - beta1**t)
+            torch._foreach_mul_(v, beta2)
+            torch._foreach_addcmul_(v, n, n, 1 - beta2)
+            roots = torch._foreach_sqrt(torch._foreach_div(v, 1 - beta2**t))
+            torch._foreach_add_(roots, group["eps"])
+            torch._foreach_addcdiv_(moved, n, roots, -group["lr"])
+        return loss
+
+
 class MuonWithAdamW(torch.optim.Optimizer):
     """torch's Muon on the matrices of the hidden layers, AdamW on all other parameters.
 
@@ -361,6 +403,16 @@ def _adam(model: nn.Module, settings: Settings, likelihood: str) -> torch.optim.
     )
 
 
+def _authors_adam(model: nn.Module, settings: Settings, likelihood: str) -> torch.optim.Optimizer:
+    assert settings.stat_decay is not None and settings.damping is not None
+    return AuthorsAdam(
+        model.named_parameters(),
+        lr=settings.lr,
+        betas=(settings.momentum, settings.stat_decay),
+        eps=settings.damping,
+    )
+
+
 def _sgd(model: nn.Module, settings: Settings, likelihood: str) -> torch.optim.Optimizer:
     return DecoupledSGD(
         model.named_parameters(),
@@ -415,6 +467,7 @@ METHODS: dict[str, Method] = {
     ),
     "shampoo": Method("Shampoo", "#E69F00", "empirical", True, 0.9, _second_order(Shampoo)),
     "adam": Method("Adam", "#009E73", None, True, 0.999, _adam),
+    "adam-authors": Method("Adam (authors')", "#117733", None, True, 0.999, _authors_adam),
     "sgd": Method("SGD-m", "#D55E00", None, False, None, _sgd),
     "muon": Method("Muon + AdamW", "#000000", None, False, None, _muon),
     "soap": Method("SOAP", "#999999", None, True, 0.95, _soap),

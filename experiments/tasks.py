@@ -27,6 +27,7 @@ TABLE_3: dict[str, dict[str, tuple[float, float | None]]] = {
         "kfac": (0.003, 0.3),
         "shampoo": (3e-4, 3e-4),
         "adam": (1e-4, 1e-4),
+        "adam-authors": (1e-4, 1e-4),
         "sgd": (0.003, None),
     },
     "faces": {
@@ -35,6 +36,7 @@ TABLE_3: dict[str, dict[str, tuple[float, float | None]]] = {
         "kfac": (0.1, 10.0),
         "shampoo": (3e-4, 3e-4),
         "adam": (1e-4, 1e-4),
+        "adam-authors": (1e-4, 1e-4),
         "sgd": (0.001, None),
     },
     # Not the paper's: the best of 35 settings a method, as means over seeds 1 to 5 and 60 epochs,

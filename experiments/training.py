@@ -150,87 +150,224 @@ def train(
 ) -> Run:
     """Train the problem's model from the start and on the batches that the seed gives.
 
+    As `train_in_turn` with one run.
+    """
+    checkpoints = None if checkpoint is None else [checkpoint]
+    (run,) = train_in_turn(problem, [settings], device, report_every, checkpoints, check_moved)
+    return run
+
+
+def train_in_turn(
+    problem: Problem,
+    wanted: Sequence[Settings],
+    device: torch.device | str = "cpu",
+    report_every: int = 1,
+    checkpoints: Sequence[Path] | None = None,
+    check_moved: bool = True,
+) -> Iterator[Run]:
+    """Train with each of the settings, an epoch of each in turn, so that their seconds compare.
+
     Start, batches and augmentation depend on the seed only, so runs of several optimizers compare.
-    All data are on the device. A loss that is not finite ends the run, which then counts as
-    diverged; so do failing statistics or inverses. Ctrl-C ends the run after the current step, if
-    it has a checkpoint, and writes that.
+    All data are on the device. A loss that is not finite ends a run, which then counts as diverged;
+    so do failing statistics or inverses. Ctrl-C ends the runs after the current step, if they have
+    checkpoints, and writes those.
 
     Args:
         problem: data, model and loss.
-        settings: the optimizer and all other choices.
+        wanted: of each run, the optimizer and all other choices.
         device: where to train.
-        report_every: epochs between two printed lines; 0 for no output.
-        checkpoint: the run continues from this file if it exists, writes it about once a minute at
+        report_every: epochs between two printed lines of a run; 0 for no output.
+        checkpoints: each run continues from its file if it exists, writes it about once a minute at
             the end of an epoch and at Ctrl-C, and deletes it at its end. Writing is outside the
             measured time.
         check_moved: raise an error if the first epoch does not change some parameter. A search
             over learning rates may try a rate so small that it rounds to nothing.
 
+    Yields:
+        Each run at its end.
+
     Raises:
         ValueError: the batch size is larger than the data.
-        CheckpointError: the checkpoint has other settings, or is no checkpoint.
+        CheckpointError: a checkpoint has other settings, or is no checkpoint.
         KeyboardInterrupt: Ctrl-C was pressed.
         StationaryParametersError: the first epoch did not change a parameter.
     """
     device = torch.device(device)
-    steps = problem.steps_per_epoch(settings.batch_size)
     problem = problem.to(device)
-    model = seeded(problem.build, settings.seed).to(device)
-    optimizer = build_optimizer(model, settings, problem.likelihood)
-    run = Run(problem.name, settings, steps, problem.loss_floor)
-    shuffle = torch.Generator().manual_seed(settings.seed)
-    augment = torch.Generator(device).manual_seed(settings.seed)
-    start = [parameter.detach().clone() for parameter in model.parameters()]
-    saved = Checkpoint(checkpoint, problem, run, model, optimizer, [shuffle, augment], device)
-    resumed = saved.load()
-    if resumed and report_every:
-        tqdm.write(f"{run.label:6} continues after {saved.position()} of {checkpoint}")
-    _load_libraries(problem, settings, device)
-    if not resumed and settings.warm_start:
-        began = now(device)
-        try:
-            _warm_start(optimizer, model, problem, settings, device)
-        except PreconditionerError:  # divergence, as in a step
-            _add_epoch(run, 1, [math.nan], now(device) - began, problem.evaluate(model))
-            return run
-        run.warm_start_seconds = now(device) - began
-        if report_every:
-            tqdm.write(f"{run.label:6} warm start: {run.warm_start_seconds:.2f} s")
+    files: Sequence[Path | None] = checkpoints or [None] * len(wanted)
+    trainings = [
+        _Training(problem, settings, device, file, report_every, check_moved)
+        for settings, file in zip(wanted, files, strict=True)
+    ]
     with (
         tqdm(
-            total=settings.epochs * steps,
-            initial=len(run.step_losses) + len(saved.part.losses if saved.part else []),
-            desc=run.label,
+            total=sum(one.settings.epochs * one.run.steps_per_epoch for one in trainings),
+            initial=sum(one.steps_done for one in trainings),
             unit="step",
             leave=False,
             disable=None if report_every else True,
         ) as bar,
-        _delayed_interrupt(checkpoint is not None) as interrupts,
+        _delayed_interrupt(checkpoints is not None) as interrupts,
     ):
-        loop = _Loop(optimizer, model, problem, settings, augment, bar, interrupts)
-        for number in range(len(run.epochs) + 1, settings.epochs + 1):
-            part = saved.part or Part(problem.order(settings.batch_size, shuffle))
-            began = now(device)
-            part.losses += loop.epoch(number, part.order.to(device), len(part.losses))
-            part.seconds += now(device) - began
-            if interrupts and len(part.losses) < steps and math.isfinite(part.losses[-1]):
-                saved.part = part
-                saved.save(0.0)
-                tqdm.write(f"{run.label:6} stopped after {saved.position()}, saved in {checkpoint}")
-                raise KeyboardInterrupt
-            saved.part = None
-            _add_epoch(run, number, part.losses, part.seconds, problem.evaluate(model))
-            if check_moved and number == 1 and run.diverged_at_step is None:
-                _check_moved(model, start)
-            last = run.diverged_at_step is not None or number == settings.epochs
-            if report_every and (last or number % report_every == 0):
-                tqdm.write(_epoch_line(run))
-            if run.diverged_at_step is not None:
-                break
-            if not last:
-                saved.save(SECONDS_BETWEEN)
-    saved.remove()
-    return run
+        _load_libraries(problem, wanted[0], device)
+        while trainings:
+            for one in list(trainings):
+                bar.set_description(one.run.label, refresh=False)
+                one.epoch(bar, interrupts)
+                if one.ended:
+                    trainings.remove(one)
+                    yield one.run
+                elif interrupts:
+                    for unfinished in trainings:
+                        unfinished.saved.save(0.0)
+                    if report_every:
+                        tqdm.write(f"{one.run.label:6} stopped after {one.saved.position()}, saved")
+                    raise KeyboardInterrupt
+
+
+class _Training:
+    """One of the runs of `train_in_turn`; the arguments are its."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        settings: Settings,
+        device: torch.device,
+        checkpoint: Path | None,
+        report_every: int,
+        check_moved: bool,
+    ) -> None:
+        steps = problem.steps_per_epoch(settings.batch_size)
+        self.problem, self.settings, self.device = problem, settings, device
+        self.report_every, self.check_moved = report_every, check_moved
+        self.model = seeded(problem.build, settings.seed).to(device)
+        self.optimizer = build_optimizer(self.model, settings, problem.likelihood)
+        self.run = run = Run(problem.name, settings, steps, problem.loss_floor)
+        self.shuffle = torch.Generator().manual_seed(settings.seed)
+        self.augment = torch.Generator(device).manual_seed(settings.seed)
+        generators = [self.shuffle, self.augment]
+        self.saved = Checkpoint(
+            checkpoint, problem, run, self.model, self.optimizer, generators, device
+        )
+        self.begun = self.saved.load()
+        if self.begun and report_every:
+            tqdm.write(f"{run.label:6} continues after {self.saved.position()} of {checkpoint}")
+
+    @property
+    def steps_done(self) -> int:
+        part = self.saved.part
+        return len(self.run.step_losses) + (len(part.losses) if part else 0)
+
+    @property
+    def ended(self) -> bool:
+        run = self.run
+        return run.diverged_at_step is not None or len(run.epochs) == self.settings.epochs
+
+    def epoch(self, bar: Any, interrupts: Sequence[int]) -> None:
+        """Train for an epoch, the first with the warm start, or until Ctrl-C."""
+        if not self.begun:
+            self.begun = True
+            if self.settings.warm_start and not self._warm_start():
+                return
+        number = len(self.run.epochs) + 1
+        start = [p.detach().clone() for p in self.model.parameters()] if number == 1 else None
+        part = self.saved.part or Part(self.problem.order(self.settings.batch_size, self.shuffle))
+        began = now(self.device)
+        part.losses += self._pass(part.order.to(self.device), len(part.losses), bar, interrupts)
+        part.seconds += now(self.device) - began
+        if len(part.losses) < self.run.steps_per_epoch and math.isfinite(part.losses[-1]):
+            self.saved.part = part
+            return
+        self.saved.part = None
+        self._add_epoch(part.losses, part.seconds)
+        if self.check_moved and start is not None and self.run.diverged_at_step is None:
+            _check_moved(self.model, start)
+        if self.report_every and (self.ended or number % self.report_every == 0):
+            tqdm.write(_epoch_line(self.run))
+        if self.ended:
+            self.saved.remove()
+        else:
+            self.saved.save(SECONDS_BETWEEN)
+
+    def _warm_start(self) -> bool:
+        """Average the statistics over the data set's batches; False if they fail."""
+        # In the data's order, with its own augmentation: the generators of the training must be the
+        # same with and without a warm start.
+        batches = self.problem.warm_start_order(self.settings.batch_size).to(self.device)
+        augment = torch.Generator(self.device).manual_seed(self.settings.seed)
+        empirical = METHODS[self.settings.optimizer].statistics == "empirical"
+
+        def outputs_or_losses() -> Iterator[Tensor]:
+            for indices in batches:
+                inputs, targets = self.problem.batch(indices, augment)
+                outputs = self.model(inputs)
+                yield self.problem.loss(outputs, targets) if empirical else outputs
+
+        began = now(self.device)
+        self.model.train()
+        try:
+            self.optimizer.warm_start(outputs_or_losses(), model=self.model)  # type: ignore[attr-defined]
+        except PreconditionerError:  # divergence, as in a step
+            self._add_epoch([math.nan], now(self.device) - began)
+            return False
+        self.run.warm_start_seconds = now(self.device) - began
+        if self.report_every:
+            tqdm.write(f"{self.run.label:6} warm start: {self.run.warm_start_seconds:.2f} s")
+        return True
+
+    def _pass(self, order: Tensor, done: int, bar: Any, interrupts: Sequence[int]) -> list[float]:
+        """One pass over the batches of `order`, less the first `done`, or until Ctrl-C.
+
+        The losses are fetched once, at the end; on a CPU the progress bar shows each.
+        """
+        losses: list[Tensor] = []
+        first = len(self.run.step_losses)
+        self.model.train()
+        try:
+            for index, batch in enumerate(order[done:].unbind(), done):
+                self._set_rate(first + index)
+                losses.append(self._step(batch))
+                if not bar.disable and order.device.type == "cpu":
+                    bar.set_postfix_str(f"loss {losses[-1]:.4g}", refresh=False)
+                bar.update()
+                if interrupts:
+                    break
+        except PreconditionerError:
+            # The optimizer raises it if statistics or inverses fail repeatedly: divergence.
+            losses.append(torch.full((), math.nan, device=order.device))
+        fetched: list[float] = torch.stack(losses).tolist()
+        return fetched
+
+    def _step(self, batch: Tensor) -> Tensor:
+        inputs, targets = self.problem.batch(batch, self.augment)
+        self.optimizer.zero_grad()
+        outputs = self.model(inputs)
+        loss = self.problem.loss(outputs, targets)
+        if observes(self.settings):
+            self.optimizer.observe(outputs)  # type: ignore[attr-defined]
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    def _set_rate(self, step: int) -> None:
+        if self.settings.schedule == "constant":
+            return
+        steps = self.run.steps_per_epoch
+        factor = lr_multiplier(self.settings.schedule, step, steps, self.settings.epochs * steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.settings.lr * factor
+
+    def _add_epoch(self, losses: list[float], seconds: float) -> None:
+        run = self.run
+        before = run.epochs[-1] if run.epochs else None
+        elapsed = before.elapsed_seconds if before else run.warm_start_seconds or 0.0
+        final = smoothed(losses, before.smoothed_loss if before else None)[-1]
+        metrics = self.problem.evaluate(self.model)
+        run.step_losses += losses
+        run.epochs.append(Epoch(len(run.epochs) + 1, final, seconds, elapsed + seconds, metrics))
+        bad = [step for step, loss in enumerate(losses, 1) if not math.isfinite(loss)]
+        if bad:
+            run.diverged_at_step = len(run.step_losses) - len(losses) + bad[0]
 
 
 @contextmanager
@@ -340,13 +477,11 @@ class Checkpoint:
         """Write the file, if the last time is at least so many seconds ago."""
         if self.path is None or time.monotonic() - self.written < seconds:
             return
-        record = self.run.record()
-        record["step_losses"] = self.run.step_losses  # with all digits
         partial = self.path.with_name(self.path.name + ".part")
         torch.save(
             {
                 "settings": self._settings(),
-                "run": record,
+                "run": asdict(self.run),
                 "part": self.part and vars(self.part),
                 "model": self.model.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
@@ -363,19 +498,6 @@ class Checkpoint:
             self.path.unlink(missing_ok=True)
 
 
-def _add_epoch(
-    run: Run, number: int, losses: list[float], seconds: float, metrics: dict[str, float]
-) -> None:
-    before = run.epochs[-1] if run.epochs else None
-    elapsed = before.elapsed_seconds if before else run.warm_start_seconds or 0.0
-    final = smoothed(losses, before.smoothed_loss if before else None)[-1]
-    run.step_losses += losses
-    run.epochs.append(Epoch(number, final, seconds, elapsed + seconds, metrics))
-    bad = [step for step, loss in enumerate(losses, 1) if not math.isfinite(loss)]
-    if bad:
-        run.diverged_at_step = (number - 1) * run.steps_per_epoch + bad[0]
-
-
 def _load_libraries(problem: Problem, settings: Settings, device: torch.device) -> None:
     """Take a throwaway step: the first one of a process loads libraries, which takes time."""
     model = seeded(problem.build, 0).to(device)
@@ -384,82 +506,6 @@ def _load_libraries(problem: Problem, settings: Settings, device: torch.device) 
     inputs, targets = problem.batch(indices, torch.Generator(device).manual_seed(0))
     problem.loss(model(inputs), targets).backward()
     optimizer.step()
-
-
-@dataclass
-class _Loop:
-    optimizer: torch.optim.Optimizer
-    model: nn.Module
-    problem: Problem
-    settings: Settings
-    augment: torch.Generator
-    bar: Any
-    interrupts: Sequence[int]
-
-    def epoch(self, number: int, order: Tensor, done: int) -> list[float]:
-        """One pass over the batches of `order`, less the first `done`, or until Ctrl-C.
-
-        The losses are fetched once, at the end; on a CPU the progress bar shows each.
-        """
-        losses: list[Tensor] = []
-        self.model.train()
-        try:
-            for index, batch in enumerate(order[done:].unbind(), done):
-                self._set_rate((number - 1) * len(order) + index, len(order))
-                losses.append(self._step(batch))
-                if not self.bar.disable and order.device.type == "cpu":
-                    self.bar.set_postfix_str(f"loss {losses[-1]:.4g}", refresh=False)
-                self.bar.update()
-                if self.interrupts:
-                    break
-        except PreconditionerError:
-            # The optimizer raises it if statistics or inverses fail repeatedly: divergence.
-            losses.append(torch.full((), math.nan, device=order.device))
-        fetched: list[float] = torch.stack(losses).tolist()
-        return fetched
-
-    def _step(self, batch: Tensor) -> Tensor:
-        inputs, targets = self.problem.batch(batch, self.augment)
-        self.optimizer.zero_grad()
-        outputs = self.model(inputs)
-        loss = self.problem.loss(outputs, targets)
-        if observes(self.settings):
-            self.optimizer.observe(outputs)  # type: ignore[attr-defined]
-        loss.backward()
-        self.optimizer.step()
-        return loss.detach()
-
-    def _set_rate(self, step: int, steps_per_epoch: int) -> None:
-        if self.settings.schedule == "constant":
-            return
-        steps = self.settings.epochs * steps_per_epoch
-        factor = lr_multiplier(self.settings.schedule, step, steps_per_epoch, steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.settings.lr * factor
-
-
-def _warm_start(
-    optimizer: torch.optim.Optimizer,
-    model: nn.Module,
-    problem: Problem,
-    settings: Settings,
-    device: torch.device,
-) -> None:
-    """Average the statistics over the data set's batches."""
-    # In the data's order, with its own augmentation: the generators of the training must be the
-    # same with and without a warm start.
-    batches = problem.warm_start_order(settings.batch_size).to(device)
-    augment = torch.Generator(device).manual_seed(settings.seed)
-    empirical = METHODS[settings.optimizer].statistics == "empirical"
-
-    def outputs_or_losses() -> Iterator[Tensor]:
-        for indices in batches:
-            inputs, targets = problem.batch(indices, augment)
-            outputs = model(inputs)
-            yield problem.loss(outputs, targets) if empirical else outputs
-
-    model.train()
-    optimizer.warm_start(outputs_or_losses(), model=model)  # type: ignore[attr-defined]
 
 
 def _check_moved(model: nn.Module, start: list[Tensor]) -> None:

@@ -53,7 +53,9 @@ def test_a_comparison_goes_on_with_its_file(
     out, cpu = tmp_path / "runs.json", torch.device("cpu")
     first = run_comparison(Line(), [settings(0), settings(1)], out, cpu)
     before = json.loads(out.read_text())["runs"]
-    monkeypatch.setattr(figures2to6, "train", lambda *_, **__: pytest.fail("it trained again"))
+    monkeypatch.setattr(
+        figures2to6, "train_in_turn", lambda *_, **__: pytest.fail("it trained again")
+    )
     again = run_comparison(Line(), [settings(1), settings(0)], out, cpu)
     assert [run.final_loss for run in again] == [run.final_loss for run in first]
     other = [replace(settings(0), batch_size=6)]

@@ -16,6 +16,7 @@ from torch import nn
 from experiments import training
 from experiments.methods import (
     METHODS,
+    AuthorsAdam,
     Settings,
     build_optimizer,
     has_statistics,
@@ -24,7 +25,7 @@ from experiments.methods import (
 )
 from experiments.problems.autoencoders import Autoencoder
 from experiments.tasks import TABLE_3
-from experiments.training import Run, _Loop, smoothed, train
+from experiments.training import Run, _Training, smoothed, train, train_in_turn
 from tools.measuring.records import write_json
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -167,6 +168,52 @@ def test_an_interrupted_run_goes_on_bit_for_bit(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_runs_in_turn_are_the_runs_alone(
+    problem: Autoencoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = [settings("tnt", epochs=3), settings("sgd", lr=1e30), settings("kfac", epochs=2)]
+    alone = [train(problem, one, report_every=0) for one in wanted]
+    turns, epoch = [], _Training._pass
+
+    def noted(one: _Training, *arguments: Any) -> list[float]:
+        turns.append(one.run.label)
+        return epoch(one, *arguments)
+
+    monkeypatch.setattr(_Training, "_pass", noted)
+    files = [tmp_path / f"{number}.pt" for number in range(3)]
+    ended = list(train_in_turn(problem, wanted, report_every=0, checkpoints=files))
+    assert turns == ["TNT", "SGD-m", "KFAC", "TNT", "KFAC", "TNT"]
+    assert [run.settings.optimizer for run in ended] == ["sgd", "kfac", "tnt"]
+    for run in ended:
+        same = alone[wanted.index(run.settings)]
+        assert json.dumps(run.step_losses) == json.dumps(same.step_losses)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_saves_all_runs(
+    problem: Autoencoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = [settings("tnt", epochs=3), settings("sgd", epochs=3)]
+    alone = [train(problem, one, report_every=0) for one in wanted]
+    step, calls = _Training._step, [0]
+
+    def presses(one: _Training, batch: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        if calls[0] == 8:  # in the first epoch of SGD-m
+            signal.raise_signal(signal.SIGINT)
+        return step(one, batch)
+
+    files = [tmp_path / "tnt.pt", tmp_path / "sgd.pt"]
+    with monkeypatch.context() as context:
+        context.setattr(_Training, "_step", presses)
+        with pytest.raises(KeyboardInterrupt):
+            list(train_in_turn(problem, wanted, report_every=0, checkpoints=files))
+    assert calls == [8] and sorted(tmp_path.iterdir()) == sorted(files)
+    resumed = list(train_in_turn(problem, wanted, report_every=0, checkpoints=files))
+    assert [run.step_losses for run in resumed] == [run.step_losses for run in alone]
+    assert [run.resumed_after for run in resumed] == [[1], [0]]
+
+
 @pytest.mark.parametrize("optimizer", ["tnt", "sgd"])
 def test_ctrl_c_saves_after_the_current_step(
     problem: Autoencoder,
@@ -177,21 +224,25 @@ def test_ctrl_c_saves_after_the_current_step(
 ) -> None:
     chosen = settings(optimizer, epochs=4, schedule="warmup-cosine")
     whole = train(problem, chosen, report_every=0)
-    path, step, before = tmp_path / "run.partial.pt", _Loop._step, signal.getsignal(signal.SIGINT)
+    path, step, before = (
+        tmp_path / "run.partial.pt",
+        _Training._step,
+        signal.getsignal(signal.SIGINT),
+    )
 
-    def presses(loop: _Loop, batch: torch.Tensor) -> torch.Tensor:
+    def presses(one: _Training, batch: torch.Tensor) -> torch.Tensor:
         calls.append(None)
         if len(calls) == 8:
             signal.raise_signal(signal.SIGINT)
-        return step(loop, batch)
+        return step(one, batch)
 
     calls: list[None] = []
     with monkeypatch.context() as context:
-        context.setattr(_Loop, "_step", presses)
+        context.setattr(_Training, "_step", presses)
         with pytest.raises(KeyboardInterrupt):
             train(problem, chosen, checkpoint=path)
     assert len(calls) == 8 and signal.getsignal(signal.SIGINT) is before
-    assert f"stopped after epoch 1 and 3 steps, saved in {path}" in capsys.readouterr().out
+    assert "stopped after epoch 1 and 3 steps, saved" in capsys.readouterr().out
     resumed = train(problem, chosen, checkpoint=path)
     assert f"continues after epoch 1 and 3 steps of {path}" in capsys.readouterr().out
     assert resumed.step_losses == whole.step_losses
@@ -242,6 +293,21 @@ def test_the_decay_of_sgd_is_decoupled() -> None:
         wanted = [w - 0.1 * (m + 0.5 * w) for w, m in zip(wanted, momenta, strict=True)]
     for p, w in zip(model.parameters(), wanted, strict=True):
         torch.testing.assert_close(p.detach(), w)
+
+
+def test_the_authors_adam_scales_with_the_second_moment_of_its_momentum() -> None:
+    start, generator = torch.tensor([1.0, -2.0, 3.0]), torch.Generator().manual_seed(0)
+    weight = nn.Parameter(start.clone())
+    opt = AuthorsAdam([weight], lr=0.1, betas=(0.5, 0.75), eps=0.01)
+    m, v, wanted = torch.zeros(3), torch.zeros(3), start.clone()
+    for t in range(1, 5):
+        weight.grad = torch.randn(3, generator=generator)
+        opt.step()
+        m = 0.5 * m + 0.5 * weight.grad
+        n = m / (1 - 0.5**t)
+        v = 0.75 * v + 0.25 * n**2
+        wanted -= 0.1 * n / ((v / (1 - 0.75**t)).sqrt() + 0.01)
+        torch.testing.assert_close(weight.detach(), wanted)
 
 
 def test_muon_serves_hidden_matrices_and_adamw_the_rest() -> None:
