@@ -6,28 +6,32 @@ an n x n matrix, so the method is for small networks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 DECAY = 0.9  # of the momentum and of the matrices' moving average
-# Martens & Grosse 2015, for MNIST's images scaled down to 16x16; there too with tanh.
+# Martens & Grosse 2015, for MNIST's images scaled down to 16x16; there with tanh.
 FIGURE_WIDTHS = (256, 20, 20, 20, 20, 20, 10)
 
 
-def classifier(widths: Sequence[int]) -> nn.Sequential:
-    """A fully connected network with tanh between its layers; its outputs are logits.
+ACTIVATIONS: Mapping[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU}
+
+
+def classifier(widths: Sequence[int], activation: str = "tanh") -> nn.Sequential:
+    """A fully connected network; its outputs are logits.
 
     PyTorch's default initialisation; float64, so that no direction is lost in rounding.
 
     Args:
         widths: sizes from the input to the number of classes.
+        activation: between the layers, "tanh" or "relu".
     """
     layers: list[nn.Module] = []
     for inputs, outputs in zip(widths[:-1], widths[1:], strict=True):
-        layers += [nn.Linear(inputs, outputs, dtype=torch.float64), nn.Tanh()]
+        layers += [nn.Linear(inputs, outputs, dtype=torch.float64), ACTIVATIONS[activation]()]
     return nn.Sequential(*layers[:-1])
 
 

@@ -2,15 +2,15 @@
 
 The paper leaves some choices open. Here:
 
-- activations are tanh, as in Martens & Grosse 2015 and in the authors' code, with PyTorch's default
-  start;
+- activations are tanh, as in Martens & Grosse 2015 and in the authors' code, or ReLU; the start is
+  PyTorch's default;
 - block Fisher has the damping and the learning rate of a small grid with which it trains best;
 - all matrices start with their average over the same few batches, as in the paper's warm start;
 - every step refreshes everything (T1 = T2 = 1), and every moving average decays by 0.9 (Adam's
   second moment by 0.999, as in the paper's appendix);
 - every damping of the paper's search is recorded. In the picture's first row each method has the
   damping with which it trains best, at its best learning rate; in the second row, the damping with
-  which it is most similar.
+  which it is most similar; in the third row, the damping of the paper's Table 3 for MNIST.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import itertools
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from matplotlib import pyplot
@@ -32,6 +32,7 @@ from tqdm import tqdm
 
 from experiments import options
 from experiments.block_fisher import (
+    ACTIVATIONS,
     FIGURE_WIDTHS,
     BlockFisher,
     classifier,
@@ -45,6 +46,7 @@ from experiments.models import seeded
 from experiments.options import Quick, numbers, user_errors
 from experiments.plots import band, plain_axes, save
 from experiments.run_files import RunFile
+from experiments.tasks import TABLE_3
 from experiments.training import smoothed
 from tnt_optim import KFAC, TNT, PreconditionerError, Shampoo
 from tnt_optim.likelihoods import stream_seed
@@ -83,12 +85,13 @@ SEARCH_SEED = 1000
 
 @dataclass(frozen=True)
 class Scale:
-    """The size of the experiment: steps, their batches, batches of the warm start, block Fisher."""
+    """The experiment: steps, their batches, batches of the warm start, block Fisher, activation."""
 
     iterations: int = 100
     batch_size: int = 500
     warm_batches: int = 10
     block_fisher: Grid = Grid((0.001, 0.01, 0.1), (0.01, 0.03, 0.1))
+    activation: str = "tanh"
 
 
 FULL = Scale()
@@ -98,6 +101,7 @@ SMALL = Scale(40, 200, 5, Grid((0.01,), (0.03,)))
 def main(
     data: options.Data = None,
     seeds: options.Seeds = "0",
+    activation: Annotated[str, options.problem_argument(ACTIVATIONS)] = "tanh",
     quick: options.QuickRun = False,
     threads: options.Threads = None,
     out: options.Out = None,
@@ -107,8 +111,8 @@ def main(
     First each method trains itself with every damping and learning rate of its grid.
     """
     options.set_machine(threads)
-    scale = SMALL if quick else FULL
-    out = out or Path("results/figure1.json")
+    scale = replace(SMALL if quick else FULL, activation=activation)
+    out = out or Path(f"results/figure1_{activation}.json")
     with user_errors():
         folder = data_folder("mnist", data)
         inputs, labels = mnist_16x16(folder).double(), mnist_labels(folder)
@@ -129,6 +133,7 @@ def main(
     choices = {
         "trains best": {name: best_pair(file.runs, name, grid)[0] for name, grid in GRIDS.items()},
         "most similar": most_similar(compared),
+        "the paper's": {name: TABLE_3["mnist"][name][1] for name in GRIDS},
     }
     plot(compared, choices, out.with_suffix(".png"))
     print(report(compared, choices))
@@ -205,7 +210,7 @@ def similarities(
         ``similarity[method][damping][layer]``, a list over the iterations, for the layers between
         the first and the last; and the number of steps that each optimizer refused.
     """
-    model = _model(seed)
+    model = _model(seed, scale)
     reference = BlockFisher(model, lr, damping, stream_seed(seed, BLOCK_FISHER))
     followers = [
         Follower(name, damping, model, seed=stream_seed(seed, name))
@@ -341,7 +346,7 @@ def own_training(
     key: Mapping[str, Any], inputs: Tensor, labels: Tensor, scale: Scale
 ) -> dict[str, Any]:
     """A method's or block Fisher's own training; the smoothed loss is infinite if it diverges."""
-    model, batches = _model(SEARCH_SEED), _batches(inputs, labels, scale, SEARCH_SEED)
+    model, batches = _model(SEARCH_SEED, scale), _batches(inputs, labels, scale, SEARCH_SEED)
     optimizer = _optimizer(key["method"], model, key["lr"], key["damping"], SEARCH_SEED)
     losses: list[float] = []
     try:
@@ -354,8 +359,8 @@ def own_training(
     return {"smoothed_loss": smoothed(losses)[-1]}
 
 
-def _model(seed: int) -> nn.Sequential:
-    return seeded(lambda: classifier(FIGURE_WIDTHS), seed)
+def _model(seed: int, scale: Scale) -> nn.Sequential:
+    return seeded(lambda: classifier(FIGURE_WIDTHS, scale.activation), seed)
 
 
 def _batches(inputs: Tensor, labels: Tensor, scale: Scale, seed: int) -> Iterator[Batch]:

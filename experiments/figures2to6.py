@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Annotated
 
 import torch
+import typer
 
 from experiments import options
 from experiments.methods import METHODS, Settings
@@ -47,12 +48,18 @@ QUICK = [
 
 def main(
     problem: Annotated[str, options.problem_argument(TASKS)],
-    optimizer: options.Optimizers = "all",
+    optimizer: Annotated[
+        str,
+        typer.Option(
+            "--optimizer",
+            metavar="NAME[/SETTING=VALUE…],…",
+            help="Several, or all; tnt/lr=3e-4/warm_start=false is TNT with other settings.",
+        ),
+    ] = "all",
     data: options.Data = None,
     examples: options.Examples = None,
     seeds: options.Seeds = "0",
     epochs: options.Epochs = None,
-    changes: options.Overrides = None,
     threads: options.Threads = None,
     device: options.Device = "cpu",
     out: options.Out = None,
@@ -64,7 +71,9 @@ def main(
     with user_errors():
         loaded = task.load(data, examples)
     each = [
-        overridden(task.settings(name, epochs), changes) for name in chosen(optimizer, task.methods)
+        overridden(task.settings(name, epochs), changes)
+        for one, *changes in (part.split("/") for part in optimizer.split(","))
+        for name in chosen(one, task.methods)
     ]
     wanted = [replace(settings, seed=seed) for seed in numbers(seeds) for settings in each]
     run_comparison(loaded, wanted, out or Path(f"results/{problem}.json"), where, task.metric)

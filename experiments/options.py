@@ -37,16 +37,6 @@ Threads = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threa
 Device = Annotated[str, typer.Option("--device", help="cpu or cuda.")]
 Jobs = Annotated[int, typer.Option("--jobs", min=1, help="Processes, with one thread each.")]
 QuickRun = Annotated[bool, typer.Option("--quick", help="Smaller and shorter.")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="NAME=VALUE",
-        help="Another value of a setting (lr, damping, momentum, stat_decay, weight_decay, "
-        "stat_interval, inverse_interval, warm_start, relative_damping, graft, schedule, "
-        "batch_size); repeat for several.",
-    ),
-]
 
 
 @dataclass(frozen=True)
@@ -103,22 +93,22 @@ def chosen(text: str, known: Sequence[str]) -> list[str]:
     return names
 
 
-def overridden(settings: Settings, overrides: Sequence[str] | None) -> Settings:
-    """The settings with `--set NAME=VALUE` applied.
+def overridden(settings: Settings, overrides: Sequence[str]) -> Settings:
+    """The settings with other values, each `SETTING=VALUE`.
 
     Raises:
         typer.BadParameter: there is no such setting, or this optimizer does not have it, or the
             value does not fit.
     """
     values: dict[str, Any] = {}
-    for override in overrides or ():
+    for override in overrides:
         name, equals, text = override.partition("=")
         if not equals or name in ("optimizer", "seed", "epochs"):
-            raise typer.BadParameter(f"--set must be NAME=VALUE, got {override!r}")
+            raise typer.BadParameter(f"after a slash must be SETTING=VALUE, got {override!r}")
         values[name] = setting_value(name, text)
         if not has_setting(settings.optimizer, name):
             label = METHODS[settings.optimizer].label
-            raise typer.BadParameter(f"--set {override}: {label} has no such setting")
+            raise typer.BadParameter(f"{override}: {label} has no such setting")
     return replace(settings, **values)
 
 
@@ -130,7 +120,7 @@ def setting_value(name: str, text: str) -> Any:
     """
     kinds = typing.get_type_hints(Settings)
     if name not in kinds:
-        raise typer.BadParameter(f"--set must name one of {', '.join(kinds)}, got {name!r}")
+        raise typer.BadParameter(f"a setting must be one of {', '.join(kinds)}, got {name!r}")
     kind = next(k for k in (typing.get_args(kinds[name]) or (kinds[name],)) if k is not type(None))
     try:
         if kind is bool:
@@ -141,7 +131,7 @@ def setting_value(name: str, text: str) -> Any:
         elif kind is not str and not 0 <= value < float("inf"):
             raise ValueError(value)
     except (KeyError, ValueError):
-        raise typer.BadParameter(f"--set {name}: no such value: {text!r}") from None
+        raise typer.BadParameter(f"{name}: no such value: {text!r}") from None
     return value
 
 

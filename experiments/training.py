@@ -221,7 +221,8 @@ def train_in_turn(
                     for unfinished in trainings:
                         unfinished.saved.save(0.0)
                     if report_every:
-                        tqdm.write(f"{one.run.label:6} stopped after {one.saved.position()}, saved")
+                        where = f"{one.saved.position()}, saved in {one.saved.path}"
+                        tqdm.write(f"{one.run.label:6} stopped after {where}")
                     raise KeyboardInterrupt
 
 

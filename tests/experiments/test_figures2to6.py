@@ -86,3 +86,18 @@ def test_overrides_change_the_settings_that_a_method_has() -> None:
             overridden(tnt, [wrong])
     with pytest.raises(typer.BadParameter, match="SGD-m has no such setting"):
         overridden(settings(0), ["damping=1"])
+
+
+def test_one_command_trains_several_settings_of_a_method(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained: list[Settings] = []
+    monkeypatch.setattr(
+        figures2to6, "run_comparison", lambda problem, wanted, *_: trained.extend(wanted)
+    )
+    figures2to6.main("digits", "sgd,tnt,tnt/lr=1e-3/schedule=step:2", epochs=2, seeds="0,1")
+    assert [one.optimizer for one in trained] == 2 * ["sgd", "tnt", "tnt"]
+    assert [one.seed for one in trained] == [0, 0, 0, 1, 1, 1]
+    assert trained[2] == replace(trained[1], lr=1e-3, schedule="step:2")
+    with pytest.raises(typer.BadParameter, match="must be all or some of"):
+        figures2to6.main("digits", "lr=1e-3")

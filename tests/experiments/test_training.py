@@ -242,7 +242,7 @@ def test_ctrl_c_saves_after_the_current_step(
         with pytest.raises(KeyboardInterrupt):
             train(problem, chosen, checkpoint=path)
     assert len(calls) == 8 and signal.getsignal(signal.SIGINT) is before
-    assert "stopped after epoch 1 and 3 steps, saved" in capsys.readouterr().out
+    assert f"stopped after epoch 1 and 3 steps, saved in {path}" in capsys.readouterr().out
     resumed = train(problem, chosen, checkpoint=path)
     assert f"continues after epoch 1 and 3 steps of {path}" in capsys.readouterr().out
     assert resumed.step_losses == whole.step_losses

@@ -85,7 +85,8 @@ def test_a_command_writes_to_results_and_goes_on(tmp_path: Path) -> None:
     again = run(tmp_path, *given, "--seeds", "0,1")
     assert again.returncode == 0 and "TNT" in again.stdout
     assert json.loads(out.read_text())["runs"][:2] == before
-    refused = run(tmp_path, *given, "--set", "batch_size=64")
+    other = ["--optimizer", "tnt/batch_size=64"]
+    refused = run(tmp_path, *given[:2], *other)
     assert refused.returncode == 2 and "batch_size was 128 and is 64" in refused.stderr
     assert refused.stderr.count("Traceback") == 0
     assert len(json.loads(out.read_text())["runs"]) == 4
