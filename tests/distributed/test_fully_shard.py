@@ -33,6 +33,7 @@ FORMS: dict[str, tuple[type[TNT | Shampoo], dict[str, Any]]] = {
 FLOAT64 = MixedPrecisionPolicy()  # FSDP's default: the dtype of the parameters
 # Processes, and whether half of them replicate the others (HSDP).
 MESHES = [(2, False), (4, False), (4, True)]
+LARGER = [(8, False), (8, True)]
 
 
 class Net(nn.Module):
@@ -110,8 +111,13 @@ def piece(rank: int, processes: int, hybrid: bool, form: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("processes", "hybrid"), MESHES)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("form", "processes", "hybrid"),
+    [
+        *((form, *mesh) for form in FORMS for mesh in MESHES),
+        *(("grafted", *mesh) for mesh in LARGER),
+    ],
+)
 def test_pieces_train_as_one_process(form: str, processes: int, hybrid: bool) -> None:
     ranks = run_in(processes, piece, hybrid, form)
     wanted, start = alone(form, processes)
@@ -120,7 +126,7 @@ def test_pieces_train_as_one_process(form: str, processes: int, hybrid: bool) ->
     for number in range(len(wanted)):
         own = [rank["own"][number] for rank in ranks]
         assert own == [None] * processes if number >= 6 else own.count(True) == 1 + hybrid
-    if processes == 4 and not hybrid:
+    if processes >= 4 and not hybrid:
         assert sum(rank["empty"] for rank in ranks) > 0  # a vector of 3 over 4 processes, and so on
 
 

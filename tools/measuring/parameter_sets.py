@@ -14,7 +14,7 @@ from tnt_optim.modes import mode_shape
 
 Shape = tuple[int, ...]
 
-MAX_FACTOR_DIM = 8192  # the optimizers' default
+MAX_FACTOR_DIM = 8192  # as in the paper's form
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class ParameterSet:
     note: str = ""  # what the set leaves out; every report of the set repeats it
     # True if a tensor of more than two dimensions is no convolution
     each_dimension_a_mode: bool = False
+    max_factor_dim: int = MAX_FACTOR_DIM  # a larger mode has only a diagonal
 
     @property
     def views(self) -> list[Shape]:
@@ -37,7 +38,8 @@ class ParameterSet:
     @property
     def matrices(self) -> list[list[Shape]]:
         """For each parameter and mode, the shape of its statistic: (d, d), or (d,) if diagonal."""
-        return [[(d,) if d > MAX_FACTOR_DIM else (d, d) for d in view] for view in self.views]
+        largest = self.max_factor_dim
+        return [[(d,) if d > largest else (d, d) for d in view] for view in self.views]
 
 
 def autoencoder(widths: Sequence[int]) -> list[Shape]:
@@ -78,9 +80,8 @@ def vgg16_convolutions() -> list[Shape]:
     return shapes
 
 
-def gpt2(blocks: int) -> list[Shape]:
-    """GPT-2 small (width 768) with ``blocks`` of its 12 blocks; the output layer shares wte."""
-    width = 768
+def gpt2(blocks: int, width: int = 768, context: int = 1024) -> list[Shape]:
+    """GPT-2 with ``blocks`` blocks (small: 12); the output layer shares the tokens' embedding."""
     norm: list[Shape] = [(width,), (width,)]
     block: list[Shape] = [
         *norm,
@@ -88,7 +89,7 @@ def gpt2(blocks: int) -> list[Shape]:
         *norm,
         *[(4 * width, width), (4 * width,), (width, 4 * width), (width,)],  # the two-layer net
     ]
-    embeddings: list[Shape] = [(50257, width), (1024, width)]  # of tokens and of positions
+    embeddings: list[Shape] = [(50257, width), (context, width)]  # of tokens and of positions
     return [*embeddings, *block * blocks, *norm]
 
 
