@@ -144,7 +144,7 @@ def summary(runs: Sequence[Run], metric: str | None = None) -> str:
     goal = max((loss for loss in first_order if math.isfinite(loss)), default=None)
     header = ["", "epochs", "final loss"]
     header += [metric.replace("_", " "), "least"] if metric else []
-    header += ["s/epoch", "warm start s", "" if goal is None else f"s to {goal:.4g}"]
+    header += ["s/epoch", "warm start s", "" if goal is None else f"s to loss {goal:.4g}"]
     rows = []
     for label, members in groups:
         finished = [run for run in members if run.diverged_at_step is None]
@@ -166,7 +166,8 @@ def summary(runs: Sequence[Run], metric: str | None = None) -> str:
         known = [time for time in times if time is not None]
         part = f" ({len(known)} of {len(times)})" if 0 < len(known) < len(times) else ""
         rows.append([*cells, mean_and_spread(known) + part])
-    return "\n".join(table(header, rows))
+    kept = [i for i in range(len(header)) if i == 0 or any(row[i] != "-" for row in rows)]
+    return "\n".join(table([header[i] for i in kept], [[row[i] for i in kept] for row in rows]))
 
 
 def mean_and_spread(values: Sequence[float]) -> str:

@@ -103,8 +103,9 @@ def plot_curves(
                 reached = next((i for i, mean in enumerate(means) if mean <= last), None)
                 if reached is not None:
                     axes.plot(x[reached], means[reached], "o", color=curve.colour)
-        if last is not None:
-            axes.axhline(last, color=goal.colour if goal else None, linestyle=":", linewidth=1)
+        if last is not None and goal is not None:
+            name = f"last loss of {goal.label.split(':')[0]}"
+            axes.axhline(last, color=goal.colour, linestyle=":", linewidth=1, label=name)
         if floor is not None:
             _loss_axis(axes, floor)
         axes.set_xlim(left=0)

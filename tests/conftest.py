@@ -4,7 +4,8 @@ import copy
 import dataclasses
 import importlib.util
 import os
-from collections.abc import Callable, Iterable, Sequence
+import signal
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def fixed_seed() -> None:
     """Every test starts from the same global generator."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[Any]:
+    """Python's own handler of Ctrl-C, which a shell's background takes away."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield signal.default_int_handler
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session", autouse=True)

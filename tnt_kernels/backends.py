@@ -49,9 +49,10 @@ class Backends:
     versions: dict[str, str]
 
     def __str__(self) -> str:
-        """The page to paste into a bug report."""
-        rows: list[tuple[str, ...]] = [("operator", *DEVICES)]
-        rows += [(name, *(served[d] for d in DEVICES)) for name, served in self.ops.items()]
+        """The page to paste into a bug report; no column of GPUs where PyTorch has no CUDA."""
+        devices = [d for d in DEVICES if d == "cpu" or self.versions["CUDA in torch"] != "none"]
+        rows: list[tuple[str, ...]] = [("operator", *devices)]
+        rows += [(name, *(served[d] for d in devices)) for name, served in self.ops.items()]
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = [
             "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
@@ -255,7 +256,7 @@ def _versions() -> dict[str, str]:
         "BLAS": getattr(build, "blas", "none"),
         "lists": "Python" if lists.host is None else "C++",
         "torch": torch.__version__,
-        "CUDA in torch": torch.version.cuda or "none",
+        "CUDA in torch": torch.version.cuda or torch.version.hip or "none",
         "GPU": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "triton": triton.version(),
         "python": platform.python_version(),

@@ -7,6 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 VARIABLE = "TNT_DATA"
+# What the folder of each data set has, and where to get it.
+SOURCES = {
+    "mnist": "the four IDX files, plain or .gz, of yann.lecun.com/exdb/mnist",
+    "cifar10": "the Python version of www.cs.toronto.edu/~kriz/cifar.html, unpacked",
+    "cifar100": "the Python version of www.cs.toronto.edu/~kriz/cifar.html, unpacked",
+    "olivetti": "olivettifaces.mat of cs.nyu.edu/~roweis/data.html",
+    "tinyshakespeare": "input.txt of github.com/karpathy/char-rnn, data/tinyshakespeare",
+}
 
 
 class DataMissingError(FileNotFoundError):
@@ -17,7 +25,7 @@ def data_folder(name: str, given: Path | None = None) -> Path:
     """The folder of one data set.
 
     Args:
-        name: "mnist", "cifar10", "cifar100", "olivetti" or "tinyshakespeare".
+        name: of `SOURCES`.
         given: `--data`: a folder that has the folder `name` in it, or that folder itself. None for
             the one that the environment variable TNT_DATA names.
 
@@ -26,7 +34,10 @@ def data_folder(name: str, given: Path | None = None) -> Path:
     """
     root = given or (Path(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else None)
     if root is None:
-        raise DataMissingError(f"no {name}: give --data, or set {VARIABLE} to its parent folder")
+        raise DataMissingError(
+            f"no {name}: give --data FOLDER, or set {VARIABLE}, with a folder {name} in it. It has "
+            f"{SOURCES[name]}"
+        )
     if not root.is_dir():
         raise DataMissingError(f"no {name}: {root} must be a folder")
     if (root / name).is_dir():

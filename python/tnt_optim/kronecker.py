@@ -531,9 +531,8 @@ class KroneckerOptimizer(Optimizer):
             if not known and not plain and param not in observed:
                 raise RuntimeError(
                     f"step() has no statistics for {self._name(param)}, which has a gradient: call "
-                    "observe(output) between the forward and step(), or warm_start() before "
-                    "training, with outputs that depend on every parameter the loss depends on"
-                    + self._observed.hint
+                    "observe(output) before loss.backward(), or attach(model) once, with outputs "
+                    "that depend on every parameter the loss depends on" + self._observed.hint
                 )
             for entry, option in optional if known else ():
                 if entry.exists(param, group) and entry.name not in self.state[param]:

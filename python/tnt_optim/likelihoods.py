@@ -39,12 +39,16 @@ class Masked(NamedTuple):
     mask: Tensor  # True counts; (...) for the logits (..., classes) of "categorical", else (N,)
 
 
+NO_LOSS = "observe the model's output, not the loss"
+
+
 def categorical(logits: Tensor, generator: torch.Generator) -> Tensor:
     """Cross entropy of each row, at a class drawn from its softmax; logits (..., classes)."""
     if logits.dim() < 2:
+        hint = "a single output is 'bernoulli' or 'gaussian'" if logits.dim() else NO_LOSS
         raise ValueError(
             f"output must be (batch, ..., classes) for likelihood 'categorical', got "
-            f"{tuple(logits.shape)}"
+            f"{tuple(logits.shape)}; {hint}"
         )
     if logits.shape[-1] < 2:
         raise ValueError(
@@ -218,7 +222,8 @@ def seeded_globally(seed: int, devices: set[torch.device]) -> Iterator[None]:
 
 def _check_batched(likelihood: str, output: Tensor) -> None:
     if output.dim() < 2:
+        hint = "unsqueeze(1) if there is one output for each example" if output.dim() else NO_LOSS
         raise ValueError(
             f"output must be (batch, outputs, ...) for likelihood {likelihood!r}, got "
-            f"{tuple(output.shape)}; unsqueeze(1) if there is one output for each example"
+            f"{tuple(output.shape)}; {hint}"
         )

@@ -131,13 +131,8 @@ def _kind_mismatch(of: Comparison, z: Tensor, g: Tensor, number: float) -> str |
             "observe its argument with 'bernoulli'; for a squared error use 'gaussian'"
         )
     if scale is not None:
-        return found + (
-            "It looks like a binary cross entropy: use likelihood='bernoulli', of whose loss it is "
-            f"{scale * of.shape[0] * number / math.prod(of.shape[:-1]):.3g} times"
-        )
-    outputs = of.shape.numel() // of.shape[0]
-    found += "If it is a squared error, use likelihood='gaussian', of whose loss F.mse_loss "
-    found += f"is {2 / outputs:.3g} times; otherwise a function"
+        return found + ("It looks like a binary cross entropy: use likelihood='bernoulli'")
+    found += "If it is a squared error, use likelihood='gaussian'; otherwise a function"
     return found + ("; or classes are not the last dimension" if len(of.shape) > 2 else "")
 
 

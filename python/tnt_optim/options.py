@@ -143,15 +143,15 @@ _TABLE = (
 
 # The documentation of each option: its name, a colon, and text; further lines are indented.
 _DOCS = """
-lr: alpha in the paper. With ``graft="adam"`` it means what it means for Adam. Without, it is tied
-    to ``damping``, the batch size and the loss's scale.
-damping: epsilon in the paper, added to every statistic.
-momentum: mu in the paper: m <- mu m + g, neither dampened nor bias-corrected.
-stat_decay: beta in the paper, of the statistics' moving average.
-weight_decay: gamma in the paper, decoupled: W <- W - lr (P + weight_decay W).
-stat_interval: T1 in the paper: the number of steps between two refreshes of the statistics.
-inverse_interval: T2 in the paper: the number of steps between two refreshes of the factors. During
-    the first T2 steps the factors are refreshed with the statistics, without ``interval_warmup``.
+lr: the learning rate, alpha in the paper. With ``graft="adam"`` it has the scale of Adam's; without
+    it is tied to ``damping``, the batch size and the loss's scale.
+damping: a number added to the eigenvalues of every statistic, epsilon in the paper.
+momentum: the decay of the sum of gradients, mu in the paper: m <- mu m + g.
+stat_decay: the decay of the statistics' moving average, beta in the paper.
+weight_decay: decoupled, gamma in the paper: W <- W - lr (P + weight_decay W).
+stat_interval: the steps between two refreshes of the statistics, T1 in the paper.
+inverse_interval: the steps between two refreshes of the factors, T2 in the paper. During the first
+    T2 steps the factors are refreshed with the statistics, without ``interval_warmup``.
 interval_warmup: the number of first steps in which both intervals grow from 1 to their values:
     statistics and factors change fast at first. With 0 they have their values from the start.
 likelihood: the distribution that the model's output parametrises: "categorical" (logits (...,

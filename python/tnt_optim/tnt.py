@@ -19,8 +19,8 @@ from tnt_optim.update import Local
 
 
 @documented(
-    damping="epsilon in the paper, added to every U_i; of the unit of the gradient's (2/k)-th "
-    "power.",
+    damping="added to the eigenvalues of every U_i, epsilon in the paper. A fraction with "
+    "``relative_damping``; else of the unit of the gradient's (2/k)-th power.",
     relative_damping="damp with ``damping`` times the average eigenvalue of the U_i instead. "
     "Directions then have the scale of 1 / gradient: a parameter whose gradient is only rounding "
     "(a convolution's bias before batch norm) takes huge steps, unless ``graft`` rescales them.",

@@ -47,7 +47,7 @@ def test_problems_are_found_by_their_names(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(DataMissingError, match="no mnist: TNT_DATA names"):
         load_autoencoder("mnist")
     monkeypatch.delenv("TNT_DATA")
-    with pytest.raises(DataMissingError, match="no olivetti: give --data, or set TNT_DATA"):
+    with pytest.raises(DataMissingError, match="no olivetti: give --data FOLDER, or set TNT_DATA"):
         load_autoencoder("faces")
 
 

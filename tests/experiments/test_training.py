@@ -190,6 +190,7 @@ def test_runs_in_turn_are_the_runs_alone(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_saves_all_runs(
     problem: Autoencoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,14 +222,11 @@ def test_ctrl_c_saves_after_the_current_step(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    ctrl_c: Any,
 ) -> None:
     chosen = settings(optimizer, epochs=4, schedule="warmup-cosine")
     whole = train(problem, chosen, report_every=0)
-    path, step, before = (
-        tmp_path / "run.partial.pt",
-        _Training._step,
-        signal.getsignal(signal.SIGINT),
-    )
+    path, step = tmp_path / "run.partial.pt", _Training._step
 
     def presses(one: _Training, batch: torch.Tensor) -> torch.Tensor:
         calls.append(None)
@@ -241,7 +239,7 @@ def test_ctrl_c_saves_after_the_current_step(
         context.setattr(_Training, "_step", presses)
         with pytest.raises(KeyboardInterrupt):
             train(problem, chosen, checkpoint=path)
-    assert len(calls) == 8 and signal.getsignal(signal.SIGINT) is before
+    assert len(calls) == 8 and signal.getsignal(signal.SIGINT) is ctrl_c
     assert f"stopped after epoch 1 and 3 steps, saved in {path}" in capsys.readouterr().out
     resumed = train(problem, chosen, checkpoint=path)
     assert f"continues after epoch 1 and 3 steps of {path}" in capsys.readouterr().out

@@ -92,6 +92,7 @@ def test_a_command_writes_to_results_and_goes_on(tmp_path: Path) -> None:
     assert len(json.loads(out.read_text())["runs"]) == 4
 
 
+@pytest.mark.usefixtures("ctrl_c")  # a process that is started has it too
 def test_ctrl_c_is_a_line_and_the_same_command_goes_on(tmp_path: Path) -> None:
     given = ["figures2to6", "digits", "--optimizer", "sgd", "--epochs", "400"]
     command = [sys.executable, "-m", "experiments", *given]

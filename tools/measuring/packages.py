@@ -12,5 +12,5 @@ def require_bench() -> None:
     """End the program with one line if a package of the extra is missing."""
     missing = [name for name in BENCH if find_spec(name) is None]
     if missing:
-        command = "python -m pip install --no-build-isolation -e '.[bench]'"
+        command = "pip install -e '.[bench]'"
         sys.exit(f"missing packages: {', '.join(missing)}. To install them: {command}")

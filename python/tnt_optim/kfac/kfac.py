@@ -45,7 +45,8 @@ from tnt_optim.state import COUNTERS, check_keys
 @documented(
     weight_decay="gamma in the paper, decoupled: W <- W - lr (P + weight_decay W); with ``graft`` "
     "not of biases and norms.",
-    damping="lambda in the paper; in units of the squared gradient, or of ``relative_damping``.",
+    damping="added to the eigenvalues of G ⊗ A, lambda in the paper. A fraction with "
+    "``relative_damping``; else of the unit of the squared gradient.",
     relative_damping="damp with ``damping`` times the average eigenvalue of G ⊗ A.",
     likelihood='"categorical", "bernoulli", "gaussian", a tuple of these, or a function from the '
     "output to the 0-dim mean loss over its first dimension at labels it samples itself; see "
@@ -619,9 +620,9 @@ class KFAC(Optimizer):
             elif index not in self._observed.unreached:
                 raise RuntimeError(
                     f"step() has no statistics for {self._name(layer.weight)}, which has a "
-                    "gradient: call observe(output) between the forward and step(), or "
-                    "warm_start() before training, with outputs that depend on every layer the "
-                    f"loss depends on{self._observed.hint}"
+                    "gradient: call observe(output) before loss.backward(), or attach(model) "
+                    "once, with outputs that depend on every layer the loss depends on"
+                    f"{self._observed.hint}"
                 )
             rest -= own
         self._warn_of_missed(missed)
