@@ -217,10 +217,10 @@ def train_in_turn(
                 if one.ended:
                     trainings.remove(one)
                     yield one.run
-                elif interrupts:
+                if interrupts:
                     for unfinished in trainings:
                         unfinished.saved.save(0.0)
-                    if report_every:
+                    if report_every and not one.ended:
                         where = f"{one.saved.position()}, saved in {one.saved.path}"
                         tqdm.write(f"{one.run.label:6} stopped after {where}")
                     raise KeyboardInterrupt
