@@ -53,7 +53,8 @@ def main(
         typer.Option(
             "--optimizer",
             metavar="NAME[/SETTING=VALUE…],…",
-            help="Several, or all; tnt/lr=3e-4/warm_start=false is TNT with other settings.",
+            help="Several, or all; tnt/lr=3e-4/warm_start=false is TNT with other settings, "
+            "tnt/default with the library's defaults.",
         ),
     ] = "all",
     data: options.Data = None,

@@ -13,7 +13,14 @@ import torch
 import typer
 
 from experiments.data import DataMissingError
-from experiments.methods import METHODS, Settings, lr_multiplier, method_settings
+from experiments.methods import (
+    METHODS,
+    Settings,
+    default_settings,
+    lr_multiplier,
+    method_settings,
+    takes_graft,
+)
 
 # Exit status of a command whose data are missing.
 DATA_MISSING = 77
@@ -94,12 +101,16 @@ def chosen(text: str, known: Sequence[str]) -> list[str]:
 
 
 def overridden(settings: Settings, overrides: Sequence[str]) -> Settings:
-    """The settings with other values, each `SETTING=VALUE`.
+    """The settings with other values, each `SETTING=VALUE`; `default` for the optimizer's own.
 
     Raises:
         typer.BadParameter: there is no such setting, or this optimizer does not have it, or the
             value does not fit.
     """
+    if "default" in overrides and takes_graft(settings.optimizer):
+        kept = {name: getattr(settings, name) for name in ("batch_size", "epochs", "schedule")}
+        settings = default_settings(settings.optimizer, **kept)
+        overrides = [override for override in overrides if override != "default"]
     values: dict[str, Any] = {}
     for override in overrides:
         name, equals, text = override.partition("=")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from experiments import figures2to6, training
 from experiments.figures2to6 import run_comparison, summary
-from experiments.methods import Settings, method_settings
+from experiments.methods import Settings, default_settings, method_settings
 from experiments.options import overridden
 from experiments.problems.problem import Problem
 
@@ -84,6 +84,12 @@ def test_overrides_change_the_settings_that_a_method_has() -> None:
     for wrong in ("lr", "lr=fast", "lr=-1", "lr=inf", "colour=red", "schedule=step:0", "seed=3"):
         with pytest.raises(typer.BadParameter):
             overridden(tnt, [wrong])
+    default = overridden(tnt, ["damping=1", "default"])
+    assert default == replace(
+        default_settings("tnt", batch_size=4, epochs=3, schedule="constant"), damping=1.0
+    )
+    with pytest.raises(typer.BadParameter, match="SETTING=VALUE, got 'default'"):
+        overridden(settings(0), ["default"])
     with pytest.raises(typer.BadParameter, match="SGD-m has no such setting"):
         overridden(settings(0), ["damping=1"])
 
