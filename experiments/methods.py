@@ -263,12 +263,8 @@ class AuthorsAdam(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "step": 0})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step; return the closure's value, if there is a closure."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Take one step, without a closure."""
         for group in self.param_groups:
             group["step"] += 1
             (beta1, beta2), t = group["betas"], group["step"]
@@ -284,7 +280,6 @@ class AuthorsAdam(torch.optim.Optimizer):
             roots = torch._foreach_sqrt(torch._foreach_div(v, 1 - beta2**t))
             torch._foreach_add_(roots, group["eps"])
             torch._foreach_addcdiv_(moved, n, roots, -group["lr"])
-        return loss
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
