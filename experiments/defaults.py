@@ -72,21 +72,30 @@ class Task:
     after: str | None = None
 
 
+# The methods of README's picture.
+DRAWN = ("tnt", "tnt-ef", "adam", "muon", "soap")
 _LANGUAGE = {method: own["lr"] or 0.0 for method, own in RIVALS.items()}
 _CIFAR: dict[str, Any] = {"epochs": 5, "batch_size": 64, "seeds": 3}
 TASKS: Mapping[str, Task] = {
     **{
         f"transformer{width}-{steps}": Task(
-            f"transformer, width {width}, {steps} steps",
-            functools.partial(load_language, width=width),
+            f"transformer, width {width}, {depth}{steps} steps",
+            functools.partial(load_language, width=width, layers=layers),
             steps // 50,
             _LANGUAGE,
+            seeds=seeds,
             after=f"transformer{width}-400" if steps > 400 else None,
         )
-        for width in (64, 128)
-        for steps in (400, 1000)
+        for width, layers, depth, seeds, longer in (
+            (64, 2, "", 5, 1000),
+            (128, 2, "", 5, 1000),
+            (256, 4, "4 layers, ", 2, 3000),
+        )
+        for steps in (400, longer)
     },
-    "gru": Task("GRU", load_recurrent, 8, _LANGUAGE, seeds=3),
+    "gru": Task(
+        "GRU", load_recurrent, 8, {m: lr for m, lr in _LANGUAGE.items() if m in DRAWN}, seeds=3
+    ),
     "vit": Task(
         "vision transformer",
         functools.partial(load_classifier, "vit", examples=5120, validation=1000),
@@ -134,7 +143,7 @@ def main(
         with user_errors():
             runs = load_runs(out)["runs"]
         for name, one in tasks.items():
-            shown = [r for r in rows(runs, name, one) if r.method not in ("shampoo", "kfac")]
+            shown = [r for r in rows(runs, name, one) if r.method in DRAWN]
             plot(shown[::-1], one, draw)
         return
     with user_errors():
@@ -148,15 +157,7 @@ def main(
                 _measure(file, name, one, maker, threads or 1)
     for name, one in tasks.items():
         plot(rows(file.runs, name, one)[::-1], one, out.with_name(f"{out.stem}-{name}.png"))
-    timed = {run["key"]["task"] for run in file.runs if run["key"]["settings"] is None}
-    known = {**TASKS, **tasks}
-    pages = [
-        f"## {known[name].label}\n\n" + "\n".join(table(HEADER, map(cells, found)))
-        for name in known
-        if (known[name].after or name) in timed
-        for found in [rows(file.runs, name, known[name])]
-    ]
-    text = "\n\n".join([TITLE, *pages])
+    text = page(file.runs, {**TASKS, **tasks})
     print(text)
     out.with_suffix(".md").write_text(f"{text}\n", encoding="utf-8")
     print(f"wrote {out}, {out.with_suffix('.md')} and pictures")
@@ -253,18 +254,20 @@ def last_loss(run: Mapping[str, Any]) -> float:
 def _measure(
     file: RunFile, name: str, task: Task, maker: Callable[[], Problem], threads: int
 ) -> None:
-    # All methods of a task in one entry: times of different hours do not compare.
+    # All methods of a task in one entry: times of different hours do not compare. The last entry
+    # counts. PSGD-Kron's steps all update its factors, as in the first 1000 of a run.
     key = {"task": name, "settings": None, "threads": threads}
-    if file.find(key) is not None:
+    methods = (*UNTUNED, *task.centres)
+    if set(methods) <= _seconds(file.runs, key).keys():
         return
-    problem, methods = maker(), (*UNTUNED, *task.centres)
+    problem = maker()
     # A hundredth of the rates: all stay finite.
     own = {m: _settings(m, task, task.centres.get(m)) for m in methods}
     torch.set_num_threads(threads)
     steps = {m: problem_step(problem, replace(s, lr=s.lr / 100)) for m, s in own.items()}
     for step in steps.values():
         step()  # the first one makes the state, statistics and inverses
-        step()  # SOAP's first step updates nothing
+        step()  # the first one of SOAP and KL-Shampoo updates nothing
     kinds = sorted({kind for s in own.values() for kind in run_kinds(s, 2000)})
     samples = time_kinds(steps, kinds, 0.0, 20, 20)
     torch.set_num_threads(1)
@@ -272,7 +275,13 @@ def _measure(
         method: {kind.label: summary(taken)["median"] for kind, taken in times.items()}
         for method, times in samples.items()
     }
-    file.add(key, {"median_seconds": found})
+    file.add({**key, "methods": methods}, {"median_seconds": found})
+
+
+def _seconds(runs: Iterable[Mapping[str, Any]], key: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The last times of a task's steps, by method and kind; empty if there are none."""
+    found = [run["median_seconds"] for run in runs if key.items() <= run["key"].items()]
+    return found[-1] if found else {}
 
 
 def run_kinds(settings: Settings, steps: int) -> list[Kind]:
@@ -355,10 +364,9 @@ class Row:
 
 
 def rows(runs: Sequence[Mapping[str, Any]], name: str, task: Task) -> list[Row]:
-    """The rows of one task, the untuned optimizers first."""
+    """The rows of the methods whose runs and steps are recorded, the untuned optimizers first."""
     own = [run for run in runs if run["key"]["task"] == name]
-    key = {"task": task.after or name, "settings": None}
-    seconds = next(run["median_seconds"] for run in runs if key.items() <= run["key"].items())
+    seconds = _seconds(runs, {"task": task.after or name, "settings": None})
     finals: dict[str, list[Mapping[str, Any]]] = {}
     for run in own:
         settings = run["key"]["settings"]
@@ -366,7 +374,11 @@ def rows(runs: Sequence[Mapping[str, Any]], name: str, task: Task) -> list[Row]:
             finals.setdefault(settings["optimizer"], []).append(run)
     for members in finals.values():
         members.sort(key=lambda run: run["key"]["settings"]["seed"])
-    methods = [m for m in (*UNTUNED, *task.centres) if m in finals]
+    methods = [
+        m
+        for m in (*UNTUNED, *task.centres)
+        if m in seconds and len(finals.get(m, [])) == task.seeds
+    ]
     clocks = {m: _clock(finals[m][0], seconds[m]) for m in methods}
     last = {m: [last_loss(run) for run in finals[m]] for m in methods}
     found = []
@@ -407,21 +419,32 @@ TITLE = """# Optimizers without any argument against tuned rivals
 Mean loss after the last step ± standard deviation over seeds; the difference from each rival,
 "below" or "above" if its 95 % interval by seed excludes 0; the mean time of a step; the time to
 each rival's last loss in units of the rival's whole run."""
-HEADER = (
-    *("", "learning rate", "loss", "AdamW", "Muon", "SOAP"),
-    *("ms per step", "time to AdamW's loss", "to Muon's", "to SOAP's"),
-)
 
 
-def cells(row: Row) -> tuple[str, ...]:
-    """A row as text, under `HEADER`."""
+def page(runs: Sequence[Mapping[str, Any]], tasks: Mapping[str, Task]) -> str:
+    """The tables of all tasks with runs."""
+    found = {name: rows(runs, name, task) for name, task in tasks.items()}
+    parts = [f"## {tasks[name].label}\n\n" + _table(own) for name, own in found.items() if own]
+    return "\n\n".join([TITLE, *parts])
+
+
+def _table(found: Sequence[Row]) -> str:
+    rivals = [row.method for row in found if row.method in RIVALS]
+    names = ["AdamW" if m == "adam" else METHODS[m].label.split(" + ")[0] for m in rivals]
+    times = [f"to {name}'s" if n else f"time to {name}'s loss" for n, name in enumerate(names)]
+    header = ("", "learning rate", "loss", *names, "ms per step", *times)
+    return "\n".join(table(header, [cells(row, rivals) for row in found]))
+
+
+def cells(row: Row, rivals: Sequence[str]) -> tuple[str, ...]:
+    """A row as text: label, rate, loss, differences from the rivals, ms, and times to theirs."""
     lost = sum(not math.isfinite(value) for value in row.final)
     loss = f"diverged ({lost} of {len(row.final)})"
     if not lost:
         spread = f" ± {statistics.stdev(row.final):.3f}" if len(row.final) > 1 else ""
         loss = f"{statistics.fmean(row.final):.3f}{spread}"
-    against, times = ["-"] * len(RIVALS), ["-"] * len(RIVALS)
-    for number, rival in enumerate(RIVALS):
+    against, times = ["-"] * len(rivals), ["-"] * len(rivals)
+    for number, rival in enumerate(rivals):
         if rival in row.against:
             mean, verdict = row.against[rival]
             against[number] = f"{mean:+.3f} {verdict}" if math.isfinite(mean) else verdict

@@ -1,9 +1,11 @@
-"""The optimizers by name, every setting of a run, and the two baselines that torch has in parts."""
+"""The optimizers by name, every setting of a run, and the baselines that torch has in parts."""
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
@@ -51,10 +53,11 @@ class Method:
 
     Attributes:
         label: its name in tables and legends, as in the paper.
-        colour: of its curves; from Okabe and Ito's palette, which colour-blind readers can tell.
+        colour: of its curves; from Okabe and Ito's palette or Tol's, which colour-blind readers
+            can tell.
         statistics: source of the curvature: labels "sampled" from the model's own distribution,
-            the "empirical" training gradients, or None for a first-order method and for SOAP, which
-            has no warm start and intervals of its own.
+            the "empirical" training gradients, or None for a first-order method and for other
+            libraries' second-order ones, which have no warm start and intervals of their own.
         damped: whether it has a damping (Adam: its epsilon).
         stat_decay: decay of its moving average (beta in the paper; Adam's beta_2), as the paper
             sets it; None without such an average.
@@ -282,48 +285,29 @@ class AuthorsAdam(torch.optim.Optimizer):
             torch._foreach_addcdiv_(moved, n, roots, -group["lr"])
 
 
-class MuonWithAdamW(torch.optim.Optimizer):
-    """torch's Muon on the matrices of the hidden layers, AdamW on all other parameters.
+class WithAdamW(torch.optim.Optimizer):
+    """An optimizer of some of a model's parameters, and AdamW for all others.
 
-    Other parameters: embeddings, the output layer, vectors. Muon's updates have the root mean
-    square of AdamW's (`match_rms_adamw`), so one learning rate serves both.
+    One learning rate serves both, so the first one's updates must be about as large as AdamW's.
 
     Args:
-        model: the parameters, embeddings and last linear layer are found in it.
-        lr: of both.
-        momentum: Muon's.
-        weight_decay: of both, decoupled.
+        model: AdamW has its parameters that the first one does not have.
+        first: the other optimizer. AdamW has its learning rate and weight decay.
         betas: AdamW's.
-
-    Raises:
-        ValueError: the model has no matrix in a hidden layer.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        lr: float,
-        momentum: float = 0.95,
-        weight_decay: float = 0.0,
+        first: torch.optim.Optimizer,
         betas: tuple[float, float] = (0.9, 0.99),
     ) -> None:
-        hidden = hidden_matrices(model)
-        if not hidden:
-            raise ValueError("model must have a matrix in a hidden layer for Muon, got none")
-        chosen = {id(p) for _, p in hidden}
+        shared = {name: first.param_groups[0][name] for name in ("lr", "weight_decay")}
+        chosen = {id(p) for group in first.param_groups for p in group["params"]}
         rest = [(n, p) for n, p in model.named_parameters() if id(p) not in chosen]
-        self._parts: tuple[torch.optim.Optimizer, ...] = (
-            torch.optim.Muon(
-                hidden,
-                lr=lr,
-                momentum=momentum,
-                weight_decay=weight_decay,
-                adjust_lr_fn="match_rms_adamw",
-            ),
-            torch.optim.AdamW(rest, lr=lr, betas=betas, weight_decay=weight_decay, fused=True),
-        )
+        adamw = torch.optim.AdamW(rest, betas=betas, fused=True, **shared)
+        self._parts = (first, adamw)
         groups = [group for part in self._parts for group in part.param_groups]
-        shared = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "betas": betas}
         super().__init__(groups, shared)
         # The same group objects as the parts': a learning rate set here reaches them.
         self.param_groups = groups
@@ -417,23 +401,49 @@ def _sgd(model: nn.Module, settings: Settings, likelihood: str) -> torch.optim.O
     )
 
 
+def _hidden(model: nn.Module) -> list[tuple[str, Tensor]]:
+    found = hidden_matrices(model)
+    if not found:
+        raise ValueError("model must have a matrix in a hidden layer for Muon, got none")
+    return found
+
+
 def _muon(model: nn.Module, settings: Settings, likelihood: str) -> torch.optim.Optimizer:
-    return MuonWithAdamW(
-        model, lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay
+    first = torch.optim.Muon(
+        _hidden(model),
+        lr=settings.lr,
+        momentum=settings.momentum,
+        weight_decay=settings.weight_decay,
+        adjust_lr_fn="match_rms_adamw",
     )
+    return WithAdamW(model, first)
+
+
+def _library(method: str, package: str) -> Any:
+    try:
+        return importlib.import_module(package.replace("-", "_"))
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"optimizer {method!r} needs the package {package}: python -m pip install {package}"
+        ) from error
+
+
+def _normuon(model: nn.Module, settings: Settings, likelihood: str) -> torch.optim.Optimizer:
+    # "match_rms" is the paper's Algorithm 1, and Muon's "match_rms_adamw" with rows of one norm.
+    group = {"params": _hidden(model), "use_muon": True, "update_scale": "match_rms"}
+    first = _library("normuon", "pytorch-optimizer").NorMuon(
+        [group],
+        lr=settings.lr,
+        momentum=settings.momentum,
+        beta2=settings.stat_decay,
+        weight_decay=settings.weight_decay,
+    )
+    return WithAdamW(model, first)
 
 
 def _soap(model: nn.Module, settings: Settings, likelihood: str) -> torch.optim.Optimizer:
-    assert settings.stat_decay is not None and settings.damping is not None
-    try:
-        from pytorch_optimizer import SOAP
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            "optimizer 'soap' needs the package pytorch-optimizer: "
-            "python -m pip install pytorch-optimizer"
-        ) from error
     # As its authors run it: eigenbases by QR every 10 steps, vectors by Adam, no first step.
-    optimizer: torch.optim.Optimizer = SOAP(
+    optimizer: torch.optim.Optimizer = _library("soap", "pytorch-optimizer").SOAP(
         model.named_parameters(),
         lr=settings.lr,
         betas=(settings.momentum, settings.stat_decay),
@@ -442,6 +452,44 @@ def _soap(model: nn.Module, settings: Settings, likelihood: str) -> torch.optim.
         precondition_frequency=10,
     )
     return optimizer
+
+
+def _heavyball(
+    kind: str, model: nn.Module, settings: Settings, **own: Any
+) -> torch.optim.Optimizer:
+    heavyball = _library(settings.optimizer, "heavyball")
+    # On one thread of a CPU, compiling took 100 s and doubled the time of a step (width 64).
+    heavyball.utils.compile_mode = None
+    # The library warns of every schedule. It takes a new rate at once, as the tests check.
+    warnings.filterwarnings("ignore", "Learning rate changed between steps")
+    optimizer: torch.optim.Optimizer = getattr(heavyball, kind)(
+        model.named_parameters(), lr=settings.lr, weight_decay=settings.weight_decay, **own
+    )
+
+    def seed_step(*_: object) -> None:
+        step = int(optimizer.param_groups[0].get("step_count", 0))
+        torch.manual_seed(settings.seed * 10**6 + step)
+
+    # It draws from the global generator: a run must not depend on what else has drawn from it.
+    optimizer.register_step_pre_hook(seed_step)
+    return optimizer
+
+
+def _kl_shampoo(model: nn.Module, settings: Settings, likelihood: str) -> torch.optim.Optimizer:
+    # The library's defaults: eigenbases by QR every 2 steps, momentum alone for vectors, no first
+    # step. Its authors' 10 steps, or AdamW for the vectors, gave higher losses at width 64.
+    return _heavyball(
+        *("KLShampoo", model, settings),
+        betas=(settings.momentum, settings.stat_decay),
+        shampoo_beta=settings.stat_decay,
+        eps=settings.damping,
+    )
+
+
+def _psgd(model: nn.Module, settings: Settings, likelihood: str) -> torch.optim.Optimizer:
+    # PSGD-Kron in its author's present coordinates, dQ = Q^0.5 E Q^1.5. heavyball's PSGDKron and
+    # pytorch-optimizer's Kron have dQ = E Q, which he advises against; their losses were higher.
+    return _heavyball("PSGDPRO", model, settings, beta=settings.momentum)
 
 
 METHODS: dict[str, Method] = {
@@ -465,7 +513,10 @@ METHODS: dict[str, Method] = {
     "adam-authors": Method("Adam (authors')", "#117733", None, True, 0.999, _authors_adam),
     "sgd": Method("SGD-m", "#D55E00", None, False, None, _sgd),
     "muon": Method("Muon + AdamW", "#000000", None, False, None, _muon),
+    "normuon": Method("NorMuon + AdamW", "#332288", None, False, 0.95, _normuon),
     "soap": Method("SOAP", "#999999", None, True, 0.95, _soap),
+    "kl-shampoo": Method("KL-Shampoo", "#882255", None, True, 0.95, _kl_shampoo),
+    "psgd": Method("PSGD-Kron", "#999933", None, False, None, _psgd),
 }
 
 

@@ -151,12 +151,15 @@ def convnet_settings(problem: str, optimizer: str, epochs: int | None = None) ->
 BATCH_SIZE = 32
 SCHEDULE = "warmup-cosine"
 # The rivals' learning rates, to begin a search with; momentum and decay of the second moment: for
-# AdamW as in Muon's AdamW and in the grafts, for Muon and SOAP as their authors set them. No weight
-# decay and no warm start: the runs are short, and the learning rate warms up.
+# AdamW as in Muon's AdamW and in the grafts, for the others as their authors or libraries set them.
+# No weight decay and no warm start: the runs are short, and the learning rate warms up.
 RIVALS: Mapping[str, Mapping[str, float | None]] = {
     "adam": {"lr": 5.6e-3, "damping": 1e-8, "momentum": 0.9, "stat_decay": 0.99},
     "muon": {"lr": 1.8e-2, "damping": None, "momentum": 0.95},
     "soap": {"lr": 1e-2, "damping": 1e-8, "momentum": 0.95, "stat_decay": 0.95},
+    "normuon": {"lr": 1.8e-2, "damping": None, "momentum": 0.95},
+    "kl-shampoo": {"lr": 1.8e-2, "damping": 1e-8, "momentum": 0.9},
+    "psgd": {"lr": 3.2e-3, "damping": None, "momentum": 0.9},
 }
 UNTUNED = ("tnt", "tnt-ef", "shampoo", "kfac")
 

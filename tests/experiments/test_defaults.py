@@ -11,12 +11,12 @@ from repeating_text import repeating_file, repeating_problem
 
 from experiments import defaults
 from experiments.defaults import (
-    HEADER,
     TASKS,
     TUNING_SEED,
     Row,
     cells,
     last_loss,
+    page,
     paired,
     rate,
     rows,
@@ -27,13 +27,14 @@ from experiments.defaults import (
 )
 from experiments.methods import build_optimizer
 from experiments.models import seeded
-from experiments.run_files import RunFile
+from experiments.run_files import RunFile, load_runs
 from experiments.search import lowest
 from experiments.steps import BOTH, PLAIN
 from experiments.tasks import RIVALS, UNTUNED, modern_settings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+RECORD = Path(defaults.__file__).with_name("results") / "defaults.json"
 TASK = replace(TASKS["transformer64-400"], epochs=2, seeds=2)
 
 
@@ -122,42 +123,62 @@ def test_rows_compare_losses_and_seconds() -> None:
     share = (1 + 0.5 * ((4 - 2.1) / 3 + (4 - 2.1) / 2.8)) / 2
     assert tnt.time["adam"] == pytest.approx(2 * share)
     assert not tnt.edge and not found["adam"].edge
-    assert "default" in cells(tnt) and len(cells(tnt)) == len(HEADER)
-    assert cells(tnt)[2] == "1.100 ± 0.141"
-    assert cells(tnt)[3] == "-1.000 below" and cells(tnt)[4] == "-"
-    assert cells(found["adam"])[3] == "-"
+    texts = cells(tnt, ["adam", "muon"])
+    assert texts[1:5] == ("default", "1.100 ± 0.141", "-1.000 below", "-") and len(texts) == 8
+    assert cells(found["adam"], ["adam"])[3] == "-"
 
 
 def test_a_rival_that_is_not_reached_or_diverges_is_said() -> None:
     runs = record(tnt=[2.0, 2.0], adam=[1.0, 1.0])
     runs[0]["diverged_at_step"] = 7
     (tnt, _) = rows(runs, "t", TASK)
-    assert cells(tnt)[2:4] == ("diverged (1 of 2)", "diverged")
-    assert "not reached" in cells(tnt)
+    assert cells(tnt, ["adam"])[2:4] == ("diverged (1 of 2)", "diverged")
+    assert "not reached" in cells(tnt, ["adam"])
 
 
 def test_a_rival_that_diverges_is_no_goal() -> None:
     (tnt, _) = rows(record(tnt=[2.0, 2.0], adam=[1.0, math.inf]), "t", TASK)
-    assert cells(tnt)[3] == "diverged" and tnt.time == {}
-    assert cells(tnt)[7] == "-"
+    texts = cells(tnt, ["adam"])
+    assert texts[3] == "diverged" and texts[-1] == "-" and tnt.time == {}
+
+
+def test_a_page_has_the_rivals_whose_runs_and_steps_are_recorded() -> None:
+    runs = record(tnt=[1.0, 1.2], adam=[2.0, 2.2], muon=[3.0, 3.1], psgd=[1.5, 1.7])
+    runs.append(a_run("soap", 0.01, 0, [4.0, 1.0]))  # the other seed is missing
+    before = dict(runs[-2]["median_seconds"])
+    del before["psgd"]
+    early = {"key": {"task": "t", "settings": None}, "median_seconds": before}
+    text = page([early, *runs], {"t": TASK, "without runs": TASK})
+    header = next(line for line in text.splitlines() if "loss" in line and line[0] == "|")
+    names = [cell.strip() for cell in header.strip("|").split("|")]
+    assert names[3:6] == ["AdamW", "Muon", "PSGD-Kron"]
+    assert names[7:] == ["time to AdamW's loss", "to Muon's", "to PSGD-Kron's"]
+    assert text.count("## ") == 1 and "PSGD-Kron" not in page([*runs[:-2], early], {"t": TASK})
+
+
+def test_the_recorded_page_is_the_records() -> None:
+    text = page(load_runs(RECORD)["runs"], TASKS)
+    assert RECORD.with_suffix(".md").read_text() == f"{text}\n"
 
 
 @pytest.mark.filterwarnings("ignore:KFAC updates:RuntimeWarning")  # embeddings and norms
 def test_a_small_comparison_runs_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("pytorch_optimizer")
+    for package in ("pytorch_optimizer", "heavyball"):
+        pytest.importorskip(package)
     problem = repeating_problem()
     small = replace(TASK, load=lambda data: problem, batch_size=4, epochs=1, seeds=1)
-    monkeypatch.setattr(defaults, "SMALL", {"small": small})
     out = tmp_path / "defaults.json"
-    defaults.main(data=repeating_file(tmp_path), quick=True, jobs=1, threads=1, out=out)
-    printed = capsys.readouterr().out
-    for label in ("TNT", "Shampoo", "SOAP", "Muon + AdamW"):
+    for centres in ({"adam": 5.6e-3}, small.centres):  # a record goes on with more rivals
+        monkeypatch.setattr(defaults, "SMALL", {"small": replace(small, centres=centres)})
+        defaults.main(data=repeating_file(tmp_path), quick=True, jobs=1, threads=1, out=out)
+        printed = capsys.readouterr().out
+    for label in ("TNT", "Shampoo", "SOAP", "Muon + AdamW", "KL-Shampoo", "PSGD-Kron"):
         assert label in printed
     runs = RunFile(out, "defaults", {"schedule": "warmup-cosine", "tuning_seed": 100}).runs
-    # Three rates of each rival, then a run of every method, then the seconds.
-    assert len(runs) == 3 * len(RIVALS) + len(RIVALS) + len(UNTUNED) + 1
+    # Three rates of each rival, then a run of every method, then the seconds, twice.
+    assert len(runs) == 3 * len(RIVALS) + len(RIVALS) + len(UNTUNED) + 2
     assert (tmp_path / "defaults-small.png").exists()
     defaults.main(data=repeating_file(tmp_path), quick=True, jobs=1, threads=1, out=out)
     assert capsys.readouterr().out == printed
@@ -165,4 +186,4 @@ def test_a_small_comparison_runs_and_goes_on(
 
 def test_the_row_of_a_rival_at_the_end_of_its_search_says_so() -> None:
     row = Row("adam", 0.1, True, [[1.0]], [1.0], [0.0, 0.1], {}, {})
-    assert cells(row)[1] == "0.1 (end of the search)"
+    assert cells(row, [])[1] == "0.1 (end of the search)"

@@ -24,7 +24,7 @@ from experiments.methods import (
     method_settings,
 )
 from experiments.problems.autoencoders import Autoencoder
-from experiments.tasks import TABLE_3
+from experiments.tasks import TABLE_3, modern_settings
 from experiments.training import Run, _Training, smoothed, train, train_in_turn
 from tools.measuring.records import write_json
 
@@ -37,13 +37,26 @@ RATES: dict[str, tuple[float, float | None]] = {
     "shampoo": (1e-2, 1e-3),
     "sgd": (0.05, None),
     "adam": (1e-2, 1e-8),
+    "normuon": (3e-2, None),
     "soap": (1e-2, 1e-8),
+    "kl-shampoo": (3e-2, 1e-8),
+    "psgd": (1e-2, None),
 }
-needs_soap = pytest.mark.skipif(
-    importlib.util.find_spec("pytorch_optimizer") is None,
-    reason="SOAP needs the package pytorch-optimizer",
-)
-TRAINED = [*TABLE_3["digits"], pytest.param("soap", marks=needs_soap)]
+
+
+def needs(package: str) -> pytest.MarkDecorator:
+    missing = importlib.util.find_spec(package) is None
+    return pytest.mark.skipif(missing, reason=f"needs the package {package}")
+
+
+needs_soap, needs_heavyball = needs("pytorch_optimizer"), needs("heavyball")
+LIBRARIES = [
+    pytest.param("normuon", marks=needs_soap),
+    pytest.param("soap", marks=needs_soap),
+    pytest.param("kl-shampoo", marks=needs_heavyball),
+    pytest.param("psgd", marks=needs_heavyball),
+]
+TRAINED = [*TABLE_3["digits"], *LIBRARIES]
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +174,9 @@ def test_an_interrupted_run_goes_on_bit_for_bit(
     with pytest.raises(ValueError, match=r"with other settings \(examples\)"):
         train(fewer, chosen, report_every=0, checkpoint=path)
     resumed = train(problem, chosen, report_every=0, checkpoint=path)
-    assert resumed.step_losses == whole.step_losses
+    # PSGD-Kron's bounds are in float64, which loading makes float32.
+    rounding = 1e-5 if optimizer == "psgd" else 0.0
+    assert resumed.step_losses == pytest.approx(whole.step_losses, rel=rounding, abs=0.0)
     assert [e.number for e in resumed.epochs] == [1, 2, 3, 4, 5, 6]
     assert resumed.resumed_after == [3] and whole.resumed_after == []
     assert (resumed.warm_start_seconds is not None) == has_statistics(optimizer)
@@ -338,8 +353,11 @@ def test_muon_serves_hidden_matrices_and_adamw_the_rest() -> None:
         METHODS["muon"].build(nn.Linear(2, 2), chosen, "categorical")
 
 
-def soap(model: nn.Module, **changes: Any) -> torch.optim.Optimizer:
-    chosen = method_settings("soap", 0.01, 1e-8, momentum=0.95, batch_size=20, epochs=1)
+# Rivals of other libraries
+
+
+def rival(name: str, model: nn.Module, **changes: Any) -> torch.optim.Optimizer:
+    chosen = replace(modern_settings(name, 1), lr=0.01, batch_size=20)
     return build_optimizer(model, replace(chosen, **changes), "bernoulli")
 
 
@@ -352,7 +370,7 @@ def gradients(model: nn.Module, generator: torch.Generator) -> None:
 def test_soap_skips_its_first_step_and_treats_vectors_as_adam_does() -> None:
     generator = torch.Generator().manual_seed(3)
     model, vector = nn.Linear(3, 4), nn.Linear(1, 4)
-    optimizer = soap(model)
+    optimizer = rival("soap", model)
     vector.bias.data.copy_(model.bias.data)
     adam = torch.optim.Adam([vector.bias], lr=0.01, betas=(0.95, 0.95), eps=1e-8)
     start = [p.detach().clone() for p in model.parameters()]
@@ -373,7 +391,7 @@ def test_the_decay_of_soap_is_decoupled_and_off_at_zero() -> None:
     models = [nn.Linear(3, 4) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     for model, decay in zip(models, (0.0, 0.5), strict=True):
-        optimizer = soap(model, weight_decay=decay)
+        optimizer = rival("soap", model, weight_decay=decay)
         generator = torch.Generator().manual_seed(3)
         for _ in range(2):  # the first step changes nothing
             gradients(model, generator)
@@ -387,7 +405,7 @@ def test_the_decay_of_soap_is_decoupled_and_off_at_zero() -> None:
 def test_soap_refreshes_its_bases_every_tenth_step() -> None:
     generator = torch.Generator().manual_seed(3)
     model = nn.Linear(3, 4)
-    optimizer = soap(model)
+    optimizer = rival("soap", model)
     bases = []
     for _ in range(22):
         gradients(model, generator)
@@ -397,7 +415,102 @@ def test_soap_refreshes_its_bases_every_tenth_step() -> None:
     assert moved == [10, 20], "steps are counted after the first"
 
 
-def test_soap_without_its_package_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
-    with pytest.raises(ValueError, match="python -m pip install pytorch-optimizer"):
-        soap(nn.Linear(2, 2))
+@needs_soap
+def test_normuon_gives_each_row_the_same_norm_and_muons_directions() -> None:
+    generator = torch.Generator().manual_seed(3)
+    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2))
+    start = model[0].weight.detach().clone()
+    optimizer = rival("normuon", model)
+    gradients(model, generator)
+    u, _, v = torch.linalg.svd(model[0].weight.grad, full_matrices=False)
+    optimizer.step()
+    moved = (start - model[0].weight.detach()) / 0.01
+    torch.testing.assert_close(moved.square().mean(1).sqrt(), torch.full((4,), 0.2))
+    assert (nn.functional.cosine_similarity(moved, u @ v) > 0.98).all()
+
+
+@needs_heavyball
+def test_kl_shampoo_whitens_each_factors_statistics_with_the_other_factor() -> None:
+    generator = torch.Generator().manual_seed(3)
+    model = nn.Linear(3, 4, bias=False)
+    optimizer = rival("kl-shampoo", model)
+    momentum, factors = torch.zeros(4, 3), [0.1 * torch.eye(4), 0.1 * torch.eye(3)]
+    gradients(model, generator)
+    optimizer.step()  # only the state
+    wanted = model.weight.detach().clone()
+    for step in (2, 3):
+        gradients(model, generator)
+        g = model.weight.grad.clone()
+        optimizer.step()
+        momentum = 0.9 * momentum + 0.1 * g
+        left, right = factors
+        if step == 2:
+            update = momentum / 0.1  # both are 0.1 I
+        else:
+            # One iteration of QR from I: the basis whose diagonal serves as eigenvalues.
+            roots = []
+            for factor in factors:
+                order = factor.diagonal().argsort(descending=True)
+                basis, _ = torch.linalg.qr(factor[:, order])
+                diagonal = (basis.T @ factor @ basis).diagonal()
+                roots.append(basis @ diagonal.rsqrt().diag() @ basis.T)
+            update = roots[0] @ momentum @ roots[1]
+        wanted -= 0.01 * update
+        decay = 1 - 0.05 / (1 - 0.95**step)  # of a mean without bias
+        factors = [
+            decay * left + (1 - decay) * g @ torch.linalg.inv(right) @ g.T / 3,
+            decay * right + (1 - decay) * g.T @ torch.linalg.inv(left) @ g / 4,
+        ]
+        torch.testing.assert_close(model.weight.detach(), wanted, rtol=1e-3, atol=1e-5)
+
+
+@needs_heavyball
+def test_psgd_whitens_the_momentum_by_its_authors_steps() -> None:
+    """A vector, whose factor is a diagonal q: q <- q - 0.1 q ((q^2 m)^2 - 1) / bound."""
+    generator = torch.Generator().manual_seed(3)
+    vector = nn.ParameterDict({"only": torch.randn(5, generator=generator)})
+    optimizer = rival("psgd", vector)
+    wanted, m, bound, q = vector["only"].detach().clone(), torch.zeros(5), torch.zeros(()), None
+    for step in range(1, 5):
+        gradients(vector, generator)
+        g = vector["only"].grad.clone()
+        optimizer.step()
+        decay = 1 - 0.1 / (1 - 0.9**step)
+        m = decay * m + (1 - decay) * g
+        if q is None:
+            q = m.pow(4).mean().pow(-1 / 16).expand(5)
+        squares = (q**2 * m) ** 2
+        now = squares.max() + 1
+        bound = torch.maximum(now, 0.9 * bound + 0.1 * now)
+        q = q - 0.1 * q * (squares - 1) / bound
+        wanted -= 0.01 * q**2 * m
+        torch.testing.assert_close(vector["only"].detach(), wanted, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_a_rate_counts_from_its_step_on(name: str) -> None:
+    moved = []
+    for rate in (0.01, 0.03):
+        torch.manual_seed(5)
+        model, generator = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2)), torch.Generator()
+        optimizer = rival(name, model)
+        for step in range(4):
+            start = [p.detach().clone() for p in model.parameters()]
+            for group in optimizer.param_groups:
+                group["lr"] = rate if step == 3 else 0.02
+            gradients(model, generator.manual_seed(step))
+            optimizer.step()
+        moved.append([p.detach() - s for p, s in zip(model.parameters(), start, strict=True)])
+    for slow, fast in zip(*moved, strict=True):
+        torch.testing.assert_close(fast, 3 * slow, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "package"), [("soap", "pytorch-optimizer"), ("kl-shampoo", "heavyball")]
+)
+def test_a_rival_without_its_package_names_the_command(
+    name: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package.replace("-", "_"), None)
+    with pytest.raises(ValueError, match=f"{name}.*python -m pip install {package}"):
+        rival(name, nn.Linear(2, 2))

@@ -92,6 +92,12 @@ def test_the_gru_starts_at_chance_and_learns_the_repeating_text(tmp_path: Path) 
 # The settings and the texts
 
 
+LIBRARIES = {
+    **dict.fromkeys(("soap", "normuon"), "pytorch_optimizer"),
+    **dict.fromkeys(("kl-shampoo", "psgd"), "heavyball"),
+}
+
+
 @pytest.mark.filterwarnings("ignore:KFAC updates:RuntimeWarning")  # embeddings and norms
 def test_settings_are_the_defaults_and_the_rivals(problem: Language) -> None:
     model = seeded(problem.build, 0)
@@ -99,8 +105,8 @@ def test_settings_are_the_defaults_and_the_rivals(problem: Language) -> None:
         settings = modern_settings(name, 8, seed=3)
         assert (settings.schedule, settings.weight_decay) == ("warmup-cosine", 0.0)
         assert (settings.epochs, settings.seed, settings.warm_start) != (8, 3, True)
-        if name == "soap":
-            pytest.importorskip("pytorch_optimizer")
+        if name in LIBRARIES:
+            pytest.importorskip(LIBRARIES[name])
         optimizer = build_optimizer(model, settings, "categorical")
         assert all(group["lr"] == settings.lr for group in optimizer.param_groups)
         if name in UNTUNED:
