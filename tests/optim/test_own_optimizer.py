@@ -94,5 +94,5 @@ def test_the_table_serves_it() -> None:
     """Its options are checked and documented, and a saved state knows the method."""
     with pytest.raises(ValueError, match="damping must be a finite number >= 0, got -1"):
         loaded()(weights(), damping=-1.0)
-    assert "momentum: mu in the paper" in loaded().__doc__
+    assert "mu in the paper: m <- mu m + g" in loaded().__doc__
     assert loaded()(weights()).state_dict()["method"] == "OneSidedShampoo"
