@@ -23,7 +23,7 @@ from experiments.methods import METHODS, Settings, variant
 from experiments.options import Quick, chosen, has_setting, numbers, setting_value, user_errors
 from experiments.pool import make_runs
 from experiments.run_files import RunFile
-from experiments.tasks import TASKS
+from experiments.tasks import TABLE_4, TASKS
 from tools.measuring.tables import table
 
 QUICK = [
@@ -90,7 +90,7 @@ _DIGITS: dict[str, Grid] = {
 GRIDS: Mapping[str, Mapping[str, Grid]] = {
     **dict.fromkeys(("mnist", "faces", "curves"), _AUTOENCODER),
     "digits": _DIGITS,
-    **dict.fromkeys(("resnet32", "vgg16"), _CONVNET),
+    **dict.fromkeys(TABLE_4, _CONVNET),
 }
 
 

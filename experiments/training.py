@@ -301,7 +301,7 @@ class _Training:
         def outputs_or_losses() -> Iterator[Tensor]:
             for indices in batches:
                 inputs, targets = self.problem.batch(indices, augment)
-                outputs = self.model(inputs)
+                outputs = self.problem.outputs(self.model, inputs)
                 yield self.problem.loss(outputs, targets) if empirical else outputs
 
         began = now(self.device)
@@ -342,7 +342,7 @@ class _Training:
     def _step(self, batch: Tensor) -> Tensor:
         inputs, targets = self.problem.batch(batch, self.augment)
         self.optimizer.zero_grad()
-        outputs = self.model(inputs)
+        outputs = self.problem.outputs(self.model, inputs)
         loss = self.problem.loss(outputs, targets)
         if observes(self.settings):
             self.optimizer.observe(outputs)  # type: ignore[attr-defined]

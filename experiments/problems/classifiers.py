@@ -33,6 +33,8 @@ class Network:
         mean: of the channels of pixels in [0, 1], as in the paper's code.
         std: likewise. For CIFAR-10 it is the mean of each image's deviation, not the deviation of
             all pixels (0.2470, 0.2435, 0.2616).
+        autocast: forward and backward in bfloat16 where PyTorch's autocast says so; weights,
+            gradients and optimizers stay float32. Twice as fast on a processor with AMX.
     """
 
     label: str
@@ -40,16 +42,21 @@ class Network:
     build: Callable[[int], nn.Module]
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    autocast: bool = False
 
 
 _CIFAR10 = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
 NETWORKS = {
     "resnet8": Network("ResNet-8 on CIFAR-10", 10, resnet8, *_CIFAR10),
     "vit": Network("Vision transformer on CIFAR-10", 10, VisionTransformer, *_CIFAR10),
-    "resnet32": Network("ResNet-32 on CIFAR-10", 10, resnet32, *_CIFAR10),
+    "resnet32": Network("ResNet-32 on CIFAR-10", 10, resnet32, *_CIFAR10, autocast=True),
     "vgg16": Network(
-        *("VGG16 on CIFAR-100", 100, vgg16), *((0.507, 0.487, 0.441), (0.267, 0.256, 0.276))
+        *("VGG16 on CIFAR-100", 100, vgg16),
+        *((0.507, 0.487, 0.441), (0.267, 0.256, 0.276)),
+        autocast=True,
     ),
+    # Not the paper's: for those who have CIFAR-10 only.
+    "vgg16-cifar10": Network("VGG16 on CIFAR-10", 10, vgg16, *_CIFAR10, autocast=True),
 }
 
 
@@ -114,6 +121,12 @@ class Classifier(Problem):
         pixels = images.to(torch.float32).div_(255.0)
         return pixels.sub_(self._mean[:, None, None]).div_(self._std[:, None, None])
 
+    def outputs(self, model: nn.Module, inputs: Tensor) -> Tensor:
+        """Logits in float32."""
+        enabled = self._network.autocast
+        with torch.autocast(inputs.device.type, torch.bfloat16, enabled=enabled):
+            return super().outputs(model, inputs).float()
+
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Cross entropy, averaged over the batch."""
         return functional.cross_entropy(outputs, targets)
@@ -126,7 +139,7 @@ class Classifier(Problem):
         for some, classes in zip(
             images.split(_EVALUATED_AT_ONCE), labels.split(_EVALUATED_AT_ONCE), strict=True
         ):
-            outputs = model(self.normalised(some))
+            outputs = self.outputs(model, self.normalised(some))
             wrong += (outputs.argmax(1) != classes).sum()
             loss += functional.cross_entropy(outputs, classes, reduction="sum")
         count = labels.shape[0]
@@ -139,6 +152,7 @@ class Classifier(Problem):
             "source": f"CIFAR-{self.data.classes}",
             "examples": self.examples,
             "validation_examples": self.data.test_labels.shape[0],
+            **({"precision": "bfloat16 autocast"} if self._network.autocast else {}),
             "augmentation": "cropped after padding with 4 black pixels, flipped",
         }
 

@@ -50,6 +50,11 @@ class Problem(ABC):
             augment: generator of the augmentation, on the same device.
         """
 
+    def outputs(self, model: nn.Module, inputs: Tensor) -> Tensor:
+        """What the model makes of a batch's inputs, for the loss."""
+        outputs: Tensor = model(inputs)
+        return outputs
+
     @abstractmethod
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The loss of a batch: a mean over its examples."""

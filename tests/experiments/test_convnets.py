@@ -43,8 +43,10 @@ def tiny(classes: int) -> nn.Module:
 
 @pytest.fixture(autouse=True)
 def tiny_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is called ResNet-32 is the tiny network."""
-    monkeypatch.setitem(NETWORKS, "resnet32", replace(NETWORKS["resnet32"], build=tiny))
+    """What is called ResNet-32 is the tiny network, in float32."""
+    small = replace(NETWORKS["resnet32"], build=tiny, autocast=False)
+    monkeypatch.setitem(NETWORKS, "resnet32", small)
+    monkeypatch.setitem(NETWORKS, "vgg16-cifar10", replace(NETWORKS["vgg16-cifar10"], build=tiny))
 
 
 def drawn_images(count: int, generator: torch.Generator, colours: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,6 +99,20 @@ def test_training_lowers_loss_and_error_the_same_way_each_time(
     assert last.metrics["validation_error"] < 0.7, "9 of 10 is chance"
     assert last.metrics["validation_loss"] < math.log(10)
     assert (run.warm_start_seconds is not None) == has_statistics(optimizer)
+
+
+def test_autocast_rounds_the_forward_pass_and_nothing_else(data: Cifar) -> None:
+    exact, rounded = Classifier("resnet32", data), Classifier("vgg16-cifar10", data)
+    assert rounded.description()["precision"] == "bfloat16 autocast"
+    model = seeded(rounded.build, 0)
+    inputs, _ = rounded.batch(torch.arange(16), torch.Generator().manual_seed(0))
+    logits, wanted = rounded.outputs(model, inputs), exact.outputs(model, inputs)
+    assert logits.dtype == torch.float32
+    assert 1e-5 < float((logits - wanted).detach().norm() / wanted.detach().norm()) < 0.02
+    for optimizer in ("tnt", "kfac-eigen"):
+        runs = [train(one, settings(optimizer), report_every=0) for one in (exact, rounded)]
+        losses = [run.epochs[-1].smoothed_loss for run in runs]
+        assert losses[0] != losses[1] == pytest.approx(losses[0], rel=0.05)
 
 
 # The problem
