@@ -137,7 +137,7 @@ def test_all_layers_exist() -> None:
         ("tnt_kernels.backends", "from tests.cases import normal"),
         ("bench.steps", "from experiments.training import train"),
         ("experiments.figure1", "import bench.clock"),
-        ("experiments.figure1", "from tools import soak"),
+        ("experiments.figure1", "from tools import compile_report"),
     ],
 )
 def test_the_import_checker_finds(module: str, source: str) -> None:
