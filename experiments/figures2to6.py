@@ -38,7 +38,6 @@ from tools.measuring.tables import table
 # digits' settings come from a search over seeds 1 to 5, so their runs have other seeds.
 QUICK = [
     Quick("digits", "digits --seeds 6,7,8,9,10"),
-    Quick("curves", "curves --examples 10000 --seeds 0,1,2 --epochs 6"),
     Quick("mnist", "mnist --optimizer tnt,tnt-ef,kfac,adam,sgd --seeds 0,1 --epochs 2", True),
     Quick("mnist-tuned", "mnist-tuned --optimizer tnt,adam,sgd --seeds 0,1 --epochs 3", True),
     Quick("faces", "faces --examples 10000 --optimizer tnt,kfac,adam,sgd --seeds 0,1", True),

@@ -88,7 +88,7 @@ _DIGITS: dict[str, Grid] = {
 
 
 GRIDS: Mapping[str, Mapping[str, Grid]] = {
-    **dict.fromkeys(("mnist", "faces", "curves"), _AUTOENCODER),
+    **dict.fromkeys(("mnist", "faces"), _AUTOENCODER),
     "digits": _DIGITS,
     **dict.fromkeys(TABLE_4, _CONVNET),
 }

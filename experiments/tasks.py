@@ -51,8 +51,6 @@ TABLE_3: dict[str, dict[str, tuple[float, float | None]]] = {
         "sgd": (0.032, None),
     },
 }
-# The paper has no CURVES: MNIST's settings, for images of the same size and the same loss.
-TABLE_3["curves"] = TABLE_3["mnist"]
 # (learning rate, damping, mu, beta): Table 5, from the search over all four.
 TABLE_5: dict[str, dict[str, tuple[float, float | None, float, float | None]]] = {
     "mnist": {
@@ -78,7 +76,7 @@ def autoencoder_settings(
     """A method's settings: the paper's, or this project's for the digits.
 
     Args:
-        problem: "mnist", "faces", "curves" or "digits".
+        problem: "mnist", "faces" or "digits".
         optimizer: a method of the table.
         epochs: None for the usual number.
         table: 3 for the paper's search over learning rate and damping, with TNT-EF of Table 6; 5

@@ -11,8 +11,6 @@ from torch.nn import functional
 # Hinton & Salakhutdinov 2006, as in the paper's section 6.1.
 MNIST_WIDTHS = (784, 1000, 500, 250, 30, 250, 500, 1000, 784)
 FACES_WIDTHS = (625, 2000, 1000, 500, 30, 500, 1000, 2000, 625)
-# Hinton & Salakhutdinov's widths for their curves; the paper has no experiment on them.
-CURVES_WIDTHS = (784, 400, 200, 100, 50, 25, 6, 25, 50, 100, 200, 400, 784)
 # MNIST's shape scaled to 8x8 images: a code of an eighth of the pixels is too small to copy them.
 DIGITS_WIDTHS = (64, 128, 64, 32, 8, 32, 64, 128, 64)
 

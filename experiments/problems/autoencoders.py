@@ -1,4 +1,4 @@
-"""The autoencoder problems: MNIST, FACES, CURVES and scikit-learn's digits."""
+"""The autoencoder problems: MNIST, FACES and scikit-learn's digits."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from experiments.data import data_folder
-from experiments.data.curves import curves_images
 from experiments.data.digits import digits_images
 from experiments.data.faces import faces_images
 from experiments.data.mnist import mnist_images
 from experiments.models.autoencoder import (
-    CURVES_WIDTHS,
     DIGITS_WIDTHS,
     FACES_WIDTHS,
     MNIST_WIDTHS,
@@ -28,7 +26,6 @@ from experiments.problems.problem import Problem
 LABELS = {
     "mnist": "Autoencoder on MNIST images",
     "faces": "Autoencoder on FACES patches",
-    "curves": "Autoencoder on CURVES images",
     "digits": "Autoencoder on 8x8 digit images",
 }
 
@@ -37,7 +34,7 @@ class Autoencoder(Problem):
     """Images to reconstruct.
 
     Args:
-        name: "mnist", "faces", "curves" or "digits".
+        name: "mnist", "faces" or "digits".
         images: (N, pixels), in [0, 1] except for the faces.
         widths: of the model.
         source: where the images come from, in words.
@@ -86,7 +83,7 @@ def load_autoencoder(
     """An autoencoder problem.
 
     Args:
-        name: "mnist", "faces", "curves" (generated) or "digits" (from scikit-learn).
+        name: "mnist", "faces" or "digits" (from scikit-learn).
         data: `--data`, for "mnist" and "faces".
         examples: number of images; None for all. FACES spreads them evenly over the faces; the
             other problems take the first images.
@@ -97,9 +94,6 @@ def load_autoencoder(
     if name == "faces":
         images, source = faces_images(data_folder("olivetti", data), examples)
         return Autoencoder(name, images, FACES_WIDTHS, source)
-    if name == "curves":
-        images = curves_images() if examples is None else curves_images(examples)
-        return Autoencoder(name, images, CURVES_WIDTHS, "generated")
     if name == "digits":
         images, widths, source = digits_images(), DIGITS_WIDTHS, "scikit-learn"
     else:

@@ -35,8 +35,6 @@ def test_the_loss_and_the_likelihood_fit_the_data(name: str) -> None:
 
 
 def test_problems_are_found_by_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    curves = load_autoencoder("curves", examples=30)
-    assert (curves.name, curves.examples, curves.widths[0]) == ("curves", 30, 784)
     digits = load_autoencoder("digits", examples=40)
     assert torch.equal(digits.images, load_autoencoder("digits").images[:40])
     with pytest.raises(ValueError, match="examples must be from 1 to 1797, got 1798"):
@@ -56,7 +54,7 @@ def test_settings_take_learning_rate_damping_and_decays_from_their_table() -> No
     assert (first.lr, first.damping, first.momentum, first.stat_decay) == (0.003, 0.3, 0.9, 0.9)
     assert (tuned.lr, tuned.damping, tuned.momentum, tuned.stat_decay) == (3e-5, 0.01, 0.999, 0.999)
     assert autoencoder_settings("faces", "adam").stat_decay == 0.999
-    for problem in ("mnist", "faces", "curves"):
+    for problem in ("mnist", "faces"):
         for name in TASKS[problem].methods:
             s = autoencoder_settings(problem, name)
             assert (s.batch_size, s.weight_decay, s.schedule, s.seed) == (1000, 0, "constant", 0)
