@@ -34,7 +34,7 @@ class Network:
         std: likewise. For CIFAR-10 it is the mean of each image's deviation, not the deviation of
             all pixels (0.2470, 0.2435, 0.2616).
         autocast: forward and backward in bfloat16 where PyTorch's autocast says so; weights,
-            gradients and optimizers stay float32. On a processor with AMX a step takes half the time.
+            gradients and optimizers stay float32. Half the time on a processor with AMX.
     """
 
     label: str
