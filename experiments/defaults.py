@@ -31,7 +31,7 @@ from experiments.problems.classifiers import load_classifier
 from experiments.problems.language import load_language, load_recurrent
 from experiments.problems.problem import Problem
 from experiments.run_files import RunFile, load_runs
-from experiments.search import lowest
+from experiments.search import ranked
 from experiments.steps import PLAIN, Kind, problem_step, time_kinds
 from experiments.tasks import BATCH_SIZE, RIVALS, SCHEDULE, UNTUNED, modern_settings
 from tnt_optim.options import is_due
@@ -219,8 +219,7 @@ def _best(file: RunFile, task: str, method: str) -> float:
     found = tried(file.runs, task, method)
     if not found:
         raise ValueError(f"{file.path} has no search of {task}: run --task {task} first")
-    best = lowest(found)
-    return min(found) if best is None else best
+    return (ranked(found) or sorted(found))[0]
 
 
 def _settings(method: str, task: Task, lr: float | None, seed: int = 0) -> Settings:

@@ -36,8 +36,11 @@ QUICK = [
 
 # The minimised figure: the smoothed loss at the end, or the least value of a metric.
 LOSS = "final_smoothed_loss"
+# The settings of each method that `--then` trains for longer.
+FINALISTS = 8
 # The values of each searched setting.
 Grid = Mapping[str, Sequence[Any]]
+Point = Mapping[str, Any]
 Candidate = TypeVar("Candidate")
 
 
@@ -105,36 +108,57 @@ def main(
     examples: options.Examples = None,
     seeds: options.Seeds = "1,2,3",
     epochs: options.Epochs = None,
+    then: Annotated[
+        int | None,
+        typer.Option(
+            "--then",
+            metavar="EPOCHS",
+            min=1,
+            help=f"Choose among the {FINALISTS} best of each method, trained again for as long.",
+        ),
+    ] = None,
     jobs: options.Jobs = 1,
     out: options.Out = None,
 ) -> None:
     """Search over a grid of settings; by default the paper's grid on the paper's problems.
 
-    The seeds must not be those of later runs: a setting must not win by the luck of its starts.
+    The seeds must not be those of later runs: a setting must not win by the luck of its starts. A
+    grid too large for runs of full length takes two rounds: `--epochs 1 --then 10`.
     """
     # As in the processes of the pool: a run's numbers must not depend on the number of jobs.
     options.set_machine(1)
     task, starts = TASKS[problem], numbers(seeds)
     criterion = task.metric or LOSS
     given = dict(_grid_values(text) for text in grid or ())
-    usual = {name: task.settings(name, epochs) for name in chosen(optimizer, list(GRIDS[problem]))}
     grids = {
-        name: {**GRIDS[problem][name], **_own(settings.optimizer, given)}
-        for name, settings in usual.items()
-    }
-    wanted = {
-        replace(usual[name], **point, seed=seed): name
-        for name, own in grids.items()
-        for point in ParameterGrid(own)
-        for seed in starts
+        name: {**GRIDS[problem][name], **_own(name, given)}
+        for name in chosen(optimizer, list(GRIDS[problem]))
     }
     out = out or Path(f"results/search/{problem}.json")
     maker = functools.partial(task.load, data, examples)
     with user_errors():
         shared = {"criterion": criterion, "seeds": starts, "problem": maker().description()}
         file = RunFile(out, "search", shared)
-    keys = {settings: asdict(settings) for settings in wanted}
-    make_runs(file, maker, keys, lambda record: kept(record, criterion), jobs)
+
+    def train(points: Mapping[str, Iterable[Point]], length: int | None) -> dict[Settings, str]:
+        wanted = {
+            replace(task.settings(name, length), **point, seed=seed): name
+            for name, own in points.items()
+            for point in own
+            for seed in starts
+        }
+        keys = {settings: asdict(settings) for settings in wanted}
+        make_runs(file, maker, keys, lambda record: kept(record, criterion), jobs)
+        return wanted
+
+    wanted = train({name: ParameterGrid(own) for name, own in grids.items()}, epochs)
+    if then is not None:
+        best = {name: ranked(own_scores(file.runs, wanted, name, criterion)) for name in grids}
+        points = {
+            name: [{axis: getattr(one, axis) for axis in own} for one in best[name][:FINALISTS]]
+            for name, own in grids.items()
+        }
+        wanted = train(points, then)
     print("\n".join(report(file.runs, grids, wanted, criterion)))
     print(f"wrote {out}")
 
@@ -176,10 +200,18 @@ def mean_scores(runs: Iterable[Mapping[str, Any]], criterion: str = LOSS) -> dic
     }
 
 
-def lowest(losses: Mapping[Candidate, float]) -> Candidate | None:
-    """The candidate of the lowest finite loss; None if all diverged."""
+def ranked(losses: Mapping[Candidate, float]) -> list[Candidate]:
+    """The candidates of finite losses, the lowest loss first."""
     finite = [candidate for candidate, loss in losses.items() if math.isfinite(loss)]
-    return min(finite, key=lambda candidate: losses[candidate], default=None)
+    return sorted(finite, key=losses.__getitem__)
+
+
+def own_scores(
+    runs: Sequence[Mapping[str, Any]], wanted: Mapping[Settings, str], name: str, criterion: str
+) -> dict[Settings, float]:
+    """The mean scores of a method's wanted settings."""
+    own = [run for run in runs if wanted.get(Settings(**run["key"])) == name]
+    return mean_scores(own, criterion)
 
 
 def interior(settings: Settings, grid: Grid) -> bool:
@@ -199,12 +231,11 @@ def report(
     """A table of the best setting of every method, among the wanted ones."""
     rows = []
     for name, grid in grids.items():
-        own = [run for run in runs if wanted.get(Settings(**run["key"])) == name]
-        scores = mean_scores(own, criterion)
-        best = lowest(scores)
-        if best is None:
+        scores = own_scores(runs, wanted, name, criterion)
+        if not ranked(scores):
             rows.append([name, "each setting diverged", "", ""])
             continue
+        best = ranked(scores)[0]
         at = ", ".join(f"{axis} {getattr(best, axis):g}" for axis in grid)
         where = "" if interior(best, grid) else "an end of the grid"
         rows.append([METHODS[best.optimizer].label, at, f"{scores[best]:.4g}", where])

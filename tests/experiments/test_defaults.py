@@ -28,7 +28,7 @@ from experiments.defaults import (
 from experiments.methods import build_optimizer
 from experiments.models import seeded
 from experiments.run_files import RunFile, load_runs
-from experiments.search import lowest
+from experiments.search import ranked
 from experiments.steps import BOTH, PLAIN
 from experiments.tasks import RIVALS, UNTUNED, modern_settings
 
@@ -76,7 +76,7 @@ def test_tried_rates_are_those_of_the_tuning_seed() -> None:
         a_run("muon", 0.4, TUNING_SEED, [3.0, 1.0]),
     ]
     found = tried(runs, "t", "adam")
-    assert found == {0.1: 2.0, 0.2: math.inf} and lowest(found) == 0.1
+    assert found == {0.1: 2.0, 0.2: math.inf} and ranked(found) == [0.1]
     assert last_loss({**runs[0], "diverged_at_step": 3}) == math.inf
 
 

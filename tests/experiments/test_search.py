@@ -9,7 +9,7 @@ import pytest
 
 from experiments import pool, search
 from experiments.methods import Settings
-from experiments.search import GRIDS, interior, kept, log_grid, lowest, mean_scores
+from experiments.search import GRIDS, interior, kept, log_grid, mean_scores, ranked
 from experiments.tasks import TASKS, autoencoder_settings
 
 STEADY = autoencoder_settings("digits", "sgd")
@@ -45,9 +45,7 @@ def test_a_setting_that_diverges_from_one_seed_is_out() -> None:
         *(run(replace(STEADY, seed=s), score) for s, score in ((1, 4.0), (2, 6.0))),
     ]
     scores = mean_scores(runs)
-    best = lowest(scores)
-    assert best is not None and (best.lr, scores[best]) == (STEADY.lr, 5.0)
-    assert lowest(mean_scores(runs[:2])) is None
+    assert [(one.lr, scores[one]) for one in ranked(scores)] == [(STEADY.lr, 5.0)]
 
 
 def test_a_classifier_is_chosen_by_the_best_of_its_epochs() -> None:
@@ -82,6 +80,27 @@ def test_the_command_makes_only_what_its_file_lacks(
     assert "lr 0.1 " in capsys.readouterr().out
     search.main("digits", grid=["lr=0.1,0.4", "damping=0.5"], **given)
     assert [one.lr for one in made[12:]] == [0.4] * 4
+
+
+def test_the_best_settings_train_again_for_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made: list[Settings] = []
+
+    def fake(maker: Any, todo: list[Settings], jobs: int) -> Iterator[tuple[Settings, Any]]:
+        for one in todo:  # the order after nine epochs is the reverse of that after one
+            made.append(one)
+            lost = 3 if one.lr == 0.01 else None
+            yield one, run(one, one.lr / (2 - one.epochs)) | {"diverged_at_step": lost}
+
+    monkeypatch.setattr(pool, "run_all", fake)
+    rates = ",".join(str(round(0.01 * number, 2)) for number in range(1, 12))
+    given: dict[str, Any] = {"grid": [f"lr={rates}"], "optimizer": "sgd", "seeds": "1,2"}
+    search.main("digits", **given, epochs=1, then=9, out=tmp_path / "search.json")
+    again = [one for one in made if one.epochs == 9]
+    best = [round(0.01 * number, 2) for number in range(2, 10)]
+    assert [(one.lr, one.seed) for one in again] == [(lr, seed) for lr in best for seed in (1, 2)]
+    assert "lr 0.09 " in capsys.readouterr().out, "the best of those that trained for longer"
 
 
 def test_the_papers_grids_have_its_steps_and_sizes() -> None:
