@@ -197,19 +197,33 @@ def variant(settings: Settings) -> tuple[tuple[str, object], ...]:
 
 
 def variant_labels(variants: Sequence[Settings]) -> list[str]:
-    """For each variant the method's name, with the settings that differ within the method."""
+    """For each variant the method's name, with the settings that differ within the method.
+
+    The library's defaults are "defaults", and do not count as differing.
+    """
     labels = []
     for settings in variants:
         like = [other for other in variants if other.optimizer == settings.optimizer]
+        stated = [other for other in like if not _is_default(other)]
         parts = [
             text.format(getattr(settings, name))
             for name, text in _IN_LABELS.items()
-            if len({getattr(other, name) for other in like}) > 1
+            if len({getattr(other, name) for other in stated}) > 1
             and getattr(settings, name) is not None
         ]
+        if _is_default(settings):
+            parts = ["defaults"] if len(like) > 1 else []
         label = METHODS[settings.optimizer].label
         labels.append(f"{label} ({', '.join(parts)})" if parts else label)
     return labels
+
+
+def _is_default(settings: Settings) -> bool:
+    if not has_statistics(settings.optimizer):
+        return False
+    names = ("batch_size", "epochs", "schedule")
+    own = default_settings(settings.optimizer, **{n: getattr(settings, n) for n in names})
+    return variant(own) == variant(settings)
 
 
 class DecoupledSGD(torch.optim.SGD):

@@ -12,7 +12,12 @@ from torch import Tensor, nn
 
 from experiments import figures2to6, training
 from experiments.figures2to6 import run_comparison, summary
-from experiments.methods import Settings, default_settings, method_settings
+from experiments.methods import (
+    Settings,
+    default_settings,
+    method_settings,
+    variant_labels,
+)
 from experiments.options import overridden
 from experiments.problems.problem import Problem
 
@@ -92,6 +97,16 @@ def test_overrides_change_the_settings_that_a_method_has() -> None:
         overridden(settings(0), ["default"])
     with pytest.raises(typer.BadParameter, match="SGD-m has no such setting"):
         overridden(settings(0), ["damping=1"])
+
+
+def test_labels_name_what_differs_and_the_defaults() -> None:
+    length: dict[str, Any] = {"batch_size": 4, "epochs": 3}
+    paper = method_settings("tnt", 1e-4, 0.1, **length)
+    default = default_settings("tnt", schedule="constant", **length)
+    assert variant_labels([paper, settings(0), default]) == ["TNT", "SGD-m", "TNT (defaults)"]
+    both = [paper, replace(paper, lr=1e-3), default]
+    assert variant_labels(both) == ["TNT (lr 0.0001)", "TNT (lr 0.001)", "TNT (defaults)"]
+    assert variant_labels([default]) == ["TNT"]
 
 
 def test_one_command_trains_several_settings_of_a_method(
