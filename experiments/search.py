@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import random
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -117,13 +118,19 @@ def main(
             help=f"Choose among the {FINALISTS} best of each method, trained again for as long.",
         ),
     ] = None,
+    points: Annotated[
+        int | None,
+        typer.Option("--points", metavar="N", min=1, help="A random N of each method's grid."),
+    ] = None,
     jobs: options.Jobs = 1,
     out: options.Out = None,
 ) -> None:
     """Search over a grid of settings; by default the paper's grid on the paper's problems.
 
     The seeds must not be those of later runs: a setting must not win by the luck of its starts. A
-    grid too large for runs of full length takes two rounds: `--epochs 1 --then 10`.
+    grid too large for runs of full length takes two rounds: `--epochs 1 --then 10`. One too large
+    even so takes as many random points of every method: a larger number has the smaller one's
+    points, so that the file goes on.
     """
     # As in the processes of the pool: a run's numbers must not depend on the number of jobs.
     options.set_machine(1)
@@ -140,10 +147,10 @@ def main(
         shared = {"criterion": criterion, "seeds": starts, "problem": maker().description()}
         file = RunFile(out, "search", shared)
 
-    def train(points: Mapping[str, Iterable[Point]], length: int | None) -> dict[Settings, str]:
+    def train(of: Mapping[str, Iterable[Point]], length: int | None) -> dict[Settings, str]:
         wanted = {
             replace(task.settings(name, length), **point, seed=seed): name
-            for name, own in points.items()
+            for name, own in of.items()
             for point in own
             for seed in starts
         }
@@ -151,16 +158,28 @@ def main(
         make_runs(file, maker, keys, lambda record: kept(record, criterion), jobs)
         return wanted
 
-    wanted = train({name: ParameterGrid(own) for name, own in grids.items()}, epochs)
+    wanted = train({name: drawn(own, points) for name, own in grids.items()}, epochs)
     if then is not None:
         best = {name: ranked(own_scores(file.runs, wanted, name, criterion)) for name in grids}
-        points = {
+        finalists = {
             name: [{axis: getattr(one, axis) for axis in own} for one in best[name][:FINALISTS]]
             for name, own in grids.items()
         }
-        wanted = train(points, then)
+        wanted = train(finalists, then)
     print("\n".join(report(file.runs, grids, wanted, criterion)))
     print(f"wrote {out}")
+
+
+def drawn(grid: Grid, count: int | None) -> list[dict[str, Any]]:
+    """The first points of a grid in a fixed random order; None for all.
+
+    >>> few, more = (drawn({"lr": range(9)}, count) for count in (3, 5))
+    >>> few == more[:3], len(drawn({"lr": range(9)}, None))
+    (True, 9)
+    """
+    points = list(ParameterGrid(grid))
+    random.Random(0).shuffle(points)
+    return points[:count]
 
 
 def _grid_values(text: str) -> tuple[str, tuple[Any, ...]]:

@@ -80,6 +80,11 @@ def test_the_command_makes_only_what_its_file_lacks(
     assert "lr 0.1 " in capsys.readouterr().out
     search.main("digits", grid=["lr=0.1,0.4", "damping=0.5"], **given)
     assert [one.lr for one in made[12:]] == [0.4] * 4
+    wide = ["lr=1,2,3,4,5", "damping=0.5"]
+    for points, more in ((2, 2), (2, 0), (4, 2), (9, 1)):
+        before = len(made)
+        search.main("digits", grid=wide, points=points, **given)
+        assert len(made) - before == 2 * 2 * more, "a larger number has the smaller one's points"
 
 
 def test_the_best_settings_train_again_for_longer(
