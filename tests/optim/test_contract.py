@@ -364,17 +364,6 @@ def test_parameters_change_in_place_and_autograd_knows(name: str) -> None:
 
 
 @every
-@pytest.mark.parametrize("set_to_none", [False, True])
-def test_gradients_are_set_to_zero_or_none(name: str, set_to_none: bool) -> None:
-    model = net()
-    opt = made(name, model)
-    train(model, opt, [0])
-    opt.zero_grad(set_to_none)
-    for param in model.parameters():
-        assert param.grad is None if set_to_none else not param.grad.any()  # type: ignore[union-attr]
-
-
-@every
 def test_a_closure_is_called_once_with_gradients_enabled(name: str) -> None:
     model = net()
     opt = made(name, model)

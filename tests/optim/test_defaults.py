@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Snapshot
 from drawn import close, noise, weight
 from optimizers import (
     NO_FAILURES,
     Dictated,
     ValueHead,
-    backward,
     batch,
     conv_net,
     images,
@@ -102,36 +100,6 @@ def test_only_vectors_without_statistics_are_not_decayed(graft: str | None) -> N
             assert torch.equal(p, q) == (p.dim() < 2 and not precondition_1d)
 
 
-@pytest.mark.parametrize("graft", [None, "adam", "sgd", "rms"])
-@pytest.mark.parametrize("block_size", [None, 4])
-def test_vectors_without_statistics_resume(graft: str | None, block_size: int | None) -> None:
-    settings: dict[str, Any] = {"graft": graft, "block_size": block_size, "precondition_1d": False}
-    torch.manual_seed(0)
-    model = net()
-    opt = made("sampled", model, **settings)
-    train(model, opt, range(5))
-    twin = copy.deepcopy(model)
-    other = made("sampled", twin, **settings)
-    other.load_state_dict(through_a_file(opt.state_dict()))
-    train(model, opt, range(5, 9))
-    train(twin, other, range(5, 9))
-    assert all(map(torch.equal, values(model), values(twin)))
-
-
-def test_vectors_without_statistics_take_less_memory() -> None:
-    model = nn.Sequential(nn.Linear(4, 300), nn.Linear(300, 2))
-    opt = made("sampled", model, precondition_1d=False)
-    estimate = opt.memory_estimate()
-    train(model, opt, range(2), data=lambda step: (torch.randn(8, 4), torch.randint(2, (8,))))
-    taken = sum(
-        tensor.nbytes
-        for state in opt.state.values()
-        for tensor in (*state["stats"], *state["factors"], state["momentum"])
-    )
-    assert estimate["total"] == taken
-    assert estimate["parameters"][1]["statistics"] == []
-
-
 # ------------------------------------------------------------------ out of reach
 
 
@@ -207,16 +175,6 @@ def test_states_to_load_into_have_the_shapes_of_the_saved_ones() -> None:
             assert [t.shape for t in saved[name]] == [t.shape for t in zeros[name]]
 
 
-def test_a_forgotten_observe_is_still_an_error() -> None:
-    model = net()
-    opt = TNT(model.parameters())
-    backward(model, [], 0)
-    before = Snapshot(model.parameters(), opt)
-    with pytest.raises(RuntimeError, match="no statistics"):
-        opt.step()
-    before.assert_unchanged()
-
-
 def test_a_group_that_joins_late_refreshes_its_factors_with_every_statistic() -> None:
     """Its first factors come from one sample; the warm-up of the intervals is over."""
     model = net()
@@ -231,35 +189,20 @@ def test_a_group_that_joins_late_refreshes_its_factors_with_every_statistic() ->
     assert sum(changed) == 3
 
 
-def test_a_convolutions_state_of_earlier_commits_loads() -> None:
-    """It has three modes, and the group has no ``merge_small_dims``."""
+@pytest.mark.parametrize(("option", "was"), [("merge_small_dims", None), ("estimator", "moments")])
+def test_a_state_of_earlier_commits_goes_on(option: str, was: str | None) -> None:
+    """Its groups lack the option: a convolution has three modes, statistics are moments."""
     model = conv_net()
-    opt = TNT(model.parameters(), merge_small_dims=None)
+    opt = TNT(model.parameters(), stat_interval=1, **{option: was})  # type: ignore[arg-type]
     train(model, opt, range(3), data=images)
     saved = through_a_file(opt.state_dict())
     for group in saved["param_groups"]:
-        del group["merge_small_dims"]
-    twin = copy.deepcopy(model)
-    other = TNT(twin.parameters())
-    other.load_state_dict(saved)
-    train(model, opt, range(3, 6), data=images)
-    train(twin, other, range(3, 6), data=images)
-    assert all(map(torch.equal, values(model), values(twin)))
-
-
-def test_a_state_of_earlier_commits_goes_on_with_moments() -> None:
-    """Its groups have no ``estimator``."""
-    model = net()
-    opt = TNT(model.parameters(), estimator="moments", stat_interval=1)
-    train(model, opt, range(3))
-    saved = through_a_file(opt.state_dict())
-    for group in saved["param_groups"]:
-        del group["estimator"]
+        del group[option]
     twin = copy.deepcopy(model)
     other = TNT(twin.parameters(), stat_interval=1)
     other.load_state_dict(saved)
-    train(model, opt, range(3, 6))
-    train(twin, other, range(3, 6))
+    train(model, opt, range(3, 6), data=images)
+    train(twin, other, range(3, 6), data=images)
     assert all(map(torch.equal, values(model), values(twin)))
 
 

@@ -133,7 +133,7 @@ def test_parameters_without_names_are_called_by_group_and_index(name: str) -> No
 @factored
 @pytest.mark.parametrize("settings", [
     {}, {"graft": "adam"}, {"graft": "sgd"}, {"max_factor_dim": 5}, {"block_size": 3},
-    {"merge_small_dims": 30}, {"rounding": "master"},
+    {"merge_small_dims": 30}, {"rounding": "master"}, {"precondition_1d": False},
 ])  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_a_state_takes_the_memory_that_was_estimated(

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import FixedLabels, Snapshot, observation_count
 from drawn import close, noise, weight
+from kfac_models import Heads
 from optimizers import (
     NO_FAILURES,
     Dictated,
@@ -335,25 +336,11 @@ def test_a_step_that_raises_has_used_up_its_observation() -> None:
 # ------------------------------------------------------------------ parameters out of reach
 
 
-class Heads(nn.Module):
-    """One body, several heads; a batch uses the body and one of them."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.body = nn.Linear(4, 5)
-        self.heads = nn.ModuleList(nn.Linear(5, 3) for _ in range(count))
-
-    def forward(self, x: Tensor, head: int) -> Tensor:
-        """Logits of one head."""
-        logits: Tensor = self.heads[head](torch.tanh(self.body(x)))
-        return logits
-
-
 def train_heads(model: Heads, opt: TNT, heads: Sequence[int]) -> None:
     """One step for each entry, with that head; the other heads have no gradient."""
     for head in heads:
         opt.zero_grad()
-        output = model(torch.randn(8, 4), head)
+        output = model(torch.randn(8, 4).double(), head)
         opt.observe(output)
         cross_entropy(output, torch.randint(3, (8,))).backward()
         opt.step()

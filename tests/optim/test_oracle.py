@@ -13,7 +13,6 @@ from oracle import (
     damped_kron,
     dense_kron,
     mode_product,
-    modes_of,
     unfolding,
     vec,
 )
@@ -96,11 +95,6 @@ def test_vectorization_unfolding_and_mode_products(shape: tuple[int, ...], seed:
     for i, d in enumerate(shape):
         u = torch.randn(d, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         close(unfolding(mode_product(g, u, i), i), u @ unfolding(g, i))
-
-
-def test_dense_kron_is_blocks() -> None:
-    a, b, c = (torch.randn(d, d, dtype=torch.float64) for d in (2, 3, 4))
-    close(dense_kron([a, b, c]), torch.kron(torch.kron(a, b), c))
 
 
 @examples
@@ -235,15 +229,6 @@ def test_relative_damping_makes_the_preconditioner_homogeneous(
     assert torch.allclose(
         product, torch.eye(len(product), dtype=product.dtype), atol=1e-14 * conditioning, rtol=0
     )
-
-
-def test_modes_of_every_kind_of_parameter() -> None:
-    assert modes_of(()) == (1,)
-    assert modes_of((7,)) == (7,)
-    assert modes_of((3, 4)) == (3, 4)
-    assert modes_of((3, 4, 5)) == (3, 4, 5)
-    assert modes_of((3, 4, 5, 6)) == (3, 4, 30)
-    assert modes_of((3, 4, 2, 5, 6)) == (3, 4, 60)
 
 
 def test_oracle_takes_one_step_by_hand() -> None:

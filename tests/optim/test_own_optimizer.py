@@ -1,9 +1,8 @@
 """An optimizer of one's own (examples/one_sided_shampoo.py) against its dense definition."""
 
-import importlib.util
 import io
+import runpy
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,18 +13,10 @@ from torch import Tensor, nn
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "one_sided_shampoo.py"
+ONE_SIDED_SHAMPOO = runpy.run_path(str(EXAMPLE))["OneSidedShampoo"]
 SHAPES = [(4, 3), (5,), (3, 2, 2, 2), (1, 7)]
 SETTINGS = {"lr": 0.03, "damping": 0.05, "weight_decay": 0.1, "stat_interval": 2}
 T1, T2 = SETTINGS["stat_interval"], 4
-
-
-def loaded() -> Any:
-    """The example's class."""
-    spec = importlib.util.spec_from_file_location("one_sided_shampoo", EXAMPLE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.OneSidedShampoo
 
 
 def weights() -> list[nn.Parameter]:
@@ -66,7 +57,7 @@ def dense_trajectory(steps: int) -> list[Tensor]:
 
 def test_steps_are_the_definition() -> None:
     params = weights()
-    opt = loaded()(params, inverse_interval=T2, **SETTINGS)
+    opt = ONE_SIDED_SHAMPOO(params, inverse_interval=T2, **SETTINGS)
     train(opt, params, 0, 9)
     for param, start, wanted in zip(params, weights(), dense_trajectory(9), strict=True):
         moved = float((wanted - start.detach()).norm())
@@ -76,7 +67,7 @@ def test_steps_are_the_definition() -> None:
 
 def test_resumed_training_is_the_training() -> None:
     params = weights()
-    opt = loaded()(params, inverse_interval=T2, **SETTINGS)
+    opt = ONE_SIDED_SHAMPOO(params, inverse_interval=T2, **SETTINGS)
     train(opt, params, 0, 5)
     buffer = io.BytesIO()
     torch.save([[p.detach() for p in params], opt.state_dict()], buffer)
@@ -84,7 +75,7 @@ def test_resumed_training_is_the_training() -> None:
     buffer.seek(0)
     saved, state = torch.load(buffer, weights_only=True)
     others = [nn.Parameter(p) for p in saved]
-    again = loaded()(others, inverse_interval=T2, **SETTINGS)
+    again = ONE_SIDED_SHAMPOO(others, inverse_interval=T2, **SETTINGS)
     again.load_state_dict(state)
     train(again, others, 5, 11)
     assert all(map(torch.equal, params, others))
@@ -93,6 +84,6 @@ def test_resumed_training_is_the_training() -> None:
 def test_the_table_serves_it() -> None:
     """Its options are checked and documented, and a saved state knows the method."""
     with pytest.raises(ValueError, match="damping must be a finite number >= 0, got -1"):
-        loaded()(weights(), damping=-1.0)
-    assert "mu in the paper: m <- mu m + g" in loaded().__doc__
-    assert loaded()(weights()).state_dict()["method"] == "OneSidedShampoo"
+        ONE_SIDED_SHAMPOO(weights(), damping=-1.0)
+    assert "mu in the paper: m <- mu m + g" in ONE_SIDED_SHAMPOO.__doc__
+    assert ONE_SIDED_SHAMPOO(weights()).state_dict()["method"] == "OneSidedShampoo"

@@ -60,6 +60,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "merged": {"merge_small_dims": 16, "relative_damping": True},
     "stochastic": {"rounding": "stochastic", "graft": "adam"},
     "master": {"rounding": "master", "block_size": 3},
+    "vectors": {"precondition_1d": False},
+    "plain blocks": {"precondition_1d": False, "graft": "adam", "block_size": 3},
     "float64": {},
 }
 CASES = [
