@@ -105,9 +105,12 @@ sys.path.remove(sysconfig.get_path("purelib"))
 """
 
 
-def run_setup(prelude: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_setup(
+    prelude: str, *arguments: str, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     code = f"{prelude}\nimport runpy; sys.argv = ['setup.py', *{arguments!r}]\n"
-    return run("-c", f"{code}runpy.run_path('setup.py', run_name='__main__')", cwd=ROOT)
+    code += "runpy.run_path('setup.py', run_name='__main__')"
+    return run("-c", code, cwd=ROOT, environment=environment)
 
 
 def test_without_pytorch() -> None:
@@ -125,12 +128,16 @@ def test_build_isolation_does_not_hide_pytorch() -> None:
     assert result.returncode == 0, result.stderr
 
 
-def test_without_a_compiler(tmp_path: Path) -> None:
-    """Both packages are installed without the extension, and the build says so."""
-    result, wheels = build_wheel(tmp_path, {"CXX": "no-such-compiler"})
-    assert result.returncode == 0, result.stdout + result.stderr
+@pytest.mark.parametrize(
+    ("environment", "why"),
+    [({"CXX": "no-such-compiler"}, "'no-such-compiler'"), ({"TNT_CPU": "0"}, "TNT_CPU=0")],
+)
+def test_without_the_extension(tmp_path: Path, environment: dict[str, str], why: str) -> None:
+    """Without a compiler, or where that was asked for; the build says so."""
+    result, wheels = build_wheel(tmp_path, environment)
     said = result.stdout + result.stderr
-    assert "without the C++ extension" in said and "'no-such-compiler'" in said
+    assert result.returncode == 0, said
+    assert "without the C++ extension" in said and why in said
     (wheel,) = wheels
     assert files_in(wheel) == python_files()
 
@@ -211,36 +218,17 @@ def test_the_operators_use_only_pytorchs_stable_interface() -> None:
     assert re.findall(r"\b(?:(?:at|c10|caffe2|torch|pybind11)::|THP).*", listed) == []
 
 
-def test_left_out(tmp_path: Path) -> None:
-    """The packages are installed without the extension where that was asked for."""
-    result, wheels = build_wheel(tmp_path, {"TNT_CPU": "0"})
-    assert result.returncode == 0, result.stdout + result.stderr
-    said = result.stdout + result.stderr
-    assert "without the C++ extension" in said and "TNT_CPU=0" in said
-    (wheel,) = wheels
-    assert files_in(wheel) == python_files()
-
-
 @pytest.mark.parametrize(
     ("environment", "said"),
-    [({}, "pip install scipy-openblas32"), ({"TNT_CPU": "no"}, "TNT_CPU must be 0 or 1, got 'no'")],
+    [
+        ({}, "pip install scipy-openblas32"),
+        ({"TNT_CPU": "no"}, "TNT_CPU must be 0 or 1, got 'no'"),
+        ({"CXX": "ccache g++"}, "CXX must name one program"),
+    ],
 )
-def test_what_cannot_be_built(tmp_path: Path, environment: dict[str, str], said: str) -> None:
+def test_what_cannot_be_built(environment: dict[str, str], said: str) -> None:
     """A sentence that says what is missing, not a traceback."""
-    without_blas = (
-        "import runpy, sys; sys.modules['scipy_openblas32'] = None; "
-        "sys.argv = ['setup.py', '--quiet', '--version']; "
-        "runpy.run_path('setup.py', run_name='__main__')"
-    )
-    source = copy_of_the_checkout(tmp_path)
-    result = run("-c", without_blas, cwd=source, environment=environment)
+    without_blas = "import sys; sys.modules['scipy_openblas32'] = None"
+    result = run_setup(without_blas, "--quiet", "--version", environment=environment)
     assert result.returncode != 0
     assert said in result.stderr and "Traceback" not in result.stderr
-
-
-def test_compiler_of_two_words_is_refused(tmp_path: Path) -> None:
-    source = copy_of_the_checkout(tmp_path)
-    result = run("setup.py", "--version", cwd=source, environment={"CXX": "ccache g++"})
-    assert result.returncode != 0
-    assert "CXX must name one program" in result.stderr and "'ccache g++'" in result.stderr
-    assert "Traceback" not in result.stderr
