@@ -199,20 +199,20 @@ def variant(settings: Settings) -> tuple[tuple[str, object], ...]:
 def variant_labels(variants: Sequence[Settings]) -> list[str]:
     """For each variant the method's name, with the settings that differ within the method.
 
-    The library's defaults are "defaults", and do not count as differing.
+    The library's defaults are "defaults", and differ only from each other: in the schedule.
     """
     labels = []
     for settings in variants:
         like = [other for other in variants if other.optimizer == settings.optimizer]
-        stated = [other for other in like if not _is_default(other)]
+        peers = [other for other in like if _is_default(other) == _is_default(settings)]
         parts = [
             text.format(getattr(settings, name))
             for name, text in _IN_LABELS.items()
-            if len({getattr(other, name) for other in stated}) > 1
+            if len({getattr(other, name) for other in peers}) > 1
             and getattr(settings, name) is not None
         ]
-        if _is_default(settings):
-            parts = ["defaults"] if len(like) > 1 else []
+        if _is_default(settings) and len(like) > 1:
+            parts = ["defaults", *parts]
         label = METHODS[settings.optimizer].label
         labels.append(f"{label} ({', '.join(parts)})" if parts else label)
     return labels
