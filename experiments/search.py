@@ -147,10 +147,10 @@ def main(
         shared = {"criterion": criterion, "seeds": starts, "problem": maker().description()}
         file = RunFile(out, "search", shared)
 
-    def train(of: Mapping[str, Iterable[Point]], length: int | None) -> dict[Settings, str]:
+    def train(trials: Mapping[str, Iterable[Point]], length: int | None) -> dict[Settings, str]:
         wanted = {
             replace(task.settings(name, length), **point, seed=seed): name
-            for name, own in of.items()
+            for name, own in trials.items()
             for point in own
             for seed in starts
         }
