@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import Snapshot
 from drawn import close, noise, weight
 from optimizers import (
     NO_FAILURES,
     Dictated,
     ValueHead,
+    backward,
     batch,
     conv_net,
     images,
@@ -173,6 +175,16 @@ def test_states_to_load_into_have_the_shapes_of_the_saved_ones() -> None:
         assert saved.keys() == zeros.keys()
         for name in ("stats", "factors"):
             assert [t.shape for t in saved[name]] == [t.shape for t in zeros[name]]
+
+
+def test_a_forgotten_observe_is_an_error_though_vectors_need_none() -> None:
+    model = net()
+    opt = TNT(model.parameters())
+    backward(model, [], 0)
+    before = Snapshot(model.parameters(), opt)
+    with pytest.raises(RuntimeError, match="no statistics"):
+        opt.step()
+    before.assert_unchanged()
 
 
 def test_a_group_that_joins_late_refreshes_its_factors_with_every_statistic() -> None:

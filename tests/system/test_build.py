@@ -223,7 +223,10 @@ def test_the_operators_use_only_pytorchs_stable_interface() -> None:
     [
         ({}, "pip install scipy-openblas32"),
         ({"TNT_CPU": "no"}, "TNT_CPU must be 0 or 1, got 'no'"),
-        ({"CXX": "ccache g++"}, "CXX must name one program"),
+        (
+            {"CXX": "ccache g++"},
+            "CXX must name one program, as PyTorch's builds want it, got 'ccache g++'",
+        ),
     ],
 )
 def test_what_cannot_be_built(environment: dict[str, str], said: str) -> None:
