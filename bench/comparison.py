@@ -73,12 +73,11 @@ class Comparison:
         *,
         kind: str = "",
         steps: int = 1,
-        note: str = "",
     ) -> None:
         """Compare ``candidates``; the first one is the base of all ratios.
 
         ``expected`` are the results of the reference after one run. A run makes ``steps`` steps;
-        times and work are recorded for one. The note stands below the table.
+        times and work are recorded for one. Notes stand below the table.
 
         Raises:
             ValueError: a candidate computes another result, a number that is not finite, or
@@ -103,7 +102,7 @@ class Comparison:
             check_updated(candidate.name, old, candidate.updated)
         if not samples:
             return
-        notes = [parameter_set.note, note, *no_graph]
+        notes = [parameter_set.note, *no_graph]
         key = {"op": op, "set": parameter_set.name, "kind": kind, "precision": self.precision}
         base = next(iter(samples.values()))
         baselines = {candidate.name for candidate in candidates[1:] if candidate.compared}

@@ -74,7 +74,7 @@ def device(pytestconfig: pytest.Config) -> torch.device:
 def record(pytestconfig: pytest.Config, device: torch.device) -> Iterator[dict[str, Any] | None]:
     """The record of this run; None with --benchmark-disable, which only checks the candidates.
 
-    At the end come what each row's limit is, with limits measured again, and the page.
+    At the end it measures the limits again, adds each row's limit, and writes the page.
     """
     option = pytestconfig.getoption
     if option("--benchmark-disable"):

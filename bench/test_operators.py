@@ -63,7 +63,6 @@ class Problem:
     candidates: list[Candidate]
     expected: list[Tensor]
     work: Work
-    note: str = ""
 
 
 def writing(name: str, write: Callable[[Modes], object], modes: Modes, graph: bool) -> Candidate:
@@ -282,11 +281,4 @@ def test_operator(
     if op != "inverse_root" and parameter_set.name == "vgg16_conv":
         pytest.skip("a part of vgg16, for the roots only")
     problem = OPERATORS[op](parameter_set, device)
-    compare(
-        op,
-        parameter_set,
-        problem.candidates,
-        problem.expected,
-        problem.work,
-        note=problem.note,
-    )
+    compare(op, parameter_set, problem.candidates, problem.expected, problem.work)

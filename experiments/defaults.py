@@ -19,9 +19,9 @@ from typing import Annotated, Any, NamedTuple
 import numpy
 import torch
 import typer
+from scipy import stats
 
 from experiments import options
-from experiments.confidence import interval
 from experiments.methods import METHODS, Settings
 from experiments.options import Quick, chosen, user_errors
 from experiments.plots import Curve, plot_curves
@@ -317,9 +317,11 @@ def paired(own: Sequence[float], other: Sequence[float]) -> Difference:
     values = [mine - its for mine, its in zip(own, other, strict=True)]
     if not all(map(math.isfinite, values)):
         return Difference(math.nan, "diverged")
-    found = interval(values)
-    verdict = "below" if found.high < 0 else "above" if found.low > 0 else "level"
-    return Difference(found.mean, verdict)
+    mean, half = statistics.mean(values), math.inf
+    if len(values) > 1:
+        error = statistics.stdev(values) / math.sqrt(len(values))
+        half = float(stats.t.ppf(0.975, len(values) - 1)) * error  # Student's t
+    return Difference(mean, "below" if mean < -half else "above" if mean > half else "level")
 
 
 def steps_to(curve: Sequence[float | None], epoch_steps: int, loss: float) -> float:

@@ -7,7 +7,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -191,9 +191,9 @@ _IN_LABELS = {
 }
 
 
-def variant(settings: Settings) -> tuple[tuple[str, object], ...]:
-    """Every setting but the seed: runs with the same variant are one curve."""
-    return tuple((name, value) for name, value in asdict(settings).items() if name != "seed")
+def variant(settings: Settings) -> Settings:
+    """The settings with one seed for all: runs with the same variant are one curve."""
+    return replace(settings, seed=0)
 
 
 def variant_labels(variants: Sequence[Settings]) -> list[str]:

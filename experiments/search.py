@@ -127,10 +127,10 @@ def main(
 ) -> None:
     """Search over a grid of settings; by default the paper's grid on the paper's problems.
 
-    The seeds must not be those of later runs: a setting must not win by the luck of its starts. A
-    grid too large for runs of full length takes two rounds: `--epochs 1 --then 10`. One too large
-    even so takes as many random points of every method: a larger number has the smaller one's
-    points, so that the file goes on.
+    The seeds must not be those of later runs: a setting must not win by the luck of its starts. If
+    the grid is too large for full runs, take two rounds: `--epochs 1 --then 10`. If it is still too
+    large, `--points N` takes N random points of each method. A larger N contains the points of a
+    smaller one, so the same file continues.
     """
     # As in the processes of the pool: a run's numbers must not depend on the number of jobs.
     options.set_machine(1)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tnt_kernels import lists, reference, triton
 from tnt_kernels.arguments import state_dtype
-from tnt_kernels.schemas import NAMESPACE, SCHEMAS
+from tnt_kernels.schemas import NAMESPACE, SCHEMAS, in_extension
 
 DEVICES = ("cpu", "cuda")
 
@@ -70,8 +70,7 @@ def backends() -> Backends:
     """
     gpu = "Triton" if triton.missing() is None else "reference"
     served = {
-        name: {"cpu": "C++" if _in_extension(name) else "reference", "cuda": gpu}
-        for name in SCHEMAS
+        name: {"cpu": "C++" if in_extension(name) else "reference", "cuda": gpu} for name in SCHEMAS
     }
     return Backends(served, _versions())
 
@@ -169,10 +168,6 @@ def _device(arguments: Sequence[Any]) -> torch.device | None:
             if isinstance(tensor, Tensor):
                 return tensor.device
     return next((a.device for a in arguments if isinstance(a, Tensor)), None)
-
-
-def _in_extension(name: str) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{name}", "CPU")
 
 
 def _nested(flat: Sequence[Tensor], orders: Sequence[int]) -> list[list[Tensor]]:

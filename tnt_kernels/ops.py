@@ -19,7 +19,6 @@ Conventions of every function here:
 - Nothing here is differentiable.
 """
 
-import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -47,7 +46,7 @@ from tnt_kernels.arguments import (
     scalar,
 )
 from tnt_kernels.lists import addresses, layouts_key, mark_written
-from tnt_kernels.schemas import NAMESPACE, SCHEMAS
+from tnt_kernels.schemas import NAMESPACE, SCHEMAS, in_extension
 
 
 @torch.no_grad()
@@ -413,7 +412,7 @@ def _call(name: str, check: Callable[[], None], arguments: Callable[[], tuple[An
     argument in terms of nested lists. (Checking resnet32's 158 modes in Python takes half as long
     as their Gram matrices.)
     """
-    if torch.compiler.is_compiling() or not _checks_itself(name):
+    if torch.compiler.is_compiling() or not in_extension(name):
         check()
         return _op(name)(*arguments())
     try:
@@ -471,11 +470,6 @@ def _recognised(name: str, flat: Sequence[Any]) -> tuple[Any, ...] | None:
 
 def _op(name: str) -> Any:
     return getattr(getattr(torch.ops, NAMESPACE), name).default
-
-
-@functools.cache
-def _checks_itself(name: str) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{name}", "CPU")
 
 
 _is_cpu = operator.attrgetter("is_cpu")

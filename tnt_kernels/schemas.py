@@ -12,6 +12,7 @@ every list is empty.
 Written lists come first. Direct calls on a CPU do not tell autograd that they wrote; ``ops`` does.
 """
 
+import functools
 import re
 
 import torch
@@ -50,6 +51,12 @@ def define() -> torch.library.Library:
     # Not for users: what C++ asks Python.
     library.define("_may_round() -> bool")
     return library
+
+
+@functools.cache
+def in_extension(name: str) -> bool:
+    """Whether C++ serves an operator on the CPU."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{name}", "CPU")
 
 
 def signatures() -> str:

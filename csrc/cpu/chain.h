@@ -170,8 +170,8 @@ void chain_product(const std::vector<Factor>& factors, const T* tensor, T alpha,
   }
 }
 
-// An item of more flops gets all threads; others get one thread each, and so do vectors, whose
-// product is one call.
+// An item with more flops runs on all threads. Smaller items, and vectors (one call of the BLAS),
+// run on one thread each.
 constexpr double kLargeFlops = 2e7;
 
 // Calls run(i, scratch) for every item, which has `factors`: small items in parallel, the costliest

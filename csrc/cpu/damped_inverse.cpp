@@ -169,8 +169,8 @@ Rescaling rescale(const TensorModes& tensor, double damping, bool relative) {
   const double root = 1 / static_cast<double>(tensor.modes.size());
   const double c = size == 0 ? 0 : std::pow(trace, root) / std::pow(size, root);
   const double unit = relative ? (c == 0 ? 1 : damping * c) : damping;
-  // Flushing subnormal numbers to zero changes nothing if the average eigenvalue exceeds the
-  // smallest normal number by more than the inverse of a rounding error.
+  // Subnormal entries matter only if the average eigenvalue is below min / epsilon. Above it,
+  // flushing them to zero changes no result.
   const double average = trace / static_cast<double>(first.d);
   const double negligible = std::numeric_limits<T>::min() / std::numeric_limits<T>::epsilon();
   return {c == 0 ? 0 : c / trace, unit, average < negligible};

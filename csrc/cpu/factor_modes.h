@@ -50,8 +50,8 @@ bool all_finite(const T* values, int64_t count) {
   return (seen & kSign) == 0;
 }
 
-// The old contents of a factor's memory: the diagonal of a symmetric matrix, whose strict lower
-// triangle make() does not change, else everything.
+// Saves a factor's old values. For a symmetric matrix the diagonal is enough: make() leaves the
+// strict lower triangle as it is.
 class SavedFactor {
  public:
   template <typename T>

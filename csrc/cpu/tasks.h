@@ -230,8 +230,8 @@ void run_tasks(int64_t count, double flops, const Run& run) {
   }
 }
 
-// Calls run(i, scratch) for tasks of the given flops: those of more than one thread's part of the
-// work one after the other, on all threads, then the others in parallel, the costliest first.
+// Calls run(i, scratch) for tasks of the given flops. A task above one thread's share of the work
+// runs alone, on all threads. The other tasks then run in parallel, in decreasing cost.
 template <typename Run>
 void run_by_cost(const std::vector<double>& flops, const Run& run) {
   std::vector<size_t> order(flops.size());

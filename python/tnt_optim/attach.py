@@ -128,7 +128,7 @@ def _observe_call(hook: OutputHook, module: nn.Module, args: Any, kwargs: Any, r
     # No row counts. The processes of a sharded model have to run the backward together.
     if isinstance(described, Tensor) and described.shape[:1] == (0,) and not hook.is_sharded:
         return
-    # It shows in the graph only when DistributedDataParallel's own forward has ended.
+    # DistributedDataParallel adds its node to the graph after this hook, so ask DDP itself.
     replica = DistributedDataParallel._get_active_ddp_module()
     if replica is not None and replica.find_unused_parameters:
         optimizer._observed.partial = True

@@ -71,7 +71,7 @@ class StepGraphs:
         no_room = recorded is None and len(self._recorded) >= MOST_GRAPHS
         if not step.updated or kind in self._refused or no_room:
             return run(step, self._settings)
-        # The first step of a kind has these gradients too: launches are planned for their strides.
+        # Fixed copies from the first step on: launch plans depend on the gradients' strides.
         fixed = replace(
             step,
             observed=self._fixed("observed", step.observed),

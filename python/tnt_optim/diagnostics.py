@@ -53,15 +53,6 @@ def diagnostics(states: Mapping[Tensor, State], names: Mapping[Tensor, str]) -> 
     return dict(sorted(found.items()))
 
 
-def condition(stat: Tensor, factor: Tensor) -> Tensor:
-    """The condition number of a factor, estimated from below.
-
-    The eigenvector of the largest eigenvalue of S is that of the smallest of A, if A is the factor
-    of S. A is the factor of an S some steps earlier. Both are (d, d) or (d,).
-    """
-    return _conditions(stat.unsqueeze(0), factor.unsqueeze(0))[0]
-
-
 def _figures(
     params: Sequence[Tensor], states: Mapping[Tensor, State]
 ) -> Iterator[tuple[list[Key], Tensor]]:
@@ -104,7 +95,11 @@ def _stacked(matrices: Sequence[Tensor]) -> Tensor:
 
 
 def _conditions(stats: Tensor, factors: Tensor) -> Tensor:
-    """``condition`` of n factors, (n, d, d) or (n, d)."""
+    """The condition numbers of n factors, (n, d, d) or (n, d), estimated from below.
+
+    The eigenvector of the largest eigenvalue of S is that of the smallest of A, if A is the factor
+    of S. ``factors`` are of statistics some steps before ``stats``.
+    """
     if factors.dim() == 2:
         return factors.amax(1) / factors.amin(1)
     diagonals = stats.diagonal(dim1=1, dim2=2)

@@ -36,7 +36,7 @@ class Workspace:
 
     def __init__(self) -> None:
         self._memory: Tensor | None = None
-        self._given: dict[tuple[Any, ...], list[Tensor]] = {}  # views of the memory, by what for
+        self._given: dict[tuple[Any, ...], list[Tensor]] = {}  # by shapes and dtypes
 
     def like(self, tensors: Sequence[Tensor]) -> list[Tensor] | None:
         """Contiguous tensors like these, valid until the next call.

@@ -72,7 +72,7 @@ class Failures:
     def __init__(self, parts: Sequence[str] = ()) -> None:
         self._parts = parts
         self._pending: list[tuple[_Delivery, str, Sequence[Tensor]]] = []
-        # Kinds of refreshes of which some parameter's latest may have failed; at first unknown.
+        # Kinds for which a parameter's failure counter may be above 0; at first assume both.
         self._in_a_row = {"statistics", "inverses"}
 
     def report(self, kind: str, codes: Tensor, params: Sequence[Tensor]) -> None:

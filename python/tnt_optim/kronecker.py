@@ -457,7 +457,7 @@ class KroneckerOptimizer(Optimizer):
     # The schedule.
 
     def _due(self) -> list[Tensor]:
-        """Parameters whose statistics are due, and those without, if an output may reach them."""
+        """Parameters with statistics due by the schedule, or with none that an output may reach."""
         return [
             p
             for group in self.param_groups

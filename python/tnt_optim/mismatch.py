@@ -21,10 +21,10 @@ from tnt_optim.failures import warn_the_caller
 from tnt_optim.likelihoods import Likelihood, Masked, parts_of
 from tnt_optim.modes import Settings
 
-_COMPARED = 1 << 20  # about so many numbers of an output are compared
-# Sizes off by this factor are another reduction, not chance.
+_COMPARED = 1 << 20  # about as many entries of an output are compared
+# A ratio of sizes beyond this factor means another reduction, not noise.
 _FACTOR = 3.0
-# A larger size is taken for that of a loss that is scaled, unless it is the batch's.
+# A ratio above this means a scaled loss, unless it is the batch size.
 _SCALED = 100.0
 
 
@@ -48,7 +48,7 @@ class Comparison:
             return
         whole = math.prod(self.shape[:-1]) if self.likelihood == "categorical" else self.shape[0]
         number = whole * float(counted.float().mean())
-        found = _kind_mismatch(self, output, gradient, number)
+        found = _kind_mismatch(self, output, gradient)
         if found is None and self.size_matters:
             found = _scale_mismatch(self, output, gradient, number, micro_batches)
         if found is not None:
@@ -110,7 +110,7 @@ def _some_rows(likelihood: str, values: Tensor) -> Tensor:
     return some.to(torch.promote_types(some.dtype, torch.float32), copy=True)
 
 
-def _kind_mismatch(of: Comparison, z: Tensor, g: Tensor, number: float) -> str | None:
+def _kind_mismatch(of: Comparison, z: Tensor, g: Tensor) -> str | None:
     """The message if the loss is of another kind; None if it may fit."""
     are_shares = bool(((z >= 0) & (z <= 1)).all() and z.numel() >= 16 and (z != z[:1]).any())
     scale = _binary_scale(z, g)

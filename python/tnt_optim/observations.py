@@ -105,9 +105,10 @@ class Sampled(Empirical):
     attached: int = 0  # outputs that the hook of ``attach`` observed
     asked: set[Tensor] = field(default_factory=set)
     unreached: set[Tensor] = field(default_factory=set)
-    # Parameters that had a gradient while no output was asked; every output is asked for them.
+    # No statistics yet, but a gradient in a step that observed nothing for them: every later step
+    # observes them.
     awaited: set[Tensor] = field(default_factory=set)
-    # Parameters that the loss reached, and the output of the same step did not.
+    # Had a gradient in a step whose observed output did not depend on them.
     loss_only: set[Tensor] = field(default_factory=set)
     partial: bool = False  # whether outputs may reach other parameters in another process
     agreed: bool = False  # whether all processes know of ``partial``
@@ -253,7 +254,7 @@ class Sampled(Empirical):
         missed = {p for p in self.asked | self.unreached | self.awaited if not has_statistics(p)}
         trained = {p for p in missed if p.grad is not None}
         self.loss_only |= trained & self.asked
-        # A gradient of a parameter that was not asked for: the outputs reach it at times.
+        # A gradient, but no output was observed for it: a later output may reach it.
         self.awaited = (missed & self.awaited | trained - self.asked) - self.loss_only
         self.unreached = missed - self.awaited
 

@@ -194,13 +194,11 @@ def compared(candidates: list[Candidate], expected: list[Tensor], **settings: An
 def test_every_candidate_has_a_row_with_its_ratio_to_the_first() -> None:
     ones = [torch.ones(2).double()]
     other = adding("AdamW", 3.0, compared=False)
-    rows = compared(
-        [adding(OURS), adding("addmm_"), other], ones, work=Work(8, 4), steps=4, note="said"
-    )
+    rows = compared([adding(OURS), adding("addmm_"), other], ones, work=Work(8, 4), steps=4)
     assert [row["candidate"] for row in rows] == [OURS, "addmm_", "AdamW"]
     ours, baseline, free = rows
     assert ours["median"] == 0.25 and ours["ratio"] == [1.0] * 3 and ours["rounds"] >= 3
-    assert ours["work"] == [2, 1, False] and ours["note"] == "said" and "work" not in baseline
+    assert ours["work"] == [2, 1, False] and "work" not in baseline
     assert baseline["error"] == 0.0 and "error" not in free
     assert baseline["baseline"] and "baseline" not in free and "baseline" not in ours
     assert baseline["ratio"][0] == pytest.approx(baseline["median"] * 4, rel=1e-9)

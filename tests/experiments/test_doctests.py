@@ -5,7 +5,7 @@ import importlib
 
 import pytest
 
-MODULES = ("confidence", "figures2to6", "methods", "options", "search", "steps")
+MODULES = ("figures2to6", "methods", "options", "search", "steps")
 
 
 @pytest.mark.parametrize("module", [*MODULES, "defaults"])

@@ -289,7 +289,7 @@ def test_refused(
         if caller == "torch.ops" and not mistake.direct:
             continue
         if caller == "Python":
-            monkeypatch.setattr(ops, "_checks_itself", lambda name: False)
+            monkeypatch.setattr(ops, "in_extension", lambda name: False)
             if mistake.error in (ValueError, TypeError):  # before a kernel is called
                 monkeypatch.setattr(ops, "_op", lambda name: pytest.fail)
         elif caller == "torch.ops":
@@ -311,7 +311,7 @@ def test_good_arguments_are_not_refused(variant: str, monkeypatch: pytest.Monkey
     given = good(variant)
     given.copy()()
     getattr(torch.ops.tnt_kernels, given.name)(*flat_arguments(given.copy()))
-    monkeypatch.setattr(ops, "_checks_itself", lambda name: False)
+    monkeypatch.setattr(ops, "in_extension", lambda name: False)
     given()
 
 
@@ -347,7 +347,7 @@ def halves(width: int) -> dict[str, Any]:
 def test_columns_of_a_buffer(served: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Columns side by side share no memory; columns that overlap are refused."""
     if served == "Python":
-        monkeypatch.setattr(ops, "_checks_itself", lambda name: False)
+        monkeypatch.setattr(ops, "in_extension", lambda name: False)
     tnt_kernels.preconditioned_step_(**halves(3))
     arguments = halves(5)
     with unchanged(flat(list(arguments.values())[:4])), pytest.raises(ValueError, match="share"):

@@ -15,7 +15,6 @@ Corners, panels and products are in 3xTF32 at every precision setting of PyTorch
 would make an inverse of condition 1000 noise.
 """
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,8 +30,10 @@ from tnt_kernels.triton.factors import (
     SPAN,
     TENSOR_FIELDS,
     WARPS,
+    Plan,
     Work,
     judge_kernel,
+    modes_of,
     nth_root,
     waves_of,
     work,
@@ -72,7 +73,7 @@ STRIP_FIELDS = tl.constexpr(4)
 
 # Tiles of a strip, at most: the programs of a panel all compute the same corner.
 MOST_TILES = 8
-# Of loads ahead of a product. A third one, 16 KB for each, would leave room for fewer programs.
+# Pipeline stages of the loads. A third needs 16 KB more for each operand, so fewer programs fit.
 STAGES = 2
 
 
@@ -422,20 +423,11 @@ class Wave:
     products: Work
 
 
-@dataclass
-class Plan:
-    """The launches of ``damped_inverse`` for statistics of given layouts."""
-
-    waves: list[Wave]
-    scratch: int  # bytes of the workspace, which the waves use in turn
-
-
 def plan(
     stats: tuple[Layout, ...], orders: tuple[int, ...], device: torch.device, programs: int
-) -> Plan:
+) -> Plan[Wave]:
     """Plans the launches; ``stats`` flat, contiguous."""
-    ends = list(itertools.accumulate(orders, initial=0))
-    modes = [range(first, last) for first, last in itertools.pairwise(ends)]
+    modes = modes_of(orders)
     needs = {
         t: sum(_tiles_of(stats[n]) * block_of(stats[n].dtype) ** 2 for n in numbers)
         for t, numbers in enumerate(modes)

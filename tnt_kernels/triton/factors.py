@@ -1,7 +1,9 @@
 """Shared by ``damped_inverse`` and ``inverse_root``: roots of numbers, failed modes, waves."""
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 import triton
@@ -10,6 +12,8 @@ from torch import Tensor
 
 from tnt_kernels.triton.launch import Layout, table
 from tnt_kernels.triton.tiles import fields, waves
+
+Wave = TypeVar("Wave")
 
 SPAN = 1024  # entries of a diagonal mode for a program
 WARPS = 4
@@ -67,12 +71,26 @@ def work(rows: Sequence[Sequence[int]], device: torch.device) -> Work:
     return Work(len(rows), table(rows, torch.int32, device))
 
 
+@dataclass
+class Plan(Generic[Wave]):
+    """The launches of an operator for statistics of given layouts."""
+
+    waves: list[Wave]
+    scratch: int  # bytes of the workspace, which the waves use in turn
+
+
+def modes_of(orders: Sequence[int]) -> list[range]:
+    """Each tensor's modes, as indices into flat statistics."""
+    ends = itertools.accumulate(orders, initial=0)
+    return [range(first, last) for first, last in itertools.pairwise(ends)]
+
+
 def waves_of(
     stats: Sequence[Layout], modes: Sequence[range], needs: Mapping[int, int]
 ) -> Iterator[tuple[torch.dtype, list[int]]]:
     """Tensors that share a workspace, and the dtype of their statistics.
 
-    ``modes`` are each tensor's, as indices into ``stats``; ``needs`` their elements of workspace.
+    ``modes`` as from ``modes_of``; ``needs`` are the tensors' elements of workspace.
     """
     for state in (torch.float32, torch.float64):
         own = {

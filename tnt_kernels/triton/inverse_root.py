@@ -5,7 +5,6 @@ once. The launches are therefore always the same, and a graph can capture them.
 """
 
 import functools
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,12 +14,22 @@ from torch import Tensor
 
 from tnt_kernels.lists import mark_written
 from tnt_kernels.triton import newton
-from tnt_kernels.triton.factors import SPAN, WARPS, Work, judge_kernel, waves_of, work
+from tnt_kernels.triton.factors import (
+    SPAN,
+    WARPS,
+    Plan,
+    Work,
+    judge_kernel,
+    modes_of,
+    waves_of,
+    work,
+)
 from tnt_kernels.triton.launch import (
     ELEMENTS,
     VECTOR_BYTES,
     Layout,
     addresses_of,
+    block_of,
     has_tensor_cores,
     is_capturing,
     keep_for_graph,
@@ -99,24 +108,15 @@ class Wave:
     tensors: Work
 
 
-@dataclass
-class Plan:
-    """The launches of ``inverse_root`` for statistics of given layouts."""
-
-    waves: list[Wave]
-    scratch: int  # bytes of the workspace, which the waves use in turn
-
-
 def plan(
     stats: tuple[Layout, ...],
     orders: tuple[int, ...],
     roots: tuple[int, ...],
     device: torch.device,
     programs: int,
-) -> Plan:
+) -> Plan[Wave]:
     """Plans the launches; ``stats`` flat, contiguous."""
-    ends = list(itertools.accumulate(orders, initial=0))
-    modes = [range(first, last) for first, last in itertools.pairwise(ends)]
+    modes = modes_of(orders)
     needs = {
         t: sum(_scratch_of(stats[n], root) for n in numbers)
         for t, (numbers, root) in enumerate(zip(modes, roots, strict=True))
@@ -196,11 +196,8 @@ def _wave(
 
 
 def _block_of(state: torch.dtype, sizes: Sequence[int], programs: int) -> int:
-    """Rows and columns of a product's tile: smaller if there are fewer large tiles than programs.
-
-    Four warps hold 64 x 64 float32 sums in registers.
-    """
-    large = 64 if state == torch.float32 else 32
+    """Rows and columns of a product's tile: smaller if large ones leave programs idle."""
+    large = block_of(state)
     tiles = sum(len(list(lower_tiles(rows, large))) for rows in sizes)
     return large if tiles >= programs else large // 2
 

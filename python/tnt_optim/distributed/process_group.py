@@ -48,7 +48,7 @@ class ProcessGroup:
     def anywhere(self, flags: Sequence[int], device: torch.device) -> list[int]:
         """Whether each flag is set in any process; the host waits for the answer.
 
-        The device is used if the group has no backend for the CPU, such as gloo.
+        It uses the CPU if the group has a CPU backend (gloo), otherwise ``device``.
         """
         if "cpu" in dist.get_backend_config(self.group):
             device = torch.device("cpu")

@@ -38,8 +38,8 @@ class Observations:
     # Layers whose statistics were wanted when an output was observed, and when they were called.
     asked: set[int] = field(default_factory=set)
     called: set[int] = field(default_factory=set)
-    # Layers that still have no statistics after a step that asked for them, each with whether it
-    # was called then. If so, later outputs will not reach it either.
+    # Layers still without statistics after a step that asked for them. True: the forward called the
+    # layer, and the output did not depend on it, so later outputs will not either.
     unreached: dict[int, bool] = field(default_factory=dict)
     comparisons: list[Comparison] = field(default_factory=list)  # at the first step
     attached: int = 0  # the outputs that the hook of ``attach`` observed
