@@ -6,7 +6,7 @@ A forward hook on the model passes the forward's result to the optimizer's ``obs
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -58,20 +58,81 @@ class OutputHook:
             self._observe(self, module, args, kwargs, result)
         elif not torch.compiler.is_compiling():
             optimizer = None if self.optimizer is None else self.optimizer()
-            if optimizer is not None and optimizer._wants_output():
+            if optimizer is not None and optimizer.observing:
                 optimizer._observed.hint = IN_EVAL
 
 
-def attach(optimizer: Any, model: nn.Module, output: Callable[..., Any] | None) -> RemovableHandle:
-    """Makes ``optimizer`` observe ``model``, as long as both exist; see ``TNT.attach``."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if output is not None and not callable(output):
-        raise TypeError(f"output must be a function or None, got {type(output).__name__}")
-    hook = OutputHook(weakref.ref(optimizer), output, _is_sharded(model))
-    handle = model.register_forward_hook(hook, with_kwargs=True)
-    weakref.finalize(optimizer, handle.remove).atexit = False
-    return handle
+class Attachable:
+    """``attach`` for an optimizer with ``observe``, and ``observing``.
+
+    ``_observed`` holds the optimizer's observations.
+    """
+
+    _attached: RemovableHandle | None = None  # the hook on the observed model; a copy has none
+    _warming = False  # whether ``warm_start`` observes
+
+    @property
+    def observing(self) -> bool:
+        """Whether ``observe`` would use an output now, because statistics are due."""
+        return not self._warming and bool(self._wanted())
+
+    def _wanted(self) -> Sequence[Any]:
+        """What an output would be observed for now."""
+        raise NotImplementedError
+
+    def attach(self, model: nn.Module, output: Callable[..., Any] | None = None) -> RemovableHandle:
+        """Observes every output of ``model`` from now on, for trainers that own the training loop.
+
+        A forward hook then replaces the call of ``observe`` in the loop::
+
+            opt.attach(model)
+            trainer = Trainer(model=model, optimizers=(opt, None), ...)
+
+        While statistics are due, every call of the model in training mode with gradients enabled
+        counts as a micro-batch. Put calls without a loss under ``torch.no_grad()``, or after
+        ``model.eval()``. Calls for ``warm_start`` do not count, nor calls that activation
+        checkpointing repeats in the backward, nor outputs that require no gradient. Under autocast
+        the output is observed as if autocast had ended.
+
+        An optimizer is attached to one model at a time; a second ``attach`` replaces the first. Two
+        optimizers may be attached to one model. Neither keeps the other alive; copies of the model
+        have a hook that does nothing, copies of the optimizer are not attached.
+
+        Under DistributedDataParallel attach to the wrapped module or to the one inside; with
+        ``static_graph=True`` to the one inside. Attach after ``fully_shard``. A model may be
+        compiled before or after; with ``fullgraph=True`` attach to the result of ``torch.compile``.
+        Compile with ``torch._functorch.config.donated_buffer = False``: the graph serves two
+        backwards.
+
+        Args:
+            model: a module whose outputs depend on this optimizer's parameters.
+            output: from the model's result to the argument of ``observe``, as
+                ``lambda out: out.logits[:, :-1]`` for a language model; None: the tensor it
+                returns, or its ``logits``. A function of three arguments, ``lambda out, args,
+                kwargs: ...``, also gets those of the forward, such as labels that say what is
+                padding. If it leaves no row, the call does not count.
+
+        Returns:
+            A handle; its ``remove`` ends the observation, as does the end of a ``with``.
+
+        Raises:
+            TypeError: if ``model`` is no module, or ``output`` no function. A forward raises the
+                errors of ``observe``, TypeError if ``output`` is missing, and RuntimeError if the
+                model was compiled with donated buffers or sharded since.
+        """
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        if output is not None and not callable(output):
+            raise TypeError(f"output must be a function or None, got {type(output).__name__}")
+        # Lightning's wrapper borrows this method: attach the wrapped optimizer.
+        own: Attachable = getattr(self, "optimizer", self)
+        hook = OutputHook(weakref.ref(own), output, _is_sharded(model))
+        handle = model.register_forward_hook(hook, with_kwargs=True)
+        weakref.finalize(own, handle.remove).atexit = False
+        if own._attached is not None:
+            own._attached.remove()
+        own._attached = handle
+        return handle
 
 
 def _asking(hook: OutputHook, module: nn.Module) -> Any:
@@ -81,7 +142,7 @@ def _asking(hook: OutputHook, module: nn.Module) -> Any:
     # checkpointing, which repeats a forward that was observed.
     if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
         return None
-    if optimizer is None or not optimizer._wants_output():
+    if optimizer is None or not optimizer.observing:
         return None
     # Inside a transform of torch.func tensors are wrapped.
     if torch._C._functorch.peek_interpreter_stack() is not None:

@@ -1,14 +1,13 @@
 """Tensor Normal Training (Ren & Goldfarb, NeurIPS 2021)."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch._compile import _disable_dynamo
-from torch.utils.hooks import RemovableHandle
 
 from tnt_kernels import damped_inverse
-from tnt_optim.attach import attach
+from tnt_optim.attach import Attachable
 from tnt_optim.failures import warn_the_caller
 from tnt_optim.kronecker import KroneckerOptimizer
 from tnt_optim.likelihoods import Likelihood
@@ -25,7 +24,7 @@ from tnt_optim.update import Local
     "Directions then have the scale of 1 / gradient: a parameter whose gradient is only rounding "
     "(a convolution's bias before batch norm) takes huge steps, unless ``graft`` rescales them.",
 )
-class TNT(KroneckerOptimizer):
+class TNT(Attachable, KroneckerOptimizer):
     r"""Natural-gradient descent with a tensor-normal model of every parameter's gradient.
 
     The Fisher matrix of a parameter with modes of sizes d_1, ..., d_k is modelled as U_1 ⊗ … ⊗ U_k,
@@ -61,10 +60,6 @@ class TNT(KroneckerOptimizer):
 
     _method = "TNT"
     _whitens = True
-
-    # The hook on the observed model; a copy of the optimizer has none.
-    _attached: RemovableHandle | None = None
-    _warming = False
 
     fisher = Fixed()
     likelihood: Likelihood
@@ -119,11 +114,6 @@ class TNT(KroneckerOptimizer):
                 "bias before batch norm, LoRA's A) grows until training diverges. Set graft='adam'"
             )
 
-    @property
-    def observing(self) -> bool:
-        """Whether ``observe`` would use an output now, because statistics are due."""
-        return self._wants_output()
-
     @_disable_dynamo  # as for step
     def observe(self, output: Any) -> None:
         """Samples labels at the model's output and keeps the gradient of their loss for ``step``.
@@ -149,61 +139,9 @@ class TNT(KroneckerOptimizer):
         if wanted:
             self._observed.observe(self, output, wanted, self._distribution())
 
-    def attach(self, model: nn.Module, output: Callable[..., Any] | None = None) -> RemovableHandle:
-        """Observes every output of ``model`` from now on, for trainers that own the training loop.
-
-        A forward hook then replaces the call of ``observe`` in the loop::
-
-            opt.attach(model)
-            trainer = Trainer(model=model, optimizers=(opt, None), ...)
-
-        While statistics are due, every call of the model in training mode with gradients enabled
-        counts as a micro-batch. Put calls without a loss under ``torch.no_grad()``, or after
-        ``model.eval()``. Calls for ``warm_start`` do not count, nor calls that activation
-        checkpointing repeats in the backward, nor outputs that require no gradient. Under autocast
-        the output is observed as if autocast had ended.
-
-        An optimizer is attached to one model at a time; a second ``attach`` replaces the first. Two
-        optimizers may be attached to one model. Neither keeps the other alive; copies of the model
-        have a hook that does nothing, copies of the optimizer are not attached.
-
-        Under DistributedDataParallel attach to the wrapped module or to the one inside; with
-        ``static_graph=True`` to the one inside. Attach after ``fully_shard``. A model may be
-        compiled before or after; with ``fullgraph=True`` attach to the result of ``torch.compile``.
-        Compile with ``torch._functorch.config.donated_buffer = False``: the graph serves two
-        backwards.
-
-        Args:
-            model: a module whose outputs depend on this optimizer's parameters.
-            output: from the model's result to the argument of ``observe``, as
-                ``lambda out: out.logits[:, :-1]`` for a language model; None: the tensor it
-                returns, or its ``logits``. A function of three arguments, ``lambda out, args,
-                kwargs: ...``, also gets those of the forward, such as labels that say what is
-                padding. If it leaves no row, the call does not count.
-
-        Returns:
-            A handle; its ``remove`` ends the observation, as does the end of a ``with``.
-
-        Raises:
-            TypeError: if ``model`` is no module, or ``output`` no function. A forward raises the
-                errors of ``observe``, TypeError if ``output`` is missing, and RuntimeError if the
-                model was compiled with donated buffers or sharded since.
-        """
-        # Lightning's wrapper borrows this method: attach the wrapped optimizer.
-        own: TNT = getattr(self, "optimizer", self)
-        handle = attach(own, model, output)
-        if own._attached is not None:
-            own._attached.remove()
-        own._attached = handle
-        return handle
-
     def _wanted(self) -> list[Tensor]:
         """The parameters for which an output would be observed now."""
         return self._observed.wanted(self._due())
-
-    def _wants_output(self) -> bool:
-        """Whether an output would be observed now; the hook of ``attach`` asks."""
-        return not self._warming and bool(self._wanted())
 
     def _factors(self, group: Settings, stats: Rows, out: Rows | None = None) -> Factors:
         return damped_inverse(stats, group["damping"], out, group["relative_damping"])

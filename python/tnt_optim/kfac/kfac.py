@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from tnt_optim import checkpoint
-from tnt_optim.attach import attach
+from tnt_optim.attach import Attachable
 from tnt_optim.autograd import buffers_put_back
 from tnt_optim.distributed.process_group import ProcessGroup, numbered, process_group_of
 from tnt_optim.failures import (
@@ -54,7 +54,7 @@ from tnt_optim.state import COUNTERS, check_keys
     shard='None: each process computes all inverses. "inverses": each layer\'s inverses are '
     "computed by one owner rank and sent to the others.",
 )
-class KFAC(Optimizer):
+class KFAC(Attachable, Optimizer):
     r"""Natural-gradient descent with a Kronecker-factored Fisher matrix for every layer.
 
     The model of the Fisher matrix of a layer's weight and bias, [W | b], is G ⊗ A: A from the
@@ -85,7 +85,8 @@ class KFAC(Optimizer):
 
     If torch.distributed runs several processes, all make the same calls, each with its part of the
     batch and its own samples. The training equals that of one process that observes the same
-    micro-batches in turn. ``model`` may be DistributedDataParallel or the module inside.
+    micro-batches in turn. ``model`` may be DistributedDataParallel or the module inside. A compiled
+    model is not supported.
 
     With the defaults every parameter moves by the norm of Adam's direction, so that one learning
     rate serves layers and other parameters; ``KFAC.paper`` has the paper's form. Settings of
@@ -113,8 +114,6 @@ class KFAC(Optimizer):
     """
 
     _method = "KFAC"
-
-    _attached: RemovableHandle | None = None  # a copy has none
 
     def __init__(
         self,
@@ -167,7 +166,7 @@ class KFAC(Optimizer):
         self._model = model
         self._failures = Failures(PARTS)
         self._observed = Observations()
-        self._warming = self._warned = False
+        self._warned = False
         self._named: set[int] = set()  # layers that a warning said the outputs do not reach
         super().__init__(groups, {**settings, "step": 0})
         for group in self.param_groups:
@@ -217,7 +216,7 @@ class KFAC(Optimizer):
                 before; nothing is then changed.
             RuntimeError: if the output is DistributedDataParallel's with ``static_graph=True``.
         """
-        wanted = self._all_wanted()
+        wanted = self._wanted()
         if not wanted:
             return
         # A layer without statistics that no forward pass has called cannot be in the output.
@@ -233,34 +232,6 @@ class KFAC(Optimizer):
                     self._sampling.likelihood, output, self.param_groups
                 )
         self._observed.add(sums, wanted)
-
-    def attach(
-        self, model: nn.Module, output: Callable[[Any], Any] | None = None
-    ) -> RemovableHandle:
-        """Observes every output of ``model`` from now on, for trainers that own the training loop.
-
-        As ``TNT.attach``, for models that are not compiled.
-
-        Args:
-            model: the optimizer's own, or a module around it.
-            output: from the model's result to the argument of ``observe``; None: the tensor it
-                returns, or its ``logits``.
-
-        Returns:
-            A handle; its ``remove`` ends the observation.
-
-        Raises:
-            TypeError: if ``model`` is no module, or ``output`` no function.
-        """
-        handle = attach(self, model, output)
-        if self._attached is not None:
-            self._attached.remove()
-        self._attached = handle
-        return handle
-
-    def _wants_output(self) -> bool:
-        """Whether an output would be observed now; the hook of ``attach`` asks."""
-        return not self._warming and bool(self._all_wanted())
 
     @_disable_dynamo
     @torch.no_grad()
@@ -302,7 +273,7 @@ class KFAC(Optimizer):
             if team is not None:
                 weights = {i: layer.weight for i, layer in enumerate(self._layers)}
                 held = {i: self.state[w]["stats"] for i, w in weights.items() if self._has_state(i)}
-                self._observed.pool(team, self._all_wanted(), self._layers, held)
+                self._observed.pool(team, self._wanted(), self._layers, held)
             self._warn_if_unobserved()
             layers, others = self._to_update()
             self._refresh({layer: sums.means() for layer, sums in self._observed.sums.items()})
@@ -485,21 +456,21 @@ class KFAC(Optimizer):
 
     def _captures(self, layer: int) -> bool:
         """Whether the hook of a layer that is called keeps its input."""
-        wanted = self._wanted(layer)
+        wanted = self._is_wanted(layer)
         if wanted and not self._warming:
             self._observed.called.add(layer)
         return wanted
 
-    def _wanted(self, layer: int) -> bool:
+    def _is_wanted(self, layer: int) -> bool:
         """Whether a layer's statistics are due, or it has none yet and may get some."""
         if not is_trainable(self._layers[layer]):
             return False
         new = not self._has_state(layer) and not self._observed.unreached.get(layer, False)
         return self._warming or self._scheduled(layer) or new
 
-    def _all_wanted(self) -> list[int]:
+    def _wanted(self) -> list[int]:
         """The layers that are wanted: the same in all processes from the forward to the step."""
-        return [layer for layer in range(len(self._layers)) if self._wanted(layer)]
+        return [layer for layer in range(len(self._layers)) if self._is_wanted(layer)]
 
     def _scheduled(self, layer: int) -> bool:
         return is_due(self.param_groups[self._group_numbers[layer]], "stat_interval")
@@ -656,7 +627,7 @@ def _remove(handles: Iterable[RemovableHandle]) -> None:
 
 # What a copy has, besides the state and the groups. Hooks are added anew.
 _COPIED = (
-    "inverse shard _model _names _layers _sampling _failures _observed _warming _warned _named "
+    "inverse shard _model _names _layers _sampling _failures _observed _warned _named "
     "_group_numbers _reasons".split()
 )
 
