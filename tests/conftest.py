@@ -127,8 +127,6 @@ def fixed_labels() -> FixedLabels:
 
 # The tests reach into the optimizers here and nowhere else, so that a rename is one edit.
 
-HELD = ("_observed",)  # the attributes that TNT and KFAC keep from observe() to step()
-
 
 def observation_count(optimizer: Any) -> int:
     """How many outputs TNT has observed since its last step."""
@@ -170,11 +168,7 @@ class Snapshot:
             "params": [p.detach() for p in self.params],
             "grads": [p.grad for p in self.params],
             "optimizer": self.optimizer.state_dict(),
-            "held": {
-                name: self._by_number(getattr(self.optimizer, name))
-                for name in HELD
-                if hasattr(self.optimizer, name)
-            },
+            "held": self._by_number(getattr(self.optimizer, "_observed", None)),
         }
 
     def _by_number(self, held: Any) -> Any:

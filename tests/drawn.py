@@ -21,10 +21,10 @@ def noise(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64)
 
 
-def close(actual: Tensor, expected: Tensor) -> None:
-    """Equal but for rounding in float64."""
+def close(actual: Tensor, expected: Tensor, tolerance: float = FLOAT64_FORMULA) -> None:
+    """Equal but for rounding in float64, relative to the largest expected entry."""
     scale = float(expected.abs().max())
-    torch.testing.assert_close(actual, expected, rtol=0, atol=FLOAT64_FORMULA * scale)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance * scale)
 
 
 @contextmanager

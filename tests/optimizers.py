@@ -5,6 +5,7 @@ import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import pytest
 import torch
 from conftest import DirectGradients, Snapshot
 from torch import Tensor, nn
@@ -23,6 +24,9 @@ EVERY = (*FACTORED, "kfac", "fallback")  # "fallback": TNT with AdamW for vector
 METHODS = (*FACTORED, "kfac", "eigenbasis")  # "eigenbasis": KFAC with inverse="eigenbasis"
 SAMPLING = ("sampled", "kfac", "eigenbasis")  # statistics come from observe(), not from .grad
 SETTINGS: dict[str, Any] = {"lr": 0.02, "damping": 0.1, "stat_interval": 2, "inverse_interval": 4}
+factored = pytest.mark.parametrize("name", FACTORED)
+every = pytest.mark.parametrize("name", EVERY)
+sampling = pytest.mark.parametrize("name", ["sampled", "kfac"])
 NO_FAILURES = {"skipped_statistics": 0, "failed_inverses": 0, "unreached": 0}
 
 Batches = Callable[[int], tuple[Tensor, Tensor]]

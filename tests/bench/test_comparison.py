@@ -40,8 +40,6 @@ from bench.work import Work, gram_work, inverse_work, products_work, root_work, 
 from tnt_kernels import reference
 from tools.measuring.parameter_sets import DEFAULT_SETS, PARAMETER_SETS, ParameterSet
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 CPU = torch.device("cpu")
 SMALL = ParameterSet("small", ((5, 3), (7,), (4, 3, 3, 3)))
 

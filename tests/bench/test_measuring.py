@@ -1,7 +1,5 @@
 """The layer under bench and experiments: the clock, records, provenance, tables."""
 
-import doctest
-import importlib
 import json
 import math
 from pathlib import Path
@@ -13,12 +11,6 @@ from tools.measuring import clock
 from tools.measuring.clock import alternate, ratios, rotated, summary
 from tools.measuring.provenance import flushes_subnormals, provenance
 from tools.measuring.records import check_writable, read_json, write_json
-
-
-@pytest.mark.parametrize("module", ["clock", "tables"])
-def test_examples(module: str) -> None:
-    failed, attempted = doctest.testmod(importlib.import_module(f"tools.measuring.{module}"))
-    assert (failed, attempted > 0) == (0, True)
 
 
 def test_candidates_alternate_and_another_one_starts_each_round() -> None:

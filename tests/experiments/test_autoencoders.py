@@ -15,8 +15,6 @@ from experiments.models.autoencoder import (
 from experiments.problems.autoencoders import Autoencoder, load_autoencoder
 from experiments.tasks import TASKS, autoencoder_settings
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.mark.parametrize("name", ["faces", "mnist"])
 def test_the_loss_and_the_likelihood_fit_the_data(name: str) -> None:

@@ -16,8 +16,6 @@ from experiments.problems.classifiers import NETWORKS, Classifier
 from experiments.tasks import TABLE_4, convnet_settings
 from experiments.training import train
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 # (learning rate, damping, weight decay) that suit the tiny network.
 RATES: dict[str, tuple[float, float | None, float]] = {
     "tnt": (0.01, 0.1, 0.01),

@@ -14,8 +14,6 @@ from torch.nn import functional
 
 from experiments.data.cifar import crop_and_flip, read_cifar
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 CIFAR10_FILES = [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]
 
 

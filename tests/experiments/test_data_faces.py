@@ -12,8 +12,6 @@ from scipy.io import savemat
 from experiments.data import faces
 from experiments.data.faces import faces_images
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 ORIGINAL, OLIVETTI = "newfaces_rot_single.mat", "olivettifaces.mat"
 
 

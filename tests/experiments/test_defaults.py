@@ -32,8 +32,6 @@ from experiments.search import ranked
 from experiments.steps import BOTH, PLAIN
 from experiments.tasks import RIVALS, UNTUNED, modern_settings
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 RECORD = Path(defaults.__file__).with_name("results") / "defaults.json"
 TASK = replace(TASKS["transformer64-400"], epochs=2, seeds=2)
 

@@ -34,8 +34,6 @@ from experiments.models import seeded
 from tests.oracle import DenseTNT
 from tnt_optim.likelihoods import sampled_loss, stream_seed
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 WIDTHS = (5, 4, 3, 3, 4)
 
 

@@ -21,8 +21,6 @@ from experiments.methods import (
 from experiments.options import overridden
 from experiments.problems.problem import Problem
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 class Line(Problem):
     """Points on a line."""

@@ -42,7 +42,7 @@ TINY = StepSet(lambda: autoencoder(WIDTHS), draw, 8, reconstruction_loss, "berno
 
 
 @pytest.fixture(autouse=True)
-def tiny_set(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def tiny_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_times, "busy_share", lambda: 0.0)
     monkeypatch.setitem(STEP_SETS, "mnist_ae", TINY)
 

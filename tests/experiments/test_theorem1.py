@@ -16,8 +16,6 @@ from experiments.theorem1 import (
 )
 from tests.oracle import contraction, damped_kron, vec
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 BETAS = (0.55, 0.75, 0.95)
 DAMPING = 0.3
 

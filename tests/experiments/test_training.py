@@ -28,8 +28,6 @@ from experiments.tasks import TABLE_3, modern_settings
 from experiments.training import Run, _Training, smoothed, train, train_in_turn
 from tools.measuring.records import write_json
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 RATES: dict[str, tuple[float, float | None]] = {
     "tnt": (3e-3, 0.3),
     "tnt-ef": (3e-3, 0.3),

@@ -22,8 +22,6 @@ from experiments.tasks import RIVALS, UNTUNED, modern_settings
 from experiments.training import train
 from tnt_optim import KFAC, TNT, Shampoo
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture
 def problem() -> Language:

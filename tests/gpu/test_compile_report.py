@@ -2,15 +2,13 @@
 
 import doctest
 import importlib
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import triton
+from commands import ROOT, python
 
 from tools.compile_report import expectations
 from tools.compile_report.__main__ import class_of, loads_of
@@ -26,8 +24,7 @@ from tools.compile_report.machine_code import (
 )
 from tools.measuring.records import read_json
 
-ROOT = Path(__file__).parents[2]
-COMMAND = [sys.executable, "-m", "tools.compile_report", "--main"]
+COMMAND = ("-m", "tools.compile_report", "--main")
 
 needs_tools = pytest.mark.skipif(
     not (TOOLS / "nvdisasm").exists(), reason="this Triton has no NVIDIA tools"
@@ -38,13 +35,7 @@ needs_tools = pytest.mark.skipif(
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The main classes for sm_80 and sm_90: some two minutes of processor time in two processes."""
     out = tmp_path_factory.mktemp("compile_report") / "report.json"
-    done = subprocess.run(
-        [*COMMAND, f"--out={out}"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = python(*COMMAND, f"--out={out}")
     assert done.returncode in (0, 1), done.stderr
     found = read_json(out)
     assert done.returncode == bool(found["missed"])
@@ -87,14 +78,7 @@ def test_every_check_had_something_to_look_at(report: dict[str, Any]) -> None:
 
 @needs_tools
 def test_an_interpreting_process_is_refused(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [*COMMAND, f"--out={tmp_path / 'report.json'}"],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = python(*COMMAND, f"--out={tmp_path / 'report.json'}", TRITON_INTERPRET="1")
     assert done.returncode == 2
     assert "unset TRITON_INTERPRET" in done.stderr and "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []

@@ -17,8 +17,6 @@ from tnt_kernels import ops, reference, triton
 # The module, which the function of its name hides.
 backends = importlib.import_module("tnt_kernels.backends")
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 CPU = torch.device("cpu")
 
 

@@ -4,7 +4,7 @@ tests/gpu/test_contract.py has what they share with every other implementation.
 TNT_TEST_DEVICE=cpu runs these tests on the CPU's tensors, which tests the tests.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -19,13 +19,7 @@ from tnt_kernels import reference
 pytestmark = on_device
 
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
-
-
-@pytest.fixture(autouse=True)
-def settings() -> Iterator[None]:
-    yield from usual_settings()
-
-
+usual = pytest.fixture(autouse=True)(usual_settings)
 BIG = [(2100, 9), (9, 70000), (64, 20000), (256, 128, 9), (1, 2049), (2049,), (1000, 784)]
 
 

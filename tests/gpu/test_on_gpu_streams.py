@@ -4,7 +4,7 @@ Skipped without a CUDA device; TNT_TEST_DEVICE=cpu runs some on the CPU (see dev
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -21,12 +21,7 @@ from tnt_optim import KFAC, TNT
 
 pytestmark = on_device
 
-
-@pytest.fixture(autouse=True)
-def settings() -> Iterator[None]:
-    yield from usual_settings()
-
-
+usual = pytest.fixture(autouse=True)(usual_settings)
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 

@@ -370,7 +370,7 @@ def test_products(shape: tuple[int, int, int], kind: str, total: str) -> None:
     for p, count in enumerate((*counts, counts[2])):
         own = []
         for r in range(count):
-            name = f"{stem}{number}" if p else f"{stem}{number}"
+            name = f"{stem}{number}"
             number += 1
             if kind == "f64" and number in (10, 20, 30):
                 number += 4  # addresses

@@ -6,14 +6,11 @@ tests/gpu/test_contract.py has what it shares with every other implementation.
 import pytest
 import torch
 import triton_operators
-from cases import GPU, STATE_DTYPES, identical, scalar
+from cases import GPU, STATE_DTYPES, identical
 from operators import Call, Results, agree, call, everything
-from torch import Tensor
 
 from tnt_kernels import reference
 from tnt_kernels.triton import damped_inverse, factors, launch
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def run(given: Call, programs: int = triton_operators.PROGRAMS) -> Results:
@@ -70,10 +67,3 @@ def test_launches_do_not_grow_with_the_list(monkeypatch: pytest.MonkeyPatch) -> 
         launches.clear()
         run(call("damped_inverse", [(150, 3)] * count, "full"))
         assert sum(programs > 0 for programs in launches) == 5 + 2 * 3 - 1
-
-
-def test_the_launcher_marks_what_it_writes() -> None:
-    out: list[Tensor] = [torch.zeros(3, 3, device=GPU)]
-    version = out[0]._version
-    damped_inverse.damped_inverse(out, [torch.eye(3, device=GPU)], [1], scalar(0.1), False)
-    assert out[0]._version > version

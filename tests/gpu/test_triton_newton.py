@@ -11,8 +11,6 @@ from torch import Tensor
 from tnt_kernels import reference
 from tnt_kernels.triton import inverse_root, launch, newton
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def run(stats: Sequence[Tensor], damping: float, roots: Sequence[int], **limits: int) -> list[int]:
     """The info of tensors of one mode."""

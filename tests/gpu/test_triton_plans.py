@@ -51,8 +51,6 @@ from tnt_kernels.triton.tiles import (
 )
 from tools.measuring.parameter_sets import PARAMETER_SETS
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 # Sizes and strides that allow the widest loads in every dtype.
 WIDE_SHAPES = [(64, 128), (72, 40)]
 # Large enough for large tiles, the last of them not full.

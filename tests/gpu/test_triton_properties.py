@@ -11,8 +11,6 @@ from kernels.test_properties import check_definition
 
 from tnt_kernels.schemas import SCHEMAS
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.mark.parametrize("name", SCHEMAS)
 # Few examples, as compiling takes its time, and the same at every run without TNT_FUZZ_EXAMPLES.

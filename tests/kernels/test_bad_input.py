@@ -31,7 +31,6 @@ FIRST = {
     **dict.fromkeys(("gram_ema_", "mode_products"), "tensors"),
     **dict.fromkeys(("preconditioned_step_", "scaled_step_"), "params"),
 }
-NESTED = ("stats", "factors")
 OPERATORS = [v for v in VARIANTS if v not in ("damped_inverse relative", "grafted_directions_")]
 
 

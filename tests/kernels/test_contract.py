@@ -18,7 +18,6 @@ from cases import (
     close,
     flat,
     identical,
-    mode_statistics,
     normal,
     state_dtype,
     unchanged,
@@ -26,7 +25,6 @@ from cases import (
 )
 from contract import DampedInverse, EveryOperator, Gram, InverseRoot, Inverses, Steps, over
 from operators import STEPS, VARIANTS, agree, by_oracle, call
-from oracle import dense_kron, vec
 from tolerances import FLOAT32_OPERATOR
 from torch import Tensor
 
@@ -81,14 +79,6 @@ def test_the_reference_is_the_oracle(variant: str, kind: str) -> None:
     agree(given(TestReference.functions), wanted, given)
 
 
-def test_a_product_with_a_kronecker_product() -> None:
-    """G x_1 A_1 ... x_k A_k is A_1 kron ... kron A_k times vec(G): Proposition 1 of the paper."""
-    given = call("mode_products", ORACLE_SHAPES, "full", torch.float64).arguments
-    products = tnt_kernels.mode_products(**given)
-    for product, tensor, factors in zip(products, given["tensors"], given["factors"], strict=True):
-        torch.testing.assert_close(vec(product), dense_kron(factors) @ vec(tensor))
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_identity_copies(dtype: torch.dtype) -> None:
     """A product that changes nothing is a new tensor, to the bit the old one."""
@@ -110,14 +100,6 @@ def test_a_negative_eigenvalue_along_a_flat_vector(d: int, dtype: torch.dtype) -
     for root in (1, 4, 6):
         factors, info = tnt_kernels.inverse_root(stats, 0.0, root)
         assert info.tolist() == [1] * 3 and all(f.isnan().all() for f in flat(factors))
-
-
-def test_the_first_root_of_a_vector_is_its_inverse() -> None:
-    stats = [mode_statistics((65,), kind) for kind in ("full", "diagonal")]
-    roots, _ = tnt_kernels.inverse_root(stats, 0.1, 1)
-    inverses, _ = tnt_kernels.damped_inverse(stats, 0.1)
-    for root, inverse in zip(flat(roots), flat(inverses), strict=True):
-        close(root, inverse)
 
 
 def rooted(stat: Tensor, damping: float, root: int) -> Tensor:

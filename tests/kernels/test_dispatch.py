@@ -15,8 +15,6 @@ from tnt_kernels import triton
 from tnt_kernels.backends import TRITON_KERNELS
 from tnt_kernels.schemas import SCHEMAS
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 ROOT = Path(__file__).parents[2]
 EXTENSION_KERNELS = {path.stem for path in (ROOT / "csrc" / "cpu").glob("*.cpp")}
 

@@ -56,8 +56,6 @@ import tnt_kernels
 from tnt_kernels import reference
 from tnt_kernels.schemas import SCHEMAS
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 # Limits for one call: elements of all tensors, and of all full statistics. A mode of 200 fits.
 ELEMENTS, AREA = 60_000, 90_000
 # Less for the coupled Newton iteration, which multiplies matrices about sixty times.

@@ -11,7 +11,7 @@ from conftest import Snapshot
 from kfac_models import Heads, conv_net, images, train
 from torch import Tensor, nn
 
-from tnt_optim import KFAC, TNT
+from tnt_optim import KFAC
 from tnt_optim.autograd import graph_nodes
 
 
@@ -96,13 +96,7 @@ OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: started(KFAC, two_layers()).state_dict() | {"observed": observed(5)["observed"]},
         r"\['observed'\] must have sums of sizes \(4, 4\) for layer 0, got",
     ),
-    "no state": (
-        lambda: TNT.paper(two_layers().parameters()).state_dict(),
-        "of KFAC, got that of TNT",
-    ),
     "Adam": (lambda: torch.optim.Adam(two_layers().parameters()).state_dict(), "optimizer's"),
-    "lr": (damaged("lr", -1.0), "group 0: lr"),
-    "stat_interval": (damaged("stat_interval", 0), "group 0: stat_interval"),
     "stats": (damaged("stats", [torch.eye(4)]), r"\['state'\]\[0\]: stats must have shapes"),
     "factors": (damaged("factors", [1, 2]), r"\['state'\]\[0\]: factors must have shapes"),
     "momentum": (damaged("momentum", torch.zeros(3, 4)), "momentum must have shapes"),

@@ -13,8 +13,6 @@ from tnt_optim import KFAC
 from tnt_optim.kfac.layers import input_rows, is_supported, joined, output_rows, split
 from tnt_optim.kfac.statistics import layer_sums
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 LAYERS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "1d": (nn.Conv1d(3, 4, 3, stride=2, padding=1), (5, 3, 8)),
     "1d_same_even": (nn.Conv1d(3, 4, 4, padding="same", dilation=3, bias=False), (5, 3, 13)),

@@ -4,15 +4,12 @@ import pytest
 import torch
 from drawn import close, noise
 from kfac_models import held, step_on_ones
-from optimizers import equal
 from oracle import dense_kron
 from tolerances import FLOAT64_FORMULA, SAMPLE_DEVIATIONS
 from torch import Tensor, nn
 
 from tnt_optim import KFAC
-from tnt_optim.kfac.statistics import layer_sums, packed, packed_size, unpacked
-
-pytestmark = pytest.mark.usefixtures("one_thread")
+from tnt_optim.kfac.statistics import packed, packed_size, unpacked
 
 
 def exact_gram(likelihood: str, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -59,15 +56,6 @@ def test_factors_are_those_of_the_exact_fisher(likelihood: str, inputs: str) -> 
         blocks = [torch.outer(v, rows[0]).reshape(-1) for v in gradients]
         fisher = sum(p[y] * torch.outer(v, v) for y, v in enumerate(blocks))
         close(dense_kron([exact, a]), fisher)
-
-
-def test_sums_of_two_batches_are_plain_sums() -> None:
-    layer = nn.Linear(4, 3)
-    parts = [layer_sums(layer, torch.randn(n, 4), torch.randn(n, 3), n) for n in (5, 7)]
-    both = parts[0] + parts[1]
-    assert torch.equal(both.gradients, parts[0].gradients + parts[1].gradients)
-    assert torch.equal(both.inputs, parts[0].inputs + parts[1].inputs)
-    assert equal(both.means(), [both.gradients / 12, both.inputs / 12])
 
 
 class Positions(nn.Module):

@@ -5,7 +5,6 @@ Compiled models are in tests/system, several processes in tests/distributed.
 
 import copy
 import gc
-import io
 import pickle
 import weakref
 from collections.abc import Callable, Iterator
@@ -29,6 +28,7 @@ from attached import (
 )
 from conftest import observation_count, observed_gradients
 from kfac_models import least_likely
+from optimizers import through_a_file
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.functional import cross_entropy
@@ -374,16 +374,12 @@ def test_neither_keeps_the_other_alive() -> None:
     handle.remove()
 
 
-def loaded(model: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    found: nn.Module = torch.load(file, weights_only=False)
-    return found
-
-
 @pytest.mark.parametrize(
-    "copied", [copy.deepcopy, copy.copy, lambda m: pickle.loads(pickle.dumps(m)), loaded]
+    "copied",
+    [
+        *(copy.deepcopy, copy.copy, lambda m: pickle.loads(pickle.dumps(m))),
+        lambda m: through_a_file(m, weights_only=False),
+    ],
 )
 def test_copies_of_the_model_observe_nothing(copied: Callable[[nn.Module], nn.Module]) -> None:
     model = nn.Sequential(nn.Linear(5, 4))

@@ -8,15 +8,13 @@ from typing import Any
 import pytest
 import torch
 from drawn import close, noise, weight
-from optimizers import FACTORED, NO_FAILURES, Dictated
+from optimizers import FACTORED, NO_FAILURES, Dictated, factored
 from oracle_shampoo import damped_stats, eigen_root
 from tolerances import FLOAT32_ROOT, FLOAT64_FORMULA, root_rounding
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from tnt_optim import Shampoo
-
-factored = pytest.mark.parametrize("name", FACTORED)
 
 
 @pytest.mark.filterwarnings("ignore:the gradients for the first statistics are all zero")

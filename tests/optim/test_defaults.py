@@ -16,6 +16,7 @@ from optimizers import (
     backward,
     batch,
     conv_net,
+    factored,
     images,
     made,
     net,
@@ -76,7 +77,7 @@ def test_every_setting_of_the_tables_is_accepted(name: str) -> None:
 # ------------------------------------------------------------------ vectors
 
 
-@pytest.mark.parametrize("name", ["sampled", "empirical", "shampoo"])
+@factored
 def test_vectors_take_the_momentum_without_decay(name: str) -> None:
     p, q = weight(3, 4), weight(5)
     start = q.detach().clone()
@@ -199,23 +200,6 @@ def test_a_group_that_joins_late_refreshes_its_factors_with_every_statistic() ->
         factors.append(opt.state[model[2].weight]["factors"][0].clone())
     changed = [not torch.equal(a, b) for a, b in itertools.pairwise(factors)]
     assert sum(changed) == 3
-
-
-@pytest.mark.parametrize(("option", "was"), [("merge_small_dims", None), ("estimator", "moments")])
-def test_a_state_of_earlier_commits_goes_on(option: str, was: str | None) -> None:
-    """Its groups lack the option: a convolution has three modes, statistics are moments."""
-    model = conv_net()
-    opt = TNT(model.parameters(), stat_interval=1, **{option: was})  # type: ignore[arg-type]
-    train(model, opt, range(3), data=images)
-    saved = through_a_file(opt.state_dict())
-    for group in saved["param_groups"]:
-        del group[option]
-    twin = copy.deepcopy(model)
-    other = TNT(twin.parameters(), stat_interval=1)
-    other.load_state_dict(saved)
-    train(model, opt, range(3, 6), data=images)
-    train(twin, other, range(3, 6), data=images)
-    assert all(map(torch.equal, values(model), values(twin)))
 
 
 def test_the_estimator_is_a_setting_of_a_group() -> None:

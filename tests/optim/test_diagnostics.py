@@ -6,13 +6,11 @@ from typing import Any
 import pytest
 import torch
 from drawn import noise, weight
-from optimizers import FACTORED, Dictated, tensors
+from optimizers import Dictated, factored, tensors
 from torch import Tensor, nn
 
 from tnt_kernels import mode_products
 from tnt_optim.diagnostics import _conditions
-
-factored = pytest.mark.parametrize("name", FACTORED)
 
 
 def trained(name: str, **settings: Any) -> Dictated:

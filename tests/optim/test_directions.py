@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 from drawn import close, noise, raising, weight
-from optimizers import FACTORED, Dictated
+from optimizers import Dictated, factored
 from tolerances import FLOAT64_TRAJECTORY
 from torch import Tensor, nn
 
 from tnt_kernels import mode_products
 
-factored = pytest.mark.parametrize("name", FACTORED)
 LR, MU = 0.01, 0.9
 
 

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from optimizers import made, no_host_reads
+from optimizers import made, no_host_reads, sampling
 from torch import Tensor, nn
 
 from tnt_optim import TNT, mismatch
 
-sampling = pytest.mark.parametrize("name", ["sampled", "kfac"])
 Loss = Callable[[Tensor, Tensor], Tensor]
 ROWS, WIDTH, OUTPUTS = 64, 6, 12
 
@@ -65,90 +64,52 @@ def first_step(
 NO_SOFTMAX = "'categorical' does not fit the training loss: rows .* do not sum to zero.* "
 OTHERS: dict[str, tuple[str, Loss, Callable[[], Tensor], nn.Module | None, str]] = {
     "squared error": (
-        "categorical",
-        F.mse_loss,
-        numbers,
-        None,
-        "If it is a squared error, use .*'gaussian'",
+        "categorical", F.mse_loss, numbers, None, "If it is a squared error, use .*'gaussian'",
     ),
     "binary cross entropy": (
-        "categorical",
-        F.binary_cross_entropy_with_logits,
-        bits,
-        None,
+        "categorical", F.binary_cross_entropy_with_logits, bits, None,
         NO_SOFTMAX + "binary cross entropy: .*'bernoulli'",
     ),
     "summed binary cross entropy": (
-        "categorical",
-        summed_bce,
-        bits,
-        None,
-        NO_SOFTMAX + "binary cross entropy: .*'bernoulli'",
+        "categorical", summed_bce, bits, None, NO_SOFTMAX + "binary cross entropy: .*'bernoulli'",
     ),
     "softmax applied": (
-        "categorical",
-        lambda p, y: F.nll_loss(p.log(), y),
-        classes,
-        nn.Softmax(1),
+        "categorical", lambda p, y: F.nll_loss(p.log(), y), classes, nn.Softmax(1),
         NO_SOFTMAX + "rows sum to one: observe the argument of softmax",
     ),
     "sigmoid applied": (
-        "categorical",
-        F.binary_cross_entropy,
-        bits,
-        nn.Sigmoid(),
+        "categorical", F.binary_cross_entropy, bits, nn.Sigmoid(),
         NO_SOFTMAX + "All outputs are between 0 and 1: if sigmoid",
     ),
     "sum over a batch": (
-        "categorical",
-        lambda z, y: F.cross_entropy(z, y, reduction="sum"),
-        classes,
-        None,
+        "categorical", lambda z, y: F.cross_entropy(z, y, reduction="sum"), classes, None,
         "'categorical' .* times as large, as that of a sum over the batch of 64",
     ),
     "ten times": (
-        "categorical",
-        lambda z, y: 10 * F.cross_entropy(z, y),
-        classes,
-        None,
+        "categorical", lambda z, y: 10 * F.cross_entropy(z, y), classes, None,
         r"'categorical' .* gradient is about (9|10)(\.\d)? times as large\. ",
     ),
     "mean over outputs": (
-        "bernoulli",
-        F.binary_cross_entropy_with_logits,
-        bits,
-        None,
+        "bernoulli", F.binary_cross_entropy_with_logits, bits, None,
         "'bernoulli' .* as that of a mean over outputs, which the default .* is: 0.083 times",
     ),
     "sigmoid for bernoulli": (
-        "bernoulli",
-        F.binary_cross_entropy,
-        bits,
-        nn.Sigmoid(),
+        "bernoulli", F.binary_cross_entropy, bits, nn.Sigmoid(),
         "'bernoulli' .*all outputs are between 0 and 1. Observe logits",
     ),
     "sum of everything": (
-        "bernoulli",
-        lambda z, y: F.binary_cross_entropy_with_logits(z, y, reduction="sum"),
-        bits,
-        None,
-        "'bernoulli' .* as that of a sum over the batch of 64",
+        "bernoulli", lambda z, y: F.binary_cross_entropy_with_logits(z, y, reduction="sum"), bits,
+        None, "'bernoulli' .* as that of a sum over the batch of 64",
     ),
     "mean of squares": (
-        "gaussian",
-        F.mse_loss,
-        numbers,
-        None,
+        "gaussian", F.mse_loss, numbers, None,
         "'gaussian' .* mean over outputs, which F.mse_loss is: 0.17 times",
     ),
     "sum of squares": (
-        "gaussian",
-        lambda z, y: F.mse_loss(z, y, reduction="sum"),
-        numbers,
-        None,
+        "gaussian", lambda z, y: F.mse_loss(z, y, reduction="sum"), numbers, None,
         "'gaussian' .* as that of a sum over the batch of 64",
     ),
-}
+}  # fmt: skip
 
 
 @sampling
@@ -207,10 +168,7 @@ class Times(nn.Module):
 FITTING: dict[str, tuple[str, Loss, Callable[[], Tensor], nn.Module | None]] = {
     "cross entropy": ("categorical", F.cross_entropy, classes, None),
     "smoothed": (
-        "categorical",
-        lambda z, y: F.cross_entropy(z, y, label_smoothing=0.1),
-        classes,
-        None,
+        "categorical", lambda z, y: F.cross_entropy(z, y, label_smoothing=0.1), classes, None,
     ),
     "weighted": ("categorical", imbalanced, classes, None),
     "padded": ("categorical", mostly_ignored, classes, None),
@@ -222,10 +180,8 @@ FITTING: dict[str, tuple[str, Loss, Callable[[], Tensor], nn.Module | None]] = {
     "an eighth": ("categorical", lambda z, y: F.cross_entropy(z, y) / 8, classes, None),
     "scaled": ("categorical", lambda z, y: 65536 * F.cross_entropy(z, y), classes, None),
     "soft labels": (
-        "categorical",
-        lambda z, y: F.kl_div(z.log_softmax(1), y.softmax(1), reduction="batchmean"),
-        numbers,
-        None,
+        "categorical", lambda z, y: F.kl_div(z.log_softmax(1), y.softmax(1), reduction="batchmean"),
+        numbers, None,
     ),
     "binary": ("bernoulli", summed_bce, bits, None),
     "binary, a part": ("bernoulli", lambda z, y: summed_bce(z, y.sigmoid()), numbers, None),
@@ -245,12 +201,9 @@ FITTING: dict[str, tuple[str, Loss, Callable[[], Tensor], nn.Module | None]] = {
     "squares": ("gaussian", half_squares, numbers, None),
     "large targets": ("gaussian", lambda z, y: half_squares(z, 10_000 * y), numbers, None),
     "small residuals": (
-        "gaussian",
-        lambda z, y: half_squares(z, z.detach() + 0.01 * y),
-        numbers,
-        None,
+        "gaussian", lambda z, y: half_squares(z, z.detach() + 0.01 * y), numbers, None,
     ),
-}
+}  # fmt: skip
 
 
 @sampling

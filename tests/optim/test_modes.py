@@ -6,13 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drawn import close, noise, raising, weight
-from optimizers import FACTORED, NO_FAILURES, Dictated
+from drawn import close, noise, weight
+from optimizers import NO_FAILURES, Dictated, factored
 from torch import Tensor, nn
 
 from tnt_optim.modes import layout, mode_shape
 
-factored = pytest.mark.parametrize("name", FACTORED)
 SETTINGS: dict[str, Any] = {"lr": 0.05, "damping": 0.1, "stat_interval": 2, "inverse_interval": 3}
 FORMS: list[dict[str, Any]] = [
     {},
@@ -97,19 +96,6 @@ def test_a_failed_block_keeps_its_own_factors_alone(name: str) -> None:
     assert kept == [False, False, True, True]
     assert run.opt.failures() == {**NO_FAILURES, "failed_inverses": 1}
     assert run.opt.state[other]["failed_inverses"] == 0
-
-
-@factored
-def test_a_first_factor_that_fails_names_parameter_and_mode(name: str) -> None:
-    run = Dictated(name, [weight(2, 6)], damping=0.0, block_size=3)
-    gradient = noise(2, 6)
-    gradient[:, 3:] = 0.0
-    gradient[0, 3] = 1.0  # the second block's statistics have rank one
-    before = run.snapshot()
-    with raising(RuntimeError, match=r"mode \d of parameter 0 of group 0"):
-        run.step([gradient])
-    run.opt.zero_grad()
-    before.assert_unchanged()
 
 
 @factored

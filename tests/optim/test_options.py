@@ -12,12 +12,11 @@ import pytest
 import torch
 from conftest import Snapshot
 from drawn import raising, weight
-from optimizers import FACTORED, METHODS, Dictated, conv_net, made, net, train, values
+from optimizers import FACTORED, METHODS, Dictated, conv_net, factored, made, net, train, values
 from torch import Tensor, nn
 
 from tnt_optim import KFAC, TNT, Shampoo
 
-factored = pytest.mark.parametrize("name", FACTORED)
 NAN, INF = math.nan, math.inf
 
 BAD: list[tuple[str, Any]] = [
@@ -126,12 +125,6 @@ def test_fisher_is_fixed_by_the_constructor(value: str) -> None:
         ):
             each.fisher = "empirical"
         assert each.fisher == value
-
-
-def test_an_unknown_likelihood_lists_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="^likelihood must be") as caught:
-        TNT.paper([weight(2)], likelihood="poisson")
-    assert all(name in str(caught.value) for name in ("categorical", "bernoulli", "gaussian"))
 
 
 @factored

@@ -1,16 +1,14 @@
 """An optimizer of one's own (examples/one_sided_shampoo.py) against its dense definition."""
 
-import io
 import runpy
 from pathlib import Path
 
 import pytest
 import torch
+from optimizers import through_a_file
 from oracle_shampoo import eigen_root
 from tolerances import FLOAT64_TRAJECTORY
 from torch import Tensor, nn
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "one_sided_shampoo.py"
 ONE_SIDED_SHAMPOO = runpy.run_path(str(EXAMPLE))["OneSidedShampoo"]
@@ -69,11 +67,8 @@ def test_resumed_training_is_the_training() -> None:
     params = weights()
     opt = ONE_SIDED_SHAMPOO(params, inverse_interval=T2, **SETTINGS)
     train(opt, params, 0, 5)
-    buffer = io.BytesIO()
-    torch.save([[p.detach() for p in params], opt.state_dict()], buffer)
+    saved, state = through_a_file([[p.detach() for p in params], opt.state_dict()])
     train(opt, params, 5, 11)
-    buffer.seek(0)
-    saved, state = torch.load(buffer, weights_only=True)
     others = [nn.Parameter(p) for p in saved]
     again = ONE_SIDED_SHAMPOO(others, inverse_interval=T2, **SETTINGS)
     again.load_state_dict(state)

@@ -15,13 +15,13 @@ import torch
 from conftest import FixedLabels
 from drawn import close
 from optimizers import (
-    FACTORED,
     METHODS,
     NO_FAILURES,
     SAMPLING,
     Dictated,
     apart,
     equal,
+    factored,
     images,
     leaves,
     made,
@@ -188,7 +188,7 @@ def test_training_under_autocast(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("rounding", ["stochastic", "master"])
-@pytest.mark.parametrize("name", ["sampled", "empirical", "shampoo"])
+@factored
 def test_training_of_a_bfloat16_model(name: str, rounding: str) -> None:
     losses, opt = trained_loss(name, torch.bfloat16, rounding=rounding)
     assert_trained_as_in_full(name, losses)
@@ -416,7 +416,7 @@ def test_clipping_reaches_momentum_and_training_statistics(name: str) -> None:
             close(clipped, factor**2 * whole)
 
 
-@pytest.mark.parametrize("name", ["sampled", "empirical", "shampoo"])
+@factored
 def test_steps_in_the_backward(name: str) -> None:
     """Each parameter has an optimizer, which steps as soon as the gradient exists and frees it. The
     steps have the bits of one optimizer for all parameters."""
@@ -454,7 +454,6 @@ def test_steps_in_the_backward(name: str) -> None:
 
 SHAPES = [(6, 4), (5,), (4, 3, 2, 2)]
 FORMS: list[dict[str, Any]] = [{}, {"graft": "adam"}, {"block_size": 3}]
-factored = pytest.mark.parametrize("name", FACTORED)
 
 
 def started(name: str, dtype: torch.dtype, **settings: Any) -> Dictated:

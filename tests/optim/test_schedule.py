@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from optimizers import Dictated
+from optimizers import Dictated, factored
 from torch import Tensor, nn
 
 STEPS = 60
@@ -42,7 +42,7 @@ def by_definition(interval: int, warmup: int) -> list[int]:
     return steps
 
 
-@pytest.mark.parametrize("name", ["sampled", "empirical", "shampoo"])
+@factored
 @pytest.mark.parametrize(("intervals", "warmup"), [((4, 8), 20), ((3, 3), 1), ((5, 20), 200)])
 def test_intervals_grow_in_their_warm_up(
     name: str, intervals: tuple[int, int], warmup: int

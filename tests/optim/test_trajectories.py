@@ -213,7 +213,7 @@ def library_weights(
         yield [p.detach().double() for p in model.parameters()]
 
 
-def assert_follows(way: Comparison, settings: Settings, model: nn.Module | None = None) -> None:
+def assert_follows(way: Comparison, settings: Settings) -> None:
     """Every parameter, after every step."""
     # Both precisions share one oracle.
     record = oracle_trajectory(Comparison(way.name, WIDE, 0.0), settings)
@@ -221,7 +221,7 @@ def assert_follows(way: Comparison, settings: Settings, model: nn.Module | None 
     for p, q in zip(start, end, strict=True):
         assert float((q - p).norm()) > 3e-3 * float(p.norm()), "the trajectory hardly moves"
         assert float((q - p).norm()) < 5 * float(p.norm()), "the trajectory is not stable"
-    model = (model or initial_model()).to(way.dtype)
+    model = initial_model().to(way.dtype)
     runs = library_weights(way, model, settings, iter(record.labels))
     steps = 0
     for steps, weights in enumerate(runs, 1):
@@ -294,25 +294,6 @@ def test_maximum_likelihood_follows_the_oracle(
     assert_follows(way, settings)
 
 
-@pytest.mark.parametrize("name", FACTORED)
-@pytest.mark.parametrize("relative", [False, True], ids=["damping", "relative"])
-@pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
-def test_diagonal_modes_follow_the_oracle(name: str, warm: bool, relative: bool) -> None:
-    more = {"damping": 1.0, "lr": 2e-5} if relative and name != "shampoo" else {}
-    settings = settings_of(name, **more, max_factor_dim=1, relative_damping=relative, warm=warm)
-    assert_follows(Comparison(name, WIDE, FLOAT64_TRAJECTORY), settings)
-
-
-@comparisons
-def test_channels_last_follows_the_oracle(way: Comparison) -> None:
-    """Weights and gradients of any strides; the weights keep theirs."""
-    model = initial_model().to(memory_format=torch.channels_last)
-    strides = [p.stride() for p in model.parameters()]
-    assert not all(p.is_contiguous() for p in model.parameters())
-    assert_follows(way, settings_of(way.name), model)
-    assert [p.stride() for p in model.parameters()] == strides
-
-
 # ------------------------------------------------------------------ dictated gradients
 
 SHAPES: list[tuple[int, ...]] = [
@@ -342,6 +323,7 @@ def test_every_shape_and_layout_follows_the_oracle(
         way.name, lr=0.05, damping=0.2, max_factor_dim=max_factor_dim, relative_damping=relative
     ).arguments()
     params = [nn.Parameter(scattered(shape, 1000, way.dtype)) for shape in SHAPES]
+    strides = [p.stride() for p in params]
     mirrors = [p.detach().double().clone() for p in params]
     start = [m.clone() for m in mirrors]
     run, oracle = Dictated(way.name, params, **settings), way.oracle(mirrors, **settings)
@@ -352,6 +334,7 @@ def test_every_shape_and_layout_follows_the_oracle(
         oracle.step(grads, sampled if way.name == "sampled" else grads)
         for shape, p, mirror, first in zip(SHAPES, params, mirrors, start, strict=True):
             assert_near(way, p, mirror, first, (t, shape))
+    assert [p.stride() for p in params] == strides
 
 
 @wide

@@ -1,29 +1,16 @@
 """The commands of the benchmarks run, and their records have what their pages need."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from commands import python
 
 from bench import complexity, processes, report
 from tools.measuring.records import read_json
 
-ROOT = Path(__file__).parents[2]
-
 
 def run(*arguments: str) -> str:
-    # pytest-benchmark does not measure in a process that it takes for a worker of pytest-xdist.
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST")}
-    done = subprocess.run(
-        [sys.executable, "-m", *arguments],
-        cwd=ROOT,
-        env={**inherited, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = python("-m", *arguments, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -62,6 +49,7 @@ def test_complexity_writes_a_record_and_its_page(
     complexity.main(out, seconds=0.0)
     record = read_json(out)
     assert [len(row["seconds"]) for row in record["rows"]] == [4] * 8
+    assert all(min(row["seconds"]) > 0 for row in record["rows"])
     assert out.with_suffix(".md").read_text() == complexity.page(record)
 
 

@@ -3,7 +3,6 @@
 Everything is built from a copy of the checkout, so that nothing lands in it.
 """
 
-import os
 import re
 import shutil
 import subprocess
@@ -13,10 +12,9 @@ from pathlib import Path
 
 import pytest
 import scipy_openblas32
+from commands import ROOT, python
 
 import tnt_kernels  # noqa: F401 - loads its extensions
-
-ROOT = Path(__file__).parents[2]
 
 STEP = """
 import sys
@@ -38,18 +36,6 @@ print(bool((model.weight != before).all()), bool(model.weight.isfinite().all()))
 """
 
 
-def run(
-    *arguments: str, cwd: Path, environment: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=cwd,
-        env={**os.environ, **(environment or {})},
-        capture_output=True,
-        text=True,
-    )
-
-
 def copy_of_the_checkout(folder: Path) -> Path:
     """What is, or is about to be, under version control: no build products."""
     listed = subprocess.run(
@@ -67,14 +53,13 @@ def copy_of_the_checkout(folder: Path) -> Path:
 
 
 def build_wheel(
-    folder: Path, environment: dict[str, str] | None = None
+    folder: Path, **environment: str
 ) -> tuple[subprocess.CompletedProcess[str], list[Path]]:
     """Builds a copy of the checkout as a user would; returns what pip said, and the wheels."""
     source, wheels = copy_of_the_checkout(folder / "source"), folder / "wheels"
     pip = ["-m", "pip", "--disable-pip-version-check", "wheel", "-v", "--no-build-isolation"]
-    result = run(
-        *pip, "--no-deps", "--no-index", "-w", str(wheels), ".", cwd=source, environment=environment
-    )
+    pip += ["--no-deps", "--no-index", "-w", str(wheels), "."]
+    result = python(*pip, cwd=source, **environment)
     return result, sorted(wheels.glob("*.whl"))
 
 
@@ -106,11 +91,11 @@ sys.path.remove(sysconfig.get_path("purelib"))
 
 
 def run_setup(
-    prelude: str, *arguments: str, environment: dict[str, str] | None = None
+    prelude: str, *arguments: str, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     code = f"{prelude}\nimport runpy; sys.argv = ['setup.py', *{arguments!r}]\n"
     code += "runpy.run_path('setup.py', run_name='__main__')"
-    return run("-c", code, cwd=ROOT, environment=environment)
+    return python("-c", code, **environment)
 
 
 def test_without_pytorch() -> None:
@@ -134,7 +119,7 @@ def test_build_isolation_does_not_hide_pytorch() -> None:
 )
 def test_without_the_extension(tmp_path: Path, environment: dict[str, str], why: str) -> None:
     """Without a compiler, or where that was asked for; the build says so."""
-    result, wheels = build_wheel(tmp_path, environment)
+    result, wheels = build_wheel(tmp_path, **environment)
     said = result.stdout + result.stderr
     assert result.returncode == 0, said
     assert "without the C++ extension" in said and why in said
@@ -152,7 +137,7 @@ def test_a_compiler_that_fails_is_an_error(tmp_path: Path) -> None:
         'exec c++ "$@"\n'
     )
     compiler.chmod(0o755)
-    result, wheels = build_wheel(tmp_path, {"CXX": str(compiler)})
+    result, wheels = build_wheel(tmp_path, CXX=str(compiler))
     assert result.returncode != 0 and wheels == []
     assert "this compiler fails" in result.stdout + result.stderr
 
@@ -197,7 +182,7 @@ def test_wheel_works_away_from_the_checkout(wheel: Path, tmp_path: Path) -> None
     openblas = Path(scipy_openblas32.get_lib_dir()).parent
     (site / openblas.name).symlink_to(openblas)
     # -I: neither the current folder nor the environment adds to the path.
-    result = run("-I", "-W", "error", "-c", STEP, str(site), cwd=tmp_path)
+    result = python("-I", "-W", "error", "-c", STEP, str(site), cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     *imported, served, moved = result.stdout.splitlines()
     assert len(imported) == 4
@@ -232,6 +217,6 @@ def test_the_operators_use_only_pytorchs_stable_interface() -> None:
 def test_what_cannot_be_built(environment: dict[str, str], said: str) -> None:
     """A sentence that says what is missing, not a traceback."""
     without_blas = "import sys; sys.modules['scipy_openblas32'] = None"
-    result = run_setup(without_blas, "--quiet", "--version", environment=environment)
+    result = run_setup(without_blas, "--quiet", "--version", **environment)
     assert result.returncode != 0
     assert said in result.stderr and "Traceback" not in result.stderr

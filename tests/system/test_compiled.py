@@ -22,8 +22,10 @@ from optimizers import (
     SAMPLING,
     apart,
     equal,
+    factored,
     made,
     observe,
+    sampling,
     statistics,
     values,
 )
@@ -39,7 +41,6 @@ from tnt_optim.autograd import graph_nodes
 # dynamo hides this warning itself, but not from a filter that makes it an error.
 pytestmark = pytest.mark.filterwarnings("default:The .grad attribute of a Tensor")
 
-COMPILED = ("sampled", "empirical", "shampoo")
 Reentrant = bool | None
 
 
@@ -122,7 +123,7 @@ def pair(name: str, **settings: Any) -> tuple[Net, Any, Net, Any]:
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("name", COMPILED)
+@factored
 def test_compiled_models_train_as_others(name: str, dtype: torch.dtype | None) -> None:
     """One graph serves steps with and without statistics, also under autocast."""
     model, opt, twin, reference = pair(name)
@@ -149,7 +150,7 @@ def test_models_in_generated_code_train_as_others_but_for_rounding() -> None:
         assert float((a - b).norm()) < FLOAT32_TRAJECTORY * float((b - c).norm())
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@factored
 def test_batches_of_other_sizes(name: str) -> None:
     """As the last batch of an epoch. They need one more graph, which serves any size, and whose
     first backward is at a step without statistics."""
@@ -213,16 +214,8 @@ def test_a_compiled_step_is_the_step(name: str) -> None:
     train(twin, reference, range(7))
     assert_same(model, opt, twin, reference)
 
-    def closure() -> Tensor:
-        opt.zero_grad()
-        x, y = batch(7)
-        output = model(x)
-        observe(opt, output)
-        loss = cross_entropy(output, y)
-        loss.backward()
-        return loss
-
-    assert float(step(closure).detach()) > 0
+    loss = step(lambda: optimizers.backward(model, opt, 7, data=batch))
+    assert float(loss.detach()) > 0
     train(twin, reference, [7])
     assert_same(model, opt, twin, reference)
     assert graphs() == 0
@@ -241,7 +234,7 @@ def whole_step(model: nn.Module, opt: Any) -> Callable[[Tensor, Tensor], Tensor]
     return take
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@factored
 def test_a_training_step_compiled_as_a_whole(name: str) -> None:
     """In pieces that are compiled once: none after every kind of step has been taken."""
     model, opt, twin, reference = pair(name)
@@ -400,7 +393,7 @@ def test_checkpointed_layers(name: str, dropout: float) -> None:
     assert (model.passes, twin.passes) == (6 + 6 + observations, 6)
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@factored
 def test_checkpointed_layers_in_a_compiled_model(name: str) -> None:
     model, twin = Net(False), Net()
     opt, reference = made(name, model), made(name, twin)
@@ -425,7 +418,7 @@ def test_dropout_in_checkpointed_layers_of_a_compiled_model() -> None:
         assert param.grad is not None and torch.equal(param.grad, sampled[param])
 
 
-@pytest.mark.parametrize("name", ["sampled", "kfac"])
+@sampling
 @pytest.mark.parametrize("where", ["a part", "the whole"])
 def test_reentrant_checkpointing_is_refused(name: str, where: str) -> None:
     """It hides the parameters from everything but ``backward()``. The refusal changes nothing, and

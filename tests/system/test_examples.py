@@ -1,15 +1,13 @@
 """Every example trains, where its trainer is installed."""
 
-import os
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from commands import ROOT, python
 from optimizers import NO_FAILURES
 
-FOLDER = Path(__file__).parents[2] / "examples"
+FOLDER = ROOT / "examples"
 # The packages that each example imports, other than this one and torch.
 NEEDS = {
     "accelerate_loop": ("accelerate", "sklearn"),
@@ -48,15 +46,9 @@ def test_example(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", sorted(LAUNCHED))
 def test_example_with_torchrun(name: str) -> None:
-    root = FOLDER.parent
-    path = f"{root}:{root / 'python'}"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*launcher, "--nproc-per-node", "2", str(FOLDER / f"{name}.py")],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'python'}", "OMP_NUM_THREADS": "1"}
+    done = python(*launcher, str(FOLDER / f"{name}.py"), **environment)
     assert done.returncode == 0, done.stderr
     losses = [float(line.split("loss")[1].split()[0]) for line in done.stdout.splitlines()]
     assert losses[-1] < 0.5 * losses[0] and str(NO_FAILURES) in done.stdout

@@ -48,7 +48,7 @@ def settings(seed: int) -> Settings:
     return replace(autoencoder_settings("digits", "sgd"), epochs=1, seed=seed)
 
 
-def test_processes_give_the_same_records_as_this_one(one_thread: None) -> None:
+def test_processes_give_the_same_records_as_this_one() -> None:
     def made(jobs: int) -> dict[int, list[float]]:
         maker = functools.partial(load_autoencoder, "digits")
         todo = [settings(seed) for seed in range(3)]

@@ -3,11 +3,10 @@
 In a process of its own, whose address space is limited to its present size and a little more.
 """
 
-import os
-import subprocess
 import sys
 
 import pytest
+from commands import python
 
 from tnt_kernels import backends
 
@@ -75,12 +74,6 @@ def test_an_operator_without_memory_changes_nothing(name: str, threads: int) -> 
         "MALLOC_TRIM_THRESHOLD_": "0",
         "MALLOC_ARENA_MAX": "1",
     }
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, name, str(threads)],
-        env={**os.environ, **tight},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    done = python("-c", PROGRAM, name, str(threads), timeout=600, **tight)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["MemoryError", "True", "True"]

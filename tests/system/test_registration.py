@@ -1,21 +1,17 @@
 """The operators under torch.compile, under autocast, and without the extension."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from cases import DTYPES, SHAPES, STATE_DTYPES, close, flat, identical, normal, scalar
+from commands import python
 from operators import NUMBERS, VARIANTS, Call, call, everything
 from torch import Tensor
 
 import tnt_kernels
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-ROOT = Path(__file__).parents[2]
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
@@ -52,16 +48,9 @@ class Compiled:
         return self._compiled.setdefault(name, made)
 
 
-def python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-
-
 def test_page_for_a_bug_report() -> None:
     """``python -m tnt_kernels`` prints the table; with the extension nothing warns."""
-    result = python("-W", "error", "-m", "tnt_kernels")
+    result = python("-W", "error", "-m", "tnt_kernels", **ONE_THREAD)
     assert result.returncode == 0, result.stderr
     assert result.stdout == f"{tnt_kernels.backends()}\n"
     assert result.stderr == ""
@@ -122,7 +111,7 @@ def without_extension(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[st
     """What a process without the extension prints, and its results outside and in autocast."""
     folder = tmp_path_factory.mktemp("results")
     paths = [folder / name for name in ("outside.pt", "inside.pt")]
-    result = python("-c", WITHOUT_EXTENSION, *map(str, paths))
+    result = python("-c", WITHOUT_EXTENSION, *map(str, paths), **ONE_THREAD)
     assert result.returncode == 0, result.stderr
     return result.stdout.splitlines(), paths
 
@@ -158,7 +147,7 @@ print(*(str(warning.message) for warning in caught))
 
 def test_another_torch() -> None:
     """The operators serve it; what stands on PyTorch's C++ interface does not touch it."""
-    result = python("-c", OTHER.format(change='torch.__version__ = "2.99.0"'))
+    result = python("-c", OTHER.format(change='torch.__version__ = "2.99.0"'), **ONE_THREAD)
     assert result.returncode == 0, result.stderr
     assert result.stdout == "{'C++'} Python\n\n"
 
@@ -166,7 +155,7 @@ def test_another_torch() -> None:
 def test_operators_of_other_schemas_are_not_used() -> None:
     """They would read other types than they get."""
     change = 'sys.modules["tnt_kernels._ops"] = types.SimpleNamespace(signatures="")'
-    result = python("-c", OTHER.format(change=change))
+    result = python("-c", OTHER.format(change=change), **ONE_THREAD)
     assert result.returncode == 0, result.stderr
     served, warned = result.stdout.splitlines()
     assert served == "{'reference'} C++"

@@ -1,26 +1,17 @@
 """Thread pools of a whole process: after a fork, and next to PyTorch's own."""
 
-import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 import torch
+from commands import python
 
 
-def run_alone(source: str, timeout: float = 120, **environment: str) -> str:
+def run_alone(source: str, **environment: str) -> str:
     """Runs a script in a process of its own, in the tests' folder; returns what it prints."""
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(source)],
-        cwd=Path(__file__).parents[1],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+    folder = Path(__file__).parents[1]
+    result = python("-c", textwrap.dedent(source), cwd=folder, timeout=120, **environment)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
