@@ -28,7 +28,7 @@ from attached import (
 )
 from conftest import observation_count, observed_gradients
 from kfac_models import least_likely
-from optimizers import through_a_file
+from optimizers import made, sampling, through_a_file
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.functional import cross_entropy
@@ -542,16 +542,20 @@ class Borrowing:
         return getattr(self.optimizer, item)
 
 
-def test_wrappers_that_borrow_the_methods() -> None:
-    model = made_net()
-    opt = TNT.paper(model.parameters(), **SETTINGS)
+@sampling
+@pytest.mark.filterwarnings("ignore:KFAC updates:RuntimeWarning")
+def test_wrappers_that_borrow_the_methods(name: str) -> None:
+    model, other = made_net(), made_net()
+    opt, reference = made(name, model), made(name, other)
     wrapper: Any = Borrowing(opt)
     wrapper.attach(model)
     wrapper.attach(model)
+    assert wrapper.observing
     del wrapper
     gc.collect()
     train(model, opt, observe=False)
-    assert_same(contents(model, opt), explicit())
+    train(other, reference, observe=True)
+    assert_same(contents(model, opt), contents(other, reference))
 
 
 def test_replicas_in_threads_are_refused() -> None:
