@@ -58,6 +58,7 @@ TABLE_5: dict[str, dict[str, tuple[float, float | None, float, float | None]]] =
         "kfac": (3e-5, 0.01, 0.999, 0.999),
         "shampoo": (1e-4, 3e-4, 0.99, 0.99),
         "adam": (1e-4, 1e-4, 0.99, 0.99),
+        "adam-authors": (1e-4, 1e-4, 0.99, 0.99),
         "sgd": (0.001, None, 0.99, None),
     },
     "faces": {
@@ -65,6 +66,7 @@ TABLE_5: dict[str, dict[str, tuple[float, float | None, float, float | None]]] =
         "kfac": (0.01, 3.0, 0.99, 0.99),
         "shampoo": (1e-4, 3e-4, 0.99, 0.999),
         "adam": (1e-4, 1e-4, 0.9, 0.9),
+        "adam-authors": (1e-4, 1e-4, 0.9, 0.9),
         "sgd": (0.001, None, 0.9, None),
     },
 }
