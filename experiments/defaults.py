@@ -1,8 +1,9 @@
 """Beyond the paper: optimizers without any argument against tuned rivals.
 
-TNT, TNT-EF and Shampoo have their defaults on every task: nothing is searched. Every rival has the
-best of seven learning rates, chosen by a run from a seed that the final runs do not use. Last, each
-kind of step is timed alone, all methods in turn, since the runs share the machine.
+TNT, TNT-EF, Shampoo and KFAC have their defaults on every task: nothing is searched. Every rival
+has its best learning rate: a search with a seed that the final runs do not use goes on until both
+neighbours in the grid are worse. Last, each kind of step is timed alone, all methods in turn, since
+the runs share the machine.
 """
 
 from __future__ import annotations
@@ -42,8 +43,6 @@ QUICK = [Quick("defaults", "--quick --threads 1 --jobs 2", needs_data=True)]
 
 # Not a seed of the final runs: a rate must not win by the luck of a start.
 TUNING_SEED = 100
-# The search: seven rates, neighbours in the ratio 10^(1/4), around a centre.
-SEARCHED = 7
 
 
 @dataclass(frozen=True)
@@ -54,12 +53,12 @@ class Task:
         label: in tables.
         load: the problem, from the folder of the data.
         epochs: of a run.
-        centres: the middle of the seven learning rates of each rival.
+        centres: the learning rate of each rival with which its search begins.
         batch_size: of a step.
         seeds: the number of final runs.
         metric: of an epoch, minimised; None for the smoothed training loss.
-        after: a shorter task of the same problem, whose times of a step serve both. Its best rate
-            and that one's two neighbours are then the search.
+        after: a shorter task of the same problem, whose times of a step serve both, and with whose
+            best rates the searches begin.
     """
 
     label: str
@@ -151,8 +150,7 @@ def main(
         for name, one in tasks.items():
             maker = functools.partial(one.load, data)
             maker()  # missing data end the command here
-            searched = 3 if quick else SEARCHED
-            _train(file, name, one, maker, jobs, searched)
+            _train(file, name, one, maker, jobs)
             if one.after is None:
                 _measure(file, name, one, maker, threads or 1)
     for name, one in tasks.items():
@@ -172,14 +170,14 @@ def rate(place: int) -> float:
     return float(f"{10 ** (place / 4):.1e}")
 
 
-def searched_rates(centre: float, count: int) -> list[float]:
-    """`count` rates of the grid around a centre.
+def around(lr: float) -> list[float]:
+    """A rate of the grid and its two neighbours.
 
-    >>> searched_rates(0.01, 3)
+    >>> around(0.01)
     [0.0056, 0.01, 0.018]
     """
-    middle = round(4 * math.log10(centre))
-    return [rate(middle - count // 2 + number) for number in range(count)]
+    place = round(4 * math.log10(lr))
+    return [rate(place + number) for number in (-1, 0, 1)]
 
 
 def tried(
@@ -194,32 +192,37 @@ def tried(
     }
 
 
-def _train(
-    file: RunFile, name: str, task: Task, maker: Callable[[], Problem], jobs: int, searched: int
-) -> None:
+def _train(file: RunFile, name: str, task: Task, maker: Callable[[], Problem], jobs: int) -> None:
     kept_of = functools.partial(kept, metric=task.metric)
 
     def make(wanted: Iterable[Settings]) -> None:
         keys = {one: {"task": name, "settings": asdict(one)} for one in wanted}
         make_runs(file, maker, keys, kept_of, jobs)
 
-    rates = {
-        method: searched_rates(centre, searched)
-        if task.after is None
-        else searched_rates(_best(file, task.after, method), 3)
-        for method, centre in task.centres.items()
-    }
-    make(_settings(method, task, lr, TUNING_SEED) for method, own in rates.items() for lr in own)
-    best = {method: _best(file, name, method) for method in task.centres}
+    best: Mapping[str, float] = task.centres
+    if task.after is not None:
+        best = _best(file, task.after, best)
+    while True:
+        make(_settings(m, task, lr, TUNING_SEED) for m in best for lr in around(best[m]))
+        found = _best(file, name, best)
+        if found == best:
+            break
+        best = found
     seeds = range(task.seeds)
     make(_settings(m, task, best.get(m), s) for m in (*UNTUNED, *best) for s in seeds)
 
 
-def _best(file: RunFile, task: str, method: str) -> float:
-    found = tried(file.runs, task, method)
-    if not found:
+def _best(file: RunFile, task: str, methods: Iterable[str]) -> dict[str, float]:
+    found = {method: best_rate(file.runs, task, method) for method in methods}
+    if None in found.values():
         raise ValueError(f"{file.path} has no search of {task}: run --task {task} first")
-    return (ranked(found) or sorted(found))[0]
+    return {method: lr for method, lr in found.items() if lr is not None}
+
+
+def best_rate(runs: Iterable[Mapping[str, Any]], task: str, method: str) -> float | None:
+    """The searched rate of the lowest loss; the middle one if all diverged; None without runs."""
+    found = tried(runs, task, method)
+    return next(iter(ranked(found) or sorted(found)[len(found) // 2 :]), None)
 
 
 def _settings(method: str, task: Task, lr: float | None, seed: int = 0) -> Settings:
@@ -346,7 +349,6 @@ class Row:
     Attributes:
         method: its name.
         lr: its learning rate.
-        edge: whether that is an end of the search, beyond which a better one may lie.
         curves: the losses of every run's epochs, by seed.
         final: the last losses by seed; infinite for a run that diverged.
         clock: the seconds after 0, 1, ... steps.
@@ -356,7 +358,6 @@ class Row:
 
     method: str
     lr: float
-    edge: bool
     curves: list[list[float | None]]
     final: list[float]
     clock: list[float]
@@ -371,8 +372,11 @@ def rows(runs: Sequence[Mapping[str, Any]], name: str, task: Task) -> list[Row]:
     finals: dict[str, list[Mapping[str, Any]]] = {}
     for run in own:
         settings = run["key"]["settings"]
-        if settings is not None and settings["seed"] != TUNING_SEED:
-            finals.setdefault(settings["optimizer"], []).append(run)
+        if settings is None or settings["seed"] == TUNING_SEED:
+            continue
+        method = settings["optimizer"]
+        if method not in RIVALS or settings["lr"] == best_rate(own, name, method):
+            finals.setdefault(method, []).append(run)
     for members in finals.values():
         members.sort(key=lambda run: run["key"]["settings"]["seed"])
     methods = [
@@ -396,11 +400,9 @@ def rows(runs: Sequence[Mapping[str, Any]], name: str, task: Task) -> list[Row]:
             for rival, goal in reachable.items()
         }
         lr = finals[m][0]["key"]["settings"]["lr"]
-        rates = tried(own, name, m)
-        edge = m in RIVALS and lr in (min(rates), max(rates))
         against = {rival: paired(last[m], last[rival]) for rival in goals}
         curves = [list(run["losses"]) for run in finals[m]]
-        found.append(Row(m, lr, edge, curves, last[m], clocks[m], against, times))
+        found.append(Row(m, lr, curves, last[m], clocks[m], against, times))
     return found
 
 
@@ -452,10 +454,10 @@ def cells(row: Row, rivals: Sequence[str]) -> tuple[str, ...]:
             time = row.time.get(rival)
             if time is not None:
                 times[number] = f"{time:.2f}" if math.isfinite(time) else "not reached"
-    lr = f"{row.lr:g}" + (" (end of the search)" if row.edge else "")
     pace = f"{1000 * row.clock[-1] / (len(row.clock) - 1):.1f}"
     label = METHODS[row.method].label
-    return label, "default" if row.method in UNTUNED else lr, loss, *against, pace, *times
+    lr = "default" if row.method in UNTUNED else f"{row.lr:g}"
+    return label, lr, loss, *against, pace, *times
 
 
 def plot(found: Sequence[Row], task: Task, path: Path) -> None:
