@@ -43,6 +43,8 @@ QUICK = [Quick("defaults", "--quick --threads 1 --jobs 2", needs_data=True)]
 
 # Not a seed of the final runs: a rate must not win by the luck of a start.
 TUNING_SEED = 100
+# A search that goes on for longer has gone wrong: each round may change a rate by 10^(1/4).
+MOST_ROUNDS = 20
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,8 @@ class Task:
         batch_size: of a step.
         seeds: the number of final runs.
         metric: of an epoch, minimised; None for the smoothed training loss.
-        after: a shorter task of the same problem, whose times of a step serve both, and with whose
-            best rates the searches begin.
+        after: a shorter task of the same problem. Its times of a step serve both; its best rates
+            begin the searches.
     """
 
     label: str
@@ -202,12 +204,13 @@ def _train(file: RunFile, name: str, task: Task, maker: Callable[[], Problem], j
     best: Mapping[str, float] = task.centres
     if task.after is not None:
         best = _best(file, task.after, best)
-    while True:
+    for _ in range(MOST_ROUNDS):
         make(_settings(m, task, lr, TUNING_SEED) for m in best for lr in around(best[m]))
-        found = _best(file, name, best)
-        if found == best:
+        before, best = best, _best(file, name, best)
+        if best == before:
             break
-        best = found
+    else:
+        raise ValueError(f"{name}: the best rates are still ends of the searches, {best}")
     seeds = range(task.seeds)
     make(_settings(m, task, best.get(m), s) for m in (*UNTUNED, *best) for s in seeds)
 
@@ -220,9 +223,9 @@ def _best(file: RunFile, task: str, methods: Iterable[str]) -> dict[str, float]:
 
 
 def best_rate(runs: Iterable[Mapping[str, Any]], task: str, method: str) -> float | None:
-    """The searched rate of the lowest loss; the middle one if all diverged; None without runs."""
+    """The searched rate of the lowest loss; the lowest rate if all diverged; None without runs."""
     found = tried(runs, task, method)
-    return next(iter(ranked(found) or sorted(found)[len(found) // 2 :]), None)
+    return next(iter(ranked(found) or sorted(found)), None)
 
 
 def _settings(method: str, task: Task, lr: float | None, seed: int = 0) -> Settings:

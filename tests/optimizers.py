@@ -26,7 +26,7 @@ SAMPLING = ("sampled", "kfac", "eigenbasis")  # statistics come from observe(), 
 SETTINGS: dict[str, Any] = {"lr": 0.02, "damping": 0.1, "stat_interval": 2, "inverse_interval": 4}
 factored = pytest.mark.parametrize("name", FACTORED)
 every = pytest.mark.parametrize("name", EVERY)
-sampling = pytest.mark.parametrize("name", ["sampled", "kfac"])
+tnt_and_kfac = pytest.mark.parametrize("name", ["sampled", "kfac"])
 NO_FAILURES = {"skipped_statistics": 0, "failed_inverses": 0, "unreached": 0}
 
 Batches = Callable[[int], tuple[Tensor, Tensor]]

@@ -231,8 +231,8 @@ void update_tile(const GramMode& mode, const Operands& of, const Tile& tile, dou
       return blend_square(tile.rows, alpha, vector, x.row_stride, decay, lower, x.d);
     }
   }
-  // Small products are fastest transposed (OpenBLAS then loads whole vectors) and, without packing,
-  // up to kUnpackedProduct.
+  // Small products: transposed operands are fastest, because OpenBLAS then loads whole vectors. Up
+  // to kUnpackedProduct it does not pack.
   const bool small = std::is_same_v<In, T> && tile.rows <= kSmall;
   const bool direct = readable<In>(x) && (!small || panel_in_place<In>(x, 0, 0).transposed);
   const int64_t height = tile.rows + (triangle ? 0 : tile.columns);

@@ -63,18 +63,20 @@ class OutputHook:
 
 
 class Attachable:
-    """``attach`` for an optimizer with ``observe``, and ``observing``.
-
-    ``_observed`` holds the optimizer's observations.
-    """
+    """Adds ``attach`` and ``observing`` to an optimizer with ``observe`` and ``_observed``."""
 
     _attached: RemovableHandle | None = None  # the hook on the observed model; a copy has none
     _warming = False  # whether ``warm_start`` observes
 
     @property
+    def _own(self) -> Any:
+        # Lightning's wrapper borrows the methods of the optimizer that it wraps.
+        return getattr(self, "optimizer", self)
+
+    @property
     def observing(self) -> bool:
         """Whether ``observe`` would use an output now, because statistics are due."""
-        return not self._warming and bool(self._wanted())
+        return not self._own._warming and bool(self._wanted())
 
     def _wanted(self) -> Sequence[Any]:
         """What an output would be observed for now."""
@@ -95,8 +97,8 @@ class Attachable:
         the output is observed as if autocast had ended.
 
         An optimizer is attached to one model at a time; a second ``attach`` replaces the first. Two
-        optimizers may be attached to one model. Neither keeps the other alive; copies of the model
-        have a hook that does nothing, copies of the optimizer are not attached.
+        optimizers may be attached to one model. The hook keeps no optimizer alive; copies of the
+        model have a hook that does nothing, copies of the optimizer are not attached.
 
         Under DistributedDataParallel attach to the wrapped module or to the one inside; with
         ``static_graph=True`` to the one inside. Attach after ``fully_shard``. A model may be
@@ -105,7 +107,8 @@ class Attachable:
         backwards.
 
         Args:
-            model: a module whose outputs depend on this optimizer's parameters.
+            model: a module whose outputs depend on this optimizer's parameters; for ``KFAC`` its
+                own or a module around it, not compiled and not sharded.
             output: from the model's result to the argument of ``observe``, as
                 ``lambda out: out.logits[:, :-1]`` for a language model; None: the tensor it
                 returns, or its ``logits``. A function of three arguments, ``lambda out, args,
@@ -124,8 +127,7 @@ class Attachable:
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         if output is not None and not callable(output):
             raise TypeError(f"output must be a function or None, got {type(output).__name__}")
-        # Lightning's wrapper borrows this method: attach the wrapped optimizer.
-        own: Attachable = getattr(self, "optimizer", self)
+        own = self._own
         hook = OutputHook(weakref.ref(own), output, _is_sharded(model))
         handle = model.register_forward_hook(hook, with_kwargs=True)
         weakref.finalize(own, handle.remove).atexit = False

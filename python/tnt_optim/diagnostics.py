@@ -79,7 +79,7 @@ def _figures(
         for start in range(0, len(members), count):
             some = members[start : start + count]
             stats, factors = (_stacked([pair[which] for _, pair in some]) for which in (0, 1))
-            yield [("condition", param) for param, _ in some], _conditions(stats, factors)
+            yield [("condition", param) for param, _ in some], conditions(stats, factors)
 
 
 def _norms(
@@ -94,7 +94,7 @@ def _stacked(matrices: Sequence[Tensor]) -> Tensor:
     return matrices[0].unsqueeze(0) if len(matrices) == 1 else torch.stack(list(matrices))
 
 
-def _conditions(stats: Tensor, factors: Tensor) -> Tensor:
+def conditions(stats: Tensor, factors: Tensor) -> Tensor:
     """The condition numbers of n factors, (n, d, d) or (n, d), estimated from below.
 
     The eigenvector of the largest eigenvalue of S is that of the smallest of A, if A is the factor

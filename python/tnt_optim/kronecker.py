@@ -457,7 +457,7 @@ class KroneckerOptimizer(Optimizer):
     # The schedule.
 
     def _due(self) -> list[Tensor]:
-        """Parameters with statistics due by the schedule, or with none that an output may reach."""
+        """Parameters with statistics due, and parameters without any that an output may reach."""
         return [
             p
             for group in self.param_groups

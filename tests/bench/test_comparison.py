@@ -41,7 +41,7 @@ from tnt_kernels import reference
 from tools.measuring.parameter_sets import DEFAULT_SETS, PARAMETER_SETS, ParameterSet
 
 CPU = torch.device("cpu")
-SMALL = ParameterSet("small", ((5, 3), (7,), (4, 3, 3, 3)))
+SMALL = ParameterSet("small", ((5, 3), (7,), (4, 3, 3, 3)), note="said")
 
 
 # Work.
@@ -196,7 +196,7 @@ def test_every_candidate_has_a_row_with_its_ratio_to_the_first() -> None:
     assert [row["candidate"] for row in rows] == [OURS, "addmm_", "AdamW"]
     ours, baseline, free = rows
     assert ours["median"] == 0.25 and ours["ratio"] == [1.0] * 3 and ours["rounds"] >= 3
-    assert ours["work"] == [2, 1, False] and "work" not in baseline
+    assert ours["work"] == [2, 1, False] and ours["note"] == "said" and "work" not in baseline
     assert baseline["error"] == 0.0 and "error" not in free
     assert baseline["baseline"] and "baseline" not in free and "baseline" not in ours
     assert baseline["ratio"][0] == pytest.approx(baseline["median"] * 4, rel=1e-9)

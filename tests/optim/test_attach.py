@@ -28,7 +28,7 @@ from attached import (
 )
 from conftest import observation_count, observed_gradients
 from kfac_models import least_likely
-from optimizers import made, sampling, through_a_file
+from optimizers import made, through_a_file, tnt_and_kfac
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.functional import cross_entropy
@@ -542,7 +542,7 @@ class Borrowing:
         return getattr(self.optimizer, item)
 
 
-@sampling
+@tnt_and_kfac
 @pytest.mark.filterwarnings("ignore:KFAC updates:RuntimeWarning")
 def test_wrappers_that_borrow_the_methods(name: str) -> None:
     model, other = made_net(), made_net()
@@ -551,11 +551,25 @@ def test_wrappers_that_borrow_the_methods(name: str) -> None:
     wrapper.attach(model)
     wrapper.attach(model)
     assert wrapper.observing
-    del wrapper
-    gc.collect()
+    wrapper.warm_start((model(x) for x, _ in batches(9)), model=model)
+    reference.warm_start((other(x) for x, _ in batches(9)), model=other)
     train(model, opt, observe=False)
     train(other, reference, observe=True)
     assert_same(contents(model, opt), contents(other, reference))
+    if name == "kfac":
+        wrapper.close()
+        assert not model._forward_hooks
+
+
+def test_the_wrapper_may_be_gone() -> None:
+    model = made_net()
+    opt = TNT.paper(model.parameters(), **SETTINGS)
+    wrapper: Any = Borrowing(opt)
+    wrapper.attach(model)
+    del wrapper
+    gc.collect()
+    train(model, opt, observe=False)
+    assert_same(contents(model, opt), explicit())
 
 
 def test_replicas_in_threads_are_refused() -> None:

@@ -10,7 +10,7 @@ from optimizers import Dictated, factored, tensors
 from torch import Tensor, nn
 
 from tnt_kernels import mode_products
-from tnt_optim.diagnostics import _conditions
+from tnt_optim.diagnostics import conditions
 
 
 def trained(name: str, **settings: Any) -> Dictated:
@@ -57,7 +57,7 @@ def test_condition_is_the_largest_of_the_factors(name: str, settings: dict[str, 
 
 
 def condition(stat: Tensor, factor: Tensor) -> Tensor:
-    return _conditions(stat[None], factor[None])[0]
+    return conditions(stat[None], factor[None])[0]
 
 
 @pytest.mark.parametrize("size", [1, 3, 200])

@@ -164,16 +164,18 @@ def test_relative_damping_without_grafting_is_warned_of() -> None:
 
 
 @factored
-@pytest.mark.parametrize("form", [{}, {"relative_damping": True}, {"block_size": 4}])
+@pytest.mark.parametrize(
+    ("form", "mode"), [({}, 1), ({"relative_damping": True}, 1), ({"block_size": 4}, 0)]
+)
 def test_a_first_factor_that_fails_raises_and_changes_nothing(
-    name: str, form: dict[str, Any]
+    name: str, form: dict[str, Any], mode: int
 ) -> None:
-    """Damping 0 and a column that never has a gradient: S_2 is exactly singular."""
-    run = Dictated(name, [weight(3, 8)], damping=0.0, **form)
-    gradient = noise(3, 8)
-    gradient[:, 1] = 0.0
+    """Damping 0, a column without a gradient: S_2 is singular, with blocks the second one's S_1."""
+    run = Dictated(name, [weight(4, 8)], damping=0.0, **form)
+    gradient = noise(4, 8)
+    gradient[:, 5] = 0.0  # in the second block
     before = run.snapshot()
-    with raising(PreconditionerError, "mode 1 of parameter 0 of group 0.* damping is 0.0"):
+    with raising(PreconditionerError, f"mode {mode} of parameter 0 of group 0.* damping is 0.0"):
         run.step([gradient])
     run.opt.zero_grad()
     before.assert_unchanged()

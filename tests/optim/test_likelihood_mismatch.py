@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from optimizers import made, no_host_reads, sampling
+from optimizers import made, no_host_reads, tnt_and_kfac
 from torch import Tensor, nn
 
 from tnt_optim import TNT, mismatch
@@ -112,7 +112,7 @@ OTHERS: dict[str, tuple[str, Loss, Callable[[], Tensor], nn.Module | None, str]]
 }  # fmt: skip
 
 
-@sampling
+@tnt_and_kfac
 @pytest.mark.parametrize("other", OTHERS)
 def test_a_loss_that_does_not_fit_is_noticed(name: str, other: str) -> None:
     """Once, at the line of the user's step."""
@@ -206,7 +206,7 @@ FITTING: dict[str, tuple[str, Loss, Callable[[], Tensor], nn.Module | None]] = {
 }  # fmt: skip
 
 
-@sampling
+@tnt_and_kfac
 @pytest.mark.parametrize("fitting", FITTING)
 def test_a_loss_that_fits_is_not_noticed(name: str, fitting: str) -> None:
     """A warning is an error in this suite."""
@@ -214,7 +214,7 @@ def test_a_loss_that_fits_is_not_noticed(name: str, fitting: str) -> None:
     first_step(name, likelihood, loss, target, last)
 
 
-@sampling
+@tnt_and_kfac
 @pytest.mark.parametrize("trained", [0, 300])
 def test_a_model_of_any_age_fits(name: str, trained: int) -> None:
     """Also one that knows its training data by heart."""
@@ -234,7 +234,7 @@ def test_a_model_of_any_age_fits(name: str, trained: int) -> None:
     opt.step()
 
 
-@sampling
+@tnt_and_kfac
 @pytest.mark.parametrize("likelihood", ["categorical", "bernoulli"])
 def test_accumulation_fits(name: str, likelihood: str) -> None:
     """The loss of each of twelve micro-batches is divided by twelve, as a mean over outputs is."""
@@ -251,7 +251,7 @@ def test_accumulation_fits(name: str, likelihood: str) -> None:
     opt.step()
 
 
-@sampling
+@tnt_and_kfac
 def test_the_scale_of_a_grad_scaler_fits(name: str) -> None:
     """Also one that looks like another reduction; a loss of another kind is still noticed."""
     for loss, target in ((F.cross_entropy, classes), (F.mse_loss, numbers)):
@@ -282,7 +282,7 @@ def test_autocast_fits(dtype: torch.dtype) -> None:
 # ------------------------------------------------------------------ the hook
 
 
-@sampling
+@tnt_and_kfac
 def test_only_the_first_step_compares(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of later outputs is kept, nor of a graph that lives on."""
     taken: list[Tensor] = []
@@ -316,7 +316,7 @@ def test_a_resumed_training_does_not_compare() -> None:
     resumed.step()
 
 
-@sampling
+@tnt_and_kfac
 def test_observing_does_not_wait_for_the_device(name: str) -> None:
     model = nn.Linear(WIDTH, OUTPUTS)
     opt = made(name, model)
@@ -328,7 +328,7 @@ def test_observing_does_not_wait_for_the_device(name: str) -> None:
         opt.step()
 
 
-@sampling
+@tnt_and_kfac
 def test_an_output_without_a_backward_is_not_compared(name: str) -> None:
     model = nn.Linear(WIDTH, OUTPUTS)
     opt = made(name, model)

@@ -10,7 +10,7 @@ import math
 
 import pytest
 import torch
-from optimizers import made, sampling
+from optimizers import made, tnt_and_kfac
 from oracle import contraction
 from torch import Tensor, nn
 
@@ -203,7 +203,7 @@ def test_statistics_of_tnt_have_the_fishers_expectation(
         assert micro_batches > 1 or float(((warm - expected) / error).abs().max()) < Z_BOUND
 
 
-@sampling
+@tnt_and_kfac
 def test_a_likelihood_function_draws_from_a_stream_of_seed_step_and_micro_batch(name: str) -> None:
     """torch's global generator is seeded for it and put back."""
 

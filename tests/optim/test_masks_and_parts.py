@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from optimizers import equal, made, sampling, statistics, through_a_file
+from optimizers import equal, made, statistics, through_a_file, tnt_and_kfac
 from tolerances import FLOAT64_REORDERED
 from torch import Tensor, nn
 
@@ -57,7 +57,7 @@ def first_statistics(
 # ------------------------------------------------------------------ leading dimensions
 
 
-@sampling
+@tnt_and_kfac
 def test_leading_dimensions_are_rows(name: str) -> None:
     """Of a language model's logits (N, T, C), to the bit."""
     model, x = linear(), torch.randn(5, 7, 3, dtype=torch.float64)
@@ -91,7 +91,7 @@ def test_rows_that_do_not_count_get_no_gradient_and_no_share_of_the_mean(likelih
     close([found[mask]], [plain[mask] * mask.numel() / mask.sum()])
 
 
-@sampling
+@tnt_and_kfac
 @pytest.mark.parametrize("likelihood", ["categorical", "bernoulli", "gaussian"])
 def test_masked_rows_are_as_if_they_were_not_there(
     name: str, likelihood: str, fixed_draws: None
@@ -106,7 +106,7 @@ def test_masked_rows_are_as_if_they_were_not_there(
         close(whole, counted)
 
 
-@sampling
+@tnt_and_kfac
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_a_micro_batch_of_padding_is_left_out(name: str, place: int, fixed_draws: None) -> None:
     model = linear()
@@ -118,7 +118,7 @@ def test_a_micro_batch_of_padding_is_left_out(name: str, place: int, fixed_draws
     close(found[:1], wanted[:1])
 
 
-@sampling
+@tnt_and_kfac
 def test_a_step_of_padding_keeps_the_statistics(name: str) -> None:
     model, (x, mask) = linear(), masked("categorical")
     opt = made(name, model, **DAILY)
@@ -149,12 +149,23 @@ def test_a_mask_that_does_not_fit_is_refused(change: Callable[[Tensor], Tensor])
     assert not opt._observed.count
 
 
-@sampling
+@tnt_and_kfac
 def test_a_warm_start_takes_masks(name: str, fixed_draws: None) -> None:
     model, (x, mask) = linear(), masked("categorical")
     opt = made(name, model)
     wanted = first_statistics(name, model, lambda: model(x[mask]))
     opt.warm_start(Masked(model(x), mask) for _ in range(2))
+    close(statistics(opt)[:1], wanted[:1])
+
+
+@tnt_and_kfac
+def test_attach_takes_masks(name: str, fixed_draws: None) -> None:
+    model, (x, mask) = linear(), masked("categorical")
+    opt = made(name, model)
+    wanted = first_statistics(name, model, lambda: model(x[mask]))
+    opt.attach(model, output=lambda out: Masked(out, mask))
+    F.cross_entropy(model(x)[mask], torch.zeros(int(mask.sum()), dtype=torch.int64)).backward()
+    opt.step()
     close(statistics(opt)[:1], wanted[:1])
 
 
@@ -187,7 +198,7 @@ def test_the_loss_is_the_sum_of_the_parts_each_with_its_own_draws() -> None:
     assert float(found.detach()) == float(wanted.detach())
 
 
-@sampling
+@tnt_and_kfac
 def test_a_policy_and_a_value_are_trained_and_resumed(name: str) -> None:
     """The composite is in no way part of the state that is saved."""
     model = PolicyAndValue()
@@ -205,7 +216,7 @@ def test_a_policy_and_a_value_are_trained_and_resumed(name: str) -> None:
     assert all(s.any() for s in statistics(opt))
 
 
-@sampling
+@tnt_and_kfac
 def test_a_part_may_have_a_mask(name: str, fixed_draws: None) -> None:
     """With one for each part, an output without a counted row is left out."""
     model, mask = linear(), torch.tensor([True, False, True])

@@ -18,8 +18,8 @@ from optimizers import (
     moved,
     net,
     no_host_reads,
-    sampling,
     statistics,
+    tnt_and_kfac,
     train,
     values,
 )
@@ -59,7 +59,7 @@ WRONG: dict[str, tuple[Callable[[Tensor], object], str]] = {
 }
 
 
-@sampling
+@tnt_and_kfac
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_refused_output_leaves_an_earlier_observation(name: str, wrong: str) -> None:
     model = nn.Linear(3, 4)
@@ -75,7 +75,7 @@ def test_a_refused_output_leaves_an_earlier_observation(name: str, wrong: str) -
     before.assert_unchanged()
 
 
-@sampling
+@tnt_and_kfac
 @pytest.mark.parametrize(
     ("likelihood", "message"),
     [(lambda z: 2 * z, "must give a 0-dim"), (lambda z: z.sum().detach(), "must have a graph")],
@@ -88,7 +88,7 @@ def test_a_likelihood_function_must_return_a_scalar_with_a_graph(
         made(name, model, likelihood=likelihood).observe(model(torch.randn(5, 3)))
 
 
-@sampling
+@tnt_and_kfac
 def test_an_output_whose_graph_is_gone_is_refused(name: str) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4))
     opt = made(name, model)
@@ -99,7 +99,7 @@ def test_an_output_whose_graph_is_gone_is_refused(name: str) -> None:
     assert observation_count(opt) == 0
 
 
-@sampling
+@tnt_and_kfac
 def test_a_single_class_is_refused(name: str) -> None:
     """Its cross entropy is 0 whatever the weights are: a forgotten likelihood."""
     model = nn.Linear(3, 1)
@@ -132,7 +132,7 @@ def test_observe_costs_a_backward_only_where_due_and_leaves_no_trace() -> None:
         opt.step()
 
 
-@sampling
+@tnt_and_kfac
 def test_a_step_before_any_statistic_says_what_to_do(name: str) -> None:
     model = net()
     opt = made(name, model)
@@ -144,7 +144,7 @@ def test_a_step_before_any_statistic_says_what_to_do(name: str) -> None:
     before.assert_unchanged()
 
 
-@sampling
+@tnt_and_kfac
 def test_a_forgotten_observe_warns_once_and_keeps_the_statistics(name: str) -> None:
     model = net()
     opt = made(name, model, stat_interval=1, inverse_interval=1)
@@ -175,7 +175,7 @@ def test_a_parameter_that_becomes_trainable_starts_its_statistics_at_once() -> N
 
 
 @pytest.mark.parametrize("likelihood", ["categorical", "bernoulli", "gaussian"])
-@sampling
+@tnt_and_kfac
 def test_later_steps_never_wait_for_the_device(
     name: str, likelihood: str, slow_reports: None
 ) -> None:
@@ -395,7 +395,7 @@ small_with_a_norm = pytest.mark.filterwarnings("ignore:KFAC updates 23.5%:Runtim
 
 
 @small_with_a_norm
-@sampling
+@tnt_and_kfac
 def test_a_warm_start_puts_the_buffers_of_its_model_back(name: str) -> None:
     """The parameters have no gradients afterwards."""
     model = normalised()
@@ -429,7 +429,7 @@ def test_a_warm_start_that_leaves_batch_norm_changed_warns_once() -> None:
 
 
 @small_with_a_norm
-@sampling
+@tnt_and_kfac
 def test_a_warm_start_that_raises_midway_changes_nothing(name: str) -> None:
     model = normalised()
     opt = made(name, model)

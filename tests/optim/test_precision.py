@@ -40,7 +40,7 @@ from tnt_optim.directions import stochastically_rounded_
 
 half = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 methods = pytest.mark.parametrize("name", METHODS)
-sampling = pytest.mark.parametrize("name", SAMPLING)
+tnt_and_kfac = pytest.mark.parametrize("name", SAMPLING)
 
 
 def made_net() -> nn.Sequential:
@@ -84,7 +84,7 @@ def first_statistics(name: str, likelihood: Any, dtype: torch.dtype | None, how:
 @pytest.mark.parametrize("how", ["inside", "outside", "model"])
 @half
 @pytest.mark.parametrize("likelihood", ["gaussian", "labels"])
-@sampling
+@tnt_and_kfac
 def test_statistics_of_half_precision(
     name: str, likelihood: Any, dtype: torch.dtype, how: str, in_full: Any
 ) -> None:
@@ -117,7 +117,7 @@ class Mixed(nn.Module):
 @half
 @pytest.mark.parametrize("likelihood", ["categorical", "bernoulli", "gaussian"])
 @pytest.mark.parametrize("kind", [made_net, Mixed])
-@sampling
+@tnt_and_kfac
 def test_inside_of_autocast_is_outside(
     name: str, kind: Callable[[], nn.Module], likelihood: str, dtype: torch.dtype
 ) -> None:
@@ -222,7 +222,7 @@ class Faint(nn.Module):
 
 @pytest.mark.parametrize("how", ["autocast", "autocast inside", "model"])
 @pytest.mark.parametrize("first", ["observe", "warm_start"])
-@sampling
+@tnt_and_kfac
 def test_small_sampled_gradients_do_not_underflow(name: str, first: str, how: str) -> None:
     """The scale of the training's loss does not reach the sampled pass: it has its own.
 
@@ -358,7 +358,7 @@ def test_a_skipped_step_leaves_its_observation(name: str, skipped: int) -> None:
         assert equal(statistics(without), statistics(opt)) == (skipped == 3)
 
 
-@sampling
+@tnt_and_kfac
 def test_an_overflow_of_the_sampled_pass_skips_no_step(name: str) -> None:
     """The statistics leave it out, and the scale of the training's loss stays."""
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)

@@ -13,7 +13,7 @@ from torch import Tensor
 from tnt_kernels.triton.launch import Layout, table
 from tnt_kernels.triton.tiles import fields, waves
 
-Wave = TypeVar("Wave")
+W = TypeVar("W")
 
 SPAN = 1024  # entries of a diagonal mode for a program
 WARPS = 4
@@ -72,10 +72,10 @@ def work(rows: Sequence[Sequence[int]], device: torch.device) -> Work:
 
 
 @dataclass
-class Plan(Generic[Wave]):
+class Plan(Generic[W]):
     """The launches of an operator for statistics of given layouts."""
 
-    waves: list[Wave]
+    waves: list[W]
     scratch: int  # bytes of the workspace, which the waves use in turn
 
 

@@ -96,8 +96,8 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-# Plans that recorded CUDA graphs read. PyTorch does not report when a graph is freed, so they stay
-# for ever: one for each set of layouts, however often graphs are recorded.
+# Plans whose tables recorded CUDA graphs read. Never freed, because PyTorch does not report that a
+# graph is gone: one for each set of layouts, however often graphs are recorded.
 _read_by_graphs: dict[int, object] = {}
 
 

@@ -85,8 +85,7 @@ class KFAC(Attachable, Optimizer):
 
     If torch.distributed runs several processes, all make the same calls, each with its part of the
     batch and its own samples. The training equals that of one process that observes the same
-    micro-batches in turn. ``model`` may be DistributedDataParallel or the module inside. A compiled
-    model is not supported.
+    micro-batches in turn. ``model`` may be DistributedDataParallel or the module inside.
 
     With the defaults every parameter moves by the norm of Adam's direction, so that one learning
     rate serves layers and other parameters; ``KFAC.paper`` has the paper's form. Settings of
@@ -308,12 +307,13 @@ class KFAC(Attachable, Optimizer):
         if not isinstance(outputs, Iterable):
             raise TypeError(f"outputs must be iterable, got {type(outputs).__name__}")
         team = self._team()
-        self._warming = True
+        own = self._own
+        own._warming = True
         try:
             with buffers_put_back(self._model, *([] if model is None else [model])):
                 stats, skipped = self._sampling.averages(outputs, self._hooks, team)
         finally:
-            self._warming = False
+            own._warming = False
         fresh = self._first_states(stats)
         self._failures = Failures(PARTS)
         for weight, state in fresh.items():
@@ -333,8 +333,8 @@ class KFAC(Attachable, Optimizer):
     def close(self) -> None:
         """Removes the hooks from the model, as ``del opt`` does. Nothing can be observed then."""
         self._detach()
-        if self._attached is not None:
-            self._attached.remove()
+        if self._own._attached is not None:
+            self._own._attached.remove()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuses: the parameters are the model's that the constructor was given.
