@@ -59,5 +59,6 @@ def test_settings_take_learning_rate_damping_and_decays_from_their_table() -> No
             intervals = (1, 20, True) if has_statistics(name) else (None, None, None)
             assert (s.stat_interval, s.inverse_interval, s.warm_start) == intervals
             assert (s.damping is None) == (name == "sgd")
-    assert TASKS["mnist-tuned"].methods == ["tnt", "kfac", "shampoo", "adam", "sgd"]
+    names = ["tnt", "kfac", "shampoo", "adam", "adam-authors", "sgd"]
+    assert TASKS["mnist-tuned"].methods == names
     assert TASKS["mnist-tuned"].settings("kfac", 7) == replace(tuned, epochs=7)

@@ -25,8 +25,8 @@ from optimizers import (
     factored,
     made,
     observe,
-    sampling,
     statistics,
+    tnt_and_kfac,
     values,
 )
 from optimizers import images as batch
@@ -418,7 +418,7 @@ def test_dropout_in_checkpointed_layers_of_a_compiled_model() -> None:
         assert param.grad is not None and torch.equal(param.grad, sampled[param])
 
 
-@sampling
+@tnt_and_kfac
 @pytest.mark.parametrize("where", ["a part", "the whole"])
 def test_reentrant_checkpointing_is_refused(name: str, where: str) -> None:
     """It hides the parameters from everything but ``backward()``. The refusal changes nothing, and
