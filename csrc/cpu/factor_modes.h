@@ -139,7 +139,6 @@ void make_factors(const std::vector<TensorModes>& tensors, double flops_per_cube
   const auto pending = std::make_unique<Pending[]>(tensors.size());
   std::vector<Task> tasks;
   std::vector<double> costs(tensors.size(), 0);
-  double total = 0;
   for (int64_t t = 0; t < count; ++t) {
     const auto& modes = tensors[static_cast<size_t>(t)].modes;
     const auto order = static_cast<int64_t>(modes.size());
@@ -152,7 +151,6 @@ void make_factors(const std::vector<TensorModes>& tensors, double flops_per_cube
       const double flops = mode.diagonal ? 16 * d : flops_per_cube * d * d * d + 64 * d * d;
       tasks.push_back({t, i, flops});
       costs[static_cast<size_t>(t)] += flops;
-      total += flops;
     }
   }
   // A tensor's modes stay together, so that few tensors are unfinished at any time.
@@ -197,24 +195,10 @@ void make_factors(const std::vector<TensorModes>& tensors, double flops_per_cube
     }
   };
 
-  // A mode of more than one thread's part of the work gets all threads.
-  const double most = total / static_cast<double>(parallelism());
-  size_t large_tasks = 0;
-  std::stable_partition(tasks.begin(), tasks.end(), [&](const Task& task) {
-    const bool large = task.flops > 1.01 * most;
-    large_tasks += large;
-    return large;
-  });
+  std::vector<double> flops;
+  for (const Task& task : tasks) flops.push_back(task.flops);
   try {
-    {
-      const FlushSubnormals flush;
-      Scratch scratch;
-      for (size_t i = 0; i < large_tasks; ++i) run(tasks[i], scratch);
-    }
-    run_tasks(static_cast<int64_t>(tasks.size() - large_tasks), total,
-              [&](int64_t i, Scratch& scratch) {
-                run(tasks[large_tasks + static_cast<size_t>(i)], scratch);
-              });
+    run_in_order(flops, [&](size_t i, Scratch& scratch) { run(tasks[i], scratch); });
   } catch (...) {
     for (int64_t t = 0; t < count; ++t) {
       if (pending[t].missing > 0) restore(t);

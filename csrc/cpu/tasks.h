@@ -231,24 +231,32 @@ void run_tasks(int64_t count, double flops, const Run& run) {
 }
 
 // Calls run(i, scratch) for tasks of the given flops. A task above one thread's share of the work
-// runs alone, on all threads. The other tasks then run in parallel, in decreasing cost.
+// runs alone, on all threads. Then the other tasks run in parallel. Both begin in order.
+template <typename Run>
+void run_in_order(const std::vector<double>& flops, const Run& run) {
+  const double total = std::accumulate(flops.begin(), flops.end(), 0.0);
+  const double most = 1.01 * total / static_cast<double>(parallelism());
+  std::vector<size_t> large, rest;
+  for (size_t i = 0; i < flops.size(); ++i) (flops[i] > most ? large : rest).push_back(i);
+  {
+    const FlushSubnormals flush;
+    Scratch scratch;
+    for (const size_t i : large) run(i, scratch);
+  }
+  run_tasks(static_cast<int64_t>(rest.size()), total,
+            [&](int64_t i, Scratch& scratch) { run(rest[static_cast<size_t>(i)], scratch); });
+}
+
+// The same, in decreasing cost.
 template <typename Run>
 void run_by_cost(const std::vector<double>& flops, const Run& run) {
   std::vector<size_t> order(flops.size());
   std::iota(order.begin(), order.end(), size_t{0});
   std::stable_sort(order.begin(), order.end(),
                    [&](size_t a, size_t b) { return flops[a] > flops[b]; });
-  const double total = std::accumulate(flops.begin(), flops.end(), 0.0);
-  const double most = 1.01 * total / static_cast<double>(parallelism());
-  size_t large = 0;
-  {
-    const FlushSubnormals flush;
-    Scratch scratch;
-    for (; large < order.size() && flops[order[large]] > most; ++large) run(order[large], scratch);
-  }
-  run_tasks(static_cast<int64_t>(order.size() - large), total, [&](int64_t i, Scratch& scratch) {
-    run(order[large + static_cast<size_t>(i)], scratch);
-  });
+  std::vector<double> sorted;
+  for (const size_t i : order) sorted.push_back(flops[i]);
+  run_in_order(sorted, [&](size_t i, Scratch& scratch) { run(order[i], scratch); });
 }
 
 }  // namespace tnt
