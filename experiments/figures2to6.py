@@ -7,7 +7,6 @@ Figures 3 and 5 are of ResNet-32 on CIFAR-10 and VGG16 on CIFAR-100 (Tables 4 an
 
 from __future__ import annotations
 
-import hashlib
 import math
 import statistics
 from collections.abc import Sequence
@@ -109,7 +108,7 @@ def run_comparison(
     # The methods of a seed in turn: a slow hour of the machine slows all of them down.
     for seed in dict.fromkeys(settings.seed for settings in missing):
         own = [settings for settings in missing if settings.seed == seed]
-        checkpoints = [out.with_name(f"{out.stem}-{run_name(one)}.partial.pt") for one in own]
+        checkpoints = [file.checkpoint(asdict(settings)) for settings in own]
         with user_errors((RunFileError, CheckpointError, OSError, StationaryParametersError)):
             for run in train_in_turn(problem, own, device, checkpoints=checkpoints):
                 file.add(asdict(run.settings), run.record())
@@ -118,12 +117,6 @@ def run_comparison(
     plot_runs(runs, out.with_suffix(".png"), problem.label, problem.loss_label, metric)
     print(f"\n{summary(runs, metric)}\nwrote {out} and {out.with_suffix('.png')}")
     return runs
-
-
-def run_name(settings: Settings) -> str:
-    """A name for the file of an unfinished run: no other settings have it."""
-    digest = hashlib.sha256(repr(settings).encode()).hexdigest()
-    return f"{settings.optimizer}-seed{settings.seed}-{digest[:8]}"
 
 
 def summary(runs: Sequence[Run], metric: str | None = None) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import closing
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ def make_runs(
     kept: Callable[[Record], Mapping[str, Any]],
     jobs: int,
 ) -> None:
-    """Make the runs that a file lacks, on the CPU.
+    """Make the runs that a file lacks, on the CPU. A run that was stopped goes on.
 
     Args:
         file: of the runs.
@@ -38,7 +39,9 @@ def make_runs(
         kept: the part of a run's record that the file keeps.
         jobs: runs at a time.
     """
-    missing = [settings for settings, key in wanted.items() if file.find(key) is None]
+    missing = {
+        settings: file.checkpoint(key) for settings, key in wanted.items() if file.find(key) is None
+    }
     with (
         closing(run_all(problem_maker, missing, jobs)) as finished,
         tqdm(total=len(missing), desc=file.path.stem, unit="run", disable=None) as bar,
@@ -51,9 +54,11 @@ def make_runs(
 
 
 def run_all(
-    problem_maker: Callable[[], Problem], settings: Sequence[Settings], jobs: int
+    problem_maker: Callable[[], Problem], wanted: Mapping[Settings, Path | None], jobs: int
 ) -> Generator[tuple[Settings, Record]]:
     """Train once with each of the settings, `jobs` of them at a time.
+
+    Each run continues from its checkpoint, if it has one; None for no checkpoint.
 
     With one job all runs are in this process. With more, each is in a process with one thread:
     matrices of these sizes gain more from a second run than from a second thread. The seconds are
@@ -62,18 +67,18 @@ def run_all(
     Yields:
         The settings and the record of each run, in the order in which the runs finish.
     """
-    if jobs == 1 or len(settings) < 2:
-        if settings:
+    if jobs == 1 or len(wanted) < 2:
+        if wanted:
             _make_problem(problem_maker)
-        for one in settings:
-            yield one, _train(one)
+        for one, checkpoint in wanted.items():
+            yield one, _train(one, checkpoint)
         return
     # Spawned, not forked: torch's threads do not survive a fork.
     pool = ProcessPoolExecutor(
-        min(jobs, len(settings)), get_context("spawn"), _start_worker, (problem_maker,)
+        min(jobs, len(wanted)), get_context("spawn"), _start_worker, (problem_maker,)
     )
     try:
-        futures = {pool.submit(_train, one): one for one in settings}
+        futures = {pool.submit(_train, one, path): one for one, path in wanted.items()}
         for future in as_completed(futures):
             yield futures[future], future.result()
     finally:
@@ -94,9 +99,10 @@ def _start_worker(problem_maker: Callable[[], Problem]) -> None:
     _make_problem(problem_maker)
 
 
-def _train(settings: Settings) -> Record:
+def _train(settings: Settings, checkpoint: Path | None) -> Record:
     assert _problem is not None
-    return train(_problem, settings, report_every=0, check_moved=False).record()
+    run = train(_problem, settings, report_every=0, checkpoint=checkpoint, check_moved=False)
+    return run.record()
 
 
 def _end_with_parent() -> None:

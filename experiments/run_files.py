@@ -6,6 +6,7 @@ The same command, started again, makes only the runs that its file lacks.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import sys
@@ -92,6 +93,11 @@ class RunFile:
         """The finished run with this key, or None."""
         wanted = _plain(key)
         return next((run for run in self.runs if run["key"] == wanted), None)
+
+    def checkpoint(self, key: Key) -> Path:
+        """The file in which the run of a key is saved until it ends: no other run has it."""
+        digest = hashlib.sha256(json.dumps(_plain(key), sort_keys=True).encode()).hexdigest()
+        return self.path.with_name(f"{self.path.stem}-{digest[:12]}.partial.pt")
 
     def add(self, key: Key, result: Mapping[str, Any]) -> dict[str, Any]:
         """Append a finished run and write the file; return the run in the file.

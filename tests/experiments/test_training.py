@@ -5,7 +5,7 @@ import json
 import math
 import signal
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,9 @@ from experiments.methods import (
     lr_multiplier,
     method_settings,
 )
+from experiments.pool import make_runs
 from experiments.problems.autoencoders import Autoencoder
+from experiments.run_files import RunFile
 from experiments.tasks import TABLE_3, modern_settings
 from experiments.training import Run, _Training, smoothed, train, train_in_turn
 from tools.measuring.records import write_json
@@ -203,11 +205,10 @@ def test_runs_in_turn_are_the_runs_alone(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.usefixtures("ctrl_c")
-def test_ctrl_c_saves_all_runs(
-    problem: Autoencoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_ctrl_c_saves_all_runs_after_the_current_step(
+    problem: Autoencoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ctrl_c: Any
 ) -> None:
-    wanted = [settings("tnt", epochs=3), settings("sgd", epochs=3)]
+    wanted = [settings(name, epochs=3, schedule="warmup-cosine") for name in ("tnt", "sgd")]
     alone = [train(problem, one, report_every=0) for one in wanted]
     step, calls = _Training._step, [0]
 
@@ -223,41 +224,38 @@ def test_ctrl_c_saves_all_runs(
         with pytest.raises(KeyboardInterrupt):
             list(train_in_turn(problem, wanted, report_every=0, checkpoints=files))
     assert calls == [8] and sorted(tmp_path.iterdir()) == sorted(files)
+    assert signal.getsignal(signal.SIGINT) is ctrl_c
     resumed = list(train_in_turn(problem, wanted, report_every=0, checkpoints=files))
     assert [run.step_losses for run in resumed] == [run.step_losses for run in alone]
     assert [run.resumed_after for run in resumed] == [[1], [0]]
 
 
-@pytest.mark.parametrize("optimizer", ["tnt", "sgd"])
-def test_ctrl_c_saves_after_the_current_step(
-    problem: Autoencoder,
-    optimizer: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    ctrl_c: Any,
+def test_one_of_many_runs_goes_on_where_it_was_stopped(
+    problem: Autoencoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chosen = settings(optimizer, epochs=4, schedule="warmup-cosine")
-    whole = train(problem, chosen, report_every=0)
-    path, step = tmp_path / "run.partial.pt", _Training._step
+    wanted = settings("tnt", epochs=3)
+    file, key = RunFile(tmp_path / "runs.json", "many runs", {}), asdict(wanted)
 
-    def presses(one: _Training, batch: torch.Tensor) -> torch.Tensor:
-        calls.append(None)
-        if len(calls) == 8:
-            signal.raise_signal(signal.SIGINT)
+    def make() -> None:
+        make_runs(file, lambda: problem, {wanted: key}, lambda record: record, jobs=1)
+
+    def stops(one: _Training, batch: torch.Tensor) -> torch.Tensor:
+        if len(one.run.epochs) == 2:
+            raise KeyboardInterrupt
         return step(one, batch)
 
-    calls: list[None] = []
+    step = _Training._step
+    monkeypatch.setattr(training, "SECONDS_BETWEEN", 0.0)
     with monkeypatch.context() as context:
-        context.setattr(_Training, "_step", presses)
+        context.setattr(_Training, "_step", stops)
         with pytest.raises(KeyboardInterrupt):
-            train(problem, chosen, checkpoint=path)
-    assert len(calls) == 8 and signal.getsignal(signal.SIGINT) is ctrl_c
-    assert f"stopped after epoch 1 and 3 steps, saved in {path}" in capsys.readouterr().out
-    resumed = train(problem, chosen, checkpoint=path)
-    assert f"continues after epoch 1 and 3 steps of {path}" in capsys.readouterr().out
-    assert resumed.step_losses == whole.step_losses
-    assert resumed.resumed_after == [1] and list(tmp_path.iterdir()) == []
+            make()
+    assert list(tmp_path.iterdir()) == [file.checkpoint(key)]
+    make()
+    (made,) = file.runs
+    assert made["resumed_after"] == [2] and not file.checkpoint(key).exists()
+    whole = train(problem, wanted, report_every=0).record()
+    assert made["step_losses"] == whole["step_losses"]
 
 
 def test_a_record_gives_its_run_back(problem: Autoencoder) -> None:

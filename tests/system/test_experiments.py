@@ -51,7 +51,7 @@ def settings(seed: int) -> Settings:
 def test_processes_give_the_same_records_as_this_one() -> None:
     def made(jobs: int) -> dict[int, list[float]]:
         maker = functools.partial(load_autoencoder, "digits")
-        todo = [settings(seed) for seed in range(3)]
+        todo = {settings(seed): None for seed in range(3)}
         return {s.seed: r["step_losses"] for s, r in run_all(maker, todo, jobs)}
 
     earlier = set(multiprocessing.active_children())  # of other tests
@@ -64,7 +64,7 @@ def test_processes_give_the_same_records_as_this_one() -> None:
 def test_errors_of_workers_reach_the_caller(dies: bool, error: type[Exception]) -> None:
     earlier = set(multiprocessing.active_children())  # of other tests
     with pytest.raises(error):
-        list(run_all(functools.partial(Broken, dies), [settings(0), settings(1)], 2))
+        list(run_all(functools.partial(Broken, dies), {settings(0): None, settings(1): None}, 2))
     assert set(multiprocessing.active_children()) == earlier
 
 
