@@ -132,10 +132,6 @@ class EveryOperator(Implementation):
                 elif a.is_floating_point():
                     close(a, b.double())
 
-    def test_repeats_to_the_bit(self, variant: str) -> None:
-        given = call(variant, self.shapes, dtype=DTYPES)
-        same(given.copy()(self.functions), given(self.functions))
-
     def test_layouts(self, variant: str, layout: str) -> None:
         """Any strides of tensors that are read or moved; gaps between their numbers stay."""
         dtypes = STATE_DTYPES if layout == "negated" else DTYPES
@@ -525,13 +521,6 @@ class Steps(Implementation):
             for value in (0.0, 0.3):
                 shapes = [(65,), (9, 5), (9, 5), (3, 4, 5)]
                 self.check(call(variant, shapes, dtype=DTYPES).with_arguments(**{name: value}))
-
-    @over(*STEPS)
-    def test_momenta_accumulate(self, variant: str) -> None:
-        given = call(variant, [(9, 33)], "full", torch.float64)
-        for _ in range(3):
-            self.check(given)
-            given.arguments["grads"][0].normal_()
 
     @over(*STEPS)
     def test_momentum_zero_is_the_gradient(self, variant: str) -> None:

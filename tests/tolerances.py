@@ -14,9 +14,6 @@ FLOAT64_FORMULA = 1e-11
 # The same for the library in float32 against a float64 value.
 FLOAT32_FORMULA = 1e-5
 
-# By how much rounding may break an inequality of the paper, relative to its right-hand side.
-FLOAT64_BOUND = 1e-9
-
 # Two float64 sums of the same terms in different orders (groups and separate optimizers,
 # micro-batches and one batch), relative to the parameters.
 FLOAT64_REORDERED = 1e-12

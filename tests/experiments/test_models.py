@@ -267,31 +267,12 @@ def explicit_vision_transformer(images: Tensor, model: nn.Module) -> Tensor:
     return mean @ p["head.weight"].T
 
 
-def explicit_gru(tokens: Tensor, model: nn.Module) -> Tensor:
-    """Sequence by sequence and character by character."""
-    p = dict(model.named_parameters())
-    rows = []
-    for sequence in tokens:
-        state = torch.zeros(12, dtype=torch.float64)
-        for token in sequence:
-            seen = p["recurrence.weight_ih_l0"] @ p["embedding.weight"][token]
-            kept = p["recurrence.weight_hh_l0"] @ state + p["recurrence.bias_hh_l0"]
-            reset, update, new = (seen + p["recurrence.bias_ih_l0"]).split(12)
-            reset_kept, update_kept, new_kept = kept.split(12)
-            update = (update + update_kept).sigmoid()
-            new = (new + (reset + reset_kept).sigmoid() * new_kept).tanh()
-            state = (1 - update) * new + update * state
-            rows.append(p["head.weight"] @ state + p["head.bias"])
-    return torch.stack(rows)
-
-
 EXPLICIT: dict[str, Callable[[Tensor, nn.Module], Tensor]] = {
     "resnet8": lambda images, model: explicit_resnet(images, model.parameters(), 1),
     "resnet32": lambda images, model: explicit_resnet(images, model.parameters(), 5),
     "vgg16": lambda images, model: explicit_vgg(images, model.parameters()),
     "transformer": explicit_transformer,
     "vit": explicit_vision_transformer,
-    "gru": explicit_gru,
 }
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from cases import SHAPES, close, flat, identical, normal
 from device_calls import CUT_TERM, DEVICE, MANY, check, cuda_only, on_device, usual_settings
-from operators import NUMBERS, VARIANTS, Call, agree, call, everything, flat_arguments, same
+from operators import NUMBERS, VARIANTS, Call, agree, call, everything, flat_arguments
 from tolerances import FLOAT32_OPERATOR, NEWTON_OPERATOR
 from torch import Tensor, nn
 
@@ -135,13 +135,6 @@ def test_another_device_is_refused(variant: str) -> None:
     mixed = there.map(lambda key, tensor: tensor.cpu() if key == other else tensor)
     with pytest.raises(ValueError, match="cpu"):
         mixed()
-
-
-@every_variant
-def test_scalars_on_the_device(variant: str) -> None:
-    """0-dim tensors there are the numbers to the bit."""
-    given = call(variant, SHAPES)
-    same(numbers_as_tensors(given).copy(DEVICE)(), given.copy(DEVICE)())
 
 
 # Dispatch.

@@ -295,22 +295,6 @@ def test_parameters_that_are_not_finite_show_where_nothing_is_kept() -> None:
 
 
 @pytest.mark.usefixtures("all_by_cublas")
-@pytest.mark.parametrize("decay", [0.0, 0.9, 1.0])
-def test_statistics_are_symmetric_to_the_bit(decay: float) -> None:
-    """From the lower triangle alone. At 0 the old values are not read, at 1 nothing is."""
-    given = call("gram_ema_", [(256, 300)], "full").with_arguments(decay=decay)
-    stats, tensors = given.arguments["stats"], given.arguments["tensors"]
-    wanted = given.double()(reference)
-    if decay == 1:
-        tensors[0].fill_(torch.nan)
-    for stat in stats[0] if decay == 0 else []:
-        stat.fill_(torch.nan)
-    for stat in stats[0] if decay == 0.9 else []:
-        stat.masked_fill_(torch.ones_like(stat, dtype=torch.bool).triu(1), torch.nan)
-    agree(given(triton_operators), wanted, given)
-
-
-@pytest.mark.usefixtures("all_by_cublas")
 def test_half_precision_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is no GPU, its product into float32 is made of PyTorch's on the CPU."""
     addmm = torch.addmm

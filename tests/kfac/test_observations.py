@@ -4,7 +4,6 @@ import copy
 from contextlib import nullcontext
 from typing import Any
 
-import attached
 import pytest
 import torch
 from conftest import FixedLabels
@@ -183,24 +182,3 @@ def test_a_layer_unused_at_the_scheduled_step_waits_if_later_ones_are_not_observ
     for t, head in enumerate([0, 1, 1, 1]):
         use(model, opt, head, observed=t % 3 == 0)
         assert torch.equal(before, model.heads[1].weight) == (t < 3)
-
-
-@pytest.mark.filterwarnings("ignore:KFAC updates:RuntimeWarning")
-@pytest.mark.parametrize("micro", [1, 2])
-def test_attach_is_the_loop_that_observes(micro: int) -> None:
-    """To the bit, with warm starts and calls that are not training; a copy is not attached."""
-    ends = []
-    for attaches in (False, True):
-        model = attached.made_net(wrap=lambda logits: {"logits": logits})
-        opt = KFAC(model, stat_interval=2, inverse_interval=3, interval_warmup=0)
-        if attaches:
-            opt.attach(model)
-            opt.attach(model)  # replaces the first
-        opt.warm_start((model(x)["logits"] for x, _ in attached.batches(99, 3)))
-        attached.train(
-            model, opt, observe=not attaches, micro=micro, logits=lambda result: result["logits"]
-        )
-        model.eval()(torch.randn(8, 5))
-        assert not opt._observed.count and copy.deepcopy(opt)._attached is None
-        ends.append(attached.contents(model, opt))
-    attached.assert_same(*ends)

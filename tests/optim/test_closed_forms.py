@@ -9,12 +9,7 @@ import pytest
 import torch
 from drawn import close, noise, weight
 from optimizers import FACTORED, NO_FAILURES, Dictated, factored
-from oracle_shampoo import damped_stats, eigen_root
-from tolerances import FLOAT32_ROOT, FLOAT64_FORMULA, root_rounding
-from torch import Tensor, nn
-from torch.nn.functional import binary_cross_entropy_with_logits
-
-from tnt_optim import Shampoo
+from torch import nn
 
 
 @pytest.mark.filterwarnings("ignore:the gradients for the first statistics are all zero")
@@ -63,20 +58,6 @@ def test_gradients_in_float16_have_statistics_beyond_float16() -> None:
 # ------------------------------------------------------------------ Shampoo
 
 
-@pytest.mark.parametrize("damping", [1e-3, 0.1, 10.0])
-def test_shampoos_first_step_acts_on_the_singular_values(damping: float) -> None:
-    """S_1 = G G^T and S_2 = G^T G: U diag(s) V^T becomes U diag(s / sqrt(s^2 + eps)) V^T."""
-    matrix, vector = noise(5, 8), noise(7)
-    moves = Dictated("shampoo", [weight(5, 8), weight(7)], lr=0.5, damping=damping).step(
-        [matrix, vector]
-    )
-    u, s, vt = torch.linalg.svd(matrix, full_matrices=False)
-    expected = 0.5 * u @ torch.diag(s / (s.square() + damping).sqrt()) @ vt
-    torch.testing.assert_close(-moves[0], expected, rtol=0, atol=FLOAT64_FORMULA)
-    expected = 0.5 * vector / (vector.square().sum() + damping).sqrt()
-    torch.testing.assert_close(-moves[1], expected, rtol=0, atol=FLOAT64_FORMULA)
-
-
 @pytest.mark.parametrize("scale", [1e-6, 1e5])
 @pytest.mark.parametrize("shape", [(5,), (3, 4), (3, 2, 3, 3)], ids=str)
 def test_shampoos_relative_damping_has_no_scale(shape: tuple[int, ...], scale: float) -> None:
@@ -105,52 +86,3 @@ def test_shampoos_relative_damping_takes_rounding_for_zero(size: float, damping:
     for factor in run.factors():
         rounding = 16 * torch.finfo(torch.float32).eps
         torch.testing.assert_close(factor, torch.eye(len(factor)), rtol=0, atol=rounding)
-
-
-def low_rank_images(count: int) -> Tensor:
-    """64 pixels that a few numbers decide, as in images: the statistics' spectra fall steeply."""
-    generator = torch.Generator().manual_seed(5)
-    patterns = torch.randn(6, 64, generator=generator)
-    return torch.sigmoid(-3 + 2 * torch.randn(count, 6, generator=generator) @ patterns)
-
-
-def trained_autoencoder(damping: float) -> tuple[nn.Module, Shampoo]:
-    """A trained autoencoder in float32; the last step has refreshed its roots."""
-    torch.manual_seed(4)
-    model = nn.Sequential(
-        nn.Linear(64, 100), nn.ReLU(), nn.Linear(100, 6), nn.Linear(6, 100), nn.ReLU(),
-        nn.Linear(100, 64),
-    )  # fmt: skip
-    schedule: dict[str, int] = {"stat_interval": 1, "inverse_interval": 20}
-    opt = Shampoo.paper(model.parameters(), lr=3e-4, damping=damping, **schedule)
-
-    def loss(x: Tensor) -> Tensor:
-        return binary_cross_entropy_with_logits(model(x), x, reduction="sum") / len(x)
-
-    batches = low_rank_images(21 * 50).split(50)
-    opt.warm_start(loss(x) for x in batches)
-    for x in batches:
-        opt.zero_grad()
-        loss(x).backward()
-        opt.step()
-    return model, opt
-
-
-@pytest.mark.parametrize("damping", [0.1, 0.01, 3e-4])
-def test_shampoos_float32_roots_of_training_statistics(damping: float) -> None:
-    """The paper's dampings: 0.01 for its CNNs; 3e-4 for its autoencoders, at conditions of 3e4."""
-    model, opt = trained_autoencoder(damping)
-    conditions = []
-    for p in model.parameters():
-        state = opt.state[p]
-        root = 2 * p.dim()
-        for stat, factor in zip(state["stats"], state["factors"], strict=True):
-            (damped,) = damped_stats([stat.double()], damping, relative=False)
-            conditions.append(float(torch.linalg.cond(damped)))
-            wanted = eigen_root(damped, root)
-            error = float((factor.double() - wanted).abs().max() / wanted.abs().max())
-            assert torch.equal(factor, factor.T)
-            assert error <= root_rounding(torch.float32, conditions[-1], root)
-            if damping >= 0.01:
-                assert error <= FLOAT32_ROOT
-    assert max(conditions) > 5 / damping, "hardly the statistics of training"

@@ -36,11 +36,12 @@ FORM = {"graft": None, "relative_damping": False, "precondition_1d": True, "inte
 # ------------------------------------------------------------------ forms
 
 
-@pytest.mark.parametrize("method", [TNT, Shampoo])
-def test_the_default_trains_as_it_stands(method: type[TNT | Shampoo]) -> None:
+@pytest.mark.parametrize("method", [TNT, Shampoo, KFAC])
+def test_the_default_trains_as_it_stands(method: type[TNT | Shampoo | KFAC]) -> None:
     torch.manual_seed(0)
     model = conv_net()
-    losses = train(model, method(model.parameters()), range(60), data=images)
+    opt = KFAC(model) if method is KFAC else method(model.parameters())
+    losses = train(model, opt, range(60), data=images)
     assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
 
 

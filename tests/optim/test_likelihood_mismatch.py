@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from optimizers import made, no_host_reads, tnt_and_kfac
+from optimizers import made, tnt_and_kfac
 from torch import Tensor, nn
 
 from tnt_optim import TNT, mismatch
@@ -314,18 +314,6 @@ def test_a_resumed_training_does_not_compare() -> None:
     resumed.observe(output)
     output.sum().backward()
     resumed.step()
-
-
-@tnt_and_kfac
-def test_observing_does_not_wait_for_the_device(name: str) -> None:
-    model = nn.Linear(WIDTH, OUTPUTS)
-    opt = made(name, model)
-    with no_host_reads():
-        output = model(torch.randn(ROWS, WIDTH))
-        opt.observe(output)
-        F.mse_loss(output, numbers()).backward()
-    with pytest.warns(RuntimeWarning, match=NO_SOFTMAX):
-        opt.step()
 
 
 @tnt_and_kfac

@@ -190,7 +190,7 @@ def test_later_steps_never_wait_for_the_device(
             opt.observe(output)
             for _ in range(t % 3):  # micro-batches
                 opt.observe(model(torch.randn(5, 2, 4, 4)))
-        output.softmax(1)[:, 0].sum().backward()
+            output.softmax(1)[:, 0].sum().backward()
         with no_host_reads() if t else nullcontext():
             opt.step()
     with pytest.raises(AssertionError), no_host_reads():

@@ -310,7 +310,7 @@ def test_a_scaled_loss_changes_nothing(name: str, explicit: bool, clip: float | 
 
 
 @pytest.mark.parametrize("skipped", [0, 2, 3])
-@methods
+@pytest.mark.parametrize("name", [*METHODS, "fallback"])
 def test_a_skipped_step_leaves_its_observation(name: str, skipped: int) -> None:
     """It counts as no step. Where statistics are due, its observation is averaged with that of the
     next attempt, as two micro-batches are. Training gradients are not kept."""
