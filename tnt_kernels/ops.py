@@ -312,7 +312,8 @@ def scaled_step_(
     def check() -> None:
         check_tensors("params", params)
         check_directions(params, directions)
-        check_length("decayed", chosen, "params", params)
+        if decayed is not None:
+            check_length("decayed", decayed, "params", params)
         check_device(params=params, directions=directions, lr=alpha, weight_decay=gamma)
         if scales is not None:
             check_scales(scales, params)
@@ -323,9 +324,8 @@ def scaled_step_(
         if scales is not None:  # to the operator, an empty table means not given
             check_scales(scales, params)
         table = torch.zeros(0, dtype=torch.float64) if scales is None else scales
+        chosen = [True] * len(params) if decayed is None else decayed
         return list(params), list(directions), alpha, gamma, chosen, table
-
-    chosen = [True] * len(params) if decayed is None else decayed
 
     _call("scaled_step_", check, arguments)
 

@@ -83,8 +83,8 @@ namespace tnt::blas {
 // The largest size or leading dimension that fits this BLAS's 32-bit integers.
 constexpr int64_t kMaxSize = std::numeric_limits<int>::max();
 
-// A size or leading dimension, of at most kMaxSize, as Fortran takes it: a library with 32-bit
-// integers reads the first half of these, and writes it.
+// A size or leading dimension for Fortran, at most kMaxSize. It has 64 bits; a library with 32-bit
+// integers reads and writes only the low half, which has the same value.
 struct Int {
   Int(int64_t size) : value(size) {}
   int64_t value;
@@ -96,12 +96,12 @@ struct Products {
   Gemm<double, double>* of_doubles;
   // Summed in float, on the processor's units for matrices of bfloat16; null without either.
   Gemm<BFloat16, float>* of_bfloat16s;
-  // Of PyTorch's: sets the calling thread's number of threads, 0 for that of the process; returns
-  // the former.
+  // PyTorch's only: sets the calling thread's number of threads (0: the process's), and returns the
+  // number before.
   int (*set_threads)(int);
 };
 constexpr Products own_products{TNT_FORTRAN(sgemm), TNT_FORTRAN(dgemm), nullptr, nullptr};
-// Of more than kUnpackedProduct: this BLAS's or PyTorch's.
+// The library for products larger than kUnpackedProduct: this BLAS or PyTorch's.
 inline Products products = own_products;
 
 // Chooses `products` when the extension loads. `wanted` is "own", "torch" or empty: PyTorch's on

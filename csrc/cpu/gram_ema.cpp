@@ -48,7 +48,7 @@ struct Panel {
   bool transposed;
 };
 
-// What numbers of a type are computed in.
+// The type in which numbers of type T are computed.
 template <typename T>
 using Widest = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
@@ -363,7 +363,7 @@ std::vector<Tile> plan(const std::vector<GramMode>& modes, const std::vector<Ope
   }
 }
 
-// Whether a mode's products are of bfloat16 numbers, if these are the tensor's or may be.
+// Whether a mode is large enough for bfloat16 products; the caller checks that they are allowed.
 bool in_bfloat16(const GramMode& mode) {
   const int64_t d = mode.tensor.sizes[mode.mode];
   return blas::multiplies_bfloat16() && !mode.diagonal && d >= blas::kLeastRounded &&

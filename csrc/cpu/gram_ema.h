@@ -16,8 +16,8 @@ struct GramMode {
   int64_t mode;
   void* stat;
   bool diagonal;
-  // Whitened Gram matrices only: a contiguous tensor P, like G, which then is contiguous and of the
-  // statistic's type. weight mat_i(P) mat_i(G)^T, symmetric up to rounding, is the Gram matrix.
+  // For whitened Gram matrices: P, contiguous and of G's shape. G is then contiguous and of the
+  // statistic's type, and weight mat_i(P) mat_i(G)^T, symmetric up to rounding, is the Gram matrix.
   const void* product = nullptr;
   double weight = 1;
 };

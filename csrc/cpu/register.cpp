@@ -25,8 +25,8 @@
 namespace tnt {
 namespace {
 
-// Whether PyTorch's setting allows products of float numbers that are rounded to bfloat16. No C
-// function tells: an operator in Python does (backends.py).
+// Whether PyTorch's setting allows products of float numbers that are rounded to bfloat16. The C
+// interface has no function for it, so this calls an operator in Python (backends.py).
 bool may_round() {
   if (!blas::multiplies_bfloat16()) return false;
   StableIValue answer = 0;
@@ -34,7 +34,7 @@ bool may_round() {
   return Convert<bool>::take(answer);
 }
 
-// Of a tensor that the kernel reads, or writes after check_overlaps.
+// The view of a tensor for a kernel. check_overlaps must have run before the kernel writes to it.
 TensorView view_of(const Tensor& tensor) {
   return {tensor.data(), element_of(tensor), tensor.dim(), tensor.sizes().data(),
           tensor.strides().data()};

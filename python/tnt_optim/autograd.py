@@ -145,7 +145,7 @@ def unscaled(gradients: Mapping[Tensor, Tensor], scale: float) -> dict[Tensor, T
 
 @contextmanager
 def before_backward() -> Iterator[None]:
-    """Says what is wrong if the graph of an observed output is no longer there."""
+    """Replaces autograd's error for a freed graph by one that names ``observe``."""
     try:
         yield
     except RuntimeError as error:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tnt_kernels import mode_products
 from tnt_optim.autograd import without_autocast
-from tnt_optim.modes import State, blocks, each, is_half, is_sharded, layout_of, rows
+from tnt_optim.modes import State, blocks, by_device, each, is_half, is_sharded, layout_of, rows
 from tnt_optim.update import buckets_of
 
 # The power method gives a condition number's order of magnitude after this many steps.
@@ -29,15 +29,10 @@ def diagnostics(states: Mapping[Tensor, State], names: Mapping[Tensor, str]) -> 
 
     Waits once for each device.
     """
-    on_device: dict[torch.device, list[Tensor]] = {}
-    found: dict[str, float] = {}
-    for param, state in states.items():
-        if param.numel() == 0:
-            continue
-        on_device.setdefault(param.device, []).append(param)
-        for count in ("skipped_statistics", "failed_inverses"):
-            found[f"{count}/{names[param]}"] = float(state[count])
-    for params in on_device.values():
+    held = [p for p in states if p.numel() > 0]
+    counts = ("skipped_statistics", "failed_inverses")
+    found = {f"{count}/{names[p]}": float(states[p][count]) for p in held for count in counts}
+    for params in by_device(held):
         keys: list[Key] = []
         values: list[Tensor] = []
         with without_autocast(params[0]):

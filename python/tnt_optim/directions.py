@@ -1,4 +1,4 @@
-"""The direction of a step and its way into the parameters: grafting, clipping, rounding.
+"""Grafting, clipping and rounding: how a direction changes the parameters.
 
 Grafting uses the step length of another method on our direction, so that one learning rate serves
 all parameters and methods (Agarwal et al. 2020, "Disentangling adaptive gradient methods from
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tnt_kernels import grafted_directions_, mode_products
+from tnt_kernels import grafted_directions_
 from tnt_optim.likelihoods import stream_seed
 from tnt_optim.modes import Layout, Settings, State, blocks, each, is_half, is_plain, rows
 
@@ -106,13 +106,6 @@ def scaled_directions_(
     gradients = blocks(grads, layouts)
     factors = rows(each(states, "factors"), layouts)
     mu, graft = group["momentum"], group["graft"]
-    if graft is None:
-        for momentum, grad in zip(momenta, gradients, strict=True):
-            if isinstance(mu, Tensor):
-                momentum.mul_(mu).add_(grad)
-            else:
-                torch.add(grad, momentum, alpha=mu, out=momentum)
-        return mode_products(momenta, factors), None
     out = None if workspace is None else workspace.like(momenta)
     if graft != "adam":
         directions, scales = grafted_directions_(momenta, gradients, factors, mu, out=out)
@@ -120,7 +113,7 @@ def scaled_directions_(
             norms = torch._foreach_norm(momenta)
             ratios = torch._foreach_div(norms, [RMS * math.sqrt(m.numel()) for m in momenta])
             scales = scales / torch.stack(ratios).clamp_min(torch.finfo(norms[0].dtype).tiny)
-        return directions, scales
+        return directions, None if graft is None else scales
     squares = blocks(each(states, "second_moment"), layouts)
     counts = [
         [state["updates"], state["second_moment_updates"]]

@@ -72,8 +72,6 @@ class Failures:
     def __init__(self, parts: Sequence[str] = ()) -> None:
         self._parts = parts
         self._pending: list[tuple[_Delivery, str, Sequence[Tensor]]] = []
-        # Kinds for which a parameter's failure counter may be above 0; at first assume both.
-        self._in_a_row = {"statistics", "inverses"}
 
     def report(self, kind: str, codes: Tensor, params: Sequence[Tensor]) -> None:
         """Adds a refresh of "statistics" or "inverses".
@@ -100,24 +98,17 @@ class Failures:
         while self._pending and (wait or self._pending[0][0].arrived()):
             delivery, kind, params = self._pending.pop(0)
             total, in_a_row = COUNTERS[:2] if kind == "statistics" else COUNTERS[2:]
-            codes, failed = delivery.codes(), []
-            if not any(codes) and kind not in self._in_a_row:
-                continue  # nothing to count, as after most refreshes
-            for code, param in zip(codes, params, strict=True):
+            failed = []
+            for code, param in zip(delivery.codes(), params, strict=True):
                 state = states[param]
                 state[total] += code != 0
                 state[in_a_row] = state[in_a_row] + 1 if code != 0 else 0
                 if code != 0:
                     failed.append((state[in_a_row], code, param))
-            if any(isinstance(s, dict) and s.get(in_a_row) for s in states.values()):
-                self._in_a_row.add(kind)
-            else:
-                self._in_a_row.discard(kind)
             if failed:
                 worst, code, param = max(failed, key=lambda entry: entry[0])
-                message = _MESSAGES[kind].format(part=self._part(code), name=name(param))
-                if len(failed) > 1:
-                    message += f" (and of {len(failed) - 1} other parameters)"
+                more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
+                message = _MESSAGES[kind].format(part=self._part(code), name=name(param) + more)
                 if worst >= FAILURES_IN_A_ROW and fatal:
                     message += f"; time {worst} in a row: stopping"
                     error = PreconditionerError(message + diverged(groups))
@@ -147,8 +138,8 @@ class Failures:
 
 
 _MESSAGES = {
-    "statistics": "a gradient for the statistics is not finite; left out of those of {name}",
-    "inverses": "{part} could not be inverted, earlier inverses kept: those of {name}",
+    "statistics": "a gradient for the statistics is not finite: they are not refreshed, for {name}",
+    "inverses": "{part} could not be inverted: its earlier inverse stays in use, for {name}",
 }
 
 

@@ -134,9 +134,9 @@ class WithFallback(Optimizer):
         """See ``TNT.warm_start``."""
         self.main.warm_start(outputs, **more)  # type: ignore[attr-defined]
 
-    def allocate_state(self) -> None:
+    def allocate_state(self, unreached: Iterable[Tensor] = ()) -> None:
         """Gives both optimizers states to load into; see ``TNT.allocate_state``."""
-        self.main.allocate_state()  # type: ignore[attr-defined]
+        self.main.allocate_state(unreached)  # type: ignore[attr-defined]
         _allocate(self.fallback)
 
     def consolidate_state_dict(self, to: int = 0) -> None:
@@ -211,12 +211,12 @@ class WithFallback(Optimizer):
         others = {key: s for key, s in state_dict["state"].items() if key not in numbered}
         for key in ("method", "sampling", "observed"):  # of main
             parts[1].pop(key, None)
-        before = self.main.state_dict()
-        self.main.load_state_dict(parts[0])  # checks before it changes anything
+        before = self.fallback.state_dict()
+        self.fallback.load_state_dict(parts[1])
         try:
-            self.fallback.load_state_dict(parts[1])
+            self.main.load_state_dict(parts[0])  # checks before it changes anything
         except Exception:
-            self.main.load_state_dict(before)
+            self.fallback.load_state_dict(before)
             raise
         self.state.others.update(others)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():

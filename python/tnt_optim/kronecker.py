@@ -28,7 +28,7 @@ from tnt_optim.modes import (
     Rows,
     Settings,
     State,
-    any_sharded,
+    are_sharded,
     by_device,
     is_half,
     is_plain,
@@ -37,7 +37,15 @@ from tnt_optim.modes import (
     rows,
 )
 from tnt_optim.observations import Empirical, warned_of_batch_norm
-from tnt_optim.options import ADDED, OPTIONS, as_they_are, check_settings, is_due, split
+from tnt_optim.options import (
+    ADDED,
+    OPTIONS,
+    as_they_are,
+    check_settings,
+    factors_due,
+    is_due,
+    split,
+)
 from tnt_optim.paper import paper_settings
 from tnt_optim.state import (
     COUNTS,
@@ -155,7 +163,7 @@ class KroneckerOptimizer(Optimizer):
 
     # The public side.
 
-    @_disable_dynamo  # Dynamo would trace it in a hundred pieces, to no use
+    @_disable_dynamo  # Dynamo would break it into a hundred graphs and gain nothing
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Takes one step.
@@ -484,7 +492,10 @@ class KroneckerOptimizer(Optimizer):
         if first:
             observed = {p: g for p, g in observed.items() if p not in first}
         refreshed = observed.keys() | self._accumulated
-        due = [p for group in groups for p in self._factors_due(group, refreshed, first)]
+        later = {
+            p: self.state[p] for p in self._params() if p not in first and self._has_statistics(p)
+        }
+        due = [p for group in groups for p in factors_due(group, later, refreshed)]
         updated = list(self._batches(ready))
         return DeviceStep(
             statistics=list(self._batches(observed.keys() - self._accumulated)),
@@ -500,19 +511,6 @@ class KroneckerOptimizer(Optimizer):
             accumulated=self._accumulated,
             workspace=self._workspace,
         )
-
-    def _factors_due(
-        self, group: Group, refreshed: Container[Tensor], first: Container[Tensor]
-    ) -> list[Tensor]:
-        """The group's parameters whose factors are due; ``first`` just got theirs."""
-        t, scheduled = group["step"], is_due(group, "inverse_interval")
-        young = group["inverse_interval"] if t >= group["interval_warmup"] else 0
-        return [
-            p
-            for p in group["params"]
-            if self._has_statistics(p) and p not in first
-            if scheduled or (p in refreshed and t - self.state[p]["first_step"] < young)
-        ]
 
     def _to_update(
         self, group: Group, observed: Container[Tensor], with_gradients: Container[Tensor]
@@ -635,9 +633,10 @@ class KroneckerOptimizer(Optimizer):
     ) -> dict[Tensor, State]:
         """States from first observations. The host waits: there are no earlier factors to use."""
         if observed and not processes.all_finite(observed.values()):
+            worst = next(p for p, g in observed.items() if not processes.all_finite([g]))
             raise PreconditionerError(
                 "the first gradient for the statistics is not finite: there are no earlier "
-                f"statistics to go on with, for {self._name(next(iter(observed)))}"
+                f"statistics to go on with, for {self._name(worst)}"
                 f"{diverged(self.param_groups)}"
             )
         stats: dict[Tensor, list[Tensor]] = {}
@@ -723,7 +722,7 @@ class KroneckerOptimizer(Optimizer):
                 f"{param.dtype}, {param.layout} for {name}"
             )
         layout(param, group)
-        if is_sharded(param) != any_sharded(self.param_groups):
+        if is_sharded(param) != are_sharded(self.param_groups):
             raise ValueError(
                 "params must all be sharded over one device mesh, or none, got both: "
                 f"{name} is {'' if is_sharded(param) else 'not '}sharded"

@@ -220,9 +220,10 @@ def is_sharded(param: Tensor) -> bool:
     return module is not None and isinstance(param, module.DTensor)
 
 
-def any_sharded(groups: Iterable[Mapping[str, Any]]) -> bool:
-    """Whether parameter groups are sharded, by the first parameter of each."""
-    return any(is_sharded(group["params"][0]) for group in groups if group["params"])
+def are_sharded(groups: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether parameter groups are sharded, by the first parameter of all."""
+    first = next((p for group in groups for p in group["params"]), None)
+    return first is not None and is_sharded(first)
 
 
 def by_device(params: Iterable[Tensor]) -> list[list[Tensor]]:

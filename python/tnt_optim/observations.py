@@ -156,7 +156,7 @@ class Sampled(Empirical):
         asked: Iterable[Tensor],
         number: int | Tensor = 1,
     ) -> None:
-        """Adds an observation. One that is not finite gives way to any other.
+        """Adds an observation to the sums; of the two, only the finite one stays if one is not.
 
         ``number`` is 0 if none of its rows counts; the gradients are then zero.
         """

@@ -9,7 +9,7 @@ import inspect
 import math
 import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, TypeVar
@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from tnt_optim.likelihoods import LIKELIHOODS
-from tnt_optim.modes import Settings
+from tnt_optim.modes import Settings, State
 
 Check = Callable[[Any], bool]
 Class = TypeVar("Class", bound=type)
@@ -80,14 +80,11 @@ def _is_likelihood(value: Any) -> bool:
     return all(isinstance(name, str) and name in LIKELIHOODS for name in names)
 
 
-def _is_power_of_two(value: Any) -> bool:
-    return bool(value > 0) and math.frexp(value)[0] == 0.5
-
-
 _NOT_NEGATIVE = (_number(lambda v: 0 <= v < math.inf), "a finite number >= 0")
 _FRACTION = (_number(lambda v: 0 <= v < 1), "a number in [0, 1)")
 _COUNT = (_is_count, "an integer >= 1")
 _COUNT_OR_NONE = (_or_none(_is_count), "None or an integer >= 1")
+_POWER_OF_TWO = _number(lambda v: v > 0 and math.frexp(v)[0] == 0.5)
 _BOOL = (lambda value: isinstance(value, bool), "True or False")
 
 _TABLE = (
@@ -133,9 +130,7 @@ _TABLE = (
     ),
     Option("modes", None, _or_none(callable), "a function of a shape"),
     Option("seed", 0, _is_seed, "an integer", per_group=False),
-    Option(
-        "sample_scale", None, _or_none(_is_power_of_two), "a power of two or None", per_group=False
-    ),
+    Option("sample_scale", None, _or_none(_POWER_OF_TWO), "a power of two or None", False),
     Option("capturable", False, *_BOOL, per_group=False),
     Option("process_group", None, lambda value: True, "a process group or None", per_group=False),
     Option("shard", None, *_one_of(None, "directions", "inverses"), per_group=False),
@@ -314,3 +309,20 @@ def is_due(group: Settings, interval: str) -> bool:
     steps, after = _warmup_steps(group[interval], group["interval_warmup"])
     t: int = group["step"]
     return t in steps or (t >= after and (t - after) % group[interval] == 0)
+
+
+def factors_due(
+    group: Settings, states: Mapping[Tensor, State], refreshed: Container[Tensor]
+) -> list[Tensor]:
+    """The group's parameters, of those in ``states``, whose factors are due at its step.
+
+    Without a warm-up, factors follow the ``refreshed`` statistics during their first T2 steps.
+    """
+    t, scheduled = group["step"], is_due(group, "inverse_interval")
+    young = group["inverse_interval"] if t >= group["interval_warmup"] else 0
+    return [
+        p
+        for p in group["params"]
+        if p in states
+        if scheduled or (p in refreshed and t - states[p]["first_step"] < young)
+    ]

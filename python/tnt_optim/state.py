@@ -1,4 +1,4 @@
-"""What the state of a parameter holds, said once.
+"""The entries of a parameter's state. ``SPEC`` is their only definition.
 
 ``SPEC`` is the table. New states, the tensors that each process keeps, the check of a checkpoint,
 the addresses of CUDA graphs and the memory estimate follow from it. The optimizer's state of a

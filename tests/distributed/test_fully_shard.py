@@ -348,10 +348,10 @@ def test_a_consolidated_state_goes_on_in_one_process(processes: int, hybrid: boo
 
 def refused(rank: int, processes: int) -> list[str]:
     messages = []
-    for which in ("some", "two dimensions", "master copies"):
+    for which in ("some", "a later group", "two dimensions", "master copies"):
         net = Net()
         mesh = init_device_mesh("cpu", (processes,))
-        if which == "some":
+        if which in ("some", "a later group"):
             fully_shard(net.middle, mesh=mesh)
         elif which == "master copies":
             fully_shard(net.bfloat16(), mesh=mesh)
@@ -362,7 +362,10 @@ def refused(rank: int, processes: int) -> list[str]:
             )
             net = nn.ParameterList([nn.Parameter(weight)])  # type: ignore[assignment]
         try:
-            opt = Shampoo.paper(net.parameters(), rounding="master")
+            params: Any = net.parameters()
+            if which == "a later group":
+                params = [{"params": net.out.parameters()}, {"params": net.middle.parameters()}]
+            opt = Shampoo.paper(params, rounding="master")
             for param in net.parameters():
                 param.grad = torch.ones_like(param)
             opt.step()
@@ -374,5 +377,6 @@ def refused(rank: int, processes: int) -> list[str]:
 def test_other_placements_and_master_copies_are_refused() -> None:
     for messages in run_in(2, refused):
         assert "all be sharded over one device mesh, or none" in messages[0]
-        assert "sharded along one dimension" in messages[1]
-        assert "rounding='master' is not for sharded parameters" in messages[2]
+        assert "or none, got both: parameter" in messages[1]
+        assert "sharded along one dimension" in messages[2]
+        assert "rounding='master' is not for sharded parameters" in messages[3]

@@ -252,6 +252,8 @@ def of_scaling() -> Iterator[Mistake]:
     ):
         yield Mistake(f"scales {what}", instead(scales=wrong), ValueError, f"scales .*{came}")
     yield Mistake("scales a list", instead(scales=[1.0] * 2), TypeError, "scales .*got list")
+    message = "params must be .* got NoneType"
+    yield Mistake("params None", instead(params=None), TypeError, message, True)
     short = instead(decayed=[True])
     yield Mistake("decayed short", short, ValueError, r"decayed .*\(2\), got 1", True)
 

@@ -63,7 +63,7 @@ def test_what_is_not_finite_is_left_out_counted_and_stops_training() -> None:
     bad[0, 0] = math.inf
     for _ in range(4):
         before = model[0].weight.detach().clone()
-        with pytest.warns(RuntimeWarning, match=r"not finite.*layer '0'.*1 other"):
+        with pytest.warns(RuntimeWarning, match=r"not finite.*layer '0'.*1 more"):
             step_on_ones(model, opt, bad)
         assert not torch.equal(before, model[0].weight) and bool(model[0].weight.isfinite().all())
     assert equal(stats, held(opt))
@@ -110,7 +110,7 @@ def test_a_new_layer_joins_while_another_is_not_finite() -> None:
     step_on_ones(model, opt, noise(5, 3), y)
     stats = held(opt)
     model.right.requires_grad_(True)
-    with pytest.warns(RuntimeWarning, match="not finite; left out of those of layer 'left'"):
+    with pytest.warns(RuntimeWarning, match="not finite: they are not refreshed, for layer 'left'"):
         step_on_ones(model, opt, x, y)
     assert equal(stats, opt.state[model.left.weight]["stats"])
     close(opt.state[model.right.weight]["stats"][1], with_ones(y).T @ with_ones(y) / 5)
@@ -149,6 +149,6 @@ def test_observations_of_which_none_is_finite_are_counted_once() -> None:
     x, y = noise(5, 3), noise(5, 2)
     step_on_ones(model, opt, x, y)
     opt.observe(model(x * NAN, y))
-    with pytest.warns(RuntimeWarning, match="layer 'left'.* other"):
+    with pytest.warns(RuntimeWarning, match="layer 'left'.* more"):
         step_on_ones(model, opt, x * math.inf, y)
     assert opt.failures() == NO_FAILURES | {"skipped_statistics": 1}

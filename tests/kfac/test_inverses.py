@@ -213,7 +213,7 @@ def test_eigenvalues_that_do_not_converge_keep_the_old_ones(
         return eigh(matrix)
 
     monkeypatch.setattr(torch.linalg, "eigh", failing_eigh)
-    with pytest.warns(RuntimeWarning, match=f"{part}.*1 other"):
+    with pytest.warns(RuntimeWarning, match=f"{part}.*1 more"):
         step_on_ones(model, opt, x)
     assert equal(factors, held(opt, "factors"))
     with pytest.raises(PreconditionerError, match=f"eigenvalues of the {part}.* are finite"):

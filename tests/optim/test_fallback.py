@@ -116,6 +116,13 @@ def test_a_main_without_sampled_statistics_observes_nothing() -> None:
         opt.attach(layer)
 
 
+def test_states_to_load_into_lack_statistics_of_what_no_output_reached() -> None:
+    layer = nn.Linear(3, 4)
+    opt = with_fallback(TNT([layer.weight]), torch.optim.SGD([layer.bias]))
+    opt.allocate_state(unreached=[layer.weight])
+    assert "momentum" in opt.state[layer.weight] and not opt.state[layer.weight].get("stats")
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed:UserWarning")
 def test_torchs_distributed_checkpoints_load_both_in_place(tmp_path: Path) -> None:
     model, other = net(), net()

@@ -89,7 +89,7 @@ SHARED: dict[str, list[Any]] = {
     "fisher": ["exact"],
     "likelihood": ["poisson", None],
     "seed": [1.5, True, "none", np.int64(3)],
-    "sample_scale": [0.0, -2.0, 3.0, INF, NAN],
+    "sample_scale": [0.0, -2.0, 3.0, INF, NAN, True, "8"],
 }
 
 

@@ -26,7 +26,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Class:
-    """What one measurement decides for."""
+    """The matrices that share one measurement."""
 
     operation: str  # "gram" or "chain"
     dtype: str  # of the tensor, as "bfloat16"
@@ -83,7 +83,7 @@ def chosen(device: torch.device) -> frozenset[Class]:
         return RULE
     except (OSError, ValueError, KeyError, TypeError) as error:
         warnings.warn(
-            f"{path} is not used, Triton serves all sizes: {error!r}; `python -m tnt_kernels tune` "
+            f"{path} is not used, but the built-in rule: {error!r}; `python -m tnt_kernels tune` "
             "writes it anew",
             RuntimeWarning,
             stacklevel=2,
@@ -109,10 +109,10 @@ def only(serves: bool) -> Iterator[None]:
 
 
 def setting(operation: str, device: torch.device, numbers: Sequence[Tensor] = ()) -> str | None:
-    """What plans depend on: the products' precision, or None where Triton serves all tensors.
+    """The precision for which plans may choose cuBLAS; None if Triton serves all tensors.
 
-    ``numbers`` are those that cuBLAS takes from the host. A CUDA graph has them on the device, so
-    callers that have any also plan for None, before a graph is recorded.
+    cuBLAS takes ``numbers`` from the host. In a CUDA graph they are on the device, so callers also
+    make the plan for None before a graph is recorded.
     """
     classes = () if _forced is False else chosen(device)
     if not (_forced or classes) or any(number.device.type != "cpu" for number in numbers):

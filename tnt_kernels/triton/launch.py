@@ -96,7 +96,7 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-# Plans whose tables recorded CUDA graphs read. Never freed, because PyTorch does not report that a
+# Plans that recorded CUDA graphs use. They are never freed, because PyTorch does not report that a
 # graph is gone: one for each set of layouts, however often graphs are recorded.
 _read_by_graphs: dict[int, object] = {}
 

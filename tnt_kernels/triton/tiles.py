@@ -191,9 +191,9 @@ def enlarge(kinds: dict[Any, list[int]], tiles: Callable[[Any, int], int], progr
     """Moves problems of wide float32 kinds to kinds of large tiles, where these fill the device.
 
     Kinds are named tuples whose last fields are ``block`` and ``vector``.
-    ``tiles`` is how many programs a problem of large tiles has. From one for each multiprocessor on
-    they are not slower: at worst a second wave has one program, which takes twice the time, and
-    large tiles are twice as fast (arithmetic, not measured on a GPU yet).
+    ``tiles`` gives the number of programs of a problem with large tiles. They are used if there is
+    at least one for each multiprocessor. At worst a second wave then has one program and takes
+    twice the time, but large tiles are twice as fast (arithmetic, not measured on a GPU yet).
     """
     for kind in [k for k in kinds if k.vector > 1 and 2 * k.block == LARGE_BLOCK]:
         own = {n: tiles(kind, n) for n in kinds[kind]}

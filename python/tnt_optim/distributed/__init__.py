@@ -8,12 +8,10 @@ model (``Replicated``: DDP), or with pieces of it (``Sharded``: FSDP2). All have
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
-
 from tnt_optim.distributed.ownership import Owners
 from tnt_optim.distributed.process_group import process_group_of
 from tnt_optim.distributed.replicated import Replicated
-from tnt_optim.modes import any_sharded
+from tnt_optim.modes import are_sharded
 from tnt_optim.update import Local
 
 __all__ = ["Owners", "distribution"]
@@ -32,19 +30,15 @@ def distribution(
     ``owners`` keeps the owner ranks from step to step. A copy of an optimizer with a process group
     has lost it (``is_lost``).
     """
-
-    def owner(param: Tensor) -> int:
-        return owners.of(param, groups, processes.size, shard or "directions")
-
-    if any_sharded(groups):
+    if are_sharded(groups):
         # Imported here because it takes most of a second.
         from tnt_optim.distributed.fsdp import Sharded, process_group_of_shards
 
         params = [p for group in groups for p in group["params"]]
-        processes, shard = process_group_of_shards(params), "directions"
-        return Sharded(processes, owner)
-    found = process_group_of(process_group, is_lost=is_lost)
-    if found is None:
+        mesh = process_group_of_shards(params)
+        return Sharded(mesh, lambda param: owners.of(param, groups, mesh.size, "directions"))
+    team = process_group_of(process_group, is_lost=is_lost)
+    if team is None:
         return Local()
-    processes = found
-    return Replicated(processes, shard, owner)
+    kind = shard or "directions"
+    return Replicated(team, shard, lambda param: owners.of(param, groups, team.size, kind))

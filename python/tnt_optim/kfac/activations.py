@@ -1,4 +1,4 @@
-"""What a forward pass leaves for KFAC: the input of each layer, kept in the autograd graph.
+"""KFAC keeps the input of each layer in the autograd graph.
 
 A forward hook puts the input into the metadata of the autograd node that made the layer's output,
 before anything changes that output in place. So the graph owns the input: the input is freed with

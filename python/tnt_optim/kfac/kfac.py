@@ -37,7 +37,7 @@ from tnt_optim.kfac.statistics import LayerSums, all_finite_statistics, blend
 from tnt_optim.likelihoods import Likelihood
 from tnt_optim.mismatch import warn_of_mismatch, watched
 from tnt_optim.modes import Settings, by_device, is_sharded
-from tnt_optim.options import OPTIONS, arguments, check_settings, documented, is_due
+from tnt_optim.options import OPTIONS, arguments, check_settings, documented, factors_due, is_due
 from tnt_optim.paper import paper_settings
 from tnt_optim.state import COUNTERS, check_keys
 
@@ -144,7 +144,9 @@ class KFAC(Attachable, Optimizer):
                 raise ValueError(f"{name} must be {' or '.join(map(repr, known))}, got {value!r}")
         check_settings(options)
         settings = {name: value for name, value in options.items() if OPTIONS[name].per_group}
-        for name in {key for group in groups for key in group} & {*options, "inverse"}:
+        for name in {key for group in groups for key in group} & {*OPTIONS, "inverse"}:
+            if name not in {*options, "inverse"}:
+                raise ValueError(f"KFAC has no option {name}, got it in a parameter group")
             if name not in settings:
                 raise ValueError(f"{name} cannot be set for a parameter group, only for all")
         for name, param in (pair for group in groups for pair in group["params"]):
@@ -238,9 +240,9 @@ class KFAC(Attachable, Optimizer):
         """Takes one step, which uses up all observations even if it raises.
 
         A layer that has a gradient, but no statistics because the observed outputs did not reach
-        it, is updated like the parameters outside of layers; a warning names it. It gets statistics
-        when an output reaches it: asked for at the next multiple of T1 if it was called in the
-        forward pass, otherwise when it is called.
+        it, is updated like the parameters outside of layers; a warning names it. If the forward
+        pass called it, the optimizer asks again for its statistics at the next multiple of T1;
+        otherwise when a forward pass calls it.
 
         Args:
             closure: recomputes the loss, calls ``backward`` and ``observe``, returns the loss.
@@ -508,16 +510,7 @@ class KFAC(Attachable, Optimizer):
             decays = {p: group["stat_decay"] for group in groups for p in group["params"]}
             self._failures.report("statistics", blend(states, later, decays), list(later))
         for group in self.param_groups:
-            late = group["step"] >= group["interval_warmup"]
-            young = group["inverse_interval"] if late else 0
-            due = [
-                w
-                for w in group["params"]
-                if w in states
-                if is_due(group, "inverse_interval")
-                or (w in later and group["step"] - states[w]["first_step"] < young)
-            ]
-            for weights in by_device(due):
+            for weights in by_device(factors_due(group, states, later)):
                 stats = {w: states[w]["stats"] for w in weights}
                 codes = self._inverses(group, stats, [states[w]["factors"] for w in weights])[1]
                 self._failures.report("inverses", codes, weights)
@@ -625,7 +618,7 @@ def _remove(handles: Iterable[RemovableHandle]) -> None:
         handle.remove()
 
 
-# What a copy has, besides the state and the groups. Hooks are added anew.
+# Attributes that a copy keeps besides the state and the groups. The copy adds its own hooks.
 _COPIED = (
     "inverse shard _model _names _layers _sampling _failures _observed _warned _named "
     "_group_numbers _reasons".split()
@@ -643,5 +636,5 @@ _PAPER: dict[str, Any] = {
 _ADDED = {name: _PAPER[name] for name in ("interval_warmup", "relative_damping", "graft")}
 _ADDED["max_factor_dim"] = OPTIONS["max_factor_dim"].default
 
-# The share of numbers without preconditioning of which a warning tells.
+# The constructor warns if a larger share of the trainable numbers has no preconditioner.
 WARNED_SHARE = 0.1

@@ -97,7 +97,7 @@ class Observations:
         self.unreached = {i: called for i, called in known.items() if not has_statistics(i)}
 
     def saved(self) -> dict[str, Any]:
-        """What a checkpoint needs if it is made between ``observe`` and ``step``."""
+        """The observations, for a checkpoint made between ``observe`` and ``step``."""
         sums = {number: list(vars(each).values()) for number, each in self.sums.items()}
         layers = {"asked": sorted(self.asked), "called": sorted(self.called)}
         return {"sums": sums, **layers, "count": self.count, "attached": self.attached}

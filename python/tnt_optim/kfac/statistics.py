@@ -116,7 +116,7 @@ def pooled_sums(
         team: the processes.
         layers: by number, the same in all processes.
         sums: this process's sums, of the layers that its outputs reached.
-        held: the means of a layer that no process has reached, if that can be.
+        held: earlier means by layer, returned for a layer that no process has reached.
         numbers: their totals are returned, too.
     """
     device = next(iter(layers.values())).weight.device
