@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tnt_kernels import damped_inverse, mode_products
+from tnt_kernels import damped_inverse, mode_products, scaled_step_
 from tnt_optim.autograd import without_autocast
 from tnt_optim.directions import RMS
 from tnt_optim.distributed.ownership import Load, assign
@@ -201,9 +201,13 @@ def update_(
         for block, matrix in zip(blocks, applied, strict=True):
             pairs = zip(parameters(block), split(block, matrix), strict=True)
             directions.update((param, part) for param, part in pairs if param in grads)
-    for group, params in batches:
-        scales = _graft_scales(group, states, {p: directions[p] for p in params})
-        _move(group, params, [directions[p] for p in params], scales)
+    for group, batch in batches:
+        rates = as_number(group["lr"]), group["weight_decay"]
+        for params in by_device(batch):
+            own = {p: directions[p] for p in params}
+            moved, along = (list(map(torch.atleast_1d, t)) for t in (params, own.values()))
+            decayed = [p.dim() > 1 or group["graft"] is None for p in params]
+            scaled_step_(moved, along, *rates, decayed, _graft_scales(group, states, own))
 
 
 def _accumulate(group: Mapping[str, Any], states: States, grads: Mapping[Tensor, Tensor]) -> None:
@@ -227,7 +231,7 @@ def _accumulate(group: Mapping[str, Any], states: States, grads: Mapping[Tensor,
 
 def _graft_scales(
     group: Mapping[str, Any], states: States, directions: Mapping[Tensor, Tensor]
-) -> list[Tensor] | None:
+) -> Tensor | None:
     """|R| / |P| for each direction P, 0 if P is; R is as in ``grafted_directions_``."""
     if group["graft"] is None:
         return None
@@ -245,26 +249,5 @@ def _graft_scales(
         norms = tuple(
             torch.full_like(n, RMS * p.numel() ** 0.5) for n, p in zip(own, directions, strict=True)
         )
-    return [torch.where(b == 0, 0.0, a / b) for a, b in zip(norms, own, strict=True)]
-
-
-def _move(
-    group: Mapping[str, Any],
-    params: Sequence[Tensor],
-    directions: list[Tensor],
-    scales: Sequence[Tensor] | None,
-) -> None:
-    lr, decay = as_number(group["lr"]), group["weight_decay"]
-    steps = torch._foreach_mul(directions, lr)
-    if scales is not None:
-        torch._foreach_mul_(steps, [s.to(p.dtype) for s, p in zip(scales, steps, strict=True)])
-    # Half precision is rounded once.
-    wide = [p if p.dtype == state_dtype(p) else p.to(state_dtype(p)) for p in params]
-    if isinstance(decay, Tensor) or decay != 0:
-        decaying = [p for p in wide if p.dim() > 1 or group["graft"] is None]
-        if decaying:
-            torch._foreach_mul_(decaying, 1 - lr * decay)
-    torch._foreach_sub_(wide, steps)
-    for param, value in zip(params, wide, strict=True):
-        if value is not param:
-            param.copy_(value)
+    lengths = torch.stack(own)
+    return torch.where(lengths == 0, 0.0, torch.stack(norms) / lengths)
