@@ -208,6 +208,8 @@ def _train(file: RunFile, name: str, task: Task, maker: Callable[[], Problem], j
         keys = {one: {"task": name, "settings": asdict(one)} for one in wanted}
         make_runs(file, maker, keys, kept_of, jobs)
 
+    seeds = range(task.seeds)
+    make(_settings(m, task, None, seed) for m in UNTUNED for seed in seeds)
     first: Mapping[str, float] = task.centres
     if task.after is not None:
         first = _best(file, task.after, first)
@@ -220,8 +222,7 @@ def _train(file: RunFile, name: str, task: Task, maker: Callable[[], Problem], j
             break
     else:
         raise ValueError(f"{name}: the best rates are still ends of the searches, {best}")
-    seeds = range(task.seeds)
-    make(_settings(m, task, best.get(m), s) for m in (*UNTUNED, *best) for s in seeds)
+    make(_settings(m, task, lr, seed) for m, lr in best.items() for seed in seeds)
 
 
 def _best(file: RunFile, task: str, methods: Iterable[str]) -> dict[str, float]:
