@@ -251,6 +251,7 @@ def kept(record: Mapping[str, Any], metric: str | None) -> dict[str, Any]:
     rounded = [round(loss, 6) if math.isfinite(loss) else None for loss in losses]
     return {
         "losses": rounded,
+        "training_loss": record["final_smoothed_loss"],
         "epoch_steps": record["steps_per_epoch"],
         "diverged_at_step": record["diverged_at_step"],
     }
