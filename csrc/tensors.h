@@ -66,7 +66,7 @@ struct Numbers : std::span<const int64_t> {
 // Owns a tensor's handle. Its properties are read once: each is a call.
 class Tensor {
  public:
-  // If a property cannot be read, the tensor is not dense, and the checks refuse it.
+  // If a property cannot be read, the tensor counts as not dense, and is refused.
   explicit Tensor(AtenTensorHandle handle) noexcept : handle_(handle) {
     static const int32_t strided = aoti_torch_layout_strided(), cpu = aoti_torch_device_type_cpu();
     int32_t layout = 0, device = 0;

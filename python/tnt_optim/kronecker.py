@@ -324,8 +324,9 @@ class KroneckerOptimizer(Optimizer):
         """
         if isinstance(param_group, dict):
             for name in param_group:
-                if name in OPTIONS and not OPTIONS[name].per_group and hasattr(self, name):
-                    raise ValueError(f"{name} cannot be set for a parameter group, only for all")
+                if name in OPTIONS and not OPTIONS[name].per_group:
+                    kind = type(self).__name__
+                    raise ValueError(f"{name} cannot be set for a parameter group of {kind}")
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:

@@ -81,7 +81,7 @@ def watched(likelihood: Likelihood, output: Any, groups: Iterable[Settings]) -> 
 def _watched(likelihood: str, output: Tensor, size_matters: bool) -> Comparison:
     rows = _some_rows(likelihood, output.detach())
     comparison = Comparison(likelihood, output.shape, rows, size_matters)
-    # The graph owns the hook, which refers to the comparison weakly, and is removed after it.
+    # The graph owns the hook, which refers to the comparison weakly and removes itself after it.
     held, shape = weakref.ref(comparison), output.shape
 
     @_disable_dynamo  # a compiled training step would make a graph of it

@@ -156,7 +156,7 @@ class Sampled(Empirical):
         asked: Iterable[Tensor],
         number: int | Tensor = 1,
     ) -> None:
-        """Adds an observation to the sums; of the two, only the finite one stays if one is not.
+        """Adds an observation to the sums. If only one of the two is finite, only that one is kept.
 
         ``number`` is 0 if none of its rows counts; the gradients are then zero.
         """

@@ -241,7 +241,7 @@ def test_groups_have_settings_of_their_own() -> None:
         ({"damping": -1.0}, "damping must be"),
         ({"inverse": "eigenbasis"}, "inverse cannot be set for a parameter group"),
         ({"likelihood": "gaussian"}, "likelihood cannot be set for a parameter group"),
-        ({"maximize": True}, "KFAC has no option maximize"),
+        ({"maximize": True}, "maximize cannot be set for a parameter group"),
     ],
 )
 def test_groups_that_do_not_fit_are_refused(group: dict[str, Any], message: str) -> None:

@@ -73,6 +73,11 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
     opt = made("fallback", model)
     train(model, opt, range(3))
     good = copy.deepcopy(opt.state_dict())
+    saves: list[Any] = []
+    hook = opt.main.register_state_dict_pre_hook(saves.append)
+    opt.load_state_dict(good)
+    assert not saves, "loading saves nothing of main, which would warn with shard"
+    hook.remove()
     for broken, message in [
         ({"state": {}}, "must have the key 'param_groups'"),
         ({**good, "param_groups": good["param_groups"][:1]}, r"groups of \[2, 2\] parameters"),

@@ -1,4 +1,4 @@
-"""The oracle against formulas that neither it nor `tnt_kernels` computes with."""
+"""The oracle against a known covariance, and against steps worked out by hand."""
 
 import math
 

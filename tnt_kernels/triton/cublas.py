@@ -83,8 +83,8 @@ def chosen(device: torch.device) -> frozenset[Class]:
         return RULE
     except (OSError, ValueError, KeyError, TypeError) as error:
         warnings.warn(
-            f"{path} is not used, but the built-in rule: {error!r}; `python -m tnt_kernels tune` "
-            "writes it anew",
+            f"{path} is not used, the built-in rule serves instead: {error!r}; "
+            "`python -m tnt_kernels tune` writes a new table",
             RuntimeWarning,
             stacklevel=2,
         )

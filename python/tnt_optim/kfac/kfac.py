@@ -145,10 +145,8 @@ class KFAC(Attachable, Optimizer):
         check_settings(options)
         settings = {name: value for name, value in options.items() if OPTIONS[name].per_group}
         for name in {key for group in groups for key in group} & {*OPTIONS, "inverse"}:
-            if name not in {*options, "inverse"}:
-                raise ValueError(f"KFAC has no option {name}, got it in a parameter group")
             if name not in settings:
-                raise ValueError(f"{name} cannot be set for a parameter group, only for all")
+                raise ValueError(f"{name} cannot be set for a parameter group of KFAC")
         for name, param in (pair for group in groups for pair in group["params"]):
             if is_sharded(param):
                 raise ValueError(
