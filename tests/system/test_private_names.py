@@ -32,8 +32,8 @@ SOURCES = [*(ROOT / "tnt_kernels").rglob("*.py"), *(ROOT / "python" / "tnt_optim
 NAMES: dict[str, tuple[str, ...]] = {
     "torch": (
         "_C", "_compile", "_debug_has_internal_overlap", "_foreach_add_", "_foreach_addcmul_",
-        "_foreach_copy_", "_foreach_div", "_foreach_mul", "_foreach_mul_", "_foreach_norm",
-        "_foreach_sqrt", "_foreach_sub_", "_functorch",
+        "_foreach_copy_", "_foreach_div", "_foreach_mul_", "_foreach_norm",
+        "_foreach_sqrt", "_functorch",
     ),
     "torch._C": (
         "_current_graph_task_id", "_dispatch_has_kernel_for_dispatch_key", "_functorch",
