@@ -1,11 +1,11 @@
-"""Fixtures of all tests: a fixed seed, one thread, dictated gradients, bitwise snapshots."""
+"""Fixtures of all tests: a fixed seed, one thread, bitwise snapshots."""
 
 import copy
 import dataclasses
 import importlib.util
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,34 +78,6 @@ def real_data() -> Callable[[str], Path]:
         return root / name
 
     return folder
-
-
-class DirectGradients:
-    """Parameters whose sampled gradient is exactly what the test says.
-
-    The "model output" is the parameters' own entries and the callable likelihood is their inner
-    product with the wanted gradients, so that its derivative is those gradients, to the bit.
-    """
-
-    def __init__(self, params: Sequence[Tensor]) -> None:
-        self.params = list(params)
-        self.sampled: Sequence[Tensor | None] = []
-
-    def output(self) -> Tensor:
-        """The entries of every trainable parameter that has a sampled gradient."""
-        pairs = zip(self.params, self.sampled, strict=True)
-        return torch.cat([p.reshape(-1) for p, g in pairs if p.requires_grad and g is not None])
-
-    def likelihood(self, output: Tensor) -> Tensor:
-        """Pass this to TNT as likelihood=."""
-        pairs = zip(self.params, self.sampled, strict=True)
-        wanted = [g.reshape(-1) for p, g in pairs if p.requires_grad and g is not None]
-        return (output * torch.cat(wanted)).sum()
-
-    def observe(self, optimizer: torch.optim.Optimizer, sampled: Sequence[Tensor | None]) -> None:
-        """Have the optimizer observe exactly these sampled gradients."""
-        self.sampled = sampled
-        optimizer.observe(self.output())  # type: ignore[attr-defined]
 
 
 class FixedLabels:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import DirectGradients, Snapshot
+from conftest import Snapshot
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -122,8 +122,7 @@ def train(
         opt.step()
         losses.append(float(loss.detach()))
         for scheduler in schedulers:
-            plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-            scheduler.step(*([loss.detach()] if plateau else []))
+            scheduler.step()
     return losses
 
 
@@ -214,22 +213,38 @@ class Dictated:
     """An optimizer on gradients that the test dictates.
 
     ``params`` are parameters, named parameters or groups. Only the method "sampled" uses the
-    sampled gradients; the others take their statistics from the training gradients.
+    sampled gradients; the others take their statistics from the training gradients. The "model
+    output" is the parameters' own entries, and the likelihood is their inner product with the
+    sampled gradients, so that its derivative is those gradients, to the bit.
     """
 
     def __init__(self, name: str, params: Sequence[Any], **settings: Any) -> None:
         members = [p for g in params for p in (g["params"] if isinstance(g, dict) else [g])]
         self.params: list[Tensor] = [p[1] if isinstance(p, tuple) else p for p in members]
-        self.direct = DirectGradients(self.params)
+        self.sampled: Sequence[Tensor | None] = []
         self.is_sampled = name == "sampled"
         if self.is_sampled:
-            settings["likelihood"] = self.direct.likelihood
+            settings["likelihood"] = self.likelihood
         self.opt = FACTORED[name](params, **settings)
+
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """The trainable parameters that have a sampled gradient, and these."""
+        pairs = zip(self.params, self.sampled, strict=True)
+        return [(p, g) for p, g in pairs if p.requires_grad and g is not None]
+
+    def output(self, sampled: Sequence[Tensor | None]) -> Tensor:
+        """An output whose sampled gradients are these."""
+        self.sampled = sampled
+        return torch.cat([p.reshape(-1) for p, _ in self.pairs()])
+
+    def likelihood(self, output: Tensor) -> Tensor:
+        """The inner product."""
+        return (output * torch.cat([g.reshape(-1) for _, g in self.pairs()])).sum()
 
     def observe(self, sampled: Sequence[Tensor | None]) -> None:
         """Observes these sampled gradients."""
         if self.is_sampled and any(g is not None for g in sampled):
-            self.direct.observe(self.opt, sampled)
+            self.opt.observe(self.output(sampled))
 
     def step(
         self, grads: Sequence[Tensor | None], sampled: Sequence[Tensor | None] | None = None
@@ -244,14 +259,8 @@ class Dictated:
 
     def warm_start(self, batches: Sequence[Sequence[Tensor]]) -> None:
         """Starts the statistics from these gradients."""
-
-        def losses() -> Iterator[Tensor]:
-            for grads in batches:
-                self.direct.sampled = grads
-                output = self.direct.output()
-                yield output if self.is_sampled else self.direct.likelihood(output)
-
-        self.opt.warm_start(losses())
+        outputs = map(self.output, batches)
+        self.opt.warm_start(outputs if self.is_sampled else map(self.likelihood, outputs))
 
     def stats(self, *params: Tensor) -> list[Tensor]:
         """Copies of the statistics of these parameters, or of all."""

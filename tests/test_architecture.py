@@ -130,9 +130,7 @@ def test_all_layers_exist() -> None:
         ("tnt_optim.tnt", "from oracle import DenseTNT"),
         ("tnt_kernels.ops", "from tnt_kernels import gram_ema_"),
         ("tnt_kernels.ops", "from . import reference"),
-        ("tnt_kernels.ops", "from .triton.gram_ema import launch"),
         ("tnt_kernels.ops", "import importlib\nimportlib.import_module('tnt_kernels.reference')"),
-        ("tnt_kernels.ops", "__import__('tnt_kernels.reference')"),
         ("tnt_kernels.reference", "import tnt_optim.modes"),
         ("tnt_kernels.triton.gram_ema", "from .. import reference"),
         ("tnt_kernels.backends", "from tests.cases import normal"),
@@ -143,23 +141,6 @@ def test_all_layers_exist() -> None:
 )
 def test_the_import_checker_finds(module: str, source: str) -> None:
     assert len(forbidden(source, module)) == 1
-
-
-@pytest.mark.parametrize(
-    ("module", "source", "is_package"),
-    [
-        ("tnt_optim.tnt", "from tnt_kernels import damped_inverse, gram_ema_", False),
-        ("tnt_optim.tnt", "from tnt_optim.modes import mode_shape\nfrom . import modes", False),
-        ("tnt_kernels.ops", "import torch\nfrom tnt_kernels.schemas import SCHEMAS", False),
-        ("tnt_kernels.triton.gram_ema", "from . import tiles\nfrom .. import schemas", False),
-        ("tnt_kernels.triton", "from . import tiles\nfrom ..schemas import SCHEMAS", True),
-        ("tnt_kernels", "from . import ops, reference\nfrom .backends import backends", True),
-        ("bench.steps", "from tools.measuring.tables import table\nimport bench.clock", False),
-    ],
-)
-def test_the_import_checker_lets_pass(module: str, source: str, is_package: bool) -> None:
-    assert imports(source, module, is_package=is_package)
-    assert forbidden(source, module, is_package=is_package) == set()
 
 
 # The floors of tnt_optim.
@@ -176,32 +157,17 @@ def optimizer_graph() -> dict[str, set[str]]:
     return graph
 
 
-def floors(graph: dict[str, set[str]]) -> dict[str, int]:
-    """The length of the longest chain of imports below each module, itself included.
-
-    Raises:
-        ValueError: if imports go in a circle.
-    """
-    found: dict[str, int] = {}
-    for module in TopologicalSorter(graph).static_order():
-        found[module] = 1 + max((found[below] for below in graph.get(module, ())), default=0)
-    return found
-
-
 def test_tnt_optim_has_seven_floors_and_no_cycle() -> None:
-    found = floors(optimizer_graph())
+    """A floor is the length of the longest chain of imports below a module, itself included."""
+    graph, found = optimizer_graph(), {}
+    for module in TopologicalSorter(graph).static_order():  # raises if imports go in a circle
+        found[module] = 1 + max((found[below] for below in graph[module]), default=0)
     assert found.pop("tnt_optim") > max(found.values())
     assert max(found.values()) <= 7, sorted(found.items(), key=lambda item: item[1])
     # A step's constructors stand on the step, the step on its parts, the parts on the tables.
     order = ("tnt", "kronecker", "distributed", "update", "state", "modes")
     heights = [found[f"tnt_optim.{name}"] for name in order]
     assert heights == sorted(heights, reverse=True)
-
-
-def test_cycles_are_found() -> None:
-    assert floors({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == {"c": 1, "b": 2, "a": 3}
-    with pytest.raises(ValueError, match="cycle"):
-        floors({"a": {"b"}, "b": {"a"}})
 
 
 # Which modules of tnt_optim import these. Any module above may import the others.
@@ -278,22 +244,11 @@ def test_includes(path: str) -> None:
         ("cpu/register.cpp", "#include <torch/csrc/stable/c/shim.h>"),
         ("check.h", "#include <torch/library.h>"),
         ("cpu/gram_ema.cpp", "sgemm_(&n, &t, &m);"),
-        ("cpu/register.cpp", 'extern "C" void dgemm_(const char*);'),
-        ("bindings.cpp", "dsyrk_(u, n);"),
         ("cpu/gram_ema.h", "#include <cuda_runtime_api.h>"),
     ],
 )
 def test_the_include_checker_finds(path: str, source: str) -> None:
     assert len(forbidden_in_kernels(source, path)) == 1
-
-
-def test_the_include_checker_lets_pass() -> None:
-    kernel = '#include <cmath>\n#include "cpu/blas.h"\nvoid gram_ema_(float* s);'
-    assert forbidden_in_kernels(kernel, "cpu/gram_ema.cpp") == set()
-    assert forbidden_in_kernels("#include <torch/csrc/stable/c/shim.h>", "cpu/tasks.h") == set()
-    assert forbidden_in_kernels("#include <ATen/core/Tensor.h>", _HOST) == set()
-    assert forbidden_in_kernels("sgemm_(a);", "cpu/blas.h") == set()
-    assert {"check.h", "cpu/blas.h", "cpu/gram_ema.cpp", _HOST, *_USE_STABLE} <= set(sources())
 
 
 # What each layer offers.

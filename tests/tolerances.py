@@ -60,16 +60,6 @@ def newton_rounding(dtype: torch.dtype, condition: float) -> float:
     return NEWTON_OPERATOR + (32 + 4 * condition) * torch.finfo(dtype).eps
 
 
-# A root in float32 of statistics from a training, with the paper's damping for CNNs, relative to
-# the root's largest entry (measured: 5e-6 at condition numbers up to 1000).
-FLOAT32_ROOT = 1e-4
-
-
-def root_rounding(dtype: torch.dtype, condition: float, root: int) -> float:
-    """The condition over p multiplies a rounding of the matrix into an error of its p-th root."""
-    return (32 + condition / root) * torch.finfo(dtype).eps
-
-
 # A mean over random draws against its expectation, in standard deviations of the mean. An entry of
 # a right mean exceeds them once in 500 million times; the seeds are fixed.
 SAMPLE_DEVIATIONS = 6.0

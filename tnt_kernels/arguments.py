@@ -36,7 +36,7 @@ def scalar(name: str, value: Number, *, low: float, high: float = float("inf")) 
     if not low <= value <= high or value == float("inf"):
         bound = f"in [{low:g}, {high:g}]" if high < float("inf") else f"finite and >= {low:g}"
         raise ValueError(f"{name} must be {bound}, got {value!r}")
-    return torch.tensor(float(value), dtype=torch.float64)
+    return torch.tensor(float(value), dtype=torch.float64, device="cpu")
 
 
 def _number(name: str, value: Any) -> Any:

@@ -323,7 +323,7 @@ def scaled_step_(
     def arguments() -> tuple[Any, ...]:
         if scales is not None:  # to the operator, an empty table means not given
             check_scales(scales, params)
-        table = torch.zeros(0, dtype=torch.float64) if scales is None else scales
+        table = torch.zeros(0, dtype=torch.float64, device="cpu") if scales is None else scales
         chosen = [True] * len(params) if decayed is None else decayed
         return list(params), list(directions), alpha, gamma, chosen, table
 
@@ -397,7 +397,7 @@ def grafted_directions_(
         if second_moments is not None:  # to the operator, an empty list means not given
             check_length("second_moments", second_moments, "momenta", momenta)
         lists = list(momenta), list(second_moments or []), list(target), list(grads)
-        table = torch.zeros(0, 2, dtype=torch.float64) if counts is None else counts
+        table = torch.zeros(0, 2, dtype=torch.float64, device="cpu") if counts is None else counts
         return *lists, _flat(factors, momenta), mu, table, second_decay, eps
 
     target = _contiguous_like(momenta) if out is None else out

@@ -192,7 +192,7 @@ def _norm(tensor: Tensor) -> Tensor:
 def _scalar_like(tensor: Tensor, value: Number) -> Tensor:
     """``value`` as a 0-dim tensor of ``tensor``'s device and dtype, copied asynchronously."""
     if not isinstance(value, Tensor):
-        value = torch.tensor(value, dtype=torch.float64)
+        value = torch.tensor(value, dtype=torch.float64, device="cpu")
     return value.to(tensor.device, tensor.dtype, non_blocking=True)
 
 
@@ -291,4 +291,4 @@ def _write_good_factors(
         for old, (new, _) in zip(kept, modes, strict=True):
             old.copy_(torch.where(info == 0, new, old))
         infos.append(info)
-    return out, torch.stack(infos) if infos else torch.zeros(0, dtype=torch.int32)
+    return out, torch.stack(infos) if infos else torch.zeros(0, dtype=torch.int32, device="cpu")

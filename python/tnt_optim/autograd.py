@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch._functorch import config
 from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import get_total_norm
 
 from tnt_optim.modes import state_dtype
 
@@ -20,12 +21,7 @@ def all_finite(gradients: Iterable[Tensor]) -> Tensor:
     """Whether the Gram matrices of all gradients are finite: their traces are squared norms."""
     # A norm in float16 would overflow at 65504; bfloat16 has float32's range.
     wide = [g.float() if g.dtype == torch.float16 else g for g in gradients]
-    if not wide:
-        return torch.ones((), dtype=torch.bool)
-    norms = torch._foreach_norm(wide)
-    together = torch.stack([norm.to(norms[0].device) for norm in norms])
-    dtype = torch.promote_types(together.dtype, torch.float32)
-    return together.to(dtype).square().sum().isfinite()
+    return get_total_norm(wide).square().isfinite()
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -26,11 +27,24 @@ def save_completed(
     optimizer: Optimizer, save: Callable[[], StateDict], complete: Callable[[StateDict], None]
 ) -> StateDict:
     """Saves with torch's own ``state_dict``; ``complete`` changes it before the user's hooks."""
-    handle = optimizer.register_state_dict_post_hook(lambda _, s: complete(s), prepend=True)
+
+    def finish(_: Optimizer, state_dict: StateDict) -> None:
+        for group in state_dict["param_groups"]:  # weights_only=True loads no numbers of NumPy
+            group.update({k: _number(v) for k, v in group.items() if isinstance(v, Real)})
+        complete(state_dict)
+
+    handle = optimizer.register_state_dict_post_hook(finish, prepend=True)
     try:
         return save()
     finally:
         handle.remove()
+
+
+def _number(value: Real) -> float:
+    """A number of Python's own types."""
+    if isinstance(value, bool):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
 
 
 def load_adapted(
@@ -103,16 +117,19 @@ def observations_of(observed: Any, numbers: Mapping[Tensor, int]) -> StateDict:
     }
 
 
-def observations_in(state_dict: StateDict, groups: Sequence[Settings]) -> StateDict:
-    """A copy of a saved state's observations, with this optimizer's parameters; may be empty.
+def observations_in(
+    state_dict: StateDict, groups: Sequence[Settings], *, in_progress: bool
+) -> StateDict:
+    """A copy of what a saved state has of observations, with this optimizer's parameters.
 
-    Those of earlier versions are left out.
+    With ``in_progress`` also of those since the last step. Those of earlier versions are left out.
     """
-    saved = state_dict.get("observed", {})
-    if "totals" not in saved:
-        return {}
     pairs = zip(state_dict["param_groups"], groups, strict=True)
     params = {n: p for s, g in pairs for n, p in zip(s["params"], g["params"], strict=True)}
+    missed = {params[number]: status for number, status in state_dict.get("missed", {}).items()}
+    saved = state_dict.get("observed", {})
+    if "totals" not in saved or not in_progress:
+        return {"missed": missed}
     totals = {}
     for number, total in saved["totals"].items():
         param = params[number]
@@ -124,7 +141,8 @@ def observations_in(state_dict: StateDict, groups: Sequence[Settings]) -> StateD
         own = state_dtype(param)
         dtype = total.dtype if state_dtype(total) == own else own
         totals[param] = copied(total, param.device, dtype)
-    return {**saved, "totals": totals, "asked": {params[number] for number in saved["asked"]}}
+    asked = {params[number] for number in saved["asked"]}
+    return {**saved, "totals": totals, "asked": asked, "missed": missed}
 
 
 def with_integer_keys(state_dict: StateDict) -> StateDict:

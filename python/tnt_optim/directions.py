@@ -51,7 +51,7 @@ class Workspace:
         ends = list(itertools.accumulate(-(-t.nbytes // _ALIGNMENT) * _ALIGNMENT for t in tensors))
         if self._memory is None or len(self._memory) < ends[-1] or len(self._given) == _MOST_GIVEN:
             self._memory, self._given = None, {}  # free the old memory before the new is allocated
-            self._memory = torch.empty(ends[-1], dtype=torch.uint8)
+            self._memory = torch.empty(ends[-1], dtype=torch.uint8, device="cpu")
         self._given[key] = [
             self._memory[start : start + t.nbytes].view(t.dtype).view(t.shape)
             for t, start in zip(tensors, (0, *ends), strict=False)
@@ -132,7 +132,7 @@ def _table(counts: list[list[Any]]) -> Tensor:
     """Counts, two for each momentum; tensors if a CUDA graph goes on counting."""
     if counts and isinstance(counts[0][0], Tensor):
         return torch.stack([torch.stack(pair) for pair in counts])
-    return torch.tensor(counts, dtype=torch.float64).reshape(-1, 2)
+    return torch.tensor(counts, dtype=torch.float64, device="cpu").reshape(-1, 2)
 
 
 # Rounding.

@@ -1,5 +1,6 @@
 """Two optimizers as one: a Kronecker-factored one for some parameters, another for the rest."""
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from typing import Any
 
@@ -30,6 +31,7 @@ def with_fallback(main: Optimizer, fallback: Optimizer) -> "WithFallback":
 
     Raises:
         ValueError: if a parameter is in both.
+        TypeError: if they are not optimizers, or the fallback needs a closure or observations.
     """
     return WithFallback(main, fallback)
 
@@ -46,6 +48,14 @@ class WithFallback(Optimizer):
         for name, optimizer in (("main", main), ("fallback", fallback)):
             if not isinstance(optimizer, Optimizer):
                 raise TypeError(f"{name} must be an optimizer, got {type(optimizer).__name__}")
+        closure = inspect.signature(fallback.step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
+            raise TypeError(
+                f"fallback must step without a closure, got {type(fallback).__name__}, which "
+                "computes the loss several times"
+            )
+        if hasattr(fallback, "observe") and getattr(fallback, "fisher", None) != "empirical":
+            raise TypeError("fallback must not observe outputs, as TNT does: make it main")
         ours = {p for group in main.param_groups for p in group["params"]}
         both = [p for group in fallback.param_groups for p in group["params"] if p in ours]
         if both:
@@ -209,7 +219,7 @@ class WithFallback(Optimizer):
             parts.append({**state_dict, "state": state, "param_groups": groups})
         numbered = {index for group in state_dict["param_groups"] for index in group["params"]}
         others = {key: s for key, s in state_dict["state"].items() if key not in numbered}
-        for key in ("method", "sampling", "observed"):  # of main
+        for key in ("method", "sampling", "observed", "missed"):  # of main
             parts[1].pop(key, None)
         before = self.fallback.state_dict()
         self.fallback.load_state_dict(parts[1])

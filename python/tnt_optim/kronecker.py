@@ -30,6 +30,7 @@ from tnt_optim.modes import (
     State,
     are_sharded,
     by_device,
+    check_dense,
     is_half,
     is_plain,
     is_sharded,
@@ -40,6 +41,7 @@ from tnt_optim.observations import Empirical, warned_of_batch_norm
 from tnt_optim.options import (
     ADDED,
     OPTIONS,
+    Fixed,
     as_they_are,
     check_settings,
     factors_due,
@@ -95,9 +97,8 @@ class KroneckerOptimizer(Optimizer):
     _whitens = False
 
     # Options of the optimizer as a whole.
-    capturable = False
+    capturable, shard = Fixed(), Fixed()
     process_group: Any = None
-    shard: str | None = None
 
     _group_is_lost = False  # a copy lacks its process group
     _warned_of_unreached = False
@@ -107,8 +108,7 @@ class KroneckerOptimizer(Optimizer):
         self, params: Any, options: Mapping[str, Any], source: Empirical | None = None
     ) -> None:
         defaults, whole = split(options)
-        for name, value in whole.items():
-            setattr(self, name, value)
+        vars(self).update(whole)
         self._observed = Empirical() if source is None else source
         self._owners, self._failures = Owners(), Failures()
         self._start_over()
@@ -194,14 +194,14 @@ class KroneckerOptimizer(Optimizer):
         self._consolidated = None
         try:
             for group in self.param_groups:
-                check_settings(group)  # the user may have changed them
+                self._check_settings(group)  # the user may have changed them
             processes = self._distribution()
             # On a GPU one process may have a report before another, and an error must stop all of
             # them at the same step. The report is a step old: the wait is short.
             wait, groups = processes.is_distributed, self.param_groups
             self._failures.read(self.state, self._name, wait=wait, groups=groups)
             self._run(self._prepared(processes))
-            self._observed.note_unreached(self._has_statistics)
+            self._observed.note_missed(self._has_statistics)
         except PreconditionerError:
             self._accumulated.clear()  # a retry does not help: the next step has new observations
             raise
@@ -330,14 +330,11 @@ class KroneckerOptimizer(Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            check_settings(group)
-            if group["estimator"] == "mle" and not self._whitens:
-                raise ValueError(
-                    f"estimator must be 'moments' for {type(self).__name__}, got 'mle': it whitens "
-                    "by the factors, as if they were inverses of the statistics"
-                )
-            for param in group["params"]:
+            self._check_settings(group)
+            for index, param in enumerate(group["params"]):
                 self._check_param(param, group)
+                if any(param is other for other in group["params"][:index]):
+                    raise ValueError(f"params must differ, got {self._name(param)} twice")
         except Exception:
             self.param_groups.pop()
             raise
@@ -364,6 +361,8 @@ class KroneckerOptimizer(Optimizer):
         for param, entries in (self._consolidated or {}).items():
             own = state_dict["state"][numbers[param]]
             state_dict["state"][numbers[param]] = {**own, **entries}
+        if missed := getattr(self._observed, "missed", {}):
+            state_dict["missed"] = {numbers[p]: status for p, status in missed.items()}
         lost = self._group_is_lost and self.process_group is None
         processes = Local() if lost else self._distribution()
         if processes.is_distributed:
@@ -412,13 +411,17 @@ class KroneckerOptimizer(Optimizer):
             checkpoint.check_groups(self._method, self.param_groups, adapted, set(self.defaults))
             for name, group, param, state in checkpoint.saved_states(self.param_groups, adapted):
                 check_state(name, state, group, param, processes.kept(param))
-            if hasattr(self._observed, "totals") and not processes.is_distributed:
-                observed.update(checkpoint.observations_in(adapted, self.param_groups))
+            if hasattr(self._observed, "missed"):
+                observed.update(
+                    checkpoint.observations_in(
+                        adapted, self.param_groups, in_progress=not processes.is_distributed
+                    )
+                )
 
         def finish(adapted: dict[str, Any]) -> None:
             self._failures = Failures()
             self._start_over()
-            self._observed.start_over()
+            self._observed.use_up()
             for group, modes in zip(self.param_groups, functions, strict=True):
                 group["modes"] = modes
             for param, state in checkpoint.copied_states(self.param_groups, adapted):
@@ -473,7 +476,7 @@ class KroneckerOptimizer(Optimizer):
             for scheduled in [is_due(group, "stat_interval")]
             for p in group["params"]
             if not is_plain(p, group)
-            if scheduled or (not self._has_statistics(p) and p not in self._observed.unreached)
+            if scheduled or (not self._has_statistics(p) and self._observed.waits_for(p))
         ]
 
     def _prepared(self, processes: Local) -> DeviceStep:
@@ -526,7 +529,13 @@ class KroneckerOptimizer(Optimizer):
                     f"the gradient of {self._name(param)} must be dense, got {param.grad.layout}"
                 )
             known = self._has_state(param)
-            plain = is_plain(param, group) or self._observed.misses(param)
+            if is_plain(param, group) and self._has_statistics(param):
+                raise RuntimeError(
+                    "precondition_1d must be set to False before the first statistics: "
+                    f"{self._name(param)} has some"
+                )
+            was_asked = param in self._observed.asked or not self._observed.waits_for(param)
+            plain = is_plain(param, group) or was_asked
             if not known and not plain and param not in observed:
                 raise RuntimeError(
                     f"step() has no statistics for {self._name(param)}, which has a gradient: call "
@@ -562,7 +571,11 @@ class KroneckerOptimizer(Optimizer):
 
     def _report(self, reports: Sequence[Report]) -> None:
         for report in reports:
-            self._failures.report(report.kind, report.codes, report.params)
+            codes, number = report.codes, self._observed.number
+            if report.kind == "statistics" and isinstance(number, Tensor):
+                # Without a row that counts nothing has failed.
+                codes = codes * (number > 0).to(codes.device)
+            self._failures.report(report.kind, codes, report.params)
 
     # First statistics.
 
@@ -596,6 +609,7 @@ class KroneckerOptimizer(Optimizer):
             for p in group["params"]
             if p.requires_grad and not is_plain(p, group)
         ]
+        processes.check_alike(trainable)
         batches = iter(outputs)
         for index in itertools.count():
             output, observed = next(batches, _NO_MORE), None
@@ -636,9 +650,9 @@ class KroneckerOptimizer(Optimizer):
         if observed and not processes.all_finite(observed.values()):
             worst = next(p for p, g in observed.items() if not processes.all_finite([g]))
             raise PreconditionerError(
-                "the first gradient for the statistics is not finite: there are no earlier "
-                f"statistics to go on with, for {self._name(worst)}"
-                f"{diverged(self.param_groups)}"
+                "the first gradient for the statistics is not finite, or no row of the output "
+                "counts: there are no earlier statistics to go on with, for "
+                f"{self._name(worst)}{diverged(self.param_groups)}"
             )
         stats: dict[Tensor, list[Tensor]] = {}
         self._accumulate(stats, observed, 0.0, processes)
@@ -714,14 +728,18 @@ class KroneckerOptimizer(Optimizer):
             )
         return found
 
+    def _check_settings(self, group: Group) -> None:
+        check_settings(group)
+        if group["estimator"] == "mle" and not self._whitens:
+            raise ValueError(
+                f"estimator must be 'moments' for {type(self).__name__}, got 'mle': it whitens by "
+                "the factors, as if they were inverses of the statistics"
+            )
+
     def _check_param(self, param: Tensor, group: Group) -> None:
         """Checks that a parameter can have its group's settings."""
         name, rounding = self._name(param), group["rounding"]
-        if not param.is_floating_point() or param.layout != torch.strided:
-            raise ValueError(
-                "params must be dense real floating-point tensors, got "
-                f"{param.dtype}, {param.layout} for {name}"
-            )
+        check_dense(param, name)
         layout(param, group)
         if is_sharded(param) != are_sharded(self.param_groups):
             raise ValueError(

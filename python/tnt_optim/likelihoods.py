@@ -175,10 +175,14 @@ def sampled_loss(
     if mask is None:
         return losses.sum() / len(losses)
     wanted = output.shape[:-1] if likelihood == "categorical" else output.shape[:1]
-    if mask.dtype != torch.bool or mask.shape != wanted:
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != wanted:
+        got = (
+            f"{mask.dtype}, {tuple(mask.shape)}"
+            if isinstance(mask, Tensor)
+            else type(mask).__name__
+        )
         raise ValueError(
-            f"mask must be bool, {tuple(wanted)} for likelihood {likelihood!r}, got {mask.dtype}, "
-            f"{tuple(mask.shape)}"
+            f"mask must be bool, {tuple(wanted)} for likelihood {likelihood!r}, got {got}"
         )
     mask = mask.reshape(-1).to(losses.device)
     return losses.where(mask, 0.0).sum() / mask.sum().clamp(min=1)

@@ -208,6 +208,16 @@ def state_dtype(param: Tensor) -> torch.dtype:
     return torch.float64 if param.dtype == torch.float64 else torch.float32
 
 
+def check_dense(param: Tensor, name: str) -> None:
+    """Refuses a parameter that the optimizers cannot move."""
+    known = torch.float64, torch.float32, torch.bfloat16, torch.float16
+    if param.dtype not in known or param.layout != torch.strided:
+        raise ValueError(
+            "params must be dense tensors of float64, float32, bfloat16 or float16, got "
+            f"{param.dtype}, {param.layout} for {name}"
+        )
+
+
 def is_half(param: Tensor) -> bool:
     """Whether a parameter has half precision; its step is then computed in float32."""
     return param.dtype in (torch.bfloat16, torch.float16)

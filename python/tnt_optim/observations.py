@@ -2,7 +2,7 @@
 
 Both sources have one interface. ``Empirical`` reads ``.grad`` and keeps nothing. ``Sampled``
 accumulates gradients at sampled labels between ``observe`` and ``step``, and remembers which
-parameters the outputs did not reach.
+parameters the outputs missed.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -37,6 +37,8 @@ from tnt_optim.update import Local
 
 HasStatistics = Callable[[Tensor], bool]
 
+IDLE, AWAITED, LOSS_ONLY = "idle", "awaited", "loss only"  # see ``Sampled.missed``
+
 
 @dataclass
 class Empirical:
@@ -44,9 +46,8 @@ class Empirical:
 
     # Parameters whose statistics were wanted when an output was observed.
     asked: Container[Tensor] = frozenset()
-    # Parameters without statistics that the last output did not reach.
-    unreached: Container[Tensor] = frozenset()
     hint: str = ""  # why nothing is observed at this step, if that is known
+    number: int | Tensor = 1  # observations with a row that counts; on the device if masks decide
 
     def wanted(self, due: Sequence[Tensor]) -> list[Tensor]:
         """The parameters among ``due`` for which an output would be observed now."""
@@ -80,18 +81,15 @@ class Empirical:
         """The loss of batch ``index`` of ``warm_start``, and the scale of its backward."""
         return check_scalar_loss("outputs (here: training losses)", output), 1.0
 
-    def misses(self, param: Tensor) -> bool:
-        """Whether the outputs do not reach a parameter without statistics."""
-        return False
+    def waits_for(self, param: Tensor) -> bool:
+        """Whether a parameter without statistics gets some from the next output that reaches it."""
+        return True
 
-    def note_unreached(self, has_statistics: HasStatistics) -> None:
+    def note_missed(self, has_statistics: HasStatistics) -> None:
         """Called at the end of a successful step."""
 
     def use_up(self) -> None:
         """Forgets the observations, after a step or an error in it."""
-
-    def start_over(self) -> None:
-        """Forgets everything about the training so far."""
 
 
 @dataclass
@@ -100,16 +98,18 @@ class Sampled(Empirical):
 
     # Sums over the observations, by parameter; of sharded parameters this process's pieces, if any.
     totals: dict[Tensor, Any] = field(default_factory=dict)
-    number: int | Tensor = 0  # observations in the sums: the finite ones, if there is one
+    # Observations in the sums: the finite ones, if there is one. Those without a row that counts do
+    # not count.
+    number: int | Tensor = 0
     count: int = 0  # outputs observed
     attached: int = 0  # outputs that the hook of ``attach`` observed
     asked: set[Tensor] = field(default_factory=set)
-    unreached: set[Tensor] = field(default_factory=set)
-    # No statistics yet, but a gradient in a step that observed nothing for them: every later step
-    # observes them.
-    awaited: set[Tensor] = field(default_factory=set)
-    # Had a gradient in a step whose observed output did not depend on them.
-    loss_only: set[Tensor] = field(default_factory=set)
+    # The parameters without statistics that outputs have missed:
+    # IDLE: without a gradient so far;
+    # AWAITED: later they had one in a step that observed nothing for them: every step now does;
+    # LOSS_ONLY: they had one in a step whose observed output missed them.
+    # IDLE and LOSS_ONLY are asked for when statistics are due.
+    missed: dict[Tensor, str] = field(default_factory=dict)
     partial: bool = False  # whether outputs may reach other parameters in another process
     agreed: bool = False  # whether all processes know of ``partial``
     warned: bool = False  # whether the user was warned of a step without observations
@@ -222,6 +222,8 @@ class Sampled(Empirical):
         zero. ``due`` is the same in all processes.
         """
         reached, known = due, self.agreed and all(map(has_statistics, due))
+        if not self.agreed:
+            processes.check_alike(due)
         if processes.is_sharded or self.partial or not known:
             flags = [self.count > 0, self.partial, *(p in self.totals for p in due)]
             observed, partial, *anywhere = processes.anywhere(flags, due[0].device)
@@ -232,8 +234,8 @@ class Sampled(Empirical):
         self.asked.update(due)
         if not reached:
             return {}
-        means, observers = processes.mean(reached, self.totals, self.number)
-        if not self.count and not observers:  # the host waits only if it observed nothing
+        means, self.number = processes.mean(reached, self.totals, self.number)
+        if not self.count and not self.number:  # the host waits only if it observed nothing
             return {}
         self.count = max(self.count, 1)
         return means
@@ -245,29 +247,23 @@ class Sampled(Empirical):
         loss = _loss(optimizer, output, "warm start", processes.number(index))
         return loss, _scale(optimizer, loss, output, processes)
 
-    def misses(self, param: Tensor) -> bool:
-        """See ``Empirical.misses``."""
-        return param in self.unreached or param in self.asked
+    def waits_for(self, param: Tensor) -> bool:
+        """See ``Empirical.waits_for``."""
+        return self.missed.get(param, AWAITED) == AWAITED
 
-    def note_unreached(self, has_statistics: HasStatistics) -> None:
-        """Remembers which parameters the outputs did not reach."""
-        missed = {p for p in self.asked | self.unreached | self.awaited if not has_statistics(p)}
-        trained = {p for p in missed if p.grad is not None}
-        self.loss_only |= trained & self.asked
-        # A gradient, but no output was observed for it: a later output may reach it.
-        self.awaited = (missed & self.awaited | trained - self.asked) - self.loss_only
-        self.unreached = missed - self.awaited
+    def note_missed(self, has_statistics: HasStatistics) -> None:
+        """Remembers which parameters the outputs have missed."""
+        known = dict.fromkeys(self.asked, IDLE) | self.missed
+        self.missed = {p: status for p, status in known.items() if not has_statistics(p)}
+        for p, status in self.missed.items():
+            if p.grad is not None and status != LOSS_ONLY:
+                self.missed[p] = LOSS_ONLY if p in self.asked else AWAITED
 
     def use_up(self) -> None:
-        """Forgets all but which parameters were not reached."""
+        """See ``Empirical.use_up``."""
         self.totals, self.number, self.asked = {}, 0, set()
         self.count, self.attached, self.hint = 0, 0, ""
         self.comparisons = []
-
-    def start_over(self) -> None:
-        """Forgets everything but ``partial`` and ``agreed``."""
-        self.use_up()
-        self.unreached, self.awaited, self.loss_only = set(), set(), set()
 
 
 def warned_of_batch_norm(outputs: Iterable[Any]) -> Iterator[Any]:

@@ -208,13 +208,15 @@ ADDED = {option.name: option.default for option in _TABLE if option.added}
 
 
 class Fixed:
-    """An option that a constructed optimizer cannot change."""
+    """An option that a constructed optimizer cannot change; the default if it was not given."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
 
     def __get__(self, optimizer: Any, owner: type | None = None) -> Any:
-        return self if optimizer is None else optimizer.__dict__[self.name]
+        if optimizer is None:
+            return self
+        return optimizer.__dict__.get(self.name, OPTIONS[self.name].default)
 
     def __set__(self, optimizer: Any, value: Any) -> None:
         if self.name in optimizer.__dict__:

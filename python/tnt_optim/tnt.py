@@ -3,11 +3,13 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from tnt_kernels import damped_inverse
 from tnt_optim.attach import Attachable
+from tnt_optim.checkpoint import called_by
 from tnt_optim.failures import warn_the_caller
 from tnt_optim.kronecker import KroneckerOptimizer
 from tnt_optim.likelihoods import Likelihood
@@ -61,10 +63,7 @@ class TNT(Attachable, KroneckerOptimizer):
     _method = "TNT"
     _whitens = True
 
-    fisher = Fixed()
-    likelihood: Likelihood
-    seed: int
-    sample_scale: float | None
+    fisher, likelihood, seed, sample_scale = Fixed(), Fixed(), Fixed(), Fixed()
 
     def __init__(
         self,
@@ -97,6 +96,11 @@ class TNT(Attachable, KroneckerOptimizer):
         shard: str | None = None,
     ) -> None:
         source = Empirical() if fisher == "empirical" else Sampled()
+        if isinstance(source, Sampled) and called_by("torch.distributed.optim.zero"):
+            raise ValueError(
+                "ZeroRedundancyOptimizer gives every process other parameters, whose statistics "
+                "would be mixed up: use TNT(model.parameters(), shard='directions') instead"
+            )
         super().__init__(params, arguments(locals()), source)
 
     @classmethod
@@ -115,6 +119,7 @@ class TNT(Attachable, KroneckerOptimizer):
             )
 
     @_disable_dynamo  # as for step
+    @torch.enable_grad()
     def observe(self, output: Any) -> None:
         """Samples labels at the model's output and keeps the gradient of their loss for ``step``.
 

@@ -72,13 +72,16 @@ class Local:
         """Whether each flag is set in any process; the host waits for the answer."""
         return list(flags)
 
+    def check_alike(self, params: Sequence[Tensor]) -> None:
+        """Refuses processes with other parameters; the host waits for the answer."""
+
     def mean(
         self, params: Sequence[Tensor], gradients: Mapping[Tensor, Tensor], number: int | Tensor
     ) -> tuple[Gradients, int | Tensor]:
         """The mean gradients over the observations of all processes; the host does not wait.
 
         ``params`` are the same in every process; ``gradients`` are sums over the ``number`` of
-        observations of this one, zero if missing. Also returns how many processes have some.
+        observations of this one, zero if missing. Also returns the sum of all numbers.
         """
         return {p: gradients.get(p) for p in params}, 1
 

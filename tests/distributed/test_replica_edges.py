@@ -24,8 +24,9 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from tnt_optim import KFAC, TNT, PreconditionerError, Shampoo
+from tnt_optim import KFAC, TNT, Masked, PreconditionerError, Shampoo
 from tnt_optim.distributed.ownership import Load, assign, load_of
+from tnt_optim.failures import FAILURES_IN_A_ROW
 
 ROWS = 6
 SETTINGS: dict[str, Any] = {"lr": 0.05, "damping": 0.1, "stat_interval": 1, "inverse_interval": 2}
@@ -245,7 +246,7 @@ def refusals(rank: int, processes: int, made: Callable[[nn.Module], TNT | KFAC])
     assert not opt.state
     cross_entropy(output, y).backward()
     capturable = Shampoo.paper(net.parameters())
-    capturable.capturable = True
+    vars(capturable)["capturable"] = True  # its constructor asks for a GPU
     with pytest.raises(RuntimeError, match="single process"):
         capturable.step()
     assert net.weight.grad is not None
@@ -254,6 +255,76 @@ def refusals(rank: int, processes: int, made: Callable[[nn.Module], TNT | KFAC])
 
 def tnt_of(model: nn.Module) -> TNT:
     return TNT.paper(model.parameters())
+
+
+def other_shapes(rank: int, processes: int, made: Callable[[nn.Module], TNT | KFAC]) -> list[str]:
+    """What a process says of parameters that the other one has not."""
+    net = nn.Linear(4, 3 + rank).double()
+    opt = made(net)
+    x, y = batch(rank, 0)
+    opt.observe(output := net(x))
+    cross_entropy(output, y).backward()
+    messages = []
+    for call in (opt.step, lambda: opt.warm_start([net(x)])):
+        with pytest.raises(ValueError, match="process_group") as caught:
+            call()
+        messages.append(str(caught.value))
+    assert not opt.state
+    return messages
+
+
+@pytest.mark.parametrize("made", [tnt_of, KFAC])
+def test_processes_with_other_parameters_are_refused(
+    made: Callable[[nn.Module], TNT | KFAC],
+) -> None:
+    for messages in run_in(2, other_shapes, made):
+        assert all("parameters of other shapes" in message for message in messages)
+
+
+def zero_redundancy(rank: int, processes: int) -> str:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch's own imports
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    with pytest.raises(ValueError, match="ZeroRedundancyOptimizer") as caught:
+        ZeroRedundancyOptimizer(nn.Linear(4, 4).parameters(), TNT, lr=0.1)
+    ZeroRedundancyOptimizer(nn.Linear(4, 4).parameters(), Shampoo, lr=0.1)
+    return str(caught.value)
+
+
+def test_zero_redundancy_is_refused_where_processes_share_statistics() -> None:
+    assert all("shard='directions'" in message for message in run_in(2, zero_redundancy))
+
+
+def steps_of_padding(
+    rank: int, processes: int, made: Callable[[nn.Module], TNT | KFAC]
+) -> dict[str, Any]:
+    """No row counts in any process, then in the second only."""
+    torch.manual_seed(0)
+    net = nn.Linear(4, 3).double()
+    opt = made(net)
+    opt.param_groups[0]["stat_interval"] = 1
+    kept = []
+    for step in range(FAILURES_IN_A_ROW + 2):
+        x, y = batch(rank, step)
+        last = step == FAILURES_IN_A_ROW + 1
+        counts = step == 0 or (last and rank == 1)
+        opt.observe(Masked(output := net(x), torch.full((len(x),), counts)))
+        cross_entropy(output, y).backward()
+        opt.step()
+        kept.append([s.clone() for s in opt.state[net.weight]["stats"]])
+    return {"kept": kept, "failures": opt.failures()}
+
+
+@pytest.mark.parametrize("made", [tnt_of, KFAC])
+def test_steps_of_padding_keep_the_statistics_and_are_no_failures(
+    made: Callable[[nn.Module], TNT | KFAC],
+) -> None:
+    ranks = run_in(2, steps_of_padding, made)
+    for rank in ranks:
+        *kept, last = rank["kept"]
+        assert all(equal(kept[0], stats) for stats in kept)
+        assert not equal(kept[0], last) and equal(last, ranks[0]["kept"][-1])
+        assert rank["failures"] == NO_FAILURES
 
 
 @pytest.mark.parametrize("made", [tnt_of, KFAC])

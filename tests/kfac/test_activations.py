@@ -65,15 +65,6 @@ def test_changes_in_place_after_a_layer_change_nothing(kind: str) -> None:
         close(b, a)
 
 
-def test_checkpointing_changes_nothing() -> None:
-    model, x = conv_net(), images()
-    compare(
-        model,
-        lambda: model[4:](checkpoint(model[:4], x, use_reentrant=False)),
-        lambda: model(x),
-    )
-
-
 def test_hooks_that_replace_an_output_are_not_the_layer() -> None:
     """G belongs to what the layer itself computed, even if the other hook was there before."""
     x, labels, model = images(), torch.randint(5, (8,)), conv_net()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Snapshot
-from kfac_models import Heads, conv_net, images, train
+from kfac_models import conv_net, images, train
 from torch import Tensor, nn
 
 from tnt_optim import KFAC
@@ -21,16 +21,6 @@ def test_the_hooks_of_a_copied_model_do_nothing(clone: Callable[[Any], Any]) -> 
     opt = KFAC(model)
     train(model, opt)
     assert not any(node.metadata for node in graph_nodes(clone(model)(images())))
-
-
-def test_a_loaded_state_asks_again_for_layers_that_were_missed() -> None:
-    model = Heads()
-    opt = KFAC(model, stat_interval=4)
-    opt.observe(model(torch.randn(8, 4).double(), 0, 1)[0])
-    opt.step()
-    assert opt._observed.unreached == {2: True}
-    opt.load_state_dict(opt.state_dict())
-    assert opt._observed.unreached == {}
 
 
 def test_a_state_of_an_earlier_version_goes_on_in_the_papers_form() -> None:

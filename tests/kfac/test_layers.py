@@ -102,7 +102,7 @@ def test_which_layers_are_supported() -> None:
     ],
 )
 def test_a_model_that_does_not_fit_is_refused(make: Callable[[], nn.Module], message: str) -> None:
-    with pytest.raises(ValueError, match=f"model must .*{message}"):
+    with pytest.raises(ValueError, match=f"(model|params) must .*{message}"):
         KFAC(make())
 
 

@@ -24,36 +24,18 @@ def trained(name: str, **settings: Any) -> Dictated:
 
 
 @factored
-def test_norms_and_counts(name: str) -> None:
-    run = trained(name)
-    w, b, _ = run.params
-    found = run.opt.diagnostics()
-    assert {key.split("/")[1] for key in found} == {"w", "b"}
-    assert list(found) == sorted(found)
-    state = run.opt.state[w]
-    direction = state["factors"][0] @ state["momentum"] @ state["factors"][1]
-    vector = run.opt.state[b]["factors"][0] @ run.opt.state[b]["momentum"]
-    for key, value in [
-        ("parameter_norm/w", w.norm()),
-        ("momentum_norm/w", state["momentum"].norm()),
-        ("direction_norm/w", direction.norm()),
-        ("direction_norm/b", vector.norm()),
-    ]:
-        assert found[key] == pytest.approx(value.item(), rel=1e-12)
-    assert found["skipped_statistics/w"] == found["failed_inverses/b"] == 0.0
-
-
-@factored
-@pytest.mark.parametrize("settings", [{}, {"block_size": 4}, {"max_factor_dim": 5}])
+@pytest.mark.parametrize("settings", [{}, {"block_size": 4}, {"max_factor_dim": 3}])
 def test_condition_is_the_largest_of_the_factors(name: str, settings: dict[str, int]) -> None:
     run = trained(name, **settings)
     exact = []
     for factor in run.factors(run.params[0]):
         values = factor if factor.dim() == 1 else torch.linalg.eigvalsh(factor)
         exact.append(float(values.max() / values.min()))
-    estimate = run.opt.diagnostics()["condition/w"]
+    found = run.opt.diagnostics()
     assert max(exact) > 1.2
-    assert 0.7 * max(exact) <= estimate <= 1.0001 * max(exact)
+    assert 0.7 * max(exact) <= found["condition/w"] <= 1.0001 * max(exact)
+    assert found["skipped_statistics/w"] == found["failed_inverses/b"] == 0.0
+    assert {key.split("/")[1] for key in found} == {"w", "b"} and list(found) == sorted(found)
 
 
 def condition(stat: Tensor, factor: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ def test_a_gradient_that_is_not_finite_changes_no_statistics(name: str, value: f
 
 @factored
 def test_five_skipped_statistics_in_a_row_raise(name: str) -> None:
-    """A good refresh starts the count of a row anew."""
+    """A good refresh starts the count of a row anew. The state from before loads afterwards."""
     run = Dictated(name, [weight(3, 4)], **EVERY_STEP, lr=0.0)
     good, bad = [noise(3, 4)], [spoiled(noise(3, 4))]
     assert run.opt.failures() == NO_FAILURES
@@ -65,8 +65,13 @@ def test_five_skipped_statistics_in_a_row_raise(name: str) -> None:
             with pytest.warns(RuntimeWarning, match="not finite"):
                 run.step(bad)
         assert run.opt.failures() == {**NO_FAILURES, "skipped_statistics": expected}
+    saved = copy.deepcopy(run.opt.state_dict())
     with raising(PreconditionerError, "not finite.*time 5 in a row"):
         run.step(bad)
+    assert copy.deepcopy(run.opt).failures()["skipped_statistics"] == 9
+    run.opt.load_state_dict(saved)
+    assert run.opt.failures()["skipped_statistics"] == 8
+    run.step(good)
 
 
 @factored
@@ -83,28 +88,6 @@ def test_a_first_gradient_that_is_not_finite_raises_and_changes_nothing(name: st
     run.step(good)
     for i in range(2):
         close(run.stats(q)[i], contraction(good[1], i))
-
-
-@factored
-def test_nothing_is_left_of_a_failure_that_is_caught(name: str) -> None:
-    """A checkpoint can still be written, a copy made, and the last good state loaded."""
-    p, q = weight(3, 4), weight(5)
-    run = Dictated(name, [{"params": [p]}, {"params": [q]}], **EVERY_STEP, lr=0.0)
-    good, bad = [noise(3, 4), noise(5)], [noise(3, 4) / 0, noise(5)]
-    run.step(good)
-    saved, start = copy.deepcopy(run.opt.state_dict()), p.detach().clone()
-    for _ in range(4):
-        with pytest.warns(RuntimeWarning, match="not finite"):
-            run.step(bad)
-    with pytest.raises(PreconditionerError, match="5 in a row"):
-        run.step(bad)
-    assert run.opt.state_dict()["state"][0]["skipped_statistics"] == 5
-    assert copy.deepcopy(run.opt).failures()["skipped_statistics"] == 5
-    run.opt.load_state_dict(saved)
-    p.data.copy_(start)
-    assert run.opt.failures() == NO_FAILURES
-    run.step(good)
-    assert bool(torch.isfinite(p).all())
 
 
 @factored
@@ -207,14 +190,6 @@ def test_a_failed_factor_keeps_the_previous_one(name: str, relative: bool) -> No
             kept = list(map(torch.equal, run.factors(p), before[n]))
             assert all(kept) if n in (1, 3) else not any(kept)
         close(-moves[1], 0.1 * (before[1][0] @ gradients[1] @ before[1][1]))
-    for stat in [s for n in (1, 3) for s in run.opt.state[params[n]]["stats"]]:
-        stat.neg_()
-    run.step([noise(*shape) for shape in shapes])  # recovered: the row is broken
-    for stat in run.opt.state[params[1]]["stats"]:
-        stat.neg_()
-    for _ in range(4):
-        with pytest.warns(RuntimeWarning, match="'p1'"):
-            run.step([noise(*shape) for shape in shapes])
     with raising(PreconditionerError, "'p1'.*time 5 in a row"):
         run.step([noise(*shape) for shape in shapes])
 
@@ -320,24 +295,6 @@ def factor_operator(name: str) -> str:
 @factored
 @pytest.mark.parametrize("group", [0, 1])
 @pytest.mark.parametrize("where", ["statistics", "factors"])
-def test_an_exception_before_the_first_statistics_changes_nothing(
-    name: str, where: str, group: int
-) -> None:
-    run, undisturbed = Run(name), Run(name)
-    before = run.snapshot()
-    operator = "gram_ema_" if where == "statistics" else factor_operator(name)
-    with failing(operator, group), pytest.raises(InjectedError):
-        run.steps(0, 1)
-    run.opt.zero_grad()
-    before.assert_unchanged()
-    run.steps(0, 3)
-    undisturbed.steps(0, 3)
-    run.snapshot().assert_equals(undisturbed.snapshot())
-
-
-@factored
-@pytest.mark.parametrize("group", [0, 1])
-@pytest.mark.parametrize("where", ["statistics", "factors"])
 def test_an_exception_before_the_update_moves_nothing(name: str, where: str, group: int) -> None:
     """Parameters, momenta and counts stay; training goes on from there, or from a checkpoint."""
     run, undisturbed = Run(name), Run(name)
@@ -382,33 +339,21 @@ def test_after_an_exception_in_the_update_a_checkpoint_goes_on(
 
 @factored
 @pytest.mark.parametrize("group", [0, 1])
+@pytest.mark.parametrize("where", ["statistics", "factors"])
 @pytest.mark.parametrize("step", [0, 3, 4])
-def test_a_step_that_ran_out_of_memory_can_be_repeated(name: str, step: int, group: int) -> None:
-    """The repeated step has the bits of one with enough memory."""
+def test_a_step_that_ran_out_of_memory_can_be_repeated(
+    name: str, step: int, where: str, group: int
+) -> None:
+    """The repeated step has the bits of one with enough memory. A first one changes nothing."""
     run, undisturbed = Run(name, inverse_interval=4), Run(name, inverse_interval=4)
     run.steps(0, step)
     undisturbed.steps(0, step + 2)
-    error = torch.OutOfMemoryError("no memory")
-    with failing(factor_operator(name), group, error), raising(type(error), "no memory"):
+    operator = "gram_ema_" if where == "statistics" else factor_operator(name)
+    before, error = run.snapshot(), torch.OutOfMemoryError("no memory")
+    with failing(operator, group, error), raising(type(error), "no memory"):
         run.steps(step, step + 1)
+    if step == 0:
+        run.opt.zero_grad()
+        before.assert_unchanged()
     run.steps(step, step + 2)
     run.snapshot().assert_equals(undisturbed.snapshot())
-
-
-def test_a_training_gradient_that_is_not_finite_spoils_its_parameter_alone() -> None:
-    """With sampled statistics, only that parameter becomes infinite or NaN."""
-    run, twin = Run("sampled"), Run("sampled")
-    for each in (run, twin):
-        each.steps(0, 2)
-    saved = run.checkpoint()
-    grads, sampled = run.gradients(2)
-    run.step([spoiled(grads[0], math.inf), *grads[1:]], sampled)
-    twin.step(grads, sampled)
-    assert not run.params[0].isfinite().any()
-    assert all(map(torch.equal, run.params[1:], twin.params[1:]))
-    assert all(map(torch.equal, run.stats() + run.factors(), twin.stats() + twin.factors()))
-    assert run.opt.failures() == NO_FAILURES
-    for each in (run, twin):
-        each.load(saved)
-        each.steps(2, 4)
-    run.snapshot().assert_equals(twin.snapshot())

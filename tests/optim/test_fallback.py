@@ -47,7 +47,7 @@ def test_it_is_both_optimizers_also_under_a_scheduler() -> None:
     assert [g["lr"] for g in opt.param_groups] == pytest.approx([0.02 * 0.8**9, 0.01 * 0.8**9])
     assert [len(group["params"]) for group in opt.param_groups] == [2, 2]
     assert set(opt.state) == set(other.parameters())
-    assert opt.failures() == NO_FAILURES
+    assert opt.failures() == NO_FAILURES and "with the fallback AdamW" in repr(opt)
 
 
 def test_where_main_raises_neither_moves() -> None:
@@ -109,6 +109,11 @@ def test_optimizers_that_cannot_be_combined_are_refused() -> None:
         with_fallback(Shampoo.paper([param]), torch.optim.SGD([param], lr=0.1))
     with pytest.raises(TypeError, match="fallback must be an optimizer, got list"):
         with_fallback(Shampoo.paper([param]), [weight(2)])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="must step without a closure, got LBFGS"):
+        with_fallback(Shampoo.paper([param]), torch.optim.LBFGS([weight(2)]))
+    with pytest.raises(TypeError, match="must not observe outputs"):
+        with_fallback(Shampoo.paper([param]), TNT([weight(2)]))
+    with_fallback(Shampoo.paper([param]), TNT([weight(2)], fisher="empirical"))
 
 
 def test_a_main_without_sampled_statistics_observes_nothing() -> None:

@@ -32,8 +32,8 @@ def numbers() -> Tensor:
     return torch.randn(ROWS, OUTPUTS)
 
 
-def summed_bce(z: Tensor, y: Tensor) -> Tensor:
-    return F.binary_cross_entropy_with_logits(z, y, reduction="sum") / len(z)
+def summed_bce(z: Tensor, y: Tensor, **more: Tensor) -> Tensor:
+    return F.binary_cross_entropy_with_logits(z, y, reduction="sum", **more) / len(z)
 
 
 def half_squares(z: Tensor, y: Tensor) -> Tensor:
@@ -69,9 +69,6 @@ OTHERS: dict[str, tuple[str, Loss, Callable[[], Tensor], nn.Module | None, str]]
     "binary cross entropy": (
         "categorical", F.binary_cross_entropy_with_logits, bits, None,
         NO_SOFTMAX + "binary cross entropy: .*'bernoulli'",
-    ),
-    "summed binary cross entropy": (
-        "categorical", summed_bce, bits, None, NO_SOFTMAX + "binary cross entropy: .*'bernoulli'",
     ),
     "softmax applied": (
         "categorical", lambda p, y: F.nll_loss(p.log(), y), classes, nn.Softmax(1),
@@ -147,11 +144,6 @@ def mostly_ignored(z: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(z, torch.where(torch.arange(len(y)) < 60, -100, y))
 
 
-def focal(z: Tensor, y: Tensor) -> Tensor:
-    likely = z.softmax(1)[torch.arange(len(y)), y]
-    return -((1 - likely).square() * likely.log()).mean()
-
-
 def with_penalty(z: Tensor, y: Tensor) -> Tensor:
     """The z-loss of large language models, on logits with a large sum of exponentials."""
     return F.cross_entropy(z, y) + 1e-4 * z.logsumexp(1).square().mean()
@@ -167,33 +159,18 @@ class Times(nn.Module):
 
 FITTING: dict[str, tuple[str, Loss, Callable[[], Tensor], nn.Module | None]] = {
     "cross entropy": ("categorical", F.cross_entropy, classes, None),
-    "smoothed": (
-        "categorical", lambda z, y: F.cross_entropy(z, y, label_smoothing=0.1), classes, None,
-    ),
     "weighted": ("categorical", imbalanced, classes, None),
     "padded": ("categorical", mostly_ignored, classes, None),
-    "focal": ("categorical", focal, classes, None),
     "penalised": ("categorical", with_penalty, classes, None),
     "margin": ("categorical", F.multi_margin_loss, classes, None),
     "log-probabilities": ("categorical", F.nll_loss, classes, nn.LogSoftmax(1)),
     "certain and wrong": ("categorical", F.cross_entropy, classes, Times()),
     "an eighth": ("categorical", lambda z, y: F.cross_entropy(z, y) / 8, classes, None),
     "scaled": ("categorical", lambda z, y: 65536 * F.cross_entropy(z, y), classes, None),
-    "soft labels": (
-        "categorical", lambda z, y: F.kl_div(z.log_softmax(1), y.softmax(1), reduction="batchmean"),
-        numbers, None,
-    ),
     "binary": ("bernoulli", summed_bce, bits, None),
     "binary, a part": ("bernoulli", lambda z, y: summed_bce(z, y.sigmoid()), numbers, None),
     "binary, weighted": (
-        "bernoulli",
-        lambda z, y: (
-            F.binary_cross_entropy_with_logits(
-                z, y, pos_weight=torch.full((OUTPUTS,), 4.0), reduction="sum"
-            )
-            / len(z)
-        ),
-        bits,
+        "bernoulli", lambda z, y: summed_bce(z, y, pos_weight=torch.full((OUTPUTS,), 4.0)), bits,
         None,
     ),
     "binary, positive logits": ("bernoulli", summed_bce, bits, nn.Sigmoid()),
@@ -215,13 +192,11 @@ def test_a_loss_that_fits_is_not_noticed(name: str, fitting: str) -> None:
 
 
 @tnt_and_kfac
-@pytest.mark.parametrize("trained", [0, 300])
-def test_a_model_of_any_age_fits(name: str, trained: int) -> None:
-    """Also one that knows its training data by heart."""
+def test_a_model_that_knows_its_data_by_heart_fits(name: str) -> None:
     model = nn.Sequential(nn.Linear(WIDTH, 64), nn.Tanh(), nn.Linear(64, OUTPUTS))
     x, y = torch.randn(ROWS, WIDTH), classes()
     adam = torch.optim.Adam(model.parameters(), lr=0.02)
-    for _ in range(trained):
+    for _ in range(300):
         adam.zero_grad()
         F.cross_entropy(model(x), y).backward()
         adam.step()
@@ -229,7 +204,7 @@ def test_a_model_of_any_age_fits(name: str, trained: int) -> None:
     output = model(x)
     opt.observe(output)
     loss = F.cross_entropy(output, y)
-    assert (float(loss.detach()) < 0.01) == bool(trained)
+    assert float(loss.detach()) < 0.01
     loss.backward()
     opt.step()
 
@@ -299,21 +274,6 @@ def test_only_the_first_step_compares(name: str, monkeypatch: pytest.MonkeyPatch
         opt.step()
         outputs[0].sum().backward(retain_graph=True)
     assert len(taken) == 2  # the output and its gradient
-
-
-def test_a_resumed_training_does_not_compare() -> None:
-    model = nn.Linear(WIDTH, OUTPUTS)
-    opt, resumed = TNT.paper(model.parameters()), TNT.paper(model.parameters())
-    output = model(torch.randn(ROWS, WIDTH))
-    opt.observe(output)
-    F.cross_entropy(output, classes()).backward()
-    opt.step()
-    resumed.load_state_dict(opt.state_dict())
-    resumed.param_groups[0]["stat_interval"] = 1
-    output = model(torch.randn(ROWS, WIDTH))
-    resumed.observe(output)
-    output.sum().backward()
-    resumed.step()
 
 
 @tnt_and_kfac

@@ -63,15 +63,6 @@ def test_outputs_have_any_trailing_shape(likelihood: str) -> None:
     same = sampled_loss(likelihood, flat, torch.Generator().manual_seed(1))
     assert loss.shape == ()
     assert loss.item() == pytest.approx(same.item(), rel=1e-14)
-    (g,) = torch.autograd.grad(loss, z)
-    # The variance of an entry's score is p (1 - p), or 1, over N^2; never over N * a * b.
-    score = 4 * g
-    if likelihood == "bernoulli":
-        p = z.detach().sigmoid()
-        torch.testing.assert_close(torch.where(score > 0, score, score + 1), p)
-    else:
-        drawn = torch.autograd.grad(same, flat)[0].reshape(4, 2, 3) * 4
-        torch.testing.assert_close(score, drawn)
 
 
 @likelihoods

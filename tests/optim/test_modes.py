@@ -127,15 +127,3 @@ def test_modes_are_merged_before_they_are_cut(name: str) -> None:
     run = Dictated(name, [weight(2, 3, 2, 2)], merge_small_dims=24, block_size=20)
     run.step([noise(2, 3, 2, 2)])
     assert [tuple(s.shape) for s in run.stats()] == [(20, 20), (4, 4)]
-
-
-@factored
-def test_blocks_in_half_precision_are_rounded_once(name: str) -> None:
-    start = torch.randn(6, 4).bfloat16()
-    cut = Dictated(name, [nn.Parameter(start.clone())], **SETTINGS, block_size=3)
-    parts = Dictated(name, [nn.Parameter(part.clone()) for part in tiles(start, 3)], **SETTINGS)
-    for _ in range(3):
-        gradient = torch.randn(6, 4).bfloat16()
-        cut.step([gradient])
-        parts.step(tiles(gradient, 3))
-    assert all(map(torch.equal, tiles(cut.params[0].detach(), 3), parts.params))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import Snapshot
-from drawn import raising, weight
+from drawn import noise, raising, weight
 from optimizers import FACTORED, METHODS, Dictated, conv_net, factored, made, net, train, values
 from torch import Tensor, nn
 
@@ -87,7 +87,7 @@ SHARED: dict[str, list[Any]] = {
     "shard": ["all", True, 0],
     "process_group": [],
     "fisher": ["exact"],
-    "likelihood": ["poisson", None],
+    "likelihood": ["poisson", (), ("categorical", "poisson"), ["categorical"], (None,), None],
     "seed": [1.5, True, "none", np.int64(3)],
     "sample_scale": [0.0, -2.0, 3.0, INF, NAN, True, "8"],
 }
@@ -115,15 +115,21 @@ def test_options_of_all_groups(option: str, method: type[TNT | Shampoo]) -> None
     assert len(opt.param_groups) == 1
 
 
-@pytest.mark.parametrize("value", ["sampled", "empirical"])
-def test_fisher_is_fixed_by_the_constructor(value: str) -> None:
-    opt = TNT.paper([weight(2, 3)], fisher=value)
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *[("fisher", "sampled"), ("fisher", "empirical"), ("likelihood", "gaussian"), ("seed", 3)],
+        *[("sample_scale", 2.0), ("shard", "inverses"), ("capturable", False)],
+    ],
+)
+def test_options_of_the_whole_optimizer_are_fixed_by_the_constructor(
+    option: str, value: Any
+) -> None:
+    opt = TNT.paper([weight(2, 3)], **{option: value})
     for each in (opt, copy.deepcopy(opt), pickle.loads(pickle.dumps(opt))):
-        with pytest.raises(
-            AttributeError, match=r"construct TNT\(\.\.\., fisher='empirical'\) anew"
-        ):
-            each.fisher = "empirical"
-        assert each.fisher == value
+        with pytest.raises(AttributeError, match=rf"construct TNT\(\.\.\., {option}=1\) anew"):
+            setattr(each, option, 1)
+        assert getattr(each, option) == value
 
 
 @factored
@@ -153,6 +159,21 @@ def test_options_with_a_state_must_be_set_before_it_exists(
     with raising(RuntimeError, match=f"{option}='{value}' must be set before the first statist"):
         run.step([torch.randn(3, 4).bfloat16()])
     assert torch.equal(run.params[0], before)
+
+
+def test_settings_that_have_become_wrong_change_nothing() -> None:
+    """The constructor refuses them, too."""
+    shampoo, tnt = (Dictated(name, [weight(3)], stat_interval=1) for name in ("shampoo", "sampled"))
+    for run, option, value, message in (
+        (shampoo, "estimator", "mle", "estimator must be 'moments' for Shampoo, got 'mle'"),
+        (tnt, "precondition_1d", False, "precondition_1d must be set to False before the first"),
+    ):
+        run.step([noise(3)])
+        run.opt.param_groups[0][option] = value
+        before = run.params[0].detach().clone()
+        with raising((ValueError, RuntimeError), match=message):
+            run.step([noise(3)])
+        assert torch.equal(run.params[0], before)
 
 
 @pytest.mark.parametrize("name", [*FACTORED, "kfac"])

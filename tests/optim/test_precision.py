@@ -4,8 +4,6 @@ How each step in bfloat16 follows the oracle is in ``test_trajectories``; compil
 tests/system.
 """
 
-import contextlib
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from conftest import FixedLabels
-from drawn import close
 from optimizers import (
     METHODS,
     NO_FAILURES,
@@ -27,13 +24,11 @@ from optimizers import (
     made,
     observe,
     statistics,
-    tensors,
     values,
 )
 from tolerances import SAMPLE_DEVIATIONS, half_statistics
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.nn.utils import clip_grad_norm_
 
 from tnt_optim import TNT
 from tnt_optim.directions import stochastically_rounded_
@@ -142,61 +137,6 @@ def test_inside_of_autocast_is_outside(
     assert equal(*found)
 
 
-def trained_loss(name: str, dtype: torch.dtype | None, **settings: Any) -> tuple[list[float], Any]:
-    """The losses of a training, under autocast with ``dtype``, and its optimizer."""
-    model = made_net()
-    if "rounding" in settings:
-        model.to(dtype)
-    opt = made(name, model, **settings)
-    losses = []
-    for step in range(30):
-        opt.zero_grad()
-        x, y = images(step)
-        with autocast(None if "rounding" in settings else dtype):
-            output = model(x.to(next(model.parameters()).dtype))
-            loss = cross_entropy(output.float(), y)
-            observe(opt, output)
-        loss.backward()
-        opt.step()
-        losses.append(float(loss.detach()))
-    return losses, opt
-
-
-@functools.cache
-def full_losses(name: str) -> list[float]:
-    return trained_loss(name, None)[0]
-
-
-def assert_trained_as_in_full(name: str, losses: list[float]) -> None:
-    """The mean loss of the last steps differs by less than a tenth of the decrease."""
-    full = full_losses(name)
-    won = full[0] - sum(full[-5:]) / 5
-    assert won > 0.2
-    assert abs(sum(losses[-5:]) - sum(full[-5:])) / 5 < 0.1 * won
-
-
-@half
-@methods
-def test_training_under_autocast(name: str, dtype: torch.dtype) -> None:
-    """Parameters and all that the optimizer keeps stay in float32."""
-    losses, opt = trained_loss(name, dtype)
-    assert_trained_as_in_full(name, losses)
-    assert all(p.dtype == torch.float32 for group in opt.param_groups for p in group["params"])
-    kept = list(tensors(opt.state_dict()["state"]))
-    assert len(kept) > 10
-    assert all(t.dtype == torch.float32 and bool(t.isfinite().all()) for t in kept)
-
-
-@pytest.mark.parametrize("rounding", ["stochastic", "master"])
-@factored
-def test_training_of_a_bfloat16_model(name: str, rounding: str) -> None:
-    losses, opt = trained_loss(name, torch.bfloat16, rounding=rounding)
-    assert_trained_as_in_full(name, losses)
-    assert all(p.dtype == torch.bfloat16 for group in opt.param_groups for p in group["params"])
-    kept = list(tensors(opt.state_dict()["state"]))
-    assert len(kept) > 10 and all(t.dtype == torch.float32 for t in kept)
-
-
 # ------------------------------------------------------------------ small gradients in float16
 
 
@@ -273,42 +213,6 @@ def test_a_likelihood_function_may_be_given_a_scale(
 # ------------------------------------------------------------------ scaled losses
 
 
-def train_scaled(
-    name: str, scaler: torch.amp.GradScaler | None, *, explicit: bool, clip: float | None
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Parameters and statistics at the end of some steps."""
-    model = made_net()
-    opt = made(name, model)
-    for step in range(7):
-        opt.zero_grad()
-        x, y = images(step)
-        output = model(x)
-        observe(opt, output)
-        loss = cross_entropy(output, y)
-        (loss if scaler is None else scaler.scale(loss)).backward()
-        if scaler is not None and explicit:
-            scaler.unscale_(opt)
-        if clip is not None:
-            clip_grad_norm_(model.parameters(), clip)
-        if scaler is None:
-            opt.step()
-        else:
-            scaler.step(opt)
-            scaler.update()
-    return values(model), statistics(opt)
-
-
-@pytest.mark.parametrize(("explicit", "clip"), [(False, None), (True, 0.05)])
-@methods
-def test_a_scaled_loss_changes_nothing(name: str, explicit: bool, clip: float | None) -> None:
-    """To the bit, as scales are powers of two; also the statistics, sampled or not."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3)
-    found = train_scaled(name, scaler, explicit=explicit, clip=clip)
-    assert scaler.get_scale() == 2.0**14
-    wanted = train_scaled(name, None, explicit=explicit, clip=clip)
-    assert equal(found[0], wanted[0]) and equal(found[1], wanted[1])
-
-
 @pytest.mark.parametrize("skipped", [0, 2, 3])
 @pytest.mark.parametrize("name", [*METHODS, "fallback"])
 def test_a_skipped_step_leaves_its_observation(name: str, skipped: int) -> None:
@@ -346,74 +250,9 @@ def test_a_skipped_step_leaves_its_observation(name: str, skipped: int) -> None:
     assert scaler.get_scale() == 2.0
     assert equal(statistics(opt), statistics(reference))
     assert opt.failures() == NO_FAILURES
-    if name in SAMPLING:  # the observation did count
-        plain = made_net()
-        without = made(name, plain)
-        for step in range(6):
-            output = plain(images(50 + step if step == skipped else step)[0])
-            without.observe(output)
-            without.zero_grad()
-            cross_entropy(output, images(50 + step if step == skipped else step)[1]).backward()
-            without.step()
-        assert equal(statistics(without), statistics(opt)) == (skipped == 3)
 
 
-@tnt_and_kfac
-def test_an_overflow_of_the_sampled_pass_skips_no_step(name: str) -> None:
-    """The statistics leave it out, and the scale of the training's loss stays."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    factor = [1.0]
-    model = made_net()
-    opt = made(name, model, likelihood=lambda output: output.square().mean() * factor[0])
-    for step in range(4):
-        factor[0] = math.inf if step == 2 else 1.0
-        before, kept = values(model), statistics(opt) if step else []
-        x, y = images(step)
-        opt.zero_grad()
-        output = model(x)
-        opt.observe(output)
-        scaler.scale(cross_entropy(output, y)).backward()
-        warned = pytest.warns(RuntimeWarning, match="gradient for the statistics is not finite")
-        with warned if step == 2 else contextlib.nullcontext():
-            scaler.step(opt)
-        scaler.update()
-        assert not any(map(torch.equal, values(model), before))
-        assert step != 2 or equal(statistics(opt), kept)
-    assert opt.failures() == {**NO_FAILURES, "skipped_statistics": 1}
-    assert scaler.get_scale() == 4.0
-
-
-# ------------------------------------------------------------------ clipping, steps in hooks
-
-
-@methods
-def test_clipping_reaches_momentum_and_training_statistics(name: str) -> None:
-    """The first step. With sampled statistics, clipping by a factor shortens the step by the same
-    factor. Statistics of training gradients come from the clipped ones."""
-    ends = []
-    start = values(made_net().double())
-    for clip in (math.inf, 0.03):
-        model = made_net().double()
-        opt = made(name, model)
-        x, y = images(0)
-        output = model(x.double())
-        observe(opt, output)
-        cross_entropy(output, y).backward()
-        norm = float(clip_grad_norm_(model.parameters(), clip))
-        opt.step()
-        moves = [a - b for a, b in zip(values(model), start, strict=True)]
-        ends.append((moves, statistics(opt)))
-    factor = 0.03 / (norm + 1e-6)  # torch's definition
-    assert factor < 0.5
-    (moves, stats), (clipped_moves, clipped_stats) = ends
-    if name in SAMPLING:
-        assert equal(stats, clipped_stats)
-        for whole, clipped in zip(moves, clipped_moves, strict=True):
-            assert float(whole.norm()) > 0
-            close(clipped, factor * whole)
-    else:
-        for whole, clipped in zip(stats, clipped_stats, strict=True):
-            close(clipped, factor**2 * whole)
+# ------------------------------------------------------------------ steps in hooks
 
 
 @factored
@@ -490,23 +329,6 @@ def test_master_copies_train_in_float32(name: str, form: dict[str, Any]) -> None
             assert torch.equal(half, full.bfloat16())
         for each in (run, reference):
             each.warm_start([[torch.ones_like(p) for p in each.params]])
-
-
-@factored
-def test_small_steps_are_lost_to_nearest_alone(name: str) -> None:
-    """Steps of a hundredth of bfloat16's spacing at 1, always in one direction."""
-    ends = {}
-    for rounding in ("nearest", "stochastic", "master"):
-        param = nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
-        settings: dict[str, Any] = {"momentum": 0.0, "max_factor_dim": 1, "lr": 1.0, "damping": 1.0}
-        run = Dictated(name, [param], rounding=rounding, **settings)
-        for _ in range(50):
-            run.step([torch.full_like(param, 1e-4)])
-        ends[rounding] = param.detach().float()
-    assert torch.equal(ends["nearest"], torch.ones(4096))
-    wanted = 1 - 50 * 1e-4
-    assert float((ends["master"] - wanted).abs().max()) <= 2.0**-9
-    assert abs(float(ends["stochastic"].mean()) - wanted) < 3e-4
 
 
 def neighbours(value: Tensor) -> tuple[Tensor, Tensor]:

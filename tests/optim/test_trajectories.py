@@ -41,14 +41,8 @@ class Comparison:
 
 
 WIDE, SINGLE = torch.float64, torch.float32
-COMPARISONS = [
-    Comparison("sampled", WIDE, FLOAT64_TRAJECTORY),
-    Comparison("sampled", SINGLE, FLOAT32_TRAJECTORY),
-    Comparison("empirical", WIDE, FLOAT64_TRAJECTORY),
-    Comparison("empirical", SINGLE, FLOAT32_TRAJECTORY),
-    Comparison("shampoo", WIDE, FLOAT64_TRAJECTORY),
-    Comparison("shampoo", SINGLE, FLOAT32_TRAJECTORY),
-]
+TOLERANCES = {WIDE: FLOAT64_TRAJECTORY, SINGLE: FLOAT32_TRAJECTORY}
+COMPARISONS = [Comparison(name, *pair) for name in FACTORED for pair in TOLERANCES.items()]
 
 
 def label(value: Any) -> str | None:
@@ -361,7 +355,9 @@ def test_parameters_without_gradient_follow_the_oracle(way: Comparison) -> None:
         moves = run.step(grads)
         oracle.step(grads, grads)
         assert [not bool(move.any()) for move in moves] == absent
-        assert t >= 4 or not run.opt.state.get(params[2])
+        assert t >= 4 or not run.opt.state[params[2]]  # reading it leaves an empty entry
+        if t == 2:
+            run.opt.load_state_dict(run.opt.state_dict())
         for p, mirror, first in zip(params, mirrors, start, strict=True):
             assert_near(way, p, mirror, first, t)
 

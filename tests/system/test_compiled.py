@@ -165,30 +165,20 @@ def test_batches_of_other_sizes(name: str) -> None:
     assert_same(model, opt, twin, reference)
 
 
-@pytest.mark.parametrize("first", ["a step", "another size", "a warm start"])
-def test_graphs_that_do_not_last(first: str) -> None:
+def test_graphs_that_do_not_last() -> None:
     """If the first backward of a graph does not retain it, every later one frees the buffers.
     ``observe`` then says what to change, and changes nothing."""
     model = Net()
-    opt = made("sampled", model, stat_interval=2)
+    opt = made("sampled", model)
     with torch._functorch.config.patch(donated_buffer=True):
         compiled = torch.compile(model, backend="aot_eager")
-        rows = 32
-        if first == "a step":
-            compiled(batch(0)[0]).square().sum().backward()
-        elif first == "a warm start":
-            opt.warm_start([compiled(batch(0)[0])])
-        else:
-            rows = 21
-            train(model, opt, [0])
-            compiled(batch(0, rows)[0]).square().sum().backward()
-            opt.step()
-        output = compiled(batch(2, rows)[0])
+        opt.warm_start([compiled(batch(0)[0])])
+        output = compiled(batch(2)[0])
         before = Snapshot(model.parameters(), opt)
-        with raising(RuntimeError, match="torch._functorch.config.donated_buffer ?= ?False"):
+        with raising(RuntimeError, match="donated_buffer = False, set before torch.compile"):
             opt.observe(output)
         before.assert_unchanged()
-        opt.observe(model(batch(2, rows)[0]))  # as it is, without the compiler
+        opt.observe(model(batch(2)[0]))  # as it is, without the compiler
         opt.step()
 
 
@@ -244,28 +234,19 @@ def test_a_training_step_compiled_as_a_whole(name: str) -> None:
         with torch._dynamo.config.patch(error_on_recompile=number >= 8):
             loss = compiled(*batch(number))
         assert torch.equal(loss, plain(*batch(number)))
+        # The model and its loss. An observation would make a dozen, which take seconds to compile.
+        assert number != 3 or name != "sampled" or graphs() == 2
     assert_same(model, opt, twin, reference)
     assert opt.failures() == NO_FAILURES
 
 
-def test_an_observation_is_no_graph() -> None:
-    """The model and its loss make two graphs. The optimizer would make a dozen, which take seconds
-    to compile and gain nothing."""
-    model = Net()
-    compiled = torch.compile(whole_step(model, made("sampled", model)), backend="aot_eager")
-    for number in range(4):
-        compiled(*batch(number))
-    assert graphs() == 2
-
-
-@pytest.mark.parametrize("name", ["shampoo", "kfac", "fallback"])
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a:UserWarning")
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
-def test_a_compiled_step_follows_a_scheduler_without_recompiling(name: str) -> None:
+def test_a_compiled_step_of_a_fallback_follows_a_scheduler_without_recompiling() -> None:
     """After every kind of step has been taken, none is compiled again; the results are the same."""
     model = optimizers.net()
     twin = copy.deepcopy(model)
-    opts = [made(name, m, lr=torch.tensor(0.01), inverse_interval=2) for m in (model, twin)]
+    opts = [made("fallback", m, lr=torch.tensor(0.01), inverse_interval=2) for m in (model, twin)]
     schedulers = [torch.optim.lr_scheduler.ExponentialLR(opt, 0.9) for opt in opts]
     compiled = torch.compile(lambda: opts[0].step(), backend="eager")
     frames = torch._dynamo.utils.counters["frames"]
@@ -325,24 +306,6 @@ def test_whole_graphs_with_the_hook_inside_are_refused() -> None:
     whole = torch.compile(model, backend="aot_eager", fullgraph=True)
     with pytest.raises(Exception, match="attach it to what torch.compile returned"):
         whole(torch.randn(8, 5))
-
-
-def test_attached_graphs_that_do_not_last_are_refused() -> None:
-    model = attached.made_net()
-    opt = TNT.paper(model.parameters(), **attached.SETTINGS)
-    called = torch.compile(model, backend="aot_eager")
-    with torch._functorch.config.patch(donated_buffer=True):
-        opt.attach(called)
-        with pytest.raises(RuntimeError, match="donated_buffer = False, set before torch.compile"):
-            called(torch.randn(8, 5))
-    torch._dynamo.reset()
-    # With the setting, buffers also survive a first backward that does not retain the graph.
-    model = attached.made_net()
-    opt = TNT.paper(model.parameters(), **attached.SETTINGS)
-    called = torch.compile(model, backend="aot_eager")
-    opt.attach(called)
-    opt.warm_start(called(x) for x, _ in attached.batches(99, 3))
-    attached.train(called, opt, 4, observe=False)
 
 
 # ------------------------------------------------------------------ KFAC, which must see its layers

@@ -113,6 +113,10 @@ class OwnerRanks:
         """See ``Local.anywhere``."""
         return self.processes.anywhere(flags, device)
 
+    def check_alike(self, params: Sequence[Tensor]) -> None:
+        """See ``Local.check_alike``."""
+        self.processes.check_alike(params)
+
     def is_owner(self, param: Tensor) -> bool:
         """Whether this process refreshes a parameter's statistics and factors."""
         return self.owner(param) == self.processes.rank

@@ -5,6 +5,7 @@ processes know: settings, schedule, and earlier collectives.
 """
 
 import math
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -56,6 +57,16 @@ class ProcessGroup:
         dist.all_reduce(reduced, dist.ReduceOp.MAX, group=self.group)
         found: list[int] = reduced.tolist()
         return found
+
+    def check_alike(self, params: Sequence[Tensor]) -> None:
+        """Refuses processes with other parameters, whose statistics would be mixed up."""
+        key = zlib.crc32(repr([tuple(p.shape) for p in params]).encode()) >> 1
+        if self.anywhere([key, -key], params[0].device) != [key, -key]:
+            raise ValueError(
+                "process_group must hold processes with copies of one model, and some have "
+                f"parameters of other shapes than this one's {len(params)}: set it to the processes "
+                "with copies of this model"
+            )
 
     def largest(self, codes: Tensor) -> Tensor:
         """All-reduces each entry to its maximum, on the device."""

@@ -74,7 +74,7 @@ class Replicated(OwnerRanks, Local):
             count = torch.full((), float(number), device=device)
 
         def sent() -> Iterable[Tensor]:  # each tensor is made when it is sent, to save memory
-            yield torch.stack([count * finite, count > 0])
+            yield torch.stack([count * finite, count])
             for param in params:
                 dtype = state_dtype(param)
                 if param in gradients:
@@ -83,11 +83,11 @@ class Replicated(OwnerRanks, Local):
                     yield torch.zeros_like(param, dtype=dtype)
 
         counts, *totals = self.processes.sums(sent())
-        observations, observers = counts
+        observations, counted = counts
         return {
             p: total.div_(observations.to(p.device, total.dtype))
             for p, total in zip(params, totals, strict=True)
-        }, observers
+        }, counted
 
     def send_factors(self, params: Iterable[Tensor], states: States) -> None:
         """See ``Local.send_factors``."""

@@ -36,7 +36,7 @@ from tnt_optim.kfac.observations import Observations, Sampling
 from tnt_optim.kfac.statistics import LayerSums, all_finite_statistics, blend
 from tnt_optim.likelihoods import Likelihood
 from tnt_optim.mismatch import warn_of_mismatch, watched
-from tnt_optim.modes import Settings, by_device, is_sharded
+from tnt_optim.modes import Settings, by_device, check_dense, is_sharded
 from tnt_optim.options import OPTIONS, arguments, check_settings, documented, factors_due, is_due
 from tnt_optim.paper import paper_settings
 from tnt_optim.state import COUNTERS, check_keys
@@ -153,11 +153,7 @@ class KFAC(Attachable, Optimizer):
                     f"model must have whole parameters, and {name!r} is in pieces, as fully_shard "
                     "leaves them: use DistributedDataParallel, or TNT"
                 )
-            if not param.is_floating_point() or param.layout != torch.strided:
-                raise ValueError(
-                    "model must have dense real floating-point parameters, got "
-                    f"{param.dtype}, {param.layout} for {name!r}"
-                )
+            check_dense(param, repr(name))
         self.inverse = inverse
         self.process_group = process_group
         self._group_is_lost = False  # in a copy
@@ -165,6 +161,7 @@ class KFAC(Attachable, Optimizer):
         self._model = model
         self._failures = Failures(PARTS)
         self._observed = Observations()
+        self._blended: set[Tensor] = set()  # not again when a failed step is retried
         self._warned = False
         self._named: set[int] = set()  # layers that a warning said the outputs do not reach
         super().__init__(groups, {**settings, "step": 0})
@@ -195,6 +192,7 @@ class KFAC(Attachable, Optimizer):
         return cls(model, **{**_PAPER, **paper_settings("KFAC", problem), **options})
 
     @_disable_dynamo
+    @torch.enable_grad()
     def observe(self, output: Any) -> None:
         """Samples labels at the model's output and keeps the statistics of their loss for ``step``.
 
@@ -237,6 +235,9 @@ class KFAC(Attachable, Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Takes one step, which uses up all observations even if it raises.
 
+        A step that raises before the update, for example because memory runs out for new factors,
+        can be repeated from the forward on: see ``TNT.step``.
+
         A layer that has a gradient, but no statistics because the observed outputs did not reach
         it, is updated like the parameters outside of layers; a warning names it. If the forward
         pass called it, the optimizer asks again for its statistics at the next multiple of T1;
@@ -269,9 +270,11 @@ class KFAC(Attachable, Optimizer):
             # training, it must stop all processes at the same step: they wait for it.
             groups, wait = self.param_groups, team is not None
             self._failures.read(self._layer_states(), self._name, wait=wait, groups=groups)
-            if team is not None:
-                weights = {i: layer.weight for i, layer in enumerate(self._layers)}
-                held = {i: self.state[w]["stats"] for i, w in weights.items() if self._has_state(i)}
+            weights = {i: layer.weight for i, layer in enumerate(self._layers)}
+            held = {i: self.state[w]["stats"] for i, w in weights.items() if self._has_state(i)}
+            if team is None:
+                self._observed.leave_out_empty(held)
+            else:
                 self._observed.pool(team, self._wanted(), self._layers, held)
             self._warn_if_unobserved()
             layers, others = self._to_update()
@@ -280,8 +283,12 @@ class KFAC(Attachable, Optimizer):
                 self._failures.read(self._layer_states(), self._name, groups=groups)
             update_(self.param_groups, self.state, layers, others, INVERSES[self.inverse])
             self._observed.note_unreached(self._has_state)
+        except PreconditionerError:
+            self._blended.clear()  # a retry does not help: the next step has new observations
+            raise
         finally:
             self._observed.use_up()
+        self._blended.clear()
         for group in self.param_groups:
             group["step"] += 1
         return loss
@@ -327,7 +334,11 @@ class KFAC(Attachable, Optimizer):
         layer that lost most), "failed_inverses" the failed refreshes of all layers, "unreached" the
         layers that moved without a preconditioner because no observed output has reached them.
         """
-        unreached = sum(not self._has_state(layer) for layer in self._named)
+        unreached = sum(
+            not self._has_state(i)
+            and any("momentum" in self.state.get(p, {}) for p in parameters(layer))
+            for i, layer in enumerate(self._layers)
+        )
         return self._failures.totals(self._layer_states(), self._name) | {"unreached": unreached}
 
     def close(self) -> None:
@@ -352,7 +363,10 @@ class KFAC(Attachable, Optimizer):
         Call it between steps.
         """
         self._failures.read(self._layer_states(), self._name, wait=True, fatal=False)
-        own = {"method": self._method, "sampling": checkpoint.sampling_of(self._sampling)}
+        own: dict[str, Any] = {"method": self._method}
+        own["sampling"] = checkpoint.sampling_of(self._sampling)
+        if self._observed.unreached:
+            own["missed"] = self._observed.unreached
         if self._observed.count and self._team() is None:
             own["observed"] = self._observed.saved()
         return checkpoint.save_completed(self, super().state_dict, lambda s: s.update(own))
@@ -373,9 +387,10 @@ class KFAC(Attachable, Optimizer):
             self._check_state_dict(adapted)
             if self._team() is None:
                 observed = Observations.loaded(adapted.get("observed", {}), self._layers)
+            observed.unreached = dict(adapted.get("missed", {}))
 
         def finish(adapted: dict[str, Any]) -> None:
-            self._failures, self._observed = Failures(PARTS), observed
+            self._failures, self._observed, self._blended = Failures(PARTS), observed, set()
             self.state.update(checkpoint.copied_states(self.param_groups, adapted))
             checkpoint.warn_of_other_sampling(self._sampling, adapted)
 
@@ -419,6 +434,7 @@ class KFAC(Attachable, Optimizer):
                 group.setdefault(name, value)
         if "_layers" in state:  # a copy; torch also calls this when it loads a state_dict
             self.process_group = None  # a process group cannot be copied
+            self._blended = set()
             self._attach()
 
     def __repr__(self) -> str:
@@ -495,20 +511,23 @@ class KFAC(Attachable, Optimizer):
         if first and not all_finite_statistics(first.values()):  # waits for the device once
             worst = next(i for i, pair in first.items() if not all_finite_statistics([pair]))
             raise PreconditionerError(
-                "the first inputs or gradients for the statistics are not finite: there are no "
-                f"earlier ones to go on with, for {self._name(self._layers[worst].weight)}"
-                f"{diverged(self.param_groups)}"
+                "the first inputs or gradients for the statistics are not finite, or no row of the "
+                "output counts: there are no earlier ones to go on with, for "
+                f"{self._name(self._layers[worst].weight)}{diverged(self.param_groups)}"
             )
         states = self._layer_states()  # without those that are new
         for weight, state in self._first_states(first).items():
             self._keep(weight, state)
-        later = {self._layers[i].weight: pair for i, pair in observed.items() if i not in first}
+            self._blended.add(weight)
+        later = {self._layers[i].weight: pair for i, pair in observed.items()}
+        later = {w: pair for w, pair in later.items() if w not in self._blended}
         if later:
             groups = self.param_groups
             decays = {p: group["stat_decay"] for group in groups for p in group["params"]}
             self._failures.report("statistics", blend(states, later, decays), list(later))
+            self._blended.update(later)
         for group in self.param_groups:
-            for weights in by_device(factors_due(group, states, later)):
+            for weights in by_device(factors_due(group, states, self._blended)):
                 stats = {w: states[w]["stats"] for w in weights}
                 codes = self._inverses(group, stats, [states[w]["factors"] for w in weights])[1]
                 self._failures.report("inverses", codes, weights)
@@ -576,10 +595,10 @@ class KFAC(Attachable, Optimizer):
                 continue
             if self._has_state(index) or index in self._observed.sums:
                 layers.append(layer)
-            elif self._observed.misses(index):
+            elif index in self._observed.asked or index in self._observed.unreached:
                 missed.append(index)
                 continue
-            elif index not in self._observed.unreached:
+            else:
                 raise RuntimeError(
                     f"step() has no statistics for {self._name(layer.weight)}, which has a "
                     "gradient: call observe(output) before loss.backward(), or attach(model) "

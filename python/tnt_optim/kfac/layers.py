@@ -88,6 +88,8 @@ def named_groups(model: nn.Module, params: Iterable[Any] | None) -> list[dict[st
         own = [param[1] if isinstance(param, tuple) else param for param in own]
         if any(param not in names for param in own):
             raise ValueError("params must be parameters of the model, got others")
+        if twice := [names[p] for number, p in enumerate(own) if p in set(own[:number])]:
+            raise ValueError(f"params must differ, got {twice[0]!r} twice")
         groups.append({**group, "params": [(names[param], param) for param in own]})
     return groups
 

@@ -53,6 +53,12 @@ class Observations:
             self.sums[layer] = self.sums[layer] + sums if layer in self.sums else sums
         self.count += 1
 
+    def leave_out_empty(self, held: Mapping[int, Sequence[Tensor]]) -> None:
+        """Puts earlier means in place of sums without a row that counts; as ``pool`` does."""
+        for layer, sums in self.sums.items():
+            if layer in held and isinstance(sums.positions, Tensor):
+                self.sums[layer] = sums.if_reached(sums.positions, held[layer])
+
     def pool(
         self,
         team: ProcessGroup,
@@ -69,6 +75,8 @@ class Observations:
         if not wanted:
             return
         reached = list(wanted)
+        if not held:
+            team.check_alike([layers[layer].weight for layer in wanted])
         if any(layer not in held for layer in wanted):
             flags = [layer in group for group in (self.sums, self.called) for layer in wanted]
             device = layers[0].weight.device
@@ -86,10 +94,6 @@ class Observations:
                 return
         self.sums, self.count = sums, max(self.count, 1)
         self.asked.update(wanted)
-
-    def misses(self, layer: int) -> bool:
-        """Whether outputs that were asked for a layer without statistics did not reach it."""
-        return layer in self.asked or self.unreached.get(layer, False)
 
     def note_unreached(self, has_statistics: Callable[[int], bool]) -> None:
         """Remembers the layers that no output reached, at the end of a successful step."""
@@ -216,6 +220,7 @@ class Sampling:
                 for i, (g, a) in stats.items()
             }
             layers = {number: self.layers[number] for number in due}
+            team.check_alike([layer.weight for layer in layers.values()])
             pooled, totals = pooled_sums(team, layers, weighted, {}, [batches, skipped])
             batches, skipped = totals.tolist()
             stats = {

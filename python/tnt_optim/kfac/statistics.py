@@ -48,6 +48,14 @@ class LayerSums:
             self.positions + other.positions,
         )
 
+    def if_reached(self, reached: Tensor, earlier: Sequence[Tensor]) -> "LayerSums":
+        """These sums, or earlier means if ``reached`` is 0. Does not wait for the device."""
+
+        def chosen(new: Any, old: Any) -> Tensor:
+            return torch.where(reached > 0, new, old)
+
+        return LayerSums(*map(chosen, vars(self).values(), [*earlier, 1, 1]))
+
     def means(self) -> list[Tensor]:
         """[G, A]: G is a mean over positions, A a mean over examples of sums over positions."""
         return [self.gradients / self.positions, self.inputs / self.examples]
@@ -138,19 +146,17 @@ def pooled_sums(
         finite = all_finite_statistics([pair])
         triangles += [torch.where(finite, packed(matrix), 0.0) for matrix in pair]
         terms = [counted(own.examples), counted(own.positions)]
-        counts += [counted(1), *(term * finite.to(device) for term in terms)]
+        # If no row counts the layer was not reached.
+        counts += [terms[1], *(term * finite.to(device) for term in terms)]
     totals, *triangles = team.sums([torch.stack(counts), *triangles])
     pooled, rest = {}, iter(triangles)
     by_layer = totals[len(numbers) :].view(-1, 3).unbind()
     for (number, layer), of_layer in zip(layers.items(), by_layer, strict=True):
-        values = [unpacked(next(rest), size) for size in matrix_shape(layer)]
-        reached, *terms = of_layer.to(values[0].device).unbind()
-        values += terms
+        matrices = [unpacked(next(rest), size) for size in matrix_shape(layer)]
+        reached, *terms = of_layer.to(matrices[0].device).unbind()
+        pooled[number] = LayerSums(*matrices, *terms)
         if number in held:
-            earlier: list[Any] = [*held[number], 1, 1]
-            pairs = zip(values, earlier, strict=True)
-            values = [torch.where(reached > 0, new, old) for new, old in pairs]
-        pooled[number] = LayerSums(*values)
+            pooled[number] = pooled[number].if_reached(reached, held[number])
     return pooled, totals[: len(numbers)]
 
 
