@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from tnt_optim.failures import warn_the_caller
 from tnt_optim.modes import Settings, State, state_dtype
-from tnt_optim.options import ADDED, check_settings
+from tnt_optim.options import check_settings
 from tnt_optim.state import check_keys
 
 # Functions, and an entry that torch adds to the defaults when an optimizer loads or is copied.
@@ -122,13 +122,13 @@ def observations_in(
 ) -> StateDict:
     """A copy of what a saved state has of observations, with this optimizer's parameters.
 
-    With ``in_progress`` also of those since the last step. Those of earlier versions are left out.
+    With ``in_progress`` also of those since the last step.
     """
     pairs = zip(state_dict["param_groups"], groups, strict=True)
     params = {n: p for s, g in pairs for n, p in zip(s["params"], g["params"], strict=True)}
     missed = {params[number]: status for number, status in state_dict.get("missed", {}).items()}
-    saved = state_dict.get("observed", {})
-    if "totals" not in saved or not in_progress:
+    saved = state_dict.get("observed") if in_progress else None
+    if saved is None:
         return {"missed": missed}
     totals = {}
     for number, total in saved["totals"].items():
@@ -186,7 +186,7 @@ def check_groups(
             f"state_dict must have {len(groups)} parameter groups, got {len(saved_groups)}"
         )
     for number, (group, saved) in enumerate(zip(groups, saved_groups, strict=True)):
-        check_keys(f"state_dict: group {number}", saved, settings - _NOT_SAVED - ADDED.keys())
+        check_keys(f"state_dict: group {number}", saved, settings - _NOT_SAVED)
         try:
             check_settings(saved)
         except ValueError as error:
@@ -206,8 +206,7 @@ def saved_states(
     The modes are merged as in the saved group, whose settings are loaded.
     """
     for group, saved in zip(groups, state_dict["param_groups"], strict=True):
-        merging = saved.get("merge_small_dims", ADDED["merge_small_dims"])
-        settings = {**group, "merge_small_dims": merging}
+        settings = {**group, "merge_small_dims": saved.get("merge_small_dims")}
         for index, param in zip(saved["params"], group["params"], strict=True):
             state = state_dict["state"].get(index)
             if state:

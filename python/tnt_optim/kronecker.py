@@ -39,7 +39,6 @@ from tnt_optim.modes import (
 )
 from tnt_optim.observations import Empirical, warned_of_batch_norm
 from tnt_optim.options import (
-    ADDED,
     OPTIONS,
     Fixed,
     as_they_are,
@@ -444,9 +443,6 @@ class KroneckerOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for group in self.param_groups:
-            for name, value in ADDED.items():
-                group.setdefault(name, value)
         self._start_over()
         if "_failures" in state:  # a copy; torch also calls this when it loads a state_dict
             self._owners = Owners()

@@ -32,7 +32,6 @@ class Option:
     holds: Check  # whether a value fits
     rule: str  # what a value must be, for the error message
     per_group: bool = True  # whether every parameter group can have its own value
-    added: bool = False  # whether checkpoints of earlier versions lack it; they had the default
 
 
 def _number(holds: Check, any_shape: bool = False) -> Check:
@@ -97,7 +96,7 @@ _TABLE = (
     Option("weight_decay", 0.0, *_NOT_NEGATIVE),
     Option("stat_interval", 10, *_COUNT),
     Option("inverse_interval", 100, *_COUNT),
-    Option("interval_warmup", 0, _is_whole, "an integer >= 0", added=True),
+    Option("interval_warmup", 0, _is_whole, "an integer >= 0"),
     Option(
         "likelihood",
         "categorical",
@@ -106,27 +105,25 @@ _TABLE = (
         per_group=False,
     ),
     Option("fisher", "sampled", *_one_of("sampled", "empirical"), per_group=False),
-    Option("estimator", "moments", *_one_of("moments", "mle"), added=True),
+    Option("estimator", "moments", *_one_of("moments", "mle")),
     Option("max_factor_dim", 8192, *_COUNT),
-    Option("precondition_1d", True, *_BOOL, added=True),
-    Option("block_size", None, *_COUNT_OR_NONE, added=True),
+    Option("precondition_1d", True, *_BOOL),
+    Option("block_size", None, *_COUNT_OR_NONE),
     Option(
         "merge_small_dims",
         None,
         lambda value: value in (None, "kernel") or _is_count(value),
         "None, 'kernel' or an integer >= 1",
-        added=True,
     ),
     Option("relative_damping", False, *_BOOL),
     Option("graft", None, *_one_of(None, "adam", "sgd", "rms")),
-    Option("maximize", False, *_BOOL, added=True),
-    Option("rounding", "nearest", *_one_of("nearest", "stochastic", "master"), added=True),
+    Option("maximize", False, *_BOOL),
+    Option("rounding", "nearest", *_one_of("nearest", "stochastic", "master")),
     Option(
         "kl_clip",
         None,
         _or_none(_number(lambda v: 0 < v < math.inf)),
         "None or a finite number > 0",
-        added=True,
     ),
     Option("modes", None, _or_none(callable), "a function of a shape"),
     Option("seed", 0, _is_seed, "an integer", per_group=False),
@@ -202,9 +199,6 @@ shard: how processes divide the work. None: each does all of it. Otherwise every
 """
 DOCS = dict(entry.split(": ", 1) for entry in re.split(r"\n(?! )", _DOCS.strip()))
 OPTIONS = {option.name: option for option in _TABLE}
-
-# Options that checkpoints of earlier versions lack, with the value they had.
-ADDED = {option.name: option.default for option in _TABLE if option.added}
 
 
 class Fixed:

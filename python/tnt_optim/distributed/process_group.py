@@ -64,8 +64,8 @@ class ProcessGroup:
         if self.anywhere([key, -key], params[0].device) != [key, -key]:
             raise ValueError(
                 "process_group must hold processes with copies of one model, and some have "
-                f"parameters of other shapes than this one's {len(params)}: set it to the processes "
-                "with copies of this model"
+                f"parameters of other shapes than this one's {len(params)}: set it to those with "
+                "copies of this model"
             )
 
     def largest(self, codes: Tensor) -> Tensor:

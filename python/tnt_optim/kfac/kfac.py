@@ -398,7 +398,7 @@ class KFAC(Attachable, Optimizer):
         checkpoint.load_adapted(self, state_dict, load, check, finish)
 
     def _check_state_dict(self, state_dict: dict[str, Any]) -> None:
-        groups, settings = self.param_groups, set(self.defaults) - _ADDED.keys()
+        groups, settings = self.param_groups, set(self.defaults)
         checkpoint.check_groups(self._method, groups, state_dict, settings)
         layers = {layer.weight: layer for layer in self._layers}
         for name, _, param, state in checkpoint.saved_states(groups, state_dict):
@@ -429,9 +429,6 @@ class KFAC(Attachable, Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for group in self.param_groups:
-            for name, value in _ADDED.items():
-                group.setdefault(name, value)
         if "_layers" in state:  # a copy; torch also calls this when it loads a state_dict
             self.process_group = None  # a process group cannot be copied
             self._blended = set()
@@ -648,10 +645,6 @@ _PAPER: dict[str, Any] = {
     **{"lr": 3e-3, "damping": 0.3, "stat_interval": 10, "inverse_interval": 100},
     **{"interval_warmup": 0, "relative_damping": False, "graft": None},
 }
-
-# Settings that checkpoints of earlier versions lack, with values they had.
-_ADDED = {name: _PAPER[name] for name in ("interval_warmup", "relative_damping", "graft")}
-_ADDED["max_factor_dim"] = OPTIONS["max_factor_dim"].default
 
 # The constructor warns if a larger share of the trainable numbers has no preconditioner.
 WARNED_SHARE = 0.1
