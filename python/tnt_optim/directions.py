@@ -5,7 +5,6 @@ all parameters and methods (Agarwal et al. 2020, "Disentangling adaptive gradien
 learning rates"). It is not part of the TNT paper.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,43 +19,12 @@ from tnt_optim.modes import Layout, Settings, State, blocks, each, is_half, is_p
 
 # Entries of a sum that one call adds up: few calls, and no more rounding than a pairwise sum.
 _SUM_PIECE = 1 << 20
-# Alignment of tensors in a workspace, in bytes, and the most lists whose views it keeps.
-_ALIGNMENT = 64
-_MOST_GIVEN = 256
 # The root mean square of a direction with graft="rms": about that of Adam's, as for Muon.
 RMS = 0.2
 # Random bits for one draw: four numbers take sixteen each. The draw costs more than the rounding.
 _INT64 = (-(1 << 63), (1 << 63) - 1)
 # On the CPU, numbers are rounded in pieces that stay in the cache.
 _ROUNDING_PIECE = 1 << 16
-
-
-class Workspace:
-    """Memory for directions on the CPU, reused by every step: new pages cost a fault each."""
-
-    def __init__(self) -> None:
-        self._memory: Tensor | None = None
-        self._given: dict[tuple[Any, ...], list[Tensor]] = {}  # by shapes and dtypes
-
-    def like(self, tensors: Sequence[Tensor]) -> list[Tensor] | None:
-        """Contiguous tensors like these, valid until the next call.
-
-        None on another device, where PyTorch's allocator reuses memory.
-        """
-        if not tensors or not tensors[0].is_cpu:
-            return None
-        key = tuple((t.shape, t.dtype) for t in tensors)
-        if key in self._given:
-            return self._given[key]
-        ends = list(itertools.accumulate(-(-t.nbytes // _ALIGNMENT) * _ALIGNMENT for t in tensors))
-        if self._memory is None or len(self._memory) < ends[-1] or len(self._given) == _MOST_GIVEN:
-            self._memory, self._given = None, {}  # free the old memory before the new is allocated
-            self._memory = torch.empty(ends[-1], dtype=torch.uint8, device="cpu")
-        self._given[key] = [
-            self._memory[start : start + t.nbytes].view(t.dtype).view(t.shape)
-            for t, start in zip(tensors, (0, *ends), strict=False)
-        ]
-        return self._given[key]
 
 
 def clipped(
@@ -94,9 +62,8 @@ def scaled_directions_(
     states: Sequence[State],
     layouts: Sequence[Layout],
     group: Settings,
-    workspace: Workspace | None = None,
 ) -> tuple[list[Tensor], Tensor | None]:
-    """Updates the moments; returns directions, perhaps in the workspace, and scales still to apply.
+    """Updates the moments; returns directions and scales still to apply.
 
     With ``graft`` a scale brings its direction to the norm of another method's: Adam's
     m^ / (sqrt(v^) + 1e-8), bias-corrected, the momentum's ("sgd"), or a fixed one ("rms"). A zero
@@ -106,9 +73,8 @@ def scaled_directions_(
     gradients = blocks(grads, layouts)
     factors = rows(each(states, "factors"), layouts)
     mu, graft = group["momentum"], group["graft"]
-    out = None if workspace is None else workspace.like(momenta)
     if graft != "adam":
-        directions, scales = grafted_directions_(momenta, gradients, factors, mu, out=out)
+        directions, scales = grafted_directions_(momenta, gradients, factors, mu)
         if graft == "rms":  # the scale of a zero momentum is zero
             norms = torch._foreach_norm(momenta)
             ratios = torch._foreach_div(norms, [RMS * math.sqrt(m.numel()) for m in momenta])
@@ -120,7 +86,7 @@ def scaled_directions_(
         for state, seen in zip(states, layouts, strict=True)
         for _ in range(seen.count)
     ]
-    return grafted_directions_(momenta, gradients, factors, mu, squares, _table(counts), out)
+    return grafted_directions_(momenta, gradients, factors, mu, squares, _table(counts))
 
 
 def decayed(params: Iterable[Tensor], group: Settings) -> list[bool]:

@@ -20,7 +20,6 @@ from tnt_optim import checkpoint
 from tnt_optim.autograd import buffers_put_back, check_reached, checked_replicas
 from tnt_optim.cuda_graphs import StepGraphs, check_graphs_device
 from tnt_optim.diagnostics import diagnostics
-from tnt_optim.directions import Workspace
 from tnt_optim.distributed import Owners, distribution
 from tnt_optim.failures import Failures, PreconditionerError, diverged, warn_the_caller
 from tnt_optim.modes import (
@@ -115,7 +114,7 @@ class KroneckerOptimizer(Optimizer):
 
     def _start_over(self) -> None:
         """Forgets graphs, retries and a consolidated state, which belong to one state."""
-        self._graphs, self._workspace = StepGraphs(), Workspace()
+        self._graphs = StepGraphs()
         # Parameters not to update again when a failed step is retried.
         self._accumulated: set[Tensor] = set()
         # What other processes keep of the state, after consolidate_state_dict.
@@ -270,9 +269,8 @@ class KroneckerOptimizer(Optimizer):
         Returns:
             "parameters": for each trainable one its "name", "shape", "statistics" (their shapes),
             and in bytes "stats", "factors", "moments" and "master"; "total": the sum of all these
-            bytes. A step also needs a workspace of at least one copy of the largest parameter; with
-            ``graft`` two, which on the CPU are kept between steps. A refresh with
-            ``estimator="mle"`` takes a few copies of it.
+            bytes. A step also needs memory for at least one copy of the largest parameter, with
+            ``graft`` for two; a refresh with ``estimator="mle"`` for a few.
         """
         return memory_estimate(self.param_groups, self._distribution().kept, self._name)
 
@@ -509,7 +507,6 @@ class KroneckerOptimizer(Optimizer):
             },
             distribution=processes,
             accumulated=self._accumulated,
-            workspace=self._workspace,
         )
 
     def _to_update(

@@ -15,7 +15,6 @@ from torch import Tensor
 from tnt_kernels import gram_ema_, preconditioned_step_, scaled_step_
 from tnt_optim.autograd import Gradients, all_finite, gradients_of
 from tnt_optim.directions import (
-    Workspace,
     clipped,
     decayed,
     scaled_directions_,
@@ -123,9 +122,7 @@ class Local:
         """Sends entries that only owners keep to process ``to``; returns them there."""
         return {}
 
-    def update(
-        self, grads: Gradients, states: States, group: Settings, number: int, workspace: Workspace
-    ) -> None:
+    def update(self, grads: Gradients, states: States, group: Settings, number: int) -> None:
         """Updates momenta and parameters of one group on one device.
 
         ``number`` counts the updates of a step, alike in every process.
@@ -144,9 +141,7 @@ class Local:
                 if not clips and not grafts:
                     _preconditioned_(weights, part_grads, part_states, layouts, group, decays)
                     continue
-                directions, scales = scaled_directions_(
-                    part_grads, part_states, layouts, group, None if clips else workspace
-                )
+                directions, scales = scaled_directions_(part_grads, part_states, layouts, group)
                 if clips:
                     momenta = blocks(each(part_states, "momentum"), layouts)
                     scales = clipped(directions, momenta, scales, group)
@@ -203,7 +198,6 @@ class DeviceStep:
     # Parameters whose statistics have this step's observations: a step that is repeated after a
     # failure does not add them again.
     accumulated: set[Tensor]
-    workspace: Workspace  # for directions
 
     @property
     def batches(self) -> list[Batch]:
@@ -263,7 +257,7 @@ class DeviceStep:
             if group["graft"] == "adam":
                 _count(own, "second_moment_updates")
             grads = {p: self.grads[p] for p in params}
-            self.distribution.update(grads, states, settings(group), number, self.workspace)
+            self.distribution.update(grads, states, settings(group), number)
 
 
 def accumulate_(

@@ -23,7 +23,7 @@ from tnt_optim.autograd import (
     unscaled,
     without_autocast,
 )
-from tnt_optim.directions import Workspace, decayed, updated_weights
+from tnt_optim.directions import decayed, updated_weights
 from tnt_optim.distributed.ownership import OwnerRanks
 from tnt_optim.distributed.process_group import ProcessGroup
 from tnt_optim.modes import Settings, by_kind, state_dtype
@@ -141,9 +141,7 @@ class Sharded(OwnerRanks, Local):
         bad = (~all_finite(own)).to(own[0].device, torch.int32)
         return self.processes.largest(bad) == 0
 
-    def update(
-        self, grads: Gradients, states: States, group: Settings, number: int, workspace: Workspace
-    ) -> None:
+    def update(self, grads: Gradients, states: States, group: Settings, number: int) -> None:
         """Sends gradients to the owners and directions back; each process updates its pieces."""
         directions = self.directions_(self.whole(grads), states, group)
         ranks = range(self.size)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tnt_kernels import scaled_step_
 from tnt_optim.autograd import Gradients, all_finite
-from tnt_optim.directions import Workspace, decayed, updated_weights
+from tnt_optim.directions import decayed, updated_weights
 from tnt_optim.distributed.ownership import OwnerRanks
 from tnt_optim.distributed.process_group import BUCKET_BYTES, ProcessGroup, flattened, unflattened
 from tnt_optim.modes import Settings, by_kind, layout, state_dtype
@@ -112,12 +112,10 @@ class Replicated(OwnerRanks, Local):
                 receive,
             )
 
-    def update(
-        self, grads: Gradients, states: States, group: Settings, number: int, workspace: Workspace
-    ) -> None:
+    def update(self, grads: Gradients, states: States, group: Settings, number: int) -> None:
         """With "directions" each owner computes its directions, and every process applies all."""
         if self.shard != "directions":
-            super().update(grads, states, group, number, workspace)
+            super().update(grads, states, group, number)
             return
         places = {p: place for place, p in enumerate(grads)}
         ready: dict[Tensor, Tensor] = {}
