@@ -431,74 +431,19 @@ void update(const std::vector<GramMode>& modes, double decay, bool rounded) {
   });
 }
 
-// out <- in x_i A for contiguous tensors of `before` times d times `after` numbers, d the size of
-// mode i. `rounded`: memory for the factor and the tensor, or null.
-template <typename T>
-void mode_product(const Factor& factor, int64_t before, int64_t after, const T* in, T* out,
-                  BFloat16* rounded) {
-  const int64_t d = factor.d, count = before * d * after;
-  const T* a = static_cast<const T*>(factor.data);
-  if (factor.diagonal || d == 1) {
-    const int64_t step = std::max<int64_t>(kChunk / after, 1), tasks = (before * d - 1) / step + 1;
-    return run_tasks(tasks, 16 * static_cast<double>(count), [&](int64_t task, Scratch&) {
-      for (int64_t row = task * step; row < std::min((task + 1) * step, before * d); ++row) {
-        const T scale = a[row % d];
-        for (int64_t i = row * after; i < (row + 1) * after; ++i) out[i] = scale * in[i];
-      }
-    });
-  }
-  // The last mode multiplies all rows at once, others those of one block after the other.
-  const bool last = after == 1;
-  const int64_t rows = last ? before : d, columns = last ? d : after;
-  const int64_t blocks = last ? 1 : before;
-  const double flops = 2 * static_cast<double>(count) * static_cast<double>(d);
-  const int64_t cuts = flops < kParallelFlops || blocks > 1 ? 1 : parallelism();
-  const int64_t side = std::max<int64_t>(((rows + cuts - 1) / cuts + 15) / 16 * 16, 1);
-  const int64_t strips = (rows + side - 1) / side;
-  const auto multiply = [&](const auto* matrix, const auto* tensor) {
-    run_tasks(blocks * strips, flops, [&](int64_t task, Scratch&) {
-      const int64_t block = task / strips * rows * columns, row = task % strips * side;
-      const auto* left = (last ? tensor : matrix) + row * d;
-      const auto* right = last ? matrix : tensor + block;
-      blas::gemm(blas::Transposed::kNone, std::min(side, rows - row), columns, d, T(1), left, d,
-                 right, columns, T(0), out + block + row * columns, columns);
-    });
-  };
-  if constexpr (std::is_same_v<T, float>) {
-    if (rounded != nullptr && std::min({d, rows, columns}) >= blas::kLeastRounded) {
-      round_all(a, d * d, rounded);
-      round_all(in, count, rounded + d * d);
-      return multiply(rounded, rounded + d * d);
-    }
-  }
-  multiply(a, in);
-}
-
 // The whitened Gram matrix of one mode.
 template <typename T>
 void update_whitened(const WhitenedTensor& of, int64_t mode, double decay, bool rounded,
                      Scratch& scratch) {
   const int64_t count = of.tensor.count();
-  int64_t largest = 0;
-  for (const Factor& factor : of.factors) {
-    if (!factor.diagonal) largest = std::max(largest, factor.d * factor.d);
-  }
-  const int64_t halves = rounded ? (largest + count + 1) / 2 : 0;
-  T* buffers = scratch.get<T>(2 * count + copied_count<T>(of.tensor) + halves);
+  std::vector<Factor> others = of.factors;
+  Factor& own = others[static_cast<size_t>(mode)];
+  const std::vector<T> ones(static_cast<size_t>(own.d), T(1));
+  own = {ones.data(), own.d, true};
+  T* product = scratch.get<T>(count + chain_scratch(others, rounded) + copied_count<T>(of.tensor));
+  T* buffers = product + count;
   const T* tensor = contiguous_data(of.tensor, buffers);
-  auto* memory = rounded ? reinterpret_cast<BFloat16*>(buffers + 2 * count) : nullptr;
-  const T* product = tensor;
-  int64_t before = 1, after = count;
-  for (int64_t j = 0; j < of.tensor.order && count > 0; ++j) {
-    const Factor& factor = of.factors[static_cast<size_t>(j)];
-    after /= factor.d;
-    if (j != mode) {
-      T* target = product == buffers ? buffers + count : buffers;
-      mode_product(factor, before, after, product, target, memory);
-      product = target;
-    }
-    before *= factor.d;
-  }
+  chain_product(others, tensor, T(1), T(0), product, buffers, rounded);
   const int64_t stride = 1;
   const auto dot = [&](const T* other) {
     return sum_over_elements<1>(1, &count, {&stride}, [&](const auto& offsets, int64_t n, auto) {
