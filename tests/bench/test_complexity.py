@@ -3,13 +3,7 @@
 import pytest
 
 from bench import complexity
-from bench.complexity import MEMORY, SWEEPS, counted, exponent, fitted
-
-
-def test_exponents_are_slopes_of_logarithms() -> None:
-    sizes = [16.0, 32.0, 64.0, 128.0]
-    assert exponent([(s, 3 * s**2.5) for s in sizes]) == pytest.approx(2.5)
-    assert exponent([(1.0, 1.0), (2.0, 2.0)]) is None
+from bench.complexity import MEMORY, SWEEPS, counted, fitted
 
 
 @pytest.mark.parametrize("sweep", SWEEPS, ids=lambda s: f"{s.part} {s.variable} {s.k}")

@@ -655,6 +655,6 @@ def steady(rank: int, processes: int) -> list[list[int]]:
 def test_later_steps_send_half_of_each_matrix_and_wait_for_no_value() -> None:
     triangles = sum(n * (n + 1) // 2 for n in SIZES)
     counts = 1 + 3 * 3
-    asked = 1 + 2 * 3  # at first: whether any process observes, and which layers
-    wanted = [[asked, counts, triangles], [], [counts, triangles], []]
+    alike, asked = 2, 1 + 2 * 3  # at first: a key of the shapes, who observes, and which layers
+    wanted = [[alike, asked, counts, triangles], [], [counts, triangles], []]
     assert run_in(2, steady) == [wanted, wanted]

@@ -117,9 +117,7 @@ IMAGES, LABELS = batch(3, 10, 7)
     ("content", "message"),
     [
         ([IMAGES, LABELS], "must hold 'data' and"),
-        ({b"data": IMAGES}, "must hold 'data' and 'labels'"),
         ({b"data": IMAGES, b"fine_labels": LABELS}, "must hold 'data' and 'labels'"),
-        ({b"labels": LABELS}, "must hold 'data' and 'labels'"),
         ({b"data": IMAGES.tolist(), b"labels": LABELS}, "must hold 'data'"),
         ({b"data": IMAGES / 255, b"labels": LABELS}, "must be uint8 .* got float64"),
         (
@@ -163,7 +161,6 @@ class Call:
     ("function", "arguments", "name"),
     [
         (os.mkdir, ["{}"], "mkdir"),
-        (exec, ["__import__('os').mkdir(r'{}')"], "exec"),
         (np.save, ["{}", [1]], "save"),
         (np.ndarray.tofile, [IMAGES, "{}"], "(getattr|tofile)"),
     ],

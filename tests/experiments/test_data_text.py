@@ -27,14 +27,6 @@ def test_the_codes_spell_the_text(path: Path, validation: float, trained: int) -
     assert "".join(read.characters[code] for code in codes) == text
 
 
-def test_characters_of_the_validation_alone_have_codes(path: Path) -> None:
-    path.write_text("aaaabbbbaaaabbbb!?")
-    read = read_text(path, 0.12)
-    assert read.characters == "!?ab"
-    assert read.validation.tolist()[-2:] == [0, 1]
-    assert set(read.train.tolist()) == {2, 3}
-
-
 @pytest.mark.parametrize(
     "content", [b"good until \xff here", "latin ü".encode("latin1"), b"\xe2\x82"]
 )

@@ -160,34 +160,6 @@ def test_grafted_steps(recorder: Recorder, method: type[Method], form: dict[str,
     assert recorder.replays > 10
 
 
-class Sharing(nn.Module):
-    """Two parameters to which autograd gives one gradient tensor, until the gradients differ."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Linear(50, 4)
-        self.a, self.b = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4))
-        self.forwards = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Logits."""
-        self.forwards += 1
-        shared = self.a + (self.b if self.forwards < 9 else 2 * self.b)
-        return self.conv(x.flatten(1)) + shared
-
-
-@pytest.mark.parametrize("fisher", ["sampled", "empirical"])
-def test_gradients_that_share_memory_at_first(recorder: Recorder, fisher: str) -> None:
-    plain = Sharing()
-    recorded = copy.deepcopy(plain)
-    for net, capturable in ((plain, False), (recorded, True)):
-        optimizer = optimizer_of(net, capturable=capturable, fisher=fisher, stat_interval=1)
-        train(net, optimizer, 20)
-    assert not torch.equal(plain.a, plain.b)
-    assert_same(plain, recorded)
-    assert recorder.replays > 10
-
-
 def test_one_gradient_given_to_two_parameters(recorder: Recorder) -> None:
     results = []
     for capturable in (False, True):
@@ -209,15 +181,12 @@ def test_one_gradient_given_to_two_parameters(recorder: Recorder) -> None:
 def test_learning_rate_as_a_tensor(recorder: Recorder) -> None:
     plain, optimizer, recorded, capturable = pair()
 
-    def tensor_of(chosen: Method) -> Callable[[int], None]:
-        def set_(step: int) -> None:
-            for group in chosen.param_groups:
-                group["lr"] = torch.tensor(group["lr"], dtype=torch.float64)
-
-        return set_
+    def as_tensors(step: int) -> None:
+        for group in capturable.param_groups:
+            group["lr"] = torch.tensor(group["lr"], dtype=torch.float64)
 
     train(plain, optimizer, 15)
-    train(recorded, capturable, 15, before_step=tensor_of(capturable))
+    train(recorded, capturable, 15, before_step=as_tensors)
     assert_same(plain, recorded)
 
 

@@ -7,13 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import triton
 from commands import ROOT, python
 
 from tools.compile_report import expectations
-from tools.compile_report.__main__ import class_of, loads_of
 from tools.compile_report.expectations import SUPPORTED, misses
-from tools.compile_report.launches import recorded
 from tools.compile_report.machine_code import (
     TOOLS,
     Compiled,
@@ -84,12 +81,6 @@ def test_an_interpreting_process_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_interpreting_process_records_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
-    with pytest.raises(RuntimeError, match="unset TRITON_INTERPRET"):
-        recorded()
-
-
 # The checks, on made-up entries.
 
 GOOD = Compiled(
@@ -106,10 +97,6 @@ GOOD = Compiled(
 
 def said(entry: Compiled) -> list[str]:
     return [m.what for m in misses([entry], [entry.kernel])]
-
-
-def test_a_good_entry_passes() -> None:
-    assert said(GOOD) == []
 
 
 @pytest.mark.parametrize(
@@ -214,12 +201,6 @@ def test_loads_and_products_are_found_in_the_listing_of_triton() -> None:
         ("gram.py", 7): 2,
         ("gram.py", 9): 8,
     }
-
-
-def test_classes_and_loads_are_readable() -> None:
-    assert class_of({"UPDATE": False, "LAST": True, "BLOCK": 64}) == "LAST, BLOCK 64"
-    entry = replace(GOOD, loads={"dense: a": {4: 1, 16: 2}, "dense: b": {16: 1}, "g": {8: 1}})
-    assert loads_of(entry) == "dense: a 4/16, b 16; g 8"
 
 
 @pytest.mark.parametrize("module", ["__main__", "machine_code"])

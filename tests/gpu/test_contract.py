@@ -40,30 +40,40 @@ class TestTriton(Emulated, EveryOperator, Gram, Steps):
     )
 
 
-class TestTritonInverses(Emulated, EveryOperator, Inverses, DampedInverse):
+class Poisoned:
+    """Fills the workspace before a call with NaN, or, if factors fail, with what could pass."""
+
+    launcher: ClassVar[Any]
+    first_kernel: ClassVar[object]
+    workspace: ClassVar[int]  # its place among the first kernel's arguments
+    failing: ClassVar[Sequence[str]]  # in the names of tests
+
+    @pytest.fixture(autouse=True)
+    def _poisoned_workspace(
+        self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        fails = any(what in request.node.name for what in self.failing)
+
+        def filled(kernel: object, programs: int, *arguments: Any, **constants: object) -> None:
+            if kernel is self.first_kernel:
+                arguments[self.workspace].fill_(0.5 if fails else math.nan)
+            launch.launch(kernel, programs, *arguments, **constants)
+
+        monkeypatch.setattr(self.launcher, "launch", filled)
+
+
+class TestTritonInverses(Poisoned, Emulated, EveryOperator, Inverses, DampedInverse):
     """The kernels of the blocked Cholesky inverse."""
 
     functions = triton_operators
     operators = ("damped_inverse", "damped_inverse relative")
     failures_at_once = 8 if EMULATED else 24
     creates_factors = False
-
-    @pytest.fixture(autouse=True)
-    def _poisoned_workspace(
-        self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Fills the workspace before a call with NaN, or, if inverses fail, with what passes."""
-        fails = any(what in request.node.name for what in ("fail", "singular"))
-
-        def filled(kernel: object, programs: int, *arguments: Any, **constants: object) -> None:
-            if kernel is damped_inverse.begin_kernel:
-                arguments[4].fill_(0.5 if fails else math.nan)
-            launch.launch(kernel, programs, *arguments, **constants)
-
-        monkeypatch.setattr(damped_inverse, "launch", filled)
+    launcher, first_kernel, workspace = damped_inverse, damped_inverse.begin_kernel, 4
+    failing = ("fail", "singular")
 
 
-class TestTritonRoots(Emulated, EveryOperator, Inverses, InverseRoot):
+class TestTritonRoots(Poisoned, Emulated, EveryOperator, Inverses, InverseRoot):
     """The kernels of the coupled Newton iteration."""
 
     functions = triton_operators
@@ -74,20 +84,8 @@ class TestTritonRoots(Emulated, EveryOperator, Inverses, InverseRoot):
     failures_at_once = 8 if EMULATED else 24
     creates_factors = False
     rank_one_sizes: ClassVar[Sequence[int]] = (9,) if EMULATED else (2, 9, 65)
-
-    @pytest.fixture(autouse=True)
-    def _poisoned_workspace(
-        self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Fills the workspace before a call with NaN, or, if roots fail, with what could pass."""
-        fails = any(what in request.node.name for what in ("fail", "undamped"))
-
-        def filled(kernel: object, programs: int, *arguments: Any, **constants: object) -> None:
-            if kernel is newton.begin_kernel:
-                arguments[5].fill_(0.5 if fails else math.nan)
-            launch.launch(kernel, programs, *arguments, **constants)
-
-        monkeypatch.setattr(inverse_root, "launch", filled)
+    launcher, first_kernel, workspace = inverse_root, newton.begin_kernel, 5
+    failing = ("fail", "undamped")
 
 
 def on_gpu(name: str) -> Any:

@@ -51,11 +51,8 @@ CASES: list[tuple[str, Sequence[float], float]] = [
     ("add.s32", (2**31 - 1, 1), -(2**31)),
     ("sub.s32", (3, 5), -2),
     ("mul.lo.s32", (65537, 65537), 131073),
-    ("mul.hi.u32", (2**31, 6), 3),
-    ("mul.hi.s32", (-(2**31), 6), -3),
     ("mad.lo.s32", (7, -3, 4), -17),
     ("div.s32", (-7, 2), -3),
-    ("rem.s32", (-7, 2), -1),
     ("div.u32", (2**32 - 1, 2), 2**31 - 1),
     ("min.s32", (-1, 1), -1),
     ("min.u32", (-1, 1), 1),
@@ -77,9 +74,7 @@ CASES: list[tuple[str, Sequence[float], float]] = [
     ("min.f32", (-1.0, NAN), -1.0),
     ("div.full.f32", (1.0, 4.0), 0.25),
     ("sqrt.approx.f32", (9.0,), 3.0),
-    ("ex2.approx.ftz.f32", (-130.0,), 0.0),
-    ("lg2.approx.f32", (8.0,), 3.0),
-    ("abs.f32", (-2.5,), 2.5),
+    ("abs.ftz.f32", (-(2.0**-130),), 0.0),
     ("add.f64", (1.0, 2.0**-52), 1 + 2.0**-52),
     ("fma.rn.f64", (3.0, 4.0, 5.0), 17.0),
 ]
@@ -119,7 +114,6 @@ OTHERS = [
     ("mov.b16 %rs1, 16256; cvt.f32.bf16 %r1, %rs1;", 0x3F800000),
     ("cvt.rna.tf32.f32 %r1, 0f3F801000;", 0x3F802000),  # ties away from zero
     ("cvt.rna.tf32.f32 %r1, 0fBF800FFF;", 0xBF800000),
-    ("cvt.rzi.s32.f32 %r1, 0fC02CCCCD;", -2),
     ("mov.b32 %r2, -1; cvt.s64.s32 %rd20, %r2; mov.b64 {%r3, %r1}, %rd20;", -1),
     ("mov.b32 %r2, -1; cvt.u64.u32 %rd20, %r2; mov.b64 {%r3, %r1}, %rd20;", 0),
     ("mov.b32 %r2, -3; mul.wide.s32 %rd20, %r2, 5; mov.b64 {%r1, %r3}, %rd20;", -15),
@@ -131,18 +125,14 @@ OTHERS = [
     ),
     ("mov.b32 %r2, 0xABCD1234; bfe.u32 %r1, %r2, 8, 8;", 0x12),
     ("mov.b32 %r2, 0x0000F000; bfe.s32 %r1, %r2, 12, 4;", -1),
-    ("mov.b32 %r2, 5; mov.b32 %r3, 0xFFFF; bfi.b32 %r1, %r2, %r3, 4, 8;", 0xF05F),
     (
         "mov.b32 %r2, 0x33221100; mov.b32 %r3, 0x77665544; prmt.b32 %r1, %r2, %r3, 0x7250U;",
         0x77225500,
     ),
-    ("mov.b32 %r2, 12; mov.b32 %r3, 10; lop3.b32 %r1, %r2, %r3, 1, 0xEA;", 9),  # a & b | c
     ("setp.lt.f32 %p1, 0f7FC00000, 0f00000000; selp.b32 %r1, 1, 2, %p1;", 2),
     ("setp.ltu.f32 %p1, 0f7FC00000, 0f00000000; selp.b32 %r1, 1, 2, %p1;", 1),
     ("setp.neu.f32 %p1, 0f7FC00000, 0f7FC00000; selp.b32 %r1, 1, 2, %p1;", 1),
     ("setp.num.f32 %p1, 0f3F800000, 0f3F800000; selp.b32 %r1, 1, 2, %p1;", 1),
-    ("setp.ne.b32 %p1, 1, 1; setp.lt.or.s32 %p2, 1, 2, %p1; selp.b32 %r1, 1, 2, %p2;", 1),
-    ("setp.lt.u32 %p1, 1, -1; setp.lt.and.s32 %p2, 1, -1, %p1; selp.b32 %r1, 1, 2, %p2;", 2),
     ("mov.b32 %r2, 1; mov.b32 %r1, 5; setp.eq.s32 %p1, %r2, 0; @%p1 mov.b32 %r1, 6;", 5),
     ("mov.b32 %r2, 1; mov.b32 %r1, 5; setp.eq.s32 %p1, %r2, 0; @!%p1 mov.b32 %r1, 6;", 6),
     (
@@ -168,10 +158,7 @@ def test_other_instructions(body: str, expected: int) -> None:
     [
         ("shfl.sync.bfly.b32 %r1, %r0, 4, 31, -1;", [t ^ 4 for t in range(32)]),
         ("shfl.sync.idx.b32 %r1, %r0, 3, 31, -1;", [3] * 32),
-        ("shfl.sync.up.b32 %r1, %r0, 1, 0, -1;", [0, *range(31)]),
-        ("shfl.sync.down.b32 %r1, %r0, 1, 31, -1;", [*range(1, 32), 31]),
-        ("redux.sync.add.s32 %r1, %r0, -1;", [496] * 32),
-        ("redux.sync.max.u32 %r1, %r0, -1;", [31] * 32),
+        ("redux.sync.max.s32 %r1, %r0, -1;", [31] * 32),
         ("elect.sync %r2|%p1, -1; selp.b32 %r1, 1, 0, %p1;", [1, *[0] * 31]),
     ],
 )
@@ -181,33 +168,7 @@ def test_warps(instruction: str, expected: list[int]) -> None:
     assert result.tolist() == expected
 
 
-def test_threads_branch_apart_and_meet() -> None:
-    """Thread t takes its own loop t times; odd ones another way; then a warp shuffles."""
-    result = torch.zeros(64, dtype=torch.int32)
-    execute(
-        """
-        mov.b32 %r1, 0; mov.b32 %r2, 0;
-        loop: setp.ge.s32 %p1, %r2, %r0; @%p1 bra done;
-        add.s32 %r1, %r1, %r2; add.s32 %r2, %r2, 1; bra.uni loop;
-        done: and.b32 %r3, %r0, 1; setp.eq.s32 %p2, %r3, 0; @%p2 bra even;
-        add.s32 %r1, %r1, 1000; bra.uni join;
-        even: { .reg .pred again; mov.b32 %r4, 2;
-          wait: sub.s32 %r4, %r4, 1; setp.gt.s32 again, %r4, 0; @again bra wait; }
-        join: shfl.sync.idx.b32 %r5, %r1, 5, 31, -1; st.global.b32 [%rd10], %r5;
-        """,
-        result,
-        threads=64,
-    )
-    assert result.tolist() == [10 + 1000] * 32 + [37 * 36 // 2 + 1000] * 32
-
-
 # Rules of memory
-
-
-def test_a_load_within_bounds() -> None:
-    source, result = torch.arange(32, dtype=torch.int32), torch.zeros(32, dtype=torch.int32)
-    execute("ld.global.b32 %r1, [%rd10]; st.global.b32 [%rd11], %r1;", source, result)
-    assert torch.equal(source, result)
 
 
 @pytest.mark.parametrize(
@@ -245,7 +206,8 @@ def test_shared_memory_starts_as_nan() -> None:
             "a store and a load",
         ),
         (
-            "setp.eq.s32 %p1, %r1, 0; @%p1 st.global.b32 [%rd10], 1; red.global.or.b32 [%rd0], 1;",
+            "setp.eq.s32 %p1, %r1, 0; @%p1 st.global.b32 [%rd10], 1; "
+            "atom.global.gpu.acq_rel.max.s32 %r3, [%rd0], 1;",
             "a store and an atomic update",
         ),
     ],
@@ -256,9 +218,10 @@ def test_programs_use_the_same_memory(body: str, message: str) -> None:
 
 
 def test_programs_store_the_same_number() -> None:
-    result, count = torch.zeros(32, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    execute("st.global.b32 [%rd10], %r0; red.global.add.u32 [%rd1], 1;", result, count, grid=99)
-    assert result.tolist() == list(range(32)) and count.item() == 32 * 99
+    result, most = torch.zeros(32, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    atomic = "atom.global.gpu.acq_rel.max.s32 %r1, [%rd1], %r0;"
+    execute(f"st.global.b32 [%rd10], %r0; {atomic}", result, most, grid=99)
+    assert result.tolist() == list(range(32)) and most.item() == 31
 
 
 EXCHANGE = """
@@ -315,90 +278,6 @@ def test_a_copy_that_was_not_waited_for(then: str) -> None:
         execute(COPY.format(then=then, size=16), torch.randn(128), torch.randn(128), shared=512)
 
 
-# Products, by the manual's tables of fragments
-
-
-def fragment_of_a(lane: int, register: int, rows: int, packed: int) -> tuple[int, int]:
-    """Row and first column of what a lane's register holds of the left operand."""
-    high, step = register % (rows // 8), register // (rows // 8)
-    return lane // 4 + 8 * high, packed * (lane % 4) + 4 * packed * step
-
-
-@pytest.mark.parametrize(
-    ("shape", "kind", "total"),
-    [
-        ((16, 8, 4), "tf32", "f32"),
-        ((16, 8, 8), "tf32", "f32"),
-        ((16, 8, 8), "bf16", "f32"),
-        ((16, 8, 16), "bf16", "f32"),
-        ((16, 8, 16), "f16", "f32"),
-        ((8, 8, 4), "f64", "f64"),
-        ((16, 8, 4), "f64", "f64"),
-        ((16, 8, 8), "f64", "f64"),
-        ((16, 8, 16), "f64", "f64"),
-    ],
-)
-def test_products(shape: tuple[int, int, int], kind: str, total: str) -> None:
-    m, n, k = shape
-    dtype = {"tf32": torch.float32, "f64": torch.float64, "f16": torch.float16}.get(
-        kind, torch.bfloat16
-    )
-    state = torch.float64 if total == "f64" else torch.float32
-    packed = 2 if kind in ("bf16", "f16") else 1
-    a, b = (torch.randint(-8, 9, (d, k)).to(dtype) for d in (m, n))  # exact in every type
-    c = torch.randn(m, n, dtype=state)
-    counts = m * k // 32 // packed, n * k // 32 // packed, m * n // 32
-
-    def operand(matrix: Tensor, count: int, rows: int) -> Tensor:
-        places = [
-            [fragment_of_a(lane, r, rows, packed) for lane in range(32)] for r in range(count)
-        ]
-        return torch.stack(
-            [torch.stack([matrix[i, j : j + packed] for i, j in row]) for row in places]
-        ).contiguous()
-
-    sums = torch.stack(
-        [
-            torch.stack([c[lane // 4 + 8 * (r // 2), 2 * (lane % 4) + r % 2] for lane in range(32)])
-            for r in range(counts[2])
-        ]
-    )
-    given = [operand(a, counts[0], m), operand(b, counts[1], 8), sums, torch.zeros_like(sums)]
-    bits_, stem = (64, "%rd") if kind == "f64" else (32, "%r")
-    loads, names = [], []
-    number = 4 if kind == "f64" else 10
-    for p, count in enumerate((*counts, counts[2])):
-        own = []
-        for r in range(count):
-            name = f"{stem}{number}"
-            number += 1
-            if kind == "f64" and number in (10, 20, 30):
-                number += 4  # addresses
-            own.append(name)
-            if p < 3:
-                loads.append(
-                    f"add.s64 %rd39, %rd{p}, {r * 32 * bits_ // 8}; add.s64 %rd39, %rd39, "
-                    f"%rd38; ld.global.b{bits_} {name}, [%rd39];"
-                )
-        names.append("{" + ", ".join(own) + "}")
-    stores = "".join(
-        f"add.s64 %rd39, %rd3, {r * 32 * bits_ // 8}; add.s64 %rd39, %rd39, %rd38; "
-        f"st.global.b{bits_} [%rd39], {name};"
-        for r, name in enumerate(names[3].strip("{}").split(", "))
-    )
-    execute(
-        f"mul.wide.u32 %rd38, %r0, {bits_ // 8}; {''.join(loads)} mma.sync.aligned.m{m}n{n}k{k}"
-        f".row.col.{total}.{kind}.{kind}.{total} {names[3]}, {names[0]}, {names[1]}, {names[2]};"
-        f"{stores}",
-        *given,
-    )
-    expected = (a.double() @ b.double().mT + c.double()).to(state)
-    for r in range(counts[2]):
-        for lane in range(32):
-            wanted = expected[lane // 4 + 8 * (r // 2), 2 * (lane % 4) + r % 2]
-            assert given[3][r, lane] == wanted
-
-
 def test_a_tf32_product_ignores_the_last_bits() -> None:
     one_and_a_half_steps = 1 + 2.0**-10 + 2.0**-11
     result = torch.zeros(32)
@@ -415,33 +294,12 @@ def test_a_tf32_product_ignores_the_last_bits() -> None:
     assert set(result.tolist()) == {8 * (1 + 2.0**-10)}
 
 
-@pytest.mark.parametrize("trans", ["", ".trans"])
-def test_matrices_through_shared_memory(trans: str) -> None:
-    """stmatrix of what ldmatrix would load, and back: thread t's words are 2 t and 2 t + 1."""
-    result = torch.zeros(32, dtype=torch.int32)
-    execute(
-        f"""
-        mul.lo.s32 %r1, %r0, 2; add.s32 %r2, %r1, 1; shl.b32 %r3, %r2, 16; or.b32 %r4, %r1, %r3;
-        and.b32 %r5, %r0, 7; shl.b32 %r5, %r5, 4; mov.b32 %r6, global_smem; add.s32 %r6, %r6, %r5;
-        stmatrix.sync.aligned.m8n8.x1.shared.b16 [%r6], {{%r4}};
-        ldmatrix.sync.aligned.m8n8.x1{trans}.shared.b16 {{%r7}}, [%r6]; st.global.b32 [%rd10], %r7;
-        """,
-        result,
-        shared=128,
-    )
-    matrix = torch.arange(64).view(8, 8)
-    matrix = matrix.mT if trans else matrix
-    low, high = matrix[:, ::2].reshape(-1), matrix[:, 1::2].reshape(-1)
-    assert result.tolist() == (low + (high << 16)).tolist()
-
-
 @pytest.mark.parametrize(
     "body",
     [
         "sin.approx.f32 %f1, %f2;",
         "add.sat.f32 %f1, %f2, %f3;",
         "ld.local.b32 %r1, [%r2];",
-        "cvta.to.global.u64 %rd20, %rd21;",
         "bar.sync 1, 32;",
         "mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {%r1, %r2}, {%r3}, {%r4}, {%r5, %r6};",
     ],

@@ -1,6 +1,5 @@
 """Plans of the Triton launchers: tiles, launches, partial sums, workspace, addresses."""
 
-import math
 import sys
 import threading
 import weakref
@@ -14,12 +13,9 @@ import triton_operators
 from cases import (
     DTYPES,
     GPU,
-    LAYOUTS,
     STATE_DTYPES,
-    buffer_of,
     flat,
     identical,
-    mode_statistics,
     normal,
     scalar,
     state_dtype,
@@ -40,7 +36,6 @@ from tnt_kernels.triton import (
 )
 from tnt_kernels.triton.tiles import (
     LARGEST_INDEX,
-    blocks,
     cut,
     lower_tiles,
     merged,
@@ -66,61 +61,7 @@ def layouts_of(shapes: Sequence[Sequence[int]]) -> tuple[launch.Layout, ...]:
     )
 
 
-class Launches:
-    """Counts kernels as they are launched."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.kernels: list[str] = []
-        for module in (chain, gram_ema, grafted_directions, momentum):
-            monkeypatch.setattr(module, "launch", self._launch)
-
-    def _launch(
-        self, kernel: object, programs: int, *arguments: object, **constants: object
-    ) -> None:
-        if programs:
-            self.kernels.append(str(getattr(kernel, "__name__", kernel)))
-        launch.launch(kernel, programs, *arguments, **constants)
-
-
-@pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
-    return Launches(monkeypatch)
-
-
 # Unfoldings.
-
-
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "negated"])
-@pytest.mark.parametrize("shape", [(5, 9, 3, 7), (4, 1, 6, 2), (3, 1, 1, 1), (1, 1, 1, 1)])
-def test_an_unfolding_names_every_entry_once(layout: str, shape: tuple[int, ...]) -> None:
-    tensor = LAYOUTS[layout](torch.arange(math.prod(shape)).double().reshape(shape))
-    storage = buffer_of(tensor)
-    for mode in range(3):
-        three = tensor.flatten(2) if layout == "contiguous" else tensor[..., 0]
-        found = unfolded(three.shape, mode, three.stride())
-        assert found is not None
-        (u,) = found
-        rows = torch.arange(u.rows)[:, None] * u.row_stride
-        c = torch.arange(u.columns)
-        at = rows + (c % u.inner) * u.inner_stride + (c // u.inner) * u.outer_stride
-        entries = storage[three.storage_offset() + at]
-        wanted = three.movedim(mode, 0).reshape(u.rows, -1)
-        identical(entries.sort(dim=1).values, wanted.sort(dim=1).values)
-
-
-def test_unfoldings_of_two_tensors_pair_their_columns() -> None:
-    shape = (5, 6, 7)
-    one = torch.arange(210).reshape(shape)
-    other = one.permute(1, 2, 0).contiguous().permute(2, 0, 1)
-    for mode in range(3):
-        pair = unfolded(shape, mode, one.stride(), other.stride())
-        assert pair is not None
-        rows = []
-        for u, tensor in zip(pair, (one, other), strict=True):
-            c = torch.arange(u.columns)
-            at = torch.arange(u.rows)[:, None] * u.row_stride + (c % u.inner) * u.inner_stride
-            rows.append(buffer_of(tensor)[at + (c // u.inner) * u.outer_stride])
-        identical(rows[0], rows[1])
 
 
 def test_what_does_not_merge_or_fit_has_no_unfolding() -> None:
@@ -141,35 +82,23 @@ def test_merged_dimensions() -> None:
 
 
 def test_pieces_are_all_elements_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also of four modes that do not merge, and of more elements than an index may have."""
-    one = torch.arange(6 * 4 * 5 * 3).view(6, 4, 5, 3)
-    other = one.permute(3, 1, 0, 2).contiguous().permute(2, 1, 3, 0)
-    for most in (LARGEST_INDEX, 50):
-        monkeypatch.setattr(tiles, "LARGEST_INDEX", most)
-        for pair, count in (((one, one), 1), ((one, other), 3)):
-            found = list(pieces(one.shape, *[tensor.stride() for tensor in pair]))
-            assert (len(found) == count) == (most == LARGEST_INDEX)
-            seen = []
-            for piece in found:
-                assert math.prod(piece.sizes) <= most
-                index = torch.cartesian_prod(*map(torch.arange, piece.sizes))
-                strides = torch.tensor(piece.strides)
-                at = [index @ strides[:, i] + piece.starts[i] for i in range(2)]
-                first, second = (buffer_of(x)[p] for x, p in zip(pair, at, strict=True))
-                identical(first, second)
-                seen.append(first)
-            identical(torch.cat(seen).sort().values, one.flatten())
+    """Of four modes that do not merge, and of more elements than an index may have."""
     assert not list(pieces((3, 0, 2), (0, 2, 1)))
+    for most, count in ((LARGEST_INDEX, 3), (50, 9)):
+        monkeypatch.setattr(tiles, "LARGEST_INDEX", most)
+        given = call("scaled_step_", [(6, 4, 5, 3)])
+        given.arguments["params"] = [normal((3, 4, 6, 5)).permute(2, 1, 3, 0)]
+        strides = [given.arguments[key][0].stride() for key in ("params", "directions")]
+        assert len(list(pieces((6, 4, 5, 3), *strides))) == count
+        launch._plans.clear()
+        wanted = given.double()(reference)
+        agree(given(triton_operators), wanted, given)
+    launch._plans.clear()
 
 
-@pytest.mark.parametrize(("length", "most"), [(0, 4), (1, 4), (4, 4), (5, 4), (94, 16)])
-def test_cut_is_even_and_whole(length: int, most: int) -> None:
-    parts = cut(length, most)
-    assert parts[0][0] == 0 and parts[-1][1] == length
-    assert all(before[1] == after[0] for before, after in zip(parts[:-1], parts[1:], strict=True))
-    sizes = [last - first for first, last in parts]
-    assert max(sizes) <= most and max(sizes) - min(sizes) <= 1
-    assert len(parts) == max(blocks(length, most), 1)
+def test_cut_is_even() -> None:
+    assert cut(94, 16) == [(0, 15), (15, 31), (31, 47), (47, 62), (62, 78), (78, 94)]
+    assert cut(0, 4) == [(0, 0)]
 
 
 @pytest.mark.parametrize("rows", [1, 8, 19])
@@ -204,7 +133,7 @@ def test_groups_share_a_workspace() -> None:
 @pytest.mark.parametrize("large", [False, True])
 def test_wide_gram_matrices(dtype: torch.dtype, large: bool) -> None:
     tensors = [normal(shape, dtype) for shape in (LARGE_SHAPES if large else WIDE_SHAPES)]
-    kinds = {kind for kind, _, _ in _gram_plan(tensors).tiles}
+    kinds = {kind for kind, _, _ in gram_plan(launch.layouts(tensors)).tiles}
     assert kinds == {gram_ema.Kind(dtype, _block(dtype, large), 16 // dtype.itemsize)}
     _check_gram(tensors)
 
@@ -213,11 +142,9 @@ def _block(dtype: torch.dtype, large: bool) -> int:
     return 32 if dtype == torch.float64 else 128 if large else 64
 
 
-def _gram_plan(tensors: list[Tensor], programs: int = triton_operators.PROGRAMS) -> gram_ema.Plan:
-    return gram_plan(launch.layouts(tensors), programs)
-
-
-def gram_plan(layouts: tuple[launch.Layout, ...], programs: int) -> gram_ema.Plan:
+def gram_plan(
+    layouts: tuple[launch.Layout, ...], programs: int = triton_operators.PROGRAMS
+) -> gram_ema.Plan:
     """The plan for full and aligned statistics."""
     stats = layouts_of([(d, d) for layout in layouts for d in layout.shape])
     return gram_ema.plan(layouts, stats, CPU, programs)
@@ -239,7 +166,7 @@ def _check_gram(tensors: list[Tensor]) -> list[Tensor]:
 
 def test_an_address_that_is_not_aligned_is_read_narrowly() -> None:
     tensor = normal((64 * 64 + 1,))[1:].view(64, 64)
-    assert {kind.vector for kind, _, _ in _gram_plan([tensor]).tiles} == {1}
+    assert {kind.vector for kind, _, _ in gram_plan(launch.layouts([tensor])).tiles} == {1}
     _check_gram([tensor])
 
 
@@ -328,7 +255,7 @@ def test_the_workspace_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_modes_that_do_not_merge_are_copied() -> None:
     """Four modes whose strides do not merge into two dimensions."""
     tensor = normal((6, 4, 5, 3)).permute(2, 0, 3, 1)[:, ::2]
-    assert _gram_plan([tensor]).copied == {0}
+    assert gram_plan(launch.layouts([tensor])).copied == {0}
     _check_gram([tensor])
     _check("mode_products", [tensor])
     given = call("preconditioned_step_", [tensor.shape], "full").with_arguments(
@@ -352,44 +279,21 @@ def test_too_many_columns_are_named(dtype: torch.dtype) -> None:
         chain.plan((layout,), (layout,), factors, CPU, 1)
 
 
-# The number of launches does not depend on the number of tensors.
+# The work of the host.
 
 
-def _step(shapes: Sequence[Sequence[int]], programs: int) -> None:
-    step = call("preconditioned_step_", shapes, "full").copy(GPU).arguments
-    numbers = [scalar(step[name]).to(GPU) for name in ("lr", "momentum", "weight_decay")]
-    lists = step["params"], step["momenta"], step["grads"], flat(step["factors"])
-    preconditioned_step.preconditioned_step_(*lists, *numbers, programs=programs)
-
-
-def test_launches_do_not_grow_with_the_list(launches: Launches) -> None:
-    shapes = [(9, 5), (3, 4, 5), (7,), (64, 32)]
-    counts = []
-    for repeats in (1, 4):
-        launches.kernels.clear()
-        _step(shapes * repeats, H200)
-        assert 0 < len(launches.kernels) <= 4, launches.kernels
-        stats = [a.to(GPU) for s in shapes * repeats for a in mode_statistics(s, "full")]
-        tensors = [normal(s).to(GPU) for s in shapes * repeats]
-        gram_ema.gram_ema_(stats, tensors, scalar(0.9), programs=H200)
-        moments = [[torch.ones_like(t) for t in tensors] for _ in range(3)]
-        updates = torch.ones(len(tensors), 2, dtype=torch.float64)
-        grafted_directions.grafted_directions_(
-            *(*moments, tensors, stats, scalar(0.9), updates, 0.99, 1e-8), programs=H200
-        )
-        counts.append(len(launches.kernels))
-    assert 0 < counts[0] == counts[1]
-
-
-def test_python_does_not_work_for_each_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls of Python and C++ functions, once there is a plan: the host must outrun the device."""
-    for module in (chain, momentum):
+def test_the_host_does_not_work_for_each_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of Python and C++ functions, launches too, once there is a plan: it must outrun the
+    device.
+    """
+    for module in (chain, grafted_directions, gram_ema, momentum):
         monkeypatch.setattr(module, "launch", lambda *_, **__: None)
-    counts = []
+    half, counts = scalar(0.5), []
     for repeats in (1, 4):
         step = call("preconditioned_step_", [(9, 5), (7,)] * repeats, "full").arguments
-        lists = step["params"], step["momenta"], step["grads"], flat(step["factors"])
-        ones = torch.ones(2 * repeats, dtype=torch.float64)
+        moved, matrices = (step["params"], step["momenta"]), flat(step["factors"])
+        grads, ones = step["grads"], torch.ones(2 * repeats, 2, dtype=torch.float64)
+        flags = [True] * len(grads)
         calls = 0
 
         def count(frame: FrameType, event: str, _: object) -> None:
@@ -399,9 +303,14 @@ def test_python_does_not_work_for_each_tensor(monkeypatch: pytest.MonkeyPatch) -
         for profile in (None, count):
             sys.setprofile(profile)
             try:
-                preconditioned_step.preconditioned_step_(*lists, *[scalar(0.5)] * 3, programs=H200)
-                momentum.scaled_step_(
-                    *(*lists[:2], scalar(0.5), scalar(0.5), [True] * len(ones), ones), programs=H200
+                preconditioned_step.preconditioned_step_(
+                    *(*moved, grads, matrices, half, half, half), programs=H200
+                )
+                momentum.scaled_step_(*moved, half, half, flags, ones[:, 0], programs=H200)
+                gram_ema.gram_ema_(matrices, grads, half, programs=H200)
+                grafted_directions.grafted_directions_(
+                    *(moved[0], moved[0], moved[1], grads, matrices, half, ones, 0.99, 1e-8),
+                    programs=H200,
                 )
             finally:
                 sys.setprofile(None)
@@ -410,37 +319,33 @@ def test_python_does_not_work_for_each_tensor(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("adam", [False, True])
-def test_norms_do_not_work_for_each_tensor(monkeypatch: pytest.MonkeyPatch, adam: bool) -> None:
-    """Launches, those of PyTorch's operations included: each takes the host time."""
+def test_launches_of_norms(monkeypatch: pytest.MonkeyPatch, adam: bool) -> None:
+    """Those of PyTorch's operations included: each takes the host time."""
     started: list[str] = []
     for module in (chain, grafted_directions, momentum):
         monkeypatch.setattr(
             module, "launch", lambda kernel, *_, **__: started.append(kernel.fn.__name__)
         )
-    found = []
-    for repeats in (1, 10):
-        tensors = [torch.ones(9, 5), torch.ones(7, dtype=torch.float64)] * repeats
-        momenta, squares, out = ([t.clone() for t in tensors] for _ in range(3))
-        factors = [torch.ones(d, dtype=t.dtype) for t in tensors for d in t.shape]
-        mu, updates = scalar(0.9), torch.ones(len(tensors), 2, dtype=torch.float64)
-        for _ in range(2):  # the first call makes the plans
-            started.clear()
-            with Recording(lambda name: True) as recording:
-                grafted_directions.grafted_directions_(
-                    *(momenta, squares if adam else [], out, tensors, factors),
-                    *(mu, updates, 0.99, 1e-8),
-                    programs=H200,
-                )
-        operations = [func._schema.name for func, *_ in recording.calls]
-        found.append((list(started), operations))
-    assert found[0] == found[1]
-    assert found[0][0] == [
+    tensors = [torch.ones(9, 5), torch.ones(7, dtype=torch.float64)]
+    momenta, squares, out = ([t.clone() for t in tensors] for _ in range(3))
+    factors = [torch.ones(d, dtype=t.dtype) for t in tensors for d in t.shape]
+    mu, updates = scalar(0.9), torch.ones(2, 2, dtype=torch.float64)
+    for _ in range(2):  # the first call makes the plans
+        started.clear()
+        with Recording(lambda name: True) as recording:
+            grafted_directions.grafted_directions_(
+                *(momenta, squares if adam else [], out, tensors, factors),
+                *(mu, updates, 0.99, 1e-8),
+                programs=H200,
+            )
+    assert started == [
         *["momentum_kernel"] * 2,  # of float32 and of float64
         *["product_kernel"] * 3,
         *["squares_kernel"] * 2,
         "scale_kernel",
     ]
-    assert set(found[0][1]) == {"aten::empty", "aten::detach"}  # nothing computes
+    operations = {func._schema.name for func, *_ in recording.calls}
+    assert operations == {"aten::empty", "aten::detach"}  # nothing computes
 
 
 @pytest.mark.parametrize("variant", GRAFTS)

@@ -125,14 +125,6 @@ def test_without_a_table_a_rule_decides(cache: Path) -> None:
     assert by_cublas((1024, 1024), "tf32") == (False, True)
 
 
-def test_a_table_without_cublas_costs_nothing(cache: Path) -> None:
-    cache.parent.mkdir()
-    cache.write_text(json.dumps({**HERE, "classes": []}))
-    assert (
-        cublas.setting("gram", CPU) is cublas.setting("chain", CPU) is None
-    )  # plans are as without that module
-
-
 def test_numbers_on_the_device_stay_with_triton() -> None:
     here, there = torch.zeros(()), torch.zeros((), device="meta")
     with cublas.only(True):

@@ -316,21 +316,6 @@ def test_good_arguments_are_not_refused(variant: str, monkeypatch: pytest.Monkey
     given()
 
 
-def test_views_may_interleave() -> None:
-    """Every second entry of one buffer each: they share no memory."""
-    memory = torch.randn(18)
-    wanted = memory - 0.5
-    given = call("preconditioned_step_", [(9,), (9,)]).with_arguments(
-        params=[memory[::2], memory[1::2]],
-        momenta=[torch.zeros(9), torch.zeros(9)],
-        grads=[torch.ones(9), torch.ones(9)],
-        factors=[[torch.eye(9)], [torch.ones(9)]],
-        **{"lr": 0.5, "momentum": 0.9, "weight_decay": 0.0},
-    )
-    tnt_kernels.preconditioned_step_(**given.arguments)
-    torch.testing.assert_close(memory, wanted)
-
-
 def halves(width: int) -> dict[str, Any]:
     """A step on the first ``width`` columns of a buffer, and on all but the first three."""
     memory = torch.randn(4, 8)

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cases import (
-    DTYPES,
     HELD,
     KINDS,
     STATE_DTYPES,
@@ -19,8 +18,6 @@ from cases import (
     flat,
     identical,
     normal,
-    state_dtype,
-    unchanged,
     with_spectrum,
 )
 from contract import DampedInverse, EveryOperator, Gram, InverseRoot, Inverses, Steps, over
@@ -77,17 +74,6 @@ def test_the_reference_is_the_oracle(variant: str, kind: str) -> None:
     given = call(variant, ORACLE_SHAPES, kind, torch.float64)
     wanted = by_oracle(given)
     agree(given(TestReference.functions), wanted, given)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_identity_copies(dtype: torch.dtype) -> None:
-    """A product that changes nothing is a new tensor, to the bit the old one."""
-    tensor, state = normal((9, 5), dtype), state_dtype(dtype)
-    for factors in ([torch.eye(9), torch.eye(5)], [torch.ones(9), torch.ones(5)]):
-        (product,) = tnt_kernels.mode_products([tensor], [[a.to(state) for a in factors]])
-        identical(product, tensor.to(state))
-        with unchanged(tensor):
-            product.fill_(7.0)
 
 
 @pytest.mark.parametrize("dtype", STATE_DTYPES, ids=str)

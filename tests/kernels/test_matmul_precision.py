@@ -11,7 +11,6 @@ import torch
 from device_calls import check, usual_settings
 from operators import INVERSES, VARIANTS, call, everything, same
 from tolerances import BFLOAT16_OPERATOR
-from torch import Tensor
 
 import tnt_kernels
 
@@ -51,23 +50,3 @@ def test_only_products_at_medium_are_rounded(variant: str, setting: str) -> None
 def test_other_gradients(dtype: torch.dtype, medium: None) -> None:
     """Statistics of bfloat16 gradients are exact in their products; the others are not rounded."""
     check(call("gram_ema_", SHAPES, "full", dtype), None, CPU)
-
-
-@pytest.mark.parametrize("view", ["transposed", "gaps", "expanded", "twice"])
-def test_strides(view: str, medium: None) -> None:
-    base = torch.randn(180, 140, generator=torch.Generator().manual_seed(0))
-    tensor: Tensor = {
-        "transposed": base.T,
-        "gaps": base[:, ::2],
-        "expanded": base[:, :1].expand(180, 140),
-        "twice": base,
-    }[view]
-    tensors = [tensor, base.view(140, 180)] if view == "twice" else [tensor]
-    stats = [[torch.zeros(d, d) for d in t.shape] for t in tensors]
-    tnt_kernels.gram_ema_(stats, tensors, 0.0)
-    for t, own in zip(tensors, stats, strict=True):
-        grams = (t.double() @ t.double().T, t.double().T @ t.double())
-        for wanted, stat in zip(grams, own, strict=True):
-            error = (stat - wanted).abs().max() / wanted.abs().max()
-            assert error <= BFLOAT16_OPERATOR
-            assert torch.equal(stat, stat.T)

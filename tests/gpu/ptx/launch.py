@@ -49,7 +49,7 @@ def run(
     random.shuffle(parts)
     with np.errstate(all="ignore"):
         for programs in parts:
-            Machine(program, steps, memory, values, programs, grid, shared_bytes).run()
+            Machine(program, steps, memory, values, programs, shared_bytes).run()
     memory.check_programs()
 
 

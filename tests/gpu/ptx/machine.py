@@ -97,7 +97,6 @@ class Machine:
         memory: GlobalMemory,
         arguments: Sequence[int],
         programs: range,
-        grid: int,
         shared_bytes: int,
     ) -> None:
         self.program, self.steps, self.memory = program, steps, memory
@@ -121,13 +120,6 @@ class Machine:
         self.special = {
             "%tid.x": self.thread.astype(np.uint32),
             "%ctaid.x": self.number.astype(np.uint32),
-            "%nctaid.x": np.full(self.lanes.size, grid, np.uint32),
-            "%laneid": (self.thread % WARP).astype(np.uint32),
-            **{
-                f"%{name}.{axis}": np.zeros(self.lanes.size, np.uint32)
-                for name in ("tid", "ctaid")
-                for axis in "yz"
-            },
         }
         # The guard of each instruction, if it has one.
         self._guards = [i.guard and value(i.guard, "pred") for i in program.instructions]
@@ -225,13 +217,9 @@ class Machine:
         self._go(number + 1, lanes[~taken])
 
     def _return(self, instruction: Instruction, number: int, lanes: Array) -> None:
-        guard = self._guards[number]
-        if guard is None:
-            self._end(lanes)
-            return
-        taken = guard(self, lanes)
-        self._end(lanes[taken])
-        self._go(number + 1, lanes[~taken])
+        if instruction.guard is not None:
+            raise Unknown(instruction.text)
+        self._end(lanes)
 
     def _end(self, lanes: Array) -> None:
         self._alive -= np.bincount(self.block[lanes], minlength=self._alive.size)
@@ -263,9 +251,7 @@ class Machine:
 CONTROL = {
     "bra": Machine._branch,
     "ret": Machine._return,
-    "exit": Machine._return,
     "bar": Machine._barrier,
-    "barrier": Machine._barrier,
 }
 
 

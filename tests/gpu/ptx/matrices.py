@@ -19,55 +19,31 @@ GROUP, IN_GROUP = np.arange(WARP) // 4, np.arange(WARP) % 4
 
 @instruction("shfl")
 def _shuffle(given: Instruction) -> Step:
-    parts = check_parts(given, "sync", "b32", "bfly", "idx", "up", "down")
-    (mode,) = parts & {"bfly", "idx", "up", "down"}
-    to = given.operands[0] if isinstance(given.operands[0], tuple) else (given.operands[0],)
-    writes = [target(operand, kind) for operand, kind in zip(to, ("b32", "pred"), strict=False)]
-    read, by, clamp = (value(operand, "u32") for operand in given.operands[1:4])
-    lane = np.arange(WARP)
+    parts = check_parts(given, "sync", "b32", "bfly", "idx")
+    read, by = value(given.operands[1], "b32"), value(given.operands[2], "u32")
+    write = target(given.operands[0], "b32")
+    if given.operands[3] != Immediate(31):
+        raise Unknown("a part of a warp")
 
     def step(machine: Machine, lanes: Lanes) -> None:
         warps = machine.whole_warps(lanes)
-        shape = warps.shape
-        steps, bounds = (
-            np.broadcast_to(x(machine, lanes), warps.size).reshape(shape).astype(np.int64)
-            for x in (by, clamp)
+        values, steps = (
+            np.broadcast_to(x(machine, lanes), warps.size).reshape(warps.shape) for x in (read, by)
         )
-        segment = bounds >> 8 & 31
-        most = lane & segment | bounds & 31 & ~segment
-        source = {
-            "up": lane - steps,
-            "down": lane + steps,
-            "bfly": lane ^ steps,
-            "idx": lane & segment | steps & ~segment,
-        }[mode]
-        inside = source >= most if mode == "up" else source <= most
-        source = np.where(inside, source, lane)
-        values = np.broadcast_to(read(machine, lanes), warps.size).reshape(shape)
-        made = np.take_along_axis(values, source, axis=1).ravel()
-        for write, result in zip(writes, (made, inside.ravel()), strict=False):
-            write(machine, lanes, result)
+        source = (np.arange(WARP) if "bfly" in parts else 0) ^ steps.astype(np.int64) & 31
+        write(machine, lanes, np.take_along_axis(values, source, axis=1).ravel())
 
     return step
 
 
 @instruction("redux")
 def _reduce(given: Instruction) -> Step:
-    kind = given.type
-    names = {
-        "min": np.min,
-        "max": np.max,
-        "add": np.sum,
-        "and": np.bitwise_and.reduce,
-        "or": np.bitwise_or.reduce,
-    }
-    (name,) = check_parts(given, "sync", kind, *names) & names.keys()
-    read, write = value(given.operands[1], kind), target(given.operands[0], kind)
+    check_parts(given, "sync", "max", "s32")
+    read, write = value(given.operands[1], "s32"), target(given.operands[0], "s32")
 
     def step(machine: Machine, lanes: Lanes) -> None:
         values = read(machine, lanes).reshape(machine.whole_warps(lanes).shape)
-        reduced = names[name](values, axis=1).astype(values.dtype)
-        write(machine, lanes, np.repeat(reduced, WARP))
+        write(machine, lanes, np.repeat(values.max(axis=1), WARP))
 
     return step
 

@@ -1,7 +1,7 @@
 """Global and shared memory, with every rule of their use checked."""
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -73,13 +73,13 @@ class GlobalMemory:
         if (self._words[width][places] != values).any():
             raise Fault("lanes store different numbers to one address")
 
-    def update(self, addresses: Array, values: Array, combine: Callable[..., Array]) -> Array:
-        """Atomic: ``combine(number, value)`` at each address; returns the numbers before."""
+    def maximum(self, addresses: Array, values: Array) -> Array:
+        """Atomic: the larger of number and value at each address; returns the numbers before."""
         words = self._words[values.itemsize].view(values.dtype)
         old = np.empty_like(values)
         for lane, place in enumerate(self._places(addresses, values.itemsize)):
             old[lane] = words[place]
-            words[place] = combine(old[lane], values[lane])
+            words[place] = max(old[lane], values[lane])
         return old
 
     def _places(self, addresses: Array, width: int) -> Array:

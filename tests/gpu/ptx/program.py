@@ -149,7 +149,7 @@ class _Body:
     def _statement(self, text: str) -> None:
         if text.startswith(".reg"):
             self._declare(*text.split(None, 2)[1:])
-        elif text.startswith(".pragma") or not text:
+        elif not text:
             return
         elif text.startswith("."):
             raise Unknown(text)
