@@ -8,6 +8,7 @@ intervals grow from 1 to their values instead. Every step updates the parameters
 
 import inspect
 import itertools
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
@@ -328,9 +329,9 @@ class KroneckerOptimizer(Optimizer):
         group = self.param_groups[-1]
         try:
             self._check_settings(group)
-            for index, param in enumerate(group["params"]):
+            for param, count in Counter(group["params"]).items():
                 self._check_param(param, group)
-                if any(param is other for other in group["params"][:index]):
+                if count > 1:
                     raise ValueError(f"params must differ, got {self._name(param)} twice")
         except Exception:
             self.param_groups.pop()

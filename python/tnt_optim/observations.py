@@ -111,7 +111,7 @@ class Sampled(Empirical):
     # IDLE and LOSS_ONLY are asked for when statistics are due.
     missed: dict[Tensor, str] = field(default_factory=dict)
     partial: bool = False  # whether outputs may reach other parameters in another process
-    agreed: bool = False  # whether all processes know of ``partial``
+    agreed: bool = False  # whether all processes know of ``partial``, and have the same parameters
     warned: bool = False  # whether the user was warned of a step without observations
     warned_twice: bool = False  # and of one with those of ``attach`` and of the loop
     comparisons: list[Comparison] = field(default_factory=list)  # at the first step

@@ -9,6 +9,7 @@ A new kind of layer is added to ``Layer``, ``input_rows`` and ``output_rows``.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeGuard, get_args
 
@@ -88,8 +89,9 @@ def named_groups(model: nn.Module, params: Iterable[Any] | None) -> list[dict[st
         own = [param[1] if isinstance(param, tuple) else param for param in own]
         if any(param not in names for param in own):
             raise ValueError("params must be parameters of the model, got others")
-        if twice := [names[p] for number, p in enumerate(own) if p in set(own[:number])]:
-            raise ValueError(f"params must differ, got {twice[0]!r} twice")
+        for param, count in Counter(own).items():
+            if count > 1:
+                raise ValueError(f"params must differ, got {names[param]!r} twice")
         groups.append({**group, "params": [(names[param], param) for param in own]})
     return groups
 
