@@ -418,7 +418,6 @@ class KroneckerOptimizer(Optimizer):
 
         def finish(adapted: dict[str, Any]) -> None:
             self._failures = Failures()
-            self._start_over()
             self._observed.use_up()
             for group, modes in zip(self.param_groups, functions, strict=True):
                 group["modes"] = modes
@@ -528,9 +527,8 @@ class KroneckerOptimizer(Optimizer):
                     "precondition_1d must be set to False before the first statistics: "
                     f"{self._name(param)} has some"
                 )
-            was_asked = param in self._observed.asked or not self._observed.waits_for(param)
-            plain = is_plain(param, group) or was_asked
-            if not known and not plain and param not in observed:
+            missed = param in self._observed.asked or not self._observed.waits_for(param)
+            if not (known or param in observed or missed or is_plain(param, group)):
                 raise RuntimeError(
                     f"step() has no statistics for {self._name(param)}, which has a gradient: call "
                     "observe(output) before loss.backward(), or attach(model) once, with outputs "

@@ -270,12 +270,13 @@ class KFAC(Attachable, Optimizer):
             # training, it must stop all processes at the same step: they wait for it.
             groups, wait = self.param_groups, team is not None
             self._failures.read(self._layer_states(), self._name, wait=wait, groups=groups)
-            weights = {i: layer.weight for i, layer in enumerate(self._layers)}
-            held = {i: self.state[w]["stats"] for i, w in weights.items() if self._has_state(i)}
-            if team is None:
-                self._observed.leave_out_empty(held)
-            else:
-                self._observed.pool(team, self._wanted(), self._layers, held)
+            if team is not None or self._observed.sums:
+                weights = {i: layer.weight for i, layer in enumerate(self._layers)}
+                held = {i: self.state[w]["stats"] for i, w in weights.items() if self._has_state(i)}
+                if team is None:
+                    self._observed.leave_out_empty(held)
+                else:
+                    self._observed.pool(team, self._wanted(), self._layers, held)
             self._warn_if_unobserved()
             layers, others = self._to_update()
             self._refresh({layer: sums.means() for layer, sums in self._observed.sums.items()})
