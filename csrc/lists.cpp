@@ -63,11 +63,9 @@ py::bytes addresses(py::handle tensors) {
   return to_bytes(words);
 }
 
-bool are_readable(py::handle tensors, bool contiguous) {
+bool are_contiguous(py::handle tensors) {
   bool all = true;
-  for_each(tensors, [&](const at::Tensor& tensor) {
-    all = all && !tensor.is_neg() && (!contiguous || tensor.is_contiguous());
-  });
+  for_each(tensors, [&](const at::Tensor& tensor) { all = all && tensor.is_contiguous(); });
   return all;
 }
 
@@ -89,7 +87,7 @@ void define(py::module_ module, const std::string& torch_version) {
   }
   module.def("layouts_key", torch::wrap_pybind_function(layouts_key));
   module.def("addresses", torch::wrap_pybind_function(addresses));
-  module.def("are_readable", torch::wrap_pybind_function(are_readable));
+  module.def("are_contiguous", torch::wrap_pybind_function(are_contiguous));
   module.def("mark_written", torch::wrap_pybind_function(mark_written));
 }
 

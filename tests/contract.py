@@ -295,6 +295,14 @@ class Gram(Implementation):
         for stat, old in zip(given.written, before.written, strict=True):
             close(stat, NUMBERS["gram_ema_"]["decay"] * old.double())
 
+    def test_a_whitened_product_that_overflows_shows(self) -> None:
+        """Its trace is infinite, by which a finite scale would be 0."""
+        tensor, factors = torch.tensor([[1e25, 1.0], [1.0, 1.0]]), [[torch.full((2,), 1e15)] * 2]
+        for shape in ((2,), (2, 2)):
+            stats = [[torch.ones(shape) for _ in range(2)]]
+            self.functions.gram_ema_(stats, [tensor], 0.9, factors)
+            assert not any(bool(stat.isfinite().all()) for stat in stats[0])
+
 
 def _poisoned(name: str, value: float) -> Callable[[str, Tensor], Tensor]:
     return lambda key, tensor: tensor.fill_(value) if key == name else tensor
@@ -539,10 +547,11 @@ class Steps(Implementation):
             for new, old in zip(given.arguments[key], before[key], strict=True):
                 assert torch.equal(new, old) == (key == "params")
 
-    @over("scaled_step_")
+    @over("preconditioned_step_", "scaled_step_")
     def test_an_infinite_parameter_without_decay_stays(self, variant: str) -> None:
         given = call(variant, [(9, 5), (7,)] * 4, dtype=DTYPES)
-        given = given.with_arguments(decayed=[False] * 8)
+        no_decay = {"decayed": [False] * 8} if variant == "scaled_step_" else {"weight_decay": 0.0}
+        given = given.with_arguments(**no_decay)
         given = given.map(lambda key, t: t.fill_(-INF) if key == "params" else t)
         for result in given(self.functions)["params"]:
             assert bool((result == -INF).all())

@@ -275,7 +275,7 @@ def check_overlaps(written: dict[str, Iterable[Tensor]], read: dict[str, Iterabl
             for group, is_written in ((written, True), (read, False))
             for name, tensors in group.items()
             for tensor in tensors
-            if tensor.numel() and tensor.device.type != "meta"
+            if tensor.numel() and has_memory(tensor)
         ),
         key=lambda r: r[0],
     )
@@ -289,6 +289,11 @@ def check_overlaps(written: dict[str, Iterable[Tensor]], read: dict[str, Iterabl
                     f"{name} must not share memory with {other_name}: one of them is written to"
                 )
         reaching.append(current)
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether a tensor has an address: not one on meta, nor a wrapper, such as a FakeTensor."""
+    return not tensor.is_meta and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 def _end(tensor: Tensor) -> int:

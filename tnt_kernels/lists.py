@@ -59,9 +59,9 @@ def addresses(tensors: Sequence[Tensor]) -> bytes:
 
 
 @_in_cpp
-def are_readable(tensors: Sequence[Tensor], contiguous: bool) -> bool:
-    """Whether no tensor is a negated view and, if ``contiguous``, all are contiguous."""
-    return not any(t.is_neg() or (contiguous and not t.is_contiguous()) for t in tensors)
+def are_contiguous(tensors: Sequence[Tensor]) -> bool:
+    """Whether all tensors are contiguous."""
+    return all(t.is_contiguous() for t in tensors)
 
 
 @_in_cpp

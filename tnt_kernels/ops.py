@@ -10,7 +10,7 @@ Conventions of every function here:
   They may have any strides if they are only read, and are contiguous if they are written.
 - ``decay``, ``damping``, ``lr``, ``momentum`` and ``weight_decay`` are numbers or 0-dim tensors; a
   tensor may be on the lists' device, so that a captured graph can change it. Their ranges are
-  checked, except for tensors on a device, which the check would have to wait for.
+  checked; that of a tensor by the C++ operators only, because a check may wait for a device.
 - All tensors of one call are on one device. Written memory must not appear twice in a call. Empty
   lists are allowed.
 - A ``ValueError`` or ``TypeError`` names the argument that does not fit; the call then changes
@@ -19,6 +19,7 @@ Conventions of every function here:
 - Nothing here is differentiable.
 """
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -43,6 +44,7 @@ from tnt_kernels.arguments import (
     check_statistics,
     check_step,
     check_tensors,
+    has_memory,
     scalar,
 )
 from tnt_kernels.lists import addresses, layouts_key, mark_written
@@ -165,9 +167,10 @@ def inverse_root(
 
     Returns:
         The factors and ``info``, as in ``damped_inverse``. A mode fails if an entry is not finite
-        or if S_i + damping I is not positive definite. By eigenvalues: one that is negative only by
-        rounding, down to -sqrt(d) eps / 2 times the largest, counts as 0 before the damping is
-        added. The coupled Newton iteration fails where it does not converge. In float32 the root's
+        or if S_i + damping I is not positive definite to working precision. By eigenvalues: one
+        that is negative only by rounding, down to -sqrt(d) eps / 2 times the largest, counts as 0
+        before the damping is added; the damped one must exceed float64's roundings of the largest.
+        The coupled Newton iteration fails where it does not converge. In float32 the root's
         relative error grows with the condition number, which the damping bounds: see
         docs/operators.md.
 
@@ -458,7 +461,7 @@ def _recognised(name: str, flat: Sequence[Any]) -> tuple[Any, ...] | None:
             call.append((argument.shape, argument.dtype, argument.device))
         elif not isinstance(argument, list) or not argument or isinstance(argument[0], int):
             call.append(str(argument))
-        elif isinstance(argument[0], Tensor) and argument[0].is_cuda:
+        elif isinstance(argument[0], Tensor) and argument[0].is_cuda and has_memory(argument[0]):
             try:
                 call += addresses(argument), layouts_key(argument, 1)
             except (AttributeError, TypeError, RuntimeError):  # no tensor, or one without memory
@@ -501,8 +504,9 @@ def _contiguous_like(tensors: Sequence[Tensor]) -> list[Tensor]:
 def _like(stats: Modes) -> list[list[Tensor]]:
     """New tensors for factors, filled with NaN."""
     try:
-        return [[torch.full_like(s, float("nan")).contiguous() for s in row] for row in stats]
-    except TypeError:
+        dense = torch.contiguous_format
+        return [[torch.full_like(s, math.nan, memory_format=dense) for s in row] for row in stats]
+    except (TypeError, RuntimeError):
         check_statistics(stats)
         raise
 

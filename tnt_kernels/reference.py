@@ -116,8 +116,7 @@ def preconditioned_step_(
         alpha, mu, gamma = (_scalar_like(m, value) for value in (lr, momentum, weight_decay))
         m.copy_(mu * m + grad.to(m.dtype))
         (direction,) = mode_products([m], [modes])
-        weight = param.to(m.dtype)
-        param.copy_(weight - alpha * (direction + gamma * weight))
+        _move_(param, alpha * direction, alpha * gamma)
 
 
 def scaled_step_(
@@ -133,10 +132,7 @@ def scaled_step_(
         scale = 1.0 if scales is None else scales[t]
         decay = weight_decay if decayed is None or decayed[t] else 0.0
         alpha, gamma, s = (_scalar_like(direction, value) for value in (lr, decay, scale))
-        weight = param.to(direction.dtype)
-        # where(): an infinite W that does not decay stays.
-        shrunk = torch.where(gamma == 0, 0, alpha * gamma * weight)
-        param.copy_(weight - (alpha * s * direction + shrunk))
+        _move_(param, alpha * s * direction, alpha * gamma)
 
 
 def grafted_directions_(
@@ -170,6 +166,12 @@ def grafted_directions_(
     device = momenta[0].device if momenta else None
     none = torch.zeros(0, dtype=torch.float64, device=device)
     return directions, torch.stack(scales) if scales else none
+
+
+def _move_(param: Tensor, step: Tensor, decay: Tensor) -> None:
+    """W <- W - (step + decay W); an infinite W that does not decay stays."""
+    weight = param.to(step.dtype)
+    param.copy_(weight - (step + torch.where(decay == 0, 0, decay * weight)))
 
 
 def _adam(

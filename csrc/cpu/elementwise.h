@@ -145,6 +145,15 @@ double sum_of_squares(const T* values, int64_t count) {
   return sum_of_products(values, values, count);
 }
 
+// The inner product of two tensors without gaps, by all threads.
+template <typename T>
+double inner_product(const T* a, const T* b, int64_t count) {
+  const int64_t stride = 1;
+  return sum_over_elements<1>(1, &count, {&stride}, [&](const auto& offsets, int64_t n, auto) {
+    return sum_of_products(a + offsets[0], b + offsets[0], n);
+  });
+}
+
 inline std::vector<int64_t> contiguous_strides(const TensorView& tensor) {
   std::vector<int64_t> strides(static_cast<size_t>(tensor.order));
   int64_t step = 1;

@@ -82,15 +82,6 @@ double update_moments(const GraftedDirection& one, const GraftRates& rates) {
 }
 
 template <typename T>
-double norm(const T* values, int64_t count) {
-  const int64_t stride = 1;
-  return std::sqrt(sum_over_elements<1>(1, &count, {&stride},
-                                        [&](const auto& offsets, int64_t length, const auto&) {
-                                          return sum_of_squares(values + offsets[0], length);
-                                        }));
-}
-
-template <typename T>
 double direction_scale(const GraftedDirection& one, const GraftRates& rates, Scratch& scratch) {
   T* buffers =
       scratch.get<T>(chain_scratch(one.factors, rates.rounded) + copied_count<T>(one.momentum));
@@ -102,7 +93,7 @@ double direction_scale(const GraftedDirection& one, const GraftRates& rates, Scr
   const T* m = contiguous_data(one.momentum, buffers);
   T* direction = static_cast<T*>(one.out);
   chain_product(one.factors, m, T(1), T(0), direction, buffers, rates.rounded);
-  const double length = norm(direction, one.momentum.count());
+  const double length = std::sqrt(inner_product(direction, direction, one.momentum.count()));
   return length == 0 ? 0 : wanted / length;
 }
 

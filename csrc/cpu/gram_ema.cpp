@@ -1,6 +1,8 @@
 #include "cpu/gram_ema.h"
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
 
 #include "cpu/blas.h"
 #include "cpu/chain.h"
@@ -444,20 +446,16 @@ void update_whitened(const WhitenedTensor& of, int64_t mode, double decay, bool 
   T* buffers = product + count;
   const T* tensor = contiguous_data(of.tensor, buffers);
   chain_product(others, tensor, T(1), T(0), product, buffers, rounded);
-  const int64_t stride = 1;
-  const auto dot = [&](const T* other) {
-    return sum_over_elements<1>(1, &count, {&stride}, [&](const auto& offsets, int64_t n, auto) {
-      return sum_of_products(tensor + offsets[0], other + offsets[0], n);
-    });
-  };
-  const double trace = dot(product);
+  const double trace = inner_product(tensor, product, count);
   const std::vector<int64_t> strides = contiguous_strides(of.tensor);
   GramMode one{{tensor, kElement<T>, of.tensor.order, of.tensor.sizes, strides.data()},
                mode,
                of.stats[static_cast<size_t>(mode)],
                of.diagonal[static_cast<size_t>(mode)],
                product};
-  one.weight = trace <= 0 ? 0 : dot(tensor) / trace;
+  one.weight = trace <= 0 ? 0 : inner_product(tensor, tensor, count) / trace;
+  // A product that overflows must not look like one of weight 0, which is not read.
+  if (std::isinf(trace)) one.weight = std::numeric_limits<double>::quiet_NaN();
   update({one}, decay, rounded);
 }
 

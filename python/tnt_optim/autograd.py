@@ -42,6 +42,12 @@ def buffers_put_back(*modules: nn.Module) -> Iterator[None]:
                 buffer.copy_(value)
 
 
+def leaves_of(loss: Tensor, params: Iterable[Tensor]) -> dict[Tensor, Tensor]:
+    """The parameters among the leaves of a loss's graph."""
+    leaves = {getattr(node, "variable", None) for node in graph_nodes(loss)}
+    return {p: p for p in params if p in leaves}
+
+
 def check_reached(reached: Gradients) -> None:
     """Refuses an output that depends on no parameter."""
     if not reached:

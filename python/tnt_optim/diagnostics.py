@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tnt_kernels import mode_products
 from tnt_optim.autograd import without_autocast
-from tnt_optim.modes import State, blocks, by_device, each, is_half, is_sharded, layout_of, rows
+from tnt_optim.modes import State, blocks, by_device, each, is_sharded, layout_of, rows
 from tnt_optim.update import buckets_of
 
 # The power method gives a condition number's order of magnitude after this many steps.
@@ -80,9 +80,9 @@ def _figures(
 def _norms(
     figure: str, of: Sequence[Tensor], tensors: Sequence[Tensor]
 ) -> tuple[list[Key], Tensor]:
-    # A norm in half precision would be rounded, or overflow in float16.
-    wide = [tensor.double() if is_half(tensor) else tensor for tensor in tensors]
-    return [(figure, param) for param in of], torch.stack(torch._foreach_norm(wide))
+    # Squares of small numbers underflow in float32, and half precision would round the norm.
+    norms = torch._foreach_norm(list(tensors), 2, torch.float64)
+    return [(figure, param) for param in of], torch.stack(norms)
 
 
 def _stacked(matrices: Sequence[Tensor]) -> Tensor:

@@ -76,9 +76,10 @@ def scaled_directions_(
     if graft != "adam":
         directions, scales = grafted_directions_(momenta, gradients, factors, mu)
         if graft == "rms":  # the scale of a zero momentum is zero
-            norms = torch._foreach_norm(momenta)
+            # In float64, as the scales: small momenta have squares that underflow in float32.
+            norms = torch._foreach_norm(momenta, 2, torch.float64)
             ratios = torch._foreach_div(norms, [RMS * math.sqrt(m.numel()) for m in momenta])
-            scales = scales / torch.stack(ratios).clamp_min(torch.finfo(norms[0].dtype).tiny)
+            scales = scales / torch.stack(ratios).clamp_min(torch.finfo(torch.float64).tiny)
         return directions, None if graft is None else scales
     squares = blocks(each(states, "second_moment"), layouts)
     counts = [

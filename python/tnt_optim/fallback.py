@@ -22,7 +22,8 @@ def with_fallback(main: Optimizer, fallback: Optimizer) -> "WithFallback":
         rest = [p for p in model.parameters() if p.dim() < 2 or max(p.shape) > 4096]
         opt = with_fallback(TNT(matrices), torch.optim.AdamW(rest, lr=1e-3))
 
-    Learning-rate schedulers, ``GradScaler`` and ``torch.distributed.checkpoint`` take it as one.
+    Learning-rate schedulers, ``GradScaler`` and ``torch.distributed.checkpoint`` take it as one;
+    ``OneCycleLR`` needs ``cycle_momentum=False`` unless both have a ``momentum``.
 
     Args:
         main: a ``TNT`` or ``Shampoo``; ``observe``, ``attach``, ``warm_start`` and ``failures`` are
@@ -64,7 +65,9 @@ class WithFallback(Optimizer):
                 f"of shape {tuple(both[0].shape)}"
             )
         self.main, self.fallback = main, fallback
-        super().__init__(self.param_groups, {})
+        # Schedulers that change the momentum look for it in the defaults.
+        has_momentum = all("momentum" in group for group in self.param_groups)
+        super().__init__(self.param_groups, {"momentum": 0.0} if has_momentum else {})
 
     # Groups and states belong to the two optimizers: a scheduler sets them there.
 

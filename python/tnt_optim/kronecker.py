@@ -1,7 +1,8 @@
 """Schedule, step and saved state of the Kronecker-factored optimizers.
 
 At step t = 0, 1, 2, ..., with T1 = stat_interval and T2 = inverse_interval, the statistics are
-refreshed if t % T1 == 0, and the factors if t % T2 == 0. During its first T2 steps, a parameter's
+refreshed if t % T1 == 0, and the factors if t % T2 == 0. A parameter that was not used at such a
+step has its statistics refreshed when it is used next. During its first T2 steps, a parameter's
 factors are also refreshed with its statistics, which still change fast. With interval_warmup both
 intervals grow from 1 to their values instead. Every step updates the parameters.
 """
@@ -37,7 +38,7 @@ from tnt_optim.modes import (
     layout,
     rows,
 )
-from tnt_optim.observations import Empirical, warned_of_batch_norm
+from tnt_optim.observations import Empirical, Sampled, warned_of_batch_norm
 from tnt_optim.options import (
     OPTIONS,
     Fixed,
@@ -109,7 +110,7 @@ class KroneckerOptimizer(Optimizer):
         defaults, whole = split(options)
         vars(self).update(whole)
         self._observed = Empirical() if source is None else source
-        self._owners, self._failures = Owners(), Failures()
+        self._owners, self._failures = Owners(self.shard), Failures()
         self._start_over()
         super().__init__(params, {**defaults, "step": 0})
 
@@ -187,11 +188,11 @@ class KroneckerOptimizer(Optimizer):
         add them again.
         """
         loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._consolidated = None
         try:
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            self._consolidated = None
             for group in self.param_groups:
                 self._check_settings(group)  # the user may have changed them
             processes = self._distribution()
@@ -199,8 +200,10 @@ class KroneckerOptimizer(Optimizer):
             # them at the same step. The report is a step old: the wait is short.
             wait, groups = processes.is_distributed, self.param_groups
             self._failures.read(self.state, self._name, wait=wait, groups=groups)
-            self._run(self._prepared(processes))
-            self._observed.note_missed(self._has_statistics)
+            step = self._prepared(processes)
+            reached = step.observed.keys() | self._accumulated
+            self._run(step)
+            self._observed.note_missed(reached, step.grads, is_sharded=processes.is_sharded)
         except PreconditionerError:
             self._accumulated.clear()  # a retry does not help: the next step has new observations
             raise
@@ -229,8 +232,8 @@ class KroneckerOptimizer(Optimizer):
             PreconditionerError: if no batch gave a finite gradient, or a factor could not be
                 computed; nothing is then changed.
         """
-        if not isinstance(outputs, Iterable):
-            raise TypeError(f"outputs must be iterable, got {type(outputs).__name__}")
+        if not isinstance(outputs, Iterable) or isinstance(outputs, Tensor):
+            raise TypeError(f"outputs must be an iterable of outputs, got {type(outputs).__name__}")
         if not self._modelled():
             return
         processes = self._distribution()
@@ -303,13 +306,16 @@ class KroneckerOptimizer(Optimizer):
             sharded parameters), "momentum_norm", "direction_norm" (without grafting and weight
             decay), "condition", the largest condition number of the parameter's factors, estimated
             from below, and the counts "skipped_statistics" and "failed_inverses". A parameter
-            without a name is called "group.index".
+            without a name is called "group.index", one whose name another has "group.name".
         """
         self._failures.read(self.state, self._name, wait=True, fatal=False)
+        used = Counter(n for group in self.param_groups for n in group.get("param_names", ()))
         names = {
-            p: group["param_names"][index] if "param_names" in group else f"{number}.{index}"
+            p: name if used[name] == 1 else f"{number}.{name}"
             for number, group in enumerate(self.param_groups)
-            for index, p in enumerate(group["params"])
+            for name, p in zip(
+                group.get("param_names", itertools.count()), group["params"], strict=False
+            )
         }
         held = {p: self.state[p] for p in names if "factors" in self.state.get(p, {})}
         return diagnostics(held, names)
@@ -336,7 +342,9 @@ class KroneckerOptimizer(Optimizer):
         except Exception:
             self.param_groups.pop()
             raise
-        group["step"] = self.param_groups[0]["step"]
+        # Of the first group 0: a group of another optimizer may bring that one's.
+        group["step"] = self.param_groups[0]["step"] if len(self.param_groups) > 1 else 0
+        self._owners.add(group)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns state and settings, loadable with ``torch.load(weights_only=True)``.
@@ -359,7 +367,7 @@ class KroneckerOptimizer(Optimizer):
         for param, entries in (self._consolidated or {}).items():
             own = state_dict["state"][numbers[param]]
             state_dict["state"][numbers[param]] = {**own, **entries}
-        if missed := getattr(self._observed, "missed", {}):
+        if missed := self._observed.missed:
             state_dict["missed"] = {numbers[p]: status for p, status in missed.items()}
         lost = self._group_is_lost and self.process_group is None
         processes = Local() if lost else self._distribution()
@@ -409,12 +417,10 @@ class KroneckerOptimizer(Optimizer):
             checkpoint.check_groups(self._method, self.param_groups, adapted, set(self.defaults))
             for name, group, param, state in checkpoint.saved_states(self.param_groups, adapted):
                 check_state(name, state, group, param, processes.kept(param))
-            if hasattr(self._observed, "missed"):
-                observed.update(
-                    checkpoint.observations_in(
-                        adapted, self.param_groups, in_progress=not processes.is_distributed
-                    )
-                )
+            in_progress = isinstance(self._observed, Sampled) and not processes.is_distributed
+            observed.update(
+                checkpoint.observations_in(adapted, self.param_groups, in_progress=in_progress)
+            )
 
         def finish(adapted: dict[str, Any]) -> None:
             self._failures = Failures()
@@ -436,14 +442,12 @@ class KroneckerOptimizer(Optimizer):
         own = {name: value for name, value in vars(self).items() if name in OPTIONS}
         own["process_group"] = None  # cannot be copied
         lost = self._group_is_lost or self.process_group is not None
-        kept = {"_failures": self._failures, "_observed": self._observed, "_group_is_lost": lost}
-        return {**super().__getstate__(), **own, **kept}
+        kept = {name: getattr(self, name) for name in ("_failures", "_observed", "_owners")}
+        return {**super().__getstate__(), **own, **kept, "_group_is_lost": lost}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._start_over()
-        if "_failures" in state:  # a copy; torch also calls this when it loads a state_dict
-            self._owners = Owners()
 
     def __repr__(self) -> str:
         lines = [f"{type(self).__name__} ("]
@@ -470,7 +474,7 @@ class KroneckerOptimizer(Optimizer):
             for scheduled in [is_due(group, "stat_interval")]
             for p in group["params"]
             if not is_plain(p, group)
-            if scheduled or (not self._has_statistics(p) and self._observed.waits_for(p))
+            if scheduled or self._observed.waits_for(p, is_new=not self._has_statistics(p))
         ]
 
     def _prepared(self, processes: Local) -> DeviceStep:
@@ -484,9 +488,9 @@ class KroneckerOptimizer(Optimizer):
         observed = processes.whole(found)
         first = {p: g for p, g in observed.items() if not self._has_statistics(p)}
         self._adopt(self._first_states(first, processes))
+        self._accumulated.update(first)
         self._adopt(self._plain_states(ready, processes))
         self._warn_of_unreached(ready)
-        self._accumulated.update(first)
         if first:
             observed = {p: g for p, g in observed.items() if p not in first}
         refreshed = observed.keys() | self._accumulated
@@ -527,7 +531,8 @@ class KroneckerOptimizer(Optimizer):
                     "precondition_1d must be set to False before the first statistics: "
                     f"{self._name(param)} has some"
                 )
-            missed = param in self._observed.asked or not self._observed.waits_for(param)
+            waits = self._observed.waits_for(param, is_new=True)
+            missed = param in self._observed.asked or not waits
             if not (known or param in observed or missed or is_plain(param, group)):
                 raise RuntimeError(
                     f"step() has no statistics for {self._name(param)}, which has a gradient: call "
@@ -686,9 +691,13 @@ class KroneckerOptimizer(Optimizer):
         return states
 
     def _warn_of_unreached(self, params: Iterable[Tensor]) -> None:
+        if self._warned_of_unreached:
+            return
         asked = self._observed.asked
         missed = [p for p in params if p in asked and not self._has_statistics(p)]
-        if missed and not self._warned_of_unreached:
+        # Zeros, which ``zero_grad`` may leave, are no gradient; a sharded one has pieces elsewhere.
+        missed = [p for p in missed if is_sharded(p) or (p.grad is not None and p.grad.any())]
+        if missed:
             self._warned_of_unreached = True
             more = f" (and {len(missed) - 1} more)" if len(missed) > 1 else ""
             warn_the_caller(

@@ -9,6 +9,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -51,12 +52,13 @@ def mode_shape(
     """
     if modes is not None:
         chosen = tuple(modes(tuple(shape)))
-        integers = all(isinstance(d, int) and d >= 0 for d in chosen)
+        integers = all(isinstance(d, Integral) and d >= 0 for d in chosen)
         if not chosen or not integers or math.prod(chosen) != math.prod(shape):
             raise ValueError(
                 f"modes must return at least one size, with product {math.prod(shape)}, for a "
                 f"parameter of shape {tuple(shape)}, got {chosen}"
             )
+        chosen = tuple(map(int, chosen))
     elif len(shape) <= 2:
         chosen = tuple(shape) or (1,)
     elif merge_small_dims == "kernel" and math.prod(shape[1:]) <= max_factor_dim:
@@ -211,6 +213,13 @@ def state_dtype(param: Tensor) -> torch.dtype:
 def check_dense(param: Tensor, name: str) -> None:
     """Refuses a parameter that the optimizers cannot move."""
     known = torch.float64, torch.float32, torch.bfloat16, torch.float16
+    if not (param.is_floating_point() or param.is_complex()):
+        return  # frozen for good, such as quantized weights: integers have no gradient
+    if getattr(param, "_fsdp_flattened", False):
+        raise ValueError(
+            "params must have their own shapes, and FullyShardedDataParallel flattens them: use "
+            f"fully_shard (FSDP2), got {name}"
+        )
     if param.dtype not in known or param.layout != torch.strided:
         raise ValueError(
             "params must be dense tensors of float64, float32, bfloat16 or float16, got "

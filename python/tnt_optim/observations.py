@@ -20,6 +20,7 @@ from tnt_optim.autograd import (
     check_graph_lasts,
     check_reached,
     checked_replicas,
+    leaves_of,
     shows_float16,
 )
 from tnt_optim.failures import UNOBSERVED, warn_if_twice, warn_the_caller
@@ -37,15 +38,22 @@ from tnt_optim.update import Local
 
 HasStatistics = Callable[[Tensor], bool]
 
-IDLE, AWAITED, LOSS_ONLY = "idle", "awaited", "loss only"  # see ``Sampled.missed``
+# What is known of a parameter whose statistics were due and that got none:
+# IDLE: no output has reached it, and it had no gradient either so far;
+# AWAITED: its statistics are due at every step until an output reaches it. Of sampled gradients:
+#     it had a gradient in a step that observed nothing for it;
+# LOSS_ONLY: it had a gradient in a step whose observed output missed it. Like an idle one, it is
+#     asked for when statistics are due.
+IDLE, AWAITED, LOSS_ONLY = "idle", "awaited", "loss only"
 
 
 @dataclass
 class Empirical:
     """The training gradients themselves."""
 
-    # Parameters whose statistics were wanted when an output was observed.
-    asked: Container[Tensor] = frozenset()
+    # Parameters whose statistics were wanted, of sampled ones when an output was observed.
+    asked: set[Tensor] = field(default_factory=set)
+    missed: dict[Tensor, str] = field(default_factory=dict)
     hint: str = ""  # why nothing is observed at this step, if that is known
     number: int | Tensor = 1  # observations with a row that counts; on the device if masks decide
 
@@ -73,6 +81,7 @@ class Empirical:
 
         ``due`` are the parameters whose statistics are due, and those without statistics.
         """
+        self.asked = {p for p in due if has_statistics(p)}  # others are due anyway
         return {p: p.grad for p in due if p in with_gradients}
 
     def batch_loss(
@@ -81,15 +90,26 @@ class Empirical:
         """The loss of batch ``index`` of ``warm_start``, and the scale of its backward."""
         return check_scalar_loss("outputs (here: training losses)", output), 1.0
 
-    def waits_for(self, param: Tensor) -> bool:
-        """Whether a parameter without statistics gets some from the next output that reaches it."""
-        return True
+    def waits_for(self, param: Tensor, *, is_new: bool) -> bool:
+        """Whether a parameter gets statistics from the next output that reaches it.
 
-    def note_missed(self, has_statistics: HasStatistics) -> None:
-        """Called at the end of a successful step."""
+        One without statistics (``is_new``) does, unless outputs have missed it.
+        """
+        return self.missed.get(param, AWAITED if is_new else None) == AWAITED
+
+    def note_missed(
+        self, reached: Container[Tensor], grads: Gradients, *, is_sharded: bool
+    ) -> None:
+        """Remembers the parameters that outputs missed, at the end of a successful step.
+
+        ``reached`` got statistics in this step, ``grads`` are the gradients of the loss.
+        """
+        known = dict.fromkeys(self.asked, AWAITED) | self.missed
+        self.missed = {p: status for p, status in known.items() if p not in reached}
 
     def use_up(self) -> None:
         """Forgets the observations, after a step or an error in it."""
+        self.asked = set()
 
 
 @dataclass
@@ -103,13 +123,6 @@ class Sampled(Empirical):
     number: int | Tensor = 0
     count: int = 0  # outputs observed
     attached: int = 0  # outputs that the hook of ``attach`` observed
-    asked: set[Tensor] = field(default_factory=set)
-    # The parameters without statistics that outputs have missed:
-    # IDLE: without a gradient so far;
-    # AWAITED: later they had one in a step that observed nothing for them: every step now does;
-    # LOSS_ONLY: they had one in a step whose observed output missed them.
-    # IDLE and LOSS_ONLY are asked for when statistics are due.
-    missed: dict[Tensor, str] = field(default_factory=dict)
     partial: bool = False  # whether outputs may reach other parameters in another process
     agreed: bool = False  # whether all processes know of ``partial``, and have the same parameters
     warned: bool = False  # whether the user was warned of a step without observations
@@ -141,9 +154,9 @@ class Sampled(Empirical):
         scale = _scale(optimizer, loss, output, processes)
         found = processes.gradients(loss, wanted, retain_graph=True, scale=scale)
         observed = {p: g for p, g in found.items() if g is not None}
-        # An output may miss a few parameters that were added later.
-        if len(wanted) == optimizer._modelled():
-            check_reached(observed)
+        # An output may miss a few parameters, but not all of the optimizer's.
+        if len(wanted) == optimizer._modelled() or not (observed or processes.is_sharded):
+            check_reached(observed or leaves_of(loss, optimizer._params()))
         if not optimizer.param_groups[0]["step"]:  # after a skipped step once more
             self.comparisons = watched(optimizer.likelihood, output, optimizer.param_groups)
         share = share_counted(optimizer.likelihood, output)
@@ -247,16 +260,18 @@ class Sampled(Empirical):
         loss = _loss(optimizer, output, "warm start", processes.number(index))
         return loss, _scale(optimizer, loss, output, processes)
 
-    def waits_for(self, param: Tensor) -> bool:
-        """See ``Empirical.waits_for``."""
-        return self.missed.get(param, AWAITED) == AWAITED
-
-    def note_missed(self, has_statistics: HasStatistics) -> None:
-        """Remembers which parameters the outputs have missed."""
+    def note_missed(
+        self, reached: Container[Tensor], grads: Gradients, *, is_sharded: bool
+    ) -> None:
+        """See ``Empirical.note_missed``."""
         known = dict.fromkeys(self.asked, IDLE) | self.missed
-        self.missed = {p: status for p, status in known.items() if not has_statistics(p)}
+        self.missed = {p: status for p, status in known.items() if p not in reached}
         for p, status in self.missed.items():
-            if p.grad is not None and status != LOSS_ONLY:
+            if status == LOSS_ONLY or p not in grads:
+                continue
+            gradient = grads[p]
+            # A gradient of zeros is none: ``zero_grad`` may have left it. A piece does not show it.
+            if is_sharded or (gradient is not None and gradient.any()):
                 self.missed[p] = LOSS_ONLY if p in self.asked else AWAITED
 
     def use_up(self) -> None:

@@ -96,7 +96,9 @@ _TABLE = (
     Option("weight_decay", 0.0, *_NOT_NEGATIVE),
     Option("stat_interval", 10, *_COUNT),
     Option("inverse_interval", 100, *_COUNT),
-    Option("interval_warmup", 0, _is_whole, "an integer >= 0"),
+    Option(
+        "interval_warmup", 0, lambda v: _is_whole(v) and v <= 10**6, "an integer from 0 to 1000000"
+    ),
     Option(
         "likelihood",
         "categorical",
@@ -179,7 +181,8 @@ rounding: of parameters in half precision after a step that is computed in float
 kl_clip: multiply the directions P of a group's parameters on one device by min(1, sqrt(kl_clip /
     (lr^2 sum s^2 P . m))), s from ``graft``. The sum is twice the divergence of the step in the
     model of the factors. All directions are in memory at once. None: no bound.
-modes: for a parameter group only: a function from a parameter's shape to mode sizes.
+modes: for a parameter group only: a function from a parameter's shape to mode sizes; of vectors
+    only with ``precondition_1d``.
 seed: of the sampled labels; the global generators are not touched.
 sample_scale: multiply the loss at sampled labels by this before its backward and divide the
     gradients by it in float32, as GradScaler does for the training loss; a power of two. None: if

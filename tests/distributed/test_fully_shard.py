@@ -15,6 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.functional import cross_entropy
 
 from tnt_optim import TNT, Shampoo, with_fallback
@@ -372,6 +377,22 @@ def refused(rank: int, processes: int) -> list[str]:
         except ValueError as error:
             messages.append(str(error))
     return messages
+
+
+def tensor_parallel(rank: int, processes: int) -> str:
+    """Processes with the same batch and pieces of the layers."""
+    net = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Tanh(), nn.Linear(6, 3, bias=False))
+    mesh = init_device_mesh("cpu", (processes,))
+    parallelize_module(net, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    opt = TNT(net.parameters())
+    with pytest.raises(ValueError, match="sharded by fully_shard") as caught:
+        opt.observe(net(torch.ones(5, 4)))
+    assert all(param.grad is None for param in net.parameters())
+    return str(caught.value)
+
+
+def test_sampled_gradients_of_tensor_parallelism_are_refused() -> None:
+    assert all("fisher='empirical' works" in message for message in run_in(2, tensor_parallel))
 
 
 def test_other_placements_and_master_copies_are_refused() -> None:

@@ -258,13 +258,13 @@ def made_heads(heads: int, **settings: Any) -> tuple[Heads, KFAC]:
     return model, made(model, **settings)
 
 
-# The heads of the micro-batches, by step and process. A model of three heads uses all; then, as all
-# have statistics, the processes stop exchanging which layers they reached. One of four never does.
+# The heads of the micro-batches, by step and process. A model of three heads uses all; one of four
+# does not.
 USED = [
     [[0], [1]],
     [[0], [1]],
     [[0, 0], [0, 0]],  # statistics are due, and no output reaches head 1
-    [[0, 1], [0, 2]],  # none are, but of head 2 that is new, with the second process's second
+    [[0, 1], [0, 2]],  # none are, but of head 1 that was missed, and of head 2 that is new
     [[0], [2]],
     [[2, 1], [0, 0]],
     [[0], [0]],
@@ -291,7 +291,8 @@ def test_layers_that_some_processes_use_or_none(heads: int) -> None:
     steps = ranks[0]["states"]
     assert [sum("stats" in key for key in step) for step in steps] == [3, 3, 3, 4, 4, 4, 4]
     assert not any("heads.3" in key for key in steps[-1])
-    for head, before, kept in ((1, 1, True), (1, 3, True), (2, 3, False), (2, 5, True)):
+    ways = (1, 1, True), (1, 2, False), (1, 3, True), (2, 3, False), (2, 5, True)
+    for head, before, kept in ways:
         key = f"heads.{head}.weight: stats"
         pairs = zip(steps[before][key], steps[before + 1][key], strict=True)
         assert all(torch.equal(a, b) == kept for a, b in pairs)
@@ -655,6 +656,6 @@ def steady(rank: int, processes: int) -> list[list[int]]:
 def test_later_steps_send_half_of_each_matrix_and_wait_for_no_value() -> None:
     triangles = sum(n * (n + 1) // 2 for n in SIZES)
     counts = 1 + 3 * 3
-    alike, asked = 2, 1 + 2 * 3  # at first: a key of the shapes, who observes, and which layers
+    alike, asked = 2, 2 + 2 * 3  # at first: a key of the shapes, who observes, and which layers
     wanted = [[alike, asked, counts, triangles], [], [counts, triangles], []]
     assert run_in(2, steady) == [wanted, wanted]

@@ -281,6 +281,35 @@ def test_processes_with_other_parameters_are_refused(
         assert all("parameters of other shapes" in message for message in messages)
 
 
+def early_question(rank: int, processes: int, shard: str) -> list[Tensor]:
+    """One process asks for the memory before a layer is frozen; the weights after three steps."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3))
+    opt = TNT(net.double().parameters(), shard=shard)
+    if rank == 0:
+        opt.memory_estimate()
+    net[2].requires_grad_(False)
+    model = DistributedDataParallel(net)
+    for step in range(3):
+        if step == 2:
+            net, opt = copy.deepcopy((net, opt))
+            net[2].requires_grad_(True)
+            model = DistributedDataParallel(net)
+        opt.zero_grad()
+        x, y = batch(rank, step)
+        opt.observe(output := model(x))
+        cross_entropy(output, y).backward()
+        opt.step()
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("shard", ["directions", "inverses"])
+def test_owners_do_not_depend_on_when_a_process_asks(shard: str) -> None:
+    one, other = run_in(2, early_question, shard)
+    assert equal(one, other)
+    assert all(bool(p.isfinite().all()) and p.abs().max() < 10 for p in one)
+
+
 def zero_redundancy(rank: int, processes: int) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch's own imports

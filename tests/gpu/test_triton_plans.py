@@ -252,6 +252,17 @@ def test_the_workspace_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     launch._plans.clear()
 
 
+def test_the_copy_of_a_tensor_that_is_not_aligned_is() -> None:
+    """Copied because the parameter's modes do not merge, though it is contiguous itself."""
+    shape = (4, 4, 4, 4)
+    given = call("preconditioned_step_", [shape], "full").with_arguments(
+        params=[normal((8, 8, 8, 8))[::2, ::2, ::2, ::2]],
+        momenta=[normal((257,))[1:].view(shape)],
+    )
+    wanted = given.double()(reference)
+    agree(given(triton_operators), wanted, given)
+
+
 def test_modes_that_do_not_merge_are_copied() -> None:
     """Four modes whose strides do not merge into two dimensions."""
     tensor = normal((6, 4, 5, 3)).permute(2, 0, 3, 1)[:, ::2]

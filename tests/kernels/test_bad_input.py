@@ -362,6 +362,17 @@ def test_a_tensor_too_large_for_the_blas_is_refused() -> None:
         tnt_kernels.mode_products([tensor], [factors])
 
 
+@pytest.mark.parametrize("name", ["damped_inverse", "inverse_root"])
+@pytest.mark.parametrize(
+    "stat", [torch.eye(2).long(), torch.eye(2).to_sparse(), torch.eye(2).to_mkldnn()]
+)
+def test_statistics_that_have_no_factors_are_named(name: str, stat: Tensor) -> None:
+    """Also without ``out``, whose tensors would be like them."""
+    root = (2,) if name == "inverse_root" else ()
+    with pytest.raises(ValueError, match=r"^stats\[0\]"):
+        getattr(tnt_kernels, name)([[stat]], 0.1, *root)
+
+
 def test_orders_that_overflow_are_refused() -> None:
     stats, orders = [torch.eye(3)] * 2, [2**63 - 1, 2**63 - 1, 4]
     out = [torch.empty(3, 3) for _ in stats]

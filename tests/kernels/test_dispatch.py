@@ -9,6 +9,7 @@ import pytest
 import torch
 from cases import DTYPES
 from operators import TABLES, VARIANTS, Call, call, everything, flat_arguments
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tnt_kernels
 from tnt_kernels import triton
@@ -44,6 +45,20 @@ def test_shapes_without_data(variant: str) -> None:
         (t.shape, t.dtype, t.is_contiguous()) for t in real
     ]
     assert all(tensor.is_meta for tensor in shapes)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_fake_tensors_of_a_gpu(variant: str) -> None:
+    """As memory estimators use them, without a GPU."""
+    given = call(variant, [(9,), (9, 5)])
+    with FakeTensorMode():
+        fake = given.map(lambda key, tensor: torch.empty(tensor.shape, device="cuda"))
+        if (counts := fake.arguments.get("counts")) is not None:
+            fake.arguments["counts"] = counts.double()
+        if fake.arguments.get("scales") is not None:
+            fake.arguments["scales"] = fake.arguments["scales"].double()
+        shapes = [tensor.shape for tensor in everything(fake())]
+    assert shapes == [tensor.shape for tensor in everything(given())]
 
 
 def test_backends() -> None:

@@ -43,7 +43,7 @@ def functions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     if request.param == "C++":
         if lists.host is None:
             pytest.skip("built with another PyTorch")
-        for name in ("layouts_key", "addresses", "are_readable", "mark_written"):
+        for name in ("layouts_key", "addresses", "are_contiguous", "mark_written"):
             assert getattr(lists, name) is getattr(lists.host, name)
         return lists
     monkeypatch.setitem(sys.modules, "tnt_kernels._host", None)
@@ -84,21 +84,11 @@ def test_a_lazy_copy_gets_its_own_address(functions: Any) -> None:
     assert functions.addresses([lazy]) != functions.addresses([original])
 
 
-@pytest.mark.parametrize(
-    ("tensor", "readable", "readable_if_contiguous"),
-    [
-        (MEMORY, True, True),
-        (MEMORY.view(8, 8).t(), True, False),
-        (torch._neg_view(MEMORY), False, False),
-    ],
-    ids=["contiguous", "transposed", "negated"],
-)
-def test_readable(
-    functions: Any, tensor: Tensor, readable: bool, readable_if_contiguous: bool
-) -> None:
-    for group in ([tensor], [MEMORY, tensor], [tensor, MEMORY]):
-        assert functions.are_readable(group, False) == readable
-        assert functions.are_readable(group, True) == readable_if_contiguous
+def test_contiguous(functions: Any) -> None:
+    transposed = MEMORY.view(8, 8).t()
+    assert functions.are_contiguous([]) and functions.are_contiguous([MEMORY, MEMORY[1:]])
+    for group in ([transposed], [MEMORY, transposed], [transposed, MEMORY]):
+        assert not functions.are_contiguous(group)
 
 
 def test_mark_written(functions: Any) -> None:

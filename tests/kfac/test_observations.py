@@ -147,7 +147,8 @@ def test_a_layer_that_outputs_never_reach_is_asked_for_at_scheduled_steps_only()
     assert copy.deepcopy((model, opt))[1]._observed.unreached == {2: True}
     opt.param_groups[0]["step"] = 12
     use(model, opt, 1, 0)
-    assert opt._observed.unreached == {} and "stats" in opt.state[model.heads[1].weight]
+    assert "stats" in opt.state[model.heads[1].weight]
+    assert opt._observed.unreached == {1: True}  # now the other head is missed
 
 
 def test_a_loaded_state_remembers_the_layers_that_outputs_missed() -> None:
@@ -189,3 +190,11 @@ def test_a_layer_unused_at_the_scheduled_step_moves_if_later_ones_are_not_observ
             use(model, opt, head, observed=t % 3 == 0)
         assert torch.equal(before, model.heads[1].weight) == (t == 0)
         assert ("stats" in opt.state[model.heads[1].weight]) == (t == 3)
+
+
+def test_a_layer_with_another_weight_is_named() -> None:
+    model = Heads()
+    opt = KFAC(model)
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    with pytest.raises(RuntimeError, match=r"^layer 'body' .*assign=True"):
+        opt.step()

@@ -114,6 +114,13 @@ def test_parameters_without_names_are_called_by_group_and_index(name: str) -> No
     assert {key.split("/")[1] for key in run.opt.diagnostics()} == {"1.0"}
 
 
+def test_parameters_of_one_name_are_told_apart_by_group() -> None:
+    groups = [{"params": [("w", weight(2)), ("b", weight(3))]}, {"params": [("w", weight(3))]}]
+    run = Dictated("empirical", groups)
+    run.step([noise(2), noise(3), noise(3)])
+    assert {key.split("/")[1] for key in run.opt.diagnostics()} == {"0.w", "b", "1.w"}
+
+
 @factored
 @pytest.mark.parametrize("settings", [
     {}, {"graft": "adam"}, {"graft": "sgd"}, {"max_factor_dim": 5}, {"block_size": 3},

@@ -13,6 +13,7 @@ from tolerances import FLOAT64_TRAJECTORY
 from torch import Tensor, nn
 
 from tnt_kernels import mode_products
+from tnt_optim import TNT
 
 LR, MU = 0.01, 0.9
 
@@ -36,6 +37,21 @@ def test_grafting_switched_off_and_on_again_has_adams_length(name: str) -> None:
     mean = (1 - MU) * first / (1 - MU**52)
     wanted = LR * (mean / ((second / (1 - 0.99**2)).sqrt() + 1e-8)).norm()
     assert float(move.norm()) == pytest.approx(float(wanted), rel=FLOAT64_TRAJECTORY)
+
+
+def test_steps_of_an_idle_parameter_keep_their_length() -> None:
+    """Its momentum fades until squares of it underflow in float32."""
+    p = nn.Parameter(torch.zeros(4, 3))
+    opt = TNT([p], lr=LR, graft="rms", fisher="empirical")
+    for step in range(700):
+        p.grad = torch.randn(4, 3) if step < 5 else torch.zeros(4, 3)
+        before = p.detach().clone()
+        opt.step()
+        length = (p.detach() - before).square().mean().sqrt()
+        assert float(length) < 1.01 * 0.2 * LR
+        if step == 600:
+            (norm,) = (v for k, v in opt.diagnostics().items() if k.startswith("momentum_norm"))
+            assert 1e-28 < norm < 1e-24 and float(length) > 0.9 * 0.2 * LR
 
 
 @factored

@@ -16,12 +16,22 @@ from typing import Any
 import pytest
 import torch
 from drawn import close, noise, raising, weight
-from optimizers import NO_FAILURES, Dictated, factored, through_a_file
+from optimizers import (
+    NO_FAILURES,
+    Dictated,
+    equal,
+    factored,
+    net,
+    statistics,
+    through_a_file,
+    train,
+    values,
+)
 from oracle import contraction
 from torch import Tensor, nn
 
 import tnt_kernels
-from tnt_optim import TNT, PreconditionerError
+from tnt_optim import TNT, PreconditionerError, kronecker
 
 EVERY_STEP: dict[str, Any] = {"stat_interval": 1, "inverse_interval": 1}
 
@@ -357,3 +367,24 @@ def test_a_step_that_ran_out_of_memory_can_be_repeated(
         before.assert_unchanged()
     run.steps(step, step + 2)
     run.snapshot().assert_equals(undisturbed.snapshot())
+
+
+def no_memory(*arguments: Any) -> None:
+    raise torch.OutOfMemoryError("no memory")
+
+
+def test_a_first_step_without_memory_for_momenta_can_be_repeated() -> None:
+    """The weight has its statistics when memory runs out for the bias's state."""
+    runs = []
+    for fails in (False, True):
+        torch.manual_seed(0)
+        model = net()
+        opt = TNT(model.parameters())
+        if fails:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(kronecker, "plain_state", no_memory)
+                with pytest.raises(torch.OutOfMemoryError):
+                    train(model, opt, [0])
+        train(model, opt, range(2))
+        runs.append([*statistics(opt), *values(model)])
+    assert equal(*runs)

@@ -21,7 +21,7 @@ from optimizers import (
     values,
 )
 from torch import nn
-from torch.optim.lr_scheduler import ExponentialLR
+from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
 
 from tnt_optim import TNT, Shampoo, with_fallback
 
@@ -48,6 +48,18 @@ def test_it_is_both_optimizers_also_under_a_scheduler() -> None:
     assert [len(group["params"]) for group in opt.param_groups] == [2, 2]
     assert set(opt.state) == set(other.parameters())
     assert opt.failures() == NO_FAILURES and "with the fallback AdamW" in repr(opt)
+
+
+def test_a_schedule_of_the_momentum_is_for_both() -> None:
+    model = net()
+    main, _ = parts(model)
+    opt = with_fallback(main, torch.optim.SGD([model[0].bias, model[2].bias], 0.1, momentum=0.9))
+    schedule = OneCycleLR(opt, max_lr=0.1, total_steps=4)
+    train(model, opt, range(2), [schedule])
+    momenta = {group["momentum"] for group in opt.param_groups}
+    assert len(momenta) == 1 and momenta != {0.9}
+    with pytest.raises(ValueError, match="momentum"):
+        OneCycleLR(with_fallback(*parts(net())), max_lr=0.1, total_steps=4)
 
 
 def test_where_main_raises_neither_moves() -> None:

@@ -264,6 +264,30 @@ def test_observations_of_which_none_is_finite_count_as_one_failure() -> None:
     assert run.opt.failures() == {**NO_FAILURES, "skipped_statistics": 1}
 
 
+@tnt_and_kfac
+def test_a_closure_that_raises_has_used_up_its_observation(name: str) -> None:
+    model = net()
+    opt = made(name, model)
+
+    def closure() -> None:
+        opt.observe(model(torch.randn(8, 4)))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        opt.step(closure)
+    assert observation_count(opt) == 0
+
+
+def test_an_output_of_another_model_is_refused_when_a_part_is_due() -> None:
+    model = net()
+    groups = [{"params": model[0].parameters()}, {"params": model[2].parameters()}]
+    opt = TNT.paper([{**groups[0], "stat_interval": 2}, {**groups[1], "stat_interval": 4}])
+    train(model, opt, range(2))
+    with pytest.raises(ValueError, match="output must depend on a parameter"):
+        opt.observe(net()(torch.randn(8, 4)))
+    opt.observe(model[2](torch.randn(8, 6)))  # this one misses what is due
+
+
 def test_a_step_that_raises_has_used_up_its_observation() -> None:
     p, q = weight(3, 4), weight(5)
     run = Dictated("sampled", [p, q])
@@ -305,6 +329,33 @@ def test_a_head_used_only_between_scheduled_statistics_is_trained(period: int) -
     assert [opt.state[p]["updates"] for p in model.heads[1].parameters()] == [3, 3]
     assert [opt.state[p]["first_step"] for p in model.heads[1].parameters()] == [2 * period - 1] * 2
     assert opt.failures() == NO_FAILURES
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("name", ["sampled", "empirical", "shampoo", "kfac"])
+def test_parameters_used_between_scheduled_statistics_are_refreshed(
+    name: str, set_to_none: bool
+) -> None:
+    """Two heads in turn, and an even interval. Gradients of zeros are those of ``empirical``."""
+    if not set_to_none and name in ("empirical", "shampoo"):
+        pytest.skip("zeros refresh the statistics")
+    model = Heads(2)
+    opt = made(name, model, stat_interval=4, inverse_interval=8)
+    seen: dict[int, set[float]] = {0: set(), 1: set()}
+    for step in range(40):
+        if step == 21:  # as a state that was loaded
+            saved, opt = opt.state_dict(), made(name, model, stat_interval=4, inverse_interval=8)
+            opt.load_state_dict(saved)
+        opt.zero_grad(set_to_none=set_to_none)
+        output = model(torch.randn(8, 4).double(), step % 2)
+        if name in ("sampled", "kfac"):
+            opt.observe(output)
+        cross_entropy(output, torch.randint(3, (8,))).backward()
+        opt.step()
+        for head, own in seen.items():
+            if stats := opt.state.get(model.heads[head].weight, {}).get("stats"):
+                own.add(float(stats[0][0, 0]))
+    assert len(seen[0]) == 10 and 9 <= len(seen[1]) <= 11
 
 
 def test_the_next_batch_may_miss_a_group_added_later() -> None:

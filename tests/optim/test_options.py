@@ -72,6 +72,35 @@ def test_a_bad_setting_is_refused_by_name(name: str, option: str, bad: Any) -> N
     assert {group["step"] for group in opt.param_groups} == {2}
 
 
+@pytest.mark.parametrize("name", [*FACTORED, "kfac"])
+def test_groups_of_another_optimizer_start_at_step_zero(name: str) -> None:
+    model = net()
+    opt = made(name, model)
+    train(model, opt, range(3))
+    groups = [{**group, "params": list(group["params"])} for group in opt.param_groups]
+    for group in groups:
+        group.pop("param_names", None)
+    new: Any = KFAC.paper(model, params=groups) if name == "kfac" else FACTORED[name](groups)
+    assert [group["step"] for group in new.param_groups] == [0]
+    if name != "kfac":
+        train(model, new, range(2))
+        new.add_param_group({"params": [weight(3)], "step": 7})
+        assert [group["step"] for group in new.param_groups] == [2, 2]
+
+
+@factored
+def test_frozen_integers_are_let_through_and_flattened_parameters_refused(name: str) -> None:
+    quantized = nn.Parameter(torch.ones(4, 4, dtype=torch.uint8), requires_grad=False)
+    run = Dictated(name, [weight(3, 4), quantized])
+    run.step([noise(3, 4), None])
+    run.opt.state_dict()
+    assert bool((quantized == 1).all()) and quantized not in run.opt.state
+    flat = weight(12)
+    flat._fsdp_flattened = True  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="fully_shard.*got parameter"):
+        FACTORED[name]([flat])
+
+
 @factored
 @pytest.mark.parametrize(
     "edge",
@@ -183,8 +212,10 @@ def test_warm_starts_without_a_batch_are_refused(name: str) -> None:
     before = Snapshot(model.parameters(), opt)
     with pytest.raises(ValueError, match="^outputs must hold at least one batch"):
         opt.warm_start(iter(()))
-    with pytest.raises(TypeError, match="^outputs must be iterable, got int"):
+    with pytest.raises(TypeError, match="^outputs must be an iterable of outputs, got int"):
         opt.warm_start(3)
+    with pytest.raises(TypeError, match="^outputs must be an iterable of outputs, got Tensor"):
+        opt.warm_start(model(torch.randn(8, 4)))
     before.assert_unchanged()
 
 

@@ -29,11 +29,11 @@ from tnt_kernels.triton.launch import (
     addresses_of,
     block_of,
     contiguous,
+    contiguous_copies,
     keep_for_graph,
     launch,
     planned,
     precision,
-    readable,
     scalar_on,
     state_dtype,
     table,
@@ -118,7 +118,9 @@ def _epilogue(
     if UPDATE:
         alpha, gamma = tl.load(lr).to(value.dtype), tl.load(weight_decay).to(value.dtype)
         weight = tl.load(at, mask=inside, other=0).to(value.dtype)
-        value = weight - alpha * (value + gamma * weight)
+        decay = alpha * gamma
+        shrunk = decay * tl.where(decay == 0, 0, weight)  # an infinite W that does not decay stays
+        value = weight - (alpha * value + shrunk)
     tl.store(at, value.to(RESULT), mask=inside)
 
 
@@ -379,15 +381,17 @@ def products(
     how many the device runs at once.
     """
     device = tensors[0].device
-    factors = readable(factors, contiguous=True)
+    factors = contiguous_copies(factors)
     setting = cublas.setting("chain", device, step or ())
     if setting is not None and step is not None:
         planned(plan, tensors, results, factors, rest=(device, programs, None))
     p = planned(plan, tensors, results, factors, rest=(device, programs, setting))
     keep_for_graph(device, p)
     read, written = list(tensors), list(results)
-    for t in p.copied:
-        read[t], written[t] = read[t].contiguous(), written[t].contiguous()
+    for t in p.copied:  # clones: a contiguous tensor itself may not be aligned, as the plan says
+        read[t], written[t] = (
+            x.clone(memory_format=torch.contiguous_format) for x in (read[t], written[t])
+        )
     addresses = addresses_of([*read, *written, *factors])
     scratch = torch.empty(p.scratch, dtype=torch.uint8, device=device)
     lr, weight_decay = addresses, addresses  # not read without a step
@@ -409,8 +413,7 @@ def products(
             num_warps=warps_of(kind.block),
         )
     for t in p.copied:
-        if written[t] is not results[t]:
-            results[t].copy_(written[t])
+        results[t].copy_(written[t])
     if p.by_cublas:
         numbers = None if step is None else (step[0].item(), step[1].item())
         for t, first in p.by_cublas.items():

@@ -99,13 +99,13 @@ def only(serves: bool) -> Iterator[None]:
     """Within it cuBLAS serves all classes or none, whatever the table says: to measure both."""
     global _forced
     before = _forced
-    launch._plans.clear()  # they hold choices
+    launch.forget_plans()  # they hold choices
     _forced = serves
     try:
         yield
     finally:
         _forced = before
-        launch._plans.clear()
+        launch.forget_plans()
 
 
 def setting(operation: str, device: torch.device, numbers: Sequence[Tensor] = ()) -> str | None:

@@ -43,12 +43,12 @@ from tnt_kernels.triton.launch import (
     Layout,
     addresses_of,
     block_of,
+    contiguous_copies,
     has_tensor_cores,
     keep_for_graph,
     launch,
     planned,
     programs_at_once,
-    readable,
     scalar_on,
     table,
 )
@@ -524,7 +524,7 @@ def damped_inverse(
     if not stats:
         return torch.zeros(len(orders), dtype=torch.int32, device=damping.device)
     device = stats[0].device
-    stats = readable(stats, contiguous=True)
+    stats = contiguous_copies(stats)
     p = planned(plan, stats, rest=(tuple(orders), device, programs or programs_at_once(device)))
     keep_for_graph(device, p)
     addresses, eps = addresses_of([*stats, *out]), scalar_on(device, damping)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tnt_kernels.lists import mark_written
 from tnt_kernels.triton.chain import products
-from tnt_kernels.triton.launch import launch, programs_at_once, readable, scalar_on
+from tnt_kernels.triton.launch import launch, programs_at_once, scalar_on
 from tnt_kernels.triton.momentum import (
     BLOCK,
     WARPS,
@@ -120,7 +120,7 @@ def grafted_directions_(
     device = momenta[0].device
     programs = programs or programs_at_once(device)
     mu, adam = scalar_on(device, momentum), len(second_moments) > 0
-    lists = [momenta, *([second_moments] if adam else []), readable(grads)]
+    lists = [momenta, *([second_moments] if adam else []), grads]
     table = counts.to(device, non_blocking=True).contiguous() if adam else mu  # not read without
     numbers = (mu, table, second_decay, eps)
     wanted = launch_over(momentum_kernel, lists, numbers, programs, sums=True, SUMS=True, ADAM=adam)

@@ -31,7 +31,6 @@ from tnt_kernels.triton.launch import (
     planned,
     precision,
     programs_at_once,
-    readable,
     scalar_on,
     state_dtype,
     table,
@@ -423,7 +422,7 @@ def gram_ema_(
         _whitened(stats, tensors, decay, factors, programs)
         return
     device = stats[0].device
-    tensors = readable(tensors)
+    tensors = list(tensors)
     setting = cublas.setting("gram", device, (decay,))
     programs = programs or programs_at_once(device)
     if setting is not None:

@@ -30,13 +30,13 @@ from tnt_kernels.triton.launch import (
     Layout,
     addresses_of,
     block_of,
+    contiguous_copies,
     has_tensor_cores,
     is_capturing,
     keep_for_graph,
     launch,
     planned,
     programs_at_once,
-    readable,
     scalar_on,
     table,
 )
@@ -239,7 +239,7 @@ def inverse_root(
     if not stats:
         return torch.zeros(len(orders), dtype=torch.int32, device=damping.device)
     device = stats[0].device
-    stats = readable(stats, contiguous=True)
+    stats = contiguous_copies(stats)
     programs = programs or programs_at_once(device)
     p = planned(plan, stats, rest=(tuple(orders), tuple(roots), device, programs))
     keep_for_graph(device, p)

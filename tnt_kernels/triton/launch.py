@@ -64,20 +64,24 @@ def planned(
     if found is None:
         found = plan(*map(layouts, groups), *rest)
         if len(_plans) >= _MOST_PLANS:
-            _plans.clear()
+            forget_plans()
         _plans[key] = found
     return found
 
 
-def readable(tensors: Sequence[Tensor], *, contiguous: bool = False) -> list[Tensor]:
-    """The tensors, with copies of those that kernels cannot read.
+def forget_plans() -> None:
+    """Frees all plans, after the launches of every stream that read their tables."""
+    for device in {part for key in _plans for part in key if isinstance(part, torch.device)}:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    _plans.clear()
 
-    These are negated views and, if ``contiguous``, tensors with other strides.
-    """
-    if lists.are_readable(tensors, contiguous):
+
+def contiguous_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors, with copies of those that are not contiguous."""
+    if lists.are_contiguous(tensors):
         return list(tensors)
-    resolved = [t.resolve_neg() for t in tensors]
-    return [t.contiguous() for t in resolved] if contiguous else resolved
+    return [t.contiguous() for t in tensors]
 
 
 def contiguous(layout: Layout) -> Layout:

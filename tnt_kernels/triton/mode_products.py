@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tnt_kernels.triton.chain import products
-from tnt_kernels.triton.launch import programs_at_once, readable, state_dtype
+from tnt_kernels.triton.launch import programs_at_once, state_dtype
 
 
 def mode_products(
@@ -18,5 +18,5 @@ def mode_products(
     device = tensors[0].device
     results = [torch.empty(t.shape, dtype=state_dtype(t.dtype), device=device) for t in tensors]
     programs = programs or programs_at_once(device)
-    products(readable(tensors), results, factors, programs)
+    products(tensors, results, factors, programs)
     return results

@@ -20,7 +20,6 @@ from tnt_kernels.triton.launch import (
     launch,
     planned,
     programs_at_once,
-    readable,
     scalar_on,
     table,
     tile_tables,
@@ -312,8 +311,7 @@ def update_momenta(
     mu = scalar_on(momenta[0].device, momentum)
     # Without sums and Adam the kernel reads no other numbers.
     numbers = (mu, mu, mu, 0.0, 0.0)
-    lists = [momenta, readable(grads)]
-    launch_over(momentum_kernel, lists, numbers, programs, SUMS=False, ADAM=False)
+    launch_over(momentum_kernel, [momenta, grads], numbers, programs, SUMS=False, ADAM=False)
 
 
 def scaled_step_(
@@ -334,7 +332,7 @@ def scaled_step_(
     factors = scales.to(device, non_blocking=True).contiguous()
     launch_over(
         scaled_step_kernel,
-        [params, readable(directions)],
+        [params, directions],
         [alpha, gamma, factors if len(factors) else alpha],
         programs or programs_at_once(device),
         decayed=decayed,

@@ -36,9 +36,8 @@ def distribution(
 
         params = [p for group in groups for p in group["params"]]
         mesh = process_group_of_shards(params)
-        return Sharded(mesh, lambda param: owners.of(param, groups, mesh.size, "directions"))
+        return Sharded(mesh, lambda param: owners.of(param, groups, mesh.size))
     team = process_group_of(process_group, is_lost=is_lost)
     if team is None:
         return Local()
-    kind = shard or "directions"
-    return Replicated(team, shard, lambda param: owners.of(param, groups, team.size, kind))
+    return Replicated(team, shard, lambda param: owners.of(param, groups, team.size))

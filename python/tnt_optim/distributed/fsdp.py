@@ -106,6 +106,13 @@ class Sharded(OwnerRanks, Local):
             )
         # The backward sets the gradients of all parameters, not only of ``params``.
         cut = [p.sharded_param for module in modules for p in _cut_params(module)]
+        by_fsdp = set(map(id, cut))
+        if others := [tuple(p.shape) for p in params if id(p) not in by_fsdp]:
+            raise ValueError(
+                "params must be sharded by fully_shard for sampled gradients, got DTensors that "
+                f"are not, of shapes {others}: tensor parallel processes have the same batch, "
+                "and would sample different labels. fisher='empirical' works"
+            )
         with _left_alone([*params, *cut, *leaves]), _synchronised(modules):
             with without_autocast(loss), before_backward():
                 loss.backward(torch.full_like(loss, scale), retain_graph=retain_graph)

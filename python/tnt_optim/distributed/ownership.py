@@ -1,6 +1,7 @@
 """Owner ranks: each parameter has one process that keeps its statistics and refreshes its factors.
 
-Owners follow from sizes alone, so that all processes come to the same result without a message.
+Owners follow from the sizes and settings with which parameters were added, so that all processes
+come to the same result without a message, whenever they ask.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,8 +32,6 @@ class Load:
 
 def load_of(param: Tensor, group: Settings, shard: str) -> Load:
     """The cost of a parameter for its owner."""
-    if not param.requires_grad:
-        return Load()
     numel = param.numel()
     full = [s[0] for s in statistic_shapes(param, group) if s[1:]]
     work = sum(float(d) ** 3 + float(numel) * d for d in full)
@@ -62,29 +61,37 @@ def assign(loads: Sequence[Load], existing: Sequence[Load]) -> list[int]:
 
 
 class Owners:
-    """The owner rank of each parameter; parameters that are added later get owners then."""
+    """The owner rank of each parameter."""
 
-    def __init__(self) -> None:
+    def __init__(self, shard: str | None) -> None:
+        self._shard = shard or "directions"  # as fully_shard divides the work
+        self._loads: list[list[Load]] = []  # of each group, with the settings when it was added
         self._owners: dict[Tensor, int] = {}
-        self._loads: list[Load] = []
+        self._processes = 0
 
-    def of(self, param: Tensor, groups: Sequence[Settings], processes: int, shard: str) -> int:
+    def add(self, group: Settings) -> None:
+        """Takes a group's parameters, frozen or not: they may be unfrozen later."""
+        self._loads.append([load_of(p, group, self._shard) for p in group["params"]])
+
+    def of(self, param: Tensor, groups: Sequence[Settings], processes: int) -> int:
         """The owner of one parameter of ``groups``."""
-        if param not in self._owners or len(self._loads) != processes:
-            self._assign(groups, processes, shard)
+        if param not in self._owners or self._processes != processes:
+            self._assign(groups, processes)
         return self._owners[param]
 
-    def _assign(self, groups: Sequence[Settings], processes: int, shard: str) -> None:
-        if len(self._loads) != processes:
-            self._owners, self._loads = {}, [Load()] * processes
-        # Group by group, as if each was assigned when it was added: a copy of the optimizer, or a
-        # process that asks at another time, must get the same owners.
-        for group in groups:
-            new = [p for p in group["params"] if p not in self._owners]
-            loads = [load_of(p, group, shard) for p in new]
-            for param, load, owner in zip(new, loads, assign(loads, self._loads), strict=True):
+    def _assign(self, groups: Sequence[Settings], processes: int) -> None:
+        self._processes, self._owners = processes, {}
+        if list(map(len, self._loads)) != [len(group["params"]) for group in groups]:
+            self._loads = []  # the user has changed the lists
+            for group in groups:
+                self.add(group)
+        owned = [Load()] * processes
+        # Group by group: one that is added later changes no earlier owner.
+        for group, loads in zip(groups, self._loads, strict=True):
+            owners = assign(loads, owned)
+            for param, load, owner in zip(group["params"], loads, owners, strict=True):
                 self._owners[param] = owner
-                self._loads[owner] += load
+                owned[owner] += load
 
 
 def _on_cpu(entry: Any) -> Any:

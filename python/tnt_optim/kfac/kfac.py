@@ -167,6 +167,7 @@ class KFAC(Attachable, Optimizer):
         super().__init__(groups, {**settings, "step": 0})
         for group in self.param_groups:
             check_settings(group)
+            group["step"] = 0  # a group of another optimizer may bring that one's
         number = {p: n for n, group in enumerate(self.param_groups) for p in group["params"]}
         largest = {p: self.param_groups[n]["max_factor_dim"] for p, n in number.items()}
         layers, self._reasons = preconditioned(model, largest)
@@ -224,6 +225,7 @@ class KFAC(Attachable, Optimizer):
             number = numbered(self._observed.count, self._team())
             key = "step", self.param_groups[0]["step"], number
             sums = self._sampling.sums(output, key, due, self._hooks, retain_graph=True)
+            self._observed.partial |= self._sampling.partial
             if not self.param_groups[0]["step"]:  # after a skipped step once more
                 self._observed.comparisons = watched(
                     self._sampling.likelihood, output, self.param_groups
@@ -257,12 +259,13 @@ class KFAC(Attachable, Optimizer):
                 No parameter is then changed.
         """
         loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         try:
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
             for group in self.param_groups:
                 check_settings(group)
+            self._check_weights()
             warn_of_mismatch(self._observed.comparisons, self._observed.count)
             warn_if_twice(self._observed)
             team = self._team()
@@ -283,7 +286,7 @@ class KFAC(Attachable, Optimizer):
             if team is None or not any(layer.weight.is_cuda for layer in self._layers):
                 self._failures.read(self._layer_states(), self._name, groups=groups)
             update_(self.param_groups, self.state, layers, others, INVERSES[self.inverse])
-            self._observed.note_unreached(self._has_state)
+            self._observed.note_unreached()
         except PreconditionerError:
             self._blended.clear()  # a retry does not help: the next step has new observations
             raise
@@ -312,8 +315,8 @@ class KFAC(Attachable, Optimizer):
             PreconditionerError: if no batch was finite, or an inverse could not be made;
                 nothing is then changed.
         """
-        if not isinstance(outputs, Iterable):
-            raise TypeError(f"outputs must be iterable, got {type(outputs).__name__}")
+        if not isinstance(outputs, Iterable) or isinstance(outputs, Tensor):
+            raise TypeError(f"outputs must be an iterable of outputs, got {type(outputs).__name__}")
         team = self._team()
         own = self._own
         own._warming = True
@@ -475,12 +478,21 @@ class KFAC(Attachable, Optimizer):
             self._observed.called.add(layer)
         return wanted
 
+    def _check_weights(self) -> None:
+        known = {p for group in self.param_groups for p in group["params"]}
+        for name, layer in zip(self._names, self._layers, strict=True):
+            if layer.weight not in known:
+                raise RuntimeError(
+                    f"layer {name!r} must keep its weight, and has another than when KFAC was "
+                    "made, as after load_state_dict(assign=True): make the optimizer after that"
+                )
+
     def _is_wanted(self, layer: int) -> bool:
-        """Whether a layer's statistics are due, or it has none yet and may get some."""
+        """Whether a layer's statistics are due, or its next call may give it missing ones."""
         if not is_trainable(self._layers[layer]):
             return False
-        new = not self._has_state(layer) and not self._observed.unreached.get(layer, False)
-        return self._warming or self._scheduled(layer) or new
+        missing = not self._observed.unreached.get(layer, self._has_state(layer))
+        return self._warming or self._scheduled(layer) or missing
 
     def _wanted(self) -> list[int]:
         """The layers that are wanted: the same in all processes from the forward to the step."""

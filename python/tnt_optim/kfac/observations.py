@@ -3,7 +3,7 @@
 Layers are known by their numbers.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import Any
@@ -38,12 +38,15 @@ class Observations:
     # Layers whose statistics were wanted when an output was observed, and when they were called.
     asked: set[int] = field(default_factory=set)
     called: set[int] = field(default_factory=set)
-    # Layers still without statistics after a step that asked for them. True: the forward called the
-    # layer, and the output did not depend on it, so later outputs will not either.
+    # Layers that got no statistics in a step that asked for them. True: the forward called the
+    # layer, and the output did not depend on it, so later outputs will not either; it is asked for
+    # when statistics are due. False: it was not called; its next call gives its statistics.
     unreached: dict[int, bool] = field(default_factory=dict)
     comparisons: list[Comparison] = field(default_factory=list)  # at the first step
     attached: int = 0  # the outputs that the hook of ``attach`` observed
     hint: str = ""  # why nothing is observed at this step, if that is known
+    partial: bool = False  # whether outputs may reach other layers in another process
+    agreed: bool = False  # whether all processes know of ``partial``, and have the same layers
     warned_twice: bool = False
 
     def add(self, found: Mapping[int, LayerSums], asked: Iterable[int]) -> None:
@@ -69,20 +72,22 @@ class Observations:
         """Replaces the sums by the sums over all processes.
 
         ``wanted`` is the same in all processes, ``held`` are the statistics of layers that have
-        some. While a wanted layer has none, the processes first exchange which layers their outputs
-        reached, and wait for the answer. Later the pooled counts say it, on the device.
+        some. While a wanted layer has none, and where DistributedDataParallel looks for unused
+        parameters, the processes first exchange which layers their outputs reached, and wait for
+        the answer. Otherwise the pooled counts say it, on the device.
         """
         if not wanted:
             return
         reached = list(wanted)
-        if not held:
+        if not self.agreed:
             team.check_alike([layers[layer].weight for layer in wanted])
-        if any(layer not in held for layer in wanted):
+        if self.partial or not self.agreed or any(layer not in held for layer in wanted):
             flags = [layer in group for group in (self.sums, self.called) for layer in wanted]
             device = layers[0].weight.device
-            anyone, *found = team.anywhere([self.count > 0, *flags], device)
+            anyone, partial, *found = team.anywhere([self.count > 0, self.partial, *flags], device)
             if not anyone:
                 return
+            self.partial, self.agreed = bool(partial), True
             reached = list(compress(wanted, found[: len(wanted)]))
             self.called = set(compress(wanted, found[len(wanted) :]))
             held = {}  # some process has reached each of them
@@ -95,10 +100,10 @@ class Observations:
         self.sums, self.count = sums, max(self.count, 1)
         self.asked.update(wanted)
 
-    def note_unreached(self, has_statistics: Callable[[int], bool]) -> None:
+    def note_unreached(self) -> None:
         """Remembers the layers that no output reached, at the end of a successful step."""
         known = {**self.unreached, **{layer: layer in self.called for layer in self.asked}}
-        self.unreached = {i: called for i, called in known.items() if not has_statistics(i)}
+        self.unreached = {i: called for i, called in known.items() if i not in self.sums}
 
     def saved(self) -> dict[str, Any]:
         """The observations, for a checkpoint made between ``observe`` and ``step``."""
@@ -128,7 +133,7 @@ class Observations:
         return cls(sums, saved.get("count", 0), asked, called, attached=saved.get("attached", 0))
 
     def use_up(self) -> None:
-        """Forgets everything but ``unreached``."""
+        """Forgets the observations."""
         self.sums, self.count, self.asked, self.called = {}, 0, set(), set()
         self.comparisons, self.attached, self.hint = [], 0, ""
 
@@ -141,6 +146,7 @@ class Sampling:
     layers: Sequence[Layer]
     likelihood: Likelihood
     seed: int
+    partial: bool = False  # see ``Observations.partial``
 
     def sums(
         self,
@@ -157,7 +163,7 @@ class Sampling:
         """
         devices = {layer.weight.device for layer in self.layers}
         loss = loss_at_samples(self.likelihood, output, self.seed, key, devices)
-        checked_replicas(loss)
+        self.partial |= any(r.find_unused_parameters for r in checked_replicas(loss))
         reached = captured_calls(loss, due, self.names, self.layers, hooks)
         if not reached:
             if len(due) == sum(map(is_trainable, self.layers)):
