@@ -38,6 +38,7 @@ class OnGpu:
         return [self.copy(tensor) for tensor in tensors]
 
     def copy(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.resolve_neg()  # as PyTorch's dispatcher does before it calls a launcher
         if GPU.type == "cpu" or tensor.is_cuda:
             return tensor
         copy = copied(tensor, GPU)
