@@ -38,13 +38,13 @@ from tnt_optim.update import Local
 
 HasStatistics = Callable[[Tensor], bool]
 
-# What is known of a parameter whose statistics were due and that got none:
-# IDLE: no output has reached it, and it had no gradient either so far;
-# AWAITED: its statistics are due at every step until an output reaches it. Of sampled gradients:
-#     it had a gradient in a step that observed nothing for it;
+# What is known of a parameter whose statistics were due and that got none: a number.
+# Positive: its statistics are due at every step until an output reaches it, for so many steps. Of
+#     sampled gradients: it had a gradient in a step that observed nothing for it.
+# IDLE: no output has reached it, and it had no gradient either so far, or not for long.
 # LOSS_ONLY: it had a gradient in a step whose observed output missed it. Like an idle one, it is
 #     asked for when statistics are due.
-IDLE, AWAITED, LOSS_ONLY = "idle", "awaited", "loss only"
+PATIENCE, IDLE, LOSS_ONLY = 1000, 0, -1
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Empirical:
 
     # Parameters whose statistics were wanted, of sampled ones when an output was observed.
     asked: set[Tensor] = field(default_factory=set)
-    missed: dict[Tensor, str] = field(default_factory=dict)
+    missed: dict[Tensor, int] = field(default_factory=dict)
     hint: str = ""  # why nothing is observed at this step, if that is known
     number: int | Tensor = 1  # observations with a row that counts; on the device if masks decide
 
@@ -95,7 +95,7 @@ class Empirical:
 
         One without statistics (``is_new``) does, unless outputs have missed it.
         """
-        return self.missed.get(param, AWAITED if is_new else None) == AWAITED
+        return self.missed.get(param, PATIENCE if is_new else IDLE) > 0
 
     def note_missed(
         self, reached: Container[Tensor], grads: Gradients, *, is_sharded: bool
@@ -104,7 +104,7 @@ class Empirical:
 
         ``reached`` got statistics in this step, ``grads`` are the gradients of the loss.
         """
-        known = dict.fromkeys(self.asked, AWAITED) | self.missed
+        known = dict.fromkeys(self.asked, PATIENCE) | self.missed
         self.missed = {p: status for p, status in known.items() if p not in reached}
 
     def use_up(self) -> None:
@@ -267,12 +267,15 @@ class Sampled(Empirical):
         known = dict.fromkeys(self.asked, IDLE) | self.missed
         self.missed = {p: status for p, status in known.items() if p not in reached}
         for p, status in self.missed.items():
-            if status == LOSS_ONLY or p not in grads:
+            if status == LOSS_ONLY:
                 continue
-            gradient = grads[p]
-            # A gradient of zeros is none: ``zero_grad`` may have left it. A piece does not show it.
-            if is_sharded or (gradient is not None and gradient.any()):
-                self.missed[p] = LOSS_ONLY if p in self.asked else AWAITED
+            has_gradient, gradient = p in grads, grads.get(p)
+            if gradient is not None and not is_sharded:  # a piece does not show the whole
+                has_gradient = bool(gradient.any())  # ``zero_grad`` may have left zeros
+            if has_gradient:
+                self.missed[p] = LOSS_ONLY if p in self.asked else PATIENCE
+            elif p in self.asked:
+                self.missed[p] = max(IDLE, status - 1)
 
     def use_up(self) -> None:
         """See ``Empirical.use_up``."""

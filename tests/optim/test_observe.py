@@ -28,7 +28,7 @@ from tolerances import FLOAT64_REORDERED
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from tnt_optim import TNT
+from tnt_optim import TNT, observations
 
 # ------------------------------------------------------------------ outputs
 
@@ -356,6 +356,22 @@ def test_parameters_used_between_scheduled_statistics_are_refreshed(
             if stats := opt.state.get(model.heads[head].weight, {}).get("stats"):
                 own.add(float(stats[0][0, 0]))
     assert len(seen[0]) == 10 and 9 <= len(seen[1]) <= 11
+
+
+def test_outputs_are_not_asked_for_an_abandoned_head_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(observations, "PATIENCE", 5)
+    model = Heads(2)
+    opt = TNT.paper(model.parameters(), stat_interval=10)
+    train_heads(model, opt, [0, 1])  # between scheduled statistics, once
+    asked = []
+    for _ in range(2, 20):
+        asked.append(opt.observing)
+        train_heads(model, opt, [0])
+    assert asked == [True] * 5 + [False] * 3 + [True] + [False] * 9
+    train_heads(model, opt, [1, 1, 1])  # statistics are due, and later the head is used again
+    assert opt.failures() == NO_FAILURES
 
 
 def test_the_next_batch_may_miss_a_group_added_later() -> None:

@@ -9,6 +9,7 @@ import itertools
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ import torch.distributed._composable_state
 from processes import run_in
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.modules import linear
 from torch.nn.modules._functions import SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
@@ -61,6 +62,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         for what in ("state_dict", "load_state_dict") for when in ("pre", "post")
     ),
     "DistributedDataParallel": ("_get_active_ddp_module", "static_graph"),
+    "a parameter of FSDP1": ("_fsdp_flattened",),
     "a module of FSDP2": ("_get_fsdp_state",),
     "a group of FSDP2": (
         "_partial_reduce_output", "all_reduce_grads", "fsdp_params", "reduce_grads",
@@ -105,6 +107,9 @@ def holders() -> dict[str, Any]:
     recomputed = checkpoint(torch.sin, x, use_reentrant=True).grad_fn
     sharded = fully_shard(nn.Linear(3, 2), mesh=init_device_mesh("cpu", (1,)))
     sharded(x).sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says that a single process shards nothing
+        flattened = FullyShardedDataParallel(nn.Linear(3, 2), device_id=torch.device("cpu"))
     state: Any = sharded._get_fsdp_state()
     (group,) = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     return {
@@ -130,6 +135,7 @@ def holders() -> dict[str, Any]:
         "a replica of DataParallel": layer._replicate_for_data_parallel(),
         "an optimizer": torch.optim.SGD(layer.parameters()),
         "DistributedDataParallel": replicas,
+        "a parameter of FSDP1": next(flattened.parameters()),
         "a module of FSDP2": sharded,
         "a group of FSDP2": group,
         "a parameter of FSDP2": group.fsdp_params[0],
