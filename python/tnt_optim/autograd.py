@@ -1,6 +1,6 @@
 """Gradients for the statistics: a second backward that leaves the user's own as it is."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -42,13 +42,13 @@ def buffers_put_back(*modules: nn.Module) -> Iterator[None]:
                 buffer.copy_(value)
 
 
-def leaves_of(loss: Tensor, params: Iterable[Tensor]) -> dict[Tensor, Tensor]:
+def leaves_of(loss: Tensor, params: Iterable[Tensor]) -> set[Tensor]:
     """The parameters among the leaves of a loss's graph."""
-    leaves = {getattr(node, "variable", None) for node in graph_nodes(loss)}
-    return {p: p for p in params if p in leaves}
+    leaves: set[Tensor] = {getattr(node, "variable", loss) for node in graph_nodes(loss)}
+    return leaves.intersection(params)
 
 
-def check_reached(reached: Gradients) -> None:
+def check_reached(reached: Collection[Tensor]) -> None:
     """Refuses an output that depends on no parameter."""
     if not reached:
         raise ValueError(

@@ -167,7 +167,7 @@ class Sampling:
         reached = captured_calls(loss, due, self.names, self.layers, hooks)
         if not reached:
             if len(due) == sum(map(is_trainable, self.layers)):
-                check_reached({})  # an output may well miss a few layers that have no statistics
+                check_reached([])  # an output may well miss a few layers that have no statistics
             return {}
         likelihood = self.likelihood
         examples = batch_size(output) if callable(likelihood) else example_count(likelihood, output)
