@@ -189,15 +189,13 @@ def main(
     print(f"wrote {out}, {out.with_suffix('.md')} and pictures")
 
 
-def tried(
-    runs: Iterable[Mapping[str, Any]], task: str, method: str, seed: int = TUNING_SEED
-) -> dict[float, float]:
-    """The last losses by learning rate of the runs with a seed; infinite if they diverged."""
+def tried(runs: Iterable[Mapping[str, Any]], task: str, method: str) -> dict[float, float]:
+    """The last losses of a method's search by learning rate; infinite if they diverged."""
     keys = [(run["key"]["settings"], run) for run in runs if run["key"].get("task") == task]
     return {
         own["lr"]: last_loss(run)
         for own, run in keys
-        if own is not None and own["optimizer"] == method and own["seed"] == seed
+        if own is not None and own["optimizer"] == method and own["seed"] == TUNING_SEED
     }
 
 

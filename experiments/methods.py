@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from tnt_optim import KFAC, TNT, Shampoo
+from tnt_optim import KFAC, TNT, Shampoo, with_fallback
 
 # The first part of a run, in which "warmup-cosine" raises the learning rate.
 WARM_UP = 0.05
@@ -226,42 +226,6 @@ def _is_default(settings: Settings) -> bool:
     return variant(own) == variant(settings)
 
 
-class DecoupledSGD(torch.optim.SGD):
-    """SGD with momentum and decoupled weight decay: m <- mu m + g; W <- W - lr (m + decay W).
-
-    On torch's fused kernel. torch's own SGD adds the decay to the gradient, so it passes through
-    the momentum; the paper decays the weights of all methods in the same way.
-
-    Args:
-        params: parameters, named parameters or groups.
-        lr: alpha in the paper.
-        momentum: mu in the paper.
-        weight_decay: gamma in the paper.
-    """
-
-    def __init__(
-        self, params: Any, lr: float, momentum: float = 0.9, weight_decay: float = 0.0
-    ) -> None:
-        super().__init__(params, lr=lr, momentum=momentum, fused=True)
-        self.defaults["decoupled_decay"] = weight_decay
-        for group in self.param_groups:
-            group.setdefault("decoupled_decay", weight_decay)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step; return the closure's value, if there is a closure."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            if group["decoupled_decay"] != 0:
-                with_gradient = [p for p in group["params"] if p.grad is not None]
-                torch._foreach_mul_(with_gradient, 1 - group["lr"] * group["decoupled_decay"])
-        super().step()
-        return loss
-
-
 class AuthorsAdam(torch.optim.Optimizer):
     """What the paper's published code computes as Adam: the momentum's second moment.
 
@@ -299,53 +263,15 @@ class AuthorsAdam(torch.optim.Optimizer):
             torch._foreach_addcdiv_(moved, n, roots, -group["lr"])
 
 
-class WithAdamW(torch.optim.Optimizer):
+def with_adamw(model: nn.Module, first: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """An optimizer of some of a model's parameters, and AdamW for all others.
 
     One learning rate serves both, so the first one's updates must be about as large as AdamW's.
-
-    Args:
-        model: AdamW has its parameters that the first one does not have.
-        first: the other optimizer. AdamW has its learning rate and weight decay.
-        betas: AdamW's.
     """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        first: torch.optim.Optimizer,
-        betas: tuple[float, float] = (0.9, 0.99),
-    ) -> None:
-        shared = {name: first.param_groups[0][name] for name in ("lr", "weight_decay")}
-        chosen = {id(p) for group in first.param_groups for p in group["params"]}
-        rest = [(n, p) for n, p in model.named_parameters() if id(p) not in chosen]
-        adamw = torch.optim.AdamW(rest, betas=betas, fused=True, **shared)
-        self._parts = (first, adamw)
-        groups = [group for part in self._parts for group in part.param_groups]
-        super().__init__(groups, shared)
-        # The same group objects as the parts': a learning rate set here reaches them.
-        self.param_groups = groups
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step; return the closure's value, if there is a closure."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for part in self._parts:
-            part.step()
-        return loss
-
-    def state_dict(self) -> dict[str, Any]:
-        """The states of both parts."""
-        return {"parts": [part.state_dict() for part in self._parts]}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a result of `state_dict`."""
-        for part, state in zip(self._parts, state_dict["parts"], strict=True):
-            part.load_state_dict(state)
-        self.param_groups = [group for part in self._parts for group in part.param_groups]
+    shared = {name: first.param_groups[0][name] for name in ("lr", "weight_decay")}
+    chosen = {p for group in first.param_groups for p in group["params"]}
+    rest = [(name, p) for name, p in model.named_parameters() if p not in chosen]
+    return with_fallback(first, torch.optim.AdamW(rest, betas=(0.9, 0.99), fused=True, **shared))
 
 
 def hidden_matrices(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -407,12 +333,24 @@ def _authors_adam(model: nn.Module, settings: Settings, likelihood: str) -> torc
 
 
 def _sgd(model: nn.Module, settings: Settings, likelihood: str) -> torch.optim.Optimizer:
-    return DecoupledSGD(
-        model.named_parameters(),
-        lr=settings.lr,
-        momentum=settings.momentum,
-        weight_decay=settings.weight_decay,
+    """SGD with momentum and decoupled weight decay: m <- mu m + g; W <- W - lr (m + decay W).
+
+    torch's own SGD adds the decay to the gradient, so it passes through the momentum; the paper
+    decays the weights of all methods in the same way.
+    """
+    optimizer = torch.optim.SGD(
+        model.named_parameters(), lr=settings.lr, momentum=settings.momentum, fused=True
     )
+
+    @torch.no_grad()
+    def decay(*_: Any) -> None:
+        for group in optimizer.param_groups:
+            moved = [p for p in group["params"] if p.grad is not None]
+            torch._foreach_mul_(moved, 1 - group["lr"] * settings.weight_decay)
+
+    if settings.weight_decay:
+        optimizer.register_step_pre_hook(decay)
+    return optimizer
 
 
 def _hidden(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -430,7 +368,7 @@ def _muon(model: nn.Module, settings: Settings, likelihood: str) -> torch.optim.
         weight_decay=settings.weight_decay,
         adjust_lr_fn="match_rms_adamw",
     )
-    return WithAdamW(model, first)
+    return with_adamw(model, first)
 
 
 def _library(method: str, package: str) -> Any:
@@ -452,7 +390,7 @@ def _normuon(model: nn.Module, settings: Settings, likelihood: str) -> torch.opt
         beta2=settings.stat_decay,
         weight_decay=settings.weight_decay,
     )
-    return WithAdamW(model, first)
+    return with_adamw(model, first)
 
 
 def _soap(model: nn.Module, settings: Settings, likelihood: str) -> torch.optim.Optimizer:

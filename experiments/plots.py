@@ -24,10 +24,10 @@ from experiments.training import Epoch, Run  # noqa: E402
 DASHES = ("-", "--", "-.", (0, (1, 1.5)), (0, (5, 1, 1, 1, 1, 1)))
 
 
-def save(figure: Any, path: Path, title: str, dpi: int = 110) -> None:
+def save(figure: Any, path: Path, title: str) -> None:
     """Write a figure as a PNG and close it."""
     figure.suptitle(title, fontsize=11)
-    figure.savefig(path, dpi=dpi)
+    figure.savefig(path, dpi=110)
     pyplot.close(figure)
     with Image.open(path) as picture:  # 256 colours are a third of the bytes
         picture.convert("RGB").quantize(256).save(path, optimize=True)
