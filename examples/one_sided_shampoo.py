@@ -42,23 +42,10 @@ class OneSidedShampoo(KroneckerOptimizer):
     ) -> None:
         super().__init__(params, arguments(locals()))
 
-    def _factors(
-        self, group: Any, stats: Rows, out: Rows | None = None
-    ) -> tuple[list[list[Tensor]], Tensor]:
-        """(S + damping I)^(-1/2) for the first mode of each block, identities for the others."""
-        first = [[modes[0]] for modes in stats]
-        target = None if out is None else [[modes[0]] for modes in out]
-        roots, codes = inverse_root(first, group["damping"], [2] * len(first), target)
-        if out is not None:  # its identities exist
-            return [list(modes) for modes in out], codes
-        rest = [[identity_like(stat) for stat in modes[1:]] for modes in stats]
-        return [[*root, *others] for root, others in zip(roots, rest, strict=True)], codes
-
-
-def identity_like(stat: Tensor) -> Tensor:
-    """An identity with the shape of a statistic, (d, d), or (d,) for a diagonal mode."""
-    ones = torch.ones(len(stat), dtype=stat.dtype, device=stat.device)
-    return ones if stat.dim() == 1 else torch.diag(ones)
+    def _factors(self, group: Any, stats: Rows, out: Rows) -> Tensor:
+        """(S + damping I)^(-1/2) for the first mode of each block; the others stay identities."""
+        first, target = ([[modes[0]] for modes in rows] for rows in (stats, out))
+        return inverse_root(first, group["damping"], [2] * len(first), target)[1]
 
 
 def main(steps: int = 100) -> tuple[list[float], OneSidedShampoo]:

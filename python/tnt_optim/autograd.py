@@ -42,10 +42,10 @@ def buffers_put_back(*modules: nn.Module) -> Iterator[None]:
                 buffer.copy_(value)
 
 
-def leaves_of(loss: Tensor, params: Iterable[Tensor]) -> set[Tensor]:
-    """The parameters among the leaves of a loss's graph."""
-    leaves: set[Tensor] = {getattr(node, "variable", loss) for node in graph_nodes(loss)}
-    return leaves.intersection(params)
+def leaves_of(loss: Tensor) -> set[Tensor]:
+    """The tensors whose gradients a backward of ``loss`` sets."""
+    variables = [getattr(node, "variable", None) for node in graph_nodes(loss)]
+    return {variable for variable in variables if variable is not None}
 
 
 def check_reached(reached: Collection[Tensor]) -> None:

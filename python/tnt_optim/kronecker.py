@@ -25,7 +25,6 @@ from tnt_optim.diagnostics import diagnostics
 from tnt_optim.distributed import Owners, distribution
 from tnt_optim.failures import Failures, PreconditionerError, diverged, warn_the_caller
 from tnt_optim.modes import (
-    Factors,
     Rows,
     Settings,
     State,
@@ -36,7 +35,6 @@ from tnt_optim.modes import (
     is_plain,
     is_sharded,
     layout,
-    rows,
 )
 from tnt_optim.observations import Empirical, Sampled, warned_of_batch_norm
 from tnt_optim.options import (
@@ -69,7 +67,7 @@ from tnt_optim.update import (
     Local,
     Report,
     accumulate_,
-    worst_of_blocks,
+    refresh_factors,
 )
 
 _NO_MORE = object()
@@ -122,18 +120,17 @@ class KroneckerOptimizer(Optimizer):
         # What other processes keep of the state, after consolidate_state_dict.
         self._consolidated: dict[Tensor, State] | None = None
 
-    def _factors(self, group: Settings, stats: Rows, out: Rows | None = None) -> Factors:
+    def _factors(self, group: Settings, stats: Rows, out: Rows) -> Tensor:
         """Computes the factors of statistics: the one method that a subclass must have.
 
         Args:
             group: the settings of the parameters' group.
             stats: for each block of a parameter, the statistics of its modes, (d, d) or (d,).
-            out: tensors for the factors; None for new ones. A block that fails leaves its own
-                unchanged.
+            out: the factors to overwrite, like ``stats``; identities at first. A block that fails
+                leaves its own unchanged.
 
         Returns:
-            The factors, like ``stats``, and for each block a code on the device: 0, or the number
-            of the mode that failed, from 1.
+            For each block a code on the device: 0, or the number of the mode that failed, from 1.
         """
         raise NotImplementedError
 
@@ -564,7 +561,8 @@ class KroneckerOptimizer(Optimizer):
 
     def _refresh(self, step: DeviceStep, settings: Callable[[Group], Settings]) -> list[Report]:
         reports = step.refresh_statistics(self.state, settings)
-        return reports + step.refresh_factors(self.state, settings, self._factors)
+        processes, make = step.distribution, self._factors
+        return reports + refresh_factors(step.factors, self.state, processes, settings, make)
 
     def _report(self, reports: Sequence[Report]) -> None:
         for report in reports:
@@ -657,28 +655,17 @@ class KroneckerOptimizer(Optimizer):
 
     def _states(self, stats: dict[Tensor, list[Tensor]], processes: Local) -> dict[Tensor, State]:
         """Complete states around first statistics. The host waits for the factors."""
-        states: dict[Tensor, State] = {}
-        for group, params in self._batches(stats):
-            own = [p for p in params if stats[p]]
-            seen = [layout(p, group) for p in own]
-            made, info = self._factors(group, rows([stats[p] for p in own], seen))
-            codes = worst_of_blocks(info, [look.count for look in seen])
-            codes = processes.codes(params, own, codes)
-            for param, code in zip(params, codes.tolist(), strict=True):
-                if code != 0:
-                    name = self._name(param)
-                    raise self._failures.first_inverse(code, name, group["damping"])
-            rest = iter(made)
-            factors = {
-                p: [f for _ in range(look.count) for f in next(rest)]
-                for p, look in zip(own, seen, strict=True)
-            }
+        batches, states = list(self._batches(stats)), {}
+        for group, params in batches:
             for p in params:
-                states[p] = new_state(
-                    p, group, processes.kept(p), stats=stats[p], factors=factors.get(p)
-                )
+                states[p] = new_state(p, group, processes.kept(p), stats=stats[p])
                 self._set_counts(states[p], p)
-            processes.send_factors(params, states)
+        reports = refresh_factors(batches, states, processes, as_they_are, self._factors)
+        for (group, params), report in zip(batches, reports, strict=True):
+            for p, code in zip(params, report.codes.tolist(), strict=True):
+                if code != 0:
+                    name = self._name(p)
+                    raise self._failures.first_inverse(code, name, group["damping"])
         return states
 
     def _plain_states(self, params: Iterable[Tensor], processes: Local) -> dict[Tensor, State]:

@@ -21,7 +21,6 @@ Settings = Mapping[str, Any]
 
 # Statistics or factors as operators take them: for each block a list over its modes.
 Rows = Sequence[Sequence[Tensor]]
-Factors = tuple[list[list[Tensor]], Tensor]  # and a code for each block
 
 # From a parameter's shape to mode sizes with the same product.
 ModesFunction = Callable[[tuple[int, ...]], Sequence[int]]
@@ -108,18 +107,6 @@ def cuts(sizes: tuple[int, ...], block_size: int | None) -> tuple[tuple[tuple[in
     return tuple(itertools.product(*pieces))
 
 
-def diagonal_modes(sizes: Sequence[int], max_factor_dim: int) -> tuple[bool, ...]:
-    """Returns for each mode whether only the diagonal of its statistic is kept.
-
-    Ren & Goldfarb 2021 suggest it for large dimensions: a full factor takes d^2 numbers, its
-    inverse d^3 operations.
-
-    >>> diagonal_modes((50257, 768), max_factor_dim=8192)
-    (True, False)
-    """
-    return tuple(d > max_factor_dim for d in sizes)
-
-
 @dataclass(frozen=True)
 class Layout:
     """The mode sizes of a parameter, and how the modes are cut into blocks."""
@@ -164,12 +151,14 @@ class Layout:
         return [entries[start : start + k] for start in range(0, len(entries), k)]
 
     def statistic_shapes(self, max_factor_dim: int) -> list[tuple[int, ...]]:
-        """The shapes of the statistics, block by block and mode by mode."""
+        """The shapes of the statistics, block by block and mode by mode.
+
+        Only the diagonal is kept of modes larger than ``max_factor_dim``, as Ren & Goldfarb 2021
+        suggest: a full factor takes d^2 numbers, its inverse d^3 operations.
+        """
         shapes: list[tuple[int, ...]] = []
         for block in cuts(self.sizes, self.block_size):
-            lengths = [length for _, length in block]
-            kinds = diagonal_modes(lengths, max_factor_dim)
-            shapes += [(d,) if flat else (d, d) for d, flat in zip(lengths, kinds, strict=True)]
+            shapes += [(d, d) if d <= max_factor_dim else (d,) for _, d in block]
         return shapes
 
 

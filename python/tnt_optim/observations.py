@@ -156,7 +156,7 @@ class Sampled(Empirical):
         observed = {p: g for p, g in found.items() if g is not None}
         # An output may miss a few parameters, but not all of the optimizer's.
         if len(wanted) == optimizer._modelled() or not (observed or processes.is_sharded):
-            check_reached(observed or leaves_of(loss, optimizer._params()))
+            check_reached(observed or leaves_of(loss).intersection(optimizer._params()))
         if not optimizer.param_groups[0]["step"]:  # after a skipped step once more
             self.comparisons = watched(optimizer.likelihood, output, optimizer.param_groups)
         share = share_counted(optimizer.likelihood, output)

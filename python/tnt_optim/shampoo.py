@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tnt_kernels import inverse_root
 from tnt_optim.kronecker import KroneckerOptimizer
-from tnt_optim.modes import Factors, Rows, Settings
+from tnt_optim.modes import Rows, Settings
 from tnt_optim.options import arguments, documented
 
 
@@ -80,13 +80,13 @@ class Shampoo(KroneckerOptimizer):
     ) -> None:
         super().__init__(params, arguments(locals()))
 
-    def _factors(self, group: Settings, stats: Rows, out: Rows | None = None) -> Factors:
+    def _factors(self, group: Settings, stats: Rows, out: Rows) -> Tensor:
         damping, roots = group["damping"], [2 * len(modes) for modes in stats]
         if group["relative_damping"]:
             # Each mode has its own damping; the operator takes one for all.
             stats = [[relatively_damped(stat, damping) for stat in modes] for modes in stats]
             damping = 0.0
-        return inverse_root(stats, damping, roots, out)
+        return inverse_root(stats, damping, roots, out)[1]
 
 
 def relatively_damped(stat: Tensor, damping: float | Tensor) -> Tensor:

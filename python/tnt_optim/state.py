@@ -121,10 +121,15 @@ def zero_statistics(param: Tensor, group: Settings) -> list[Tensor]:
     return [torch.zeros(s, dtype=state_dtype(param), device=param.device) for s in shapes]
 
 
+def identities(param: Tensor, shapes: Shapes) -> list[Tensor]:
+    """Identities for a parameter, (d, d), or ones, (d,), for a diagonal mode."""
+    like: dict[str, Any] = {"dtype": state_dtype(param), "device": param.device}
+    return [torch.eye(*s, **like) if s[1:] else torch.ones(s, **like) for s in shapes]
+
+
 def plain_state(param: Tensor, group: Settings, kept: Container[str]) -> State:
     """A new state of a parameter that is not preconditioned."""
-    shapes = layout(param, group).statistic_shapes(0)
-    ones = [torch.ones(s, dtype=state_dtype(param), device=param.device) for s in shapes]
+    ones = identities(param, layout(param, group).statistic_shapes(0))
     return {**new_state(param, group, kept, stats=[], factors=ones), "first_step": None}
 
 
@@ -134,7 +139,7 @@ def has_statistics(state: Settings) -> bool:
 
 
 def new_state(param: Tensor, group: Settings, kept: Container[str], **given: Any) -> State:
-    """A new state with the entries in ``kept``: zeros but for the master copy and given values."""
+    """A new state with the entries in ``kept``: given values, identities, zeros, a master copy."""
     state: State = {}
     for entry in SPEC:
         if entry.name not in kept or not entry.exists(param, group):
@@ -143,8 +148,10 @@ def new_state(param: Tensor, group: Settings, kept: Container[str], **given: Any
             state[entry.name] = given[entry.name]
         elif entry.shape == NUMBER:
             state[entry.name] = entry.start(group)
-        elif entry.shape == MODES:
+        elif entry.name == "stats":
             state[entry.name] = zero_statistics(param, group)
+        elif entry.name == "factors":
+            state[entry.name] = identities(param, statistic_shapes(param, group))
         elif entry.shape == PARAMETER:
             state[entry.name] = param.detach().to(dtype=state_dtype(param), copy=True)
         else:

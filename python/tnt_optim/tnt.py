@@ -13,7 +13,7 @@ from tnt_optim.checkpoint import called_by
 from tnt_optim.failures import warn_the_caller
 from tnt_optim.kronecker import KroneckerOptimizer
 from tnt_optim.likelihoods import Likelihood
-from tnt_optim.modes import Factors, Rows, Settings
+from tnt_optim.modes import Rows, Settings
 from tnt_optim.observations import Empirical, Sampled
 from tnt_optim.options import Fixed, arguments, documented
 from tnt_optim.update import Local
@@ -148,8 +148,8 @@ class TNT(Attachable, KroneckerOptimizer):
         """The parameters for which an output would be observed now."""
         return self._observed.wanted(self._due())
 
-    def _factors(self, group: Settings, stats: Rows, out: Rows | None = None) -> Factors:
-        return damped_inverse(stats, group["damping"], out, group["relative_damping"])
+    def _factors(self, group: Settings, stats: Rows, out: Rows) -> Tensor:
+        return damped_inverse(stats, group["damping"], out, group["relative_damping"])[1]
 
     def _average_statistics(
         self, outputs: Iterable[Any], processes: Local

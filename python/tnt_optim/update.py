@@ -21,7 +21,6 @@ from tnt_optim.directions import (
     updated_weights,
 )
 from tnt_optim.modes import (
-    Factors,
     Layout,
     Rows,
     Settings,
@@ -41,7 +40,7 @@ Group = dict[str, Any]
 States = Mapping[Tensor, State]
 # Parameters of one group on one device: one call of an operator serves them all.
 Batch = tuple[Group, list[Tensor]]
-MakeFactors = Callable[[Settings, Rows, Rows], Factors]
+MakeFactors = Callable[[Settings, Rows, Rows], Tensor]
 
 
 class Local:
@@ -232,23 +231,6 @@ class DeviceStep:
             reports.append(Report("statistics", codes, params))
         return reports
 
-    def refresh_factors(
-        self, states: States, settings: Callable[[Group], Settings], make: MakeFactors
-    ) -> list[Report]:
-        """Refreshes the factors that are due; a factor that fails keeps its old value."""
-        reports: list[Report] = []
-        for group, params in self.factors:
-            owned = self.distribution.owned(params)
-            own = [states[p] for p in owned]
-            seen = list(map(layout_of, own))
-            stats, factors = rows(each(own, "stats"), seen), rows(each(own, "factors"), seen)
-            _, info = make(settings(group), stats, factors)
-            codes = worst_of_blocks(info, [look.count for look in seen])
-            codes = self.distribution.codes(params, owned, codes)
-            self.distribution.send_factors(params, states)
-            reports.append(Report("inverses", codes, params))
-        return reports
-
     def update(self, states: States, settings: Callable[[Group], Settings]) -> None:
         """Updates momenta and parameters."""
         for number, (group, params) in enumerate(self.updated):
@@ -258,6 +240,28 @@ class DeviceStep:
                 _count(own, "second_moment_updates")
             grads = {p: self.grads[p] for p in params}
             self.distribution.update(grads, states, settings(group), number)
+
+
+def refresh_factors(
+    batches: Iterable[Batch],
+    states: States,
+    processes: Local,
+    settings: Callable[[Group], Settings],
+    make: MakeFactors,
+) -> list[Report]:
+    """Computes factors from the statistics; a factor that fails keeps its old value."""
+    reports: list[Report] = []
+    for group, params in batches:
+        owned = processes.owned(params)
+        own = [states[p] for p in owned]
+        seen = list(map(layout_of, own))
+        stats, factors = rows(each(own, "stats"), seen), rows(each(own, "factors"), seen)
+        info = make(settings(group), stats, factors)
+        codes = _worst_of_blocks(info, [look.count for look in seen])
+        codes = processes.codes(params, owned, codes)
+        processes.send_factors(params, states)
+        reports.append(Report("inverses", codes, params))
+    return reports
 
 
 def accumulate_(
@@ -308,7 +312,7 @@ def _count(states: Sequence[State], name: str) -> None:
         state[name] += 1
 
 
-def worst_of_blocks(codes: Tensor, counts: Sequence[int]) -> Tensor:
+def _worst_of_blocks(codes: Tensor, counts: Sequence[int]) -> Tensor:
     """The largest code of each parameter's blocks, on the device; ``counts`` are their numbers."""
     if all(count == 1 for count in counts):
         return codes

@@ -44,7 +44,8 @@ def test_small_eigenvalues_of_a_large_matrix_count() -> None:
     a = torch.tensor([[1.0, 0.2, 0.0], [0.2, 0.5, 0.1], [0.0, 0.1, 0.7]])
     matrix = torch.randn(n, 3)
     eigenbasis = INVERSES["eigenbasis"]
-    factors, codes = eigenbasis.make([[g, a]], damping, None)
+    factors = [eigenbasis.allocated(g, a)]
+    codes = eigenbasis.make([[g, a]], damping, False, factors)
     (actual,) = eigenbasis.apply([matrix], factors)
     assert codes.tolist() == [0]
     values = torch.linalg.eigvalsh(g.double())
@@ -176,7 +177,8 @@ def test_what_is_singular_to_working_precision(
 ) -> None:
     """Of two eigenvalues the larger is 1; the other one matters only without damping."""
     pair = [torch.diag(torch.tensor([1.0, least], dtype=torch.float64)) for least in (g, a)]
-    (factors,), codes = INVERSES["eigenbasis"].make([pair], damping, None)
+    factors = INVERSES["eigenbasis"].allocated(*pair)
+    codes = INVERSES["eigenbasis"].make([pair], damping, False, [factors])
     assert codes.tolist() == [code]
     if code == 0:
         left, right = (torch.tensor([max(x, 0.0), 1.0], dtype=torch.float64) for x in (g, a))

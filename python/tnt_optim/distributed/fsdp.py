@@ -19,7 +19,7 @@ from tnt_optim.autograd import (
     Gradients,
     all_finite,
     before_backward,
-    graph_nodes,
+    leaves_of,
     unscaled,
     without_autocast,
 )
@@ -97,7 +97,7 @@ class Sharded(OwnerRanks, Local):
 
         Refused if gradients of this step wait to be averaged: it would average them as well.
         """
-        leaves = _leaves(loss)
+        leaves = leaves_of(loss)  # without FSDP's parameters
         modules = _modules_of([*params, *leaves])
         if any(map(_holds_back, modules)):
             raise RuntimeError(
@@ -215,12 +215,6 @@ def _left_alone(tensors: Iterable[Tensor]) -> Iterator[None]:
             tensor.grad = grad
             if hooks:
                 tensor._post_accumulate_grad_hooks.update(hooks)
-
-
-def _leaves(loss: Tensor) -> set[Tensor]:
-    """The tensors whose gradients a backward of ``loss`` sets, without FSDP's parameters."""
-    variables = [getattr(node, "variable", None) for node in graph_nodes(loss)]
-    return {variable for variable in variables if variable is not None}
 
 
 def _modules_of(params: Sequence[Tensor]) -> Sequence[FSDPModule]:

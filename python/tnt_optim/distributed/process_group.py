@@ -124,8 +124,8 @@ def numbered(index: int, processes: ProcessGroup | None) -> int:
     return index if processes is None else index * processes.data_size + processes.data_rank
 
 
-def buckets(tensors: Iterable[Tensor], limit: int = BUCKET_BYTES) -> Iterator[list[Tensor]]:
-    """Tensors in order, in buckets of one dtype and device and of up to ``limit`` bytes.
+def buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors in order, in buckets of one dtype and device and of up to ``BUCKET_BYTES``.
 
     A larger tensor is a bucket of its own.
     """
@@ -133,7 +133,7 @@ def buckets(tensors: Iterable[Tensor], limit: int = BUCKET_BYTES) -> Iterator[li
     size = 0
     for tensor in tensors:
         alike = not bucket or (tensor.dtype, tensor.device) == (bucket[0].dtype, bucket[0].device)
-        if bucket and (not alike or size + tensor.nbytes > limit):
+        if bucket and (not alike or size + tensor.nbytes > BUCKET_BYTES):
             yield bucket
             bucket, size = [], 0
         bucket.append(tensor)

@@ -51,34 +51,31 @@ class Inverse:
 
     # From (out, in) to the shapes of a layer's factors.
     shapes: Callable[[int, int], list[tuple[int, int]]]
-    # (stats, damping, out, relative) to (factors, codes). A layer's code is 0, or 1 if its G and 2
-    # if its A could not be inverted; its entry of ``out`` is then left as it was.
-    make: Callable[[Matrices, Number, Matrices | None, bool], tuple[Matrices, Tensor]]
+    # (stats, damping, relative, out) to codes; writes the factors into ``out``. A layer's code is
+    # 0, or 1 if its G and 2 if its A could not be inverted; its entry of ``out`` stays as it was.
+    make: Callable[[Matrices, Number, bool, Matrices], Tensor]
     # (matrices, factors) to the directions, for each layer.
     apply: Callable[[Sequence[Tensor], Matrices], list[Tensor]]
 
+    def allocated(self, g: Tensor, a: Tensor) -> list[Tensor]:
+        """Tensors for the factors of a layer's statistics, with any values."""
+        return [g.new_empty(shape) for shape in self.shapes(len(g), len(a))]
 
-def _damped(
-    stats: Matrices, damping: Number, out: Matrices | None, relative: bool = False
-) -> tuple[Matrices, Tensor]:
+
+def _damped(stats: Matrices, damping: Number, relative: bool, out: Matrices) -> Tensor:
     """[(G + √damping I)^-1, (A + √damping I)^-1]."""
     root = damping.sqrt() if isinstance(damping, Tensor) else math.sqrt(damping)
     # As tensors with one mode each, for which equation 13 rescales the damping by c^0 = 1.
-    single = [[matrix] for pair in stats for matrix in pair]
-    target = None if out is None else [[matrix] for pair in out for matrix in pair]
-    factors, info = damped_inverse(single, root, target, relative)
+    single, target = ([[matrix] for pair in rows for matrix in pair] for rows in (stats, out))
+    _, info = damped_inverse(single, root, target, relative)
     failed_g, failed_a = (info.view(-1, 2) != 0).unbind(1)
-    codes = torch.where(failed_g, 1, 2 * failed_a.to(torch.int32)).to(torch.int32)
-    flat = [factor for (factor,) in factors]
-    return [flat[i : i + 2] for i in range(0, len(flat), 2)], codes
+    return torch.where(failed_g, 1, 2 * failed_a.to(torch.int32)).to(torch.int32)
 
 
-def _eigenbasis(
-    stats: Matrices, damping: Number, out: Matrices | None, relative: bool = False
-) -> tuple[Matrices, Tensor]:
+def _eigenbasis(stats: Matrices, damping: Number, relative: bool, out: Matrices) -> Tensor:
     """[Q_G, Q_A, 1 / (λ_G λ_Aᵀ + damping)]. Waits for the device, as ``eigh`` does."""
-    made, codes = [], []
-    for layer, pair in enumerate(stats):
+    codes = []
+    for pair, factors in zip(stats, out, strict=True):
         (values_g, vectors_g), (values_a, vectors_a) = map(_spectrum, pair)
         products = torch.outer(values_g.clamp(min=0), values_a.clamp(min=0))
         unit = products.mean() if relative else torch.ones_like(products[0, 0])
@@ -89,13 +86,9 @@ def _eigenbasis(
         finite_g, finite_a = values_g.isfinite().all(), values_a.isfinite().all()
         failed = torch.where(~finite_g | (finite_a & singular_g), 1, 2)
         codes.append(torch.where(good, 0, failed).to(torch.int32))
-        factors = [vectors_g, vectors_a, scale]
-        if out is not None:
-            for old, new in zip(out[layer], factors, strict=True):
-                old.copy_(torch.where(good, new, old))
-            factors = out[layer]
-        made.append(factors)
-    return made, torch.stack(codes)
+        for old, new in zip(factors, (vectors_g, vectors_a, scale), strict=True):
+            old.copy_(torch.where(good, new, old))
+    return torch.stack(codes)
 
 
 def _spectrum(matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -144,30 +137,22 @@ def made_by_owners(
     inverse: Inverse,
     stats: Mapping[Tensor, list[Tensor]],
     damping: Number,
-    out: Matrices | None,
     relative: bool,
-) -> tuple[Matrices, Tensor]:
-    """What ``inverse.make`` returns, with each layer's factors computed by one rank for all.
+    out: Mapping[Tensor, list[Tensor]],
+) -> Tensor:
+    """As ``inverse.make``, with each layer's factors computed by one rank for all.
 
     The statistics, by weight and on one device, are the same in all processes. So are the results.
     """
     sharing = Replicated(team, "inverses", owner_ranks(stats, team.size).__getitem__)
     own = sharing.owned(stats)
-    made = {} if out is None else dict(zip(stats, out, strict=True))
     codes = next(iter(stats.values()))[0].new_zeros(0)
     if own:
-        target = None if out is None else [made[weight] for weight in own]
-        factors, codes = inverse.make([stats[w] for w in own], damping, target, relative)
-        # The same layout everywhere: a product with column-major eigenvectors rounds otherwise.
-        rows = [[factor.contiguous() for factor in each] for each in factors]
-        made.update(zip(own, rows, strict=True))
-    for weight, (g, a) in stats.items():
-        if weight not in made:
-            made[weight] = [g.new_empty(shape) for shape in inverse.shapes(len(g), len(a))]
-    weights = list(stats)
-    codes = sharing.codes(weights, own, codes)
-    sharing.send_factors(weights, {weight: {"factors": made[weight]} for weight in weights})
-    return [made[weight] for weight in weights], codes
+        target = [out[weight] for weight in own]
+        codes = inverse.make([stats[w] for w in own], damping, relative, target)
+    codes = sharing.codes(list(stats), own, codes)
+    sharing.send_factors(stats, {weight: {"factors": out[weight]} for weight in stats})
+    return codes
 
 
 def update_(

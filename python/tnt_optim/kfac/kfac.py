@@ -23,7 +23,7 @@ from tnt_optim.failures import (
     warn_the_caller,
 )
 from tnt_optim.kfac.activations import hook_layers
-from tnt_optim.kfac.inverses import INVERSES, PARTS, SHARDS, Matrices, made_by_owners, update_
+from tnt_optim.kfac.inverses import INVERSES, PARTS, SHARDS, made_by_owners, update_
 from tnt_optim.kfac.layers import (
     Layer,
     is_trainable,
@@ -538,8 +538,7 @@ class KFAC(Attachable, Optimizer):
             self._blended.update(later)
         for group in self.param_groups:
             for weights in by_device(factors_due(group, states, self._blended)):
-                stats = {w: states[w]["stats"] for w in weights}
-                codes = self._inverses(group, stats, [states[w]["factors"] for w in weights])[1]
+                codes = self._inverses(group, {w: states[w] for w in weights})
                 self._failures.report("inverses", codes, weights)
 
     def _keep(self, weight: Tensor, state: dict[str, Any]) -> None:
@@ -549,7 +548,7 @@ class KFAC(Attachable, Optimizer):
 
     def _first_states(self, stats: Mapping[int, list[Tensor]]) -> dict[Tensor, dict[str, Any]]:
         """Whole states around first statistics. Waits for the inverses: there are no earlier."""
-        states = {}
+        states: dict[Tensor, dict[str, Any]] = {}
         by_weight = {self._layers[layer].weight: pair for layer, pair in stats.items()}
         batches = [
             (group, weights)
@@ -557,8 +556,13 @@ class KFAC(Attachable, Optimizer):
             for weights in by_device([p for p in group["params"] if p in by_weight])
         ]
         for group, weights in batches:
-            factors, codes = self._inverses(group, {w: by_weight[w] for w in weights}, None)
-            for weight, made, code in zip(weights, factors, codes.tolist(), strict=True):
+            for weight in weights:
+                pair = by_weight[weight]
+                factors = INVERSES[self.inverse].allocated(*pair)
+                state = {"stats": pair, "factors": factors, "first_step": group["step"]}
+                states[weight] = {**state, **dict.fromkeys(COUNTERS, 0)}
+            codes = self._inverses(group, {w: states[w] for w in weights})
+            for weight, code in zip(weights, codes.tolist(), strict=True):
                 if code != 0:
                     name, damping = self._name(weight), group["damping"]
                     if self.inverse == "eigenbasis" and damping > 0:
@@ -568,19 +572,17 @@ class KFAC(Attachable, Optimizer):
                             "inverse='damped'"
                         )
                     raise self._failures.first_inverse(code, name, damping)
-                state = {"stats": by_weight[weight], "factors": made, "first_step": group["step"]}
-                states[weight] = {**state, **dict.fromkeys(COUNTERS, 0)}
         return states
 
-    def _inverses(
-        self, group: Settings, stats: Mapping[Tensor, list[Tensor]], out: Matrices | None
-    ) -> tuple[Matrices, Tensor]:
-        """Makes the inverse factors by weight, on one device; see ``Inverse.make``."""
-        inverse, how = INVERSES[self.inverse], (group["damping"], out, group["relative_damping"])
+    def _inverses(self, group: Settings, states: Mapping[Tensor, dict[str, Any]]) -> Tensor:
+        """Computes the factors of states by weight, on one device; see ``Inverse.make``."""
+        inverse, how = INVERSES[self.inverse], (group["damping"], group["relative_damping"])
+        stats = {weight: state["stats"] for weight, state in states.items()}
+        factors = {weight: state["factors"] for weight, state in states.items()}
         team = None if self.shard is None else self._team()
         if team is None:
-            return inverse.make(list(stats.values()), *how)
-        return made_by_owners(team, inverse, stats, *how)
+            return inverse.make(list(stats.values()), *how, list(factors.values()))
+        return made_by_owners(team, inverse, stats, *how, factors)
 
     # The update.
 
