@@ -115,8 +115,8 @@ def damped_inverse(
     """Rescales each tensor's statistics to equal average eigenvalues, damps and inverts them.
 
     With c = (tr S_1 / prod_j d_j)^(1/k) and U_i = S_i / (c^(k-1) prod_{j != i} d_j), so that every
-    tr(U_i) / d_i is c: A_i = (U_i + damping I)^-1, elementwise for a diagonal mode. If tr S_1 is 0,
-    so is U_i.
+    tr(U_i) / d_i is c: A_i = (U_i + damping I)^-1, elementwise for a diagonal mode. If tr S_1 / d_1
+    is below tiny / eps of its dtype (1e-31 in float32), c and U_i count as 0.
 
     Args:
         stats: the S_i, positive semi-definite; the rescaling couples all modes of a tensor. Only

@@ -65,11 +65,15 @@ def damped_inverse(
         # does not overflow or underflow in float32.
         k, size = len(modes), math.prod(s.shape[0] for s in modes)
         trace = _trace(modes[0])
-        c = trace.pow(1 / k) / size ** (1 / k) if size else torch.zeros_like(trace)
+        # Where products of gradients are no normal numbers, their matrix may be indefinite.
+        limits = torch.finfo(trace.dtype)
+        average = trace / max(len(modes[0]), 1)
+        nothing = (average.abs() < limits.tiny / limits.eps) | (size == 0)
+        c = torch.where(nothing, 0, trace.pow(1 / k) / max(size, 1) ** (1 / k))
         eps = _scalar_like(trace, damping)
         if relative:
-            eps = torch.where(c == 0, torch.ones_like(c), eps * c)
-        scales = [torch.where(c == 0, torch.zeros_like(c), c * s.shape[0] / trace) for s in modes]
+            eps = torch.where(nothing, torch.ones_like(c), eps * c)
+        scales = [torch.where(nothing, 0, c * s.shape[0] / trace) for s in modes]
         return [_inverse(s * scale, eps) for s, scale in zip(modes, scales, strict=True)]
 
     return _write_good_factors(stats, out, [invert(modes) for modes in stats])

@@ -75,7 +75,6 @@ void square_triangle(int64_t n, T* l, int64_t ld) {
 struct Rescaling {
   double per_size;
   double eps;
-  bool tiny;  // the statistics are so small that subnormal entries count
 };
 
 // Rows [first, last) of the upper triangle of `out` (n, n) <- the same columns of S's lower one.
@@ -89,27 +88,22 @@ void copy_lower(const T* stat, int64_t n, int64_t first, int64_t last, T* out) {
 
 // out <- scale S, for a full mode its lower triangle. Returns whether all of it is finite.
 template <typename T>
-bool rescaled(const FactorMode& mode, T scale, bool tiny, T* out) {
+bool rescaled(const FactorMode& mode, T scale, T* out) {
   constexpr int64_t kRows = 32;
   const T* stat = static_cast<const T*>(mode.stat);
   const int64_t rows = mode.diagonal ? 1 : mode.d;
-  const auto multiply = [&] {
-    bool finite = true;
-    for (int64_t i = 0; i < rows; ++i) {
-      T* to = out + i * mode.d;
-      if (mode.diagonal) {
-        std::copy_n(stat, mode.d, to);
-      } else if (i % kRows == 0) {
-        copy_lower(stat, mode.d, i, std::min(i + kRows, rows), out);
-      }
-      for (int64_t j = i; j < mode.d; ++j) to[j] *= scale;
-      finite = finite && all_finite(to + i, mode.d - i);
+  bool finite = true;
+  for (int64_t i = 0; i < rows; ++i) {
+    T* to = out + i * mode.d;
+    if (mode.diagonal) {
+      std::copy_n(stat, mode.d, to);
+    } else if (i % kRows == 0) {
+      copy_lower(stat, mode.d, i, std::min(i + kRows, rows), out);
     }
-    return finite;
-  };
-  if (!tiny) return multiply();
-  const KeepSubnormals keep;
-  return multiply();
+    for (int64_t j = i; j < mode.d; ++j) to[j] *= scale;
+    finite = finite && all_finite(to + i, mode.d - i);
+  }
+  return finite;
 }
 
 // out <- the lower triangle of (scale S + eps I)^-1; false if there is none.
@@ -123,7 +117,7 @@ bool invert(const FactorMode& mode, const Rescaling& rescaling) {
   if (d == 0) return true;
   const T noise = kPivotRoundings * std::numeric_limits<T>::epsilon();
   std::vector<T> diagonal(static_cast<size_t>(mode.diagonal ? 0 : d));
-  const bool finite = rescaled(mode, scale, rescaling.tiny, out);
+  const bool finite = rescaled(mode, scale, out);
   if (mode.diagonal) {
     bool good = true;
     for (int64_t i = 0; i < d; ++i) {
@@ -166,14 +160,15 @@ Rescaling rescale(const TensorModes& tensor, double damping, bool relative) {
   }
   trace += lost;
   for (const FactorMode& mode : tensor.modes) size *= static_cast<double>(mode.d);
+  // Tasks flush subnormal numbers to zero. Where the average eigenvalue is smaller than this, they
+  // count, and a statistic without them is indefinite.
+  constexpr double kLeast = std::numeric_limits<T>::min() / std::numeric_limits<T>::epsilon();
+  if (size == 0 || std::abs(trace / static_cast<double>(first.d)) < kLeast) {
+    return {0, relative ? 1 : damping};
+  }
   const double root = 1 / static_cast<double>(tensor.modes.size());
-  const double c = size == 0 ? 0 : std::pow(trace, root) / std::pow(size, root);
-  const double unit = relative ? (c == 0 ? 1 : damping * c) : damping;
-  // Subnormal entries matter only if the average eigenvalue is below min / epsilon. Above it,
-  // flushing them to zero changes no result.
-  const double average = trace / static_cast<double>(first.d);
-  const double negligible = std::numeric_limits<T>::min() / std::numeric_limits<T>::epsilon();
-  return {c == 0 ? 0 : c / trace, unit, average < negligible};
+  const double c = std::pow(trace, root) / std::pow(size, root);
+  return {c / trace, relative ? damping * c : damping};
 }
 
 }  // namespace

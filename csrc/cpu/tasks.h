@@ -34,30 +34,26 @@ namespace tnt {
 // second thread costs more than it saves.
 constexpr double kParallelFlops = 2e6;
 
-// Treats subnormal numbers as zero during its lifetime, or not. Momenta and statistics of a dead
-// unit decay into them, and arithmetic on them is many times slower: MNIST epochs took two to three
-// times as long (mnist_tnt_10_epochs_seed1.json, in the history of bench/results).
-template <bool flush>
-class Subnormals {
+// Treats subnormal numbers as zero during its lifetime. Momenta and statistics of a dead unit decay
+// into them, and arithmetic on them is many times slower: MNIST epochs took two to three times as
+// long (mnist_tnt_10_epochs_seed1.json, in the history of bench/results).
+class FlushSubnormals {
  public:
 #if defined(__SSE2__)
-  Subnormals() : saved_(_mm_getcsr()) {
-    constexpr unsigned kBits = 0x8040;  // subnormal results and operands become zero
-    _mm_setcsr(flush ? saved_ | kBits : saved_ & ~kBits);
+  FlushSubnormals() : saved_(_mm_getcsr()) {
+    _mm_setcsr(saved_ | 0x8040);  // subnormal results and operands become zero
   }
-  ~Subnormals() { _mm_setcsr(saved_); }
+  ~FlushSubnormals() { _mm_setcsr(saved_); }
 
  private:
   unsigned saved_;
 #else
-  Subnormals() {}
+  FlushSubnormals() {}
 #endif
  public:
-  Subnormals(const Subnormals&) = delete;
-  Subnormals& operator=(const Subnormals&) = delete;
+  FlushSubnormals(const FlushSubnormals&) = delete;
+  FlushSubnormals& operator=(const FlushSubnormals&) = delete;
 };
-using FlushSubnormals = Subnormals<true>;
-using KeepSubnormals = Subnormals<false>;
 
 // Asks for large pages: new memory costs one fault for each page.
 inline void use_large_pages([[maybe_unused]] void* memory, [[maybe_unused]] size_t bytes) {

@@ -198,7 +198,7 @@ def _observe_call(hook: OutputHook, module: nn.Module, args: Any, kwargs: Any, r
     observations = optimizer._observed
     before = observations.count
     # If the whole model is checkpointed, its hooks must not see the tensors saved here.
-    with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+    with saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor):
         optimizer.observe(described)
     observations.attached += observations.count - before
 

@@ -30,6 +30,9 @@ def buffers_put_back(*modules: nn.Module) -> Iterator[None]:
 
     Also buffers that a forward replaces by other tensors.
     """
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, got {type(module).__name__}")
     values = {b: b.detach().clone() for module in modules for b in module.buffers()}
     tables = [(part._buffers, dict(part._buffers)) for m in modules for part in m.modules()]
     try:

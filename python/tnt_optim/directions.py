@@ -15,7 +15,17 @@ from torch import Tensor
 
 from tnt_kernels import grafted_directions_
 from tnt_optim.likelihoods import stream_seed
-from tnt_optim.modes import Layout, Settings, State, blocks, each, is_half, is_plain, rows
+from tnt_optim.modes import (
+    Layout,
+    Settings,
+    State,
+    blocks,
+    each,
+    is_half,
+    is_plain,
+    is_sharded,
+    rows,
+)
 
 # Entries of a sum that one call adds up: few calls, and no more rounding than a pairwise sum.
 _SUM_PIECE = 1 << 20
@@ -142,6 +152,20 @@ def updated_weights(
             stochastically_rounded_(copy, generator)
     for param, copy in copies:
         param.copy_(copy)
+
+
+def check_rounding(param: Tensor, rounding: str, name: Callable[[Tensor], str]) -> None:
+    """Refuses a parameter whose weights cannot be rounded like this."""
+    if rounding == "master" and is_half(param) and is_sharded(param):
+        raise ValueError(
+            "rounding='master' is not for sharded parameters: fully_shard's "
+            "MixedPrecisionPolicy(param_dtype=...) keeps them in float32, got "
+            f"{param.dtype} for {name(param)}"
+        )
+    if rounding == "stochastic" and param.dtype == torch.float16:
+        raise ValueError(
+            f"rounding='stochastic' is for bfloat16, got {param.dtype} for {name(param)}"
+        )
 
 
 def _wide(param: Tensor, states: Mapping[Tensor, State], rounding: str) -> Tensor:

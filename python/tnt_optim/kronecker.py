@@ -22,6 +22,7 @@ from tnt_optim import checkpoint
 from tnt_optim.autograd import buffers_put_back, check_reached, checked_replicas
 from tnt_optim.cuda_graphs import StepGraphs, check_graphs_device
 from tnt_optim.diagnostics import diagnostics
+from tnt_optim.directions import check_rounding
 from tnt_optim.distributed import Owners, distribution
 from tnt_optim.failures import Failures, PreconditionerError, diverged, warn_the_caller
 from tnt_optim.modes import (
@@ -31,7 +32,7 @@ from tnt_optim.modes import (
     are_sharded,
     by_device,
     check_dense,
-    is_half,
+    check_dtype,
     is_plain,
     is_sharded,
     layout,
@@ -255,6 +256,8 @@ class KroneckerOptimizer(Optimizer):
                 head: they have no statistics in it.
         """
         plain = set(unreached)
+        if others := [tuple(p.shape) for p in plain.difference(self._params())]:
+            raise ValueError(f"unreached must be parameters of this optimizer, got {others[0]}")
         processes = self._distribution()
         for group in self.param_groups:
             for param in group["params"]:
@@ -536,6 +539,8 @@ class KroneckerOptimizer(Optimizer):
                     "observe(output) before loss.backward(), or attach(model) once, with outputs "
                     "that depend on every parameter the loss depends on" + self._observed.hint
                 )
+            check_rounding(param, group["rounding"], self._name)  # the dtype may have changed
+            check_dtype(param, self.state.get(param, {}), self._name)
             for entry, option in optional if known else ():
                 if entry.exists(param, group) and entry.name not in self.state[param]:
                     raise RuntimeError(
@@ -728,20 +733,13 @@ class KroneckerOptimizer(Optimizer):
         """Checks that a parameter can have its group's settings."""
         name, rounding = self._name(param), group["rounding"]
         check_dense(param, name)
-        layout(param, group)
+        check_rounding(param, rounding, self._name)
+        layout(param, group)  # checks the modes
         if is_sharded(param) != are_sharded(self.param_groups):
             raise ValueError(
                 "params must all be sharded over one device mesh, or none, got both: "
                 f"{name} is {'' if is_sharded(param) else 'not '}sharded"
             )
-        if is_sharded(param) and is_half(param) and rounding == "master":
-            raise ValueError(
-                "rounding='master' is not for sharded parameters: fully_shard's "
-                "MixedPrecisionPolicy(param_dtype=...) keeps them in float32, got "
-                f"{param.dtype} for {name}"
-            )
-        if param.dtype == torch.float16 and rounding == "stochastic":
-            raise ValueError(f"rounding='stochastic' is for bfloat16, got {param.dtype} for {name}")
         if self.capturable:
             if rounding == "stochastic":
                 raise ValueError("rounding='stochastic' cannot be part of CUDA graphs")

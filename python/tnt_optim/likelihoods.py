@@ -36,7 +36,8 @@ class Masked(NamedTuple):
     """
 
     output: Tensor
-    mask: Tensor  # True counts; (...) for the logits (..., classes) of "categorical", else (N,)
+    # True counts; (...) for the logits (..., classes) of "categorical", else (N,). None: all count.
+    mask: Tensor | None
 
 
 NO_LOSS = "observe the model's output, not the loss"
@@ -200,7 +201,8 @@ def example_count(likelihood: Likelihood, output: Any) -> int:
 def share_counted(likelihood: Likelihood, output: Any) -> float | Tensor:
     """The share of rows that count, on the device; of a composite the largest of its parts."""
     parts = [] if callable(likelihood) else [part for _, part in parts_of(likelihood, output)]
-    shares = [part.mask.double().mean() for part in parts if isinstance(part, Masked)]
+    masks = [part.mask for part in parts if isinstance(part, Masked) and part.mask is not None]
+    shares = [mask.double().mean() for mask in masks]
     return torch.stack(shares).amax() if 0 < len(shares) == len(parts) else 1.0
 
 

@@ -50,7 +50,8 @@ def mode_shape(
     (1,)
     """
     if modes is not None:
-        chosen = tuple(modes(tuple(shape)))
+        chosen = modes(tuple(shape))
+        chosen = tuple(chosen) if isinstance(chosen, Sequence) else (chosen,)
         integers = all(isinstance(d, Integral) and d >= 0 for d in chosen)
         if not chosen or not integers or math.prod(chosen) != math.prod(shape):
             raise ValueError(
@@ -197,6 +198,16 @@ def each(states: Iterable[Mapping[str, Any]], name: str) -> list[Any]:
 def state_dtype(param: Tensor) -> torch.dtype:
     """The dtype of a parameter's statistics, factors and momentum."""
     return torch.float64 if param.dtype == torch.float64 else torch.float32
+
+
+def check_dtype(param: Tensor, state: Settings, name: Callable[[Tensor], str]) -> None:
+    """Refuses a parameter whose dtype has changed since its state was made."""
+    momentum = state.get("momentum")
+    if momentum is not None and momentum.dtype != state_dtype(param):
+        raise RuntimeError(
+            f"the state of {name(param)} must be {state_dtype(param)} for {param.dtype}, got "
+            f"{momentum.dtype}: after model.double() call opt.load_state_dict(opt.state_dict())"
+        )
 
 
 def check_dense(param: Tensor, name: str) -> None:

@@ -127,8 +127,8 @@ class TNT(Attachable, KroneckerOptimizer):
         and no ``.grad`` is touched. With gradient accumulation call it for each micro-batch: the
         gradients of one step's observations are averaged; so are those of a skipped step (as by
         ``GradScaler``), which has the same weights. An observation that is not finite is left out
-        if another is finite. If no statistics are due at this step, and with
-        ``fisher="empirical"``, it returns at once.
+        if another one, of the same parameters, is finite. If no statistics are due at this step,
+        and with ``fisher="empirical"``, it returns at once.
 
         Args:
             output: of the model, as the likelihood describes it, with its graph; or ``Masked``, if

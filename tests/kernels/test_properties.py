@@ -254,7 +254,7 @@ def draw_statistics(data: DataObject, call: Call) -> Call:
         a["root"] = [data.draw(st.integers(1, 10)) for _ in a["stats"]]
     # Absolute damping of damped_inverse is in units of c, which is near 1 for every order k only if
     # the unit is 1.
-    units = [1.0, 1e-15, 1e15] if root else [1.0, 1e-30, 1e30] if a["relative"] else [1.0]
+    units = [1.0, 1e-15, 1e15] if root else [1.0, 1e-25, 1e25] if a["relative"] else [1.0]
     unit = data.draw(st.sampled_from(units), label="unit")
     a["damping"] = draw_number(data, "damping", unit if root else 1.0)
     contents = data.draw(st.sampled_from([None, "nan", "numbers"]), label="out")

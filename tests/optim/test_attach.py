@@ -27,7 +27,7 @@ from attached import (
     train,
 )
 from conftest import observation_count, observed_gradients
-from optimizers import made, through_a_file, tnt_and_kfac
+from optimizers import batch, made, net, through_a_file, tnt_and_kfac
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.functional import cross_entropy
@@ -301,6 +301,20 @@ def test_neither_keeps_the_other_alive() -> None:
     gc.collect()
     assert gone() is None
     handle.remove()
+
+
+@tnt_and_kfac
+def test_an_observation_is_freed(name: str) -> None:
+    """log_softmax saves its own result, which must not hold itself."""
+    model = net()
+    opt = made(name, model)
+    opt.attach(model)
+    model(batch(0)[0].float())
+    assert opt._observed.count == 1
+    gone = weakref.ref(model[2].weight)
+    del opt, model
+    gc.collect()
+    assert gone() is None
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,14 @@ import pytest
 import torch
 from drawn import close, noise, raising, weight
 from optimizers import (
+    METHODS,
     NO_FAILURES,
     Dictated,
     equal,
     factored,
+    made,
     net,
+    observe,
     statistics,
     through_a_file,
     train,
@@ -140,6 +143,20 @@ def test_a_first_gradient_of_parameters_that_are_not_finite_names_them(name: str
     run = Dictated(name, [p.detach().requires_grad_() for p in params])
     with raising(PreconditionerError, "first gradient.*diverged.* 0 of group 0.* 2 .*and 2 more"):
         run.step([spoiled(noise(2)) for _ in params])
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_gradients_that_vanish_are_no_failure(name: str) -> None:
+    """In a deep network the squares of the first layers' gradients are no normal numbers."""
+    layers = [layer for _ in range(26) for layer in (nn.Linear(32, 32), nn.Sigmoid())]
+    model = nn.Sequential(*layers, nn.Linear(32, 10))
+    opt = made(name, model, relative_damping=True, graft="adam")
+    output = model(torch.randn(64, 32))
+    observe(opt, output)
+    nn.functional.cross_entropy(output, torch.arange(64) % 10).backward()
+    assert float(model[0].weight.grad.abs().max()) < 1e-19
+    opt.step()
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
 
 
 def test_relative_damping_without_grafting_is_warned_of() -> None:

@@ -65,6 +65,7 @@ def test_leading_dimensions_are_rows(name: str) -> None:
     model, x = linear(), torch.randn(5, 7, 3, dtype=torch.float64)
     rows = first_statistics(name, model, lambda: model(x.flatten(0, 1)))
     assert equal(rows, first_statistics(name, model, lambda: model(x)))
+    assert equal(rows, first_statistics(name, model, lambda: Masked(model(x), None)))
 
 
 # ------------------------------------------------------------------ masks

@@ -163,9 +163,18 @@ def test_options_of_the_whole_optimizer_are_fixed_by_the_constructor(
 
 @factored
 def test_modes_must_be_a_function_to_sizes_with_the_same_product(name: str) -> None:
-    for bad in (lambda shape: (4, 5), (4, 6)):
+    for bad in (lambda shape: (4, 5), lambda shape: 4, (4, 6)):
         with pytest.raises(ValueError, match="modes"):
             FACTORED[name]([{"params": [weight(4, 6)], "modes": bad}])
+
+
+def test_parameters_of_others_have_no_state_to_allocate() -> None:
+    model = net()
+    opt = TNT(model.parameters())
+    for unreached in (model[0].weight, [nn.Parameter(torch.zeros(6))]):  # a tensor is its rows
+        with pytest.raises(ValueError, match=r"unreached must be parameters .* got \((4|6),\)"):
+            opt.allocate_state(unreached)
+    assert not opt.state
 
 
 @factored
@@ -212,6 +221,8 @@ def test_warm_starts_without_a_batch_are_refused(name: str) -> None:
     before = Snapshot(model.parameters(), opt)
     with pytest.raises(ValueError, match="^outputs must hold at least one batch"):
         opt.warm_start(iter(()))
+    with pytest.raises(TypeError, match="^model must be a torch.nn.Module, got int"):
+        opt.warm_start([], model=5)
     with pytest.raises(TypeError, match="^outputs must be an iterable of outputs, got int"):
         opt.warm_start(3)
     with pytest.raises(TypeError, match="^outputs must be an iterable of outputs, got Tensor"):

@@ -399,6 +399,16 @@ def test_weights_that_were_set_by_hand_count(name: str) -> None:
     assert torch.equal(run.opt.state[second]["master"], kept)
 
 
+def test_rounding_is_checked_again_when_the_dtype_changes() -> None:
+    param = nn.Parameter(torch.randn(4, 3))
+    opt = TNT([param], fisher="empirical", rounding="stochastic")
+    param.data = param.data.half()
+    param.grad, before = torch.randn_like(param), param.detach().clone()
+    with pytest.raises(ValueError, match="rounding='stochastic' is for bfloat16, got torch.float1"):
+        opt.step()
+    assert torch.equal(param, before) and not opt.state
+
+
 @factored
 def test_full_precision_is_not_rounded(name: str) -> None:
     ends = []

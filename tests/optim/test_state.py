@@ -15,6 +15,7 @@ from drawn import noise, weight
 from optimizers import (
     EVERY,
     FACTORED,
+    METHODS,
     NO_FAILURES,
     Dictated,
     batch,
@@ -33,6 +34,11 @@ from optimizers import (
     warm_start,
 )
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.optim import lr_scheduler
 
 from tnt_optim import KFAC, TNT
@@ -224,6 +230,37 @@ def test_a_state_follows_the_parameters_dtype(
     assert {tensor.dtype for tensor in held} == {loaded}
     train(other, fresh, range(3, 5))
     assert all(bool(p.isfinite().all()) for p in other.parameters())
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("graft", [None, "adam"])
+def test_a_state_of_another_dtype_is_refused(name: str, graft: str | None) -> None:
+    """It loads into the same optimizer, which converts it."""
+    model, opt = trained(name, graft=graft)
+    model.double()
+    before = copy.deepcopy([values(model), opt.state_dict()["state"]])
+    with pytest.raises(RuntimeError, match=r"must be torch.float64 for torch.float64, got torch.f"):
+        train(model, opt, [5])
+    assert leaves(before) == leaves([values(model), opt.state_dict()["state"]])
+    opt.load_state_dict(opt.state_dict())
+    train(model, opt, range(5, 9))
+    assert all(moved(model, before[0]))
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_torchs_functions_for_the_state_by_name(full: bool) -> None:
+    """A bias has no statistics: an empty list, which torch drops from a full state."""
+    options = StateDictOptions(full_state_dict=full)
+    model, other = net(), net()
+    opt, fresh = (TNT(m.parameters(), fisher="empirical") for m in (model, other))
+    train(model, opt, range(3))
+    fresh.allocate_state()
+    saved = get_optimizer_state_dict(model, opt, options=options)
+    set_optimizer_state_dict(other, fresh, saved, options=options)
+    other.load_state_dict(model.state_dict())
+    for m, o in ((model, opt), (other, fresh)):
+        train(m, o, range(3, 5))
+    assert not any(moved(model, values(other)))
 
 
 def test_a_state_with_a_modes_function_loads_with_weights_only() -> None:

@@ -110,8 +110,9 @@ def rescale_kernel(
     for i in range(0, order):
         size *= tl.load(modes + (first + i) * MODE_FIELDS + ROWS).to(tl.float64)
     c = nth_root(trace, order) / tl.where(size == 0, 1.0, nth_root(size, order))
-    # Anything but a positive number makes all entries NaN, and so the first mode fail.
-    nothing = (trace == 0) | (size == 0)
+    least: tl.constexpr = 2.0**-103 if STATE == tl.float32 else 2.0**-970  # tiny / eps
+    nothing = (tl.abs(trace) < least * rows.to(tl.float64)) | (size == 0)
+    # Any other number that is not positive makes all entries NaN, and so the first mode fail.
     c = tl.where((trace > 0) & (trace < float("inf")), c, float("nan"))
     c = tl.where(nothing, 0.0, c)
     eps = tl.load(damping)

@@ -79,8 +79,10 @@ def _eigenbasis(stats: Matrices, damping: Number, relative: bool, out: Matrices)
         (values_g, vectors_g), (values_a, vectors_a) = map(_spectrum, pair)
         products = torch.outer(values_g.clamp(min=0), values_a.clamp(min=0))
         unit = products.mean() if relative else torch.ones_like(products[0, 0])
-        # Like ``damped_inverse``: the identity if the statistics are zero.
-        scale = torch.where(unit == 0, 1.0, (products + damping * unit).reciprocal())
+        # Like ``damped_inverse``: the identity if the statistics are zero, or nearly.
+        limits = torch.finfo(unit.dtype)
+        nothing = unit < limits.tiny / limits.eps
+        scale = torch.where(nothing, 1.0, (products + damping * unit).reciprocal())
         singular_g, singular_a = _is_singular(values_g), _is_singular(values_a)
         good = scale.isfinite().all() & ((damping > 0) | ~(singular_g | singular_a))
         finite_g, finite_a = values_g.isfinite().all(), values_a.isfinite().all()

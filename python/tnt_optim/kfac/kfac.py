@@ -36,7 +36,7 @@ from tnt_optim.kfac.observations import Observations, Sampling
 from tnt_optim.kfac.statistics import LayerSums, all_finite_statistics, blend
 from tnt_optim.likelihoods import Likelihood
 from tnt_optim.mismatch import warn_of_mismatch, watched
-from tnt_optim.modes import Settings, by_device, check_dense, is_sharded
+from tnt_optim.modes import Settings, by_device, check_dense, check_dtype, is_sharded
 from tnt_optim.options import OPTIONS, arguments, check_settings, documented, factors_due, is_due
 from tnt_optim.paper import paper_settings
 from tnt_optim.state import COUNTERS, check_keys
@@ -601,6 +601,7 @@ class KFAC(Attachable, Optimizer):
                 raise RuntimeError(
                     f"the gradient of {name!r} must be dense, got {param.grad.layout}"
                 )
+            check_dtype(param, self.state.get(param, {}), names.__getitem__)
         for index, layer in enumerate(self._layers):
             own = rest.intersection(parameters(layer))
             if not own:
