@@ -20,6 +20,7 @@ from cases import (
     mode_statistics,
     normal,
     poisoned_like,
+    scalar,
     state_dtype,
 )
 from tolerances import FLOAT32_OPERATOR, FLOAT64_OPERATOR, NEWTON_OPERATOR
@@ -387,7 +388,7 @@ def flat_arguments(given: Call) -> tuple[Any, ...]:
 
     def numbers() -> Iterator[Tensor]:
         for key in NUMBERS[given.name]:
-            yield torch.as_tensor(a[key], dtype=torch.float64)
+            yield a[key] if isinstance(a[key], Tensor) else scalar(a[key])
 
     if given.name == "gram_ema_":
         return flat(a["stats"]), a["tensors"], *numbers(), flat(a.get("factors", []))

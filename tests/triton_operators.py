@@ -4,24 +4,18 @@ Arguments on the CPU are copied to the GPU with their strides, and everything is
 without a GPU the launchers run on the arguments themselves (gpu/conftest.py).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import importlib
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from cases import GPU, flat, poisoned_like
-from operators import copied
+from cases import GPU
+from operators import INVERSES, Call, copied, flat_arguments
 from torch import Tensor
 
-import tnt_kernels.triton.damped_inverse as damped_inverse_kernel
-import tnt_kernels.triton.grafted_directions as grafted_directions_kernel
-import tnt_kernels.triton.gram_ema as gram_ema_kernel
-import tnt_kernels.triton.inverse_root as inverse_root_kernel
-import tnt_kernels.triton.mode_products as mode_products_kernel
-import tnt_kernels.triton.momentum as momentum_kernels
-import tnt_kernels.triton.preconditioned_step as preconditioned_step_kernel
-
-Modes = Sequence[Sequence[Tensor]]
-Number = float | Tensor
+import tnt_kernels
+from tnt_kernels.backends import TRITON_KERNELS
 
 # So few that a hundred columns are already split into partial sums.
 PROGRAMS = 4
@@ -33,11 +27,8 @@ class OnGpu:
     def __init__(self) -> None:
         self._copies: list[tuple[Tensor, Tensor]] = []
 
-    def __call__(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """The copies; without a GPU the tensors themselves."""
-        return [self.copy(tensor) for tensor in tensors]
-
     def copy(self, tensor: Tensor) -> Tensor:
+        """The copy; without a GPU the tensor itself."""
         tensor = tensor.resolve_neg()  # as PyTorch's dispatcher does before it calls a launcher
         if GPU.type == "cpu" or tensor.is_cuda:
             return tensor
@@ -51,133 +42,43 @@ class OnGpu:
                 tensor.copy_(copy)
 
 
-def scalar(value: Number) -> Tensor:
-    return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
-
-
-def _on_gpu(launcher: Callable[..., Any]) -> Callable[..., Any]:
-    """Calls ``launcher(gpu, ...)`` outside autograd, and copies back what it wrote."""
+def launched(name: str, usual: int = PROGRAMS) -> Callable[..., Any]:
+    """The launcher of an operator, called as the public function, with so many programs."""
+    module = importlib.import_module(f"tnt_kernels.triton.{TRITON_KERNELS[name]}")
+    signature = inspect.signature(getattr(tnt_kernels, name))
 
     @torch.no_grad()
-    def call(*arguments: Any, **named: Any) -> Any:
+    def call(*arguments: Any, programs: int = usual, **named: Any) -> Any:
+        given = signature.bind(*arguments, **named)
+        given.apply_defaults()
+        if "out" in given.arguments and given.arguments["out"] is None:
+            like = given.arguments["stats" if name in INVERSES else "momenta"]
+            given.arguments["out"] = poisoned(like)
         gpu = OnGpu()
-        results = launcher(gpu, *arguments, **named)
+        # Numbers stay on the CPU, but for a tensor as the damping.
+        there = Call(name, dict(given.arguments)).map(
+            lambda _, tensor: gpu.copy(tensor) if tensor.dim() or name in INVERSES else tensor
+        )
+        result = getattr(module, name)(*flat_arguments(there), programs=programs)
         gpu.back()
-        return results
+        if isinstance(result, list):
+            return [product.cpu() for product in result]
+        return None if result is None else (given.arguments["out"], result.cpu())
 
     return call
 
 
-@_on_gpu
-def gram_ema_(
-    gpu: OnGpu,
-    stats: Modes,
-    tensors: Sequence[Tensor],
-    decay: Number,
-    factors: Modes | None = None,
-) -> None:
-    given = gpu(flat(stats)), gpu(tensors), scalar(decay), gpu(flat(factors or []))
-    gram_ema_kernel.gram_ema_(*given, programs=PROGRAMS)
+def poisoned(like: Any) -> Any:
+    """NaN in contiguous tensors of these shapes."""
+    if isinstance(like, Tensor):
+        return torch.full_like(like, torch.nan, memory_format=torch.contiguous_format)
+    return [poisoned(entry) for entry in like]
 
 
-@_on_gpu
-def damped_inverse(
-    gpu: OnGpu,
-    stats: Modes,
-    damping: Number,
-    out: Modes | None = None,
-    relative: bool = False,
-    programs: int = PROGRAMS,
-) -> tuple[Modes, Tensor]:
-    into = [[t.contiguous() for t in poisoned_like(row)] for row in stats] if out is None else out
-    info = damped_inverse_kernel.damped_inverse(
-        *(gpu(flat(into)), gpu(flat(stats)), [len(row) for row in stats]),
-        *(gpu.copy(scalar(damping)), relative),
-        programs=programs,
-    )
-    return into, info.cpu()
-
-
-@_on_gpu
-def inverse_root(
-    gpu: OnGpu,
-    stats: Modes,
-    damping: Number,
-    root: Sequence[int],
-    out: Modes | None = None,
-    programs: int = 1,
-) -> tuple[Modes, Tensor]:
-    into = [[t.contiguous() for t in poisoned_like(row)] for row in stats] if out is None else out
-    info = inverse_root_kernel.inverse_root(
-        *(gpu(flat(into)), gpu(flat(stats)), [len(row) for row in stats]),
-        *(gpu.copy(scalar(damping)), list(root)),
-        programs=programs,
-    )
-    return into, info.cpu()
-
-
-@_on_gpu
-def mode_products(gpu: OnGpu, tensors: Sequence[Tensor], factors: Modes) -> list[Tensor]:
-    given = gpu(tensors), gpu(flat(factors))
-    results = mode_products_kernel.mode_products(*given, programs=PROGRAMS)
-    return [result.cpu() for result in results]
-
-
-@_on_gpu
-def preconditioned_step_(
-    gpu: OnGpu,
-    params: Sequence[Tensor],
-    momenta: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    factors: Modes,
-    lr: Number,
-    momentum: Number,
-    weight_decay: Number,
-) -> None:
-    preconditioned_step_kernel.preconditioned_step_(
-        *(gpu(params), gpu(momenta), gpu(grads), gpu(flat(factors))),
-        *(scalar(lr), scalar(momentum), scalar(weight_decay)),
-        programs=PROGRAMS,
-    )
-
-
-@_on_gpu
-def scaled_step_(
-    gpu: OnGpu,
-    params: Sequence[Tensor],
-    directions: Sequence[Tensor],
-    lr: Number,
-    weight_decay: Number,
-    decayed: Sequence[bool] | None = None,
-    scales: Tensor | None = None,
-) -> None:
-    flags = [True] * len(params) if decayed is None else decayed
-    table = torch.zeros(0, dtype=torch.float64) if scales is None else scales
-    momentum_kernels.scaled_step_(
-        *(gpu(params), gpu(directions), scalar(lr), scalar(weight_decay), flags, gpu.copy(table)),
-        programs=PROGRAMS,
-    )
-
-
-@_on_gpu
-def grafted_directions_(
-    gpu: OnGpu,
-    momenta: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    factors: Modes,
-    momentum: Number,
-    second_moments: Sequence[Tensor] | None = None,
-    counts: Tensor | None = None,
-    out: Sequence[Tensor] | None = None,
-    *,
-    second_decay: float = 0.99,
-    eps: float = 1e-8,
-) -> tuple[list[Tensor], Tensor]:
-    into = [torch.empty(m.shape, dtype=m.dtype) for m in momenta] if out is None else list(out)
-    table = torch.zeros(0, 2, dtype=torch.float64) if counts is None else counts
-    scales = grafted_directions_kernel.grafted_directions_(
-        *(gpu(momenta), gpu(second_moments or []), gpu(into), gpu(grads), gpu(flat(factors))),
-        *(scalar(momentum), table, second_decay, eps),
-        programs=PROGRAMS,
-    )
-    return into, scales.cpu()
+gram_ema_ = launched("gram_ema_")
+damped_inverse = launched("damped_inverse")
+inverse_root = launched("inverse_root", 1)
+mode_products = launched("mode_products")
+preconditioned_step_ = launched("preconditioned_step_")
+scaled_step_ = launched("scaled_step_")
+grafted_directions_ = launched("grafted_directions_")
