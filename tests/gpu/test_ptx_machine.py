@@ -1,4 +1,4 @@
-"""The PTX machine: each instruction by itself, and that each rule, once broken, is noticed.
+"""The PTX machine: the edge cases of instructions, and that each rule, once broken, is noticed.
 
 Expected values are worked out from the manual by hand, or by torch where it has the operation.
 """
@@ -45,35 +45,19 @@ def bits(value: float | int, kind: str) -> int:
     return int.from_bytes(raw, "little")
 
 
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
 # Opcode, operands, result.
 CASES: list[tuple[str, Sequence[float], float]] = [
-    ("add.s32", (2**31 - 1, 1), -(2**31)),
-    ("sub.s32", (3, 5), -2),
-    ("mul.lo.s32", (65537, 65537), 131073),
-    ("mad.lo.s32", (7, -3, 4), -17),
     ("div.s32", (-7, 2), -3),
     ("div.u32", (2**32 - 1, 2), 2**31 - 1),
-    ("min.s32", (-1, 1), -1),
     ("min.u32", (-1, 1), 1),
-    ("max.s32", (-1, 1), 1),
-    ("neg.s32", (5,), -5),
-    ("shl.b32", (1, 31), 2**31),
     ("shl.b32", (1, 32), 0),
-    ("shr.u32", (-1, 28), 15),
     ("shr.u32", (-1, 40), 0),
-    ("shr.s32", (-256, 4), -16),
     ("shr.s32", (-256, 40), -1),
-    ("and.b32", (12, 10), 8),
-    ("or.b32", (12, 10), 14),
-    ("xor.b32", (12, 10), 6),
-    ("not.b32", (0,), -1),
     ("add.f32", (1.0, 2.0**-24), 1.0),
     ("fma.rn.f32", (1 + 2.0**-12, 1 + 2.0**-12, -1.0), 2.0**-11 + 2.0**-24),
     ("max.f32", (NAN, 1.0), 1.0),
     ("min.f32", (-1.0, NAN), -1.0),
-    ("div.full.f32", (1.0, 4.0), 0.25),
-    ("sqrt.approx.f32", (9.0,), 3.0),
     ("abs.ftz.f32", (-(2.0**-130),), 0.0),
     ("add.f64", (1.0, 2.0**-52), 1 + 2.0**-52),
     ("fma.rn.f64", (3.0, 4.0, 5.0), 17.0),
@@ -114,15 +98,6 @@ OTHERS = [
     ("mov.b16 %rs1, 16256; cvt.f32.bf16 %r1, %rs1;", 0x3F800000),
     ("cvt.rna.tf32.f32 %r1, 0f3F801000;", 0x3F802000),  # ties away from zero
     ("cvt.rna.tf32.f32 %r1, 0fBF800FFF;", 0xBF800000),
-    ("mov.b32 %r2, -1; cvt.s64.s32 %rd20, %r2; mov.b64 {%r3, %r1}, %rd20;", -1),
-    ("mov.b32 %r2, -1; cvt.u64.u32 %rd20, %r2; mov.b64 {%r3, %r1}, %rd20;", 0),
-    ("mov.b32 %r2, -3; mul.wide.s32 %rd20, %r2, 5; mov.b64 {%r1, %r3}, %rd20;", -15),
-    ("mov.b32 %r2, -3; mul.wide.s32 %rd20, %r2, 5; mov.b64 {%r3, %r1}, %rd20;", -1),
-    (
-        "mov.b32 %r2, 7; mov.b32 %r3, 9; mov.b64 %rd20, {%r2, %r3}; shr.u64 %rd21, %rd20, 32; "
-        "cvt.u32.u64 %r1, %rd21;",
-        9,
-    ),
     ("mov.b32 %r2, 0xABCD1234; bfe.u32 %r1, %r2, 8, 8;", 0x12),
     ("mov.b32 %r2, 0x0000F000; bfe.s32 %r1, %r2, 12, 4;", -1),
     (
@@ -133,8 +108,6 @@ OTHERS = [
     ("setp.ltu.f32 %p1, 0f7FC00000, 0f00000000; selp.b32 %r1, 1, 2, %p1;", 1),
     ("setp.neu.f32 %p1, 0f7FC00000, 0f7FC00000; selp.b32 %r1, 1, 2, %p1;", 1),
     ("setp.num.f32 %p1, 0f3F800000, 0f3F800000; selp.b32 %r1, 1, 2, %p1;", 1),
-    ("mov.b32 %r2, 1; mov.b32 %r1, 5; setp.eq.s32 %p1, %r2, 0; @%p1 mov.b32 %r1, 6;", 5),
-    ("mov.b32 %r2, 1; mov.b32 %r1, 5; setp.eq.s32 %p1, %r2, 0; @!%p1 mov.b32 %r1, 6;", 6),
     (
         "mov.b64 %rd20, {0f3F800000, 0f40000000}; mov.b64 %rd21, {0f40400000, 0f40800000}; "
         "fma.rn.f32x2 %rd22, %rd20, %rd21, %rd20; mov.b64 {%r3, %r1}, %rd22;",
@@ -156,7 +129,6 @@ def test_other_instructions(body: str, expected: int) -> None:
 @pytest.mark.parametrize(
     ("instruction", "expected"),
     [
-        ("shfl.sync.bfly.b32 %r1, %r0, 4, 31, -1;", [t ^ 4 for t in range(32)]),
         ("shfl.sync.idx.b32 %r1, %r0, 3, 31, -1;", [3] * 32),
         ("redux.sync.max.s32 %r1, %r0, -1;", [31] * 32),
         ("elect.sync %r2|%p1, -1; selp.b32 %r1, 1, 0, %p1;", [1, *[0] * 31]),
@@ -217,29 +189,18 @@ def test_programs_use_the_same_memory(body: str, message: str) -> None:
         execute(f"mov.u32 %r1, %ctaid.x; {body}", torch.zeros(32, dtype=torch.int32), grid=2)
 
 
-def test_programs_store_the_same_number() -> None:
-    result, most = torch.zeros(32, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    atomic = "atom.global.gpu.acq_rel.max.s32 %r1, [%rd1], %r0;"
-    execute(f"st.global.b32 [%rd10], %r0; {atomic}", result, most, grid=99)
-    assert result.tolist() == list(range(32)) and most.item() == 31
-
-
-EXCHANGE = """
-shl.b32 %r1, %r0, 2; mov.b32 %r2, global_smem; add.s32 %r3, %r2, %r1; st.shared.b32 [%r3], %r0;
-{barrier}
-xor.b32 %r4, %r1, 128; add.s32 %r5, %r2, %r4; ld.shared.b32 %r6, [%r5]; st.global.b32 [%rd10], %r6;
-"""
-
-
-def test_warps_exchange_numbers() -> None:
-    result = torch.zeros(64, dtype=torch.int32)
-    execute(EXCHANGE.format(barrier="bar.sync 0;"), result, threads=64, shared=256)
-    assert result.tolist() == [*range(32, 64), *range(32)]
-
-
 def test_a_missing_barrier() -> None:
     with pytest.raises(Fault, match="without a barrier"):
-        execute(EXCHANGE.format(barrier=""), torch.zeros(64), threads=64, shared=256)
+        execute(
+            """
+            shl.b32 %r1, %r0, 2; mov.b32 %r2, global_smem; add.s32 %r3, %r2, %r1;
+            st.shared.b32 [%r3], %r0;
+            xor.b32 %r4, %r1, 128; add.s32 %r5, %r2, %r4; ld.shared.b32 %r6, [%r5];
+            """,
+            torch.zeros(1),
+            threads=64,
+            shared=256,
+        )
 
 
 def test_a_barrier_that_some_threads_never_reach() -> None:
@@ -257,25 +218,17 @@ def test_a_barrier_that_some_threads_never_reach() -> None:
 COPY = """
 shl.b32 %r1, %r0, 4; mov.b32 %r2, global_smem; add.s32 %r3, %r2, %r1;
 mul.wide.u32 %rd20, %r0, 16; add.s64 %rd21, %rd0, %rd20; add.s64 %rd22, %rd1, %rd20;
-mov.b32 %r9, {size};
-cp.async.cg.shared.global [%r3], [%rd21], 16, %r9; cp.async.commit_group;
+cp.async.cg.shared.global [%r3], [%rd21], 16; cp.async.commit_group;
 {then}
 ld.shared.v4.b32 {{%r4, %r5, %r6, %r7}}, [%r3];
 st.global.v4.b32 [%rd22], {{%r4, %r5, %r6, %r7}};
 """
 
 
-@pytest.mark.parametrize("size", [16, 0])
-def test_asynchronous_copies(size: int) -> None:
-    source, result = torch.randn(128), torch.randn(128)
-    execute(COPY.format(then="cp.async.wait_group 0;", size=size), source, result, shared=512)
-    assert torch.equal(result, source if size else torch.zeros(128))
-
-
 @pytest.mark.parametrize("then", ["", "cp.async.wait_group 1;", "st.shared.b32 [%r3], 0;"])
 def test_a_copy_that_was_not_waited_for(then: str) -> None:
     with pytest.raises(Fault, match="before an asynchronous copy to it was waited for"):
-        execute(COPY.format(then=then, size=16), torch.randn(128), torch.randn(128), shared=512)
+        execute(COPY.format(then=then), torch.randn(128), torch.randn(128), shared=512)
 
 
 def test_a_tf32_product_ignores_the_last_bits() -> None:
