@@ -15,7 +15,6 @@ from tools.compile_report.machine_code import (
     TOOLS,
     Compiled,
     Loop,
-    instructions_by_line,
     product_loops,
     tensor_operations,
 )
@@ -151,21 +150,6 @@ def test_narrow_loads_are_excused_one_by_one() -> None:
 def test_a_kernel_that_no_operator_launches_is_found() -> None:
     (miss,) = misses([GOOD], [GOOD.kernel, "later.new_kernel"])
     assert miss.expectation == expectations.RECORDED and miss.kernel == "later.new_kernel"
-
-
-def test_instructions_are_found_by_their_lines() -> None:
-    listing = """
-    //## File "/somewhere/gram.py", line 12
-        /*0000*/                   LDC R1, c[0x0][0x28] ;
-        /*0010*/              @!P0 LDGSTS.E.BYPASS.LTC128B.128 [R1], desc[UR28][R2.64] ;
-    //## File "/somewhere/tiles.py", line 3
-        /*0020*/                   LDG.E.U16 R4, desc[UR28][R2.64] ;
-        /*1030*/              @UP0 UTCHMMA gdesc[UR6], gdesc[UR14] ;
-    """
-    assert instructions_by_line(listing) == {
-        ("gram.py", 12): [("LDC", ""), ("LDGSTS", ".E.BYPASS.LTC128B.128")],
-        ("tiles.py", 3): [("LDG", ".E.U16"), ("UTCHMMA", "")],
-    }
 
 
 def test_loops_with_products_are_counted() -> None:

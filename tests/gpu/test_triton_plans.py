@@ -42,7 +42,6 @@ from tnt_kernels.triton.tiles import (
     pieces,
     tile_order,
     unfolded,
-    waves,
 )
 from tools.measuring.parameter_sets import PARAMETER_SETS
 
@@ -117,13 +116,6 @@ def test_large_tiles_are_taken_where_they_fill_the_device(programs: int, large: 
     factors = layouts_of([(d, d) for d in (512, 384, 128, 64)])
     plan = chain.plan(layouts, layouts, factors, CPU, programs)
     assert {kind.block for kind, _, _ in plan.launches} == ({64, 128} if large else {64})
-
-
-def test_groups_share_a_workspace() -> None:
-    assert waves({}, 5) == []
-    assert waves({0: 2, 3: 3, 4: 1}, 5) == [[0, 3], [4]]
-    assert waves({0: 9, 1: 4, 2: 5, 3: 1}, 5) == [[0], [1, 2], [3]]  # a group may need 9
-    assert waves({7: 0, 8: 0}, 0) == [[7, 8]]
 
 
 # Wide loads, partial sums and a small workspace do not change the results.
