@@ -1,0 +1,105 @@
+"""The Triton launchers of damped_inverse and inverse_root: tiles, workspace in waves, launches.
+
+tests/gpu/test_contract.py has what they share with every other implementation.
+"""
+
+import pytest
+import torch
+import triton_operators
+from cases import GPU, STATE_DTYPES, statistic
+from operators import Call, Results, agree, call, same
+
+from tnt_kernels import reference
+from tnt_kernels.triton import damped_inverse, factors, inverse_root, launch
+
+
+def run(given: Call, programs: int) -> Results:
+    return given.with_arguments(programs=programs)(triton_operators)
+
+
+@pytest.mark.parametrize("dtype", STATE_DTYPES, ids=str)
+def test_panels_of_inverses(dtype: torch.dtype) -> None:
+    """One row more or less than whole tiles, of 64 rows or 32."""
+    sizes = [(n,) for n in (31, 32, 33, 63, 64, 65, 128, 129)]
+    given = call("damped_inverse", sizes, "full", dtype)
+    agree(given(triton_operators), given.double()(reference), given)
+
+
+def test_results_do_not_depend_on_the_strips() -> None:
+    """One program takes several tiles where there are more tiles than programs at once."""
+    given = call("damped_inverse", [(200, 3), (70,)], "full")
+    lengths = [damped_inverse._length(tiles=14, programs=n) for n in (1, 1000)]
+    assert lengths == [8, 1]
+    wanted = run(given.copy(), 1000)
+    same(run(given, 1), wanted)
+
+
+def test_waves_of_inverses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With little workspace, what the largest tensor needs; failures stay where they are."""
+    given = call("damped_inverse", [(9, 70), (200,), (5,), (130, 3)], "full")
+    given.arguments["stats"][1][0][150, 150] = -1.0
+    layouts = launch.layouts([s for row in given.arguments["stats"] for s in row])
+    arguments = layouts, (2, 1, 1, 2), GPU, 1
+    launch._plans.clear()
+    wanted = given.copy()(triton_operators)
+    together = damped_inverse.plan(*arguments)
+    monkeypatch.setattr(factors, "SCRATCH_BYTES", 1)
+    launch._plans.clear()
+    results = given(triton_operators)
+    in_waves = damped_inverse.plan(*arguments)
+    launch._plans.clear()
+    # A triangle, a panel and a corner: 3, 6, 15, 3, 10 and 3 tiles of 64 x 64 numbers.
+    assert len(together.waves) == 1 and together.scratch == 40 * 64 * 64 * 4
+    assert len(in_waves.waves) == 3 and in_waves.scratch == 15 * 64 * 64 * 4
+    assert results["info"].tolist() == [0, 1, 0, 0]
+    same(results, wanted)
+
+
+def test_launches_do_not_grow_with_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two for each panel of the largest matrix but the last, and seven, two of them empty here."""
+    launches: list[int] = []
+    monkeypatch.setattr(
+        damped_inverse, "launch", lambda kernel, programs, *_, **__: launches.append(programs)
+    )
+    for count in (1, 5):
+        launches.clear()
+        call("damped_inverse", [(150, 3)] * count, "full")(triton_operators)
+        assert sum(programs > 0 for programs in launches) == 5 + 2 * 3 - 1
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "programs"), [(130, torch.float32, 1), *((33, d, 1000) for d in STATE_DTYPES)]
+)
+def test_tiles_of_roots(size: int, dtype: torch.dtype, programs: int) -> None:
+    """Several; and small ones, as on a device with so many programs that larger ones would leave it
+    idle.
+    """
+    given = call("inverse_root", [(size,)], "full", dtype).with_arguments(root=[2])
+    wanted = given.double()(reference)
+    agree(run(given, programs), wanted, given)
+
+
+def test_waves_of_roots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With little workspace, one tensor after the other, in what the largest of them needs."""
+    roots = (2, 2, 3)
+    stats = [[statistic(9, diagonal=True), statistic(n + 2, diagonal=False)] for n in range(3)]
+    stats[1][0] *= -1
+    given = call("inverse_root", [(9, n + 2) for n in range(3)]).with_arguments(
+        stats=stats, damping=1.0, root=list(roots)
+    )
+    flat = [stat for row in stats for stat in row]
+    arguments = launch.layouts(flat), (2, 2, 2), roots, GPU, 1
+    launch._plans.clear()
+    wanted = given.copy()(triton_operators)
+    together = inverse_root.plan(*arguments)
+    assert len(together.waves) == 1
+    monkeypatch.setattr(factors, "SCRATCH_BYTES", 1)
+    launch._plans.clear()
+    results = given(triton_operators)
+    in_waves = inverse_root.plan(*arguments)
+    launch._plans.clear()
+    # Rows of 4 numbers; five buffers, six for the third root.
+    assert len(in_waves.waves) == 3 and in_waves.scratch == 6 * 4 * 4 * 4
+    assert together.scratch == in_waves.scratch + 5 * (2 + 3) * 4 * 4
+    assert results["info"].tolist() == [0, 1, 0]
+    same(results, wanted)
