@@ -10,7 +10,6 @@ import torch
 from conftest import Snapshot
 from drawn import close, noise
 from kfac_models import conv_net, images, observed_statistics, train
-from optimizers import equal
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -167,26 +166,6 @@ def test_an_output_is_observed_once() -> None:
 
 
 # ------------------------------------------------------------------ what is left behind
-
-
-def test_observe_leaves_no_trace() -> None:
-    """`.grad` is to the bit what it is without KFAC; so are buffers and the global generator."""
-    plain, model = conv_net(), conv_net()
-    opt = KFAC(model, stat_interval=1)
-    x, y = images(), torch.randint(5, (8,))
-    for m in (plain, model):
-        before = torch.get_rng_state()
-        for rows in (slice(0, 4), slice(4, 8)):
-            output = m(x[rows])
-            if m is model:
-                opt.observe(output)
-            nn.functional.cross_entropy(output, y[rows]).backward()
-        assert torch.equal(torch.get_rng_state(), before)
-    grads = [p.grad.clone() for p in model.parameters()]
-    assert equal([p.grad for p in plain.parameters()], grads)
-    assert equal(plain.buffers(), model.buffers())
-    opt.step()
-    assert equal([p.grad for p in model.parameters()], grads)
 
 
 def test_nothing_is_captured_or_sampled_unless_due() -> None:

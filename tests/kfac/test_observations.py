@@ -6,48 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FixedLabels
 from drawn import close, noise
 from kfac_models import Heads, conv_net, held, images, least_likely
 from optimizers import NO_FAILURES, equal, through_a_file
-from tolerances import FLOAT64_REORDERED
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from tnt_optim import KFAC
 
 KEPT = {"momentum"}  # what a layer without statistics has in its state
-
-
-def test_micro_batches_are_one_batch(fixed_labels: FixedLabels) -> None:
-    """Of unequal sizes, with a backward before the next forward."""
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Conv1d(2, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(9, 4)).double()
-    twin = copy.deepcopy(model)
-    settings = {"stat_interval": 2, "inverse_interval": 3, "likelihood": fixed_labels}
-    opt, whole = (KFAC.paper(m, lr=0.01, **settings) for m in (model, twin))
-    parts = [slice(0, 4), slice(4, 14), slice(14, 16)]
-    for t in range(5):
-        x, y, sampled = noise(16, 2, 4), torch.randint(4, (16,)), torch.randint(4, (16,))
-        opt.zero_grad()
-        whole.zero_grad()
-        if t == 0:  # the other order: all forwards, then all observations
-            outputs = [model(x[rows]) for rows in parts]
-        for i, rows in enumerate(parts):
-            output = outputs[i] if t == 0 else model(x[rows])
-            fixed_labels.current = sampled[rows]
-            opt.observe(output)
-            (cross_entropy(output, y[rows], reduction="sum") / 16).backward()
-        opt.step()
-        output = twin(x)
-        fixed_labels.current = sampled
-        whole.observe(output)
-        cross_entropy(output, y).backward()
-        whole.step()
-        mine = [*held(opt), *model.state_dict().values()]
-        expected = [*held(whole), *twin.state_dict().values()]
-        for a, b in zip(mine, expected, strict=True):
-            assert float((a - b).norm()) <= 100 * FLOAT64_REORDERED * float(b.norm())
 
 
 def test_structured_outputs_count_examples_by_their_first_tensor() -> None:

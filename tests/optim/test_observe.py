@@ -1,6 +1,7 @@
 """``observe`` and ``warm_start``: refusals, when they sample, micro-batches, skipped steps."""
 
 import copy
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -13,7 +14,10 @@ from kfac_models import Heads
 from optimizers import (
     NO_FAILURES,
     Dictated,
+    apart,
+    conv_net,
     equal,
+    images,
     made,
     moved,
     net,
@@ -94,25 +98,29 @@ def test_an_output_whose_graph_is_gone_is_refused(name: str) -> None:
 # ------------------------------------------------------------------ when it samples
 
 
-def test_observe_costs_a_backward_only_where_due_and_leaves_no_trace() -> None:
-    """No gradient and no global generator changes; with fisher="empirical" nothing happens."""
-    model = nn.Linear(3, 4)
-    opt = TNT.paper(model.parameters(), stat_interval=3, inverse_interval=3)
+@tnt_and_kfac
+def test_observe_costs_a_backward_only_where_due_and_leaves_no_trace(name: str) -> None:
+    """Gradients, which add up here, buffers and the global generator are to the bit what they are
+    without; with fisher="empirical" nothing happens."""
+    model, plain = conv_net(), conv_net()
+    opt = made(name, model, stat_interval=3, inverse_interval=3)
     empirical = TNT.paper(model.parameters(), fisher="empirical")
     for t in range(7):
-        output = model(torch.randn(5, 3))
+        plain.load_state_dict(model.state_dict())
+        x, _ = images(t)
+        output = model(x)
         calls: list[Tensor] = []
         output.register_hook(calls.append)
-        grads = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
         before, untouched = torch.get_rng_state(), Snapshot(model.parameters(), empirical)
         empirical.observe(output)
         untouched.assert_unchanged()
         opt.observe(output)
         assert len(calls) == (1 if t % 3 == 0 else 0)
         assert torch.equal(torch.get_rng_state(), before)
-        for p, g in zip(model.parameters(), grads, strict=True):
-            assert (p.grad is None) if g is None else torch.equal(p.grad, g)
-        output.softmax(1).square().sum().backward()
+        for result in (output, plain(x)):
+            result.softmax(1).square().sum().backward()
+        assert equal([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
+        assert equal(model.buffers(), plain.buffers())
         opt.step()
 
 
@@ -184,35 +192,32 @@ def test_hooks_on_gradients_shape_the_statistics_too() -> None:
 # ------------------------------------------------------------------ micro-batches, skipped steps
 
 
-def test_micro_batches_average_the_sampled_gradients(fixed_labels: FixedLabels) -> None:
-    """Four micro-batches of 4 are one batch of 16, statistics included; the next step is new."""
+@pytest.mark.parametrize(("name", "ends"), [("sampled", [4, 8, 12, 16]), ("kfac", [4, 14, 16])])
+def test_micro_batches_are_one_batch(name: str, ends: list[int], fixed_labels: FixedLabels) -> None:
+    """Statistics and factors included; the next step is new. KFAC's may be of unequal sizes."""
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 4)).double()
+    model = nn.Sequential(nn.Conv1d(2, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(9, 4)).double()
     twin = copy.deepcopy(model)
-    opt, whole = (
-        TNT.paper(
-            m.parameters(), lr=1e-3, stat_interval=2, inverse_interval=3, likelihood=fixed_labels
-        )
-        for m in (model, twin)
-    )
-    for _ in range(7):
-        x, y, sampled = torch.randn(16, 3).double(), *torch.randint(4, (2, 16))
-        for net_, chosen, parts in ((model, opt, 4), (twin, whole, 1)):
+    settings = {"lr": 0.01, "stat_interval": 2, "inverse_interval": 3, "likelihood": fixed_labels}
+    opt, whole = (made(name, m, **settings) for m in (model, twin))
+    parts = [slice(first, end) for first, end in itertools.pairwise([0, *ends])]
+    for t in range(7):
+        x, y, sampled = noise(16, 2, 4), *torch.randint(4, (2, 16))
+        for net_, chosen, pieces in ((model, opt, parts), (twin, whole, [slice(0, 16)])):
             chosen.zero_grad()
-            pieces = zip(*(t.chunk(parts) for t in (x, y, sampled)), strict=True)
-            for inputs, labels, fixed_labels.current in pieces:
-                output = net_(inputs)
+            # At first all forwards, then all observations; later one after the other.
+            outputs = map(net_, [x[rows] for rows in pieces])
+            for output, rows in zip(list(outputs) if t == 0 else outputs, pieces, strict=True):
+                fixed_labels.current = sampled[rows]
                 chosen.observe(output)
-                (cross_entropy(output, labels) / parts).backward()
+                (cross_entropy(output, y[rows], reduction="sum") / 16).backward()
             chosen.step()
-        for a, b in zip(model.parameters(), twin.parameters(), strict=True):
-            pairs = [(a.detach(), b.detach(), 1)]
-            for kind in ("stats", "factors"):
-                one, other = opt.state[a][kind], whole.state[b][kind]
-                pairs += [(s, r, 100) for s, r in zip(one, other, strict=True)]
-            for found, wanted, factor in pairs:
-                error = float((found - wanted).norm())
-                assert error <= factor * FLOAT64_REORDERED * float(wanted.norm())
+        assert apart(values(model), values(twin)) <= FLOAT64_REORDERED
+        for key in ("stats", "factors"):
+            one, other = (
+                [m for state in o.state.values() for m in state.get(key, ())] for o in (opt, whole)
+            )
+            assert apart(one, other) <= 100 * FLOAT64_REORDERED
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
