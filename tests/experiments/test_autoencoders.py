@@ -34,7 +34,9 @@ def test_the_loss_and_the_likelihood_fit_the_data(name: str) -> None:
 
 def test_problems_are_found_by_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     digits = load_autoencoder("digits", examples=40)
-    assert torch.equal(digits.images, load_autoencoder("digits").images[:40])
+    whole = load_autoencoder("digits").images
+    assert (whole.min(), whole.max()) == (0, 1)
+    assert torch.equal(digits.images, whole[:40])
     with pytest.raises(ValueError, match="examples must be from 1 to 1797, got 1798"):
         load_autoencoder("digits", examples=1798)
     with pytest.raises(DataMissingError, match="must hold train-images"):

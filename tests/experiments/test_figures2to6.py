@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import typer
-from torch import Tensor, nn
+from repeating_text import repeating_problem
 
 from experiments import figures2to6, training
 from experiments.figures2to6 import run_comparison, summary
@@ -19,30 +19,6 @@ from experiments.methods import (
     variant_labels,
 )
 from experiments.options import overridden
-from experiments.problems.problem import Problem
-
-
-class Line(Problem):
-    """Points on a line."""
-
-    name, label, likelihood, loss_label = "line", "A line", "gaussian", "squared error"
-    examples = 12
-
-    def build(self) -> nn.Module:
-        return nn.Linear(1, 1)
-
-    def to(self, device: torch.device) -> "Line":
-        return self
-
-    def batch(self, indices: Tensor, augment: torch.Generator) -> tuple[Tensor, Tensor]:
-        x = indices[:, None] / 12
-        return x, 3 * x
-
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return (outputs - targets).square().mean()
-
-    def description(self) -> dict[str, Any]:
-        return {"problem": self.name}
 
 
 def settings(seed: int, lr: float = 0.1) -> Settings:
@@ -54,26 +30,26 @@ def test_a_comparison_goes_on_with_its_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, cpu = tmp_path / "runs.json", torch.device("cpu")
-    first = run_comparison(Line(), [settings(0), settings(1)], out, cpu)
+    first = run_comparison(repeating_problem(), [settings(0), settings(1)], out, cpu)
     before = json.loads(out.read_text())["runs"]
     monkeypatch.setattr(
         figures2to6, "train_in_turn", lambda *_, **__: pytest.fail("it trained again")
     )
-    again = run_comparison(Line(), [settings(1), settings(0)], out, cpu)
+    again = run_comparison(repeating_problem(), [settings(1), settings(0)], out, cpu)
     assert [run.final_loss for run in again] == [run.final_loss for run in first]
     other = [replace(settings(0), batch_size=6)]
     with pytest.raises(typer.BadParameter, match="batch_size was 4 and is 6"):
-        run_comparison(Line(), other, out, cpu)
+        run_comparison(repeating_problem(), other, out, cpu)
     monkeypatch.setattr("tools.measuring.provenance.torch.get_num_threads", lambda: 7)
     with pytest.raises(typer.BadParameter, match="threads was 1 and is 7"):
-        run_comparison(Line(), [settings(2)], out, cpu)
+        run_comparison(repeating_problem(), [settings(2)], out, cpu)
     assert json.loads(out.read_text())["runs"] == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["runs.json", "runs.png"]
 
 
 def test_the_summary_has_means_over_the_seeds() -> None:
-    runs = [training.train(Line(), settings(seed), report_every=0) for seed in (0, 1)]
-    lost = training.train(Line(), settings(0, lr=1e30), report_every=0)
+    runs = [training.train(repeating_problem(), settings(seed), report_every=0) for seed in (0, 1)]
+    lost = training.train(repeating_problem(), settings(0, lr=1e30), report_every=0)
     losses = torch.tensor([run.final_loss for run in runs], dtype=torch.float64)
     rows = [line.split("|") for line in summary([*runs, lost]).splitlines()]
     assert rows[2][3].strip() == f"{losses.mean():.4g} ± {losses.std():.2g}"
