@@ -1,7 +1,6 @@
 """The experiments as commands: they write, continue, refuse, and run in several processes."""
 
 import functools
-import json
 import multiprocessing
 import os
 import signal
@@ -74,22 +73,6 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment.pop("TNT_DATA", None)
     command = [sys.executable, "-m", "experiments", *arguments]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-
-
-def test_a_command_writes_to_results_and_goes_on(tmp_path: Path) -> None:
-    given = ["figures2to6", "digits", "--optimizer", "tnt,sgd", "--epochs", "2"]
-    assert run(tmp_path, *given).returncode == 0
-    out = tmp_path / "results" / "digits.json"
-    before = json.loads(out.read_text())["runs"]
-    assert [one["key"]["optimizer"] for one in before] == ["tnt", "sgd"]
-    again = run(tmp_path, *given, "--seeds", "0,1")
-    assert again.returncode == 0 and "TNT" in again.stdout
-    assert json.loads(out.read_text())["runs"][:2] == before
-    other = ["--optimizer", "tnt/batch_size=64"]
-    refused = run(tmp_path, *given[:2], *other)
-    assert refused.returncode == 2 and "batch_size was 128 and is 64" in refused.stderr
-    assert refused.stderr.count("Traceback") == 0
-    assert len(json.loads(out.read_text())["runs"]) == 4
 
 
 @pytest.mark.usefixtures("ctrl_c")  # a process that is started has it too
