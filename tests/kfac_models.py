@@ -10,8 +10,8 @@ from torch.nn.functional import cross_entropy
 from tnt_optim import KFAC
 
 
-def conv_net(*, inplace: bool = False, dtype: torch.dtype = torch.float64) -> nn.Sequential:
-    """Two convolutions, a batch norm and a linear layer; (N, 2, 4, 4) to (N, 5)."""
+def conv_net(*, inplace: bool = False) -> nn.Sequential:
+    """Two convolutions, a batch norm and a linear layer; (N, 2, 4, 4) to (N, 5); float64."""
     torch.manual_seed(4)
     return nn.Sequential(
         nn.Conv2d(2, 4, 3, bias=False),
@@ -20,12 +20,17 @@ def conv_net(*, inplace: bool = False, dtype: torch.dtype = torch.float64) -> nn
         nn.ReLU(inplace),
         nn.Flatten(),
         nn.Linear(16, 5),
-    ).to(dtype)
+    ).double()
 
 
-def images(dtype: torch.dtype = torch.float64) -> Tensor:
+def images() -> Tensor:
     """A random batch for ``conv_net``."""
-    return torch.randn(8, 2, 4, 4, dtype=dtype)
+    return torch.randn(8, 2, 4, 4, dtype=torch.float64)
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    """Random images and labels, whatever the step."""
+    return images(), torch.randint(5, (8,))
 
 
 class Heads(nn.Module):
@@ -55,16 +60,6 @@ class Sides(nn.Module):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         """(N, 3) and (N, 2) to (N, 5)."""
         return torch.cat([self.left(x), self.right(y)], dim=1)
-
-
-def train(model: nn.Module, opt: KFAC, steps: int = 1) -> None:
-    """Steps of ``conv_net`` on data from the global generator."""
-    for _ in range(steps):
-        opt.zero_grad()
-        output = model(images(next(model.parameters()).dtype))
-        opt.observe(output)
-        cross_entropy(output, torch.randint(5, (len(output),))).backward()
-        opt.step()
 
 
 def step_on_ones(model: nn.Module, opt: KFAC, *inputs: Tensor) -> None:

@@ -9,7 +9,8 @@ import pytest
 import torch
 from conftest import Snapshot
 from drawn import close, noise
-from kfac_models import conv_net, images, observed_statistics, train
+from kfac_models import batch, conv_net, images, observed_statistics
+from optimizers import train
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -197,7 +198,7 @@ def test_captured_inputs_are_freed_with_the_graph() -> None:
 def test_nothing_keeps_the_model_or_the_optimizer_alive() -> None:
     model = conv_net()
     opt = KFAC(model)
-    train(model, opt, 2)
+    train(model, opt, range(2), data=batch)
     gone, model_gone = weakref.ref(opt), weakref.ref(model)
     gc.collect()
     gc.disable()

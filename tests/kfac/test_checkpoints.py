@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import Snapshot
-from kfac_models import conv_net, images, train
+from kfac_models import batch, conv_net, images
+from optimizers import train
 from torch import Tensor, nn
 
 from tnt_optim import KFAC
@@ -19,16 +20,16 @@ from tnt_optim.autograd import graph_nodes
 def test_the_hooks_of_a_copied_model_do_nothing(clone: Callable[[Any], Any]) -> None:
     model = conv_net()
     opt = KFAC(model)
-    train(model, opt)
+    train(model, opt, [0], data=batch)
     assert not any(node.metadata for node in graph_nodes(clone(model)(images())))
 
 
 def test_a_graft_that_is_switched_on_starts_both_moments_together() -> None:
     model = conv_net()
     opt = KFAC.paper(model)
-    train(model, opt, 2)
+    train(model, opt, range(2), data=batch)
     opt.param_groups[0]["graft"] = "adam"
-    train(model, opt)
+    train(model, opt, [0], data=batch)
     assert opt.state[model[0].weight]["updates"] == 1
     assert torch.equal(opt.state[model[0].weight]["momentum"], model[0].weight.grad)
 
