@@ -210,9 +210,9 @@ def saved_states(
         for index, param in zip(saved["params"], group["params"], strict=True):
             state = state_dict["state"].get(index)
             if state:
-                if state.get("first_step", 0) is None:
+                if state.get("first_step", 0) is None and "stats" not in state:
                     # torch's set_optimizer_state_dict with full_state_dict loses empty lists.
-                    state = {"stats": [], **state}
+                    state = {**state, "stats": []}
                 yield f"state_dict['state'][{index}]", settings, param, state
 
 

@@ -246,7 +246,7 @@ class KroneckerOptimizer(Optimizer):
         self._adopt(fresh)
 
     def allocate_state(self, unreached: Iterable[Tensor] = ()) -> None:
-        """Gives every trainable parameter without state one of zeros, to load into.
+        """Gives every trainable parameter without state a new one, to load into.
 
         Loaders that load in place, such as ``torch.distributed.checkpoint``, find in it the tensors
         that this process keeps. Load before the next step.
