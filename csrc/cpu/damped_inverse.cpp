@@ -161,7 +161,7 @@ Rescaling rescale(const TensorModes& tensor, double damping, bool relative) {
   trace += lost;
   for (const FactorMode& mode : tensor.modes) size *= static_cast<double>(mode.d);
   // Tasks flush subnormal numbers to zero. Where the average eigenvalue is smaller than this, they
-  // count, and a statistic without them is indefinite.
+  // count, and a statistic without them may be indefinite.
   constexpr double kLeast = std::numeric_limits<T>::min() / std::numeric_limits<T>::epsilon();
   if (size == 0 || std::abs(trace / static_cast<double>(first.d)) < kLeast) {
     return {0, relative ? 1 : damping};
