@@ -31,7 +31,7 @@ from experiments.steps import BOTH, PLAIN
 from experiments.tasks import RIVALS, UNTUNED, modern_settings
 
 RECORD = Path(defaults.__file__).with_name("results") / "defaults.json"
-TASK = replace(TASKS["transformer64-400"], epochs=2, seeds=2)
+TASK = replace(TASKS["transformer64-400"], epochs=2, seeds=range(2))
 
 
 def a_run(method: str, lr: float | None, seed: int, losses: list[float | None]) -> dict[str, Any]:
@@ -173,7 +173,7 @@ def test_a_small_comparison_runs_and_goes_on(
     for package in ("pytorch_optimizer", "heavyball"):
         pytest.importorskip(package)
     problem = repeating_problem()
-    small = replace(TASK, load=lambda data: problem, batch_size=4, epochs=1, seeds=1)
+    small = replace(TASK, load=lambda data: problem, batch_size=4, epochs=1, seeds=range(1))
     out = tmp_path / "defaults.json"
     for centres in ({"adam": 5.6e-3}, small.centres):  # a record goes on with more rivals
         monkeypatch.setattr(defaults, "SMALL", {"small": replace(small, centres=centres)})
