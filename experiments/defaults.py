@@ -105,7 +105,8 @@ TASKS: Mapping[str, Task] = {
             functools.partial(load_language, width=width),
             steps // 50,
             _LANGUAGE,
-            seeds=_FIVE,
+            # Width 128 with 1000 steps has not run with others yet.
+            seeds=range(5) if (width, steps) == (128, 1000) else _FIVE,
             after=f"transformer{width}-400" if steps > 400 else None,
         )
         for width in (64, 128)
