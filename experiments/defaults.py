@@ -1,9 +1,9 @@
 """Beyond the paper: optimizers without any argument against tuned rivals.
 
-TNT, TNT-EF, Shampoo and KFAC have their defaults on every task: nothing is searched. Every rival
-has its best learning rate: a search with a seed that the final runs do not use goes on until both
-neighbours in the grid are worse. Last, each kind of step is timed alone, all methods in turn, since
-the runs share the machine.
+TNT, TNT-EF, Shampoo and KFAC have their defaults on every task: nothing is searched here. Every
+rival has its best learning rate: a search with a seed that the final runs do not use goes on until
+both neighbours in the grid are worse. Last, each kind of step is timed alone, all methods in turn,
+since the runs share the machine.
 """
 
 from __future__ import annotations
