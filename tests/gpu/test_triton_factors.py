@@ -3,6 +3,8 @@
 tests/gpu/test_contract.py has what they share with every other implementation.
 """
 
+from typing import Any
+
 import pytest
 import torch
 import triton_operators
@@ -15,6 +17,21 @@ from tnt_kernels.triton import damped_inverse, factors, inverse_root, launch
 
 def run(given: Call, programs: int) -> Results:
     return given.with_arguments(programs=programs)(triton_operators)
+
+
+def with_little_workspace(given: Call, module: Any, arguments: Any) -> tuple[Any, Any, Results]:
+    """The plans with much and with little workspace, whose results are the same."""
+    launch._plans.clear()
+    wanted = given.copy()(triton_operators)
+    together = module.plan(*arguments)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(factors, "SCRATCH_BYTES", 1)
+        launch._plans.clear()
+        results = given(triton_operators)
+        in_waves = module.plan(*arguments)
+    launch._plans.clear()
+    same(results, wanted)
+    return together, in_waves, results
 
 
 @pytest.mark.parametrize("dtype", STATE_DTYPES, ids=str)
@@ -34,25 +51,17 @@ def test_results_do_not_depend_on_the_strips() -> None:
     same(run(given, 1), wanted)
 
 
-def test_waves_of_inverses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waves_of_inverses() -> None:
     """With little workspace, what the largest tensor needs; failures stay where they are."""
     given = call("damped_inverse", [(9, 70), (200,), (5,), (130, 3)], "full")
     given.arguments["stats"][1][0][150, 150] = -1.0
     layouts = launch.layouts([s for row in given.arguments["stats"] for s in row])
     arguments = layouts, (2, 1, 1, 2), GPU, 1
-    launch._plans.clear()
-    wanted = given.copy()(triton_operators)
-    together = damped_inverse.plan(*arguments)
-    monkeypatch.setattr(factors, "SCRATCH_BYTES", 1)
-    launch._plans.clear()
-    results = given(triton_operators)
-    in_waves = damped_inverse.plan(*arguments)
-    launch._plans.clear()
+    together, in_waves, results = with_little_workspace(given, damped_inverse, arguments)
     # A triangle, a panel and a corner: 3, 6, 15, 3, 10 and 3 tiles of 64 x 64 numbers.
     assert len(together.waves) == 1 and together.scratch == 40 * 64 * 64 * 4
     assert len(in_waves.waves) == 3 and in_waves.scratch == 15 * 64 * 64 * 4
     assert results["info"].tolist() == [0, 1, 0, 0]
-    same(results, wanted)
 
 
 def test_launches_do_not_grow_with_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +88,7 @@ def test_tiles_of_roots(size: int, dtype: torch.dtype, programs: int) -> None:
     agree(run(given, programs), wanted, given)
 
 
-def test_waves_of_roots(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waves_of_roots() -> None:
     """With little workspace, one tensor after the other, in what the largest of them needs."""
     roots = (2, 2, 3)
     stats = [[statistic(9, diagonal=True), statistic(n + 2, diagonal=False)] for n in range(3)]
@@ -89,17 +98,9 @@ def test_waves_of_roots(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     flat = [stat for row in stats for stat in row]
     arguments = launch.layouts(flat), (2, 2, 2), roots, GPU, 1
-    launch._plans.clear()
-    wanted = given.copy()(triton_operators)
-    together = inverse_root.plan(*arguments)
+    together, in_waves, results = with_little_workspace(given, inverse_root, arguments)
     assert len(together.waves) == 1
-    monkeypatch.setattr(factors, "SCRATCH_BYTES", 1)
-    launch._plans.clear()
-    results = given(triton_operators)
-    in_waves = inverse_root.plan(*arguments)
-    launch._plans.clear()
     # Rows of 4 numbers; five buffers, six for the third root.
     assert len(in_waves.waves) == 3 and in_waves.scratch == 6 * 4 * 4 * 4
     assert together.scratch == in_waves.scratch + 5 * (2 + 3) * 4 * 4
     assert results["info"].tolist() == [0, 1, 0]
-    same(results, wanted)

@@ -137,23 +137,24 @@ def owner_ranks(stats: Mapping[Tensor, Sequence[Tensor]], processes: int) -> dic
 def made_by_owners(
     team: ProcessGroup,
     inverse: Inverse,
-    stats: Mapping[Tensor, list[Tensor]],
+    states: States,
     damping: Number,
     relative: bool,
-    out: Mapping[Tensor, list[Tensor]],
 ) -> Tensor:
     """As ``inverse.make``, with each layer's factors computed by one rank for all.
 
-    The statistics, by weight and on one device, are the same in all processes. So are the results.
+    The states, by weight and on one device, have the same statistics in all processes, and then the
+    same factors.
     """
+    stats = {weight: state["stats"] for weight, state in states.items()}
     sharing = Replicated(team, "inverses", owner_ranks(stats, team.size).__getitem__)
     own = sharing.owned(stats)
     codes = next(iter(stats.values()))[0].new_zeros(0)
     if own:
-        target = [out[weight] for weight in own]
+        target = [states[weight]["factors"] for weight in own]
         codes = inverse.make([stats[w] for w in own], damping, relative, target)
     codes = sharing.codes(list(stats), own, codes)
-    sharing.send_factors(stats, {weight: {"factors": out[weight]} for weight in stats})
+    sharing.send_factors(stats, states)
     return codes
 
 

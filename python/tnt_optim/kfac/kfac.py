@@ -577,12 +577,11 @@ class KFAC(Attachable, Optimizer):
     def _inverses(self, group: Settings, states: Mapping[Tensor, dict[str, Any]]) -> Tensor:
         """Computes the factors of states by weight, on one device; see ``Inverse.make``."""
         inverse, how = INVERSES[self.inverse], (group["damping"], group["relative_damping"])
-        stats = {weight: state["stats"] for weight, state in states.items()}
-        factors = {weight: state["factors"] for weight, state in states.items()}
         team = None if self.shard is None else self._team()
         if team is None:
-            return inverse.make(list(stats.values()), *how, list(factors.values()))
-        return made_by_owners(team, inverse, stats, *how, factors)
+            stats, factors = ([s[key] for s in states.values()] for key in ("stats", "factors"))
+            return inverse.make(stats, *how, factors)
+        return made_by_owners(team, inverse, states, *how)
 
     # The update.
 
