@@ -105,8 +105,7 @@ TASKS: Mapping[str, Task] = {
             functools.partial(load_language, width=width),
             steps // 50,
             _LANGUAGE,
-            # Width 128 with 1000 steps has not run with others yet.
-            seeds=range(5) if (width, steps) == (128, 1000) else _FIVE,
+            seeds=_FIVE,
             after=f"transformer{width}-400" if steps > 400 else None,
         )
         for width in (64, 128)
@@ -218,16 +217,20 @@ def _train(file: RunFile, name: str, task: Task, maker: Callable[[], Problem], j
     first: Mapping[str, float] = task.centres
     if task.after is not None:
         first = _best(file, task.after, first)
-    # A search that was stopped goes on from its best rate.
-    best = {method: best_rate(file.runs, name, method) or lr for method, lr in first.items()}
     for _ in range(MOST_ROUNDS):
-        make(_settings(m, task, lr, TUNING_SEED) for m in best for lr in around(best[m]))
-        before, best = best, _best(file, name, best)
-        if best == before:
-            break
-    else:
-        raise ValueError(f"{name}: the best rates are still ends of the searches, {best}")
-    make(_settings(m, task, lr, seed) for m, lr in best.items() for seed in task.seeds)
+        # A search that was stopped goes on from its best rate.
+        best = {method: best_rate(file.runs, name, method) or lr for method, lr in first.items()}
+        searching, wanted = False, []
+        for method, lr in best.items():
+            if set(around(lr)) <= tried(file.runs, name, method).keys():
+                wanted += [_settings(method, task, lr, seed) for seed in task.seeds]
+            else:
+                searching = True
+                wanted += [_settings(method, task, near, TUNING_SEED) for near in around(lr)]
+        make(wanted)
+        if not searching:
+            return
+    raise ValueError(f"{name}: the best rates are still ends of the searches, {best}")
 
 
 def _best(file: RunFile, task: str, methods: Iterable[str]) -> dict[str, float]:
