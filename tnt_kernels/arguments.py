@@ -4,7 +4,7 @@ The C++ operators check the same rules in a tenth of the time, but on flat lists
 refused a call, these checks run to name the argument (see ``ops``).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from numbers import Real
 from typing import Any
 
@@ -265,30 +265,43 @@ def _check_written(name: str, tensor: Tensor, *, contiguous: bool = False) -> No
         raise ValueError(f"{name} must be contiguous, got {tensor.stride()}")
 
 
-def check_overlaps(written: dict[str, Iterable[Tensor]], read: dict[str, Iterable[Tensor]]) -> None:
-    """Refuses written memory that appears twice; the same rule as in C++ (csrc/check.h)."""
+def check_overlaps(written: dict[str, Iterable[Any]], read: dict[str, Iterable[Any]]) -> None:
+    """Refuses written memory that appears twice, by the rule in csrc/check.h.
+
+    Both hold lists of tensors, or lists of lists, by name.
+    """
     if torch.compiler.is_compiling():
         return
     ranges = sorted(
         (
-            (tensor.data_ptr(), _end(tensor), is_written, name, tensor)
+            (tensor.data_ptr(), _end(tensor), is_written, name, tensor.nbytes)
             for group, is_written in ((written, True), (read, False))
-            for name, tensors in group.items()
-            for tensor in tensors
+            for argument, entries in group.items()
+            for name, tensor in _named(argument, entries)
             if tensor.numel() and has_memory(tensor)
         ),
         key=lambda r: r[0],
     )
     reaching: list[tuple[Any, ...]] = []  # those that reach beyond the start of the next one
     for current in ranges:
-        first, _, is_written, name, tensor = current
+        first, end, is_written, name, size = current
         reaching = [other for other in reaching if other[1] > first]
-        for _, _, other_written, other_name, other in reaching:
-            if (is_written or other_written) and _share_memory(tensor, other):
+        for other_first, other_end, other_written, other_name, other_size in reaching:
+            have_gaps = end - first != size or other_end - other_first != other_size
+            interleave = have_gaps and first != other_first
+            if (is_written or other_written) and not interleave:
                 raise ValueError(
                     f"{name} must not share memory with {other_name}: one of them is written to"
                 )
         reaching.append(current)
+
+
+def _named(name: str, entries: Iterable[Any]) -> Iterator[tuple[str, Tensor]]:
+    for t, entry in enumerate(entries):
+        if isinstance(entry, Tensor):
+            yield f"{name}[{t}]", entry
+        else:
+            yield from _named(f"{name}[{t}]", entry)
 
 
 def has_memory(tensor: Tensor) -> bool:
@@ -301,35 +314,6 @@ def _end(tensor: Tensor) -> int:
     strides = zip(tensor.stride(), tensor.shape, strict=True)
     reach = 1 + sum(stride * (size - 1) for stride, size in strides)
     return int(tensor.data_ptr() + tensor.element_size() * reach)
-
-
-def _share_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors share a byte, exact for nested strides: views may interleave."""
-    terms: dict[int, list[int]] = {}  # stride -> the least and the largest factor of it
-    for sign, tensor in ((1, a), (-1, b)):
-        item = tensor.element_size()
-        strides = [(s * item, d) for s, d in zip(tensor.stride(), tensor.shape, strict=True)]
-        for stride, size in [*strides, (1, item)]:
-            if size > 1 and stride > 0:
-                low_high = terms.setdefault(stride, [0, 0])
-                low_high[sign > 0] += sign * (size - 1)
-    ordered = sorted(((s, *bounds) for s, bounds in terms.items()), reverse=True)
-    return _can_add_up(ordered, b.data_ptr() - a.data_ptr(), [1000])
-
-
-def _can_add_up(terms: Sequence[tuple[int, ...]], total: int, tries: list[int]) -> bool:
-    """Whether factors of the strides can give ``total``; gives up, with True, without ``tries``."""
-    if not terms:
-        return total == 0
-    (stride, low, high), *rest = terms
-    least, most = (sum(term[0] * term[end] for term in rest) for end in (1, 2))
-    for factor in range(max(low, -((most - total) // stride)), high + 1):
-        if total - factor * stride < least:
-            return False
-        tries[0] -= 1
-        if tries[0] < 0 or _can_add_up(rest, total - factor * stride, tries):
-            return True
-    return False
 
 
 def check_device(**arguments: Tensor | Iterable[Tensor]) -> None:

@@ -90,8 +90,8 @@ def register_reference(library: torch.library.Library) -> None:
     """Registers the reference for all devices without another kernel, and the fake kernels."""
     for name, implementation in _REFERENCE.items():
         library.impl(name, _outside_of_autocast(implementation), "CompositeExplicitAutograd")
-        for key in _SPARSE:
-            library.impl(name, _refuse_sparse, key)
+        for key in _NOT_DENSE:
+            library.impl(name, _refuse, key)
         torch.library.register_fake(f"{NAMESPACE}::{name}", _SHAPES[name], lib=library)
     library.impl("_may_round", _may_round, "CompositeExplicitAutograd")
 
@@ -106,12 +106,15 @@ def register_triton(library: torch.library.Library) -> None:
         library.impl(name, functools.partial(_serve, name), "CUDA")
 
 
-# Without kernels here sparse arguments would reach the reference, which fails after it has written.
-_SPARSE = ("SparseCPU", "SparseCUDA", "SparseCsrCPU", "SparseCsrCUDA", "MkldnnCPU")
+# Without kernels here such arguments would reach the reference, which fails after it has written.
+_NOT_DENSE = (
+    *("SparseCPU", "SparseCUDA", "SparseCsrCPU", "SparseCsrCUDA"),
+    *("MkldnnCPU", "QuantizedCPU", "QuantizedCUDA"),
+)
 
 
-def _refuse_sparse(*_: Any) -> None:
-    raise ValueError("all tensors must be dense, got a sparse or an MKL-DNN one")
+def _refuse(*_: Any) -> None:
+    raise ValueError("all tensors must be dense, got a sparse, an MKL-DNN or a quantized one")
 
 
 def _outside_of_autocast(implementation: Callable[..., Any]) -> Callable[..., Any]:

@@ -22,6 +22,7 @@ Conventions of every function here:
 import math
 import operator
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -99,11 +100,11 @@ def gram_ema_(
             check_modes("factors", factors, "tensors", tensors)
         flat, flat_factors = _flat(stats), _flat(factors or [])
         check_device(stats=flat, tensors=tensors, factors=flat_factors, decay=weight)
-        check_overlaps({"stats": flat}, {"tensors": tensors, "factors": flat_factors})
+        check_overlaps({"stats": stats}, {"tensors": tensors, "factors": factors or []})
 
     def arguments() -> tuple[Any, ...]:
         whitening = [] if factors is None else _flat(factors, tensors)
-        return _flat(stats, tensors), list(tensors), weight, whitening
+        return _flat(stats, tensors), _listed(tensors), weight, whitening
 
     _call("gram_ema_", check, arguments)
 
@@ -181,12 +182,12 @@ def inverse_root(
     for deep learning".
     """
     eps = scalar("damping", damping, low=0.0)
-    given = list(root) if isinstance(root, list | tuple) else [root]
-    if any(not isinstance(p, int) or isinstance(p, bool) or p < 1 for p in given):
+    given: list[Any] = list(root) if isinstance(root, list | tuple) else [root]
+    if any(not isinstance(p, Integral) or isinstance(p, bool) or p < 1 for p in given):
         raise ValueError(f"root must be a positive integer, or one for each tensor, got {root!r}")
 
     def arguments() -> tuple[Any, ...]:
-        roots = given if isinstance(root, list | tuple) else given * len(stats)
+        roots = list(map(int, given)) * (1 if isinstance(root, list | tuple) else len(stats))
         return _flat(target), _flat(stats), [len(row) for row in stats], eps, roots
 
     def check() -> None:
@@ -230,7 +231,7 @@ def mode_products(tensors: Sequence[Tensor], factors: Modes) -> list[Tensor]:
     if isinstance(tensors, list | tuple) and not tensors:
         check()
         return []
-    return list(_call("mode_products", check, lambda: (list(tensors), _flat(factors, tensors))))
+    return list(_call("mode_products", check, lambda: (_listed(tensors), _flat(factors, tensors))))
 
 
 @torch.no_grad()
@@ -271,11 +272,11 @@ def preconditioned_step_(
         check_step(params, momenta, grads)
         flat = _flat(factors)
         check_device(params=params, momenta=momenta, grads=grads, factors=flat, **scalars)
-        check_overlaps({"params": params, "momenta": momenta}, {"grads": grads, "factors": flat})
+        check_overlaps({"params": params, "momenta": momenta}, {"grads": grads, "factors": factors})
 
     def arguments() -> tuple[Any, ...]:
-        lists = list(params), list(momenta), list(grads), _flat(factors, params)
-        return *lists, *scalars.values()
+        lists = map(_listed, (params, momenta, grads))
+        return *lists, _flat(factors, params), *scalars.values()
 
     _call("preconditioned_step_", check, arguments)
 
@@ -328,7 +329,7 @@ def scaled_step_(
             check_scales(scales, params)
         table = torch.zeros(0, dtype=torch.float64, device="cpu") if scales is None else scales
         chosen = [True] * len(params) if decayed is None else decayed
-        return list(params), list(directions), alpha, gamma, chosen, table
+        return _listed(params), _listed(directions), alpha, gamma, chosen, table
 
     _call("scaled_step_", check, arguments)
 
@@ -393,13 +394,13 @@ def grafted_directions_(
             check_device(momenta=momenta, counts=counts)
         check_overlaps(
             {"momenta": momenta, "second_moments": squares, "out": into},
-            {"grads": grads, "factors": flat},
+            {"grads": grads, "factors": factors},
         )
 
     def arguments() -> tuple[Any, ...]:
         if second_moments is not None:  # to the operator, an empty list means not given
             check_length("second_moments", second_moments, "momenta", momenta)
-        lists = list(momenta), list(second_moments or []), list(target), list(grads)
+        lists = map(_listed, (momenta, second_moments or [], target, grads))
         table = torch.zeros(0, 2, dtype=torch.float64, device="cpu") if counts is None else counts
         return *lists, _flat(factors, momenta), mu, table, second_decay, eps
 
@@ -479,18 +480,27 @@ _is_cpu = operator.attrgetter("is_cpu")
 
 
 def _all_on_cpu(arguments: Sequence[Any]) -> bool:
+    """Whether the C++ operators serve, which check: all tensors have memory, on the CPU."""
     lists = [a if isinstance(a, list | tuple) else [a] for a in arguments]
     try:
-        return all(all(map(_is_cpu, a)) for a in lists if a and isinstance(a[0], Tensor))
+        lists = [a for a in lists if a and isinstance(a[0], Tensor)]
+        return all(has_memory(a[0]) and all(map(_is_cpu, a)) for a in lists)
     except AttributeError:  # not a tensor, which the operator refuses
         return True
+
+
+def _listed(tensors: Sequence[Any]) -> list[Any]:
+    """A list's entries. A tensor has entries too, its rows, but is no list of tensors."""
+    if isinstance(tensors, Tensor):
+        raise TypeError("must be a list, got a tensor")
+    return list(tensors)
 
 
 def _flat(modes: Modes, tensors: Sequence[Tensor] | None = None) -> list[Tensor]:
     """The modes of all tensors in one list; refuses another number than ``tensors`` have."""
     if tensors is not None and [len(row) for row in modes] != [t.dim() for t in tensors]:
         raise ValueError("there must be one entry for each mode of each tensor")
-    return [tensor for row in modes for tensor in row]
+    return [tensor for row in _listed(modes) for tensor in _listed(row)]
 
 
 def _contiguous_like(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -517,4 +527,4 @@ def _check_factors(stats: Modes, out: Modes | None, damping: Tensor) -> None:
         check_out(out, stats)
     flat_stats, flat_out = _flat(stats), _flat(out or [])
     check_device(stats=flat_stats, out=flat_out, damping=damping)
-    check_overlaps({"out": flat_out}, {"stats": flat_stats})
+    check_overlaps({"out": out or []}, {"stats": stats})

@@ -6,6 +6,7 @@
 #include <bit>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <memory>
 #include <type_traits>
@@ -50,59 +51,26 @@ bool all_finite(const T* values, int64_t count) {
   return (seen & kSign) == 0;
 }
 
-// Saves a factor's old values. For a symmetric matrix the diagonal is enough: make() leaves the
-// strict lower triangle as it is.
+// A factor's old values.
 class SavedFactor {
  public:
   template <typename T>
   void save(const FactorMode& mode) {
-    const T* out = static_cast<const T*>(mode.out);
-    symmetric_ = !mode.diagonal && symmetric(out, mode.d);
-    const int64_t count = symmetric_ ? mode.d : mode.count(), step = symmetric_ ? mode.d + 1 : 1;
-    memory_ = std::make_unique_for_overwrite<char[]>(static_cast<size_t>(count) * sizeof(T));
-    T* saved = reinterpret_cast<T*>(memory_.get());
-    for (int64_t i = 0; i < count; ++i) saved[i] = out[i * step];
+    const auto bytes = static_cast<size_t>(mode.count()) * sizeof(T);
+    memory_ = std::make_unique_for_overwrite<char[]>(bytes);
+    std::memcpy(memory_.get(), mode.out, bytes);
   }
 
   template <typename T>
   void restore(const FactorMode& mode) const {
-    T* out = static_cast<T*>(mode.out);
-    const T* saved = reinterpret_cast<const T*>(memory_.get());
-    if (!symmetric_) {
-      std::copy_n(saved, mode.count(), out);
-      return;
-    }
-    for (int64_t i = 0; i < mode.d; ++i) out[i * (mode.d + 1)] = saved[i];
-    mirror_lower(out, mode.d, mode.d);
+    std::memcpy(mode.out, memory_.get(), static_cast<size_t>(mode.count()) * sizeof(T));
   }
 
   void forget() { memory_.reset(); }
   bool exists() const { return memory_ != nullptr; }
 
  private:
-  // To the bit, NaN included.
-  template <typename T>
-  static bool symmetric(const T* matrix, int64_t d) {
-    constexpr int64_t kBlock = 32;
-    T block[kBlock * kBlock];
-    for (int64_t r = 0; r < d; r += kBlock) {
-      for (int64_t c = 0; c <= r; c += kBlock) {
-        const int64_t height = std::min(kBlock, d - r), width = std::min(kBlock, d - c);
-        transpose(matrix + r * d + c, d, block, kBlock, height, width);
-        decltype(bits_of(T{})) difference = 0;
-        for (int64_t i = 0; i < width; ++i) {
-          for (int64_t j = 0; j < height; ++j) {
-            difference |= bits_of(matrix[(c + i) * d + r + j]) ^ bits_of(block[i * kBlock + j]);
-          }
-        }
-        if (difference != 0) return false;
-      }
-    }
-    return true;
-  }
-
   std::unique_ptr<char[]> memory_;
-  bool symmetric_ = false;
 };
 
 // The lower triangle of a square matrix <- its upper triangle.
@@ -119,10 +87,9 @@ void mirror_upper(T* matrix, int64_t n) {
 }
 
 // Calls make(tensor, mode, scratch) for all modes of all tensors. It writes the factor to the
-// mode's `out` (of a matrix the diagonal and the upper triangle; it does not change the strict
-// lower one) and returns whether the factor is good. If one of a tensor is not, all of its factors
-// are restored and info[t] is i + 1 for the first bad mode i. They are also restored if make
-// throws, for example for lack of memory. Matrices that wait for other modes need only `out`.
+// mode's `out` (of a matrix the diagonal and the upper triangle) and returns whether the factor is
+// good. If one of a tensor is not, all of its factors are restored and info[t] is i + 1 for the
+// first bad mode i. They are also restored if make throws, for example for lack of memory.
 template <typename Make>
 void make_factors(const std::vector<TensorModes>& tensors, double flops_per_cube, const Make& make,
                   int32_t* info) {

@@ -45,12 +45,17 @@ struct Matrices {
   explicit Matrices(const TensorList& tensors) {
     data.reserve(tensors.size());
     for (const Tensor& tensor : tensors) {
-      const bool copied = !tensor.is_contiguous();
-      if (copied) {
-        copies.push_back(empty(tensor.sizes(), tensor.dtype()));
-        succeeded(aoti_torch_copy_(copies.back().handle(), tensor.handle(), /*non_blocking=*/0));
+      if (tensor.is_contiguous()) {
+        data.push_back(tensor.data());
+        continue;
       }
-      data.push_back((copied ? copies.back() : tensor).data());
+      copies.push_back(empty(tensor.sizes(), tensor.dtype()));
+      void* copy = copies.back().mutable_data();
+      // Not PyTorch's copy, whose threads a forked child waits for without end.
+      data.push_back(with_state(element_of(tensor), [&](auto zero) -> const void* {
+        auto* buffer = static_cast<decltype(zero)*>(copy);
+        return contiguous_data(view_of(tensor), buffer);
+      }));
     }
   }
 

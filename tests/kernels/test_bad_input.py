@@ -15,6 +15,7 @@ import torch
 from cases import flat, normal, scalar, unchanged
 from operators import NUMBERS, VARIANTS, WRITTEN, Call, call, flat_arguments
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tnt_kernels
 from tnt_kernels import ops
@@ -316,28 +317,65 @@ def test_good_arguments_are_not_refused(variant: str, monkeypatch: pytest.Monkey
     given()
 
 
-def halves(width: int) -> dict[str, Any]:
-    """A step on the first ``width`` columns of a buffer, and on all but the first three."""
+@pytest.mark.parametrize("served", ["C++", "Python"])
+def test_columns_of_a_buffer(served: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns side by side share no memory; what begins at one address does."""
+    if served == "Python":
+        monkeypatch.setattr(ops, "in_extension", lambda name: False)
     memory = torch.randn(4, 8)
-    params = [memory[:, :width], memory[:, 3:]]
-    return {
-        "params": params,
-        "momenta": [torch.zeros(p.shape) for p in params],
-        "grads": [torch.ones(p.shape) for p in params],
-        "factors": [[torch.eye(d) for d in p.shape] for p in params],
-        **{"lr": 0.5, "momentum": 0.9, "weight_decay": 0.0},
-    }
+    given: dict[str, Any] = {"momentum": 0.9, "lr": 0.5, "weight_decay": 0.0}
+
+    def step(*params: Tensor) -> None:
+        tnt_kernels.preconditioned_step_(
+            params=params,
+            momenta=[torch.zeros(p.shape) for p in params],
+            grads=[torch.ones(p.shape) for p in params],
+            factors=[[torch.eye(d) for d in p.shape] for p in params],
+            **given,
+        )
+
+    step(memory[:, :3], memory[:, 3:])
+    with unchanged([memory]), pytest.raises(ValueError, match=r"params\[1\] must not share memory"):
+        step(memory[:, :3], memory[:, :5])
+
+
+def test_a_tensor_is_no_list_of_its_rows() -> None:
+    square = torch.eye(2)
+    for name, wrong in {
+        r"stats\[0\]": lambda: tnt_kernels.damped_inverse([square], 0.1),
+        "stats": lambda: tnt_kernels.inverse_root(torch.stack([square]), 0.1, 2),
+        r"factors\[0\]": lambda: tnt_kernels.mode_products([torch.ones(2, 2)], [square]),
+        "tensors": lambda: tnt_kernels.mode_products(torch.ones(1, 2), [[square]]),
+        "params": lambda: tnt_kernels.scaled_step_(square, [torch.ones(2)] * 2, 0.1, 0.0),
+    }.items():
+        with unchanged([square]), pytest.raises((TypeError, ValueError), match=f"^{name} must"):
+            wrong()
 
 
 @pytest.mark.parametrize("served", ["C++", "Python"])
-def test_columns_of_a_buffer(served: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Columns side by side share no memory; columns that overlap are refused."""
+def test_memory_that_is_written_twice_is_named(
+    served: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if served == "Python":
         monkeypatch.setattr(ops, "in_extension", lambda name: False)
-    tnt_kernels.preconditioned_step_(**halves(3))
-    arguments = halves(5)
-    with unchanged(flat(list(arguments.values())[:4])), pytest.raises(ValueError, match="share"):
-        tnt_kernels.preconditioned_step_(**arguments)
+    a, b, c = (torch.zeros(2, 2) for _ in range(3))
+    with pytest.raises(ValueError, match=r"stats\[1\]\[0\] must not share .* with stats\[0\]\[1\]"):
+        tnt_kernels.gram_ema_([[a, b], [b, c]], [torch.ones(2, 2)] * 2, 0.5)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+def test_a_quantized_gradient_is_refused_before_anything_changes() -> None:
+    params = [torch.ones(2, 2) for _ in range(2)]
+    grads = [torch.ones(2, 2), torch.quantize_per_tensor(torch.ones(2, 2), 0.1, 0, torch.qint8)]
+    momenta, factors = [torch.zeros(2, 2) for _ in range(2)], [[torch.eye(2)] * 2] * 2
+    with unchanged(params, momenta), pytest.raises(ValueError, match=r"grads\[1\] must be"):
+        tnt_kernels.preconditioned_step_(params, momenta, grads, factors, 0.1, 0.9, 0.0)
+
+
+def test_fake_tensors_are_checked() -> None:
+    with FakeTensorMode(), pytest.raises(ValueError, match=r"stats\[0\]\[1\] must be \(4, 4\)"):
+        stats = [[torch.eye(3), torch.eye(7)]]
+        tnt_kernels.gram_ema_(stats, [torch.ones(3, 4)], 0.5)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -22,11 +22,14 @@ def test_fork() -> None:
     run_alone("""
         import os, signal
         import torch
-        from operators import VARIANTS, call, everything
+        from operators import VARIANTS, Call, call, everything
 
         torch.set_num_threads(2)
         shapes = [(9,), (64, 33), (40, 30, 9), (700, 300), (2, 3, 5, 4)]
         calls = [call(variant, shapes, "full") for variant in VARIANTS]
+        strided = torch.rand(1200, 1200)[::2, ::2]  # a matrix that is only read
+        given = {"tensors": [torch.ones(600)], "factors": [[strided]]}
+        calls.append(Call("mode_products", given))
         copies = [given.copy() for given in calls]
         wanted = [everything(given()) for given in calls]
         large = torch.randn(600, 600)

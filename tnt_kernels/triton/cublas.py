@@ -186,9 +186,10 @@ def chain_(
         torch.mm(left, inner, out=result)
         return
     lr, weight_decay = step
-    kept = 1 - lr * weight_decay
-    if min(lr, abs(kept)) > torch.finfo(result.dtype).tiny:
-        result.addmm_(left, inner, beta=kept, alpha=-lr)
+    if weight_decay:
+        # Not as beta = 1 - lr weight_decay, which would be rounded to the float32's next to 1.
+        result.sub_(result, alpha=lr * weight_decay)
+    if lr > torch.finfo(result.dtype).tiny:
+        result.addmm_(left, inner, alpha=-lr)
     else:  # a BLAS does not read what it multiplies by 0, but 0 NaN is NaN
-        product = torch.mm(left, inner, out=torch.empty_like(result))
-        result.sub_(product.add_(result, alpha=weight_decay), alpha=lr)
+        result.sub_(torch.mm(left, inner), alpha=lr)

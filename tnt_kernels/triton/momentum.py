@@ -243,7 +243,8 @@ def plan(
         widest = min(layout.vector for layout in row)
         for piece in pieces(row[0].shape, *[layout.strides for layout in row]):
             count = math.prod(piece.sizes)
-            flat = piece.sizes[0] == count and set(piece.strides[0]) == {1} and count % widest == 0
+            flat = piece.sizes[0] == count and set(piece.strides[0]) == {1}
+            flat = flat and all(n % widest == 0 for n in (count, *piece.starts))
             kinds[Kind(row[-1].dtype, row[0].dtype, widest if flat else 1)].append(len(problems))
             places = zip(indices, piece.starts, *piece.strides, strict=True)
             own = [t, count, *piece.sizes[:2], flag, partials, *[n for p in places for n in p]]
