@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy
 
 matplotlib.use("Agg")
 from matplotlib import pyplot  # noqa: E402
@@ -43,16 +44,13 @@ def band(
     axes: Axes, x: Sequence[float], columns: Sequence[Sequence[float]], **style: Any
 ) -> list[float]:
     """Draw the mean of each column at its x, and a band of one standard deviation; return means."""
-    means = [statistics.fmean(column) for column in columns]
-    spreads = [
-        statistics.stdev(column) if len(column) > 1 and math.isfinite(mean) else 0.0
-        for column, mean in zip(columns, means, strict=True)
-    ]
+    values = numpy.asarray(columns, dtype=float)
+    means = values.mean(1)
+    spreads = values.std(1, ddof=1) if values.shape[1] > 1 else 0.0
     axes.plot(x, means, **style)
-    low = [mean - spread for mean, spread in zip(means, spreads, strict=True)]
-    high = [mean + spread for mean, spread in zip(means, spreads, strict=True)]
+    low, high = means - spreads, means + spreads
     axes.fill_between(x, low, high, color=style["color"], alpha=0.15, linewidth=0)
-    return means
+    return list(means)
 
 
 @dataclass(frozen=True)

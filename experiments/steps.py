@@ -9,6 +9,7 @@ the inverses with every statistic; they do not count, so `set_due` uses late ste
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -48,18 +49,11 @@ def shares(stat_interval: int, inverse_interval: int) -> dict[Kind, Fraction]:
     """The share of each kind among the steps of a period, without kinds that do not occur.
 
     >>> {kind.label: str(share) for kind, share in shares(10, 100).items()}
-    {'plain': '9/10', 'statistics': '9/100', 'statistics and inverses': '1/100'}
+    {'statistics and inverses': '1/100', 'plain': '9/10', 'statistics': '9/100'}
     """
-    both = Fraction(1, math.lcm(stat_interval, inverse_interval))
-    with_statistics = Fraction(1, stat_interval) - both
-    with_inverses = Fraction(1, inverse_interval) - both
-    found = {
-        PLAIN: 1 - with_statistics - with_inverses - both,
-        STATISTICS: with_statistics,
-        INVERSES: with_inverses,
-        BOTH: both,
-    }
-    return {kind: share for kind, share in found.items() if share}
+    period = math.lcm(stat_interval, inverse_interval)
+    steps = Counter(Kind(t % stat_interval == 0, t % inverse_interval == 0) for t in range(period))
+    return {kind: Fraction(count, period) for kind, count in steps.items()}
 
 
 def amortised(seconds: Mapping[Kind, float], parts: Mapping[Kind, Fraction]) -> float:

@@ -2,26 +2,23 @@
 
 import doctest
 import importlib
+from pathlib import Path
 
 import pytest
 
-EXPERIMENTS = ("defaults", "figures2to6", "methods", "options", "search", "steps")
+ROOT = Path(__file__).parents[1]
+# Python files by the folder from which they are imported.
+FILES = [
+    (source, file)
+    for source in (ROOT, ROOT / "python")
+    for package in ("bench", "experiments", "tools", "tnt_kernels", "tnt_optim")
+    for file in sorted((source / package).rglob("*.py"))
+    if "\n    >>> " in file.read_text(encoding="utf-8")
+]
+MODULES = [".".join(file.relative_to(source).with_suffix("").parts) for source, file in FILES]
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        *(f"experiments.{name}" for name in EXPERIMENTS),
-        "tnt_kernels.ops",
-        "tnt_optim.checkpoint",
-        "tnt_optim.distributed.fsdp",
-        "tnt_optim.distributed.ownership",
-        "tnt_optim.likelihoods",
-        "tnt_optim.modes",
-        "tools.measuring.clock",
-        "tools.measuring.tables",
-    ],
-)
+@pytest.mark.parametrize("module", MODULES)
 def test_examples(module: str) -> None:
     failed, attempted = doctest.testmod(importlib.import_module(module))
     assert attempted > 0

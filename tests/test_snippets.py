@@ -1,8 +1,7 @@
 """Every Python snippet of README.md and docs/ runs as it stands.
 
 The snippets of a page share one namespace, in their order. It begins with the names of ``COMMON``.
-A comment ``<!-- hidden ... -->`` in a page holds code that readers need not see. A snippet after
-``<!-- not run: reason -->`` does not run, and stands in ``NOT_RUN``.
+A comment ``<!-- hidden ... -->`` in a page holds code that readers need not see.
 """
 
 import re
@@ -17,9 +16,6 @@ import torch.distributed as dist
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-
-# Page and reason of the snippets that do not run.
-NOT_RUN: list[tuple[str, str]] = []
 
 # What snippets take for granted: a classifier, its loss, batches; a stand-in for a trainer.
 COMMON = """
@@ -38,7 +34,7 @@ opt = TNT(model.parameters())
 
 _PIECE = re.compile(
     r"<!-- hidden\n(?P<hidden>.*?)-->"
-    r"|(?:<!-- not run: (?P<reason>.*?) -->\s*)?^ *```python[^\n]*\n(?P<code>.*?)^ *```",
+    r"|^ *```python[^\n]*\n(?P<code>.*?)^ *```",
     re.DOTALL | re.MULTILINE,
 )
 
@@ -50,7 +46,6 @@ class Piece(NamedTuple):
     line: int  # of the first line of the code
     code: str
     shown: bool  # False: hidden
-    reason: str | None  # why it does not run
 
 
 def pieces(page: Path) -> list[Piece]:
@@ -61,7 +56,7 @@ def pieces(page: Path) -> list[Piece]:
         part = "hidden" if match["hidden"] else "code"
         line = text.count("\n", 0, match.start(part)) + 1
         code = textwrap.dedent(match[part])
-        found.append(Piece(page, line, code, part == "code", match["reason"]))
+        found.append(Piece(page, line, code, part == "code"))
     return found
 
 
@@ -70,14 +65,13 @@ def name(page: Path) -> str:
 
 
 ALL = [piece for page in PAGES for piece in pieces(page)]
-RUN = [piece for piece in ALL if piece.shown and piece.reason is None]
+SHOWN = [piece for piece in ALL if piece.shown]
 
 
 def test_snippets_are_found() -> None:
     """As many as there are fences of Python."""
     fences = sum(page.read_text(encoding="utf-8").count("```python") for page in PAGES)
-    assert sum(piece.shown for piece in ALL) == fences > 0
-    assert [(name(p.page), p.reason) for p in ALL if p.reason is not None] == NOT_RUN
+    assert len(SHOWN) == fences > 0
 
 
 @pytest.fixture
@@ -93,7 +87,7 @@ def nothing_left() -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore:.*CUDA is not available:UserWarning")
 @pytest.mark.filterwarnings("ignore:.torch.jit.:DeprecationWarning")
 @pytest.mark.usefixtures("nothing_left")
-@pytest.mark.parametrize("piece", RUN, ids=[f"{name(p.page)}:{p.line}" for p in RUN])
+@pytest.mark.parametrize("piece", SHOWN, ids=[f"{name(p.page)}:{p.line}" for p in SHOWN])
 def test_snippet(piece: Piece, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Runs with what stands above it on the page, and hidden code below it."""
     monkeypatch.chdir(tmp_path)
@@ -102,6 +96,5 @@ def test_snippet(piece: Piece, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     for part in pieces(piece.page):
         if part.shown and part.line > piece.line:
             break
-        if part.reason is None:
-            # Empty lines in front: a traceback has the page's line.
-            exec(compile("\n" * (part.line - 1) + part.code, part.page, "exec"), namespace)
+        # Empty lines in front: a traceback has the page's line.
+        exec(compile("\n" * (part.line - 1) + part.code, part.page, "exec"), namespace)

@@ -189,7 +189,7 @@ def _observe_call(hook: OutputHook, module: nn.Module, args: Any, kwargs: Any, r
     if tensors and not any(tensor.requires_grad for tensor in tensors):
         return
     # No row counts. The processes of a sharded model have to run the backward together.
-    if isinstance(described, Tensor) and described.shape[:1] == (0,) and not hook.is_sharded:
+    if isinstance(described, Tensor) and not described.numel() and not hook.is_sharded:
         return
     # DistributedDataParallel adds its node to the graph after this hook, so ask DDP itself.
     replica = DistributedDataParallel._get_active_ddp_module()

@@ -16,6 +16,9 @@ from tnt_optim.modes import state_dtype
 # By parameter; None if this process has no gradient of it, but another may.
 Gradients = Mapping[Tensor, Tensor | None]
 
+# The node of reentrant checkpointing: the graph does not show what is inside.
+_CHECKPOINT = "CheckpointFunctionBackward"
+
 
 def all_finite(gradients: Iterable[Tensor]) -> Tensor:
     """Whether the Gram matrices of all gradients are finite: their traces are squared norms."""
@@ -80,15 +83,24 @@ def graph_nodes(output: Tensor) -> Iterator[Node]:
             waiting += [following for following, _ in node.next_functions if following is not None]
 
 
-def check_graph_lasts(loss: Tensor) -> None:
-    """Refuses a loss if a compiled graph behind it may reuse its buffers in its first backward.
+def check_shown(kinds: Collection[str]) -> None:
+    """Refuses a graph with nodes of these names if one hides parameters."""
+    if _CHECKPOINT in kinds:
+        raise ValueError(
+            f"output must have a graph that shows its parameters, and {_CHECKPOINT} hides some: "
+            "use checkpoint(..., use_reentrant=False)"
+        )
+
+
+def check_graph(loss: Tensor) -> None:
+    """Refuses a loss behind reentrant checkpointing or, if it may reuse buffers, a compiled graph.
 
     The compiler's own error comes many steps later, for a batch of another size, or at once, if its
     cache on disk has the graph of a training without observations.
     """
-    if not config.donated_buffer:
-        return
-    if any(node.name() == "CompiledFunctionBackward" for node in graph_nodes(loss)):
+    kinds = {node.name() for node in graph_nodes(loss)}
+    check_shown(kinds)
+    if config.donated_buffer and "CompiledFunctionBackward" in kinds:
         raise RuntimeError(
             "model must be compiled with torch._functorch.config.donated_buffer = False, set "
             "before torch.compile: the gradients for the statistics take a second backward"

@@ -173,6 +173,16 @@ def warn_if_twice(observed: Any) -> None:
         warn_the_caller(TWICE)
 
 
+def warn_if_unbounded(group: Mapping[str, Any]) -> None:
+    """Warns of settings with which steps have no bound."""
+    if group["relative_damping"] and group["graft"] is None:
+        warn_the_caller(
+            "relative_damping=True with graft=None has directions of the scale of 1 / gradient, "
+            "without bound: a parameter whose gradient is zero or only rounding at times (a bias "
+            "before batch norm, LoRA's A) grows until training diverges. Set graft='adam'"
+        )
+
+
 def warn_the_caller(message: str) -> None:
     """Warns at the user's line: torch wraps ``step`` in functions of its own."""
     frame, level = sys._getframe(), 1

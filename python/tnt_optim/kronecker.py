@@ -533,7 +533,8 @@ class KroneckerOptimizer(Optimizer):
                 )
             waits = self._observed.waits_for(param, is_new=True)
             missed = param in self._observed.asked or not waits
-            if not (known or param in observed or missed or is_plain(param, group)):
+            waiting = param.requires_grad and not (known or param in observed or missed)
+            if waiting and not is_plain(param, group):
                 raise RuntimeError(
                     f"step() has no statistics for {self._name(param)}, which has a gradient: call "
                     "observe(output) before loss.backward(), or attach(model) once, with outputs "
@@ -610,7 +611,7 @@ class KroneckerOptimizer(Optimizer):
             if p.requires_grad and not is_plain(p, group)
         ]
         processes.check_alike(trainable)
-        batches = iter(outputs)
+        batches = self._observed.batches(self, outputs)
         for index in itertools.count():
             output, observed = next(batches, _NO_MORE), None
             if output is not _NO_MORE:

@@ -11,7 +11,7 @@ decides what to skip.
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -170,7 +170,7 @@ def sampled_loss(
     """
     if output.dtype in (torch.float16, torch.bfloat16):
         output = output.float()
-    if output.dim() > 0 and output.shape[0] == 0:
+    if output.numel() == 0:
         raise ValueError(f"output must hold at least one example, got {tuple(output.shape)}")
     losses = LIKELIHOODS[likelihood](output, generator)
     if mask is None:
@@ -204,6 +204,18 @@ def share_counted(likelihood: Likelihood, output: Any) -> float | Tensor:
     masks = [part.mask for part in parts if isinstance(part, Masked) and part.mask is not None]
     shares = [mask.double().mean() for mask in masks]
     return torch.stack(shares).amax() if 0 < len(shares) == len(parts) else 1.0
+
+
+def mask_of(likelihood: Likelihood, output: Any) -> Tensor | None:
+    """Which rows count, flat; None for all, and for an output of parts."""
+    if isinstance(likelihood, str) and isinstance(output, Masked) and output.mask is not None:
+        return output.mask.reshape(-1)
+    return None
+
+
+def with_rows(likelihood: Likelihood, outputs: Iterable[Any]) -> Iterator[Any]:
+    """The outputs of which a row counts. The host waits."""
+    return (output for output in outputs if share_counted(likelihood, output) > 0)
 
 
 def stream_seed(*key: int | str) -> int:

@@ -29,21 +29,18 @@ ModesFunction = Callable[[tuple[int, ...]], Sequence[int]]
 def mode_shape(
     shape: Sequence[int],
     modes: ModesFunction | None = None,
-    merge_small_dims: int | str | None = None,
+    merge_small_dims: str | None = None,
     max_factor_dim: int = sys.maxsize,
 ) -> tuple[int, ...]:
     """Returns the mode sizes (d_1, ..., d_k) of a parameter of a shape.
 
     A vector has one mode and a matrix two. A convolution weight (out, in, *kernel) has three: (out,
     in, prod(kernel)). A scalar has the mode sizes (1,). A function ``modes`` of the shape replaces
-    this rule. Neighbouring modes merge while their product is at most ``merge_small_dims``; with
-    "kernel" only a convolution's kernel and input channels do, if their product is at most
-    ``max_factor_dim``.
+    this rule. With ``merge_small_dims="kernel"`` a convolution's kernel and input channels are one
+    mode, if their product is at most ``max_factor_dim``.
 
     >>> mode_shape((64, 3, 7, 7))
     (64, 3, 49)
-    >>> mode_shape((64, 3, 7, 7), merge_small_dims=1024)
-    (64, 147)
     >>> mode_shape((64, 3, 7, 7), merge_small_dims="kernel"), mode_shape((3, 4), None, "kernel")
     ((64, 147), (3, 4))
     >>> mode_shape(())
@@ -65,28 +62,7 @@ def mode_shape(
         chosen = (shape[0], math.prod(shape[1:]))
     else:
         chosen = (shape[0], shape[1], math.prod(shape[2:]))
-    if merge_small_dims is None or isinstance(merge_small_dims, str):
-        return chosen
-    return merged(chosen, merge_small_dims)
-
-
-def merged(sizes: Sequence[int], limit: int) -> tuple[int, ...]:
-    """Merges neighbours, from the right, while their product is at most ``limit``.
-
-    A size of 1 always merges. Anil et al. 2021, "Scalable second order optimization for deep
-    learning", merge small dimensions for Shampoo, with the kernel's dimensions first. PyTorch has
-    them last: merging from the right joins the kernel to the input channels.
-
-    >>> merged((64, 3, 49), 1024), merged((1, 4096, 1, 2, 8), 16)
-    ((64, 147), (4096, 16))
-    """
-    found: list[int] = []
-    for size in reversed(sizes):
-        if found and (found[-1] * size <= limit or 1 in (found[-1], size)):
-            found[-1] *= size
-        else:
-            found.append(size)
-    return tuple(reversed(found))
+    return chosen
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from tnt_optim.autograd import (
     Gradients,
     all_finite,
     changed_batch_norm,
-    check_graph_lasts,
+    check_graph,
     check_reached,
     checked_replicas,
     leaves_of,
@@ -31,6 +31,7 @@ from tnt_optim.likelihoods import (
     loss_at_samples,
     sample_scale,
     share_counted,
+    with_rows,
 )
 from tnt_optim.mismatch import Comparison, warn_of_mismatch, watched
 from tnt_optim.modes import state_dtype
@@ -83,6 +84,10 @@ class Empirical:
         """
         self.asked = {p for p in due if has_statistics(p)}  # others are due anyway
         return {p: p.grad for p in due if p in with_gradients}
+
+    def batches(self, optimizer: Any, outputs: Iterable[Any]) -> Iterator[Any]:
+        """The batches of ``warm_start`` that count."""
+        return iter(outputs)
 
     def batch_loss(
         self, optimizer: Any, output: Any, index: int, processes: Local
@@ -150,7 +155,7 @@ class Sampled(Empirical):
         loss = _loss(optimizer, output, "step", optimizer.param_groups[0]["step"], number)
         if any(replica.find_unused_parameters for replica in checked_replicas(loss)):
             self.partial = True
-        check_graph_lasts(loss)
+        check_graph(loss)
         scale = _scale(optimizer, loss, output, processes)
         found = processes.gradients(loss, wanted, retain_graph=True, scale=scale)
         observed = {p: g for p, g in found.items() if g is not None}
@@ -253,11 +258,16 @@ class Sampled(Empirical):
         self.count = max(self.count, 1)
         return means
 
+    def batches(self, optimizer: Any, outputs: Iterable[Any]) -> Iterator[Any]:
+        """See ``Empirical.batches``."""
+        return with_rows(optimizer.likelihood, outputs)
+
     def batch_loss(
         self, optimizer: Any, output: Any, index: int, processes: Local
     ) -> tuple[Tensor, float]:
         """See ``Empirical.batch_loss``."""
         loss = _loss(optimizer, output, "warm start", processes.number(index))
+        check_graph(loss)
         return loss, _scale(optimizer, loss, output, processes)
 
     def note_missed(

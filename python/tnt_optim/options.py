@@ -111,12 +111,7 @@ _TABLE = (
     Option("max_factor_dim", 8192, *_COUNT),
     Option("precondition_1d", True, *_BOOL),
     Option("block_size", None, *_COUNT_OR_NONE),
-    Option(
-        "merge_small_dims",
-        None,
-        lambda value: value in (None, "kernel") or _is_count(value),
-        "None, 'kernel' or an integer >= 1",
-    ),
+    Option("merge_small_dims", None, *_one_of(None, "kernel")),
     Option("relative_damping", False, *_BOOL),
     Option("graft", None, *_one_of(None, "adam", "sgd", "rms")),
     Option("maximize", False, *_BOOL),
@@ -167,8 +162,7 @@ precondition_1d: precondition parameters of fewer than two dimensions, too: bias
 block_size: a mode larger than this is cut into pieces of this size and a rest. Each block of a
     parameter is then treated as a parameter of its own. None: no mode is cut.
 merge_small_dims: "kernel": a convolution's kernel and input channels are one mode, as for KFAC, if
-    it is at most ``max_factor_dim``. A number: neighbouring modes of any parameter merge while
-    their product is at most this. None: no modes merge.
+    it is at most ``max_factor_dim``. None: no modes merge. A group's ``modes`` merges others.
 relative_damping: damp with ``damping`` times the average eigenvalue of the statistics.
 graft: rescale each parameter's direction. "adam": to the norm of Adam's, whose second moment it
     keeps; "sgd": to the momentum's; "rms": to a root mean square of 0.2, about that of Adam's,

@@ -71,7 +71,7 @@ class Shampoo(KroneckerOptimizer):
         precondition_1d: bool = False,
         capturable: bool = False,
         block_size: int | None = None,
-        merge_small_dims: int | str | None = "kernel",
+        merge_small_dims: str | None = "kernel",
         maximize: bool = False,
         rounding: str = "nearest",
         kl_clip: float | None = None,

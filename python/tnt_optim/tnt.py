@@ -10,7 +10,7 @@ from torch._compile import _disable_dynamo
 from tnt_kernels import damped_inverse
 from tnt_optim.attach import Attachable
 from tnt_optim.checkpoint import called_by
-from tnt_optim.failures import warn_the_caller
+from tnt_optim.failures import warn_if_unbounded
 from tnt_optim.kronecker import KroneckerOptimizer
 from tnt_optim.likelihoods import Likelihood
 from tnt_optim.modes import Rows, Settings
@@ -87,7 +87,7 @@ class TNT(Attachable, KroneckerOptimizer):
         seed: int = 0,
         capturable: bool = False,
         block_size: int | None = None,
-        merge_small_dims: int | str | None = "kernel",
+        merge_small_dims: str | None = "kernel",
         maximize: bool = False,
         rounding: str = "nearest",
         kl_clip: float | None = None,
@@ -110,13 +110,7 @@ class TNT(Attachable, KroneckerOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """See ``KroneckerOptimizer.add_param_group``; warns of steps that have no bound."""
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        if group["relative_damping"] and group["graft"] is None:
-            warn_the_caller(
-                "relative_damping=True with graft=None has directions of the scale of 1 / gradient,"
-                " without bound: a parameter whose gradient is zero or only rounding at times (a "
-                "bias before batch norm, LoRA's A) grows until training diverges. Set graft='adam'"
-            )
+        warn_if_unbounded(self.param_groups[-1])
 
     @_disable_dynamo  # as for step
     @torch.enable_grad()

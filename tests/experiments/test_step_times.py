@@ -1,6 +1,5 @@
 """Step times: kinds of step, mean steps, state bytes."""
 
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +42,6 @@ TINY = StepSet(lambda: autoencoder(WIDTHS), draw, 8, reconstruction_loss, "berno
 def tiny_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_times, "busy_share", lambda: 0.0)
     monkeypatch.setitem(STEP_SETS, "mnist_ae", TINY)
-
-
-@pytest.mark.parametrize("pair", [(1, 1), (1, 20), (10, 100), (2, 3), (3, 2), (7, 1)])
-def test_shares_are_those_of_a_period(pair: tuple[int, int]) -> None:
-    steps = [(t % pair[0] == 0, t % pair[1] == 0) for t in range(4200)]
-    found = shares(*pair)
-    assert found == {kind: Fraction(steps.count(kind), 4200) for kind in set(steps)}
 
 
 def test_a_mean_step_is_the_mean_of_a_period() -> None:

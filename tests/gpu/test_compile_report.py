@@ -1,7 +1,5 @@
 """The GPU kernels as the compilers make them, without a GPU, and the checks of the result."""
 
-import doctest
-import importlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +8,7 @@ import pytest
 from commands import ROOT, python
 
 from tools.compile_report import expectations
-from tools.compile_report.expectations import SUPPORTED, misses
+from tools.compile_report.expectations import misses
 from tools.compile_report.machine_code import (
     TOOLS,
     Compiled,
@@ -118,19 +116,6 @@ def test_a_bad_entry_breaks_a_rule(change: dict[str, Any], what: str) -> None:
     assert what in found
 
 
-@pytest.mark.parametrize("capability", SUPPORTED)
-def test_products_must_use_the_units_of_each_architecture(capability: int) -> None:
-    def wanted(**settings: object) -> str:
-        entry = replace(GOOD, capability=capability, settings={**GOOD.settings, **settings})
-        return expectations.wanted_product(entry)
-
-    assert wanted() == {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}[capability]
-    assert wanted(ELEMENT="bf16") == wanted()
-    assert wanted(BLOCK=32) == "HMMA"  # too few rows for wgmma
-    assert wanted(PRECISION="ieee") == "FFMA"
-    assert wanted(STATE="fp64") == {80: "DMMA", 90: "DMMA", 100: "DFMA"}[capability]
-
-
 def test_narrow_loads_are_excused_one_by_one() -> None:
     narrow = replace(GOOD, loads={"rows_are_dense: a": {4: 48}})
     assert said(narrow) == []  # G^T G in TF32
@@ -185,9 +170,3 @@ def test_loads_and_products_are_found_in_the_listing_of_triton() -> None:
         ("gram.py", 7): 2,
         ("gram.py", 9): 8,
     }
-
-
-@pytest.mark.parametrize("module", ["__main__", "machine_code"])
-def test_examples(module: str) -> None:
-    failed, attempted = doctest.testmod(importlib.import_module(f"tools.compile_report.{module}"))
-    assert attempted > 0 and failed == 0

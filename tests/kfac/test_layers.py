@@ -229,8 +229,19 @@ def test_groups_have_settings_of_their_own() -> None:
     with pytest.warns(RuntimeWarning, match="preconditioning"):
         again = KFAC.paper(model, params=groups_of(model))
     again.load_state_dict(opt.state_dict())
+    assert repr(again) == repr(opt)
     assert [group["step"] for group in again.param_groups] == [1, 1, 1, 1]
     close(again.state[model[0].bias]["momentum"], model[0].bias.grad)
+
+
+def test_a_group_may_be_empty() -> None:
+    """As the biases of a model without biases."""
+    layer = nn.Linear(3, 2, bias=False)
+    opt = KFAC(layer, params=[{"params": layer.parameters()}, {"params": []}])
+    opt.observe(layer(torch.randn(4, 3)))
+    layer(torch.randn(4, 3)).sum().backward()
+    opt.step()
+    assert "stats" in opt.state[layer.weight]
 
 
 @pytest.mark.parametrize(

@@ -164,3 +164,41 @@ def test_a_layer_with_another_weight_is_named() -> None:
     model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
     with pytest.raises(RuntimeError, match=r"^layer 'body' .*assign=True"):
         opt.step()
+
+
+class Experts(nn.Module):
+    """Rows go to one expert or to another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(4, 3) for _ in range(2))
+        self.head = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, first: int) -> Tensor:
+        """(N, 4) to (N, 3); the first expert gets so many rows."""
+        parts = [expert(x[rows]) for expert, rows in zip(
+            self.experts, (slice(first), slice(first, None)), strict=True
+        )]  # fmt: skip
+        return self.head(torch.cat(parts))
+
+
+@pytest.mark.parametrize("first", [0, 3])
+def test_a_layer_that_is_called_without_rows_is_as_if_it_was_not_called(first: int) -> None:
+    model = Experts()
+    opt = KFAC.paper(model, stat_interval=1)
+    expert = model.experts[0]
+    for t in range(8):
+        opt.zero_grad()
+        output = model(noise(8, 4).float(), first if t == 0 else 0 if t < 7 else 5)
+        opt.observe(output)
+        before = opt.state[expert.weight].get("stats")
+        before = before and [stat.clone() for stat in before]
+        output.softmax(1).square().sum().backward()
+        # Without statistics it takes the momentum, here zero; its next call with rows gives them.
+        with pytest.warns(RuntimeWarning) if not (first or t) else nullcontext():
+            opt.step()
+        after = opt.state[expert.weight].get("stats")
+        assert (after is not None) == (first > 0 or t == 7)
+        if 0 < t < 7 and before:
+            assert equal(before, after)
+    assert opt.failures() == NO_FAILURES

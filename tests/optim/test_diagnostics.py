@@ -124,7 +124,7 @@ def test_parameters_of_one_name_are_told_apart_by_group() -> None:
 @factored
 @pytest.mark.parametrize("settings", [
     {}, {"graft": "adam"}, {"graft": "sgd"}, {"max_factor_dim": 5}, {"block_size": 3},
-    {"merge_small_dims": 30}, {"rounding": "master"}, {"precondition_1d": False},
+    {"merge_small_dims": "kernel"}, {"rounding": "master"}, {"precondition_1d": False},
 ])  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_a_state_takes_the_memory_that_was_estimated(

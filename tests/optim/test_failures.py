@@ -34,7 +34,7 @@ from oracle import contraction
 from torch import Tensor, nn
 
 import tnt_kernels
-from tnt_optim import TNT, PreconditionerError, kronecker
+from tnt_optim import KFAC, TNT, PreconditionerError, kronecker
 
 EVERY_STEP: dict[str, Any] = {"stat_interval": 1, "inverse_interval": 1}
 
@@ -168,7 +168,7 @@ def test_relative_damping_without_grafting_is_warned_of() -> None:
         with pytest.raises(RuntimeWarning, match="graft=None.*LoRA's A.*Set graft='adam'"):
             opt.add_param_group({"params": [weight(2)], "relative_damping": True})
         with pytest.raises(RuntimeWarning, match="graft=None"):
-            TNT.paper([weight(3)], relative_damping=True)
+            KFAC.paper(nn.Linear(3, 2), relative_damping=True)
 
 
 # ------------------------------------------------------------------ factors

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import FixedLabels
 from drawn import noise, weight
-from optimizers import FACTORED, Dictated, through_a_file
+from optimizers import FACTORED, Dictated, factored, through_a_file
 from oracle import DenseTNT
 from oracle_shampoo import DenseShampoo
 from tolerances import (
@@ -26,42 +26,22 @@ STEPS, BATCH, CLASSES, WARM_BATCHES = 30, 16, 5, 3
 INTERVALS = [(1, 1), (2, 3), (3, 20)]  # (T1, T2); both are due at 0, 6, .. for the second
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """An optimizer, its dtype, and how close it must be to its oracle."""
-
-    name: str
-    dtype: torch.dtype
-    tolerance: float
-
-    def oracle(self, params: Sequence[Tensor], **settings: Any) -> DenseTNT:
-        """The oracle of these parameters."""
-        dense = DenseShampoo if self.name == "shampoo" else DenseTNT
-        return dense(params, **settings)
+# How close an optimizer must be to its oracle, by dtype.
+TOLERANCES = {torch.float64: FLOAT64_TRAJECTORY, torch.float32: FLOAT32_TRAJECTORY}
+dtypes = pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 
 
-WIDE, SINGLE = torch.float64, torch.float32
-TOLERANCES = {WIDE: FLOAT64_TRAJECTORY, SINGLE: FLOAT32_TRAJECTORY}
-COMPARISONS = [Comparison(name, *pair) for name in FACTORED for pair in TOLERANCES.items()]
+def oracle_of(name: str, params: Sequence[Tensor], **settings: Any) -> DenseTNT:
+    """The oracle of these parameters."""
+    return (DenseShampoo if name == "shampoo" else DenseTNT)(params, **settings)
 
 
-def label(value: Any) -> str | None:
-    """The name of a comparison among pytest's parameters."""
-    if not isinstance(value, Comparison):
-        return None
-    return f"{value.name}-{str(value.dtype)[6:]}"
-
-
-comparisons = pytest.mark.parametrize("way", COMPARISONS, ids=label)
-wide = pytest.mark.parametrize("way", [w for w in COMPARISONS if w.dtype is WIDE], ids=label)
-
-
-def assert_near(way: Comparison, mine: Tensor, oracle: Tensor, start: Tensor, where: Any) -> None:
+def assert_near(mine: Tensor, oracle: Tensor, start: Tensor, where: Any) -> None:
     """Relative to how far the oracle has moved, plus the rounding of the parameter itself."""
     travelled = float((oracle - start).norm())
     error = float((mine.detach().double() - oracle).norm())
-    rounding = torch.finfo(way.dtype).eps * float(oracle.norm())
-    assert error <= way.tolerance * travelled + rounding, (where, error / travelled)
+    rounding = torch.finfo(mine.dtype).eps * float(oracle.norm())
+    assert error <= TOLERANCES[mine.dtype] * travelled + rounding, (where, error / travelled)
 
 
 # ------------------------------------------------------------------ models
@@ -152,15 +132,15 @@ def gradients(output: Tensor, labels: Tensor, params: Sequence[Tensor]) -> list[
 
 
 @functools.cache
-def oracle_trajectory(way: Comparison, settings: Settings) -> Trajectory:
+def oracle_trajectory(name: str, settings: Settings) -> Trajectory:
     """Trains the float64 model with the oracle; TNT's labels come from its own predictions."""
     record, model = Trajectory(), initial_model().double()
     params = list(model.parameters())
-    oracle = way.oracle(params, **settings.arguments())
+    oracle = oracle_of(name, params, **settings.arguments())
     generator = torch.Generator().manual_seed(13)
 
     def sampled(output: Tensor, y: Tensor) -> list[Tensor]:
-        if way.name == "sampled":
+        if name == "sampled":
             y = torch.multinomial(output.detach().softmax(1), 1, generator=generator).squeeze(1)
         record.labels.append(y)
         return gradients(output, y, params)
@@ -181,63 +161,64 @@ def oracle_trajectory(way: Comparison, settings: Settings) -> Trajectory:
 
 
 def library_weights(
-    way: Comparison, model: nn.Module, settings: Settings, labels: Iterator[Tensor]
+    name: str, dtype: torch.dtype, model: nn.Module, settings: Settings, labels: Iterator[Tensor]
 ) -> Iterator[list[Tensor]]:
     """Trains a model, with the oracle's sampled labels; yields parameters after each step."""
     likelihood = FixedLabels()
-    sampled = {"likelihood": likelihood} if way.name == "sampled" else {}
-    opt = FACTORED[way.name](model.parameters(), **sampled, **settings.arguments())
+    sampled = {"likelihood": likelihood} if name == "sampled" else {}
+    opt = FACTORED[name](model.parameters(), **sampled, **settings.arguments())
 
     def warm_outputs() -> Iterator[Tensor]:
         for x, _ in batches()[:WARM_BATCHES]:
             likelihood.current = next(labels)
-            output = model(x.to(way.dtype))
+            output = model(x.to(dtype))
             yield output if sampled else likelihood(output)
 
     if settings.warm:
         opt.warm_start(warm_outputs(), model=model)
     for x, y in batches()[WARM_BATCHES:]:
         opt.zero_grad()
-        output = model(x.to(way.dtype))
+        output = model(x.to(dtype))
         likelihood.current = next(labels)
         if sampled:
             opt.observe(output)
         cross_entropy(output, y).backward()
         opt.step()
-        yield [p.detach().double() for p in model.parameters()]
+        yield [p.detach().clone() for p in model.parameters()]
 
 
-def assert_follows(way: Comparison, settings: Settings) -> None:
+def assert_follows(name: str, dtype: torch.dtype, settings: Settings) -> None:
     """Every parameter, after every step."""
     # Both precisions share one oracle.
-    record = oracle_trajectory(Comparison(way.name, WIDE, 0.0), settings)
+    record = oracle_trajectory(name, settings)
     start, end = record.weights[0], record.weights[-1]
     for p, q in zip(start, end, strict=True):
         assert float((q - p).norm()) > 3e-3 * float(p.norm()), "the trajectory hardly moves"
         assert float((q - p).norm()) < 5 * float(p.norm()), "the trajectory is not stable"
-    model = initial_model().to(way.dtype)
-    runs = library_weights(way, model, settings, iter(record.labels))
+    model = initial_model().to(dtype)
+    runs = library_weights(name, dtype, model, settings, iter(record.labels))
     steps = 0
     for steps, weights in enumerate(runs, 1):
         for i, (mine, oracle) in enumerate(zip(weights, record.weights[steps], strict=True)):
-            assert_near(way, mine, oracle, start[i], (steps, i))
+            assert_near(mine, oracle, start[i], (steps, i))
     assert steps == STEPS
     for name, buffer in model.named_buffers():
         torch.testing.assert_close(
-            buffer.double(), record.buffers[name].double(), rtol=10 * way.tolerance, atol=1e-6
+            buffer.double(), record.buffers[name].double(), rtol=10 * TOLERANCES[dtype], atol=1e-6
         )
 
 
-@pytest.mark.parametrize("way", [w for w in COMPARISONS if w.name != "empirical"], ids=label)
+@pytest.mark.parametrize("name", ["sampled", "shampoo"])
+@dtypes
 @pytest.mark.parametrize("max_factor_dim", [8192, 5], ids=["full", "mixed"])
 @pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
 @pytest.mark.parametrize("intervals", INTERVALS, ids=str)
 def test_schedules_follow_the_oracle(
-    way: Comparison, intervals: tuple[int, int], warm: bool, max_factor_dim: int
+    name: str, dtype: torch.dtype, intervals: tuple[int, int], warm: bool, max_factor_dim: int
 ) -> None:
     schedule = {"stat_interval": intervals[0], "inverse_interval": intervals[1]}
-    settings = settings_of(way.name, **schedule, warm=warm, max_factor_dim=max_factor_dim)
-    assert_follows(way, settings)
+    settings = settings_of(name, **schedule, warm=warm, max_factor_dim=max_factor_dim)
+    assert_follows(name, dtype, settings)
 
 
 # By option: settings of TNT, and of Shampoo.
@@ -268,13 +249,15 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@comparisons
+@factored
+@dtypes
 @pytest.mark.parametrize("option", OPTIONS)
-def test_options_follow_the_oracle(way: Comparison, option: str) -> None:
-    assert_follows(way, settings_of(way.name, **OPTIONS[option][way.name == "shampoo"]))
+def test_options_follow_the_oracle(name: str, dtype: torch.dtype, option: str) -> None:
+    assert_follows(name, dtype, settings_of(name, **OPTIONS[option][name == "shampoo"]))
 
 
-@pytest.mark.parametrize("way", [w for w in COMPARISONS if w.name != "shampoo"], ids=label)
+@pytest.mark.parametrize("name", ["sampled", "empirical"])
+@dtypes
 @pytest.mark.parametrize("max_factor_dim", [8192, 5], ids=["full", "mixed"])
 @pytest.mark.parametrize(
     "more",
@@ -282,10 +265,10 @@ def test_options_follow_the_oracle(way: Comparison, option: str) -> None:
     ids=["paper", "default"],
 )
 def test_maximum_likelihood_follows_the_oracle(
-    way: Comparison, max_factor_dim: int, more: dict[str, Any]
+    name: str, dtype: torch.dtype, max_factor_dim: int, more: dict[str, Any]
 ) -> None:
-    settings = settings_of(way.name, estimator="mle", max_factor_dim=max_factor_dim, **more)
-    assert_follows(way, settings)
+    settings = settings_of(name, estimator="mle", max_factor_dim=max_factor_dim, **more)
+    assert_follows(name, dtype, settings)
 
 
 # ------------------------------------------------------------------ dictated gradients
@@ -306,33 +289,34 @@ def scattered(shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> Tensor:
     return g.to(dtype).permute(reverse).contiguous().permute(reverse)
 
 
-@comparisons
+@factored
+@dtypes
 @pytest.mark.parametrize("relative", [False, True], ids=["damping", "relative"])
 @pytest.mark.parametrize("max_factor_dim", [8192, 4], ids=["full", "mixed"])
 def test_every_shape_and_layout_follows_the_oracle(
-    way: Comparison, max_factor_dim: int, relative: bool
+    name: str, dtype: torch.dtype, max_factor_dim: int, relative: bool
 ) -> None:
     """All shapes in one optimizer: Linear to 3-D conv, and scalars; Shampoo's roots 2 to 8."""
     settings = settings_of(
-        way.name, lr=0.05, damping=0.2, max_factor_dim=max_factor_dim, relative_damping=relative
+        name, lr=0.05, damping=0.2, max_factor_dim=max_factor_dim, relative_damping=relative
     ).arguments()
-    params = [nn.Parameter(scattered(shape, 1000, way.dtype)) for shape in SHAPES]
+    params = [nn.Parameter(scattered(shape, 1000, dtype)) for shape in SHAPES]
     strides = [p.stride() for p in params]
     mirrors = [p.detach().double().clone() for p in params]
     start = [m.clone() for m in mirrors]
-    run, oracle = Dictated(way.name, params, **settings), way.oracle(mirrors, **settings)
+    run, oracle = Dictated(name, params, **settings), oracle_of(name, mirrors, **settings)
     for t in range(6):
-        grads = [scattered(shape, 2 * t, way.dtype) for shape in SHAPES]
-        sampled = [scattered(shape, 2 * t + 1, way.dtype) for shape in SHAPES]
+        grads = [scattered(shape, 2 * t, dtype) for shape in SHAPES]
+        sampled = [scattered(shape, 2 * t + 1, dtype) for shape in SHAPES]
         run.step(grads, sampled)
-        oracle.step(grads, sampled if way.name == "sampled" else grads)
+        oracle.step(grads, sampled if name == "sampled" else grads)
         for shape, p, mirror, first in zip(SHAPES, params, mirrors, start, strict=True):
-            assert_near(way, p, mirror, first, (t, shape))
+            assert_near(p, mirror, first, (t, shape))
     assert [p.stride() for p in params] == strides
 
 
-@wide
-def test_parameters_without_gradient_follow_the_oracle(way: Comparison) -> None:
+@factored
+def test_parameters_without_gradient_follow_the_oracle(name: str) -> None:
     """Such a parameter does not move or decay, and keeps its momentum.
 
     The second is without gradient at every third step, the third is frozen until step 4 (T1 = 3):
@@ -345,7 +329,7 @@ def test_parameters_without_gradient_follow_the_oracle(way: Comparison) -> None:
     settings: dict[str, Any] = {
         "lr": 0.01, "damping": 0.1, "weight_decay": 0.5, "stat_interval": 3, "inverse_interval": 5
     }  # fmt: skip
-    run, oracle = Dictated(way.name, params, **settings), way.oracle(mirrors, **settings)
+    run, oracle = Dictated(name, params, **settings), oracle_of(name, mirrors, **settings)
     params[2].requires_grad_(False)
     for t in range(16):
         params[2].requires_grad_(t >= 4)
@@ -359,42 +343,42 @@ def test_parameters_without_gradient_follow_the_oracle(way: Comparison) -> None:
         if t == 2:
             run.opt.load_state_dict(run.opt.state_dict())
         for p, mirror, first in zip(params, mirrors, start, strict=True):
-            assert_near(way, p, mirror, first, t)
+            assert_near(p, mirror, first, t)
 
 
-@wide
-def test_schedulers_and_modes_follow_the_oracle(way: Comparison) -> None:
+@factored
+def test_schedulers_and_modes_follow_the_oracle(name: str) -> None:
     """A learning rate that halves every three steps; a group whose matrices have three modes."""
     p = weight(6, 5)
     mirror, start = p.detach().clone(), p.detach().clone()
     group = {"params": [p], "modes": lambda shape: (2, shape[0] // 2, shape[1])}
     settings = {"lr": 0.01, "damping": 0.01, "stat_interval": 2, "inverse_interval": 3}
-    run = Dictated(way.name, [group], **settings)
-    oracle = way.oracle([mirror], **settings, mode_shapes=[(2, 3, 5)])
+    run = Dictated(name, [group], **settings)
+    oracle = oracle_of(name, [mirror], **settings, mode_shapes=[(2, 3, 5)])
     scheduler = torch.optim.lr_scheduler.StepLR(run.opt, step_size=3, gamma=0.5)
     for t in range(10):
         grads, sampled = [noise(6, 5)], [noise(6, 5)]
         run.step(grads, sampled)
         scheduler.step()
         oracle.lr = 0.01 * 0.5 ** (t // 3)
-        oracle.step(grads, sampled if way.name == "sampled" else grads)
-        assert_near(way, p, mirror, start, t)
+        oracle.step(grads, sampled if name == "sampled" else grads)
+        assert_near(p, mirror, start, t)
 
 
-@wide
-def test_bfloat16_parameters_are_rounded_once(way: Comparison) -> None:
+@factored
+def test_bfloat16_parameters_are_rounded_once(name: str) -> None:
     """Each step is the oracle's, rounded; the state is float32, also after a checkpoint."""
     shapes = [(9, 7), (4, 3, 3, 3), (6,), ()]
     params = [nn.Parameter(torch.randn(s).bfloat16()) for s in shapes]
     mirrors = [p.detach().double() for p in params]
     settings = {"lr": 0.3, "damping": 0.5, "stat_interval": 2, "inverse_interval": 3}
-    run, oracle = Dictated(way.name, params, **settings), way.oracle(mirrors, **settings)
+    run, oracle = Dictated(name, params, **settings), oracle_of(name, mirrors, **settings)
     for _ in range(8):
         grads, sampled = ([torch.randn(s).bfloat16() for s in shapes] for _ in range(2))
         for p, mirror in zip(params, mirrors, strict=True):
             mirror.copy_(p.detach())  # the gradients do not depend on it: the rest does not drift
         run.step(grads, sampled)
-        oracle.step(grads, sampled if way.name == "sampled" else grads)
+        oracle.step(grads, sampled if name == "sampled" else grads)
         for p, mirror, block in zip(params, mirrors, oracle.blocks, strict=True):
             assert p.dtype == torch.bfloat16
             error = (p.detach().double() - mirror.bfloat16().double()).abs()
@@ -408,7 +392,7 @@ def test_bfloat16_parameters_are_rounded_once(way: Comparison) -> None:
                 wanted = torch.diagonal(wanted) if mine.dim() < wanted.dim() else wanted
                 error = (mine.double() - wanted).norm()
                 assert float(error) <= FLOAT32_FORMULA * float(wanted.norm())
-    twin = Dictated(way.name, [nn.Parameter(p.detach().clone()) for p in params], **settings)
+    twin = Dictated(name, [nn.Parameter(p.detach().clone()) for p in params], **settings)
     twin.opt.load_state_dict(through_a_file(run.opt.state_dict()))
     assert all(map(torch.equal, twin.stats() + twin.factors(), run.stats() + run.factors()))
     assert {t.dtype for t in twin.stats()} == {torch.float32}

@@ -17,12 +17,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from tnt_optim.autograd import graph_nodes
+from tnt_optim.autograd import check_shown, graph_nodes
 from tnt_optim.kfac.layers import Layer
 
-# Nodes that hide a part of the model, in which nothing can be captured. A checkpoint hides the
-# parameters as well; the graph of a compiled part still shows them.
-_CHECKPOINT, _COMPILED = "CheckpointFunctionBackward", "CompiledFunctionBackward"
+# A node that hides a part of the model, in which nothing can be captured.
+_COMPILED = "CompiledFunctionBackward"
 
 
 @dataclass
@@ -42,7 +41,9 @@ class LayerHook:
     loaded model do nothing; loading one with hooks needs this package.
     """
 
-    def __init__(self, layer: int, wanted: "weakref.WeakMethod[Callable[[int], bool]] | None"):
+    def __init__(
+        self, layer: int, wanted: "weakref.WeakMethod[Callable[[int, bool], bool]] | None"
+    ):
         self.layer = layer
         self._wanted = wanted
 
@@ -56,9 +57,10 @@ class LayerHook:
         wanted = self._wanted()
         if wanted is None or not torch.is_grad_enabled() or not output.requires_grad:
             return
-        if not wanted(self.layer):
-            return
         inputs = args[0] if args else kwargs["input"]
+        # Without rows, as an expert that got no token, it is as if the layer was not called.
+        if not wanted(self.layer, inputs.numel() > 0):
+            return
         if output._is_view() and output._base.numel() == output.numel():
             # The output of a linear layer on more than two dimensions, or of a convolution without
             # a batch, is a view of all of the computed tensor, in the same order. A change in place
@@ -69,7 +71,7 @@ class LayerHook:
 
 
 def hook_layers(
-    layers: Sequence[nn.Module], wanted: Callable[[int], bool]
+    layers: Sequence[nn.Module], wanted: Callable[[int, bool], bool]
 ) -> tuple[list[LayerHook], list[RemovableHandle]]:
     """Adds a hook to each layer, which asks the method ``wanted`` for the layer's number."""
     method = weakref.WeakMethod(wanted)
@@ -100,11 +102,7 @@ def captured_calls(
         for hook, call in _metadata(node).items():
             if hook in own:
                 found.setdefault(hook.layer, []).append((node, call))
-    if _CHECKPOINT in kinds:
-        raise ValueError(
-            f"output must have a graph that shows its layers, and {_CHECKPOINT} hides some: use "
-            "checkpoint(..., use_reentrant=False)"
-        )
+    check_shown(kinds)
     reached = {}
     for number in due:
         name, calls = names[number], found.get(number, [])
@@ -114,7 +112,10 @@ def captured_calls(
                 "outputs of one forward pass together, with a likelihood function"
             )
         if any(call.inputs._version != call.version for _, call in calls):
-            raise ValueError(f"the input of {name!r} must not be changed in place after it")
+            raise ValueError(
+                f"the input of {name!r} must not be changed in place after it: write h = h + "
+                "layer(h), not h += layer(h)"
+            )
         if calls:
             reached[number] = [(GradientEdge(node, call.output_nr), call) for node, call in calls]
         elif any(id(param) in leaves for param in layers[number].parameters()):

@@ -20,6 +20,7 @@ from tnt_optim.failures import (
     PreconditionerError,
     diverged,
     warn_if_twice,
+    warn_if_unbounded,
     warn_the_caller,
 )
 from tnt_optim.kfac.activations import hook_layers
@@ -167,6 +168,7 @@ class KFAC(Attachable, Optimizer):
         super().__init__(groups, {**settings, "step": 0})
         for group in self.param_groups:
             check_settings(group)
+            warn_if_unbounded(group)
             group["step"] = 0  # a group of another optimizer may bring that one's
         number = {p: n for n, group in enumerate(self.param_groups) for p in group["params"]}
         largest = {p: self.param_groups[n]["max_factor_dim"] for p, n in number.items()}
@@ -445,7 +447,8 @@ class KFAC(Attachable, Optimizer):
         lines += [f"  {k}: {v}" for k, v in (own | {"seed": self._sampling.seed}).items()]
         for number, group in enumerate(self.param_groups):
             lines.append(f"  group {number}: {len(group['params'])} parameters")
-            lines += [f"    {key}: {group[key]}" for key in sorted(self.defaults)]
+            # Loading adds torch's own settings to the defaults.
+            lines += [f"    {key}: {group[key]}" for key in sorted(self.defaults.keys() & group)]
         return "\n".join([*lines, ")"])
 
     def _without_factors(self) -> tuple[float, str]:
@@ -471,10 +474,10 @@ class KFAC(Attachable, Optimizer):
         self._detach = weakref.finalize(self, _remove, handles)
         self._detach.atexit = False
 
-    def _captures(self, layer: int) -> bool:
+    def _captures(self, layer: int, has_rows: bool) -> bool:
         """Whether the hook of a layer that is called keeps its input."""
         wanted = self._is_wanted(layer)
-        if wanted and not self._warming:
+        if wanted and has_rows and not self._warming:
             self._observed.called.add(layer)
         return wanted
 
@@ -609,6 +612,8 @@ class KFAC(Attachable, Optimizer):
                 layers.append(layer)
             elif index in self._observed.asked or index in self._observed.unreached:
                 missed.append(index)
+                continue
+            elif not is_trainable(layer):  # frozen, with a gradient of zero that zero_grad left
                 continue
             else:
                 raise RuntimeError(

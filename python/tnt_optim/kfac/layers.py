@@ -92,7 +92,9 @@ def named_groups(model: nn.Module, params: Iterable[Any] | None) -> list[dict[st
         for param, count in Counter(own).items():
             if count > 1:
                 raise ValueError(f"params must differ, got {names[param]!r} twice")
-        groups.append({**group, "params": [(names[param], param) for param in own]})
+        # torch names the parameters of all groups or of none, and those of an empty one are none.
+        pairs = [(names[param], param) for param in own]
+        groups.append({**group, "params": pairs, "param_names": list(map(names.get, own))})
     return groups
 
 

@@ -4,7 +4,7 @@ Layers are known by their numbers.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any
 
@@ -23,7 +23,14 @@ from tnt_optim.failures import PreconditionerError
 from tnt_optim.kfac.activations import LayerHook, captured_calls
 from tnt_optim.kfac.layers import Layer, is_trainable, matrix_shape
 from tnt_optim.kfac.statistics import LayerSums, all_finite_statistics, layer_sums, pooled_sums
-from tnt_optim.likelihoods import Likelihood, example_count, loss_at_samples, share_counted
+from tnt_optim.likelihoods import (
+    Likelihood,
+    example_count,
+    loss_at_samples,
+    mask_of,
+    share_counted,
+    with_rows,
+)
 from tnt_optim.mismatch import Comparison
 from tnt_optim.modes import state_dtype
 
@@ -171,7 +178,7 @@ class Sampling:
             return {}
         likelihood = self.likelihood
         examples = batch_size(output) if callable(likelihood) else example_count(likelihood, output)
-        share = share_counted(likelihood, output)
+        share, mask = share_counted(likelihood, output), mask_of(likelihood, output)
         calls = [(number, *each) for number, found in reached.items() for each in found]
         with without_autocast(loss), before_backward():
             gradients = torch.autograd.grad(
@@ -184,14 +191,11 @@ class Sampling:
             )
             sums: dict[int, LayerSums] = {}
             for (number, _, call), gradient in zip(calls, gradients, strict=True):
-                if gradient is not None:
-                    new = layer_sums(self.layers[number], call.inputs, gradient, examples)
+                if gradient is not None and gradient.numel():
+                    new = layer_sums(self.layers[number], call.inputs, gradient, examples, mask)
                     sums[number] = sums[number].with_call(new) if number in sums else new
-        if isinstance(share, Tensor):  # rows that do not count have a gradient of 0
-            sums = {
-                number: replace(each, positions=(share * each.positions).round())
-                for number, each in sums.items()
-            }
+        if isinstance(share, Tensor):
+            sums = {number: each.of_share(share) for number, each in sums.items()}
         for _, _, call in calls:
             # The graph lives on through the user's backward; the input need not.
             call.inputs, call.observed = call.inputs.new_empty(0), True
@@ -208,7 +212,7 @@ class Sampling:
         counts: dict[int, int] = {}
         batches = skipped = 0
         due = [number for number, layer in enumerate(self.layers) if is_trainable(layer)]
-        for index, output in enumerate(outputs):
+        for index, output in enumerate(with_rows(self.likelihood, outputs)):
             key = "warm start", numbered(index, team)
             sums = self.sums(output, key, due, hooks, retain_graph=False)
             batch = {number: each.means() for number, each in sums.items()}

@@ -48,6 +48,16 @@ class LayerSums:
             self.positions + other.positions,
         )
 
+    def of_share(self, share: Tensor) -> "LayerSums":
+        """These sums, of a batch of which this share of the rows counts; nothing if none does.
+
+        The gradients of the other rows are 0.
+        """
+        counts = (share > 0).to(self.inputs.device)
+        inputs = torch.where(counts, self.inputs, 0.0)
+        examples = torch.where(counts, self.examples, 0)
+        return LayerSums(self.gradients, inputs, examples, (share * self.positions).round())
+
     def if_reached(self, reached: Tensor, earlier: Sequence[Tensor]) -> "LayerSums":
         """These sums, or earlier means if ``reached`` is 0. Does not wait for the device."""
 
@@ -62,18 +72,30 @@ class LayerSums:
 
 
 @torch.no_grad()
-def layer_sums(layer: Layer, inputs: Tensor, gradient: Tensor, examples: int) -> LayerSums:
-    """The sums over a batch, from the gradient of the sum of its losses by the layer's output."""
+def layer_sums(
+    layer: Layer, inputs: Tensor, gradient: Tensor, examples: int, mask: Tensor | None = None
+) -> LayerSums:
+    """The sums over a batch, from the gradient of the sum of its losses by the layer's output.
+
+    Inputs that do not count by ``mask`` are left out, if it has an entry for each.
+    """
     dtype = state_dtype(layer.weight)
     # One matrix at a time: a convolution's patches are larger than its input.
     sum_g = _gram(output_rows(layer, gradient), dtype)
     rows = input_rows(layer, inputs)
+    count: int | Tensor = len(rows)
+    number: int | Tensor = examples
+    if mask is not None and len(mask) == len(rows):
+        mask = mask.to(rows.device)
+        rows, count = rows.where(mask.unsqueeze(1), 0.0), mask.sum()
+        number = count
     sum_a = _gram(rows, dtype)
     if layer.bias is not None:
         # Σ [x 1]ᵀ [x 1] from Σ x xᵀ and Σ x: the rows, 302 MB in a layer of VGG16, are not copied.
-        sum_a = F.pad(sum_a, (0, 1, 0, 1), value=len(rows))
+        sum_a = F.pad(sum_a, (0, 1, 0, 1))
         sum_a[-1, :-1] = sum_a[:-1, -1] = rows.sum(0, dtype=dtype)
-    return LayerSums(sum_g, sum_a, examples, len(rows))
+        sum_a[-1, -1] = count
+    return LayerSums(sum_g, sum_a, number, len(rows))
 
 
 def _gram(rows: Tensor, dtype: torch.dtype) -> Tensor:
@@ -170,27 +192,14 @@ def packed_size(size: int) -> int:
 
 
 def packed(matrix: Tensor) -> Tensor:
-    """The lower triangle of a square matrix, (size (size + 1) / 2,), in the order of ``unpacked``.
-
-    The matrix is [[A, Cᵀ], [C, B]]. The triangles of A and B fit together as a rectangle.
-    """
-    half = len(matrix) // 2
-    rectangle = matrix.new_zeros(len(matrix) - half, half + 1)
-    rectangle[:, : len(rectangle)] = matrix[half:, half:].tril()
-    rectangle[:half, 1:] += matrix[:half, :half].tril().T
-    return torch.cat([rectangle.reshape(-1), matrix[half:, :half].reshape(-1)])
+    """The lower triangle of a square matrix, row by row."""
+    rows, columns = torch.tril_indices(*matrix.shape, device=matrix.device)
+    return matrix[rows, columns]
 
 
 def unpacked(flat: Tensor, size: int) -> Tensor:
     """The symmetric matrix, (size, size), from its ``packed`` triangle."""
-    half = size // 2
-    rest = size - half
-    rectangle, corner = flat.split([rest * (half + 1), rest * half])
-    rectangle, corner = rectangle.view(rest, half + 1), corner.view(rest, half)
+    rows, columns = torch.tril_indices(size, size, device=flat.device)
     matrix = flat.new_empty(size, size)
-    above, below = rectangle[:half, 1:].triu(), rectangle[:, :rest].tril()
-    matrix[:half, :half] = above + above.triu(1).T
-    matrix[half:, half:] = below + below.tril(-1).T
-    matrix[half:, :half] = corner
-    matrix[:half, half:] = corner.T
+    matrix[rows, columns] = matrix[columns, rows] = flat
     return matrix
