@@ -30,7 +30,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="The paper, repeated. results/README.md has the recorded runs.",
+    help="The paper's experiments, and comparisons beyond it. experiments/results has the records.",
 )
 
 
@@ -87,10 +87,12 @@ def run_everything(
     """Run every experiment scaled down; needs --quick.
 
     A stage without its data is not run, and no failure. Without --quick the experiments take days:
-    results/README.md has a command for each.
+    experiments/results/README.md has a command for each.
     """
     if not quick:
-        raise typer.BadParameter("give --quick; results/README.md has the full commands")
+        raise typer.BadParameter(
+            "give --quick; experiments/results/README.md has the full commands"
+        )
     # A stage ends with this process.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     known = stages()

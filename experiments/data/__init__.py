@@ -9,7 +9,7 @@ from pathlib import Path
 VARIABLE = "TNT_DATA"
 # What the folder of each data set has, and where to get it.
 SOURCES = {
-    "mnist": "the four IDX files, plain or .gz, of yann.lecun.com/exdb/mnist",
+    "mnist": "the four IDX files, plain or .gz, of ossci-datasets.s3.amazonaws.com/mnist",
     "cifar10": "the Python version of www.cs.toronto.edu/~kriz/cifar.html, unpacked",
     "cifar100": "the Python version of www.cs.toronto.edu/~kriz/cifar.html, unpacked",
     "olivetti": "olivettifaces.mat of cs.nyu.edu/~roweis/data.html",

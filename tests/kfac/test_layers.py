@@ -142,7 +142,7 @@ def test_layers_that_share_or_are_too_large_are_trained_and_named_by_one_warning
     with pytest.warns(RuntimeWarning) as said:
         opt = KFAC(model, lr=0.1, max_factor_dim=39)
     wanted = (
-        "96.3% of the trainable numbers without preconditioning: 364 in Linear above "
+        "96.3% of the trainable parameters without preconditioning: 364 in Linear above "
         "max_factor_dim, 120 in GRU, 35 in Linear with a shared parameter"
     )
     assert [w.filename for w in said] == [__file__] and wanted in str(said[0].message)
@@ -166,7 +166,7 @@ def test_frozen_weights_may_be_shared_and_do_not_count() -> None:
     model.memory.requires_grad_(False)
     model.out.bias.requires_grad_(False)
     opt = KFAC(nn.Sequential(model, nn.LayerNorm(7)))
-    assert "3 layers, and 3.5% of the trainable numbers" in repr(opt)
+    assert "3 layers, and 3.5% of the trainable parameters" in repr(opt)
     assert repr(opt).count(": 14 in LayerNorm\n") == 1
 
 

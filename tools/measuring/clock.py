@@ -56,11 +56,15 @@ class Stopwatch:
 
     def __call__(self, run: Run) -> float:
         """Seconds of one run."""
+        self.prepare()
+        return self.timed(run)
+
+    def timed(self, run: Run) -> float:
+        """Seconds of one run after ``prepare``."""
         if self.device.type != "cuda":
             start = time.perf_counter()
             run()
             return time.perf_counter() - start
-        self.prepare()
         self._start.record()
         run()
         self._end.record()

@@ -49,6 +49,7 @@ from tnt_optim.state import COUNTERS, check_keys
     damping="added to the eigenvalues of G ⊗ A, lambda in the paper. A fraction with "
     "``relative_damping``; else of the unit of the squared gradient.",
     relative_damping="damp with ``damping`` times the average eigenvalue of G ⊗ A.",
+    max_factor_dim="a layer with a larger factor takes the momentum, without a preconditioner.",
     likelihood='"categorical", "bernoulli", "gaussian", a tuple of these, or a function from the '
     "output to the 0-dim mean loss over its first dimension at labels it samples itself; see "
     "``TNT``.",
@@ -81,8 +82,9 @@ class KFAC(Attachable, Optimizer):
 
     A = (1/N) Σ a aᵀ and G = (1/P) Σ g gᵀ over the P positions in the N examples of a batch, as in
     Grosse & Martens 2016. Each gradient g is of one example's own loss. Positions are a
-    convolution's output positions, or a linear layer's input vectors; N is output.shape[0]. If the
-    output has a row for each position, as a language model's flattened logits, then N is P.
+    convolution's output positions, or a linear layer's input vectors; N is the number of rows of
+    "categorical" logits, else output.shape[0]. Rows that ``Masked`` leaves out do not count, nor
+    the inputs of a layer that has one for each row.
 
     If torch.distributed runs several processes, all make the same calls, each with its part of the
     batch and its own samples. The training equals that of one process that observes the same
@@ -452,7 +454,7 @@ class KFAC(Attachable, Optimizer):
         return "\n".join([*lines, ")"])
 
     def _without_factors(self) -> tuple[float, str]:
-        """The share of the trainable numbers outside of layers, and what they are."""
+        """The share of the trainable parameters outside of layers, and what they are."""
         trainable = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         counts: dict[str, int] = {}
         for param in trainable:
@@ -462,7 +464,7 @@ class KFAC(Attachable, Optimizer):
         share = sum(counts.values()) / max(1, sum(p.numel() for p in trainable))
         kinds = sorted(counts.items(), key=lambda kind: -kind[1])
         listed = ", ".join(f"{count:,} in {why}" for why, count in kinds) or "none"
-        return share, f"{share:.1%} of the trainable numbers without preconditioning: {listed}"
+        return share, f"{share:.1%} of the trainable parameters without preconditioning: {listed}"
 
     def _team(self) -> ProcessGroup | None:
         return process_group_of(self.process_group, is_lost=self._group_is_lost)
@@ -666,5 +668,5 @@ _PAPER: dict[str, Any] = {
     **{"interval_warmup": 0, "relative_damping": False, "graft": None},
 }
 
-# The constructor warns if a larger share of the trainable numbers has no preconditioner.
+# The constructor warns if a larger share of the trainable parameters has no preconditioner.
 WARNED_SHARE = 0.1
