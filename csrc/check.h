@@ -204,11 +204,10 @@ inline void check_overlaps(std::initializer_list<NamedList> written,
   for (const Range& range : ranges) {
     std::erase_if(open, [&](const Range* other) { return other->last <= range.first; });
     for (const Range* other : open) {
-      const bool interleave =
-          range.first != other->first && (range.has_gaps || other->has_gaps);
-      TNT_CHECK(interleave || !(range.written || other->written),
-                entry(range.list, range.index), " must not share memory with ",
-                entry(other->list, other->index), ": one of them is written");
+      const bool interleave = range.first != other->first && (range.has_gaps || other->has_gaps);
+      TNT_CHECK(interleave || !(range.written || other->written), entry(range.list, range.index),
+                " must not share memory with ", entry(other->list, other->index),
+                ": one of them is written");
     }
     open.push_back(&range);
   }
