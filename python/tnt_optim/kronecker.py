@@ -611,7 +611,7 @@ class KroneckerOptimizer(Optimizer):
             if p.requires_grad and not is_plain(p, group)
         ]
         processes.check_alike(trainable)
-        batches = self._observed.batches(self, outputs)
+        batches = self._observed.batches(self, outputs, processes)
         for index in itertools.count():
             output, observed = next(batches, _NO_MORE), None
             if output is not _NO_MORE:

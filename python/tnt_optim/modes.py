@@ -55,14 +55,12 @@ def mode_shape(
                 f"modes must return at least one size, with product {math.prod(shape)}, for a "
                 f"parameter of shape {tuple(shape)}, got {chosen}"
             )
-        chosen = tuple(map(int, chosen))
-    elif len(shape) <= 2:
-        chosen = tuple(shape) or (1,)
-    elif merge_small_dims == "kernel" and math.prod(shape[1:]) <= max_factor_dim:
-        chosen = (shape[0], math.prod(shape[1:]))
-    else:
-        chosen = (shape[0], shape[1], math.prod(shape[2:]))
-    return chosen
+        return tuple(map(int, chosen))
+    if len(shape) <= 2:
+        return tuple(shape) or (1,)
+    if merge_small_dims == "kernel" and math.prod(shape[1:]) <= max_factor_dim:
+        return (shape[0], math.prod(shape[1:]))
+    return (shape[0], shape[1], math.prod(shape[2:]))
 
 
 @functools.cache

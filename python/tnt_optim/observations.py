@@ -85,7 +85,7 @@ class Empirical:
         self.asked = {p for p in due if has_statistics(p)}  # others are due anyway
         return {p: p.grad for p in due if p in with_gradients}
 
-    def batches(self, optimizer: Any, outputs: Iterable[Any]) -> Iterator[Any]:
+    def batches(self, optimizer: Any, outputs: Iterable[Any], processes: Local) -> Iterator[Any]:
         """The batches of ``warm_start`` that count."""
         return iter(outputs)
 
@@ -258,9 +258,11 @@ class Sampled(Empirical):
         self.count = max(self.count, 1)
         return means
 
-    def batches(self, optimizer: Any, outputs: Iterable[Any]) -> Iterator[Any]:
-        """See ``Empirical.batches``."""
-        return with_rows(optimizer.likelihood, outputs)
+    def batches(self, optimizer: Any, outputs: Iterable[Any], processes: Local) -> Iterator[Any]:
+        """See ``Empirical.batches``. Several processes take all: they go through them together."""
+        return (
+            iter(outputs) if processes.is_distributed else with_rows(optimizer.likelihood, outputs)
+        )
 
     def batch_loss(
         self, optimizer: Any, output: Any, index: int, processes: Local
