@@ -6,7 +6,6 @@
 #include <bit>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
 #include <limits>
 #include <memory>
 #include <type_traits>
@@ -56,14 +55,13 @@ class SavedFactor {
  public:
   template <typename T>
   void save(const FactorMode& mode) {
-    const auto bytes = static_cast<size_t>(mode.count()) * sizeof(T);
-    memory_ = std::make_unique_for_overwrite<char[]>(bytes);
-    std::memcpy(memory_.get(), mode.out, bytes);
+    memory_ = std::make_unique_for_overwrite<char[]>(static_cast<size_t>(mode.count()) * sizeof(T));
+    std::copy_n(static_cast<const T*>(mode.out), mode.count(), reinterpret_cast<T*>(memory_.get()));
   }
 
   template <typename T>
   void restore(const FactorMode& mode) const {
-    std::memcpy(mode.out, memory_.get(), static_cast<size_t>(mode.count()) * sizeof(T));
+    std::copy_n(reinterpret_cast<const T*>(memory_.get()), mode.count(), static_cast<T*>(mode.out));
   }
 
   void forget() { memory_.reset(); }

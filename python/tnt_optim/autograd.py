@@ -92,15 +92,16 @@ def check_shown(kinds: Collection[str]) -> None:
         )
 
 
-def check_graph(loss: Tensor) -> None:
-    """Refuses a loss behind reentrant checkpointing or, if it may reuse buffers, a compiled graph.
+def check_graph(loss: Tensor, *, retain_graph: bool) -> None:
+    """Refuses a loss behind reentrant checkpointing, or behind a compiled graph that may not last.
 
-    The compiler's own error comes many steps later, for a batch of another size, or at once, if its
-    cache on disk has the graph of a training without observations.
+    With donated buffers such a graph reuses memory in its first backward. The compiler's own error
+    comes many steps later, for a batch of another size, or at once, if its cache on disk has the
+    graph of a training without observations.
     """
     kinds = {node.name() for node in graph_nodes(loss)}
     check_shown(kinds)
-    if config.donated_buffer and "CompiledFunctionBackward" in kinds:
+    if retain_graph and config.donated_buffer and "CompiledFunctionBackward" in kinds:
         raise RuntimeError(
             "model must be compiled with torch._functorch.config.donated_buffer = False, set "
             "before torch.compile: the gradients for the statistics take a second backward"

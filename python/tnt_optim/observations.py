@@ -155,7 +155,7 @@ class Sampled(Empirical):
         loss = _loss(optimizer, output, "step", optimizer.param_groups[0]["step"], number)
         if any(replica.find_unused_parameters for replica in checked_replicas(loss)):
             self.partial = True
-        check_graph(loss)
+        check_graph(loss, retain_graph=True)
         scale = _scale(optimizer, loss, output, processes)
         found = processes.gradients(loss, wanted, retain_graph=True, scale=scale)
         observed = {p: g for p, g in found.items() if g is not None}
@@ -269,7 +269,7 @@ class Sampled(Empirical):
     ) -> tuple[Tensor, float]:
         """See ``Empirical.batch_loss``."""
         loss = _loss(optimizer, output, "warm start", processes.number(index))
-        check_graph(loss)
+        check_graph(loss, retain_graph=False)
         return loss, _scale(optimizer, loss, output, processes)
 
     def note_missed(
