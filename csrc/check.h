@@ -166,13 +166,65 @@ inline void check_direction(size_t t, const Tensor& direction, const Tensor& par
             state_dtype(param), ", got ", direction.dtype());
 }
 
+// A sum of c * stride with low <= c <= high.
+struct Term {
+  int64_t stride, low, high;
+};
+
+// Whether the terms, the largest stride first, can add up to `sum`. Gives up, with true, when
+// `tries` are used up: strides that do not nest have many ways.
+inline bool can_add_up(const Term* term, const Term* end, int64_t sum, int& tries) {
+  if (term == end) return sum == 0;
+  int64_t low = 0, high = 0;  // of the other terms
+  for (const Term* other = term + 1; other < end; ++other) {
+    low += other->stride * other->low;
+    high += other->stride * other->high;
+  }
+  const auto floor_of = [&](int64_t a) {
+    return a / term->stride - (a % term->stride < 0 ? 1 : 0);
+  };
+  const int64_t last = std::min(term->high, floor_of(sum - low));
+  for (int64_t c = std::max(term->low, -floor_of(high - sum)); c <= last; ++c) {
+    if (--tries < 0 || can_add_up(term + 1, end, sum - c * term->stride, tries)) return true;
+  }
+  return false;
+}
+
+// Whether two tensors share a byte, exact for nested strides: views with gaps may interleave.
+inline bool share_memory(const Tensor& a, const Tensor& b) {
+  std::vector<Term> terms;
+  const auto add = [&](int64_t stride, int64_t low, int64_t high) {
+    const auto same = std::find_if(terms.begin(), terms.end(),
+                                   [&](const Term& term) { return term.stride == stride; });
+    if (same == terms.end()) {
+      terms.push_back({stride, low, high});
+    } else {
+      *same = {stride, same->low + low, same->high + high};
+    }
+  };
+  for (const Tensor* tensor : {&a, &b}) {
+    const auto item = tensor->element_size();
+    const auto dimension = [&](int64_t stride, int64_t size) {
+      if (size > 1 && stride > 0)
+        tensor == &a ? add(stride, 0, size - 1) : add(stride, 1 - size, 0);
+    };
+    for (int64_t i = 0; i < tensor->dim(); ++i)
+      dimension(item * tensor->stride(i), tensor->size(i));
+    dimension(1, item);
+  }
+  std::sort(terms.begin(), terms.end(),
+            [](const Term& x, const Term& y) { return x.stride > y.stride; });
+  int tries = 1000;
+  const int64_t offset = static_cast<const char*>(b.data()) - static_cast<const char*>(a.data());
+  return can_add_up(terms.data(), terms.data() + terms.size(), offset, tries);
+}
+
 struct NamedList {
   const char* name;
   const TensorList& tensors;
 };
 
-// Refuses written memory that appears twice in a call. As for PyTorch's operators in place, views
-// with gaps are trusted to interleave, unless they start at one address.
+// Refuses written memory that appears twice in a call.
 inline void check_overlaps(std::initializer_list<NamedList> written,
                            std::initializer_list<NamedList> read) {
   struct Range {
@@ -180,7 +232,7 @@ inline void check_overlaps(std::initializer_list<NamedList> written,
     const char* list;
     size_t index;
     bool written;
-    bool has_gaps;
+    const Tensor* tensor;
   };
   std::vector<Range> ranges;
   for (const bool is_written : {true, false}) {
@@ -194,7 +246,7 @@ inline void check_overlaps(std::initializer_list<NamedList> written,
         int64_t reach = 1;
         for (int64_t i = 0; i < tensor.dim(); ++i) reach += tensor.stride(i) * (tensor.size(i) - 1);
         const char* last = first + reach * tensor.element_size();
-        ranges.push_back({first, last, list.name, t, is_written, reach != tensor.numel()});
+        ranges.push_back({first, last, list.name, t, is_written, &tensor});
       }
     }
   }
@@ -204,10 +256,9 @@ inline void check_overlaps(std::initializer_list<NamedList> written,
   for (const Range& range : ranges) {
     std::erase_if(open, [&](const Range* other) { return other->last <= range.first; });
     for (const Range* other : open) {
-      const bool interleave = range.first != other->first && (range.has_gaps || other->has_gaps);
-      TNT_CHECK(interleave || !(range.written || other->written), entry(range.list, range.index),
-                " must not share memory with ", entry(other->list, other->index),
-                ": one of them is written");
+      TNT_CHECK(!(range.written || other->written) || !share_memory(*range.tensor, *other->tensor),
+                entry(range.list, range.index), " must not share memory with ",
+                entry(other->list, other->index), ": one of them is written");
     }
     open.push_back(&range);
   }

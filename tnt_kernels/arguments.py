@@ -266,7 +266,7 @@ def _check_written(name: str, tensor: Tensor, *, contiguous: bool = False) -> No
 
 
 def check_overlaps(written: dict[str, Iterable[Any]], read: dict[str, Iterable[Any]]) -> None:
-    """Refuses written memory that appears twice, by the rule in csrc/check.h.
+    """Refuses written memory that appears twice; the same rule as in C++ (csrc/check.h).
 
     Both hold lists of tensors, or lists of lists, by name.
     """
@@ -274,7 +274,7 @@ def check_overlaps(written: dict[str, Iterable[Any]], read: dict[str, Iterable[A
         return
     ranges = sorted(
         (
-            (tensor.data_ptr(), _end(tensor), is_written, name, tensor.nbytes)
+            (tensor.data_ptr(), _end(tensor), is_written, name, tensor)
             for group, is_written in ((written, True), (read, False))
             for argument, entries in group.items()
             for name, tensor in _named(argument, entries)
@@ -284,12 +284,10 @@ def check_overlaps(written: dict[str, Iterable[Any]], read: dict[str, Iterable[A
     )
     reaching: list[tuple[Any, ...]] = []  # those that reach beyond the start of the next one
     for current in ranges:
-        first, end, is_written, name, size = current
+        first, _, is_written, name, tensor = current
         reaching = [other for other in reaching if other[1] > first]
-        for other_first, other_end, other_written, other_name, other_size in reaching:
-            have_gaps = end - first != size or other_end - other_first != other_size
-            interleave = have_gaps and first != other_first
-            if (is_written or other_written) and not interleave:
+        for _, _, other_written, other_name, other in reaching:
+            if (is_written or other_written) and _share_memory(tensor, other):
                 raise ValueError(
                     f"{name} must not share memory with {other_name}: one of them is written to"
                 )
@@ -314,6 +312,35 @@ def _end(tensor: Tensor) -> int:
     strides = zip(tensor.stride(), tensor.shape, strict=True)
     reach = 1 + sum(stride * (size - 1) for stride, size in strides)
     return int(tensor.data_ptr() + tensor.element_size() * reach)
+
+
+def _share_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors share a byte, exact for nested strides: views may interleave."""
+    terms: dict[int, list[int]] = {}  # stride -> the least and the largest factor of it
+    for sign, tensor in ((1, a), (-1, b)):
+        item = tensor.element_size()
+        strides = [(s * item, d) for s, d in zip(tensor.stride(), tensor.shape, strict=True)]
+        for stride, size in [*strides, (1, item)]:
+            if size > 1 and stride > 0:
+                low_high = terms.setdefault(stride, [0, 0])
+                low_high[sign > 0] += sign * (size - 1)
+    ordered = sorted(((s, *bounds) for s, bounds in terms.items()), reverse=True)
+    return _can_add_up(ordered, b.data_ptr() - a.data_ptr(), [1000])
+
+
+def _can_add_up(terms: Sequence[tuple[int, ...]], total: int, tries: list[int]) -> bool:
+    """Whether factors of the strides can give ``total``; gives up, with True, without ``tries``."""
+    if not terms:
+        return total == 0
+    (stride, low, high), *rest = terms
+    least, most = (sum(term[0] * term[end] for term in rest) for end in (1, 2))
+    for factor in range(max(low, -((most - total) // stride)), high + 1):
+        if total - factor * stride < least:
+            return False
+        tries[0] -= 1
+        if tries[0] < 0 or _can_add_up(rest, total - factor * stride, tries):
+            return True
+    return False
 
 
 def check_device(**arguments: Tensor | Iterable[Tensor]) -> None:

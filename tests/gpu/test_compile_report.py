@@ -8,7 +8,7 @@ import pytest
 from commands import ROOT, python
 
 from tools.compile_report import expectations
-from tools.compile_report.expectations import misses
+from tools.compile_report.expectations import SUPPORTED, misses
 from tools.compile_report.machine_code import (
     TOOLS,
     Compiled,
@@ -114,6 +114,19 @@ def said(entry: Compiled) -> list[str]:
 def test_a_bad_entry_breaks_a_rule(change: dict[str, Any], what: str) -> None:
     (found,) = said(replace(GOOD, **change))
     assert what in found
+
+
+@pytest.mark.parametrize("capability", SUPPORTED)
+def test_products_must_use_the_units_of_each_architecture(capability: int) -> None:
+    def wanted(**settings: object) -> str:
+        entry = replace(GOOD, capability=capability, settings={**GOOD.settings, **settings})
+        return expectations.wanted_product(entry)
+
+    assert wanted() == {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}[capability]
+    assert wanted(ELEMENT="bf16") == wanted()
+    assert wanted(BLOCK=32) == "HMMA"  # too few rows for wgmma
+    assert wanted(PRECISION="ieee") == "FFMA"
+    assert wanted(STATE="fp64") == {80: "DMMA", 90: "DMMA", 100: "DFMA"}[capability]
 
 
 def test_narrow_loads_are_excused_one_by_one() -> None:
