@@ -7,7 +7,8 @@ Masked:              an output with the rows that count, for ``observe`` and ``a
 PreconditionerError: raised after statistics or inverses failed five times in a row.
 
 ``help(tnt_optim.TNT)`` explains every argument; ``TNT(...).memory_estimate()`` says how many bytes
-the state of a model will take. Everything else in this package may change.
+the state of a model will take. ``tnt_optim.kronecker.KroneckerOptimizer`` is the base of an
+optimizer of your own. Everything else in this package may change.
 """
 
 from importlib.metadata import PackageNotFoundError, version

@@ -61,7 +61,8 @@ class Comparison:
 def watched(likelihood: Likelihood, output: Any, groups: Iterable[Settings]) -> list[Comparison]:
     """Comparisons of the parts of an output with the gradients of the coming backward.
 
-    A constant factor of the loss changes nothing if damping is relative and steps are grafted.
+    Not of their sizes if damping is relative and steps are grafted: the likelihood's scale then
+    changes nothing.
     """
     if callable(likelihood):
         return []

@@ -139,8 +139,8 @@ momentum: the decay of the sum of gradients, mu in the paper: m <- mu m + g.
 stat_decay: the decay of the statistics' moving average, beta in the paper.
 weight_decay: decoupled, gamma in the paper: W <- W - lr (P + weight_decay W).
 stat_interval: the steps between two refreshes of the statistics, T1 in the paper.
-inverse_interval: the steps between two refreshes of the factors, T2 in the paper. During the first
-    T2 steps the factors are refreshed with the statistics, without ``interval_warmup``.
+inverse_interval: the steps between two refreshes of the factors, T2 in the paper. Without
+    ``interval_warmup`` the factors are also refreshed with the statistics of the first T2 steps.
 interval_warmup: the number of first steps in which both intervals grow from 1 to their values:
     statistics and factors change fast at first. With 0 they have their values from the start.
 likelihood: the distribution that the model's output parametrises: "categorical" (logits (...,
@@ -154,11 +154,11 @@ likelihood: the distribution that the model's output parametrises: "categorical"
 fisher: "sampled": gradients at labels from the model's distribution; "empirical": the training
     gradients themselves (TNT-EF in the paper), without ``observe`` and likelihood.
 estimator: of the statistics. "moments": the Gram matrix of the gradient along each mode, as in the
-    paper. "mle": the Gram matrix after the other modes have been whitened by their factors, the
-    step of a tensor-normal distribution's maximum-likelihood estimate; of the same trace.
+    paper. "mle": the Gram matrix after the other modes have been whitened by their factors, scaled
+    to the same trace: the update of a tensor-normal distribution's maximum-likelihood estimate.
 max_factor_dim: a mode larger than this keeps only the diagonal of its statistic.
 precondition_1d: precondition parameters of fewer than two dimensions, too: biases and norms.
-    Otherwise they take the momentum, at the length that ``graft`` gives it, and no weight decay.
+    Otherwise they are updated with the momentum, rescaled by ``graft``, without weight decay.
 block_size: a mode larger than this is cut into pieces of this size and a rest. Each block of a
     parameter is then treated as a parameter of its own. None: no mode is cut.
 merge_small_dims: "kernel": a convolution's kernel and input channels are one mode, as for KFAC, if
@@ -180,8 +180,9 @@ modes: for a parameter group only: a function from a parameter's shape to mode s
 seed: of the sampled labels; the global generators are not touched.
 sample_scale: multiply the loss at sampled labels by this before its backward and divide the
     gradients by it in float32, as GradScaler does for the training loss; a power of two. None: if
-    something is in float16, the number of examples, up to 2^15, because the gradients of a mean
-    over many are too small for float16; otherwise, and for a likelihood that is a function, 1.
+    something is in float16 or may be (in a compiled part), the largest power of two up to the
+    number of examples and 2^15 (for sharded parameters always 2^15), because the gradients of a
+    mean over many are too small for float16; otherwise, and for a likelihood function, 1.
 capturable: run the steps as CUDA graphs, one for each kind of step, from the second step of its
     kind on. All parameters must be on one CUDA device. Gradients at new addresses are copied:
     ``zero_grad(set_to_none=False)`` saves the copies. The learning rate and the other numbers may

@@ -74,8 +74,8 @@ class KFAC(Attachable, Optimizer):
             opt.step()
 
     Layers are ``nn.Linear`` and ``nn.Conv1d`` to ``nn.Conv3d`` (any stride, padding and dilation),
-    called as modules; several calls in a forward pass are positions. All other parameters are
-    updated with the momentum: those of norms, embeddings, recurrent networks, grouped and
+    called as modules (``layer(x)``). If a forward pass calls a layer several times, each call adds
+    positions. All other parameters are updated with the momentum: those of norms, embeddings, recurrent networks, grouped and
     transposed convolutions, nn.MultiheadAttention, and layers that share a parameter or have a
     factor above ``max_factor_dim``. ``repr`` counts them, and a warning at construction if they are
     many. The frozen part of a layer counts as zero momentum and is not updated.
