@@ -94,7 +94,7 @@ class Attachable:
         counts as a micro-batch. Put calls without a loss under ``torch.no_grad()``, or after
         ``model.eval()``. Calls for ``warm_start`` do not count, nor calls that activation
         checkpointing repeats in the backward, nor outputs that require no gradient. Under autocast
-        the output is observed as if autocast had ended.
+        the output is observed as if autocast had ended, but for a likelihood function.
 
         An optimizer is attached to one model at a time; a second ``attach`` replaces the first. Two
         optimizers may be attached to one model. The hook keeps no optimizer alive; copies of the

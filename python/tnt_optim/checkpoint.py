@@ -85,7 +85,9 @@ def sampling_of(optimizer: Any) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return f"({', '.join(str(_plain(item)) for item in value)})"
-    return getattr(value, "__qualname__", type(value).__qualname__) if callable(value) else value
+    if callable(value):
+        return getattr(value, "__qualname__", type(value).__qualname__)
+    return _number(value) if isinstance(value, Real) else value
 
 
 def warn_of_other_sampling(optimizer: Any, state_dict: StateDict) -> None:

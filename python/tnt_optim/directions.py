@@ -55,7 +55,8 @@ def clipped(
     products = [_dot(p, m) for p, m in zip(directions, momenta, strict=True)]
     own = torch.stack(products) if products else torch.zeros(0, dtype=torch.float64, device=device)
     factors = torch.ones_like(own) if scales is None else scales
-    total = all_reduce((own * factors**2).sum())
+    # A direction that is not finite must not lift the bound of the others.
+    total = all_reduce((own * factors**2).nan_to_num(0.0, 0.0, 0.0).sum())
     bound = group["kl_clip"] / (group["lr"] ** 2 * total)
     return factors * torch.where(total > 0, bound, torch.ones_like(total)).sqrt().clamp(max=1.0)
 

@@ -72,6 +72,8 @@ from tnt_optim.update import (
 )
 
 _NO_MORE = object()
+# The options that shape statistics, factors and momentum.
+_SHAPING = ("modes", "merge_small_dims", "block_size", "max_factor_dim")
 
 
 class KroneckerOptimizer(Optimizer):
@@ -116,6 +118,8 @@ class KroneckerOptimizer(Optimizer):
     def _start_over(self) -> None:
         """Forgets graphs, retries and a consolidated state, which belong to one state."""
         self._graphs = StepGraphs()
+        # The settings in ``_SHAPING`` of each group at the last step.
+        self._shaping: list[tuple[Any, ...]] = []
         # Parameters not to update again when a failed step is retried.
         self._accumulated: set[Tensor] = set()
         # What other processes keep of the state, after consolidate_state_dict.
@@ -175,8 +179,9 @@ class KroneckerOptimizer(Optimizer):
         Raises:
             ValueError: if a group's settings have become wrong; nothing is then changed.
             RuntimeError: if a parameter has a gradient but no statistics, and no output was asked
-                for them; nothing is then changed. (A parameter that the outputs do not reach takes
-                the momentum without a preconditioner, with a warning.)
+                for them, or a setting that shapes the state has changed; nothing is then changed.
+                (A parameter that the outputs do not reach takes the momentum without a
+                preconditioner, with a warning.)
             PreconditionerError: if first statistics or inverses fail, or later ones repeatedly. No
                 parameter is then changed.
 
@@ -193,6 +198,7 @@ class KroneckerOptimizer(Optimizer):
             self._consolidated = None
             for group in self.param_groups:
                 self._check_settings(group)  # the user may have changed them
+            self._check_shaping()
             processes = self._distribution()
             # On a GPU one process may have a report before another, and an error must stop all of
             # them at the same step. The report is a step old: the wait is short.
@@ -240,7 +246,7 @@ class KroneckerOptimizer(Optimizer):
         with buffers_put_back(*([] if model is None else [model])):
             stats, skipped = self._average_statistics(outputs, processes)
         fresh = self._states(stats, processes)
-        self._failures, self._consolidated = Failures(), None
+        self._failures, self._consolidated, self._shaping = Failures(), None, []
         for state in fresh.values():
             state["skipped_statistics"] = skipped
         self._adopt(fresh)
@@ -367,6 +373,8 @@ class KroneckerOptimizer(Optimizer):
         for param, entries in (self._consolidated or {}).items():
             own = state_dict["state"][numbers[param]]
             state_dict["state"][numbers[param]] = {**own, **entries}
+        if self._accumulated:
+            state_dict["accumulated"] = sorted(numbers[p] for p in self._accumulated)
         if missed := self._observed.missed:
             state_dict["missed"] = {numbers[p]: status for p, status in missed.items()}
         lost = self._group_is_lost and self.process_group is None
@@ -425,6 +433,8 @@ class KroneckerOptimizer(Optimizer):
         def finish(adapted: dict[str, Any]) -> None:
             self._failures = Failures()
             self._observed.use_up()
+            params = self._params()
+            self._accumulated = {params[number] for number in adapted.get("accumulated", ())}
             for group, modes in zip(self.param_groups, functions, strict=True):
                 group["modes"] = modes
             for param, state in checkpoint.copied_states(self.param_groups, adapted):
@@ -442,12 +452,13 @@ class KroneckerOptimizer(Optimizer):
         own = {name: value for name, value in vars(self).items() if name in OPTIONS}
         own["process_group"] = None  # cannot be copied
         lost = self._group_is_lost or self.process_group is not None
-        kept = {name: getattr(self, name) for name in ("_failures", "_observed", "_owners")}
+        names = "_failures", "_observed", "_owners", "_accumulated"
+        kept = {name: getattr(self, name) for name in names}
         return {**super().__getstate__(), **own, **kept, "_group_is_lost": lost}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
         self._start_over()
+        super().__setstate__(state)
 
     def __repr__(self) -> str:
         lines = [f"{type(self).__name__} ("]
@@ -703,11 +714,9 @@ class KroneckerOptimizer(Optimizer):
         """Takes new states; moments and master copies of earlier ones survive."""
         for param, state in fresh.items():
             earlier = self.state.get(param, {})
-            for name in earlier.keys() & set(SURVIVES):
-                if name in COUNTS:
-                    state[name] = earlier[name]
-                elif name in state:
-                    state[name] = earlier[name].reshape(state[name].shape)  # the modes may differ
+            for name in earlier.keys() & state.keys() & set(SURVIVES):
+                old = earlier[name]  # the modes may differ
+                state[name] = old if name in COUNTS else old.reshape(state[name].shape)
             self.state[param] = state
 
     # Processes and parameters.
@@ -729,6 +738,18 @@ class KroneckerOptimizer(Optimizer):
                 f"estimator must be 'moments' for {type(self).__name__}, got 'mle': it whitens by "
                 "the factors, as if they were inverses of the statistics"
             )
+
+    def _check_shaping(self) -> None:
+        """Refuses settings that no longer fit the states."""
+        now = [tuple(group[name] for name in _SHAPING) for group in self.param_groups]
+        for number, pair in enumerate(zip(self._shaping, now, strict=False)):
+            for name, before, after in zip(_SHAPING, *pair, strict=True):
+                if before != after:
+                    raise RuntimeError(
+                        f"{name} must be set before the first step, and group {number} had "
+                        f"{before!r}, got {after!r}: set it back, or call warm_start"
+                    )
+        self._shaping = now
 
     def _check_param(self, param: Tensor, group: Group) -> None:
         """Checks that a parameter can have its group's settings."""

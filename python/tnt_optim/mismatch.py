@@ -114,7 +114,7 @@ def _some_rows(likelihood: str, values: Tensor) -> Tensor:
 def _kind_mismatch(of: Comparison, z: Tensor, g: Tensor) -> str | None:
     """The message if the loss is of another kind; None if it may fit."""
     are_shares = bool(((z >= 0) & (z <= 1)).all() and z.numel() >= 16 and (z != z[:1]).any())
-    scale = _binary_scale(z, g)
+    scale = _binary_scale(z, g) or _binary_scale(z, -g)  # the other one if maximized
     if of.likelihood == "bernoulli" and are_shares and scale is None:
         return (
             "all outputs are between 0 and 1. Observe logits: if sigmoid was applied, its argument"

@@ -176,11 +176,11 @@ def state_dtype(param: Tensor) -> torch.dtype:
 
 def check_dtype(param: Tensor, state: Settings, name: Callable[[Tensor], str]) -> None:
     """Refuses a parameter whose dtype has changed since its state was made."""
-    momentum = state.get("momentum")
-    if momentum is not None and momentum.dtype != state_dtype(param):
+    kept = [state["momentum"]] if "momentum" in state else state.get("stats", [])
+    if kept and kept[0].dtype != state_dtype(param):
         raise RuntimeError(
             f"the state of {name(param)} must be {state_dtype(param)} for {param.dtype}, got "
-            f"{momentum.dtype}: after model.double() call opt.load_state_dict(opt.state_dict())"
+            f"{kept[0].dtype}: after model.double() call opt.load_state_dict(opt.state_dict())"
         )
 
 

@@ -67,7 +67,7 @@ _DIRECTIONS = ("directions",)
 
 SPEC = (
     # How the modes are cut, and the step of the first statistics.
-    Entry("block_size", start=lambda group: group["block_size"]),
+    Entry("block_size", start=lambda group: group["block_size"] and int(group["block_size"])),
     Entry("first_step", start=lambda group: group["step"]),
     *(Entry(name) for name in COUNTERS),
     # Momentum m, the number of its updates, and the same of Adam's second moment.

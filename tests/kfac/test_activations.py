@@ -155,6 +155,14 @@ def test_uses_that_do_not_fit_are_refused(how: str, message: str) -> None:
     before.assert_unchanged()
 
 
+def test_a_call_with_other_weights_is_refused() -> None:
+    model = nn.Linear(3, 4)
+    opt = KFAC(model)
+    others = {name: torch.randn_like(p).requires_grad_() for name, p in model.named_parameters()}
+    with pytest.raises(ValueError, match="was called with others, as by torch.func"):
+        opt.observe(torch.func.functional_call(model, others, (torch.randn(5, 3),)))
+
+
 def test_an_output_is_observed_once() -> None:
     model = nn.Linear(3, 4)
     opt = KFAC(model)

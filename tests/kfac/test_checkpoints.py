@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import Snapshot
 from kfac_models import batch, conv_net, images
-from optimizers import train
+from optimizers import net, train, warm_start
 from torch import Tensor, nn
 
 from tnt_optim import KFAC
@@ -24,14 +24,55 @@ def test_the_hooks_of_a_copied_model_do_nothing(clone: Callable[[Any], Any]) -> 
     assert not any(node.metadata for node in graph_nodes(clone(model)(images())))
 
 
-def test_a_graft_that_is_switched_on_starts_both_moments_together() -> None:
+def test_adams_graft_that_is_switched_on_is_refused() -> None:
+    """Its second moment would be younger than the momentum."""
     model = conv_net()
     opt = KFAC.paper(model)
     train(model, opt, range(2), data=batch)
+    opt.zero_grad()
+    before = Snapshot(model.parameters(), opt)
     opt.param_groups[0]["graft"] = "adam"
-    train(model, opt, [0], data=batch)
-    assert opt.state[model[0].weight]["updates"] == 1
-    assert torch.equal(opt.state[model[0].weight]["momentum"], model[0].weight.grad)
+    with pytest.raises(RuntimeError, match="graft='adam' must be set before the first step: '0.w"):
+        train(model, opt, [2], data=batch)
+    opt.zero_grad()
+    opt.param_groups[0]["graft"] = None
+    before.assert_unchanged()
+
+
+def no_memory(*arguments: Any) -> Any:
+    raise torch.OutOfMemoryError("no memory")
+
+
+@pytest.mark.parametrize("clone", [None, copy.deepcopy, "state"])
+def test_a_step_that_ran_out_of_memory_can_be_repeated(clone: Any) -> None:
+    """In place, in a copy, or from its saved state."""
+    settings: dict[str, Any] = {"interval_warmup": 0, "stat_interval": 1, "inverse_interval": 1}
+    model = net()
+    undisturbed = copy.deepcopy(model)
+    opt, other = KFAC(model, **settings), KFAC(undisturbed, **settings)
+    train(undisturbed, other, range(4))
+    train(model, opt, range(3))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(opt, "_inverses", no_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            train(model, opt, [3])
+    if clone == "state":
+        saved = copy.deepcopy(opt.state_dict())
+        opt = KFAC(model, **settings)
+        opt.load_state_dict(saved)
+    elif clone is not None:
+        model, opt = clone((model, opt))
+    train(model, opt, [3])
+    Snapshot(model.parameters(), opt).assert_equals(Snapshot(undisturbed.parameters(), other))
+
+
+def test_a_state_of_another_dtype_is_refused_after_a_warm_start() -> None:
+    model = net()
+    opt = KFAC(model)
+    warm_start(opt, model)
+    model.double()
+    with pytest.raises(RuntimeError, match=r"must be torch.float64 for torch.float64, got torch.f"):
+        train(model, opt, [0])
 
 
 # ------------------------------------------------------------------ states that are refused

@@ -159,6 +159,20 @@ def test_layers_that_share_or_are_too_large_are_trained_and_named_by_one_warning
         close(step.detach(), 0.1 * (p.grad / (p.grad.abs() + 1e-8)).norm())
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_layers_without_entries_take_the_momentum() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 0), nn.Linear(0, 3))
+    with pytest.warns(RuntimeWarning, match=": 3 in Linear without entries"):
+        opt = KFAC(model)
+    x, before = torch.randn(5, 4), model[0].weight.detach().clone()
+    for _ in range(2):
+        out = model[0](x) + model(x)
+        opt.observe(out)
+        nn.functional.cross_entropy(out, torch.arange(5) % 3).backward()
+        opt.step()
+    assert not torch.equal(model[0].weight, before)
+
+
 def test_frozen_weights_may_be_shared_and_do_not_count() -> None:
     """As under LoRA; a few norms are shown, without a warning."""
     model = Language()

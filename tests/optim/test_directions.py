@@ -152,6 +152,22 @@ def test_groups_have_bounds_of_their_own_and_decay_is_not_bounded(name: str) -> 
     close(moves[1] + 0.1 * 0.3 * start[1], whole[1])
 
 
+@factored
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_leaves_the_bound_of_the_others(
+    name: str, bad: float
+) -> None:
+    start, first, later = weight(4, 3).detach(), [noise(4, 3), noise(5)], noise(4, 3)
+    moves = []
+    for bound, last in ((None, 0.0), (1e-6, bad)):
+        run = Dictated(name, [nn.Parameter(start.clone()), weight(5)], **CLIPPED, kl_clip=bound)
+        run.step(first)
+        run.opt.param_groups[0]["stat_interval"] = 9
+        moves.append(run.step([later, torch.full((5,), last, dtype=torch.float64)])[0])
+    measured = -0.1 * float((moves[0] * run.opt.state[run.params[0]]["momentum"]).sum())
+    close(moves[1], math.sqrt(1e-6 / measured) * moves[0])
+
+
 @pytest.mark.filterwarnings("ignore:the gradients for the first statistics are all zero")
 @factored
 def test_zero_gradients_and_zero_rates_do_not_divide(name: str) -> None:

@@ -361,9 +361,9 @@ def test_after_an_exception_in_the_update_a_checkpoint_goes_on(
 @factored
 @pytest.mark.parametrize("group", [0, 1])
 @pytest.mark.parametrize("where", ["statistics", "factors"])
-@pytest.mark.parametrize("step", [0, 3, 4])
+@pytest.mark.parametrize(("step", "resumed"), [(0, False), (3, False), (4, False), (4, True)])
 def test_a_step_that_ran_out_of_memory_can_be_repeated(
-    name: str, step: int, where: str, group: int
+    name: str, step: int, resumed: bool, where: str, group: int
 ) -> None:
     """The repeated step has the bits of one with enough memory. A first one changes nothing."""
     run, undisturbed = Run(name, inverse_interval=4), Run(name, inverse_interval=4)
@@ -376,6 +376,8 @@ def test_a_step_that_ran_out_of_memory_can_be_repeated(
     if step == 0:
         run.opt.zero_grad()
         before.assert_unchanged()
+    if resumed:
+        run.load(run.checkpoint())
     run.steps(step, step + 2)
     run.snapshot().assert_equals(undisturbed.snapshot())
 

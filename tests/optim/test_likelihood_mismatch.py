@@ -183,6 +183,11 @@ FITTING: dict[str, tuple[str, Loss, Callable[[], Tensor], nn.Module | None]] = {
 }  # fmt: skip
 
 
+def test_a_loss_that_is_maximized_fits() -> None:
+    """Its gradient is that of the loss with the other sign; logits are between 0 and 1."""
+    first_step("sampled", "bernoulli", lambda z, y: -summed_bce(z, y), bits, nn.Sigmoid())
+
+
 @tnt_and_kfac
 @pytest.mark.parametrize("fitting", FITTING)
 def test_a_loss_that_fits_is_not_noticed(name: str, fitting: str) -> None:

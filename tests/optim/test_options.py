@@ -201,6 +201,13 @@ def test_stochastic_rounding_of_float16_is_refused(name: str) -> None:
             for name in FACTORED
             for option, value in (("rounding", "master"), ("graft", "adam"))
         ],
+        *[
+            ("sampled", option, value, RuntimeError, f"{option} must be set before the first step")
+            for option, value in (
+                *[("max_factor_dim", 2), ("block_size", 2), ("merge_small_dims", "kernel")],
+                ("modes", lambda shape: (3,)),
+            )
+        ],
         ("shampoo", "estimator", "mle", ValueError, "must be 'moments' for Shampoo, got 'mle'"),
         ("sampled", "precondition_1d", False, RuntimeError, "must be set to False before the"),
     ],

@@ -226,6 +226,20 @@ def test_a_state_of_another_dtype_is_refused(name: str, graft: str | None) -> No
     assert all(moved(model, before[0]))
 
 
+@factored
+def test_a_state_from_which_adams_graft_is_gone_loads(name: str) -> None:
+    """A new start leaves the second moment and its count out together."""
+    run = Dictated(name, [weight(4, 3)], graft="adam")
+    run.step([noise(4, 3)])
+    run.opt.param_groups[0]["graft"] = "rms"
+    run.warm_start([[noise(4, 3)]])
+    run.step([noise(4, 3)])
+    Dictated(name, [weight(4, 3)]).opt.load_state_dict(through_a_file(run.opt.state_dict()))
+    run.opt.param_groups[0]["graft"] = "adam"
+    with pytest.raises(RuntimeError, match="graft='adam' must be set before the first"):
+        run.step([noise(4, 3)])
+
+
 @pytest.mark.parametrize("full", [False, True])
 def test_torchs_functions_for_the_state_by_name(full: bool) -> None:
     """A bias has no statistics: an empty list, which torch drops from a full state."""
@@ -352,7 +366,9 @@ def test_another_sampling_than_the_saved_one_is_warned_of(
 def test_settings_of_numpy_are_saved_in_plain_values(method: Any) -> None:
     model = net()
     settings = {"lr": np.float64(0.5), "damping": np.float32(0.5), "stat_interval": np.int64(2)}
-    opt = method(model if method is KFAC else model.parameters(), **settings)
+    own = {"block_size": np.int64(3), "sample_scale": np.float64(2)} if method is TNT else {}
+    opt = method(model if method is KFAC else model.parameters(), **settings, **own)
+    train(model, opt, [0])
     (group,) = through_a_file(opt.state_dict())["param_groups"]
     assert [(type(group[name]), group[name]) for name in settings] == [
         *[(float, 0.5), (float, 0.5), (int, 2)]

@@ -116,9 +116,15 @@ def captured_calls(
                 f"the input of {name!r} must not be changed in place after it: write h = h + "
                 "layer(h), not h += layer(h)"
             )
+        uses = any(id(param) in leaves for param in layers[number].parameters())
+        if calls and not uses:
+            raise ValueError(
+                f"output must depend on the parameters of {name!r}, but the layer was called with "
+                "others, as by torch.func.functional_call"
+            )
         if calls:
             reached[number] = [(GradientEdge(node, call.output_nr), call) for node, call in calls]
-        elif any(id(param) in leaves for param in layers[number].parameters()):
+        elif uses:
             reason = (
                 "was it called before (warm_start takes a generator that calls the model), after "
                 "close(), or its weight used directly?"

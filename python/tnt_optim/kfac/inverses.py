@@ -202,9 +202,9 @@ def _accumulate(group: Mapping[str, Any], states: States, grads: Mapping[Tensor,
     """Adds gradients to the momenta, and their squares to the second moments if grafted to Adam."""
     adam, own = group["graft"] == "adam", list(grads.values())
     for p, grad in grads.items():
-        state, missing = states[p], "second_moment" if adam else "momentum"
-        if missing not in state:
-            state["momentum"] = grad.new_zeros(grad.shape)  # both moments start together
+        state = states[p]
+        if "momentum" not in state:
+            state["momentum"] = grad.new_zeros(grad.shape)
             state |= {"second_moment": grad.new_zeros(grad.shape), "updates": 0} if adam else {}
     momenta = [states[p]["momentum"] for p in grads]
     torch._foreach_mul_(momenta, group["momentum"])

@@ -75,10 +75,11 @@ class KFAC(Attachable, Optimizer):
 
     Layers are ``nn.Linear`` and ``nn.Conv1d`` to ``nn.Conv3d`` (any stride, padding and dilation),
     called as modules (``layer(x)``). If a forward pass calls a layer several times, each call adds
-    positions. All other parameters are updated with the momentum: those of norms, embeddings, recurrent networks, grouped and
-    transposed convolutions, nn.MultiheadAttention, and layers that share a parameter or have a
-    factor above ``max_factor_dim``. ``repr`` counts them, and a warning at construction if they are
-    many. The frozen part of a layer counts as zero momentum and is not updated.
+    positions. All other parameters are updated with the momentum: those of norms, embeddings,
+    recurrent networks, grouped and transposed convolutions, nn.MultiheadAttention, and layers that
+    share a parameter or have a factor above ``max_factor_dim``. ``repr`` counts them, and a warning
+    at construction if they are many. The frozen part of a layer counts as zero momentum and is not
+    updated.
 
     A = (1/N) Σ a aᵀ and G = (1/P) Σ g gᵀ over the P positions in the N examples of a batch, as in
     Grosse & Martens 2016. Each gradient g is of one example's own loss. Positions are a
@@ -92,8 +93,8 @@ class KFAC(Attachable, Optimizer):
 
     With the defaults every parameter moves by the norm of Adam's direction, so that one learning
     rate serves layers and other parameters; ``KFAC.paper`` has the paper's form. Settings of
-    parameter groups may change between steps, but for ``max_factor_dim``; ``damping`` takes effect
-    at the next refresh of the inverses.
+    parameter groups may change between steps, but for ``max_factor_dim`` and to ``graft="adam"``;
+    ``damping`` takes effect at the next refresh of the inverses.
 
     ``torch.save(model)`` also saves the hooks, which do nothing when loaded but need this package.
     Call ``close()`` first, or save the model's ``state_dict``.
@@ -377,6 +378,9 @@ class KFAC(Attachable, Optimizer):
             own["missed"] = self._observed.unreached
         if self._observed.count and self._team() is None:
             own["observed"] = self._observed.saved()
+        if self._blended:
+            weights = [layer.weight for layer in self._layers]
+            own["accumulated"] = [i for i, w in enumerate(weights) if w in self._blended]
         return checkpoint.save_completed(self, super().state_dict, lambda s: s.update(own))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -398,7 +402,8 @@ class KFAC(Attachable, Optimizer):
             observed.unreached = dict(adapted.get("missed", {}))
 
         def finish(adapted: dict[str, Any]) -> None:
-            self._failures, self._observed, self._blended = Failures(PARTS), observed, set()
+            self._failures, self._observed = Failures(PARTS), observed
+            self._blended = {self._layers[i].weight for i in adapted.get("accumulated", ())}
             self.state.update(checkpoint.copied_states(self.param_groups, adapted))
             checkpoint.warn_of_other_sampling(self._sampling, adapted)
 
@@ -439,7 +444,6 @@ class KFAC(Attachable, Optimizer):
         super().__setstate__(state)
         if "_layers" in state:  # a copy; torch also calls this when it loads a state_dict
             self.process_group = None  # a process group cannot be copied
-            self._blended = set()
             self._attach()
 
     def __repr__(self) -> str:
@@ -600,12 +604,19 @@ class KFAC(Attachable, Optimizer):
             if p.grad is not None
         }
         rest = set(names)
+        grafted = {p for g in self.param_groups if g["graft"] == "adam" for p in g["params"]}
         for param, name in names.items():
             if param.grad.layout != torch.strided:
                 raise RuntimeError(
                     f"the gradient of {name!r} must be dense, got {param.grad.layout}"
                 )
-            check_dtype(param, self.state.get(param, {}), names.__getitem__)
+            state = self.state.get(param, {})
+            check_dtype(param, state, names.__getitem__)
+            if param in grafted and "momentum" in state and "second_moment" not in state:
+                raise RuntimeError(
+                    f"graft='adam' must be set before the first step: {name!r} has no "
+                    "second_moment in its state"
+                )
         for index, layer in enumerate(self._layers):
             own = rest.intersection(parameters(layer))
             if not own:
@@ -656,7 +667,7 @@ def _remove(handles: Iterable[RemovableHandle]) -> None:
 
 # Attributes that a copy keeps besides the state and the groups. The copy adds its own hooks.
 _COPIED = (
-    "inverse shard _model _names _layers _sampling _failures _observed _warned _named "
+    "inverse shard _model _names _layers _sampling _failures _observed _blended _warned _named "
     "_group_numbers _reasons".split()
 )
 

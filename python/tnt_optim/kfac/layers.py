@@ -63,6 +63,8 @@ def preconditioned(
                 why = " with a shared parameter"
             elif module.weight not in largest:
                 why = " whose weight is not optimized"
+            elif not module.weight.numel():
+                why = " without entries"
             elif max(matrix_shape(module)) > largest[module.weight]:
                 why = " above max_factor_dim"
             else:
