@@ -189,7 +189,7 @@ def _observe_call(hook: OutputHook, module: nn.Module, args: Any, kwargs: Any, r
     if tensors and not any(tensor.requires_grad for tensor in tensors):
         return
     # No row counts. The processes of a sharded model have to run the backward together.
-    if isinstance(described, Tensor) and not described.numel() and not hook.is_sharded:
+    if tensors and not any(t.numel() for t in tensors) and not hook.is_sharded:
         return
     # DistributedDataParallel adds its node to the graph after this hook, so ask DDP itself.
     replica = DistributedDataParallel._get_active_ddp_module()
@@ -206,7 +206,7 @@ def _observe_call(hook: OutputHook, module: nn.Module, args: Any, kwargs: Any, r
 def _is_sharded(module: nn.Module) -> bool:
     # No import, which takes most of a second: a program with such a module has imported it.
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+    return fsdp is not None and any(isinstance(m, fsdp.FSDPModule) for m in module.modules())
 
 
 def _logits(result: Any) -> Any:

@@ -3,6 +3,7 @@
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Integral, Real
+from types import FrameType
 from typing import Any
 
 import torch
@@ -102,10 +103,20 @@ def warn_of_other_sampling(optimizer: Any, state_dict: StateDict) -> None:
         )
 
 
-def called_by(package: str) -> bool:
-    """Whether a function of a package is among the callers."""
+def callers(package: str) -> list[FrameType]:
+    """The frames of a package's functions among the callers."""
     frames = (frame for frame, _ in traceback.walk_stack(None))
-    return any(frame.f_globals.get("__name__", "").startswith(package) for frame in frames)
+    return [frame for frame in frames if frame.f_globals.get("__name__", "").startswith(package)]
+
+
+def whole_state_is_wanted() -> bool | None:
+    """Whether torch.distributed.checkpoint asks for a full state, as all processes then do.
+
+    None if another caller asks.
+    """
+    frames = callers("torch.distributed.checkpoint")
+    options = [frame.f_locals.get("info") for frame in frames]
+    return any(getattr(o, "full_state_dict", False) for o in options) if frames else None
 
 
 def observations_of(observed: Any, numbers: Mapping[Tensor, int]) -> StateDict:

@@ -370,6 +370,10 @@ class KroneckerOptimizer(Optimizer):
         if sampling := checkpoint.sampling_of(self):
             state_dict["sampling"] = sampling
         numbers = {param: number for number, param in enumerate(self._params())}
+        lost = self._group_is_lost and self.process_group is None
+        processes = Local() if lost else self._distribution()
+        if self._consolidated is None and checkpoint.whole_state_is_wanted():
+            self._consolidated = processes.others_parts(self._params(), self.state, 0)
         for param, entries in (self._consolidated or {}).items():
             own = state_dict["state"][numbers[param]]
             state_dict["state"][numbers[param]] = {**own, **entries}
@@ -377,18 +381,16 @@ class KroneckerOptimizer(Optimizer):
             state_dict["accumulated"] = sorted(numbers[p] for p in self._accumulated)
         if missed := self._observed.missed:
             state_dict["missed"] = {numbers[p]: status for p, status in missed.items()}
-        lost = self._group_is_lost and self.process_group is None
-        processes = Local() if lost else self._distribution()
-        if processes.is_distributed:
-            self._warn_of_part(processes)
-        elif getattr(self._observed, "count", 0):
+        self._warn_of_part(processes)
+        if getattr(self._observed, "count", 0) and not processes.is_distributed:
             state_dict["observed"] = checkpoint.observations_of(self._observed, numbers)
 
     def _warn_of_part(self, processes: Local) -> None:
         """Warns of a state without the parts of others, unless one sees it from the parameters."""
-        if self.shard is None or processes.is_sharded or self._warned_of_part:
+        if self._warned_of_part or processes.is_sharded or self._consolidated is not None:
             return
-        if self._consolidated is None and not checkpoint.called_by("torch.distributed.checkpoint"):
+        is_whole = all("stats" in state for state in self.state.values() if state)
+        if not is_whole and checkpoint.whole_state_is_wanted() is None:
             self._warned_of_part = True
             warn_the_caller(
                 f"state_dict() has one process's part of the state with shard={self.shard!r}: save "
@@ -625,15 +627,18 @@ class KroneckerOptimizer(Optimizer):
         batches = self._observed.batches(self, outputs, processes)
         for index in itertools.count():
             output, observed = next(batches, _NO_MORE), None
+            number: int | Tensor = 0
             if output is not _NO_MORE:
                 loss, scale = self._observed.batch_loss(self, output, index, processes)
                 checked_replicas(loss)
                 observed = processes.gradients(loss, trainable, retain_graph=False, scale=scale)
                 check_reached(observed)
-            mean = processes.batch_mean(trainable, observed)
+                number = self._observed.counted(self, output)
+            mean = processes.batch_mean(trainable, observed, number)
             if mean is None:
                 return
-            yield mean
+            if mean:  # some row counts
+                yield mean
 
     def _accumulate(
         self,

@@ -85,6 +85,10 @@ class Empirical:
         self.asked = {p for p in due if has_statistics(p)}  # others are due anyway
         return {p: p.grad for p in due if p in with_gradients}
 
+    def counted(self, optimizer: Any, output: Any) -> int | Tensor:
+        """1 for an output with a row that counts, else 0."""
+        return 1
+
     def batches(self, optimizer: Any, outputs: Iterable[Any], processes: Local) -> Iterator[Any]:
         """The batches of ``warm_start`` that count."""
         return iter(outputs)
@@ -164,9 +168,12 @@ class Sampled(Empirical):
             check_reached(observed or leaves_of(loss).intersection(optimizer._params()))
         if not optimizer.param_groups[0]["step"]:  # after a skipped step once more
             self.comparisons = watched(optimizer.likelihood, output, optimizer.param_groups)
+        self.add(observed, wanted, self.counted(optimizer, output))
+
+    def counted(self, optimizer: Any, output: Any) -> int | Tensor:
+        """See ``Empirical.counted``."""
         share = share_counted(optimizer.likelihood, output)
-        counted = (share > 0).int() if isinstance(share, Tensor) else 1
-        self.add(observed, wanted, counted)
+        return (share > 0).int() if isinstance(share, Tensor) else 1
 
     def add(
         self,
@@ -253,9 +260,8 @@ class Sampled(Empirical):
         if not reached:
             return {}
         means, self.number = processes.mean(reached, self.totals, self.number)
-        if not self.count and not self.number:  # the host waits only if it observed nothing
-            return {}
-        self.count = max(self.count, 1)
+        if self.count or self.number:  # the host waits only if it observed nothing
+            self.count = max(self.count, 1)
         return means
 
     def batches(self, optimizer: Any, outputs: Iterable[Any], processes: Local) -> Iterator[Any]:

@@ -84,11 +84,12 @@ class Local:
         return {p: gradients.get(p) for p in params}, 1
 
     def batch_mean(
-        self, params: Sequence[Tensor], observed: Gradients | None
+        self, params: Sequence[Tensor], observed: Gradients | None, number: int | Tensor
     ) -> dict[Tensor, Tensor] | None:
         """The mean gradients of one batch in each process; None if no process has more batches.
 
-        ``params`` may have gradients; ``observed`` is None if this process has no more batches.
+        ``params`` may have gradients; ``observed`` is None if this process has no more batches,
+        ``number`` is 0 if no row of its batch counts. Empty if that is so in all processes.
         """
         return None if observed is None else self.whole(observed)
 

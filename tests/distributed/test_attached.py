@@ -69,7 +69,7 @@ def test_replicas(form: str) -> None:
 def sharded(rank: int, processes: int) -> dict[str, list[Tensor] | str]:
     """One process's training of sharded parameters, attached before or after, or in the loop."""
     found: dict[str, list[Tensor] | str] = {}
-    for place in ("in the loop", "after", "before"):
+    for place in ("in the loop", "after", "around", "before"):
         torch.manual_seed(3)
         model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4))
         if place == "before":
@@ -80,11 +80,13 @@ def sharded(rank: int, processes: int) -> dict[str, list[Tensor] | str]:
             opt = TNT.paper(model.parameters(), **SETTINGS)
         if place == "after":
             opt.attach(model)
+        if place == "around":
+            opt.attach(whole := nn.Sequential(model))
         try:
             for step in range(5):
                 opt.zero_grad()
                 ((x, y),) = batches(10 * rank + step)
-                output = model(x)
+                output = (whole if place == "around" else model)(x)
                 if place == "in the loop":
                     opt.observe(output)
                 cross_entropy(output, y).backward()
@@ -99,4 +101,5 @@ def sharded(rank: int, processes: int) -> dict[str, list[Tensor] | str]:
 def test_sharded_models() -> None:
     for rank in run_in(2, sharded):
         assert_same(rank["after"], rank["in the loop"])
+        assert_same(rank["around"], rank["in the loop"])
         assert "after fully_shard(model)" in rank["before"]

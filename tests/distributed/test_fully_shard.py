@@ -12,6 +12,11 @@ from optimizers import equal, observe
 from processes import run_in
 from replicas import Batches, assert_trained_as, drawn, load, save, train, whole
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
@@ -349,6 +354,48 @@ def test_a_consolidated_state_goes_on_in_one_process(processes: int, hybrid: boo
     train(net, opt, steps_on_one_batch(range(4, 8)))
     for param, wanted in zip(net.parameters(), found["ends"], strict=True):
         torch.testing.assert_close(param.detach(), wanted, rtol=0, atol=1e-11)
+
+
+def gathered(rank: int, processes: int, hybrid: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """Ends of a training, and of one resumed from a state that process 0 gathers and sends."""
+    net, other = sharded_net(processes, hybrid), sharded_net(processes, hybrid)
+    opt, fresh = made_optimizer(net, "empirical"), made_optimizer(other, "empirical")
+    train(net, opt, steps_on_one_batch(range(4)))
+    whole_state = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = get_optimizer_state_dict(net, opt, options=whole_state)
+    other.load_state_dict(net.state_dict())
+    for param in other.unused.parameters():
+        param.requires_grad_(False)  # it has no state to load
+    fresh.allocate_state()
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+    set_optimizer_state_dict(other, fresh, state, options=options)
+    for model, optimizer in ((net, opt), (other, fresh)):
+        train(model, optimizer, steps_on_one_batch(range(4, 8)))
+    return whole(net), whole(other)
+
+
+@pytest.mark.parametrize(("processes", "hybrid"), [(2, False), (4, True)])
+def test_a_full_state_goes_on_to_the_bit(processes: int, hybrid: bool) -> None:
+    for wanted, found in run_in(processes, gathered, hybrid):
+        assert equal(wanted, found)
+
+
+def divided(rank: int, processes: int) -> list[Tensor]:
+    """Statistics with FSDP's own division of gradients, and with the user's."""
+    found = []
+    for factor in (None, 1.0):
+        net = sharded_net(processes, False)
+        if factor is not None:
+            net.set_gradient_divide_factor(factor)  # type: ignore[operator]
+        opt = made_optimizer(net, "tnt")
+        train(net, opt, [[drawn(processes, 0, *SHAPE)[rank]]])
+        found.append([s for state in opt.state.values() for s in state.get("stats", [])])
+    return found
+
+
+def test_statistics_do_not_depend_on_the_users_division_of_gradients() -> None:
+    for own, divided_by_one in run_in(2, divided):
+        assert own and equal(own, divided_by_one)
 
 
 def refused(rank: int, processes: int) -> list[str]:

@@ -20,7 +20,9 @@ from optimizers import NO_FAILURES, ValueHead, equal, tensors, values
 from oracle import contraction
 from processes import run_in
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -325,11 +327,14 @@ def test_zero_redundancy_is_refused_where_processes_share_statistics() -> None:
 
 
 def steps_of_padding(
-    rank: int, processes: int, made: Callable[[nn.Module], TNT | KFAC]
+    rank: int, processes: int, made: Callable[[nn.Module], TNT | KFAC], sharded: bool = False
 ) -> dict[str, Any]:
     """No row counts in any process, then in the second only."""
     torch.manual_seed(0)
-    net = nn.Linear(4, 3).double()
+    net = nn.Linear(4, 3, bias=False).double()
+    if sharded:
+        fully_shard(net, mesh=init_device_mesh("cpu", (processes,)))
+    model = net if sharded else DistributedDataParallel(net)
     opt = made(net)
     opt.param_groups[0]["stat_interval"] = 1
     kept = []
@@ -337,10 +342,10 @@ def steps_of_padding(
         x, y = batch(rank, step)
         last = step == FAILURES_IN_A_ROW + 1
         counts = step == 0 or (last and rank == 1)
-        opt.observe(Masked(output := net(x), torch.full((len(x),), counts)))
+        opt.observe(Masked(output := model(x), torch.full((len(x),), counts)))
         cross_entropy(output, y).backward()
         opt.step()
-        kept.append([s.clone() for s in opt.state[net.weight]["stats"]])
+        kept.append([s.clone() for s in opt.state[net.weight].get("stats", [])])
     return {"kept": kept, "failures": opt.failures()}
 
 
@@ -354,6 +359,104 @@ def test_steps_of_padding_keep_the_statistics_and_are_no_failures(
         assert all(equal(kept[0], stats) for stats in kept)
         assert not equal(kept[0], last) and equal(last, ranks[0]["kept"][-1])
         assert rank["failures"] == NO_FAILURES
+
+
+def test_steps_of_padding_of_sharded_models_are_those_of_replicas() -> None:
+    wanted = run_in(2, steps_of_padding, tnt_of)[0]["kept"]
+    ranks = run_in(2, steps_of_padding, tnt_of, True)
+    assert all(rank["failures"] == NO_FAILURES for rank in ranks)
+    (found,) = [rank["kept"] for rank in ranks if rank["kept"][0]]  # the owner's
+    for own, other in zip(found, wanted, strict=True):
+        assert all(map(torch.allclose, own, other))
+
+
+def padding_beside_nothing(rank: int, processes: int, shard: str | None, at: int) -> dict[str, Any]:
+    """At one step the first process observes an output without a row, the second nothing."""
+    net, replicas = own_net()
+    opt = TNT.paper(net.parameters(), **{**SETTINGS, "shard": shard})
+    error = ""
+    for step in range(4):
+        opt.zero_grad()
+        x, y = batch(rank, step)
+        output = replicas(x)
+        if step != at:
+            opt.observe(output)
+        elif rank == 0:
+            opt.observe(Masked(output, torch.zeros(ROWS, dtype=torch.bool)))
+        cross_entropy(output, y).backward()
+        try:
+            opt.step()
+        except PreconditionerError as failure:
+            error = str(failure)
+            break
+    return {"error": error, "ends": values(net), "failures": opt.failures()}
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+@pytest.mark.parametrize("at", [0, 2])
+def test_padding_in_one_and_nothing_in_another_is_the_same_in_both(
+    shard: str | None, at: int
+) -> None:
+    ranks = run_in(2, padding_beside_nothing, shard, at)
+    for rank in ranks:
+        assert equal(rank["ends"], ranks[0]["ends"])
+        assert ("no row of the output counts" in rank["error"]) == (at == 0)
+        assert rank["failures"] == NO_FAILURES
+
+
+def warm_started(rank: int, processes: int, how: str) -> list[Tensor]:
+    """Statistics from the first process's batches: the second has padding only, or none."""
+    torch.manual_seed(0)
+    net = nn.Linear(4, 3, bias=False).double()
+    if how == "sharded":
+        fully_shard(net, mesh=init_device_mesh("cpu", (processes,)))
+    opt = TNT.paper(net.parameters(), **SETTINGS)
+    keys = range(0 if how == "none" and rank else 3)
+    masks = torch.full((ROWS,), rank == 0)
+    opt.warm_start((Masked(net(batch(rank, key)[0]), masks) for key in keys), model=net)
+    return [s.clone() for s in opt.state[net.weight].get("stats", [])]
+
+
+def test_a_warm_start_leaves_padding_out_in_all_processes() -> None:
+    wanted = run_in(2, warm_started, "none")[0]
+    assert all(stat.any() for stat in wanted)
+    for how in ("padding", "sharded"):
+        for found in run_in(2, warm_started, how):
+            for own, other in zip(found, wanted if found else [], strict=True):
+                close(own, other)
+
+
+def parted(rank: int, processes: int) -> list[str]:
+    """The warning of a state that is one process's part, when the processes have separated."""
+    net, replicas = own_net()
+    opt = TNT.paper(net.parameters(), **{**SETTINGS, "shard": "directions"})
+    forward(replicas, opt, rank, 0).backward()
+    opt.step()
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        patch.setattr(dist, "is_initialized", lambda: False)
+        opt.state_dict()
+    return [str(warning.message) for warning in said]
+
+
+def test_a_part_of_a_state_is_warned_of_after_the_processes_have_separated() -> None:
+    for said in run_in(2, parted):
+        assert len(said) == 1 and "one process's part of the state" in said[0]
+
+
+def in_another_group(rank: int, processes: int) -> str:
+    net, group = nn.Linear(4, 3), dist.new_group([0])
+    if rank == 0:
+        return ""
+    opt = TNT(net.parameters(), fisher="empirical", process_group=group)
+    net(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(ValueError, match="process_group must have this process") as caught:
+        opt.step()
+    return str(caught.value)
+
+
+def test_a_group_without_this_process_is_refused() -> None:
+    assert run_in(2, in_another_group)[1]
 
 
 @pytest.mark.parametrize("made", [tnt_of, KFAC])

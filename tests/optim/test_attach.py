@@ -154,15 +154,22 @@ def test_output_is_called_with_one_argument_where_it_can_be() -> None:
     assert seen == [1, 1] and observation_count(opt) == 3
 
 
-def test_a_call_without_a_row_that_counts_is_no_micro_batch() -> None:
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_call_without_a_row_that_counts_is_no_micro_batch(masked: bool) -> None:
+    def rows(z: Tensor, args: Any, kwargs: Any) -> Any:
+        counts = args[0][:, 0] > 0
+        return Masked(z, counts) if masked else z[counts]
+
     model = made_net()
     opt = TNT(model.parameters(), **SETTINGS)
-    opt.attach(model, lambda z, args, kwargs: z[args[0][:, 0] > 0])
+    opt.attach(model, rows)
+    model(torch.rand(0, 5))
+    assert observation_count(opt) == 0
     x = torch.rand(8, 5) + 0.1
     cross_entropy(model(-x), torch.zeros(8, dtype=torch.long)).backward()
-    assert observation_count(opt) == 0
+    assert observation_count(opt) == int(masked)  # the mask is not read
     cross_entropy(model(x), torch.zeros(8, dtype=torch.long)).backward()
-    assert observation_count(opt) == 1
+    assert observation_count(opt) == 1 + int(masked)
     opt.step()
 
 

@@ -5,11 +5,12 @@ gradients. Each parameter has one owner rank, which alone has its statistics, fa
 the pieces of a gradient go to the owner, and pieces of the direction come back.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -117,6 +118,30 @@ class Sharded(OwnerRanks, Local):
             with without_autocast(loss), before_backward():
                 loss.backward(torch.full_like(loss, scale), retain_graph=retain_graph)
             return unscaled({p: p.grad for p in params if p.grad is not None}, scale)
+
+    def mean(
+        self, params: Sequence[Tensor], gradients: Mapping[Tensor, Tensor], number: int | Tensor
+    ) -> tuple[Gradients, Tensor]:
+        """See ``Local.mean``. FSDP has averaged over all processes: also those without a row."""
+        mesh = params[0].device_mesh  # type: ignore[attr-defined]
+        total = torch.zeros((), dtype=torch.float64, device=params[0].device) + number
+        for dim in range(mesh.ndim):
+            dist.all_reduce(total, group=mesh.get_group(dim))
+        ratio = self.processes.data_size / total
+        return {
+            p: gradients[p] * ratio.to(gradients[p].dtype) if p in gradients else None
+            for p in params
+        }, total
+
+    def batch_mean(
+        self, params: Sequence[Tensor], observed: Gradients | None, number: int | Tensor
+    ) -> dict[Tensor, Tensor] | None:
+        """See ``Local.batch_mean``. All processes have as many batches."""
+        if observed is None:
+            return None
+        own = {p: g for p, g in observed.items() if g is not None}
+        means, total = self.mean(list(own), own, number)
+        return self.whole(means) if total > 0 else {}
 
     def with_gradients(self, params: Sequence[Tensor]) -> set[Tensor]:
         """The parameters with a gradient in any process."""
@@ -262,11 +287,12 @@ def _holds_back(module: FSDPModule) -> bool:
 def _synchronised(modules: Sequence[FSDPModule]) -> Iterator[None]:
     """Within it every backward averages gradients, whatever the user's settings are."""
     groups = [group for module in modules for group in _groups(module)]
-    before = [(group, group.reduce_grads, group.all_reduce_grads) for group in groups]
+    ours = {"reduce_grads": True, "all_reduce_grads": True, "gradient_divide_factor": None}
+    before = [{name: getattr(group, name) for name in ours} for group in groups]
     for group in groups:
-        group.reduce_grads = group.all_reduce_grads = True
+        vars(group).update(ours)
     try:
         yield
     finally:
-        for group, reduce_grads, all_reduce_grads in before:
-            group.reduce_grads, group.all_reduce_grads = reduce_grads, all_reduce_grads
+        for group, values in zip(groups, before, strict=True):
+            vars(group).update(values)

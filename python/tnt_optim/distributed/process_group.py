@@ -111,6 +111,8 @@ def process_group_of(group: Any, *, is_lost: bool) -> ProcessGroup | None:
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
         return None
+    if dist.get_rank(group) < 0:
+        raise ValueError("process_group must have this process, and it is not one of the group's")
     if is_lost and group is None:
         raise RuntimeError(
             "process_group of a copied optimizer must be set again, because it cannot be copied: "

@@ -46,16 +46,16 @@ class Replicated(OwnerRanks, Local):
         return own if self.shard is None else super().codes(params, owned, own)
 
     def batch_mean(
-        self, params: Sequence[Tensor], observed: Gradients | None
+        self, params: Sequence[Tensor], observed: Gradients | None, number: int | Tensor
     ) -> dict[Tensor, Tensor] | None:
         """See ``Local.batch_mean``."""
         own = {} if observed is None else self.whole(observed)
-        flags = [observed is not None, *(p in own for p in params)]
-        has_more, *reached = self.anywhere(flags, params[0].device)
+        flags = [observed is not None, int(number), *(p in own for p in params)]
+        has_more, counts, *reached = self.anywhere(flags, params[0].device)
         if not has_more:
             return None
-        found = [p for p, is_reached in zip(params, reached, strict=True) if is_reached]
-        return self.mean(found, own, int(observed is not None))[0]
+        found = [p for p, is_reached in zip(params, reached, strict=True) if is_reached and counts]
+        return self.mean(found, own, number)[0] if found else {}
 
     def mean(
         self, params: Sequence[Tensor], gradients: Mapping[Tensor, Tensor], number: int | Tensor
