@@ -389,7 +389,7 @@ class KroneckerOptimizer(Optimizer):
         """Warns of a state without the parts of others, unless one sees it from the parameters."""
         if self._warned_of_part or processes.is_sharded or self._consolidated is not None:
             return
-        is_whole = all("stats" in state for state in self.state.values() if state)
+        is_whole = all("stats" in self.state[p] for p in self._params() if self._has_state(p))
         if not is_whole and checkpoint.whole_state_is_wanted() is None:
             self._warned_of_part = True
             warn_the_caller(
