@@ -219,15 +219,14 @@ class WithFallback(Optimizer):
         for groups in (state_dict["param_groups"][:first], state_dict["param_groups"][first:]):
             indices = {index for group in groups for index in group["params"]}
             state = {i: s for i, s in state_dict["state"].items() if i in indices}
-            parts.append({**state_dict, "state": state, "param_groups": groups})
+            parts.append({"state": state, "param_groups": groups})
         numbered = {index for group in state_dict["param_groups"] for index in group["params"]}
         others = {key: s for key, s in state_dict["state"].items() if key not in numbered}
-        for key in ("method", "sampling", "observed", "missed"):  # of main
-            parts[1].pop(key, None)
         before = self.fallback.state_dict()
         self.fallback.load_state_dict(parts[1])
         try:
-            self.main.load_state_dict(parts[0])  # checks before it changes anything
+            # The other entries are main's. It checks before it changes anything.
+            self.main.load_state_dict({**state_dict, **parts[0]})
         except Exception:
             self.fallback.load_state_dict(before)
             raise

@@ -71,6 +71,33 @@ def test_where_main_raises_neither_moves() -> None:
     assert equal(model.parameters(), before)
 
 
+def test_a_step_that_main_repeats_from_a_saved_state() -> None:
+    """The statistics of a failed step are main's, and not added again."""
+    every_step: dict[str, Any] = {"stat_interval": 1, "inverse_interval": 1, "interval_warmup": 0}
+
+    def both(model: nn.Sequential) -> Any:
+        main = TNT([model[0].weight], **every_step)
+        return with_fallback(main, Shampoo([model[2].weight], **every_step))
+
+    model = net()
+    other = copy.deepcopy(model)
+    undisturbed, opt = both(other), both(model)
+    train(other, undisturbed, range(4))
+    train(model, opt, range(3))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(opt.main, "_factors", no_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            train(model, opt, [3])
+    resumed = both(model)
+    resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
+    train(model, resumed, [3])
+    assert equal(model.parameters(), other.parameters())
+
+
+def no_memory(*arguments: Any) -> Any:
+    raise torch.OutOfMemoryError("no memory")
+
+
 def test_groups_are_added_to_one_of_the_two() -> None:
     opt = made("fallback", net())
     opt.main.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
