@@ -115,7 +115,7 @@ TASKS: Mapping[str, Task] = {
         "transformer, width 256, 4 layers, 3000 steps",
         functools.partial(load_language, width=256, layers=4),
         60,
-        # The best rate falls with the width and with the number of steps.
+        # Near the best rates, which fall with the width and with the number of steps.
         {
             "adam": 1e-3,
             "muon": 3.2e-3,

@@ -55,7 +55,7 @@ def clipped(
     products = [_dot(p, m) for p, m in zip(directions, momenta, strict=True)]
     own = torch.stack(products) if products else torch.zeros(0, dtype=torch.float64, device=device)
     factors = torch.ones_like(own) if scales is None else scales
-    # A direction that is not finite must not lift the bound of the others.
+    # Leave out what is not finite: the sum would be NaN, and no direction would be clipped.
     total = all_reduce((own * factors**2).nan_to_num(0.0, 0.0, 0.0).sum())
     bound = group["kl_clip"] / (group["lr"] ** 2 * total)
     return factors * torch.where(total > 0, bound, torch.ones_like(total)).sqrt().clamp(max=1.0)

@@ -372,9 +372,10 @@ class KroneckerOptimizer(Optimizer):
         numbers = {param: number for number, param in enumerate(self._params())}
         lost = self._group_is_lost and self.process_group is None
         processes = Local() if lost else self._distribution()
-        if self._consolidated is None and checkpoint.whole_state_is_wanted():
-            self._consolidated = processes.others_parts(self._params(), self.state, 0)
-        for param, entries in (self._consolidated or {}).items():
+        others = self._consolidated
+        if others is None and checkpoint.whole_state_is_wanted():
+            others = processes.others_parts(self._params(), self.state, 0)
+        for param, entries in (others or {}).items():
             own = state_dict["state"][numbers[param]]
             state_dict["state"][numbers[param]] = {**own, **entries}
         if self._accumulated:

@@ -380,7 +380,7 @@ def test_a_full_state_goes_on_to_the_bit(processes: int, hybrid: bool) -> None:
         assert equal(wanted, found)
 
 
-def divided(rank: int, processes: int) -> list[Tensor]:
+def divided(rank: int, processes: int) -> list[list[Tensor]]:
     """Statistics with FSDP's own division of gradients, and with the user's."""
     found = []
     for factor in (None, 1.0):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import Snapshot
 from kfac_models import batch, conv_net, images
-from optimizers import net, train, warm_start
+from optimizers import net, no_memory, train, warm_start
 from torch import Tensor, nn
 
 from tnt_optim import KFAC
@@ -37,10 +37,6 @@ def test_adams_graft_that_is_switched_on_is_refused() -> None:
     opt.zero_grad()
     opt.param_groups[0]["graft"] = None
     before.assert_unchanged()
-
-
-def no_memory(*arguments: Any) -> Any:
-    raise torch.OutOfMemoryError("no memory")
 
 
 @pytest.mark.parametrize("clone", [None, copy.deepcopy, "state"])

@@ -24,6 +24,7 @@ from optimizers import (
     factored,
     made,
     net,
+    no_memory,
     observe,
     statistics,
     through_a_file,
@@ -380,10 +381,6 @@ def test_a_step_that_ran_out_of_memory_can_be_repeated(
         run.load(run.checkpoint())
     run.steps(step, step + 2)
     run.snapshot().assert_equals(undisturbed.snapshot())
-
-
-def no_memory(*arguments: Any) -> None:
-    raise torch.OutOfMemoryError("no memory")
 
 
 def test_a_first_step_without_memory_for_momenta_can_be_repeated() -> None:

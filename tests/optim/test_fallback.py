@@ -17,6 +17,7 @@ from optimizers import (
     leaves,
     made,
     net,
+    no_memory,
     train,
     values,
 )
@@ -92,10 +93,6 @@ def test_a_step_that_main_repeats_from_a_saved_state() -> None:
     resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
     train(model, resumed, [3])
     assert equal(model.parameters(), other.parameters())
-
-
-def no_memory(*arguments: Any) -> Any:
-    raise torch.OutOfMemoryError("no memory")
 
 
 def test_groups_are_added_to_one_of_the_two() -> None:
