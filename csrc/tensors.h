@@ -190,7 +190,8 @@ struct Convert<void> {
 };
 
 // A function as PyTorch calls it. Exceptions pass through PyTorch to Python, where
-// std::invalid_argument is a ValueError and std::bad_alloc a MemoryError.
+// std::invalid_argument is a ValueError and std::bad_alloc a MemoryError; since PyTorch 2.15 every
+// exception is a RuntimeError.
 template <auto function>
 struct Boxed;
 

@@ -335,8 +335,9 @@ def test_signatures_of_optimizers(optimizer: type, wanted: str) -> None:
 def test_signatures_have_the_options_of_the_table(optimizer: type) -> None:
     own = inspect.signature(optimizer).parameters.keys() - {"params"}
     assert own <= OPTIONS.keys()
-    assert optimizer.__doc__ is not None
-    assert all(f"        {name}: " in optimizer.__doc__ for name in own)
+    documented = inspect.getdoc(optimizer)
+    assert documented is not None
+    assert all(f"\n    {name}: " in documented for name in own)
 
 
 @pytest.mark.parametrize("name", SCHEMAS)

@@ -247,20 +247,23 @@ def documented(**replaced: str) -> Callable[[Class], Class]:
     """
 
     def decorate(cls: Class) -> Class:
+        place = re.search(r"( *){options}", cls.__doc__ or "")
+        if place is None:  # python -OO removes docstrings
+            return cls
+        indent = place[1]  # Python 3.13 removes that of the whole docstring
         names = [name for name in inspect.signature(cls).parameters if name in OPTIONS]
         lines = [
             textwrap.fill(
                 " ".join(f"{name}: {replaced.get(name, DOCS[name])}".split()),
                 width=100,
-                initial_indent=" " * 8,
-                subsequent_indent=" " * 12,
+                initial_indent=indent,
+                subsequent_indent=indent + " " * 4,
                 break_long_words=False,
                 break_on_hyphens=False,
             )
             for name in names
         ]
-        if cls.__doc__:  # without docstrings under python -OO
-            cls.__doc__ = cls.__doc__.replace("{options}", "\n".join(lines).lstrip())
+        cls.__doc__ = place.string.replace(place[0], "\n".join(lines))
         return cls
 
     return decorate
