@@ -23,31 +23,20 @@ def state_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def scalar(name: str, value: Number, *, low: float, high: float = float("inf")) -> Tensor:
-    """Returns a number in [low, high] as a 0-dim tensor."""
+    """Returns a number in [low, high] as a 0-dim tensor; a tensor's value is not checked."""
     if isinstance(value, Tensor):
         if value.dim() != 0 or not value.is_floating_point():
             raise ValueError(
                 f"{name} must be a number or a 0-dim floating-point tensor, got "
                 f"{tuple(value.shape)}, {value.dtype}"
             )
-    elif not isinstance(value, Real) or isinstance(value, bool):
+        return value
+    if not isinstance(value, Real) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number or a 0-dim tensor, got {value!r}")
-    number = readable(value)
-    if number is not None and (not low <= number <= high or number == float("inf")):
+    if not low <= value <= high or value == float("inf"):
         bound = f"in [{low:g}, {high:g}]" if high < float("inf") else f"finite and >= {low:g}"
-        raise ValueError(f"{name} must be {bound}, got {number!r}")
-    if isinstance(value, Tensor):
-        return value
+        raise ValueError(f"{name} must be {bound}, got {value!r}")
     return torch.tensor(float(value), dtype=torch.float64, device="cpu")
-
-
-def readable(value: Number) -> float | None:
-    """A number's value; None for a tensor that is traced, or not on the CPU: to read it waits."""
-    if not isinstance(value, Tensor):
-        return value
-    if torch.compiler.is_compiling() or not (value.is_cpu and has_memory(value)):
-        return None
-    return value.item()
 
 
 def _number(name: str, value: Any) -> Any:
@@ -179,11 +168,11 @@ def check_graft(
         raise ValueError(f"second_moments and counts must be given both or neither, got {given}")
     scalar("second_decay", _number("second_decay", second_decay), low=0.0, high=1.0)
     scalar("eps", _number("eps", eps), low=0.0)
-    below_one: dict[str, float | None] = {"second_decay": second_decay}
-    if second_moments is not None:
-        below_one["momentum"] = readable(momentum)
+    below_one = {"second_decay": second_decay}
+    if second_moments is not None and not isinstance(momentum, Tensor):
+        below_one["momentum"] = momentum
     for name, value in below_one.items():
-        if value is not None and value >= 1:
+        if value >= 1:
             raise ValueError(f"{name} must be below 1 for Adam's bias corrections, got {value!r}")
 
 

@@ -188,7 +188,8 @@ def of_numbers(name: str) -> Iterator[Mistake]:
             message = f"{argument} must be .*got {value}$"
             yield Mistake(f"{argument} {value}", instead(**{argument: value}), ValueError, message)
             tensor = instead(**{argument: scalar(value)})
-            yield Mistake(f"{argument} tensor {value}", tensor, ValueError, message, True)
+            message = f"{argument} must be .*got"
+            yield Mistake(f"{argument} tensor {value}", tensor, REFUSED_IN_CPP, message, True)
         for what, wrong, error, came in (
             ("(1,)", torch.ones(1), ValueError, r"got \(1,\)"),
             ("elsewhere", torch.ones((), device="meta"), ValueError, "got meta"),
@@ -229,7 +230,8 @@ def of_grafting() -> Iterator[Mistake]:
         yield Mistake(f"no {missing}", instead(**{missing: None}), ValueError, message)
     for one in (1.0, scalar(1.0)):
         message = r"momentum must be .*got 1"
-        yield Mistake(f"momentum {one}", instead(momentum=one), ValueError, message)
+        error = ValueError if isinstance(one, float) else REFUSED_IN_CPP
+        yield Mistake(f"momentum {one}", instead(momentum=one), error, message)
     for name, values in (("second_decay", (-0.1, 1.0)), ("eps", (-1e-8,))):
         for value in (*values, math.nan, math.inf, -math.inf):
             message = f"{name} must be .*got {value}$"
