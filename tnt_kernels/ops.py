@@ -10,7 +10,8 @@ Conventions of every function here:
   They may have any strides if they are only read, and are contiguous if they are written.
 - ``decay``, ``damping``, ``lr``, ``momentum`` and ``weight_decay`` are numbers or 0-dim tensors; a
   tensor may be on the lists' device, so that a captured graph can change it. Their ranges are
-  checked; that of a tensor by the C++ operators only, because a check may wait for a device.
+  checked; that of a tensor by the C++ operators only, because a check may wait for a device. With
+  PyTorch 2.15 or later what C++ alone refuses is a ``RuntimeError``.
 - All tensors of one call are on one device. Written memory must not appear twice in a call. Empty
   lists are allowed.
 - A ``ValueError`` or ``TypeError`` names the argument that does not fit; the call then changes
