@@ -12,7 +12,7 @@ from tnt_kernels.triton import gram_ema
 
 pytestmark = pytest.mark.skipif(GPU.type == "cuda", reason="kernels run on the GPU")
 
-BARRIER = r"bar\.sync\s+0;"
+BARRIER = r"\bbar(rier)?\.sync\s+0;"
 COPIES = r"cp\.async\.wait_group\s+\d+;"
 PRODUCTS = r"wgmma\.wait_group\.sync\.aligned\s+\d+;"
 STORES = r"tcgen05\.wait::st\.sync\.aligned;"

@@ -131,6 +131,8 @@ def test_other_instructions(body: str, expected: int) -> None:
     [
         ("shfl.sync.idx.b32 %r1, %r0, 3, 31, -1;", [3] * 32),
         ("redux.sync.max.s32 %r1, %r0, -1;", [31] * 32),
+        ("sub.s32 %r2, %r0, 9; redux.sync.max.s32 %r1, %r2, -1;", [22] * 32),
+        ("sub.s32 %r2, %r0, 9; redux.sync.max.u32 %r1, %r2, -1;", [-1] * 32),
         ("elect.sync %r2|%p1, -1; selp.b32 %r1, 1, 0, %p1;", [1, *[0] * 31]),
     ],
 )
@@ -254,6 +256,7 @@ def test_a_tf32_product_ignores_the_last_bits() -> None:
         "add.sat.f32 %f1, %f2, %f3;",
         "ld.local.b32 %r1, [%r2];",
         "bar.sync 1, 32;",
+        "barrier.cluster.arrive;",
         "mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {%r1, %r2}, {%r3}, {%r4}, {%r5, %r6};",
     ],
 )

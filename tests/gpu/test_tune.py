@@ -210,7 +210,7 @@ def test_each_way_is_measured_at_its_precision(
     monkeypatch.setattr(tune, "_microseconds", microseconds)
     monkeypatch.setattr(tune, "SIZES", (64,))  # Triton serves both ways: the machine is slow
     monkeypatch.setattr(cublas, "DTYPES", (F32,))
-    assert tune.tune(GPU)
+    assert tune.tune(GPU, seconds=3600.0)
     # Gram matrices by cuBLAS also have the plan for graphs.
     ways = [(False, 1), (True, 2), (False, 1), (True, 1)]
     assert measured == [(p, *way) for p in ("ieee", "tf32") for way in ways]

@@ -252,6 +252,7 @@ CONTROL = {
     "bra": Machine._branch,
     "ret": Machine._return,
     "bar": Machine._barrier,
+    "barrier": Machine._barrier,
 }
 
 

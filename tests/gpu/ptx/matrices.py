@@ -38,8 +38,9 @@ def _shuffle(given: Instruction) -> Step:
 
 @instruction("redux")
 def _reduce(given: Instruction) -> Step:
-    check_parts(given, "sync", "max", "s32")
-    read, write = value(given.operands[1], "s32"), target(given.operands[0], "s32")
+    kind = given.type
+    check_parts(given, "sync", "max", "s32", "u32")
+    read, write = value(given.operands[1], kind), target(given.operands[0], kind)
 
     def step(machine: Machine, lanes: Lanes) -> None:
         values = read(machine, lanes).reshape(machine.whole_warps(lanes).shape)
