@@ -63,12 +63,14 @@ def decades(lowest: float, highest: float) -> tuple[float, ...]:
 
 
 # The paper's, from its appendix on the experiments.
+_ADAM: Grid = {"lr": decades(1e-5, 0.01), "damping": (1e-8, 1e-4, 1e-2)}
 _AUTOENCODER: dict[str, Grid] = {
     "tnt": {"lr": decades(1e-7, 1e-3), "damping": decades(1e-3, 0.3)},
     "tnt-ef": {"lr": decades(1e-7, 1e-3), "damping": decades(1e-3, 0.3)},
     "kfac": {"lr": decades(1e-4, 0.3), "damping": decades(0.01, 10)},
     "shampoo": {"lr": decades(1e-5, 3e-3), "damping": decades(1e-4, 0.01)},
-    "adam": {"lr": decades(1e-5, 0.01), "damping": (1e-8, 1e-4, 1e-2)},
+    "adam": _ADAM,
+    "adam-authors": _ADAM,
     "sgd": {"lr": decades(1e-4, 0.03)},
 }
 _CONVNET: dict[str, Grid] = {
