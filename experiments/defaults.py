@@ -446,8 +446,7 @@ TITLE = """# Optimizers without any argument against tuned rivals
 
 Mean loss after the last step ± standard deviation over seeds; the difference from each rival,
 "below" or "above" if its 95 % interval by seed excludes 0; the mean time of a step; the time to
-each rival's last loss in units of the rival's whole run. PSGD-Kron's times are those of its
-first 1000 steps, which all update its factors; later ones are cheaper."""
+each rival's last loss in units of the rival's whole run."""
 
 
 def page(runs: Sequence[Mapping[str, Any]], tasks: Mapping[str, Task]) -> str:
