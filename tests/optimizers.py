@@ -2,7 +2,7 @@
 
 import functools
 import io
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -150,15 +150,6 @@ def values(model: nn.Module) -> list[Tensor]:
 def moved(model: nn.Module, before: Sequence[Tensor]) -> list[bool]:
     """For each parameter, whether it has changed."""
     return [not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)]
-
-
-def tensors(state: Any) -> Iterator[Tensor]:
-    """All tensors in nested dictionaries and lists."""
-    if isinstance(state, Tensor):
-        yield state
-    elif isinstance(state, dict | list | tuple):
-        for value in state.values() if isinstance(state, dict) else state:
-            yield from tensors(value)
 
 
 def statistics(opt: Any) -> list[Tensor]:

@@ -8,7 +8,8 @@ PreconditionerError: raised after statistics or inverses failed five times in a 
 
 ``help(tnt_optim.TNT)`` explains every argument; ``TNT(...).memory_estimate()`` says how many bytes
 the state of a model will take. ``tnt_optim.kronecker.KroneckerOptimizer`` is the base of an
-optimizer of your own. Everything else in this package may change.
+optimizer of your own: docs/your_own_optimizer.md names what it may import. Everything else in this
+package may change.
 """
 
 from importlib.metadata import PackageNotFoundError, version

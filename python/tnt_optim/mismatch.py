@@ -1,7 +1,8 @@
 """Notices at the first step that a likelihood does not fit the training loss.
 
-A hook on the first observed output keeps a part of the training gradient that arrives there. The
-step compares it with what the likelihood's own loss can give. Later steps do nothing.
+A hook on the last output that the first step observes keeps a part of the training gradient that
+arrives there. The step compares it with what the likelihood's own loss can give. Later steps do
+nothing.
 """
 
 import math

@@ -149,8 +149,8 @@ likelihood: the distribution that the model's output parametrises: "categorical"
     error, summed over outputs, mean over N), a tuple of these for an output that is a tuple (the
     sum of their losses), or a function. The function samples labels itself, from torch's global
     generator, and returns the 0-dim loss at them; the generator is seeded before the call and
-    restored after it. docs/likelihoods.md says which fits a loss of torch; at the first step the
-    optimizer warns of one that does not.
+    restored after it. docs/likelihoods.md says which fits a loss of torch, and of which misfits the
+    first step warns.
 fisher: "sampled": gradients at labels from the model's distribution; "empirical": the training
     gradients themselves (TNT-EF in the paper), without ``observe`` and likelihood.
 estimator: of the statistics. "moments": the Gram matrix of the gradient along each mode, as in the

@@ -119,10 +119,11 @@ class TNT(Attachable, KroneckerOptimizer):
 
         Call it between the forward and the ``backward`` of the same pass: the graph is retained,
         and no ``.grad`` is touched. With gradient accumulation call it for each micro-batch: the
-        gradients of one step's observations are averaged; so are those of a skipped step (as by
-        ``GradScaler``), which has the same weights. An observation that is not finite is left out
-        if another one, of the same parameters, is finite. If no statistics are due at this step,
-        and with ``fisher="empirical"``, it returns at once.
+        gradients of one step's observations are averaged (under ``fully_shard`` only the first
+        counts); so are those of a skipped step (as by ``GradScaler``), which has the same weights.
+        An observation that is not finite is left out if another one, of the same parameters, is
+        finite. If no statistics are due at this step, and with ``fisher="empirical"``, it returns
+        at once.
 
         Args:
             output: of the model, as the likelihood describes it, with its graph; or ``Masked``, if
@@ -131,8 +132,8 @@ class TNT(Attachable, KroneckerOptimizer):
         Raises:
             ValueError: if the output has no graph, the wrong number of dimensions, or depends on no
                 parameter of this optimizer; nothing is then changed.
-            RuntimeError: if the output is DistributedDataParallel's with ``static_graph=True``, or
-                its model was compiled with donated buffers.
+            RuntimeError: if the backward has run, the output is DistributedDataParallel's with
+                ``static_graph=True``, or its model was compiled with donated buffers.
         """
         wanted = self._wanted()
         if wanted:

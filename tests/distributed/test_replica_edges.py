@@ -14,9 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from cases import flat
 from drawn import close
 from kfac_models import Heads, least_likely
-from optimizers import NO_FAILURES, ValueHead, equal, tensors, values
+from optimizers import NO_FAILURES, ValueHead, equal, values
 from oracle import contraction
 from processes import run_in
 from torch import Tensor, nn
@@ -481,7 +482,7 @@ def estimates(rank: int, processes: int, shard: str | None) -> tuple[int, int, b
         x, y = batch(rank, key)
         cross_entropy(replicas(x), y).backward()
         opt.step()
-    there = sum(t.nbytes for t in tensors(dict(opt.state)))
+    there = sum(t.nbytes for t in flat(dict(opt.state)))
     both = {"net": net, "opt": opt}
     copies = [copy.deepcopy(both), pickle.loads(pickle.dumps(both))]
     for twin in (both, *copies):

@@ -170,6 +170,18 @@ def test_compiles(variant: str, backend: str) -> None:
 # The optimizer.
 
 
+def trained(start: list[Tensor], grads: list[list[Tensor]], **settings: Any) -> list[Tensor]:
+    """Where steps with these gradients take parameters from the start, in float64 on the CPU."""
+    params = [nn.Parameter(p.clone()) for p in start]
+    settings |= {"lr": 0.01, "damping": 1.0, "fisher": "empirical", "stat_interval": 2}
+    optimizer = TNT.paper(params, **settings)
+    for row in grads:
+        for p, grad in zip(params, row, strict=True):
+            p.grad = grad.to(p, copy=True)
+        optimizer.step()
+    return [p.detach().cpu().double() for p in params]
+
+
 @pytest.mark.parametrize("graft", [None, "adam"])
 def test_optimizer(graft: str | None) -> None:
     """Some steps on the device against the same in float64 on the CPU, relative to their length."""
@@ -177,21 +189,9 @@ def test_optimizer(graft: str | None) -> None:
     grads = [[normal(p.shape) for p in start] for _ in range(6)]
 
     def moved(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-        params = [nn.Parameter(p.to(device, dtype, copy=True)) for p in start]
-        optimizer = TNT.paper(
-            params,
-            lr=0.01,
-            damping=1.0,
-            fisher="empirical",
-            stat_interval=2,
-            inverse_interval=3,
-            graft=graft,
-        )
-        for row in grads:
-            for p, grad in zip(params, row, strict=True):
-                p.grad = grad.to(device, dtype)
-            optimizer.step()
-        return [p.detach().cpu().double() - s for p, s in zip(params, start, strict=True)]
+        there = [p.to(device, dtype) for p in start]
+        ends = trained(there, grads, inverse_interval=3, graft=graft)
+        return [end - p for end, p in zip(ends, start, strict=True)]
 
     wanted = moved(torch.device("cpu"), torch.float64)
     for actual, value in zip(moved(DEVICE, torch.float32), wanted, strict=True):
@@ -207,26 +207,12 @@ def test_recorded_steps(index: int) -> None:
     device = torch.device("cuda", index)
     start = [normal(shape).to(device) for shape in ((20, 30), (20,), (8, 3, 3, 3))]
     grads = [[torch.randn_like(p) for p in start] for _ in range(24)]
-
-    def moved(capturable: bool) -> list[Tensor]:
-        params = [nn.Parameter(p.clone()) for p in start]
-        optimizer = TNT.paper(
-            params,
-            lr=0.01,
-            damping=1.0,
-            fisher="empirical",
-            stat_interval=2,
-            inverse_interval=6,
-            capturable=capturable,
-        )
-        for row in grads:
-            for p, grad in zip(params, row, strict=True):
-                p.grad = grad.clone()
-            optimizer.step()
-        return [p.detach().cpu() for p in params]
-
-    for recorded, plain in zip(moved(True), moved(False), strict=True):
-        close(recorded, plain, 1e-5)
+    recorded, plain = (
+        trained(start, grads, inverse_interval=6, capturable=capturable)
+        for capturable in (True, False)
+    )
+    for actual, wanted in zip(recorded, plain, strict=True):
+        close(actual, wanted, 1e-5)
     assert torch.cuda.current_device() == 0
 
 

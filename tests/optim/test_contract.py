@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import flat
 from drawn import close, raising
 from optimizers import (
     FACTORED,
@@ -24,7 +25,6 @@ from optimizers import (
     made,
     moved,
     net,
-    tensors,
     tnt_and_kfac,
     train,
     values,
@@ -305,7 +305,7 @@ def test_the_default_dtype_does_not_matter(name: str) -> None:
     finally:
         torch.set_default_dtype(torch.float32)
     torch.testing.assert_close(values(model), values(twin))
-    kept = [t for t in tensors(other.state_dict()["state"]) if t.dim() > 0]
+    kept = [t for t in flat(other.state_dict()["state"]) if t.dim() > 0]
     assert {t.dtype for t in kept} == {torch.float32}
 
 

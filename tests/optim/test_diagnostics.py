@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from cases import flat
 from drawn import noise, weight
-from optimizers import Dictated, equal, factored, tensors
+from optimizers import Dictated, equal, factored
 from torch import Tensor, nn
 
 from tnt_kernels import mode_products
@@ -134,7 +135,7 @@ def test_a_state_takes_the_memory_that_was_estimated(
     run = Dictated(name, params, **settings)
     estimate = run.opt.memory_estimate()
     run.step([torch.randn(p.shape).to(dtype) for p in params])
-    assert estimate["total"] == sum(t.nbytes for t in tensors(dict(run.opt.state)))
+    assert estimate["total"] == sum(t.nbytes for t in flat(dict(run.opt.state)))
     rows = estimate["parameters"]
     assert [row["shape"] for row in rows] == [(6, 4), (5,), (4, 3, 2, 2)]
     parts = ("stats", "factors", "moments", "master")
@@ -153,4 +154,4 @@ def test_allocated_states_are_zeros_and_identities(name: str) -> None:
     assert set(run.opt.state) == {param}
     state = dict(run.opt.state[param])
     assert equal(state.pop("factors"), [torch.eye(d).double() for d in (3, 4)])
-    assert not any(t.any() for t in tensors(state))
+    assert not any(t.any() for t in flat(state))
