@@ -119,7 +119,8 @@ class Attachable:
             A handle; its ``remove`` ends the observation, as does the end of a ``with``.
 
         Raises:
-            TypeError: if ``model`` is no module, or ``output`` no function. A forward raises the
+            TypeError: if ``model`` is no module, or ``output`` no function.
+            ValueError: if ``model`` has no parameter of this optimizer. A forward raises the
                 errors of ``observe``, TypeError if ``output`` is missing, and RuntimeError if the
                 model was compiled with donated buffers or sharded since.
         """
@@ -129,12 +130,20 @@ class Attachable:
             raise TypeError(f"output must be a function or None, got {type(output).__name__}")
         own = self._own
         hook = OutputHook(weakref.ref(own), output, _is_sharded(model))
+        if _params(own).isdisjoint(model.parameters()):
+            raise ValueError(
+                "model must have a parameter of this optimizer: got another model, or a copy"
+            )
         handle = model.register_forward_hook(hook, with_kwargs=True)
         weakref.finalize(own, handle.remove).atexit = False
         if own._attached is not None:
             own._attached.remove()
         own._attached = handle
         return handle
+
+
+def _params(optimizer: Any) -> set[Tensor]:
+    return {p for group in optimizer.param_groups for p in group["params"]}
 
 
 def _asking(hook: OutputHook, module: nn.Module) -> Any:
@@ -159,8 +168,7 @@ def _asking(hook: OutputHook, module: nn.Module) -> Any:
             "model must be attached to after fully_shard(model), whose hooks have to run first"
         )
     # torch.func.functional_call may bring other weights.
-    own = {p for group in optimizer.param_groups for p in group["params"]}
-    if not hook.is_sharded and own.isdisjoint(module.parameters()):
+    if not hook.is_sharded and _params(optimizer).isdisjoint(module.parameters()):
         return None
     return optimizer
 

@@ -618,12 +618,7 @@ class KroneckerOptimizer(Optimizer):
         self, outputs: Iterable[Any], processes: Local
     ) -> Iterator[dict[Tensor, Tensor]]:
         """The mean gradients of each batch of all processes."""
-        trainable = [
-            p
-            for group in self.param_groups
-            for p in group["params"]
-            if p.requires_grad and not is_plain(p, group)
-        ]
+        trainable = self._modelled()
         processes.check_alike(trainable)
         batches = self._observed.batches(self, outputs, processes)
         for index in itertools.count():
@@ -776,10 +771,10 @@ class KroneckerOptimizer(Optimizer):
     def _params(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
 
-    def _modelled(self) -> int:
-        """The number of trainable parameters that can have statistics."""
-        groups = self.param_groups
-        return sum(p.requires_grad and not is_plain(p, g) for g in groups for p in g["params"])
+    def _modelled(self) -> list[Tensor]:
+        """The trainable parameters that can have statistics."""
+        pairs = ((p, group) for group in self.param_groups for p in group["params"])
+        return [p for p, group in pairs if p.requires_grad and not is_plain(p, group)]
 
     def _has_state(self, param: Tensor) -> bool:
         # Not `in`: reading opt.state[param] leaves an empty dictionary behind.

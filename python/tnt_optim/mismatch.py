@@ -115,12 +115,22 @@ def _some_rows(likelihood: str, values: Tensor) -> Tensor:
 def _kind_mismatch(of: Comparison, z: Tensor, g: Tensor) -> str | None:
     """The message if the loss is of another kind; None if it may fit."""
     are_shares = bool(((z >= 0) & (z <= 1)).all() and z.numel() >= 16 and (z != z[:1]).any())
-    scale = _binary_scale(z, g) or _binary_scale(z, -g)  # the other one if maximized
-    if of.likelihood == "bernoulli" and are_shares and scale is None:
+    binary = _fits_labels(z.sigmoid(), g)
+    if of.likelihood == "bernoulli" and are_shares and not binary:
         return (
             "all outputs are between 0 and 1. Observe logits: if sigmoid was applied, its argument"
         )
-    if of.likelihood != "categorical" or g.sum(1).square().sum() <= 0.01 * g.square().sum():
+    if of.likelihood != "categorical":
+        if z.numel() < 16 or z.amax() - z.amin() < 0.25:  # squares of small outputs look alike
+            return None
+        classes = of.shape[-1] if len(of.shape) > 1 else 1
+        softmax = z.reshape(-1, classes).softmax(1).view_as(z)
+        if classes > 1 and not binary and _fits_labels(softmax, g):
+            return "its gradient is that of a cross entropy: use likelihood='categorical'"
+        if binary and of.likelihood == "gaussian":
+            return "its gradient is that of a binary cross entropy: use likelihood='bernoulli'"
+        return None
+    if g.sum(1).square().sum() <= 0.01 * g.square().sum():
         return None
     if z.logsumexp(1).abs().amax() < 0.01:  # log-probabilities, for F.nll_loss
         return None
@@ -132,20 +142,21 @@ def _kind_mismatch(of: Comparison, z: Tensor, g: Tensor) -> str | None:
             "All outputs are between 0 and 1: if sigmoid was applied for a binary cross entropy, "
             "observe its argument with 'bernoulli'; for a squared error use 'gaussian'"
         )
-    if scale is not None:
+    if binary:
         return found + ("It looks like a binary cross entropy: use likelihood='bernoulli'")
     found += "If it is a squared error, use likelihood='gaussian'; otherwise a function"
     return found + ("; or classes are not the last dimension" if len(of.shape) > 2 else "")
 
 
-def _binary_scale(z: Tensor, g: Tensor) -> float | None:
-    """The c of a gradient c (sigmoid(z) - y) with labels y of 0 and 1; None if it is not that."""
-    residual = z.sigmoid() - (g < 0).to(z.dtype)
-    clear = residual.abs() > 0.01
-    scales = (g[clear] / residual[clear]).abs()
-    if scales.numel() < 2 or scales.amax() > 1.05 * scales.amin():
-        return None
-    return float(scales.median())
+def _fits_labels(shares: Tensor, gradient: Tensor) -> bool:
+    """Whether a gradient is c (shares - y) with labels y of 0 and 1, and c < 0 if maximized."""
+    for g in (gradient, -gradient):
+        residual = (shares - (g < 0).to(shares.dtype)).abs()
+        clear = residual > 0.01
+        scales = g.abs()[clear] / residual[clear]
+        if scales.numel() > 1 and scales.amax() <= 1.05 * scales.amin():
+            return True
+    return False
 
 
 def _scale_mismatch(

@@ -164,7 +164,7 @@ class Sampled(Empirical):
         found = processes.gradients(loss, wanted, retain_graph=True, scale=scale)
         observed = {p: g for p, g in found.items() if g is not None}
         # An output may miss a few parameters, but not all of the optimizer's.
-        if len(wanted) == optimizer._modelled() or not (observed or processes.is_sharded):
+        if len(wanted) == len(optimizer._modelled()) or not (observed or processes.is_sharded):
             check_reached(observed or leaves_of(loss).intersection(optimizer._params()))
         if not optimizer.param_groups[0]["step"]:  # after a skipped step once more
             self.comparisons = watched(optimizer.likelihood, output, optimizer.param_groups)
@@ -215,7 +215,7 @@ class Sampled(Empirical):
         """See ``Empirical.gradients``: the mean over the observations of all processes."""
         warn_if_twice(self)
         warn_of_mismatch(self.comparisons, self.count)
-        if not processes.is_sharded and not any(map(has_statistics, due)):
+        if not processes.is_sharded and not any(map(has_statistics, due)) and self.number:
             _warn_of_zeros(list(self.totals.values()))
         wanted = self.wanted(due)
         is_pooled = bool(wanted) and processes.is_distributed

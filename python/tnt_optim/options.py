@@ -75,8 +75,16 @@ def _one_of(*known: Any) -> tuple[Check, str]:
 
 
 def _is_likelihood(value: Any) -> bool:
-    names = value if isinstance(value, tuple) and value else (value,)
-    return all(isinstance(name, str) and name in LIKELIHOODS for name in names)
+    if not callable(value):
+        names = value if isinstance(value, tuple) and value else (value,)
+        return all(isinstance(name, str) and name in LIKELIHOODS for name in names)
+    try:
+        inspect.signature(getattr(value, "forward", value)).bind(None)
+    except TypeError:  # a loss, which takes labels as well
+        return False
+    except ValueError:  # a built-in function without a signature
+        pass
+    return True
 
 
 _NOT_NEGATIVE = (_number(lambda v: 0 <= v < math.inf), "a finite number >= 0")
@@ -102,8 +110,8 @@ _TABLE = (
     Option(
         "likelihood",
         "categorical",
-        lambda value: callable(value) or _is_likelihood(value),
-        f"{', '.join(map(repr, LIKELIHOODS))}, a tuple of these or a function",
+        _is_likelihood,
+        f"{', '.join(map(repr, LIKELIHOODS))}, a tuple of these or a function of the output alone",
         per_group=False,
     ),
     Option("fisher", "sampled", *_one_of("sampled", "empirical"), per_group=False),

@@ -243,6 +243,8 @@ def test_wrong_arguments_leave_the_attached_model() -> None:
         opt.attach(nn.Linear(2, 2), "logits")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"^output must be .*kwargs\), got \(out, mask\)$"):
         opt.attach(nn.Linear(2, 2), lambda out, mask: out)
+    with pytest.raises(ValueError, match=r"^model must have a parameter of this optimizer"):
+        opt.attach(made_net())
     model(torch.randn(8, 5))
     assert observation_count(opt) == 1
 

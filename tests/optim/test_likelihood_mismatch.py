@@ -98,6 +98,18 @@ OTHERS: dict[str, tuple[str, Loss, Callable[[], Tensor], nn.Module | None, str]]
         "bernoulli", lambda z, y: F.binary_cross_entropy_with_logits(z, y, reduction="sum"), bits,
         None, "'bernoulli' .* as that of a sum over the batch of 64",
     ),
+    "cross entropy for bernoulli": (
+        "bernoulli", F.cross_entropy, classes, None,
+        "'bernoulli' .* is that of a cross entropy: use likelihood='categorical'",
+    ),
+    "cross entropy for gaussian": (
+        "gaussian", lambda z, y: -F.cross_entropy(z, y), classes, None,
+        "'gaussian' .* is that of a cross entropy: use likelihood='categorical'",
+    ),
+    "binary cross entropy for gaussian": (
+        "gaussian", summed_bce, bits, None,
+        "'gaussian' .* is that of a binary cross entropy: use likelihood='bernoulli'",
+    ),
     "mean of squares": (
         "gaussian", F.mse_loss, numbers, None,
         "'gaussian' .* mean over outputs, which F.mse_loss is: 0.17 times",
@@ -149,12 +161,20 @@ def with_penalty(z: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(z, y) + 1e-4 * z.logsumexp(1).square().mean()
 
 
+def one_hot() -> Tensor:
+    return F.one_hot(classes(), OUTPUTS).float()
+
+
 class Times(nn.Module):
-    """Logits so large that the model is almost certain, and wrong."""
+    """With 100 the model is almost certain, and wrong; with 0.001 it knows nothing."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
 
     def forward(self, x: Tensor) -> Tensor:
-        """A hundred times the input."""
-        return 100 * x
+        """The factor times the input."""
+        return self.factor * x
 
 
 FITTING: dict[str, tuple[str, Loss, Callable[[], Tensor], nn.Module | None]] = {
@@ -164,7 +184,7 @@ FITTING: dict[str, tuple[str, Loss, Callable[[], Tensor], nn.Module | None]] = {
     "penalised": ("categorical", with_penalty, classes, None),
     "margin": ("categorical", F.multi_margin_loss, classes, None),
     "log-probabilities": ("categorical", F.nll_loss, classes, nn.LogSoftmax(1)),
-    "certain and wrong": ("categorical", F.cross_entropy, classes, Times()),
+    "certain and wrong": ("categorical", F.cross_entropy, classes, Times(100)),
     "an eighth": ("categorical", lambda z, y: F.cross_entropy(z, y) / 8, classes, None),
     "scaled": ("categorical", lambda z, y: 65536 * F.cross_entropy(z, y), classes, None),
     "binary": ("bernoulli", summed_bce, bits, None),
@@ -175,7 +195,10 @@ FITTING: dict[str, tuple[str, Loss, Callable[[], Tensor], nn.Module | None]] = {
     ),
     "binary, positive logits": ("bernoulli", summed_bce, bits, nn.Sigmoid()),
     "binary, scaled": ("bernoulli", lambda z, y: 65536 * summed_bce(z, y), bits, None),
+    "binary, one-hot": ("bernoulli", summed_bce, one_hot, Times(0.001)),
     "squares": ("gaussian", half_squares, numbers, None),
+    "squares to signs": ("gaussian", half_squares, lambda: 2 * bits() - 1, Times(0.001)),
+    "squares to classes": ("gaussian", half_squares, one_hot, None),
     "large targets": ("gaussian", lambda z, y: half_squares(z, 10_000 * y), numbers, None),
     "small residuals": (
         "gaussian", lambda z, y: half_squares(z, z.detach() + 0.01 * y), numbers, None,

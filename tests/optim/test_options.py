@@ -14,6 +14,7 @@ from conftest import Snapshot
 from drawn import noise, raising, weight
 from optimizers import FACTORED, METHODS, Dictated, conv_net, factored, made, net, train, values
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from tnt_optim import KFAC, TNT, Shampoo
 
@@ -124,7 +125,10 @@ SHARED: dict[str, list[Any]] = {
     "shard": ["all", True, 0],
     "process_group": [],
     "fisher": ["exact"],
-    "likelihood": ["poisson", (), ("categorical", "poisson"), ["categorical"], (None,), None],
+    "likelihood": [
+        *["poisson", (), ("categorical", "poisson"), ["categorical"], (None,), None],
+        *[nn.CrossEntropyLoss(), cross_entropy],  # losses, which take labels
+    ],
     "seed": [1.5, True, "none", np.int64(3)],
     "sample_scale": [0.0, -2.0, 3.0, INF, NAN, True, "8"],
 }

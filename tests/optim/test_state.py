@@ -73,6 +73,11 @@ CASES = [
 ]
 
 
+# The loss is always a cross entropy.
+any_likelihood = pytest.mark.filterwarnings("ignore:likelihood '.*' does not fit the training loss")
+
+
+@any_likelihood
 @pytest.mark.parametrize(("warm", "stop"), [(False, 1), (True, 4), (False, 7)])
 @pytest.mark.parametrize(("name", "form"), CASES)
 def test_resumed_training_is_bit_for_bit_the_uninterrupted(
@@ -345,6 +350,7 @@ SAMPLINGS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
 ]
 
 
+@any_likelihood
 @pytest.mark.parametrize(("name", "before", "after", "message"), SAMPLINGS)
 def test_another_sampling_than_the_saved_one_is_warned_of(
     name: str, before: dict[str, Any], after: dict[str, Any], message: str
