@@ -120,17 +120,18 @@ def _kind_mismatch(of: Comparison, z: Tensor, g: Tensor) -> str | None:
         return (
             "all outputs are between 0 and 1. Observe logits: if sigmoid was applied, its argument"
         )
+    classes = of.shape[-1] if len(of.shape) > 1 else 1
+    sums_to_zero = g.reshape(-1, classes).sum(1).square().sum() <= 0.01 * g.square().sum()
     if of.likelihood != "categorical":
         if z.numel() < 16 or z.amax() - z.amin() < 0.25:  # squares of small outputs look alike
             return None
-        classes = of.shape[-1] if len(of.shape) > 1 else 1
         softmax = z.reshape(-1, classes).softmax(1).view_as(z)
-        if classes > 1 and not binary and _fits_labels(softmax, g):
+        if sums_to_zero and not binary and _fits_labels(softmax, g):
             return "its gradient is that of a cross entropy: use likelihood='categorical'"
         if binary and of.likelihood == "gaussian":
             return "its gradient is that of a binary cross entropy: use likelihood='bernoulli'"
         return None
-    if g.sum(1).square().sum() <= 0.01 * g.square().sum():
+    if sums_to_zero:
         return None
     if z.logsumexp(1).abs().amax() < 0.01:  # log-probabilities, for F.nll_loss
         return None

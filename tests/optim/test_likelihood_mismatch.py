@@ -219,6 +219,18 @@ def test_a_loss_that_fits_is_not_noticed(name: str, fitting: str) -> None:
     first_step(name, likelihood, loss, target, last)
 
 
+def test_rare_labels_of_many_fit() -> None:
+    """Where a label is, the gradient is about that of a cross entropy; elsewhere it is not."""
+    model = nn.Linear(WIDTH, 1000)
+    nn.init.constant_(model.bias, -4.6)
+    opt = TNT(model.parameters(), likelihood="bernoulli")
+    output = model(torch.randn(ROWS, WIDTH))
+    opt.observe(output)
+    labels = F.one_hot(torch.randint(1000, (ROWS,)), 1000).float()
+    summed_bce(output, labels, pos_weight=torch.full((1000,), 5.0)).backward()
+    opt.step()
+
+
 @tnt_and_kfac
 def test_a_model_that_knows_its_data_by_heart_fits(name: str) -> None:
     model = nn.Sequential(nn.Linear(WIDTH, 64), nn.Tanh(), nn.Linear(64, OUTPUTS))
