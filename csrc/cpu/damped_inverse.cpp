@@ -18,13 +18,13 @@ namespace {
 constexpr int64_t kLeaf = 32;
 constexpr int64_t kFactorLeaf = 512;
 
-int64_t half_of(int64_t n, int64_t leaf) { return (n / 2 + leaf - 1) / leaf * leaf; }
+int64_t half_of(int64_t n) { return (n / 2 + kLeaf - 1) / kLeaf * kLeaf; }
 
 // A (n, n) <- L with A = L L^T; false if A is not positive definite.
 template <typename T>
 bool factorise(int64_t n, T* a, int64_t ld) {
   if (n <= kFactorLeaf || parallelism() == 1) return blas::fortran_potrf('L', n, a, ld) == 0;
-  const int64_t half = half_of(n, kLeaf), rest = n - half;
+  const int64_t half = half_of(n), rest = n - half;
   T *a21 = a + half, *a22 = a + half * (ld + 1);
   if (!factorise(half, a, ld)) return false;
   in_strips(rest, cube(rest, half, half), [&](int64_t first, int64_t rows) {
@@ -41,7 +41,7 @@ void invert_triangle(int64_t n, T* l, int64_t ld) {
     blas::fortran_trtri('L', n, l, ld);
     return;
   }
-  const int64_t half = half_of(n, kLeaf), rest = n - half;
+  const int64_t half = half_of(n), rest = n - half;
   T *l21 = l + half, *l22 = l + half * (ld + 1);
   invert_triangle(half, l, ld);
   invert_triangle(rest, l22, ld);
@@ -61,7 +61,7 @@ void square_triangle(int64_t n, T* l, int64_t ld) {
     blas::fortran_lauum('L', n, l, ld);
     return;
   }
-  const int64_t half = half_of(n, kLeaf), rest = n - half;
+  const int64_t half = half_of(n), rest = n - half;
   T *l21 = l + half, *l22 = l + half * (ld + 1);
   square_triangle(half, l, ld);
   rank_update(true, half, rest, T(1), l21, ld, T(1), l, ld);
@@ -112,7 +112,6 @@ bool invert(const FactorMode& mode, const Rescaling& rescaling) {
   T* out = static_cast<T*>(mode.out);
   const T scale = static_cast<T>(rescaling.per_size * static_cast<double>(mode.d));
   const T eps = static_cast<T>(rescaling.eps);
-  const T* stat = static_cast<const T*>(mode.stat);
   const int64_t d = mode.d;
   if (d == 0) return true;
   const T noise = kPivotRoundings * std::numeric_limits<T>::epsilon();
@@ -125,7 +124,7 @@ bool invert(const FactorMode& mode, const Rescaling& rescaling) {
       out[i] = 1 / damped;
       good = good && damped > 0;
     }
-    return good && all_finite(stat, d) && all_finite(out, d) && std::isfinite(scale);
+    return good && finite && all_finite(out, d);
   }
   for (int64_t i = 0; i < d; ++i) {
     diagonal[static_cast<size_t>(i)] = out[i * (d + 1)] += eps;

@@ -45,7 +45,8 @@ def buffers_put_back(*modules: nn.Module) -> Iterator[None]:
             table.update(own)
         with torch.no_grad():
             for buffer, value in values.items():
-                buffer.copy_(value)
+                if not torch.equal(buffer, value):  # an expanded one could not be written
+                    buffer.copy_(value)
 
 
 def leaves_of(loss: Tensor) -> set[Tensor]:

@@ -113,11 +113,7 @@ class WithFallback(Optimizer):
         Raises:
             RuntimeError, ValueError: from ``main``; neither has then changed anything.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self.main.step()
+        loss = self.main.step(closure)
         self.fallback.step()
         return loss
 

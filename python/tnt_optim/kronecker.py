@@ -505,8 +505,7 @@ class KroneckerOptimizer(Optimizer):
         self._accumulated.update(first)
         self._adopt(self._plain_states(ready, processes))
         self._warn_of_unreached(ready)
-        if first:
-            observed = {p: g for p, g in observed.items() if p not in first}
+        observed = {p: g for p, g in observed.items() if p not in first}
         refreshed = observed.keys() | self._accumulated
         later = {
             p: self.state[p] for p in self._params() if p not in first and self._has_statistics(p)

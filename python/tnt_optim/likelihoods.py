@@ -189,10 +189,8 @@ def sampled_loss(
     return losses.where(mask, 0.0).sum() / mask.sum().clamp(min=1)
 
 
-def example_count(likelihood: Likelihood, output: Any) -> int:
+def example_count(likelihood: str | tuple[str, ...], output: Any) -> int:
     """The number of examples: of rows of "categorical"; of a composite that of its first part."""
-    if callable(likelihood):
-        return len(output) if isinstance(output, Tensor) and output.dim() > 0 else 1
     name, part = parts_of(likelihood, output)[0]
     values = part.output if isinstance(part, Masked) else part
     return math.prod(values.shape[:-1]) if name == "categorical" else len(values)
@@ -202,7 +200,8 @@ def share_counted(likelihood: Likelihood, output: Any) -> float | Tensor:
     """The share of rows that count, on the device; of a composite the largest of its parts."""
     parts = [] if callable(likelihood) else [part for _, part in parts_of(likelihood, output)]
     masks = [part.mask for part in parts if isinstance(part, Masked) and part.mask is not None]
-    shares = [mask.double().mean() for mask in masks]
+    # The loss refuses masks that are not bool.
+    shares = [m.double().mean() for m in masks if getattr(m, "dtype", None) == torch.bool]
     return torch.stack(shares).amax() if 0 < len(shares) == len(parts) else 1.0
 
 

@@ -139,8 +139,8 @@ class Layout:
 
 def layout(param: Tensor, group: Mapping[str, Any]) -> Layout:
     """The layout that a group's settings give a parameter."""
-    merging, largest = group["merge_small_dims"], group["max_factor_dim"]
-    sizes = mode_shape(param.shape, group["modes"], merging, largest)
+    modes = None if is_plain(param, group) else group["modes"]
+    sizes = mode_shape(param.shape, modes, group["merge_small_dims"], group["max_factor_dim"])
     return Layout(sizes, group["block_size"])
 
 

@@ -220,8 +220,10 @@ class Sampled(Empirical):
         wanted = self.wanted(due)
         is_pooled = bool(wanted) and processes.is_distributed
         means = self._pooled(processes, wanted, has_statistics) if is_pooled else self._mean()
+        # A frozen one that is used later gets its statistics then, like one that was not used.
+        self.asked.update(p for p in due if not p.requires_grad and has_statistics(p))
         if not self.count and not self.warned:
-            self.warned = any(has_statistics(p) and p.grad is not None for p in due)
+            self.warned = any(has_statistics(p) and p.grad is not None for p in wanted)
             if self.warned:
                 warn_the_caller(UNOBSERVED + self.hint)
         return means

@@ -95,8 +95,8 @@ _POWER_OF_TWO = _number(lambda v: v > 0 and math.frexp(v)[0] == 0.5)
 _BOOL = (lambda value: isinstance(value, bool), "True or False")
 
 _TABLE = (
-    Option(
-        "lr", 1e-4, _number(lambda v: 0 <= v < math.inf, any_shape=True), "a finite number >= 0"
+    Option(  # a scheduler's roundings may end just below 0
+        "lr", 1e-4, _number(lambda v: -1e-9 < v < math.inf, any_shape=True), "a finite number >= 0"
     ),
     Option("damping", 0.01, *_NOT_NEGATIVE),
     Option("momentum", 0.9, *_FRACTION),
@@ -283,8 +283,8 @@ def arguments(names: Settings) -> dict[str, Any]:
 
 
 def as_number(value: Any) -> Any:
-    """A learning rate as the operators take it: a tensor of one element becomes 0-dim."""
-    return value.reshape(()) if isinstance(value, Tensor) else value
+    """A learning rate as the operators take it: a 0-dim tensor or a number >= 0."""
+    return value.reshape(()).clamp(min=0) if isinstance(value, Tensor) else max(value, 0)
 
 
 def as_they_are(group: Settings) -> Settings:

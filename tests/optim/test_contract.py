@@ -16,15 +16,18 @@ from cases import flat
 from drawn import close, raising
 from optimizers import (
     FACTORED,
+    METHODS,
     NO_FAILURES,
     SETTINGS,
     backward,
     batch,
+    equal,
     every,
     factored,
     made,
     moved,
     net,
+    no_memory,
     tnt_and_kfac,
     train,
     values,
@@ -187,6 +190,21 @@ def test_a_learning_rate_may_be_a_tensor_of_one_element(name: str, dims: int) ->
     torch.testing.assert_close(values(model), values(twin))
 
 
+@every
+@pytest.mark.parametrize("lr", [-1e-19, torch.tensor(-1e-19)])
+def test_a_rate_that_a_schedulers_roundings_take_below_zero_is_zero(name: str, lr: Any) -> None:
+    """As LinearLR's to ``end_factor=0.0``."""
+    model = net()
+    opt = made(name, model)
+    train(model, opt, range(3))
+    for group in opt.param_groups:
+        group["lr"] = lr
+    opt.load_state_dict(opt.state_dict())
+    before = values(model)
+    train(model, opt, range(3, 6))
+    assert not any(moved(model, before))
+
+
 # ------------------------------------------------------------------ maximize
 
 
@@ -258,6 +276,22 @@ def test_layers_are_frozen_for_a_while(name: str) -> None:
         assert moved(model, before) == [step not in (2, 3, 4)] * 2 + [step != 2] * 2
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_a_frozen_layer_has_its_statistics_refreshed_when_it_is_used_next(name: str) -> None:
+    """They are due at steps 0, 6 and 12. An output is observed before it is known to be used."""
+    model = net()
+    opt = made(name, model, stat_interval=6)
+    steps, before = [], []
+    for step in range(13):
+        model[0].requires_grad_(step not in (5, 6, 7))
+        train(model, opt, [step])
+        now = [s.clone() for s in opt.state[model[0].weight]["stats"]]
+        if not before or not equal(now, before):
+            steps.append(step)
+        before = now
+    assert steps == [0, 9 if name == "sampled" else 8, 12]
+
+
 @every
 def test_parameters_change_in_place_and_autograd_knows(name: str) -> None:
     model = net()
@@ -291,6 +325,23 @@ def test_a_closure_is_called_once_with_gradients_enabled(name: str) -> None:
     assert returned is losses[0] and len(losses) == 1
     train(twin, twin_opt, [5])
     assert not any(moved(model, values(twin)))
+
+
+@every
+def test_a_closure_that_fails_has_used_up_its_observations(name: str) -> None:
+    model = net()
+    opt = made(name, model)
+    twin, twin_opt = copy.deepcopy((model, opt))
+
+    def failing() -> Tensor:
+        backward(model, opt, 9)
+        return no_memory()
+
+    with pytest.raises(torch.OutOfMemoryError):
+        opt.step(failing)
+    train(model, opt, range(3))
+    train(twin, twin_opt, range(3))
+    assert equal(model.parameters(), twin.parameters())
 
 
 @every

@@ -1,6 +1,7 @@
 """Outputs with leading dimensions, with rows that do not count, and with several parts."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -150,14 +151,21 @@ def test_a_first_step_of_padding_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [lambda m: m.float(), lambda m: m[:, :2], lambda m: m.flatten(), lambda m: m[..., None]],
+    [
+        lambda m: m.float() * 0,
+        lambda m: m[:, :2],
+        lambda m: m.flatten(),
+        lambda m: m[..., None],
+        lambda m: m.tolist(),
+    ],
 )
-def test_a_mask_that_does_not_fit_is_refused(change: Callable[[Tensor], Tensor]) -> None:
+def test_a_mask_that_does_not_fit_is_refused(change: Callable[[Tensor], Any]) -> None:
     model, (x, mask) = linear(), masked("categorical")
     opt = TNT.paper(model.parameters())
-    with pytest.raises(ValueError, match=r"^mask must be bool, \(6, 5\) for likelihood 'categ"):
-        opt.observe(Masked(model(x), change(mask)))
-    assert not opt._observed.count
+    for call in (opt.observe, lambda output: opt.warm_start([output])):
+        with pytest.raises(ValueError, match=r"^mask must be bool, \(6, 5\) for likelihood 'categ"):
+            call(Masked(model(x), change(mask)))
+    assert not opt._observed.count and not opt.state
 
 
 # ------------------------------------------------------------------ parts

@@ -404,6 +404,7 @@ small_with_a_norm = pytest.mark.filterwarnings("ignore:KFAC updates 23.5%:Runtim
 def test_a_warm_start_puts_the_buffers_of_its_model_back(name: str) -> None:
     """The parameters have no gradients afterwards."""
     model = normalised()
+    model.register_buffer("expanded", torch.ones(3).expand(2, 3))  # cannot be written
     opt = made(name, model)
     before = [b.clone() for b in model.buffers()]
     opt.warm_start((model(torch.randn(8, 3)) for _ in range(3)), model=model)

@@ -180,6 +180,16 @@ def test_modes_must_be_a_function_to_sizes_with_the_same_product(name: str) -> N
             FACTORED[name]([{"params": [weight(4, 6)], "modes": bad}])
 
 
+@factored
+def test_modes_are_not_asked_for_vectors_without_statistics(name: str) -> None:
+    group = {"params": [weight(4, 6), weight(4)], "modes": lambda shape: (2, 2, shape[1])}
+    opt = FACTORED[name]([group], precondition_1d=False)
+    assert [p["statistics"] for p in opt.memory_estimate()["parameters"]] == [
+        [(2, 2), (2, 2), (6, 6)],
+        [],
+    ]
+
+
 def test_parameters_of_others_have_no_state_to_allocate() -> None:
     model = net()
     opt = TNT(model.parameters())

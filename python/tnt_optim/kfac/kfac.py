@@ -291,6 +291,12 @@ class KFAC(Attachable, Optimizer):
             if team is None or not any(layer.weight.is_cuda for layer in self._layers):
                 self._failures.read(self._layer_states(), self._name, groups=groups)
             update_(self.param_groups, self.state, layers, others, INVERSES[self.inverse])
+            # A frozen layer that is used later gets its statistics then, like one not used.
+            self._observed.asked.update(
+                i
+                for i, layer in enumerate(self._layers)
+                if not is_trainable(layer) and self._has_state(i) and self._scheduled(i)
+            )
             self._observed.note_unreached()
         except PreconditionerError:
             self._blended.clear()  # a retry does not help: the next step has new observations
