@@ -177,6 +177,8 @@ def main(
     tasks = SMALL if quick else {name: TASKS[name] for name in chosen(task, list(TASKS))}
     out = out or Path("results/defaults.json")
     if draw is not None:
+        if len(tasks) > 1:
+            raise typer.BadParameter("--draw needs one --task")
         with user_errors():
             runs = load_runs(out)["runs"]
         for name, one in tasks.items():

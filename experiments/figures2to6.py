@@ -18,7 +18,7 @@ import torch
 import typer
 
 from experiments import options
-from experiments.methods import METHODS, Settings
+from experiments.methods import METHODS, Settings, build_optimizer
 from experiments.options import Quick, chosen, numbers, overridden, user_errors
 from experiments.plots import grouped, plot_runs
 from experiments.problems.problem import Problem
@@ -95,15 +95,24 @@ def run_comparison(
         metric: a metric of the epochs to draw, too.
 
     Raises:
-        typer.BadParameter: the file holds runs of other settings or another machine (their seconds
-            would not compare), or a learning rate changes nothing.
+        typer.BadParameter: the file is compact or holds runs of other settings or another machine
+            (their seconds would not compare), a setting does not fit, or a learning rate changes
+            nothing.
     """
+    wanted = list(dict.fromkeys(wanted))
     with user_errors():
+        sizes = {settings.batch_size for settings in wanted}
+        if len(sizes) > 1:
+            raise ValueError(f"the runs of a file must have one batch size, got {sorted(sizes)}")
         problem.steps_per_epoch(wanted[0].batch_size)
+        for settings in wanted:
+            build_optimizer(problem.build(), settings, problem.likelihood)
         # Not the number of epochs: the paper's first-order runs have more of them.
         protocol = problem.description() | {"batch_size": wanted[0].batch_size}
         file = RunFile(out, "comparison", protocol, device)
         file.check_same_machine()
+        for run in file.runs:
+            Run.from_record(run)
     missing = [settings for settings in wanted if file.find(asdict(settings)) is None]
     # The methods of a seed in turn: a slow hour of the machine slows all of them down.
     for seed in dict.fromkeys(settings.seed for settings in missing):

@@ -324,6 +324,8 @@ def _adam(model: nn.Module, settings: Settings, likelihood: str) -> torch.optim.
 
 def _authors_adam(model: nn.Module, settings: Settings, likelihood: str) -> torch.optim.Optimizer:
     assert settings.stat_decay is not None and settings.damping is not None
+    if settings.weight_decay:
+        raise ValueError(f"weight_decay must be 0 for adam-authors, got {settings.weight_decay}")
     return AuthorsAdam(
         model.named_parameters(),
         lr=settings.lr,

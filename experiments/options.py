@@ -114,7 +114,7 @@ def overridden(settings: Settings, overrides: Sequence[str]) -> Settings:
     values: dict[str, Any] = {}
     for override in overrides:
         name, equals, text = override.partition("=")
-        if not equals or name in ("optimizer", "seed", "epochs"):
+        if not equals:
             raise typer.BadParameter(f"after a slash must be SETTING=VALUE, got {override!r}")
         values[name] = setting_value(name, text)
         if not has_setting(settings.optimizer, name):
@@ -130,6 +130,8 @@ def setting_value(name: str, text: str) -> Any:
     (0.001, False)
     """
     kinds = typing.get_type_hints(Settings)
+    for own in ("optimizer", "seed", "epochs"):  # which the commands' own options set
+        del kinds[own]
     if name not in kinds:
         raise typer.BadParameter(f"a setting must be one of {', '.join(kinds)}, got {name!r}")
     kind = next(k for k in (typing.get_args(kinds[name]) or (kinds[name],)) if k is not type(None))

@@ -139,6 +139,8 @@ def main(
     task, starts = TASKS[problem], numbers(seeds)
     criterion = task.metric or LOSS
     given = dict(_grid_values(text) for text in grid or ())
+    if len(given) < len(grid or ()):
+        raise typer.BadParameter("--grid must name a setting once, with all its values")
     grids = {
         name: {**GRIDS[problem][name], **_own(name, given)}
         for name in chosen(optimizer, list(GRIDS[problem]))

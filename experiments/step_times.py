@@ -180,6 +180,8 @@ def main(
     where = options.set_machine(threads, device)
     names = chosen(sets, list(STEP_SETS)) if sets else list(QUICK_SETS if quick else STEP_SETS)
     methods = chosen(optimizer, list(METHODS))
+    if not {m for name in names for m in STEP_SETS[name].methods()}.intersection(methods):
+        raise typer.BadParameter(f"{', '.join(names)}: no set has one of {', '.join(methods)}")
     out = out or Path("results/step_times.json")
     protocol = {"quick": quick, "threads": torch.get_num_threads()}
     with user_errors():

@@ -111,7 +111,13 @@ class Run:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Run:
-        """The run of a record, with null losses as NaN."""
+        """The run of a record, with null losses as NaN.
+
+        Raises:
+            ValueError: the record is compact.
+        """
+        if "step_losses" not in record:
+            raise ValueError("a compact record, without losses of steps, cannot go on")
         own = {one.name: record[one.name] for one in fields(cls)}
         own["settings"] = Settings(**record["settings"])
         own["step_losses"] = [_number(loss) for loss in record["step_losses"]]
@@ -219,7 +225,8 @@ def train_in_turn(
                     yield one.run
                 if interrupts:
                     for unfinished in trainings:
-                        unfinished.saved.save(0.0)
+                        if unfinished.begun:  # without a file the warm start is still to come
+                            unfinished.saved.save(0.0)
                     if report_every and not one.ended:
                         where = f"{one.saved.position()}, saved in {one.saved.path}"
                         tqdm.write(f"{one.run.label:6} stopped after {where}")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from repeating_text import repeating_file, repeating_problem
 
 from experiments import defaults
@@ -191,3 +192,8 @@ def test_a_small_comparison_runs_and_goes_on(
     assert (tmp_path / "defaults-small.png").exists()
     defaults.main(data=repeating_file(tmp_path), quick=True, jobs=1, threads=1, out=out)
     assert capsys.readouterr().out == printed
+
+
+def test_a_picture_is_of_one_task() -> None:
+    with pytest.raises(typer.BadParameter, match="--draw needs one --task"):
+        defaults.main(draw=Path("losses.png"))

@@ -43,7 +43,21 @@ def test_a_comparison_goes_on_with_its_file(
     monkeypatch.setattr("tools.measuring.provenance.torch.get_num_threads", lambda: 7)
     with pytest.raises(typer.BadParameter, match="threads was 1 and is 7"):
         run_comparison(repeating_problem(), [settings(2)], out, cpu)
+    monkeypatch.undo()
+    for wrong, message in (
+        ([settings(2), other[0]], r"one batch size, got \[4, 6\]"),
+        ([method_settings("tnt", 0.1, 0.1, graft="foo", batch_size=4, epochs=3)], "graft"),
+        ([method_settings("adam-authors", 0.1, 0.1, weight_decay=1, batch_size=4, epochs=3)], "^w"),
+    ):
+        with pytest.raises(typer.BadParameter, match=message):
+            run_comparison(repeating_problem(), wrong, out, cpu)
     assert json.loads(out.read_text())["runs"] == before
+    compact = json.loads(out.read_text())
+    del compact["runs"][0]["step_losses"]
+    out.write_text(json.dumps(compact))
+    with pytest.raises(typer.BadParameter, match="a compact record"):
+        run_comparison(repeating_problem(), [settings(2)], out, cpu)
+    assert json.loads(out.read_text()) == compact
     assert sorted(p.name for p in tmp_path.iterdir()) == ["runs.json", "runs.png"]
 
 

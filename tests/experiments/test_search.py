@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from experiments import pool, search
 from experiments.methods import Settings
@@ -80,6 +81,9 @@ def test_the_command_makes_only_what_its_file_lacks(
     assert "lr 0.1 " in capsys.readouterr().out
     search.main("digits", grid=["lr=0.1,0.4", "damping=0.5"], **given)
     assert [one.lr for one in made[12:]] == [0.4] * 4
+    for wrong in (["lr=1", "lr=2"], ["seed=5"], ["optimizer=adam"]):
+        with pytest.raises(typer.BadParameter, match="--grid|a setting must be"):
+            search.main("digits", grid=wrong, **given)
     wide = ["lr=1,2,3,4,5", "damping=0.5"]
     for points, more in ((2, 2), (2, 0), (4, 2), (9, 1)):
         before = len(made)

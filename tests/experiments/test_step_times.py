@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from torch.utils._pytree import tree_leaves
 
 from experiments import step_times
@@ -114,3 +115,8 @@ def test_runs_hold_their_parts_and_only_missing_ones_are_measured(
     monkeypatch.setattr(step_times, "time_kinds", None)  # not called
     assert measured(path, ("sgd", "tnt", "shampoo")) == runs
     assert f"| {often['ratio']:.2f} " in step_times.page(runs)
+
+
+def test_sets_that_have_none_of_the_methods_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(typer.BadParameter, match="resnet32: no set has one of kfac"):
+        step_times.main(sets="resnet32", optimizer="kfac", out=tmp_path / "times.json")

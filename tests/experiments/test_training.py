@@ -205,29 +205,43 @@ def test_runs_in_turn_are_the_runs_alone(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ctrl_c_saves_all_runs_after_the_current_step(
-    problem: Autoencoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ctrl_c: Any
+@pytest.mark.parametrize(
+    ("names", "press", "resumed_after"),
+    [
+        (("tnt", "sgd"), 8, [[1], [0]]),  # in the first epoch of SGD-m
+        (("sgd", "tnt"), 2, [[0], []]),  # before the warm start of TNT
+    ],
+)
+def test_ctrl_c_saves_all_begun_runs_after_the_current_step(
+    problem: Autoencoder,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    ctrl_c: Any,
+    names: tuple[str, str],
+    press: int,
+    resumed_after: list[list[int]],
 ) -> None:
-    wanted = [settings(name, epochs=3, schedule="warmup-cosine") for name in ("tnt", "sgd")]
+    wanted = [settings(name, epochs=3, schedule="warmup-cosine") for name in names]
     alone = [train(problem, one, report_every=0) for one in wanted]
     step, calls = _Training._step, [0]
 
     def presses(one: _Training, batch: torch.Tensor) -> torch.Tensor:
         calls[0] += 1
-        if calls[0] == 8:  # in the first epoch of SGD-m
+        if calls[0] == press:
             signal.raise_signal(signal.SIGINT)
         return step(one, batch)
 
-    files = [tmp_path / "tnt.pt", tmp_path / "sgd.pt"]
+    files = [tmp_path / f"{name}.pt" for name in names]
     with monkeypatch.context() as context:
         context.setattr(_Training, "_step", presses)
         with pytest.raises(KeyboardInterrupt):
             list(train_in_turn(problem, wanted, report_every=0, checkpoints=files))
-    assert calls == [8] and sorted(tmp_path.iterdir()) == sorted(files)
+    begun = [file for file, where in zip(files, resumed_after, strict=True) if where]
+    assert calls == [press] and sorted(tmp_path.iterdir()) == sorted(begun)
     assert signal.getsignal(signal.SIGINT) is ctrl_c
     resumed = list(train_in_turn(problem, wanted, report_every=0, checkpoints=files))
     assert [run.step_losses for run in resumed] == [run.step_losses for run in alone]
-    assert [run.resumed_after for run in resumed] == [[1], [0]]
+    assert [run.resumed_after for run in resumed] == resumed_after
 
 
 def test_one_of_many_runs_goes_on_where_it_was_stopped(
