@@ -111,8 +111,8 @@ def run_comparison(
         protocol = problem.description() | {"batch_size": wanted[0].batch_size}
         file = RunFile(out, "comparison", protocol, device)
         file.check_same_machine()
-        for run in file.runs:
-            Run.from_record(run)
+        for record in file.runs:
+            Run.from_record(record)
     missing = [settings for settings in wanted if file.find(asdict(settings)) is None]
     # The methods of a seed in turn: a slow hour of the machine slows all of them down.
     for seed in dict.fromkeys(settings.seed for settings in missing):
