@@ -151,7 +151,8 @@ def _asking(hook: OutputHook, module: nn.Module) -> Any:
     optimizer = None if hook.optimizer is None else hook.optimizer()
     # Under torch.export tensors have no values. A forward inside a backward is activation
     # checkpointing, which repeats a forward that was observed.
-    if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
+    is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
+    if torch.compiler.is_compiling() or is_tracing() or torch._C._current_graph_task_id() != -1:
         return None
     if optimizer is None or not optimizer.observing:
         return None

@@ -312,17 +312,17 @@ class KroneckerOptimizer(Optimizer):
             sharded parameters), "momentum_norm", "direction_norm" (without grafting and weight
             decay), "condition", the largest condition number of the parameter's factors, estimated
             from below, and the counts "skipped_statistics" and "failed_inverses". A parameter
-            without a name is called "group.index", one whose name another has "group.name".
+            without a name is called "group.index", as are several of a group with one name; one
+            whose name a parameter of another group has is called "group.name".
         """
         self._failures.read(self.state, self._name, wait=True, fatal=False)
         used = Counter(n for group in self.param_groups for n in group.get("param_names", ()))
-        names = {
-            p: name if used[name] == 1 else f"{number}.{name}"
-            for number, group in enumerate(self.param_groups)
-            for name, p in zip(
-                group.get("param_names", itertools.count()), group["params"], strict=False
-            )
-        }
+        names = {}
+        for number, group in enumerate(self.param_groups):
+            own = group.get("param_names", range(len(group["params"])))
+            for index, (p, name) in enumerate(zip(group["params"], own, strict=False)):
+                part = name if own.count(name) == 1 else index
+                names[p] = name if used[name] == 1 else f"{number}.{part}"
         held = {p: self.state[p] for p in names if "factors" in self.state.get(p, {})}
         return diagnostics(held, names)
 

@@ -206,10 +206,8 @@ def share_counted(likelihood: Likelihood, output: Any) -> float | Tensor:
 
 
 def mask_of(likelihood: Likelihood, output: Any) -> Tensor | None:
-    """Which rows count, flat; None for all, and for an output of parts."""
-    if isinstance(likelihood, str) and isinstance(output, Masked) and output.mask is not None:
-        return output.mask.reshape(-1)
-    return None
+    """Which rows count; None for all, and for an output of parts."""
+    return output.mask if isinstance(likelihood, str) and isinstance(output, Masked) else None
 
 
 def with_rows(likelihood: Likelihood, outputs: Iterable[Any]) -> Iterator[Any]:

@@ -96,7 +96,8 @@ def _watched(likelihood: str, output: Tensor, size_matters: bool) -> Comparison:
             found.gradient = _some_rows(likelihood, gradient.detach().reshape(shape))
 
     source, base = output, output._base
-    if base is not None and base.requires_grad and base.numel() == output.numel():
+    is_whole = base is not None and not base.is_nested and base.numel() == output.numel()
+    if base is not None and base.requires_grad and is_whole:
         # The loss may come from another view of the same numbers, as flattened logits are.
         source = base if base.is_contiguous() and output.is_contiguous() else output
     handle = source.register_hook(keep)

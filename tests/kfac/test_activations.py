@@ -89,6 +89,11 @@ def test_calls_of_one_layer_are_positions() -> None:
     compare(model, apart, lambda: model(x))
 
 
+def test_inputs_may_be_sparse() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 5)).double(), noise(8, 4).relu()
+    compare(model, lambda: model(x.to_sparse()), lambda: model(x))
+
+
 def test_forward_passes_that_are_not_observed_do_not_count() -> None:
     model, x = conv_net(), images()
 

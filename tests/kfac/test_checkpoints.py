@@ -3,13 +3,15 @@
 import copy
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from conftest import Snapshot
 from kfac_models import batch, conv_net, images
-from optimizers import net, no_memory, train, warm_start
+from optimizers import leaves, net, no_memory, train, warm_start
 from torch import Tensor, nn
 
 from tnt_optim import KFAC
@@ -37,6 +39,20 @@ def test_adams_graft_that_is_switched_on_is_refused() -> None:
     opt.zero_grad()
     opt.param_groups[0]["graft"] = None
     before.assert_unchanged()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed:UserWarning")
+def test_torchs_distributed_checkpoints_load_in_place(tmp_path: Path) -> None:
+    """After a step, which makes the state."""
+    model, other = net(), net()
+    opt, resumed = KFAC(model), KFAC(other)
+    train(model, opt, range(5))
+    dcp.save({"opt": opt.state_dict()}, checkpoint_id=tmp_path / "saved", no_dist=True)
+    train(other, resumed, [0])
+    target = {"opt": resumed.state_dict()}
+    dcp.load(target, checkpoint_id=tmp_path / "saved", no_dist=True)
+    resumed.load_state_dict(target["opt"])
+    assert leaves(resumed.state_dict()) == leaves(opt.state_dict())
 
 
 @pytest.mark.parametrize("clone", [None, copy.deepcopy, "state"])

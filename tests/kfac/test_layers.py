@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from drawn import close
+from optimizers import train
 from torch import Tensor, nn
 
 from tnt_optim import KFAC
@@ -182,6 +183,18 @@ def test_frozen_weights_may_be_shared_and_do_not_count() -> None:
     opt = KFAC(nn.Sequential(model, nn.LayerNorm(7)))
     assert "3 layers, and 3.5% of the trainable parameters" in repr(opt)
     assert repr(opt).count(": 14 in LayerNorm\n") == 1
+
+
+def test_an_adapter_of_a_frozen_layer_trains() -> None:
+    """LoRA, added by a hook: the adapter is the layer's child."""
+    layer = nn.Linear(4, 6).requires_grad_(False)
+    model = nn.Sequential(layer, nn.Tanh(), nn.Linear(6, 3))
+    layer.add_module("adapter", nn.Linear(4, 6))
+    layer.register_forward_hook(lambda _, inputs, output: output + layer.adapter(*inputs))
+    before = [p.clone() for p in model.parameters()]
+    train(model, KFAC(model), range(3))
+    moved = [not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)]
+    assert moved == [p.requires_grad for p in model.parameters()]
 
 
 @pytest.mark.parametrize("graft", [None, "adam"])

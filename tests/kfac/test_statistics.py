@@ -9,7 +9,7 @@ from tolerances import FLOAT64_FORMULA, SAMPLE_DEVIATIONS
 from torch import Tensor, nn
 
 from tnt_optim import KFAC
-from tnt_optim.kfac.statistics import packed, packed_size, unpacked
+from tnt_optim.kfac.statistics import LayerSums, packed, packed_size, unpacked
 
 
 def exact_gram(likelihood: str, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,6 +86,12 @@ def test_positions_of_a_linear_layer_are_those_of_a_convolution() -> None:
     pair = [Positions(body, pooled=True).statistics(x) for body in (linear, convolution)]
     for a, b in zip(*pair, strict=True):
         close(a, b)
+
+
+def test_rows_that_a_mask_left_out_of_one_call_are_no_examples() -> None:
+    """Whichever call comes first in the graph."""
+    masked, whole = (LayerSums(*[torch.ones(1, 1)] * 2, n, 4) for n in (torch.tensor(2), 4))
+    assert masked.with_call(whole).examples == whole.with_call(masked).examples == 2
 
 
 def test_positions_with_labels_of_their_own_are_examples() -> None:

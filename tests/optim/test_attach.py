@@ -415,13 +415,17 @@ def test_model_checkpointed_as_a_whole_is_observed_once(early_stop: bool) -> Non
     assert len(calls) == (4 if early_stop else 4 + 4 + 2)
 
 
-def test_exported_model_is_not_observed() -> None:
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+@pytest.mark.parametrize(
+    "exported",
+    [lambda model, x: torch.export.export(model, x, strict=False).module(), torch.jit.trace],
+)
+def test_exported_model_is_not_observed(exported: Callable[..., Any]) -> None:
     model = nn.Sequential(nn.Linear(5, 4))
     opt = TNT.paper(model.parameters())
     opt.attach(model)
     x = torch.randn(8, 5)
-    exported = torch.export.export(model, (x,), strict=False).module()
-    torch.testing.assert_close(exported(x), model(x))
+    torch.testing.assert_close(exported(model, (x,))(x), model(x))
     assert observation_count(opt) == 1
 
 

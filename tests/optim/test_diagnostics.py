@@ -122,6 +122,12 @@ def test_parameters_of_one_name_are_told_apart_by_group() -> None:
     assert {key.split("/")[1] for key in run.opt.diagnostics()} == {"0.w", "b", "1.w"}
 
 
+def test_several_parameters_of_one_name_in_a_group_are_told_apart_by_index() -> None:
+    run = Dictated("empirical", [("w", weight(2)), ("b", weight(3)), ("w", weight(3))])
+    run.step([noise(2), noise(3), noise(3)])
+    assert {key.split("/")[1] for key in run.opt.diagnostics()} == {"0.0", "b", "0.2"}
+
+
 @factored
 @pytest.mark.parametrize("settings", [
     {}, {"graft": "adam"}, {"graft": "sgd"}, {"max_factor_dim": 5}, {"block_size": 3},

@@ -365,6 +365,18 @@ def test_the_loss_may_come_from_another_view_of_the_output() -> None:
         opt.step()
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_values_of_nested_outputs_are_compared() -> None:
+    model = nn.Linear(WIDTH, OUTPUTS)
+    opt = TNT.paper(model.parameters())
+    parts = [torch.randn(rows, WIDTH) for rows in (ROWS // 4, 3 * ROWS // 4)]
+    output = model(torch.nested.nested_tensor(parts, layout=torch.jagged)).values()
+    opt.observe(output)
+    F.mse_loss(output, numbers()).backward()
+    with pytest.warns(RuntimeWarning, match=NO_SOFTMAX):
+        opt.step()
+
+
 def test_large_outputs_are_compared_in_part() -> None:
     """A stride of rows is enough to see the loss, and the factor."""
     model = nn.Linear(WIDTH, 4096, bias=False)

@@ -94,6 +94,15 @@ def test_masked_rows_are_as_if_they_were_not_there(
 
 
 @tnt_and_kfac
+def test_layers_may_have_the_sequence_first(name: str, fixed_draws: None) -> None:
+    """As in nn.Transformer; the mask has the order of the logits' rows."""
+    model, (x, mask) = linear(), masked("categorical")
+    plain = first_statistics(name, model, lambda: Masked(model(x), mask))
+    first = lambda: Masked(model(x.transpose(0, 1)).transpose(0, 1), mask)  # noqa: E731
+    close(first_statistics(name, model, first), plain)
+
+
+@tnt_and_kfac
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_a_micro_batch_of_padding_is_left_out(name: str, place: int, fixed_draws: None) -> None:
     model = linear()

@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from tnt_optim.autograd import check_shown, graph_nodes
-from tnt_optim.kfac.layers import Layer
+from tnt_optim.kfac.layers import Layer, parameters
 
 # A node that hides a part of the model, in which nothing can be captured.
 _COMPILED = "CompiledFunctionBackward"
@@ -58,6 +58,8 @@ class LayerHook:
         if wanted is None or not torch.is_grad_enabled() or not output.requires_grad:
             return
         inputs = args[0] if args else kwargs["input"]
+        if inputs.layout != torch.strided:
+            inputs = inputs.to_dense()
         # Without rows, as an expert that got no token, it is as if the layer was not called.
         if not wanted(self.layer, inputs.numel() > 0):
             return
@@ -116,7 +118,7 @@ def captured_calls(
                 f"the input of {name!r} must not be changed in place after it: write h = h + "
                 "layer(h), not h += layer(h)"
             )
-        uses = any(id(param) in leaves for param in layers[number].parameters())
+        uses = any(id(param) in leaves for param in parameters(layers[number]))
         if calls and not uses:
             raise ValueError(
                 f"output must depend on the parameters of {name!r}, but the layer was called with "

@@ -414,6 +414,7 @@ class KFAC(Attachable, Optimizer):
             checkpoint.warn_of_other_sampling(self._sampling, adapted)
 
         load = super().load_state_dict
+        state_dict = checkpoint.with_integer_keys(state_dict)
         checkpoint.load_adapted(self, state_dict, load, check, finish)
 
     def _check_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -107,7 +107,7 @@ def parameters(layer: Layer) -> list[Tensor]:
 
 def is_trainable(layer: Layer) -> bool:
     """Whether a layer has a parameter that requires a gradient."""
-    return any(param.requires_grad for param in layer.parameters())
+    return any(param.requires_grad for param in parameters(layer))
 
 
 def matrix_shape(layer: Layer) -> tuple[int, int]:

@@ -40,11 +40,14 @@ class LayerSums:
         return LayerSums(*map(chosen, vars(self).values(), vars(other).values()))
 
     def with_call(self, other: "LayerSums") -> "LayerSums":
-        """With another call of the layer for the same examples, which adds positions."""
+        """With another call of the layer for the same examples, which adds positions.
+
+        If a mask left rows of one call out, its number of examples is a tensor and counts.
+        """
         return LayerSums(
             self.gradients + other.gradients,
             self.inputs + other.inputs,
-            self.examples,
+            self.examples if isinstance(self.examples, Tensor) else other.examples,
             self.positions + other.positions,
         )
 
@@ -53,7 +56,8 @@ class LayerSums:
 
         The gradients of the other rows are 0.
         """
-        counts = (share > 0).to(self.inputs.device)
+        share = share.to(self.inputs.device)
+        counts = share > 0
         inputs = torch.where(counts, self.inputs, 0.0)
         examples = torch.where(counts, self.examples, 0)
         return LayerSums(self.gradients, inputs, examples, (share * self.positions).round())
@@ -77,7 +81,8 @@ def layer_sums(
 ) -> LayerSums:
     """The sums over a batch, from the gradient of the sum of its losses by the layer's output.
 
-    Inputs that do not count by ``mask`` are left out, if it has an entry for each.
+    Inputs that do not count by ``mask`` are left out, if it has an entry for each. It has the order
+    of the outputs' rows; a layer inside may have the sequence first.
     """
     dtype = state_dtype(layer.weight)
     # One matrix at a time: a convolution's patches are larger than its input.
@@ -85,9 +90,11 @@ def layer_sums(
     rows = input_rows(layer, inputs)
     count: int | Tensor = len(rows)
     number: int | Tensor = examples
-    if mask is not None and len(mask) == len(rows):
-        mask = mask.to(rows.device)
-        rows, count = rows.where(mask.unsqueeze(1), 0.0), mask.sum()
+    if mask is not None and mask.numel() == len(rows):
+        if mask.dim() == 2 and inputs.shape[:-1] == mask.shape[::-1] != mask.shape:
+            mask = mask.t()
+        mask = mask.reshape(-1, 1).to(rows.device)
+        rows, count = rows.where(mask, 0.0), mask.sum()
         number = count
     sum_a = _gram(rows, dtype)
     if layer.bias is not None:
