@@ -161,6 +161,7 @@ def test_a_first_step_of_padding_is_refused(name: str) -> None:
 @pytest.mark.parametrize(
     "change",
     [
+        lambda m: m.float(),
         lambda m: m.float() * 0,
         lambda m: m[:, :2],
         lambda m: m.flatten(),
