@@ -19,6 +19,7 @@ from cases import (
     normal,
     scalar,
     state_dtype,
+    unchanged,
 )
 from operators import GRAFTS, Results, agree, call, everything, row, same
 from recorded_graph import Recording
@@ -280,6 +281,16 @@ def test_too_many_columns_are_named(dtype: torch.dtype) -> None:
         ValueError, match=rf"^tensor 0 must .*{LARGEST_INDEX} .*got \(2, 2147483648\)"
     ):
         chain.plan((layout,), (layout,), factors, CPU, 1)
+
+
+@pytest.mark.parametrize("variant", ["preconditioned_step_", *GRAFTS])
+def test_what_does_not_fit_changes_nothing(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The products come last but are planned first."""
+    given = call(variant, [(4, 5)])
+    monkeypatch.setattr(tiles, "LARGEST_INDEX", 3)
+    launch.forget_plans()
+    with unchanged(given.arguments), pytest.raises(ValueError, match=r"^tensor 0 must .*\(4, 5\)"):
+        given(triton_operators)
 
 
 # The work of the host.

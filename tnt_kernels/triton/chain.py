@@ -12,7 +12,7 @@ every mode, and one loop serves all of them.
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -373,12 +373,15 @@ def products(
     factors: Sequence[Tensor],
     programs: int,
     step: tuple[Tensor, Tensor] | None = None,
-) -> None:
-    """results[t] <- P = tensors[t] x_1 A_1 ... x_k A_k, with ``factors`` the A_i, flat.
+) -> Callable[[], None]:
+    """A function that does results[t] <- P = tensors[t] x_1 A_1 ... x_k A_k.
 
     With ``step``, (lr, weight_decay), the results W, of any dtype, become W - lr (P + weight_decay
-    W); else they have the factors' dtype. The numbers of a step may be on the host. ``programs`` is
-    how many the device runs at once.
+    W); else they have the factors' dtype. The numbers of a step may be on the host. ``factors`` are
+    the A_i, flat, and ``programs`` is how many the device runs at once.
+
+    The plan and the scratch memory are made here: a caller who writes to ``tensors`` before calling
+    that function writes only if both fit.
     """
     device = tensors[0].device
     factors = contiguous_copies(factors)
@@ -388,33 +391,41 @@ def products(
     p = planned(plan, tensors, results, factors, rest=(device, programs, setting))
     keep_for_graph(device, p)
     read, written = list(tensors), list(results)
-    for t in p.copied:  # clones: a contiguous tensor itself may not be aligned, as the plan says
+    for t in p.copied:  # copies: a contiguous tensor itself may not be aligned, as the plan says
         read[t], written[t] = (
-            x.clone(memory_format=torch.contiguous_format) for x in (read[t], written[t])
+            torch.empty_like(x, memory_format=torch.contiguous_format)
+            for x in (read[t], written[t])
         )
     addresses = addresses_of([*read, *written, *factors])
     scratch = torch.empty(p.scratch, dtype=torch.uint8, device=device)
     lr, weight_decay = addresses, addresses  # not read without a step
     if step is not None:
         lr, weight_decay = scalar_on(device, step[0]), scalar_on(device, step[1])
-    for kind, count, tiles in p.launches:
-        launch(
-            product_kernel,
-            count,
-            *(tiles, p.problems, addresses, scratch, lr, weight_decay),
-            ELEMENT=ELEMENTS[kind.element],
-            STATE=ELEMENTS[kind.state],
-            RESULT=ELEMENTS[kind.result],
-            UPDATE=step is not None and kind.last,
-            BLOCK=kind.block,
-            STEP=STEP,
-            VECTOR=kind.vector,
-            PRECISION=precision(device),
-            num_warps=warps_of(kind.block),
-        )
-    for t in p.copied:
-        results[t].copy_(written[t])
-    if p.by_cublas:
-        numbers = None if step is None else (step[0].item(), step[1].item())
-        for t, first in p.by_cublas.items():
-            cublas.chain_(tensors[t], results[t], factors[first : first + 2], numbers)
+
+    def run() -> None:
+        for t in p.copied:
+            read[t].copy_(tensors[t])
+            written[t].copy_(results[t])
+        for kind, count, tiles in p.launches:
+            launch(
+                product_kernel,
+                count,
+                *(tiles, p.problems, addresses, scratch, lr, weight_decay),
+                ELEMENT=ELEMENTS[kind.element],
+                STATE=ELEMENTS[kind.state],
+                RESULT=ELEMENTS[kind.result],
+                UPDATE=step is not None and kind.last,
+                BLOCK=kind.block,
+                STEP=STEP,
+                VECTOR=kind.vector,
+                PRECISION=precision(device),
+                num_warps=warps_of(kind.block),
+            )
+        for t in p.copied:
+            results[t].copy_(written[t])
+        if p.by_cublas:
+            numbers = None if step is None else (step[0].item(), step[1].item())
+            for t, first in p.by_cublas.items():
+                cublas.chain_(tensors[t], results[t], factors[first : first + 2], numbers)
+
+    return run

@@ -123,8 +123,9 @@ def grafted_directions_(
     lists = [momenta, *([second_moments] if adam else []), grads]
     table = counts.to(device, non_blocking=True).contiguous() if adam else mu  # not read without
     numbers = (mu, table, second_decay, eps)
+    precondition = products(momenta, out, factors, programs)
     wanted = launch_over(momentum_kernel, lists, numbers, programs, sums=True, SUMS=True, ADAM=adam)
-    products(momenta, out, factors, programs)
+    precondition()
     squares = launch_over(squares_kernel, [out], (), programs, sums=True)
     scales = torch.empty(len(momenta), dtype=torch.float64, device=device)
     launch(

@@ -18,5 +18,5 @@ def mode_products(
     device = tensors[0].device
     results = [torch.empty(t.shape, dtype=state_dtype(t.dtype), device=device) for t in tensors]
     programs = programs or programs_at_once(device)
-    products(tensors, results, factors, programs)
+    products(tensors, results, factors, programs)()
     return results

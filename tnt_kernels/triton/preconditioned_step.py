@@ -29,6 +29,7 @@ def preconditioned_step_(
         return
     device = params[0].device
     programs = programs or programs_at_once(device)
+    update_params = products(momenta, params, factors, programs, (lr, weight_decay))
     update_momenta(momenta, grads, momentum, programs)
-    products(momenta, params, factors, programs, (lr, weight_decay))
+    update_params()
     mark_written([*params, *momenta])
