@@ -52,11 +52,11 @@ from tnt_optim.state import (
     COUNTS,
     NAMES,
     SURVIVES,
+    add_master,
     check_state,
     has_statistics,
     memory_estimate,
     new_state,
-    optional_entries,
     plain_state,
     statistic_shapes,
     zero_statistics,
@@ -428,18 +428,23 @@ class KroneckerOptimizer(Optimizer):
             checkpoint.check_groups(self._method, self.param_groups, adapted, set(self.defaults))
             for name, group, param, state in checkpoint.saved_states(self.param_groups, adapted):
                 check_state(name, state, group, param, processes.kept(param))
+            if unknown := set(adapted.get("accumulated", ())) - set(range(len(self._params()))):
+                raise ValueError(
+                    "state_dict['accumulated'] must hold numbers of parameters, got "
+                    f"{sorted(unknown, key=str)}"
+                )
             in_progress = isinstance(self._observed, Sampled) and not processes.is_distributed
             observed.update(
                 checkpoint.observations_in(adapted, self.param_groups, in_progress=in_progress)
             )
 
         def finish(adapted: dict[str, Any]) -> None:
+            for group, modes in zip(self.param_groups, functions, strict=True):
+                group["modes"] = modes
             self._failures = Failures()
             self._observed.use_up()
             params = self._params()
             self._accumulated = {params[number] for number in adapted.get("accumulated", ())}
-            for group, modes in zip(self.param_groups, functions, strict=True):
-                group["modes"] = modes
             for param, state in checkpoint.copied_states(self.param_groups, adapted):
                 others = NAMES - processes.kept(param)
                 self.state[param] = {k: v for k, v in state.items() if k not in others}
@@ -512,6 +517,9 @@ class KroneckerOptimizer(Optimizer):
         }
         due = [p for group in groups for p in factors_due(group, later, refreshed)]
         updated = list(self._batches(ready))
+        for group, params in updated:
+            for param in params:
+                add_master(self.state[param], param, group)
         return DeviceStep(
             statistics=list(self._batches(observed.keys() - self._accumulated)),
             factors=list(self._batches(due)),
@@ -530,7 +538,7 @@ class KroneckerOptimizer(Optimizer):
         self, group: Group, observed: Container[Tensor], with_gradients: Container[Tensor]
     ) -> list[Tensor]:
         """The group's parameters that this step updates."""
-        ready, optional = [], optional_entries(group)
+        ready = []
         for param in group["params"]:
             if param not in with_gradients:
                 continue
@@ -555,12 +563,12 @@ class KroneckerOptimizer(Optimizer):
                 )
             check_rounding(param, group["rounding"], self._name)  # the dtype may have changed
             check_dtype(param, self.state.get(param, {}), self._name)
-            for entry, option in optional if known else ():
-                if entry.exists(param, group) and entry.name not in self.state[param]:
-                    raise RuntimeError(
-                        f"{option} must be set before the first statistics: "
-                        f"{self._name(param)} has no {entry.name} in its state"
-                    )
+            grafts = group["graft"] == "adam"
+            if known and grafts and "second_moment_updates" not in self.state[param]:
+                raise RuntimeError(
+                    "graft='adam' must be set before the first statistics: "
+                    f"{self._name(param)} has no second moment in its state"
+                )
             ready.append(param)
         return ready
 

@@ -9,6 +9,7 @@ preconditioned has no statistics, and factors of ones; its ``first_step`` is Non
 import math
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -99,15 +100,6 @@ def owned_bytes(param: Tensor, group: Settings, shard: str) -> int:
     return sum(entry.nbytes(param, group) for entry in own)
 
 
-def optional_entries(group: Settings) -> list[tuple[Entry, str]]:
-    """The entries that a group's settings add in every process, and the option, for messages."""
-    return [
-        (entry, f"{entry.needs[0]}={entry.needs[1]!r}")
-        for entry in SPEC
-        if entry.needs and group[entry.needs[0]] == entry.needs[1] and not entry.owner_only
-    ]
-
-
 def statistic_shapes(param: Tensor, group: Settings) -> Shapes:
     """The shapes of a parameter's statistics: none if it is not preconditioned."""
     if is_plain(param, group):
@@ -153,11 +145,17 @@ def new_state(param: Tensor, group: Settings, kept: Container[str], **given: Any
         elif entry.name == "factors":
             state[entry.name] = identities(param, statistic_shapes(param, group))
         elif entry.shape == PARAMETER:
-            state[entry.name] = param.detach().to(dtype=state_dtype(param), copy=True)
+            add_master(state, param, group)
         else:
             (shape,) = entry.shapes(param, group, plain=False)
             state[entry.name] = torch.zeros(shape, dtype=state_dtype(param), device=param.device)
     return state
+
+
+def add_master(state: State, param: Tensor, group: Settings) -> None:
+    """Adds the master copy that a parameter needs, perhaps only since its dtype has changed."""
+    if group["rounding"] == "master" and is_half(param) and "master" not in state:
+        state["master"] = param.detach().float()
 
 
 def check_keys(name: str, state: Settings, keys: set[str]) -> None:
@@ -189,6 +187,15 @@ def check_state(
     for entry in wanted:
         if entry.shape != NUMBER:
             _check_tensors(name, entry, state, group, param)
+        else:
+            _check_number(name, entry, state[entry.name])
+
+
+def _check_number(name: str, entry: Entry, value: Any) -> None:
+    is_scalar = isinstance(value, Tensor) and value.dim() == 0
+    may_be_none = entry.name in ("block_size", "first_step")
+    if not (is_scalar or isinstance(value, Real) or (value is None and may_be_none)):
+        raise ValueError(f"{name}: {entry.name} must be a number, got {value!r}")
 
 
 def _check_tensors(
@@ -196,7 +203,7 @@ def _check_tensors(
 ) -> None:
     plain = state["first_step"] is None
     tensors = state[entry.name] if entry.shape == MODES else [state[entry.name]]
-    if not all(isinstance(tensor, Tensor) for tensor in tensors):
+    if not isinstance(tensors, list) or not all(isinstance(t, Tensor) for t in tensors):
         raise ValueError(f"{name}: {entry.name} must be made of tensors")
     got, wanted = [tuple(tensor.shape) for tensor in tensors], entry.shapes(param, group, plain)
     if entry.shape != MODES and got != wanted:

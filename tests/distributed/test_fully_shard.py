@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -440,6 +440,50 @@ def tensor_parallel(rank: int, processes: int) -> str:
 
 def test_sampled_gradients_of_tensor_parallelism_are_refused() -> None:
     assert all("fisher='empirical' works" in message for message in run_in(2, tensor_parallel))
+
+
+class TokenNet(nn.Module):
+    """An embedding and layers that tensor parallelism can divide; float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.tokens = nn.Embedding(10, 6)
+        self.wide = nn.Linear(6, 8, bias=False)
+        self.narrow = nn.Linear(8, 10, bias=False)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.narrow(torch.tanh(self.wide(self.tokens(x))))
+        return hidden
+
+
+def token_batches() -> list[Batches]:
+    rng = torch.Generator().manual_seed(0)
+    pairs = [torch.randint(10, (2, 12), generator=rng) for _ in range(STEPS)]
+    return [[(x, y)] for x, y in pairs]
+
+
+def tensor_parallel_tokens(rank: int, processes: int, embedding: str) -> list[Tensor]:
+    net = TokenNet()
+    layouts = {
+        "rows": RowwiseParallel(input_layouts=Replicate()),
+        "columns": ColwiseParallel(output_layouts=Replicate()),
+    }
+    plan = {"tokens": layouts[embedding], "wide": ColwiseParallel(), "narrow": RowwiseParallel()}
+    parallelize_module(net, init_device_mesh("cpu", (processes,)), plan)
+    train(net, Shampoo.paper(net.parameters(), lr=0.01), token_batches())
+    return whole(net)
+
+
+@pytest.mark.parametrize("embedding", ["rows", "columns"])
+def test_tensor_parallel_layers_train_as_one_process(embedding: str) -> None:
+    """The gradient of an embedding that is cut by rows comes whole."""
+    ends = run_in(2, tensor_parallel_tokens, embedding)
+    alone = TokenNet()
+    start = whole(alone)
+    train(alone, Shampoo.paper(alone.parameters(), lr=0.01), token_batches())
+    assert_trained_as(ends, whole(alone), start)
 
 
 def test_other_placements_and_master_copies_are_refused() -> None:

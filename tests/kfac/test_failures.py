@@ -1,5 +1,6 @@
 """What KFAC refuses, survives, counts and reports, and what stops it."""
 
+import copy
 import math
 from typing import Any
 
@@ -49,6 +50,20 @@ def test_a_sparse_gradient_is_refused_by_name() -> None:
     with pytest.raises(RuntimeError, match=r"gradient of '0.weight' must be dense, got .*sparse"):
         opt.step()
     assert equal(before, model.parameters()) and not opt.state_dict()["state"]
+
+
+def test_max_factor_dim_stays_as_it_was() -> None:
+    """It has chosen the layers. A loaded one that chooses the same ones is taken over."""
+    model = nn.Linear(3, 2).double()
+    opt = KFAC(model)
+    opt.load_state_dict(KFAC(nn.Linear(3, 2), max_factor_dim=100).state_dict())
+    step_on_ones(model, opt, noise(5, 3))
+    for changed in (opt, copy.deepcopy(opt)):
+        changed.param_groups[0]["max_factor_dim"] = 1
+        before = model.weight.detach().clone()
+        with pytest.raises(RuntimeError, match="max_factor_dim must stay 100, .*, got 1: set it"):
+            changed.step()
+        assert torch.equal(model.weight, before)
 
 
 # ------------------------------------------------------------------ what is not finite

@@ -399,6 +399,33 @@ def test_weights_that_were_set_by_hand_count(name: str) -> None:
     assert torch.equal(run.opt.state[second]["master"], kept)
 
 
+@factored
+@pytest.mark.parametrize("change", ["dtype", "rounding", "loaded"])
+def test_master_copies_begin_when_they_are_needed(name: str, change: str) -> None:
+    """Where training goes on in half precision, or rounds otherwise than before."""
+    start = torch.bfloat16 if change == "rounding" else torch.float32
+    rounding = "nearest" if change == "rounding" else "master"
+    run = started(name, start, rounding=rounding)
+    steps(run, range(3))
+    if change == "loaded":
+        later = started(name, torch.bfloat16)
+        for old, new in zip(run.params, later.params, strict=True):
+            new.data.copy_(old)
+        later.opt.load_state_dict(run.opt.state_dict())
+        run = later
+    for param in run.params:
+        param.data = param.data.bfloat16()
+    run.opt.param_groups[0]["rounding"] = "master"
+    reference = started(name, torch.float32)
+    for given, param in zip(run.params, reference.params, strict=True):
+        param.data.copy_(given)
+    reference.opt.load_state_dict(run.opt.state_dict())
+    reference.opt.param_groups[0]["rounding"] = "nearest"
+    for half, full in zip(*(steps(each, range(3, 9)) for each in (run, reference)), strict=True):
+        assert torch.equal(run.opt.state[half]["master"], full)
+        assert torch.equal(half, full.bfloat16())
+
+
 def test_rounding_is_checked_again_when_the_dtype_changes() -> None:
     param = nn.Parameter(torch.randn(4, 3))
     opt = TNT([param], fisher="empirical", rounding="stochastic")

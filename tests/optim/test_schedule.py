@@ -7,6 +7,8 @@ import torch
 from optimizers import Dictated, factored
 from torch import Tensor, nn
 
+from tnt_optim import KFAC, TNT
+
 STEPS = 60
 
 
@@ -55,6 +57,25 @@ def test_intervals_grow_in_their_warm_up(
     assert set(factors) <= set(due)
     for earlier, later in zip(due, due[1:], strict=False):
         assert (later in factors) == any(earlier < step <= later for step in stats)
+
+
+@pytest.mark.parametrize("warmup", [0, 500])
+@pytest.mark.parametrize("interval", [0, -3, 2.5, None])
+@pytest.mark.parametrize("how", ["observe", "observing", "attach", "KFAC"])
+def test_a_bad_interval_is_refused_before_the_step(how: str, interval: Any, warmup: int) -> None:
+    """The schedule is asked in the forward pass, too."""
+    model, x = nn.Linear(5, 3), torch.randn(6, 5)
+    opt: Any = KFAC(model) if how == "KFAC" else TNT(model.parameters())
+    opt.param_groups[0].update(stat_interval=interval, interval_warmup=warmup)
+    if how == "attach":
+        opt.attach(model)
+    with pytest.raises(ValueError, match=f"stat_interval must be .*, got {interval}"):
+        if how == "observing":
+            opt.observing  # noqa: B018
+        elif how == "observe":
+            opt.observe(model(x))
+        else:
+            model(x)
 
 
 def test_without_a_warm_up_the_first_factors_follow_the_statistics() -> None:

@@ -110,9 +110,10 @@ class Sharded(OwnerRanks, Local):
         by_fsdp = set(map(id, cut))
         if others := [tuple(p.shape) for p in params if id(p) not in by_fsdp]:
             raise ValueError(
-                "params must be sharded by fully_shard for sampled gradients, got DTensors that "
-                f"are not, of shapes {others}: tensor parallel processes have the same batch, "
-                "and would sample different labels. fisher='empirical' works"
+                "params must be sharded by fully_shard for sampled gradients and for warm_start, "
+                f"got DTensors that are not, of shapes {others}: tensor parallel processes have "
+                "the same batch, and would sample different labels. Without warm_start, "
+                "fisher='empirical' works"
             )
         with _left_alone([*params, *cut, *leaves]), _synchronised(modules):
             with without_autocast(loss), before_backward():
@@ -218,7 +219,13 @@ def _local(param: Tensor) -> Tensor:
 def _piece(param: Tensor, gradient: Tensor | None) -> Tensor:
     if gradient is None:
         return torch.zeros_like(_local(param))
-    return _local(gradient) if isinstance(gradient, DTensor) else gradient
+    if not isinstance(gradient, DTensor):
+        return gradient
+    placements = param.placements  # type: ignore[attr-defined]
+    if gradient.placements != placements:
+        # An embedding that tensor parallelism cuts by rows has a whole gradient in each process.
+        gradient = gradient.redistribute(placements=placements)
+    return _local(gradient)
 
 
 # The sampled gradient. FSDP averages gradients in hooks of the backward, of parameters that it has

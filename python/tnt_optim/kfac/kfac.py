@@ -174,7 +174,8 @@ class KFAC(Attachable, Optimizer):
             warn_if_unbounded(group)
             group["step"] = 0  # a group of another optimizer may bring that one's
         number = {p: n for n, group in enumerate(self.param_groups) for p in group["params"]}
-        largest = {p: self.param_groups[n]["max_factor_dim"] for p, n in number.items()}
+        self._largest = [group["max_factor_dim"] for group in self.param_groups]
+        largest = {p: self._largest[n] for p, n in number.items()}
         layers, self._reasons = preconditioned(model, largest)
         self._names, self._layers = list(layers), list(layers.values())
         self._group_numbers = [number[layer.weight] for layer in self._layers]
@@ -268,8 +269,13 @@ class KFAC(Attachable, Optimizer):
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            for group in self.param_groups:
+            for group, largest in zip(self.param_groups, self._largest, strict=True):
                 check_settings(group)
+                if group["max_factor_dim"] != largest:
+                    raise RuntimeError(
+                        f"max_factor_dim must stay {largest}, as the layers were chosen with, got "
+                        f"{group['max_factor_dim']}: set it back, or make the optimizer anew"
+                    )
             self._check_weights()
             warn_of_mismatch(self._observed.comparisons, self._observed.count)
             warn_if_twice(self._observed)
@@ -409,6 +415,7 @@ class KFAC(Attachable, Optimizer):
 
         def finish(adapted: dict[str, Any]) -> None:
             self._failures, self._observed = Failures(PARTS), observed
+            self._largest = [group["max_factor_dim"] for group in self.param_groups]
             self._blended = {self._layers[i].weight for i in adapted.get("accumulated", ())}
             self.state.update(checkpoint.copied_states(self.param_groups, adapted))
             checkpoint.warn_of_other_sampling(self._sampling, adapted)
@@ -675,7 +682,7 @@ def _remove(handles: Iterable[RemovableHandle]) -> None:
 # Attributes that a copy keeps besides the state and the groups. The copy adds its own hooks.
 _COPIED = (
     "inverse shard _model _names _layers _sampling _failures _observed _blended _warned _named "
-    "_group_numbers _reasons".split()
+    "_group_numbers _reasons _largest".split()
 )
 
 # Entries of a parameter's state that its layer does not hold.
