@@ -112,6 +112,7 @@ class WithFallback(Optimizer):
 
         Raises:
             RuntimeError, ValueError: from ``main``; neither has then changed anything.
+                An error from ``fallback`` comes after main's step.
         """
         loss = self.main.step(closure)
         self.fallback.step()
