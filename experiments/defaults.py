@@ -393,30 +393,30 @@ class Row:
 
 
 def rows(runs: Sequence[Mapping[str, Any]], name: str, task: Task) -> list[Row]:
-    """The rows of the methods whose runs and steps are recorded, the untuned optimizers first."""
-    own = [run for run in runs if run["key"]["task"] == name]
+    """The rows of the methods whose runs and steps are recorded, the untuned optimizers first.
+
+    If a rival's final runs are recorded at several rates, the lowest mean loss counts: the rate
+    that one seed has chosen may be unstable from others.
+    """
     seconds = _seconds(runs, {"task": task.after or name, "settings": None})
-    finals: dict[str, list[Mapping[str, Any]]] = {}
-    for run in own:
+    recorded: dict[tuple[str, float], list[Mapping[str, Any]]] = {}
+    for run in runs:
         settings = run["key"]["settings"]
-        if settings is None or settings["seed"] not in task.seeds:
-            continue
-        method = settings["optimizer"]
-        if method not in RIVALS or settings["lr"] == best_rate(own, name, method):
-            finals.setdefault(method, []).append(run)
-    for members in finals.values():
-        members.sort(key=lambda run: run["key"]["settings"]["seed"])
-    methods = [
-        m
-        for m in (*UNTUNED, *task.centres)
-        if m in seconds and len(finals.get(m, [])) == len(task.seeds)
-    ]
+        if run["key"]["task"] == name and settings and settings["seed"] in task.seeds:
+            recorded.setdefault((settings["optimizer"], settings["lr"]), []).append(run)
+    finals: dict[str, list[Mapping[str, Any]]] = {}
+    for (method, _), members in recorded.items():
+        best = finals.get(method)
+        is_whole = len(members) == len(task.seeds)
+        if is_whole and (best is None or _mean_loss(members) < _mean_loss(best)):
+            finals[method] = sorted(members, key=lambda run: run["key"]["settings"]["seed"])
+    methods = [m for m in (*UNTUNED, *task.centres) if m in seconds and m in finals]
     clocks = {m: _clock(finals[m][0], seconds[m]) for m in methods}
     last = {m: [last_loss(run) for run in finals[m]] for m in methods}
     found = []
     for m in methods:
         goals = {
-            rival: statistics.fmean(last[rival])
+            rival: _mean_loss(finals[rival])
             for rival in task.centres
             if rival in last and rival != m
         }
@@ -431,6 +431,10 @@ def rows(runs: Sequence[Mapping[str, Any]], name: str, task: Task) -> list[Row]:
         curves = [list(run["losses"]) for run in finals[m]]
         found.append(Row(m, lr, curves, last[m], clocks[m], against, times))
     return found
+
+
+def _mean_loss(runs: Iterable[Mapping[str, Any]]) -> float:
+    return statistics.fmean(map(last_loss, runs))
 
 
 def _clock(run: Mapping[str, Any], seconds: Mapping[str, float]) -> list[float]:

@@ -48,9 +48,10 @@ def record(**last: list[float]) -> list[dict[str, Any]]:
         lr = RIVALS[method]["lr"] if method in RIVALS else None
         runs += [a_run(method, lr, seed, [4.0, value]) for seed, value in enumerate(values)]
         if lr is not None:
-            # Final runs from before the search went on: they do not count.
+            # Final runs of one seed at another rate, and of all that diverge: they do not count.
+            runs.append(a_run(method, around(lr)[0], 0, [4.0, 0.1]))
             runs += [
-                a_run(method, around(lr)[0], seed, [4.0, 0.1]) for seed, _ in enumerate(values)
+                a_run(method, around(lr)[2], seed, [4.0, None]) for seed, _ in enumerate(values)
             ]
             for other in around(lr):
                 runs.append(a_run(method, other, TUNING_SEED, [4.0, 2.0 + (other != lr)]))
@@ -127,6 +128,15 @@ def test_rows_compare_losses_and_seconds() -> None:
     texts = cells(tnt, ["adam", "muon"])
     assert texts[1:5] == ("default", "1.100 ± 0.141", "-1.000 below", "-") and len(texts) == 8
     assert cells(found["adam"], ["adam"])[3] == "-"
+
+
+def test_a_rivals_better_rate_counts() -> None:
+    """Whatever the search with one seed has chosen."""
+    runs = record(tnt=[1.0, 1.2], adam=[2.0, math.inf])
+    runs += [a_run("adam", 0.5, seed, [4.0, 1.5]) for seed in range(2)]
+    (tnt, adam) = rows(runs, "t", TASK)
+    assert (adam.lr, adam.final) == (0.5, [1.5, 1.5])
+    assert tnt.against["adam"].mean == pytest.approx(-0.4)
 
 
 def test_a_rival_that_is_not_reached_or_diverges_is_said() -> None:
