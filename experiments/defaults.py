@@ -416,7 +416,7 @@ def rows(runs: Sequence[Mapping[str, Any]], name: str, task: Task) -> list[Row]:
     found = []
     for m in methods:
         goals = {
-            rival: _mean_loss(finals[rival])
+            rival: statistics.fmean(last[rival])
             for rival in task.centres
             if rival in last and rival != m
         }

@@ -518,7 +518,7 @@ class KroneckerOptimizer(Optimizer):
         due = [p for group in groups for p in factors_due(group, later, refreshed)]
         updated = list(self._batches(ready))
         for group, params in updated:
-            for param in params:
+            for param in params if group["rounding"] == "master" else ():
                 add_master(self.state[param], param, group)
         return DeviceStep(
             statistics=list(self._batches(observed.keys() - self._accumulated)),
@@ -538,7 +538,7 @@ class KroneckerOptimizer(Optimizer):
         self, group: Group, observed: Container[Tensor], with_gradients: Container[Tensor]
     ) -> list[Tensor]:
         """The group's parameters that this step updates."""
-        ready = []
+        ready, grafts = [], group["graft"] == "adam"
         for param in group["params"]:
             if param not in with_gradients:
                 continue
@@ -563,7 +563,6 @@ class KroneckerOptimizer(Optimizer):
                 )
             check_rounding(param, group["rounding"], self._name)  # the dtype may have changed
             check_dtype(param, self.state.get(param, {}), self._name)
-            grafts = group["graft"] == "adam"
             if known and grafts and "second_moment_updates" not in self.state[param]:
                 raise RuntimeError(
                     "graft='adam' must be set before the first statistics: "

@@ -2,8 +2,9 @@
 
 ``SPEC`` is the table. New states, the tensors that each process keeps, the check of a checkpoint,
 the addresses of CUDA graphs and the memory estimate follow from it. The optimizer's state of a
-parameter is complete or empty: its first statistics bring all entries. A parameter that is not
-preconditioned has no statistics, and factors of ones; its ``first_step`` is None.
+parameter is complete or empty: its first statistics bring all entries. Only a master copy may come
+later. A parameter that is not preconditioned has no statistics, and factors of ones; its
+``first_step`` is None.
 """
 
 import math
@@ -63,8 +64,13 @@ class Entry:
         return sum(map(math.prod, shapes)) * state_dtype(param).itemsize
 
 
-_ADAM, _MASTER = ("graft", "adam"), ("rounding", "master")
+_ADAM = ("graft", "adam")
 _DIRECTIONS = ("directions",)
+
+# The parameter in float32.
+_MASTER = Entry(
+    "master", PARAMETER, ("rounding", "master"), half_only=True, survives=True, column="master"
+)
 
 SPEC = (
     # How the modes are cut, and the step of the first statistics.
@@ -76,8 +82,7 @@ SPEC = (
     Entry("momentum", VIEW, owner_only=_DIRECTIONS, survives=True, column="moments"),
     Entry("second_moment_updates", needs=_ADAM, counts=True, survives=True),
     Entry("second_moment", VIEW, _ADAM, owner_only=_DIRECTIONS, survives=True, column="moments"),
-    # The parameter in float32.
-    Entry("master", PARAMETER, _MASTER, half_only=True, survives=True, column="master"),
+    _MASTER,
     # Statistics S_i, the moving averages of (whitened) Gram matrices of the gradient's unfoldings,
     # and factors A_i, which the method computes from them (TNT: damped inverses).
     Entry("stats", MODES, owner_only=("directions", "inverses"), column="stats"),
@@ -154,8 +159,8 @@ def new_state(param: Tensor, group: Settings, kept: Container[str], **given: Any
 
 def add_master(state: State, param: Tensor, group: Settings) -> None:
     """Adds the master copy that a parameter needs, perhaps only since its dtype has changed."""
-    if group["rounding"] == "master" and is_half(param) and "master" not in state:
-        state["master"] = param.detach().float()
+    if _MASTER.exists(param, group) and _MASTER.name not in state:
+        state[_MASTER.name] = param.detach().to(dtype=state_dtype(param), copy=True)
 
 
 def check_keys(name: str, state: Settings, keys: set[str]) -> None:

@@ -269,7 +269,7 @@ class KFAC(Attachable, Optimizer):
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            for group, largest in zip(self.param_groups, self._largest, strict=True):
+            for group, largest in zip(self.param_groups, self._largest, strict=False):
                 check_settings(group)
                 if group["max_factor_dim"] != largest:
                     raise RuntimeError(
