@@ -141,11 +141,19 @@ def grafted_tensordot_(
     return directions, adam.mul_(first) / _norms(directions)
 
 
+# MKL's dot of more numbers is off by 1e-4 and more on AMD; foreach_norm is slower and worse.
+_DOT = 1 << 20
+
+
 def _norms(tensors: Sequence[Tensor]) -> Tensor:
-    """On a CPU, dot is twice as fast as foreach_norm and a thousand times as accurate."""
     if tensors[0].is_cuda:
         return torch.stack(torch._foreach_norm(list(tensors)))
-    return torch.stack([torch.dot(flat, flat) for flat in (t.view(-1) for t in tensors)]).sqrt_()
+    norms = []
+    for flat in (tensor.view(-1) for tensor in tensors):
+        pieces = (flat,) if len(flat) <= _DOT else flat.split(_DOT)
+        first, *rest = [torch.dot(piece, piece) for piece in pieces]
+        norms.append(sum(rest, first))
+    return torch.stack(norms).sqrt_()
 
 
 def scaled_foreach_(
