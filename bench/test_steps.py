@@ -263,7 +263,10 @@ def _muon(params: list[nn.Parameter], kind: Kind) -> Callable[[], None]:
     """Muon for the matrices, AdamW for all other parameters."""
     matrices = [p for p in params if p.dim() == 2]
     rest = [p for p in params if p.dim() != 2]
-    optimizers = [torch.optim.Muon(matrices, lr=LR), torch.optim.AdamW(rest, lr=LR, fused=True)]
+    optimizers = [
+        torch.optim.Muon(matrices, lr=LR),
+        torch.optim.AdamW([{"params": rest}], lr=LR, fused=True),  # an empty group is no error
+    ]
 
     def run() -> None:
         for _ in range(kind.steps):

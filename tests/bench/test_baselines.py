@@ -1,8 +1,10 @@
-"""The operators in plain torch, where torch itself is inaccurate."""
+"""Baselines of the benchmarks, on inputs that small parameter sets do not have."""
 
 import torch
+from torch import nn
 
 from bench.baselines import _norms
+from bench.test_steps import PLAIN, _muon
 
 
 def test_the_norm_of_a_large_tensor() -> None:
@@ -11,3 +13,10 @@ def test_the_norm_of_a_large_tensor() -> None:
     norms = _norms(tensors)
     expected = [float(tensor.double().norm()) for tensor in tensors]
     torch.testing.assert_close(norms.tolist(), expected, rtol=1e-5, atol=0)
+
+
+def test_muon_without_vectors() -> None:
+    matrix = nn.Parameter(torch.eye(4))
+    matrix.grad = torch.ones(4, 4)
+    _muon([matrix], PLAIN)()
+    assert not torch.equal(matrix.detach(), torch.eye(4))
