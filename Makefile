@@ -12,8 +12,8 @@
 #   make sanitizers         the C++ tests under the sanitizers
 #   make fuzz               every operator on 10,000 random calls; EXAMPLES=N for another number,
 #                           PRECISION=medium for products that PyTorch may round
-#   make bench              the operators' and the steps' benchmarks, to results/; some 15 minutes on
-#                           two cores that nothing else uses
+#   make bench              the operators' and the steps' benchmarks, to results/; half an hour on two
+#                           cores that nothing else uses, and 13 GB of memory
 #   make bench-quick        a few of them in two minutes, to results/
 #   make figures            every experiment scaled down, to results/; within an hour on two cores;
 #                           DATA=DIR names the folder of the data sets

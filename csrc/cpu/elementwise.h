@@ -89,11 +89,13 @@ void for_each_run(int64_t order, const int64_t* sizes, const std::array<const in
   if (count == 0) return;
   if (dimensions.empty()) dimensions.push_back({1, {}});
   const int64_t chunks = (count + kChunk - 1) / kChunk;
-  run_tasks(chunks, 16 * static_cast<double>(count), [&](int64_t chunk, Scratch&) {
-    for_each_run(dimensions, chunk * kChunk, std::min((chunk + 1) * kChunk, count),
-                 [&](const auto& offsets, int64_t length) {
-                   run(chunk, offsets, length, dimensions.back().strides);
-                 });
+  run_parts(chunks, 16 * static_cast<double>(count), [&](int64_t first, int64_t last) {
+    for (int64_t chunk = first; chunk < last; ++chunk) {
+      for_each_run(dimensions, chunk * kChunk, std::min((chunk + 1) * kChunk, count),
+                   [&](const auto& offsets, int64_t length) {
+                     run(chunk, offsets, length, dimensions.back().strides);
+                   });
+    }
   });
 }
 
@@ -197,11 +199,9 @@ TNT_WIDEST_VECTORS inline void round_chunk(const float* from, int64_t count, BFl
 
 // On all threads.
 inline void round_all(const float* from, int64_t count, BFloat16* to) {
-  run_tasks((count + kChunk - 1) / kChunk, 16 * static_cast<double>(count),
-            [&](int64_t chunk, Scratch&) {
-              const int64_t first = chunk * kChunk;
-              round_chunk(from + first, std::min(kChunk, count - first), to + first);
-            });
+  run_parts(count, 16 * static_cast<double>(count), [&](int64_t first, int64_t last) {
+    round_chunk(from + first, last - first, to + first);
+  });
 }
 
 // A copy of a float tensor in `to`, rounded to bfloat16. Its strides are the view's if that has no
