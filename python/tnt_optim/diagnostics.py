@@ -62,7 +62,7 @@ def _figures(
         seen = list(map(layout_of, own))
         momenta = blocks(each(own, "momentum"), seen)
         directions = mode_products(momenta, rows(each(own, "factors"), seen))
-        of = [p for p, look in zip(bucket, seen, strict=True) for _ in range(look.count)]
+        of = [p for p, look in zip(bucket, seen, strict=True) for _ in look.cuts]
         yield _norms("direction_norm", of, directions)
     alike: dict[tuple[torch.Size, torch.dtype], list[tuple[Tensor, Pair]]] = {}
     for param in params:

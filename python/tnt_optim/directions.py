@@ -96,7 +96,7 @@ def scaled_directions_(
     counts = [
         [state["updates"], state["second_moment_updates"]]
         for state, seen in zip(states, layouts, strict=True)
-        for _ in range(seen.count)
+        for _ in seen.cuts
     ]
     return grafted_directions_(momenta, gradients, factors, mu, squares, _table(counts))
 

@@ -8,9 +8,8 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from numbers import Integral
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -82,17 +81,11 @@ def cuts(sizes: tuple[int, ...], block_size: int | None) -> tuple[tuple[tuple[in
     return tuple(itertools.product(*pieces))
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """The mode sizes of a parameter, and how the modes are cut into blocks."""
 
     sizes: tuple[int, ...]
-    block_size: int | None
-
-    @property
-    def count(self) -> int:
-        """The number of blocks."""
-        return len(cuts(self.sizes, self.block_size))
+    cuts: tuple[tuple[tuple[int, int], ...], ...]  # of each block, as the function ``cuts`` gives
 
     def view(self, tensor: Tensor) -> Tensor:
         """A tensor like the parameter in the shape of its modes; a copy if its strides need one."""
@@ -100,16 +93,10 @@ class Layout:
 
     def blocks(self, tensor: Tensor) -> list[Tensor]:
         """The blocks of a tensor like the parameter: views of ``view(tensor)``."""
-        whole, found = self.view(tensor), cuts(self.sizes, self.block_size)
-        if len(found) == 1:
+        whole = self.view(tensor)
+        if len(self.cuts) == 1:
             return [whole]
-        views = []
-        for block in found:
-            view = whole
-            for mode, (start, length) in enumerate(block):
-                view = view.narrow(mode, start, length)
-            views.append(view)
-        return views
+        return [whole[tuple(slice(s, s + d) for s, d in block)] for block in self.cuts]
 
     def assembled(self, pieces: Sequence[Tensor]) -> Tensor:
         """The tensor with these blocks."""
@@ -132,7 +119,7 @@ class Layout:
         suggest: a full factor takes d^2 numbers, its inverse d^3 operations.
         """
         shapes: list[tuple[int, ...]] = []
-        for block in cuts(self.sizes, self.block_size):
+        for block in self.cuts:
             shapes += [(d, d) if d <= max_factor_dim else (d,) for _, d in block]
         return shapes
 
@@ -141,7 +128,7 @@ def layout(param: Tensor, group: Mapping[str, Any]) -> Layout:
     """The layout that a group's settings give a parameter."""
     modes = None if is_plain(param, group) else group["modes"]
     sizes = mode_shape(param.shape, modes, group["merge_small_dims"], group["max_factor_dim"])
-    return Layout(sizes, group["block_size"])
+    return Layout(sizes, cuts(sizes, group["block_size"]))
 
 
 def is_plain(param: Tensor, group: Mapping[str, Any]) -> bool:
@@ -151,7 +138,8 @@ def is_plain(param: Tensor, group: Mapping[str, Any]) -> bool:
 
 def layout_of(state: Mapping[str, Any]) -> Layout:
     """The layout with which a state was made; its group's settings may have changed since."""
-    return Layout(tuple(state["momentum"].shape), state["block_size"])
+    sizes = tuple(state["momentum"].shape)
+    return Layout(sizes, cuts(sizes, state["block_size"]))
 
 
 def blocks(tensors: Iterable[Tensor], layouts: Iterable[Layout]) -> list[Tensor]:

@@ -146,7 +146,7 @@ class Local:
                     momenta = blocks(each(part_states, "momentum"), layouts)
                     scales = clipped(directions, momenta, scales, group)
                 counted = zip(decays, layouts, strict=True)
-                each_block = [value for value, look in counted for _ in range(look.count)]
+                each_block = [value for value, look in counted for _ in look.cuts]
                 rates = group["lr"], group["weight_decay"]
                 scaled_step_(blocks(weights, layouts), directions, *rates, each_block, scales)
 
@@ -258,7 +258,7 @@ def refresh_factors(
         seen = list(map(layout_of, own))
         stats, factors = rows(each(own, "stats"), seen), rows(each(own, "factors"), seen)
         info = make(settings(group), stats, factors)
-        codes = _worst_of_blocks(info, [look.count for look in seen])
+        codes = _worst_of_blocks(info, [len(look.cuts) for look in seen])
         codes = processes.codes(params, owned, codes)
         processes.send_factors(params, states)
         reports.append(Report("inverses", codes, params))

@@ -178,6 +178,6 @@ class OwnerRanks:
             torch._foreach_mul_(found, [scale.to(p.dtype) for scale, p in pairs])
         rest = iter(found)
         return {
-            p: look.assembled([next(rest) for _ in range(look.count)])
+            p: look.assembled([next(rest) for _ in look.cuts])
             for p, look in zip(params, seen, strict=True)
         }
