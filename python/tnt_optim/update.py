@@ -4,9 +4,9 @@ The host decides what is due (``kronecker``); here it becomes calls of operators
 the device or reads a value on it, so that a CUDA graph can record a step.
 """
 
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress, pairwise
 from typing import Any
 
 import torch
@@ -160,15 +160,13 @@ def _preconditioned_(
     decays: Sequence[bool],
 ) -> None:
     """The plain step: one call for the parameters with weight decay, one for those without."""
-    alike: dict[bool, list[int]] = {}
-    for index, value in enumerate(decays):
-        alike.setdefault(value, []).append(index)
-    for value, same in alike.items():
-        looks, own = [layouts[i] for i in same], [states[i] for i in same]
+    for value in set(decays):
+        same = [decay == value for decay in decays]
+        looks, own = list(compress(layouts, same)), list(compress(states, same))
         preconditioned_step_(
-            blocks([weights[i] for i in same], looks),
+            blocks(compress(weights, same), looks),
             blocks(each(own, "momentum"), looks),
-            blocks([grads[i] for i in same], looks),
+            blocks(compress(grads, same), looks),
             rows(each(own, "factors"), looks),
             group["lr"],
             group["momentum"],
@@ -300,14 +298,13 @@ def buckets_of(params: Sequence[Tensor]) -> list[slice]:
             size = 0
         size += param.numel()
     bounds.append(len(params))
-    return [slice(first, last) for first, last in itertools.pairwise(bounds)]
+    return [slice(first, last) for first, last in pairwise(bounds)]
 
 
 def _count(states: Sequence[State], name: str) -> None:
     """Adds one to a count of each state; with CUDA graphs a count is a tensor."""
-    counts = [state[name] for state in states]
-    if counts and isinstance(counts[0], Tensor):
-        torch._foreach_add_(counts, 1)
+    if states and isinstance(states[0][name], Tensor):
+        torch._foreach_add_(each(states, name), 1)
         return
     for state in states:
         state[name] += 1
