@@ -499,23 +499,19 @@ class KroneckerOptimizer(Optimizer):
     def _prepared(self, processes: Local) -> DeviceStep:
         """The device's part of this step; makes first statistics and factors on the way."""
         with_gradients = processes.with_gradients(self._params())
-        found = self._observed.gradients(
-            processes, self._due(), with_gradients, self._has_statistics
-        )
+        earlier = {p: self.state[p] for p in self._params() if self._has_statistics(p)}
+        found = self._observed.gradients(processes, self._due(), with_gradients, earlier)
         groups = self.param_groups
         ready = [p for group in groups for p in self._to_update(group, found, with_gradients)]
         observed = processes.whole(found)
-        first = {p: g for p, g in observed.items() if not self._has_statistics(p)}
+        first = {p: g for p, g in observed.items() if p not in earlier}
         self._adopt(self._first_states(first, processes))
         self._accumulated.update(first)
         self._adopt(self._plain_states(ready, processes))
         self._warn_of_unreached(ready)
         observed = {p: g for p, g in observed.items() if p not in first}
         refreshed = observed.keys() | self._accumulated
-        later = {
-            p: self.state[p] for p in self._params() if p not in first and self._has_statistics(p)
-        }
-        due = [p for group in groups for p in factors_due(group, later, refreshed)]
+        due = [p for group in groups for p in factors_due(group, earlier, refreshed)]
         updated = list(self._batches(ready))
         for group, params in updated:
             for param in params if group["rounding"] == "master" else ():
@@ -546,24 +542,22 @@ class KroneckerOptimizer(Optimizer):
                 raise RuntimeError(
                     f"the gradient of {self._name(param)} must be dense, got {param.grad.layout}"
                 )
-            known = self._has_state(param)
-            if is_plain(param, group) and self._has_statistics(param):
+            state, plain = self.state.get(param, {}), is_plain(param, group)
+            if plain and has_statistics(state):
                 raise RuntimeError(
                     "precondition_1d must be set to False before the first statistics: "
                     f"{self._name(param)} has some"
                 )
-            waits = self._observed.waits_for(param, is_new=True)
-            missed = param in self._observed.asked or not waits
-            waiting = param.requires_grad and not (known or param in observed or missed)
-            if waiting and not is_plain(param, group):
+            lacks = not (state or plain or param in observed or param in self._observed.asked)
+            if lacks and param.requires_grad and self._observed.waits_for(param, is_new=True):
                 raise RuntimeError(
                     f"step() has no statistics for {self._name(param)}, which has a gradient: call "
                     "observe(output) before loss.backward(), or attach(model) once, with outputs "
                     "that depend on every parameter the loss depends on" + self._observed.hint
                 )
             check_rounding(param, group["rounding"], self._name)  # the dtype may have changed
-            check_dtype(param, self.state.get(param, {}), self._name)
-            if known and grafts and "second_moment_updates" not in self.state[param]:
+            check_dtype(param, state, self._name)
+            if state and grafts and "second_moment_updates" not in state:
                 raise RuntimeError(
                     "graft='adam' must be set before the first statistics: "
                     f"{self._name(param)} has no second moment in its state"
@@ -702,9 +696,9 @@ class KroneckerOptimizer(Optimizer):
         return states
 
     def _warn_of_unreached(self, params: Iterable[Tensor]) -> None:
-        if self._warned_of_unreached:
-            return
         asked = self._observed.asked
+        if self._warned_of_unreached or not asked:
+            return
         missed = [p for p in params if p in asked and not self._has_statistics(p)]
         # Zeros, which ``zero_grad`` may leave, are no gradient; a sharded one has pieces elsewhere.
         missed = [p for p in missed if is_sharded(p) or (p.grad is not None and p.grad.any())]
@@ -792,7 +786,7 @@ class KroneckerOptimizer(Optimizer):
     def _batches(self, params: Iterable[Tensor]) -> Iterator[Batch]:
         """The given parameters by group and device."""
         wanted = params if isinstance(params, Mapping) else set(params)
-        for group in self.param_groups:
+        for group in self.param_groups if wanted else ():
             for batch in by_device([p for p in group["params"] if p in wanted]):
                 yield group, batch
 

@@ -5,7 +5,7 @@ accumulates gradients at sampled labels between ``observe`` and ``step``, and re
 parameters the outputs missed.
 """
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,8 +36,6 @@ from tnt_optim.likelihoods import (
 from tnt_optim.mismatch import Comparison, warn_of_mismatch, watched
 from tnt_optim.modes import state_dtype
 from tnt_optim.update import Local
-
-HasStatistics = Callable[[Tensor], bool]
 
 # What is known of a parameter whose statistics were due and that got none: a number.
 # Positive: its statistics are due at every step until an output reaches it, for so many steps. Of
@@ -76,13 +74,14 @@ class Empirical:
         processes: Local,
         due: Sequence[Tensor],
         with_gradients: Container[Tensor],
-        has_statistics: HasStatistics,
+        held: Container[Tensor],
     ) -> Gradients:
         """The gradients for the statistics of one step, of the same parameters in all processes.
 
-        ``due`` are the parameters whose statistics are due, and those without statistics.
+        ``due`` are the parameters whose statistics are due, and those without statistics; ``held``
+        have statistics.
         """
-        self.asked = {p for p in due if has_statistics(p)}  # others are due anyway
+        self.asked = {p for p in due if p in held}  # others are due anyway
         return {p: p.grad for p in due if p in with_gradients}
 
     def counted(self, optimizer: Any, output: Any) -> int | Tensor:
@@ -210,20 +209,20 @@ class Sampled(Empirical):
         processes: Local,
         due: Sequence[Tensor],
         with_gradients: Container[Tensor],
-        has_statistics: HasStatistics,
+        held: Container[Tensor],
     ) -> Gradients:
         """See ``Empirical.gradients``: the mean over the observations of all processes."""
         warn_if_twice(self)
         warn_of_mismatch(self.comparisons, self.count)
-        if not processes.is_sharded and not any(map(has_statistics, due)) and self.number:
+        if not processes.is_sharded and not any(p in held for p in due) and self.number:
             _warn_of_zeros(list(self.totals.values()))
         wanted = self.wanted(due)
         is_pooled = bool(wanted) and processes.is_distributed
-        means = self._pooled(processes, wanted, has_statistics) if is_pooled else self._mean()
+        means = self._pooled(processes, wanted, held) if is_pooled else self._mean()
         # A frozen one that is used later gets its statistics then, like one that was not used.
-        self.asked.update(p for p in due if not p.requires_grad and has_statistics(p))
+        self.asked.update(p for p in due if not p.requires_grad and p in held)
         if not self.count and not self.warned:
-            self.warned = any(has_statistics(p) and p.grad is not None for p in wanted)
+            self.warned = any(p in held and p.grad is not None for p in wanted)
             if self.warned:
                 warn_the_caller(UNOBSERVED + self.hint)
         return means
@@ -239,7 +238,7 @@ class Sampled(Empirical):
         }
 
     def _pooled(
-        self, processes: Local, due: Sequence[Tensor], has_statistics: HasStatistics
+        self, processes: Local, due: Sequence[Tensor], held: Container[Tensor]
     ) -> Gradients:
         """The mean over the observations of all processes.
 
@@ -248,7 +247,7 @@ class Sampled(Empirical):
         looks for unused parameters. Otherwise a parameter that was not reached has a gradient of
         zero. ``due`` is the same in all processes.
         """
-        reached, known = due, self.agreed and all(map(has_statistics, due))
+        reached, known = due, self.agreed and all(p in held for p in due)
         if not self.agreed:
             processes.check_alike(due)
         if processes.is_sharded or self.partial or not known:

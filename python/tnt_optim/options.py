@@ -330,6 +330,6 @@ def factors_due(
     return [
         p
         for p in group["params"]
-        if p in states
-        if scheduled or (p in refreshed and t - states[p]["first_step"] < young)
+        if (scheduled or p in refreshed) and p in states
+        if scheduled or t - states[p]["first_step"] < young
     ]
