@@ -27,7 +27,6 @@ from optimizers import (
     made,
     moved,
     net,
-    no_memory,
     tnt_and_kfac,
     train,
     values,
@@ -335,9 +334,9 @@ def test_a_closure_that_fails_has_used_up_its_observations(name: str) -> None:
 
     def failing() -> Tensor:
         backward(model, opt, 9)
-        return no_memory()
+        raise KeyboardInterrupt
 
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(KeyboardInterrupt):
         opt.step(failing)
     train(model, opt, range(3))
     train(twin, twin_opt, range(3))

@@ -270,20 +270,6 @@ def test_observations_of_which_none_is_finite_count_as_one_failure() -> None:
     assert run.opt.failures() == {**NO_FAILURES, "skipped_statistics": 1}
 
 
-@tnt_and_kfac
-def test_a_closure_that_raises_has_used_up_its_observation(name: str) -> None:
-    model = net()
-    opt = made(name, model)
-
-    def closure() -> None:
-        opt.observe(model(torch.randn(8, 4)))
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        opt.step(closure)
-    assert observation_count(opt) == 0
-
-
 def test_an_output_of_another_model_is_refused_when_a_part_is_due() -> None:
     model = net()
     groups = [{"params": model[0].parameters()}, {"params": model[2].parameters()}]
