@@ -29,7 +29,7 @@ from experiments.plots import Curve, plot_curves
 from experiments.pool import make_runs
 from experiments.problems.autoencoders import load_autoencoder
 from experiments.problems.classifiers import load_classifier
-from experiments.problems.language import load_language, load_recurrent
+from experiments.problems.language import Recurrent, load_language
 from experiments.problems.problem import Problem
 from experiments.run_files import RunFile, load_runs
 from experiments.search import ranked
@@ -128,7 +128,7 @@ TASKS: Mapping[str, Task] = {
     ),
     "gru": Task(
         "GRU",
-        load_recurrent,
+        functools.partial(load_language, kind=Recurrent),
         8,
         {m: lr for m, lr in _LANGUAGE.items() if m in DRAWN},
         seeds=_THREE,

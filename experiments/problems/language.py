@@ -152,37 +152,25 @@ class Recurrent(Language):
         return CharacterGRU(len(self.text.characters), self.width)
 
 
-def load_language(data: Path | None = None, **sizes: int) -> Language:
-    """The transformer's problem of a text.
+def load_language(
+    data: Path | None = None, kind: type[Language] = Language, **sizes: int
+) -> Language:
+    """The problem of a text.
 
     Args:
         data: a text file; or a folder with tinyshakespeare/input.txt or input.txt in it; None for
             the folder that TNT_DATA names. The last tenth of the text is for validation.
-        sizes: of the model, the windows and the epochs: arguments of `Language`.
+        kind: `Language`, the transformer's, or `Recurrent`.
+        sizes: of the model, the windows and the epochs: arguments of `kind`.
 
     Raises:
         ValueError, OSError: the text cannot be read, or is too short.
     """
-    text, source = _read(data)
-    return Language(text, **sizes, source=source)
-
-
-def load_recurrent(data: Path | None = None, **sizes: int) -> Recurrent:
-    """The GRU's problem of the same text, with arguments of `Recurrent`.
-
-    Raises:
-        ValueError, OSError: the text cannot be read, or is too short.
-    """
-    text, source = _read(data)
-    return Recurrent(text, **sizes, source=source)
-
-
-def _read(data: Path | None) -> tuple[Text, str]:
     path = data if data and data.is_file() else data_folder("tinyshakespeare", data) / "input.txt"
     text = read_text(path)
     if len(text.characters) < 2:
         raise ValueError(f"{path}: must have at least two different characters")
-    return text, path.name
+    return kind(text, **sizes, source=path.name)
 
 
 def _spread(count: int, length: int, wanted: int) -> Tensor:

@@ -12,12 +12,7 @@ from torch.nn import functional
 
 from experiments.methods import build_optimizer
 from experiments.models import seeded
-from experiments.problems.language import (
-    Language,
-    Recurrent,
-    load_language,
-    load_recurrent,
-)
+from experiments.problems.language import Language, Recurrent, load_language
 from experiments.tasks import RIVALS, UNTUNED, modern_settings
 from experiments.training import train
 from tnt_optim import KFAC, TNT, Shampoo
@@ -74,7 +69,9 @@ def test_grafted_tnt_learns_the_repeating_text(problem: Language) -> None:
 
 
 def test_the_gru_starts_at_chance_and_learns_the_repeating_text(tmp_path: Path) -> None:
-    problem = load_recurrent(repeating_file(tmp_path), width=16, context=6, epoch_steps=20)
+    problem = load_language(
+        repeating_file(tmp_path), Recurrent, width=16, context=6, epoch_steps=20
+    )
     assert (problem.name, problem.width) == ("gru", 16)
     assert not {"layers", "heads"} & set(problem.description())
     assert seeded(problem.build, 0)(torch.zeros(3, 5, dtype=torch.int64)).shape == (15, 11)
