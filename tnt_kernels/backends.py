@@ -75,17 +75,6 @@ def backends() -> Backends:
     return Backends(served, _versions())
 
 
-def slow_on_gpu() -> str | None:
-    """Says why the reference serves on an available GPU; None if Triton does.
-
-    It does not check whether the GPU is too old for Triton; the first call on the GPU does.
-    """
-    why = triton.missing()
-    if why is None or not torch.cuda.is_available():
-        return None
-    return f"on the GPU the reference serves all operators: {why}"
-
-
 def register_reference(library: torch.library.Library) -> None:
     """Registers the reference for all devices without another kernel, and the fake kernels."""
     for name, implementation in _REFERENCE.items():

@@ -108,7 +108,6 @@ def test_the_device_is_that_of_the_lists() -> None:
 def test_the_page_warns_where_a_gpu_has_no_kernel(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert torch.cuda.is_available() or backends.slow_on_gpu() is None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *device: "a GPU")
     monkeypatch.setattr(triton, "version", lambda: "none")
