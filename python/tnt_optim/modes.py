@@ -25,6 +25,9 @@ Rows = Sequence[Sequence[Tensor]]
 ModesFunction = Callable[[tuple[int, ...]], Sequence[int]]
 
 
+_LONGEST_SIDE = 16  # of a kernel: that of a vision transformer's patches
+
+
 def mode_shape(
     shape: Sequence[int],
     modes: ModesFunction | None = None,
@@ -36,12 +39,15 @@ def mode_shape(
     A vector has one mode and a matrix two. A convolution weight (out, in, *kernel) has three: (out,
     in, prod(kernel)). A scalar has the mode sizes (1,). A function ``modes`` of the shape replaces
     this rule. With ``merge_small_dims="kernel"`` a convolution's kernel and input channels are one
-    mode, if their product is at most ``max_factor_dim``.
+    mode, if their product is at most ``max_factor_dim``. With a side above 16 it is no kernel, but
+    as in the weights of experts or a position embedding.
 
     >>> mode_shape((64, 3, 7, 7))
     (64, 3, 49)
     >>> mode_shape((64, 3, 7, 7), merge_small_dims="kernel"), mode_shape((3, 4), None, "kernel")
     ((64, 147), (3, 4))
+    >>> mode_shape((8, 64, 32), merge_small_dims="kernel")
+    (8, 64, 32)
     >>> mode_shape(())
     (1,)
     """
@@ -57,7 +63,8 @@ def mode_shape(
         return tuple(map(int, chosen))
     if len(shape) <= 2:
         return tuple(shape) or (1,)
-    if merge_small_dims == "kernel" and math.prod(shape[1:]) <= max_factor_dim:
+    is_kernel = merge_small_dims == "kernel" and max(shape[2:]) <= _LONGEST_SIDE
+    if is_kernel and math.prod(shape[1:]) <= max_factor_dim:
         return (shape[0], math.prod(shape[1:]))
     return (shape[0], shape[1], math.prod(shape[2:]))
 

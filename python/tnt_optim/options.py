@@ -170,7 +170,8 @@ precondition_1d: precondition parameters of fewer than two dimensions, too: bias
 block_size: a mode larger than this is cut into pieces of this size and a rest. Each block of a
     parameter is then treated as a parameter of its own. None: no mode is cut.
 merge_small_dims: "kernel": a convolution's kernel and input channels are one mode, as for KFAC, if
-    it is at most ``max_factor_dim``. None: no modes merge. A group's ``modes`` merges others.
+    it is at most ``max_factor_dim`` and no side of the kernel is above 16. None: no modes merge. A
+    group's ``modes`` merges others.
 relative_damping: damp with ``damping`` times the average eigenvalue of the statistics.
 graft: rescale each parameter's direction. "adam": to the norm of Adam's, whose second moment it
     keeps; "sgd": to the momentum's; "rms": to a root mean square of 0.2, about that of Adam's,
