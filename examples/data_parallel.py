@@ -27,8 +27,8 @@ def main(steps: int = 60) -> tuple[list[float], TNT]:
         rows = torch.randint(len(inputs), (50,), generator=batches)
         opt.zero_grad()
         out = model(inputs[rows])
-        loss = nn.functional.cross_entropy(out, targets[rows])
         opt.observe(out)  # in every process
+        loss = nn.functional.cross_entropy(out, targets[rows])
         loss.backward()
         opt.step()
         losses.append(loss.item())

@@ -33,9 +33,9 @@ def main(steps: int = 60, log: str | None = None) -> tuple[list[float], TNT]:
         rows = torch.randint(len(inputs), (100,))
         opt.zero_grad()
         out = model(inputs[rows])
+        opt.observe(out)  # the one extra line
         # A mean over the examples: TNT's "categorical" likelihood, the default, fits it.
         loss = nn.functional.cross_entropy(out, targets[rows])
-        opt.observe(out)  # the one extra line
         loss.backward()
         opt.step()
         schedule.step()

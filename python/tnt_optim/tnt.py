@@ -38,8 +38,8 @@ class TNT(Attachable, KroneckerOptimizer):
         for x, y in loader:
             opt.zero_grad()
             out = model(x)
-            loss = criterion(out, y)
             opt.observe(out)  # the one extra line: nothing unless statistics are due
+            loss = criterion(out, y)
             loss.backward()
             opt.step()
 
