@@ -65,7 +65,8 @@ class OutputHook:
 class Attachable:
     """Adds ``attach`` and ``observing`` to an optimizer with ``observe`` and ``_observed``."""
 
-    _attached: RemovableHandle | None = None  # the hook on the observed model; a copy has none
+    # Removes the hook on the observed model; a copy has none.
+    _attached: Callable[[], object] | None = None
     _warming = False  # whether ``warm_start`` observes
 
     @property
@@ -135,10 +136,10 @@ class Attachable:
                 "model must have a parameter of this optimizer: got another model, or a copy"
             )
         handle = model.register_forward_hook(hook, with_kwargs=True)
-        weakref.finalize(own, handle.remove).atexit = False
         if own._attached is not None:
-            own._attached.remove()
-        own._attached = handle
+            own._attached()
+        own._attached = finalizer = weakref.finalize(own, handle.remove)
+        finalizer.atexit = False
         return handle
 
 

@@ -122,9 +122,9 @@ def whole_state_is_wanted() -> bool | None:
 def observations_of(observed: Any, numbers: Mapping[Tensor, int]) -> StateDict:
     """The observations since the last step, with numbers in place of parameters."""
     return {
-        "totals": {numbers[p]: total for p, total in observed.totals.items()},
+        "totals": {numbers[p]: total for p, total in observed.totals.items() if p in numbers},
         "number": observed.number,
-        "asked": sorted(numbers[p] for p in observed.asked),
+        "asked": sorted(numbers[p] for p in observed.asked if p in numbers),
         "count": observed.count,
         "attached": observed.attached,
     }

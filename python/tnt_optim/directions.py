@@ -31,6 +31,8 @@ from tnt_optim.modes import (
 _SUM_PIECE = 1 << 20
 # The root mean square of a direction with graft="rms": about that of Adam's, as for Muon.
 RMS = 0.2
+# Of a scale: tensors of float32 hold it. A momentum that has decayed to 1e-43 asks for more.
+LARGEST = torch.finfo(torch.float32).max
 # Random bits for one draw: four numbers take sixteen each. The draw costs more than the rounding.
 _INT64 = (-(1 << 63), (1 << 63) - 1)
 # On the CPU, numbers are rounded in pieces that stay in the cache.
@@ -91,6 +93,7 @@ def scaled_directions_(
             norms = torch._foreach_norm(momenta, 2, torch.float64)
             ratios = torch._foreach_div(norms, [RMS * math.sqrt(m.numel()) for m in momenta])
             scales = scales / torch.stack(ratios).clamp_min(torch.finfo(torch.float64).tiny)
+            scales = scales.clamp_max(LARGEST)
         return directions, None if graft is None else scales
     squares = blocks(each(states, "second_moment"), layouts)
     counts = [

@@ -118,8 +118,8 @@ class KroneckerOptimizer(Optimizer):
     def _start_over(self) -> None:
         """Forgets graphs, retries and a consolidated state, which belong to one state."""
         self._graphs = StepGraphs()
-        # The settings in ``_SHAPING`` of each group at the last step.
-        self._shaping: list[tuple[Any, ...]] = []
+        # The settings in ``_SHAPING`` that each group's states were made with; None without any.
+        self._shaping: list[tuple[Any, ...] | None] = []
         # Parameters not to update again when a failed step is retried.
         self._accumulated: set[Tensor] = set()
         # What other processes keep of the state, after consolidate_state_dict.
@@ -246,7 +246,8 @@ class KroneckerOptimizer(Optimizer):
         with buffers_put_back(*([] if model is None else [model])):
             stats, skipped = self._average_statistics(outputs, processes)
         fresh = self._states(stats, processes)
-        self._failures, self._consolidated, self._shaping = Failures(), None, []
+        self._check_shaping(fresh)
+        self._failures, self._consolidated = Failures(), None
         for state in fresh.values():
             state["skipped_statistics"] = skipped
         self._adopt(fresh)
@@ -379,8 +380,10 @@ class KroneckerOptimizer(Optimizer):
             own = state_dict["state"][numbers[param]]
             state_dict["state"][numbers[param]] = {**own, **entries}
         if self._accumulated:
-            state_dict["accumulated"] = sorted(numbers[p] for p in self._accumulated)
-        if missed := self._observed.missed:
+            state_dict["accumulated"] = sorted(numbers[p] for p in self._accumulated & {*numbers})
+        # Without parameters of a group that the user removed.
+        missed = {p: status for p, status in self._observed.missed.items() if p in numbers}
+        if missed:
             state_dict["missed"] = {numbers[p]: status for p, status in missed.items()}
         self._warn_of_part(processes)
         if getattr(self._observed, "count", 0) and not processes.is_distributed:
@@ -450,6 +453,7 @@ class KroneckerOptimizer(Optimizer):
                 self.state[param] = {k: v for k, v in state.items() if k not in others}
                 self._set_counts(self.state[param], param)
             vars(self._observed).update(observed)
+            self._note_shaping()
             checkpoint.warn_of_other_sampling(self, adapted)
 
         state_dict = checkpoint.with_integer_keys(state_dict)
@@ -467,6 +471,8 @@ class KroneckerOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._start_over()
         super().__setstate__(state)
+        if "_observed" in state:  # a copy; torch also calls this when it loads a state_dict
+            self._note_shaping()
 
     def __repr__(self) -> str:
         lines = [f"{type(self).__name__} ("]
@@ -719,6 +725,8 @@ class KroneckerOptimizer(Optimizer):
                 old = earlier[name]  # the modes may differ
                 state[name] = old if name in COUNTS else old.reshape(state[name].shape)
             self.state[param] = state
+        if fresh:
+            self._note_shaping()
 
     # Processes and parameters.
 
@@ -740,17 +748,34 @@ class KroneckerOptimizer(Optimizer):
                 "the factors, as if they were inverses of the statistics"
             )
 
-    def _check_shaping(self) -> None:
-        """Refuses settings that no longer fit the states."""
-        now = [tuple(group[name] for name in _SHAPING) for group in self.param_groups]
-        for number, pair in enumerate(zip(self._shaping, now, strict=False)):
-            for name, before, after in zip(_SHAPING, *pair, strict=True):
-                if before != after:
-                    raise RuntimeError(
-                        f"{name} must be set before the first step, and group {number} had "
-                        f"{before!r}, got {after!r}: set it back, or call warm_start"
-                    )
-        self._shaping = now
+    def _note_shaping(self) -> None:
+        self._shaping = [
+            tuple(group[name] for name in _SHAPING)
+            if any(map(self._has_state, group["params"]))
+            else None
+            for group in self.param_groups
+        ]
+
+    def _check_shaping(self, fresh: Container[Tensor] = ()) -> None:
+        """Refuses settings that no longer fit the states; of those with statistics, if fresh ones
+        replace some.
+        """
+        for number, group in enumerate(self.param_groups[: len(self._shaping)]):
+            shaping = self._shaping[number]
+            changed = [
+                (name, before)
+                for name, before in zip(_SHAPING, shaping or (), strict=False)
+                if group[name] != before
+            ]
+            has = self._has_statistics if fresh else self._has_state
+            old = [p for p in group["params"] if has(p) and p not in fresh] if changed else []
+            if old:
+                name, before = changed[0]
+                raise RuntimeError(
+                    f"{name} must be set before the first step, and group {number} had {before!r}, "
+                    f"got {group[name]!r}: set it back, or call warm_start with outputs that reach "
+                    f"all its parameters, among them {self._name(old[0])}"
+                )
 
     def _check_param(self, param: Tensor, group: Group) -> None:
         """Checks that a parameter can have its group's settings."""

@@ -8,6 +8,7 @@ nothing.
 import math
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import FrameType
@@ -77,7 +78,21 @@ def watched(likelihood: Likelihood, output: Any, groups: Iterable[Settings]) -> 
         (name, part.output if isinstance(part, Masked) else part)
         for name, part in parts_of(likelihood, output)
     ]
-    return [_watched(name, part, matters) for name, part in pairs if type(part) is Tensor]
+    # Similarities and their transpose, of a symmetric loss, both get the sum of two gradients.
+    wholes = Counter(id(_whole(part)) for _, part in pairs if type(part) is Tensor)
+    return [
+        _watched(name, part, matters)
+        for name, part in pairs
+        if type(part) is Tensor and wholes[id(_whole(part))] == 1
+    ]
+
+
+def _whole(output: Tensor) -> Tensor:
+    """The tensor of which the output is another view of all numbers, or itself."""
+    base = output._base
+    if base is None or base.is_nested or base.numel() != output.numel():
+        return output
+    return base
 
 
 def _watched(likelihood: str, output: Tensor, size_matters: bool) -> Comparison:
@@ -95,11 +110,9 @@ def _watched(likelihood: str, output: Tensor, size_matters: bool) -> Comparison:
             # The last one is kept: others may be another optimizer's, at sampled labels.
             found.gradient = _some_rows(likelihood, gradient.detach().reshape(shape))
 
-    source, base = output, output._base
-    is_whole = base is not None and not base.is_nested and base.numel() == output.numel()
-    if base is not None and base.requires_grad and is_whole:
-        # The loss may come from another view of the same numbers, as flattened logits are.
-        source = base if base.is_contiguous() and output.is_contiguous() else output
+    source, base = output, _whole(output)
+    if base.requires_grad and base.is_contiguous() and output.is_contiguous():
+        source = base  # the loss may come from another view of it, as flattened logits are
     handle = source.register_hook(keep)
     return comparison
 

@@ -199,8 +199,9 @@ def check_state(
 def _check_number(name: str, entry: Entry, value: Any) -> None:
     is_scalar = isinstance(value, Tensor) and value.dim() == 0
     may_be_none = entry.name in ("block_size", "first_step")
-    if not (is_scalar or isinstance(value, Real) or (value is None and may_be_none)):
-        raise ValueError(f"{name}: {entry.name} must be a number, got {value!r}")
+    is_number = is_scalar or (isinstance(value, Real) and 0 <= float(value) < math.inf)
+    if not (is_number or (value is None and may_be_none)):
+        raise ValueError(f"{name}: {entry.name} must be a finite number >= 0, got {value!r}")
 
 
 def _check_tensors(

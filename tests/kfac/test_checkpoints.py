@@ -41,6 +41,15 @@ def test_adams_graft_that_is_switched_on_is_refused() -> None:
     before.assert_unchanged()
 
 
+def test_options_that_a_group_of_kfac_lacks_are_refused() -> None:
+    model = net()
+    opt = KFAC(model)
+    train(model, opt, [0])
+    opt.param_groups[0]["maximize"] = True
+    with pytest.raises(RuntimeError, match="^maximize cannot be set for a parameter group of KFAC"):
+        train(model, opt, [1])
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed:UserWarning")
 def test_torchs_distributed_checkpoints_load_in_place(tmp_path: Path) -> None:
     """After a step, which makes the state."""

@@ -167,3 +167,18 @@ def test_observations_of_which_none_is_finite_are_counted_once() -> None:
     with pytest.warns(RuntimeWarning, match="layer 'left'.* more"):
         step_on_ones(model, opt, x * math.inf, y)
     assert opt.failures() == NO_FAILURES | {"skipped_statistics": 1}
+
+
+@pytest.mark.filterwarnings("ignore:KFAC updates:RuntimeWarning")
+def test_an_idle_layer_of_fixed_length_stays_finite() -> None:
+    """Its momentum fades to the smallest float32, for which no scale is large enough."""
+    model = nn.ModuleList([nn.Linear(4, 3), nn.LayerNorm(4)])
+    opt = KFAC(model, lr=1e-3, graft="rms", interval_warmup=0)
+    for t in range(1000):
+        opt.zero_grad(set_to_none=False)
+        x = torch.randn(8, 4)
+        output = model[0](model[1](x) if t < 5 else x)
+        opt.observe(output)
+        nn.functional.cross_entropy(output, torch.zeros(8, dtype=torch.int64)).backward()
+        opt.step()
+    assert all(p.isfinite().all() for p in model.parameters())

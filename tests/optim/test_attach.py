@@ -283,6 +283,16 @@ def test_attaching_again_replaces() -> None:
     assert observation_count(opt) == 2
 
 
+def test_attaching_at_every_step_keeps_nothing_of_earlier_ones() -> None:
+    model = net()
+    opt = made("sampled", model)
+    alive = len(weakref.finalize._registry)  # type: ignore[attr-defined]
+    for _ in range(5):
+        with opt.attach(model):
+            pass
+    assert len(weakref.finalize._registry) <= alive + 1  # type: ignore[attr-defined]
+
+
 def test_two_optimizers_observe_one_model() -> None:
     model = made_net()
     one, other = TNT.paper(model.hidden.parameters()), TNT.paper(model.out.parameters())

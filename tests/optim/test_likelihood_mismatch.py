@@ -402,6 +402,20 @@ def test_each_part_of_a_composite_is_compared() -> None:
     assert len(said) == 1
 
 
+def test_similarities_and_their_transpose_are_not_compared() -> None:
+    """A symmetric contrastive loss: the gradient of each has rows that do not sum to zero."""
+    model = nn.Linear(WIDTH, WIDTH)
+    opt = TNT(model.parameters(), likelihood=("categorical", "categorical"))
+    x = torch.randn(ROWS, WIDTH)
+    forth = model(x) @ x.T
+    back = forth.t()
+    opt.observe((forth, back))
+    (
+        F.cross_entropy(forth, torch.arange(ROWS)) + F.cross_entropy(back, torch.arange(ROWS))
+    ).backward()
+    opt.step()
+
+
 # ------------------------------------------------------------------ statistics of zero
 
 

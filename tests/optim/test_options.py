@@ -237,6 +237,57 @@ def test_settings_that_have_become_wrong_change_nothing(
     assert torch.equal(run.params[0], before)
 
 
+def reloaded(model: nn.Module, opt: Any) -> tuple[nn.Module, Any]:
+    again = made("sampled", model)
+    again.load_state_dict(opt.state_dict())
+    return model, again
+
+
+@pytest.mark.parametrize(
+    "copied", [reloaded, lambda *both: copy.deepcopy(both)], ids=["load", "deepcopy"]
+)
+@pytest.mark.parametrize(
+    ("option", "value"), [("max_factor_dim", 2), ("block_size", 2), ("merge_small_dims", None)]
+)
+def test_states_keep_their_shapes_after_a_load_and_in_a_copy(
+    copied: Any, option: str, value: Any
+) -> None:
+    model = net()
+    opt = made("sampled", model, merge_small_dims="kernel")
+    train(model, opt, range(2))
+    model, opt = copied(model, opt)
+    opt.param_groups[0][option] = value
+    with pytest.raises(RuntimeError, match=f"{option} must be set before the first step"):
+        train(model, opt, range(2, 3))
+
+
+def test_a_first_step_that_raises_fixes_no_shapes() -> None:
+    model = net()
+    opt = made("sampled", model)
+    cross_entropy(model(torch.randn(8, 4)), torch.zeros(8, dtype=torch.int64)).backward()
+    with pytest.raises(RuntimeError, match="has no statistics"):
+        opt.step()
+    opt.param_groups[0]["max_factor_dim"] = 2
+    train(model, opt, range(2))
+    made("sampled", net(), max_factor_dim=2).load_state_dict(opt.state_dict())
+
+
+def test_a_warm_start_in_new_shapes_must_reach_all_old_statistics() -> None:
+    model = net()
+    opt = made("sampled", model)
+    train(model, opt, range(2))
+    opt.param_groups[0]["max_factor_dim"] = 2
+    first = next(model.parameters())
+    first.requires_grad_(False)
+    before = Snapshot(model.parameters(), opt)
+    with pytest.raises(RuntimeError, match="reach all its parameters, among them parameter 0"):
+        opt.warm_start([model(torch.randn(8, 4))])
+    before.assert_unchanged()
+    first.requires_grad_(True)
+    opt.warm_start([model(torch.randn(8, 4))])
+    made("sampled", net(), max_factor_dim=2).load_state_dict(opt.state_dict())
+
+
 @pytest.mark.parametrize("name", [*FACTORED, "kfac"])
 def test_warm_starts_without_a_batch_are_refused(name: str) -> None:
     model = net()

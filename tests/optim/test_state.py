@@ -434,8 +434,13 @@ def damaged(value: Any, *path: str | int) -> Callable[[Any], None]:
         (damaged(damaged, "param_groups", 0, "step"), "step"),
         (damaged(damaged, "state", 0, "updates"), "updates"),
         (damaged(damaged, "state", 0, "stats"), "stats"),
-        (damaged(None, "state", 0, "updates"), "updates must be a number, got None"),
-        (damaged("x", "state", 0, "first_step"), "first_step must be a number, got 'x'"),
+        (damaged(None, "state", 0, "updates"), "updates must be a finite number >= 0, got None"),
+        (damaged(math.nan, "state", 0, "updates"), "updates must be a finite number >= 0, got nan"),
+        (damaged(-1, "state", 0, "updates"), "updates must be a finite number >= 0, got -1"),
+        (
+            damaged("x", "state", 0, "first_step"),
+            "first_step must be a finite number >= 0, got 'x'",
+        ),
         (damaged(None, "state", 0, "failed_inverses"), "failed_inverses"),
         (damaged([99], "accumulated"), "'accumulated'"),
         (damaged(1, "state", 0, "momentum"), "tensors"),
@@ -549,3 +554,35 @@ def test_hooks_may_adapt_a_state_to_another_order(name: str, dtype: torch.dtype)
     refuses(fresh, other, broken, "state_dict: group 0: lr")
     fresh.load_state_dict(files)  # the hooks are still there
     assert len(seen) == (4 if name == "kfac" else 8)
+
+
+class TwoHeads(nn.Module):
+    """The loss depends on both heads, the observed output on one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.policy, self.value = nn.Linear(4, 4), nn.Linear(4, 3), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.body(x).tanh()
+        return self.policy(hidden), self.value(hidden)
+
+
+@pytest.mark.filterwarnings("ignore:the observed output does not depend:RuntimeWarning")
+def test_a_state_without_a_group_that_was_removed() -> None:
+    """Of its parameters the observed output had missed one, and another observation is pending."""
+    model = TwoHeads()
+    rest = [*model.body.parameters(), *model.policy.parameters()]
+    opt = TNT([{"params": rest}, {"params": model.value.parameters()}])
+    for _ in range(2):
+        policy, value = model(torch.randn(8, 4))
+        opt.observe(policy)
+        loss = nn.functional.cross_entropy(policy, torch.zeros(8, dtype=torch.int64))
+        (loss + value.square().mean()).backward()
+        opt.step()
+    opt.observe(sum(model(torch.randn(8, 4))))
+    for param in opt.param_groups.pop()["params"]:
+        opt.state.pop(param, None)
+    saved = opt.state_dict()
+    assert len(saved["param_groups"]) == 1 and set(saved["state"]) == set(range(len(rest)))
+    TNT(rest).load_state_dict(saved)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tnt_kernels import damped_inverse, mode_products, scaled_step_
 from tnt_optim.autograd import without_autocast
-from tnt_optim.directions import RMS
+from tnt_optim.directions import LARGEST, RMS
 from tnt_optim.distributed.ownership import Load, assign
 from tnt_optim.distributed.process_group import ProcessGroup
 from tnt_optim.distributed.replicated import Replicated
@@ -238,4 +238,5 @@ def _graft_scales(
             torch.full_like(n, RMS * p.numel() ** 0.5) for n, p in zip(own, directions, strict=True)
         )
     lengths = torch.stack(own)
-    return torch.where(lengths == 0, 0.0, torch.stack(norms) / lengths)
+    scales = torch.where(lengths == 0, 0.0, torch.stack(norms) / lengths)
+    return scales.clamp_max(LARGEST)

@@ -68,8 +68,8 @@ class KFAC(Attachable, Optimizer):
         for x, y in loader:
             opt.zero_grad()
             out = model(x)
-            loss = criterion(out, y)
             opt.observe(out)  # the one extra line: nothing unless statistics are due
+            loss = criterion(out, y)
             loss.backward()
             opt.step()
 
@@ -271,6 +271,10 @@ class KFAC(Attachable, Optimizer):
                     loss = closure()
             for group, largest in zip(self.param_groups, self._largest, strict=False):
                 check_settings(group)
+                if foreign := (OPTIONS.keys() & group.keys()) - self.defaults.keys():
+                    raise RuntimeError(
+                        f"{min(foreign)} cannot be set for a parameter group of KFAC: remove it"
+                    )
                 if group["max_factor_dim"] != largest:
                     raise RuntimeError(
                         f"max_factor_dim must stay {largest}, as the layers were chosen with, got "
@@ -366,7 +370,7 @@ class KFAC(Attachable, Optimizer):
         """Removes the hooks from the model, as ``del opt`` does. Nothing can be observed then."""
         self._detach()
         if self._own._attached is not None:
-            self._own._attached.remove()
+            self._own._attached()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuses: the parameters are the model's that the constructor was given.
