@@ -8,9 +8,9 @@ nothing.
 import math
 import sys
 import weakref
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from types import FrameType
 from typing import Any
 
@@ -74,17 +74,15 @@ def watched(likelihood: Likelihood, output: Any, groups: Iterable[Settings]) -> 
         not group.get("relative_damping") or not group.get("graft") or group.get("kl_clip")
         for group in groups
     )
-    pairs = [
+    outputs = [
         (name, part.output if isinstance(part, Masked) else part)
         for name, part in parts_of(likelihood, output)
     ]
+    pairs = [(name, part) for name, part in outputs if type(part) is Tensor]
     # Similarities and their transpose, of a symmetric loss, both get the sum of two gradients.
-    wholes = Counter(id(_whole(part)) for _, part in pairs if type(part) is Tensor)
-    return [
-        _watched(name, part, matters)
-        for name, part in pairs
-        if type(part) is Tensor and wholes[id(_whole(part))] == 1
-    ]
+    wholes = [_whole(part) for _, part in pairs]
+    alone = [sum(whole is other for other in wholes) == 1 for whole in wholes]
+    return [_watched(name, part, matters) for name, part in compress(pairs, alone)]
 
 
 def _whole(output: Tensor) -> Tensor:
