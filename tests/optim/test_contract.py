@@ -327,16 +327,19 @@ def test_a_closure_is_called_once_with_gradients_enabled(name: str) -> None:
 
 
 @every
-def test_a_closure_that_fails_has_used_up_its_observations(name: str) -> None:
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+def test_a_closure_that_fails_has_used_up_its_observations(
+    name: str, error: type[BaseException]
+) -> None:
     model = net()
     opt = made(name, model)
     twin, twin_opt = copy.deepcopy((model, opt))
 
     def failing() -> Tensor:
         backward(model, opt, 9)
-        raise KeyboardInterrupt
+        raise error
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(error):
         opt.step(failing)
     train(model, opt, range(3))
     train(twin, twin_opt, range(3))
