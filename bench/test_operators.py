@@ -106,15 +106,12 @@ def inverse(parameter_set: ParameterSet, device: torch.device) -> Problem:
     def candidate(name: str, invert: Callable[..., object], graph: bool = False) -> Candidate:
         return writing(name, lambda out: invert(stats, DAMPING, out), stats, graph)
 
-    return Problem(
-        [
-            candidate(OURS, damped_inverse, graph=True),
-            candidate("linalg.inv", baselines.inverse_linalg),
-            candidate("cholesky_inverse", baselines.inverse_cholesky),
-        ],
-        flat(expected),
-        inverse_work(parameter_set),
-    )
+    candidates = [
+        candidate(OURS, damped_inverse, graph=True),
+        candidate("linalg.inv", baselines.inverse_linalg),
+        candidate("cholesky_inverse", baselines.inverse_cholesky),
+    ]
+    return Problem(candidates, flat(expected), inverse_work(parameter_set))
 
 
 def root(parameter_set: ParameterSet, device: torch.device) -> Problem:
@@ -131,14 +128,9 @@ def root(parameter_set: ParameterSet, device: torch.device) -> Problem:
     candidates = [
         candidate(OURS, inverse_root, graph=served != "reference"),
         candidate("linalg.eigh", baselines.root_eigh),
+        candidate("coupled Newton in torch", reference.inverse_root),
     ]
-    if torch.get_float32_matmul_precision() == "highest":  # else it diverges
-        candidates.append(candidate("coupled Newton in torch", reference.inverse_root))
-    return Problem(
-        candidates,
-        flat(expected),
-        root_work(parameter_set),
-    )
+    return Problem(candidates, flat(expected), root_work(parameter_set))
 
 
 def products(parameter_set: ParameterSet, device: torch.device) -> Problem:

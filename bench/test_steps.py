@@ -156,8 +156,14 @@ def test_methods(
 
         return run
 
-    def ours(params: list[nn.Parameter]) -> Callable[[], None]:
-        return steps_of(parameters.tnt(params, stat_interval=kind.stat_interval), kind)
+    def ours(params: list[nn.Parameter], **settings: bool) -> Callable[[], None]:
+        return steps_of(parameters.tnt(params, stat_interval=kind.stat_interval, **settings), kind)
+
+    def recorded(params: list[nn.Parameter]) -> Callable[[], None]:
+        run = ours(params, capturable=True)
+        for _ in range(2):  # the second step of each kind records its graph
+            run()
+        return run
 
     def other(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> Any:
         return lambda params: steps_of(make(params), kind)
@@ -165,6 +171,7 @@ def test_methods(
     candidates = [
         parameters.candidate(OURS, ours, compared=True),
         parameters.candidate("plain torch", plain_torch, compared=True),
+        *([parameters.candidate(f"{OURS}, capturable", recorded)] if device.type == "cuda" else []),
         parameters.candidate("AdamW", other(lambda p: torch.optim.AdamW(p, lr=LR, fused=True))),
         parameters.candidate("SGD", other(lambda p: torch.optim.SGD(p, LR, 0.9, fused=True))),
         parameters.candidate("Muon with AdamW", lambda p: _muon(p, kind)),

@@ -4,7 +4,9 @@ The device is a GPU if there is one; TNT_TEST_DEVICE=cpu makes it the CPU, which
 """
 
 import os
+import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -44,6 +46,19 @@ def check(
         results = there(functions)
     assert all(tensor.device.type == device.type for tensor in there.written)
     agree(results, wanted, there, tolerance)
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Within it, whatever waits for the GPU is an error."""
+    torch.cuda.synchronize()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def usual_settings() -> Iterator[None]:

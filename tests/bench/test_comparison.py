@@ -163,6 +163,25 @@ def compared(candidates: list[Candidate], expected: list[Tensor], **settings: An
     return rows
 
 
+def test_a_baseline_that_tf32_makes_wrong_is_left_out_with_a_note() -> None:
+    """At full precision it is an error, and ours always is."""
+    ones = [torch.ones(2).double()]
+    rows: list[dict[str, Any]] = []
+
+    def run(precision: str, ours: float, baseline: float) -> None:
+        compare = Comparison(FakeBenchmark(), CPU, precision, 0.0, rows.extend)
+        candidates = [adding(OURS, ours), adding("linalg.inv", baseline)]
+        compare("damped_inverse", SMALL, candidates, ones)
+
+    for wrong, given in (("linalg.inv", ("highest", 1.0, 1.2)), (OURS, ("high", 1.2, 1.0))):
+        with pytest.raises(ValueError, match=f"{wrong}: error must be at most"):
+            run(*given)
+    run("high", 1.0, 1.2)
+    (row,) = rows
+    assert row["candidate"] == OURS
+    assert row["note"] == "said; linalg.inv is left out at 'high': error 2e-01"
+
+
 def test_every_candidate_has_a_row_with_its_ratio_to_the_first() -> None:
     ones = [torch.ones(2).double()]
     other = adding("AdamW", 3.0, compared=False)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import tnt_kernels
 from tnt_kernels import ops, reference, triton
+from tnt_kernels.triton import cublas
 
 # The module, which the function of its name hides.
 backends = importlib.import_module("tnt_kernels.backends")
@@ -78,14 +79,13 @@ def test_triton_serves() -> None:
 
 
 def test_autocast_does_not_round_products() -> None:
-    """A whitened Gram matrix has products of PyTorch's."""
-    given = call("gram_ema_ whitened", [(3, 4)], "full")
-    under_autocast = given.copy()
-    backends._serve("gram_ema_", *flat_arguments(given))
-    with torch.autocast(GPU.type, torch.bfloat16):
-        backends._serve("gram_ema_", *flat_arguments(under_autocast))
-    for a, b in zip(given.written, under_autocast.written, strict=True):
-        identical(a, b)
+    """cuBLAS is called through PyTorch's products."""
+    given = flat_arguments(call("mode_products", [(256, 256)], "full").copy(GPU))
+    with cublas.only(True):
+        wanted = backends._serve("mode_products", *given)
+        with torch.autocast(GPU.type, torch.bfloat16):
+            (product,) = backends._serve("mode_products", *given)
+    identical(product, wanted[0])
 
 
 def test_the_reference_serves_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,13 +5,23 @@ Skipped without a CUDA device; TNT_TEST_DEVICE=cpu runs some on the CPU (see dev
 
 import copy
 from collections.abc import Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from cases import SHAPES, close, flat, identical, normal
-from device_calls import CUT_TERM, DEVICE, MANY, check, cuda_only, on_device, usual_settings
+from device_calls import (
+    CUT_TERM,
+    DEVICE,
+    MANY,
+    check,
+    cuda_only,
+    no_waiting,
+    on_device,
+    usual_settings,
+)
 from operators import NUMBERS, VARIANTS, Call, agree, call, everything, flat_arguments
 from optimizers import observe
 from tolerances import FLOAT32_OPERATOR, NEWTON_OPERATOR
@@ -56,12 +66,8 @@ def test_does_not_wait_for_the_device(variant: str) -> None:
     if may_wait(variant):
         pytest.skip("the reference serves")
     there = warmed_up(call(variant, SHAPES))
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         there()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @cuda_only
@@ -151,6 +157,7 @@ def test_opcheck(variant: str) -> None:
     torch.library.opcheck(operator, flat_arguments(given.copy(DEVICE)))
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize(
     ("variant", "backend"),
     [*((v, "aot_eager") for v in VARIANTS), pytest.param("gram_ema_", "inductor", marks=cuda_only)],
@@ -262,15 +269,10 @@ def test_step_does_not_wait_for_the_device(method: str) -> None:
         KFAC(model, **settings) if method == "kfac" else TNT.paper(model.parameters(), **settings)
     )
     x, labels = torch.randn(2, 16, 20, device=DEVICE), torch.arange(16, device=DEVICE) % 10
-    try:
-        for number in range(6):
-            if number == 4:
-                torch.cuda.synchronize()
-                torch.cuda.set_sync_debug_mode("error")
+    for number in range(6):
+        with no_waiting() if number >= 4 else nullcontext():
             for half in x:
                 output = model(half)
                 observe(optimizer, output)
                 (nn.functional.cross_entropy(output, labels) / 2).backward()
             optimizer.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -159,6 +159,8 @@ def test_the_error_is_the_next_iterates(monkeypatch: pytest.MonkeyPatch, root: i
         launch.launch(kernel, programs, *arguments, **constants)
         if kernel is newton.product_kernel and constants["LAST"]:
             _, matrices, states, scratch = (argument.cpu() for argument in arguments)
+            if states[0, newton.DONE.value]:  # a GPU runs iterations until the host sees it
+                return
             rows, stride = matrices[newton.ROWS.value], matrices[newton.STRIDE.value]
             first = (1 - states[0, newton.CURRENT.value]) * rows * stride
             following = scratch[first : first + rows * stride].view(rows, stride)[:, :rows]

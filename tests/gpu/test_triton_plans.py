@@ -355,7 +355,7 @@ def test_launches_of_norms(monkeypatch: pytest.MonkeyPatch, adam: bool) -> None:
     assert started == [
         *["momentum_kernel"] * 2,  # of float32 and of float64
         *["product_kernel"] * 3,
-        *["squares_kernel"] * 2,
+        *["inner_kernel"] * 2,
         "scale_kernel",
     ]
     operations = {func._schema.name for func, *_ in recording.calls}

@@ -151,7 +151,7 @@ def test_a_graph_finds_the_plan_without_cublas(variant: str) -> None:
     with cublas.only(True):
         call(variant, [(256, 256)], "full")(triton_operators)
         settings = {key[-1] for key in launch._plans if key[0] in planners}
-    assert settings == {None, launch.precision(CPU)}
+    assert settings == {None, launch.precision(GPU)}
 
 
 def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,7 +323,7 @@ def test_no_launch_serves_what_cublas_serves() -> None:
     tensor, stats = normal((256, 300)), [torch.zeros(256, 256), torch.zeros(300)]
     given = map(launch.layouts, ([tensor], stats))
     with cublas.only(True):
-        plan = gram_ema.plan(*given, CPU, 4, "tf32x3")
+        plan = gram_ema.plan(*given, CPU, 4, setting="tf32x3")
     assert plan.by_cublas == [(0, 0, 0)] and not plan.tiles and len(plan.diagonals) == 1
 
 

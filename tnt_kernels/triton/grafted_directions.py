@@ -17,53 +17,12 @@ from tnt_kernels.triton.launch import launch, programs_at_once, scalar_on
 from tnt_kernels.triton.momentum import (
     BLOCK,
     WARPS,
-    addresses_at,
     correction,
-    indices_of,
+    inner_kernel,
     launch_over,
     momentum_kernel,
-    span_of,
-    start_of,
-    store_sum,
+    sum_of,
 )
-
-
-@triton.jit
-def squares_kernel(
-    tiles,
-    problems,
-    addresses,
-    partials,
-    ELEMENT: tl.constexpr,
-    RESULT: tl.constexpr,
-    SPAN: tl.constexpr,
-    BLOCK: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
-    """The sum of squares of SPAN elements of one tensor.
-
-    Grid: one program for each SPAN elements, which it reads once. Bound: memory.
-    """
-    problem, first, count = span_of(tiles, problems, SPAN, VECTOR)
-    source = start_of(problem, 0, addresses, ELEMENT, VECTOR)
-    total = tl.zeros((BLOCK,), tl.float64)
-    for start in range(0, SPAN, BLOCK):
-        inside, x, y, z = indices_of(problem, first, count, start, BLOCK, VECTOR)
-        at = addresses_at(problem, 0, source, x, y, z, VECTOR)
-        value = tl.load(at, mask=inside, other=0).to(tl.float64)
-        total = tl.fma(value, value, total)
-    store_sum(partials, problem, first, total, SPAN)
-
-
-@triton.jit
-def norm_of(partials, firsts, t, BLOCK: tl.constexpr):
-    """The root of the sum of a tensor's partial sums, which are added in a fixed order."""
-    first, last = tl.load(firsts + t), tl.load(firsts + t + 1)
-    total = tl.zeros((BLOCK,), tl.float64)
-    for start in range(first, last, BLOCK):
-        number = start + tl.arange(0, BLOCK)
-        total += tl.load(partials + number, mask=number < last, other=0)
-    return tl.sqrt(tl.sum(total, axis=0))
 
 
 @triton.jit
@@ -87,8 +46,8 @@ def scale_kernel(
     Grid: one program for each tensor, which reads its partial sums. Bound: the launch.
     """
     t = tl.program_id(0)
-    length = norm_of(wanted, wanted_firsts, t, BLOCK)
-    norm = norm_of(squares, squares_firsts, t, BLOCK)
+    length = tl.sqrt(sum_of(wanted, wanted_firsts, t, BLOCK))
+    norm = tl.sqrt(sum_of(squares, squares_firsts, t, BLOCK))
     if ADAM:
         mu = tl.load(momentum).to(tl.float64)
         # The momentum is not averaged: Adam's first moment is 1 - mu times it.
@@ -126,7 +85,7 @@ def grafted_directions_(
     precondition = products(momenta, out, factors, programs)
     wanted = launch_over(momentum_kernel, lists, numbers, programs, sums=True, SUMS=True, ADAM=adam)
     precondition()
-    squares = launch_over(squares_kernel, [out], (), programs, sums=True)
+    squares = launch_over(inner_kernel, [out], (), programs, sums=True, TWO=False)
     scales = torch.empty(len(momenta), dtype=torch.float64, device=device)
     launch(
         scale_kernel,

@@ -4,6 +4,9 @@ The kernel computes only the tiles of each statistic's lower triangle; its epilo
 the old statistic and stores them with their mirror image. Gram matrices with few rows and many
 columns are computed by split-K: a second launch adds the partial sums in a fixed order, without
 atomics, so results repeat to the bit.
+
+The same kernels multiply the unfoldings of a whitened tensor P and of the tensor G itself. The
+scale is known before, because the trace of mat_i(P) mat_i(G)^T is the inner product of P and G.
 """
 
 import itertools
@@ -26,6 +29,8 @@ from tnt_kernels.triton.launch import (
     addresses_of,
     block_of,
     contiguous,
+    contiguous_copies,
+    is_aligned,
     keep_for_graph,
     launch,
     planned,
@@ -37,6 +42,8 @@ from tnt_kernels.triton.launch import (
     tile_tables,
 )
 from tnt_kernels.triton.mode_products import mode_products
+from tnt_kernels.triton.momentum import BLOCK as SUMMED
+from tnt_kernels.triton.momentum import WARPS, inner_kernel, launch_over, sum_of
 from tnt_kernels.triton.tiles import (
     LARGE_BLOCK,
     LARGEST_INDEX,
@@ -56,12 +63,13 @@ from tnt_kernels.triton.tiles import (
     offsets,
     unfolded,
     warps_of,
+    waves,
 )
 
-# The problem table, int64: the indices of two addresses, an unfolding, and a flag.
-TENSOR, STAT, ROWS, COLUMNS, ROW_STRIDE = fields(5)
-INNER, INNER_STRIDE, OUTER_STRIDE, ROWS_ARE_DENSE = fields(4, start=5)
-PROBLEM_FIELDS = tl.constexpr(9)
+# The problem table, int64: the indices of three addresses, an unfolding, and a flag.
+TENSOR, SECOND, STAT, ROWS, COLUMNS, ROW_STRIDE = fields(6)
+INNER, INNER_STRIDE, OUTER_STRIDE, ROWS_ARE_DENSE = fields(4, start=6)
+PROBLEM_FIELDS = tl.constexpr(10)
 # More columns of the tile tables; partial sums are offsets in the workspace, -1 without split-K.
 FIRST_STEP, LAST_STEP, PARTIAL = fields(3, start=3)
 TILE_FIELDS = tl.constexpr(6)
@@ -74,6 +82,8 @@ DIAGONAL_FIELDS = tl.constexpr(2)
 LEAST_STEPS = 16
 # Programs for each multiprocessor, so that all of them finish at about the same time.
 PARTS = 4
+# Whitened tensors exist together as long as they have fewer bytes than this.
+WHITENED_BYTES = 256 << 20
 
 
 @triton.jit
@@ -83,9 +93,11 @@ def _blend(
     problem,
     addresses,
     decay,
+    scales,
     STATE: tl.constexpr,
     BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
+    WHITENED: tl.constexpr,
 ):
     """The epilogue of a tile: S <- weight S + (1 - weight) gram, lower triangle and mirror image.
 
@@ -98,6 +110,8 @@ def _blend(
     if VECTOR > 1:
         target, rows = tl.multiple_of(target, 16), tl.multiple_of(rows, VECTOR)
     weight = tl.load(decay).to(STATE)
+    if WHITENED:
+        gram *= tl.load(scales + tl.load(tile + PROBLEM)).to(STATE)
     # At weight 0 the old S is not read, at 1 nothing is written.
     read, written = tl.where(weight != 0, rows, 0), tl.where(weight != 1, rows, 0)
     at = target + (row.to(tl.int64) * rows)[:, None] + column[None, :]
@@ -121,14 +135,18 @@ def gram_kernel(
     addresses,
     partials,
     decay,
+    scales,
     ELEMENT: tl.constexpr,
     STATE: tl.constexpr,
     BLOCK: tl.constexpr,
     STEP: tl.constexpr,
     VECTOR: tl.constexpr,
     PRECISION: tl.constexpr,
+    WHITENED: tl.constexpr,
 ):
     """One tile of one statistic, over all columns of the unfolding or one split of them.
+
+    With WHITENED the second operand is another tensor with the same unfolding.
 
     Grid: one program for each tile of a lower triangle and each split. A program reads two panels,
     BLOCK rows of the unfolding each. It reads and writes the tile and writes its mirror image, or
@@ -141,6 +159,9 @@ def gram_kernel(
     first, last = tl.load(tile + FIRST_STEP) * STEP, tl.load(tile + LAST_STEP) * STEP
     partial = tl.load(tile + PARTIAL)
     source = tl.load(addresses + tl.load(problem + TENSOR)).to(tl.pointer_type(ELEMENT))
+    second = source
+    if WHITENED:
+        second = tl.load(addresses + tl.load(problem + SECOND)).to(tl.pointer_type(ELEMENT))
     rows, columns = tl.load(problem + ROWS).to(tl.int32), tl.load(problem + COLUMNS).to(tl.int32)
     row_stride, inner = tl.load(problem + ROW_STRIDE), tl.load(problem + INNER).to(tl.int32)
     inner_stride, outer_stride = tl.load(problem + INNER_STRIDE), tl.load(problem + OUTER_STRIDE)
@@ -148,7 +169,7 @@ def gram_kernel(
 
     row, column = first_row + tl.arange(0, BLOCK), first_column + tl.arange(0, BLOCK)
     if VECTOR > 1:
-        source = tl.multiple_of(source, 16)
+        source, second = tl.multiple_of(source, 16), tl.multiple_of(second, 16)
         row_stride = tl.multiple_of(row_stride, VECTOR)
         rows, columns = tl.multiple_of(rows, VECTOR), tl.multiple_of(columns, VECTOR)
         inner_stride = tl.multiple_of(inner_stride, VECTOR)
@@ -161,15 +182,16 @@ def gram_kernel(
             c = start + tl.arange(0, DEPTH)
             if VECTOR > 1:
                 # One address moves; no offset from it changes.
-                here = source + tl.cast(start, tl.int64) * inner_stride
+                moved = tl.cast(start, tl.int64) * inner_stride
                 at = (tl.arange(0, DEPTH).to(tl.int64) * inner_stride)[:, None]
             else:
-                here = source
+                moved = 0
                 at = offsets(c, inner, inner_stride, outer_stride, VECTOR)[:, None]
+            left, right = source + moved, second + moved
             inside = (c < columns)[:, None]
-            a = tl.load(here + at + row[None, :], mask=inside & (row < rows)[None, :], other=0)
+            a = tl.load(left + at + row[None, :], mask=inside & (row < rows)[None, :], other=0)
             b = tl.load(
-                here + at + column[None, :], mask=inside & (column < rows)[None, :], other=0
+                right + at + column[None, :], mask=inside & (column < rows)[None, :], other=0
             )
             total = tl.dot(tl.trans(a), b, total, input_precision=PRECISION, out_dtype=STATE)
     else:
@@ -183,11 +205,11 @@ def gram_kernel(
                 at = offsets(c, inner, inner_stride, outer_stride, VECTOR)[None, :]
             inside = (c < columns)[None, :]
             a = tl.load(source + at_row + at, mask=(row < rows)[:, None] & inside, other=0)
-            b = tl.load(source + at_column + at, mask=(column < rows)[:, None] & inside, other=0)
+            b = tl.load(second + at_column + at, mask=(column < rows)[:, None] & inside, other=0)
             total = tl.dot(a, tl.trans(b), total, input_precision=PRECISION, out_dtype=STATE)
 
     if partial < 0:
-        _blend(total, tile, problem, addresses, decay, STATE, BLOCK, VECTOR)
+        _blend(total, tile, problem, addresses, decay, scales, STATE, BLOCK, VECTOR, WHITENED)
     else:
         width = tl.minimum(BLOCK, rows - first_column)
         if VECTOR > 1:
@@ -199,7 +221,15 @@ def gram_kernel(
 
 @triton.jit
 def sum_kernel(
-    tiles, problems, addresses, partials, decay, STATE: tl.constexpr, BLOCK: tl.constexpr
+    tiles,
+    problems,
+    addresses,
+    partials,
+    decay,
+    scales,
+    STATE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WHITENED: tl.constexpr,
 ):
     """One tile of one statistic from its partial sums, added in a fixed order.
 
@@ -220,7 +250,7 @@ def sum_kernel(
     total = tl.zeros((BLOCK, BLOCK), STATE)
     for index in range(0, count):
         total += tl.load(partials + partial + index * size + at, mask=kept, other=0)
-    _blend(total, tile, problem, addresses, decay, STATE, BLOCK, 1)
+    _blend(total, tile, problem, addresses, decay, scales, STATE, BLOCK, 1, WHITENED)
 
 
 @triton.jit
@@ -229,9 +259,11 @@ def diagonal_kernel(
     problems,
     addresses,
     decay,
+    scales,
     ELEMENT: tl.constexpr,
     STATE: tl.constexpr,
     BLOCK: tl.constexpr,
+    WHITENED: tl.constexpr,
 ):
     """BLOCK entries of one diagonal statistic, BLOCK columns in a step.
 
@@ -242,6 +274,9 @@ def diagonal_kernel(
     problem = problems + tl.load(tile + PROBLEM) * PROBLEM_FIELDS
     row = tl.load(tile + TILE_ROW) * BLOCK + tl.arange(0, BLOCK)
     source = tl.load(addresses + tl.load(problem + TENSOR)).to(tl.pointer_type(ELEMENT))
+    second = source
+    if WHITENED:
+        second = tl.load(addresses + tl.load(problem + SECOND)).to(tl.pointer_type(ELEMENT))
     target = tl.load(addresses + tl.load(problem + STAT)).to(tl.pointer_type(STATE))
     rows, columns = tl.load(problem + ROWS).to(tl.int32), tl.load(problem + COLUMNS).to(tl.int32)
     row_stride, inner = tl.load(problem + ROW_STRIDE), tl.load(problem + INNER).to(tl.int32)
@@ -257,7 +292,8 @@ def diagonal_kernel(
             at = offsets(c, inner, inner_stride, outer_stride, 1)[:, None] + row[None, :]
             inside = (c < columns)[:, None] & (row < rows)[None, :]
             x = tl.load(source + at, mask=inside, other=0).to(STATE)
-            total += x * x
+            y = tl.load(second + at, mask=inside, other=0).to(STATE) if WHITENED else x
+            total += x * y
         gram = tl.sum(total, axis=0)
     else:
         total = tl.zeros((BLOCK, BLOCK), STATE)
@@ -267,11 +303,26 @@ def diagonal_kernel(
             at = at_row + offsets(c, inner, inner_stride, outer_stride, 1)[None, :]
             inside = (row < rows)[:, None] & (c < columns)[None, :]
             x = tl.load(source + at, mask=inside, other=0).to(STATE)
-            total += x * x
+            y = tl.load(second + at, mask=inside, other=0).to(STATE) if WHITENED else x
+            total += x * y
         gram = tl.sum(total, axis=1)
+    if WHITENED:
+        gram *= tl.load(scales + tl.load(tile + PROBLEM)).to(STATE)
     read, written = tl.where(weight != 0, rows, 0), tl.where(weight != 1, rows, 0)
     old = tl.load(target + row, mask=row < read, other=0)
     tl.store(target + row, weight * old + (1 - weight) * gram, mask=row < written)
+
+
+@triton.jit
+def scale_kernel(scales, squares, squares_firsts, traces, traces_firsts, BLOCK: tl.constexpr):
+    """|G|^2 / tr H of one whitened Gram matrix H, 0 if the trace is not positive.
+
+    Grid: one program for each matrix, which reads its partial sums. Bound: the launch.
+    """
+    t = tl.program_id(0)
+    square = sum_of(squares, squares_firsts, t, BLOCK)
+    trace = sum_of(traces, traces_firsts, t, BLOCK)
+    tl.store(scales + t, tl.where(trace <= 0, 0.0, square / trace))
 
 
 class Kind(NamedTuple):
@@ -305,11 +356,13 @@ def plan(
     stats: tuple[Layout, ...],
     device: torch.device,
     programs: int,
+    whitened: tuple[tuple[int, bool], ...] | None = None,
     setting: str | None = None,
 ) -> Plan:
     """Plans the launches; ``stats`` mode by mode, contiguous, a diagonal one of one dimension.
 
-    ``setting`` is that of cuBLAS.
+    Of ``whitened`` tensors each has one statistic: its mode, and whether the tensor G is aligned
+    for the widest load. ``setting`` is that of cuBLAS.
     """
     unfoldings: list[Unfolding] = []  # of each statistic
     problems: list[tuple[int, ...]] = []
@@ -329,10 +382,15 @@ def plan(
                 f"got {tuple(layout.shape)}"
             )
         large = setting is not None and cublas.choose("gram", device, setting, layout)
+        own, aligned = whitened[t] if whitened else (None, True)
         for mode, u in enumerate(modes):
+            if own not in (None, mode):
+                continue
             n = len(problems)
             unfoldings.append(u)
-            problems.append((t, len(tensors) + n, *u, u.rows_are_dense))
+            problems.append(
+                (t, len(tensors) + len(stats) + t, len(tensors) + n, *u, u.rows_are_dense)
+            )
             block = block_of(state_dtype(layout.dtype))
             if len(stats[n].shape) == 1:
                 kind = Kind(layout.dtype, block, 1)
@@ -340,7 +398,7 @@ def plan(
             elif large:
                 by_cublas.append((n, t, mode))
             else:
-                is_wide = stats[n].aligned and u.is_wide(layout.vector)
+                is_wide = aligned and stats[n].aligned and u.is_wide(layout.vector)
                 full[Kind(layout.dtype, block, layout.vector if is_wide else 1)].append(n)
     enlarge(full, lambda kind, n: _most_large(unfoldings[n]), programs)
     merge_small(full, lambda kind, n: _work(kind, unfoldings[n]), MERGED_STEPS * programs)
@@ -418,61 +476,20 @@ def gram_ema_(
     """The operator with ``stats`` and ``factors`` flat; ``programs`` defaults to the device's."""
     if not stats:
         return
+    programs = programs or programs_at_once(stats[0].device)
     if factors:
         _whitened(stats, tensors, decay, factors, programs)
-        return
-    device = stats[0].device
-    tensors = list(tensors)
-    setting = cublas.setting("gram", device, (decay,))
-    programs = programs or programs_at_once(device)
-    if setting is not None:
-        planned(plan, tensors, stats, rest=(device, programs, None))
-    p = planned(plan, tensors, stats, rest=(device, programs, setting))
-    keep_for_graph(device, p)
-    for t in p.copied:
-        tensors[t] = tensors[t].contiguous()
-    addresses, weight = addresses_of([*tensors, *stats]), scalar_on(device, decay)
-    partials = {
-        state: torch.empty(p.partials.get(state, 0), dtype=state, device=device)
-        for state in {kind.state for kind, _, _ in p.tiles}
-    }
-    for kind, count, tiles in p.tiles:
-        launch(
-            gram_kernel,
-            count,
-            *(tiles, p.problems, addresses, partials[kind.state], weight),
-            ELEMENT=ELEMENTS[kind.element],
-            STATE=ELEMENTS[kind.state],
-            BLOCK=kind.block,
-            STEP=STEP,
-            VECTOR=kind.vector,
-            PRECISION=precision(device),
-            num_warps=warps_of(kind.block),
-        )
-    for state, count, tiles in p.sums:
-        launch(
-            sum_kernel,
-            count,
-            *(tiles, p.problems, addresses, partials[state], weight),
-            STATE=ELEMENTS[state],
-            BLOCK=block_of(state),
-            num_warps=warps_of(block_of(state)),
-        )
-    for kind, count, tiles in p.diagonals:
-        launch(
-            diagonal_kernel,
-            count,
-            *(tiles, p.problems, addresses, weight),
-            ELEMENT=ELEMENTS[kind.element],
-            STATE=ELEMENTS[kind.state],
-            BLOCK=kind.block,
-            num_warps=warps_of(kind.block),
-        )
-    if p.by_cublas:
-        weight_of_old = float(decay)
-        for n, t, mode in p.by_cublas:
-            cublas.gram_(stats[n], tensors[t], mode, weight_of_old)
+    else:
+        _update(stats, tensors, decay, programs)
     mark_written(stats)
+
+
+class Whitening(NamedTuple):
+    """What makes H = mat(P) mat(G)^T of a whitened tensor P whose statistic is of one mode."""
+
+    modes: Sequence[int]  # of each P
+    tensors: list[Tensor]  # the G, contiguous
+    scales: Tensor  # of the H
 
 
 def _whitened(
@@ -480,42 +497,95 @@ def _whitened(
     tensors: Sequence[Tensor],
     decay: Tensor,
     factors: Sequence[Tensor],
-    programs: int | None,
+    programs: int,
 ) -> None:
-    """Whitened Gram matrices: by mode products in Triton, the rest by PyTorch's products."""
-    starts = list(itertools.accumulate((t.dim() for t in tensors), initial=0))
-    weight = scalar_on(stats[0].device, decay)
-    tensors = [t.to(state_dtype(t.dtype)) for t in tensors]
-    for mode in range(max(t.dim() for t in tensors)):
-        own = [t for t, tensor in enumerate(tensors) if tensor.dim() > mode]
+    device = stats[0].device
+    tensors = contiguous_copies([t.to(state_dtype(t.dtype)) for t in tensors])
+    # Of each statistic: its tensor and mode.
+    modes = [(t, mode) for t, tensor in enumerate(tensors) for mode in range(tensor.dim())]
+    needs = {n: tensors[t].nbytes for n, (t, _) in enumerate(modes)}
+    for wave in waves(needs, WHITENED_BYTES):
+        own = [tensors[modes[n][0]] for n in wave]
         others: list[Tensor] = []
-        for t in own:
-            row = [*factors[starts[t] : starts[t + 1]]]
+        for n, tensor in zip(wave, own, strict=True):
+            mode = modes[n][1]
+            row = [*factors[n - mode : n - mode + tensor.dim()]]
             row[mode] = row[mode].new_ones(len(row[mode]))
             others += row
-        products = mode_products([tensors[t] for t in own], others, programs=programs)
-        for t, product in zip(own, products, strict=True):
-            _blend_whitened(stats[starts[t] + mode], product, tensors[t], mode, weight)
+        products = mode_products(own, others, programs=programs)
+        squares = launch_over(inner_kernel, [own], (), programs, sums=True, TWO=False)
+        traces = launch_over(inner_kernel, [products, own], (), programs, sums=True, TWO=True)
+        scales = torch.empty(len(wave), dtype=torch.float64, device=device)
+        launch(scale_kernel, len(wave), scales, *squares, *traces, BLOCK=SUMMED, num_warps=WARPS)
+        whitening = Whitening([modes[n][1] for n in wave], own, scales)
+        _update([stats[n] for n in wave], products, decay, programs, whitening)
 
 
-def _blend_whitened(
-    stat: Tensor, product: Tensor, tensor: Tensor, mode: int, weight: Tensor
+def _update(
+    stats: Sequence[Tensor],
+    tensors: Sequence[Tensor],
+    decay: Tensor,
+    programs: int,
+    whitening: Whitening | None = None,
 ) -> None:
-    """S <- weight S + (1 - weight) of mat(P) mat(G)^T with the trace |G|^2."""
-    d = tensor.shape[mode]
-    shape = (d, tensor.numel() // max(1, d))
-    left, right = (x.movedim(mode, 0).reshape(shape) for x in (product, tensor))
-    if stat.dim() == 1:
-        gram = (left * right).sum(1)
-        trace, old = gram.sum(), stat
+    """The statistics of all modes of the tensors, or of one mode each of whitened tensors."""
+    device = stats[0].device
+    tensors = list(tensors)
+    weight = scalar_on(device, decay)
+    if whitening is None:
+        second, own, scales = list[Tensor](), None, weight  # not read
+        setting = cublas.setting("gram", device, (decay,))
     else:
-        gram = _symmetric(left @ right.mT)
-        trace, old = gram.diagonal().sum(), _symmetric(stat)
-    gram = gram * torch.where(trace <= 0, 0, tensor.square().sum() / trace)
-    weight = weight.to(stat.dtype)
-    new = torch.where(weight == 0, gram, weight * old + (1 - weight) * gram)
-    torch.where(weight == 1, stat, new, out=stat)
-
-
-def _symmetric(matrix: Tensor) -> Tensor:
-    return matrix.tril() + matrix.tril(-1).mT
+        second, scales, setting = whitening.tensors, whitening.scales, None
+        own = tuple(zip(whitening.modes, map(is_aligned, second), strict=True))
+    if setting is not None:
+        planned(plan, tensors, stats, rest=(device, programs, own, None))
+    p = planned(plan, tensors, stats, rest=(device, programs, own, setting))
+    keep_for_graph(device, p)
+    for t in p.copied:
+        tensors[t] = tensors[t].contiguous()
+    addresses = addresses_of([*tensors, *stats, *second])
+    partials = {
+        state: torch.empty(p.partials.get(state, 0), dtype=state, device=device)
+        for state in {kind.state for kind, _, _ in p.tiles}
+    }
+    is_whitened = whitening is not None
+    for kind, count, tiles in p.tiles:
+        launch(
+            gram_kernel,
+            count,
+            *(tiles, p.problems, addresses, partials[kind.state], weight, scales),
+            ELEMENT=ELEMENTS[kind.element],
+            STATE=ELEMENTS[kind.state],
+            BLOCK=kind.block,
+            STEP=STEP,
+            VECTOR=kind.vector,
+            PRECISION=precision(device),
+            WHITENED=is_whitened,
+            num_warps=warps_of(kind.block),
+        )
+    for state, count, tiles in p.sums:
+        launch(
+            sum_kernel,
+            count,
+            *(tiles, p.problems, addresses, partials[state], weight, scales),
+            STATE=ELEMENTS[state],
+            BLOCK=block_of(state),
+            WHITENED=is_whitened,
+            num_warps=warps_of(block_of(state)),
+        )
+    for kind, count, tiles in p.diagonals:
+        launch(
+            diagonal_kernel,
+            count,
+            *(tiles, p.problems, addresses, weight, scales),
+            ELEMENT=ELEMENTS[kind.element],
+            STATE=ELEMENTS[kind.state],
+            BLOCK=kind.block,
+            WHITENED=is_whitened,
+            num_warps=warps_of(kind.block),
+        )
+    if p.by_cublas:
+        weight_of_old = float(decay)
+        for n, t, mode in p.by_cublas:
+            cublas.gram_(stats[n], tensors[t], mode, weight_of_old)

@@ -40,11 +40,14 @@ class Layout(NamedTuple):
         return VECTOR_BYTES // self.dtype.itemsize if self.aligned else 1
 
 
+def is_aligned(tensor: Tensor) -> bool:
+    """Whether the widest load may start at a tensor's first element."""
+    return tensor.data_ptr() % VECTOR_BYTES == 0
+
+
 def layouts(tensors: Sequence[Tensor]) -> tuple[Layout, ...]:
     """The layouts of tensors."""
-    return tuple(
-        [Layout(t.shape, t.stride(), t.dtype, t.data_ptr() % VECTOR_BYTES == 0) for t in tensors]
-    )
+    return tuple([Layout(t.shape, t.stride(), t.dtype, is_aligned(t)) for t in tensors])
 
 
 # Key of a plan -> the plan.

@@ -1,4 +1,4 @@
-"""Elementwise updates of momenta and parameters, one launch for all of a kind of dtypes."""
+"""Elementwise updates of momenta and parameters, and inner products: a launch for each dtype."""
 
 import math
 from collections import defaultdict
@@ -104,6 +104,51 @@ def store_sum(partials, problem, first, total, SPAN: tl.constexpr):
     for level in tl.static_range(1, LEVELS + 1):
         total = tl.sum(tl.reshape(total, (1 << (LEVELS - level), 2)), axis=1)
     tl.store(partials + tl.load(problem + PARTIAL) + first // SPAN + tl.arange(0, 1), total)
+
+
+@triton.jit
+def sum_of(partials, firsts, t, BLOCK: tl.constexpr):
+    """The sum of a tensor's partial sums, which are added in a fixed order."""
+    first, last = tl.load(firsts + t), tl.load(firsts + t + 1)
+    total = tl.zeros((BLOCK,), tl.float64)
+    for start in range(first, last, BLOCK):
+        number = start + tl.arange(0, BLOCK)
+        total += tl.load(partials + number, mask=number < last, other=0)
+    return tl.sum(total, axis=0)
+
+
+@triton.jit
+def inner_kernel(
+    tiles,
+    problems,
+    addresses,
+    partials,
+    ELEMENT: tl.constexpr,
+    RESULT: tl.constexpr,
+    SPAN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
+    TWO: tl.constexpr,
+):
+    """The inner product of SPAN elements of two tensors, or without TWO of one with itself.
+
+    Grid: one program for each SPAN elements, which it reads once. Bound: memory.
+    """
+    problem, first, count = span_of(tiles, problems, SPAN, VECTOR)
+    left_start = start_of(problem, 0, addresses, RESULT, VECTOR)
+    if TWO:
+        right_start = start_of(problem, 1, addresses, ELEMENT, VECTOR)
+    total = tl.zeros((BLOCK,), tl.float64)
+    for start in range(0, SPAN, BLOCK):
+        inside, x, y, z = indices_of(problem, first, count, start, BLOCK, VECTOR)
+        left_at = addresses_at(problem, 0, left_start, x, y, z, VECTOR)
+        left = tl.load(left_at, mask=inside, other=0).to(tl.float64)
+        right = left
+        if TWO:
+            right_at = addresses_at(problem, 1, right_start, x, y, z, VECTOR)
+            right = tl.load(right_at, mask=inside, other=0).to(tl.float64)
+        total = tl.fma(left, right, total)
+    store_sum(partials, problem, first, total, SPAN)
 
 
 @triton.jit
