@@ -504,13 +504,17 @@ def _whitened(
     # Of each statistic: its tensor and mode.
     modes = [(t, mode) for t, tensor in enumerate(tensors) for mode in range(tensor.dim())]
     needs = {n: tensors[t].nbytes for n, (t, _) in enumerate(modes)}
+    longest = max(map(len, stats))
+    ones = {
+        dtype: torch.ones(longest, dtype=dtype, device=device) for dtype in {s.dtype for s in stats}
+    }
     for wave in waves(needs, WHITENED_BYTES):
         own = [tensors[modes[n][0]] for n in wave]
         others: list[Tensor] = []
         for n, tensor in zip(wave, own, strict=True):
             mode = modes[n][1]
             row = [*factors[n - mode : n - mode + tensor.dim()]]
-            row[mode] = row[mode].new_ones(len(row[mode]))
+            row[mode] = ones[tensor.dtype][: tensor.shape[mode]]
             others += row
         products = mode_products(own, others, programs=programs)
         squares = launch_over(inner_kernel, [own], (), programs, sums=True, TWO=False)
