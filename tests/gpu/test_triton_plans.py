@@ -362,6 +362,26 @@ def test_launches_of_norms(monkeypatch: pytest.MonkeyPatch, adam: bool) -> None:
     assert operations == {"aten::empty", "aten::detach"}  # nothing computes
 
 
+def test_whitened_tensors_may_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If they are too large to exist together; to the bit. The launches depend on that alone."""
+    together = call("gram_ema_ whitened", [(72, 130), (9,), (65, 1, 9)], "mixed")
+    started: list[str] = []
+
+    def start(kernel: Any, programs: int, *arguments: object, **constants: object) -> None:
+        started.append(kernel.fn.__name__)
+        launch.launch(kernel, programs, *arguments, **constants)
+
+    monkeypatch.setattr(gram_ema, "launch", start)
+    in_turn = together.copy()
+    results = together(triton_operators)
+    assert started.count("scale_kernel") == 1
+    monkeypatch.setattr(gram_ema, "WHITENED_BYTES", 1 << 16)
+    launch.forget_plans()
+    same(in_turn(triton_operators), results)
+    assert started.count("scale_kernel") == 3
+    launch.forget_plans()
+
+
 @pytest.mark.parametrize("variant", GRAFTS)
 def test_scales_do_not_depend_on_the_list(variant: str) -> None:
     """To the bit: alone, these tensors are read widely; the third makes the launch narrow."""

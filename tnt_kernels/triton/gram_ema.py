@@ -10,9 +10,10 @@ scale is known before, because the trace of mat_i(P) mat_i(G)^T is the inner pro
 """
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from tnt_kernels.lists import mark_written
 from tnt_kernels.triton import cublas
+from tnt_kernels.triton.chain import products
 from tnt_kernels.triton.launch import (
     ELEMENTS,
     VECTOR_BYTES,
@@ -41,7 +43,6 @@ from tnt_kernels.triton.launch import (
     table,
     tile_tables,
 )
-from tnt_kernels.triton.mode_products import mode_products
 from tnt_kernels.triton.momentum import BLOCK as SUMMED
 from tnt_kernels.triton.momentum import WARPS, inner_kernel, launch_over, sum_of
 from tnt_kernels.triton.tiles import (
@@ -484,10 +485,53 @@ def gram_ema_(
     mark_written(stats)
 
 
-class Whitening(NamedTuple):
-    """What makes H = mat(P) mat(G)^T of a whitened tensor P whose statistic is of one mode."""
+@dataclass
+class Part:
+    """Whitened tensors that exist together; each has one statistic."""
 
-    modes: Sequence[int]  # of each P
+    stats: list[int]  # the statistics
+    tensors: list[int] = field(default_factory=list)  # the tensor G of each
+    modes: list[int] = field(default_factory=list)  # the mode of each
+    factors: list[int] = field(default_factory=list)  # of all modes of G; of its own mode, ones
+    starts: list[int] = field(default_factory=list)  # of each in its workspace, elements
+    sizes: dict[torch.dtype, int] = field(default_factory=lambda: defaultdict(int))
+
+
+@dataclass
+class WhitenedPlan:
+    """What whitens tensors of given layouts."""
+
+    parts: list[Part]
+    ones: list[Tensor]  # factors that change nothing; numbered after the factors
+
+
+def plan_whitened(tensors: tuple[Layout, ...], device: torch.device) -> WhitenedPlan:
+    """Plans the whitened tensors, of which each tensor has one for every mode."""
+    modes = [(t, mode) for t, layout in enumerate(tensors) for mode in range(len(layout.shape))]
+    sizes = [blocks(math.prod(x.shape), VECTOR_BYTES) * VECTOR_BYTES for x in tensors]
+    ones: dict[tuple[int, torch.dtype], int] = {}
+    parts = []
+    needs = {n: sizes[t] * tensors[t].dtype.itemsize for n, (t, _) in enumerate(modes)}
+    for numbers in waves(needs, WHITENED_BYTES):
+        part = Part(numbers)
+        for n in numbers:
+            t, mode = modes[n]
+            shape, dtype = tensors[t].shape, tensors[t].dtype
+            row = [*range(n - mode, n - mode + len(shape))]
+            row[mode] = len(modes) + ones.setdefault((shape[mode], dtype), len(ones))
+            part.tensors.append(t)
+            part.modes.append(mode)
+            part.factors += row
+            part.starts.append(part.sizes[dtype])
+            part.sizes[dtype] += sizes[t]
+        parts.append(part)
+    return WhitenedPlan(parts, [table([[1] * d], dtype, device) for d, dtype in ones])
+
+
+class Whitening(NamedTuple):
+    """What makes H = mat(P) mat(G)^T of a whitened tensor P that has one statistic."""
+
+    modes: list[int]  # of each P
     tensors: list[Tensor]  # the G, contiguous
     scales: Tensor  # of the H
 
@@ -501,28 +545,26 @@ def _whitened(
 ) -> None:
     device = stats[0].device
     tensors = contiguous_copies([t.to(state_dtype(t.dtype)) for t in tensors])
-    # Of each statistic: its tensor and mode.
-    modes = [(t, mode) for t, tensor in enumerate(tensors) for mode in range(tensor.dim())]
-    needs = {n: tensors[t].nbytes for n, (t, _) in enumerate(modes)}
-    longest = max(map(len, stats))
-    ones = {
-        dtype: torch.ones(longest, dtype=dtype, device=device) for dtype in {s.dtype for s in stats}
-    }
-    for wave in waves(needs, WHITENED_BYTES):
-        own = [tensors[modes[n][0]] for n in wave]
-        others: list[Tensor] = []
-        for n, tensor in zip(wave, own, strict=True):
-            mode = modes[n][1]
-            row = [*factors[n - mode : n - mode + tensor.dim()]]
-            row[mode] = ones[tensor.dtype][: tensor.shape[mode]]
-            others += row
-        products = mode_products(own, others, programs=programs)
+    p = planned(plan_whitened, tensors, rest=(device,))
+    keep_for_graph(device, p)
+    every = [*factors, *p.ones]
+    for part in p.parts:
+        own = [tensors[t] for t in part.tensors]
+        workspace = {
+            dtype: torch.empty(size, dtype=dtype, device=device)
+            for dtype, size in part.sizes.items()
+        }
+        whitened = [
+            workspace[t.dtype].as_strided(t.shape, t.stride(), start)
+            for t, start in zip(own, part.starts, strict=True)
+        ]
+        products(own, whitened, [every[n] for n in part.factors], programs)()
         squares = launch_over(inner_kernel, [own], (), programs, sums=True, TWO=False)
-        traces = launch_over(inner_kernel, [products, own], (), programs, sums=True, TWO=True)
-        scales = torch.empty(len(wave), dtype=torch.float64, device=device)
-        launch(scale_kernel, len(wave), scales, *squares, *traces, BLOCK=SUMMED, num_warps=WARPS)
-        whitening = Whitening([modes[n][1] for n in wave], own, scales)
-        _update([stats[n] for n in wave], products, decay, programs, whitening)
+        traces = launch_over(inner_kernel, [whitened, own], (), programs, sums=True, TWO=True)
+        scales = torch.empty(len(own), dtype=torch.float64, device=device)
+        launch(scale_kernel, len(own), scales, *squares, *traces, BLOCK=SUMMED, num_warps=WARPS)
+        whitening = Whitening(part.modes, own, scales)
+        _update([stats[n] for n in part.stats], whitened, decay, programs, whitening)
 
 
 def _update(
