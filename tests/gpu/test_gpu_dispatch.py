@@ -78,14 +78,17 @@ def test_triton_serves() -> None:
     assert all(backends._kernel(name, GPU).__name__ == name for name in backends.TRITON_KERNELS)
 
 
-def test_autocast_does_not_round_products() -> None:
+@pytest.mark.parametrize("name", ["mode_products", "gram_ema_"])
+def test_autocast_does_not_round_products(name: str) -> None:
     """cuBLAS is called through PyTorch's products."""
-    given = flat_arguments(call("mode_products", [(256, 256)], "full").copy(GPU))
+    given = call(name, [(256, 256)], "full").copy(GPU)
+    under_autocast = given.copy(GPU)
     with cublas.only(True):
-        wanted = backends._serve("mode_products", *given)
+        products = backends._serve(name, *flat_arguments(given))
         with torch.autocast(GPU.type, torch.bfloat16):
-            (product,) = backends._serve("mode_products", *given)
-    identical(product, wanted[0])
+            rounded = backends._serve(name, *flat_arguments(under_autocast))
+    for a, b in zip(products or given.written, rounded or under_autocast.written, strict=True):
+        identical(a, b)
 
 
 def test_the_reference_serves_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:

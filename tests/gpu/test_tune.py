@@ -15,7 +15,7 @@ import torch
 import triton_operators
 from cases import GPU, close, normal
 from contract import EveryOperator, Gram, Shape, Steps
-from operators import agree, call, same
+from operators import agree, call
 
 from tnt_kernels import reference
 from tnt_kernels.triton import chain, cublas, gram_ema, launch, tune
@@ -68,23 +68,26 @@ def by_cublas(shape: Sequence[int], precision: str = "tf32x3") -> tuple[bool, bo
 
 
 @pytest.mark.parametrize(
-    ("shape", "size"),
+    ("shape", "size", "wide"),
     [
-        ((256, 256), 256),
-        ((362, 362), 256),
-        ((363, 363), 512),
-        ((256, 4096), 1024),
-        ((8192, 8192), 8192),
-        ((50000, 4096), 8192),
+        ((256, 256), 256, True),
+        ((360, 360), 256, True),
+        ((368, 368), 512, True),
+        ((256, 4096), 1024, True),
+        ((625, 2000), 1024, False),
+        ((2000, 625), 1024, False),
+        ((8192, 8192), 8192, True),
+        ((50000, 4096), 8192, True),
     ],
 )
-def test_size_classes(shape: Shape, size: int) -> None:
-    assert class_of("chain", F32, "tf32", shape) == Class("chain", "float32", "tf32", size)
+def test_classes(shape: Shape, size: int, wide: bool) -> None:
+    assert class_of("chain", F32, "tf32", shape) == Class("chain", "float32", "tf32", size, wide)
     # Products of half precision numbers are exact, so their class has no precision.
     assert class_of("gram", torch.bfloat16, "tf32", shape) == Class(
-        "gram", "bfloat16", "exact", size
+        "gram", "bfloat16", "exact", size, wide
     )
     assert class_of("gram", F32, "tf32", shape).precision == "tf32"
+    assert not class_of("chain", torch.float16, "tf32", (260, 260)).wide  # 520 bytes
 
 
 def test_only_large_matrices_that_need_no_copy_are_eligible() -> None:
@@ -104,54 +107,42 @@ def test_only_large_matrices_that_need_no_copy_are_eligible() -> None:
         assert not cublas.choose("gram", CPU, "tf32", half)
 
 
-def test_results_that_pytorch_would_copy_stay_with_triton() -> None:
+def test_one_mode_must_be_full() -> None:
+    """The other may be diagonal; the parameters of a step may have any layout and dtype."""
     buffer = torch.zeros(256, 600)
-    results = [buffer[:, :300], buffer[:, ::2], buffer[:, :300].bfloat16(), buffer[:, :300]]
-    full = [torch.zeros(256, 256), torch.zeros(300, 300)]
-    factors = [*full, *full, *full, full[0], torch.zeros(300)]  # the last one is diagonal
+    results = [buffer[:, :300], buffer[:, ::2].bfloat16(), buffer[:, :300], buffer[:, :300]]
+    full, diagonal = ([torch.zeros(d, d) for d in (256, 300)], [torch.zeros(d) for d in (256, 300)])
+    factors = [*full, full[0], diagonal[1], diagonal[0], full[1], *diagonal]
     groups = [torch.zeros(256, 300)] * 4, results, factors
     with cublas.only(True):
         plan = chain.plan(*map(launch.layouts, groups), CPU, 4, "tf32x3")
-        assert plan.by_cublas == {0: 0}
-        assert chain.plan(*map(launch.layouts, groups), CPU, 4).by_cublas == {}
+        assert plan.by_cublas == {0: 0, 1: 2, 2: 4}
 
 
 def test_without_a_table_a_rule_decides(cache: Path) -> None:
-    """cuBLAS serves large chains in TF32."""
+    """cuBLAS serves large matrices in TF32, and those that Triton reads in narrow loads."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert cublas.chosen(CPU) == cublas.RULE
-    assert by_cublas((4096, 4096)) == by_cublas((512, 512), "tf32") == (False, False)
-    assert by_cublas((1024, 1024), "tf32") == (False, True)
-
-
-def test_numbers_on_the_device_stay_with_triton() -> None:
-    here, there = torch.zeros(()), torch.zeros((), device="meta")
-    with cublas.only(True):
-        assert cublas.setting("chain", CPU, [here]) == launch.precision(CPU)
-        assert cublas.setting("chain", CPU, [here, there]) is None
+    assert by_cublas((4096, 4096)) == by_cublas((1024, 1024), "tf32") == (False, False)
+    assert by_cublas((2048, 2048), "tf32") == by_cublas((2000, 625)) == (True, True)
+    assert by_cublas((625, 300)) == (False, False)
 
 
 def test_only_classes_that_are_served_change_plans(cache: Path) -> None:
-    """By the rule chains in TF32; Gram matrices and "highest" have the plans of Triton."""
+    """Without one in the table, "tf32" has the plans of Triton, whatever other precisions have."""
+    row = {"operation": "chain", "dtype": "float32", "precision": "tf32x3", "size": 512}
+    cache.parent.mkdir()
+    rows = [{**row, "wide": True, "cublas": True}]
+    cache.write_text(json.dumps({**HERE, "classes": rows}))
     before = torch.backends.cuda.matmul.fp32_precision
     try:
-        for precision, wanted in (("tf32", "tf32"), ("ieee", None)):
+        for precision, wanted in (("tf32", None), ("ieee", "tf32x3")):
             torch.backends.cuda.matmul.fp32_precision = precision
             assert cublas.setting("chain", CPU) == wanted
             assert cublas.setting("gram", CPU) is None
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
-
-
-@pytest.mark.parametrize("variant", ["gram_ema_", "preconditioned_step_"])
-def test_a_graph_finds_the_plan_without_cublas(variant: str) -> None:
-    """Its numbers are on the device, and no plan can be made while it is recorded."""
-    planners = (chain.plan, gram_ema.plan)
-    with cublas.only(True):
-        call(variant, [(256, 256)], "full")(triton_operators)
-        settings = {key[-1] for key in launch._plans if key[0] in planners}
-    assert settings == {None, launch.precision(GPU)}
 
 
 def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,28 +162,33 @@ def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_timings_are_written_read_and_obeyed(
     cache: Path, timings: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # Size 256: gram and chain in full precision, then in TF32. 95 is not below 0.95 of 100.
-    timings += [100.0, 94.0, 100.0, 95.0, 100.0, 300.0, 100.0, 1.0]
+    # Size 256: gram and chain in full precision, then in TF32. 95 is not below 0.95 of 100. Then
+    # the same in narrow loads.
+    timings += [100.0, 94.0, 100.0, 95.0, 100.0, 300.0, 100.0, 1.0, *[100.0] * 6, 100.0, 2.0]
     before = torch.backends.cuda.matmul.fp32_precision
     assert tune.tune(CPU, tmp_path / "copies" / "tune.json")
     assert torch.backends.cuda.matmul.fp32_precision == before
     assert cublas.chosen(CPU) == {
         Class("gram", "float32", "tf32x3", 256),
         Class("chain", "float32", "tf32", 256),
+        Class("chain", "float32", "tf32", 256, wide=False),
     }
     assert by_cublas((256, 300)) == (True, False)
     assert by_cublas((256, 300), "tf32") == (False, True)
     assert by_cublas((512, 512)) == by_cublas((2048, 2048), "tf32") == (False, False)
     table = json.loads(cache.read_text())
     assert {key: table[key] for key in HERE} == HERE and table["date"]
-    # Two sizes: float32 in two precisions; half precision, whose Gram matrices have no precision.
-    assert len(table["classes"]) == 2 * (4 + 2 * 3)
+    # Two sizes: float32 in two precisions, in wide and narrow loads; half precision in wide ones,
+    # whose Gram matrices have no precision.
+    assert len(table["classes"]) == 2 * (2 * 4 + 2 * 3)
     first = {"operation": "gram", "dtype": "float32", "precision": "tf32x3", "size": 256}
-    assert table["classes"][0] == {**first, "triton_us": 100.0, "cublas_us": 94.0, "cublas": True}
+    times = {"triton_us": 100.0, "cublas_us": 94.0}
+    assert table["classes"][0] == {**first, "wide": True, **times, "cublas": True}
     assert (tmp_path / "copies" / "tune.json").read_text() == cache.read_text()
     assert [path.name for path in cache.parent.iterdir()] == [cache.name]  # no temporary file
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1].split() == ["gram", "float32", "tf32x3", "256", "100.0", "94.0", "cuBLAS"]
+    row = ["gram", "float32", "tf32x3", "256", "wide", "100.0", "94.0", "cuBLAS"]
+    assert lines[1].split() == row
     assert lines[2].split()[-1] == "Triton" and lines[-2] == f"wrote {cache}"
 
 
@@ -211,9 +207,8 @@ def test_each_way_is_measured_at_its_precision(
     monkeypatch.setattr(tune, "SIZES", (64,))  # Triton serves both ways: the machine is slow
     monkeypatch.setattr(cublas, "DTYPES", (F32,))
     assert tune.tune(GPU, seconds=3600.0)
-    # Gram matrices by cuBLAS also have the plan for graphs.
-    ways = [(False, 1), (True, 2), (False, 1), (True, 1)]
-    assert measured == [(p, *way) for p in ("ieee", "tf32") for way in ways]
+    for_wide = [(p, way, 1) for p in ("ieee", "tf32") for way in (False, True, False, True)]
+    assert measured == for_wide * 2  # and for narrow loads
 
 
 def test_what_fails_or_is_late_is_left_out(
@@ -269,9 +264,12 @@ def all_by_cublas() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("all_by_cublas")
-@pytest.mark.parametrize("variant", ["gram_ema_", "mode_products", "preconditioned_step_"])
-def test_large_and_small_in_one_call(variant: str) -> None:
-    given = call(variant, SHAPES, "full", grad_dtype=(F32, torch.bfloat16))
+@pytest.mark.parametrize("kind", ["full", "mixed"])
+@pytest.mark.parametrize(
+    "variant", ["gram_ema_", "gram_ema_ whitened", "mode_products", "preconditioned_step_"]
+)
+def test_large_and_small_in_one_call(variant: str, kind: str) -> None:
+    given = call(variant, SHAPES, kind, grad_dtype=(F32, torch.bfloat16))
     wanted = given.double()(reference)
     for tensors in (given, given.copy()):
         agree(tensors(triton_operators), wanted, tensors)
@@ -289,26 +287,17 @@ def test_parameters_that_are_not_finite_show_where_nothing_is_kept() -> None:
 @pytest.mark.usefixtures("all_by_cublas")
 def test_half_precision_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is no GPU, its product into float32 is made of PyTorch's on the CPU."""
-    addmm = torch.addmm
+    mm = torch.mm
 
-    def widened(old: Any, a: Any, b: Any, *, out_dtype: Any, out: Any, **weights: float) -> Any:
-        return addmm(old, a.to(out_dtype), b.to(out_dtype), out=out, **weights)
+    def widened(a: Any, b: Any, *, out_dtype: Any = None, out: Any = None) -> Any:
+        return mm(a.to(out_dtype), b.to(out_dtype)) if out_dtype else mm(a, b, out=out)
 
     if GPU.type == "cpu":
         monkeypatch.setattr(cublas, "_widens", lambda device: True)
-        monkeypatch.setattr(torch, "addmm", widened)
+        monkeypatch.setattr(torch, "mm", widened)
     given = call("gram_ema_", [(256, 300), (300, 256)], "full", (torch.bfloat16, torch.float16))
     wanted = given.double()(reference)
     agree(given(triton_operators), wanted, given)
-
-
-@pytest.mark.usefixtures("all_by_cublas")
-@pytest.mark.parametrize("name", ["mode_products", "gram_ema_"])
-def test_autocast_does_not_round(name: str) -> None:
-    given = call(name, [(256, 300)], "full")
-    wanted = given.copy()(triton_operators)
-    with torch.autocast(GPU.type, torch.bfloat16):
-        same(given(triton_operators), wanted)
 
 
 @pytest.mark.usefixtures("all_by_cublas")
@@ -324,14 +313,19 @@ def test_no_launch_serves_what_cublas_serves() -> None:
     given = map(launch.layouts, ([tensor], stats))
     with cublas.only(True):
         plan = gram_ema.plan(*given, CPU, 4, setting="tf32x3")
-    assert plan.by_cublas == [(0, 0, 0)] and not plan.tiles and len(plan.diagonals) == 1
+    (served,) = plan.by_cublas
+    assert served[:4] == (0, 0, 0, 10)  # of 4 x 4 tiles the lower ones blend
+    assert not plan.tiles and len(plan.diagonals) == 1
 
 
 class TestContract(EveryOperator, Gram, Steps):
     """Small matrices too: the contract's layouts, dtypes and numbers."""
 
     functions = triton_operators
-    operators = ("gram_ema_", "mode_products", "preconditioned_step_", "grafted_directions_")
+    operators = (
+        *("gram_ema_", "gram_ema_ whitened", "mode_products"),
+        *("preconditioned_step_", "grafted_directions_"),
+    )
     shapes: ClassVar[Sequence[Shape]] = [(33, 9), (9, 65), (7,)]
     kinds: ClassVar[Sequence[str]] = ("full",)
     alone_to_the_bit = False  # a BLAS may choose its algorithm by alignment

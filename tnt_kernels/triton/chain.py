@@ -39,6 +39,7 @@ from tnt_kernels.triton.launch import (
     table,
     tile_tables,
 )
+from tnt_kernels.triton.momentum import launch_over, scaled_step_kernel
 from tnt_kernels.triton.tiles import (
     LARGE_BLOCK,
     LARGEST_INDEX,
@@ -236,8 +237,8 @@ def plan(
         t: first
         for t, (layout, first) in enumerate(zip(tensors, first_factors, strict=False))
         if setting is not None
-        and cublas.choose("chain", device, setting, layout, results[t])
-        and all(len(factor.shape) == 2 for factor in factors[first : first + 2])
+        and cublas.choose("chain", device, setting, layout)
+        and any(len(factor.shape) == 2 for factor in factors[first : first + 2])
     }
     needs = {
         t: _scratch_of(layout)
@@ -377,17 +378,15 @@ def products(
     """A function that does results[t] <- P = tensors[t] x_1 A_1 ... x_k A_k.
 
     With ``step``, (lr, weight_decay), the results W, of any dtype, become W - lr (P + weight_decay
-    W); else they have the factors' dtype. The numbers of a step may be on the host. ``factors`` are
-    the A_i, flat, and ``programs`` is how many the device runs at once.
+    W); else they have the factors' dtype and are contiguous. The numbers of a step may be on the
+    host. ``factors`` are the A_i, flat, and ``programs`` is how many the device runs at once.
 
     The plan and the scratch memory are made here: a caller who writes to ``tensors`` before calling
     that function writes only if both fit.
     """
     device = tensors[0].device
     factors = contiguous_copies(factors)
-    setting = cublas.setting("chain", device, step or ())
-    if setting is not None and step is not None:
-        planned(plan, tensors, results, factors, rest=(device, programs, None))
+    setting = cublas.setting("chain", device)
     p = planned(plan, tensors, results, factors, rest=(device, programs, setting))
     keep_for_graph(device, p)
     read, written = list(tensors), list(results)
@@ -423,9 +422,20 @@ def products(
             )
         for t in p.copied:
             results[t].copy_(written[t])
-        if p.by_cublas:
-            numbers = None if step is None else (step[0].item(), step[1].item())
-            for t, first in p.by_cublas.items():
-                cublas.chain_(tensors[t], results[t], factors[first : first + 2], numbers)
+        by_cublas = [
+            cublas.chain(
+                tensors[t], factors[first : first + 2], results[t] if step is None else None
+            )
+            for t, first in p.by_cublas.items()
+        ]
+        if by_cublas and step is not None:
+            launch_over(
+                scaled_step_kernel,
+                [[results[t] for t in p.by_cublas], by_cublas],
+                (lr, weight_decay, lr),
+                programs,
+                decayed=(True,) * len(by_cublas),
+                SCALED=False,
+            )
 
     return run

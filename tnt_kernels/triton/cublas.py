@@ -1,7 +1,8 @@
 """Large matrices by cuBLAS, where ``python -m tnt_kernels tune`` has measured that it is faster.
 
-The choice is by class: operation, dtype, precision, size. A table in the user's cache, one for each
-GPU and version of PyTorch and Triton, has the measured classes. All other tensors stay with Triton.
+The choice is by class: operation, dtype, precision, size, and whether Triton's loads are wide. A
+table in the user's cache, one for each GPU and version of PyTorch and Triton, has the measured
+classes. All other tensors stay with Triton, and so does the elementwise work after a product.
 """
 
 import functools
@@ -32,11 +33,27 @@ class Class:
     dtype: str  # of the tensor, as "bfloat16"
     precision: str  # of float32 products, as Triton names it; "exact" if there are none
     size: int  # a power of two near the root of the number of elements
+    wide: bool = True  # False if a size is no multiple of 16 bytes: Triton's loads are then narrow
 
 
-# The classes that cuBLAS serves without a table, until a GPU has recorded better ones: those where
-# a model of an H200 sees Triton's chain behind cuBLAS (bench/results/roofline.md).
-RULE = frozenset(Class("chain", "float32", "tf32", size) for size in (1024, 2048, 4096, 8192))
+# The classes that cuBLAS serves without a table: those where it was faster on an H200
+# (bench/results/gpu). Narrow loads were measured on faces_ae, whose layers have 625 inputs.
+RULE = frozenset(
+    [
+        *(Class("gram", "float32", "tf32", size) for size in (2048, 4096, 8192)),
+        *(
+            Class("chain", dtype, "tf32", size)
+            for dtype in ("float32", "bfloat16", "float16")
+            for size in (2048, 4096, 8192)
+        ),
+        *(
+            Class(operation, "float32", precision, size, wide=False)
+            for operation in ("gram", "chain")
+            for precision in ("tf32x3", "tf32")
+            for size in (1024, 2048, 4096, 8192)
+        ),
+    ]
+)
 
 
 def class_of(operation: str, dtype: torch.dtype, precision: str, shape: Sequence[int]) -> Class:
@@ -45,7 +62,8 @@ def class_of(operation: str, dtype: torch.dtype, precision: str, shape: Sequence
         precision = "exact"  # products of half precision numbers are, in float32
     size = 2 ** round(math.log2(math.prod(shape)) / 2)
     name = str(dtype).removeprefix("torch.")
-    return Class(operation, name, precision, min(max(size, LEAST), MOST))
+    wide = all(d * dtype.itemsize % launch.VECTOR_BYTES == 0 for d in shape)
+    return Class(operation, name, precision, min(max(size, LEAST), MOST), wide)
 
 
 def identity(device: torch.device) -> dict[str, str] | None:
@@ -108,32 +126,18 @@ def only(serves: bool) -> Iterator[None]:
         launch.forget_plans()
 
 
-def setting(operation: str, device: torch.device, numbers: Sequence[Tensor] = ()) -> str | None:
-    """The precision for which plans may choose cuBLAS; None if Triton serves all tensors.
-
-    cuBLAS takes ``numbers`` from the host. In a CUDA graph they are on the device, so callers also
-    make the plan for None before a graph is recorded.
-    """
+def setting(operation: str, device: torch.device) -> str | None:
+    """The precision for which plans may choose cuBLAS; None if Triton serves all tensors."""
     classes = () if _forced is False else chosen(device)
-    if not (_forced or classes) or any(number.device.type != "cpu" for number in numbers):
-        return None
     precision = launch.precision(device)
     served = {(c.operation, c.precision) for c in classes}
     is_served = (operation, precision) in served or (operation, "exact") in served
     return precision if _forced or is_served else None
 
 
-def choose(
-    operation: str,
-    device: torch.device,
-    precision: str,
-    source: launch.Layout,
-    result: launch.Layout | None = None,
-) -> bool:
-    """Whether cuBLAS serves an operation on a tensor whose modes are full, into ``result``."""
+def choose(operation: str, device: torch.device, precision: str, source: launch.Layout) -> bool:
+    """Whether cuBLAS serves an operation on a tensor with a full mode."""
     if not _fits(source) or source.dtype not in DTYPES:
-        return False
-    if result is not None and not (_fits(result) and result.dtype == torch.float32):
         return False
     if operation == "gram" and source.dtype != torch.float32 and not _widens(device):
         return False
@@ -157,39 +161,21 @@ def _widens(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None
 
 
-def gram_(stat: Tensor, tensor: Tensor, mode: int, decay: float) -> None:
-    """S <- decay S + (1 - decay) mat(G) mat(G)^T of a matrix G, from the lower triangle of S.
-
-    At ``decay`` 0 the old S is not read, at 1 nothing is done.
-    """
-    if decay == 1:
-        return
-    x = tensor if mode == 0 else tensor.mT
-    if x.dtype == stat.dtype:
-        stat.addmm_(x, x.mT, beta=decay, alpha=1 - decay)
-    else:
-        weights = {"beta": decay, "alpha": 1 - decay}
-        torch.addmm(stat, x, x.mT, out_dtype=stat.dtype, **weights, out=stat)
-    # cuBLAS may add up the two triangles in different orders, and only the lower one of S counts.
-    stat.tril_()
-    stat.add_(stat.tril(-1).mT)
+def gram(left: Tensor, right: Tensor, mode: int, dtype: torch.dtype) -> Tensor:
+    """mat(L) mat(R)^T of two matrices. Its two triangles may be added up in different orders."""
+    if mode == 1:
+        left, right = left.mT, right.mT
+    if left.dtype == dtype:
+        return torch.mm(left, right.mT)
+    return torch.mm(left, right.mT, out_dtype=dtype)
 
 
-def chain_(
-    tensor: Tensor, result: Tensor, factors: Sequence[Tensor], step: tuple[float, float] | None
-) -> None:
-    """result <- P = A_1 G A_2^T, or with ``step`` W <- W - lr (P + weight_decay W)."""
+def chain(tensor: Tensor, factors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+    """P = A_1 G A_2^T; a diagonal factor scales."""
     left, right = factors
     wide = tensor.to(right.dtype)
-    inner = torch.mm(wide, right.mT, out=torch.empty_like(wide))
-    if step is None:
-        torch.mm(left, inner, out=result)
-        return
-    lr, weight_decay = step
-    if weight_decay:
-        # Not as beta = 1 - lr weight_decay, which would be rounded to the float32's next to 1.
-        result.sub_(result, alpha=lr * weight_decay)
-    if lr > torch.finfo(result.dtype).tiny:
-        result.addmm_(left, inner, alpha=-lr)
-    else:  # a BLAS does not read what it multiplies by 0, but 0 NaN is NaN
-        result.sub_(torch.mm(left, inner), alpha=lr)
+    # With memory of its own: the result never has the layout of a transpose.
+    inner = wide * right if right.dim() == 1 else torch.mm(wide, right.mT)
+    if left.dim() == 1:
+        return torch.mul(left[:, None], inner, out=out)
+    return torch.mm(left, inner, out=out)

@@ -349,7 +349,8 @@ class Plan:
     diagonals: list[tuple[Kind, int, Tensor]]
     partials: dict[torch.dtype, int]  # elements of their workspace
     copied: frozenset[int]  # tensors to copy first: their modes do not merge
-    by_cublas: list[tuple[int, int, int]]  # (statistic, tensor, mode) that no launch serves
+    # (statistic, tensor, mode), and the tiles that blend what cuBLAS has multiplied
+    by_cublas: list[tuple[int, int, int, int, Tensor]]
 
 
 def plan(
@@ -370,7 +371,7 @@ def plan(
     full: dict[Kind, list[int]] = defaultdict(list)
     diagonals: dict[Kind, list[tuple[int, ...]]] = defaultdict(list)
     copied = set()
-    by_cublas: list[tuple[int, int, int]] = []
+    by_cublas: list[tuple[int, int, int, int, Tensor]] = []
     for t, layout in enumerate(tensors):
         modes = _modes_of(layout)
         if modes is None:
@@ -396,8 +397,13 @@ def plan(
             if len(stats[n].shape) == 1:
                 kind = Kind(layout.dtype, block, 1)
                 diagonals[kind] += [(n, i) for i in range(blocks(u.rows, block))]
-            elif large:
-                by_cublas.append((n, t, mode))
+            elif large and u.rows**2 <= LARGEST_INDEX:
+                whole = [
+                    (n, i, j, (i * u.rows + j) * block, u.rows, 1, 0)
+                    for i, j in lower_tiles(u.rows, block)
+                ]
+                whole_table = table(whole, torch.int32, device)
+                by_cublas.append((n, t, mode, len(whole), whole_table))
             else:
                 is_wide = aligned and stats[n].aligned and u.is_wide(layout.vector)
                 full[Kind(layout.dtype, block, layout.vector if is_wide else 1)].append(n)
@@ -579,23 +585,21 @@ def _update(
     tensors = list(tensors)
     weight = scalar_on(device, decay)
     if whitening is None:
-        second, own, scales = list[Tensor](), None, weight  # not read
-        setting = cublas.setting("gram", device, (decay,))
+        second, own, scales = tensors, None, weight  # not read
     else:
-        second, scales, setting = whitening.tensors, whitening.scales, None
+        second, scales = whitening.tensors, whitening.scales
         own = tuple(zip(whitening.modes, map(is_aligned, second), strict=True))
-    if setting is not None:
-        planned(plan, tensors, stats, rest=(device, programs, own, None))
+    setting = cublas.setting("gram", device)
     p = planned(plan, tensors, stats, rest=(device, programs, own, setting))
     keep_for_graph(device, p)
     for t in p.copied:
         tensors[t] = tensors[t].contiguous()
-    addresses = addresses_of([*tensors, *stats, *second])
+    is_whitened = whitening is not None
+    addresses = addresses_of([*tensors, *stats, *(second if is_whitened else ())])
     partials = {
         state: torch.empty(p.partials.get(state, 0), dtype=state, device=device)
         for state in {kind.state for kind, _, _ in p.tiles}
     }
-    is_whitened = whitening is not None
     for kind, count, tiles in p.tiles:
         launch(
             gram_kernel,
@@ -610,16 +614,23 @@ def _update(
             WHITENED=is_whitened,
             num_warps=warps_of(kind.block),
         )
-    for state, count, tiles in p.sums:
+
+    def blend(count: int, tiles: Tensor, sums: Tensor) -> None:
+        block = block_of(sums.dtype)
         launch(
             sum_kernel,
             count,
-            *(tiles, p.problems, addresses, partials[state], weight, scales),
-            STATE=ELEMENTS[state],
-            BLOCK=block_of(state),
+            *(tiles, p.problems, addresses, sums, weight, scales),
+            STATE=ELEMENTS[sums.dtype],
+            BLOCK=block,
             WHITENED=is_whitened,
-            num_warps=warps_of(block_of(state)),
+            num_warps=warps_of(block),
         )
+
+    for state, count, tiles in p.sums:
+        blend(count, tiles, partials[state])
+    for n, t, mode, count, tiles in p.by_cublas:
+        blend(count, tiles, cublas.gram(tensors[t], second[t], mode, stats[n].dtype))
     for kind, count, tiles in p.diagonals:
         launch(
             diagonal_kernel,
@@ -631,7 +642,3 @@ def _update(
             WHITENED=is_whitened,
             num_warps=warps_of(kind.block),
         )
-    if p.by_cublas:
-        weight_of_old = float(decay)
-        for n, t, mode in p.by_cublas:
-            cublas.gram_(stats[n], tensors[t], mode, weight_of_old)

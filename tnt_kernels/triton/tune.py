@@ -38,15 +38,20 @@ def tune(device: torch.device, out: Path | None = None, seconds: float = 50.0) -
     rows: list[dict[str, Any]] = []
     seen: set[cublas.Class] = set()
     end = time.monotonic() + seconds
-    print("       dtype     precision   size   Triton us   cuBLAS us  faster", flush=True)
-    cases = itertools.product(cublas.DTYPES, SIZES, ("ieee", "tf32"), ("gram", "chain"))
+    print("       dtype     precision   size  loads    Triton us   cuBLAS us  faster", flush=True)
+    cases = itertools.product(
+        cublas.DTYPES, SIZES, (True, False), ("ieee", "tf32"), ("gram", "chain")
+    )
     try:
-        for dtype, size, setting, operation in cases:
+        for dtype, size, wide, setting, operation in cases:
+            if not wide and dtype != torch.float32:
+                continue
             if time.monotonic() > end:
                 print(f"time is up after {seconds:.0f} s; run again, compiled kernels are kept")
                 break
             with _fp32_precision(setting):
-                one = cublas.class_of(operation, dtype, precision(device), (size, size))
+                shape = (size, size) if wide else (size + 1, size + 1)
+                one = cublas.class_of(operation, dtype, precision(device), shape)
                 if one not in seen and (row := _measured(one, dtype, device)):
                     rows.append(row)
                 seen.add(one)
@@ -69,7 +74,8 @@ def _fp32_precision(setting: str) -> Iterator[None]:
 
 def _measured(one: cublas.Class, dtype: torch.dtype, device: torch.device) -> dict[str, Any] | None:
     """A row of the table, printed; None if the class cannot be measured."""
-    label = f"{one.operation:5}  {one.dtype:8}  {one.precision:9}  {one.size:5}"
+    loads = "wide" if one.wide else "narrow"
+    label = f"{one.operation:5}  {one.dtype:8}  {one.precision:9}  {one.size:5}  {loads:6}"
     print(label, end="  ", flush=True)
     try:
         call = _call(one, dtype, device)
@@ -92,9 +98,9 @@ def _microseconds(call: Callable[[], object]) -> float:
 
 def _call(one: cublas.Class, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
     """The class's operation on random matrices: on zeros a GPU draws less power and is faster."""
-    count = max(1, ROWS // one.size)
+    count, rows = max(1, ROWS // one.size), one.size + (not one.wide)
     tensors, states = (
-        [torch.randn(one.size, one.size, device=device).to(d) for _ in range(number)]
+        [torch.randn(rows, rows, device=device).to(d) for _ in range(number)]
         for d, number in ((dtype, count), (state_dtype(dtype), 2 * count))
     )
     if one.operation == "gram":

@@ -133,13 +133,13 @@ def _number(value: float) -> Tensor:
 
 def _gram_ema(dtype: torch.dtype, shape: Shape) -> None:
     decay, tensor = _number(0.9), torch.zeros(*shape, dtype=dtype)
-    gram_ema.gram_ema_(_square(shape, dtype), [tensor], decay)
     diagonal = [torch.zeros(d, dtype=state_dtype(dtype)) for d in shape]
-    gram_ema.gram_ema_(diagonal, [tensor], decay)
     # Enough columns for split-K.
     skinny = torch.zeros(shape[0], 1 << 16, dtype=dtype)
-    stats = [*_square(shape[:1], dtype), torch.zeros(1 << 16, dtype=state_dtype(dtype))]
-    gram_ema.gram_ema_(stats, [skinny], decay, programs=128)
+    mixed = [*_square(shape[:1], dtype), torch.zeros(1 << 16, dtype=state_dtype(dtype))]
+    for given, stats in ((tensor, _square(shape, dtype)), (tensor, diagonal), (skinny, mixed)):
+        for factors in ([], stats):
+            gram_ema.gram_ema_(stats, [given], decay, factors, programs=128)
 
 
 def _mode_products(dtype: torch.dtype, shape: Shape) -> None:
