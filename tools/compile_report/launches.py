@@ -137,9 +137,10 @@ def _gram_ema(dtype: torch.dtype, shape: Shape) -> None:
     # Enough columns for split-K.
     skinny = torch.zeros(shape[0], 1 << 16, dtype=dtype)
     mixed = [*_square(shape[:1], dtype), torch.zeros(1 << 16, dtype=state_dtype(dtype))]
-    for given, stats in ((tensor, _square(shape, dtype)), (tensor, diagonal), (skinny, mixed)):
-        for factors in ([], stats):
-            gram_ema.gram_ema_(stats, [given], decay, factors, programs=128)
+    for whitens in (False, True):
+        for stats in (_square(shape, dtype), diagonal):
+            gram_ema.gram_ema_(stats, [tensor], decay, stats if whitens else [])
+        gram_ema.gram_ema_(mixed, [skinny], decay, mixed if whitens else [], programs=128)
 
 
 def _mode_products(dtype: torch.dtype, shape: Shape) -> None:
