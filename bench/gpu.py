@@ -97,7 +97,8 @@ def stages(out: Path) -> list[Stage]:
         Stage(
             "tests",
             120,
-            (*tests, "--maxfail=40", *parallel, *needs_no_gpu, "tests/gpu"),
+            # Verbose: what is not in the log of an ended stage had not ended.
+            (*tests, "-v", "--maxfail=40", *parallel, *needs_no_gpu, "tests/gpu"),
             ("pytest", "hypothesis", "numpy"),
             {"OMP_NUM_THREADS": "2"},  # of each worker's reference
         ),

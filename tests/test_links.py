@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("", "docs", "docs/api", "bench/results", "experiments/results")
+FOLDERS = ("", "docs", "docs/api", "bench/results", "bench/results/gpu", "experiments/results")
 DOCUMENTS = sorted({p for folder in FOLDERS for p in (ROOT / folder).glob("*.md")})
 
 _CODE = re.compile(r"^ *```.*?^ *```|`[^`\n]*`", re.DOTALL | re.MULTILINE)
