@@ -266,7 +266,7 @@ def diagonal_kernel(
     BLOCK: tl.constexpr,
     WHITENED: tl.constexpr,
 ):
-    """BLOCK entries of one diagonal statistic, BLOCK columns in a step.
+    """BLOCK entries of one diagonal statistic, BLOCK columns in a step; of two tensors half.
 
     Grid: one program for each BLOCK rows, which it reads once; it reads and writes the entries.
     Bound: memory.
@@ -286,21 +286,22 @@ def diagonal_kernel(
     weight = tl.load(decay).to(STATE)
 
     last = tl.where(weight != 1, columns, 0)
+    DEPTH: tl.constexpr = BLOCK // 2 if WHITENED else BLOCK  # or registers are spilled
     if rows_are_dense:
-        total = tl.zeros((BLOCK, BLOCK), STATE)
-        for start in range(0, last, BLOCK):
-            c = start + tl.arange(0, BLOCK)
+        sums = tl.zeros((DEPTH, BLOCK), STATE)
+        for start in range(0, last, DEPTH):
+            c = start + tl.arange(0, DEPTH)
             at = offsets(c, inner, inner_stride, outer_stride, 1)[:, None] + row[None, :]
             inside = (c < columns)[:, None] & (row < rows)[None, :]
             x = tl.load(source + at, mask=inside, other=0).to(STATE)
             y = tl.load(second + at, mask=inside, other=0).to(STATE) if WHITENED else x
-            total += x * y
-        gram = tl.sum(total, axis=0)
+            sums += x * y
+        gram = tl.sum(sums, axis=0)
     else:
-        total = tl.zeros((BLOCK, BLOCK), STATE)
+        total = tl.zeros((BLOCK, DEPTH), STATE)
         at_row = (row.to(tl.int64) * row_stride)[:, None]
-        for start in range(0, last, BLOCK):
-            c = start + tl.arange(0, BLOCK)
+        for start in range(0, last, DEPTH):
+            c = start + tl.arange(0, DEPTH)
             at = at_row + offsets(c, inner, inner_stride, outer_stride, 1)[None, :]
             inside = (row < rows)[:, None] & (c < columns)[None, :]
             x = tl.load(source + at, mask=inside, other=0).to(STATE)
