@@ -272,10 +272,14 @@ def test_modes_that_do_not_merge_are_copied() -> None:
 @pytest.mark.parametrize("dtype", STATE_DTYPES, ids=str)
 def test_too_many_columns_are_named(dtype: torch.dtype) -> None:
     layout = launch.contiguous(launch.Layout((2, 2**31), (), dtype, True))
-    with pytest.raises(
-        ValueError, match=rf"^tensors\[0\] must .*{LARGEST_INDEX} .*got \(2, 2147483648\)"
+    for plan in (
+        lambda: gram_ema.plan((layout,), layouts_of([(2, 2), (2**31,)]), CPU, 1),
+        lambda: gram_ema.plan_whitened((layout,), CPU),
     ):
-        gram_ema.plan((layout,), layouts_of([(2, 2), (2**31,)]), CPU, 1)
+        with pytest.raises(
+            ValueError, match=rf"^tensors\[0\] must .*{LARGEST_INDEX} .*got \(2, 2147483648\)"
+        ):
+            plan()
     factors = layouts_of([(2, 2), (2**31,)])
     with pytest.raises(
         ValueError, match=rf"^tensor 0 must .*{LARGEST_INDEX} .*got \(2, 2147483648\)"

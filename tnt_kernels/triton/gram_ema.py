@@ -378,12 +378,7 @@ def plan(
         if modes is None:
             copied.add(t)
             layout = contiguous(layout)
-            modes = _modes_of(layout)
-        if modes is None:
-            raise ValueError(
-                f"tensors[{t}] must have unfoldings of at most {LARGEST_INDEX} rows and columns, "
-                f"got {tuple(layout.shape)}"
-            )
+            modes = _checked_modes(t, layout)
         large = setting is not None and cublas.choose("gram", device, setting, layout)
         own, aligned = whitened[t] if whitened else (None, True)
         for mode, u in enumerate(modes):
@@ -428,6 +423,16 @@ def plan(
 def _modes_of(layout: Layout) -> list[Unfolding] | None:
     modes = [unfolded(layout.shape, i, layout.strides) for i in range(len(layout.shape))]
     return [unfoldings[0] for unfoldings in modes if unfoldings] if all(modes) else None
+
+
+def _checked_modes(t: int, layout: Layout) -> list[Unfolding]:
+    modes = _modes_of(layout)
+    if modes is None:
+        raise ValueError(
+            f"tensors[{t}] must have unfoldings of at most {LARGEST_INDEX} rows and columns, "
+            f"got {tuple(layout.shape)}"
+        )
+    return modes
 
 
 def _most_large(unfolding: Unfolding) -> int:
@@ -514,6 +519,8 @@ class WhitenedPlan:
 
 def plan_whitened(tensors: tuple[Layout, ...], device: torch.device) -> WhitenedPlan:
     """Plans the whitened tensors, of which each tensor has one for every mode."""
+    for t, layout in enumerate(tensors):
+        _checked_modes(t, layout)  # before any of them is written
     modes = [(t, mode) for t, layout in enumerate(tensors) for mode in range(len(layout.shape))]
     sizes = [blocks(math.prod(x.shape), VECTOR_BYTES) * VECTOR_BYTES for x in tensors]
     ones: dict[tuple[int, torch.dtype], int] = {}
