@@ -422,19 +422,18 @@ def products(
             )
         for t in p.copied:
             results[t].copy_(written[t])
-        by_cublas = [
-            cublas.chain(
-                tensors[t], factors[first : first + 2], results[t] if step is None else None
-            )
-            for t, first in p.by_cublas.items()
-        ]
-        if by_cublas and step is not None:
+        for t, first in p.by_cublas.items():
+            row = factors[first : first + 2]
+            if step is None:
+                cublas.chain(tensors[t], row, results[t])
+                continue
+            # One after the other, so that one product at a time takes memory.
             launch_over(
                 scaled_step_kernel,
-                [[results[t] for t in p.by_cublas], by_cublas],
+                [[results[t]], [cublas.chain(tensors[t], row)]],
                 (lr, weight_decay, lr),
                 programs,
-                decayed=(True,) * len(by_cublas),
+                decayed=(True,),
                 SCALED=False,
             )
 

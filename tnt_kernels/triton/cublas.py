@@ -174,7 +174,6 @@ def chain(tensor: Tensor, factors: Sequence[Tensor], out: Tensor | None = None) 
     """P = A_1 G A_2^T; a diagonal factor scales."""
     left, right = factors
     wide = tensor.to(right.dtype)
-    # With memory of its own: the result never has the layout of a transpose.
     inner = wide * right if right.dim() == 1 else torch.mm(wide, right.mT)
     if left.dim() == 1:
         return torch.mul(left[:, None], inner, out=out)
