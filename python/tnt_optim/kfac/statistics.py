@@ -85,8 +85,6 @@ def layer_sums(
     of the outputs' rows; a layer inside may have the sequence first.
     """
     dtype = state_dtype(layer.weight)
-    # One matrix at a time: a convolution's patches are larger than its input.
-    sum_g = _gram(output_rows(layer, gradient), dtype)
     rows = input_rows(layer, inputs)
     count: int | Tensor = len(rows)
     number: int | Tensor = examples
@@ -96,7 +94,8 @@ def layer_sums(
         mask = mask.reshape(-1, 1).to(rows.device)
         rows, count = rows.where(mask, 0.0), mask.sum()
         number = count
-    sum_a = _gram(rows, dtype)
+    # One layer at a time: a convolution's patches are larger than its input.
+    sum_g, sum_a = _grams([output_rows(layer, gradient), rows], dtype)
     if layer.bias is not None:
         # Σ [x 1]ᵀ [x 1] from Σ x xᵀ and Σ x: the rows, 302 MB in a layer of VGG16, are not copied.
         sum_a = F.pad(sum_a, (0, 1, 0, 1))
@@ -105,15 +104,19 @@ def layer_sums(
     return LayerSums(sum_g, sum_a, number, len(rows))
 
 
-def _gram(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Σ x xᵀ over the rows x, symmetric to the bit.
+def _grams(matrices: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Σ x xᵀ over the rows x of each matrix, symmetric to the bit.
 
     The rows are a mode too, here with a diagonal statistic. ``gram_ema_`` computes one triangle,
     ``addmm`` both.
     """
-    gram = torch.zeros(rows.shape[1], rows.shape[1], dtype=dtype, device=rows.device)
-    gram_ema_([[torch.zeros(len(rows), dtype=dtype, device=rows.device), gram]], [rows], 0.0)
-    return gram
+    stats = [
+        [torch.empty(shape, dtype=dtype, device=rows.device) for shape in ((n,), (d, d))]
+        for rows in matrices
+        for n, d in [rows.shape]
+    ]
+    gram_ema_(stats, matrices, 0.0)
+    return [gram for _, gram in stats]
 
 
 def all_finite_statistics(stats: Iterable[Sequence[Tensor]]) -> Tensor:
