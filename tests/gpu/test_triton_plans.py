@@ -367,7 +367,7 @@ def test_launches_of_norms(monkeypatch: pytest.MonkeyPatch, adam: bool) -> None:
 
 
 def test_whitened_tensors_may_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If they are too large to exist together; to the bit. The launches depend on that alone."""
+    """If they are too large to exist together; to the bit."""
     together = call("gram_ema_ whitened", [(72, 130), (9,), (65, 1, 9)], "mixed")
     started: list[str] = []
 

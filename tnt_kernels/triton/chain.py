@@ -225,9 +225,9 @@ def plan(
     factors: tuple[Layout, ...],
     device: torch.device,
     programs: int,
-    setting: str | None = None,
+    setting: str = "ieee",
 ) -> Plan:
-    """Plans the products; ``factors`` flat, contiguous; ``setting`` is that of cuBLAS."""
+    """Plans the products; ``factors`` flat, contiguous; ``setting`` is Triton's precision."""
     first_factors = list(itertools.accumulate((len(t.shape) for t in tensors), initial=0))
     problems: list[tuple[int, ...]] = []
     kinds: dict[Kind, list[int]] = defaultdict(list)
@@ -236,8 +236,7 @@ def plan(
     by_cublas = {
         t: first
         for t, (layout, first) in enumerate(zip(tensors, first_factors, strict=False))
-        if setting is not None
-        and cublas.choose("chain", device, setting, layout)
+        if cublas.choose("chain", device, setting, layout)
         and any(len(factor.shape) == 2 for factor in factors[first : first + 2])
     }
     needs = {
@@ -386,7 +385,7 @@ def products(
     """
     device = tensors[0].device
     factors = contiguous_copies(factors)
-    setting = cublas.setting("chain", device)
+    setting = precision(device)
     p = planned(plan, tensors, results, factors, rest=(device, programs, setting))
     keep_for_graph(device, p)
     read, written = list(tensors), list(results)
@@ -417,7 +416,7 @@ def products(
                 BLOCK=kind.block,
                 STEP=STEP,
                 VECTOR=kind.vector,
-                PRECISION=precision(device),
+                PRECISION=setting,
                 num_warps=warps_of(kind.block),
             )
         for t in p.copied:

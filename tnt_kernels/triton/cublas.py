@@ -126,15 +126,6 @@ def only(serves: bool) -> Iterator[None]:
         launch.forget_plans()
 
 
-def setting(operation: str, device: torch.device) -> str | None:
-    """The precision for which plans may choose cuBLAS; None if Triton serves all tensors."""
-    classes = () if _forced is False else chosen(device)
-    precision = launch.precision(device)
-    served = {(c.operation, c.precision) for c in classes}
-    is_served = (operation, precision) in served or (operation, "exact") in served
-    return precision if _forced or is_served else None
-
-
 def choose(operation: str, device: torch.device, precision: str, source: launch.Layout) -> bool:
     """Whether cuBLAS serves an operation on a tensor with a full mode."""
     if not _fits(source) or source.dtype not in DTYPES:

@@ -351,7 +351,7 @@ class Plan:
     partials: dict[torch.dtype, int]  # elements of their workspace
     copied: frozenset[int]  # tensors to copy first: their modes do not merge
     # (statistic, tensor, mode), and the tiles that blend what cuBLAS has multiplied
-    by_cublas: list[tuple[int, int, int, int, Tensor]]
+    by_cublas: list[tuple[tuple[int, int, int], int, Tensor]]
 
 
 def plan(
@@ -360,26 +360,26 @@ def plan(
     device: torch.device,
     programs: int,
     whitened: tuple[tuple[int, bool], ...] | None = None,
-    setting: str | None = None,
+    setting: str = "ieee",
 ) -> Plan:
     """Plans the launches; ``stats`` mode by mode, contiguous, a diagonal one of one dimension.
 
     Of ``whitened`` tensors each has one statistic: its mode, and whether the tensor G is aligned
-    for the widest load. ``setting`` is that of cuBLAS.
+    for the widest load. ``setting`` is Triton's precision.
     """
     unfoldings: list[Unfolding] = []  # of each statistic
     problems: list[tuple[int, ...]] = []
     full: dict[Kind, list[int]] = defaultdict(list)
     diagonals: dict[Kind, list[tuple[int, ...]]] = defaultdict(list)
     copied = set()
-    by_cublas: list[tuple[int, int, int, int, Tensor]] = []
+    by_cublas: dict[tuple[int, int, int], list[tuple[int, ...]]] = {}
     for t, layout in enumerate(tensors):
         modes = _modes_of(layout)
         if modes is None:
             copied.add(t)
             layout = contiguous(layout)
             modes = _checked_modes(t, layout)
-        large = setting is not None and cublas.choose("gram", device, setting, layout)
+        large = cublas.choose("gram", device, setting, layout)
         own, aligned = whitened[t] if whitened else (None, True)
         for mode, u in enumerate(modes):
             if own not in (None, mode):
@@ -394,12 +394,10 @@ def plan(
                 kind = Kind(layout.dtype, block, 1)
                 diagonals[kind] += [(n, i) for i in range(blocks(u.rows, block))]
             elif large and u.rows**2 <= LARGEST_INDEX:
-                whole = [
+                by_cublas[n, t, mode] = [
                     (n, i, j, (i * u.rows + j) * block, u.rows, 1, 0)
                     for i, j in lower_tiles(u.rows, block)
                 ]
-                whole_table = table(whole, torch.int32, device)
-                by_cublas.append((n, t, mode, len(whole), whole_table))
             else:
                 is_wide = aligned and stats[n].aligned and u.is_wide(layout.vector)
                 full[Kind(layout.dtype, block, layout.vector if is_wide else 1)].append(n)
@@ -416,7 +414,7 @@ def plan(
         *(tile_tables(tiles, device), tile_tables(sums, device), tile_tables(diagonals, device)),
         dict(partials),
         frozenset(copied),
-        by_cublas,
+        tile_tables(by_cublas, device),
     )
 
 
@@ -593,11 +591,11 @@ def _update(
     tensors = list(tensors)
     weight = scalar_on(device, decay)
     if whitening is None:
-        second, own, scales = tensors, None, weight  # not read
+        second, own, scales = tensors, None, weight  # the kernels do not read these scales
     else:
         second, scales = whitening.tensors, whitening.scales
         own = tuple(zip(whitening.modes, map(is_aligned, second), strict=True))
-    setting = cublas.setting("gram", device)
+    setting = precision(device)
     p = planned(plan, tensors, stats, rest=(device, programs, own, setting))
     keep_for_graph(device, p)
     for t in p.copied:
@@ -618,7 +616,7 @@ def _update(
             BLOCK=kind.block,
             STEP=STEP,
             VECTOR=kind.vector,
-            PRECISION=precision(device),
+            PRECISION=setting,
             WHITENED=is_whitened,
             num_warps=warps_of(kind.block),
         )
@@ -637,7 +635,7 @@ def _update(
 
     for state, count, tiles in p.sums:
         blend(count, tiles, partials[state])
-    for n, t, mode, count, tiles in p.by_cublas:
+    for (n, t, mode), count, tiles in p.by_cublas:
         blend(count, tiles, cublas.gram(tensors[t], second[t], mode, stats[n].dtype))
     for kind, count, tiles in p.diagonals:
         launch(
