@@ -61,7 +61,7 @@ test: $(VENV)/.packages
 	$(MAKE) quick-tests
 
 test-all: test
-	$(MAKE) slow-tests docs
+	$(MAKE) docs slow-tests
 
 quick-tests: build
 	$(PYTEST) -m "not slow"

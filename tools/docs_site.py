@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 ADDED = (
     "CHANGELOG.md",
     "CONTRIBUTING.md",
-    "bench/results/*.md",
+    "bench/results/**/*.md",
     "experiments/results/*.md",
     "experiments/results/*.png",
     "examples/*.py",
