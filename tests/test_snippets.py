@@ -85,7 +85,7 @@ def nothing_left() -> Iterator[None]:
 
 # Without a GPU, autocast and GradScaler turn themselves off; torch.compile imports old code.
 @pytest.mark.filterwarnings("ignore:.*CUDA is not available:UserWarning")
-@pytest.mark.filterwarnings("ignore:.torch.jit.:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.")
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize("piece", SHOWN, ids=[f"{name(p.page)}:{p.line}" for p in SHOWN])
 def test_snippet(piece: Piece, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

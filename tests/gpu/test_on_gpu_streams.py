@@ -157,7 +157,7 @@ def test_opcheck(variant: str) -> None:
     torch.library.opcheck(operator, flat_arguments(given.copy(DEVICE)))
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
 @pytest.mark.parametrize(
     ("variant", "backend"),
     [*((v, "aot_eager") for v in VARIANTS), pytest.param("gram_ema_", "inductor", marks=cuda_only)],

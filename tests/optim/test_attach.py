@@ -425,7 +425,7 @@ def test_model_checkpointed_as_a_whole_is_observed_once(early_stop: bool) -> Non
     assert len(calls) == (4 if early_stop else 4 + 4 + 2)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace")
 @pytest.mark.parametrize(
     "exported",
     [lambda model, x: torch.export.export(model, x, strict=False).module(), torch.jit.trace],

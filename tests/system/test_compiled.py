@@ -135,7 +135,7 @@ def test_compiled_models_train_as_others(name: str, dtype: torch.dtype | None) -
     assert_same(model, opt, twin, reference)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
 @pytest.mark.filterwarnings("ignore:likelihood 'gaussian' does not fit the training loss")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="generated code needs a C++ compiler")
 def test_models_in_generated_code_train_as_others_but_for_rounding() -> None:
@@ -242,7 +242,7 @@ def test_a_training_step_compiled_as_a_whole(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a:UserWarning")
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
 def test_a_compiled_step_of_a_fallback_follows_a_scheduler_without_recompiling() -> None:
     """After every kind of step has been taken, none is compiled again; the results are the same."""
     model = optimizers.net()
