@@ -197,17 +197,17 @@ def example_count(likelihood: str | tuple[str, ...], output: Any) -> int:
 
 
 def share_counted(likelihood: Likelihood, output: Any) -> float | Tensor:
-    """The share of rows that count, on the device; of a composite the largest of its parts."""
+    """The share of rows that count: 1.0 without a mask, else on the device.
+
+    Of a composite it is the largest of its parts.
+    """
     parts = [] if callable(likelihood) else [part for _, part in parts_of(likelihood, output)]
     masks = [part.mask for part in parts if isinstance(part, Masked) and part.mask is not None]
     # The loss refuses masks that are not bool.
     shares = [m.double().mean() for m in masks if getattr(m, "dtype", None) == torch.bool]
-    return torch.stack(shares).amax() if 0 < len(shares) == len(parts) else 1.0
-
-
-def mask_of(likelihood: Likelihood, output: Any) -> Tensor | None:
-    """Which rows count; None for all, and for an output of parts."""
-    return output.mask if isinstance(likelihood, str) and isinstance(output, Masked) else None
+    if not shares:
+        return 1.0
+    return torch.stack(shares).amax() if len(shares) == len(parts) else torch.ones_like(shares[0])
 
 
 def with_rows(likelihood: Likelihood, outputs: Iterable[Any]) -> Iterator[Any]:

@@ -88,12 +88,6 @@ def test_positions_of_a_linear_layer_are_those_of_a_convolution() -> None:
         close(a, b)
 
 
-def test_rows_that_a_mask_left_out_of_one_call_are_no_examples() -> None:
-    """Whichever call comes first in the graph."""
-    masked, whole = (LayerSums(*[torch.ones(1, 1)] * 2, n, 4) for n in (torch.tensor(2), 4))
-    assert masked.with_call(whole).examples == whole.with_call(masked).examples == 2
-
-
 def test_positions_with_labels_of_their_own_are_examples() -> None:
     model, x = Positions(nn.Linear(4, 6), pooled=False), noise(8, 7, 4)
     for a, b in zip(model.statistics(x), model.statistics(x.reshape(56, 1, 4)), strict=True):

@@ -85,7 +85,6 @@ def masked(likelihood: str) -> tuple[Tensor, Tensor]:
 def test_masked_rows_are_as_if_they_were_not_there(
     name: str, likelihood: str, fixed_draws: None
 ) -> None:
-    """For KFAC in the gradients' part: the inputs of padding are inputs."""
     model, (x, mask) = linear(), masked(likelihood)
     whole = first_statistics(name, model, lambda: Masked(model(x), mask), likelihood=likelihood)
     counted = first_statistics(name, model, lambda: model(x[mask]), likelihood=likelihood)
@@ -100,6 +99,70 @@ def test_layers_may_have_the_sequence_first(name: str, fixed_draws: None) -> Non
     plain = first_statistics(name, model, lambda: Masked(model(x), mask))
     first = lambda: Masked(model(x.transpose(0, 1)).transpose(0, 1), mask)  # noqa: E731
     close(first_statistics(name, model, first), plain)
+
+
+class Attending(nn.Module):
+    """Logits at each position, from its sequence's positions that are no padding."""
+
+    def __init__(self, sequence_first: bool) -> None:
+        super().__init__()
+        self.body, self.head, self.sequence_first = nn.Linear(3, 4), nn.Linear(4, 5), sequence_first
+        self.double()
+
+    def forward(self, x: Tensor, real: Tensor) -> Tensor:
+        """(N, T, 3) to (N, T, 5)."""
+        hidden = self.body(x.transpose(0, 1)).transpose(0, 1) if self.sequence_first else self.body(x)
+        hidden = hidden.tanh() * real.unsqueeze(2)
+        return self.head(hidden + hidden.mean(1, keepdim=True))
+
+
+def second_moment(rows: Tensor) -> Tensor:
+    """Of rows with a 1 for the bias, not divided."""
+    rows = torch.cat([rows, torch.ones_like(rows[:, :1])], 1)
+    return rows.T @ rows
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (6, 6)])
+@pytest.mark.parametrize("sequence_first", [False, True])
+@pytest.mark.parametrize("likelihood", ["categorical", ("categorical",)])
+def test_kfac_leaves_padding_out_and_counts_context(
+    shape: tuple[int, int], sequence_first: bool, likelihood: Any, fixed_draws: None
+) -> None:
+    """Positions without a label count in a layer whose outputs reach the labelled ones."""
+    model, x = Attending(sequence_first), torch.randn(*shape, 3, dtype=torch.float64)
+    real, labelled = torch.ones(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)
+    real[:, 4:], labelled[:, 1:3] = False, True
+    x[~real] = 1e3
+
+    def whole() -> object:
+        found = Masked(model(x, real), labelled)
+        return (found,) if isinstance(likelihood, tuple) else found
+
+    def rows() -> object:
+        found = model(x, real)[labelled]
+        return (found,) if isinstance(likelihood, tuple) else found
+
+    body_g, body_a, head_g, head_a = first_statistics("kfac", model, whole, likelihood=likelihood)
+    count = int(labelled.sum())
+    hidden: list[Tensor] = []
+    with model.head.register_forward_pre_hook(lambda _, args: hidden.append(args[0].detach())):
+        model(x, real)
+    close([body_a], [second_moment(x[real]) / count])
+    close([head_a], [second_moment(hidden[0][labelled]) / count])
+    # Divided by all positions, there: in truth the padding has no part in them.
+    other_g, _, other_head_g, _ = first_statistics("kfac", model, rows, likelihood=likelihood)
+    close([body_g * int(real.sum()), head_g * count], [g * real.numel() for g in (other_g, other_head_g)])
+
+
+def test_kfac_counts_all_positions_of_a_layer_without_a_gradient(fixed_draws: None) -> None:
+    """As at the start, where the next layer's weights are zero."""
+    model, x = Attending(False), torch.randn(5, 7, 3, dtype=torch.float64)
+    nn.init.zeros_(model.head.weight)
+    mask = torch.rand(5, 7) < 0.5
+    output = lambda: Masked(model(x, torch.ones_like(mask)), mask)  # noqa: E731
+    body_g, body_a, _, _ = first_statistics("kfac", model, output)
+    assert not body_g.any()
+    close([body_a], [second_moment(x.flatten(0, 1)) / int(mask.sum())])
 
 
 @tnt_and_kfac

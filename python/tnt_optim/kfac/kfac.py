@@ -85,7 +85,7 @@ class KFAC(Attachable, Optimizer):
     Grosse & Martens 2016. Each gradient g is of one example's own loss. Positions are a
     convolution's output positions, or a linear layer's input vectors; N is the number of rows of
     "categorical" logits, else output.shape[0]. Rows that ``Masked`` leaves out do not count, nor
-    the inputs of a layer that has one for each row.
+    positions that only these depend on, such as padding: those whose g is zero.
 
     If torch.distributed runs several processes, all make the same calls, each with its part of the
     batch and its own samples. The training equals that of one process that observes the same

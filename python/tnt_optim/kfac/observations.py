@@ -27,7 +27,6 @@ from tnt_optim.likelihoods import (
     Likelihood,
     example_count,
     loss_at_samples,
-    mask_of,
     share_counted,
     with_rows,
 )
@@ -178,24 +177,23 @@ class Sampling:
             return {}
         likelihood = self.likelihood
         examples = batch_size(output) if callable(likelihood) else example_count(likelihood, output)
-        share, mask = share_counted(likelihood, output), mask_of(likelihood, output)
+        share = share_counted(likelihood, output)
+        counted = (share * examples).round() if isinstance(share, Tensor) else examples
         calls = [(number, *each) for number, found in reached.items() for each in found]
         with without_autocast(loss), before_backward():
             gradients = torch.autograd.grad(
                 loss,
                 [edge for _, edge, _ in calls],
                 # Of the sum of the examples' losses: in float16 those of the mean may underflow.
-                torch.full_like(loss, examples).mul_(share),
+                torch.ones_like(loss).mul_(counted),
                 retain_graph=retain_graph,
                 allow_unused=True,
             )
             sums: dict[int, LayerSums] = {}
             for (number, _, call), gradient in zip(calls, gradients, strict=True):
                 if gradient is not None and gradient.numel():
-                    new = layer_sums(self.layers[number], call.inputs, gradient, examples, mask)
+                    new = layer_sums(self.layers[number], call.inputs, gradient, counted)
                     sums[number] = sums[number].with_call(new) if number in sums else new
-        if isinstance(share, Tensor):
-            sums = {number: each.of_share(share) for number, each in sums.items()}
         for _, _, call in calls:
             # The graph lives on through the user's backward; the input need not.
             call.inputs, call.observed = call.inputs.new_empty(0), True

@@ -40,27 +40,13 @@ class LayerSums:
         return LayerSums(*map(chosen, vars(self).values(), vars(other).values()))
 
     def with_call(self, other: "LayerSums") -> "LayerSums":
-        """With another call of the layer for the same examples, which adds positions.
-
-        If a mask left rows of one call out, its number of examples is a tensor and counts.
-        """
+        """With another call of the layer for the same examples, which adds positions."""
         return LayerSums(
             self.gradients + other.gradients,
             self.inputs + other.inputs,
-            self.examples if isinstance(self.examples, Tensor) else other.examples,
+            self.examples,
             self.positions + other.positions,
         )
-
-    def of_share(self, share: Tensor) -> "LayerSums":
-        """These sums, of a batch of which this share of the rows counts; nothing if none does.
-
-        The gradients of the other rows are 0.
-        """
-        share = share.to(self.inputs.device)
-        counts = share > 0
-        inputs = torch.where(counts, self.inputs, 0.0)
-        examples = torch.where(counts, self.examples, 0)
-        return LayerSums(self.gradients, inputs, examples, (share * self.positions).round())
 
     def if_reached(self, reached: Tensor, earlier: Sequence[Tensor]) -> "LayerSums":
         """These sums, or earlier means if ``reached`` is 0. Does not wait for the device."""
@@ -77,31 +63,30 @@ class LayerSums:
 
 @torch.no_grad()
 def layer_sums(
-    layer: Layer, inputs: Tensor, gradient: Tensor, examples: int, mask: Tensor | None = None
+    layer: Layer, inputs: Tensor, gradient: Tensor, examples: int | Tensor
 ) -> LayerSums:
     """The sums over a batch, from the gradient of the sum of its losses by the layer's output.
 
-    Inputs that do not count by ``mask`` are left out, if it has an entry for each. It has the order
-    of the outputs' rows; a layer inside may have the sequence first.
+    If ``examples`` is a tensor, the number of those that a mask lets count, positions are left out
+    whose gradient is zero: only examples that do not count depend on them.
     """
     dtype = state_dtype(layer.weight)
-    rows = input_rows(layer, inputs)
+    rows, gradients = input_rows(layer, inputs), output_rows(layer, gradient)
     count: int | Tensor = len(rows)
-    number: int | Tensor = examples
-    if mask is not None and mask.numel() == len(rows):
-        if mask.dim() == 2 and inputs.shape[:-1] == mask.shape[::-1] != mask.shape:
-            mask = mask.t()
-        mask = mask.reshape(-1, 1).to(rows.device)
-        rows, count = rows.where(mask, 0.0), mask.sum()
-        number = count
+    if isinstance(examples, Tensor):
+        examples = examples.to(rows.device)
+        reached = (gradients != 0).any(1, keepdim=True)
+        # All, if no position has a gradient, as before a layer whose weights are still zero.
+        reached = (reached | ~reached.any()) & (examples > 0)
+        rows, count = rows.where(reached, 0.0), reached.sum()
     # One layer at a time: a convolution's patches are larger than its input.
-    sum_g, sum_a = _grams([output_rows(layer, gradient), rows], dtype)
+    sum_g, sum_a = _grams([gradients, rows], dtype)
     if layer.bias is not None:
         # Σ [x 1]ᵀ [x 1] from Σ x xᵀ and Σ x: the rows, 302 MB in a layer of VGG16, are not copied.
         sum_a = F.pad(sum_a, (0, 1, 0, 1))
         sum_a[-1, :-1] = sum_a[:-1, -1] = rows.sum(0, dtype=dtype)
         sum_a[-1, -1].fill_(count)  # an assignment would wait for the device
-    return LayerSums(sum_g, sum_a, number, len(rows))
+    return LayerSums(sum_g, sum_a, examples, count)
 
 
 def _grams(matrices: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
