@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import Snapshot
 from drawn import close, noise
 from kfac_models import batch, conv_net, images, observed_statistics
@@ -166,6 +167,20 @@ def test_a_call_with_other_weights_is_refused() -> None:
     others = {name: torch.randn_like(p).requires_grad_() for name, p in model.named_parameters()}
     with pytest.raises(ValueError, match="was called with others, as by torch.func"):
         opt.observe(torch.func.functional_call(model, others, (torch.randn(5, 3),)))
+
+
+def test_a_weight_used_outside_of_its_layers_calls_is_named_once() -> None:
+    """As in an autoencoder whose decoder is the encoder's transpose."""
+    model = nn.Linear(4, 3, bias=False)
+    opt = KFAC(model, likelihood="gaussian")
+
+    def observe() -> None:
+        opt.observe(F.linear(model(torch.randn(5, 4)), model.weight.t()))
+
+    with pytest.warns(RuntimeWarning, match="weight of '' is used outside of the layer's calls"):
+        observe()
+    observe()
+    opt.observe(model(torch.randn(5, 4)) + model(torch.randn(5, 4)))
 
 
 def test_an_output_is_observed_once() -> None:

@@ -9,7 +9,7 @@ from tolerances import FLOAT64_FORMULA, SAMPLE_DEVIATIONS
 from torch import Tensor, nn
 
 from tnt_optim import KFAC
-from tnt_optim.kfac.statistics import LayerSums, packed, packed_size, unpacked
+from tnt_optim.kfac.statistics import packed, packed_size, unpacked
 
 
 def exact_gram(likelihood: str, logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ user's own backward would fire them, too.
 """
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -18,6 +19,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from tnt_optim.autograd import check_shown, graph_nodes
+from tnt_optim.failures import warn_the_caller
 from tnt_optim.kfac.layers import Layer, parameters
 
 # A node that hides a part of the model, in which nothing can be captured.
@@ -45,6 +47,7 @@ class LayerHook:
         self, layer: int, wanted: "weakref.WeakMethod[Callable[[int, bool], bool]] | None"
     ):
         self.layer = layer
+        self.warned = False  # of uses of the weight outside of the layer's calls
         self._wanted = wanted
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -94,17 +97,18 @@ def captured_calls(
     """The calls of due layers that a loss depends on, each with the edge of its output's gradient.
 
     Refused if a due layer was observed before, was used without being captured, or had its input
-    changed in place since.
+    changed in place since. Warns once of a layer whose weight is used outside of its calls, too.
     """
-    own, kinds, leaves = set(hooks), set(), set()
+    own, kinds, edges = set(hooks), set(), Counter[Node]()
     found: dict[int, list[tuple[Node, Call]]] = {}
     for node in graph_nodes(loss):
         kinds.add(node.name())
-        leaves.add(id(getattr(node, "variable", None)))
+        edges.update(following for following, _ in node.next_functions if following is not None)
         for hook, call in _metadata(node).items():
             if hook in own:
                 found.setdefault(hook.layer, []).append((node, call))
     check_shown(kinds)
+    uses = {id(node.variable): n for node, n in edges.items() if hasattr(node, "variable")}
     reached = {}
     for number in due:
         name, calls = names[number], found.get(number, [])
@@ -118,15 +122,23 @@ def captured_calls(
                 f"the input of {name!r} must not be changed in place after it: write h = h + "
                 "layer(h), not h += layer(h)"
             )
-        uses = any(id(param) in leaves for param in parameters(layers[number]))
-        if calls and not uses:
+        is_used = any(id(param) in uses for param in parameters(layers[number]))
+        if calls and not is_used:
             raise ValueError(
                 f"output must depend on the parameters of {name!r}, but the layer was called with "
                 "others, as by torch.func.functional_call"
             )
+        hook = hooks[number]
+        if uses.get(id(layers[number].weight), 0) > len(calls) > 0 and not hook.warned:
+            hook.warned = True
+            warn_the_caller(
+                f"the weight of {name!r} is used outside of the layer's calls, too, as by "
+                "F.linear(x, layer.weight.t()): KFAC's statistics of it describe the calls only "
+                "(warned once)"
+            )
         if calls:
             reached[number] = [(GradientEdge(node, call.output_nr), call) for node, call in calls]
-        elif uses:
+        elif is_used:
             reason = (
                 "was it called before (warm_start takes a generator that calls the model), after "
                 "close(), or its weight used directly?"

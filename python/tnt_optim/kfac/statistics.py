@@ -62,9 +62,7 @@ class LayerSums:
 
 
 @torch.no_grad()
-def layer_sums(
-    layer: Layer, inputs: Tensor, gradient: Tensor, examples: int | Tensor
-) -> LayerSums:
+def layer_sums(layer: Layer, inputs: Tensor, gradient: Tensor, examples: int | Tensor) -> LayerSums:
     """The sums over a batch, from the gradient of the sum of its losses by the layer's output.
 
     If ``examples`` is a tensor, the number of those that a mask lets count, positions are left out
