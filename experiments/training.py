@@ -226,15 +226,27 @@ def train_in_turn(
                 if interrupts:
                     for unfinished in trainings:
                         if unfinished.begun:  # without a file the warm start is still to come
-                            unfinished.saved.save(0.0)
+                            unfinished.save(0.0)
                     if report_every and not one.ended:
-                        where = f"{one.saved.position()}, saved in {one.saved.path}"
+                        where = f"{one.position()}, saved in {one.path}"
                         tqdm.write(f"{one.run.label:6} stopped after {where}")
                     raise KeyboardInterrupt
 
 
+@dataclass
+class Part:
+    """An unfinished epoch: its batches, the losses of the first of them, and their seconds."""
+
+    order: Tensor
+    losses: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+
+
 class _Training:
-    """One of the runs of `train_in_turn`; the arguments are its."""
+    """One of the runs of `train_in_turn`; the arguments are its.
+
+    Another process continues it bit for bit from its file, on the same device with as many threads.
+    """
 
     def __init__(
         self,
@@ -253,18 +265,15 @@ class _Training:
         self.run = run = Run(problem.name, settings, steps, problem.loss_floor)
         self.shuffle = torch.Generator().manual_seed(settings.seed)
         self.augment = torch.Generator(device).manual_seed(settings.seed)
-        generators = [self.shuffle, self.augment]
-        self.saved = Checkpoint(
-            checkpoint, problem, run, self.model, self.optimizer, generators, device
-        )
-        self.begun = self.saved.load()
+        self.path, self.written = checkpoint, time.monotonic()
+        self.part: Part | None = None  # the epoch that Ctrl-C stopped
+        self.begun = self._load()
         if self.begun and report_every:
-            tqdm.write(f"{run.label:6} continues after {self.saved.position()} of {checkpoint}")
+            tqdm.write(f"{run.label:6} continues after {self.position()} of {checkpoint}")
 
     @property
     def steps_done(self) -> int:
-        part = self.saved.part
-        return len(self.run.step_losses) + (len(part.losses) if part else 0)
+        return len(self.run.step_losses) + (len(self.part.losses) if self.part else 0)
 
     @property
     def ended(self) -> bool:
@@ -279,23 +288,23 @@ class _Training:
                 return
         number = len(self.run.epochs) + 1
         start = [p.detach().clone() for p in self.model.parameters()] if number == 1 else None
-        part = self.saved.part or Part(self.problem.order(self.settings.batch_size, self.shuffle))
+        part = self.part or Part(self.problem.order(self.settings.batch_size, self.shuffle))
         began = now(self.device)
         part.losses += self._pass(part.order.to(self.device), len(part.losses), bar, interrupts)
         part.seconds += now(self.device) - began
         if len(part.losses) < self.run.steps_per_epoch and math.isfinite(part.losses[-1]):
-            self.saved.part = part
+            self.part = part
             return
-        self.saved.part = None
+        self.part = None
         self._add_epoch(part.losses, part.seconds)
         if self.check_moved and start is not None and self.run.diverged_at_step is None:
             _check_moved(self.model, start)
         if self.report_every and (self.ended or number % self.report_every == 0):
             tqdm.write(_epoch_line(self.run))
         if self.ended:
-            self.saved.remove()
+            self._remove()
         else:
-            self.saved.save(SECONDS_BETWEEN)
+            self.save(SECONDS_BETWEEN)
 
     def _warm_start(self) -> bool:
         """Average the statistics over the data set's batches; False if they fail."""
@@ -377,73 +386,16 @@ class _Training:
         if bad:
             run.diverged_at_step = len(run.step_losses) - len(losses) + bad[0]
 
-
-@contextmanager
-def _delayed_interrupt(delay: bool) -> Iterator[list[int]]:
-    """Yield a list to which the first Ctrl-C is appended; the second one raises as usual."""
-    interrupts: list[int] = []
-    usual = signal.getsignal(signal.SIGINT)
-
-    def keep(number: int, frame: object) -> None:
-        interrupts.append(number)
-        signal.signal(signal.SIGINT, usual)
-
-    # Without a handler of Python's, such as in the background of a shell, Ctrl-C means nothing.
-    if not delay or not callable(usual):
-        yield interrupts
-        return
-    signal.signal(signal.SIGINT, keep)
-    try:
-        yield interrupts
-    finally:
-        signal.signal(signal.SIGINT, usual)
-
-
-@dataclass
-class Part:
-    """An unfinished epoch: its batches, the losses of the first of them, and their seconds."""
-
-    order: Tensor
-    losses: list[float] = field(default_factory=list)
-    seconds: float = 0.0
-
-
-@dataclass
-class Checkpoint:
-    """The file of an unfinished run, from which another process continues it bit for bit.
-
-    Args:
-        path: the file, or None for none.
-        problem: its description must be the same in the file.
-        run: the run so far; `load` restores it, the model, the optimizer and the generators.
-        model: of the run.
-        optimizer: of the run.
-        generators: all random state of the run.
-        device: where the run computes. It continues only there, and with the same threads.
-        written: when the file was last written, by the monotonic clock.
-        part: the epoch that Ctrl-C stopped.
-    """
-
-    path: Path | None
-    problem: Problem
-    run: Run
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    generators: Sequence[torch.Generator]
-    device: torch.device
-    written: float = field(default_factory=time.monotonic)
-    part: Part | None = None
-
-    def _settings(self) -> dict[str, Any]:
+    def _described(self) -> dict[str, Any]:
         return {
             **self.problem.description(),
-            **asdict(self.run.settings),
+            **asdict(self.settings),
             "device": str(self.device),
             "threads": torch.get_num_threads(),
             "flush_subnormals": flushes_subnormals(),
         }
 
-    def load(self) -> bool:
+    def _load(self) -> bool:
         """Restore the state in the file; False if there is no file.
 
         Raises:
@@ -458,7 +410,7 @@ class Checkpoint:
             raise CheckpointError(
                 f"{self.path} is no checkpoint of this experiment ({error}): delete it"
             ) from error
-        own = self._settings()
+        own = self._described()
         differing = sorted(n for n in {*settings, *own} if settings.get(n) != own.get(n))
         if differing:
             raise CheckpointError(
@@ -467,7 +419,7 @@ class Checkpoint:
             )
         self.model.load_state_dict(saved["model"])
         self.optimizer.load_state_dict(saved["optimizer"])
-        for generator, state in zip(self.generators, saved["generators"], strict=True):
+        for generator, state in zip((self.shuffle, self.augment), saved["generators"], strict=True):
             generator.set_state(state)
         done = Run.from_record(record)
         self.run.step_losses, self.run.epochs = done.step_losses, done.epochs
@@ -488,22 +440,43 @@ class Checkpoint:
         partial = self.path.with_name(self.path.name + ".part")
         torch.save(
             {
-                "settings": self._settings(),
+                "settings": self._described(),
                 "run": asdict(self.run),
                 "part": self.part and vars(self.part),
                 "model": self.model.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
-                "generators": [generator.get_state() for generator in self.generators],
+                "generators": [self.shuffle.get_state(), self.augment.get_state()],
             },
             partial,
         )
         os.replace(partial, self.path)
         self.written = time.monotonic()
 
-    def remove(self) -> None:
+    def _remove(self) -> None:
         """Delete the file at the end of the run."""
         if self.path is not None:
             self.path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _delayed_interrupt(delay: bool) -> Iterator[list[int]]:
+    """Yield a list to which the first Ctrl-C is appended; the second one raises as usual."""
+    interrupts: list[int] = []
+    usual = signal.getsignal(signal.SIGINT)
+
+    def keep(number: int, frame: object) -> None:
+        interrupts.append(number)
+        signal.signal(signal.SIGINT, usual)
+
+    # Without a handler of Python's, such as in the background of a shell, Ctrl-C means nothing.
+    if not delay or not callable(usual):
+        yield interrupts
+        return
+    signal.signal(signal.SIGINT, keep)
+    try:
+        yield interrupts
+    finally:
+        signal.signal(signal.SIGINT, usual)
 
 
 def _load_libraries(problem: Problem, settings: Settings, device: torch.device) -> None:

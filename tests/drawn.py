@@ -21,8 +21,12 @@ def noise(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64)
 
 
-def close(actual: Tensor, expected: Tensor, tolerance: float = FLOAT64_FORMULA) -> None:
-    """Equal but for rounding in float64, relative to the largest expected entry."""
+def close(actual: Any, expected: Any, tolerance: float = FLOAT64_FORMULA) -> None:
+    """Equal but for rounding in float64, relative to the largest expected entry; also of lists."""
+    if not isinstance(expected, Tensor):
+        for one, other in zip(actual, expected, strict=True):
+            close(one, other, tolerance)
+        return
     scale = float(expected.abs().max())
     torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance * scale)
 

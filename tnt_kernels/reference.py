@@ -165,8 +165,8 @@ def grafted_directions_(
         for target, direction in zip(out, directions, strict=True):
             target.copy_(direction)
         directions = list(out)
-    norms = zip(map(_norm, others), map(_norm, directions), strict=True)
-    scales = [torch.where(b == 0, torch.zeros_like(b), a / b) for a, b in norms]
+    norms = [[t.double().norm() for t in pair] for pair in zip(others, directions, strict=True)]
+    scales = [torch.where(b == 0, 0.0, a / b) for a, b in norms]
     device = momenta[0].device if momenta else None
     none = torch.zeros(0, dtype=torch.float64, device=device)
     return directions, torch.stack(scales) if scales else none
@@ -188,11 +188,6 @@ def _adam(
     first = (1 - mu) / (1 - mu**updates) * m
     direction: Tensor = first / ((v / (1 - decay**second_updates)).sqrt() + eps)
     return direction
-
-
-def _norm(tensor: Tensor) -> Tensor:
-    norm: Tensor = tensor.double().norm()
-    return norm
 
 
 def _scalar_like(tensor: Tensor, value: Number) -> Tensor:

@@ -1,7 +1,7 @@
 // The only file, with blas.cpp, that knows the BLAS and LAPACK.
 //
-// The default is OpenBLAS from the scipy-openblas32 package; setup.py and CMakeLists.txt describe
-// how to build with another one. TNT_BLAS_PREFIX is the prefix of its Fortran names.
+// The default is OpenBLAS from the scipy-openblas32 package; setup.py describes how to build with
+// another one. TNT_BLAS_PREFIX is the prefix of its Fortran names.
 // TNT_BLAS_SET_THREADS names its function that sets the number of threads, if it has one: the
 // kernels make many calls in parallel on PyTorch's threads, so each call must use one thread.
 //
@@ -80,15 +80,9 @@ char* TNT_BLAS_CONFIG();
 
 namespace tnt::blas {
 
-// The largest size or leading dimension that fits this BLAS's 32-bit integers.
+// The largest size or leading dimension that fits this BLAS's integers. They are passed with 64
+// bits; a library with 32-bit ones reads and writes only the low half, which has the same value.
 constexpr int64_t kMaxSize = std::numeric_limits<int>::max();
-
-// A size or leading dimension for Fortran, at most kMaxSize. It has 64 bits; a library with 32-bit
-// integers reads and writes only the low half, which has the same value.
-struct Int {
-  Int(int64_t size) : value(size) {}
-  int64_t value;
-};
 
 // General products.
 struct Products {
@@ -143,92 +137,87 @@ class OneThreadPerCall {
 };
 
 template <typename In, typename T>
-void fortran_gemm(char ta, char tb, Int m, Int n, Int k, T alpha, const In* a, Int lda, const In* b,
-                  Int ldb, T beta, T* c, Int ldc) {
-  const bool own = !std::is_same_v<In, BFloat16> &&
-                   m.value * n.value <= kUnpackedProduct / std::max<int64_t>(k.value, 1);
+void fortran_gemm(char ta, char tb, int64_t m, int64_t n, int64_t k, T alpha, const In* a,
+                  int64_t lda, const In* b, int64_t ldb, T beta, T* c, int64_t ldc) {
+  const bool own =
+      !std::is_same_v<In, BFloat16> && m * n <= kUnpackedProduct / std::max<int64_t>(k, 1);
   const Products& from = own ? own_products : products;
   const OneThreadPerCall one(from);
   const auto gemm =
       std::get<Gemm<In, T>*>(std::tuple(from.of_floats, from.of_doubles, from.of_bfloat16s));
-  gemm(&ta, &tb, &m.value, &n.value, &k.value, &alpha, a, &lda.value, b, &ldb.value, &beta, c,
-       &ldc.value);
+  gemm(&ta, &tb, &m, &n, &k, &alpha, a, &lda, b, &ldb, &beta, c, &ldc);
 }
 
 // Overloads for float and double.
-#define TNT_DEFINE(T, p)                                                                         \
-  inline void fortran_syrk(char uplo, char trans, Int n, Int k, T alpha, const T* a, Int lda,    \
-                           T beta, T* c, Int ldc) {                                              \
-    TNT_FORTRAN(p##syrk)(&uplo, &trans, &n.value, &k.value, &alpha, a, &lda.value, &beta, c,     \
-                         &ldc.value);                                                            \
-  }                                                                                              \
-  inline void fortran_trmm(char side, char uplo, char trans, Int m, Int n, T alpha, const T* a,  \
-                           Int lda, T* b, Int ldb) {                                             \
-    const char diag = 'N';                                                                       \
-    TNT_FORTRAN(p##trmm)(&side, &uplo, &trans, &diag, &m.value, &n.value, &alpha, a, &lda.value, \
-                         b, &ldb.value);                                                         \
-  }                                                                                              \
-  inline void fortran_trsm(char side, char uplo, char trans, Int m, Int n, T alpha, const T* a,  \
-                           Int lda, T* b, Int ldb) {                                             \
-    const char diag = 'N';                                                                       \
-    TNT_FORTRAN(p##trsm)(&side, &uplo, &trans, &diag, &m.value, &n.value, &alpha, a, &lda.value, \
-                         b, &ldb.value);                                                         \
-  }                                                                                              \
-  inline void fortran_symv(char uplo, Int n, T alpha, const T* a, Int lda, const T* x, T beta,   \
-                           T* y) {                                                               \
-    const int64_t one = 1;                                                                       \
-    TNT_FORTRAN(p##symv)(&uplo, &n.value, &alpha, a, &lda.value, x, &one, &beta, y, &one);       \
-  }                                                                                              \
-  inline int64_t fortran_potrf(char uplo, Int n, T* a, Int lda) {                                \
-    int64_t info = 0;                                                                            \
-    TNT_FORTRAN(p##potrf)(&uplo, &n.value, a, &lda.value, &info);                                \
-    return info;                                                                                 \
-  }                                                                                              \
-  inline int64_t fortran_trtri(char uplo, Int n, T* a, Int lda) {                                \
-    const char diag = 'N';                                                                       \
-    int64_t info = 0;                                                                            \
-    TNT_FORTRAN(p##trtri)(&uplo, &diag, &n.value, a, &lda.value, &info);                         \
-    return info;                                                                                 \
-  }                                                                                              \
-  inline int64_t fortran_lauum(char uplo, Int n, T* a, Int lda) {                                \
-    int64_t info = 0;                                                                            \
-    TNT_FORTRAN(p##lauum)(&uplo, &n.value, a, &lda.value, &info);                                \
-    return info;                                                                                 \
-  }                                                                                              \
-  inline void fortran_sytrd(char uplo, Int n, T* a, Int lda, T* d, T* e, T* tau, T* work,        \
-                            Int size) {                                                          \
-    int64_t info = 0;                                                                            \
-    TNT_FORTRAN(p##sytrd)(&uplo, &n.value, a, &lda.value, d, e, tau, work, &size.value, &info);  \
-  }                                                                                              \
-  inline void fortran_ormtr(char uplo, Int m, Int n, const T* a, Int lda, const T* tau, T* c,    \
-                            Int ldc, T* work, Int size) {                                        \
-    const char side = 'L', trans = 'N';                                                          \
-    int64_t info = 0;                                                                            \
-    TNT_FORTRAN(p##ormtr)(&side, &uplo, &trans, &m.value, &n.value, a, &lda.value, tau, c,       \
-                          &ldc.value, work, &size.value, &info);                                 \
+#define TNT_DEFINE(T, p)                                                                          \
+  inline void fortran_syrk(char uplo, char trans, int64_t n, int64_t k, T alpha, const T* a,      \
+                           int64_t lda, T beta, T* c, int64_t ldc) {                              \
+    TNT_FORTRAN(p##syrk)(&uplo, &trans, &n, &k, &alpha, a, &lda, &beta, c, &ldc);                 \
+  }                                                                                               \
+  inline void fortran_trmm(char side, char uplo, char trans, int64_t m, int64_t n, T alpha,       \
+                           const T* a, int64_t lda, T* b, int64_t ldb) {                          \
+    const char diag = 'N';                                                                        \
+    TNT_FORTRAN(p##trmm)(&side, &uplo, &trans, &diag, &m, &n, &alpha, a, &lda, b, &ldb);          \
+  }                                                                                               \
+  inline void fortran_trsm(char side, char uplo, char trans, int64_t m, int64_t n, T alpha,       \
+                           const T* a, int64_t lda, T* b, int64_t ldb) {                          \
+    const char diag = 'N';                                                                        \
+    TNT_FORTRAN(p##trsm)(&side, &uplo, &trans, &diag, &m, &n, &alpha, a, &lda, b, &ldb);          \
+  }                                                                                               \
+  inline void fortran_symv(char uplo, int64_t n, T alpha, const T* a, int64_t lda, const T* x,    \
+                           T beta, T* y) {                                                        \
+    const int64_t one = 1;                                                                        \
+    TNT_FORTRAN(p##symv)(&uplo, &n, &alpha, a, &lda, x, &one, &beta, y, &one);                    \
+  }                                                                                               \
+  inline int64_t fortran_potrf(char uplo, int64_t n, T* a, int64_t lda) {                         \
+    int64_t info = 0;                                                                             \
+    TNT_FORTRAN(p##potrf)(&uplo, &n, a, &lda, &info);                                             \
+    return info;                                                                                  \
+  }                                                                                               \
+  inline int64_t fortran_trtri(char uplo, int64_t n, T* a, int64_t lda) {                         \
+    const char diag = 'N';                                                                        \
+    int64_t info = 0;                                                                             \
+    TNT_FORTRAN(p##trtri)(&uplo, &diag, &n, a, &lda, &info);                                      \
+    return info;                                                                                  \
+  }                                                                                               \
+  inline int64_t fortran_lauum(char uplo, int64_t n, T* a, int64_t lda) {                         \
+    int64_t info = 0;                                                                             \
+    TNT_FORTRAN(p##lauum)(&uplo, &n, a, &lda, &info);                                             \
+    return info;                                                                                  \
+  }                                                                                               \
+  inline void fortran_sytrd(char uplo, int64_t n, T* a, int64_t lda, T* d, T* e, T* tau, T* work, \
+                            int64_t size) {                                                       \
+    int64_t info = 0;                                                                             \
+    TNT_FORTRAN(p##sytrd)(&uplo, &n, a, &lda, d, e, tau, work, &size, &info);                     \
+  }                                                                                               \
+  inline void fortran_ormtr(char uplo, int64_t m, int64_t n, const T* a, int64_t lda,             \
+                            const T* tau, T* c, int64_t ldc, T* work, int64_t size) {             \
+    const char side = 'L', trans = 'N';                                                           \
+    int64_t info = 0;                                                                             \
+    TNT_FORTRAN(p##ormtr)(&side, &uplo, &trans, &m, &n, a, &lda, tau, c, &ldc, work, &size,       \
+                          &info);                                                                 \
   }
 
 TNT_DEFINE(float, s)
 TNT_DEFINE(double, d)
 
-inline void fortran_latrd(char uplo, Int n, Int columns, double* a, Int lda, double* e, double* tau,
-                          double* w, Int ldw) {
-  TNT_FORTRAN(dlatrd)(&uplo, &n.value, &columns.value, a, &lda.value, e, tau, w, &ldw.value);
+inline void fortran_latrd(char uplo, int64_t n, int64_t columns, double* a, int64_t lda, double* e,
+                          double* tau, double* w, int64_t ldw) {
+  TNT_FORTRAN(dlatrd)(&uplo, &n, &columns, a, &lda, e, tau, w, &ldw);
 }
 
-inline void fortran_syr2k(char uplo, Int n, Int k, double alpha, const double* a, Int lda,
-                          const double* b, Int ldb, double beta, double* c, Int ldc) {
+inline void fortran_syr2k(char uplo, int64_t n, int64_t k, double alpha, const double* a,
+                          int64_t lda, const double* b, int64_t ldb, double beta, double* c,
+                          int64_t ldc) {
   const char trans = 'N';
-  TNT_FORTRAN(dsyr2k)(&uplo, &trans, &n.value, &k.value, &alpha, a, &lda.value, b, &ldb.value,
-                      &beta, c, &ldc.value);
+  TNT_FORTRAN(dsyr2k)(&uplo, &trans, &n, &k, &alpha, a, &lda, b, &ldb, &beta, c, &ldc);
 }
 
-inline int64_t fortran_stedc(Int n, double* d, double* e, double* z, Int ldz, double* work,
-                             Int size, int64_t* integers, Int count) {
+inline int64_t fortran_stedc(int64_t n, double* d, double* e, double* z, int64_t ldz, double* work,
+                             int64_t size, int64_t* integers, int64_t count) {
   const char start = 'I';
   int64_t info = 0;
-  TNT_FORTRAN(dstedc)(&start, &n.value, d, e, z, &ldz.value, work, &size.value, integers,
-                      &count.value, &info);
+  TNT_FORTRAN(dstedc)(&start, &n, d, e, z, &ldz, work, &size, integers, &count, &info);
   return info;
 }
 

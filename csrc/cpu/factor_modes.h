@@ -30,6 +30,8 @@ struct FactorMode {
 struct TensorModes {
   std::vector<FactorMode> modes;
   Element element;
+
+  int64_t bytes_each() const { return element == Element::kDouble ? 8 : 4; }  // of a number
 };
 
 template <typename T>
@@ -49,27 +51,6 @@ bool all_finite(const T* values, int64_t count) {
   for (int64_t i = 0; i < count; ++i) seen |= (bits_of(values[i]) & kExponent) + kUnit;
   return (seen & kSign) == 0;
 }
-
-// A factor's old values.
-class SavedFactor {
- public:
-  template <typename T>
-  void save(const FactorMode& mode) {
-    memory_ = std::make_unique_for_overwrite<char[]>(static_cast<size_t>(mode.count()) * sizeof(T));
-    std::copy_n(static_cast<const T*>(mode.out), mode.count(), reinterpret_cast<T*>(memory_.get()));
-  }
-
-  template <typename T>
-  void restore(const FactorMode& mode) const {
-    std::copy_n(reinterpret_cast<const T*>(memory_.get()), mode.count(), static_cast<T*>(mode.out));
-  }
-
-  void forget() { memory_.reset(); }
-  bool exists() const { return memory_ != nullptr; }
-
- private:
-  std::unique_ptr<char[]> memory_;
-};
 
 // The lower triangle of a square matrix <- its upper triangle.
 template <typename T>
@@ -92,7 +73,7 @@ template <typename Make>
 void make_factors(const std::vector<TensorModes>& tensors, double flops_per_cube, const Make& make,
                   int32_t* info) {
   struct Pending {
-    std::vector<SavedFactor> saved;
+    std::vector<std::vector<char>> saved;  // the factors' old values, once their tasks began
     std::atomic<int64_t> missing;
     std::atomic<int32_t> first_bad;
   };
@@ -126,21 +107,17 @@ void make_factors(const std::vector<TensorModes>& tensors, double flops_per_cube
   });
 
   const auto restore = [&](int64_t t) {
-    const TensorModes& tensor = tensors[static_cast<size_t>(t)];
-    for (size_t i = 0; i < tensor.modes.size(); ++i) {
-      const SavedFactor& saved = pending[t].saved[i];
-      with_state(tensor.element, [&](auto zero) {
-        if (saved.exists()) saved.template restore<decltype(zero)>(tensor.modes[i]);
-      });
+    for (size_t i = 0; i < pending[t].saved.size(); ++i) {
+      void* out = tensors[static_cast<size_t>(t)].modes[i].out;
+      std::ranges::copy(pending[t].saved[i], static_cast<char*>(out));
     }
   };
   const auto run = [&](const Task& task, Scratch& scratch) {
     const TensorModes& tensor = tensors[static_cast<size_t>(task.tensor)];
     Pending& state = pending[task.tensor];
-    with_state(tensor.element, [&](auto zero) {
-      const auto mode = static_cast<size_t>(task.mode);
-      state.saved[mode].template save<decltype(zero)>(tensor.modes[mode]);
-    });
+    const auto mode = static_cast<size_t>(task.mode);
+    const auto* old = static_cast<const char*>(tensor.modes[mode].out);
+    state.saved[mode].assign(old, old + tensor.modes[mode].count() * tensor.bytes_each());
     if (!make(task.tensor, task.mode, scratch)) {
       const auto code = static_cast<int32_t>(task.mode) + 1;
       int32_t seen = state.first_bad;
@@ -151,13 +128,12 @@ void make_factors(const std::vector<TensorModes>& tensors, double flops_per_cube
     const bool good = state.first_bad > static_cast<int32_t>(tensor.modes.size());
     info[task.tensor] = good ? 0 : state.first_bad.load();
     if (!good) restore(task.tensor);
-    for (size_t i = 0; i < tensor.modes.size(); ++i) {
-      const FactorMode& mode = tensor.modes[i];
+    for (const FactorMode& one : tensor.modes) {
       with_state(tensor.element, [&](auto zero) {
-        if (good && !mode.diagonal) mirror_upper(static_cast<decltype(zero)*>(mode.out), mode.d);
+        if (good && !one.diagonal) mirror_upper(static_cast<decltype(zero)*>(one.out), one.d);
       });
-      state.saved[i].forget();
     }
+    state.saved.clear();
   };
 
   std::vector<double> flops;

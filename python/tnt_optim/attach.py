@@ -6,7 +6,7 @@ A forward hook on the model passes the forward's result to the optimizer's ``obs
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -77,11 +77,7 @@ class Attachable:
     @property
     def observing(self) -> bool:
         """Whether ``observe`` would use an output now, because statistics are due."""
-        return not self._own._warming and bool(self._wanted())
-
-    def _wanted(self) -> Sequence[Any]:
-        """What an output would be observed for now."""
-        raise NotImplementedError
+        return not self._own._warming and bool(self._own._wanted())
 
     def attach(self, model: nn.Module, output: Callable[..., Any] | None = None) -> RemovableHandle:
         """Observes every output of ``model`` from now on, for trainers that own the training loop.

@@ -265,14 +265,8 @@ class KroneckerOptimizer(Optimizer):
         plain = set(unreached)
         if others := [tuple(p.shape) for p in plain.difference(self._params())]:
             raise ValueError(f"unreached must be parameters of this optimizer, got {others[0]}")
-        processes = self._distribution()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.requires_grad and not self._has_state(param):
-                    has_none = param in plain or is_plain(param, group)
-                    new = plain_state if has_none else new_state
-                    self.state[param] = new(param, group, processes.kept(param))
-                    self._set_counts(self.state[param], param)
+        trainable = [p for p in self._params() if p.requires_grad]
+        self._adopt(self._new_states(trainable, plain, self._distribution()))
 
     def memory_estimate(self) -> dict[str, Any]:
         """Returns the bytes of the optimizer's state in this process, before training.
@@ -513,7 +507,7 @@ class KroneckerOptimizer(Optimizer):
         first = {p: g for p, g in observed.items() if p not in earlier}
         self._adopt(self._first_states(first, processes))
         self._accumulated.update(first)
-        self._adopt(self._plain_states(ready, processes))
+        self._adopt(self._new_states(ready, set(ready), processes))
         self._warn_of_unreached(ready)
         observed = {p: g for p, g in observed.items() if p not in first}
         refreshed = observed.keys() | self._accumulated
@@ -683,7 +677,6 @@ class KroneckerOptimizer(Optimizer):
         for group, params in batches:
             for p in params:
                 states[p] = new_state(p, group, processes.kept(p), stats=stats[p])
-                self._set_counts(states[p], p)
         reports = refresh_factors(batches, states, processes, as_they_are, self._factors)
         for (group, params), report in zip(batches, reports, strict=True):
             for p, code in zip(params, report.codes.tolist(), strict=True):
@@ -692,14 +685,16 @@ class KroneckerOptimizer(Optimizer):
                     raise self._failures.first_inverse(code, name, group["damping"])
         return states
 
-    def _plain_states(self, params: Iterable[Tensor], processes: Local) -> dict[Tensor, State]:
-        """States without statistics, of parameters that have no state."""
-        states: dict[Tensor, State] = {}
-        for group, new in self._batches({p for p in params if not self._has_state(p)}):
-            for param in new:
-                states[param] = plain_state(param, group, processes.kept(param))
-                self._set_counts(states[param], param)
-        return states
+    def _new_states(
+        self, params: Iterable[Tensor], plain: Container[Tensor], processes: Local
+    ) -> dict[Tensor, State]:
+        """States of parameters that have none: without statistics of those in ``plain``."""
+        return {
+            p: (plain_state if p in plain or is_plain(p, group) else new_state)(p, group, kept)
+            for group, new in self._batches({p for p in params if not self._has_state(p)})
+            for p in new
+            for kept in [processes.kept(p)]
+        }
 
     def _warn_of_unreached(self, params: Iterable[Tensor]) -> None:
         asked = self._observed.asked
@@ -721,6 +716,7 @@ class KroneckerOptimizer(Optimizer):
         """Takes new states; moments and master copies of earlier ones survive."""
         for param, state in fresh.items():
             earlier = self.state.get(param, {})
+            self._set_counts(state, param)
             for name in earlier.keys() & state.keys() & set(SURVIVES):
                 old = earlier[name]  # the modes may differ
                 state[name] = old if name in COUNTS else old.reshape(state[name].shape)

@@ -214,17 +214,9 @@ def are_sharded(groups: Iterable[Mapping[str, Any]]) -> bool:
     return first is not None and is_sharded(first)
 
 
-def by_device(params: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Splits parameters by device."""
-    lists: dict[torch.device, list[Tensor]] = {}
+def by_device(params: Iterable[Tensor], *, by_dtype: bool = False) -> list[list[Tensor]]:
+    """Splits parameters by device, and ``by_dtype`` also by the dtype of their state."""
+    lists: dict[Any, list[Tensor]] = {}
     for param in params:
-        lists.setdefault(param.device, []).append(param)
-    return list(lists.values())
-
-
-def by_kind(params: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Splits parameters by device and by the dtype of their state."""
-    lists: dict[tuple[Any, ...], list[Tensor]] = {}
-    for param in params:
-        lists.setdefault((param.device, state_dtype(param)), []).append(param)
+        lists.setdefault((param.device, by_dtype and state_dtype(param)), []).append(param)
     return list(lists.values())

@@ -60,15 +60,6 @@ class Empirical:
         """The parameters among ``due`` for which an output would be observed now."""
         return []
 
-    def observe(
-        self,
-        optimizer: Any,
-        output: Any,
-        wanted: list[Tensor],
-        processes: Local,
-    ) -> None:
-        """Accumulates the gradients of an output; not called while none are wanted."""
-
     def gradients(
         self,
         processes: Local,
@@ -141,13 +132,7 @@ class Sampled(Empirical):
         """See ``Empirical.wanted``."""
         return [p for p in due if p.requires_grad]
 
-    def observe(
-        self,
-        optimizer: Any,
-        output: Any,
-        wanted: list[Tensor],
-        processes: Local,
-    ) -> None:
+    def observe(self, optimizer: Any, output: Any, wanted: list[Tensor], processes: Local) -> None:
         """Samples labels at an output and accumulates the gradients of their loss.
 
         The optimizer has the settings ``likelihood``, ``seed`` and ``sample_scale``.

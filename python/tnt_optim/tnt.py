@@ -136,7 +136,7 @@ class TNT(Attachable, KroneckerOptimizer):
                 ``static_graph=True``, or its model was compiled with donated buffers.
         """
         wanted = self._wanted()
-        if wanted:
+        if wanted and isinstance(self._observed, Sampled):
             self._observed.observe(self, output, wanted, self._distribution())
 
     def _wanted(self) -> list[Tensor]:

@@ -177,14 +177,12 @@ def test_accumulated_gradients_are_kept_and_the_first_micro_batch_is_observed(
     grads = [p.grad.clone() for p in list(net.parameters())[:6] if p.grad is not None]
     opt.step()
     for rank in ranks:
-        for got, wanted in zip(rank["grads"], grads, strict=True):
-            close(got, wanted)
+        close(rank["grads"], grads)
     for number, param in enumerate(list(net.parameters())[:6]):
         held = [rank["stats"][number] for rank in ranks if rank["stats"][number]]
         assert len(held) == 1 + hybrid
         for stats in held:
-            for got, wanted in zip(stats, opt.state[param]["stats"], strict=True):
-                close(got, wanted)
+            close(stats, opt.state[param]["stats"])
 
 
 # How the gradients of a micro-batch wait for those of the next: the settings of FSDP, whether
@@ -327,8 +325,7 @@ def test_a_checkpoint_goes_on_to_the_bit_and_in_other_numbers_of_processes(tmp_p
     for end in run_in(2, loaded, str(tmp_path)):
         assert equal(end, wanted)
     for end in run_in(4, loaded, str(tmp_path)):
-        for a, b in zip(end, wanted, strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
+        torch.testing.assert_close(end, wanted, rtol=0, atol=1e-11)
 
 
 def consolidated(rank: int, processes: int, hybrid: bool) -> dict[str, Any]:

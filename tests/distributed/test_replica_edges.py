@@ -425,8 +425,7 @@ def test_a_warm_start_leaves_padding_out_in_all_processes() -> None:
         owners = [stats for stats in run_in(2, warm_started, how) if stats]
         assert len(owners) == (1 if how == "sharded" else 2)
         for stats in owners:
-            for own, other in zip(stats, wanted, strict=True):
-                close(own, other)
+            close(stats, wanted)
 
 
 def parted(rank: int, processes: int) -> list[str]:

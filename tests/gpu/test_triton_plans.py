@@ -394,8 +394,7 @@ def test_scales_do_not_depend_on_the_list(variant: str) -> None:
     results = together(triton_operators)
     agree(results, alone.double()(reference), together)
     for t in range(3):
-        for a, b in zip(row(results, t), row(alone.only(t)(triton_operators), 0), strict=True):
-            identical(a, b)
+        identical(row(results, t), row(alone.only(t)(triton_operators), 0))
 
 
 def test_small_wide_work_joins_the_narrow() -> None:

@@ -31,8 +31,7 @@ def compare(model: nn.Module, output: Callable[[], Tensor], like: Callable[[], T
     """The statistics of one output are those of another, but for rounding."""
     labels = torch.randint(5, (8,))
     expected = observed_statistics(model, like, labels)
-    for a, b in zip(expected, observed_statistics(model, output, labels), strict=True):
-        close(b, a)
+    close(observed_statistics(model, output, labels), expected)
 
 
 class Positions(nn.Module):
@@ -62,8 +61,7 @@ def test_changes_in_place_after_a_layer_change_nothing(kind: str) -> None:
     for inplace in (False, True):
         model = conv_net(inplace=inplace) if kind == "conv" else Positions(inplace)
         found.append(observed_statistics(model, lambda model=model: model(x), labels))
-    for a, b in zip(*found, strict=True):
-        close(b, a)
+    close(*found)
 
 
 def test_hooks_that_replace_an_output_are_not_the_layer() -> None:
@@ -71,8 +69,7 @@ def test_hooks_that_replace_an_output_are_not_the_layer() -> None:
     x, labels, model = images(), torch.randint(5, (8,)), conv_net()
     expected = observed_statistics(model, lambda: 2 * model(x), labels)
     model[-1].register_forward_hook(lambda module, args, output: 2 * output)
-    for a, b in zip(expected, observed_statistics(model, lambda: model(x), labels), strict=True):
-        close(b, a)
+    close(observed_statistics(model, lambda: model(x), labels), expected)
 
 
 def test_calls_of_one_layer_are_positions() -> None:

@@ -84,14 +84,12 @@ def test_positions_of_a_linear_layer_are_those_of_a_convolution() -> None:
     convolution.weight.data = linear.weight.data[:, :, None].clone()
     convolution.bias.data = linear.bias.data.clone()
     pair = [Positions(body, pooled=True).statistics(x) for body in (linear, convolution)]
-    for a, b in zip(*pair, strict=True):
-        close(a, b)
+    close(*pair)
 
 
 def test_positions_with_labels_of_their_own_are_examples() -> None:
     model, x = Positions(nn.Linear(4, 6), pooled=False), noise(8, 7, 4)
-    for a, b in zip(model.statistics(x), model.statistics(x.reshape(56, 1, 4)), strict=True):
-        close(a, b)
+    close(model.statistics(x), model.statistics(x.reshape(56, 1, 4)))
 
 
 # ------------------------------------------------------------------ triangles

@@ -18,6 +18,7 @@ from optimizers import (
     METHODS,
     NO_FAILURES,
     Dictated,
+    ValueHead,
     batch,
     conv_net,
     every,
@@ -556,22 +557,10 @@ def test_hooks_may_adapt_a_state_to_another_order(name: str, dtype: torch.dtype)
     assert len(seen) == (4 if name == "kfac" else 8)
 
 
-class TwoHeads(nn.Module):
-    """The loss depends on both heads, the observed output on one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.policy, self.value = nn.Linear(4, 4), nn.Linear(4, 3), nn.Linear(4, 1)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = self.body(x).tanh()
-        return self.policy(hidden), self.value(hidden)
-
-
 @pytest.mark.filterwarnings("ignore:the observed output does not depend:RuntimeWarning")
 def test_a_state_without_a_group_that_was_removed() -> None:
     """Of its parameters the observed output had missed one, and another observation is pending."""
-    model = TwoHeads()
+    model = ValueHead()
     rest = [*model.body.parameters(), *model.policy.parameters()]
     opt = TNT([{"params": rest}, {"params": model.value.parameters()}])
     for _ in range(2):
@@ -580,7 +569,7 @@ def test_a_state_without_a_group_that_was_removed() -> None:
         loss = nn.functional.cross_entropy(policy, torch.zeros(8, dtype=torch.int64))
         (loss + value.square().mean()).backward()
         opt.step()
-    opt.observe(sum(model(torch.randn(8, 4))))
+    opt.observe(torch.cat(model(torch.randn(8, 4)), 1))
     for param in opt.param_groups.pop()["params"]:
         opt.state.pop(param, None)
     saved = opt.state_dict()

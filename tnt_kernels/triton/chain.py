@@ -30,7 +30,6 @@ from tnt_kernels.triton.launch import (
     block_of,
     contiguous,
     contiguous_copies,
-    keep_for_graph,
     launch,
     planned,
     precision,
@@ -387,7 +386,6 @@ def products(
     factors = contiguous_copies(factors)
     setting = precision(device)
     p = planned(plan, tensors, results, factors, rest=(device, programs, setting))
-    keep_for_graph(device, p)
     read, written = list(tensors), list(results)
     for t in p.copied:  # copies: a contiguous tensor itself may not be aligned, as the plan says
         read[t], written[t] = (
@@ -407,8 +405,7 @@ def products(
         for kind, count, tiles in p.launches:
             launch(
                 product_kernel,
-                count,
-                *(tiles, p.problems, addresses, scratch, lr, weight_decay),
+                *(count, tiles, p.problems, addresses, scratch, lr, weight_decay),
                 ELEMENT=ELEMENTS[kind.element],
                 STATE=ELEMENTS[kind.state],
                 RESULT=ELEMENTS[kind.result],

@@ -45,7 +45,6 @@ from tnt_kernels.triton.launch import (
     block_of,
     contiguous_copies,
     has_tensor_cores,
-    keep_for_graph,
     launch,
     planned,
     programs_at_once,
@@ -527,7 +526,6 @@ def damped_inverse(
     device = stats[0].device
     stats = contiguous_copies(stats)
     p = planned(plan, stats, rest=(tuple(orders), device, programs or programs_at_once(device)))
-    keep_for_graph(device, p)
     addresses, eps = addresses_of([*stats, *out]), scalar_on(device, damping)
     info = torch.empty(len(orders), dtype=torch.int32, device=device)
     scratch = torch.empty(p.scratch, dtype=torch.uint8, device=device)
@@ -555,26 +553,15 @@ def _run(
     product = {**tile, "PRECISION": precision, "num_stages": STAGES if single else 1}
     step = 32 if single else 16
 
-    def start(
-        kernel: "triton.JITFunction", work: Work, *given: object, **constants: object
-    ) -> None:
-        launch(kernel, work.programs, work.rows, wave.modes, *given, **constants)
-
-    scaled = addresses, numbers
-    start(rescale_kernel, wave.tensors, *scaled, damping, **span, RELATIVE=relative)
-    start(diagonal_kernel, wave.spans, *scaled, failed, info, **span, CHECK=True)
+    scaled = wave.modes, addresses, numbers
+    launch(rescale_kernel, *wave.tensors, *scaled, damping, **span, RELATIVE=relative)
+    launch(diagonal_kernel, *wave.spans, *scaled, failed, info, **span, CHECK=True)
     # Its float64 numbers want twice the registers.
-    start(begin_kernel, wave.rows, *scaled, tiles, failed, **tile | {"num_warps": 2 * WARPS})
+    launch(begin_kernel, *wave.rows, *scaled, tiles, failed, **tile | {"num_warps": 2 * WARPS})
     for k, (panel, update) in enumerate(zip(wave.panels, wave.updates, strict=True)):
-        start(panel_kernel, panel, *scaled, tiles, failed, k, **product)
-        start(update_kernel, update, tiles, k, **product, STEP=step)
-    start(check_kernel, wave.columns, numbers, tiles, failed, **tile)
-    launch(
-        judge_kernel,
-        wave.tensors.programs,
-        *(wave.tensors.rows, failed, info),
-        STRIDE=1,
-        num_warps=1,
-    )
-    start(product_kernel, wave.products, *scaled, tiles, info, **product, STEP=step)
-    start(diagonal_kernel, wave.spans, *scaled, failed, info, **span, CHECK=False)
+        launch(panel_kernel, *panel, *scaled, tiles, failed, k, **product)
+        launch(update_kernel, *update, wave.modes, tiles, k, **product, STEP=step)
+    launch(check_kernel, *wave.columns, wave.modes, numbers, tiles, failed, **tile)
+    launch(judge_kernel, *wave.tensors, failed, info, STRIDE=1, num_warps=1)
+    launch(product_kernel, *wave.products, *scaled, tiles, info, **product, STEP=step)
+    launch(diagonal_kernel, *wave.spans, *scaled, failed, info, **span, CHECK=False)

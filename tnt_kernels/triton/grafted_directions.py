@@ -89,8 +89,7 @@ def grafted_directions_(
     scales = torch.empty(len(momenta), dtype=torch.float64, device=device)
     launch(
         scale_kernel,
-        len(momenta),
-        *(scales, *wanted, *squares, mu, table, second_decay),
+        *(len(momenta), scales, *wanted, *squares, mu, table, second_decay),
         ADAM=adam,
         BLOCK=BLOCK,
         num_warps=WARPS,

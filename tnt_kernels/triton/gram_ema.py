@@ -13,7 +13,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -33,7 +33,6 @@ from tnt_kernels.triton.launch import (
     contiguous,
     contiguous_copies,
     is_aligned,
-    keep_for_graph,
     launch,
     planned,
     precision,
@@ -359,7 +358,7 @@ def plan(
     stats: tuple[Layout, ...],
     device: torch.device,
     programs: int,
-    whitened: tuple[tuple[int, bool], ...] | None = None,
+    whitened: tuple[tuple[int, bool], ...] = (),
     setting: str = "ieee",
 ) -> Plan:
     """Plans the launches; ``stats`` mode by mode, contiguous, a diagonal one of one dimension.
@@ -495,23 +494,21 @@ def gram_ema_(
     mark_written(stats)
 
 
-@dataclass
-class Part:
-    """Whitened tensors that exist together; each has one statistic."""
+class Whitened(NamedTuple):
+    """A whitened tensor P, which has one statistic: that of one mode of a tensor G."""
 
-    stats: list[int]  # the statistics
-    tensors: list[int] = field(default_factory=list)  # the tensor G of each
-    modes: list[int] = field(default_factory=list)  # the mode of each
-    factors: list[int] = field(default_factory=list)  # of all modes of G; of its own mode, ones
-    starts: list[int] = field(default_factory=list)  # of each in its workspace, elements
-    sizes: dict[torch.dtype, int] = field(default_factory=lambda: defaultdict(int))
+    stat: int
+    tensor: int
+    mode: int
+    factors: list[int]  # of all modes of G; of its own mode, ones
+    start: int  # in its workspace, elements
 
 
-@dataclass
-class WhitenedPlan:
+class WhitenedPlan(NamedTuple):
     """What whitens tensors of given layouts."""
 
-    parts: list[Part]
+    # The P that exist together, and their workspace's elements by dtype.
+    parts: list[tuple[list[Whitened], dict[torch.dtype, int]]]
     ones: list[Tensor]  # factors that change nothing; numbered after the factors
 
 
@@ -522,30 +519,21 @@ def plan_whitened(tensors: tuple[Layout, ...], device: torch.device) -> Whitened
     modes = [(t, mode) for t, layout in enumerate(tensors) for mode in range(len(layout.shape))]
     sizes = [blocks(math.prod(x.shape), VECTOR_BYTES) * VECTOR_BYTES for x in tensors]
     ones: dict[tuple[int, torch.dtype], int] = {}
-    parts = []
+    plan = WhitenedPlan([], [])
     needs = {n: sizes[t] * tensors[t].dtype.itemsize for n, (t, _) in enumerate(modes)}
     for numbers in waves(needs, WHITENED_BYTES):
-        part = Part(numbers)
+        part: list[Whitened] = []
+        free: dict[torch.dtype, int] = defaultdict(int)
         for n in numbers:
             t, mode = modes[n]
             shape, dtype = tensors[t].shape, tensors[t].dtype
             row = [*range(n - mode, n - mode + len(shape))]
             row[mode] = len(modes) + ones.setdefault((shape[mode], dtype), len(ones))
-            part.tensors.append(t)
-            part.modes.append(mode)
-            part.factors += row
-            part.starts.append(part.sizes[dtype])
-            part.sizes[dtype] += sizes[t]
-        parts.append(part)
-    return WhitenedPlan(parts, [table([[1] * d], dtype, device) for d, dtype in ones])
-
-
-class Whitening(NamedTuple):
-    """What makes H = mat(P) mat(G)^T of a whitened tensor P that has one statistic."""
-
-    modes: list[int]  # of each P
-    tensors: list[Tensor]  # the G, contiguous
-    scales: Tensor  # of the H
+            part.append(Whitened(n, t, mode, row, free[dtype]))
+            free[dtype] += sizes[t]
+        plan.parts.append((part, free))
+    plan.ones.extend(table([[1] * d], dtype, device) for d, dtype in ones)
+    return plan
 
 
 def _whitened(
@@ -558,25 +546,21 @@ def _whitened(
     device = stats[0].device
     tensors = contiguous_copies([t.to(state_dtype(t.dtype)) for t in tensors])
     p = planned(plan_whitened, tensors, rest=(device,))
-    keep_for_graph(device, p)
     every = [*factors, *p.ones]
-    for part in p.parts:
-        own = [tensors[t] for t in part.tensors]
-        workspace = {
-            dtype: torch.empty(size, dtype=dtype, device=device)
-            for dtype, size in part.sizes.items()
-        }
+    for part, sizes in p.parts:
+        own = [tensors[one.tensor] for one in part]
+        workspace = {d: torch.empty(size, dtype=d, device=device) for d, size in sizes.items()}
         whitened = [
-            workspace[t.dtype].as_strided(t.shape, t.stride(), start)
-            for t, start in zip(own, part.starts, strict=True)
+            workspace[t.dtype].as_strided(t.shape, t.stride(), one.start)
+            for t, one in zip(own, part, strict=True)
         ]
-        products(own, whitened, [every[n] for n in part.factors], programs)()
+        products(own, whitened, [every[n] for one in part for n in one.factors], programs)()
         squares = launch_over(inner_kernel, [own], (), programs, sums=True, TWO=False)
         traces = launch_over(inner_kernel, [whitened, own], (), programs, sums=True, TWO=True)
         scales = torch.empty(len(own), dtype=torch.float64, device=device)
         launch(scale_kernel, len(own), scales, *squares, *traces, BLOCK=SUMMED, num_warps=WARPS)
-        whitening = Whitening(part.modes, own, scales)
-        _update([stats[n] for n in part.stats], whitened, decay, programs, whitening)
+        modes = [one.mode for one in part]
+        _update([stats[one.stat] for one in part], whitened, decay, programs, modes, own, scales)
 
 
 def _update(
@@ -584,24 +568,24 @@ def _update(
     tensors: Sequence[Tensor],
     decay: Tensor,
     programs: int,
-    whitening: Whitening | None = None,
+    modes: Sequence[int] = (),
+    second: Sequence[Tensor] = (),
+    scales: Tensor | None = None,
 ) -> None:
-    """The statistics of all modes of the tensors, or of one mode each of whitened tensors."""
+    """The statistics of all modes of the tensors, or of one mode each of whitened tensors.
+
+    Of whitened tensors ``second`` are the G, contiguous, and ``scales`` those of mat(P) mat(G)^T.
+    """
     device = stats[0].device
     tensors = list(tensors)
     weight = scalar_on(device, decay)
-    if whitening is None:
-        second, own, scales = tensors, None, weight  # the kernels do not read these scales
-    else:
-        second, scales = whitening.tensors, whitening.scales
-        own = tuple(zip(whitening.modes, map(is_aligned, second), strict=True))
-    setting = precision(device)
+    own = tuple(zip(modes, map(is_aligned, second), strict=True))
+    is_whitened, setting = scales is not None, precision(device)
+    scales = weight if scales is None else scales  # which the kernels then do not read
     p = planned(plan, tensors, stats, rest=(device, programs, own, setting))
-    keep_for_graph(device, p)
     for t in p.copied:
         tensors[t] = tensors[t].contiguous()
-    is_whitened = whitening is not None
-    addresses = addresses_of([*tensors, *stats, *(second if is_whitened else ())])
+    addresses = addresses_of([*tensors, *stats, *second])
     partials = {
         state: torch.empty(p.partials.get(state, 0), dtype=state, device=device)
         for state in {kind.state for kind, _, _ in p.tiles}
@@ -609,8 +593,7 @@ def _update(
     for kind, count, tiles in p.tiles:
         launch(
             gram_kernel,
-            count,
-            *(tiles, p.problems, addresses, partials[kind.state], weight, scales),
+            *(count, tiles, p.problems, addresses, partials[kind.state], weight, scales),
             ELEMENT=ELEMENTS[kind.element],
             STATE=ELEMENTS[kind.state],
             BLOCK=kind.block,
@@ -625,8 +608,7 @@ def _update(
         block = block_of(sums.dtype)
         launch(
             sum_kernel,
-            count,
-            *(tiles, p.problems, addresses, sums, weight, scales),
+            *(count, tiles, p.problems, addresses, sums, weight, scales),
             STATE=ELEMENTS[sums.dtype],
             BLOCK=block,
             WHITENED=is_whitened,
@@ -636,12 +618,11 @@ def _update(
     for state, count, tiles in p.sums:
         blend(count, tiles, partials[state])
     for (n, t, mode), count, tiles in p.by_cublas:
-        blend(count, tiles, cublas.gram(tensors[t], second[t], mode, stats[n].dtype))
+        blend(count, tiles, cublas.gram(tensors[t], (second or tensors)[t], mode, stats[n].dtype))
     for kind, count, tiles in p.diagonals:
         launch(
             diagonal_kernel,
-            count,
-            *(tiles, p.problems, addresses, weight, scales),
+            *(count, tiles, p.problems, addresses, weight, scales),
             ELEMENT=ELEMENTS[kind.element],
             STATE=ELEMENTS[kind.state],
             BLOCK=kind.block,

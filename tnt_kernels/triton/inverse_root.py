@@ -33,7 +33,6 @@ from tnt_kernels.triton.launch import (
     contiguous_copies,
     has_tensor_cores,
     is_capturing,
-    keep_for_graph,
     launch,
     planned,
     programs_at_once,
@@ -242,7 +241,6 @@ def inverse_root(
     stats = contiguous_copies(stats)
     programs = programs or programs_at_once(device)
     p = planned(plan, stats, rest=(tuple(orders), tuple(roots), device, programs))
-    keep_for_graph(device, p)
     addresses, eps = addresses_of([*stats, *out]), scalar_on(device, damping)
     info = torch.empty(len(orders), dtype=torch.int32, device=device)
     scratch = torch.empty(p.scratch, dtype=torch.uint8, device=device)
@@ -260,33 +258,15 @@ def _run(
     states = torch.zeros(shape, dtype=torch.int64, device=device)
     if wave.products:
         _iterate(wave, addresses, states, scratch, damping, iterations)
+    tables, sizes = (wave.matrices, addresses, states, info), {"STATE": element, "num_warps": WARPS}
     for check in (True, False):
+        launch(newton.full_kernel, *wave.tiles, *tables, scratch, **sizes, BLOCK=TILE, CHECK=check)
         launch(
-            newton.full_kernel,
-            wave.tiles.programs,
-            *(wave.tiles.rows, wave.matrices, addresses, states, info, scratch),
-            STATE=element,
-            BLOCK=TILE,
-            CHECK=check,
-            num_warps=WARPS,
-        )
-        launch(
-            newton.diagonal_kernel,
-            wave.spans.programs,
-            *(wave.spans.rows, wave.matrices, addresses, states, info, damping),
-            STATE=element,
-            SPAN=SPAN,
-            CHECK=check,
-            num_warps=WARPS,
+            newton.diagonal_kernel, *wave.spans, *tables, damping, **sizes, SPAN=SPAN, CHECK=check
         )
         if check:
-            launch(
-                judge_kernel,
-                wave.tensors.programs,
-                *(wave.tensors.rows, states[:, newton.FAILED.value], info),
-                STRIDE=newton.STATE_FIELDS.value,
-                num_warps=1,
-            )
+            failed, stride = states[:, newton.FAILED.value], newton.STATE_FIELDS.value
+            launch(judge_kernel, *wave.tensors, failed, info, STRIDE=stride, num_warps=1)
 
 
 def _iterate(
@@ -295,19 +275,10 @@ def _iterate(
     device, element = states.device, ELEMENTS[wave.state]
     measures = torch.empty(wave.strips.programs, 2, dtype=torch.float64, device=device)
     sizes = {"STATE": element, "BLOCK": TILE, "num_warps": WARPS}
-    launch(
-        newton.measure_kernel,
-        wave.strips.programs,
-        *(wave.strips.rows, wave.matrices, addresses, measures, damping),
-        **sizes,
-    )
-    launch(
-        newton.begin_kernel,
-        wave.tiles.programs,
-        *(wave.tiles.rows, wave.matrices, addresses, states, measures, scratch, damping),
-        STRIPS=STRIPS,
-        **sizes,
-    )
+    read = wave.matrices, addresses
+    launch(newton.measure_kernel, *wave.strips, *read, measures, damping, **sizes)
+    begun = *read, states, measures, scratch, damping
+    launch(newton.begin_kernel, *wave.tiles, *begun, **sizes, STRIPS=STRIPS)
     launch(newton.decide_kernel, wave.modes, states, STATE=element, MAY_GROW=True, num_warps=1)
     watch = Watch(states)
     for iteration in range(iterations):
@@ -316,8 +287,7 @@ def _iterate(
         for level in wave.products:
             launch(
                 newton.product_kernel,
-                level.programs,
-                *(level.rows, wave.matrices, states, scratch),
+                *(*level, wave.matrices, states, scratch),
                 STATE=element,
                 BLOCK=wave.block,
                 DEPTH=DEPTH,

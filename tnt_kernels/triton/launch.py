@@ -53,12 +53,15 @@ def layouts(tensors: Sequence[Tensor]) -> tuple[Layout, ...]:
 # Key of a plan -> the plan.
 _plans: dict[tuple[Hashable, ...], Any] = {}
 _MOST_PLANS = 256
+# Plans that recorded CUDA graphs use. They are never freed, because PyTorch does not report that a
+# graph is gone: one for each set of layouts, however often graphs are recorded.
+_read_by_graphs: dict[int, object] = {}
 
 
 def planned(
     plan: Callable[..., PlanT], *groups: Sequence[Tensor], rest: tuple[Hashable, ...]
 ) -> PlanT:
-    """Returns plan(layouts of each group, ..., *rest), cached.
+    """Returns plan(layouts of each group, ..., *rest), cached, and kept for graphs that read it.
 
     A lookup makes no layouts: they take thirty times as long as their keys.
     """
@@ -69,6 +72,8 @@ def planned(
         if len(_plans) >= _MOST_PLANS:
             forget_plans()
         _plans[key] = found
+    if is_capturing(groups[0][0].device):
+        _read_by_graphs[id(found)] = found
     return found
 
 
@@ -101,17 +106,6 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
 def is_capturing(device: torch.device) -> bool:
     """Whether a CUDA graph is recording launches instead of running them."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-# Plans that recorded CUDA graphs use. They are never freed, because PyTorch does not report that a
-# graph is gone: one for each set of layouts, however often graphs are recorded.
-_read_by_graphs: dict[int, object] = {}
-
-
-def keep_for_graph(device: torch.device, plan: object) -> None:
-    """Keeps a cached plan for replays of the CUDA graph that is being recorded, if one is."""
-    if is_capturing(device):
-        _read_by_graphs[id(plan)] = plan
 
 
 def stream_of(device: torch.device) -> int:

@@ -16,7 +16,6 @@ from tnt_kernels.triton.launch import (
     ELEMENTS,
     Layout,
     addresses_of,
-    keep_for_graph,
     launch,
     planned,
     programs_at_once,
@@ -331,7 +330,6 @@ def launch_over(
     device = every[0].device
     flags = tuple(decayed) or (False,) * len(lists[0])
     p = planned(plan, every, rest=(flags, device, programs))
-    keep_for_graph(device, p)
     partials = torch.empty(p.partials if sums else 0, dtype=torch.float64, device=device)
     addresses = addresses_of(every)
     for kind, count, tiles in p.launches:

@@ -25,23 +25,15 @@ TRACE = tl.constexpr(0.5)  # so does max|M - I| >= this / rows: M may have a neg
 # A row of the states, int64, zero at first. Numbers are stored as the bits of a float64; NEXT_ERROR
 # as the bits of the statistic's dtype. As integers, non-negative numbers keep their order, NaN is
 # above infinity, and an atomic maximum does not depend on the order of the programs.
+# CURRENT: which of the two M, and of the two H, is the iterate. ERROR: its max|M - I|; NEXT_ERROR:
+# that of the next iterate, not yet accepted. LARGEST: the largest |entry| of S + damping I.
+CURRENT, DONE, ERROR, NEXT_ERROR, LARGEST, FAILED = fields(6)
 STATE_FIELDS = tl.constexpr(6)
-CURRENT = tl.constexpr(0)  # which of the two M, and of the two H, is the iterate
-DONE = tl.constexpr(1)
-ERROR = tl.constexpr(2)  # max|M - I|
-NEXT_ERROR = tl.constexpr(3)  # max|M - I| of the next iterate, which is not yet accepted
-LARGEST = tl.constexpr(4)  # the largest |entry| of S + damping I
-FAILED = tl.constexpr(5)
 
-# A row of the matrices, int64.
+# A row of the matrices, int64: indices of two addresses, rows, and of the buffers in the workspace
+# the stride and the start, elements; the root, and an index into info.
+STAT, OUT, ROWS, STRIDE, START, ROOT, TENSOR = fields(7)
 MATRIX_FIELDS = tl.constexpr(7)
-STAT = tl.constexpr(0)  # index of its address
-OUT = tl.constexpr(1)  # index of its address
-ROWS = tl.constexpr(2)
-STRIDE = tl.constexpr(3)  # of the buffers, elements
-START = tl.constexpr(4)  # of the first buffer in the workspace, elements
-ROOT = tl.constexpr(5)
-TENSOR = tl.constexpr(6)  # index into info
 
 # Columns of the tile tables, int32, besides TILE_ROW and TILE_COLUMN.
 MATRIX = tl.constexpr(0)

@@ -27,7 +27,7 @@ from tnt_optim.autograd import (
 from tnt_optim.directions import decayed, updated_weights
 from tnt_optim.distributed.ownership import OwnerRanks
 from tnt_optim.distributed.process_group import ProcessGroup
-from tnt_optim.modes import Settings, by_kind, state_dtype
+from tnt_optim.modes import Settings, by_device, state_dtype
 from tnt_optim.update import Local, States
 
 
@@ -155,7 +155,7 @@ class Sharded(OwnerRanks, Local):
         ``gradients`` are this process's pieces, in the same order in all processes; None for zeros.
         """
         found: dict[Tensor, Tensor] = {}
-        for alike in by_kind(gradients):
+        for alike in by_device(gradients, by_dtype=True):
             dtype = state_dtype(alike[0])
             own, ranks = self.owned(alike), range(self.size)
             pieces = {p: _piece(p, gradients[p]).to(dtype) for p in alike}
@@ -178,7 +178,7 @@ class Sharded(OwnerRanks, Local):
         """Sends gradients to the owners and directions back; each process updates its pieces."""
         directions = self.directions_(self.whole(grads), states, group)
         ranks = range(self.size)
-        for alike in by_kind(grads):
+        for alike in by_device(grads, by_dtype=True):
             own = [(p, directions[p].view(p.shape)) for p in self.owned(alike)]
             pieces = [d.split(self._lengths(p), dim=shard_dim(p)) for p, d in own]
             by_owner = {owner: self._of(owner, alike) for owner in ranks}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tnt_optim.directions import clipped, scaled_directions_
-from tnt_optim.distributed.process_group import ProcessGroup, numbered
+from tnt_optim.distributed.process_group import ProcessGroup
 from tnt_optim.modes import Settings, State, blocks, each, layout_of
 from tnt_optim.state import NAMES, kept_names, owned_bytes, statistic_shapes
 
@@ -109,20 +109,9 @@ class OwnerRanks:
 
     def __init__(self, processes: ProcessGroup, owner: Callable[[Tensor], int]) -> None:
         self.processes = processes
-        self.size = processes.size
+        self.size, self.number = processes.size, processes.number
+        self.anywhere, self.check_alike = processes.anywhere, processes.check_alike
         self.owner = owner
-
-    def number(self, index: int) -> int:
-        """See ``Local.number``."""
-        return numbered(index, self.processes)
-
-    def anywhere(self, flags: Sequence[int], device: torch.device) -> list[int]:
-        """See ``Local.anywhere``."""
-        return self.processes.anywhere(flags, device)
-
-    def check_alike(self, params: Sequence[Tensor]) -> None:
-        """See ``Local.check_alike``."""
-        self.processes.check_alike(params)
 
     def is_owner(self, param: Tensor) -> bool:
         """Whether this process refreshes a parameter's statistics and factors."""

@@ -34,6 +34,10 @@ class ProcessGroup:
         self.data_rank = self.rank if data_rank is None else data_rank
         self.data_size = self.size if data_size is None else data_size
 
+    def number(self, index: int) -> int:
+        """The number of an observation among those of all processes, counted round-robin."""
+        return index * self.data_size + self.data_rank
+
     def sums(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         """All-reduces each tensor to its sum, with the same bits in all processes."""
         sent = []
@@ -119,11 +123,6 @@ def process_group_of(group: Any, *, is_lost: bool) -> ProcessGroup | None:
             "opt.process_group = ..."
         )
     return ProcessGroup(group)
-
-
-def numbered(index: int, processes: ProcessGroup | None) -> int:
-    """The number of an observation among those of all processes, counted round-robin."""
-    return index if processes is None else index * processes.data_size + processes.data_rank
 
 
 def buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:

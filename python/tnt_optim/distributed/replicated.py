@@ -21,7 +21,7 @@ from tnt_optim.autograd import Gradients, all_finite
 from tnt_optim.directions import decayed, updated_weights
 from tnt_optim.distributed.ownership import OwnerRanks
 from tnt_optim.distributed.process_group import BUCKET_BYTES, ProcessGroup, flattened, unflattened
-from tnt_optim.modes import Settings, by_kind, layout, state_dtype
+from tnt_optim.modes import Settings, by_device, layout, state_dtype
 from tnt_optim.update import Local, States
 
 
@@ -104,7 +104,7 @@ class Replicated(OwnerRanks, Local):
                 for factor, sent in zip(factors, arrived, strict=True):
                     factor.copy_(sent)
 
-        for alike in by_kind(params):
+        for alike in by_device(params, by_dtype=True):
             self._exchange(
                 alike,
                 lambda p: sum(factor.numel() for factor in states[p]["factors"]),
@@ -135,7 +135,7 @@ class Replicated(OwnerRanks, Local):
                 rates = group["lr"], group["weight_decay"]
                 scaled_step_(weights, arrived, *rates, decayed(bucket, group))
 
-        for alike in by_kind(grads):
+        for alike in by_device(grads, by_dtype=True):
             self._exchange(alike, lambda p: p.numel(), compute, receive)
 
     def _exchange(

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from tnt_optim import checkpoint
 from tnt_optim.attach import Attachable
 from tnt_optim.autograd import buffers_put_back
-from tnt_optim.distributed.process_group import ProcessGroup, numbered, process_group_of
+from tnt_optim.distributed.process_group import ProcessGroup, process_group_of
 from tnt_optim.failures import (
     UNOBSERVED,
     Failures,
@@ -228,7 +228,8 @@ class KFAC(Attachable, Optimizer):
         due = [layer for layer in wanted if self._scheduled(layer) or layer in called]
         sums: dict[int, LayerSums] = {}
         if due:
-            number = numbered(self._observed.count, self._team())
+            number, team = self._observed.count, self._team()
+            number = number if team is None else team.number(number)
             key = "step", self.param_groups[0]["step"], number
             sums = self._sampling.sums(output, key, due, self._hooks, retain_graph=True)
             self._observed.partial |= self._sampling.partial

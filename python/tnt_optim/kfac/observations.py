@@ -18,7 +18,7 @@ from tnt_optim.autograd import (
     checked_replicas,
     without_autocast,
 )
-from tnt_optim.distributed.process_group import ProcessGroup, numbered
+from tnt_optim.distributed.process_group import ProcessGroup
 from tnt_optim.failures import PreconditionerError
 from tnt_optim.kfac.activations import LayerHook, captured_calls
 from tnt_optim.kfac.layers import Layer, is_trainable, matrix_shape
@@ -211,7 +211,7 @@ class Sampling:
         batches = skipped = 0
         due = [number for number, layer in enumerate(self.layers) if is_trainable(layer)]
         for index, output in enumerate(with_rows(self.likelihood, outputs)):
-            key = "warm start", numbered(index, team)
+            key = "warm start", index if team is None else team.number(index)
             sums = self.sums(output, key, due, hooks, retain_graph=False)
             batch = {number: each.means() for number, each in sums.items()}
             batches += 1
