@@ -197,5 +197,7 @@ def gradients_of(
     reached = {p: g for p, g in zip(params, grads, strict=True) if g is not None}
     for grad in reached.values():
         if grad.layout != torch.strided:
-            raise ValueError(f"output must give dense gradients, got {grad.layout}")
+            raise ValueError(
+                f"output must give dense gradients, got {grad.layout}, {tuple(grad.shape)}"
+            )
     return unscaled(reached, scale)

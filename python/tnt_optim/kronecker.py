@@ -16,6 +16,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
+from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from tnt_optim import checkpoint
@@ -663,8 +664,8 @@ class KroneckerOptimizer(Optimizer):
         if observed and not processes.all_finite(observed.values()):
             worst = next(p for p, g in observed.items() if not processes.all_finite([g]))
             raise PreconditionerError(
-                "the first gradient for the statistics is not finite, or no row of the output "
-                "counts: there are no earlier statistics to go on with, for "
+                "the first gradient for the statistics is not finite, or its squares are not, or no "
+                "row of the output counts: there are no earlier statistics to go on with, for "
                 f"{self._name(worst)}{diverged(self.param_groups)}"
             )
         stats: dict[Tensor, list[Tensor]] = {}
@@ -775,6 +776,8 @@ class KroneckerOptimizer(Optimizer):
 
     def _check_param(self, param: Tensor, group: Group) -> None:
         """Checks that a parameter can have its group's settings."""
+        if isinstance(param, UninitializedParameter):  # has no shape to be named by
+            raise ValueError("params must be initialized, and one is lazy: run the model once")
         name, rounding = self._name(param), group["rounding"]
         check_dense(param, name)
         check_rounding(param, rounding, self._name)

@@ -57,6 +57,15 @@ def test_complex_sparse_and_float8_parameters_are_refused(name: str) -> None:
             FACTORED[name]([param, nn.Parameter(other.detach())])
 
 
+@factored
+def test_lazy_parameters_are_refused(name: str) -> None:
+    model = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 3))
+    with pytest.raises(ValueError, match="^params must be initialized, and one is lazy"):
+        FACTORED[name](list(model.parameters()))
+    model(torch.randn(2, 5))
+    FACTORED[name](list(model.parameters()))
+
+
 @pytest.mark.parametrize("name", [*FACTORED, "kfac"])
 def test_a_parameter_twice_in_a_group_is_refused(name: str) -> None:
     layer = nn.Linear(2, 3)

@@ -141,7 +141,7 @@ def captured_calls(
         elif is_used:
             reason = (
                 "was it called before (warm_start takes a generator that calls the model), after "
-                "close(), or its weight used directly?"
+                "close(), its weight used directly, or is the output a derivative of the model?"
             )
             if _COMPILED in kinds:
                 reason = f"does {_COMPILED} hide it? Observe the model without torch.compile"
