@@ -664,8 +664,8 @@ class KroneckerOptimizer(Optimizer):
         if observed and not processes.all_finite(observed.values()):
             worst = next(p for p, g in observed.items() if not processes.all_finite([g]))
             raise PreconditionerError(
-                "the first gradient for the statistics is not finite, or its squares are not, or no "
-                "row of the output counts: there are no earlier statistics to go on with, for "
+                "the first gradient for the statistics is not finite, or its squares are not, or "
+                "no row of the output counts: there are no earlier statistics to go on with, for "
                 f"{self._name(worst)}{diverged(self.param_groups)}"
             )
         stats: dict[Tensor, list[Tensor]] = {}
