@@ -132,7 +132,7 @@ test-wheel: wheel
 
 # In a copy, so that it is built with this PyTorch's headers too.
 torch-test: $(TORCH_BUILD)/.packages
-	rm -rf $(TORCH_BUILD)/src && mkdir $(TORCH_BUILD)/src
+	rm -rf $(TORCH_BUILD)/src && git init -q $(TORCH_BUILD)/src
 	git ls-files -z | tar -c --null -T - | tar -x -C $(TORCH_BUILD)/src
 	. $(TORCH_BUILD)/venv/bin/activate && cd $(TORCH_BUILD)/src && \
 	python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps -e . && \
