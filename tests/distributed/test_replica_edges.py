@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from cases import flat
+from commands import python
 from drawn import close
 from kfac_models import Heads, least_likely
 from optimizers import NO_FAILURES, ValueHead, equal, values
@@ -577,6 +578,26 @@ def test_a_process_that_does_not_step_is_an_error_for_the_others(tmp_path: Path)
     found = torch.load(tmp_path / "found.pt", weights_only=True)
     assert [unchanged for _, unchanged in found] == [True] * 3
     assert all("imeout" in message or "imed out" in message for message, _ in found[:2])
+
+
+# ------------------------------------------------------------------ the end of the group
+
+ENDED = """
+import weakref
+import torch, torch.distributed as dist
+from tnt_optim import TNT
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+opt = TNT(torch.nn.Linear(2, 2).parameters())
+group = weakref.ref(dist.group.WORLD)
+dist.destroy_process_group()
+assert group() is None
+"""
+
+
+def test_an_optimizer_leaves_no_reference_to_the_default_group() -> None:
+    """Else gloo's threads run until Python exits, which sometimes aborts the process."""
+    done = python("-c", ENDED)
+    assert done.returncode == 0, done.stderr
 
 
 # ------------------------------------------------------------------ out of every output's reach

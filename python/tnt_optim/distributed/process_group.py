@@ -13,6 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+if dist.is_available():
+    # PyTorch imports this module with the first optimizer, and defaults of its functions hold the
+    # default process group of that moment. Then `destroy_process_group` leaves gloo's threads
+    # running, and one that drops a tensor while Python exits aborts the process (pytorch#190489).
+    # Imported before there is a group, it holds none.
+    import torch.distributed.nn  # noqa: F401
+
 # Tensors are sent in buckets of this many bytes: large enough for the network's full rate, small
 # enough that sending one bucket overlaps with computing the next.
 BUCKET_BYTES = 25 << 20
