@@ -1,7 +1,6 @@
-#include "cpu/damped_inverse.h"
-
 #include <limits>
 
+#include "cpu/operators.h"
 #include "cpu/strips.h"
 
 namespace tnt {

@@ -1,10 +1,9 @@
-#include "cpu/grafted_directions.h"
-
 #include <cmath>
 #include <tuple>
 #include <type_traits>
 
 #include "cpu/momentum.h"
+#include "cpu/operators.h"
 
 namespace tnt {
 namespace {

@@ -1,5 +1,3 @@
-#include "cpu/gram_ema.h"
-
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -7,6 +5,7 @@
 #include "cpu/blas.h"
 #include "cpu/chain.h"
 #include "cpu/elementwise.h"
+#include "cpu/operators.h"
 #include "cpu/transpose.h"
 
 namespace tnt {

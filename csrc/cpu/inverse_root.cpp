@@ -1,5 +1,4 @@
-#include "cpu/inverse_root.h"
-
+#include "cpu/operators.h"
 #include "cpu/strips.h"
 
 namespace tnt {

@@ -1,6 +1,5 @@
-#include "cpu/mode_products.h"
-
 #include "cpu/elementwise.h"
+#include "cpu/operators.h"
 
 namespace tnt {
 namespace {

@@ -1,8 +1,7 @@
-#include "cpu/preconditioned_step.h"
-
 #include <limits>
 
 #include "cpu/momentum.h"
+#include "cpu/operators.h"
 
 namespace tnt {
 namespace {

@@ -12,13 +12,7 @@
 
 #include "check.h"
 #include "cpu/blas.h"
-#include "cpu/damped_inverse.h"
-#include "cpu/grafted_directions.h"
-#include "cpu/gram_ema.h"
-#include "cpu/inverse_root.h"
-#include "cpu/mode_products.h"
-#include "cpu/preconditioned_step.h"
-#include "cpu/scaled_step.h"
+#include "cpu/operators.h"
 #include "cpu/tasks.h"
 #include "tensors.h"
 

@@ -1,6 +1,5 @@
-#include "cpu/scaled_step.h"
-
 #include "cpu/momentum.h"
+#include "cpu/operators.h"
 
 namespace tnt {
 

@@ -11,9 +11,7 @@
 
 #include "bfloat16_products.h"
 #include "chain_definition.h"
-#include "cpu/grafted_directions.h"
-#include "cpu/mode_products.h"
-#include "cpu/preconditioned_step.h"
+#include "cpu/operators.h"
 #include "expect.h"
 #include "tensors.h"
 #include "threads.h"

@@ -6,8 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "cpu/damped_inverse.h"
-#include "cpu/inverse_root.h"
+#include "cpu/operators.h"
 #include "expect.h"
 #include "factor_problems.h"
 #include "tensors.h"

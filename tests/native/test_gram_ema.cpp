@@ -9,7 +9,7 @@
 
 #include "bfloat16_products.h"
 #include "chain_definition.h"
-#include "cpu/gram_ema.h"
+#include "cpu/operators.h"
 #include "expect.h"
 #include "tensors.h"
 #include "threads.h"
