@@ -68,16 +68,12 @@ class Attachable:
     # Removes the hook on the observed model; a copy has none.
     _attached: Callable[[], object] | None = None
     _warming = False  # whether ``warm_start`` observes
-
-    @property
-    def _own(self) -> Any:
-        # Lightning's wrapper borrows the methods of the optimizer that it wraps.
-        return getattr(self, "optimizer", self)
+    _wanted: Callable[[], Any]  # what an output would be observed for now
 
     @property
     def observing(self) -> bool:
         """Whether ``observe`` would use an output now, because statistics are due."""
-        return not self._own._warming and bool(self._own._wanted())
+        return not self._warming and bool(self._wanted())
 
     def attach(self, model: nn.Module, output: Callable[..., Any] | None = None) -> RemovableHandle:
         """Observes every output of ``model`` from now on, for trainers that own the training loop.
@@ -125,16 +121,15 @@ class Attachable:
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         if output is not None and not callable(output):
             raise TypeError(f"output must be a function or None, got {type(output).__name__}")
-        own = self._own
-        hook = OutputHook(weakref.ref(own), output, _is_sharded(model))
-        if _params(own).isdisjoint(model.parameters()):
+        hook = OutputHook(weakref.ref(self), output, _is_sharded(model))
+        if _params(self).isdisjoint(model.parameters()):
             raise ValueError(
                 "model must have a parameter of this optimizer: got another model, or a copy"
             )
         handle = model.register_forward_hook(hook, with_kwargs=True)
-        if own._attached is not None:
-            own._attached()
-        own._attached = finalizer = weakref.finalize(own, handle.remove)
+        if self._attached is not None:
+            self._attached()
+        self._attached = finalizer = weakref.finalize(self, handle.remove)
         finalizer.atexit = False
         return handle
 

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from tnt_optim.checkpoint import with_integer_keys
+from tnt_optim.wrappers import Wrappable
 
 
 def with_fallback(main: Optimizer, fallback: Optimizer) -> "WithFallback":
@@ -37,7 +38,7 @@ def with_fallback(main: Optimizer, fallback: Optimizer) -> "WithFallback":
     return WithFallback(main, fallback)
 
 
-class WithFallback(Optimizer):
+class WithFallback(Wrappable, Optimizer):
     """The result of ``with_fallback``. Its parameter groups are those of main, then of fallback.
 
     Attributes:

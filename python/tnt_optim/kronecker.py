@@ -71,13 +71,14 @@ from tnt_optim.update import (
     accumulate_,
     refresh_factors,
 )
+from tnt_optim.wrappers import Wrappable
 
 _NO_MORE = object()
 # The options that shape statistics, factors and momentum.
 _SHAPING = ("modes", "merge_small_dims", "block_size", "max_factor_dim")
 
 
-class KroneckerOptimizer(Optimizer):
+class KroneckerOptimizer(Wrappable, Optimizer):
     """Base of the optimizers that precondition the momentum with a factor for every mode.
 
     A subclass computes factors from statistics (``_factors``); see docs/your_own_optimizer.md.

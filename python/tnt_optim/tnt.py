@@ -149,11 +149,10 @@ class TNT(Attachable, KroneckerOptimizer):
     def _average_statistics(
         self, outputs: Iterable[Any], processes: Local
     ) -> tuple[dict[Tensor, list[Tensor]], int]:
-        own = self._own
-        own._warming = True
+        self._warming = True
         try:
             return super()._average_statistics(outputs, processes)
         finally:
-            own._warming = False
-            if own._attached is not None:  # the hook observed outputs computed before, as a list
+            self._warming = False
+            if self._attached is not None:  # the hook observed outputs computed before, as a list
                 self._observed.use_up()

@@ -31,9 +31,10 @@ from optimizers import batch, made, net, through_a_file, tnt_and_kfac
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.functional import cross_entropy
+from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from tnt_optim import TNT, Masked
+from tnt_optim import TNT, Masked, with_fallback
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
@@ -465,35 +466,56 @@ def test_transforms_and_other_weights_are_not_observed() -> None:
 
 
 class Borrowing:
-    """Wraps an optimizer as Lightning does: a class that inherits its methods, not its state."""
+    """Wraps an optimizer as Lightning and Fabric do: a class that inherits from the optimizer's."""
 
     def __init__(self, optimizer: Any) -> None:
-        self.optimizer = optimizer
+        self._optimizer = optimizer
         self.__class__ = type("Wrapped", (type(self), type(optimizer)), {})
 
+    @property
+    def optimizer(self) -> Any:
+        """The wrapped optimizer."""
+        return self._optimizer
+
     def __getattr__(self, item: str) -> Any:
-        return getattr(self.optimizer, item)
+        return getattr(self._optimizer, item)
 
 
 @tnt_and_kfac
+@pytest.mark.parametrize("observe", [False, True])
 @pytest.mark.filterwarnings("ignore:KFAC updates:RuntimeWarning")
-def test_wrappers_that_borrow_the_methods(name: str) -> None:
+@pytest.mark.filterwarnings("ignore:likelihood 'bernoulli':RuntimeWarning")
+def test_a_wrapper_is_the_optimizer(name: str, observe: bool) -> None:
+    settings: dict[str, Any] = {"likelihood": "bernoulli", "seed": 5, "graft": "rms"}
     model, other = made_net(), made_net()
-    opt, reference = made(name, model), made(name, other)
+    opt, reference = made(name, model, **settings), made(name, other, **settings)
     wrapper: Any = Borrowing(opt)
-    wrapper.attach(model)
-    wrapper.attach(model)
+    if not observe:
+        wrapper.attach(model)
+        wrapper.attach(model)
     assert wrapper.observing
     wrapper.warm_start((model(x) for x, _ in batches(9)), model=model)
     reference.warm_start((other(x) for x, _ in batches(9)), model=other)
-    del wrapper
-    gc.collect()
-    train(model, opt, observe=False)
+    train(model, wrapper, observe=observe)
     train(other, reference, observe=True)
-    assert_same(contents(model, opt), contents(other, reference))
-    if name == "kfac":
-        Borrowing(opt).close()  # type: ignore[attr-defined]
+    assert_same(contents(model, wrapper), contents(other, reference))
+    assert wrapper.failures() == reference.failures()
+    if name == "kfac" and not observe:
+        wrapper.close()
         assert not model._forward_hooks
+
+
+def test_a_wrapper_keeps_no_value_of_its_own() -> None:
+    opt = TNT(made_net().parameters(), fisher="empirical", shard="inverses")
+    wrapper: Any = Borrowing(opt)
+    wrapper.process_group = group = object()
+    assert opt.process_group is wrapper.process_group is group
+    assert (wrapper.fisher, wrapper.shard) == ("empirical", "inverses")
+    with pytest.raises(AttributeError, match="^seed cannot be set: "):
+        wrapper.seed = 1
+    assert vars(wrapper).keys() == {"_optimizer"}
+    both: Any = Borrowing(with_fallback(opt, SGD(made_net().parameters())))
+    assert both.main is opt and len(both.param_groups) == 2
 
 
 def test_replicas_in_threads_are_refused() -> None:

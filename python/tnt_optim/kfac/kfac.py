@@ -41,6 +41,7 @@ from tnt_optim.modes import Settings, by_device, check_dense, check_dtype, is_sh
 from tnt_optim.options import OPTIONS, arguments, check_settings, documented, factors_due, is_due
 from tnt_optim.paper import paper_settings
 from tnt_optim.state import COUNTERS, check_keys
+from tnt_optim.wrappers import Wrappable
 
 
 @documented(
@@ -56,7 +57,7 @@ from tnt_optim.state import COUNTERS, check_keys
     shard='None: each process computes all inverses. "inverses": each layer\'s inverses are '
     "computed by one owner rank and sent to the others.",
 )
-class KFAC(Attachable, Optimizer):
+class KFAC(Attachable, Wrappable, Optimizer):
     r"""Natural-gradient descent with a Kronecker-factored Fisher matrix for every layer.
 
     The model of the Fisher matrix of a layer's weight and bias, [W | b], is G ⊗ A: A from the
@@ -340,13 +341,12 @@ class KFAC(Attachable, Optimizer):
         if not isinstance(outputs, Iterable) or isinstance(outputs, Tensor):
             raise TypeError(f"outputs must be an iterable of outputs, got {type(outputs).__name__}")
         team = self._team()
-        own = self._own
-        own._warming = True
+        self._warming = True
         try:
             with buffers_put_back(self._model, *([] if model is None else [model])):
                 stats, skipped = self._sampling.averages(outputs, self._hooks, team)
         finally:
-            own._warming = False
+            self._warming = False
         fresh = self._first_states(stats)
         self._failures = Failures(PARTS)
         for weight, state in fresh.items():
@@ -370,8 +370,8 @@ class KFAC(Attachable, Optimizer):
     def close(self) -> None:
         """Removes the hooks from the model, as ``del opt`` does. Nothing can be observed then."""
         self._detach()
-        if self._own._attached is not None:
-            self._own._attached()
+        if self._attached is not None:
+            self._attached()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuses: the parameters are the model's that the constructor was given.
