@@ -10,6 +10,7 @@ from drawn import close, noise
 from kfac_models import Heads, conv_net, held, images, least_likely
 from optimizers import NO_FAILURES, equal, through_a_file
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from tnt_optim import KFAC
 
@@ -156,6 +157,36 @@ def test_a_layer_unused_at_the_scheduled_step_moves_if_later_ones_are_not_observ
             use(model, opt, head, observed=t % 3 == 0)
         assert torch.equal(before, model.heads[1].weight) == (t == 0)
         assert ("stats" in opt.state[model.heads[1].weight]) == (t == 3)
+
+
+@pytest.mark.filterwarnings("ignore:KFAC updates:RuntimeWarning")
+def test_an_output_may_miss_every_layer_but_not_every_parameter() -> None:
+    """As with layer drop: the statistics stay, what the loss reaches moves."""
+    model = nn.ModuleDict({"words": nn.Embedding(5, 4), "layer": nn.Linear(4, 4)})
+    opt = KFAC.paper(model, stat_interval=1, lr=0.1)
+    tokens = torch.tensor([0, 1, 2, 3, 4, 1])
+    for is_dropped in (False, True, False):
+        hidden = model["words"](tokens)
+        output = hidden if is_dropped else hidden + model["layer"](hidden)
+        stats, words = held(opt), model["words"].weight.detach().clone()
+        opt.zero_grad()
+        opt.observe(output)
+        cross_entropy(output, tokens % 4).backward()
+        opt.step()
+        assert not stats or equal(stats, held(opt)) == is_dropped
+        assert not torch.equal(words, model["words"].weight)
+    assert opt.failures() == NO_FAILURES
+
+
+def test_an_output_of_another_model_is_refused_when_a_part_is_due() -> None:
+    model = Heads(1)
+    groups: list[dict[str, Any]] = [{"params": model.body.parameters(), "stat_interval": 2}]
+    opt = KFAC.paper(model, stat_interval=4, params=[*groups, {"params": model.heads.parameters()}])
+    for _ in range(2):
+        use(model, opt, 0)
+    with pytest.raises(ValueError, match="output must depend on a parameter"):
+        opt.observe(Heads()(noise(8, 4), 0))
+    opt.observe(model.heads[0](noise(8, 5)))  # misses what is due
 
 
 def test_a_layer_with_another_weight_is_named() -> None:

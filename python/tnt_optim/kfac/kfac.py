@@ -180,7 +180,7 @@ class KFAC(Attachable, Wrappable, Optimizer):
         layers, self._reasons = preconditioned(model, largest)
         self._names, self._layers = list(layers), list(layers.values())
         self._group_numbers = [number[layer.weight] for layer in self._layers]
-        self._sampling = Sampling(self._names, self._layers, likelihood, seed)
+        self._sampling = Sampling(self._names, self._layers, list(number), likelihood, seed)
         share, others = self._without_factors()
         if share > WARNED_SHARE:
             warn_the_caller(f"KFAC updates {others}")
@@ -217,8 +217,8 @@ class KFAC(Attachable, Wrappable, Optimizer):
 
         Raises:
             ValueError: if the output has no graph, does not fit the likelihood, depends on no
-                layer of the model, or on a layer's call that was not captured or was observed
-                before; nothing is then changed.
+                parameter of this optimizer, or on a layer's call that was not captured or was
+                observed before; nothing is then changed.
             RuntimeError: if the output is DistributedDataParallel's with ``static_graph=True``.
         """
         wanted = self._wanted()

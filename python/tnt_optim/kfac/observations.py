@@ -16,6 +16,7 @@ from tnt_optim.autograd import (
     before_backward,
     check_reached,
     checked_replicas,
+    leaves_of,
     without_autocast,
 )
 from tnt_optim.distributed.process_group import ProcessGroup
@@ -150,6 +151,7 @@ class Sampling:
 
     names: Sequence[str]
     layers: Sequence[Layer]
+    params: Sequence[Tensor]  # the optimizer's
     likelihood: Likelihood
     seed: int
     partial: bool = False  # see ``Observations.partial``
@@ -171,9 +173,8 @@ class Sampling:
         loss = loss_at_samples(self.likelihood, output, self.seed, key, devices)
         self.partial |= any(r.find_unused_parameters for r in checked_replicas(loss))
         reached = captured_calls(loss, due, self.names, self.layers, hooks)
-        if not reached:
-            if len(due) == sum(map(is_trainable, self.layers)):
-                check_reached([])  # an output may well miss a few layers that have no statistics
+        if not reached:  # it may miss every layer, as with layer drop, but not every parameter
+            check_reached(leaves_of(loss).intersection(self.params))
             return {}
         likelihood = self.likelihood
         examples = batch_size(output) if callable(likelihood) else example_count(likelihood, output)
