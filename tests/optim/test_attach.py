@@ -304,6 +304,22 @@ def test_two_optimizers_observe_one_model() -> None:
     assert set(observed_gradients(other)) == set(model.out.parameters())
 
 
+def test_an_optimizer_of_the_same_parameters_replaces_an_earlier_one() -> None:
+    """As where a trainer makes one for each fit, and the earlier trainer lives on."""
+    model, elsewhere = made_net(), made_net()
+    one, other, apart = (TNT.paper(m.parameters()) for m in (model, model, elsewhere))
+    apart.attach(elsewhere)
+    one.attach(model)
+    other.attach(model)
+    model(torch.randn(8, 5))
+    elsewhere(torch.randn(8, 5))
+    assert [observation_count(opt) for opt in (one, other, apart)] == [0, 1, 1]
+    one.attach(model)
+    model(torch.randn(8, 5))
+    assert [observation_count(opt) for opt in (one, other)] == [1, 1]
+    assert len(model._forward_hooks) == 1
+
+
 def test_neither_keeps_the_other_alive() -> None:
     model = made_net()
     opt = TNT.paper(model.parameters(), **SETTINGS)
