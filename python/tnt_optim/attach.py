@@ -89,11 +89,10 @@ class Attachable:
         checkpointing repeats in the backward, nor outputs that require no gradient. Under autocast
         the output is observed as if autocast had ended, but for a likelihood function.
 
-        An optimizer is attached to one model at a time; a second ``attach`` replaces the first, and
-        that of another optimizer that has a parameter in common, as a trainer's second ``fit``
-        makes. Two optimizers with different parameters may be attached to one model. The hook keeps
-        no optimizer alive; copies of the model have a hook that does nothing, copies of the
-        optimizer are not attached.
+        An optimizer is attached to one model at a time; a second ``attach`` replaces the first. Two
+        optimizers may be attached to one model, but of those with the same parameters only the
+        last: a trainer's second ``fit`` makes another. The hook keeps no optimizer alive; copies of
+        the model have a hook that does nothing, copies of the optimizer are not attached.
 
         Under DistributedDataParallel attach to the wrapped module or to the one inside; with
         ``static_graph=True`` to the one inside. Attach after ``fully_shard``. A model may be
@@ -142,10 +141,10 @@ def _params(optimizer: Any) -> set[Tensor]:
 
 
 def _attached_to(model: nn.Module, params: set[Tensor]) -> list[Any]:
-    """The optimizers attached to a model that have some of the parameters."""
+    """The optimizers of these parameters that are attached to a model."""
     hooks = [hook for hook in model._forward_hooks.values() if isinstance(hook, OutputHook)]
     found = [hook.optimizer() for hook in hooks if hook.optimizer is not None]
-    return [other for other in found if other and not params.isdisjoint(_params(other))]
+    return [other for other in found if other is not None and _params(other) == params]
 
 
 def _asking(hook: OutputHook, module: nn.Module) -> Any:

@@ -176,6 +176,13 @@ def test_an_output_may_miss_every_layer_but_not_every_parameter() -> None:
         assert not stats or equal(stats, held(opt)) == is_dropped
         assert not torch.equal(words, model["words"].weight)
     assert opt.failures() == NO_FAILURES
+    stats = held(opt)
+    with pytest.raises(ValueError, match="outputs must depend on a layer"):
+        opt.warm_start(model["words"](tokens) for _ in range(2))
+    model["layer"].requires_grad_(False)
+    with pytest.raises(ValueError, match="outputs must depend on a layer"):
+        opt.warm_start(model["layer"](model["words"](tokens)) for _ in range(2))
+    assert equal(stats, held(opt))
 
 
 def test_an_output_of_another_model_is_refused_when_a_part_is_due() -> None:

@@ -318,6 +318,9 @@ def test_an_optimizer_of_the_same_parameters_replaces_an_earlier_one() -> None:
     model(torch.randn(8, 5))
     assert [observation_count(opt) for opt in (one, other)] == [1, 1]
     assert len(model._forward_hooks) == 1
+    part = TNT.paper(model.out.parameters())
+    part.attach(model)
+    assert len(model._forward_hooks) == 2
 
 
 def test_neither_keeps_the_other_alive() -> None:
@@ -521,17 +524,42 @@ def test_a_wrapper_is_the_optimizer(name: str, observe: bool) -> None:
         assert not model._forward_hooks
 
 
-def test_a_wrapper_keeps_no_value_of_its_own() -> None:
+def test_what_a_wrapper_has_of_the_optimizer() -> None:
     opt = TNT(made_net().parameters(), fisher="empirical", shard="inverses")
     wrapper: Any = Borrowing(opt)
-    wrapper.process_group = group = object()
-    assert opt.process_group is wrapper.process_group is group
+    opt.process_group = group = object()
+    assert wrapper.process_group is group
     assert (wrapper.fisher, wrapper.shard) == ("empirical", "inverses")
-    with pytest.raises(AttributeError, match="^seed cannot be set: "):
-        wrapper.seed = 1
-    assert vars(wrapper).keys() == {"_optimizer"}
     both: Any = Borrowing(with_fallback(opt, SGD(made_net().parameters())))
     assert both.main is opt and len(both.param_groups) == 2
+
+
+@tnt_and_kfac
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+@pytest.mark.filterwarnings("ignore:KFAC updates:RuntimeWarning")
+def test_a_copy_of_a_wrapper_wraps(name: str, copied: Callable[[Any], Any]) -> None:
+    wrapper: Any = copied(Borrowing(made(name, made_net(), seed=5)))
+    assert vars(wrapper).keys() == {"_optimizer"}
+    assert wrapper.state_dict()["sampling"]["seed"] == 5
+
+
+def test_a_wrapper_keeps_what_is_its_own() -> None:
+    class Option(TNT):
+        extra: Any = 1
+
+        @property
+        def optimizer(self) -> str:
+            return "no wrapper"
+
+    class Sub(Option):
+        def more(self) -> int:
+            return 2
+
+    opt = Sub(made_net().parameters())
+    assert opt.more() == 2 and opt.observing
+    wrapper: Any = Borrowing(opt)
+    wrapper.extra = 3
+    assert (wrapper.extra, opt.extra) == (3, 1)
 
 
 def test_replicas_in_threads_are_refused() -> None:

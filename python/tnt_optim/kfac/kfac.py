@@ -334,7 +334,8 @@ class KFAC(Attachable, Wrappable, Optimizer):
             model: another module whose buffers are put back; as for ``TNT``.
 
         Raises:
-            ValueError: if there is no batch, or an output does not fit; nothing is then changed.
+            ValueError: if there is no batch, an output does not fit, or none depends on a layer;
+                nothing is then changed.
             PreconditionerError: if no batch was finite, or an inverse could not be made;
                 nothing is then changed.
         """

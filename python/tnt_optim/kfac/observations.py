@@ -223,7 +223,7 @@ class Sampling:
                 counts[number] = counts.get(number, 0) + 1
                 for old, new in zip(stats.setdefault(number, pair), pair, strict=True):
                     old.lerp_(new, 1 / counts[number])
-        if team is not None:
+        if team is not None and due:
             weighted = {
                 i: LayerSums(g * counts[i], a * counts[i], counts[i], counts[i])
                 for i, (g, a) in stats.items()
@@ -241,6 +241,8 @@ class Sampling:
             raise ValueError("outputs must hold at least one batch, got none")
         if skipped == batches:
             raise PreconditionerError(f"outputs: none of {skipped} batches was finite")
+        if not stats:
+            raise ValueError("outputs must depend on a layer that requires a gradient, and none do")
         return stats, skipped
 
 
