@@ -54,7 +54,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "CheckpointFunctionBackward", "SyncBatchNormBackward", "_DDPSinkBackward",
     ),
     "a node of DistributedDataParallel": ("ddp_weakref",),
-    "a convolution": ("_buffers", "_conv_forward", "_parameters"),
+    "a convolution": ("_buffers", "_conv_forward", "_forward_hooks", "_parameters"),
     "torch.utils": ("_pytree",),
     "a replica of DataParallel": ("_is_replica",),
     "an optimizer": tuple(
