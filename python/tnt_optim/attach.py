@@ -68,7 +68,7 @@ class Attachable:
     # Removes the hook on the observed model; a copy has none.
     _attached: Callable[[], object] | None = None
     _warming = False  # whether ``warm_start`` observes
-    _wanted: Callable[[], Any]  # what an output would be observed for now
+    _wanted: Callable[[], Any]  # the parameters or layers whose statistics are due now
 
     @property
     def observing(self) -> bool:
