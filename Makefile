@@ -31,7 +31,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 EXAMPLES ?= 10000
-# The oldest that is served.
+# The oldest PyTorch supported.
 TORCH ?= 2.11.0
 TORCH_BUILD = build/torch-$(TORCH)
 # The PyTorch that test-wheel installs.
@@ -41,8 +41,8 @@ CMAKE_BUILDS = build/native $(SANITIZED)
 
 BIN = $(VENV)/bin
 PY = $(BIN)/python
-# For tools that others look up on the PATH: PyTorch its ninja, CMake its Python. Ninja must not join
-# make's jobs: it complains that it cannot.
+# PyTorch looks up ninja on the PATH, CMake looks up Python. Without MAKEFLAGS ninja does not try to
+# join make's jobs, which it cannot.
 IN_VENV = . "$(if $(filter /%,$(VENV)),,./)$(BIN)/activate" && unset MAKEFLAGS &&
 CPP_SOURCES = $(shell find csrc tests/native -name '*.h' -o -name '*.cpp')
 EXTENSION_SOURCES = setup.py $(shell find csrc -type f)

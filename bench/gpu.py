@@ -67,7 +67,7 @@ def stages(out: Path) -> list[Stage]:
     """
     python = sys.executable
     pytest = (python, "-m", "pytest", "-p", "no:cacheprovider")
-    # Warnings are errors in the tests. A fallback to the reference, which says why, is none here.
+    # Warnings are errors in the tests. The fallback to the reference warns, which is no error here.
     tests = (*pytest, "-W", "ignore:tnt_kernels:RuntimeWarning", "--continue-on-collection-errors")
     needs_no_gpu = ("--ignore=tests/gpu/test_compile_report.py",)
     # pytest-benchmark warns of workers, also where nothing is to be timed.

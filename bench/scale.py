@@ -152,7 +152,7 @@ def tnt(shape: Shape) -> Cost:
 
 def costs(method: str, shapes: Sequence[Shape]) -> list[Cost]:
     """Of every parameter."""
-    if method == "Muon":  # AdamW for embeddings and vectors, as its author has it
+    if method == "Muon":  # AdamW for embeddings and vectors, as Muon's author does
         return [
             muon(shape) if len(shape) == 2 and index > 1 else adamw(shape)
             for index, shape in enumerate(shapes)

@@ -1,6 +1,6 @@
 // The module tnt_kernels._host: host work on lists of tensors, as in tnt_kernels/lists.py.
 //
-// PyTorch's stable interface is too slow for it, so it is for one PyTorch, unlike the operators.
+// It fits one PyTorch only, unlike the operators, because the stable interface is too slow for it.
 
 #include <ATen/core/Tensor.h>
 #include <pybind11/pybind11.h>

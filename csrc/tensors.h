@@ -1,7 +1,7 @@
 // The operators' arguments and results, through PyTorch's stable C interface.
 //
-// It is all of PyTorch that the operators see, so one build serves every PyTorch from
-// TORCH_TARGET_VERSION (setup.py) on.
+// It is all of PyTorch that the operators see, so one build works with every PyTorch
+// from TORCH_TARGET_VERSION (setup.py) on.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>

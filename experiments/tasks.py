@@ -41,7 +41,7 @@ TABLE_3: dict[str, dict[str, tuple[float, float | None]]] = {
     },
     # Not the paper's: the best of 35 settings a method, as means over seeds 1 to 5 and 60 epochs,
     # by `python -m experiments search digits --seeds 1,2,3,4,5 --jobs 2` (recorded at commit
-    # ff3eba1 with its earlier command; 1050 runs, results/README.md has the best losses).
+    # ff3eba1 with its earlier command; 1050 runs, results/rivals.md has the best losses).
     "digits": {
         "tnt": (1e-4, 0.03),
         "tnt-ef": (1e-5, 0.01),

@@ -23,8 +23,8 @@ except ImportError as error:
         "tnt_kernels runs on its reference implementation, with the same results: its C++ "
         f"operators could not be loaded ({error}). They need PyTorch 2.11 or later. Build them in "
         "the source folder, with a C++ compiler: "
-        "pip install --no-deps --force-reinstall -e . (If you have installed it elsewhere, start "
-        "Python in another folder than the source folder.)",
+        "pip install --no-deps --force-reinstall -e . (If it is installed elsewhere, start Python "
+        "outside the source folder.)",
         RuntimeWarning,
         stacklevel=2,
     )

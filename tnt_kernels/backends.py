@@ -88,7 +88,7 @@ def register_reference(library: torch.library.Library) -> None:
 def register_triton(library: torch.library.Library) -> None:
     """Registers the Triton kernels for GPUs.
 
-    Triton is imported at an operator's first call. Where it is missing, the reference serves with
+    Triton is imported at an operator's first call. Where it is missing, the reference runs with
     one warning.
     """
     for name in TRITON_KERNELS:

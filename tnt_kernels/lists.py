@@ -1,8 +1,8 @@
 """Host work on lists of tensors that every call on a GPU repeats.
 
 The functions here are the definitions. ``tnt_kernels._host`` has each of them in C++
-(csrc/lists.cpp), in less than a tenth of the time, for the PyTorch that it was built with; where
-there is none, or another PyTorch runs, these definitions serve.
+(csrc/lists.cpp), in less than a tenth of the time, for the PyTorch that it was built with; without
+it, or with another PyTorch, these definitions run.
 """
 
 import importlib

@@ -1,6 +1,6 @@
 """The public operators: their contracts, and one call each.
 
-All of them work on lists, because a model has a hundred small parameters that one call must serve.
+All of them work on lists, because one call must compute the hundred small parameters of a model.
 Conventions of every function here:
 
 - ``tensors[t]`` is a tensor G of shape (d_1, ..., d_k), k >= 1, with any strides and of dtype
@@ -10,8 +10,8 @@ Conventions of every function here:
   They may have any strides if they are only read, and are contiguous if they are written.
 - ``decay``, ``damping``, ``lr``, ``momentum`` and ``weight_decay`` are numbers or 0-dim tensors; a
   tensor may be on the lists' device, so that a captured graph can change it. Their ranges are
-  checked; that of a tensor by the C++ operators only, because a check may wait for a device. With
-  PyTorch 2.15 or later what C++ alone refuses is a ``RuntimeError``.
+  checked; that of a tensor by the C++ operators only, because a check may wait for a device. From
+  PyTorch 2.15 on, what only C++ refuses is a ``RuntimeError``.
 - All tensors of one call are on one device. Written memory must not appear twice in a call. Empty
   lists are allowed.
 - A ``ValueError`` or ``TypeError`` names the argument that does not fit; the call then changes
@@ -159,7 +159,7 @@ def damped_inverse(
 def inverse_root(
     stats: Modes, damping: Number, root: int | Sequence[int], out: Modes | None = None
 ) -> tuple[list[list[Tensor]], Tensor]:
-    """A_i = (S_i + damping I)^(-1/root): by eigenvalues on a CPU, else by Newton's iteration.
+    """A_i = (S_i + damping I)^(-1/root): by eigenvalues in C++, else by Newton's iteration.
 
     Args:
         stats: the S_i, positive semi-definite; of a matrix only the lower triangle is read.
@@ -169,12 +169,11 @@ def inverse_root(
 
     Returns:
         The factors and ``info``, as in ``damped_inverse``. A mode fails if an entry is not finite
-        or if S_i + damping I is not positive definite to working precision. By eigenvalues: one
-        that is negative only by rounding, down to -sqrt(d) eps / 2 times the largest, counts as 0
-        before the damping is added; the damped one must exceed float64's roundings of the largest.
-        The coupled Newton iteration fails where it does not converge. In float32 the root's
-        relative error grows with the condition number, which the damping bounds: see
-        docs/operators.md.
+        or if S_i + damping I is not positive definite to working precision. By eigenvalues: those
+        between -sqrt(d) eps / 2 times the largest and 0 count as 0, because that is rounding;
+        damped, each must exceed float64's roundings of the largest. The coupled Newton iteration
+        fails where it does not converge. In float32 the root's relative error grows with the
+        condition number, which the damping bounds: see docs/operators.md.
 
     Raises:
         ValueError, TypeError: naming the argument that does not fit; nothing is then changed.
@@ -423,7 +422,7 @@ def _call(name: str, check: Callable[[], None], arguments: Callable[[], tuple[An
     try:
         flat = arguments()
         on_cpu = _all_on_cpu(flat)
-        if not on_cpu:  # another backend may serve, which checks nothing
+        if not on_cpu:  # another backend may run, which checks nothing
             _check_once(name, flat, check)
         result = _op(name)(*flat)
         if on_cpu:  # the written lists come first; PyTorch's stable C++ interface cannot mark them
@@ -481,7 +480,7 @@ _is_cpu = operator.attrgetter("is_cpu")
 
 
 def _all_on_cpu(arguments: Sequence[Any]) -> bool:
-    """Whether the C++ operators serve, which check: all tensors have memory, on the CPU."""
+    """Whether the C++ operators run, which check: all tensors have memory, on the CPU."""
     lists = [a if isinstance(a, list | tuple) else [a] for a in arguments]
     try:
         lists = [a for a in lists if a and isinstance(a[0], Tensor)]

@@ -2,7 +2,7 @@
 
 Each function has the name, arguments and result of the function in ``ops`` that documents its
 contract. Nothing here is tuned or validated. The fast implementations are tested against these
-formulas, which also serve devices without a fast implementation.
+formulas, which also run on devices without a fast implementation.
 
 A statistic of a mode of size d is full, (d, d), or diagonal, (d,).
 """

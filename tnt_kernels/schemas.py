@@ -48,14 +48,14 @@ def define() -> torch.library.Library:
     library = torch.library.Library(NAMESPACE, "DEF")
     for name, signature in SCHEMAS.items():
         library.define(name + signature)
-    # Not for users: what C++ asks Python.
+    # Private: C++ reads a setting of Python's with it.
     library.define("_may_round() -> bool")
     return library
 
 
 @functools.cache
 def in_extension(name: str) -> bool:
-    """Whether C++ serves an operator on the CPU."""
+    """Whether C++ implements an operator on the CPU."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{name}", "CPU")
 
 

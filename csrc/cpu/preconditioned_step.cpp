@@ -24,8 +24,8 @@ void decay(int64_t count, T rate, T* w) {
 
 template <typename T>
 void step(const ParameterStep& step, const Rates& rates, Scratch& scratch) {
-  // In this case the last product updates W itself: W <- W - lr A_1 (...). Not with an lr that T
-  // takes for 0, with which the BLAS does not multiply: 0 NaN is NaN.
+  // In this case the last product updates W itself: W <- W - lr A_1 (...). Not if lr is 0 in T: the
+  // BLAS then skips the product, and a NaN would be lost.
   const bool direct = step.param.element == kElement<T> && step.param.contiguous() &&
                       rates.lr >= std::numeric_limits<T>::min();
   const int64_t count = step.param.count();

@@ -167,7 +167,7 @@ inline int64_t parallelism() {
   return threads;
 }
 
-// An exception may not pass through PyTorch's C function: the first one is thrown behind it.
+// No exception may pass through PyTorch's C function: the first is rethrown after it.
 template <typename Work>
 void on_threads(int64_t threads, const Work& work) {
   if (threads == 1) return work(0);

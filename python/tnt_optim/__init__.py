@@ -4,7 +4,7 @@ TNT:                 Tensor Normal Training; ``TNT(model.parameters())`` needs n
 Shampoo, KFAC:       its rivals, in the same form.
 with_fallback:       one optimizer made of two, for different parameters.
 Masked:              an output with the rows that count, for ``observe`` and ``attach``.
-PreconditionerError: raised after statistics or inverses failed five times in a row.
+PreconditionerError: raised if statistics or inverses fail at first, or five times in a row.
 
 ``help(tnt_optim.TNT)`` explains every argument; ``TNT(...).memory_estimate()`` says how many bytes
 the state of a model will take. ``tnt_optim.kronecker.KroneckerOptimizer`` is the base of an

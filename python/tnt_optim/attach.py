@@ -90,15 +90,16 @@ class Attachable:
         the output is observed as if autocast had ended, but for a likelihood function.
 
         An optimizer is attached to one model at a time; a second ``attach`` replaces the first. Two
-        optimizers may be attached to one model, but of those with the same parameters only the
-        last: a trainer's second ``fit`` makes another. The hook keeps no optimizer alive; copies of
-        the model have a hook that does nothing, copies of the optimizer are not attached.
+        optimizers may be attached to one model. Of optimizers with the same parameters (a trainer's
+        second ``fit`` makes another) only the last one stays attached. The hook keeps no optimizer
+        alive; copies of the model have a hook that does nothing, copies of the optimizer are not
+        attached.
 
-        Under DistributedDataParallel attach to the wrapped module or to the one inside; with
-        ``static_graph=True`` to the one inside. Attach after ``fully_shard``. A model may be
+        Under DistributedDataParallel attach to the wrapper or to the inner module; with
+        ``static_graph=True`` to the inner module. Attach after ``fully_shard``. A model may be
         compiled before or after; with ``fullgraph=True`` attach to the result of ``torch.compile``.
-        Compile with ``torch._functorch.config.donated_buffer = False``: the graph serves two
-        backwards.
+        Compile with ``torch._functorch.config.donated_buffer = False``: two backward passes use the
+        graph.
 
         Args:
             model: a module whose outputs depend on this optimizer's parameters; for ``KFAC`` its

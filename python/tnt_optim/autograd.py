@@ -139,8 +139,8 @@ def checked_replicas(loss: Tensor) -> list[DistributedDataParallel]:
     replicas = [module for module in found if module is not None]
     if any(replica.static_graph for replica in replicas):
         raise RuntimeError(
-            "output must not come from DistributedDataParallel with static_graph=True, whose "
-            "gradients a second backward makes wrong: leave static_graph off"
+            "output must not come from DistributedDataParallel with static_graph=True, because a "
+            "second backward makes its gradients wrong: leave it off, or attach to the inner module"
         )
     return replicas
 

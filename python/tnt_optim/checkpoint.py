@@ -98,8 +98,8 @@ def warn_of_other_sampling(optimizer: Any, state_dict: StateDict) -> None:
     if others:
         before, after = (", ".join(f"{n}={s[n]!r}" for n in others) for s in (saved, own))
         warn_the_caller(
-            f"state_dict was saved with {before}: this optimizer goes on with its own {after}, and "
-            "not as the saved one would have"
+            f"state_dict was saved with {before}: this optimizer keeps its own {after}, and trains "
+            "differently from the saved one"
         )
 
 

@@ -158,7 +158,7 @@ def diverged(groups: Sequence[Mapping[str, Any]]) -> str:
     named = ", ".join(f"{name!r} of group {n} with lr={float(lr):g}" for name, n, lr in bad[:3])
     more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
     return (
-        f". Training has diverged, no longer finite are parameters {named}{more}: go back to a "
+        f". Training has diverged: parameters {named}{more} are not finite. Go back to a "
         "checkpoint and lower lr"
     )
 

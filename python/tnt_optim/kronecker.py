@@ -189,8 +189,8 @@ class KroneckerOptimizer(Wrappable, Optimizer):
 
         A step that raises has used up its observations. If it raises before the update, for example
         because memory runs out for new factors, parameters and momenta are unchanged, and the step
-        can be repeated, from the forward on: statistics that have this step's observations do not
-        add them again.
+        can be repeated, from the forward on: statistics that this step has already refreshed are
+        not refreshed again.
         """
         loss = None
         try:
@@ -261,8 +261,8 @@ class KroneckerOptimizer(Wrappable, Optimizer):
         that this process keeps. Load before the next step.
 
         Args:
-            unreached: parameters that no output had reached when the state was saved, as a value
-                head: they have no statistics in it.
+            unreached: parameters without statistics in the saved state, because no output had
+                reached them (a value head).
         """
         plain = set(unreached)
         if others := [tuple(p.shape) for p in plain.difference(self._params())]:
@@ -308,9 +308,9 @@ class KroneckerOptimizer(Wrappable, Optimizer):
             By "FIGURE/NAME", as ``SummaryWriter.add_scalar`` takes them: "parameter_norm" (not of
             sharded parameters), "momentum_norm", "direction_norm" (without grafting and weight
             decay), "condition", the largest condition number of the parameter's factors, estimated
-            from below, and the counts "skipped_statistics" and "failed_inverses". A parameter
-            without a name is called "group.index", as are several of a group with one name; one
-            whose name a parameter of another group has is called "group.name".
+            from below, and the counts "skipped_statistics" and "failed_inverses". NAME is
+            "group.name" if another group has the same name, and "group.index" for a parameter
+            without a name or without one of its own in the group.
         """
         self._failures.read(self.state, self._name, wait=True, fatal=False)
         used = Counter(n for group in self.param_groups for n in group.get("param_names", ()))
@@ -403,7 +403,8 @@ class KroneckerOptimizer(Wrappable, Optimizer):
 
         With ``shard`` or ``fully_shard`` every process keeps a part of the state. Call this in all
         of them; ``state_dict`` in process ``to`` then has the whole state, until the next step. It
-        loads in any number of processes, with any ``shard``. Parts of others are on the CPU.
+        loads in any number of processes, with any ``shard``. The other processes' parts are on the
+        CPU.
 
         Args:
             to: the rank in the process group, or among the processes that divide a parameter.
@@ -710,8 +711,8 @@ class KroneckerOptimizer(Wrappable, Optimizer):
             more = f" (and {len(missed) - 1} more)" if len(missed) > 1 else ""
             warn_the_caller(
                 f"the observed output does not depend on {self._name(missed[0])}{more}, which has "
-                "a gradient of the loss: it takes the momentum, not preconditioned, until an "
-                "output does (warned once; failures() counts such parameters)"
+                "a gradient of the loss: it is updated with plain momentum until an output does "
+                "(warned once; failures() counts such parameters)"
             )
 
     def _adopt(self, fresh: Mapping[Tensor, State]) -> None:
@@ -755,9 +756,7 @@ class KroneckerOptimizer(Wrappable, Optimizer):
         ]
 
     def _check_shaping(self, fresh: Container[Tensor] = ()) -> None:
-        """Refuses settings that no longer fit the states; of those with statistics, if fresh ones
-        replace some.
-        """
+        """Refuses changed settings of shapes, unless ``fresh`` replaces all old statistics."""
         for number, group in enumerate(self.param_groups[: len(self._shaping)]):
             shaping = self._shaping[number]
             changed = [

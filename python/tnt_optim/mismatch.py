@@ -129,9 +129,7 @@ def _kind_mismatch(of: Comparison, z: Tensor, g: Tensor) -> str | None:
     are_shares = bool(((z >= 0) & (z <= 1)).all() and z.numel() >= 16 and (z != z[:1]).any())
     binary = _fits_labels(z.sigmoid(), g)
     if of.likelihood == "bernoulli" and are_shares and not binary:
-        return (
-            "all outputs are between 0 and 1. Observe logits: if sigmoid was applied, its argument"
-        )
+        return "all outputs are between 0 and 1. Observe logits, the argument of sigmoid"
     classes = of.shape[-1] if len(of.shape) > 1 else 1
     sums_to_zero = g.reshape(-1, classes).sum(1).square().sum() <= 0.01 * g.square().sum()
     if of.likelihood != "categorical":

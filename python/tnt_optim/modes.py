@@ -186,8 +186,8 @@ def check_dense(param: Tensor, name: str) -> None:
         return  # frozen for good, such as quantized weights: integers have no gradient
     if getattr(param, "_fsdp_flattened", False):
         raise ValueError(
-            "params must have their own shapes, and FullyShardedDataParallel flattens them: use "
-            f"fully_shard (FSDP2), got {name}"
+            "params must not be flattened, as by FullyShardedDataParallel: use fully_shard "
+            f"(FSDP2), got {name}"
         )
     if param.dtype not in known or param.layout != torch.strided:
         raise ValueError(

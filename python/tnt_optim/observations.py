@@ -37,9 +37,9 @@ from tnt_optim.mismatch import Comparison, warn_of_mismatch, watched
 from tnt_optim.modes import state_dtype
 from tnt_optim.update import Local
 
-# What is known of a parameter whose statistics were due and that got none: a number.
-# Positive: its statistics are due at every step until an output reaches it, for so many steps. Of
-#     sampled gradients: it had a gradient in a step that observed nothing for it.
+# Status of a parameter that got no statistics when they were due:
+# Positive: its statistics are due at every step, for so many steps or until an output reaches it.
+#     (With sampled gradients: it had a gradient in a step that observed nothing for it.)
 # IDLE: no output has reached it, and it had no gradient either so far, or not for long.
 # LOSS_ONLY: it had a gradient in a step whose observed output missed it. Like an idle one, it is
 #     asked for when statistics are due.
@@ -204,7 +204,7 @@ class Sampled(Empirical):
         wanted = self.wanted(due)
         is_pooled = bool(wanted) and processes.is_distributed
         means = self._pooled(processes, wanted, held) if is_pooled else self._mean()
-        # A frozen one that is used later gets its statistics then, like one that was not used.
+        # A frozen parameter, like an unused one, gets its statistics when it is used next.
         self.asked.update(p for p in due if not p.requires_grad and p in held)
         if not self.count and not self.warned:
             self.warned = any(p in held and p.grad is not None for p in wanted)

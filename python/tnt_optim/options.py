@@ -1,7 +1,8 @@
 """The table of options: name, default, rule and documentation of every argument of an optimizer.
 
-Constructors, parameter groups, checkpoints and ``help`` read it. A new option is one line here and
-the code that implements it; an option with state of its own also has a line in ``state.SPEC``.
+Constructors, parameter groups, checkpoints and ``help`` read it. A new option is a line here, an
+argument of the constructors, and the code that implements it; an option with state of its own also
+has a line in ``state.SPEC``.
 """
 
 import functools
@@ -140,8 +141,8 @@ _TABLE = (
 
 # The documentation of each option: its name, a colon, and text; further lines are indented.
 _DOCS = """
-lr: the learning rate, alpha in the paper. With ``graft="adam"`` it has the scale of Adam's; without
-    it is tied to ``damping``, the batch size and the loss's scale.
+lr: the learning rate, alpha in the paper. With ``graft="adam"`` it has the scale of Adam's. Without
+    grafting it depends on ``damping``, the batch size and the loss's scale.
 damping: a number added to the eigenvalues of every statistic, epsilon in the paper.
 momentum: the decay of the sum of gradients, mu in the paper: m <- mu m + g.
 stat_decay: the decay of the statistics' moving average, beta in the paper.
@@ -157,8 +158,8 @@ likelihood: the distribution that the model's output parametrises: "categorical"
     error, summed over outputs, mean over N), a tuple of these for an output that is a tuple (the
     sum of their losses), or a function. The function samples labels itself, from torch's global
     generator, and returns the 0-dim loss at them; the generator is seeded before the call and
-    restored after it. docs/likelihoods.md says which fits a loss of torch, and of which misfits the
-    first step warns.
+    restored after it. docs/likelihoods.md says which fits a loss of torch, and which mismatches
+    give a warning.
 fisher: "sampled": gradients at labels from the model's distribution; "empirical": the training
     gradients themselves (TNT-EF in the paper), without ``observe`` and likelihood.
 estimator: of the statistics. "moments": the Gram matrix of the gradient along each mode, as in the
@@ -184,14 +185,14 @@ rounding: of parameters in half precision after a step that is computed in float
 kl_clip: multiply the directions P of a group's parameters on one device by min(1, sqrt(kl_clip /
     (lr^2 sum s^2 P . m))), s from ``graft``. The sum is twice the divergence of the step in the
     model of the factors. All directions are in memory at once. None: no bound.
-modes: for a parameter group only: a function from a parameter's shape to mode sizes; of vectors
-    only with ``precondition_1d``.
+modes: for a parameter group only: a function from a parameter's shape to mode sizes; used for
+    vectors only with ``precondition_1d``.
 seed: of the sampled labels; the global generators are not touched.
 sample_scale: multiply the loss at sampled labels by this before its backward and divide the
-    gradients by it in float32, as GradScaler does for the training loss; a power of two. None: if
-    something is in float16 or may be (in a compiled part), the largest power of two up to the
-    number of examples and 2^15 (for sharded parameters always 2^15), because the gradients of a
-    mean over many are too small for float16; otherwise, and for a likelihood function, 1.
+    gradients by it in float32, as GradScaler does for the training loss; a power of two. None: 1
+    for a likelihood function and where nothing is in float16. Otherwise, or if a compiled part may
+    hide float16, the largest power of two up to the number of examples and 2^15 (for sharded
+    parameters always 2^15), because the gradients of a mean over many are too small for float16.
 capturable: run the steps as CUDA graphs, one for each kind of step, from the second step of its
     kind on. All parameters must be on one CUDA device. Gradients at new addresses are copied:
     ``zero_grad(set_to_none=False)`` saves the copies. The learning rate and the other numbers may
@@ -250,7 +251,7 @@ def split(given: Settings) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def documented(**replaced: str) -> Callable[[Class], Class]:
-    """A class decorator: puts the documentation of the constructor's options for "{options}".
+    """A class decorator: replaces "{options}" by the documentation of the constructor's options.
 
     ``replaced`` is the method's own text for some options.
     """

@@ -39,9 +39,9 @@ class Shampoo(KroneckerOptimizer):
     Every argument but ``capturable``, ``process_group`` and ``shard`` can be set for each parameter
     group. A group's ``modes`` replaces the rule for modes, as for ``TNT``.
 
-    The roots come from eigenvalues on a CPU, and from the coupled Newton iteration elsewhere, which
-    ends at max|M - I| <= 1e-6. In float32 their error grows with the condition number of
-    S_i + damping I, which the damping bounds.
+    The C++ operator computes the roots from eigenvalues; GPUs and the reference use the coupled
+    Newton iteration, whose error in float32 grows with the condition number of S_i + damping I,
+    which the damping bounds.
 
     Args:
         params: parameters, named parameters or parameter groups, of any floating-point dtype.

@@ -184,9 +184,9 @@ def check_state(
     numbers = {entry.name for entry in wanted if entry.shape == NUMBER}
     if "stats" in missing and not missing & numbers:
         raise ValueError(
-            f"{name} lacks stats: is it damaged, or that of one of several processes with shard? "
-            "Theirs load through torch.distributed.checkpoint, after allocate_state(); to save the "
-            "whole state in one, call consolidate_state_dict() in all before"
+            f"{name} lacks stats: is it damaged, or one process's part with shard? Load parts with "
+            "torch.distributed.checkpoint, after allocate_state(). To save a whole state, call "
+            "consolidate_state_dict() in all processes first"
         )
     check_keys(name, state, missing)
     for entry in wanted:

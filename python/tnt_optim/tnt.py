@@ -43,14 +43,14 @@ class TNT(Attachable, KroneckerOptimizer):
             loss.backward()
             opt.step()
 
-    The defaults train a transformer and a convolutional network as they stand: relative damping,
+    The defaults train transformers and convolutional networks: relative damping,
     steps of Adam's length, intervals that grow from 1. ``TNT.paper`` has the paper's form.
 
     Every argument but ``likelihood``, ``fisher``, ``seed``, ``sample_scale``, ``capturable``,
     ``process_group`` and ``shard`` can be set for each parameter group. A vector has one mode, a
-    matrix two, and a convolution weight two: out, and in times the kernel's positions; in the
-    paper's form three. A group's ``modes``, a function from a parameter's shape to mode sizes with
-    the same product, replaces this rule.
+    matrix two, and a convolution weight two: out, and in times the kernel's positions (if at most
+    ``max_factor_dim``; otherwise, and in the paper's form, three). A group's ``modes``, a function
+    from a parameter's shape to mode sizes with the same product, replaces this rule.
 
     Args:
         params: parameters, named parameters or parameter groups, of any floating-point dtype.

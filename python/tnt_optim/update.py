@@ -89,7 +89,8 @@ class Local:
         """The mean gradients of one batch in each process; None if no process has more batches.
 
         ``params`` may have gradients; ``observed`` is None if this process has no more batches,
-        ``number`` is 0 if no row of its batch counts. Empty if that is so in all processes.
+        ``number`` is 0 if no row of its batch counts. The result is empty if no row counts in any
+        process.
         """
         return None if observed is None else self.whole(observed)
 

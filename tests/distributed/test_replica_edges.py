@@ -453,7 +453,7 @@ def in_another_group(rank: int, processes: int) -> str:
         return ""
     opt = TNT(net.parameters(), fisher="empirical", process_group=group)
     net(torch.ones(2, 4)).sum().backward()
-    with pytest.raises(ValueError, match="process_group must have this process") as caught:
+    with pytest.raises(ValueError, match="process_group must contain this process") as caught:
         opt.step()
     return str(caught.value)
 

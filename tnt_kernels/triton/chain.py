@@ -1,12 +1,12 @@
 """The mode products G x_1 A_1 ... x_k A_k of many tensors, and their epilogue.
 
-One launch multiplies one mode of every tensor: the j-th launch from the end computes every tensor's
-j-th product from its end, so the last launch finishes them all.
+One launch multiplies one mode of every tensor: the last launch computes every tensor's last
+product, the launch before it the second to last, and so on.
 
 A tensor's modes are contracted in the order of their strides, the smallest first, and every
 intermediate product is stored with the next mode dense. A factor is read by rows. So both operands
 of every product are dense along the summed index, as the matrix units want them: loads are wide in
-every mode, and one loop serves all of them.
+every mode, and one loop computes all of them.
 """
 
 import itertools
@@ -60,10 +60,10 @@ from tnt_kernels.triton.tiles import (
     waves,
 )
 
-# The problem table, int64: sizes, then where the product reads and where it writes. A place is an
-# index into the addresses (SCRATCH: the workspace), an offset in bytes, and strides.
+# The problem table, int64: sizes, then the locations of source and result. A location is an index
+# into the addresses (SCRATCH: the workspace), an offset in bytes, and strides.
 ROWS, COLUMNS, INNER, IS_DIAGONAL, FACTOR = fields(5)
-READ, WRITTEN = tl.constexpr(5), tl.constexpr(10)  # each is such a place:
+READ, WRITTEN = tl.constexpr(5), tl.constexpr(10)  # each is such a location:
 ADDRESS, OFFSET, ROW_STRIDE, INNER_STRIDE, OUTER_STRIDE = fields(5)
 PROBLEM_FIELDS = tl.constexpr(15)
 TILE_FIELDS = tl.constexpr(3)
@@ -215,7 +215,7 @@ class Plan:
     launches: list[tuple[Kind, int, Tensor]]
     scratch: int  # bytes
     copied: frozenset[int]  # tensors to copy first: their modes or their results' do not merge
-    by_cublas: dict[int, int]  # tensors that no launch serves, and their first factors
+    by_cublas: dict[int, int]  # tensors that no launch computes, and their first factors
 
 
 def plan(
@@ -379,8 +379,8 @@ def products(
     W); else they have the factors' dtype and are contiguous. The numbers of a step may be on the
     host. ``factors`` are the A_i, flat, and ``programs`` is how many the device runs at once.
 
-    The plan and the scratch memory are made here: a caller who writes to ``tensors`` before calling
-    that function writes only if both fit.
+    The plan and the scratch memory are made here. If they do not fit, this raises before the caller
+    has written to ``tensors``.
     """
     device = tensors[0].device
     factors = contiguous_copies(factors)

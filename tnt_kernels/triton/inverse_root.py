@@ -1,7 +1,7 @@
 """``inverse_root`` in Triton: the coupled Newton iteration, a few launches for all matrices.
 
 Nothing waits for the device, which decides itself which matrices are done: their programs return at
-once. The launches are therefore always the same, and a graph can capture them.
+once. A graph therefore captures always the same launches; an eager call may end early.
 """
 
 import functools

@@ -156,8 +156,8 @@ _MOST_TABLES = 256
 def _sent(addresses: bytes, device: torch.device, stream: int) -> Tensor:
     """The addresses on the device, for one stream.
 
-    Threads share a table, which never changes. On its stream the copy runs before launches that
-    read the table, and these run before its memory has another use.
+    Threads share a table, which never changes. On its stream the copy runs before the launches that
+    read the table, and they run before its memory is reused.
     """
     # A bytearray: PyTorch warns of memory that it may not write.
     host = torch.frombuffer(bytearray(addresses), dtype=torch.int64)
@@ -211,5 +211,5 @@ def launch(
 ) -> None:
     """Launches ``programs`` programs on the device of the first argument, or nothing for 0."""
     if programs:
-        # Fused multiply-adds by every version: Triton 3.9 warns that 3.10 will not make them.
+        # Fused multiply-adds in every version: Triton 3.9 warns that 3.10 will turn them off.
         kernel[(programs,)](*arguments, enable_fp_fusion=True, **constants)

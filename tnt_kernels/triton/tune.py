@@ -24,16 +24,16 @@ from tnt_kernels.triton.mode_products import mode_products
 SIZES = (2048, 4096, 1024, 8192, 512, 256)
 # cuBLAS must take less than this part of Triton's time: below are differences that do not repeat.
 MARGIN = 0.95
-# A model has many matrices of a small size, and Triton serves them at once: measured together are
-# as many as have this many rows.
+# A model has many matrices of a small size, and Triton computes them in one call: so many are
+# measured together that they have this many rows.
 ROWS = 4096
 
 
 def tune(device: torch.device, out: Path | None = None, seconds: float = 50.0) -> bool:
     """Measures, prints and records all classes on the current GPU; returns whether any was.
 
-    The table goes to the cache, and to ``out``. Classes that the time does not suffice for, and
-    those that fail, are not in it: Triton serves them.
+    The table goes to the cache, and to ``out``. It lacks classes that failed or were not reached in
+    time: Triton computes those.
     """
     rows: list[dict[str, Any]] = []
     seen: set[cublas.Class] = set()

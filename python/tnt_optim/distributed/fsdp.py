@@ -96,14 +96,15 @@ class Sharded(OwnerRanks, Local):
     ) -> Gradients:
         """Pieces of the gradients, averaged over all processes; every ``.grad`` is restored.
 
-        Refused if gradients of this step wait to be averaged: it would average them as well.
+        Refused if this step has gradients that are not averaged yet: this backward would average
+        them, too.
         """
         leaves = leaves_of(loss)  # without FSDP's parameters
         modules = _modules_of([*params, *leaves])
         if any(map(_holds_back, modules)):
             raise RuntimeError(
                 "observe must be called at the first micro-batch of a step under fully_shard: at "
-                "later ones gradients wait to be averaged"
+                "later ones there are gradients that are not averaged yet"
             )
         # The backward sets the gradients of all parameters, not only of ``params``.
         cut = [p.sharded_param for module in modules for p in _cut_params(module)]
@@ -123,7 +124,7 @@ class Sharded(OwnerRanks, Local):
     def mean(
         self, params: Sequence[Tensor], gradients: Mapping[Tensor, Tensor], number: int | Tensor
     ) -> tuple[Gradients, Tensor]:
-        """See ``Local.mean``. FSDP has averaged over all processes: also those without a row."""
+        """See ``Local.mean``. FSDP's average includes processes without a row: corrected here."""
         mesh = params[0].device_mesh  # type: ignore[attr-defined]
         total = torch.zeros((), dtype=torch.float64, device=params[0].device) + number
         for dim in range(mesh.ndim):

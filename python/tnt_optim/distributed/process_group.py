@@ -74,9 +74,8 @@ class ProcessGroup:
         key = zlib.crc32(repr([tuple(p.shape) for p in params]).encode()) >> 1
         if self.anywhere([key, -key], params[0].device) != [key, -key]:
             raise ValueError(
-                "process_group must hold processes with copies of one model, and some have "
-                f"parameters of other shapes than this one's {len(params)}: set it to those with "
-                "copies of this model"
+                "process_group must hold only processes with copies of one model, but some have "
+                f"parameters of other shapes than the {len(params)} here: leave them out of it"
             )
 
     def largest(self, codes: Tensor) -> Tensor:
@@ -123,7 +122,7 @@ def process_group_of(group: Any, *, is_lost: bool) -> ProcessGroup | None:
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
         return None
     if dist.get_rank(group) < 0:
-        raise ValueError("process_group must have this process, and it is not one of the group's")
+        raise ValueError("process_group must contain this process")
     if is_lost and group is None:
         raise RuntimeError(
             "process_group of a copied optimizer must be set again, because it cannot be copied: "

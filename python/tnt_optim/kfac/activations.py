@@ -63,7 +63,7 @@ class LayerHook:
         inputs = args[0] if args else kwargs["input"]
         if inputs.layout != torch.strided:
             inputs = inputs.to_dense()
-        # Without rows, as an expert that got no token, it is as if the layer was not called.
+        # A call without rows (an expert that got no token) does not count.
         if not wanted(self.layer, inputs.numel() > 0):
             return
         if output._is_view() and output._base.numel() == output.numel():

@@ -78,9 +78,9 @@ class KFAC(Attachable, Wrappable, Optimizer):
     called as modules (``layer(x)``). If a forward pass calls a layer several times, each call adds
     positions. All other parameters are updated with the momentum: those of norms, embeddings,
     recurrent networks, grouped and transposed convolutions, nn.MultiheadAttention, and layers that
-    share a parameter or have a factor above ``max_factor_dim``. ``repr`` counts them, and a warning
-    at construction if they are many. The frozen part of a layer counts as zero momentum and is not
-    updated.
+    share a parameter or have a factor above ``max_factor_dim``. ``repr`` counts them; if they are
+    many, a warning at construction does, too. A frozen weight or bias of a layer is not updated;
+    its momentum counts as zero.
 
     A = (1/N) Σ a aᵀ and G = (1/P) Σ g gᵀ over the P positions in the N examples of a batch, as in
     Grosse & Martens 2016. Each gradient g is of one example's own loss. Positions are a
@@ -250,8 +250,8 @@ class KFAC(Attachable, Wrappable, Optimizer):
 
         A layer that has a gradient, but no statistics because the observed outputs did not reach
         it, is updated like the parameters outside of layers; a warning names it. If the forward
-        pass called it, the optimizer asks again for its statistics at the next multiple of T1;
-        otherwise when a forward pass calls it.
+        pass called it, the optimizer asks again when statistics are next due; otherwise when a
+        forward pass calls it.
 
         Args:
             closure: recomputes the loss, calls ``backward`` and ``observe``, returns the loss.
@@ -357,9 +357,9 @@ class KFAC(Attachable, Wrappable, Optimizer):
     def failures(self) -> dict[str, int]:
         """Returns how often statistics were left out and inverses failed; waits for the device.
 
-        "skipped_statistics" counts the refreshes left out because something was not finite (of the
-        layer that lost most), "failed_inverses" the failed refreshes of all layers, "unreached" the
-        layers that moved without a preconditioner because no observed output has reached them.
+        "skipped_statistics" counts the refreshes left out because something was not finite (the
+        largest count of a layer), "failed_inverses" the failed refreshes of all layers, "unreached"
+        the layers that moved without a preconditioner because no observed output has reached them.
         """
         unreached = sum(
             not self._has_state(i)
@@ -381,7 +381,7 @@ class KFAC(Attachable, Wrappable, Optimizer):
             ValueError: always, once the optimizer is made.
         """
         if hasattr(self, "_layers"):
-            raise ValueError("param_group must not be added: give the constructor all, as params")
+            raise ValueError("param_group cannot be added: give the constructor all, as params")
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
@@ -512,8 +512,8 @@ class KFAC(Attachable, Wrappable, Optimizer):
         for name, layer in zip(self._names, self._layers, strict=True):
             if layer.weight not in known:
                 raise RuntimeError(
-                    f"layer {name!r} must keep its weight, and has another than when KFAC was "
-                    "made, as after load_state_dict(assign=True): make the optimizer after that"
+                    f"layer {name!r} must keep its weight, but it was replaced (as by "
+                    "load_state_dict(assign=True)): make the optimizer after that"
                 )
 
     def _is_wanted(self, layer: int) -> bool:

@@ -41,9 +41,9 @@ def preconditioned(
 ) -> tuple[dict[str, Layer], dict[Tensor, str]]:
     """The layers to precondition, by name, and why the other parameters are not, by parameter.
 
-    ``largest`` is the size of the largest factor that a weight may have; other weights than these
-    are not optimized. A layer that shares a parameter with another module is left out: its rows
-    would describe only a part of the gradient.
+    ``largest`` maps each optimized weight to the size of the largest factor that it may have. A
+    layer that shares a parameter with another module is left out: its rows would describe only a
+    part of the gradient.
     """
     modules = dict(model.named_modules())
     owners: dict[Tensor, list[nn.Module]] = {}
@@ -94,7 +94,7 @@ def named_groups(model: nn.Module, params: Iterable[Any] | None) -> list[dict[st
         for param, count in Counter(own).items():
             if count > 1:
                 raise ValueError(f"params must differ, got {names[param]!r} twice")
-        # torch names the parameters of all groups or of none, and those of an empty one are none.
+        # torch wants names in all groups or in none, and sees none in an empty group.
         pairs = [(names[param], param) for param in own]
         groups.append({**group, "params": pairs, "param_names": list(map(names.get, own))})
     return groups

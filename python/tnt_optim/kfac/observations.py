@@ -80,8 +80,8 @@ class Observations:
 
         ``wanted`` is the same in all processes, ``held`` are the statistics of layers that have
         some. While a wanted layer has none, and where DistributedDataParallel looks for unused
-        parameters, the processes first exchange which layers their outputs reached, and wait for
-        the answer. Otherwise the pooled counts say it, on the device.
+        parameters, the processes first exchange which layers their outputs reached, and wait.
+        Otherwise the pooled counts tell, on the device.
         """
         if not wanted:
             return
