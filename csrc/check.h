@@ -136,17 +136,22 @@ inline void check_factor_pair(size_t t, const Tensor& stat, const Tensor& out,
   check_contiguous("out", t, out);
 }
 
+// A momentum or direction of a tensor: of its shape and its state's dtype.
+inline void check_state(const char* list, size_t t, const Tensor& state, const Tensor& tensor) {
+  check_tensor(list, t, state);
+  TNT_CHECK(state.sizes() == tensor.sizes(), entry(list, t), " must be ", tensor.sizes(), ", got ",
+            state.sizes());
+  TNT_CHECK(state.dtype() == state_dtype(tensor), entry(list, t), " must be ", state_dtype(tensor),
+            ", got ", state.dtype());
+}
+
 // The momentum and the gradient of a tensor, a parameter or the momentum itself.
 inline void check_momentum(size_t t, const Tensor& momentum, const Tensor& grad,
                            const Tensor& tensor) {
-  check_tensor("momenta", t, momentum);
+  check_state("momenta", t, momentum, tensor);
   check_tensor("grads", t, grad);
-  TNT_CHECK(momentum.sizes() == tensor.sizes(), entry("momenta", t), " must be ", tensor.sizes(),
-            ", got ", momentum.sizes());
   TNT_CHECK(grad.sizes() == tensor.sizes(), entry("grads", t), " must be ", tensor.sizes(),
             ", got ", grad.sizes());
-  TNT_CHECK(momentum.dtype() == state_dtype(tensor), entry("momenta", t), " must be ",
-            state_dtype(tensor), ", got ", momentum.dtype());
   check_writable("momenta", t, momentum);
 }
 
@@ -155,15 +160,6 @@ inline void check_table(const char* name, const Tensor& table, std::vector<int64
   TNT_CHECK(table.is_dense_on_cpu() && table.dtype() == kDouble && table.sizes() == Numbers(sizes),
             name, " must be ", Numbers(sizes), " float64 on the CPU, got ", table.sizes(), ", ",
             table.dtype());
-}
-
-// A direction in which a parameter moves.
-inline void check_direction(size_t t, const Tensor& direction, const Tensor& param) {
-  check_tensor("directions", t, direction);
-  TNT_CHECK(direction.sizes() == param.sizes(), entry("directions", t), " must be ", param.sizes(),
-            ", got ", direction.sizes());
-  TNT_CHECK(direction.dtype() == state_dtype(param), entry("directions", t), " must be ",
-            state_dtype(param), ", got ", direction.dtype());
 }
 
 // A sum of c * stride with low <= c <= high.

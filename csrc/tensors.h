@@ -113,7 +113,6 @@ class Tensor {
     return data;
   }
 
-  AtenTensorHandle handle() const { return handle_.get(); }
   AtenTensorHandle release() { return handle_.release(); }
 
  private:

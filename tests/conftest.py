@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import importlib.util
 import os
+import random
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -49,8 +50,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def fixed_seed() -> None:
-    """Every test starts from the same global generator."""
+    """Every test starts from the same global generators."""
     torch.manual_seed(0)
+    random.seed(0)
 
 
 @pytest.fixture

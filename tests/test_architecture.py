@@ -86,7 +86,7 @@ def _allowed(name: list[str], module: list[str]) -> bool:
     if name[0] in NOT_IMPORTED:
         return False
     if module[0] == "tnt_optim" and name[0] == "tnt_kernels":
-        return len(name) == 2 and name[1] in PUBLIC_FUNCTIONS
+        return len(name) == 2 and name[1] in {*PUBLIC_FUNCTIONS, "__version__"}
     if module[0] == "tnt_kernels":
         if name[0] == "tnt_optim":
             return False

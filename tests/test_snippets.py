@@ -8,14 +8,14 @@ import re
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch._functorch.config as functorch_config
 import torch.distributed as dist
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+PAGES = [page for page in DOCUMENTS if "```python" in page.read_text(encoding="utf-8")]
 
 # What snippets take for granted: a classifier, its loss, batches; a stand-in for a trainer.
 COMMON = """
@@ -39,41 +39,6 @@ _PIECE = re.compile(
 )
 
 
-class Piece(NamedTuple):
-    """A snippet of a page, or hidden code."""
-
-    page: Path
-    line: int  # of the first line of the code
-    code: str
-    shown: bool  # False: hidden
-
-
-def pieces(page: Path) -> list[Piece]:
-    """All snippets and hidden code of a page, in their order."""
-    text = page.read_text(encoding="utf-8")
-    found = []
-    for match in _PIECE.finditer(text):
-        part = "hidden" if match["hidden"] else "code"
-        line = text.count("\n", 0, match.start(part)) + 1
-        code = textwrap.dedent(match[part])
-        found.append(Piece(page, line, code, part == "code"))
-    return found
-
-
-def name(page: Path) -> str:
-    return page.relative_to(ROOT).as_posix()
-
-
-ALL = [piece for page in PAGES for piece in pieces(page)]
-SHOWN = [piece for piece in ALL if piece.shown]
-
-
-def test_snippets_are_found() -> None:
-    """As many as there are fences of Python."""
-    fences = sum(page.read_text(encoding="utf-8").count("```python") for page in PAGES)
-    assert len(SHOWN) == fences > 0
-
-
 @pytest.fixture
 def nothing_left() -> Iterator[None]:
     """Ends a process group that a page has started; puts back the setting that one changes."""
@@ -83,18 +48,25 @@ def nothing_left() -> Iterator[None]:
         dist.destroy_process_group()
 
 
+def test_there_are_pages_with_snippets() -> None:
+    assert len(PAGES) > 5
+
+
 # Without a GPU, autocast and GradScaler turn themselves off; torch.compile imports old code.
 @pytest.mark.filterwarnings("ignore:.*CUDA is not available:UserWarning")
 @pytest.mark.filterwarnings("ignore:.torch.jit.")
 @pytest.mark.usefixtures("nothing_left")
-@pytest.mark.parametrize("piece", SHOWN, ids=[f"{name(p.page)}:{p.line}" for p in SHOWN])
-def test_snippet(piece: Piece, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Runs with what stands above it on the page, and hidden code below it."""
+@pytest.mark.parametrize("page", PAGES, ids=[str(p.relative_to(ROOT)) for p in PAGES])
+def test_snippets(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """All of a page, and every fence of Python is found."""
     monkeypatch.chdir(tmp_path)
+    text = page.read_text(encoding="utf-8")
+    pieces = list(_PIECE.finditer(text))
+    assert sum(piece["code"] is not None for piece in pieces) == text.count("```python")
     namespace: dict[str, object] = {"__name__": "snippet"}
     exec(COMMON, namespace)
-    for part in pieces(piece.page):
-        if part.shown and part.line > piece.line:
-            break
+    for piece in pieces:
+        part = "hidden" if piece["code"] is None else "code"
         # Empty lines in front: a traceback has the page's line.
-        exec(compile("\n" * (part.line - 1) + part.code, part.page, "exec"), namespace)
+        lines = "\n" * text.count("\n", 0, piece.start(part))
+        exec(compile(lines + textwrap.dedent(piece[part]), page, "exec"), namespace)

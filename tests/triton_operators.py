@@ -7,7 +7,9 @@ without a GPU the launchers run on the arguments themselves (gpu/conftest.py).
 import importlib
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
 import torch
 from cases import GPU
@@ -16,6 +18,7 @@ from torch import Tensor
 
 import tnt_kernels
 from tnt_kernels.backends import TRITON_KERNELS
+from tnt_kernels.triton import launch
 
 # So few that a hundred columns are already split into partial sums.
 PROGRAMS = 4
@@ -42,6 +45,11 @@ class OnGpu:
                 tensor.copy_(copy)
 
 
+def at_once(programs: int) -> AbstractContextManager[Any]:
+    """Within it every device runs so many programs at once."""
+    return mock.patch.object(launch, "programs_at_once", lambda device: programs)
+
+
 def launched(name: str, usual: int = PROGRAMS) -> Callable[..., Any]:
     """The launcher of an operator, called as the public function, with so many programs."""
     module = importlib.import_module(f"tnt_kernels.triton.{TRITON_KERNELS[name]}")
@@ -59,7 +67,8 @@ def launched(name: str, usual: int = PROGRAMS) -> Callable[..., Any]:
         there = Call(name, dict(given.arguments)).map(
             lambda _, tensor: gpu.copy(tensor) if tensor.dim() or name in INVERSES else tensor
         )
-        result = getattr(module, name)(*flat_arguments(there), programs=programs)
+        with at_once(programs):
+            result = getattr(module, name)(*flat_arguments(there))
         gpu.back()
         if isinstance(result, list):
             return [product.cpu() for product in result]

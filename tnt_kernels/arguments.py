@@ -22,8 +22,8 @@ def state_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
-def scalar(name: str, value: Number, *, low: float, high: float = float("inf")) -> Tensor:
-    """Returns a number in [low, high] as a 0-dim tensor; a tensor's value is not checked."""
+def scalar(name: str, value: Number, *, high: float = float("inf")) -> Tensor:
+    """Returns a number in [0, high] as a 0-dim tensor; a tensor's value is not checked."""
     if isinstance(value, Tensor):
         if value.dim() != 0 or not value.is_floating_point():
             raise ValueError(
@@ -33,16 +33,10 @@ def scalar(name: str, value: Number, *, low: float, high: float = float("inf")) 
         return value
     if not isinstance(value, Real) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number or a 0-dim tensor, got {value!r}")
-    if not low <= value <= high or value == float("inf"):
-        bound = f"in [{low:g}, {high:g}]" if high < float("inf") else f"finite and >= {low:g}"
+    if not 0 <= value <= high or value == float("inf"):
+        bound = f"in [0, {high:g}]" if high < float("inf") else "finite and >= 0"
         raise ValueError(f"{name} must be {bound}, got {value!r}")
     return torch.tensor(float(value), dtype=torch.float64, device="cpu")
-
-
-def _number(name: str, value: Any) -> Any:
-    if isinstance(value, Tensor):
-        raise TypeError(f"{name} must be a number, got a tensor")
-    return value
 
 
 def check_length(name: str, got: Sequence[Any], other: str, want: Sequence[Any]) -> None:
@@ -166,8 +160,10 @@ def check_graft(
     if (second_moments is None) != (counts is None):
         given = "counts" if second_moments is None else "second_moments"
         raise ValueError(f"second_moments and counts must be given both or neither, got {given}")
-    scalar("second_decay", _number("second_decay", second_decay), low=0.0, high=1.0)
-    scalar("eps", _number("eps", eps), low=0.0)
+    for name, number in (("second_decay", second_decay), ("eps", eps)):
+        if isinstance(number, Tensor):
+            raise TypeError(f"{name} must be a number, got a tensor")
+        scalar(name, number)
     below_one = {"second_decay": second_decay}
     if second_moments is not None and not isinstance(momentum, Tensor):
         below_one["momentum"] = momentum

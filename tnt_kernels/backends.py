@@ -12,12 +12,12 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+import tnt_kernels
 from tnt_kernels import lists, reference, triton
 from tnt_kernels.arguments import state_dtype
 from tnt_kernels.schemas import NAMESPACE, SCHEMAS, in_extension
@@ -237,7 +237,7 @@ _REFERENCE: dict[str, Callable[..., Any]] = {
 def _versions() -> dict[str, str]:
     build = sys.modules.get("tnt_kernels._ops")
     return {
-        "tnt_kernels": _package_version("tnt_kernels"),
+        "tnt_kernels": tnt_kernels.__version__,
         "extension": getattr(build, "extension", "not built"),
         "compiler": getattr(build, "compiler", "none"),
         "BLAS": getattr(build, "blas", "none"),
@@ -249,10 +249,3 @@ def _versions() -> dict[str, str]:
         "python": platform.python_version(),
         "platform": platform.platform(),
     }
-
-
-def _package_version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "none"

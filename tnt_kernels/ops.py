@@ -92,7 +92,7 @@ def gram_ema_(
     [tensor([[1.6667, 0.0000],
             [0.0000, 3.3333]]), tensor([1., 4.])]
     """
-    weight = scalar("decay", decay, low=0.0, high=1.0)
+    weight = scalar("decay", decay, high=1.0)
 
     def check() -> None:
         check_tensors("tensors", tensors)
@@ -145,7 +145,7 @@ def damped_inverse(
     ([tensor([[0.2500, 0.0000],
             [0.0000, 0.5000]]), tensor([0.3333, 0.3333])], tensor([0], dtype=torch.int32))
     """
-    eps = scalar("damping", damping, low=0.0)
+    eps = scalar("damping", damping)
 
     def arguments() -> tuple[Any, ...]:
         return _flat(target), _flat(stats), [len(row) for row in stats], eps, bool(relative)
@@ -181,7 +181,7 @@ def inverse_root(
     Source: Ren & Goldfarb 2021, Algorithm 4; Anil et al. 2021, "Scalable second order optimization
     for deep learning".
     """
-    eps = scalar("damping", damping, low=0.0)
+    eps = scalar("damping", damping)
     given: list[Any] = list(root) if isinstance(root, list | tuple) else [root]
     if any(not isinstance(p, Integral) or isinstance(p, bool) or p < 1 for p in given):
         raise ValueError(f"root must be a positive integer, or one for each tensor, got {root!r}")
@@ -262,7 +262,7 @@ def preconditioned_step_(
     Source: Ren & Goldfarb 2021, Algorithm 2.
     """
     scalars = {
-        name: scalar(name, value, low=0.0)
+        name: scalar(name, value)
         for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay))
     }
 
@@ -310,8 +310,8 @@ def scaled_step_(
     >>> w
     tensor([0.4000, 1.2000])
     """
-    alpha = scalar("lr", lr, low=0.0)
-    gamma = scalar("weight_decay", weight_decay, low=0.0)
+    alpha = scalar("lr", lr)
+    gamma = scalar("weight_decay", weight_decay)
 
     def check() -> None:
         check_tensors("params", params)
@@ -378,7 +378,7 @@ def grafted_directions_(
     >>> direction, scales
     (tensor([6., 8.]), tensor([0.5000], dtype=torch.float64))
     """
-    mu = scalar("momentum", momentum, low=0.0)
+    mu = scalar("momentum", momentum)
     check_graft(momentum, second_moments, counts, second_decay, eps)
     if not (torch.compiler.is_compiling() or _all_on_cpu((momenta,))):
         check_count_values(counts)  # they change at every step, so the cache of calls ignores them

@@ -224,7 +224,7 @@ inline int64_t fortran_stedc(int64_t n, double* d, double* e, double* z, int64_t
 // The operand of a product that is stored transposed. Never both: OpenBLAS 0.3.34's AVX-512 float
 // kernel for small products of two transposed operands keeps the result's leading dimension in
 // static memory, so that one thread may write to another's addresses.
-enum class Transposed { kNone, kFirst, kSecond };
+enum class Transposed { kFirst, kSecond };
 
 // C (m, n) <- alpha A B + beta C, for A (m, k) and B (k, n). If beta is 0, C is not read.
 template <typename In, typename T>

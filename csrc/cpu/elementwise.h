@@ -13,8 +13,7 @@
 #include "cpu/views.h"
 
 // Compiles a function for several CPUs. Not under sanitizers: the loader selects before they start.
-#if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__) && __GNUC__ >= 12 && \
-    !defined(TNT_STD_THREADS)
+#if defined(__GLIBC__) && !defined(__clang__) && __GNUC__ >= 12 && !defined(TNT_STD_THREADS)
 #define TNT_WIDEST_VECTORS \
   __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
@@ -104,13 +103,11 @@ using One = std::integral_constant<int64_t, 1>;
 // Calls pass(stride...); if all strides are 1, as compile-time constants.
 template <typename Strides, typename Pass>
 auto with_strides(const Strides& strides, const Pass& pass) {
-  const bool contiguous =
-      std::all_of(strides.begin(), strides.end(), [](auto s) { return s == 1; });
-  if constexpr (std::tuple_size_v<Strides> == 2) {
-    return contiguous ? pass(One(), One()) : pass(strides[0], strides[1]);
-  } else {
-    return contiguous ? pass(One(), One(), One()) : pass(strides[0], strides[1], strides[2]);
-  }
+  return std::apply(
+      [&](auto... stride) {
+        return ((stride == 1) && ...) ? pass((void(stride), One())...) : pass(stride...);
+      },
+      strides);
 }
 
 // The sum of the runs' results, identical on any number of threads.
@@ -140,11 +137,6 @@ double sum_of_products(const T* a, const T* b, int64_t count) {
   }
   for (; i < count; ++i) lanes[i % kLanes] += static_cast<double>(a[i]) * b[i];
   return std::accumulate(lanes, lanes + kLanes, 0.0);
-}
-
-template <typename T>
-double sum_of_squares(const T* values, int64_t count) {
-  return sum_of_products(values, values, count);
 }
 
 // The inner product of two tensors without gaps, by all threads.

@@ -68,7 +68,7 @@ double update_moments(const GraftedDirection& one, const GraftRates& rates) {
           } else {
             update_block(adam, length, m, v, g, ratios, m_stride, v_stride, g_stride);
           }
-          squares += sum_of_squares(ratios, length);
+          squares += sum_of_products(ratios, ratios, length);
         }
         return squares;
       });

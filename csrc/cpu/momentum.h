@@ -31,7 +31,7 @@ double accumulate(const TensorView& momentum, const TensorView& grad, T decay) {
             updated[i] = decay * value + convert<T>(g[(first + i) * g_stride]);
             value = updated[i];
           }
-          if constexpr (norm) squares += sum_of_squares(updated, length);
+          if constexpr (norm) squares += sum_of_products(updated, updated, length);
         }
         return squares;
       });

@@ -14,12 +14,9 @@ struct Rates {
 // W <- W - rate W
 template <typename T>
 void decay(int64_t count, T rate, T* w) {
-  const int64_t stride = 1;
-  for_each_run<1>(1, &count, {&stride},
-                  [&](int64_t, const auto& offsets, int64_t length, const auto&) {
-                    T* values = w + offsets[0];
-                    for (int64_t i = 0; i < length; ++i) values[i] -= rate * values[i];
-                  });
+  run_parts(count, 16 * static_cast<double>(count), [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; ++i) w[i] -= rate * w[i];
+  });
 }
 
 template <typename T>

@@ -252,7 +252,7 @@ void scaled_step_op(const TensorList& params, const TensorList& directions, cons
   check_length("directions", directions.size(), params.size());
   check_length("decayed", decayed.size(), params.size());
   for (size_t t = 0; t < params.size(); ++t) {
-    check_direction(t, directions[t], params[t]);
+    check_state("directions", t, directions[t], params[t]);
     check_writable("params", t, params[t]);
   }
   if (scales.numel() > 0) check_table("scales", scales, {static_cast<int64_t>(params.size())});

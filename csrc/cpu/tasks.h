@@ -1,6 +1,9 @@
 // Runs independent tasks on PyTorch's threads.
 #pragma once
 
+#include <immintrin.h>
+#include <sys/mman.h>
+
 #ifndef TNT_STD_THREADS
 #include <torch/csrc/stable/c/shim.h>
 #include <torch/headeronly/util/shim_utils.h>
@@ -21,13 +24,6 @@
 #include <utility>
 #include <vector>
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
-#if defined(__SSE2__)
-#include <immintrin.h>
-#endif
-
 namespace tnt {
 
 // Flops one thread does in the time a parallel region takes to start (measured). Below this, a
@@ -39,30 +35,23 @@ constexpr double kParallelFlops = 2e6;
 // long (mnist_tnt_10_epochs_seed1.json, in the history of bench/results).
 class FlushSubnormals {
  public:
-#if defined(__SSE2__)
   FlushSubnormals() : saved_(_mm_getcsr()) {
     _mm_setcsr(saved_ | 0x8040);  // subnormal results and operands become zero
   }
   ~FlushSubnormals() { _mm_setcsr(saved_); }
-
- private:
-  unsigned saved_;
-#else
-  FlushSubnormals() {}
-#endif
- public:
   FlushSubnormals(const FlushSubnormals&) = delete;
   FlushSubnormals& operator=(const FlushSubnormals&) = delete;
+
+ private:
+  const unsigned saved_;
 };
 
 // Asks for large pages: new memory costs one fault for each page.
-inline void use_large_pages([[maybe_unused]] void* memory, [[maybe_unused]] size_t bytes) {
-#if defined(__linux__) && defined(MADV_HUGEPAGE)
+inline void use_large_pages(void* memory, size_t bytes) {
   constexpr size_t kPage = size_t{2} << 20;
   const size_t start = (reinterpret_cast<size_t>(memory) + kPage - 1) / kPage * kPage;
   const size_t end = (reinterpret_cast<size_t>(memory) + bytes) / kPage * kPage;
   if (start < end) madvise(reinterpret_cast<void*>(start), end - start, MADV_HUGEPAGE);
-#endif
 }
 
 // Uninitialised memory.

@@ -1,12 +1,10 @@
 // Transposes and mirror images of matrices.
 #pragma once
 
+#include <immintrin.h>
+
 #include <algorithm>
 #include <cstdint>
-
-#if defined(__SSE2__)
-#include <immintrin.h>
-#endif
 
 namespace tnt {
 
@@ -18,7 +16,6 @@ void transpose_block(const T* from, int64_t from_stride, T* to, int64_t to_strid
   }
 }
 
-#if defined(__SSE2__)
 inline void transpose_four(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
   __m128 a = _mm_loadu_ps(from), b = _mm_loadu_ps(from + from_stride);
   __m128 c = _mm_loadu_ps(from + 2 * from_stride), d = _mm_loadu_ps(from + 3 * from_stride);
@@ -28,7 +25,6 @@ inline void transpose_four(const float* from, int64_t from_stride, float* to, in
   _mm_storeu_ps(to + 2 * to_stride, c);
   _mm_storeu_ps(to + 3 * to_stride, d);
 }
-#endif
 
 // to (columns, rows) <- from (rows, columns), both row-major, without overlap.
 template <typename T>
@@ -41,7 +37,6 @@ void transpose(const T* from, int64_t from_stride, T* to, int64_t to_stride, int
       const int64_t height = std::min(kBlock, rows - r), width = std::min(kBlock, columns - c);
       const T* source = from + r * from_stride + c;
       T* target = to + c * to_stride + r;
-#if defined(__SSE2__)
       if constexpr (sizeof(T) == 4) {
         const int64_t whole_rows = height & ~3, whole_columns = width & ~3;
         for (int64_t y = 0; y < whole_rows; y += 4) {
@@ -56,7 +51,6 @@ void transpose(const T* from, int64_t from_stride, T* to, int64_t to_stride, int
                         to_stride, height - whole_rows, width);
         continue;
       }
-#endif
       transpose_block(source, from_stride, target, to_stride, height, width);
     }
   }

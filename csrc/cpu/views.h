@@ -1,8 +1,8 @@
 // Tensors as the kernels see them: address, element type, sizes and strides.
 #pragma once
 
+#include <bit>
 #include <cstdint>
-#include <cstring>
 #include <type_traits>
 
 namespace tnt {
@@ -52,10 +52,7 @@ To convert(From value) {
 
 template <typename To>
 To convert(BFloat16 value) {
-  const uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
-  float result;
-  std::memcpy(&result, &bits, sizeof(result));
-  return result;
+  return std::bit_cast<float>(static_cast<uint32_t>(value.bits) << 16);
 }
 
 template <typename To>
@@ -67,23 +64,20 @@ To convert(Half value) {
   if (magnitude < 0x0400) {
     result = static_cast<float>(magnitude) * 0x1p-24f;
   } else {
-    const uint32_t bits =
-        (magnitude << 13) + ((magnitude >= 0x7c00 ? 224u : 112u) << 23);  // infinity and NaN: 255
-    std::memcpy(&result, &bits, sizeof(result));
+    // 224: the exponent of infinity and NaN becomes 255.
+    result = std::bit_cast<float>((magnitude << 13) + ((magnitude >= 0x7c00 ? 224u : 112u) << 23));
   }
   return sign ? -result : result;
 }
 
 inline BFloat16 round_half(float value, BFloat16) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
+  const auto bits = std::bit_cast<uint32_t>(value);
   if (value != value) return {0x7fc0};
   return {static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
 }
 
 inline Half round_half(float value, Half) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
+  auto bits = std::bit_cast<uint32_t>(value);
   const auto sign = static_cast<uint16_t>(bits >> 16 & 0x8000);
   bits &= 0x7fffffff;
   const auto with_sign = [&](uint32_t magnitude) {
@@ -93,11 +87,7 @@ inline Half round_half(float value, Half) {
   if (bits >= 0x477ff000) return with_sign(0x7c00);  // 65520 and above round to infinity
   if (bits < 0x38800000) {                           // below 2^-14: in units of 2^-24
     // Adding 0.5, whose last place is 2^-24, rounds to that unit.
-    float magnitude;
-    std::memcpy(&magnitude, &bits, sizeof(magnitude));
-    magnitude += 0.5f;
-    std::memcpy(&bits, &magnitude, sizeof(bits));
-    return with_sign(bits - 0x3f000000);
+    return with_sign(std::bit_cast<uint32_t>(std::bit_cast<float>(bits) + 0.5f) - 0x3f000000);
   }
   return with_sign((bits + 0xfff + (bits >> 13 & 1) - (112u << 23)) >> 13);
 }

@@ -12,18 +12,12 @@ optimizer of your own: docs/your_own_optimizer.md names what it may import. Ever
 package may change.
 """
 
-from importlib.metadata import PackageNotFoundError, version
-
+from tnt_kernels import __version__ as __version__  # both packages are one distribution
 from tnt_optim.failures import PreconditionerError
 from tnt_optim.fallback import with_fallback
 from tnt_optim.kfac import KFAC
 from tnt_optim.likelihoods import Masked
 from tnt_optim.shampoo import Shampoo
 from tnt_optim.tnt import TNT
-
-try:
-    __version__ = version("tnt_kernels")  # both packages are one distribution
-except PackageNotFoundError:  # a clone that is not installed
-    __version__ = "unknown"
 
 __all__ = ["KFAC", "TNT", "Masked", "PreconditionerError", "Shampoo", "with_fallback"]

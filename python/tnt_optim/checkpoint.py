@@ -1,16 +1,14 @@
 """Saving a state, and loading it: the check that it fits, and a copy at full precision."""
 
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Integral, Real
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tnt_optim.failures import warn_the_caller
+from tnt_optim.failures import callers, warn_the_caller
 from tnt_optim.modes import Settings, State, state_dtype
 from tnt_optim.options import check_settings
 from tnt_optim.state import check_keys
@@ -71,7 +69,7 @@ def load_adapted(
         optimizer.register_load_state_dict_post_hook(lambda _: finish(adapted[0]), prepend=True),
     ]
     try:
-        load(state_dict)
+        load(with_integer_keys(state_dict))
     finally:
         for handle in handles:
             handle.remove()
@@ -101,12 +99,6 @@ def warn_of_other_sampling(optimizer: Any, state_dict: StateDict) -> None:
             f"state_dict was saved with {before}: this optimizer keeps its own {after}, and trains "
             "differently from the saved one"
         )
-
-
-def callers(package: str) -> list[FrameType]:
-    """The frames of a package's functions among the callers."""
-    frames = (frame for frame, _ in traceback.walk_stack(None))
-    return [frame for frame in frames if frame.f_globals.get("__name__", "").startswith(package)]
 
 
 def whole_state_is_wanted() -> bool | None:

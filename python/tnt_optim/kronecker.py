@@ -58,7 +58,6 @@ from tnt_optim.state import (
     has_statistics,
     memory_estimate,
     new_state,
-    plain_state,
     statistic_shapes,
     zero_statistics,
 )
@@ -453,7 +452,6 @@ class KroneckerOptimizer(Wrappable, Optimizer):
             self._note_shaping()
             checkpoint.warn_of_other_sampling(self, adapted)
 
-        state_dict = checkpoint.with_integer_keys(state_dict)
         checkpoint.load_adapted(self, state_dict, super().load_state_dict, check, finish)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -693,10 +691,9 @@ class KroneckerOptimizer(Wrappable, Optimizer):
     ) -> dict[Tensor, State]:
         """States of parameters that have none: without statistics of those in ``plain``."""
         return {
-            p: (plain_state if p in plain or is_plain(p, group) else new_state)(p, group, kept)
+            p: new_state(p, group, processes.kept(p), plain=p in plain or is_plain(p, group))
             for group, new in self._batches({p for p in params if not self._has_state(p)})
             for p in new
-            for kept in [processes.kept(p)]
         }
 
     def _warn_of_unreached(self, params: Iterable[Tensor]) -> None:

@@ -6,20 +6,17 @@ nothing.
 """
 
 import math
-import sys
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import compress
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
-from torch.amp import grad_scaler
 
-from tnt_optim.failures import warn_the_caller
+from tnt_optim.failures import callers, warn_the_caller
 from tnt_optim.likelihoods import Likelihood, Masked, parts_of
 from tnt_optim.modes import Settings
 
@@ -208,13 +205,6 @@ def _scale_mismatch(
 def warn_of_mismatch(comparisons: Sequence[Comparison], micro_batches: int) -> None:
     """Warns of each likelihood that does not fit the loss of a step of so many micro-batches."""
     for comparison in comparisons:
-        comparison.size_matters &= not _is_scaled()
+        # If GradScaler calls the step, the backward was that of a scaled loss.
+        comparison.size_matters &= not callers("torch.amp.grad_scaler")
         comparison.warn(micro_batches)
-
-
-def _is_scaled() -> bool:
-    """Whether GradScaler calls the step: the backward was that of a scaled loss."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code.co_filename != grad_scaler.__file__:
-        frame = frame.f_back
-    return frame is not None

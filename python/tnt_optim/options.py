@@ -53,12 +53,8 @@ def _number(holds: Check, any_shape: bool = False) -> Check:
     return check
 
 
-def _is_whole(value: Any, least: int = 0) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
-
-
-def _is_count(value: Any) -> bool:
-    return _is_whole(value, 1)
+def _whole(least: int, most: float = math.inf) -> Check:
+    return lambda v: isinstance(v, Integral) and not isinstance(v, bool) and least <= int(v) <= most
 
 
 def _is_seed(value: Any) -> bool:
@@ -90,8 +86,8 @@ def _is_likelihood(value: Any) -> bool:
 
 _NOT_NEGATIVE = (_number(lambda v: 0 <= v < math.inf), "a finite number >= 0")
 _FRACTION = (_number(lambda v: 0 <= v < 1), "a number in [0, 1)")
-_COUNT = (_is_count, "an integer >= 1")
-_COUNT_OR_NONE = (_or_none(_is_count), "None or an integer >= 1")
+_COUNT = (_whole(1), "an integer >= 1")
+_COUNT_OR_NONE = (_or_none(_whole(1)), "None or an integer >= 1")
 _POWER_OF_TWO = _number(lambda v: v > 0 and math.frexp(v)[0] == 0.5)
 _BOOL = (lambda value: isinstance(value, bool), "True or False")
 
@@ -105,9 +101,7 @@ _TABLE = (
     Option("weight_decay", 0.0, *_NOT_NEGATIVE),
     Option("stat_interval", 10, *_COUNT),
     Option("inverse_interval", 100, *_COUNT),
-    Option(
-        "interval_warmup", 0, lambda v: _is_whole(v) and v <= 10**6, "an integer from 0 to 1000000"
-    ),
+    Option("interval_warmup", 0, _whole(0, 10**6), "an integer from 0 to 1000000"),
     Option(
         "likelihood",
         "categorical",

@@ -20,6 +20,11 @@ from tnt_optim.modes import Settings, State, is_half, is_plain, layout, state_dt
 
 Shapes = list[tuple[int, ...]]
 
+
+def _identity(*shape: int, **like: Any) -> Tensor:
+    return torch.eye(*shape, **like) if len(shape) == 2 else torch.ones(*shape, **like)
+
+
 # Refreshes of statistics and factors that failed: all of them, and the latest in a row.
 COUNTERS = ("skipped_statistics", "skipped_in_a_row", "failed_inverses", "failed_in_a_row")
 
@@ -40,6 +45,7 @@ class Entry:
     survives: bool = False  # whether ``warm_start`` leaves it as it is
     counts: bool = False  # whether it counts updates; CUDA graphs go on counting in a tensor
     start: Callable[[Settings], Any] = lambda group: 0  # the first value of a number
+    fill: Callable[..., Tensor] = torch.zeros  # makes new tensors
     column: str = ""  # of the memory estimate
 
     def exists(self, param: Tensor, group: Settings) -> bool:
@@ -86,7 +92,7 @@ SPEC = (
     # Statistics S_i, the moving averages of (whitened) Gram matrices of the gradient's unfoldings,
     # and factors A_i, which the method computes from them (TNT: damped inverses).
     Entry("stats", MODES, owner_only=("directions", "inverses"), column="stats"),
-    Entry("factors", MODES, owner_only=_DIRECTIONS, column="factors"),
+    Entry("factors", MODES, owner_only=_DIRECTIONS, column="factors", fill=_identity),
 )
 NAMES = frozenset(entry.name for entry in SPEC)
 TENSORS = tuple(entry.name for entry in SPEC if entry.shape != NUMBER)
@@ -118,43 +124,33 @@ def zero_statistics(param: Tensor, group: Settings) -> list[Tensor]:
     return [torch.zeros(s, dtype=state_dtype(param), device=param.device) for s in shapes]
 
 
-def identities(param: Tensor, shapes: Shapes) -> list[Tensor]:
-    """Identities for a parameter, (d, d), or ones, (d,), for a diagonal mode."""
-    like: dict[str, Any] = {"dtype": state_dtype(param), "device": param.device}
-    return [torch.eye(*s, **like) if s[1:] else torch.ones(s, **like) for s in shapes]
-
-
-def plain_state(param: Tensor, group: Settings, kept: Container[str]) -> State:
-    """A new state of a parameter that is not preconditioned."""
-    ones = identities(param, layout(param, group).statistic_shapes(0))
-    return {**new_state(param, group, kept, stats=[], factors=ones), "first_step": None}
-
-
 def has_statistics(state: Settings) -> bool:
     """Whether a state has statistics, here or at the parameter's owner rank."""
     return bool(state) and state["first_step"] is not None
 
 
-def new_state(param: Tensor, group: Settings, kept: Container[str], **given: Any) -> State:
-    """A new state with the entries in ``kept``: given values, identities, zeros, a master copy."""
+def new_state(
+    param: Tensor, group: Settings, kept: Container[str], *, plain: bool = False, stats: Any = None
+) -> State:
+    """A new state with the entries in ``kept``, of a parameter without preconditioner if ``plain``.
+
+    The statistics are ``stats``, or zeros.
+    """
     state: State = {}
+    like: dict[str, Any] = {"dtype": state_dtype(param), "device": param.device}
     for entry in SPEC:
         if entry.name not in kept or not entry.exists(param, group):
             continue
-        if given.get(entry.name) is not None:
-            state[entry.name] = given[entry.name]
-        elif entry.shape == NUMBER:
+        if entry.shape == NUMBER:
             state[entry.name] = entry.start(group)
-        elif entry.name == "stats":
-            state[entry.name] = zero_statistics(param, group)
-        elif entry.name == "factors":
-            state[entry.name] = identities(param, statistic_shapes(param, group))
         elif entry.shape == PARAMETER:
             add_master(state, param, group)
+        elif entry.name == "stats" and stats is not None:
+            state[entry.name] = stats
         else:
-            (shape,) = entry.shapes(param, group, plain=False)
-            state[entry.name] = torch.zeros(shape, dtype=state_dtype(param), device=param.device)
-    return state
+            tensors = [entry.fill(*shape, **like) for shape in entry.shapes(param, group, plain)]
+            state[entry.name] = tensors if entry.shape == MODES else tensors[0]
+    return {**state, "first_step": None} if plain else state
 
 
 def add_master(state: State, param: Tensor, group: Settings) -> None:

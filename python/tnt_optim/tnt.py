@@ -9,8 +9,7 @@ from torch._compile import _disable_dynamo
 
 from tnt_kernels import damped_inverse
 from tnt_optim.attach import Attachable
-from tnt_optim.checkpoint import callers
-from tnt_optim.failures import warn_if_unbounded
+from tnt_optim.failures import callers, warn_if_unbounded
 from tnt_optim.kronecker import KroneckerOptimizer
 from tnt_optim.likelihoods import Likelihood
 from tnt_optim.modes import Rows, Settings

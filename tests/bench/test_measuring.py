@@ -38,7 +38,7 @@ def test_setup_runs_before_each_run_and_is_not_timed(monkeypatch: pytest.MonkeyP
     assert log == ["only", "run"] * 5  # above half a second, one warm-up is enough
 
 
-def test_the_number_of_rounds_follows_the_time() -> None:
+def test_the_number_of_rounds_has_a_bound() -> None:
     def none() -> None:
         pass
 

@@ -188,6 +188,7 @@ def test_learning_rate_as_a_tensor(recorder: Recorder) -> None:
     train(plain, optimizer, 15)
     train(recorded, capturable, 15, before_step=as_tensors)
     assert_same(plain, recorded)
+    assert recorder.replays > 5
 
 
 @pytest.mark.parametrize("method", [TNT, Shampoo])
@@ -202,8 +203,10 @@ def test_resumed_training_is_the_training(recorder: Recorder, method: type[Metho
         net.load_state_dict(weights)
         again = optimizer_of(net, method=method, **settings)
         again.load_state_dict(state)
+        before = recorder.replays
         train(net, again, T2 + 1, first=T2 + 2)
         assert_same(plain, net)
+        assert (recorder.replays > before) == again.capturable
     train(recorded, capturable, T2 + 1, first=T2 + 2)
     assert_same(plain, recorded)
     # Loading in the middle: the old recordings are of other memory.
@@ -218,9 +221,10 @@ def test_copies_record_for_themselves(recorder: Recorder) -> None:
     train(plain, optimizer, 20)
     train(recorded, capturable, 10)
     net, other = copy.deepcopy((recorded, capturable))
-    assert other.capturable
+    before = recorder.replays
     train(net, other, 10, first=10)
     assert_same(plain, net)
+    assert recorder.replays > before
     train(recorded, capturable, 10, first=10)
     assert_same(plain, recorded)
 

@@ -7,6 +7,7 @@ import torch
 from cases import GPU
 from gpu.ptx import launch
 from gpu.ptx.program import Fault
+from triton_operators import at_once
 
 from tnt_kernels.triton import gram_ema
 
@@ -29,8 +30,8 @@ def check_gram(architecture: int) -> None:
     """Gram matrices of several tiles, of integers: every order of their sums is exact."""
     tensor = torch.arange(128 * 96, dtype=torch.float32).view(128, 96) % 7
     stats = [torch.zeros(d, d) for d in tensor.shape]
-    with launch.on_machine(architecture):
-        gram_ema.gram_ema_(stats, [tensor], torch.tensor(0.0), programs=4)
+    with launch.on_machine(architecture), at_once(4):
+        gram_ema.gram_ema_(stats, [tensor], torch.tensor(0.0))
     assert torch.equal(stats[0], tensor @ tensor.mT)
     assert torch.equal(stats[1], tensor.mT @ tensor)
 

@@ -56,7 +56,7 @@ def test_waves_of_inverses() -> None:
     given = call("damped_inverse", [(9, 70), (200,), (5,), (130, 3)], "full")
     given.arguments["stats"][1][0][150, 150] = -1.0
     layouts = launch.layouts([s for row in given.arguments["stats"] for s in row])
-    arguments = layouts, (2, 1, 1, 2), GPU, 1
+    arguments = layouts, GPU, 1, (2, 1, 1, 2)
     together, in_waves, results = with_little_workspace(given, damped_inverse, arguments)
     # A triangle, a panel and a corner: 3, 6, 15, 3, 10 and 3 tiles of 64 x 64 numbers.
     assert len(together.waves) == 1 and together.scratch == 40 * 64 * 64 * 4
@@ -97,7 +97,7 @@ def test_waves_of_roots() -> None:
         stats=stats, damping=1.0, root=list(roots)
     )
     flat = [stat for row in stats for stat in row]
-    arguments = launch.layouts(flat), (2, 2, 2), roots, GPU, 1
+    arguments = launch.layouts(flat), GPU, 1, (2, 2, 2), roots
     together, in_waves, results = with_little_workspace(given, inverse_root, arguments)
     assert len(together.waves) == 1
     # Rows of 4 numbers; five buffers, six for the third root.

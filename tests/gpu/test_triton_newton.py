@@ -12,13 +12,11 @@ from tnt_kernels import reference
 from tnt_kernels.triton import inverse_root, launch, newton
 
 
-def run(stats: Sequence[Tensor], damping: float, roots: Sequence[int], **limits: int) -> list[int]:
+def run(stats: Sequence[Tensor], damping: float, roots: Sequence[int]) -> list[int]:
     """The info of tensors of one mode."""
     stats = [stat.to(GPU) for stat in stats]
     out, orders = [torch.empty_like(stat) for stat in stats], [1] * len(stats)
-    return inverse_root.inverse_root(
-        out, stats, orders, scalar(damping), list(roots), **limits
-    ).tolist()
+    return inverse_root.inverse_root(out, stats, orders, scalar(damping), list(roots)).tolist()
 
 
 @pytest.mark.parametrize("root", range(1, 40))
@@ -176,13 +174,14 @@ def test_the_error_is_the_next_iterates(monkeypatch: pytest.MonkeyPatch, root: i
 
 @pytest.mark.parametrize(("root", "levels"), [(2, 2), (4, 3), (6, 3)])
 def test_launches_do_not_depend_on_the_number_of_tensors(
-    launches: Launches, root: int, levels: int
+    launches: Launches, monkeypatch: pytest.MonkeyPatch, root: int, levels: int
 ) -> None:
+    monkeypatch.setattr(inverse_root, "ITERATIONS", 2)
     counts = []
     for tensors in (1, 3):
         launches.kernels.clear()
         stats = [statistic(3, diagonal=False) for _ in range(tensors)]
-        run(stats, 0.1, [root] * tensors, iterations=2)
+        run(stats, 0.1, [root] * tensors)
         counts.append(len(launches.kernels))
     # Measure, begin, decide; the iterations; check, judge, store.
     assert counts == [3 + 2 * (levels + 1) + 3] * 2

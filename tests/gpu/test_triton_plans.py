@@ -1,5 +1,6 @@
 """Plans of the Triton launchers: tiles, launches, partial sums, workspace, addresses."""
 
+import gc
 import sys
 import threading
 import weakref
@@ -274,7 +275,7 @@ def test_too_many_columns_are_named(dtype: torch.dtype) -> None:
     layout = launch.contiguous(launch.Layout((2, 2**31), (), dtype, True))
     for plan in (
         lambda: gram_ema.plan((layout,), layouts_of([(2, 2), (2**31,)]), CPU, 1),
-        lambda: gram_ema.plan_whitened((layout,), CPU),
+        lambda: gram_ema.plan_whitened((layout,), CPU, 1),
     ):
         with pytest.raises(
             ValueError, match=rf"^tensors\[0\] must .*{LARGEST_INDEX} .*got \(2, 2147483648\)"
@@ -306,6 +307,7 @@ def test_the_host_does_not_work_for_each_tensor(monkeypatch: pytest.MonkeyPatch)
     """
     for module in (chain, grafted_directions, gram_ema, momentum):
         monkeypatch.setattr(module, "launch", lambda *_, **__: None)
+    monkeypatch.setattr(launch, "programs_at_once", lambda device: H200)
     half, counts = scalar(0.5), []
     for repeats in (1, 4):
         step = call("preconditioned_step_", [(9, 5), (7,)] * repeats, "full").arguments
@@ -319,19 +321,18 @@ def test_the_host_does_not_work_for_each_tensor(monkeypatch: pytest.MonkeyPatch)
             calls += event.endswith("call")
 
         for profile in (None, count):
+            gc.disable()  # finalizers would be counted
             sys.setprofile(profile)
             try:
-                preconditioned_step.preconditioned_step_(
-                    *(*moved, grads, matrices, half, half, half), programs=H200
-                )
-                momentum.scaled_step_(*moved, half, half, flags, ones[:, 0], programs=H200)
-                gram_ema.gram_ema_(matrices, grads, half, programs=H200)
+                preconditioned_step.preconditioned_step_(*moved, grads, matrices, half, half, half)
+                momentum.scaled_step_(*moved, half, half, flags, ones[:, 0])
+                gram_ema.gram_ema_(matrices, grads, half)
                 grafted_directions.grafted_directions_(
-                    *(moved[0], moved[0], moved[1], grads, matrices, half, ones, 0.99, 1e-8),
-                    programs=H200,
+                    *(moved[0], moved[0], moved[1], grads, matrices, half, ones, 0.99, 1e-8)
                 )
             finally:
                 sys.setprofile(None)
+                gc.enable()
         counts.append(calls)
     assert 0 < counts[0] == counts[1]
 
@@ -344,6 +345,7 @@ def test_launches_of_norms(monkeypatch: pytest.MonkeyPatch, adam: bool) -> None:
         monkeypatch.setattr(
             module, "launch", lambda kernel, *_, **__: started.append(kernel.fn.__name__)
         )
+    monkeypatch.setattr(launch, "programs_at_once", lambda device: H200)
     tensors = [torch.ones(9, 5), torch.ones(7, dtype=torch.float64)]
     momenta, squares, out = ([t.clone() for t in tensors] for _ in range(3))
     factors = [torch.ones(d, dtype=t.dtype) for t in tensors for d in t.shape]
@@ -354,7 +356,6 @@ def test_launches_of_norms(monkeypatch: pytest.MonkeyPatch, adam: bool) -> None:
             grafted_directions.grafted_directions_(
                 *(momenta, squares if adam else [], out, tensors, factors),
                 *(mu, updates, 0.99, 1e-8),
-                programs=H200,
             )
     assert started == [
         *["momentum_kernel"] * 2,  # of float32 and of float64
@@ -419,7 +420,7 @@ def test_plans_and_addresses_are_kept() -> None:
     assert second is not first and second.tolist() == [t.data_ptr() for t in moved]
     assert launch.addresses_of(tensors) is first and launch.addresses_of(moved) is second
     kept = [
-        launch.planned(momentum.plan, [*group, *group], rest=((False, False), CPU, H200))
+        launch.planned(momentum.plan, [*group, *group], rest=((False, False),))
         for group in (tensors, [t.clone() for t in tensors], [t.double() for t in tensors])
     ]
     assert kept[0] is kept[1] and kept[0] is not kept[2]
@@ -438,7 +439,9 @@ class Tables:
 
     def of_update(self, tensors: list[Tensor]) -> Tensor:
         """The table for m <- m / 2 + g, which does not run."""
-        momentum.update_momenta(tensors[:1], tensors[1:], scalar(0.5), H200)
+        lists, half = [tensors[:1], tensors[1:]], scalar(0.5)
+        numbers = (half, half, half, 0.0, 0.0)
+        momentum.launch_over(momentum.momentum_kernel, lists, numbers, SUMS=False, ADAM=False)
         return self.read.pop()
 
 
@@ -514,6 +517,7 @@ def test_a_graph_frees_its_tables(tables: Tables, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_graph_needs_cached_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch.forget_plans()
     _check_gram([normal((7, 11))])
     monkeypatch.setattr(launch, "is_capturing", lambda device: True)
     _check_gram([normal((7, 11))])

@@ -52,13 +52,11 @@ def test_fake_tensors_of_a_gpu(variant: str) -> None:
     """As memory estimators use them, without a GPU."""
     given = call(variant, [(9,), (9, 5)])
     with FakeTensorMode():
-        fake = given.map(lambda key, tensor: torch.empty(tensor.shape, device="cuda"))
-        if (counts := fake.arguments.get("counts")) is not None:
-            fake.arguments["counts"] = counts.double()
-        if fake.arguments.get("scales") is not None:
-            fake.arguments["scales"] = fake.arguments["scales"].double()
-        shapes = [tensor.shape for tensor in everything(fake())]
-    assert shapes == [tensor.shape for tensor in everything(given())]
+        fake = given.map(lambda key, t: torch.empty(t.shape, dtype=t.dtype, device="cuda"))
+        results = everything(fake())
+    assert all(tensor.is_cuda for tensor in results)
+    wanted = [(tensor.shape, tensor.dtype) for tensor in everything(given())]
+    assert [(tensor.shape, tensor.dtype) for tensor in results] == wanted
 
 
 def test_backends() -> None:

@@ -63,13 +63,6 @@ NEWTON_AREA = 45_000
 
 # PyTorch's precision of float32 products: "medium" rounds to bfloat16 where there are units.
 PRECISION = os.environ.get("TNT_FUZZ_PRECISION") or "highest"
-# The list that says how many tensors there are.
-FIRST_LIST = {
-    **dict.fromkeys(("gram_ema_", "mode_products"), "tensors"),
-    **dict.fromkeys(INVERSES, "stats"),
-    **dict.fromkeys(("preconditioned_step_", "scaled_step_"), "params"),
-    "grafted_directions_": "momenta",
-}
 
 # Around the sizes of vector registers, tiles and unrolled loops; 0 appears in one list of fifteen.
 _EDGES = [1, 2, 3, 4, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 200, 0]
@@ -355,7 +348,7 @@ def tolerance_of(
 ) -> float:
     """Of the result's entry [t] or [t][i]."""
     rounded = 0.0
-    if PRECISION == "medium" and state_dtype(dtype_of_tensor(call, t)) == torch.float32:
+    if PRECISION == "medium" and dtype_of("momenta", t, call) == torch.float32:
         rounded = BFLOAT16_OPERATOR
     if key == "stats":
         tensor = call.arguments["tensors"][t]
@@ -380,13 +373,6 @@ def tolerance_of(
     if key == "scales":  # of entries of the momentum's dtype; their squares are summed in float64
         rounding += sum_rounding(torch.float64, momentum.numel()) + rounded
     return rounding
-
-
-def dtype_of_tensor(call: Call, t: int) -> torch.dtype:
-    """Of the tensor, the parameter or the momentum; statistics have that of their state."""
-    a = call.arguments
-    found: torch.dtype = flat([a[FIRST_LIST[call.name]][t]])[0].dtype
-    return found
 
 
 def condition_of(matrix: Tensor) -> float:

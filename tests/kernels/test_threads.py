@@ -60,15 +60,13 @@ def test_any_number_of_threads(variant: str, on_threads: Run) -> None:
 
 
 @every_variant
-def test_python_threads(variant: str) -> None:
-    """Three calls at once, each on all of PyTorch's threads."""
+def test_python_threads(variant: str, on_threads: Run) -> None:
+    """Three calls at once, each on two of PyTorch's threads."""
     given = call(variant, [(9,), (64, 33), (300, 200), (2, 3, 5, 4)])
-    copies = [given.copy() for _ in range(3)]
-    wanted = given()
+    wanted = on_threads(given, 2)
     results: list[Results] = []
     threads = [
-        threading.Thread(target=lambda c=c: results.append(c()))  # type: ignore[misc]
-        for c in copies
+        threading.Thread(target=lambda: results.append(on_threads(given, 2))) for _ in range(3)
     ]
     for thread in threads:
         thread.start()
@@ -106,7 +104,7 @@ def test_scales_do_not_depend_on_the_number_of_threads(variant: str, on_threads:
 
 def test_the_gil_is_released() -> None:
     """Python goes on while C++ works: its longest pause is a small part of the call."""
-    stats = [[statistic(700, diagonal=False)] for _ in range(8)]
+    stats = [[statistic(700, diagonal=False)]] * 40
     done = threading.Event()
     took: list[float] = []
 
@@ -123,5 +121,6 @@ def test_the_gil_is_released() -> None:
     while not done.wait(1e-3):
         ticks += 1
     thread.join()
-    # A tick is 1 ms when nobody else wants the processor; 20 ms leaves room for others.
-    assert took[0] > 0.02 and ticks > took[0] / 20e-3
+    # A tick is 1 ms when nobody else wants the processor; 40 ms leaves room for others. While the
+    # GIL is held there is none.
+    assert took[0] > 0.02 and ticks > max(2, took[0] / 40e-3)

@@ -185,17 +185,6 @@ def test_an_output_may_miss_every_layer_but_not_every_parameter() -> None:
     assert equal(stats, held(opt))
 
 
-def test_an_output_of_another_model_is_refused_when_a_part_is_due() -> None:
-    model = Heads(1)
-    groups: list[dict[str, Any]] = [{"params": model.body.parameters(), "stat_interval": 2}]
-    opt = KFAC.paper(model, stat_interval=4, params=[*groups, {"params": model.heads.parameters()}])
-    for _ in range(2):
-        use(model, opt, 0)
-    with pytest.raises(ValueError, match="output must depend on a parameter"):
-        opt.observe(Heads()(noise(8, 4), 0))
-    opt.observe(model.heads[0](noise(8, 5)))  # misses what is due
-
-
 def test_a_layer_with_another_weight_is_named() -> None:
     model = Heads()
     opt = KFAC(model)

@@ -287,6 +287,7 @@ def test_attaching_again_replaces() -> None:
 def test_attaching_at_every_step_keeps_nothing_of_earlier_ones() -> None:
     model = net()
     opt = made("sampled", model)
+    gc.collect()  # leftovers of other tests
     alive = len(weakref.finalize._registry)  # type: ignore[attr-defined]
     for _ in range(5):
         with opt.attach(model):

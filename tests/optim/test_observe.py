@@ -32,7 +32,7 @@ from tolerances import FLOAT64_REORDERED
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from tnt_optim import TNT, observations
+from tnt_optim import KFAC, TNT, observations
 
 # ------------------------------------------------------------------ outputs
 
@@ -270,10 +270,11 @@ def test_observations_of_which_none_is_finite_count_as_one_failure() -> None:
     assert run.opt.failures() == {**NO_FAILURES, "skipped_statistics": 1}
 
 
-def test_an_output_of_another_model_is_refused_when_a_part_is_due() -> None:
+@tnt_and_kfac
+def test_an_output_of_another_model_is_refused_when_a_part_is_due(name: str) -> None:
     model = net()
-    groups = [{"params": model[0].parameters()}, {"params": model[2].parameters()}]
-    opt = TNT.paper([{**groups[0], "stat_interval": 2}, {**groups[1], "stat_interval": 4}])
+    groups = [{"params": model[n].parameters(), "stat_interval": 2 + n} for n in (0, 2)]
+    opt = KFAC.paper(model, params=groups) if name == "kfac" else TNT.paper(groups)
     train(model, opt, range(2))
     with pytest.raises(ValueError, match="output must depend on a parameter"):
         opt.observe(net()(torch.randn(8, 4)))

@@ -113,20 +113,26 @@ def assert_same(model: nn.Module, opt: Any, twin: nn.Module, reference: Any) -> 
     assert equal(statistics(opt), statistics(reference))
 
 
-def pair(name: str, **settings: Any) -> tuple[Net, Any, Net, Any]:
-    """A model and its optimizer, twice."""
-    model, twin = Net(), Net()
+def pair(name: str, reentrant: Reentrant = None, **settings: Any) -> tuple[Net, Any, Net, Any]:
+    """A model and its optimizer, twice; a part of the first may be checkpointed."""
+    model, twin = Net(reentrant), Net()
     return model, made(name, model, **settings), twin, made(name, twin, **settings)
 
 
 # ------------------------------------------------------------------ compiled models
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "reentrant"),
+    [(None, None), (torch.bfloat16, None), (None, False)],
+    ids=["float32", "bfloat16", "checkpointed"],
+)
 @factored
-def test_compiled_models_train_as_others(name: str, dtype: torch.dtype | None) -> None:
-    """One graph serves steps with and without statistics, also under autocast."""
-    model, opt, twin, reference = pair(name)
+def test_compiled_models_train_as_others(
+    name: str, dtype: torch.dtype | None, reentrant: Reentrant
+) -> None:
+    """One graph for steps with and without statistics, also under autocast or checkpointed."""
+    model, opt, twin, reference = pair(name, reentrant)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     with torch._dynamo.config.patch(error_on_recompile=True):
         train(compiled, opt, range(9), dtype=dtype)
@@ -354,17 +360,6 @@ def test_checkpointed_layers(name: str, dropout: float) -> None:
     assert torch.equal(drawn, wanted)
     observations = 3 if name in SAMPLING else 0
     assert (model.passes, twin.passes) == (6 + 6 + observations, 6)
-
-
-@factored
-def test_checkpointed_layers_in_a_compiled_model(name: str) -> None:
-    model, twin = Net(False), Net()
-    opt, reference = made(name, model), made(name, twin)
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        train(torch.compile(model, backend="aot_eager", fullgraph=True), opt, range(9))
-    train(twin, reference, range(9))
-    assert graphs() == 1
-    assert_same(model, opt, twin, reference)
 
 
 def test_dropout_in_checkpointed_layers_of_a_compiled_model() -> None:

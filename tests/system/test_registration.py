@@ -1,6 +1,7 @@
 """The operators under torch.compile, under autocast, and without the extension."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,36 +16,25 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
-def numbered(given: Call, value: float | None = None) -> Call:
-    """The numbers of a call as 0-dim tensors, all with the same value if given."""
-    usual = NUMBERS[given.name].items()
-    return given.with_arguments(**{k: scalar(n if value is None else value) for k, n in usual})
+def numbered(given: Call, value: float) -> Call:
+    """The numbers of a call as 0-dim tensors, all with the same value."""
+    return given.with_arguments(**dict.fromkeys(NUMBERS[given.name], scalar(value)))
 
 
 @every_variant
 def test_compiles(variant: str) -> None:
     """In one graph that serves other values, with the eager result, written and returned."""
     torch._dynamo.reset()
-    compiled = Compiled()
     shapes = [(9, 5), (9,), (65, 3), (5, 9, 3), (3, 0, 2)]
     given = call(variant, shapes, dtype=DTYPES)
+    function = getattr(tnt_kernels, given.name)
+    whole_graph = torch.compile(function, fullgraph=True, backend="aot_eager")
+    compiled = SimpleNamespace(**{given.name: whole_graph})
     with torch._dynamo.config.patch(error_on_recompile=True):
         for value in (0.1, 0.2, 0.7):
             wanted = everything(numbered(given.copy(), value)())
             traced = numbered(given.copy(), value)(compiled)
             identical(everything(traced), wanted)
-
-
-class Compiled:
-    """The public functions, compiled into whole graphs."""
-
-    def __init__(self) -> None:
-        self._compiled: dict[str, object] = {}
-
-    def __getattr__(self, name: str) -> object:
-        function = getattr(tnt_kernels, name)
-        made = torch.compile(function, fullgraph=True, backend="aot_eager")
-        return self._compiled.setdefault(name, made)
 
 
 def test_page_for_a_bug_report() -> None:

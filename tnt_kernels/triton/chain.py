@@ -42,7 +42,6 @@ from tnt_kernels.triton.momentum import launch_over, scaled_step_kernel
 from tnt_kernels.triton.tiles import (
     LARGE_BLOCK,
     LARGEST_INDEX,
-    MERGED_STEPS,
     PROBLEM,
     STEP,
     TILE_COLUMN,
@@ -289,7 +288,7 @@ def plan(
             free += _scratch_of(source)
         scratch = max(scratch, free)
     enlarge(kinds, lambda kind, n: _large_tiles(problems[n]), programs)
-    merge_small(kinds, lambda kind, n: _work(kind, problems[n]), MERGED_STEPS * programs)
+    merge_small(kinds, lambda kind, n: _work(kind, problems[n]), programs)
     tiles = {
         kind: [tile for n in kinds[kind] for tile in _tiles(kind, n, problems[n])]
         for kind in sorted(kinds, key=lambda kind: (kind.wave, kind.step))
@@ -370,14 +369,13 @@ def products(
     tensors: Sequence[Tensor],
     results: Sequence[Tensor],
     factors: Sequence[Tensor],
-    programs: int,
     step: tuple[Tensor, Tensor] | None = None,
 ) -> Callable[[], None]:
     """A function that does results[t] <- P = tensors[t] x_1 A_1 ... x_k A_k.
 
     With ``step``, (lr, weight_decay), the results W, of any dtype, become W - lr (P + weight_decay
     W); else they have the factors' dtype and are contiguous. The numbers of a step may be on the
-    host. ``factors`` are the A_i, flat, and ``programs`` is how many the device runs at once.
+    host. ``factors`` are the A_i, flat.
 
     The plan and the scratch memory are made here. If they do not fit, this raises before the caller
     has written to ``tensors``.
@@ -385,7 +383,7 @@ def products(
     device = tensors[0].device
     factors = contiguous_copies(factors)
     setting = precision(device)
-    p = planned(plan, tensors, results, factors, rest=(device, programs, setting))
+    p = planned(plan, tensors, results, factors, rest=(setting,))
     read, written = list(tensors), list(results)
     for t in p.copied:  # copies: a contiguous tensor itself may not be aligned, as the plan says
         read[t], written[t] = (
@@ -428,7 +426,6 @@ def products(
                 scaled_step_kernel,
                 [[results[t]], [cublas.chain(tensors[t], row)]],
                 (lr, weight_decay, lr),
-                programs,
                 decayed=(True,),
                 SCALED=False,
             )

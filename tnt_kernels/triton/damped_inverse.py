@@ -47,7 +47,6 @@ from tnt_kernels.triton.launch import (
     has_tensor_cores,
     launch,
     planned,
-    programs_at_once,
     scalar_on,
     table,
 )
@@ -424,7 +423,7 @@ class Wave:
 
 
 def plan(
-    stats: tuple[Layout, ...], orders: tuple[int, ...], device: torch.device, programs: int
+    stats: tuple[Layout, ...], device: torch.device, programs: int, orders: tuple[int, ...]
 ) -> Plan[Wave]:
     """Plans the launches; ``stats`` flat, contiguous."""
     modes = modes_of(orders)
@@ -517,15 +516,13 @@ def damped_inverse(
     orders: Sequence[int],
     damping: Tensor,
     relative: bool,
-    *,
-    programs: int | None = None,
 ) -> Tensor:
-    """The operator with ``out`` and ``stats`` flat; ``programs`` defaults to the device's."""
+    """The operator with ``out`` and ``stats`` flat."""
     if not stats:
         return torch.zeros(len(orders), dtype=torch.int32, device=damping.device)
     device = stats[0].device
     stats = contiguous_copies(stats)
-    p = planned(plan, stats, rest=(tuple(orders), device, programs or programs_at_once(device)))
+    p = planned(plan, stats, rest=(tuple(orders),))
     addresses, eps = addresses_of([*stats, *out]), scalar_on(device, damping)
     info = torch.empty(len(orders), dtype=torch.int32, device=device)
     scratch = torch.empty(p.scratch, dtype=torch.uint8, device=device)

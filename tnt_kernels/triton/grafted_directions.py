@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tnt_kernels.lists import mark_written
 from tnt_kernels.triton.chain import products
-from tnt_kernels.triton.launch import launch, programs_at_once, scalar_on
+from tnt_kernels.triton.launch import launch, scalar_on
 from tnt_kernels.triton.momentum import (
     BLOCK,
     WARPS,
@@ -67,25 +67,19 @@ def grafted_directions_(
     counts: Tensor,
     second_decay: float,
     eps: float,
-    *,
-    programs: int | None = None,
 ) -> Tensor:
-    """The operator with ``factors`` flat, ``second_moments`` empty to graft the momentum's norm.
-
-    ``programs`` defaults to the device's.
-    """
+    """The operator with ``factors`` flat, ``second_moments`` empty to graft the momentum's norm."""
     if not momenta:
         return torch.zeros(0, dtype=torch.float64, device=momentum.device)
     device = momenta[0].device
-    programs = programs or programs_at_once(device)
     mu, adam = scalar_on(device, momentum), len(second_moments) > 0
     lists = [momenta, *([second_moments] if adam else []), grads]
     table = counts.to(device, non_blocking=True).contiguous() if adam else mu  # not read without
     numbers = (mu, table, second_decay, eps)
-    precondition = products(momenta, out, factors, programs)
-    wanted = launch_over(momentum_kernel, lists, numbers, programs, sums=True, SUMS=True, ADAM=adam)
+    precondition = products(momenta, out, factors)
+    wanted = launch_over(momentum_kernel, lists, numbers, sums=True, SUMS=True, ADAM=adam)
     precondition()
-    squares = launch_over(inner_kernel, [out], (), programs, sums=True, TWO=False)
+    squares = launch_over(inner_kernel, [out], (), sums=True, TWO=False)
     scales = torch.empty(len(momenta), dtype=torch.float64, device=device)
     launch(
         scale_kernel,

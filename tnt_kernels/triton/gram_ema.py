@@ -36,7 +36,6 @@ from tnt_kernels.triton.launch import (
     launch,
     planned,
     precision,
-    programs_at_once,
     scalar_on,
     state_dtype,
     table,
@@ -47,7 +46,6 @@ from tnt_kernels.triton.momentum import WARPS, inner_kernel, launch_over, sum_of
 from tnt_kernels.triton.tiles import (
     LARGE_BLOCK,
     LARGEST_INDEX,
-    MERGED_STEPS,
     PROBLEM,
     STEP,
     TILE_COLUMN,
@@ -401,7 +399,7 @@ def plan(
                 is_wide = aligned and stats[n].aligned and u.is_wide(layout.vector)
                 full[Kind(layout.dtype, block, layout.vector if is_wide else 1)].append(n)
     enlarge(full, lambda kind, n: _most_large(unfoldings[n]), programs)
-    merge_small(full, lambda kind, n: _work(kind, unfoldings[n]), MERGED_STEPS * programs)
+    merge_small(full, lambda kind, n: _work(kind, unfoldings[n]), programs)
     sums: dict[torch.dtype, list[tuple[int, ...]]] = defaultdict(list)
     partials: dict[torch.dtype, int] = defaultdict(int)
     tiles = {
@@ -480,17 +478,14 @@ def gram_ema_(
     tensors: Sequence[Tensor],
     decay: Tensor,
     factors: Sequence[Tensor] = (),
-    *,
-    programs: int | None = None,
 ) -> None:
-    """The operator with ``stats`` and ``factors`` flat; ``programs`` defaults to the device's."""
+    """The operator with ``stats`` and ``factors`` flat."""
     if not stats:
         return
-    programs = programs or programs_at_once(stats[0].device)
     if factors:
-        _whitened(stats, tensors, decay, factors, programs)
+        _whitened(stats, tensors, decay, factors)
     else:
-        _update(stats, tensors, decay, programs)
+        _update(stats, tensors, decay)
     mark_written(stats)
 
 
@@ -512,7 +507,7 @@ class WhitenedPlan(NamedTuple):
     ones: list[Tensor]  # factors that change nothing; numbered after the factors
 
 
-def plan_whitened(tensors: tuple[Layout, ...], device: torch.device) -> WhitenedPlan:
+def plan_whitened(tensors: tuple[Layout, ...], device: torch.device, _: int) -> WhitenedPlan:
     """Plans the whitened tensors, of which each tensor has one for every mode."""
     for t, layout in enumerate(tensors):
         _checked_modes(t, layout)  # before any of them is written
@@ -541,11 +536,10 @@ def _whitened(
     tensors: Sequence[Tensor],
     decay: Tensor,
     factors: Sequence[Tensor],
-    programs: int,
 ) -> None:
     device = stats[0].device
     tensors = contiguous_copies([t.to(state_dtype(t.dtype)) for t in tensors])
-    p = planned(plan_whitened, tensors, rest=(device,))
+    p = planned(plan_whitened, tensors)
     every = [*factors, *p.ones]
     for part, sizes in p.parts:
         own = [tensors[one.tensor] for one in part]
@@ -554,20 +548,19 @@ def _whitened(
             workspace[t.dtype].as_strided(t.shape, t.stride(), one.start)
             for t, one in zip(own, part, strict=True)
         ]
-        products(own, whitened, [every[n] for one in part for n in one.factors], programs)()
-        squares = launch_over(inner_kernel, [own], (), programs, sums=True, TWO=False)
-        traces = launch_over(inner_kernel, [whitened, own], (), programs, sums=True, TWO=True)
+        products(own, whitened, [every[n] for one in part for n in one.factors])()
+        squares = launch_over(inner_kernel, [own], (), sums=True, TWO=False)
+        traces = launch_over(inner_kernel, [whitened, own], (), sums=True, TWO=True)
         scales = torch.empty(len(own), dtype=torch.float64, device=device)
         launch(scale_kernel, len(own), scales, *squares, *traces, BLOCK=SUMMED, num_warps=WARPS)
         modes = [one.mode for one in part]
-        _update([stats[one.stat] for one in part], whitened, decay, programs, modes, own, scales)
+        _update([stats[one.stat] for one in part], whitened, decay, modes, own, scales)
 
 
 def _update(
     stats: Sequence[Tensor],
     tensors: Sequence[Tensor],
     decay: Tensor,
-    programs: int,
     modes: Sequence[int] = (),
     second: Sequence[Tensor] = (),
     scales: Tensor | None = None,
@@ -582,7 +575,7 @@ def _update(
     own = tuple(zip(modes, map(is_aligned, second), strict=True))
     is_whitened, setting = scales is not None, precision(device)
     scales = weight if scales is None else scales  # which the kernels then do not read
-    p = planned(plan, tensors, stats, rest=(device, programs, own, setting))
+    p = planned(plan, tensors, stats, rest=(own, setting))
     for t in p.copied:
         tensors[t] = tensors[t].contiguous()
     addresses = addresses_of([*tensors, *stats, *second])

@@ -35,7 +35,6 @@ from tnt_kernels.triton.launch import (
     is_capturing,
     launch,
     planned,
-    programs_at_once,
     scalar_on,
     table,
 )
@@ -109,10 +108,10 @@ class Wave:
 
 def plan(
     stats: tuple[Layout, ...],
-    orders: tuple[int, ...],
-    roots: tuple[int, ...],
     device: torch.device,
     programs: int,
+    orders: tuple[int, ...],
+    roots: tuple[int, ...],
 ) -> Plan[Wave]:
     """Plans the launches; ``stats`` flat, contiguous."""
     modes = modes_of(orders)
@@ -230,34 +229,28 @@ def inverse_root(
     orders: Sequence[int],
     damping: Tensor,
     roots: Sequence[int],
-    *,
-    programs: int | None = None,
-    iterations: int = ITERATIONS,
 ) -> Tensor:
-    """The operator with ``out`` and ``stats`` flat; ``programs`` defaults to the device's."""
+    """The operator with ``out`` and ``stats`` flat."""
     if not stats:
         return torch.zeros(len(orders), dtype=torch.int32, device=damping.device)
     device = stats[0].device
     stats = contiguous_copies(stats)
-    programs = programs or programs_at_once(device)
-    p = planned(plan, stats, rest=(tuple(orders), tuple(roots), device, programs))
+    p = planned(plan, stats, rest=(tuple(orders), tuple(roots)))
     addresses, eps = addresses_of([*stats, *out]), scalar_on(device, damping)
     info = torch.empty(len(orders), dtype=torch.int32, device=device)
     scratch = torch.empty(p.scratch, dtype=torch.uint8, device=device)
     for wave in p.waves:
-        _run(wave, addresses, scratch.view(wave.state), info, eps, iterations)
+        _run(wave, addresses, scratch.view(wave.state), info, eps)
     mark_written(out)
     return info
 
 
-def _run(
-    wave: Wave, addresses: Tensor, scratch: Tensor, info: Tensor, damping: Tensor, iterations: int
-) -> None:
+def _run(wave: Wave, addresses: Tensor, scratch: Tensor, info: Tensor, damping: Tensor) -> None:
     device, element = info.device, ELEMENTS[wave.state]
     shape = wave.modes, newton.STATE_FIELDS.value
     states = torch.zeros(shape, dtype=torch.int64, device=device)
     if wave.products:
-        _iterate(wave, addresses, states, scratch, damping, iterations)
+        _iterate(wave, addresses, states, scratch, damping)
     tables, sizes = (wave.matrices, addresses, states, info), {"STATE": element, "num_warps": WARPS}
     for check in (True, False):
         launch(newton.full_kernel, *wave.tiles, *tables, scratch, **sizes, BLOCK=TILE, CHECK=check)
@@ -270,7 +263,7 @@ def _run(
 
 
 def _iterate(
-    wave: Wave, addresses: Tensor, states: Tensor, scratch: Tensor, damping: Tensor, iterations: int
+    wave: Wave, addresses: Tensor, states: Tensor, scratch: Tensor, damping: Tensor
 ) -> None:
     device, element = states.device, ELEMENTS[wave.state]
     measures = torch.empty(wave.strips.programs, 2, dtype=torch.float64, device=device)
@@ -281,7 +274,7 @@ def _iterate(
     launch(newton.begin_kernel, *wave.tiles, *begun, **sizes, STRIPS=STRIPS)
     launch(newton.decide_kernel, wave.modes, states, STATE=element, MAY_GROW=True, num_warps=1)
     watch = Watch(states)
-    for iteration in range(iterations):
+    for iteration in range(ITERATIONS):
         if watch.sees_all_done():
             break
         for level in wave.products:

@@ -59,12 +59,15 @@ _read_by_graphs: dict[int, object] = {}
 
 
 def planned(
-    plan: Callable[..., PlanT], *groups: Sequence[Tensor], rest: tuple[Hashable, ...]
+    plan: Callable[..., PlanT], *groups: Sequence[Tensor], rest: tuple[Hashable, ...] = ()
 ) -> PlanT:
-    """Returns plan(layouts of each group, ..., *rest), cached, and kept for graphs that read it.
+    """Returns plan(layouts of each group, ..., device, programs, *rest), cached.
 
-    A lookup makes no layouts: they take thirty times as long as their keys.
+    It is kept for graphs that read it. ``programs`` is how many the device runs at once. A lookup
+    makes no layouts: they take thirty times as long as their keys.
     """
+    device = groups[0][0].device
+    rest = (device, programs_at_once(device), *rest)
     key = (plan, *[lists.layouts_key(group, VECTOR_BYTES) for group in groups], *rest)
     found: PlanT | None = _plans.get(key)
     if found is None:
@@ -72,7 +75,7 @@ def planned(
         if len(_plans) >= _MOST_PLANS:
             forget_plans()
         _plans[key] = found
-    if is_capturing(groups[0][0].device):
+    if is_capturing(device):
         _read_by_graphs[id(found)] = found
     return found
 

@@ -6,17 +6,14 @@ import torch
 from torch import Tensor
 
 from tnt_kernels.triton.chain import products
-from tnt_kernels.triton.launch import programs_at_once, state_dtype
+from tnt_kernels.triton.launch import state_dtype
 
 
-def mode_products(
-    tensors: Sequence[Tensor], factors: Sequence[Tensor], *, programs: int | None = None
-) -> list[Tensor]:
-    """The operator with ``factors`` flat; ``programs`` defaults to the device's."""
+def mode_products(tensors: Sequence[Tensor], factors: Sequence[Tensor]) -> list[Tensor]:
+    """The operator with ``factors`` flat."""
     if not tensors:
         return []
     device = tensors[0].device
     results = [torch.empty(t.shape, dtype=state_dtype(t.dtype), device=device) for t in tensors]
-    programs = programs or programs_at_once(device)
-    products(tensors, results, factors, programs)()
+    products(tensors, results, factors)()
     return results

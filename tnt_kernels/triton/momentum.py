@@ -18,13 +18,11 @@ from tnt_kernels.triton.launch import (
     addresses_of,
     launch,
     planned,
-    programs_at_once,
     scalar_on,
     table,
     tile_tables,
 )
 from tnt_kernels.triton.tiles import (
-    MERGED_STEPS,
     PROBLEM,
     TILE_ROW,
     blocks,
@@ -274,7 +272,7 @@ class Plan:
 
 
 def plan(
-    tensors: tuple[Layout, ...], decayed: tuple[bool, ...], device: torch.device, programs: int
+    tensors: tuple[Layout, ...], device: torch.device, programs: int, decayed: tuple[bool, ...]
 ) -> Plan:
     """Plans the launches; ``tensors`` are of one list after another, with a flag for each row."""
     problems: list[tuple[int, ...]] = []
@@ -295,7 +293,7 @@ def plan(
             problems.append((*own, *[0] * (PROBLEM_FIELDS.value - len(own))))
             partials += blocks(count, SPAN)
         firsts.append(partials)
-    merge_small(kinds, lambda kind, n: blocks(problems[n][1], SPAN), MERGED_STEPS * programs)
+    merge_small(kinds, lambda kind, n: blocks(problems[n][1], SPAN), programs)
     tiles = {
         kind: [(n, i) for n in numbers for i in range(blocks(problems[n][1], SPAN))]
         for kind, numbers in kinds.items()
@@ -316,7 +314,6 @@ def launch_over(
     kernel: "triton.JITFunction",
     lists: Sequence[Sequence[Tensor]],
     numbers: Sequence[Tensor | float],
-    programs: int,
     *,
     decayed: Sequence[bool] = (),
     sums: bool = False,
@@ -329,7 +326,7 @@ def launch_over(
     every = [tensor for tensors in lists for tensor in tensors]
     device = every[0].device
     flags = tuple(decayed) or (False,) * len(lists[0])
-    p = planned(plan, every, rest=(flags, device, programs))
+    p = planned(plan, every, rest=(flags,))
     partials = torch.empty(p.partials if sums else 0, dtype=torch.float64, device=device)
     addresses = addresses_of(every)
     for kind, count, tiles in p.launches:
@@ -348,16 +345,6 @@ def launch_over(
     return Sums(partials, p.firsts)
 
 
-def update_momenta(
-    momenta: Sequence[Tensor], grads: Sequence[Tensor], momentum: Tensor, programs: int
-) -> None:
-    """m <- momentum m + g, for at least one momentum."""
-    mu = scalar_on(momenta[0].device, momentum)
-    # Without sums and Adam the kernel reads no other numbers.
-    numbers = (mu, mu, mu, 0.0, 0.0)
-    launch_over(momentum_kernel, [momenta, grads], numbers, programs, SUMS=False, ADAM=False)
-
-
 def scaled_step_(
     params: Sequence[Tensor],
     directions: Sequence[Tensor],
@@ -365,10 +352,8 @@ def scaled_step_(
     weight_decay: Tensor,
     decayed: Sequence[bool],
     scales: Tensor,
-    *,
-    programs: int | None = None,
 ) -> None:
-    """The operator, with ``scales`` empty for 1; ``programs`` defaults to the device's."""
+    """The operator, with ``scales`` empty for 1."""
     if not params:
         return
     device = params[0].device
@@ -378,7 +363,6 @@ def scaled_step_(
         scaled_step_kernel,
         [params, directions],
         [alpha, gamma, factors if len(factors) else alpha],
-        programs or programs_at_once(device),
         decayed=decayed,
         SCALED=len(factors) > 0,
     )

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from tnt_kernels.lists import mark_written
 from tnt_kernels.triton.chain import products
-from tnt_kernels.triton.launch import programs_at_once
-from tnt_kernels.triton.momentum import update_momenta
+from tnt_kernels.triton.launch import scalar_on
+from tnt_kernels.triton.momentum import launch_over, momentum_kernel
 
 
 def preconditioned_step_(
@@ -21,15 +21,14 @@ def preconditioned_step_(
     lr: Tensor,
     momentum: Tensor,
     weight_decay: Tensor,
-    *,
-    programs: int | None = None,
 ) -> None:
-    """The operator with ``factors`` flat; ``programs`` defaults to the device's."""
+    """The operator with ``factors`` flat."""
     if not params:
         return
-    device = params[0].device
-    programs = programs or programs_at_once(device)
-    update_params = products(momenta, params, factors, programs, (lr, weight_decay))
-    update_momenta(momenta, grads, momentum, programs)
+    update_params = products(momenta, params, factors, (lr, weight_decay))
+    mu = scalar_on(params[0].device, momentum)
+    # Without sums and Adam the kernel reads no other numbers.
+    numbers = (mu, mu, mu, 0.0, 0.0)
+    launch_over(momentum_kernel, [momenta, grads], numbers, SUMS=False, ADAM=False)
     update_params()
     mark_written([*params, *momenta])

@@ -176,21 +176,23 @@ def waves(needs: Mapping[int, int], most: int) -> list[list[int]]:
     return groups
 
 
-def merge_small(kinds: dict[Any, list[int]], work: Callable[[Any, int], int], least: int) -> None:
-    """Merges a wide kind of fewer than ``least`` steps into the narrow one, if there is one.
+def merge_small(
+    kinds: dict[Any, list[int]], work: Callable[[Any, int], int], programs: int
+) -> None:
+    """Merges a wide kind of too few steps into the narrow one, if there is one.
 
-    Kinds are named tuples whose last field is ``vector``, the number of elements of a load.
+    Kinds are named tuples with the field ``vector``, the number of elements of a load.
     """
     for kind in [kind for kind in kinds if kind.vector > 1]:
-        narrow = type(kind)(*kind[:-1], 1)
-        if narrow in kinds and sum(work(kind, n) for n in kinds[kind]) < least:
+        narrow = kind._replace(vector=1)
+        if narrow in kinds and sum(work(kind, n) for n in kinds[kind]) < MERGED_STEPS * programs:
             kinds[narrow] = sorted(kinds[narrow] + kinds.pop(kind))
 
 
 def enlarge(kinds: dict[Any, list[int]], tiles: Callable[[Any, int], int], programs: int) -> None:
     """Moves problems of wide float32 kinds to kinds of large tiles, where these fill the device.
 
-    Kinds are named tuples whose last fields are ``block`` and ``vector``.
+    Kinds are named tuples with the fields ``block`` and ``vector``.
     ``tiles`` gives the number of programs of a problem with large tiles. They are used if there is
     at least one for each multiprocessor. At worst a second wave then has one program and takes
     twice the time, but large tiles are twice as fast (arithmetic, not measured on a GPU yet).
@@ -198,7 +200,7 @@ def enlarge(kinds: dict[Any, list[int]], tiles: Callable[[Any, int], int], progr
     for kind in [k for k in kinds if k.vector > 1 and 2 * k.block == LARGE_BLOCK]:
         own = {n: tiles(kind, n) for n in kinds[kind]}
         if sum(own.values()) >= programs:
-            kinds[type(kind)(*kind[:-2], LARGE_BLOCK, kind.vector)] = [n for n in own if own[n]]
+            kinds[kind._replace(block=LARGE_BLOCK)] = [n for n in own if own[n]]
             kinds[kind] = [n for n in own if not own[n]]
             if not kinds[kind]:
                 del kinds[kind]

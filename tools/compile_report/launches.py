@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -28,6 +28,7 @@ from tnt_kernels.triton import (
     grafted_directions,
     gram_ema,
     inverse_root,
+    launch,
     mode_products,
     momentum,
     preconditioned_step,
@@ -131,6 +132,11 @@ def _number(value: float) -> Tensor:
     return torch.tensor(value, dtype=torch.float64)
 
 
+def _at_once(programs: int) -> AbstractContextManager[Any]:
+    """Within it the device runs so many programs at once."""
+    return mock.patch.object(launch, "programs_at_once", lambda device: programs)
+
+
 def _gram_ema(dtype: torch.dtype, shape: Shape) -> None:
     decay, tensor = _number(0.9), torch.zeros(*shape, dtype=dtype)
     diagonal = [torch.zeros(d, dtype=state_dtype(dtype)) for d in shape]
@@ -140,7 +146,8 @@ def _gram_ema(dtype: torch.dtype, shape: Shape) -> None:
     for whitens in (False, True):
         for stats in (_square(shape, dtype), diagonal):
             gram_ema.gram_ema_(stats, [tensor], decay, stats if whitens else [])
-        gram_ema.gram_ema_(mixed, [skinny], decay, mixed if whitens else [], programs=128)
+        with _at_once(128):
+            gram_ema.gram_ema_(mixed, [skinny], decay, mixed if whitens else [])
 
 
 def _mode_products(dtype: torch.dtype, shape: Shape) -> None:
@@ -193,9 +200,8 @@ def _inverse_root(dtype: torch.dtype, shape: Shape) -> None:
     stats = [*_square(shape, dtype), torch.zeros(shape[0], dtype=dtype)]
     for programs in (1, 1 << 10):  # with many programs there are smaller tiles
         out = [s.clone() for s in stats]
-        inverse_root.inverse_root(
-            out, stats, [3], _number(0.1), [6], programs=programs, iterations=1
-        )
+        with _at_once(programs), mock.patch.object(inverse_root, "ITERATIONS", 1):
+            inverse_root.inverse_root(out, stats, [3], _number(0.1), [6])
 
 
 # The call of every operator for one dtype and width.

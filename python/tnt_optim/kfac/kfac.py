@@ -426,9 +426,7 @@ class KFAC(Attachable, Wrappable, Optimizer):
             self.state.update(checkpoint.copied_states(self.param_groups, adapted))
             checkpoint.warn_of_other_sampling(self._sampling, adapted)
 
-        load = super().load_state_dict
-        state_dict = checkpoint.with_integer_keys(state_dict)
-        checkpoint.load_adapted(self, state_dict, load, check, finish)
+        checkpoint.load_adapted(self, state_dict, super().load_state_dict, check, finish)
 
     def _check_state_dict(self, state_dict: dict[str, Any]) -> None:
         groups, settings = self.param_groups, set(self.defaults)
