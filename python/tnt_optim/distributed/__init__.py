@@ -37,7 +37,7 @@ def distribution(
         params = [p for group in groups for p in group["params"]]
         mesh = process_group_of_shards(params)
         return Sharded(mesh, lambda param: owners.of(param, groups, mesh.size))
-    team = process_group_of(process_group, is_lost=is_lost)
-    if team is None:
+    processes = process_group_of(process_group, is_lost=is_lost)
+    if processes is None:
         return Local()
-    return Replicated(team, shard, lambda param: owners.of(param, groups, team.size))
+    return Replicated(processes, shard, lambda param: owners.of(param, groups, processes.size))

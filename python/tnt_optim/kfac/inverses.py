@@ -135,7 +135,7 @@ def owner_ranks(stats: Mapping[Tensor, Sequence[Tensor]], processes: int) -> dic
 
 
 def made_by_owners(
-    team: ProcessGroup,
+    processes: ProcessGroup,
     inverse: Inverse,
     states: States,
     damping: Number,
@@ -147,7 +147,7 @@ def made_by_owners(
     factors become equal.
     """
     stats = {weight: state["stats"] for weight, state in states.items()}
-    sharing = Replicated(team, "inverses", owner_ranks(stats, team.size).__getitem__)
+    sharing = Replicated(processes, "inverses", owner_ranks(stats, processes.size).__getitem__)
     own = sharing.owned(stats)
     codes = next(iter(stats.values()))[0].new_zeros(0)
     if own:

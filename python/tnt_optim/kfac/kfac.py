@@ -229,8 +229,8 @@ class KFAC(Attachable, Wrappable, Optimizer):
         due = [layer for layer in wanted if self._scheduled(layer) or layer in called]
         sums: dict[int, LayerSums] = {}
         if due:
-            number, team = self._observed.count, self._team()
-            number = number if team is None else team.number(number)
+            number, processes = self._observed.count, self._processes()
+            number = number if processes is None else processes.number(number)
             key = "step", self.param_groups[0]["step"], number
             sums = self._sampling.sums(output, key, due, self._hooks, retain_graph=True)
             self._observed.partial |= self._sampling.partial
@@ -285,22 +285,22 @@ class KFAC(Attachable, Wrappable, Optimizer):
             self._check_weights()
             warn_of_mismatch(self._observed.comparisons, self._observed.count)
             warn_if_twice(self._observed)
-            team = self._team()
+            processes = self._processes()
             # On a GPU a report arrives one step late, and not everywhere at once. If it stops the
             # training, it must stop all processes at the same step: they wait for it.
-            groups, wait = self.param_groups, team is not None
+            groups, wait = self.param_groups, processes is not None
             self._failures.read(self._layer_states(), self._name, wait=wait, groups=groups)
-            if team is not None or self._observed.sums:
+            if processes is not None or self._observed.sums:
                 weights = {i: layer.weight for i, layer in enumerate(self._layers)}
                 held = {i: self.state[w]["stats"] for i, w in weights.items() if self._has_state(i)}
-                if team is None:
+                if processes is None:
                     self._observed.leave_out_empty(held)
                 else:
-                    self._observed.pool(team, self._wanted(), self._layers, held)
+                    self._observed.pool(processes, self._wanted(), self._layers, held)
             self._warn_if_unobserved()
             layers, others = self._to_update()
             self._refresh({layer: sums.means() for layer, sums in self._observed.sums.items()})
-            if team is None or not any(layer.weight.is_cuda for layer in self._layers):
+            if processes is None or not any(layer.weight.is_cuda for layer in self._layers):
                 self._failures.read(self._layer_states(), self._name, groups=groups)
             update_(self.param_groups, self.state, layers, others, INVERSES[self.inverse])
             # A frozen layer that is used later gets its statistics then, like one not used.
@@ -341,11 +341,11 @@ class KFAC(Attachable, Wrappable, Optimizer):
         """
         if not isinstance(outputs, Iterable) or isinstance(outputs, Tensor):
             raise TypeError(f"outputs must be an iterable of outputs, got {type(outputs).__name__}")
-        team = self._team()
+        processes = self._processes()
         self._warming = True
         try:
             with buffers_put_back(self._model, *([] if model is None else [model])):
-                stats, skipped = self._sampling.averages(outputs, self._hooks, team)
+                stats, skipped = self._sampling.averages(outputs, self._hooks, processes)
         finally:
             self._warming = False
         fresh = self._first_states(stats)
@@ -394,7 +394,7 @@ class KFAC(Attachable, Wrappable, Optimizer):
         own["sampling"] = checkpoint.sampling_of(self._sampling)
         if self._observed.unreached:
             own["missed"] = self._observed.unreached
-        if self._observed.count and self._team() is None:
+        if self._observed.count and self._processes() is None:
             own["observed"] = self._observed.saved()
         if self._blended:
             weights = [layer.weight for layer in self._layers]
@@ -415,7 +415,7 @@ class KFAC(Attachable, Wrappable, Optimizer):
         def check(adapted: dict[str, Any]) -> None:
             nonlocal observed
             self._check_state_dict(adapted)
-            if self._team() is None:
+            if self._processes() is None:
                 observed = Observations.loaded(adapted.get("observed", {}), self._layers)
             observed.unreached = dict(adapted.get("missed", {}))
 
@@ -488,7 +488,7 @@ class KFAC(Attachable, Wrappable, Optimizer):
         listed = ", ".join(f"{count:,} in {why}" for why, count in kinds) or "none"
         return share, f"{share:.1%} of the trainable parameters without preconditioning: {listed}"
 
-    def _team(self) -> ProcessGroup | None:
+    def _processes(self) -> ProcessGroup | None:
         return process_group_of(self.process_group, is_lost=self._group_is_lost)
 
     # Which layers, and when.
@@ -604,11 +604,11 @@ class KFAC(Attachable, Wrappable, Optimizer):
     def _inverses(self, group: Settings, states: Mapping[Tensor, dict[str, Any]]) -> Tensor:
         """Computes the factors of states by weight, on one device; see ``Inverse.make``."""
         inverse, how = INVERSES[self.inverse], (group["damping"], group["relative_damping"])
-        team = None if self.shard is None else self._team()
-        if team is None:
+        processes = None if self.shard is None else self._processes()
+        if processes is None:
             stats, factors = ([s[key] for s in states.values()] for key in ("stats", "factors"))
             return inverse.make(stats, *how, factors)
-        return made_by_owners(team, inverse, states, *how)
+        return made_by_owners(processes, inverse, states, *how)
 
     # The update.
 

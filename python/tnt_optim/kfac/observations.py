@@ -71,7 +71,7 @@ class Observations:
 
     def pool(
         self,
-        team: ProcessGroup,
+        processes: ProcessGroup,
         wanted: Sequence[int],
         layers: Sequence[Layer],
         held: Mapping[int, Sequence[Tensor]],
@@ -87,11 +87,13 @@ class Observations:
             return
         reached = list(wanted)
         if not self.agreed:
-            team.check_alike([layers[layer].weight for layer in wanted])
+            processes.check_alike([layers[layer].weight for layer in wanted])
         if self.partial or not self.agreed or any(layer not in held for layer in wanted):
             flags = [layer in group for group in (self.sums, self.called) for layer in wanted]
             device = layers[0].weight.device
-            anyone, partial, *found = team.anywhere([self.count > 0, self.partial, *flags], device)
+            anyone, partial, *found = processes.anywhere(
+                [self.count > 0, self.partial, *flags], device
+            )
             if not anyone:
                 return
             self.partial, self.agreed = bool(partial), True
@@ -101,7 +103,7 @@ class Observations:
         sums: dict[int, LayerSums] = {}
         if reached:
             chosen = {layer: layers[layer] for layer in reached}
-            sums, observers = pooled_sums(team, chosen, self.sums, held, [int(self.count > 0)])
+            sums, observers = pooled_sums(processes, chosen, self.sums, held, [int(self.count > 0)])
             if not self.count and not observers[0]:  # waits for the device only if count is 0
                 return
         self.sums, self.count = sums, max(self.count, 1)
@@ -201,7 +203,7 @@ class Sampling:
         return sums
 
     def averages(
-        self, outputs: Iterable[Any], hooks: Sequence[LayerHook], team: ProcessGroup | None
+        self, outputs: Iterable[Any], hooks: Sequence[LayerHook], processes: ProcessGroup | None
     ) -> tuple[dict[int, list[Tensor]], int]:
         """[G, A] of each layer: the plain mean over the batches of all processes that used it.
 
@@ -212,7 +214,7 @@ class Sampling:
         batches = skipped = 0
         due = [number for number, layer in enumerate(self.layers) if is_trainable(layer)]
         for index, output in enumerate(with_rows(self.likelihood, outputs)):
-            key = "warm start", index if team is None else team.number(index)
+            key = "warm start", index if processes is None else processes.number(index)
             sums = self.sums(output, key, due, hooks, retain_graph=False)
             batch = {number: each.means() for number, each in sums.items()}
             batches += 1
@@ -223,14 +225,14 @@ class Sampling:
                 counts[number] = counts.get(number, 0) + 1
                 for old, new in zip(stats.setdefault(number, pair), pair, strict=True):
                     old.lerp_(new, 1 / counts[number])
-        if team is not None and due:
+        if processes is not None and due:
             weighted = {
                 i: LayerSums(g * counts[i], a * counts[i], counts[i], counts[i])
                 for i, (g, a) in stats.items()
             }
             layers = {number: self.layers[number] for number in due}
-            team.check_alike([layer.weight for layer in layers.values()])
-            pooled, totals = pooled_sums(team, layers, weighted, {}, [batches, skipped])
+            processes.check_alike([layer.weight for layer in layers.values()])
+            pooled, totals = pooled_sums(processes, layers, weighted, {}, [batches, skipped])
             batches, skipped = totals.tolist()
             stats = {
                 i: [sums.gradients / count, sums.inputs / count]

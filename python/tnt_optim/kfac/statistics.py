@@ -125,7 +125,7 @@ def blend(
 
 
 def pooled_sums(
-    team: ProcessGroup,
+    processes: ProcessGroup,
     layers: Mapping[int, Layer],
     sums: Mapping[int, LayerSums],
     held: Mapping[int, Sequence[Tensor]],
@@ -136,7 +136,7 @@ def pooled_sums(
     A process's sums are left out if they are not finite. If all are left out, the means are NaN.
 
     Args:
-        team: the processes.
+        processes: those that train copies of the model.
         layers: by number, the same in all processes.
         sums: this process's sums, of the layers that its outputs reached.
         held: earlier means by layer, returned for a layer that no process has reached.
@@ -163,7 +163,7 @@ def pooled_sums(
         terms = [counted(own.examples), counted(own.positions)]
         # If no row counts the layer was not reached.
         counts += [terms[1], *(term * finite.to(device) for term in terms)]
-    totals, *triangles = team.sums([torch.stack(counts), *triangles])
+    totals, *triangles = processes.sums([torch.stack(counts), *triangles])
     pooled, rest = {}, iter(triangles)
     by_layer = totals[len(numbers) :].view(-1, 3).unbind()
     for (number, layer), of_layer in zip(layers.items(), by_layer, strict=True):
