@@ -2,8 +2,8 @@
 
     pip install .
 
-``tnt_kernels._ops``, the operators, serves PyTorch 2.11 and all later ones. ``tnt_kernels._host``
-makes calls on a GPU faster, and only with the PyTorch it is built with.
+``tnt_kernels._ops``, the operators, works with PyTorch 2.11 and all later ones.
+``tnt_kernels._host`` makes calls on a GPU faster, and only with the PyTorch it is built with.
 
 PyTorch must already be installed, because both are built with its headers; it is found under build
 isolation too, so none is fetched. If the extensions cannot be built (no C++ compiler, or not x86-64
@@ -124,7 +124,7 @@ def extension() -> dict[str, Any]:
     if reason is not None:
         print(
             f"tnt_kernels: installing without the C++ extension: {reason}. "
-            "The reference implementation will serve; the results are the same.",
+            "The operators will use their reference implementation, in plain PyTorch.",
             file=sys.stderr,
         )
         return {}

@@ -20,9 +20,9 @@ try:
     _ops.register_operators()
 except ImportError as error:
     warnings.warn(
-        "tnt_kernels runs on its reference implementation, with the same results: its C++ "
-        f"operators could not be loaded ({error}). They need PyTorch 2.11 or later. Build them in "
-        "the source folder, with a C++ compiler: "
+        "tnt_kernels runs on its reference implementation, with the same results up to rounding: "
+        f"its C++ operators could not be loaded ({error}). They need PyTorch 2.11 or later. Build "
+        "them in the source folder, with a C++ compiler: "
         "pip install --no-deps --force-reinstall -e . (If it is installed elsewhere, start Python "
         "outside the source folder.)",
         RuntimeWarning,

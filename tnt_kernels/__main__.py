@@ -13,7 +13,7 @@ def main() -> None:
     """Prints the page, or measures."""
     parser = argparse.ArgumentParser(prog="python -m tnt_kernels", description=__doc__)
     commands = parser.add_subparsers(dest="command")
-    tune = commands.add_parser("tune", help="measure on the GPU which sizes cuBLAS serves")
+    tune = commands.add_parser("tune", help="measure on the GPU for which sizes to use cuBLAS")
     tune.add_argument("--device", type=torch.device, default=torch.device("cuda"))
     tune.add_argument("--out", type=Path, help="a file for a second copy of the table")
     tune.add_argument("--seconds", type=float, default=50.0, help="when to stop; default 50")
@@ -24,7 +24,7 @@ def main() -> None:
     print(backends())
     why = triton.missing()  # not whether the GPU is too old: its first call says it
     if why is not None and torch.cuda.is_available():
-        warning = f"on the GPU the reference serves all operators: {why}"
+        warning = f"on the GPU all operators use the reference: {why}"
         print(f"\nwarning: {warning}", file=sys.stderr)
 
 

@@ -163,7 +163,7 @@ def check_graft(
     for name, number in (("second_decay", second_decay), ("eps", eps)):
         if isinstance(number, Tensor):
             raise TypeError(f"{name} must be a number, got a tensor")
-        scalar(name, number)
+        scalar(name, number, high=1.0 if name == "second_decay" else float("inf"))
     below_one = {"second_decay": second_decay}
     if second_moments is not None and not isinstance(momentum, Tensor):
         below_one["momentum"] = momentum

@@ -1,4 +1,4 @@
-"""Which implementation serves each operator on each device.
+"""Which implementation each operator uses on each device.
 
 PyTorch's dispatcher selects among the registered kernels: C++ on the CPU, Triton on a GPU, and the
 reference everywhere else.
@@ -38,7 +38,7 @@ TRITON_KERNELS = {
 
 @dataclass(frozen=True)
 class Backends:
-    """Which implementation serves each operator on each device, and the versions in use.
+    """Which implementation each operator uses on each device, and the versions in use.
 
     Attributes:
         ops: operator -> device ("cpu", "cuda") -> "C++", "Triton" or "reference".
@@ -64,7 +64,7 @@ class Backends:
 
 
 def backends() -> Backends:
-    """Returns which implementation serves each operator on each device, and all versions.
+    """Returns which implementation each operator uses on each device, and all versions.
 
     ``print(tnt_kernels.backends())`` and ``python -m tnt_kernels`` show it as a page.
     """
@@ -144,7 +144,7 @@ def _kernel(name: str, device: torch.device) -> Callable[..., Any]:
     if why is not None:
         warnings.warn(
             f"tnt_kernels.{name} runs on its reference implementation on {device}, with the same "
-            f"results: {why}",
+            f"results up to rounding: {why}",
             RuntimeWarning,
             stacklevel=4,
         )

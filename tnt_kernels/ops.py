@@ -1,6 +1,6 @@
 """The public operators: their contracts, and one call each.
 
-All of them work on lists, because one call must compute the hundred small parameters of a model.
+All of them work on lists, because one call must handle the hundred small parameters of a model.
 Conventions of every function here:
 
 - ``tensors[t]`` is a tensor G of shape (d_1, ..., d_k), k >= 1, with any strides and of dtype

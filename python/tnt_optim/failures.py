@@ -145,14 +145,18 @@ _MESSAGES = {
 }
 
 
+def names_of(group: Mapping[str, Any]) -> list[Any]:
+    """The names of a group's parameters; numbers for those without one."""
+    given = group.get("param_names", ())
+    return [*given, *range(len(given), len(group["params"]))]
+
+
 def diverged(groups: Sequence[Mapping[str, Any]]) -> str:
     """What a failure's message says of parameters that are not finite; it reads all of them."""
     bad = [
         (name, number, group["lr"])
         for number, group in enumerate(groups)
-        for name, param in zip(
-            group.get("param_names", range(len(group["params"]))), group["params"], strict=False
-        )
+        for name, param in zip(names_of(group), group["params"], strict=False)
         if not getattr(param, "to_local", lambda p=param: p)().isfinite().all()
     ]
     if not bad:

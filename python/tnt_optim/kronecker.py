@@ -25,7 +25,13 @@ from tnt_optim.cuda_graphs import StepGraphs, check_graphs_device
 from tnt_optim.diagnostics import diagnostics
 from tnt_optim.directions import check_rounding
 from tnt_optim.distributed import Owners, distribution
-from tnt_optim.failures import Failures, PreconditionerError, diverged, warn_the_caller
+from tnt_optim.failures import (
+    Failures,
+    PreconditionerError,
+    diverged,
+    names_of,
+    warn_the_caller,
+)
 from tnt_optim.modes import (
     Rows,
     Settings,
@@ -307,15 +313,15 @@ class KroneckerOptimizer(Wrappable, Optimizer):
             By "FIGURE/NAME", as ``SummaryWriter.add_scalar`` takes them: "parameter_norm" (not of
             sharded parameters), "momentum_norm", "direction_norm" (without grafting and weight
             decay), "condition", the largest condition number of the parameter's factors, estimated
-            from below, and the counts "skipped_statistics" and "failed_inverses". NAME is
-            "group.name" if another group has the same name, and "group.index" for a parameter
-            without a name or without one of its own in the group.
+            from below, and the counts "skipped_statistics" and "failed_inverses". NAME is the
+            parameter's name, "group.name" if another group has it, too, and "group.index" if there
+            is none, or several in its group have it.
         """
         self._failures.read(self.state, self._name, wait=True, fatal=False)
         used = Counter(n for group in self.param_groups for n in group.get("param_names", ()))
         names = {}
         for number, group in enumerate(self.param_groups):
-            own = group.get("param_names", range(len(group["params"])))
+            own = names_of(group)
             for index, (p, name) in enumerate(zip(group["params"], own, strict=False)):
                 part = name if own.count(name) == 1 else index
                 names[p] = name if used[name] == 1 else f"{number}.{part}"
@@ -824,6 +830,6 @@ class KroneckerOptimizer(Wrappable, Optimizer):
         for number, group in enumerate(self.param_groups):
             for index, other in enumerate(group["params"]):
                 if other is param:
-                    name = repr(group["param_names"][index]) if "param_names" in group else index
-                    return f"parameter {name} of group {number}, shape {tuple(param.shape)}"
+                    name = names_of(group)[index]
+                    return f"parameter {name!r} of group {number}, shape {tuple(param.shape)}"
         raise KeyError("not a parameter of this optimizer")

@@ -184,9 +184,9 @@ modes: for a parameter group only: a function from a parameter's shape to mode s
 seed: of the sampled labels; the global generators are not touched.
 sample_scale: multiply the loss at sampled labels by this before its backward and divide the
     gradients by it in float32, as GradScaler does for the training loss; a power of two. None: 1
-    for a likelihood function and where nothing is in float16. Otherwise, or if a compiled part may
-    hide float16, the largest power of two up to the number of examples and 2^15 (for sharded
-    parameters always 2^15), because the gradients of a mean over many are too small for float16.
+    for a likelihood function, and if the output's graph has neither float16 nor a compiled part
+    that may hide it. Otherwise the largest power of two up to the number of examples and 2^15 (for
+    sharded parameters always 2^15): the gradients of a mean over many are too small for float16.
 capturable: run the steps as CUDA graphs, one for each kind of step, from the second step of its
     kind on. All parameters must be on one CUDA device. Gradients at new addresses are copied:
     ``zero_grad(set_to_none=False)`` saves the copies. The learning rate and the other numbers may

@@ -40,8 +40,8 @@ class Shampoo(KroneckerOptimizer):
     group. A group's ``modes`` replaces the rule for modes, as for ``TNT``.
 
     The C++ operator computes the roots from eigenvalues; GPUs and the reference use the coupled
-    Newton iteration, whose error in float32 grows with the condition number of S_i + damping I,
-    which the damping bounds.
+    Newton iteration. In float32 the error of both grows with the condition number of
+    S_i + damping I, which the damping bounds.
 
     Args:
         params: parameters, named parameters or parameter groups, of any floating-point dtype.

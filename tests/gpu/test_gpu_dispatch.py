@@ -118,7 +118,7 @@ def test_the_page_warns_where_a_gpu_has_no_kernel(
     capsys.readouterr()
     runpy.run_module("tnt_kernels", run_name="__main__")
     said = capsys.readouterr()
-    why = "the reference serves all operators: Triton is not installed"
+    why = "all operators use the reference: Triton is not installed"
     assert said.err == f"\nwarning: on the GPU {why}\n"
     assert said.out == f"{tnt_kernels.backends()}\n"
 

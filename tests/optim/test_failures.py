@@ -138,6 +138,19 @@ def test_messages_name_parameters_that_are_not_finite_and_their_rate(name: str) 
         run.step(bad)
 
 
+def test_parameters_without_a_name_have_their_number_in_messages() -> None:
+    """Names and parameters that were removed by hand."""
+    params = [("a", weight(2)), ("b", weight(3)), ("c", weight(4))]
+    run = Dictated("empirical", [{"params": params}], **EVERY_STEP)
+    gradients = [noise(2), noise(3), noise(4)]
+    run.step(gradients)
+    del run.opt.param_groups[0]["param_names"][1:]
+    params[2][1].data.fill_(math.nan)
+    with pytest.warns(RuntimeWarning, match="diverged: parameters 2 of group 0"):
+        run.step([*gradients[:2], spoiled(gradients[2])])
+    assert "parameter_norm/0.2" in run.opt.diagnostics()
+
+
 @factored
 def test_a_first_gradient_of_parameters_that_are_not_finite_names_them(name: str) -> None:
     params = [weight(2) * math.nan for _ in range(5)]

@@ -1,4 +1,4 @@
-"""The operators on a GPU: Triton kernels, each of which computes a whole list of tensors.
+"""The operators on a GPU: Triton kernels, each of which handles a whole list of tensors.
 
 This module does not import Triton; the others do.
 """

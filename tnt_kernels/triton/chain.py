@@ -6,7 +6,7 @@ product, the launch before it the second to last, and so on.
 A tensor's modes are contracted in the order of their strides, the smallest first, and every
 intermediate product is stored with the next mode dense. A factor is read by rows. So both operands
 of every product are dense along the summed index, as the matrix units want them: loads are wide in
-every mode, and one loop computes all of them.
+every mode, and one loop handles all of them.
 """
 
 import itertools
@@ -214,7 +214,7 @@ class Plan:
     launches: list[tuple[Kind, int, Tensor]]
     scratch: int  # bytes
     copied: frozenset[int]  # tensors to copy first: their modes or their results' do not merge
-    by_cublas: dict[int, int]  # tensors that no launch computes, and their first factors
+    by_cublas: dict[int, int]  # tensors that cuBLAS multiplies, and their first factors
 
 
 def plan(

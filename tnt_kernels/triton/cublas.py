@@ -36,7 +36,7 @@ class Class:
     wide: bool = True  # False if a size is no multiple of 16 bytes: Triton's loads are then narrow
 
 
-# The classes that cuBLAS computes without a table: those where it was faster on an H200
+# The classes for which cuBLAS is used without a table: those where it was faster on an H200
 # (bench/results/gpu). Narrow loads were measured on faces_ae, whose layers have 625 inputs.
 RULE = frozenset(
     [
@@ -86,7 +86,7 @@ def path_of(valid_for: dict[str, str]) -> Path:
 
 @functools.cache
 def chosen(device: torch.device) -> frozenset[Class]:
-    """The classes that cuBLAS computes on a device; warns once of a table that cannot be used."""
+    """The classes for which a device uses cuBLAS; warns once of a table that cannot be used."""
     valid_for = identity(device)
     if valid_for is None:
         return RULE
@@ -101,7 +101,7 @@ def chosen(device: torch.device) -> frozenset[Class]:
         return RULE
     except (OSError, ValueError, KeyError, TypeError) as error:
         warnings.warn(
-            f"{path} is not used, the built-in rule serves instead: {error!r}; "
+            f"{path} is not used, the built-in rule applies instead: {error!r}; "
             "`python -m tnt_kernels tune` writes a new table",
             RuntimeWarning,
             stacklevel=2,
@@ -113,12 +113,12 @@ _forced: bool | None = None
 
 
 @contextmanager
-def only(serves: bool) -> Iterator[None]:
-    """Within it cuBLAS computes all classes or none, whatever the table says: to measure both."""
+def only(used: bool) -> Iterator[None]:
+    """Within it cuBLAS is used for all classes or for none, to measure both."""
     global _forced
     before = _forced
     launch.forget_plans()  # they hold choices
-    _forced = serves
+    _forced = used
     try:
         yield
     finally:
@@ -127,7 +127,7 @@ def only(serves: bool) -> Iterator[None]:
 
 
 def choose(operation: str, device: torch.device, precision: str, source: launch.Layout) -> bool:
-    """Whether cuBLAS computes an operation on a tensor with a full mode."""
+    """Whether cuBLAS is used for an operation on a tensor with a full mode."""
     if not _fits(source) or source.dtype not in DTYPES:
         return False
     if operation == "gram" and source.dtype != torch.float32 and not _widens(device):

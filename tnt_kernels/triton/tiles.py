@@ -1,6 +1,6 @@
 """Launch plans: which program of a launch computes which tile of which tensor.
 
-One launch computes many tensors of unlike shapes. Each of its programs reads one row of a *tile
+One launch handles many tensors of unlike shapes. Each of its programs reads one row of a *tile
 table*, which names a problem (one mode of one tensor) and the program's tile of it. The *problem
 table* gives that mode's indices, sizes and strides, and a third table the addresses. The first two
 depend on shapes and strides only: they are built once for a set of parameters and stay on the

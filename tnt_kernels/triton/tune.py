@@ -33,7 +33,7 @@ def tune(device: torch.device, out: Path | None = None, seconds: float = 50.0) -
     """Measures, prints and records all classes on the current GPU; returns whether any was.
 
     The table goes to the cache, and to ``out``. It lacks classes that failed or were not reached in
-    time: Triton computes those.
+    time: they use Triton.
     """
     rows: list[dict[str, Any]] = []
     seen: set[cublas.Class] = set()

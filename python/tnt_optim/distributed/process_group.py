@@ -75,7 +75,7 @@ class ProcessGroup:
         if self.anywhere([key, -key], params[0].device) != [key, -key]:
             raise ValueError(
                 "process_group must hold only processes with copies of one model, but some have "
-                f"parameters of other shapes than the {len(params)} here: leave them out of it"
+                f"parameters of other shapes than the {len(params)} here: leave those processes out"
             )
 
     def largest(self, codes: Tensor) -> Tensor:

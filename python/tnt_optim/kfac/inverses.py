@@ -4,9 +4,9 @@ Both forms stand for an inverse that acts on a layer's matrix [W | b], and are m
 statistics [G, A]. "damped" is the inverse of (G + √damping I) ⊗ (A + √damping I), Martens & Grosse
 2015, section 6.3, without their factor π between the two. "eigenbasis" is the inverse of
 G ⊗ A + damping I, by the eigenvectors of G and A. Ren & Goldfarb 2021 use the first for
-autoencoders and the second for CNNs. Relative damping is in units of the average eigenvalue of G ⊗
-A. √damping is then in units of each factor's average eigenvalue, which gives their factor π. A new
-form is one more entry of ``INVERSES``.
+autoencoders and the second for CNNs. Relative damping is in units of the average eigenvalue of
+G ⊗ A. √damping is then in units of each factor's average eigenvalue, which gives their factor π. A
+new form is one more entry of ``INVERSES``.
 """
 
 import math
