@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import warnings
+from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -69,6 +70,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     ),
     "a parameter of FSDP2": ("_unsharded_param", "sharded_param", "unsharded_accumulated_grad"),
     "Python": ("_getframe",),
+    "a named tuple": ("_replace",),
 }  # fmt: skip
 GROUPS = {"_fsdp_param_group", "_fsdp_param_groups"}  # one of them, by PyTorch's version
 
@@ -140,6 +142,7 @@ def holders() -> dict[str, Any]:
         "a group of FSDP2": group,
         "a parameter of FSDP2": group.fsdp_params[0],
         "Python": sys,
+        "a named tuple": namedtuple("Pair", "a b")(1, 2),
     }
 
 
