@@ -511,23 +511,25 @@ class KroneckerOptimizer(Wrappable, Optimizer):
         groups = self.param_groups
         ready = [p for group in groups for p in self._to_update(group, found, with_gradients)]
         observed = processes.whole(found)
+        # States of parameters without one: around first statistics, or without a preconditioner.
         first = {p: g for p, g in observed.items() if p not in earlier}
         self._adopt(self._first_states(first, processes))
         self._accumulated.update(first)
         self._adopt(self._new_states(ready, set(ready), processes))
         self._warn_of_unreached(ready)
-        observed = {p: g for p, g in observed.items() if p not in first}
-        refreshed = observed.keys() | self._accumulated
+        # Refreshes of earlier states; an attempt at this step that raised may have done some.
+        later = {p: g for p, g in observed.items() if p not in first}
+        refreshed = later.keys() | self._accumulated
         due = [p for group in groups for p in factors_due(group, earlier, refreshed)]
         updated = list(self._batches(ready))
         for group, params in updated:
             for param in params if group["rounding"] == "master" else ():
                 add_master(self.state[param], param, group)
         return DeviceStep(
-            statistics=list(self._batches(observed.keys() - self._accumulated)),
+            statistics=list(self._batches(later.keys() - self._accumulated)),
             factors=list(self._batches(due)),
             updated=updated,
-            observed=observed,
+            observed=later,
             grads={
                 p: -p.grad if group["maximize"] and p.grad is not None else p.grad
                 for group, params in updated
