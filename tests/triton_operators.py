@@ -7,9 +7,7 @@ without a GPU the launchers run on the arguments themselves (gpu/conftest.py).
 import importlib
 import inspect
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
-from unittest import mock
 
 import torch
 from cases import GPU
@@ -18,7 +16,7 @@ from torch import Tensor
 
 import tnt_kernels
 from tnt_kernels.backends import TRITON_KERNELS
-from tnt_kernels.triton import launch
+from tools.compile_report.launches import at_once
 
 # So few that a hundred columns are already split into partial sums.
 PROGRAMS = 4
@@ -43,11 +41,6 @@ class OnGpu:
         for tensor, copy in self._copies:
             if copy.is_inference() or copy._version:  # written
                 tensor.copy_(copy)
-
-
-def at_once(programs: int) -> AbstractContextManager[Any]:
-    """Within it every device runs so many programs at once."""
-    return mock.patch.object(launch, "programs_at_once", lambda device: programs)
 
 
 def launched(name: str, usual: int = PROGRAMS) -> Callable[..., Any]:

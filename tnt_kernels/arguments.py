@@ -160,10 +160,10 @@ def check_graft(
     if (second_moments is None) != (counts is None):
         given = "counts" if second_moments is None else "second_moments"
         raise ValueError(f"second_moments and counts must be given both or neither, got {given}")
-    for name, number in (("second_decay", second_decay), ("eps", eps)):
+    for name, number, high in (("second_decay", second_decay, 1.0), ("eps", eps, float("inf"))):
         if isinstance(number, Tensor):
             raise TypeError(f"{name} must be a number, got a tensor")
-        scalar(name, number, high=1.0 if name == "second_decay" else float("inf"))
+        scalar(name, number, high=high)
     below_one = {"second_decay": second_decay}
     if second_moments is not None and not isinstance(momentum, Tensor):
         below_one["momentum"] = momentum

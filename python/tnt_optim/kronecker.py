@@ -830,8 +830,7 @@ class KroneckerOptimizer(Wrappable, Optimizer):
 
     def _name(self, param: Tensor) -> str:
         for number, group in enumerate(self.param_groups):
-            for index, other in enumerate(group["params"]):
+            for name, other in zip(names_of(group), group["params"], strict=False):
                 if other is param:
-                    name = names_of(group)[index]
                     return f"parameter {name!r} of group {number}, shape {tuple(param.shape)}"
         raise KeyError("not a parameter of this optimizer")

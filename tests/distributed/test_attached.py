@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from tnt_optim import TNT
+from tnt_optim import KFAC, TNT
 
 # By form: arguments of DistributedDataParallel, micro-batches (a static graph takes one), and the
 # head that each process uses at each step.
@@ -26,7 +26,9 @@ FORMS: dict[str, tuple[dict[str, Any], int, list[list[int]]]] = {
 }
 
 
-def train(rank: int, processes: int, form: str, place: str) -> list[Tensor] | str:
+def train(
+    rank: int, processes: int, form: str, place: str, method: type[TNT | KFAC] = TNT
+) -> list[Tensor] | str:
     """One process's training: gradients, parameters and statistics at the end, or its error."""
     settings, micro, heads = FORMS[form]
     torch.manual_seed(3)
@@ -34,7 +36,7 @@ def train(rank: int, processes: int, form: str, place: str) -> list[Tensor] | st
     model.heads[1].requires_grad_(form == "unused")
     replicas = DistributedDataParallel(model, **settings)
     params = [p for p in model.parameters() if p.requires_grad]
-    opt = TNT.paper(params, **{**SETTINGS, "stat_interval": 1})
+    opt = method.paper(model if method is KFAC else params, **{**SETTINGS, "stat_interval": 1})
     if place != "in the loop":
         opt.attach(model if place == "inside" else replicas)
     results: list[Tensor] = []
@@ -51,7 +53,9 @@ def train(rank: int, processes: int, form: str, place: str) -> list[Tensor] | st
             opt.step()
     except RuntimeError as error:
         return str(error)
-    return results + [t for p in params for t in (p.detach().clone(), *opt.state[p]["stats"])]
+    held = [p for p in params if method is TNT or p.dim() > 1]  # KFAC's are those of layers
+    stats = [s for p in held for s in opt.state[p]["stats"]]
+    return results + [p.detach().clone() for p in params] + stats
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -64,6 +68,11 @@ def test_replicas(form: str) -> None:
         assert all("static_graph" in message for message in wrapped)
     else:
         assert_same(wrapped, loop)
+
+
+def test_kfac_inside_a_static_graph() -> None:
+    wanted = run_in(2, train, "plain", "inside", KFAC)
+    assert_same(run_in(2, train, "static", "inside", KFAC), wanted)
 
 
 def sharded(rank: int, processes: int) -> dict[str, list[Tensor] | str]:

@@ -7,9 +7,9 @@ import torch
 from cases import GPU
 from gpu.ptx import launch
 from gpu.ptx.program import Fault
-from triton_operators import at_once
 
 from tnt_kernels.triton import gram_ema
+from tools.compile_report.launches import at_once
 
 pytestmark = pytest.mark.skipif(GPU.type == "cuda", reason="kernels run on the GPU")
 

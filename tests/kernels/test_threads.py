@@ -121,6 +121,5 @@ def test_the_gil_is_released() -> None:
     while not done.wait(1e-3):
         ticks += 1
     thread.join()
-    # A tick is 1 ms when nobody else wants the processor; 40 ms leaves room for others. While the
-    # GIL is held there is none.
-    assert took[0] > 0.02 and ticks > max(2, took[0] / 40e-3)
+    # A tick is 1 ms when nobody else wants the processor; 20 ms leaves room for others.
+    assert took[0] > 0.02 and ticks > took[0] / 20e-3

@@ -132,7 +132,7 @@ def _number(value: float) -> Tensor:
     return torch.tensor(value, dtype=torch.float64)
 
 
-def _at_once(programs: int) -> AbstractContextManager[Any]:
+def at_once(programs: int) -> AbstractContextManager[Any]:
     """Within it the device runs so many programs at once."""
     return mock.patch.object(launch, "programs_at_once", lambda device: programs)
 
@@ -146,7 +146,7 @@ def _gram_ema(dtype: torch.dtype, shape: Shape) -> None:
     for whitens in (False, True):
         for stats in (_square(shape, dtype), diagonal):
             gram_ema.gram_ema_(stats, [tensor], decay, stats if whitens else [])
-        with _at_once(128):
+        with at_once(128):
             gram_ema.gram_ema_(mixed, [skinny], decay, mixed if whitens else [])
 
 
@@ -200,7 +200,7 @@ def _inverse_root(dtype: torch.dtype, shape: Shape) -> None:
     stats = [*_square(shape, dtype), torch.zeros(shape[0], dtype=dtype)]
     for programs in (1, 1 << 10):  # with many programs there are smaller tiles
         out = [s.clone() for s in stats]
-        with _at_once(programs), mock.patch.object(inverse_root, "ITERATIONS", 1):
+        with at_once(programs), mock.patch.object(inverse_root, "ITERATIONS", 1):
             inverse_root.inverse_root(out, stats, [3], _number(0.1), [6])
 
 
