@@ -289,15 +289,17 @@ def as_they_are(group: Settings) -> Settings:
 
 
 @functools.cache
-def _warmup_steps(interval: int, warmup: int) -> tuple[frozenset[int], int]:
+def _warmup_steps(name: str, interval: int, warmup: int) -> tuple[frozenset[int], int]:
     """The steps of refreshes in a warm-up, and the first one after it.
 
-    An interval that starts at step s is 1 + (interval - 1) s / warmup, rounded down.
+    An interval that starts at step s is 1 + (interval - 1) s / warmup, rounded down. The name is
+    the interval's: ``observe`` and forward hooks come here before ``step`` checks all settings.
 
-    >>> steps, after = _warmup_steps(4, 9)
+    >>> steps, after = _warmup_steps("stat_interval", 4, 9)
     >>> sorted(steps), after
     ([0, 1, 2, 3, 5, 7], 10)
     """
+    check_settings({name: interval, "interval_warmup": warmup})
     steps, step = set(), 0
     while step < warmup:
         steps.add(step)
@@ -307,9 +309,11 @@ def _warmup_steps(interval: int, warmup: int) -> tuple[frozenset[int], int]:
 
 def is_due(group: Settings, interval: str) -> bool:
     """Whether a refresh with a group's "stat_interval" or "inverse_interval" is due at its step."""
-    used = {name: group[name] for name in (interval, "interval_warmup")}
-    check_settings(used)  # ``observe`` and forward hooks come here before ``step`` checks all
-    steps, after = _warmup_steps(*used.values())
+    try:
+        steps, after = _warmup_steps(interval, group[interval], group["interval_warmup"])
+    except TypeError:  # a list, for example, has no hash
+        check_settings(group)
+        raise
     t: int = group["step"]
     return t in steps or (t >= after and (t - after) % group[interval] == 0)
 

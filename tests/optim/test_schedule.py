@@ -61,7 +61,7 @@ def test_intervals_grow_in_their_warm_up(
 
 
 @pytest.mark.parametrize("warmup", [0, 500])
-@pytest.mark.parametrize("interval", [0, -3, 2.5, 10.0, [3], None])
+@pytest.mark.parametrize("interval", [0, -3, 2.5, [3], None])
 @pytest.mark.parametrize("how", ["observe", "observing", "attach", "KFAC"])
 def test_a_bad_interval_is_refused_before_the_step(how: str, interval: Any, warmup: int) -> None:
     """The schedule is asked in the forward pass, too."""
