@@ -77,6 +77,8 @@ inline void check_tensor(const char* list, size_t t, const Tensor& tensor) {
   TNT_CHECK(is_floating_point(tensor), entry(list, t),
             " must be float32, float64, bfloat16 or float16, got ", tensor.dtype());
   TNT_CHECK(tensor.dim() >= 1, entry(list, t), " must have at least one mode, got none");
+  TNT_CHECK(tensor.dim() <= static_cast<int64_t>(kMostDimensions), entry(list, t),
+            " must have at most ", kMostDimensions, " modes, got ", tensor.dim());
 }
 
 // Memory that a kernel writes: no two elements may share an address. Each stride must pass all that

@@ -31,28 +31,27 @@ inline double chain_flops(const std::vector<Factor>& factors) {
   return 2 * count * sum;
 }
 
-// Products with a factor up to this size are split into panels of this many numbers.
+// Products with a factor up to this size are split into panels of at most this many numbers.
 constexpr int64_t kSmallFactor = 128;
 constexpr int64_t kPanel = 1 << 13;
 
 // Out (d, rest) <- alpha A In^T + beta Out, for In (rest, d): one mode's product, which rotates the
 // modes, the last to the front. Without the rotation, products of middle modes would be strided,
 // and skinny if the modes behind them are small (a convolution's 9). With `rounded`, memory for
-// d (d + rest) numbers, the product is of numbers rounded to bfloat16.
+// d (d + rest) numbers, the product is of numbers rounded to bfloat16. `vector` is memory for d
+// numbers if `rest` is 1.
 template <typename T>
 void rotating_product(const Factor& factor, int64_t rest, T alpha, const T* in, T beta, T* out,
-                      BFloat16* rounded) {
+                      T* vector, BFloat16* rounded) {
   const int64_t d = factor.d;
   const T* a = static_cast<const T*>(factor.data);
   const double flops = 2 * static_cast<double>(rest) * static_cast<double>(d) *
                        static_cast<double>(factor.diagonal ? 16 : d);
   if (rest == 1 && !factor.diagonal) {
     // Not into `out`, which would be rounded after every column. Zeros, because 0 NaN is NaN.
-    std::vector<T> product(static_cast<size_t>(d), T(0));
-    blas::symv(d, alpha, a, in, T(0), product.data());
-    for (int64_t i = 0; i < d; ++i) {
-      out[i] = product[static_cast<size_t>(i)] + (beta == 0 ? T(0) : beta * out[i]);
-    }
+    std::fill_n(vector, d, T(0));
+    blas::symv(d, alpha, a, in, T(0), vector);
+    for (int64_t i = 0; i < d; ++i) out[i] = vector[i] + (beta == 0 ? T(0) : beta * out[i]);
     return;
   }
   // One tile for each thread, because the BLAS packs the operand that is not split in every tile.
@@ -66,7 +65,7 @@ void rotating_product(const Factor& factor, int64_t rest, T alpha, const T* in, 
     if (rounds) round_all(a, d * d, rounded);
     if (rounds) round_all(in, rest * d, rounded + d * d);
   }
-  run_tasks((whole + side - 1) / side, flops, [&](int64_t task, Scratch& scratch) {
+  run_tasks((whole + side - 1) / side, flops, [&](int64_t task) {
     const int64_t first = task * side, size = std::min(side, whole - first);
     const auto multiply = [&](const auto* left, const auto* right) {
       if (cut_rest) {
@@ -81,8 +80,8 @@ void rotating_product(const Factor& factor, int64_t rest, T alpha, const T* in, 
       if (rounds) return multiply(rounded, rounded + d * d);
     }
     if (factor.diagonal) {
-      constexpr int64_t kRows = 32, kColumns = 256;  // of a tile, which stays in the cache
-      T* tile = scratch.get<T>(kRows * kColumns);
+      constexpr int64_t kRows = 32, kColumns = 256;
+      T tile[kRows * kColumns];  // stays in the cache
       for (int64_t r = first; r < first + size; r += kRows) {
         const int64_t rows = std::min(kRows, first + size - r);
         for (int64_t c = 0; c < d; c += kColumns) {
@@ -107,7 +106,7 @@ void rotating_product(const Factor& factor, int64_t rest, T alpha, const T* in, 
       // Panels that the BLAS does not pack. Transposing them first is faster than a product with
       // the transposed operand: the BLAS then loads whole vectors of columns.
       const int64_t step = std::clamp<int64_t>(blas::kUnpackedProduct / (d * d), 1, kPanel / d);
-      T* panel = scratch.get<T>(d * std::min(step, size));
+      T panel[std::max(kPanel, kSmallFactor)];
       for (int64_t r = first; r < first + size; r += step) {
         const int64_t rows = std::min(step, first + size - r);
         transpose(in + r * d, d, panel, rows, rows, d);
@@ -120,6 +119,12 @@ void rotating_product(const Factor& factor, int64_t rest, T alpha, const T* in, 
   });
 }
 
+// How many buffers of a tensor's size its products take: two alternate between the products; a
+// single product, that of a vector, takes one.
+inline int64_t buffers_of(int64_t products) {
+  return std::clamp<int64_t>(products - 1, products == 1 ? 1 : 0, 2);
+}
+
 // The numbers of workspace that chain_product needs.
 inline int64_t chain_scratch(const std::vector<Factor>& factors, bool rounded) {
   int64_t count = 1, products = 0, largest = 0;
@@ -129,7 +134,7 @@ inline int64_t chain_scratch(const std::vector<Factor>& factors, bool rounded) {
     if (!factor.diagonal) largest = std::max(largest, factor.d * factor.d);
   }
   const int64_t halves = rounded && largest > 1 ? (count + largest + 1) / 2 : 0;
-  return count * std::clamp<int64_t>(products - 1, 0, 2) + halves;
+  return count * buffers_of(products) + halves;
 }
 
 // out <- alpha (G x_1 A_1 ... x_k A_k) + beta out, both contiguous. Inside a task, on its thread;
@@ -152,7 +157,7 @@ void chain_product(const std::vector<Factor>& factors, const T* tensor, T alpha,
     return;
   }
   T* const buffers[2] = {scratch, scratch + count};
-  T* const rest_of_scratch = scratch + count * std::clamp<int64_t>(products - 1, 0, 2);
+  T* const rest_of_scratch = scratch + count * buffers_of(products);
   auto* halves =
       rounded && std::is_same_v<T, float> ? reinterpret_cast<BFloat16*>(rest_of_scratch) : nullptr;
   const T* in = tensor;
@@ -161,10 +166,10 @@ void chain_product(const std::vector<Factor>& factors, const T* tensor, T alpha,
     if (factor->d == 1) continue;
     const int64_t rest = count / factor->d;
     if (++done == products) {
-      rotating_product(*factor, rest, alpha, in, beta, out, halves);
+      rotating_product(*factor, rest, alpha, in, beta, out, scratch, halves);
     } else {
       T* target = buffers[(done - 1) % 2];
-      rotating_product(*factor, rest, T(1), in, T(0), target, halves);
+      rotating_product(*factor, rest, T(1), in, T(0), target, scratch, halves);
       in = target;
     }
   }
@@ -174,34 +179,29 @@ void chain_product(const std::vector<Factor>& factors, const T* tensor, T alpha,
 // run on one thread each.
 constexpr double kLargeFlops = 2e7;
 
-// Calls run(i, scratch) for every item, which has `factors`: small items in parallel, the costliest
-// first, then large items one after the other, so that only one of them is in memory.
-template <typename Item, typename Run>
-void run_chains(const std::vector<Item>& items, const Run& run) {
+// Calls run(i, scratch) for every item, which has `factors`: large items one after the other, so
+// that only one of them is in memory, and small ones in parallel, the costliest first. bytes(i) is
+// what item i takes of its scratch.
+template <typename Item, typename Bytes, typename Run>
+void run_chains(const std::vector<Item>& items, const Bytes& bytes, const Run& run) {
   blas::use_one_thread_per_call();
-  std::vector<std::pair<double, size_t>> small;
-  std::vector<size_t> large;
-  double total = 0;
+  std::vector<double> flops;
+  Order order;
   for (size_t i = 0; i < items.size(); ++i) {
     const std::vector<Factor>& factors = items[i].factors;
-    const double flops = chain_flops(factors);
+    flops.push_back(chain_flops(factors));
     const auto products = std::count_if(factors.begin(), factors.end(),
                                         [](const Factor& factor) { return factor.d != 1; });
-    if (flops >= kLargeFlops && products > 1 && parallelism() > 1) {
-      large.push_back(i);
+    if (flops[i] >= kLargeFlops && products > 1 && parallelism() > 1) {
+      order.large.push_back(i);
     } else {
-      small.emplace_back(flops, i);
-      total += flops;
+      order.rest.push_back(i);
+      order.flops += flops[i];
     }
   }
-  std::stable_sort(small.begin(), small.end(),
-                   [](const auto& a, const auto& b) { return a.first > b.first; });
-  run_tasks(static_cast<int64_t>(small.size()), total, [&](int64_t task, Scratch& scratch) {
-    run(small[static_cast<size_t>(task)].second, scratch);
-  });
-  const FlushSubnormals flush;
-  Scratch scratch;
-  for (const size_t i : large) run(i, scratch);
+  std::stable_sort(order.rest.begin(), order.rest.end(),
+                   [&](size_t a, size_t b) { return flops[a] > flops[b]; });
+  run_in_order(order, bytes, run);
 }
 
 }  // namespace tnt

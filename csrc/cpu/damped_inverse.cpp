@@ -107,14 +107,14 @@ bool rescaled(const FactorMode& mode, T scale, T* out) {
 
 // out <- the lower triangle of (scale S + eps I)^-1; false if there is none.
 template <typename T>
-bool invert(const FactorMode& mode, const Rescaling& rescaling) {
+bool invert(const FactorMode& mode, const Rescaling& rescaling, Scratch scratch) {
   T* out = static_cast<T*>(mode.out);
   const T scale = static_cast<T>(rescaling.per_size * static_cast<double>(mode.d));
   const T eps = static_cast<T>(rescaling.eps);
   const int64_t d = mode.d;
   if (d == 0) return true;
   const T noise = kPivotRoundings * std::numeric_limits<T>::epsilon();
-  std::vector<T> diagonal(static_cast<size_t>(mode.diagonal ? 0 : d));
+  T* diagonal = scratch.take<T>(d);
   const bool finite = rescaled(mode, scale, out);
   if (mode.diagonal) {
     bool good = true;
@@ -126,12 +126,12 @@ bool invert(const FactorMode& mode, const Rescaling& rescaling) {
     return good && finite && all_finite(out, d);
   }
   for (int64_t i = 0; i < d; ++i) {
-    diagonal[static_cast<size_t>(i)] = out[i * (d + 1)] += eps;
+    diagonal[i] = out[i * (d + 1)] += eps;
   }
   if (!finite || !factorise(d, out, d)) return false;
   for (int64_t i = 0; i < d; ++i) {
     const T pivot = out[i * (d + 1)];
-    if (!(pivot * pivot > noise * diagonal[static_cast<size_t>(i)])) return false;
+    if (!(pivot * pivot > noise * diagonal[i])) return false;
   }
   invert_triangle(d, out, d);
   square_triangle(d, out, d);
@@ -183,11 +183,12 @@ void damped_inverse(const std::vector<TensorModes>& tensors, double damping, boo
   }
   make_factors(
       tensors, 1.0,
-      [&](int64_t t, int64_t i, Scratch&) {
+      [](const FactorMode& mode, auto zero) { return Scratch::bytes_of<decltype(zero)>(mode.d); },
+      [&](int64_t t, int64_t i, Scratch scratch) {
         const TensorModes& tensor = tensors[static_cast<size_t>(t)];
         return with_state(tensor.element, [&](auto zero) {
           return invert<decltype(zero)>(tensor.modes[static_cast<size_t>(i)],
-                                        rescalings[static_cast<size_t>(t)]);
+                                        rescalings[static_cast<size_t>(t)], scratch);
         });
       },
       info);

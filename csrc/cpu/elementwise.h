@@ -7,7 +7,6 @@
 #include <numeric>
 #include <tuple>
 #include <type_traits>
-#include <vector>
 
 #include "cpu/tasks.h"
 #include "cpu/views.h"
@@ -35,7 +34,7 @@ struct Dimension {
   std::array<int64_t, N> strides;
 };
 template <size_t N>
-using Dimensions = std::vector<Dimension<N>>;
+using Dimensions = PerDimension<Dimension<N>>;
 
 // Appends a dimension faster than the others. It merges with the last one if every tensor can walk
 // both with one stride.
@@ -71,11 +70,12 @@ void for_each_run(const Dimensions<N>& dimensions, int64_t first, int64_t last, 
 }
 
 // Calls run(chunk, offsets, count, strides), with an offset and a stride for each tensor, on runs
-// that together visit every element once, on all threads. A chunk is kChunk elements (the last may
-// be shorter), whose runs one thread visits in order. `strides` are the tensors', of shape `sizes`.
+// that together visit every element once, on all threads. A chunk is `length` elements (the last
+// may be shorter), whose runs one thread visits in order. `strides` are the tensors', of shape
+// `sizes`.
 template <size_t N, typename Run>
 void for_each_run(int64_t order, const int64_t* sizes, const std::array<const int64_t*, N>& strides,
-                  const Run& run) {
+                  const Run& run, int64_t length = kChunk) {
   Dimensions<N> dimensions;
   int64_t count = 1;
   for (int64_t i = 0; i < order; ++i) {
@@ -87,12 +87,12 @@ void for_each_run(int64_t order, const int64_t* sizes, const std::array<const in
   }
   if (count == 0) return;
   if (dimensions.empty()) dimensions.push_back({1, {}});
-  const int64_t chunks = (count + kChunk - 1) / kChunk;
+  const int64_t chunks = (count + length - 1) / length;
   run_parts(chunks, 16 * static_cast<double>(count), [&](int64_t first, int64_t last) {
     for (int64_t chunk = first; chunk < last; ++chunk) {
-      for_each_run(dimensions, chunk * kChunk, std::min((chunk + 1) * kChunk, count),
-                   [&](const auto& offsets, int64_t length) {
-                     run(chunk, offsets, length, dimensions.back().strides);
+      for_each_run(dimensions, chunk * length, std::min((chunk + 1) * length, count),
+                   [&](const auto& offsets, int64_t elements) {
+                     run(chunk, offsets, elements, dimensions.back().strides);
                    });
     }
   });
@@ -114,14 +114,20 @@ auto with_strides(const Strides& strides, const Pass& pass) {
 template <size_t N, typename Run>
 double sum_over_elements(int64_t order, const int64_t* sizes,
                          const std::array<const int64_t*, N>& strides, const Run& run) {
+  // Longer chunks for more elements: the sums then fit on the stack.
+  constexpr int64_t kSums = 1024;
+  double sums[kSums] = {};
   int64_t count = 1;
   for (int64_t i = 0; i < order; ++i) count *= sizes[i];
-  std::vector<double> sums(static_cast<size_t>((count + kChunk - 1) / kChunk), 0.0);
-  for_each_run<N>(order, sizes, strides,
-                  [&](int64_t chunk, const auto& offsets, int64_t length, const auto& own) {
-                    sums[static_cast<size_t>(chunk)] += run(offsets, length, own);
-                  });
-  return std::accumulate(sums.begin(), sums.end(), 0.0);
+  const int64_t length =
+      kChunk * std::max<int64_t>((count + kSums * kChunk - 1) / (kSums * kChunk), 1);
+  for_each_run<N>(
+      order, sizes, strides,
+      [&](int64_t chunk, const auto& offsets, int64_t elements, const auto& own) {
+        sums[chunk] += run(offsets, elements, own);
+      },
+      length);
+  return std::accumulate(sums, sums + kSums, 0.0);
 }
 
 // The sum of products of contiguous numbers, in double: float squares overflow and underflow early.
@@ -148,8 +154,8 @@ double inner_product(const T* a, const T* b, int64_t count) {
   });
 }
 
-inline std::vector<int64_t> contiguous_strides(const TensorView& tensor) {
-  std::vector<int64_t> strides(static_cast<size_t>(tensor.order));
+inline Strides contiguous_strides(const TensorView& tensor) {
+  Strides strides(static_cast<size_t>(tensor.order));
   int64_t step = 1;
   for (int64_t i = tensor.order - 1; i >= 0; --i) {
     strides[static_cast<size_t>(i)] = step;
@@ -168,7 +174,7 @@ int64_t copied_count(const TensorView& view) {
 template <typename T>
 const T* contiguous_data(const TensorView& view, T*& buffers) {
   if (copied_count<T>(view) == 0) return static_cast<const T*>(view.data);
-  const std::vector<int64_t> contiguous = contiguous_strides(view);
+  const Strides contiguous = contiguous_strides(view);
   T* to = buffers;
   with_element(view.element, [&](auto* null) {
     const auto* from = static_cast<decltype(null)>(view.data);
@@ -198,8 +204,7 @@ inline void round_all(const float* from, int64_t count, BFloat16* to) {
 
 // A copy of a float tensor in `to`, rounded to bfloat16. Its strides are the view's if that has no
 // gaps, else those of a contiguous tensor, which `strides` keeps.
-inline TensorView rounded_copy(const TensorView& view, std::vector<int64_t>& strides,
-                               BFloat16* to) {
+inline TensorView rounded_copy(const TensorView& view, Strides& strides, BFloat16* to) {
   const auto* from = static_cast<const float*>(view.data);
   const int64_t count = view.count();
   int64_t span = 1;

@@ -69,9 +69,12 @@ void mirror_upper(T* matrix, int64_t n) {
 // mode's `out` (of a matrix the diagonal and the upper triangle) and returns whether the factor is
 // good. If one of a tensor is not, all of its factors are restored and info[t] is i + 1 for the
 // first bad mode i. They are also restored if make throws, for example for lack of memory.
-template <typename Make>
-void make_factors(const std::vector<TensorModes>& tensors, double flops_per_cube, const Make& make,
-                  int32_t* info) {
+//
+// bytes(mode, zero), with a zero of the factor's type, is what make takes of its scratch. A call
+// that lacks memory restores the factors of unfinished tensors; those of finished ones are all new.
+template <typename Bytes, typename Make>
+void make_factors(const std::vector<TensorModes>& tensors, double flops_per_cube,
+                  const Bytes& bytes, const Make& make, int32_t* info) {
   struct Pending {
     std::vector<std::vector<char>> saved;  // the factors' old values, once their tasks began
     std::atomic<int64_t> missing;
@@ -112,7 +115,7 @@ void make_factors(const std::vector<TensorModes>& tensors, double flops_per_cube
       std::ranges::copy(pending[t].saved[i], static_cast<char*>(out));
     }
   };
-  const auto run = [&](const Task& task, Scratch& scratch) {
+  const auto run = [&](const Task& task, Scratch scratch) {
     const TensorModes& tensor = tensors[static_cast<size_t>(task.tensor)];
     Pending& state = pending[task.tensor];
     const auto mode = static_cast<size_t>(task.mode);
@@ -139,7 +142,15 @@ void make_factors(const std::vector<TensorModes>& tensors, double flops_per_cube
   std::vector<double> flops;
   for (const Task& task : tasks) flops.push_back(task.flops);
   try {
-    run_in_order(flops, [&](size_t i, Scratch& scratch) { run(tasks[i], scratch); });
+    run_in_order(
+        order_of(flops),
+        [&](size_t i) {
+          const TensorModes& tensor = tensors[static_cast<size_t>(tasks[i].tensor)];
+          return with_state(tensor.element, [&](auto zero) {
+            return bytes(tensor.modes[static_cast<size_t>(tasks[i].mode)], zero);
+          });
+        },
+        [&](size_t i, Scratch scratch) { run(tasks[i], scratch); });
   } catch (...) {
     for (int64_t t = 0; t < count; ++t) {
       if (pending[t].missing > 0) restore(t);

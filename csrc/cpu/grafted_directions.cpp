@@ -81,10 +81,13 @@ double update_moments(const GraftedDirection& one, const GraftRates& rates) {
 }
 
 template <typename T>
-double direction_scale(const GraftedDirection& one, const GraftRates& rates, Scratch& scratch) {
-  T* buffers =
-      scratch.get<T>(chain_scratch(one.factors, rates.rounded) + copied_count<T>(one.momentum));
-  // After the allocation: if it fails, the moments do not change.
+int64_t workspace(const GraftedDirection& one, const GraftRates& rates) {
+  return chain_scratch(one.factors, rates.rounded) + copied_count<T>(one.momentum);
+}
+
+template <typename T>
+double direction_scale(const GraftedDirection& one, const GraftRates& rates, Scratch scratch) {
+  T* buffers = scratch.take<T>(workspace<T>(one, rates));
   const double wanted =
       one.second_moment.data == nullptr
           ? std::sqrt(accumulate<true>(one.momentum, one.grad, static_cast<T>(rates.momentum)))
@@ -100,11 +103,18 @@ double direction_scale(const GraftedDirection& one, const GraftRates& rates, Scr
 
 void grafted_directions(const std::vector<GraftedDirection>& directions, const GraftRates& rates,
                         double* scales) {
-  run_chains(directions, [&](size_t i, Scratch& scratch) {
-    scales[i] = with_state(directions[i].momentum.element, [&](auto zero) {
-      return direction_scale<decltype(zero)>(directions[i], rates, scratch);
-    });
-  });
+  run_chains(
+      directions,
+      [&](size_t i) {
+        return with_state(directions[i].momentum.element, [&](auto zero) {
+          return Scratch::bytes_of<decltype(zero)>(workspace<decltype(zero)>(directions[i], rates));
+        });
+      },
+      [&](size_t i, Scratch scratch) {
+        scales[i] = with_state(directions[i].momentum.element, [&](auto zero) {
+          return direction_scale<decltype(zero)>(directions[i], rates, scratch);
+        });
+      });
 }
 
 }  // namespace tnt

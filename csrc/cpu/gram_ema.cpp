@@ -92,18 +92,20 @@ bool readable(const Unfolding& x) {
          (x.row_stride == 1 && x.fastest() >= x.d);
 }
 
+// Whether the rows of a readable unfolding are dense; else its columns are.
+bool reads_rows(const Unfolding& x) { return x.fastest() == 1 && x.row_stride >= x.columns; }
+
 template <typename T>
 Panel<T> panel_in_place(const Unfolding& x, int64_t row, int64_t first) {
   const T* data = static_cast<const T*>(x.data) + row * x.row_stride + first * x.fastest();
-  const bool transposed = !(x.fastest() == 1 && x.row_stride >= x.columns);
+  const bool transposed = !reads_rows(x);
   return {data, transposed ? x.fastest() : x.row_stride, transposed};
 }
 
 // The two operands of a Gram matrix, of one shape and layout: mat_i(P) or mat_i(G), and mat_i(G).
 struct Operands {
   Unfolding left, right;
-
-  bool same() const { return left.data == right.data; }
+  bool same;  // without P
 };
 
 // C <- alpha A B^T + beta C for two panels, which are both transposed or not.
@@ -217,41 +219,64 @@ struct Tile {
   double flops;
 };
 
-// The products are of numbers In.
+// How the product of a tile of numbers In is computed.
+struct TileProduct {
+  bool triangle;   // of one panel with itself
+  bool of_vector;  // by blend_square, without workspace
+  bool direct;     // the BLAS reads the tensor in place
+  int64_t depth;   // columns at a time
+  int64_t area;    // numbers of the product
+  int64_t copied;  // numbers of the panels' copies
+};
+
+template <typename In, typename T>
+TileProduct product_of(const Operands& of, const Tile& tile) {
+  const Unfolding& x = of.right;
+  TileProduct plan{};
+  plan.triangle = tile.row == tile.column && of.same;
+  plan.of_vector = std::is_same_v<In, T> && x.columns == 1 && tile.rows <= kSmall &&
+                   plan.triangle && x.element == kElement<T>;
+  if (plan.of_vector) return plan;
+  // Small products: transposed operands are fastest, because OpenBLAS then loads whole vectors. Up
+  // to kUnpackedProduct it does not pack.
+  const bool small = std::is_same_v<In, T> && tile.rows <= kSmall;
+  plan.direct = readable<In>(x) && (!small || !reads_rows(x));
+  const int64_t height = tile.rows + (plan.triangle ? 0 : tile.columns);
+  plan.depth = plan.direct ? x.columns : std::max<int64_t>(64, (1 << 16) / height);
+  if (small) {
+    const int64_t side = tile.rows <= kLeaf ? tile.rows : half_of(tile.rows);
+    // Those kernels add all columns one by one; sums of partial sums round less.
+    plan.depth = std::min({plan.depth, kPartialSum, blas::kUnpackedProduct / (side * side)});
+  }
+  plan.area = tile.rows * tile.columns;
+  plan.copied = plan.direct ? 0 : height * std::min(plan.depth, x.columns);
+  return plan;
+}
+
 template <typename In, typename T>
 void update_tile(const GramMode& mode, const Operands& of, const Tile& tile, double decay,
-                 Scratch& scratch) {
+                 Scratch scratch) {
   const Unfolding& x = of.right;
-  const bool square = tile.row == tile.column, triangle = square && of.same();
   const T alpha = static_cast<T>((1 - decay) * mode.weight);
   T* stat = static_cast<T*>(mode.stat);
   T* lower = stat + tile.row * x.d + tile.column;
+  const auto [triangle, of_vector, direct, depth, area, copied] = product_of<In, T>(of, tile);
   if constexpr (std::is_same_v<In, T>) {
-    if (x.columns == 1 && tile.rows <= kSmall && triangle && x.element == kElement<T>) {
+    if (of_vector) {
       const T* vector = static_cast<const T*>(x.data) + tile.row * x.row_stride;
       return blend_square(tile.rows, alpha, vector, x.row_stride, decay, lower, x.d);
     }
   }
-  // Small products: transposed operands are fastest, because OpenBLAS then loads whole vectors. Up
-  // to kUnpackedProduct it does not pack.
-  const bool small = std::is_same_v<In, T> && tile.rows <= kSmall;
-  const bool direct = readable<In>(x) && (!small || panel_in_place<In>(x, 0, 0).transposed);
-  const int64_t height = tile.rows + (triangle ? 0 : tile.columns);
-  int64_t depth = direct ? x.columns : std::max<int64_t>(64, (1 << 16) / height);
-  if (small) {
-    const int64_t side = tile.rows <= kLeaf ? tile.rows : half_of(tile.rows);
-    // Those kernels add all columns one by one; sums of partial sums round less.
-    depth = std::min({depth, kPartialSum, blas::kUnpackedProduct / (side * side)});
-  }
+  const bool square = tile.row == tile.column;
   // The product stays in the cache until one pass blends it into S.
-  const int64_t area = tile.rows * tile.columns;
-  T* product = scratch.get<T>(area + (direct ? 0 : height * std::min(depth, x.columns)));
+  T* product = scratch.take<T>(area + copied);
   In* copies = reinterpret_cast<In*>(product + area);
   if (x.columns == 0) std::fill_n(product, area, T(0));
   T beta = 0;
   for (int64_t first = 0; first < x.columns; first += depth, beta = 1) {
     const int64_t last = std::min(first + depth, x.columns), width = last - first;
-    const auto panel = [&](const Unfolding& from, int64_t row, int64_t rows, In* out) {
+    const auto panel = [&, direct = direct](const Unfolding& from, int64_t row, int64_t rows,
+                                            In* out) {
       return direct ? panel_in_place<In>(from, row, first)
                     : gather(from, row, rows, first, last, out);
     };
@@ -273,21 +298,25 @@ void update_tile(const GramMode& mode, const Operands& of, const Tile& tile, dou
   }
 }
 
+// In double: a float sum of many small squares would stop growing.
+int64_t diagonal_depth(const Unfolding& x) { return std::min<int64_t>(256, x.columns); }
+int64_t diagonal_workspace(const Unfolding& x, const Tile& tile) {
+  return tile.rows * (2 * diagonal_depth(x) + 1);
+}
+
 template <typename T>
 void update_diagonal(const GramMode& mode, const Operands& of, const Tile& tile, double decay,
-                     Scratch& scratch) {
+                     Scratch scratch) {
   const Unfolding& x = of.right;
-  // In double: a float sum of many small squares would stop growing.
-  constexpr int64_t kDepth = 256;
-  const int64_t depth = std::min(kDepth, x.columns);
-  double* sums = scratch.get<double>(tile.rows * (2 * depth + 1));
+  const int64_t depth = diagonal_depth(x);
+  double* sums = scratch.take<double>(diagonal_workspace(x, tile));
   double *products = sums + tile.rows, *others = products + tile.rows * depth;
   std::fill_n(sums, tile.rows, 0.0);
   for (int64_t first = 0; first < x.columns; first += depth) {
     const int64_t last = std::min(first + depth, x.columns), width = last - first;
     gather(x, tile.row, tile.rows, first, last, products);
-    if (!of.same()) gather(of.left, tile.row, tile.rows, first, last, others);
-    const double* factors = of.same() ? products : others;
+    if (!of.same) gather(of.left, tile.row, tile.rows, first, last, others);
+    const double* factors = of.same ? products : others;
     for (int64_t i = 0; i < tile.rows * width; ++i) products[i] *= factors[i];
     for (int64_t c = 0; c < width; ++c) {
       for (int64_t r = 0; r < tile.rows; ++r) sums[r] += products[c * tile.rows + r];
@@ -326,8 +355,8 @@ void cut(const Unfolding& x, int64_t mode, bool diagonal, int64_t cuts, std::vec
 }
 
 // The largest load of a thread over the average, if a thread takes the next tile when it is done.
-double imbalance(const std::vector<Tile>& tiles) {
-  std::vector<double> loads(static_cast<size_t>(parallelism()), 0.0);
+double imbalance(const std::vector<Tile>& tiles, int64_t threads) {
+  std::vector<double> loads(static_cast<size_t>(threads), 0.0);
   double total = 0;
   for (const Tile& tile : tiles) {
     *std::min_element(loads.begin(), loads.end()) += tile.flops;
@@ -339,7 +368,8 @@ double imbalance(const std::vector<Tile>& tiles) {
 
 // Splits the statistics into tiles, the longest first: as few as balance the threads' loads,
 // because the BLAS packs both operands of every tile.
-std::vector<Tile> plan(const std::vector<GramMode>& modes, const std::vector<Operands>& all) {
+std::vector<Tile> cut_evenly(const std::vector<GramMode>& modes, const std::vector<Operands>& all,
+                             int64_t threads) {
   constexpr double kUneven = 1.05;
   std::vector<int64_t> cuts(modes.size());
   for (size_t i = 0; i < modes.size(); ++i) {
@@ -357,7 +387,7 @@ std::vector<Tile> plan(const std::vector<GramMode>& modes, const std::vector<Ope
     }
     std::stable_sort(tiles.begin(), tiles.end(),
                      [](const Tile& a, const Tile& b) { return a.flops > b.flops; });
-    if (imbalance(tiles) <= kUneven) return tiles;
+    if (imbalance(tiles, threads) <= kUneven) return tiles;
     const auto largest = std::find_if(tiles.begin(), tiles.end(), can_be_cut);
     if (largest == tiles.end()) return tiles;
     ++cuts[static_cast<size_t>(largest->mode)];
@@ -371,91 +401,132 @@ bool in_bfloat16(const GramMode& mode) {
          mode.tensor.count() >= blas::kLeastRounded * d;
 }
 
-// Every mode's operands; if `rounded`, those of floats that are multiplied in bfloat16 are copies
-// in `scratch`.
-std::vector<Operands> operands_of(const std::vector<GramMode>& modes, bool rounded,
-                                  Scratch& scratch) {
-  const auto copied = [&](const GramMode& mode) {
-    return rounded && mode.tensor.element == Element::kFloat && in_bfloat16(mode);
-  };
-  int64_t count = 0;
-  const int64_t* last = nullptr;  // the tensor of the mode before
-  for (const GramMode& mode : modes) {
-    if (!copied(mode)) continue;
-    count += mode.tensor.count() * ((mode.tensor.sizes != last) + (mode.product != nullptr));
-    last = mode.tensor.sizes;
-  }
-  auto* memory = scratch.get<BFloat16>(count);
-  std::vector<Operands> operands;
-  operands.reserve(modes.size());
-  TensorView copy{};
-  std::vector<int64_t> strides, left_strides;
-  last = nullptr;
-  for (const GramMode& mode : modes) {
-    TensorView left = mode.tensor, right = mode.tensor;
-    if (mode.product != nullptr) left.data = mode.product;
-    if (copied(mode)) {
-      const auto round = [&](const TensorView& view, std::vector<int64_t>& kept) {
-        const TensorView result = rounded_copy(view, kept, memory);
-        memory += view.count();
-        return result;
-      };
-      if (mode.tensor.sizes != last) copy = round(right, strides);
-      left = mode.product == nullptr ? copy : round(left, left_strides);
-      right = copy;
-      last = mode.tensor.sizes;
+// Calls use(In, T) with a zero of the type of a full mode's products and of its statistic.
+template <typename Use>
+auto with_types(const GramMode& mode, const Operands& of, const Use& use) {
+  return with_state(mode.tensor.element, [&](auto zero) {
+    using T = decltype(zero);
+    if constexpr (std::is_same_v<T, float>) {
+      if (of.right.element == Element::kBFloat16 && in_bfloat16(mode)) return use(BFloat16{}, zero);
     }
-    operands.push_back({unfold(left, mode.mode), unfold(right, mode.mode)});
-  }
-  return operands;
+    return use(zero, zero);
+  });
 }
 
-void update(const std::vector<GramMode>& modes, double decay, bool rounded) {
-  Scratch copies;
-  const std::vector<Operands> operands = operands_of(modes, rounded, copies);
-  const std::vector<Tile> tiles = plan(modes, operands);
-  double flops = 0;
-  for (const Tile& tile : tiles) flops += tile.flops;
-  run_tasks(static_cast<int64_t>(tiles.size()), flops, [&](int64_t task, Scratch& scratch) {
-    const Tile& tile = tiles[static_cast<size_t>(task)];
-    const GramMode& mode = modes[static_cast<size_t>(tile.mode)];
-    const Operands& of = operands[static_cast<size_t>(tile.mode)];
-    with_state(mode.tensor.element, [&](auto zero) {
+// Some statistics in tiles. Their tensors' addresses may still be unknown.
+struct Plan {
+  std::vector<GramMode> modes;
+  std::vector<Operands> operands;
+  std::vector<Tile> tiles;
+  double flops = 0;  // of all tiles
+  size_t bytes = 0;  // of workspace for all threads
+};
+
+// A plan for modes whose operands have these layouts, for so many threads.
+Plan plan_of(std::vector<GramMode> modes, std::vector<Operands> operands, int64_t threads) {
+  Plan plan{std::move(modes), std::move(operands), {}};
+  plan.tiles = cut_evenly(plan.modes, plan.operands, threads);
+  for (const Tile& tile : plan.tiles) {
+    plan.flops += tile.flops;
+    const GramMode& mode = plan.modes[static_cast<size_t>(tile.mode)];
+    const Operands& of = plan.operands[static_cast<size_t>(tile.mode)];
+    size_t bytes = 0;
+    if (mode.diagonal) {
+      bytes = Scratch::bytes_of<double>(diagonal_workspace(of.right, tile));
+    } else {
+      bytes = with_types(mode, of, [&](auto in, auto zero) {
+        using T = decltype(zero);
+        const TileProduct product = product_of<decltype(in), T>(of, tile);
+        return Scratch::bytes_of<T>(product.area + product.copied);
+      });
+    }
+    plan.bytes = std::max(plan.bytes, bytes);
+  }
+  plan.bytes *= static_cast<size_t>(plan.flops < kParallelFlops ? 1 : threads);
+  return plan;
+}
+
+// S <- decay S + (1 - decay) times the Gram matrix, for all statistics of a plan. `memory` has
+// the plan's bytes.
+void update(const Plan& plan, double decay, Scratch memory) {
+  const auto count = static_cast<int64_t>(plan.tiles.size());
+  run_tasks(count, plan.flops, memory, [&](int64_t task, Scratch scratch) {
+    const Tile& tile = plan.tiles[static_cast<size_t>(task)];
+    const GramMode& mode = plan.modes[static_cast<size_t>(tile.mode)];
+    const Operands& of = plan.operands[static_cast<size_t>(tile.mode)];
+    with_types(mode, of, [&](auto in, auto zero) {
       using T = decltype(zero);
-      if constexpr (std::is_same_v<T, float>) {
-        if (of.right.element == Element::kBFloat16 && in_bfloat16(mode)) {
-          return update_tile<BFloat16, T>(mode, of, tile, decay, scratch);
-        }
-      }
-      (mode.diagonal ? update_diagonal<T> : update_tile<T, T>)(mode, of, tile, decay, scratch);
+      if (mode.diagonal) return update_diagonal<T>(mode, of, tile, decay, scratch);
+      update_tile<decltype(in), T>(mode, of, tile, decay, scratch);
     });
   });
 }
 
-// The whitened Gram matrix of one mode.
+// Whether a mode's float tensor is multiplied as a copy in bfloat16.
+bool is_rounded(const GramMode& mode, bool rounded) {
+  return rounded && mode.tensor.element == Element::kFloat && in_bfloat16(mode);
+}
+
+// A whitened Gram matrix of one mode of a tensor, and its plan.
+struct WhitenedMode {
+  TensorView tensor;
+  std::vector<Factor> factors;  // the mode's own is of ones
+  Strides strides;              // of G and P, contiguous
+  size_t mode;
+  bool rounds;  // G and P to bfloat16, for the Gram matrix
+  Plan plan;
+  size_t bytes;  // of workspace
+};
+
 template <typename T>
-void update_whitened(const WhitenedTensor& of, int64_t mode, double decay, bool rounded,
-                     Scratch& scratch) {
-  const int64_t count = of.tensor.count();
-  std::vector<Factor> others = of.factors;
-  Factor& own = others[static_cast<size_t>(mode)];
-  const std::vector<T> ones(static_cast<size_t>(own.d), T(1));
-  own = {ones.data(), own.d, true};
-  T* product = scratch.get<T>(count + chain_scratch(others, rounded) + copied_count<T>(of.tensor));
-  T* buffers = product + count;
-  const T* tensor = contiguous_data(of.tensor, buffers);
-  chain_product(others, tensor, T(1), T(0), product, buffers, rounded);
+WhitenedMode plan_whitened(const WhitenedTensor& of, size_t mode, bool rounded, int64_t threads) {
+  const TensorView& tensor = of.tensor;
+  WhitenedMode result{tensor, of.factors, contiguous_strides(tensor), mode, false, {}, 0};
+  result.factors[mode].diagonal = true;
+  TensorView read{nullptr, kElement<T>, tensor.order, tensor.sizes, result.strides.data()};
+  const GramMode gram{read, static_cast<int64_t>(mode), of.stats[mode], of.diagonal[mode]};
+  result.rounds = is_rounded(gram, rounded);
+  if (result.rounds) read.element = Element::kBFloat16;
+  const Unfolding unfolding = unfold(read, static_cast<int64_t>(mode));
+  result.plan = plan_of({gram}, {{unfolding, unfolding, false}}, threads);
+  const int64_t count = tensor.count();
+  const auto halves = Scratch::bytes_of<BFloat16>(result.rounds ? count : 0);
+  // The chain's buffers are free again when the Gram matrix is computed.
+  result.bytes = Scratch::bytes_of<T>(count) + Scratch::bytes_of<T>(tensor.sizes[mode]) +
+                 Scratch::bytes_of<T>(copied_count<T>(tensor)) +
+                 std::max(Scratch::bytes_of<T>(chain_scratch(result.factors, rounded)),
+                          2 * halves + result.plan.bytes);
+  return result;
+}
+
+template <typename T>
+void update_whitened(WhitenedMode& of, double decay, bool rounded, Scratch scratch) {
+  const int64_t count = of.tensor.count(), d = of.tensor.sizes[of.mode];
+  T *product = scratch.take<T>(count), *ones = scratch.take<T>(d);
+  T* copy = scratch.take<T>(copied_count<T>(of.tensor));
+  std::fill_n(ones, d, T(1));
+  of.factors[of.mode].data = ones;
+  const T* tensor = contiguous_data(of.tensor, copy);
+  Scratch buffers = scratch;
+  chain_product(of.factors, tensor, T(1), T(0), product,
+                buffers.take<T>(chain_scratch(of.factors, rounded)), rounded);
   const double trace = inner_product(tensor, product, count);
-  const std::vector<int64_t> strides = contiguous_strides(of.tensor);
-  GramMode one{{tensor, kElement<T>, of.tensor.order, of.tensor.sizes, strides.data()},
-               mode,
-               of.stats[static_cast<size_t>(mode)],
-               of.diagonal[static_cast<size_t>(mode)],
-               product};
-  one.weight = trace <= 0 ? 0 : inner_product(tensor, tensor, count) / trace;
+  GramMode& gram = of.plan.modes.front();
+  gram.weight = trace <= 0 ? 0 : inner_product(tensor, tensor, count) / trace;
   // A product that overflows must not look like one of weight 0, which is not read.
-  if (std::isinf(trace)) one.weight = std::numeric_limits<double>::quiet_NaN();
-  update({one}, decay, rounded);
+  if (std::isinf(trace)) gram.weight = std::numeric_limits<double>::quiet_NaN();
+  Operands& operands = of.plan.operands.front();
+  operands.left.data = product;
+  operands.right.data = tensor;
+  if constexpr (std::is_same_v<T, float>) {
+    for (Unfolding* operand : {&operands.left, &operands.right}) {
+      if (!of.rounds) continue;
+      auto* halves = scratch.take<BFloat16>(count);
+      round_all(static_cast<const float*>(operand->data), count, halves);
+      operand->data = halves;
+    }
+  }
+  update(of.plan, decay, scratch);
 }
 
 }  // namespace
@@ -463,26 +534,69 @@ void update_whitened(const WhitenedTensor& of, int64_t mode, double decay, bool 
 void gram_ema(const std::vector<GramMode>& modes, double decay, bool rounded) {
   if (decay == 1) return;
   blas::use_one_thread_per_call();
-  update(modes, decay, rounded);
+  // A tensor's modes follow each other, and share its copy.
+  int64_t count = 0;
+  const int64_t* last = nullptr;
+  for (const GramMode& mode : modes) {
+    if (!is_rounded(mode, rounded) || mode.tensor.sizes == last) continue;
+    count += mode.tensor.count();
+    last = mode.tensor.sizes;
+  }
+  const Workspace copies(Scratch::bytes_of<BFloat16>(count));
+  auto* memory = copies.all().take<BFloat16>(count);
+  std::vector<Operands> operands;
+  operands.reserve(modes.size());
+  TensorView copy{};
+  Strides strides;
+  last = nullptr;
+  for (const GramMode& mode : modes) {
+    TensorView tensor = mode.tensor;
+    if (is_rounded(mode, rounded)) {
+      if (tensor.sizes != last) {
+        copy = rounded_copy(tensor, strides, memory);
+        memory += tensor.count();
+        last = tensor.sizes;
+      }
+      tensor = copy;
+    }
+    const Unfolding unfolding = unfold(tensor, mode.mode);
+    operands.push_back({unfolding, unfolding, true});
+  }
+  const Plan plan = plan_of(modes, std::move(operands), parallelism());
+  const Workspace workspace(plan.bytes);
+  update(plan, decay, workspace.all());
 }
 
 void whitened_gram_ema(const std::vector<WhitenedTensor>& tensors, double decay, bool rounded) {
   if (decay == 1) return;
   blas::use_one_thread_per_call();
-  std::vector<std::pair<const WhitenedTensor*, int64_t>> modes;
+  std::vector<std::pair<const WhitenedTensor*, size_t>> modes;
   std::vector<double> flops;
   for (const WhitenedTensor& of : tensors) {
-    for (int64_t i = 0; i < of.tensor.order; ++i) {
+    for (size_t i = 0; i < of.factors.size(); ++i) {
       modes.emplace_back(&of, i);
       flops.push_back(chain_flops(of.factors));
     }
   }
-  run_by_cost(flops, [&](size_t task, Scratch& scratch) {
-    const auto& [of, mode] = modes[task];
-    with_state(of->tensor.element, [&, of = of, mode = mode](auto zero) {
-      update_whitened<decltype(zero)>(*of, mode, decay, rounded, scratch);
-    });
-  });
+  const Order order = order_by_cost(flops);
+  std::vector<WhitenedMode> whitened(modes.size());
+  const auto plan = [&](const std::vector<size_t>& tasks, int64_t threads) {
+    for (const size_t i : tasks) {
+      const auto& [of, mode] = modes[i];
+      whitened[i] = with_state(of->tensor.element, [&, of = of, mode = mode](auto zero) {
+        return plan_whitened<decltype(zero)>(*of, mode, rounded, threads);
+      });
+    }
+  };
+  plan(order.large, parallelism());
+  plan(order.rest, 1);
+  run_in_order(
+      order, [&](size_t i) { return whitened[i].bytes; },
+      [&](size_t i, Scratch scratch) {
+        with_state(whitened[i].tensor.element, [&](auto zero) {
+          update_whitened<decltype(zero)>(whitened[i], decay, rounded, scratch);
+        });
+      });
 }
 
 }  // namespace tnt

@@ -30,17 +30,36 @@ bool root_of_diagonal(const T* stat, int64_t d, T eps, T exponent, T* out) {
 // is 2e-6 instead of 4e-4 (all in float); all in double would take 1.15 times as long.
 template <typename T>
 struct Eigen {
-  Eigen(int64_t n, Scratch& scratch)
+  Eigen(int64_t n, Scratch scratch)
       : n(n),
-        ld(n % 64 == 0 ? n + 8 : n),
-        size(1 + 4 * n + n * ld),
-        vectors(scratch.get<double>(n * ld + size + 3 * n +
-                                    (n * ld + 3 * n) * static_cast<int64_t>(sizeof(T)) / 8 + 1)),
-        work(vectors + n * ld),
-        values(work + size),
+        ld(leading_dimension(n)),
+        size(size_of(n)),
+        vectors(scratch.take<double>(n * ld)),
+        work(scratch.take<double>(size)),
+        values(scratch.take<double>(3 * n)),
         off_diagonal(values + n),
-        reflectors(reinterpret_cast<T*>(off_diagonal + 2 * n)),
-        tau(reflectors + n * ld) {}
+        reflectors(scratch.take<T>(n * ld)),
+        tau(scratch.take<T>(3 * n)),
+        integers(scratch.take<int64_t>(integers_of(n))),
+        rest_of_scratch(scratch) {}
+
+  // What the constructor and transform() take of a scratch.
+  static size_t bytes(int64_t n) {
+    const int64_t ld = leading_dimension(n), threads = parallelism();
+    return Scratch::bytes_of<double>(n * ld) + Scratch::bytes_of<double>(size_of(n)) +
+           Scratch::bytes_of<double>(3 * n) + Scratch::bytes_of<T>(n * ld) +
+           Scratch::bytes_of<T>(3 * n) + Scratch::bytes_of<int64_t>(integers_of(n)) +
+           static_cast<size_t>(threads) * Scratch::bytes_of<T>(transformed(share_of(n, threads)));
+  }
+
+  // A leading dimension that is a multiple of 64 maps columns to the same cache lines: n = 512 took
+  // as long as 560.
+  static int64_t leading_dimension(int64_t n) { return n % 64 == 0 ? n + 8 : n; }
+  static int64_t size_of(int64_t n) { return 1 + 4 * n + n * leading_dimension(n); }
+  static int64_t integers_of(int64_t n) { return 3 + 5 * n; }
+  static int64_t share_of(int64_t n, int64_t threads) { return (n + threads - 1) / threads; }
+  // LAPACK's workspace for so many columns of transform(): it takes blocks of 32.
+  static int64_t transformed(int64_t columns) { return 32 * columns + 65 * 64; }
 
   // Decomposes the matrix in `vectors`; all but its first `rest` rows and columns are reduced in
   // double. `values` ascend, `vectors` becomes Z, `noise` bounds the error of a value. False if
@@ -70,9 +89,8 @@ struct Eigen {
         largest = std::max(largest, before + std::abs(values[i]) + after);
       }
     }
-    std::vector<int64_t> integers(static_cast<size_t>(3 + 5 * n));
     const bool converged = blas::fortran_stedc(n, values, off_diagonal, vectors, ld, work, size,
-                                               integers.data(), 3 + 5 * n) == 0;
+                                               integers, integers_of(n)) == 0;
     noise = roundings() * (std::numeric_limits<T>::epsilon() * largest +
                            std::numeric_limits<double>::epsilon() * spectral_norm());
     return converged;
@@ -83,25 +101,26 @@ struct Eigen {
 
   // B <- H B
   void transform(T* b) const {
-    const int64_t columns = (n + parallelism() - 1) / parallelism();
-    run_tasks((n + columns - 1) / columns, cube(n, n, n), [&](int64_t task, Scratch& scratch) {
+    const int64_t columns = share_of(n, parallelism());
+    const int64_t tasks = (n + columns - 1) / columns;
+    run_tasks(tasks, cube(n, n, n), rest_of_scratch, [&](int64_t task, Scratch scratch) {
       const int64_t first = task * columns, count = std::min(columns, n - first);
-      const int64_t own = 32 * count + 65 * 64;  // for LAPACK's blocks of 32 columns
+      const int64_t own = transformed(count);
       blas::fortran_ormtr('U', n, count, reflectors, ld, tau, b + first * ld, ld,
-                          scratch.get<T>(own), own);
+                          scratch.take<T>(own), own);
     });
   }
 
-  // A leading dimension that is a multiple of 64 maps columns to the same cache lines: n = 512 took
-  // as long as 560.
   int64_t n, ld, size;
   double *vectors, *work, *values, *off_diagonal, noise = 0;
   T *reflectors, *tau;
+  int64_t* integers;
+  Scratch rest_of_scratch;
 };
 
 // `rest` as in decompose. False if there is no root, or a rest in float hides it.
 template <typename T>
-bool root_of_matrix(const FactorMode& mode, T eps, int64_t p, int64_t rest, Scratch& scratch) {
+bool root_of_matrix(const FactorMode& mode, T eps, int64_t p, int64_t rest, Scratch scratch) {
   const T* stat = static_cast<const T*>(mode.stat);
   T* out = static_cast<T*>(mode.out);
   const int64_t n = mode.d;
@@ -146,7 +165,7 @@ bool root_of_matrix(const FactorMode& mode, T eps, int64_t p, int64_t rest, Scra
 }
 
 template <typename T>
-bool root(const FactorMode& mode, T eps, int64_t p, Scratch& scratch) {
+bool root(const FactorMode& mode, T eps, int64_t p, Scratch scratch) {
   const int64_t n = mode.d;
   if (mode.diagonal) {
     return root_of_diagonal(static_cast<const T*>(mode.stat), n, eps,
@@ -166,7 +185,10 @@ void inverse_root(const std::vector<TensorModes>& tensors, double damping,
   blas::use_one_thread_per_call();
   make_factors(
       tensors, 40.0,
-      [&](int64_t t, int64_t i, Scratch& scratch) {
+      [](const FactorMode& mode, auto zero) {
+        return mode.diagonal ? 0 : Eigen<decltype(zero)>::bytes(mode.d);
+      },
+      [&](int64_t t, int64_t i, Scratch scratch) {
         const TensorModes& tensor = tensors[static_cast<size_t>(t)];
         return with_state(tensor.element, [&](auto zero) {
           using T = decltype(zero);

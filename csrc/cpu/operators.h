@@ -21,10 +21,7 @@ struct GramMode {
   int64_t mode;
   void* stat;
   bool diagonal;
-  // For whitened Gram matrices: P, contiguous and of G's shape. G is then contiguous and of the
-  // statistic's type, and weight mat_i(P) mat_i(G)^T, symmetric up to rounding, is the Gram matrix.
-  const void* product = nullptr;
-  double weight = 1;
+  double weight = 1;  // of the Gram matrix
 };
 
 // S <- decay S + (1 - decay) mat_i(G) mat_i(G)^T for every mode, symmetric to the bit. Reads only

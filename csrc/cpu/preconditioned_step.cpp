@@ -19,19 +19,27 @@ void decay(int64_t count, T rate, T* w) {
   });
 }
 
+// Whether the last product updates W itself: W <- W - lr A_1 (...). Not if lr is 0 in T: the BLAS
+// then skips the product, and a NaN would be lost.
 template <typename T>
-void step(const ParameterStep& step, const Rates& rates, Scratch& scratch) {
-  // In this case the last product updates W itself: W <- W - lr A_1 (...). Not if lr is 0 in T: the
-  // BLAS then skips the product, and a NaN would be lost.
-  const bool direct = step.param.element == kElement<T> && step.param.contiguous() &&
-                      rates.lr >= std::numeric_limits<T>::min();
+bool is_direct(const ParameterStep& step, const Rates& rates) {
+  return step.param.element == kElement<T> && step.param.contiguous() &&
+         rates.lr >= std::numeric_limits<T>::min();
+}
+
+template <typename T>
+int64_t workspace(const ParameterStep& step, const Rates& rates) {
+  return chain_scratch(step.factors, rates.rounded) + copied_count<T>(step.momentum) +
+         (is_direct<T>(step, rates) ? 0 : step.param.count());
+}
+
+template <typename T>
+void step(const ParameterStep& step, const Rates& rates, Scratch scratch) {
   const int64_t count = step.param.count();
-  T* buffers = scratch.get<T>(chain_scratch(step.factors, rates.rounded) +
-                              copied_count<T>(step.momentum) + (direct ? 0 : count));
-  // After the allocation: if it fails, the momentum does not change.
+  T* buffers = scratch.take<T>(workspace<T>(step, rates));
   accumulate<false>(step.momentum, step.grad, static_cast<T>(rates.momentum));
   const T* m = contiguous_data(step.momentum, buffers);
-  if (direct) {
+  if (is_direct<T>(step, rates)) {
     T* w = static_cast<T*>(writable(step.param));
     // Not as the product's factor of W: 1 - lr weight_decay, rounded, would decay all of W a little
     // too much or too little in every step.
@@ -39,7 +47,7 @@ void step(const ParameterStep& step, const Rates& rates, Scratch& scratch) {
     chain_product(step.factors, m, static_cast<T>(-rates.lr), T(1), w, buffers, rates.rounded);
   } else {
     chain_product(step.factors, m, T(1), T(0), buffers, buffers + count, rates.rounded);
-    const std::vector<int64_t> strides = contiguous_strides(step.param);
+    const Strides strides = contiguous_strides(step.param);
     const TensorView direction{buffers, kElement<T>, step.param.order, step.param.sizes,
                                strides.data()};
     subtract(step.param, direction, static_cast<T>(rates.lr),
@@ -52,10 +60,17 @@ void step(const ParameterStep& step, const Rates& rates, Scratch& scratch) {
 void preconditioned_step(const std::vector<ParameterStep>& steps, double lr, double momentum,
                          double weight_decay, bool rounded) {
   const Rates rates{lr, momentum, weight_decay, rounded};
-  run_chains(steps, [&](size_t i, Scratch& scratch) {
-    with_state(steps[i].param.element,
-               [&](auto zero) { step<decltype(zero)>(steps[i], rates, scratch); });
-  });
+  run_chains(
+      steps,
+      [&](size_t i) {
+        return with_state(steps[i].param.element, [&](auto zero) {
+          return Scratch::bytes_of<decltype(zero)>(workspace<decltype(zero)>(steps[i], rates));
+        });
+      },
+      [&](size_t i, Scratch scratch) {
+        with_state(steps[i].param.element,
+                   [&](auto zero) { step<decltype(zero)>(steps[i], rates, scratch); });
+      });
 }
 
 }  // namespace tnt

@@ -15,7 +15,7 @@ constexpr int64_t kStrip = 256;
 template <typename Run>
 void in_strips(int64_t count, double flops, const Run& run) {
   const int64_t strip = parallelism() > 1 ? kStrip : std::max<int64_t>(count, 1);
-  run_tasks((count + strip - 1) / strip, flops, [&](int64_t task, Scratch&) {
+  run_tasks((count + strip - 1) / strip, flops, [&](int64_t task) {
     // The last strip first: in a triangle it is the longest.
     const int64_t first = ((count + strip - 1) / strip - 1 - task) * strip;
     run(first, std::min(strip, count - first));

@@ -102,30 +102,57 @@ class LargeBlocks {
 
 inline LargeBlocks large_blocks;
 
-// A workspace that one thread reuses from task to task. get() invalidates earlier results.
+// Memory that a task may write as it likes. It does not own it: nothing is allocated in a task.
 class Scratch {
  public:
   Scratch() = default;
-  Scratch(const Scratch&) = delete;
-  Scratch& operator=(const Scratch&) = delete;
-  ~Scratch() { release(); }
+  Scratch(void* memory, size_t bytes) : memory_(static_cast<char*>(memory)), bytes_(bytes) {}
 
+  // The next `count` numbers.
   template <typename T>
-  T* get(int64_t count) {
-    const size_t wanted = static_cast<size_t>(count) * sizeof(T);
-    if (wanted > block_.bytes) {
-      release();  // free first: the two never exist at the same time
-      block_ = wanted >= Block::kLarge ? large_blocks.take(wanted) : Block(wanted);
-    }
-    return static_cast<T*>(block_.memory.get());
+  T* take(int64_t count) {
+    const size_t bytes = bytes_of<T>(count);
+    if (bytes > bytes_) throw std::logic_error("a kernel planned too little workspace");
+    T* first = reinterpret_cast<T*>(memory_);
+    memory_ += bytes;
+    bytes_ -= bytes;
+    return first;
+  }
+
+  // The share of thread i of n.
+  Scratch share(int64_t i, int64_t n) const {
+    const size_t size = bytes_ / static_cast<size_t>(n) / kLine * kLine;
+    return {memory_ + static_cast<size_t>(i) * size, size};
+  }
+
+  // The bytes of `count` numbers, in whole cache lines: two threads never write to one line.
+  template <typename T>
+  static size_t bytes_of(int64_t count) {
+    return (static_cast<size_t>(count) * sizeof(T) + kLine - 1) / kLine * kLine;
   }
 
  private:
-  void release() {
+  static constexpr size_t kLine = 64;
+
+  char* memory_ = nullptr;
+  size_t bytes_ = 0;
+};
+
+// The workspace of a call, taken before its first write: a call that lacks memory changes nothing.
+class Workspace {
+ public:
+  explicit Workspace(size_t bytes) {
+    if (bytes > 0) block_ = bytes >= Block::kLarge ? large_blocks.take(bytes) : Block(bytes);
+  }
+  Workspace(const Workspace&) = delete;
+  Workspace& operator=(const Workspace&) = delete;
+  ~Workspace() {
     if (block_.bytes >= Block::kLarge) large_blocks.give_back(std::move(block_));
-    block_ = Block();
   }
 
+  Scratch all() const { return {block_.memory.get(), block_.bytes}; }
+
+ private:
   Block block_;
 };
 
@@ -203,18 +230,24 @@ inline int64_t threads_for(int64_t count, double flops) {
 
 // Calls run(task, scratch) for every task in [0, count), in order if on one thread. A thread takes
 // the next task when it is done with one, so long tasks come first. `flops` is the cost of all
-// tasks. Tasks must not depend on each other or on the thread.
+// tasks. Tasks must not depend on each other or on the thread. The threads share `memory`.
 template <typename Run>
-void run_tasks(int64_t count, double flops, const Run& run) {
+void run_tasks(int64_t count, double flops, Scratch memory, const Run& run) {
   std::atomic<int64_t> next{0};
-  const auto work = [&](int64_t) {
+  const int64_t threads = threads_for(count, flops);
+  on_threads(threads, [&](int64_t thread) {
     const FlushSubnormals flush;
-    Scratch scratch;
+    const Scratch scratch = memory.share(thread, threads);
     for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < count;) {
       run(task, scratch);
     }
-  };
-  on_threads(threads_for(count, flops), work);
+  });
+}
+
+// The same for tasks that need no memory: calls run(task).
+template <typename Run>
+void run_tasks(int64_t count, double flops, const Run& run) {
+  run_tasks(count, flops, Scratch(), [&](int64_t task, Scratch) { run(task); });
 }
 
 // Calls run(first, last) for equal parts of [0, count), each on the same thread at every call: for
@@ -229,33 +262,52 @@ void run_parts(int64_t count, double flops, const Run& run) {
   });
 }
 
-// Calls run(i, scratch) for tasks of the given flops. A task above one thread's share of the work
-// runs alone, on all threads. Then the other tasks run in parallel. Both begin in order.
-template <typename Run>
-void run_in_order(const std::vector<double>& flops, const Run& run) {
-  const double total = std::accumulate(flops.begin(), flops.end(), 0.0);
-  const double most = 1.01 * total / static_cast<double>(parallelism());
-  std::vector<size_t> large, rest;
-  for (size_t i = 0; i < flops.size(); ++i) (flops[i] > most ? large : rest).push_back(i);
-  {
-    const FlushSubnormals flush;
-    Scratch scratch;
-    for (const size_t i : large) run(i, scratch);
+// An order for tasks of the given flops.
+struct Order {
+  std::vector<size_t> large;  // first, one after the other, each on all threads
+  std::vector<size_t> rest;   // then in parallel, each on one thread
+  double flops = 0;           // of the rest, and of more if that makes it worth several threads
+};
+
+// A task above one thread's share of the work is large. Both lists keep the tasks' order.
+inline Order order_of(const std::vector<double>& flops) {
+  Order order;
+  order.flops = std::accumulate(flops.begin(), flops.end(), 0.0);
+  const double most = 1.01 * order.flops / static_cast<double>(parallelism());
+  for (size_t i = 0; i < flops.size(); ++i) {
+    (flops[i] > most ? order.large : order.rest).push_back(i);
   }
-  run_tasks(static_cast<int64_t>(rest.size()), total,
-            [&](int64_t i, Scratch& scratch) { run(rest[static_cast<size_t>(i)], scratch); });
+  return order;
 }
 
 // The same, in decreasing cost.
-template <typename Run>
-void run_by_cost(const std::vector<double>& flops, const Run& run) {
-  std::vector<size_t> order(flops.size());
-  std::iota(order.begin(), order.end(), size_t{0});
-  std::stable_sort(order.begin(), order.end(),
-                   [&](size_t a, size_t b) { return flops[a] > flops[b]; });
-  std::vector<double> sorted;
-  for (const size_t i : order) sorted.push_back(flops[i]);
-  run_in_order(sorted, [&](size_t i, Scratch& scratch) { run(order[i], scratch); });
+inline Order order_by_cost(const std::vector<double>& flops) {
+  Order order = order_of(flops);
+  for (auto* tasks : {&order.large, &order.rest}) {
+    std::stable_sort(tasks->begin(), tasks->end(),
+                     [&](size_t a, size_t b) { return flops[a] > flops[b]; });
+  }
+  return order;
+}
+
+// Calls run(i, scratch) for all tasks. bytes(i), a sum of Scratch::bytes_of, is what task i takes
+// of its scratch; all of it is allocated before the first task begins.
+template <typename Bytes, typename Run>
+void run_in_order(const Order& order, const Bytes& bytes, const Run& run) {
+  const auto count = static_cast<int64_t>(order.rest.size());
+  const int64_t threads = threads_for(count, order.flops);
+  size_t most = 0;
+  for (const size_t i : order.rest) most = std::max<size_t>(most, bytes(i));
+  most *= static_cast<size_t>(threads);
+  for (const size_t i : order.large) most = std::max<size_t>(most, bytes(i));
+  const Workspace workspace(most);
+  {
+    const FlushSubnormals flush;
+    for (const size_t i : order.large) run(i, workspace.all());
+  }
+  run_tasks(count, order.flops, workspace.all(), [&](int64_t task, Scratch scratch) {
+    run(order.rest[static_cast<size_t>(task)], scratch);
+  });
 }
 
 }  // namespace tnt

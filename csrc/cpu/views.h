@@ -1,13 +1,55 @@
 // Tensors as the kernels see them: address, element type, sizes and strides.
 #pragma once
 
+#include <algorithm>
 #include <bit>
+#include <cstddef>
 #include <cstdint>
 #include <type_traits>
 
 namespace tnt {
 
 enum class Element { kFloat, kDouble, kBFloat16, kHalf };
+
+// The most dimensions of a tensor, as in PyTorch's own loops; check.h refuses more.
+constexpr size_t kMostDimensions = 64;
+
+// A value for each dimension of a tensor, without allocated memory.
+template <typename T>
+class PerDimension {
+ public:
+  PerDimension() = default;
+  explicit PerDimension(size_t size) : size_(size) {}
+  PerDimension(const PerDimension& other) : size_(other.size_) {
+    std::copy_n(other.values_, size_, values_);
+  }
+  PerDimension& operator=(const PerDimension& other) {
+    size_ = other.size_;
+    std::copy_n(other.values_, size_, values_);
+    return *this;
+  }
+
+  void push_back(const T& value) { values_[size_++] = value; }
+  void pop_back() { --size_; }
+  bool empty() const { return size_ == 0; }
+  size_t size() const { return size_; }
+  T* begin() { return values_; }
+  T* end() { return values_ + size_; }
+  const T* begin() const { return values_; }
+  const T* end() const { return values_ + size_; }
+  T* data() { return values_; }
+  const T* data() const { return values_; }
+  T& back() { return values_[size_ - 1]; }
+  const T& back() const { return values_[size_ - 1]; }
+  T& operator[](size_t i) { return values_[i]; }
+  const T& operator[](size_t i) const { return values_[i]; }
+
+ private:
+  T values_[kMostDimensions];
+  size_t size_ = 0;
+};
+
+using Strides = PerDimension<int64_t>;
 
 // Sizes and strides (in elements) point into the tensor.
 struct TensorView {
