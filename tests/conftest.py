@@ -122,7 +122,7 @@ def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def slow_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reports of failures stay on the device until something waits for them, as on a GPU."""
-    monkeypatch.setattr("tnt_optim.failures._Delivery.arrived", lambda self: False)
+    monkeypatch.setattr("tnt_optim.failures.Delivery.arrived", lambda self: False)
 
 
 class Snapshot:

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch._functorch import config
 from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import get_total_norm
 
 from tnt_optim.modes import state_dtype
 
@@ -24,7 +23,12 @@ def all_finite(gradients: Iterable[Tensor]) -> Tensor:
     """Whether the Gram matrices of all gradients are finite: their traces are squared norms."""
     # A norm in float16 would overflow at 65504; bfloat16 has float32's range.
     wide = [g.float() if g.dtype == torch.float16 else g for g in gradients]
-    return get_total_norm(wide).square().isfinite()
+    if not wide:
+        return torch.ones((), dtype=torch.bool)
+    # Each by itself, in its own dtype: together they may overflow where no Gram matrix does.
+    norms = torch._foreach_norm(wide)
+    traces = [trace.to(norms[0].device) for trace in torch._foreach_mul(norms, norms)]
+    return torch.stack(traces).isfinite().all()
 
 
 @contextmanager

@@ -6,8 +6,7 @@ learning rates"). It is not part of the TNT paper.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -70,38 +69,50 @@ def _dot(direction: Tensor, momentum: Tensor) -> Tensor:
     return torch.stack([torch.dot(p, m).double() for p, m in pieces]).sum()
 
 
-def scaled_directions_(
+def directions_(
     grads: Sequence[Tensor],
     states: Sequence[State],
     layouts: Sequence[Layout],
     group: Settings,
-) -> tuple[list[Tensor], Tensor | None]:
-    """Updates the moments; returns directions and scales still to apply.
+) -> tuple[list[Tensor], Tensor]:
+    """Updates the moments, by one call: an error leaves them as they were.
 
-    With ``graft`` a scale brings its direction to the norm of another method's: Adam's
-    m^ / (sqrt(v^) + 1e-8), bias-corrected, the momentum's ("sgd"), or a fixed one ("rms"). A zero
-    direction stays zero. Scales are None for 1; ``kl_clip`` is not yet part of them.
+    The states' counts of updates are those before it.
+
+    Returns:
+        The directions, and the scales that bring each to the norm of another method's: Adam's
+        m^ / (sqrt(v^) + 1e-8), bias-corrected, or the momentum's; see ``graft_scales``.
     """
     momenta = blocks(each(states, "momentum"), layouts)
     gradients = blocks(grads, layouts)
     factors = rows(each(states, "factors"), layouts)
-    mu, graft = group["momentum"], group["graft"]
-    if graft != "adam":
-        directions, scales = grafted_directions_(momenta, gradients, factors, mu)
-        if graft == "rms":  # the scale of a zero momentum is zero
-            # In float64, as the scales: small momenta have squares that underflow in float32.
-            norms = torch._foreach_norm(momenta, 2, torch.float64)
-            ratios = torch._foreach_div(norms, [RMS * math.sqrt(m.numel()) for m in momenta])
-            scales = scales / torch.stack(ratios).clamp_min(torch.finfo(torch.float64).tiny)
-            scales = scales.clamp_max(LARGEST)
-        return directions, None if graft is None else scales
+    if group["graft"] != "adam":
+        return grafted_directions_(momenta, gradients, factors, group["momentum"])
     squares = blocks(each(states, "second_moment"), layouts)
     counts = [
         [state["updates"], state["second_moment_updates"]]
         for state, seen in zip(states, layouts, strict=True)
         for _ in seen.cuts
     ]
-    return grafted_directions_(momenta, gradients, factors, mu, squares, _table(counts))
+    table = _table(counts) + 1
+    return grafted_directions_(momenta, gradients, factors, group["momentum"], squares, table)
+
+
+def graft_scales(scales: Tensor | None, momenta: list[Tensor], group: Settings) -> Tensor | None:
+    """The scales still to apply to directions, from those of ``directions_``; None for 1.
+
+    With ``graft`` "rms" a direction gets a fixed norm. A zero direction stays zero. ``kl_clip`` is
+    not yet part of them.
+    """
+    if group["graft"] is None or scales is None:
+        return None
+    if group["graft"] == "rms":  # the scale of a zero momentum is zero
+        # In float64, as the scales: small momenta have squares that underflow in float32.
+        norms = torch._foreach_norm(momenta, 2, torch.float64)
+        ratios = torch._foreach_div(norms, [RMS * math.sqrt(m.numel()) for m in momenta])
+        scales = scales / torch.stack(ratios).clamp_min(torch.finfo(torch.float64).tiny)
+        scales = scales.clamp_max(LARGEST)
+    return scales
 
 
 def decayed(params: Iterable[Tensor], group: Settings) -> list[bool]:
@@ -119,16 +130,8 @@ def _table(counts: list[list[Any]]) -> Tensor:
 # Rounding.
 
 
-@contextmanager
-def updated_weights(
-    params: Sequence[Tensor],
-    states: Mapping[Tensor, State],
-    group: Settings,
-    layouts: Sequence[Layout] | None = None,
-    *,
-    key: tuple[int, ...],
-) -> Iterator[list[Tensor]]:
-    """Gives the tensors that a step updates in place; writes them to the parameters on leaving.
+class Weights:
+    """The tensors that a step updates in place, and the way back to their parameters.
 
     With ``rounding`` other than "nearest" they are float32 copies of parameters in half precision.
 
@@ -139,23 +142,46 @@ def updated_weights(
         layouts: for tensors in the shapes of the modes; None for the parameters' own shapes.
         key: names the random stream within the step; the same for copies in other processes.
     """
-    rounding = group["rounding"]
-    wide = [_wide(param, states, rounding) for param in params]
-    weights = wide
-    if layouts is not None:
-        weights = [seen.view(w) for seen, w in zip(layouts, wide, strict=True)]
-    yield weights
-    for target, weight in zip(wide, weights, strict=True):
-        if weight is not target and weight.data_ptr() != target.data_ptr():
-            target.copy_(weight.view(target.shape))  # the strides had no view of the modes
-    copies = [(p, copy) for p, copy in zip(params, wide, strict=True) if copy is not p]
-    if copies and rounding == "stochastic":
-        seed = stream_seed("rounding", group["step"], *key)
-        generator = torch.Generator(copies[0][0].device).manual_seed(seed)
-        for _, copy in copies:
-            stochastically_rounded_(copy, generator)
-    for param, copy in copies:
-        param.copy_(copy)
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        states: Mapping[Tensor, State],
+        group: Settings,
+        layouts: Sequence[Layout] | None = None,
+        *,
+        key: tuple[int, ...],
+    ) -> None:
+        self.params = params
+        self._states, self._group, self._layouts, self._key = states, group, layouts, key
+        self._wide: list[Tensor] = []
+        self._updated: list[Tensor] = []
+
+    def take(self) -> list[Tensor]:
+        """The tensors to update; copies are made at the first call."""
+        if not self._updated:
+            rounding = self._group["rounding"]
+            wide = [_wide(param, self._states, rounding) for param in self.params]
+            updated = wide
+            if self._layouts is not None:
+                updated = [seen.view(w) for seen, w in zip(self._layouts, wide, strict=True)]
+            self._wide, self._updated = wide, updated
+        return self._updated
+
+    def write(self) -> None:
+        """Writes the updated copies to the parameters; an attempt that raised can be repeated."""
+        for target, weight in zip(self._wide, self._updated, strict=True):
+            if weight is not target and weight.data_ptr() != target.data_ptr():
+                target.copy_(weight.view(target.shape))  # the strides had no view of the modes
+        pairs = zip(self.params, self._wide, strict=True)
+        copies = [(p, copy) for p, copy in pairs if copy is not p]
+        if copies and self._group["rounding"] == "stochastic":
+            seed = stream_seed("rounding", self._group["step"], *self._key)
+            generator = torch.Generator(copies[0][0].device).manual_seed(seed)
+            for _, copy in copies:
+                stochastically_rounded_(copy, generator)  # leaves rounded numbers as they are
+        for param, copy in copies:
+            param.copy_(copy)
 
 
 def check_rounding(param: Tensor, rounding: str, name: Callable[[Tensor], str]) -> None:

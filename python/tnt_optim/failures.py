@@ -30,6 +30,10 @@ TWICE = (
     "the hook of attach and calls of observe both gave outputs at this step: if they are of one "
     "batch, it counts twice; leave one of the two out (warned once)"
 )
+UNFINISHED = (
+    "the last step stopped in the middle of its update: call step() again before you save, or go "
+    "back to an earlier checkpoint"
+)
 IN_EVAL = (
     "; the attached model was called in eval mode, in which attach observes nothing: call "
     "model.train(), or observe(output) yourself"
@@ -40,7 +44,7 @@ class PreconditionerError(RuntimeError):
     """Refreshes of statistics or inverses failed at the first time, or several times in a row."""
 
 
-class _Delivery:
+class Delivery:
     """A copy of a device tensor to the host, in the background."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -54,9 +58,11 @@ class _Delivery:
             self._arrived.record(torch.cuda.current_stream(tensor.device))
 
     def arrived(self) -> bool:
+        """Whether the codes can be read without waiting."""
         return self._arrived is None or self._arrived.query()
 
     def codes(self) -> list[int]:
+        """The codes; waits for them."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return [int(code) for code in self._host.tolist()]
@@ -73,14 +79,14 @@ class Failures:
 
     def __init__(self, parts: Sequence[str] = ()) -> None:
         self._parts = parts
-        self._pending: list[tuple[_Delivery, str, Sequence[Tensor]]] = []
+        self._pending: list[tuple[Delivery, str, Sequence[Tensor]]] = []
 
-    def report(self, kind: str, codes: Tensor, params: Sequence[Tensor]) -> None:
+    def report(self, kind: str, codes: Delivery, params: Sequence[Tensor]) -> None:
         """Adds a refresh of "statistics" or "inverses".
 
         codes[n] is 0, or nonzero if params[n] failed; for inverses the number of its part, from 1.
         """
-        self._pending.append((_Delivery(codes), kind, params))
+        self._pending.append((codes, kind, params))
 
     def read(
         self,

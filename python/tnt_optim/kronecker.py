@@ -7,6 +7,7 @@ factors are also refreshed with its statistics, which still change fast. With in
 intervals grow from 1 to their values instead. Every step updates the parameters.
 """
 
+import functools
 import inspect
 import itertools
 from collections import Counter
@@ -20,12 +21,15 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from tnt_optim import checkpoint
+from tnt_optim.attempt import Attempt, Stage
 from tnt_optim.autograd import buffers_put_back, check_reached, checked_replicas
 from tnt_optim.cuda_graphs import StepGraphs, check_graphs_device
 from tnt_optim.diagnostics import diagnostics
 from tnt_optim.directions import check_rounding
 from tnt_optim.distributed import Owners, distribution
 from tnt_optim.failures import (
+    UNFINISHED,
+    Delivery,
     Failures,
     PreconditionerError,
     diverged,
@@ -127,8 +131,7 @@ class KroneckerOptimizer(Wrappable, Optimizer):
         self._graphs = StepGraphs()
         # The settings in ``_SHAPING`` that each group's states were made with; None without any.
         self._shaping: list[tuple[Any, ...] | None] = []
-        # Parameters not to update again when a failed step is retried.
-        self._accumulated: set[Tensor] = set()
+        self._attempt = Attempt()
         # What other processes keep of the state, after consolidate_state_dict.
         self._consolidated: dict[Tensor, State] | None = None
 
@@ -192,10 +195,12 @@ class KroneckerOptimizer(Wrappable, Optimizer):
             PreconditionerError: if first statistics or inverses fail, or later ones repeatedly. No
                 parameter is then changed.
 
-        A step that raises has used up its observations. If it raises before the update, for example
-        because memory runs out for new factors, parameters and momenta are unchanged, and the step
-        can be repeated, from the forward on: statistics that this step has already refreshed are
-        not refreshed again.
+        A step that raises has used up its observations. It can be repeated from the forward on, for
+        example after memory ran out, with the bits of an undisturbed step: statistics that it has
+        already refreshed are not refreshed again. If it raises before the update, parameters and
+        momenta are unchanged. If it raises in the middle of the update, in a single process, it
+        takes the gradients out of ``.grad``, and the next call finishes this update, with these
+        gradients instead of new ones.
         """
         loss = None
         try:
@@ -203,24 +208,19 @@ class KroneckerOptimizer(Wrappable, Optimizer):
                 with torch.enable_grad():
                     loss = closure()
             self._consolidated = None
-            for group in self.param_groups:
-                self._check_settings(group)  # the user may have changed them
-            self._check_shaping()
-            processes = self._distribution()
-            # On a GPU one process may have a report before another, and an error must stop all of
-            # them at the same step. The report is a step old: the wait is short.
-            wait, groups = processes.is_distributed, self.param_groups
-            self._failures.read(self.state, self._name, wait=wait, groups=groups)
-            step = self._prepared(processes)
-            reached = step.observed.keys() | self._accumulated
-            self._run(step)
-            self._observed.note_missed(reached, step.grads, is_sharded=processes.is_sharded)
+            if self._attempt.update is None:
+                self._run(self._checked())
+            else:
+                self._attempt.update.run()
         except PreconditionerError:
-            self._accumulated.clear()  # a retry does not help: the next step has new observations
+            self._attempt.forget()  # a retry does not help: the next step has new observations
+            raise
+        except BaseException as error:
+            self._attempt.stop(error, self._params())
             raise
         finally:
             self._observed.use_up()
-        self._accumulated.clear()
+        self._attempt.forget()
         for group in self.param_groups:
             group["step"] += 1
         return loss
@@ -361,6 +361,8 @@ class KroneckerOptimizer(Wrappable, Optimizer):
         has its own. Observations of a step that was skipped are saved by a single process; several
         leave them out. With ``shard`` it holds this process's part of the state.
         """
+        if self._attempt.update is not None:
+            warn_the_caller(UNFINISHED)
         self._failures.read(self.state, self._name, wait=True, fatal=False)
         return checkpoint.save_completed(self, super().state_dict, self._complete)
 
@@ -380,8 +382,10 @@ class KroneckerOptimizer(Wrappable, Optimizer):
         for param, entries in (others or {}).items():
             own = state_dict["state"][numbers[param]]
             state_dict["state"][numbers[param]] = {**own, **entries}
-        if self._accumulated:
-            state_dict["accumulated"] = sorted(numbers[p] for p in self._accumulated & {*numbers})
+        if self._attempt.accumulated:
+            state_dict["accumulated"] = sorted(
+                numbers[p] for p in self._attempt.accumulated & {*numbers}
+            )
         # Without parameters of a group that the user removed.
         missed = {p: status for p, status in self._observed.missed.items() if p in numbers}
         if missed:
@@ -449,7 +453,9 @@ class KroneckerOptimizer(Wrappable, Optimizer):
             self._failures = Failures()
             self._observed.use_up()
             params = self._params()
-            self._accumulated = {params[number] for number in adapted.get("accumulated", ())}
+            self._attempt.accumulated = {
+                params[number] for number in adapted.get("accumulated", ())
+            }
             for param, state in checkpoint.copied_states(self.param_groups, adapted):
                 others = NAMES - processes.kept(param)
                 self.state[param] = {k: v for k, v in state.items() if k not in others}
@@ -465,7 +471,7 @@ class KroneckerOptimizer(Wrappable, Optimizer):
         own = {name: value for name, value in vars(self).items() if name in OPTIONS}
         own["process_group"] = None  # cannot be copied
         lost = self._group_is_lost or self.process_group is not None
-        names = "_failures", "_observed", "_owners", "_accumulated"
+        names = "_failures", "_observed", "_owners", "_attempt"
         kept = {name: getattr(self, name) for name in names}
         return {**super().__getstate__(), **own, **kept, "_group_is_lost": lost}
 
@@ -503,6 +509,18 @@ class KroneckerOptimizer(Wrappable, Optimizer):
             if scheduled or self._observed.waits_for(p, is_new=not self._has_statistics(p))
         ]
 
+    def _checked(self) -> DeviceStep:
+        """The device's part of this step, after all checks."""
+        for group in self.param_groups:
+            self._check_settings(group)  # the user may have changed them
+        self._check_shaping()
+        processes = self._distribution()
+        # On a GPU one process may have a report before another, and an error must stop all of them
+        # at the same step. The report is a step old: the wait is short.
+        wait, groups = processes.is_distributed, self.param_groups
+        self._failures.read(self.state, self._name, wait=wait, groups=groups)
+        return self._prepared(processes)
+
     def _prepared(self, processes: Local) -> DeviceStep:
         """The device's part of this step; makes first statistics and factors on the way."""
         with_gradients = processes.with_gradients(self._params())
@@ -514,20 +532,20 @@ class KroneckerOptimizer(Wrappable, Optimizer):
         # States of parameters without one: around first statistics, or without a preconditioner.
         first = {p: g for p, g in observed.items() if p not in earlier}
         self._adopt(self._first_states(first, processes))
-        self._accumulated.update(first)
+        self._attempt.accumulated.update(first)
         self._adopt(self._new_states(ready, set(ready), processes))
         self._warn_of_unreached(ready)
         # Refreshes of earlier states; an attempt at this step that raised may have done some.
         later = {p: g for p, g in observed.items() if p not in first}
-        refreshed = later.keys() | self._accumulated
-        due = [p for group in groups for p in factors_due(group, earlier, refreshed)]
+        refreshed = later.keys() | self._attempt.accumulated
+        due = {p for group in groups for p in factors_due(group, earlier, refreshed)}
         updated = list(self._batches(ready))
         for group, params in updated:
             for param in params if group["rounding"] == "master" else ():
                 add_master(self.state[param], param, group)
         return DeviceStep(
-            statistics=list(self._batches(later.keys() - self._accumulated)),
-            factors=list(self._batches(due)),
+            statistics=list(self._batches(later.keys() - self._attempt.accumulated)),
+            factors=list(self._batches(due - self._attempt.inverted)),
             updated=updated,
             observed=later,
             grads={
@@ -536,7 +554,7 @@ class KroneckerOptimizer(Wrappable, Optimizer):
                 for p in params
             },
             distribution=processes,
-            accumulated=self._accumulated,
+            accumulated=self._attempt.accumulated,
         )
 
     def _to_update(
@@ -575,31 +593,48 @@ class KroneckerOptimizer(Wrappable, Optimizer):
         return ready
 
     def _run(self, step: DeviceStep) -> None:
+        reached, processes = step.observed.keys() | self._attempt.accumulated, step.distribution
+        missed = self._observed.missed_after(reached, step.grads, is_sharded=processes.is_sharded)
+        note_missed = functools.partial(setattr, self._observed, "missed", missed)
         if self.capturable:
-            self._report(self._graphs.run(step, self.state, self._run_all))
+            reports = self._graphs.run(step, self.state, self._run_all)
+            self._attempt.finish([lambda: self._report(reports), note_missed])
             return
-        self._report(self._refresh(step, as_they_are))
-        if not step.distribution.is_distributed or not any(p.is_cuda for p in step.grads):
+        for report in step.refresh_statistics(self.state, as_they_are, self._delivered_statistics):
+            self._failures.report(report.kind, report.codes, report.params)
+        self._report(self._refresh_factors(step, as_they_are))
+        self._attempt.inverted.update(p for _, params in step.factors for p in params)
+        if not processes.is_distributed or not any(p.is_cuda for p in step.grads):
             self._failures.read(self.state, self._name, groups=self.param_groups)
-        step.update(self.state, as_they_are)
+        stages: list[Stage] = [*step.update(self.state, as_they_are), note_missed]
+        self._attempt.finish(stages, resumable=not processes.is_distributed)
 
     def _run_all(self, step: DeviceStep, settings: Callable[[Group], Settings]) -> list[Report]:
-        reports = self._refresh(step, settings)
-        step.update(self.state, settings)
+        reports = [*step.refresh_statistics(self.state, settings)]
+        reports += self._refresh_factors(step, settings)
+        self._attempt.finish(step.update(self.state, settings))
         return reports
 
-    def _refresh(self, step: DeviceStep, settings: Callable[[Group], Settings]) -> list[Report]:
-        reports = step.refresh_statistics(self.state, settings)
+    def _refresh_factors(
+        self, step: DeviceStep, settings: Callable[[Group], Settings]
+    ) -> list[Report]:
         processes, make = step.distribution, self._factors
-        return reports + refresh_factors(step.factors, self.state, processes, settings, make)
+        return refresh_factors(step.factors, self.state, processes, settings, make)
 
     def _report(self, reports: Sequence[Report]) -> None:
-        for report in reports:
-            codes, number = report.codes, self._observed.number
-            if report.kind == "statistics" and isinstance(number, Tensor):
-                # Without a row that counts nothing has failed.
-                codes = codes * (number > 0).to(codes.device)
+        """Reports all refreshes, or none if memory runs out."""
+        sent = [
+            self._delivered_statistics(r.codes) if r.kind == "statistics" else Delivery(r.codes)
+            for r in reports
+        ]
+        for report, codes in zip(reports, sent, strict=True):
             self._failures.report(report.kind, codes, report.params)
+
+    def _delivered_statistics(self, codes: Tensor) -> Delivery:
+        number = self._observed.number
+        if isinstance(number, Tensor):  # if every row was masked, this is no failure
+            codes = codes * (number > 0).to(codes.device)
+        return Delivery(codes)
 
     # First statistics.
 
@@ -721,14 +756,14 @@ class KroneckerOptimizer(Wrappable, Optimizer):
             )
 
     def _adopt(self, fresh: Mapping[Tensor, State]) -> None:
-        """Takes new states; moments and master copies of earlier ones survive."""
+        """Takes new states, all or none; moments and master copies of earlier ones survive."""
         for param, state in fresh.items():
             earlier = self.state.get(param, {})
             self._set_counts(state, param)
             for name in earlier.keys() & state.keys() & set(SURVIVES):
                 old = earlier[name]  # the modes may differ
                 state[name] = old if name in COUNTS else old.reshape(state[name].shape)
-            self.state[param] = state
+        self.state.update(fresh)
         if fresh:
             self._note_shaping()
 

@@ -96,15 +96,15 @@ class Empirical:
         """
         return self.missed.get(param, PATIENCE if is_new else IDLE) > 0
 
-    def note_missed(
+    def missed_after(
         self, reached: Container[Tensor], grads: Gradients, *, is_sharded: bool
-    ) -> None:
-        """Remembers the parameters that outputs missed, at the end of a successful step.
+    ) -> dict[Tensor, int]:
+        """What ``missed`` is after this step, if it succeeds.
 
         ``reached`` got statistics in this step, ``grads`` are the gradients of the loss.
         """
         known = dict.fromkeys(self.asked, PATIENCE) | self.missed
-        self.missed = {p: status for p, status in known.items() if p not in reached}
+        return {p: status for p, status in known.items() if p not in reached}
 
     def use_up(self) -> None:
         """Forgets the observations, after a step or an error in it."""
@@ -169,25 +169,24 @@ class Sampled(Empirical):
 
         ``number`` is 0 if none of its rows counts; the gradients are then zero.
         """
+        totals, total_number = dict(observed), self.number + number
+        if self.totals and observed:
+            old, new = all_finite(self.totals.values()), all_finite(observed.values())
+
+            def chosen(earlier: Any, later: Any, both: Any, device: torch.device) -> Tensor:
+                later = torch.where(old.to(device), both, later)
+                return torch.where(new.to(device), later, earlier)
+
+            for param, gradient in observed.items():
+                if param in self.totals:
+                    # Half precision adds up in float32. Out of place: autograd may share gradients.
+                    earlier = self.totals[param].to(state_dtype(param))
+                    totals[param] = chosen(earlier, gradient, earlier + gradient, param.device)
+            total_number = chosen(self.number, number, total_number, old.device)
+        self.totals.update(totals)
+        self.number = total_number
         self.asked.update(asked)
         self.count += 1
-        if not self.totals or not observed:
-            self.totals.update(observed)
-            self.number = self.number + number
-            return
-        old, new = all_finite(self.totals.values()), all_finite(observed.values())
-
-        def chosen(earlier: Any, later: Any, both: Any, device: torch.device) -> Tensor:
-            later = torch.where(old.to(device), both, later)
-            return torch.where(new.to(device), later, earlier)
-
-        for param, gradient in observed.items():
-            if param in self.totals:
-                # Half precision adds up in float32. Out of place: autograd may share gradients.
-                earlier = self.totals[param].to(state_dtype(param))
-                gradient = chosen(earlier, gradient, earlier + gradient, param.device)
-            self.totals[param] = gradient
-        self.number = chosen(self.number, number, self.number + number, old.device)
 
     def gradients(
         self,
@@ -264,22 +263,23 @@ class Sampled(Empirical):
         check_graph(loss, retain_graph=False)
         return loss, _scale(optimizer, loss, output, processes)
 
-    def note_missed(
+    def missed_after(
         self, reached: Container[Tensor], grads: Gradients, *, is_sharded: bool
-    ) -> None:
-        """See ``Empirical.note_missed``."""
+    ) -> dict[Tensor, int]:
+        """See ``Empirical.missed_after``."""
         known = dict.fromkeys(self.asked, IDLE) | self.missed
-        self.missed = {p: status for p, status in known.items() if p not in reached}
-        for p, status in self.missed.items():
+        missed = {p: status for p, status in known.items() if p not in reached}
+        for p, status in missed.items():
             if status == LOSS_ONLY:
                 continue
             has_gradient, gradient = p in grads, grads.get(p)
             if gradient is not None and not is_sharded:  # a piece does not show the whole
                 has_gradient = bool(gradient.any())  # ``zero_grad`` may have left zeros
             if has_gradient:
-                self.missed[p] = LOSS_ONLY if p in self.asked else PATIENCE
+                missed[p] = LOSS_ONLY if p in self.asked else PATIENCE
             elif p in self.asked:
-                self.missed[p] = max(IDLE, status - 1)
+                missed[p] = max(IDLE, status - 1)
+        return missed
 
     def use_up(self) -> None:
         """See ``Empirical.use_up``."""

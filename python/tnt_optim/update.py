@@ -4,7 +4,8 @@ The host decides what is due (``kronecker``); here it becomes calls of operators
 the device or reads a value on it, so that a CUDA graph can record a step.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress, pairwise
 from typing import Any
@@ -13,12 +14,14 @@ import torch
 from torch import Tensor
 
 from tnt_kernels import gram_ema_, preconditioned_step_, scaled_step_
+from tnt_optim.attempt import Stage
 from tnt_optim.autograd import Gradients, all_finite, gradients_of
 from tnt_optim.directions import (
+    Weights,
     clipped,
     decayed,
-    scaled_directions_,
-    updated_weights,
+    directions_,
+    graft_scales,
 )
 from tnt_optim.modes import (
     Layout,
@@ -123,8 +126,8 @@ class Local:
         """Sends entries that only owners keep to process ``to``; returns them there."""
         return {}
 
-    def update(self, grads: Gradients, states: States, group: Settings, number: int) -> None:
-        """Updates momenta and parameters of one group on one device.
+    def update(self, grads: Gradients, states: States, group: Settings, number: int) -> list[Stage]:
+        """The stages that update momenta and parameters of one group on one device.
 
         ``number`` counts the updates of a step, alike in every process.
         """
@@ -134,44 +137,67 @@ class Local:
         clips, grafts = group["kl_clip"] is not None, group["graft"] is not None
         # kl_clip needs all directions at once, the plain step none in memory.
         in_buckets = not clips and (grafts or group["rounding"] == "stochastic")
+        stages: list[Stage] = []
         for index, part in enumerate(buckets_of(params) if in_buckets else [slice(None)]):
-            layouts, part_states, part_grads = seen[part], own[part], gradients[part]
-            decays = decayed(params[part], group)
-            key = (number, index)
-            with updated_weights(params[part], states, group, layouts, key=key) as weights:
-                if not clips and not grafts:
-                    _preconditioned_(weights, part_grads, part_states, layouts, group, decays)
-                    continue
-                directions, scales = scaled_directions_(part_grads, part_states, layouts, group)
-                if clips:
-                    momenta = blocks(each(part_states, "momentum"), layouts)
-                    scales = clipped(directions, momenta, scales, group)
-                counted = zip(decays, layouts, strict=True)
-                each_block = [value for value, look in counted for _ in look.cuts]
-                rates = group["lr"], group["weight_decay"]
-                scaled_step_(blocks(weights, layouts), directions, *rates, each_block, scales)
+            weights = Weights(params[part], states, group, seen[part], key=(number, index))
+            bucket = _Bucket(weights, own[part], gradients[part], seen[part], group)
+            stages += bucket.stages() if clips or grafts else bucket.plain_stages()
+        return stages
 
 
-def _preconditioned_(
-    weights: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    states: Sequence[State],
-    layouts: Sequence[Layout],
-    group: Settings,
-    decays: Sequence[bool],
-) -> None:
-    """The plain step: one call for the parameters with weight decay, one for those without."""
-    for value in set(decays):
+class _Bucket:
+    """The update of some parameters, whose directions are in memory together."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        states: Sequence[State],
+        grads: Sequence[Tensor],
+        layouts: Sequence[Layout],
+        group: Settings,
+    ) -> None:
+        self.weights, self.states, self.grads = weights, states, grads
+        self.layouts, self.group = layouts, group
+        self.directions: list[Tensor] = []
+        self.scales: Tensor | None = None  # as ``directions_`` returns them
+
+    def stages(self) -> list[Stage]:
+        """Moments and directions; weights; with rounding, the parameters."""
+        return [self._make_directions, self._move, self.weights.write]
+
+    def plain_stages(self) -> list[Stage]:
+        """Momenta and weights: one call for parameters with weight decay, one for the others."""
+        decays = decayed(self.weights.params, self.group)
+        moves = [functools.partial(self._step, decays, value) for value in set(decays)]
+        return [*moves, self.weights.write]
+
+    def _make_directions(self) -> None:
+        self.weights.take()
+        found = directions_(self.grads, self.states, self.layouts, self.group)
+        self.directions, self.scales = found
+
+    def _move(self) -> None:
+        group, momenta = self.group, blocks(each(self.states, "momentum"), self.layouts)
+        scales = graft_scales(self.scales, momenta, group)
+        if group["kl_clip"] is not None:
+            scales = clipped(self.directions, momenta, scales, group)
+        counted = zip(decayed(self.weights.params, group), self.layouts, strict=True)
+        decays = [value for value, look in counted for _ in look.cuts]
+        weights = blocks(self.weights.take(), self.layouts)
+        rates = group["lr"], group["weight_decay"]
+        scaled_step_(weights, self.directions, *rates, decays, scales)
+
+    def _step(self, decays: Sequence[bool], value: bool) -> None:
         same = [decay == value for decay in decays]
-        looks, own = list(compress(layouts, same)), list(compress(states, same))
+        looks, own = list(compress(self.layouts, same)), list(compress(self.states, same))
         preconditioned_step_(
-            blocks(compress(weights, same), looks),
+            blocks(compress(self.weights.take(), same), looks),
             blocks(each(own, "momentum"), looks),
-            blocks(compress(grads, same), looks),
+            blocks(compress(self.grads, same), looks),
             rows(each(own, "factors"), looks),
-            group["lr"],
-            group["momentum"],
-            group["weight_decay"] if value else 0.0,
+            self.group["lr"],
+            self.group["momentum"],
+            self.group["weight_decay"] if value else 0.0,
         )
 
 
@@ -180,7 +206,7 @@ class Report:
     """The outcome of a refresh."""
 
     kind: str  # "statistics" or "inverses"
-    codes: Tensor  # one for each parameter, on the device; 0 for success
+    codes: Any  # one for each parameter, on the device, 0 for success; or their delivery
     params: Sequence[Tensor]
 
 
@@ -204,14 +230,20 @@ class DeviceStep:
         return [*self.statistics, *self.factors, *self.updated]
 
     def refresh_statistics(
-        self, states: States, settings: Callable[[Group], Settings]
-    ) -> list[Report]:
-        """Adds the observations to the statistics, if all of them are finite."""
+        self,
+        states: States,
+        settings: Callable[[Group], Settings],
+        deliver: Callable[[Tensor], Any] = lambda codes: codes,
+    ) -> Iterator[Report]:
+        """Adds the observations to the statistics, if all of them are finite.
+
+        ``deliver`` takes the memory to report codes before anything is written.
+        """
         if not self.statistics:
-            return []
-        reports: list[Report] = []
+            return
         finite = self.distribution.all_finite(self.observed.values())
         for group, params in self.statistics:
+            codes = deliver((~finite).to(torch.int32).expand(len(params)).contiguous())
             # Decay 1 leaves the statistics as they are, whatever the gradient holds.
             keep = torch.ones((), dtype=torch.float64, device=params[0].device)
             decay = keep * settings(group)["stat_decay"]
@@ -227,19 +259,16 @@ class DeviceStep:
                 accumulate_(owned[part], stats[part], self.observed, seen[part], decay, whitening)
                 self.accumulated.update(owned[part])
             self.accumulated.update(params)
-            codes = (~finite).to(torch.int32).expand(len(params)).contiguous()
-            reports.append(Report("statistics", codes, params))
-        return reports
+            yield Report("statistics", codes, params)
 
-    def update(self, states: States, settings: Callable[[Group], Settings]) -> None:
-        """Updates momenta and parameters."""
+    def update(self, states: States, settings: Callable[[Group], Settings]) -> list[Stage]:
+        """The stages that update momenta and parameters."""
+        stages: list[Stage] = []
         for number, (group, params) in enumerate(self.updated):
-            own = [states[p] for p in params]
-            _count(own, "updates")
-            if group["graft"] == "adam":
-                _count(own, "second_moment_updates")
             grads = {p: self.grads[p] for p in params}
-            self.distribution.update(grads, states, settings(group), number)
+            stages += self.distribution.update(grads, states, settings(group), number)
+            stages.append(functools.partial(_count, [states[p] for p in params], group["graft"]))
+        return stages
 
 
 def refresh_factors(
@@ -302,13 +331,14 @@ def buckets_of(params: Sequence[Tensor]) -> list[slice]:
     return [slice(first, last) for first, last in pairwise(bounds)]
 
 
-def _count(states: Sequence[State], name: str) -> None:
-    """Adds one to a count of each state; with CUDA graphs a count is a tensor."""
-    if states and isinstance(states[0][name], Tensor):
-        torch._foreach_add_(each(states, name), 1)
-        return
-    for state in states:
-        state[name] += 1
+def _count(states: Sequence[State], graft: str | None) -> None:
+    """Adds one to the counts of updates; with CUDA graphs a count is a tensor."""
+    for name in ("updates", "second_moment_updates")[: 2 if graft == "adam" else 1]:
+        if states and isinstance(states[0][name], Tensor):
+            torch._foreach_add_(each(states, name), 1)
+            continue
+        for state in states:
+            state[name] += 1
 
 
 def _worst_of_blocks(codes: Tensor, counts: Sequence[int]) -> Tensor:

@@ -636,7 +636,7 @@ def steady(rank: int, processes: int) -> list[list[int]]:
     net = Net()
     replicas, opt, sent = DistributedDataParallel(net), made(net), []
     # On the CPU a report has arrived when it is read; on a GPU a copy that no one waits for.
-    never = mock.patch("tnt_optim.failures._Delivery.arrived", lambda self: False)
+    never = mock.patch("tnt_optim.failures.Delivery.arrived", lambda self: False)
     with never, mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced:
         for step, parts in enumerate(Case("damped").steps(processes, range(4))):
             opt.zero_grad()

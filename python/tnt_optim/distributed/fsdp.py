@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tnt_kernels import scaled_step_
+from tnt_optim.attempt import Stage
 from tnt_optim.autograd import (
     Gradients,
     all_finite,
@@ -24,7 +25,7 @@ from tnt_optim.autograd import (
     unscaled,
     without_autocast,
 )
-from tnt_optim.directions import decayed, updated_weights
+from tnt_optim.directions import Weights, decayed
 from tnt_optim.distributed.ownership import OwnerRanks
 from tnt_optim.distributed.process_group import ProcessGroup
 from tnt_optim.modes import Settings, by_device, state_dtype
@@ -175,8 +176,11 @@ class Sharded(OwnerRanks, Local):
         bad = (~all_finite(own)).to(own[0].device, torch.int32)
         return self.processes.largest(bad) == 0
 
-    def update(self, grads: Gradients, states: States, group: Settings, number: int) -> None:
+    def update(self, grads: Gradients, states: States, group: Settings, number: int) -> list[Stage]:
         """Sends gradients to the owners and directions back; each process updates its pieces."""
+        return [lambda: self._update(grads, states, group, number)]
+
+    def _update(self, grads: Gradients, states: States, group: Settings, number: int) -> None:
         directions = self.directions_(self.whole(grads), states, group)
         ranks = range(self.size)
         for alike in by_device(grads, by_dtype=True):
@@ -194,8 +198,9 @@ class Sharded(OwnerRanks, Local):
                 rates = group["lr"], group["weight_decay"]
                 decays = decayed(by_owner[owner], group)
                 key = (number, owner, self.processes.rank)
-                with updated_weights(local, {}, group, key=key) as weights:
-                    scaled_step_(weights, arrived[owner], *rates, decays)
+                weights = Weights(local, {}, group, key=key)
+                scaled_step_(weights.take(), arrived[owner], *rates, decays)
+                weights.write()
 
     def _of(self, owner: int, params: Iterable[Tensor]) -> list[Tensor]:
         return [p for p in params if self.owner(p) == owner]

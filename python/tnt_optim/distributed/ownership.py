@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tnt_optim.directions import clipped, scaled_directions_
+from tnt_optim.directions import clipped, directions_, graft_scales
 from tnt_optim.distributed.process_group import ProcessGroup
 from tnt_optim.modes import Settings, State, blocks, each, layout_of
 from tnt_optim.state import NAMES, kept_names, owned_bytes, statistic_shapes
@@ -157,9 +157,10 @@ class OwnerRanks:
         params = self.owned(whole)
         own = [states[p] for p in params]
         seen = [layout_of(state) for state in own]
-        found, scales = scaled_directions_([whole[p] for p in params], own, seen, group)
+        found, norms = directions_([whole[p] for p in params], own, seen, group)
+        momenta = blocks(each(own, "momentum"), seen)
+        scales = graft_scales(norms, momenta, group)
         if group["kl_clip"] is not None:
-            momenta = blocks(each(own, "momentum"), seen)
             sums = self.processes.sums
             scales = clipped(found, momenta, scales, group, lambda total: sums([total])[0])
         if scales is not None and found:

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from tnt_kernels import scaled_step_
+from tnt_optim.attempt import Stage
 from tnt_optim.autograd import Gradients, all_finite
-from tnt_optim.directions import decayed, updated_weights
+from tnt_optim.directions import Weights, decayed
 from tnt_optim.distributed.ownership import OwnerRanks
 from tnt_optim.distributed.process_group import BUCKET_BYTES, ProcessGroup, flattened, unflattened
 from tnt_optim.modes import Settings, by_device, layout, state_dtype
@@ -112,11 +113,13 @@ class Replicated(OwnerRanks, Local):
                 receive,
             )
 
-    def update(self, grads: Gradients, states: States, group: Settings, number: int) -> None:
+    def update(self, grads: Gradients, states: States, group: Settings, number: int) -> list[Stage]:
         """With "directions" each owner computes its directions, and every process applies all."""
         if self.shard != "directions":
-            super().update(grads, states, group, number)
-            return
+            return super().update(grads, states, group, number)
+        return [lambda: self._update(grads, states, group, number)]
+
+    def _update(self, grads: Gradients, states: States, group: Settings, number: int) -> None:
         places = {p: place for place, p in enumerate(grads)}
         ready: dict[Tensor, Tensor] = {}
         if group["kl_clip"] is not None:  # needs all directions before any is sent
@@ -130,10 +133,11 @@ class Replicated(OwnerRanks, Local):
         def receive(bucket: list[Tensor], flat: Tensor) -> None:
             seen = [layout(p, group) for p in bucket]
             key = (number, places[bucket[0]])
-            with updated_weights(bucket, states, group, seen, key=key) as weights:
-                arrived = unflattened(flat, [look.sizes for look in seen])
-                rates = group["lr"], group["weight_decay"]
-                scaled_step_(weights, arrived, *rates, decayed(bucket, group))
+            weights = Weights(bucket, states, group, seen, key=key)
+            arrived = unflattened(flat, [look.sizes for look in seen])
+            rates = group["lr"], group["weight_decay"]
+            scaled_step_(weights.take(), arrived, *rates, decayed(bucket, group))
+            weights.write()
 
         for alike in by_device(grads, by_dtype=True):
             self._exchange(alike, lambda p: p.numel(), compute, receive)

@@ -9,6 +9,7 @@ G ⊗ A. √damping is then in units of each factor's average eigenvalue, which 
 new form is one more entry of ``INVERSES``.
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tnt_kernels import damped_inverse, mode_products, scaled_step_
+from tnt_optim.attempt import Stage
 from tnt_optim.autograd import without_autocast
 from tnt_optim.directions import LARGEST, RMS
 from tnt_optim.distributed.ownership import Load, assign
@@ -158,63 +160,100 @@ def made_by_owners(
     return codes
 
 
-def update_(
+def update(
     groups: Sequence[Mapping[str, Any]],
     states: States,
     layers: Sequence[Layer],
     others: Sequence[Tensor],
     inverse: Inverse,
-) -> None:
-    """m <- μ m + g; W <- W - lr (s P + γ W), with P the preconditioned m in layers, m elsewhere.
+) -> list[Stage]:
+    """The stages of m <- μ m + g; W <- W - lr (s P + γ W).
 
-    With ``graft`` s brings P to the norm of the other method's direction. Updates the parameters of
-    ``layers`` that have gradients, and the ``others``. Momenta and second moments that are missing
-    in ``states`` start at zero. Reads no value on the host.
+    P is the preconditioned m in layers, m elsewhere. With ``graft`` s brings P to the norm of the
+    other method's direction. Updates the parameters of ``layers`` that have gradients, and the
+    ``others``. Momenta and second moments that are missing in ``states`` start at zero. Reads no
+    value on the host.
     """
     wanted = {*others, *(param for layer in layers for param in parameters(layer))}
     batches = [
-        (group, params)
+        (group, alike)
         for group in groups
-        if (params := [p for p in group["params"] if p in wanted and p.grad is not None])
+        for alike in by_device(
+            [p for p in group["params"] if p in wanted and p.grad is not None], by_dtype=True
+        )
     ]
-    grads = {p: p.grad.to(state_dtype(p)) for _, params in batches for p in params}
-    for group, params in batches:
-        _accumulate(group, states, {p: grads[p] for p in params})
-    directions = {p: states[p]["momentum"] for p in grads}
+    held = ((p, p.grad) for _, params in batches for p in params)
+    grads = {p: grad.to(state_dtype(p)) for p, grad in held if grad is not None}
+    directions: dict[Tensor, Tensor] = {}
     by_weight = {layer.weight: layer for layer in layers}
-    for weights in by_device(by_weight):
-        blocks = [by_weight[weight] for weight in weights]
-        matrices = [joined(block, directions) for block in blocks]
-        applied = inverse.apply(matrices, [states[weight]["factors"] for weight in weights])
-        for block, matrix in zip(blocks, applied, strict=True):
-            pairs = zip(parameters(block), split(block, matrix), strict=True)
-            directions.update((param, part) for param, part in pairs if param in grads)
-    for group, batch in batches:
+
+    def precondition() -> None:
+        found = {p: states[p]["momentum"] for p in grads}
+        for weights in by_device(by_weight):
+            blocks = [by_weight[weight] for weight in weights]
+            matrices = [joined(block, found) for block in blocks]
+            applied = inverse.apply(matrices, [states[weight]["factors"] for weight in weights])
+            for block, matrix in zip(blocks, applied, strict=True):
+                pairs = zip(parameters(block), split(block, matrix), strict=True)
+                found.update((param, part) for param, part in pairs if param in grads)
+        directions.update(found)
+
+    def move(group: Mapping[str, Any], params: Sequence[Tensor]) -> None:
+        own = {p: directions[p] for p in params}
+        moved, along = (list(map(torch.atleast_1d, t)) for t in (params, own.values()))
+        decayed = [p.dim() > 1 or group["graft"] is None for p in params]
         rates = as_number(group["lr"]), group["weight_decay"]
-        for params in by_device(batch):
-            own = {p: directions[p] for p in params}
-            moved, along = (list(map(torch.atleast_1d, t)) for t in (params, own.values()))
-            decayed = [p.dim() > 1 or group["graft"] is None for p in params]
-            scaled_step_(moved, along, *rates, decayed, _graft_scales(group, states, own))
+        scaled_step_(moved, along, *rates, decayed, _graft_scales(group, states, own))
+
+    stages: list[Stage] = []
+    for group, params in batches:
+        stages += _Moments(group, states, {p: grads[p] for p in params}).stages()
+    return [*stages, precondition, *(functools.partial(move, *batch) for batch in batches)]
 
 
-def _accumulate(group: Mapping[str, Any], states: States, grads: Mapping[Tensor, Tensor]) -> None:
-    """Adds gradients to the momenta, and their squares to the second moments if grafted to Adam."""
-    adam, own = group["graft"] == "adam", list(grads.values())
-    for p, grad in grads.items():
-        state = states[p]
-        if "momentum" not in state:
-            state["momentum"] = grad.new_zeros(grad.shape)
-            state |= {"second_moment": grad.new_zeros(grad.shape), "updates": 0} if adam else {}
-    momenta = [states[p]["momentum"] for p in grads]
-    torch._foreach_mul_(momenta, group["momentum"])
-    torch._foreach_add_(momenta, own)
-    if adam:
-        squares = [states[p]["second_moment"] for p in grads]
-        torch._foreach_mul_(squares, SECOND_DECAY)
-        torch._foreach_addcmul_(squares, own, own, 1 - SECOND_DECAY)
-        for p in grads:
-            states[p]["updates"] += 1
+class _Moments:
+    """The momenta of some parameters of one dtype, and their second moments if grafted to Adam."""
+
+    def __init__(
+        self, group: Mapping[str, Any], states: States, grads: Mapping[Tensor, Tensor]
+    ) -> None:
+        self.own, self.grads = [states[p] for p in grads], list(grads.values())
+        self.adam = group["graft"] == "adam"
+        # As tensors of the moments' dtype: in-place products then take no memory.
+        self.decays = torch.tensor(
+            [group["momentum"], SECOND_DECAY], dtype=self.grads[0].dtype, device="cpu"
+        ).unbind()
+
+    def stages(self) -> list[Stage]:
+        """Missing moments; then one call for each change, none of which takes memory."""
+        first = [self._make, self._decay, self._add]
+        return [*first, self._decay_squares, self._add_squares] if self.adam else first
+
+    def _each(self, name: str) -> list[Tensor]:
+        return [state[name] for state in self.own]
+
+    def _make(self) -> None:
+        for state, grad in zip(self.own, self.grads, strict=True):
+            if "momentum" not in state:
+                new: dict[str, Any] = {"momentum": grad.new_zeros(grad.shape)}
+                if self.adam:
+                    new |= {"second_moment": grad.new_zeros(grad.shape), "updates": 0}
+                state |= new
+
+    def _decay(self) -> None:
+        torch._foreach_mul_(self._each("momentum"), self.decays[0])
+
+    def _add(self) -> None:
+        torch._foreach_add_(self._each("momentum"), self.grads)
+
+    def _decay_squares(self) -> None:
+        torch._foreach_mul_(self._each("second_moment"), self.decays[1])
+
+    def _add_squares(self) -> None:
+        squares = self._each("second_moment")
+        torch._foreach_addcmul_(squares, self.grads, self.grads, 1 - SECOND_DECAY)
+        for state in self.own:
+            state["updates"] += 1
 
 
 def _graft_scales(

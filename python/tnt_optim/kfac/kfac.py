@@ -1,5 +1,6 @@
 """KFAC (Martens & Grosse 2015; Grosse & Martens 2016), as in Ren & Goldfarb 2021."""
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self
@@ -12,10 +13,13 @@ from torch.utils.hooks import RemovableHandle
 
 from tnt_optim import checkpoint
 from tnt_optim.attach import Attachable
+from tnt_optim.attempt import Attempt
 from tnt_optim.autograd import buffers_put_back
 from tnt_optim.distributed.process_group import ProcessGroup, process_group_of
 from tnt_optim.failures import (
+    UNFINISHED,
     UNOBSERVED,
+    Delivery,
     Failures,
     PreconditionerError,
     diverged,
@@ -24,7 +28,7 @@ from tnt_optim.failures import (
     warn_the_caller,
 )
 from tnt_optim.kfac.activations import hook_layers
-from tnt_optim.kfac.inverses import INVERSES, PARTS, SHARDS, made_by_owners, update_
+from tnt_optim.kfac.inverses import INVERSES, PARTS, SHARDS, made_by_owners, update
 from tnt_optim.kfac.layers import (
     Layer,
     is_trainable,
@@ -166,7 +170,7 @@ class KFAC(Attachable, Wrappable, Optimizer):
         self._model = model
         self._failures = Failures(PARTS)
         self._observed = Observations()
-        self._blended: set[Tensor] = set()  # not again when a failed step is retried
+        self._attempt = Attempt()  # by weight
         self._warned = False
         self._named: set[int] = set()  # layers that a warning said the outputs do not reach
         super().__init__(groups, {**settings, "step": 0})
@@ -245,8 +249,8 @@ class KFAC(Attachable, Wrappable, Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Takes one step, which uses up all observations even if it raises.
 
-        A step that raises before the update, for example because memory runs out for new factors,
-        can be repeated from the forward on: see ``TNT.step``.
+        A step that raises, for example because memory runs out, can be repeated from the forward
+        on: see ``TNT.step``.
 
         A layer that has a gradient, but no statistics because the observed outputs did not reach
         it, is updated like the parameters outside of layers; a warning names it. If the forward
@@ -271,54 +275,67 @@ class KFAC(Attachable, Wrappable, Optimizer):
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            for group, largest in zip(self.param_groups, self._largest, strict=False):
-                check_settings(group)
-                if foreign := (OPTIONS.keys() & group.keys()) - self.defaults.keys():
-                    raise RuntimeError(
-                        f"{min(foreign)} cannot be set for a parameter group of KFAC: remove it"
-                    )
-                if group["max_factor_dim"] != largest:
-                    raise RuntimeError(
-                        f"max_factor_dim must stay {largest}, as the layers were chosen with, got "
-                        f"{group['max_factor_dim']}: set it back, or make the optimizer anew"
-                    )
-            self._check_weights()
-            warn_of_mismatch(self._observed.comparisons, self._observed.count)
-            warn_if_twice(self._observed)
-            processes = self._processes()
-            # On a GPU a report arrives one step late, and not everywhere at once. If it stops the
-            # training, it must stop all processes at the same step: they wait for it.
-            groups, wait = self.param_groups, processes is not None
-            self._failures.read(self._layer_states(), self._name, wait=wait, groups=groups)
-            if processes is not None or self._observed.sums:
-                weights = {i: layer.weight for i, layer in enumerate(self._layers)}
-                held = {i: self.state[w]["stats"] for i, w in weights.items() if self._has_state(i)}
-                if processes is None:
-                    self._observed.leave_out_empty(held)
-                else:
-                    self._observed.pool(processes, self._wanted(), self._layers, held)
-            self._warn_if_unobserved()
-            layers, others = self._to_update()
-            self._refresh({layer: sums.means() for layer, sums in self._observed.sums.items()})
-            if processes is None or not any(layer.weight.is_cuda for layer in self._layers):
-                self._failures.read(self._layer_states(), self._name, groups=groups)
-            update_(self.param_groups, self.state, layers, others, INVERSES[self.inverse])
-            # A frozen layer that is used later gets its statistics then, like one not used.
-            self._observed.asked.update(
-                i
-                for i, layer in enumerate(self._layers)
-                if not is_trainable(layer) and self._has_state(i) and self._scheduled(i)
-            )
-            self._observed.note_unreached()
+            if self._attempt.update is None:
+                self._run()
+            else:
+                self._attempt.update.run()
         except PreconditionerError:
-            self._blended.clear()  # a retry does not help: the next step has new observations
+            self._attempt.forget()  # a retry does not help: the next step has new observations
+            raise
+        except BaseException as error:
+            self._attempt.stop(error, [p for g in self.param_groups for p in g["params"]])
             raise
         finally:
             self._observed.use_up()
-        self._blended.clear()
+        self._attempt.forget()
         for group in self.param_groups:
             group["step"] += 1
         return loss
+
+    def _run(self) -> None:
+        """An attempt at a step, from the checks on."""
+        for group, largest in zip(self.param_groups, self._largest, strict=False):
+            check_settings(group)
+            if foreign := (OPTIONS.keys() & group.keys()) - self.defaults.keys():
+                raise RuntimeError(
+                    f"{min(foreign)} cannot be set for a parameter group of KFAC: remove it"
+                )
+            if group["max_factor_dim"] != largest:
+                raise RuntimeError(
+                    f"max_factor_dim must stay {largest}, as the layers were chosen with, got "
+                    f"{group['max_factor_dim']}: set it back, or make the optimizer anew"
+                )
+        self._check_weights()
+        warn_of_mismatch(self._observed.comparisons, self._observed.count)
+        warn_if_twice(self._observed)
+        processes = self._processes()
+        # On a GPU a report arrives one step late, and not everywhere at once. If it stops the
+        # training, it must stop all processes at the same step: they wait for it.
+        groups, wait = self.param_groups, processes is not None
+        self._failures.read(self._layer_states(), self._name, wait=wait, groups=groups)
+        if processes is not None or self._observed.sums:
+            weights = {i: layer.weight for i, layer in enumerate(self._layers)}
+            held = {i: self.state[w]["stats"] for i, w in weights.items() if self._has_state(i)}
+            if processes is None:
+                self._observed.leave_out_empty(held)
+            else:
+                self._observed.pool(processes, self._wanted(), self._layers, held)
+        self._warn_if_unobserved()
+        layers, others = self._to_update()
+        self._refresh({layer: sums.means() for layer, sums in self._observed.sums.items()})
+        if processes is None or not any(layer.weight.is_cuda for layer in self._layers):
+            self._failures.read(self._layer_states(), self._name, groups=groups)
+        inverse = INVERSES[self.inverse]
+        stages = update(self.param_groups, self.state, layers, others, inverse)
+        # A frozen layer that is used later gets its statistics then, like one not used.
+        self._observed.asked.update(
+            i
+            for i, layer in enumerate(self._layers)
+            if not is_trainable(layer) and self._has_state(i) and self._scheduled(i)
+        )
+        unreached = self._observed.unreached_after()
+        stages.append(functools.partial(setattr, self._observed, "unreached", unreached))
+        self._attempt.finish(stages, resumable=processes is None)
 
     def warm_start(self, outputs: Iterable[Any], *, model: nn.Module | None = None) -> None:
         """Starts the statistics from their plain mean over many batches, and makes the inverses.
@@ -389,6 +406,8 @@ class KFAC(Attachable, Wrappable, Optimizer):
 
         Call it between steps.
         """
+        if self._attempt.update is not None:
+            warn_the_caller(UNFINISHED)
         self._failures.read(self._layer_states(), self._name, wait=True, fatal=False)
         own: dict[str, Any] = {"method": self._method}
         own["sampling"] = checkpoint.sampling_of(self._sampling)
@@ -396,9 +415,9 @@ class KFAC(Attachable, Wrappable, Optimizer):
             own["missed"] = self._observed.unreached
         if self._observed.count and self._processes() is None:
             own["observed"] = self._observed.saved()
-        if self._blended:
+        if done := self._attempt.accumulated:
             weights = [layer.weight for layer in self._layers]
-            own["accumulated"] = [i for i, w in enumerate(weights) if w in self._blended]
+            own["accumulated"] = [i for i, w in enumerate(weights) if w in done]
         return checkpoint.save_completed(self, super().state_dict, lambda s: s.update(own))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -422,7 +441,8 @@ class KFAC(Attachable, Wrappable, Optimizer):
         def finish(adapted: dict[str, Any]) -> None:
             self._failures, self._observed = Failures(PARTS), observed
             self._largest = [group["max_factor_dim"] for group in self.param_groups]
-            self._blended = {self._layers[i].weight for i in adapted.get("accumulated", ())}
+            accumulated = {self._layers[i].weight for i in adapted.get("accumulated", ())}
+            self._attempt = Attempt(accumulated)
             self.state.update(checkpoint.copied_states(self.param_groups, adapted))
             checkpoint.warn_of_other_sampling(self._sampling, adapted)
 
@@ -555,18 +575,27 @@ class KFAC(Attachable, Wrappable, Optimizer):
         states = self._layer_states()  # without those that are new
         for weight, state in self._first_states(first).items():
             self._keep(weight, state)
-            self._blended.add(weight)
+            self._attempt.accumulated.add(weight)
+        done = self._attempt.accumulated
         later = {self._layers[i].weight: pair for i, pair in observed.items()}
-        later = {w: pair for w, pair in later.items() if w not in self._blended}
+        later = {w: pair for w, pair in later.items() if w not in done}
         if later:
             groups = self.param_groups
             decays = {p: group["stat_decay"] for group in groups for p in group["params"]}
-            self._failures.report("statistics", blend(states, later, decays), list(later))
-            self._blended.update(later)
+            finite = all_finite_statistics(later.values())
+            codes = Delivery((~finite).to(torch.int32).expand(len(later)).contiguous())
+            blend(states, later, decays, finite)
+            done.update(later)
+            self._failures.report("statistics", codes, list(later))
+        inverted = []
         for group in self.param_groups:
-            for weights in by_device(factors_due(group, states, self._blended)):
-                codes = self._inverses(group, {w: states[w] for w in weights})
-                self._failures.report("inverses", codes, weights)
+            due = [w for w in factors_due(group, states, done) if w not in self._attempt.inverted]
+            for weights in by_device(due):
+                codes = Delivery(self._inverses(group, {w: states[w] for w in weights}))
+                inverted.append((codes, weights))
+        for codes, weights in inverted:
+            self._failures.report("inverses", codes, weights)
+            self._attempt.inverted.update(weights)
 
     def _keep(self, weight: Tensor, state: dict[str, Any]) -> None:
         """Gives a layer a new state, with the moments that it has."""
@@ -685,7 +714,7 @@ def _remove(handles: Iterable[RemovableHandle]) -> None:
 
 # Attributes that a copy keeps besides the state and the groups. The copy adds its own hooks.
 _COPIED = (
-    "inverse shard _model _names _layers _sampling _failures _observed _blended _warned _named "
+    "inverse shard _model _names _layers _sampling _failures _observed _attempt _warned _named "
     "_group_numbers _reasons _largest".split()
 )
 

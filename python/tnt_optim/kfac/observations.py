@@ -58,9 +58,11 @@ class Observations:
 
     def add(self, found: Mapping[int, LayerSums], asked: Iterable[int]) -> None:
         """Adds the sums of one output, which was asked for the layers ``asked``."""
+        self.sums |= {
+            layer: self.sums[layer] + sums if layer in self.sums else sums
+            for layer, sums in found.items()
+        }
         self.asked.update(asked)
-        for layer, sums in found.items():
-            self.sums[layer] = self.sums[layer] + sums if layer in self.sums else sums
         self.count += 1
 
     def leave_out_empty(self, held: Mapping[int, Sequence[Tensor]]) -> None:
@@ -109,10 +111,10 @@ class Observations:
         self.sums, self.count = sums, max(self.count, 1)
         self.asked.update(wanted)
 
-    def note_unreached(self) -> None:
-        """Remembers the layers that no output reached, at the end of a successful step."""
+    def unreached_after(self) -> dict[int, bool]:
+        """What ``unreached`` is after this step, if it succeeds."""
         known = {**self.unreached, **{layer: layer in self.called for layer in self.asked}}
-        self.unreached = {i: called for i, called in known.items() if i not in self.sums}
+        return {i: called for i, called in known.items() if i not in self.sums}
 
     def saved(self) -> dict[str, Any]:
         """The observations, for a checkpoint made between ``observe`` and ``step``."""

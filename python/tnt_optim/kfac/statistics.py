@@ -112,16 +112,19 @@ def blend(
     states: States,
     observed: Mapping[Tensor, list[Tensor]],
     decays: Mapping[Tensor, float | Tensor],
-) -> Tensor:
-    """S <- decay S + (1 - decay) new, by weight, if all new statistics are finite.
+    finite: Tensor,
+) -> None:
+    """S <- decay S + (1 - decay) new, by weight, if ``finite``; overwrites the new statistics.
 
-    Returns a code for each weight, 0 if its statistics were updated.
+    All memory is taken before the first statistic changes.
     """
-    finite = all_finite_statistics(observed.values())
+    where = {weight: finite.to(weight.device) for weight in observed}
     for weight, pair in observed.items():
         for old, new in zip(states[weight]["stats"], pair, strict=True):
-            old.copy_(torch.where(finite.to(old.device), new.lerp(old, decays[weight]), old))
-    return (~finite).to(torch.int32).expand(len(observed)).contiguous()
+            new.lerp_(old, decays[weight])
+    for weight, pair in observed.items():
+        for old, new in zip(states[weight]["stats"], pair, strict=True):
+            torch.where(where[weight], new, old, out=old)
 
 
 def pooled_sums(
