@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <limits>
 #include <memory>
+#include <mutex>
 #include <type_traits>
 #include <vector>
 
@@ -68,60 +69,86 @@ void mirror_upper(T* matrix, int64_t n) {
 // Calls make(tensor, mode, scratch) for all modes of all tensors. It writes the factor to the
 // mode's `out` (of a matrix the diagonal and the upper triangle) and returns whether the factor is
 // good. If one of a tensor is not, all of its factors are restored and info[t] is i + 1 for the
-// first bad mode i. They are also restored if make throws, for example for lack of memory.
-//
-// bytes(mode, zero), with a zero of the factor's type, is what make takes of its scratch. A call
-// that lacks memory restores the factors of unfinished tensors; those of finished ones are all new.
+// first bad mode i. bytes(mode, zero), with a zero of the factor's type, is what make takes of its
+// scratch.
 template <typename Bytes, typename Make>
 void make_factors(const std::vector<TensorModes>& tensors, double flops_per_cube,
                   const Bytes& bytes, const Make& make, int32_t* info) {
   struct Pending {
-    std::vector<std::vector<char>> saved;  // the factors' old values, once their tasks began
+    char* saved = nullptr;  // the factors' old values, once a task has begun
     std::atomic<int64_t> missing;
     std::atomic<int32_t> first_bad;
   };
   struct Task {
-    int64_t tensor, mode;
+    size_t tensor, mode;
     double flops;
+    size_t offset;  // of the old values of its factor
   };
-  const auto count = static_cast<int64_t>(tensors.size());
   const auto pending = std::make_unique<Pending[]>(tensors.size());
   std::vector<Task> tasks;
   std::vector<double> costs(tensors.size(), 0);
-  for (int64_t t = 0; t < count; ++t) {
-    const auto& modes = tensors[static_cast<size_t>(t)].modes;
-    const auto order = static_cast<int64_t>(modes.size());
-    pending[t].saved.resize(modes.size());
-    pending[t].missing = order;
-    pending[t].first_bad = static_cast<int32_t>(order) + 1;
-    for (int64_t i = 0; i < order; ++i) {
-      const FactorMode& mode = modes[static_cast<size_t>(i)];
-      const auto d = static_cast<double>(mode.d);
-      const double flops = mode.diagonal ? 16 * d : flops_per_cube * d * d * d + 64 * d * d;
-      tasks.push_back({t, i, flops});
-      costs[static_cast<size_t>(t)] += flops;
+  size_t most_saved = 0;  // of one tensor
+  for (size_t t = 0; t < tensors.size(); ++t) {
+    const auto& modes = tensors[t].modes;
+    pending[t].missing = static_cast<int64_t>(modes.size());
+    pending[t].first_bad = static_cast<int32_t>(modes.size()) + 1;
+    size_t offset = 0;
+    for (size_t i = 0; i < modes.size(); ++i) {
+      const auto d = static_cast<double>(modes[i].d);
+      const double flops = modes[i].diagonal ? 16 * d : flops_per_cube * d * d * d + 64 * d * d;
+      tasks.push_back({t, i, flops, offset});
+      costs[t] += flops;
+      offset += Scratch::bytes_of<char>(modes[i].count() * tensors[t].bytes_each());
     }
+    most_saved = std::max(most_saved, offset);
   }
   // A tensor's modes stay together, so that few tensors are unfinished at any time.
   std::stable_sort(tasks.begin(), tasks.end(), [&](const Task& a, const Task& b) {
-    const double x = costs[static_cast<size_t>(a.tensor)], y = costs[static_cast<size_t>(b.tensor)];
+    const double x = costs[a.tensor], y = costs[b.tensor];
     if (x != y) return x > y;
     return a.tensor != b.tensor ? a.tensor < b.tensor : a.flops > b.flops;
   });
+  std::vector<double> flops;
+  for (const Task& task : tasks) flops.push_back(task.flops);
+  const Order order = order_of(flops);
 
-  const auto restore = [&](int64_t t) {
-    for (size_t i = 0; i < pending[t].saved.size(); ++i) {
-      void* out = tensors[static_cast<size_t>(t)].modes[i].out;
-      std::ranges::copy(pending[t].saved[i], static_cast<char*>(out));
+  // Unfinished are at most the tensors of large tasks and one for each thread. Of this memory only
+  // pages that are written count.
+  const auto threads =
+      static_cast<size_t>(threads_for(static_cast<int64_t>(order.rest.size()), order.flops));
+  const size_t slots = std::min(tensors.size(), order.large.size() + threads);
+  const Workspace memory(slots * most_saved);
+  std::vector<char*> free_slots;
+  Scratch rest = memory.all();
+  for (size_t i = 0; i < slots; ++i) {
+    free_slots.push_back(rest.take<char>(static_cast<int64_t>(most_saved)));
+  }
+  std::mutex mutex;
+
+  const auto save = [&](const Task& task, const FactorMode& mode, int64_t size) {
+    Pending& state = pending[task.tensor];
+    {
+      const std::lock_guard lock(mutex);
+      if (state.saved == nullptr) {
+        state.saved = free_slots.back();
+        free_slots.pop_back();
+      }
+    }
+    std::copy_n(static_cast<const char*>(mode.out), size, state.saved + task.offset);
+  };
+  const auto restore = [&](const TensorModes& tensor, const char* saved) {
+    for (const FactorMode& mode : tensor.modes) {
+      const int64_t size = mode.count() * tensor.bytes_each();
+      std::copy_n(saved, size, static_cast<char*>(mode.out));
+      saved += Scratch::bytes_of<char>(size);
     }
   };
   const auto run = [&](const Task& task, Scratch scratch) {
-    const TensorModes& tensor = tensors[static_cast<size_t>(task.tensor)];
+    const TensorModes& tensor = tensors[task.tensor];
+    const FactorMode& mode = tensor.modes[task.mode];
     Pending& state = pending[task.tensor];
-    const auto mode = static_cast<size_t>(task.mode);
-    const auto* old = static_cast<const char*>(tensor.modes[mode].out);
-    state.saved[mode].assign(old, old + tensor.modes[mode].count() * tensor.bytes_each());
-    if (!make(task.tensor, task.mode, scratch)) {
+    save(task, mode, mode.count() * tensor.bytes_each());
+    if (!make(static_cast<int64_t>(task.tensor), static_cast<int64_t>(task.mode), scratch)) {
       const auto code = static_cast<int32_t>(task.mode) + 1;
       int32_t seen = state.first_bad;
       while (code < seen && !state.first_bad.compare_exchange_weak(seen, code)) {
@@ -130,33 +157,23 @@ void make_factors(const std::vector<TensorModes>& tensors, double flops_per_cube
     if (--state.missing > 0) return;
     const bool good = state.first_bad > static_cast<int32_t>(tensor.modes.size());
     info[task.tensor] = good ? 0 : state.first_bad.load();
-    if (!good) restore(task.tensor);
+    if (!good) restore(tensor, state.saved);
     for (const FactorMode& one : tensor.modes) {
       with_state(tensor.element, [&](auto zero) {
         if (good && !one.diagonal) mirror_upper(static_cast<decltype(zero)*>(one.out), one.d);
       });
     }
-    state.saved.clear();
+    const std::lock_guard lock(mutex);
+    free_slots.push_back(state.saved);  // of memory that it had before
   };
-
-  std::vector<double> flops;
-  for (const Task& task : tasks) flops.push_back(task.flops);
-  try {
-    run_in_order(
-        order_of(flops),
-        [&](size_t i) {
-          const TensorModes& tensor = tensors[static_cast<size_t>(tasks[i].tensor)];
-          return with_state(tensor.element, [&](auto zero) {
-            return bytes(tensor.modes[static_cast<size_t>(tasks[i].mode)], zero);
-          });
-        },
-        [&](size_t i, Scratch scratch) { run(tasks[i], scratch); });
-  } catch (...) {
-    for (int64_t t = 0; t < count; ++t) {
-      if (pending[t].missing > 0) restore(t);
-    }
-    throw;
-  }
+  run_in_order(
+      order,
+      [&](size_t i) {
+        const TensorModes& tensor = tensors[tasks[i].tensor];
+        return with_state(tensor.element,
+                          [&](auto zero) { return bytes(tensor.modes[tasks[i].mode], zero); });
+      },
+      [&](size_t i, Scratch scratch) { run(tasks[i], scratch); });
 }
 
 }  // namespace tnt
