@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 # pytest rewrites the asserts of these modules as it does those of tests.
-pytest.register_assert_rewrite("cases", "operators", "contract", "drawn")
+pytest.register_assert_rewrite("cases", "operators", "contract", "drawn", "failing_memory")
 # Property tests draw new examples at every run; a failure prints the seed that reproduces it.
 if importlib.util.find_spec("hypothesis"):
     from hypothesis import HealthCheck, Phase, settings

@@ -4,6 +4,9 @@ Each function has the name, arguments and result of the function in ``ops`` that
 contract. Nothing here is tuned or validated. The fast implementations are tested against these
 formulas, which also run on devices without a fast implementation.
 
+Every function computes all new values of a call before it writes the first. If memory runs out, or
+anything else raises, no argument has changed. All results of a call exist beside the old values.
+
 A statistic of a mode of size d is full, (d, d), or diagonal, (d,).
 """
 
@@ -36,6 +39,7 @@ def gram_ema_(
 
     s_i = |G|^2 / tr H_i (0 if tr H_i is not positive), H_i the product; A_j by default identities.
     """
+    blended = []
     for t, (modes, tensor) in enumerate(zip(stats, tensors, strict=True)):
         for i, stat in enumerate(modes):
             weight = _scalar_like(stat, decay)
@@ -52,7 +56,8 @@ def gram_ema_(
             kept = stat if stat.dim() == 1 else _mirror_lower(stat)
             old = torch.where(weight == 0, torch.zeros_like(stat), weight * kept)
             new = torch.where(weight == 1, torch.zeros_like(stat), (1 - weight) * gram)
-            stat.copy_(old + new)
+            blended.append(old + new)
+    _write([stat for modes in stats for stat in modes], blended)
 
 
 def damped_inverse(
@@ -116,11 +121,13 @@ def preconditioned_step_(
     weight_decay: Number,
 ) -> None:
     """m <- momentum m + g;  W <- W - lr (m x_1 A_1 ... x_k A_k + weight_decay W)."""
-    for param, m, grad, modes in zip(params, momenta, grads, factors, strict=True):
-        alpha, mu, gamma = (_scalar_like(m, value) for value in (lr, momentum, weight_decay))
-        m.copy_(mu * m + grad.to(m.dtype))
+    new_momenta = [_moved(m, g, momentum) for m, g in zip(momenta, grads, strict=True)]
+    new_params = []
+    for param, m, modes in zip(params, new_momenta, factors, strict=True):
+        alpha, gamma = _scalar_like(m, lr), _scalar_like(m, weight_decay)
         (direction,) = mode_products([m], [modes])
-        _move_(param, alpha * direction, alpha * gamma)
+        new_params.append(_stepped(param, alpha * direction, alpha * gamma))
+    _write([*momenta, *params], [*new_momenta, *new_params])
 
 
 def scaled_step_(
@@ -132,11 +139,13 @@ def scaled_step_(
     scales: Tensor | None = None,
 ) -> None:
     """W <- W - lr (s P + weight_decay W), s by default 1; no decay where ``decayed`` is False."""
+    new_params = []
     for t, (param, direction) in enumerate(zip(params, directions, strict=True)):
         scale = 1.0 if scales is None else scales[t]
         decay = weight_decay if decayed is None or decayed[t] else 0.0
         alpha, gamma, s = (_scalar_like(direction, value) for value in (lr, decay, scale))
-        _move_(param, alpha * s * direction, alpha * gamma)
+        new_params.append(_stepped(param, alpha * s * direction, alpha * gamma))
+    _write(params, new_params)
 
 
 def grafted_directions_(
@@ -152,37 +161,49 @@ def grafted_directions_(
     eps: float = 1e-8,
 ) -> tuple[list[Tensor], Tensor]:
     """m <- momentum m + g; P = m x_1 A_1 ... x_k A_k; s = |R| / |P|, R the momentum or Adam's."""
-    for m, grad in zip(momenta, grads, strict=True):
-        m.copy_(_scalar_like(m, momentum) * m + grad.to(m.dtype))
-    directions = mode_products(momenta, factors)
-    others = list(momenta)
+    new_momenta = [_moved(m, g, momentum) for m, g in zip(momenta, grads, strict=True)]
+    directions = mode_products(new_momenta, factors)
+    others, new_moments = new_momenta, list[Tensor]()
     if second_moments is not None and counts is not None:
-        others = [
-            _adam(m, v, grad, _scalar_like(v, momentum), count, second_decay, eps)
-            for m, v, grad, count in zip(momenta, second_moments, grads, counts, strict=True)
+        new_moments = [
+            second_decay * v + (1 - second_decay) * grad.to(v.dtype).square()
+            for v, grad in zip(second_moments, grads, strict=True)
         ]
-    if out is not None:
-        for target, direction in zip(out, directions, strict=True):
-            target.copy_(direction)
-        directions = list(out)
+        others = [
+            _adam(m, v, _scalar_like(v, momentum), count, second_decay, eps)
+            for m, v, count in zip(new_momenta, new_moments, counts, strict=True)
+        ]
     norms = [[t.double().norm() for t in pair] for pair in zip(others, directions, strict=True)]
     scales = [torch.where(b == 0, 0.0, a / b) for a, b in norms]
     device = momenta[0].device if momenta else None
     none = torch.zeros(0, dtype=torch.float64, device=device)
-    return directions, torch.stack(scales) if scales else none
+    returned = torch.stack(scales) if scales else none
+    _write([*momenta, *(second_moments or [])], [*new_momenta, *new_moments])
+    if out is not None:
+        _write(out, directions)
+    return directions if out is None else list(out), returned
 
 
-def _move_(param: Tensor, step: Tensor, decay: Tensor) -> None:
-    """W <- W - (step + decay W); an infinite W that does not decay stays."""
+def _write(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Writes the results of a call. Copies between tensors of one dtype take no memory."""
+    for target, value in zip(targets, values, strict=True):
+        target.copy_(value)
+
+
+def _moved(m: Tensor, grad: Tensor, momentum: Number) -> Tensor:
+    """Momentum m + g."""
+    return _scalar_like(m, momentum) * m + grad.to(m.dtype)
+
+
+def _stepped(param: Tensor, step: Tensor, decay: Tensor) -> Tensor:
+    """W - (step + decay W); an infinite W that does not decay stays."""
     weight = param.to(step.dtype)
-    param.copy_(weight - (step + torch.where(decay == 0, 0, decay * weight)))
+    moved = weight - (step + torch.where(decay == 0, 0, decay * weight))
+    return moved.to(param.dtype)
 
 
-def _adam(
-    m: Tensor, v: Tensor, grad: Tensor, mu: Tensor, counts: Tensor, decay: float, eps: float
-) -> Tensor:
-    """v <- decay v + (1 - decay) g^2; Adam's bias-corrected direction."""
-    v.copy_(decay * v + (1 - decay) * grad.to(v.dtype).square())
+def _adam(m: Tensor, v: Tensor, mu: Tensor, counts: Tensor, decay: float, eps: float) -> Tensor:
+    """Adam's bias-corrected direction."""
     updates, second_updates = counts.to(v.device, v.dtype, non_blocking=True)
     # The momentum is not averaged: Adam's first moment is 1 - mu times it.
     first = (1 - mu) / (1 - mu**updates) * m
@@ -284,12 +305,14 @@ def _write_good_factors(
     """Writes a tensor's factors if all are good. info[t]: 0, or i + 1 for the first bad mode i."""
     if out is None:
         out = [[torch.full_like(s, math.nan) for s in modes] for modes in stats]
-    infos = []
+    infos, factors = [], []
     for kept, modes in zip(out, results, strict=True):
         info = torch.zeros((), dtype=torch.int32, device=kept[0].device)
         for i in reversed(range(len(modes))):
             info = torch.where(modes[i][1], info, torch.full_like(info, i + 1))
         for old, (new, _) in zip(kept, modes, strict=True):
-            old.copy_(torch.where(info == 0, new, old))
+            factors.append(torch.where(info == 0, new, old))
         infos.append(info)
-    return out, torch.stack(infos) if infos else torch.zeros(0, dtype=torch.int32, device="cpu")
+    codes = torch.stack(infos) if infos else torch.zeros(0, dtype=torch.int32, device="cpu")
+    _write([factor for kept in out for factor in kept], factors)
+    return out, codes

@@ -441,7 +441,10 @@ class Tables:
         """The table for m <- m / 2 + g, which does not run."""
         lists, half = [tensors[:1], tensors[1:]], scalar(0.5)
         numbers = (half, half, half, 0.0, 0.0)
-        momentum.launch_over(momentum.momentum_kernel, lists, numbers, SUMS=False, ADAM=False)
+        update, _ = momentum.over_elements(
+            momentum.momentum_kernel, lists, numbers, SUMS=False, ADAM=False
+        )
+        update.start(torch.empty(0))
         return self.read.pop()
 
 

@@ -273,8 +273,8 @@ def test_half_precision_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is no GPU, its product into float32 is made of PyTorch's on the CPU."""
     mm = torch.mm
 
-    def widened(a: Any, b: Any, *, out_dtype: Any = None, out: Any = None) -> Any:
-        return mm(a.to(out_dtype), b.to(out_dtype)) if out_dtype else mm(a, b, out=out)
+    def widened(a: Any, b: Any, *, out_dtype: Any = None, out: Any) -> Any:
+        return mm(a.to(out_dtype), b.to(out_dtype), out=out) if out_dtype else mm(a, b, out=out)
 
     if GPU.type == "cpu":
         monkeypatch.setattr(cublas, "_widens", lambda device: True)

@@ -12,7 +12,7 @@ every mode, and one loop handles all of them.
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,6 +26,7 @@ from tnt_kernels.triton.launch import (
     ELEMENTS,
     VECTOR_BYTES,
     Layout,
+    Prepared,
     addresses_of,
     block_of,
     contiguous,
@@ -38,7 +39,7 @@ from tnt_kernels.triton.launch import (
     table,
     tile_tables,
 )
-from tnt_kernels.triton.momentum import launch_over, scaled_step_kernel
+from tnt_kernels.triton.momentum import over_elements, scaled_step_kernel
 from tnt_kernels.triton.tiles import (
     LARGE_BLOCK,
     LARGEST_INDEX,
@@ -370,15 +371,12 @@ def products(
     results: Sequence[Tensor],
     factors: Sequence[Tensor],
     step: tuple[Tensor, Tensor] | None = None,
-) -> Callable[[], None]:
-    """A function that does results[t] <- P = tensors[t] x_1 A_1 ... x_k A_k.
+) -> list[Prepared]:
+    """Prepares results[t] <- P = tensors[t] x_1 A_1 ... x_k A_k.
 
     With ``step``, (lr, weight_decay), the results W, of any dtype, become W - lr (P + weight_decay
     W); else they have the factors' dtype and are contiguous. The numbers of a step may be on the
     host. ``factors`` are the A_i, flat.
-
-    The plan and the scratch memory are made here. If they do not fit, this raises before the caller
-    has written to ``tensors``.
     """
     device = tensors[0].device
     factors = contiguous_copies(factors)
@@ -391,12 +389,11 @@ def products(
             for x in (read[t], written[t])
         )
     addresses = addresses_of([*read, *written, *factors])
-    scratch = torch.empty(p.scratch, dtype=torch.uint8, device=device)
     lr, weight_decay = addresses, addresses  # not read without a step
     if step is not None:
         lr, weight_decay = scalar_on(device, step[0]), scalar_on(device, step[1])
 
-    def run() -> None:
+    def start(scratch: Tensor) -> None:
         for t in p.copied:
             read[t].copy_(tensors[t])
             written[t].copy_(results[t])
@@ -416,18 +413,21 @@ def products(
             )
         for t in p.copied:
             results[t].copy_(written[t])
-        for t, first in p.by_cublas.items():
-            row = factors[first : first + 2]
-            if step is None:
-                cublas.chain(tensors[t], row, results[t])
-                continue
-            # One after the other, so that one product at a time takes memory.
-            launch_over(
-                scaled_step_kernel,
-                [[results[t]], [cublas.chain(tensors[t], row)]],
-                (lr, weight_decay, lr),
-                decayed=(True,),
-                SCALED=False,
-            )
 
-    return run
+    prepared = [Prepared(p.scratch, start)]
+    if not p.by_cublas:
+        return prepared
+    cublas.check(device, torch.float32)
+    # A step's products P use this memory one after the other.
+    most = 0 if step is None else max(tensors[t].numel() for t in p.by_cublas)
+    buffer = torch.empty(most, dtype=torch.float32, device=device)
+    for t, first in p.by_cublas.items():
+        target, row = results[t], factors[first : first + 2]
+        if step is None:
+            prepared.append(cublas.chain(tensors[t], row, target))
+            continue
+        product = buffer[: target.numel()].view(target.shape)
+        lists, numbers = [[target], [product]], (lr, weight_decay, lr)
+        update, _ = over_elements(scaled_step_kernel, lists, numbers, decayed=(True,), SCALED=False)
+        prepared += [cublas.chain(tensors[t], row, product), update]
+    return prepared

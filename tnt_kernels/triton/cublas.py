@@ -152,20 +152,44 @@ def _widens(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None
 
 
-def gram(left: Tensor, right: Tensor, mode: int, dtype: torch.dtype) -> Tensor:
+def check(device: torch.device, dtype: torch.dtype) -> None:
+    """Raises, before an operator writes, what cuBLAS would raise at its products.
+
+    PyTorch refuses cuBLAS under deterministic algorithms without CUBLAS_WORKSPACE_CONFIG, and takes
+    cuBLAS's workspace at a stream's first product. A product of two numbers finds out, at every
+    call: the setting may change, and PyTorch may have freed the workspace. It costs one small
+    launch in front of large products and does not wait for the device.
+    """
+    one = torch.empty(1, 1, dtype=dtype, device=device)
+    gram(one, one, 0, torch.empty(1, 1, dtype=torch.float32, device=device))
+
+
+def gram(left: Tensor, right: Tensor, mode: int, out: Tensor) -> None:
     """mat(L) mat(R)^T of two matrices. Its two triangles may be added up in different orders."""
     if mode == 1:
         left, right = left.mT, right.mT
-    if left.dtype == dtype:
-        return torch.mm(left, right.mT)
-    return torch.mm(left, right.mT, out_dtype=dtype)
+    if left.dtype == out.dtype:
+        torch.mm(left, right.mT, out=out)
+    else:
+        torch.mm(left, right.mT, out_dtype=out.dtype, out=out)
 
 
-def chain(tensor: Tensor, factors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-    """P = A_1 G A_2^T; a diagonal factor scales."""
+def chain(tensor: Tensor, factors: Sequence[Tensor], out: Tensor) -> launch.Prepared:
+    """P = A_1 G A_2^T, contiguous; a diagonal factor scales."""
     left, right = factors
-    wide = tensor.to(right.dtype)
-    inner = wide * right if right.dim() == 1 else torch.mm(wide, right.mT)
-    if left.dim() == 1:
-        return torch.mul(left[:, None], inner, out=out)
-    return torch.mm(left, inner, out=out)
+    count = tensor.numel()
+
+    def start(scratch: Tensor) -> None:
+        inner = scratch[: count * out.itemsize].view(out.dtype).view(out.shape)
+        # Half precision widens in P's own memory, which only the second product writes.
+        wide = tensor if tensor.dtype == out.dtype else out.copy_(tensor)
+        if right.dim() == 1:
+            torch.mul(wide, right, out=inner)
+        else:
+            torch.mm(wide, right.mT, out=inner)
+        if left.dim() == 1:
+            torch.mul(left[:, None], inner, out=out)
+        else:
+            torch.mm(left, inner, out=out)
+
+    return launch.Prepared(count * out.itemsize, start)

@@ -15,7 +15,7 @@ Corners, panels and products are in 3xTF32 at every precision setting of PyTorch
 would make an inverse of condition 1000 noise.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tnt_kernels.lists import mark_written
 from tnt_kernels.triton.factors import (
     FIRST_MODE,
     ORDER,
@@ -41,12 +40,14 @@ from tnt_kernels.triton.factors import (
 from tnt_kernels.triton.launch import (
     ELEMENTS,
     Layout,
+    Prepared,
     addresses_of,
     block_of,
     contiguous_copies,
     has_tensor_cores,
     launch,
     planned,
+    run,
     scalar_on,
     table,
 )
@@ -525,21 +526,17 @@ def damped_inverse(
     p = planned(plan, stats, rest=(tuple(orders),))
     addresses, eps = addresses_of([*stats, *out]), scalar_on(device, damping)
     info = torch.empty(len(orders), dtype=torch.int32, device=device)
-    scratch = torch.empty(p.scratch, dtype=torch.uint8, device=device)
-    for wave in p.waves:
-        _run(wave, addresses, scratch.view(wave.state), info, eps, relative)
-    mark_written(out)
+    waves = [
+        Prepared(p.scratch, _prepared(wave, addresses, info, eps, relative)) for wave in p.waves
+    ]
+    run(device, waves, out)
     return info
 
 
-def _run(
-    wave: Wave,
-    addresses: Tensor,
-    tiles: Tensor,
-    info: Tensor,
-    damping: Tensor,
-    relative: bool,
-) -> None:
+def _prepared(
+    wave: Wave, addresses: Tensor, info: Tensor, damping: Tensor, relative: bool
+) -> Callable[[Tensor], None]:
+    """Takes a wave's memory; returns what launches it in a workspace."""
     device, modes = info.device, len(wave.modes) // MODE_FIELDS.value
     numbers = torch.empty(modes, NUMBER_FIELDS.value, dtype=torch.float64, device=device)
     failed = torch.zeros(modes, dtype=torch.int32, device=device)
@@ -551,14 +548,19 @@ def _run(
     step = 32 if single else 16
 
     scaled = wave.modes, addresses, numbers
-    launch(rescale_kernel, *wave.tensors, *scaled, damping, **span, RELATIVE=relative)
-    launch(diagonal_kernel, *wave.spans, *scaled, failed, info, **span, CHECK=True)
-    # Its float64 numbers want twice the registers.
-    launch(begin_kernel, *wave.rows, *scaled, tiles, failed, **tile | {"num_warps": 2 * WARPS})
-    for k, (panel, update) in enumerate(zip(wave.panels, wave.updates, strict=True)):
-        launch(panel_kernel, *panel, *scaled, tiles, failed, k, **product)
-        launch(update_kernel, *update, wave.modes, tiles, k, **product, STEP=step)
-    launch(check_kernel, *wave.columns, wave.modes, numbers, tiles, failed, **tile)
-    launch(judge_kernel, *wave.tensors, failed, info, STRIDE=1, num_warps=1)
-    launch(product_kernel, *wave.products, *scaled, tiles, info, **product, STEP=step)
-    launch(diagonal_kernel, *wave.spans, *scaled, failed, info, **span, CHECK=False)
+
+    def start(scratch: Tensor) -> None:
+        tiles = scratch.view(wave.state)
+        launch(rescale_kernel, *wave.tensors, *scaled, damping, **span, RELATIVE=relative)
+        launch(diagonal_kernel, *wave.spans, *scaled, failed, info, **span, CHECK=True)
+        # Its float64 numbers want twice the registers.
+        launch(begin_kernel, *wave.rows, *scaled, tiles, failed, **tile | {"num_warps": 2 * WARPS})
+        for k, (panel, update) in enumerate(zip(wave.panels, wave.updates, strict=True)):
+            launch(panel_kernel, *panel, *scaled, tiles, failed, k, **product)
+            launch(update_kernel, *update, wave.modes, tiles, k, **product, STEP=step)
+        launch(check_kernel, *wave.columns, wave.modes, numbers, tiles, failed, **tile)
+        launch(judge_kernel, *wave.tensors, failed, info, STRIDE=1, num_warps=1)
+        launch(product_kernel, *wave.products, *scaled, tiles, info, **product, STEP=step)
+        launch(diagonal_kernel, *wave.spans, *scaled, failed, info, **span, CHECK=False)
+
+    return start

@@ -11,16 +11,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tnt_kernels.lists import mark_written
 from tnt_kernels.triton.chain import products
-from tnt_kernels.triton.launch import launch, scalar_on
+from tnt_kernels.triton.launch import Prepared, launch, run, scalar_on
 from tnt_kernels.triton.momentum import (
     BLOCK,
     WARPS,
     correction,
     inner_kernel,
-    launch_over,
     momentum_kernel,
+    over_elements,
     sum_of,
 )
 
@@ -76,17 +75,20 @@ def grafted_directions_(
     lists = [momenta, *([second_moments] if adam else []), grads]
     table = counts.to(device, non_blocking=True).contiguous() if adam else mu  # not read without
     numbers = (mu, table, second_decay, eps)
+    move, wanted = over_elements(momentum_kernel, lists, numbers, sums=True, SUMS=True, ADAM=adam)
     precondition = products(momenta, out, factors)
-    wanted = launch_over(momentum_kernel, lists, numbers, sums=True, SUMS=True, ADAM=adam)
-    precondition()
-    squares = launch_over(inner_kernel, [out], (), sums=True, TWO=False)
+    square, squares = over_elements(inner_kernel, [out], (), sums=True, TWO=False)
     scales = torch.empty(len(momenta), dtype=torch.float64, device=device)
-    launch(
-        scale_kernel,
-        *(len(momenta), scales, *wanted, *squares, mu, table, second_decay),
-        ADAM=adam,
-        BLOCK=BLOCK,
-        num_warps=WARPS,
-    )
-    mark_written([*momenta, *second_moments, *out])
+
+    def divide(_: Tensor) -> None:
+        launch(
+            scale_kernel,
+            *(len(momenta), scales, *wanted, *squares, mu, table, second_decay),
+            ADAM=adam,
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+        )
+
+    written = [*momenta, *second_moments, *out]
+    run(device, [move, *precondition, square, Prepared(0, divide)], written)
     return scales

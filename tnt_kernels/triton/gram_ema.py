@@ -21,13 +21,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tnt_kernels.lists import mark_written
 from tnt_kernels.triton import cublas
 from tnt_kernels.triton.chain import products
 from tnt_kernels.triton.launch import (
     ELEMENTS,
     VECTOR_BYTES,
     Layout,
+    Prepared,
     addresses_of,
     block_of,
     contiguous,
@@ -36,13 +36,14 @@ from tnt_kernels.triton.launch import (
     launch,
     planned,
     precision,
+    run,
     scalar_on,
     state_dtype,
     table,
     tile_tables,
 )
 from tnt_kernels.triton.momentum import BLOCK as SUMMED
-from tnt_kernels.triton.momentum import WARPS, inner_kernel, launch_over, sum_of
+from tnt_kernels.triton.momentum import WARPS, Sums, inner_kernel, over_elements, sum_of
 from tnt_kernels.triton.tiles import (
     LARGE_BLOCK,
     LARGEST_INDEX,
@@ -401,7 +402,7 @@ def plan(
     enlarge(full, lambda kind, n: _most_large(unfoldings[n]), programs)
     merge_small(full, lambda kind, n: _work(kind, unfoldings[n]), programs)
     sums: dict[torch.dtype, list[tuple[int, ...]]] = defaultdict(list)
-    partials: dict[torch.dtype, int] = defaultdict(int)
+    partials = {kind.state: 0 for kind in full}
     tiles = {
         kind: _tiles(kind, {n: unfoldings[n] for n in own}, programs, sums[kind.state], partials)
         for kind, own in full.items()
@@ -409,7 +410,7 @@ def plan(
     return Plan(
         table(problems, torch.int64, device),
         *(tile_tables(tiles, device), tile_tables(sums, device), tile_tables(diagonals, device)),
-        dict(partials),
+        partials,
         frozenset(copied),
         tile_tables(by_cublas, device),
     )
@@ -483,10 +484,10 @@ def gram_ema_(
     if not stats:
         return
     if factors:
-        _whitened(stats, tensors, decay, factors)
+        prepared = _whitened(stats, tensors, decay, factors)
     else:
-        _update(stats, tensors, decay)
-    mark_written(stats)
+        prepared = [_update(stats, tensors, decay)]
+    run(stats[0].device, prepared, stats)
 
 
 class Whitened(NamedTuple):
@@ -496,14 +497,14 @@ class Whitened(NamedTuple):
     tensor: int
     mode: int
     factors: list[int]  # of all modes of G; of its own mode, ones
-    start: int  # in its workspace, elements
+    start: int  # in the workspace, bytes
 
 
 class WhitenedPlan(NamedTuple):
     """What whitens tensors of given layouts."""
 
-    # The P that exist together, and their workspace's elements by dtype.
-    parts: list[tuple[list[Whitened], dict[torch.dtype, int]]]
+    parts: list[list[Whitened]]  # each has the P that exist together
+    workspace: int  # bytes, which the parts use in turn
     ones: list[Tensor]  # factors that change nothing; numbered after the factors
 
 
@@ -512,23 +513,26 @@ def plan_whitened(tensors: tuple[Layout, ...], device: torch.device, _: int) -> 
     for t, layout in enumerate(tensors):
         _checked_modes(t, layout)  # before any of them is written
     modes = [(t, mode) for t, layout in enumerate(tensors) for mode in range(len(layout.shape))]
-    sizes = [blocks(math.prod(x.shape), VECTOR_BYTES) * VECTOR_BYTES for x in tensors]
+    sizes = [
+        blocks(math.prod(x.shape), VECTOR_BYTES) * VECTOR_BYTES * x.dtype.itemsize for x in tensors
+    ]
     ones: dict[tuple[int, torch.dtype], int] = {}
-    plan = WhitenedPlan([], [])
-    needs = {n: sizes[t] * tensors[t].dtype.itemsize for n, (t, _) in enumerate(modes)}
-    for numbers in waves(needs, WHITENED_BYTES):
+    parts: list[list[Whitened]] = []
+    workspace = 0
+    for numbers in waves({n: sizes[t] for n, (t, _) in enumerate(modes)}, WHITENED_BYTES):
         part: list[Whitened] = []
-        free: dict[torch.dtype, int] = defaultdict(int)
+        free = 0
         for n in numbers:
             t, mode = modes[n]
             shape, dtype = tensors[t].shape, tensors[t].dtype
             row = [*range(n - mode, n - mode + len(shape))]
             row[mode] = len(modes) + ones.setdefault((shape[mode], dtype), len(ones))
-            part.append(Whitened(n, t, mode, row, free[dtype]))
-            free[dtype] += sizes[t]
-        plan.parts.append((part, free))
-    plan.ones.extend(table([[1] * d], dtype, device) for d, dtype in ones)
-    return plan
+            part.append(Whitened(n, t, mode, row, free))
+            free += sizes[t]
+        parts.append(part)
+        workspace = max(workspace, free)
+    tables = [table([[1] * d], dtype, device) for d, dtype in ones]
+    return WhitenedPlan(parts, workspace, tables)
 
 
 def _whitened(
@@ -536,25 +540,35 @@ def _whitened(
     tensors: Sequence[Tensor],
     decay: Tensor,
     factors: Sequence[Tensor],
-) -> None:
+) -> list[Prepared]:
     device = stats[0].device
     tensors = contiguous_copies([t.to(state_dtype(t.dtype)) for t in tensors])
     p = planned(plan_whitened, tensors)
     every = [*factors, *p.ones]
-    for part, sizes in p.parts:
+    workspace = torch.empty(p.workspace, dtype=torch.uint8, device=device)
+    views = {state: workspace.view(state) for state in (torch.float32, torch.float64)}
+    prepared: list[Prepared] = []
+    for part in p.parts:
         own = [tensors[one.tensor] for one in part]
-        workspace = {d: torch.empty(size, dtype=d, device=device) for d, size in sizes.items()}
         whitened = [
-            workspace[t.dtype].as_strided(t.shape, t.stride(), one.start)
+            views[t.dtype].as_strided(t.shape, t.stride(), one.start // t.itemsize)
             for t, one in zip(own, part, strict=True)
         ]
-        products(own, whitened, [every[n] for one in part for n in one.factors])()
-        squares = launch_over(inner_kernel, [own], (), sums=True, TWO=False)
-        traces = launch_over(inner_kernel, [whitened, own], (), sums=True, TWO=True)
+        multiply = products(own, whitened, [every[n] for one in part for n in one.factors])
+        square, squares = over_elements(inner_kernel, [own], (), sums=True, TWO=False)
+        trace, traces = over_elements(inner_kernel, [whitened, own], (), sums=True, TWO=True)
         scales = torch.empty(len(own), dtype=torch.float64, device=device)
-        launch(scale_kernel, len(own), scales, *squares, *traces, BLOCK=SUMMED, num_warps=WARPS)
         modes = [one.mode for one in part]
-        _update([stats[one.stat] for one in part], whitened, decay, modes, own, scales)
+        blend = _update([stats[one.stat] for one in part], whitened, decay, modes, own, scales)
+        prepared += [*multiply, square, trace, _divided(scales, squares, traces), blend]
+    return prepared
+
+
+def _divided(scales: Tensor, squares: Sums, traces: Sums) -> Prepared:
+    def start(_: Tensor) -> None:
+        launch(scale_kernel, len(scales), scales, *squares, *traces, BLOCK=SUMMED, num_warps=WARPS)
+
+    return Prepared(0, start)
 
 
 def _update(
@@ -564,7 +578,7 @@ def _update(
     modes: Sequence[int] = (),
     second: Sequence[Tensor] = (),
     scales: Tensor | None = None,
-) -> None:
+) -> Prepared:
     """The statistics of all modes of the tensors, or of one mode each of whitened tensors.
 
     Of whitened tensors ``second`` are the G, contiguous, and ``scales`` those of mat(P) mat(G)^T.
@@ -579,23 +593,12 @@ def _update(
     for t in p.copied:
         tensors[t] = tensors[t].contiguous()
     addresses = addresses_of([*tensors, *stats, *second])
-    partials = {
-        state: torch.empty(p.partials.get(state, 0), dtype=state, device=device)
-        for state in {kind.state for kind, _, _ in p.tiles}
-    }
-    for kind, count, tiles in p.tiles:
-        launch(
-            gram_kernel,
-            *(count, tiles, p.problems, addresses, partials[kind.state], weight, scales),
-            ELEMENT=ELEMENTS[kind.element],
-            STATE=ELEMENTS[kind.state],
-            BLOCK=kind.block,
-            STEP=STEP,
-            VECTOR=kind.vector,
-            PRECISION=setting,
-            WHITENED=is_whitened,
-            num_warps=warps_of(kind.block),
-        )
+    sizes = [count * state.itemsize for state, count in p.partials.items()]
+    ends = list(itertools.accumulate(sizes, initial=0))
+    # The products of cuBLAS come after the partial sums, one after the other.
+    need = max([ends[-1], *(stats[n].nbytes for (n, _, _), _, _ in p.by_cublas)])
+    for dtype in {tensors[t].dtype for (_, t, _), _, _ in p.by_cublas}:
+        cublas.check(device, dtype)
 
     def blend(count: int, tiles: Tensor, sums: Tensor) -> None:
         block = block_of(sums.dtype)
@@ -608,17 +611,39 @@ def _update(
             num_warps=warps_of(block),
         )
 
-    for state, count, tiles in p.sums:
-        blend(count, tiles, partials[state])
-    for (n, t, mode), count, tiles in p.by_cublas:
-        blend(count, tiles, cublas.gram(tensors[t], (second or tensors)[t], mode, stats[n].dtype))
-    for kind, count, tiles in p.diagonals:
-        launch(
-            diagonal_kernel,
-            *(count, tiles, p.problems, addresses, weight, scales),
-            ELEMENT=ELEMENTS[kind.element],
-            STATE=ELEMENTS[kind.state],
-            BLOCK=kind.block,
-            WHITENED=is_whitened,
-            num_warps=warps_of(kind.block),
-        )
+    def start(scratch: Tensor) -> None:
+        partials = {
+            state: scratch[first:last].view(state)
+            for state, (first, last) in zip(p.partials, itertools.pairwise(ends), strict=True)
+        }
+        for kind, count, tiles in p.tiles:
+            launch(
+                gram_kernel,
+                *(count, tiles, p.problems, addresses, partials[kind.state], weight, scales),
+                ELEMENT=ELEMENTS[kind.element],
+                STATE=ELEMENTS[kind.state],
+                BLOCK=kind.block,
+                STEP=STEP,
+                VECTOR=kind.vector,
+                PRECISION=setting,
+                WHITENED=is_whitened,
+                num_warps=warps_of(kind.block),
+            )
+        for state, count, tiles in p.sums:
+            blend(count, tiles, partials[state])
+        for (n, t, mode), count, tiles in p.by_cublas:
+            product = scratch[: stats[n].nbytes].view(stats[n].dtype).view(stats[n].shape)
+            cublas.gram(tensors[t], (second or tensors)[t], mode, product)
+            blend(count, tiles, product)
+        for kind, count, tiles in p.diagonals:
+            launch(
+                diagonal_kernel,
+                *(count, tiles, p.problems, addresses, weight, scales),
+                ELEMENT=ELEMENTS[kind.element],
+                STATE=ELEMENTS[kind.state],
+                BLOCK=kind.block,
+                WHITENED=is_whitened,
+                num_warps=warps_of(kind.block),
+            )
+
+    return Prepared(need, start)

@@ -5,14 +5,13 @@ once. A graph therefore captures always the same launches; an eager call may end
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tnt_kernels.lists import mark_written
 from tnt_kernels.triton import newton
 from tnt_kernels.triton.factors import (
     SPAN,
@@ -28,6 +27,7 @@ from tnt_kernels.triton.launch import (
     ELEMENTS,
     VECTOR_BYTES,
     Layout,
+    Prepared,
     addresses_of,
     block_of,
     contiguous_copies,
@@ -35,6 +35,7 @@ from tnt_kernels.triton.launch import (
     is_capturing,
     launch,
     planned,
+    run,
     scalar_on,
     table,
 )
@@ -212,6 +213,8 @@ class Watch:
         if states.is_cuda and self._may_look:
             # Zeros: none is done. Newly allocated: an earlier call's copy may still be running.
             self._seen = torch.zeros(states.shape, dtype=states.dtype, pin_memory=True)
+        self._done = self._seen[:, newton.DONE.value]
+        self._least = torch.zeros((), dtype=states.dtype, device=self._seen.device)
 
     def look(self) -> None:
         """Starts an asynchronous copy of the states."""
@@ -220,7 +223,8 @@ class Watch:
 
     def sees_all_done(self) -> bool:
         """Whether all matrices are done in the last copy that has arrived."""
-        return self._may_look and bool(self._seen[:, newton.DONE.value].all())
+        # Not all(), which takes memory: an earlier wave may already have written its factors.
+        return self._may_look and bool(torch.amin(self._done, 0, out=self._least))
 
 
 def inverse_root(
@@ -238,42 +242,53 @@ def inverse_root(
     p = planned(plan, stats, rest=(tuple(orders), tuple(roots)))
     addresses, eps = addresses_of([*stats, *out]), scalar_on(device, damping)
     info = torch.empty(len(orders), dtype=torch.int32, device=device)
-    scratch = torch.empty(p.scratch, dtype=torch.uint8, device=device)
-    for wave in p.waves:
-        _run(wave, addresses, scratch.view(wave.state), info, eps)
-    mark_written(out)
+    waves = [Prepared(p.scratch, _prepared(wave, addresses, info, eps)) for wave in p.waves]
+    run(device, waves, out)
     return info
 
 
-def _run(wave: Wave, addresses: Tensor, scratch: Tensor, info: Tensor, damping: Tensor) -> None:
+def _prepared(
+    wave: Wave, addresses: Tensor, info: Tensor, damping: Tensor
+) -> Callable[[Tensor], None]:
+    """Takes a wave's memory; returns what launches it in a workspace."""
     device, element = info.device, ELEMENTS[wave.state]
     shape = wave.modes, newton.STATE_FIELDS.value
     states = torch.zeros(shape, dtype=torch.int64, device=device)
-    if wave.products:
-        _iterate(wave, addresses, states, scratch, damping)
+    measures = torch.empty(wave.strips.programs, 2, dtype=torch.float64, device=device)
+    failed, watch = states[:, newton.FAILED.value], Watch(states)
     tables, sizes = (wave.matrices, addresses, states, info), {"STATE": element, "num_warps": WARPS}
-    for check in (True, False):
-        launch(newton.full_kernel, *wave.tiles, *tables, scratch, **sizes, BLOCK=TILE, CHECK=check)
-        launch(
-            newton.diagonal_kernel, *wave.spans, *tables, damping, **sizes, SPAN=SPAN, CHECK=check
-        )
-        if check:
-            failed, stride = states[:, newton.FAILED.value], newton.STATE_FIELDS.value
-            launch(judge_kernel, *wave.tensors, failed, info, STRIDE=stride, num_warps=1)
+
+    def start(scratch: Tensor) -> None:
+        scratch = scratch.view(wave.state)
+        if wave.products:
+            _iterate(wave, addresses, states, measures, scratch, damping, watch)
+        for check in (True, False):
+            named = {**sizes, "CHECK": check}
+            launch(newton.full_kernel, *wave.tiles, *tables, scratch, **named, BLOCK=TILE)
+            launch(newton.diagonal_kernel, *wave.spans, *tables, damping, **named, SPAN=SPAN)
+            if check:
+                stride = newton.STATE_FIELDS.value
+                launch(judge_kernel, *wave.tensors, failed, info, STRIDE=stride, num_warps=1)
+
+    return start
 
 
 def _iterate(
-    wave: Wave, addresses: Tensor, states: Tensor, scratch: Tensor, damping: Tensor
+    wave: Wave,
+    addresses: Tensor,
+    states: Tensor,
+    measures: Tensor,
+    scratch: Tensor,
+    damping: Tensor,
+    watch: Watch,
 ) -> None:
     device, element = states.device, ELEMENTS[wave.state]
-    measures = torch.empty(wave.strips.programs, 2, dtype=torch.float64, device=device)
     sizes = {"STATE": element, "BLOCK": TILE, "num_warps": WARPS}
     read = wave.matrices, addresses
     launch(newton.measure_kernel, *wave.strips, *read, measures, damping, **sizes)
     begun = *read, states, measures, scratch, damping
     launch(newton.begin_kernel, *wave.tiles, *begun, **sizes, STRIPS=STRIPS)
     launch(newton.decide_kernel, wave.modes, states, STATE=element, MAY_GROW=True, num_warps=1)
-    watch = Watch(states)
     for iteration in range(ITERATIONS):
         if watch.sees_all_done():
             break

@@ -216,3 +216,23 @@ def launch(
     if programs:
         # Fused multiply-adds in every version: Triton 3.9 warns that 3.10 will turn them off.
         kernel[(programs,)](*arguments, enable_fp_fusion=True, **constants)
+
+
+class Prepared(NamedTuple):
+    """Launches that take no memory: it is all there, but for a workspace that they get."""
+
+    scratch: int  # the workspace's bytes
+    start: Callable[[Tensor], None]  # gets at least that many, uint8
+
+
+def run(device: torch.device, prepared: Sequence[Prepared], written: Sequence[Tensor] = ()) -> None:
+    """Takes the workspace that launches use in turn, then starts them, which write ``written``.
+
+    An operator prepares all its launches first, so that whatever raises (no memory, cuBLAS) does so
+    before the first write: the call has then changed nothing and can be repeated.
+    """
+    most = max(p.scratch for p in prepared)
+    scratch = torch.empty(most, dtype=torch.uint8, device=device)
+    lists.mark_written(written)
+    for p in prepared:
+        p.start(scratch)

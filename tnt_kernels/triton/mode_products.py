@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tnt_kernels.triton.chain import products
-from tnt_kernels.triton.launch import state_dtype
+from tnt_kernels.triton.launch import run, state_dtype
 
 
 def mode_products(tensors: Sequence[Tensor], factors: Sequence[Tensor]) -> list[Tensor]:
@@ -15,5 +15,5 @@ def mode_products(tensors: Sequence[Tensor], factors: Sequence[Tensor]) -> list[
         return []
     device = tensors[0].device
     results = [torch.empty(t.shape, dtype=state_dtype(t.dtype), device=device) for t in tensors]
-    products(tensors, results, factors)()
+    run(device, products(tensors, results, factors))
     return results

@@ -11,13 +11,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tnt_kernels.lists import mark_written
 from tnt_kernels.triton.launch import (
     ELEMENTS,
     Layout,
+    Prepared,
     addresses_of,
     launch,
     planned,
+    run,
     scalar_on,
     table,
     tile_tables,
@@ -310,7 +311,7 @@ class Sums(NamedTuple):
     firsts: Tensor
 
 
-def launch_over(
+def over_elements(
     kernel: "triton.JITFunction",
     lists: Sequence[Sequence[Tensor]],
     numbers: Sequence[Tensor | float],
@@ -318,31 +319,35 @@ def launch_over(
     decayed: Sequence[bool] = (),
     sums: bool = False,
     **constants: bool,
-) -> Sums:
-    """Launches a kernel over all elements of lists of at least one tensor each.
+) -> tuple[Prepared, Sums]:
+    """Prepares a kernel over all elements of lists of at least one tensor each.
 
-    With ``sums`` the kernel's partial sums, which come before its numbers; else they are empty.
+    With ``sums`` it stores partial sums, which come before its numbers; else they are not to be
+    read.
     """
     every = [tensor for tensors in lists for tensor in tensors]
     device = every[0].device
     flags = tuple(decayed) or (False,) * len(lists[0])
     p = planned(plan, every, rest=(flags,))
-    partials = torch.empty(p.partials if sums else 0, dtype=torch.float64, device=device)
+    partials = torch.empty(p.partials, dtype=torch.float64, device=device) if sums else p.firsts
     addresses = addresses_of(every)
-    for kind, count, tiles in p.launches:
-        launch(
-            kernel,
-            count,
-            *(tiles, p.problems, addresses, *([partials] if sums else []), *numbers),
-            ELEMENT=ELEMENTS[kind.source],
-            RESULT=ELEMENTS[kind.target],
-            SPAN=SPAN,
-            BLOCK=BLOCK,
-            VECTOR=kind.vector,
-            num_warps=WARPS,
-            **constants,
-        )
-    return Sums(partials, p.firsts)
+
+    def start(_: Tensor) -> None:
+        for kind, count, tiles in p.launches:
+            launch(
+                kernel,
+                count,
+                *(tiles, p.problems, addresses, *([partials] if sums else []), *numbers),
+                ELEMENT=ELEMENTS[kind.source],
+                RESULT=ELEMENTS[kind.target],
+                SPAN=SPAN,
+                BLOCK=BLOCK,
+                VECTOR=kind.vector,
+                num_warps=WARPS,
+                **constants,
+            )
+
+    return Prepared(0, start), Sums(partials, p.firsts)
 
 
 def scaled_step_(
@@ -359,11 +364,11 @@ def scaled_step_(
     device = params[0].device
     alpha, gamma = scalar_on(device, lr), scalar_on(device, weight_decay)
     factors = scales.to(device, non_blocking=True).contiguous()
-    launch_over(
+    step, _ = over_elements(
         scaled_step_kernel,
         [params, directions],
         [alpha, gamma, factors if len(factors) else alpha],
         decayed=decayed,
         SCALED=len(factors) > 0,
     )
-    mark_written(params)
+    run(device, [step], params)

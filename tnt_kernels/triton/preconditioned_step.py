@@ -7,10 +7,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from tnt_kernels.lists import mark_written
 from tnt_kernels.triton.chain import products
-from tnt_kernels.triton.launch import scalar_on
-from tnt_kernels.triton.momentum import launch_over, momentum_kernel
+from tnt_kernels.triton.launch import run, scalar_on
+from tnt_kernels.triton.momentum import momentum_kernel, over_elements
 
 
 def preconditioned_step_(
@@ -25,10 +24,10 @@ def preconditioned_step_(
     """The operator with ``factors`` flat."""
     if not params:
         return
-    update_params = products(momenta, params, factors, (lr, weight_decay))
-    mu = scalar_on(params[0].device, momentum)
+    device = params[0].device
+    mu = scalar_on(device, momentum)
     # Without sums and Adam the kernel reads no other numbers.
     numbers = (mu, mu, mu, 0.0, 0.0)
-    launch_over(momentum_kernel, [momenta, grads], numbers, SUMS=False, ADAM=False)
-    update_params()
-    mark_written([*params, *momenta])
+    move, _ = over_elements(momentum_kernel, [momenta, grads], numbers, SUMS=False, ADAM=False)
+    update_params = products(momenta, params, factors, (lr, weight_decay))
+    run(device, [move, *update_params], [*params, *momenta])
