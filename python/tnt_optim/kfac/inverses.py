@@ -201,11 +201,8 @@ def update_(
 def _accumulate(group: Mapping[str, Any], states: States, grads: Mapping[Tensor, Tensor]) -> None:
     """Adds gradients to the momenta, and their squares to the second moments if grafted to Adam."""
     adam, own = group["graft"] == "adam", list(grads.values())
-    for p, grad in grads.items():
-        state = states[p]
-        if "momentum" not in state:
-            state["momentum"] = grad.new_zeros(grad.shape)
-            state |= {"second_moment": grad.new_zeros(grad.shape), "updates": 0} if adam else {}
+    for p in grads:
+        add_moments(states[p], p, group)
     momenta = [states[p]["momentum"] for p in grads]
     torch._foreach_mul_(momenta, group["momentum"])
     torch._foreach_add_(momenta, own)
@@ -215,6 +212,15 @@ def _accumulate(group: Mapping[str, Any], states: States, grads: Mapping[Tensor,
         torch._foreach_addcmul_(squares, own, own, 1 - SECOND_DECAY)
         for p in grads:
             states[p]["updates"] += 1
+
+
+def add_moments(state: dict[str, Any], param: Tensor, group: Mapping[str, Any]) -> None:
+    """Adds moments of zero to a state that has none."""
+    if "momentum" not in state:
+        zeros = torch.zeros(param.shape, dtype=state_dtype(param), device=param.device)
+        state["momentum"] = zeros
+        if group["graft"] == "adam":
+            state |= {"second_moment": zeros.clone(), "updates": 0}
 
 
 def _graft_scales(
