@@ -16,6 +16,9 @@ from tnt_optim.state import check_keys
 # Functions, and an entry that torch adds to the defaults when an optimizer loads or is copied.
 _NOT_SAVED = {"modes", "differentiable"}
 
+# Parts of a parameter's name that wrappers add: DistributedDataParallel and torch.compile.
+_WRAPPERS = {"module", "_orig_mod"}
+
 # Options that decide what the statistics are of; "fisher" also decides whether the others matter.
 _SAMPLING = ("fisher", "likelihood", "seed", "sample_scale")
 
@@ -56,17 +59,29 @@ def load_adapted(
     """Loads a state with torch's own ``load_state_dict``, between a check and a finish.
 
     ``check`` runs after the user's pre-hooks, before anything is changed. ``finish`` runs when
-    torch has loaded the state, before the user's post-hooks.
+    torch has loaded the state, before the user's post-hooks. The optimizer keeps its own names of
+    parameters.
     """
     adapted: list[StateDict] = []
+    names = [group.get("param_names") for group in optimizer.param_groups]
 
     def before(_: Optimizer, state: StateDict) -> None:
         check(state)
         adapted.append(state)
 
+    def after(_: Optimizer) -> None:
+        (state,) = adapted
+        warn_of_other_names(names, state["param_groups"])
+        for group, own in zip(optimizer.param_groups, names, strict=True):
+            if own is not None:
+                group["param_names"] = own
+        finish(state)
+        if not state["state"] and any(group["step"] for group in optimizer.param_groups):
+            warn_the_caller(_WITHOUT_STATE)
+
     handles = [
         optimizer.register_load_state_dict_pre_hook(before),
-        optimizer.register_load_state_dict_post_hook(lambda _: finish(adapted[0]), prepend=True),
+        optimizer.register_load_state_dict_post_hook(after, prepend=True),
     ]
     try:
         load(with_integer_keys(state_dict))
@@ -175,6 +190,7 @@ def check_groups(
 ) -> None:
     """Refuses a ``state_dict`` of another method, other parameter groups, or invalid ``settings``.
 
+    Also one whose parameters come in another order, if both have names.
     Statistics, factors and settings of two methods may have the same form. The entry "method" is
     missing after torch.distributed.checkpoint, which keeps only the entries that torch knows. Other
     entries of a group, such as a scheduler's ``initial_lr``, may be missing.
@@ -201,6 +217,91 @@ def check_groups(
                 f"state_dict: group {number} must have {len(group['params'])} parameters, "
                 f"got {len(saved['params'])}; is it of another model?"
             )
+    check_names(groups, state_dict)
+
+
+_WITHOUT_STATE = (
+    "state_dict counts steps and has no state of any parameter: training starts over, at a later "
+    "step. Loaders that load in place, as torch.distributed.checkpoint does, need a state to load "
+    "into: call allocate_state() before state_dict() and the load"
+)
+
+
+def _unwrapped(name: str) -> str:
+    """A parameter's name without the parts that wrappers add.
+
+    >>> _unwrapped("module._orig_mod.0.weight")
+    '0.weight'
+    """
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def _other_names(
+    own: Sequence[Sequence[str] | None], saved_groups: Sequence[Settings]
+) -> list[tuple[str, str, str]]:
+    """Where names differ: the parameter's number and group, its name here, and the saved name.
+
+    Groups without names count as equal. Where torch's ``set_optimizer_state_dict`` loads, it has
+    matched parameters by name, and put names in place of their numbers.
+    """
+    return [
+        (f"parameter {index} of group {number}", here, there)
+        for number, (names, saved) in enumerate(zip(own, saved_groups, strict=True))
+        if not any(isinstance(param, str) for param in saved["params"])
+        for index, (here, there) in enumerate(
+            zip(names or (), saved.get("param_names") or (), strict=False)
+        )
+        if _unwrapped(here) != _unwrapped(there)
+    ]
+
+
+def check_names(groups: Sequence[Settings], state_dict: StateDict) -> None:
+    """Refuses a state whose parameters are those of the optimizer in another order.
+
+    A saved name that no other parameter has here is no error: modules may be renamed.
+    """
+    own = [group.get("param_names") for group in groups]
+    differ = _other_names(own, state_dict["param_groups"])
+    ours = {_unwrapped(here) for _, here, _ in differ}
+    if mixed := [entry for entry in differ if _unwrapped(entry[2]) in ours]:
+        raise ValueError(
+            "state_dict must have the optimizer's parameters in the same order, got "
+            f"{_listed(mixed)}. Give the optimizer its parameters in the order in which the state "
+            "was saved, or reorder the state in a hook (register_load_state_dict_pre_hook)"
+        )
+
+
+def warn_of_other_names(
+    own: Sequence[Sequence[str] | None], saved_groups: Sequence[Settings]
+) -> None:
+    """Warns of a loaded state whose parameters have other names."""
+    if differ := _other_names(own, saved_groups):
+        warn_the_caller(
+            f"state_dict was saved with other names, and is loaded by order: {_listed(differ)}"
+        )
+
+
+def _listed(differ: Sequence[tuple[str, str, str]]) -> str:
+    listed = ", ".join(f"{there!r} for {here!r} ({place})" for place, here, there in differ[:3])
+    return listed + (f" and {len(differ) - 3} more" if len(differ) > 3 else "")
+
+
+def has_zero_rates(groups: Sequence[Settings]) -> bool:
+    """Whether all learning rates are zero."""
+    return not any(group["lr"] != 0 for group in groups)
+
+
+def has_zero_gradients(groups: Sequence[Settings]) -> bool:
+    """Whether all trainable parameters have gradients, which are zero; the host waits.
+
+    With rates of zero, torch's ``get_optimizer_state_dict`` and ``set_optimizer_state_dict`` take
+    such a step to get the state of a new optimizer.
+    """
+    trainable = [p for group in groups for p in group["params"] if p.requires_grad]
+    grads = [p.grad for p in trainable if p.grad is not None]
+    if not grads or len(grads) < len(trainable) or any(g.layout != torch.strided for g in grads):
+        return False
+    return not any(getattr(g, "to_local", lambda g=g: g)().any() for g in grads)
 
 
 def saved_states(

@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from tnt_optim.checkpoint import with_integer_keys
+from tnt_optim.checkpoint import check_names, warn_of_other_names, with_integer_keys
+from tnt_optim.failures import names_of
+from tnt_optim.fit import Fit
 from tnt_optim.wrappers import Wrappable
 
 
@@ -66,6 +68,9 @@ class WithFallback(Wrappable, Optimizer):
                 f"of shape {tuple(both[0].shape)}"
             )
         self.main, self.fallback = main, fallback
+        self._fit = Fit()  # of the fallback
+        # States of the fallback that are only allocated: its next step makes new ones.
+        self._allocated: dict[Tensor, Any] = {}
         # Schedulers that change the momentum look for it in the defaults.
         has_momentum = all("momentum" in group for group in self.param_groups)
         super().__init__(self.param_groups, {"momentum": 0.0} if has_momentum else {})
@@ -112,12 +117,45 @@ class WithFallback(Wrappable, Optimizer):
             The closure's result, or None.
 
         Raises:
-            RuntimeError, ValueError: from ``main``; neither has then changed anything.
-                An error from ``fallback`` comes after main's step.
+            RuntimeError, ValueError: from ``main``, or because a parameter's shape has changed;
+                neither has then changed anything. Other errors from ``fallback`` come after main's
+                step.
         """
-        loss = self.main.step(closure)
+        main: Any = self.main
+        if closure is None and not self.state and main._asks_for_state(self.param_groups):
+            self.allocate_state()
+            return None
+
+        def checked() -> Any:
+            """Main calls it before it changes anything; if it raises, observations are used up."""
+            loss = None if closure is None else closure()
+            params, state = self._fallback_params(), self.fallback.state
+            self._fit.check(params, state, self._name, lambda param, state: None, {})
+            return loss
+
+        loss = main.step(checked)
+        for param, state in self._allocated.items():
+            if self.fallback.state.get(param) is state:
+                del self.fallback.state[param]
+        self._allocated = {}
         self.fallback.step()
+        self._fit.note_if_new(self._fallback_params(), self.fallback.state)
         return loss
+
+    def _fallback_params(self) -> list[Tensor]:
+        return [p for group in self.fallback.param_groups for p in group["params"]]
+
+    def _name(self, param: Tensor) -> str:
+        """A parameter of the fallback in messages."""
+        places = (
+            (number, index)
+            for number, group in enumerate(self.fallback.param_groups)
+            for index, other in enumerate(group["params"])
+            if other is param
+        )
+        number, index = next(places)
+        name = names_of(self.fallback.param_groups[number])[index]
+        return f"parameter {name!r} of the fallback's group {number}, shape {tuple(param.shape)}"
 
     @property
     def observing(self) -> bool:
@@ -148,7 +186,10 @@ class WithFallback(Wrappable, Optimizer):
     def allocate_state(self, unreached: Iterable[Tensor] = ()) -> None:
         """Gives both optimizers states to load into; see ``TNT.allocate_state``."""
         self.main.allocate_state(unreached)  # type: ignore[attr-defined]
+        state = self.fallback.state
+        new = [p for p in self._fallback_params() if not state.get(p)]
         _allocate(self.fallback)
+        self._allocated |= {p: state[p] for p in new if p in state}
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """See ``TNT.consolidate_state_dict``; also of a fallback that has it."""
@@ -220,6 +261,8 @@ class WithFallback(Wrappable, Optimizer):
             parts.append({"state": state, "param_groups": groups})
         numbered = {index for group in state_dict["param_groups"] for index in group["params"]}
         others = {key: s for key, s in state_dict["state"].items() if key not in numbered}
+        check_names(self.param_groups, state_dict)
+        names = [group.get("param_names") for group in self.fallback.param_groups]
         before = self.fallback.state_dict()
         self.fallback.load_state_dict(parts[1])
         try:
@@ -228,13 +271,19 @@ class WithFallback(Wrappable, Optimizer):
         except Exception:
             self.fallback.load_state_dict(before)
             raise
+        warn_of_other_names(names, parts[1]["param_groups"])
+        for group, own in zip(self.fallback.param_groups, names, strict=True):
+            if own is not None:
+                group["param_names"] = own
         self.state.others.update(others)
+        self._fit.note(self._fallback_params(), self.fallback.state)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"main": self.main, "fallback": self.fallback, "defaults": self.defaults}
-        return {**own, "_others": self.state.others}
+        others = {"_others": self.state.others, "_fit": self._fit, "_allocated": self._allocated}
+        return {**own, **others}
 
     def __repr__(self) -> str:
         return f"{self.main!r}\nwith the fallback {self.fallback!r}"

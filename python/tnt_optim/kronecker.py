@@ -36,6 +36,7 @@ from tnt_optim.failures import (
     names_of,
     warn_the_caller,
 )
+from tnt_optim.fit import Fit
 from tnt_optim.modes import (
     Rows,
     Settings,
@@ -43,7 +44,6 @@ from tnt_optim.modes import (
     are_sharded,
     by_device,
     check_dense,
-    check_dtype,
     is_plain,
     is_sharded,
     layout,
@@ -60,12 +60,14 @@ from tnt_optim.options import (
 )
 from tnt_optim.paper import paper_settings
 from tnt_optim.state import (
+    ALLOCATED,
     COUNTS,
     NAMES,
     SURVIVES,
     add_master,
     check_state,
     has_statistics,
+    is_allocated,
     memory_estimate,
     new_state,
     statistic_shapes,
@@ -132,6 +134,7 @@ class KroneckerOptimizer(Wrappable, Optimizer):
         # The settings in ``_SHAPING`` that each group's states were made with; None without any.
         self._shaping: list[tuple[Any, ...] | None] = []
         self._attempt = Attempt()
+        self._fit = Fit(NAMES)
         # What other processes keep of the state, after consolidate_state_dict.
         self._consolidated: dict[Tensor, State] | None = None
 
@@ -189,9 +192,10 @@ class KroneckerOptimizer(Wrappable, Optimizer):
         Raises:
             ValueError: if a group's settings have become wrong; nothing is then changed.
             RuntimeError: if a parameter has a gradient but no statistics, and no output was asked
-                for them, or a setting that shapes the state has changed; nothing is then changed.
-                (A parameter that the outputs do not reach takes the momentum without a
-                preconditioner, with a warning.)
+                for them, or a setting that shapes the state has changed, or a parameter's state or
+                gradient does not fit its shape or dtype; nothing is then changed. (A parameter
+                that the outputs do not reach takes the momentum without a preconditioner, with a
+                warning.)
             PreconditionerError: if first statistics or inverses fail, or later ones repeatedly. No
                 parameter is then changed.
 
@@ -202,6 +206,9 @@ class KroneckerOptimizer(Wrappable, Optimizer):
         takes the gradients out of ``.grad``, and the next call finishes this update, with these
         gradients instead of new ones.
         """
+        if closure is None and self._asks_for_state(self.param_groups):
+            self.allocate_state()
+            return None
         loss = None
         try:
             if closure is not None:
@@ -248,6 +255,7 @@ class KroneckerOptimizer(Wrappable, Optimizer):
         if not self._modelled():
             return
         processes = self._distribution()
+        self._check_fit(processes)
         if model is None or isinstance(outputs, Sequence):  # a list's forwards have run
             outputs = warned_of_batch_norm(outputs)
         with buffers_put_back(*([] if model is None else [model])):
@@ -263,7 +271,9 @@ class KroneckerOptimizer(Wrappable, Optimizer):
         """Gives every trainable parameter without state a new one, to load into.
 
         Loaders that load in place, such as ``torch.distributed.checkpoint``, find in it the tensors
-        that this process keeps. Load before the next step.
+        that this process keeps. Load before the next step: without a load, the state counts as
+        none. torch's ``get_optimizer_state_dict`` and ``set_optimizer_state_dict`` get it by a step
+        with gradients and rates of zero, which moves and counts nothing.
 
         Args:
             unreached: parameters without statistics in the saved state, because no output had
@@ -272,8 +282,10 @@ class KroneckerOptimizer(Wrappable, Optimizer):
         plain = set(unreached)
         if others := [tuple(p.shape) for p in plain.difference(self._params())]:
             raise ValueError(f"unreached must be parameters of this optimizer, got {others[0]}")
+        processes = self._distribution()
+        self._check_fit(processes)
         trainable = [p for p in self._params() if p.requires_grad]
-        self._adopt(self._new_states(trainable, plain, self._distribution()))
+        self._adopt(self._new_states(trainable, plain, processes))
 
     def memory_estimate(self) -> dict[str, Any]:
         """Returns the bytes of the optimizer's state in this process, before training.
@@ -296,7 +308,7 @@ class KroneckerOptimizer(Wrappable, Optimizer):
         """
         states = {p: self.state[p] for p in self._params() if self._has_state(p)}
         unreached = sum(
-            not is_plain(p, group) and p in states and not has_statistics(states[p])
+            not is_plain(p, group) and p in states and states[p]["first_step"] is None
             for group in self.param_groups
             for p in group["params"]
         )
@@ -426,8 +438,8 @@ class KroneckerOptimizer(Wrappable, Optimizer):
         Hooks before it (``register_load_state_dict_pre_hook``) may adapt it to the parameters.
 
         Raises:
-            ValueError: if it is of another optimizer, other parameters, or other kinds of modes
-                (full or diagonal); nothing is then changed.
+            ValueError: if it is of another optimizer, other parameters, the same names in another
+                order, or other kinds of modes (full or diagonal); nothing is then changed.
         """
         functions = [group["modes"] for group in self.param_groups]
         processes = self._distribution()
@@ -471,7 +483,7 @@ class KroneckerOptimizer(Wrappable, Optimizer):
         own = {name: value for name, value in vars(self).items() if name in OPTIONS}
         own["process_group"] = None  # cannot be copied
         lost = self._group_is_lost or self.process_group is not None
-        names = "_failures", "_observed", "_owners", "_attempt"
+        names = "_failures", "_observed", "_owners", "_attempt", "_fit"
         kept = {name: getattr(self, name) for name in names}
         return {**super().__getstate__(), **own, **kept, "_group_is_lost": lost}
 
@@ -515,6 +527,7 @@ class KroneckerOptimizer(Wrappable, Optimizer):
             self._check_settings(group)  # the user may have changed them
         self._check_shaping()
         processes = self._distribution()
+        self._check_fit(processes)
         # On a GPU one process may have a report before another, and an error must stop all of them
         # at the same step. The report is a step old: the wait is short.
         wait, groups = processes.is_distributed, self.param_groups
@@ -565,9 +578,10 @@ class KroneckerOptimizer(Wrappable, Optimizer):
         for param in group["params"]:
             if param not in with_gradients:
                 continue
-            if param.grad is not None and param.grad.layout != torch.strided:
+            grad = param.grad
+            if grad is not None and grad.layout != torch.strided:
                 raise RuntimeError(
-                    f"the gradient of {self._name(param)} must be dense, got {param.grad.layout}"
+                    f"the gradient of {self._name(param)} must be dense, got {grad.layout}"
                 )
             state, plain = self.state.get(param, {}), is_plain(param, group)
             if plain and has_statistics(state):
@@ -575,6 +589,8 @@ class KroneckerOptimizer(Wrappable, Optimizer):
                     "precondition_1d must be set to False before the first statistics: "
                     f"{self._name(param)} has some"
                 )
+            if state.get("first_step") == ALLOCATED:
+                state = {}  # it is replaced
             lacks = not (state or plain or param in observed or param in self._observed.asked)
             if lacks and param.requires_grad and self._observed.waits_for(param, is_new=True):
                 raise RuntimeError(
@@ -582,8 +598,8 @@ class KroneckerOptimizer(Wrappable, Optimizer):
                     "observe(output) before loss.backward(), or attach(model) once, with outputs "
                     "that depend on every parameter the loss depends on" + self._observed.hint
                 )
-            check_rounding(param, group["rounding"], self._name)  # the dtype may have changed
-            check_dtype(param, state, self._name)
+            if group["rounding"] != "nearest":
+                check_rounding(param, group["rounding"], self._name)  # the dtype may have changed
             if state and grafts and "second_moment_updates" not in state:
                 raise RuntimeError(
                     "graft='adam' must be set before the first statistics: "
@@ -733,9 +749,10 @@ class KroneckerOptimizer(Wrappable, Optimizer):
         self, params: Iterable[Tensor], plain: Container[Tensor], processes: Local
     ) -> dict[Tensor, State]:
         """States of parameters that have none: without statistics of those in ``plain``."""
+        params = {p for p in params if not self._has_state(p) or is_allocated(self.state[p])}
         return {
             p: new_state(p, group, processes.kept(p), plain=p in plain or is_plain(p, group))
-            for group, new in self._batches({p for p in params if not self._has_state(p)})
+            for group, new in self._batches(params)
             for p in new
         }
 
@@ -788,6 +805,7 @@ class KroneckerOptimizer(Wrappable, Optimizer):
             )
 
     def _note_shaping(self) -> None:
+        self._fit.note(self._params(), self.state)
         self._shaping = [
             tuple(group[name] for name in _SHAPING)
             if any(map(self._has_state, group["params"]))
@@ -813,6 +831,25 @@ class KroneckerOptimizer(Wrappable, Optimizer):
                     f"got {group[name]!r}: set it back, or call warm_start with outputs that reach "
                     f"all its parameters, among them {self._name(old[0])}"
                 )
+
+    def _check_fit(self, processes: Local) -> None:
+        """Refuses states and gradients that do not fit parameters, which the user may change."""
+
+        def check(param: Tensor, state: State) -> None:
+            group = next(g for g in self.param_groups if any(p is param for p in g["params"]))
+            check_state(self._name(param), state, group, param, processes.kept(param))
+
+        observed = getattr(self._observed, "totals", {})
+        self._fit.check(self._params(), self.state, self._name, check, observed)
+
+    def _asks_for_state(self, groups: Sequence[Group]) -> bool:
+        """Whether torch takes this step to get a new state; sharded processes agree."""
+        if self.state or not checkpoint.has_zero_rates(groups):
+            return False
+        trains, processes = not checkpoint.has_zero_gradients(groups), self._distribution()
+        if processes.is_sharded:  # one process may have no piece that is not zero
+            trains = any(processes.anywhere([trains], self._params()[0].device))
+        return not trains
 
     def _check_param(self, param: Tensor, group: Group) -> None:
         """Checks that a parameter can have its group's settings."""

@@ -169,16 +169,6 @@ def state_dtype(param: Tensor) -> torch.dtype:
     return torch.float64 if param.dtype == torch.float64 else torch.float32
 
 
-def check_dtype(param: Tensor, state: Settings, name: Callable[[Tensor], str]) -> None:
-    """Refuses a parameter whose dtype has changed since its state was made."""
-    kept = [state["momentum"]] if "momentum" in state else state.get("stats", [])
-    if kept and kept[0].dtype != state_dtype(param):
-        raise RuntimeError(
-            f"the state of {name(param)} must be {state_dtype(param)} for {param.dtype}, got "
-            f"{kept[0].dtype}: after model.double() call opt.load_state_dict(opt.state_dict())"
-        )
-
-
 def check_dense(param: Tensor, name: str) -> None:
     """Refuses a parameter that the optimizers cannot move."""
     known = torch.float64, torch.float32, torch.bfloat16, torch.float16

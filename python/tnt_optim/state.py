@@ -4,7 +4,7 @@
 the addresses of CUDA graphs and the memory estimate follow from it. The optimizer's state of a
 parameter is complete or empty: its first statistics bring all entries. Only a master copy may come
 later. A parameter that is not preconditioned has no statistics, and factors of ones; its
-``first_step`` is None.
+``first_step`` is None. A state that is only allocated is complete, and counts as empty.
 """
 
 import math
@@ -27,6 +27,10 @@ def _identity(*shape: int, **like: Any) -> Tensor:
 
 # Refreshes of statistics and factors that failed: all of them, and the latest in a row.
 COUNTERS = ("skipped_statistics", "skipped_in_a_row", "failed_inverses", "failed_in_a_row")
+
+# The ``first_step`` of a state that was only allocated: zeros stand for its statistics. First
+# statistics replace it, as if there were no state.
+ALLOCATED = -1
 
 # Shapes of an entry. NUMBER has none. MODES: a list with a tensor for each mode of each block,
 # (d, d) or (d,). VIEW: one tensor of the mode sizes. PARAMETER: one of the parameter's shape.
@@ -126,7 +130,13 @@ def zero_statistics(param: Tensor, group: Settings) -> list[Tensor]:
 
 def has_statistics(state: Settings) -> bool:
     """Whether a state has statistics, here or at the parameter's owner rank."""
-    return bool(state) and state["first_step"] is not None
+    first_step: int | None = state.get("first_step")
+    return first_step is not None and first_step != ALLOCATED
+
+
+def is_allocated(state: Settings) -> bool:
+    """Whether a state was only allocated, and nothing was loaded into it."""
+    return bool(state.get("first_step") == ALLOCATED)
 
 
 def new_state(
@@ -134,7 +144,7 @@ def new_state(
 ) -> State:
     """A new state with the entries in ``kept``, of a parameter without preconditioner if ``plain``.
 
-    The statistics are ``stats``, or zeros.
+    The statistics are ``stats``. Without these the state is only allocated, unless ``plain``.
     """
     state: State = {}
     like: dict[str, Any] = {"dtype": state_dtype(param), "device": param.device}
@@ -150,7 +160,9 @@ def new_state(
         else:
             tensors = [entry.fill(*shape, **like) for shape in entry.shapes(param, group, plain)]
             state[entry.name] = tensors if entry.shape == MODES else tensors[0]
-    return {**state, "first_step": None} if plain else state
+    if plain or stats is None:
+        state["first_step"] = None if plain else ALLOCATED
+    return state
 
 
 def add_master(state: State, param: Tensor, group: Settings) -> None:
@@ -196,6 +208,7 @@ def _check_number(name: str, entry: Entry, value: Any) -> None:
     is_scalar = isinstance(value, Tensor) and value.dim() == 0
     may_be_none = entry.name in ("block_size", "first_step")
     is_number = is_scalar or (isinstance(value, Real) and 0 <= float(value) < math.inf)
+    is_number |= entry.name == "first_step" and value == ALLOCATED
     if not (is_number or (value is None and may_be_none)):
         raise ValueError(f"{name}: {entry.name} must be a finite number >= 0, got {value!r}")
 

@@ -382,6 +382,115 @@ def test_settings_of_numpy_are_saved_in_plain_values(method: Any) -> None:
     ]
 
 
+# ------------------------------------------------------------------ names
+
+
+class Ordered(nn.Module):
+    """Two layers of one shape, in an order, under their names."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        for name in names:
+            setattr(self, name, nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Through the layers."""
+        for layer in self.children():
+            x = torch.tanh(layer(x))
+        return x
+
+
+@every
+def test_a_state_of_reordered_layers_is_refused(name: str) -> None:
+    model, other = Ordered("first", "second"), Ordered("second", "first")
+    opt, fresh = made(name, model, named=True), made(name, other, named=True)
+    train(model, opt, [0])
+    train(other, fresh, [0])
+    saved = through_a_file(opt.state_dict())
+    match = r"same order, got 'first\.weight' for 'second\.weight' \(parameter 0 of group 0\)"
+    refuses(fresh, other, saved, match)
+    saved["param_groups"][0].pop("param_names")
+    if name == "fallback":
+        refuses(fresh, other, saved, r"'first\.bias' for 'second\.bias' \(parameter 0 of group 1\)")
+        saved["param_groups"][1].pop("param_names")
+    if name != "kfac":
+        made(name, other).load_state_dict(saved)
+    fresh.load_state_dict(saved)
+
+
+@factored
+def test_a_state_with_parameters_in_other_groups_is_refused(name: str) -> None:
+    a, b, c = weight(2, 2), weight(2, 2), weight(2, 2)
+    one, other = (
+        Dictated(name, [{"params": first}, {"params": second}])
+        for first, second in (
+            ([("a", a), ("b", b)], [("c", c)]),
+            ([("a", a), ("c", c)], [("b", b)]),
+        )
+    )
+    with pytest.raises(ValueError, match=r"'b' for 'c' \(parameter 1 of group 0\), 'c' for 'b'"):
+        other.opt.load_state_dict(one.opt.state_dict())
+
+
+@every
+@pytest.mark.parametrize(
+    ("saved_prefix", "prefix"),
+    [("", "module."), ("module._orig_mod.", ""), ("module.", "_orig_mod.module.")],
+)
+def test_prefixes_of_wrappers_are_no_other_names(name: str, saved_prefix: str, prefix: str) -> None:
+    """The optimizer keeps its own names."""
+    model, opt = trained(name, 2, named=True)
+    other = copy.deepcopy(model)
+    fresh = made(name, other, named=True)
+    for each, start in ((opt, saved_prefix), (fresh, prefix)):
+        for group in each.param_groups:
+            group["param_names"] = [start + n for n in group["param_names"]]
+    own = [group["param_names"] for group in fresh.param_groups]
+    fresh.load_state_dict(opt.state_dict())
+    assert [group["param_names"] for group in fresh.param_groups] == own
+
+
+@every
+def test_renamed_modules_are_warned_of(name: str) -> None:
+    """Their states are loaded by order; one warning for all parts."""
+    model, other = Ordered("first", "second"), Ordered("first", "third")
+    opt, fresh = made(name, model, named=True), made(name, other, named=True)
+    train(model, opt, [0])
+    own = [group["param_names"] for group in fresh.param_groups]
+    saved = copy.deepcopy(opt.state_dict())
+    with pytest.warns(RuntimeWarning, match=r"by order: 'second\.\w+' for 'third\.\w+'") as caught:
+        fresh.load_state_dict(saved)
+    assert len(caught) == (2 if name == "fallback" else 1)  # a warning for each part
+    assert [group["param_names"] for group in fresh.param_groups] == own
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert leaves(opt.state[p]) == leaves(fresh.state[q])
+
+
+@pytest.mark.parametrize("name", ["sampled", "kfac"])
+def test_torch_matches_reordered_layers_by_name(name: str) -> None:
+    """``set_optimizer_state_dict`` brings the states in the optimizer's order, and no names."""
+    model, other = Ordered("first", "second"), Ordered("second", "first")
+    opt, fresh = made(name, model, named=True), made(name, other, named=True)
+    train(model, opt, range(2))
+    set_optimizer_state_dict(other, fresh, get_optimizer_state_dict(model, opt))
+    own = dict(model.named_parameters())
+    for key, param in other.named_parameters():
+        assert leaves(fresh.state[param]) == leaves(opt.state[own[key]])
+    names = [key for key, _ in other.named_parameters()]
+    assert fresh.param_groups[0]["param_names"] == names
+
+
+@every
+def test_steps_without_a_state_are_warned_of(name: str) -> None:
+    """As after an in-place load into an optimizer without a state."""
+    _, opt = trained(name, 3)
+    saved = {**opt.state_dict(), "state": {}}
+    fresh = made(name, net())
+    with pytest.warns(RuntimeWarning, match=r"no state.*call allocate_state\(\) before"):
+        fresh.load_state_dict(saved)
+    fresh.load_state_dict(made(name, net()).state_dict())
+
+
 # ------------------------------------------------------------------ states that are refused
 
 

@@ -62,6 +62,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         f"_optimizer_{what}_{when}_hooks"
         for what in ("state_dict", "load_state_dict") for when in ("pre", "post")
     ),
+    "a compiled module": ("_orig_mod",),
     "DistributedDataParallel": ("_get_active_ddp_module", "static_graph"),
     "a parameter of FSDP1": ("_fsdp_flattened",),
     "a module of FSDP2": ("_get_fsdp_state",),
@@ -136,6 +137,7 @@ def holders() -> dict[str, Any]:
         "a convolution": nn.Conv2d(2, 2, 2),
         "a replica of DataParallel": layer._replicate_for_data_parallel(),
         "an optimizer": torch.optim.SGD(layer.parameters()),
+        "a compiled module": torch.compile(nn.Linear(3, 2)),
         "DistributedDataParallel": replicas,
         "a parameter of FSDP1": next(flattened.parameters()),
         "a module of FSDP2": sharded,

@@ -217,6 +217,7 @@ class _Moments:
     def __init__(
         self, group: Mapping[str, Any], states: States, grads: Mapping[Tensor, Tensor]
     ) -> None:
+        self.params, self.group = list(grads), group
         self.own, self.grads = [states[p] for p in grads], list(grads.values())
         self.adam = group["graft"] == "adam"
         # As tensors of the moments' dtype: in-place products then take no memory.
@@ -233,12 +234,8 @@ class _Moments:
         return [state[name] for state in self.own]
 
     def _make(self) -> None:
-        for state, grad in zip(self.own, self.grads, strict=True):
-            if "momentum" not in state:
-                new: dict[str, Any] = {"momentum": grad.new_zeros(grad.shape)}
-                if self.adam:
-                    new |= {"second_moment": grad.new_zeros(grad.shape), "updates": 0}
-                state |= new
+        for state, param in zip(self.own, self.params, strict=True):
+            add_moments(state, param, self.group)
 
     def _decay(self) -> None:
         torch._foreach_mul_(self._each("momentum"), self.decays[0])
@@ -254,6 +251,15 @@ class _Moments:
         torch._foreach_addcmul_(squares, self.grads, self.grads, 1 - SECOND_DECAY)
         for state in self.own:
             state["updates"] += 1
+
+
+def add_moments(state: dict[str, Any], param: Tensor, group: Mapping[str, Any]) -> None:
+    """Adds moments of zero to a state that has none."""
+    if "momentum" not in state:
+        zeros = torch.zeros(param.shape, dtype=state_dtype(param), device=param.device)
+        adam = group["graft"] == "adam"
+        more = {"second_moment": zeros.clone(), "updates": 0} if adam else {}
+        state |= {"momentum": zeros, **more}  # together, or neither
 
 
 def _graft_scales(

@@ -2,7 +2,7 @@
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -27,8 +27,16 @@ from tnt_optim.failures import (
     warn_if_unbounded,
     warn_the_caller,
 )
+from tnt_optim.fit import Fit
 from tnt_optim.kfac.activations import hook_layers
-from tnt_optim.kfac.inverses import INVERSES, PARTS, SHARDS, made_by_owners, update
+from tnt_optim.kfac.inverses import (
+    INVERSES,
+    PARTS,
+    SHARDS,
+    add_moments,
+    made_by_owners,
+    update,
+)
 from tnt_optim.kfac.layers import (
     Layer,
     is_trainable,
@@ -41,10 +49,10 @@ from tnt_optim.kfac.observations import Observations, Sampling
 from tnt_optim.kfac.statistics import LayerSums, all_finite_statistics, blend
 from tnt_optim.likelihoods import Likelihood
 from tnt_optim.mismatch import warn_of_mismatch, watched
-from tnt_optim.modes import Settings, by_device, check_dense, check_dtype, is_sharded
+from tnt_optim.modes import Settings, by_device, check_dense, is_sharded, state_dtype
 from tnt_optim.options import OPTIONS, arguments, check_settings, documented, factors_due, is_due
 from tnt_optim.paper import paper_settings
-from tnt_optim.state import COUNTERS, check_keys
+from tnt_optim.state import ALLOCATED, COUNTERS, check_keys, has_statistics, is_allocated
 from tnt_optim.wrappers import Wrappable
 
 
@@ -170,6 +178,7 @@ class KFAC(Attachable, Wrappable, Optimizer):
         self._model = model
         self._failures = Failures(PARTS)
         self._observed = Observations()
+        self._fit = Fit(_ENTRIES)
         self._attempt = Attempt()  # by weight
         self._warned = False
         self._named: set[int] = set()  # layers that a warning said the outputs do not reach
@@ -266,10 +275,14 @@ class KFAC(Attachable, Wrappable, Optimizer):
         Raises:
             ValueError: if a setting has become wrong; nothing is then changed.
             RuntimeError: if a layer has a gradient, and nothing was observed that could give it
-                statistics; nothing is then changed.
+                statistics, or a parameter's state or gradient does not fit its shape or dtype;
+                nothing is then changed.
             PreconditionerError: if first statistics or inverses fail, or later ones repeatedly.
                 No parameter is then changed.
         """
+        if closure is None and self._asks_for_state(self.param_groups):
+            self.allocate_state()
+            return None
         loss = None
         try:
             if closure is not None:
@@ -306,6 +319,7 @@ class KFAC(Attachable, Wrappable, Optimizer):
                     f"{group['max_factor_dim']}: set it back, or make the optimizer anew"
                 )
         self._check_weights()
+        self._check_fit()
         warn_of_mismatch(self._observed.comparisons, self._observed.count)
         warn_if_twice(self._observed)
         processes = self._processes()
@@ -359,6 +373,7 @@ class KFAC(Attachable, Wrappable, Optimizer):
         if not isinstance(outputs, Iterable) or isinstance(outputs, Tensor):
             raise TypeError(f"outputs must be an iterable of outputs, got {type(outputs).__name__}")
         processes = self._processes()
+        self._check_fit()
         self._warming = True
         try:
             with buffers_put_back(self._model, *([] if model is None else [model])):
@@ -371,6 +386,33 @@ class KFAC(Attachable, Wrappable, Optimizer):
             state["skipped_statistics"] = skipped
             self._keep(weight, state)
 
+    def allocate_state(self, unreached: Iterable[Tensor] = ()) -> None:
+        """Gives every trainable parameter without state a new one, to load into.
+
+        See ``TNT.allocate_state``.
+
+        Args:
+            unreached: weights of layers without statistics in the saved state, because no output
+                had reached them.
+        """
+        self._check_fit()
+        plain = set(unreached)
+        known = {p: group for group in self.param_groups for p in group["params"]}
+        if others := [tuple(p.shape) for p in plain - known.keys()]:
+            raise ValueError(f"unreached must be parameters of this optimizer, got {others[0]}")
+        for param, group in known.items():
+            if param.requires_grad:
+                add_moments(self.state[param], param, group)
+        for layer in self._layers:
+            weight = layer.weight
+            is_new = "stats" not in self.state.get(weight, {}) and weight not in plain
+            if is_trainable(layer) and is_new:
+                like: dict[str, Any] = {"dtype": state_dtype(weight), "device": weight.device}
+                pair = [torch.zeros(size, size, **like) for size in matrix_shape(layer)]
+                factors = [f.zero_() for f in INVERSES[self.inverse].allocated(*pair)]
+                state = {"stats": pair, "factors": factors, "first_step": ALLOCATED}
+                self._keep(weight, {**state, **dict.fromkeys(COUNTERS, 0)})
+
     def failures(self) -> dict[str, int]:
         """Returns how often statistics were left out and inverses failed; waits for the device.
 
@@ -379,9 +421,9 @@ class KFAC(Attachable, Wrappable, Optimizer):
         the layers that moved without a preconditioner because no observed output has reached them.
         """
         unreached = sum(
-            not self._has_state(i)
+            "stats" not in self.state.get(layer.weight, {})
             and any("momentum" in self.state.get(p, {}) for p in parameters(layer))
-            for i, layer in enumerate(self._layers)
+            for layer in self._layers
         )
         return self._failures.totals(self._layer_states(), self._name) | {"unreached": unreached}
 
@@ -426,8 +468,8 @@ class KFAC(Attachable, Wrappable, Optimizer):
         Hooks before it (``register_load_state_dict_pre_hook``) may adapt it to the model.
 
         Raises:
-            ValueError: if it is of another optimizer, another model, or another ``inverse``;
-                nothing is then changed.
+            ValueError: if it is of another optimizer, another model, layers in another order, or
+                another ``inverse``; nothing is then changed.
         """
         observed = Observations()
 
@@ -439,7 +481,7 @@ class KFAC(Attachable, Wrappable, Optimizer):
             observed.unreached = dict(adapted.get("missed", {}))
 
         def finish(adapted: dict[str, Any]) -> None:
-            self._failures, self._observed = Failures(PARTS), observed
+            self._failures, self._observed, self._fit = Failures(PARTS), observed, Fit(_ENTRIES)
             self._largest = [group["max_factor_dim"] for group in self.param_groups]
             accumulated = {self._layers[i].weight for i in adapted.get("accumulated", ())}
             self._attempt = Attempt(accumulated)
@@ -453,24 +495,31 @@ class KFAC(Attachable, Wrappable, Optimizer):
         checkpoint.check_groups(self._method, groups, state_dict, settings)
         layers = {layer.weight: layer for layer in self._layers}
         for name, _, param, state in checkpoint.saved_states(groups, state_dict):
-            moments: list[Any] = [tuple(param.shape)]
-            shapes = {"momentum": moments, "second_moment": moments}
             if param in layers:
                 if state.keys() - _MOMENTS:  # not a layer that no output has reached
                     check_keys(name, state, {"stats", "factors", "first_step", *COUNTERS})
-                rows, columns = matrix_shape(layers[param])
-                shapes["stats"] = [(rows, rows), (columns, columns)]
-                shapes["factors"] = INVERSES[self.inverse].shapes(rows, columns)
             elif state.keys() - _MOMENTS:
                 raise ValueError(f"{name} must hold moments only, got {sorted(state)}")
-            for key in [key for key in shapes if key in state]:
-                held = [state[key]] if key in _MOMENTS else state[key]
-                got = [tuple(t.shape) if isinstance(t, Tensor) else type(t) for t in held]
-                if got != shapes[key]:
-                    raise ValueError(
-                        f"{name}: {key} must have shapes {shapes[key]}, got {got}; is it of "
-                        "another model, or with another inverse?"
-                    )
+            self._check_shapes(name, param, state, layers.get(param))
+
+    def _check_shapes(
+        self, name: str, param: Tensor, state: Mapping[str, Any], layer: Layer | None
+    ) -> None:
+        """Refuses a parameter's state of other shapes; ``layer``: of which it is the weight."""
+        moments: list[Any] = [tuple(param.shape)]
+        shapes = {"momentum": moments, "second_moment": moments}
+        if layer is not None:
+            rows, columns = matrix_shape(layer)
+            shapes["stats"] = [(rows, rows), (columns, columns)]
+            shapes["factors"] = INVERSES[self.inverse].shapes(rows, columns)
+        for key in [key for key in shapes if key in state]:
+            held = [state[key]] if key in _MOMENTS else state[key]
+            got = [tuple(t.shape) if isinstance(t, Tensor) else type(t) for t in held]
+            if got != shapes[key]:
+                raise ValueError(
+                    f"{name}: {key} must have shapes {shapes[key]}, got {got}; is it of "
+                    "another model, or with another inverse?"
+                )
 
     def __getstate__(self) -> dict[str, Any]:
         self._failures.read(self._layer_states(), self._name, wait=True, fatal=False)
@@ -534,6 +583,32 @@ class KFAC(Attachable, Wrappable, Optimizer):
                     "load_state_dict(assign=True)): make the optimizer after that"
                 )
 
+    def _check_fit(self) -> None:
+        """Refuses states and observations that do not fit parameters, which the user may change."""
+        params = [p for group in self.param_groups for p in group["params"]]
+
+        def name(param: Tensor) -> str:
+            names = [n for group in self.param_groups for n in group["param_names"]]
+            return next(repr(n) for n, p in zip(names, params, strict=True) if p is param)
+
+        def check(param: Tensor, state: dict[str, Any]) -> None:
+            layer = next((one for one in self._layers if one.weight is param), None)
+            self._check_shapes(name(param), param, state, layer)
+
+        self._fit.check(params, self.state, name, check, {})
+        for index, sums in self._observed.sums.items():
+            layer = self._layers[index]
+            if (len(sums.gradients), len(sums.inputs)) != matrix_shape(layer):
+                raise RuntimeError(
+                    f"{name(layer.weight)} must keep its shape from observe() to step(), and is "
+                    f"now {tuple(layer.weight.shape)}: observe an output again"
+                )
+
+    def _asks_for_state(self, groups: Sequence[Settings]) -> bool:
+        """Whether torch takes this step to get a new state."""
+        is_new = not self.state and checkpoint.has_zero_rates(groups)
+        return is_new and checkpoint.has_zero_gradients(groups)
+
     def _is_wanted(self, layer: int) -> bool:
         """Whether a layer's statistics are due, or its next call may give it missing ones."""
         if not is_trainable(self._layers[layer]):
@@ -550,7 +625,7 @@ class KFAC(Attachable, Wrappable, Optimizer):
 
     def _has_state(self, layer: int) -> bool:
         # The layer's state is its weight's. Not self.state[weight], which would add an entry.
-        return "stats" in self.state.get(self._layers[layer].weight, {})
+        return has_statistics(self.state.get(self._layers[layer].weight, {}))
 
     def _layer_states(self) -> dict[Tensor, dict[str, Any]]:
         weights = [layer.weight for i, layer in enumerate(self._layers) if self._has_state(i)]
@@ -658,7 +733,6 @@ class KFAC(Attachable, Wrappable, Optimizer):
                     f"the gradient of {name!r} must be dense, got {param.grad.layout}"
                 )
             state = self.state.get(param, {})
-            check_dtype(param, state, names.__getitem__)
             if param in grafted and "momentum" in state and "second_moment" not in state:
                 raise RuntimeError(
                     f"graft='adam' must be set before the first step: {name!r} has no "
@@ -683,6 +757,9 @@ class KFAC(Attachable, Wrappable, Optimizer):
                     f"{self._observed.hint}"
                 )
             rest -= own
+        for weight in (self._layers[index].weight for index in missed):
+            if is_allocated(self.state.get(weight, {})):
+                self._keep(weight, {})
         self._warn_of_missed(missed)
         return layers, [p for p in names if p in rest]
 
@@ -715,11 +792,12 @@ def _remove(handles: Iterable[RemovableHandle]) -> None:
 # Attributes that a copy keeps besides the state and the groups. The copy adds its own hooks.
 _COPIED = (
     "inverse shard _model _names _layers _sampling _failures _observed _attempt _warned _named "
-    "_group_numbers _reasons _largest".split()
+    "_group_numbers _reasons _largest _fit".split()
 )
 
 # Entries of a parameter's state that its layer does not hold.
 _MOMENTS = {"momentum", "second_moment", "updates"}
+_ENTRIES = frozenset({*_MOMENTS, "stats"})
 
 _PAPER: dict[str, Any] = {
     **{"lr": 3e-3, "damping": 0.3, "stat_interval": 10, "inverse_interval": 100},

@@ -140,7 +140,7 @@ def split(layer: Layer, matrix: Tensor) -> Sequence[Tensor]:
 def input_rows(layer: Layer, inputs: Tensor) -> Tensor:
     """The rows a without the 1 for the bias, (positions, in * kernel), of all examples."""
     if isinstance(layer, nn.Linear):
-        return inputs.reshape(-1, layer.in_features)
+        return inputs.reshape(-1, layer.weight.shape[1])
     dims = len(layer.kernel_size)
     if inputs.dim() == dims + 1:
         inputs = inputs.unsqueeze(0)
@@ -163,10 +163,10 @@ def output_rows(layer: Layer, gradient: Tensor) -> Tensor:
     The gradient may lack the output's leading dimensions: see ``LayerHook``.
     """
     if isinstance(layer, nn.Linear):
-        return gradient.reshape(-1, layer.out_features)
+        return gradient.reshape(-1, len(layer.weight))
     dims = len(layer.kernel_size)
-    flat = gradient.reshape(-1, layer.out_channels, math.prod(gradient.shape[-dims:]))
-    return flat.transpose(1, 2).reshape(-1, layer.out_channels)
+    flat = gradient.reshape(-1, len(layer.weight), math.prod(gradient.shape[-dims:]))
+    return flat.transpose(1, 2).reshape(-1, len(layer.weight))
 
 
 def _padding(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> list[int]:
