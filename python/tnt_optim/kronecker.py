@@ -61,6 +61,7 @@ from tnt_optim.state import (
     SURVIVES,
     add_master,
     check_state,
+    has_entries,
     has_statistics,
     memory_estimate,
     new_state,
@@ -451,9 +452,10 @@ class KroneckerOptimizer(Wrappable, Optimizer):
             params = self._params()
             self._accumulated = {params[number] for number in adapted.get("accumulated", ())}
             for param, state in checkpoint.copied_states(self.param_groups, adapted):
-                others = NAMES - processes.kept(param)
-                self.state[param] = {k: v for k, v in state.items() if k not in others}
-                self._set_counts(self.state[param], param)
+                kept = processes.kept(param)
+                own = {name: value for name, value in state.items() if name in kept}
+                self._set_counts(own, param)
+                self._replace(param, own)
             vars(self._observed).update(observed)
             self._note_shaping()
             checkpoint.warn_of_other_sampling(self, adapted)
@@ -557,7 +559,8 @@ class KroneckerOptimizer(Wrappable, Optimizer):
                     "precondition_1d must be set to False before the first statistics: "
                     f"{self._name(param)} has some"
                 )
-            lacks = not (state or plain or param in observed or param in self._observed.asked)
+            has = has_entries(state)
+            lacks = not (has or plain or param in observed or param in self._observed.asked)
             if lacks and param.requires_grad and self._observed.waits_for(param, is_new=True):
                 raise RuntimeError(
                     f"step() has no statistics for {self._name(param)}, which has a gradient: call "
@@ -566,7 +569,7 @@ class KroneckerOptimizer(Wrappable, Optimizer):
                 )
             check_rounding(param, group["rounding"], self._name)  # the dtype may have changed
             check_dtype(param, state, self._name)
-            if state and grafts and "second_moment_updates" not in state:
+            if has and grafts and "second_moment_updates" not in state:
                 raise RuntimeError(
                     "graft='adam' must be set before the first statistics: "
                     f"{self._name(param)} has no second moment in its state"
@@ -728,9 +731,14 @@ class KroneckerOptimizer(Wrappable, Optimizer):
             for name in earlier.keys() & state.keys() & set(SURVIVES):
                 old = earlier[name]  # the modes may differ
                 state[name] = old if name in COUNTS else old.reshape(state[name].shape)
-            self.state[param] = state
+            self._replace(param, state)
         if fresh:
             self._note_shaping()
+
+    def _replace(self, param: Tensor, own: State) -> None:
+        """Replaces the optimizer's entries of a parameter's state, and no others."""
+        others = {k: v for k, v in self.state.get(param, {}).items() if k not in NAMES}
+        self.state[param] = {**others, **own}
 
     # Processes and parameters.
 
@@ -806,8 +814,8 @@ class KroneckerOptimizer(Wrappable, Optimizer):
         return [p for p, group in pairs if p.requires_grad and not is_plain(p, group)]
 
     def _has_state(self, param: Tensor) -> bool:
-        # Not `in`: reading opt.state[param] leaves an empty dictionary behind.
-        return bool(self.state.get(param))
+        # Not self.state[param], which would add an entry.
+        return has_entries(self.state.get(param, {}))
 
     def _has_statistics(self, param: Tensor) -> bool:
         return has_statistics(self.state.get(param, {}))

@@ -423,7 +423,8 @@ class KFAC(Attachable, Wrappable, Optimizer):
             self._failures, self._observed = Failures(PARTS), observed
             self._largest = [group["max_factor_dim"] for group in self.param_groups]
             self._blended = {self._layers[i].weight for i in adapted.get("accumulated", ())}
-            self.state.update(checkpoint.copied_states(self.param_groups, adapted))
+            for param, state in checkpoint.copied_states(self.param_groups, adapted):
+                self.state[param].update(state)
             checkpoint.warn_of_other_sampling(self._sampling, adapted)
 
         checkpoint.load_adapted(self, state_dict, super().load_state_dict, check, finish)
@@ -436,13 +437,13 @@ class KFAC(Attachable, Wrappable, Optimizer):
             moments: list[Any] = [tuple(param.shape)]
             shapes = {"momentum": moments, "second_moment": moments}
             if param in layers:
-                if state.keys() - _MOMENTS:  # not a layer that no output has reached
-                    check_keys(name, state, {"stats", "factors", "first_step", *COUNTERS})
+                if state.keys() & _ENTRIES:  # not a layer that no output has reached
+                    check_keys(name, state, _ENTRIES)
                 rows, columns = matrix_shape(layers[param])
                 shapes["stats"] = [(rows, rows), (columns, columns)]
                 shapes["factors"] = INVERSES[self.inverse].shapes(rows, columns)
-            elif state.keys() - _MOMENTS:
-                raise ValueError(f"{name} must hold moments only, got {sorted(state)}")
+            elif of_layers := sorted(state.keys() & _ENTRIES):
+                raise ValueError(f"{name} must hold moments only, got {of_layers}")
             for key in [key for key in shapes if key in state]:
                 held = [state[key]] if key in _MOMENTS else state[key]
                 got = [tuple(t.shape) if isinstance(t, Tensor) else type(t) for t in held]
@@ -569,9 +570,8 @@ class KFAC(Attachable, Wrappable, Optimizer):
                 self._failures.report("inverses", codes, weights)
 
     def _keep(self, weight: Tensor, state: dict[str, Any]) -> None:
-        """Gives a layer a new state, with the moments that it has."""
-        moments = {k: v for k, v in self.state.get(weight, {}).items() if k in _MOMENTS}
-        self.state[weight] = {**moments, **state}
+        """Gives a layer new statistics and factors; its moments, and entries of wrappers, stay."""
+        self.state[weight] = {**self.state.get(weight, {}), **state}
 
     def _first_states(self, stats: Mapping[int, list[Tensor]]) -> dict[Tensor, dict[str, Any]]:
         """Whole states around first statistics. Waits for the inverses: there are no earlier."""
@@ -689,8 +689,9 @@ _COPIED = (
     "_group_numbers _reasons _largest".split()
 )
 
-# Entries of a parameter's state that its layer does not hold.
-_MOMENTS = {"momentum", "second_moment", "updates"}
+# Entries of the state of a layer's weight, and of any parameter's.
+_ENTRIES = {"stats", "factors", "first_step", *COUNTERS}
+_MOMENTS = {"momentum", "second_moment"}
 
 _PAPER: dict[str, Any] = {
     **{"lr": 3e-3, "damping": 0.3, "stat_interval": 10, "inverse_interval": 100},
