@@ -52,6 +52,7 @@ from tnt_optim.options import (
     check_settings,
     factors_due,
     is_due,
+    repeated_options,
     split,
 )
 from tnt_optim.paper import paper_settings
@@ -335,15 +336,10 @@ class KroneckerOptimizer(Wrappable, Optimizer):
         Raises:
             ValueError: if a setting or a parameter does not fit; nothing is then added.
         """
-        if isinstance(param_group, dict):
-            for name in param_group:
-                if name in OPTIONS and not OPTIONS[name].per_group:
-                    kind = type(self).__name__
-                    raise ValueError(f"{name} cannot be set for a parameter group of {kind}")
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            self._check_settings(group)
+            repeated = self._check_settings(group)
             for param, count in Counter(group["params"]).items():
                 self._check_param(param, group)
                 if count > 1:
@@ -351,6 +347,8 @@ class KroneckerOptimizer(Wrappable, Optimizer):
         except Exception:
             self.param_groups.pop()
             raise
+        for name in repeated:
+            del group[name]
         # Of the first group 0: a group of another optimizer may bring that one's.
         group["step"] = self.param_groups[0]["step"] if len(self.param_groups) > 1 else 0
         self._owners.add(group)
@@ -464,8 +462,7 @@ class KroneckerOptimizer(Wrappable, Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self._failures.read(self.state, self._name, wait=True, fatal=False)
-        own = {name: value for name, value in vars(self).items() if name in OPTIONS}
-        own["process_group"] = None  # cannot be copied
+        own = {**self._whole, "process_group": None}  # cannot be copied
         lost = self._group_is_lost or self.process_group is not None
         names = "_failures", "_observed", "_owners", "_accumulated"
         kept = {name: getattr(self, name) for name in names}
@@ -752,13 +749,21 @@ class KroneckerOptimizer(Wrappable, Optimizer):
             )
         return found
 
-    def _check_settings(self, group: Group) -> None:
+    @property
+    def _whole(self) -> Settings:
+        """The options of the optimizer as a whole."""
+        return {name: value for name, value in vars(self).items() if name in OPTIONS}
+
+    def _check_settings(self, group: Group) -> list[str]:
+        """Checks a group; returns the options in it that repeat those of the optimizer."""
+        names = repeated_options(group, self.defaults, self._whole, type(self).__name__)
         check_settings(group)
         if group["estimator"] == "mle" and not self._whitens:
             raise ValueError(
                 f"estimator must be 'moments' for {type(self).__name__}, got 'mle': it whitens by "
                 "the factors, as if they were inverses of the statistics"
             )
+        return names
 
     def _note_shaping(self) -> None:
         self._shaping = [

@@ -38,7 +38,15 @@ from tnt_optim.kfac.statistics import LayerSums, all_finite_statistics, blend
 from tnt_optim.likelihoods import Likelihood
 from tnt_optim.mismatch import warn_of_mismatch, watched
 from tnt_optim.modes import Settings, by_device, check_dense, check_dtype, is_sharded
-from tnt_optim.options import OPTIONS, arguments, check_settings, documented, factors_due, is_due
+from tnt_optim.options import (
+    OPTIONS,
+    arguments,
+    check_settings,
+    documented,
+    factors_due,
+    is_due,
+    repeated_options,
+)
 from tnt_optim.paper import paper_settings
 from tnt_optim.state import COUNTERS, check_keys
 from tnt_optim.wrappers import Wrappable
@@ -149,9 +157,6 @@ class KFAC(Attachable, Wrappable, Optimizer):
                 raise ValueError(f"{name} must be {' or '.join(map(repr, known))}, got {value!r}")
         check_settings(options)
         settings = {name: value for name, value in options.items() if OPTIONS[name].per_group}
-        for name in {key for group in groups for key in group} & {*OPTIONS, "inverse"}:
-            if name not in settings:
-                raise ValueError(f"{name} cannot be set for a parameter group of KFAC")
         for name, param in (pair for group in groups for pair in group["params"]):
             if is_sharded(param):
                 raise ValueError(
@@ -170,8 +175,11 @@ class KFAC(Attachable, Wrappable, Optimizer):
         self._warned = False
         self._named: set[int] = set()  # layers that a warning said the outputs do not reach
         super().__init__(groups, {**settings, "step": 0})
+        whole = {**options, "inverse": inverse}
         for group in self.param_groups:
             check_settings(group)
+            for name in repeated_options(group, self.defaults, whole, "KFAC"):
+                del group[name]
             warn_if_unbounded(group)
             group["step"] = 0  # a group of another optimizer may bring that one's
         number = {p: n for n, group in enumerate(self.param_groups) for p in group["params"]}
@@ -273,10 +281,7 @@ class KFAC(Attachable, Wrappable, Optimizer):
                     loss = closure()
             for group, largest in zip(self.param_groups, self._largest, strict=False):
                 check_settings(group)
-                if foreign := (OPTIONS.keys() & group.keys()) - self.defaults.keys():
-                    raise RuntimeError(
-                        f"{min(foreign)} cannot be set for a parameter group of KFAC: remove it"
-                    )
+                repeated_options(group, self.defaults, self._whole, "KFAC")
                 if group["max_factor_dim"] != largest:
                     raise RuntimeError(
                         f"max_factor_dim must stay {largest}, as the layers were chosen with, got "
@@ -488,6 +493,12 @@ class KFAC(Attachable, Wrappable, Optimizer):
         kinds = sorted(counts.items(), key=lambda kind: -kind[1])
         listed = ", ".join(f"{count:,} in {why}" for why, count in kinds) or "none"
         return share, f"{share:.1%} of the trainable parameters without preconditioning: {listed}"
+
+    @property
+    def _whole(self) -> Settings:
+        """The options of the optimizer as a whole."""
+        own = {name: getattr(self, name) for name in ("inverse", "process_group", "shard")}
+        return own | {name: getattr(self._sampling, name) for name in ("likelihood", "seed")}
 
     def _processes(self) -> ProcessGroup | None:
         return process_group_of(self.process_group, is_lost=self._group_is_lost)
