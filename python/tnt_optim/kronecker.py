@@ -453,7 +453,7 @@ class KroneckerOptimizer(Wrappable, Optimizer):
                 kept = processes.kept(param)
                 own = {name: value for name, value in state.items() if name in kept}
                 self._set_counts(own, param)
-                self._replace(param, own)
+                self._set_entries(param, own)
             vars(self._observed).update(observed)
             self._note_shaping()
             checkpoint.warn_of_other_sampling(self, adapted)
@@ -728,11 +728,11 @@ class KroneckerOptimizer(Wrappable, Optimizer):
             for name in earlier.keys() & state.keys() & set(SURVIVES):
                 old = earlier[name]  # the modes may differ
                 state[name] = old if name in COUNTS else old.reshape(state[name].shape)
-            self._replace(param, state)
+            self._set_entries(param, state)
         if fresh:
             self._note_shaping()
 
-    def _replace(self, param: Tensor, own: State) -> None:
+    def _set_entries(self, param: Tensor, own: State) -> None:
         """Replaces the optimizer's entries of a parameter's state, and no others."""
         others = {k: v for k, v in self.state.get(param, {}).items() if k not in NAMES}
         self.state[param] = {**others, **own}
