@@ -53,6 +53,7 @@ from tnt_optim.options import (
     factors_due,
     is_due,
     repeated_options,
+    same_settings,
     split,
 )
 from tnt_optim.paper import paper_settings
@@ -205,8 +206,9 @@ class KroneckerOptimizer(Wrappable, Optimizer):
                 with torch.enable_grad():
                     loss = closure()
             self._consolidated = None
-            for group in self.param_groups:
-                self._check_settings(group)  # the user may have changed them
+            # The user may have changed them. Groups with equal ones are checked together.
+            for group in {same_settings(group): group for group in self.param_groups}.values():
+                self._check_settings(group)
             self._check_shaping()
             processes = self._distribution()
             # On a GPU one process may have a report before another, and an error must stop all of
@@ -826,10 +828,17 @@ class KroneckerOptimizer(Wrappable, Optimizer):
         return has_statistics(self.state.get(param, {}))
 
     def _batches(self, params: Iterable[Tensor]) -> Iterator[Batch]:
-        """The given parameters by group and device."""
+        """The given parameters by settings and device: groups with equal settings share a batch."""
         wanted = params if isinstance(params, Mapping) else set(params)
-        for group in self.param_groups if wanted else ():
-            for batch in by_device([p for p in group["params"] if p in wanted]):
+        shared: dict[Any, tuple[Group, list[Tensor]]] = {}
+        for number, group in enumerate(self.param_groups if wanted else ()):
+            if own := [p for p in group["params"] if p in wanted]:
+                # The bound of kl_clip is a group's, and so is the stream of random roundings.
+                is_alone = group["kl_clip"] is not None or group["rounding"] == "stochastic"
+                key = number if is_alone else same_settings(group)
+                shared.setdefault(key, (group, []))[1].extend(own)
+        for group, members in shared.values():
+            for batch in by_device(members):
                 yield group, batch
 
     def _set_counts(self, state: State, param: Tensor) -> None:

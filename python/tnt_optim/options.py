@@ -231,6 +231,15 @@ def check_settings(settings: Settings) -> None:
             raise ValueError(f"{name} must be {option.rule}, got {value!r}")
 
 
+def same_settings(group: Settings) -> tuple[Any, ...]:
+    """A key that groups share only if all their settings, but not their parameters, are the same.
+
+    Tensors, which may change in place, must be the same objects.
+    """
+    values = [value for name, value in group.items() if name in OPTIONS]
+    return (*group.keys(), *values, *map(type, values), group["step"])  # 1 == True
+
+
 def repeated_options(
     group: Settings, per_group: Container[str], whole: Settings, kind: str
 ) -> list[str]:
