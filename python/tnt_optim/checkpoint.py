@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from tnt_optim.failures import callers, warn_the_caller
 from tnt_optim.modes import Settings, State, state_dtype
 from tnt_optim.options import check_settings
-from tnt_optim.state import check_keys
+from tnt_optim.state import NAMES, check_keys, has_entries
 
 # Functions, and an entry that torch adds to the defaults when an optimizer loads or is copied.
 _NOT_SAVED = {"modes", "differentiable"}
@@ -314,8 +314,8 @@ def saved_states(
     for group, saved in zip(groups, state_dict["param_groups"], strict=True):
         settings = {**group, "merge_small_dims": saved.get("merge_small_dims")}
         for index, param in zip(saved["params"], group["params"], strict=True):
-            state = state_dict["state"].get(index)
-            if state:
+            state = state_dict["state"].get(index, {})
+            if has_entries(state):
                 if state.get("first_step", 0) is None and "stats" not in state:
                     # torch's set_optimizer_state_dict with full_state_dict loses empty lists.
                     state = {**state, "stats": []}
@@ -325,9 +325,10 @@ def saved_states(
 def copied_states(
     groups: Sequence[Settings], state_dict: StateDict
 ) -> Iterator[tuple[Tensor, State]]:
-    """The saved states by parameter; torch's own copies have the parameter's dtype."""
+    """The optimizer's entries by parameter; torch's own copies have the parameter's dtype."""
     for _, _, param, state in saved_states(groups, state_dict):
-        yield param, copied(state, param.device, state_dtype(param))
+        own = {name: value for name, value in state.items() if name in NAMES}
+        yield param, copied(own, param.device, state_dtype(param))
 
 
 def copied(value: Any, device: torch.device, dtype: torch.dtype) -> Any:

@@ -1,8 +1,9 @@
 """Two optimizers as one: a Kronecker-factored one for some parameters, another for the rest."""
 
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -69,33 +70,39 @@ class WithFallback(Wrappable, Optimizer):
             )
         self.main, self.fallback = main, fallback
         self._fit = Fit()  # of the fallback
+        # The fallback's gradients at a step whose update main could not finish.
+        self._gradients: dict[Tensor, Tensor | None] = {}
         # States of the fallback that are only allocated: its next step makes new ones.
         self._allocated: dict[Tensor, Any] = {}
         # Schedulers that change the momentum look for it in the defaults.
         has_momentum = all("momentum" in group for group in self.param_groups)
         super().__init__(self.param_groups, {"momentum": 0.0} if has_momentum else {})
+        self._others: dict[Any, Any] = {}
 
-    # Groups and states belong to the two optimizers: a scheduler sets them there.
+    # Groups and states belong to the two optimizers: a scheduler sets them there. Before
+    # ``_others`` exists, torch's constructor assigns empty ones.
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups of both."""
-        return [*self.main.param_groups, *self.fallback.param_groups]
+    def param_groups(self) -> "Groups":
+        """The parameter groups of both. Edits of a group count; those of the list are refused."""
+        return Groups([*self.main.param_groups, *self.fallback.param_groups])
 
     @param_groups.setter
     def param_groups(self, value: list[dict[str, Any]]) -> None:
-        if value:  # torch's constructor begins with an empty list
-            raise ValueError("param_groups are those of .main and .fallback: change them there")
+        if "_others" in vars(self) and list(map(id, value)) != list(map(id, self.param_groups)):
+            self.param_groups.refuse()
 
     @property  # type: ignore[override]
     def state(self) -> "States":
         """The states of both; entries under other keys belong to this optimizer."""
-        return States(self.main, self.fallback, self.__dict__.setdefault("_others", {}))
+        return States(self.main, self.fallback, self._others)
 
     @state.setter
     def state(self, value: Any) -> None:
-        if value:
-            raise ValueError("state is that of .main and .fallback: change it there")
+        if "_others" in vars(self):
+            entries = dict(value)
+            self.state.clear()
+            self.state.update(entries)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuses: the caller must choose an optimizer.
@@ -133,7 +140,18 @@ class WithFallback(Wrappable, Optimizer):
             self._fit.check(params, state, self._name, lambda param, state: None, {})
             return loss
 
-        loss = main.step(checked)
+        try:
+            loss = main.step(checked)
+        except Exception:
+            # Main finishes its update at the next call, which has other gradients.
+            if main.has_unfinished_update and not self._gradients:
+                self._gradients = {p: p.grad for p in self._fallback_params()}
+                for param in self._gradients:
+                    param.grad = None
+            raise
+        for param, gradient in self._gradients.items():
+            param.grad = gradient
+        self._gradients = {}
         for param, state in self._allocated.items():
             if self.fallback.state.get(param) is state:
                 del self.fallback.state[param]
@@ -184,12 +202,23 @@ class WithFallback(Wrappable, Optimizer):
         self.main.warm_start(outputs, **more)  # type: ignore[attr-defined]
 
     def allocate_state(self, unreached: Iterable[Tensor] = ()) -> None:
-        """Gives both optimizers states to load into; see ``TNT.allocate_state``."""
+        """Gives both optimizers states to load into; see ``TNT.allocate_state``.
+
+        A parameter's entries that are there already stay as they are.
+
+        Raises:
+            RuntimeError: if the fallback cannot make its state; nothing is then changed.
+        """
+        own = hasattr(self.fallback, "allocate_state")
+        missing = {} if own else _missing_states(self.fallback)
         self.main.allocate_state(unreached)  # type: ignore[attr-defined]
-        state = self.fallback.state
-        new = [p for p in self._fallback_params() if not state.get(p)]
-        _allocate(self.fallback)
-        self._allocated |= {p: state[p] for p in new if p in state}
+        if own:
+            self.fallback.allocate_state()  # type: ignore[attr-defined]
+        for param, state in missing.items():
+            existing = self.fallback.state.get(param, {})
+            self.fallback.state[param] = {**state, **existing}
+            if not existing:
+                self._allocated[param] = self.fallback.state[param]
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """See ``TNT.consolidate_state_dict``; also of a fallback that has it."""
@@ -283,30 +312,69 @@ class WithFallback(Wrappable, Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         own = {"main": self.main, "fallback": self.fallback, "defaults": self.defaults}
         others = {"_others": self.state.others, "_fit": self._fit, "_allocated": self._allocated}
+        others["_gradients"] = {}
         return {**own, **others}
 
     def __repr__(self) -> str:
         return f"{self.main!r}\nwith the fallback {self.fallback!r}"
 
 
-def _allocate(optimizer: Optimizer) -> None:
-    """Gives one of torch's optimizers its state, by a step with zero gradients and rates."""
-    if optimizer.state:
-        return
-    params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    grads, rates = [p.grad for p in params], [group["lr"] for group in optimizer.param_groups]
+def _missing_states(optimizer: Optimizer) -> dict[Tensor, dict[str, Any]]:
+    """First states of an optimizer's parameters, from steps of copies with zero gradients.
+
+    Nothing of the optimizer, its parameters and gradients is changed, and none of its hooks run.
+    Parameters without entries are left out.
+    """
+    params = [(p, group) for group in optimizer.param_groups for p in group["params"]]
+    found: dict[Tensor, dict[str, Any]] = {}
+    devices = {p.device for p, _ in params if p.is_cuda}
+    with torch.random.fork_rng(devices), torch.no_grad():
+        for param, group in params:
+            if param.requires_grad and (state := _first_state(optimizer, param, group)):
+                found[param] = state
+    return found
+
+
+def _first_state(optimizer: Optimizer, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+    """The state of one parameter of an optimizer before its first step: moments of zero."""
+    sparse = isinstance(optimizer, torch.optim.SparseAdam)
+    copied = torch.zeros_like(param).requires_grad_()
+    copied.grad = copied.to_sparse() if sparse else torch.zeros_like(param)
+    twin = object.__new__(type(optimizer))
+    state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
+    groups = [{**group, "params": [copied]}]
+    vars(twin).update({**vars(optimizer), "state": state, "param_groups": groups})
+    step = type(optimizer).step
     try:
-        for param in params:
-            param.grad = torch.zeros_like(param)
-        for group in optimizer.param_groups:
-            lr = group["lr"]
-            group["lr"] = torch.zeros_like(lr) if isinstance(lr, Tensor) else 0.0
-        optimizer.step()
-    finally:
-        for param, grad in zip(params, grads, strict=True):
-            param.grad = grad
-        for group, lr in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = lr
+        getattr(step, "__wrapped__", step)(twin)  # torch's wrapper runs the hooks
+    except Exception as error:
+        made_earlier = isinstance(error, KeyError) and optimizer.state.get(param)
+        if made_earlier:  # by the constructor, as Adagrad's
+            return {}
+        raise RuntimeError(
+            "allocate_state() must make the fallback's state by a step with zero gradients, and "
+            f"{type(optimizer).__name__} raised {error!r}: load its state without allocate_state()"
+        ) from error
+    if "step" in state[copied]:
+        state[copied]["step"] = 0 * state[copied]["step"]
+    return state[copied]
+
+
+class Groups(list[dict[str, Any]]):
+    """The parameter groups of two optimizers. The list cannot be changed: it belongs to both."""
+
+    def refuse(self, *_: Any, **__: Any) -> NoReturn:
+        """Raises a ValueError, as every change of the list does."""
+        raise ValueError(
+            "param_groups must be changed in .main.param_groups or .fallback.param_groups: those "
+            "of with_fallback are a new list of both optimizers' groups"
+        )
+
+    append = extend = insert = remove = pop = clear = sort = reverse = refuse
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = refuse
+
+    def __reduce__(self) -> Any:  # a copy is a list of its own
+        return list, (list(self),)
 
 
 class States(MutableMapping[Any, Any]):
@@ -324,14 +392,31 @@ class States(MutableMapping[Any, Any]):
         ]
 
     def _of(self, key: Any) -> MutableMapping[Any, Any]:
-        if isinstance(key, Tensor):
-            for params, state in self._parts:
-                if key in params:
-                    return state
+        """Where the entry under a key is, or would be."""
+        for params, state in self._parts:
+            if key in state or key in params:
+                return state
         return self.others
 
     def __getitem__(self, key: Any) -> Any:
         return self._of(key)[key]
+
+    # The mixins' use [key], which makes an entry in the optimizers' states.
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self._of(key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """As that of a dictionary."""
+        return self._of(key).get(key, default)
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        """As that of a dictionary."""
+        return self._of(key).pop(key, *default)
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        """As that of a dictionary."""
+        return self._of(key).setdefault(key, default)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self._of(key)[key] = value

@@ -56,6 +56,8 @@ from tnt_optim.options import (
     check_settings,
     factors_due,
     is_due,
+    repeated_options,
+    same_settings,
     split,
 )
 from tnt_optim.paper import paper_settings
@@ -66,6 +68,7 @@ from tnt_optim.state import (
     SURVIVES,
     add_master,
     check_state,
+    has_entries,
     has_statistics,
     is_allocated,
     memory_estimate,
@@ -177,6 +180,11 @@ class KroneckerOptimizer(Wrappable, Optimizer):
         return cls._method
 
     # The public side.
+
+    @property
+    def has_unfinished_update(self) -> bool:
+        """Whether the last ``step`` raised in the middle of its update, which the next finishes."""
+        return self._attempt.update is not None
 
     @_disable_dynamo  # Dynamo would break it into a hundred graphs and gain nothing
     @torch.no_grad()
@@ -346,15 +354,10 @@ class KroneckerOptimizer(Wrappable, Optimizer):
         Raises:
             ValueError: if a setting or a parameter does not fit; nothing is then added.
         """
-        if isinstance(param_group, dict):
-            for name in param_group:
-                if name in OPTIONS and not OPTIONS[name].per_group:
-                    kind = type(self).__name__
-                    raise ValueError(f"{name} cannot be set for a parameter group of {kind}")
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            self._check_settings(group)
+            repeated = self._check_settings(group)
             for param, count in Counter(group["params"]).items():
                 self._check_param(param, group)
                 if count > 1:
@@ -362,6 +365,8 @@ class KroneckerOptimizer(Wrappable, Optimizer):
         except Exception:
             self.param_groups.pop()
             raise
+        for name in repeated:
+            del group[name]
         # Of the first group 0: a group of another optimizer may bring that one's.
         group["step"] = self.param_groups[0]["step"] if len(self.param_groups) > 1 else 0
         self._owners.add(group)
@@ -373,7 +378,7 @@ class KroneckerOptimizer(Wrappable, Optimizer):
         has its own. Observations of a step that was skipped are saved by a single process; several
         leave them out. With ``shard`` it holds this process's part of the state.
         """
-        if self._attempt.update is not None:
+        if self.has_unfinished_update:
             warn_the_caller(UNFINISHED)
         self._failures.read(self.state, self._name, wait=True, fatal=False)
         return checkpoint.save_completed(self, super().state_dict, self._complete)
@@ -465,13 +470,12 @@ class KroneckerOptimizer(Wrappable, Optimizer):
             self._failures = Failures()
             self._observed.use_up()
             params = self._params()
-            self._attempt.accumulated = {
-                params[number] for number in adapted.get("accumulated", ())
-            }
+            self._attempt = Attempt({params[number] for number in adapted.get("accumulated", ())})
             for param, state in checkpoint.copied_states(self.param_groups, adapted):
-                others = NAMES - processes.kept(param)
-                self.state[param] = {k: v for k, v in state.items() if k not in others}
-                self._set_counts(self.state[param], param)
+                kept = processes.kept(param)
+                own = {name: value for name, value in state.items() if name in kept}
+                self._set_counts(own, param)
+                self._set_entries(param, own)
             vars(self._observed).update(observed)
             self._note_shaping()
             checkpoint.warn_of_other_sampling(self, adapted)
@@ -480,8 +484,7 @@ class KroneckerOptimizer(Wrappable, Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self._failures.read(self.state, self._name, wait=True, fatal=False)
-        own = {name: value for name, value in vars(self).items() if name in OPTIONS}
-        own["process_group"] = None  # cannot be copied
+        own = {**self._whole, "process_group": None}  # cannot be copied
         lost = self._group_is_lost or self.process_group is not None
         names = "_failures", "_observed", "_owners", "_attempt", "_fit"
         kept = {name: getattr(self, name) for name in names}
@@ -523,8 +526,9 @@ class KroneckerOptimizer(Wrappable, Optimizer):
 
     def _checked(self) -> DeviceStep:
         """The device's part of this step, after all checks."""
-        for group in self.param_groups:
-            self._check_settings(group)  # the user may have changed them
+        # The user may have changed them. Groups with equal ones are checked together.
+        for group in {same_settings(group): group for group in self.param_groups}.values():
+            self._check_settings(group)
         self._check_shaping()
         processes = self._distribution()
         self._check_fit(processes)
@@ -591,7 +595,8 @@ class KroneckerOptimizer(Wrappable, Optimizer):
                 )
             if state.get("first_step") == ALLOCATED:
                 state = {}  # it is replaced
-            lacks = not (state or plain or param in observed or param in self._observed.asked)
+            has = has_entries(state)
+            lacks = not (has or plain or param in observed or param in self._observed.asked)
             if lacks and param.requires_grad and self._observed.waits_for(param, is_new=True):
                 raise RuntimeError(
                     f"step() has no statistics for {self._name(param)}, which has a gradient: call "
@@ -600,7 +605,7 @@ class KroneckerOptimizer(Wrappable, Optimizer):
                 )
             if group["rounding"] != "nearest":
                 check_rounding(param, group["rounding"], self._name)  # the dtype may have changed
-            if state and grafts and "second_moment_updates" not in state:
+            if has and grafts and "second_moment_updates" not in state:
                 raise RuntimeError(
                     "graft='adam' must be set before the first statistics: "
                     f"{self._name(param)} has no second moment in its state"
@@ -780,9 +785,15 @@ class KroneckerOptimizer(Wrappable, Optimizer):
             for name in earlier.keys() & state.keys() & set(SURVIVES):
                 old = earlier[name]  # the modes may differ
                 state[name] = old if name in COUNTS else old.reshape(state[name].shape)
-        self.state.update(fresh)
+        for param, state in fresh.items():
+            self._set_entries(param, state)
         if fresh:
             self._note_shaping()
+
+    def _set_entries(self, param: Tensor, own: State) -> None:
+        """Replaces the optimizer's entries of a parameter's state, and no others."""
+        others = {k: v for k, v in self.state.get(param, {}).items() if k not in NAMES}
+        self.state[param] = {**others, **own}
 
     # Processes and parameters.
 
@@ -796,13 +807,21 @@ class KroneckerOptimizer(Wrappable, Optimizer):
             )
         return found
 
-    def _check_settings(self, group: Group) -> None:
+    @property
+    def _whole(self) -> Settings:
+        """The options of the optimizer as a whole."""
+        return {name: value for name, value in vars(self).items() if name in OPTIONS}
+
+    def _check_settings(self, group: Group) -> list[str]:
+        """Checks a group; returns the options in it that repeat those of the optimizer."""
+        names = repeated_options(group, self.defaults, self._whole, type(self).__name__)
         check_settings(group)
         if group["estimator"] == "mle" and not self._whitens:
             raise ValueError(
                 f"estimator must be 'moments' for {type(self).__name__}, got 'mle': it whitens by "
                 "the factors, as if they were inverses of the statistics"
             )
+        return names
 
     def _note_shaping(self) -> None:
         self._fit.note(self._params(), self.state)
@@ -878,17 +897,24 @@ class KroneckerOptimizer(Wrappable, Optimizer):
         return [p for p, group in pairs if p.requires_grad and not is_plain(p, group)]
 
     def _has_state(self, param: Tensor) -> bool:
-        # Not `in`: reading opt.state[param] leaves an empty dictionary behind.
-        return bool(self.state.get(param))
+        # Not self.state[param], which would add an entry.
+        return has_entries(self.state.get(param, {}))
 
     def _has_statistics(self, param: Tensor) -> bool:
         return has_statistics(self.state.get(param, {}))
 
     def _batches(self, params: Iterable[Tensor]) -> Iterator[Batch]:
-        """The given parameters by group and device."""
+        """The given parameters by settings and device: groups with equal settings share a batch."""
         wanted = params if isinstance(params, Mapping) else set(params)
-        for group in self.param_groups if wanted else ():
-            for batch in by_device([p for p in group["params"] if p in wanted]):
+        shared: dict[Any, tuple[Group, list[Tensor]]] = {}
+        for number, group in enumerate(self.param_groups if wanted else ()):
+            if own := [p for p in group["params"] if p in wanted]:
+                # The bound of kl_clip is a group's, and so is the stream of random roundings.
+                is_alone = group["kl_clip"] is not None or group["rounding"] == "stochastic"
+                key = number if is_alone else same_settings(group)
+                shared.setdefault(key, (group, []))[1].extend(own)
+        for group, members in shared.values():
+            for batch in by_device(members):
                 yield group, batch
 
     def _set_counts(self, state: State, param: Tensor) -> None:

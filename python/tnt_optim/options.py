@@ -231,6 +231,37 @@ def check_settings(settings: Settings) -> None:
             raise ValueError(f"{name} must be {option.rule}, got {value!r}")
 
 
+def same_settings(group: Settings) -> tuple[Any, ...]:
+    """A key that groups share only if all their settings, but not their parameters, are the same.
+
+    Tensors, which may change in place, must be the same objects.
+    """
+    values = [value for name, value in group.items() if name in OPTIONS]
+    return (*group.keys(), *values, *map(type, values), group["step"])  # 1 == True
+
+
+def repeated_options(
+    group: Settings, per_group: Container[str], whole: Settings, kind: str
+) -> list[str]:
+    """The names in a group of options of the ``whole`` optimizer, whose values it repeats.
+
+    Wrappers give their keyword arguments to the groups and to the optimizer (SAM).
+
+    Raises:
+        ValueError: if the value of such an option differs, or no group of this ``kind`` has it.
+    """
+    foreign = [name for name in group if name not in per_group]
+    names = [name for name in foreign if name in OPTIONS or name in whole]
+    for name in names:
+        message = f"{name} cannot be set for a parameter group of {kind}"
+        if name not in whole:
+            raise ValueError(f"{message}: remove it")
+        if group[name] != whole[name]:
+            own, value = whole[name], group[name]
+            raise ValueError(f"{message}, whose own is {own!r}, got {value!r}: remove it")
+    return names
+
+
 def split(given: Settings) -> tuple[dict[str, Any], dict[str, Any]]:
     """Checks a constructor's options; returns those of groups and those of the whole optimizer.
 

@@ -1,10 +1,11 @@
 """The entries of a parameter's state. ``SPEC`` is their only definition.
 
 ``SPEC`` is the table. New states, the tensors that each process keeps, the check of a checkpoint,
-the addresses of CUDA graphs and the memory estimate follow from it. The optimizer's state of a
-parameter is complete or empty: its first statistics bring all entries. Only a master copy may come
-later. A parameter that is not preconditioned has no statistics, and factors of ones; its
-``first_step`` is None. A state that is only allocated is complete, and counts as empty.
+the addresses of CUDA graphs and the memory estimate follow from it. A parameter's state has all
+of these entries or none: its first statistics bring them. Only a master copy may come later. A
+parameter that is not preconditioned has no statistics, and factors of ones; its ``first_step`` is
+None. A state that is only allocated has all entries, and counts as none. Entries under other names
+belong to a wrapper (a lookahead's slow weights): they stay.
 """
 
 import math
@@ -126,6 +127,11 @@ def zero_statistics(param: Tensor, group: Settings) -> list[Tensor]:
     """Zeros for the statistics of a parameter."""
     shapes = layout(param, group).statistic_shapes(group["max_factor_dim"])
     return [torch.zeros(s, dtype=state_dtype(param), device=param.device) for s in shapes]
+
+
+def has_entries(state: Settings) -> bool:
+    """Whether a parameter's state has the optimizer's entries; a wrapper may have written some."""
+    return not NAMES.isdisjoint(state)
 
 
 def has_statistics(state: Settings) -> bool:

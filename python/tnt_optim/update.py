@@ -41,7 +41,7 @@ _BUCKET, _LARGE_BUCKET = 1 << 22, 1 << 28
 
 Group = dict[str, Any]
 States = Mapping[Tensor, State]
-# Parameters of one group on one device: one call of an operator serves them all.
+# Parameters with one group's settings on one device: one call of an operator serves them all.
 Batch = tuple[Group, list[Tensor]]
 MakeFactors = Callable[[Settings, Rows, Rows], Tensor]
 

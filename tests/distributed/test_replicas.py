@@ -187,6 +187,8 @@ def saved_by_one(
     """As ``saved``, by process 1 in one file; also returns the warnings."""
     net = Net()
     opt = made_optimizer(net, "grafted", shard=shard)
+    for param in net.parameters():  # as a wrapper does
+        opt.state[param]["old_p"] = param.detach().clone()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         train_on_four(rank, processes, net, opt, range(5))
@@ -201,6 +203,7 @@ def saved_by_one(
         assert not said
         missing = [n for n, state in opt.state_dict()["state"].items() if "stats" not in state]
         assert bool(missing) == (rank == 0)
+        assert all("old_p" in state for state in opt.state_dict()["state"].values())
         train_on_four(rank, processes, net, opt, range(5, 9))
         for _ in range(2):
             part = opt.state_dict()

@@ -46,8 +46,14 @@ def test_options_that_a_group_of_kfac_lacks_are_refused() -> None:
     opt = KFAC(model)
     train(model, opt, [0])
     opt.param_groups[0]["maximize"] = True
-    with pytest.raises(RuntimeError, match="^maximize cannot be set for a parameter group of KFAC"):
+    with pytest.raises(ValueError, match="^maximize cannot be set for a parameter group of KFAC"):
         train(model, opt, [1])
+    del opt.param_groups[0]["maximize"]
+    opt.param_groups[0]["seed"] = 0  # its own
+    train(model, opt, [1])
+    opt.param_groups[0]["seed"] = 1
+    with pytest.raises(ValueError, match="^seed cannot be .* KFAC, whose own is 0, got 1: remove"):
+        train(model, opt, [2])
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed:UserWarning")

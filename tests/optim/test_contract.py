@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import lr_scheduler
 
-from tnt_optim import KFAC
+from tnt_optim import KFAC, kronecker
 
 FORMS: list[dict[str, Any]] = [
     {},
@@ -107,6 +107,67 @@ def test_groups_are_separate_optimizers(name: str) -> None:
     for p, q in zip(whole.parameters(), separate.parameters(), strict=True):
         close(p.detach().double(), q.detach().double())
         assert {s.dtype for s in one.state[p]["stats"]} == {p.dtype}
+
+
+ALIKE: list[dict[str, Any]] = [
+    *FORMS,
+    {"graft": "rms", "kl_clip": 1e-3},
+    {"graft": "adam", "rounding": "master"},
+    {"lr": torch.tensor(0.02), "merge_small_dims": "kernel", "precondition_1d": False},
+]
+
+
+@factored
+@pytest.mark.parametrize("form", ALIKE)
+def test_groups_with_equal_settings_are_computed_together(
+    name: str, form: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit as one group, and as groups that are computed one by one."""
+    dtype = torch.bfloat16 if "rounding" in form else torch.float32
+    models = [net(dtype)]
+    models += [copy.deepcopy(models[0]) for _ in range(2)]
+    calls: dict[int, list[int]] = {}
+    for number, model in enumerate(models):
+        params = list(model.parameters())
+        together = number == 0 and form.get("kl_clip") is None  # whose bound is a group's
+        if number == 2:
+            monkeypatch.setattr(kronecker, "same_settings", lambda group: id(group))
+        groups = [{"params": params}] if together else [{"params": [p]} for p in params]
+        mle = {} if name == "shampoo" else {"estimator": "mle"}
+        opt = FACTORED[name](groups, **{**SETTINGS, **form, **mle})
+        counts = calls.setdefault(number, [])
+        make = opt._factors
+
+        def counted(*given: Any, make: Any = make, counts: list[int] = counts) -> Tensor:
+            counts.append(len(given[1]))
+            return make(*given)
+
+        monkeypatch.setattr(opt, "_factors", counted)
+        train(model, opt, range(6))
+    assert equal(models[0].parameters(), models[1].parameters())
+    assert equal(models[2].parameters(), models[1].parameters())
+    assert sum(calls[0]) == sum(calls[1]) == sum(calls[2])
+    if form.get("kl_clip") is None:
+        assert calls[0] == calls[1] and len(calls[1]) < len(calls[2])
+
+
+@factored
+def test_a_group_whose_settings_change_is_computed_and_checked_on_its_own(name: str) -> None:
+    model = net()
+    opt = FACTORED[name]([{"params": [p]} for p in model.parameters()], **SETTINGS)
+    train(model, opt, range(2))
+    opt.param_groups[2]["lr"] = 0.0
+    before = values(model)
+    train(model, opt, range(2, 4))
+    assert moved(model, before) == [True, True, False, True]
+    for value in (torch.tensor(-1.0), -1.0):
+        opt.param_groups[2]["lr"], before = value, values(model)
+        with raising(ValueError, match="lr must be a finite number >= 0, got"):
+            train(model, opt, [4])
+        assert not any(moved(model, before))
+    opt.param_groups[2].update(lr=0.02, relative_damping=0)  # 0 == False
+    with raising(ValueError, match="relative_damping must be True or False, got 0"):
+        train(model, opt, [4])
 
 
 @factored

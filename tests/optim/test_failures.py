@@ -274,7 +274,8 @@ class Run(Dictated):
     def __init__(self, name: str, **settings: Any) -> None:
         rng = torch.Generator().manual_seed(1)
         params = [nn.Parameter(torch.randn(s, generator=rng).double()) for s in SHAPES]
-        groups = [{"params": params[:2]}, {"params": params[2:]}]
+        # With equal settings they would be one call of an operator.
+        groups = [{"params": params[:2]}, {"params": params[2:], "weight_decay": 0.01}]
         super().__init__(name, groups, **{"lr": 0.05, "damping": 0.1, **EVERY_STEP, **settings})
 
     def gradients(self, number: int) -> list[list[Tensor]]:
@@ -308,7 +309,10 @@ class Run(Dictated):
 
 @contextlib.contextmanager
 def failing(operator: str, call: int, error: Exception | None = None) -> Iterator[None]:
-    """One call of an operator of tnt_kernels raises, counted from 0: each group is one call."""
+    """One call of an operator of tnt_kernels raises, counted from 0.
+
+    A group with settings of its own is one call.
+    """
     original = getattr(tnt_kernels, operator)
     numbers = itertools.count()
 

@@ -1,6 +1,9 @@
 """Two optimizers as one: the steps of both, and one state. Its contract is in ``test_contract``."""
 
 import copy
+import pickle
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +24,12 @@ from optimizers import (
     train,
     values,
 )
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from tnt_optim import TNT, Shampoo, with_fallback
 
@@ -187,3 +194,244 @@ def test_torchs_distributed_checkpoints_load_both_in_place(tmp_path: Path) -> No
     resumed.load_state_dict(target["opt"])
     train(other, resumed, range(5, 9))
     assert equal(model.parameters(), other.parameters())
+
+
+# ------------------------------------------------------------------ states to load into
+
+OTHERS: dict[str, Callable[[list[Any]], torch.optim.Optimizer]] = {
+    "AdamW": lambda ps: torch.optim.AdamW(ps, 0.1, weight_decay=0.1, amsgrad=True),
+    "Adam": lambda ps: torch.optim.Adam(ps, torch.tensor(0.1), weight_decay=0.1, maximize=True),
+    "fused": lambda ps: torch.optim.AdamW(ps, 0.1, fused=True),
+    "SGD": lambda ps: torch.optim.SGD(ps, 0.1),
+    "momentum": lambda ps: torch.optim.SGD(ps, 0.1, 0.9, weight_decay=0.1),
+    "Adagrad": lambda ps: torch.optim.Adagrad(ps, 0.1, weight_decay=0.1),
+    "Adadelta": lambda ps: torch.optim.Adadelta(ps, weight_decay=0.1),
+    "Adamax": lambda ps: torch.optim.Adamax(ps, 0.1),
+    "NAdam": lambda ps: torch.optim.NAdam(ps, 0.1),
+    "RAdam": lambda ps: torch.optim.RAdam(ps, 0.1, decoupled_weight_decay=True),
+    "RMSprop": lambda ps: torch.optim.RMSprop(ps, 0.1, momentum=0.9, centered=True),
+    "Rprop": lambda ps: torch.optim.Rprop(ps, 0.1),
+    "ASGD": lambda ps: torch.optim.ASGD(ps, 0.1),
+    "Adafactor": lambda ps: torch.optim.Adafactor(ps, 0.1),
+    "Muon": lambda ps: torch.optim.Muon(ps, 0.1),
+    "Shampoo": lambda ps: Shampoo(ps, 0.1),
+    "SparseAdam": lambda ps: torch.optim.SparseAdam(ps, 0.1),
+}
+others = pytest.mark.parametrize("name", OTHERS)
+
+
+def with_other(name: str) -> tuple[Any, list[nn.Parameter]]:
+    """A Shampoo with this fallback of two groups, and the fallback's parameters."""
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(*shape)) for shape in ((5, 3), (4, 2))]
+    other = OTHERS[name]([{"params": params[:1]}, {"params": params[1:]}])
+    return with_fallback(Shampoo([weight(3, 2)]), other), params
+
+
+def set_gradients(name: str, params: list[nn.Parameter], step: int) -> None:
+    """The fallback's parameters get gradients that depend on the step alone."""
+    for p in params:
+        rng = torch.Generator().manual_seed(step)
+        gradient = torch.randn(p.shape, generator=rng)
+        p.grad = gradient.to_sparse(1) if name == "SparseAdam" else gradient
+
+
+def run(name: str, opt: Any, params: list[nn.Parameter], steps: range) -> None:
+    """Takes steps. The main optimizer's parameter keeps the gradient that it has, if any."""
+    for step in steps:
+        set_gradients(name, params, step)
+        opt.step()
+
+
+def bits(tensors: Iterable[Tensor]) -> list[Any]:
+    """The numbers as integers, in which NaN and -0 are equal to themselves only."""
+    return [t.detach().to_dense().view(torch.int32).tolist() for t in tensors]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed:UserWarning")
+@others
+def test_a_state_that_a_read_or_a_wrapper_has_begun_is_loaded(name: str, tmp_path: Path) -> None:
+    """``opt.state[p]`` leaves an empty entry."""
+    opt, params = with_other(name)
+    (main,) = opt.main.param_groups[0]["params"]
+    main.grad = torch.ones_like(main)
+    run(name, opt, params, range(3))
+    dcp.save({"opt": opt.state_dict()}, checkpoint_id=tmp_path / "saved", no_dist=True)
+    resumed, copies = with_other(name)
+    resumed.state[copies[0]]
+    resumed.state[copies[1]]["old_p"] = torch.ones(2)
+    resumed.allocate_state()
+    assert torch.equal(resumed.state[copies[1]].pop("old_p"), torch.ones(2))
+    target = {"opt": resumed.state_dict()}
+    dcp.load(target, checkpoint_id=tmp_path / "saved", no_dist=True)
+    resumed.load_state_dict(target["opt"])
+    for p, copied in zip(params, copies, strict=True):
+        copied.data.copy_(p.data)
+        assert leaves(dict(resumed.state[copied])) == leaves(dict(opt.state.get(p, {})))
+    for each, members in ((opt, params), (resumed, copies)):
+        run(name, each, members, range(3, 6))
+    assert equal(params, copies)
+
+
+@others
+def test_a_state_to_load_into_changes_nothing_else(name: str) -> None:
+    """Weights and gradients to the bit, counters, random numbers; no hook of a step runs."""
+    opt, params = with_other(name)
+    fallback, calls = opt.fallback, []
+    scheduler = ExponentialLR(fallback, 0.5)
+    set_gradients(name, params, 0)
+    with torch.no_grad():
+        params[0].view(-1)[:4] = torch.tensor([-0.0, 0.0, torch.inf, torch.nan])
+    handles = [
+        fallback.register_step_pre_hook(lambda *_: calls.append("before")),
+        fallback.register_step_post_hook(lambda *_: calls.append("after")),
+        register_optimizer_step_pre_hook(lambda *_: calls.append("before any")),
+        register_optimizer_step_post_hook(lambda *_: calls.append("after any")),
+    ]
+    gradients = [p.grad for p in params]
+
+    def seen() -> list[Any]:
+        made = "state", "param_groups", "_shaping"
+        counters = {k: v for k, v in vars(fallback).items() if k not in made}
+        groups = [{**group, "params": None} for group in fallback.param_groups]
+        numbers = bits([*params, *[g for g in gradients if g is not None]])
+        return [numbers, torch.get_rng_state().tolist(), repr(counters), leaves(groups)]
+
+    before = seen()
+    opt.allocate_state()
+    assert seen() == before and not calls
+    for handle in handles:
+        handle.remove()
+    assert all(p.grad is g for p, g in zip(params, gradients, strict=True))
+    with pytest.warns(UserWarning, match="before `optimizer.step"):
+        scheduler.step()
+
+
+@others
+def test_a_parameter_that_has_moments_keeps_them(name: str) -> None:
+    opt, (first, second) = with_other(name)
+    run(name, opt, [first], range(3))
+    before = leaves(dict(opt.fallback.state.get(first, {})))
+    opt.allocate_state()
+    assert leaves(dict(opt.fallback.state.get(first, {}))) == before
+    given = [opt.fallback.state.get(p, {}).keys() for p in (first, second)]
+    assert given[0] == given[1]
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in OTHERS if n not in ("NAdam", "Adadelta", "Rprop", "ASGD", "Shampoo")]
+)
+def test_an_allocated_state_of_the_fallback_trains_as_a_new_one(name: str) -> None:
+    opt, params = with_other(name)
+    other, copies = with_other(name)
+    other.allocate_state()
+    for each, members in ((opt, params), (other, copies)):
+        run(name, each, members, range(3))
+    assert equal(params, copies)
+
+
+def test_a_fallback_that_cannot_make_its_state_changes_nothing() -> None:
+    class Stubborn(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            raise RuntimeError("needs a gradient of a kind")
+
+    param = weight(3, 2)
+    opt = with_fallback(Shampoo([param]), Stubborn([weight(4)], 0.1))
+    with pytest.raises(RuntimeError, match=r"Stubborn raised RuntimeError\('needs a gradient"):
+        opt.allocate_state()
+    assert not opt.state
+    with pytest.raises(ValueError, match="unreached must be parameters of this optimizer"):
+        made("fallback", net()).allocate_state([weight(3)])
+
+
+# ------------------------------------------------------------------ edits of groups and states
+
+EDITS: dict[str, Callable[[Any], Any]] = {
+    "append": lambda opt: opt.param_groups.append({"params": [weight(3)]}),
+    "extend": lambda opt: opt.param_groups.extend([{"params": [weight(3)]}]),
+    "insert": lambda opt: opt.param_groups.insert(0, {"params": [weight(3)]}),
+    "pop": lambda opt: opt.param_groups.pop(),
+    "remove": lambda opt: opt.param_groups.remove(opt.main.param_groups[0]),
+    "clear": lambda opt: opt.param_groups.clear(),
+    "sort": lambda opt: opt.param_groups.sort(key=id),
+    "reverse": lambda opt: opt.param_groups.reverse(),
+    "set": lambda opt: opt.param_groups.__setitem__(0, {"params": [weight(3)]}),
+    "del": lambda opt: opt.param_groups.__delitem__(0),
+    "+=": lambda opt: opt.param_groups.__iadd__([{"params": [weight(3)]}]),
+    "*=": lambda opt: opt.param_groups.__imul__(2),
+    "=": lambda opt: setattr(opt, "param_groups", [{"params": [weight(3)]}]),
+    "= []": lambda opt: setattr(opt, "param_groups", []),
+    "= part": lambda opt: setattr(opt, "param_groups", opt.param_groups[:1]),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edit_of_the_list_of_groups_is_refused(edit: str) -> None:
+    opt = made("fallback", net())
+    for each in (opt, copy.deepcopy(opt), pickle.loads(pickle.dumps(opt))):
+        with pytest.raises(ValueError, match="in .main.param_groups or .fallback.param_groups"):
+            EDITS[edit](each)
+        assert [len(group["params"]) for group in each.param_groups] == [2, 2]
+
+
+def test_groups_are_edited_and_their_list_is_copied() -> None:
+    opt = made("fallback", net())
+    opt.param_groups[1]["lr"] = 0.5
+    opt.param_groups = opt.param_groups  # its own, as wrappers assign it
+    assert opt.fallback.param_groups[0]["lr"] == 0.5
+    for copied in (copy.copy(opt.param_groups), copy.deepcopy(opt.param_groups)):
+        copied.pop()
+        assert type(copied) is list and len(copied) == 1
+    pickle.loads(pickle.dumps(opt.param_groups)).append({})
+    assert len(opt.param_groups) == 2
+
+
+RESETS: dict[str, Callable[[Any], Any]] = {
+    "= defaultdict": lambda opt: setattr(opt, "state", defaultdict(dict)),
+    "= {}": lambda opt: setattr(opt, "state", {}),
+    "clear": lambda opt: opt.state.clear(),
+    "pop": lambda opt: [opt.state.pop(p) for p in list(opt.state)],
+    "del": lambda opt: [opt.state.__delitem__(p) for p in list(opt.state)],
+}
+
+
+@pytest.mark.parametrize("reset", RESETS)
+def test_a_state_that_is_reset_starts_anew(reset: str) -> None:
+    """In both optimizers, also after a group was taken from one of them."""
+    model = net()
+    opt = made("fallback", model)
+    opt.fallback.add_param_group({"params": [weight(3)]})
+    opt.state[opt.param_groups[2]["params"][0]]["mine"] = opt.state["mine"] = 7
+    train(model, opt, range(3))
+    opt.fallback.param_groups.pop()
+    RESETS[reset](opt)
+    assert not opt.state and not opt.main.state and not opt.fallback.state
+    train(model, opt, range(3, 7))
+    assert {float(opt.state[p]["step"]) for p in opt.fallback.param_groups[0]["params"]} == {4.0}
+
+
+def test_a_state_that_is_assigned_is_that_of_both() -> None:
+    model = net()
+    opt = made("fallback", model)
+    train(model, opt, range(3))
+    kept = {p: dict(state) for p, state in opt.state.items()}
+    train(model, opt, range(3, 5))
+    opt.state = {**kept, "mine": 7}
+    assert all(opt.main.state[p] == kept[p] for p in opt.main.param_groups[0]["params"])
+    assert all(opt.fallback.state[p] == kept[p] for p in opt.fallback.param_groups[0]["params"])
+    assert opt.state["mine"] == 7 and len(opt.state) == 5
+    opt.state = opt.state
+    assert len(opt.state) == 5 and opt.state_dict()["state"]["mine"] == 7
+
+
+def test_a_look_at_the_state_makes_no_entry() -> None:
+    model = net()
+    opt = made("fallback", model)
+    for p in model.parameters():
+        assert p not in opt.state and opt.state.get(p) is None and opt.state.pop(p, 3) == 3
+        with pytest.raises(KeyError):
+            opt.state.pop(p)
+    assert not opt.state
+    bias = model[0].bias
+    assert opt.state.setdefault(bias, {"mine": 7}) == {"mine": 7} == opt.fallback.state[bias]
+    assert opt.state.setdefault(bias, {}) == {"mine": 7} and bias in opt.state

@@ -5,6 +5,7 @@ import inspect
 import math
 import pickle
 import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -149,11 +150,103 @@ def test_options_of_all_groups(option: str, method: type[TNT | Shampoo]) -> None
             method([weight(2, 3)], **{option: bad})
     message = f"^{option} cannot be set for a parameter group"
     with pytest.raises(ValueError, match=message):
-        method([{"params": [weight(2, 3)], option: None}])
+        method([{"params": [weight(2, 3)], option: "another"}])
     opt = method([weight(2, 3)])
     with pytest.raises(ValueError, match=message):
-        opt.add_param_group({"params": [weight(4)], option: None})
+        opt.add_param_group({"params": [weight(4)], option: "another"})
     assert len(opt.param_groups) == 1
+    opt.param_groups[0][option] = "another"
+    with pytest.raises(ValueError, match=message):
+        opt.step()
+
+
+class SAM(torch.optim.Optimizer):
+    """Sharpness-aware minimization, as public code of it wraps another optimizer."""
+
+    def __init__(self, params: Any, base: Any, rho: float = 0.05, **kwargs: Any) -> None:
+        super().__init__(params, {"rho": rho, **kwargs})
+        self.base_optimizer = base(self.param_groups, **kwargs)
+        self.param_groups = self.base_optimizer.param_groups
+        self.defaults.update(self.base_optimizer.defaults)
+
+    def step(self, closure: Any) -> None:  # type: ignore[override]
+        closure()
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    self.state[p]["old_p"] = p.clone()
+                    p.add_(p.grad, alpha=group["rho"])
+        closure()
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.copy_(self.state[p]["old_p"])
+        self.base_optimizer.step()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.base_optimizer.param_groups = self.param_groups
+
+
+WRAPPED: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
+    "TNT": (lambda _: TNT, {"fisher": "empirical", "seed": 3}),
+    "likelihood": (lambda _: TNT, {"fisher": "empirical", "likelihood": ("gaussian",)}),
+    "Shampoo": (lambda _: Shampoo, {"shard": None, "process_group": None}),
+    "KFAC": (
+        lambda model: lambda groups, **options: KFAC(model, params=groups, **options),
+        {"inverse": "eigenbasis", "seed": 3, "likelihood": "gaussian", "shard": None},
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*observe.* was not called")
+@pytest.mark.parametrize("name", WRAPPED)
+def test_a_wrapper_gives_its_keywords_to_groups_and_optimizer(name: str) -> None:
+    """The group then has no option of the whole optimizer; states and copies load."""
+    make, options = WRAPPED[name]
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    rng = torch.Generator().manual_seed(0)
+    x = torch.randn(8, 3, generator=rng, dtype=torch.float64)
+
+    def built(model: nn.Module) -> SAM:
+        return SAM(model.parameters(), make(model), lr=0.02, stat_interval=2, **options)
+
+    def train(model: nn.Module, opt: SAM, steps: int) -> None:
+        def closure() -> None:
+            opt.zero_grad()
+            output = model(x)
+            if name == "KFAC":
+                opt.base_optimizer.observe(output)
+            output.square().mean().backward()
+
+        for _ in range(steps):
+            opt.step(closure)
+
+    opt = built(model)
+    base = opt.base_optimizer
+    assert base.param_groups is opt.param_groups and opt.param_groups[0]["rho"] == 0.05
+    assert not options.keys() & opt.param_groups[0].keys()
+    before = [p.detach().clone() for p in model.parameters()]
+    train(model, opt, 4)
+    assert not any(map(torch.equal, model.parameters(), before))
+    saved = copy.deepcopy((model.state_dict(), opt.state_dict(), base.state_dict()))
+    train(model, opt, 3)
+    twin = copy.deepcopy(model)
+    twin.load_state_dict(saved[0])
+    resumed = built(twin)
+    resumed.load_state_dict(saved[1])
+    resumed.base_optimizer.load_state_dict(saved[2])
+    train(twin, resumed, 3)
+    assert all(map(torch.equal, model.parameters(), twin.parameters()))
+
+
+@pytest.mark.parametrize("method", [TNT, Shampoo])
+def test_a_group_with_another_value_says_the_optimizers_own(method: Any) -> None:
+    group = {"params": [weight(2, 3)], "shard": "inverses"}
+    message = "^shard cannot be .* of .*, whose own is None, got 'inverses': remove it"
+    with pytest.raises(ValueError, match=message):
+        method([group])
+    assert method([group], shard="inverses").param_groups[0].keys().isdisjoint({"shard"})
 
 
 @pytest.mark.parametrize(

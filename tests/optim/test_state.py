@@ -21,6 +21,7 @@ from optimizers import (
     ValueHead,
     batch,
     conv_net,
+    equal,
     every,
     factored,
     images,
@@ -307,6 +308,58 @@ def test_entries_of_others_in_the_state_are_kept(name: str) -> None:
     assert other.state["mine"] == 7
     train(twin, other, range(5, 9))
     assert other.failures() == opt.failures() == NO_FAILURES
+
+
+def written(opt: Any) -> list[dict[str, Any]]:
+    """The parameters' states, with entries as a wrapper writes them (SAM, Lookahead)."""
+    params = [p for group in getattr(opt, "main", opt).param_groups for p in group["params"]]
+    for number, p in enumerate(params):
+        opt.state[p].update(old_p=p.detach().clone(), number=number)
+    return [opt.state[p] for p in params]
+
+
+def assert_written(opt: Any, by: list[dict[str, Any]]) -> None:
+    """The same entries are there, to the bit."""
+    groups = getattr(opt, "main", opt).param_groups
+    for state, given in zip([opt.state[p] for g in groups for p in g["params"]], by, strict=True):
+        assert state["number"] == given["number"] and torch.equal(state["old_p"], given["old_p"])
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_entries_that_a_wrapper_writes_before_the_first_step_are_kept(
+    name: str, dtype: torch.dtype
+) -> None:
+    model = net(dtype)
+    twin = copy.deepcopy(model)
+    opt, plain = made(name, model), made(name, twin)
+    given = written(opt)
+    unstepped = through_a_file(opt.state_dict())
+    assert opt.failures() == NO_FAILURES
+    for m, o in ((model, opt), (twin, plain)):
+        warm_start(o, m)
+        train(m, o, range(5))
+    assert equal(model.parameters(), twin.parameters())
+    assert_written(opt, given)
+    resumed = net(dtype)
+    for saved in (unstepped, opt.state_dict()):
+        other = made(name, resumed)
+        other.load_state_dict(through_a_file(saved))
+        assert_written(other, given)
+    resumed.load_state_dict(model.state_dict())
+    for m, o in ((model, opt), (resumed, other)):
+        train(m, o, range(5, 9))
+        assert_written(o, given)
+    assert equal(model.parameters(), resumed.parameters())
+
+
+@pytest.mark.parametrize("name", [*FACTORED, "fallback"])
+def test_a_state_to_load_into_keeps_the_entries_of_a_wrapper(name: str) -> None:
+    opt = made(name, net())
+    given = written(opt)
+    opt.allocate_state()
+    assert_written(opt, given)
+    assert all("factors" in opt.state[p] for g in opt.param_groups[:1] for p in g["params"])
 
 
 @pytest.mark.parametrize("name", [*FACTORED, "kfac"])

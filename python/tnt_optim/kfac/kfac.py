@@ -50,7 +50,15 @@ from tnt_optim.kfac.statistics import LayerSums, all_finite_statistics, blend
 from tnt_optim.likelihoods import Likelihood
 from tnt_optim.mismatch import warn_of_mismatch, watched
 from tnt_optim.modes import Settings, by_device, check_dense, is_sharded, state_dtype
-from tnt_optim.options import OPTIONS, arguments, check_settings, documented, factors_due, is_due
+from tnt_optim.options import (
+    OPTIONS,
+    arguments,
+    check_settings,
+    documented,
+    factors_due,
+    is_due,
+    repeated_options,
+)
 from tnt_optim.paper import paper_settings
 from tnt_optim.state import ALLOCATED, COUNTERS, check_keys, has_statistics, is_allocated
 from tnt_optim.wrappers import Wrappable
@@ -161,9 +169,6 @@ class KFAC(Attachable, Wrappable, Optimizer):
                 raise ValueError(f"{name} must be {' or '.join(map(repr, known))}, got {value!r}")
         check_settings(options)
         settings = {name: value for name, value in options.items() if OPTIONS[name].per_group}
-        for name in {key for group in groups for key in group} & {*OPTIONS, "inverse"}:
-            if name not in settings:
-                raise ValueError(f"{name} cannot be set for a parameter group of KFAC")
         for name, param in (pair for group in groups for pair in group["params"]):
             if is_sharded(param):
                 raise ValueError(
@@ -183,8 +188,11 @@ class KFAC(Attachable, Wrappable, Optimizer):
         self._warned = False
         self._named: set[int] = set()  # layers that a warning said the outputs do not reach
         super().__init__(groups, {**settings, "step": 0})
+        whole = {**options, "inverse": inverse}
         for group in self.param_groups:
             check_settings(group)
+            for name in repeated_options(group, self.defaults, whole, "KFAC"):
+                del group[name]
             warn_if_unbounded(group)
             group["step"] = 0  # a group of another optimizer may bring that one's
         number = {p: n for n, group in enumerate(self.param_groups) for p in group["params"]}
@@ -253,6 +261,11 @@ class KFAC(Attachable, Wrappable, Optimizer):
                 )
         self._observed.add(sums, wanted)
 
+    @property
+    def has_unfinished_update(self) -> bool:
+        """See ``TNT.has_unfinished_update``."""
+        return self._attempt.update is not None
+
     @_disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -309,10 +322,7 @@ class KFAC(Attachable, Wrappable, Optimizer):
         """An attempt at a step, from the checks on."""
         for group, largest in zip(self.param_groups, self._largest, strict=False):
             check_settings(group)
-            if foreign := (OPTIONS.keys() & group.keys()) - self.defaults.keys():
-                raise RuntimeError(
-                    f"{min(foreign)} cannot be set for a parameter group of KFAC: remove it"
-                )
+            repeated_options(group, self.defaults, self._whole, "KFAC")
             if group["max_factor_dim"] != largest:
                 raise RuntimeError(
                     f"max_factor_dim must stay {largest}, as the layers were chosen with, got "
@@ -448,7 +458,7 @@ class KFAC(Attachable, Wrappable, Optimizer):
 
         Call it between steps.
         """
-        if self._attempt.update is not None:
+        if self.has_unfinished_update:
             warn_the_caller(UNFINISHED)
         self._failures.read(self._layer_states(), self._name, wait=True, fatal=False)
         own: dict[str, Any] = {"method": self._method}
@@ -485,7 +495,8 @@ class KFAC(Attachable, Wrappable, Optimizer):
             self._largest = [group["max_factor_dim"] for group in self.param_groups]
             accumulated = {self._layers[i].weight for i in adapted.get("accumulated", ())}
             self._attempt = Attempt(accumulated)
-            self.state.update(checkpoint.copied_states(self.param_groups, adapted))
+            for param, state in checkpoint.copied_states(self.param_groups, adapted):
+                self.state[param].update(state)
             checkpoint.warn_of_other_sampling(self._sampling, adapted)
 
         checkpoint.load_adapted(self, state_dict, super().load_state_dict, check, finish)
@@ -496,10 +507,10 @@ class KFAC(Attachable, Wrappable, Optimizer):
         layers = {layer.weight: layer for layer in self._layers}
         for name, _, param, state in checkpoint.saved_states(groups, state_dict):
             if param in layers:
-                if state.keys() - _MOMENTS:  # not a layer that no output has reached
-                    check_keys(name, state, {"stats", "factors", "first_step", *COUNTERS})
-            elif state.keys() - _MOMENTS:
-                raise ValueError(f"{name} must hold moments only, got {sorted(state)}")
+                if state.keys() & _OF_LAYERS:  # not a layer that no output has reached
+                    check_keys(name, state, _OF_LAYERS)
+            elif of_layers := sorted(state.keys() & _OF_LAYERS):
+                raise ValueError(f"{name} must hold moments only, got {of_layers}")
             self._check_shapes(name, param, state, layers.get(param))
 
     def _check_shapes(
@@ -556,6 +567,12 @@ class KFAC(Attachable, Wrappable, Optimizer):
         kinds = sorted(counts.items(), key=lambda kind: -kind[1])
         listed = ", ".join(f"{count:,} in {why}" for why, count in kinds) or "none"
         return share, f"{share:.1%} of the trainable parameters without preconditioning: {listed}"
+
+    @property
+    def _whole(self) -> Settings:
+        """The options of the optimizer as a whole."""
+        own = {name: getattr(self, name) for name in ("inverse", "process_group", "shard")}
+        return own | {name: getattr(self._sampling, name) for name in ("likelihood", "seed")}
 
     def _processes(self) -> ProcessGroup | None:
         return process_group_of(self.process_group, is_lost=self._group_is_lost)
@@ -673,9 +690,9 @@ class KFAC(Attachable, Wrappable, Optimizer):
             self._attempt.inverted.update(weights)
 
     def _keep(self, weight: Tensor, state: dict[str, Any]) -> None:
-        """Gives a layer a new state, with the moments that it has."""
-        moments = {k: v for k, v in self.state.get(weight, {}).items() if k in _MOMENTS}
-        self.state[weight] = {**moments, **state}
+        """Replaces a layer's statistics and factors; its moments, and entries of wrappers, stay."""
+        others = {k: v for k, v in self.state.get(weight, {}).items() if k not in _OF_LAYERS}
+        self.state[weight] = {**others, **state}
 
     def _first_states(self, stats: Mapping[int, list[Tensor]]) -> dict[Tensor, dict[str, Any]]:
         """Whole states around first statistics. Waits for the inverses: there are no earlier."""
@@ -795,7 +812,8 @@ _COPIED = (
     "_group_numbers _reasons _largest _fit".split()
 )
 
-# Entries of a parameter's state that its layer does not hold.
+# Entries of the state of a layer's weight, and of any parameter's.
+_OF_LAYERS = {"stats", "factors", "first_step", *COUNTERS}
 _MOMENTS = {"momentum", "second_moment", "updates"}
 _ENTRIES = frozenset({*_MOMENTS, "stats"})
 
