@@ -104,21 +104,23 @@ def test_the_table_has_every_private_name() -> None:
 
 FOLDERS = ("bench", "examples", "experiments", "python", "tests", "tnt_kernels", "tools")
 # Private functions with a public one that does the same.
-PUBLIC = {"torch._dynamo." + "reset()": "torch.compiler.reset()"}
+TWINS = {"torch._dynamo." + "reset()": "torch.compiler.reset()"}
+PUBLIC = (torch, torch.autograd, torch.compiler, torch.cuda, dist, torch.library, nn, torch.utils)
 
 
 def names_with_a_public_home(path: Path) -> list[str]:
     """What a file takes from private modules of PyTorch although a public module has it."""
     text = path.read_text()
-    found = [f"{private}: {public}" for private, public in PUBLIC.items() if private in text]
+    found = [f"{private}: {public}" for private, public in TWINS.items() if private in text]
     for node in ast.walk(ast.parse(text)):
         source = (isinstance(node, ast.ImportFrom) and node.module) or ""
         if isinstance(node, ast.ImportFrom) and source.startswith("torch.") and "._" in source:
             module = importlib.import_module(source)
-            for name in (alias.name for alias in node.names):
-                home = getattr(getattr(module, name, None), "__module__", None) or source
-                if home.startswith("torch") and "._" not in home:
-                    found.append(f"{source}.{name}: {home}.{name}")
+            for name in (alias.name for alias in node.names if not alias.name.startswith("_")):
+                homes = [
+                    m.__name__ for m in PUBLIC if getattr(m, name, m) is getattr(module, name, None)
+                ]
+                found += [f"{source}.{name}: {home}.{name}" for home in homes]
     return found
 
 
