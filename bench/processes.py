@@ -124,7 +124,7 @@ def run_rank(rank: int, folder: str, case: Case, threads: int) -> None:
     torch.set_num_threads(threads)
     if case.device == "cuda":
         torch.cuda.set_device(rank)
-    store = dist.FileStore(f"{folder}/store", case.processes)
+    store = dist.FileStore(f"{folder}/store", case.processes)  # type: ignore[attr-defined]
     dist.init_process_group(
         "nccl" if case.device == "cuda" else "gloo",
         store=store,

@@ -427,34 +427,30 @@ class KroneckerOptimizer(Wrappable, Optimizer):
         """
         functions = [group["modes"] for group in self.param_groups]
         processes = self._distribution()
+        accumulated: set[Tensor] = set()
         observed: dict[str, Any] = {}
 
         def check(adapted: dict[str, Any]) -> None:
             checkpoint.check_groups(self._method, self.param_groups, adapted, set(self.defaults))
             for name, group, param, state in checkpoint.saved_states(self.param_groups, adapted):
                 check_state(name, state, group, param, processes.kept(param))
-            if unknown := set(adapted.get("accumulated", ())) - set(range(len(self._params()))):
-                raise ValueError(
-                    "state_dict['accumulated'] must hold numbers of parameters, got "
-                    f"{sorted(unknown, key=str)}"
-                )
+            params = checkpoint.params_in(adapted, self.param_groups)
+            accumulated.update(params[n] for n in checkpoint.accumulated_in(adapted, params))
             in_progress = isinstance(self._observed, Sampled) and not processes.is_distributed
-            observed.update(
-                checkpoint.observations_in(adapted, self.param_groups, in_progress=in_progress)
-            )
+            observed.update(checkpoint.observations_in(adapted, params, in_progress=in_progress))
 
         def finish(adapted: dict[str, Any]) -> None:
             for group, modes in zip(self.param_groups, functions, strict=True):
                 group["modes"] = modes
             self._failures = Failures()
             self._observed.use_up()
-            params = self._params()
-            self._accumulated = {params[number] for number in adapted.get("accumulated", ())}
+            self._accumulated = accumulated
             for param, state in checkpoint.copied_states(self.param_groups, adapted):
                 others = NAMES - processes.kept(param)
                 self.state[param] = {k: v for k, v in state.items() if k not in others}
                 self._set_counts(self.state[param], param)
-            vars(self._observed).update(observed)
+            for field, value in observed.items():
+                setattr(self._observed, field, value)
             self._note_shaping()
             checkpoint.warn_of_other_sampling(self, adapted)
 

@@ -411,18 +411,23 @@ class KFAC(Attachable, Wrappable, Optimizer):
                 nothing is then changed.
         """
         observed = Observations()
+        blended: set[Tensor] = set()
 
         def check(adapted: dict[str, Any]) -> None:
             nonlocal observed
             self._check_state_dict(adapted)
-            if self._processes() is None:
-                observed = Observations.loaded(adapted.get("observed", {}), self._layers)
-            observed.unreached = dict(adapted.get("missed", {}))
+            if self._processes() is None and "observed" in adapted:
+                observed = Observations.loaded(adapted["observed"], self._layers)
+            known = range(len(self._layers))
+            missed = checkpoint.missed_in(adapted, known)
+            observed.unreached = {layer: bool(called) for layer, called in missed.items()}
+            accumulated = checkpoint.accumulated_in(adapted, known)
+            blended.update(self._layers[layer].weight for layer in accumulated)
 
         def finish(adapted: dict[str, Any]) -> None:
             self._failures, self._observed = Failures(PARTS), observed
             self._largest = [group["max_factor_dim"] for group in self.param_groups]
-            self._blended = {self._layers[i].weight for i in adapted.get("accumulated", ())}
+            self._blended = blended
             self.state.update(checkpoint.copied_states(self.param_groups, adapted))
             checkpoint.warn_of_other_sampling(self._sampling, adapted)
 
