@@ -125,6 +125,7 @@ class KroneckerOptimizer(Wrappable, Optimizer):
     def _start_over(self) -> None:
         """Forgets graphs, retries and a consolidated state, which belong to one state."""
         self._graphs = StepGraphs()
+        self._is_alike = False  # whether all processes are known to have the same parameters
         # The settings in ``_SHAPING`` that each group's states were made with; None without any.
         self._shaping: list[tuple[Any, ...] | None] = []
         # Parameters not to update again when a failed step is retried.
@@ -207,6 +208,8 @@ class KroneckerOptimizer(Wrappable, Optimizer):
                 self._check_settings(group)  # the user may have changed them
             self._check_shaping()
             processes = self._distribution()
+            if isinstance(self._observed, Sampled) or processes.shard is not None:
+                self._check_alike(processes)
             # On a GPU one process may have a report before another, and an error must stop all of
             # them at the same step. The report is a step old: the wait is short.
             wait, groups = processes.is_distributed, self.param_groups
@@ -245,9 +248,10 @@ class KroneckerOptimizer(Wrappable, Optimizer):
         """
         if not isinstance(outputs, Iterable) or isinstance(outputs, Tensor):
             raise TypeError(f"outputs must be an iterable of outputs, got {type(outputs).__name__}")
+        processes = self._distribution()
+        self._check_alike(processes)
         if not self._modelled():
             return
-        processes = self._distribution()
         if model is None or isinstance(outputs, Sequence):  # a list's forwards have run
             outputs = warned_of_batch_norm(outputs)
         with buffers_put_back(*([] if model is None else [model])):
@@ -353,6 +357,7 @@ class KroneckerOptimizer(Wrappable, Optimizer):
         # Of the first group 0: a group of another optimizer may bring that one's.
         group["step"] = self.param_groups[0]["step"] if len(self.param_groups) > 1 else 0
         self._owners.add(group)
+        self._is_alike = False
 
     def state_dict(self) -> dict[str, Any]:
         """Returns state and settings, loadable with ``torch.load(weights_only=True)``.
@@ -624,7 +629,6 @@ class KroneckerOptimizer(Wrappable, Optimizer):
     ) -> Iterator[dict[Tensor, Tensor]]:
         """The mean gradients of each batch of all processes."""
         trainable = self._modelled()
-        processes.check_alike(trainable)
         batches = self._observed.batches(self, outputs, processes)
         for index in itertools.count():
             output, observed = next(batches, _NO_MORE), None
@@ -739,6 +743,15 @@ class KroneckerOptimizer(Wrappable, Optimizer):
                 "capturable=True works in a single process, with whole parameters: leave it off"
             )
         return found
+
+    def _check_alike(self, processes: Local) -> None:
+        """Refuses processes with other parameters. All processes call it; they wait once.
+
+        It does not depend on the schedule: a process may have no parameter with statistics.
+        """
+        if processes.is_distributed and not self._is_alike:
+            processes.check_alike(self._params())
+            self._is_alike = True
 
     def _check_settings(self, group: Group) -> None:
         check_settings(group)
