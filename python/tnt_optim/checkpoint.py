@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tnt_optim.failures import callers, warn_the_caller
+from tnt_optim.failures import warn_the_caller
 from tnt_optim.modes import Settings, State, state_dtype
 from tnt_optim.options import check_settings
 from tnt_optim.state import check_keys
@@ -99,16 +99,6 @@ def warn_of_other_sampling(optimizer: Any, state_dict: StateDict) -> None:
             f"state_dict was saved with {before}: this optimizer keeps its own {after}, and trains "
             "differently from the saved one"
         )
-
-
-def whole_state_is_wanted() -> bool | None:
-    """Whether torch.distributed.checkpoint asks for a full state, as all processes then do.
-
-    None if another caller asks.
-    """
-    frames = callers("torch.distributed.checkpoint")
-    options = [frame.f_locals.get("info") for frame in frames]
-    return any(getattr(o, "full_state_dict", False) for o in options) if frames else None
 
 
 def observations_of(observed: Any, numbers: Mapping[Tensor, int]) -> StateDict:

@@ -364,7 +364,8 @@ class KroneckerOptimizer(Wrappable, Optimizer):
 
         To be called between steps. ``modes`` functions are left out: the optimizer that loads it
         has its own. Observations of a step that was skipped are saved by a single process; several
-        leave them out. With ``shard`` it holds this process's part of the state.
+        leave them out. With ``shard`` or ``fully_shard`` it holds this process's part of the state,
+        with a warning after the first step, unless ``consolidate_state_dict`` was called before.
         """
         self._failures.read(self.state, self._name, wait=True, fatal=False)
         return checkpoint.save_completed(self, super().state_dict, self._complete)
@@ -379,10 +380,7 @@ class KroneckerOptimizer(Wrappable, Optimizer):
         numbers = {param: number for number, param in enumerate(self._params())}
         lost = self._group_is_lost and self.process_group is None
         processes = Local() if lost else self._distribution()
-        others = self._consolidated
-        if others is None and checkpoint.whole_state_is_wanted():
-            others = processes.others_parts(self._params(), self.state, 0)
-        for param, entries in (others or {}).items():
+        for param, entries in (self._consolidated or {}).items():
             own = state_dict["state"][numbers[param]]
             state_dict["state"][numbers[param]] = {**own, **entries}
         if self._accumulated:
@@ -391,21 +389,39 @@ class KroneckerOptimizer(Wrappable, Optimizer):
         missed = {p: status for p, status in self._observed.missed.items() if p in numbers}
         if missed:
             state_dict["missed"] = {numbers[p]: status for p, status in missed.items()}
-        self._warn_of_part(processes)
+        self._warn_of_part()
         if getattr(self._observed, "count", 0) and not processes.is_distributed:
             state_dict["observed"] = checkpoint.observations_of(self._observed, numbers)
 
-    def _warn_of_part(self, processes: Local) -> None:
-        """Warns of a state without the parts of others, unless one sees it from the parameters."""
-        if self._warned_of_part or processes.is_sharded or self._consolidated is not None:
+    def _warn_of_part(self) -> None:
+        """Warns of a trained state without the parts of other processes."""
+        is_trained = any(group["step"] for group in self.param_groups)  # else it is to be loaded
+        if self._warned_of_part or self._consolidated is not None or not is_trained:
             return
-        is_whole = all("stats" in self.state[p] for p in self._params() if self._has_state(p))
-        if not is_whole and checkpoint.whole_state_is_wanted() is None:
+        if not all("stats" in self.state[p] for p in self._params() if self._has_state(p)):
             self._warned_of_part = True
             warn_the_caller(
-                f"state_dict() has one process's part of the state with shard={self.shard!r}: save "
-                "all parts with torch.distributed.checkpoint, or call consolidate_state_dict() in "
-                "all processes before one of them saves (warned once)"
+                "state_dict() has one process's part of the state. torch.distributed.checkpoint "
+                "saves the parts of all processes; for a whole state in one process, also with "
+                "full_state_dict=True, call consolidate_state_dict() in all processes first "
+                "(warned once)"
+            )
+
+    def _warn_of_zeros(self) -> None:
+        """Warns of a loaded state without statistics that were trained; waits for the device.
+
+        From a state that is not whole, ``set_optimizer_state_dict`` with ``full_state_dict=True``
+        leaves zeros of ``allocate_state`` in the other processes.
+        """
+        updated = [p for p in self._params() if self._has_state(p) and self.state[p]["updates"] > 0]
+        held = [(p, stats) for p in updated if (stats := self.state[p].get("stats"))]
+        zeros = [p for p, stats in held if not any(s.any() for s in stats)]
+        if zeros:
+            warn_the_caller(
+                f"state_dict has zeros for the statistics of {self._name(zeros[0])} (in this "
+                f"process {len(zeros)} of {len(held)}), which has been updated: if its gradients "
+                "were not zero, the saved state was one process's part; save it after "
+                "consolidate_state_dict()"
             )
 
     def consolidate_state_dict(self, to: int = 0) -> None:
@@ -457,6 +473,7 @@ class KroneckerOptimizer(Wrappable, Optimizer):
             for field, value in observed.items():
                 setattr(self._observed, field, value)
             self._note_shaping()
+            self._warn_of_zeros()
             checkpoint.warn_of_other_sampling(self, adapted)
 
         checkpoint.load_adapted(self, state_dict, super().load_state_dict, check, finish)
