@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 import typer
 from torch import Tensor, nn
-from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.spawn import spawn
@@ -125,7 +124,7 @@ def run_rank(rank: int, folder: str, case: Case, threads: int) -> None:
     torch.set_num_threads(threads)
     if case.device == "cuda":
         torch.cuda.set_device(rank)
-    store = FileStore(f"{folder}/store", case.processes)
+    store = dist.FileStore(f"{folder}/store", case.processes)  # type: ignore[attr-defined]
     dist.init_process_group(
         "nccl" if case.device == "cuda" else "gloo",
         store=store,

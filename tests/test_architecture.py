@@ -192,6 +192,20 @@ def test_users(name: str) -> None:
     assert users - {name} == USERS[name]
 
 
+FRAMES = r"\b(f_back|f_code|f_globals|f_locals|_getframe|walk_stack|currentframe|inspect\.stack)\b"
+
+
+def test_nobody_looks_at_the_callers() -> None:
+    """Their frames and variables are private to them. Only a warning looks for the user's line."""
+    readers = {
+        (path.stem, name)
+        for folder in PACKAGES.values()
+        for path in sorted(folder.rglob("*.py"))
+        for name in re.findall(FRAMES, path.read_text())
+    }
+    assert readers == {("failures", name) for name in ("_getframe", "f_back", "f_code")}
+
+
 def test_packages_are_used_through_their_names() -> None:
     """Only KFAC, which divides its own work over processes, uses the modules of distributed."""
     for module, below in optimizer_graph().items():

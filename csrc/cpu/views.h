@@ -166,8 +166,13 @@ auto with_state(Element element, const F& f) {
 }
 
 template <typename T>
+concept ElementType = std::is_same_v<T, float> || std::is_same_v<T, double> ||
+                      std::is_same_v<T, BFloat16> || std::is_same_v<T, Half>;
+
+template <ElementType T>
 constexpr Element kElement = std::is_same_v<T, double>     ? Element::kDouble
                              : std::is_same_v<T, BFloat16> ? Element::kBFloat16
+                             : std::is_same_v<T, Half>     ? Element::kHalf
                                                            : Element::kFloat;
 
 }  // namespace tnt

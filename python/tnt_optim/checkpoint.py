@@ -1,6 +1,6 @@
 """Saving a state, and loading it: the check that it fits, and a copy at full precision."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tnt_optim.failures import callers, warn_the_caller
+from tnt_optim.failures import warn_the_caller
 from tnt_optim.modes import Settings, State, state_dtype
 from tnt_optim.options import check_settings
 from tnt_optim.state import NAMES, check_keys, has_entries
@@ -116,16 +116,6 @@ def warn_of_other_sampling(optimizer: Any, state_dict: StateDict) -> None:
         )
 
 
-def whole_state_is_wanted() -> bool | None:
-    """Whether torch.distributed.checkpoint asks for a full state, as all processes then do.
-
-    None if another caller asks.
-    """
-    frames = callers("torch.distributed.checkpoint")
-    options = [frame.f_locals.get("info") for frame in frames]
-    return any(getattr(o, "full_state_dict", False) for o in options) if frames else None
-
-
 def observations_of(observed: Any, numbers: Mapping[Tensor, int]) -> StateDict:
     """The observations since the last step, with numbers in place of parameters."""
     return {
@@ -137,32 +127,101 @@ def observations_of(observed: Any, numbers: Mapping[Tensor, int]) -> StateDict:
     }
 
 
-def observations_in(
-    state_dict: StateDict, groups: Sequence[Settings], *, in_progress: bool
-) -> StateDict:
-    """A copy of what a saved state has of observations, with this optimizer's parameters.
-
-    With ``in_progress`` also of those since the last step.
-    """
+def params_in(state_dict: StateDict, groups: Sequence[Settings]) -> dict[int, Tensor]:
+    """The parameters of ``groups`` by their numbers in a saved state."""
     pairs = zip(state_dict["param_groups"], groups, strict=True)
-    params = {n: p for s, g in pairs for n, p in zip(s["params"], g["params"], strict=True)}
-    missed = {params[number]: status for number, status in state_dict.get("missed", {}).items()}
-    saved = state_dict.get("observed") if in_progress else None
-    if saved is None:
-        return {"missed": missed}
-    totals = {}
-    for number, total in saved["totals"].items():
+    return {n: p for s, g in pairs for n, p in zip(s["params"], g["params"], strict=True)}
+
+
+def observations_in(
+    state_dict: StateDict, params: Mapping[int, Tensor], *, in_progress: bool
+) -> StateDict:
+    """A copy of the observations in a saved state: fields of ``observations.Sampled`` by name.
+
+    With ``in_progress`` also the observations since the last step. ``params`` are by number.
+    """
+    missed = missed_in(state_dict, params)
+    found: StateDict = {"missed": {params[n]: status for n, status in missed.items()}}
+    if not in_progress or "observed" not in state_dict:
+        return found
+    saved = state_dict["observed"]
+    fields = ("totals", "asked", "number", "count", "attached")
+    totals, asked, *counts = entries_of("['observed']", saved, fields)
+    found["totals"] = {}
+    for number, total in by_number("['observed']['totals']", totals, params).items():
         param = params[number]
-        if total.shape != param.shape:
+        shape = tuple(total.shape) if isinstance(total, Tensor) else total
+        if shape != tuple(param.shape):
             raise ValueError(
                 f"state_dict['observed'] must have a gradient of shape {tuple(param.shape)} "
-                f"for parameter {number}, got {tuple(total.shape)}"
+                f"for parameter {number}, got {shape!r}"
             )
         own = state_dtype(param)
         dtype = total.dtype if state_dtype(total) == own else own
-        totals[param] = copied(total, param.device, dtype)
-    asked = {params[number] for number in saved["asked"]}
-    return {**saved, "totals": totals, "asked": asked, "missed": missed}
+        found["totals"][param] = copied(total, param.device, dtype)
+    found["asked"] = {params[n] for n in numbers_in("['observed']['asked']", asked, params)}
+    for name, count in zip(fields[2:], counts, strict=True):
+        found[name] = checked_count(f"['observed'][{name!r}]", count)
+    return found
+
+
+# Checks of saved observations. ``name`` is the place in the state_dict, as "['missed']", and
+# ``known`` has the numbers of the parameters, or of KFAC's layers.
+
+
+def missed_in(state_dict: StateDict, known: Collection[int]) -> dict[int, int]:
+    """The status of each parameter, or layer, that outputs have missed."""
+    missed = by_number("['missed']", state_dict.get("missed", {}), known)
+    for number, status in missed.items():
+        if not isinstance(status, int):
+            raise ValueError(f"state_dict['missed'][{number}] must be an integer, got {status!r}")
+    return missed
+
+
+def accumulated_in(state_dict: StateDict, known: Collection[int]) -> list[int]:
+    """The parameters, or layers, that a step which raised has refreshed already."""
+    return numbers_in("['accumulated']", state_dict.get("accumulated", []), known)
+
+
+def entries_of(name: str, saved: Any, keys: Sequence[str]) -> list[Any]:
+    """The entries of a saved mapping; entries under other keys are ignored."""
+    if not isinstance(saved, Mapping):
+        raise ValueError(f"state_dict{name} must be a mapping, got {type(saved).__name__}")
+    check_keys(f"state_dict{name}", saved, set(keys))
+    return [saved[key] for key in keys]
+
+
+def by_number(name: str, saved: Any, known: Collection[int]) -> dict[int, Any]:
+    """The entries of a mapping by number. torch.distributed.checkpoint makes "0" of a key 0."""
+    if not isinstance(saved, Mapping):
+        raise ValueError(f"state_dict{name} must be a mapping, got {type(saved).__name__}")
+    entries = {
+        int(key) if isinstance(key, str) and key.isdecimal() else key: value
+        for key, value in saved.items()
+    }
+    numbers_in(name, list(entries), known)
+    return entries
+
+
+def numbers_in(name: str, saved: Any, known: Collection[int]) -> list[int]:
+    """A list of numbers."""
+    is_list = isinstance(saved, list | tuple)
+    unknown = [n for n in saved if type(n) is not int or n not in known] if is_list else [saved]
+    if unknown:
+        raise ValueError(
+            f"state_dict{name} must hold numbers from 0 to {len(known) - 1}, got {unknown[0]!r}; "
+            "is it of another model?"
+        )
+    return list(saved)
+
+
+def checked_count(name: str, value: Any) -> int | Tensor:
+    """A count, which is a 0-dim tensor if only the device knew it."""
+    is_tensor = isinstance(value, Tensor) and value.dim() == 0
+    if not is_tensor and not (type(value) is int and value >= 0):
+        raise ValueError(f"state_dict{name} must be an integer >= 0, got {value!r}")
+    count: int | Tensor = value
+    return count
 
 
 def with_integer_keys(state_dict: StateDict) -> StateDict:

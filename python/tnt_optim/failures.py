@@ -7,10 +7,8 @@ CPU, one step late on a GPU.
 
 import os
 import sys
-import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from types import FrameType
 from typing import Any
 
 import torch
@@ -201,9 +199,3 @@ def warn_the_caller(message: str) -> None:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, RuntimeWarning, stacklevel=level)
-
-
-def callers(package: str) -> list[FrameType]:
-    """The frames of a package's functions among the callers."""
-    frames = (frame for frame, _ in traceback.walk_stack(None))
-    return [frame for frame in frames if frame.f_globals.get("__name__", "").startswith(package)]

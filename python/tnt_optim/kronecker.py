@@ -134,6 +134,7 @@ class KroneckerOptimizer(Wrappable, Optimizer):
     def _start_over(self) -> None:
         """Forgets graphs, retries and a consolidated state, which belong to one state."""
         self._graphs = StepGraphs()
+        self._is_alike = False  # whether all processes are known to have the same parameters
         # The settings in ``_SHAPING`` that each group's states were made with; None without any.
         self._shaping: list[tuple[Any, ...] | None] = []
         self._attempt = Attempt()
@@ -260,9 +261,10 @@ class KroneckerOptimizer(Wrappable, Optimizer):
         """
         if not isinstance(outputs, Iterable) or isinstance(outputs, Tensor):
             raise TypeError(f"outputs must be an iterable of outputs, got {type(outputs).__name__}")
+        processes = self._distribution()
+        self._check_alike(processes)
         if not self._modelled():
             return
-        processes = self._distribution()
         self._check_fit(processes)
         if model is None or isinstance(outputs, Sequence):  # a list's forwards have run
             outputs = warned_of_batch_norm(outputs)
@@ -370,13 +372,15 @@ class KroneckerOptimizer(Wrappable, Optimizer):
         # Of the first group 0: a group of another optimizer may bring that one's.
         group["step"] = self.param_groups[0]["step"] if len(self.param_groups) > 1 else 0
         self._owners.add(group)
+        self._is_alike = False
 
     def state_dict(self) -> dict[str, Any]:
         """Returns state and settings, loadable with ``torch.load(weights_only=True)``.
 
         To be called between steps. ``modes`` functions are left out: the optimizer that loads it
         has its own. Observations of a step that was skipped are saved by a single process; several
-        leave them out. With ``shard`` it holds this process's part of the state.
+        leave them out. With ``shard`` or ``fully_shard`` it holds this process's part of the state,
+        with a warning after the first step, unless ``consolidate_state_dict`` was called before.
         """
         if self.has_unfinished_update:
             warn_the_caller(UNFINISHED)
@@ -393,10 +397,7 @@ class KroneckerOptimizer(Wrappable, Optimizer):
         numbers = {param: number for number, param in enumerate(self._params())}
         lost = self._group_is_lost and self.process_group is None
         processes = Local() if lost else self._distribution()
-        others = self._consolidated
-        if others is None and checkpoint.whole_state_is_wanted():
-            others = processes.others_parts(self._params(), self.state, 0)
-        for param, entries in (others or {}).items():
+        for param, entries in (self._consolidated or {}).items():
             own = state_dict["state"][numbers[param]]
             state_dict["state"][numbers[param]] = {**own, **entries}
         if self._attempt.accumulated:
@@ -407,21 +408,39 @@ class KroneckerOptimizer(Wrappable, Optimizer):
         missed = {p: status for p, status in self._observed.missed.items() if p in numbers}
         if missed:
             state_dict["missed"] = {numbers[p]: status for p, status in missed.items()}
-        self._warn_of_part(processes)
+        self._warn_of_part()
         if getattr(self._observed, "count", 0) and not processes.is_distributed:
             state_dict["observed"] = checkpoint.observations_of(self._observed, numbers)
 
-    def _warn_of_part(self, processes: Local) -> None:
-        """Warns of a state without the parts of others, unless one sees it from the parameters."""
-        if self._warned_of_part or processes.is_sharded or self._consolidated is not None:
+    def _warn_of_part(self) -> None:
+        """Warns of a trained state without the parts of other processes."""
+        is_trained = any(group["step"] for group in self.param_groups)  # else it is to be loaded
+        if self._warned_of_part or self._consolidated is not None or not is_trained:
             return
-        is_whole = all("stats" in self.state[p] for p in self._params() if self._has_state(p))
-        if not is_whole and checkpoint.whole_state_is_wanted() is None:
+        if not all("stats" in self.state[p] for p in self._params() if self._has_state(p)):
             self._warned_of_part = True
             warn_the_caller(
-                f"state_dict() has one process's part of the state with shard={self.shard!r}: save "
-                "all parts with torch.distributed.checkpoint, or call consolidate_state_dict() in "
-                "all processes before one of them saves (warned once)"
+                "state_dict() has one process's part of the state. torch.distributed.checkpoint "
+                "saves the parts of all processes; for a whole state in one process, also with "
+                "full_state_dict=True, call consolidate_state_dict() in all processes first "
+                "(warned once)"
+            )
+
+    def _warn_of_zeros(self) -> None:
+        """Warns of a loaded state without statistics that were trained; waits for the device.
+
+        From a state that is not whole, ``set_optimizer_state_dict`` with ``full_state_dict=True``
+        leaves zeros of ``allocate_state`` in the other processes.
+        """
+        updated = [p for p in self._params() if self._has_state(p) and self.state[p]["updates"] > 0]
+        held = [(p, stats) for p in updated if (stats := self.state[p].get("stats"))]
+        zeros = [p for p, stats in held if not any(s.any() for s in stats)]
+        if zeros:
+            warn_the_caller(
+                f"state_dict has zeros for the statistics of {self._name(zeros[0])} (in this "
+                f"process {len(zeros)} of {len(held)}), which has been updated: if its gradients "
+                "were not zero, the saved state was one process's part; save it after "
+                "consolidate_state_dict()"
             )
 
     def consolidate_state_dict(self, to: int = 0) -> None:
@@ -448,36 +467,33 @@ class KroneckerOptimizer(Wrappable, Optimizer):
         """
         functions = [group["modes"] for group in self.param_groups]
         processes = self._distribution()
+        accumulated: set[Tensor] = set()
         observed: dict[str, Any] = {}
 
         def check(adapted: dict[str, Any]) -> None:
             checkpoint.check_groups(self._method, self.param_groups, adapted, set(self.defaults))
             for name, group, param, state in checkpoint.saved_states(self.param_groups, adapted):
                 check_state(name, state, group, param, processes.kept(param))
-            if unknown := set(adapted.get("accumulated", ())) - set(range(len(self._params()))):
-                raise ValueError(
-                    "state_dict['accumulated'] must hold numbers of parameters, got "
-                    f"{sorted(unknown, key=str)}"
-                )
+            params = checkpoint.params_in(adapted, self.param_groups)
+            accumulated.update(params[n] for n in checkpoint.accumulated_in(adapted, params))
             in_progress = isinstance(self._observed, Sampled) and not processes.is_distributed
-            observed.update(
-                checkpoint.observations_in(adapted, self.param_groups, in_progress=in_progress)
-            )
+            observed.update(checkpoint.observations_in(adapted, params, in_progress=in_progress))
 
         def finish(adapted: dict[str, Any]) -> None:
             for group, modes in zip(self.param_groups, functions, strict=True):
                 group["modes"] = modes
             self._failures = Failures()
             self._observed.use_up()
-            params = self._params()
-            self._attempt = Attempt({params[number] for number in adapted.get("accumulated", ())})
+            self._attempt = Attempt(accumulated)
             for param, state in checkpoint.copied_states(self.param_groups, adapted):
                 kept = processes.kept(param)
                 own = {name: value for name, value in state.items() if name in kept}
                 self._set_counts(own, param)
                 self._set_entries(param, own)
-            vars(self._observed).update(observed)
+            for field, value in observed.items():
+                setattr(self._observed, field, value)
             self._note_shaping()
+            self._warn_of_zeros()
             checkpoint.warn_of_other_sampling(self, adapted)
 
         checkpoint.load_adapted(self, state_dict, super().load_state_dict, check, finish)
@@ -531,6 +547,8 @@ class KroneckerOptimizer(Wrappable, Optimizer):
             self._check_settings(group)
         self._check_shaping()
         processes = self._distribution()
+        if isinstance(self._observed, Sampled) or processes.shard is not None:
+            self._check_alike(processes)
         self._check_fit(processes)
         # On a GPU one process may have a report before another, and an error must stop all of them
         # at the same step. The report is a step old: the wait is short.
@@ -684,7 +702,6 @@ class KroneckerOptimizer(Wrappable, Optimizer):
     ) -> Iterator[dict[Tensor, Tensor]]:
         """The mean gradients of each batch of all processes."""
         trainable = self._modelled()
-        processes.check_alike(trainable)
         batches = self._observed.batches(self, outputs, processes)
         for index in itertools.count():
             output, observed = next(batches, _NO_MORE), None
@@ -806,6 +823,15 @@ class KroneckerOptimizer(Wrappable, Optimizer):
                 "capturable=True works in a single process, with whole parameters: leave it off"
             )
         return found
+
+    def _check_alike(self, processes: Local) -> None:
+        """Refuses processes with other parameters. All processes call it; they wait once.
+
+        It does not depend on the schedule: a process may have no parameter with statistics.
+        """
+        if processes.is_distributed and not self._is_alike:
+            processes.check_alike(self._params())
+            self._is_alike = True
 
     @property
     def _whole(self) -> Settings:

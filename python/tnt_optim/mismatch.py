@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from tnt_optim.failures import callers, warn_the_caller
+from tnt_optim.autograd import shows_float16
+from tnt_optim.failures import warn_the_caller
 from tnt_optim.likelihoods import Likelihood, Masked, parts_of
 from tnt_optim.modes import Settings
 
@@ -60,8 +61,8 @@ class Comparison:
 def watched(likelihood: Likelihood, output: Any, groups: Iterable[Settings]) -> list[Comparison]:
     """Comparisons of the parts of an output with the gradients of the coming backward.
 
-    Not of their sizes if damping is relative and steps are grafted: the likelihood's scale then
-    changes nothing.
+    Sizes are not compared if damping is relative and steps are grafted: the likelihood's scale then
+    changes nothing. Nor if the output's graph may have float16, whose losses are scaled.
     """
     if callable(likelihood):
         return []
@@ -79,7 +80,10 @@ def watched(likelihood: Likelihood, output: Any, groups: Iterable[Settings]) -> 
     # Similarities and their transpose, of a symmetric loss, both get the sum of two gradients.
     wholes = [_whole(part) for _, part in pairs]
     alone = [sum(whole is other for other in wholes) == 1 for whole in wholes]
-    return [_watched(name, part, matters) for name, part in compress(pairs, alone)]
+    return [
+        _watched(name, part, matters and not shows_float16(part))
+        for name, part in compress(pairs, alone)
+    ]
 
 
 def _whole(output: Tensor) -> Tensor:
@@ -205,6 +209,4 @@ def _scale_mismatch(
 def warn_of_mismatch(comparisons: Sequence[Comparison], micro_batches: int) -> None:
     """Warns of each likelihood that does not fit the loss of a step of so many micro-batches."""
     for comparison in comparisons:
-        # If GradScaler calls the step, the backward was that of a scaled loss.
-        comparison.size_matters &= not callers("torch.amp.grad_scaler")
         comparison.warn(micro_batches)

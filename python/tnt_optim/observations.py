@@ -123,7 +123,7 @@ class Sampled(Empirical):
     count: int = 0  # outputs observed
     attached: int = 0  # outputs that the hook of ``attach`` observed
     partial: bool = False  # whether outputs may reach other parameters in another process
-    agreed: bool = False  # whether all processes know of ``partial``, and have the same parameters
+    agreed: bool = False  # whether all processes know of ``partial``
     warned: bool = False  # whether the user was warned of a step without observations
     warned_twice: bool = False  # and of one with those of ``attach`` and of the loop
     comparisons: list[Comparison] = field(default_factory=list)  # at the first step
@@ -232,8 +232,6 @@ class Sampled(Empirical):
         zero. ``due`` is the same in all processes.
         """
         reached, known = due, self.agreed and all(p in held for p in due)
-        if not self.agreed:
-            processes.check_alike(due)
         if processes.is_sharded or self.partial or not known:
             flags = [self.count > 0, self.partial, *(p in self.totals for p in due)]
             observed, partial, *anywhere = processes.anywhere(flags, due[0].device)

@@ -38,6 +38,10 @@ PAPER: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 def paper_settings(table: str, problem: str | None) -> Mapping[str, Any]:
     """The settings of one table's problem; none for None."""
     known = PAPER.get(table, {})
+    if problem is not None and not known:
+        raise ValueError(
+            f"problem must be left out: the paper has no settings for {table}, got {problem!r}"
+        )
     if problem is not None and problem not in known:
         raise ValueError(f"problem must be one of {', '.join(known)}, got {problem!r}")
     return {} if problem is None else known[problem]

@@ -9,7 +9,7 @@ from torch._compile import _disable_dynamo
 
 from tnt_kernels import damped_inverse
 from tnt_optim.attach import Attachable
-from tnt_optim.failures import callers, warn_if_unbounded
+from tnt_optim.failures import warn_if_unbounded
 from tnt_optim.kronecker import KroneckerOptimizer
 from tnt_optim.likelihoods import Likelihood
 from tnt_optim.modes import Rows, Settings
@@ -95,11 +95,6 @@ class TNT(Attachable, KroneckerOptimizer):
         shard: str | None = None,
     ) -> None:
         source = Empirical() if fisher == "empirical" else Sampled()
-        if isinstance(source, Sampled) and callers("torch.distributed.optim.zero"):
-            raise ValueError(
-                "ZeroRedundancyOptimizer gives every process other parameters, whose statistics "
-                "would be mixed up: use TNT(model.parameters(), shard='directions') instead"
-            )
         super().__init__(params, arguments(locals()), source)
 
     @classmethod

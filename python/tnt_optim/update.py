@@ -54,6 +54,7 @@ class Local:
 
     is_distributed = False  # whether torch.distributed runs the step, even in a single process
     is_sharded = False  # whether parameters are cut into pieces, as ``fully_shard`` does
+    shard: str | None = None  # what is divided among the processes
 
     def number(self, index: int) -> int:
         """The number of this process's observation among those of all processes."""

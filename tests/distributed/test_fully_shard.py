@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -353,28 +354,50 @@ def test_a_consolidated_state_goes_on_in_one_process(processes: int, hybrid: boo
         torch.testing.assert_close(param.detach(), wanted, rtol=0, atol=1e-11)
 
 
-def gathered(rank: int, processes: int, hybrid: bool) -> tuple[list[Tensor], list[Tensor]]:
-    """Ends of a training, and of one resumed from a state that process 0 gathers and sends."""
+def gathered(rank: int, processes: int, hybrid: bool, how: str) -> dict[str, Any]:
+    """Ends of a training, and of one resumed from a state that process 0 gathers and sends.
+
+    The state is whole by a "call" before, by a "hook", or not at all; also returns the warnings.
+    """
     net, other = sharded_net(processes, hybrid), sharded_net(processes, hybrid)
     opt, fresh = made_optimizer(net, "empirical"), made_optimizer(other, "empirical")
     train(net, opt, steps_on_one_batch(range(4)))
-    whole_state = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state = get_optimizer_state_dict(net, opt, options=whole_state)
-    other.load_state_dict(net.state_dict())
-    for param in other.unused.parameters():
-        param.requires_grad_(False)  # it has no state to load
-    fresh.allocate_state()
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
-    set_optimizer_state_dict(other, fresh, state, options=options)
+    if how == "call":
+        opt.consolidate_state_dict()
+    elif how == "hook":
+        opt.register_state_dict_pre_hook(lambda opt: opt.consolidate_state_dict())
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", RuntimeWarning)
+        whole_state = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = get_optimizer_state_dict(net, opt, options=whole_state)
+        other.load_state_dict(net.state_dict())
+        for param in other.unused.parameters():
+            param.requires_grad_(False)  # it has no state to load
+        fresh.allocate_state()
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+        set_optimizer_state_dict(other, fresh, state, options=options)
     for model, optimizer in ((net, opt), (other, fresh)):
         train(model, optimizer, steps_on_one_batch(range(4, 8)))
-    return whole(net), whole(other)
+    said_here = [str(w.message) for w in said if w.category is RuntimeWarning]
+    return {"ends": whole(net), "resumed": whole(other), "said": said_here}
 
 
+@pytest.mark.parametrize("how", ["call", "hook"])
 @pytest.mark.parametrize(("processes", "hybrid"), [(2, False), (4, True)])
-def test_a_full_state_goes_on_to_the_bit(processes: int, hybrid: bool) -> None:
-    for wanted, found in run_in(processes, gathered, hybrid):
-        assert equal(wanted, found)
+def test_a_full_state_goes_on_to_the_bit(processes: int, hybrid: bool, how: str) -> None:
+    for found in run_in(processes, gathered, hybrid, how):
+        assert equal(found["ends"], found["resumed"])
+        assert found["said"] == []
+
+
+def test_a_full_state_of_one_part_is_warned_of() -> None:
+    """Where it is saved, in every process; where it is loaded, in those that it leaves at zero."""
+    ranks = run_in(2, gathered, False, "")
+    assert not equal(ranks[0]["ends"], ranks[0]["resumed"])
+    for rank, found in enumerate(ranks):
+        assert "one process's part of the state" in found["said"][0]
+        assert "full_state_dict=True, call consolidate_state_dict()" in found["said"][0]
+        assert ["zeros for the statistics" in text for text in found["said"][1:]] == [True] * rank
 
 
 def divided(rank: int, processes: int) -> list[list[Tensor]]:

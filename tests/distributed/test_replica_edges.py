@@ -7,6 +7,7 @@ import pickle
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -314,18 +315,65 @@ def test_owners_do_not_depend_on_when_a_process_asks(shard: str) -> None:
     assert all(bool(p.isfinite().all()) and p.abs().max() < 10 for p in one)
 
 
-def zero_redundancy(rank: int, processes: int) -> str:
+def divided_by_zero_redundancy(net: nn.Module, made: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch's own imports
         from torch.distributed.optim import ZeroRedundancyOptimizer
+    return ZeroRedundancyOptimizer(net.parameters(), made)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "matrices of one shape": lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
+    "a matrix and a vector": lambda: nn.Linear(4, 4),
+}
+
+
+def zero_redundancy(rank: int, processes: int, model: str, made: Any) -> str:
+    """The error of the first step, and of a warm start."""
+    net = MODELS[model]()
+    opt = divided_by_zero_redundancy(net, made)
+    x, before = torch.randn(5, 4), copy.deepcopy(list(net.parameters()))
+    if made is TNT:
+        opt.optim.observe(net(x))
+    net(x).square().mean().backward()
     with pytest.raises(ValueError, match="ZeroRedundancyOptimizer") as caught:
-        ZeroRedundancyOptimizer(nn.Linear(4, 4).parameters(), TNT, lr=0.1)
-    ZeroRedundancyOptimizer(nn.Linear(4, 4).parameters(), Shampoo, lr=0.1)
+        opt.step()
+    with pytest.raises(ValueError, match="ZeroRedundancyOptimizer"):
+        opt.optim.warm_start([net(x)])
+    assert equal(before, list(net.parameters())) and not opt.optim.state
     return str(caught.value)
 
 
-def test_zero_redundancy_is_refused_where_processes_share_statistics() -> None:
-    assert all("shard='directions'" in message for message in run_in(2, zero_redundancy))
+@pytest.mark.parametrize("made", [TNT, partial(Shampoo, shard="directions")])
+@pytest.mark.parametrize("model", MODELS)
+def test_zero_redundancy_is_refused_where_processes_share_work(model: str, made: Any) -> None:
+    """Also if the parameters of both processes have the same shapes, or one has only vectors."""
+    messages = run_in(2, zero_redundancy, model, made)
+    assert all("shard='directions'" in message for message in messages)
+
+
+def zero_redundancy_trains(rank: int, processes: int, made: Any) -> list[list[Tensor]]:
+    """With ZeroRedundancyOptimizer and without."""
+    ends = []
+    for divided in (True, False):
+        torch.manual_seed(0)
+        net = MODELS["matrices of one shape"]()
+        opt = divided_by_zero_redundancy(net, made) if divided else made(net.parameters())
+        for x in torch.randn(3, 5, 4):
+            opt.zero_grad()
+            output = net(x)
+            if made is TNT:
+                getattr(opt, "optim", opt).observe(output)
+            output.square().mean().backward()
+            opt.step()
+        ends.append([p.detach() for p in net.parameters()])
+    return ends
+
+
+@pytest.mark.parametrize(("made", "processes"), [(TNT, 1), (Shampoo, 2)])
+def test_zero_redundancy_trains_where_processes_share_nothing(made: Any, processes: int) -> None:
+    for found, wanted in run_in(processes, zero_redundancy_trains, made):
+        assert equal(found, wanted)
 
 
 def steps_of_padding(

@@ -164,7 +164,7 @@ def test_opcheck(variant: str) -> None:
 )
 def test_compiles(variant: str, backend: str) -> None:
     """In one graph, to the bit."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     given = call(variant, [(9, 5), (7,), (5, 9, 3)])
     public = getattr(tnt_kernels, given.name)
     compiled = torch.compile(public, fullgraph=True, backend=backend)

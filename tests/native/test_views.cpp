@@ -14,6 +14,15 @@ namespace {
 constexpr float kSmallest = std::numeric_limits<float>::denorm_min();
 constexpr float kLargest = std::numeric_limits<float>::max();
 
+template <typename T>
+concept HasElement = requires { tnt::kElement<T>; };
+
+static_assert(tnt::kElement<float> == tnt::Element::kFloat);
+static_assert(tnt::kElement<double> == tnt::Element::kDouble);
+static_assert(tnt::kElement<tnt::BFloat16> == tnt::Element::kBFloat16);
+static_assert(tnt::kElement<tnt::Half> == tnt::Element::kHalf);
+static_assert(!HasElement<uint16_t> && !HasElement<long double> && !HasElement<const float>);
+
 // To the bit, but all NaN are one.
 bool same(double a, double b) {
   if (a != a || b != b) return a != a && b != b;

@@ -267,16 +267,36 @@ def test_accumulation_fits(name: str, likelihood: str) -> None:
 
 
 @tnt_and_kfac
-def test_the_scale_of_a_grad_scaler_fits(name: str) -> None:
-    """Also one that looks like another reduction; a loss of another kind is still noticed."""
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_the_scale_of_a_loss_in_float16_fits(name: str, by_hand: bool) -> None:
+    """Whatever scales it, and also by N; a loss of another kind is still noticed."""
     for loss, target in ((F.cross_entropy, classes), (F.mse_loss, numbers)):
         model = nn.Linear(WIDTH, OUTPUTS)
         opt, scaler = made(name, model), torch.amp.GradScaler("cpu", init_scale=float(ROWS))
-        output = model(torch.randn(ROWS, WIDTH))
+        with torch.autocast("cpu", torch.float16):
+            output = model(torch.randn(ROWS, WIDTH))
+        output = output.float()  # its gradient is in float32
         opt.observe(output)
         scaler.scale(loss(output, target())).backward()
+        if by_hand:
+            for param in model.parameters():
+                param.grad /= ROWS
         noticed = pytest.warns(RuntimeWarning, match=NO_SOFTMAX)
         with nullcontext() if loss is F.cross_entropy else noticed:
+            opt.step() if by_hand else scaler.step(opt)
+
+
+@tnt_and_kfac
+def test_a_scale_in_float32_fits_unless_it_is_about_the_number_of_rows(name: str) -> None:
+    """float32 needs no GradScaler; its first scale, 65536, is not taken for a reduction."""
+    for scale in (65536.0, float(ROWS)):
+        model = nn.Linear(WIDTH, OUTPUTS)
+        opt, scaler = made(name, model), torch.amp.GradScaler("cpu", init_scale=scale)
+        output = model(torch.randn(ROWS, WIDTH))
+        opt.observe(output)
+        scaler.scale(F.cross_entropy(output, classes())).backward()
+        noticed = pytest.warns(RuntimeWarning, match="as that of a sum over the batch of 64")
+        with noticed if scale == ROWS else nullcontext():
             scaler.step(opt)
 
 

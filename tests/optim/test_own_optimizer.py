@@ -82,3 +82,11 @@ def test_the_table_serves_it() -> None:
         ONE_SIDED_SHAMPOO(weights(), damping=-1.0)
     assert "mu in the paper: m <- mu m + g" in ONE_SIDED_SHAMPOO.__doc__
     assert ONE_SIDED_SHAMPOO(weights()).state_dict()["method"] == "OneSidedShampoo"
+
+
+def test_the_paper_has_settings_of_its_own_methods_only() -> None:
+    """Its form is there for every method."""
+    assert ONE_SIDED_SHAMPOO.paper(weights()).param_groups[0]["relative_damping"] is False
+    message = "^problem must be left out: the paper has no settings for .*, got 'mnist'$"
+    with pytest.raises(ValueError, match=message):
+        ONE_SIDED_SHAMPOO.paper(weights(), "mnist")

@@ -4,6 +4,7 @@ import copy
 import itertools
 import math
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -617,6 +618,73 @@ def test_a_damaged_state_is_refused(name: str, change: Callable[[Any], None], me
     state = copy.deepcopy(opt.state_dict())
     change(state)
     refuses(opt, model, state, f"state_dict.*{message}")
+
+
+OBSERVED = "state_dict['observed']"
+NUMBERS = {  # entries with numbers of parameters or layers, and what the message says of them
+    ("missed",): ({99: 1}, "state_dict['missed'] must hold numbers from 0 to {}, got 99"),
+    ("missed", 0): ("x", "state_dict['missed'][0] must be an integer, got 'x'"),
+    ("accumulated",): ([-1], "state_dict['accumulated'] must hold numbers from 0 to {}, got -1"),
+    ("observed",): (3, f"{OBSERVED} must be a mapping, got int"),
+    ("observed", "asked"): (
+        [0, 77],
+        f"{OBSERVED}['asked'] must hold numbers from 0 to {{}}, got 7",
+    ),
+    ("observed", "count"): (-1, f"{OBSERVED}['count'] must be an integer >= 0, got -1"),
+    ("observed", "attached"): ("2", f"{OBSERVED}['attached'] must be an integer >= 0, got '2'"),
+}
+OF_TNT = {
+    ("observed", "totals"): ({5: torch.ones(2)}, f"{OBSERVED}['totals'] must hold numbers from"),
+    ("observed", "totals", 0): (1, f"{OBSERVED} must have a gradient of shape (6, 4) for para"),
+    ("observed", "number"): (None, f"{OBSERVED}['number'] must be an integer >= 0, got None"),
+}
+OF_KFAC = {
+    ("observed", "sums"): ({2: []}, f"{OBSERVED}['sums'] must hold numbers from 0 to 1, got 2"),
+    ("observed", "sums", 0): ([1], f"{OBSERVED} must have sums of sizes (6, 5) for layer 0, got"),
+    ("observed", "sums", 0, 2): (1.5, f"{OBSERVED}['sums'][0] must be an integer >= 0, got 1.5"),
+    ("observed", "called"): ([2], f"{OBSERVED}['called'] must hold numbers from 0 to 1, got 2"),
+}
+DAMAGED = {"sampled": NUMBERS | OF_TNT, "kfac": NUMBERS | OF_KFAC}
+
+
+def between_observe_and_step(name: str) -> tuple[nn.Module, Any, Any]:
+    """A model, its optimizer, and a state with an observation that no step has used."""
+    model, opt = trained(name, 2)
+    observe(opt, model(batch(2)[0].float()))
+    saved = through_a_file(opt.state_dict())
+    return model, opt, {"missed": {0: 0}, "accumulated": [0], **saved}
+
+
+@pytest.mark.parametrize(("name", "path"), [(n, path) for n, of in DAMAGED.items() for path in of])
+def test_damaged_observations_are_refused(name: str, path: tuple[Any, ...]) -> None:
+    """By the name of the entry; neither is a number outside of the model an IndexError later."""
+    model, opt, saved = between_observe_and_step(name)
+    value, message = DAMAGED[name][path]
+    damaged(value, *path)(saved)
+    refuses(opt, model, saved, f"^{re.escape(message.format(1 if name == 'kfac' else 3))}")
+    if len(path) == 2 and path[0] == "observed":
+        damaged(damaged, *path)(saved)
+        refuses(opt, model, saved, rf"^state_dict\['observed'\] lacks \['{path[1]}'\]")
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_file_sets_no_attributes(name: str) -> None:
+    """Entries that the optimizer does not know are left out."""
+    model, opt, saved = between_observe_and_step(name)
+    before = set(vars(opt._observed))
+    saved["observed"] |= {"use_up": None, "agreed": True, "foreign": 1}
+    opt.load_state_dict(saved)
+    assert set(vars(opt._observed)) == before and callable(opt._observed.use_up)
+    assert not opt._observed.agreed
+    train(model, opt, [2])
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_numbers_under_string_keys_are_numbers(name: str) -> None:
+    """torch.distributed.checkpoint puts what it loads in place under "0"."""
+    _, opt, saved = between_observe_and_step(name)
+    opt.load_state_dict({**saved, "missed": {0: -1, "0": 0, "1": 1}})
+    assert opt.state_dict()["missed"] == {0: 0, 1: 1}
 
 
 @factored

@@ -47,11 +47,11 @@ Reentrant = bool | None
 @pytest.fixture(autouse=True)
 def counters() -> Iterator[Any]:
     """dynamo's counters; every test starts and ends without compiled code."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
     with torch._functorch.config.patch(donated_buffer=False):
         yield torch._dynamo.utils.counters
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
 
 def graphs() -> int:
@@ -269,7 +269,7 @@ def test_a_compiled_step_of_a_fallback_follows_a_scheduler_without_recompiling()
             scheduler.step()
     assert dict(frames) == taken
     torch.testing.assert_close(values(model), values(twin))
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
 
 # ------------------------------------------------------------------ attach

@@ -5,6 +5,7 @@ PyTorch: a failure lists the names that have changed.
 """
 
 import ast
+import importlib
 import itertools
 import re
 import subprocess
@@ -55,7 +56,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "CheckpointFunctionBackward", "SyncBatchNormBackward", "_DDPSinkBackward",
     ),
     "a node of DistributedDataParallel": ("ddp_weakref",),
-    "a convolution": ("_buffers", "_conv_forward", "_forward_hooks", "_parameters"),
+    "a convolution": ("_buffers", "_conv_forward", "_forward_hooks"),
     "torch.utils": ("_pytree",),
     "a replica of DataParallel": ("_is_replica",),
     "an optimizer": tuple(
@@ -100,6 +101,33 @@ def foreign(sources: list[str]) -> set[str]:
 def test_the_table_has_every_private_name() -> None:
     known = {name for name in itertools.chain(GROUPS, *NAMES.values()) if name.startswith("_")}
     assert foreign([path.read_text() for path in SOURCES]) == known
+
+
+FOLDERS = ("bench", "examples", "experiments", "python", "tests", "tnt_kernels", "tools")
+# Private functions with a public one that does the same.
+TWINS = {"torch._dynamo." + "reset()": "torch.compiler.reset()"}
+PUBLIC = (torch, torch.autograd, torch.compiler, torch.cuda, dist, torch.library, nn, torch.utils)
+
+
+def names_with_a_public_home(path: Path) -> list[str]:
+    """What a file takes from private modules of PyTorch although a public module has it."""
+    text = path.read_text()
+    found = [f"{private}: {public}" for private, public in TWINS.items() if private in text]
+    for node in ast.walk(ast.parse(text)):
+        source = (isinstance(node, ast.ImportFrom) and node.module) or ""
+        if isinstance(node, ast.ImportFrom) and source.startswith("torch.") and "._" in source:
+            module = importlib.import_module(source)
+            for name in (alias.name for alias in node.names if not alias.name.startswith("_")):
+                homes = [
+                    m.__name__ for m in PUBLIC if getattr(m, name, m) is getattr(module, name, None)
+                ]
+                found += [f"{source}.{name}: {home}.{name}" for home in homes]
+    return found
+
+
+def test_no_private_name_is_used_where_a_public_one_is() -> None:
+    files = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+    assert {path.name: found for path in files if (found := names_with_a_public_home(path))} == {}
 
 
 def holders() -> dict[str, Any]:

@@ -24,7 +24,7 @@ def numbered(given: Call, value: float) -> Call:
 @every_variant
 def test_compiles(variant: str) -> None:
     """In one graph that serves other values, with the eager result, written and returned."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     shapes = [(9, 5), (9,), (65, 3), (5, 9, 3), (3, 0, 2)]
     given = call(variant, shapes, dtype=DTYPES)
     function = getattr(tnt_kernels, given.name)

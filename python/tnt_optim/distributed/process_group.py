@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tnt_optim.modes import is_sharded
+
 if dist.is_available():
     # PyTorch imports this module with the first optimizer, and defaults of its functions hold the
     # default process group of that moment. Then `destroy_process_group` leaves gloo's threads
@@ -70,12 +72,18 @@ class ProcessGroup:
         return found
 
     def check_alike(self, params: Sequence[Tensor]) -> None:
-        """Refuses processes with other parameters, whose statistics would be mixed up."""
-        key = zlib.crc32(repr([tuple(p.shape) for p in params]).encode()) >> 1
+        """Refuses processes with other parameters, whose statistics would be mixed up.
+
+        Parameters of one shape may be different layers: their first entries tell them apart.
+        """
+        content = [(tuple(p.shape), _first_entries(p)) for p in params]
+        key = zlib.crc32(repr(content).encode()) >> 1
         if self.anywhere([key, -key], params[0].device) != [key, -key]:
             raise ValueError(
                 "process_group must hold only processes with copies of one model, but some have "
-                f"parameters of other shapes than the {len(params)} here: leave those processes out"
+                f"parameters of other shapes or values than the {len(params)} here: leave those "
+                "processes out. ZeroRedundancyOptimizer gives every process other parameters: use "
+                "TNT(model.parameters(), shard='directions') instead of it"
             )
 
     def largest(self, codes: Tensor) -> Tensor:
@@ -129,6 +137,14 @@ def process_group_of(group: Any, *, is_lost: bool) -> ProcessGroup | None:
             "opt.process_group = ..."
         )
     return ProcessGroup(group)
+
+
+def _first_entries(param: Tensor) -> list[float]:
+    """A few entries, which copies have in common; none of a parameter that is in pieces."""
+    if is_sharded(param):
+        return []
+    entries: list[float] = param.detach().reshape(-1)[:16].tolist()
+    return entries
 
 
 def buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:

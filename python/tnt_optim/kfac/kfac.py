@@ -482,18 +482,22 @@ class KFAC(Attachable, Wrappable, Optimizer):
                 another ``inverse``; nothing is then changed.
         """
         observed = Observations()
+        accumulated: set[Tensor] = set()
 
         def check(adapted: dict[str, Any]) -> None:
             nonlocal observed
             self._check_state_dict(adapted)
-            if self._processes() is None:
-                observed = Observations.loaded(adapted.get("observed", {}), self._layers)
-            observed.unreached = dict(adapted.get("missed", {}))
+            if self._processes() is None and "observed" in adapted:
+                observed = Observations.loaded(adapted["observed"], self._layers)
+            known = range(len(self._layers))
+            missed = checkpoint.missed_in(adapted, known)
+            observed.unreached = {layer: bool(called) for layer, called in missed.items()}
+            done = checkpoint.accumulated_in(adapted, known)
+            accumulated.update(self._layers[layer].weight for layer in done)
 
         def finish(adapted: dict[str, Any]) -> None:
             self._failures, self._observed, self._fit = Failures(PARTS), observed, Fit(_ENTRIES)
             self._largest = [group["max_factor_dim"] for group in self.param_groups]
-            accumulated = {self._layers[i].weight for i in adapted.get("accumulated", ())}
             self._attempt = Attempt(accumulated)
             for param, state in checkpoint.copied_states(self.param_groups, adapted):
                 self.state[param].update(state)

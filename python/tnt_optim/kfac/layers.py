@@ -33,7 +33,8 @@ def is_supported(module: nn.Module) -> TypeGuard[Layer]:
         return False
     own = ("forward", "_conv_forward")
     same = all(getattr(type(module), n, None) is getattr(kinds[0], n, None) for n in own)
-    return same and "weight" in module._parameters and getattr(module, "groups", 1) == 1
+    has_weight = "weight" in dict(module.named_parameters(recurse=False))
+    return same and has_weight and getattr(module, "groups", 1) == 1
 
 
 def preconditioned(
@@ -48,13 +49,12 @@ def preconditioned(
     modules = dict(model.named_modules())
     owners: dict[Tensor, list[nn.Module]] = {}
     for module in modules.values():
-        for param in module._parameters.values():
-            if param is not None:
-                owners.setdefault(param, []).append(module)
+        for param in module.parameters(recurse=False):
+            owners.setdefault(param, []).append(module)
     layers: dict[str, Layer] = {}
     reasons: dict[Tensor, str] = {}
     for name, module in modules.items():
-        own = [param for param in module._parameters.values() if param is not None]
+        own = list(module.parameters(recurse=False))
         why = " with groups" if getattr(module, "groups", 1) != 1 else ""
         if is_supported(module):
             if any(isinstance(param, UninitializedParameter) for param in own):

@@ -123,25 +123,37 @@ class Observations:
         return {"sums": sums, **layers, "count": self.count, "attached": self.attached}
 
     @classmethod
-    def loaded(cls, saved: Mapping[str, Any], layers: Sequence[Layer]) -> "Observations":
-        """A copy of what was saved; new ones if ``saved`` is empty.
+    def loaded(cls, saved: Any, layers: Sequence[Layer]) -> "Observations":
+        """A copy of what was saved.
 
         Raises:
-            ValueError: if a sum does not fit its layer.
+            ValueError: if an entry does not fit the layers.
         """
+        place, known = "['observed']", range(len(layers))
+        names = ("sums", "asked", "called", "count", "attached")
+        all_sums, asked, called, count, attached = checkpoint.entries_of(place, saved, names)
         sums = {}
-        for number, values in saved.get("sums", {}).items():
+        for number, values in checkpoint.by_number(f"{place}['sums']", all_sums, known).items():
             weight, sizes = layers[number].weight, matrix_shape(layers[number])
-            grams = checkpoint.copied(values[:2], weight.device, state_dtype(weight))
-            if (got := [tuple(gram.shape) for gram in grams]) != [(d, d) for d in sizes]:
+            parts = values if isinstance(values, list) else [values]
+            got = [tuple(part.shape) if isinstance(part, Tensor) else part for part in parts]
+            if len(got) != 4 or got[:2] != [(d, d) for d in sizes]:
                 raise ValueError(
                     f"state_dict['observed'] must have sums of sizes {sizes} for layer {number}, "
-                    f"got {got}"
+                    f"got {got[:2]}, and two counts, got {got[2:]}"
                 )
-            counts = [n.to(weight.device) if isinstance(n, Tensor) else n for n in values[2:]]
-            sums[number] = LayerSums(*grams, *counts)
-        asked, called = (set(saved.get(name, ())) for name in ("asked", "called"))
-        return cls(sums, saved.get("count", 0), asked, called, attached=saved.get("attached", 0))
+            grams = checkpoint.copied(values[:2], weight.device, state_dtype(weight))
+            where = f"{place}['sums'][{number}]"
+            counts = [checkpoint.checked_count(where, n) for n in values[2:]]
+            on_device = [n.to(weight.device) if isinstance(n, Tensor) else n for n in counts]
+            sums[number] = LayerSums(*grams, *on_device)
+        return cls(
+            sums,
+            count=int(checkpoint.checked_count(f"{place}['count']", count)),
+            asked=set(checkpoint.numbers_in(f"{place}['asked']", asked, known)),
+            called=set(checkpoint.numbers_in(f"{place}['called']", called, known)),
+            attached=int(checkpoint.checked_count(f"{place}['attached']", attached)),
+        )
 
     def use_up(self) -> None:
         """Forgets the observations."""

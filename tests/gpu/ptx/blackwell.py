@@ -59,9 +59,28 @@ class TensorMemory:
     writing: Array
     reading: Array
     allocated: list[int]  # columns of each block
+    # For each place, one bit for every warp that has used it since its block's last barrier.
+    readers: Array
+    writers: Array
     uncommitted: list[Product] = field(default_factory=list)
     barriers: dict[tuple[int, int], Barrier] = field(default_factory=dict)
     stores: list[tuple[Array, Array, Array, Array]] = field(default_factory=list)
+
+    def barrier(self, block: int) -> None:
+        """All warps of a block have arrived: what they did before is in order."""
+        self.readers[block] = self.writers[block] = 0
+
+    def check(self, area: Area, bits: Array, *, writes: bool) -> None:
+        """Checks that no other warps than those in ``bits`` use an area without a barrier."""
+        before = self.writers[area] | (self.readers[area] if writes else np.uint32(0))
+        if (before & ~bits).any():
+            raise Fault("two warps use the same tensor memory without a barrier between them")
+
+    def use(self, places: Any, warps: Array, *, writes: bool) -> None:
+        """Checks and notes that warps read or write places."""
+        bits = (np.uint32(1) << warps.astype(np.uint32))[:, None]
+        self.check(places, bits, writes=writes)
+        np.bitwise_or.at(self.writers if writes else self.readers, places, bits)
 
 
 def _tensor(machine: Machine) -> TensorMemory:
@@ -73,6 +92,8 @@ def _tensor(machine: Machine) -> TensorMemory:
             writing=np.zeros(shape, np.int8),
             reading=np.zeros(shape, np.int8),
             allocated=[0] * shape[0],
+            readers=np.zeros(shape, np.uint32),
+            writers=np.zeros(shape, np.uint32),
         )
     memory: TensorMemory = machine.tensor_memory
     return memory
@@ -129,7 +150,9 @@ def _free(given: Instruction) -> Step:
 
     def step(machine: Machine, lanes: Lanes) -> None:
         memory = _tensor(machine)
-        for block in machine.block[machine.whole_warps(lanes)[:, 0]]:
+        first = machine.whole_warps(lanes)[:, 0]
+        for block, warp in zip(machine.block[first], machine.warp[first], strict=True):
+            memory.check((block, slice(None), slice(None)), np.uint32(1 << warp), writes=True)
             if (memory.storing + memory.writing + memory.reading)[block].any():
                 raise Fault("tensor memory is freed before what uses it was waited for")
             memory.allocated[block] = 0
@@ -175,6 +198,7 @@ def _load(given: Instruction) -> Step:
         places = _places(machine, lanes, at(machine, lanes), len(writes), second.value)
         if memory.storing[places].any() or memory.writing[places].any():
             raise Fault("tensor memory is read before what writes it was waited for")
+        memory.use(places, machine.warp[machine.lanes[lanes]], writes=False)
         # At once, not at the wait: the compiler packs registers in pairs before it.
         for write, bits in zip(writes, memory.bits[places].T, strict=True):
             write(machine, lanes, bits)
@@ -194,6 +218,7 @@ def _store(given: Instruction) -> Step:
         if (memory.storing[places] | memory.writing[places] | memory.reading[places]).any():
             raise Fault("tensor memory is written before what uses it was waited for")
         chosen = machine.lanes[lanes]
+        memory.use(places, machine.warp[chosen], writes=True)
         values = [np.broadcast_to(read(machine, lanes), chosen.size) for read in reads]
         memory.bits[places] = np.stack(values, axis=1)
         memory.storing[places] += 1
@@ -281,6 +306,11 @@ def _multiply(
         a = _operand(machine, block, warp, left, rows, depth, number, form >> 15 & 1, words)
     if memory.storing[written].any() or (read and memory.storing[read].any()):
         raise Fault("a product uses tensor memory before the store to it was waited for")
+    # What comes later is in order with the product by the wait for its mbarrier.
+    own = np.uint32(1 << warp)
+    memory.check(written, own, writes=True)
+    if read:
+        memory.check(read, own, writes=False)
     b = _operand(machine, block, warp, right, columns, depth, number, form >> 16 & 1, words)
     before = memory.bits[written].view(np.float32).astype(np.float64) if adds else 0.0
     memory.bits[written] = (a @ b.T + before).astype(np.float32).view(np.uint32)
@@ -378,6 +408,9 @@ def _try_wait(given: Instruction) -> Step:
         blocks = machine.block[chosen]
         addresses, parities = (
             np.broadcast_to(f(machine, lanes), chosen.size) for f in (at, parity)
+        )
+        machine.shared.use(
+            machine.shared.places(addresses, blocks, 4, 8), machine.warp[chosen], writes=False
         )
         done = np.zeros(chosen.size, bool)
         for block, address, wanted in set(

@@ -241,6 +241,8 @@ class Machine:
                 continue
             for block in passes.nonzero()[0]:
                 self.shared.barrier(int(block))
+                if self.tensor_memory is not None:
+                    self.tensor_memory.barrier(int(block))
             going = passes[self.block[lanes]]
             self._waiting[number] = lanes[~going]
             if going.all():
