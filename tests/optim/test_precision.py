@@ -218,7 +218,7 @@ def test_a_likelihood_function_may_be_given_a_scale(
 def test_a_skipped_step_leaves_its_observation(name: str, skipped: int) -> None:
     """It counts as no step. Where statistics are due, its observation is averaged with that of the
     next attempt, as two micro-batches are. Training gradients are not kept."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
     model, twin = made_net(), made_net()
     opt, reference = made(name, model), made(name, twin)
     for step in range(6):
@@ -247,7 +247,7 @@ def test_a_skipped_step_leaves_its_observation(name: str, skipped: int) -> None:
                 cross_entropy(output, y).backward()
                 chosen.step()
         assert equal(values(model), values(twin))
-    assert scaler.get_scale() == 2.0
+    assert scaler.get_scale() == 2.0**15
     assert equal(statistics(opt), statistics(reference))
     assert opt.failures() == NO_FAILURES
 
