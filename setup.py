@@ -100,9 +100,9 @@ def check_compiler() -> None:
             said = (tried.stderr + tried.stdout).splitlines() or ["it says nothing"]
     why = next((line for line in said if "error" in line), said[0]).replace(f"{folder}/", "")
     raise SystemExit(
-        f"the C++ compiler {compiler!r} cannot build Python modules in C++20: {why}. Install GCC 12 "
-        "or later and Python's headers, or name a compiler with CXX; TNT_CPU=0 leaves the C++ "
-        "kernels out."
+        f"the C++ compiler {compiler!r} cannot build Python modules in C++20: {why}. Install "
+        "GCC 12 or later and Python's headers, or name a compiler with CXX; TNT_CPU=0 leaves the "
+        "C++ kernels out."
     )
 
 

@@ -35,7 +35,7 @@ GIGABYTE = 1e9
 class Source(NamedTuple):
     """Where PyTorch comes from."""
 
-    index: str | None  # one that is added for PyTorch alone
+    added: str | None  # an index that is added for PyTorch alone
     disk: float  # bytes of the whole environment, and of what pip unpacks on the way
     line: str  # for the user
 
@@ -43,7 +43,7 @@ class Source(NamedTuple):
 def main() -> None:
     """Makes the environment if there is none, and installs what is not there yet."""
     venv, *requirements = sys.argv[1:]
-    if sys.version_info[:2] < (3, 11):
+    if sys.version_info < (3, 11):  # noqa: UP036 - an older one gets a line instead of an error
         version = ".".join(map(str, sys.version_info[:3]))
         sys.exit(f"Python 3.11 or later is needed, {sys.executable} is {version}: make PYTHON=...")
     folder = Path(venv)
@@ -70,11 +70,11 @@ def install(venv: Path, requirements: list[str]) -> None:
                 f"{venv} needs {source.disk / GIGABYTE:.1f} GB and its disk has "
                 f"{free / GIGABYTE:.1f}: free some space, or name another folder: make VENV=..."
             )
-        if source.index:
+        if source.added:
             # Without what PyTorch depends on, so that an index that fails costs one download. The
             # builds there have a suffix (2.13.0+cpu), which pip prefers to the same without one.
-            added = ["--retries", "1", "--no-deps", "--extra-index-url", source.index]
-            if failure := run_pip(python, [*added, wanted]):
+            options = ["--retries", "1", "--no-deps", "--extra-index-url", source.added]
+            if failure := run_pip(python, [*options, wanted]):
                 print(f"{failure}\nPyTorch comes from where pip finds it, then.", flush=True)
     if failure := run_pip(python, requirements):
         sys.exit(failure)
@@ -113,7 +113,7 @@ def pip_configuration(python: str) -> dict[str, str]:
 def choose(configuration: dict[str, str]) -> Source:
     """PyTorch's build for this machine."""
     index = os.environ.get("TORCH_INDEX")
-    own = [key for key in ("index-url", "no-index") if key in configuration]
+    own = [key for key in configuration if key in ("index-url", "no-index")]
     if index is None and has_gpu():
         why = "this machine has an NVIDIA GPU"
     elif index is None and own:
@@ -130,7 +130,7 @@ def choose(configuration: dict[str, str]) -> Source:
                 "other packages 0.3 GB to download, 1.2 GB installed.",
             )
         why = f"{address} {silence}"
-    own += [key for key in ("extra-index-url", "find-links") if key in configuration]
+    own += [key for key in configuration if key in ("extra-index-url", "find-links")]
     if own:
         return Source(
             None,
