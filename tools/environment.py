@@ -29,6 +29,8 @@ from typing import NamedTuple
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 # Seconds that an index has to answer. PyTorch's takes less than one.
 PATIENCE = 5.0
+# Where pip's configuration may have packages from; the first two keep it from anywhere else.
+SOURCES = ("index-url", "no-index", "extra-index-url", "find-links")
 GIGABYTE = 1e9
 
 
@@ -113,12 +115,11 @@ def pip_configuration(python: str) -> dict[str, str]:
 def choose(configuration: dict[str, str]) -> Source:
     """PyTorch's build for this machine."""
     index = os.environ.get("TORCH_INDEX")
-    own = [key for key in configuration if key in ("index-url", "no-index")]
+    own = [key for key in configuration if key in SOURCES]
+    because = ""
     if index is None and has_gpu():
-        why = "this machine has an NVIDIA GPU"
-    elif index is None and own:
-        why = f"pip's configuration sets {own[0]}"
-    else:
+        because = ", because this machine has an NVIDIA GPU"
+    elif index or not set(SOURCES[:2]) & set(own):
         address = index or CPU_INDEX
         silence = no_answer(f"{address.rstrip('/')}/torch/", configuration.get("cert"))
         if silence is None:
@@ -129,20 +130,19 @@ def choose(configuration: dict[str, str]) -> Source:
                 f"PyTorch comes from {address}, because {why}: with the build for CPUs and the "
                 "other packages 0.3 GB to download, 1.2 GB installed.",
             )
-        why = f"{address} {silence}"
-    own += [key for key in configuration if key in ("extra-index-url", "find-links")]
+        because = f", because {address} {silence}"
     if own:
         return Source(
             None,
             2 * GIGABYTE,
-            f"PyTorch comes from where pip's configuration says ({', '.join(own)}), because {why}: "
-            "with the other packages 0.3 GB to download and 1.2 GB installed if that has the build "
-            "for CPUs, 3 and 6.5 GB if it has the CUDA build.",
+            f"PyTorch comes from where pip's configuration says ({', '.join(own)}){because}: with "
+            "the other packages 0.3 GB to download and 1.2 GB installed if that has the build for "
+            "CPUs, 3 and 6.5 GB if it has the CUDA build.",
         )
     return Source(
         None,
         8 * GIGABYTE,
-        f"PyTorch comes from PyPI, because {why}: with CUDA and the other packages 3 GB to "
+        f"PyTorch comes from PyPI{because}: with CUDA and the other packages 3 GB to "
         "download, 6.5 GB installed.",
     )
 

@@ -183,7 +183,7 @@ def test_a_configured_index_is_respected(
     cpu = index("cpu", "torch==2.13.0+cpu")
     monkeypatch.setattr(environment, "CPU_INDEX", cpu.url)
     source = environment.choose({key: "https://mirror.example/simple"})
-    assert source.added is None and f"sets {key}" in source.line and cpu.asked == []
+    assert source.added is None and f"configuration says ({key})" in source.line and cpu.asked == []
     monkeypatch.setenv("TORCH_INDEX", cpu.url)
     source = environment.choose({key: "https://mirror.example/simple"})
     assert source.added == cpu.url and "TORCH_INDEX" in source.line
