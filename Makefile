@@ -159,10 +159,11 @@ $(foreach verb,demo test test-all wheel docs,$(VENV)/.$(verb)): $(VENV)/.%: requ
 $(VENV)/.test $(VENV)/.wheel $(VENV)/.docs: $(VENV)/.demo
 $(VENV)/.test-all: $(VENV)/.test
 
-# With the Triton and the setuptools that this PyTorch asks for.
+# With the Triton and the setuptools that this PyTorch asks for: the build for CPUs asks for none.
 $(TORCH_BUILD)/.packages: requirements/demo.txt requirements/test.txt
-	$(INSTALL) $(TORCH_BUILD)/venv torch==$(TORCH) 'setuptools>=77' \
-		$(shell grep -hE '^[a-z]' requirements/demo.txt requirements/test.txt | grep -vE '^(torch|setuptools)==')
+	$(PYTHON) -m venv $(TORCH_BUILD)/venv
+	$(TORCH_BUILD)/venv/bin/python -m pip install --disable-pip-version-check torch==$(TORCH) \
+		'setuptools>=77' $(shell grep -hE '^[a-z]' requirements/demo.txt requirements/test.txt | grep -vE '^(torch|setuptools)==')
 	touch $@
 
 # Installed once, editable and without the extensions; these are brought up to date after that.
