@@ -198,14 +198,17 @@ def run_pip(python: str, arguments: list[str]) -> str | None:
                 errors.append(line.strip())
             elif not retry:
                 print(line, end="", file=sys.stderr, flush=True)
+    said = "\n".join(errors)
     if not process.returncode:
+        if said:
+            print(said, file=sys.stderr, flush=True)
         return None
-    if broken and not any("Errno 28" in line for line in errors):
+    if broken and "Errno 28" not in said:
         return (
             f"pip did not reach a package index: {broken}. Is there a network? PIP_INDEX_URL names "
             "another index, https_proxy a proxy."
         )
-    return "\n".join(errors) or f"pip ended with exit status {process.returncode}: see above"
+    return said or f"pip ended with exit status {process.returncode}: see above"
 
 
 def compile_for_tests(venv: Path, python: str) -> None:
