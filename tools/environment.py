@@ -165,13 +165,13 @@ def no_answer(url: str, certificates: str | None) -> str | None:
     def ask() -> None:
         try:
             context = ssl.create_default_context(cafile=certificates)
-            with urllib.request.urlopen(url, timeout=PATIENCE, context=context) as answer:
+            with urllib.request.urlopen(url, timeout=60, context=context) as answer:
                 answer.read(1)
             outcome.append("")
         except Exception as error:
             outcome.append(f"does not answer ({getattr(error, 'reason', error)})")
 
-    # In a thread, because a timeout of urlopen bounds neither the name's look-up nor the whole.
+    # In a thread, because urlopen's timeout bounds neither the look-up of the name nor the whole.
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(PATIENCE)
