@@ -1,9 +1,10 @@
 # One verb a job. Every verb sets up what it needs: a virtual environment, pinned packages, the
-# build; a second run does only what changed.
+# build; a second run does only what changed. PyTorch is the build for CPUs where there is no NVIDIA
+# GPU (tools/environment.py chooses); TORCH_INDEX=URL names another index for it.
 #
 #   make demo               trains an autoencoder with TNT, SGD-m and Adam, no download; DATA=DIR: on
 #                           MNIST's IDX files in DIR
-#   make test               lint, C++ tests, the quick Python tests; about five minutes
+#   make test               lint, C++ tests, the quick Python tests; about five minutes on two cores
 #   make test-all           the slow tests too: sanitizers, Triton's kernels as compiled, several
 #                           processes, builds, trainers, the benchmarks' commands; about 22 minutes
 #   make lint               ruff, mypy, clang-format
@@ -35,9 +36,13 @@ EXAMPLES ?= 10000
 TORCH ?= 2.11.0
 TORCH_BUILD = build/torch-$(TORCH)
 # The PyTorch that test-wheel installs.
-WITH ?= $(shell grep '^torch==' requirements.txt)
+WITH ?= $(shell grep '^torch==' requirements/demo.txt)
 SANITIZED = build/native-address build/native-thread
 CMAKE_BUILDS = build/native $(SANITIZED)
+
+# bash, so that a pipe fails with its first command.
+SHELL = /bin/bash
+.SHELLFLAGS = -o pipefail -c
 
 BIN = $(VENV)/bin
 PY = $(BIN)/python
@@ -49,39 +54,45 @@ EXTENSION_SOURCES = setup.py $(shell find csrc -type f)
 
 # Two workers, each with whole files, so that module-wide fixtures are made once.
 PYTEST = $(IN_VENV) python -m pytest -n 2 --dist loadfile
+INSTALL = $(PYTHON) tools/environment.py
 
-.PHONY: demo test test-all quick-tests slow-tests lint format native-test sanitizers fuzz bench bench-quick figures gpu docs build wheel test-wheel torch-test clean
+.PHONY: demo compiler test test-all quick-tests slow-tests lint format native-test sanitizers fuzz bench bench-quick figures gpu docs build wheel test-wheel torch-test clean
 
 demo: build
 	$(PY) -m experiments demo $(if $(DATA),mnist --data "$(DATA)")
 
 # Lint and the C++ tests use one core each.
-test: $(VENV)/.packages
-	$(MAKE) --output-sync -j2 lint native-test build
+test: compiler $(VENV)/.test build
+	$(MAKE) --output-sync -j2 lint native-test
 	$(MAKE) quick-tests
+
+# The demo runs without one, on plain PyTorch.
+compiler:
+	@command -v "$${CXX:-c++}" > /dev/null || \
+		{ echo "The tests need a C++ compiler, $${CXX:-c++} is not on the PATH: install g++, or set CXX" >&2; exit 1; }
 
 test-all: test
 	$(MAKE) docs slow-tests
 
-quick-tests: build
+quick-tests: $(VENV)/.test build
 	$(PYTEST) -m "not slow"
 
-slow-tests: build sanitizers $(VENV)/.trainers
+slow-tests: $(VENV)/.test-all build sanitizers
 	$(PYTEST) -m slow
 	for sm in 80 100; do \
 		TNT_PTX=$$sm $(PYTEST) tests/gpu/test_contract.py || exit 1; \
 	done
 
-fuzz: build
+fuzz: $(VENV)/.test build
 	$(IN_VENV) TNT_FUZZ_EXAMPLES=$(EXAMPLES) TNT_FUZZ_PRECISION=$(PRECISION) python -m pytest tests/kernels/test_properties.py
 
-lint: $(VENV)/.packages
+lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(CPP_SOURCES)
 
-format: $(VENV)/.packages
+format: $(VENV)/.test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CPP_SOURCES)
@@ -94,15 +105,15 @@ native-test sanitizers:
 		ctest --test-dir $$build --output-on-failure --no-tests=error || exit 1; \
 	done
 
-bench: build
+bench: $(VENV)/.test build
 	$(PY) -m pytest bench --benchmark-only --out results/bench.json
 	$(PY) -m bench.complexity --out results/complexity.json
 
-bench-quick: build
+bench-quick: $(VENV)/.test build
 	$(PY) -m pytest bench --benchmark-only --sets mnist_ae,resnet32 --seconds 0.3 --limit-size 2048 \
 		-k "not (inverse_root and mnist_ae)" --out results/bench-quick.json
 
-figures: build
+figures: $(VENV)/.test build
 	$(PY) -m experiments all --quick $(if $(DATA),--data "$(DATA)")
 
 gpu:
@@ -115,7 +126,7 @@ docs: $(VENV)/.docs
 build: $(VENV)/.built
 
 # libtorch and OpenBLAS come with the packages that the wheel depends on.
-wheel: $(VENV)/.packages
+wheel: $(VENV)/.wheel
 	rm -rf dist build/wheel
 	$(IN_VENV) python -m build --no-isolation --outdir build/wheel . && \
 	auditwheel repair --wheel-dir dist --exclude 'libtorch*' --exclude 'libc10*' \
@@ -123,9 +134,9 @@ wheel: $(VENV)/.packages
 	mv build/wheel/*.tar.gz dist
 
 test-wheel: wheel
-	rm -rf build/wheel-test && $(PYTHON) -m venv build/wheel-test/venv
-	build/wheel-test/venv/bin/python -m pip install --quiet --disable-pip-version-check $(WITH) dist/*.whl \
-		$(shell grep -E '^(numpy|pytest|hypothesis)==' requirements.txt)
+	rm -rf build/wheel-test
+	$(INSTALL) build/wheel-test/venv $(WITH) dist/*.whl \
+		$(shell grep -hE '^(numpy|pytest|hypothesis)==' requirements/*.txt)
 	cp -r tests csrc build/wheel-test
 	cd build/wheel-test && venv/bin/python -m tnt_kernels && venv/bin/python -W error -m pytest -q \
 		-o pythonpath=tests --import-mode=importlib $(addprefix tests/kernels/test_,$(addsuffix .py,contract dispatch bad_input matmul_precision threads))
@@ -141,42 +152,37 @@ torch-test: $(TORCH_BUILD)/.packages
 clean:
 	rm -rf build dist $(VENV) *.egg-info tnt_kernels/_*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
-$(VENV)/.packages: requirements.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed: make PYTHON=...")'
-	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt
-	touch $@
+# A file of packages for each verb that needs more than the demo.
+$(foreach verb,demo test test-all wheel docs,$(VENV)/.$(verb)): $(VENV)/.%: requirements/%.txt
+	@$(INSTALL) $(VENV) -r $<
+	@touch $@
+$(VENV)/.test $(VENV)/.wheel $(VENV)/.docs: $(VENV)/.demo
+$(VENV)/.test-all: $(VENV)/.test
 
-# What the examples import.
-$(VENV)/.trainers: $(VENV)/.packages requirements-trainers.txt
-	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt -r requirements-trainers.txt
-	touch $@
-
-$(VENV)/.docs: $(VENV)/.packages requirements-docs.txt
-	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt -r requirements-docs.txt
-	touch $@
-
-# With the Triton and the setuptools that this PyTorch asks for.
-$(TORCH_BUILD)/.packages: requirements.txt
+# With the Triton and the setuptools that this PyTorch asks for: the build for CPUs asks for none.
+$(TORCH_BUILD)/.packages: requirements/demo.txt requirements/test.txt
 	$(PYTHON) -m venv $(TORCH_BUILD)/venv
-	$(TORCH_BUILD)/venv/bin/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) \
-		'setuptools>=77' $(shell grep -E '^[a-z]' requirements.txt | grep -vE '^(torch|triton|setuptools)==')
+	$(TORCH_BUILD)/venv/bin/python -m pip install --disable-pip-version-check torch==$(TORCH) \
+		'setuptools>=77' $(shell grep -hE '^[a-z]' requirements/demo.txt requirements/test.txt | grep -vE '^(torch|setuptools)==')
 	touch $@
 
-# Installed once, editable; after that only the extensions are brought up to date.
-$(VENV)/.installed: $(VENV)/.packages pyproject.toml
-	$(IN_VENV) python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps -e .
-	touch $@
+# Installed once, editable and without the extensions; these are brought up to date after that.
+$(VENV)/.installed: $(VENV)/.demo pyproject.toml
+	@$(IN_VENV) TNT_CPU=0 python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps -e .
+	@touch $@
 
+# sed: of each file that is compiled its name, not the command. Without a compiler there is no
+# extension: setup.py says so, and the next run tries again.
 $(VENV)/.built: $(VENV)/.installed $(EXTENSION_SOURCES)
-	$(IN_VENV) python setup.py --quiet build_ext --inplace
-	$(PY) -m tnt_kernels
-	touch $@
+	@$(IN_VENV) python -u setup.py --quiet build_ext --inplace | \
+		sed -u -E 's|^(\[[0-9]+/[0-9]+\]) .* -c -c [^ ]*/(csrc/[^ ]+) .*|\1 \2|'
+	@$(PY) -W ignore -m tnt_kernels
+	@test ! -e tnt_kernels/_ops.abi3.so || touch $@
 
 build/native/.configured: FLAGS =
 build/native-address/.configured: FLAGS = -DTNT_SANITIZE=address,undefined
 build/native-thread/.configured: FLAGS = -DTNT_SANITIZE=thread
-$(CMAKE_BUILDS:=/.configured): CMakeLists.txt $(VENV)/.packages
+$(CMAKE_BUILDS:=/.configured): CMakeLists.txt $(VENV)/.test
 	$(IN_VENV) cmake -S . -B $(@D) -G Ninja -DCMAKE_MAKE_PROGRAM="$$(command -v ninja)" \
 		-DPython3_EXECUTABLE="$$(command -v python)" -DCMAKE_BUILD_TYPE=RelWithDebInfo $(FLAGS)
 	touch $@

@@ -23,8 +23,10 @@ import os
 import platform
 import shlex
 import shutil
+import subprocess
 import sys
 import sysconfig
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +80,30 @@ def why_no_extension() -> str | None:
     if shutil.which(compiler) is None:
         return f"no C++ compiler: {compiler!r} is not on the PATH (set CXX to name another)"
     return None
+
+
+def check_compiler() -> None:
+    """Build a module of one line, so that a compiler that cannot ends with a line, too."""
+    compiler = os.environ.get("CXX", "c++")
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "trial.cpp")
+        source.write_text("#include <Python.h>\n#include <concepts>\n", encoding="utf-8")
+        command = [compiler, "-std=c++20", "-shared", "-fPIC", str(source), "-o", f"{folder}/trial"]
+        command.append(f"-I{sysconfig.get_path('include')}")
+        try:
+            tried = subprocess.run(command, capture_output=True, text=True, errors="replace")
+        except OSError as error:
+            said = [str(error)]
+        else:
+            if tried.returncode == 0:
+                return
+            said = (tried.stderr + tried.stdout).splitlines() or ["it says nothing"]
+    why = next((line for line in said if "error" in line), said[0]).replace(f"{folder}/", "")
+    raise SystemExit(
+        f"the C++ compiler {compiler!r} cannot build Python modules in C++20: {why}. Install "
+        "GCC 12 or later and Python's headers, or name a compiler with CXX; TNT_CPU=0 leaves the "
+        "C++ kernels out."
+    )
 
 
 def blas() -> dict[str, Any]:
@@ -137,6 +163,16 @@ def extension() -> dict[str, Any]:
             """Sets a folder for object files that the next build finds."""
             super().finalize_options()
             self.build_temp = str(ROOT / "build" / "extension")
+
+        def build_extensions(self) -> None:
+            """Compiles, and says before what takes long and after what failed."""
+            check_compiler()
+            if not Path(self.build_temp).exists():
+                print("Compiling the C++ kernels: one to two minutes.", file=sys.stderr)
+            try:
+                super().build_extensions()
+            except RuntimeError as error:
+                raise SystemExit(f"{error}: the compiler's messages are above") from None
 
     settings: dict[str, Any] = {
         "include_dirs": [str(ROOT / "csrc")],

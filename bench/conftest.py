@@ -13,7 +13,7 @@ from typing import Any
 
 from tools.measuring.packages import require_bench
 
-require_bench()
+require_bench("pytest_benchmark")
 
 import pytest
 import torch

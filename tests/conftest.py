@@ -41,6 +41,14 @@ SLOW = ("distributed", "gpu", "system")
 TESTS = Path(__file__).parent
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave these folders unread where no slow test is to run: they import Triton, for one."""
+    quick = config.getoption("markexpr") == "not slow"
+    return (
+        True if quick and collection_path.parent == TESTS and collection_path.name in SLOW else None
+    )
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests as slow by their folder."""
     for item in items:

@@ -16,9 +16,17 @@ FILES = [
     if "\n    >>> " in file.read_text(encoding="utf-8")
 ]
 MODULES = [".".join(file.relative_to(source).with_suffix("").parts) for source, file in FILES]
+# It imports Triton, which the quick tests do without.
+COMPILE_REPORT = "tools.compile_report."
 
 
-@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize(
+    "module",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name.startswith(COMPILE_REPORT) else ())
+        for name in MODULES
+    ],
+)
 def test_examples(module: str) -> None:
     failed, attempted = doctest.testmod(importlib.import_module(module))
     assert attempted > 0

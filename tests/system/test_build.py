@@ -127,19 +127,33 @@ def test_without_the_extension(tmp_path: Path, environment: dict[str, str], why:
     assert files_in(wheel) == python_files()
 
 
-def test_a_compiler_that_fails_is_an_error(tmp_path: Path) -> None:
-    """Not a silently slower package."""
+@pytest.mark.parametrize(
+    ("fails_at", "said"),
+    [
+        # A compiler that compiles nothing; one without Python's headers.
+        ("", "compiler' cannot build Python modules in C++20: this compiler fails. Install GCC 12"),
+        ("trial.cpp", "C++20: this compiler fails. Install GCC 12 or later and Python's headers"),
+        # One that ends in the middle, for lack of memory as it were.
+        ("csrc", "Error compiling objects for extension: the compiler's messages are above"),
+    ],
+)
+def test_a_compiler_that_fails_is_an_error(tmp_path: Path, fails_at: str, said: str) -> None:
+    """Not a silently slower package; in one line, without a traceback."""
     compiler = tmp_path / "failing-compiler"
-    # It answers what PyTorch asks of a compiler (who it is) and compiles nothing.
     compiler.write_text(
         "#!/bin/sh\n"
-        'case "$*" in *.cpp*) echo this compiler fails >&2; exit 1;; esac\n'
+        f'case "$*" in *{fails_at}*) echo this compiler fails >&2; exit 1;; esac\n'
         'exec c++ "$@"\n'
     )
     compiler.chmod(0o755)
-    result, wheels = build_wheel(tmp_path, CXX=str(compiler))
-    assert result.returncode != 0 and wheels == []
+    source = copy_of_the_checkout(tmp_path / "source")
+    command = ("setup.py", "--quiet", "build_ext", "--inplace")
+    result = python(*command, cwd=source, CXX=str(compiler))
+    assert result.returncode != 0 and not list(source.glob("tnt_kernels/*.so"))
+    assert said in result.stderr.splitlines()[-1]
     assert "this compiler fails" in result.stdout + result.stderr
+    assert "Traceback" not in result.stdout + result.stderr
+    assert fails_at == "csrc" or (result.stdout, result.stderr.count("\n")) == ("", 1)
 
 
 @pytest.fixture(scope="module")

@@ -98,6 +98,10 @@ def test_missing_packages_are_named_with_their_extra(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(packages, "find_spec", lambda name: found.get(name, True))
     with pytest.raises(SystemExit, match=r"missing packages: tqdm\. .*'\.\[bench\]'"):
         packages.require_bench()
+    found = {"pytest_benchmark": None}
+    packages.require_bench()
+    with pytest.raises(SystemExit, match=r"missing packages: pytest_benchmark\. "):
+        packages.require_bench("pytest_benchmark")
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,15 @@ from __future__ import annotations
 import sys
 from importlib.util import find_spec
 
-BENCH = ("matplotlib", "numpy", "pytest_benchmark", "sklearn", "scipy", "tabulate", "tqdm", "typer")
+BENCH = ("matplotlib", "numpy", "sklearn", "scipy", "tabulate", "tqdm", "typer")
 
 
-def require_bench() -> None:
-    """End the program with one line if a package of the extra is missing."""
-    missing = [name for name in BENCH if find_spec(name) is None]
+def require_bench(*more: str) -> None:
+    """End the program with one line if a package of the extra is missing.
+
+    ``more``: packages of the extra that only some programs need.
+    """
+    missing = [name for name in (*BENCH, *more) if find_spec(name) is None]
     if missing:
         command = "pip install -e '.[bench]'"
         sys.exit(f"missing packages: {', '.join(missing)}. To install them: {command}")

@@ -1,0 +1,229 @@
+"""Installs packages into the Makefile's virtual environment, and chooses PyTorch's build.
+
+    python tools/environment.py VENV -r requirements/demo.txt
+
+It runs before anything is installed: with the standard library alone, and in the syntax of Python
+3.8, so that an old Python ends with one line. Everything after VENV goes to pip, whose
+configuration (pip.conf, PIP_INDEX_URL, ...) stays in force. Only for PyTorch an index is added: its
+own one, with the build for CPUs, if the machine shows no NVIDIA GPU and the index answers.
+
+Environment variable:
+
+    TORCH_INDEX       another index to add, on a machine with a GPU too, e.g. a mirror
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import ssl
+import subprocess
+import sys
+import threading
+import urllib.request
+from pathlib import Path
+from typing import NamedTuple
+
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+# Seconds that an index has to answer. PyTorch's takes less than one.
+PATIENCE = 5.0
+# Where pip's configuration may have packages from; the first two keep it from anywhere else.
+SOURCES = ("index-url", "no-index", "extra-index-url", "find-links")
+GIGABYTE = 1e9
+
+
+class Source(NamedTuple):
+    """Where PyTorch comes from."""
+
+    added: str | None  # an index that is added for PyTorch alone
+    disk: float  # bytes of the whole environment, and of what pip unpacks on the way
+    line: str  # for the user
+
+
+def main() -> None:
+    """Makes the environment if there is none, and installs what is not there yet."""
+    venv, *requirements = sys.argv[1:]
+    if sys.version_info < (3, 11):  # noqa: UP036 - an older one gets a line instead of an error
+        version = ".".join(map(str, sys.version_info[:3]))
+        sys.exit(f"Python 3.11 or later is needed, {sys.executable} is {version}: make PYTHON=...")
+    folder = Path(venv)
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "w") as lock:  # make -j installs for several verbs at a time
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        install(folder, requirements)
+
+
+def install(venv: Path, requirements: list[str]) -> None:
+    """Creates the environment, then runs pip: once for PyTorch, once for everything."""
+    python = str(venv / "bin" / "python")
+    if not (venv / "bin" / "pip").exists():
+        # Its own message says which package of the system is missing.
+        if subprocess.run([sys.executable, "-m", "venv", str(venv)]).returncode:
+            sys.exit(f"{sys.executable} -m venv {venv} failed: see above")
+    wanted = torch_pin(requirements)
+    if wanted and installed(venv, wanted) is None:
+        source = choose(pip_configuration(python))
+        print(source.line, flush=True)
+        free = shutil.disk_usage(venv).free
+        if free < source.disk:
+            sys.exit(
+                f"{venv} needs {source.disk / GIGABYTE:.1f} GB and its disk has "
+                f"{free / GIGABYTE:.1f}: free some space, or name another folder: make VENV=..."
+            )
+        if source.added:
+            # Without what PyTorch depends on, so that an index that fails costs one download. The
+            # builds there have a suffix (2.13.0+cpu), which pip prefers to the same without one.
+            options = ["--retries", "1", "--no-deps", "--extra-index-url", source.added]
+            if failure := run_pip(python, [*options, wanted]):
+                print(f"{failure}\nPyTorch comes from where pip finds it, then.", flush=True)
+    if failure := run_pip(python, requirements):
+        sys.exit(failure)
+    if wanted:
+        print(f"PyTorch {installed(venv, wanted)} is in {venv}.", flush=True)
+    compile_for_tests(venv, python)
+
+
+def torch_pin(requirements: list[str]) -> str | None:
+    """The requirement on PyTorch, among the arguments of pip or in the files that they name."""
+    lines = list(requirements)
+    for path in requirements:
+        if path.endswith(".txt"):
+            lines += Path(path).read_text().splitlines()
+    return next((line for line in lines if line.startswith("torch==")), None)
+
+
+def installed(venv: Path, pin: str) -> str | None:
+    """The version of PyTorch in the environment, if the pin allows it."""
+    version = pin[len("torch==") :]
+    for path in venv.glob("lib/python3*/site-packages/torch-*.dist-info"):
+        found = path.name[len("torch-") : -len(".dist-info")]
+        if found.split("+")[0] == version.split("+")[0]:
+            return found
+    return None
+
+
+def pip_configuration(python: str) -> dict[str, str]:
+    """pip's options from its files and from the environment."""
+    command = [python, "-m", "pip", "config", "list"]
+    lines = subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout.splitlines()
+    pairs = (line.partition("=") for line in lines)  # global.index-url='https://...'
+    return {key.rpartition(".")[2]: value.strip("'\"") for key, _, value in pairs}
+
+
+def choose(configuration: dict[str, str]) -> Source:
+    """PyTorch's build for this machine."""
+    index = os.environ.get("TORCH_INDEX")
+    own = [key for key in configuration if key in SOURCES]
+    because = ""
+    if index is None and has_gpu():
+        because = ", because this machine has an NVIDIA GPU"
+    elif index or not set(SOURCES[:2]) & set(own):
+        address = index or CPU_INDEX
+        silence = no_answer(f"{address.rstrip('/')}/torch/", configuration.get("cert"))
+        if silence is None:
+            why = "TORCH_INDEX names it" if index else "this machine shows no NVIDIA GPU"
+            return Source(
+                address,
+                2 * GIGABYTE,
+                f"PyTorch comes from {address}, because {why}: with the build for CPUs and the "
+                "other packages 0.3 GB to download, 1.2 GB installed.",
+            )
+        because = f", because {address} {silence}"
+    if own:
+        return Source(
+            None,
+            2 * GIGABYTE,
+            f"PyTorch comes from where pip's configuration says ({', '.join(own)}){because}: with "
+            "the other packages 0.3 GB to download and 1.2 GB installed if that has the build for "
+            "CPUs, 3 and 6.5 GB if it has the CUDA build.",
+        )
+    return Source(
+        None,
+        8 * GIGABYTE,
+        f"PyTorch comes from PyPI{because}: with CUDA and the other packages 3 GB to "
+        "download, 6.5 GB installed.",
+    )
+
+
+def has_gpu() -> bool:
+    """Whether there is an NVIDIA GPU that programs here may use."""
+    if any(Path("/dev").glob("nvidia[0-9]*")):
+        return True
+    try:  # Linux under Windows has no such files
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return listed.returncode == 0 and listed.stdout.startswith(b"GPU ")
+
+
+def no_answer(url: str, certificates: str | None) -> str | None:
+    """Why the address is of no use; None if it answers in time."""
+    outcome = [f"does not answer within {PATIENCE:g} s"]
+
+    def ask() -> None:
+        try:
+            context = ssl.create_default_context(cafile=certificates)
+            with urllib.request.urlopen(url, timeout=60, context=context) as answer:
+                answer.read(1)
+            outcome.append("")
+        except Exception as error:
+            outcome.append(f"does not answer ({getattr(error, 'reason', error)})")
+
+    # In a thread, because urlopen's timeout bounds neither the look-up of the name nor the whole.
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    return outcome[-1] or None
+
+
+def run_pip(python: str, arguments: list[str]) -> str | None:
+    """Install with pip; returns what went wrong, in a line.
+
+    pip's progress is on the screen. Its many warnings of one dead connection become one line.
+    """
+    command = [python, "-m", "pip", "--disable-pip-version-check", "install", "--no-compile"]
+    errors, broken = [], ""
+    with subprocess.Popen(
+        [*command, *arguments], stderr=subprocess.PIPE, text=True, errors="replace"
+    ) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            retry = re.search(r"Retrying \(Retry.* broken by (.*)", line)
+            if retry and not broken:
+                broken = re.sub(r"<[^>]*>[:,]? ?", "", retry[1])
+                print(f"pip tries again, a connection failed: {broken}", flush=True)
+            elif line.startswith("ERROR:"):
+                errors.append(line.strip())
+            elif not retry:
+                print(line, end="", file=sys.stderr, flush=True)
+    said = "\n".join(errors)
+    if not process.returncode:
+        if said:
+            print(said, file=sys.stderr, flush=True)
+        return None
+    if broken and "Errno 28" not in said:
+        return (
+            f"pip did not reach a package index: {broken}. Is there a network? PIP_INDEX_URL names "
+            "another index, https_proxy a proxy."
+        )
+    return said or f"pip ended with exit status {process.returncode}: see above"
+
+
+def compile_for_tests(venv: Path, python: str) -> None:
+    """Compile the packages if pytest is among them.
+
+    pip would take as long for that as for all else, on one core; the demo imports few of them.
+    Compiled in a test, a package's SyntaxWarning would be an error.
+    """
+    if any(venv.glob("lib/python3*/site-packages/pytest")):
+        command = [python, "-W", "ignore", "-m", "compileall", "-qq", "-j", "0", str(venv / "lib")]
+        subprocess.run(command)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)
