@@ -39,6 +39,10 @@ def scalar(name: str, value: Number, *, high: float = float("inf")) -> Tensor:
     return torch.tensor(float(value), dtype=torch.float64, device="cpu")
 
 
+# As in PyTorch's own loops; csrc/cpu/views.h has the same number.
+MOST_MODES = 64
+
+
 def check_length(name: str, got: Sequence[Any], other: str, want: Sequence[Any]) -> None:
     """Refuses ``got`` if it is not a list of the length of ``want``."""
     if not isinstance(got, list | tuple):
@@ -50,7 +54,7 @@ def check_length(name: str, got: Sequence[Any], other: str, want: Sequence[Any])
 
 
 def check_tensors(name: str, tensors: Sequence[Tensor]) -> None:
-    """Refuses all but lists of dense floating-point tensors with at least one mode each."""
+    """Refuses all but lists of dense floating-point tensors with 1 to ``MOST_MODES`` modes each."""
     if not isinstance(tensors, list | tuple):
         raise TypeError(f"{name} must be a list of tensors, got {type(tensors).__name__}")
     for t, tensor in enumerate(tensors):
@@ -63,6 +67,10 @@ def check_tensors(name: str, tensors: Sequence[Tensor]) -> None:
             )
         if tensor.dim() == 0:
             raise ValueError(f"{name}[{t}] must have at least one mode; view a scalar as (1,)")
+        if tensor.dim() > MOST_MODES:
+            raise ValueError(
+                f"{name}[{t}] must have at most {MOST_MODES} modes, got {tensor.dim()}"
+            )
 
 
 def check_modes(

@@ -3,7 +3,7 @@
 All of them work on lists, because one call must handle the hundred small parameters of a model.
 Conventions of every function here:
 
-- ``tensors[t]`` is a tensor G of shape (d_1, ..., d_k), k >= 1, with any strides and of dtype
+- ``tensors[t]`` is a tensor G of shape (d_1, ..., d_k), 1 <= k <= 64, with any strides and of dtype
   float32, float64, bfloat16 or float16.
 - ``stats[t][i]`` and ``factors[t][i]`` belong to mode i of tensor t: shape (d_i, d_i) and symmetric
   for a full mode, (d_i,) for a diagonal one. They are float64 for float64 tensors, else float32.

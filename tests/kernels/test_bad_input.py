@@ -438,3 +438,12 @@ FLAT_MISTAKES: list[tuple[list[Tensor], list[Tensor], str]] = [
 def test_flat_lists(stats: list[Tensor], tensors: list[Tensor], message: str) -> None:
     with unchanged(flat([stats, tensors])), pytest.raises(BY_THE_KERNEL, match=message):
         torch.ops.tnt_kernels.gram_ema_(stats, tensors, scalar(0.5), [])
+
+
+def test_a_tensor_has_at_most_64_modes() -> None:
+    """In C++ and in the check that writes the message."""
+    tensor = torch.ones([1] * 65)
+    with pytest.raises(ValueError, match=r"tensors\[0\] must have at most 64 modes, got 65"):
+        tnt_kernels.mode_products([tensor], [[torch.ones(1)] * 65])
+    (product,) = tnt_kernels.mode_products([tensor[0]], [[torch.ones(1)] * 64])
+    assert torch.equal(product, tensor[0])

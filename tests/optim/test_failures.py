@@ -17,6 +17,7 @@ import pytest
 import torch
 from drawn import close, noise, raising, weight
 from optimizers import (
+    FACTORED,
     METHODS,
     NO_FAILURES,
     Dictated,
@@ -35,7 +36,7 @@ from oracle import contraction
 from torch import Tensor, nn
 
 import tnt_kernels
-from tnt_optim import KFAC, TNT, PreconditionerError, kronecker
+from tnt_optim import KFAC, TNT, PreconditionerError, kronecker, with_fallback
 
 EVERY_STEP: dict[str, Any] = {"stat_interval": 1, "inverse_interval": 1}
 
@@ -374,6 +375,87 @@ def test_after_an_exception_in_the_update_a_checkpoint_goes_on(
     run.load(saved)
     run.steps(3, 6)
     run.snapshot().assert_equals(undisturbed.snapshot())
+
+
+@pytest.mark.parametrize("name", [*METHODS, "fallback"])
+@pytest.mark.parametrize("call", [0, 1])
+def test_an_update_that_stopped_is_finished_by_the_next_step(name: str, call: int) -> None:
+    """With the gradients of the step that stopped, whatever comes before the next one.
+
+    ``scaled_step_`` is called after the momenta have changed, once for each of two groups.
+    """
+    runs = []
+    for fails in (False, True):
+        model = net()
+        torch.manual_seed(0)
+        opt = grouped(name, model)
+        train(model, opt, range(2))
+        if fails:
+            with failing("scaled_step_", call), pytest.raises(InjectedError):
+                train(model, opt, [2])
+            assert all(p.grad is None for p in model.parameters())
+            main = getattr(opt, "main", opt)
+            assert main.has_unfinished_update
+            with pytest.warns(RuntimeWarning, match="stopped in the middle of its update.*step"):
+                copied = copy.deepcopy(opt.state_dict())
+            with failing("scaled_step_", 0), pytest.raises(InjectedError):  # once more
+                train(model, opt, [7])
+            train(model, opt, [8])  # other gradients, which the update does not take
+            assert not main.has_unfinished_update and copied["param_groups"][0]["step"] == 2
+            train(model, opt, [3])
+        else:
+            train(model, opt, [2, 3])
+        runs.append([*statistics(opt), *values(model)])
+    assert equal(*runs)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_stopped_update_is_forgotten_by_a_checkpoint_and_by_an_interrupt(name: str) -> None:
+    """A state that is loaded goes on from its own step. After Ctrl-C nothing can be finished."""
+    runs = []
+    for fails in (False, True):
+        model = net()
+        torch.manual_seed(0)
+        opt = grouped(name, model)
+        train(model, opt, range(2))
+        saved = copy.deepcopy([model.state_dict(), opt.state_dict()])
+        if fails:
+            with failing("scaled_step_", 1, KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
+                train(model, opt, [2])
+            assert not opt.has_unfinished_update
+            with failing("scaled_step_", 1), pytest.raises(InjectedError):
+                train(model, opt, [2])
+            model.load_state_dict(saved[0])
+            opt.load_state_dict(saved[1])
+            assert not opt.has_unfinished_update
+        train(model, opt, [2, 3])
+        runs.append([*statistics(opt), *values(model)])
+    assert equal(*runs)
+
+
+def grouped(name: str, model: nn.Sequential) -> Any:
+    """The optimizer of this name, with every step due and two calls of ``scaled_step_``."""
+    settings = {**EVERY_STEP, "graft": "adam", "lr": 0.02}
+    first, last = model[0], model[2]
+    if name == "fallback":
+        groups = [{"params": [first.weight]}, {"params": [last.weight], "weight_decay": 0.1}]
+        return with_fallback(TNT(groups, **settings), torch.optim.AdamW([first.bias, last.bias]))
+    groups = [{"params": first.parameters()}, {"params": last.parameters(), "weight_decay": 0.1}]
+    if name in ("kfac", "eigenbasis"):
+        return made(name, model, params=groups, **settings)
+    return FACTORED[name](groups, **settings)
+
+
+@factored
+def test_first_gradients_that_overflow_only_together_are_finite(name: str) -> None:
+    """Each Gram matrix is finite; the sum of all squared norms is not."""
+    params = [weight(3, 4) for _ in range(8)]
+    run = Dictated(name, params, **EVERY_STEP, relative_damping=True, graft="adam")
+    gradients = [torch.full((3, 4), 3e153, dtype=torch.float64) for _ in params]
+    assert not torch.stack(gradients).norm().square().isfinite()
+    run.step(gradients)
+    assert run.opt.failures() == NO_FAILURES
+    assert all(bool(stat.isfinite().all()) for p in params for stat in run.stats(p))
 
 
 @factored
