@@ -49,7 +49,7 @@ PY = $(BIN)/python
 # PyTorch looks up ninja on the PATH, CMake looks up Python. Without MAKEFLAGS ninja does not try to
 # join make's jobs, which it cannot.
 IN_VENV = . "$(if $(filter /%,$(VENV)),,./)$(BIN)/activate" && unset MAKEFLAGS &&
-CPP_SOURCES = $(shell find csrc tests/native -name '*.h' -o -name '*.cpp')
+CPP_SOURCES = $(shell find csrc tests -name "*.h" -o -name "*.cpp")
 EXTENSION_SOURCES = setup.py $(shell find csrc -type f)
 
 # Two workers, each with whole files, so that module-wide fixtures are made once.

@@ -44,7 +44,7 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.norm, self.out = nn.Conv2d(2, 3, 2), nn.LayerNorm(3), nn.Linear(3, 4)
+        self.conv, self.norm, self.out = nn.Conv2d(2, 3, 3), nn.LayerNorm(3), nn.Linear(3, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         """Class scores of images."""
