@@ -129,7 +129,8 @@ class WithFallback(Wrappable, Optimizer):
                 step.
         """
         main: Any = self.main
-        if closure is None and not self.state and main._asks_for_state(self.param_groups):
+        asks = getattr(main, "_asks_for_state", None)  # another optimizer's step makes its state
+        if asks and closure is None and not self.state and asks(self.param_groups):
             self.allocate_state()
             return None
 
@@ -144,7 +145,7 @@ class WithFallback(Wrappable, Optimizer):
             loss = main.step(checked)
         except Exception:
             # Main finishes its update at the next call, which has other gradients.
-            if main.has_unfinished_update and not self._gradients:
+            if getattr(main, "has_unfinished_update", False) and not self._gradients:
                 self._gradients = {p: p.grad for p in self._fallback_params()}
                 for param in self._gradients:
                     param.grad = None
