@@ -75,7 +75,8 @@ template <typename Bytes, typename Make>
 void make_factors(const std::vector<TensorModes>& tensors, double flops_per_cube,
                   const Bytes& bytes, const Make& make, int32_t* info) {
   struct Pending {
-    char* saved = nullptr;  // the factors' old values, once a task has begun
+    bool begun = false;
+    char* saved = nullptr;  // the factors' old values; null if they have none
     std::atomic<int64_t> missing;
     std::atomic<int32_t> first_bad;
   };
@@ -129,7 +130,8 @@ void make_factors(const std::vector<TensorModes>& tensors, double flops_per_cube
     Pending& state = pending[task.tensor];
     {
       const std::lock_guard lock(mutex);
-      if (state.saved == nullptr) {
+      if (!state.begun) {
+        state.begun = true;
         state.saved = free_slots.back();
         free_slots.pop_back();
       }
