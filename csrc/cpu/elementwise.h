@@ -114,20 +114,22 @@ auto with_strides(const Strides& strides, const Pass& pass) {
 template <size_t N, typename Run>
 double sum_over_elements(int64_t order, const int64_t* sizes,
                          const std::array<const int64_t*, N>& strides, const Run& run) {
-  // Longer chunks for more elements: the sums then fit on the stack.
-  constexpr int64_t kSums = 1024;
-  double sums[kSums] = {};
   int64_t count = 1;
   for (int64_t i = 0; i < order; ++i) count *= sizes[i];
-  const int64_t length =
-      kChunk * std::max<int64_t>((count + kSums * kChunk - 1) / (kSums * kChunk), 1);
+  // Longer chunks for more elements: the sums then fit on the stack.
+  constexpr int64_t kMostSums = 1024;
+  const int64_t least = (count + kMostSums - 1) / kMostSums;
+  const int64_t length = kChunk * std::max<int64_t>((least + kChunk - 1) / kChunk, 1);
+  double sums[kMostSums];
+  double* const last = sums + (count + length - 1) / length;
+  std::fill(sums, last, 0.0);
   for_each_run<N>(
       order, sizes, strides,
       [&](int64_t chunk, const auto& offsets, int64_t elements, const auto& own) {
         sums[chunk] += run(offsets, elements, own);
       },
       length);
-  return std::accumulate(sums, sums + kSums, 0.0);
+  return std::accumulate(sums, last, 0.0);
 }
 
 // The sum of products of contiguous numbers, in double: float squares overflow and underflow early.

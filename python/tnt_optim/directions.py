@@ -98,7 +98,9 @@ def directions_(
     return grafted_directions_(momenta, gradients, factors, group["momentum"], squares, table)
 
 
-def graft_scales(scales: Tensor | None, momenta: list[Tensor], group: Settings) -> Tensor | None:
+def graft_scales(
+    scales: Tensor | None, states: Sequence[State], layouts: Sequence[Layout], group: Settings
+) -> Tensor | None:
     """The scales still to apply to directions, from those of ``directions_``; None for 1.
 
     With ``graft`` "rms" a direction gets a fixed norm. A zero direction stays zero. ``kl_clip`` is
@@ -107,6 +109,7 @@ def graft_scales(scales: Tensor | None, momenta: list[Tensor], group: Settings) 
     if group["graft"] is None or scales is None:
         return None
     if group["graft"] == "rms":  # the scale of a zero momentum is zero
+        momenta = blocks(each(states, "momentum"), layouts)
         # In float64, as the scales: small momenta have squares that underflow in float32.
         norms = torch._foreach_norm(momenta, 2, torch.float64)
         ratios = torch._foreach_div(norms, [RMS * math.sqrt(m.numel()) for m in momenta])

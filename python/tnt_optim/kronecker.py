@@ -70,7 +70,6 @@ from tnt_optim.state import (
     check_state,
     has_entries,
     has_statistics,
-    is_allocated,
     memory_estimate,
     new_state,
     statistic_shapes,
@@ -771,10 +770,11 @@ class KroneckerOptimizer(Wrappable, Optimizer):
         self, params: Iterable[Tensor], plain: Container[Tensor], processes: Local
     ) -> dict[Tensor, State]:
         """States of parameters that have none: without statistics of those in ``plain``."""
-        params = {p for p in params if not self._has_state(p) or is_allocated(self.state[p])}
+        held = self.state.get
+        lacking = {p for p in params if held(p, {}).get("first_step", ALLOCATED) == ALLOCATED}
         return {
             p: new_state(p, group, processes.kept(p), plain=p in plain or is_plain(p, group))
-            for group, new in self._batches(params)
+            for group, new in self._batches(lacking)
             for p in new
         }
 

@@ -178,9 +178,10 @@ class _Bucket:
         self.directions, self.scales = found
 
     def _move(self) -> None:
-        group, momenta = self.group, blocks(each(self.states, "momentum"), self.layouts)
-        scales = graft_scales(self.scales, momenta, group)
+        group = self.group
+        scales = graft_scales(self.scales, self.states, self.layouts, group)
         if group["kl_clip"] is not None:
+            momenta = blocks(each(self.states, "momentum"), self.layouts)
             scales = clipped(self.directions, momenta, scales, group)
         counted = zip(decayed(self.weights.params, group), self.layouts, strict=True)
         decays = [value for value, look in counted for _ in look.cuts]

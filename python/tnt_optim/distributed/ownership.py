@@ -158,9 +158,9 @@ class OwnerRanks:
         own = [states[p] for p in params]
         seen = [layout_of(state) for state in own]
         found, norms = directions_([whole[p] for p in params], own, seen, group)
-        momenta = blocks(each(own, "momentum"), seen)
-        scales = graft_scales(norms, momenta, group)
+        scales = graft_scales(norms, own, seen, group)
         if group["kl_clip"] is not None:
+            momenta = blocks(each(own, "momentum"), seen)
             sums = self.processes.sums
             scales = clipped(found, momenta, scales, group, lambda total: sums([total])[0])
         if scales is not None and found:
