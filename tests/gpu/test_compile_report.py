@@ -1,5 +1,6 @@
 """The GPU kernels as the compilers make them, without a GPU, and the checks of the result."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tools.compile_report.machine_code import (
     TOOLS,
     Compiled,
     Loop,
+    located,
     product_loops,
     tensor_operations,
 )
@@ -26,11 +28,24 @@ needs_tools = pytest.mark.skipif(
     not (TOOLS / "nvdisasm").exists(), reason="this Triton has no NVIDIA tools"
 )
 
-# Triton 3.8 and 3.9 count lines of inline assembly as lines of source, so loads are not found at
-# theirs, and spill a few registers.
-needs_older_triton = pytest.mark.skipif(
-    TorchVersion(triton.__version__) >= "3.8", reason="for Triton up to 3.7"
-)
+# The most bytes of stack of kernels that Triton 3.8 or 3.9 spills registers of, by kernel and
+# capability. Triton 3.7 spills none.
+STACK = {
+    ("gram_ema.gram_kernel", 80): 24,
+    ("newton.product_kernel", 80): 32,
+    ("gram_ema.sum_kernel", 90): 8,
+    ("newton.product_kernel", 90): 8,
+    ("newton.diagonal_kernel", 90): 8,
+}
+if TorchVersion(triton.__version__) < "3.8":
+    STACK = {}
+
+
+def is_known(miss: dict[str, Any]) -> bool:
+    """Whether a miss is a spill of a size that this Triton is known for."""
+    found = re.match(r"(\d+) bytes of stack", miss["what"])
+    known = STACK.get((miss["kernel"], miss["capability"]), 0)
+    return found is not None and int(found[1]) <= known
 
 
 @pytest.fixture(scope="session")
@@ -48,21 +63,15 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @needs_tools
 @pytest.mark.parametrize(
     "expectation",
-    [
-        pytest.param(rule, id=name, marks=needs_older_triton if name in ("spills", "loads") else ())
-        for name, rule in zip(
-            ("compiles", "spills", "products", "loads", "fits", "recorded"),
-            (*expectations.EXPECTATIONS, expectations.RECORDED),
-            strict=True,
-        )
-    ],
+    [*expectations.EXPECTATIONS, expectations.RECORDED],
+    ids=("compiles", "spills", "products", "loads", "fits", "recorded"),
 )
 def test_kernels_are_compiled_as_expected(report: dict[str, Any], expectation: str) -> None:
-    assert [m for m in report["missed"] if m["expectation"] == expectation] == []
+    found = [m for m in report["missed"] if m["expectation"] == expectation]
+    assert [m for m in found if not is_known(m)] == []
 
 
 @needs_tools
-@needs_older_triton
 def test_every_check_had_something_to_look_at(report: dict[str, Any]) -> None:
     entries = report["rows"]
     kernels = {(e["kernel"], e["capability"]) for e in entries}
@@ -91,6 +100,15 @@ def test_an_interpreting_process_is_refused(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "unset TRITON_INTERPRET" in done.stderr and "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_inline_assembly_has_one_line_of_source() -> None:
+    """That of its first instruction; other lines keep theirs."""
+    before = "\t.loc\t1 7 0\n\tmov;\n"
+    inside = "\t.loc\t1 8 0\n\tld;\n\t.loc\t1 9 0\n\tld;\n"
+    found = located(f"{before}// begin inline asm\n{inside}// end inline asm\n{before}")
+    kept = "\t.loc\t1 8 0\n\tld;\n\tld;\n"
+    assert found == f"{before}// begin inline asm\n{kept}// end inline asm\n{before}"
 
 
 # The checks, on made-up entries.
