@@ -141,6 +141,8 @@ class WithFallback(Wrappable, Optimizer):
             self._fit.check(params, state, self._name, lambda param, state: None, {})
             return loss
 
+        if not getattr(main, "has_unfinished_update", False):
+            self._gradients = {}
         try:
             loss = main.step(checked)
         except Exception:
