@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -128,11 +129,20 @@ class WithFallback(Wrappable, Optimizer):
                 neither has then changed anything. Other errors from ``fallback`` come after main's
                 step.
         """
+        loss, goes_on = self._step_main(closure)
+        if goes_on:
+            self.fallback.step()
+            self._note_states()
+        return loss
+
+    @_disable_dynamo  # as main's own step
+    def _step_main(self, closure: Callable[[], Any] | None) -> tuple[Any, bool]:
+        """What comes before the fallback's step: the loss, and whether that follows."""
         main: Any = self.main
         asks = getattr(main, "_asks_for_state", None)  # another optimizer's step makes its state
         if asks and closure is None and not self.state and asks(self.param_groups):
             self.allocate_state()
-            return None
+            return None, False
 
         def checked() -> Any:
             """Main calls it before it changes anything; if it raises, observations are used up."""
@@ -159,9 +169,11 @@ class WithFallback(Wrappable, Optimizer):
             if self.fallback.state.get(param) is state:
                 del self.fallback.state[param]
         self._allocated = {}
-        self.fallback.step()
+        return loss, True
+
+    @_disable_dynamo
+    def _note_states(self) -> None:
         self._fit.note_if_new(self._fallback_params(), self.fallback.state)
-        return loss
 
     def _fallback_params(self) -> list[Tensor]:
         return [p for group in self.fallback.param_groups for p in group["params"]]

@@ -35,7 +35,7 @@ SOURCES = [*(ROOT / "tnt_kernels").rglob("*.py"), *(ROOT / "python" / "tnt_optim
 NAMES: dict[str, tuple[str, ...]] = {
     "torch": (
         "_C", "_compile", "_debug_has_internal_overlap", "_foreach_add_", "_foreach_addcmul_",
-        "_foreach_copy_", "_foreach_div", "_foreach_mul_", "_foreach_norm",
+        "_foreach_copy_", "_foreach_div", "_foreach_mul", "_foreach_mul_", "_foreach_norm",
         "_foreach_sqrt", "_functorch",
     ),
     "torch._C": (
