@@ -422,7 +422,7 @@ struct Plan {
   size_t bytes = 0;  // of workspace for all threads
 };
 
-// A plan for modes whose operands have these layouts, for so many threads.
+// Plans the tiles of modes whose operands have these layouts, for this number of threads.
 Plan plan_of(std::vector<GramMode> modes, std::vector<Operands> operands, int64_t threads) {
   Plan plan{std::move(modes), std::move(operands), {}};
   plan.tiles = cut_evenly(plan.modes, plan.operands, threads);

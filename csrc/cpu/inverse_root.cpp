@@ -58,7 +58,7 @@ struct Eigen {
   static int64_t size_of(int64_t n) { return 1 + 4 * n + n * leading_dimension(n); }
   static int64_t integers_of(int64_t n) { return 3 + 5 * n; }
   static int64_t share_of(int64_t n, int64_t threads) { return (n + threads - 1) / threads; }
-  // LAPACK's workspace for so many columns of transform(): it takes blocks of 32.
+  // LAPACK's workspace for this number of columns in transform(): it takes blocks of 32.
   static int64_t transformed(int64_t columns) { return 32 * columns + 65 * 64; }
 
   // Decomposes the matrix in `vectors`; all but its first `rest` rows and columns are reduced in

@@ -636,7 +636,8 @@ class KroneckerOptimizer(Wrappable, Optimizer):
         note_missed = functools.partial(setattr, self._observed, "missed", missed)
         if self.capturable:
             reports = self._graphs.run(step, self.state, self._run_all)
-            self._attempt.finish([lambda: self._report(reports), note_missed])
+            # The first stage has run: what follows must not update again.
+            self._attempt.finish([lambda: None, lambda: self._report(reports), note_missed])
             return
         for report in step.refresh_statistics(self.state, as_they_are, self._delivered_statistics):
             self._failures.report(report.kind, report.codes, report.params)

@@ -24,7 +24,7 @@ functions = SimpleNamespace(**{name: torch.no_grad()(getattr(reference, name)) f
 def test_every_allocation_fails_in_turn(
     variant: str, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of four dtypes, full and diagonal modes, factors that fail; more than one block to copy."""
+    """The call has four dtypes, full and diagonal modes, and a factor that fails."""
     write = reference._write
 
     def checked(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
