@@ -15,7 +15,7 @@ from optimizers import through_a_file
 from recorded_graph import Recorder
 from torch import Tensor, nn
 
-from tnt_optim import TNT, Shampoo, cuda_graphs
+from tnt_optim import TNT, Shampoo, cuda_graphs, kronecker
 from tnt_optim.update import Local
 
 T1, T2 = 2, 6
@@ -126,6 +126,31 @@ def test_recorded_steps_are_the_steps(
             )
         assert int(capturable.state[q]["updates"]) == optimizer.state[p]["updates"] == 30
     assert recorder.replays > 20
+
+
+def test_a_report_without_memory_does_not_repeat_the_update(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The graph has run when its codes find no memory: the next call of ``step`` only reports."""
+    plain, optimizer, recorded, capturable = pair()
+    train(plain, optimizer, 2 * T2 + 1)
+    train(recorded, capturable, 2 * T2)  # the next step replays a graph with everything due
+
+    def delivered(codes: Tensor) -> None:
+        raise torch.OutOfMemoryError("pinned memory")
+
+    replays = recorder.replays
+    with monkeypatch.context() as patch:
+        patch.setattr(kronecker, "Delivery", delivered)
+        with pytest.raises(torch.OutOfMemoryError, match="pinned memory"):
+            train(recorded, capturable, 1, first=2 * T2)
+    assert capturable.has_unfinished_update
+    assert recorder.replays == replays + 1
+    capturable.step()
+    assert not capturable.has_unfinished_update
+    assert recorder.replays == replays + 1
+    assert_same(plain, recorded)
+    assert capturable.param_groups[0]["step"] == optimizer.param_groups[0]["step"] == 2 * T2 + 1
 
 
 @pytest.mark.parametrize("method", [TNT, Shampoo])
