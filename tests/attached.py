@@ -77,7 +77,7 @@ def assert_same(one: Any, other: Any) -> None:
 def explicit(**how: Any) -> tuple[Any, ...]:
     """The end of a training with ``observe`` in the loop."""
     model = made_net()
-    opt = TNT.paper(model.parameters(), **SETTINGS)
+    opt = TNT.paper(model.parameters(), likelihood="categorical", **SETTINGS)
     train(model, opt, observe=True, **how)
     assert all(opt.state[p] for p in model.parameters())
     return contents(model, opt)

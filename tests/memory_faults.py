@@ -59,13 +59,13 @@ class Net(nn.Module):
 
 def empirical(net: Net, **settings: Any) -> TNT:
     """TNT from the training gradients."""
-    return TNT(net.groups(), fisher="empirical", **EVERY_STEP, **settings)
+    return TNT(net.groups(), **EVERY_STEP, **settings)
 
 
 OPTIMIZERS: dict[str, Make] = {
-    "sampled": lambda net: TNT(net.groups(), **EVERY_STEP),
+    "sampled": lambda net: TNT(net.groups(), likelihood="categorical", **EVERY_STEP),
     "empirical": empirical,
-    "paper": lambda net: TNT.paper(net.groups(), **EVERY_STEP),
+    "paper": lambda net: TNT.paper(net.groups(), likelihood="categorical", **EVERY_STEP),
     "rms": lambda net: empirical(net, graft="rms", estimator="moments"),
     "sgd": lambda net: empirical(net, graft="sgd", precondition_1d=True, maximize=True),
     "kl_clip": lambda net: empirical(net, kl_clip=0.01),
@@ -73,9 +73,11 @@ OPTIMIZERS: dict[str, Make] = {
     "stochastic": lambda net: empirical(net.bfloat16(), rounding="stochastic"),
     "master": lambda net: empirical(net.bfloat16(), rounding="master"),
     "shampoo": lambda net: Shampoo(net.groups(), **EVERY_STEP),
-    "kfac": lambda net: KFAC(net, **EVERY_STEP),
-    "kfac paper": lambda net: KFAC.paper(net, **EVERY_STEP),
-    "eigenbasis": lambda net: KFAC(net, graft="rms", inverse="eigenbasis", **EVERY_STEP),
+    "kfac": lambda net: KFAC(net, likelihood="categorical", **EVERY_STEP),
+    "kfac paper": lambda net: KFAC.paper(net, likelihood="categorical", **EVERY_STEP),
+    "eigenbasis": lambda net: KFAC(
+        net, graft="rms", inverse="eigenbasis", likelihood="categorical", **EVERY_STEP
+    ),
 }
 
 

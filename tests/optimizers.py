@@ -36,14 +36,21 @@ def made(name: str, model: nn.Module, *, named: bool = False, **settings: Any) -
     """The optimizer of this name for the parameters of a model."""
     chosen = {**SETTINGS, **settings}
     if name in ("kfac", "eigenbasis"):
-        return KFAC.paper(model, **chosen, **({"inverse": name} if name == "eigenbasis" else {}))
+        return KFAC.paper(
+            model,
+            likelihood="categorical",
+            **chosen,
+            **({"inverse": name} if name == "eigenbasis" else {}),
+        )
     params: list[Any] = [(n, p) if named else p for n, p in model.named_parameters()]
     if name != "fallback":
         return FACTORED[name](params, **chosen)
     common = {k: chosen.get(k, 0.0) for k in ("lr", "weight_decay", "maximize")}
     small = [p.dim() < 2 for p in model.parameters()]
     main = TNT.paper(
-        [p for p, is_small in zip(params, small, strict=True) if not is_small], **chosen
+        [p for p, is_small in zip(params, small, strict=True) if not is_small],
+        likelihood="categorical",
+        **chosen,
     )
     rest = [p for p, is_small in zip(params, small, strict=True) if is_small]
     return with_fallback(main, torch.optim.AdamW(rest, **common))

@@ -29,7 +29,7 @@ criterion = F.cross_entropy
 loader = [(torch.randn(32, 8), torch.randint(4, (32,))) for _ in range(3)]
 x, y = loader[0]
 args, data = None, loader
-opt = TNT(model.parameters())
+opt = TNT(model.parameters(), likelihood="categorical")
 """
 
 _PIECE = re.compile(

@@ -69,6 +69,7 @@ class Attachable:
     _attached: Callable[[], object] | None = None
     _warming = False  # whether ``warm_start`` observes
     _wanted: Callable[[], Any]  # the parameters or layers whose statistics are due now
+    _samples: Any = True  # whether outputs are observed at all
 
     @property
     def observing(self) -> bool:
@@ -78,7 +79,8 @@ class Attachable:
     def attach(self, model: nn.Module, output: Callable[..., Any] | None = None) -> RemovableHandle:
         """Observes every output of ``model`` from now on, for trainers that own the training loop.
 
-        A forward hook then replaces the call of ``observe`` in the loop::
+        Without a ``likelihood`` there is nothing to observe, and nothing happens. Otherwise a
+        forward hook then replaces the call of ``observe`` in the loop::
 
             opt.attach(model)
             trainer = Trainer(model=model, optimizers=(opt, None), ...)
@@ -128,6 +130,8 @@ class Attachable:
             raise ValueError(
                 "model must have a parameter of this optimizer: got another model, or a copy"
             )
+        if not self._samples:
+            return RemovableHandle({})
         for replaced in [self, *_attached_to(model, _params(self))]:
             if replaced._attached is not None:
                 replaced._attached()

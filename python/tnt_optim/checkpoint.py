@@ -19,8 +19,8 @@ _NOT_SAVED = {"modes", "differentiable"}
 # Parts of a parameter's name that wrappers add: DistributedDataParallel and torch.compile.
 _WRAPPERS = {"module", "_orig_mod"}
 
-# Options that decide what the statistics are of; "fisher" also decides whether the others matter.
-_SAMPLING = ("fisher", "likelihood", "seed", "sample_scale")
+# Options that decide what the statistics are of; the others matter only with a likelihood.
+_SAMPLING = ("likelihood", "seed", "sample_scale")
 
 StateDict = dict[str, Any]
 
@@ -92,7 +92,7 @@ def load_adapted(
 
 def sampling_of(optimizer: Any) -> dict[str, Any]:
     """The options of the sampled gradients, as a saved state has them: functions by their names."""
-    names = _SAMPLING[:1] if getattr(optimizer, "fisher", None) == "empirical" else _SAMPLING
+    names = _SAMPLING[:1] if getattr(optimizer, "likelihood", None) is None else _SAMPLING
     return {name: _plain(getattr(optimizer, name)) for name in names if hasattr(optimizer, name)}
 
 
@@ -107,6 +107,8 @@ def _plain(value: Any) -> Any:
 def warn_of_other_sampling(optimizer: Any, state_dict: StateDict) -> None:
     """Warns if a loaded state's options of the sampled gradients are not the optimizer's."""
     saved, own = state_dict.get("sampling", {}), sampling_of(optimizer)
+    if saved.get("fisher") == "empirical":  # of versions before 0.3
+        saved = {"likelihood": None}
     others = [name for name in own if name in saved and saved[name] != own[name]]
     if others:
         before, after = (", ".join(f"{n}={s[n]!r}" for n in others) for s in (saved, own))

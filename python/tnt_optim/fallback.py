@@ -60,8 +60,11 @@ class WithFallback(Wrappable, Optimizer):
                 f"fallback must step without a closure, got {type(fallback).__name__}, which "
                 "computes the loss several times"
             )
-        if hasattr(fallback, "observe") and getattr(fallback, "fisher", None) != "empirical":
-            raise TypeError("fallback must not observe outputs, as TNT does: make it main")
+        if hasattr(fallback, "observe") and getattr(fallback, "_samples", True):
+            raise TypeError(
+                f"fallback must not observe outputs, as this {type(fallback).__name__} does: make "
+                "it main"
+            )
         ours = {p for group in main.param_groups for p in group["params"]}
         both = [p for group in fallback.param_groups for p in group["params"] if p in ours]
         if both:

@@ -12,6 +12,7 @@ import inspect
 import itertools
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
@@ -21,8 +22,10 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from tnt_optim import checkpoint
+from tnt_optim.attach import Attachable
 from tnt_optim.attempt import Attempt, Stage
 from tnt_optim.autograd import buffers_put_back, check_reached, checked_replicas
+from tnt_optim.checks import listed, warn_of_few_preconditioned
 from tnt_optim.cuda_graphs import StepGraphs, check_graphs_device
 from tnt_optim.diagnostics import diagnostics
 from tnt_optim.directions import check_rounding
@@ -91,7 +94,7 @@ _NO_MORE = object()
 _SHAPING = ("modes", "merge_small_dims", "block_size", "max_factor_dim")
 
 
-class KroneckerOptimizer(Wrappable, Optimizer):
+class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
     """Base of the optimizers that precondition the momentum with a factor for every mode.
 
     A subclass computes factors from statistics (``_factors``); see docs/your_own_optimizer.md.
@@ -118,11 +121,13 @@ class KroneckerOptimizer(Wrappable, Optimizer):
 
     _group_is_lost = False  # a copy lacks its process group
     _warned_of_unreached = False
+    _is_share_checked = False  # whether the user was warned of few preconditioned entries
     _warned_of_part = False  # that ``state_dict`` has one process's part
 
     def __init__(
         self, params: Any, options: Mapping[str, Any], source: Empirical | None = None
     ) -> None:
+        params = listed(params, type(self).__name__)
         defaults, whole = split(options)
         vars(self).update(whole)
         self._observed = Empirical() if source is None else source
@@ -240,6 +245,32 @@ class KroneckerOptimizer(Wrappable, Optimizer):
             group["step"] += 1
         return loss
 
+    @_disable_dynamo  # as for step
+    @torch.enable_grad()
+    def observe(self, output: Any) -> None:
+        """Samples labels at the model's output and keeps the gradient of their loss for ``step``.
+
+        It does nothing if no statistics are due at this step, and nothing ever without a
+        ``likelihood``: one loop serves all optimizers. Call it between the forward and the
+        ``backward`` of the same pass: the graph is retained, and no ``.grad`` is touched. With
+        gradient accumulation call it for each micro-batch: the gradients of one step's observations
+        are averaged (under ``fully_shard`` only the first counts); so are those of a skipped step
+        (as by ``GradScaler``), which has the same weights. An observation that is not finite is
+        left out if another one, of the same parameters, is finite.
+
+        Args:
+            output: of the model, as the likelihood describes it, with its graph; or ``Masked``, if
+                some rows do not count.
+
+        Raises:
+            ValueError: if the output has no graph, the wrong number of dimensions, or depends on no
+                parameter of this optimizer; nothing is then changed.
+            RuntimeError: if the backward has run, the output is DistributedDataParallel's with
+                ``static_graph=True``, or its model was compiled with donated buffers.
+        """
+        if isinstance(self._observed, Sampled) and (wanted := self._wanted()):
+            self._observed.observe(self, output, wanted, self._distribution())
+
     def warm_start(self, outputs: Iterable[Any], *, model: nn.Module | None = None) -> None:
         """Starts the statistics from their plain average over many batches, and the factors too.
 
@@ -267,7 +298,7 @@ class KroneckerOptimizer(Wrappable, Optimizer):
         self._check_fit(processes)
         if model is None or isinstance(outputs, Sequence):  # a list's forwards have run
             outputs = warned_of_batch_norm(outputs)
-        with buffers_put_back(*([] if model is None else [model])):
+        with buffers_put_back(*([] if model is None else [model])), self._warming_up():
             stats, skipped = self._average_statistics(outputs, processes)
         fresh = self._states(stats, processes)
         self._check_shaping(fresh)
@@ -513,6 +544,7 @@ class KroneckerOptimizer(Wrappable, Optimizer):
 
     def __repr__(self) -> str:
         lines = [f"{type(self).__name__} ("]
+        lines += [f"  {name}: {value}" for name, value in sorted(self._whole.items())]
         for number, group in enumerate(self.param_groups):
             params = group["params"]
             shapes = [s for p in params for s in statistic_shapes(p, group)]
@@ -527,6 +559,14 @@ class KroneckerOptimizer(Wrappable, Optimizer):
         return "\n".join([*lines, ")"])
 
     # The schedule.
+
+    def _wanted(self) -> list[Tensor]:
+        """The parameters for which an output would be observed now."""
+        return self._observed.wanted(self._due()) if self._samples else []
+
+    @property
+    def _samples(self) -> bool:
+        return isinstance(self._observed, Sampled)
 
     def _due(self) -> list[Tensor]:
         """Parameters with statistics due, and parameters without any that an output may reach."""
@@ -545,6 +585,9 @@ class KroneckerOptimizer(Wrappable, Optimizer):
         for group in {same_settings(group): group for group in self.param_groups}.values():
             self._check_settings(group)
         self._check_shaping()
+        if not self._is_share_checked:
+            self._is_share_checked = True
+            warn_of_few_preconditioned(self.param_groups, type(self).__name__)
         processes = self._distribution()
         if isinstance(self._observed, Sampled) or processes.shard is not None:
             self._check_alike(processes)
@@ -676,6 +719,17 @@ class KroneckerOptimizer(Wrappable, Optimizer):
         return Delivery(codes)
 
     # First statistics.
+
+    @contextmanager
+    def _warming_up(self) -> Iterator[None]:
+        """Keeps the hook of ``attach`` from observing the outputs of a warm start."""
+        self._warming = True
+        try:
+            yield
+        finally:
+            self._warming = False
+            if self._attached is not None:  # the hook observed outputs computed before, as a list
+                self._observed.use_up()
 
     def _average_statistics(
         self, outputs: Iterable[Any], processes: Local

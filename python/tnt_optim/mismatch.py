@@ -26,6 +26,8 @@ _COMPARED = 1 << 20  # about as many entries of an output are compared
 _FACTOR = 3.0
 # A ratio above this means a scaled loss, unless it is the batch size.
 _SCALED = 100.0
+# A probability this near to 0 or 1 may be one that rounds to it.
+_SURE = 1e-4
 
 
 @dataclass
@@ -36,6 +38,7 @@ class Comparison:
     shape: torch.Size  # of the whole output
     output: Tensor
     size_matters: bool
+    mask: Tensor | None  # whether each of these rows counts, by ``Masked``
     gradient: Tensor | None = None
 
     def warn(self, micro_batches: int) -> None:
@@ -46,6 +49,14 @@ class Comparison:
         output, gradient = self.output[counted], self.gradient[counted]
         if not len(gradient) or not gradient.isfinite().all():
             return
+        idle = self._idle_share()
+        if idle > 0:
+            warn_the_caller(
+                f"labels were sampled for all rows of the output, but {idle:.0%} of them get no "
+                "gradient from the training loss. If they are padding, pass "
+                "tnt_optim.Masked(output, mask), with a mask of the rows that count, in place of "
+                "the output (checked at the first step only)"
+            )
         whole = math.prod(self.shape[:-1]) if self.likelihood == "categorical" else self.shape[0]
         number = whole * float(counted.float().mean())
         found = _kind_mismatch(self, output, gradient)
@@ -56,6 +67,18 @@ class Comparison:
                 f"likelihood {self.likelihood!r} does not fit the training loss: {found}. See "
                 "docs/likelihoods.md (compared at the first step only)"
             )
+
+    def _idle_share(self) -> float:
+        """The share of rows that count here, but not in the training loss."""
+        assert self.gradient is not None
+        idle = self.gradient.abs().amax(1) == 0
+        if self.likelihood != "gaussian":  # a loss may vanish where the output is sure of its label
+            is_categorical = self.likelihood == "categorical"
+            shares = self.output.softmax(1) if is_categorical else self.output.sigmoid()
+            idle &= torch.minimum(shares, 1 - shares).amax(1) > _SURE
+        if self.mask is not None:
+            idle &= self.mask
+        return float(idle.float().mean())
 
 
 def watched(likelihood: Likelihood, output: Any, groups: Iterable[Settings]) -> list[Comparison]:
@@ -72,17 +95,17 @@ def watched(likelihood: Likelihood, output: Any, groups: Iterable[Settings]) -> 
         not group.get("relative_damping") or not group.get("graft") or group.get("kl_clip")
         for group in groups
     )
-    outputs = [
-        (name, part.output if isinstance(part, Masked) else part)
+    masked = [
+        (name, part if isinstance(part, Masked) else Masked(part, None))
         for name, part in parts_of(likelihood, output)
     ]
-    pairs = [(name, part) for name, part in outputs if type(part) is Tensor]
+    parts = [(name, part) for name, part in masked if type(part.output) is Tensor]
     # Similarities and their transpose, of a symmetric loss, both get the sum of two gradients.
-    wholes = [_whole(part) for _, part in pairs]
+    wholes = [_whole(part.output) for _, part in parts]
     alone = [sum(whole is other for other in wholes) == 1 for whole in wholes]
     return [
-        _watched(name, part, matters and not shows_float16(part))
-        for name, part in compress(pairs, alone)
+        _watched(name, part, matters and not shows_float16(part.output))
+        for name, part in compress(parts, alone)
     ]
 
 
@@ -94,9 +117,12 @@ def _whole(output: Tensor) -> Tensor:
     return base
 
 
-def _watched(likelihood: str, output: Tensor, size_matters: bool) -> Comparison:
+def _watched(likelihood: str, part: Masked, size_matters: bool) -> Comparison:
+    output, mask = part.output, part.mask
     rows = _some_rows(likelihood, output.detach())
-    comparison = Comparison(likelihood, output.shape, rows, size_matters)
+    if mask is not None:
+        mask = mask.flatten()[:: _stride(output)].to(rows.device, torch.bool, copy=True)
+    comparison = Comparison(likelihood, output.shape, rows, size_matters, mask)
     # The graph owns the hook, which refers to the comparison weakly and removes itself after it.
     held, shape = weakref.ref(comparison), output.shape
 
@@ -119,10 +145,13 @@ def _watched(likelihood: str, output: Tensor, size_matters: bool) -> Comparison:
 def _some_rows(likelihood: str, values: Tensor) -> Tensor:
     """A copy of some rows, (n, classes), or examples, (n, outputs)."""
     rows = values.reshape(-1, values.shape[-1]) if likelihood == "categorical" else values
-    rows = rows.reshape(len(rows), -1)
-    stride = -(-rows.numel() // _COMPARED) | 1  # odd: not always one position of a sequence
-    some = rows[::stride]
+    some = rows.reshape(len(rows), -1)[:: _stride(values)]
     return some.to(torch.promote_types(some.dtype, torch.float32), copy=True)
+
+
+def _stride(values: Tensor) -> int:
+    """Rows from one that is compared to the next; odd: not always one position of a sequence."""
+    return -(-values.numel() // _COMPARED) | 1
 
 
 def _kind_mismatch(of: Comparison, z: Tensor, g: Tensor) -> str | None:

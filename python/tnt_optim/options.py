@@ -13,15 +13,23 @@ import textwrap
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from torch import Tensor
 
+from tnt_optim.failures import warn_the_caller
 from tnt_optim.likelihoods import LIKELIHOODS
 from tnt_optim.modes import Settings, State
 
 Check = Callable[[Any], bool]
 Class = TypeVar("Class", bound=type)
+
+# The values of options that are names.
+Estimator = Literal["moments", "mle"]
+Graft = Literal["adam", "sgd", "rms"]
+MergedDims = Literal["kernel"]
+Rounding = Literal["nearest", "stochastic", "master"]
+Shard = Literal["directions", "inverses"]
 
 
 @dataclass(frozen=True)
@@ -72,6 +80,8 @@ def _one_of(*known: Any) -> tuple[Check, str]:
 
 
 def _is_likelihood(value: Any) -> bool:
+    if value is None:
+        return True
     if not callable(value):
         names = value if isinstance(value, tuple) and value else (value,)
         return all(isinstance(name, str) and name in LIKELIHOODS for name in names)
@@ -104,21 +114,21 @@ _TABLE = (
     Option("interval_warmup", 0, _whole(0, 10**6), "an integer from 0 to 1000000"),
     Option(
         "likelihood",
-        "categorical",
+        None,
         _is_likelihood,
-        f"{', '.join(map(repr, LIKELIHOODS))}, a tuple of these or a function of the output alone",
+        f"None, {', '.join(map(repr, LIKELIHOODS))}, a tuple of these names or a function of the "
+        "output alone",
         per_group=False,
     ),
-    Option("fisher", "sampled", *_one_of("sampled", "empirical"), per_group=False),
-    Option("estimator", "moments", *_one_of("moments", "mle")),
+    Option("estimator", "moments", *_one_of(*get_args(Estimator))),
     Option("max_factor_dim", 8192, *_COUNT),
     Option("precondition_1d", True, *_BOOL),
     Option("block_size", None, *_COUNT_OR_NONE),
-    Option("merge_small_dims", None, *_one_of(None, "kernel")),
+    Option("merge_small_dims", None, *_one_of(None, *get_args(MergedDims))),
     Option("relative_damping", False, *_BOOL),
-    Option("graft", None, *_one_of(None, "adam", "sgd", "rms")),
+    Option("graft", None, *_one_of(None, *get_args(Graft))),
     Option("maximize", False, *_BOOL),
-    Option("rounding", "nearest", *_one_of("nearest", "stochastic", "master")),
+    Option("rounding", "nearest", *_one_of(*get_args(Rounding))),
     Option(
         "kl_clip",
         None,
@@ -130,7 +140,7 @@ _TABLE = (
     Option("sample_scale", None, _or_none(_POWER_OF_TWO), "a power of two or None", False),
     Option("capturable", False, *_BOOL, per_group=False),
     Option("process_group", None, lambda value: True, "a process group or None", per_group=False),
-    Option("shard", None, *_one_of(None, "directions", "inverses"), per_group=False),
+    Option("shard", None, *_one_of(None, *get_args(Shard)), per_group=False),
 )
 
 # The documentation of each option: its name, a colon, and text; further lines are indented.
@@ -146,16 +156,15 @@ inverse_interval: the steps between two refreshes of the factors, T2 in the pape
     ``interval_warmup`` the factors are also refreshed with the statistics of the first T2 steps.
 interval_warmup: the number of first steps in which both intervals grow from 1 to their values:
     statistics and factors change fast at first. With 0 they have their values from the start.
-likelihood: the distribution that the model's output parametrises: "categorical" (logits (...,
-    classes); cross entropy, mean over rows), "bernoulli" (logits (N, ...); binary cross entropy,
-    summed over outputs, mean over N), "gaussian" (means (N, ...), unit variance; half the squared
-    error, summed over outputs, mean over N), a tuple of these for an output that is a tuple (the
-    sum of their losses), or a function. The function samples labels itself, from torch's global
-    generator, and returns the 0-dim loss at them; the generator is seeded before the call and
-    restored after it. docs/likelihoods.md says which fits a loss of torch, and which mismatches
-    give a warning.
-fisher: "sampled": gradients at labels from the model's distribution; "empirical": the training
-    gradients themselves (TNT-EF in the paper), without ``observe`` and likelihood.
+likelihood: None: the statistics are of the training gradients (TNT-EF in the paper). Otherwise they
+    are of gradients at labels sampled from the distribution that the model's output parametrises,
+    and the loop calls ``observe``: "categorical" (logits (..., classes); cross entropy, mean over
+    rows), "bernoulli" (logits (N, ...); binary cross entropy, summed over outputs, mean over N),
+    "gaussian" (means (N, ...), unit variance; half the squared error, summed over outputs, mean
+    over N), a tuple of these for an output that is a tuple (the sum of their losses), or a
+    function. The function samples labels itself, from torch's global generator, and returns the
+    0-dim loss at them; the generator is seeded before the call and restored after it.
+    docs/likelihoods.md says which fits a loss of torch, and which mismatches give a warning.
 estimator: of the statistics. "moments": the Gram matrix of the gradient along each mode, as in the
     paper. "mle": the Gram matrix after the other modes have been whitened by their factors, scaled
     to the same trace: the update of a tensor-normal distribution's maximum-likelihood estimate.
@@ -307,6 +316,49 @@ def documented(**replaced: str) -> Callable[[Class], Class]:
 def arguments(names: Settings) -> dict[str, Any]:
     """The options among the local variables of a constructor."""
     return {name: value for name, value in names.items() if name in OPTIONS}
+
+
+# Arguments of torch's optimizers, and what to write instead.
+_INSTEAD = {
+    "betas": "write momentum=betas[0]; Adam's second moment, for graft='adam', decays by 0.99",
+    "eps": "leave it out, or write damping=..., which is added to the statistics' eigenvalues",
+    "fused": "leave it out: every step runs fused kernels",
+    "foreach": "leave it out: every step works on lists of tensors",
+    "differentiable": "leave it out: no gradient flows through a step",
+    "amsgrad": "leave it out",
+    "dampening": "leave it out: m <- momentum m + g",
+}
+
+
+def refuse_unknown(kind: str, unknown: Settings) -> None:
+    """Refuses arguments that a constructor does not have."""
+    for name in unknown:
+        hint = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
+        raise TypeError(f"{kind} has no argument {name!r}{hint}")
+
+
+def pop_fisher(
+    kind: str, arguments: dict[str, Any], likelihood: Any, sampled: Any = "categorical"
+) -> Any:
+    """Takes ``fisher``, of versions before 0.3, out of arguments; returns the likelihood it means.
+
+    ``likelihood`` is the one given; ``sampled`` stands for it if it is None.
+
+    Raises:
+        ValueError: if ``fisher`` has a value that it never had.
+    """
+    if "fisher" not in arguments:
+        return likelihood
+    fisher = arguments.pop("fisher")
+    if fisher not in ("sampled", "empirical"):
+        raise ValueError(f"fisher must be 'sampled' or 'empirical', got {fisher!r}")
+    meant = None if fisher == "empirical" else likelihood or sampled
+    warn_the_caller(
+        f"{kind}: write likelihood={meant!r} for fisher={fisher!r}. Without a likelihood, the "
+        "default, statistics are of the training gradients; with one, of gradients at sampled "
+        "labels"
+    )
+    return meant
 
 
 def as_number(value: Any) -> Any:

@@ -4,15 +4,15 @@ from collections.abc import Mapping
 from typing import Any
 
 _AUTOENCODER = {"stat_interval": 1, "inverse_interval": 20}
-_EIGENBASIS = {"damping": 0.03, "inverse": "eigenbasis"}
+_EIGENBASIS = {"damping": 0.03, "inverse": "eigenbasis", "likelihood": "categorical"}
 
 # By method and problem. What is missing has the default of ``options``.
 PAPER: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "TNT": {
         "mnist": {"lr": 1e-4, "damping": 0.1, "likelihood": "bernoulli", **_AUTOENCODER},
         "faces": {"lr": 1e-6, "damping": 0.003, "likelihood": "gaussian", **_AUTOENCODER},
-        "resnet32": {"lr": 1e-4, "weight_decay": 10.0},
-        "vgg16": {"lr": 3e-5, "weight_decay": 10.0},
+        "resnet32": {"lr": 1e-4, "weight_decay": 10.0, "likelihood": "categorical"},
+        "vgg16": {"lr": 3e-5, "weight_decay": 10.0, "likelihood": "categorical"},
     },
     "TNT-EF": {
         "mnist": {"lr": 3e-6, **_AUTOENCODER},

@@ -1,6 +1,6 @@
 """Shampoo (Gupta, Koren & Singer 2018), as in Algorithm 4 of Ren & Goldfarb 2021."""
 
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor
@@ -8,7 +8,15 @@ from torch import Tensor
 from tnt_kernels import inverse_root
 from tnt_optim.kronecker import KroneckerOptimizer
 from tnt_optim.modes import Rows, Settings
-from tnt_optim.options import arguments, documented
+from tnt_optim.options import (
+    Graft,
+    MergedDims,
+    Rounding,
+    Shard,
+    arguments,
+    documented,
+    refuse_unknown,
+)
 
 
 @documented(
@@ -67,17 +75,19 @@ class Shampoo(KroneckerOptimizer):
         interval_warmup: int = 500,
         max_factor_dim: int = 4096,
         relative_damping: bool = True,
-        graft: str | None = "adam",
+        graft: Graft | None = "adam",
         precondition_1d: bool = False,
         capturable: bool = False,
         block_size: int | None = None,
-        merge_small_dims: str | None = "kernel",
+        merge_small_dims: MergedDims | None = "kernel",
         maximize: bool = False,
-        rounding: str = "nearest",
+        rounding: Rounding = "nearest",
         kl_clip: float | None = None,
         process_group: Any = None,
-        shard: str | None = None,
+        shard: Shard | None = None,
+        **unknown: Never,
     ) -> None:
+        refuse_unknown("Shampoo", unknown)
         super().__init__(params, arguments(locals()))
 
     def _factors(self, group: Settings, stats: Rows, out: Rows) -> Tensor:

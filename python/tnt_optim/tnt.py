@@ -1,21 +1,29 @@
 """Tensor Normal Training (Ren & Goldfarb, NeurIPS 2021)."""
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Never, Self
 
-import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 from tnt_kernels import damped_inverse
-from tnt_optim.attach import Attachable
 from tnt_optim.failures import warn_if_unbounded
 from tnt_optim.kronecker import KroneckerOptimizer
 from tnt_optim.likelihoods import Likelihood
 from tnt_optim.modes import Rows, Settings
 from tnt_optim.observations import Empirical, Sampled
-from tnt_optim.options import Fixed, arguments, documented
-from tnt_optim.update import Local
+from tnt_optim.options import (
+    Estimator,
+    Fixed,
+    Graft,
+    MergedDims,
+    Rounding,
+    Shard,
+    arguments,
+    documented,
+    pop_fisher,
+    refuse_unknown,
+)
+from tnt_optim.paper import paper_settings
 
 
 @documented(
@@ -25,19 +33,25 @@ from tnt_optim.update import Local
     "Directions then have the scale of 1 / gradient: a parameter whose gradient is only rounding "
     "(a convolution's bias before batch norm) takes huge steps, unless ``graft`` rescales them.",
 )
-class TNT(Attachable, KroneckerOptimizer):
-    r"""Natural-gradient descent with a tensor-normal model of every parameter's gradient.
+class TNT(KroneckerOptimizer):
+    r"""Momentum preconditioned by a tensor-normal model of every parameter's gradient.
 
-    The Fisher matrix of a parameter with modes of sizes d_1, ..., d_k is modelled as U_1 ⊗ … ⊗ U_k,
-    from gradients at labels drawn from the model's own predictive distribution; the momentum is
-    preconditioned by the damped inverses (U_i + damping I)^-1::
+    It replaces AdamW, and nothing else changes::
 
         opt = TNT(model.parameters())
+
+    The second moment of a gradient with modes of sizes d_1, ..., d_k is modelled as U_1 ⊗ … ⊗ U_k,
+    one matrix for each mode, and the momentum is preconditioned by their damped inverses. With a
+    ``likelihood`` the gradients are those at labels drawn from the model's own predictive
+    distribution: the model is then of the Fisher matrix, as in the paper, and the loop has one more
+    line::
+
+        opt = TNT(model.parameters(), likelihood="categorical")
         opt.warm_start((model(x) for x in batches), model=model)  # optional
         for x, y in loader:
             opt.zero_grad()
             out = model(x)
-            opt.observe(out)  # the one extra line: nothing unless statistics are due
+            opt.observe(out)  # nothing unless statistics are due
             loss = criterion(out, y)
             loss.backward()
             opt.step()
@@ -45,7 +59,7 @@ class TNT(Attachable, KroneckerOptimizer):
     The defaults train transformers and convolutional networks: relative damping,
     steps of Adam's length, intervals that grow from 1. ``TNT.paper`` has the paper's form.
 
-    Every argument but ``likelihood``, ``fisher``, ``seed``, ``sample_scale``, ``capturable``,
+    Every argument but ``likelihood``, ``seed``, ``sample_scale``, ``capturable``,
     ``process_group`` and ``shard`` can be set for each parameter group. A vector has one mode, a
     matrix two, and a convolution weight two: out, and in times the kernel's positions (if at most
     ``max_factor_dim``; otherwise, and in the paper's form, three). A group's ``modes``, a function
@@ -62,7 +76,7 @@ class TNT(Attachable, KroneckerOptimizer):
     _method = "TNT"
     _whitens = True
 
-    fisher, likelihood, seed, sample_scale = Fixed(), Fixed(), Fixed(), Fixed()
+    likelihood, seed, sample_scale = Fixed(), Fixed(), Fixed()
 
     def __init__(
         self,
@@ -76,77 +90,62 @@ class TNT(Attachable, KroneckerOptimizer):
         stat_interval: int = 10,
         inverse_interval: int = 50,
         interval_warmup: int = 500,
-        likelihood: Likelihood = "categorical",
-        fisher: str = "sampled",
-        estimator: str = "mle",
+        likelihood: Likelihood | None = None,
+        estimator: Estimator = "mle",
         max_factor_dim: int = 4096,
         relative_damping: bool = True,
-        graft: str | None = "adam",
+        graft: Graft | None = "adam",
         precondition_1d: bool = False,
         seed: int = 0,
         capturable: bool = False,
         block_size: int | None = None,
-        merge_small_dims: str | None = "kernel",
+        merge_small_dims: MergedDims | None = "kernel",
         maximize: bool = False,
-        rounding: str = "nearest",
+        rounding: Rounding = "nearest",
         kl_clip: float | None = None,
         sample_scale: float | None = None,
         process_group: Any = None,
-        shard: str | None = None,
+        shard: Shard | None = None,
+        **unknown: Never,
     ) -> None:
-        source = Empirical() if fisher == "empirical" else Sampled()
+        likelihood = pop_fisher("TNT", unknown, likelihood)
+        refuse_unknown("TNT", unknown)
+        source = Empirical() if likelihood is None else Sampled()
         super().__init__(params, arguments(locals()), source)
 
     @classmethod
+    def paper(cls, params: Any, problem: str | None = None, **options: Any) -> Self:
+        """The optimizer in the form of Ren & Goldfarb 2021, with their settings.
+
+        Every parameter is preconditioned, the damping is absolute, and steps are not grafted.
+
+        Args:
+            params: as for the constructor.
+            problem: "mnist", "faces", "resnet32" or "vgg16", for the settings of the paper's
+                experiment, with its likelihood; None for ``lr=1e-4, damping=0.01,
+                stat_interval=10, inverse_interval=100``.
+            options: replace these. ``likelihood`` is needed without a problem; None is TNT-EF of
+                the paper, whose statistics are of the training gradients.
+        """
+        if "fisher" in options:
+            own = paper_settings("TNT", problem).get("likelihood", "categorical")
+            given = options.get("likelihood")
+            options["likelihood"] = pop_fisher("TNT.paper", options, given, own)
+        if problem is None and "likelihood" not in options:
+            raise ValueError(
+                "likelihood must be given for TNT.paper without a problem: the distribution of the "
+                "model's output ('categorical' for a cross entropy), or None for TNT-EF"
+            )
+        return super().paper(params, problem, **options)
+
+    @classmethod
     def _table(cls, options: Mapping[str, Any]) -> str:
-        return "TNT-EF" if options.get("fisher") == "empirical" else "TNT"
+        return "TNT-EF" if options.get("likelihood", ...) is None else "TNT"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """See ``KroneckerOptimizer.add_param_group``; warns of steps that have no bound."""
         super().add_param_group(param_group)
         warn_if_unbounded(self.param_groups[-1])
 
-    @_disable_dynamo  # as for step
-    @torch.enable_grad()
-    def observe(self, output: Any) -> None:
-        """Samples labels at the model's output and keeps the gradient of their loss for ``step``.
-
-        Call it between the forward and the ``backward`` of the same pass: the graph is retained,
-        and no ``.grad`` is touched. With gradient accumulation call it for each micro-batch: the
-        gradients of one step's observations are averaged (under ``fully_shard`` only the first
-        counts); so are those of a skipped step (as by ``GradScaler``), which has the same weights.
-        An observation that is not finite is left out if another one, of the same parameters, is
-        finite. If no statistics are due at this step, and with ``fisher="empirical"``, it returns
-        at once.
-
-        Args:
-            output: of the model, as the likelihood describes it, with its graph; or ``Masked``, if
-                some rows do not count.
-
-        Raises:
-            ValueError: if the output has no graph, the wrong number of dimensions, or depends on no
-                parameter of this optimizer; nothing is then changed.
-            RuntimeError: if the backward has run, the output is DistributedDataParallel's with
-                ``static_graph=True``, or its model was compiled with donated buffers.
-        """
-        wanted = self._wanted()
-        if wanted and isinstance(self._observed, Sampled):
-            self._observed.observe(self, output, wanted, self._distribution())
-
-    def _wanted(self) -> list[Tensor]:
-        """The parameters for which an output would be observed now."""
-        return self._observed.wanted(self._due())
-
     def _factors(self, group: Settings, stats: Rows, out: Rows) -> Tensor:
         return damped_inverse(stats, group["damping"], out, group["relative_damping"])[1]
-
-    def _average_statistics(
-        self, outputs: Iterable[Any], processes: Local
-    ) -> tuple[dict[Tensor, list[Tensor]], int]:
-        self._warming = True
-        try:
-            return super()._average_statistics(outputs, processes)
-        finally:
-            self._warming = False
-            if self._attached is not None:  # the hook observed outputs computed before, as a list
-                self._observed.use_up()

@@ -82,11 +82,11 @@ def sharded(rank: int, processes: int) -> dict[str, list[Tensor] | str]:
         torch.manual_seed(3)
         model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4))
         if place == "before":
-            opt = TNT.paper(model.parameters(), **SETTINGS)
+            opt = TNT.paper(model.parameters(), likelihood="categorical", **SETTINGS)
             opt.attach(model)
         fully_shard(model, mesh=init_device_mesh("cpu", (processes,)))
         if place != "before":
-            opt = TNT.paper(model.parameters(), **SETTINGS)
+            opt = TNT.paper(model.parameters(), likelihood="categorical", **SETTINGS)
         if place == "after":
             opt.attach(model)
         if place == "around":

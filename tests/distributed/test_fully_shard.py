@@ -222,7 +222,7 @@ def with_a_fallback(rank: int, processes: int) -> dict[str, Any]:
         net = sharded_net(processes, False)
         matrices = [p for p in net.parameters() if p.dim() == 2]
         rest = [p for p in net.parameters() if p.dim() < 2]
-        main = TNT.paper(matrices, stat_interval=1)
+        main = TNT.paper(matrices, stat_interval=1, likelihood="categorical")
         opt = with_fallback(main, torch.optim.SGD(rest, lr=0.1))
         x, y = drawn(processes, 0, *SHAPE)[rank]
         out = net(x)
@@ -451,7 +451,7 @@ def tensor_parallel(rank: int, processes: int) -> str:
     net = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Tanh(), nn.Linear(6, 3, bias=False))
     mesh = init_device_mesh("cpu", (processes,))
     parallelize_module(net, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    opt = TNT(net.parameters())
+    opt = TNT(net.parameters(), likelihood="categorical")
     with pytest.raises(ValueError, match="sharded by fully_shard") as caught:
         opt.observe(net(torch.ones(5, 4)))
     assert all(param.grad is None for param in net.parameters())

@@ -45,7 +45,9 @@ Steps = Sequence[Sequence[Sequence[Batch]]]  # by step and process
 
 def made(model: nn.Module, **settings: Any) -> KFAC:
     defaults = {"stat_interval": 2, "inverse_interval": 3, "weight_decay": 0.1}
-    return KFAC.paper(model, **{"lr": 0.05, "damping": 0.1, **defaults, **settings})
+    return KFAC.paper(
+        model, likelihood="categorical", **{"lr": 0.05, "damping": 0.1, **defaults, **settings}
+    )
 
 
 def in_turn(parts: Sequence[Sequence[Any]]) -> Iterator[Any]:
@@ -624,7 +626,7 @@ def test_the_state_of_one_process_goes_on_in_all(
 def refusals(rank: int, processes: int) -> None:
     model = fully_shard(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)))
     with pytest.raises(ValueError, match="model must have whole parameters, and '0.weight' is in"):
-        KFAC(model)
+        KFAC(model, likelihood="categorical")
 
 
 def test_sharded_parameters_are_refused() -> None:

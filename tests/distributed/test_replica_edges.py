@@ -259,7 +259,7 @@ def refusals(rank: int, processes: int, made: Callable[[nn.Module], TNT | KFAC])
 
 
 def tnt_of(model: nn.Module) -> TNT:
-    return TNT.paper(model.parameters())
+    return TNT.paper(model.parameters(), likelihood="categorical")
 
 
 def other_shapes(rank: int, processes: int, made: Callable[[nn.Module], TNT | KFAC]) -> list[str]:
@@ -290,7 +290,7 @@ def early_question(rank: int, processes: int, shard: str) -> list[Tensor]:
     """One process asks for the memory before a layer is frozen; the weights after three steps."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3))
-    opt = TNT(net.double().parameters(), shard=shard)
+    opt = TNT(net.double().parameters(), shard=shard, likelihood="categorical")
     if rank == 0:
         opt.memory_estimate()
     net[2].requires_grad_(False)
@@ -423,7 +423,7 @@ def test_steps_of_padding_of_sharded_models_are_those_of_replicas() -> None:
 def padding_beside_nothing(rank: int, processes: int, shard: str | None, at: int) -> dict[str, Any]:
     """At one step the first process observes an output without a row, the second nothing."""
     net, replicas = own_net()
-    opt = TNT.paper(net.parameters(), **{**SETTINGS, "shard": shard})
+    opt = TNT.paper(net.parameters(), likelihood="categorical", **{**SETTINGS, "shard": shard})
     error = ""
     for step in range(4):
         opt.zero_grad()
@@ -460,7 +460,7 @@ def warm_started(rank: int, processes: int, how: str) -> list[Tensor]:
     net = nn.Linear(4, 3, bias=False).double()
     if how == "sharded":
         fully_shard(net, mesh=init_device_mesh("cpu", (processes,)))
-    opt = TNT.paper(net.parameters(), **SETTINGS)
+    opt = TNT.paper(net.parameters(), likelihood="categorical", **SETTINGS)
     keys = range(0 if how == "none" and rank else 3)
     masks = torch.full((ROWS,), rank == 0)
     opt.warm_start((Masked(net(batch(rank, key)[0]), masks) for key in keys), model=net)
@@ -480,7 +480,9 @@ def test_a_warm_start_leaves_padding_out_in_all_processes() -> None:
 def parted(rank: int, processes: int) -> list[str]:
     """The warning of a state that is one process's part, when the processes have separated."""
     net, replicas = own_net()
-    opt = TNT.paper(net.parameters(), **{**SETTINGS, "shard": "directions"})
+    opt = TNT.paper(
+        net.parameters(), likelihood="categorical", **{**SETTINGS, "shard": "directions"}
+    )
     forward(replicas, opt, rank, 0).backward()
     opt.step()
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as said:
@@ -499,7 +501,7 @@ def in_another_group(rank: int, processes: int) -> str:
     net, group = nn.Linear(4, 3), dist.new_group([0])
     if rank == 0:
         return ""
-    opt = TNT(net.parameters(), fisher="empirical", process_group=group)
+    opt = TNT(net.parameters(), process_group=group)
     net(torch.ones(2, 4)).sum().backward()
     with pytest.raises(ValueError, match="process_group must contain this process") as caught:
         opt.step()
@@ -564,7 +566,7 @@ def test_memory_is_what_was_estimated(shard: str | None) -> None:
 def test_owners_are_balanced_in_work_and_bytes() -> None:
     rng = torch.Generator().manual_seed(0)
     sizes = torch.randint(8, 512, (60, 2), generator=rng).tolist()
-    (group,) = TNT.paper([nn.Parameter(torch.ones(1))]).param_groups
+    (group,) = TNT.paper([nn.Parameter(torch.ones(1))], likelihood="categorical").param_groups
     loads = [load_of(nn.Parameter(torch.ones(m, n)), group, "directions") for m, n in sizes]
     for processes in (2, 3, 8):
         owners = assign(loads, [Load()] * processes)
@@ -635,7 +637,7 @@ import weakref
 import torch, torch.distributed as dist
 from tnt_optim import TNT
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-opt = TNT(torch.nn.Linear(2, 2).parameters())
+opt = TNT(torch.nn.Linear(2, 2).parameters(), likelihood="categorical")
 group = weakref.ref(dist.group.WORLD)
 dist.destroy_process_group()
 assert group() is None
@@ -660,7 +662,13 @@ def with_a_value_head(
     replicas = DistributedDataParallel(model, find_unused_parameters=True)
 
     def made() -> TNT:
-        return TNT(model.parameters(), stat_interval=10, interval_warmup=0, shard=shard)
+        return TNT(
+            model.parameters(),
+            stat_interval=10,
+            interval_warmup=0,
+            shard=shard,
+            likelihood="categorical",
+        )
 
     opt = made()
     for step in range(6):

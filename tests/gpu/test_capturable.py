@@ -189,9 +189,7 @@ def test_one_gradient_given_to_two_parameters(recorder: Recorder) -> None:
     results = []
     for capturable in (False, True):
         params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))]
-        optimizer = TNT.paper(
-            params, lr=0.1, damping=0.1, fisher="empirical", capturable=capturable
-        )
+        optimizer = TNT.paper(params, lr=0.1, damping=0.1, likelihood=None, capturable=capturable)
         for step in range(6):
             given = torch.arange(3.0) + step
             params[0].grad = given

@@ -180,7 +180,7 @@ def trained(start: list[Tensor], grads: list[list[Tensor]], **settings: Any) -> 
     """Where steps with these gradients take parameters from the start, in float64 on the CPU."""
     params = [nn.Parameter(p.clone()) for p in start]
     settings |= {"lr": 0.01, "damping": 1.0, "fisher": "empirical", "stat_interval": 2}
-    optimizer = TNT.paper(params, **settings)
+    optimizer = TNT.paper(params, likelihood="categorical", **settings)
     for row in grads:
         for p, grad in zip(params, row, strict=True):
             p.grad = grad.to(p, copy=True)
@@ -265,7 +265,9 @@ def test_step_does_not_wait_for_the_device(method: str) -> None:
     settings: dict[str, Any] = {"stat_interval": 1, "inverse_interval": 2}
     settings |= {"fisher": "empirical"} if method == "tnt-ef" else {}
     optimizer = (
-        KFAC(model, **settings) if method == "kfac" else TNT.paper(model.parameters(), **settings)
+        KFAC(model, likelihood="categorical", **settings)
+        if method == "kfac"
+        else TNT.paper(model.parameters(), likelihood="categorical", **settings)
     )
     x, labels = torch.randn(2, 16, 20, device=DEVICE), torch.arange(16, device=DEVICE) % 10
     for number in range(6):

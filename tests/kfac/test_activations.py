@@ -83,7 +83,7 @@ def test_calls_of_one_layer_are_positions() -> None:
         outputs = [model.second(each) for each in hidden]
         return 2 * outputs[0] + outputs[1] + outputs[2]
 
-    assert KFAC(model)._names == ["first", "second"]
+    assert KFAC(model, likelihood="categorical")._names == ["first", "second"]
     compare(model, apart, lambda: model(x))
 
 
@@ -108,7 +108,7 @@ def test_forward_passes_that_are_not_observed_do_not_count() -> None:
 
 def test_two_optimizers_on_one_model_do_not_mix() -> None:
     model, x = conv_net(), images()
-    other = KFAC(model)
+    other = KFAC(model, likelihood="categorical")
 
     def output() -> Tensor:
         other.observe(model(x))
@@ -151,7 +151,7 @@ class Twice(nn.Module):
 )
 def test_uses_that_do_not_fit_are_refused(how: str, message: str) -> None:
     model = Twice(how)
-    opt = KFAC(model)
+    opt = KFAC(model, likelihood="categorical")
     before = Snapshot(model.parameters(), opt)
     with pytest.raises(ValueError, match=message):
         opt.observe(model(torch.randn(5, 4)))
@@ -160,7 +160,7 @@ def test_uses_that_do_not_fit_are_refused(how: str, message: str) -> None:
 
 def test_a_call_with_other_weights_is_refused() -> None:
     model = nn.Linear(3, 4)
-    opt = KFAC(model)
+    opt = KFAC(model, likelihood="categorical")
     others = {name: torch.randn_like(p).requires_grad_() for name, p in model.named_parameters()}
     with pytest.raises(ValueError, match="was called with others, as by torch.func"):
         opt.observe(torch.func.functional_call(model, others, (torch.randn(5, 3),)))
@@ -182,7 +182,7 @@ def test_a_weight_used_outside_of_its_layers_calls_is_named_once() -> None:
 
 def test_an_output_is_observed_once() -> None:
     model = nn.Linear(3, 4)
-    opt = KFAC(model)
+    opt = KFAC(model, likelihood="categorical")
     output = model(torch.randn(5, 3))
     opt.observe(output)
     before = Snapshot(model.parameters(), opt)
@@ -196,7 +196,7 @@ def test_an_output_is_observed_once() -> None:
 
 def test_nothing_is_captured_or_sampled_unless_due() -> None:
     model = conv_net()
-    opt = KFAC.paper(model, stat_interval=3)
+    opt = KFAC.paper(model, stat_interval=3, likelihood="categorical")
     for t in range(7):
         output = model(images())
         assert len(captured(output)) == (3 if t % 3 == 0 else 0)
@@ -212,7 +212,7 @@ def test_nothing_is_captured_or_sampled_unless_due() -> None:
 
 def test_captured_inputs_are_freed_with_the_graph() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
-    opt = KFAC(model)
+    opt = KFAC(model, likelihood="categorical")
     output = model(torch.randn(5, 4))
     calls: list[Any] = [weakref.ref(call) for call in captured(output)]
     assert len(calls) == 2 and all(call() is not None for call in calls)
@@ -222,7 +222,7 @@ def test_captured_inputs_are_freed_with_the_graph() -> None:
 
 def test_nothing_keeps_the_model_or_the_optimizer_alive() -> None:
     model = conv_net()
-    opt = KFAC(model)
+    opt = KFAC(model, likelihood="categorical")
     train(model, opt, range(2), data=batch)
     gone, model_gone = weakref.ref(opt), weakref.ref(model)
     gc.collect()
@@ -231,7 +231,7 @@ def test_nothing_keeps_the_model_or_the_optimizer_alive() -> None:
         del opt
         assert gone() is None
         assert not any(m._forward_hooks for m in model.modules())
-        opt = KFAC(model)
+        opt = KFAC(model, likelihood="categorical")
         opt.close()
         opt.close()
         assert not any(m._forward_hooks for m in model.modules())

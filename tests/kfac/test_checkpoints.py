@@ -21,7 +21,7 @@ from tnt_optim.autograd import graph_nodes
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))])
 def test_the_hooks_of_a_copied_model_do_nothing(clone: Callable[[Any], Any]) -> None:
     model = conv_net()
-    opt = KFAC(model)
+    opt = KFAC(model, likelihood="categorical")
     train(model, opt, [0], data=batch)
     assert not any(node.metadata for node in graph_nodes(clone(model)(images())))
 
@@ -29,7 +29,7 @@ def test_the_hooks_of_a_copied_model_do_nothing(clone: Callable[[Any], Any]) -> 
 def test_adams_graft_that_is_switched_on_is_refused() -> None:
     """Its second moment would be younger than the momentum."""
     model = conv_net()
-    opt = KFAC.paper(model)
+    opt = KFAC.paper(model, likelihood="categorical")
     train(model, opt, range(2), data=batch)
     opt.zero_grad()
     before = Snapshot(model.parameters(), opt)
@@ -43,7 +43,7 @@ def test_adams_graft_that_is_switched_on_is_refused() -> None:
 
 def test_options_that_a_group_of_kfac_lacks_are_refused() -> None:
     model = net()
-    opt = KFAC(model)
+    opt = KFAC(model, likelihood="categorical")
     train(model, opt, [0])
     opt.param_groups[0]["maximize"] = True
     with pytest.raises(ValueError, match="^maximize cannot be set for a parameter group of KFAC"):
@@ -60,7 +60,7 @@ def test_options_that_a_group_of_kfac_lacks_are_refused() -> None:
 def test_torchs_distributed_checkpoints_load_in_place(tmp_path: Path) -> None:
     """After a step, which makes the state."""
     model, other = net(), net()
-    opt, resumed = KFAC(model), KFAC(other)
+    opt, resumed = KFAC(model, likelihood="categorical"), KFAC(other, likelihood="categorical")
     train(model, opt, range(5))
     dcp.save({"opt": opt.state_dict()}, checkpoint_id=tmp_path / "saved", no_dist=True)
     train(other, resumed, [0])
@@ -76,7 +76,10 @@ def test_a_step_that_ran_out_of_memory_can_be_repeated(clone: Any) -> None:
     settings: dict[str, Any] = {"interval_warmup": 0, "stat_interval": 1, "inverse_interval": 1}
     model = net()
     undisturbed = copy.deepcopy(model)
-    opt, other = KFAC(model, **settings), KFAC(undisturbed, **settings)
+    opt, other = (
+        KFAC(model, likelihood="categorical", **settings),
+        KFAC(undisturbed, likelihood="categorical", **settings),
+    )
     train(undisturbed, other, range(4))
     train(model, opt, range(3))
     with pytest.MonkeyPatch.context() as patch:
@@ -85,7 +88,7 @@ def test_a_step_that_ran_out_of_memory_can_be_repeated(clone: Any) -> None:
             train(model, opt, [3])
     if clone == "state":
         saved = copy.deepcopy(opt.state_dict())
-        opt = KFAC(model, **settings)
+        opt = KFAC(model, likelihood="categorical", **settings)
         opt.load_state_dict(saved)
     elif clone is not None:
         model, opt = clone((model, opt))
@@ -95,7 +98,7 @@ def test_a_step_that_ran_out_of_memory_can_be_repeated(clone: Any) -> None:
 
 def test_a_state_of_another_dtype_is_refused_after_a_warm_start() -> None:
     model = net()
-    opt = KFAC(model)
+    opt = KFAC(model, likelihood="categorical")
     warm_start(opt, model)
     model.double()
     with pytest.raises(RuntimeError, match=r"must be torch.float64 for torch.float64, got torch.f"):
@@ -118,7 +121,7 @@ def started(make: Callable[[nn.Module], Any], model: nn.Module) -> Any:
 
 
 def eigenbasis(model: nn.Module) -> KFAC:
-    return KFAC(model, inverse="eigenbasis")
+    return KFAC(model, inverse="eigenbasis", likelihood="categorical")
 
 
 def damaged(key: str, value: Any) -> Callable[[], Any]:

@@ -26,14 +26,14 @@ BAD = [
 def test_a_bad_argument_is_refused_by_name(name: str, bad: Any) -> None:
     model = conv_net()
     with pytest.raises(ValueError, match=f"{name} must be"):
-        KFAC(model, **{name: bad})
+        KFAC(model, likelihood="categorical", **{name: bad})
     assert not any(m._forward_hooks for m in model.modules())
 
 
 def test_parameters_and_groups_are_refused() -> None:
     with pytest.raises(TypeError, match="model must be a torch.nn.Module, got generator"):
-        KFAC(conv_net().parameters())
-    opt = KFAC(conv_net())
+        KFAC(conv_net().parameters(), likelihood="categorical")
+    opt = KFAC(conv_net(), likelihood="categorical")
     with pytest.raises(ValueError, match="param_group"):
         opt.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
     assert len(opt.param_groups) == 1
@@ -42,7 +42,7 @@ def test_parameters_and_groups_are_refused() -> None:
 def test_a_sparse_gradient_is_refused_by_name() -> None:
     model = nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Linear(3, 2))
     with pytest.warns(RuntimeWarning, match="60.0% .* 12 in Embedding"):
-        opt = KFAC(model)
+        opt = KFAC(model, likelihood="categorical")
     output = model(torch.tensor([0, 2, 2]))
     opt.observe(output)
     output.softmax(1)[:, 0].sum().backward()
@@ -55,8 +55,10 @@ def test_a_sparse_gradient_is_refused_by_name() -> None:
 def test_max_factor_dim_stays_as_it_was() -> None:
     """It has chosen the layers. A loaded one that chooses the same ones is taken over."""
     model = nn.Linear(3, 2).double()
-    opt = KFAC(model)
-    opt.load_state_dict(KFAC(nn.Linear(3, 2), max_factor_dim=100).state_dict())
+    opt = KFAC(model, likelihood="categorical")
+    opt.load_state_dict(
+        KFAC(nn.Linear(3, 2), max_factor_dim=100, likelihood="categorical").state_dict()
+    )
     step_on_ones(model, opt, noise(5, 3))
     for changed in (opt, copy.deepcopy(opt)):
         changed.param_groups[0]["max_factor_dim"] = 1
@@ -71,7 +73,7 @@ def test_max_factor_dim_stays_as_it_was() -> None:
 
 def test_what_is_not_finite_is_left_out_counted_and_stops_training() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    opt = KFAC(model, stat_interval=1, inverse_interval=1)
+    opt = KFAC(model, stat_interval=1, inverse_interval=1, likelihood="categorical")
     x = noise(5, 3)
     step_on_ones(model, opt, x)
     stats, bad = held(opt), x.clone()
@@ -173,7 +175,7 @@ def test_observations_of_which_none_is_finite_are_counted_once() -> None:
 def test_an_idle_layer_of_fixed_length_stays_finite() -> None:
     """Its momentum fades to the smallest float32, for which no scale is large enough."""
     model = nn.ModuleList([nn.Linear(4, 3), nn.LayerNorm(4)])
-    opt = KFAC(model, lr=1e-3, graft="rms", interval_warmup=0)
+    opt = KFAC(model, lr=1e-3, graft="rms", interval_warmup=0, likelihood="categorical")
     for t in range(1000):
         opt.zero_grad(set_to_none=False)
         x = torch.randn(8, 4)

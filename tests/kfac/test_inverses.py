@@ -72,7 +72,15 @@ def test_one_step_against_a_dense_solve(frozen: str, inverse: str) -> None:
     m[:, still] = 0
     for name, param in model.named_parameters():
         param.requires_grad_(name != frozen)
-    opt = KFAC.paper(model, lr=0.1, damping=0.3, inverse=inverse, weight_decay=0.5, **settings)
+    opt = KFAC.paper(
+        model,
+        lr=0.1,
+        damping=0.3,
+        inverse=inverse,
+        weight_decay=0.5,
+        likelihood="categorical",
+        **settings,
+    )
     step_on_ones(model, opt, x)
     g, a = held(opt)
     assert bool(g.any()) == (frozen != "nothing")
@@ -92,7 +100,15 @@ def test_one_step_against_a_dense_solve(frozen: str, inverse: str) -> None:
 def test_relative_damping_and_grafting_against_a_dense_solve(graft: str, inverse: str) -> None:
     """Every parameter moves by lr times the other method's norm, along its natural gradient."""
     model, x = nn.Linear(3, 2).double(), noise(5, 3)
-    opt = KFAC(model, lr=0.1, damping=0.2, inverse=inverse, graft=graft, stat_interval=1)
+    opt = KFAC(
+        model,
+        lr=0.1,
+        damping=0.2,
+        inverse=inverse,
+        graft=graft,
+        stat_interval=1,
+        likelihood="categorical",
+    )
     m, v = torch.zeros(2, 4).double(), torch.zeros(2, 4).double()
     for step in range(1, 4):
         start = joined(model, {p: p.detach() for p in model.parameters()})
@@ -137,8 +153,12 @@ def test_singular_gradients_without_damping(inverse: str) -> None:
     """There are no first inverses to go on with; later the old ones stay."""
     model, x = nn.Linear(3, 2).double(), noise(5, 3)  # categorical: the rows of g sum to zero
     with pytest.raises(PreconditionerError, match=r"^gradient factor G of layer.*damping is 0.0"):
-        step_on_ones(model, KFAC.paper(model, damping=0.0, inverse=inverse), x)
-    opt = KFAC.paper(model, inverse=inverse, stat_interval=1, inverse_interval=1)
+        step_on_ones(
+            model, KFAC.paper(model, damping=0.0, inverse=inverse, likelihood="categorical"), x
+        )
+    opt = KFAC.paper(
+        model, inverse=inverse, stat_interval=1, inverse_interval=1, likelihood="categorical"
+    )
     step_on_ones(model, opt, x)
     factors = held(opt, "factors")
     opt.param_groups[0]["damping"] = 0.0
@@ -189,7 +209,7 @@ def test_convolutions_on_maps_of_one_pixel_have_an_eigenbasis() -> None:
     """Most rows of A are zero: on most such matrices LAPACK's float32 ``eigh`` fails."""
     for _ in range(4):
         model = nn.Sequential(nn.Conv2d(32, 4, 3, padding=1, bias=False), nn.Flatten())
-        opt = KFAC(model, inverse="eigenbasis")
+        opt = KFAC(model, inverse="eigenbasis", likelihood="categorical")
         opt.warm_start(model(x) for x in [torch.randn(16, 32, 1, 1).relu()])
         state = opt.state[model[0].weight]
         a, vectors = state["stats"][1], state["factors"][1]
@@ -205,7 +225,7 @@ def test_eigenvalues_that_do_not_converge_keep_the_old_ones(
 ) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)).double()
     eigh, x = torch.linalg.eigh, noise(5, 3)
-    opt = KFAC.paper(model, inverse="eigenbasis", stat_interval=1)
+    opt = KFAC.paper(model, inverse="eigenbasis", stat_interval=1, likelihood="categorical")
     step_on_ones(model, opt, x)
     factors = held(opt, "factors")
 
@@ -219,4 +239,4 @@ def test_eigenvalues_that_do_not_converge_keep_the_old_ones(
         step_on_ones(model, opt, x)
     assert equal(factors, held(opt, "factors"))
     with pytest.raises(PreconditionerError, match=f"eigenvalues of the {part}.* are finite"):
-        step_on_ones(model, KFAC.paper(model, inverse="eigenbasis"), x)
+        step_on_ones(model, KFAC.paper(model, inverse="eigenbasis", likelihood="categorical"), x)

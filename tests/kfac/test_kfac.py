@@ -157,7 +157,10 @@ def test_half_precision_parameters_are_rounded_once(inverse: str) -> None:
     torch.manual_seed(8)
     model = nn.Sequential(nn.Linear(16, 5), nn.LayerNorm(5), nn.Linear(5, 3)).bfloat16()
     wide = copy.deepcopy(model).float()
-    opt, opt32 = (KFAC(m, lr=0.05, inverse=inverse, interval_warmup=0) for m in (model, wide))
+    opt, opt32 = (
+        KFAC(m, lr=0.05, inverse=inverse, interval_warmup=0, likelihood="categorical")
+        for m in (model, wide)
+    )
     step_on_ones(model, opt, torch.randn(8, 16).bfloat16())
     momenta = [state["momentum"] for state in opt.state.values()]
     assert {t.dtype for t in (*momenta, *held(opt), *held(opt, "factors"))} == {torch.float32}

@@ -104,14 +104,14 @@ def test_which_layers_are_supported() -> None:
 )
 def test_a_model_that_does_not_fit_is_refused(make: Callable[[], nn.Module], message: str) -> None:
     with pytest.raises(ValueError, match=f"(model|params) must .*{message}"):
-        KFAC(make())
+        KFAC(make(), likelihood="categorical")
 
 
 def test_modules_without_a_layer_may_be_shared() -> None:
     norm, act = nn.LayerNorm(4), nn.ReLU()
     model = nn.Sequential(nn.Linear(4, 4), norm, act, nn.Linear(4, 4), norm, act)
     with pytest.warns(RuntimeWarning, match="16.7% .*: 8 in LayerNorm$"):
-        opt = KFAC(model)
+        opt = KFAC(model, likelihood="categorical")
     assert len(opt.param_groups[0]["params"]) == 6
 
 
@@ -141,7 +141,7 @@ def test_layers_that_share_or_are_too_large_are_trained_and_named_by_one_warning
     """By the momentum, at the norm of Adam's step; frozen parameters do not count."""
     model = Language()
     with pytest.warns(RuntimeWarning) as said:
-        opt = KFAC(model, lr=0.1, max_factor_dim=39)
+        opt = KFAC(model, lr=0.1, max_factor_dim=39, likelihood="categorical")
     wanted = (
         "96.3% of the trainable parameters without preconditioning: 364 in Linear above "
         "max_factor_dim, 120 in GRU, 35 in Linear with a shared parameter"
@@ -164,7 +164,7 @@ def test_layers_that_share_or_are_too_large_are_trained_and_named_by_one_warning
 def test_layers_without_entries_take_the_momentum() -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 0), nn.Linear(0, 3))
     with pytest.warns(RuntimeWarning, match=": 3 in Linear without entries"):
-        opt = KFAC(model)
+        opt = KFAC(model, likelihood="categorical")
     x, before = torch.randn(5, 4), model[0].weight.detach().clone()
     for _ in range(2):
         out = model[0](x) + model(x)
@@ -180,7 +180,7 @@ def test_frozen_weights_may_be_shared_and_do_not_count() -> None:
     model.embedding.requires_grad_(False)
     model.memory.requires_grad_(False)
     model.out.bias.requires_grad_(False)
-    opt = KFAC(nn.Sequential(model, nn.LayerNorm(7)))
+    opt = KFAC(nn.Sequential(model, nn.LayerNorm(7)), likelihood="categorical")
     assert "3 layers, and 3.5% of the trainable parameters" in repr(opt)
     assert repr(opt).count(": 14 in LayerNorm\n") == 1
 
@@ -192,7 +192,7 @@ def test_an_adapter_of_a_frozen_layer_trains() -> None:
     layer.add_module("adapter", nn.Linear(4, 6))
     layer.register_forward_hook(lambda _, inputs, output: output + layer.adapter(*inputs))
     before = [p.clone() for p in model.parameters()]
-    train(model, KFAC(model), range(3))
+    train(model, KFAC(model, likelihood="categorical"), range(3))
     moved = [not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)]
     assert moved == [p.requires_grad for p in model.parameters()]
 
@@ -204,7 +204,7 @@ def test_biases_and_norms_decay_in_the_papers_form_only(graft: str | None) -> No
         torch.manual_seed(7)
         model = nn.Sequential(nn.Linear(4, 20), nn.LayerNorm(20), nn.Linear(20, 20)).double()
         before = [p.detach().clone() for p in model.parameters()]
-        opt = KFAC.paper(model, lr=0.1, graft=graft, weight_decay=decay)
+        opt = KFAC.paper(model, lr=0.1, graft=graft, weight_decay=decay, likelihood="categorical")
         output = model(torch.randn(8, 4).double())
         opt.observe(output)
         nn.functional.cross_entropy(output, torch.arange(8)).backward()
@@ -235,8 +235,8 @@ def test_groups_have_settings_of_their_own() -> None:
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5))).double()
     like, x = copy.deepcopy(model), torch.randn(8, 4).double()
     with pytest.warns(RuntimeWarning, match="26.3% .*: 20 in Linear above max_factor_dim"):
-        opt = KFAC.paper(model, params=groups_of(model), lr=0.1)
-    other, moved = KFAC.paper(like, lr=0.1, damping=0.7), {}
+        opt = KFAC.paper(model, params=groups_of(model), lr=0.1, likelihood="categorical")
+    other, moved = KFAC.paper(like, lr=0.1, damping=0.7, likelihood="categorical"), {}
     for net, optimizer in ((like, other), (model, opt)):
         before = {name: p.detach().clone() for name, p in net.named_parameters()}
         output = net(x)
@@ -254,7 +254,7 @@ def test_groups_have_settings_of_their_own() -> None:
     assert not model[3]._forward_hooks and model[3].weight not in opt.state
     assert "group 3: 3 parameters" in repr(opt) and "lr: 0.3" in repr(opt)
     with pytest.warns(RuntimeWarning, match="preconditioning"):
-        again = KFAC.paper(model, params=groups_of(model))
+        again = KFAC.paper(model, params=groups_of(model), likelihood="categorical")
     again.load_state_dict(opt.state_dict())
     assert repr(again) == repr(opt)
     assert [group["step"] for group in again.param_groups] == [1, 1, 1, 1]
@@ -264,7 +264,11 @@ def test_groups_have_settings_of_their_own() -> None:
 def test_a_group_may_be_empty() -> None:
     """As the biases of a model without biases."""
     layer = nn.Linear(3, 2, bias=False)
-    opt = KFAC(layer, params=[{"params": layer.parameters()}, {"params": []}])
+    opt = KFAC(
+        layer,
+        params=[{"params": layer.parameters()}, {"params": []}],
+        likelihood="categorical",
+    )
     opt.observe(layer(torch.randn(4, 3)))
     layer(torch.randn(4, 3)).sum().backward()
     opt.step()
@@ -285,5 +289,5 @@ def test_a_group_may_be_empty() -> None:
 def test_groups_that_do_not_fit_are_refused(group: dict[str, Any], message: str) -> None:
     model = nn.Linear(2, 3)
     with pytest.raises(ValueError, match=message):
-        KFAC(model, params=[{"params": model.parameters(), **group}])
+        KFAC(model, params=[{"params": model.parameters(), **group}], likelihood="categorical")
     assert not model._forward_hooks

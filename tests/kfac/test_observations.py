@@ -35,7 +35,7 @@ def test_structured_outputs_count_examples_by_their_first_tensor() -> None:
 
 def test_a_warm_start_that_is_not_due_needs_a_generator() -> None:
     model = conv_net()
-    opt = KFAC.paper(model)
+    opt = KFAC.paper(model, likelihood="categorical")
     opt.param_groups[0]["step"] = 1  # not due any more, and the outputs were made before
     opt.warm_start([model(images())])  # a layer without statistics is captured at every step
     late = [model(images())]
@@ -59,7 +59,7 @@ def use(model: Heads, opt: KFAC, *heads: int, observed: bool = True) -> None:
 
 def test_heads_used_in_turn_are_all_trained() -> None:
     model = Heads()
-    opt = KFAC.paper(model, stat_interval=10)
+    opt = KFAC.paper(model, stat_interval=10, likelihood="categorical")
     before = copy.deepcopy(model.state_dict())
     for head in [0, 0, 1, 0, 1]:
         stats = held(opt)[:2]
@@ -72,7 +72,7 @@ def test_heads_used_in_turn_are_all_trained() -> None:
 def test_a_layer_that_only_the_loss_reaches_takes_the_momentum_with_one_warning() -> None:
     """A value head: it is trained, named once, and preconditioned once an output reaches it."""
     model = Heads(3)
-    opt = KFAC.paper(model, lr=0.1, stat_interval=1, weight_decay=0.5)
+    opt = KFAC.paper(model, lr=0.1, stat_interval=1, weight_decay=0.5, likelihood="categorical")
     head, body = model.heads[2], model.body.weight.detach().clone()
     names = r"do not depend on: 'heads.1', 'heads.2'; they are updated without preconditioning"
     momentum = [torch.zeros_like(p) for p in head.parameters()]
@@ -120,11 +120,11 @@ def test_a_layer_that_outputs_never_reach_is_asked_for_at_scheduled_steps_only()
 
 def test_a_loaded_state_remembers_the_layers_that_outputs_missed() -> None:
     model = Heads()
-    opt = KFAC(model, stat_interval=4)
+    opt = KFAC(model, stat_interval=4, likelihood="categorical")
     with pytest.warns(RuntimeWarning, match="'heads.1'"):
         use(model, opt, 0, 1)
     twin = copy.deepcopy(model)
-    fresh = KFAC(twin, stat_interval=4)
+    fresh = KFAC(twin, stat_interval=4, likelihood="categorical")
     fresh.load_state_dict(through_a_file(opt.state_dict()))
     assert opt.failures() == fresh.failures() == NO_FAILURES | {"unreached": 1}
     for optimizer, net in ((opt, model), (fresh, twin)):
@@ -150,7 +150,7 @@ def test_a_layer_unused_so_far_costs_nothing_and_joins_when_it_is_used() -> None
 
 def test_a_layer_unused_at_the_scheduled_step_moves_if_later_ones_are_not_observed() -> None:
     model = Heads()
-    opt = KFAC.paper(model, stat_interval=3)
+    opt = KFAC.paper(model, stat_interval=3, likelihood="categorical")
     before = model.heads[1].weight.detach().clone()
     for t, head in enumerate([0, 1, 1, 1]):
         with pytest.warns(RuntimeWarning, match="'heads.1'") if t == 1 else nullcontext():
@@ -163,7 +163,7 @@ def test_a_layer_unused_at_the_scheduled_step_moves_if_later_ones_are_not_observ
 def test_an_output_may_miss_every_layer_but_not_every_parameter() -> None:
     """As with layer drop: the statistics stay, what the loss reaches moves."""
     model = nn.ModuleDict({"words": nn.Embedding(5, 4), "layer": nn.Linear(4, 4)})
-    opt = KFAC.paper(model, stat_interval=1, lr=0.1)
+    opt = KFAC.paper(model, stat_interval=1, lr=0.1, likelihood="categorical")
     tokens = torch.tensor([0, 1, 2, 3, 4, 1])
     for is_dropped in (False, True, False):
         hidden = model["words"](tokens)
@@ -187,7 +187,7 @@ def test_an_output_may_miss_every_layer_but_not_every_parameter() -> None:
 
 def test_a_layer_with_another_weight_is_named() -> None:
     model = Heads()
-    opt = KFAC(model)
+    opt = KFAC(model, likelihood="categorical")
     model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
     with pytest.raises(RuntimeError, match=r"^layer 'body' .*assign=True"):
         opt.step()
@@ -212,7 +212,7 @@ class Experts(nn.Module):
 @pytest.mark.parametrize("first", [0, 3])
 def test_a_layer_that_is_called_without_rows_is_as_if_it_was_not_called(first: int) -> None:
     model = Experts()
-    opt = KFAC.paper(model, stat_interval=1)
+    opt = KFAC.paper(model, stat_interval=1, likelihood="categorical")
     expert = model.experts[0]
     for t in range(8):
         opt.zero_grad()

@@ -74,7 +74,7 @@ class Positions(nn.Module):
 
     def statistics(self, x: Tensor) -> list[Tensor]:
         """The statistics of both layers at their first batch."""
-        opt = KFAC(self)
+        opt = KFAC(self, likelihood="categorical")
         opt.warm_start([self(x)])
         return held(opt)
 

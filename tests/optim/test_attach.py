@@ -42,7 +42,7 @@ from tnt_optim import TNT, Masked, with_fallback
 def test_it_is_the_loop_that_observes(micro: int, dtype: torch.dtype | None) -> None:
     """Also under autocast, in which the model hands over its output and the loop does not."""
     model = made_net()
-    opt = TNT.paper(model.parameters(), **SETTINGS)
+    opt = TNT.paper(model.parameters(), likelihood="categorical", **SETTINGS)
     opt.attach(model)
     train(model, opt, observe=False, micro=micro, dtype=dtype)
     assert_same(contents(model, opt), explicit(micro=micro, dtype=dtype))
@@ -62,7 +62,7 @@ def test_with_a_fallback() -> None:
 
 def test_only_training_is_observed() -> None:
     model = made_net()
-    opt = TNT.paper(model.parameters(), **SETTINGS)
+    opt = TNT.paper(model.parameters(), likelihood="categorical", **SETTINGS)
     seen, output = counted()
     opt.attach(model, output)
     x = torch.randn(8, 5)
@@ -84,12 +84,12 @@ def test_only_training_is_observed() -> None:
 
 def test_only_due_steps_are_observed() -> None:
     model = made_net()
-    opt = TNT.paper(model.parameters(), **SETTINGS)
+    opt = TNT.paper(model.parameters(), likelihood="categorical", **SETTINGS)
     seen, output = counted()
     opt.attach(model, output)
     train(model, opt, 6, observe=False)
     assert len(seen) == 3  # steps 0, 2, 4
-    empirical = TNT.paper(model.parameters(), fisher="empirical", **SETTINGS)
+    empirical = TNT.paper(model.parameters(), likelihood=None, **SETTINGS)
     seen, output = counted()
     empirical.attach(model, output)
     train(model, empirical, 3, observe=False)
@@ -106,7 +106,7 @@ def test_only_due_steps_are_observed() -> None:
 )
 def test_logits_are_found(wrap: Any, logits: Any) -> None:
     model = made_net(wrap=wrap)
-    opt = TNT.paper(model.parameters(), **SETTINGS)
+    opt = TNT.paper(model.parameters(), likelihood="categorical", **SETTINGS)
     opt.attach(model)
     train(model, opt, observe=False, logits=logits)
     assert_same(contents(model, opt), explicit())
@@ -123,7 +123,7 @@ def test_output_may_take_the_arguments_of_the_forward() -> None:
     def run(attached: bool) -> list[Tensor]:
         torch.manual_seed(3)
         model = Scaled()
-        opt = TNT(model.parameters(), **SETTINGS)
+        opt = TNT(model.parameters(), likelihood="categorical", **SETTINGS)
         if attached:
             opt.attach(model, lambda z, args, kwargs: Masked(z, rows(*args, **kwargs)))
         for step in range(3):
@@ -142,7 +142,7 @@ def test_output_may_take_the_arguments_of_the_forward() -> None:
 
 def test_output_is_called_with_one_argument_where_it_can_be() -> None:
     model = made_net()
-    opt = TNT(model.parameters())
+    opt = TNT(model.parameters(), likelihood="categorical")
     seen: list[int] = []
 
     def noted(result: Tensor, scale: float = 1.0, shift: float = 0.0) -> Tensor:
@@ -162,7 +162,7 @@ def test_a_call_without_a_row_that_counts_is_no_micro_batch(masked: bool) -> Non
         return Masked(z, counts) if masked else z[counts]
 
     model = made_net()
-    opt = TNT(model.parameters(), **SETTINGS)
+    opt = TNT(model.parameters(), likelihood="categorical", **SETTINGS)
     opt.attach(model, rows)
     model(torch.rand(0, 5))
     assert observation_count(opt) == 0
@@ -176,7 +176,7 @@ def test_a_call_without_a_row_that_counts_is_no_micro_batch(masked: bool) -> Non
 
 def test_a_model_in_eval_mode_is_named_as_the_reason_of_a_missing_observation() -> None:
     model = made_net()
-    opt = TNT(model.parameters(), **{**SETTINGS, "stat_interval": 1})
+    opt = TNT(model.parameters(), likelihood="categorical", **{**SETTINGS, "stat_interval": 1})
     opt.attach(model)
     model.eval()
     with pytest.raises(RuntimeError, match=r"no statistics .* eval mode, .* model\.train\(\)"):
@@ -189,7 +189,7 @@ def test_a_model_in_eval_mode_is_named_as_the_reason_of_a_missing_observation() 
 def test_the_reason_of_an_earlier_step_is_forgotten() -> None:
     """A step with a call in eval mode, as of a teacher, and one without any call."""
     model = made_net()
-    opt = TNT(model.parameters(), **{**SETTINGS, "stat_interval": 1})
+    opt = TNT(model.parameters(), likelihood="categorical", **{**SETTINGS, "stat_interval": 1})
     opt.attach(model)
     model.eval()(torch.randn(8, 5))
     train(model.train(), opt, 1, observe=False)
@@ -200,13 +200,13 @@ def test_the_reason_of_an_earlier_step_is_forgotten() -> None:
 
 def test_a_batch_that_the_loop_observes_too_is_warned_of_once() -> None:
     model = made_net()
-    opt = TNT(model.parameters(), **SETTINGS)
+    opt = TNT(model.parameters(), likelihood="categorical", **SETTINGS)
     with opt.attach(model):
         train(model, opt, 2, observe=False)
         with pytest.warns(RuntimeWarning, match=r"attach and .* observe both .* twice") as said:
             train(model, opt, 6, observe=True)
     assert [warning.filename for warning in said] == [attached.__file__]
-    other = TNT(model.parameters(), **SETTINGS)
+    other = TNT(model.parameters(), likelihood="categorical", **SETTINGS)
     with other.attach(model):
         pass
     train(model, other, 2, observe=True)  # a warning would be an error
@@ -225,7 +225,7 @@ def test_a_result_that_cannot_be_observed_is_an_error_in_the_forward(
     wrap: Any, error: type[Exception], message: str
 ) -> None:
     model = made_net(wrap=wrap)
-    opt = TNT.paper(model.parameters())
+    opt = TNT.paper(model.parameters(), likelihood="categorical")
     opt.attach(model)
     with pytest.raises(error, match=message):
         model(torch.randn(8, 5))
@@ -236,7 +236,7 @@ def test_a_result_that_cannot_be_observed_is_an_error_in_the_forward(
 
 def test_wrong_arguments_leave_the_attached_model() -> None:
     model = made_net()
-    opt = TNT.paper(model.parameters())
+    opt = TNT.paper(model.parameters(), likelihood="categorical")
     opt.attach(model)
     with pytest.raises(TypeError, match=r"^model must be a torch.nn.Module, got generator$"):
         opt.attach(model.parameters())  # type: ignore[arg-type]
@@ -255,7 +255,7 @@ def test_wrong_arguments_leave_the_attached_model() -> None:
 
 def test_handles_remove() -> None:
     model = made_net()
-    opt = TNT.paper(model.parameters())
+    opt = TNT.paper(model.parameters(), likelihood="categorical")
     with opt.attach(model) as handle:
         assert isinstance(handle, torch.utils.hooks.RemovableHandle)
         model(torch.randn(8, 5))
@@ -267,7 +267,7 @@ def test_handles_remove() -> None:
 
 def test_attaching_again_replaces() -> None:
     model, other = made_net(), made_net()
-    opt = TNT.paper([*model.parameters(), *other.parameters()])
+    opt = TNT.paper([*model.parameters(), *other.parameters()], likelihood="categorical")
     seen, output = counted()
     first = opt.attach(model, output)
     second = opt.attach(model)
@@ -297,7 +297,10 @@ def test_attaching_at_every_step_keeps_nothing_of_earlier_ones() -> None:
 
 def test_two_optimizers_observe_one_model() -> None:
     model = made_net()
-    one, other = TNT.paper(model.hidden.parameters()), TNT.paper(model.out.parameters())
+    one, other = (
+        TNT.paper(model.hidden.parameters(), likelihood="categorical"),
+        TNT.paper(model.out.parameters(), likelihood="categorical"),
+    )
     one.attach(model)
     other.attach(model)
     model(torch.randn(8, 5))
@@ -308,7 +311,9 @@ def test_two_optimizers_observe_one_model() -> None:
 def test_an_optimizer_of_the_same_parameters_replaces_an_earlier_one() -> None:
     """As where a trainer makes one for each fit, and the earlier trainer lives on."""
     model, elsewhere = made_net(), made_net()
-    one, other, apart = (TNT.paper(m.parameters()) for m in (model, model, elsewhere))
+    one, other, apart = (
+        TNT.paper(m.parameters(), likelihood="categorical") for m in (model, model, elsewhere)
+    )
     apart.attach(elsewhere)
     one.attach(model)
     other.attach(model)
@@ -319,14 +324,14 @@ def test_an_optimizer_of_the_same_parameters_replaces_an_earlier_one() -> None:
     model(torch.randn(8, 5))
     assert [observation_count(opt) for opt in (one, other)] == [1, 1]
     assert len(model._forward_hooks) == 1
-    part = TNT.paper(model.out.parameters())
+    part = TNT.paper(model.out.parameters(), likelihood="categorical")
     part.attach(model)
     assert len(model._forward_hooks) == 2
 
 
 def test_neither_keeps_the_other_alive() -> None:
     model = made_net()
-    opt = TNT.paper(model.parameters(), **SETTINGS)
+    opt = TNT.paper(model.parameters(), likelihood="categorical", **SETTINGS)
     handle = opt.attach(model)
     train(model, opt, 2, observe=False)
     gone = weakref.ref(opt)
@@ -334,7 +339,7 @@ def test_neither_keeps_the_other_alive() -> None:
     gc.collect()
     assert gone() is None and not model._forward_hooks
     model(torch.randn(8, 5))
-    opt = TNT.paper(model.parameters())
+    opt = TNT.paper(model.parameters(), likelihood="categorical")
     handle = opt.attach(model)
     gone = weakref.ref(model)
     del model
@@ -362,13 +367,13 @@ def test_an_observation_is_freed(name: str) -> None:
 )
 def test_copies_of_the_model_observe_nothing(copied: Callable[[nn.Module], nn.Module]) -> None:
     model = nn.Sequential(nn.Linear(5, 4))
-    opt = TNT.paper(model.parameters())
+    opt = TNT.paper(model.parameters(), likelihood="categorical")
     opt.attach(model, lambda result: result)  # a function that cannot be pickled
     twin = copied(model)
     twin(torch.randn(8, 5))
     # A shallow copy shares its hooks, as it does its parameters.
     assert observation_count(opt) == (copied is copy.copy)
-    again = TNT.paper(twin.parameters())
+    again = TNT.paper(twin.parameters(), likelihood="categorical")
     again.attach(twin)
     twin(torch.randn(8, 5))
     assert observation_count(again) == 1
@@ -377,7 +382,7 @@ def test_copies_of_the_model_observe_nothing(copied: Callable[[nn.Module], nn.Mo
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_copies_of_the_optimizer_are_not_attached(copied: Callable[[Any], Any]) -> None:
     model = nn.Sequential(nn.Linear(5, 4))
-    opt = TNT.paper(model.parameters(), **SETTINGS)
+    opt = TNT.paper(model.parameters(), likelihood="categorical", **SETTINGS)
     opt.attach(model)
     train(model, opt, 3, observe=False)
     twin_model, twin = copied((model, opt))
@@ -397,7 +402,7 @@ def test_copies_of_the_optimizer_are_not_attached(copied: Callable[[Any], Any]) 
 def test_warm_start_is_not_observed(kind: Callable[[Any], Any]) -> None:
     def run(attached: bool) -> tuple[Any, ...]:
         model = made_net()
-        opt = TNT.paper(model.parameters(), **SETTINGS)
+        opt = TNT.paper(model.parameters(), likelihood="categorical", **SETTINGS)
         seen, output = counted()
         if attached:
             opt.attach(model, output)
@@ -418,7 +423,7 @@ def test_warm_start_is_not_observed(kind: Callable[[Any], Any]) -> None:
 
 def test_warm_start_that_fails_leaves_the_model_attached() -> None:
     model = made_net()
-    opt = TNT.paper(model.parameters(), **SETTINGS)
+    opt = TNT.paper(model.parameters(), likelihood="categorical", **SETTINGS)
     opt.attach(model)
 
     def outputs() -> Iterator[Tensor]:
@@ -437,7 +442,7 @@ def test_model_checkpointed_as_a_whole_is_observed_once(early_stop: bool) -> Non
     model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4))
     calls = []
     model.register_forward_hook(lambda *_: calls.append(1))
-    opt = TNT.paper(model.parameters(), **SETTINGS)
+    opt = TNT.paper(model.parameters(), likelihood="categorical", **SETTINGS)
     seen, output = counted()
     opt.attach(model, output)
     with set_checkpoint_early_stop(early_stop):
@@ -453,7 +458,7 @@ def test_model_checkpointed_as_a_whole_is_observed_once(early_stop: bool) -> Non
 )
 def test_exported_model_is_not_observed(exported: Callable[..., Any]) -> None:
     model = nn.Sequential(nn.Linear(5, 4))
-    opt = TNT.paper(model.parameters())
+    opt = TNT.paper(model.parameters(), likelihood="categorical")
     opt.attach(model)
     x = torch.randn(8, 5)
     torch.testing.assert_close(exported(model, (x,))(x), model(x))
@@ -462,7 +467,7 @@ def test_exported_model_is_not_observed(exported: Callable[..., Any]) -> None:
 
 def test_transforms_and_other_weights_are_not_observed() -> None:
     model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4))
-    opt = TNT.paper(model.parameters())
+    opt = TNT.paper(model.parameters(), likelihood="categorical")
     opt.attach(model)
     x, y = torch.randn(8, 5), torch.randint(4, (8,))
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -532,7 +537,7 @@ def test_a_wrapper_is_the_optimizer(name: str, observe: bool) -> None:
 
 
 def test_what_a_wrapper_has_of_the_optimizer() -> None:
-    opt = TNT(made_net().parameters(), fisher="empirical", shard="inverses")
+    opt = TNT(made_net().parameters(), shard="inverses")
     wrapper: Any = Borrowing(opt)
     opt.process_group = group = object()
     assert wrapper.process_group is group
@@ -571,7 +576,7 @@ def test_a_wrapper_keeps_what_is_its_own() -> None:
 
 def test_replicas_in_threads_are_refused() -> None:
     model = made_net()
-    opt = TNT.paper(model.parameters())
+    opt = TNT.paper(model.parameters(), likelihood="categorical")
     opt.attach(model)
     replica = model._replicate_for_data_parallel()  # what DataParallel makes for each GPU
     with pytest.raises(RuntimeError, match="attach to the DataParallel module"):

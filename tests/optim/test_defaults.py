@@ -39,28 +39,28 @@ FORM = {"graft": None, "relative_damping": False, "precondition_1d": True, "inte
 def test_the_default_trains_as_it_stands(method: type[TNT | Shampoo | KFAC]) -> None:
     torch.manual_seed(0)
     model = conv_net()
-    opt = KFAC(model) if method is KFAC else method(model.parameters())
+    opt = KFAC(model, likelihood="categorical") if method is KFAC else method(model.parameters())
     losses = train(model, opt, range(60), data=images)
     assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
 
 
 def test_the_papers_form_has_the_papers_settings() -> None:
-    group = TNT.paper(net().parameters()).param_groups[0]
+    group = TNT.paper(net().parameters(), likelihood="categorical").param_groups[0]
     settings = {"lr": 1e-4, "damping": 0.01, "stat_interval": 10, "inverse_interval": 100}
     assert {name: group[name] for name in (*FORM, *settings)} == {**FORM, **settings}
-    opt = TNT.paper(net().parameters(), "mnist", momentum=0.5)
+    opt = TNT.paper(net().parameters(), "mnist", momentum=0.5, likelihood="categorical")
     group = opt.param_groups[0]
     assert (group["lr"], group["damping"], group["momentum"]) == (1e-4, 0.1, 0.5)
     assert (group["stat_interval"], group["inverse_interval"]) == (1, 20)
     assert opt.likelihood == "bernoulli"
-    group = TNT.paper(net().parameters(), "vgg16", fisher="empirical").param_groups[0]
+    group = TNT.paper(net().parameters(), "vgg16", likelihood=None).param_groups[0]
     assert (group["lr"], group["weight_decay"]) == (3e-6, 100.0)
     assert Shampoo.paper(net().parameters(), "resnet32").param_groups[0]["lr"] == 0.01
 
 
 def test_an_unknown_problem_is_refused() -> None:
     with pytest.raises(ValueError, match=r"problem must be one of mnist, .*, got 'cifar'"):
-        TNT.paper(net().parameters(), "cifar")
+        TNT.paper(net().parameters(), "cifar", likelihood="categorical")
 
 
 @pytest.mark.parametrize("name", PAPER)
@@ -136,7 +136,9 @@ def test_what_no_output_reaches_is_trained_with_one_warning(form: Any) -> None:
 def test_what_an_output_reaches_later_gets_statistics_and_keeps_its_momentum() -> None:
     torch.manual_seed(0)
     model = ValueHead()
-    opt = TNT.paper(model.named_parameters(), lr=0.01, stat_interval=2, graft="adam")
+    opt = TNT.paper(
+        model.named_parameters(), lr=0.01, stat_interval=2, graft="adam", likelihood="categorical"
+    )
     with pytest.warns(RuntimeWarning, match="does not depend on"):
         take(model, opt, 0)
     take(model, opt, 1)
@@ -151,11 +153,11 @@ def test_what_an_output_reaches_later_gets_statistics_and_keeps_its_momentum() -
 def test_a_parameter_out_of_reach_resumes() -> None:
     torch.manual_seed(0)
     model = ValueHead()
-    opt = TNT.paper(model.named_parameters(), lr=0.01, stat_interval=2)
+    opt = TNT.paper(model.named_parameters(), lr=0.01, stat_interval=2, likelihood="categorical")
     with pytest.warns(RuntimeWarning, match="does not depend on"):
         take(model, opt, 0)
     twin = copy.deepcopy(model)
-    other = TNT.paper(twin.named_parameters(), lr=0.01, stat_interval=2)
+    other = TNT.paper(twin.named_parameters(), lr=0.01, stat_interval=2, likelihood="categorical")
     other.load_state_dict(through_a_file(opt.state_dict()))
     for step, both in enumerate([True, False, False], 1):  # one reaches it between refreshes
         take(model, opt, step, both=both)
@@ -168,7 +170,10 @@ def test_a_parameter_out_of_reach_resumes() -> None:
 def test_states_to_load_into_have_the_shapes_of_the_saved_ones() -> None:
     """torch.distributed.checkpoint loads in place."""
     model = ValueHead()
-    opt, empty = TNT(model.parameters()), TNT(model.parameters())
+    opt, empty = (
+        TNT(model.parameters(), likelihood="categorical"),
+        TNT(model.parameters(), likelihood="categorical"),
+    )
     with pytest.warns(RuntimeWarning, match="does not depend on"):
         take(model, opt, 0)
     empty.allocate_state(unreached=[model.value.weight])
@@ -182,7 +187,13 @@ def test_states_to_load_into_have_the_shapes_of_the_saved_ones() -> None:
 def test_a_group_that_joins_late_refreshes_its_factors_with_every_statistic() -> None:
     """Its first factors come from one sample; the warm-up of the intervals is over."""
     model = net()
-    opt = TNT(model[0].parameters(), stat_interval=2, inverse_interval=50, interval_warmup=4)
+    opt = TNT(
+        model[0].parameters(),
+        stat_interval=2,
+        inverse_interval=50,
+        interval_warmup=4,
+        likelihood="categorical",
+    )
     train(model, opt, range(6))
     opt.add_param_group({"params": list(model[2].parameters())})
     factors = []
@@ -198,8 +209,8 @@ def test_the_estimator_is_a_setting_of_a_group() -> None:
     model = net()
     halves = [list(layer.parameters()) for layer in (model[0], model[2])]
     groups = [{"params": halves[0]}, {"params": halves[1], "estimator": "moments"}]
-    opt, twin = TNT(groups, lr=0.0), copy.deepcopy(model)
-    other = TNT(twin.parameters(), lr=0.0, estimator="moments")
+    opt, twin = TNT(groups, lr=0.0, likelihood="categorical"), copy.deepcopy(model)
+    other = TNT(twin.parameters(), lr=0.0, estimator="moments", likelihood="categorical")
     train(model, opt, range(2))
     train(twin, other, range(2))
     same = [
@@ -209,7 +220,7 @@ def test_the_estimator_is_a_setting_of_a_group() -> None:
     ]
     assert same == [False, True]
     with pytest.raises(ValueError, match="^estimator must be one of 'moments', 'mle', got 'ml'$"):
-        TNT(net().parameters(), estimator="ml")
+        TNT(net().parameters(), estimator="ml", likelihood="categorical")
     with pytest.raises(ValueError, match="^estimator must be 'moments' for Shampoo, got 'mle'"):
         Shampoo([{"params": net().parameters(), "estimator": "mle"}])
 
@@ -225,7 +236,7 @@ def test_a_subclass_without_a_signature_has_the_papers_form() -> None:
 
 def test_a_warm_start_without_matrices_does_nothing() -> None:
     model = nn.LayerNorm(3)
-    opt = TNT(model.parameters())
+    opt = TNT(model.parameters(), likelihood="categorical")
     opt.warm_start(model(torch.randn(4, 3)) for _ in range(2))
     assert not opt.state
 
@@ -233,7 +244,7 @@ def test_a_warm_start_without_matrices_does_nothing() -> None:
 def test_a_mismatch_is_noticed_after_a_skipped_step() -> None:
     """GradScaler skips the first step; its gradient at the output tells nothing."""
     model = net()
-    opt = TNT(model.parameters())
+    opt = TNT(model.parameters(), likelihood="categorical")
     output = model(batch(0)[0].float())
     opt.observe(output)
     (math.inf * output.square().mean()).backward()

@@ -42,7 +42,7 @@ def test_grafting_switched_off_and_on_again_has_adams_length(name: str) -> None:
 def test_steps_of_an_idle_parameter_keep_their_length() -> None:
     """Its momentum fades until squares of it underflow in float32."""
     p = nn.Parameter(torch.zeros(4, 3))
-    opt = TNT([p], lr=LR, graft="rms", fisher="empirical")
+    opt = TNT([p], lr=LR, graft="rms")
     for step in range(700):
         p.grad = torch.randn(4, 3) if step < 5 else torch.zeros(4, 3)
         before = p.detach().clone()

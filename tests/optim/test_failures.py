@@ -179,11 +179,11 @@ def test_relative_damping_without_grafting_is_warned_of() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for settings in ({"relative_damping": True, "graft": "sgd"}, {"relative_damping": False}):
-            opt = TNT.paper([weight(3)], **settings)
+            opt = TNT.paper([weight(3)], likelihood="categorical", **settings)
         with pytest.raises(RuntimeWarning, match="graft=None.*LoRA's A.*Set graft='adam'"):
             opt.add_param_group({"params": [weight(2)], "relative_damping": True})
         with pytest.raises(RuntimeWarning, match="graft=None"):
-            KFAC.paper(nn.Linear(3, 2), relative_damping=True)
+            KFAC.paper(nn.Linear(3, 2), relative_damping=True, likelihood="categorical")
 
 
 # ------------------------------------------------------------------ factors
@@ -440,7 +440,10 @@ def grouped(name: str, model: nn.Sequential) -> Any:
     first, last = model[0], model[2]
     if name == "fallback":
         groups = [{"params": [first.weight]}, {"params": [last.weight], "weight_decay": 0.1}]
-        return with_fallback(TNT(groups, **settings), torch.optim.AdamW([first.bias, last.bias]))
+        return with_fallback(
+            TNT(groups, likelihood="categorical", **settings),
+            torch.optim.AdamW([first.bias, last.bias]),
+        )
     groups = [{"params": first.parameters()}, {"params": last.parameters(), "weight_decay": 0.1}]
     if name in ("kfac", "eigenbasis"):
         return made(name, model, params=groups, **settings)
@@ -494,7 +497,7 @@ def test_a_first_step_without_memory_for_momenta_can_be_repeated() -> None:
     for fails in (False, True):
         torch.manual_seed(0)
         model = net()
-        opt = TNT(model.parameters())
+        opt = TNT(model.parameters(), likelihood="categorical")
         if fails:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(kronecker, "new_state", no_memory_for_vectors)

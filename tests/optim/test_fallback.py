@@ -36,7 +36,7 @@ from tnt_optim import TNT, Shampoo, with_fallback
 
 def parts(model: nn.Sequential) -> tuple[TNT, torch.optim.AdamW]:
     """Optimizers of the small net's weights and of its biases."""
-    main = TNT.paper([model[0].weight, model[2].weight], **SETTINGS)
+    main = TNT.paper([model[0].weight, model[2].weight], likelihood="categorical", **SETTINGS)
     return main, torch.optim.AdamW([model[0].bias, model[2].bias], lr=0.01)
 
 
@@ -84,7 +84,7 @@ def test_a_step_that_main_repeats_from_a_saved_state() -> None:
     every_step: dict[str, Any] = {"stat_interval": 1, "inverse_interval": 1, "interval_warmup": 0}
 
     def both(model: nn.Sequential) -> Any:
-        main = TNT([model[0].weight], **every_step)
+        main = TNT([model[0].weight], likelihood="categorical", **every_step)
         return with_fallback(main, Shampoo([model[2].weight], **every_step))
 
     model = net()
@@ -155,8 +155,8 @@ def test_optimizers_that_cannot_be_combined_are_refused() -> None:
     with pytest.raises(TypeError, match="must step without a closure, got LBFGS"):
         with_fallback(Shampoo.paper([param]), torch.optim.LBFGS([weight(2)]))
     with pytest.raises(TypeError, match="must not observe outputs"):
-        with_fallback(Shampoo.paper([param]), TNT([weight(2)]))
-    with_fallback(Shampoo.paper([param]), TNT([weight(2)], fisher="empirical"))
+        with_fallback(Shampoo.paper([param]), TNT([weight(2)], likelihood="categorical"))
+    with_fallback(Shampoo.paper([param]), TNT([weight(2)]))
 
 
 def test_a_main_without_sampled_statistics_observes_nothing() -> None:
@@ -171,7 +171,9 @@ def test_a_main_without_sampled_statistics_observes_nothing() -> None:
 
 def test_states_to_load_into_lack_statistics_of_what_no_output_reached() -> None:
     layer = nn.Linear(3, 4)
-    opt = with_fallback(TNT([layer.weight]), torch.optim.SGD([layer.bias]))
+    opt = with_fallback(
+        TNT([layer.weight], likelihood="categorical"), torch.optim.SGD([layer.bias])
+    )
     opt.allocate_state(unreached=[layer.weight])
     assert "momentum" in opt.state[layer.weight] and not opt.state[layer.weight].get("stats")
 

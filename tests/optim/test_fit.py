@@ -256,7 +256,7 @@ def test_a_gradient_on_another_device_is_refused() -> None:
 
 
 def test_an_observation_of_another_shape_is_refused() -> None:
-    for method in (lambda m: TNT(m.parameters()), KFAC):
+    for method in (lambda m: TNT(m.parameters(), likelihood="categorical"), KFAC):
         model = nn.Sequential(nn.Linear(4, 6)).double()
         opt = method(model)
         output = model(noise(5, 4))

@@ -304,7 +304,7 @@ def test_a_scale_in_float32_fits_unless_it_is_about_the_number_of_rows(name: str
 def test_autocast_fits(dtype: torch.dtype) -> None:
     """With many classes, of whose gradients float16 loses almost all."""
     model = nn.Linear(WIDTH, 5000)
-    opt = TNT.paper(model.parameters())
+    opt = TNT.paper(model.parameters(), likelihood="categorical")
     with torch.autocast("cpu", dtype):
         output = model(torch.randn(256, WIDTH))
         opt.observe(output)
@@ -348,7 +348,7 @@ def test_an_output_without_a_backward_is_not_compared(name: str) -> None:
 def test_two_optimizers_of_one_output_compare_with_the_training_loss() -> None:
     """The sampled backward of the second passes the hook of the first."""
     model = nn.Sequential(nn.Linear(WIDTH, 8), nn.Linear(8, OUTPUTS))
-    first = TNT.paper(model[0].parameters())
+    first = TNT.paper(model[0].parameters(), likelihood="categorical")
     second = TNT.paper(model[1].parameters(), likelihood=lambda z: z.square().sum())
     output = model(torch.randn(ROWS, WIDTH))
     first.observe(output)
@@ -360,7 +360,7 @@ def test_two_optimizers_of_one_output_compare_with_the_training_loss() -> None:
 
 def test_the_hook_keeps_nothing_alive_and_a_copy_works() -> None:
     model = nn.Linear(WIDTH, OUTPUTS)
-    opt = TNT.paper(model.parameters())
+    opt = TNT.paper(model.parameters(), likelihood="categorical")
     output = model(torch.randn(ROWS, WIDTH))
     opt.observe(output)
     copied = copy.deepcopy(opt)
@@ -378,7 +378,7 @@ def test_the_hook_keeps_nothing_alive_and_a_copy_works() -> None:
 def test_the_loss_may_come_from_another_view_of_the_output() -> None:
     """A language model's loss has logits (N, T, C), and ``attach`` observes them flattened."""
     model = nn.Linear(WIDTH, OUTPUTS)
-    opt = TNT.paper(model.parameters())
+    opt = TNT.paper(model.parameters(), likelihood="categorical")
     opt.attach(model, output=lambda out: out.flatten(0, 1))
     F.mse_loss(model(torch.randn(4, 16, WIDTH)), numbers().view(4, 16, -1)).backward()
     with pytest.warns(RuntimeWarning, match=NO_SOFTMAX):
@@ -388,7 +388,7 @@ def test_the_loss_may_come_from_another_view_of_the_output() -> None:
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_values_of_nested_outputs_are_compared() -> None:
     model = nn.Linear(WIDTH, OUTPUTS)
-    opt = TNT.paper(model.parameters())
+    opt = TNT.paper(model.parameters(), likelihood="categorical")
     parts = [torch.randn(rows, WIDTH) for rows in (ROWS // 4, 3 * ROWS // 4)]
     output = model(torch.nested.nested_tensor(parts, layout=torch.jagged)).values()
     opt.observe(output)
@@ -400,7 +400,7 @@ def test_values_of_nested_outputs_are_compared() -> None:
 def test_large_outputs_are_compared_in_part() -> None:
     """A stride of rows is enough to see the loss, and the factor."""
     model = nn.Linear(WIDTH, 4096, bias=False)
-    opt = TNT.paper(model.parameters(), max_factor_dim=100)
+    opt = TNT.paper(model.parameters(), max_factor_dim=100, likelihood="categorical")
     output = model(torch.randn(700, WIDTH))
     opt.observe(output)
     (held,) = opt._observed.comparisons

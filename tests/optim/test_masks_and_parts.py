@@ -237,7 +237,7 @@ def test_a_first_step_of_padding_is_refused(name: str) -> None:
 )
 def test_a_mask_that_does_not_fit_is_refused(change: Callable[[Tensor], Any]) -> None:
     model, (x, mask) = linear(), masked("categorical")
-    opt = TNT.paper(model.parameters())
+    opt = TNT.paper(model.parameters(), likelihood="categorical")
     for call in (opt.observe, lambda output: opt.warm_start([output])):
         with pytest.raises(ValueError, match=r"^mask must be bool, \(6, 5\) for likelihood 'categ"):
             call(Masked(model(x), change(mask)))

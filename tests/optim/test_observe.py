@@ -105,7 +105,7 @@ def test_observe_costs_a_backward_only_where_due_and_leaves_no_trace(name: str) 
     without; with fisher="empirical" nothing happens."""
     model, plain = conv_net(), conv_net()
     opt = made(name, model, stat_interval=3, inverse_interval=3)
-    empirical = TNT.paper(model.parameters(), fisher="empirical")
+    empirical = TNT.paper(model.parameters(), likelihood=None)
     for t in range(7):
         plain.load_state_dict(model.state_dict())
         x, _ = images(t)
@@ -274,7 +274,11 @@ def test_observations_of_which_none_is_finite_count_as_one_failure() -> None:
 def test_an_output_of_another_model_is_refused_when_a_part_is_due(name: str) -> None:
     model = net()
     groups = [{"params": model[n].parameters(), "stat_interval": 2 + n} for n in (0, 2)]
-    opt = KFAC.paper(model, params=groups) if name == "kfac" else TNT.paper(groups)
+    opt = (
+        KFAC.paper(model, params=groups, likelihood="categorical")
+        if name == "kfac"
+        else TNT.paper(groups, likelihood="categorical")
+    )
     train(model, opt, range(2))
     with pytest.raises(ValueError, match="output must depend on a parameter"):
         opt.observe(net()(torch.randn(8, 4)))
@@ -298,7 +302,7 @@ def train_heads(model: Heads, opt: TNT, heads: Sequence[int]) -> None:
 def test_a_head_used_only_between_scheduled_statistics_is_trained(period: int) -> None:
     """It takes the momentum at its first batch, and starts its statistics with its second."""
     model = Heads(2)
-    opt = TNT.paper(model.parameters(), stat_interval=10)
+    opt = TNT.paper(model.parameters(), stat_interval=10, likelihood="categorical")
     train_heads(model, opt, ([0] * (period - 1) + [1]))
     assert opt.failures()["unreached"] == 2
     train_heads(model, opt, ([0] * (period - 1) + [1]) * 2)
@@ -339,7 +343,7 @@ def test_outputs_are_not_asked_for_an_abandoned_head_for_ever(
 ) -> None:
     monkeypatch.setattr(observations, "PATIENCE", 5)
     model = Heads(2)
-    opt = TNT.paper(model.parameters(), stat_interval=10)
+    opt = TNT.paper(model.parameters(), stat_interval=10, likelihood="categorical")
     train_heads(model, opt, [0, 1])  # between scheduled statistics, once
     asked = []
     for _ in range(2, 20):
@@ -353,7 +357,11 @@ def test_outputs_are_not_asked_for_an_abandoned_head_for_ever(
 def test_the_next_batch_may_miss_a_group_added_later() -> None:
     """At the first batch that uses it, observe has not yet asked for it; at the next it has."""
     model = Heads(2)
-    opt = TNT.paper([*model.body.parameters(), *model.heads[0].parameters()], stat_interval=10)
+    opt = TNT.paper(
+        [*model.body.parameters(), *model.heads[0].parameters()],
+        stat_interval=10,
+        likelihood="categorical",
+    )
     train_heads(model, opt, [0, 0])
     opt.add_param_group({"params": list(model.heads[1].parameters())})
     train_heads(model, opt, [0, 1, 1])
@@ -407,18 +415,20 @@ def test_a_warm_start_that_leaves_batch_norm_changed_warns_once() -> None:
         return (model(torch.randn(8, 3)) for _ in range(3))
 
     for call in (
-        lambda: TNT(model.parameters()).warm_start(outputs()),
-        lambda: TNT(model.parameters()).warm_start(list(outputs()), model=model),
-        lambda: TNT(model.parameters(), fisher="empirical").warm_start(z.sum() for z in outputs()),
+        lambda: TNT(model.parameters(), likelihood="categorical").warm_start(outputs()),
+        lambda: TNT(model.parameters(), likelihood="categorical").warm_start(
+            list(outputs()), model=model
+        ),
+        lambda: TNT(model.parameters()).warm_start(z.sum() for z in outputs()),
     ):
         with pytest.warns(RuntimeWarning, match=r"batch norm .* model=model\)") as said:
             call()
         assert [warning.filename for warning in said] == [__file__]
     assert int(model[1].num_batches_tracked) == 9
     model.eval()
-    TNT(model.parameters()).warm_start(outputs())
+    TNT(model.parameters(), likelihood="categorical").warm_start(outputs())
     model[1] = nn.BatchNorm1d(4, track_running_stats=False)
-    TNT(model.parameters()).warm_start(outputs())
+    TNT(model.parameters(), likelihood="categorical").warm_start(outputs())
 
 
 @small_with_a_norm

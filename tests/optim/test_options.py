@@ -90,7 +90,11 @@ def test_groups_of_another_optimizer_start_at_step_zero(name: str) -> None:
     groups = [{**group, "params": list(group["params"])} for group in opt.param_groups]
     for group in groups:
         group.pop("param_names", None)
-    new: Any = KFAC.paper(model, params=groups) if name == "kfac" else FACTORED[name](groups)
+    new: Any = (
+        KFAC.paper(model, params=groups, likelihood="categorical")
+        if name == "kfac"
+        else FACTORED[name](groups)
+    )
     assert [group["step"] for group in new.param_groups] == [0]
     if name != "kfac":
         train(model, new, range(2))
@@ -193,7 +197,11 @@ WRAPPED: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
     "likelihood": (lambda _: TNT, {"fisher": "empirical", "likelihood": ("gaussian",)}),
     "Shampoo": (lambda _: Shampoo, {"shard": None, "process_group": None}),
     "KFAC": (
-        lambda model: lambda groups, **options: KFAC(model, params=groups, **options),
+        lambda model: (
+            lambda groups, **options: KFAC(
+                model, params=groups, likelihood="categorical", **options
+            )
+        ),
         {"inverse": "eigenbasis", "seed": 3, "likelihood": "gaussian", "shard": None},
     ),
 }
@@ -259,7 +267,7 @@ def test_a_group_with_another_value_says_the_optimizers_own(method: Any) -> None
 def test_options_of_the_whole_optimizer_are_fixed_by_the_constructor(
     option: str, value: Any
 ) -> None:
-    opt = TNT.paper([weight(2, 3)], **{option: value})
+    opt = TNT.paper([weight(2, 3)], likelihood="categorical", **{option: value})
     for each in (opt, copy.deepcopy(opt), pickle.loads(pickle.dumps(opt))):
         with pytest.raises(AttributeError, match=rf"construct TNT\(\.\.\., {option}=1\) anew"):
             setattr(each, option, 1)
@@ -285,7 +293,7 @@ def test_modes_are_not_asked_for_vectors_without_statistics(name: str) -> None:
 
 def test_parameters_of_others_have_no_state_to_allocate() -> None:
     model = net()
-    opt = TNT(model.parameters())
+    opt = TNT(model.parameters(), likelihood="categorical")
     for unreached in (model[0].weight, [nn.Parameter(torch.zeros(6))]):  # a tensor is its rows
         with pytest.raises(ValueError, match=r"unreached must be parameters .* got \((4|6),\)"):
             opt.allocate_state(unreached)

@@ -428,7 +428,7 @@ def test_master_copies_begin_when_they_are_needed(name: str, change: str) -> Non
 
 def test_rounding_is_checked_again_when_the_dtype_changes() -> None:
     param = nn.Parameter(torch.randn(4, 3))
-    opt = TNT([param], fisher="empirical", rounding="stochastic")
+    opt = TNT([param], rounding="stochastic")
     param.data = param.data.half()
     param.grad, before = torch.randn_like(param), param.detach().clone()
     with pytest.raises(ValueError, match="rounding='stochastic' is for bfloat16, got torch.float1"):

@@ -66,7 +66,11 @@ def test_intervals_grow_in_their_warm_up(
 def test_a_bad_interval_is_refused_before_the_step(how: str, interval: Any, warmup: int) -> None:
     """The schedule is asked in the forward pass, too."""
     model, x = nn.Linear(5, 3), torch.randn(6, 5)
-    opt: Any = KFAC(model) if how == "KFAC" else TNT(model.parameters())
+    opt: Any = (
+        KFAC(model, likelihood="categorical")
+        if how == "KFAC"
+        else TNT(model.parameters(), likelihood="categorical")
+    )
     opt.param_groups[0].update(stat_interval=interval, interval_warmup=warmup)
     if how == "attach":
         opt.attach(model)

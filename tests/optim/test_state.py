@@ -253,7 +253,7 @@ def test_torchs_functions_for_the_state_by_name(full: bool) -> None:
     """A bias has no statistics: an empty list, which torch drops from a full state."""
     options = StateDictOptions(full_state_dict=full)
     model, other = net(), net()
-    opt, fresh = (TNT(m.parameters(), fisher="empirical") for m in (model, other))
+    opt, fresh = (TNT(m.parameters()) for m in (model, other))
     train(model, opt, range(3))
     fresh.allocate_state()
     saved = get_optimizer_state_dict(model, opt, options=options)
@@ -792,7 +792,7 @@ def test_a_state_without_a_group_that_was_removed() -> None:
     """Of its parameters the observed output had missed one, and another observation is pending."""
     model = ValueHead()
     rest = [*model.body.parameters(), *model.policy.parameters()]
-    opt = TNT([{"params": rest}, {"params": model.value.parameters()}])
+    opt = TNT([{"params": rest}, {"params": model.value.parameters()}], likelihood="categorical")
     for _ in range(2):
         policy, value = model(torch.randn(8, 4))
         opt.observe(policy)
@@ -804,4 +804,4 @@ def test_a_state_without_a_group_that_was_removed() -> None:
         opt.state.pop(param, None)
     saved = opt.state_dict()
     assert len(saved["param_groups"]) == 1 and set(saved["state"]) == set(range(len(rest)))
-    TNT(rest).load_state_dict(saved)
+    TNT(rest, likelihood="categorical").load_state_dict(saved)

@@ -26,7 +26,7 @@ for module in (tnt_kernels, tnt_optim, *extensions):
     print(module.__file__)
 model = torch.nn.Linear(9, 5)
 before = model.weight.detach().clone()
-optimizer = tnt_optim.TNT(model.parameters(), lr=0.1, damping=0.1)
+optimizer = tnt_optim.TNT(model.parameters(), lr=0.1, damping=0.1, likelihood="categorical")
 output = model(torch.randn(8, 9))
 optimizer.observe(output)
 torch.nn.functional.cross_entropy(output, torch.arange(8) % 5).backward()

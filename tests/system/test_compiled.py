@@ -292,13 +292,13 @@ def attached_and_compiled(model: attached.Net, opt: TNT, how: str) -> Any:
 @pytest.mark.parametrize("how", ["before", "after", "in place", "whole"])
 def test_attached_models(how: str) -> None:
     model = attached.made_net()
-    opt = TNT.paper(model.parameters(), **attached.SETTINGS)
+    opt = TNT.paper(model.parameters(), likelihood="categorical", **attached.SETTINGS)
     seen, output = attached.counted()
     called = attached_and_compiled(model, opt, how)
     attached.train(called, opt, observe=False)
     assert graphs() == 1
     reference = attached.made_net()
-    observing = TNT.paper(reference.parameters(), **attached.SETTINGS)
+    observing = TNT.paper(reference.parameters(), likelihood="categorical", **attached.SETTINGS)
     attached.train(torch.compile(reference, backend="aot_eager"), observing, observe=True)
     attached.assert_same(attached.contents(model, opt), attached.contents(reference, observing))
     called.eval()
@@ -308,7 +308,7 @@ def test_attached_models(how: str) -> None:
 
 def test_whole_graphs_with_the_hook_inside_are_refused() -> None:
     model = attached.made_net()
-    opt = TNT.paper(model.parameters())
+    opt = TNT.paper(model.parameters(), likelihood="categorical")
     opt.attach(model)
     whole = torch.compile(model, backend="aot_eager", fullgraph=True)
     with pytest.raises(Exception, match="attach it to what torch.compile returned"):
@@ -320,7 +320,7 @@ def test_whole_graphs_with_the_hook_inside_are_refused() -> None:
 
 def test_kfac_refuses_a_compiled_model() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-    opt = KFAC(model)
+    opt = KFAC(model, likelihood="categorical")
     compiled = torch.compile(model, backend="aot_eager")
     with pytest.raises(ValueError, match="parameters of '0'.* Observe .* without torch.compile"):
         opt.observe(compiled(torch.randn(5, 3)))

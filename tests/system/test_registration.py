@@ -62,7 +62,12 @@ def results_of_everything() -> list[Tensor]:
 
     model = torch.nn.Sequential(torch.nn.Linear(9, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
     optimizer = TNT.paper(
-        model.parameters(), lr=0.1, damping=0.1, stat_interval=1, inverse_interval=2
+        model.parameters(),
+        lr=0.1,
+        damping=0.1,
+        stat_interval=1,
+        inverse_interval=2,
+        likelihood="categorical",
     )
     for _ in range(3):
         output = model(normal((8, 9)))

@@ -114,8 +114,8 @@ class Sharded(OwnerRanks, Local):
             raise ValueError(
                 "params must be sharded by fully_shard for sampled gradients and for warm_start, "
                 f"got DTensors that are not, of shapes {others}: tensor parallel processes have "
-                "the same batch, and would sample different labels. Without warm_start, "
-                "fisher='empirical' works"
+                "the same batch, and would sample different labels. Without warm_start and "
+                "likelihood, TNT works"
             )
         with _left_alone([*params, *cut, *leaves]), _synchronised(modules):
             with without_autocast(loss), before_backward():

@@ -3,7 +3,7 @@
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Literal, Never, Self
 
 import torch
 from torch import Tensor, nn
@@ -52,11 +52,13 @@ from tnt_optim.mismatch import warn_of_mismatch, watched
 from tnt_optim.modes import Settings, by_device, check_dense, is_sharded, state_dtype
 from tnt_optim.options import (
     OPTIONS,
+    Graft,
     arguments,
     check_settings,
     documented,
     factors_due,
     is_due,
+    refuse_unknown,
     repeated_options,
 )
 from tnt_optim.paper import paper_settings
@@ -71,9 +73,9 @@ from tnt_optim.wrappers import Wrappable
     "``relative_damping``; else of the unit of the squared gradient.",
     relative_damping="damp with ``damping`` times the average eigenvalue of G ⊗ A.",
     max_factor_dim="a layer with a larger factor takes the momentum, without a preconditioner.",
-    likelihood='"categorical", "bernoulli", "gaussian", a tuple of these, or a function from the '
-    "output to the 0-dim mean loss over its first dimension at labels it samples itself; see "
-    "``TNT``.",
+    likelihood='required: "categorical", "bernoulli", "gaussian", a tuple of these, or a function '
+    "from the output to the 0-dim mean loss over its first dimension at labels it samples itself; "
+    "see ``TNT``.",
     shard='None: each process computes all inverses. "inverses": each layer\'s inverses are '
     "computed by one owner rank and sent to the others.",
 )
@@ -84,7 +86,7 @@ class KFAC(Attachable, Wrappable, Optimizer):
     layer's inputs, with a 1 for the bias, and G from the gradients by its outputs, at labels drawn
     from the model's own predictive distribution. Its inverse preconditions the momentum::
 
-        opt = KFAC(model)
+        opt = KFAC(model, likelihood="categorical")
         opt.warm_start(model(x) for x in batches)  # optional
         for x, y in loader:
             opt.zero_grad()
@@ -152,17 +154,25 @@ class KFAC(Attachable, Wrappable, Optimizer):
         stat_interval: int = 10,
         inverse_interval: int = 50,
         interval_warmup: int = 500,
-        likelihood: Likelihood = "categorical",
-        inverse: str = "damped",
+        likelihood: Likelihood | None = None,
+        inverse: Literal["damped", "eigenbasis"] = "damped",
         max_factor_dim: int = 8192,
         relative_damping: bool = True,
-        graft: str | None = "adam",
+        graft: Graft | None = "adam",
         seed: int = 0,
         process_group: Any = None,
-        shard: str | None = None,
+        shard: Literal["inverses"] | None = None,
+        **unknown: Never,
     ) -> None:
+        refuse_unknown("KFAC", unknown)
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        if likelihood is None:
+            raise ValueError(
+                "likelihood must be given for KFAC: the distribution that the model's output "
+                "parametrises, 'categorical' for a cross entropy, 'bernoulli' for a binary one, "
+                "'gaussian' for a squared error; see docs/likelihoods.md"
+            )
         options, groups = arguments(locals()), named_groups(model, params)
         for name, value, known in (("inverse", inverse, tuple(INVERSES)), ("shard", shard, SHARDS)):
             if value not in known:
@@ -551,8 +561,9 @@ class KFAC(Attachable, Wrappable, Optimizer):
     def __repr__(self) -> str:
         lines = [f"{type(self).__name__} ("]
         lines.append(f"  {len(self._layers)} layers, and {self._without_factors()[1]}")
-        own = {"inverse": self.inverse, "likelihood": self._sampling.likelihood}
-        lines += [f"  {k}: {v}" for k, v in (own | {"seed": self._sampling.seed}).items()]
+        sampling = self._sampling
+        lines += [f"  inverse: {self.inverse}", f"  likelihood: {sampling.likelihood}"]
+        lines += [f"  seed: {sampling.seed}", f"  shard: {self.shard}"]
         for number, group in enumerate(self.param_groups):
             lines.append(f"  group {number}: {len(group['params'])} parameters")
             # Loading adds torch's own settings to the defaults.
