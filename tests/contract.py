@@ -36,6 +36,7 @@ from cases import (
     with_spectrum,
 )
 from operators import (
+    ADAM,
     GRAFTS,
     GRAMS,
     INVERSES,
@@ -569,7 +570,7 @@ class Steps(Implementation):
                 found = given(self.functions)["params"]
                 assert torch.equal(found[0].isnan(), wanted["params"][0].isnan())
 
-    @over("grafted_directions_ Adam")
+    @over(*ADAM)
     def test_counts_of_each(self, variant: str) -> None:
         """Bias corrections belong to a tensor, and differ between the two moments."""
         counts = [(1.0, 1.0), (1.0, 50.0), (50.0, 1.0), (3.0, 7.0), (1e6, 1e7)]
@@ -580,7 +581,7 @@ class Steps(Implementation):
         results = self.check(given)
         assert len(set(results["scales"].tolist())) == len(counts)
 
-    @over("grafted_directions_")
+    @over("grafted_directions_", "grafted_directions_ Nesterov")
     def test_a_plain_sum_of_gradients_has_a_length(self, variant: str) -> None:
         self.check(call(variant, self.shapes).with_arguments(momentum=1.0))
 
@@ -596,7 +597,7 @@ class Steps(Implementation):
             assert [s > 0 for s in results["scales"].tolist()] == [True, False, False, True]
             assert not results["directions"][1].any() and results["momenta"][1].any()
 
-    @over("grafted_directions_")
+    @over("grafted_directions_", "grafted_directions_ Nesterov")
     def test_lengths_whose_squares_leave_the_range(self, variant: str) -> None:
         """Of float32: 1e50 is above it, 1e-50 below."""
         for size in (1e25, 1e-25):
@@ -605,7 +606,7 @@ class Steps(Implementation):
             )
             self.check(given)
 
-    @over("grafted_directions_ Adam")
+    @over(*ADAM)
     def test_defaults(self, variant: str) -> None:
         """A second decay of 0.99 and an eps of 1e-8, here on numbers so small that eps counts."""
         given = call(variant, [(9, 5)], dtype=torch.float64)

@@ -38,12 +38,15 @@ VARIANTS = (
     "preconditioned_step_",
     "scaled_step_",
     "grafted_directions_",
+    "grafted_directions_ Nesterov",
     "grafted_directions_ Adam",
+    "grafted_directions_ Adam Nesterov",
 )
 # The variants that read factors, and move momenta.
 INVERSES = ("damped_inverse", "damped_inverse relative", "inverse_root")
-STEPS = ("preconditioned_step_", "grafted_directions_", "grafted_directions_ Adam")
-GRAFTS = STEPS[1:]
+GRAFTS = tuple(variant for variant in VARIANTS if variant.startswith("grafted"))
+ADAM = tuple(variant for variant in GRAFTS if "Adam" in variant)
+STEPS = ("preconditioned_step_", *GRAFTS)
 GRAMS = ("gram_ema_", "gram_ema_ whitened")
 
 # The arguments that a call writes; the first group may have any strides, `stats` and `out` not.
@@ -204,7 +207,8 @@ def call(
     moved = {"momenta": tensors(states), "grads": grads, "factors": modes, **numbers}
     if name == "preconditioned_step_":
         return Call(name, {"params": tensors(dtypes), **moved})
-    if option == "Adam":
+    moved["nesterov"] = "Nesterov" in option
+    if "Adam" in option:
         counts = [[1.0 + t, 1.0 + (5 * t) % 7] for t in range(len(shapes))]
         moved["second_moments"] = [tensor.square() for tensor in tensors(states)]
         moved["counts"] = torch.tensor(counts, dtype=torch.float64).view(-1, 2)
@@ -324,22 +328,26 @@ def by_oracle(given: Call) -> Results:
         lr, decay = a["lr"], a["weight_decay"]
         return {"params": [w - lr * (s * p + (decay if d else 0) * w) for w, p, s, d in numbers]}
     momenta = [a["momentum"] * m + g for m, g in zip(a["momenta"], a["grads"], strict=True)]
-    directions = [product(m, t) for t, m in enumerate(momenta)]
+    ahead = momenta
+    if a.get("nesterov"):
+        ahead = [a["momentum"] * m + g for m, g in zip(momenta, a["grads"], strict=True)]
+    directions = [product(n, t) for t, n in enumerate(ahead)]
     if given.name == "preconditioned_step_":
         lr, decay = a["lr"], a["weight_decay"]
         moved = zip(a["params"], directions, strict=True)
         return {"params": [w - lr * (p + decay * w) for w, p in moved], "momenta": momenta}
     results: Results = {"momenta": momenta}
-    others = momenta
+    others = ahead
     if a.get("counts") is not None:
         beta, eps, mu = a.get("second_decay", 0.99), a.get("eps", 1e-8), a["momentum"]
+        more = int(a["nesterov"])  # one more power of mu in the sum
         moments = zip(a["second_moments"], a["grads"], strict=True)
         results["second_moments"] = [beta * v + (1 - beta) * g * g for v, g in moments]
         others = [
             # An average of gradients, as Adam's is: the momentum is their sum.
-            (1 - mu) * m / (1 - mu**n) / ((v / (1 - beta**k)).sqrt() + eps)
-            for m, v, (n, k) in zip(
-                momenta, results["second_moments"], a["counts"].tolist(), strict=True
+            (1 - mu) * n / (1 - mu ** (t + more)) / ((v / (1 - beta**k)).sqrt() + eps)
+            for n, v, (t, k) in zip(
+                ahead, results["second_moments"], a["counts"].tolist(), strict=True
             )
         ]
     scales = [_ratio(r, p) for r, p in zip(others, directions, strict=True)]
@@ -404,4 +412,5 @@ def flat_arguments(given: Call) -> tuple[Any, ...]:
     squares, counts = a.get("second_moments") or [], a.get("counts")
     counts = torch.zeros(0, 2, dtype=torch.float64) if counts is None else counts
     lists = a["momenta"], squares, a["out"], a["grads"], flat(a["factors"])
-    return *lists, *numbers(), counts, a.get("second_decay", 0.99), a.get("eps", 1e-8)
+    options = a.get("second_decay", 0.99), a.get("eps", 1e-8), a["nesterov"]
+    return *lists, *numbers(), counts, *options

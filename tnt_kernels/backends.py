@@ -197,13 +197,15 @@ _SHAPES: dict[str, Callable[..., Any]] = {
 
 
 def _grafted_directions_(*arguments: Any) -> Tensor:
-    momenta, squares, out, grads, factors, momentum, counts, second_decay, eps = arguments
+    momenta, squares, out, grads, factors, momentum, counts, *rest = arguments
+    second_decay, eps, nesterov = rest
     if not squares:
         squares = counts = None
     return reference.grafted_directions_(
         *(momenta, grads, _by_mode(factors, momenta), momentum, squares, counts, out),
         second_decay=second_decay,
         eps=eps,
+        nesterov=nesterov,
     )[1]
 
 

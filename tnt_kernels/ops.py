@@ -346,11 +346,14 @@ def grafted_directions_(
     *,
     second_decay: float = 0.99,
     eps: float = 1e-8,
+    nesterov: bool = False,
 ) -> tuple[list[Tensor], Tensor]:
-    """m <- momentum m + g;  P = m x_1 A_1 ... x_k A_k;  s = |R| / |P|, the grafting scale.
+    """m <- momentum m + g;  P = n x_1 A_1 ... x_k A_k;  s = |R| / |P|, the grafting scale.
 
-    R is the momentum m or, with ``second_moments``, Adam's bias-corrected direction
-    m^ / (sqrt(v^) + eps) with v <- second_decay v + (1 - second_decay) g^2.
+    n is m or, with ``nesterov``, the next step's m if its gradient were g again: momentum m + g. R
+    is n or, with ``second_moments``, Adam's bias-corrected direction n^ / (sqrt(v^) + eps) with
+    v <- second_decay v + (1 - second_decay) g^2. n^ and v^ are averages: the weights of their
+    gradients sum to one.
 
     Args:
         momenta: the m, float32 or float64, updated in place.
@@ -363,6 +366,7 @@ def grafted_directions_(
         out: where the P go, like the momenta and contiguous; by default new tensors.
         second_decay: in [0, 1).
         eps: >= 0.
+        nesterov: whether P and R look ahead.
 
     Returns:
         The P, and the s: float64, (number of momenta,), on the device; s is 0 if P is.
@@ -371,7 +375,8 @@ def grafted_directions_(
         ValueError, TypeError: naming the argument that does not fit; nothing is then changed.
 
     Source: Ren & Goldfarb 2021, Algorithm 2; Kingma & Ba 2015, Algorithm 1; Agarwal et al. 2020,
-    "Disentangling adaptive gradient methods from learning rates".
+    "Disentangling adaptive gradient methods from learning rates"; Dozat 2016, "Incorporating
+    Nesterov momentum into Adam".
 
     >>> m, g = torch.zeros(2), torch.tensor([3.0, 4.0])
     >>> (direction,), scales = grafted_directions_([m], [g], [[torch.tensor([2.0, 2.0])]], 0.9)
@@ -402,7 +407,7 @@ def grafted_directions_(
             check_length("second_moments", second_moments, "momenta", momenta)
         lists = map(_listed, (momenta, second_moments or [], target, grads))
         table = torch.zeros(0, 2, dtype=torch.float64, device="cpu") if counts is None else counts
-        return *lists, _flat(factors, momenta), mu, table, second_decay, eps
+        return *lists, _flat(factors, momenta), mu, table, second_decay, eps, nesterov
 
     target = _contiguous_like(momenta) if out is None else out
     scales = _call("grafted_directions_", check, arguments)

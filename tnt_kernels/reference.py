@@ -159,19 +159,27 @@ def grafted_directions_(
     *,
     second_decay: float = 0.99,
     eps: float = 1e-8,
+    nesterov: bool = False,
 ) -> tuple[list[Tensor], Tensor]:
-    """m <- momentum m + g; P = m x_1 A_1 ... x_k A_k; s = |R| / |P|, R the momentum or Adam's."""
+    """m <- momentum m + g; P = n x_1 A_1 ... x_k A_k; s = |R| / |P|, R is n or Adam's.
+
+    n = m; with ``nesterov`` momentum m + g.
+    """
     new_momenta = [_moved(m, g, momentum) for m, g in zip(momenta, grads, strict=True)]
-    directions = mode_products(new_momenta, factors)
-    others, new_moments = new_momenta, list[Tensor]()
+    ahead = new_momenta
+    if nesterov:
+        ahead = [_moved(m, g, momentum) for m, g in zip(new_momenta, grads, strict=True)]
+    directions = mode_products(ahead, factors)
+    others, new_moments = ahead, list[Tensor]()
     if second_moments is not None and counts is not None:
         new_moments = [
             second_decay * v + (1 - second_decay) * grad.to(v.dtype).square()
             for v, grad in zip(second_moments, grads, strict=True)
         ]
+        powers = counts + torch.tensor([int(nesterov), 0], device=counts.device)
         others = [
-            _adam(m, v, _scalar_like(v, momentum), count, second_decay, eps)
-            for m, v, count in zip(new_momenta, new_moments, counts, strict=True)
+            _adam(n, v, _scalar_like(v, momentum), count, second_decay, eps)
+            for n, v, count in zip(ahead, new_moments, powers, strict=True)
         ]
     norms = [[t.double().norm() for t in pair] for pair in zip(others, directions, strict=True)]
     scales = [torch.where(b == 0, 0.0, a / b) for a, b in norms]
@@ -202,11 +210,11 @@ def _stepped(param: Tensor, step: Tensor, decay: Tensor) -> Tensor:
     return moved.to(param.dtype)
 
 
-def _adam(m: Tensor, v: Tensor, mu: Tensor, counts: Tensor, decay: float, eps: float) -> Tensor:
-    """Adam's bias-corrected direction."""
-    updates, second_updates = counts.to(v.device, v.dtype, non_blocking=True)
+def _adam(n: Tensor, v: Tensor, mu: Tensor, powers: Tensor, decay: float, eps: float) -> Tensor:
+    """Adam's bias-corrected direction, from sums of these numbers of powers of mu and decay."""
+    updates, second_updates = powers.to(v.device, v.dtype, non_blocking=True)
     # The momentum is not averaged: Adam's first moment is 1 - mu times it.
-    first = (1 - mu) / (1 - mu**updates) * m
+    first = (1 - mu) / (1 - mu**updates) * n
     direction: Tensor = first / ((v / (1 - decay**second_updates)).sqrt() + eps)
     return direction
 

@@ -38,7 +38,8 @@ SCHEMAS = {
     ),
     "grafted_directions_": (
         "(Tensor(a!)[] momenta, Tensor(b!)[] second_moments, Tensor(c!)[] out, Tensor[] grads, "
-        "Tensor[] factors, Tensor momentum, Tensor counts, float second_decay, float eps) -> Tensor"
+        "Tensor[] factors, Tensor momentum, Tensor counts, float second_decay, float eps, "
+        "bool nesterov) -> Tensor"
     ),
 }
 

@@ -137,8 +137,9 @@ inline int64_t chain_scratch(const std::vector<Factor>& factors, bool rounded) {
   return count * buffers_of(products) + halves;
 }
 
-// out <- alpha (G x_1 A_1 ... x_k A_k) + beta out, both contiguous. Inside a task, on its thread;
-// else on all threads. `rounded`: products of floats may be of bfloat16 numbers.
+// out <- alpha (G x_1 A_1 ... x_k A_k) + beta out, both contiguous. If beta is 0, out may be G: the
+// last product alone writes it. Inside a task, on its thread; else on all threads. `rounded`:
+// products of floats may be of bfloat16 numbers.
 template <typename T>
 void chain_product(const std::vector<Factor>& factors, const T* tensor, T alpha, T beta, T* out,
                    T* scratch, bool rounded) {

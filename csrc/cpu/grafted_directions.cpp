@@ -8,13 +8,14 @@
 namespace tnt {
 namespace {
 
-// The rates of m and v, and eps with v's bias correction.
+// The rates of m and v, the numerator's weights of m and g, and eps with v's bias correction.
 template <typename T>
 struct Adam {
-  T momentum, decay, weight, floor;
+  T momentum, decay, weight, of_momentum, of_grad, floor;
 };
 
-// m <- momentum m + g;  v <- decay v + weight g^2;  ratios: m / (sqrt(v) + floor).
+// m <- momentum m + g;  v <- decay v + weight g^2;
+// ratios: (of_momentum m + of_grad g) / (sqrt(v) + floor).
 template <typename T, typename G, typename... Stride>
 [[gnu::always_inline]] inline void update_block(const Adam<T>& adam, int64_t count, T* __restrict m,
                                                 T* __restrict v, const G* __restrict g,
@@ -26,7 +27,8 @@ template <typename T, typename G, typename... Stride>
     const T square = adam.decay * v[i * v_stride] + adam.weight * gradient * gradient;
     m[i * m_stride] = updated;
     v[i * v_stride] = square;
-    ratios[i] = updated / (std::sqrt(square) + adam.floor);
+    const T numerator = adam.of_momentum * updated + adam.of_grad * gradient;
+    ratios[i] = numerator / (std::sqrt(square) + adam.floor);
   }
 }
 
@@ -36,16 +38,20 @@ TNT_WIDEST_VECTORS void update_flat_block(const Adam<float>& adam, int64_t count
   update_block(adam, count, m, v, g, ratios, One(), One(), One());
 }
 
-// Updates m and v; returns the norm of Adam's direction, |c m / (sqrt(v / d) + eps)| with the bias
-// corrections c and d, as c sqrt(d) |m / (sqrt(v) + eps sqrt(d))|.
+// Updates m and v; returns the norm of Adam's direction, |c n / (sqrt(v / d) + eps)| with the bias
+// corrections c and d, as c sqrt(d) |n / (sqrt(v) + eps sqrt(d))|. n is m, or mu m + g.
 template <typename T>
 double update_moments(const GraftedDirection& one, const GraftRates& rates) {
-  // The momentum is not averaged: Adam's first moment is 1 - mu times it.
-  const double mu = rates.momentum;
-  const double first_correction = (1 - mu) / (1 - std::pow(mu, one.counts[0]));
+  // The momentum is not averaged: Adam's first moment is 1 - mu times it. mu m + g sums one more
+  // power of mu than m does.
+  const double mu = rates.momentum, powers = one.counts[0] + (rates.nesterov ? 1 : 0);
+  const double first_correction = (1 - mu) / (1 - std::pow(mu, powers));
   const double second_correction = 1 - std::pow(rates.second_decay, one.counts[1]);
-  const Adam<T> adam{static_cast<T>(mu), static_cast<T>(rates.second_decay),
+  const Adam<T> adam{static_cast<T>(mu),
+                     static_cast<T>(rates.second_decay),
                      static_cast<T>(1 - rates.second_decay),
+                     static_cast<T>(rates.nesterov ? mu : 1),
+                     static_cast<T>(rates.nesterov),
                      static_cast<T>(rates.eps * std::sqrt(second_correction))};
   T* momentum = static_cast<T*>(writable(one.momentum));
   T* second_moment = static_cast<T*>(writable(one.second_moment));
@@ -82,19 +88,29 @@ double update_moments(const GraftedDirection& one, const GraftRates& rates) {
 
 template <typename T>
 int64_t workspace(const GraftedDirection& one, const GraftRates& rates) {
-  return chain_scratch(one.factors, rates.rounded) + copied_count<T>(one.momentum);
+  return chain_scratch(one.factors, rates.rounded) +
+         (rates.nesterov ? 0 : copied_count<T>(one.momentum));
 }
 
 template <typename T>
 double direction_scale(const GraftedDirection& one, const GraftRates& rates, Scratch scratch) {
   T* buffers = scratch.take<T>(workspace<T>(one, rates));
-  const double wanted =
-      one.second_moment.data == nullptr
-          ? std::sqrt(accumulate<true>(one.momentum, one.grad, static_cast<T>(rates.momentum)))
-          : update_moments<T>(one, rates);
-  const T* m = contiguous_data(one.momentum, buffers);
+  const T mu = static_cast<T>(rates.momentum);
+  const bool adam = one.second_moment.data != nullptr;
+  double wanted = adam ? update_moments<T>(one, rates)
+                       : std::sqrt(accumulate<true>(one.momentum, one.momentum, one.grad, mu));
   T* direction = static_cast<T*>(one.out);
-  chain_product(one.factors, m, T(1), T(0), direction, buffers, rates.rounded);
+  const T* source = direction;  // a chain writes its result last
+  if (rates.nesterov) {
+    const Strides strides = contiguous_strides(one.momentum);
+    const TensorView ahead{direction, one.momentum.element, one.momentum.order, one.momentum.sizes,
+                           strides.data()};
+    const double squares = accumulate<true>(ahead, one.momentum, one.grad, mu);
+    if (!adam) wanted = std::sqrt(squares);
+  } else {
+    source = contiguous_data(one.momentum, buffers);
+  }
+  chain_product(one.factors, source, T(1), T(0), direction, buffers, rates.rounded);
   const double length = std::sqrt(inner_product(direction, direction, one.momentum.count()));
   return length == 0 ? 0 : wanted / length;
 }

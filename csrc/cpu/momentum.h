@@ -11,33 +11,35 @@
 
 namespace tnt {
 
-// m <- decay m + g. Returns |m|^2 if `norm`.
+// target <- decay m + g; target may be m. Returns |target|^2 if `norm`.
 template <bool norm, typename T>
-double accumulate(const TensorView& momentum, const TensorView& grad, T decay) {
-  T* momentum_data = static_cast<T*>(writable(momentum));
+double accumulate(const TensorView& target, const TensorView& momentum, const TensorView& grad,
+                  T decay) {
+  T* target_data = static_cast<T*>(writable(target));
+  const T* momentum_data = static_cast<const T*>(momentum.data);
   double sum = 0;
   with_element(grad.element, [&](auto* null) {
     const auto* grad_data = static_cast<decltype(null)>(grad.data);
     const auto update = [&](const auto& offsets, int64_t count, const auto& strides) {
-      T* m = momentum_data + offsets[0];
-      const auto* g = grad_data + offsets[1];
-      return with_strides(strides, [&](auto m_stride, auto g_stride) {
+      T* to = target_data + offsets[0];
+      const T* m = momentum_data + offsets[1];
+      const auto* g = grad_data + offsets[2];
+      return with_strides(strides, [&](auto to_stride, auto m_stride, auto g_stride) {
         double squares = 0;
         T updated[kBlock];
         for (int64_t first = 0; first < count; first += kBlock) {
           const int64_t length = std::min(kBlock, count - first);
           for (int64_t i = 0; i < length; ++i) {
-            T& value = m[(first + i) * m_stride];
-            updated[i] = decay * value + convert<T>(g[(first + i) * g_stride]);
-            value = updated[i];
+            updated[i] = decay * m[(first + i) * m_stride] + convert<T>(g[(first + i) * g_stride]);
           }
+          for (int64_t i = 0; i < length; ++i) to[(first + i) * to_stride] = updated[i];
           if constexpr (norm) squares += sum_of_products(updated, updated, length);
         }
         return squares;
       });
     };
-    sum = sum_over_elements<2>(momentum.order, momentum.sizes, {momentum.strides, grad.strides},
-                               update);
+    sum = sum_over_elements<3>(target.order, target.sizes,
+                               {target.strides, momentum.strides, grad.strides}, update);
   });
   return sum;
 }

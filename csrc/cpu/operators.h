@@ -112,11 +112,12 @@ struct GraftedDirection {
 
 struct GraftRates {
   double momentum, second_decay, eps;
-  bool rounded;
+  bool nesterov, rounded;
 };
 
-// m <- momentum m + g;  v <- second_decay v + (1 - second_decay) g^2;  P = m x_1 A_1 ... x_k A_k;
-// scales[t] = |R| / |P| for every tensor, 0 if |P| is 0; R is Adam's bias-corrected direction or m.
+// m <- momentum m + g;  v <- second_decay v + (1 - second_decay) g^2;  P = n x_1 A_1 ... x_k A_k,
+// n = m, or momentum m + g with nesterov; scales[t] = |R| / |P| for every tensor, 0 if |P| is 0; R
+// is Adam's bias-corrected direction with the numerator n, or n.
 // Ren & Goldfarb 2021, Algorithm 2; Agarwal et al. 2020.
 void grafted_directions(const std::vector<GraftedDirection>& directions, const GraftRates& rates,
                         double* scales);

@@ -37,7 +37,7 @@ template <typename T>
 void step(const ParameterStep& step, const Rates& rates, Scratch scratch) {
   const int64_t count = step.param.count();
   T* buffers = scratch.take<T>(workspace<T>(step, rates));
-  accumulate<false>(step.momentum, step.grad, static_cast<T>(rates.momentum));
+  accumulate<false>(step.momentum, step.momentum, step.grad, static_cast<T>(rates.momentum));
   const T* m = contiguous_data(step.momentum, buffers);
   if (is_direct<T>(step, rates)) {
     T* w = static_cast<T*>(writable(step.param));

@@ -272,7 +272,7 @@ void scaled_step_op(const TensorList& params, const TensorList& directions, cons
 Tensor grafted_directions_op(const TensorList& momenta, const TensorList& second_moments,
                              const TensorList& out, const TensorList& grads,
                              const TensorList& factors, const Tensor& momentum,
-                             const Tensor& counts, double second_decay, double eps) {
+                             const Tensor& counts, double second_decay, double eps, bool nesterov) {
   const bool adam = !second_moments.empty();
   const double mu = checked_number("momentum", momentum);
   TNT_CHECK(!adam || mu < 1, "momentum must be in [0, 1), got ", mu);
@@ -318,7 +318,7 @@ Tensor grafted_directions_op(const TensorList& momenta, const TensorList& second
     directions.push_back(std::move(one));
   }
   Tensor scales = zeros(momenta.size(), kDouble);
-  grafted_directions(directions, {mu, second_decay, eps, may_round()},
+  grafted_directions(directions, {mu, second_decay, eps, nesterov, may_round()},
                      static_cast<double*>(scales.mutable_data()));
   return scales;
 }

@@ -81,25 +81,45 @@ def directions_(
 
     Returns:
         The directions, and the scales that bring each to the norm of another method's: Adam's
-        m^ / (sqrt(v^) + 1e-8), bias-corrected, or the momentum's; see ``graft_scales``.
+        m^ / (sqrt(v^) + 1e-8), bias-corrected, or the momentum's, both with ``nesterov`` one
+        gradient ahead; see ``graft_scales``.
     """
+    ahead = group["nesterov"]
     momenta = blocks(each(states, "momentum"), layouts)
     gradients = blocks(grads, layouts)
     factors = rows(each(states, "factors"), layouts)
     if group["graft"] != "adam":
-        return grafted_directions_(momenta, gradients, factors, group["momentum"])
+        return grafted_directions_(momenta, gradients, factors, group["momentum"], nesterov=ahead)
     squares = blocks(each(states, "second_moment"), layouts)
     counts = [
         [state["updates"], state["second_moment_updates"]]
         for state, seen in zip(states, layouts, strict=True)
         for _ in seen.cuts
     ]
-    table = _table(counts) + 1
-    return grafted_directions_(momenta, gradients, factors, group["momentum"], squares, table)
+    table, mu = _table(counts) + 1, group["momentum"]
+    return grafted_directions_(momenta, gradients, factors, mu, squares, table, nesterov=ahead)
+
+
+def preconditioned_momenta(
+    grads: Sequence[Tensor],
+    states: Sequence[State],
+    layouts: Sequence[Layout],
+    group: Settings,
+) -> list[Tensor]:
+    """What ``directions_`` has multiplied by the factors, after it has updated the momenta."""
+    momenta = blocks(each(states, "momentum"), layouts)
+    if not group["nesterov"]:
+        return momenta
+    mu, gradients = group["momentum"], blocks(grads, layouts)
+    return [mu * m + g.to(m.dtype) for m, g in zip(momenta, gradients, strict=True)]
 
 
 def graft_scales(
-    scales: Tensor | None, states: Sequence[State], layouts: Sequence[Layout], group: Settings
+    scales: Tensor | None,
+    grads: Sequence[Tensor],
+    states: Sequence[State],
+    layouts: Sequence[Layout],
+    group: Settings,
 ) -> Tensor | None:
     """The scales still to apply to directions, from those of ``directions_``; None for 1.
 
@@ -109,7 +129,7 @@ def graft_scales(
     if group["graft"] is None or scales is None:
         return None
     if group["graft"] == "rms":  # the scale of a zero momentum is zero
-        momenta = blocks(each(states, "momentum"), layouts)
+        momenta = preconditioned_momenta(grads, states, layouts, group)
         # In float64, as the scales: small momenta have squares that underflow in float32.
         norms = torch._foreach_norm(momenta, 2, torch.float64)
         ratios = torch._foreach_div(norms, [RMS * math.sqrt(m.numel()) for m in momenta])

@@ -107,6 +107,7 @@ _TABLE = (
     ),
     Option("damping", 0.01, *_NOT_NEGATIVE),
     Option("momentum", 0.9, *_FRACTION),
+    Option("nesterov", False, *_BOOL),
     Option("stat_decay", 0.9, *_FRACTION),
     Option("weight_decay", 0.0, *_NOT_NEGATIVE),
     Option("stat_interval", 10, *_COUNT),
@@ -149,6 +150,8 @@ lr: the learning rate, alpha in the paper. With ``graft="adam"`` it has the scal
     grafting it depends on ``damping``, the batch size and the loss's scale.
 damping: a number added to the eigenvalues of every statistic, epsilon in the paper.
 momentum: the decay of the sum of gradients, mu in the paper: m <- mu m + g.
+nesterov: precondition mu m + g, the next step's momentum if its gradient were g again, instead of
+    m; ``graft`` looks ahead in the same way.
 stat_decay: the decay of the statistics' moving average, beta in the paper.
 weight_decay: decoupled, gamma in the paper: W <- W - lr (P + weight_decay W).
 stat_interval: the steps between two refreshes of the statistics, T1 in the paper.

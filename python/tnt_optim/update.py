@@ -22,6 +22,7 @@ from tnt_optim.directions import (
     decayed,
     directions_,
     graft_scales,
+    preconditioned_momenta,
 )
 from tnt_optim.modes import (
     Layout,
@@ -135,14 +136,15 @@ class Local:
         params, gradients = list(grads), [g for g in grads.values() if g is not None]
         own = [states[p] for p in params]
         seen = list(map(layout_of, own))
-        clips, grafts = group["kl_clip"] is not None, group["graft"] is not None
+        clips = group["kl_clip"] is not None
+        is_plain = not (clips or group["nesterov"] or group["graft"] is not None)
         # kl_clip needs all directions at once, the plain step none in memory.
-        in_buckets = not clips and (grafts or group["rounding"] == "stochastic")
+        in_buckets = not (clips or is_plain) or (is_plain and group["rounding"] == "stochastic")
         stages: list[Stage] = []
         for index, part in enumerate(buckets_of(params) if in_buckets else [slice(None)]):
             weights = Weights(params[part], states, group, seen[part], key=(number, index))
             bucket = _Bucket(weights, own[part], gradients[part], seen[part], group)
-            stages += bucket.stages() if clips or grafts else bucket.plain_stages()
+            stages += bucket.plain_stages() if is_plain else bucket.stages()
         return stages
 
 
@@ -179,9 +181,10 @@ class _Bucket:
 
     def _move(self) -> None:
         group = self.group
-        scales = graft_scales(self.scales, self.states, self.layouts, group)
+        of = self.grads, self.states, self.layouts, group
+        scales = graft_scales(self.scales, *of)
         if group["kl_clip"] is not None:
-            momenta = blocks(each(self.states, "momentum"), self.layouts)
+            momenta = preconditioned_momenta(*of)
             scales = clipped(self.directions, momenta, scales, group)
         counted = zip(decayed(self.weights.params, group), self.layouts, strict=True)
         decays = [value for value, look in counted for _ in look.cuts]

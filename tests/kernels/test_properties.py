@@ -178,9 +178,9 @@ def draw_call(data: DataObject, name: str) -> Call:
     if name in INVERSES:
         return draw_statistics(data, call)
     # Adam's length is that of an average, which needs a momentum below 1.
-    most = 0.99 if variant.endswith("Adam") else math.inf
+    most = 0.99 if "Adam" in variant else math.inf
     numbers: dict[str, Any] = {key: draw_number(data, key, most=most) for key in NUMBERS[name]}
-    if variant.endswith("Adam"):
+    if "Adam" in variant:
         numbers |= {key: data.draw(_VALUES[key], label=key) for key in ("second_decay", "eps")}
         counts = [[data.draw(_UPDATES) for _ in range(2)] for _ in shapes]
         numbers["counts"] = torch.tensor(counts, dtype=torch.float64).view(-1, 2)

@@ -29,6 +29,7 @@ struct Method {
   Operation operation;
   double momentum, lr, weight_decay;  // of the step
   double second_decay, eps;           // of Adam
+  bool nesterov = false;
 
   bool grafts() const { return operation == kLength || operation == kAdam; }
 };
@@ -36,11 +37,14 @@ struct Method {
 // The root of a second moment's bias correction is exact: either eps is 0, or the second moment has
 // had one update and keeps 3/4.
 constexpr Method kMethods[] = {
-    {kProducts, 0, 0, 0, 0, 0},    {kStep, 0.5, 0.25, 0.5, 0, 0}, {kStep, 0.5, 0.25, 0, 0, 0},
-    {kStep, 0, 0.25, 0.5, 0, 0},   {kStep, 0.5, 0, 0.5, 0, 0},    {kStep, 1, 1, 0, 0, 0},
-    {kLength, 0.5, 0, 0, 0.75, 0}, {kLength, 0, 0, 0, 0.75, 0},   {kLength, 1, 0, 0, 0.75, 0},
-    {kAdam, 0.5, 0, 0, 0.75, 0},   {kAdam, 0.5, 0, 0, 0.75, 2},   {kAdam, 0, 0, 0, 0.75, 0},
-    {kAdam, 0.5, 0, 0, 0, 0},
+    {kProducts, 0, 0, 0, 0, 0},        {kStep, 0.5, 0.25, 0.5, 0, 0},
+    {kStep, 0.5, 0.25, 0, 0, 0},       {kStep, 0, 0.25, 0.5, 0, 0},
+    {kStep, 0.5, 0, 0.5, 0, 0},        {kStep, 1, 1, 0, 0, 0},
+    {kLength, 0.5, 0, 0, 0.75, 0},     {kLength, 0, 0, 0, 0.75, 0},
+    {kLength, 1, 0, 0, 0.75, 0},       {kAdam, 0.5, 0, 0, 0.75, 0},
+    {kAdam, 0.5, 0, 0, 0.75, 2},       {kAdam, 0, 0, 0, 0.75, 0},
+    {kAdam, 0.5, 0, 0, 0, 0},          {kLength, 0.5, 0, 0, 0.75, 0, true},
+    {kAdam, 0.5, 0, 0, 0.75, 0, true}, {kAdam, 0.5, 0, 0, 0.75, 2, true},
 };
 constexpr double kExactInDouble = 0x1p53;
 constexpr double kLastRoundings = 16 * std::numeric_limits<double>::epsilon();
@@ -58,7 +62,8 @@ std::string describe(const Method& method) {
   return names[static_cast<int>(method.operation)] + std::string(", momentum ") +
          std::to_string(method.momentum) + ", lr " + std::to_string(method.lr) + ", weight decay " +
          std::to_string(method.weight_decay) + ", second decay " +
-         std::to_string(method.second_decay) + ", eps " + std::to_string(method.eps);
+         std::to_string(method.second_decay) + ", eps " + std::to_string(method.eps) +
+         (method.nesterov ? ", Nesterov" : "");
 }
 
 // All that any of them reads or writes; mode_products reads the gradient.
@@ -138,14 +143,15 @@ Values call(const Method& method, std::vector<Problem>& problems) {
                             {p.counts[0], p.counts[1]}});
     }
     tnt::grafted_directions(
-        directions, {method.momentum, method.second_decay, method.eps, may_round}, scales.data());
+        directions, {method.momentum, method.second_decay, method.eps, method.nesterov, may_round},
+        scales.data());
   }
   EXPECT(keeps_subnormals());
   return scales;
 }
 
 struct Expected {
-  Values param, momentum, second_moment, direction;
+  Values param, momentum, ahead, second_moment, direction;
   double scale;
 };
 
@@ -156,27 +162,30 @@ UNWATCHED double sum_of_squares(const Values& values) {
   return static_cast<double>(sum);
 }
 
-// m <- mu m + g;  v <- d v + (1 - d) g^2;  P = m x_1 A_1 ... x_k A_k;
-// W <- W - lr (P + weight_decay W);  |R| / |P| with R = m, or m^ / (sqrt(v^) + eps) of Adam, where
-// m^ = (1 - mu) / (1 - mu^n) m and v^ = v / (1 - d^n).
+// m <- mu m + g;  v <- d v + (1 - d) g^2;  P = n x_1 A_1 ... x_k A_k, n = m or, with Nesterov,
+// mu m + g;  W <- W - lr (P + weight_decay W);  |R| / |P| with R = n, or n^ / (sqrt(v^) + eps) of
+// Adam, where n^ = (1 - mu) / (1 - mu^t) n, t the powers of mu that n sums, v^ = v / (1 - d^t).
 Expected definition(const Method& method, const Problem& problem) {
-  Expected to{problem.param.values(), problem.grad.values(), problem.second_moment.values(), {}, 0};
+  const Values start = problem.grad.values();
+  Expected to{problem.param.values(), start, start, problem.second_moment.values(), {}, 0};
   const Values grad = problem.grad.values(), old = problem.momentum.values();
-  const double first = (1 - method.momentum) / (1 - std::pow(method.momentum, problem.counts[0]));
+  const double powers = problem.counts[0] + (method.nesterov ? 1 : 0);
+  const double first = (1 - method.momentum) / (1 - std::pow(method.momentum, powers));
   const double second = 1 - std::pow(method.second_decay, problem.counts[1]);
   long double sum = 0;
   for (size_t i = 0; i < grad.size() && method.operation != kProducts; ++i) {
     to.momentum[i] = method.momentum * old[i] + grad[i];
-    long double other = to.momentum[i];
+    to.ahead[i] = method.nesterov ? method.momentum * to.momentum[i] + grad[i] : to.momentum[i];
+    long double other = to.ahead[i];
     if (method.operation == kAdam) {
       to.second_moment[i] =
           method.second_decay * to.second_moment[i] + (1 - method.second_decay) * grad[i] * grad[i];
       const long double root = std::sqrt(static_cast<long double>(to.second_moment[i]) / second);
-      other = first * to.momentum[i] / (root + method.eps);
+      other = first * to.ahead[i] / (root + method.eps);
     }
     sum += other * other;
   }
-  to.direction = chain(to.momentum, problem.sizes(), problem.factors);
+  to.direction = chain(to.ahead, problem.sizes(), problem.factors);
   for (size_t i = 0; i < grad.size(); ++i) {
     to.param[i] -= method.lr * (to.direction[i] + method.weight_decay * to.param[i]);
   }
@@ -208,9 +217,9 @@ void check(const Method& method, std::vector<Problem> problems) {
                             name_of(old.sizes()) + ", " + name_of(old.grad.element()) +
                             " gradient");
     const Expected wanted = definition(method, old);
-    // The finest digit of a momentum is 1/2, of a parameter's change 1/8.
-    const double digits = method.operation == kStep ? 8 : 2;
-    EXPECT(digits * chain_bound(wanted.momentum, old.sizes(), old.factors) < kExact);
+    // The finest digit of a momentum is 1/2, one gradient ahead 1/4, of a parameter's change 1/8.
+    const double digits = method.operation == kStep ? 8 : method.nesterov ? 4 : 2;
+    EXPECT(digits * chain_bound(wanted.ahead, old.sizes(), old.factors) < kExact);
     const bool products = method.operation == kProducts, step = method.operation == kStep;
     expect_tensor(fresh.param, old.param, step, rounded(old.param.element(), wanted.param));
     expect_tensor(fresh.momentum, old.momentum, !products, wanted.momentum);
@@ -222,7 +231,7 @@ void check(const Method& method, std::vector<Problem> problems) {
       expect_tensor(fresh.factors[i], old.factors[i], false, {});
     }
     if (method.grafts()) {
-      EXPECT(4 * sum_of_squares(wanted.direction) < kExactInDouble);
+      EXPECT(digits * digits * sum_of_squares(wanted.direction) < kExactInDouble);
       const double bound = method.operation == kAdam ? kLastRoundings * wanted.scale : 0;
       EXPECT_AT_MOST(std::abs(scales[t] - wanted.scale), bound);
     }

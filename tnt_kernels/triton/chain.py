@@ -225,8 +225,12 @@ def plan(
     device: torch.device,
     programs: int,
     setting: str = "ieee",
+    in_place: bool = False,
 ) -> Plan:
-    """Plans the products; ``factors`` flat, contiguous; ``setting`` is Triton's precision."""
+    """Plans the products; ``factors`` flat, contiguous; ``setting`` is Triton's precision.
+
+    ``in_place``: the results are the tensors.
+    """
     first_factors = list(itertools.accumulate((len(t.shape) for t in tensors), initial=0))
     problems: list[tuple[int, ...]] = []
     kinds: dict[Kind, list[int]] = defaultdict(list)
@@ -249,7 +253,9 @@ def plan(
         for t in members:
             source, result = tensors[t], results[t]
             unfoldings = _unfoldings(source, result)
-            if unfoldings is None:
+            # A product may not write what its other tiles read. The last of several reads scratch.
+            is_alone = in_place and len(source.shape) == 1 < len(factors[first_factors[t]].shape)
+            if unfoldings is None or is_alone:
                 copied.add(t)
                 source, result = contiguous(source), contiguous(result)
                 unfoldings = _unfoldings(source, result)
@@ -376,12 +382,12 @@ def products(
 
     With ``step``, (lr, weight_decay), the results W, of any dtype, become W - lr (P + weight_decay
     W); else they have the factors' dtype and are contiguous. The numbers of a step may be on the
-    host. ``factors`` are the A_i, flat.
+    host. ``factors`` are the A_i, flat. ``results`` may be the list ``tensors`` itself.
     """
     device = tensors[0].device
     factors = contiguous_copies(factors)
     setting = precision(device)
-    p = planned(plan, tensors, results, factors, rest=(setting,))
+    p = planned(plan, tensors, results, factors, rest=(setting, results is tensors))
     read, written = list(tensors), list(results)
     for t in p.copied:  # copies: a contiguous tensor itself may not be aligned, as the plan says
         read[t], written[t] = (

@@ -35,12 +35,14 @@ def scale_kernel(
     counts,
     second_decay: tl.float64,
     ADAM: tl.constexpr,
+    AHEAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """s = |R| / |P| of one tensor, 0 if P is 0.
 
-    With ADAM, |R| = |c m / (sqrt(v / d) + eps)|, c and d the bias corrections, is
-    c sqrt(d) |m / (sqrt(v) + eps sqrt(d))|.
+    With ADAM, |R| = |c n / (sqrt(v / d) + eps)|, c and d the bias corrections, is
+    c sqrt(d) |n / (sqrt(v) + eps sqrt(d))|. n is m or, with AHEAD, mu m + g, which sums one more
+    power of mu.
 
     Grid: one program for each tensor, which reads its partial sums. Bound: the launch.
     """
@@ -50,7 +52,7 @@ def scale_kernel(
     if ADAM:
         mu = tl.load(momentum).to(tl.float64)
         # The momentum is not averaged: Adam's first moment is 1 - mu times it.
-        first = (1 - mu) / correction(mu, tl.load(counts + 2 * t))
+        first = (1 - mu) / correction(mu, tl.load(counts + 2 * t) + AHEAD)
         second = correction(second_decay, tl.load(counts + 2 * t + 1))
         length *= first * tl.sqrt(second)
     tl.store(scales + t, tl.where(norm == 0, 0.0, length / norm))
@@ -66,17 +68,21 @@ def grafted_directions_(
     counts: Tensor,
     second_decay: float,
     eps: float,
+    nesterov: bool,
 ) -> Tensor:
     """The operator with ``factors`` flat, ``second_moments`` empty to graft the momentum's norm."""
     if not momenta:
         return torch.zeros(0, dtype=torch.float64, device=momentum.device)
     device = momenta[0].device
     mu, adam = scalar_on(device, momentum), len(second_moments) > 0
-    lists = [momenta, *([second_moments] if adam else []), grads]
+    # The look-ahead momenta are in ``out``, where the products replace them.
+    lists = [momenta, *([second_moments] if adam else []), *([out] if nesterov else []), grads]
     table = counts.to(device, non_blocking=True).contiguous() if adam else mu  # not read without
     numbers = (mu, table, second_decay, eps)
-    move, wanted = over_elements(momentum_kernel, lists, numbers, sums=True, SUMS=True, ADAM=adam)
-    precondition = products(momenta, out, factors)
+    move, wanted = over_elements(
+        *(momentum_kernel, lists, numbers), sums=True, SUMS=True, ADAM=adam, AHEAD=nesterov
+    )
+    precondition = products(out if nesterov else momenta, out, factors)
     square, squares = over_elements(inner_kernel, [out], (), sums=True, TWO=False)
     scales = torch.empty(len(momenta), dtype=torch.float64, device=device)
 
@@ -85,6 +91,7 @@ def grafted_directions_(
             scale_kernel,
             *(len(momenta), scales, *wanted, *squares, mu, table, second_decay),
             ADAM=adam,
+            AHEAD=nesterov,
             BLOCK=BLOCK,
             num_warps=WARPS,
         )

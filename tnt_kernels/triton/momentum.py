@@ -35,10 +35,10 @@ from tnt_kernels.triton.tiles import (
 # The problem table, int64, one row for each piece of a tensor: the tensor's number, elements, sizes
 # of the two fastest of three dimensions, a flag, and the number of its first partial sum.
 NUMBER, COUNT, INNER, MIDDLE, DECAYED, PARTIAL = fields(6)
-# Then a place in each of up to three lists: index of an address, offset, three strides.
+# Then a place in each of up to four lists: index of an address, offset, three strides.
 PLACES, PLACE_FIELDS = tl.constexpr(6), tl.constexpr(5)
 ADDRESS, OFFSET, STRIDES = fields(3)
-PROBLEM_FIELDS = tl.constexpr(21)
+PROBLEM_FIELDS = tl.constexpr(26)
 TILE_FIELDS = tl.constexpr(2)
 
 LEVELS = tl.constexpr(10)
@@ -172,20 +172,25 @@ def momentum_kernel(
     VECTOR: tl.constexpr,
     SUMS: tl.constexpr,
     ADAM: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
-    """m <- momentum m + g on SPAN elements of one tensor; with SUMS also its sum of squares.
+    """m <- momentum m + g on SPAN elements of one tensor; with SUMS also the sum of squares of n.
 
-    With ADAM also v <- second_decay v + (1 - second_decay) g^2, and the sum is that of the squares
-    of m / (sqrt(v) + eps sqrt(d)), with v's bias correction d.
+    n is m or, with AHEAD, momentum m + g, which it stores. With ADAM also v <- second_decay v +
+    (1 - second_decay) g^2, and the sum is that of the squares of n / (sqrt(v) + eps sqrt(d)), with
+    v's bias correction d.
 
-    Grid: one program for each SPAN elements, of which it reads m, v and g once and writes m and v.
-    Bound: memory.
+    Grid: one program for each SPAN elements, of which it reads m, v and g once and writes m, v and
+    n. Bound: memory.
     """
     problem, first, count = span_of(tiles, problems, SPAN, VECTOR)
-    GRAD: tl.constexpr = 2 if ADAM else 1
+    N: tl.constexpr = 2 if ADAM else 1
+    GRAD: tl.constexpr = N + 1 if AHEAD else N
     m_start = start_of(problem, 0, addresses, RESULT, VECTOR)
     g_start = start_of(problem, GRAD, addresses, ELEMENT, VECTOR)
     mu = tl.load(momentum).to(RESULT)
+    if AHEAD:
+        n_start = start_of(problem, N, addresses, RESULT, VECTOR)
     if ADAM:
         v_start = start_of(problem, 1, addresses, RESULT, VECTOR)
         decay, weight = second_decay.to(RESULT), (1 - second_decay).to(RESULT)
@@ -199,15 +204,19 @@ def momentum_kernel(
         g = tl.load(g_at, mask=inside, other=0).to(RESULT)
         m = mu * tl.load(m_at, mask=inside, other=0) + g
         length = m
+        if AHEAD:
+            length = mu * m + g
+            n_at = addresses_at(problem, N, n_start, x, y, z, VECTOR)
+            tl.store(n_at, length, mask=inside)
         if ADAM:
             v_at = addresses_at(problem, 1, v_start, x, y, z, VECTOR)
             v = decay * tl.load(v_at, mask=inside, other=0) + weight * g * g
             tl.store(v_at, v, mask=inside)
             if RESULT == tl.float32:
                 # `/` and tl.sqrt of float32 are approximate, and take subnormal numbers for 0.
-                length = tl.div_rn(m, tl.sqrt_rn(v) + floor)
+                length = tl.div_rn(length, tl.sqrt_rn(v) + floor)
             else:
-                length = m / (tl.sqrt(v) + floor)
+                length = length / (tl.sqrt(v) + floor)
             length = tl.where(inside, length, 0)
         tl.store(m_at, m, mask=inside)
         if SUMS:

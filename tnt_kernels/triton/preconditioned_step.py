@@ -28,6 +28,8 @@ def preconditioned_step_(
     mu = scalar_on(device, momentum)
     # Without sums and Adam the kernel reads no other numbers.
     numbers = (mu, mu, mu, 0.0, 0.0)
-    move, _ = over_elements(momentum_kernel, [momenta, grads], numbers, SUMS=False, ADAM=False)
+    move, _ = over_elements(
+        momentum_kernel, [momenta, grads], numbers, SUMS=False, ADAM=False, AHEAD=False
+    )
     update_params = products(momenta, params, factors, (lr, weight_decay))
     run(device, [move, *update_params], [*params, *momenta])

@@ -11,9 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tnt_optim.directions import clipped, directions_, graft_scales
+from tnt_optim.directions import (
+    clipped,
+    directions_,
+    graft_scales,
+    preconditioned_momenta,
+)
 from tnt_optim.distributed.process_group import ProcessGroup
-from tnt_optim.modes import Settings, State, blocks, each, layout_of
+from tnt_optim.modes import Settings, State, layout_of
 from tnt_optim.state import NAMES, kept_names, owned_bytes, statistic_shapes
 
 
@@ -157,10 +162,11 @@ class OwnerRanks:
         params = self.owned(whole)
         own = [states[p] for p in params]
         seen = [layout_of(state) for state in own]
-        found, norms = directions_([whole[p] for p in params], own, seen, group)
-        scales = graft_scales(norms, own, seen, group)
+        grads = [whole[p] for p in params]
+        found, norms = directions_(grads, own, seen, group)
+        scales = graft_scales(norms, grads, own, seen, group)
         if group["kl_clip"] is not None:
-            momenta = blocks(each(own, "momentum"), seen)
+            momenta = preconditioned_momenta(grads, own, seen, group)
             sums = self.processes.sums
             scales = clipped(found, momenta, scales, group, lambda total: sums([total])[0])
         if scales is not None and found:
