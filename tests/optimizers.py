@@ -16,8 +16,8 @@ from tnt_optim import KFAC, TNT, Shampoo, with_fallback
 
 # The optimizers that precondition mode by mode, by name.
 FACTORED: dict[str, Callable[..., Any]] = {
-    "sampled": TNT.paper,
-    "empirical": functools.partial(TNT.paper, fisher="empirical"),
+    "sampled": functools.partial(TNT.paper, likelihood="categorical"),
+    "empirical": functools.partial(TNT.paper, likelihood=None),
     "shampoo": Shampoo.paper,
 }
 EVERY = (*FACTORED, "kfac", "fallback")  # "fallback": TNT with AdamW for vectors

@@ -155,6 +155,7 @@ class DenseTNT:
         relative_damping: bool = False,
         graft: str | None = None,
         estimator: str = "moments",
+        nesterov: bool = False,
         mode_shapes: Sequence[tuple[int, ...]] | None = None,
     ) -> None:
         self.params = list(params)
@@ -162,7 +163,7 @@ class DenseTNT:
         self.stat_decay, self.weight_decay = stat_decay, weight_decay
         self.stat_interval, self.inverse_interval = stat_interval, inverse_interval
         self.relative_damping, self.graft = relative_damping, graft
-        self.estimator = estimator
+        self.estimator, self.nesterov = estimator, nesterov
         self.steps = 0
         shapes = mode_shapes or [modes_of(p.shape) for p in self.params]
         self.blocks = [_Block(shape, max_factor_dim) for shape in shapes]
@@ -216,21 +217,24 @@ class DenseTNT:
         block.second_moment = 0.99 * block.second_moment + 0.01 * g * g
         block.updates += 1
         assert block.fisher is not None, "no statistic has been observed"
-        direction = torch.linalg.solve(block.fisher, block.momentum)
-        direction = direction * self._graft_factor(block, direction)
+        # The sum of mu^j g_(t-j), or the next one if its gradient were g again.
+        n = self.momentum * block.momentum + g if self.nesterov else block.momentum
+        direction = torch.linalg.solve(block.fisher, n)
+        direction = direction * self._graft_factor(block, n, direction)
         with torch.no_grad():
             step = direction.reshape(param.shape) + self.weight_decay * param
             param.copy_(param - self.lr * step)
 
-    def _graft_factor(self, block: _Block, direction: Tensor) -> float:
+    def _graft_factor(self, block: _Block, n: Tensor, direction: Tensor) -> float:
         length = float(direction.norm())
         if self.graft is None or length == 0.0:
             return 1.0
         if self.graft == "rms":
             return 0.2 * math.sqrt(len(direction)) / length
         if self.graft == "sgd":
-            return float(block.momentum.norm()) / length
-        # Adam's first moment is the same momentum up to (1 - mu), bias-corrected.
-        first = (1 - self.momentum) * block.momentum / (1 - self.momentum**block.updates)
+            return float(n.norm()) / length
+        # Adam's first moment is an average: the weights of the gradients that n sums become one.
+        powers = block.updates + (1 if self.nesterov else 0)
+        first = (1 - self.momentum) * n / (1 - self.momentum**powers)
         second = block.second_moment / (1 - 0.99**block.updates)
         return float((first / (second.sqrt() + 1e-8)).norm()) / length

@@ -19,6 +19,9 @@ _NOT_SAVED = {"modes", "differentiable"}
 # Parts of a parameter's name that wrappers add: DistributedDataParallel and torch.compile.
 _WRAPPERS = {"module", "_orig_mod"}
 
+# Settings that states saved by version 0.2 lack: they were made without, as with False.
+_LATER = {"nesterov", "early_roots", "takes_roots"}
+
 # Options that decide what the statistics are of; the others matter only with a likelihood.
 _SAMPLING = ("likelihood", "seed", "sample_scale")
 
@@ -73,6 +76,8 @@ def load_adapted(
         (state,) = adapted
         warn_of_other_names(names, state["param_groups"])
         for group, own in zip(optimizer.param_groups, names, strict=True):
+            for name in _LATER & optimizer.defaults.keys():
+                group.setdefault(name, False)
             if own is not None:
                 group["param_names"] = own
         finish(state)
@@ -268,7 +273,7 @@ def check_groups(
             f"state_dict must have {len(groups)} parameter groups, got {len(saved_groups)}"
         )
     for number, (group, saved) in enumerate(zip(groups, saved_groups, strict=True)):
-        check_keys(f"state_dict: group {number}", saved, settings - _NOT_SAVED)
+        check_keys(f"state_dict: group {number}", saved, settings - _NOT_SAVED - _LATER)
         try:
             check_settings(saved)
         except ValueError as error:

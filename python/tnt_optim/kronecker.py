@@ -30,6 +30,7 @@ from tnt_optim.cuda_graphs import StepGraphs, check_graphs_device
 from tnt_optim.diagnostics import diagnostics
 from tnt_optim.directions import check_rounding
 from tnt_optim.distributed import Owners, distribution
+from tnt_optim.early_roots import LEAST_SHARE, mean_share, takes_roots
 from tnt_optim.failures import (
     UNFINISHED,
     Delivery,
@@ -133,7 +134,7 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
         self._observed = Empirical() if source is None else source
         self._owners, self._failures = Owners(self.shard), Failures()
         self._start_over()
-        super().__init__(params, {**defaults, "step": 0})
+        super().__init__(params, {**defaults, "step": 0, "takes_roots": False})
 
     def _start_over(self) -> None:
         """Forgets graphs, retries and a consolidated state, which belong to one state."""
@@ -401,6 +402,7 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
             del group[name]
         # Of the first group 0: a group of another optimizer may bring that one's.
         group["step"] = self.param_groups[0]["step"] if len(self.param_groups) > 1 else 0
+        group["takes_roots"] = group["early_roots"] and not self._samples
         self._owners.add(group)
         self._is_alike = False
 
@@ -677,19 +679,41 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
         reached, processes = step.observed.keys() | self._attempt.accumulated, step.distribution
         missed = self._observed.missed_after(reached, step.grads, is_sharded=processes.is_sharded)
         note_missed = functools.partial(setattr, self._observed, "missed", missed)
-        if self.capturable:
+        if self.capturable and not any(takes_roots(group) for group, _ in step.factors):
             reports = self._graphs.run(step, self.state, self._run_all)
             # The first stage has run: what follows must not update again.
             self._attempt.finish([lambda: None, lambda: self._report(reports), note_missed])
             return
         for report in step.refresh_statistics(self.state, as_they_are, self._delivered_statistics):
             self._failures.report(report.kind, report.codes, report.params)
+        self._end_early_roots(step)
         self._report(self._refresh_factors(step, as_they_are))
         self._attempt.inverted.update(p for _, params in step.factors for p in params)
         if not processes.is_distributed or not any(p.is_cuda for p in step.grads):
             self._failures.read(self.state, self._name, groups=self.param_groups)
         stages: list[Stage] = [*step.update(self.state, as_they_are), note_missed]
         self._attempt.finish(stages, resumable=not processes.is_distributed)
+
+    def _end_early_roots(self, step: DeviceStep) -> None:
+        """Ends early roots if the mean no longer dominates the gradients; until then it waits."""
+        batches = [batch for batch in step.factors if takes_roots(batch[0])]
+        if not batches:
+            return
+        processes, device = step.distribution, batches[0][1][0].device
+        found = [
+            mean_share(self.state[p], float(group["momentum"]))
+            for group, params in batches
+            for p in processes.owned(params)
+        ]
+        shares = [share.to(device) for share in found if share is not None]
+        total = torch.zeros(2, dtype=torch.float64, device=device)
+        if shares:
+            known = torch.stack(shares)
+            total = torch.stack([known.nansum(), (~known.isnan()).sum().double()])
+        share, count = processes.total(total).tolist()
+        if count and share < LEAST_SHARE * count:
+            for group in self.param_groups:
+                group["takes_roots"] = False
 
     def _run_all(self, step: DeviceStep, settings: Callable[[Group], Settings]) -> list[Report]:
         reports = [*step.refresh_statistics(self.state, settings)]

@@ -127,6 +127,7 @@ _TABLE = (
     Option("block_size", None, *_COUNT_OR_NONE),
     Option("merge_small_dims", None, *_one_of(None, *get_args(MergedDims))),
     Option("relative_damping", False, *_BOOL),
+    Option("early_roots", False, *_BOOL),
     Option("graft", None, *_one_of(None, *get_args(Graft))),
     Option("maximize", False, *_BOOL),
     Option("rounding", "nearest", *_one_of(*get_args(Rounding))),
@@ -180,6 +181,10 @@ merge_small_dims: "kernel": a convolution's kernel and input channels are one mo
     it is at most ``max_factor_dim`` and no side of the kernel is above 16. None: no modes merge. A
     group's ``modes`` merges others.
 relative_damping: damp with ``damping`` times the average eigenvalue of the statistics.
+early_roots: take inverse square roots of the damped statistics instead of inverses in the first
+    steps, as long as the mean of the training gradients dominates their second moment, on average
+    over the parameters. With a ``likelihood`` it does nothing: gradients at sampled labels have
+    mean zero.
 graft: rescale each parameter's direction. "adam": to the norm of Adam's, whose second moment it
     keeps; "sgd": to the momentum's; "rms": to a root mean square of 0.2, about that of Adam's,
     without its memory (steps stay as long when gradients vanish: not for heads or experts that are
@@ -249,7 +254,8 @@ def same_settings(group: Settings) -> tuple[Any, ...]:
     Tensors, which may change in place, must be the same objects.
     """
     values = [value for name, value in group.items() if name in OPTIONS]
-    return (*group.keys(), *values, *map(type, values), group["step"])  # 1 == True
+    schedule = group["step"], group.get("takes_roots")
+    return (*group.keys(), *values, *map(type, values), *schedule)  # 1 == True
 
 
 def repeated_options(

@@ -68,6 +68,7 @@ class Shampoo(KroneckerOptimizer):
         *,
         damping: float = 1e-3,
         momentum: float = 0.9,
+        nesterov: bool = False,
         stat_decay: float = 0.9,
         weight_decay: float = 0.0,
         stat_interval: int = 10,

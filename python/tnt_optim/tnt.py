@@ -6,6 +6,7 @@ from typing import Any, Never, Self
 from torch import Tensor
 
 from tnt_kernels import damped_inverse
+from tnt_optim.early_roots import inverse_square_roots, takes_roots
 from tnt_optim.failures import warn_if_unbounded
 from tnt_optim.kronecker import KroneckerOptimizer
 from tnt_optim.likelihoods import Likelihood
@@ -85,6 +86,7 @@ class TNT(KroneckerOptimizer):
         *,
         damping: float = 0.3,
         momentum: float = 0.9,
+        nesterov: bool = True,
         stat_decay: float = 0.9,
         weight_decay: float = 0.0,
         stat_interval: int = 10,
@@ -94,6 +96,7 @@ class TNT(KroneckerOptimizer):
         estimator: Estimator = "mle",
         max_factor_dim: int = 4096,
         relative_damping: bool = True,
+        early_roots: bool = True,
         graft: Graft | None = "adam",
         precondition_1d: bool = False,
         seed: int = 0,
@@ -148,4 +151,7 @@ class TNT(KroneckerOptimizer):
         warn_if_unbounded(self.param_groups[-1])
 
     def _factors(self, group: Settings, stats: Rows, out: Rows) -> Tensor:
-        return damped_inverse(stats, group["damping"], out, group["relative_damping"])[1]
+        damping, relative = group["damping"], group["relative_damping"]
+        if takes_roots(group):
+            return inverse_square_roots(stats, damping, out, relative)
+        return damped_inverse(stats, damping, out, relative)[1]

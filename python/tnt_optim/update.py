@@ -115,6 +115,10 @@ class Local:
         """The entries of a parameter's state that this process keeps."""
         return NAMES
 
+    def total(self, value: Tensor) -> Tensor:
+        """The sum of the owner ranks' values."""
+        return value
+
     def codes(self, params: Sequence[Tensor], owned: Sequence[Tensor], own: Tensor) -> Tensor:
         """The owners' error codes of ``params``, from this process's ``own`` codes of ``owned``."""
         return own

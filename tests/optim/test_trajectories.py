@@ -102,6 +102,7 @@ class Settings:
     relative_damping: bool = False
     graft: str | None = None
     estimator: str | None = None  # Shampoo has none
+    nesterov: bool = False
     warm: bool = False
 
     def arguments(self) -> dict[str, Any]:
@@ -269,6 +270,15 @@ def test_maximum_likelihood_follows_the_oracle(
 ) -> None:
     settings = settings_of(name, estimator="mle", max_factor_dim=max_factor_dim, **more)
     assert_follows(name, dtype, settings)
+
+
+@factored
+@dtypes
+@pytest.mark.parametrize("graft", [None, "adam", "sgd", "rms"])
+def test_nesterov_follows_the_oracle(name: str, dtype: torch.dtype, graft: str | None) -> None:
+    """With weight decay, and cold starts: the first bias corrections count."""
+    more = {} if graft is None else {"graft": graft, "lr": 0.01}
+    assert_follows(name, dtype, settings_of(name, nesterov=True, weight_decay=0.1, **more))
 
 
 # ------------------------------------------------------------------ dictated gradients

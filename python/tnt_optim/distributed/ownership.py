@@ -145,6 +145,10 @@ class OwnerRanks:
                 found[param] = self.processes.hand_over(part, owner, to)
         return {param: part for param, part in found.items() if part}
 
+    def total(self, value: Tensor) -> Tensor:
+        """See ``Local.total``."""
+        return self.processes.sums([value])[0]
+
     def codes(self, params: Sequence[Tensor], owned: Sequence[Tensor], own: Tensor) -> Tensor:
         """See ``Local.codes``."""
         zero = torch.zeros((), dtype=torch.int32, device=params[0].device)

@@ -42,6 +42,10 @@ class Replicated(OwnerRanks, Local):
         """See ``OwnerRanks.is_owner``."""
         return self.shard is None or super().is_owner(param)
 
+    def total(self, value: Tensor) -> Tensor:
+        """See ``Local.total``."""
+        return value if self.shard is None else super().total(value)
+
     def codes(self, params: Sequence[Tensor], owned: Sequence[Tensor], own: Tensor) -> Tensor:
         """See ``Local.codes``."""
         return own if self.shard is None else super().codes(params, owned, own)

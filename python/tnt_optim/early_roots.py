@@ -1,0 +1,77 @@
+"""How long factors are inverse square roots of the statistics, before they become inverses.
+
+The second moment E[g g^T] of training gradients is their covariance plus the square of their mean.
+In the first steps the mean is nearly all of it. Its inverse then damps the direction of descent
+more than any other, and the first steps follow the noise instead. Their inverse square root, as in
+Adam and Shampoo, weighs both alike. Once noise dominates, E[g g^T] is close to the Fisher matrix,
+and the inverse is the better power. Gradients at sampled labels have mean zero from the start.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tnt_kernels import inverse_root
+from tnt_optim.modes import Rows, Settings, State, layout_of
+
+# Factors become inverses when the mean has less than this share, on average over the parameters.
+LEAST_SHARE = 0.25
+
+
+def takes_roots(group: Settings) -> bool:
+    """Whether a group's factors are inverse square roots at this step."""
+    return bool(group["early_roots"] and group["takes_roots"])
+
+
+def mean_share(state: State, momentum: float) -> Tensor | None:
+    """The share of the mean in the second moment of a parameter's gradients, float64, 0-dim.
+
+    That is |m^|^2 / E[|g|^2], with the bias-corrected average m^ of the gradients in the momentum
+    and the trace of the statistics, less what independent gradients of mean zero have in the long
+    run, (1 - mu) / (1 + mu). NaN if all gradients were zero; None if there were none, or no
+    momentum averages them.
+    """
+    if not state.get("stats") or float(state["updates"]) == 0 or momentum == 0:
+        return None
+    blocks = layout_of(state).rows(state["stats"])
+    trace = torch.stack([_trace(modes[0]) for modes in blocks]).sum()
+    average = (1 - momentum) / (1 - momentum ** float(state["updates"]))
+    share: Tensor = (average * state["momentum"].double().norm()).square() / trace
+    noise = (1 - momentum) / (1 + momentum)
+    return (share - noise) / (1 - noise)
+
+
+def inverse_square_roots(stats: Rows, damping: float | Tensor, out: Rows, relative: bool) -> Tensor:
+    """Computes (U_i + damping I)^(-1/2), or with ``relative`` (U_i + damping c I)^(-1/2).
+
+    U_i and c are those of ``tnt_kernels.damped_inverse``, as are ``out`` and the result.
+    """
+    damped = [_damped(modes, damping, relative) for modes in stats]
+    return inverse_root(damped, 0.0, 2, out)[1]
+
+
+def _trace(stat: Tensor) -> Tensor:
+    return (stat if stat.dim() == 1 else stat.diagonal()).sum(dtype=torch.float64)
+
+
+def _damped(modes: Sequence[Tensor], damping: float | Tensor, relative: bool) -> list[Tensor]:
+    """The U_i + damping I of a tensor with these statistics S_i, in which all tr(U_i) / d_i are c.
+
+    Where the statistics are zero: the identity with ``relative``, else damping I.
+    """
+    size = 1
+    for stat in modes:
+        size *= len(stat)
+    trace = _trace(modes[0])
+    limits = torch.finfo(modes[0].dtype)
+    nothing = trace.abs() / max(len(modes[0]), 1) < limits.tiny / limits.eps
+    c = (trace.clamp(min=0) / max(size, 1)) ** (1 / len(modes))
+    shift = torch.where(nothing, 1.0, damping * c) if relative else damping
+    damped = []
+    for stat in modes:
+        scale = torch.where(nothing, 0.0, c * len(stat) / trace)
+        u = stat * scale.to(stat.dtype)
+        (u if u.dim() == 1 else u.diagonal()).add_(shift)
+        damped.append(u)
+    return damped
