@@ -78,6 +78,12 @@ def damped_covariances(stats: Sequence[Tensor], damping: float, relative: bool) 
     return [u + shift * torch.eye(len(u), dtype=u.dtype) for u in us]
 
 
+def square_root(matrix: Tensor) -> Tensor:
+    """The symmetric square root of a positive definite matrix."""
+    values, vectors = torch.linalg.eigh(matrix)
+    return vectors @ torch.diag(values.sqrt()) @ vectors.T
+
+
 def damped_kron(stats: Sequence[Tensor], damping: float, relative: bool) -> Tensor:
     """F_TNT = (U_1 + e I) kron ... kron (U_k + e I)."""
     return dense_kron(damped_covariances(stats, damping, relative))
@@ -156,6 +162,7 @@ class DenseTNT:
         graft: str | None = None,
         estimator: str = "moments",
         nesterov: bool = False,
+        early_roots: bool = False,
         mode_shapes: Sequence[tuple[int, ...]] | None = None,
     ) -> None:
         self.params = list(params)
@@ -163,15 +170,17 @@ class DenseTNT:
         self.stat_decay, self.weight_decay = stat_decay, weight_decay
         self.stat_interval, self.inverse_interval = stat_interval, inverse_interval
         self.relative_damping, self.graft = relative_damping, graft
-        self.estimator, self.nesterov = estimator, nesterov
+        self.estimator, self.nesterov, self.takes_roots = estimator, nesterov, early_roots
         self.steps = 0
         shapes = mode_shapes or [modes_of(p.shape) for p in self.params]
         self.blocks = [_Block(shape, max_factor_dim) for shape in shapes]
 
     def _refresh(self, block: _Block) -> None:
         assert block.stats is not None
-        block.fisher = damped_kron(block.stats, self.damping, self.relative_damping)
-        block.covariances = damped_covariances(block.stats, self.damping, self.relative_damping)
+        damped = damped_covariances(block.stats, self.damping, self.relative_damping)
+        if self.takes_roots:
+            damped = [square_root(matrix) for matrix in damped]
+        block.covariances, block.fisher = damped, dense_kron(damped)
 
     def warm_start(self, sampled_batches: Sequence[Sequence[Tensor]]) -> None:
         """Sets the statistics to the average of the batches' Gram matrices, then the inverses."""
@@ -189,8 +198,8 @@ class DenseTNT:
     ) -> None:
         """One iteration. It uses the sampled gradients only if statistics are due."""
         t = self.steps
-        for index, (param, block) in enumerate(zip(self.params, self.blocks, strict=True)):
-            gradient = grads[index]
+        refreshed = []
+        for index, block in enumerate(self.blocks):
             observed = None if sampled is None else sampled[index]
             due = t % self.stat_interval == 0 or block.stats is None
             if due and observed is not None:
@@ -198,10 +207,31 @@ class DenseTNT:
             if block.stats is not None:
                 young = t - block.first_statistic < self.inverse_interval
                 if t % self.inverse_interval == 0 or (due and observed is not None and young):
-                    self._refresh(block)
+                    refreshed.append(block)
+        if self.takes_roots:
+            self._end_roots(refreshed)
+        for block in refreshed:
+            self._refresh(block)
+        for param, block, gradient in zip(self.params, self.blocks, grads, strict=True):
             if gradient is not None:
                 self._update(param, block, gradient)
         self.steps += 1
+
+    def _end_roots(self, blocks: Sequence[_Block]) -> None:
+        """Ends the roots if the mean has less than a quarter of the second moment, on average.
+
+        A mean's share is that of its square, less the share that independent gradients would have.
+        """
+        mu, shares = self.momentum, []
+        for block in blocks:
+            if block.updates and block.stats is not None and mu:
+                mean = (1 - mu) * block.momentum / (1 - mu**block.updates)
+                share = float(mean.square().sum() / torch.trace(block.stats[0]))
+                noise = (1 - mu) / (1 + mu)
+                shares.append((share - noise) / (1 - noise))
+        shares = [share for share in shares if not math.isnan(share)]
+        if shares and sum(shares) / len(shares) < 0.25:
+            self.takes_roots = False
 
     def _observe(self, block: _Block, observed: Tensor) -> None:
         if block.stats is None:

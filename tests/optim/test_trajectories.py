@@ -3,7 +3,7 @@
 import copy
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -101,14 +101,20 @@ class Settings:
     max_factor_dim: int = 8192
     relative_damping: bool = False
     graft: str | None = None
-    estimator: str | None = None  # Shampoo has none
     nesterov: bool = False
+    # Shampoo has none of these.
+    estimator: str | None = None
+    early_roots: bool | None = None
     warm: bool = False
 
     def arguments(self) -> dict[str, Any]:
         """The arguments that the oracle and the optimizer both take."""
-        unset = [] if self.estimator else ["estimator"]
-        return {k: v for k, v in asdict(self).items() if k not in ("warm", *unset)}
+        given = asdict(self)
+        del given["warm"]
+        for name in ("estimator", "early_roots"):
+            if given[name] is None:
+                del given[name]
+        return given
 
 
 def settings_of(name: str, **more: Any) -> Settings:
@@ -123,6 +129,7 @@ class Trajectory:
 
     weights: list[list[Tensor]] = field(default_factory=list)
     labels: list[Tensor] = field(default_factory=list)
+    roots: list[bool] = field(default_factory=list)  # whether factors were roots, step by step
     buffers: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -156,6 +163,7 @@ def oracle_trajectory(name: str, settings: Settings) -> Trajectory:
         output = model(x.double())
         observed = sampled(output, y)
         oracle.step(gradients(output, y, params), observed)
+        record.roots.append(oracle.takes_roots)
         record.weights.append([p.detach().clone() for p in params])
     record.buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
     return record
@@ -279,6 +287,29 @@ def test_nesterov_follows_the_oracle(name: str, dtype: torch.dtype, graft: str |
     """With weight decay, and cold starts: the first bias corrections count."""
     more = {} if graft is None else {"graft": graft, "lr": 0.01}
     assert_follows(name, dtype, settings_of(name, nesterov=True, weight_decay=0.1, **more))
+
+
+@dtypes
+@pytest.mark.parametrize("max_factor_dim", [8192, 5], ids=["full", "mixed"])
+@pytest.mark.parametrize("intervals", [(1, 1), (2, 3)], ids=str)
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"lr": 1e-3},
+        {"relative_damping": True, "damping": 0.3, "graft": "adam", "lr": 0.01, "nesterov": True},
+        {"relative_damping": True, "damping": 0.3, "graft": "adam", "lr": 0.01, "warm": True},
+    ],
+    ids=["absolute", "default", "warm"],
+)
+def test_early_roots_follow_the_oracle(
+    dtype: torch.dtype, max_factor_dim: int, intervals: tuple[int, int], more: dict[str, Any]
+) -> None:
+    """From the first step to their end, which comes in the middle of the run."""
+    schedule = {"stat_interval": intervals[0], "inverse_interval": intervals[1]}
+    settings = settings_of("empirical", early_roots=True, estimator="mle", **schedule, **more)
+    assert_follows("empirical", dtype, replace(settings, max_factor_dim=max_factor_dim))
+    roots = oracle_trajectory("empirical", replace(settings, max_factor_dim=max_factor_dim)).roots
+    assert roots[0] and not roots[-1], roots
 
 
 # ------------------------------------------------------------------ dictated gradients
