@@ -29,11 +29,13 @@ def mean_share(state: State, momentum: float) -> Tensor | None:
 
     That is |m^|^2 / E[|g|^2], with the bias-corrected average m^ of the gradients in the momentum
     and the trace of the statistics, less what independent gradients of mean zero have in the long
-    run, (1 - mu) / (1 + mu). NaN if all gradients were zero; None if there were none, or no
-    momentum averages them.
+    run, (1 - mu) / (1 + mu). NaN if all gradients were zero, 0 without momentum, which then knows
+    of no mean; None if there were no gradients.
     """
-    if not state.get("stats") or float(state["updates"]) == 0 or momentum == 0:
+    if not state.get("stats") or float(state["updates"]) == 0:
         return None
+    if momentum == 0:
+        return torch.zeros((), dtype=torch.float64)
     blocks = layout_of(state).rows(state["stats"])
     trace = torch.stack([_trace(modes[0]) for modes in blocks]).sum()
     average = (1 - momentum) / (1 - momentum ** float(state["updates"]))
