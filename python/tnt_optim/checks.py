@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from tnt_optim.failures import warn_the_caller
 from tnt_optim.modes import Settings, is_plain
 
-# A warning says so if a smaller share of the trainable entries is preconditioned.
+# A warning says so if a smaller share of the entries is preconditioned.
 _LEAST_PRECONDITIONED = 0.1
 
 # Arguments of torch's optimizers, and what to write instead.
@@ -81,17 +81,20 @@ def listed(params: Any, kind: str) -> list[Any]:
 
 
 def warn_of_few_preconditioned(groups: Sequence[Mapping[str, Any]], kind: str) -> None:
-    """Warns if most of the trainable entries take the momentum, without a preconditioner."""
-    trained = [(p, group) for group in groups for p in group["params"] if p.requires_grad]
-    entries = sum(p.numel() for p, _ in trained)
-    plain = [p for p, group in trained if is_plain(p, group)]
+    """Warns if most entries are of parameters that take the momentum, without a preconditioner.
+
+    Frozen ones count, too: who trains nothing but a model's biases needs no warning.
+    """
+    params = [(p, group) for group in groups for p in group["params"]]
+    entries = sum(p.numel() for p, _ in params)
+    plain = [p for p, group in params if is_plain(p, group)]
     preconditioned = entries - sum(p.numel() for p in plain)
     if preconditioned < _LEAST_PRECONDITIONED * entries:
         largest = max(plain, key=lambda p: p.numel())
         share = preconditioned / entries
         warn_the_caller(
             f"{kind} preconditions {share:.0%} of the {entries:,} entries of its parameters: "
-            f"{len(plain)} of {len(trained)} parameters have fewer than two dimensions (the "
+            f"{len(plain)} of {len(params)} parameters have fewer than two dimensions (the "
             f"largest is {tuple(largest.shape)}) and take the momentum. If a wrapper has flattened "
             "them, as some forms of ZeRO do, give the optimizer parameters in their own shapes; "
             "for sharding use shard=... or fully_shard"
