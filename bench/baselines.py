@@ -229,7 +229,7 @@ def root_eigh(stats: Modes, damping: float, roots: Sequence[int], out: Modes) ->
 class PlainTNT:
     """The whole step of TNT on empirical gradients, made of (i), (iii) and (iv).
 
-    Settings and schedule are those of ``tnt_optim.TNT`` with ``fisher="empirical"``; there is no
+    Settings and schedule are those of ``tnt_optim.TNT`` without a likelihood; there is no
     warm start and no check for gradients that are not finite. The parameters are contiguous.
     """
 

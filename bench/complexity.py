@@ -193,7 +193,7 @@ def _beyond_momentum(method: str, d: int, k: int) -> int:
     optimizer: torch.optim.Optimizer
     match method:
         case "TNT":
-            optimizer = TNT.paper([weight], fisher="empirical")
+            optimizer = TNT.paper([weight], likelihood=None)
         case "Shampoo":
             optimizer = Shampoo.paper([weight])
         case "Adam":

@@ -1,7 +1,7 @@
 """Whole optimizer steps: against plain torch and first-order methods, and option by option.
 
 Only the optimizer's work is timed: no forward, no backward. Bare parameters hold given gradients,
-which the statistics use too (``fisher="empirical"``). With sampled labels ``step`` does the same to
+which the statistics use too (``likelihood=None``). With sampled labels ``step`` does the same to
 another gradient, and ``observe`` adds a second backward before it.
 """
 
@@ -107,7 +107,7 @@ class Parameters:
     def tnt(self, params: Sequence[nn.Parameter], **settings: Any) -> TNT:
         """TNT after its first step: it has state, statistics and inverses."""
         optimizer = TNT.paper(
-            params, lr=LR, inverse_interval=T2, fisher="empirical", **{**SETTINGS, **settings}
+            params, lr=LR, inverse_interval=T2, likelihood=None, **{**SETTINGS, **settings}
         )
         optimizer.step()
         return optimizer

@@ -22,7 +22,7 @@ def main(steps: int = 60) -> tuple[list[float], TNT]:
     data = TensorDataset(images, torch.tensor(digits.target))
     model = nn.Sequential(nn.Linear(64, 50), nn.Tanh(), nn.Linear(50, 10))
 
-    opt = TNT(model.parameters())
+    opt = TNT(model.parameters(), likelihood="categorical")
     # Before or after prepare(): the prepared model still calls this one.
     opt.attach(model)
     accelerator = Accelerator(gradient_accumulation_steps=2)

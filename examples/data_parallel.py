@@ -20,7 +20,7 @@ def main(steps: int = 60) -> tuple[list[float], TNT]:
         nn.Sequential(nn.Linear(20, 50), nn.Tanh(), nn.Linear(50, 5)),
     )
     # Each statistic, factor and momentum is kept by one process only.
-    opt = TNT(model.parameters(), shard="directions")
+    opt = TNT(model.parameters(), likelihood="categorical", shard="directions")
     batches = torch.Generator().manual_seed(dist.get_rank())
     losses = []
     for _ in range(steps):

@@ -28,7 +28,7 @@ def main(steps: int = 60) -> tuple[list[float], TNT]:
     size = {"n_positions": LENGTH, "n_embd": 32, "n_layer": 2, "n_head": 2}
     model = GPT2LMHeadModel(GPT2Config(**words, **size))
 
-    opt = TNT(model.named_parameters())
+    opt = TNT(model.named_parameters(), likelihood="categorical")
     # The model predicts the next word at every position but the last; TNT sees one row for each.
     opt.attach(model, output=lambda out: out.logits[:, :-1])
 

@@ -29,7 +29,7 @@ class Classifier(lightning.LightningModule):
 
     def configure_optimizers(self) -> TNT:
         """Attaches TNT to the module that returns the logits, because training_step does not."""
-        opt = TNT(self.parameters())
+        opt = TNT(self.parameters(), likelihood="categorical")
         opt.attach(self.net)
         return opt
 

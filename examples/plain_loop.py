@@ -20,7 +20,7 @@ def main(steps: int = 60, log: str | None = None) -> tuple[list[float], TNT]:
     targets = nn.Sequential(nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 5))(2 * inputs).argmax(1)
     model = nn.Sequential(nn.Linear(20, 50), nn.Tanh(), nn.Linear(50, 5))
 
-    opt = TNT(model.parameters())
+    opt = TNT(model.parameters(), likelihood="categorical")
     state_bytes = opt.memory_estimate()["total"]  # before training: plan the memory with it
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opt, steps)
     writer, losses = None, []
@@ -33,8 +33,8 @@ def main(steps: int = 60, log: str | None = None) -> tuple[list[float], TNT]:
         rows = torch.randint(len(inputs), (100,))
         opt.zero_grad()
         out = model(inputs[rows])
-        opt.observe(out)  # the one extra line
-        # A mean over the examples: TNT's "categorical" likelihood, the default, fits it.
+        opt.observe(out)  # the one line that a likelihood adds
+        # A mean over the examples, which the likelihood "categorical" fits.
         loss = nn.functional.cross_entropy(out, targets[rows])
         loss.backward()
         opt.step()

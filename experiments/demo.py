@@ -1,4 +1,4 @@
-"""The demo: TNT without any argument, and Adam and SGD-m as tuned, from the same start."""
+"""The demo: TNT with its default settings, and Adam and SGD-m as tuned, from the same start."""
 
 from __future__ import annotations
 
@@ -65,7 +65,11 @@ def curve(run: Run, tuned: str) -> Curve:
     """The smoothed loss at every step; all steps of an epoch count as equally long."""
     losses = smoothed(run.step_losses)
     seconds = [epoch.seconds / run.steps_per_epoch for epoch in run.epochs]
-    own = "no argument" if run.settings.optimizer == "tnt" else f"lr {run.settings.lr:g}, {tuned}"
+    own = (
+        "default settings"
+        if run.settings.optimizer == "tnt"
+        else f"lr {run.settings.lr:g}, {tuned}"
+    )
     return Curve(
         f"{run.label}: {own}",
         METHODS[run.settings.optimizer].colour,

@@ -304,7 +304,7 @@ def _second_order(kind: type[TNT | Shampoo | KFAC], **fixed: Any) -> Build:
         make: Callable[..., torch.optim.Optimizer] = kind
         if settings.graft is None:
             make = kind.paper
-        return make(model if kind is KFAC else model.named_parameters(), **given, **fixed)
+        return make(model if kind is KFAC else model.named_parameters(), **{**given, **fixed})
 
     return build
 
@@ -447,9 +447,9 @@ def _psgd(model: nn.Module, settings: Settings, likelihood: str) -> torch.optim.
 
 
 METHODS: dict[str, Method] = {
-    "tnt": Method("TNT", "#0072B2", "sampled", True, 0.9, _second_order(TNT, fisher="sampled")),
+    "tnt": Method("TNT", "#0072B2", "sampled", True, 0.9, _second_order(TNT)),
     "tnt-ef": Method(
-        "TNT-EF", "#56B4E9", "empirical", True, 0.9, _second_order(TNT, fisher="empirical")
+        "TNT-EF", "#56B4E9", "empirical", True, 0.9, _second_order(TNT, likelihood=None)
     ),
     # The paper inverts KFAC's damped factors for the autoencoders, and works in their eigenbasis
     # for the convolutional networks.

@@ -36,21 +36,15 @@ def made(name: str, model: nn.Module, *, named: bool = False, **settings: Any) -
     """The optimizer of this name for the parameters of a model."""
     chosen = {**SETTINGS, **settings}
     if name in ("kfac", "eigenbasis"):
-        return KFAC.paper(
-            model,
-            likelihood="categorical",
-            **chosen,
-            **({"inverse": name} if name == "eigenbasis" else {}),
-        )
+        inverse = {"inverse": name} if name == "eigenbasis" else {}
+        return KFAC.paper(model, **{"likelihood": "categorical", **chosen, **inverse})
     params: list[Any] = [(n, p) if named else p for n, p in model.named_parameters()]
     if name != "fallback":
         return FACTORED[name](params, **chosen)
     common = {k: chosen.get(k, 0.0) for k in ("lr", "weight_decay", "maximize")}
     small = [p.dim() < 2 for p in model.parameters()]
-    main = TNT.paper(
-        [p for p, is_small in zip(params, small, strict=True) if not is_small],
-        likelihood="categorical",
-        **chosen,
+    main = FACTORED["sampled"](
+        [p for p, is_small in zip(params, small, strict=True) if not is_small], **chosen
     )
     rest = [p for p, is_small in zip(params, small, strict=True) if is_small]
     return with_fallback(main, torch.optim.AdamW(rest, **common))
@@ -100,12 +94,6 @@ def no_memory(*arguments: Any) -> Any:
     raise torch.OutOfMemoryError("no memory")
 
 
-def observe(opt: Any, output: Tensor) -> None:
-    """Calls ``observe`` of an optimizer that has it."""
-    if hasattr(opt, "observe"):
-        opt.observe(output)
-
-
 def backward(
     model: nn.Module, opts: Any, step: int, sign: float = 1.0, data: Batches = batch
 ) -> Tensor:
@@ -114,7 +102,8 @@ def backward(
     output = model(x.to(next(model.parameters()).dtype))
     for opt in opts if isinstance(opts, list) else [opts]:
         opt.zero_grad()
-        observe(opt, output)
+        if hasattr(opt, "observe"):  # torch's optimizers have none
+            opt.observe(output)
     loss = cross_entropy(output, y)
     (sign * loss).backward()
     return loss
@@ -141,7 +130,8 @@ def train(
 def warm_start(opt: Any, model: nn.Module, count: int = 3, data: Batches = batch) -> None:
     """Starts the statistics from batches that training does not use."""
     dtype = next(model.parameters()).dtype
-    is_sampled = hasattr(opt, "observe") and getattr(opt, "fisher", "sampled") == "sampled"
+    main = getattr(opt, "main", opt)
+    is_sampled = isinstance(main, KFAC) or getattr(main, "likelihood", None) is not None
     pairs = ((model(x.to(dtype)), y) for x, y in map(data, range(900, 900 + count)))
     opt.warm_start((out if is_sampled else cross_entropy(out, y) for out, y in pairs), model=model)
 

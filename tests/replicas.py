@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from optimizers import equal, observe
+from optimizers import equal
 from tolerances import FLOAT64_TRAJECTORY
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -32,7 +32,7 @@ def train(model: nn.Module, opt: Any, steps: Sequence[Batches]) -> None:
             # DistributedDataParallel.no_sync() sets this, too.
             model.require_backward_grad_sync = number == len(batches)  # type: ignore[assignment]
             output = model(x)
-            observe(opt, output)
+            opt.observe(output)
             (cross_entropy(output, y) / len(batches)).backward()
         opt.step()
 

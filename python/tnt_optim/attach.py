@@ -6,6 +6,7 @@ A forward hook on the model passes the forward's result to the optimizer's ``obs
 import inspect
 import sys
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -131,7 +132,7 @@ class Attachable:
                 "model must have a parameter of this optimizer: got another model, or a copy"
             )
         if not self._samples:
-            return RemovableHandle({})
+            return RemovableHandle(OrderedDict())  # a plain dict has no weak references
         for replaced in [self, *_attached_to(model, _params(self))]:
             if replaced._attached is not None:
                 replaced._attached()

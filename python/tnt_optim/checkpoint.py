@@ -112,7 +112,7 @@ def _plain(value: Any) -> Any:
 def warn_of_other_sampling(optimizer: Any, state_dict: StateDict) -> None:
     """Warns if a loaded state's options of the sampled gradients are not the optimizer's."""
     saved, own = state_dict.get("sampling", {}), sampling_of(optimizer)
-    if saved.get("fisher") == "empirical":  # of versions before 0.3
+    if saved.get("fisher") == "empirical":  # of earlier versions
         saved = {"likelihood": None}
     others = [name for name in own if name in saved and saved[name] != own[name]]
     if others:

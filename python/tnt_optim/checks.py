@@ -1,4 +1,4 @@
-"""Checks of what a user gives an optimizer as its parameters."""
+"""Checks of a constructor's arguments: parameters, and names that are no options."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -6,10 +6,52 @@ from typing import Any
 from torch import Tensor, nn
 
 from tnt_optim.failures import warn_the_caller
-from tnt_optim.modes import is_plain
+from tnt_optim.modes import Settings, is_plain
 
-# A warning says so if a smaller share of the trainable entries is preconditioned.
-LEAST_PRECONDITIONED = 0.1
+# A warning says so if a smaller share of the entries is preconditioned.
+_LEAST_PRECONDITIONED = 0.1
+
+# Arguments of torch's optimizers, and what to write instead.
+_INSTEAD = {
+    "betas": "write momentum=betas[0]; Adam's second moment, for graft='adam', decays by 0.99",
+    "eps": "leave it out, or write damping=..., which is added to the statistics' eigenvalues",
+    "fused": "leave it out: every step runs fused kernels",
+    "foreach": "leave it out: every step works on lists of tensors",
+    "differentiable": "leave it out: no gradient flows through a step",
+    "amsgrad": "leave it out",
+    "dampening": "leave it out: m <- momentum m + g",
+}
+
+
+def refuse_unknown(kind: str, unknown: Settings) -> None:
+    """Refuses arguments that a constructor does not have."""
+    for name in unknown:
+        hint = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
+        raise TypeError(f"{kind} has no argument {name!r}{hint}")
+
+
+def pop_fisher(
+    kind: str, arguments: dict[str, Any], likelihood: Any, sampled: Any = "categorical"
+) -> Any:
+    """Takes ``fisher``, of earlier versions, out of arguments; returns the likelihood it means.
+
+    ``likelihood`` is the one given; ``sampled`` stands for it if it is None.
+
+    Raises:
+        ValueError: if ``fisher`` has a value that it never had.
+    """
+    if "fisher" not in arguments:
+        return likelihood
+    fisher = arguments.pop("fisher")
+    if fisher not in ("sampled", "empirical"):
+        raise ValueError(f"fisher must be 'sampled' or 'empirical', got {fisher!r}")
+    meant = None if fisher == "empirical" else likelihood or sampled
+    warn_the_caller(
+        f"{kind}: write likelihood={meant!r} for fisher={fisher!r}. Without a likelihood, the "
+        "default, statistics are of the training gradients; with one, of gradients at sampled "
+        "labels"
+    )
+    return meant
 
 
 def listed(params: Any, kind: str) -> list[Any]:
@@ -39,17 +81,20 @@ def listed(params: Any, kind: str) -> list[Any]:
 
 
 def warn_of_few_preconditioned(groups: Sequence[Mapping[str, Any]], kind: str) -> None:
-    """Warns if most of the trainable entries take the momentum, without a preconditioner."""
-    trained = [(p, group) for group in groups for p in group["params"] if p.requires_grad]
-    entries = sum(p.numel() for p, _ in trained)
-    plain = [p for p, group in trained if is_plain(p, group)]
+    """Warns if most entries are of parameters that take the momentum, without a preconditioner.
+
+    Frozen ones count, too: who trains nothing but a model's biases needs no warning.
+    """
+    params = [(p, group) for group in groups for p in group["params"]]
+    entries = sum(p.numel() for p, _ in params)
+    plain = [p for p, group in params if is_plain(p, group)]
     preconditioned = entries - sum(p.numel() for p in plain)
-    if preconditioned < LEAST_PRECONDITIONED * entries:
+    if preconditioned < _LEAST_PRECONDITIONED * entries:
         largest = max(plain, key=lambda p: p.numel())
         share = preconditioned / entries
         warn_the_caller(
             f"{kind} preconditions {share:.0%} of the {entries:,} entries of its parameters: "
-            f"{len(plain)} of {len(trained)} parameters have fewer than two dimensions (the "
+            f"{len(plain)} of {len(params)} parameters have fewer than two dimensions (the "
             f"largest is {tuple(largest.shape)}) and take the momentum. If a wrapper has flattened "
             "them, as some forms of ZeRO do, give the optimizer parameters in their own shapes; "
             "for sharding use shard=... or fully_shard"

@@ -196,24 +196,16 @@ class WithFallback(Wrappable, Optimizer):
     @property
     def observing(self) -> bool:
         """See ``TNT.observing``."""
-        return bool(getattr(self.main, "observing", False))
+        return bool(self.main.observing)  # type: ignore[attr-defined]
 
     def observe(self, output: Any) -> None:
         """See ``TNT.observe``."""
-        self._tnt("observe").observe(output)
+        self.main.observe(output)  # type: ignore[attr-defined]
 
     def attach(self, model: nn.Module, output: Callable[..., Any] | None = None) -> RemovableHandle:
         """See ``TNT.attach``."""
-        handle: RemovableHandle = self._tnt("attach").attach(model, output)
+        handle: RemovableHandle = self.main.attach(model, output)  # type: ignore[attr-defined]
         return handle
-
-    def _tnt(self, method: str) -> Any:
-        if not hasattr(self.main, method):
-            raise TypeError(
-                f"main must be a TNT for {method}(), got {type(self.main).__name__}, whose "
-                "statistics come from the training gradients: leave the call out"
-            )
-        return self.main
 
     def warm_start(self, outputs: Iterable[Any], **more: Any) -> None:
         """See ``TNT.warm_start``."""

@@ -49,13 +49,13 @@ class Comparison:
         output, gradient = self.output[counted], self.gradient[counted]
         if not len(gradient) or not gradient.isfinite().all():
             return
-        idle = self._idle_share()
-        if idle > 0:
+        idle, sampled = self._idle_rows()
+        if idle:
             warn_the_caller(
-                f"labels were sampled for all rows of the output, but {idle:.0%} of them get no "
-                "gradient from the training loss. If they are padding, pass "
-                "tnt_optim.Masked(output, mask), with a mask of the rows that count, in place of "
-                "the output (checked at the first step only)"
+                f"{idle} of the {sampled} rows of the output that were compared get no gradient "
+                "from the training loss, but labels were sampled for them. If they are padding, "
+                "pass tnt_optim.Masked(output, mask), with a mask of the rows that count, in place "
+                "of the output (compared at the first step only)"
             )
         whole = math.prod(self.shape[:-1]) if self.likelihood == "categorical" else self.shape[0]
         number = whole * float(counted.float().mean())
@@ -68,17 +68,19 @@ class Comparison:
                 "docs/likelihoods.md (compared at the first step only)"
             )
 
-    def _idle_share(self) -> float:
-        """The share of rows that count here, but not in the training loss."""
+    def _idle_rows(self) -> tuple[int, int]:
+        """The number of rows that count here but not in the training loss, and that of the first.
+
+        A row that is sure of its label may have no gradient, too, and is none of them.
+        """
         assert self.gradient is not None
         idle = self.gradient.abs().amax(1) == 0
-        if self.likelihood != "gaussian":  # a loss may vanish where the output is sure of its label
+        if self.likelihood != "gaussian":
             is_categorical = self.likelihood == "categorical"
             shares = self.output.softmax(1) if is_categorical else self.output.sigmoid()
             idle &= torch.minimum(shares, 1 - shares).amax(1) > _SURE
-        if self.mask is not None:
-            idle &= self.mask
-        return float(idle.float().mean())
+        mask = torch.ones_like(idle) if self.mask is None else self.mask
+        return int((idle & mask).sum()), int(mask.sum())
 
 
 def watched(likelihood: Likelihood, output: Any, groups: Iterable[Settings]) -> list[Comparison]:

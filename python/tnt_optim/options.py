@@ -17,7 +17,6 @@ from typing import Any, Literal, TypeVar, get_args
 
 from torch import Tensor
 
-from tnt_optim.failures import warn_the_caller
 from tnt_optim.likelihoods import LIKELIHOODS
 from tnt_optim.modes import Settings, State
 
@@ -325,49 +324,6 @@ def documented(**replaced: str) -> Callable[[Class], Class]:
 def arguments(names: Settings) -> dict[str, Any]:
     """The options among the local variables of a constructor."""
     return {name: value for name, value in names.items() if name in OPTIONS}
-
-
-# Arguments of torch's optimizers, and what to write instead.
-_INSTEAD = {
-    "betas": "write momentum=betas[0]; Adam's second moment, for graft='adam', decays by 0.99",
-    "eps": "leave it out, or write damping=..., which is added to the statistics' eigenvalues",
-    "fused": "leave it out: every step runs fused kernels",
-    "foreach": "leave it out: every step works on lists of tensors",
-    "differentiable": "leave it out: no gradient flows through a step",
-    "amsgrad": "leave it out",
-    "dampening": "leave it out: m <- momentum m + g",
-}
-
-
-def refuse_unknown(kind: str, unknown: Settings) -> None:
-    """Refuses arguments that a constructor does not have."""
-    for name in unknown:
-        hint = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
-        raise TypeError(f"{kind} has no argument {name!r}{hint}")
-
-
-def pop_fisher(
-    kind: str, arguments: dict[str, Any], likelihood: Any, sampled: Any = "categorical"
-) -> Any:
-    """Takes ``fisher``, of versions before 0.3, out of arguments; returns the likelihood it means.
-
-    ``likelihood`` is the one given; ``sampled`` stands for it if it is None.
-
-    Raises:
-        ValueError: if ``fisher`` has a value that it never had.
-    """
-    if "fisher" not in arguments:
-        return likelihood
-    fisher = arguments.pop("fisher")
-    if fisher not in ("sampled", "empirical"):
-        raise ValueError(f"fisher must be 'sampled' or 'empirical', got {fisher!r}")
-    meant = None if fisher == "empirical" else likelihood or sampled
-    warn_the_caller(
-        f"{kind}: write likelihood={meant!r} for fisher={fisher!r}. Without a likelihood, the "
-        "default, statistics are of the training gradients; with one, of gradients at sampled "
-        "labels"
-    )
-    return meant
 
 
 def as_number(value: Any) -> Any:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tnt_kernels import inverse_root
+from tnt_optim.checks import refuse_unknown
 from tnt_optim.kronecker import KroneckerOptimizer
 from tnt_optim.modes import Rows, Settings
 from tnt_optim.options import (
@@ -15,7 +16,6 @@ from tnt_optim.options import (
     Shard,
     arguments,
     documented,
-    refuse_unknown,
 )
 
 

@@ -6,6 +6,7 @@ from typing import Any, Never, Self
 from torch import Tensor
 
 from tnt_kernels import damped_inverse
+from tnt_optim.checks import pop_fisher, refuse_unknown
 from tnt_optim.early_roots import inverse_square_roots, takes_roots
 from tnt_optim.failures import warn_if_unbounded
 from tnt_optim.kronecker import KroneckerOptimizer
@@ -21,8 +22,6 @@ from tnt_optim.options import (
     Shard,
     arguments,
     documented,
-    pop_fisher,
-    refuse_unknown,
 )
 from tnt_optim.paper import paper_settings
 

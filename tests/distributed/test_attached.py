@@ -30,13 +30,14 @@ def train(
     rank: int, processes: int, form: str, place: str, method: type[TNT | KFAC] = TNT
 ) -> list[Tensor] | str:
     """One process's training: gradients, parameters and statistics at the end, or its error."""
-    settings, micro, heads = FORMS[form]
+    wrapping, micro, heads = FORMS[form]
     torch.manual_seed(3)
     model = Heads(sizes=(5, 6, 4))
     model.heads[1].requires_grad_(form == "unused")
-    replicas = DistributedDataParallel(model, **settings)
+    replicas = DistributedDataParallel(model, **wrapping)
     params = [p for p in model.parameters() if p.requires_grad]
-    opt = method.paper(model if method is KFAC else params, **{**SETTINGS, "stat_interval": 1})
+    settings = {**SETTINGS, "stat_interval": 1, "likelihood": "categorical"}
+    opt = method.paper(model if method is KFAC else params, **settings)
     if place != "in the loop":
         opt.attach(model if place == "inside" else replicas)
     results: list[Tensor] = []

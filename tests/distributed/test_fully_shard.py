@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from drawn import close
-from optimizers import equal, observe
+from optimizers import equal
 from processes import run_in
 from replicas import Batches, assert_trained_as, drawn, load, save, train, whole
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ FORMS: dict[str, tuple[type[TNT | Shampoo], dict[str, Any]]] = {
     "in groups": (TNT, {}),
     "in blocks": (TNT, {"block_size": 4}),
     "clipped": (TNT, {"kl_clip": 1e-3}),
-    "empirical": (TNT, {"fisher": "empirical"}),
+    "empirical": (TNT, {"likelihood": None}),
     "shampoo": (Shampoo, {"graft": "sgd"}),
 }
 FLOAT64 = MixedPrecisionPolicy()  # FSDP's default: the dtype of the parameters
@@ -80,7 +80,14 @@ def sharded_net(
 
 def made_optimizer(net: nn.Module, form: str) -> TNT | Shampoo:
     method, settings = FORMS[form]
-    defaults = {"lr": 0.05, "damping": 0.1, "stat_interval": 2, "inverse_interval": 3}
+    defaults: dict[str, Any] = {
+        "lr": 0.05,
+        "damping": 0.1,
+        "stat_interval": 2,
+        "inverse_interval": 3,
+    }
+    if method is TNT:
+        defaults["likelihood"] = "categorical"
     params: Any = net.parameters()
     if form == "in groups":  # one has a single bias: most processes own nothing of it
         single = net.get_parameter("hidden.bias")
@@ -152,7 +159,7 @@ def accumulated(rank: int, processes: int, hybrid: bool) -> dict[str, Any]:
             x, y = drawn(2 * processes, step, *SHAPE)[micro * processes + rank]
             net.set_requires_gradient_sync(micro == 1)  # type: ignore[operator]
             out = net(x)
-            observe(opt, out)
+            opt.observe(out)
             (cross_entropy(out, y) / 2).backward()
         if step == 0:
             found["grads"] = [p.grad.full_tensor() for p in params[:6]]  # type: ignore[union-attr]
@@ -173,7 +180,7 @@ def test_accumulated_gradients_are_kept_and_the_first_micro_batch_is_observed(
     for micro, (x, y) in enumerate(drawn(2 * processes, 0, *SHAPE)):
         out = net(x)
         if micro < processes:
-            observe(opt, out)
+            opt.observe(out)
         (cross_entropy(out, y) / (2 * processes)).backward()
     grads = [p.grad.clone() for p in list(net.parameters())[:6] if p.grad is not None]
     opt.step()
@@ -207,7 +214,7 @@ def observed_late(rank: int, processes: int, how: str) -> None:
     x, y = drawn(processes, 2, *SHAPE)[rank]
     cross_entropy(net(x).double(), y).backward()
     with pytest.raises(RuntimeError, match="first micro-batch"):
-        observe(opt, net(x))
+        opt.observe(net(x))
 
 
 @pytest.mark.parametrize("how", WAITING)
@@ -263,7 +270,7 @@ def hooked(rank: int, processes: int, hybrid: bool) -> list[tuple[int, bool]]:
     found = []
     for _ in range(2):
         out = net(x)
-        observe(opt, out)
+        opt.observe(out)
         found.append((len(seen), x.grad is None and weight.grad is None))
         cross_entropy(out, y).backward()
         grads = [weight.grad.to_local(), x.grad]  # type: ignore[union-attr, attr-defined]
@@ -281,7 +288,7 @@ def observed_after_the_backward(rank: int, processes: int) -> None:
     out = net(x)
     cross_entropy(out, y).backward()
     with pytest.raises(RuntimeError, match="observe must be called before the backward"):
-        observe(made_optimizer(net, "tnt"), out)
+        made_optimizer(net, "tnt").observe(out)
 
 
 def test_an_observation_after_the_backward_is_refused() -> None:
@@ -459,7 +466,10 @@ def tensor_parallel(rank: int, processes: int) -> str:
 
 
 def test_sampled_gradients_of_tensor_parallelism_are_refused() -> None:
-    assert all("fisher='empirical' works" in message for message in run_in(2, tensor_parallel))
+    assert all(
+        "Without warm_start and likelihood, TNT works" in message
+        for message in run_in(2, tensor_parallel)
+    )
 
 
 class TokenNet(nn.Module):

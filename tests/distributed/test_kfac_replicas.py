@@ -44,10 +44,8 @@ Steps = Sequence[Sequence[Sequence[Batch]]]  # by step and process
 
 
 def made(model: nn.Module, **settings: Any) -> KFAC:
-    defaults = {"stat_interval": 2, "inverse_interval": 3, "weight_decay": 0.1}
-    return KFAC.paper(
-        model, likelihood="categorical", **{"lr": 0.05, "damping": 0.1, **defaults, **settings}
-    )
+    defaults = {"lr": 0.05, "damping": 0.1, "weight_decay": 0.1, "likelihood": "categorical"}
+    return KFAC.paper(model, **{"stat_interval": 2, "inverse_interval": 3, **defaults, **settings})
 
 
 def in_turn(parts: Sequence[Sequence[Any]]) -> Iterator[Any]:

@@ -262,6 +262,10 @@ def tnt_of(model: nn.Module) -> TNT:
     return TNT.paper(model.parameters(), likelihood="categorical")
 
 
+def kfac_of(model: nn.Module) -> KFAC:
+    return KFAC(model, likelihood="categorical")
+
+
 def other_shapes(rank: int, processes: int, made: Callable[[nn.Module], TNT | KFAC]) -> list[str]:
     """What a process says of parameters that the other one has not."""
     net = nn.Linear(4, 3 + rank).double()
@@ -278,7 +282,7 @@ def other_shapes(rank: int, processes: int, made: Callable[[nn.Module], TNT | KF
     return messages
 
 
-@pytest.mark.parametrize("made", [tnt_of, KFAC])
+@pytest.mark.parametrize("made", [tnt_of, kfac_of])
 def test_processes_with_other_parameters_are_refused(
     made: Callable[[nn.Module], TNT | KFAC],
 ) -> None:
@@ -333,8 +337,7 @@ def zero_redundancy(rank: int, processes: int, model: str, made: Any) -> str:
     net = MODELS[model]()
     opt = divided_by_zero_redundancy(net, made)
     x, before = torch.randn(5, 4), copy.deepcopy(list(net.parameters()))
-    if made is TNT:
-        opt.optim.observe(net(x))
+    opt.optim.observe(net(x))
     net(x).square().mean().backward()
     with pytest.raises(ValueError, match="ZeroRedundancyOptimizer") as caught:
         opt.step()
@@ -344,7 +347,12 @@ def zero_redundancy(rank: int, processes: int, model: str, made: Any) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("made", [TNT, partial(Shampoo, shard="directions")])
+SAMPLED = partial(TNT, likelihood="categorical")
+
+
+@pytest.mark.parametrize(
+    "made", [SAMPLED, *(partial(m, shard="directions") for m in (TNT, Shampoo))]
+)
 @pytest.mark.parametrize("model", MODELS)
 def test_zero_redundancy_is_refused_where_processes_share_work(model: str, made: Any) -> None:
     """Also if the parameters of both processes have the same shapes, or one has only vectors."""
@@ -362,15 +370,14 @@ def zero_redundancy_trains(rank: int, processes: int, made: Any) -> list[list[Te
         for x in torch.randn(3, 5, 4):
             opt.zero_grad()
             output = net(x)
-            if made is TNT:
-                getattr(opt, "optim", opt).observe(output)
+            getattr(opt, "optim", opt).observe(output)
             output.square().mean().backward()
             opt.step()
         ends.append([p.detach() for p in net.parameters()])
     return ends
 
 
-@pytest.mark.parametrize(("made", "processes"), [(TNT, 1), (Shampoo, 2)])
+@pytest.mark.parametrize(("made", "processes"), [(SAMPLED, 1), (TNT, 2), (Shampoo, 2)])
 def test_zero_redundancy_trains_where_processes_share_nothing(made: Any, processes: int) -> None:
     for found, wanted in run_in(processes, zero_redundancy_trains, made):
         assert equal(found, wanted)
@@ -399,7 +406,7 @@ def steps_of_padding(
     return {"kept": kept, "failures": opt.failures()}
 
 
-@pytest.mark.parametrize("made", [tnt_of, KFAC])
+@pytest.mark.parametrize("made", [tnt_of, kfac_of])
 def test_steps_of_padding_keep_the_statistics_and_are_no_failures(
     made: Callable[[nn.Module], TNT | KFAC],
 ) -> None:
@@ -512,7 +519,7 @@ def test_a_group_without_this_process_is_refused() -> None:
     assert run_in(2, in_another_group)[1]
 
 
-@pytest.mark.parametrize("made", [tnt_of, KFAC])
+@pytest.mark.parametrize("made", [tnt_of, kfac_of])
 def test_static_graphs_and_cuda_graphs_are_refused(made: Callable[[nn.Module], TNT | KFAC]) -> None:
     ranks = run_in(2, refusals, made)
     torch.manual_seed(0)

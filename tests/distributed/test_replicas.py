@@ -32,7 +32,7 @@ FORMS: dict[str, tuple[type[TNT | Shampoo], dict[str, Any]]] = {
     "grafted to the momentum": (TNT, {"graft": "sgd"}),
     "diagonal": (TNT, {"max_factor_dim": 4}),
     "in blocks": (TNT, {"block_size": 4, "graft": "adam"}),
-    "empirical": (TNT, {"fisher": "empirical"}),
+    "empirical": (TNT, {"likelihood": None}),
     "clipped": (TNT, {"kl_clip": 1e-3, "graft": "sgd", "likelihood": least_likely}),
     "shampoo": (Shampoo, {}),
 }
@@ -59,7 +59,14 @@ def made_optimizer(net: nn.Module, form: str, **more: Any) -> TNT | Shampoo:
     method, settings = FORMS[form]
     rest = [p for name, p in net.named_parameters() if "conv" not in name]
     groups = [{"params": [*net.conv.parameters()], "lr": 0.02}, {"params": rest}]
-    defaults = {"lr": 0.05, "damping": 0.1, "stat_interval": 2, "inverse_interval": 3}
+    defaults: dict[str, Any] = {
+        "lr": 0.05,
+        "damping": 0.1,
+        "stat_interval": 2,
+        "inverse_interval": 3,
+    }
+    if method is TNT:
+        defaults["likelihood"] = "categorical"
     return method.paper(groups, **{**defaults, **settings, **more})
 
 

@@ -107,8 +107,10 @@ def test_settings_are_the_defaults_and_the_rivals(problem: Language) -> None:
         if name in UNTUNED:
             params = model if name == "kfac" else model.named_parameters()
             kind = {"shampoo": Shampoo, "kfac": KFAC}.get(name, TNT)
-            plain = kind(params, **({"fisher": "empirical"} if "ef" in name else {}))
+            own = {"likelihood": "categorical"} if name in ("tnt", "kfac") else {}
+            plain = kind(params, **own)
             assert optimizer.defaults == plain.defaults
+            assert getattr(optimizer, "likelihood", None) == getattr(plain, "likelihood", None)
     assert modern_settings("tnt", lr=0.5).lr == 0.5
     assert modern_settings("adam").stat_decay == 0.99
 

@@ -51,7 +51,14 @@ class Net(nn.Module):
 def optimizer_of(net: nn.Module, *, method: type[Method] = TNT, **settings: Any) -> Method:
     rest = [p for name, p in net.named_parameters() if not name.startswith("conv")]
     groups = [{"params": [*net.conv.parameters()], "weight_decay": 0.1}, {"params": rest}]
-    defaults = {"lr": 0.05, "damping": 0.1, "stat_interval": T1, "inverse_interval": T2}
+    defaults: dict[str, Any] = {
+        "lr": 0.05,
+        "damping": 0.1,
+        "stat_interval": T1,
+        "inverse_interval": T2,
+    }
+    if method is TNT:
+        defaults["likelihood"] = "categorical"
     return method.paper(groups, **{**defaults, **settings})
 
 
@@ -74,8 +81,7 @@ def train(
             group["momentum"] = 0.9 if step < 11 else 0.8
         optimizer.zero_grad(set_to_none=set_to_none)
         output = net(x)
-        if isinstance(optimizer, TNT):
-            optimizer.observe(output)
+        optimizer.observe(output)
         nn.functional.cross_entropy(output, y).backward()
         before_step(step)
         optimizer.step()
@@ -103,7 +109,7 @@ def assert_same(plain: nn.Module, recorded: nn.Module, tolerance: float = 0.0) -
     "settings",
     [
         {},
-        {"fisher": "empirical"},
+        {"likelihood": None},
         {"relative_damping": True},
         {"interval_warmup": 4},
         {"rounding": "master"},
@@ -286,7 +292,7 @@ def test_parameters_that_take_turns(recorder: Recorder, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     "settings",
     [
-        {"fisher": "empirical"},
+        {"likelihood": None},
         {"method": Shampoo},
         {"method": Shampoo, "relative_damping": True},
     ],

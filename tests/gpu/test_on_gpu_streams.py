@@ -23,7 +23,6 @@ from device_calls import (
     usual_settings,
 )
 from operators import NUMBERS, VARIANTS, Call, agree, call, everything, flat_arguments
-from optimizers import observe
 from tolerances import FLOAT32_OPERATOR, NEWTON_OPERATOR
 from torch import Tensor, nn
 
@@ -179,8 +178,8 @@ def test_compiles(variant: str, backend: str) -> None:
 def trained(start: list[Tensor], grads: list[list[Tensor]], **settings: Any) -> list[Tensor]:
     """Where steps with these gradients take parameters from the start, in float64 on the CPU."""
     params = [nn.Parameter(p.clone()) for p in start]
-    settings |= {"lr": 0.01, "damping": 1.0, "fisher": "empirical", "stat_interval": 2}
-    optimizer = TNT.paper(params, likelihood="categorical", **settings)
+    settings |= {"lr": 0.01, "damping": 1.0, "likelihood": None, "stat_interval": 2}
+    optimizer = TNT.paper(params, **settings)
     for row in grads:
         for p, grad in zip(params, row, strict=True):
             p.grad = grad.to(p, copy=True)
@@ -263,17 +262,14 @@ def test_step_does_not_wait_for_the_device(method: str) -> None:
     """Nor does an observation, with two micro-batches a step. The first four steps may wait."""
     model = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 10)).to(DEVICE)
     settings: dict[str, Any] = {"stat_interval": 1, "inverse_interval": 2}
-    settings |= {"fisher": "empirical"} if method == "tnt-ef" else {}
-    optimizer = (
-        KFAC(model, likelihood="categorical", **settings)
-        if method == "kfac"
-        else TNT.paper(model.parameters(), likelihood="categorical", **settings)
-    )
+    settings["likelihood"] = None if method == "tnt-ef" else "categorical"
+    kfac = method == "kfac"
+    optimizer = KFAC(model, **settings) if kfac else TNT.paper(model.parameters(), **settings)
     x, labels = torch.randn(2, 16, 20, device=DEVICE), torch.arange(16, device=DEVICE) % 10
     for number in range(6):
         with no_waiting() if number >= 4 else nullcontext():
             for half in x:
                 output = model(half)
-                observe(optimizer, output)
+                optimizer.observe(output)
                 (nn.functional.cross_entropy(output, labels) / 2).backward()
             optimizer.step()

@@ -112,16 +112,12 @@ def two_layers(hidden: int = 4) -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, hidden, bias=False), nn.Linear(hidden, 3, bias=False))
 
 
-def started(make: Callable[[nn.Module], Any], model: nn.Module) -> Any:
+def started(make: type[Any], model: nn.Module, **settings: Any) -> Any:
     """The optimizer of a model after a warm start."""
-    opt = make(model)
+    opt = make(model, likelihood="categorical", **settings)
     opt.warm_start(model(x) for x in torch.randn(2, 5, 4))
     assert opt.state_dict()["state"]
     return opt
-
-
-def eigenbasis(model: nn.Module) -> KFAC:
-    return KFAC(model, inverse="eigenbasis", likelihood="categorical")
 
 
 def damaged(key: str, value: Any) -> Callable[[], Any]:
@@ -146,7 +142,10 @@ def observed(hidden: int) -> Any:
 
 OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
     "width": (lambda: started(KFAC, two_layers(5)).state_dict(), "must have shapes"),
-    "inverse": (lambda: started(eigenbasis, two_layers()).state_dict(), "another inverse"),
+    "inverse": (
+        lambda: started(KFAC, two_layers(), inverse="eigenbasis").state_dict(),
+        "another inverse",
+    ),
     "number": (lambda: started(KFAC, nn.Linear(4, 3)).state_dict(), "another model"),
     "observations": (
         lambda: started(KFAC, two_layers()).state_dict() | {"observed": observed(5)["observed"]},

@@ -26,7 +26,7 @@ BAD = [
 def test_a_bad_argument_is_refused_by_name(name: str, bad: Any) -> None:
     model = conv_net()
     with pytest.raises(ValueError, match=f"{name} must be"):
-        KFAC(model, likelihood="categorical", **{name: bad})
+        KFAC(model, **{"likelihood": "categorical", name: bad})
     assert not any(m._forward_hooks for m in model.modules())
 
 

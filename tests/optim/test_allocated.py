@@ -19,7 +19,6 @@ from optimizers import (
     images,
     made,
     net,
-    observe,
     through_a_file,
     train,
     values,
@@ -151,7 +150,7 @@ def test_torchs_request_keeps_an_observation(name: str) -> None:
     opt = made(name, other)
     x, y = batch(0)
     output = other(x.float())
-    observe(opt, output)
+    opt.observe(output)
     get_optimizer_state_dict(other, opt)
     nn.functional.cross_entropy(output, y).backward()
     opt.step()

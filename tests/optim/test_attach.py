@@ -91,9 +91,13 @@ def test_only_due_steps_are_observed() -> None:
     assert len(seen) == 3  # steps 0, 2, 4
     empirical = TNT.paper(model.parameters(), likelihood=None, **SETTINGS)
     seen, output = counted()
-    empirical.attach(model, output)
+    handle = empirical.attach(model, output)
+    assert not empirical.observing
     train(model, empirical, 3, observe=False)
     assert not seen and all(empirical.state[p] for p in model.parameters())
+    assert len(model._forward_hooks) == 1, "the hook of the optimizer with a likelihood"
+    handle.remove()
+    assert len(model._forward_hooks) == 1
 
 
 @pytest.mark.parametrize(
@@ -537,11 +541,11 @@ def test_a_wrapper_is_the_optimizer(name: str, observe: bool) -> None:
 
 
 def test_what_a_wrapper_has_of_the_optimizer() -> None:
-    opt = TNT(made_net().parameters(), shard="inverses")
+    opt = TNT(made_net().parameters(), likelihood="gaussian", shard="inverses")
     wrapper: Any = Borrowing(opt)
     opt.process_group = group = object()
     assert wrapper.process_group is group
-    assert (wrapper.fisher, wrapper.shard) == ("empirical", "inverses")
+    assert (wrapper.likelihood, wrapper.shard) == ("gaussian", "inverses")
     both: Any = Borrowing(with_fallback(opt, SGD(made_net().parameters())))
     assert both.main is opt and len(both.param_groups) == 2
 
@@ -567,7 +571,7 @@ def test_a_wrapper_keeps_what_is_its_own() -> None:
         def more(self) -> int:
             return 2
 
-    opt = Sub(made_net().parameters())
+    opt = Sub(made_net().parameters(), likelihood="categorical")
     assert opt.more() == 2 and opt.observing
     wrapper: Any = Borrowing(opt)
     wrapper.extra = 3

@@ -26,7 +26,6 @@ from optimizers import (
     made,
     net,
     no_memory,
-    observe,
     statistics,
     through_a_file,
     train,
@@ -167,7 +166,7 @@ def test_gradients_that_vanish_are_no_failure(name: str) -> None:
     model = nn.Sequential(*layers, nn.Linear(32, 10))
     opt = made(name, model, relative_damping=True, graft="adam")
     output = model(torch.randn(64, 32))
-    observe(opt, output)
+    opt.observe(output)
     nn.functional.cross_entropy(output, torch.arange(64) % 10).backward()
     assert float(model[0].weight.grad.abs().max()) < 1e-19
     opt.step()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from conftest import Snapshot
 from drawn import raising, weight
 from optimizers import (
     NO_FAILURES,
@@ -159,14 +160,17 @@ def test_optimizers_that_cannot_be_combined_are_refused() -> None:
     with_fallback(Shampoo.paper([param]), TNT([weight(2)]))
 
 
-def test_a_main_without_sampled_statistics_observes_nothing() -> None:
+@pytest.mark.parametrize("main", [TNT.paper, Shampoo.paper])
+def test_a_main_without_a_likelihood_observes_nothing(main: Any) -> None:
     layer = nn.Linear(3, 4)
-    opt = with_fallback(Shampoo.paper([layer.weight]), torch.optim.SGD([layer.bias]))
+    settings = {"likelihood": None} if main == TNT.paper else {}
+    opt = with_fallback(main([layer.weight], **settings), torch.optim.SGD([layer.bias]))
+    before = Snapshot(layer.parameters(), opt.main)
     assert not opt.observing
-    with pytest.raises(TypeError, match=r"main must be a TNT for observe\(\), got Shampoo"):
-        opt.observe(layer(torch.randn(2, 3)))
-    with pytest.raises(TypeError, match=r"main must be a TNT for attach\(\), got Shampoo"):
-        opt.attach(layer)
+    opt.observe(layer(torch.randn(2, 3)))
+    with opt.attach(layer):
+        assert not layer._forward_hooks
+    before.assert_unchanged()
 
 
 def test_states_to_load_into_lack_statistics_of_what_no_output_reached() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import Snapshot
 from drawn import noise, weight
-from optimizers import EVERY, Dictated, every, factored, made, moved, observe, train, values
+from optimizers import EVERY, Dictated, every, factored, made, moved, train, values
 from torch import Tensor, nn
 
 from tnt_optim import KFAC, TNT, Shampoo, with_fallback
@@ -94,7 +94,7 @@ def test_a_parameter_starts_over_without_its_state(name: str) -> None:
     del opt.state[param]
     opt.zero_grad()
     output = model(noise(7, 11))
-    observe(opt, output)
+    opt.observe(output)
     output.square().sum().backward()
     opt.step()
     assert opt.state[param]["momentum"].shape == (8, 11)
@@ -227,7 +227,7 @@ def test_a_gradient_of_another_dtype_is_refused(name: str) -> None:
     opt = made(name, model)
     x, y = wide_batch(0)
     output = model(x)
-    observe(opt, output)
+    opt.observe(output)
     nn.functional.cross_entropy(output, y).backward()
     model[2].weight.data = model[2].weight.data.double()
     before = Snapshot(model.parameters(), opt).content
@@ -256,9 +256,9 @@ def test_a_gradient_on_another_device_is_refused() -> None:
 
 
 def test_an_observation_of_another_shape_is_refused() -> None:
-    for method in (lambda m: TNT(m.parameters(), likelihood="categorical"), KFAC):
-        model = nn.Sequential(nn.Linear(4, 6)).double()
-        opt = method(model)
+    for method in (TNT, KFAC):
+        model: Any = nn.Sequential(nn.Linear(4, 6)).double()
+        opt = method(model if method is KFAC else model.parameters(), likelihood="categorical")
         output = model(noise(5, 4))
         opt.observe(output)
         output.sum().backward()

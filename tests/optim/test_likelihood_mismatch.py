@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from optimizers import made, tnt_and_kfac
 from torch import Tensor, nn
 
-from tnt_optim import TNT, mismatch
+from tnt_optim import TNT, Masked, mismatch
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 ROWS, WIDTH, OUTPUTS = 64, 6, 12
@@ -46,6 +46,7 @@ def first_step(
     loss: Loss,
     target: Callable[[], Tensor],
     last: nn.Module | None = None,
+    mask: Tensor | None = None,
     **settings: Any,
 ) -> None:
     """One step of a small fresh model, whose last layer is ``last``."""
@@ -53,7 +54,7 @@ def first_step(
     model = nn.Sequential(*body, *([] if last is None else [last]))
     opt = made(name, model, likelihood=likelihood, **settings)
     output = model(torch.randn(ROWS, WIDTH))
-    opt.observe(output)
+    opt.observe(output if mask is None else Masked(output, mask))
     loss(output, target()).backward()
     opt.step()
 
@@ -152,10 +153,6 @@ def imbalanced(z: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(z, y, torch.tensor([1.0] + 11 * [100.0]))
 
 
-def mostly_ignored(z: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(z, torch.where(torch.arange(len(y)) < 60, -100, y))
-
-
 def with_penalty(z: Tensor, y: Tensor) -> Tensor:
     """The z-loss of large language models, on logits with a large sum of exponentials."""
     return F.cross_entropy(z, y) + 1e-4 * z.logsumexp(1).square().mean()
@@ -180,7 +177,6 @@ class Times(nn.Module):
 FITTING: dict[str, tuple[str, Loss, Callable[[], Tensor], nn.Module | None]] = {
     "cross entropy": ("categorical", F.cross_entropy, classes, None),
     "weighted": ("categorical", imbalanced, classes, None),
-    "padded": ("categorical", mostly_ignored, classes, None),
     "penalised": ("categorical", with_penalty, classes, None),
     "margin": ("categorical", F.multi_margin_loss, classes, None),
     "log-probabilities": ("categorical", F.nll_loss, classes, nn.LogSoftmax(1)),
@@ -311,6 +307,84 @@ def test_autocast_fits(dtype: torch.dtype) -> None:
         loss = F.cross_entropy(output, torch.randint(5000, (256,)))
     assert output.dtype == dtype
     loss.backward()
+    opt.step()
+
+
+# ------------------------------------------------------------------ padding
+
+
+COUNTED = torch.arange(ROWS) >= 60  # most rows are padding
+
+
+def ignoring(z: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(z, torch.where(COUNTED, y, -100))
+
+
+PADDED: dict[str, tuple[Loss, Callable[[], Tensor]]] = {
+    "categorical": (ignoring, classes),
+    "bernoulli": (lambda z, y: summed_bce(z[COUNTED], y[COUNTED]), bits),
+    "gaussian": (lambda z, y: half_squares(z[COUNTED], y[COUNTED]), numbers),
+}
+
+
+@tnt_and_kfac
+@pytest.mark.parametrize("likelihood", PADDED)
+def test_padding_that_is_not_masked_is_noticed(name: str, likelihood: str) -> None:
+    """Once; the loss fits in the rows that count."""
+    message = r"^60 of the 64 .* no gradient .* pass tnt_optim\.Masked\(output, mask\)"
+    with pytest.warns(RuntimeWarning, match=message) as said:
+        first_step(name, likelihood, *PADDED[likelihood])
+    assert [warning.filename for warning in said] == [__file__]
+
+
+@tnt_and_kfac
+@pytest.mark.parametrize("likelihood", PADDED)
+def test_masked_padding_fits(name: str, likelihood: str) -> None:
+    first_step(name, likelihood, *PADDED[likelihood], mask=COUNTED)
+
+
+def test_a_mask_that_counts_padding_is_noticed() -> None:
+    """Of its 8 rows too many."""
+    mask = torch.arange(ROWS) >= 52
+    with pytest.warns(RuntimeWarning, match="^8 of the 12 rows"):
+        first_step("sampled", "categorical", ignoring, classes, mask=mask)
+
+
+@pytest.mark.parametrize("likelihood", ["categorical", "bernoulli"])
+def test_rows_that_are_sure_of_their_label_are_no_padding(likelihood: str) -> None:
+    """Their gradient rounds to zero."""
+
+    def loss(z: Tensor, y: Tensor) -> Tensor:
+        if likelihood == "categorical":
+            found = F.cross_entropy(z, torch.where(COUNTED, y, z.argmax(1)))
+        else:
+            found = summed_bce(z, torch.where(COUNTED[:, None], y, (z > 0).float()))
+        (gradient,) = torch.autograd.grad(found, z, retain_graph=True)
+        assert 30 < int((gradient == 0).all(1).sum()) <= 60
+        return found
+
+    target = classes if likelihood == "categorical" else bits
+    free: dict[str, Any] = {"relative_damping": True, "graft": "adam"}  # sizes are not compared
+    first_step("sampled", likelihood, loss, target, Times(1e4), **free)
+
+
+def test_padding_of_a_language_model_is_counted_by_position() -> None:
+    """One position of 256 in each of two sequences: a share that would round to zero."""
+    model = nn.Linear(WIDTH, OUTPUTS)
+    opt = TNT(model.parameters(), likelihood="categorical")
+    output = model(torch.randn(2, 256, WIDTH))
+    opt.observe(output)
+    F.cross_entropy(output[:, :-1].flatten(0, 1), classes(510)).backward()
+    with pytest.warns(RuntimeWarning, match="^2 of the 512 rows"):
+        opt.step()
+
+
+def test_a_mask_of_a_large_output_is_compared_in_part() -> None:
+    model = nn.Linear(WIDTH, 4096, bias=False)
+    opt = TNT(model.parameters(), max_factor_dim=100, likelihood="categorical")
+    output, mask = model(torch.randn(7, 100, WIDTH)), torch.rand(7, 100) < 0.5
+    opt.observe(Masked(output, mask))
+    F.cross_entropy(output[mask], torch.randint(4096, (int(mask.sum()),))).backward()
     opt.step()
 
 

@@ -129,9 +129,8 @@ SHARED: dict[str, list[Any]] = {
     "capturable": [1, None],
     "shard": ["all", True, 0],
     "process_group": [],
-    "fisher": ["exact"],
     "likelihood": [
-        *["poisson", (), ("categorical", "poisson"), ["categorical"], (None,), None],
+        *["poisson", (), ("categorical", "poisson"), ["categorical"], (None,)],
         *[nn.CrossEntropyLoss(), cross_entropy],  # losses, which take labels
     ],
     "seed": [1.5, True, "none", np.int64(3)],
@@ -139,7 +138,7 @@ SHARED: dict[str, list[Any]] = {
 }
 
 
-SAMPLING_OPTIONS = ("fisher", "likelihood", "seed", "sample_scale")
+SAMPLING_OPTIONS = ("likelihood", "seed", "sample_scale")
 
 
 @pytest.mark.parametrize("option", SHARED)
@@ -193,15 +192,12 @@ class SAM(torch.optim.Optimizer):
 
 
 WRAPPED: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
-    "TNT": (lambda _: TNT, {"fisher": "empirical", "seed": 3}),
-    "likelihood": (lambda _: TNT, {"fisher": "empirical", "likelihood": ("gaussian",)}),
+    "TNT": (lambda _: TNT, {"seed": 3}),
+    "likelihood": (lambda _: TNT, {"likelihood": "gaussian", "sample_scale": 2.0}),
+    "parts": (lambda _: TNT, {"likelihood": ("gaussian",), "shard": None}),
     "Shampoo": (lambda _: Shampoo, {"shard": None, "process_group": None}),
     "KFAC": (
-        lambda model: (
-            lambda groups, **options: KFAC(
-                model, params=groups, likelihood="categorical", **options
-            )
-        ),
+        lambda model: lambda groups, **options: KFAC(model, params=groups, **options),
         {"inverse": "eigenbasis", "seed": 3, "likelihood": "gaussian", "shard": None},
     ),
 }
@@ -223,8 +219,7 @@ def test_a_wrapper_gives_its_keywords_to_groups_and_optimizer(name: str) -> None
         def closure() -> None:
             opt.zero_grad()
             output = model(x)
-            if name == "KFAC":
-                opt.base_optimizer.observe(output)
+            opt.base_optimizer.observe((output,) if name == "parts" else output)
             output.square().mean().backward()
 
         for _ in range(steps):
@@ -260,14 +255,14 @@ def test_a_group_with_another_value_says_the_optimizers_own(method: Any) -> None
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        *[("fisher", "sampled"), ("fisher", "empirical"), ("likelihood", "gaussian"), ("seed", 3)],
-        *[("sample_scale", 2.0), ("shard", "inverses"), ("capturable", False)],
+        *[("likelihood", None), ("likelihood", "gaussian"), ("seed", 3), ("sample_scale", 2.0)],
+        *[("shard", "inverses"), ("capturable", False)],
     ],
 )
 def test_options_of_the_whole_optimizer_are_fixed_by_the_constructor(
     option: str, value: Any
 ) -> None:
-    opt = TNT.paper([weight(2, 3)], likelihood="categorical", **{option: value})
+    opt = TNT([weight(2, 3)], **{option: value})
     for each in (opt, copy.deepcopy(opt), pickle.loads(pickle.dumps(opt))):
         with pytest.raises(AttributeError, match=rf"construct TNT\(\.\.\., {option}=1\) anew"):
             setattr(each, option, 1)

@@ -22,7 +22,6 @@ from optimizers import (
     images,
     leaves,
     made,
-    observe,
     statistics,
     values,
 )
@@ -227,7 +226,7 @@ def test_a_skipped_step_leaves_its_observation(name: str, skipped: int) -> None:
             if step == skipped:
                 chosen.zero_grad()
                 output = net(images(step)[0])
-                observe(chosen, output)
+                chosen.observe(output)
                 if net is model:
                     before, kept = values(net), leaves(chosen.state_dict())
                     scaler.scale(output.sum() * math.inf).backward()
@@ -238,7 +237,7 @@ def test_a_skipped_step_leaves_its_observation(name: str, skipped: int) -> None:
             chosen.zero_grad()
             x, y = images(again if step == skipped else step)
             output = net(x)
-            observe(chosen, output)
+            chosen.observe(output)
             if net is model:
                 scaler.scale(cross_entropy(output, y)).backward()
                 scaler.step(chosen)
@@ -274,12 +273,12 @@ def test_steps_in_the_backward(name: str) -> None:
         x, y = images(step)
         output = model(x)
         for opt in single.values():
-            observe(opt, output)
+            opt.observe(output)
         cross_entropy(output, y).backward()
         assert all(p.grad is None for p in model.parameters())
         whole.zero_grad()
         output = twin(x)
-        observe(whole, output)
+        whole.observe(output)
         cross_entropy(output, y).backward()
         whole.step()
         assert equal(values(model), values(twin))

@@ -30,7 +30,6 @@ from optimizers import (
     made,
     moved,
     net,
-    observe,
     through_a_file,
     train,
     values,
@@ -133,7 +132,7 @@ def test_training_resumes_bit_for_bit_after_steps_that_were_skipped(
     for step in (first, first + 1):
         x, _ = batch(step)
         output = model(x.to(model[0].weight.dtype))
-        observe(opt, output * math.inf if step in bad else output)
+        opt.observe(output * math.inf if step in bad else output)
     opt.zero_grad()
     saved = opt.state_dict()
     assert saved["observed"]["count"] == 2
@@ -156,7 +155,7 @@ def test_training_resumes_bit_for_bit_after_steps_that_were_skipped(
 
 def test_saved_observations_follow_the_parameters_dtype_and_numbers() -> None:
     model, opt = trained("sampled", 2)
-    observe(opt, model(batch(2)[0].float()))
+    opt.observe(model(batch(2)[0].float()))
     saved = through_a_file(opt.state_dict())
     other = net(torch.float64)
     fresh = made("sampled", other)
@@ -383,8 +382,10 @@ def test_a_state_without_a_method_loads(name: str) -> None:
     model, opt = trained(name, 2)
     state = opt.state_dict()
     derived = type("Derived", (type(opt),), {})
-    fisher = {"fisher": opt.fisher} if isinstance(opt, TNT) else {}
-    fresh = derived(model if name == "kfac" else model.parameters(), **fisher)
+    own = (
+        {} if name == "shampoo" else {"likelihood": None if name == "empirical" else "categorical"}
+    )
+    fresh = derived(model if name == "kfac" else model.parameters(), **own)
     fresh.load_state_dict({key: state[key] for key in ("state", "param_groups")})
     assert leaves(fresh.state_dict()["state"]) == leaves(state["state"])
     fresh.load_state_dict(state)
@@ -400,7 +401,9 @@ SAMPLINGS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("sampled", {}, {"likelihood": "gaussian"}, "'categorical'.*own likelihood='gaussian'"),
     ("sampled", {"likelihood": one_class_more}, {}, "'one_class_more'.*'categorical'"),
     ("sampled", {"sample_scale": 4.0, "seed": 1}, {}, "seed=1, sample_scale=4.0: .* own seed=0, s"),
-    ("sampled", {"fisher": "empirical", "seed": 2}, {}, "fisher='empirical': .*'sampled',"),
+    ("sampled", {"likelihood": None, "seed": 2}, {}, "likelihood=None: .*own likelihood='categ"),
+    ("empirical", {}, {"likelihood": "gaussian"}, "likelihood=None: .*own likelihood='gaussian'"),
+    ("sampled", {"seed": 1}, {"likelihood": None}, "likelihood='categorical': .*likelihood=None,"),
     ("kfac", {"likelihood": "gaussian", "seed": 2}, {}, "likelihood='gaussian', seed=2: "),
 ]
 
@@ -428,7 +431,8 @@ def test_settings_of_numpy_are_saved_in_plain_values(method: Any) -> None:
     model = net()
     settings = {"lr": np.float64(0.5), "damping": np.float32(0.5), "stat_interval": np.int64(2)}
     own = {"block_size": np.int64(3), "sample_scale": np.float64(2)} if method is TNT else {}
-    opt = method(model if method is KFAC else model.parameters(), **settings, **own)
+    params: Any = model if method is KFAC else model.parameters()
+    opt = method(params, likelihood="categorical", **settings, **own)
     train(model, opt, [0])
     (group,) = through_a_file(opt.state_dict())["param_groups"]
     assert [(type(group[name]), group[name]) for name in settings] == [
@@ -650,7 +654,7 @@ DAMAGED = {"sampled": NUMBERS | OF_TNT, "kfac": NUMBERS | OF_KFAC}
 def between_observe_and_step(name: str) -> tuple[nn.Module, Any, Any]:
     """A model, its optimizer, and a state with an observation that no step has used."""
     model, opt = trained(name, 2)
-    observe(opt, model(batch(2)[0].float()))
+    opt.observe(model(batch(2)[0].float()))
     saved = through_a_file(opt.state_dict())
     return model, opt, {"missed": {0: 0}, "accumulated": [0], **saved}
 

@@ -24,7 +24,6 @@ from optimizers import (
     equal,
     factored,
     made,
-    observe,
     statistics,
     tnt_and_kfac,
     values,
@@ -102,7 +101,7 @@ def train(
         with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
             output = model(x)
             loss = cross_entropy(output, y)
-            observe(opt, output)
+            opt.observe(output)
         loss.backward()
         (opt.step if step is None else step)()
 
@@ -222,7 +221,7 @@ def whole_step(model: nn.Module, opt: Any) -> Callable[[Tensor, Tensor], Tensor]
     def take(x: Tensor, y: Tensor) -> Tensor:
         opt.zero_grad()
         output = model(x)
-        observe(opt, output)
+        opt.observe(output)
         loss = cross_entropy(output, y)
         loss.backward()
         opt.step()

@@ -15,6 +15,7 @@ from tnt_optim import checkpoint
 from tnt_optim.attach import Attachable
 from tnt_optim.attempt import Attempt
 from tnt_optim.autograd import buffers_put_back
+from tnt_optim.checks import refuse_unknown
 from tnt_optim.distributed.process_group import ProcessGroup, process_group_of
 from tnt_optim.failures import (
     UNFINISHED,
@@ -58,7 +59,6 @@ from tnt_optim.options import (
     documented,
     factors_due,
     is_due,
-    refuse_unknown,
     repeated_options,
 )
 from tnt_optim.paper import paper_settings
