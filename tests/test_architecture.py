@@ -276,13 +276,13 @@ SIGNATURES = {
     "scaled_step_": "params, directions, lr, weight_decay, decayed=None, scales=None",
     "grafted_directions_": (
         "momenta, grads, factors, momentum, second_moments=None, counts=None, out=None, *, "
-        "second_decay=0.99, eps=1e-08"
+        "second_decay=0.99, eps=1e-08, nesterov=False"
     ),
 }
 TNT_SIGNATURE = (
-    "params, lr=0.01, *, damping=0.3, momentum=0.9, stat_decay=0.9, weight_decay=0.0, "
-    "stat_interval=10, inverse_interval=50, interval_warmup=500, likelihood=None, "
-    "estimator='mle', max_factor_dim=4096, relative_damping=True, "
+    "params, lr=0.01, *, damping=0.3, momentum=0.9, nesterov=True, stat_decay=0.9, "
+    "weight_decay=0.0, stat_interval=10, inverse_interval=50, interval_warmup=500, likelihood=None, "
+    "estimator='mle', max_factor_dim=4096, relative_damping=True, early_roots=True, "
     "graft='adam', precondition_1d=False, seed=0, capturable=False, block_size=None, "
     "merge_small_dims='kernel', maximize=False, rounding='nearest', kl_clip=None, "
     "sample_scale=None, process_group=None, shard=None, **unknown"
@@ -290,6 +290,8 @@ TNT_SIGNATURE = (
 SHAMPOO_SIGNATURE = (
     TNT_SIGNATURE.replace("likelihood=None, estimator='mle', ", "")
     .replace("damping=0.3", "damping=0.001")
+    .replace("nesterov=True", "nesterov=False")
+    .replace("early_roots=True, ", "")
     .replace("seed=0, ", "")
     .replace("sample_scale=None, ", "")
 )

@@ -131,11 +131,11 @@ class Attachable:
             raise ValueError(
                 "model must have a parameter of this optimizer: got another model, or a copy"
             )
-        if not self._samples:
-            return RemovableHandle(OrderedDict())  # a plain dict has no weak references
         for replaced in [self, *_attached_to(model, _params(self))]:
             if replaced._attached is not None:
                 replaced._attached()
+        if not self._samples:
+            return RemovableHandle(OrderedDict())  # a plain dict has no weak references
         handle = model.register_forward_hook(hook, with_kwargs=True)
         self._attached = finalizer = weakref.finalize(self, handle.remove)
         finalizer.atexit = False

@@ -447,7 +447,7 @@ class Tables:
         lists, half = [tensors[:1], tensors[1:]], scalar(0.5)
         numbers = (half, half, half, 0.0, 0.0)
         update, _ = momentum.over_elements(
-            momentum.momentum_kernel, lists, numbers, SUMS=False, ADAM=False
+            momentum.momentum_kernel, lists, numbers, SUMS=False, ADAM=False, AHEAD=False
         )
         update.start(torch.empty(0))
         return self.read.pop()

@@ -328,6 +328,8 @@ def test_an_optimizer_of_the_same_parameters_replaces_an_earlier_one() -> None:
     model(torch.randn(8, 5))
     assert [observation_count(opt) for opt in (one, other)] == [1, 1]
     assert len(model._forward_hooks) == 1
+    TNT(model.parameters()).attach(model)  # has nothing to observe
+    assert not model._forward_hooks
     part = TNT.paper(model.out.parameters(), likelihood="categorical")
     part.attach(model)
     assert len(model._forward_hooks) == 2

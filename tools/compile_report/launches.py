@@ -9,6 +9,7 @@ finds all kernels, so a kernel without an entry is noticed.
 from __future__ import annotations
 
 import importlib
+import itertools
 import pkgutil
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -186,11 +187,13 @@ def _damped_inverse(dtype: torch.dtype, shape: Shape) -> None:
 
 def _grafted_directions(dtype: torch.dtype, shape: Shape) -> None:
     state = state_dtype(dtype)
-    for squares in ([], [torch.zeros(*shape, dtype=state)]):
+    moments: list[list[Tensor]] = [[], [torch.zeros(*shape, dtype=state)]]
+    for squares, nesterov in itertools.product(moments, (False, True)):
         grafted_directions.grafted_directions_(
             *([torch.zeros(*shape, dtype=state)], squares, [torch.zeros(*shape, dtype=state)]),
             *([torch.zeros(*shape, dtype=dtype)], _square(shape, dtype), _number(0.9)),
             *(torch.ones(1, 2, dtype=torch.float64), 0.99, 1e-8),
+            nesterov=nesterov,
         )
 
 
