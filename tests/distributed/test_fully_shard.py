@@ -38,7 +38,7 @@ FORMS: dict[str, tuple[type[TNT | Shampoo], dict[str, Any]]] = {
     "in groups": (TNT, {}),
     "in blocks": (TNT, {"block_size": 4}),
     "clipped": (TNT, {"kl_clip": 1e-3}),
-    "empirical": (TNT, {"likelihood": None}),
+    "empirical": (TNT, {"likelihood": None, "nesterov": True, "early_roots": True}),
     "shampoo": (Shampoo, {"graft": "sgd"}),
 }
 FLOAT64 = MixedPrecisionPolicy()  # FSDP's default: the dtype of the parameters

@@ -32,8 +32,11 @@ FORMS: dict[str, tuple[type[TNT | Shampoo], dict[str, Any]]] = {
     "grafted to the momentum": (TNT, {"graft": "sgd"}),
     "diagonal": (TNT, {"max_factor_dim": 4}),
     "in blocks": (TNT, {"block_size": 4, "graft": "adam"}),
-    "empirical": (TNT, {"likelihood": None}),
-    "clipped": (TNT, {"kl_clip": 1e-3, "graft": "sgd", "likelihood": least_likely}),
+    "empirical": (TNT, {"likelihood": None, "nesterov": True, "early_roots": True}),
+    "clipped": (
+        TNT,
+        {"kl_clip": 1e-3, "graft": "sgd", "nesterov": True, "likelihood": least_likely},
+    ),
     "shampoo": (Shampoo, {}),
 }
 SHARDS = (None, "directions", "inverses")

@@ -110,6 +110,7 @@ def assert_same(plain: nn.Module, recorded: nn.Module, tolerance: float = 0.0) -
     [
         {},
         {"likelihood": None},
+        {"likelihood": None, "early_roots": True, "nesterov": True, "graft": "adam"},
         {"relative_damping": True},
         {"interval_warmup": 4},
         {"rounding": "master"},
