@@ -4,7 +4,8 @@
 #
 #   make demo               trains an autoencoder with TNT, SGD-m and Adam, no download; DATA=DIR: on
 #                           MNIST's IDX files in DIR
-#   make test               lint, C++ tests, the quick Python tests; about five minutes on two cores
+#   make test               lint, C++ tests, the quick Python tests; two to five minutes on two
+#                           cores
 #   make test-all           the slow tests too: sanitizers, Triton's kernels as compiled, several
 #                           processes, builds, trainers, the benchmarks' commands; about 22 minutes
 #   make lint               ruff, mypy, clang-format
