@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tnt_kernels import inverse_root
 from tnt_optim.modes import Rows, Settings, State, layout_of
+from tnt_optim.update import Batch, Local, States
 
 # Factors become inverses when the mean has less than this share, on average over the parameters.
 LEAST_SHARE = 0.25
@@ -35,13 +36,33 @@ def mean_share(state: State, momentum: float) -> Tensor | None:
     if not state.get("stats") or float(state["updates"]) == 0:
         return None
     if momentum == 0:
-        return torch.zeros((), dtype=torch.float64)
+        return torch.zeros((), dtype=torch.float64, device=state["momentum"].device)
     blocks = layout_of(state).rows(state["stats"])
     trace = torch.stack([_trace(modes[0]) for modes in blocks]).sum()
     average = (1 - momentum) / (1 - momentum ** float(state["updates"]))
     share: Tensor = (average * state["momentum"].double().norm()).square() / trace
     noise = (1 - momentum) / (1 + momentum)
     return (share - noise) / (1 - noise)
+
+
+def mean_is_small(batches: Sequence[Batch], states: States, processes: Local) -> bool:
+    """Whether noise dominates the gradients of parameters, in all processes; the host waits.
+
+    That is, if the mean's share is below ``LEAST_SHARE`` on average over the parameters.
+    """
+    device = batches[0][1][0].device
+    found = [
+        mean_share(states[p], float(group["momentum"]))
+        for group, params in batches
+        for p in processes.owned(params)
+    ]
+    shares = [share.to(device) for share in found if share is not None]
+    total = torch.zeros(2, dtype=torch.float64, device=device)
+    if shares:
+        known = torch.stack(shares)
+        total = torch.stack([known.nansum(), (~known.isnan()).sum().double()])
+    share, count = processes.total(total).tolist()
+    return bool(count and share < LEAST_SHARE * count)
 
 
 def inverse_square_roots(stats: Rows, damping: float | Tensor, out: Rows, relative: bool) -> Tensor:

@@ -30,7 +30,7 @@ from tnt_optim.cuda_graphs import StepGraphs, check_graphs_device
 from tnt_optim.diagnostics import diagnostics
 from tnt_optim.directions import check_rounding
 from tnt_optim.distributed import Owners, distribution
-from tnt_optim.early_roots import LEAST_SHARE, mean_share, takes_roots
+from tnt_optim.early_roots import mean_is_small, takes_roots
 from tnt_optim.failures import (
     UNFINISHED,
     Delivery,
@@ -695,23 +695,9 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
         self._attempt.finish(stages, resumable=not processes.is_distributed)
 
     def _end_early_roots(self, step: DeviceStep) -> None:
-        """Ends early roots if the mean no longer dominates the gradients; until then it waits."""
+        """Ends early roots when their time is over; until then the host waits for the device."""
         batches = [batch for batch in step.factors if takes_roots(batch[0])]
-        if not batches:
-            return
-        processes, device = step.distribution, batches[0][1][0].device
-        found = [
-            mean_share(self.state[p], float(group["momentum"]))
-            for group, params in batches
-            for p in processes.owned(params)
-        ]
-        shares = [share.to(device) for share in found if share is not None]
-        total = torch.zeros(2, dtype=torch.float64, device=device)
-        if shares:
-            known = torch.stack(shares)
-            total = torch.stack([known.nansum(), (~known.isnan()).sum().double()])
-        share, count = processes.total(total).tolist()
-        if count and share < LEAST_SHARE * count:
+        if batches and mean_is_small(batches, self.state, step.distribution):
             for group in self.param_groups:
                 group["takes_roots"] = False
 

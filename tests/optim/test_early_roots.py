@@ -112,7 +112,7 @@ def test_shares_decide_on_average(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[float] = []
     shares = iter([0.9, 0.0, 0.0, 0.9, -0.3, 0.1])
     monkeypatch.setattr(
-        "tnt_optim.kronecker.mean_share",
+        "tnt_optim.early_roots.mean_share",
         lambda state, momentum: torch.tensor(seen.append(momentum) or next(shares)).double(),
     )
     params = [weight(2, 3), weight(3, 4), weight(4, 5)]
