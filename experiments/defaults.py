@@ -61,6 +61,7 @@ class Task:
         metric: of an epoch, minimised; None for the smoothed training loss.
         after: a shorter task of the same problem. Its times of a step serve both; its best rates
             begin the searches.
+        names_source: whether the record names the text, which differs between machines.
     """
 
     label: str
@@ -71,6 +72,7 @@ class Task:
     batch_size: int = BATCH_SIZE
     metric: str | None = "validation_loss"
     after: str | None = None
+    names_source: bool = False
 
 
 def rate(place: int) -> float:
@@ -126,6 +128,17 @@ TASKS: Mapping[str, Task] = {
         },
         seeds=range(2),
     ),
+    **{
+        f"python{width}-{steps}": Task(
+            f"transformer on Python sources, width {width}, {layers} layers, {steps} steps",
+            functools.partial(load_language, corpus="python", width=width, layers=layers),
+            steps // 50,
+            {method: own["lr"] or 0.0 for method, own in RIVALS.items() if method != "psgd"},
+            seeds=seeds,
+            names_source=True,
+        )
+        for width, layers, steps, seeds in ((128, 2, 1000, _THREE), (256, 4, 3000, range(10, 12)))
+    },
     "gru": Task(
         "GRU",
         functools.partial(load_language, kind=Recurrent),
@@ -213,9 +226,10 @@ def tried(runs: Iterable[Mapping[str, Any]], task: str, method: str) -> dict[flo
 
 def _train(file: RunFile, name: str, task: Task, maker: Callable[[], Problem], jobs: int) -> None:
     kept_of = functools.partial(kept, metric=task.metric)
+    text = {"source": maker().description()["source"]} if task.names_source else {}
 
     def make(wanted: Iterable[Settings]) -> None:
-        keys = {one: {"task": name, "settings": asdict(one)} for one in wanted}
+        keys = {one: {"task": name, "settings": asdict(one), **text} for one in wanted}
         make_runs(file, maker, keys, kept_of, jobs)
 
     make(_settings(m, task, None, seed) for m in UNTUNED for seed in task.seeds)

@@ -1,7 +1,11 @@
-"""A text file as the codes of its characters."""
+"""Texts as the codes of their characters: a file, or the sources of Python's standard library."""
 
 from __future__ import annotations
 
+import hashlib
+import platform
+import random
+import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,10 +43,19 @@ def read_text(path: str | Path, validation: float = 0.1) -> Text:
         text = path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: must be text in UTF-8: {error}") from error
+    return split(text, str(path), validation)
+
+
+def split(text: str, name: str, validation: float = 0.1) -> Text:
+    """The codes of a text, whose end is for validation.
+
+    Raises:
+        ValueError: with the text's name: fewer than two characters are left on one side.
+    """
     trained = int(len(text) * (1 - validation))
     if trained < 2 or len(text) - trained < 2:
         raise ValueError(
-            f"{path}: training and validation need 2 characters each, "
+            f"{name}: training and validation need 2 characters each, "
             f"got {trained} and {len(text) - trained}"
         )
     points, codes = np.unique(
@@ -50,3 +63,29 @@ def read_text(path: str | Path, validation: float = 0.1) -> Text:
     )
     train, rest = torch.from_numpy(codes.astype(np.int64)).split([trained, len(text) - trained])
     return Text(train, rest, "".join(map(chr, points)))
+
+
+def python_sources(root: Path | None = None) -> tuple[str, str]:
+    """The sources of Python's standard library, which every machine has: about 10 MB.
+
+    They are the .py files in ASCII, without tests and installed packages, in an order that depends
+    on their names alone: so a part at the end has files from everywhere.
+
+    Args:
+        root: their folder; None for that of the running Python.
+
+    Returns:
+        The text, and its name with version, size and digest: versions of Python differ, and
+        distributions leave parts out.
+    """
+    root = Path(sysconfig.get_path("stdlib")) if root is None else root
+    left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+    names = [path.relative_to(root) for path in root.rglob("*.py")]
+    names = sorted(name for name in names if left_out.isdisjoint(name.parts))
+    random.Random(0).shuffle(names)
+    contents = [(root / name).read_bytes() for name in names]
+    whole = b"".join(content for content in contents if content.isascii())
+    digest = hashlib.sha256(whole).hexdigest()
+    version = platform.python_version()
+    source = f"standard library of Python {version}, {len(whole):,} characters, sha256 {digest}"
+    return whole.decode("ascii"), source

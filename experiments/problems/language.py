@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from experiments.data import data_folder
-from experiments.data.text import Text, read_text
+from experiments.data.text import Text, python_sources, read_text, split
 from experiments.models.recurrent import CharacterGRU
 from experiments.models.transformer import CharacterTransformer
 from experiments.problems.problem import Problem
@@ -153,19 +153,27 @@ class Recurrent(Language):
 
 
 def load_language(
-    data: Path | None = None, kind: type[Language] = Language, **sizes: int
+    data: Path | None = None,
+    kind: type[Language] = Language,
+    corpus: Literal["shakespeare", "python"] = "shakespeare",
+    **sizes: int,
 ) -> Language:
     """The problem of a text.
 
     Args:
-        data: a text file; or a folder with tinyshakespeare/input.txt or input.txt in it; None for
-            the folder that TNT_DATA names. The last tenth of the text is for validation.
+        data: for "shakespeare": a text file; or a folder with tinyshakespeare/input.txt or
+            input.txt in it; None for the folder that TNT_DATA names. The last tenth of the text is
+            for validation.
         kind: `Language`, the transformer's, or `Recurrent`.
+        corpus: "python" for the sources of Python's standard library, ten times as long.
         sizes: of the model, the windows and the epochs: arguments of `kind`.
 
     Raises:
         ValueError, OSError: the text cannot be read, or is too short.
     """
+    if corpus == "python":
+        whole, source = python_sources()
+        return kind(split(whole, source), **sizes, source=source)
     path = data if data and data.is_file() else data_folder("tinyshakespeare", data) / "input.txt"
     text = read_text(path)
     if len(text.characters) < 2:

@@ -1,12 +1,13 @@
 """The reader of texts."""
 
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from experiments.data.text import read_text
+from experiments.data.text import python_sources, read_text, split
 
 
 @pytest.fixture
@@ -50,3 +51,27 @@ def test_the_real_file(real_data: Callable[[str], Path]) -> None:
     assert (len(read.train), len(read.validation), len(read.characters)) == (1003854, 111540, 65)
     start = "".join(read.characters[code] for code in read.train[:14].tolist())
     assert start == "First Citizen:"
+
+
+def test_python_sources_are_shuffled_files_in_ascii(tmp_path: Path) -> None:
+    """Without tests, packages and files that are not in ASCII; the order is fixed."""
+    contents = {f"m{i}.py": f"module {i}\n" for i in range(20)}
+    contents |= {"json/tool.py": "in a package\n", "notes.txt": "no source\n"}
+    contents |= {"test/case.py": "a test\n", "json/tests/case.py": "a test\n"}
+    contents |= {"site-packages/other.py": "installed\n", "latin.py": "# ü\n"}
+    for name, content in contents.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content, encoding="utf-8")
+    text, source = python_sources(tmp_path)
+    wanted = [f"module {i}" for i in range(20)] + ["in a package"]
+    assert sorted(text.splitlines()) == sorted(wanted) != text.splitlines()
+    assert python_sources(tmp_path) == (text, source)
+    assert f"{len(text):,} characters" in source
+    assert hashlib.sha256(text.encode()).hexdigest() in source
+
+
+def test_this_machines_python_has_sources() -> None:
+    text, _ = python_sources()
+    read = split(text, "sources")
+    assert len(text) > 5_000_000 and 90 <= len(read.characters) <= 128
+    assert abs(len(read.validation) - len(text) / 10) < 2
