@@ -32,7 +32,11 @@ FIRST = {
     **dict.fromkeys(("gram_ema_", "mode_products"), "tensors"),
     **dict.fromkeys(("preconditioned_step_", "scaled_step_"), "params"),
 }
-OPERATORS = [v for v in VARIANTS if v not in ("damped_inverse relative", "grafted_directions_")]
+OPERATORS = [
+    v
+    for v in VARIANTS
+    if v not in ("damped_inverse relative", "grafted_directions_") and "Nesterov" not in v
+]
 
 
 def good(variant: str) -> Call:
