@@ -41,6 +41,9 @@ class Settings:
     interval_warmup: int | None = None
     precondition_1d: bool | None = None  # whether biases and norms have statistics
     estimator: str | None = None  # of TNT's statistics
+    # False for optimizers without them, too, and where older records lack them.
+    nesterov: bool = False
+    early_roots: bool = False
 
 
 # From the model, the settings and the likelihood of the outputs.
@@ -89,6 +92,8 @@ def method_settings(
     interval_warmup: int = 0,
     precondition_1d: bool = True,
     estimator: str = "moments",
+    nesterov: bool = False,
+    early_roots: bool = False,
     schedule: str = "constant",
     seed: int = 0,
 ) -> Settings:
@@ -116,6 +121,8 @@ def method_settings(
         interval_warmup=interval_warmup if grafts else None,
         precondition_1d=precondition_1d if grafts else None,
         estimator=estimator if grafts and optimizer != "shampoo" else None,
+        nesterov=nesterov,
+        early_roots=early_roots,
     )
 
 
@@ -136,7 +143,11 @@ def default_settings(optimizer: str, *, batch_size: int, epochs: int, schedule: 
         batch_size=batch_size,
         epochs=epochs,
     )
-    return replace(found, **{name: own[name] for name in _FORM if name in own})
+    form = {name: own[name] for name in _FORM if own.get(name) is not None}
+    if kind is TNT:  # only without a likelihood
+        without = METHODS[optimizer].statistics == "empirical"
+        form |= {"nesterov": without, "early_roots": without}
+    return replace(found, **form)
 
 
 def lr_multiplier(schedule: str, step: int, steps_per_epoch: int, steps: int) -> float:
@@ -182,6 +193,8 @@ _IN_LABELS = {
     "interval_warmup": "warm-up of the intervals: {}",
     "precondition_1d": "biases and norms preconditioned: {}",
     "estimator": "statistics: {}",
+    "nesterov": "Nesterov: {}",
+    "early_roots": "early roots: {}",
     "warm_start": "warm start: {}",
     "graft": "graft: {}",
     "relative_damping": "relative damping: {}",
@@ -289,14 +302,18 @@ def hidden_matrices(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 # The settings in which the default differs from the paper's form.
-_FORM = ("relative_damping", "graft", "interval_warmup", "precondition_1d", "estimator")
+_FORM = (
+    *("relative_damping", "graft", "interval_warmup", "precondition_1d", "estimator"),
+    *("nesterov", "early_roots"),
+)
 
 
 def _second_order(kind: type[TNT | Shampoo | KFAC], **fixed: Any) -> Build:
     def build(model: nn.Module, settings: Settings, likelihood: str) -> torch.optim.Optimizer:
         names = ["lr", "damping", "momentum", "stat_decay", "weight_decay"]
         names += ["stat_interval", "inverse_interval", *_FORM]
-        values = {name: getattr(settings, name) for name in names}
+        accepted = inspect.signature(kind).parameters
+        values = {name: getattr(settings, name) for name in names if name in accepted}
         given: dict[str, Any] = {name: v for name, v in values.items() if v is not None}
         if kind is not Shampoo:
             given |= {"likelihood": likelihood, "seed": settings.seed}

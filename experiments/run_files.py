@@ -23,6 +23,10 @@ from tools.measuring.records import check_writable, read_json, write_json
 Key = Mapping[str, Any]
 
 
+# Settings that older records lack: their optimizers were without.
+_LATER = {"nesterov": False, "early_roots": False}
+
+
 class RunFileError(ValueError):
     """A file is no record, or a record of other runs; it is not changed."""
 
@@ -137,8 +141,10 @@ def load_runs(path: str | Path) -> dict[str, Any]:
         for name in ("experiment", "protocol", "provenance"):
             record[name]
         for run in record["runs"]:
-            run["key"]
-    except (ValueError, KeyError, TypeError) as error:
+            settings = run["key"].get("settings")
+            if settings is not None and "interval_warmup" in settings:  # of a training
+                run["key"]["settings"] = {**_LATER, **settings}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunFileError(
             f"{path} is not the record of an experiment's runs: {error!r}"
         ) from error

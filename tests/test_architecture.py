@@ -280,7 +280,7 @@ SIGNATURES = {
     ),
 }
 TNT_SIGNATURE = (
-    "params, lr=0.01, *, likelihood=None, damping=0.3, momentum=0.9, nesterov=True, "
+    "params, lr=0.01, *, likelihood=None, damping=0.3, momentum=0.9, nesterov=None, "
     "stat_decay=0.9, weight_decay=0.0, stat_interval=10, inverse_interval=50, "
     "interval_warmup=500, estimator='mle', max_factor_dim=4096, relative_damping=True, "
     "early_roots=True, graft='adam', precondition_1d=False, seed=0, capturable=False, "
@@ -291,7 +291,7 @@ SHAMPOO_SIGNATURE = (
     TNT_SIGNATURE.replace("likelihood=None, ", "")
     .replace("estimator='mle', ", "")
     .replace("damping=0.3", "damping=0.001")
-    .replace("nesterov=True", "nesterov=False")
+    .replace("nesterov=None", "nesterov=False")
     .replace("early_roots=True, ", "")
     .replace("seed=0, ", "")
     .replace("sample_scale=None, ", "")

@@ -29,6 +29,9 @@ from tnt_optim.paper import paper_settings
 @documented(
     damping="added to the eigenvalues of every U_i, epsilon in the paper. A fraction with "
     "``relative_damping``; else of the unit of the gradient's (2/k)-th power.",
+    nesterov="precondition mu m + g, the next step's momentum if its gradient were g again, in "
+    "place of m; ``graft`` looks ahead in the same way. None: only without a ``likelihood``. With "
+    "one it lowers the loss on most tasks, but early steps may be too long (docs/settings.md).",
     relative_damping="damp with ``damping`` times the average eigenvalue of the U_i instead. "
     "Directions then have the scale of 1 / gradient: a parameter whose gradient is only rounding "
     "(a convolution's bias before batch norm) takes huge steps, unless ``graft`` rescales them.",
@@ -86,7 +89,7 @@ class TNT(KroneckerOptimizer):
         likelihood: Likelihood | None = None,
         damping: float = 0.3,
         momentum: float = 0.9,
-        nesterov: bool = True,
+        nesterov: bool | None = None,
         stat_decay: float = 0.9,
         weight_decay: float = 0.0,
         stat_interval: int = 10,
@@ -112,6 +115,7 @@ class TNT(KroneckerOptimizer):
     ) -> None:
         likelihood = pop_fisher("TNT", unknown, likelihood)
         refuse_unknown("TNT", unknown)
+        nesterov = likelihood is None if nesterov is None else nesterov
         source = Empirical() if likelihood is None else Sampled()
         super().__init__(params, arguments(locals()), source)
 
