@@ -377,8 +377,12 @@ def zero_redundancy_trains(rank: int, processes: int, made: Any) -> list[list[Te
     return ends
 
 
-@pytest.mark.parametrize(("made", "processes"), [(SAMPLED, 1), (TNT, 2), (Shampoo, 2)])
+@pytest.mark.parametrize(
+    ("made", "processes"),
+    [(SAMPLED, 1), (TNT, 1), (partial(TNT, early_roots=False), 2), (Shampoo, 2)],
+)
 def test_zero_redundancy_trains_where_processes_share_nothing(made: Any, processes: int) -> None:
+    """Early roots end by the average over the parameters that a process has."""
     for found, wanted in run_in(processes, zero_redundancy_trains, made):
         assert equal(found, wanted)
 
