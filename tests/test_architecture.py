@@ -283,7 +283,7 @@ TNT_SIGNATURE = (
     "params, lr=0.01, *, likelihood=None, damping=0.3, momentum=0.9, nesterov=None, "
     "stat_decay=0.9, weight_decay=0.0, stat_interval=10, inverse_interval=50, "
     "interval_warmup=500, estimator='mle', max_factor_dim=4096, relative_damping=True, "
-    "early_roots=True, graft='adam', precondition_1d=False, seed=0, capturable=False, "
+    "early_roots=None, graft='adam', precondition_1d=False, seed=0, capturable=False, "
     "block_size=None, merge_small_dims='kernel', maximize=False, rounding='nearest', "
     "kl_clip=None, sample_scale=None, process_group=None, shard=None, **unknown"
 )
@@ -292,7 +292,7 @@ SHAMPOO_SIGNATURE = (
     .replace("estimator='mle', ", "")
     .replace("damping=0.3", "damping=0.001")
     .replace("nesterov=None", "nesterov=False")
-    .replace("early_roots=True, ", "")
+    .replace("early_roots=None, ", "")
     .replace("seed=0, ", "")
     .replace("sample_scale=None, ", "")
 )

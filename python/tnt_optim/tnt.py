@@ -98,7 +98,7 @@ class TNT(KroneckerOptimizer):
         estimator: Estimator = "mle",
         max_factor_dim: int = 4096,
         relative_damping: bool = True,
-        early_roots: bool = True,
+        early_roots: bool | None = None,
         graft: Graft | None = "adam",
         precondition_1d: bool = False,
         seed: int = 0,
@@ -116,6 +116,7 @@ class TNT(KroneckerOptimizer):
         likelihood = pop_fisher("TNT", unknown, likelihood)
         refuse_unknown("TNT", unknown)
         nesterov = likelihood is None if nesterov is None else nesterov
+        early_roots = likelihood is None if early_roots is None else early_roots
         source = Empirical() if likelihood is None else Sampled()
         super().__init__(params, arguments(locals()), source)
 
