@@ -116,7 +116,8 @@ class TNT(KroneckerOptimizer):
         likelihood = pop_fisher("TNT", unknown, likelihood)
         refuse_unknown("TNT", unknown)
         nesterov = likelihood is None if nesterov is None else nesterov
-        early_roots = likelihood is None if early_roots is None else early_roots
+        if early_roots is None:  # without grafting, roots take steps of another unit
+            early_roots = likelihood is None and graft is not None
         source = Empirical() if likelihood is None else Sampled()
         super().__init__(params, arguments(locals()), source)
 

@@ -132,6 +132,8 @@ def test_shares_decide_on_average(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, True),
         ({"likelihood": "categorical"}, False),
         ({"early_roots": False}, False),
+        ({"graft": None, "relative_damping": False}, False),
+        ({"graft": None, "relative_damping": False, "early_roots": True}, True),
         ({"momentum": 0.0}, True),
     ],
 )
