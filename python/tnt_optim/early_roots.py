@@ -30,8 +30,8 @@ def mean_share(state: State, momentum: float) -> Tensor | None:
 
     That is |m^|^2 / E[|g|^2], with the bias-corrected average m^ of the gradients in the momentum
     and the trace of the statistics, less what independent gradients of mean zero have in the long
-    run, (1 - mu) / (1 + mu). NaN if all gradients were zero, 0 without momentum, which then knows
-    of no mean; None if there were no gradients.
+    run, (1 - mu) / (1 + mu). NaN if all gradients were zero. 0 if mu is 0: no average shows a mean.
+    None before the first update.
     """
     if not state.get("stats") or float(state["updates"]) == 0:
         return None

@@ -196,7 +196,7 @@ class WithFallback(Wrappable, Optimizer):
     @property
     def observing(self) -> bool:
         """See ``TNT.observing``."""
-        return bool(self.main.observing)  # type: ignore[attr-defined]
+        return bool(getattr(self.main, "observing", False))
 
     def observe(self, output: Any) -> None:
         """See ``TNT.observe``."""

@@ -185,10 +185,9 @@ class _Bucket:
 
     def _move(self) -> None:
         group = self.group
-        of = self.grads, self.states, self.layouts, group
-        scales = graft_scales(self.scales, *of)
+        scales = graft_scales(self.scales, self.grads, self.states, self.layouts, group)
         if group["kl_clip"] is not None:
-            momenta = preconditioned_momenta(*of)
+            momenta = preconditioned_momenta(self.grads, self.states, self.layouts, group)
             scales = clipped(self.directions, momenta, scales, group)
         counted = zip(decayed(self.weights.params, group), self.layouts, strict=True)
         decays = [value for value, look in counted for _ in look.cuts]

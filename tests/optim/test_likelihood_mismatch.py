@@ -344,7 +344,7 @@ def test_masked_padding_fits(name: str, likelihood: str) -> None:
 
 
 def test_a_mask_that_counts_padding_is_noticed() -> None:
-    """Of its 8 rows too many."""
+    """The mask lets 8 padded rows count."""
     mask = torch.arange(ROWS) >= 52
     with pytest.warns(RuntimeWarning, match="^8 of the 12 rows"):
         first_step("sampled", "categorical", ignoring, classes, mask=mask)
