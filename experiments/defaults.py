@@ -13,7 +13,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -23,14 +23,18 @@ import typer
 from scipy import stats
 
 from experiments import options
-from experiments.methods import METHODS, Settings
+from experiments.methods import METHODS, Settings, build_optimizer, lr_multiplier, variant
+from experiments.models import seeded
 from experiments.options import Quick, chosen, user_errors
 from experiments.plots import Curve, plot_curves
 from experiments.pool import make_runs
 from experiments.problems.autoencoders import load_autoencoder
 from experiments.problems.classifiers import load_classifier
+from experiments.problems.finetuning import load_finetuning
 from experiments.problems.language import Recurrent, load_language
+from experiments.problems.poisson import Poisson
 from experiments.problems.problem import Problem
+from experiments.problems.words import load_words
 from experiments.run_files import RunFile, load_runs
 from experiments.search import ranked
 from experiments.steps import PLAIN, Kind, problem_step, time_kinds
@@ -62,6 +66,9 @@ class Task:
         after: a shorter task of the same problem. Its times of a step serve both; its best rates
             begin the searches.
         names_source: whether the record names the text, which differs between machines.
+        untuned: the optimizers of tnt_optim.
+        begin: settings of TNT's two forms to begin with on such a problem; they run with those, and
+            with the defaults. Chosen with the seed 0.
     """
 
     label: str
@@ -73,6 +80,8 @@ class Task:
     metric: str | None = "validation_loss"
     after: str | None = None
     names_source: bool = False
+    untuned: Sequence[str] = UNTUNED
+    begin: Mapping[str, Any] = field(default_factory=dict)
 
 
 def rate(place: int) -> float:
@@ -92,6 +101,14 @@ def around(lr: float) -> list[float]:
     """
     place = round(4 * math.log10(lr))
     return [rate(place + number) for number in (-1, 0, 1)]
+
+
+def _words(data: Path | None) -> Problem:
+    return load_words()
+
+
+def _poisson(data: Path | None) -> Problem:
+    return Poisson()
 
 
 # The defaults were chosen with the seeds 0 to 4.
@@ -167,6 +184,43 @@ TASKS: Mapping[str, Task] = {
         seeds=_THREE,
         metric=None,
     ),
+    **{
+        f"finetune-{kind}": Task(
+            f"fine-tuning, {label}, 300 steps",
+            functools.partial(load_finetuning, low_rank=kind == "lora"),
+            6,
+            centres,
+            seeds=_THREE,
+            untuned=("tnt", "tnt-ef"),
+            names_source=True,
+        )
+        for kind, label, centres in (
+            ("all", "all weights", {"adam": 3.2e-3, "soap": 3.2e-3}),
+            ("lora", "low-rank updates", {"adam": 1e-2, "soap": 1e-2}),
+        )
+    },
+    "words": Task(
+        "bag of words",
+        _words,
+        10,
+        {"adam": 5.6e-2, "soap": 3.2e-2},
+        seeds=_THREE,
+        batch_size=512,
+        untuned=("tnt", "tnt-ef"),
+        names_source=True,
+        begin={"lr": 0.056},
+    ),
+    "poisson": Task(
+        "Poisson equation, float64",
+        _poisson,
+        20,
+        {"adam": 3.2e-2, "soap": 1.8e-2},
+        seeds=_THREE,
+        batch_size=512,
+        metric="relative_error",
+        untuned=("tnt", "tnt-ef"),
+        begin={"lr": 0.03, "damping": 0.003},
+    ),
 }
 SMALL = {"transformer64-100": replace(TASKS["transformer64-400"], epochs=2, seeds=range(2))}
 
@@ -232,7 +286,7 @@ def _train(file: RunFile, name: str, task: Task, maker: Callable[[], Problem], j
         keys = {one: {"task": name, "settings": asdict(one), **text} for one in wanted}
         make_runs(file, maker, keys, kept_of, jobs)
 
-    make(_settings(m, task, None, seed) for m in UNTUNED for seed in task.seeds)
+    make(own for m in task.untuned for seed in task.seeds for own in _untuned(m, task, seed))
     first: Mapping[str, float] = task.centres
     if task.after is not None:
         first = _best(file, task.after, first)
@@ -263,6 +317,12 @@ def best_rate(runs: Iterable[Mapping[str, Any]], task: str, method: str) -> floa
     """The searched rate of the lowest loss; the lowest rate if all diverged; None without runs."""
     found = tried(runs, task, method)
     return next(iter(ranked(found) or sorted(found)), None)
+
+
+def _untuned(method: str, task: Task, seed: int) -> list[Settings]:
+    """With the defaults, and with the settings to begin with."""
+    own = _settings(method, task, None, seed)
+    return [own, replace(own, **task.begin)] if task.begin else [own]
 
 
 def _settings(method: str, task: Task, lr: float | None, seed: int = 0) -> Settings:
@@ -300,35 +360,63 @@ def _measure(
     # All methods of a task in one entry: times of different hours do not compare. The last entry
     # counts. PSGD-Kron's steps all update its factors, as in the first 1000 of a run.
     key = {"task": name, "settings": None, "threads": threads}
-    methods = (*UNTUNED, *task.centres)
+    methods = (*task.untuned, *task.centres)
     if set(methods) <= _seconds(file.runs, key).keys():
         return
     problem = maker()
     # A hundredth of the rates: all stay finite.
     own = {m: _settings(m, task, task.centres.get(m)) for m in methods}
+    early = {m: root_steps(problem, s) for m, s in own.items() if s.early_roots}
     torch.set_num_threads(threads)
     steps = {m: problem_step(problem, replace(s, lr=s.lr / 100)) for m, s in own.items()}
     for step in steps.values():
         step()  # the first one makes the state, statistics and inverses
         step()  # the first one of SOAP and KL-Shampoo updates nothing
-    kinds = sorted({kind for s in own.values() for kind in run_kinds(s, 2000)})
+    kinds = sorted({k for m, s in own.items() for k in run_kinds(s, 2000, early.get(m, 0))})
     samples = time_kinds(steps, kinds, 0.0, 20, 20)
     torch.set_num_threads(1)
     found = {
         method: {kind.label: summary(taken)["median"] for kind, taken in times.items()}
         for method, times in samples.items()
     }
-    file.add({**key, "methods": methods}, {"median_seconds": found})
+    file.add({**key, "methods": methods}, {"median_seconds": found, "root_steps": early})
+
+
+def root_steps(problem: Problem, settings: Settings) -> int:
+    """The steps until a run's factors are no longer inverse square roots."""
+    model = seeded(problem.build, settings.seed)
+    optimizer = build_optimizer(model, settings, problem.likelihood)
+    shuffle, augment = (torch.Generator().manual_seed(settings.seed) for _ in range(2))
+    epoch_steps = problem.steps_per_epoch(settings.batch_size)
+    for step in range(settings.epochs * epoch_steps):
+        if step % epoch_steps == 0:
+            order = problem.order(settings.batch_size, shuffle)
+        inputs, targets = problem.batch(order[step % epoch_steps], augment)
+        factor = lr_multiplier(SCHEDULE, step, epoch_steps, settings.epochs * epoch_steps)
+        for group in optimizer.param_groups:
+            group["lr"] = settings.lr * factor
+        optimizer.zero_grad()
+        problem.loss(problem.outputs(model, inputs), targets).backward()
+        optimizer.step()
+        if not optimizer.param_groups[0]["takes_roots"]:
+            return step
+    return settings.epochs * epoch_steps
+
+
+def _times(runs: Iterable[Mapping[str, Any]], key: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The last entry of a task's times; one without methods if there is none."""
+    found = [run for run in runs if key.items() <= run["key"].items()]
+    return found[-1] if found else {"median_seconds": {}}
 
 
 def _seconds(runs: Iterable[Mapping[str, Any]], key: Mapping[str, Any]) -> Mapping[str, Any]:
     """The last times of a task's steps, by method and kind; empty if there are none."""
-    found = [run["median_seconds"] for run in runs if key.items() <= run["key"].items()]
-    return found[-1] if found else {}
+    seconds: Mapping[str, Any] = _times(runs, key)["median_seconds"]
+    return seconds
 
 
-def run_kinds(settings: Settings, steps: int) -> list[Kind]:
-    """The kind of each step of a run.
+def run_kinds(settings: Settings, steps: int, roots: int = 0) -> list[Kind]:
+    """The kind of each step of a run, of which the first `roots` take inverse square roots.
 
     >>> [kind.label for kind in run_kinds(modern_settings("tnt"), 100)].count("plain")
     20
@@ -336,8 +424,13 @@ def run_kinds(settings: Settings, steps: int) -> list[Kind]:
     if settings.stat_interval is None:
         return [PLAIN] * steps
     group = asdict(settings)
-    names = ("stat_interval", "inverse_interval")
-    return [Kind(*(is_due({**group, "step": t}, name) for name in names)) for t in range(steps)]
+    kinds = []
+    for t in range(steps):
+        has_statistics, has_inverses = (
+            is_due({**group, "step": t}, name) for name in ("stat_interval", "inverse_interval")
+        )
+        kinds.append(Kind(has_statistics, has_inverses, has_inverses and t < roots))
+    return kinds
 
 
 # The table.
@@ -389,6 +482,7 @@ class Row:
 
     Attributes:
         method: its name.
+        arguments: `DEFAULT`, or what it was given besides; of a rival `TUNED`.
         lr: its learning rate.
         curves: the losses of every run's epochs, by seed.
         final: the last losses by seed; infinite for a run that diverged.
@@ -398,6 +492,7 @@ class Row:
     """
 
     method: str
+    arguments: str
     lr: float
     curves: list[list[float | None]]
     final: list[float]
@@ -412,48 +507,66 @@ def rows(runs: Sequence[Mapping[str, Any]], name: str, task: Task) -> list[Row]:
     If a rival's final runs are recorded at several rates, the lowest mean loss counts: the rate
     that one seed has chosen may be unstable from others.
     """
-    seconds = _seconds(runs, {"task": task.after or name, "settings": None})
-    recorded: dict[tuple[str, float], list[Mapping[str, Any]]] = {}
+    times = _times(runs, {"task": task.after or name, "settings": None})
+    recorded: dict[Settings, list[Mapping[str, Any]]] = {}
     for run in runs:
         settings = run["key"]["settings"]
         if run["key"]["task"] == name and settings and settings["seed"] in task.seeds:
-            recorded.setdefault((settings["optimizer"], settings["lr"]), []).append(run)
-    finals: dict[str, list[Mapping[str, Any]]] = {}
-    for (method, _), members in recorded.items():
-        best = finals.get(method)
+            recorded.setdefault(variant(Settings(**settings)), []).append(run)
+    # By optimizer and arguments: one entry for each rival.
+    finals: dict[tuple[str, str], tuple[Settings, list[Mapping[str, Any]]]] = {}
+    for settings, members in recorded.items():
+        place = settings.optimizer, _arguments(settings, task)
+        best = finals.get(place)
         is_whole = len(members) == len(task.seeds)
-        if is_whole and (best is None or _mean_loss(members) < _mean_loss(best)):
-            finals[method] = sorted(members, key=lambda run: run["key"]["settings"]["seed"])
-    methods = [m for m in (*UNTUNED, *task.centres) if m in seconds and m in finals]
-    clocks = {m: _clock(finals[m][0], seconds[m]) for m in methods}
-    last = {m: [last_loss(run) for run in finals[m]] for m in methods}
+        if is_whole and (best is None or _mean_loss(members) < _mean_loss(best[1])):
+            finals[place] = settings, sorted(members, key=lambda r: r["key"]["settings"]["seed"])
+    order = (*task.untuned, *task.centres)
+    wanted = [p for p in finals if p[0] in order and p[0] in times["median_seconds"]]
+    wanted.sort(key=lambda p: (order.index(p[0]), p[1] != DEFAULT, p[1]))
+    clocks = {p: _clock(finals[p][0], finals[p][1][0], times) for p in wanted}
+    last = {p: [last_loss(run) for run in finals[p][1]] for p in wanted}
     found = []
-    for m in methods:
+    for p in wanted:
         goals = {
-            rival: statistics.fmean(last[rival])
+            rival: place
             for rival in task.centres
-            if rival in last and rival != m
+            if (place := (rival, TUNED)) in last and rival != p[0]
         }
-        reachable = {rival: goal for rival, goal in goals.items() if math.isfinite(goal)}
-        times = {
-            rival: statistics.fmean(_seconds_to(run, clocks[m], goal) for run in finals[m])
-            / clocks[rival][-1]
-            for rival, goal in reachable.items()
+        reach = {rival: statistics.fmean(last[place]) for rival, place in goals.items()}
+        settings, members = finals[p]
+        own_times = {
+            rival: statistics.fmean(_seconds_to(run, clocks[p], loss) for run in members)
+            / clocks[goals[rival]][-1]
+            for rival, loss in reach.items()
+            if math.isfinite(loss)
         }
-        lr = finals[m][0]["key"]["settings"]["lr"]
-        against = {rival: paired(last[m], last[rival]) for rival in goals}
-        curves = [list(run["losses"]) for run in finals[m]]
-        found.append(Row(m, lr, curves, last[m], clocks[m], against, times))
+        against = {rival: paired(last[p], last[place]) for rival, place in goals.items()}
+        curves = [list(run["losses"]) for run in members]
+        found.append(Row(p[0], p[1], settings.lr, curves, last[p], clocks[p], against, own_times))
     return found
+
+
+DEFAULT, TUNED = "default", "tuned"
+
+
+def _arguments(settings: Settings, task: Task) -> str:
+    """What an optimizer of tnt_optim was given besides its defaults; a rival is tuned."""
+    if settings.optimizer not in task.untuned:
+        return TUNED
+    own = asdict(variant(_settings(settings.optimizer, task, None)))
+    differing = {n: v for n, v in asdict(settings).items() if v != own[n]}
+    return ", ".join(f"{name} {value}" for name, value in differing.items()) or DEFAULT
 
 
 def _mean_loss(runs: Iterable[Mapping[str, Any]]) -> float:
     return statistics.fmean(map(last_loss, runs))
 
 
-def _clock(run: Mapping[str, Any], seconds: Mapping[str, float]) -> list[float]:
-    settings = Settings(**run["key"]["settings"])
-    kinds = run_kinds(settings, settings.epochs * run["epoch_steps"])
+def _clock(settings: Settings, run: Mapping[str, Any], times: Mapping[str, Any]) -> list[float]:
+    seconds = times["median_seconds"][settings.optimizer]
+    roots = times.get("root_steps", {}).get(settings.optimizer, 0) if settings.early_roots else 0
+    kinds = run_kinds(settings, settings.epochs * run["epoch_steps"], roots)
     return [0.0, *itertools.accumulate(seconds[kind.label] for kind in kinds)]
 
 
@@ -488,20 +601,23 @@ def cells(row: Row, rivals: Sequence[str]) -> tuple[str, ...]:
     """A row as text: label, rate, loss, differences from the rivals, ms, and times to theirs."""
     lost = sum(not math.isfinite(value) for value in row.final)
     loss = f"diverged ({lost} of {len(row.final)})"
+    # Errors of an equation are far below one.
+    small = not lost and statistics.fmean(row.final) < 0.1
+    digits = ".1e" if small else ".3f"
     if not lost:
-        spread = f" ± {statistics.stdev(row.final):.3f}" if len(row.final) > 1 else ""
-        loss = f"{statistics.fmean(row.final):.3f}{spread}"
+        spread = f" ± {statistics.stdev(row.final):{digits}}" if len(row.final) > 1 else ""
+        loss = f"{statistics.fmean(row.final):{digits}}{spread}"
     against, times = ["-"] * len(rivals), ["-"] * len(rivals)
     for number, rival in enumerate(rivals):
         if rival in row.against:
             mean, verdict = row.against[rival]
-            against[number] = f"{mean:+.3f} {verdict}" if math.isfinite(mean) else verdict
+            against[number] = f"{mean:+{digits}} {verdict}" if math.isfinite(mean) else verdict
             time = row.time.get(rival)
             if time is not None:
                 times[number] = f"{time:.2f}" if math.isfinite(time) else "not reached"
     pace = f"{1000 * row.clock[-1] / (len(row.clock) - 1):.1f}"
     label = METHODS[row.method].label
-    lr = "default" if row.method in UNTUNED else f"{row.lr:g}"
+    lr = f"{row.lr:g}" if row.arguments == TUNED else row.arguments
     return label, lr, loss, *against, pace, *times
 
 
@@ -515,9 +631,17 @@ def plot(found: Sequence[Row], task: Task, path: Path) -> None:
         epoch_steps = (len(row.clock) - 1) // len(columns)
         steps = [epoch_steps * number for number in range(1, len(columns) + 1)]
         method = METHODS[row.method]
-        own = "no argument" if row.method in UNTUNED else f"tuned, lr {row.lr:g}"
+        own = {DEFAULT: "no argument", TUNED: f"tuned, lr {row.lr:g}"}
         seconds = [row.clock[step] for step in steps]
         label = "AdamW" if row.method == "adam" else method.label  # there is no weight decay
-        curves.append(Curve(f"{label}: {own}", method.colour, steps, seconds, columns))
+        curves.append(
+            Curve(
+                f"{label}: {own.get(row.arguments, row.arguments)}",
+                method.colour,
+                steps,
+                seconds,
+                columns,
+            )
+        )
     loss_label = "training loss" if task.metric is None else task.metric.replace("_", " ")
     plot_curves(curves, path, f"{task.label}, {len(task.seeds)} seeds", loss_label)

@@ -29,10 +29,11 @@ NEVER = 999_983
 
 
 class Kind(NamedTuple):
-    """What is due at a step."""
+    """What is due at a step; with `roots`, inverse square roots in place of the inverses."""
 
     statistics: bool
     inverses: bool
+    roots: bool = False
 
     @property
     def label(self) -> str:
@@ -104,12 +105,21 @@ class TrainingStep:
         """Whether anything can be due."""
         return "stat_interval" in self.optimizer.param_groups[0]
 
+    def takes(self, kind: Kind) -> bool:
+        """Whether a step can be of this kind."""
+        group = self.optimizer.param_groups[0]
+        if kind.roots:
+            return bool(group.get("early_roots"))
+        return kind == PLAIN or self.second_order
+
     def set_due(self, kind: Kind) -> None:
         """Make the next step one of this kind; a first-order method has only plain ones."""
         if self.second_order:
             for group in self.optimizer.param_groups:
                 group["stat_interval"] = 1 if kind.statistics else NEVER
                 group["inverse_interval"] = 1 if kind.inverses else NEVER
+                if group.get("early_roots"):
+                    group["takes_roots"] = kind.roots
                 group["step"] = START
 
 
@@ -134,7 +144,7 @@ def time_kinds(
 
     Args:
         steps: the methods' training steps, by name. Each must have run once, so it has its state.
-        kinds: the kinds of second-order methods; others have the plain step.
+        kinds: of steps; each method is timed at those that it has.
         seconds: for all rounds together, between `min_rounds` and `max_rounds` of them.
         min_rounds: of timing.
         max_rounds: of timing.
@@ -145,7 +155,8 @@ def time_kinds(
     pairs = {
         f"{name}: {kind.label}": (name, kind)
         for name, step in steps.items()
-        for kind in (kinds if step.second_order else [PLAIN])
+        for kind in kinds
+        if step.takes(kind)
     }
     start = {name: [p.detach().clone() for p in s.model.parameters()] for name, s in steps.items()}
     device = next(iter(steps.values())).inputs.device
@@ -168,6 +179,8 @@ def time_kinds(
 def check_moved(name: str, model: nn.Module, start: Sequence[Tensor]) -> None:
     """Refuse the times of steps that changed nothing or computed with non-finite numbers."""
     for (parameter_name, parameter), before in zip(model.named_parameters(), start, strict=True):
+        if not parameter.requires_grad:
+            continue
         if not bool(parameter.isfinite().all()):
             raise ValueError(f"{name}: {parameter_name} is no longer finite")
         if torch.equal(parameter.detach(), before):
