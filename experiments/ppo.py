@@ -115,8 +115,11 @@ def _search(file: RunFile, rollouts: int, jobs: int) -> dict[str, float]:
             rollouts,
             jobs,
         )
+        means = {m: {lr: _mean(file.runs, m, lr) for lr in rates} for m, rates in wanted.items()}
+        # Of equal rates the one in the middle: the search ends.
         found = {
-            m: max(rates, key=lambda lr: _mean(file.runs, m, lr)) for m, rates in wanted.items()
+            m: lr if known[lr] == max(known.values()) else max(known, key=known.__getitem__)
+            for (m, lr), known in zip(best.items(), means.values(), strict=True)
         }
         if found == best:
             return best

@@ -103,6 +103,7 @@ def _trained(problem: Language, batch_size: int = 32) -> dict[str, Tensor]:
     return model.state_dict()
 
 
+@functools.cache  # the first training takes a minute or two
 def load_finetuning(data: Path | None = None, *, low_rank: bool, **sizes: Any) -> FineTuning:
     """The problem: from the sources of the running Python to Shakespeare.
 

@@ -15,14 +15,17 @@ NEEDS = {
     "lightning_module": ("lightning", "sklearn"),
     "one_sided_shampoo": (),
     "plain_loop": (),
+    "poisson": (),
 }
+# This one is rewarded, and takes many steps at a time.
+REWARDED = {"ppo"}
 # These need processes of their own.
 LAUNCHED = {"data_parallel"}
 STEPS = 50
 
 
 def test_every_example_is_tested() -> None:
-    assert {path.stem for path in FOLDER.glob("*.py")} == {*NEEDS, *LAUNCHED}
+    assert {path.stem for path in FOLDER.glob("*.py")} == {*NEEDS, *REWARDED, *LAUNCHED}
 
 
 # Warnings of the trainers do not matter here; RuntimeWarnings of tnt_optim are errors.
@@ -41,6 +44,13 @@ def test_example(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         for param in group["params"]:
             assert all(stat.any() for stat in opt.state[param]["stats"])
             assert opt.state[param]["updates"] == STEPS
+    assert opt.failures() == NO_FAILURES
+
+
+def test_the_agent_of_ppo_learns() -> None:
+    pytest.importorskip("gymnasium")
+    lengths, opt = runpy.run_path(str(FOLDER / "ppo.py"))["main"](15)
+    assert sum(lengths[-3:]) > 3 * sum(lengths[:3])
     assert opt.failures() == NO_FAILURES
 
 
