@@ -1,0 +1,124 @@
+"""States in files of earlier commits load, and training goes on as it did then.
+
+``python tests/optim/test_saved_states.py`` writes the files that are missing; the files that are
+there stay as they are. Each has the state after 7 steps, and the weights after 5 more.
+"""
+
+import functools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from tnt_optim import KFAC, TNT, Shampoo, with_fallback
+
+FOLDER = Path(__file__).with_name("saved_states")
+SAVED_AFTER, MORE = 7, 5
+Model = nn.Sequential
+SHORT: dict[str, Any] = {"stat_interval": 2, "inverse_interval": 3, "interval_warmup": 0}
+
+
+def model() -> Model:
+    torch.manual_seed(0)
+    return Model(nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(12, 5))
+
+
+def split(m: Model) -> Any:
+    vectors = [p for p in m.parameters() if p.dim() == 1]
+    matrices = [p for p in m.parameters() if p.dim() > 1]
+    return with_fallback(TNT(matrices, **SHORT), torch.optim.AdamW(vectors, lr=1e-3))
+
+
+def of(kind: Any, **settings: Any) -> Callable[[Model], Any]:
+    return lambda m: kind(m.parameters(), **{**SHORT, **settings})
+
+
+MADE: dict[str, Callable[[Model], Any]] = {
+    "tnt": of(TNT),
+    "tnt-defaults": lambda m: TNT(m.named_parameters()),
+    "tnt-sampled": of(TNT, likelihood="categorical", seed=3),
+    "tnt-sampled-sgd": of(TNT, likelihood="categorical", graft="sgd"),
+    "tnt-rms": of(TNT, graft="rms"),
+    "tnt-blocks": of(TNT, block_size=4, precondition_1d=True),
+    "tnt-diagonal": of(TNT, max_factor_dim=4),
+    "tnt-stochastic": of(TNT, rounding="stochastic"),
+    "tnt-nearest": of(TNT, rounding="nearest"),
+    "tnt-master": of(TNT, rounding="master"),
+    "tnt-paper": lambda m: TNT.paper(
+        m.parameters(), likelihood="categorical", lr=1e-3, damping=0.1, stat_interval=2
+    ),
+    "shampoo": of(Shampoo),
+    "shampoo-paper": lambda m: Shampoo.paper(m.parameters(), lr=1e-2, inverse_interval=3),
+    "kfac": lambda m: KFAC(m, likelihood="categorical", **SHORT),
+    "kfac-eigenbasis": lambda m: KFAC(m, likelihood="categorical", inverse="eigenbasis", **SHORT),
+    "fallback": split,
+}
+HALF = ("tnt-stochastic", "tnt-nearest", "tnt-master")
+
+
+def ready(name: str) -> tuple[Model, Any]:
+    trained = model().to(torch.bfloat16 if name in HALF else torch.float32)
+    return trained, MADE[name](trained)
+
+
+def train(m: Model, opt: Any, steps: range) -> None:
+    dtype = next(m.parameters()).dtype
+    for step in steps:
+        draw = torch.Generator().manual_seed(step)
+        x = torch.randn(20, 2, 4, 4, generator=draw).to(dtype)
+        y = torch.randint(5, (20,), generator=draw)
+        opt.zero_grad()
+        out = m(x)
+        opt.observe(out)
+        cross_entropy(out, y).backward()
+        opt.step()
+
+
+def weights(m: Model) -> list[Tensor]:
+    return [p.detach().clone() for p in m.parameters()]
+
+
+def write(name: str) -> None:
+    m, opt = ready(name)
+    train(m, opt, range(SAVED_AFTER))
+    saved = {"model": m.state_dict(), "optimizer": opt.state_dict()}
+    path = FOLDER / f"{name}.pt"
+    torch.save(saved, path)  # before the next steps change it
+    train(m, opt, range(SAVED_AFTER, SAVED_AFTER + MORE))
+    torch.save({**torch.load(path), "then": weights(m)}, path)
+
+
+def test_every_state_has_a_file() -> None:
+    assert {path.stem for path in FOLDER.glob("*.pt")} == set(MADE)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_saved_training_goes_on(name: str) -> None:
+    saved = torch.load(FOLDER / f"{name}.pt")
+    m, opt = ready(name)
+    m.load_state_dict(saved["model"])
+    opt.load_state_dict(saved["optimizer"])
+    before = weights(m)
+    train(m, opt, range(SAVED_AFTER, SAVED_AFTER + MORE))
+    # Other processors round otherwise; bfloat16 has 8 bits.
+    close = functools.partial(torch.testing.assert_close, **tolerance(name))
+    for own, then, start in zip(weights(m), saved["then"], before, strict=True):
+        close(own, then)
+        with pytest.raises(AssertionError):  # the steps are larger than the tolerance
+            close(own, start)
+
+
+def tolerance(name: str) -> dict[str, float]:
+    return {"rtol": 0.02, "atol": 1e-3} if name in HALF else {"rtol": 1e-4, "atol": 1e-5}
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for missing in [name for name in MADE if not (FOLDER / f"{name}.pt").exists()]:
+        write(missing)
+        print(missing, file=sys.stderr)
