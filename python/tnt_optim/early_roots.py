@@ -12,8 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tnt_kernels import inverse_root
-from tnt_optim.modes import Rows, Settings, State, layout_of
+from tnt_optim.modes import Settings, State, layout_of
 from tnt_optim.update import Batch, Local, States
 
 # Factors become inverses when the mean has less than this share, on average over the parameters.
@@ -65,36 +64,5 @@ def mean_is_small(batches: Sequence[Batch], states: States, processes: Local) ->
     return bool(count and share < LEAST_SHARE * count)
 
 
-def inverse_square_roots(stats: Rows, damping: float | Tensor, out: Rows, relative: bool) -> Tensor:
-    """Computes (U_i + damping I)^(-1/2), or with ``relative`` (U_i + damping c I)^(-1/2).
-
-    U_i and c are those of ``tnt_kernels.damped_inverse``, as are ``out`` and the result.
-    """
-    damped = [_damped(modes, damping, relative) for modes in stats]
-    return inverse_root(damped, 0.0, 2, out)[1]
-
-
 def _trace(stat: Tensor) -> Tensor:
     return (stat if stat.dim() == 1 else stat.diagonal()).sum(dtype=torch.float64)
-
-
-def _damped(modes: Sequence[Tensor], damping: float | Tensor, relative: bool) -> list[Tensor]:
-    """The U_i + damping I of a tensor with these statistics S_i, in which all tr(U_i) / d_i are c.
-
-    Where the statistics are zero: the identity with ``relative``, else damping I.
-    """
-    size = 1
-    for stat in modes:
-        size *= len(stat)
-    trace = _trace(modes[0])
-    limits = torch.finfo(modes[0].dtype)
-    nothing = trace.abs() / max(len(modes[0]), 1) < limits.tiny / limits.eps
-    c = (trace.clamp(min=0) / max(size, 1)) ** (1 / len(modes))
-    shift = torch.where(nothing, 1.0, damping * c) if relative else damping
-    damped = []
-    for stat in modes:
-        scale = torch.where(nothing, 0.0, c * len(stat) / trace)
-        u = stat * scale.to(stat.dtype)
-        (u if u.dim() == 1 else u.diagonal()).add_(shift)
-        damped.append(u)
-    return damped

@@ -912,6 +912,8 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
                 f"estimator must be 'moments' for {type(self).__name__}, got 'mle': it whitens by "
                 "the factors, as if they were inverses of the statistics"
             )
+        if group["early_roots"] and not group["relative_damping"]:
+            raise ValueError("early_roots must be False where relative_damping is, got True")
         return names
 
     def _note_shaping(self) -> None:

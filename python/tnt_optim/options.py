@@ -182,8 +182,9 @@ merge_small_dims: "kernel": a convolution's kernel and input channels are one mo
 relative_damping: damp with ``damping`` times the average eigenvalue of the statistics.
 early_roots: take inverse square roots of the damped statistics instead of inverses in the first
     steps, as long as the mean of the training gradients dominates their second moment, on average
-    over the parameters. Gradients at sampled labels have mean zero: with a ``likelihood`` it does
-    nothing. None: without a likelihood, if ``graft`` gives the steps their length.
+    over the parameters. It needs ``relative_damping``. Gradients at sampled labels have mean zero:
+    with a ``likelihood`` it does nothing. None: without a likelihood, if ``graft`` gives the steps
+    their length.
 graft: rescale each parameter's direction. "adam": to the norm of Adam's, whose second moment it
     keeps; "sgd": to the momentum's; "rms": to a root mean square of 0.2, about that of Adam's,
     without its memory (steps stay as long when gradients vanish: not for heads or experts that are

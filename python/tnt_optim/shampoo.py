@@ -2,7 +2,6 @@
 
 from typing import Any, Never
 
-import torch
 from torch import Tensor
 
 from tnt_kernels import inverse_root
@@ -17,6 +16,7 @@ from tnt_optim.options import (
     arguments,
     documented,
 )
+from tnt_optim.roots import relatively_damped_roots
 
 
 @documented(
@@ -94,22 +94,5 @@ class Shampoo(KroneckerOptimizer):
     def _factors(self, group: Settings, stats: Rows, out: Rows) -> Tensor:
         damping, roots = group["damping"], [2 * len(modes) for modes in stats]
         if group["relative_damping"]:
-            # Each mode has its own damping; the operator takes one for all.
-            stats = [[relatively_damped(stat, damping) for stat in modes] for modes in stats]
-            damping = 0.0
+            return relatively_damped_roots(stats, damping, roots, out)
         return inverse_root(stats, damping, roots, out)[1]
-
-
-def relatively_damped(stat: Tensor, damping: float | Tensor) -> Tensor:
-    """S + damping (tr(S) / d) I, or S + I where S is zero; (d, d), or (d,) for a diagonal S.
-
-    An average eigenvalue counts as zero if eps times it, the least damping that changes S, is not a
-    normal number of its dtype: below 1e-31 in float32.
-    """
-    damped = stat.clone()
-    diagonal = damped if damped.dim() == 1 else damped.diagonal()
-    average = diagonal.double().mean()
-    limits = torch.finfo(stat.dtype)
-    zero = average.abs() < limits.tiny / limits.eps
-    diagonal.add_(torch.where(zero, 1.0, damping * average))
-    return damped

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tnt_kernels import damped_inverse
 from tnt_optim.checks import pop_fisher, refuse_unknown
-from tnt_optim.early_roots import inverse_square_roots, takes_roots
+from tnt_optim.early_roots import takes_roots
 from tnt_optim.failures import warn_if_unbounded
 from tnt_optim.kronecker import KroneckerOptimizer
 from tnt_optim.likelihoods import Likelihood
@@ -24,6 +24,7 @@ from tnt_optim.options import (
     documented,
 )
 from tnt_optim.paper import paper_settings
+from tnt_optim.roots import relatively_damped_roots
 
 
 @documented(
@@ -117,7 +118,7 @@ class TNT(KroneckerOptimizer):
         refuse_unknown("TNT", unknown)
         nesterov = likelihood is None if nesterov is None else nesterov
         if early_roots is None:  # without grafting, roots take steps of another unit
-            early_roots = likelihood is None and graft is not None
+            early_roots = likelihood is None and graft is not None and relative_damping
         source = Empirical() if likelihood is None else Sampled()
         super().__init__(params, arguments(locals()), source)
 
@@ -156,7 +157,7 @@ class TNT(KroneckerOptimizer):
         warn_if_unbounded(self.param_groups[-1])
 
     def _factors(self, group: Settings, stats: Rows, out: Rows) -> Tensor:
-        damping, relative = group["damping"], group["relative_damping"]
+        damping = group["damping"]
         if takes_roots(group):
-            return inverse_square_roots(stats, damping, out, relative)
-        return damped_inverse(stats, damping, out, relative)[1]
+            return relatively_damped_roots(stats, damping, [2] * len(stats), out)
+        return damped_inverse(stats, damping, out, group["relative_damping"])[1]

@@ -13,15 +13,15 @@ from tolerances import FLOAT64_FORMULA
 from torch import Tensor, nn
 
 from tnt_optim import TNT
-from tnt_optim.early_roots import LEAST_SHARE, inverse_square_roots, mean_share
+from tnt_optim.early_roots import LEAST_SHARE, mean_share
+from tnt_optim.roots import relatively_damped_roots
 
 SHAPES = [(6, 5), (7,), (3, 4, 2), (1, 5)]
 
 
-@pytest.mark.parametrize("relative", [False, True])
 @pytest.mark.parametrize("kind", ["full", "diagonal"])
-def test_roots_are_those_of_the_damped_inverse(relative: bool, kind: str) -> None:
-    """A A (U + damping I) = I, with U as the inverse has it; diagonal modes, scalars, zeros too."""
+def test_roots_are_those_of_the_damped_inverse(kind: str) -> None:
+    """A A (U + damping c I) is a multiple of I; diagonal modes, scalars, zeros too."""
     stats = []
     for shape in SHAPES:
         grads = [noise(*shape).double() for _ in range(12)]
@@ -37,14 +37,17 @@ def test_roots_are_those_of_the_damped_inverse(relative: bool, kind: str) -> Non
         [torch.eye(len(s)).double() if s.dim() == 2 else s * 0 + 1 for s in row] for row in stats
     ]
     before = [[s.clone() for s in row] for row in stats]
-    info = inverse_square_roots(stats, 0.3, out, relative)
+    info = relatively_damped_roots(stats, 0.3, [2] * len(stats), out)
     assert info.tolist() == [0] * len(stats)
     for row, old, roots in zip(stats, before, out, strict=True):
         matrices = [s if s.dim() == 2 else s.diag() for s in row]
-        for damped, root in zip(damped_covariances(matrices, 0.3, relative), roots, strict=True):
+        for damped, root in zip(damped_covariances(matrices, 0.3, True), roots, strict=True):
             a = root if root.dim() == 2 else root.diag()
+            product = a @ a @ damped
+            multiple = product.diagonal().mean()
             identity = torch.eye(len(a), dtype=torch.float64)
-            torch.testing.assert_close(a @ a @ damped, identity, rtol=0, atol=FLOAT64_FORMULA)
+            close = {"rtol": 0, "atol": FLOAT64_FORMULA}
+            torch.testing.assert_close(product / multiple, identity, **close)
         assert all(map(torch.equal, row, old))
 
 
@@ -132,8 +135,9 @@ def test_shares_decide_on_average(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, True),
         ({"likelihood": "categorical"}, False),
         ({"early_roots": False}, False),
-        ({"graft": None, "relative_damping": False}, False),
-        ({"graft": None, "relative_damping": False, "early_roots": True}, True),
+        ({"graft": None}, False),
+        ({"graft": None, "early_roots": True}, True),
+        ({"relative_damping": False}, False),
         ({"momentum": 0.0}, True),
     ],
 )
@@ -142,6 +146,16 @@ def test_which_forms_begin_with_roots(settings: dict[str, Any], expected: bool) 
     opt = TNT(model.parameters(), **settings)
     assert opt.param_groups[0]["takes_roots"] == expected
     assert not TNT.paper(model.parameters(), likelihood=None).param_groups[0]["takes_roots"]
+
+
+def test_roots_with_an_absolute_damping_are_refused() -> None:
+    params = list(net().parameters())
+    for given in (
+        {"relative_damping": False, "early_roots": True},
+        {"params": [{"params": params, "relative_damping": False}]},
+    ):
+        with pytest.raises(ValueError, match="early_roots must be False where relative_damping"):
+            TNT(**{"params": params, **given})
 
 
 @pytest.mark.parametrize("before", [2, 30])
