@@ -9,7 +9,6 @@ intervals grow from 1 to their values instead. Every step updates the parameters
 
 import functools
 import inspect
-import itertools
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from torch.optim import Optimizer
 from tnt_optim import checkpoint
 from tnt_optim.attach import Attachable
 from tnt_optim.attempt import Attempt, Stage
-from tnt_optim.autograd import buffers_put_back, check_reached, checked_replicas
+from tnt_optim.autograd import buffers_put_back
 from tnt_optim.checks import listed, warn_of_few_preconditioned
 from tnt_optim.cuda_graphs import StepGraphs, check_graphs_device
 from tnt_optim.diagnostics import diagnostics
@@ -36,17 +35,17 @@ from tnt_optim.failures import (
     Delivery,
     Failures,
     PreconditionerError,
-    diverged,
     names_of,
     warn_the_caller,
 )
+from tnt_optim.first_states import FirstStates
 from tnt_optim.fit import Fit
+from tnt_optim.groups import Groups
 from tnt_optim.modes import (
     Rows,
     Settings,
     State,
     are_sharded,
-    by_device,
     check_dense,
     is_plain,
     is_sharded,
@@ -75,22 +74,17 @@ from tnt_optim.state import (
     has_entries,
     has_statistics,
     memory_estimate,
-    new_state,
     statistic_shapes,
-    zero_statistics,
 )
 from tnt_optim.update import (
-    Batch,
     DeviceStep,
     Group,
     Local,
     Report,
-    accumulate_,
     refresh_factors,
 )
 from tnt_optim.wrappers import Wrappable
 
-_NO_MORE = object()
 # The options that shape statistics, factors and momentum.
 _SHAPING = ("modes", "merge_small_dims", "block_size", "max_factor_dim")
 
@@ -237,7 +231,7 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
             self._attempt.forget()  # a retry does not help: the next step has new observations
             raise
         except BaseException as error:
-            self._attempt.stop(error, self._params())
+            self._attempt.stop(error, self._groups.params)
             raise
         finally:
             self._observed.use_up()
@@ -294,18 +288,16 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
             raise TypeError(f"outputs must be an iterable of outputs, got {type(outputs).__name__}")
         processes = self._distribution()
         self._check_alike(processes)
-        if not self._modelled():
+        if not self._groups.modelled:
             return
         self._check_fit(processes)
         if model is None or isinstance(outputs, Sequence):  # a list's forwards have run
             outputs = warned_of_batch_norm(outputs)
         with buffers_put_back(*([] if model is None else [model])), self._warming_up():
-            stats, skipped = self._average_statistics(outputs, processes)
-        fresh = self._states(stats, processes)
+            gradients = self._observed.batch_gradients(self, outputs, processes)
+            fresh = self._first_states(processes).from_batches(gradients)
         self._check_shaping(fresh)
         self._failures, self._consolidated = Failures(), None
-        for state in fresh.values():
-            state["skipped_statistics"] = skipped
         self._adopt(fresh)
 
     def allocate_state(self, unreached: Iterable[Tensor] = ()) -> None:
@@ -321,12 +313,12 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
                 reached them (a value head).
         """
         plain = set(unreached)
-        if others := [tuple(p.shape) for p in plain.difference(self._params())]:
+        if others := [tuple(p.shape) for p in plain.difference(self._groups.params)]:
             raise ValueError(f"unreached must be parameters of this optimizer, got {others[0]}")
         processes = self._distribution()
         self._check_fit(processes)
-        trainable = [p for p in self._params() if p.requires_grad]
-        self._adopt(self._new_states(trainable, plain, processes))
+        trainable = [p for p in self._groups.params if p.requires_grad]
+        self._add_states(trainable, plain, processes)
 
     def memory_estimate(self) -> dict[str, Any]:
         """Returns the bytes of the optimizer's state in this process, before training.
@@ -347,7 +339,7 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
         factors; "unreached" counts the parameters that have moved without a preconditioner because
         no observed output has reached them.
         """
-        states = {p: self.state[p] for p in self._params() if self._has_state(p)}
+        states = {p: self.state[p] for p in self._groups.params if self._has_state(p)}
         unreached = sum(
             not is_plain(p, group) and p in states and states[p]["first_step"] is None
             for group in self.param_groups
@@ -426,7 +418,7 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
         state_dict["method"] = self._method
         if sampling := checkpoint.sampling_of(self):
             state_dict["sampling"] = sampling
-        numbers = {param: number for number, param in enumerate(self._params())}
+        numbers = {param: number for number, param in enumerate(self._groups.params)}
         lost = self._group_is_lost and self.process_group is None
         processes = Local() if lost else self._distribution()
         for param, entries in (self._consolidated or {}).items():
@@ -449,7 +441,7 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
         is_trained = any(group["step"] for group in self.param_groups)  # else it is to be loaded
         if self._warned_of_part or self._consolidated is not None or not is_trained:
             return
-        if not all("stats" in self.state[p] for p in self._params() if self._has_state(p)):
+        if not all("stats" in self.state[p] for p in self._groups.params if self._has_state(p)):
             self._warned_of_part = True
             warn_the_caller(
                 "state_dict() has one process's part of the state. torch.distributed.checkpoint "
@@ -464,7 +456,9 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
         From a state that is not whole, ``set_optimizer_state_dict`` with ``full_state_dict=True``
         leaves zeros of ``allocate_state`` in the other processes.
         """
-        updated = [p for p in self._params() if self._has_state(p) and self.state[p]["updates"] > 0]
+        updated = [
+            p for p in self._groups.params if self._has_state(p) and self.state[p]["updates"] > 0
+        ]
         held = [(p, stats) for p in updated if (stats := self.state[p].get("stats"))]
         zeros = [p for p, stats in held if not any(s.any() for s in stats)]
         if zeros:
@@ -486,7 +480,7 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
         Args:
             to: the rank in the process group, or among the processes that divide a parameter.
         """
-        self._consolidated = self._distribution().others_parts(self._params(), self.state, to)
+        self._consolidated = self._distribution().others_parts(self._groups.params, self.state, to)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the ``state_dict`` of an optimizer of the same parameters.
@@ -602,29 +596,29 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
 
     def _prepared(self, processes: Local) -> DeviceStep:
         """The device's part of this step; makes first statistics and factors on the way."""
-        with_gradients = processes.with_gradients(self._params())
-        earlier = {p: self.state[p] for p in self._params() if self._has_statistics(p)}
+        with_gradients = processes.with_gradients(self._groups.params)
+        earlier = {p: self.state[p] for p in self._groups.params if self._has_statistics(p)}
         found = self._observed.gradients(processes, self._due(), with_gradients, earlier)
         groups = self.param_groups
         ready = [p for group in groups for p in self._to_update(group, found, with_gradients)]
         observed = processes.whole(found)
         # States of parameters without one: around first statistics, or without a preconditioner.
         first = {p: g for p, g in observed.items() if p not in earlier}
-        self._adopt(self._first_states(first, processes))
+        self._adopt(self._first_states(processes).from_gradients(first))
         self._attempt.accumulated.update(first)
-        self._adopt(self._new_states(ready, set(ready), processes))
+        self._add_states(ready, set(ready), processes)
         self._warn_of_unreached(ready)
         # Refreshes of earlier states; an attempt at this step that raised may have done some.
         later = {p: g for p, g in observed.items() if p not in first}
         refreshed = later.keys() | self._attempt.accumulated
         due = {p for group in groups for p in factors_due(group, earlier, refreshed)}
-        updated = list(self._batches(ready))
+        updated = list(self._groups.batches(ready))
         for group, params in updated:
             for param in params if group["rounding"] == "master" else ():
                 add_master(self.state[param], param, group)
         return DeviceStep(
-            statistics=list(self._batches(later.keys() - self._attempt.accumulated)),
-            factors=list(self._batches(due - self._attempt.inverted)),
+            statistics=list(self._groups.batches(later.keys() - self._attempt.accumulated)),
+            factors=list(self._groups.batches(due - self._attempt.inverted)),
             updated=updated,
             observed=later,
             grads={
@@ -741,107 +735,16 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
             if self._attached is not None:  # the hook observed outputs computed before, as a list
                 self._observed.use_up()
 
-    def _average_statistics(
-        self, outputs: Iterable[Any], processes: Local
-    ) -> tuple[dict[Tensor, list[Tensor]], int]:
-        """The plain average over batches, and the number of batches that were not finite."""
-        stats: dict[Tensor, list[Tensor]] = {}
-        batches = skipped = 0
-        for observed in self._batch_gradients(outputs, processes):
-            if not processes.all_finite(observed.values()):
-                skipped += 1
-                continue
-            for p in stats.keys() - observed.keys():
-                observed[p] = torch.zeros(p.shape, dtype=p.dtype, device=p.device)
-            self._accumulate(stats, observed, batches / (batches + 1), processes)
-            batches += 1
-        if skipped and not batches:
-            raise PreconditionerError(f"outputs: none of {skipped} batches gave a finite gradient")
-        if not batches:
-            raise ValueError("outputs must hold at least one batch, got none")
-        return stats, skipped
+    def _first_states(self, processes: Local) -> FirstStates:
+        return FirstStates(self.param_groups, processes, self._factors)
 
-    def _batch_gradients(
-        self, outputs: Iterable[Any], processes: Local
-    ) -> Iterator[dict[Tensor, Tensor]]:
-        """The mean gradients of each batch of all processes."""
-        trainable = self._modelled()
-        batches = self._observed.batches(self, outputs, processes)
-        for index in itertools.count():
-            output, observed = next(batches, _NO_MORE), None
-            number: int | Tensor = 0
-            if output is not _NO_MORE:
-                loss, scale = self._observed.batch_loss(self, output, index, processes)
-                checked_replicas(loss)
-                observed = processes.gradients(loss, trainable, retain_graph=False, scale=scale)
-                check_reached(observed)
-                number = self._observed.counted(self, output)
-            mean = processes.batch_mean(trainable, observed, number)
-            if mean is None:
-                return
-            if mean:  # some row counts
-                yield mean
-
-    def _accumulate(
-        self,
-        stats: dict[Tensor, list[Tensor]],
-        observed: Mapping[Tensor, Tensor],
-        decay: float,
-        processes: Local,
-    ) -> None:
-        """Adds gradients to statistics that are not yet part of a state.
-
-        A parameter with another owner rank gets an empty list.
-        """
-        for group, params in self._batches(observed):
-            for param in params:
-                if param not in stats:
-                    owned = processes.owned([param])
-                    stats[param] = zero_statistics(param, group) if owned else []
-            own = [p for p in params if stats[p]]
-            seen = [layout(p, group) for p in own]
-            accumulate_(own, [stats[p] for p in own], observed, seen, decay)
-
-    def _first_states(
-        self, observed: dict[Tensor, Tensor], processes: Local
-    ) -> dict[Tensor, State]:
-        """States from first observations. The host waits: there are no earlier factors to use."""
-        if observed and not processes.all_finite(observed.values()):
-            worst = next(p for p, g in observed.items() if not processes.all_finite([g]))
-            raise PreconditionerError(
-                "the first gradient for the statistics is not finite, or its squares are not, or "
-                "no row of the output counts: there are no earlier statistics to go on with, for "
-                f"{self._name(worst)}{diverged(self.param_groups)}"
-            )
-        stats: dict[Tensor, list[Tensor]] = {}
-        self._accumulate(stats, observed, 0.0, processes)
-        return self._states(stats, processes)
-
-    def _states(self, stats: dict[Tensor, list[Tensor]], processes: Local) -> dict[Tensor, State]:
-        """Complete states around first statistics. The host waits for the factors."""
-        batches, states = list(self._batches(stats)), {}
-        for group, params in batches:
-            for p in params:
-                states[p] = new_state(p, group, processes.kept(p), stats=stats[p])
-        reports = refresh_factors(batches, states, processes, as_they_are, self._factors)
-        for (group, params), report in zip(batches, reports, strict=True):
-            for p, code in zip(params, report.codes.tolist(), strict=True):
-                if code != 0:
-                    name = self._name(p)
-                    raise self._failures.first_inverse(code, name, group["damping"])
-        return states
-
-    def _new_states(
+    def _add_states(
         self, params: Iterable[Tensor], plain: Container[Tensor], processes: Local
-    ) -> dict[Tensor, State]:
-        """States of parameters that have none: without statistics of those in ``plain``."""
+    ) -> None:
+        """Gives parameters that have none a state: without statistics of those in ``plain``."""
         held = self.state.get
         lacking = {p for p in params if held(p, {}).get("first_step", ALLOCATED) == ALLOCATED}
-        return {
-            p: new_state(p, group, processes.kept(p), plain=p in plain or is_plain(p, group))
-            for group, new in self._batches(lacking)
-            for p in new
-        }
+        self._adopt(self._first_states(processes).without_statistics(lacking, plain))
 
     def _warn_of_unreached(self, params: Iterable[Tensor]) -> None:
         asked = self._observed.asked
@@ -895,8 +798,15 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
         It does not depend on the schedule: a process may have no parameter with statistics.
         """
         if processes.is_distributed and not self._is_alike:
-            processes.check_alike(self._params())
+            processes.check_alike(self._groups.params)
             self._is_alike = True
+
+    @property
+    def _groups(self) -> Groups:
+        return Groups(self.param_groups)
+
+    def _name(self, param: Tensor) -> str:
+        return self._groups.name(param)
 
     @property
     def _whole(self) -> Settings:
@@ -917,7 +827,7 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
         return names
 
     def _note_shaping(self) -> None:
-        self._fit.note(self._params(), self.state)
+        self._fit.note(self._groups.params, self.state)
         self._shaping = [
             tuple(group[name] for name in _SHAPING)
             if any(map(self._has_state, group["params"]))
@@ -952,7 +862,7 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
             check_state(self._name(param), state, group, param, processes.kept(param))
 
         observed = getattr(self._observed, "totals", {})
-        self._fit.check(self._params(), self.state, self._name, check, observed)
+        self._fit.check(self._groups.params, self.state, self._name, check, observed)
 
     def _asks_for_state(self, groups: Sequence[Group]) -> bool:
         """Whether torch takes this step to get a new state; sharded processes agree."""
@@ -960,7 +870,7 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
             return False
         trains, processes = not checkpoint.has_zero_gradients(groups), self._distribution()
         if processes.is_sharded:  # one process may have no piece that is not zero
-            trains = any(processes.anywhere([trains], self._params()[0].device))
+            trains = any(processes.anywhere([trains], self._groups.params[0].device))
         return not trains
 
     def _check_param(self, param: Tensor, group: Group) -> None:
@@ -981,34 +891,12 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
                 raise ValueError("rounding='stochastic' cannot be part of CUDA graphs")
             check_graphs_device(param, self.param_groups[0]["params"][:1])
 
-    def _params(self) -> list[Tensor]:
-        return [p for group in self.param_groups for p in group["params"]]
-
-    def _modelled(self) -> list[Tensor]:
-        """The trainable parameters that can have statistics."""
-        pairs = ((p, group) for group in self.param_groups for p in group["params"])
-        return [p for p, group in pairs if p.requires_grad and not is_plain(p, group)]
-
     def _has_state(self, param: Tensor) -> bool:
         # Not self.state[param], which would add an entry.
         return has_entries(self.state.get(param, {}))
 
     def _has_statistics(self, param: Tensor) -> bool:
         return has_statistics(self.state.get(param, {}))
-
-    def _batches(self, params: Iterable[Tensor]) -> Iterator[Batch]:
-        """The given parameters by settings and device: groups with equal settings share a batch."""
-        wanted = params if isinstance(params, Mapping) else set(params)
-        shared: dict[Any, tuple[Group, list[Tensor]]] = {}
-        for number, group in enumerate(self.param_groups if wanted else ()):
-            if own := [p for p in group["params"] if p in wanted]:
-                # The bound of kl_clip is a group's, and so is the stream of random roundings.
-                is_alone = group["kl_clip"] is not None or group["rounding"] == "stochastic"
-                key = number if is_alone else same_settings(group)
-                shared.setdefault(key, (group, []))[1].extend(own)
-        for group, members in shared.values():
-            for batch in by_device(members):
-                yield group, batch
 
     def _set_counts(self, state: State, param: Tensor) -> None:
         """Makes counts tensors if CUDA graphs go on counting, else integers."""
@@ -1018,10 +906,3 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
                 state[name] = int(number)
                 if self.capturable:
                     state[name] = torch.full((), number, dtype=torch.float64, device=device)
-
-    def _name(self, param: Tensor) -> str:
-        for number, group in enumerate(self.param_groups):
-            for name, other in zip(names_of(group), group["params"], strict=False):
-                if other is param:
-                    return f"parameter {name!r} of group {number}, shape {tuple(param.shape)}"
-        raise KeyError("not a parameter of this optimizer")

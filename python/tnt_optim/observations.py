@@ -5,6 +5,7 @@ accumulates gradients at sampled labels between ``observe`` and ``step``, and re
 parameters the outputs missed.
 """
 
+import itertools
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,7 @@ from tnt_optim.autograd import (
     shows_float16,
 )
 from tnt_optim.failures import UNOBSERVED, warn_if_twice, warn_the_caller
+from tnt_optim.groups import Groups
 from tnt_optim.likelihoods import (
     LARGEST_SCALE,
     check_scalar_loss,
@@ -44,6 +46,7 @@ from tnt_optim.update import Local
 # LOSS_ONLY: it had a gradient in a step whose observed output missed it. Like an idle one, it is
 #     asked for when statistics are due.
 PATIENCE, IDLE, LOSS_ONLY = 1000, 0, -1
+_NO_MORE = object()
 
 
 @dataclass
@@ -88,6 +91,27 @@ class Empirical:
     ) -> tuple[Tensor, float]:
         """The loss of batch ``index`` of ``warm_start``, and the scale of its backward."""
         return check_scalar_loss("outputs (here: training losses)", output), 1.0
+
+    def batch_gradients(
+        self, optimizer: Any, outputs: Iterable[Any], processes: Local
+    ) -> Iterator[dict[Tensor, Tensor]]:
+        """The mean gradients of each batch of ``warm_start``, over all processes."""
+        params = Groups(optimizer.param_groups).modelled
+        batches = self.batches(optimizer, outputs, processes)
+        for index in itertools.count():
+            output, observed = next(batches, _NO_MORE), None
+            number: int | Tensor = 0
+            if output is not _NO_MORE:
+                loss, scale = self.batch_loss(optimizer, output, index, processes)
+                checked_replicas(loss)
+                observed = processes.gradients(loss, params, retain_graph=False, scale=scale)
+                check_reached(observed)
+                number = self.counted(optimizer, output)
+            mean = processes.batch_mean(params, observed, number)
+            if mean is None:
+                return
+            if mean:  # some row counts
+                yield mean
 
     def waits_for(self, param: Tensor, *, is_new: bool) -> bool:
         """Whether a parameter gets statistics from the next output that reaches it.
@@ -148,8 +172,9 @@ class Sampled(Empirical):
         found = processes.gradients(loss, wanted, retain_graph=True, scale=scale)
         observed = {p: g for p, g in found.items() if g is not None}
         # An output may miss a few parameters, but not all of the optimizer's.
-        if len(wanted) == len(optimizer._modelled()) or not (observed or processes.is_sharded):
-            check_reached(observed or leaves_of(loss).intersection(optimizer._params()))
+        groups = Groups(optimizer.param_groups)
+        if len(wanted) == len(groups.modelled) or not (observed or processes.is_sharded):
+            check_reached(observed or leaves_of(loss).intersection(groups.params))
         if not optimizer.param_groups[0]["step"]:  # after a skipped step once more
             self.comparisons = watched(optimizer.likelihood, output, optimizer.param_groups)
         self.add(observed, wanted, self.counted(optimizer, output))

@@ -35,7 +35,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import lr_scheduler
 
-from tnt_optim import KFAC, kronecker
+from tnt_optim import KFAC
+from tnt_optim import groups as param_groups
 
 FORMS: list[dict[str, Any]] = [
     {},
@@ -135,7 +136,7 @@ def test_groups_with_equal_settings_are_computed_together(
         params = list(model.parameters())
         together = number == 0 and form.get("kl_clip") is None  # whose bound is a group's
         if number == 2:
-            monkeypatch.setattr(kronecker, "same_settings", lambda group: id(group))
+            monkeypatch.setattr(param_groups, "same_settings", lambda group: id(group))
         groups = [{"params": params}] if together else [{"params": [p]} for p in params]
         mle = {} if name == "shampoo" else {"estimator": "mle"}
         opt = FACTORED[name](groups, **{**SETTINGS, **form, **mle})

@@ -35,7 +35,7 @@ from oracle import contraction
 from torch import Tensor, nn
 
 import tnt_kernels
-from tnt_optim import KFAC, TNT, PreconditionerError, kronecker, with_fallback
+from tnt_optim import KFAC, TNT, PreconditionerError, first_states, with_fallback
 
 EVERY_STEP: dict[str, Any] = {"stat_interval": 1, "inverse_interval": 1}
 
@@ -487,7 +487,7 @@ def test_a_step_that_ran_out_of_memory_can_be_repeated(
 
 def test_a_first_step_without_memory_for_momenta_can_be_repeated() -> None:
     """The weight has its statistics when memory runs out for the bias's state."""
-    new_state = kronecker.new_state
+    new_state = first_states.new_state
 
     def no_memory_for_vectors(*given: Any, plain: bool = False, **named: Any) -> Any:
         return no_memory() if plain else new_state(*given, plain=plain, **named)
@@ -499,7 +499,7 @@ def test_a_first_step_without_memory_for_momenta_can_be_repeated() -> None:
         opt = TNT(model.parameters(), likelihood="categorical")
         if fails:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(kronecker, "new_state", no_memory_for_vectors)
+                patch.setattr(first_states, "new_state", no_memory_for_vectors)
                 with pytest.raises(torch.OutOfMemoryError):
                     train(model, opt, [0])
         train(model, opt, range(2))

@@ -1,0 +1,115 @@
+"""First states: statistics of one step's gradients or of many batches, and their factors.
+
+There are no earlier factors to go on with, so the host waits for the device, and a failure raises.
+"""
+
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tnt_optim.failures import Failures, PreconditionerError, diverged
+from tnt_optim.groups import Groups
+from tnt_optim.modes import is_plain, layout
+from tnt_optim.options import as_they_are
+from tnt_optim.state import new_state, zero_statistics
+from tnt_optim.update import Group, Local, MakeFactors, States, accumulate_, refresh_factors
+
+Statistics = dict[Tensor, list[Tensor]]
+
+
+@dataclass
+class FirstStates:
+    """Makes states for parameters that have none.
+
+    Args:
+        param_groups: of the optimizer.
+        processes: how they divide the step.
+        make: computes factors, as ``KroneckerOptimizer._factors``.
+    """
+
+    param_groups: list[Group]
+    processes: Local
+    make: MakeFactors
+    groups: Groups = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.groups = Groups(self.param_groups)
+
+    def from_gradients(self, observed: Mapping[Tensor, Tensor]) -> States:
+        """States around the statistics of one step's gradients.
+
+        Raises:
+            PreconditionerError: if a gradient is not finite, or a factor cannot be computed.
+        """
+        if observed and not self.processes.all_finite(observed.values()):
+            worst = next(p for p, g in observed.items() if not self.processes.all_finite([g]))
+            raise PreconditionerError(
+                "the first gradient for the statistics is not finite, or its squares are not, or "
+                "no row of the output counts: there are no earlier statistics to go on with, for "
+                f"{self.groups.name(worst)}{diverged(self.param_groups)}"
+            )
+        stats: Statistics = {}
+        self._accumulate(stats, observed, 0.0)
+        return self._around(stats)
+
+    def from_batches(self, gradients: Iterable[dict[Tensor, Tensor]]) -> States:
+        """States around the plain average over batches, less those that are not finite.
+
+        Raises:
+            ValueError: if there is no batch.
+            PreconditionerError: if no batch is finite, or a factor cannot be computed.
+        """
+        stats: Statistics = {}
+        batches = skipped = 0
+        for observed in gradients:
+            if not self.processes.all_finite(observed.values()):
+                skipped += 1
+                continue
+            for p in stats.keys() - observed.keys():
+                observed[p] = torch.zeros(p.shape, dtype=p.dtype, device=p.device)
+            self._accumulate(stats, observed, batches / (batches + 1))
+            batches += 1
+        if skipped and not batches:
+            raise PreconditionerError(f"outputs: none of {skipped} batches gave a finite gradient")
+        if not batches:
+            raise ValueError("outputs must hold at least one batch, got none")
+        states = self._around(stats)
+        for state in states.values():
+            state["skipped_statistics"] = skipped
+        return states
+
+    def without_statistics(self, params: Iterable[Tensor], plain: Container[Tensor]) -> States:
+        """Zeros to load into; parameters in ``plain`` have no statistics at all."""
+        return {
+            p: new_state(p, group, self.processes.kept(p), plain=p in plain or is_plain(p, group))
+            for group, new in self.groups.batches(params)
+            for p in new
+        }
+
+    def _accumulate(
+        self, stats: Statistics, observed: Mapping[Tensor, Tensor], decay: float
+    ) -> None:
+        """Adds gradients to statistics; a parameter with another owner rank gets an empty list."""
+        for group, params in self.groups.batches(observed):
+            for param in params:
+                if param not in stats:
+                    owned = self.processes.owned([param])
+                    stats[param] = zero_statistics(param, group) if owned else []
+            own = [p for p in params if stats[p]]
+            layouts = [layout(p, group) for p in own]
+            accumulate_(own, [stats[p] for p in own], observed, layouts, decay)
+
+    def _around(self, stats: Statistics) -> States:
+        """Complete states around statistics."""
+        batches, states = list(self.groups.batches(stats)), {}
+        for group, params in batches:
+            for p in params:
+                states[p] = new_state(p, group, self.processes.kept(p), stats=stats[p])
+        reports = refresh_factors(batches, states, self.processes, as_they_are, self.make)
+        for (group, params), report in zip(batches, reports, strict=True):
+            for p, code in zip(params, report.codes.tolist(), strict=True):
+                if code != 0:
+                    raise Failures().first_inverse(code, self.groups.name(p), group["damping"])
+        return states

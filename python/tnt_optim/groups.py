@@ -1,0 +1,51 @@
+"""The parameter groups of an optimizer: their parameters, names and batches."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from tnt_optim.failures import names_of
+from tnt_optim.modes import by_device, is_plain
+from tnt_optim.options import same_settings
+from tnt_optim.update import Batch, Group
+
+
+class Groups:
+    """The groups of ``optimizer.param_groups``."""
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self._groups = groups
+
+    @property
+    def params(self) -> list[Tensor]:
+        """All parameters."""
+        return [p for group in self._groups for p in group["params"]]
+
+    @property
+    def modelled(self) -> list[Tensor]:
+        """The trainable parameters that can have statistics."""
+        pairs = ((p, group) for group in self._groups for p in group["params"])
+        return [p for p, group in pairs if p.requires_grad and not is_plain(p, group)]
+
+    def batches(self, params: Iterable[Tensor]) -> Iterator[Batch]:
+        """The given parameters by settings and device: groups with equal settings share a batch."""
+        wanted = params if isinstance(params, Mapping) else set(params)
+        shared: dict[Any, tuple[Group, list[Tensor]]] = {}
+        for number, group in enumerate(self._groups if wanted else ()):
+            if own := [p for p in group["params"] if p in wanted]:
+                # kl_clip bounds a whole group, and random roundings have one stream for a group.
+                is_alone = group["kl_clip"] is not None or group["rounding"] == "stochastic"
+                key = number if is_alone else same_settings(group)
+                shared.setdefault(key, (group, []))[1].extend(own)
+        for group, members in shared.values():
+            for batch in by_device(members):
+                yield group, batch
+
+    def name(self, param: Tensor) -> str:
+        """A parameter as messages name it."""
+        for number, group in enumerate(self._groups):
+            for name, other in zip(names_of(group), group["params"], strict=False):
+                if other is param:
+                    return f"parameter {name!r} of group {number}, shape {tuple(param.shape)}"
+        raise KeyError("not a parameter of this optimizer")
