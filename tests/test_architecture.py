@@ -203,7 +203,7 @@ def test_nobody_looks_at_the_callers() -> None:
         for path in sorted(folder.rglob("*.py"))
         for name in re.findall(FRAMES, path.read_text())
     }
-    assert readers == {("failures", name) for name in ("_getframe", "f_back", "f_code")}
+    assert readers == {("messages", name) for name in ("_getframe", "f_back", "f_code")}
 
 
 def test_packages_are_used_through_their_names() -> None:

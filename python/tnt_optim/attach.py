@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from tnt_optim.failures import IN_EVAL
+from tnt_optim.messages import IN_EVAL
 
 
 class OutputHook:

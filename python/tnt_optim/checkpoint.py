@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tnt_optim.failures import warn_the_caller
+from tnt_optim.messages import warn_the_caller
 from tnt_optim.modes import Settings, State, state_dtype
 from tnt_optim.options import check_settings
 from tnt_optim.state import NAMES, check_keys, has_entries

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tnt_optim.failures import warn_the_caller
+from tnt_optim.messages import warn_the_caller
 from tnt_optim.modes import Settings, is_plain
 
 # A warning says so if a smaller share of the entries is preconditioned.

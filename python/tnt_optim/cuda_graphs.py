@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tnt_optim.failures import warn_the_caller
-from tnt_optim.modes import Settings
+from tnt_optim.messages import warn_the_caller
+from tnt_optim.modes import Group, Settings, States
 from tnt_optim.options import OPTIONS, as_number
 from tnt_optim.state import TENSORS
-from tnt_optim.update import DeviceStep, Group, Report, States
+from tnt_optim.update import DeviceStep, Report
 
 NUMBERS = ("lr", "damping", "momentum", "stat_decay", "weight_decay")
 

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tnt_optim.modes import Settings, State, layout_of
-from tnt_optim.update import Batch, Local, States
+from tnt_optim.modes import Batch, Settings, State, States, layout_of
+from tnt_optim.update import Local
 
 # Factors become inverses when the mean has less than this share, on average over the parameters.
 LEAST_SHARE = 0.25

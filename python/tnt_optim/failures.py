@@ -5,37 +5,17 @@ The codes are copied to the host in the background and read when they have arriv
 CPU, one step late on a GPU.
 """
 
-import os
-import sys
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tnt_optim.messages import names_of, warn_the_caller
 from tnt_optim.state import COUNTERS
 
 # A parameter whose refreshes fail this many times in a row stops the training with an error.
 FAILURES_IN_A_ROW = 5
-
-UNOBSERVED = (
-    "statistics are due at this step, but observe(output) was not called since the last one: going "
-    "on with the old statistics (warned once)"
-)
-
-TWICE = (
-    "the hook of attach and calls of observe both gave outputs at this step: if they are of one "
-    "batch, it counts twice; leave one of the two out (warned once)"
-)
-UNFINISHED = (
-    "the last step stopped in the middle of its update: call step() again before you save, or go "
-    "back to an earlier checkpoint"
-)
-IN_EVAL = (
-    "; the attached model was called in eval mode, in which attach observes nothing: call "
-    "model.train(), or observe(output) yourself"
-)
 
 
 class PreconditionerError(RuntimeError):
@@ -149,12 +129,6 @@ _MESSAGES = {
 }
 
 
-def names_of(group: Mapping[str, Any]) -> list[Any]:
-    """The names of a group's parameters; numbers for those without one."""
-    given = group.get("param_names", ())
-    return [*given, *range(len(given), len(group["params"]))]
-
-
 def diverged(groups: Sequence[Mapping[str, Any]]) -> str:
     """What a failure's message says of parameters that are not finite; it reads all of them."""
     bad = [
@@ -171,31 +145,3 @@ def diverged(groups: Sequence[Mapping[str, Any]]) -> str:
         f". Training has diverged: parameters {named}{more} are not finite. Go back to a "
         "checkpoint and lower lr"
     )
-
-
-_INSIDE = tuple(os.path.dirname(str(file)) + os.sep for file in (__file__, torch.__file__))
-
-
-def warn_if_twice(observed: Any) -> None:
-    """Warns once of a step whose observations are both of ``attach`` and of the loop."""
-    if 0 < observed.attached < observed.count and not observed.warned_twice:
-        observed.warned_twice = True
-        warn_the_caller(TWICE)
-
-
-def warn_if_unbounded(group: Mapping[str, Any]) -> None:
-    """Warns of settings with which steps have no bound."""
-    if group["relative_damping"] and group["graft"] is None:
-        warn_the_caller(
-            "relative_damping=True with graft=None has directions of the scale of 1 / gradient, "
-            "without bound: a parameter whose gradient is zero or only rounding at times (a bias "
-            "before batch norm, LoRA's A) grows until training diverges. Set graft='adam'"
-        )
-
-
-def warn_the_caller(message: str) -> None:
-    """Warns at the user's line: torch wraps ``step`` in functions of its own."""
-    frame, level = sys._getframe(), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(message, RuntimeWarning, stacklevel=level)

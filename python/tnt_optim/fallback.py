@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from tnt_optim.checkpoint import check_names, warn_of_other_names, with_integer_keys
-from tnt_optim.failures import names_of
 from tnt_optim.fit import Fit
+from tnt_optim.messages import names_of
 from tnt_optim.wrappers import Wrappable
 
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from tnt_optim.failures import Failures, PreconditionerError, diverged
 from tnt_optim.groups import Groups
-from tnt_optim.modes import is_plain, layout
+from tnt_optim.modes import Group, States, is_plain, layout
 from tnt_optim.options import as_they_are
 from tnt_optim.state import new_state, zero_statistics
-from tnt_optim.update import Group, Local, MakeFactors, States, accumulate_, refresh_factors
+from tnt_optim.update import Local, MakeFactors, accumulate_, refresh_factors
 
 Statistics = dict[Tensor, list[Tensor]]
 

@@ -5,10 +5,9 @@ from typing import Any
 
 from torch import Tensor
 
-from tnt_optim.failures import names_of
-from tnt_optim.modes import by_device, is_plain
+from tnt_optim.messages import names_of
+from tnt_optim.modes import Batch, Group, by_device, is_plain
 from tnt_optim.options import same_settings
-from tnt_optim.update import Batch, Group
 
 
 class Groups:

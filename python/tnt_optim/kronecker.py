@@ -30,18 +30,13 @@ from tnt_optim.diagnostics import diagnostics
 from tnt_optim.directions import check_rounding
 from tnt_optim.distributed import Owners, distribution
 from tnt_optim.early_roots import mean_is_small, takes_roots
-from tnt_optim.failures import (
-    UNFINISHED,
-    Delivery,
-    Failures,
-    PreconditionerError,
-    names_of,
-    warn_the_caller,
-)
+from tnt_optim.failures import Delivery, Failures, PreconditionerError
 from tnt_optim.first_states import FirstStates
 from tnt_optim.fit import Fit
 from tnt_optim.groups import Groups
+from tnt_optim.messages import UNFINISHED, names_of, warn_the_caller
 from tnt_optim.modes import (
+    Group,
     Rows,
     Settings,
     State,
@@ -57,8 +52,6 @@ from tnt_optim.options import (
     Fixed,
     as_they_are,
     check_settings,
-    factors_due,
-    is_due,
     repeated_options,
     same_settings,
     split,
@@ -76,13 +69,8 @@ from tnt_optim.state import (
     memory_estimate,
     statistic_shapes,
 )
-from tnt_optim.update import (
-    DeviceStep,
-    Group,
-    Local,
-    Report,
-    refresh_factors,
-)
+from tnt_optim.step import Plan, plan_step, statistics_due
+from tnt_optim.update import DeviceStep, Local, Report, refresh_factors
 from tnt_optim.wrappers import Wrappable
 
 # The options that shape statistics, factors and momentum.
@@ -224,7 +212,12 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
                     loss = closure()
             self._consolidated = None
             if self._attempt.update is None:
-                self._run(self._checked())
+                processes = self._checked()
+                plan = plan_step(
+                    *(self.param_groups, self.state, self._observed, processes),
+                    self._attempt.accumulated,
+                )
+                self._run(self._begun(plan, processes))
             else:
                 self._attempt.update.run()
         except PreconditionerError:
@@ -558,25 +551,17 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
 
     def _wanted(self) -> list[Tensor]:
         """The parameters for which an output would be observed now."""
-        return self._observed.wanted(self._due()) if self._samples else []
+        if not self._samples:
+            return []
+        due = statistics_due(self.param_groups, self.state, self._observed)
+        return self._observed.wanted(due)
 
     @property
     def _samples(self) -> bool:
         return isinstance(self._observed, Sampled)
 
-    def _due(self) -> list[Tensor]:
-        """Parameters with statistics due, and parameters without any that an output may reach."""
-        return [
-            p
-            for group in self.param_groups
-            for scheduled in [is_due(group, "stat_interval")]
-            for p in group["params"]
-            if not is_plain(p, group)
-            if scheduled or self._observed.waits_for(p, is_new=not self._has_statistics(p))
-        ]
-
-    def _checked(self) -> DeviceStep:
-        """The device's part of this step, after all checks."""
+    def _checked(self) -> Local:
+        """How processes divide this step, after all checks."""
         # The user may have changed them. Groups with equal ones are checked together.
         for group in {same_settings(group): group for group in self.param_groups}.values():
             self._check_settings(group)
@@ -592,82 +577,32 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
         # at the same step. The report is a step old: the wait is short.
         wait, groups = processes.is_distributed, self.param_groups
         self._failures.read(self.state, self._name, wait=wait, groups=groups)
-        return self._prepared(processes)
+        return processes
 
-    def _prepared(self, processes: Local) -> DeviceStep:
-        """The device's part of this step; makes first statistics and factors on the way."""
-        with_gradients = processes.with_gradients(self._groups.params)
-        earlier = {p: self.state[p] for p in self._groups.params if self._has_statistics(p)}
-        found = self._observed.gradients(processes, self._due(), with_gradients, earlier)
-        groups = self.param_groups
-        ready = [p for group in groups for p in self._to_update(group, found, with_gradients)]
-        observed = processes.whole(found)
-        # States of parameters without one: around first statistics, or without a preconditioner.
-        first = {p: g for p, g in observed.items() if p not in earlier}
-        self._adopt(self._first_states(processes).from_gradients(first))
-        self._attempt.accumulated.update(first)
-        self._add_states(ready, set(ready), processes)
-        self._warn_of_unreached(ready)
-        # Refreshes of earlier states; an attempt at this step that raised may have done some.
-        later = {p: g for p, g in observed.items() if p not in first}
-        refreshed = later.keys() | self._attempt.accumulated
-        due = {p for group in groups for p in factors_due(group, earlier, refreshed)}
-        updated = list(self._groups.batches(ready))
+    def _begun(self, plan: Plan, processes: Local) -> DeviceStep:
+        """Makes first states; returns the rest of the step."""
+        self._adopt(self._first_states(processes).from_gradients(plan.first))
+        done = self._attempt.accumulated
+        done.update(plan.first)
+        self._add_states(plan.updated, set(plan.updated), processes)
+        self._warn_of_unreached(plan.updated)
+        updated = list(self._groups.batches(plan.updated))
         for group, params in updated:
             for param in params if group["rounding"] == "master" else ():
                 add_master(self.state[param], param, group)
         return DeviceStep(
-            statistics=list(self._groups.batches(later.keys() - self._attempt.accumulated)),
-            factors=list(self._groups.batches(due - self._attempt.inverted)),
+            statistics=list(self._groups.batches(plan.refreshed.keys() - done)),
+            factors=list(self._groups.batches(plan.inverted - self._attempt.inverted)),
             updated=updated,
-            observed=later,
+            observed=plan.refreshed,
             grads={
                 p: -p.grad if group["maximize"] and p.grad is not None else p.grad
                 for group, params in updated
                 for p in params
             },
             distribution=processes,
-            accumulated=self._attempt.accumulated,
+            accumulated=done,
         )
-
-    def _to_update(
-        self, group: Group, observed: Container[Tensor], with_gradients: Container[Tensor]
-    ) -> list[Tensor]:
-        """The group's parameters that this step updates."""
-        ready, grafts = [], group["graft"] == "adam"
-        for param in group["params"]:
-            if param not in with_gradients:
-                continue
-            grad = param.grad
-            if grad is not None and grad.layout != torch.strided:
-                raise RuntimeError(
-                    f"the gradient of {self._name(param)} must be dense, got {grad.layout}"
-                )
-            state, plain = self.state.get(param, {}), is_plain(param, group)
-            if plain and has_statistics(state):
-                raise RuntimeError(
-                    "precondition_1d must be set to False before the first statistics: "
-                    f"{self._name(param)} has some"
-                )
-            if state.get("first_step") == ALLOCATED:
-                state = {}  # it is replaced
-            has = has_entries(state)
-            lacks = not (has or plain or param in observed or param in self._observed.asked)
-            if lacks and param.requires_grad and self._observed.waits_for(param, is_new=True):
-                raise RuntimeError(
-                    f"step() has no statistics for {self._name(param)}, which has a gradient: call "
-                    "observe(output) before loss.backward(), or attach(model) once, with outputs "
-                    "that depend on every parameter the loss depends on" + self._observed.hint
-                )
-            if group["rounding"] != "nearest":
-                check_rounding(param, group["rounding"], self._name)  # the dtype may have changed
-            if has and grafts and "second_moment_updates" not in state:
-                raise RuntimeError(
-                    "graft='adam' must be set before the first statistics: "
-                    f"{self._name(param)} has no second moment in its state"
-                )
-            ready.append(param)
-        return ready
 
     def _run(self, step: DeviceStep) -> None:
         reached, processes = step.observed.keys() | self._attempt.accumulated, step.distribution

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from tnt_optim.autograd import shows_float16
-from tnt_optim.failures import warn_the_caller
 from tnt_optim.likelihoods import Likelihood, Masked, parts_of
+from tnt_optim.messages import warn_the_caller
 from tnt_optim.modes import Settings
 
 _COMPARED = 1 << 20  # about as many entries of an output are compared

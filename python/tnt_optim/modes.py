@@ -16,7 +16,11 @@ from torch import Tensor
 
 # The state of a parameter, by entry, and the settings of its group, by option.
 State = dict[str, Any]
+States = Mapping[Tensor, State]
 Settings = Mapping[str, Any]
+Group = dict[str, Any]
+# Parameters with one group's settings on one device: one call of an operator serves them all.
+Batch = tuple[Group, list[Tensor]]
 
 # Statistics or factors as operators take them: for each block a list over its modes.
 Rows = Sequence[Sequence[Tensor]]

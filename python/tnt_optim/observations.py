@@ -24,7 +24,6 @@ from tnt_optim.autograd import (
     leaves_of,
     shows_float16,
 )
-from tnt_optim.failures import UNOBSERVED, warn_if_twice, warn_the_caller
 from tnt_optim.groups import Groups
 from tnt_optim.likelihoods import (
     LARGEST_SCALE,
@@ -35,6 +34,7 @@ from tnt_optim.likelihoods import (
     share_counted,
     with_rows,
 )
+from tnt_optim.messages import UNOBSERVED, warn_if_twice, warn_the_caller
 from tnt_optim.mismatch import Comparison, warn_of_mismatch, watched
 from tnt_optim.modes import state_dtype
 from tnt_optim.update import Local

@@ -8,9 +8,9 @@ from torch import Tensor
 from tnt_kernels import damped_inverse
 from tnt_optim.checks import pop_fisher, refuse_unknown
 from tnt_optim.early_roots import takes_roots
-from tnt_optim.failures import warn_if_unbounded
 from tnt_optim.kronecker import KroneckerOptimizer
 from tnt_optim.likelihoods import Likelihood
+from tnt_optim.messages import warn_if_unbounded
 from tnt_optim.modes import Rows, Settings
 from tnt_optim.observations import Empirical, Sampled
 from tnt_optim.options import (

@@ -25,10 +25,13 @@ from tnt_optim.directions import (
     preconditioned_momenta,
 )
 from tnt_optim.modes import (
+    Batch,
+    Group,
     Layout,
     Rows,
     Settings,
     State,
+    States,
     blocks,
     each,
     layout_of,
@@ -40,10 +43,6 @@ from tnt_optim.state import NAMES
 # memory together. A larger parameter is a bucket of its own.
 _BUCKET, _LARGE_BUCKET = 1 << 22, 1 << 28
 
-Group = dict[str, Any]
-States = Mapping[Tensor, State]
-# Parameters with one group's settings on one device: one call of an operator serves them all.
-Batch = tuple[Group, list[Tensor]]
 MakeFactors = Callable[[Settings, Rows, Rows], Tensor]
 
 

@@ -28,8 +28,8 @@ from tnt_optim.autograd import (
 from tnt_optim.directions import Weights, decayed
 from tnt_optim.distributed.ownership import OwnerRanks
 from tnt_optim.distributed.process_group import ProcessGroup
-from tnt_optim.modes import Settings, by_device, state_dtype
-from tnt_optim.update import Local, States
+from tnt_optim.modes import Settings, States, by_device, state_dtype
+from tnt_optim.update import Local
 
 
 def shard_dim(param: Tensor) -> int:

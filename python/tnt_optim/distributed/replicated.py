@@ -22,8 +22,8 @@ from tnt_optim.autograd import Gradients, all_finite
 from tnt_optim.directions import Weights, decayed
 from tnt_optim.distributed.ownership import OwnerRanks
 from tnt_optim.distributed.process_group import BUCKET_BYTES, ProcessGroup, flattened, unflattened
-from tnt_optim.modes import Settings, by_device, layout, state_dtype
-from tnt_optim.update import Local, States
+from tnt_optim.modes import Settings, States, by_device, layout, state_dtype
+from tnt_optim.update import Local
 
 
 class Replicated(OwnerRanks, Local):

@@ -19,8 +19,8 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from tnt_optim.autograd import check_shown, graph_nodes
-from tnt_optim.failures import warn_the_caller
 from tnt_optim.kfac.layers import Layer, parameters
+from tnt_optim.messages import warn_the_caller
 
 # A node that hides a part of the model, in which nothing can be captured.
 _COMPILED = "CompiledFunctionBackward"

@@ -17,17 +17,7 @@ from tnt_optim.attempt import Attempt
 from tnt_optim.autograd import buffers_put_back
 from tnt_optim.checks import refuse_unknown
 from tnt_optim.distributed.process_group import ProcessGroup, process_group_of
-from tnt_optim.failures import (
-    UNFINISHED,
-    UNOBSERVED,
-    Delivery,
-    Failures,
-    PreconditionerError,
-    diverged,
-    warn_if_twice,
-    warn_if_unbounded,
-    warn_the_caller,
-)
+from tnt_optim.failures import Delivery, Failures, PreconditionerError, diverged
 from tnt_optim.fit import Fit
 from tnt_optim.kfac.activations import hook_layers
 from tnt_optim.kfac.inverses import (
@@ -49,6 +39,13 @@ from tnt_optim.kfac.layers import (
 from tnt_optim.kfac.observations import Observations, Sampling
 from tnt_optim.kfac.statistics import LayerSums, all_finite_statistics, blend
 from tnt_optim.likelihoods import Likelihood
+from tnt_optim.messages import (
+    UNFINISHED,
+    UNOBSERVED,
+    warn_if_twice,
+    warn_if_unbounded,
+    warn_the_caller,
+)
 from tnt_optim.mismatch import warn_of_mismatch, watched
 from tnt_optim.modes import Settings, by_device, check_dense, is_sharded, state_dtype
 from tnt_optim.options import (
