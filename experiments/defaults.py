@@ -583,7 +583,7 @@ TITLE = """# Optimizers without any argument against tuned rivals
 
 Mean loss after the last step ± standard deviation over seeds; the difference from each rival,
 "below" or "above" if its 95 % interval by seed excludes 0; the mean time of a step; the time to
-each rival's last loss in units of the rival's whole run."""
+each rival's last loss in units of the rival's whole run. A row with arguments says which."""
 
 
 def page(runs: Sequence[Mapping[str, Any]], tasks: Mapping[str, Task]) -> str:

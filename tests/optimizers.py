@@ -24,6 +24,11 @@ EVERY = (*FACTORED, "kfac", "fallback")  # "fallback": TNT with AdamW for vector
 METHODS = (*FACTORED, "kfac", "eigenbasis")  # "eigenbasis": KFAC with inverse="eigenbasis"
 SAMPLING = ("sampled", "kfac", "eigenbasis")  # statistics come from observe(), not from .grad
 SETTINGS: dict[str, Any] = {"lr": 0.02, "damping": 0.1, "stat_interval": 2, "inverse_interval": 4}
+# What TNT has by default only, and the settings that it needs.
+EARLY: dict[str, Any] = {
+    **{"likelihood": None, "nesterov": True, "early_roots": True},
+    **{"relative_damping": True, "graft": "adam"},
+}
 factored = pytest.mark.parametrize("name", FACTORED)
 every = pytest.mark.parametrize("name", EVERY)
 tnt_and_kfac = pytest.mark.parametrize("name", ["sampled", "kfac"])

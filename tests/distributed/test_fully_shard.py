@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from drawn import close
-from optimizers import equal
+from optimizers import EARLY, equal
 from processes import run_in
 from replicas import Batches, assert_trained_as, drawn, load, save, train, whole
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ FORMS: dict[str, tuple[type[TNT | Shampoo], dict[str, Any]]] = {
     "in groups": (TNT, {}),
     "in blocks": (TNT, {"block_size": 4}),
     "clipped": (TNT, {"kl_clip": 1e-3}),
-    "empirical": (TNT, {"likelihood": None, "nesterov": True, "early_roots": True}),
+    "empirical": (TNT, EARLY),
     "shampoo": (Shampoo, {"graft": "sgd"}),
 }
 FLOAT64 = MixedPrecisionPolicy()  # FSDP's default: the dtype of the parameters

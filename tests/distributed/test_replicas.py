@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from conftest import observation_count
 from kfac_models import least_likely
-from optimizers import equal, values, warm_start
+from optimizers import EARLY, equal, values, warm_start
 from processes import run_in
 from replicas import Batches, assert_trained_as, drawn, load, save, train
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ FORMS: dict[str, tuple[type[TNT | Shampoo], dict[str, Any]]] = {
     "grafted to the momentum": (TNT, {"graft": "sgd"}),
     "diagonal": (TNT, {"max_factor_dim": 4}),
     "in blocks": (TNT, {"block_size": 4, "graft": "adam"}),
-    "empirical": (TNT, {"likelihood": None, "nesterov": True, "early_roots": True}),
+    "empirical": (TNT, EARLY),
     "clipped": (
         TNT,
         {"kl_clip": 1e-3, "graft": "sgd", "nesterov": True, "likelihood": least_likely},

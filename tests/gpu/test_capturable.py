@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from optimizers import through_a_file
+from optimizers import EARLY, through_a_file
 from recorded_graph import Recorder
 from torch import Tensor, nn
 
@@ -110,7 +110,7 @@ def assert_same(plain: nn.Module, recorded: nn.Module, tolerance: float = 0.0) -
     [
         {},
         {"likelihood": None},
-        {"likelihood": None, "early_roots": True, "nesterov": True, "graft": "adam"},
+        EARLY,
         {"relative_damping": True},
         {"interval_warmup": 4},
         {"rounding": "master"},
