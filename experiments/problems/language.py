@@ -13,7 +13,7 @@ from experiments.data import data_folder
 from experiments.data.text import Text, python_sources, read_text, split
 from experiments.models.recurrent import CharacterGRU
 from experiments.models.transformer import CharacterTransformer
-from experiments.problems.problem import Problem
+from experiments.problems.problem import Endless
 
 CONTEXT = 64
 # Steps between two measurements of the validation loss.
@@ -21,11 +21,9 @@ EPOCH_STEPS = 50
 # Windows of the validation loss: as much work as 8 batches forward, per 50 training steps. All runs
 # use the same windows, so most of their noise cancels in differences.
 VALIDATION_WINDOWS = 256
-# A text has as many windows as characters: a warm start takes a sample of them.
-WARM_START_BATCHES = 20
 
 
-class Language(Problem):
+class Language(Endless):
     """The next character of a text, at every position of windows at random places.
 
     An "epoch" is a fixed number of steps, because a text has as many windows as characters. Each
@@ -99,19 +97,6 @@ class Language(Problem):
             losses.append(functional.cross_entropy(model(inputs), targets, reduction="sum"))
         total = torch.stack(losses).double().sum().item()
         return {"validation_loss": total / (len(self.validation_starts) * self.context)}
-
-    def steps_per_epoch(self, batch_size: int) -> int:
-        """The same for every batch size."""
-        return self.epoch_steps
-
-    def order(self, batch_size: int, shuffle: torch.Generator) -> Tensor:
-        """Random windows, uniform and independent."""
-        return torch.randint(self.examples, (self.epoch_steps, batch_size), generator=shuffle)
-
-    def warm_start_order(self, batch_size: int) -> Tensor:
-        """20 batches of random windows, the same for every seed."""
-        fixed = torch.Generator().manual_seed(0)
-        return torch.randint(self.examples, (WARM_START_BATCHES, batch_size), generator=fixed)
 
     def description(self) -> dict[str, Any]:
         """Text, model, and the windows of the validation loss."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from experiments.problems.problem import Problem
+from experiments.problems.problem import Endless
 
 # Steps between two measurements of the error.
 EPOCH_STEPS = 50
@@ -72,7 +72,7 @@ def source(points: Tensor) -> Tensor:
     return math.pi**2 * (2 * x.sin() * y.sin() + 10 * (4 * x).sin() * (2 * y).sin())
 
 
-class Poisson(Problem):
+class Poisson(Endless):
     """-Δu = f on the unit square, u given on its boundary; each step draws its points anew.
 
     The residuals are the outputs, with a normal distribution: its Fisher matrix is the Gauss-Newton
@@ -118,18 +118,6 @@ class Poisson(Problem):
         exact = solution(self.grid)
         error = model.get_submodule("u")(self.grid).squeeze(1) - exact
         return {"relative_error": float(error.norm() / exact.norm())}
-
-    def steps_per_epoch(self, batch_size: int) -> int:
-        """The same for every batch size."""
-        return self.epoch_steps
-
-    def order(self, batch_size: int, shuffle: torch.Generator) -> Tensor:
-        """Empty indices: the points come from the generator of the augmentation."""
-        return torch.zeros(self.epoch_steps, batch_size, dtype=torch.int64)
-
-    def warm_start_order(self, batch_size: int) -> Tensor:
-        """An epoch of points."""
-        return self.order(batch_size, torch.Generator())
 
     def description(self) -> dict[str, Any]:
         """Equation, network and points."""

@@ -10,6 +10,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+# There are as many examples as places in a text: a warm start takes a sample of them.
+WARM_START_BATCHES = 20
+
 
 class Problem(ABC):
     """One data set with the model that is trained on it.
@@ -102,6 +105,29 @@ class Problem(ABC):
         """The indices of a warm start's batches: the data set, in its own order."""
         steps = self.steps_per_epoch(batch_size)
         return torch.arange(steps * batch_size).reshape(steps, batch_size)
+
+
+class Endless(Problem):
+    """A problem whose steps draw their batches with replacement.
+
+    Attributes:
+        epoch_steps: steps in an "epoch", which means nothing else.
+    """
+
+    epoch_steps: int
+
+    def steps_per_epoch(self, batch_size: int) -> int:
+        """The same for every batch size."""
+        return self.epoch_steps
+
+    def order(self, batch_size: int, shuffle: torch.Generator) -> Tensor:
+        """Random examples, uniform and independent."""
+        return torch.randint(self.examples, (self.epoch_steps, batch_size), generator=shuffle)
+
+    def warm_start_order(self, batch_size: int) -> Tensor:
+        """Some batches of random examples, the same for every seed."""
+        fixed = torch.Generator().manual_seed(0)
+        return torch.randint(self.examples, (WARM_START_BATCHES, batch_size), generator=fixed)
 
 
 def _moved(value: Any, device: torch.device) -> Any:

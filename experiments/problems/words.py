@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from experiments.data.text import python_sources
-from experiments.problems.problem import Problem
+from experiments.problems.problem import Endless
 
 EPOCH_STEPS = 100
 # Tokens on each side.
@@ -41,7 +41,7 @@ class BagOfWords(nn.Module):
         return logits
 
 
-class Words(Problem):
+class Words(Endless):
     """The tokens of Python's standard library; nearly all parameters are embeddings.
 
     Each step draws its places with replacement; an "epoch" is a fixed number of steps.
@@ -100,19 +100,6 @@ class Words(Problem):
             inputs, targets = self.batch(indices, torch.Generator())
             losses.append(functional.cross_entropy(model(inputs), targets, reduction="sum"))
         return {"validation_loss": torch.stack(losses).sum().item() / len(self.validation)}
-
-    def steps_per_epoch(self, batch_size: int) -> int:
-        """The same for every batch size."""
-        return self.epoch_steps
-
-    def order(self, batch_size: int, shuffle: torch.Generator) -> Tensor:
-        """Random places, uniform and independent."""
-        return torch.randint(self.examples, (self.epoch_steps, batch_size), generator=shuffle)
-
-    def warm_start_order(self, batch_size: int) -> Tensor:
-        """20 batches of random places, the same for every seed."""
-        fixed = torch.Generator().manual_seed(0)
-        return torch.randint(self.examples, (20, batch_size), generator=fixed)
 
     def description(self) -> dict[str, Any]:
         """Text, vocabulary and model."""
