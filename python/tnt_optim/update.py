@@ -1,6 +1,6 @@
 """The device's part of a step: refresh statistics, refresh factors, update the parameters.
 
-The host decides what is due (``kronecker``); here it becomes calls of operators. Nothing waits for
+The host plans a step (``step``); here it becomes calls of operators. Nothing waits for
 the device or reads a value on it, so that a CUDA graph can record a step.
 """
 
