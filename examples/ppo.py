@@ -65,7 +65,7 @@ def train(policy: nn.Module, value: nn.Module, opt: Any, rollouts: int, seed: in
 
 
 def main(rollouts: int = 100) -> tuple[list[float], TNT]:
-    """Trains for so many rollouts; returns the lengths and the optimizer."""
+    """Trains for ``rollouts`` rollouts; returns the episodes' mean lengths and the optimizer."""
     torch.manual_seed(0)
     agent = nn.ModuleList([network(outputs=2), network(outputs=1)])
     opt = TNT(agent.parameters(), likelihood=("categorical", "gaussian"))

@@ -45,7 +45,7 @@ from tools.measuring.tables import table
 
 QUICK = [Quick("defaults", "--quick --threads 1 --jobs 2", needs_data=True)]
 
-# Of TNT, with sampled labels and with the training gradients.
+# The two forms of TNT: with sampled labels, and with the training gradients.
 FORMS = ("tnt", "tnt-ef")
 # Not a seed of the final runs: a rate must not win by the luck of a start.
 TUNING_SEED = 100

@@ -116,7 +116,7 @@ def _search(file: RunFile, rollouts: int, jobs: int) -> dict[str, float]:
             jobs,
         )
         means = {m: {lr: _mean(file.runs, m, lr) for lr in rates} for m, rates in wanted.items()}
-        # Of equal rates the one in the middle: the search ends.
+        # A tie keeps the present rate, so that the search ends.
         found = {
             m: lr if known[lr] == max(known.values()) else max(known, key=known.__getitem__)
             for (m, lr), known in zip(best.items(), means.values(), strict=True)

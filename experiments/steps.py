@@ -144,7 +144,7 @@ def time_kinds(
 
     Args:
         steps: the methods' training steps, by name. Each must have run once, so it has its state.
-        kinds: of steps; each method is timed at those that it has.
+        kinds: the kinds of steps; each method is timed at the kinds that it has.
         seconds: for all rounds together, between `min_rounds` and `max_rounds` of them.
         min_rounds: of timing.
         max_rounds: of timing.

@@ -16,9 +16,9 @@ from experiments.methods import lr_multiplier
 from experiments.models import seeded
 from experiments.problems.language import Language
 
-# Of the first training: AdamW at the best rate of the searches at this width.
+# The first training: its steps, and AdamW's best rate in the searches at this width.
 FIRST_STEPS, FIRST_RATE = 1000, 3.2e-3
-# Of the low-rank updates; their output is multiplied by SCALE.
+# The low-rank updates: their rank, and the factor of their output.
 RANK, SCALE = 8, 2.0
 
 

@@ -21,7 +21,7 @@ class Plan:
 
     Attributes:
         first: gradients for the statistics of parameters that have none yet.
-        refreshed: gradients for the statistics of the others.
+        refreshed: gradients for the statistics that parameters already have.
         inverted: parameters whose factors are due. A new parameter has new factors.
         updated: parameters to update.
     """
