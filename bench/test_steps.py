@@ -57,7 +57,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     'graft="sgd"': {"graft": "sgd"},
     'graft="adam"': {"graft": "adam"},
-    "kl_clip": {"kl_clip": 1e-3},
     "weight_decay": {"weight_decay": 1e-2},
     'bfloat16, rounding="nearest"': {"dtype": torch.bfloat16, "rounding": "nearest"},
     'bfloat16, rounding="stochastic"': {"dtype": torch.bfloat16, "rounding": "stochastic"},

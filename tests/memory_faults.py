@@ -68,7 +68,6 @@ OPTIMIZERS: dict[str, Make] = {
     "paper": lambda net: TNT.paper(net.groups(), likelihood="categorical", **EVERY_STEP),
     "rms": lambda net: empirical(net, graft="rms", estimator="moments"),
     "sgd": lambda net: empirical(net, graft="sgd", precondition_1d=True, maximize=True),
-    "kl_clip": lambda net: empirical(net, kl_clip=0.01),
     "blocks": lambda net: empirical(net, block_size=2, max_factor_dim=3),
     "stochastic": lambda net: empirical(net.bfloat16(), rounding="stochastic"),
     "master": lambda net: empirical(net.bfloat16(), rounding="master"),

@@ -285,7 +285,7 @@ TNT_SIGNATURE = (
     "interval_warmup=500, estimator='mle', max_factor_dim=4096, relative_damping=True, "
     "early_roots=None, graft='adam', precondition_1d=False, seed=0, capturable=False, "
     "block_size=None, merge_small_dims='kernel', maximize=False, rounding='nearest', "
-    "kl_clip=None, sample_scale=None, process_group=None, shard=None, **unknown"
+    "sample_scale=None, process_group=None, shard=None, **unknown"
 )
 SHAMPOO_SIGNATURE = (
     TNT_SIGNATURE.replace("likelihood=None, ", "")

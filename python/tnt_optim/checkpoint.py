@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from tnt_optim.messages import warn_the_caller
 from tnt_optim.modes import Settings, State, state_dtype
-from tnt_optim.options import check_settings
+from tnt_optim.options import REMOVED, check_settings
 from tnt_optim.state import NAMES, check_keys, has_entries
 
 # Functions, and an entry that torch adds to the defaults when an optimizer loads or is copied.
@@ -78,6 +78,9 @@ def load_adapted(
         for group, own in zip(optimizer.param_groups, names, strict=True):
             for name in _LATER & optimizer.defaults.keys():
                 group.setdefault(name, False)
+            for name in REMOVED:
+                if group.pop(name, None) is not None:
+                    warn_the_caller(f"state_dict has {name}, which was removed: {REMOVED[name]}")
             if own is not None:
                 group["param_names"] = own
         finish(state)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from tnt_optim.messages import warn_the_caller
 from tnt_optim.modes import Settings, is_plain
+from tnt_optim.options import REMOVED
 
 # A warning says so if a smaller share of the entries is preconditioned.
 _LEAST_PRECONDITIONED = 0.1
@@ -20,6 +21,7 @@ _INSTEAD = {
     "differentiable": "leave it out: no gradient flows through a step",
     "amsgrad": "leave it out",
     "dampening": "leave it out: m <- momentum m + g",
+    **REMOVED,
 }
 
 

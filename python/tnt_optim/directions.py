@@ -1,4 +1,4 @@
-"""Grafting, clipping and rounding: how a direction changes the parameters.
+"""Grafting and rounding: how a direction changes the parameters.
 
 Grafting uses the step length of another method on our direction, so that one learning rate serves
 all parameters and methods (Agarwal et al. 2020, "Disentangling adaptive gradient methods from
@@ -21,13 +21,10 @@ from tnt_optim.modes import (
     blocks,
     each,
     is_half,
-    is_plain,
     is_sharded,
     rows,
 )
 
-# Entries of a sum that one call adds up: few calls, and no more rounding than a pairwise sum.
-_SUM_PIECE = 1 << 20
 # The root mean square of a direction with graft="rms": about that of Adam's, as for Muon.
 RMS = 0.2
 # Of a scale: tensors of float32 hold it. A momentum that has decayed to 1e-43 asks for more.
@@ -36,37 +33,6 @@ LARGEST = torch.finfo(torch.float32).max
 _INT64 = (-(1 << 63), (1 << 63) - 1)
 # On the CPU, numbers are rounded in pieces that stay in the cache.
 _ROUNDING_PIECE = 1 << 16
-
-
-def clipped(
-    directions: Sequence[Tensor],
-    momenta: Sequence[Tensor],
-    scales: Tensor | None,
-    group: Settings,
-    all_reduce: Callable[[Tensor], Tensor] = lambda total: total,
-) -> Tensor:
-    """The scales s of directions, times min(1, sqrt(kl_clip / (lr^2 sum s^2 P . m))).
-
-    With P = F^-1 m the sum is that of (s P)^T F (s P), which is not negative: twice the divergence
-    of the step in the factors' model of F. Scales are float64, (number of directions,); None for 1.
-    ``all_reduce`` sums over processes with other parameters of the group.
-    """
-    # The device of the directions: a group's parameters may be on several.
-    device = (directions or group["params"])[0].device
-    products = [_dot(p, m) for p, m in zip(directions, momenta, strict=True)]
-    own = torch.stack(products) if products else torch.zeros(0, dtype=torch.float64, device=device)
-    factors = torch.ones_like(own) if scales is None else scales
-    # Leave out what is not finite: the sum would be NaN, and no direction would be clipped.
-    total = all_reduce((own * factors**2).nan_to_num(0.0, 0.0, 0.0).sum())
-    bound = group["kl_clip"] / (group["lr"] ** 2 * total)
-    return factors * torch.where(total > 0, bound, torch.ones_like(total)).sqrt().clamp(max=1.0)
-
-
-def _dot(direction: Tensor, momentum: Tensor) -> Tensor:
-    """P . m in float64, from sums of pieces in the tensors' dtype; P is contiguous."""
-    flat = direction.view(-1).split(_SUM_PIECE), momentum.reshape(-1).split(_SUM_PIECE)
-    pieces = zip(*flat, strict=True)
-    return torch.stack([torch.dot(p, m).double() for p, m in pieces]).sum()
 
 
 def directions_(
@@ -123,8 +89,7 @@ def graft_scales(
 ) -> Tensor | None:
     """The scales still to apply to directions, from those of ``directions_``; None for 1.
 
-    With ``graft`` "rms" a direction gets a fixed norm. A zero direction stays zero. ``kl_clip`` is
-    not yet part of them.
+    With ``graft`` "rms" a direction gets a fixed norm. A zero direction stays zero.
     """
     if group["graft"] is None or scales is None:
         return None
@@ -139,8 +104,8 @@ def graft_scales(
 
 
 def decayed(params: Iterable[Tensor], group: Settings) -> list[bool]:
-    """Whether each parameter decays."""
-    return [not is_plain(p, group) for p in params]
+    """Whether each parameter decays: biases and norms only in the paper's form."""
+    return [p.dim() > 1 or group["precondition_1d"] for p in params]
 
 
 def _table(counts: list[list[Any]]) -> Tensor:

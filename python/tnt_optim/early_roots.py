@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tnt_optim.modes import Batch, Settings, State, States, layout_of
-from tnt_optim.update import Local
+from tnt_optim.processes import Processes
 
 # Factors become inverses when the mean has less than this share, on average over the parameters.
 LEAST_SHARE = 0.25
@@ -44,7 +44,7 @@ def mean_share(state: State, momentum: float) -> Tensor | None:
     return (share - noise) / (1 - noise)
 
 
-def mean_is_small(batches: Sequence[Batch], states: States, processes: Local) -> bool:
+def mean_is_small(batches: Sequence[Batch], states: States, processes: Processes) -> bool:
     """Whether noise dominates the gradients of parameters, in all processes; the host waits.
 
     That is, if the mean's share is below ``LEAST_SHARE`` on average over the parameters.

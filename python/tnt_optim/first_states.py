@@ -5,6 +5,7 @@ There are no earlier factors to go on with, so the host waits for the device, an
 
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,8 +14,9 @@ from tnt_optim.failures import Failures, PreconditionerError, diverged
 from tnt_optim.groups import Groups
 from tnt_optim.modes import Group, States, is_plain, layout
 from tnt_optim.options import as_they_are
+from tnt_optim.processes import Processes
 from tnt_optim.state import new_state, zero_statistics
-from tnt_optim.update import Local, MakeFactors, accumulate_, refresh_factors
+from tnt_optim.update import Method, Source, refresh_factors
 
 Statistics = dict[Tensor, list[Tensor]]
 
@@ -26,25 +28,27 @@ class FirstStates:
     Args:
         param_groups: of the optimizer.
         processes: how they divide the step.
-        make: computes factors, as ``KroneckerOptimizer._factors``.
+        method: computes factors.
+        source: of the gradients for the statistics.
     """
 
     param_groups: list[Group]
-    processes: Local
-    make: MakeFactors
+    processes: Processes
+    method: Method
+    source: Source
     groups: Groups = field(init=False)
 
     def __post_init__(self) -> None:
         self.groups = Groups(self.param_groups)
 
-    def from_gradients(self, observed: Mapping[Tensor, Tensor]) -> States:
+    def from_gradients(self, observed: Mapping[Tensor, Any]) -> States:
         """States around the statistics of one step's gradients.
 
         Raises:
             PreconditionerError: if a gradient is not finite, or a factor cannot be computed.
         """
-        if observed and not self.processes.all_finite(observed.values()):
-            worst = next(p for p, g in observed.items() if not self.processes.all_finite([g]))
+        if observed and not self._are_finite(observed.values()):
+            worst = next(p for p, g in observed.items() if not self._are_finite([g]))
             raise PreconditionerError(
                 "the first gradient for the statistics is not finite, or its squares are not, or "
                 "no row of the output counts: there are no earlier statistics to go on with, for "
@@ -64,7 +68,7 @@ class FirstStates:
         stats: Statistics = {}
         batches = skipped = 0
         for observed in gradients:
-            if not self.processes.all_finite(observed.values()):
+            if not self._are_finite(observed.values()):
                 skipped += 1
                 continue
             for p in stats.keys() - observed.keys():
@@ -88,9 +92,10 @@ class FirstStates:
             for p in new
         }
 
-    def _accumulate(
-        self, stats: Statistics, observed: Mapping[Tensor, Tensor], decay: float
-    ) -> None:
+    def _are_finite(self, observed: Iterable[Any]) -> Tensor:
+        return self.processes.all_finite(self.source.witnesses(observed))
+
+    def _accumulate(self, stats: Statistics, observed: Mapping[Tensor, Any], decay: float) -> None:
         """Adds gradients to statistics; a parameter with another owner rank gets an empty list."""
         for group, params in self.groups.batches(observed):
             for param in params:
@@ -99,7 +104,8 @@ class FirstStates:
                     stats[param] = zero_statistics(param, group) if owned else []
             own = [p for p in params if stats[p]]
             layouts = [layout(p, group) for p in own]
-            accumulate_(own, [stats[p] for p in own], observed, layouts, decay)
+            entries, new = [stats[p] for p in own], [observed[p] for p in own]
+            self.source.accumulate_(entries, new, layouts, decay, None)
 
     def _around(self, stats: Statistics) -> States:
         """Complete states around statistics."""
@@ -107,7 +113,7 @@ class FirstStates:
         for group, params in batches:
             for p in params:
                 states[p] = new_state(p, group, self.processes.kept(p), stats=stats[p])
-        reports = refresh_factors(batches, states, self.processes, as_they_are, self.make)
+        reports = refresh_factors(batches, states, self.processes, as_they_are, self.method)
         for (group, params), report in zip(batches, reports, strict=True):
             for p, code in zip(params, report.codes.tolist(), strict=True):
                 if code != 0:

@@ -33,8 +33,8 @@ class Groups:
         shared: dict[Any, tuple[Group, list[Tensor]]] = {}
         for number, group in enumerate(self._groups if wanted else ()):
             if own := [p for p in group["params"] if p in wanted]:
-                # kl_clip bounds a whole group, and random roundings have one stream for a group.
-                is_alone = group["kl_clip"] is not None or group["rounding"] == "stochastic"
+                # Random roundings have one stream for a group.
+                is_alone = group["rounding"] == "stochastic"
                 key = number if is_alone else same_settings(group)
                 shared.setdefault(key, (group, []))[1].extend(own)
         for group, members in shared.values():

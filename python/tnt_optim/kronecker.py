@@ -27,7 +27,7 @@ from tnt_optim.autograd import buffers_put_back
 from tnt_optim.checks import listed, warn_of_few_preconditioned
 from tnt_optim.cuda_graphs import StepGraphs, check_graphs_device
 from tnt_optim.diagnostics import diagnostics
-from tnt_optim.directions import check_rounding
+from tnt_optim.directions import check_rounding, directions_
 from tnt_optim.distributed import Owners, distribution
 from tnt_optim.early_roots import mean_is_small, takes_roots
 from tnt_optim.failures import Delivery, Failures, PreconditionerError
@@ -37,6 +37,7 @@ from tnt_optim.groups import Groups
 from tnt_optim.messages import UNFINISHED, names_of, warn_the_caller
 from tnt_optim.modes import (
     Group,
+    Layout,
     Rows,
     Settings,
     State,
@@ -57,6 +58,7 @@ from tnt_optim.options import (
     split,
 )
 from tnt_optim.paper import paper_settings
+from tnt_optim.processes import Processes
 from tnt_optim.state import (
     ALLOCATED,
     COUNTS,
@@ -70,7 +72,7 @@ from tnt_optim.state import (
     statistic_shapes,
 )
 from tnt_optim.step import Plan, plan_step, statistics_due
-from tnt_optim.update import DeviceStep, Local, Report, refresh_factors
+from tnt_optim.update import DeviceStep, Report, refresh_factors
 from tnt_optim.wrappers import Wrappable
 
 # The options that shape statistics, factors and momentum.
@@ -142,6 +144,38 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
             For each block a code on the device: 0, or the number of the mode that failed, from 1.
         """
         raise NotImplementedError
+
+    def _directions(
+        self,
+        group: Settings,
+        states: Sequence[State],
+        grads: Sequence[Tensor],
+        layouts: Sequence[Layout],
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """Updates the momenta, and Adam's second moments with ``graft="adam"``; makes directions.
+
+        Here the directions are the momenta times the factors. A method that makes them otherwise
+        overrides this. It takes memory before it changes a moment, so that an error leaves them as
+        they were.
+
+        Args:
+            group: as for ``_factors``.
+            states: of the parameters, with the entries of ``tnt_optim.state.SPEC``.
+            grads: for each parameter, in its own shape.
+            layouts: of each parameter: ``blocks`` and ``rows`` of ``tnt_optim.modes`` give tensors
+                and factors as operators take them.
+
+        Returns:
+            The direction of each block, and what ``graft`` makes scales of, as
+            ``tnt_kernels.grafted_directions_`` returns it; None for directions that have their
+            length.
+        """
+        return directions_(grads, states, layouts, group)
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether directions are products with the factors, which the fused step computes."""
+        return type(self)._directions is KroneckerOptimizer._directions
 
     @classmethod
     def paper(cls, params: Any, problem: str | None = None, **options: Any) -> Self:
@@ -413,7 +447,7 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
             state_dict["sampling"] = sampling
         numbers = {param: number for number, param in enumerate(self._groups.params)}
         lost = self._group_is_lost and self.process_group is None
-        processes = Local() if lost else self._distribution()
+        processes = Processes() if lost else self._distribution()
         for param, entries in (self._consolidated or {}).items():
             own = state_dict["state"][numbers[param]]
             state_dict["state"][numbers[param]] = {**own, **entries}
@@ -560,7 +594,7 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
     def _samples(self) -> bool:
         return isinstance(self._observed, Sampled)
 
-    def _checked(self) -> Local:
+    def _checked(self) -> Processes:
         """How processes divide this step, after all checks."""
         # The user may have changed them. Groups with equal ones are checked together.
         for group in {same_settings(group): group for group in self.param_groups}.values():
@@ -579,7 +613,7 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
         self._failures.read(self.state, self._name, wait=wait, groups=groups)
         return processes
 
-    def _begun(self, plan: Plan, processes: Local) -> DeviceStep:
+    def _begun(self, plan: Plan, processes: Processes) -> DeviceStep:
         """Makes first states; returns the rest of the step."""
         self._adopt(self._first_states(processes).from_gradients(plan.first))
         done = self._attempt.accumulated
@@ -600,12 +634,15 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
                 for group, params in updated
                 for p in params
             },
-            distribution=processes,
+            processes=processes,
+            method=self,
+            source=self._observed,
+            members={},
             accumulated=done,
         )
 
     def _run(self, step: DeviceStep) -> None:
-        reached, processes = step.observed.keys() | self._attempt.accumulated, step.distribution
+        reached, processes = step.observed.keys() | self._attempt.accumulated, step.processes
         missed = self._observed.missed_after(reached, step.grads, is_sharded=processes.is_sharded)
         note_missed = functools.partial(setattr, self._observed, "missed", missed)
         if self.capturable and not any(takes_roots(group) for group, _ in step.factors):
@@ -626,7 +663,7 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
     def _end_early_roots(self, step: DeviceStep) -> None:
         """Ends early roots when their time is over; until then the host waits for the device."""
         batches = [batch for batch in step.factors if takes_roots(batch[0])]
-        if batches and mean_is_small(batches, self.state, step.distribution):
+        if batches and mean_is_small(batches, self.state, step.processes):
             for group in self.param_groups:
                 group["takes_roots"] = False
 
@@ -639,8 +676,7 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
     def _refresh_factors(
         self, step: DeviceStep, settings: Callable[[Group], Settings]
     ) -> list[Report]:
-        processes, make = step.distribution, self._factors
-        return refresh_factors(step.factors, self.state, processes, settings, make)
+        return refresh_factors(step.factors, self.state, step.processes, settings, self)
 
     def _report(self, reports: Sequence[Report]) -> None:
         """Reports all refreshes, or none if memory runs out."""
@@ -670,11 +706,11 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
             if self._attached is not None:  # the hook observed outputs computed before, as a list
                 self._observed.use_up()
 
-    def _first_states(self, processes: Local) -> FirstStates:
-        return FirstStates(self.param_groups, processes, self._factors)
+    def _first_states(self, processes: Processes) -> FirstStates:
+        return FirstStates(self.param_groups, processes, self, self._observed)
 
     def _add_states(
-        self, params: Iterable[Tensor], plain: Container[Tensor], processes: Local
+        self, params: Iterable[Tensor], plain: Container[Tensor], processes: Processes
     ) -> None:
         """Gives parameters that have none a state: without statistics of those in ``plain``."""
         held = self.state.get
@@ -717,7 +753,7 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
 
     # Processes and parameters.
 
-    def _distribution(self) -> Local:
+    def _distribution(self) -> Processes:
         """How the processes that run now divide a step."""
         group, lost = self.process_group, self._group_is_lost
         found = distribution(self.param_groups, group, self.shard, self._owners, is_lost=lost)
@@ -727,7 +763,7 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
             )
         return found
 
-    def _check_alike(self, processes: Local) -> None:
+    def _check_alike(self, processes: Processes) -> None:
         """Refuses processes with other parameters. All processes call it; they wait once.
 
         It does not depend on the schedule: a process may have no parameter with statistics.
@@ -789,7 +825,7 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
                     f"all its parameters, among them {self._name(old[0])}"
                 )
 
-    def _check_fit(self, processes: Local) -> None:
+    def _check_fit(self, processes: Processes) -> None:
         """Refuses states and gradients that do not fit parameters, which the user may change."""
 
         def check(param: Tensor, state: State) -> None:

@@ -93,10 +93,7 @@ def watched(likelihood: Likelihood, output: Any, groups: Iterable[Settings]) -> 
         return []
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return []
-    matters = any(
-        not group.get("relative_damping") or not group.get("graft") or group.get("kl_clip")
-        for group in groups
-    )
+    matters = any(not (group["relative_damping"] and group["graft"]) for group in groups)
     masked = [
         (name, part if isinstance(part, Masked) else Masked(part, None))
         for name, part in parts_of(likelihood, output)

@@ -137,13 +137,21 @@ class Layout(NamedTuple):
 
 def layout(param: Tensor, group: Mapping[str, Any]) -> Layout:
     """The layout that a group's settings give a parameter."""
+    if param in group.get("units", ()):
+        sizes: tuple[int, ...] = group["units"].sizes(param)
+        return Layout(sizes, cuts(sizes, group["block_size"]))
     modes = None if is_plain(param, group) else group["modes"]
     sizes = mode_shape(param.shape, modes, group["merge_small_dims"], group["max_factor_dim"])
     return Layout(sizes, cuts(sizes, group["block_size"]))
 
 
 def is_plain(param: Tensor, group: Mapping[str, Any]) -> bool:
-    """Whether a group's settings leave a parameter without statistics: a bias, a norm's weight."""
+    """Whether a group's settings leave a parameter without statistics: a bias, a norm's weight.
+
+    Where statistics are of layers, so are all parameters but their weights.
+    """
+    if "units" in group:
+        return param not in group["units"]
     return param.dim() < 2 and not group["precondition_1d"]
 
 

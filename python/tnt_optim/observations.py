@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from tnt_kernels import gram_ema_
 from tnt_optim.autograd import (
     Gradients,
     all_finite,
@@ -36,8 +37,8 @@ from tnt_optim.likelihoods import (
 )
 from tnt_optim.messages import UNOBSERVED, warn_if_twice, warn_the_caller
 from tnt_optim.mismatch import Comparison, warn_of_mismatch, watched
-from tnt_optim.modes import state_dtype
-from tnt_optim.update import Local
+from tnt_optim.modes import Layout, rows, state_dtype
+from tnt_optim.processes import Processes
 
 # Status of a parameter that got no statistics when they were due:
 # Positive: its statistics are due at every step, for so many steps or until an output reaches it.
@@ -65,7 +66,7 @@ class Empirical:
 
     def gradients(
         self,
-        processes: Local,
+        processes: Processes,
         due: Sequence[Tensor],
         with_gradients: Container[Tensor],
         held: Container[Tensor],
@@ -78,22 +79,49 @@ class Empirical:
         self.asked = {p for p in due if p in held}  # others are due anyway
         return {p: p.grad for p in due if p in with_gradients}
 
+    def witnesses(self, observed: Iterable[Any]) -> list[Tensor]:
+        """Tensors whose squared norms are finite if what was observed can enter the statistics."""
+        return list(observed)
+
+    def accumulate_(
+        self,
+        stats: Sequence[list[Tensor]],
+        observed: Sequence[Any],
+        layouts: Sequence[Layout],
+        decay: float | Tensor,
+        factors: Sequence[list[Tensor]] | None,
+    ) -> None:
+        """Statistics <- decay * statistics + (1 - decay) * Gram matrices of gradients.
+
+        All lists are by parameter. With ``factors`` the other modes of each Gram matrix are
+        whitened by them.
+        """
+        gradients: list[Tensor] = []
+        own_rows: list[list[Tensor]] = []
+        for gradient, entries, look in zip(observed, stats, layouts, strict=True):
+            gradients += look.blocks(gradient)
+            own_rows += look.rows(entries)
+        others = None if factors is None else rows(factors, layouts)
+        gram_ema_(own_rows, gradients, decay, others)
+
     def counted(self, optimizer: Any, output: Any) -> int | Tensor:
         """1 for an output with a row that counts, else 0."""
         return 1
 
-    def batches(self, optimizer: Any, outputs: Iterable[Any], processes: Local) -> Iterator[Any]:
+    def batches(
+        self, optimizer: Any, outputs: Iterable[Any], processes: Processes
+    ) -> Iterator[Any]:
         """The batches of ``warm_start`` that count."""
         return iter(outputs)
 
     def batch_loss(
-        self, optimizer: Any, output: Any, index: int, processes: Local
+        self, optimizer: Any, output: Any, index: int, processes: Processes
     ) -> tuple[Tensor, float]:
         """The loss of batch ``index`` of ``warm_start``, and the scale of its backward."""
         return check_scalar_loss("outputs (here: training losses)", output), 1.0
 
     def batch_gradients(
-        self, optimizer: Any, outputs: Iterable[Any], processes: Local
+        self, optimizer: Any, outputs: Iterable[Any], processes: Processes
     ) -> Iterator[dict[Tensor, Tensor]]:
         """The mean gradients of each batch of ``warm_start``, over all processes."""
         params = Groups(optimizer.param_groups).modelled
@@ -156,7 +184,9 @@ class Sampled(Empirical):
         """See ``Empirical.wanted``."""
         return [p for p in due if p.requires_grad]
 
-    def observe(self, optimizer: Any, output: Any, wanted: list[Tensor], processes: Local) -> None:
+    def observe(
+        self, optimizer: Any, output: Any, wanted: list[Tensor], processes: Processes
+    ) -> None:
         """Samples labels at an output and accumulates the gradients of their loss.
 
         The optimizer has the settings ``likelihood``, ``seed`` and ``sample_scale``.
@@ -215,7 +245,7 @@ class Sampled(Empirical):
 
     def gradients(
         self,
-        processes: Local,
+        processes: Processes,
         due: Sequence[Tensor],
         with_gradients: Container[Tensor],
         held: Container[Tensor],
@@ -247,7 +277,7 @@ class Sampled(Empirical):
         }
 
     def _pooled(
-        self, processes: Local, due: Sequence[Tensor], held: Container[Tensor]
+        self, processes: Processes, due: Sequence[Tensor], held: Container[Tensor]
     ) -> Gradients:
         """The mean over the observations of all processes.
 
@@ -272,14 +302,16 @@ class Sampled(Empirical):
             self.count = max(self.count, 1)
         return means
 
-    def batches(self, optimizer: Any, outputs: Iterable[Any], processes: Local) -> Iterator[Any]:
+    def batches(
+        self, optimizer: Any, outputs: Iterable[Any], processes: Processes
+    ) -> Iterator[Any]:
         """See ``Empirical.batches``. Several processes take all: they go through them together."""
         return (
             iter(outputs) if processes.is_distributed else with_rows(optimizer.likelihood, outputs)
         )
 
     def batch_loss(
-        self, optimizer: Any, output: Any, index: int, processes: Local
+        self, optimizer: Any, output: Any, index: int, processes: Processes
     ) -> tuple[Tensor, float]:
         """See ``Empirical.batch_loss``."""
         loss = _loss(optimizer, output, "warm start", processes.number(index))
@@ -329,7 +361,7 @@ def _loss(optimizer: Any, output: Any, *key: int | str) -> Tensor:
     return loss_at_samples(optimizer.likelihood, output, optimizer.seed, key, devices)
 
 
-def _scale(optimizer: Any, loss: Tensor, output: Any, processes: Local) -> float:
+def _scale(optimizer: Any, loss: Tensor, output: Any, processes: Processes) -> float:
     """The scale of a loss for its backward."""
     if optimizer.sample_scale is not None:
         return float(optimizer.sample_scale)

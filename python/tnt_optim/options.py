@@ -130,12 +130,6 @@ _TABLE = (
     Option("graft", None, *_one_of(None, *get_args(Graft))),
     Option("maximize", False, *_BOOL),
     Option("rounding", "nearest", *_one_of(*get_args(Rounding))),
-    Option(
-        "kl_clip",
-        None,
-        _or_none(_number(lambda v: 0 < v < math.inf)),
-        "None or a finite number > 0",
-    ),
     Option("modes", None, _or_none(callable), "a function of a shape"),
     Option("seed", 0, _is_seed, "an integer", per_group=False),
     Option("sample_scale", None, _or_none(_POWER_OF_TWO), "a power of two or None", False),
@@ -193,9 +187,6 @@ maximize: maximize the objective instead of minimizing.
 rounding: of parameters in half precision after a step that is computed in float32. "nearest";
     "stochastic" (bfloat16 only): up or down at random, so that the mean step is exact even where
     steps are smaller than half a spacing; "master": rounded from a float32 copy in the state.
-kl_clip: multiply the directions P of a group's parameters on one device by min(1, sqrt(kl_clip /
-    (lr^2 sum s^2 P . m))), s from ``graft``. The sum is twice the divergence of the step in the
-    model of the factors. All directions are in memory at once. None: no bound.
 modes: for a parameter group only: a function from a parameter's shape to mode sizes; used for
     vectors only with ``precondition_1d``.
 seed: of the sampled labels; the global generators are not touched.
@@ -218,6 +209,8 @@ shard: how processes divide the work. None: each does all of it. Otherwise every
 """
 DOCS = dict(entry.split(": ", 1) for entry in re.split(r"\n(?! )", _DOCS.strip()))
 OPTIONS = {option.name: option for option in _TABLE}
+# Options of earlier versions, and what to use instead.
+REMOVED = {"kl_clip": "graft='adam', the default, bounds the length of every parameter's step"}
 
 
 class Fixed:
@@ -266,8 +259,11 @@ def repeated_options(
     Wrappers give their keyword arguments to the groups and to the optimizer (SAM).
 
     Raises:
-        ValueError: if the value of such an option differs, or no group of this ``kind`` has it.
+        ValueError: if the value of such an option differs, or no group of this ``kind`` has it,
+            or it was removed.
     """
+    for name in REMOVED.keys() & group.keys():
+        raise ValueError(f"{name} was removed: {REMOVED[name]}")
     foreign = [name for name in group if name not in per_group]
     names = [name for name in foreign if name in OPTIONS or name in whole]
     for name in names:

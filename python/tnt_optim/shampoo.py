@@ -83,7 +83,6 @@ class Shampoo(KroneckerOptimizer):
         merge_small_dims: MergedDims | None = "kernel",
         maximize: bool = False,
         rounding: Rounding = "nearest",
-        kl_clip: float | None = None,
         process_group: Any = None,
         shard: Shard | None = None,
         **unknown: Never,

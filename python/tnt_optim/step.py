@@ -11,8 +11,8 @@ from tnt_optim.groups import Groups
 from tnt_optim.modes import Group, State, States, is_plain
 from tnt_optim.observations import Empirical
 from tnt_optim.options import factors_due, is_due
+from tnt_optim.processes import Processes
 from tnt_optim.state import ALLOCATED, has_entries, has_statistics
-from tnt_optim.update import Local
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def plan_step(
     groups: Sequence[Group],
     states: States,
     source: Empirical,
-    processes: Local,
+    processes: Processes,
     accumulated: Container[Tensor],
 ) -> Plan:
     """Plans a step.

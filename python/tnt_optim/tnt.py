@@ -108,7 +108,6 @@ class TNT(KroneckerOptimizer):
         merge_small_dims: MergedDims | None = "kernel",
         maximize: bool = False,
         rounding: Rounding = "nearest",
-        kl_clip: float | None = None,
         sample_scale: float | None = None,
         process_group: Any = None,
         shard: Shard | None = None,

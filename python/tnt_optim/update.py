@@ -8,22 +8,15 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress, pairwise
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from tnt_kernels import gram_ema_, preconditioned_step_, scaled_step_
+from tnt_kernels import preconditioned_step_, scaled_step_
 from tnt_optim.attempt import Stage
-from tnt_optim.autograd import Gradients, all_finite, gradients_of
-from tnt_optim.directions import (
-    Weights,
-    clipped,
-    decayed,
-    directions_,
-    graft_scales,
-    preconditioned_momenta,
-)
+from tnt_optim.autograd import Gradients
+from tnt_optim.directions import Weights, decayed, graft_scales
 from tnt_optim.modes import (
     Batch,
     Group,
@@ -33,178 +26,242 @@ from tnt_optim.modes import (
     State,
     States,
     blocks,
+    cuts,
     each,
+    layout,
     layout_of,
     rows,
 )
-from tnt_optim.state import NAMES
+from tnt_optim.processes import Processes
 
 # The entries of one bucket, on the CPU and on a GPU: its directions, or its float32 copies, are in
 # memory together. A larger parameter is a bucket of its own.
 _BUCKET, _LARGE_BUCKET = 1 << 22, 1 << 28
 
-MakeFactors = Callable[[Settings, Rows, Rows], Tensor]
+
+class Method(Protocol):
+    """What a method computes: ``KroneckerOptimizer``."""
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether directions are products with the factors, which the fused step computes."""
+
+    def _factors(self, group: Settings, stats: Rows, out: Rows) -> Tensor:
+        """See ``KroneckerOptimizer._factors``."""
+
+    def _directions(
+        self,
+        group: Settings,
+        states: Sequence[State],
+        grads: Sequence[Tensor],
+        layouts: Sequence[Layout],
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """See ``KroneckerOptimizer._directions``."""
 
 
-class Local:
-    """How processes divide a step: here a single process does all of it.
+class Source(Protocol):
+    """Where the statistics come from: ``observations.Empirical``."""
 
-    The classes in ``distributed`` override the methods whose work is divided or sent.
+    def witnesses(self, observed: Iterable[Any]) -> list[Tensor]:
+        """Tensors whose squared norms are finite if what was observed can enter the statistics."""
+
+    def accumulate_(
+        self,
+        stats: Sequence[list[Tensor]],
+        observed: Sequence[Any],
+        layouts: Sequence[Layout],
+        decay: float | Tensor,
+        factors: Sequence[list[Tensor]] | None,
+    ) -> None:
+        """Statistics <- decay * statistics + (1 - decay) * those of what was observed."""
+
+
+class Member(NamedTuple):
+    """A parameter that some columns of its unit's direction move."""
+
+    param: Tensor
+    group: Group
+    sizes: tuple[int, ...]
+    columns: slice | None = None  # of a matrix; None: the whole direction
+
+    def part(self, direction: Tensor) -> Tensor:
+        """Its part of the direction."""
+        return direction if self.columns is None else direction[:, self.columns]
+
+
+@dataclass
+class Part:
+    """Parameters of one group on one device, to update. ``processes.Part`` is the interface.
+
+    Attributes:
+        grads: by parameter; of layers those of [W | b], by weight.
+        group: the settings.
+        number: counts the parts of a step.
+        members: of each unit, if some have several; else empty.
+        settings: of any group at this step.
     """
 
-    is_distributed = False  # whether torch.distributed runs the step, even in a single process
-    is_sharded = False  # whether parameters are cut into pieces, as ``fully_shard`` does
-    shard: str | None = None  # what is divided among the processes
+    grads: Gradients
+    states: States
+    group: Settings
+    number: int
+    method: Method
+    members: Mapping[Tensor, Sequence[Member]]
+    settings: Callable[[Group], Settings]
 
-    def number(self, index: int) -> int:
-        """The number of this process's observation among those of all processes."""
-        return index
-
-    def gradients(
-        self, loss: Tensor, params: Sequence[Tensor], *, retain_graph: bool, scale: float
-    ) -> Gradients:
-        """The gradients of a loss; see ``autograd.gradients_of``."""
-        return gradients_of(loss, params, retain_graph=retain_graph, scale=scale)
-
-    def with_gradients(self, params: Sequence[Tensor]) -> set[Tensor]:
-        """The parameters with a gradient; of sharded ones, in any process."""
-        return {p for p in params if p.grad is not None}
-
-    def anywhere(self, flags: Sequence[int], device: torch.device) -> list[int]:
-        """Whether each flag is set in any process; the host waits for the answer."""
-        return list(flags)
-
-    def check_alike(self, params: Sequence[Tensor]) -> None:
-        """Refuses processes with other parameters; the host waits for the answer."""
-
-    def mean(
-        self, params: Sequence[Tensor], gradients: Mapping[Tensor, Tensor], number: int | Tensor
-    ) -> tuple[Gradients, int | Tensor]:
-        """The mean gradients over the observations of all processes; the host does not wait.
-
-        ``params`` are the same in every process; ``gradients`` are sums over the ``number`` of
-        observations of this one, zero if missing. Also returns the sum of all numbers.
-        """
-        return {p: gradients.get(p) for p in params}, 1
-
-    def batch_mean(
-        self, params: Sequence[Tensor], observed: Gradients | None, number: int | Tensor
-    ) -> dict[Tensor, Tensor] | None:
-        """The mean gradients of one batch in each process; None if no process has more batches.
-
-        ``params`` may have gradients; ``observed`` is None if this process has no more batches,
-        ``number`` is 0 if no row of its batch counts. The result is empty if no row counts in any
-        process.
-        """
-        return None if observed is None else self.whole(observed)
-
-    def whole(self, gradients: Gradients) -> dict[Tensor, Tensor]:
-        """The gradients as the owner ranks need them."""
-        return {p: g for p, g in gradients.items() if g is not None}
-
-    def all_finite(self, gradients: Iterable[Tensor]) -> Tensor:
-        """Whether all gradients are finite, in all processes."""
-        return all_finite(gradients)
-
-    def owned(self, params: Iterable[Tensor]) -> list[Tensor]:
-        """The parameters whose statistics and factors this process refreshes."""
-        return list(params)
-
-    def kept(self, param: Tensor) -> frozenset[str]:
-        """The entries of a parameter's state that this process keeps."""
-        return NAMES
-
-    def total(self, value: Tensor) -> Tensor:
-        """The sum of the owner ranks' values."""
-        return value
-
-    def codes(self, params: Sequence[Tensor], owned: Sequence[Tensor], own: Tensor) -> Tensor:
-        """The owners' error codes of ``params``, from this process's ``own`` codes of ``owned``."""
-        return own
-
-    def send_factors(self, params: Iterable[Tensor], states: States) -> None:
-        """Sends refreshed factors from the owners to the processes that keep them."""
-
-    def others_parts(
-        self, params: Iterable[Tensor], states: States, to: int
-    ) -> dict[Tensor, State]:
-        """Sends entries that only owners keep to process ``to``; returns them there."""
-        return {}
-
-    def update(self, grads: Gradients, states: States, group: Settings, number: int) -> list[Stage]:
-        """The stages that update momenta and parameters of one group on one device.
-
-        ``number`` counts the updates of a step, alike in every process.
-        """
-        params, gradients = list(grads), [g for g in grads.values() if g is not None]
-        own = [states[p] for p in params]
-        seen = list(map(layout_of, own))
-        clips = group["kl_clip"] is not None
-        is_plain = not (clips or group["nesterov"] or group["graft"] is not None)
-        # kl_clip needs all directions at once, the plain step none in memory.
-        in_buckets = not (clips or is_plain) or (is_plain and group["rounding"] == "stochastic")
+    def stages(self) -> list[Stage]:
+        """See ``processes.Part``."""
+        params, group = list(self.grads), self.group
+        is_plain = not group["nesterov"] and group["graft"] is None and not self.members
+        fuses = is_plain and self.method.multiplies
+        # The fused step has no directions in memory.
+        in_buckets = not fuses or group["rounding"] == "stochastic"
         stages: list[Stage] = []
         for index, part in enumerate(buckets_of(params) if in_buckets else [slice(None)]):
-            weights = Weights(params[part], states, group, seen[part], key=(number, index))
-            bucket = _Bucket(weights, own[part], gradients[part], seen[part], group)
-            stages += bucket.plain_stages() if is_plain else bucket.stages()
+            bucket = _Bucket(self, params[part], index)
+            stages += bucket.fused_stages() if fuses else bucket.stages()
         return stages
+
+    def directions(self, whole: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+        """See ``processes.Part``."""
+        grads, own = list(whole.values()), [self.states[p] for p in whole]
+        looks = list(map(layout_of, own))
+        found, norms = self.method._directions(self.group, own, grads, looks)
+        scales = graft_scales(norms, grads, own, looks, self.group)
+        if scales is not None and found:
+            pairs = zip(scales.unbind(), found, strict=True)
+            torch._foreach_mul_(found, [scale.to(p.dtype) for scale, p in pairs])
+        rest = iter(found)
+        return {
+            p: look.assembled([next(rest) for _ in look.cuts])
+            for p, look in zip(whole, looks, strict=True)
+        }
+
+    def move(
+        self,
+        params: Sequence[Tensor],
+        directions: Sequence[Tensor],
+        *key: int,
+        pieces: Sequence[Tensor] | None = None,
+    ) -> None:
+        """See ``processes.Part``."""
+        looks = None if pieces is not None else [_whole(layout(p, self.group)) for p in params]
+        for move in self.moves(params, looks, *key, pieces=pieces):
+            move.along(directions, None)
+            move.weights.write()
+
+    def moves(
+        self,
+        params: Sequence[Tensor],
+        looks: Sequence[Layout] | None,
+        *key: int,
+        pieces: Sequence[Tensor] | None = None,
+    ) -> list["_Move"]:
+        """The moves of parameters, or of their ``pieces``: one for each group's rates.
+
+        ``looks`` have the blocks of the directions; None for tensors of one shape with them.
+        """
+        key = (self.number, *key)
+        if not self.members:
+            tensors = params if pieces is None else pieces
+            weights = Weights(tensors, self.states, self.group, looks, key=key)
+            return [_Move(weights, self.group, decayed(params, self.group), looks)]
+        by_group: dict[int, list[tuple[int, Member]]] = {}
+        for place, param in enumerate(params):
+            for member in self.members[param]:
+                by_group.setdefault(id(member.group), []).append((place, member))
+        return [self._move_of(own, key) for own in by_group.values()]
+
+    def _move_of(self, members: Sequence[tuple[int, Member]], key: tuple[int, ...]) -> "_Move":
+        """The move of members of units, all of one group."""
+        group, params = self.settings(members[0][1].group), [m.param for _, m in members]
+        looks = [Layout(m.sizes, cuts(m.sizes, None)) for _, m in members]
+        weights = Weights(params, self.states, group, looks, key=key)
+        return _Move(weights, group, decayed(params, group), looks, members)
+
+
+class _Move:
+    """The move of weights along directions, at one group's rates.
+
+    Args:
+        weights: of parameters.
+        group: the settings.
+        decays: whether each parameter decays.
+        layouts: with the blocks of each; None for the parameters' own shapes.
+        members: the place and the part of each one's direction, if these are not all in order.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        group: Settings,
+        decays: Sequence[bool],
+        layouts: Sequence[Layout] | None,
+        members: Sequence[tuple[int, Member]] | None = None,
+    ) -> None:
+        self.weights, self._group, self._decays = weights, group, decays
+        self._layouts, self._members = layouts, members
+
+    def along(self, directions: Sequence[Tensor], scales: Tensor | None) -> None:
+        """W <- W - lr (s P + weight_decay W), for the blocks of all parameters."""
+        tensors, decays = self.weights.take(), self._decays
+        if self._layouts is not None:
+            counted = zip(decays, self._layouts, strict=True)
+            decays = [value for value, look in counted for _ in look.cuts]
+            tensors = blocks(tensors, self._layouts)
+        if self._members is not None:
+            directions = [member.part(directions[place]) for place, member in self._members]
+            if scales is not None:
+                scales = scales[[place for place, _ in self._members]]
+        rates = self._group["lr"], self._group["weight_decay"]
+        scaled_step_(tensors, directions, *rates, decays, scales)
 
 
 class _Bucket:
     """The update of some parameters, whose directions are in memory together."""
 
-    def __init__(
-        self,
-        weights: Weights,
-        states: Sequence[State],
-        grads: Sequence[Tensor],
-        layouts: Sequence[Layout],
-        group: Settings,
-    ) -> None:
-        self.weights, self.states, self.grads = weights, states, grads
-        self.layouts, self.group = layouts, group
+    def __init__(self, part: Part, params: Sequence[Tensor], index: int) -> None:
+        self.group, self.method = part.group, part.method
+        self.states = [part.states[p] for p in params]
+        self.grads = [g for g in map(part.grads.__getitem__, params) if g is not None]
+        self.layouts = list(map(layout_of, self.states))
+        self.decays = decayed(params, part.group)
+        self.moves = part.moves(params, self.layouts, index)
         self.directions: list[Tensor] = []
-        self.scales: Tensor | None = None  # as ``directions_`` returns them
+        self.norms: Tensor | None = None  # as the method gives them
 
     def stages(self) -> list[Stage]:
         """Moments and directions; weights; with rounding, the parameters."""
-        return [self._make_directions, self._move, self.weights.write]
+        pairs = [(functools.partial(self._move, m), m.weights.write) for m in self.moves]
+        return [self._make_directions, *(stage for pair in pairs for stage in pair)]
 
-    def plain_stages(self) -> list[Stage]:
+    def fused_stages(self) -> list[Stage]:
         """Momenta and weights: one call for parameters with weight decay, one for the others."""
-        decays = decayed(self.weights.params, self.group)
-        moves = [functools.partial(self._step, decays, value) for value in set(decays)]
-        return [*moves, self.weights.write]
+        (move,) = self.moves
+        steps = [functools.partial(self._step, move.weights, value) for value in set(self.decays)]
+        return [*steps, move.weights.write]
 
     def _make_directions(self) -> None:
-        self.weights.take()
-        found = directions_(self.grads, self.states, self.layouts, self.group)
-        self.directions, self.scales = found
+        for move in self.moves:
+            move.weights.take()
+        found = self.method._directions(self.group, self.states, self.grads, self.layouts)
+        self.directions, self.norms = found
 
-    def _move(self) -> None:
-        group = self.group
-        scales = graft_scales(self.scales, self.grads, self.states, self.layouts, group)
-        if group["kl_clip"] is not None:
-            momenta = preconditioned_momenta(self.grads, self.states, self.layouts, group)
-            scales = clipped(self.directions, momenta, scales, group)
-        counted = zip(decayed(self.weights.params, group), self.layouts, strict=True)
-        decays = [value for value, look in counted for _ in look.cuts]
-        weights = blocks(self.weights.take(), self.layouts)
-        rates = group["lr"], group["weight_decay"]
-        scaled_step_(weights, self.directions, *rates, decays, scales)
+    def _move(self, move: _Move) -> None:
+        scales = graft_scales(self.norms, self.grads, self.states, self.layouts, self.group)
+        move.along(self.directions, scales)
 
-    def _step(self, decays: Sequence[bool], value: bool) -> None:
-        same = [decay == value for decay in decays]
+    def _step(self, weights: Weights, decays: bool) -> None:
+        same = [decay == decays for decay in self.decays]
         looks, own = list(compress(self.layouts, same)), list(compress(self.states, same))
         preconditioned_step_(
-            blocks(compress(self.weights.take(), same), looks),
+            blocks(compress(weights.take(), same), looks),
             blocks(each(own, "momentum"), looks),
             blocks(compress(self.grads, same), looks),
             rows(each(own, "factors"), looks),
             self.group["lr"],
             self.group["momentum"],
-            self.group["weight_decay"] if value else 0.0,
+            self.group["weight_decay"] if decays else 0.0,
         )
 
 
@@ -224,9 +281,12 @@ class DeviceStep:
     statistics: list[Batch]  # refreshed first
     factors: list[Batch]  # refreshed after that
     updated: list[Batch]  # updated at last
-    observed: dict[Tensor, Tensor]  # gradients for the statistics
+    observed: dict[Tensor, Any]  # for the statistics
     grads: Gradients  # of the loss; of sharded parameters this process's pieces
-    distribution: Local
+    processes: Processes
+    method: Method
+    source: Source
+    members: Mapping[Tensor, Sequence[Member]]  # see ``Part``
     # Parameters whose statistics have this step's observations: a step that is repeated after a
     # failure does not add them again.
     accumulated: set[Tensor]
@@ -248,14 +308,14 @@ class DeviceStep:
         """
         if not self.statistics:
             return
-        finite = self.distribution.all_finite(self.observed.values())
+        finite = self.processes.all_finite(self.source.witnesses(self.observed.values()))
         for group, params in self.statistics:
             codes = deliver((~finite).to(torch.int32).expand(len(params)).contiguous())
             # Decay 1 leaves the statistics as they are, whatever the gradient holds.
             keep = torch.ones((), dtype=torch.float64, device=params[0].device)
             decay = keep * settings(group)["stat_decay"]
             decay = torch.where(finite.to(keep.device), decay, keep)
-            owned = self.distribution.owned(params)
+            owned = self.processes.owned(params)
             own = [states[p] for p in owned]
             seen = list(map(layout_of, own))
             stats, factors = each(own, "stats"), each(own, "factors")
@@ -263,7 +323,8 @@ class DeviceStep:
             # Whitening copies gradients: those of a bucket at a time.
             for part in buckets_of(owned) if whitens else [slice(None)]:
                 whitening = factors[part] if whitens else None
-                accumulate_(owned[part], stats[part], self.observed, seen[part], decay, whitening)
+                new = [self.observed[p] for p in owned[part]]
+                self.source.accumulate_(stats[part], new, seen[part], decay, whitening)
                 self.accumulated.update(owned[part])
             self.accumulated.update(params)
             yield Report("statistics", codes, params)
@@ -273,7 +334,8 @@ class DeviceStep:
         stages: list[Stage] = []
         for number, (group, params) in enumerate(self.updated):
             grads = {p: self.grads[p] for p in params}
-            stages += self.distribution.update(grads, states, settings(group), number)
+            own = states, settings(group), number, self.method, self.members, settings
+            stages += self.processes.update(Part(grads, *own))
             stages.append(functools.partial(_count, [states[p] for p in params], group["graft"]))
         return stages
 
@@ -281,9 +343,9 @@ class DeviceStep:
 def refresh_factors(
     batches: Iterable[Batch],
     states: States,
-    processes: Local,
+    processes: Processes,
     settings: Callable[[Group], Settings],
-    make: MakeFactors,
+    method: Method,
 ) -> list[Report]:
     """Computes factors from the statistics; a factor that fails keeps its old value."""
     reports: list[Report] = []
@@ -292,7 +354,7 @@ def refresh_factors(
         own = [states[p] for p in owned]
         seen = list(map(layout_of, own))
         stats, factors = rows(each(own, "stats"), seen), rows(each(own, "factors"), seen)
-        info = make(settings(group), stats, factors)
+        info = method._factors(settings(group), stats, factors)
         codes = _worst_of_blocks(info, [len(look.cuts) for look in seen])
         codes = processes.codes(params, owned, codes)
         processes.send_factors(params, states)
@@ -300,25 +362,9 @@ def refresh_factors(
     return reports
 
 
-def accumulate_(
-    params: Sequence[Tensor],
-    stats: Sequence[list[Tensor]],
-    observed: Mapping[Tensor, Tensor],
-    layouts: Sequence[Layout],
-    decay: float | Tensor,
-    factors: Sequence[list[Tensor]] | None = None,
-) -> None:
-    """Statistics <- decay * statistics + (1 - decay) * Gram matrices of ``observed``.
-
-    With ``factors`` the other modes of each Gram matrix are whitened by them.
-    """
-    gradients: list[Tensor] = []
-    own_rows: list[list[Tensor]] = []
-    for p, entries, look in zip(params, stats, layouts, strict=True):
-        gradients += look.blocks(observed[p])
-        own_rows += look.rows(entries)
-    others = None if factors is None else rows(factors, layouts)
-    gram_ema_(own_rows, gradients, decay, others)
+def _whole(look: Layout) -> Layout:
+    """A layout without cuts."""
+    return Layout(look.sizes, cuts(look.sizes, None))
 
 
 def buckets_of(params: Sequence[Tensor]) -> list[slice]:

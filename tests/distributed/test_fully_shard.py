@@ -37,7 +37,6 @@ FORMS: dict[str, tuple[type[TNT | Shampoo], dict[str, Any]]] = {
     "grafted": (TNT, {"graft": "adam", "relative_damping": True, "estimator": "mle"}),
     "in groups": (TNT, {}),
     "in blocks": (TNT, {"block_size": 4}),
-    "clipped": (TNT, {"kl_clip": 1e-3}),
     "empirical": (TNT, EARLY),
     "shampoo": (Shampoo, {"graft": "sgd"}),
 }

@@ -33,10 +33,7 @@ FORMS: dict[str, tuple[type[TNT | Shampoo], dict[str, Any]]] = {
     "diagonal": (TNT, {"max_factor_dim": 4}),
     "in blocks": (TNT, {"block_size": 4, "graft": "adam"}),
     "empirical": (TNT, EARLY),
-    "clipped": (
-        TNT,
-        {"kl_clip": 1e-3, "graft": "sgd", "nesterov": True, "likelihood": least_likely},
-    ),
+    "ahead": (TNT, {"graft": "sgd", "nesterov": True, "likelihood": least_likely}),
     "shampoo": (Shampoo, {}),
 }
 SHARDS = (None, "directions", "inverses")
@@ -108,7 +105,7 @@ def replica(
     return {"ends": values(net), "kept": kept, "bytes": sum(sizes)}
 
 
-WARM = ("empirical", "clipped", "shampoo")
+WARM = ("empirical", "ahead", "shampoo")
 CASES = [*((form, False) for form in FORMS), *((form, True) for form in WARM)]
 
 

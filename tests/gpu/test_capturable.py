@@ -16,7 +16,7 @@ from recorded_graph import Recorder
 from torch import Tensor, nn
 
 from tnt_optim import TNT, Shampoo, cuda_graphs, kronecker
-from tnt_optim.update import Local
+from tnt_optim.processes import Processes
 
 T1, T2 = 2, 6
 
@@ -384,13 +384,13 @@ def test_a_kind_first_runs_with_the_strides_that_it_records(
 ) -> None:
     """Launches are planned at the first step of a kind, which a recording must not do."""
     seen: list[tuple[int, ...]] = []
-    update = Local.update
+    update = Processes.update
 
-    def spied(self: Local, grads: Any, *rest: Any) -> Any:
-        seen.extend(g.stride() for g in grads.values())
-        return update(self, grads, *rest)
+    def spied(self: Processes, part: Any) -> Any:
+        seen.extend(g.stride() for g in part.grads.values())
+        return update(self, part)
 
-    monkeypatch.setattr(Local, "update", spied)
+    monkeypatch.setattr(Processes, "update", spied)
     weight = nn.Parameter(torch.ones(4, 3))
     optimizer = Shampoo.paper([weight], lr=0.1, damping=0.1, capturable=True)
     for step in range(8):

@@ -116,7 +116,7 @@ def test_groups_are_separate_optimizers(name: str) -> None:
 
 ALIKE: list[dict[str, Any]] = [
     *FORMS,
-    {"graft": "rms", "kl_clip": 1e-3},
+    {"graft": "rms"},
     {"graft": "adam", "rounding": "master"},
     {"lr": torch.tensor(0.02), "merge_small_dims": "kernel", "precondition_1d": False},
 ]
@@ -134,10 +134,9 @@ def test_groups_with_equal_settings_are_computed_together(
     calls: dict[int, list[int]] = {}
     for number, model in enumerate(models):
         params = list(model.parameters())
-        together = number == 0 and form.get("kl_clip") is None  # whose bound is a group's
         if number == 2:
             monkeypatch.setattr(param_groups, "same_settings", lambda group: id(group))
-        groups = [{"params": params}] if together else [{"params": [p]} for p in params]
+        groups = [{"params": params}] if number == 0 else [{"params": [p]} for p in params]
         mle = {} if name == "shampoo" else {"estimator": "mle"}
         opt = FACTORED[name](groups, **{**SETTINGS, **form, **mle})
         counts = calls.setdefault(number, [])
@@ -152,8 +151,7 @@ def test_groups_with_equal_settings_are_computed_together(
     assert equal(models[0].parameters(), models[1].parameters())
     assert equal(models[2].parameters(), models[1].parameters())
     assert sum(calls[0]) == sum(calls[1]) == sum(calls[2])
-    if form.get("kl_clip") is None:
-        assert calls[0] == calls[1] and len(calls[1]) < len(calls[2])
+    assert calls[0] == calls[1] and len(calls[1]) < len(calls[2])
 
 
 @factored

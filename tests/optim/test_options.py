@@ -33,7 +33,6 @@ BAD: list[tuple[str, Any]] = [
     *[("max_factor_dim", bad) for bad in (0, -3)],
     *[("block_size", bad) for bad in (0, -1, 1.5, True, "many")],
     *[("merge_small_dims", bad) for bad in (18, True, "all")],
-    *[("kl_clip", bad) for bad in (0, -1.0, INF, NAN, "small", True)],
     *[("maximize", bad) for bad in (1, None, "yes")],
     ("relative_damping", 1),
     ("graft", "lion"),

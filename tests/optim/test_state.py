@@ -60,7 +60,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "paper": {},
     "diagonal": {"max_factor_dim": 3},
     "adam": {"graft": "adam", "relative_damping": True, "weight_decay": 0.1},
-    "sgd": {"graft": "sgd", "kl_clip": 1e-3},
+    "sgd": {"graft": "sgd"},
     "blocks": {"block_size": 3, "graft": "adam"},
     "merged": {"merge_small_dims": "kernel", "relative_damping": True},
     "stochastic": {"rounding": "stochastic", "graft": "adam"},

@@ -1,8 +1,8 @@
 """How processes divide an optimizer's step.
 
-``distribution`` returns an object for one process (``Local``), for processes with copies of the
+``distribution`` returns an object for one process (``Processes``), for processes with copies of the
 model (``Replicated``: DDP), or with pieces of it (``Sharded``: FSDP2). All have the interface of
-``tnt_optim.update.Local``.
+``Processes``.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from tnt_optim.distributed.ownership import Owners
 from tnt_optim.distributed.process_group import process_group_of
 from tnt_optim.distributed.replicated import Replicated
 from tnt_optim.modes import are_sharded
-from tnt_optim.update import Local
+from tnt_optim.processes import Processes
 
 __all__ = ["Owners", "distribution"]
 
@@ -24,7 +24,7 @@ def distribution(
     owners: Owners,
     *,
     is_lost: bool,
-) -> Local:
+) -> Processes:
     """The distribution of a step over the processes that run now.
 
     ``owners`` keeps the owner ranks from step to step. A copy of an optimizer with a process group
@@ -39,5 +39,5 @@ def distribution(
         return Sharded(mesh, lambda param: owners.of(param, groups, mesh.size))
     processes = process_group_of(process_group, is_lost=is_lost)
     if processes is None:
-        return Local()
+        return Processes()
     return Replicated(processes, shard, lambda param: owners.of(param, groups, processes.size))

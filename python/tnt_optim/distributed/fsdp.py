@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from tnt_kernels import scaled_step_
 from tnt_optim.attempt import Stage
 from tnt_optim.autograd import (
     Gradients,
@@ -25,11 +24,10 @@ from tnt_optim.autograd import (
     unscaled,
     without_autocast,
 )
-from tnt_optim.directions import Weights, decayed
 from tnt_optim.distributed.ownership import OwnerRanks
 from tnt_optim.distributed.process_group import ProcessGroup
-from tnt_optim.modes import Settings, States, by_device, state_dtype
-from tnt_optim.update import Local
+from tnt_optim.modes import by_device, state_dtype
+from tnt_optim.processes import Part, Processes
 
 
 def shard_dim(param: Tensor) -> int:
@@ -87,7 +85,7 @@ def length(size: int, pieces: int, index: int) -> int:
     return max(0, min(full, size - index * full))
 
 
-class Sharded(OwnerRanks, Local):
+class Sharded(OwnerRanks, Processes):
     """A step divided by processes that each have a piece of every parameter."""
 
     is_sharded = True
@@ -125,7 +123,7 @@ class Sharded(OwnerRanks, Local):
     def mean(
         self, params: Sequence[Tensor], gradients: Mapping[Tensor, Tensor], number: int | Tensor
     ) -> tuple[Gradients, Tensor]:
-        """See ``Local.mean``. FSDP's average includes processes without a row: corrected here."""
+        """See ``Processes.mean``. FSDP's average counts processes without a row: corrected here."""
         mesh = params[0].device_mesh  # type: ignore[attr-defined]
         total = torch.zeros((), dtype=torch.float64, device=params[0].device) + number
         for dim in range(mesh.ndim):
@@ -139,7 +137,7 @@ class Sharded(OwnerRanks, Local):
     def batch_mean(
         self, params: Sequence[Tensor], observed: Gradients | None, number: int | Tensor
     ) -> dict[Tensor, Tensor] | None:
-        """See ``Local.batch_mean``. All processes have as many batches."""
+        """See ``Processes.batch_mean``. All processes have as many batches."""
         if observed is None:
             return None
         own = {p: g for p, g in observed.items() if g is not None}
@@ -171,36 +169,34 @@ class Sharded(OwnerRanks, Local):
         return {p: found[p] if p in found else torch.zeros((), device=p.device) for p in gradients}
 
     def all_finite(self, gradients: Iterable[Tensor]) -> Tensor:
-        """See ``Local.all_finite``."""
+        """See ``Processes.all_finite``."""
         own = list(gradients)
         bad = (~all_finite(own)).to(own[0].device, torch.int32)
         return self.processes.largest(bad) == 0
 
-    def update(self, grads: Gradients, states: States, group: Settings, number: int) -> list[Stage]:
+    def update(self, part: Part) -> list[Stage]:
         """Sends gradients to the owners and directions back; each process updates its pieces."""
-        return [lambda: self._update(grads, states, group, number)]
+        return [lambda: self._update(part)]
 
-    def _update(self, grads: Gradients, states: States, group: Settings, number: int) -> None:
-        directions = self.directions_(self.whole(grads), states, group)
+    def _update(self, part: Part) -> None:
+        grads = part.grads
+        whole = self.whole(grads)
+        directions = part.directions({p: whole[p] for p in self.owned(whole)})
         ranks = range(self.size)
         for alike in by_device(grads, by_dtype=True):
             own = [(p, directions[p].view(p.shape)) for p in self.owned(alike)]
-            pieces = [d.split(self._lengths(p), dim=shard_dim(p)) for p, d in own]
+            cut = [d.split(self._lengths(p), dim=shard_dim(p)) for p, d in own]
             by_owner = {owner: self._of(owner, alike) for owner in ranks}
             # A process that owns none of these takes part with an empty tensor.
             empty = torch.empty(0, dtype=state_dtype(alike[0]), device=alike[0].device)
             arrived = self.processes.all_to_all(
-                {target: [empty, *(piece[target] for piece in pieces)] for target in ranks},
+                {target: [empty, *(piece[target] for piece in cut)] for target in ranks},
                 {o: [self._shape(p, self.processes.rank) for p in by_owner[o]] for o in ranks},
             )
             for owner in ranks:
-                local = [_local(p) for p in by_owner[owner]]
-                rates = group["lr"], group["weight_decay"]
-                decays = decayed(by_owner[owner], group)
-                key = (number, owner, self.processes.rank)
-                weights = Weights(local, {}, group, key=key)
-                scaled_step_(weights.take(), arrived[owner], *rates, decays)
-                weights.write()
+                pieces = [_local(p) for p in by_owner[owner]]
+                key = owner, self.processes.rank
+                part.move(by_owner[owner], arrived[owner], *key, pieces=pieces)
 
     def _of(self, owner: int, params: Iterable[Tensor]) -> list[Tensor]:
         return [p for p in params if self.owner(p) == owner]

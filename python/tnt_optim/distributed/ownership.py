@@ -11,14 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tnt_optim.directions import (
-    clipped,
-    directions_,
-    graft_scales,
-    preconditioned_momenta,
-)
 from tnt_optim.distributed.process_group import ProcessGroup
-from tnt_optim.modes import Settings, State, layout_of
+from tnt_optim.modes import Settings, State
 from tnt_optim.state import NAMES, kept_names, owned_bytes, statistic_shapes
 
 
@@ -127,13 +121,13 @@ class OwnerRanks:
         return [p for p in params if self.is_owner(p)]
 
     def kept(self, param: Tensor) -> frozenset[str]:
-        """See ``Local.kept``."""
+        """See ``Processes.kept``."""
         return kept_names(self.shard, self.is_owner(param))
 
     def others_parts(
         self, params: Iterable[Tensor], states: Mapping[Tensor, State], to: int
     ) -> dict[Tensor, State]:
-        """See ``Local.others_parts``: one parameter after the other, to save memory."""
+        """See ``Processes.others_parts``: one parameter after the other, to save memory."""
         if to not in range(self.size):
             raise ValueError(f"to must be a rank below {self.size}, got {to!r}")
         found: dict[Tensor, State] = {}
@@ -146,38 +140,11 @@ class OwnerRanks:
         return {param: part for param, part in found.items() if part}
 
     def total(self, value: Tensor) -> Tensor:
-        """See ``Local.total``."""
+        """See ``Processes.total``."""
         return self.processes.sums([value])[0]
 
     def codes(self, params: Sequence[Tensor], owned: Sequence[Tensor], own: Tensor) -> Tensor:
-        """See ``Local.codes``."""
+        """See ``Processes.codes``."""
         zero = torch.zeros((), dtype=torch.int32, device=params[0].device)
         known = dict(zip(owned, own.to(torch.int32).unbind(), strict=True))
         return self.processes.largest(torch.stack([known.get(p, zero) for p in params]))
-
-    def directions_(
-        self, whole: Mapping[Tensor, Tensor], states: Mapping[Tensor, State], group: Settings
-    ) -> dict[Tensor, Tensor]:
-        """Updates the moments of the parameters this process owns; returns their directions.
-
-        They are scaled, without weight decay. Where directions are clipped, ``whole`` must hold all
-        gradients of the group.
-        """
-        params = self.owned(whole)
-        own = [states[p] for p in params]
-        seen = [layout_of(state) for state in own]
-        grads = [whole[p] for p in params]
-        found, norms = directions_(grads, own, seen, group)
-        scales = graft_scales(norms, grads, own, seen, group)
-        if group["kl_clip"] is not None:
-            momenta = preconditioned_momenta(grads, own, seen, group)
-            sums = self.processes.sums
-            scales = clipped(found, momenta, scales, group, lambda total: sums([total])[0])
-        if scales is not None and found:
-            pairs = zip(scales.unbind(), found, strict=True)
-            torch._foreach_mul_(found, [scale.to(p.dtype) for scale, p in pairs])
-        rest = iter(found)
-        return {
-            p: look.assembled([next(rest) for _ in look.cuts])
-            for p, look in zip(params, seen, strict=True)
-        }

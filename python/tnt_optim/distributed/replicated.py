@@ -9,6 +9,7 @@ With ``shard`` every parameter has an owner rank, which refreshes its statistics
 The first takes the least memory. The second sends nothing in most steps.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
@@ -16,17 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tnt_kernels import scaled_step_
 from tnt_optim.attempt import Stage
 from tnt_optim.autograd import Gradients, all_finite
-from tnt_optim.directions import Weights, decayed
 from tnt_optim.distributed.ownership import OwnerRanks
 from tnt_optim.distributed.process_group import BUCKET_BYTES, ProcessGroup, flattened, unflattened
-from tnt_optim.modes import Settings, States, by_device, layout, state_dtype
-from tnt_optim.update import Local
+from tnt_optim.modes import States, by_device, layout, state_dtype
+from tnt_optim.processes import Part, Processes
 
 
-class Replicated(OwnerRanks, Local):
+class Replicated(OwnerRanks, Processes):
     """A step divided by processes that each have every parameter.
 
     With ``shard`` None no parameter has an owner: each process does all of the step.
@@ -43,17 +42,17 @@ class Replicated(OwnerRanks, Local):
         return self.shard is None or super().is_owner(param)
 
     def total(self, value: Tensor) -> Tensor:
-        """See ``Local.total``."""
+        """See ``Processes.total``."""
         return value if self.shard is None else super().total(value)
 
     def codes(self, params: Sequence[Tensor], owned: Sequence[Tensor], own: Tensor) -> Tensor:
-        """See ``Local.codes``."""
+        """See ``Processes.codes``."""
         return own if self.shard is None else super().codes(params, owned, own)
 
     def batch_mean(
         self, params: Sequence[Tensor], observed: Gradients | None, number: int | Tensor
     ) -> dict[Tensor, Tensor] | None:
-        """See ``Local.batch_mean``."""
+        """See ``Processes.batch_mean``."""
         own = {} if observed is None else self.whole(observed)
         flags = [observed is not None, int(number), *(p in own for p in params)]
         has_more, counts, *reached = self.anywhere(flags, params[0].device)
@@ -65,7 +64,7 @@ class Replicated(OwnerRanks, Local):
     def mean(
         self, params: Sequence[Tensor], gradients: Mapping[Tensor, Tensor], number: int | Tensor
     ) -> tuple[dict[Tensor, Tensor], Tensor]:
-        """See ``Local.mean``. A process whose gradients are not finite does not count.
+        """See ``Processes.mean``. A process whose gradients are not finite does not count.
 
         If that is so in all processes, the means are NaN.
         """
@@ -95,7 +94,7 @@ class Replicated(OwnerRanks, Local):
         }, counted
 
     def send_factors(self, params: Iterable[Tensor], states: States) -> None:
-        """See ``Local.send_factors``."""
+        """See ``Processes.send_factors``."""
         if self.shard != "inverses":
             return
 
@@ -117,34 +116,26 @@ class Replicated(OwnerRanks, Local):
                 receive,
             )
 
-    def update(self, grads: Gradients, states: States, group: Settings, number: int) -> list[Stage]:
+    def update(self, part: Part) -> list[Stage]:
         """With "directions" each owner computes its directions, and every process applies all."""
         if self.shard != "directions":
-            return super().update(grads, states, group, number)
-        return [lambda: self._update(grads, states, group, number)]
+            return super().update(part)
+        return [lambda: self._update(part)]
 
-    def _update(self, grads: Gradients, states: States, group: Settings, number: int) -> None:
-        places = {p: place for place, p in enumerate(grads)}
-        ready: dict[Tensor, Tensor] = {}
-        if group["kl_clip"] is not None:  # needs all directions before any is sent
-            ready = self.directions_(self.whole(grads), states, group)
+    def _update(self, part: Part) -> None:
+        places = {p: place for place, p in enumerate(part.grads)}
+        sizes = {p: layout(p, part.group).sizes for p in places}
 
         def compute(bucket: list[Tensor]) -> Tensor:
-            whole = self.whole({p: grads[p] for p in bucket})
-            found = ready or self.directions_(whole, states, group)
+            found = part.directions(self.whole({p: part.grads[p] for p in bucket}))
             return flattened([found[p] for p in bucket])
 
         def receive(bucket: list[Tensor], flat: Tensor) -> None:
-            seen = [layout(p, group) for p in bucket]
-            key = (number, places[bucket[0]])
-            weights = Weights(bucket, states, group, seen, key=key)
-            arrived = unflattened(flat, [look.sizes for look in seen])
-            rates = group["lr"], group["weight_decay"]
-            scaled_step_(weights.take(), arrived, *rates, decayed(bucket, group))
-            weights.write()
+            arrived = unflattened(flat, [sizes[p] for p in bucket])
+            part.move(bucket, arrived, places[bucket[0]])
 
-        for alike in by_device(grads, by_dtype=True):
-            self._exchange(alike, lambda p: p.numel(), compute, receive)
+        for alike in by_device(places, by_dtype=True):
+            self._exchange(alike, lambda p: math.prod(sizes[p]), compute, receive)
 
     def _exchange(
         self,
