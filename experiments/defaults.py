@@ -117,6 +117,7 @@ def _poisson(data: Path | None) -> Problem:
 _FIVE, _THREE = range(10, 15), range(10, 13)
 # The methods of README's picture.
 DRAWN = ("tnt", "tnt-ef", "adam", "muon", "soap")
+_WITH_EF = (*UNTUNED, "kfac-ef")  # KFAC without a likelihood, where it was compared
 _LANGUAGE = {method: own["lr"] or 0.0 for method, own in RIVALS.items()}
 _CIFAR: dict[str, Any] = {"epochs": 5, "batch_size": 64, "seeds": _THREE}
 TASKS: Mapping[str, Task] = {
@@ -128,6 +129,7 @@ TASKS: Mapping[str, Task] = {
             _LANGUAGE,
             seeds=_FIVE,
             after=f"transformer{width}-400" if steps > 400 else None,
+            untuned=_WITH_EF if (width, steps) == (128, 400) else UNTUNED,
         )
         for width in (64, 128)
         for steps in (400, 1000)
@@ -177,6 +179,7 @@ TASKS: Mapping[str, Task] = {
         "vision transformer",
         functools.partial(load_classifier, "vit", examples=5120, validation=1000),
         centres={"adam": 3.2e-3, "muon": 1e-2, "soap": 5.6e-3},
+        untuned=_WITH_EF,
         **_CIFAR,
     ),
     "resnet8": Task(

@@ -132,7 +132,7 @@ def default_settings(optimizer: str, *, batch_size: int, epochs: int, schedule: 
     >>> default_settings("shampoo", batch_size=32, epochs=8, schedule="constant").graft
     'adam'
     """
-    kind = {"shampoo": Shampoo, "kfac": KFAC}.get(optimizer, TNT)
+    kind = {"shampoo": Shampoo, "kfac": KFAC, "kfac-ef": KFAC}.get(optimizer, TNT)
     own = {name: p.default for name, p in inspect.signature(kind).parameters.items()}
     found = method_settings(
         *(optimizer, own["lr"], own["damping"]),
@@ -472,6 +472,14 @@ METHODS: dict[str, Method] = {
     # The paper inverts KFAC's damped factors for the autoencoders, and works in their eigenbasis
     # for the convolutional networks.
     "kfac": Method("KFAC", "#CC79A7", "sampled", True, 0.9, _second_order(KFAC, inverse="damped")),
+    "kfac-ef": Method(
+        "KFAC-EF",
+        "#DDCC77",
+        "empirical",
+        True,
+        0.9,
+        _second_order(KFAC, inverse="damped", likelihood=None),
+    ),
     "kfac-eigen": Method(
         "KFAC (eigenbasis)",
         "#AA4499",

@@ -157,7 +157,8 @@ class Snapshot:
         """The same with numbers in place of parameters, as a copied parameter is another key."""
         if dataclasses.is_dataclass(held):
             # Not `called`, the layers of a forward pass: that one changes without observe().
-            return {k: self._by_number(v) for k, v in vars(held).items() if k != "called"}
+            left_out = ("called", "names", "layers", "weights", "hooks")
+            return {k: self._by_number(v) for k, v in vars(held).items() if k not in left_out}
         groups = self.optimizer.param_groups
         numbers = {id(p): n for n, p in enumerate(p for g in groups for p in g["params"])}
         if isinstance(held, dict):

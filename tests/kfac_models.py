@@ -73,7 +73,14 @@ def step_on_ones(model: nn.Module, opt: KFAC, *inputs: Tensor) -> None:
 
 def held(opt: KFAC, key: str = "stats") -> list[Tensor]:
     """Copies of the statistics of all layers, or of their factors."""
-    return [matrix.clone() for state in opt._layer_states().values() for matrix in state[key]]
+    found = [opt.state.get(weight, {}) for weight in opt._observed.weights]
+    return [matrix.clone() for s in found if s.get("stats") for matrix in s[key]]
+
+
+def missed(opt: KFAC) -> dict[int, bool]:
+    """The layers that outputs have missed, by number; True if a forward pass called them."""
+    statuses = opt._observed.missed
+    return {n: statuses[w] < 0 for n, w in enumerate(opt._observed.weights) if w in statuses}
 
 
 def observed_statistics(

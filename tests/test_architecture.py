@@ -163,6 +163,7 @@ def test_tnt_optim_has_seven_floors_and_no_cycle() -> None:
     for module in TopologicalSorter(graph).static_order():  # raises if imports go in a circle
         found[module] = 1 + max((found[below] for below in graph[module]), default=0)
     assert found.pop("tnt_optim") > max(found.values())
+    assert found.pop("tnt_optim.kfac") == 1 + found["tnt_optim.kfac.kfac"]  # only its name
     assert max(found.values()) <= 7, sorted(found.items(), key=lambda item: item[1])
     # A step's constructors stand on the step, the step on its parts, the parts on the tables.
     order = ("tnt", "kronecker", "distributed", "update", "state", "modes")
@@ -176,8 +177,8 @@ USERS = {
     "shampoo": {"tnt_optim"},
     "fallback": {"tnt_optim"},
     "kfac": {"tnt_optim"},
-    "kronecker": {"tnt", "shampoo"},
-    "attach": {"kronecker", "kfac"},
+    "kronecker": {"tnt", "shampoo", "kfac"},
+    "attach": {"kronecker"},
     "distributed": {"kronecker", "kfac"},
 }
 

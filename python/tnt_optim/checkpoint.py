@@ -126,53 +126,10 @@ def warn_of_other_sampling(optimizer: Any, state_dict: StateDict) -> None:
         )
 
 
-def observations_of(observed: Any, numbers: Mapping[Tensor, int]) -> StateDict:
-    """The observations since the last step, with numbers in place of parameters."""
-    return {
-        "totals": {numbers[p]: total for p, total in observed.totals.items() if p in numbers},
-        "number": observed.number,
-        "asked": sorted(numbers[p] for p in observed.asked if p in numbers),
-        "count": observed.count,
-        "attached": observed.attached,
-    }
-
-
 def params_in(state_dict: StateDict, groups: Sequence[Settings]) -> dict[int, Tensor]:
     """The parameters of ``groups`` by their numbers in a saved state."""
     pairs = zip(state_dict["param_groups"], groups, strict=True)
     return {n: p for s, g in pairs for n, p in zip(s["params"], g["params"], strict=True)}
-
-
-def observations_in(
-    state_dict: StateDict, params: Mapping[int, Tensor], *, in_progress: bool
-) -> StateDict:
-    """A copy of the observations in a saved state: fields of ``observations.Sampled`` by name.
-
-    With ``in_progress`` also the observations since the last step. ``params`` are by number.
-    """
-    missed = missed_in(state_dict, params)
-    found: StateDict = {"missed": {params[n]: status for n, status in missed.items()}}
-    if not in_progress or "observed" not in state_dict:
-        return found
-    saved = state_dict["observed"]
-    fields = ("totals", "asked", "number", "count", "attached")
-    totals, asked, *counts = entries_of("['observed']", saved, fields)
-    found["totals"] = {}
-    for number, total in by_number("['observed']['totals']", totals, params).items():
-        param = params[number]
-        shape = tuple(total.shape) if isinstance(total, Tensor) else total
-        if shape != tuple(param.shape):
-            raise ValueError(
-                f"state_dict['observed'] must have a gradient of shape {tuple(param.shape)} "
-                f"for parameter {number}, got {shape!r}"
-            )
-        own = state_dtype(param)
-        dtype = total.dtype if state_dtype(total) == own else own
-        found["totals"][param] = copied(total, param.device, dtype)
-    found["asked"] = {params[n] for n in numbers_in("['observed']['asked']", asked, params)}
-    for name, count in zip(fields[2:], counts, strict=True):
-        found[name] = checked_count(f"['observed'][{name!r}]", count)
-    return found
 
 
 # Checks of saved observations. ``name`` is the place in the state_dict, as "['missed']", and
@@ -219,7 +176,7 @@ def numbers_in(name: str, saved: Any, known: Collection[int]) -> list[int]:
     unknown = [n for n in saved if type(n) is not int or n not in known] if is_list else [saved]
     if unknown:
         raise ValueError(
-            f"state_dict{name} must hold numbers from 0 to {len(known) - 1}, got {unknown[0]!r}; "
+            f"state_dict{name} must hold numbers from 0 to {max(known)}, got {unknown[0]!r}; "
             "is it of another model?"
         )
     return list(saved)

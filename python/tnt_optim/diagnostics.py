@@ -24,10 +24,13 @@ Key = tuple[str, Tensor]
 
 
 @torch.no_grad()
-def diagnostics(states: Mapping[Tensor, State], names: Mapping[Tensor, str]) -> dict[str, float]:
+def diagnostics(
+    states: Mapping[Tensor, State], names: Mapping[Tensor, str], *, multiplies: bool
+) -> dict[str, float]:
     """Figures of parameters with factors in this process; see ``TNT.diagnostics``.
 
-    Waits once for each device.
+    Directions and conditions only of a method that ``multiplies`` momenta by factors. Waits once
+    for each device.
     """
     held = [p for p in states if p.numel() > 0]
     counts = ("skipped_statistics", "failed_inverses")
@@ -36,7 +39,7 @@ def diagnostics(states: Mapping[Tensor, State], names: Mapping[Tensor, str]) -> 
         keys: list[Key] = []
         values: list[Tensor] = []
         with without_autocast(params[0]):
-            for of, parts in _figures(params, states):
+            for of, parts in _figures(params, states, multiplies):
                 keys += of
                 values.append(parts.double())
         by_key: dict[Key, list[float]] = {}
@@ -49,13 +52,15 @@ def diagnostics(states: Mapping[Tensor, State], names: Mapping[Tensor, str]) -> 
 
 
 def _figures(
-    params: Sequence[Tensor], states: Mapping[Tensor, State]
+    params: Sequence[Tensor], states: Mapping[Tensor, State], multiplies: bool
 ) -> Iterator[tuple[list[Key], Tensor]]:
     """Keys and their values: norms of tensors or blocks, and condition numbers of factors."""
     whole = [p for p in params if not is_sharded(p)]  # other norms need all processes
     if whole:
         yield _norms("parameter_norm", whole, whole)
     yield _norms("momentum_norm", params, each([states[p] for p in params], "momentum"))
+    if not multiplies:
+        return
     for part in buckets_of(params):
         bucket = params[part]
         own = [states[p] for p in bucket]

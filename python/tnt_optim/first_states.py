@@ -117,5 +117,6 @@ class FirstStates:
         for (group, params), report in zip(batches, reports, strict=True):
             for p, code in zip(params, report.codes.tolist(), strict=True):
                 if code != 0:
-                    raise Failures().first_inverse(code, self.groups.name(p), group["damping"])
+                    failures = Failures(self.method._parts)
+                    raise failures.first_inverse(code, self.groups.name(p), group["damping"])
         return states

@@ -8,6 +8,7 @@ from torch import Tensor
 from tnt_optim.messages import names_of
 from tnt_optim.modes import Batch, Group, by_device, is_plain
 from tnt_optim.options import same_settings
+from tnt_optim.units import Units, units_of
 
 
 class Groups:
@@ -17,15 +18,36 @@ class Groups:
         self._groups = groups
 
     @property
+    def all(self) -> Sequence[Group]:
+        """The groups themselves."""
+        return self._groups
+
+    @property
     def params(self) -> list[Tensor]:
         """All parameters."""
         return [p for group in self._groups for p in group["params"]]
 
     @property
+    def units(self) -> Units:
+        """What is preconditioned as one tensor."""
+        return units_of(self._groups)
+
+    @property
+    def keys(self) -> list[Tensor]:
+        """The parameters with a state of their own: all but the biases of layers."""
+        units = self.units
+        return [p for p in self.params if units.key(p) is p]
+
+    @property
     def modelled(self) -> list[Tensor]:
         """The trainable parameters that can have statistics."""
         pairs = ((p, group) for group in self._groups for p in group["params"])
-        return [p for p, group in pairs if p.requires_grad and not is_plain(p, group)]
+        trains = self.units.is_trainable
+        return [p for p, group in pairs if not is_plain(p, group) and trains(p)]
+
+    def of(self, param: Tensor) -> Group:
+        """The group of a parameter."""
+        return next(g for g in self._groups if any(p is param for p in g["params"]))
 
     def batches(self, params: Iterable[Tensor]) -> Iterator[Batch]:
         """The given parameters by settings and device: groups with equal settings share a batch."""

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from tnt_optim import checkpoint
 from tnt_optim.attach import Attachable
 from tnt_optim.attempt import Attempt, Stage
-from tnt_optim.autograd import buffers_put_back
+from tnt_optim.autograd import Gradients, buffers_put_back
 from tnt_optim.checks import listed, warn_of_few_preconditioned
 from tnt_optim.cuda_graphs import StepGraphs, check_graphs_device
 from tnt_optim.diagnostics import diagnostics
@@ -36,6 +36,7 @@ from tnt_optim.fit import Fit
 from tnt_optim.groups import Groups
 from tnt_optim.messages import UNFINISHED, names_of, warn_the_caller
 from tnt_optim.modes import (
+    Batch,
     Group,
     Layout,
     Rows,
@@ -47,7 +48,7 @@ from tnt_optim.modes import (
     is_sharded,
     layout,
 )
-from tnt_optim.observations import Empirical, Sampled, warned_of_batch_norm
+from tnt_optim.observations import Empirical, warned_of_batch_norm
 from tnt_optim.options import (
     OPTIONS,
     Fixed,
@@ -72,9 +73,12 @@ from tnt_optim.state import (
     statistic_shapes,
 )
 from tnt_optim.step import Plan, plan_step, statistics_due
-from tnt_optim.update import DeviceStep, Report, refresh_factors
+from tnt_optim.units import NO_LAYERS, NOTHING
+from tnt_optim.update import DeviceStep, Member, Report, refresh_factors
 from tnt_optim.wrappers import Wrappable
 
+# Functions and tables of a group, which belong to the optimizer.
+_NOT_SAVED = {"modes", "units"}
 # The options that shape statistics, factors and momentum.
 _SHAPING = ("modes", "merge_small_dims", "block_size", "max_factor_dim")
 
@@ -104,6 +108,11 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
     capturable, shard = Fixed(), Fixed()
     process_group: Any = None
 
+    # Names of what has inverses, for messages; by default modes.
+    _parts: Sequence[str] = ()
+
+    _units = NO_LAYERS  # what is preconditioned as one tensor, if not each parameter
+
     _group_is_lost = False  # a copy lacks its process group
     _warned_of_unreached = False
     _is_share_checked = False  # whether the user was warned of few preconditioned entries
@@ -116,7 +125,7 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
         defaults, whole = split(options)
         vars(self).update(whole)
         self._observed = Empirical() if source is None else source
-        self._owners, self._failures = Owners(self.shard), Failures()
+        self._owners, self._failures = Owners(self.shard), Failures(self._parts)
         self._start_over()
         super().__init__(params, {**defaults, "step": 0, "takes_roots": False})
 
@@ -290,7 +299,7 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
             RuntimeError: if the backward has run, the output is DistributedDataParallel's with
                 ``static_graph=True``, or its model was compiled with donated buffers.
         """
-        if isinstance(self._observed, Sampled) and (wanted := self._wanted()):
+        if wanted := self._wanted():
             self._observed.observe(self, output, wanted, self._distribution())
 
     def warm_start(self, outputs: Iterable[Any], *, model: nn.Module | None = None) -> None:
@@ -324,7 +333,7 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
             gradients = self._observed.batch_gradients(self, outputs, processes)
             fresh = self._first_states(processes).from_batches(gradients)
         self._check_shaping(fresh)
-        self._failures, self._consolidated = Failures(), None
+        self._failures, self._consolidated = Failures(self._parts), None
         self._adopt(fresh)
 
     def allocate_state(self, unreached: Iterable[Tensor] = ()) -> None:
@@ -344,7 +353,7 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
             raise ValueError(f"unreached must be parameters of this optimizer, got {others[0]}")
         processes = self._distribution()
         self._check_fit(processes)
-        trainable = [p for p in self._groups.params if p.requires_grad]
+        trainable = [p for p in self._groups.keys if self._groups.units.is_trainable(p)]
         self._add_states(trainable, plain, processes)
 
     def memory_estimate(self) -> dict[str, Any]:
@@ -398,7 +407,7 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
                 part = name if own.count(name) == 1 else index
                 names[p] = name if used[name] == 1 else f"{number}.{part}"
         held = {p: self.state[p] for p in names if "factors" in self.state.get(p, {})}
-        return diagnostics(held, names)
+        return diagnostics(held, names, multiplies=self.multiplies)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds parameters with settings of their own; they join at the optimizer's present step.
@@ -441,7 +450,8 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
     def _complete(self, state_dict: dict[str, Any]) -> None:
         """Brings torch's own ``state_dict`` into the form that is saved."""
         for group in state_dict["param_groups"]:
-            del group["modes"]
+            for name in _NOT_SAVED & group.keys():
+                del group[name]
         state_dict["method"] = self._method
         if sampling := checkpoint.sampling_of(self):
             state_dict["sampling"] = sampling
@@ -461,7 +471,7 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
             state_dict["missed"] = {numbers[p]: status for p, status in missed.items()}
         self._warn_of_part()
         if getattr(self._observed, "count", 0) and not processes.is_distributed:
-            state_dict["observed"] = checkpoint.observations_of(self._observed, numbers)
+            state_dict["observed"] = self._observed.saved(numbers)
 
     def _warn_of_part(self) -> None:
         """Warns of a trained state without the parts of other processes."""
@@ -518,7 +528,7 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
             ValueError: if it is of another optimizer, other parameters, the same names in another
                 order, or other kinds of modes (full or diagonal); nothing is then changed.
         """
-        functions = [group["modes"] for group in self.param_groups]
+        own = [{k: group[k] for k in _NOT_SAVED & group.keys()} for group in self._groups.all]
         processes = self._distribution()
         accumulated: set[Tensor] = set()
         observed: dict[str, Any] = {}
@@ -529,20 +539,23 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
                 check_state(name, state, group, param, processes.kept(param))
             params = checkpoint.params_in(adapted, self.param_groups)
             accumulated.update(params[n] for n in checkpoint.accumulated_in(adapted, params))
-            in_progress = isinstance(self._observed, Sampled) and not processes.is_distributed
-            observed.update(checkpoint.observations_in(adapted, params, in_progress=in_progress))
+            in_progress = self._samples and not processes.is_distributed
+            missed = checkpoint.missed_in(adapted, params)
+            observed["missed"] = {params[n]: status for n, status in missed.items()}
+            if in_progress and "observed" in adapted:
+                observed.update(self._observed.loaded(adapted["observed"], params))
 
         def finish(adapted: dict[str, Any]) -> None:
-            for group, modes in zip(self.param_groups, functions, strict=True):
-                group["modes"] = modes
-            self._failures = Failures()
+            for group, functions in zip(self.param_groups, own, strict=True):
+                group.update(functions)
+            self._failures = Failures(self._parts)
             self._observed.use_up()
             self._attempt = Attempt(accumulated)
             for param, state in checkpoint.copied_states(self.param_groups, adapted):
                 kept = processes.kept(param)
-                own = {name: value for name, value in state.items() if name in kept}
-                self._set_counts(own, param)
-                self._set_entries(param, own)
+                entries = {name: value for name, value in state.items() if name in kept}
+                self._set_counts(entries, param)
+                self._set_entries(param, entries)
             for field, value in observed.items():
                 setattr(self._observed, field, value)
             self._note_shaping()
@@ -577,7 +590,7 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
                 f"{sum(p.numel() for p in params):,} numbers, {full} full and "
                 f"{len(shapes) - full} diagonal modes"
             )
-            settings = sorted(set(group) - {"params", "param_names"})
+            settings = sorted(set(group) - {"params", "param_names", "units"})
             lines += [f"    {key}: {group[key]}" for key in settings]
         return "\n".join([*lines, ")"])
 
@@ -585,14 +598,14 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
 
     def _wanted(self) -> list[Tensor]:
         """The parameters for which an output would be observed now."""
-        if not self._samples:
+        if not (self._samples and self._groups.params):
             return []
         due = statistics_due(self.param_groups, self.state, self._observed)
         return self._observed.wanted(due)
 
     @property
     def _samples(self) -> bool:
-        return isinstance(self._observed, Sampled)
+        return self._observed.samples
 
     def _checked(self) -> Processes:
         """How processes divide this step, after all checks."""
@@ -600,11 +613,11 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
         for group in {same_settings(group): group for group in self.param_groups}.values():
             self._check_settings(group)
         self._check_shaping()
-        if not self._is_share_checked:
+        if not self._is_share_checked and self._units is not NOTHING:
             self._is_share_checked = True
             warn_of_few_preconditioned(self.param_groups, type(self).__name__)
         processes = self._distribution()
-        if isinstance(self._observed, Sampled) or processes.shard is not None:
+        if self._observed.pools or processes.shard is not None:
             self._check_alike(processes)
         self._check_fit(processes)
         # On a GPU one process may have a report before another, and an error must stop all of them
@@ -629,17 +642,41 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
             factors=list(self._groups.batches(plan.inverted - self._attempt.inverted)),
             updated=updated,
             observed=plan.refreshed,
-            grads={
-                p: -p.grad if group["maximize"] and p.grad is not None else p.grad
-                for group, params in updated
-                for p in params
-            },
+            grads=self._gradients(updated),
             processes=processes,
             method=self,
             source=self._observed,
-            members={},
+            members=self._members(plan.updated),
             accumulated=done,
         )
+
+    def _gradients(self, batches: Iterable[Batch]) -> Gradients:
+        """The gradients of the loss, of each parameter that has a state."""
+        own = {
+            p: -p.grad if group["maximize"] and p.grad is not None else p.grad
+            for group in self.param_groups
+            for p in group["params"]
+        }
+        units, params = self._groups.units, [p for _, batch in batches for p in batch]
+        if not units:
+            return {p: own[p] for p in params}
+        there = {p: grad for p, grad in own.items() if grad is not None}
+        return {p: units.joined(p, there) for p in params}
+
+    def _members(self, params: Iterable[Tensor]) -> dict[Tensor, list[Member]]:
+        """The parameters that the direction of each unit moves, where units are layers."""
+        units = self._groups.units
+        if not units:
+            return {}
+        groups = {p: group for group in self.param_groups for p in group["params"]}
+        return {
+            key: [
+                Member(p, groups[p], columns)
+                for p, columns in zip(units.members(key), units.columns(key), strict=True)
+                if p in groups and p.grad is not None
+            ]
+            for key in params
+        }
 
     def _run(self, step: DeviceStep) -> None:
         reached, processes = step.observed.keys() | self._attempt.accumulated, step.processes
@@ -718,7 +755,7 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
         self._adopt(self._first_states(processes).without_statistics(lacking, plain))
 
     def _warn_of_unreached(self, params: Iterable[Tensor]) -> None:
-        asked = self._observed.asked
+        asked = self._observed.overlooked()
         if self._warned_of_unreached or not asked:
             return
         missed = [p for p in params if p in asked and not self._has_statistics(p)]
@@ -750,6 +787,10 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
         """Replaces the optimizer's entries of a parameter's state, and no others."""
         others = {k: v for k, v in self.state.get(param, {}).items() if k not in NAMES}
         self.state[param] = {**others, **own}
+        rest = self._groups.units.members(param)[1:]
+        for member in set(rest).intersection(self._groups.params) if rest else ():
+            # torch's set_optimizer_state_dict wants a state of each trainable parameter.
+            self.state[member].setdefault("joined", 1)
 
     # Processes and parameters.
 
@@ -774,6 +815,9 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
 
     @property
     def _groups(self) -> Groups:
+        if self._units is not NO_LAYERS:  # wrappers replace groups by saved ones
+            for group in self.param_groups:
+                group["units"] = self._units
         return Groups(self.param_groups)
 
     def _name(self, param: Tensor) -> str:

@@ -120,8 +120,8 @@ class Layout(NamedTuple):
 
     def rows(self, entries: list[Tensor]) -> list[list[Tensor]]:
         """Statistics or factors as operators take them."""
-        k = len(self.sizes)
-        return [entries[start : start + k] for start in range(0, len(entries), k)]
+        k = len(entries) // len(self.cuts)
+        return [entries[k * n : k * (n + 1)] for n in range(len(self.cuts))]
 
     def statistic_shapes(self, max_factor_dim: int) -> list[tuple[int, ...]]:
         """The shapes of the statistics, block by block and mode by mode.

@@ -8,13 +8,14 @@ parameters the outputs missed.
 import itertools
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from tnt_kernels import gram_ema_
+from tnt_optim import checkpoint
 from tnt_optim.autograd import (
     Gradients,
     all_finite,
@@ -59,6 +60,14 @@ class Empirical:
     missed: dict[Tensor, int] = field(default_factory=dict)
     hint: str = ""  # why nothing is observed at this step, if that is known
     number: int | Tensor = 1  # observations with a row that counts; on the device if masks decide
+    count: int = 0  # outputs observed
+    samples: ClassVar[bool] = False  # whether outputs are observed
+    pools: ClassVar[bool] = False  # whether processes exchange what they observed
+
+    def observe(
+        self, optimizer: Any, output: Any, wanted: list[Tensor], processes: Processes
+    ) -> None:
+        """Keeps what an output gives for the statistics of the ``wanted`` parameters."""
 
     def wanted(self, due: Sequence[Tensor]) -> list[Tensor]:
         """The parameters among ``due`` for which an output would be observed now."""
@@ -78,6 +87,18 @@ class Empirical:
         """
         self.asked = {p for p in due if p in held}  # others are due anyway
         return {p: p.grad for p in due if p in with_gradients}
+
+    def saved(self, numbers: Mapping[Tensor, int]) -> dict[str, Any]:
+        """The observations since the last step, with numbers in place of parameters."""
+        raise NotImplementedError
+
+    def loaded(self, saved: Any, params: Mapping[int, Tensor]) -> dict[str, Any]:
+        """A copy of what was ``saved``: fields by name.
+
+        Raises:
+            ValueError: if an entry does not fit the parameters, which are by number.
+        """
+        raise NotImplementedError
 
     def witnesses(self, observed: Iterable[Any]) -> list[Tensor]:
         """Tensors whose squared norms are finite if what was observed can enter the statistics."""
@@ -148,6 +169,14 @@ class Empirical:
         """
         return self.missed.get(param, PATIENCE if is_new else IDLE) > 0
 
+    def requires(self, param: Tensor) -> bool:
+        """Whether a parameter without statistics cannot be updated: nothing was asked for it."""
+        return self.waits_for(param, is_new=True)
+
+    def overlooked(self) -> set[Tensor]:
+        """Parameters that outputs may have missed."""
+        return self.asked
+
     def missed_after(
         self, reached: Container[Tensor], grads: Gradients, *, is_sharded: bool
     ) -> dict[Tensor, int]:
@@ -172,7 +201,8 @@ class Sampled(Empirical):
     # Observations in the sums: the finite ones, if there is one. Those without a row that counts do
     # not count.
     number: int | Tensor = 0
-    count: int = 0  # outputs observed
+    samples: ClassVar[bool] = True
+    pools: ClassVar[bool] = True
     attached: int = 0  # outputs that the hook of ``attach`` observed
     partial: bool = False  # whether outputs may reach other parameters in another process
     agreed: bool = False  # whether all processes know of ``partial``
@@ -335,6 +365,39 @@ class Sampled(Empirical):
             elif p in self.asked:
                 missed[p] = max(IDLE, status - 1)
         return missed
+
+    def saved(self, numbers: Mapping[Tensor, int]) -> dict[str, Any]:
+        """See ``Empirical.saved``."""
+        return {
+            "totals": {numbers[p]: total for p, total in self.totals.items() if p in numbers},
+            "number": self.number,
+            "asked": sorted(numbers[p] for p in self.asked if p in numbers),
+            "count": self.count,
+            "attached": self.attached,
+        }
+
+    def loaded(self, saved: Any, params: Mapping[int, Tensor]) -> dict[str, Any]:
+        """See ``Empirical.loaded``."""
+        fields = ("totals", "asked", "number", "count", "attached")
+        totals, asked, *counts = checkpoint.entries_of("['observed']", saved, fields)
+        found: dict[str, Any] = {"totals": {}}
+        by_number = checkpoint.by_number("['observed']['totals']", totals, params)
+        for number, total in by_number.items():
+            param = params[number]
+            shape = tuple(total.shape) if isinstance(total, Tensor) else total
+            if shape != tuple(param.shape):
+                raise ValueError(
+                    f"state_dict['observed'] must have a gradient of shape {tuple(param.shape)} "
+                    f"for parameter {number}, got {shape!r}"
+                )
+            own = state_dtype(param)
+            dtype = total.dtype if state_dtype(total) == own else own
+            found["totals"][param] = checkpoint.copied(total, param.device, dtype)
+        numbers = checkpoint.numbers_in("['observed']['asked']", asked, params)
+        found["asked"] = {params[n] for n in numbers}
+        for name, count in zip(fields[2:], counts, strict=True):
+            found[name] = checkpoint.checked_count(f"['observed'][{name!r}]", count)
+        return found
 
     def use_up(self) -> None:
         """See ``Empirical.use_up``."""

@@ -27,6 +27,7 @@ Class = TypeVar("Class", bound=type)
 Estimator = Literal["moments", "mle"]
 Graft = Literal["adam", "sgd", "rms"]
 MergedDims = Literal["kernel"]
+Inverse = Literal["damped", "eigenbasis"]
 Rounding = Literal["nearest", "stochastic", "master"]
 Shard = Literal["directions", "inverses"]
 
@@ -131,6 +132,7 @@ _TABLE = (
     Option("maximize", False, *_BOOL),
     Option("rounding", "nearest", *_one_of(*get_args(Rounding))),
     Option("modes", None, _or_none(callable), "a function of a shape"),
+    Option("inverse", "damped", *_one_of(*get_args(Inverse)), per_group=False),
     Option("seed", 0, _is_seed, "an integer", per_group=False),
     Option("sample_scale", None, _or_none(_POWER_OF_TWO), "a power of two or None", False),
     Option("capturable", False, *_BOOL, per_group=False),
@@ -189,6 +191,10 @@ rounding: of parameters in half precision after a step that is computed in float
     steps are smaller than half a spacing; "master": rounded from a float32 copy in the state.
 modes: for a parameter group only: a function from a parameter's shape to mode sizes; used for
     vectors only with ``precondition_1d``.
+inverse: "damped": (G + √damping I)^-1 M (A + √damping I)^-1, the paper's for autoencoders, with
+    √damping in units of each factor's average eigenvalue if it is relative; "eigenbasis": the
+    inverse of G ⊗ A + damping I, the paper's for CNNs, which keeps one more matrix like each
+    weight, and waits for the device when it is refreshed.
 seed: of the sampled labels; the global generators are not touched.
 sample_scale: multiply the loss at sampled labels by this before its backward and divide the
     gradients by it in float32, as GradScaler does for the training loss; a power of two. None: 1

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tnt_optim.modes import Settings, State, is_half, is_plain, layout, state_dtype
+from tnt_optim.units import units_of
 
 Shapes = list[tuple[int, ...]]
 
@@ -64,8 +65,12 @@ class Entry:
         if self.shape == MODES and plain:
             return layout(param, group).statistic_shapes(0) if self.name == "factors" else []
         if self.shape == MODES:
-            return layout(param, group).statistic_shapes(group["max_factor_dim"])
-        return [layout(param, group).sizes if self.shape == VIEW else tuple(param.shape)]
+            shapes = layout(param, group).statistic_shapes(group["max_factor_dim"])
+            spectra = self.name == "factors" and "units" in group and group["units"].has_spectra
+            return [*shapes, layout(param, group).sizes] if spectra else shapes
+        if self.shape == VIEW:
+            return [layout(param, group).sizes]
+        return [tuple(param.shape)]
 
     def nbytes(self, param: Tensor, group: Settings) -> int:
         """The bytes of its tensors."""
@@ -248,10 +253,10 @@ def memory_estimate(
 ) -> dict[str, Any]:
     """The bytes of each parameter's state, and of all; see ``TNT.memory_estimate``."""
     rows: list[dict[str, Any]] = []
-    total = 0
+    total, units = 0, units_of(groups)
     for group in groups:
         for param in group["params"]:
-            if not param.requires_grad:
+            if units.key(param) is not param or not units.is_trainable(param):
                 continue
             nbytes = dict.fromkeys(("stats", "factors", "moments", "master"), 0)
             held = kept(param)

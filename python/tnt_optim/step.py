@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,14 +21,14 @@ class Plan:
     """What is due at a step.
 
     Attributes:
-        first: gradients for the statistics of parameters that have none yet.
-        refreshed: gradients for the statistics that parameters already have.
+        first: what the source gives for the statistics of parameters that have none yet.
+        refreshed: the same for statistics that parameters already have.
         inverted: parameters whose factors are due. A new parameter has new factors.
         updated: parameters to update.
     """
 
-    first: dict[Tensor, Tensor]
-    refreshed: dict[Tensor, Tensor]
+    first: dict[Tensor, Any]
+    refreshed: dict[Tensor, Any]
     inverted: set[Tensor]
     updated: list[Tensor]
 
@@ -65,7 +66,8 @@ def plan_step(
         RuntimeError: if a parameter cannot be updated.
     """
     names = Groups(groups)
-    with_gradients = processes.with_gradients(names.params)
+    units = names.units
+    with_gradients = {units.key(p) for p in processes.with_gradients(names.params)}
     earlier = {p: states[p] for p in names.params if has_statistics(states.get(p, {}))}
     due = statistics_due(groups, states, source)
     found = source.gradients(processes, due, with_gradients, earlier)
@@ -73,9 +75,10 @@ def plan_step(
     for group in groups:
         for param in group["params"]:
             if param in with_gradients:
+                _check_gradients(names.name, units.members(param))
                 _check_update(names.name, param, group, states.get(param, {}), source, found)
                 updated.append(param)
-    observed = processes.whole(found)
+    observed: dict[Tensor, Any] = processes.whole(found)
     refreshed = {p: g for p, g in observed.items() if p in earlier}
     has_new = {p for p in earlier if p in refreshed or p in accumulated}
     return Plan(
@@ -84,6 +87,15 @@ def plan_step(
         inverted={p for group in groups for p in factors_due(group, earlier, has_new)},
         updated=updated,
     )
+
+
+def _check_gradients(name: Callable[[Tensor], str], params: Sequence[Tensor]) -> None:
+    """Refuses sparse gradients."""
+    for param in params:
+        if param.grad is not None and param.grad.layout != torch.strided:
+            raise RuntimeError(
+                f"the gradient of {name(param)} must be dense, got {param.grad.layout}"
+            )
 
 
 def _check_update(
@@ -95,8 +107,6 @@ def _check_update(
     observed: Container[Tensor],
 ) -> None:
     """Refuses a parameter that cannot be updated."""
-    if param.grad is not None and param.grad.layout != torch.strided:
-        raise RuntimeError(f"the gradient of {name(param)} must be dense, got {param.grad.layout}")
     plain = is_plain(param, group)
     if plain and has_statistics(state):
         raise RuntimeError(
@@ -107,7 +117,7 @@ def _check_update(
         state = {}  # it is replaced
     has = has_entries(state)
     lacks = not (has or plain or param in observed or param in source.asked)
-    if lacks and param.requires_grad and source.waits_for(param, is_new=True):
+    if lacks and param.requires_grad and source.requires(param):
         raise RuntimeError(
             f"step() has no statistics for {name(param)}, which has a gradient: call "
             "observe(output) before loss.backward(), or attach(model) once, with outputs "

@@ -1,12 +1,12 @@
 """What is preconditioned as one tensor: a parameter, or the weight and bias of a layer, [W | b].
 
 The weight stands for its layer: the state is the weight's, and so are the settings, but for the
-learning rate and the weight decay, which each of the two has from its own group.
+learning rate and the weight decay, which weight and bias have from their own groups.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,11 +17,23 @@ class Units:
 
     Args:
         biases: by weight; None for a layer without.
+        has_spectra: whether a layer's factors end with one more matrix like [W | b].
     """
 
-    def __init__(self, biases: Mapping[Tensor, Tensor | None]) -> None:
+    def __init__(
+        self, biases: Mapping[Tensor, Tensor | None], *, has_spectra: bool = False
+    ) -> None:
         self._biases = dict(biases)
         self._weights = {bias: weight for weight, bias in biases.items() if bias is not None}
+        self.has_spectra = has_spectra
+
+    def __reduce__(self) -> Any:
+        """Without parameters, as a part of a saved group: an optimizer that has layers has them."""
+        return Units, ({},)
+
+    def __len__(self) -> int:
+        """The number of layers."""
+        return len(self._biases)
 
     def __contains__(self, param: object) -> bool:
         return param in self._biases
@@ -35,42 +47,38 @@ class Units:
         bias = self._biases.get(key)
         return [key] if bias is None else [key, bias]
 
+    def is_trainable(self, key: Tensor) -> bool:
+        """Whether a parameter of a unit requires a gradient."""
+        return any(p.requires_grad for p in self.members(key))
+
     def sizes(self, weight: Tensor) -> tuple[int, int]:
         """The shape of [W | b]."""
         has_bias = self._biases[weight] is not None
         return weight.shape[0], math.prod(weight.shape[1:]) + has_bias
 
-    def joined(self, weight: Tensor, values: Mapping[Tensor, Tensor]) -> Tensor:
-        """[W | b] of values by parameter, of which one is there; a missing one counts as zero."""
-        rows, columns = self.sizes(weight)
-        members = self.members(weight)
+    def columns(self, key: Tensor) -> list[slice | None]:
+        """Which columns of a unit's matrix belong to each member; None for all of a tensor."""
+        return [None] if len(self.members(key)) == 1 else [slice(-1), slice(-1, None)]
+
+    def joined(self, key: Tensor, values: Mapping[Tensor, Tensor]) -> Tensor:
+        """One tensor of values by parameter, of which one is there; a missing one counts as 0."""
+        if key not in self:
+            return values[key]
+        rows, columns = self.sizes(key)
+        members = self.members(key)
         if len(members) == 1:
-            return values[weight].reshape(rows, columns)
+            return values[key].reshape(rows, columns)
         some = next(values[p] for p in members if p in values)
-        return torch.cat(
-            [
-                values[p].reshape(rows, width) if p in values else some.new_zeros(rows, width)
-                for p, width in zip(members, (columns - 1, 1), strict=True)
-            ],
-            dim=1,
-        )
-
-    def parts(self, weight: Tensor) -> list["Part"]:
-        """Where W, and b if there is one, are in [W | b]."""
-        rows, columns = self.sizes(weight)
-        if len(self.members(weight)) == 1:
-            return [Part((rows, columns), slice(None))]
-        return [Part((rows, columns - 1), slice(-1)), Part((rows, 1), slice(-1, None))]
+        parts = [
+            values[p].reshape(rows, width) if p in values else some.new_zeros(rows, width)
+            for p, width in zip(members, (columns - 1, 1), strict=True)
+        ]
+        return torch.cat(parts, dim=1)
 
 
-class Part(NamedTuple):
-    """Some columns of [W | b], and their shape."""
-
-    sizes: tuple[int, int]
-    columns: slice
-
-
-NO_LAYERS = Units({})
+NO_LAYERS = Units({})  # each parameter is a unit of its own
+NOTHING = Units({})  # no parameter has statistics, as for Muon
+torch.serialization.add_safe_globals([Units])  # a wrapper may save the groups as they are
 
 
 def units_of(groups: Sequence[Mapping[str, Any]]) -> Units:

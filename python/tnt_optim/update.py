@@ -42,6 +42,8 @@ _BUCKET, _LARGE_BUCKET = 1 << 22, 1 << 28
 class Method(Protocol):
     """What a method computes: ``KroneckerOptimizer``."""
 
+    _parts: Sequence[str]  # names of what has inverses
+
     @property
     def multiplies(self) -> bool:
         """Whether directions are products with the factors, which the fused step computes."""
@@ -81,12 +83,12 @@ class Member(NamedTuple):
 
     param: Tensor
     group: Group
-    sizes: tuple[int, ...]
-    columns: slice | None = None  # of a matrix; None: the whole direction
+    columns: slice | None  # of a matrix; None: the whole direction
 
     def part(self, direction: Tensor) -> Tensor:
-        """Its part of the direction."""
-        return direction if self.columns is None else direction[:, self.columns]
+        """Its part of the direction, in its own shape."""
+        own = direction if self.columns is None else direction[:, self.columns]
+        return own.reshape(self.param.shape)
 
 
 @dataclass
@@ -175,9 +177,8 @@ class Part:
     def _move_of(self, members: Sequence[tuple[int, Member]], key: tuple[int, ...]) -> "_Move":
         """The move of members of units, all of one group."""
         group, params = self.settings(members[0][1].group), [m.param for _, m in members]
-        looks = [Layout(m.sizes, cuts(m.sizes, None)) for _, m in members]
-        weights = Weights(params, self.states, group, looks, key=key)
-        return _Move(weights, group, decayed(params, group), looks, members)
+        weights = Weights(params, self.states, group, key=key)
+        return _Move(weights, group, decayed(params, group), None, members)
 
 
 class _Move:

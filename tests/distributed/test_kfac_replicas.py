@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from drawn import close, noise
-from kfac_models import Heads, Sides, least_likely
+from kfac_models import Heads, Sides, least_likely, missed
 from optimizers import NO_FAILURES, equal, no_host_reads, through_a_file, values
 from processes import run_in
 from replicas import assert_trained_as
@@ -29,7 +29,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tnt_kernels import damped_inverse
 from tnt_optim import KFAC, PreconditionerError
-from tnt_optim.kfac.inverses import owner_ranks
 
 
 class Batch(NamedTuple):
@@ -109,7 +108,7 @@ def trained(
             found.append(states(net, opt))
     result = {"start": start, "ends": values(net), "states": found, "failures": opt.failures()}
     texts = [str(warning.message) for warning in warned]
-    return {**result, "warned": texts, "unreached": opt._observed.unreached}
+    return {**result, "warned": texts, "unreached": missed(opt)}
 
 
 def assert_same_training(ranks: Sequence[dict[str, Any]], wanted: dict[str, Any]) -> None:
@@ -454,7 +453,7 @@ def test_failures_raise_in_all_processes_at_the_same_step() -> None:
     ranks = run_in(2, failures)
     for rank in ranks:
         first, warm_start, last = rank["messages"]
-        assert "first inputs or gradients" in first and "layer 'left'" in first
+        assert "first gradient for the statistics" in first and "'left.weight'" in first
         assert "none of 4 batches was finite" in warm_start
         assert "time 5 in a row" in last
         assert rank["messages"] == ranks[0]["messages"]
@@ -505,10 +504,9 @@ def shared_inverses(rank: int, processes: int) -> dict[str, Any]:
 
     with mock.patch("tnt_optim.kfac.inverses.damped_inverse", counted):
         trained(replicas, opt, steps[:1], rank)
-    stats = {weight: state["stats"] for weight, state in opt._layer_states().items()}
-    for weight, owner in owner_ranks(stats, processes).items():
-        if owner == rank:
-            stats[weight][1].fill_(math.inf)
+    for weight in opt._observed.weights:
+        if stats := opt.state[weight].get("stats"):  # of its owner
+            stats[1].fill_(math.inf)
     opt.param_groups[0].update({"stat_interval": 1000, "inverse_interval": 1})
     with pytest.raises(PreconditionerError) as error:
         trained(replicas, opt, steps[1:], rank)

@@ -5,6 +5,7 @@ of processes that share the work are saved, and loaded by as many processes or o
 """
 
 import functools
+import runpy
 import warnings
 from pathlib import Path
 from typing import Any
@@ -264,3 +265,44 @@ def test_other_numbers_of_processes_and_other_shards_go_on(tmp_path: Path) -> No
             torch.testing.assert_close(end, wanted, rtol=0, atol=1e-11)
         for number in range(len(wanted)):
             assert sum(kept[number] for _, kept in found) == 1
+
+
+# ------------------------------------------------------------------ methods of the examples
+
+
+class Matrices(nn.Module):
+    """Two linear layers without biases; float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.out = nn.Linear(16, 6, bias=False), nn.Linear(6, 4, bias=False)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits."""
+        return self.out(torch.tanh(self.first(x.flatten(1))))
+
+
+def example(
+    rank: int, processes: int, name: str, shard: str | None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The last and the first weights of a training by the method of an example."""
+    path = Path(__file__).parents[2] / "examples" / f"{name.lower()}.py"
+    make, net = runpy.run_path(str(path))[name], Matrices()
+    start, opt = values(net), make(net.parameters(), lr=0.02, shard=shard)
+    model = net if processes == 1 else DistributedDataParallel(net)
+    steps = [drawn(2, step, *SHAPE) for step in range(STEPS)]
+    train(model, opt, [batches[rank::processes] for batches in steps])
+    return values(net), start
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+@pytest.mark.parametrize("name", ["Muon", "SOAP"])
+def test_methods_of_the_examples_train_as_one_process(name: str, shard: str | None) -> None:
+    """Muon up to bfloat16, in which a difference of rounding may take the next number."""
+    ranks, (alone, start) = run_in(2, example, name, shard), example(0, 1, name, None)
+    assert equal(ranks[0][0], ranks[1][0])
+    for own, other, before in zip(ranks[0][0], alone, start, strict=True):
+        limit = 1e-2 if name == "Muon" else 1e-8
+        assert (own - other).norm() <= limit * (other - before).norm()

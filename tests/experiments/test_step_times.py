@@ -73,10 +73,10 @@ def test_a_kind_of_step_changes_what_is_due(method: str) -> None:
 
 
 def _matrices(step: TrainingStep) -> list[torch.Tensor]:
-    """Copies of all square matrices in the optimizer's state, of even the smallest size."""
-    leaves = tree_leaves(step.optimizer.state_dict()["state"])
-    found = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() == 2]
-    return [matrix.clone() for matrix in found if matrix.shape[0] == matrix.shape[1]]
+    """Copies of all statistics and factors in the optimizer's state."""
+    states = step.optimizer.state_dict()["state"].values()
+    leaves = tree_leaves([[state.get("stats"), state.get("factors")] for state in states])
+    return [leaf.clone() for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() == 2]
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def test_calls_of_one_layer_are_positions() -> None:
         outputs = [model.second(each) for each in hidden]
         return 2 * outputs[0] + outputs[1] + outputs[2]
 
-    assert KFAC(model, likelihood="categorical")._names == ["first", "second"]
+    assert KFAC(model, likelihood="categorical")._observed.names == ["first", "second"]
     compare(model, apart, lambda: model(x))
 
 

@@ -11,8 +11,9 @@ from optimizers import train
 from torch import Tensor, nn
 
 from tnt_optim import KFAC
-from tnt_optim.kfac.layers import input_rows, is_supported, joined, output_rows, split
+from tnt_optim.kfac.layers import input_rows, is_supported, output_rows
 from tnt_optim.kfac.statistics import layer_sums
+from tnt_optim.units import Units
 
 LAYERS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "1d": (nn.Conv1d(3, 4, 3, stride=2, padding=1), (5, 3, 8)),
@@ -49,14 +50,16 @@ def test_rows_give_the_layers_output_and_gradient(name: str, transposed: bool) -
     params, a = list(layer.parameters()), input_rows(layer, x)
     if layer.bias is not None:
         a = torch.cat([a, a.new_ones(len(a), 1)], dim=1)
-    matrix = joined(layer, {p: p.detach() for p in params})
-    assert all(map(torch.equal, split(layer, matrix), params))
+    units = Units({layer.weight: layer.bias})
+    matrix = units.joined(layer.weight, {p: p.detach() for p in params})
+    parts = [matrix if c is None else matrix[:, c] for c in units.columns(layer.weight)]
+    assert all(torch.equal(m.reshape(p.shape), p) for m, p in zip(parts, params, strict=True))
     output = layer(x)
     close(a @ matrix.T, output_rows(layer, output.detach()))
     gradient = torch.randn_like(output)
     grads = torch.autograd.grad(output, params, gradient)
     g = output_rows(layer, gradient)
-    close(g.T @ a, joined(layer, dict(zip(params, grads, strict=True))))
+    close(g.T @ a, units.joined(layer.weight, dict(zip(params, grads, strict=True))))
     sums = layer_sums(layer, x, gradient, 3)
     close(sums.inputs, a.T @ a)
     close(sums.gradients, g.T @ g)
@@ -148,16 +151,18 @@ def test_layers_that_share_or_are_too_large_are_trained_and_named_by_one_warning
     )
     assert [w.filename for w in said] == [__file__] and wanted in str(said[0].message)
     assert wanted in repr(opt) and "1 layers" in repr(opt)
-    before = [p.detach().clone() for p in model.parameters()]
+    before = {p: p.detach().clone() for p in model.parameters()}
     output = model(torch.arange(7))
     opt.observe(output)
     nn.functional.cross_entropy(output, torch.arange(7)).backward()
     opt.step()
-    held = {name for name, p in model.named_parameters() if "stats" in opt.state[p]}
+    held = {name for name, p in model.named_parameters() if opt.state.get(p, {}).get("stats")}
     assert held == {"hidden.weight"}
-    for old, p in zip(before, model.parameters(), strict=True):
-        step = (old - p).norm()
-        close(step.detach(), 0.1 * (p.grad / (p.grad.abs() + 1e-8)).norm())
+    layer = [model.hidden.weight, model.hidden.bias]
+    for unit in [layer, *([p] for p in before if all(p is not other for other in layer))]:
+        step = torch.cat([(before[p] - p).flatten() for p in unit]).norm()
+        adam = torch.cat([(p.grad / (p.grad.abs() + 1e-8)).flatten() for p in unit]).norm()
+        close(step.detach(), 0.1 * adam)
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
@@ -258,7 +263,7 @@ def test_groups_have_settings_of_their_own() -> None:
     again.load_state_dict(opt.state_dict())
     assert repr(again) == repr(opt)
     assert [group["step"] for group in again.param_groups] == [1, 1, 1, 1]
-    close(again.state[model[0].bias]["momentum"], model[0].bias.grad)
+    close(again.state[model[0].weight]["momentum"][:, -1], model[0].bias.grad)
 
 
 def test_a_group_may_be_empty() -> None:

@@ -215,7 +215,7 @@ def test_kfac_allocates_layers_that_no_output_had_reached_without_statistics() -
     model = ValueHead()
     opt = made("kfac", model)
     opt.allocate_state(unreached=[model.value.weight])
-    assert "stats" in opt.state[model.policy.weight]
-    assert set(opt.state[model.value.weight]) == {"momentum"}
+    assert opt.state[model.policy.weight]["stats"]
+    assert not opt.state[model.value.weight]["stats"]
     with pytest.raises(ValueError, match="unreached must be parameters of this optimizer"):
         opt.allocate_state(unreached=[nn.Parameter(torch.ones(2, 3))])

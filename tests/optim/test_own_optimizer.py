@@ -2,6 +2,7 @@
 
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -90,3 +91,85 @@ def test_the_paper_has_settings_of_its_own_methods_only() -> None:
     message = "^problem must be left out: the paper has no settings for .*, got 'mnist'$"
     with pytest.raises(ValueError, match=message):
         ONE_SIDED_SHAMPOO.paper(weights(), "mnist")
+
+
+# ------------------------------------------------------------------ Muon and SOAP
+
+EXAMPLES = EXAMPLE.parent
+MUON = runpy.run_path(str(EXAMPLES / "muon.py"))["Muon"]
+SOAP = runpy.run_path(str(EXAMPLES / "soap.py"))["SOAP"]
+MATRICES = [(6, 4), (3, 8), (5, 5)]
+
+
+def drawn(shapes: list[tuple[int, ...]], seed: int) -> list[Tensor]:
+    rng = torch.Generator().manual_seed(seed)
+    return [torch.randn(s, generator=rng, dtype=torch.float64) for s in shapes]
+
+
+def steps(opt: torch.optim.Optimizer, params: list[nn.Parameter], those: range) -> None:
+    shapes = [tuple(p.shape) for p in params]
+    for step in those:
+        for param, gradient in zip(params, drawn(shapes, step), strict=True):
+            param.grad = gradient
+        opt.step()
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_muon_is_torchs(nesterov: bool) -> None:
+    """Up to bfloat16's rounding of momenta that differ by a factor."""
+    settings = {"lr": 0.02, "momentum": 0.9, "nesterov": nesterov, "weight_decay": 0.3}
+    starts = drawn(MATRICES, 50)
+    runs = []
+    for make in (MUON, torch.optim.Muon):
+        params = [nn.Parameter(p.clone()) for p in starts]
+        steps(make(params, **settings), params, range(30))
+        runs.append(params)
+    for own, other, start in zip(*runs, starts, strict=True):
+        assert float((own - other).detach().norm()) < 0.01 * float((other - start).detach().norm())
+
+
+def defined_soap(start: Tensor, those: range, lr: float, refresh: int) -> Tensor:
+    """The definition, for a matrix."""
+    w, m, v = start.clone(), torch.zeros_like(start), torch.zeros_like(start)
+    left = right = torch.empty(0)
+    q_left = q_right = torch.empty(0)
+    for t in those:
+        (g,) = drawn([tuple(start.shape)], t)
+        left = g @ g.T if t == 0 else 0.95 * left + 0.05 * g @ g.T
+        right = g.T @ g if t == 0 else 0.95 * right + 0.05 * g.T @ g
+        # In the first steps, whose statistics change fast, at every one.
+        if t % refresh == 0 or t < refresh:
+            q_left, q_right = torch.linalg.eigh(left)[1], torch.linalg.eigh(right)[1]
+        m = 0.95 * m + 0.05 * g
+        v = 0.95 * v + 0.05 * (q_left.T @ g @ q_right).square()
+        average = q_left.T @ m @ q_right / (1 - 0.95 ** (t + 1))
+        step = average / ((v / (1 - 0.95 ** (t + 1))).sqrt() + 1e-8)
+        w = w - lr * (q_left @ step @ q_right.T + 0.01 * w)
+    return w
+
+
+def test_soap_is_its_definition() -> None:
+    (start,) = drawn([(5, 5)], 50)  # statistics of full rank have one eigenbasis
+    params = [nn.Parameter(start.clone())]
+    opt = SOAP(params, lr=0.02, inverse_interval=7)
+    steps(opt, params, range(30))
+    wanted = defined_soap(start, range(30), 0.02, 7)
+    moved = float((wanted - start).norm())
+    # Eigenvectors amplify rounding by the inverse of the gaps between eigenvalues.
+    assert float((params[0] - wanted).detach().norm()) <= 100 * FLOAT64_TRAJECTORY * moved
+
+
+@pytest.mark.parametrize("make", [MUON, SOAP])
+def test_muon_and_soap_resume_bit_for_bit(make: Any) -> None:
+    params = [nn.Parameter(p) for p in drawn(MATRICES, 50)]
+    opt = make(params)
+    steps(opt, params, range(9))
+    saved, state = through_a_file([[p.detach() for p in params], opt.state_dict()])
+    steps(opt, params, range(9, 15))
+    others = [nn.Parameter(p) for p in saved]
+    again = make(others)
+    again.load_state_dict(state)
+    steps(again, others, range(9, 15))
+    assert all(map(torch.equal, params, others))
+    assert again.failures()["unreached"] == 0
+    assert again.memory_estimate()["total"] > 0

@@ -643,10 +643,13 @@ OF_TNT = {
     ("observed", "number"): (None, f"{OBSERVED}['number'] must be an integer >= 0, got None"),
 }
 OF_KFAC = {
-    ("observed", "sums"): ({2: []}, f"{OBSERVED}['sums'] must hold numbers from 0 to 1, got 2"),
-    ("observed", "sums", 0): ([1], f"{OBSERVED} must have sums of sizes (6, 5) for layer 0, got"),
+    ("observed", "sums"): ({1: []}, f"{OBSERVED}['sums'] must hold numbers from 0 to 2, got 1"),
+    ("observed", "sums", 0): (
+        [1],
+        f"{OBSERVED} must have sums of sizes (6, 5) for parameter 0",
+    ),
     ("observed", "sums", 0, 2): (1.5, f"{OBSERVED}['sums'][0] must be an integer >= 0, got 1.5"),
-    ("observed", "called"): ([2], f"{OBSERVED}['called'] must hold numbers from 0 to 1, got 2"),
+    ("observed", "called"): ([1], f"{OBSERVED}['called'] must hold numbers from 0 to 2, got 1"),
 }
 DAMAGED = {"sampled": NUMBERS | OF_TNT, "kfac": NUMBERS | OF_KFAC}
 
@@ -665,7 +668,9 @@ def test_damaged_observations_are_refused(name: str, path: tuple[Any, ...]) -> N
     model, opt, saved = between_observe_and_step(name)
     value, message = DAMAGED[name][path]
     damaged(value, *path)(saved)
-    refuses(opt, model, saved, f"^{re.escape(message.format(1 if name == 'kfac' else 3))}")
+    # Only weights of layers are observed.
+    last = 2 if name == "kfac" and path[0] == "observed" else 3
+    refuses(opt, model, saved, f"^{re.escape(message.format(last))}")
     if len(path) == 2 and path[0] == "observed":
         damaged(damaged, *path)(saved)
         refuses(opt, model, saved, rf"^state_dict\['observed'\] lacks \['{path[1]}'\]")

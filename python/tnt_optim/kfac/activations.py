@@ -3,10 +3,11 @@
 A forward hook puts the input into the metadata of the autograd node that made the layer's output,
 before anything changes that output in place. So the graph owns the input: the input is freed with
 the graph, two forward passes or micro-batches cannot be confused, and a walk through the graph of a
-loss finds every call of every layer that the loss depends on. There are no backward hooks: the
-user's own backward would fire them, too.
+loss finds every call of every layer that the loss depends on. With sampled labels there are no
+backward hooks: the user's own backward would fire them, too. Without, that is what is wanted.
 """
 
+import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -21,6 +22,9 @@ from torch.utils.hooks import RemovableHandle
 from tnt_optim.autograd import check_shown, graph_nodes
 from tnt_optim.kfac.layers import Layer, parameters
 from tnt_optim.messages import warn_the_caller
+
+# Takes the number of a layer, its input, and a gradient by its output.
+Arrived = Callable[[int, Tensor, Tensor], None]
 
 # A node that hides a part of the model, in which nothing can be captured.
 _COMPILED = "CompiledFunctionBackward"
@@ -44,11 +48,14 @@ class LayerHook:
     """
 
     def __init__(
-        self, layer: int, wanted: "weakref.WeakMethod[Callable[[int, bool], bool]] | None"
+        self,
+        layer: int,
+        wanted: "weakref.WeakMethod[Callable[[int, bool], bool]] | None",
+        arrived: "weakref.WeakMethod[Arrived] | None" = None,
     ):
         self.layer = layer
         self.warned = False  # of uses of the weight outside of the layer's calls
-        self._wanted = wanted
+        self._wanted, self._arrived = wanted, arrived
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LayerHook, (self.layer, None)
@@ -72,15 +79,30 @@ class LayerHook:
             # rewrites the view's history, but leaves the base's node in the graph.
             output = output._base
         edge = get_gradient_edge(output)
-        _metadata(edge.node)[self] = Call(inputs.detach(), inputs._version, edge.output_nr)
+        call = Call(inputs.detach(), inputs._version, edge.output_nr)
+        _metadata(edge.node)[self] = call
+        if self._arrived is not None:  # runs before the node does in a backward
+            edge.node.register_prehook(functools.partial(_hand_over, self, call))
+
+
+def _hand_over(hook: LayerHook, call: Call, gradients: Sequence[Tensor | None]) -> None:
+    """Gives the gradient by the output of a layer's call to the optimizer, if that still lives."""
+    arrived = None if hook._arrived is None else hook._arrived()
+    gradient = gradients[call.output_nr]
+    if arrived is not None and gradient is not None and gradient.numel():
+        arrived(hook.layer, call.inputs, gradient)
 
 
 def hook_layers(
-    layers: Sequence[nn.Module], wanted: Callable[[int, bool], bool]
+    layers: Sequence[nn.Module], wanted: Callable[[int, bool], bool], arrived: Arrived | None
 ) -> tuple[list[LayerHook], list[RemovableHandle]]:
-    """Adds a hook to each layer, which asks the method ``wanted`` for the layer's number."""
+    """Adds a hook to each layer, which asks the method ``wanted`` for the layer's number.
+
+    With a method ``arrived``, every backward gives it the input and the gradient of each call.
+    """
     method = weakref.WeakMethod(wanted)
-    hooks = [LayerHook(number, method) for number in range(len(layers))]
+    taken = None if arrived is None else weakref.WeakMethod(arrived)
+    hooks = [LayerHook(number, method, taken) for number in range(len(layers))]
     # Before all other hooks, which may replace the output.
     how = {"with_kwargs": True, "prepend": True}
     pairs = zip(layers, hooks, strict=True)

@@ -10,7 +10,7 @@ A new kind of layer is added to ``Layer``, ``input_rows`` and ``output_rows``.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeGuard, get_args
 
 import torch.nn.functional as F
@@ -114,27 +114,6 @@ def matrix_shape(layer: Layer) -> tuple[int, int]:
     """The shape of [W | b]."""
     weight = layer.weight
     return weight.shape[0], math.prod(weight.shape[1:]) + (layer.bias is not None)
-
-
-def joined(layer: Layer, values: Mapping[Tensor, Tensor]) -> Tensor:
-    """[W | b] of values by parameter; a missing one counts as zero."""
-    rows, columns = matrix_shape(layer)
-    if layer.bias is None:
-        return values[layer.weight].reshape(rows, columns)
-    present = [values[p] for p in parameters(layer) if p in values]
-    matrix = present[0].new_zeros(rows, columns)
-    if layer.weight in values:
-        matrix[:, :-1] = values[layer.weight].reshape(rows, -1)
-    if layer.bias in values:
-        matrix[:, -1] = values[layer.bias]
-    return matrix
-
-
-def split(layer: Layer, matrix: Tensor) -> Sequence[Tensor]:
-    """W, and b if there is one, from [W | b]."""
-    if layer.bias is None:
-        return [matrix.reshape(layer.weight.shape)]
-    return [matrix[:, :-1].reshape(layer.weight.shape), matrix[:, -1]]
 
 
 def input_rows(layer: Layer, inputs: Tensor) -> Tensor:

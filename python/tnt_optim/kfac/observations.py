@@ -1,12 +1,13 @@
-"""KFAC's observations: statistics at labels sampled from a model's output, kept until the step.
+"""KFAC's source of statistics: [G, A] of each layer, from its inputs and output gradients.
 
-Layers are known by their numbers.
+Layers are known by their weights. The hooks of ``activations`` keep the inputs; the gradients are
+those at labels sampled from the model's output.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import compress
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,247 +20,406 @@ from tnt_optim.autograd import (
     leaves_of,
     without_autocast,
 )
-from tnt_optim.distributed.process_group import ProcessGroup
-from tnt_optim.failures import PreconditionerError
+from tnt_optim.groups import Groups
 from tnt_optim.kfac.activations import LayerHook, captured_calls
 from tnt_optim.kfac.layers import Layer, is_trainable, matrix_shape
 from tnt_optim.kfac.statistics import LayerSums, all_finite_statistics, layer_sums, pooled_sums
 from tnt_optim.likelihoods import (
-    Likelihood,
+    check_scalar_loss,
     example_count,
     loss_at_samples,
     share_counted,
     with_rows,
 )
-from tnt_optim.mismatch import Comparison
-from tnt_optim.modes import state_dtype
+from tnt_optim.messages import UNOBSERVED, warn_if_twice, warn_the_caller
+from tnt_optim.mismatch import Comparison, warn_of_mismatch, watched
+from tnt_optim.modes import Layout, state_dtype
+from tnt_optim.observations import LOSS_ONLY, PATIENCE, Empirical
+from tnt_optim.options import is_due
+from tnt_optim.processes import Processes
+
+Pair = list[Tensor]  # [G, A]
 
 
-@dataclass
-class Observations:
-    """The observations since the last step, and the layers that the outputs did not reach."""
-
-    # Over the examples of all outputs that reached a layer.
-    sums: dict[int, LayerSums] = field(default_factory=dict)
-    count: int = 0  # outputs observed while any statistics were wanted; it numbers the draws
-    # Layers whose statistics were wanted when an output was observed, and when they were called.
-    asked: set[int] = field(default_factory=set)
-    called: set[int] = field(default_factory=set)
-    # Layers that got no statistics in a step that asked for them. True: the forward called the
-    # layer, and the output did not depend on it, so later outputs will not either; it is asked for
-    # when statistics are due. False: it was not called; its next call gives its statistics.
-    unreached: dict[int, bool] = field(default_factory=dict)
-    comparisons: list[Comparison] = field(default_factory=list)  # at the first step
-    attached: int = 0  # the outputs that the hook of ``attach`` observed
-    hint: str = ""  # why nothing is observed at this step, if that is known
-    partial: bool = False  # whether outputs may reach other layers in another process
-    agreed: bool = False  # whether all processes know of ``partial``, and have the same layers
-    warned_twice: bool = False
-
-    def add(self, found: Mapping[int, LayerSums], asked: Iterable[int]) -> None:
-        """Adds the sums of one output, which was asked for the layers ``asked``."""
-        self.sums |= {
-            layer: self.sums[layer] + sums if layer in self.sums else sums
-            for layer, sums in found.items()
-        }
-        self.asked.update(asked)
-        self.count += 1
-
-    def leave_out_empty(self, held: Mapping[int, Sequence[Tensor]]) -> None:
-        """Puts earlier means in place of sums without a row that counts; as ``pool`` does."""
-        for layer, sums in self.sums.items():
-            if layer in held and isinstance(sums.positions, Tensor):
-                self.sums[layer] = sums.if_reached(sums.positions, held[layer])
-
-    def pool(
-        self,
-        processes: ProcessGroup,
-        wanted: Sequence[int],
-        layers: Sequence[Layer],
-        held: Mapping[int, Sequence[Tensor]],
-    ) -> None:
-        """Replaces the sums by the sums over all processes.
-
-        ``wanted`` is the same in all processes, ``held`` are the statistics of layers that have
-        some. While a wanted layer has none, and where DistributedDataParallel looks for unused
-        parameters, the processes first exchange which layers their outputs reached, and wait.
-        Otherwise the pooled counts tell, on the device.
-        """
-        if not wanted:
-            return
-        reached = list(wanted)
-        if not self.agreed:
-            processes.check_alike([layers[layer].weight for layer in wanted])
-        if self.partial or not self.agreed or any(layer not in held for layer in wanted):
-            flags = [layer in group for group in (self.sums, self.called) for layer in wanted]
-            device = layers[0].weight.device
-            anyone, partial, *found = processes.anywhere(
-                [self.count > 0, self.partial, *flags], device
-            )
-            if not anyone:
-                return
-            self.partial, self.agreed = bool(partial), True
-            reached = list(compress(wanted, found[: len(wanted)]))
-            self.called = set(compress(wanted, found[len(wanted) :]))
-            held = {}  # some process has reached each of them
-        sums: dict[int, LayerSums] = {}
-        if reached:
-            chosen = {layer: layers[layer] for layer in reached}
-            sums, observers = pooled_sums(processes, chosen, self.sums, held, [int(self.count > 0)])
-            if not self.count and not observers[0]:  # waits for the device only if count is 0
-                return
-        self.sums, self.count = sums, max(self.count, 1)
-        self.asked.update(wanted)
-
-    def unreached_after(self) -> dict[int, bool]:
-        """What ``unreached`` is after this step, if it succeeds."""
-        known = {**self.unreached, **{layer: layer in self.called for layer in self.asked}}
-        return {i: called for i, called in known.items() if i not in self.sums}
-
-    def saved(self) -> dict[str, Any]:
-        """The observations, for a checkpoint made between ``observe`` and ``step``."""
-        sums = {number: list(vars(each).values()) for number, each in self.sums.items()}
-        layers = {"asked": sorted(self.asked), "called": sorted(self.called)}
-        return {"sums": sums, **layers, "count": self.count, "attached": self.attached}
-
-    @classmethod
-    def loaded(cls, saved: Any, layers: Sequence[Layer]) -> "Observations":
-        """A copy of what was saved.
-
-        Raises:
-            ValueError: if an entry does not fit the layers.
-        """
-        place, known = "['observed']", range(len(layers))
-        names = ("sums", "asked", "called", "count", "attached")
-        all_sums, asked, called, count, attached = checkpoint.entries_of(place, saved, names)
-        sums = {}
-        for number, values in checkpoint.by_number(f"{place}['sums']", all_sums, known).items():
-            weight, sizes = layers[number].weight, matrix_shape(layers[number])
-            parts = values if isinstance(values, list) else [values]
-            got = [tuple(part.shape) if isinstance(part, Tensor) else part for part in parts]
-            if len(got) != 4 or got[:2] != [(d, d) for d in sizes]:
-                raise ValueError(
-                    f"state_dict['observed'] must have sums of sizes {sizes} for layer {number}, "
-                    f"got {got[:2]}, and two counts, got {got[2:]}"
-                )
-            grams = checkpoint.copied(values[:2], weight.device, state_dtype(weight))
-            where = f"{place}['sums'][{number}]"
-            counts = [checkpoint.checked_count(where, n) for n in values[2:]]
-            on_device = [n.to(weight.device) if isinstance(n, Tensor) else n for n in counts]
-            sums[number] = LayerSums(*grams, *on_device)
-        return cls(
-            sums,
-            count=int(checkpoint.checked_count(f"{place}['count']", count)),
-            asked=set(checkpoint.numbers_in(f"{place}['asked']", asked, known)),
-            called=set(checkpoint.numbers_in(f"{place}['called']", called, known)),
-            attached=int(checkpoint.checked_count(f"{place}['attached']", attached)),
-        )
-
-    def use_up(self) -> None:
-        """Forgets the observations."""
-        self.sums, self.count, self.asked, self.called = {}, 0, set(), set()
-        self.comparisons, self.attached, self.hint = [], 0, ""
-
-
-@dataclass
-class Sampling:
-    """Samples labels and computes the statistics of their loss."""
+@dataclass(kw_only=True)
+class LayerStatistics(Empirical):
+    """The statistics of layers since the last step."""
 
     names: Sequence[str]
     layers: Sequence[Layer]
-    params: Sequence[Tensor]  # the optimizer's
-    likelihood: Likelihood
-    seed: int
-    partial: bool = False  # see ``Observations.partial``
+    weights: Sequence[Tensor]  # torch.func.functional_call replaces a layer's for one call
+    hooks: Sequence[LayerHook] = ()
+    # Over the examples of all outputs that reached a layer.
+    sums: dict[Tensor, LayerSums] = field(default_factory=dict)
+    called: set[Tensor] = field(default_factory=set)  # by a forward pass that kept its input
+    comparisons: list[Comparison] = field(default_factory=list)  # at the first step
+    attached: int = 0  # outputs that the hook of ``attach`` observed
+    partial: bool = False  # whether outputs may reach other layers in another process
+    agreed: bool = False  # whether all processes know of ``partial``
+    warned: bool = False  # whether the user was warned of a step without observations
+    warned_twice: bool = False
+    samples: ClassVar[bool] = True
+    pools: ClassVar[bool] = True
 
-    def sums(
+    @property
+    def by_weight(self) -> dict[Tensor, Layer]:
+        """The layers."""
+        return dict(zip(self.weights, self.layers, strict=True))
+
+    def wanted(self, due: Sequence[Tensor]) -> list[Tensor]:
+        """See ``Empirical.wanted``."""
+        layers = self.by_weight
+        return [weight for weight in due if is_trainable(layers[weight])]
+
+    def observe(
+        self, optimizer: Any, output: Any, wanted: list[Tensor], processes: Processes
+    ) -> None:
+        """Samples labels at an output; keeps the sums of the layers that it depends on."""
+        groups = optimizer.param_groups
+        scheduled = {p for g in groups if is_due(g, "stat_interval") for p in g["params"]}
+        # A layer without statistics that no forward pass has called cannot be in the output.
+        due = [weight for weight in wanted if weight in scheduled or weight in self.called]
+        found: dict[Tensor, LayerSums] = {}
+        if due:
+            key = "step", groups[0]["step"], processes.number(self.count)
+            found = self._sums(optimizer, output, key, due, retain_graph=True)
+            if not groups[0]["step"]:  # after a skipped step once more
+                self.comparisons = watched(optimizer.likelihood, output, groups)
+        self.sums |= {w: self.sums[w] + new if w in self.sums else new for w, new in found.items()}
+        self.asked.update(wanted)
+        self.count += 1
+
+    def _sums(
         self,
+        optimizer: Any,
         output: Any,
         key: tuple[int | str, ...],
-        due: Sequence[int],
-        hooks: Sequence[LayerHook],
+        due: Sequence[Tensor],
         *,
         retain_graph: bool,
-    ) -> dict[int, LayerSums]:
+    ) -> dict[Tensor, LayerSums]:
         """The sums over a batch, of the due layers that its output depends on.
 
-        ``key`` names the stream of the draws. Raises what ``KFAC.observe`` does.
+        ``key`` names the stream of the draws.
         """
-        devices = {layer.weight.device for layer in self.layers}
-        loss = loss_at_samples(self.likelihood, output, self.seed, key, devices)
+        loss, examples = self._loss(optimizer, output, key)
+        layers = self.layers
         self.partial |= any(r.find_unused_parameters for r in checked_replicas(loss))
-        reached = captured_calls(loss, due, self.names, self.layers, hooks)
+        wanted = set(due)
+        numbers = [n for n, weight in enumerate(self.weights) if weight in wanted]
+        reached = captured_calls(loss, numbers, self.names, layers, self.hooks)
         if not reached:  # it may miss every layer, as with layer drop, but not every parameter
-            check_reached(leaves_of(loss).intersection(self.params))
+            check_reached(leaves_of(loss).intersection(Groups(optimizer.param_groups).params))
             return {}
-        likelihood = self.likelihood
-        examples = batch_size(output) if callable(likelihood) else example_count(likelihood, output)
-        share = share_counted(likelihood, output)
-        counted = (share * examples).round() if isinstance(share, Tensor) else examples
         calls = [(number, *each) for number, found in reached.items() for each in found]
         with without_autocast(loss), before_backward():
             gradients = torch.autograd.grad(
                 loss,
                 [edge for _, edge, _ in calls],
                 # Of the sum of the examples' losses: in float16 those of the mean may underflow.
-                torch.ones_like(loss).mul_(counted),
+                torch.ones_like(loss).mul_(examples),
                 retain_graph=retain_graph,
                 allow_unused=True,
             )
-            sums: dict[int, LayerSums] = {}
+            sums: dict[Tensor, LayerSums] = {}
             for (number, _, call), gradient in zip(calls, gradients, strict=True):
                 if gradient is not None and gradient.numel():
-                    new = layer_sums(self.layers[number], call.inputs, gradient, counted)
-                    sums[number] = sums[number].with_call(new) if number in sums else new
+                    new = self._of_call(layers[number], call.inputs, gradient, examples)
+                    weight = self.weights[number]
+                    sums[weight] = sums[weight].with_call(new) if weight in sums else new
         for _, _, call in calls:
             # The graph lives on through the user's backward; the input need not.
             call.inputs, call.observed = call.inputs.new_empty(0), True
         return sums
 
-    def averages(
-        self, outputs: Iterable[Any], hooks: Sequence[LayerHook], processes: ProcessGroup | None
-    ) -> tuple[dict[int, list[Tensor]], int]:
+    def _loss(
+        self, optimizer: Any, output: Any, key: tuple[int | str, ...]
+    ) -> tuple[Tensor, int | Tensor]:
+        """A mean over examples, and their number: those that count, if a mask decides."""
+        likelihood, devices = optimizer.likelihood, {weight.device for weight in self.weights}
+        loss = loss_at_samples(likelihood, output, optimizer.seed, key, devices)
+        examples = batch_size(output) if callable(likelihood) else example_count(likelihood, output)
+        share = share_counted(likelihood, output)
+        return loss, (share * examples).round() if isinstance(share, Tensor) else examples
+
+    def _of_call(
+        self, layer: Layer, inputs: Tensor, gradient: Tensor, examples: int | Tensor
+    ) -> LayerSums:
+        """The sums of one call, from the gradient of the sum of the examples' losses."""
+        return layer_sums(layer, inputs, gradient, examples)
+
+    def gradients(
+        self,
+        processes: Processes,
+        due: Sequence[Tensor],
+        with_gradients: Container[Tensor],
+        held: Container[Tensor],
+    ) -> dict[Tensor, Any]:
+        """[G, A] of each layer that the outputs of any process reached.
+
+        ``held`` has the states of layers with statistics.
+        """
+        self._check_sizes()
+        warn_of_mismatch(self.comparisons, self.count)
+        warn_if_twice(self)
+        wanted, layers = self.wanted(due), self.by_weight
+        if processes.is_distributed:
+            self._pool(processes, wanted, held)
+        else:
+            for weight, sums in self.sums.items():
+                if weight in held and isinstance(sums.positions, Tensor):
+                    self.sums[weight] = sums.if_reached(sums.positions, _earlier(weight, held))
+        if not self.count and not self.warned:
+            self.warned = any(w in held and w.grad is not None for w in wanted)
+            if self.warned:
+                warn_the_caller(UNOBSERVED + self.hint)
+        # A frozen layer that is used later gets its statistics then, like one not used.
+        self.asked.update(w for w in due if w in held and not is_trainable(layers[w]))
+        return {weight: sums.means() for weight, sums in self.sums.items()}
+
+    def _check_sizes(self) -> None:
+        layers = self.by_weight
+        for weight, sums in self.sums.items():
+            if (len(sums.gradients), len(sums.inputs)) != matrix_shape(layers[weight]):
+                name = next(n for n, w in zip(self.names, self.weights, strict=True) if w is weight)
+                raise RuntimeError(
+                    f"layer {name!r} must keep its shape from observe() to step(), and is now "
+                    f"{tuple(weight.shape)}: observe an output again"
+                )
+
+    def _pool(self, processes: Any, wanted: Sequence[Tensor], held: Container[Tensor]) -> None:
+        """Replaces the sums by the sums over all processes.
+
+        ``wanted`` is the same in all processes. While a wanted layer has no statistics, and where
+        DistributedDataParallel looks for unused parameters, the processes first exchange which
+        layers their outputs reached, and wait. Otherwise the pooled counts tell, on the device.
+        """
+        if not wanted:
+            return
+        reached, earlier = list(wanted), {w: _earlier(w, held) for w in wanted if w in held}
+        if self.partial or not self.agreed or len(earlier) < len(wanted):
+            flags = [weight in group for group in (self.sums, self.called) for weight in wanted]
+            anyone, partial, *found = processes.anywhere(
+                [self.count > 0, self.partial, *flags], wanted[0].device
+            )
+            if not anyone:
+                return
+            self.partial, self.agreed = bool(partial), True
+            reached = list(compress(wanted, found[: len(wanted)]))
+            self.called = set(compress(wanted, found[len(wanted) :]))
+            earlier = {}  # some process has reached each of them
+        sums: dict[Tensor, LayerSums] = {}
+        if reached:
+            layers = {weight: self.by_weight[weight] for weight in reached}
+            observers = [int(self.count > 0)]
+            sums, totals = pooled_sums(processes.processes, layers, self.sums, earlier, observers)
+            if not self.count and not totals[0]:  # waits for the device only if count is 0
+                return
+        self.sums, self.count = sums, max(self.count, 1)
+        self.asked.update(wanted)
+
+    def witnesses(self, observed: Iterable[Any]) -> list[Tensor]:
+        """Roots of traces: no entry of a Gram matrix is larger than the largest of its diagonal."""
+        return [matrix.trace().sqrt() for pair in observed for matrix in pair]
+
+    def accumulate_(
+        self,
+        stats: Sequence[list[Tensor]],
+        observed: Sequence[Any],
+        layouts: Sequence[Layout],
+        decay: float | Tensor,
+        factors: Sequence[list[Tensor]] | None,
+    ) -> None:
+        """S <- decay S + (1 - decay) new; overwrites the new ones, so that it takes no memory."""
+        for pair, new_pair in zip(stats, observed, strict=True):
+            for old, new in zip(pair, new_pair, strict=True):
+                kept = torch.full((), 1.0, dtype=old.dtype, device=old.device).mul_(decay)
+                new.lerp_(old, kept)
+                # With decay 1 nothing changes, whatever the new one holds.
+                torch.where(kept < 1, new, old, out=old)
+
+    def batch_gradients(
+        self, optimizer: Any, outputs: Iterable[Any], processes: Any
+    ) -> Iterator[dict[Tensor, Any]]:
         """[G, A] of each layer: the plain mean over the batches of all processes that used it.
 
-        Also returns the number of batches left out because they were not finite.
+        Before it comes one pair that is not finite for each batch that was left out.
         """
-        stats: dict[int, list[Tensor]] = {}
-        counts: dict[int, int] = {}
+        stats: dict[Tensor, Pair] = {}
+        counts: dict[Tensor, int] = {}
         batches = skipped = 0
-        due = [number for number, layer in enumerate(self.layers) if is_trainable(layer)]
-        for index, output in enumerate(with_rows(self.likelihood, outputs)):
-            key = "warm start", index if processes is None else processes.number(index)
-            sums = self.sums(output, key, due, hooks, retain_graph=False)
-            batch = {number: each.means() for number, each in sums.items()}
+        due = self.wanted(self.weights)
+        for index, output in enumerate(self.batches(optimizer, outputs, processes)):
+            key = "warm start", processes.number(index)
+            sums = self._sums(optimizer, output, key, due, retain_graph=False)
+            batch = {weight: each.means() for weight, each in sums.items()}
             batches += 1
             if batch and not all_finite_statistics(batch.values()):
                 skipped += 1
                 continue
-            for number, pair in batch.items():
-                counts[number] = counts.get(number, 0) + 1
-                for old, new in zip(stats.setdefault(number, pair), pair, strict=True):
-                    old.lerp_(new, 1 / counts[number])
-        if processes is not None and due:
+            for weight, pair in batch.items():
+                counts[weight] = counts.get(weight, 0) + 1
+                for old, new in zip(stats.setdefault(weight, pair), pair, strict=True):
+                    old.lerp_(new, 1 / counts[weight])
+        if processes.is_distributed and due:
             weighted = {
-                i: LayerSums(g * counts[i], a * counts[i], counts[i], counts[i])
-                for i, (g, a) in stats.items()
+                w: LayerSums(g * counts[w], a * counts[w], counts[w], counts[w])
+                for w, (g, a) in stats.items()
             }
-            layers = {number: self.layers[number] for number in due}
-            processes.check_alike([layer.weight for layer in layers.values()])
-            pooled, totals = pooled_sums(processes, layers, weighted, {}, [batches, skipped])
+            layers, numbers = {w: self.by_weight[w] for w in due}, [batches, skipped]
+            pooled, totals = pooled_sums(processes.processes, layers, weighted, {}, numbers)
             batches, skipped = totals.tolist()
             stats = {
-                i: [sums.gradients / count, sums.inputs / count]
-                for i, sums in pooled.items()
+                w: [sums.gradients / count, sums.inputs / count]
+                for w, sums in pooled.items()
                 if (count := int(sums.examples))
             }
-        if not batches:
-            raise ValueError("outputs must hold at least one batch, got none")
-        if skipped == batches:
-            raise PreconditionerError(f"outputs: none of {skipped} batches was finite")
-        if not stats:
-            raise ValueError("outputs must depend on a layer that requires a gradient, and none do")
-        return stats, skipped
+        for _ in range(skipped):
+            yield {due[0]: [torch.full((1, 1), torch.nan, device=due[0].device)] * 2}
+        if batches > skipped:
+            if not stats:
+                raise ValueError(
+                    "outputs must depend on a layer that requires a gradient, and none do"
+                )
+            yield stats
+
+    def requires(self, param: Tensor) -> bool:
+        """See ``Empirical.requires``: a layer that was not called has nothing to observe."""
+        return param not in self.missed
+
+    def overlooked(self) -> set[Tensor]:
+        """See ``Empirical.overlooked``."""
+        return self.asked | self.missed.keys()
+
+    def batches(
+        self, optimizer: Any, outputs: Iterable[Any], processes: Processes
+    ) -> Iterator[Any]:
+        """See ``Empirical.batches``."""
+        return with_rows(optimizer.likelihood, outputs)
+
+    def missed_after(
+        self, reached: Container[Tensor], grads: Any, *, is_sharded: bool
+    ) -> dict[Tensor, int]:
+        """See ``Empirical.missed_after``.
+
+        A layer that a forward pass called, and whose output does not lead to the observed one, is
+        asked for when statistics are due. One that was not called is, at its next call.
+        """
+        asked = {w: LOSS_ONLY if w in self.called else PATIENCE for w in self.asked}
+        return {w: status for w, status in (self.missed | asked).items() if w not in reached}
+
+    def saved(self, numbers: Mapping[Tensor, int]) -> dict[str, Any]:
+        """See ``Empirical.saved``."""
+        sums = {numbers[weight]: list(vars(each).values()) for weight, each in self.sums.items()}
+        sets = {name: sorted(numbers[w] for w in getattr(self, name)) for name in _SETS}
+        return {"sums": sums, **sets, "count": self.count, "attached": self.attached}
+
+    def loaded(self, saved: Any, params: Mapping[int, Tensor]) -> dict[str, Any]:
+        """See ``Empirical.loaded``."""
+        place, layers = "['observed']", self.by_weight
+        known = {number: p for number, p in params.items() if p in layers}
+        entries = checkpoint.entries_of(place, saved, ("sums", *_SETS, "count", "attached"))
+        found: dict[str, Any] = {"sums": {}}
+        for number, values in checkpoint.by_number(f"{place}['sums']", entries[0], known).items():
+            weight, sizes = known[number], matrix_shape(layers[known[number]])
+            parts = values if isinstance(values, list) else [values]
+            got = [tuple(part.shape) if isinstance(part, Tensor) else part for part in parts]
+            if len(got) != 4 or got[:2] != [(d, d) for d in sizes]:
+                raise ValueError(
+                    f"state_dict['observed'] must have sums of sizes {sizes} for parameter "
+                    f"{number}, got {got[:2]}, and two counts, got {got[2:]}"
+                )
+            grams = checkpoint.copied(values[:2], weight.device, state_dtype(weight))
+            where = f"{place}['sums'][{number}]"
+            counts = [checkpoint.checked_count(where, n) for n in values[2:]]
+            on_device = [n.to(weight.device) if isinstance(n, Tensor) else n for n in counts]
+            found["sums"][weight] = LayerSums(*grams, *on_device)
+        for name, given in zip(_SETS, entries[1:3], strict=True):
+            numbers = checkpoint.numbers_in(f"{place}['{name}']", given, known)
+            found[name] = {known[number] for number in numbers}
+        for name, count in zip(("count", "attached"), entries[3:], strict=True):
+            found[name] = int(checkpoint.checked_count(f"{place}['{name}']", count))
+        return found
+
+    def use_up(self) -> None:
+        """See ``Empirical.use_up``."""
+        self.sums, self.count, self.asked, self.called = {}, 0, set(), set()
+        self.comparisons, self.attached, self.hint = [], 0, ""
+
+
+@dataclass(kw_only=True)
+class TrainingLayers(LayerStatistics):
+    """The same from the training's own backward, whose loss is a mean over the batch.
+
+    Of calls in one backward the first has the examples; others add positions.
+    """
+
+    partial: bool = True  # no graph says which layers the loss of another process reaches
+    passes: dict[Tensor, int] = field(default_factory=dict)  # the last backward of each layer
+    samples: ClassVar[bool] = False
+
+    def arrived(self, number: int, inputs: Tensor, gradient: Tensor) -> None:
+        """Takes one call of a layer, in a backward."""
+        new = self._of_call(self.layers[number], inputs, gradient, 1)
+        weight, now = self.weights[number], torch._C._current_graph_task_id()
+        if weight not in self.sums:
+            self.sums[weight] = new
+        elif self.passes.get(weight) == now:
+            self.sums[weight] = self.sums[weight].with_call(new)
+        else:
+            self.sums[weight] = self.sums[weight] + new
+        self.passes[weight] = now
+
+    def _loss(
+        self, optimizer: Any, output: Any, key: tuple[int | str, ...]
+    ) -> tuple[Tensor, int | Tensor]:
+        """The training loss itself."""
+        return check_scalar_loss("outputs (here: training losses)", output), 1
+
+    def _of_call(
+        self, layer: Layer, inputs: Tensor, gradient: Tensor, examples: int | Tensor
+    ) -> LayerSums:
+        """The sums of one call, from the gradient of the mean loss."""
+        count = len(inputs) if inputs.dim() > layer.weight.dim() - 1 else 1  # else no batch
+        sums = layer_sums(layer, inputs, gradient, count)
+        return replace(sums, gradients=sums.gradients * count**2)
+
+    def gradients(
+        self,
+        processes: Processes,
+        due: Sequence[Tensor],
+        with_gradients: Container[Tensor],
+        held: Container[Tensor],
+    ) -> dict[Tensor, Any]:
+        """See ``LayerStatistics.gradients``."""
+        self.count, self.warned = int(bool(self.sums)), True
+        self.asked.update(self.wanted(due))
+        found = super().gradients(processes, due, with_gradients, held)
+        return {weight: pair for weight, pair in found.items() if weight in set(due)}
+
+    def batches(
+        self, optimizer: Any, outputs: Iterable[Any], processes: Processes
+    ) -> Iterator[Any]:
+        """See ``Empirical.batches``."""
+        return iter(outputs)
+
+    def requires(self, param: Tensor) -> bool:
+        """See ``Empirical.requires``: a layer that no call reached moves with the momentum."""
+        return False
+
+    def use_up(self) -> None:
+        """See ``Empirical.use_up``."""
+        super().use_up()
+        self.passes = {}
+
+
+_SETS = ("asked", "called")
+
+
+def _earlier(weight: Tensor, held: Any) -> Pair | None:
+    """The statistics that a layer has; None if its owner rank has them."""
+    found: Pair | None = held[weight].get("stats")
+    return found
 
 
 def batch_size(output: Any) -> int:

@@ -13,8 +13,6 @@ from tnt_optim.distributed.process_group import ProcessGroup
 from tnt_optim.kfac.layers import Layer, input_rows, matrix_shape, output_rows
 from tnt_optim.modes import state_dtype
 
-States = Mapping[Tensor, dict[str, Any]]
-
 
 @dataclass(frozen=True)
 class LayerSums:
@@ -48,13 +46,17 @@ class LayerSums:
             self.positions + other.positions,
         )
 
-    def if_reached(self, reached: Tensor, earlier: Sequence[Tensor]) -> "LayerSums":
-        """These sums, or earlier means if ``reached`` is 0. Does not wait for the device."""
+    def if_reached(self, reached: Tensor, earlier: Sequence[Tensor] | None) -> "LayerSums":
+        """These sums, or earlier means if ``reached`` is 0. Does not wait for the device.
+
+        None stands for zeros, in a process that does not keep the statistics.
+        """
 
         def chosen(new: Any, old: Any) -> Tensor:
             return torch.where(reached > 0, new, old)
 
-        return LayerSums(*map(chosen, vars(self).values(), [*earlier, 1, 1]))
+        kept = [0.0, 0.0] if earlier is None else earlier
+        return LayerSums(*map(chosen, vars(self).values(), [*kept, 1, 1]))
 
     def means(self) -> list[Tensor]:
         """[G, A]: G is a mean over positions, A a mean over examples of sums over positions."""
@@ -108,39 +110,20 @@ def all_finite_statistics(stats: Iterable[Sequence[Tensor]]) -> Tensor:
     return torch.stack([trace.to(traces[0].device) for trace in traces]).isfinite().all()
 
 
-def blend(
-    states: States,
-    observed: Mapping[Tensor, list[Tensor]],
-    decays: Mapping[Tensor, float | Tensor],
-    finite: Tensor,
-) -> None:
-    """S <- decay S + (1 - decay) new, by weight, if ``finite``; overwrites the new statistics.
-
-    All memory is taken before the first statistic changes.
-    """
-    where = {weight: finite.to(weight.device) for weight in observed}
-    for weight, pair in observed.items():
-        for old, new in zip(states[weight]["stats"], pair, strict=True):
-            new.lerp_(old, decays[weight])
-    for weight, pair in observed.items():
-        for old, new in zip(states[weight]["stats"], pair, strict=True):
-            torch.where(where[weight], new, old, out=old)
-
-
 def pooled_sums(
     processes: ProcessGroup,
-    layers: Mapping[int, Layer],
-    sums: Mapping[int, LayerSums],
-    held: Mapping[int, Sequence[Tensor]],
+    layers: Mapping[Tensor, Layer],
+    sums: Mapping[Tensor, LayerSums],
+    held: Mapping[Tensor, Sequence[Tensor] | None],
     numbers: Sequence[int],
-) -> tuple[dict[int, LayerSums], Tensor]:
+) -> tuple[dict[Tensor, LayerSums], Tensor]:
     """The sums over the examples of all processes. Does not wait for the device.
 
     A process's sums are left out if they are not finite. If all are left out, the means are NaN.
 
     Args:
         processes: those that train copies of the model.
-        layers: by number, the same in all processes.
+        layers: by weight, the same in all processes.
         sums: this process's sums, of the layers that its outputs reached.
         held: earlier means by layer, returned for a layer that no process has reached.
         numbers: their totals are returned, too.
@@ -153,8 +136,8 @@ def pooled_sums(
         return torch.full((), number, dtype=torch.int64, device=device)
 
     counts, triangles = [counted(number) for number in numbers], []
-    for number, layer in layers.items():
-        own = sums.get(number)
+    for weight, layer in layers.items():
+        own = sums.get(weight)
         if own is None:
             counts += [counted(0)] * 3
             empty = layer.weight.new_zeros(0, dtype=state_dtype(layer.weight))
@@ -169,12 +152,12 @@ def pooled_sums(
     totals, *triangles = processes.sums([torch.stack(counts), *triangles])
     pooled, rest = {}, iter(triangles)
     by_layer = totals[len(numbers) :].view(-1, 3).unbind()
-    for (number, layer), of_layer in zip(layers.items(), by_layer, strict=True):
+    for (weight, layer), of_layer in zip(layers.items(), by_layer, strict=True):
         matrices = [unpacked(next(rest), size) for size in matrix_shape(layer)]
         reached, *terms = of_layer.to(matrices[0].device).unbind()
-        pooled[number] = LayerSums(*matrices, *terms)
-        if number in held:
-            pooled[number] = pooled[number].if_reached(reached, held[number])
+        pooled[weight] = LayerSums(*matrices, *terms)
+        if weight in held:
+            pooled[weight] = pooled[weight].if_reached(reached, held[weight])
     return pooled, totals[: len(numbers)]
 
 
