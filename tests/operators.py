@@ -34,6 +34,7 @@ VARIANTS = (
     "damped_inverse",
     "damped_inverse relative",
     "inverse_root",
+    "inverse_root relative",
     "mode_products",
     "preconditioned_step_",
     "scaled_step_",
@@ -43,7 +44,9 @@ VARIANTS = (
     "grafted_directions_ Adam Nesterov",
 )
 # The variants that read factors, and move momenta.
-INVERSES = ("damped_inverse", "damped_inverse relative", "inverse_root")
+ROOTED = ("inverse_root", "inverse_root relative")
+RELATIVE = ("damped_inverse relative", "inverse_root relative")
+INVERSES = ("damped_inverse", "damped_inverse relative", *ROOTED)
 GRAFTS = tuple(variant for variant in VARIANTS if variant.startswith("grafted"))
 ADAM = tuple(variant for variant in GRAFTS if "Adam" in variant)
 STEPS = ("preconditioned_step_", *GRAFTS)
@@ -193,7 +196,7 @@ def call(
     if name in INVERSES:
         chosen: dict[str, Any] = {"relative": option == "relative"}
         if name == "inverse_root":
-            chosen = {"root": [ROOTS[t % len(ROOTS)] for t in range(len(shapes))]}
+            chosen["root"] = [ROOTS[t % len(ROOTS)] for t in range(len(shapes))]
         out = [poisoned_like(row) for row in modes]
         return Call(name, {"stats": modes, **numbers, **chosen, "out": out})
     if name == "scaled_step_":
@@ -374,6 +377,8 @@ def _powers(name: str, a: dict[str, Any], t: int) -> list[Tensor]:
         damping = damping * c if a["relative"] else damping
     results = []
     for matrix, stat in zip(matrices, stats, strict=True):
+        if name == "inverse_root" and a["relative"]:
+            damping = a["damping"] * matrix.trace() / len(matrix)
         values, vectors = torch.linalg.eigh(matrix + damping * torch.eye(len(matrix)).double())
         results.append(_kept(vectors @ torch.diag(values**power) @ vectors.mT, stat))
     return results
@@ -401,8 +406,9 @@ def flat_arguments(given: Call) -> tuple[Any, ...]:
     if given.name == "gram_ema_":
         return flat(a["stats"]), a["tensors"], *numbers(), flat(a.get("factors", []))
     if given.name in INVERSES:
-        option = a["relative"] if given.name == "damped_inverse" else a["root"]
-        return flat(a["out"]), flat(a["stats"]), [len(r) for r in a["stats"]], *numbers(), option
+        roots = [a["root"]] if given.name == "inverse_root" else []
+        lists = flat(a["out"]), flat(a["stats"]), [len(r) for r in a["stats"]]
+        return *lists, *numbers(), *roots, a["relative"]
     if given.name == "mode_products":
         return a["tensors"], flat(a["factors"])
     if given.name == "scaled_step_":

@@ -172,7 +172,7 @@ def _by_mode(flat: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[list[Ten
 
 
 def _codes(*arguments: Any) -> Tensor:
-    _, stats, orders, damping, _ = arguments
+    _, stats, orders, damping, *_ = arguments
     like = stats[0] if stats else damping
     return cast(Tensor, like.new_empty(len(orders), dtype=torch.int32))
 
@@ -218,8 +218,8 @@ _REFERENCE: dict[str, Callable[..., Any]] = {
     "damped_inverse": lambda out, stats, orders, damping, relative: reference.damped_inverse(
         _nested(stats, orders), damping, _nested(out, orders), relative
     )[1],
-    "inverse_root": lambda out, stats, orders, damping, roots: reference.inverse_root(
-        _nested(stats, orders), damping, roots, _nested(out, orders)
+    "inverse_root": lambda out, stats, orders, damping, roots, relative: reference.inverse_root(
+        _nested(stats, orders), damping, roots, _nested(out, orders), relative
     )[1],
     "mode_products": lambda tensors, factors: reference.mode_products(
         tensors, _by_mode(factors, tensors)

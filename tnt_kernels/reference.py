@@ -85,13 +85,25 @@ def damped_inverse(
 
 
 def inverse_root(
-    stats: Modes, damping: Number, root: int | Sequence[int], out: Modes | None = None
+    stats: Modes,
+    damping: Number,
+    root: int | Sequence[int],
+    out: Modes | None = None,
+    relative: bool = False,
 ) -> tuple[Modes, Tensor]:
-    """A_i = (S_i + eps I)^(-1/root) by the coupled Newton iteration."""
+    """A_i = (S_i + eps I)^(-1/root) by Newton's iteration; relative: eps tr(S_i) / d_i for eps."""
+
+    def eps(stat: Tensor) -> Tensor:
+        if not relative:
+            return _scalar_like(stat, damping)
+        average = (stat if stat.dim() == 1 else stat.diagonal()).double().mean()
+        limits = torch.finfo(stat.dtype)
+        nothing = average.abs() < limits.tiny / limits.eps
+        return _scalar_like(stat, torch.where(nothing, 1.0, damping * average))
+
     roots = [root] * len(stats) if isinstance(root, int) else root
     results = [
-        [_inverse_root(s, _scalar_like(s, damping), p) for s in modes]
-        for modes, p in zip(stats, roots, strict=True)
+        [_inverse_root(s, eps(s), p) for s in modes] for modes, p in zip(stats, roots, strict=True)
     ]
     return _write_good_factors(stats, out, results)
 

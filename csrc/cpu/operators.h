@@ -55,9 +55,9 @@ void damped_inverse(const std::vector<TensorModes>& tensors, double damping, boo
 // measured for the smallest eigenvalue, 0.19 at d = 30, 250 and 1000.
 constexpr double kEigenvalueRoundings = 0.5;
 
-// A_i = (S_i + damping I)^(-1/roots[t]) for every mode of every tensor t; `info` and `out` as in
-// damped_inverse. Of S_i the lower triangle (row-major) is read. Ren & Goldfarb 2021, Algorithm 4;
-// Anil et al. 2021.
+// A_i = (S_i + damping I)^(-1/roots[t]) for every mode of every tensor t, S_i the statistic + its
+// `shift` I; `info` and `out` as in damped_inverse. Of a statistic the lower triangle (row-major)
+// is read. Ren & Goldfarb 2021, Algorithm 4; Anil et al. 2021.
 //
 // Eigenvalues of S_i that are negative only by roundings of S_i, down to
 //   -kEigenvalueRoundings sqrt(d) eps(dtype of S_i) lambda_max,

@@ -249,7 +249,7 @@ def draw_statistics(data: DataObject, call: Call) -> Call:
     # the unit is 1.
     units = [1.0, 1e-15, 1e15] if root else [1.0, 1e-25, 1e25] if a["relative"] else [1.0]
     unit = data.draw(st.sampled_from(units), label="unit")
-    a["damping"] = draw_number(data, "damping", unit if root else 1.0)
+    a["damping"] = draw_number(data, "damping", unit if root and not a["relative"] else 1.0)
     contents = data.draw(st.sampled_from([None, "nan", "numbers"]), label="out")
     if contents is None:
         a["out"] = None
