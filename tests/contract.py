@@ -40,6 +40,7 @@ from operators import (
     GRAFTS,
     GRAMS,
     INVERSES,
+    NORMS,
     NUMBERS,
     RELATIVE,
     ROOTED,
@@ -175,7 +176,7 @@ class EveryOperator(Implementation):
             )
             for key, result in results.items():
                 assert len(result) == 0
-                if key in ("info", "scales"):
+                if key in ("info", *NORMS):
                     assert result.dtype == (torch.int32 if key == "info" else torch.float64)
 
     @over(*GRAMS, "mode_products", *STEPS)
@@ -582,14 +583,14 @@ class Steps(Implementation):
         given = Call(variant.split()[0], {**one, **many, "factors": one["factors"] * len(counts)})
         given.arguments["counts"] = torch.tensor(counts, dtype=torch.float64)
         results = self.check(given)
-        assert len(set(results["scales"].tolist())) == len(counts)
+        assert len(set(results["other_norms"].tolist())) == len(counts)
 
     @over("grafted_directions_", "grafted_directions_ Nesterov")
     def test_a_plain_sum_of_gradients_has_a_length(self, variant: str) -> None:
         self.check(call(variant, self.shapes).with_arguments(momentum=1.0))
 
     @over(*GRAFTS)
-    def test_a_direction_of_zero_has_scale_zero(self, variant: str) -> None:
+    def test_a_direction_of_zero_has_norm_zero(self, variant: str) -> None:
         for dtype in STATE_DTYPES:
             given = call(variant, [(9, 5)] * 4, dtype=dtype)
             given.arguments["factors"][1][0].zero_()
@@ -597,7 +598,8 @@ class Steps(Implementation):
                 if key in given.arguments:
                     given.arguments[key][2].zero_()
             results = self.check(given)
-            assert [s > 0 for s in results["scales"].tolist()] == [True, False, False, True]
+            assert [n > 0 for n in results["norms"].tolist()] == [True, False, False, True]
+            assert [n > 0 for n in results["other_norms"].tolist()] == [True, True, False, True]
             assert not results["directions"][1].any() and results["momenta"][1].any()
 
     @over("grafted_directions_", "grafted_directions_ Nesterov")

@@ -75,6 +75,8 @@ NUMBERS = {
 }
 # Tensors with numbers for each entry of the lists.
 TABLES = ("counts", "scales")
+# Results of float64 that are computed from the momenta: |R| and |P|.
+NORMS = ("other_norms", "norms")
 ROOTS = (4, 1, 2, 3, 6)
 
 Results = dict[str, Any]
@@ -97,7 +99,8 @@ class Call:
             return {"factors": returned[0], "info": returned[1]}
         written = {key: a[key] for key in WRITTEN[self.name] if key != "out" and a.get(key)}
         if self.name == "grafted_directions_":
-            return {**written, "directions": returned[0], "scales": returned[1]}
+            norms = dict(zip(NORMS, returned[1].unbind(1), strict=True))
+            return {**written, "directions": returned[0], **norms}
         assert returned is None
         return written
 
@@ -256,7 +259,7 @@ def dtype_of(key: str, t: int, given: Call) -> torch.dtype:
     a = given.arguments
     if key == "params":
         return a["params"][t].dtype
-    if key in ("info", "scales"):
+    if key in ("info", *NORMS):
         return torch.int32 if key == "info" else torch.float64
     state: torch.dtype = flat([a.get("stats", a.get("factors", a.get("directions")))[t]])[0].dtype
     return state
@@ -273,8 +276,7 @@ def _accurate(
         identical(result, result.mT)
     if key in ("factors", "products", "directions"):
         assert result.is_contiguous()
-    # Scales are float64 numbers computed from the momenta.
-    single = (given.arguments["momenta"][t] if key == "scales" else result).dtype != torch.float64
+    single = (given.arguments["momenta"][t] if key in NORMS else result).dtype != torch.float64
     usual = FLOAT32_OPERATOR if single else FLOAT64_OPERATOR
     if given.name == "inverse_root":
         if result.dim() == 1:  # no iteration
@@ -353,17 +355,11 @@ def by_oracle(given: Call) -> Results:
                 ahead, results["second_moments"], a["counts"].tolist(), strict=True
             )
         ]
-    scales = [_ratio(r, p) for r, p in zip(others, directions, strict=True)]
-    return {
-        **results,
-        "directions": directions,
-        "scales": torch.tensor(scales, dtype=torch.float64),
-    }
-
-
-def _ratio(other: Tensor, direction: Tensor) -> float:
-    length = math.sqrt(float(direction.square().sum()))
-    return math.sqrt(float(other.square().sum())) / length if length else 0.0
+    norms = [
+        torch.tensor([math.sqrt(float(p.square().sum())) for p in steps], dtype=torch.float64)
+        for steps in (others, directions)
+    ]
+    return {**results, "directions": directions, **dict(zip(NORMS, norms, strict=True))}
 
 
 def _powers(name: str, a: dict[str, Any], t: int) -> list[Tensor]:

@@ -177,9 +177,9 @@ def _codes(*arguments: Any) -> Tensor:
     return cast(Tensor, like.new_empty(len(orders), dtype=torch.int32))
 
 
-def _scales(momenta: Sequence[Tensor], *arguments: Any) -> Tensor:
+def _norms(momenta: Sequence[Tensor], *arguments: Any) -> Tensor:
     like = momenta[0] if momenta else arguments[4]
-    return like.new_empty(len(momenta), dtype=torch.float64)
+    return like.new_empty(len(momenta), 2, dtype=torch.float64)
 
 
 # Operator -> its results without data, for ``torch.compile`` and meta tensors.
@@ -192,7 +192,7 @@ _SHAPES: dict[str, Callable[..., Any]] = {
     ],
     "preconditioned_step_": lambda *_: None,
     "scaled_step_": lambda *_: None,
-    "grafted_directions_": _scales,
+    "grafted_directions_": _norms,
 }
 
 

@@ -362,7 +362,9 @@ def grafted_directions_(
     eps: float = 1e-8,
     nesterov: bool = False,
 ) -> tuple[list[Tensor], Tensor]:
-    """m <- momentum m + g;  P = n x_1 A_1 ... x_k A_k;  s = |R| / |P|, the grafting scale.
+    """m <- momentum m + g;  P = n x_1 A_1 ... x_k A_k;  the norms of P and of another step R.
+
+    Grafting uses the length of R for P: the step is |R| / |P| P.
 
     n is m or, with ``nesterov``, the next step's m if its gradient were g again: momentum m + g. R
     is n or, with ``second_moments``, Adam's bias-corrected direction n^ / (sqrt(v^) + eps) with
@@ -383,7 +385,7 @@ def grafted_directions_(
         nesterov: whether P and R look ahead.
 
     Returns:
-        The P, and the s: float64, (number of momenta,), on the device; s is 0 if P is.
+        The P, and the norms (|R|, |P|) of each: float64, (number of momenta, 2), on the device.
 
     Raises:
         ValueError, TypeError: naming the argument that does not fit; nothing is then changed.
@@ -393,9 +395,9 @@ def grafted_directions_(
     Nesterov momentum into Adam".
 
     >>> m, g = torch.zeros(2), torch.tensor([3.0, 4.0])
-    >>> (direction,), scales = grafted_directions_([m], [g], [[torch.tensor([2.0, 2.0])]], 0.9)
-    >>> direction, scales
-    (tensor([6., 8.]), tensor([0.5000], dtype=torch.float64))
+    >>> (direction,), norms = grafted_directions_([m], [g], [[torch.tensor([2.0, 2.0])]], 0.9)
+    >>> direction, norms
+    (tensor([6., 8.]), tensor([[ 5., 10.]], dtype=torch.float64))
     """
     mu = scalar("momentum", momentum)
     check_graft(momentum, second_moments, counts, second_decay, eps)
@@ -424,8 +426,8 @@ def grafted_directions_(
         return *lists, _flat(factors, momenta), mu, table, second_decay, eps, nesterov
 
     target = _contiguous_like(momenta) if out is None else out
-    scales = _call("grafted_directions_", check, arguments)
-    return list(target), scales
+    norms = _call("grafted_directions_", check, arguments)
+    return list(target), norms
 
 
 def _call(name: str, check: Callable[[], None], arguments: Callable[[], tuple[Any, ...]]) -> Any:

@@ -173,7 +173,7 @@ def grafted_directions_(
     eps: float = 1e-8,
     nesterov: bool = False,
 ) -> tuple[list[Tensor], Tensor]:
-    """m <- momentum m + g; P = n x_1 A_1 ... x_k A_k; s = |R| / |P|, R is n or Adam's.
+    """m <- momentum m + g; P = n x_1 A_1 ... x_k A_k; the norms |R| and |P|, R is n or Adam's.
 
     n = m; with ``nesterov`` momentum m + g.
     """
@@ -193,11 +193,9 @@ def grafted_directions_(
             _adam(n, v, _scalar_like(v, momentum), count, second_decay, eps)
             for n, v, count in zip(ahead, new_moments, powers, strict=True)
         ]
-    norms = [[t.double().norm() for t in pair] for pair in zip(others, directions, strict=True)]
-    scales = [torch.where(b == 0, 0.0, a / b) for a, b in norms]
-    device = momenta[0].device if momenta else None
-    none = torch.zeros(0, dtype=torch.float64, device=device)
-    returned = torch.stack(scales) if scales else none
+    pairs = zip(others, directions, strict=True)
+    norms = [torch.stack([t.double().norm() for t in pair]) for pair in pairs]
+    returned = torch.stack(norms) if norms else torch.zeros(0, 2, dtype=torch.float64)
     _write([*momenta, *(second_moments or [])], [*new_momenta, *new_moments])
     if out is not None:
         _write(out, directions)

@@ -116,10 +116,10 @@ struct GraftRates {
 };
 
 // m <- momentum m + g;  v <- second_decay v + (1 - second_decay) g^2;  P = n x_1 A_1 ... x_k A_k,
-// n = m, or momentum m + g with nesterov; scales[t] = |R| / |P| for every tensor, 0 if |P| is 0; R
-// is Adam's bias-corrected direction with the numerator n, or n.
-// Ren & Goldfarb 2021, Algorithm 2; Agarwal et al. 2020.
+// n = m, or momentum m + g with nesterov; norms[2 t] = |R| and norms[2 t + 1] = |P| for every
+// tensor t; R is Adam's bias-corrected direction with the numerator n, or n. Ren & Goldfarb 2021,
+// Algorithm 2; Agarwal et al. 2020.
 void grafted_directions(const std::vector<GraftedDirection>& directions, const GraftRates& rates,
-                        double* scales);
+                        double* norms);
 
 }  // namespace tnt

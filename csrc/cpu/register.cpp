@@ -348,10 +348,11 @@ Tensor grafted_directions_op(const TensorList& momenta, const TensorList& second
     }
     directions.push_back(std::move(one));
   }
-  Tensor scales = zeros(momenta.size(), kDouble);
+  const int64_t shape[] = {static_cast<int64_t>(momenta.size()), 2};
+  Tensor norms = empty(shape, kDouble);
   grafted_directions(directions, {mu, second_decay, eps, nesterov, may_round()},
-                     static_cast<double*>(scales.mutable_data()));
-  return scales;
+                     static_cast<double*>(norms.mutable_data()));
+  return norms;
 }
 
 // Calls use(name, Boxed) for every operator, in the order of tnt_kernels/schemas.py.

@@ -165,7 +165,7 @@ class _Bucket:
         self.weights, self.states, self.grads = weights, states, grads
         self.layouts, self.group = layouts, group
         self.directions: list[Tensor] = []
-        self.scales: Tensor | None = None  # as ``directions_`` returns them
+        self.norms: Tensor | None = None  # as ``directions_`` returns them
 
     def stages(self) -> list[Stage]:
         """Moments and directions; weights; with rounding, the parameters."""
@@ -180,11 +180,11 @@ class _Bucket:
     def _make_directions(self) -> None:
         self.weights.take()
         found = directions_(self.grads, self.states, self.layouts, self.group)
-        self.directions, self.scales = found
+        self.directions, self.norms = found
 
     def _move(self) -> None:
         group = self.group
-        scales = graft_scales(self.scales, self.grads, self.states, self.layouts, group)
+        scales = graft_scales(self.norms, self.directions, group)
         if group["kl_clip"] is not None:
             momenta = preconditioned_momenta(self.grads, self.states, self.layouts, group)
             scales = clipped(self.directions, momenta, scales, group)

@@ -32,6 +32,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DataObject, DrawFn, SearchStrategy
 from operators import (
     INVERSES,
+    NORMS,
     NUMBERS,
     STRIDED_WRITTEN,
     TABLES,
@@ -370,7 +371,7 @@ def tolerance_of(
         return product_rounding(state_dtype(dtype), expected.shape) + rounded
     momentum = call.arguments["momenta"][t]
     rounding = sum_rounding(momentum.dtype, 1)
-    if key == "scales":  # of entries of the momentum's dtype; their squares are summed in float64
+    if key in NORMS:  # of entries of the momentum's dtype; their squares are summed in float64
         rounding += sum_rounding(torch.float64, momentum.numel()) + rounded
     return rounding
 

@@ -168,7 +168,7 @@ class OwnerRanks:
         seen = [layout_of(state) for state in own]
         grads = [whole[p] for p in params]
         found, norms = directions_(grads, own, seen, group)
-        scales = graft_scales(norms, grads, own, seen, group)
+        scales = graft_scales(norms, found, group)
         if group["kl_clip"] is not None:
             momenta = preconditioned_momenta(grads, own, seen, group)
             sums = self.processes.sums
