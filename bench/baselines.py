@@ -138,7 +138,7 @@ def grafted_tensordot_(
     torch._foreach_add_(roots, eps)
     adam = _norms(torch._foreach_div(momenta, roots))
     first = (1 - momentum) / (1 - momentum**updates)
-    return directions, adam.mul_(first) / _norms(directions)
+    return directions, torch.stack([adam.mul_(first), _norms(directions)], 1)
 
 
 # MKL's dot of more numbers is off by 1e-4 and more on AMD; foreach_norm is slower and worse.

@@ -187,7 +187,7 @@ def step(parameter_set: ParameterSet, device: torch.device) -> Problem:
 
 
 def grafted(parameter_set: ParameterSet, device: torch.device) -> Problem:
-    """Momentum, Adam's second moment, products and grafting scales of all parameters once."""
+    """Momentum, Adam's second moment, products and norms of all parameters once."""
     rng, views = generator(device), parameter_set.views
     momenta, grads = normal(views, rng), normal(views, rng)
     squares = [tensor.square() for tensor in normal(views, rng)]
@@ -195,7 +195,7 @@ def grafted(parameter_set: ParameterSet, device: torch.device) -> Problem:
     counts = torch.full((len(views), 2), float(UPDATES), dtype=torch.float64)
     adam: dict[str, Any] = {"second_decay": SECOND_DECAY, "eps": EPS}
     wide_momenta, wide_grads, wide_squares = in_float64([momenta, grads, squares])
-    directions, scales = reference.grafted_directions_(
+    directions, norms = reference.grafted_directions_(
         wide_momenta, wide_grads, in_float64(factors), MOMENTUM, wide_squares, counts, **adam
     )
 
@@ -206,10 +206,10 @@ def grafted(parameter_set: ParameterSet, device: torch.device) -> Problem:
         kept: list[Tensor] = []
 
         def run() -> None:
-            directions, scales = direct(
+            directions, norms = direct(
                 own_momenta, grads, factors, MOMENTUM, own_squares, counts, **adam, **options
             )
-            kept[:] = [*directions, scales]
+            kept[:] = [*directions, *norms.unbind(1)]
 
         return Candidate(name, run, lambda: [*kept, *own_momenta, *own_squares])
 
@@ -219,7 +219,7 @@ def grafted(parameter_set: ParameterSet, device: torch.device) -> Problem:
             candidate(OURS, grafted_directions_, out=[torch.empty_like(m) for m in momenta]),
             candidate("tensordot + foreach", baselines.grafted_tensordot_),
         ],
-        [*directions, scales, *wide_momenta, *wide_squares],
+        [*directions, *norms.unbind(1), *wide_momenta, *wide_squares],
         grafted_work(parameter_set),
     )
 

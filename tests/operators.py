@@ -34,6 +34,7 @@ VARIANTS = (
     "damped_inverse",
     "damped_inverse relative",
     "inverse_root",
+    "inverse_root relative",
     "mode_products",
     "preconditioned_step_",
     "scaled_step_",
@@ -43,7 +44,9 @@ VARIANTS = (
     "grafted_directions_ Adam Nesterov",
 )
 # The variants that read factors, and move momenta.
-INVERSES = ("damped_inverse", "damped_inverse relative", "inverse_root")
+ROOTED = ("inverse_root", "inverse_root relative")
+RELATIVE = ("damped_inverse relative", "inverse_root relative")
+INVERSES = ("damped_inverse", "damped_inverse relative", *ROOTED)
 GRAFTS = tuple(variant for variant in VARIANTS if variant.startswith("grafted"))
 ADAM = tuple(variant for variant in GRAFTS if "Adam" in variant)
 STEPS = ("preconditioned_step_", *GRAFTS)
@@ -72,6 +75,8 @@ NUMBERS = {
 }
 # Tensors with numbers for each entry of the lists.
 TABLES = ("counts", "scales")
+# Results of float64 that are computed from the momenta: |R| and |P|.
+NORMS = ("other_norms", "norms")
 ROOTS = (4, 1, 2, 3, 6)
 
 Results = dict[str, Any]
@@ -94,7 +99,8 @@ class Call:
             return {"factors": returned[0], "info": returned[1]}
         written = {key: a[key] for key in WRITTEN[self.name] if key != "out" and a.get(key)}
         if self.name == "grafted_directions_":
-            return {**written, "directions": returned[0], "scales": returned[1]}
+            norms = dict(zip(NORMS, returned[1].unbind(1), strict=True))
+            return {**written, "directions": returned[0], **norms}
         assert returned is None
         return written
 
@@ -193,7 +199,7 @@ def call(
     if name in INVERSES:
         chosen: dict[str, Any] = {"relative": option == "relative"}
         if name == "inverse_root":
-            chosen = {"root": [ROOTS[t % len(ROOTS)] for t in range(len(shapes))]}
+            chosen["root"] = [ROOTS[t % len(ROOTS)] for t in range(len(shapes))]
         out = [poisoned_like(row) for row in modes]
         return Call(name, {"stats": modes, **numbers, **chosen, "out": out})
     if name == "scaled_step_":
@@ -253,7 +259,7 @@ def dtype_of(key: str, t: int, given: Call) -> torch.dtype:
     a = given.arguments
     if key == "params":
         return a["params"][t].dtype
-    if key in ("info", "scales"):
+    if key in ("info", *NORMS):
         return torch.int32 if key == "info" else torch.float64
     state: torch.dtype = flat([a.get("stats", a.get("factors", a.get("directions")))[t]])[0].dtype
     return state
@@ -270,8 +276,7 @@ def _accurate(
         identical(result, result.mT)
     if key in ("factors", "products", "directions"):
         assert result.is_contiguous()
-    # Scales are float64 numbers computed from the momenta.
-    single = (given.arguments["momenta"][t] if key == "scales" else result).dtype != torch.float64
+    single = (given.arguments["momenta"][t] if key in NORMS else result).dtype != torch.float64
     usual = FLOAT32_OPERATOR if single else FLOAT64_OPERATOR
     if given.name == "inverse_root":
         if result.dim() == 1:  # no iteration
@@ -350,17 +355,11 @@ def by_oracle(given: Call) -> Results:
                 ahead, results["second_moments"], a["counts"].tolist(), strict=True
             )
         ]
-    scales = [_ratio(r, p) for r, p in zip(others, directions, strict=True)]
-    return {
-        **results,
-        "directions": directions,
-        "scales": torch.tensor(scales, dtype=torch.float64),
-    }
-
-
-def _ratio(other: Tensor, direction: Tensor) -> float:
-    length = math.sqrt(float(direction.square().sum()))
-    return math.sqrt(float(other.square().sum())) / length if length else 0.0
+    norms = [
+        torch.tensor([math.sqrt(float(p.square().sum())) for p in steps], dtype=torch.float64)
+        for steps in (others, directions)
+    ]
+    return {**results, "directions": directions, **dict(zip(NORMS, norms, strict=True))}
 
 
 def _powers(name: str, a: dict[str, Any], t: int) -> list[Tensor]:
@@ -374,6 +373,8 @@ def _powers(name: str, a: dict[str, Any], t: int) -> list[Tensor]:
         damping = damping * c if a["relative"] else damping
     results = []
     for matrix, stat in zip(matrices, stats, strict=True):
+        if name == "inverse_root" and a["relative"]:
+            damping = a["damping"] * matrix.trace() / len(matrix)
         values, vectors = torch.linalg.eigh(matrix + damping * torch.eye(len(matrix)).double())
         results.append(_kept(vectors @ torch.diag(values**power) @ vectors.mT, stat))
     return results
@@ -401,8 +402,9 @@ def flat_arguments(given: Call) -> tuple[Any, ...]:
     if given.name == "gram_ema_":
         return flat(a["stats"]), a["tensors"], *numbers(), flat(a.get("factors", []))
     if given.name in INVERSES:
-        option = a["relative"] if given.name == "damped_inverse" else a["root"]
-        return flat(a["out"]), flat(a["stats"]), [len(r) for r in a["stats"]], *numbers(), option
+        roots = [a["root"]] if given.name == "inverse_root" else []
+        lists = flat(a["out"]), flat(a["stats"]), [len(r) for r in a["stats"]]
+        return *lists, *numbers(), *roots, a["relative"]
     if given.name == "mode_products":
         return a["tensors"], flat(a["factors"])
     if given.name == "scaled_step_":

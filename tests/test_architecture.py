@@ -271,7 +271,7 @@ def test_the_include_checker_finds(path: str, source: str) -> None:
 SIGNATURES = {
     "gram_ema_": "stats, tensors, decay, factors=None",
     "damped_inverse": "stats, damping, out=None, relative=False",
-    "inverse_root": "stats, damping, root, out=None",
+    "inverse_root": "stats, damping, root, out=None, relative=False",
     "mode_products": "tensors, factors",
     "preconditioned_step_": "params, momenta, grads, factors, lr, momentum, weight_decay",
     "scaled_step_": "params, directions, lr, weight_decay, decayed=None, scales=None",

@@ -172,14 +172,14 @@ def _by_mode(flat: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[list[Ten
 
 
 def _codes(*arguments: Any) -> Tensor:
-    _, stats, orders, damping, _ = arguments
+    _, stats, orders, damping, *_ = arguments
     like = stats[0] if stats else damping
     return cast(Tensor, like.new_empty(len(orders), dtype=torch.int32))
 
 
-def _scales(momenta: Sequence[Tensor], *arguments: Any) -> Tensor:
+def _norms(momenta: Sequence[Tensor], *arguments: Any) -> Tensor:
     like = momenta[0] if momenta else arguments[4]
-    return like.new_empty(len(momenta), dtype=torch.float64)
+    return like.new_empty(len(momenta), 2, dtype=torch.float64)
 
 
 # Operator -> its results without data, for ``torch.compile`` and meta tensors.
@@ -192,7 +192,7 @@ _SHAPES: dict[str, Callable[..., Any]] = {
     ],
     "preconditioned_step_": lambda *_: None,
     "scaled_step_": lambda *_: None,
-    "grafted_directions_": _scales,
+    "grafted_directions_": _norms,
 }
 
 
@@ -218,8 +218,8 @@ _REFERENCE: dict[str, Callable[..., Any]] = {
     "damped_inverse": lambda out, stats, orders, damping, relative: reference.damped_inverse(
         _nested(stats, orders), damping, _nested(out, orders), relative
     )[1],
-    "inverse_root": lambda out, stats, orders, damping, roots: reference.inverse_root(
-        _nested(stats, orders), damping, roots, _nested(out, orders)
+    "inverse_root": lambda out, stats, orders, damping, roots, relative: reference.inverse_root(
+        _nested(stats, orders), damping, roots, _nested(out, orders), relative
     )[1],
     "mode_products": lambda tensors, factors: reference.mode_products(
         tensors, _by_mode(factors, tensors)

@@ -157,7 +157,11 @@ def damped_inverse(
 
 @torch.no_grad()
 def inverse_root(
-    stats: Modes, damping: Number, root: int | Sequence[int], out: Modes | None = None
+    stats: Modes,
+    damping: Number,
+    root: int | Sequence[int],
+    out: Modes | None = None,
+    relative: bool = False,
 ) -> tuple[list[list[Tensor]], Tensor]:
     """A_i = (S_i + damping I)^(-1/root): by eigenvalues in C++, else by Newton's iteration.
 
@@ -166,20 +170,29 @@ def inverse_root(
         damping: eps >= 0, in the units of S_i.
         root: a positive integer (Shampoo: 2k), or one for each tensor.
         out: where the factors go, like ``stats`` in shape and dtype; by default new tensors.
+        relative: damp each S_i with eps times its own average eigenvalue, tr S_i / d_i, instead of
+            eps. If the average is below tiny / eps of its dtype (1e-31 in float32), S_i is damped
+            with 1: the root is the identity.
 
     Returns:
         The factors and ``info``, as in ``damped_inverse``. A mode fails if an entry is not finite
         or if S_i + damping I is not positive definite to working precision. By eigenvalues: those
         between -sqrt(d) eps / 2 times the largest and 0 count as 0, because that is rounding;
-        damped, each must exceed float64's roundings of the largest. The coupled Newton iteration
-        fails where it does not converge. In float32 the root's relative error grows with the
-        condition number, which the damping bounds: see docs/operators.md.
+        damped, each must exceed float64's roundings of the largest. Relative damping is added
+        before, in the dtype of S_i. The coupled Newton iteration fails where it does not converge.
+        In float32 the root's relative error grows with the condition number, which the damping
+        bounds: see docs/operators.md.
 
     Raises:
         ValueError, TypeError: naming the argument that does not fit; nothing is then changed.
 
     Source: Ren & Goldfarb 2021, Algorithm 4; Anil et al. 2021, "Scalable second order optimization
     for deep learning".
+
+    >>> stats = [[torch.diag(torch.tensor([7.0, 1.0])), torch.tensor([2.0, 0.0])]]
+    >>> factors, info = inverse_root(stats, 0.5, root=2, relative=True)  # damped with 2.0 and 0.5
+    >>> factors[0][1], info
+    (tensor([0.6325, 1.4142]), tensor([0], dtype=torch.int32))
     """
     eps = scalar("damping", damping)
     given: list[Any] = list(root) if isinstance(root, list | tuple) else [root]
@@ -188,7 +201,8 @@ def inverse_root(
 
     def arguments() -> tuple[Any, ...]:
         roots = list(map(int, given)) * (1 if isinstance(root, list | tuple) else len(stats))
-        return _flat(target), _flat(stats), [len(row) for row in stats], eps, roots
+        orders = [len(row) for row in stats]
+        return _flat(target), _flat(stats), orders, eps, roots, bool(relative)
 
     def check() -> None:
         _check_factors(stats, out, eps)
@@ -348,7 +362,9 @@ def grafted_directions_(
     eps: float = 1e-8,
     nesterov: bool = False,
 ) -> tuple[list[Tensor], Tensor]:
-    """m <- momentum m + g;  P = n x_1 A_1 ... x_k A_k;  s = |R| / |P|, the grafting scale.
+    """m <- momentum m + g;  P = n x_1 A_1 ... x_k A_k;  the norms of P and of another step R.
+
+    Grafting uses the length of R for P: the step is |R| / |P| P.
 
     n is m or, with ``nesterov``, the next step's m if its gradient were g again: momentum m + g. R
     is n or, with ``second_moments``, Adam's bias-corrected direction n^ / (sqrt(v^) + eps) with
@@ -369,7 +385,7 @@ def grafted_directions_(
         nesterov: whether P and R look ahead.
 
     Returns:
-        The P, and the s: float64, (number of momenta,), on the device; s is 0 if P is.
+        The P, and the norms (|R|, |P|) of each: float64, (number of momenta, 2), on the device.
 
     Raises:
         ValueError, TypeError: naming the argument that does not fit; nothing is then changed.
@@ -379,9 +395,9 @@ def grafted_directions_(
     Nesterov momentum into Adam".
 
     >>> m, g = torch.zeros(2), torch.tensor([3.0, 4.0])
-    >>> (direction,), scales = grafted_directions_([m], [g], [[torch.tensor([2.0, 2.0])]], 0.9)
-    >>> direction, scales
-    (tensor([6., 8.]), tensor([0.5000], dtype=torch.float64))
+    >>> (direction,), norms = grafted_directions_([m], [g], [[torch.tensor([2.0, 2.0])]], 0.9)
+    >>> direction, norms
+    (tensor([6., 8.]), tensor([[ 5., 10.]], dtype=torch.float64))
     """
     mu = scalar("momentum", momentum)
     check_graft(momentum, second_moments, counts, second_decay, eps)
@@ -410,8 +426,8 @@ def grafted_directions_(
         return *lists, _flat(factors, momenta), mu, table, second_decay, eps, nesterov
 
     target = _contiguous_like(momenta) if out is None else out
-    scales = _call("grafted_directions_", check, arguments)
-    return list(target), scales
+    norms = _call("grafted_directions_", check, arguments)
+    return list(target), norms
 
 
 def _call(name: str, check: Callable[[], None], arguments: Callable[[], tuple[Any, ...]]) -> Any:

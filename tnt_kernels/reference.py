@@ -85,13 +85,25 @@ def damped_inverse(
 
 
 def inverse_root(
-    stats: Modes, damping: Number, root: int | Sequence[int], out: Modes | None = None
+    stats: Modes,
+    damping: Number,
+    root: int | Sequence[int],
+    out: Modes | None = None,
+    relative: bool = False,
 ) -> tuple[Modes, Tensor]:
-    """A_i = (S_i + eps I)^(-1/root) by the coupled Newton iteration."""
+    """A_i = (S_i + eps I)^(-1/root) by Newton's iteration; relative: eps tr(S_i) / d_i for eps."""
+
+    def eps(stat: Tensor) -> Tensor:
+        if not relative:
+            return _scalar_like(stat, damping)
+        average = (stat if stat.dim() == 1 else stat.diagonal()).double().mean()
+        limits = torch.finfo(stat.dtype)
+        nothing = average.abs() < limits.tiny / limits.eps
+        return _scalar_like(stat, torch.where(nothing, 1.0, damping * average))
+
     roots = [root] * len(stats) if isinstance(root, int) else root
     results = [
-        [_inverse_root(s, _scalar_like(s, damping), p) for s in modes]
-        for modes, p in zip(stats, roots, strict=True)
+        [_inverse_root(s, eps(s), p) for s in modes] for modes, p in zip(stats, roots, strict=True)
     ]
     return _write_good_factors(stats, out, results)
 
@@ -161,7 +173,7 @@ def grafted_directions_(
     eps: float = 1e-8,
     nesterov: bool = False,
 ) -> tuple[list[Tensor], Tensor]:
-    """m <- momentum m + g; P = n x_1 A_1 ... x_k A_k; s = |R| / |P|, R is n or Adam's.
+    """m <- momentum m + g; P = n x_1 A_1 ... x_k A_k; the norms |R| and |P|, R is n or Adam's.
 
     n = m; with ``nesterov`` momentum m + g.
     """
@@ -181,11 +193,9 @@ def grafted_directions_(
             _adam(n, v, _scalar_like(v, momentum), count, second_decay, eps)
             for n, v, count in zip(ahead, new_moments, powers, strict=True)
         ]
-    norms = [[t.double().norm() for t in pair] for pair in zip(others, directions, strict=True)]
-    scales = [torch.where(b == 0, 0.0, a / b) for a, b in norms]
-    device = momenta[0].device if momenta else None
-    none = torch.zeros(0, dtype=torch.float64, device=device)
-    returned = torch.stack(scales) if scales else none
+    pairs = zip(others, directions, strict=True)
+    norms = [torch.stack([t.double().norm() for t in pair]) for pair in pairs]
+    returned = torch.stack(norms) if norms else torch.zeros(0, 2, dtype=torch.float64)
     _write([*momenta, *(second_moments or [])], [*new_momenta, *new_moments])
     if out is not None:
         _write(out, directions)

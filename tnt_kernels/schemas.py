@@ -25,7 +25,8 @@ SCHEMAS = {
         "(Tensor(a!)[] out, Tensor[] stats, int[] orders, Tensor damping, bool relative) -> Tensor"
     ),
     "inverse_root": (
-        "(Tensor(a!)[] out, Tensor[] stats, int[] orders, Tensor damping, int[] roots) -> Tensor"
+        "(Tensor(a!)[] out, Tensor[] stats, int[] orders, Tensor damping, int[] roots, "
+        "bool relative) -> Tensor"
     ),
     "mode_products": "(Tensor[] tensors, Tensor[] factors) -> Tensor[]",
     "preconditioned_step_": (

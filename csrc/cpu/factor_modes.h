@@ -24,6 +24,7 @@ struct FactorMode {
   void* out;
   int64_t d;
   bool diagonal;
+  double shift = 0;  // of inverse_root: added to the diagonal first, rounded to the dtype
 
   int64_t count() const { return diagonal ? d : d * d; }
 };

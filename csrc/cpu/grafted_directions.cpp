@@ -93,12 +93,13 @@ int64_t workspace(const GraftedDirection& one, const GraftRates& rates) {
 }
 
 template <typename T>
-double direction_scale(const GraftedDirection& one, const GraftRates& rates, Scratch scratch) {
+void make_direction(const GraftedDirection& one, const GraftRates& rates, Scratch scratch,
+                    double* norms) {
   T* buffers = scratch.take<T>(workspace<T>(one, rates));
   const T mu = static_cast<T>(rates.momentum);
   const bool adam = one.second_moment.data != nullptr;
-  double wanted = adam ? update_moments<T>(one, rates)
-                       : std::sqrt(accumulate<true>(one.momentum, one.momentum, one.grad, mu));
+  norms[0] = adam ? update_moments<T>(one, rates)
+                  : std::sqrt(accumulate<true>(one.momentum, one.momentum, one.grad, mu));
   T* direction = static_cast<T*>(one.out);
   const T* source = direction;  // a chain writes its result last
   if (rates.nesterov) {
@@ -106,19 +107,18 @@ double direction_scale(const GraftedDirection& one, const GraftRates& rates, Scr
     const TensorView ahead{direction, one.momentum.element, one.momentum.order, one.momentum.sizes,
                            strides.data()};
     const double squares = accumulate<true>(ahead, one.momentum, one.grad, mu);
-    if (!adam) wanted = std::sqrt(squares);
+    if (!adam) norms[0] = std::sqrt(squares);
   } else {
     source = contiguous_data(one.momentum, buffers);
   }
   chain_product(one.factors, source, T(1), T(0), direction, buffers, rates.rounded);
-  const double length = std::sqrt(inner_product(direction, direction, one.momentum.count()));
-  return length == 0 ? 0 : wanted / length;
+  norms[1] = std::sqrt(inner_product(direction, direction, one.momentum.count()));
 }
 
 }  // namespace
 
 void grafted_directions(const std::vector<GraftedDirection>& directions, const GraftRates& rates,
-                        double* scales) {
+                        double* norms) {
   run_chains(
       directions,
       [&](size_t i) {
@@ -127,8 +127,8 @@ void grafted_directions(const std::vector<GraftedDirection>& directions, const G
         });
       },
       [&](size_t i, Scratch scratch) {
-        scales[i] = with_state(directions[i].momentum.element, [&](auto zero) {
-          return direction_scale<decltype(zero)>(directions[i], rates, scratch);
+        with_state(directions[i].momentum.element, [&](auto zero) {
+          make_direction<decltype(zero)>(directions[i], rates, scratch, norms + 2 * i);
         });
       });
 }

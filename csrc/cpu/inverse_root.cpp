@@ -9,10 +9,13 @@ namespace {
 constexpr int64_t kPanel = 16;
 
 template <typename T>
-bool root_of_diagonal(const T* stat, int64_t d, T eps, T exponent, T* out) {
+bool root_of_diagonal(const FactorMode& mode, T eps, T exponent) {
+  const T *stat = static_cast<const T*>(mode.stat), shift = static_cast<T>(mode.shift);
+  T* out = static_cast<T*>(mode.out);
+  const int64_t d = mode.d;
   bool good = true;
   for (int64_t i = 0; i < d; ++i) {
-    const T damped = stat[i] + eps;
+    const T damped = stat[i] + shift + eps;
     out[i] = std::pow(damped, exponent);
     good = good && damped > 0 && std::isfinite(damped);
   }
@@ -121,20 +124,23 @@ struct Eigen {
 // `rest` as in decompose. False if there is no root, or a rest in float hides it.
 template <typename T>
 bool root_of_matrix(const FactorMode& mode, T eps, int64_t p, int64_t rest, Scratch scratch) {
-  const T* stat = static_cast<const T*>(mode.stat);
+  const T *stat = static_cast<const T*>(mode.stat), shift = static_cast<T>(mode.shift);
   T* out = static_cast<T*>(mode.out);
   const int64_t n = mode.d;
+  if (!std::isfinite(shift)) return false;
   T most = eps;
   for (int64_t r = 0; r < n; ++r) {
     if (!all_finite(stat + r * n, r + 1)) return false;
-    for (int64_t c = 0; c <= r; ++c) most = std::max(most, std::abs(stat[r * n + c]));
+    for (int64_t c = 0; c < r; ++c) most = std::max(most, std::abs(stat[r * n + c]));
+    most = std::max(most, std::abs(stat[r * n + r] + shift));
   }
   if (!(most > 0) || !std::isfinite(most)) return false;
   // Squares of entries would leave the range. A power of two scales without rounding.
   const T unit = std::ldexp(T(1), std::ilogb(most));
   Eigen<T> eigen(n, scratch);
   for (int64_t r = 0; r < n; ++r) {
-    for (int64_t c = 0; c <= r; ++c) eigen.vectors[r * eigen.ld + c] = stat[r * n + c] / unit;
+    for (int64_t c = 0; c < r; ++c) eigen.vectors[r * eigen.ld + c] = stat[r * n + c] / unit;
+    eigen.vectors[r * eigen.ld + r] = (stat[r * n + r] + shift) / unit;
   }
   if (!eigen.decompose(rest)) return false;
 
@@ -168,9 +174,7 @@ template <typename T>
 bool root(const FactorMode& mode, T eps, int64_t p, Scratch scratch) {
   const int64_t n = mode.d;
   if (mode.diagonal) {
-    return root_of_diagonal(static_cast<const T*>(mode.stat), n, eps,
-                            static_cast<T>(-1.0 / static_cast<double>(p)),
-                            static_cast<T*>(mode.out));
+    return root_of_diagonal(mode, eps, static_cast<T>(-1.0 / static_cast<double>(p)));
   }
   if (n == 0) return true;
   const bool mixed = std::is_same_v<T, float> && n > 4 * kPanel;

@@ -55,9 +55,9 @@ void damped_inverse(const std::vector<TensorModes>& tensors, double damping, boo
 // measured for the smallest eigenvalue, 0.19 at d = 30, 250 and 1000.
 constexpr double kEigenvalueRoundings = 0.5;
 
-// A_i = (S_i + damping I)^(-1/roots[t]) for every mode of every tensor t; `info` and `out` as in
-// damped_inverse. Of S_i the lower triangle (row-major) is read. Ren & Goldfarb 2021, Algorithm 4;
-// Anil et al. 2021.
+// A_i = (S_i + damping I)^(-1/roots[t]) for every mode of every tensor t, S_i the statistic + its
+// `shift` I; `info` and `out` as in damped_inverse. Of a statistic the lower triangle (row-major)
+// is read. Ren & Goldfarb 2021, Algorithm 4; Anil et al. 2021.
 //
 // Eigenvalues of S_i that are negative only by roundings of S_i, down to
 //   -kEigenvalueRoundings sqrt(d) eps(dtype of S_i) lambda_max,
@@ -116,10 +116,10 @@ struct GraftRates {
 };
 
 // m <- momentum m + g;  v <- second_decay v + (1 - second_decay) g^2;  P = n x_1 A_1 ... x_k A_k,
-// n = m, or momentum m + g with nesterov; scales[t] = |R| / |P| for every tensor, 0 if |P| is 0; R
-// is Adam's bias-corrected direction with the numerator n, or n.
-// Ren & Goldfarb 2021, Algorithm 2; Agarwal et al. 2020.
+// n = m, or momentum m + g with nesterov; norms[2 t] = |R| and norms[2 t + 1] = |P| for every
+// tensor t; R is Adam's bias-corrected direction with the numerator n, or n. Ren & Goldfarb 2021,
+// Algorithm 2; Agarwal et al. 2020.
 void grafted_directions(const std::vector<GraftedDirection>& directions, const GraftRates& rates,
-                        double* scales);
+                        double* norms);
 
 }  // namespace tnt

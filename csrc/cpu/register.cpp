@@ -6,7 +6,10 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <limits>
+#include <optional>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -26,6 +29,18 @@ bool may_round() {
   StableIValue answer = 0;
   succeeded(torch_call_dispatcher("tnt_kernels::_may_round", "", &answer, TORCH_ABI_VERSION));
   return Convert<bool>::take(answer);
+}
+
+// PyTorch's mean of float or double numbers, in double: the reference's, to the bit.
+double mean_of(const void* data, int64_t count, int64_t stride, Dtype dtype) {
+  AtenTensorHandle numbers = nullptr;
+  succeeded(aoti_torch_create_tensor_from_blob(const_cast<void*>(data), 1, &count, &stride, 0,
+                                               dtype.number, aoti_torch_device_type_cpu(), 0,
+                                               &numbers));
+  const std::optional kind(torch::headeronly::ScalarType::Double);
+  StableIValue stack[] = {torch::stable::detail::from(numbers), torch::stable::detail::from(kind)};
+  succeeded(torch_call_dispatcher("aten::mean", "", stack, TORCH_ABI_VERSION));
+  return *static_cast<const double*>(Convert<Tensor>::take(stack[0]).data());
 }
 
 // The view of a tensor for a kernel. check_overlaps must have run before the kernel writes to it.
@@ -182,9 +197,20 @@ Tensor damped_inverse_op(const TensorList& out, const TensorList& stats,
   return info;
 }
 
+// eps tr(S) / d of a statistic S, or 1 if S counts as zero.
+double relative_damping(const FactorMode& mode, const TensorModes& tensor, double eps) {
+  return with_state(tensor.element, [&](auto zero) {
+    using T = decltype(zero);
+    constexpr double kLeast = std::numeric_limits<T>::min() / std::numeric_limits<T>::epsilon();
+    const Dtype dtype = std::is_same_v<T, double> ? kDouble : kFloat;
+    const double average = mean_of(mode.stat, mode.d, mode.diagonal ? 1 : mode.d + 1, dtype);
+    return std::abs(average) < kLeast ? 1 : eps * average;
+  });
+}
+
 Tensor inverse_root_op(const TensorList& out, const TensorList& stats,
                        const std::vector<int64_t>& orders, const Tensor& damping,
-                       const std::vector<int64_t>& roots) {
+                       const std::vector<int64_t>& roots, bool relative) {
   const double eps = checked_number("damping", damping);
   check_length("roots", roots.size(), orders.size());
   for (const int64_t root : roots) {
@@ -192,9 +218,14 @@ Tensor inverse_root_op(const TensorList& out, const TensorList& stats,
   }
   check_factors(out, stats, orders);
   const Matrices sources(stats);
-  const std::vector<TensorModes> tensors = factor_modes(out, stats, orders, sources);
+  std::vector<TensorModes> tensors = factor_modes(out, stats, orders, sources);
+  if (relative) {
+    for (TensorModes& tensor : tensors) {
+      for (FactorMode& mode : tensor.modes) mode.shift = relative_damping(mode, tensor, eps);
+    }
+  }
   Tensor info = zeros(orders.size(), kInt);
-  inverse_root(tensors, eps, roots, static_cast<int32_t*>(info.mutable_data()));
+  inverse_root(tensors, relative ? 0 : eps, roots, static_cast<int32_t*>(info.mutable_data()));
   return info;
 }
 
@@ -317,10 +348,11 @@ Tensor grafted_directions_op(const TensorList& momenta, const TensorList& second
     }
     directions.push_back(std::move(one));
   }
-  Tensor scales = zeros(momenta.size(), kDouble);
+  const int64_t shape[] = {static_cast<int64_t>(momenta.size()), 2};
+  Tensor norms = empty(shape, kDouble);
   grafted_directions(directions, {mu, second_decay, eps, nesterov, may_round()},
-                     static_cast<double*>(scales.mutable_data()));
-  return scales;
+                     static_cast<double*>(norms.mutable_data()));
+  return norms;
 }
 
 // Calls use(name, Boxed) for every operator, in the order of tnt_kernels/schemas.py.

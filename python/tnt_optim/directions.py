@@ -46,8 +46,8 @@ def directions_(
     The states' counts of updates are those before it.
 
     Returns:
-        The directions, and the scales that bring each to the norm of another method's: Adam's
-        m^ / (sqrt(v^) + 1e-8), bias-corrected, or the momentum's, both with ``nesterov`` one
+        The directions, and for each the norm of another method's and its own; the other is Adam's
+        m^ / (sqrt(v^) + 1e-8), bias-corrected, or the momentum, both with ``nesterov`` one
         gradient ahead; see ``graft_scales``.
     """
     ahead = group["nesterov"]
@@ -66,41 +66,22 @@ def directions_(
     return grafted_directions_(momenta, gradients, factors, mu, squares, table, nesterov=ahead)
 
 
-def preconditioned_momenta(
-    grads: Sequence[Tensor],
-    states: Sequence[State],
-    layouts: Sequence[Layout],
-    group: Settings,
-) -> list[Tensor]:
-    """What ``directions_`` has multiplied by the factors, after it has updated the momenta."""
-    momenta = blocks(each(states, "momentum"), layouts)
-    if not group["nesterov"]:
-        return momenta
-    mu, gradients = group["momentum"], blocks(grads, layouts)
-    return [mu * m + g.to(m.dtype) for m, g in zip(momenta, gradients, strict=True)]
-
-
 def graft_scales(
-    scales: Tensor | None,
-    grads: Sequence[Tensor],
-    states: Sequence[State],
-    layouts: Sequence[Layout],
-    group: Settings,
+    norms: Tensor | None, directions: Sequence[Tensor], group: Settings
 ) -> Tensor | None:
-    """The scales still to apply to directions, from those of ``directions_``; None for 1.
+    """The scales still to apply to directions, from the norms of ``directions_``; None for 1.
 
-    With ``graft`` "rms" a direction gets a fixed norm. A zero direction stays zero.
+    With ``graft`` "rms" a direction gets a fixed norm, else that of the other method's. A zero
+    direction stays zero.
     """
-    if group["graft"] is None or scales is None:
+    if group["graft"] is None or norms is None or not directions:
         return None
-    if group["graft"] == "rms":  # the scale of a zero momentum is zero
-        momenta = preconditioned_momenta(grads, states, layouts, group)
-        # In float64, as the scales: small momenta have squares that underflow in float32.
-        norms = torch._foreach_norm(momenta, 2, torch.float64)
-        ratios = torch._foreach_div(norms, [RMS * math.sqrt(m.numel()) for m in momenta])
-        scales = scales / torch.stack(ratios).clamp_min(torch.finfo(torch.float64).tiny)
-        scales = scales.clamp_max(LARGEST)
-    return scales
+    other, own = norms.unbind(1)
+    if group["graft"] == "rms":
+        lengths = [RMS * math.sqrt(p.numel()) for p in directions]
+        other = torch.stack(torch._foreach_mul(torch.ones_like(own).unbind(), lengths))
+    scales = torch.where(own == 0, 0.0, other / own)
+    return scales.clamp_max(LARGEST) if group["graft"] == "rms" else scales
 
 
 def decayed(params: Iterable[Tensor], group: Settings) -> list[bool]:

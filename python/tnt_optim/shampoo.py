@@ -16,7 +16,6 @@ from tnt_optim.options import (
     arguments,
     documented,
 )
-from tnt_optim.roots import relatively_damped_roots
 
 
 @documented(
@@ -24,9 +23,9 @@ from tnt_optim.roots import relatively_damped_roots
     "``relative_damping``; else of the unit of the squared gradient.",
     relative_damping="damp each S_i with ``damping`` times its own average eigenvalue, "
     "tr(S_i) / d_i, instead; it differs from mode to mode. If S_i is zero, or would be but for "
-    "rounding (an average below 1e-31 in float32), its root is the identity. It takes a copy of "
-    "the statistics while the roots are computed. Directions then do not depend on the gradients' "
-    "scale: a parameter whose gradient is only rounding moves as far as any other.",
+    "rounding (an average below 1e-31 in float32), its root is the identity. Directions then do "
+    "not depend on the gradients' scale: a parameter whose gradient is only rounding moves as far "
+    "as any other.",
 )
 class Shampoo(KroneckerOptimizer):
     r"""Momentum preconditioned by roots of the second moments of the training gradients.
@@ -91,7 +90,5 @@ class Shampoo(KroneckerOptimizer):
         super().__init__(params, arguments(locals()))
 
     def _factors(self, group: Settings, stats: Rows, out: Rows) -> Tensor:
-        damping, roots = group["damping"], [2 * len(modes) for modes in stats]
-        if group["relative_damping"]:
-            return relatively_damped_roots(stats, damping, roots, out)
-        return inverse_root(stats, damping, roots, out)[1]
+        roots = [2 * len(modes) for modes in stats]
+        return inverse_root(stats, group["damping"], roots, out, group["relative_damping"])[1]

@@ -5,7 +5,7 @@ from typing import Any, Never, Self
 
 from torch import Tensor
 
-from tnt_kernels import damped_inverse
+from tnt_kernels import damped_inverse, inverse_root
 from tnt_optim.checks import pop_fisher, refuse_unknown
 from tnt_optim.early_roots import takes_roots
 from tnt_optim.kronecker import KroneckerOptimizer
@@ -24,7 +24,6 @@ from tnt_optim.options import (
     documented,
 )
 from tnt_optim.paper import paper_settings
-from tnt_optim.roots import relatively_damped_roots
 
 
 @documented(
@@ -158,5 +157,5 @@ class TNT(KroneckerOptimizer):
     def _factors(self, group: Settings, stats: Rows, out: Rows) -> Tensor:
         damping = group["damping"]
         if takes_roots(group):
-            return relatively_damped_roots(stats, damping, [2] * len(stats), out)
+            return inverse_root(stats, damping, 2, out, relative=True)[1]
         return damped_inverse(stats, damping, out, group["relative_damping"])[1]

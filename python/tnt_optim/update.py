@@ -129,7 +129,7 @@ class Part:
         grads, own = list(whole.values()), [self.states[p] for p in whole]
         looks = list(map(layout_of, own))
         found, norms = self.method._directions(self.group, own, grads, looks)
-        scales = graft_scales(norms, grads, own, looks, self.group)
+        scales = graft_scales(norms, found, self.group)
         if scales is not None and found:
             pairs = zip(scales.unbind(), found, strict=True)
             torch._foreach_mul_(found, [scale.to(p.dtype) for scale, p in pairs])
@@ -249,7 +249,7 @@ class _Bucket:
         self.directions, self.norms = found
 
     def _move(self, move: _Move) -> None:
-        scales = graft_scales(self.norms, self.grads, self.states, self.layouts, self.group)
+        scales = graft_scales(self.norms, self.directions, self.group)
         move.along(self.directions, scales)
 
     def _step(self, weights: Weights, decays: bool) -> None:

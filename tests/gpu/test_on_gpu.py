@@ -80,7 +80,7 @@ def test_empty_lists() -> None:
         tnt_kernels.inverse_root([], there, 2),
     )
     for entries, numbers in results:
-        assert entries == [] and numbers.shape == (0,) and numbers.device.type == DEVICE.type
+        assert entries == [] and len(numbers) == 0 and numbers.device.type == DEVICE.type
 
 
 def test_a_large_matrix_that_fails_midway_keeps_its_memory() -> None:

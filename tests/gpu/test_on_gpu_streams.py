@@ -22,7 +22,7 @@ from device_calls import (
     on_device,
     usual_settings,
 )
-from operators import NUMBERS, VARIANTS, Call, agree, call, everything, flat_arguments
+from operators import NUMBERS, ROOTED, VARIANTS, Call, agree, call, everything, flat_arguments
 from tolerances import FLOAT32_OPERATOR, NEWTON_OPERATOR
 from torch import Tensor, nn
 
@@ -98,7 +98,7 @@ def test_graph(variant: str, shapes: Sequence[Sequence[int]]) -> None:
             eager()
         graph.replay()
         torch.cuda.synchronize()
-        newton = NEWTON_OPERATOR if variant == "inverse_root" else 0.0
+        newton = NEWTON_OPERATOR if variant in ROOTED else 0.0
         agree(results, wanted, there, max(newton, FLOAT32_OPERATOR) + 1000 * CUT_TERM)
 
 

@@ -12,7 +12,7 @@ import torch
 import triton_operators
 from cases import DTYPES, GPU, STATE_DTYPES, normal, unchanged
 from failing_memory import Memory, fail_every_allocation
-from operators import GRAMS, INVERSES, STEPS, VARIANTS, Call, call, flat_arguments
+from operators import GRAMS, INVERSES, ROOTED, STEPS, VARIANTS, Call, call, flat_arguments
 from torch import Tensor
 
 from tnt_kernels.triton import chain, cublas, factors, gram_ema, launch
@@ -126,7 +126,7 @@ def test_no_launch_comes_before_an_allocation(variant: str, launches: Launches) 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_allocation_fails_in_turn(variant: str) -> None:
     """On few tensors, with kernels that run: the call that succeeds at last has the usual bits."""
-    shapes = [(72, 64), (33, 9)] if variant != "inverse_root" else [(9, 4), (5,)]
+    shapes = [(72, 64), (33, 9)] if variant not in ROOTED else [(9, 4), (5,)]
     dtypes = STATE_DTYPES if variant in INVERSES else (torch.float32, torch.bfloat16)
     given = call(variant, shapes, "full", dtypes).copy(GPU)
     fail_every_allocation(given, triton_operators, forget)

@@ -16,7 +16,8 @@ def run(stats: Sequence[Tensor], damping: float, roots: Sequence[int]) -> list[i
     """The info of tensors of one mode."""
     stats = [stat.to(GPU) for stat in stats]
     out, orders = [torch.empty_like(stat) for stat in stats], [1] * len(stats)
-    return inverse_root.inverse_root(out, stats, orders, scalar(damping), list(roots)).tolist()
+    numbers = scalar(damping), list(roots), False
+    return inverse_root.inverse_root(out, stats, orders, *numbers).tolist()
 
 
 @pytest.mark.parametrize("root", range(1, 40))
@@ -183,5 +184,5 @@ def test_launches_do_not_depend_on_the_number_of_tensors(
         stats = [statistic(3, diagonal=False) for _ in range(tensors)]
         run(stats, 0.1, [root] * tensors)
         counts.append(len(launches.kernels))
-    # Measure, begin, decide; the iterations; check, judge, store.
-    assert counts == [3 + 2 * (levels + 1) + 3] * 2
+    # Damping, measure, begin, decide; the iterations; check, judge, store.
+    assert counts == [4 + 2 * (levels + 1) + 3] * 2

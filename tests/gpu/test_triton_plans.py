@@ -366,7 +366,7 @@ def test_launches_of_norms(monkeypatch: pytest.MonkeyPatch, adam: bool, nesterov
         *["momentum_kernel"] * 2,  # of float32 and of float64
         *["product_kernel"] * 3,
         *["inner_kernel"] * 2,
-        "scale_kernel",
+        "norms_kernel",
     ]
     operations = {func._schema.name for func, *_ in recording.calls}
     assert operations == {"aten::empty", "aten::detach"}  # nothing computes
@@ -393,7 +393,7 @@ def test_whitened_tensors_may_take_turns(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("variant", GRAFTS)
-def test_scales_do_not_depend_on_the_list(variant: str) -> None:
+def test_norms_do_not_depend_on_the_list(variant: str) -> None:
     """To the bit: alone, these tensors are read widely; the third makes the launch narrow."""
     together = call(variant, [(72, 130), (64, 128), (9, 5)], "diagonal")
     alone = together.copy()

@@ -32,6 +32,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DataObject, DrawFn, SearchStrategy
 from operators import (
     INVERSES,
+    NORMS,
     NUMBERS,
     STRIDED_WRITTEN,
     TABLES,
@@ -249,7 +250,7 @@ def draw_statistics(data: DataObject, call: Call) -> Call:
     # the unit is 1.
     units = [1.0, 1e-15, 1e15] if root else [1.0, 1e-25, 1e25] if a["relative"] else [1.0]
     unit = data.draw(st.sampled_from(units), label="unit")
-    a["damping"] = draw_number(data, "damping", unit if root else 1.0)
+    a["damping"] = draw_number(data, "damping", unit if root and not a["relative"] else 1.0)
     contents = data.draw(st.sampled_from([None, "nan", "numbers"]), label="out")
     if contents is None:
         a["out"] = None
@@ -370,7 +371,7 @@ def tolerance_of(
         return product_rounding(state_dtype(dtype), expected.shape) + rounded
     momentum = call.arguments["momenta"][t]
     rounding = sum_rounding(momentum.dtype, 1)
-    if key == "scales":  # of entries of the momentum's dtype; their squares are summed in float64
+    if key in NORMS:  # of entries of the momentum's dtype; their squares are summed in float64
         rounding += sum_rounding(torch.float64, momentum.numel()) + rounded
     return rounding
 

@@ -91,7 +91,7 @@ def test_a_list_is_its_entries_one_by_one(variant: str, on_threads: Run) -> None
 
 
 @pytest.mark.parametrize("variant", GRAFTS)
-def test_scales_do_not_depend_on_the_number_of_threads(variant: str, on_threads: Run) -> None:
+def test_norms_do_not_depend_on_the_number_of_threads(variant: str, on_threads: Run) -> None:
     """Lengths are sums over chunks of fixed size, unlike products with full factors."""
     given = call(variant, [(561, 563), (300, 200), (40, 50, 30), (9,)], "diagonal")
     momenta, grads = given.arguments["momenta"], given.arguments["grads"]

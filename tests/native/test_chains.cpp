@@ -1,7 +1,7 @@
 // mode_products, preconditioned_step and grafted_directions against their definition, loops in
 // double. Values are small integers and rates powers of two, so that every number before a last
-// rounding is exact in float, in whatever order sums run: the results must be equal. Of a scale of
-// grafted_directions the last few operations round, unless the length is the momentum's own.
+// rounding is exact in float, in whatever order sums run: the results must be equal. Of the norm of
+// Adam's direction the last few operations round.
 
 #include <cmath>
 #include <iterator>
@@ -118,7 +118,7 @@ Problem integer_problem(const Method& method, Element element, Element grad, con
 }
 
 Values call(const Method& method, std::vector<Problem>& problems) {
-  Values scales(problems.size(), kNaN);
+  Values norms(2 * problems.size(), kNaN);
   if (method.operation == kProducts) {
     std::vector<tnt::ModeProduct> products;
     for (Problem& p : problems) {
@@ -144,15 +144,15 @@ Values call(const Method& method, std::vector<Problem>& problems) {
     }
     tnt::grafted_directions(
         directions, {method.momentum, method.second_decay, method.eps, method.nesterov, may_round},
-        scales.data());
+        norms.data());
   }
   EXPECT(keeps_subnormals());
-  return scales;
+  return norms;
 }
 
 struct Expected {
   Values param, momentum, ahead, second_moment, direction;
-  double scale;
+  double norms[2];
 };
 
 // Long double: there are many terms, and not every sum is exact in double.
@@ -163,11 +163,11 @@ UNWATCHED double sum_of_squares(const Values& values) {
 }
 
 // m <- mu m + g;  v <- d v + (1 - d) g^2;  P = n x_1 A_1 ... x_k A_k, n = m or, with Nesterov,
-// mu m + g;  W <- W - lr (P + weight_decay W);  |R| / |P| with R = n, or n^ / (sqrt(v^) + eps) of
+// mu m + g;  W <- W - lr (P + weight_decay W);  |R|, |P| with R = n, or n^ / (sqrt(v^) + eps) of
 // Adam, where n^ = (1 - mu) / (1 - mu^t) n, t the powers of mu that n sums, v^ = v / (1 - d^t).
 Expected definition(const Method& method, const Problem& problem) {
   const Values start = problem.grad.values();
-  Expected to{problem.param.values(), start, start, problem.second_moment.values(), {}, 0};
+  Expected to{problem.param.values(), start, start, problem.second_moment.values(), {}, {}};
   const Values grad = problem.grad.values(), old = problem.momentum.values();
   const double powers = problem.counts[0] + (method.nesterov ? 1 : 0);
   const double first = (1 - method.momentum) / (1 - std::pow(method.momentum, powers));
@@ -189,8 +189,8 @@ Expected definition(const Method& method, const Problem& problem) {
   for (size_t i = 0; i < grad.size(); ++i) {
     to.param[i] -= method.lr * (to.direction[i] + method.weight_decay * to.param[i]);
   }
-  const double length = std::sqrt(sum_of_squares(to.direction));
-  to.scale = length == 0 ? 0 : std::sqrt(static_cast<double>(sum)) / length;
+  to.norms[0] = std::sqrt(static_cast<double>(sum));
+  to.norms[1] = std::sqrt(sum_of_squares(to.direction));
   return to;
 }
 
@@ -210,7 +210,7 @@ void expect_tensor(const Tensor& fresh, const Tensor& old, bool written, const V
 
 void check(const Method& method, std::vector<Problem> problems) {
   const std::vector<Problem> before = problems;
-  const Values scales = call(method, problems);
+  const Values norms = call(method, problems);
   for (size_t t = 0; t < problems.size(); ++t) {
     const Problem &old = before[t], &fresh = problems[t];
     const expect::Case name(describe(method) + ", " + name_of(old.param.element()) +
@@ -232,8 +232,9 @@ void check(const Method& method, std::vector<Problem> problems) {
     }
     if (method.grafts()) {
       EXPECT(digits * digits * sum_of_squares(wanted.direction) < kExactInDouble);
-      const double bound = method.operation == kAdam ? kLastRoundings * wanted.scale : 0;
-      EXPECT_AT_MOST(std::abs(scales[t] - wanted.scale), bound);
+      const double bound = method.operation == kAdam ? kLastRoundings * wanted.norms[0] : 0;
+      EXPECT_AT_MOST(std::abs(norms[2 * t] - wanted.norms[0]), bound);
+      EXPECT(norms[2 * t + 1] == wanted.norms[1]);
     }
   }
 }

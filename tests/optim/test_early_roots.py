@@ -12,9 +12,9 @@ from oracle import damped_covariances
 from tolerances import FLOAT64_FORMULA
 from torch import Tensor, nn
 
+from tnt_kernels import inverse_root
 from tnt_optim import TNT
 from tnt_optim.early_roots import LEAST_SHARE, mean_share
-from tnt_optim.roots import relatively_damped_roots
 
 SHAPES = [(6, 5), (7,), (3, 4, 2), (1, 5)]
 
@@ -37,7 +37,7 @@ def test_roots_are_those_of_the_damped_inverse(kind: str) -> None:
         [torch.eye(len(s)).double() if s.dim() == 2 else s * 0 + 1 for s in row] for row in stats
     ]
     before = [[s.clone() for s in row] for row in stats]
-    info = relatively_damped_roots(stats, 0.3, [2] * len(stats), out)
+    info = inverse_root(stats, 0.3, 2, out, relative=True)[1]
     assert info.tolist() == [0] * len(stats)
     for row, old, roots in zip(stats, before, out, strict=True):
         matrices = [s if s.dim() == 2 else s.diag() for s in row]

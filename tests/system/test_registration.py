@@ -7,7 +7,7 @@ import pytest
 import torch
 from cases import DTYPES, SHAPES, STATE_DTYPES, close, flat, identical, normal, scalar
 from commands import python
-from operators import NUMBERS, VARIANTS, Call, call, everything
+from operators import NORMS, NUMBERS, VARIANTS, Call, call, everything
 from torch import Tensor
 
 import tnt_kernels
@@ -52,8 +52,8 @@ def results_of_everything() -> list[Tensor]:
     for variant in VARIANTS:
         given = call(variant, SHAPES, dtype=STATE_DTYPES)
         written = given()
-        if "scales" in written:  # float64 numbers computed from float32 ones
-            written["scales"] = written["scales"].float()
+        for key in set(NORMS) & written.keys():  # float64 numbers computed from float32 ones
+            written[key] = written[key].float()
         if given.name == "inverse_root":  # the reference's iteration stops at 1e-6 in any dtype
             written["factors"] = [[factor.float() for factor in row] for row in written["factors"]]
         results += everything(written)

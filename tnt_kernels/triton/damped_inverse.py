@@ -31,9 +31,11 @@ from tnt_kernels.triton.factors import (
     WARPS,
     Plan,
     Work,
+    counts_as_zero,
     judge_kernel,
     modes_of,
     nth_root,
+    trace_of,
     waves_of,
     work,
 )
@@ -100,17 +102,13 @@ def rescale_kernel(
     rows = tl.load(mode + ROWS)
     step = tl.where(tl.load(mode + IS_DIAGONAL) != 0, 1, rows + 1)
     stat = tl.load(addresses + tl.load(mode + STAT)).to(tl.pointer_type(STATE))
-    total = tl.zeros((SPAN,), tl.float64)
-    for start in range(0, rows, SPAN):
-        row = start + tl.arange(0, SPAN)
-        total += tl.load(stat + row * step, mask=row < rows, other=0).to(tl.float64)
-    trace = tl.sum(total, axis=0)
+    trace = trace_of(stat, rows, step, SPAN)
     size = tl.full((), 1, tl.float64)
     for i in range(0, order):
         size *= tl.load(modes + (first + i) * MODE_FIELDS + ROWS).to(tl.float64)
     c = nth_root(trace, order) / tl.where(size == 0, 1.0, nth_root(size, order))
-    least: tl.constexpr = 2.0**-103 if STATE == tl.float32 else 2.0**-970  # tiny / eps
-    nothing = (tl.abs(trace) < least * rows.to(tl.float64)) | (size == 0)
+    average = trace / tl.maximum(rows, 1).to(tl.float64)
+    nothing = counts_as_zero(average, STATE) | (size == 0)
     # Any other number that is not positive makes all entries NaN, and so the first mode fail.
     c = tl.where((trace > 0) & (trace < float("inf")), c, float("nan"))
     c = tl.where(nothing, 0.0, c)

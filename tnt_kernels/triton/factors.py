@@ -45,6 +45,23 @@ def nth_root(base, root):
 
 
 @triton.jit
+def trace_of(stat, rows, step, SPAN: tl.constexpr):
+    """The sum of a diagonal, float64; ``step`` from one of its entries to the next."""
+    total = tl.zeros((SPAN,), tl.float64)
+    for start in range(0, rows, SPAN):
+        row = start + tl.arange(0, SPAN)
+        total += tl.load(stat + row * step, mask=row < rows, other=0).to(tl.float64)
+    return tl.sum(total, axis=0)
+
+
+@triton.jit
+def counts_as_zero(average, STATE: tl.constexpr):
+    """Whether a statistic with this average eigenvalue is damped as if it were zero."""
+    LEAST: tl.constexpr = 2.0**-103 if STATE == tl.float32 else 2.0**-970  # tiny / eps
+    return tl.abs(average) < LEAST
+
+
+@triton.jit
 def judge_kernel(tensors, failed, info, STRIDE: tl.constexpr):
     """info of one tensor: 0, or i + 1 for the first mode i whose ``failed`` is not 0.
 

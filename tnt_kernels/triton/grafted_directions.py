@@ -1,7 +1,7 @@
-"""``grafted_directions_`` in Triton: momenta and Adam's second moments, products, then the scales.
+"""``grafted_directions_`` in Triton: momenta and Adam's second moments, products, then the norms.
 
 The first launch also adds the squares of the direction to graft, span by span, because it has read
-all that these need. One more launch does so for the products, and one divides the norms.
+all that these need. One more launch does so for the products, and one adds up the spans.
 """
 
 from collections.abc import Sequence
@@ -25,8 +25,8 @@ from tnt_kernels.triton.momentum import (
 
 
 @triton.jit
-def scale_kernel(
-    scales,
+def norms_kernel(
+    norms,
     wanted,
     wanted_firsts,
     squares,
@@ -38,7 +38,7 @@ def scale_kernel(
     AHEAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """s = |R| / |P| of one tensor, 0 if P is 0.
+    """|R| and |P| of one tensor.
 
     With ADAM, |R| = |c n / (sqrt(v / d) + eps)|, c and d the bias corrections, is
     c sqrt(d) |n / (sqrt(v) + eps sqrt(d))|. n is m or, with AHEAD, mu m + g, which sums one more
@@ -48,14 +48,14 @@ def scale_kernel(
     """
     t = tl.program_id(0)
     length = tl.sqrt(sum_of(wanted, wanted_firsts, t, BLOCK))
-    norm = tl.sqrt(sum_of(squares, squares_firsts, t, BLOCK))
     if ADAM:
         mu = tl.load(momentum).to(tl.float64)
         # The momentum is not averaged: Adam's first moment is 1 - mu times it.
         first = (1 - mu) / correction(mu, tl.load(counts + 2 * t) + AHEAD)
         second = correction(second_decay, tl.load(counts + 2 * t + 1))
         length *= first * tl.sqrt(second)
-    tl.store(scales + t, tl.where(norm == 0, 0.0, length / norm))
+    tl.store(norms + 2 * t, length)
+    tl.store(norms + 2 * t + 1, tl.sqrt(sum_of(squares, squares_firsts, t, BLOCK)))
 
 
 def grafted_directions_(
@@ -72,7 +72,7 @@ def grafted_directions_(
 ) -> Tensor:
     """The operator with ``factors`` flat, ``second_moments`` empty to graft the momentum's norm."""
     if not momenta:
-        return torch.zeros(0, dtype=torch.float64, device=momentum.device)
+        return torch.zeros(0, 2, dtype=torch.float64, device=momentum.device)
     device = momenta[0].device
     mu, adam = scalar_on(device, momentum), len(second_moments) > 0
     # The look-ahead momenta are in ``out``, where the products replace them.
@@ -84,12 +84,12 @@ def grafted_directions_(
     )
     precondition = products(out if nesterov else momenta, out, factors)
     square, squares = over_elements(inner_kernel, [out], (), sums=True, TWO=False)
-    scales = torch.empty(len(momenta), dtype=torch.float64, device=device)
+    norms = torch.empty(len(momenta), 2, dtype=torch.float64, device=device)
 
-    def divide(_: Tensor) -> None:
+    def finish(_: Tensor) -> None:
         launch(
-            scale_kernel,
-            *(len(momenta), scales, *wanted, *squares, mu, table, second_decay),
+            norms_kernel,
+            *(len(momenta), norms, *wanted, *squares, mu, table, second_decay),
             ADAM=adam,
             AHEAD=nesterov,
             BLOCK=BLOCK,
@@ -97,5 +97,5 @@ def grafted_directions_(
         )
 
     written = [*momenta, *second_moments, *out]
-    run(device, [move, *precondition, square, Prepared(0, divide)], written)
-    return scales
+    run(device, [move, *precondition, square, Prepared(0, finish)], written)
+    return norms

@@ -159,7 +159,8 @@ def _wave(
                 spans += [(len(matrices), span) for span in range(blocks(rows, SPAN))]
             else:
                 full[len(matrices)] = roots[t]
-            matrices.append((n, len(stats) + n, rows, stride, free, roots[t], t))
+            step = 1 if len(stats[n].shape) == 1 else rows + 1
+            matrices.append((n, len(stats) + n, rows, step, stride, free, roots[t], t))
             free += _scratch_of(stats[n], roots[t])
     state = stats[modes[members[0]][0]].dtype
     sizes = {number: matrices[number][newton.ROWS.value] for number in full}
@@ -233,6 +234,7 @@ def inverse_root(
     orders: Sequence[int],
     damping: Tensor,
     roots: Sequence[int],
+    relative: bool,
 ) -> Tensor:
     """The operator with ``out`` and ``stats`` flat."""
     if not stats:
@@ -242,13 +244,15 @@ def inverse_root(
     p = planned(plan, stats, rest=(tuple(orders), tuple(roots)))
     addresses, eps = addresses_of([*stats, *out]), scalar_on(device, damping)
     info = torch.empty(len(orders), dtype=torch.int32, device=device)
-    waves = [Prepared(p.scratch, _prepared(wave, addresses, info, eps)) for wave in p.waves]
+    waves = [
+        Prepared(p.scratch, _prepared(wave, addresses, info, eps, relative)) for wave in p.waves
+    ]
     run(device, waves, out)
     return info
 
 
 def _prepared(
-    wave: Wave, addresses: Tensor, info: Tensor, damping: Tensor
+    wave: Wave, addresses: Tensor, info: Tensor, damping: Tensor, relative: bool
 ) -> Callable[[Tensor], None]:
     """Takes a wave's memory; returns what launches it in a workspace."""
     device, element = info.device, ELEMENTS[wave.state]
@@ -256,16 +260,19 @@ def _prepared(
     states = torch.zeros(shape, dtype=torch.int64, device=device)
     measures = torch.empty(wave.strips.programs, 2, dtype=torch.float64, device=device)
     failed, watch = states[:, newton.FAILED.value], Watch(states)
-    tables, sizes = (wave.matrices, addresses, states, info), {"STATE": element, "num_warps": WARPS}
+    read = wave.matrices, addresses, states
+    tables, sizes = (*read, info), {"STATE": element, "num_warps": WARPS}
 
     def start(scratch: Tensor) -> None:
         scratch = scratch.view(wave.state)
+        damped = {**sizes, "SPAN": SPAN, "RELATIVE": relative}
+        launch(newton.damping_kernel, wave.modes, *read, damping, **damped)
         if wave.products:
-            _iterate(wave, addresses, states, measures, scratch, damping, watch)
+            _iterate(wave, addresses, states, measures, scratch, watch)
         for check in (True, False):
             named = {**sizes, "CHECK": check}
             launch(newton.full_kernel, *wave.tiles, *tables, scratch, **named, BLOCK=TILE)
-            launch(newton.diagonal_kernel, *wave.spans, *tables, damping, **named, SPAN=SPAN)
+            launch(newton.diagonal_kernel, *wave.spans, *tables, **named, SPAN=SPAN)
             if check:
                 stride = newton.STATE_FIELDS.value
                 launch(judge_kernel, *wave.tensors, failed, info, STRIDE=stride, num_warps=1)
@@ -279,15 +286,13 @@ def _iterate(
     states: Tensor,
     measures: Tensor,
     scratch: Tensor,
-    damping: Tensor,
     watch: Watch,
 ) -> None:
     device, element = states.device, ELEMENTS[wave.state]
     sizes = {"STATE": element, "BLOCK": TILE, "num_warps": WARPS}
-    read = wave.matrices, addresses
-    launch(newton.measure_kernel, *wave.strips, *read, measures, damping, **sizes)
-    begun = *read, states, measures, scratch, damping
-    launch(newton.begin_kernel, *wave.tiles, *begun, **sizes, STRIPS=STRIPS)
+    read = wave.matrices, addresses, states, measures
+    launch(newton.measure_kernel, *wave.strips, *read, **sizes)
+    launch(newton.begin_kernel, *wave.tiles, *read, scratch, **sizes, STRIPS=STRIPS)
     launch(newton.decide_kernel, wave.modes, states, STATE=element, MAY_GROW=True, num_warps=1)
     for iteration in range(ITERATIONS):
         if watch.sees_all_done():

@@ -14,7 +14,7 @@ with which consecutive launches decide on the device, without the host, which wo
 import triton
 import triton.language as tl
 
-from tnt_kernels.triton.factors import nth_root
+from tnt_kernels.triton.factors import counts_as_zero, nth_root, trace_of
 from tnt_kernels.triton.tiles import TILE_COLUMN, TILE_ROW, fields
 
 TOLERANCE = tl.constexpr(1e-6)  # of max|M - I|
@@ -27,13 +27,14 @@ TRACE = tl.constexpr(0.5)  # so does max|M - I| >= this / rows: M may have a neg
 # above infinity, and an atomic maximum does not depend on the order of the programs.
 # CURRENT: which of the two M, and of the two H, is the iterate. ERROR: its max|M - I|; NEXT_ERROR:
 # that of the next iterate, not yet accepted. LARGEST: the largest |entry| of S + damping I.
-CURRENT, DONE, ERROR, NEXT_ERROR, LARGEST, FAILED = fields(6)
-STATE_FIELDS = tl.constexpr(6)
+CURRENT, DONE, ERROR, NEXT_ERROR, LARGEST, FAILED, DAMPING = fields(7)
+STATE_FIELDS = tl.constexpr(7)
 
-# A row of the matrices, int64: indices of two addresses, rows, and of the buffers in the workspace
-# the stride and the start, elements; the root, and an index into info.
-STAT, OUT, ROWS, STRIDE, START, ROOT, TENSOR = fields(7)
-MATRIX_FIELDS = tl.constexpr(7)
+# A row of the matrices, int64: indices of two addresses, rows, the step from one entry of the
+# diagonal to the next, and of the buffers in the workspace the stride and the start, elements; the
+# root, and an index into info.
+STAT, OUT, ROWS, STEP, STRIDE, START, ROOT, TENSOR = fields(8)
+MATRIX_FIELDS = tl.constexpr(8)
 
 # Columns of the tile tables, int32, besides TILE_ROW and TILE_COLUMN.
 MATRIX = tl.constexpr(0)
@@ -108,8 +109,33 @@ def _buffer(matrix, state, name):
 
 
 @triton.jit
+def damping_kernel(
+    matrices,
+    addresses,
+    states,
+    damping,
+    STATE: tl.constexpr,
+    SPAN: tl.constexpr,
+    RELATIVE: tl.constexpr,
+):
+    """The damping of one mode; RELATIVE: times the average eigenvalue, or 1 if that counts as zero.
+
+    Grid: one program for each mode, which reads a diagonal. Bound: the launch.
+    """
+    matrix = matrices + tl.program_id(0) * MATRIX_FIELDS
+    eps = tl.load(damping)
+    if RELATIVE:
+        rows = tl.load(matrix + ROWS)
+        stat = tl.load(addresses + tl.load(matrix + STAT)).to(tl.pointer_type(STATE))
+        trace = trace_of(stat, rows, tl.load(matrix + STEP), SPAN)
+        average = trace / tl.maximum(rows, 1).to(tl.float64)
+        eps = tl.where(counts_as_zero(average, STATE), 1.0, eps * average)
+    _store_number(states + tl.program_id(0) * STATE_FIELDS + DAMPING, eps)
+
+
+@triton.jit
 def measure_kernel(
-    strips, matrices, addresses, measures, damping, STATE: tl.constexpr, BLOCK: tl.constexpr
+    strips, matrices, addresses, states, measures, STATE: tl.constexpr, BLOCK: tl.constexpr
 ):
     """The largest |entry| of BLOCK rows of S + damping I, and the sum of (entry / largest)^2.
 
@@ -125,7 +151,7 @@ def measure_kernel(
     stat = tl.load(addresses + tl.load(matrix + STAT)).to(tl.pointer_type(STATE))
     rows = tl.load(matrix + ROWS).to(tl.int32)
     at = stat + row.to(tl.int64)[:, None] * rows
-    eps = tl.load(damping).to(STATE)
+    eps = _load_number(states + tl.load(strip + MATRIX) * STATE_FIELDS + DAMPING).to(STATE)
 
     bits = tl.program_id(0).to(tl.int64) * 0
     for start in range(0, rows, BLOCK):
@@ -160,7 +186,6 @@ def begin_kernel(
     states,
     measures,
     scratch,
-    damping,
     STATE: tl.constexpr,
     BLOCK: tl.constexpr,
     STRIPS: tl.constexpr,
@@ -204,7 +229,7 @@ def begin_kernel(
     inside = (row[:, None] < rows) & (row[:, None] >= column[None, :])
     entry = tl.load(at, mask=inside, other=0)
     identity = _identity(row, column, rows, STATE)
-    damped = entry + tl.load(damping).to(STATE) * identity
+    damped = entry + _load_number(state + DAMPING).to(STATE) * identity
     coupled = z.to(STATE) * (damped / divisor.to(STATE))
     _store_lower(scratch + _buffer(matrix, state, NEXT_M), coupled, row, column, rows, stride)
     result = nth_root(z, tl.load(matrix + ROOT)).to(STATE) * identity
@@ -363,7 +388,6 @@ def diagonal_kernel(
     addresses,
     states,
     info,
-    damping,
     STATE: tl.constexpr,
     SPAN: tl.constexpr,
     CHECK: tl.constexpr,
@@ -378,10 +402,11 @@ def diagonal_kernel(
     index = tl.load(span + TILE_ROW) * SPAN + tl.arange(0, SPAN)
     stat = tl.load(addresses + tl.load(matrix + STAT)).to(tl.pointer_type(STATE))
     rows = tl.load(matrix + ROWS).to(tl.int32)
-    damped = tl.load(stat + index, mask=index < rows, other=1) + tl.load(damping).to(STATE)
+    state = states + tl.load(span + MATRIX) * STATE_FIELDS
+    eps = _load_number(state + DAMPING).to(STATE)
+    damped = tl.load(stat + index, mask=index < rows, other=1) + eps
     result = (1 / nth_root(damped.to(tl.float64), tl.load(matrix + ROOT))).to(STATE)
     if CHECK:
-        state = states + tl.load(span + MATRIX) * STATE_FIELDS
         # The root of an entry that is not positive is 0, and the result infinite.
         good = (damped < float("inf")) & (result < float("inf"))
         bad = tl.where(good | (index >= rows), 0, 1)

@@ -201,10 +201,11 @@ def _inverse_root(dtype: torch.dtype, shape: Shape) -> None:
     if dtype not in (torch.float32, torch.float64):
         return
     stats = [*_square(shape, dtype), torch.zeros(shape[0], dtype=dtype)]
-    for programs in (1, 1 << 10):  # with many programs there are smaller tiles
+    # With many programs there are smaller tiles.
+    for programs, relative in ((1, False), (1 << 10, True)):
         out = [s.clone() for s in stats]
         with at_once(programs), mock.patch.object(inverse_root, "ITERATIONS", 1):
-            inverse_root.inverse_root(out, stats, [3], _number(0.1), [6])
+            inverse_root.inverse_root(out, stats, [3], _number(0.1), [6], relative)
 
 
 # The call of every operator for one dtype and width.

@@ -284,20 +284,10 @@ class KFAC(KroneckerOptimizer):
             ones = [torch.ones(d, dtype=momentum.dtype, device=grad.device) for d in look.sizes]
             plain.append({**state, "factors": ones})
         lengths = torch.stack(torch._foreach_norm(found, 2, torch.float64))
-        momenta = torch.stack(
-            torch._foreach_norm(
-                [
-                    group["momentum"] * s["momentum"] + l.view(g)
-                    for s, g, l in zip(states, grads, layouts)
-                ],
-                2,
-                torch.float64,
-            )
-        )
         # Last, because it writes: the momenta, and the norms of the steps to graft on.
         _, norms = directions_(grads, plain, layouts, group)
         if norms is not None:
-            norms.mul_(momenta).div_(lengths).nan_to_num_(0.0)
+            norms[:, 1].copy_(lengths)
         return found, norms
 
     def _check_settings(self, group: Group) -> list[str]:
