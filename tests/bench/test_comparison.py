@@ -29,7 +29,6 @@ from bench.test_steps import (
     T2,
     Parameters,
     steps_of,
-    without_checks,
 )
 from bench.work import Work, gram_work, inverse_work, products_work, root_work, step_work
 from tools.measuring.parameter_sets import DEFAULT_SETS, PARAMETER_SETS, ParameterSet
@@ -215,31 +214,6 @@ def test_every_option_of_a_step_changes_the_update(name: str) -> None:
     same = all(torch.equal(a, b) for a, b in zip(plain, own, strict=True))
     assert same == (name == "plain")
     check_finite(name, own)
-
-
-def test_a_step_without_checks_moves_as_far_and_lets_nan_through() -> None:
-    parameters = Parameters(SMALL, CPU)
-    ends = []
-    for checked in (True, False):
-        params = parameters.new()
-        run = steps_of(parameters.tnt(params), REFRESH)
-        if checked:
-            run()
-        else:
-            with without_checks():
-                run()
-        ends.append([p.detach().clone() for p in params])
-    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
-    params = parameters.new()
-    opt = parameters.tnt(params)
-    assert params[0].grad is not None
-    params[0].grad = torch.full_like(params[0].grad, float("nan"))
-    with without_checks():
-        steps_of(opt, STATISTICS)()
-    assert opt.failures()["skipped_statistics"] == 0
-    with pytest.warns(RuntimeWarning):
-        steps_of(opt, STATISTICS)()
-        opt.failures()
 
 
 # The page.
