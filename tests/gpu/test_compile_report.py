@@ -9,7 +9,7 @@ import triton
 from commands import ROOT, python
 
 from tools.compile_report import expectations
-from tools.compile_report.expectations import SUPPORTED, misses
+from tools.compile_report.expectations import misses
 from tools.compile_report.machine_code import (
     TOOLS,
     Compiled,
@@ -124,40 +124,6 @@ def said(entry: Compiled) -> list[str]:
 def test_a_bad_entry_breaks_a_rule(change: dict[str, Any], what: str) -> None:
     (found,) = said(replace(GOOD, **change))
     assert what in found
-
-
-@pytest.mark.parametrize("capability", SUPPORTED)
-def test_products_must_use_the_units_of_each_architecture(capability: int) -> None:
-    def wanted(**settings: object) -> str:
-        entry = replace(GOOD, capability=capability, settings={**GOOD.settings, **settings})
-        return expectations.wanted_product(entry)
-
-    assert wanted() == {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}[capability]
-    assert wanted(ELEMENT="bf16") == wanted()
-    assert wanted(BLOCK=32) == "HMMA"  # too few rows for wgmma
-    assert wanted(PRECISION="ieee") == "FFMA"
-    assert wanted(STATE="fp64") == {80: "DMMA", 90: "DMMA", 100: "DFMA"}[capability]
-
-
-def test_narrow_loads_are_excused_one_by_one() -> None:
-    narrow = replace(GOOD, loads={"rows_are_dense: a": {4: 48}})
-    assert said(narrow) == []  # G^T G in TF32
-    element = {**GOOD.settings, "VECTOR": 1}
-    other_load = {"not rows_are_dense: a": {4: 1}}
-    assert len(said(replace(GOOD, loads=other_load))) == 1
-    assert said(replace(GOOD, settings=element, loads=other_load)) == []
-    other = {**GOOD.settings, "ELEMENT": "bf16"}
-    assert len(said(replace(narrow, settings=other))) == 1
-    assert len(said(replace(narrow, kernel="chain.product_kernel"))) == 1
-    # A vector may be shorter than 16 bytes: four of bfloat16 are 8.
-    short = replace(GOOD, loads={"x": {8: 1}}, element_bytes={"x": 2})
-    assert said(short) == []
-    assert len(said(replace(short, loads={"x": {4: 1}}))) == 1
-
-
-def test_a_kernel_that_no_operator_launches_is_found() -> None:
-    (miss,) = misses([GOOD], [GOOD.kernel, "later.new_kernel"])
-    assert miss.expectation == expectations.RECORDED and miss.kernel == "later.new_kernel"
 
 
 def test_loops_with_products_are_counted() -> None:

@@ -6,41 +6,18 @@ import os
 import signal
 import subprocess
 import sys
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from torch import Tensor, nn
 
 from experiments.methods import Settings
 from experiments.pool import run_all
-from experiments.problems.autoencoders import Autoencoder, load_autoencoder
+from experiments.problems.autoencoders import load_autoencoder
 from experiments.tasks import autoencoder_settings
 from tools.measuring import packages
 
 ROOT = Path(__file__).parents[2]
-
-
-class Broken(Autoencoder):
-    """Digits whose first batch raises or ends the process."""
-
-    def __init__(self, dies: bool) -> None:
-        digits = load_autoencoder("digits")
-        super().__init__("digits", digits.images, digits.widths)
-        self.dies = dies
-
-    def to(self, device: Any) -> "Broken":
-        return self
-
-    def build(self) -> nn.Module:
-        return nn.Linear(64, 64)
-
-    def batch(self, indices: Tensor, augment: Any) -> tuple[Tensor, Tensor]:
-        if self.dies:
-            os._exit(7)
-        raise ValueError("no such batch")
 
 
 def settings(seed: int) -> Settings:
@@ -56,14 +33,6 @@ def test_processes_give_the_same_records_as_this_one() -> None:
     earlier = set(multiprocessing.active_children())  # of other tests
     alone = made(1)
     assert made(2) == alone and len(set(map(tuple, alone.values()))) == 3
-    assert set(multiprocessing.active_children()) == earlier
-
-
-@pytest.mark.parametrize(("dies", "error"), [(False, ValueError), (True, BrokenProcessPool)])
-def test_errors_of_workers_reach_the_caller(dies: bool, error: type[Exception]) -> None:
-    earlier = set(multiprocessing.active_children())  # of other tests
-    with pytest.raises(error):
-        list(run_all(functools.partial(Broken, dies), {settings(0): None, settings(1): None}, 2))
     assert set(multiprocessing.active_children()) == earlier
 
 
