@@ -24,8 +24,8 @@ COMMAND = ("-m", "tools.compile_report", "--main")
 # Triton 3.8 and 3.9 spill a few registers in a few classes, and give each line of inline assembly
 # a line of source of its own, so that loads are not found.
 needs_tools = pytest.mark.skipif(
-    not (triton.__version__.startswith("3.7.") and (TOOLS / "nvdisasm").exists()),
-    reason="the rules are for Triton 3.7 with NVIDIA's tools",
+    not (triton.__version__.startswith(("3.6.", "3.7.")) and (TOOLS / "nvdisasm").exists()),
+    reason="the rules are for Triton 3.6 and 3.7 with NVIDIA's tools",
 )
 
 
