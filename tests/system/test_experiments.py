@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -58,6 +59,23 @@ def test_ctrl_c_is_a_line(tmp_path: Path) -> None:
         out, err = process.communicate()
     assert process.returncode == 130, out
     assert err.decode().strip() == "stopped; the same command goes on from what is saved"
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_ctrl_c_ends_all_processes(tmp_path: Path) -> None:
+    """Not only their present runs: another one waits in the queue."""
+    given = ["search", "digits", "--optimizer", "sgd", "--seeds", "1,2,3", "--jobs", "2"]
+    command = [sys.executable, "-m", "experiments", *given, "--epochs", "1000000"]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'python'}"}
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment, process_group=0, stderr=subprocess.PIPE
+    ) as process:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        while len(children.read_text().split()) < 3:  # two workers, and multiprocessing's own
+            time.sleep(0.1)
+        os.killpg(process.pid, signal.SIGINT)
+        process.communicate(timeout=300)
+    assert process.returncode == 130
 
 
 def test_missing_packages_are_named_with_their_extra(monkeypatch: pytest.MonkeyPatch) -> None:
