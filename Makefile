@@ -118,7 +118,7 @@ figures: $(VENV)/.test build
 	$(PY) -m experiments all --quick $(if $(DATA),--data "$(DATA)")
 
 gpu:
-	$(PYTHON) -m bench.gpu --out bench/results/gpu $(if $(STAGE),--stage "$(STAGE)")
+	PYTHON="$(PYTHON)" bench/gpu.sh bench/results/gpu $(STAGE)
 
 # It reads docstrings, but needs no extension.
 docs: $(VENV)/.docs

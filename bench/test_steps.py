@@ -7,12 +7,9 @@ another gradient, and ``observe`` adds a second backward before it.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -23,7 +20,6 @@ from bench.comparison import OURS, Candidate, Comparison
 from bench.inputs import generator, normal
 from bench.work import Work, gram_work, inverse_work, step_work
 from tnt_optim import TNT
-from tnt_optim.failures import Failures
 from tools.measuring.parameter_sets import ParameterSet
 
 LR, T2 = 1e-3, 20
@@ -207,23 +203,6 @@ def test_options(parameter_set: ParameterSet, device: torch.device, compare: Com
     compare("options of a plain step", parameter_set, candidates, kind=PLAIN.name)
 
 
-@pytest.mark.parametrize("kind", KINDS[:3], ids=[kind.name for kind in KINDS[:3]])
-def test_checks(
-    parameter_set: ParameterSet, kind: Kind, device: torch.device, compare: Comparison
-) -> None:
-    """A step without its checks for faults, and as it is."""
-    parameters = Parameters(parameter_set, device)
-
-    def steps(params: list[nn.Parameter]) -> Callable[[], None]:
-        return steps_of(parameters.tnt(params), kind)
-
-    candidates = [
-        parameters.candidate("without checks", lambda p: without_checks(device)(steps(p))),
-        parameters.candidate("as it is", steps),
-    ]
-    compare("checks for faults", parameter_set, candidates, kind=kind.name)
-
-
 def test_calls(parameter_set: ParameterSet, device: torch.device, compare: Comparison) -> None:
     """Calls that a user adds to steps: diagnostics, failure counts, the memory estimate."""
     parameters = Parameters(parameter_set, device)
@@ -235,34 +214,6 @@ def test_calls(parameter_set: ParameterSet, device: torch.device, compare: Compa
 
     step = parameters.candidate("a plain step", lambda p: steps_of(parameters.tnt(p), PLAIN))
     compare("calls next to steps", parameter_set, [step, *map(call, CALLS)], kind=PLAIN.name)
-
-
-@contextmanager
-def without_checks(device: torch.device | str = "cpu") -> Iterator[None]:
-    """Inside, steps run without the checks of settings and gradients and without failure counts.
-
-    The operators' own checks of their arguments stay.
-
-    Raises:
-        AttributeError: a check no longer exists under its name.
-    """
-    true = torch.ones((), dtype=torch.bool, device=device)
-    functions: dict[str, Any] = {"check_settings": _nothing, "all_finite": lambda *args: true}
-    counts = ("report", "read")
-    modules = [m for name, m in sys.modules.items() if name.startswith("tnt_optim.")]
-    places: list[tuple[Any, str]] = [(m, n) for m in modules for n in functions if n in vars(m)]
-    places += [(Failures, name) for name in counts]
-    if missing := functions.keys() - {name for _, name in places}:
-        raise AttributeError(f"tnt_optim has no checks of these names: {sorted(missing)}")
-    with ExitStack() as patches:
-        for owner, name in places:
-            change = mock.patch.object(owner, name, functions.get(name, _nothing))
-            patches.enter_context(change)
-        yield
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Replaces a check that returns nothing."""
 
 
 def _muon(params: list[nn.Parameter], kind: Kind) -> Callable[[], None]:

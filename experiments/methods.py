@@ -7,7 +7,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -181,29 +181,6 @@ def lr_multiplier(schedule: str, step: int, steps_per_epoch: int, steps: int) ->
     )
 
 
-# The settings that labels name, and how.
-_IN_LABELS = {
-    "lr": "lr {:g}",
-    "damping": "damping {:g}",
-    "momentum": "momentum {:g}",
-    "stat_decay": "β {:g}",
-    "weight_decay": "decay {:g}",
-    "stat_interval": "T1 = {}",
-    "inverse_interval": "T2 = {}",
-    "interval_warmup": "warm-up of the intervals: {}",
-    "precondition_1d": "biases and norms preconditioned: {}",
-    "estimator": "statistics: {}",
-    "nesterov": "Nesterov: {}",
-    "early_roots": "early roots: {}",
-    "warm_start": "warm start: {}",
-    "graft": "graft: {}",
-    "relative_damping": "relative damping: {}",
-    "schedule": "{}",
-    "batch_size": "batch {}",
-    "epochs": "{} epochs",
-}
-
-
 def variant(settings: Settings) -> Settings:
     """The settings with one seed for all: runs with the same variant are one curve."""
     return replace(settings, seed=0)
@@ -215,14 +192,14 @@ def variant_labels(variants: Sequence[Settings]) -> list[str]:
     The library's defaults are "defaults", and differ only from each other: in the schedule.
     """
     labels = []
+    variants = [variant(settings) for settings in variants]
     for settings in variants:
         like = [other for other in variants if other.optimizer == settings.optimizer]
         peers = [other for other in like if _is_default(other) == _is_default(settings)]
         parts = [
-            text.format(getattr(settings, name))
-            for name, text in _IN_LABELS.items()
-            if len({getattr(other, name) for other in peers}) > 1
-            and getattr(settings, name) is not None
+            f"{name.replace('_', ' ')} {value}"
+            for name, value in asdict(settings).items()
+            if len({getattr(other, name) for other in peers}) > 1 and value is not None
         ]
         if _is_default(settings) and len(like) > 1:
             parts = ["defaults", *parts]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -95,6 +96,8 @@ def _make_problem(problem_maker: Callable[[], Problem]) -> None:
 
 def _start_worker(problem_maker: Callable[[], Problem]) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    # Ctrl-C ends it: an exception would only end its run, and the next one in the queue begin.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     torch.set_num_threads(1)
     _make_problem(problem_maker)
 

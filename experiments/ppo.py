@@ -7,6 +7,7 @@ episodes on average over a run, from three seeds that the final runs do not use.
 from __future__ import annotations
 
 import runpy
+import signal
 import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -92,7 +93,9 @@ def run(settings: Settings, rollouts: int) -> dict[str, Any]:
 
 def _make(file: RunFile, wanted: Sequence[Settings], rollouts: int, jobs: int) -> None:
     missing = [s for s in wanted if file.find({"settings": asdict(s)}) is None]
-    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+    # Ctrl-C ends the processes.
+    ends = signal.signal, (signal.SIGINT, signal.SIG_DFL)
+    with ProcessPoolExecutor(jobs, get_context("spawn"), *ends) as pool:
         for settings, found in zip(
             missing, pool.map(run, missing, [rollouts] * len(missing)), strict=True
         ):

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-import signal
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,7 @@ from tnt_optim import PreconditionerError
 from tools.measuring.clock import now
 from tools.measuring.provenance import flushes_subnormals
 
-# Between two checkpoints: writing one takes about as long as a step.
+# Between two checkpoints, at the ends of epochs: writing one takes about as long as a step.
 SECONDS_BETWEEN = 60.0
 
 
@@ -175,16 +173,15 @@ def train_in_turn(
 
     Start, batches and augmentation depend on the seed only, so runs of several optimizers compare.
     All data are on the device. A loss that is not finite ends a run, which then counts as diverged;
-    so do failing statistics or inverses. Ctrl-C ends the runs after the current step, if they have
-    checkpoints, and writes those.
+    so do failing statistics or inverses.
 
     Args:
         problem: data, model and loss.
         wanted: of each run, the optimizer and all other choices.
         device: where to train.
         report_every: epochs between two printed lines of a run; 0 for no output.
-        checkpoints: each run continues from its file if it exists, writes it about once a minute at
-            the end of an epoch and at Ctrl-C, and deletes it at its end. Writing is outside the
+        checkpoints: each run continues from its file if it exists, writes it at the end of an epoch
+            if the last time is a minute ago, and deletes it at its end. Writing is outside the
             measured time.
         check_moved: raise an error if the first epoch does not change some parameter. A search
             over learning rates may try a rate so small that it rounds to nothing.
@@ -195,7 +192,6 @@ def train_in_turn(
     Raises:
         ValueError: the batch size is larger than the data.
         CheckpointError: a checkpoint has other settings, or is no checkpoint.
-        KeyboardInterrupt: Ctrl-C was pressed.
         StationaryParametersError: the first epoch did not change a parameter.
     """
     device = torch.device(device)
@@ -205,41 +201,21 @@ def train_in_turn(
         _Training(problem, settings, device, file, report_every, check_moved)
         for settings, file in zip(wanted, files, strict=True)
     ]
-    with (
-        tqdm(
-            total=sum(one.settings.epochs * one.run.steps_per_epoch for one in trainings),
-            initial=sum(one.steps_done for one in trainings),
-            unit="step",
-            leave=False,
-            disable=None if report_every else True,
-        ) as bar,
-        _delayed_interrupt(checkpoints is not None) as interrupts,
-    ):
+    with tqdm(
+        total=sum(one.settings.epochs * one.run.steps_per_epoch for one in trainings),
+        initial=sum(len(one.run.step_losses) for one in trainings),
+        unit="step",
+        leave=False,
+        disable=None if report_every else True,
+    ) as bar:
         _load_libraries(problem, wanted[0], device)
         while trainings:
             for one in list(trainings):
                 bar.set_description(one.run.label, refresh=False)
-                one.epoch(bar, interrupts)
+                one.epoch(bar)
                 if one.ended:
                     trainings.remove(one)
                     yield one.run
-                if interrupts:
-                    for unfinished in trainings:
-                        if unfinished.begun:  # without a file the warm start is still to come
-                            unfinished.save(0.0)
-                    if report_every and not one.ended:
-                        where = f"{one.position()}, saved in {one.path}"
-                        tqdm.write(f"{one.run.label:6} stopped after {where}")
-                    raise KeyboardInterrupt
-
-
-@dataclass
-class Part:
-    """An unfinished epoch: its batches, the losses of the first of them, and their seconds."""
-
-    order: Tensor
-    losses: list[float] = field(default_factory=list)
-    seconds: float = 0.0
 
 
 class _Training:
@@ -266,45 +242,36 @@ class _Training:
         self.shuffle = torch.Generator().manual_seed(settings.seed)
         self.augment = torch.Generator(device).manual_seed(settings.seed)
         self.path, self.written = checkpoint, time.monotonic()
-        self.part: Part | None = None  # the epoch that Ctrl-C stopped
         self.begun = self._load()
         if self.begun and report_every:
-            tqdm.write(f"{run.label:6} continues after {self.position()} of {checkpoint}")
-
-    @property
-    def steps_done(self) -> int:
-        return len(self.run.step_losses) + (len(self.part.losses) if self.part else 0)
+            tqdm.write(f"{run.label:6} continues after epoch {len(run.epochs)} of {checkpoint}")
 
     @property
     def ended(self) -> bool:
         run = self.run
         return run.diverged_at_step is not None or len(run.epochs) == self.settings.epochs
 
-    def epoch(self, bar: Any, interrupts: Sequence[int]) -> None:
-        """Train for an epoch, the first with the warm start, or until Ctrl-C."""
+    def epoch(self, bar: Any) -> None:
+        """Train for an epoch, the first with the warm start."""
         if not self.begun:
             self.begun = True
             if self.settings.warm_start and not self._warm_start():
                 return
         number = len(self.run.epochs) + 1
         start = [p.detach().clone() for p in self.model.parameters()] if number == 1 else None
-        part = self.part or Part(self.problem.order(self.settings.batch_size, self.shuffle))
+        order = self.problem.order(self.settings.batch_size, self.shuffle)
         began = now(self.device)
-        part.losses += self._pass(part.order.to(self.device), len(part.losses), bar, interrupts)
-        part.seconds += now(self.device) - began
-        if len(part.losses) < self.run.steps_per_epoch and math.isfinite(part.losses[-1]):
-            self.part = part
-            return
-        self.part = None
-        self._add_epoch(part.losses, part.seconds)
+        losses = self._pass(order.to(self.device), bar)
+        self._add_epoch(losses, now(self.device) - began)
         if self.check_moved and start is not None and self.run.diverged_at_step is None:
             _check_moved(self.model, start)
         if self.report_every and (self.ended or number % self.report_every == 0):
             tqdm.write(_epoch_line(self.run))
-        if self.ended:
-            self._remove()
-        else:
-            self.save(SECONDS_BETWEEN)
+        if self.path is not None:
+            if self.ended:
+                self.path.unlink(missing_ok=True)
+            elif time.monotonic() - self.written >= SECONDS_BETWEEN:
+                self._save(self.path)
 
     def _warm_start(self) -> bool:
         """Average the statistics over the data set's batches; False if they fail."""
@@ -332,8 +299,8 @@ class _Training:
             tqdm.write(f"{self.run.label:6} warm start: {self.run.warm_start_seconds:.2f} s")
         return True
 
-    def _pass(self, order: Tensor, done: int, bar: Any, interrupts: Sequence[int]) -> list[float]:
-        """One pass over the batches of `order`, less the first `done`, or until Ctrl-C.
+    def _pass(self, order: Tensor, bar: Any) -> list[float]:
+        """One pass over the batches of `order`.
 
         The losses are fetched once, at the end; on a CPU the progress bar shows each.
         """
@@ -341,14 +308,12 @@ class _Training:
         first = len(self.run.step_losses)
         self.model.train()
         try:
-            for index, batch in enumerate(order[done:].unbind(), done):
+            for index, batch in enumerate(order.unbind()):
                 self._set_rate(first + index)
                 losses.append(self._step(batch))
                 if not bar.disable and order.device.type == "cpu":
                     bar.set_postfix_str(f"loss {losses[-1]:.4g}", refresh=False)
                 bar.update()
-                if interrupts:
-                    break
         except PreconditionerError:
             # The optimizer raises it if statistics or inverses fail repeatedly: divergence.
             losses.append(torch.full((), math.nan, device=order.device))
@@ -405,7 +370,9 @@ class _Training:
             return False
         try:
             saved: dict[str, Any] = torch.load(self.path, weights_only=True, map_location="cpu")
-            settings, record, part = dict(saved["settings"]), saved["run"], saved.get("part")
+            settings, record = dict(saved["settings"]), saved["run"]
+            if saved.get("part"):  # as Ctrl-C wrote it once
+                raise ValueError("it is of the middle of an epoch")
         except Exception as error:
             raise CheckpointError(
                 f"{self.path} is no checkpoint of this experiment ({error}): delete it"
@@ -425,58 +392,22 @@ class _Training:
         self.run.step_losses, self.run.epochs = done.step_losses, done.epochs
         self.run.warm_start_seconds = done.warm_start_seconds
         self.run.resumed_after = [*done.resumed_after, len(done.epochs)]
-        self.part = part and Part(**part)
         return True
 
-    def position(self) -> str:
-        """Where the run is, in words."""
-        steps = len(self.part.losses) if self.part else 0
-        return f"epoch {len(self.run.epochs)}" + (f" and {steps} steps" if steps else "")
-
-    def save(self, seconds: float) -> None:
-        """Write the file, if the last time is at least so many seconds ago."""
-        if self.path is None or time.monotonic() - self.written < seconds:
-            return
-        partial = self.path.with_name(self.path.name + ".part")
+    def _save(self, path: Path) -> None:
+        partial = path.with_name(path.name + ".part")
         torch.save(
             {
                 "settings": self._described(),
                 "run": asdict(self.run),
-                "part": self.part and vars(self.part),
                 "model": self.model.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
                 "generators": [self.shuffle.get_state(), self.augment.get_state()],
             },
             partial,
         )
-        os.replace(partial, self.path)
+        os.replace(partial, path)
         self.written = time.monotonic()
-
-    def _remove(self) -> None:
-        """Delete the file at the end of the run."""
-        if self.path is not None:
-            self.path.unlink(missing_ok=True)
-
-
-@contextmanager
-def _delayed_interrupt(delay: bool) -> Iterator[list[int]]:
-    """Yield a list to which the first Ctrl-C is appended; the second one raises as usual."""
-    interrupts: list[int] = []
-    usual = signal.getsignal(signal.SIGINT)
-
-    def keep(number: int, frame: object) -> None:
-        interrupts.append(number)
-        signal.signal(signal.SIGINT, usual)
-
-    # Without a handler of Python's, such as in the background of a shell, Ctrl-C means nothing.
-    if not delay or not callable(usual):
-        yield interrupts
-        return
-    signal.signal(signal.SIGINT, keep)
-    try:
-        yield interrupts
-    finally:
-        signal.signal(signal.SIGINT, usual)
 
 
 def _load_libraries(problem: Problem, settings: Settings, device: torch.device) -> None:

@@ -120,29 +120,6 @@ def test_all_layers_exist() -> None:
     assert not (ROOT / "python" / "__init__.py").exists()
 
 
-@pytest.mark.parametrize(
-    ("module", "source"),
-    [
-        ("tnt_optim.tnt", "import tnt_kernels"),
-        ("tnt_optim.tnt", "from tnt_kernels import *"),
-        ("tnt_optim.tnt", "from tnt_kernels.ops import gram_ema_"),
-        ("tnt_optim.tnt", "import torch\ndef f():\n    from experiments import data"),
-        ("tnt_optim.tnt", "from oracle import DenseTNT"),
-        ("tnt_kernels.ops", "from tnt_kernels import gram_ema_"),
-        ("tnt_kernels.ops", "from . import reference"),
-        ("tnt_kernels.ops", "import importlib\nimportlib.import_module('tnt_kernels.reference')"),
-        ("tnt_kernels.reference", "import tnt_optim.modes"),
-        ("tnt_kernels.triton.gram_ema", "from .. import reference"),
-        ("tnt_kernels.backends", "from tests.cases import normal"),
-        ("bench.steps", "from experiments.training import train"),
-        ("experiments.figure1", "import bench.clock"),
-        ("experiments.figure1", "from tools import compile_report"),
-    ],
-)
-def test_the_import_checker_finds(module: str, source: str) -> None:
-    assert len(forbidden(source, module)) == 1
-
-
 # The floors of tnt_optim.
 
 
@@ -247,23 +224,6 @@ def sources() -> list[str]:
 @pytest.mark.parametrize("path", sources())
 def test_includes(path: str) -> None:
     assert forbidden_in_kernels((ROOT / "csrc" / path).read_text(), path) == set()
-
-
-@pytest.mark.parametrize(
-    ("path", "source"),
-    [
-        ("cpu/gram_ema.cpp", "#include <ATen/core/Tensor.h>"),
-        ("cpu/gram_ema.cpp", '#  include "torch/extension.h"'),
-        ("cpu/operators.h", "#include <c10/util/Exception.h>"),
-        ("cpu/tasks.h", "#include <ATen/Parallel.h>"),
-        ("cpu/register.cpp", "#include <torch/csrc/stable/c/shim.h>"),
-        ("check.h", "#include <torch/library.h>"),
-        ("cpu/gram_ema.cpp", "sgemm_(&n, &t, &m);"),
-        ("cpu/operators.h", "#include <cuda_runtime_api.h>"),
-    ],
-)
-def test_the_include_checker_finds(path: str, source: str) -> None:
-    assert len(forbidden_in_kernels(source, path)) == 1
 
 
 # What each layer offers.

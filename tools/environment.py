@@ -16,12 +16,9 @@ from __future__ import annotations
 
 import fcntl
 import os
-import re
-import shutil
 import ssl
 import subprocess
 import sys
-import threading
 import urllib.request
 from pathlib import Path
 from typing import NamedTuple
@@ -31,14 +28,12 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 PATIENCE = 5.0
 # Where pip's configuration may have packages from; the first two keep it from anywhere else.
 SOURCES = ("index-url", "no-index", "extra-index-url", "find-links")
-GIGABYTE = 1e9
 
 
 class Source(NamedTuple):
     """Where PyTorch comes from."""
 
     added: str | None  # an index that is added for PyTorch alone
-    disk: float  # bytes of the whole environment, and of what pip unpacks on the way
     line: str  # for the user
 
 
@@ -62,27 +57,26 @@ def install(venv: Path, requirements: list[str]) -> None:
         # Its own message says which package of the system is missing.
         if subprocess.run([sys.executable, "-m", "venv", str(venv)]).returncode:
             sys.exit(f"{sys.executable} -m venv {venv} failed: see above")
+    pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--no-compile"]
     wanted = torch_pin(requirements)
     if wanted and installed(venv, wanted) is None:
         source = choose(pip_configuration(python))
         print(source.line, flush=True)
-        free = shutil.disk_usage(venv).free
-        if free < source.disk:
-            sys.exit(
-                f"{venv} needs {source.disk / GIGABYTE:.1f} GB and its disk has "
-                f"{free / GIGABYTE:.1f}: free some space, or name another folder: make VENV=..."
-            )
         if source.added:
             # Without what PyTorch depends on, so that an index that fails costs one download. The
             # builds there have a suffix (2.13.0+cpu), which pip prefers to the same without one.
             options = ["--retries", "1", "--no-deps", "--extra-index-url", source.added]
-            if failure := run_pip(python, [*options, wanted]):
-                print(f"{failure}\nPyTorch comes from where pip finds it, then.", flush=True)
-    if failure := run_pip(python, requirements):
-        sys.exit(failure)
+            if subprocess.run([*pip, *options, wanted]).returncode:
+                print("PyTorch comes from where pip finds it, then.", flush=True)
+    if status := subprocess.run([*pip, *requirements]).returncode:
+        sys.exit(status)
     if wanted:
         print(f"PyTorch {installed(venv, wanted)} is in {venv}.", flush=True)
-    compile_for_tests(venv, python)
+    # pip would take as long to compile as for all else, on one core, and the demo imports little.
+    # Compiled in a test, a package's SyntaxWarning would be an error.
+    if any(venv.glob("lib/python3*/site-packages/pytest")):
+        command = [python, "-W", "ignore", "-m", "compileall", "-qq", "-j", "0", str(venv / "lib")]
+        subprocess.run(command)
 
 
 def torch_pin(requirements: list[str]) -> str | None:
@@ -126,7 +120,6 @@ def choose(configuration: dict[str, str]) -> Source:
             why = "TORCH_INDEX names it" if index else "this machine shows no NVIDIA GPU"
             return Source(
                 address,
-                2 * GIGABYTE,
                 f"PyTorch comes from {address}, because {why}: with the build for CPUs and the "
                 "other packages 0.3 GB to download, 1.2 GB installed.",
             )
@@ -134,14 +127,12 @@ def choose(configuration: dict[str, str]) -> Source:
     if own:
         return Source(
             None,
-            2 * GIGABYTE,
             f"PyTorch comes from where pip's configuration says ({', '.join(own)}){because}: with "
             "the other packages 0.3 GB to download and 1.2 GB installed if that has the build for "
             "CPUs, 3 and 6.5 GB if it has the CUDA build.",
         )
     return Source(
         None,
-        8 * GIGABYTE,
         f"PyTorch comes from PyPI{because}: with CUDA and the other packages 3 GB to "
         "download, 6.5 GB installed.",
     )
@@ -160,66 +151,12 @@ def has_gpu() -> bool:
 
 def no_answer(url: str, certificates: str | None) -> str | None:
     """Why the address is of no use; None if it answers in time."""
-    outcome = [f"does not answer within {PATIENCE:g} s"]
-
-    def ask() -> None:
-        try:
-            context = ssl.create_default_context(cafile=certificates)
-            with urllib.request.urlopen(url, timeout=60, context=context) as answer:
-                answer.read(1)
-            outcome.append("")
-        except Exception as error:
-            outcome.append(f"does not answer ({getattr(error, 'reason', error)})")
-
-    # In a thread, because urlopen's timeout bounds neither the look-up of the name nor the whole.
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(PATIENCE)
-    return outcome[-1] or None
-
-
-def run_pip(python: str, arguments: list[str]) -> str | None:
-    """Install with pip; returns what went wrong, in a line.
-
-    pip's progress is on the screen. Its many warnings of one dead connection become one line.
-    """
-    command = [python, "-m", "pip", "--disable-pip-version-check", "install", "--no-compile"]
-    errors, broken = [], ""
-    with subprocess.Popen(
-        [*command, *arguments], stderr=subprocess.PIPE, text=True, errors="replace"
-    ) as process:
-        assert process.stderr is not None
-        for line in process.stderr:
-            retry = re.search(r"Retrying \(Retry.* broken by (.*)", line)
-            if retry and not broken:
-                broken = re.sub(r"<[^>]*>[:,]? ?", "", retry[1])
-                print(f"pip tries again, a connection failed: {broken}", flush=True)
-            elif line.startswith("ERROR:"):
-                errors.append(line.strip())
-            elif not retry:
-                print(line, end="", file=sys.stderr, flush=True)
-    said = "\n".join(errors)
-    if not process.returncode:
-        if said:
-            print(said, file=sys.stderr, flush=True)
-        return None
-    if broken and "Errno 28" not in said:
-        return (
-            f"pip did not reach a package index: {broken}. Is there a network? PIP_INDEX_URL names "
-            "another index, https_proxy a proxy."
-        )
-    return said or f"pip ended with exit status {process.returncode}: see above"
-
-
-def compile_for_tests(venv: Path, python: str) -> None:
-    """Compile the packages if pytest is among them.
-
-    pip would take as long for that as for all else, on one core; the demo imports few of them.
-    Compiled in a test, a package's SyntaxWarning would be an error.
-    """
-    if any(venv.glob("lib/python3*/site-packages/pytest")):
-        command = [python, "-W", "ignore", "-m", "compileall", "-qq", "-j", "0", str(venv / "lib")]
-        subprocess.run(command)
+    try:
+        context = ssl.create_default_context(cafile=certificates)
+        with urllib.request.urlopen(url, timeout=PATIENCE, context=context):
+            return None
+    except Exception as error:
+        return f"does not answer ({getattr(error, 'reason', error)})"
 
 
 if __name__ == "__main__":

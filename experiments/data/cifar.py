@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,6 @@ import torch
 from torch import Tensor
 
 from experiments.data import find_file
-
-_PIXELS = 3 * 32 * 32
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ def read_cifar(folder: str | Path, classes: int) -> Cifar:
     Args:
         folder: holds `data_batch_1` to `data_batch_5` and `test_batch` (CIFAR-10), or `train` and
             `test` (CIFAR-100), itself or in the folder that the archive unpacks to. They are
-            pickles; only arrays, numbers, strings, lists and dictionaries are unpickled.
+            pickles; only arrays, numbers, strings, lists and dictionaries are read.
         classes: 10 or 100.
 
     Raises:
@@ -92,66 +91,39 @@ def crop_and_flip(images: Tensor, generator: torch.Generator, padding: int = 4) 
 
 
 def _read_batch(path: Path, labels_name: str, classes: int) -> tuple[Tensor, Tensor]:
-    content = _unpickled(path)
     try:
-        # Python 2 wrote the official files: their strings are bytes here.
-        content = {k.decode("latin1") if isinstance(k, bytes) else k: v for k, v in content.items()}
-        images, labels = content["data"], torch.tensor(content[labels_name], dtype=torch.int64)
-        shape = tuple(images.shape)
-        good = images.dtype == np.uint8 and len(shape) == 2 and shape[1] == _PIXELS and shape[0] > 0
-        good = good and labels.shape == shape[:1]
-        good = good and bool(((labels >= 0) & (labels < classes)).all())
-    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{path}: must hold 'data' and {labels_name!r}: {error!r}") from error
-    if not good:
-        raise ValueError(
-            f"{path}: 'data' must be uint8 (N, {_PIXELS}) and {labels_name!r} N numbers from 0 to "
-            f"{classes - 1}, got {images.dtype} {shape} and {tuple(labels.shape)}"
-        )
-    # A copy: an unpickled array may be read-only, of which torch warns.
-    return torch.from_numpy(images.copy()).reshape(-1, 3, 32, 32), labels
-
-
-def _unpickled(path: Path) -> Any:
-    with path.open("rb") as file:
-        try:
-            return _Unpickler(file, encoding="bytes").load()
-        # The unpickler may raise anything for broken bytes.
-        except Exception as error:
-            raise ValueError(f"{path}: no CIFAR batch, or a corrupt one: {error}") from error
+        with path.open("rb") as file, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # NumPy warns of what its first versions wrote
+            # Python 2 wrote the official files: their strings are bytes here.
+            content = _Unpickler(file, encoding="bytes").load()
+        content = {k.decode() if isinstance(k, bytes) else k: v for k, v in content.items()}
+        # A copy: an unpickled array may be read-only, of which torch warns.
+        images = torch.from_numpy(content["data"].copy()).reshape(-1, 3, 32, 32)
+        labels = torch.tensor(content[labels_name], dtype=torch.int64)
+        if images.dtype != torch.uint8 or len(images) != len(labels) or not len(labels):
+            raise ValueError(f"{len(images)} images in {images.dtype}, {len(labels)} labels")
+        if not 0 <= labels.min() <= labels.max() < classes:
+            raise ValueError(f"labels from {labels.min()} to {labels.max()}")
+    # The unpickler may raise anything for broken bytes.
+    except Exception as error:
+        raise ValueError(f"{path}: no CIFAR batch, or a corrupt one: {error!r}") from error
+    return images, labels
 
 
 class _Unpickler(pickle.Unpickler):
-    """Calls only the functions that rebuild arrays of numbers: a pickle may name any function."""
+    """Calls only the functions that rebuild arrays: a pickle may name any function."""
 
     def find_class(self, module: str, name: str) -> Any:
-        # NumPy 2 renamed its inner package.
-        allowed = _ALLOWED.get((module.replace("numpy._core", "numpy.core"), name))
-        if allowed is None:
+        if (module, name) not in _ALLOWED:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}")
-        return allowed
+        return _ALLOWED[module, name]
 
 
-def _dtype(name: str | bytes, align: Any = False, copy: Any = False) -> np.dtype[Any]:
-    # NumPy 2.4 warns of the integers that older versions wrote for the two truth values.
-    dtype = np.dtype(name.decode("ascii") if isinstance(name, bytes) else name, bool(align))
-    if dtype.hasobject:
-        raise pickle.UnpicklingError("it holds an array of objects")
-    return dtype
-
-
-def _latin1(text: str, encoding: str) -> bytes:
-    # Python 3 writes bytes for Python 2 in this way.
-    if encoding != "latin1":
-        raise pickle.UnpicklingError(f"it asks for the encoding {encoding}")
-    return text.encode("latin1")
-
-
-_ARRAY: Any = np.zeros(1, dtype=np.uint8)
+# NumPy 2 renamed its inner package; protocol 5 has a function of its own.
+_PLAIN, _BUFFER = np.zeros(1).__reduce__()[0], np.zeros(1).__reduce_ex__(5)[0]
 _ALLOWED: dict[tuple[str, str], Any] = {
     ("numpy", "ndarray"): np.ndarray,
-    ("numpy", "dtype"): _dtype,
-    ("numpy.core.multiarray", "_reconstruct"): _ARRAY.__reduce__()[0],
-    ("numpy.core.numeric", "_frombuffer"): _ARRAY.__reduce_ex__(5)[0],
-    ("_codecs", "encode"): _latin1,
+    ("numpy", "dtype"): np.dtype,
+    **{(f"numpy.{core}.multiarray", "_reconstruct"): _PLAIN for core in ("core", "_core")},
+    **{(f"numpy.{core}.numeric", "_frombuffer"): _BUFFER for core in ("core", "_core")},
 }

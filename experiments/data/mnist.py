@@ -3,47 +3,15 @@
 from __future__ import annotations
 
 import gzip
-import math
 import zlib
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from experiments.data import find_file
-
-_UNSIGNED_BYTE = 0x08
-
-
-def read_idx(path: str | Path) -> Tensor:
-    """Read an IDX file of unsigned bytes, gzipped if its name ends in `.gz`.
-
-    The header is 00 00 08 k, then k big-endian 32-bit sizes. Returns a uint8 tensor of these sizes.
-
-    Raises:
-        ValueError: the file is no such IDX file, too short, too long, or corrupt gzip.
-        OSError: it cannot be read.
-    """
-    path = Path(path)
-    try:
-        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"{path}: corrupt gzip file: {error}") from error
-    if len(content) < 4 or content[:3] != bytes((0, 0, _UNSIGNED_BYTE)) or content[3] == 0:
-        raise ValueError(
-            f"{path}: must start with 00 00 08 and the number of dimensions, as an IDX file of "
-            f"unsigned bytes does, got {content[:4].hex(' ')}"
-        )
-    header = 4 + 4 * content[3]
-    sizes = [int.from_bytes(content[i : i + 4], "big") for i in range(4, header, 4)]
-    wanted = header + math.prod(sizes)
-    if len(content) != wanted:
-        raise ValueError(f"{path}: must have {wanted} bytes for sizes {sizes}, got {len(content)}")
-    if wanted == header:
-        return torch.empty(sizes, dtype=torch.uint8)
-    # bytearray: torch warns of tensors over read-only memory
-    return torch.frombuffer(bytearray(content[header:]), dtype=torch.uint8).reshape(sizes)
 
 
 def mnist_images(folder: str | Path) -> Tensor:
@@ -56,7 +24,7 @@ def mnist_images(folder: str | Path) -> Tensor:
         FileNotFoundError: there is no such file.
         ValueError: the file is corrupt, or holds no 28x28 images.
     """
-    return _scaled(_scans(folder))
+    return _scaled(_read(folder, "images", (28, 28)))
 
 
 def mnist_labels(folder: str | Path) -> Tensor:
@@ -64,11 +32,7 @@ def mnist_labels(folder: str | Path) -> Tensor:
 
     Args, Raises: as `mnist_images`.
     """
-    path = _file(folder, "labels", 1)
-    labels = read_idx(path)
-    if labels.ndim != 1 or labels.numel() == 0 or labels.max() > 9:
-        raise ValueError(f"{path}: must hold digits from 0 to 9, got sizes {tuple(labels.shape)}")
-    return labels.to(torch.int64)
+    return _read(folder, "labels", ()).to(torch.int64)
 
 
 def mnist_16x16(folder: str | Path) -> Tensor:
@@ -80,25 +44,29 @@ def mnist_16x16(folder: str | Path) -> Tensor:
 
     Args, Raises: as `mnist_images`.
     """
-    scans = _scans(folder)[:, None]
+    scans = _read(folder, "images", (28, 28))[:, None]
     small = functional.interpolate(scans, size=(16, 16), mode="bilinear", antialias=True)
     return _scaled(small[:, 0])
 
 
-def _scans(folder: str | Path) -> Tensor:
-    path = _file(folder, "images", 3)
-    images = read_idx(path)
-    if images.ndim != 3 or images.shape[1:] != (28, 28) or images.shape[0] == 0:
-        raise ValueError(f"{path}: must hold 28x28 images, got sizes {tuple(images.shape)}")
-    return images
-
-
 def _scaled(scans: Tensor) -> Tensor:
-    return scans.reshape(scans.shape[0], -1).to(torch.float32).div_(255.0)
+    return scans.flatten(1).to(torch.float32).div_(255.0)
 
 
-def _file(folder: str | Path, what: str, dimensions: int) -> Path:
+def _read(folder: str | Path, what: str, shape: tuple[int, ...]) -> Tensor:
+    """The items of an IDX file: 00 00 08 k, then k big-endian 32-bit sizes, then bytes."""
     # torchvision and the original site write the first name, many mirrors the second.
-    names = [f"train-{what}{separator}idx{dimensions}-ubyte" for separator in "-."]
+    names = [f"train-{what}{separator}idx{1 + len(shape)}-ubyte" for separator in "-."]
     places = ("", "MNIST/raw/")
-    return find_file(folder, [p + n + end for p in places for end in ("", ".gz") for n in names])
+    path = find_file(folder, [p + n + end for p in places for end in ("", ".gz") for n in names])
+    try:
+        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        if content[:4] != bytes((0, 0, 8, 1 + len(shape))):
+            raise ValueError(f"it starts with {content[:4].hex(' ')}")
+        sizes = np.frombuffer(content, ">u4", 1 + len(shape), offset=4)
+        items = np.frombuffer(content, np.uint8, offset=4 * (2 + len(shape))).reshape(sizes)
+        if not len(items) or items.shape[1:] != shape:
+            raise ValueError(f"its sizes are {items.shape}")
+    except (gzip.BadGzipFile, EOFError, zlib.error, ValueError) as error:
+        raise ValueError(f"{path}: must be MNIST's IDX file of {what}: {error}") from error
+    return torch.from_numpy(items.copy())  # torch warns of tensors over read-only memory

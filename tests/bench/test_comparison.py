@@ -16,12 +16,9 @@ from bench.comparison import (
     OURS,
     Candidate,
     Comparison,
-    check_close,
     check_finite,
-    relative_error,
 )
-from bench.inputs import flat, generator, gram_statistics, poisoned, symmetric_modes
-from bench.limits import better, binding, measure_limits
+from bench.limits import binding
 from bench.test_steps import (
     CYCLE,
     KINDS,
@@ -32,7 +29,6 @@ from bench.test_steps import (
     T2,
     Parameters,
     steps_of,
-    without_checks,
 )
 from bench.work import Work, gram_work, inverse_work, products_work, root_work, step_work
 from tools.measuring.parameter_sets import DEFAULT_SETS, PARAMETER_SETS, ParameterSet
@@ -56,14 +52,6 @@ def test_work_of_one_matrix_is_the_hand_count() -> None:
     assert products_work(one) == Work(90 + 150, 4 * (15 + 15 + 9 + 25))
     # The step reads and writes momentum and weight, and reads the gradient: three times 15 more.
     assert step_work(one) == Work(90 + 150, 4 * (15 + 15 + 9 + 25 + 3 * 15))
-
-
-def test_work_of_a_diagonal_mode_is_linear() -> None:
-    long = ParameterSet("long", ((3, 9000),))
-    size = 3 * 9000
-    assert gram_work(long) == Work(4 * size + 2 * size, 4 * (size + 18 + 18000), symmetric=True)
-    assert inverse_work(long) == Work(27 + 9000, 4 * (18 + 18000))
-    assert products_work(long) == Work(6 * size + size, 4 * (2 * size + 9 + 9000))
 
 
 def test_parameter_sets_are_the_models() -> None:
@@ -93,42 +81,7 @@ def test_the_limit_is_the_later_of_products_and_bytes() -> None:
     assert binding(gpu, work, "high") == ("tf32", 5.0)
 
 
-def test_measured_limits_are_rates_of_this_machine() -> None:
-    found = measure_limits("cpu", size=64, numbers=1 << 12)
-    rates = {name: rate for name, rate in found.items() if isinstance(rate, float)}
-    assert set(rates) == {"copy", "torch_sgemm", "sgemm", "ssyrk"}
-    assert all(1e6 < rate < 1e15 for rate in rates.values())
-    assert found["size"] == 64 and found["blas"] in ("torch", "scipy-openblas32")
-    slower = {**found, "sgemm": found["sgemm"] / 2, "copy": found["copy"] * 2}
-    assert better(found, slower) == {**found, "copy": slower["copy"]}
-
-
 # Inputs and checks.
-
-
-def test_inputs_are_reproducible_and_well_conditioned() -> None:
-    first, again = (symmetric_modes(SMALL, generator()) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(flat(first), flat(again), strict=True))
-    for matrix in flat(first):
-        assert torch.equal(matrix, matrix.mT)
-        assert float(torch.linalg.eigvalsh(matrix).abs().max()) < 5
-    stats = gram_statistics(SMALL, generator())
-    for row, view in zip(stats, SMALL.views, strict=True):
-        largest = row[view.index(max(view))]
-        assert 0.2 < float(largest.diagonal().mean()) < 5
-    assert all(bool(matrix.isnan().all()) for matrix in flat(poisoned(stats)))
-
-
-def test_checks_raise_for_wrong_results() -> None:
-    one, two = torch.tensor([1.0, -2.0]), torch.tensor([1.0, -2.5])
-    assert relative_error([two], [one.double()]) == 0.25
-    check_close("x", 1e-6, 1e-5)
-    for error in (2e-5, float("nan")):
-        with pytest.raises(ValueError, match="x: error must be at most"):
-            check_close("x", error, 1e-5)
-    check_finite("x", [one])
-    with pytest.raises(ValueError, match="tensor 1 is no longer finite"):
-        check_finite("x", [one, one / 0])
 
 
 # Comparisons.
@@ -207,13 +160,6 @@ def test_a_wrong_candidate_is_never_timed() -> None:
         compared([adding(OURS), adding("idle", 0.0, compared=False)], ones)
 
 
-def test_without_timing_the_checks_still_run() -> None:
-    ones = [torch.ones(2).double()]
-    assert compared([adding(OURS), adding("x")], ones, enabled=False) == []
-    with pytest.raises(ValueError, match="error must be"):
-        compared([adding(OURS, 2.0)], ones, enabled=False)
-
-
 # Steps.
 
 
@@ -258,31 +204,6 @@ def test_every_option_of_a_step_changes_the_update(name: str) -> None:
     same = all(torch.equal(a, b) for a, b in zip(plain, own, strict=True))
     assert same == (name == "plain")
     check_finite(name, own)
-
-
-def test_a_step_without_checks_moves_as_far_and_lets_nan_through() -> None:
-    parameters = Parameters(SMALL, CPU)
-    ends = []
-    for checked in (True, False):
-        params = parameters.new()
-        run = steps_of(parameters.tnt(params), REFRESH)
-        if checked:
-            run()
-        else:
-            with without_checks():
-                run()
-        ends.append([p.detach().clone() for p in params])
-    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
-    params = parameters.new()
-    opt = parameters.tnt(params)
-    assert params[0].grad is not None
-    params[0].grad = torch.full_like(params[0].grad, float("nan"))
-    with without_checks():
-        steps_of(opt, STATISTICS)()
-    assert opt.failures()["skipped_statistics"] == 0
-    with pytest.warns(RuntimeWarning):
-        steps_of(opt, STATISTICS)()
-        opt.failures()
 
 
 # The page.

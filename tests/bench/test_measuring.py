@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tools.measuring import clock
-from tools.measuring.clock import alternate, ratios, rotated, summary
+from tools.measuring.clock import alternate
 from tools.measuring.provenance import flushes_subnormals, provenance
 from tools.measuring.records import check_writable, read_json, write_json
 
@@ -36,20 +36,6 @@ def test_setup_runs_before_each_run_and_is_not_timed(monkeypatch: pytest.MonkeyP
 
     assert alternate({"only": run}, seconds=7.0, setup=setup) == {"only": [2.0] * 4}
     assert log == ["only", "run"] * 5  # above half a second, one warm-up is enough
-
-
-def test_the_number_of_rounds_has_a_bound() -> None:
-    def none() -> None:
-        pass
-
-    assert len(alternate({"a": none}, seconds=60.0, max_rounds=5)["a"]) == 5
-
-
-def test_summaries_and_ratios() -> None:
-    assert summary([4.0]) == {"median": 4.0, "quartiles": [4.0, 4.0], "rounds": 1}
-    assert summary([5.0, 1.0, 3.0, 2.0, 4.0])["quartiles"] == [2.0, 4.0]
-    assert ratios([2.0, 9.0], [1.0, 3.0]) == [2.0, 3.0]
-    assert rotated([], 3) == []
 
 
 def test_records_round_trip_with_null_for_numbers_that_are_not_finite(tmp_path: Path) -> None:

@@ -38,15 +38,15 @@ def save_olivetti(folder: Path, images: np.ndarray) -> None:
 
 
 @pytest.mark.usefixtures("few_patches")
-@pytest.mark.parametrize("name", ["newfaces_single", "X"])
-@pytest.mark.parametrize("compressed", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_the_original_file_is_taken_as_it_is(
-    tmp_path: Path, name: str, compressed: bool, transposed: bool
-) -> None:
+def test_the_original_file_is_taken_as_it_is(tmp_path: Path, transposed: bool) -> None:
     patches = np.random.default_rng(0).standard_normal((66, 625), dtype=np.float32)
-    content = {name: patches if transposed else patches.T, "note": "of two things", "n": 66.0}
-    savemat(tmp_path / ORIGINAL, content, do_compression=compressed)
+    content = {
+        "newfaces_single": patches if transposed else patches.T,
+        "note": "of two things",
+        "n": 66.0,
+    }
+    savemat(tmp_path / ORIGINAL, content)
     (tmp_path / OLIVETTI).write_bytes(b"not read")
     images, source = faces_images(tmp_path)
     assert images.dtype == torch.float32
@@ -112,7 +112,6 @@ def test_made_patches_are_normalised_and_say_what_they_are(
 
 
 FEW = np.ones((625, 39), dtype=np.float32)
-OTHER = np.ones((40, 624), dtype=np.float32)
 
 
 @pytest.mark.usefixtures("few_patches")
@@ -120,14 +119,10 @@ OTHER = np.ones((40, 624), dtype=np.float32)
     ("name", "content", "message"),
     [
         (ORIGINAL, {"newfaces_single": FEW}, "must hold at least 40 patches, got 39"),
-        (ORIGINAL, {"newfaces_single": OTHER}, "one matrix .* side of 625, got 0"),
         (ORIGINAL, {"a": FEW, "b": FEW}, "one matrix .* side of 625, got 2"),
-        (ORIGINAL, {"text": np.array(["x" * 625])}, "one matrix .* side of 625, got 0"),
         (ORIGINAL, {"x": np.full((625, 40), np.nan)}, "holds pixels that are not finite"),
         (OLIVETTI, {"faces": np.ones((4096, 399))}, "must hold 400 faces of 64x64, got 399"),
-        (OLIVETTI, {"faces": np.full((4096, 400), np.inf)}, "holds pixels that are not finite"),
         (OLIVETTI, {"faces": np.ones((4096, 400))}, "must hold 400 faces"),
-        (OLIVETTI, {"faces": np.ones((64, 64, 400))}, "one matrix .* side of 4096, got 0"),
     ],
 )
 def test_a_file_of_something_else_is_named(

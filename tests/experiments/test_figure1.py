@@ -12,7 +12,6 @@ from torch.nn import functional
 
 from experiments import figure1
 from experiments.block_fisher import (
-    FIGURE_WIDTHS,
     BlockFisher,
     classifier,
     damped_solution,
@@ -71,14 +70,6 @@ def fishers_by_loops(
         outers = [torch.outer(v, v) / len(inputs) for v in vectors]
         totals = [total + outer for total, outer in zip(totals, outers, strict=True)]
     return totals
-
-
-def test_the_network_is_the_papers() -> None:
-    model = classifier(FIGURE_WIDTHS)
-    sizes = [(layer.in_features, layer.out_features) for layer in linear_layers(model)]
-    assert sizes == [(256, 20), (20, 20), (20, 20), (20, 20), (20, 20), (20, 10)]
-    kinds = "".join("T" if isinstance(m, nn.Tanh) else "L" for m in model)
-    assert kinds == "LTLTLTLTLTL", "tanh between the layers, none after the last"
 
 
 def test_matrices_are_moving_averages_of_the_batches_fisher_matrices() -> None:
@@ -149,20 +140,6 @@ def test_tnts_direction_is_the_dense_definitions() -> None:
         wanted = layer_vectors(moved)
         found = follower.directions(model, inputs, labels)
         torch.testing.assert_close(found, wanted, rtol=1e-7, atol=1e-9)
-
-
-def test_adams_direction_is_that_by_hand() -> None:
-    start = seeded_classifier(0)
-    follower = Follower("adam", 1e-4, start, seed=0)
-    m, v = ([torch.zeros_like(p) for p in start.parameters()] for _ in range(2))
-    for t, (model, inputs, labels) in enumerate(points(3), 1):
-        gradients = own_gradients(model, inputs, labels)
-        m = [0.9 * old + 0.1 * g for old, g in zip(m, gradients, strict=True)]
-        v = [0.999 * old + 0.001 * g * g for old, g in zip(v, gradients, strict=True)]
-        roots = [(second / (1 - 0.999**t)).sqrt() + 1e-4 for second in v]
-        wanted = [first / (1 - 0.9**t) / root for first, root in zip(m, roots, strict=True)]
-        found = follower.directions(model, inputs, labels)
-        torch.testing.assert_close(found, layer_vectors(wanted))
 
 
 @pytest.mark.parametrize("method", GRIDS)

@@ -1,14 +1,9 @@
-"""What compiled kernels must fulfil (``EXPECTATIONS``), and the known exceptions.
-
-``NARROW`` are loads, ``SPILLED`` are kernels for which newer versions of Triton spill registers.
-"""
+"""What compiled kernels must fulfil (``EXPECTATIONS``), and the known exceptions (``NARROW``)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-
-import triton
 
 from tools.compile_report.machine_code import Compiled
 
@@ -84,43 +79,7 @@ NARROW = (
 )
 
 
-@dataclass(frozen=True)
-class Spilled:
-    """Registers that a version of Triton is known to spill."""
-
-    triton: str  # the version, as "3.8"
-    kernel: str  # module and name
-    capability: int
-    settings: Mapping[str, object]  # constants that the class must have
-    most: int  # bytes of stack
-
-    def covers(self, c: Compiled) -> bool:
-        """Whether this exception holds for a class."""
-        return (
-            triton.__version__.startswith(f"{self.triton}.")
-            and c.kernel == self.kernel
-            and c.capability == self.capability
-            and all(c.settings.get(name) == given for name, given in self.settings.items())
-            and c.stack <= self.most
-            and max(c.spill_loads, c.spill_stores) * 4 <= self.most
-        )
-
-
-_PRODUCT = "newton.product_kernel"
-SPILLED = (
-    Spilled("3.8", _GRAM, 80, {"PRECISION": "tf32x3", "BLOCK": 64, "VECTOR": 1}, 24),
-    Spilled("3.8", _PRODUCT, 80, {"STATE": "fp32", "PRECISION": "tf32x3", "BLOCK": 64}, 32),
-    Spilled("3.8", _PRODUCT, 90, {"STATE": "fp64", "BLOCK": 32}, 8),
-    Spilled("3.8", "gram_ema.sum_kernel", 90, {"STATE": "fp32", "BLOCK": 64}, 8),
-    Spilled("3.9", _GRAM, 80, {"PRECISION": "tf32x3", "BLOCK": 128, "VECTOR": 4}, 24),
-    Spilled("3.9", "gram_ema.sum_kernel", 90, {"STATE": "fp32", "BLOCK": 64}, 8),
-    Spilled("3.9", "newton.diagonal_kernel", 90, {"STATE": "fp32"}, 8),
-)
-
-
 def _spills(c: Compiled) -> str:
-    if any(known.covers(c) for known in SPILLED):
-        return ""
     if c.stack or c.spill_loads or c.spill_stores:
         return f"{c.stack} bytes of stack, {c.spill_loads} LDL, {c.spill_stores} STL"
     return ""

@@ -23,11 +23,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
-from unittest import mock
 
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
@@ -44,8 +42,6 @@ _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_
 _SOURCE_LINE = re.compile(r'//## File "([^"]+)", line (\d+)')
 _LABEL = re.compile(r"(\.L_\w+):")
 _TARGET = re.compile(r"BRA.* `\((\.L_\w+)\)")
-_ASSEMBLY = re.compile(r"// begin inline asm\n.*?// end inline asm", re.DOTALL)
-_LOCATION = re.compile(r"^[ \t]*\.loc\b.*\n", re.MULTILINE)
 _TTIR_OPERATION = re.compile(
     r"= tt\.(?:load|dot) .*<[\dx]+x(?:!tt\.ptr<)?[a-z]+(\d+)>+ loc\((#loc\d*)\)"
 )
@@ -118,13 +114,7 @@ def _compile_one(job: tuple[int, int, bool]) -> Compiled:
 
 def _compiled(launch: Launch, capability: int) -> Compiled:
     driver.set_active(no_device(capability))
-    make = CUDABackend.make_ptx
-
-    def make_ptx(*arguments: Any) -> str:
-        return located(make(*arguments))
-
-    with mock.patch.object(CUDABackend, "make_ptx", make_ptx):
-        made = launch.kernel.warmup(*launch.arguments, grid=(1,), **launch.constants)
+    made = launch.kernel.warmup(*launch.arguments, grid=(1,), **launch.constants)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(made.asm["cubin"])
         cubin.flush()
@@ -164,20 +154,6 @@ def _compiled(launch: Launch, capability: int) -> Compiled:
         loops=product_loops(listing),
         element_bytes=sizes,
     )
-
-
-def located(ptx: str) -> str:
-    """PTX with one line of source for each piece of inline assembly, as loads are.
-
-    Triton 3.8 and 3.9 count on inside of it, one line of source for each line of assembly.
-    """
-
-    def with_first(assembly: re.Match[str]) -> str:
-        first = _LOCATION.search(assembly[0])
-        begin, end = assembly[0].split("\n", 1)
-        return f"{begin}\n{first[0] if first else ''}{_LOCATION.sub('', end)}"
-
-    return _ASSEMBLY.sub(with_first, ptx)
 
 
 def _product(names: Collection[str]) -> str:
