@@ -764,11 +764,8 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
         if missed:
             self._warned_of_unreached = True
             more = f" (and {len(missed) - 1} more)" if len(missed) > 1 else ""
-            warn_the_caller(
-                f"the observed output does not depend on {self._name(missed[0])}{more}, which has "
-                "a gradient of the loss: it is updated with plain momentum until an output does "
-                "(warned once; failures() counts such parameters)"
-            )
+            name = f"{self._name(missed[0])}{more}"
+            warn_the_caller(self._observed.warning_of_missed(name))
 
     def _adopt(self, fresh: Mapping[Tensor, State]) -> None:
         """Takes new states, all or none; moments and master copies of earlier ones survive."""

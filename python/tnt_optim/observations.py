@@ -173,6 +173,14 @@ class Empirical:
         """Whether a parameter without statistics cannot be updated: nothing was asked for it."""
         return self.waits_for(param, is_new=True)
 
+    def warning_of_missed(self, name: str) -> str:
+        """What a user is told of a parameter that outputs have missed."""
+        return (
+            f"the observed output does not depend on {name}, which has a gradient of the loss: it "
+            "is updated with plain momentum until an output does (warned once; failures() counts "
+            "such parameters)"
+        )
+
     def overlooked(self) -> set[Tensor]:
         """Parameters that outputs may have missed."""
         return self.asked

@@ -655,3 +655,32 @@ def test_later_steps_send_half_of_each_matrix_and_wait_for_no_value() -> None:
     alike, asked = 2, 2 + 2 * 3  # at first: a key of the shapes, who observes, and which layers
     wanted = [[alike, asked, counts, triangles], [], [counts, triangles], []]
     assert run_in(2, steady) == [wanted, wanted]
+
+
+# ------------------------------------------------------------------ without a likelihood
+
+
+def from_the_training(rank: int, processes: int, shard: str | None) -> list[Tensor]:
+    """One process takes the batches of two as micro-batches, whose losses it halves."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4)).double()
+    model = net if processes == 1 else DistributedDataParallel(net)
+    opt = KFAC(net, stat_interval=2, inverse_interval=3, interval_warmup=0, shard=shard)
+    for step in range(7):
+        draw = torch.Generator().manual_seed(step)
+        x = torch.randn(2, 8, 6, generator=draw, dtype=torch.float64)
+        y = torch.randint(4, (2, 8), generator=draw)
+        opt.zero_grad()
+        for part in range(rank, 2, processes):
+            loss = nn.functional.cross_entropy(model(x[part]), y[part])
+            (loss if processes == 2 else loss / 2).backward()
+        opt.step()
+    return values(net)
+
+
+@pytest.mark.parametrize("shard", [None, "inverses", "directions"])
+def test_training_gradients_are_those_of_all_processes(shard: str | None) -> None:
+    ranks, alone = run_in(2, from_the_training, shard), from_the_training(0, 1, None)
+    assert equal(ranks[0], ranks[1])
+    for own, other in zip(ranks[0], alone, strict=True):
+        close(own, other)

@@ -181,3 +181,26 @@ def test_a_loss_that_is_not_finite_keeps_the_statistics() -> None:
     with pytest.warns(RuntimeWarning, match="not finite: they are not refreshed"):
         opt.step()
     assert equal(stats, held(opt))
+
+
+def test_an_input_that_changes_in_place_is_refused() -> None:
+    model = nn.Linear(4, 4)
+    KFAC(model)
+    h = torch.randn(3, 4, requires_grad=True) * 1
+    out = model(h.detach().requires_grad_())
+    fine = out.sum()
+    fine.backward()
+    x = torch.randn(3, 4)
+    out = model(x)
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="input of a layer must not be changed in place|inplace"):
+        out.sum().backward()
+
+
+def test_a_weight_used_outside_of_its_layer_is_named() -> None:
+    model = nn.Linear(4, 4)
+    opt = KFAC(model, **EVERY)
+    (torch.randn(3, 4) @ model.weight.T).square().sum().backward()
+    with pytest.warns(RuntimeWarning, match="no call of its layer gave .*'weight'.*compiled"):
+        opt.step()
+    assert opt.failures()["unreached"] == 1

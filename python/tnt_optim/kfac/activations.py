@@ -89,8 +89,14 @@ def _hand_over(hook: LayerHook, call: Call, gradients: Sequence[Tensor | None]) 
     """Gives the gradient by the output of a layer's call to the optimizer, if that still lives."""
     arrived = None if hook._arrived is None else hook._arrived()
     gradient = gradients[call.output_nr]
-    if arrived is not None and gradient is not None and gradient.numel():
-        arrived(hook.layer, call.inputs, gradient)
+    if arrived is None or gradient is None or not gradient.numel():
+        return
+    if call.inputs._version != call.version:
+        raise RuntimeError(
+            "the input of a layer must not be changed in place before the backward: KFAC's "
+            "statistics are of what the layer saw; write h = h + layer(h), not h += layer(h)"
+        )
+    arrived(hook.layer, call.inputs, gradient)
 
 
 def hook_layers(

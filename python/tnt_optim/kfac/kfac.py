@@ -44,16 +44,23 @@ from tnt_optim.units import Units
     "``relative_damping``; else of the unit of the squared gradient.",
     relative_damping="damp with ``damping`` times the average eigenvalue of G ⊗ A.",
     max_factor_dim="a layer with a larger factor takes the momentum, without a preconditioner.",
-    likelihood='required: "categorical", "bernoulli", "gaussian", a tuple of these, or a function '
+    likelihood="None: the statistics are of the training's own backward. Otherwise of a backward "
+    'at sampled labels: "categorical", "bernoulli", "gaussian", a tuple of these, or a function '
     "from the output to the 0-dim mean loss over its first dimension at labels it samples itself; "
     "see ``TNT``.",
 )
 class KFAC(KroneckerOptimizer):
     r"""Natural-gradient descent with a Kronecker-factored Fisher matrix for every layer.
 
-    The model of the Fisher matrix of a layer's weight and bias, [W | b], is G ⊗ A: A from the
-    layer's inputs, with a 1 for the bias, and G from the gradients by its outputs, at labels drawn
-    from the model's own predictive distribution. Its inverse preconditions the momentum::
+    It replaces AdamW, and nothing else changes::
+
+        opt = KFAC(model)
+
+    The second moment of the gradient of a layer's weight and bias, [W | b], is modelled as G ⊗ A: A
+    from the layer's inputs, with a 1 for the bias, and G from the gradients by its outputs. Its
+    inverse preconditions the momentum. With a ``likelihood`` the gradients are those at labels
+    drawn from the model's own predictive distribution: the model is then of the Fisher matrix, as
+    in the paper, and the loop has one more line::
 
         opt = KFAC(model, likelihood="categorical")
         opt.warm_start(model(x) for x in batches)  # optional
@@ -76,7 +83,9 @@ class KFAC(KroneckerOptimizer):
     A = (1/N) Σ a aᵀ and G = (1/P) Σ g gᵀ over the P positions in the N examples of a batch, as in
     Grosse & Martens 2016. Each gradient g is of one example's own loss. Positions are a
     convolution's output positions, or a linear layer's input vectors; N is the number of rows of
-    "categorical" logits, else output.shape[0]. Rows that ``Masked`` leaves out do not count, nor
+    "categorical" logits, else output.shape[0]. Without a likelihood N is the first dimension of a
+    layer's input, over which the training loss is taken to be a mean: this and ``GradScaler`` scale
+    G, which relative damping cancels. Rows that ``Masked`` leaves out do not count, nor
     positions that only these depend on, such as padding: those whose g is zero.
 
     If torch.distributed runs several processes, all make the same calls, each with its part of the

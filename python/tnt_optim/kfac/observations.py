@@ -407,6 +407,14 @@ class TrainingLayers(LayerStatistics):
         """See ``Empirical.requires``: a layer that no call reached moves with the momentum."""
         return False
 
+    def warning_of_missed(self, name: str) -> str:
+        """See ``Empirical.warning_of_missed``."""
+        return (
+            f"no call of its layer gave statistics for {name}, which has a gradient of the loss: "
+            "is the model compiled, or the weight used outside of its layer? It is updated with "
+            "plain momentum until a call does (warned once; failures() counts such parameters)"
+        )
+
     def use_up(self) -> None:
         """See ``Empirical.use_up``."""
         super().use_up()
