@@ -246,7 +246,7 @@ TNT_SIGNATURE = (
     "interval_warmup=500, estimator='mle', max_factor_dim=4096, relative_damping=True, "
     "early_roots=None, graft='adam', precondition_1d=False, seed=0, capturable=False, "
     "block_size=None, merge_small_dims='kernel', maximize=False, rounding='nearest', "
-    "sample_scale=None, process_group=None, shard=None, **unknown"
+    "process_group=None, shard=None, **unknown"
 )
 SHAMPOO_SIGNATURE = (
     TNT_SIGNATURE.replace("likelihood=None, ", "")
@@ -255,7 +255,6 @@ SHAMPOO_SIGNATURE = (
     .replace("nesterov=None", "nesterov=False")
     .replace("early_roots=None, ", "")
     .replace("seed=0, ", "")
-    .replace("sample_scale=None, ", "")
 )
 KFAC_SIGNATURE = (
     "model, lr=0.01, *, params=None, damping=0.01, momentum=0.9, stat_decay=0.9, "

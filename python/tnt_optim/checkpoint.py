@@ -23,7 +23,7 @@ _WRAPPERS = {"module", "_orig_mod"}
 _LATER = {"nesterov", "early_roots", "takes_roots"}
 
 # Options that decide what the statistics are of; the others matter only with a likelihood.
-_SAMPLING = ("likelihood", "seed", "sample_scale")
+_SAMPLING = ("likelihood", "seed")
 
 StateDict = dict[str, Any]
 

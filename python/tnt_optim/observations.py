@@ -227,7 +227,7 @@ class Sampled(Empirical):
     ) -> None:
         """Samples labels at an output and accumulates the gradients of their loss.
 
-        The optimizer has the settings ``likelihood``, ``seed`` and ``sample_scale``.
+        The optimizer has the settings ``likelihood`` and ``seed``.
         """
         if processes.is_sharded and self.count:  # pieces of sharded gradients are not added up
             return
@@ -434,8 +434,6 @@ def _loss(optimizer: Any, output: Any, *key: int | str) -> Tensor:
 
 def _scale(optimizer: Any, loss: Tensor, output: Any, processes: Processes) -> float:
     """The scale of a loss for its backward."""
-    if optimizer.sample_scale is not None:
-        return float(optimizer.sample_scale)
     if callable(optimizer.likelihood) or not shows_float16(loss):
         return 1.0
     # Sharded gradients are averaged over processes, whose batch sizes may differ.

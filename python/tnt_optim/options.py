@@ -98,7 +98,6 @@ _NOT_NEGATIVE = (_number(lambda v: 0 <= v < math.inf), "a finite number >= 0")
 _FRACTION = (_number(lambda v: 0 <= v < 1), "a number in [0, 1)")
 _COUNT = (_whole(1), "an integer >= 1")
 _COUNT_OR_NONE = (_or_none(_whole(1)), "None or an integer >= 1")
-_POWER_OF_TWO = _number(lambda v: v > 0 and math.frexp(v)[0] == 0.5)
 _BOOL = (lambda value: isinstance(value, bool), "True or False")
 
 _TABLE = (
@@ -134,7 +133,6 @@ _TABLE = (
     Option("modes", None, _or_none(callable), "a function of a shape"),
     Option("inverse", "damped", *_one_of(*get_args(Inverse)), per_group=False),
     Option("seed", 0, _is_seed, "an integer", per_group=False),
-    Option("sample_scale", None, _or_none(_POWER_OF_TWO), "a power of two or None", False),
     Option("capturable", False, *_BOOL, per_group=False),
     Option("process_group", None, lambda value: True, "a process group or None", per_group=False),
     Option("shard", None, *_one_of(None, *get_args(Shard)), per_group=False),
@@ -196,11 +194,6 @@ inverse: "damped": (G + √damping I)^-1 M (A + √damping I)^-1, the paper's fo
     inverse of G ⊗ A + damping I, the paper's for CNNs, which keeps one more matrix like each
     weight, and waits for the device when it is refreshed.
 seed: of the sampled labels; the global generators are not touched.
-sample_scale: multiply the loss at sampled labels by this before its backward and divide the
-    gradients by it in float32, as GradScaler does for the training loss; a power of two. None: 1
-    for a likelihood function, and if the output's graph has neither float16 nor a compiled part
-    that may hide it. Otherwise the largest power of two up to the number of examples and 2^15 (for
-    sharded parameters always 2^15): the gradients of a mean over many are too small for float16.
 capturable: run the steps as CUDA graphs, one for each kind of step, from the second step of its
     kind on. All parameters must be on one CUDA device. Gradients at new addresses are copied:
     ``zero_grad(set_to_none=False)`` saves the copies. The learning rate and the other numbers may
@@ -216,7 +209,11 @@ shard: how processes divide the work. None: each does all of it. Otherwise every
 DOCS = dict(entry.split(": ", 1) for entry in re.split(r"\n(?! )", _DOCS.strip()))
 OPTIONS = {option.name: option for option in _TABLE}
 # Options of earlier versions, and what to use instead.
-REMOVED = {"kl_clip": "graft='adam', the default, bounds the length of every parameter's step"}
+REMOVED = {
+    "kl_clip": "graft='adam', the default, bounds the length of every parameter's step",
+    "sample_scale": "leave it out; a likelihood function of your own may multiply its loss by a "
+    "constant, which relative damping and graft cancel",
+}
 
 
 class Fixed:

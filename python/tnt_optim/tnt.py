@@ -62,8 +62,8 @@ class TNT(KroneckerOptimizer):
     The defaults train transformers and convolutional networks: relative damping,
     steps of Adam's length, intervals that grow from 1. ``TNT.paper`` has the paper's form.
 
-    Every argument but ``likelihood``, ``seed``, ``sample_scale``, ``capturable``,
-    ``process_group`` and ``shard`` can be set for each parameter group. A vector has one mode, a
+    Every argument but ``likelihood``, ``seed``, ``capturable``, ``process_group`` and ``shard`` can
+    be set for each parameter group. A vector has one mode, a
     matrix two, and a convolution weight two: out, and in times the kernel's positions (if at most
     ``max_factor_dim``; otherwise, and in the paper's form, three). A group's ``modes``, a function
     from a parameter's shape to mode sizes with the same product, replaces this rule.
@@ -79,7 +79,7 @@ class TNT(KroneckerOptimizer):
     _method = "TNT"
     _whitens = True
 
-    likelihood, seed, sample_scale = Fixed(), Fixed(), Fixed()
+    likelihood, seed = Fixed(), Fixed()
 
     def __init__(
         self,
@@ -107,7 +107,6 @@ class TNT(KroneckerOptimizer):
         merge_small_dims: MergedDims | None = "kernel",
         maximize: bool = False,
         rounding: Rounding = "nearest",
-        sample_scale: float | None = None,
         process_group: Any = None,
         shard: Shard | None = None,
         **unknown: Never,

@@ -155,7 +155,7 @@ def test_another_fisher_is_refused(form: Any) -> None:
 
 OLD: dict[str, dict[str, Any]] = {  # what earlier versions saved
     "empirical": {"fisher": "empirical"},
-    "sampled": {"fisher": "sampled", "likelihood": "categorical", "seed": 0, "sample_scale": None},
+    "sampled": {"fisher": "sampled", "likelihood": "categorical", "seed": 0},
 }
 
 

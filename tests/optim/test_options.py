@@ -133,11 +133,10 @@ SHARED: dict[str, list[Any]] = {
         *[nn.CrossEntropyLoss(), cross_entropy],  # losses, which take labels
     ],
     "seed": [1.5, True, "none", np.int64(3)],
-    "sample_scale": [0.0, -2.0, 3.0, INF, NAN, True, "8"],
 }
 
 
-SAMPLING_OPTIONS = ("likelihood", "seed", "sample_scale")
+SAMPLING_OPTIONS = ("likelihood", "seed")
 
 
 @pytest.mark.parametrize("option", SHARED)
@@ -192,7 +191,7 @@ class SAM(torch.optim.Optimizer):
 
 WRAPPED: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
     "TNT": (lambda _: TNT, {"seed": 3}),
-    "likelihood": (lambda _: TNT, {"likelihood": "gaussian", "sample_scale": 2.0}),
+    "likelihood": (lambda _: TNT, {"likelihood": "gaussian"}),
     "parts": (lambda _: TNT, {"likelihood": ("gaussian",), "shard": None}),
     "Shampoo": (lambda _: Shampoo, {"shard": None, "process_group": None}),
     "KFAC": (
@@ -254,7 +253,7 @@ def test_a_group_with_another_value_says_the_optimizers_own(method: Any) -> None
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        *[("likelihood", None), ("likelihood", "gaussian"), ("seed", 3), ("sample_scale", 2.0)],
+        *[("likelihood", None), ("likelihood", "gaussian"), ("seed", 3)],
         *[("shard", "inverses"), ("capturable", False)],
     ],
 )
