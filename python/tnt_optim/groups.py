@@ -8,7 +8,7 @@ from torch import Tensor
 from tnt_optim.messages import names_of
 from tnt_optim.modes import Batch, Group, by_device, is_plain
 from tnt_optim.options import same_settings
-from tnt_optim.units import Units, units_of
+from tnt_optim.units import Member, Units, units_of
 
 
 class Groups:
@@ -48,6 +48,35 @@ class Groups:
     def of(self, param: Tensor) -> Group:
         """The group of a parameter."""
         return next(g for g in self._groups if any(p is param for p in g["params"]))
+
+    def gradients(self, batches: Iterable[Batch]) -> dict[Tensor, Tensor | None]:
+        """The gradients of the loss, or of what is minimised, by parameter with a state."""
+        units = self.units
+        whole = [(group, group["params"]) for group in self._groups] if units else batches
+        own = {
+            p: -p.grad if group["maximize"] and p.grad is not None else p.grad
+            for group, params in whole
+            for p in params
+        }
+        if not units:
+            return own
+        there = {p: grad for p, grad in own.items() if grad is not None}
+        return {p: units.joined(p, there) for _, params in batches for p in params}
+
+    def members(self, keys: Iterable[Tensor]) -> dict[Tensor, list[Member]]:
+        """The parameters that the direction of each unit moves, if some units are layers."""
+        units = self.units
+        if not units:
+            return {}
+        groups = {p: group for group in self._groups for p in group["params"]}
+        return {
+            key: [
+                Member(p, groups[p], columns)
+                for p, columns in zip(units.members(key), units.columns(key), strict=True)
+                if p in groups and p.grad is not None
+            ]
+            for key in keys
+        }
 
     def batches(self, params: Iterable[Tensor]) -> Iterator[Batch]:
         """The given parameters by settings and device: groups with equal settings share a batch."""

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from tnt_optim import checkpoint
 from tnt_optim.attach import Attachable
 from tnt_optim.attempt import Attempt, Stage
-from tnt_optim.autograd import Gradients, buffers_put_back
+from tnt_optim.autograd import buffers_put_back
 from tnt_optim.checks import listed, warn_of_few_preconditioned
 from tnt_optim.cuda_graphs import StepGraphs, check_graphs_device
 from tnt_optim.diagnostics import diagnostics
@@ -36,7 +36,6 @@ from tnt_optim.fit import Fit
 from tnt_optim.groups import Groups
 from tnt_optim.messages import UNFINISHED, names_of, warn_the_caller
 from tnt_optim.modes import (
-    Batch,
     Group,
     Layout,
     Rows,
@@ -74,7 +73,7 @@ from tnt_optim.state import (
 )
 from tnt_optim.step import Plan, plan_step, statistics_due
 from tnt_optim.units import NO_LAYERS, NOTHING
-from tnt_optim.update import DeviceStep, Member, Report, refresh_factors
+from tnt_optim.update import DeviceStep, Report, refresh_factors
 from tnt_optim.wrappers import Wrappable
 
 # Functions and tables of a group, which belong to the optimizer.
@@ -642,41 +641,13 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
             factors=list(self._groups.batches(plan.inverted - self._attempt.inverted)),
             updated=updated,
             observed=plan.refreshed,
-            grads=self._gradients(updated),
+            grads=self._groups.gradients(updated),
             processes=processes,
             method=self,
             source=self._observed,
-            members=self._members(plan.updated),
+            members=self._groups.members(plan.updated),
             accumulated=done,
         )
-
-    def _gradients(self, batches: Iterable[Batch]) -> Gradients:
-        """The gradients of the loss, of each parameter that has a state."""
-        own = {
-            p: -p.grad if group["maximize"] and p.grad is not None else p.grad
-            for group in self.param_groups
-            for p in group["params"]
-        }
-        units, params = self._groups.units, [p for _, batch in batches for p in batch]
-        if not units:
-            return {p: own[p] for p in params}
-        there = {p: grad for p, grad in own.items() if grad is not None}
-        return {p: units.joined(p, there) for p in params}
-
-    def _members(self, params: Iterable[Tensor]) -> dict[Tensor, list[Member]]:
-        """The parameters that the direction of each unit moves, where units are layers."""
-        units = self._groups.units
-        if not units:
-            return {}
-        groups = {p: group for group in self.param_groups for p in group["params"]}
-        return {
-            key: [
-                Member(p, groups[p], columns)
-                for p, columns in zip(units.members(key), units.columns(key), strict=True)
-                if p in groups and p.grad is not None
-            ]
-            for key in params
-        }
 
     def _run(self, step: DeviceStep) -> None:
         reached, processes = step.observed.keys() | self._attempt.accumulated, step.processes

@@ -120,6 +120,8 @@ class Layout(NamedTuple):
 
     def rows(self, entries: list[Tensor]) -> list[list[Tensor]]:
         """Statistics or factors as operators take them."""
+        if len(self.cuts) == 1:
+            return [entries]
         k = len(entries) // len(self.cuts)
         return [entries[k * n : k * (n + 1)] for n in range(len(self.cuts))]
 

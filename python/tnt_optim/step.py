@@ -1,6 +1,6 @@
 """What is due at a step. A plan changes nothing; ``update`` carries it out."""
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,7 +67,10 @@ def plan_step(
     """
     names = Groups(groups)
     units = names.units
-    with_gradients = {units.key(p) for p in processes.with_gradients(names.params)}
+    with_gradients = processes.with_gradients(names.params)
+    _check_dense(names.name, with_gradients)
+    if units:
+        with_gradients = {units.key(p) for p in with_gradients}
     earlier = {p: states[p] for p in names.params if has_statistics(states.get(p, {}))}
     due = statistics_due(groups, states, source)
     found = source.gradients(processes, due, with_gradients, earlier)
@@ -75,7 +78,6 @@ def plan_step(
     for group in groups:
         for param in group["params"]:
             if param in with_gradients:
-                _check_gradients(names.name, units.members(param))
                 _check_update(names.name, param, group, states.get(param, {}), source, found)
                 updated.append(param)
     observed: dict[Tensor, Any] = processes.whole(found)
@@ -89,7 +91,7 @@ def plan_step(
     )
 
 
-def _check_gradients(name: Callable[[Tensor], str], params: Sequence[Tensor]) -> None:
+def _check_dense(name: Callable[[Tensor], str], params: Iterable[Tensor]) -> None:
     """Refuses sparse gradients."""
     for param in params:
         if param.grad is not None and param.grad.layout != torch.strided:

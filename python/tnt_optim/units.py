@@ -6,7 +6,7 @@ learning rate and the weight decay, which weight and bias have from their own gr
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -85,3 +85,16 @@ def units_of(groups: Sequence[Mapping[str, Any]]) -> Units:
     """The units of an optimizer: all groups have the same, or none have any."""
     found: Units = groups[0].get("units", NO_LAYERS) if groups else NO_LAYERS
     return found
+
+
+class Member(NamedTuple):
+    """A parameter that some columns of its unit's direction move."""
+
+    param: Tensor
+    group: dict[str, Any]
+    columns: slice | None  # of a matrix; None: the whole direction
+
+    def part(self, direction: Tensor) -> Tensor:
+        """Its part of the direction, in its own shape."""
+        own = direction if self.columns is None else direction[:, self.columns]
+        return own.reshape(self.param.shape)

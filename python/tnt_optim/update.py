@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress, pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from tnt_optim.modes import (
     rows,
 )
 from tnt_optim.processes import Processes
+from tnt_optim.units import Member
 
 # The entries of one bucket, on the CPU and on a GPU: its directions, or its float32 copies, are in
 # memory together. A larger parameter is a bucket of its own.
@@ -76,19 +77,6 @@ class Source(Protocol):
         factors: Sequence[list[Tensor]] | None,
     ) -> None:
         """Statistics <- decay * statistics + (1 - decay) * those of what was observed."""
-
-
-class Member(NamedTuple):
-    """A parameter that some columns of its unit's direction move."""
-
-    param: Tensor
-    group: Group
-    columns: slice | None  # of a matrix; None: the whole direction
-
-    def part(self, direction: Tensor) -> Tensor:
-        """Its part of the direction, in its own shape."""
-        own = direction if self.columns is None else direction[:, self.columns]
-        return own.reshape(self.param.shape)
 
 
 @dataclass
