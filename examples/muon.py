@@ -23,7 +23,7 @@ class Muon(KroneckerOptimizer):
     """
 
     _method = "Muon"
-    _units = NOTHING  # no parameter has statistics
+    _units, _is_share_checked = NOTHING, True  # no parameter has statistics
 
     def __init__(
         self,
@@ -33,29 +33,30 @@ class Muon(KroneckerOptimizer):
         momentum: float = 0.95,
         nesterov: bool = True,
         weight_decay: float = 0.1,
-        process_group: Any = None,
         shard: str | None = None,
     ) -> None:
         super().__init__(params, arguments(locals()))
 
     def _directions(self, group: Any, states: Any, grads: Any, layouts: Any) -> Any:
+        assert all(grad.dim() == 2 for grad in grads), "params must be matrices"
         mu, momenta = group["momentum"], [state["momentum"] for state in states]
         grads = [grad.to(momenta[0].dtype) for grad in grads]
-        torch._foreach_mul_(momenta, mu)
-        torch._foreach_add_(momenta, grads)
-        ahead = torch._foreach_add(grads, torch._foreach_mul(momenta, mu))
-        found = [orthogonal(m) for m in (ahead if group["nesterov"] else momenta)]
-        return [d * max(1.0, d.shape[0] / d.shape[1]) ** 0.5 for d in found], None
+        moved = torch._foreach_add(grads, torch._foreach_mul(momenta, mu))
+        ahead = torch._foreach_add(grads, torch._foreach_mul(moved, mu))
+        found = [orthogonal(m) for m in (ahead if group["nesterov"] else moved)]
+        torch._foreach_copy_(momenta, moved)  # last: an error before leaves them as they were
+        return found, None
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """U V^T of a matrix U S V^T, roughly: singular values between 0.7 and 1.2, in bfloat16."""
+    """sqrt(max(1, rows / columns)) U V^T of a matrix U S V^T, roughly, in bfloat16."""
     x = matrix.bfloat16() / matrix.norm().clamp(min=1e-7).bfloat16()
     x = x.T if x.shape[0] > x.shape[1] else x
     for _ in range(5):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=-4.775, alpha=2.0315), x, beta=3.4445)
-    return (x.T if matrix.shape[0] > matrix.shape[1] else x).to(matrix.dtype)
+    x = (x.T if matrix.shape[0] > matrix.shape[1] else x).to(matrix.dtype)
+    return x * max(1.0, x.shape[0] / x.shape[1]) ** 0.5
 
 
 if __name__ == "__main__":
@@ -64,7 +65,6 @@ if __name__ == "__main__":
     optimizer = Muon(model.parameters())
     for _ in range(100):
         optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(x), y)
-        loss.backward()
+        nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
-    print(f"loss of the last step: {loss.item():.4f}")
+    print("loss:", nn.functional.cross_entropy(model(x), y).item())

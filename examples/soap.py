@@ -51,16 +51,20 @@ class SOAP(KroneckerOptimizer):
         return torch.zeros(len(stats), dtype=torch.int32, device=stats[0][0].device)
 
     def _directions(self, group: Any, states: Any, grads: Any, layouts: Any) -> Any:
-        mu, directions = group["momentum"], []
+        mu, directions, moments = group["momentum"], [], []
         for state, grad, look in zip(states, grads, layouts, strict=True):
-            m, v, bases, t = (state[k] for k in ("momentum", "second_moment", "factors", "updates"))
-            g = look.view(grad).to(m.dtype)
-            m.mul_(mu).add_(g)
-            v.mul_(SECOND_DECAY).add_(rotated(g, bases).square(), alpha=1 - SECOND_DECAY)
-            average = rotated(m, bases) * ((1 - mu) / (1 - mu ** (t + 1)))
-            scale = (v / (1 - SECOND_DECAY ** (t + 1))).sqrt() + EPS
+            bases, t = state["factors"], state["updates"] + 1
+            g = look.view(grad).to(state["momentum"].dtype)
+            m = mu * state["momentum"] + g
+            v = SECOND_DECAY * state["second_moment"]
+            v.add_(rotated(g, bases).square(), alpha=1 - SECOND_DECAY)
+            average = rotated(m, bases) * ((1 - mu) / (1 - mu**t))
+            scale = (v / (1 - SECOND_DECAY**t)).sqrt() + EPS
             back = [basis.mT if basis.dim() == 2 else basis for basis in bases]
             directions.append(rotated(average / scale, back))
+            moments += [(state["momentum"], m), (state["second_moment"], v)]
+        for old, new in moments:  # last: an error before leaves them as they were
+            old.copy_(new)
         return directions, None
 
 

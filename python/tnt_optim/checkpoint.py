@@ -56,21 +56,24 @@ def load_adapted(
     optimizer: Optimizer,
     state_dict: StateDict,
     load: Callable[[StateDict], None],
+    convert: Callable[[StateDict], StateDict],
     check: Callable[[StateDict], None],
     finish: Callable[[StateDict], None],
 ) -> None:
     """Loads a state with torch's own ``load_state_dict``, between a check and a finish.
 
-    ``check`` runs after the user's pre-hooks, before anything is changed. ``finish`` runs when
-    torch has loaded the state, before the user's post-hooks. The optimizer keeps its own names of
-    parameters.
+    ``convert`` and ``check`` run after the user's pre-hooks, before anything is changed. ``finish``
+    runs when torch has loaded the state, before the user's post-hooks. The optimizer keeps its own
+    names of parameters.
     """
     adapted: list[StateDict] = []
     names = [group.get("param_names") for group in optimizer.param_groups]
 
-    def before(_: Optimizer, state: StateDict) -> None:
+    def before(_: Optimizer, state: StateDict) -> StateDict:
+        state = convert(state)
         check(state)
         adapted.append(state)
+        return state
 
     def after(_: Optimizer) -> None:
         (state,) = adapted

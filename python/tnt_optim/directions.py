@@ -86,7 +86,8 @@ def graft_scales(
 
 def decayed(params: Iterable[Tensor], group: Settings) -> list[bool]:
     """Whether each parameter decays: biases and norms only in the paper's form."""
-    return [p.dim() > 1 or group["precondition_1d"] for p in params]
+    papers = group["graft"] is None if "units" in group else group["precondition_1d"]
+    return [p.dim() > 1 or papers for p in params]
 
 
 def _table(counts: list[list[Any]]) -> Tensor:

@@ -45,10 +45,6 @@ class Groups:
         trains = self.units.is_trainable
         return [p for p, group in pairs if not is_plain(p, group) and trains(p)]
 
-    def of(self, param: Tensor) -> Group:
-        """The group of a parameter."""
-        return next(g for g in self._groups if any(p is param for p in g["params"]))
-
     def gradients(self, batches: Iterable[Batch]) -> dict[Tensor, Tensor | None]:
         """The gradients of the loss, or of what is minimised, by parameter with a state."""
         units = self.units

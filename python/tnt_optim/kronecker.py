@@ -72,7 +72,7 @@ from tnt_optim.state import (
     statistic_shapes,
 )
 from tnt_optim.step import Plan, plan_step, statistics_due
-from tnt_optim.units import NO_LAYERS, NOTHING
+from tnt_optim.units import Units
 from tnt_optim.update import DeviceStep, Report, refresh_factors
 from tnt_optim.wrappers import Wrappable
 
@@ -110,7 +110,8 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
     # Names of what has inverses, for messages; by default modes.
     _parts: Sequence[str] = ()
 
-    _units = NO_LAYERS  # what is preconditioned as one tensor, if not each parameter
+    # What is preconditioned as one tensor, and has statistics; None: each parameter by itself.
+    _units: Units | None = None
 
     _group_is_lost = False  # a copy lacks its process group
     _warned_of_unreached = False
@@ -169,7 +170,7 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
         Args:
             group: as for ``_factors``.
             states: of the parameters, with the entries of ``tnt_optim.state.SPEC``.
-            grads: for each parameter, in its own shape.
+            grads: for each parameter, in its own shape; of a layer that of [W | b].
             layouts: of each parameter: ``blocks`` and ``rows`` of ``tnt_optim.modes`` give tensors
                 and factors as operators take them.
 
@@ -561,7 +562,12 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
             self._warn_of_zeros()
             checkpoint.warn_of_other_sampling(self, adapted)
 
-        checkpoint.load_adapted(self, state_dict, super().load_state_dict, check, finish)
+        load = super().load_state_dict
+        checkpoint.load_adapted(self, state_dict, load, self._converted, check, finish)
+
+    def _converted(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """A saved state in today's form."""
+        return state_dict
 
     def __getstate__(self) -> dict[str, Any]:
         self._failures.read(self.state, self._name, wait=True, fatal=False)
@@ -612,7 +618,7 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
         for group in {same_settings(group): group for group in self.param_groups}.values():
             self._check_settings(group)
         self._check_shaping()
-        if not self._is_share_checked and self._units is not NOTHING:
+        if not self._is_share_checked:
             self._is_share_checked = True
             warn_of_few_preconditioned(self.param_groups, type(self).__name__)
         processes = self._distribution()
@@ -783,7 +789,7 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
 
     @property
     def _groups(self) -> Groups:
-        if self._units is not NO_LAYERS:  # wrappers replace groups by saved ones
+        if self._units is not None:  # wrappers replace groups by saved ones
             for group in self.param_groups:
                 group["units"] = self._units
         return Groups(self.param_groups)

@@ -145,11 +145,6 @@ def has_statistics(state: Settings) -> bool:
     return first_step is not None and first_step != ALLOCATED
 
 
-def is_allocated(state: Settings) -> bool:
-    """Whether a state was only allocated, and nothing was loaded into it."""
-    return bool(state.get("first_step") == ALLOCATED)
-
-
 def new_state(
     param: Tensor, group: Settings, kept: Container[str], *, plain: bool = False, stats: Any = None
 ) -> State:

@@ -76,14 +76,13 @@ class Units:
         return torch.cat(parts, dim=1)
 
 
-NO_LAYERS = Units({})  # each parameter is a unit of its own
 NOTHING = Units({})  # no parameter has statistics, as for Muon
 torch.serialization.add_safe_globals([Units])  # a wrapper may save the groups as they are
 
 
 def units_of(groups: Sequence[Mapping[str, Any]]) -> Units:
-    """The units of an optimizer: all groups have the same, or none have any."""
-    found: Units = groups[0].get("units", NO_LAYERS) if groups else NO_LAYERS
+    """The layers of an optimizer: all groups have the same, or none have any."""
+    found: Units = groups[0].get("units", NOTHING) if groups else NOTHING
     return found
 
 
@@ -95,6 +94,6 @@ class Member(NamedTuple):
     columns: slice | None  # of a matrix; None: the whole direction
 
     def part(self, direction: Tensor) -> Tensor:
-        """Its part of the direction, in its own shape."""
+        """Its part of the direction, in its own shape; (1,) for a scalar."""
         own = direction if self.columns is None else direction[:, self.columns]
-        return own.reshape(self.param.shape)
+        return own.reshape(self.param.shape or (1,))

@@ -114,6 +114,8 @@ class Part:
 
     def directions(self, whole: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         """See ``processes.Part``."""
+        if not whole:
+            return {}
         grads, own = list(whole.values()), [self.states[p] for p in whole]
         looks = list(map(layout_of, own))
         found, norms = self.method._directions(self.group, own, grads, looks)
@@ -199,6 +201,7 @@ class _Move:
             decays = [value for value, look in counted for _ in look.cuts]
             tensors = blocks(tensors, self._layouts)
         if self._members is not None:
+            tensors = list(map(torch.atleast_1d, tensors))  # operators take no scalars
             directions = [member.part(directions[place]) for place, member in self._members]
             if scales is not None:
                 scales = scales[[place for place, _ in self._members]]
@@ -343,7 +346,9 @@ def refresh_factors(
         own = [states[p] for p in owned]
         seen = list(map(layout_of, own))
         stats, factors = rows(each(own, "stats"), seen), rows(each(own, "factors"), seen)
-        info = method._factors(settings(group), stats, factors)
+        info = torch.zeros(0, dtype=torch.int32, device=params[0].device)
+        if owned:
+            info = method._factors(settings(group), stats, factors)
         codes = _worst_of_blocks(info, [len(look.cuts) for look in seen])
         codes = processes.codes(params, owned, codes)
         processes.send_factors(params, states)

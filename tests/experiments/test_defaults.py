@@ -174,7 +174,7 @@ def test_the_recorded_page_is_the_records() -> None:
     for name, task in TASKS.items():
         for row in rows(runs, name, task):
             searched = tried(runs, name, row.method)
-            assert row.method in UNTUNED or set(around(row.lr)) <= searched.keys()
+            assert row.method in task.untuned or set(around(row.lr)) <= searched.keys()
 
 
 @pytest.mark.filterwarnings("ignore:KFAC updates:RuntimeWarning")  # embeddings and norms

@@ -204,3 +204,56 @@ def test_a_weight_used_outside_of_its_layer_is_named() -> None:
     with pytest.warns(RuntimeWarning, match="no call of its layer gave .*'weight'.*compiled"):
         opt.step()
     assert opt.failures()["unreached"] == 1
+
+
+def test_zero_grad_forgets_the_backwards_before() -> None:
+    model = conv_net()
+    opt = KFAC(model, **EVERY)
+    x, y = batches(0)[0]
+    cross_entropy(model(1000 * x), y).backward()
+    opt.zero_grad()
+    cross_entropy(model(x), y).backward()
+    opt.step()
+    twin = conv_net()
+    other = KFAC(twin, **EVERY)
+    cross_entropy(twin(x), y).backward()
+    other.step()
+    assert equal(held(opt)[:2], held(other)[:2])
+
+
+def test_transforms_and_other_weights_do_not_count() -> None:
+    """Of torch.func: gradients per example, and a call with the weights of another model."""
+    model = nn.Linear(4, 3)
+    opt = KFAC(model, **EVERY)
+    params = dict(model.named_parameters())
+
+    def loss(own: Any, x: Tensor) -> Tensor:
+        return torch.func.functional_call(model, own, (x,)).square().sum()
+
+    torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(params, torch.randn(5, 4))
+    others = {name: torch.randn_like(p).requires_grad_() for name, p in params.items()}
+    loss(others, torch.randn(5, 4)).backward()
+    assert not opt._observed.sums
+    loss(params, torch.randn(5, 4)).backward()
+    assert len(opt._observed.sums) == 1
+
+
+def test_a_group_that_was_removed_is_named() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3))
+    groups = [{"params": part.parameters()} for part in model]
+    opt = KFAC(model, params=groups, **EVERY)
+    del opt.param_groups[1]
+    model(torch.randn(5, 4)).square().sum().backward()
+    with pytest.raises(RuntimeError, match=r"layer '1' must keep its weight"):
+        opt.step()
+
+
+def test_biases_decay_as_the_group_grafts() -> None:
+    """Also if ``graft`` was switched off later."""
+    model = nn.Linear(4, 3).double()
+    opt = KFAC(model, lr=0.1, weight_decay=0.5, **EVERY)
+    opt.param_groups[0]["graft"] = None
+    before = model.bias.detach().clone()
+    (0 * model(torch.randn(5, 4).double())).sum().backward()
+    opt.step()
+    close(model.bias.detach(), 0.95 * before)

@@ -96,7 +96,7 @@ def write(name: str) -> None:
 
 
 def test_every_state_has_a_file() -> None:
-    assert {path.stem for path in FOLDER.glob("*.pt")} == {*MADE, *APART}
+    assert {path.stem for path in FOLDER.glob("*.pt")} == {*MADE, *APART, "kfac-outside-layers"}
 
 
 @pytest.mark.parametrize("name", MADE)
@@ -126,6 +126,46 @@ def test_moments_of_weight_and_bias_apart_are_joined(name: str) -> None:
     train(m, opt, range(SAVED_AFTER, SAVED_AFTER + MORE))
     for own, then, start in zip(weights(m), saved["then"], before, strict=True):
         assert (own - then).norm() <= (0.05 if own.dim() > 1 else 0.6) * (then - start).norm()
+
+
+class Outside(nn.Module):
+    """Parameters of no, one, two and three dimensions outside of layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = nn.Parameter(torch.randn(1, 4, 4))
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.deep = nn.Conv1d(4, 4, 3, groups=4, padding=1)
+        self.out = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, 4, 4) to (N, 3)."""
+        return self.out(self.deep((x + self.place) * self.scale).tanh().flatten(1))
+
+
+@pytest.mark.filterwarnings("ignore:KFAC updates:RuntimeWarning")
+@pytest.mark.parametrize("inverse", ["damped", "eigenbasis"])
+def test_parameters_outside_of_layers(inverse: Any) -> None:
+    """Of an earlier state, with the moments in their own shapes; the eigenbasis has none."""
+    saved = torch.load(FOLDER / "kfac-outside-layers.pt")
+    m = Outside()
+    opt = KFAC(m, likelihood="categorical", inverse=inverse, **SHORT)
+    if inverse == "damped":
+        m.load_state_dict(saved["model"])
+        opt.load_state_dict(saved["optimizer"])
+        assert torch.equal(
+            opt.state[m.deep.weight]["momentum"].flatten(),
+            saved["optimizer"]["state"][2]["momentum"].flatten(),
+        )
+    before = weights(m)  # type: ignore[arg-type]
+    for _ in range(3):
+        opt.zero_grad()
+        out = m(torch.randn(6, 4, 4))
+        opt.observe(out)
+        cross_entropy(out, torch.arange(6) % 3).backward()
+        opt.step()
+    after = weights(m)  # type: ignore[arg-type]
+    assert not any(map(torch.equal, before, after))
 
 
 def tolerance(name: str) -> dict[str, float]:

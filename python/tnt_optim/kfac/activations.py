@@ -64,6 +64,8 @@ class LayerHook:
         """A forward hook; returns nothing, so the output stays as it is."""
         if torch.compiler.is_compiling() or self._wanted is None:
             return
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return  # inside a transform of torch.func tensors are wrapped
         wanted = self._wanted()
         if wanted is None or not torch.is_grad_enabled() or not output.requires_grad:
             return

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tnt_optim.modes import Group
+from tnt_optim.modes import Group, layout
 from tnt_optim.observations import LOSS_ONLY, PATIENCE
 from tnt_optim.state import COUNTERS
 from tnt_optim.units import units_of
@@ -29,6 +29,7 @@ def converted(
     places = [n for saved in saved_groups for n in saved["params"]]
     params = [p for group in groups for p in group["params"]]
     numbers = dict(zip(params, places, strict=False))
+    owners = {p: group for group in groups for p in group["params"]}
     states = state_dict["state"]
     units = units_of(groups)
     new: dict[Any, Any] = {n: state for n, state in states.items() if n not in places}
@@ -38,6 +39,7 @@ def converted(
         parts = [states.get(numbers[p], {}) for p in members if p in numbers]
         if units.key(param) is not param or not any("momentum" in part for part in parts):
             continue
+        sizes = layout(param, owners[param]).sizes
         for name in _MOMENTS:
             own = {
                 p: part[name].reshape(p.shape)
@@ -45,13 +47,13 @@ def converted(
                 if name in part
             }
             if own:
-                state[name] = units.joined(param, own)
+                state[name] = units.joined(param, own).reshape(sizes)
         updates = state.get("updates", saved_groups[0]["step"])
         state |= {"updates": updates, "block_size": None}
         if "second_moment" in state:
             state["second_moment_updates"] = updates
         if "stats" not in state:
-            ones = [state["momentum"].new_ones(d) for d in state["momentum"].shape or (1,)]
+            ones = [state["momentum"].new_ones(d) for d in sizes]
             state |= {"stats": [], "factors": ones, "first_step": None}
             state |= dict.fromkeys(COUNTERS, 0)
         new[number] = state

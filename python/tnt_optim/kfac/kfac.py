@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from tnt_optim.autograd import buffers_put_back
 from tnt_optim.checks import refuse_unknown
 from tnt_optim.directions import directions_
 from tnt_optim.fit import REPAIR
@@ -88,6 +87,10 @@ class KFAC(KroneckerOptimizer):
     G, which relative damping cancels. Rows that ``Masked`` leaves out do not count, nor
     positions that only these depend on, such as padding: those whose g is zero.
 
+    Without a likelihood every backward through a layer counts until the step, also one whose
+    gradients are not used; ``zero_grad`` forgets it. A weight that is used outside of its layer's
+    calls, too, is not noticed.
+
     If torch.distributed runs several processes, all make the same calls, each with its part of the
     batch and its own samples. The training equals that of one process that observes the same
     micro-batches in turn. ``model`` may be DistributedDataParallel or the module inside.
@@ -119,6 +122,7 @@ class KFAC(KroneckerOptimizer):
     _is_share_checked = True  # the constructor says what has no preconditioner
 
     _observed: LayerStatistics
+    _units: Units
     inverse, likelihood, seed = Fixed(), Fixed(), Fixed()
 
     def __init__(
@@ -167,7 +171,7 @@ class KFAC(KroneckerOptimizer):
         kind = TrainingLayers if likelihood is None else LayerStatistics
         source = kind(names=list(layers), layers=chosen, weights=weights)
         self._units = _units_of(source, inverse)
-        super().__init__(groups, options, source)
+        super().__init__(groups, {**options, "precondition_1d": False}, source)
         self._largest = [group["max_factor_dim"] for group in self.param_groups]
         share, others = self._without_factors()
         if share > WARNED_SHARE:
@@ -241,8 +245,8 @@ class KFAC(KroneckerOptimizer):
             raise ValueError("outputs must depend on a layer that requires a gradient: none does")
         if isinstance(outputs, Sequence):
             outputs = iter(outputs)
-        with buffers_put_back(self._model):
-            super().warm_start(outputs, model=self._model if model is None else model)
+        both = self._model if model is None else nn.ModuleList([self._model, model])
+        super().warm_start(outputs, model=both)
 
     def close(self) -> None:
         """Removes the hooks from the model, as ``del opt`` does. Nothing can be observed then."""
@@ -258,9 +262,7 @@ class KFAC(KroneckerOptimizer):
         """
         if hasattr(self, "_largest"):
             raise ValueError("param_group cannot be added: give the constructor all, as params")
-        graft = param_group.get("graft", self.defaults["graft"])
-        own = {"units": self._units, "precondition_1d": graft is None}
-        super().add_param_group({**param_group, **own})
+        super().add_param_group({**param_group, "units": self._units})
         warn_if_unbounded(self.param_groups[-1])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -268,8 +270,17 @@ class KFAC(KroneckerOptimizer):
 
         See ``TNT.load_state_dict``.
         """
-        super().load_state_dict(converted(state_dict, self.param_groups, self._observed.weights))
+        super().load_state_dict(state_dict)
         self._largest = [group["max_factor_dim"] for group in self.param_groups]
+
+    def _converted(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return converted(state_dict, self._groups.all, self._observed.weights)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """See ``torch.optim.Optimizer.zero_grad``; forgets statistics of the backwards before."""
+        super().zero_grad(set_to_none)
+        if isinstance(self._observed, TrainingLayers):
+            self._observed.forget()
 
     def _factors(self, group: Settings, stats: Rows, out: Rows) -> Tensor:
         make = damped if self.inverse == "damped" else eigenbasis
@@ -288,7 +299,7 @@ class KFAC(KroneckerOptimizer):
         found, plain = [], []
         for state, grad, look in zip(states, grads, layouts, strict=True):
             momentum = group["momentum"] * state["momentum"] + look.view(grad)
-            layer = len(state["factors"]) == 3
+            layer = state["factors"][0].dim() == 2
             found.append(rotated(momentum, state["factors"]) if layer else momentum)
             ones = [torch.ones(d, dtype=momentum.dtype, device=grad.device) for d in look.sizes]
             plain.append({**state, "factors": ones})
@@ -350,6 +361,9 @@ class KFAC(KroneckerOptimizer):
     def _captures(self, number: int, has_rows: bool) -> bool:
         """Whether the hook of a layer that is called keeps its input."""
         weight = self._observed.weights[number]
+        replaced = self._observed.layers[number].weight is not weight
+        if replaced and isinstance(self._observed, TrainingLayers):
+            return False  # torch.func.functional_call with other weights
         trains = self._units.is_trainable(weight)
         wanted = trains and (self._warming or self._is_wanted(weight))
         if wanted and has_rows and not self._warming:
@@ -362,9 +376,10 @@ class KFAC(KroneckerOptimizer):
 
     def _is_wanted(self, weight: Tensor) -> bool:
         """Whether a layer's statistics are due, or its next call may give it missing ones."""
+        groups = [g for g in self._groups.all if any(p is weight for p in g["params"])]
         is_new = not self._has_statistics(weight)
-        scheduled = is_due(self._groups.of(weight), "stat_interval")
-        return scheduled or self._observed.waits_for(weight, is_new=is_new)
+        scheduled = any(is_due(group, "stat_interval") for group in groups)
+        return scheduled or (bool(groups) and self._observed.waits_for(weight, is_new=is_new))
 
     def __getstate__(self) -> dict[str, Any]:
         own = {name: getattr(self, name) for name in ("_model", "_reasons", "_largest")}

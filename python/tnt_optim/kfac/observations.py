@@ -1,7 +1,7 @@
 """KFAC's source of statistics: [G, A] of each layer, from its inputs and output gradients.
 
-Layers are known by their weights. The hooks of ``activations`` keep the inputs; the gradients are
-those at labels sampled from the model's output.
+Layers are known by their weights. The hooks of ``activations`` keep the inputs. The gradients are
+those at labels sampled from the model's output, or the training's own (``TrainingLayers``).
 """
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -202,15 +202,16 @@ class LayerStatistics(Empirical):
             anyone, partial, *found = processes.anywhere(
                 [self.count > 0, self.partial, *flags], wanted[0].device
             )
+            self.called = set(compress(wanted, found[len(wanted) :]))
             if not anyone:
                 return
             self.partial, self.agreed = bool(partial), True
             reached = list(compress(wanted, found[: len(wanted)]))
-            self.called = set(compress(wanted, found[len(wanted) :]))
             earlier = {}  # some process has reached each of them
         sums: dict[Tensor, LayerSums] = {}
         if reached:
-            layers = {weight: self.by_weight[weight] for weight in reached}
+            of = self.by_weight
+            layers = {weight: of[weight] for weight in reached}
             observers = [int(self.count > 0)]
             sums, totals = pooled_sums(processes.processes, layers, self.sums, earlier, observers)
             if not self.count and not totals[0]:  # waits for the device only if count is 0
@@ -266,7 +267,8 @@ class LayerStatistics(Empirical):
                 w: LayerSums(g * counts[w], a * counts[w], counts[w], counts[w])
                 for w, (g, a) in stats.items()
             }
-            layers, numbers = {w: self.by_weight[w] for w in due}, [batches, skipped]
+            of, numbers = self.by_weight, [batches, skipped]
+            layers = {weight: of[weight] for weight in due}
             pooled, totals = pooled_sums(processes.processes, layers, weighted, {}, numbers)
             batches, skipped = totals.tolist()
             stats = {
@@ -394,8 +396,8 @@ class TrainingLayers(LayerStatistics):
         """See ``LayerStatistics.gradients``."""
         self.count, self.warned = int(bool(self.sums)), True
         self.asked.update(self.wanted(due))
-        found = super().gradients(processes, due, with_gradients, held)
-        return {weight: pair for weight, pair in found.items() if weight in set(due)}
+        found, wanted = super().gradients(processes, due, with_gradients, held), set(due)
+        return {weight: pair for weight, pair in found.items() if weight in wanted}
 
     def batches(
         self, optimizer: Any, outputs: Iterable[Any], processes: Processes
@@ -414,6 +416,10 @@ class TrainingLayers(LayerStatistics):
             "is the model compiled, or the weight used outside of its layer? It is updated with "
             "plain momentum until a call does (warned once; failures() counts such parameters)"
         )
+
+    def forget(self) -> None:
+        """Forgets what backwards have given since the last step."""
+        self.sums, self.passes = {}, {}
 
     def use_up(self) -> None:
         """See ``Empirical.use_up``."""
