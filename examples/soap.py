@@ -52,9 +52,9 @@ class SOAP(KroneckerOptimizer):
 
     def _directions(self, group: Any, states: Any, grads: Any, layouts: Any) -> Any:
         mu, directions, moments = group["momentum"], [], []
-        for state, grad, look in zip(states, grads, layouts, strict=True):
+        for state, grad, layout in zip(states, grads, layouts, strict=True):
             bases, t = state["factors"], state["updates"] + 1
-            g = look.view(grad).to(state["momentum"].dtype)
+            g = layout.view(grad).to(state["momentum"].dtype)
             m = mu * state["momentum"] + g
             v = SECOND_DECAY * state["second_moment"]
             v.add_(rotated(g, bases).square(), alpha=1 - SECOND_DECAY)

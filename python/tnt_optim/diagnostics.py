@@ -64,10 +64,10 @@ def _figures(
     for part in buckets_of(params):
         bucket = params[part]
         own = [states[p] for p in bucket]
-        seen = list(map(layout_of, own))
-        momenta = blocks(each(own, "momentum"), seen)
-        directions = mode_products(momenta, rows(each(own, "factors"), seen))
-        of = [p for p, look in zip(bucket, seen, strict=True) for _ in look.cuts]
+        layouts = list(map(layout_of, own))
+        momenta = blocks(each(own, "momentum"), layouts)
+        directions = mode_products(momenta, rows(each(own, "factors"), layouts))
+        of = [p for p, layout in zip(bucket, layouts, strict=True) for _ in layout.cuts]
         yield _norms("direction_norm", of, directions)
     alike: dict[tuple[torch.Size, torch.dtype], list[tuple[Tensor, Pair]]] = {}
     for param in params:

@@ -59,8 +59,8 @@ def directions_(
     squares = blocks(each(states, "second_moment"), layouts)
     counts = [
         [state["updates"], state["second_moment_updates"]]
-        for state, seen in zip(states, layouts, strict=True)
-        for _ in seen.cuts
+        for state, layout in zip(states, layouts, strict=True)
+        for _ in layout.cuts
     ]
     table, mu = _table(counts) + 1, group["momentum"]
     return grafted_directions_(momenta, gradients, factors, mu, squares, table, nesterov=ahead)
@@ -134,7 +134,7 @@ class Weights:
             wide = [_wide(param, self._states, rounding) for param in self.params]
             updated = wide
             if self._layouts is not None:
-                updated = [seen.view(w) for seen, w in zip(self._layouts, wide, strict=True)]
+                updated = [layout.view(w) for layout, w in zip(self._layouts, wide, strict=True)]
             self._wide, self._updated = wide, updated
         return self._updated
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tnt_optim.failures import Failures, PreconditionerError, diverged
 from tnt_optim.groups import Groups
-from tnt_optim.modes import Group, States, is_plain, layout
+from tnt_optim.modes import Group, States, is_plain, layout_for
 from tnt_optim.options import as_they_are
 from tnt_optim.processes import Processes
 from tnt_optim.state import new_state, zero_statistics
@@ -103,7 +103,7 @@ class FirstStates:
                     owned = self.processes.owned([param])
                     stats[param] = zero_statistics(param, group) if owned else []
             own = [p for p in params if stats[p]]
-            layouts = [layout(p, group) for p in own]
+            layouts = [layout_for(p, group) for p in own]
             entries, new = [stats[p] for p in own], [observed[p] for p in own]
             self.source.accumulate_(entries, new, layouts, decay, None)
 

@@ -45,7 +45,7 @@ from tnt_optim.modes import (
     check_dense,
     is_plain,
     is_sharded,
-    layout,
+    layout_for,
 )
 from tnt_optim.observations import Empirical, warned_of_batch_norm
 from tnt_optim.options import (
@@ -869,7 +869,7 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
         name, rounding = self._name(param), group["rounding"]
         check_dense(param, name)
         check_rounding(param, rounding, self._name)
-        layout(param, group)  # checks the modes
+        layout_for(param, group)  # checks the modes
         if is_sharded(param) != are_sharded(self.param_groups):
             raise ValueError(
                 "params must all be sharded over one device mesh, or none, got both: "

@@ -137,7 +137,7 @@ class Layout(NamedTuple):
         return shapes
 
 
-def layout(param: Tensor, group: Mapping[str, Any]) -> Layout:
+def layout_for(param: Tensor, group: Mapping[str, Any]) -> Layout:
     """The layout that a group's settings give a parameter."""
     if param in group.get("units", ()):
         sizes: tuple[int, ...] = group["units"].sizes(param)
@@ -165,12 +165,12 @@ def layout_of(state: Mapping[str, Any]) -> Layout:
 
 def blocks(tensors: Iterable[Tensor], layouts: Iterable[Layout]) -> list[Tensor]:
     """The blocks of all tensors, one after the other."""
-    return [b for t, seen in zip(tensors, layouts, strict=True) for b in seen.blocks(t)]
+    return [b for t, layout in zip(tensors, layouts, strict=True) for b in layout.blocks(t)]
 
 
 def rows(entries: Iterable[list[Tensor]], layouts: Iterable[Layout]) -> list[list[Tensor]]:
     """The statistics or factors of several parameters: a list over the modes of each block."""
-    return [row for own, seen in zip(entries, layouts, strict=True) for row in seen.rows(own)]
+    return [row for own, layout in zip(entries, layouts, strict=True) for row in layout.rows(own)]
 
 
 def each(states: Iterable[Mapping[str, Any]], name: str) -> list[Any]:

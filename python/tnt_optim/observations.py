@@ -1,13 +1,14 @@
 """The gradients that refresh the statistics: the training's own, or sampled ones.
 
-Both sources have one interface. ``Empirical`` reads ``.grad`` and keeps nothing. ``Sampled``
-accumulates gradients at sampled labels between ``observe`` and ``step``, and remembers which
-parameters the outputs missed.
+All sources have one interface. ``Empirical`` reads ``.grad`` and keeps nothing. ``Observed`` is the
+base of those that keep something between ``observe`` and ``step``, and remember which parameters
+the outputs missed: ``Sampled`` adds up gradients at sampled labels; KFAC has its own.
 """
 
 import itertools
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any, ClassVar
 
 import torch
@@ -119,9 +120,9 @@ class Empirical:
         """
         gradients: list[Tensor] = []
         own_rows: list[list[Tensor]] = []
-        for gradient, entries, look in zip(observed, stats, layouts, strict=True):
-            gradients += look.blocks(gradient)
-            own_rows += look.rows(entries)
+        for gradient, entries, layout in zip(observed, stats, layouts, strict=True):
+            gradients += layout.blocks(gradient)
+            own_rows += layout.rows(entries)
         others = None if factors is None else rows(factors, layouts)
         gram_ema_(own_rows, gradients, decay, others)
 
@@ -201,7 +202,79 @@ class Empirical:
 
 
 @dataclass
-class Sampled(Empirical):
+class Observed(Empirical):
+    """What outputs have given since the last step, pooled over processes."""
+
+    attached: int = 0  # outputs that the hook of ``attach`` observed
+    partial: bool = False  # whether outputs may reach other parameters in another process
+    agreed: bool = False  # whether all processes know of ``partial``
+    warned: bool = False  # whether the user was warned of a step without observations
+    warned_twice: bool = False  # and of one with those of ``attach`` and of the loop
+    comparisons: list[Comparison] = field(default_factory=list)  # at the first step
+    samples: ClassVar[bool] = True
+    pools: ClassVar[bool] = True
+
+    def gradients(
+        self,
+        processes: Processes,
+        due: Sequence[Tensor],
+        with_gradients: Container[Tensor],
+        held: Container[Tensor],
+    ) -> Mapping[Tensor, Any]:
+        """See ``Empirical.gradients``: the means over the observations of all processes."""
+        warn_if_twice(self)
+        warn_of_mismatch(self.comparisons, self.count)
+        wanted = self.wanted(due)
+        is_pooled = bool(wanted) and processes.is_distributed
+        means = self.pooled(processes, wanted, held) if is_pooled else self.means(held)
+        # A frozen parameter, like an unused one, gets its statistics when it is used next.
+        self.asked.update(p for p in set(due).difference(wanted) if p in held)
+        if not self.count and not self.warned:
+            self.warned = any(p in held and p.grad is not None for p in wanted)
+            if self.warned:
+                warn_the_caller(UNOBSERVED + self.hint)
+        return means
+
+    def means(self, held: Container[Tensor]) -> Mapping[Tensor, Any]:
+        """The means over this process's observations."""
+        raise NotImplementedError
+
+    def pooled(
+        self, processes: Processes, wanted: Sequence[Tensor], held: Container[Tensor]
+    ) -> Mapping[Tensor, Any]:
+        """The means over the observations of all processes; ``wanted`` is the same in all.
+
+        Which parameters they reached is asked only if it may matter, because the host waits for the
+        answer: see ``asks``. Otherwise the device finds out.
+        """
+        raise NotImplementedError
+
+    def asks(self, wanted: Sequence[Tensor], held: Container[Tensor]) -> bool:
+        """Whether processes must ask each other: while there are parameters without statistics, and
+        where DistributedDataParallel looks for unused parameters.
+        """
+        return self.partial or not self.agreed or any(p not in held for p in wanted)
+
+    def anywhere(
+        self, processes: Processes, wanted: Sequence[Tensor], *groups: Container[Tensor]
+    ) -> tuple[bool, list[list[Tensor]]]:
+        """Whether any process observed something, and which wanted are in each group of any one."""
+        flags = [self.count > 0, self.partial, *(p in group for group in groups for p in wanted)]
+        observed, partial, *found = processes.anywhere(flags, wanted[0].device)
+        if observed:
+            self.partial, self.agreed = bool(partial), True
+        n = len(wanted)
+        own = [list(compress(wanted, found[n * k : n * (k + 1)])) for k in range(len(groups))]
+        return bool(observed), own
+
+    def use_up(self) -> None:
+        """See ``Empirical.use_up``."""
+        super().use_up()
+        self.count, self.attached, self.hint, self.comparisons = 0, 0, "", []
+
+
+@dataclass
+class Sampled(Observed):
     """Gradients at labels sampled from the model's own distribution."""
 
     # Sums over the observations, by parameter; of sharded parameters this process's pieces, if any.
@@ -209,14 +282,6 @@ class Sampled(Empirical):
     # Observations in the sums: the finite ones, if there is one. Those without a row that counts do
     # not count.
     number: int | Tensor = 0
-    samples: ClassVar[bool] = True
-    pools: ClassVar[bool] = True
-    attached: int = 0  # outputs that the hook of ``attach`` observed
-    partial: bool = False  # whether outputs may reach other parameters in another process
-    agreed: bool = False  # whether all processes know of ``partial``
-    warned: bool = False  # whether the user was warned of a step without observations
-    warned_twice: bool = False  # and of one with those of ``attach`` and of the loop
-    comparisons: list[Comparison] = field(default_factory=list)  # at the first step
 
     def wanted(self, due: Sequence[Tensor]) -> list[Tensor]:
         """See ``Empirical.wanted``."""
@@ -287,25 +352,14 @@ class Sampled(Empirical):
         due: Sequence[Tensor],
         with_gradients: Container[Tensor],
         held: Container[Tensor],
-    ) -> Gradients:
-        """See ``Empirical.gradients``: the mean over the observations of all processes."""
-        warn_if_twice(self)
-        warn_of_mismatch(self.comparisons, self.count)
+    ) -> Mapping[Tensor, Any]:
+        """See ``Empirical.gradients``; warns of first ones that are zero."""
         if not processes.is_sharded and not any(p in held for p in due) and self.number:
             _warn_of_zeros(list(self.totals.values()))
-        wanted = self.wanted(due)
-        is_pooled = bool(wanted) and processes.is_distributed
-        means = self._pooled(processes, wanted, held) if is_pooled else self._mean()
-        # A frozen parameter, like an unused one, gets its statistics when it is used next.
-        self.asked.update(p for p in due if not p.requires_grad and p in held)
-        if not self.count and not self.warned:
-            self.warned = any(p in held and p.grad is not None for p in wanted)
-            if self.warned:
-                warn_the_caller(UNOBSERVED + self.hint)
-        return means
+        return super().gradients(processes, due, with_gradients, held)
 
-    def _mean(self) -> Gradients:
-        """The mean over this process's observations."""
+    def means(self, held: Container[Tensor]) -> Gradients:
+        """See ``Observed.means``."""
         n = self.number
         if isinstance(n, int) and n == 1:
             return dict(self.totals)
@@ -314,25 +368,16 @@ class Sampled(Empirical):
             for p, total in self.totals.items()
         }
 
-    def _pooled(
-        self, processes: Processes, due: Sequence[Tensor], held: Container[Tensor]
+    def pooled(
+        self, processes: Processes, wanted: Sequence[Tensor], held: Container[Tensor]
     ) -> Gradients:
-        """The mean over the observations of all processes.
-
-        Which parameters they reached is asked only if it may matter, because the host waits for the
-        answer: while there are parameters without statistics, and where DistributedDataParallel
-        looks for unused parameters. Otherwise a parameter that was not reached has a gradient of
-        zero. ``due`` is the same in all processes.
-        """
-        reached, known = due, self.agreed and all(p in held for p in due)
-        if processes.is_sharded or self.partial or not known:
-            flags = [self.count > 0, self.partial, *(p in self.totals for p in due)]
-            observed, partial, *anywhere = processes.anywhere(flags, due[0].device)
+        """See ``Observed.pooled``. If not asked, a parameter not reached has a gradient of zero."""
+        reached = list(wanted)
+        if processes.is_sharded or self.asks(wanted, held):
+            observed, (reached,) = self.anywhere(processes, wanted, self.totals)
             if not observed:
                 return {}
-            self.partial, self.agreed = bool(partial), True
-            reached = [p for p, is_reached in zip(due, anywhere, strict=True) if is_reached]
-        self.asked.update(due)
+        self.asked.update(wanted)
         if not reached:
             return {}
         means, self.number = processes.mean(reached, self.totals, self.number)
@@ -409,9 +454,8 @@ class Sampled(Empirical):
 
     def use_up(self) -> None:
         """See ``Empirical.use_up``."""
-        self.totals, self.number, self.asked = {}, 0, set()
-        self.count, self.attached, self.hint = 0, 0, ""
-        self.comparisons = []
+        super().use_up()
+        self.totals, self.number = {}, 0
 
 
 def warned_of_batch_norm(outputs: Iterable[Any]) -> Iterator[Any]:

@@ -12,8 +12,8 @@ from tnt_optim.modes import Settings, State, States
 from tnt_optim.state import NAMES
 
 
-class Part(Protocol):
-    """Parameters of one group on one device, to update: ``update.Part``."""
+class Work(Protocol):
+    """What a process computes by itself of an update: ``update.Part``."""
 
     grads: Gradients  # of the loss; of sharded parameters this process's pieces
     group: Settings
@@ -123,6 +123,6 @@ class Processes:
         """Sends entries that only owners keep to process ``to``; returns them there."""
         return {}
 
-    def update(self, part: Part) -> list[Stage]:
+    def update(self, part: Work) -> list[Stage]:
         """The stages that update the momenta and parameters of a part."""
         return part.stages()

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tnt_optim.modes import Settings, State, is_half, is_plain, layout, state_dtype
+from tnt_optim.modes import Settings, State, is_half, is_plain, layout_for, state_dtype
 from tnt_optim.units import units_of
 
 Shapes = list[tuple[int, ...]]
@@ -63,13 +63,13 @@ class Entry:
     def shapes(self, param: Tensor, group: Settings, plain: bool) -> Shapes:
         """The shapes of its tensors; ``plain``: of a parameter that is not preconditioned."""
         if self.shape == MODES and plain:
-            return layout(param, group).statistic_shapes(0) if self.name == "factors" else []
+            return layout_for(param, group).statistic_shapes(0) if self.name == "factors" else []
         if self.shape == MODES:
-            shapes = layout(param, group).statistic_shapes(group["max_factor_dim"])
+            shapes = layout_for(param, group).statistic_shapes(group["max_factor_dim"])
             spectra = self.name == "factors" and "units" in group and group["units"].has_spectra
-            return [*shapes, layout(param, group).sizes] if spectra else shapes
+            return [*shapes, layout_for(param, group).sizes] if spectra else shapes
         if self.shape == VIEW:
-            return [layout(param, group).sizes]
+            return [layout_for(param, group).sizes]
         return [tuple(param.shape)]
 
     def nbytes(self, param: Tensor, group: Settings) -> int:
@@ -125,12 +125,12 @@ def statistic_shapes(param: Tensor, group: Settings) -> Shapes:
     """The shapes of a parameter's statistics: none if it is not preconditioned."""
     if is_plain(param, group):
         return []
-    return layout(param, group).statistic_shapes(group["max_factor_dim"])
+    return layout_for(param, group).statistic_shapes(group["max_factor_dim"])
 
 
 def zero_statistics(param: Tensor, group: Settings) -> list[Tensor]:
     """Zeros for the statistics of a parameter."""
-    shapes = layout(param, group).statistic_shapes(group["max_factor_dim"])
+    shapes = layout_for(param, group).statistic_shapes(group["max_factor_dim"])
     return [torch.zeros(s, dtype=state_dtype(param), device=param.device) for s in shapes]
 
 

@@ -28,7 +28,7 @@ from tnt_optim.modes import (
     blocks,
     cuts,
     each,
-    layout,
+    layout_for,
     layout_of,
     rows,
 )
@@ -81,7 +81,7 @@ class Source(Protocol):
 
 @dataclass
 class Part:
-    """Parameters of one group on one device, to update. ``processes.Part`` is the interface.
+    """Parameters of one group on one device, to update; see ``processes.Work``.
 
     Attributes:
         grads: by parameter; of layers those of [W | b], by weight.
@@ -100,7 +100,7 @@ class Part:
     settings: Callable[[Group], Settings]
 
     def stages(self) -> list[Stage]:
-        """See ``processes.Part``."""
+        """See ``processes.Work``."""
         params, group = list(self.grads), self.group
         is_plain = not group["nesterov"] and group["graft"] is None and not self.members
         fuses = is_plain and self.method.multiplies
@@ -113,20 +113,20 @@ class Part:
         return stages
 
     def directions(self, whole: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-        """See ``processes.Part``."""
+        """See ``processes.Work``."""
         if not whole:
             return {}
         grads, own = list(whole.values()), [self.states[p] for p in whole]
-        looks = list(map(layout_of, own))
-        found, norms = self.method._directions(self.group, own, grads, looks)
+        layouts = list(map(layout_of, own))
+        found, norms = self.method._directions(self.group, own, grads, layouts)
         scales = graft_scales(norms, found, self.group)
         if scales is not None and found:
             pairs = zip(scales.unbind(), found, strict=True)
             torch._foreach_mul_(found, [scale.to(p.dtype) for scale, p in pairs])
         rest = iter(found)
         return {
-            p: look.assembled([next(rest) for _ in look.cuts])
-            for p, look in zip(whole, looks, strict=True)
+            p: layout.assembled([next(rest) for _ in layout.cuts])
+            for p, layout in zip(whole, layouts, strict=True)
         }
 
     def move(
@@ -136,28 +136,30 @@ class Part:
         *key: int,
         pieces: Sequence[Tensor] | None = None,
     ) -> None:
-        """See ``processes.Part``."""
-        looks = None if pieces is not None else [_whole(layout(p, self.group)) for p in params]
-        for move in self.moves(params, looks, *key, pieces=pieces):
+        """See ``processes.Work``."""
+        layouts = (
+            None if pieces is not None else [_whole(layout_for(p, self.group)) for p in params]
+        )
+        for move in self.moves(params, layouts, *key, pieces=pieces):
             move.along(directions, None)
             move.weights.write()
 
     def moves(
         self,
         params: Sequence[Tensor],
-        looks: Sequence[Layout] | None,
+        layouts: Sequence[Layout] | None,
         *key: int,
         pieces: Sequence[Tensor] | None = None,
     ) -> list["_Move"]:
         """The moves of parameters, or of their ``pieces``: one for each group's rates.
 
-        ``looks`` have the blocks of the directions; None for tensors of one shape with them.
+        ``layouts`` have the blocks of the directions; None for tensors of one shape with them.
         """
         key = (self.number, *key)
         if not self.members:
             tensors = params if pieces is None else pieces
-            weights = Weights(tensors, self.states, self.group, looks, key=key)
-            return [_Move(weights, self.group, decayed(params, self.group), looks)]
+            weights = Weights(tensors, self.states, self.group, layouts, key=key)
+            return [_Move(weights, self.group, decayed(params, self.group), layouts)]
         by_group: dict[int, list[tuple[int, Member]]] = {}
         for place, param in enumerate(params):
             for member in self.members[param]:
@@ -198,7 +200,7 @@ class _Move:
         tensors, decays = self.weights.take(), self._decays
         if self._layouts is not None:
             counted = zip(decays, self._layouts, strict=True)
-            decays = [value for value, look in counted for _ in look.cuts]
+            decays = [value for value, layout in counted for _ in layout.cuts]
             tensors = blocks(tensors, self._layouts)
         if self._members is not None:
             tensors = list(map(torch.atleast_1d, tensors))  # operators take no scalars
@@ -245,12 +247,12 @@ class _Bucket:
 
     def _step(self, weights: Weights, decays: bool) -> None:
         same = [decay == decays for decay in self.decays]
-        looks, own = list(compress(self.layouts, same)), list(compress(self.states, same))
+        layouts, own = list(compress(self.layouts, same)), list(compress(self.states, same))
         preconditioned_step_(
-            blocks(compress(weights.take(), same), looks),
-            blocks(each(own, "momentum"), looks),
-            blocks(compress(self.grads, same), looks),
-            rows(each(own, "factors"), looks),
+            blocks(compress(weights.take(), same), layouts),
+            blocks(each(own, "momentum"), layouts),
+            blocks(compress(self.grads, same), layouts),
+            rows(each(own, "factors"), layouts),
             self.group["lr"],
             self.group["momentum"],
             self.group["weight_decay"] if decays else 0.0,
@@ -309,14 +311,14 @@ class DeviceStep:
             decay = torch.where(finite.to(keep.device), decay, keep)
             owned = self.processes.owned(params)
             own = [states[p] for p in owned]
-            seen = list(map(layout_of, own))
+            layouts = list(map(layout_of, own))
             stats, factors = each(own, "stats"), each(own, "factors")
             whitens = settings(group)["estimator"] == "mle"
             # Whitening copies gradients: those of a bucket at a time.
             for part in buckets_of(owned) if whitens else [slice(None)]:
                 whitening = factors[part] if whitens else None
                 new = [self.observed[p] for p in owned[part]]
-                self.source.accumulate_(stats[part], new, seen[part], decay, whitening)
+                self.source.accumulate_(stats[part], new, layouts[part], decay, whitening)
                 self.accumulated.update(owned[part])
             self.accumulated.update(params)
             yield Report("statistics", codes, params)
@@ -344,21 +346,21 @@ def refresh_factors(
     for group, params in batches:
         owned = processes.owned(params)
         own = [states[p] for p in owned]
-        seen = list(map(layout_of, own))
-        stats, factors = rows(each(own, "stats"), seen), rows(each(own, "factors"), seen)
+        layouts = list(map(layout_of, own))
+        stats, factors = rows(each(own, "stats"), layouts), rows(each(own, "factors"), layouts)
         info = torch.zeros(0, dtype=torch.int32, device=params[0].device)
         if owned:
             info = method._factors(settings(group), stats, factors)
-        codes = _worst_of_blocks(info, [len(look.cuts) for look in seen])
+        codes = _worst_of_blocks(info, [len(layout.cuts) for layout in layouts])
         codes = processes.codes(params, owned, codes)
         processes.send_factors(params, states)
         reports.append(Report("inverses", codes, params))
     return reports
 
 
-def _whole(look: Layout) -> Layout:
+def _whole(layout: Layout) -> Layout:
     """A layout without cuts."""
-    return Layout(look.sizes, cuts(look.sizes, None))
+    return Layout(layout.sizes, cuts(layout.sizes, None))
 
 
 def buckets_of(params: Sequence[Tensor]) -> list[slice]:

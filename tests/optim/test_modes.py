@@ -9,7 +9,7 @@ from drawn import close, noise, weight
 from optimizers import NO_FAILURES, Dictated, factored
 from torch import Tensor, nn
 
-from tnt_optim.modes import layout
+from tnt_optim.modes import layout_for
 
 SETTINGS: dict[str, Any] = {"lr": 0.05, "damping": 0.1, "stat_interval": 2, "inverse_interval": 3}
 FORMS: list[dict[str, Any]] = [
@@ -114,9 +114,9 @@ def test_merged_modes_are_one_mode(name: str) -> None:
 
 def test_a_kernel_that_is_too_large_stays_a_mode_of_its_own() -> None:
     group = {"modes": None, "merge_small_dims": "kernel", "max_factor_dim": 17, "block_size": None}
-    assert layout(weight(6, 2, 3, 3), group).sizes == (6, 2, 9)
-    assert layout(weight(6, 2, 3, 3), {**group, "max_factor_dim": 18}).sizes == (6, 18)
-    assert layout(weight(6, 2), group).sizes == (6, 2)
+    assert layout_for(weight(6, 2, 3, 3), group).sizes == (6, 2, 9)
+    assert layout_for(weight(6, 2, 3, 3), {**group, "max_factor_dim": 18}).sizes == (6, 18)
+    assert layout_for(weight(6, 2), group).sizes == (6, 2)
 
 
 @factored

@@ -21,8 +21,8 @@ from tnt_optim.attempt import Stage
 from tnt_optim.autograd import Gradients, all_finite
 from tnt_optim.distributed.ownership import OwnerRanks
 from tnt_optim.distributed.process_group import BUCKET_BYTES, ProcessGroup, flattened, unflattened
-from tnt_optim.modes import States, by_device, layout, state_dtype
-from tnt_optim.processes import Part, Processes
+from tnt_optim.modes import States, by_device, layout_for, state_dtype
+from tnt_optim.processes import Processes, Work
 
 
 class Replicated(OwnerRanks, Processes):
@@ -116,15 +116,15 @@ class Replicated(OwnerRanks, Processes):
                 receive,
             )
 
-    def update(self, part: Part) -> list[Stage]:
+    def update(self, part: Work) -> list[Stage]:
         """With "directions" each owner computes its directions, and every process applies all."""
         if self.shard != "directions":
             return super().update(part)
         return [lambda: self._update(part)]
 
-    def _update(self, part: Part) -> None:
+    def _update(self, part: Work) -> None:
         places = {p: place for place, p in enumerate(part.grads)}
-        sizes = {p: layout(p, part.group).sizes for p in places}
+        sizes = {p: layout_for(p, part.group).sizes for p in places}
 
         def compute(bucket: list[Tensor]) -> Tensor:
             found = part.directions(self.whole({p: part.grads[p] for p in bucket}))

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tnt_optim.modes import Group, layout
+from tnt_optim.modes import Group, layout_for
 from tnt_optim.observations import LOSS_ONLY, PATIENCE
 from tnt_optim.state import COUNTERS
 from tnt_optim.units import units_of
@@ -39,7 +39,7 @@ def converted(
         parts = [states.get(numbers[p], {}) for p in members if p in numbers]
         if units.key(param) is not param or not any("momentum" in part for part in parts):
             continue
-        sizes = layout(param, owners[param]).sizes
+        sizes = layout_for(param, owners[param]).sizes
         for name in _MOMENTS:
             own = {
                 p: part[name].reshape(p.shape)

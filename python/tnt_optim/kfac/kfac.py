@@ -297,11 +297,11 @@ class KFAC(KroneckerOptimizer):
         if self.inverse == "damped":
             return super()._directions(group, states, grads, layouts)
         found, plain = [], []
-        for state, grad, look in zip(states, grads, layouts, strict=True):
-            momentum = group["momentum"] * state["momentum"] + look.view(grad)
+        for state, grad, layout in zip(states, grads, layouts, strict=True):
+            momentum = group["momentum"] * state["momentum"] + layout.view(grad)
             layer = state["factors"][0].dim() == 2
             found.append(rotated(momentum, state["factors"]) if layer else momentum)
-            ones = [torch.ones(d, dtype=momentum.dtype, device=grad.device) for d in look.sizes]
+            ones = [torch.ones(d, dtype=momentum.dtype, device=grad.device) for d in layout.sizes]
             plain.append({**state, "factors": ones})
         lengths = torch.stack(torch._foreach_norm(found, 2, torch.float64))
         # Last, because it writes: the momenta, and the norms of the steps to graft on.

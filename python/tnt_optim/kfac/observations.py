@@ -6,7 +6,6 @@ those at labels sampled from the model's output, or the training's own (``Traini
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import compress
 from typing import Any, ClassVar
 
 import torch
@@ -31,10 +30,9 @@ from tnt_optim.likelihoods import (
     share_counted,
     with_rows,
 )
-from tnt_optim.messages import UNOBSERVED, warn_if_twice, warn_the_caller
-from tnt_optim.mismatch import Comparison, warn_of_mismatch, watched
+from tnt_optim.mismatch import watched
 from tnt_optim.modes import Layout, state_dtype
-from tnt_optim.observations import LOSS_ONLY, PATIENCE, Empirical
+from tnt_optim.observations import LOSS_ONLY, PATIENCE, Observed
 from tnt_optim.options import is_due
 from tnt_optim.processes import Processes
 
@@ -42,7 +40,7 @@ Pair = list[Tensor]  # [G, A]
 
 
 @dataclass(kw_only=True)
-class LayerStatistics(Empirical):
+class LayerStatistics(Observed):
     """The statistics of layers since the last step."""
 
     names: Sequence[str]
@@ -52,14 +50,6 @@ class LayerStatistics(Empirical):
     # Over the examples of all outputs that reached a layer.
     sums: dict[Tensor, LayerSums] = field(default_factory=dict)
     called: set[Tensor] = field(default_factory=set)  # by a forward pass that kept its input
-    comparisons: list[Comparison] = field(default_factory=list)  # at the first step
-    attached: int = 0  # outputs that the hook of ``attach`` observed
-    partial: bool = False  # whether outputs may reach other layers in another process
-    agreed: bool = False  # whether all processes know of ``partial``
-    warned: bool = False  # whether the user was warned of a step without observations
-    warned_twice: bool = False
-    samples: ClassVar[bool] = True
-    pools: ClassVar[bool] = True
 
     @property
     def by_weight(self) -> dict[Tensor, Layer]:
@@ -154,27 +144,16 @@ class LayerStatistics(Empirical):
         due: Sequence[Tensor],
         with_gradients: Container[Tensor],
         held: Container[Tensor],
-    ) -> dict[Tensor, Any]:
-        """[G, A] of each layer that the outputs of any process reached.
-
-        ``held`` has the states of layers with statistics.
-        """
+    ) -> Mapping[Tensor, Any]:
+        """See ``Empirical.gradients``: [G, A] of layers; ``held`` has the states of some."""
         self._check_sizes()
-        warn_of_mismatch(self.comparisons, self.count)
-        warn_if_twice(self)
-        wanted, layers = self.wanted(due), self.by_weight
-        if processes.is_distributed:
-            self._pool(processes, wanted, held)
-        else:
-            for weight, sums in self.sums.items():
-                if weight in held and isinstance(sums.positions, Tensor):
-                    self.sums[weight] = sums.if_reached(sums.positions, _earlier(weight, held))
-        if not self.count and not self.warned:
-            self.warned = any(w in held and w.grad is not None for w in wanted)
-            if self.warned:
-                warn_the_caller(UNOBSERVED + self.hint)
-        # A frozen layer that is used later gets its statistics then, like one not used.
-        self.asked.update(w for w in due if w in held and not is_trainable(layers[w]))
+        return super().gradients(processes, due, with_gradients, held)
+
+    def means(self, held: Container[Tensor]) -> dict[Tensor, Pair]:
+        """See ``Observed.means``. Without a row that counts, earlier ones."""
+        for weight, sums in self.sums.items():
+            if weight in held and isinstance(sums.positions, Tensor):
+                self.sums[weight] = sums.if_reached(sums.positions, _earlier(weight, held))
         return {weight: sums.means() for weight, sums in self.sums.items()}
 
     def _check_sizes(self) -> None:
@@ -187,37 +166,28 @@ class LayerStatistics(Empirical):
                     f"{tuple(weight.shape)}: observe an output again"
                 )
 
-    def _pool(self, processes: Any, wanted: Sequence[Tensor], held: Container[Tensor]) -> None:
-        """Replaces the sums by the sums over all processes.
-
-        ``wanted`` is the same in all processes. While a wanted layer has no statistics, and where
-        DistributedDataParallel looks for unused parameters, the processes first exchange which
-        layers their outputs reached, and wait. Otherwise the pooled counts tell, on the device.
-        """
-        if not wanted:
-            return
-        reached, earlier = list(wanted), {w: _earlier(w, held) for w in wanted if w in held}
-        if self.partial or not self.agreed or len(earlier) < len(wanted):
-            flags = [weight in group for group in (self.sums, self.called) for weight in wanted]
-            anyone, partial, *found = processes.anywhere(
-                [self.count > 0, self.partial, *flags], wanted[0].device
-            )
-            self.called = set(compress(wanted, found[len(wanted) :]))
-            if not anyone:
-                return
-            self.partial, self.agreed = bool(partial), True
-            reached = list(compress(wanted, found[: len(wanted)]))
-            earlier = {}  # some process has reached each of them
+    def pooled(
+        self, processes: Any, wanted: Sequence[Tensor], held: Container[Tensor]
+    ) -> dict[Tensor, Pair]:
+        """See ``Observed.pooled``. If not asked, a layer not reached has its earlier ones."""
+        reached, earlier = list(wanted), {}
+        if self.asks(wanted, held):
+            observed, (reached, called) = self.anywhere(processes, wanted, self.sums, self.called)
+            self.called = set(called)
+            if not observed:
+                return {}
+        else:
+            earlier = {weight: _earlier(weight, held) for weight in wanted}
         sums: dict[Tensor, LayerSums] = {}
         if reached:
-            of = self.by_weight
-            layers = {weight: of[weight] for weight in reached}
-            observers = [int(self.count > 0)]
-            sums, totals = pooled_sums(processes.processes, layers, self.sums, earlier, observers)
-            if not self.count and not totals[0]:  # waits for the device only if count is 0
-                return
+            by_weight, own = self.by_weight, int(self.count > 0)
+            layers = {weight: by_weight[weight] for weight in reached}
+            sums, totals = pooled_sums(processes.processes, layers, self.sums, earlier, [own])
+            if not own and not totals[0]:  # waits for the device only if it observed nothing
+                return {}
         self.sums, self.count = sums, max(self.count, 1)
         self.asked.update(wanted)
+        return {weight: each.means() for weight, each in sums.items()}
 
     def witnesses(self, observed: Iterable[Any]) -> list[Tensor]:
         """Roots of traces: no entry of a Gram matrix is larger than the largest of its diagonal."""
@@ -345,8 +315,8 @@ class LayerStatistics(Empirical):
 
     def use_up(self) -> None:
         """See ``Empirical.use_up``."""
-        self.sums, self.count, self.asked, self.called = {}, 0, set(), set()
-        self.comparisons, self.attached, self.hint = [], 0, ""
+        super().use_up()
+        self.sums, self.called = {}, set()
 
 
 @dataclass(kw_only=True)
@@ -392,7 +362,7 @@ class TrainingLayers(LayerStatistics):
         due: Sequence[Tensor],
         with_gradients: Container[Tensor],
         held: Container[Tensor],
-    ) -> dict[Tensor, Any]:
+    ) -> Mapping[Tensor, Any]:
         """See ``LayerStatistics.gradients``."""
         self.count, self.warned = int(bool(self.sums)), True
         self.asked.update(self.wanted(due))
