@@ -24,17 +24,6 @@ from tnt_kernels.schemas import NAMESPACE, SCHEMAS, in_extension
 
 DEVICES = ("cpu", "cuda")
 
-# Operator -> the module of tnt_kernels.triton with a function of its name.
-TRITON_KERNELS = {
-    "gram_ema_": "gram_ema",
-    "damped_inverse": "damped_inverse",
-    "inverse_root": "inverse_root",
-    "mode_products": "mode_products",
-    "preconditioned_step_": "preconditioned_step",
-    "scaled_step_": "momentum",
-    "grafted_directions_": "grafted_directions",
-}
-
 
 @dataclass(frozen=True)
 class Backends:
@@ -77,11 +66,11 @@ def backends() -> Backends:
 
 def register_reference(library: torch.library.Library) -> None:
     """Registers the reference for all devices without another kernel, and the fake kernels."""
-    for name, implementation in _REFERENCE.items():
-        library.impl(name, _outside_of_autocast(implementation), "CompositeExplicitAutograd")
+    for name, one in OPERATORS.items():
+        library.impl(name, _outside_of_autocast(one.reference), "CompositeExplicitAutograd")
         for key in _NOT_DENSE:
             library.impl(name, _refuse, key)
-        torch.library.register_fake(f"{NAMESPACE}::{name}", _SHAPES[name], lib=library)
+        torch.library.register_fake(f"{NAMESPACE}::{name}", one.shapes, lib=library)
     library.impl("_may_round", _may_round, "CompositeExplicitAutograd")
 
 
@@ -91,7 +80,7 @@ def register_triton(library: torch.library.Library) -> None:
     Triton is imported at an operator's first call. Where it is missing, the reference runs with
     one warning.
     """
-    for name in TRITON_KERNELS:
+    for name in OPERATORS:
         library.impl(name, functools.partial(_serve, name), "CUDA")
 
 
@@ -148,8 +137,8 @@ def _kernel(name: str, device: torch.device) -> Callable[..., Any]:
             RuntimeWarning,
             stacklevel=4,
         )
-        return _outside_of_autocast(_REFERENCE[name])
-    module = importlib.import_module(f"tnt_kernels.triton.{TRITON_KERNELS[name]}")
+        return _outside_of_autocast(OPERATORS[name].reference)
+    module = importlib.import_module(f"tnt_kernels.triton.{OPERATORS[name].triton}")
     return _outside_of_autocast(getattr(module, name))
 
 
@@ -182,18 +171,14 @@ def _norms(momenta: Sequence[Tensor], *arguments: Any) -> Tensor:
     return like.new_empty(len(momenta), 2, dtype=torch.float64)
 
 
-# Operator -> its results without data, for ``torch.compile`` and meta tensors.
-_SHAPES: dict[str, Callable[..., Any]] = {
-    "gram_ema_": lambda *_: None,
-    "damped_inverse": _codes,
-    "inverse_root": _codes,
-    "mode_products": lambda tensors, _: [
-        t.new_empty(t.shape, dtype=state_dtype(t)) for t in tensors
-    ],
-    "preconditioned_step_": lambda *_: None,
-    "scaled_step_": lambda *_: None,
-    "grafted_directions_": _norms,
-}
+@dataclass(frozen=True)
+class Operator:
+    """What serves an operator beside C++; both functions take the flat arguments of its schema."""
+
+    triton: str  # the module of tnt_kernels.triton with a function of its name
+    reference: Callable[..., Any]
+    # Its results without data, for ``torch.compile`` and meta tensors.
+    shapes: Callable[..., Any] = lambda *_: None
 
 
 def _grafted_directions_(*arguments: Any) -> Tensor:
@@ -209,30 +194,46 @@ def _grafted_directions_(*arguments: Any) -> Tensor:
     )[1]
 
 
-# Operator -> the reference, called with the flat arguments of the operator's schema.
-_REFERENCE: dict[str, Callable[..., Any]] = {
-    "gram_ema_": lambda stats, tensors, decay, factors: reference.gram_ema_(
-        *(_by_mode(stats, tensors), tensors, decay),
-        _by_mode(factors, tensors) if factors else None,
+OPERATORS = {
+    "gram_ema_": Operator(
+        "gram_ema",
+        lambda stats, tensors, decay, factors: reference.gram_ema_(
+            *(_by_mode(stats, tensors), tensors, decay),
+            _by_mode(factors, tensors) if factors else None,
+        ),
     ),
-    "damped_inverse": lambda out, stats, orders, damping, relative: reference.damped_inverse(
-        _nested(stats, orders), damping, _nested(out, orders), relative
-    )[1],
-    "inverse_root": lambda out, stats, orders, damping, roots, relative: reference.inverse_root(
-        _nested(stats, orders), damping, roots, _nested(out, orders), relative
-    )[1],
-    "mode_products": lambda tensors, factors: reference.mode_products(
-        tensors, _by_mode(factors, tensors)
+    "damped_inverse": Operator(
+        "damped_inverse",
+        lambda out, stats, orders, damping, relative: reference.damped_inverse(
+            _nested(stats, orders), damping, _nested(out, orders), relative
+        )[1],
+        _codes,
     ),
-    "preconditioned_step_": lambda params, momenta, grads, factors, *numbers: (
-        reference.preconditioned_step_(params, momenta, grads, _by_mode(factors, params), *numbers)
+    "inverse_root": Operator(
+        "inverse_root",
+        lambda out, stats, orders, damping, roots, relative: reference.inverse_root(
+            _nested(stats, orders), damping, roots, _nested(out, orders), relative
+        )[1],
+        _codes,
     ),
-    "scaled_step_": lambda params, directions, lr, weight_decay, decayed, scales: (
-        reference.scaled_step_(
+    "mode_products": Operator(
+        "mode_products",
+        lambda tensors, factors: reference.mode_products(tensors, _by_mode(factors, tensors)),
+        lambda tensors, _: [t.new_empty(t.shape, dtype=state_dtype(t)) for t in tensors],
+    ),
+    "preconditioned_step_": Operator(
+        "preconditioned_step",
+        lambda params, momenta, grads, factors, *numbers: reference.preconditioned_step_(
+            params, momenta, grads, _by_mode(factors, params), *numbers
+        ),
+    ),
+    "scaled_step_": Operator(
+        "momentum",
+        lambda params, directions, lr, weight_decay, decayed, scales: reference.scaled_step_(
             *(params, directions, lr, weight_decay, decayed), scales if len(scales) else None
-        )
+        ),
     ),
-    "grafted_directions_": _grafted_directions_,
+    "grafted_directions_": Operator("grafted_directions", _grafted_directions_, _norms),
 }
 
 

@@ -75,7 +75,7 @@ def test_triton_serves() -> None:
         close(product, expected)
     kernel = backends._kernel("mode_products", products[0].device)
     assert kernel.__module__ == "tnt_kernels.triton.mode_products"
-    assert all(backends._kernel(name, GPU).__name__ == name for name in backends.TRITON_KERNELS)
+    assert all(backends._kernel(name, GPU).__name__ == name for name in backends.OPERATORS)
 
 
 @pytest.mark.parametrize("name", ["mode_products", "gram_ema_"])

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from tnt_optim.autograd import buffers_put_back
 from tnt_optim.checks import refuse_unknown
 from tnt_optim.directions import directions_
 from tnt_optim.fit import REPAIR
@@ -245,8 +246,8 @@ class KFAC(KroneckerOptimizer):
             raise ValueError("outputs must depend on a layer that requires a gradient: none does")
         if isinstance(outputs, Sequence):
             outputs = iter(outputs)
-        both = self._model if model is None else nn.ModuleList([self._model, model])
-        super().warm_start(outputs, model=both)
+        with buffers_put_back(*([] if model is None else [self._model])):
+            super().warm_start(outputs, model=self._model if model is None else model)
 
     def close(self) -> None:
         """Removes the hooks from the model, as ``del opt`` does. Nothing can be observed then."""
