@@ -79,7 +79,7 @@ from tnt_optim.wrappers import Wrappable
 # Functions and tables of a group, which belong to the optimizer.
 _NOT_SAVED = {"modes", "units"}
 # The options that shape statistics, factors and momentum.
-_SHAPING = ("modes", "merge_small_dims", "block_size", "max_factor_dim")
+_SHAPING = tuple(option.name for option in OPTIONS.values() if option.shapes)
 
 
 class KroneckerOptimizer(Attachable, Wrappable, Optimizer):

@@ -1,6 +1,6 @@
 """The table of options: name, default, rule and documentation of every argument of an optimizer.
 
-Constructors, parameter groups, checkpoints and ``help`` read it. A new option is a line here, an
+Constructors, parameter groups, checkpoints and ``help`` read it. A new option is an entry here, an
 argument of the constructors, and the code that implements it; an option with state of its own also
 has a line in ``state.SPEC``.
 """
@@ -40,6 +40,8 @@ class Option:
     default: Any  # if a method's constructor does not say otherwise
     holds: Check  # whether a value fits
     rule: str  # what a value must be, for the error message
+    doc: str  # for the constructors that have it
+    shapes: bool = False  # whether statistics, factors and momentum get their shapes by it
     per_group: bool = True  # whether every parameter group can have its own value
 
 
@@ -101,112 +103,226 @@ _COUNT_OR_NONE = (_or_none(_whole(1)), "None or an integer >= 1")
 _BOOL = (lambda value: isinstance(value, bool), "True or False")
 
 _TABLE = (
-    Option(  # a scheduler's roundings may end just below 0
-        "lr", 1e-4, _number(lambda v: -1e-9 < v < math.inf, any_shape=True), "a finite number >= 0"
+    # Of the rate: a scheduler's roundings may end just below 0.
+    Option(
+        "lr",
+        1e-4,
+        _number(lambda v: -1e-9 < v < math.inf, any_shape=True),
+        "a finite number >= 0",
+        doc="""the learning rate, alpha in the paper. With ``graft="adam"`` it has the scale of
+        Adam's. Without grafting it depends on ``damping``, the batch size and the loss's scale.""",
     ),
-    Option("damping", 0.01, *_NOT_NEGATIVE),
-    Option("momentum", 0.9, *_FRACTION),
-    Option("nesterov", False, *_BOOL),
-    Option("stat_decay", 0.9, *_FRACTION),
-    Option("weight_decay", 0.0, *_NOT_NEGATIVE),
-    Option("stat_interval", 10, *_COUNT),
-    Option("inverse_interval", 100, *_COUNT),
-    Option("interval_warmup", 0, _whole(0, 10**6), "an integer from 0 to 1000000"),
+    Option(
+        "damping",
+        0.01,
+        *_NOT_NEGATIVE,
+        doc="""a number added to the eigenvalues of every statistic, epsilon in the paper.""",
+    ),
+    Option(
+        "momentum",
+        0.9,
+        *_FRACTION,
+        doc="""the decay of the sum of gradients, mu in the paper: m <- mu m + g.""",
+    ),
+    Option(
+        "nesterov",
+        False,
+        *_BOOL,
+        doc="""precondition mu m + g, the next step's momentum if its gradient were g again, instead
+        of m; ``graft`` looks ahead in the same way.""",
+    ),
+    Option(
+        "stat_decay",
+        0.9,
+        *_FRACTION,
+        doc="""the decay of the statistics' moving average, beta in the paper.""",
+    ),
+    Option(
+        "weight_decay",
+        0.0,
+        *_NOT_NEGATIVE,
+        doc="""decoupled, gamma in the paper: W <- W - lr (P + weight_decay W).""",
+    ),
+    Option(
+        "stat_interval",
+        10,
+        *_COUNT,
+        doc="""the steps between two refreshes of the statistics, T1 in the paper.""",
+    ),
+    Option(
+        "inverse_interval",
+        100,
+        *_COUNT,
+        doc="""the steps between two refreshes of the factors, T2 in the paper. Without
+        ``interval_warmup`` the factors are also refreshed with the statistics of the first T2
+        steps.""",
+    ),
+    Option(
+        "interval_warmup",
+        0,
+        _whole(0, 10**6),
+        "an integer from 0 to 1000000",
+        doc="""the number of first steps in which both intervals grow from 1 to their values:
+        statistics and factors change fast at first. With 0 they have their values from the
+        start.""",
+    ),
     Option(
         "likelihood",
         None,
         _is_likelihood,
         f"None, {', '.join(map(repr, LIKELIHOODS))}, a tuple of these names or a function of the "
         "output alone",
+        doc="""None: the statistics are of the training gradients (TNT-EF in the paper). Otherwise
+        they are of gradients at labels sampled from the distribution that the model's output
+        parametrises, and the loop calls ``observe``: "categorical" (logits (..., classes); cross
+        entropy, mean over rows), "bernoulli" (logits (N, ...); binary cross entropy, summed over
+        outputs, mean over N), "gaussian" (means (N, ...), unit variance; half the squared error,
+        summed over outputs, mean over N), a tuple of these for an output that is a tuple (the sum
+        of their losses), or a function. The function samples labels itself, from torch's global
+        generator, and returns the 0-dim loss at them; the generator is seeded before the call and
+        restored after it. docs/likelihoods.md says which fits a loss of torch, and which mismatches
+        give a warning.""",
         per_group=False,
     ),
-    Option("estimator", "moments", *_one_of(*get_args(Estimator))),
-    Option("max_factor_dim", 8192, *_COUNT),
-    Option("precondition_1d", True, *_BOOL),
-    Option("block_size", None, *_COUNT_OR_NONE),
-    Option("merge_small_dims", None, *_one_of(None, *get_args(MergedDims))),
-    Option("relative_damping", False, *_BOOL),
-    Option("early_roots", False, *_BOOL),
-    Option("graft", None, *_one_of(None, *get_args(Graft))),
-    Option("maximize", False, *_BOOL),
-    Option("rounding", "nearest", *_one_of(*get_args(Rounding))),
-    Option("modes", None, _or_none(callable), "a function of a shape"),
-    Option("inverse", "damped", *_one_of(*get_args(Inverse)), per_group=False),
-    Option("seed", 0, _is_seed, "an integer", per_group=False),
-    Option("capturable", False, *_BOOL, per_group=False),
-    Option("process_group", None, lambda value: True, "a process group or None", per_group=False),
-    Option("shard", None, *_one_of(None, *get_args(Shard)), per_group=False),
+    Option(
+        "estimator",
+        "moments",
+        *_one_of(*get_args(Estimator)),
+        doc="""of the statistics. "moments": the Gram matrix of the gradient along each mode, as in
+        the paper. "mle": the Gram matrix after the other modes have been whitened by their factors,
+        scaled to the same trace: the update of a tensor-normal distribution's maximum-likelihood
+        estimate.""",
+    ),
+    Option(
+        "max_factor_dim",
+        8192,
+        *_COUNT,
+        doc="""a mode larger than this keeps only the diagonal of its statistic.""",
+        shapes=True,
+    ),
+    Option(
+        "precondition_1d",
+        True,
+        *_BOOL,
+        doc="""precondition parameters of fewer than two dimensions, too: biases and norms.
+        Otherwise they are updated with the momentum, rescaled by ``graft``, without weight
+        decay.""",
+    ),
+    Option(
+        "block_size",
+        None,
+        *_COUNT_OR_NONE,
+        doc="""a mode larger than this is cut into pieces of this size and a rest. Each block of a
+        parameter is then treated as a parameter of its own. None: no mode is cut.""",
+        shapes=True,
+    ),
+    Option(
+        "merge_small_dims",
+        None,
+        *_one_of(None, *get_args(MergedDims)),
+        doc=""""kernel": a convolution's kernel and input channels are one mode, as for KFAC, if it
+        is at most ``max_factor_dim`` and no side of the kernel is above 16. None: no modes merge. A
+        group's ``modes`` merges others.""",
+        shapes=True,
+    ),
+    Option(
+        "relative_damping",
+        False,
+        *_BOOL,
+        doc="""damp with ``damping`` times the average eigenvalue of the statistics.""",
+    ),
+    Option(
+        "early_roots",
+        False,
+        *_BOOL,
+        doc="""take inverse square roots of the damped statistics instead of inverses in the first
+        steps, as long as the mean of the training gradients dominates their second moment, on
+        average over the parameters. It needs ``relative_damping``. Gradients at sampled labels have
+        mean zero: with a ``likelihood`` it does nothing. None: without a likelihood, if ``graft``
+        gives the steps their length.""",
+    ),
+    Option(
+        "graft",
+        None,
+        *_one_of(None, *get_args(Graft)),
+        doc="""rescale each parameter's direction. "adam": to the norm of Adam's, whose second
+        moment it keeps; "sgd": to the momentum's; "rms": to a root mean square of 0.2, about that
+        of Adam's, without its memory (steps stay as long when gradients vanish: not for heads or
+        experts that are idle); None: not at all.""",
+    ),
+    Option(
+        "maximize",
+        False,
+        *_BOOL,
+        doc="""maximize the objective instead of minimizing.""",
+    ),
+    Option(
+        "rounding",
+        "nearest",
+        *_one_of(*get_args(Rounding)),
+        doc="""of parameters in half precision after a step that is computed in float32. "nearest";
+        "stochastic" (bfloat16 only): up or down at random, so that the mean step is exact even
+        where steps are smaller than half a spacing; "master": rounded from a float32 copy in the
+        state.""",
+    ),
+    Option(
+        "modes",
+        None,
+        _or_none(callable),
+        "a function of a shape",
+        doc="""for a parameter group only: a function from a parameter's shape to mode sizes; used
+        for vectors only with ``precondition_1d``.""",
+        shapes=True,
+    ),
+    Option(
+        "inverse",
+        "damped",
+        *_one_of(*get_args(Inverse)),
+        doc=""""damped": (G + √damping I)^-1 M (A + √damping I)^-1, the paper's for autoencoders,
+        with √damping in units of each factor's average eigenvalue if it is relative; "eigenbasis":
+        the inverse of G ⊗ A + damping I, the paper's for CNNs, which keeps one more matrix like
+        each weight, and waits for the device when it is refreshed.""",
+        per_group=False,
+    ),
+    Option(
+        "seed",
+        0,
+        _is_seed,
+        "an integer",
+        doc="""of the sampled labels; the global generators are not touched.""",
+        per_group=False,
+    ),
+    Option(
+        "capturable",
+        False,
+        *_BOOL,
+        doc="""run the steps as CUDA graphs, one for each kind of step, from the second step of its
+        kind on. All parameters must be on one CUDA device. Gradients at new addresses are copied:
+        ``zero_grad(set_to_none=False)`` saves the copies. The learning rate and the other numbers
+        may change at every step.""",
+        per_group=False,
+    ),
+    Option(
+        "process_group",
+        None,
+        lambda value: True,
+        "a process group or None",
+        doc="""the processes that train copies of one model, as under DistributedDataParallel; None
+        for torch.distributed's default group, if there is one. The statistics are those of all
+        processes' batches.""",
+        per_group=False,
+    ),
+    Option(
+        "shard",
+        None,
+        *_one_of(None, *get_args(Shard)),
+        doc="""how processes divide the work. None: each does all of it. Otherwise every parameter
+        has one owner rank, which keeps its statistics and refreshes its factors. With "inverses"
+        the owner sends new factors to the others; with "directions", which takes the least memory,
+        only the owner keeps factors and momentum, and it sends the direction at every step.""",
+        per_group=False,
+    ),
 )
-
-# The documentation of each option: its name, a colon, and text; further lines are indented.
-_DOCS = """
-lr: the learning rate, alpha in the paper. With ``graft="adam"`` it has the scale of Adam's. Without
-    grafting it depends on ``damping``, the batch size and the loss's scale.
-damping: a number added to the eigenvalues of every statistic, epsilon in the paper.
-momentum: the decay of the sum of gradients, mu in the paper: m <- mu m + g.
-nesterov: precondition mu m + g, the next step's momentum if its gradient were g again, instead of
-    m; ``graft`` looks ahead in the same way.
-stat_decay: the decay of the statistics' moving average, beta in the paper.
-weight_decay: decoupled, gamma in the paper: W <- W - lr (P + weight_decay W).
-stat_interval: the steps between two refreshes of the statistics, T1 in the paper.
-inverse_interval: the steps between two refreshes of the factors, T2 in the paper. Without
-    ``interval_warmup`` the factors are also refreshed with the statistics of the first T2 steps.
-interval_warmup: the number of first steps in which both intervals grow from 1 to their values:
-    statistics and factors change fast at first. With 0 they have their values from the start.
-likelihood: None: the statistics are of the training gradients (TNT-EF in the paper). Otherwise they
-    are of gradients at labels sampled from the distribution that the model's output parametrises,
-    and the loop calls ``observe``: "categorical" (logits (..., classes); cross entropy, mean over
-    rows), "bernoulli" (logits (N, ...); binary cross entropy, summed over outputs, mean over N),
-    "gaussian" (means (N, ...), unit variance; half the squared error, summed over outputs, mean
-    over N), a tuple of these for an output that is a tuple (the sum of their losses), or a
-    function. The function samples labels itself, from torch's global generator, and returns the
-    0-dim loss at them; the generator is seeded before the call and restored after it.
-    docs/likelihoods.md says which fits a loss of torch, and which mismatches give a warning.
-estimator: of the statistics. "moments": the Gram matrix of the gradient along each mode, as in the
-    paper. "mle": the Gram matrix after the other modes have been whitened by their factors, scaled
-    to the same trace: the update of a tensor-normal distribution's maximum-likelihood estimate.
-max_factor_dim: a mode larger than this keeps only the diagonal of its statistic.
-precondition_1d: precondition parameters of fewer than two dimensions, too: biases and norms.
-    Otherwise they are updated with the momentum, rescaled by ``graft``, without weight decay.
-block_size: a mode larger than this is cut into pieces of this size and a rest. Each block of a
-    parameter is then treated as a parameter of its own. None: no mode is cut.
-merge_small_dims: "kernel": a convolution's kernel and input channels are one mode, as for KFAC, if
-    it is at most ``max_factor_dim`` and no side of the kernel is above 16. None: no modes merge. A
-    group's ``modes`` merges others.
-relative_damping: damp with ``damping`` times the average eigenvalue of the statistics.
-early_roots: take inverse square roots of the damped statistics instead of inverses in the first
-    steps, as long as the mean of the training gradients dominates their second moment, on average
-    over the parameters. It needs ``relative_damping``. Gradients at sampled labels have mean zero:
-    with a ``likelihood`` it does nothing. None: without a likelihood, if ``graft`` gives the steps
-    their length.
-graft: rescale each parameter's direction. "adam": to the norm of Adam's, whose second moment it
-    keeps; "sgd": to the momentum's; "rms": to a root mean square of 0.2, about that of Adam's,
-    without its memory (steps stay as long when gradients vanish: not for heads or experts that are
-    idle); None: not at all.
-maximize: maximize the objective instead of minimizing.
-rounding: of parameters in half precision after a step that is computed in float32. "nearest";
-    "stochastic" (bfloat16 only): up or down at random, so that the mean step is exact even where
-    steps are smaller than half a spacing; "master": rounded from a float32 copy in the state.
-modes: for a parameter group only: a function from a parameter's shape to mode sizes; used for
-    vectors only with ``precondition_1d``.
-inverse: "damped": (G + √damping I)^-1 M (A + √damping I)^-1, the paper's for autoencoders, with
-    √damping in units of each factor's average eigenvalue if it is relative; "eigenbasis": the
-    inverse of G ⊗ A + damping I, the paper's for CNNs, which keeps one more matrix like each
-    weight, and waits for the device when it is refreshed.
-seed: of the sampled labels; the global generators are not touched.
-capturable: run the steps as CUDA graphs, one for each kind of step, from the second step of its
-    kind on. All parameters must be on one CUDA device. Gradients at new addresses are copied:
-    ``zero_grad(set_to_none=False)`` saves the copies. The learning rate and the other numbers may
-    change at every step.
-process_group: the processes that train copies of one model, as under DistributedDataParallel; None
-    for torch.distributed's default group, if there is one. The statistics are those of all
-    processes' batches.
-shard: how processes divide the work. None: each does all of it. Otherwise every parameter has one
-    owner rank, which keeps its statistics and refreshes its factors. With "inverses" the owner
-    sends new factors to the others; with "directions", which takes the least memory, only the owner
-    keeps factors and momentum, and it sends the direction at every step.
-"""
-DOCS = dict(entry.split(": ", 1) for entry in re.split(r"\n(?! )", _DOCS.strip()))
 OPTIONS = {option.name: option for option in _TABLE}
 # Options of earlier versions, and what to use instead.
 REMOVED = {
@@ -306,7 +422,7 @@ def documented(**replaced: str) -> Callable[[Class], Class]:
         names = [name for name in inspect.signature(cls).parameters if name in OPTIONS]
         lines = [
             textwrap.fill(
-                " ".join(f"{name}: {replaced.get(name, DOCS[name])}".split()),
+                " ".join(f"{name}: {replaced.get(name, OPTIONS[name].doc)}".split()),
                 width=100,
                 initial_indent=indent,
                 subsequent_indent=indent + " " * 4,
