@@ -129,6 +129,37 @@ def warn_of_other_sampling(optimizer: Any, state_dict: StateDict) -> None:
         )
 
 
+def warn_of_part(params: Sequence[Tensor], states: Mapping[Tensor, State]) -> bool:
+    """Warns of a trained state without the parts of other processes; returns whether it did."""
+    if all("stats" in states[p] for p in params if has_entries(states.get(p, {}))):
+        return False
+    warn_the_caller(
+        "state_dict() has one process's part of the state. torch.distributed.checkpoint saves the "
+        "parts of all processes; for a whole state in one process, also with full_state_dict=True, "
+        "call consolidate_state_dict() in all processes first (warned once)"
+    )
+    return True
+
+
+def warn_of_zeros(
+    params: Sequence[Tensor], states: Mapping[Tensor, State], name: Callable[[Tensor], str]
+) -> None:
+    """Warns of a loaded state without statistics that were trained; waits for the device.
+
+    From a state that is not whole, ``set_optimizer_state_dict`` with ``full_state_dict=True``
+    leaves zeros of ``allocate_state`` in the other processes.
+    """
+    updated = [p for p in params if has_entries(states.get(p, {})) and states[p]["updates"] > 0]
+    held = [(p, stats) for p in updated if (stats := states[p].get("stats"))]
+    zeros = [p for p, stats in held if not any(s.any() for s in stats)]
+    if zeros:
+        warn_the_caller(
+            f"state_dict has zeros for the statistics of {name(zeros[0])} (in this process "
+            f"{len(zeros)} of {len(held)}), which has been updated: if its gradients were not "
+            "zero, the saved state was one process's part; save it after consolidate_state_dict()"
+        )
+
+
 def params_in(state_dict: StateDict, groups: Sequence[Settings]) -> dict[int, Tensor]:
     """The parameters of ``groups`` by their numbers in a saved state."""
     pairs = zip(state_dict["param_groups"], groups, strict=True)

@@ -1,12 +1,21 @@
 """Checks of a constructor's arguments: parameters, and names that are no options."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
+from tnt_optim.directions import check_rounding
 from tnt_optim.messages import warn_the_caller
-from tnt_optim.modes import Settings, is_plain
+from tnt_optim.modes import (
+    Settings,
+    are_sharded,
+    check_dense,
+    is_plain,
+    is_sharded,
+    layout_for,
+)
 from tnt_optim.options import REMOVED
 
 # A warning says so if a smaller share of the entries is preconditioned.
@@ -80,6 +89,40 @@ def listed(params: Any, kind: str) -> list[Any]:
             f"{kind}([{{'params': first_list}}, {{'params': second_list}}])"
         )
     return entries
+
+
+def check_param(
+    param: Tensor,
+    group: Settings,
+    groups: Sequence[Settings],
+    name: Callable[[Tensor], str],
+    *,
+    capturable: bool,
+) -> None:
+    """Checks that a parameter can have its group's settings."""
+    if isinstance(param, UninitializedParameter):  # has no shape to be named by
+        raise ValueError("params must be initialized, and one is lazy: run the model once")
+    check_dense(param, name(param))
+    check_rounding(param, group["rounding"], name)
+    layout_for(param, group)  # checks the modes
+    if is_sharded(param) != are_sharded(groups):
+        raise ValueError(
+            "params must all be sharded over one device mesh, or none, got both: "
+            f"{name(param)} is {'' if is_sharded(param) else 'not '}sharded"
+        )
+    if capturable and group["rounding"] == "stochastic":
+        raise ValueError("rounding='stochastic' cannot be part of CUDA graphs")
+
+
+def check_form(group: Settings, kind: str, *, whitens: bool) -> None:
+    """Refuses settings of a group that do not go together in an optimizer of this ``kind``."""
+    if group["estimator"] == "mle" and not whitens:
+        raise ValueError(
+            f"estimator must be 'moments' for {kind}, got 'mle': it whitens by the factors, as if "
+            "they were inverses of the statistics"
+        )
+    if group["early_roots"] and not group["relative_damping"]:
+        raise ValueError("early_roots must be False where relative_damping is, got True")
 
 
 def warn_of_few_preconditioned(groups: Sequence[Mapping[str, Any]], kind: str) -> None:

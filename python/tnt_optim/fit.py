@@ -1,9 +1,10 @@
 """Checks, before a step changes anything, that states and gradients fit their parameters.
 
-Between steps a user may change a parameter (``p.data = ...``), or give it the state of another.
+Between steps a user may change a parameter (``p.data = ...``), give it the state of another, or
+change a setting by which the state got its shapes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from operator import attrgetter, is_
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor
 
 from tnt_optim.modes import Settings, State, is_sharded, state_dtype
+from tnt_optim.options import OPTIONS
+from tnt_optim.state import has_entries, has_statistics
 
 States = Mapping[Tensor, State]
 Name = Callable[[Tensor], str]
@@ -125,6 +128,46 @@ class Fit:
 
     def _is_own(self, state: Settings) -> bool:
         return bool(state) and (self._entries is None or not self._entries.isdisjoint(state))
+
+
+# The options that shape statistics, factors and momentum.
+_SHAPING = tuple(option.name for option in OPTIONS.values() if option.shapes)
+
+
+class Shaping:
+    """Remembers the settings by which each group's states got their shapes."""
+
+    def __init__(self) -> None:
+        self._made: list[tuple[Any, ...] | None] = []  # None for a group without states
+
+    def note(self, groups: Sequence[Settings], states: States) -> None:
+        """Remembers the present settings."""
+        self._made = [
+            tuple(group[name] for name in _SHAPING)
+            if any(has_entries(states.get(p, {})) for p in group["params"])
+            else None
+            for group in groups
+        ]
+
+    def check(
+        self, groups: Sequence[Settings], states: States, name: Name, fresh: Container[Tensor] = ()
+    ) -> None:
+        """Refuses changed settings, unless ``fresh`` states replace all old statistics."""
+        for number, (group, made) in enumerate(zip(groups, self._made, strict=False)):
+            changed = [
+                (option, before)
+                for option, before in zip(_SHAPING, made or (), strict=False)
+                if group[option] != before
+            ]
+            has = has_statistics if fresh else has_entries
+            params = group["params"] if changed else []
+            if old := [p for p in params if has(states.get(p, {})) and p not in fresh]:
+                option, before = changed[0]
+                raise RuntimeError(
+                    f"{option} must be set before the first step, and group {number} had "
+                    f"{before!r}, got {group[option]!r}: set it back, or call warm_start with "
+                    f"outputs that reach all its parameters, among them {name(old[0])}"
+                )
 
 
 def _addresses(states: States) -> list[int]:

@@ -1,5 +1,6 @@
 """The parameter groups of an optimizer: their parameters, names and batches."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ from torch import Tensor
 from tnt_optim.messages import names_of
 from tnt_optim.modes import Batch, Group, by_device, is_plain
 from tnt_optim.options import same_settings
+from tnt_optim.state import statistic_shapes
 from tnt_optim.units import Member, Units, units_of
 
 
@@ -95,3 +97,30 @@ class Groups:
                 if other is param:
                     return f"parameter {name!r} of group {number}, shape {tuple(param.shape)}"
         raise KeyError("not a parameter of this optimizer")
+
+    def described(self) -> list[str]:
+        """Lines for ``repr``: of each group its size and its settings."""
+        lines = []
+        for number, group in enumerate(self._groups):
+            params = group["params"]
+            shapes = [s for p in params for s in statistic_shapes(p, group)]
+            full = sum(len(shape) == 2 for shape in shapes)
+            lines.append(
+                f"  group {number}: {len(params)} parameters, "
+                f"{sum(p.numel() for p in params):,} numbers, {full} full and "
+                f"{len(shapes) - full} diagonal modes"
+            )
+            settings = sorted(set(group) - {"params", "param_names", "units"})
+            lines += [f"    {key}: {group[key]}" for key in settings]
+        return lines
+
+    def unique_names(self) -> dict[Tensor, str]:
+        """A name for each parameter, as ``KroneckerOptimizer.diagnostics`` describes it."""
+        used = Counter(n for group in self._groups for n in group.get("param_names", ()))
+        found = {}
+        for number, group in enumerate(self._groups):
+            own = names_of(group)
+            for index, (p, name) in enumerate(zip(group["params"], own, strict=False)):
+                part = name if own.count(name) == 1 else index
+                found[p] = name if used[name] == 1 else f"{number}.{part}"
+        return found

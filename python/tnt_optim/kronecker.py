@@ -7,7 +7,6 @@ factors are also refreshed with its statistics, which still change fast. With in
 intervals grow from 1 to their values instead. Every step updates the parameters.
 """
 
-import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -17,41 +16,35 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
-from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from tnt_optim import checkpoint
 from tnt_optim.attach import Attachable
-from tnt_optim.attempt import Attempt, Stage
+from tnt_optim.attempt import Attempt
 from tnt_optim.autograd import buffers_put_back
-from tnt_optim.checks import listed, warn_of_few_preconditioned
+from tnt_optim.checks import check_form, check_param, listed, warn_of_few_preconditioned
 from tnt_optim.cuda_graphs import StepGraphs, check_graphs_device
 from tnt_optim.diagnostics import diagnostics
-from tnt_optim.directions import check_rounding, directions_
+from tnt_optim.directions import directions_
 from tnt_optim.distributed import Owners, distribution
-from tnt_optim.early_roots import mean_is_small, takes_roots
-from tnt_optim.failures import Delivery, Failures, PreconditionerError
+from tnt_optim.failures import Failures, PreconditionerError
 from tnt_optim.first_states import FirstStates
-from tnt_optim.fit import Fit
+from tnt_optim.fit import Fit, Shaping
 from tnt_optim.groups import Groups
-from tnt_optim.messages import UNFINISHED, names_of, warn_the_caller
+from tnt_optim.messages import UNFINISHED, warn_the_caller
 from tnt_optim.modes import (
     Group,
     Layout,
     Rows,
     Settings,
     State,
-    are_sharded,
-    check_dense,
     is_plain,
     is_sharded,
-    layout_for,
 )
 from tnt_optim.observations import Empirical, warned_of_batch_norm
 from tnt_optim.options import (
     OPTIONS,
     Fixed,
-    as_they_are,
     check_settings,
     repeated_options,
     same_settings,
@@ -59,6 +52,7 @@ from tnt_optim.options import (
 )
 from tnt_optim.paper import paper_settings
 from tnt_optim.processes import Processes
+from tnt_optim.run import Run
 from tnt_optim.state import (
     ALLOCATED,
     COUNTS,
@@ -69,17 +63,14 @@ from tnt_optim.state import (
     has_entries,
     has_statistics,
     memory_estimate,
-    statistic_shapes,
 )
 from tnt_optim.step import Plan, plan_step, statistics_due
 from tnt_optim.units import Units
-from tnt_optim.update import DeviceStep, Report, refresh_factors
+from tnt_optim.update import DeviceStep
 from tnt_optim.wrappers import Wrappable
 
 # Functions and tables of a group, which belong to the optimizer.
 _NOT_SAVED = {"modes", "units"}
-# The options that shape statistics, factors and momentum.
-_SHAPING = tuple(option.name for option in OPTIONS.values() if option.shapes)
 
 
 class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
@@ -133,8 +124,7 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
         """Forgets graphs, retries and a consolidated state, which belong to one state."""
         self._graphs = StepGraphs()
         self._is_alike = False  # whether all processes are known to have the same parameters
-        # The settings in ``_SHAPING`` that each group's states were made with; None without any.
-        self._shaping: list[tuple[Any, ...] | None] = []
+        self._shaping = Shaping()
         self._attempt = Attempt()
         self._fit = Fit(NAMES)
         # What other processes keep of the state, after consolidate_state_dict.
@@ -260,7 +250,9 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
                     *(self.param_groups, self.state, self._observed, processes),
                     self._attempt.accumulated,
                 )
-                self._run(self._begun(plan, processes))
+                step, graphs = self._begun(plan, processes), self._graphs
+                own = self.state, self._groups, self._observed, self._attempt, self._failures
+                Run(step, *own, graphs if self.capturable else None)()
             else:
                 self._attempt.update.run()
         except PreconditionerError:
@@ -332,7 +324,7 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
         with buffers_put_back(*([] if model is None else [model])), self._warming_up():
             gradients = self._observed.batch_gradients(self, outputs, processes)
             fresh = self._first_states(processes).from_batches(gradients)
-        self._check_shaping(fresh)
+        self._shaping.check(self.param_groups, self.state, self._name, fresh)
         self._failures, self._consolidated = Failures(self._parts), None
         self._adopt(fresh)
 
@@ -399,13 +391,7 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
             is none, or several in its group have it.
         """
         self._failures.read(self.state, self._name, wait=True, fatal=False)
-        used = Counter(n for group in self.param_groups for n in group.get("param_names", ()))
-        names = {}
-        for number, group in enumerate(self.param_groups):
-            own = names_of(group)
-            for index, (p, name) in enumerate(zip(group["params"], own, strict=False)):
-                part = name if own.count(name) == 1 else index
-                names[p] = name if used[name] == 1 else f"{number}.{part}"
+        names = self._groups.unique_names()
         held = {p: self.state[p] for p in names if "factors" in self.state.get(p, {})}
         return diagnostics(held, names, multiplies=self.multiplies)
 
@@ -420,7 +406,11 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
         try:
             repeated = self._check_settings(group)
             for param, count in Counter(group["params"]).items():
-                self._check_param(param, group)
+                check_param(
+                    *(param, group, self.param_groups, self._name), capturable=self.capturable
+                )
+                if self.capturable:
+                    check_graphs_device(param, self.param_groups[0]["params"][:1])
                 if count > 1:
                     raise ValueError(f"params must differ, got {self._name(param)} twice")
         except Exception:
@@ -469,42 +459,11 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
         missed = {p: status for p, status in self._observed.missed.items() if p in numbers}
         if missed:
             state_dict["missed"] = {numbers[p]: status for p, status in missed.items()}
-        self._warn_of_part()
+        is_trained = any(group["step"] for group in self.param_groups)  # else it is to be loaded
+        if is_trained and self._consolidated is None and not self._warned_of_part:
+            self._warned_of_part = checkpoint.warn_of_part(self._groups.params, self.state)
         if getattr(self._observed, "count", 0) and not processes.is_distributed:
             state_dict["observed"] = self._observed.saved(numbers)
-
-    def _warn_of_part(self) -> None:
-        """Warns of a trained state without the parts of other processes."""
-        is_trained = any(group["step"] for group in self.param_groups)  # else it is to be loaded
-        if self._warned_of_part or self._consolidated is not None or not is_trained:
-            return
-        if not all("stats" in self.state[p] for p in self._groups.params if self._has_state(p)):
-            self._warned_of_part = True
-            warn_the_caller(
-                "state_dict() has one process's part of the state. torch.distributed.checkpoint "
-                "saves the parts of all processes; for a whole state in one process, also with "
-                "full_state_dict=True, call consolidate_state_dict() in all processes first "
-                "(warned once)"
-            )
-
-    def _warn_of_zeros(self) -> None:
-        """Warns of a loaded state without statistics that were trained; waits for the device.
-
-        From a state that is not whole, ``set_optimizer_state_dict`` with ``full_state_dict=True``
-        leaves zeros of ``allocate_state`` in the other processes.
-        """
-        updated = [
-            p for p in self._groups.params if self._has_state(p) and self.state[p]["updates"] > 0
-        ]
-        held = [(p, stats) for p in updated if (stats := self.state[p].get("stats"))]
-        zeros = [p for p, stats in held if not any(s.any() for s in stats)]
-        if zeros:
-            warn_the_caller(
-                f"state_dict has zeros for the statistics of {self._name(zeros[0])} (in this "
-                f"process {len(zeros)} of {len(held)}), which has been updated: if its gradients "
-                "were not zero, the saved state was one process's part; save it after "
-                "consolidate_state_dict()"
-            )
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Collects the state of all processes in one, for its ``state_dict``.
@@ -558,8 +517,8 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
                 self._set_entries(param, entries)
             for field, value in observed.items():
                 setattr(self._observed, field, value)
-            self._note_shaping()
-            self._warn_of_zeros()
+            self._note_states()
+            checkpoint.warn_of_zeros(self._groups.params, self.state, self._name)
             checkpoint.warn_of_other_sampling(self, adapted)
 
         load = super().load_state_dict
@@ -581,23 +540,12 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
         self._start_over()
         super().__setstate__(state)
         if "_observed" in state:  # a copy; torch also calls this when it loads a state_dict
-            self._note_shaping()
+            self._note_states()
 
     def __repr__(self) -> str:
         lines = [f"{type(self).__name__} ("]
         lines += [f"  {name}: {value}" for name, value in sorted(self._whole.items())]
-        for number, group in enumerate(self.param_groups):
-            params = group["params"]
-            shapes = [s for p in params for s in statistic_shapes(p, group)]
-            full = sum(len(shape) == 2 for shape in shapes)
-            lines.append(
-                f"  group {number}: {len(params)} parameters, "
-                f"{sum(p.numel() for p in params):,} numbers, {full} full and "
-                f"{len(shapes) - full} diagonal modes"
-            )
-            settings = sorted(set(group) - {"params", "param_names", "units"})
-            lines += [f"    {key}: {group[key]}" for key in settings]
-        return "\n".join([*lines, ")"])
+        return "\n".join([*lines, *self._groups.described(), ")"])
 
     # The schedule.
 
@@ -617,7 +565,7 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
         # The user may have changed them. Groups with equal ones are checked together.
         for group in {same_settings(group): group for group in self.param_groups}.values():
             self._check_settings(group)
-        self._check_shaping()
+        self._shaping.check(self.param_groups, self.state, self._name)
         if not self._is_share_checked:
             self._is_share_checked = True
             warn_of_few_preconditioned(self.param_groups, type(self).__name__)
@@ -654,58 +602,6 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
             members=self._groups.members(plan.updated),
             accumulated=done,
         )
-
-    def _run(self, step: DeviceStep) -> None:
-        reached, processes = step.observed.keys() | self._attempt.accumulated, step.processes
-        missed = self._observed.missed_after(reached, step.grads, is_sharded=processes.is_sharded)
-        note_missed = functools.partial(setattr, self._observed, "missed", missed)
-        if self.capturable and not any(takes_roots(group) for group, _ in step.factors):
-            reports = self._graphs.run(step, self.state, self._run_all)
-            # The first stage has run: what follows must not update again.
-            self._attempt.finish([lambda: None, lambda: self._report(reports), note_missed])
-            return
-        for report in step.refresh_statistics(self.state, as_they_are, self._delivered_statistics):
-            self._failures.report(report.kind, report.codes, report.params)
-        self._end_early_roots(step)
-        self._report(self._refresh_factors(step, as_they_are))
-        self._attempt.inverted.update(p for _, params in step.factors for p in params)
-        if not processes.is_distributed or not any(p.is_cuda for p in step.grads):
-            self._failures.read(self.state, self._name, groups=self.param_groups)
-        stages: list[Stage] = [*step.update(self.state, as_they_are), note_missed]
-        self._attempt.finish(stages, resumable=not processes.is_distributed)
-
-    def _end_early_roots(self, step: DeviceStep) -> None:
-        """Ends early roots when their time is over; until then the host waits for the device."""
-        batches = [batch for batch in step.factors if takes_roots(batch[0])]
-        if batches and mean_is_small(batches, self.state, step.processes):
-            for group in self.param_groups:
-                group["takes_roots"] = False
-
-    def _run_all(self, step: DeviceStep, settings: Callable[[Group], Settings]) -> list[Report]:
-        reports = [*step.refresh_statistics(self.state, settings)]
-        reports += self._refresh_factors(step, settings)
-        self._attempt.finish(step.update(self.state, settings))
-        return reports
-
-    def _refresh_factors(
-        self, step: DeviceStep, settings: Callable[[Group], Settings]
-    ) -> list[Report]:
-        return refresh_factors(step.factors, self.state, step.processes, settings, self)
-
-    def _report(self, reports: Sequence[Report]) -> None:
-        """Reports all refreshes, or none if memory runs out."""
-        sent = [
-            self._delivered_statistics(r.codes) if r.kind == "statistics" else Delivery(r.codes)
-            for r in reports
-        ]
-        for report, codes in zip(reports, sent, strict=True):
-            self._failures.report(report.kind, codes, report.params)
-
-    def _delivered_statistics(self, codes: Tensor) -> Delivery:
-        number = self._observed.number
-        if isinstance(number, Tensor):  # if every row was masked, this is no failure
-            codes = codes * (number > 0).to(codes.device)
-        return Delivery(codes)
 
     # First statistics.
 
@@ -755,7 +651,7 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
         for param, state in fresh.items():
             self._set_entries(param, state)
         if fresh:
-            self._note_shaping()
+            self._note_states()
 
     def _set_entries(self, param: Tensor, own: State) -> None:
         """Replaces the optimizer's entries of a parameter's state, and no others."""
@@ -806,42 +702,13 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
         """Checks a group; returns the options in it that repeat those of the optimizer."""
         names = repeated_options(group, self.defaults, self._whole, type(self).__name__)
         check_settings(group)
-        if group["estimator"] == "mle" and not self._whitens:
-            raise ValueError(
-                f"estimator must be 'moments' for {type(self).__name__}, got 'mle': it whitens by "
-                "the factors, as if they were inverses of the statistics"
-            )
-        if group["early_roots"] and not group["relative_damping"]:
-            raise ValueError("early_roots must be False where relative_damping is, got True")
+        check_form(group, type(self).__name__, whitens=self._whitens)
         return names
 
-    def _note_shaping(self) -> None:
+    def _note_states(self) -> None:
+        """Remembers the shapes and the settings of new states, for checks."""
         self._fit.note(self._groups.params, self.state)
-        self._shaping = [
-            tuple(group[name] for name in _SHAPING)
-            if any(map(self._has_state, group["params"]))
-            else None
-            for group in self.param_groups
-        ]
-
-    def _check_shaping(self, fresh: Container[Tensor] = ()) -> None:
-        """Refuses changed settings of shapes, unless ``fresh`` replaces all old statistics."""
-        for number, group in enumerate(self.param_groups[: len(self._shaping)]):
-            shaping = self._shaping[number]
-            changed = [
-                (name, before)
-                for name, before in zip(_SHAPING, shaping or (), strict=False)
-                if group[name] != before
-            ]
-            has = self._has_statistics if fresh else self._has_state
-            old = [p for p in group["params"] if has(p) and p not in fresh] if changed else []
-            if old:
-                name, before = changed[0]
-                raise RuntimeError(
-                    f"{name} must be set before the first step, and group {number} had {before!r}, "
-                    f"got {group[name]!r}: set it back, or call warm_start with outputs that reach "
-                    f"all its parameters, among them {self._name(old[0])}"
-                )
+        self._shaping.note(self.param_groups, self.state)
 
     def _check_fit(self, processes: Processes) -> None:
         """Refuses states and gradients that do not fit parameters, which the user may change."""
@@ -861,24 +728,6 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
         if processes.is_sharded:  # one process may have no piece that is not zero
             trains = any(processes.anywhere([trains], self._groups.params[0].device))
         return not trains
-
-    def _check_param(self, param: Tensor, group: Group) -> None:
-        """Checks that a parameter can have its group's settings."""
-        if isinstance(param, UninitializedParameter):  # has no shape to be named by
-            raise ValueError("params must be initialized, and one is lazy: run the model once")
-        name, rounding = self._name(param), group["rounding"]
-        check_dense(param, name)
-        check_rounding(param, rounding, self._name)
-        layout_for(param, group)  # checks the modes
-        if is_sharded(param) != are_sharded(self.param_groups):
-            raise ValueError(
-                "params must all be sharded over one device mesh, or none, got both: "
-                f"{name} is {'' if is_sharded(param) else 'not '}sharded"
-            )
-        if self.capturable:
-            if rounding == "stochastic":
-                raise ValueError("rounding='stochastic' cannot be part of CUDA graphs")
-            check_graphs_device(param, self.param_groups[0]["params"][:1])
 
     def _has_state(self, param: Tensor) -> bool:
         # Not self.state[param], which would add an entry.
