@@ -54,12 +54,14 @@ def in_turn(parts: Sequence[Sequence[Any]]) -> Iterator[Any]:
 
 
 def states(net: nn.Module, opt: KFAC) -> dict[str, list[Tensor]]:
-    """The statistics and inverses of all layers."""
+    """The statistics and inverses of all layers, as far as this process keeps them."""
+    held = {name: opt.state.get(p, {}) for name, p in net.named_parameters()}
     return {
-        f"{name}: {key}": [matrix.clone() for matrix in opt.state[p][key]]
-        for name, p in net.named_parameters()
+        f"{name}: {key}": [matrix.clone() for matrix in state[key]]
+        for name, state in held.items()
+        if state.get("first_step") is not None
         for key in ("stats", "factors")
-        if key in opt.state.get(p, {})
+        if key in state
     }
 
 
@@ -117,9 +119,9 @@ def assert_same_training(ranks: Sequence[dict[str, Any]], wanted: dict[str, Any]
     assert_trained_as([rank["ends"] for rank in ranks], wanted["ends"], wanted["start"])
     for rank in ranks:
         for mine, theirs in zip(rank["states"], first["states"], strict=True):
-            assert mine.keys() == theirs.keys()
-            assert all(equal(mine[key], theirs[key]) for key in theirs)
-    for got, expected in zip(first["states"], wanted["states"], strict=True):
+            assert all(equal(mine[key], theirs[key]) for key in mine.keys() & theirs.keys())
+    for number, expected in enumerate(wanted["states"]):
+        got = {key: own for rank in ranks for key, own in rank["states"][number].items()}
         assert got.keys() == expected.keys()
         for key in (key for key in expected if "stats" in key):
             for a, b in zip(got[key], expected[key], strict=True):
@@ -236,7 +238,8 @@ def train(rank: int, processes: int, case: Case) -> dict[str, Any]:
 )
 def test_replicas_train_as_one_process(processes: int, case: Case) -> None:
     ranks = run_in(processes, train, case)
-    assert len(ranks) == processes and len(ranks[0]["states"][-1]) == 6
+    assert len(ranks) == processes
+    assert len({key for rank in ranks for key in rank["states"][-1]}) == 6
     assert_same_training(ranks, case.train(processes))
 
 
@@ -454,7 +457,7 @@ def test_failures_raise_in_all_processes_at_the_same_step() -> None:
     for rank in ranks:
         first, warm_start, last = rank["messages"]
         assert "first gradient for the statistics" in first and "'left.weight'" in first
-        assert "none of 4 batches was finite" in warm_start
+        assert "none of 4 batches gave a finite gradient" in warm_start
         assert "time 5 in a row" in last
         assert rank["messages"] == ranks[0]["messages"]
         assert equal(rank["start"], rank["kept"]) and rank["states"] == 0
@@ -487,8 +490,8 @@ def test_inverses_that_fail_are_kept_and_counted_everywhere(
         assert rank["failures"] == NO_FAILURES | {"failed_inverses": 3}
         assert sum("factor G could not" in text for text in rank["warned"]) == 3
         assert equal(rank["ends"], ranks[0]["ends"])
-        for key, matrices in ranks[0]["states"][-1].items():
-            assert equal(rank["states"][-1][key], matrices)
+        for key in rank["states"][-1].keys() & ranks[0]["states"][-1].keys():
+            assert equal(rank["states"][-1][key], ranks[0]["states"][-1][key])
 
 
 def shared_inverses(rank: int, processes: int) -> dict[str, Any]:
@@ -580,7 +583,10 @@ def saved_states(
     replicas = DistributedDataParallel(Net())
     opt = made(replicas if wrapped else replicas.module, inverse=inverse, shard=shard)
     trained(replicas, opt, steps[:4], rank)
-    sent = [through_a_file({"net": replicas.module.state_dict(), "opt": opt.state_dict()})]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the first process has the whole state, the other a part
+        opt.consolidate_state_dict()
+        sent = [through_a_file({"net": replicas.module.state_dict(), "opt": opt.state_dict()})]
     dist.broadcast_object_list(sent)
     results = []
     for other_shard in (shard, None if shard else "inverses"):

@@ -6,7 +6,7 @@ there stay as they are. Each has the state after 7 steps, and the weights after 
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -99,17 +99,22 @@ def test_every_state_has_a_file() -> None:
     assert {path.stem for path in FOLDER.glob("*.pt")} == {*MADE, *APART, "kfac-outside-layers"}
 
 
-@pytest.mark.parametrize("name", MADE)
-def test_a_saved_training_goes_on(name: str) -> None:
+def continued(name: str) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Of each parameter its end now, its end then, and its start, of the steps after a file."""
     saved = torch.load(FOLDER / f"{name}.pt")
     m, opt = ready(name)
     m.load_state_dict(saved["model"])
     opt.load_state_dict(saved["optimizer"])
     before = weights(m)
     train(m, opt, range(SAVED_AFTER, SAVED_AFTER + MORE))
+    return zip(weights(m), saved["then"], before, strict=True)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_saved_training_goes_on(name: str) -> None:
     # Other processors round otherwise; bfloat16 has 8 bits.
     close = functools.partial(torch.testing.assert_close, **tolerance(name))
-    for own, then, start in zip(weights(m), saved["then"], before, strict=True):
+    for own, then, start in continued(name):
         close(own, then)
         with pytest.raises(AssertionError):  # the steps are larger than the tolerance
             close(own, start)
@@ -118,13 +123,7 @@ def test_a_saved_training_goes_on(name: str) -> None:
 @pytest.mark.parametrize("name", APART)
 def test_moments_of_weight_and_bias_apart_are_joined(name: str) -> None:
     """Weights move by 0.2 to 4 % more or less than then; a bias, up to half: it had its graft."""
-    saved = torch.load(FOLDER / f"{name}.pt")
-    m, opt = ready(name)
-    m.load_state_dict(saved["model"])
-    opt.load_state_dict(saved["optimizer"])
-    before = weights(m)
-    train(m, opt, range(SAVED_AFTER, SAVED_AFTER + MORE))
-    for own, then, start in zip(weights(m), saved["then"], before, strict=True):
+    for own, then, start in continued(name):
         assert (own - then).norm() <= (0.05 if own.dim() > 1 else 0.6) * (then - start).norm()
 
 

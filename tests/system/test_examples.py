@@ -19,13 +19,20 @@ NEEDS = {
 }
 # This one is rewarded, and takes many steps at a time.
 REWARDED = {"ppo"}
+# Methods of one's own, which tests/optim/test_own_optimizer.py tests.
+METHODS = {"muon", "soap"}
 # These need processes of their own.
 LAUNCHED = {"data_parallel"}
 STEPS = 50
 
 
 def test_every_example_is_tested() -> None:
-    assert {path.stem for path in FOLDER.glob("*.py")} == {*NEEDS, *REWARDED, *LAUNCHED}
+    assert {path.stem for path in FOLDER.glob("*.py")} == {
+        *NEEDS,
+        *REWARDED,
+        *METHODS,
+        *LAUNCHED,
+    }
 
 
 # Warnings of the trainers do not matter here; RuntimeWarnings of tnt_optim are errors.
@@ -45,6 +52,12 @@ def test_example(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
             assert all(stat.any() for stat in opt.state[param]["stats"])
             assert opt.state[param]["updates"] == STEPS
     assert opt.failures() == NO_FAILURES
+
+
+@pytest.mark.parametrize("name", sorted(METHODS))
+def test_example_of_a_method(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
+    assert float(capsys.readouterr().out.split()[-1]) < 1.5  # log(5) = 1.61
 
 
 def test_the_agent_of_ppo_learns() -> None:

@@ -201,13 +201,18 @@ class LayerStatistics(Observed):
         decay: float | Tensor,
         factors: Sequence[list[Tensor]] | None,
     ) -> None:
-        """S <- decay S + (1 - decay) new; overwrites the new ones, so that it takes no memory."""
-        for pair, new_pair in zip(stats, observed, strict=True):
-            for old, new in zip(pair, new_pair, strict=True):
-                kept = torch.full((), 1.0, dtype=old.dtype, device=old.device).mul_(decay)
-                new.lerp_(old, kept)
-                # With decay 1 nothing changes, whatever the new one holds.
-                torch.where(kept < 1, new, old, out=old)
+        """S <- decay S + (1 - decay) new; overwrites the new ones.
+
+        It takes all memory before the first S changes.
+        """
+        pairs = zip(stats, observed, strict=True)
+        both = [each for old, new in pairs for each in zip(old, new, strict=True)]
+        kept = [torch.ones((), dtype=s.dtype, device=s.device).mul_(decay) for s, _ in both]
+        blends = [k < 1 for k in kept]  # with decay 1 nothing changes, whatever the new ones hold
+        for (old, new), k in zip(both, kept, strict=True):
+            new.lerp_(old, k)
+        for (old, new), blend in zip(both, blends, strict=True):
+            torch.where(blend, new, old, out=old)
 
     def batch_gradients(
         self, optimizer: Any, outputs: Iterable[Any], processes: Any
