@@ -192,12 +192,12 @@ class _Move:
         layouts: Sequence[Layout] | None,
         members: Sequence[tuple[int, Member]] | None = None,
     ) -> None:
-        self.weights, self._group, self._decays = weights, group, decays
+        self.weights, self._group, self.decays = weights, group, decays
         self._layouts, self._members = layouts, members
 
     def along(self, directions: Sequence[Tensor], scales: Tensor | None) -> None:
         """W <- W - lr (s P + weight_decay W), for the blocks of all parameters."""
-        tensors, decays = self.weights.take(), self._decays
+        tensors, decays = self.weights.take(), self.decays
         if self._layouts is not None:
             counted = zip(decays, self._layouts, strict=True)
             decays = [value for value, layout in counted for _ in layout.cuts]
@@ -219,7 +219,6 @@ class _Bucket:
         self.states = [part.states[p] for p in params]
         self.grads = [g for g in map(part.grads.__getitem__, params) if g is not None]
         self.layouts = list(map(layout_of, self.states))
-        self.decays = decayed(params, part.group)
         self.moves = part.moves(params, self.layouts, index)
         self.directions: list[Tensor] = []
         self.norms: Tensor | None = None  # as the method gives them
@@ -232,7 +231,7 @@ class _Bucket:
     def fused_stages(self) -> list[Stage]:
         """Momenta and weights: one call for parameters with weight decay, one for the others."""
         (move,) = self.moves
-        steps = [functools.partial(self._step, move.weights, value) for value in set(self.decays)]
+        steps = [functools.partial(self._step, move, value) for value in set(move.decays)]
         return [*steps, move.weights.write]
 
     def _make_directions(self) -> None:
@@ -245,11 +244,11 @@ class _Bucket:
         scales = graft_scales(self.norms, self.directions, self.group)
         move.along(self.directions, scales)
 
-    def _step(self, weights: Weights, decays: bool) -> None:
-        same = [decay == decays for decay in self.decays]
+    def _step(self, move: _Move, decays: bool) -> None:
+        same = [decay == decays for decay in move.decays]
         layouts, own = list(compress(self.layouts, same)), list(compress(self.states, same))
         preconditioned_step_(
-            blocks(compress(weights.take(), same), layouts),
+            blocks(compress(move.weights.take(), same), layouts),
             blocks(each(own, "momentum"), layouts),
             blocks(compress(self.grads, same), layouts),
             rows(each(own, "factors"), layouts),
