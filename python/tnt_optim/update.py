@@ -66,7 +66,7 @@ class Source(Protocol):
     """Where the statistics come from: ``observations.Empirical``."""
 
     def witnesses(self, observed: Iterable[Any]) -> list[Tensor]:
-        """Tensors whose squared norms are finite if what was observed can enter the statistics."""
+        """Tensors to check: statistics take what was observed if their squared norms are finite."""
 
     def accumulate_(
         self,
@@ -206,7 +206,8 @@ class _Move:
             tensors = list(map(torch.atleast_1d, tensors))  # operators take no scalars
             directions = [member.part(directions[place]) for place, member in self._members]
             if scales is not None:
-                scales = scales[[place for place, _ in self._members]]
+                each_scale = scales.unbind()  # an index would be copied to the device
+                scales = torch.stack([each_scale[place] for place, _ in self._members])
         rates = self._group["lr"], self._group["weight_decay"]
         scaled_step_(tensors, directions, *rates, decays, scales)
 

@@ -98,8 +98,8 @@ class KFAC(KroneckerOptimizer):
 
     With the defaults every layer's [W | b], and every other parameter, moves by the norm of Adam's
     direction, so that one learning rate serves all; ``KFAC.paper`` has the paper's form. Settings
-    of parameter groups may change between steps, but for ``max_factor_dim`` and to
-    ``graft="adam"``; ``damping`` takes effect at the next refresh of the inverses.
+    of parameter groups may change between steps, except ``max_factor_dim``; ``graft`` cannot become
+    "adam" later. ``damping`` takes effect at the next refresh of the inverses.
 
     ``torch.save(model)`` also saves the hooks, which do nothing when loaded but need this package.
     Call ``close()`` first, or save the model's ``state_dict``.
@@ -353,6 +353,8 @@ class KFAC(KroneckerOptimizer):
 
     def _hook(self) -> None:
         layers = self._observed.layers
+        # Every call of a layer asks for its group.
+        self._numbers = {p: n for n, group in enumerate(self.param_groups) for p in group["params"]}
         training = isinstance(self._observed, TrainingLayers)
         arrived = self._arrived if training else None
         self._observed.hooks, handles = hook_layers(layers, self._captures, arrived)
@@ -377,10 +379,12 @@ class KFAC(KroneckerOptimizer):
 
     def _is_wanted(self, weight: Tensor) -> bool:
         """Whether a layer's statistics are due, or its next call may give it missing ones."""
-        groups = [g for g in self._groups.all if any(p is weight for p in g["params"])]
+        number, groups = self._numbers[weight], self._groups.all
+        if number >= len(groups):  # the group was removed; ``step`` says so
+            return False
         is_new = not self._has_statistics(weight)
-        scheduled = any(is_due(group, "stat_interval") for group in groups)
-        return scheduled or (bool(groups) and self._observed.waits_for(weight, is_new=is_new))
+        scheduled = is_due(groups[number], "stat_interval")
+        return scheduled or self._observed.waits_for(weight, is_new=is_new)
 
     def __getstate__(self) -> dict[str, Any]:
         own = {name: getattr(self, name) for name in ("_model", "_reasons", "_largest")}

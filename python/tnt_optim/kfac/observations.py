@@ -328,7 +328,7 @@ class LayerStatistics(Observed):
 class TrainingLayers(LayerStatistics):
     """The same from the training's own backward, whose loss is a mean over the batch.
 
-    Of calls in one backward the first has the examples; others add positions.
+    A layer's first call in a backward counts the examples. Further calls add positions only.
     """
 
     partial: bool = True  # no graph says which layers the loss of another process reaches
