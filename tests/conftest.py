@@ -123,7 +123,7 @@ def observed_gradients(optimizer: Any) -> dict[Tensor, Tensor]:
 @pytest.fixture
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Directions and diagnostics are computed for a few parameters at a time, not for all."""
-    monkeypatch.setattr("tnt_optim.update._BUCKET", 20)
+    monkeypatch.setattr("tnt_optim.modes._BUCKET", 20)
     monkeypatch.setattr("tnt_optim.diagnostics._STACK", 50)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import tnt_kernels
-from tnt_optim import KFAC, TNT, Shampoo, update
+from tnt_optim import KFAC, TNT, Shampoo, modes
 
 # ------------------------------------------------------------------ operators
 
@@ -118,7 +118,7 @@ def step(name: str, number: int, bucket: int) -> tuple[int, int]:
         How many failures left all parameters as they were, and how many came in the update.
     """
     make, ends = OPTIMIZERS[name], [0, 0]
-    update._BUCKET = bucket
+    modes._BUCKET = bucket
     wanted = values(*trained(make, number + 2))
     while True:
         net, opt = trained(make, number)

@@ -143,7 +143,7 @@ def test_tnt_optim_has_eight_floors_and_no_cycle() -> None:
     assert found.pop("tnt_optim.kfac") == 1 + found["tnt_optim.kfac.kfac"]  # only its name
     assert max(found.values()) <= 8, sorted(found.items(), key=lambda item: item[1])
     # A step's constructors stand on the step, the step on its parts, the parts on the tables.
-    order = ("tnt", "kronecker", "run", "update", "state", "modes")
+    order = ("tnt", "kronecker", "step", "update", "state", "modes")
     heights = [found[f"tnt_optim.{name}"] for name in order]
     assert heights == sorted(heights, reverse=True)
 

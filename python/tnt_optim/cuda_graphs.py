@@ -10,16 +10,17 @@ runs without a graph.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from tnt_optim.autograd import Gradients
+from tnt_optim.failures import Report
 from tnt_optim.messages import warn_the_caller
-from tnt_optim.modes import Group, Settings, States
+from tnt_optim.modes import Batch, Group, Settings, States
 from tnt_optim.options import OPTIONS, as_number
 from tnt_optim.state import TENSORS
-from tnt_optim.update import DeviceStep, Report
 
 NUMBERS = ("lr", "damping", "momentum", "stat_decay", "weight_decay")
 
@@ -31,7 +32,27 @@ _FIXED = tuple(o.name for o in OPTIONS.values() if o.per_group and o.name not in
 # parameters have gradients at different steps.
 MOST_GRAPHS = 16
 
-Run = Callable[[DeviceStep, Callable[[Group], Settings]], list[Report]]
+
+class Recordable(Protocol):
+    """What a graph can record: ``step.Step``."""
+
+    statistics: list[Batch]
+    factors: list[Batch]
+    updated: list[Batch]
+    observed: Mapping[Tensor, Any]
+    grads: Gradients
+    states: States
+
+    def recordable(self) -> list[Report]:
+        """All of the step, without a look at its results."""
+
+    def with_fixed(
+        self,
+        observed: Mapping[Tensor, Any],
+        grads: Gradients,
+        settings: Callable[[Group], Settings],
+    ) -> "Recordable":
+        """The same step with these in place of its own."""
 
 
 @dataclass
@@ -54,7 +75,7 @@ class StepGraphs:
         self._numbers: dict[tuple[int, str], tuple[Any, Tensor]] = {}
         self._refused: set[tuple[Any, ...]] = set()  # kinds that could not be recorded
 
-    def run(self, step: DeviceStep, states: States, run: Run) -> list[Report]:
+    def run(self, step: Recordable) -> list[Report]:
         """Runs a step, or replays the graph of its kind.
 
         Refused while another graph is recorded, which would hold one kind of step only.
@@ -64,40 +85,32 @@ class StepGraphs:
                 "step() with capturable=True records graphs of its own, and cannot be part of "
                 "another graph: call it after that graph's replay"
             )
-        for group, params in step.batches:
+        for group, params in _batches(step):
             self._send_numbers(group, params[0].device)
         kind = _kind(step)
         recorded = self._recorded.get(kind)
         no_room = recorded is None and len(self._recorded) >= MOST_GRAPHS
         if not step.updated or kind in self._refused or no_room:
-            return run(step, self._settings)
+            return step.with_fixed(step.observed, step.grads, self._settings).recordable()
         # Fixed copies from the first step on: launch plans depend on the gradients' strides.
-        fixed = replace(
-            step,
-            observed=self._fixed("observed", step.observed),
-            grads=self._fixed("grads", {p: g for p, g in step.grads.items() if g is not None}),
-        )
-        addresses, kept = _addresses(step, states)
+        observed = self._fixed("observed", step.observed)
+        grads = self._fixed("grads", {p: g for p, g in step.grads.items() if g is not None})
+        fixed = step.with_fixed(observed, grads, self._settings)
+        addresses, kept = _addresses(step)
         if recorded is None or recorded.addresses != addresses:
             self._recorded[kind] = Recorded(addresses, kept)
-            return run(fixed, self._settings)
+            return fixed.recordable()
         if recorded.replay is not None:
             recorded.replay()
             return recorded.reports
-        return self._record(kind, step, states, lambda: run(fixed, self._settings))
+        return self._record(kind, fixed)
 
-    def _record(
-        self,
-        kind: tuple[Any, ...],
-        step: DeviceStep,
-        states: States,
-        run: Callable[[], list[Report]],
-    ) -> list[Report]:
+    def _record(self, kind: tuple[Any, ...], step: Recordable) -> list[Report]:
         """Records a step and replays it. A kind that cannot be recorded runs without a graph."""
         recorded = self._recorded.pop(kind)  # until its graph has worked
         param = step.updated[0][1][0]
         try:
-            replay, reports = record(run, param.device)
+            replay, reports = record(step.recordable, param.device)
         except Exception as error:
             self._refused.add(kind)
             # After an error of the capture its end fails too, and says less.
@@ -106,10 +119,10 @@ class StepGraphs:
                 f"{_described(step)} cannot be captured in a CUDA graph ({why}): they run "
                 "without one"
             )
-            return run()
-        updates = int(states[param]["updates"])
+            return step.recordable()
+        updates = int(step.states[param]["updates"])
         replay()
-        if int(states[param]["updates"]) != updates + 1:
+        if int(step.states[param]["updates"]) != updates + 1:
             raise RuntimeError(
                 f"the CUDA graph of {_described(step)} updates nothing: set capturable=False"
             )
@@ -184,27 +197,31 @@ def check_graphs_device(param: Tensor, others: list[Tensor]) -> None:
         )
 
 
-def _kind(step: DeviceStep) -> tuple[Any, ...]:
+def _batches(step: Recordable) -> list[Batch]:
+    return [*step.statistics, *step.factors, *step.updated]
+
+
+def _kind(step: Recordable) -> tuple[Any, ...]:
     batches = (step.statistics, step.factors, step.updated)
     members = tuple(
         tuple((id(group), *map(id, params)) for group, params in batch) for batch in batches
     )
-    return *members, tuple(tuple(group[name] for name in _FIXED) for group, _ in step.batches)
+    return *members, tuple(tuple(group[name] for name in _FIXED) for group, _ in _batches(step))
 
 
-def _described(step: DeviceStep) -> str:
+def _described(step: Recordable) -> str:
     due = {"statistics": step.statistics, "factors": step.factors}
     refreshed = " and ".join(name for name, batches in due.items() if batches)
     return f"steps that refresh {refreshed or 'nothing'}"
 
 
-def _addresses(step: DeviceStep, states: States) -> tuple[tuple[int, ...], list[Any]]:
+def _addresses(step: Recordable) -> tuple[tuple[int, ...], list[Any]]:
     """The addresses of parameters and state that the step reads and writes, and their holders."""
-    params = {id(p): p for _, batch in step.batches for p in batch}
+    params = {id(p): p for _, batch in _batches(step) for p in batch}
     kept: list[Any] = []
     addresses = []
     for param in params.values():
-        state = states[param]
+        state = step.states[param]
         own = [state[name] for name in TENSORS if name in state]
         kept += [param, *own]
         addresses += [param.data_ptr(), *map(id, own)]

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from tnt_kernels import mode_products
 from tnt_optim.autograd import without_autocast
-from tnt_optim.modes import State, blocks, by_device, each, is_sharded, layout_of, rows
-from tnt_optim.update import buckets_of
+from tnt_optim.modes import State, blocks, buckets_of, by_device, each, is_sharded, layout_of, rows
 
 # The power method gives a condition number's order of magnitude after this many steps.
 _POWER_STEPS = 8

@@ -6,6 +6,7 @@ CPU, one step late on a GPU.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,6 +47,22 @@ class Delivery:
         return [int(code) for code in self._host.tolist()]
 
 
+@dataclass(frozen=True)
+class Report:
+    """The outcome of a refresh.
+
+    Attributes:
+        kind: "statistics" or "inverses".
+        codes: one for each parameter, on the device, or their delivery: 0, or nonzero if it failed;
+            for inverses the number of the part that failed, from 1.
+        params: the parameters.
+    """
+
+    kind: str
+    codes: Any
+    params: Sequence[Tensor]
+
+
 class Failures:
     """Reports of refreshes that have not been read yet.
 
@@ -57,14 +74,11 @@ class Failures:
 
     def __init__(self, parts: Sequence[str] = ()) -> None:
         self._parts = parts
-        self._pending: list[tuple[Delivery, str, Sequence[Tensor]]] = []
+        self._pending: list[Report] = []
 
-    def report(self, kind: str, codes: Delivery, params: Sequence[Tensor]) -> None:
-        """Adds a refresh of "statistics" or "inverses".
-
-        codes[n] is 0, or nonzero if params[n] failed; for inverses the number of its part, from 1.
-        """
-        self._pending.append((codes, kind, params))
+    def report(self, report: Report) -> None:
+        """Adds the outcome of a refresh, whose codes are delivered."""
+        self._pending.append(report)
 
     def read(
         self,
@@ -81,11 +95,12 @@ class Failures:
         name parameters of ``groups`` that are not finite.
         """
         error = None
-        while self._pending and (wait or self._pending[0][0].arrived()):
-            delivery, kind, params = self._pending.pop(0)
+        while self._pending and (wait or self._pending[0].codes.arrived()):
+            report = self._pending.pop(0)
+            kind, params = report.kind, report.params
             total, in_a_row = COUNTERS[:2] if kind == "statistics" else COUNTERS[2:]
             failed = []
-            for code, param in zip(delivery.codes(), params, strict=True):
+            for code, param in zip(report.codes.codes(), params, strict=True):
                 state = states[param]
                 state[total] += code != 0
                 state[in_a_row] = state[in_a_row] + 1 if code != 0 else 0

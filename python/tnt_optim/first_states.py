@@ -12,11 +12,11 @@ from torch import Tensor
 
 from tnt_optim.failures import Failures, PreconditionerError, diverged
 from tnt_optim.groups import Groups
+from tnt_optim.interfaces import Method, Source
 from tnt_optim.modes import Group, States, is_plain, layout_for
-from tnt_optim.options import as_they_are
 from tnt_optim.processes import Processes
+from tnt_optim.refresh import refresh_factors
 from tnt_optim.state import new_state, zero_statistics
-from tnt_optim.update import Method, Source, refresh_factors
 
 Statistics = dict[Tensor, list[Tensor]]
 
@@ -113,7 +113,7 @@ class FirstStates:
         for group, params in batches:
             for p in params:
                 states[p] = new_state(p, group, self.processes.kept(p), stats=stats[p])
-        reports = refresh_factors(batches, states, self.processes, as_they_are, self.method)
+        reports = refresh_factors(batches, states, self.processes, self.method)
         for (group, params), report in zip(batches, reports, strict=True):
             for p, code in zip(params, report.codes.tolist(), strict=True):
                 if code != 0:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tnt_optim.messages import names_of
 from tnt_optim.modes import Batch, Group, by_device, is_plain
-from tnt_optim.options import same_settings
+from tnt_optim.options import as_they_are, same_settings
 from tnt_optim.state import statistic_shapes
 from tnt_optim.units import Member, Units, units_of
 
@@ -66,12 +66,13 @@ class Groups:
         units = self.units
         if not units:
             return {}
-        groups = {p: group for group in self._groups for p in group["params"]}
+        groups = [(group, as_they_are(group)) for group in self._groups]
+        settings = {p: own for group, own in groups for p in group["params"]}
         return {
             key: [
-                Member(p, groups[p], columns)
+                Member(p, settings[p], columns)
                 for p, columns in zip(units.members(key), units.columns(key), strict=True)
-                if p in groups and p.grad is not None
+                if p in settings and p.grad is not None
             ]
             for key in keys
         }

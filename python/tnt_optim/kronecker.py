@@ -39,7 +39,6 @@ from tnt_optim.modes import (
     Settings,
     State,
     is_plain,
-    is_sharded,
 )
 from tnt_optim.observations import Empirical, warned_of_batch_norm
 from tnt_optim.options import (
@@ -52,7 +51,6 @@ from tnt_optim.options import (
 )
 from tnt_optim.paper import paper_settings
 from tnt_optim.processes import Processes
-from tnt_optim.run import Run
 from tnt_optim.state import (
     ALLOCATED,
     COUNTS,
@@ -64,9 +62,8 @@ from tnt_optim.state import (
     has_statistics,
     memory_estimate,
 )
-from tnt_optim.step import Plan, plan_step, statistics_due
+from tnt_optim.step import Plan, Step, plan_step, statistics_due
 from tnt_optim.units import Units
-from tnt_optim.update import DeviceStep
 from tnt_optim.wrappers import Wrappable
 
 # Functions and tables of a group, which belong to the optimizer.
@@ -105,7 +102,6 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
     _units: Units | None = None
 
     _group_is_lost = False  # a copy lacks its process group
-    _warned_of_unreached = False
     _is_share_checked = False  # whether the user was warned of few preconditioned entries
     _warned_of_part = False  # that ``state_dict`` has one process's part
 
@@ -250,9 +246,8 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
                     *(self.param_groups, self.state, self._observed, processes),
                     self._attempt.accumulated,
                 )
-                step, graphs = self._begun(plan, processes), self._graphs
-                own = self.state, self._groups, self._observed, self._attempt, self._failures
-                Run(step, *own, graphs if self.capturable else None)()
+                self._make_states(plan, processes)
+                self._planned(plan, processes).run(self._graphs if self.capturable else None)
             else:
                 self._attempt.update.run()
         except PreconditionerError:
@@ -579,28 +574,35 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
         self._failures.read(self.state, self._name, wait=wait, groups=groups)
         return processes
 
-    def _begun(self, plan: Plan, processes: Processes) -> DeviceStep:
-        """Makes first states; returns the rest of the step."""
-        self._adopt(self._first_states(processes).from_gradients(plan.first))
-        done = self._attempt.accumulated
-        done.update(plan.first)
+    def _make_states(self, plan: Plan, processes: Processes) -> None:
+        """Makes the first states of a step, with statistics and factors."""
+        if plan.first:
+            self._adopt(self._first_states(processes).from_gradients(plan.first))
+            self._attempt.accumulated.update(plan.first)
         self._add_states(plan.updated, set(plan.updated), processes)
-        self._warn_of_unreached(plan.updated)
-        updated = list(self._groups.batches(plan.updated))
+        self._observed.warn_of_missed(plan.updated, self.state, self._name)
+
+    def _planned(self, plan: Plan, processes: Processes) -> Step:
+        """The step, without what an earlier attempt at it has done."""
+        groups, attempt = self._groups, self._attempt
+        updated = list(groups.batches(plan.updated))
         for group, params in updated:
             for param in params if group["rounding"] == "master" else ():
                 add_master(self.state[param], param, group)
-        return DeviceStep(
-            statistics=list(self._groups.batches(plan.refreshed.keys() - done)),
-            factors=list(self._groups.batches(plan.inverted - self._attempt.inverted)),
+        return Step(
+            statistics=list(groups.batches(plan.refreshed.keys() - attempt.accumulated)),
+            factors=list(groups.batches(plan.inverted - attempt.inverted)),
             updated=updated,
             observed=plan.refreshed,
-            grads=self._groups.gradients(updated),
-            processes=processes,
+            grads=groups.gradients(updated),
+            members=groups.members(plan.updated),
+            groups=groups,
+            states=self.state,
             method=self,
             source=self._observed,
-            members=self._groups.members(plan.updated),
-            accumulated=done,
+            processes=processes,
+            attempt=attempt,
+            failures=self._failures,
         )
 
     # First statistics.
@@ -625,20 +627,8 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
         """Gives parameters that have none a state: without statistics of those in ``plain``."""
         held = self.state.get
         lacking = {p for p in params if held(p, {}).get("first_step", ALLOCATED) == ALLOCATED}
-        self._adopt(self._first_states(processes).without_statistics(lacking, plain))
-
-    def _warn_of_unreached(self, params: Iterable[Tensor]) -> None:
-        asked = self._observed.overlooked()
-        if self._warned_of_unreached or not asked:
-            return
-        missed = [p for p in params if p in asked and not self._has_statistics(p)]
-        # Zeros, which ``zero_grad`` may leave, are no gradient; a sharded one has pieces elsewhere.
-        missed = [p for p in missed if is_sharded(p) or (p.grad is not None and p.grad.any())]
-        if missed:
-            self._warned_of_unreached = True
-            more = f" (and {len(missed) - 1} more)" if len(missed) > 1 else ""
-            name = f"{self._name(missed[0])}{more}"
-            warn_the_caller(self._observed.warning_of_missed(name))
+        if lacking:
+            self._adopt(self._first_states(processes).without_statistics(lacking, plain))
 
     def _adopt(self, fresh: Mapping[Tensor, State]) -> None:
         """Takes new states, all or none; moments and master copies of earlier ones survive."""

@@ -7,7 +7,7 @@ nothing.
 
 import math
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any
@@ -232,9 +232,3 @@ def _scale_mismatch(
             + (" (or residuals are small)" if name == "gaussian" else "")
         )
     return None
-
-
-def warn_of_mismatch(comparisons: Sequence[Comparison], micro_batches: int) -> None:
-    """Warns of each likelihood that does not fit the loss of a step of so many micro-batches."""
-    for comparison in comparisons:
-        comparison.warn(micro_batches)

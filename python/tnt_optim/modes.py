@@ -28,6 +28,9 @@ Rows = Sequence[Sequence[Tensor]]
 # From a parameter's shape to mode sizes with the same product.
 ModesFunction = Callable[[tuple[int, ...]], Sequence[int]]
 
+# The entries of one bucket, on the CPU and on a GPU: its directions, or its float32 copies, are in
+# memory together. A larger parameter is a bucket of its own.
+_BUCKET, _LARGE_BUCKET = 1 << 22, 1 << 28
 
 _LONGEST_SIDE = 16  # of a kernel: that of a vision transformer's patches
 
@@ -224,3 +227,20 @@ def by_device(params: Iterable[Tensor], *, by_dtype: bool = False) -> list[list[
     for param in params:
         lists.setdefault((param.device, by_dtype and state_dtype(param)), []).append(param)
     return list(lists.values())
+
+
+def buckets_of(params: Sequence[Tensor]) -> list[slice]:
+    """Buckets of neighbouring parameters.
+
+    On the CPU a bucket's directions are still in the cache when the parameters are updated. On a
+    GPU larger buckets need fewer launches.
+    """
+    limit = _BUCKET if params and params[0].is_cpu else _LARGE_BUCKET
+    bounds, size = [0], 0
+    for index, param in enumerate(params):
+        if size and size + param.numel() > limit:
+            bounds.append(index)
+            size = 0
+        size += param.numel()
+    bounds.append(len(params))
+    return [slice(first, last) for first, last in itertools.pairwise(bounds)]

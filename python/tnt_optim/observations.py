@@ -6,7 +6,7 @@ the outputs missed: ``Sampled`` adds up gradients at sampled labels; KFAC has it
 """
 
 import itertools
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any, ClassVar
@@ -38,9 +38,10 @@ from tnt_optim.likelihoods import (
     with_rows,
 )
 from tnt_optim.messages import UNOBSERVED, warn_if_twice, warn_the_caller
-from tnt_optim.mismatch import Comparison, warn_of_mismatch, watched
-from tnt_optim.modes import Layout, rows, state_dtype
+from tnt_optim.mismatch import Comparison, watched
+from tnt_optim.modes import Layout, States, is_sharded, rows, state_dtype
 from tnt_optim.processes import Processes
+from tnt_optim.state import has_statistics
 
 # Status of a parameter that got no statistics when they were due:
 # Positive: its statistics are due at every step, for so many steps or until an output reaches it.
@@ -62,8 +63,14 @@ class Empirical:
     hint: str = ""  # why nothing is observed at this step, if that is known
     number: int | Tensor = 1  # observations with a row that counts; on the device if masks decide
     count: int = 0  # outputs observed
+    warned_of_missed: bool = False
     samples: ClassVar[bool] = False  # whether outputs are observed
     pools: ClassVar[bool] = False  # whether processes exchange what they observed
+    text_of_missed: ClassVar[str] = (
+        "the observed output does not depend on {name}, which has a gradient of the loss: it is "
+        "updated with plain momentum until an output does (warned once; failures() counts such "
+        "parameters)"
+    )
 
     def observe(
         self, optimizer: Any, output: Any, wanted: list[Tensor], processes: Processes
@@ -174,13 +181,18 @@ class Empirical:
         """Whether a parameter without statistics cannot be updated: nothing was asked for it."""
         return self.waits_for(param, is_new=True)
 
-    def warning_of_missed(self, name: str) -> str:
-        """What a user is told of a parameter that outputs have missed."""
-        return (
-            f"the observed output does not depend on {name}, which has a gradient of the loss: it "
-            "is updated with plain momentum until an output does (warned once; failures() counts "
-            "such parameters)"
-        )
+    def warn_of_missed(
+        self, params: Iterable[Tensor], states: States, name: Callable[[Tensor], str]
+    ) -> None:
+        """Warns once of parameters without statistics, to be updated, that outputs have missed."""
+        asked = set() if self.warned_of_missed else self.overlooked()
+        missed = [p for p in params if p in asked and not has_statistics(states.get(p, {}))]
+        # Zeros, which ``zero_grad`` may leave, are no gradient; a sharded one has pieces elsewhere.
+        missed = [p for p in missed if is_sharded(p) or (p.grad is not None and p.grad.any())]
+        if missed:
+            self.warned_of_missed = True
+            more = f" (and {len(missed) - 1} more)" if len(missed) > 1 else ""
+            warn_the_caller(self.text_of_missed.format(name=f"{name(missed[0])}{more}"))
 
     def overlooked(self) -> set[Tensor]:
         """Parameters that outputs may have missed."""
@@ -222,8 +234,10 @@ class Observed(Empirical):
         held: Container[Tensor],
     ) -> Mapping[Tensor, Any]:
         """See ``Empirical.gradients``: the means over the observations of all processes."""
-        warn_if_twice(self)
-        warn_of_mismatch(self.comparisons, self.count)
+        if self.attached:
+            warn_if_twice(self)
+        for comparison in self.comparisons:
+            comparison.warn(self.count)
         wanted = self.wanted(due)
         is_pooled = bool(wanted) and processes.is_distributed
         means = self.pooled(processes, wanted, held) if is_pooled else self.means(held)

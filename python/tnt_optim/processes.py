@@ -1,40 +1,15 @@
-"""How processes divide a step: the interface, and a single process."""
+"""How processes divide a step: the interface of all ways, which is a single process."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from tnt_optim.attempt import Stage
 from tnt_optim.autograd import Gradients, all_finite, gradients_of
-from tnt_optim.modes import Settings, State, States
+from tnt_optim.interfaces import Work
+from tnt_optim.modes import State, States
 from tnt_optim.state import NAMES
-
-
-class Work(Protocol):
-    """What a process computes by itself of an update: ``update.Part``."""
-
-    grads: Gradients  # of the loss; of sharded parameters this process's pieces
-    group: Settings
-
-    def stages(self) -> list[Stage]:
-        """Directions and weights of all parameters, in this process alone."""
-
-    def directions(self, whole: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-        """Updates the moments of some parameters by whole gradients; returns scaled directions."""
-
-    def move(
-        self,
-        params: Sequence[Tensor],
-        directions: Sequence[Tensor],
-        *key: int,
-        pieces: Sequence[Tensor] | None = None,
-    ) -> None:
-        """Updates parameters, or these ``pieces`` of them, by scaled directions.
-
-        ``key`` names the random stream within the part; the same for copies in other processes.
-        """
 
 
 class Processes:

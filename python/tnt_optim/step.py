@@ -1,19 +1,33 @@
-"""What is due at a step. A plan changes nothing; ``update`` carries it out."""
+"""One step: what is due -> gradients -> statistics -> factors -> directions -> weights.
 
-from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import dataclass
+``plan_step`` says what is due and takes the gradients from their source; it changes nothing.
+``Step.run`` carries the plan out.
+"""
+
+import functools
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tnt_optim.attempt import Attempt, Stage
+from tnt_optim.autograd import Gradients
+from tnt_optim.cuda_graphs import StepGraphs
 from tnt_optim.directions import check_rounding
+from tnt_optim.early_roots import mean_is_small, takes_roots
+from tnt_optim.failures import Delivery, Failures, Report
 from tnt_optim.groups import Groups
-from tnt_optim.modes import Group, State, States, is_plain
+from tnt_optim.interfaces import Method
+from tnt_optim.modes import Batch, Group, Settings, State, States, each, is_plain
 from tnt_optim.observations import Empirical
-from tnt_optim.options import factors_due, is_due
+from tnt_optim.options import as_they_are, factors_due, is_due
 from tnt_optim.processes import Processes
+from tnt_optim.refresh import refresh_factors, refresh_statistics
 from tnt_optim.state import ALLOCATED, has_entries, has_statistics
+from tnt_optim.units import Member
+from tnt_optim.update import Part
 
 
 @dataclass(frozen=True)
@@ -132,3 +146,139 @@ def _check_update(
             "graft='adam' must be set before the first statistics: "
             f"{name(param)} has no second moment in its state"
         )
+
+
+@dataclass
+class Step:
+    """A step to take, whose first states are there.
+
+    Attributes:
+        statistics: refreshed first.
+        factors: refreshed after that.
+        updated: updated at last.
+        observed: what the source gives for the statistics.
+        grads: of the loss; of sharded parameters this process's pieces.
+        members: see ``Part``.
+        groups: of the optimizer, as are its states, method and source.
+        processes: how they divide the step.
+        attempt: what an earlier attempt at the step has done, which is not done again.
+        failures: gets the reports of the refreshes.
+        settings: of a group; a CUDA graph has its numbers on the device.
+    """
+
+    statistics: list[Batch]
+    factors: list[Batch]
+    updated: list[Batch]
+    observed: Mapping[Tensor, Any]
+    grads: Gradients
+    members: Mapping[Tensor, Sequence[Member]]
+    groups: Groups
+    states: States
+    method: Method
+    source: Empirical
+    processes: Processes
+    attempt: Attempt
+    failures: Failures
+    settings: Callable[[Group], Settings] = as_they_are
+
+    def run(self, graphs: StepGraphs | None) -> None:
+        """Refreshes statistics, then factors; then makes directions, and updates the weights.
+
+        ``graphs`` record the step; None runs it without.
+        """
+        reached = self.observed.keys() | self.attempt.accumulated
+        is_sharded = self.processes.is_sharded
+        missed = self.source.missed_after(reached, self.grads, is_sharded=is_sharded)
+        note_missed = functools.partial(setattr, self.source, "missed", missed)
+        if graphs is not None and not any(takes_roots(group) for group, _ in self.factors):
+            reports = graphs.run(self)
+            # The first stage has run: what follows must not update again.
+            self.attempt.finish([lambda: None, lambda: self._report(reports), note_missed])
+            return
+        for report in self.refresh_statistics(self._of_statistics):
+            self.failures.report(report)
+        self._end_early_roots()
+        self._report(self.refresh_factors())
+        self.attempt.inverted.update(p for _, params in self.factors for p in params)
+        if not self.processes.is_distributed or not any(p.is_cuda for p in self.grads):
+            self.failures.read(self.states, self.groups.name, groups=self.groups.all)
+        stages: list[Stage] = [*self.update(), note_missed]
+        self.attempt.finish(stages, resumable=not self.processes.is_distributed)
+
+    def recordable(self) -> list[Report]:
+        """All of the step, without a look at its results: what a CUDA graph records."""
+        reports = [*self.refresh_statistics(), *self.refresh_factors()]
+        self.attempt.finish(self.update())
+        return reports
+
+    def with_fixed(
+        self,
+        observed: Mapping[Tensor, Any],
+        grads: Gradients,
+        settings: Callable[[Group], Settings],
+    ) -> "Step":
+        """See ``cuda_graphs.Recordable``."""
+        return replace(self, observed=observed, grads=grads, settings=settings)
+
+    def refresh_statistics(
+        self, deliver: Callable[[Tensor], Any] = lambda codes: codes
+    ) -> Iterator[Report]:
+        """Adds the observations to the statistics; ``deliver`` takes the memory to report them."""
+        if not self.statistics:
+            return
+        finite = self.processes.all_finite(self.source.witnesses(self.observed.values()))
+        for group, params in self.statistics:
+            yield refresh_statistics(
+                *((self.settings(group), params), self.observed, finite),
+                *(self.states, self.processes, self.source),
+                deliver=deliver,
+                done=self.attempt.accumulated,
+            )
+
+    def refresh_factors(self) -> list[Report]:
+        """Computes factors from the statistics."""
+        batches = [(self.settings(group), params) for group, params in self.factors]
+        return refresh_factors(batches, self.states, self.processes, self.method)
+
+    def update(self) -> list[Stage]:
+        """The stages that update momenta and parameters."""
+        stages: list[Stage] = []
+        for number, (group, params) in enumerate(self.updated):
+            grads, own = {p: self.grads[p] for p in params}, [self.states[p] for p in params]
+            settings = self.settings(group)
+            part = Part(grads, self.states, settings, number, self.method, self.members)
+            stages += self.processes.update(part)
+            stages.append(functools.partial(_count, own, group["graft"]))
+        return stages
+
+    def _end_early_roots(self) -> None:
+        """Ends early roots when their time is over; until then the host waits for the device."""
+        batches = [batch for batch in self.factors if takes_roots(batch[0])]
+        if batches and mean_is_small(batches, self.states, self.processes):
+            for group in self.groups.all:
+                group["takes_roots"] = False
+
+    def _report(self, reports: Sequence[Report]) -> None:
+        """Reports all refreshes, or none if memory runs out."""
+        sent = [
+            self._of_statistics(r.codes) if r.kind == "statistics" else Delivery(r.codes)
+            for r in reports
+        ]
+        for report, codes in zip(reports, sent, strict=True):
+            self.failures.report(replace(report, codes=codes))
+
+    def _of_statistics(self, codes: Tensor) -> Delivery:
+        number = self.source.number
+        if isinstance(number, Tensor):  # if every row was masked, this is no failure
+            codes = codes * (number > 0).to(codes.device)
+        return Delivery(codes)
+
+
+def _count(states: Sequence[State], graft: str | None) -> None:
+    """Adds one to the counts of updates; with CUDA graphs a count is a tensor."""
+    for name in ("updates", "second_moment_updates")[: 2 if graft == "adam" else 1]:
+        if states and isinstance(states[0][name], Tensor):
+            torch._foreach_add_(each(states, name), 1)
+            continue
+        for state in states:
+            state[name] += 1

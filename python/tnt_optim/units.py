@@ -90,7 +90,7 @@ class Member(NamedTuple):
     """A parameter that some columns of its unit's direction move."""
 
     param: Tensor
-    group: dict[str, Any]
+    settings: Mapping[str, Any]  # at this step, of its own group
     columns: slice | None  # of a matrix; None: the whole direction
 
     def part(self, direction: Tensor) -> Tensor:

@@ -1,14 +1,12 @@
-"""The device's part of a step: refresh statistics, refresh factors, update the parameters.
+"""Directions and weights: the update of the parameters, in buckets.
 
-The host plans a step (``step``); here it becomes calls of operators. Nothing waits for
-the device or reads a value on it, so that a CUDA graph can record a step.
+Nothing here waits for the device or reads a value on it, so that a CUDA graph can record it.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress, pairwise
-from typing import Any, Protocol
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -17,78 +15,31 @@ from tnt_kernels import preconditioned_step_, scaled_step_
 from tnt_optim.attempt import Stage
 from tnt_optim.autograd import Gradients
 from tnt_optim.directions import Weights, decayed, graft_scales
+from tnt_optim.interfaces import Method
 from tnt_optim.modes import (
-    Batch,
-    Group,
     Layout,
-    Rows,
     Settings,
-    State,
     States,
     blocks,
+    buckets_of,
     cuts,
     each,
     layout_for,
     layout_of,
     rows,
 )
-from tnt_optim.processes import Processes
 from tnt_optim.units import Member
-
-# The entries of one bucket, on the CPU and on a GPU: its directions, or its float32 copies, are in
-# memory together. A larger parameter is a bucket of its own.
-_BUCKET, _LARGE_BUCKET = 1 << 22, 1 << 28
-
-
-class Method(Protocol):
-    """What a method computes: ``KroneckerOptimizer``."""
-
-    _parts: Sequence[str]  # names of what has inverses
-
-    @property
-    def multiplies(self) -> bool:
-        """Whether directions are products with the factors, which the fused step computes."""
-
-    def _factors(self, group: Settings, stats: Rows, out: Rows) -> Tensor:
-        """See ``KroneckerOptimizer._factors``."""
-
-    def _directions(
-        self,
-        group: Settings,
-        states: Sequence[State],
-        grads: Sequence[Tensor],
-        layouts: Sequence[Layout],
-    ) -> tuple[list[Tensor], Tensor | None]:
-        """See ``KroneckerOptimizer._directions``."""
-
-
-class Source(Protocol):
-    """Where the statistics come from: ``observations.Empirical``."""
-
-    def witnesses(self, observed: Iterable[Any]) -> list[Tensor]:
-        """Tensors to check: statistics take what was observed if their squared norms are finite."""
-
-    def accumulate_(
-        self,
-        stats: Sequence[list[Tensor]],
-        observed: Sequence[Any],
-        layouts: Sequence[Layout],
-        decay: float | Tensor,
-        factors: Sequence[list[Tensor]] | None,
-    ) -> None:
-        """Statistics <- decay * statistics + (1 - decay) * those of what was observed."""
 
 
 @dataclass
 class Part:
-    """Parameters of one group on one device, to update; see ``processes.Work``.
+    """Parameters of one group on one device, to update; see ``interfaces.Work``.
 
     Attributes:
         grads: by parameter; of layers those of [W | b], by weight.
         group: the settings.
         number: counts the parts of a step.
         members: of each unit, if some have several; else empty.
-        settings: of any group at this step.
     """
 
     grads: Gradients
@@ -97,10 +48,9 @@ class Part:
     number: int
     method: Method
     members: Mapping[Tensor, Sequence[Member]]
-    settings: Callable[[Group], Settings]
 
     def stages(self) -> list[Stage]:
-        """See ``processes.Work``."""
+        """See ``interfaces.Work``."""
         params, group = list(self.grads), self.group
         is_plain = not group["nesterov"] and group["graft"] is None and not self.members
         fuses = is_plain and self.method.multiplies
@@ -113,7 +63,7 @@ class Part:
         return stages
 
     def directions(self, whole: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-        """See ``processes.Work``."""
+        """See ``interfaces.Work``."""
         if not whole:
             return {}
         grads, own = list(whole.values()), [self.states[p] for p in whole]
@@ -136,7 +86,7 @@ class Part:
         *key: int,
         pieces: Sequence[Tensor] | None = None,
     ) -> None:
-        """See ``processes.Work``."""
+        """See ``interfaces.Work``."""
         layouts = (
             None if pieces is not None else [_whole(layout_for(p, self.group)) for p in params]
         )
@@ -163,12 +113,12 @@ class Part:
         by_group: dict[int, list[tuple[int, Member]]] = {}
         for place, param in enumerate(params):
             for member in self.members[param]:
-                by_group.setdefault(id(member.group), []).append((place, member))
+                by_group.setdefault(id(member.settings), []).append((place, member))
         return [self._move_of(own, key) for own in by_group.values()]
 
     def _move_of(self, members: Sequence[tuple[int, Member]], key: tuple[int, ...]) -> "_Move":
         """The move of members of units, all of one group."""
-        group, params = self.settings(members[0][1].group), [m.param for _, m in members]
+        group, params = members[0][1].settings, [m.param for _, m in members]
         weights = Weights(params, self.states, group, key=key)
         return _Move(weights, group, decayed(params, group), None, members)
 
@@ -259,139 +209,6 @@ class _Bucket:
         )
 
 
-@dataclass(frozen=True)
-class Report:
-    """The outcome of a refresh."""
-
-    kind: str  # "statistics" or "inverses"
-    codes: Any  # one for each parameter, on the device, 0 for success; or their delivery
-    params: Sequence[Tensor]
-
-
-@dataclass
-class DeviceStep:
-    """The work of one step on the device."""
-
-    statistics: list[Batch]  # refreshed first
-    factors: list[Batch]  # refreshed after that
-    updated: list[Batch]  # updated at last
-    observed: dict[Tensor, Any]  # for the statistics
-    grads: Gradients  # of the loss; of sharded parameters this process's pieces
-    processes: Processes
-    method: Method
-    source: Source
-    members: Mapping[Tensor, Sequence[Member]]  # see ``Part``
-    # Parameters whose statistics have this step's observations: a step that is repeated after a
-    # failure does not add them again.
-    accumulated: set[Tensor]
-
-    @property
-    def batches(self) -> list[Batch]:
-        """All batches."""
-        return [*self.statistics, *self.factors, *self.updated]
-
-    def refresh_statistics(
-        self,
-        states: States,
-        settings: Callable[[Group], Settings],
-        deliver: Callable[[Tensor], Any] = lambda codes: codes,
-    ) -> Iterator[Report]:
-        """Adds the observations to the statistics, if all of them are finite.
-
-        ``deliver`` takes the memory to report codes before anything is written.
-        """
-        if not self.statistics:
-            return
-        finite = self.processes.all_finite(self.source.witnesses(self.observed.values()))
-        for group, params in self.statistics:
-            codes = deliver((~finite).to(torch.int32).expand(len(params)).contiguous())
-            # Decay 1 leaves the statistics as they are, whatever the gradient holds.
-            keep = torch.ones((), dtype=torch.float64, device=params[0].device)
-            decay = keep * settings(group)["stat_decay"]
-            decay = torch.where(finite.to(keep.device), decay, keep)
-            owned = self.processes.owned(params)
-            own = [states[p] for p in owned]
-            layouts = list(map(layout_of, own))
-            stats, factors = each(own, "stats"), each(own, "factors")
-            whitens = settings(group)["estimator"] == "mle"
-            # Whitening copies gradients: those of a bucket at a time.
-            for part in buckets_of(owned) if whitens else [slice(None)]:
-                whitening = factors[part] if whitens else None
-                new = [self.observed[p] for p in owned[part]]
-                self.source.accumulate_(stats[part], new, layouts[part], decay, whitening)
-                self.accumulated.update(owned[part])
-            self.accumulated.update(params)
-            yield Report("statistics", codes, params)
-
-    def update(self, states: States, settings: Callable[[Group], Settings]) -> list[Stage]:
-        """The stages that update momenta and parameters."""
-        stages: list[Stage] = []
-        for number, (group, params) in enumerate(self.updated):
-            grads = {p: self.grads[p] for p in params}
-            own = states, settings(group), number, self.method, self.members, settings
-            stages += self.processes.update(Part(grads, *own))
-            stages.append(functools.partial(_count, [states[p] for p in params], group["graft"]))
-        return stages
-
-
-def refresh_factors(
-    batches: Iterable[Batch],
-    states: States,
-    processes: Processes,
-    settings: Callable[[Group], Settings],
-    method: Method,
-) -> list[Report]:
-    """Computes factors from the statistics; a factor that fails keeps its old value."""
-    reports: list[Report] = []
-    for group, params in batches:
-        owned = processes.owned(params)
-        own = [states[p] for p in owned]
-        layouts = list(map(layout_of, own))
-        stats, factors = rows(each(own, "stats"), layouts), rows(each(own, "factors"), layouts)
-        info = torch.zeros(0, dtype=torch.int32, device=params[0].device)
-        if owned:
-            info = method._factors(settings(group), stats, factors)
-        codes = _worst_of_blocks(info, [len(layout.cuts) for layout in layouts])
-        codes = processes.codes(params, owned, codes)
-        processes.send_factors(params, states)
-        reports.append(Report("inverses", codes, params))
-    return reports
-
-
 def _whole(layout: Layout) -> Layout:
     """A layout without cuts."""
     return Layout(layout.sizes, cuts(layout.sizes, None))
-
-
-def buckets_of(params: Sequence[Tensor]) -> list[slice]:
-    """Buckets of neighbouring parameters.
-
-    On the CPU a bucket's directions are still in the cache when the parameters are updated. On a
-    GPU larger buckets need fewer launches.
-    """
-    limit = _BUCKET if params and params[0].is_cpu else _LARGE_BUCKET
-    bounds, size = [0], 0
-    for index, param in enumerate(params):
-        if size and size + param.numel() > limit:
-            bounds.append(index)
-            size = 0
-        size += param.numel()
-    bounds.append(len(params))
-    return [slice(first, last) for first, last in pairwise(bounds)]
-
-
-def _count(states: Sequence[State], graft: str | None) -> None:
-    """Adds one to the counts of updates; with CUDA graphs a count is a tensor."""
-    for name in ("updates", "second_moment_updates")[: 2 if graft == "adam" else 1]:
-        if states and isinstance(states[0][name], Tensor):
-            torch._foreach_add_(each(states, name), 1)
-            continue
-        for state in states:
-            state[name] += 1
-
-
-def _worst_of_blocks(codes: Tensor, counts: Sequence[int]) -> Tensor:
-    """The largest code of each parameter's blocks, on the device; ``counts`` are their numbers."""
-    if all(count == 1 for count in counts):
-        return codes
-    return torch.stack([own.amax() for own in codes.split(list(counts))])

@@ -15,7 +15,7 @@ from optimizers import EARLY, through_a_file
 from recorded_graph import Recorder
 from torch import Tensor, nn
 
-from tnt_optim import TNT, Shampoo, cuda_graphs, run
+from tnt_optim import TNT, Shampoo, cuda_graphs
 from tnt_optim.processes import Processes
 
 T1, T2 = 2, 6
@@ -148,7 +148,7 @@ def test_a_report_without_memory_does_not_repeat_the_update(
 
     replays = recorder.replays
     with monkeypatch.context() as patch:
-        patch.setattr(run, "Delivery", delivered)
+        patch.setattr("tnt_optim.step.Delivery", delivered)
         with pytest.raises(torch.OutOfMemoryError, match="pinned memory"):
             train(recorded, capturable, 1, first=2 * T2)
     assert capturable.has_unfinished_update

@@ -26,8 +26,9 @@ from tnt_optim.autograd import (
 )
 from tnt_optim.distributed.ownership import OwnerRanks
 from tnt_optim.distributed.process_group import ProcessGroup
+from tnt_optim.interfaces import Work
 from tnt_optim.modes import by_device, state_dtype
-from tnt_optim.processes import Processes, Work
+from tnt_optim.processes import Processes
 
 
 def shard_dim(param: Tensor) -> int:

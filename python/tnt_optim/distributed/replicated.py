@@ -21,8 +21,9 @@ from tnt_optim.attempt import Stage
 from tnt_optim.autograd import Gradients, all_finite
 from tnt_optim.distributed.ownership import OwnerRanks
 from tnt_optim.distributed.process_group import BUCKET_BYTES, ProcessGroup, flattened, unflattened
+from tnt_optim.interfaces import Work
 from tnt_optim.modes import States, by_device, layout_for, state_dtype
-from tnt_optim.processes import Processes, Work
+from tnt_optim.processes import Processes
 
 
 class Replicated(OwnerRanks, Processes):

@@ -334,6 +334,11 @@ class TrainingLayers(LayerStatistics):
     partial: bool = True  # no graph says which layers the loss of another process reaches
     passes: dict[Tensor, int] = field(default_factory=dict)  # the last backward of each layer
     samples: ClassVar[bool] = False
+    text_of_missed: ClassVar[str] = (
+        "no call of its layer gave statistics for {name}, which has a gradient of the loss: is "
+        "the model compiled, or the weight used outside of its layer? It is updated with plain "
+        "momentum until a call does (warned once; failures() counts such parameters)"
+    )
 
     def arrived(self, number: int, inputs: Tensor, gradient: Tensor) -> None:
         """Takes one call of a layer, in a backward."""
@@ -383,14 +388,6 @@ class TrainingLayers(LayerStatistics):
     def requires(self, param: Tensor) -> bool:
         """See ``Empirical.requires``: a layer that no call reached moves with the momentum."""
         return False
-
-    def warning_of_missed(self, name: str) -> str:
-        """See ``Empirical.warning_of_missed``."""
-        return (
-            f"no call of its layer gave statistics for {name}, which has a gradient of the loss: "
-            "is the model compiled, or the weight used outside of its layer? It is updated with "
-            "plain momentum until a call does (warned once; failures() counts such parameters)"
-        )
 
     def forget(self) -> None:
         """Forgets what backwards have given since the last step."""

@@ -1,0 +1,80 @@
+"""Refreshing statistics and factors: each takes its memory before it changes anything.
+
+Nothing here waits for the device or reads a value on it, so that a CUDA graph can record it.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tnt_optim.failures import Report
+from tnt_optim.interfaces import Method, Source
+from tnt_optim.modes import Settings, States, buckets_of, each, layout_of, rows
+from tnt_optim.processes import Processes
+
+# Parameters with one group's settings on one device, as for ``modes.Batch``.
+Resolved = tuple[Settings, Sequence[Tensor]]
+
+
+def refresh_statistics(
+    batch: Resolved,
+    observed: Mapping[Tensor, Any],
+    finite: Tensor,
+    states: States,
+    processes: Processes,
+    source: Source,
+    *,
+    deliver: Callable[[Tensor], Any],
+    done: set[Tensor],
+) -> Report:
+    """Adds what was observed to statistics, if all of it is ``finite``, a flag on the device.
+
+    ``deliver`` takes the memory to report codes before anything is written. ``done`` gets the
+    parameters when their statistics have it: a step that is repeated does not add it again.
+    """
+    settings, params = batch
+    codes = deliver((~finite).to(torch.int32).expand(len(params)).contiguous())
+    # Decay 1 leaves the statistics as they are, whatever the gradient holds.
+    keep = torch.ones((), dtype=torch.float64, device=params[0].device)
+    decay = torch.where(finite.to(keep.device), keep * settings["stat_decay"], keep)
+    owned = processes.owned(params)
+    own = [states[p] for p in owned]
+    layouts = list(map(layout_of, own))
+    stats, factors = each(own, "stats"), each(own, "factors")
+    whitens = settings["estimator"] == "mle"
+    # Whitening copies gradients: those of a bucket at a time.
+    for part in buckets_of(owned) if whitens else [slice(None)]:
+        new, whitening = [observed[p] for p in owned[part]], factors[part] if whitens else None
+        source.accumulate_(stats[part], new, layouts[part], decay, whitening)
+        done.update(owned[part])
+    done.update(params)
+    return Report("statistics", codes, params)
+
+
+def refresh_factors(
+    batches: Iterable[Resolved], states: States, processes: Processes, method: Method
+) -> list[Report]:
+    """Computes factors from the statistics; a factor that fails keeps its old value."""
+    reports: list[Report] = []
+    for settings, params in batches:
+        owned = processes.owned(params)
+        own = [states[p] for p in owned]
+        layouts = list(map(layout_of, own))
+        stats, factors = rows(each(own, "stats"), layouts), rows(each(own, "factors"), layouts)
+        info = torch.zeros(0, dtype=torch.int32, device=params[0].device)
+        if owned:
+            info = method._factors(settings, stats, factors)
+        codes = _worst_of_blocks(info, [len(layout.cuts) for layout in layouts])
+        codes = processes.codes(params, owned, codes)
+        processes.send_factors(params, states)
+        reports.append(Report("inverses", codes, params))
+    return reports
+
+
+def _worst_of_blocks(codes: Tensor, counts: Sequence[int]) -> Tensor:
+    """The largest code of each parameter's blocks, on the device; ``counts`` are their numbers."""
+    if all(count == 1 for count in counts):
+        return codes
+    return torch.stack([own.amax() for own in codes.split(list(counts))])
