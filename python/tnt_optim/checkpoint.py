@@ -78,14 +78,14 @@ def load_adapted(
     def after(_: Optimizer) -> None:
         (state,) = adapted
         warn_of_other_names(names, state["param_groups"])
-        for group, own in zip(optimizer.param_groups, names, strict=True):
+        for group, kept_names in zip(optimizer.param_groups, names, strict=True):
             for name in _LATER & optimizer.defaults.keys():
                 group.setdefault(name, False)
             for name in REMOVED:
                 if group.pop(name, None) is not None:
                     warn_the_caller(f"state_dict has {name}, which was removed: {REMOVED[name]}")
-            if own is not None:
-                group["param_names"] = own
+            if kept_names is not None:
+                group["param_names"] = kept_names
         finish(state)
         if not state["state"] and any(group["step"] for group in optimizer.param_groups):
             warn_the_caller(_WITHOUT_STATE)
@@ -117,12 +117,12 @@ def _plain(value: Any) -> Any:
 
 def warn_of_other_sampling(optimizer: Any, state_dict: StateDict) -> None:
     """Warns if a loaded state's options of the sampled gradients are not the optimizer's."""
-    saved, own = state_dict.get("sampling", {}), sampling_of(optimizer)
+    saved, current = state_dict.get("sampling", {}), sampling_of(optimizer)
     if saved.get("fisher") == "empirical":  # of earlier versions
         saved = {"likelihood": None}
-    others = [name for name in own if name in saved and saved[name] != own[name]]
+    others = [name for name in current if name in saved and saved[name] != current[name]]
     if others:
-        before, after = (", ".join(f"{n}={s[n]!r}" for n in others) for s in (saved, own))
+        before, after = (", ".join(f"{n}={s[n]!r}" for n in others) for s in (saved, current))
         warn_the_caller(
             f"state_dict was saved with {before}: this optimizer keeps its own {after}, and trains "
             "differently from the saved one"
@@ -297,19 +297,19 @@ def _unwrapped(name: str) -> str:
 
 
 def _other_names(
-    own: Sequence[Sequence[str] | None], saved_groups: Sequence[Settings]
+    names: Sequence[Sequence[str] | None], saved_groups: Sequence[Settings]
 ) -> list[tuple[str, str, str]]:
-    """Where names differ: the parameter's number and group, its name here, and the saved name.
+    """Where names differ: the parameter's index and group, its name here, and the saved name.
 
-    Groups without names count as equal. Where torch's ``set_optimizer_state_dict`` loads, it has
-    matched parameters by name, and put names in place of their numbers.
+    Groups without names count as equal, and so do those that torch's ``set_optimizer_state_dict``
+    loads: it has matched parameters by name, and put names in place of their indices.
     """
     return [
         (f"parameter {index} of group {number}", here, there)
-        for number, (names, saved) in enumerate(zip(own, saved_groups, strict=True))
+        for number, (group_names, saved) in enumerate(zip(names, saved_groups, strict=True))
         if not any(isinstance(param, str) for param in saved["params"])
         for index, (here, there) in enumerate(
-            zip(names or (), saved.get("param_names") or (), strict=False)
+            zip(group_names or (), saved.get("param_names") or (), strict=False)
         )
         if _unwrapped(here) != _unwrapped(there)
     ]
@@ -320,8 +320,8 @@ def check_names(groups: Sequence[Settings], state_dict: StateDict) -> None:
 
     A saved name that no other parameter has here is no error: modules may be renamed.
     """
-    own = [group.get("param_names") for group in groups]
-    differ = _other_names(own, state_dict["param_groups"])
+    names = [group.get("param_names") for group in groups]
+    differ = _other_names(names, state_dict["param_groups"])
     ours = {_unwrapped(here) for _, here, _ in differ}
     if mixed := [entry for entry in differ if _unwrapped(entry[2]) in ours]:
         raise ValueError(
@@ -332,10 +332,10 @@ def check_names(groups: Sequence[Settings], state_dict: StateDict) -> None:
 
 
 def warn_of_other_names(
-    own: Sequence[Sequence[str] | None], saved_groups: Sequence[Settings]
+    names: Sequence[Sequence[str] | None], saved_groups: Sequence[Settings]
 ) -> None:
     """Warns of a loaded state whose parameters have other names."""
-    if differ := _other_names(own, saved_groups):
+    if differ := _other_names(names, saved_groups):
         warn_the_caller(
             f"state_dict was saved with other names, and is loaded by order: {_listed(differ)}"
         )
@@ -346,22 +346,22 @@ def _listed(differ: Sequence[tuple[str, str, str]]) -> str:
     return listed + (f" and {len(differ) - 3} more" if len(differ) > 3 else "")
 
 
-def has_zero_rates(groups: Sequence[Settings]) -> bool:
-    """Whether all learning rates are zero."""
-    return not any(group["lr"] != 0 for group in groups)
+def asks_for_state(groups: Sequence[Settings], distribution: Callable[[], Any]) -> bool:
+    """Whether a step is torch's way to get a new state; the host may wait, sharded processes agree.
 
-
-def has_zero_gradients(groups: Sequence[Settings]) -> bool:
-    """Whether all trainable parameters have gradients, which are zero; the host waits.
-
-    With rates of zero, torch's ``get_optimizer_state_dict`` and ``set_optimizer_state_dict`` take
-    such a step to get the state of a new optimizer.
+    ``get_optimizer_state_dict`` and ``set_optimizer_state_dict`` take a step with rates of zero,
+    in which every trainable parameter has a gradient of zeros.
     """
+    if any(group["lr"] != 0 for group in groups):
+        return False
     trainable = [p for group in groups for p in group["params"] if p.requires_grad]
     grads = [p.grad for p in trainable if p.grad is not None]
-    if not grads or len(grads) < len(trainable) or any(g.layout != torch.strided for g in grads):
-        return False
-    return not any(getattr(g, "to_local", lambda g=g: g)().any() for g in grads)
+    trains = len(grads) < max(1, len(trainable)) or any(g.layout != torch.strided for g in grads)
+    trains = trains or any(getattr(g, "to_local", lambda g=g: g)().any() for g in grads)
+    processes = distribution()
+    if processes.is_sharded:  # one process may have no piece that is not zero
+        trains = any(processes.anywhere([trains], groups[0]["params"][0].device))
+    return not trains
 
 
 def saved_states(
@@ -387,8 +387,8 @@ def copied_states(
 ) -> Iterator[tuple[Tensor, State]]:
     """The optimizer's entries by parameter; torch's own copies have the parameter's dtype."""
     for _, _, param, state in saved_states(groups, state_dict):
-        own = {name: value for name, value in state.items() if name in NAMES}
-        yield param, copied(own, param.device, state_dtype(param))
+        entries = {name: value for name, value in state.items() if name in NAMES}
+        yield param, copied(entries, param.device, state_dtype(param))
 
 
 def copied(value: Any, device: torch.device, dtype: torch.dtype) -> Any:

@@ -1,4 +1,4 @@
-"""First states: statistics of one step's gradients or of many batches, and their factors.
+"""First states: statistics of one step's gradients, or of many batches, and their factors.
 
 There are no earlier factors to go on with, so the host waits for the device, and a failure raises.
 """
@@ -26,10 +26,10 @@ class FirstStates:
     """Makes states for parameters that have none.
 
     Args:
-        param_groups: of the optimizer.
+        param_groups: the optimizer's.
         processes: how they divide the step.
         method: computes factors.
-        source: of the gradients for the statistics.
+        source: adds gradients to statistics.
     """
 
     param_groups: list[Group]
@@ -59,7 +59,7 @@ class FirstStates:
         return self._around(stats)
 
     def from_batches(self, gradients: Iterable[dict[Tensor, Tensor]]) -> States:
-        """States around the plain average over batches, less those that are not finite.
+        """States around the plain average over batches; a batch that is not finite is left out.
 
         Raises:
             ValueError: if there is no batch.
@@ -100,12 +100,12 @@ class FirstStates:
         for group, params in self.groups.batches(observed):
             for param in params:
                 if param not in stats:
-                    owned = self.processes.owned([param])
-                    stats[param] = zero_statistics(param, group) if owned else []
-            own = [p for p in params if stats[p]]
-            layouts = [layout_for(p, group) for p in own]
-            entries, new = [stats[p] for p in own], [observed[p] for p in own]
-            self.source.accumulate_(entries, new, layouts, decay, None)
+                    is_owner = bool(self.processes.owned([param]))
+                    stats[param] = zero_statistics(param, group) if is_owner else []
+            owned = [p for p in params if stats[p]]
+            layouts = [layout_for(p, group) for p in owned]
+            averages, new = [stats[p] for p in owned], [observed[p] for p in owned]
+            self.source.accumulate_(averages, new, layouts, decay, None)
 
     def _around(self, stats: Statistics) -> States:
         """Complete states around statistics."""

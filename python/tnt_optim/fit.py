@@ -33,16 +33,16 @@ class Fit:
     not even those in every process.
 
     Args:
-        entries: the names of the optimizer's own entries; a state without any belongs to others.
-            None if every entry is the optimizer's.
+        entries: the optimizer's entries by name; a state without any belongs to a wrapper. None if
+            every entry is the optimizer's.
     """
 
     def __init__(self, entries: frozenset[str] | None = None) -> None:
         self._entries = entries
-        # By address: the state, the shape, and the state's tensors then. A state with the same
-        # tensors was not adapted to another shape.
+        # By the state's address: the state, the parameter's shape when the state was made, and the
+        # state's tensors then. While a state has the same tensors, this shape is the one it fits.
         self._made: dict[int, tuple[State, torch.Size, list[Tensor]]] = {}
-        self._passed: Any = None  # what the last check saw
+        self._passed: Any = None  # shapes, dtypes, devices and addresses of the last check
 
     def __getstate__(self) -> dict[str, Any]:
         return {"entries": self._entries, "made": list(self._made.values())}
@@ -188,10 +188,10 @@ def _check_dtype(param: Tensor, state: Settings, name: Name) -> None:
 
 
 def _check_gradient(param: Tensor, gradient: Tensor, name: Name) -> None:
-    own = param
+    local = param
     if is_sharded(param) and not is_sharded(gradient):
-        own = param.to_local()  # type: ignore[attr-defined]
-    wanted, got = ((tuple(t.shape), state_dtype(t), t.device) for t in (own, gradient))
+        local = param.to_local()  # type: ignore[attr-defined]
+    wanted, got = ((tuple(t.shape), state_dtype(t), t.device) for t in (local, gradient))
     if got != wanted:
         raise RuntimeError(
             f"the gradient of {name(param)} must fit its {param.dtype} on {param.device}, got "

@@ -48,26 +48,26 @@ class Groups:
         return [p for p, group in pairs if not is_plain(p, group) and trains(p)]
 
     def gradients(self, batches: Iterable[Batch]) -> dict[Tensor, Tensor | None]:
-        """The gradients of the loss, or of what is minimised, by parameter with a state."""
+        """What to descend along, by parameter with a state: the gradient, negated to maximize."""
         units = self.units
         whole = [(group, group["params"]) for group in self._groups] if units else batches
-        own = {
+        grads = {
             p: -p.grad if group["maximize"] and p.grad is not None else p.grad
             for group, params in whole
             for p in params
         }
         if not units:
-            return own
-        there = {p: grad for p, grad in own.items() if grad is not None}
-        return {p: units.joined(p, there) for _, params in batches for p in params}
+            return grads
+        given = {p: grad for p, grad in grads.items() if grad is not None}
+        return {p: units.joined(p, given) for _, params in batches for p in params}
 
     def members(self, keys: Iterable[Tensor]) -> dict[Tensor, list[Member]]:
         """The parameters that the direction of each unit moves, if some units are layers."""
         units = self.units
         if not units:
             return {}
-        groups = [(group, as_they_are(group)) for group in self._groups]
-        settings = {p: own for group, own in groups for p in group["params"]}
+        resolved = [(group["params"], as_they_are(group)) for group in self._groups]
+        settings = {p: group_settings for params, group_settings in resolved for p in params}
         return {
             key: [
                 Member(p, settings[p], columns)
@@ -78,36 +78,36 @@ class Groups:
         }
 
     def batches(self, params: Iterable[Tensor]) -> Iterator[Batch]:
-        """The given parameters by settings and device: groups with equal settings share a batch."""
+        """Batches of the given parameters; groups with equal settings share a batch."""
         wanted = params if isinstance(params, Mapping) else set(params)
         shared: dict[Any, tuple[Group, list[Tensor]]] = {}
-        for number, group in enumerate(self._groups if wanted else ()):
-            if own := [p for p in group["params"] if p in wanted]:
-                # Random roundings have one stream for a group.
+        for index, group in enumerate(self._groups if wanted else ()):
+            if chosen := [p for p in group["params"] if p in wanted]:
+                # Each group draws its random roundings from a stream of its own.
                 is_alone = group["rounding"] == "stochastic"
-                key = number if is_alone else same_settings(group)
-                shared.setdefault(key, (group, []))[1].extend(own)
+                key = index if is_alone else same_settings(group)
+                shared.setdefault(key, (group, []))[1].extend(chosen)
         for group, members in shared.values():
             for batch in by_device(members):
                 yield group, batch
 
     def name(self, param: Tensor) -> str:
         """A parameter as messages name it."""
-        for number, group in enumerate(self._groups):
+        for index, group in enumerate(self._groups):
             for name, other in zip(names_of(group), group["params"], strict=False):
                 if other is param:
-                    return f"parameter {name!r} of group {number}, shape {tuple(param.shape)}"
+                    return f"parameter {name!r} of group {index}, shape {tuple(param.shape)}"
         raise KeyError("not a parameter of this optimizer")
 
     def described(self) -> list[str]:
-        """Lines for ``repr``: of each group its size and its settings."""
+        """Lines for ``repr``: each group's size and settings."""
         lines = []
-        for number, group in enumerate(self._groups):
+        for index, group in enumerate(self._groups):
             params = group["params"]
             shapes = [s for p in params for s in statistic_shapes(p, group)]
             full = sum(len(shape) == 2 for shape in shapes)
             lines.append(
-                f"  group {number}: {len(params)} parameters, "
+                f"  group {index}: {len(params)} parameters, "
                 f"{sum(p.numel() for p in params):,} numbers, {full} full and "
                 f"{len(shapes) - full} diagonal modes"
             )
@@ -118,10 +118,10 @@ class Groups:
     def unique_names(self) -> dict[Tensor, str]:
         """A name for each parameter, as ``KroneckerOptimizer.diagnostics`` describes it."""
         used = Counter(n for group in self._groups for n in group.get("param_names", ()))
-        found = {}
-        for number, group in enumerate(self._groups):
-            own = names_of(group)
-            for index, (p, name) in enumerate(zip(group["params"], own, strict=False)):
-                part = name if own.count(name) == 1 else index
-                found[p] = name if used[name] == 1 else f"{number}.{part}"
-        return found
+        unique = {}
+        for group_index, group in enumerate(self._groups):
+            names = names_of(group)
+            for index, (p, name) in enumerate(zip(group["params"], names, strict=False)):
+                part = name if names.count(name) == 1 else index
+                unique[p] = name if used[name] == 1 else f"{group_index}.{part}"
+        return unique

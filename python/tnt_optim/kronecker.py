@@ -243,7 +243,7 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
             if self._attempt.update is None:
                 processes = self._checked()
                 plan = plan_step(
-                    *(self.param_groups, self.state, self._observed, processes),
+                    *(self._groups, self.state, self._observed, processes),
                     self._attempt.accumulated,
                 )
                 self._make_states(plan, processes)
@@ -362,7 +362,8 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
         factors; "unreached" counts the parameters that have moved without a preconditioner because
         no observed output has reached them.
         """
-        states = {p: self.state[p] for p in self._groups.params if self._has_state(p)}
+        held = {p: self.state.get(p, {}) for p in self._groups.params}
+        states = {p: state for p, state in held.items() if has_entries(state)}
         unreached = sum(
             not is_plain(p, group) and p in states and states[p]["first_step"] is None
             for group in self.param_groups
@@ -413,7 +414,7 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
             raise
         for name in repeated:
             del group[name]
-        # Of the first group 0: a group of another optimizer may bring that one's.
+        # The first group starts at 0, even if its dict comes from another optimizer.
         group["step"] = self.param_groups[0]["step"] if len(self.param_groups) > 1 else 0
         group["takes_roots"] = group["early_roots"] and not self._samples
         self._owners.add(group)
@@ -444,8 +445,8 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
         lost = self._group_is_lost and self.process_group is None
         processes = Processes() if lost else self._distribution()
         for param, entries in (self._consolidated or {}).items():
-            own = state_dict["state"][numbers[param]]
-            state_dict["state"][numbers[param]] = {**own, **entries}
+            kept = state_dict["state"][numbers[param]]  # the optimizer's: not to be changed
+            state_dict["state"][numbers[param]] = {**kept, **entries}
         if self._attempt.accumulated:
             state_dict["accumulated"] = sorted(
                 numbers[p] for p in self._attempt.accumulated & {*numbers}
@@ -482,7 +483,7 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
             ValueError: if it is of another optimizer, other parameters, the same names in another
                 order, or other kinds of modes (full or diagonal); nothing is then changed.
         """
-        own = [{k: group[k] for k in _NOT_SAVED & group.keys()} for group in self._groups.all]
+        unsaved = [{k: group[k] for k in _NOT_SAVED & group.keys()} for group in self._groups.all]
         processes = self._distribution()
         accumulated: set[Tensor] = set()
         observed: dict[str, Any] = {}
@@ -500,7 +501,7 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
                 observed.update(self._observed.loaded(adapted["observed"], params))
 
         def finish(adapted: dict[str, Any]) -> None:
-            for group, functions in zip(self.param_groups, own, strict=True):
+            for group, functions in zip(self.param_groups, unsaved, strict=True):
                 group.update(functions)
             self._failures = Failures(self._parts)
             self._observed.use_up()
@@ -525,11 +526,11 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self._failures.read(self.state, self._name, wait=True, fatal=False)
-        own = {**self._whole, "process_group": None}  # cannot be copied
+        options = {**self._whole, "process_group": None}  # cannot be copied
         lost = self._group_is_lost or self.process_group is not None
         names = "_failures", "_observed", "_owners", "_attempt", "_fit"
         kept = {name: getattr(self, name) for name in names}
-        return {**super().__getstate__(), **own, **kept, "_group_is_lost": lost}
+        return {**super().__getstate__(), **options, **kept, "_group_is_lost": lost}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._start_over()
@@ -545,7 +546,7 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
     # The schedule.
 
     def _wanted(self) -> list[Tensor]:
-        """The parameters for which an output would be observed now."""
+        """The parameters that an output would be asked for now."""
         if not (self._samples and self._groups.params):
             return []
         due = statistics_due(self.param_groups, self.state, self._observed)
@@ -643,10 +644,10 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
         if fresh:
             self._note_states()
 
-    def _set_entries(self, param: Tensor, own: State) -> None:
+    def _set_entries(self, param: Tensor, entries: State) -> None:
         """Replaces the optimizer's entries of a parameter's state, and no others."""
         others = {k: v for k, v in self.state.get(param, {}).items() if k not in NAMES}
-        self.state[param] = {**others, **own}
+        self.state[param] = {**others, **entries}
         rest = self._groups.units.members(param)[1:]
         for member in set(rest).intersection(self._groups.params) if rest else ():
             # torch's set_optimizer_state_dict wants a state of each trainable parameter.
@@ -711,26 +712,16 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
         self._fit.check(self._groups.params, self.state, self._name, check, observed)
 
     def _asks_for_state(self, groups: Sequence[Group]) -> bool:
-        """Whether torch takes this step to get a new state; sharded processes agree."""
-        if self.state or not checkpoint.has_zero_rates(groups):
-            return False
-        trains, processes = not checkpoint.has_zero_gradients(groups), self._distribution()
-        if processes.is_sharded:  # one process may have no piece that is not zero
-            trains = any(processes.anywhere([trains], self._groups.params[0].device))
-        return not trains
-
-    def _has_state(self, param: Tensor) -> bool:
-        # Not self.state[param], which would add an entry.
-        return has_entries(self.state.get(param, {}))
+        """Whether torch takes this step to get a new state."""
+        return not self.state and checkpoint.asks_for_state(groups, self._distribution)
 
     def _has_statistics(self, param: Tensor) -> bool:
         return has_statistics(self.state.get(param, {}))
 
     def _set_counts(self, state: State, param: Tensor) -> None:
         """Makes counts tensors if CUDA graphs go on counting, else integers."""
-        for name in COUNTS:
-            if name in state:
-                number, device = float(state[name]), param.device
-                state[name] = int(number)
-                if self.capturable:
-                    state[name] = torch.full((), number, dtype=torch.float64, device=device)
+        for name in state.keys() & set(COUNTS):
+            count = int(state[name])
+            state[name] = count
+            if self.capturable:
+                state[name] = torch.full((), count, dtype=torch.float64, device=param.device)

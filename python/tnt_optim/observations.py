@@ -44,11 +44,12 @@ from tnt_optim.processes import Processes
 from tnt_optim.state import has_statistics
 
 # Status of a parameter that got no statistics when they were due:
-# Positive: its statistics are due at every step, for so many steps or until an output reaches it.
-#     (With sampled gradients: it had a gradient in a step that observed nothing for it.)
-# IDLE: no output has reached it, and it had no gradient either so far, or not for long.
-# LOSS_ONLY: it had a gradient in a step whose observed output missed it. Like an idle one, it is
-#     asked for when statistics are due.
+# n > 0: ask for its statistics at every step, for at most n more steps, until an output depends on
+#     it. (Sampled gradients: it had a gradient in a step that observed nothing for it.)
+# IDLE: no output has depended on it, and it has had no gradient, or none for PATIENCE steps. Ask
+#     for its statistics when they are due.
+# LOSS_ONLY: it had a gradient in a step whose observed output does not depend on it. Ask as for
+#     IDLE.
 PATIENCE, IDLE, LOSS_ONLY = 1000, 0, -1
 _NO_MORE = object()
 
@@ -57,12 +58,12 @@ _NO_MORE = object()
 class Empirical:
     """The training gradients themselves."""
 
-    # Parameters whose statistics were wanted, of sampled ones when an output was observed.
+    # Parameters whose statistics were due; with sampled gradients, those asked of an output.
     asked: set[Tensor] = field(default_factory=set)
     missed: dict[Tensor, int] = field(default_factory=dict)
     hint: str = ""  # why nothing is observed at this step, if that is known
-    number: int | Tensor = 1  # observations with a row that counts; on the device if masks decide
-    count: int = 0  # outputs observed
+    number: int | Tensor = 1  # how many observations are in the sums; on the device if masks decide
+    count: int = 0  # how many outputs were observed
     warned_of_missed: bool = False
     samples: ClassVar[bool] = False  # whether outputs are observed
     pools: ClassVar[bool] = False  # whether processes exchange what they observed
@@ -90,8 +91,8 @@ class Empirical:
     ) -> Gradients:
         """The gradients for the statistics of one step, of the same parameters in all processes.
 
-        ``due`` are the parameters whose statistics are due, and those without statistics; ``held``
-        have statistics.
+        ``due`` holds the parameters whose statistics are due, and those that wait for their first
+        ones; parameters in ``held`` have statistics.
         """
         self.asked = {p for p in due if p in held}  # others are due anyway
         return {p: p.grad for p in due if p in with_gradients}
@@ -272,14 +273,14 @@ class Observed(Empirical):
     def anywhere(
         self, processes: Processes, wanted: Sequence[Tensor], *groups: Container[Tensor]
     ) -> tuple[bool, list[list[Tensor]]]:
-        """Whether any process observed something, and which wanted are in each group of any one."""
+        """Whether any process observed something; of each group the wanted that any process has."""
         flags = [self.count > 0, self.partial, *(p in group for group in groups for p in wanted)]
         observed, partial, *found = processes.anywhere(flags, wanted[0].device)
         if observed:
             self.partial, self.agreed = bool(partial), True
         n = len(wanted)
-        own = [list(compress(wanted, found[n * k : n * (k + 1)])) for k in range(len(groups))]
-        return bool(observed), own
+        parts = [found[n * k : n * (k + 1)] for k in range(len(groups))]
+        return bool(observed), [list(compress(wanted, part)) for part in parts]
 
     def use_up(self) -> None:
         """See ``Empirical.use_up``."""
@@ -291,10 +292,10 @@ class Observed(Empirical):
 class Sampled(Observed):
     """Gradients at labels sampled from the model's own distribution."""
 
-    # Sums over the observations, by parameter; of sharded parameters this process's pieces, if any.
+    # Sums of gradients over the observations, by parameter; this process's pieces if it is sharded.
     totals: dict[Tensor, Any] = field(default_factory=dict)
-    # Observations in the sums: the finite ones, if there is one. Those without a row that counts do
-    # not count.
+    # How many observations are in the sums. One that is not finite is left out if a finite one
+    # exists; a fully masked one is never counted.
     number: int | Tensor = 0
 
     def wanted(self, due: Sequence[Tensor]) -> list[Tensor]:
@@ -337,9 +338,9 @@ class Sampled(Observed):
         asked: Iterable[Tensor],
         number: int | Tensor = 1,
     ) -> None:
-        """Adds an observation to the sums. If only one of the two is finite, only that one is kept.
+        """Adds an observation to the sums; if only one of the two is finite, it alone is kept.
 
-        ``number`` is 0 if none of its rows counts; the gradients are then zero.
+        ``number`` is 1, or 0 if every row is masked; the gradients are then zero.
         """
         totals, total_number = dict(observed), self.number + number
         if self.totals and observed:
@@ -457,8 +458,8 @@ class Sampled(Observed):
                     f"state_dict['observed'] must have a gradient of shape {tuple(param.shape)} "
                     f"for parameter {number}, got {shape!r}"
                 )
-            own = state_dtype(param)
-            dtype = total.dtype if state_dtype(total) == own else own
+            wide = state_dtype(param)
+            dtype = total.dtype if state_dtype(total) == wide else wide
             found["totals"][param] = checkpoint.copied(total, param.device, dtype)
         numbers = checkpoint.numbers_in("['observed']['asked']", asked, params)
         found["asked"] = {params[n] for n in numbers}

@@ -37,7 +37,7 @@ class Plan:
     Attributes:
         first: what the source gives for the statistics of parameters that have none yet.
         refreshed: the same for statistics that parameters already have.
-        inverted: parameters whose factors are due. A new parameter has new factors.
+        inverted: parameters whose factors are due; first factors come with first statistics.
         updated: parameters to update.
     """
 
@@ -48,7 +48,7 @@ class Plan:
 
 
 def statistics_due(groups: Sequence[Group], states: States, source: Empirical) -> list[Tensor]:
-    """Parameters with statistics due, and parameters without any that an output may reach."""
+    """Parameters whose statistics are due, and those that wait for their first ones."""
     return [
         p
         for group in groups
@@ -60,7 +60,7 @@ def statistics_due(groups: Sequence[Group], states: States, source: Empirical) -
 
 
 def plan_step(
-    groups: Sequence[Group],
+    groups: Groups,
     states: States,
     source: Empirical,
     processes: Processes,
@@ -69,38 +69,36 @@ def plan_step(
     """Plans a step.
 
     Args:
-        groups: of the optimizer.
-        states: of its parameters.
-        source: of the gradients for the statistics.
+        groups: the optimizer's.
+        states: its state, by parameter.
+        source: gives the gradients for the statistics.
         processes: how they divide the step.
-        accumulated: parameters whose statistics already have this step's gradients, from an attempt
-            that raised.
+        accumulated: parameters whose statistics an earlier attempt at this step has refreshed.
 
     Raises:
         RuntimeError: if a parameter cannot be updated.
     """
-    names = Groups(groups)
-    units = names.units
-    with_gradients = processes.with_gradients(names.params)
-    _check_dense(names.name, with_gradients)
+    name, units = groups.name, groups.units
+    with_gradients = processes.with_gradients(groups.params)
+    _check_dense(name, with_gradients)
     if units:
         with_gradients = {units.key(p) for p in with_gradients}
-    earlier = {p: states[p] for p in names.params if has_statistics(states.get(p, {}))}
-    due = statistics_due(groups, states, source)
-    found = source.gradients(processes, due, with_gradients, earlier)
+    held = {p: states[p] for p in groups.params if has_statistics(states.get(p, {}))}
+    due = statistics_due(groups.all, states, source)
+    gradients = source.gradients(processes, due, with_gradients, held)
     updated = []
-    for group in groups:
+    for group in groups.all:
         for param in group["params"]:
             if param in with_gradients:
-                _check_update(names.name, param, group, states.get(param, {}), source, found)
+                _check_update(name, param, group, states.get(param, {}), source, gradients)
                 updated.append(param)
-    observed: dict[Tensor, Any] = processes.whole(found)
-    refreshed = {p: g for p, g in observed.items() if p in earlier}
-    has_new = {p for p in earlier if p in refreshed or p in accumulated}
+    observed: dict[Tensor, Any] = processes.whole(gradients)
+    refreshed = {p: g for p, g in observed.items() if p in held}
+    has_new = {p for p in held if p in refreshed or p in accumulated}
     return Plan(
-        first={p: g for p, g in observed.items() if p not in earlier},
+        first={p: g for p, g in observed.items() if p not in held},
         refreshed=refreshed,
-        inverted={p for group in groups for p in factors_due(group, earlier, has_new)},
+        inverted={p for group in groups.all for p in factors_due(group, held, has_new)},
         updated=updated,
     )
 
@@ -153,17 +151,17 @@ class Step:
     """A step to take, whose first states are there.
 
     Attributes:
-        statistics: refreshed first.
-        factors: refreshed after that.
-        updated: updated at last.
-        observed: what the source gives for the statistics.
-        grads: of the loss; of sharded parameters this process's pieces.
+        statistics: the batches whose statistics are refreshed, first.
+        factors: the batches whose factors are refreshed, next.
+        updated: the batches whose weights are updated, last.
+        observed: what the source gives for the statistics, by parameter.
+        grads: the gradients of the loss; this process's pieces if parameters are sharded.
         members: see ``Part``.
-        groups: of the optimizer, as are its states, method and source.
+        groups, states, method, source: the optimizer's.
         processes: how they divide the step.
-        attempt: what an earlier attempt at the step has done, which is not done again.
-        failures: gets the reports of the refreshes.
-        settings: of a group; a CUDA graph has its numbers on the device.
+        attempt: what an earlier attempt at this step has done, and is not done again.
+        failures: takes the reports of the refreshes.
+        settings: resolves a group; in a CUDA graph numbers are device tensors.
     """
 
     statistics: list[Batch]
@@ -243,12 +241,12 @@ class Step:
     def update(self) -> list[Stage]:
         """The stages that update momenta and parameters."""
         stages: list[Stage] = []
-        for number, (group, params) in enumerate(self.updated):
-            grads, own = {p: self.grads[p] for p in params}, [self.states[p] for p in params]
-            settings = self.settings(group)
-            part = Part(grads, self.states, settings, number, self.method, self.members)
+        for index, (group, params) in enumerate(self.updated):
+            grads, settings = {p: self.grads[p] for p in params}, self.settings(group)
+            part = Part(grads, self.states, settings, index, self.method, self.members)
             stages += self.processes.update(part)
-            stages.append(functools.partial(_count, own, group["graft"]))
+            states = [self.states[p] for p in params]
+            stages.append(functools.partial(_count, states, group["graft"]))
         return stages
 
     def _end_early_roots(self) -> None:
@@ -268,9 +266,9 @@ class Step:
             self.failures.report(replace(report, codes=codes))
 
     def _of_statistics(self, codes: Tensor) -> Delivery:
-        number = self.source.number
-        if isinstance(number, Tensor):  # if every row was masked, this is no failure
-            codes = codes * (number > 0).to(codes.device)
+        in_sums = self.source.number
+        if isinstance(in_sums, Tensor):  # if every row was masked, this is no failure
+            codes = codes * (in_sums > 0).to(codes.device)
         return Delivery(codes)
 
 
