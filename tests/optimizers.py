@@ -37,6 +37,10 @@ NO_FAILURES = {"skipped_statistics": 0, "failed_inverses": 0, "unreached": 0}
 Batches = Callable[[int], tuple[Tensor, Tensor]]
 
 
+# The loss is always a cross entropy.
+any_likelihood = pytest.mark.filterwarnings("ignore:likelihood '(gaussian|bernoulli)' does not fit")
+
+
 def made(name: str, model: nn.Module, *, named: bool = False, **settings: Any) -> Any:
     """The optimizer of this name for the parameters of a model."""
     chosen = {**SETTINGS, **settings}
@@ -295,3 +299,19 @@ class no_host_reads(TorchDispatchMode):  # noqa: N801 - used as a function
         super().__exit__(*error)
         if error[0] is None:
             assert self.reads == []
+
+
+def trained(name: str, steps: int = 5, **settings: Any) -> tuple[nn.Sequential, Any]:
+    """The small net and its optimizer after some steps."""
+    model = net()
+    opt = made(name, model, **settings)
+    train(model, opt, range(steps))
+    return model, opt
+
+
+def refuses(opt: Any, model: nn.Module, state: Any, message: str) -> None:
+    """Loading raises, and nothing has changed."""
+    before = Snapshot(model.parameters(), opt)
+    with pytest.raises(ValueError, match=message):
+        opt.load_state_dict(state)
+    before.assert_unchanged()
