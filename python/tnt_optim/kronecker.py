@@ -51,6 +51,7 @@ from tnt_optim.options import (
 )
 from tnt_optim.paper import paper_settings
 from tnt_optim.processes import Processes
+from tnt_optim.schedule import statistics_due
 from tnt_optim.state import (
     ALLOCATED,
     COUNTS,
@@ -62,7 +63,7 @@ from tnt_optim.state import (
     has_statistics,
     memory_estimate,
 )
-from tnt_optim.step import Plan, Step, plan_step, statistics_due
+from tnt_optim.step import Plan, Step, plan_step
 from tnt_optim.units import Units
 from tnt_optim.wrappers import Wrappable
 
@@ -549,7 +550,7 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
         """The parameters that an output would be asked for now."""
         if not (self._samples and self._groups.params):
             return []
-        due = statistics_due(self.param_groups, self.state, self._observed)
+        due = statistics_due(self.param_groups, self.state, self._observed.waits_for)
         return self._observed.wanted(due)
 
     @property

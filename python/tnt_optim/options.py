@@ -5,12 +5,11 @@ argument of the constructors, and the code that implements it; an option with st
 has a line in ``state.SPEC``.
 """
 
-import functools
 import inspect
 import math
 import re
 import textwrap
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, Literal, TypeVar, get_args
@@ -18,7 +17,7 @@ from typing import Any, Literal, TypeVar, get_args
 from torch import Tensor
 
 from tnt_optim.likelihoods import LIKELIHOODS
-from tnt_optim.modes import Settings, State
+from tnt_optim.modes import Settings
 
 Check = Callable[[Any], bool]
 Class = TypeVar("Class", bound=type)
@@ -450,50 +449,3 @@ def as_number(value: Any) -> Any:
 def as_they_are(group: Settings) -> Settings:
     """A group's settings for a step that no CUDA graph records."""
     return {**group, "lr": as_number(group["lr"])}
-
-
-@functools.cache
-def _warmup_steps(name: str, interval: int, warmup: int) -> tuple[frozenset[int], int]:
-    """The steps of refreshes in a warm-up, and the first one after it.
-
-    An interval that starts at step s is 1 + (interval - 1) s / warmup, rounded down. The name is
-    the interval's: ``observe`` and forward hooks come here before ``step`` checks all settings.
-
-    >>> steps, after = _warmup_steps("stat_interval", 4, 9)
-    >>> sorted(steps), after
-    ([0, 1, 2, 3, 5, 7], 10)
-    """
-    check_settings({name: interval, "interval_warmup": warmup})
-    steps, step = set(), 0
-    while step < warmup:
-        steps.add(step)
-        step += 1 + (interval - 1) * step // warmup
-    return frozenset(steps), step
-
-
-def is_due(group: Settings, interval: str) -> bool:
-    """Whether a refresh with a group's "stat_interval" or "inverse_interval" is due at its step."""
-    try:
-        steps, after = _warmup_steps(interval, group[interval], group["interval_warmup"])
-    except TypeError:  # a list, for example, has no hash
-        check_settings(group)
-        raise
-    t: int = group["step"]
-    return t in steps or (t >= after and (t - after) % group[interval] == 0)
-
-
-def factors_due(
-    group: Settings, states: Mapping[Tensor, State], refreshed: Container[Tensor]
-) -> list[Tensor]:
-    """The group's parameters, of those in ``states``, whose factors are due at its step.
-
-    Without a warm-up, factors follow the ``refreshed`` statistics during their first T2 steps.
-    """
-    t, scheduled = group["step"], is_due(group, "inverse_interval")
-    young = group["inverse_interval"] if t >= group["interval_warmup"] else 0
-    return [
-        p
-        for p in group["params"]
-        if (scheduled or p in refreshed) and p in states
-        if scheduled or t - states[p]["first_step"] < young
-    ]

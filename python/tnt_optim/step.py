@@ -22,9 +22,10 @@ from tnt_optim.groups import Groups
 from tnt_optim.interfaces import Method
 from tnt_optim.modes import Batch, Group, Settings, State, States, each, is_plain
 from tnt_optim.observations import Empirical
-from tnt_optim.options import as_they_are, factors_due, is_due
+from tnt_optim.options import as_they_are
 from tnt_optim.processes import Processes
 from tnt_optim.refresh import refresh_factors, refresh_statistics
+from tnt_optim.schedule import factors_due, statistics_due
 from tnt_optim.state import ALLOCATED, has_entries, has_statistics
 from tnt_optim.units import Member
 from tnt_optim.update import Part
@@ -45,18 +46,6 @@ class Plan:
     refreshed: dict[Tensor, Any]
     inverted: set[Tensor]
     updated: list[Tensor]
-
-
-def statistics_due(groups: Sequence[Group], states: States, source: Empirical) -> list[Tensor]:
-    """Parameters whose statistics are due, and those that wait for their first ones."""
-    return [
-        p
-        for group in groups
-        for scheduled in [is_due(group, "stat_interval")]
-        for p in group["params"]
-        if not is_plain(p, group)
-        if scheduled or source.waits_for(p, is_new=not has_statistics(states.get(p, {})))
-    ]
 
 
 def plan_step(
@@ -84,7 +73,7 @@ def plan_step(
     if units:
         with_gradients = {units.key(p) for p in with_gradients}
     held = {p: states[p] for p in groups.params if has_statistics(states.get(p, {}))}
-    due = statistics_due(groups.all, states, source)
+    due = statistics_due(groups.all, states, source.waits_for)
     gradients = source.gradients(processes, due, with_gradients, held)
     updated = []
     for group in groups.all:

@@ -1,9 +1,10 @@
 """The contract of PyTorch's optimizers, after its own test/test_optim.py.
 
-Groups, schedulers, signs, steps, closures, hooks. Saved states and copies are in ``test_checkpoint``,
-wrong settings in ``test_options``. Its checks of foreach, fused and differentiable do not apply
-(there are no such switches), those of sparse and complex parameters neither (they are refused);
-capturable steps are in tests/gpu, compiled ones in tests/system, KFAC's one group in tests/kfac.
+Groups, schedulers, signs, steps, closures, hooks. Saved states are in ``test_checkpoint``, copies
+in ``test_resume``, wrong settings in ``test_options``. Its checks of foreach, fused and
+differentiable do not apply (there are no such switches), those of sparse and complex parameters
+neither (they are refused); capturable steps are in tests/gpu, compiled ones in tests/system, KFAC's
+one group in tests/kfac.
 """
 
 import copy

@@ -30,10 +30,10 @@ from tnt_optim.options import (
     arguments,
     check_settings,
     documented,
-    is_due,
 )
 from tnt_optim.paper import paper_settings
 from tnt_optim.processes import Processes
+from tnt_optim.schedule import is_due
 from tnt_optim.units import Units
 
 

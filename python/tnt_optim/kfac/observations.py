@@ -33,8 +33,8 @@ from tnt_optim.likelihoods import (
 from tnt_optim.mismatch import watched
 from tnt_optim.modes import Layout, state_dtype
 from tnt_optim.observations import LOSS_ONLY, PATIENCE, Observed
-from tnt_optim.options import is_due
 from tnt_optim.processes import Processes
+from tnt_optim.schedule import is_due
 
 Pair = list[Tensor]  # [G, A]
 
