@@ -23,11 +23,11 @@ constexpr const char* kCompiler = "clang " __clang_version__;
 constexpr const char* kCompiler = "g++ " __VERSION__;
 #endif
 
-// Only after Python has compared the signatures: PyTorch cannot compare them with its schemas.
+// Python calls it after it has compared the signatures with the schemas, which PyTorch cannot do.
 PyObject* register_operators(PyObject* module, PyObject*) {
   try {
     tnt::register_operators();
-    // Known only now.
+    // The choice of the BLAS is known only now.
     if (PyModule_AddStringConstant(module, "blas", tnt::blas::description().c_str()))
       return nullptr;
   } catch (const std::invalid_argument& error) {

@@ -1,7 +1,7 @@
 // Argument checks whose errors name the argument, the rule and the value.
 //
-// Lists are flat here, for direct calls of torch.ops.tnt_kernels; tnt_kernels/ops.py checks and
-// names nested lists, stats[t][i].
+// Lists are flat here, as in direct calls of torch.ops.tnt_kernels. tnt_kernels/ops.py checks
+// nested lists, and names their entries stats[t][i].
 #pragma once
 
 #include <algorithm>
@@ -25,7 +25,7 @@ template <typename... Parts>
   throw std::invalid_argument(message.str());
 }
 
-// A macro, so that only errors build the parts of the message.
+// A macro, so that the parts of the message are built only for an error.
 #define TNT_CHECK(condition, ...) \
   if (!(condition)) ::tnt::refuse(__VA_ARGS__)
 
@@ -34,7 +34,7 @@ inline Dtype state_dtype(const Tensor& tensor) {
   return tensor.dtype() == kDouble ? kDouble : kFloat;
 }
 
-// Only errors build names.
+// An entry's name in a message; it is built only for an error.
 inline std::string entry(const char* list, size_t index) {
   return std::string(list) + "[" + std::to_string(index) + "]";
 }
@@ -43,7 +43,7 @@ inline void check_length(const char* name, size_t got, size_t wanted) {
   TNT_CHECK(got == wanted, name, " must have ", wanted, " entries, got ", got);
 }
 
-// Of a dtype that the kernels read.
+// The element type of a tensor whose dtype the kernels read.
 inline Element element_of(const Tensor& tensor) {
   if (tensor.dtype() == kDouble) return Element::kDouble;
   if (tensor.dtype() == kBFloat16) return Element::kBFloat16;
@@ -81,8 +81,9 @@ inline void check_tensor(const char* list, size_t t, const Tensor& tensor) {
             " must have at most ", kMostDimensions, " modes, got ", tensor.dim());
 }
 
-// Memory that a kernel writes: no two elements may share an address. Each stride must pass all that
-// the smaller ones reach. (PyTorch's dispatcher resolves or refuses negated and zero views.)
+// Memory that a kernel writes: no two elements may share an address, so each stride must be larger
+// than all offsets of the smaller ones. (PyTorch's dispatcher resolves or refuses negated and zero
+// views.)
 inline void check_writable(const char* list, size_t t, const Tensor& tensor) {
   if (tensor.is_contiguous() || tensor.numel() == 0) return;
   std::vector<std::pair<int64_t, int64_t>> dimensions;
@@ -116,7 +117,7 @@ inline void check_mode(const char* list, size_t t, const Tensor& mode, int64_t d
   if (written) check_contiguous(list, t, mode);
 }
 
-// Like another tensor in shape and dtype.
+// A tensor with the shape and dtype of another one.
 inline void check_like(const char* list, size_t t, const Tensor& tensor, const char* other_list,
                        const Tensor& other) {
   check_dense(list, t, tensor);
@@ -147,7 +148,7 @@ inline void check_state(const char* list, size_t t, const Tensor& state, const T
             ", got ", state.dtype());
 }
 
-// The momentum and the gradient of a tensor, a parameter or the momentum itself.
+// The momentum and the gradient of `tensor`, which is a parameter or the momentum itself.
 inline void check_momentum(size_t t, const Tensor& momentum, const Tensor& grad,
                            const Tensor& tensor) {
   check_state("momenta", t, momentum, tensor);
@@ -157,23 +158,23 @@ inline void check_momentum(size_t t, const Tensor& momentum, const Tensor& grad,
   check_writable("momenta", t, momentum);
 }
 
-// Numbers for each tensor of a list.
+// A table with numbers for each tensor of a list.
 inline void check_table(const char* name, const Tensor& table, std::vector<int64_t> sizes) {
   TNT_CHECK(table.is_dense_on_cpu() && table.dtype() == kDouble && table.sizes() == Numbers(sizes),
             name, " must be ", Numbers(sizes), " float64 on the CPU, got ", table.sizes(), ", ",
             table.dtype());
 }
 
-// A sum of c * stride with low <= c <= high.
+// A term c * stride of a sum, with low <= c <= high.
 struct Term {
   int64_t stride, low, high;
 };
 
-// Whether the terms, the largest stride first, can add up to `sum`. Gives up, with true, when
-// `tries` are used up: strides that do not nest have many ways.
+// Whether the terms, the largest stride first, can add up to `sum`. Returns true, too, when `tries`
+// are used up: strides that do not nest have many combinations.
 inline bool can_add_up(const Term* term, const Term* end, int64_t sum, int& tries) {
   if (term == end) return sum == 0;
-  int64_t low = 0, high = 0;  // of the other terms
+  int64_t low = 0, high = 0;  // the range of the other terms
   for (const Term* other = term + 1; other < end; ++other) {
     low += other->stride * other->low;
     high += other->stride * other->high;
@@ -188,7 +189,7 @@ inline bool can_add_up(const Term* term, const Term* end, int64_t sum, int& trie
   return false;
 }
 
-// Whether two tensors share a byte, exact for nested strides: views with gaps may interleave.
+// Whether two tensors share a byte; views with gaps may interleave. Exact for nested strides.
 inline bool share_memory(const Tensor& a, const Tensor& b) {
   std::vector<Term> terms;
   const auto add = [&](int64_t stride, int64_t low, int64_t high) {
@@ -238,7 +239,7 @@ inline void check_overlaps(std::initializer_list<NamedList> written,
       for (size_t t = 0; t < list.tensors.size(); ++t) {
         const Tensor& tensor = list.tensors[t];
         if (tensor.numel() == 0) continue;
-        // A lazy copy gets memory of its own before it is written.
+        // mutable_data() gives a lazy copy its own memory before it is written.
         const auto* first =
             static_cast<const char*>(is_written ? tensor.mutable_data() : tensor.data());
         int64_t reach = 1;
@@ -250,7 +251,7 @@ inline void check_overlaps(std::initializer_list<NamedList> written,
   }
   std::sort(ranges.begin(), ranges.end(),
             [](const Range& a, const Range& b) { return a.first < b.first; });
-  std::vector<const Range*> open;  // those that reach beyond the start of the next one
+  std::vector<const Range*> open;  // ranges that reach beyond the next one's start
   for (const Range& range : ranges) {
     std::erase_if(open, [&](const Range* other) { return other->last <= range.first; });
     for (const Range* other : open) {

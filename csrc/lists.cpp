@@ -1,6 +1,6 @@
 // The module tnt_kernels._host: host work on lists of tensors, as in tnt_kernels/lists.py.
 //
-// It fits one PyTorch only, unlike the operators, because the stable interface is too slow for it.
+// Unlike the operators it fits only the PyTorch it was built for: the stable interface is too slow.
 
 #include <ATen/core/Tensor.h>
 #include <pybind11/pybind11.h>
@@ -31,7 +31,7 @@ void for_each(py::handle sequence, Use use) {
   }
 }
 
-// As data_ptr() in Python: a lazy copy gets memory of its own first.
+// The same as data_ptr() in Python, which gives a lazy copy its own memory first.
 uint64_t address(const at::Tensor& tensor) {
   return reinterpret_cast<uintptr_t>(tensor.mutable_data_ptr());
 }
@@ -75,7 +75,7 @@ void mark_written(py::handle tensors) {
   });
 }
 
-// "major.minor" of a version: PyTorch's C++ interface may change with it.
+// "major.minor" of a version: PyTorch's C++ interface may change between these.
 std::string series(const std::string& version) {
   return version.substr(0, version.find('.', version.find('.') + 1));
 }

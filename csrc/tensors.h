@@ -1,6 +1,6 @@
 // The operators' arguments and results, through PyTorch's stable C interface.
 //
-// It is all of PyTorch that the operators see, so one build works with every PyTorch
+// The operators use nothing else of PyTorch, so one build works with every PyTorch
 // from TORCH_TARGET_VERSION (setup.py) on.
 #pragma once
 
@@ -101,7 +101,7 @@ class Tensor {
   }
   size_t nbytes() const { return static_cast<size_t>(numel_ * element_size()); }
 
-  // Not read once: a lazy copy gets memory of its own at mutable_data().
+  // Addresses are read at every call: mutable_data() gives a lazy copy its own memory.
   const void* data() const {
     const void* data = nullptr;
     succeeded(torch_get_const_data_ptr(handle_.get(), &data));
@@ -125,7 +125,7 @@ class Tensor {
 
 using TensorList = std::vector<Tensor>;
 
-// A new contiguous tensor on the CPU, of any contents.
+// A new contiguous tensor on the CPU, uninitialised.
 inline Tensor empty(Numbers sizes, Dtype dtype) {
   std::vector<int64_t> strides(sizes.size());
   int64_t stride = 1;
@@ -139,7 +139,8 @@ inline Tensor empty(Numbers sizes, Dtype dtype) {
   return Tensor(handle);
 }
 
-// Takes an argument from PyTorch's stack and puts a result there; and the type's name in a schema.
+// take and put convert an argument from PyTorch's stack and a result to it; name is the type's name
+// in a schema.
 template <typename T>
 struct Convert {
   static T take(StableIValue value) { return torch::stable::detail::to<T>(value); }
@@ -150,7 +151,7 @@ struct Convert {
 
 template <>
 struct Convert<Tensor> {
-  // As to<AtenTensorHandle>, which asks for PyTorch's version each time.
+  // The same as to<AtenTensorHandle>, without its check of PyTorch's version at every call.
   static Tensor take(StableIValue value) { return Tensor(std::bit_cast<AtenTensorHandle>(value)); }
   static StableIValue put(Tensor tensor) { return torch::stable::detail::from(tensor.release()); }
   static std::string name() { return "Tensor"; }
@@ -209,7 +210,7 @@ struct Boxed<function> {
     }
   }
 
-  // As in a schema, without names. PyTorch cannot compare it with the schema: Python does.
+  // The types as in a schema. Python compares them with the schema, because PyTorch cannot.
   static std::string signature() {
     std::string types;
     for (const std::string& name : {Convert<std::remove_cvref_t<Arguments>>::name()...}) {

@@ -12,8 +12,8 @@ Function* symbol(void* library, const char* name) {
   return reinterpret_cast<Function*>(dlsym(library, name));
 }
 
-// Those of the MKL inside PyTorch. Null without one: another BLAS may have no number of threads
-// for each thread.
+// Products from PyTorch's MKL; all null if PyTorch has none. (With another BLAS a thread may not be
+// able to set a number of threads for itself.)
 Products products_of_torch() {
   Products found{};
   if (void* torch = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD)) {

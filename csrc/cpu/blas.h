@@ -1,4 +1,4 @@
-// The only file, with blas.cpp, that knows the BLAS and LAPACK.
+// The BLAS and LAPACK: only this file and blas.cpp call them.
 //
 // The default is OpenBLAS from the scipy-openblas32 package; setup.py describes how to build with
 // another one. TNT_BLAS_PREFIX is the prefix of its Fortran names.
@@ -29,7 +29,7 @@
 #define TNT_JOIN(prefix, name) TNT_JOIN_NOW(prefix, name)
 #define TNT_FORTRAN(name) TNT_JOIN(TNT_BLAS_PREFIX, name)
 
-// A general product of matrices of numbers In.
+// A general product of matrices with entries of type In.
 template <typename In, typename T>
 using Gemm = void(const char*, const char*, const int64_t*, const int64_t*, const int64_t*,
                   const T*, const In*, const int64_t*, const In*, const int64_t*, const T*, T*,
@@ -88,10 +88,10 @@ constexpr int64_t kMaxSize = std::numeric_limits<int>::max();
 struct Products {
   Gemm<float, float>* of_floats;
   Gemm<double, double>* of_doubles;
-  // Summed in float, on the processor's units for matrices of bfloat16; null without either.
+  // Sums in float on the processor's bfloat16 matrix units; null if it or the library has none.
   Gemm<BFloat16, float>* of_bfloat16s;
-  // PyTorch's only: sets the calling thread's number of threads (0: the process's), and returns the
-  // number before.
+  // PyTorch's library only: sets the calling thread's number of threads (0: the process's), and
+  // returns the earlier number.
   int (*set_threads)(int);
 };
 constexpr Products own_products{TNT_FORTRAN(sgemm), TNT_FORTRAN(dgemm), nullptr, nullptr};
@@ -105,15 +105,15 @@ void choose_products(const std::string& wanted);
 // The libraries in use, and why.
 std::string description();
 
-// Whether products of bfloat16 numbers are faster than those of float, and from which size of a
-// mode and of the rest of its tensor: rounding would cost smaller ones more than it saves.
+// Whether bfloat16 products are faster than float ones. They are used if the mode, and the rest of
+// its tensor, have at least kLeastRounded entries: below, rounding costs more than it saves.
 inline bool multiplies_bfloat16() { return products.of_bfloat16s != nullptr; }
 constexpr int64_t kLeastRounded = 64;
 
 // Up to this product of M, N and K, OpenBLAS has kernels for small matrices, without packing.
 constexpr int64_t kUnpackedProduct = 1000000;
 
-// At the start of every operator: another package may have changed the number since.
+// Every operator begins with it: another package may have changed the number of threads.
 inline void use_one_thread_per_call() {
 #ifdef TNT_BLAS_SET_THREADS
   TNT_BLAS_SET_THREADS(1);

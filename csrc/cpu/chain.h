@@ -35,11 +35,11 @@ inline double chain_flops(const std::vector<Factor>& factors) {
 constexpr int64_t kSmallFactor = 128;
 constexpr int64_t kPanel = 1 << 13;
 
-// Out (d, rest) <- alpha A In^T + beta Out, for In (rest, d): one mode's product, which rotates the
-// modes, the last to the front. Without the rotation, products of middle modes would be strided,
-// and skinny if the modes behind them are small (a convolution's 9). With `rounded`, memory for
-// d (d + rest) numbers, the product is of numbers rounded to bfloat16. `vector` is memory for d
-// numbers if `rest` is 1.
+// Out (d, rest) <- alpha A In^T + beta Out, for In (rest, d): one mode's product, which moves the
+// last mode to the front. Otherwise the products of middle modes would be strided, and skinny if
+// the modes behind them are small (a convolution's 9). If `rounded` is not null, it is memory for
+// d (d + rest) numbers, and both operands are rounded to bfloat16. `vector` is memory for d numbers
+// if `rest` is 1.
 template <typename T>
 void rotating_product(const Factor& factor, int64_t rest, T alpha, const T* in, T beta, T* out,
                       T* vector, BFloat16* rounded) {
@@ -48,7 +48,7 @@ void rotating_product(const Factor& factor, int64_t rest, T alpha, const T* in, 
   const double flops = 2 * static_cast<double>(rest) * static_cast<double>(d) *
                        static_cast<double>(factor.diagonal ? 16 : d);
   if (rest == 1 && !factor.diagonal) {
-    // Not into `out`, which would be rounded after every column. Zeros, because 0 NaN is NaN.
+    // Not into `out`: the BLAS would round it after every column. Zeros, because 0 * NaN is NaN.
     std::fill_n(vector, d, T(0));
     blas::symv(d, alpha, a, in, T(0), vector);
     for (int64_t i = 0; i < d; ++i) out[i] = vector[i] + (beta == 0 ? T(0) : beta * out[i]);
@@ -119,13 +119,13 @@ void rotating_product(const Factor& factor, int64_t rest, T alpha, const T* in, 
   });
 }
 
-// How many buffers of a tensor's size its products take: two alternate between the products; a
-// single product, that of a vector, takes one.
+// How many buffers of the tensor's size the products take: two that alternate, or one if there are
+// two products, or a single one (of a vector).
 inline int64_t buffers_of(int64_t products) {
   return std::clamp<int64_t>(products - 1, products == 1 ? 1 : 0, 2);
 }
 
-// The numbers of workspace that chain_product needs.
+// How many numbers of workspace chain_product needs.
 inline int64_t chain_scratch(const std::vector<Factor>& factors, bool rounded) {
   int64_t count = 1, products = 0, largest = 0;
   for (const Factor& factor : factors) {
@@ -138,8 +138,8 @@ inline int64_t chain_scratch(const std::vector<Factor>& factors, bool rounded) {
 }
 
 // out <- alpha (G x_1 A_1 ... x_k A_k) + beta out, both contiguous. If beta is 0, out may be G: the
-// last product alone writes it. Inside a task, on its thread; else on all threads. `rounded`:
-// products of floats may be of bfloat16 numbers.
+// last product alone writes it. Runs on one thread inside a task, else on all threads. `rounded`:
+// float operands may be rounded to bfloat16.
 template <typename T>
 void chain_product(const std::vector<Factor>& factors, const T* tensor, T alpha, T beta, T* out,
                    T* scratch, bool rounded) {
@@ -181,8 +181,8 @@ void chain_product(const std::vector<Factor>& factors, const T* tensor, T alpha,
 constexpr double kLargeFlops = 2e7;
 
 // Calls run(i, scratch) for every item, which has `factors`: large items one after the other, so
-// that only one of them is in memory, and small ones in parallel, the costliest first. bytes(i) is
-// what item i takes of its scratch.
+// that only one of them is in memory, and small ones in parallel, the costliest first. Item i takes
+// bytes(i) of its scratch.
 template <typename Item, typename Bytes, typename Run>
 void run_chains(const std::vector<Item>& items, const Bytes& bytes, const Run& run) {
   blas::use_one_thread_per_call();

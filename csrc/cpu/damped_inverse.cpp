@@ -11,8 +11,8 @@ namespace {
 //
 // Factorisation and inversion are recursive, down to leaves that LAPACK computes: its triangular
 // products are several times as fast as its own inversion of a triangle, which works column by
-// column on one thread. Inside a task all is serial; a matrix with all threads is split into
-// strips.
+// column on one thread. Inside a task everything is serial; a matrix that gets all threads is split
+// into strips.
 
 constexpr int64_t kLeaf = 32;
 constexpr int64_t kFactorLeaf = 512;
@@ -70,7 +70,7 @@ void square_triangle(int64_t n, T* l, int64_t ld) {
   square_triangle(rest, l22, ld);
 }
 
-// U_i + eps I of a tensor's statistics S_i, with U_i = per_size d_i S_i.
+// How a tensor's statistics S_i are rescaled and damped: U_i + eps I with U_i = per_size d_i S_i.
 struct Rescaling {
   double per_size;
   double eps;
@@ -85,7 +85,7 @@ void copy_lower(const T* stat, int64_t n, int64_t first, int64_t last, T* out) {
   transpose(stat + last * n + first, n, out + first * n + last, n, n - last, last - first);
 }
 
-// out <- scale S, for a full mode its lower triangle. Returns whether all of it is finite.
+// out <- scale S (its lower triangle if the mode is full). Returns whether all entries are finite.
 template <typename T>
 bool rescaled(const FactorMode& mode, T scale, T* out) {
   constexpr int64_t kRows = 32;
@@ -149,7 +149,7 @@ Rescaling rescale(const TensorModes& tensor, double damping, bool relative) {
   // c = (tr S_1 / prod d)^(1/k), and c^(k-1) prod_{j != i} d_j = tr S_1 / (c d_i).
   const FactorMode& first = tensor.modes.front();
   const T* stat = static_cast<const T*>(first.stat);
-  // Compensated: the roundings of equal entries would all have the same sign.
+  // The sum is compensated: the roundings of equal entries would all have the same sign.
   double trace = 0, lost = 0, size = 1;
   for (int64_t i = 0; i < first.d; ++i) {
     const double entry = stat[first.diagonal ? i : i * (first.d + 1)], sum = trace + entry;
@@ -158,8 +158,8 @@ Rescaling rescale(const TensorModes& tensor, double damping, bool relative) {
   }
   trace += lost;
   for (const FactorMode& mode : tensor.modes) size *= static_cast<double>(mode.d);
-  // Tasks flush subnormal numbers to zero. Where the average eigenvalue is smaller than this, they
-  // count, and a statistic without them may be indefinite.
+  // Tasks flush subnormal numbers to zero. If the average eigenvalue is below kLeast, subnormal
+  // numbers matter, and a statistic without them may be indefinite.
   constexpr double kLeast = std::numeric_limits<T>::min() / std::numeric_limits<T>::epsilon();
   if (size == 0 || std::abs(trace / static_cast<double>(first.d)) < kLeast) {
     return {0, relative ? 1 : damping};

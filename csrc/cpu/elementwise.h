@@ -197,15 +197,15 @@ TNT_WIDEST_VECTORS inline void round_chunk(const float* from, int64_t count, BFl
   for (int64_t i = 0; i < count; ++i) to[i] = round_to<BFloat16>(from[i]);
 }
 
-// On all threads.
+// Rounds on all threads.
 inline void round_all(const float* from, int64_t count, BFloat16* to) {
   run_parts(count, 16 * static_cast<double>(count), [&](int64_t first, int64_t last) {
     round_chunk(from + first, last - first, to + first);
   });
 }
 
-// A copy of a float tensor in `to`, rounded to bfloat16. Its strides are the view's if that has no
-// gaps, else those of a contiguous tensor, which `strides` keeps.
+// A copy of a float tensor in `to`, rounded to bfloat16. It has the view's strides if the view has
+// no gaps, else contiguous ones; `strides` keeps them.
 inline TensorView rounded_copy(const TensorView& view, Strides& strides, BFloat16* to) {
   const auto* from = static_cast<const float*>(view.data);
   const int64_t count = view.count();

@@ -24,7 +24,7 @@ struct FactorMode {
   void* out;
   int64_t d;
   bool diagonal;
-  double shift = 0;  // of inverse_root: added to the diagonal first, rounded to the dtype
+  double shift = 0;  // inverse_root adds it to the diagonal first, rounded to the dtype
 
   int64_t count() const { return diagonal ? d : d * d; }
 };
@@ -67,11 +67,11 @@ void mirror_upper(T* matrix, int64_t n) {
   }
 }
 
-// Calls make(tensor, mode, scratch) for all modes of all tensors. It writes the factor to the
-// mode's `out` (of a matrix the diagonal and the upper triangle) and returns whether the factor is
-// good. If one of a tensor is not, all of its factors are restored and info[t] is i + 1 for the
-// first bad mode i. bytes(mode, zero), with a zero of the factor's type, is what make takes of its
-// scratch.
+// Calls make(tensor, mode, scratch) for all modes of all tensors. make writes the factor to the
+// mode's `out` (the diagonal and upper triangle of a matrix) and returns whether the factor is
+// good. If a factor of a tensor is bad, all factors of the tensor are restored, and info[t] is i +
+// 1 for the first bad mode i. make takes bytes(mode, zero) of its scratch; zero has the factor's
+// type.
 template <typename Bytes, typename Make>
 void make_factors(const std::vector<TensorModes>& tensors, double flops_per_cube,
                   const Bytes& bytes, const Make& make, int32_t* info) {
@@ -84,7 +84,7 @@ void make_factors(const std::vector<TensorModes>& tensors, double flops_per_cube
   struct Task {
     size_t tensor, mode;
     double flops;
-    size_t offset;  // of the old values of its factor
+    size_t offset;  // where its factor's old values are
   };
   const auto pending = std::make_unique<Pending[]>(tensors.size());
   std::vector<Task> tasks;
@@ -114,8 +114,8 @@ void make_factors(const std::vector<TensorModes>& tensors, double flops_per_cube
   for (const Task& task : tasks) flops.push_back(task.flops);
   const Order order = order_of(flops);
 
-  // Unfinished are at most the tensors of large tasks and one for each thread. Of this memory only
-  // pages that are written count.
+  // At most the tensors of large tasks, and one for each thread, are unfinished at any time. Only
+  // pages that are written take memory.
   const auto threads =
       static_cast<size_t>(threads_for(static_cast<int64_t>(order.rest.size()), order.flops));
   const size_t slots = std::min(tensors.size(), order.large.size() + threads);
@@ -167,7 +167,7 @@ void make_factors(const std::vector<TensorModes>& tensors, double flops_per_cube
       });
     }
     const std::lock_guard lock(mutex);
-    free_slots.push_back(state.saved);  // of memory that it had before
+    free_slots.push_back(state.saved);  // allocates nothing
   };
   run_in_order(
       order,

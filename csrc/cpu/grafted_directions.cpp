@@ -32,7 +32,7 @@ template <typename T, typename G, typename... Stride>
   }
 }
 
-// Roots and quotients are the bound here, not memory: the usual case gets the widest vectors.
+// Roots and quotients limit this loop, not memory: the usual case gets the widest vectors.
 TNT_WIDEST_VECTORS void update_flat_block(const Adam<float>& adam, int64_t count, float* m,
                                           float* v, const float* g, float* ratios) {
   update_block(adam, count, m, v, g, ratios, One(), One(), One());
@@ -101,7 +101,7 @@ void make_direction(const GraftedDirection& one, const GraftRates& rates, Scratc
   norms[0] = adam ? update_moments<T>(one, rates)
                   : std::sqrt(accumulate<true>(one.momentum, one.momentum, one.grad, mu));
   T* direction = static_cast<T*>(one.out);
-  const T* source = direction;  // a chain writes its result last
+  const T* source = direction;  // which chain_product writes last
   if (rates.nesterov) {
     const Strides strides = contiguous_strides(one.momentum);
     const TensorView ahead{direction, one.momentum.element, one.momentum.order, one.momentum.sizes,

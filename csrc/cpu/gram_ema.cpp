@@ -11,9 +11,9 @@
 namespace tnt {
 namespace {
 
-// mat_i(G) is (d, columns); a column is an index over all other modes. A sum does not depend on the
-// columns' order, so they are sorted by stride and merged if possible: a contiguous or
-// channels_last tensor has one or two dimensions of columns.
+// mat_i(G) is (d, columns); a column is an index over all other modes. A sum over columns does not
+// depend on their order, so their dimensions are sorted by stride and merged if possible: a
+// contiguous or channels_last tensor has one or two dimensions of columns.
 struct Unfolding {
   const void* data;
   Element element;
@@ -176,7 +176,7 @@ void blend_both(const T* product, int64_t product_stride, int64_t rows, int64_t 
   }
 }
 
-// The same for a tile on the diagonal; reads the product's lower triangle.
+// blend_both for a tile on the diagonal; reads the product's lower triangle.
 template <typename T>
 void blend_lower(const T* product, int64_t n, T decay, T* stat, int64_t stride) {
   constexpr int64_t kBlock = 32;
@@ -203,7 +203,7 @@ void blend_square(int64_t n, T alpha, const T* x, int64_t x_stride, double decay
   for (int64_t r = 0; r < n; ++r) {
     T* line = stat + r * stride;
     for (int64_t i = 0; i <= r; ++i) {
-      // In the order of the BLAS, which takes half precision: the same bits.
+      // The BLAS, which serves half precision, multiplies in this order: the same bits.
       line[i] = blend(static_cast<T>(decay), line[i], alpha * (values[r] * values[i]));
     }
   }
@@ -219,7 +219,7 @@ struct Tile {
   double flops;
 };
 
-// How the product of a tile of numbers In is computed.
+// How the product of a tile is computed, from operands of type In.
 struct TileProduct {
   bool triangle;   // of one panel with itself
   bool of_vector;  // by blend_square, without workspace
@@ -245,7 +245,7 @@ TileProduct product_of(const Operands& of, const Tile& tile) {
   plan.depth = plan.direct ? x.columns : std::max<int64_t>(64, (1 << 16) / height);
   if (small) {
     const int64_t side = tile.rows <= kLeaf ? tile.rows : half_of(tile.rows);
-    // Those kernels add all columns one by one; sums of partial sums round less.
+    // OpenBLAS's small kernels add all columns one by one; sums of partial sums round less.
     plan.depth = std::min({plan.depth, kPartialSum, blas::kUnpackedProduct / (side * side)});
   }
   plan.area = tile.rows * tile.columns;
@@ -298,7 +298,7 @@ void update_tile(const GramMode& mode, const Operands& of, const Tile& tile, dou
   }
 }
 
-// In double: a float sum of many small squares would stop growing.
+// Diagonal statistics are summed in double: a float sum of many small squares stops growing.
 int64_t diagonal_depth(const Unfolding& x) { return std::min<int64_t>(256, x.columns); }
 int64_t diagonal_workspace(const Unfolding& x, const Tile& tile) {
   return tile.rows * (2 * diagonal_depth(x) + 1);
@@ -354,7 +354,8 @@ void cut(const Unfolding& x, int64_t mode, bool diagonal, int64_t cuts, std::vec
   }
 }
 
-// The largest load of a thread over the average, if a thread takes the next tile when it is done.
+// The largest load of a thread over the average, if each thread takes the next tile when it is
+// done.
 double imbalance(const std::vector<Tile>& tiles, int64_t threads) {
   std::vector<double> loads(static_cast<size_t>(threads), 0.0);
   double total = 0;
@@ -413,7 +414,7 @@ auto with_types(const GramMode& mode, const Operands& of, const Use& use) {
   });
 }
 
-// Some statistics in tiles. Their tensors' addresses may still be unknown.
+// Statistics, split into tiles. The addresses of their tensors may be set later.
 struct Plan {
   std::vector<GramMode> modes;
   std::vector<Operands> operands;
@@ -447,7 +448,7 @@ Plan plan_of(std::vector<GramMode> modes, std::vector<Operands> operands, int64_
 }
 
 // S <- decay S + (1 - decay) times the Gram matrix, for all statistics of a plan. `memory` has
-// the plan's bytes.
+// plan.bytes bytes.
 void update(const Plan& plan, double decay, Scratch memory) {
   const auto count = static_cast<int64_t>(plan.tiles.size());
   run_tasks(count, plan.flops, memory, [&](int64_t task, Scratch scratch) {
@@ -470,10 +471,10 @@ bool is_rounded(const GramMode& mode, bool rounded) {
 // A whitened Gram matrix of one mode of a tensor, and its plan.
 struct WhitenedMode {
   TensorView tensor;
-  std::vector<Factor> factors;  // the mode's own is of ones
+  std::vector<Factor> factors;  // the mode's own factor is ones
   Strides strides;              // of G and P, contiguous
   size_t mode;
-  bool rounds;  // G and P to bfloat16, for the Gram matrix
+  bool rounds;  // whether the Gram matrix rounds G and P to bfloat16
   Plan plan;
   size_t bytes;  // of workspace
 };
@@ -513,7 +514,7 @@ void update_whitened(WhitenedMode& of, double decay, bool rounded, Scratch scrat
   const double trace = inner_product(tensor, product, count);
   GramMode& gram = of.plan.modes.front();
   gram.weight = trace <= 0 ? 0 : inner_product(tensor, tensor, count) / trace;
-  // A product that overflows must not look like one of weight 0, which is not read.
+  // An infinite trace would give the weight 0, with which the BLAS does not read the product.
   if (std::isinf(trace)) gram.weight = std::numeric_limits<double>::quiet_NaN();
   Operands& operands = of.plan.operands.front();
   operands.left.data = product;
@@ -534,7 +535,7 @@ void update_whitened(WhitenedMode& of, double decay, bool rounded, Scratch scrat
 void gram_ema(const std::vector<GramMode>& modes, double decay, bool rounded) {
   if (decay == 1) return;
   blas::use_one_thread_per_call();
-  // A tensor's modes follow each other, and share its copy.
+  // The modes of a tensor are neighbours in the list, and share one copy.
   int64_t count = 0;
   const int64_t* last = nullptr;
   for (const GramMode& mode : modes) {

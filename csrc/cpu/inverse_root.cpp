@@ -4,8 +4,8 @@
 namespace tnt {
 namespace {
 
-// Columns of a float matrix that are reduced in double before the rest; smaller matrices are
-// reduced in double.
+// How many columns of a float matrix are reduced in double before the rest is reduced in float.
+// Small matrices are reduced in double as a whole.
 constexpr int64_t kPanel = 16;
 
 template <typename T>
@@ -26,11 +26,12 @@ bool root_of_diagonal(const FactorMode& mode, T eps, T exponent) {
 // product of LAPACK's reflectors. Matrices are column-major, and only their upper triangles are
 // used (row-major, the lower ones).
 //
-// Rounding H and the products to float costs a root little; rounding the eigenvalues costs it the
-// condition number. So the tridiagonal matrix and its eigenvalues are in double, and kPanel columns
-// are reduced in double: if the spectrum is steep, the large eigenvalues then leave the rest of the
-// matrix, whose roundings in float become small. At n = 784 and eigenvalues i^-1.5 the root's error
-// is 2e-6 instead of 4e-4 (all in float); all in double would take 1.15 times as long.
+// Rounding H and the products to float adds little error to a root. Rounding the eigenvalues adds
+// an error that grows with the condition number. So the tridiagonal matrix and its eigenvalues are
+// in double, and kPanel columns are reduced in double: if the spectrum is steep, this removes the
+// large eigenvalues from the rest of the matrix, whose roundings in float become small. At n = 784
+// and eigenvalues i^-1.5 the root's error is 2e-6 instead of 4e-4 (all in float); all in double
+// would take 1.15 times as long.
 template <typename T>
 struct Eigen {
   Eigen(int64_t n, Scratch scratch)
@@ -80,7 +81,7 @@ struct Eigen {
     }
     for (int64_t i = 0; i < n; ++i) std::copy_n(matrix + i * ld, i + 1, reflectors + i * ld);
     std::copy_n(double_tau, n, tau);
-    double largest = 0;  // of the rest: the maximum norm bounds its eigenvalues
+    double largest = 0;  // row sum of the rest: bounds its eigenvalues
     if (rest > 0) {
       T *d = tau + n, *e = d + n;
       blas::fortran_sytrd('U', rest, reflectors, ld, d, e, tau, reinterpret_cast<T*>(work), size);
@@ -121,7 +122,7 @@ struct Eigen {
   Scratch rest_of_scratch;
 };
 
-// `rest` as in decompose. False if there is no root, or a rest in float hides it.
+// `rest` as in decompose. False if there is no root, or if reducing the rest in float hides it.
 template <typename T>
 bool root_of_matrix(const FactorMode& mode, T eps, int64_t p, int64_t rest, Scratch scratch) {
   const T *stat = static_cast<const T*>(mode.stat), shift = static_cast<T>(mode.shift);
@@ -135,7 +136,7 @@ bool root_of_matrix(const FactorMode& mode, T eps, int64_t p, int64_t rest, Scra
     most = std::max(most, std::abs(stat[r * n + r] + shift));
   }
   if (!(most > 0) || !std::isfinite(most)) return false;
-  // Squares of entries would leave the range. A power of two scales without rounding.
+  // Squares of entries could leave the range, so scale; a power of two scales without rounding.
   const T unit = std::ldexp(T(1), std::ilogb(most));
   Eigen<T> eigen(n, scratch);
   for (int64_t r = 0; r < n; ++r) {

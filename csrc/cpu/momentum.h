@@ -1,4 +1,4 @@
-// Elementwise updates that several operators share: of momenta and of parameters.
+// Elementwise updates of momenta and parameters, which several operators share.
 #pragma once
 
 #include <algorithm>
@@ -61,7 +61,7 @@ TNT_WIDEST_VECTORS void subtract_flat_run(const T* p, T rate, T decay, int64_t c
   subtract_run(p, rate, decay, count, w, One(), One());
 }
 
-// W <- W - (rate P + decay W), rounded once. P is of type T, W of any.
+// W <- W - (rate P + decay W), rounded once. P has type T, W any type.
 template <typename T>
 void subtract(const TensorView& param, const TensorView& direction, T rate, T decay) {
   const T* from = static_cast<const T*>(direction.data);

@@ -1,4 +1,4 @@
-// What register.cpp calls: the operators on pointers.
+// The operators on pointers, which register.cpp calls.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +11,8 @@
 namespace tnt {
 
 // Products of a tensor with a factor in every mode are contiguous, and double for a double tensor,
-// else float, as their factors are. `rounded`: the multiplications may be of bfloat16 numbers, as
-// in chain_product.
+// else float, like their factors. `rounded`: operands may be rounded to bfloat16, as in
+// chain_product.
 
 // One mode of one tensor, and its statistic: row-major (d, d), or (d,) if diagonal; double for
 // double tensors, else float.
@@ -56,8 +56,8 @@ void damped_inverse(const std::vector<TensorModes>& tensors, double damping, boo
 constexpr double kEigenvalueRoundings = 0.5;
 
 // A_i = (S_i + damping I)^(-1/roots[t]) for every mode of every tensor t, S_i the statistic + its
-// `shift` I; `info` and `out` as in damped_inverse. Of a statistic the lower triangle (row-major)
-// is read. Ren & Goldfarb 2021, Algorithm 4; Anil et al. 2021.
+// `shift` I; `info` and `out` as in damped_inverse. Only the lower triangle (row-major) of a
+// statistic is read. Ren & Goldfarb 2021, Algorithm 4; Anil et al. 2021.
 //
 // Eigenvalues of S_i that are negative only by roundings of S_i, down to
 //   -kEigenvalueRoundings sqrt(d) eps(dtype of S_i) lambda_max,

@@ -41,8 +41,8 @@ void step(const ParameterStep& step, const Rates& rates, Scratch scratch) {
   const T* m = contiguous_data(step.momentum, buffers);
   if (is_direct<T>(step, rates)) {
     T* w = static_cast<T*>(writable(step.param));
-    // Not as the product's factor of W: 1 - lr weight_decay, rounded, would decay all of W a little
-    // too much or too little in every step.
+    // Not as the product's beta: 1 - lr weight_decay would be rounded, and all of W would decay a
+    // little too much or too little in every step.
     if (rates.weight_decay != 0) decay(count, static_cast<T>(rates.lr * rates.weight_decay), w);
     chain_product(step.factors, m, static_cast<T>(-rates.lr), T(1), w, buffers, rates.rounded);
   } else {

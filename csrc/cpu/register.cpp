@@ -31,7 +31,7 @@ bool may_round() {
   return Convert<bool>::take(answer);
 }
 
-// PyTorch's mean of float or double numbers, in double: the reference's, to the bit.
+// PyTorch's mean of float or double numbers, in double: the same bits as the reference's mean.
 double mean_of(const void* data, int64_t count, int64_t stride, Dtype dtype) {
   AtenTensorHandle numbers = nullptr;
   succeeded(aoti_torch_create_tensor_from_blob(const_cast<void*>(data), 1, &count, &stride, 0,
@@ -49,7 +49,7 @@ TensorView view_of(const Tensor& tensor) {
           tensor.strides().data()};
 }
 
-// Factors or statistics as the kernels read them. Owns the copies of those that are not contiguous.
+// Factors or statistics as the kernels read them. Copies, and owns, what is not contiguous.
 struct Matrices {
   explicit Matrices(const TensorList& tensors) {
     data.reserve(tensors.size());
@@ -60,7 +60,7 @@ struct Matrices {
       }
       copies.push_back(empty(tensor.sizes(), tensor.dtype()));
       void* copy = copies.back().mutable_data();
-      // Not PyTorch's copy, whose threads a forked child waits for without end.
+      // Not PyTorch's copy: in a forked child it would wait forever for the parent's threads.
       data.push_back(with_state(element_of(tensor), [&](auto zero) -> const void* {
         auto* buffer = static_cast<decltype(zero)*>(copy);
         return contiguous_data(view_of(tensor), buffer);
@@ -72,7 +72,7 @@ struct Matrices {
   TensorList copies;
 };
 
-// The factors of each tensor, one call after the other.
+// Gives the factors of the next tensor at each call of `of`.
 class Factors {
  public:
   explicit Factors(const TensorList& factors) : factors_(factors), matrices_(factors) {}
@@ -105,7 +105,7 @@ void check_tensors(const char* name, const TensorList& tensors) {
   for (size_t t = 0; t < tensors.size(); ++t) check_tensor(name, t, tensors[t]);
 }
 
-// Refuses tensors that are too large for the BLAS, whose sizes have 32 bits.
+// Refuses tensors that are too large for a BLAS with 32-bit sizes.
 void check_products(const TensorList& tensors, const TensorList& factors) {
   size_t next = 0;
   for (size_t t = 0; t < tensors.size(); ++t) {

@@ -11,7 +11,7 @@ namespace tnt {
 
 constexpr int64_t kStrip = 256;
 
-// run(first, size) for the strips of [0, count).
+// Calls run(first, size) for the strips of [0, count).
 template <typename Run>
 void in_strips(int64_t count, double flops, const Run& run) {
   const int64_t strip = parallelism() > 1 ? kStrip : std::max<int64_t>(count, 1);
@@ -27,7 +27,7 @@ inline double cube(int64_t a, int64_t b, int64_t c) {
 }
 
 // C (n, n) <- alpha X X^T + beta C for X (n, k), or X^T X for X (k, n) if transposed. Column-major;
-// of C only the lower triangle. If beta is 0, C is not read.
+// only C's lower triangle is used. If beta is 0, C is not read.
 template <typename T>
 void rank_update(bool transposed, int64_t n, int64_t k, T alpha, const T* x, int64_t ldx, T beta,
                  T* c, int64_t ldc) {

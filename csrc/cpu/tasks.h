@@ -102,7 +102,7 @@ class LargeBlocks {
 
 inline LargeBlocks large_blocks;
 
-// Memory that a task may write as it likes. It does not own it: nothing is allocated in a task.
+// Memory that a task may write. A Scratch does not own it: nothing is allocated in a task.
 class Scratch {
  public:
   Scratch() = default;
@@ -174,8 +174,8 @@ class InsideTask {
   const bool before_;
 };
 
-// How many tasks can run at once (1 inside a task); on_threads calls work(i) for all i in
-// [0, threads), each on the same one of PyTorch's threads at every call.
+// parallelism() is how many tasks can run at once (1 inside a task). on_threads calls work(i) for
+// all i in [0, threads), each i on the same one of PyTorch's threads at every call.
 #ifndef TNT_STD_THREADS
 inline int64_t parallelism() {
   uint32_t threads = 1;
@@ -183,7 +183,7 @@ inline int64_t parallelism() {
   return threads;
 }
 
-// No exception may pass through PyTorch's C function: the first is rethrown after it.
+// No exception may pass through PyTorch's C function: the first one is rethrown afterwards.
 template <typename Work>
 void on_threads(int64_t threads, const Work& work) {
   if (threads == 1) return work(0);
@@ -251,8 +251,8 @@ void run_tasks(int64_t count, double flops, const Run& run) {
 }
 
 // Calls run(first, last) for equal parts of [0, count), each on the same thread at every call: for
-// memory-bound loops. The thread finds in its caches what it left there. (Chunks that went to
-// either of two threads took 1.5 times as long, even from 64 MB tensors.)
+// memory-bound loops, because a thread finds its part in its caches. (Chunks that went to either of
+// two threads took 1.5 times as long, even with 64 MB tensors.)
 template <typename Run>
 void run_parts(int64_t count, double flops, const Run& run) {
   const int64_t threads = threads_for(count, flops);
@@ -266,7 +266,7 @@ void run_parts(int64_t count, double flops, const Run& run) {
 struct Order {
   std::vector<size_t> large;  // first, one after the other, each on all threads
   std::vector<size_t> rest;   // then in parallel, each on one thread
-  double flops = 0;           // of the rest, and of more if that makes it worth several threads
+  double flops = 0;           // decides on threads for the rest; order_of counts large tasks, too
 };
 
 // A task above one thread's share of the work is large. Both lists keep the tasks' order.
@@ -290,8 +290,8 @@ inline Order order_by_cost(const std::vector<double>& flops) {
   return order;
 }
 
-// Calls run(i, scratch) for all tasks. bytes(i), a sum of Scratch::bytes_of, is what task i takes
-// of its scratch; all of it is allocated before the first task begins.
+// Calls run(i, scratch) for all tasks. Task i takes bytes(i), a sum of Scratch::bytes_of, of its
+// scratch; all memory is allocated before the first task begins.
 template <typename Bytes, typename Run>
 void run_in_order(const Order& order, const Bytes& bytes, const Run& run) {
   const auto count = static_cast<int64_t>(order.rest.size());

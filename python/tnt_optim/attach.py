@@ -40,8 +40,8 @@ class OutputHook:
         self.is_sharded = is_sharded
         self._observe: Callable[..., None] | None = None
         if optimizer is not None:
-            # A compiled model's graph ends here, at an end of the forward. A decorator would
-            # import the compiler with this module.
+            # The graph of a compiled model ends here, at the end of the forward. A decorator
+            # would import the compiler together with this module.
             self._observe = torch.compiler.disable(
                 _observe_call,
                 reason="an optimizer's attach() observes what this model returns; attach it to "
@@ -90,13 +90,13 @@ class Attachable:
         counts as a micro-batch. Put calls without a loss under ``torch.no_grad()``, or after
         ``model.eval()``. Calls for ``warm_start`` do not count, nor calls that activation
         checkpointing repeats in the backward, nor outputs that require no gradient. Under autocast
-        the output is observed as if autocast had ended, but for a likelihood function.
+        the output is observed as if autocast had ended, except by a likelihood function.
 
         An optimizer is attached to one model at a time; a second ``attach`` replaces the first. Two
-        optimizers may be attached to one model. Of optimizers with the same parameters (a trainer's
-        second ``fit`` makes another) only the last one stays attached. The hook keeps no optimizer
-        alive; copies of the model have a hook that does nothing, copies of the optimizer are not
-        attached.
+        optimizers may be attached to one model. If they have the same parameters (a trainer's
+        second ``fit`` makes another one), only the last one stays attached. The hook keeps no
+        optimizer alive; copies of the model have a hook that does nothing, copies of the optimizer
+        are not attached.
 
         Under DistributedDataParallel attach to the wrapper or to the inner module; with
         ``static_graph=True`` to the inner module. Attach after ``fully_shard``. A model may be
@@ -105,13 +105,13 @@ class Attachable:
         graph.
 
         Args:
-            model: a module whose outputs depend on this optimizer's parameters; for ``KFAC`` its
-                own or a module around it, not compiled and not sharded.
-            output: from the model's result to the argument of ``observe``, as
-                ``lambda out: out.logits[:, :-1]`` for a language model; None: the tensor it
-                returns, or its ``logits``. A function of three arguments, ``lambda out, args,
-                kwargs: ...``, also gets those of the forward, such as labels that say what is
-                padding. If it leaves no row, the call does not count.
+            model: a module whose outputs depend on this optimizer's parameters; for ``KFAC`` the
+                model it was made for or a module around it, not compiled and not sharded.
+            output: a function from the model's result to the argument of ``observe``, such as
+                ``lambda out: out.logits[:, :-1]`` for a language model; None: the result if it is
+                a tensor, else its ``logits``. A function of three arguments, ``lambda out, args,
+                kwargs: ...``, also gets the forward's arguments, such as labels that mark padding.
+                A call for which it leaves no row does not count.
 
         Returns:
             A handle; its ``remove`` ends the observation, as does the end of a ``with``.
@@ -149,8 +149,8 @@ def _params(optimizer: Any) -> set[Tensor]:
 def _attached_to(model: nn.Module, params: set[Tensor]) -> list[Any]:
     """The optimizers of these parameters that are attached to a model."""
     hooks = [hook for hook in model._forward_hooks.values() if isinstance(hook, OutputHook)]
-    found = [hook.optimizer() for hook in hooks if hook.optimizer is not None]
-    return [other for other in found if other is not None and _params(other) == params]
+    attached = [hook.optimizer() for hook in hooks if hook.optimizer is not None]
+    return [other for other in attached if other is not None and _params(other) == params]
 
 
 def _asking(hook: OutputHook, module: nn.Module) -> Any:
@@ -187,10 +187,10 @@ def _takes_inputs(output: Callable[..., Any]) -> bool:
         signature = inspect.signature(output)
     except ValueError:  # a built-in function
         return False
-    for number in (1, 3):
+    for count in (1, 3):
         with suppress(TypeError):
-            signature.bind(*range(number))
-            return number == 3
+            signature.bind(*range(count))
+            return count == 3
     raise TypeError(
         f"output must be a function of (result) or of (result, args, kwargs), got {signature}"
     )
@@ -204,7 +204,7 @@ def _observe_call(hook: OutputHook, module: nn.Module, args: Any, kwargs: Any, r
     tensors = [leaf for leaf in tree_leaves(described) if isinstance(leaf, Tensor)]
     if tensors and not any(tensor.requires_grad for tensor in tensors):
         return
-    # No row counts. The processes of a sharded model have to run the backward together.
+    # An output without rows is left out. But processes of a sharded model need every backward.
     if tensors and not any(t.numel() for t in tensors) and not hook.is_sharded:
         return
     # DistributedDataParallel adds its node to the graph after this hook, so ask DDP itself.
@@ -229,13 +229,13 @@ def _logits(result: Any) -> Any:
     if isinstance(result, Tensor):
         return result
     if isinstance(result, Mapping):
-        found = result.get("logits")
+        logits = result.get("logits")
     else:
-        found = getattr(result, "logits", None)
-    if found is None:
+        logits = getattr(result, "logits", None)
+    if logits is None:
         raise TypeError(
             "output must say what to observe of a model that returns neither a tensor nor "
             f"logits, but {type(result).__name__}: "
             "opt.attach(model, output=lambda result: ...)"
         )
-    return found
+    return logits

@@ -1,7 +1,7 @@
 """How a step that raises, for example for lack of memory, can be repeated.
 
-Every call that writes takes its memory before, and the optimizer knows what has been written: a
-step that is repeated refreshes no statistics twice, and finishes an update that had begun.
+Every call that writes allocates its memory first, and the optimizer records what was written. A
+repeated step refreshes no statistics twice, and finishes an update that had begun.
 """
 
 from collections import deque
@@ -15,16 +15,16 @@ Stage = Callable[[], None]
 
 
 class Stages:
-    """Calls one after the other, each of which does all of its work or raises before any of it.
+    """A sequence of calls, each of which does all of its work or raises before it changes anything.
 
     After an error, ``run`` goes on with the call that raised.
 
     Args:
         stages: the calls.
-        resumable: whether the caller can go on after an error, as several processes cannot.
+        resumable: whether the caller can go on after an error; several processes cannot.
 
     Attributes:
-        is_started: whether a call has returned, and the others can follow later.
+        is_started: whether a call has returned, and the remaining ones can be made later.
     """
 
     def __init__(self, stages: Iterable[Stage], *, resumable: bool) -> None:
@@ -41,15 +41,15 @@ class Stages:
 
 @dataclass
 class Attempt:
-    """What attempts at a step have done before they raised, for the next one to go on with."""
+    """What failed attempts at a step have done; the next attempt goes on from there."""
 
     # Parameters whose statistics have this step's observations, and whose factors are refreshed.
     accumulated: set[Tensor] = field(default_factory=set)
     inverted: set[Tensor] = field(default_factory=set)
-    update: Stages | None = None  # once it has begun
+    update: Stages | None = None  # None until the update begins
 
     def finish(self, stages: Iterable[Stage], *, resumable: bool = True) -> None:
-        """Runs the stages that change parameters, and what must follow then."""
+        """Runs the stages of the update, which change parameters."""
         self.update = Stages(stages, resumable=resumable)
         self.update.run()
 
@@ -59,7 +59,7 @@ class Attempt:
         if self.update is None or not self.update.is_started or not isinstance(error, Exception):
             self.update = None
             return
-        # The update keeps its gradients: backwards before it is finished must not change them.
+        # The update still needs these gradients: a backward before it ends must not change them.
         for param in params:
             param.grad = None
 

@@ -1,4 +1,4 @@
-"""Gradients for the statistics: a second backward that leaves the user's own as it is."""
+"""Gradients for the statistics: a second backward, without effect on the user's backward."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tnt_optim.modes import state_dtype
 
-# By parameter; None if this process has no gradient of it, but another may.
+# By parameter. None: this process has no gradient of it, but another process may have one.
 Gradients = Mapping[Tensor, Tensor | None]
 
 # The node of reentrant checkpointing: the graph does not show what is inside.
@@ -25,7 +25,7 @@ def all_finite(gradients: Iterable[Tensor]) -> Tensor:
     wide = [g.float() if g.dtype == torch.float16 else g for g in gradients]
     if not wide:
         return torch.ones((), dtype=torch.bool)
-    # Each by itself, in its own dtype: together they may overflow where no Gram matrix does.
+    # One norm each, in its own dtype: their sum may overflow where no Gram matrix does.
     norms = torch._foreach_norm(wide)
     traces = [trace.to(norms[0].device) for trace in torch._foreach_mul(norms, norms)]
     return torch.stack(traces).isfinite().all()
@@ -35,7 +35,7 @@ def all_finite(gradients: Iterable[Tensor]) -> Tensor:
 def buffers_put_back(*modules: nn.Module) -> Iterator[None]:
     """Restores the modules' buffers (batch norm's running statistics) on leaving.
 
-    Also buffers that a forward replaces by other tensors.
+    This includes buffers that a forward replaces by other tensors.
     """
     for module in modules:
         if not isinstance(module, nn.Module):
@@ -45,11 +45,11 @@ def buffers_put_back(*modules: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for table, own in tables:
-            table.update(own)
+        for table, buffers in tables:
+            table.update(buffers)
         with torch.no_grad():
             for buffer, value in values.items():
-                if not torch.equal(buffer, value):  # an expanded one could not be written
+                if not torch.equal(buffer, value):  # writing to an expanded one raises
                     buffer.copy_(value)
 
 
@@ -78,18 +78,18 @@ def without_autocast(tensor: Tensor) -> AbstractContextManager[None]:
 
 def graph_nodes(output: Tensor) -> Iterator[Node]:
     """The nodes of the graph of a tensor, each once."""
-    seen: set[Node] = set()
+    visited: set[Node] = set()
     waiting = [] if output.grad_fn is None else [output.grad_fn]
     while waiting:
         node = waiting.pop()
-        if node not in seen:
-            seen.add(node)
+        if node not in visited:
+            visited.add(node)
             yield node
-            waiting += [following for following, _ in node.next_functions if following is not None]
+            waiting += [child for child, _ in node.next_functions if child is not None]
 
 
 def check_shown(kinds: Collection[str]) -> None:
-    """Refuses a graph with nodes of these names if one hides parameters."""
+    """Refuses a graph, given the names of its nodes, if one of them hides parameters."""
     if _CHECKPOINT in kinds:
         raise ValueError(
             f"output must have a graph that shows its parameters, and {_CHECKPOINT} hides some: "
@@ -135,12 +135,12 @@ def checked_replicas(loss: Tensor) -> list[DistributedDataParallel]:
     """
     if not (dist.is_available() and dist.is_initialized()):
         return []
-    found = [
+    modules = [
         node.ddp_weakref()  # type: ignore[attr-defined]
         for node in graph_nodes(loss)
         if node.name() == "_DDPSinkBackward"
     ]
-    replicas = [module for module in found if module is not None]
+    replicas = [module for module in modules if module is not None]
     if any(replica.static_graph for replica in replicas):
         raise RuntimeError(
             "output must not come from DistributedDataParallel with static_graph=True, because a "
@@ -185,8 +185,8 @@ def gradients_of(
 ) -> dict[Tensor, Tensor]:
     """The gradients of ``loss`` by the parameters it depends on; every ``.grad`` is left alone.
 
-    The backward is that of the loss times ``scale``, by which the gradients are divided: a power of
-    two changes only numbers that are too small for their dtype. A sparse gradient is refused.
+    The loss is multiplied by ``scale`` and the gradients are divided by it: a power of two changes
+    only numbers that are too small for their dtype. A sparse gradient is refused.
     """
     grads: Sequence[Tensor | None] = ()
     if params:

@@ -28,8 +28,8 @@ NUMBERS = ("lr", "damping", "momentum", "stat_decay", "weight_decay")
 _CHANGING = (*NUMBERS, "stat_interval", "inverse_interval", "interval_warmup", "modes")
 _FIXED = tuple(o.name for o in OPTIONS.values() if o.per_group and o.name not in _CHANGING)
 
-# The number of graphs. Further kinds of steps run without: a model has many kinds if different
-# parameters have gradients at different steps.
+# The most graphs of an optimizer; further kinds of steps run without one. A model has many kinds if
+# different parameters have gradients at different steps.
 MOST_GRAPHS = 16
 
 
@@ -44,7 +44,7 @@ class Recordable(Protocol):
     states: States
 
     def recordable(self) -> list[Report]:
-        """All of the step, without a look at its results."""
+        """Runs the whole step; the host reads no result."""
 
     def with_fixed(
         self,
@@ -52,7 +52,7 @@ class Recordable(Protocol):
         grads: Gradients,
         settings: Callable[[Group], Settings],
     ) -> "Recordable":
-        """The same step with these in place of its own."""
+        """The same step with these tensors and settings."""
 
 
 @dataclass
@@ -78,7 +78,7 @@ class StepGraphs:
     def run(self, step: Recordable) -> list[Report]:
         """Runs a step, or replays the graph of its kind.
 
-        Refused while another graph is recorded, which would hold one kind of step only.
+        Raises while another graph is recorded: that graph would hold one kind of step only.
         """
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
@@ -113,7 +113,7 @@ class StepGraphs:
             replay, reports = record(step.recordable, param.device)
         except Exception as error:
             self._refused.add(kind)
-            # After an error of the capture its end fails too, and says less.
+            # After an error in a capture, ending the capture raises a second, less useful one.
             why = error.__context__ or error
             warn_the_caller(
                 f"{_described(step)} cannot be captured in a CUDA graph ({why}): they run "
@@ -151,14 +151,14 @@ class StepGraphs:
         """The gradients at the fixed addresses that the graphs read."""
         for p, g in gradients.items():
             if (name, p) not in self._gradients:
-                self._gradients[name, p] = g if self._is_its_own(p, g) else torch.empty_like(g)
+                self._gradients[name, p] = g if self._may_overwrite(p, g) else torch.empty_like(g)
         fixed = {p: self._gradients[name, p] for p in gradients}
         others = [p for p, g in gradients.items() if fixed[p] is not g]
         if others:
             torch._foreach_copy_([fixed[p] for p in others], [gradients[p] for p in others])
         return fixed
 
-    def _is_its_own(self, param: Tensor, gradient: Tensor) -> bool:
+    def _may_overwrite(self, param: Tensor, gradient: Tensor) -> bool:
         """Whether later gradients may overwrite it: autograd's may be shared or expanded."""
         if gradient is not param.grad or torch._debug_has_internal_overlap(gradient) != 0:
             return False
@@ -175,7 +175,7 @@ def record(
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.device(device):
         before = torch.cuda.current_stream()
-        # The stream must be of this device: PyTorch's own is of the first device with a graph.
+        # A stream of this device: PyTorch's default one is of the first device with a graph.
         stream = torch.cuda.Stream()
         try:
             # Other threads, such as a data loader's, may allocate meanwhile.
@@ -222,7 +222,7 @@ def _addresses(step: Recordable) -> tuple[tuple[int, ...], list[Any]]:
     addresses = []
     for param in params.values():
         state = step.states[param]
-        own = [state[name] for name in TENSORS if name in state]
-        kept += [param, *own]
-        addresses += [param.data_ptr(), *map(id, own)]
+        tensors = [state[name] for name in TENSORS if name in state]
+        kept += [param, *tensors]
+        addresses += [param.data_ptr(), *map(id, tensors)]
     return tuple(addresses), kept

@@ -28,26 +28,26 @@ def diagnostics(
 ) -> dict[str, float]:
     """Figures of parameters with factors in this process; see ``TNT.diagnostics``.
 
-    Directions and conditions only of a method that ``multiplies`` momenta by factors. Waits once
-    for each device.
+    Direction norms and condition numbers exist only if the method ``multiplies`` momenta by
+    factors. The host waits once for each device.
     """
     held = [p for p in states if p.numel() > 0]
     counts = ("skipped_statistics", "failed_inverses")
-    found = {f"{count}/{names[p]}": float(states[p][count]) for p in held for count in counts}
+    figures = {f"{count}/{names[p]}": float(states[p][count]) for p in held for count in counts}
     for params in by_device(held):
         keys: list[Key] = []
         values: list[Tensor] = []
         with without_autocast(params[0]):
-            for of, parts in _figures(params, states, multiplies):
-                keys += of
-                values.append(parts.double())
+            for some_keys, some_values in _figures(params, states, multiplies):
+                keys += some_keys
+                values.append(some_values.double())
         by_key: dict[Key, list[float]] = {}
         for key, value in zip(keys, torch.cat(values).tolist(), strict=True):
             by_key.setdefault(key, []).append(value)
-        for (figure, param), numbers in by_key.items():
+        for (figure, param), parts in by_key.items():
             combine = _largest if figure == "condition" else math.hypot
-            found[f"{figure}/{names[param]}"] = combine(*numbers)
-    return dict(sorted(found.items()))
+            figures[f"{figure}/{names[param]}"] = combine(*parts)
+    return dict(sorted(figures.items()))
 
 
 def _figures(
@@ -62,12 +62,12 @@ def _figures(
         return
     for part in buckets_of(params):
         bucket = params[part]
-        own = [states[p] for p in bucket]
-        layouts = list(map(layout_of, own))
-        momenta = blocks(each(own, "momentum"), layouts)
-        directions = mode_products(momenta, rows(each(own, "factors"), layouts))
-        of = [p for p, layout in zip(bucket, layouts, strict=True) for _ in layout.cuts]
-        yield _norms("direction_norm", of, directions)
+        bucket_states = [states[p] for p in bucket]
+        layouts = list(map(layout_of, bucket_states))
+        momenta = blocks(each(bucket_states, "momentum"), layouts)
+        directions = mode_products(momenta, rows(each(bucket_states, "factors"), layouts))
+        of_blocks = [p for p, layout in zip(bucket, layouts, strict=True) for _ in layout.cuts]
+        yield _norms("direction_norm", of_blocks, directions)
     alike: dict[tuple[torch.Size, torch.dtype], list[tuple[Tensor, Pair]]] = {}
     for param in params:
         if states[param].get("stats"):  # otherwise the owner rank has this figure, or there is none
@@ -76,17 +76,17 @@ def _figures(
     for (shape, _), members in alike.items():
         count = max(1, _STACK // shape.numel())
         for start in range(0, len(members), count):
-            some = members[start : start + count]
-            stats, factors = (_stacked([pair[which] for _, pair in some]) for which in (0, 1))
-            yield [("condition", param) for param, _ in some], conditions(stats, factors)
+            stack = members[start : start + count]
+            stats, factors = (_stacked([pair[which] for _, pair in stack]) for which in (0, 1))
+            yield [("condition", param) for param, _ in stack], conditions(stats, factors)
 
 
 def _norms(
-    figure: str, of: Sequence[Tensor], tensors: Sequence[Tensor]
+    figure: str, params: Sequence[Tensor], tensors: Sequence[Tensor]
 ) -> tuple[list[Key], Tensor]:
     # Squares of small numbers underflow in float32, and half precision would round the norm.
     norms = torch._foreach_norm(list(tensors), 2, torch.float64)
-    return [(figure, param) for param in of], torch.stack(norms)
+    return [(figure, param) for param in params], torch.stack(norms)
 
 
 def _stacked(matrices: Sequence[Tensor]) -> Tensor:
@@ -96,8 +96,8 @@ def _stacked(matrices: Sequence[Tensor]) -> Tensor:
 def conditions(stats: Tensor, factors: Tensor) -> Tensor:
     """The condition numbers of n factors, (n, d, d) or (n, d), estimated from below.
 
-    The eigenvector of the largest eigenvalue of S is that of the smallest of A, if A is the factor
-    of S. ``factors`` are of statistics some steps before ``stats``.
+    If A is the factor of S, the eigenvector of S's largest eigenvalue belongs to A's smallest. The
+    ``factors`` were computed some steps before ``stats``.
     """
     if factors.dim() == 2:
         return factors.amax(1) / factors.amin(1)
@@ -124,5 +124,5 @@ def _times(matrices: Tensor, vectors: Tensor) -> Tensor:
     return torch.bmm(vectors.unsqueeze(1), matrices).squeeze(1)
 
 
-def _largest(*numbers: float) -> float:
-    return math.nan if any(map(math.isnan, numbers)) else max(numbers)
+def _largest(*values: float) -> float:
+    return math.nan if any(map(math.isnan, values)) else max(values)

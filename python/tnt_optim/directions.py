@@ -25,13 +25,13 @@ from tnt_optim.modes import (
     rows,
 )
 
-# The root mean square of a direction with graft="rms": about that of Adam's, as for Muon.
+# The root mean square of a direction with graft="rms", as for Muon: about that of Adam's direction.
 RMS = 0.2
-# Of a scale: tensors of float32 hold it. A momentum that has decayed to 1e-43 asks for more.
+# The largest scale: it must fit in float32. A momentum of 1e-43 would need more.
 LARGEST = torch.finfo(torch.float32).max
-# Random bits for one draw: four numbers take sixteen each. The draw costs more than the rounding.
+# The range of a random draw, whose 64 bits round four values: drawing costs more than rounding.
 _INT64 = (-(1 << 63), (1 << 63) - 1)
-# On the CPU, numbers are rounded in pieces that stay in the cache.
+# On the CPU, values are rounded in pieces that stay in the cache.
 _ROUNDING_PIECE = 1 << 16
 
 
@@ -41,14 +41,14 @@ def directions_(
     layouts: Sequence[Layout],
     group: Settings,
 ) -> tuple[list[Tensor], Tensor]:
-    """Updates the moments, by one call: an error leaves them as they were.
+    """Updates the moments and computes directions, in one call: an error leaves the moments alone.
 
-    The states' counts of updates are those before it.
+    The states must still have the counts of updates before this one.
 
     Returns:
-        The directions, and for each the norm of another method's and its own; the other is Adam's
-        m^ / (sqrt(v^) + 1e-8), bias-corrected, or the momentum, both with ``nesterov`` one
-        gradient ahead; see ``graft_scales``.
+        The directions, and for each two norms: of the grafted direction, and of itself. The grafted
+        direction is Adam's m^ / (sqrt(v^) + 1e-8), bias-corrected, or the momentum; ``nesterov``
+        takes both one gradient ahead. See ``graft_scales``.
     """
     ahead = group["nesterov"]
     momenta = blocks(each(states, "momentum"), layouts)
@@ -71,27 +71,27 @@ def graft_scales(
 ) -> Tensor | None:
     """The scales still to apply to directions, from the norms of ``directions_``; None for 1.
 
-    With ``graft`` "rms" a direction gets a fixed norm, else that of the other method's. A zero
-    direction stays zero.
+    With ``graft`` "rms" a direction gets a fixed root mean square, else the norm of the grafted
+    direction. A zero direction stays zero.
     """
     if group["graft"] is None or norms is None or not directions:
         return None
-    other, own = norms.unbind(1)
+    wanted, present = norms.unbind(1)
     if group["graft"] == "rms":
         lengths = [RMS * math.sqrt(p.numel()) for p in directions]
-        other = torch.stack(torch._foreach_mul(torch.ones_like(own).unbind(), lengths))
-    scales = torch.where(own == 0, 0.0, other / own)
+        wanted = torch.stack(torch._foreach_mul(torch.ones_like(present).unbind(), lengths))
+    scales = torch.where(present == 0, 0.0, wanted / present)
     return scales.clamp_max(LARGEST) if group["graft"] == "rms" else scales
 
 
 def decayed(params: Iterable[Tensor], group: Settings) -> list[bool]:
     """Whether each parameter decays: biases and norms only in the paper's form."""
-    papers = group["graft"] is None if "units" in group else group["precondition_1d"]
-    return [p.dim() > 1 or papers for p in params]
+    is_papers = group["graft"] is None if "units" in group else group["precondition_1d"]
+    return [p.dim() > 1 or is_papers for p in params]
 
 
 def _table(counts: list[list[Any]]) -> Tensor:
-    """Counts, two for each momentum; tensors if a CUDA graph goes on counting."""
+    """Two counts for each momentum, as one tensor; CUDA graphs keep each count in a tensor."""
     if counts and isinstance(counts[0][0], Tensor):
         return torch.stack([torch.stack(pair) for pair in counts])
     return torch.tensor(counts, dtype=torch.float64, device="cpu").reshape(-1, 2)
@@ -101,16 +101,16 @@ def _table(counts: list[list[Any]]) -> Tensor:
 
 
 class Weights:
-    """The tensors that a step updates in place, and the way back to their parameters.
+    """The tensors that a step updates in place, and how they are written to the parameters.
 
     With ``rounding`` other than "nearest" they are float32 copies of parameters in half precision.
 
     Args:
         params: the parameters, or pieces of them, on one device.
-        states: with the master copies.
+        states: they have the master copies.
         group: the settings.
         layouts: for tensors in the shapes of the modes; None for the parameters' own shapes.
-        key: names the random stream within the step; the same for copies in other processes.
+        key: names the random stream within the step; copies in other processes have the same.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Weights:
         self._updated: list[Tensor] = []
 
     def take(self) -> list[Tensor]:
-        """The tensors to update; copies are made at the first call."""
+        """The tensors to update; the first call makes the copies."""
         if not self._updated:
             rounding = self._group["rounding"]
             wide = [_wide(param, self._states, rounding) for param in self.params]
@@ -142,14 +142,14 @@ class Weights:
         """Writes the updated copies to the parameters; an attempt that raised can be repeated."""
         for target, weight in zip(self._wide, self._updated, strict=True):
             if weight is not target and weight.data_ptr() != target.data_ptr():
-                target.copy_(weight.view(target.shape))  # the strides had no view of the modes
+                target.copy_(weight.view(target.shape))  # the modes' shape needed a copy
         pairs = zip(self.params, self._wide, strict=True)
         copies = [(p, copy) for p, copy in pairs if copy is not p]
         if copies and self._group["rounding"] == "stochastic":
             seed = stream_seed("rounding", self._group["step"], *self._key)
             generator = torch.Generator(copies[0][0].device).manual_seed(seed)
             for _, copy in copies:
-                stochastically_rounded_(copy, generator)  # leaves rounded numbers as they are
+                stochastically_rounded_(copy, generator)  # leaves rounded values as they are
         for param, copy in copies:
             param.copy_(copy)
 

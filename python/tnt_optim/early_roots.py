@@ -1,10 +1,11 @@
 """How long factors are inverse square roots of the statistics, before they become inverses.
 
 The second moment E[g g^T] of training gradients is their covariance plus the square of their mean.
-In the first steps the mean is nearly all of it. Its inverse then damps the direction of descent
-more than any other, and the first steps follow the noise instead. Their inverse square root, as in
-Adam and Shampoo, weighs both alike. Once noise dominates, E[g g^T] is close to the Fisher matrix,
-and the inverse is the better power. Gradients at sampled labels have mean zero from the start.
+In the first steps the mean is nearly all of it. The inverse of E[g g^T] would then damp the
+direction of descent more than any other, and steps would follow the noise. The inverse square root,
+as in Adam and Shampoo, weighs both alike. Once noise dominates, E[g g^T] is close to the Fisher
+matrix, and the inverse is the better power. Gradients at sampled labels have mean zero from the
+start.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from torch import Tensor
 from tnt_optim.modes import Batch, Settings, State, States, layout_of
 from tnt_optim.processes import Processes
 
-# Factors become inverses when the mean has less than this share, on average over the parameters.
+# Factors become inverses when the mean's share, averaged over the parameters, is below this.
 LEAST_SHARE = 0.25
 
 
@@ -27,10 +28,10 @@ def takes_roots(group: Settings) -> bool:
 def mean_share(state: State, momentum: float) -> Tensor | None:
     """The share of the mean in the second moment of a parameter's gradients, float64, 0-dim.
 
-    That is |m^|^2 / E[|g|^2], with the bias-corrected average m^ of the gradients in the momentum
-    and the trace of the statistics, less what independent gradients of mean zero have in the long
-    run, (1 - mu) / (1 + mu). NaN if all gradients were zero. 0 if mu is 0: no average shows a mean.
-    None before the first update.
+    The share is |m^|^2 / E[|g|^2]: m^ is the momentum as a bias-corrected average of gradients, and
+    E[|g|^2] the trace of the statistics. Independent gradients of mean zero reach (1 - mu) /
+    (1 + mu) in the long run; the result is scaled so that this counts as 0. It is NaN if all
+    gradients were zero, 0 if mu is 0 (then nothing averages), None before the first update.
     """
     if not state.get("stats") or float(state["updates"]) == 0:
         return None
@@ -45,17 +46,17 @@ def mean_share(state: State, momentum: float) -> Tensor | None:
 
 
 def mean_is_small(batches: Sequence[Batch], states: States, processes: Processes) -> bool:
-    """Whether noise dominates the gradients of parameters, in all processes; the host waits.
+    """Whether the mean's share is below ``LEAST_SHARE``; the host waits.
 
-    That is, if the mean's share is below ``LEAST_SHARE`` on average over the parameters.
+    The share is averaged over the parameters of all processes.
     """
     device = batches[0][1][0].device
-    found = [
+    per_param = [
         mean_share(states[p], float(group["momentum"]))
         for group, params in batches
         for p in processes.owned(params)
     ]
-    shares = [share.to(device) for share in found if share is not None]
+    shares = [share.to(device) for share in per_param if share is not None]
     total = torch.zeros(2, dtype=torch.float64, device=device)
     if shares:
         known = torch.stack(shares)

@@ -20,7 +20,7 @@ FAILURES_IN_A_ROW = 5
 
 
 class PreconditionerError(RuntimeError):
-    """Refreshes of statistics or inverses failed at the first time, or several times in a row."""
+    """Refreshes of statistics or inverses failed the first time, or several times in a row."""
 
 
 class Delivery:
@@ -53,8 +53,8 @@ class Report:
 
     Attributes:
         kind: "statistics" or "inverses".
-        codes: one for each parameter, on the device, or their delivery: 0, or nonzero if it failed;
-            for inverses the number of the part that failed, from 1.
+        codes: one for each parameter, on the device or as a ``Delivery``: 0 for success; for
+            inverses, otherwise, which part failed, counted from 1.
         params: the parameters.
     """
 
@@ -121,7 +121,7 @@ class Failures:
     def totals(
         self, states: Mapping[Tensor, dict[str, Any]], name: Callable[[Tensor], str]
     ) -> dict[str, int]:
-        """The numbers of failed refreshes; waits for the device. See ``TNT.failures``."""
+        """How many refreshes failed; waits for the device. See ``TNT.failures``."""
         self.read(states, name, wait=True, fatal=False)
         skipped = [state["skipped_statistics"] for state in states.values()]
         failed = [state["failed_inverses"] for state in states.values()]
@@ -145,16 +145,16 @@ _MESSAGES = {
 
 
 def diverged(groups: Sequence[Mapping[str, Any]]) -> str:
-    """What a failure's message says of parameters that are not finite; it reads all of them."""
+    """The end of a message: which parameters are not finite. The host reads all of them."""
     bad = [
-        (name, number, group["lr"])
-        for number, group in enumerate(groups)
+        (name, index, group["lr"])
+        for index, group in enumerate(groups)
         for name, param in zip(names_of(group), group["params"], strict=False)
         if not getattr(param, "to_local", lambda p=param: p)().isfinite().all()
     ]
     if not bad:
         return ""
-    named = ", ".join(f"{name!r} of group {n} with lr={float(lr):g}" for name, n, lr in bad[:3])
+    named = ", ".join(f"{name!r} of group {i} with lr={float(lr):g}" for name, i, lr in bad[:3])
     more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
     return (
         f". Training has diverged: parameters {named}{more} are not finite. Go back to a "

@@ -84,11 +84,11 @@ class WithFallback(Wrappable, Optimizer):
         self._others: dict[Any, Any] = {}
 
     # Groups and states belong to the two optimizers: a scheduler sets them there. Before
-    # ``_others`` exists, torch's constructor assigns empty ones.
+    # ``_others`` exists, torch's constructor assigns empty groups and states.
 
     @property
     def param_groups(self) -> "Groups":
-        """The parameter groups of both. Edits of a group count; those of the list are refused."""
+        """The parameter groups of both. A group may be edited; the list may not."""
         return Groups([*self.main.param_groups, *self.fallback.param_groups])
 
     @param_groups.setter
@@ -140,15 +140,15 @@ class WithFallback(Wrappable, Optimizer):
 
     @_disable_dynamo  # as main's own step
     def _step_main(self, closure: Callable[[], Any] | None) -> tuple[Any, bool]:
-        """What comes before the fallback's step: the loss, and whether that follows."""
+        """Steps main; returns the loss, and whether the fallback's step follows."""
         main: Any = self.main
-        asks = getattr(main, "_asks_for_state", None)  # another optimizer's step makes its state
+        asks = getattr(main, "_asks_for_state", None)  # None: main's own step makes its state
         if asks and closure is None and not self.state and asks(self.param_groups):
             self.allocate_state()
             return None, False
 
         def checked() -> Any:
-            """Main calls it before it changes anything; if it raises, observations are used up."""
+            """Main's closure, called before anything changes; an error uses up the observations."""
             loss = None if closure is None else closure()
             params, state = self._fallback_params(), self.fallback.state
             self._fit.check(params, state, self._name, lambda param, state: None, {})
@@ -182,16 +182,16 @@ class WithFallback(Wrappable, Optimizer):
         return [p for group in self.fallback.param_groups for p in group["params"]]
 
     def _name(self, param: Tensor) -> str:
-        """A parameter of the fallback in messages."""
+        """What messages call a parameter of the fallback."""
         places = (
-            (number, index)
-            for number, group in enumerate(self.fallback.param_groups)
+            (place, index)
+            for place, group in enumerate(self.fallback.param_groups)
             for index, other in enumerate(group["params"])
             if other is param
         )
-        number, index = next(places)
-        name = names_of(self.fallback.param_groups[number])[index]
-        return f"parameter {name!r} of the fallback's group {number}, shape {tuple(param.shape)}"
+        place, index = next(places)
+        name = names_of(self.fallback.param_groups[place])[index]
+        return f"parameter {name!r} of the fallback's group {place}, shape {tuple(param.shape)}"
 
     @property
     def observing(self) -> bool:
@@ -219,10 +219,10 @@ class WithFallback(Wrappable, Optimizer):
         Raises:
             RuntimeError: if the fallback cannot make its state; nothing is then changed.
         """
-        own = hasattr(self.fallback, "allocate_state")
-        missing = {} if own else _missing_states(self.fallback)
+        allocates = hasattr(self.fallback, "allocate_state")
+        missing = {} if allocates else _missing_states(self.fallback)
         self.main.allocate_state(unreached)  # type: ignore[attr-defined]
-        if own:
+        if allocates:
             self.fallback.allocate_state()  # type: ignore[attr-defined]
         for param, state in missing.items():
             existing = self.fallback.state.get(param, {})
@@ -231,25 +231,25 @@ class WithFallback(Wrappable, Optimizer):
                 self._allocated[param] = self.fallback.state[param]
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """See ``TNT.consolidate_state_dict``; also of a fallback that has it."""
+        """See ``TNT.consolidate_state_dict``; a fallback that has this method is called, too."""
         for optimizer in (self.main, self.fallback):
             if hasattr(optimizer, "consolidate_state_dict"):
                 optimizer.consolidate_state_dict(to)
 
     def diagnostics(self) -> dict[str, float]:
-        """See ``TNT.diagnostics``: of the parameters of ``main``."""
-        found: dict[str, float] = self.main.diagnostics()  # type: ignore[attr-defined]
-        return found
+        """See ``TNT.diagnostics``; covers the parameters of ``main``."""
+        figures: dict[str, float] = self.main.diagnostics()  # type: ignore[attr-defined]
+        return figures
 
     def memory_estimate(self) -> dict[str, Any]:
-        """See ``TNT.memory_estimate``: of the state of ``main``."""
-        found: dict[str, Any] = self.main.memory_estimate()  # type: ignore[attr-defined]
-        return found
+        """See ``TNT.memory_estimate``; covers the state of ``main``."""
+        estimate: dict[str, Any] = self.main.memory_estimate()  # type: ignore[attr-defined]
+        return estimate
 
     def failures(self) -> dict[str, int]:
         """See ``TNT.failures``."""
-        found: dict[str, int] = self.main.failures()  # type: ignore[attr-defined]
-        return found
+        counts: dict[str, int] = self.main.failures()  # type: ignore[attr-defined]
+        return counts
 
     def state_dict(self) -> dict[str, Any]:
         """Returns one state of both, in the form of every optimizer's state."""
@@ -298,8 +298,8 @@ class WithFallback(Wrappable, Optimizer):
             indices = {index for group in groups for index in group["params"]}
             state = {i: s for i, s in state_dict["state"].items() if i in indices}
             parts.append({"state": state, "param_groups": groups})
-        numbered = {index for group in state_dict["param_groups"] for index in group["params"]}
-        others = {key: s for key, s in state_dict["state"].items() if key not in numbered}
+        known = {index for group in state_dict["param_groups"] for index in group["params"]}
+        others = {key: s for key, s in state_dict["state"].items() if key not in known}
         check_names(self.param_groups, state_dict)
         names = [group.get("param_names") for group in self.fallback.param_groups]
         before = self.fallback.state_dict()
@@ -311,19 +311,17 @@ class WithFallback(Wrappable, Optimizer):
             self.fallback.load_state_dict(before)
             raise
         warn_of_other_names(names, parts[1]["param_groups"])
-        for group, own in zip(self.fallback.param_groups, names, strict=True):
-            if own is not None:
-                group["param_names"] = own
+        for group, group_names in zip(self.fallback.param_groups, names, strict=True):
+            if group_names is not None:
+                group["param_names"] = group_names
         self.state.others.update(others)
         self._fit.note(self._fallback_params(), self.fallback.state)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"main": self.main, "fallback": self.fallback, "defaults": self.defaults}
-        others = {"_others": self.state.others, "_fit": self._fit, "_allocated": self._allocated}
-        others["_gradients"] = {}
-        return {**own, **others}
+        names = ("main", "fallback", "defaults", "_others", "_fit", "_allocated")
+        return {**{name: getattr(self, name) for name in names}, "_gradients": {}}
 
     def __repr__(self) -> str:
         return f"{self.main!r}\nwith the fallback {self.fallback!r}"
@@ -332,17 +330,17 @@ class WithFallback(Wrappable, Optimizer):
 def _missing_states(optimizer: Optimizer) -> dict[Tensor, dict[str, Any]]:
     """First states of an optimizer's parameters, from steps of copies with zero gradients.
 
-    Nothing of the optimizer, its parameters and gradients is changed, and none of its hooks run.
-    Parameters without entries are left out.
+    The optimizer, its parameters and gradients do not change, and no hook runs. Parameters without
+    entries are left out.
     """
     params = [(p, group) for group in optimizer.param_groups for p in group["params"]]
-    found: dict[Tensor, dict[str, Any]] = {}
+    states: dict[Tensor, dict[str, Any]] = {}
     devices = {p.device for p, _ in params if p.is_cuda}
     with torch.random.fork_rng(devices), torch.no_grad():
         for param, group in params:
             if param.requires_grad and (state := _first_state(optimizer, param, group)):
-                found[param] = state
-    return found
+                states[param] = state
+    return states
 
 
 def _first_state(optimizer: Optimizer, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
@@ -359,7 +357,7 @@ def _first_state(optimizer: Optimizer, param: Tensor, group: dict[str, Any]) -> 
         getattr(step, "__wrapped__", step)(twin)  # torch's wrapper runs the hooks
     except Exception as error:
         made_earlier = isinstance(error, KeyError) and optimizer.state.get(param)
-        if made_earlier:  # by the constructor, as Adagrad's
+        if made_earlier:  # by the constructor, as in Adagrad
             return {}
         raise RuntimeError(
             "allocate_state() must make the fallback's state by a step with zero gradients, and "
@@ -383,7 +381,7 @@ class Groups(list[dict[str, Any]]):
     append = extend = insert = remove = pop = clear = sort = reverse = refuse
     __setitem__ = __delitem__ = __iadd__ = __imul__ = refuse
 
-    def __reduce__(self) -> Any:  # a copy is a list of its own
+    def __reduce__(self) -> Any:  # a copy is a plain list
         return list, (list(self),)
 
 
@@ -401,38 +399,38 @@ class States(MutableMapping[Any, Any]):
             for optimizer in (main, fallback)
         ]
 
-    def _of(self, key: Any) -> MutableMapping[Any, Any]:
-        """Where the entry under a key is, or would be."""
+    def _mapping_of(self, key: Any) -> MutableMapping[Any, Any]:
+        """The mapping that has the entry of a key, or would get it."""
         for params, state in self._parts:
             if key in state or key in params:
                 return state
         return self.others
 
     def __getitem__(self, key: Any) -> Any:
-        return self._of(key)[key]
+        return self._mapping_of(key)[key]
 
-    # The mixins' use [key], which makes an entry in the optimizers' states.
+    # The inherited methods use [key], which adds an entry to an optimizer's state.
 
     def __contains__(self, key: Any) -> bool:
-        return key in self._of(key)
+        return key in self._mapping_of(key)
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """As that of a dictionary."""
-        return self._of(key).get(key, default)
+        """See ``dict.get``."""
+        return self._mapping_of(key).get(key, default)
 
     def pop(self, key: Any, *default: Any) -> Any:
-        """As that of a dictionary."""
-        return self._of(key).pop(key, *default)
+        """See ``dict.pop``."""
+        return self._mapping_of(key).pop(key, *default)
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
-        """As that of a dictionary."""
-        return self._of(key).setdefault(key, default)
+        """See ``dict.setdefault``."""
+        return self._mapping_of(key).setdefault(key, default)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self._of(key)[key] = value
+        self._mapping_of(key)[key] = value
 
     def __delitem__(self, key: Any) -> None:
-        del self._of(key)[key]
+        del self._mapping_of(key)[key]
 
     def __iter__(self) -> Iterator[Any]:
         for _, state in self._parts:

@@ -1,4 +1,4 @@
-"""The seams: what a method and a source compute, and what a process computes of an update."""
+"""What a method, a source of statistics and a process of an update compute."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -11,13 +11,13 @@ from tnt_optim.modes import Layout, Rows, Settings, State
 
 
 class Method(Protocol):
-    """From statistics to factors, from factors to directions: ``KroneckerOptimizer``."""
+    """Computes factors from statistics, directions from factors: ``KroneckerOptimizer``."""
 
-    _parts: Sequence[str]  # names of what has inverses
+    _parts: Sequence[str]  # names of a parameter's parts that have inverses
 
     @property
     def multiplies(self) -> bool:
-        """Whether directions are products with the factors, which the fused step computes."""
+        """Whether directions are momenta times factors, as the fused step computes them."""
 
     def _factors(self, group: Settings, stats: Rows, out: Rows) -> Tensor:
         """See ``KroneckerOptimizer._factors``."""
@@ -36,7 +36,7 @@ class Source(Protocol):
     """Where the statistics come from: ``observations.Empirical``."""
 
     def witnesses(self, observed: Iterable[Any]) -> list[Tensor]:
-        """Tensors to check: statistics take what was observed if their squared norms are finite."""
+        """Tensors to check: ``observed`` is used if their squared norms are finite."""
 
     def accumulate_(
         self,
@@ -46,17 +46,17 @@ class Source(Protocol):
         decay: float | Tensor,
         factors: Sequence[list[Tensor]] | None,
     ) -> None:
-        """Statistics <- decay * statistics + (1 - decay) * those of what was observed."""
+        """Statistics <- decay * statistics + (1 - decay) * the statistics of ``observed``."""
 
 
 class Work(Protocol):
-    """What a process computes by itself of an update: ``update.Part``."""
+    """One process's work in an update: ``update.Part``."""
 
-    grads: Gradients  # of the loss; of sharded parameters this process's pieces
+    grads: Gradients  # of the loss; this process's pieces if parameters are sharded
     group: Settings
 
     def stages(self) -> list[Stage]:
-        """Directions and weights of all parameters, in this process alone."""
+        """The stages that update all parameters, without other processes."""
 
     def directions(self, whole: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         """Updates the moments of some parameters by whole gradients; returns scaled directions."""
@@ -70,5 +70,5 @@ class Work(Protocol):
     ) -> None:
         """Updates parameters, or these ``pieces`` of them, by scaled directions.
 
-        ``key`` names the random stream within the part; the same for copies in other processes.
+        ``key`` names the random stream within the part; copies in other processes have the same.
         """

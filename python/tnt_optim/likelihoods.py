@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# One of LIKELIHOODS, several for the parts of a tuple, or a user's function from the output to the
-# loss at labels that it samples.
+# A name of LIKELIHOODS, a tuple of names for the parts of the output, or a user's function from the
+# output to the loss at labels that it samples.
 Likelihood = str | tuple[str, ...] | Callable[[Any], Tensor]
 
 # Half of GradScaler's first scale: float16 then holds gradients of a mean loss up to 2.
@@ -31,8 +31,8 @@ class Masked(NamedTuple):
     """An output of which some rows do not count, such as padding.
 
     It stands for the output wherever an optimizer takes one. The loss is the mean over the rows
-    that count, as that of ``F.cross_entropy`` with ``ignore_index`` is; the others get no gradient.
-    Without any the observation is left out.
+    that count, as in ``F.cross_entropy`` with ``ignore_index``; the others get no gradient. If no
+    row counts, the observation is left out.
     """
 
     output: Tensor
@@ -61,20 +61,20 @@ def categorical(logits: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def drawn_classes(logits: Tensor, generator: torch.Generator) -> Tensor:
-    """One class for each row, from softmax(logits): the first whose cumulative share is above u.
+    """Draws a class for each row of softmax(logits): the first with cumulative probability above u.
 
     ``torch.multinomial`` waits for the device, and a Gumbel maximum draws a number for each logit.
     """
-    shares = logits.softmax(1).cumsum(1)
+    cumulative = logits.softmax(1).cumsum(1)
     uniform = torch.rand(
         *(len(logits), 1), generator=generator, dtype=logits.dtype, device=logits.device
     )
-    # Below the sum, also after rounding: a class of probability 0 at the end is never drawn.
-    total = shares[:, -1:]
+    # Keep u below the total after rounding, too: a last class of probability 0 is never drawn.
+    total = cumulative[:, -1:]
     drawn = torch.minimum(uniform * total, total.nextafter(torch.zeros_like(total)))
-    # Not a class if the logits are NaN; the loss is then NaN with any.
-    found = torch.searchsorted(shares, drawn, right=True).squeeze(1)
-    return found.clamp(max=logits.shape[1] - 1)
+    # With NaN logits the index is too large. The loss is then NaN at any class.
+    classes = torch.searchsorted(cumulative, drawn, right=True).squeeze(1)
+    return classes.clamp(max=logits.shape[1] - 1)
 
 
 def bernoulli(logits: Tensor, generator: torch.Generator) -> Tensor:
@@ -127,7 +127,7 @@ def loss_at_samples(
     """-log p at labels drawn from the random stream that the seed and ``key`` name.
 
     A function draws from the global generators of the CPU and ``devices``, which are restored. Each
-    part of a composite likelihood draws from a stream of its own; the losses are added.
+    part of a composite likelihood has its own random stream; the losses are added.
     """
     if callable(likelihood):
         with seeded_globally(stream_seed(seed, *key), devices):
@@ -142,8 +142,8 @@ def loss_at_samples(
             raise ValueError("output must have a graph, got a tensor that requires no gradient")
         if isinstance(likelihood, tuple) and values.dim() == 1:  # a value for each example
             values = values.unsqueeze(1)
-        own = key if isinstance(likelihood, str) else (*key, index)
-        generator = torch.Generator(values.device).manual_seed(stream_seed(seed, *own))
+        part_key = key if isinstance(likelihood, str) else (*key, index)
+        generator = torch.Generator(values.device).manual_seed(stream_seed(seed, *part_key))
         losses.append(sampled_loss(name, values, generator, mask))
     return functools.reduce(torch.add, losses)
 
@@ -190,16 +190,16 @@ def sampled_loss(
 
 
 def example_count(likelihood: str | tuple[str, ...], output: Any) -> int:
-    """The number of examples: of rows of "categorical"; of a composite that of its first part."""
+    """The number of examples, rows for "categorical"; a composite's first part decides."""
     name, part = parts_of(likelihood, output)[0]
     values = part.output if isinstance(part, Masked) else part
     return math.prod(values.shape[:-1]) if name == "categorical" else len(values)
 
 
 def share_counted(likelihood: Likelihood, output: Any) -> float | Tensor:
-    """The share of rows that count: 1.0 without a mask, else on the device.
+    """The fraction of rows that count: 1.0 without a mask, else on the device.
 
-    Of a composite it is the largest of its parts.
+    For a composite likelihood, the largest fraction of its parts.
     """
     parts = [] if callable(likelihood) else [part for _, part in parts_of(likelihood, output)]
     masks = [part.mask for part in parts if isinstance(part, Masked) and part.mask is not None]
@@ -211,7 +211,7 @@ def share_counted(likelihood: Likelihood, output: Any) -> float | Tensor:
 
 
 def with_rows(likelihood: Likelihood, outputs: Iterable[Any]) -> Iterator[Any]:
-    """The outputs of which a row counts. The host waits."""
+    """The outputs in which a row counts. The host waits for the device."""
     return (output for output in outputs if share_counted(likelihood, output) > 0)
 
 

@@ -1,4 +1,4 @@
-"""Warnings at the user's line, and what several of them say."""
+"""Warnings at the user's line of code, and texts that several places use."""
 
 import os
 import sys
@@ -30,15 +30,15 @@ _INSIDE = tuple(os.path.dirname(str(file)) + os.sep for file in (__file__, torch
 
 
 def names_of(group: Mapping[str, Any]) -> list[Any]:
-    """The names of a group's parameters; numbers for those without one."""
+    """The names of a group's parameters; an index where there is no name."""
     given = group.get("param_names", ())
     return [*given, *range(len(given), len(group["params"]))]
 
 
-def warn_if_twice(observed: Any) -> None:
-    """Warns once of a step whose observations are both of ``attach`` and of the loop."""
-    if 0 < observed.attached < observed.count and not observed.warned_twice:
-        observed.warned_twice = True
+def warn_if_twice(observations: Any) -> None:
+    """Warns once if a step has observations of both ``attach`` and the loop."""
+    if 0 < observations.attached < observations.count and not observations.warned_twice:
+        observations.warned_twice = True
         warn_the_caller(TWICE)
 
 

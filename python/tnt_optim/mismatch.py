@@ -1,7 +1,7 @@
 """Notices at the first step that a likelihood does not fit the training loss.
 
-A hook on the last output that the first step observes keeps a part of the training gradient that
-arrives there. The step compares it with what the likelihood's own loss can give. Later steps do
+A hook on the last output that the first step observes keeps a part of the training gradient by
+that output. The step compares it with gradients that the likelihood's loss can have. Later steps do
 nothing.
 """
 
@@ -21,18 +21,18 @@ from tnt_optim.likelihoods import Likelihood, Masked, parts_of
 from tnt_optim.messages import warn_the_caller
 from tnt_optim.modes import Settings
 
-_COMPARED = 1 << 20  # about as many entries of an output are compared
+_COMPARED = 1 << 20  # about how many entries of an output are compared
 # A ratio of sizes beyond this factor means another reduction, not noise.
 _FACTOR = 3.0
 # A ratio above this means a scaled loss, unless it is the batch size.
 _SCALED = 100.0
-# A probability this near to 0 or 1 may be one that rounds to it.
+# A probability this close to 0 or 1 may round to it, and then gives no gradient.
 _SURE = 1e-4
 
 
 @dataclass
 class Comparison:
-    """Some rows of an output, and of the training gradient there, if it has arrived."""
+    """Some rows of an output, and their training gradient, once the backward has given it."""
 
     likelihood: str
     shape: torch.Size  # of the whole output
@@ -58,20 +58,20 @@ class Comparison:
                 "of the output (compared at the first step only)"
             )
         whole = math.prod(self.shape[:-1]) if self.likelihood == "categorical" else self.shape[0]
-        number = whole * float(counted.float().mean())
-        found = _kind_mismatch(self, output, gradient)
-        if found is None and self.size_matters:
-            found = _scale_mismatch(self, output, gradient, number, micro_batches)
-        if found is not None:
+        examples = whole * float(counted.float().mean())
+        reason = _kind_mismatch(self, output, gradient)
+        if reason is None and self.size_matters:
+            reason = _scale_mismatch(self, output, gradient, examples, micro_batches)
+        if reason is not None:
             warn_the_caller(
-                f"likelihood {self.likelihood!r} does not fit the training loss: {found}. See "
+                f"likelihood {self.likelihood!r} does not fit the training loss: {reason}. See "
                 "docs/likelihoods.md (compared at the first step only)"
             )
 
     def _idle_rows(self) -> tuple[int, int]:
-        """The number of rows that count here but not in the training loss, and that of the first.
+        """How many rows the mask counts but the training loss does not, and how many it counts.
 
-        A row that is sure of its label may have no gradient, too, and is none of them.
+        Rows without a gradient because they are sure of their label are left out of the former.
         """
         assert self.gradient is not None
         idle = self.gradient.abs().amax(1) == 0
@@ -87,7 +87,7 @@ def watched(likelihood: Likelihood, output: Any, groups: Iterable[Settings]) -> 
     """Comparisons of the parts of an output with the gradients of the coming backward.
 
     Sizes are not compared if damping is relative and steps are grafted: the likelihood's scale then
-    changes nothing. Nor if the output's graph may have float16, whose losses are scaled.
+    changes nothing; nor if the output's graph may have float16, because such losses are scaled.
     """
     if callable(likelihood):
         return []
@@ -99,7 +99,7 @@ def watched(likelihood: Likelihood, output: Any, groups: Iterable[Settings]) -> 
         for name, part in parts_of(likelihood, output)
     ]
     parts = [(name, part) for name, part in masked if type(part.output) is Tensor]
-    # Similarities and their transpose, of a symmetric loss, both get the sum of two gradients.
+    # Not two views of one tensor (similarities and their transpose): each gets both gradients.
     wholes = [_whole(part.output) for _, part in parts]
     alone = [sum(whole is other for other in wholes) == 1 for whole in wholes]
     return [
@@ -109,7 +109,7 @@ def watched(likelihood: Likelihood, output: Any, groups: Iterable[Settings]) -> 
 
 
 def _whole(output: Tensor) -> Tensor:
-    """The tensor of which the output is another view of all numbers, or itself."""
+    """The base of an output that is a view of all its entries, else the output itself."""
     base = output._base
     if base is None or base.is_nested or base.numel() != output.numel():
         return output
@@ -122,21 +122,22 @@ def _watched(likelihood: str, part: Masked, size_matters: bool) -> Comparison:
     if mask is not None:
         mask = mask.flatten()[:: _stride(output)].to(rows.device, torch.bool, copy=True)
     comparison = Comparison(likelihood, output.shape, rows, size_matters, mask)
-    # The graph owns the hook, which refers to the comparison weakly and removes itself after it.
-    held, shape = weakref.ref(comparison), output.shape
+    # The graph owns the hook, which refers to the comparison weakly and is removed without it.
+    reference, shape = weakref.ref(comparison), output.shape
 
     @_disable_dynamo  # a compiled training step would make a graph of it
     def keep(gradient: Tensor | None) -> None:
-        found = held()
-        if found is None:
+        target = reference()
+        if target is None:
             handle.remove()
-        elif gradient is not None and gradient.dtype != torch.float16:  # which loses small entries
-            # The last one is kept: others may be another optimizer's, at sampled labels.
-            found.gradient = _some_rows(likelihood, gradient.detach().reshape(shape))
+        elif gradient is not None and gradient.dtype != torch.float16:
+            # (float16 loses small entries.) The last gradient is kept: others may be another
+            # optimizer's, at sampled labels.
+            target.gradient = _some_rows(likelihood, gradient.detach().reshape(shape))
 
     source, base = output, _whole(output)
     if base.requires_grad and base.is_contiguous() and output.is_contiguous():
-        source = base  # the loss may come from another view of it, as flattened logits are
+        source = base  # the loss may use another view of it, such as flattened logits
     handle = source.register_hook(keep)
     return comparison
 
@@ -149,7 +150,7 @@ def _some_rows(likelihood: str, values: Tensor) -> Tensor:
 
 
 def _stride(values: Tensor) -> int:
-    """Rows from one that is compared to the next; odd: not always one position of a sequence."""
+    """The step between compared rows; odd, so that they take several positions of sequences."""
     return -(-values.numel() // _COMPARED) | 1
 
 
@@ -174,18 +175,18 @@ def _kind_mismatch(of: Comparison, z: Tensor, g: Tensor) -> str | None:
         return None
     if z.logsumexp(1).abs().amax() < 0.01:  # log-probabilities, for F.nll_loss
         return None
-    found = "rows of its gradient do not sum to zero, so it is no function of softmax(output). "
+    reason = "rows of its gradient do not sum to zero, so it is no function of softmax(output). "
     if bool((z >= 0).all()) and (z.sum(1) - 1).abs().amax() < 0.01:
-        return found + "The output's rows sum to one: observe the argument of softmax"
+        return reason + "The output's rows sum to one: observe the argument of softmax"
     if are_shares:
-        return found + (
+        return reason + (
             "All outputs are between 0 and 1: if sigmoid was applied for a binary cross entropy, "
             "observe its argument with 'bernoulli'; for a squared error use 'gaussian'"
         )
     if binary:
-        return found + ("It looks like a binary cross entropy: use likelihood='bernoulli'")
-    found += "If it is a squared error, use likelihood='gaussian'; otherwise a function"
-    return found + ("; or classes are not the last dimension" if len(of.shape) > 2 else "")
+        return reason + ("It looks like a binary cross entropy: use likelihood='bernoulli'")
+    reason += "If it is a squared error, use likelihood='gaussian'; otherwise a function"
+    return reason + ("; or classes are not the last dimension" if len(of.shape) > 2 else "")
 
 
 def _fits_labels(shares: Tensor, gradient: Tensor) -> bool:
@@ -200,7 +201,7 @@ def _fits_labels(shares: Tensor, gradient: Tensor) -> bool:
 
 
 def _scale_mismatch(
-    of: Comparison, z: Tensor, g: Tensor, number: float, micro_batches: int
+    of: Comparison, z: Tensor, g: Tensor, examples: float, micro_batches: int
 ) -> str | None:
     """The message if the loss is reduced in another way; None if it may fit.
 
@@ -208,18 +209,18 @@ def _scale_mismatch(
     of a cross entropy are at most 1 and may be small, so only bounds are known.
     """
     name, outputs = of.likelihood, z.shape[1]
-    least = most = number * float(g.square().mean().sqrt())
+    least = most = examples * float(g.square().mean().sqrt())
     if name == "categorical":
-        least, most = number * float(g.abs().amax(1).median()), math.inf
+        least, most = examples * float(g.abs().amax(1).median()), math.inf
     elif name == "bernoulli":
         shares = z.sigmoid()
         most /= float((shares * (1 - shares)).mean().sqrt())
-        least = number * float(g.abs().median())
-    is_sum = number / _FACTOR < least < 2 * _FACTOR * number
+        least = examples * float(g.abs().median())
+    is_sum = examples / _FACTOR < least < 2 * _FACTOR * examples
     if least > _FACTOR and (is_sum or (least < _SCALED and name != "gaussian")):
         return (
             f"its gradient is about {least:.2g} times as large"
-            + (f", as that of a sum over the batch of {number:.0f}" if is_sum else "")
+            + (f", as that of a sum over the batch of {examples:.0f}" if is_sum else "")
             + ". The likelihood's loss is a mean over it"
         )
     mean = {"bernoulli": 1 / outputs, "gaussian": 2 / outputs}.get(name, 0.0)

@@ -28,11 +28,11 @@ Rows = Sequence[Sequence[Tensor]]
 # From a parameter's shape to mode sizes with the same product.
 ModesFunction = Callable[[tuple[int, ...]], Sequence[int]]
 
-# The entries of one bucket, on the CPU and on a GPU: its directions, or its float32 copies, are in
-# memory together. A larger parameter is a bucket of its own.
+# Most entries in a bucket (CPU, GPU): its directions and float32 copies are all in memory at once.
+# A larger parameter is a bucket of its own.
 _BUCKET, _LARGE_BUCKET = 1 << 22, 1 << 28
 
-_LONGEST_SIDE = 16  # of a kernel: that of a vision transformer's patches
+_LONGEST_SIDE = 16  # of a kernel: a vision transformer's patches have it
 
 
 def mode_shape(
@@ -46,8 +46,8 @@ def mode_shape(
     A vector has one mode and a matrix two. A convolution weight (out, in, *kernel) has three: (out,
     in, prod(kernel)). A scalar has the mode sizes (1,). A function ``modes`` of the shape replaces
     this rule. With ``merge_small_dims="kernel"`` a convolution's kernel and input channels are one
-    mode, if their product is at most ``max_factor_dim``. With a side above 16 it is no kernel, but
-    as in the weights of experts or a position embedding.
+    mode, if their product is at most ``max_factor_dim``. With a side above 16 it is not taken for a
+    kernel: experts' weights and position embeddings have such shapes.
 
     >>> mode_shape((64, 3, 7, 7))
     (64, 3, 49)
@@ -99,7 +99,7 @@ class Layout(NamedTuple):
     """The mode sizes of a parameter, and how the modes are cut into blocks."""
 
     sizes: tuple[int, ...]
-    cuts: tuple[tuple[tuple[int, int], ...], ...]  # of each block, as the function ``cuts`` gives
+    cuts: tuple[tuple[tuple[int, int], ...], ...]  # one entry for each block, from ``modes.cuts``
 
     def view(self, tensor: Tensor) -> Tensor:
         """A tensor like the parameter in the shape of its modes; a copy if its strides need one."""
@@ -131,8 +131,8 @@ class Layout(NamedTuple):
     def statistic_shapes(self, max_factor_dim: int) -> list[tuple[int, ...]]:
         """The shapes of the statistics, block by block and mode by mode.
 
-        Only the diagonal is kept of modes larger than ``max_factor_dim``, as Ren & Goldfarb 2021
-        suggest: a full factor takes d^2 numbers, its inverse d^3 operations.
+        Modes larger than ``max_factor_dim`` keep only the diagonal, as Ren & Goldfarb 2021 suggest:
+        a full factor takes d^2 numbers, its inverse d^3 operations.
         """
         shapes: list[tuple[int, ...]] = []
         for block in self.cuts:
@@ -153,7 +153,7 @@ def layout_for(param: Tensor, group: Mapping[str, Any]) -> Layout:
 def is_plain(param: Tensor, group: Mapping[str, Any]) -> bool:
     """Whether a group's settings leave a parameter without statistics: a bias, a norm's weight.
 
-    Where statistics are of layers, so are all parameters but their weights.
+    If the group has ``units``, every parameter is plain except the weights of layers.
     """
     if "units" in group:
         return param not in group["units"]
@@ -173,7 +173,7 @@ def blocks(tensors: Iterable[Tensor], layouts: Iterable[Layout]) -> list[Tensor]
 
 def rows(entries: Iterable[list[Tensor]], layouts: Iterable[Layout]) -> list[list[Tensor]]:
     """The statistics or factors of several parameters: a list over the modes of each block."""
-    return [row for own, layout in zip(entries, layouts, strict=True) for row in layout.rows(own)]
+    return [row for e, layout in zip(entries, layouts, strict=True) for row in layout.rows(e)]
 
 
 def each(states: Iterable[Mapping[str, Any]], name: str) -> list[Any]:
@@ -187,7 +187,7 @@ def state_dtype(param: Tensor) -> torch.dtype:
 
 
 def check_dense(param: Tensor, name: str) -> None:
-    """Refuses a parameter that the optimizers cannot move."""
+    """Refuses a parameter that the optimizers cannot update."""
     known = torch.float64, torch.float32, torch.bfloat16, torch.float16
     if not (param.is_floating_point() or param.is_complex()):
         return  # frozen for good, such as quantized weights: integers have no gradient
@@ -216,7 +216,7 @@ def is_sharded(param: Tensor) -> bool:
 
 
 def are_sharded(groups: Iterable[Mapping[str, Any]]) -> bool:
-    """Whether parameter groups are sharded, by the first parameter of all."""
+    """Whether the parameters are sharded; the first one stands for all."""
     first = next((p for group in groups for p in group["params"]), None)
     return first is not None and is_sharded(first)
 

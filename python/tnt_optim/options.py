@@ -40,7 +40,7 @@ class Option:
     holds: Check  # whether a value fits
     rule: str  # what a value must be, for the error message
     doc: str  # for the constructors that have it
-    shapes: bool = False  # whether statistics, factors and momentum get their shapes by it
+    shapes: bool = False  # whether the shapes of statistics, factors and momentum depend on it
     per_group: bool = True  # whether every parameter group can have its own value
 
 
@@ -102,7 +102,7 @@ _COUNT_OR_NONE = (_or_none(_whole(1)), "None or an integer >= 1")
 _BOOL = (lambda value: isinstance(value, bool), "True or False")
 
 _TABLE = (
-    # Of the rate: a scheduler's roundings may end just below 0.
+    # A scheduler's rounding may end just below 0.
     Option(
         "lr",
         1e-4,
@@ -187,10 +187,10 @@ _TABLE = (
         "estimator",
         "moments",
         *_one_of(*get_args(Estimator)),
-        doc="""of the statistics. "moments": the Gram matrix of the gradient along each mode, as in
-        the paper. "mle": the Gram matrix after the other modes have been whitened by their factors,
-        scaled to the same trace: the update of a tensor-normal distribution's maximum-likelihood
-        estimate.""",
+        doc="""what the statistics are. "moments": the Gram matrix of the gradient along each mode,
+        as in the paper. "mle": the Gram matrix after the other modes have been whitened by their
+        factors, scaled to the same trace: the update of a tensor-normal distribution's
+        maximum-likelihood estimate.""",
     ),
     Option(
         "max_factor_dim",
@@ -259,10 +259,10 @@ _TABLE = (
         "rounding",
         "nearest",
         *_one_of(*get_args(Rounding)),
-        doc="""of parameters in half precision after a step that is computed in float32. "nearest";
-        "stochastic" (bfloat16 only): up or down at random, so that the mean step is exact even
-        where steps are smaller than half a spacing; "master": rounded from a float32 copy in the
-        state.""",
+        doc="""how parameters in half precision are rounded after a step, which is computed in
+        float32. "nearest"; "stochastic" (bfloat16 only): up or down at random, so that the mean
+        step is exact even where steps are smaller than half a spacing; "master": from a float32
+        copy in the state.""",
     ),
     Option(
         "modes",
@@ -288,7 +288,7 @@ _TABLE = (
         0,
         _is_seed,
         "an integer",
-        doc="""of the sampled labels; the global generators are not touched.""",
+        doc="""the seed of the sampled labels; the global generators are not touched.""",
         per_group=False,
     ),
     Option(
@@ -389,15 +389,16 @@ def repeated_options(
         if name not in whole:
             raise ValueError(f"{message}: remove it")
         if group[name] != whole[name]:
-            own, value = whole[name], group[name]
-            raise ValueError(f"{message}, whose own is {own!r}, got {value!r}: remove it")
+            raise ValueError(
+                f"{message}, whose own is {whole[name]!r}, got {group[name]!r}: remove it"
+            )
     return names
 
 
 def split(given: Settings) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Checks a constructor's options; returns those of groups and those of the whole optimizer.
+    """Checks a constructor's options; splits them into a group's and the whole optimizer's.
 
-    Options of parameter groups that are missing get their defaults.
+    Missing options of a group get their defaults.
     """
     unknown = sorted(given.keys() - OPTIONS.keys())
     if unknown:
@@ -417,7 +418,7 @@ def documented(**replaced: str) -> Callable[[Class], Class]:
         place = re.search(r"( *){options}", cls.__doc__ or "")
         if place is None:  # python -OO removes docstrings
             return cls
-        indent = place[1]  # Python 3.13 removes that of the whole docstring
+        indent = place[1]  # Python 3.13 removes the docstring's own indent
         names = [name for name in inspect.signature(cls).parameters if name in OPTIONS]
         lines = [
             textwrap.fill(
@@ -436,9 +437,9 @@ def documented(**replaced: str) -> Callable[[Class], Class]:
     return decorate
 
 
-def arguments(names: Settings) -> dict[str, Any]:
+def arguments(variables: Settings) -> dict[str, Any]:
     """The options among the local variables of a constructor."""
-    return {name: value for name, value in names.items() if name in OPTIONS}
+    return {name: value for name, value in variables.items() if name in OPTIONS}
 
 
 def as_number(value: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 _AUTOENCODER = {"stat_interval": 1, "inverse_interval": 20}
 _EIGENBASIS = {"damping": 0.03, "inverse": "eigenbasis", "likelihood": "categorical"}
 
-# By method and problem. What is missing has the default of ``options``.
+# Settings by method and problem. A setting that is missing has its default from ``options``.
 PAPER: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "TNT": {
         "mnist": {"lr": 1e-4, "damping": 0.1, "likelihood": "bernoulli", **_AUTOENCODER},
@@ -36,7 +36,7 @@ PAPER: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 
 
 def paper_settings(table: str, problem: str | None) -> Mapping[str, Any]:
-    """The settings of one table's problem; none for None."""
+    """The settings of a problem in one table; empty if ``problem`` is None."""
     known = PAPER.get(table, {})
     if problem is not None and not known:
         raise ValueError(

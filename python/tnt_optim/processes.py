@@ -1,4 +1,4 @@
-"""How processes divide a step: the interface of all ways, which is a single process."""
+"""How processes divide a step: the interface, implemented for a single process."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -16,7 +16,7 @@ class Processes:
     """How processes divide a step: here a single process does all of it.
 
     ``Replicated`` and ``Sharded`` override the methods whose work is divided or sent. They move
-    tensors; what is computed, a method and ``update`` say.
+    tensors only; the optimizer's method and ``update`` compute.
     """
 
     is_distributed = False  # whether torch.distributed runs the step, even in a single process
@@ -24,7 +24,7 @@ class Processes:
     shard: str | None = None  # what is divided among the processes
 
     def number(self, index: int) -> int:
-        """The number of this process's observation among those of all processes."""
+        """The index of this process's observation among the observations of all processes."""
         return index
 
     def gradients(
@@ -34,7 +34,7 @@ class Processes:
         return gradients_of(loss, params, retain_graph=retain_graph, scale=scale)
 
     def with_gradients(self, params: Sequence[Tensor]) -> set[Tensor]:
-        """The parameters with a gradient; of sharded ones, in any process."""
+        """The parameters with a gradient, for sharded ones in any process."""
         return {p for p in params if p.grad is not None}
 
     def anywhere(self, flags: Sequence[int], device: torch.device) -> list[int]:
@@ -42,28 +42,28 @@ class Processes:
         return list(flags)
 
     def check_alike(self, params: Sequence[Tensor]) -> None:
-        """Refuses processes with other parameters; the host waits for the answer."""
+        """Raises if processes have different parameters; the host waits for the answer."""
 
     def mean(
-        self, params: Sequence[Tensor], gradients: Mapping[Tensor, Tensor], number: int | Tensor
+        self, params: Sequence[Tensor], gradients: Mapping[Tensor, Tensor], count: int | Tensor
     ) -> tuple[Gradients, int | Tensor]:
         """The mean gradients over the observations of all processes; the host does not wait.
 
-        ``params`` are the same in every process; ``gradients`` are sums over the ``number`` of
-        observations of this one, zero if missing. Also returns the sum of all numbers.
+        ``params`` are the same in every process; ``gradients`` are sums over this process's
+        ``count`` observations, zero if missing. Also returns the sum of all counts.
         """
         return {p: gradients.get(p) for p in params}, 1
 
     def batch_mean(
-        self, params: Sequence[Tensor], observed: Gradients | None, number: int | Tensor
+        self, params: Sequence[Tensor], gradients: Gradients | None, count: int | Tensor
     ) -> dict[Tensor, Tensor] | None:
         """The mean gradients of one batch in each process; None if no process has more batches.
 
-        ``params`` may have gradients; ``observed`` is None if this process has no more batches,
-        ``number`` is 0 if no row of its batch counts. The result is empty if no row counts in any
+        ``params`` may have gradients. ``gradients`` is None if this process has no more batches;
+        ``count`` is 0 if no row of its batch counts. The result is empty if no row counts in any
         process.
         """
-        return None if observed is None else self.whole(observed)
+        return None if gradients is None else self.whole(gradients)
 
     def whole(self, gradients: Gradients) -> dict[Tensor, Tensor]:
         """The gradients as the owner ranks need them."""
@@ -85,9 +85,9 @@ class Processes:
         """The sum of the owner ranks' values."""
         return value
 
-    def codes(self, params: Sequence[Tensor], owned: Sequence[Tensor], own: Tensor) -> Tensor:
-        """The owners' error codes of ``params``, from this process's ``own`` codes of ``owned``."""
-        return own
+    def codes(self, params: Sequence[Tensor], owned: Sequence[Tensor], codes: Tensor) -> Tensor:
+        """The error codes of ``params``, from this process's ``codes`` of the ``owned`` ones."""
+        return codes
 
     def send_factors(self, params: Iterable[Tensor], states: States) -> None:
         """Sends refreshed factors from the owners to the processes that keep them."""

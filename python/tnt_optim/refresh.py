@@ -1,4 +1,4 @@
-"""Refreshing statistics and factors: each takes its memory before it changes anything.
+"""Refreshes statistics and factors: each call allocates its memory before it changes anything.
 
 Nothing here waits for the device or reads a value on it, so that a CUDA graph can record it.
 """
@@ -29,10 +29,10 @@ def refresh_statistics(
     deliver: Callable[[Tensor], Any],
     done: set[Tensor],
 ) -> Report:
-    """Adds what was observed to statistics, if all of it is ``finite``, a flag on the device.
+    """Adds the observations to statistics, if ``finite`` (a flag on the device) is set.
 
-    ``deliver`` takes the memory to report codes before anything is written. ``done`` gets the
-    parameters when their statistics have it: a step that is repeated does not add it again.
+    ``deliver`` allocates the memory to report codes before anything is written. Parameters join
+    ``done`` when their statistics are updated: a repeated step does not update them again.
     """
     settings, params = batch
     codes = deliver((~finite).to(torch.int32).expand(len(params)).contiguous())
@@ -40,14 +40,14 @@ def refresh_statistics(
     keep = torch.ones((), dtype=torch.float64, device=params[0].device)
     decay = torch.where(finite.to(keep.device), keep * settings["stat_decay"], keep)
     owned = processes.owned(params)
-    own = [states[p] for p in owned]
-    layouts = list(map(layout_of, own))
-    stats, factors = each(own, "stats"), each(own, "factors")
+    owned_states = [states[p] for p in owned]
+    layouts = list(map(layout_of, owned_states))
+    stats, factors = each(owned_states, "stats"), each(owned_states, "factors")
     whitens = settings["estimator"] == "mle"
-    # Whitening copies gradients: those of a bucket at a time.
+    # Whitening copies gradients, one bucket at a time.
     for part in buckets_of(owned) if whitens else [slice(None)]:
-        new, whitening = [observed[p] for p in owned[part]], factors[part] if whitens else None
-        source.accumulate_(stats[part], new, layouts[part], decay, whitening)
+        values, whitening = [observed[p] for p in owned[part]], factors[part] if whitens else None
+        source.accumulate_(stats[part], values, layouts[part], decay, whitening)
         done.update(owned[part])
     done.update(params)
     return Report("statistics", codes, params)
@@ -60,13 +60,14 @@ def refresh_factors(
     reports: list[Report] = []
     for settings, params in batches:
         owned = processes.owned(params)
-        own = [states[p] for p in owned]
-        layouts = list(map(layout_of, own))
-        stats, factors = rows(each(own, "stats"), layouts), rows(each(own, "factors"), layouts)
-        info = torch.zeros(0, dtype=torch.int32, device=params[0].device)
+        owned_states = [states[p] for p in owned]
+        layouts = list(map(layout_of, owned_states))
+        stats = rows(each(owned_states, "stats"), layouts)
+        factors = rows(each(owned_states, "factors"), layouts)
+        codes = torch.zeros(0, dtype=torch.int32, device=params[0].device)
         if owned:
-            info = method._factors(settings, stats, factors)
-        codes = _worst_of_blocks(info, [len(layout.cuts) for layout in layouts])
+            codes = method._factors(settings, stats, factors)
+        codes = _worst_of_blocks(codes, [len(layout.cuts) for layout in layouts])
         codes = processes.codes(params, owned, codes)
         processes.send_factors(params, states)
         reports.append(Report("inverses", codes, params))
@@ -74,7 +75,7 @@ def refresh_factors(
 
 
 def _worst_of_blocks(codes: Tensor, counts: Sequence[int]) -> Tensor:
-    """The largest code of each parameter's blocks, on the device; ``counts`` are their numbers."""
+    """The largest code of each parameter's blocks, on the device; ``counts`` blocks for each."""
     if all(count == 1 for count in counts):
         return codes
-    return torch.stack([own.amax() for own in codes.split(list(counts))])
+    return torch.stack([of_blocks.amax() for of_blocks in codes.split(list(counts))])

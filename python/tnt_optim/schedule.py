@@ -12,10 +12,10 @@ from tnt_optim.state import has_statistics
 
 @functools.cache
 def _warmup_steps(name: str, interval: int, warmup: int) -> tuple[frozenset[int], int]:
-    """The steps of refreshes in a warm-up, and the first one after it.
+    """The steps with a refresh in a warm-up, and the first such step after it.
 
-    An interval that starts at step s is 1 + (interval - 1) s / warmup, rounded down. The name is
-    the interval's: ``observe`` and forward hooks come here before ``step`` checks all settings.
+    An interval that starts at step s is 1 + (interval - 1) s / warmup, rounded down. The settings
+    are checked here, too: ``observe`` and forward hooks come before ``step``, which checks all.
 
     >>> steps, after = _warmup_steps("stat_interval", 4, 9)
     >>> sorted(steps), after
@@ -43,7 +43,7 @@ def is_due(group: Settings, interval: str) -> bool:
 def factors_due(
     group: Settings, states: Mapping[Tensor, State], refreshed: Container[Tensor]
 ) -> list[Tensor]:
-    """The group's parameters, of those in ``states``, whose factors are due at its step.
+    """The group's parameters in ``states`` whose factors are due at its step.
 
     Without a warm-up, factors follow the ``refreshed`` statistics during their first T2 steps.
     """

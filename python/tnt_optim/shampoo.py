@@ -20,7 +20,7 @@ from tnt_optim.options import (
 
 @documented(
     damping="added to the eigenvalues of every S_i, epsilon in the paper. A fraction with "
-    "``relative_damping``; else of the unit of the squared gradient.",
+    "``relative_damping``; without it, in units of the squared gradient.",
     relative_damping="damp each S_i with ``damping`` times its own average eigenvalue, "
     "tr(S_i) / d_i, instead; it differs from mode to mode. If S_i is zero, or would be but for "
     "rounding (an average below 1e-31 in float32), its root is the identity. Directions then do "

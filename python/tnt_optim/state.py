@@ -1,10 +1,10 @@
 """The entries of a parameter's state. ``SPEC`` is their only definition.
 
-``SPEC`` is the table. New states, the tensors that each process keeps, the check of a checkpoint,
-the addresses of CUDA graphs and the memory estimate follow from it. A parameter's state has all
-of these entries or none: its first statistics bring them. Only a master copy may come later. A
-parameter that is not preconditioned has no statistics, and factors of ones; its ``first_step`` is
-None. A state that is only allocated has all entries, and counts as none. Entries under other names
+New states, the tensors that each process keeps, the check of a checkpoint, the addresses of CUDA
+graphs and the memory estimate follow from this table. A parameter's state has all of these entries
+or none: they are made with its first statistics. Only a master copy may come later. A parameter
+that is not preconditioned has no statistics, and factors of ones; its ``first_step`` is None. A
+state that is only allocated has all entries, and counts as no state. Entries under other names
 belong to a wrapper (a lookahead's slow weights): they stay.
 """
 
@@ -27,7 +27,7 @@ def _identity(*shape: int, **like: Any) -> Tensor:
     return torch.eye(*shape, **like) if len(shape) == 2 else torch.ones(*shape, **like)
 
 
-# Refreshes of statistics and factors that failed: all of them, and the latest in a row.
+# How many refreshes of statistics and factors failed: in total, and the latest in a row.
 COUNTERS = ("skipped_statistics", "skipped_in_a_row", "failed_inverses", "failed_in_a_row")
 
 # The ``first_step`` of a state that was only allocated: zeros stand for its statistics. First
@@ -52,7 +52,7 @@ class Entry:
     counts: bool = False  # whether it counts updates; CUDA graphs go on counting in a tensor
     start: Callable[[Settings], Any] = lambda group: 0  # the first value of a number
     fill: Callable[..., Tensor] = torch.zeros  # makes new tensors
-    column: str = ""  # of the memory estimate
+    column: str = ""  # where the memory estimate counts it
 
     def exists(self, param: Tensor, group: Settings) -> bool:
         """Whether a parameter with these settings has it."""
@@ -61,7 +61,7 @@ class Entry:
         return is_half(param) or not self.half_only
 
     def shapes(self, param: Tensor, group: Settings, plain: bool) -> Shapes:
-        """The shapes of its tensors; ``plain``: of a parameter that is not preconditioned."""
+        """The shapes of its tensors; ``plain``: the parameter is not preconditioned."""
         if self.shape == MODES and plain:
             return layout_for(param, group).statistic_shapes(0) if self.name == "factors" else []
         if self.shape == MODES:
@@ -93,7 +93,7 @@ SPEC = (
     Entry("block_size", start=lambda group: group["block_size"] and int(group["block_size"])),
     Entry("first_step", start=lambda group: group["step"]),
     *(Entry(name) for name in COUNTERS),
-    # Momentum m, the number of its updates, and the same of Adam's second moment.
+    # Momentum m and the number of its updates; the same for Adam's second moment.
     Entry("updates", counts=True, survives=True),
     Entry("momentum", VIEW, owner_only=_DIRECTIONS, survives=True, column="moments"),
     Entry("second_moment_updates", needs=_ADAM, counts=True, survives=True),
@@ -111,14 +111,14 @@ SURVIVES = tuple(entry.name for entry in SPEC if entry.survives)
 
 
 def kept_names(shard: str | None, is_owner: bool) -> frozenset[str]:
-    """The entries that a process keeps of a parameter's state."""
+    """The entries of a parameter's state that a process keeps."""
     return frozenset(e.name for e in SPEC if is_owner or shard not in e.owner_only)
 
 
 def owned_bytes(param: Tensor, group: Settings, shard: str) -> int:
     """The bytes of a parameter's statistics, factors, and entries that only its owner keeps."""
-    own = [e for e in SPEC if e.shape == MODES or shard in e.owner_only]
-    return sum(entry.nbytes(param, group) for entry in own)
+    entries = [e for e in SPEC if e.shape == MODES or shard in e.owner_only]
+    return sum(entry.nbytes(param, group) for entry in entries)
 
 
 def statistic_shapes(param: Tensor, group: Settings) -> Shapes:
@@ -148,9 +148,9 @@ def has_statistics(state: Settings) -> bool:
 def new_state(
     param: Tensor, group: Settings, kept: Container[str], *, plain: bool = False, stats: Any = None
 ) -> State:
-    """A new state with the entries in ``kept``, of a parameter without preconditioner if ``plain``.
+    """A new state with the entries in ``kept``; ``plain``: the parameter is not preconditioned.
 
-    The statistics are ``stats``. Without these the state is only allocated, unless ``plain``.
+    ``stats`` are the statistics. Without them the state is only allocated, unless ``plain``.
     """
     state: State = {}
     like: dict[str, Any] = {"dtype": state_dtype(param), "device": param.device}
@@ -172,7 +172,7 @@ def new_state(
 
 
 def add_master(state: State, param: Tensor, group: Settings) -> None:
-    """Adds the master copy that a parameter needs, perhaps only since its dtype has changed."""
+    """Adds the master copy if it is missing, for example since the dtype has changed."""
     if _MASTER.exists(param, group) and _MASTER.name not in state:
         state[_MASTER.name] = param.detach().to(dtype=state_dtype(param), copy=True)
 
@@ -189,8 +189,8 @@ def check_state(
 ) -> None:
     """Refuses a saved state that does not fit the parameter.
 
-    It may hold more entries than this process keeps. Entries without an option must be there.
-    Entries of one option come together.
+    It may hold more entries than this process keeps. Entries that need no option must be there.
+    Entries that need the same option must be there together.
     """
     has = {entry.needs for entry in SPEC if entry.name in state} | {None}
     wanted = [entry for entry in SPEC if entry.needs in has and entry.name in kept]

@@ -28,7 +28,7 @@ from tnt_optim.paper import paper_settings
 
 @documented(
     damping="added to the eigenvalues of every U_i, epsilon in the paper. A fraction with "
-    "``relative_damping``; else of the unit of the gradient's (2/k)-th power.",
+    "``relative_damping``; without it, in units of the gradient's (2/k)-th power.",
     nesterov="precondition mu m + g, the next step's momentum if its gradient were g again, in "
     "place of m; ``graft`` looks ahead in the same way. None: only without a ``likelihood``. With "
     "one it lowers the loss on most tasks, but early steps may be too long (docs/settings.md).",
@@ -45,8 +45,8 @@ class TNT(KroneckerOptimizer):
 
     The second moment of a gradient with modes of sizes d_1, ..., d_k is modelled as U_1 ⊗ … ⊗ U_k,
     one matrix for each mode, and the momentum is preconditioned by their damped inverses. With a
-    ``likelihood`` the gradients are those at labels drawn from the model's own predictive
-    distribution: the model is then of the Fisher matrix, as in the paper, and the loop has one more
+    ``likelihood`` the gradients are taken at labels drawn from the model's own predictive
+    distribution: the U_i then model the Fisher matrix, as in the paper, and the loop has one more
     line::
 
         opt = TNT(model.parameters(), likelihood="categorical")
@@ -63,10 +63,10 @@ class TNT(KroneckerOptimizer):
     steps of Adam's length, intervals that grow from 1. ``TNT.paper`` has the paper's form.
 
     Every argument but ``likelihood``, ``seed``, ``capturable``, ``process_group`` and ``shard`` can
-    be set for each parameter group. A vector has one mode, a
-    matrix two, and a convolution weight two: out, and in times the kernel's positions (if at most
-    ``max_factor_dim``; otherwise, and in the paper's form, three). A group's ``modes``, a function
-    from a parameter's shape to mode sizes with the same product, replaces this rule.
+    be set for each parameter group. A vector has one mode, a matrix two, and a convolution weight
+    two: out, and in times the kernel's positions (if at most ``max_factor_dim``; otherwise, and in
+    the paper's form, three). A group's ``modes``, a function from a parameter's shape to mode sizes
+    with the same product, replaces this rule.
 
     Args:
         params: parameters, named parameters or parameter groups, of any floating-point dtype.
@@ -130,13 +130,13 @@ class TNT(KroneckerOptimizer):
             problem: "mnist", "faces", "resnet32" or "vgg16", for the settings of the paper's
                 experiment, with its likelihood; None for ``lr=1e-4, damping=0.01,
                 stat_interval=10, inverse_interval=100``.
-            options: replace these. ``likelihood`` is needed without a problem; None is TNT-EF of
-                the paper, whose statistics are of the training gradients.
+            options: replace these settings. Without a problem ``likelihood`` is needed; None is
+                the paper's TNT-EF, whose statistics are of the training gradients.
         """
         if "fisher" in options:
-            own = paper_settings("TNT", problem).get("likelihood", "categorical")
+            default = paper_settings("TNT", problem).get("likelihood", "categorical")
             given = options.get("likelihood")
-            options["likelihood"] = pop_fisher("TNT.paper", options, given, own)
+            options["likelihood"] = pop_fisher("TNT.paper", options, given, default)
         if problem is None and "likelihood" not in options:
             raise ValueError(
                 "likelihood must be given for TNT.paper without a problem: the distribution of the "

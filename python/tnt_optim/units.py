@@ -1,7 +1,7 @@
 """What is preconditioned as one tensor: a parameter, or the weight and bias of a layer, [W | b].
 
-The weight stands for its layer: the state is the weight's, and so are the settings, but for the
-learning rate and the weight decay, which weight and bias have from their own groups.
+The weight stands for its layer, which has the weight's state and settings. Only the learning rate
+and the weight decay differ: weight and bias take them from their own groups.
 """
 
 import math
@@ -16,7 +16,7 @@ class Units:
     """The layers whose weight and bias are preconditioned together.
 
     Args:
-        biases: by weight; None for a layer without.
+        biases: the bias of each weight, or None.
         has_spectra: whether a layer's factors end with one more matrix like [W | b].
     """
 
@@ -28,7 +28,7 @@ class Units:
         self.has_spectra = has_spectra
 
     def __reduce__(self) -> Any:
-        """Without parameters, as a part of a saved group: an optimizer that has layers has them."""
+        """Saves no parameters, as a part of a saved group; the optimizer has its own units."""
         return Units, ({},)
 
     def __len__(self) -> int:
@@ -39,7 +39,7 @@ class Units:
         return param in self._biases
 
     def key(self, param: Tensor) -> Tensor:
-        """The parameter in whose state a parameter's is: the weight for a bias, else itself."""
+        """The parameter that has the state: the weight for a bias, else the parameter itself."""
         return self._weights.get(param, param)
 
     def members(self, key: Tensor) -> list[Tensor]:
@@ -61,16 +61,16 @@ class Units:
         return [None] if len(self.members(key)) == 1 else [slice(-1), slice(-1, None)]
 
     def joined(self, key: Tensor, values: Mapping[Tensor, Tensor]) -> Tensor:
-        """One tensor of values by parameter, of which one is there; a missing one counts as 0."""
+        """A unit's tensor from values by parameter: at least one; a missing one counts as 0."""
         if key not in self:
             return values[key]
         rows, columns = self.sizes(key)
         members = self.members(key)
         if len(members) == 1:
             return values[key].reshape(rows, columns)
-        some = next(values[p] for p in members if p in values)
+        like = next(values[p] for p in members if p in values)
         parts = [
-            values[p].reshape(rows, width) if p in values else some.new_zeros(rows, width)
+            values[p].reshape(rows, width) if p in values else like.new_zeros(rows, width)
             for p, width in zip(members, (columns - 1, 1), strict=True)
         ]
         return torch.cat(parts, dim=1)
@@ -82,18 +82,18 @@ torch.serialization.add_safe_globals([Units])  # a wrapper may save the groups a
 
 def units_of(groups: Sequence[Mapping[str, Any]]) -> Units:
     """The layers of an optimizer: all groups have the same, or none have any."""
-    found: Units = groups[0].get("units", NOTHING) if groups else NOTHING
-    return found
+    units: Units = groups[0].get("units", NOTHING) if groups else NOTHING
+    return units
 
 
 class Member(NamedTuple):
-    """A parameter that some columns of its unit's direction move."""
+    """A parameter, and which columns of its unit's direction update it."""
 
     param: Tensor
-    settings: Mapping[str, Any]  # at this step, of its own group
-    columns: slice | None  # of a matrix; None: the whole direction
+    settings: Mapping[str, Any]  # its own group's at this step
+    columns: slice | None  # None: the whole direction, which may be no matrix
 
     def part(self, direction: Tensor) -> Tensor:
         """Its part of the direction, in its own shape; (1,) for a scalar."""
-        own = direction if self.columns is None else direction[:, self.columns]
-        return own.reshape(self.param.shape or (1,))
+        part = direction if self.columns is None else direction[:, self.columns]
+        return part.reshape(self.param.shape or (1,))

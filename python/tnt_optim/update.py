@@ -36,16 +36,16 @@ class Part:
     """Parameters of one group on one device, to update; see ``interfaces.Work``.
 
     Attributes:
-        grads: by parameter; of layers those of [W | b], by weight.
+        grads: by parameter; for a layer the gradient of [W | b], by its weight.
         group: the settings.
-        number: counts the parts of a step.
-        members: of each unit, if some have several; else empty.
+        index: of this part in the step.
+        members: of each unit; empty if no unit has several.
     """
 
     grads: Gradients
     states: States
     group: Settings
-    number: int
+    index: int
     method: Method
     members: Mapping[Tensor, Sequence[Member]]
 
@@ -66,14 +66,14 @@ class Part:
         """See ``interfaces.Work``."""
         if not whole:
             return {}
-        grads, own = list(whole.values()), [self.states[p] for p in whole]
-        layouts = list(map(layout_of, own))
-        found, norms = self.method._directions(self.group, own, grads, layouts)
-        scales = graft_scales(norms, found, self.group)
-        if scales is not None and found:
-            pairs = zip(scales.unbind(), found, strict=True)
-            torch._foreach_mul_(found, [scale.to(p.dtype) for scale, p in pairs])
-        rest = iter(found)
+        grads, states = list(whole.values()), [self.states[p] for p in whole]
+        layouts = list(map(layout_of, states))
+        directions, norms = self.method._directions(self.group, states, grads, layouts)
+        scales = graft_scales(norms, directions, self.group)
+        if scales is not None and directions:
+            pairs = zip(scales.unbind(), directions, strict=True)
+            torch._foreach_mul_(directions, [scale.to(p.dtype) for scale, p in pairs])
+        rest = iter(directions)
         return {
             p: layout.assembled([next(rest) for _ in layout.cuts])
             for p, layout in zip(whole, layouts, strict=True)
@@ -103,9 +103,9 @@ class Part:
     ) -> list["_Move"]:
         """The moves of parameters, or of their ``pieces``: one for each group's rates.
 
-        ``layouts`` have the blocks of the directions; None for tensors of one shape with them.
+        ``layouts`` cut parameters into the directions' blocks; None if the shapes are the same.
         """
-        key = (self.number, *key)
+        key = (self.index, *key)
         if not self.members:
             tensors = params if pieces is None else pieces
             weights = Weights(tensors, self.states, self.group, layouts, key=key)
@@ -114,7 +114,7 @@ class Part:
         for place, param in enumerate(params):
             for member in self.members[param]:
                 by_group.setdefault(id(member.settings), []).append((place, member))
-        return [self._move_of(own, key) for own in by_group.values()]
+        return [self._move_of(members, key) for members in by_group.values()]
 
     def _move_of(self, members: Sequence[tuple[int, Member]], key: tuple[int, ...]) -> "_Move":
         """The move of members of units, all of one group."""
@@ -127,11 +127,12 @@ class _Move:
     """The move of weights along directions, at one group's rates.
 
     Args:
-        weights: of parameters.
+        weights: the tensors to update.
         group: the settings.
         decays: whether each parameter decays.
-        layouts: with the blocks of each; None for the parameters' own shapes.
-        members: the place and the part of each one's direction, if these are not all in order.
+        layouts: cut each parameter into blocks; None for the parameters' own shapes.
+        members: of units, each with the place of its unit's direction; None: directions are in the
+            order of the weights.
     """
 
     def __init__(
@@ -172,10 +173,10 @@ class _Bucket:
         self.layouts = list(map(layout_of, self.states))
         self.moves = part.moves(params, self.layouts, index)
         self.directions: list[Tensor] = []
-        self.norms: Tensor | None = None  # as the method gives them
+        self.norms: Tensor | None = None  # from the method's ``_directions``
 
     def stages(self) -> list[Stage]:
-        """Moments and directions; weights; with rounding, the parameters."""
+        """Stages for moments and directions, then for the weights, then for their rounding."""
         pairs = [(functools.partial(self._move, m), m.weights.write) for m in self.moves]
         return [self._make_directions, *(stage for pair in pairs for stage in pair)]
 
@@ -188,8 +189,9 @@ class _Bucket:
     def _make_directions(self) -> None:
         for move in self.moves:
             move.weights.take()
-        found = self.method._directions(self.group, self.states, self.grads, self.layouts)
-        self.directions, self.norms = found
+        self.directions, self.norms = self.method._directions(
+            self.group, self.states, self.grads, self.layouts
+        )
 
     def _move(self, move: _Move) -> None:
         scales = graft_scales(self.norms, self.directions, self.group)
@@ -197,12 +199,12 @@ class _Bucket:
 
     def _step(self, move: _Move, decays: bool) -> None:
         same = [decay == decays for decay in move.decays]
-        layouts, own = list(compress(self.layouts, same)), list(compress(self.states, same))
+        layouts, states = list(compress(self.layouts, same)), list(compress(self.states, same))
         preconditioned_step_(
             blocks(compress(move.weights.take(), same), layouts),
-            blocks(each(own, "momentum"), layouts),
+            blocks(each(states, "momentum"), layouts),
             blocks(compress(self.grads, same), layouts),
-            rows(each(own, "factors"), layouts),
+            rows(each(states, "factors"), layouts),
             self.group["lr"],
             self.group["momentum"],
             self.group["weight_decay"] if decays else 0.0,

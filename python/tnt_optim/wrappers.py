@@ -1,4 +1,4 @@
-"""Trainers' wrappers that inherit from the optimizer that they wrap, as Lightning's and Fabric's.
+"""For trainers' wrappers that inherit from the optimizer they wrap, as Lightning's and Fabric's do.
 
 Such a wrapper has the methods and defaults of the optimizer's class, but none of its values.
 """
@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 
 class Wrappable:
-    """A base of optimizers: what a wrapper inherits from one, it takes from the wrapped one."""
+    """A base class: attributes that a wrapper inherits are read from the wrapped optimizer."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -19,12 +19,12 @@ class Wrappable:
             return
         for name in dir(cls):
             if not (name.startswith("__") or name in vars(cls) or hasattr(wrapper, name)):
-                setattr(cls, name, _OfTheWrapped(name))
-        for name in ("__getstate__", "__setstate__"):  # copies of the wrapper, not the optimizer's
+                setattr(cls, name, _Forwarded(name))
+        for name in ("__getstate__", "__setstate__"):  # a copy of the wrapper has its values
             setattr(cls, name, getattr(_Plain, name))
 
 
-class _OfTheWrapped:
+class _Forwarded:
     """An attribute of the wrapped optimizer, unless the wrapper has one of its own."""
 
     def __init__(self, name: str) -> None:

@@ -37,7 +37,7 @@ def distribution(
         params = [p for group in groups for p in group["params"]]
         mesh = process_group_of_shards(params)
         return Sharded(mesh, lambda param: owners.of(param, groups, mesh.size))
-    processes = process_group_of(process_group, is_lost=is_lost)
-    if processes is None:
+    replicas = process_group_of(process_group, is_lost=is_lost)
+    if replicas is None:
         return Processes()
-    return Replicated(processes, shard, lambda param: owners.of(param, groups, processes.size))
+    return Replicated(replicas, shard, lambda param: owners.of(param, groups, replicas.size))

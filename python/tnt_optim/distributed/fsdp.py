@@ -1,8 +1,8 @@
 """Parameters cut into pieces over processes, as ``torch.distributed.fsdp.fully_shard`` does.
 
-Every process has a piece of each parameter and of its gradient, and a preconditioner needs whole
+Every process has a piece of each parameter and of its gradient, but a preconditioner needs whole
 gradients. Each parameter has one owner rank, which alone has its statistics, factors and moments:
-the pieces of a gradient go to the owner, and pieces of the direction come back.
+all processes send their pieces of the gradient to it, and it sends pieces of the direction back.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -122,11 +122,11 @@ class Sharded(OwnerRanks, Processes):
             return unscaled({p: p.grad for p in params if p.grad is not None}, scale)
 
     def mean(
-        self, params: Sequence[Tensor], gradients: Mapping[Tensor, Tensor], number: int | Tensor
+        self, params: Sequence[Tensor], gradients: Mapping[Tensor, Tensor], count: int | Tensor
     ) -> tuple[Gradients, Tensor]:
-        """See ``Processes.mean``. FSDP's average counts processes without a row: corrected here."""
+        """See ``Processes.mean``. Corrects FSDP's average, which counts processes without a row."""
         mesh = params[0].device_mesh  # type: ignore[attr-defined]
-        total = torch.zeros((), dtype=torch.float64, device=params[0].device) + number
+        total = torch.zeros((), dtype=torch.float64, device=params[0].device) + count
         for dim in range(mesh.ndim):
             dist.all_reduce(total, group=mesh.get_group(dim))
         ratio = self.processes.data_size / total
@@ -136,13 +136,13 @@ class Sharded(OwnerRanks, Processes):
         }, total
 
     def batch_mean(
-        self, params: Sequence[Tensor], observed: Gradients | None, number: int | Tensor
+        self, params: Sequence[Tensor], gradients: Gradients | None, count: int | Tensor
     ) -> dict[Tensor, Tensor] | None:
-        """See ``Processes.batch_mean``. All processes have as many batches."""
-        if observed is None:
+        """See ``Processes.batch_mean``. All processes have the same number of batches."""
+        if gradients is None:
             return None
-        own = {p: g for p, g in observed.items() if g is not None}
-        means, total = self.mean(list(own), own, number)
+        pieces = {p: g for p, g in gradients.items() if g is not None}
+        means, total = self.mean(list(pieces), pieces, count)
         return self.whole(means) if total > 0 else {}
 
     def with_gradients(self, params: Sequence[Tensor]) -> set[Tensor]:
@@ -155,24 +155,24 @@ class Sharded(OwnerRanks, Processes):
 
         ``gradients`` are this process's pieces, in the same order in all processes; None for zeros.
         """
-        found: dict[Tensor, Tensor] = {}
+        whole: dict[Tensor, Tensor] = {}
         for alike in by_device(gradients, by_dtype=True):
             dtype = state_dtype(alike[0])
-            own, ranks = self.owned(alike), range(self.size)
+            owned, ranks = self.owned(alike), range(self.size)
             pieces = {p: _piece(p, gradients[p]).to(dtype) for p in alike}
             arrived = self.processes.all_to_all(
                 {owner: [pieces[p] for p in self._of(owner, alike)] for owner in ranks},
-                {source: [self._shape(p, source) for p in own] for source in ranks},
+                {source: [self._shape(p, source) for p in owned] for source in ranks},
             )
-            for index, param in enumerate(own):
+            for index, param in enumerate(owned):
                 parts = [arrived[source][index] for source in ranks]
-                found[param] = torch.cat(parts, dim=shard_dim(param))
-        return {p: found[p] if p in found else torch.zeros((), device=p.device) for p in gradients}
+                whole[param] = torch.cat(parts, dim=shard_dim(param))
+        return {p: whole[p] if p in whole else torch.zeros((), device=p.device) for p in gradients}
 
     def all_finite(self, gradients: Iterable[Tensor]) -> Tensor:
         """See ``Processes.all_finite``."""
-        own = list(gradients)
-        bad = (~all_finite(own)).to(own[0].device, torch.int32)
+        pieces = list(gradients)
+        bad = (~all_finite(pieces)).to(pieces[0].device, torch.int32)
         return self.processes.largest(bad) == 0
 
     def update(self, part: Work) -> list[Stage]:
@@ -185,10 +185,10 @@ class Sharded(OwnerRanks, Processes):
         directions = part.directions({p: whole[p] for p in self.owned(whole)})
         ranks = range(self.size)
         for alike in by_device(grads, by_dtype=True):
-            own = [(p, directions[p].view(p.shape)) for p in self.owned(alike)]
-            cut = [d.split(self._lengths(p), dim=shard_dim(p)) for p, d in own]
+            owned = [(p, directions[p].view(p.shape)) for p in self.owned(alike)]
+            cut = [d.split(self._lengths(p), dim=shard_dim(p)) for p, d in owned]
             by_owner = {owner: self._of(owner, alike) for owner in ranks}
-            # A process that owns none of these takes part with an empty tensor.
+            # A process that owns none of these sends an empty tensor.
             empty = torch.empty(0, dtype=state_dtype(alike[0]), device=alike[0].device)
             arrived = self.processes.all_to_all(
                 {target: [empty, *(piece[target] for piece in cut)] for target in ranks},
@@ -231,8 +231,8 @@ def _piece(param: Tensor, gradient: Tensor | None) -> Tensor:
     return _local(gradient)
 
 
-# The sampled gradient. FSDP averages gradients in hooks of the backward, of parameters that it has
-# gathered for the pass: torch.autograd.grad cannot give them.
+# The sampled gradient. FSDP averages gradients in hooks of the backward, for parameters that it
+# gathers for the pass, so torch.autograd.grad cannot give the averages.
 
 
 @contextmanager
@@ -240,7 +240,7 @@ def _left_alone(tensors: Iterable[Tensor]) -> Iterator[None]:
     """Restores the tensors' gradients on leaving; their post-accumulate hooks do not run."""
     kept = {t: (t.grad, dict(t._post_accumulate_grad_hooks or {})) for t in tensors}
     for tensor, (_, hooks) in kept.items():
-        tensor.grad = None  # or the backward would add to it in place
+        tensor.grad = None  # otherwise the backward adds to it in place
         if hooks:  # in place: autograd and the handles of hooks refer to this dictionary
             tensor._post_accumulate_grad_hooks.clear()
     try:
@@ -253,19 +253,19 @@ def _left_alone(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 
 def _modules_of(params: Sequence[Tensor]) -> Sequence[FSDPModule]:
-    """The modules under FSDP with one of ``params``."""
+    """The FSDP modules that have one of ``params``."""
     # FSDP has no mapping from a parameter to its module; torch has one from module to state.
     from torch.distributed._composable_state import _module_state_mapping
 
     wanted = set(map(id, params))
-    found = []
+    modules = []
     for module in list(_module_state_mapping):
         if isinstance(module, FSDPModule):
             cut = _cut_params(module)
-            own = [(p.sharded_param, getattr(p, "_unsharded_param", None)) for p in cut]
-            if any(id(tensor) in wanted for pair in own for tensor in pair):
-                found.append(module)
-    return found
+            pairs = [(p.sharded_param, getattr(p, "_unsharded_param", None)) for p in cut]
+            if any(id(tensor) in wanted for pair in pairs for tensor in pair):
+                modules.append(module)
+    return modules
 
 
 def _groups(module: FSDPModule) -> list[Any]:
@@ -295,7 +295,7 @@ def _holds_back(module: FSDPModule) -> bool:
 
 @contextmanager
 def _synchronised(modules: Sequence[FSDPModule]) -> Iterator[None]:
-    """Within it every backward averages gradients, whatever the user's settings are."""
+    """Makes every backward average gradients, whatever the user's settings are."""
     groups = [group for module in modules for group in _groups(module)]
     ours = {"reduce_grads": True, "all_reduce_grads": True, "gradient_divide_factor": None}
     before = [{name: getattr(group, name) for name in ours} for group in groups]

@@ -1,7 +1,7 @@
 """Owner ranks: each parameter has one process that keeps its statistics and refreshes its factors.
 
-Owners follow from the sizes and settings with which parameters were added, so that all processes
-come to the same result without a message, whenever they ask.
+The owners depend only on the sizes and settings with which parameters were added, so all processes
+compute the same owners, at any time and without communication.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -53,7 +53,7 @@ def assign(loads: Sequence[Load], existing: Sequence[Load]) -> list[int]:
 
     owned, owners = list(existing), [0] * len(loads)
     for index in sorted(range(len(loads)), key=lambda i: (-fraction(loads[i]), i)):
-        candidates = [fraction(own + loads[index]) for own in owned]
+        candidates = [fraction(load + loads[index]) for load in owned]
         owner = candidates.index(min(candidates))
         owners[index], owned[owner] = owner, owned[owner] + loads[index]
     return owners
@@ -64,28 +64,28 @@ class Owners:
 
     def __init__(self, shard: str | None) -> None:
         self._shard = shard or "directions"  # as fully_shard divides the work
-        self._loads: list[list[Load]] = []  # of each group, with the settings when it was added
+        self._loads: list[list[Load]] = []  # by group, with its settings when it was added
         self._owners: dict[Tensor, int] = {}
-        self._processes = 0
+        self._size = 0  # the number of processes
 
     def add(self, group: Settings) -> None:
         """Takes a group's parameters, frozen or not: they may be unfrozen later."""
         self._loads.append([load_of(p, group, self._shard) for p in group["params"]])
 
-    def of(self, param: Tensor, groups: Sequence[Settings], processes: int) -> int:
-        """The owner of one parameter of ``groups``."""
-        if param not in self._owners or self._processes != processes:
-            self._assign(groups, processes)
+    def of(self, param: Tensor, groups: Sequence[Settings], size: int) -> int:
+        """The owner of one parameter of ``groups``, among ``size`` processes."""
+        if param not in self._owners or self._size != size:
+            self._assign(groups, size)
         return self._owners[param]
 
-    def _assign(self, groups: Sequence[Settings], processes: int) -> None:
-        self._processes, self._owners = processes, {}
+    def _assign(self, groups: Sequence[Settings], size: int) -> None:
+        self._size, self._owners = size, {}
         if list(map(len, self._loads)) != [len(group["params"]) for group in groups]:
             self._loads = []  # the user has changed the lists
             for group in groups:
                 self.add(group)
-        owned = [Load()] * processes
-        # Group by group: one that is added later changes no earlier owner.
+        owned = [Load()] * size
+        # Group by group: a group that is added later changes no earlier owner.
         for group, loads in zip(groups, self._loads, strict=True):
             owners = assign(loads, owned)
             for param, load, owner in zip(group["params"], loads, owners, strict=True):
@@ -94,14 +94,14 @@ class Owners:
 
 
 def _on_cpu(entry: Any) -> Any:
-    """A copy of an entry of a state on the CPU; of a view, its own numbers only."""
+    """A copy of an entry of a state on the CPU, without the rest of a view's storage."""
     if isinstance(entry, list):
         return [_on_cpu(tensor) for tensor in entry]
     return entry.to("cpu", copy=True) if isinstance(entry, Tensor) else entry
 
 
 class OwnerRanks:
-    """The part of a distribution that follows from owners: ``owner`` gives a parameter's rank."""
+    """What distributions with owners share: ``owner`` gives the rank of a parameter's owner."""
 
     is_distributed = True
     shard: str | None = "directions"
@@ -130,21 +130,21 @@ class OwnerRanks:
         """See ``Processes.others_parts``: one parameter after the other, to save memory."""
         if to not in range(self.size):
             raise ValueError(f"to must be a rank below {self.size}, got {to!r}")
-        found: dict[Tensor, State] = {}
+        parts: dict[Tensor, State] = {}
         names = NAMES - kept_names(self.shard, is_owner=False)
         for param in params if names else ():
             state, owner = states.get(param, {}), self.owner(param)
             if owner != to:
                 part = {name: _on_cpu(state[name]) for name in names & state.keys()}
-                found[param] = self.processes.hand_over(part, owner, to)
-        return {param: part for param, part in found.items() if part}
+                parts[param] = self.processes.hand_over(part, owner, to)
+        return {param: part for param, part in parts.items() if part}
 
     def total(self, value: Tensor) -> Tensor:
         """See ``Processes.total``."""
         return self.processes.sums([value])[0]
 
-    def codes(self, params: Sequence[Tensor], owned: Sequence[Tensor], own: Tensor) -> Tensor:
+    def codes(self, params: Sequence[Tensor], owned: Sequence[Tensor], codes: Tensor) -> Tensor:
         """See ``Processes.codes``."""
         zero = torch.zeros((), dtype=torch.int32, device=params[0].device)
-        known = dict(zip(owned, own.to(torch.int32).unbind(), strict=True))
+        known = dict(zip(owned, codes.to(torch.int32).unbind(), strict=True))
         return self.processes.largest(torch.stack([known.get(p, zero) for p in params]))

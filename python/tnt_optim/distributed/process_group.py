@@ -16,10 +16,10 @@ from torch import Tensor
 from tnt_optim.modes import is_sharded
 
 if dist.is_available():
-    # PyTorch imports this module with the first optimizer, and defaults of its functions hold the
-    # default process group of that moment. Then `destroy_process_group` leaves gloo's threads
-    # running, and one that drops a tensor while Python exits aborts the process (pytorch#190489).
-    # Imported before there is a group, it holds none.
+    # PyTorch imports this module with the first optimizer, and default arguments of its functions
+    # hold the default process group of that moment. `destroy_process_group` then leaves gloo's
+    # threads running, and a thread that drops a tensor while Python exits aborts the process
+    # (pytorch#190489). Imported here, before there is a group, the module holds none.
     import torch.distributed.nn  # noqa: F401
 
 # Tensors are sent in buckets of this many bytes: large enough for the network's full rate, small
@@ -30,8 +30,8 @@ BUCKET_BYTES = 25 << 20
 class ProcessGroup:
     """The processes that train together.
 
-    ``data_rank`` and ``data_size`` count all processes that see a part of a batch; by default those
-    of ``group``.
+    ``data_rank`` and ``data_size`` count all processes that have a part of a batch; by default they
+    are the processes of ``group``.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class ProcessGroup:
         self.data_size = self.size if data_size is None else data_size
 
     def number(self, index: int) -> int:
-        """The number of an observation among those of all processes, counted round-robin."""
+        """The index of an observation among those of all processes, counted round-robin."""
         return index * self.data_size + self.data_rank
 
     def sums(self, tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -68,13 +68,13 @@ class ProcessGroup:
             device = torch.device("cpu")
         reduced = torch.tensor(flags, dtype=torch.int32, device=device)
         dist.all_reduce(reduced, dist.ReduceOp.MAX, group=self.group)
-        found: list[int] = reduced.tolist()
-        return found
+        set_anywhere: list[int] = reduced.tolist()
+        return set_anywhere
 
     def check_alike(self, params: Sequence[Tensor]) -> None:
-        """Refuses processes with other parameters, whose statistics would be mixed up.
+        """Refuses processes with different parameters, whose statistics would be mixed up.
 
-        Parameters of one shape may be different layers: their first entries tell them apart.
+        Different layers may have the same shapes, so the first entries are compared, too.
         """
         content = [(tuple(p.shape), _first_entries(p)) for p in params]
         key = zlib.crc32(repr(content).encode()) >> 1
@@ -97,7 +97,7 @@ class ProcessGroup:
         return dist.broadcast(flat, group=self.group, group_src=owner, async_op=True)
 
     def hand_over(self, content: Any, source: int, target: int) -> Any:
-        """Sends what can be pickled to another process; returns it there, and None elsewhere."""
+        """Sends a picklable object to another process; returns it there, and None elsewhere."""
         box = [content]
         if self.rank == source:
             dist.send_object_list(box, group=self.group, group_dst=target)
@@ -108,9 +108,9 @@ class ProcessGroup:
     def all_to_all(
         self, out: Mapping[int, Sequence[Tensor]], into: Mapping[int, Sequence[Sequence[int]]]
     ) -> dict[int, list[Tensor]]:
-        """Sends tensors of one dtype and device; returns the tensors received, of shapes ``into``.
+        """Sends tensors of one dtype and device; returns the received ones, of shapes ``into``.
 
-        All arguments and results are by rank.
+        Arguments and results have a list for each rank.
         """
         sent = [tensor for rank in range(self.size) for tensor in out[rank]]
         sizes = [sum(tensor.numel() for tensor in out[rank]) for rank in range(self.size)]
@@ -123,9 +123,9 @@ class ProcessGroup:
 
 
 def process_group_of(group: Any, *, is_lost: bool) -> ProcessGroup | None:
-    """The processes of a group, or of the default group; None for a single one.
+    """The processes of a group, or of the default group; None for a single process.
 
-    Several processes are refused if a copied optimizer has lost its group.
+    Raises for several processes if a copied optimizer has lost its group.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
         return None
@@ -140,7 +140,7 @@ def process_group_of(group: Any, *, is_lost: bool) -> ProcessGroup | None:
 
 
 def _first_entries(param: Tensor) -> list[float]:
-    """A few entries, which copies have in common; none of a parameter that is in pieces."""
+    """A few entries, the same in all copies; empty for a sharded parameter."""
     if is_sharded(param):
         return []
     entries: list[float] = param.detach().reshape(-1)[:16].tolist()

@@ -3,7 +3,7 @@
 With ``shard`` every parameter has an owner rank, which refreshes its statistics and factors:
 
 - "directions": only the owner keeps factors and moments; it sends the direction of every step.
-- "inverses": the owner sends refreshed factors; every process has moments and makes its own
+- "inverses": the owner sends refreshed factors; every process has all moments and computes all
   directions.
 
 The first takes the least memory. The second sends nothing in most steps.
@@ -46,40 +46,40 @@ class Replicated(OwnerRanks, Processes):
         """See ``Processes.total``."""
         return value if self.shard is None else super().total(value)
 
-    def codes(self, params: Sequence[Tensor], owned: Sequence[Tensor], own: Tensor) -> Tensor:
+    def codes(self, params: Sequence[Tensor], owned: Sequence[Tensor], codes: Tensor) -> Tensor:
         """See ``Processes.codes``."""
-        return own if self.shard is None else super().codes(params, owned, own)
+        return codes if self.shard is None else super().codes(params, owned, codes)
 
     def batch_mean(
-        self, params: Sequence[Tensor], observed: Gradients | None, number: int | Tensor
+        self, params: Sequence[Tensor], gradients: Gradients | None, count: int | Tensor
     ) -> dict[Tensor, Tensor] | None:
         """See ``Processes.batch_mean``."""
-        own = {} if observed is None else self.whole(observed)
-        flags = [observed is not None, int(number), *(p in own for p in params)]
-        has_more, counts, *reached = self.anywhere(flags, params[0].device)
+        here = {} if gradients is None else self.whole(gradients)
+        flags = [gradients is not None, int(count), *(p in here for p in params)]
+        has_more, counts, *flags = self.anywhere(flags, params[0].device)
         if not has_more:
             return None
-        found = [p for p, is_reached in zip(params, reached, strict=True) if is_reached and counts]
-        return self.mean(found, own, number)[0] if found else {}
+        reached = [p for p, is_reached in zip(params, flags, strict=True) if is_reached and counts]
+        return self.mean(reached, here, count)[0] if reached else {}
 
     def mean(
-        self, params: Sequence[Tensor], gradients: Mapping[Tensor, Tensor], number: int | Tensor
+        self, params: Sequence[Tensor], gradients: Mapping[Tensor, Tensor], count: int | Tensor
     ) -> tuple[dict[Tensor, Tensor], Tensor]:
         """See ``Processes.mean``. A process whose gradients are not finite does not count.
 
-        If that is so in all processes, the means are NaN.
+        If no process counts, the means are NaN.
         """
         device = params[0].device
         finite = torch.ones((), dtype=torch.bool, device=device)
         if gradients:
             finite = all_finite(gradients.values()).to(device)
-        if isinstance(number, Tensor):
-            count = number.to(device, torch.float32)
+        if isinstance(count, Tensor):
+            on_device = count.to(device, torch.float32)
         else:  # filled in on the device: no copy to wait for
-            count = torch.full((), float(number), device=device)
+            on_device = torch.full((), float(count), device=device)
 
         def sent() -> Iterable[Tensor]:  # each tensor is made when it is sent, to save memory
-            yield torch.stack([count * finite, count])
+            yield torch.stack([on_device * finite, on_device])
             for param in params:
                 dtype = state_dtype(param)
                 if param in gradients:
@@ -87,12 +87,11 @@ class Replicated(OwnerRanks, Processes):
                 else:
                     yield torch.zeros_like(param, dtype=dtype)
 
-        counts, *totals = self.processes.sums(sent())
-        observations, counted = counts
+        (finite_count, total_count), *totals = self.processes.sums(sent())
         return {
-            p: total.div_(observations.to(p.device, total.dtype))
+            p: total.div_(finite_count.to(p.device, total.dtype))
             for p, total in zip(params, totals, strict=True)
-        }, counted
+        }, total_count
 
     def send_factors(self, params: Iterable[Tensor], states: States) -> None:
         """See ``Processes.send_factors``."""
@@ -128,8 +127,8 @@ class Replicated(OwnerRanks, Processes):
         sizes = {p: layout_for(p, part.group).sizes for p in places}
 
         def compute(bucket: list[Tensor]) -> Tensor:
-            found = part.directions(self.whole({p: part.grads[p] for p in bucket}))
-            return flattened([found[p] for p in bucket])
+            directions = part.directions(self.whole({p: part.grads[p] for p in bucket}))
+            return flattened([directions[p] for p in bucket])
 
         def receive(bucket: list[Tensor], flat: Tensor) -> None:
             arrived = unflattened(flat, [sizes[p] for p in bucket])
@@ -145,26 +144,26 @@ class Replicated(OwnerRanks, Processes):
         compute: Callable[[list[Tensor]], Tensor],
         receive: Callable[[list[Tensor], Tensor], None],
     ) -> None:
-        """Broadcasts a bucket of each owner at a time; sending overlaps with computing the next.
+        """Broadcasts one bucket of each owner at a time, while the next ones are computed.
 
         Args:
             params: in the same order in every process, of one device and one state dtype.
             numel: the number of entries sent of a parameter.
-            compute: gives the entries of a bucket of this process's parameters.
-            receive: takes the entries of a bucket, also of this process's own.
+            compute: gives the entries of a bucket that this process owns.
+            receive: takes the entries of a bucket, also of one that this process owns.
         """
         by_owner: list[list[list[Tensor]]] = [[] for _ in range(self.size)]
         dtype, device = state_dtype(params[0]), params[0].device
         for param in params:
-            own = by_owner[self.owner(param)]
-            full = own and sum(map(numel, own[-1])) + numel(param) > BUCKET_BYTES // dtype.itemsize
-            if not own or full:
-                own.append([])
-            own[-1].append(param)
+            buckets = by_owner[self.owner(param)]
+            size = numel(param) + (sum(map(numel, buckets[-1])) if buckets else 0)
+            if not buckets or size > BUCKET_BYTES // dtype.itemsize:
+                buckets.append([])
+            buckets[-1].append(param)
         pending: list[tuple[list[Tensor], Tensor, Any]] = []
         for round_ in zip_longest(*by_owner):
-            mine = round_[self.processes.rank]
-            computed = None if mine is None else compute(mine)
+            bucket_here = round_[self.processes.rank]
+            computed = None if bucket_here is None else compute(bucket_here)
             sent = []
             for owner, bucket in enumerate(round_):
                 if bucket is not None:

@@ -4,7 +4,8 @@ A forward hook puts the input into the metadata of the autograd node that made t
 before anything changes that output in place. So the graph owns the input: the input is freed with
 the graph, two forward passes or micro-batches cannot be confused, and a walk through the graph of a
 loss finds every call of every layer that the loss depends on. With sampled labels there are no
-backward hooks: the user's own backward would fire them, too. Without, that is what is wanted.
+backward hooks, because the user's backward would run them, too. Without a likelihood the statistics
+are those of the user's backward, and each node gets a hook.
 """
 
 import functools
@@ -23,7 +24,7 @@ from tnt_optim.autograd import check_shown, graph_nodes
 from tnt_optim.kfac.layers import Layer, parameters
 from tnt_optim.messages import warn_the_caller
 
-# Takes the number of a layer, its input, and a gradient by its output.
+# Takes the index of a layer, its input, and a gradient by its output.
 Arrived = Callable[[int, Tensor, Tensor], None]
 
 # A node that hides a part of the model, in which nothing can be captured.
@@ -35,7 +36,7 @@ class Call:
     """One call of a layer."""
 
     inputs: Tensor  # without history; empty once observed
-    version: int  # how often the input had been changed in place
+    version: int  # the input's version at the call: how often it was changed in place
     output_nr: int  # which of the node's outputs is the layer's
     observed: bool = False
 
@@ -76,9 +77,9 @@ class LayerHook:
         if not wanted(self.layer, inputs.numel() > 0):
             return
         if output._is_view() and output._base.numel() == output.numel():
-            # The output of a linear layer on more than two dimensions, or of a convolution without
-            # a batch, is a view of all of the computed tensor, in the same order. A change in place
-            # rewrites the view's history, but leaves the base's node in the graph.
+            # A linear layer on more than two dimensions, or a convolution without a batch, returns
+            # a view of the whole computed tensor, in the same order. A change in place rewrites the
+            # view's history, but leaves the base's node in the graph.
             output = output._base
         edge = get_gradient_edge(output)
         call = Call(inputs.detach(), inputs._version, edge.output_nr)
@@ -88,7 +89,7 @@ class LayerHook:
 
 
 def _hand_over(hook: LayerHook, call: Call, gradients: Sequence[Tensor | None]) -> None:
-    """Gives the gradient by the output of a layer's call to the optimizer, if that still lives."""
+    """Gives a call's output gradient to the optimizer, if the optimizer still exists."""
     arrived = None if hook._arrived is None else hook._arrived()
     gradient = gradients[call.output_nr]
     if arrived is None or gradient is None or not gradient.numel():
@@ -104,14 +105,14 @@ def _hand_over(hook: LayerHook, call: Call, gradients: Sequence[Tensor | None]) 
 def hook_layers(
     layers: Sequence[nn.Module], wanted: Callable[[int, bool], bool], arrived: Arrived | None
 ) -> tuple[list[LayerHook], list[RemovableHandle]]:
-    """Adds a hook to each layer, which asks the method ``wanted`` for the layer's number.
+    """Adds a hook to each layer, which asks the method ``wanted`` with the layer's index.
 
     With a method ``arrived``, every backward gives it the input and the gradient of each call.
     """
-    method = weakref.WeakMethod(wanted)
-    taken = None if arrived is None else weakref.WeakMethod(arrived)
-    hooks = [LayerHook(number, method, taken) for number in range(len(layers))]
-    # Before all other hooks, which may replace the output.
+    weak_wanted = weakref.WeakMethod(wanted)
+    weak_arrived = None if arrived is None else weakref.WeakMethod(arrived)
+    hooks = [LayerHook(index, weak_wanted, weak_arrived) for index in range(len(layers))]
+    # They run before all other hooks, which may replace the output.
     how = {"with_kwargs": True, "prepend": True}
     pairs = zip(layers, hooks, strict=True)
     return hooks, [layer.register_forward_hook(hook, **how) for layer, hook in pairs]
@@ -126,22 +127,22 @@ def captured_calls(
 ) -> dict[int, list[tuple[GradientEdge, Call]]]:
     """The calls of due layers that a loss depends on, each with the edge of its output's gradient.
 
-    Refused if a due layer was observed before, was used without being captured, or had its input
+    Raises if a due layer was observed before, was used without being captured, or had its input
     changed in place since. Warns once of a layer whose weight is used outside of its calls, too.
     """
-    own, kinds, edges = set(hooks), set(), Counter[Node]()
-    found: dict[int, list[tuple[Node, Call]]] = {}
+    own_hooks, kinds, edges = set(hooks), set(), Counter[Node]()
+    captured: dict[int, list[tuple[Node, Call]]] = {}
     for node in graph_nodes(loss):
         kinds.add(node.name())
-        edges.update(following for following, _ in node.next_functions if following is not None)
+        edges.update(child for child, _ in node.next_functions if child is not None)
         for hook, call in _metadata(node).items():
-            if hook in own:
-                found.setdefault(hook.layer, []).append((node, call))
+            if hook in own_hooks:
+                captured.setdefault(hook.layer, []).append((node, call))
     check_shown(kinds)
-    uses = {id(node.variable): n for node, n in edges.items() if hasattr(node, "variable")}
+    uses = {id(node.variable): count for node, count in edges.items() if hasattr(node, "variable")}
     reached = {}
-    for number in due:
-        name, calls = names[number], found.get(number, [])
+    for index in due:
+        name, calls = names[index], captured.get(index, [])
         if any(call.observed for _, call in calls):
             raise ValueError(
                 f"output depends on a call of {name!r} that was observed before: observe several "
@@ -152,14 +153,14 @@ def captured_calls(
                 f"the input of {name!r} must not be changed in place after it: write h = h + "
                 "layer(h), not h += layer(h)"
             )
-        is_used = any(id(param) in uses for param in parameters(layers[number]))
+        is_used = any(id(param) in uses for param in parameters(layers[index]))
         if calls and not is_used:
             raise ValueError(
                 f"output must depend on the parameters of {name!r}, but the layer was called with "
                 "others, as by torch.func.functional_call"
             )
-        hook = hooks[number]
-        if uses.get(id(layers[number].weight), 0) > len(calls) > 0 and not hook.warned:
+        hook = hooks[index]
+        if uses.get(id(layers[index].weight), 0) > len(calls) > 0 and not hook.warned:
             hook.warned = True
             warn_the_caller(
                 f"the weight of {name!r} is used outside of the layer's calls, too, as by "
@@ -167,7 +168,7 @@ def captured_calls(
                 "(warned once)"
             )
         if calls:
-            reached[number] = [(GradientEdge(node, call.output_nr), call) for node, call in calls]
+            reached[index] = [(GradientEdge(node, call.output_nr), call) for node, call in calls]
         elif is_used:
             reason = (
                 "was it called before (warm_start takes a generator that calls the model), after "

@@ -1,14 +1,14 @@
 r"""KFAC's inverse factors, in two forms.
 
-Both stand for an inverse that acts on a layer's matrix [W | b], and are made of its
+Both represent an inverse that acts on a layer's matrix [W | b], and are computed from its
 statistics [G, A]. "damped" is the inverse of (G + √damping I) ⊗ (A + √damping I), Martens & Grosse
 2015, section 6.3, without their factor π between the two. "eigenbasis" is the inverse of
 G ⊗ A + damping I, by the eigenvectors of G and A. Ren & Goldfarb 2021 use the first for
 autoencoders and the second for CNNs. Relative damping is in units of the average eigenvalue of
 G ⊗ A. √damping is then in units of each factor's average eigenvalue, which gives their factor π.
 
-The functions write the factors of each layer into ``out``. They return its code: 0, or 1 if its G
-and 2 if its A could not be inverted; its entry of ``out`` then stays as it was.
+The functions write the factors of each layer into ``out`` and return a code for each: 0, or 1 if G
+and 2 if A could not be inverted. The layer's entry of ``out`` then stays as it was.
 """
 
 import math
@@ -24,9 +24,9 @@ from tnt_optim.modes import Rows
 # The matrices that codes 1 and 2 stand for.
 PARTS = ("gradient factor G", "input factor A")
 
-# Without damping, an eigenvalue of at most this many eps of the largest counts as zero, like a
-# pivot in ``damped_inverse``. With damping none does: a layer of 4609 inputs has true eigenvalues
-# below n eps of the largest.
+# Without damping, an eigenvalue of at most this many eps times the largest counts as zero, like a
+# pivot in ``damped_inverse``. With damping no eigenvalue does: a layer of n = 4609 inputs has true
+# eigenvalues below n eps times the largest.
 SINGULAR_ROUNDINGS = 16
 
 Number = float | Tensor
@@ -35,7 +35,7 @@ Number = float | Tensor
 def damped(stats: Rows, damping: Number, relative: bool, out: Rows) -> Tensor:
     """[(G + √damping I)^-1, (A + √damping I)^-1]."""
     root = damping.sqrt() if isinstance(damping, Tensor) else math.sqrt(damping)
-    # As tensors with one mode each, for which equation 13 rescales the damping by c^0 = 1.
+    # As tensors of one mode each: for these, equation 13 rescales the damping by c^0 = 1.
     single, target = ([[matrix] for pair in rows for matrix in pair] for rows in (stats, out))
     _, info = damped_inverse(single, root, target, relative)
     failed_g, failed_a = (info.view(-1, 2) != 0).unbind(1)
@@ -49,7 +49,7 @@ def eigenbasis(stats: Rows, damping: Number, relative: bool, out: Rows) -> Tenso
         (values_g, vectors_g), (values_a, vectors_a) = map(_spectrum, pair)
         products = torch.outer(values_g.clamp(min=0), values_a.clamp(min=0))
         unit = products.mean() if relative else torch.ones_like(products[0, 0])
-        # Like ``damped_inverse``: the identity if the statistics are zero, or nearly.
+        # Like ``damped_inverse``: the identity if the statistics are zero, or almost.
         limits = torch.finfo(unit.dtype)
         nothing = unit < limits.tiny / limits.eps
         scale = torch.where(nothing, 1.0, (products + damping * unit).reciprocal())
@@ -58,15 +58,15 @@ def eigenbasis(stats: Rows, damping: Number, relative: bool, out: Rows) -> Tenso
         finite_g, finite_a = values_g.isfinite().all(), values_a.isfinite().all()
         failed = torch.where(~finite_g | (finite_a & singular_g), 1, 2)
         codes.append(torch.where(good, 0, failed).to(torch.int32))
-        for old, new in zip(factors, (vectors_g, vectors_a, scale), strict=True):
-            old.copy_(torch.where(good, new, old))
+        for factor, computed in zip(factors, (vectors_g, vectors_a, scale), strict=True):
+            factor.copy_(torch.where(good, computed, factor))
     return torch.stack(codes)
 
 
 def _spectrum(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues, ascending, and eigenvectors; NaN if the iteration does not converge.
 
-    In float32 it often fails on a matrix with many zero rows: that of 3 x 3 patches of 1 x 1 maps.
+    In float32 it often fails on a matrix with many zero rows, as from 3 x 3 patches of 1 x 1 maps.
     """
     for dtype in dict.fromkeys((matrix.dtype, torch.float64)):
         try:

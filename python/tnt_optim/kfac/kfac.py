@@ -41,10 +41,10 @@ from tnt_optim.units import Units
     weight_decay="gamma in the paper, decoupled: W <- W - lr (P + weight_decay W); with ``graft`` "
     "not of biases and norms.",
     damping="added to the eigenvalues of G ⊗ A, lambda in the paper. A fraction with "
-    "``relative_damping``; else of the unit of the squared gradient.",
+    "``relative_damping``; without it, in units of the squared gradient.",
     relative_damping="damp with ``damping`` times the average eigenvalue of G ⊗ A.",
     max_factor_dim="a layer with a larger factor takes the momentum, without a preconditioner.",
-    likelihood="None: the statistics are of the training's own backward. Otherwise of a backward "
+    likelihood="None: the statistics come from the training's backward. Otherwise from a backward "
     'at sampled labels: "categorical", "bernoulli", "gaussian", a tuple of these, or a function '
     "from the output to the 0-dim mean loss over its first dimension at labels it samples itself; "
     "see ``TNT``.",
@@ -58,9 +58,9 @@ class KFAC(KroneckerOptimizer):
 
     The second moment of the gradient of a layer's weight and bias, [W | b], is modelled as G ⊗ A: A
     from the layer's inputs, with a 1 for the bias, and G from the gradients by its outputs. Its
-    inverse preconditions the momentum. With a ``likelihood`` the gradients are those at labels
-    drawn from the model's own predictive distribution: the model is then of the Fisher matrix, as
-    in the paper, and the loop has one more line::
+    inverse preconditions the momentum. With a ``likelihood`` the gradients are taken at labels
+    drawn from the model's own predictive distribution: G ⊗ A then models the Fisher matrix, as in
+    the paper, and the loop has one more line::
 
         opt = KFAC(model, likelihood="categorical")
         opt.warm_start(model(x) for x in batches)  # optional
@@ -74,10 +74,10 @@ class KFAC(KroneckerOptimizer):
 
     Layers are ``nn.Linear`` and ``nn.Conv1d`` to ``nn.Conv3d`` (any stride, padding and dilation),
     called as modules (``layer(x)``). If a forward pass calls a layer several times, each call adds
-    positions. All other parameters are updated with the momentum: those of norms, embeddings,
-    recurrent networks, grouped and transposed convolutions, nn.MultiheadAttention, and layers that
-    share a parameter or have a factor above ``max_factor_dim``. ``repr`` counts them; if they are
-    many, a warning at construction does, too. A frozen weight or bias of a layer is not updated;
+    positions. All other parameters are updated with the momentum: norms, embeddings, recurrent
+    networks, grouped and transposed convolutions, nn.MultiheadAttention, and layers that share a
+    parameter or have a factor above ``max_factor_dim``. ``repr`` counts them; if they are many, a
+    warning at construction does, too. A frozen weight or bias of a layer is not updated;
     its momentum counts as zero.
 
     A = (1/N) Σ a aᵀ and G = (1/P) Σ g gᵀ over the P positions in the N examples of a batch, as in
@@ -85,8 +85,8 @@ class KFAC(KroneckerOptimizer):
     convolution's output positions, or a linear layer's input vectors; N is the number of rows of
     "categorical" logits, else output.shape[0]. Without a likelihood N is the first dimension of a
     layer's input, over which the training loss is taken to be a mean: this and ``GradScaler`` scale
-    G, which relative damping cancels. Rows that ``Masked`` leaves out do not count, nor
-    positions that only these depend on, such as padding: those whose g is zero.
+    G, which relative damping cancels. Rows that ``Masked`` leaves out do not count, nor do
+    positions on which only such rows depend, such as padding: positions whose g is zero.
 
     Without a likelihood every backward through a layer counts until the step, also one whose
     gradients are not used; ``zero_grad`` forgets it. A weight that is used outside of its layer's
@@ -107,9 +107,9 @@ class KFAC(KroneckerOptimizer):
     Args:
         model: layers added later are not optimized.
         params: some of its parameters, or parameter groups, as any optimizer takes them; None for
-            all in one group. A layer's settings are those of its weight's group, but for ``lr``
-            and ``weight_decay`` of the bias; ``max_factor_dim=1`` takes a group's weights out of
-            the layers.
+            all in one group. A layer has the settings of its weight's group; only ``lr`` and
+            ``weight_decay`` of the bias come from the bias's group. ``max_factor_dim=1`` takes a
+            group's weights out of the layers.
         {options}
 
     Raises:
@@ -190,7 +190,7 @@ class KFAC(KroneckerOptimizer):
             problem: "mnist", "faces", "resnet32" or "vgg16", for the settings of the paper's
                 experiment; None for ``lr=0.003, damping=0.3, stat_interval=10,
                 inverse_interval=100``.
-            options: replace these.
+            options: replace these settings.
         """
         settings = {**_PAPER, **paper_settings("KFAC", problem), **options}
         if "likelihood" not in settings:
@@ -256,7 +256,7 @@ class KFAC(KroneckerOptimizer):
             self._attached()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuses: the parameters are the model's that the constructor was given.
+        """Refuses: the constructor takes all parameters.
 
         Raises:
             ValueError: always, once the optimizer is made.
@@ -278,7 +278,7 @@ class KFAC(KroneckerOptimizer):
         return converted(state_dict, self._groups.all, self._observed.weights)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """See ``torch.optim.Optimizer.zero_grad``; forgets statistics of the backwards before."""
+        """See ``torch.optim.Optimizer.zero_grad``; forgets statistics of earlier backwards."""
         super().zero_grad(set_to_none)
         if isinstance(self._observed, TrainingLayers):
             self._observed.forget()
@@ -294,22 +294,22 @@ class KFAC(KroneckerOptimizer):
         grads: Sequence[Tensor],
         layouts: Sequence[Layout],
     ) -> tuple[list[Tensor], Tensor | None]:
-        """See ``KroneckerOptimizer._directions``; with eigenvectors these are two products more."""
+        """See ``KroneckerOptimizer._directions``; eigenvectors take two more products."""
         if self.inverse == "damped":
             return super()._directions(group, states, grads, layouts)
-        found, plain = [], []
+        directions, plain = [], []
         for state, grad, layout in zip(states, grads, layouts, strict=True):
             momentum = group["momentum"] * state["momentum"] + layout.view(grad)
-            layer = state["factors"][0].dim() == 2
-            found.append(rotated(momentum, state["factors"]) if layer else momentum)
+            is_layer = state["factors"][0].dim() == 2
+            directions.append(rotated(momentum, state["factors"]) if is_layer else momentum)
             ones = [torch.ones(d, dtype=momentum.dtype, device=grad.device) for d in layout.sizes]
             plain.append({**state, "factors": ones})
-        lengths = torch.stack(torch._foreach_norm(found, 2, torch.float64))
-        # Last, because it writes: the momenta, and the norms of the steps to graft on.
+        lengths = torch.stack(torch._foreach_norm(directions, 2, torch.float64))
+        # Last, because this call writes the moments. It also gives the norms to graft.
         _, norms = directions_(grads, plain, layouts, group)
         if norms is not None:
             norms[:, 1].copy_(lengths)
-        return found, norms
+        return directions, norms
 
     def _check_settings(self, group: Group) -> list[str]:
         names = super()._check_settings(group)
@@ -353,18 +353,19 @@ class KFAC(KroneckerOptimizer):
 
     def _hook(self) -> None:
         layers = self._observed.layers
-        # Every call of a layer asks for its group.
-        self._numbers = {p: n for n, group in enumerate(self.param_groups) for p in group["params"]}
+        # The index of each parameter's group: every call of a layer needs it.
+        groups = enumerate(self.param_groups)
+        self._group_index = {p: index for index, group in groups for p in group["params"]}
         training = isinstance(self._observed, TrainingLayers)
         arrived = self._arrived if training else None
         self._observed.hooks, handles = hook_layers(layers, self._captures, arrived)
         self._unhook = weakref.finalize(self, _remove, handles)
         self._unhook.atexit = False
 
-    def _captures(self, number: int, has_rows: bool) -> bool:
+    def _captures(self, index: int, has_rows: bool) -> bool:
         """Whether the hook of a layer that is called keeps its input."""
-        weight = self._observed.weights[number]
-        replaced = self._observed.layers[number].weight is not weight
+        weight = self._observed.weights[index]
+        replaced = self._observed.layers[index].weight is not weight
         if replaced and isinstance(self._observed, TrainingLayers):
             return False  # torch.func.functional_call with other weights
         trains = self._units.is_trainable(weight)
@@ -373,22 +374,22 @@ class KFAC(KroneckerOptimizer):
             self._observed.called.add(weight)
         return wanted
 
-    def _arrived(self, number: int, inputs: Tensor, gradient: Tensor) -> None:
+    def _arrived(self, index: int, inputs: Tensor, gradient: Tensor) -> None:
         if isinstance(self._observed, TrainingLayers) and not self._warming:
-            self._observed.arrived(number, inputs, gradient)
+            self._observed.arrived(index, inputs, gradient)
 
     def _is_wanted(self, weight: Tensor) -> bool:
         """Whether a layer's statistics are due, or its next call may give it missing ones."""
-        number, groups = self._numbers[weight], self._groups.all
-        if number >= len(groups):  # the group was removed; ``step`` says so
+        index, groups = self._group_index[weight], self._groups.all
+        if index >= len(groups):  # the group was removed: ``step`` raises
             return False
         is_new = not self._has_statistics(weight)
-        scheduled = is_due(groups[number], "stat_interval")
+        scheduled = is_due(groups[index], "stat_interval")
         return scheduled or self._observed.waits_for(weight, is_new=is_new)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {name: getattr(self, name) for name in ("_model", "_reasons", "_largest")}
-        return {**super().__getstate__(), **own}
+        names = ("_model", "_reasons", "_largest")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in names}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -430,7 +431,7 @@ _PAPER: dict[str, Any] = {
     **{"interval_warmup": 0, "relative_damping": False, "graft": None},
 }
 
-# Options of groups that the constructor does not have.
+# Group options that KFAC does not have.
 _LACKS = (
     *("nesterov", "maximize", "rounding", "estimator", "early_roots"),
     *("block_size", "merge_small_dims", "modes"),

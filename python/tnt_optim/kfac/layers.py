@@ -31,8 +31,8 @@ def is_supported(module: nn.Module) -> TypeGuard[Layer]:
     kinds = [kind for kind in get_args(Layer) if isinstance(module, kind)]
     if not kinds or isinstance(module, NonDynamicallyQuantizableLinear):
         return False
-    own = ("forward", "_conv_forward")
-    same = all(getattr(type(module), n, None) is getattr(kinds[0], n, None) for n in own)
+    methods = ("forward", "_conv_forward")
+    same = all(getattr(type(module), n, None) is getattr(kinds[0], n, None) for n in methods)
     has_weight = "weight" in dict(module.named_parameters(recurse=False))
     return same and has_weight and getattr(module, "groups", 1) == 1
 
@@ -40,7 +40,7 @@ def is_supported(module: nn.Module) -> TypeGuard[Layer]:
 def preconditioned(
     model: nn.Module, largest: Mapping[Tensor, int]
 ) -> tuple[dict[str, Layer], dict[Tensor, str]]:
-    """The layers to precondition, by name, and why the other parameters are not, by parameter.
+    """The layers to precondition, by name, and for every other parameter why it is not.
 
     ``largest`` maps each optimized weight to the size of the largest factor that it may have. A
     layer that shares a parameter with another module is left out: its rows would describe only a
@@ -54,12 +54,12 @@ def preconditioned(
     layers: dict[str, Layer] = {}
     reasons: dict[Tensor, str] = {}
     for name, module in modules.items():
-        own = list(module.parameters(recurse=False))
+        params = list(module.parameters(recurse=False))
         why = " with groups" if getattr(module, "groups", 1) != 1 else ""
         if is_supported(module):
-            if any(isinstance(param, UninitializedParameter) for param in own):
+            if any(isinstance(param, UninitializedParameter) for param in params):
                 raise ValueError(f"model must be initialized, and {name!r} is lazy: run it once")
-            if any(len(owners[param]) > 1 for param in own):
+            if any(len(owners[param]) > 1 for param in params):
                 why = " with a shared parameter"
             elif module.weight not in largest:
                 why = " whose weight is not optimized"
@@ -70,7 +70,7 @@ def preconditioned(
             else:
                 layers[name] = module
                 continue
-        reasons |= dict.fromkeys(own, f"{type(module).__name__}{why}")
+        reasons |= dict.fromkeys(params, f"{type(module).__name__}{why}")
     if not layers:
         raise ValueError(
             "model must have a Linear or Conv layer without groups to precondition, got "
@@ -87,16 +87,16 @@ def named_groups(model: nn.Module, params: Iterable[Any] | None) -> list[dict[st
         given = [{"params": given}]
     groups = []
     for group in given:
-        own = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
-        own = [param[1] if isinstance(param, tuple) else param for param in own]
-        if any(param not in names for param in own):
+        members = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
+        members = [param[1] if isinstance(param, tuple) else param for param in members]
+        if any(param not in names for param in members):
             raise ValueError("params must be parameters of the model, got others")
-        for param, count in Counter(own).items():
+        for param, count in Counter(members).items():
             if count > 1:
                 raise ValueError(f"params must differ, got {names[param]!r} twice")
         # torch wants names in all groups or in none, and sees none in an empty group.
-        pairs = [(names[param], param) for param in own]
-        groups.append({**group, "params": pairs, "param_names": list(map(names.get, own))})
+        pairs = [(names[param], param) for param in members]
+        groups.append({**group, "params": pairs, "param_names": list(map(names.get, members))})
     return groups
 
 
@@ -137,7 +137,7 @@ def input_rows(layer: Layer, inputs: Tensor) -> Tensor:
 
 
 def output_rows(layer: Layer, gradient: Tensor) -> Tensor:
-    """The gradient by a layer's output as rows g, (positions, out), in the order of the a.
+    """The gradient by a layer's output as rows g, (positions, out), in the order of the rows a.
 
     The gradient may lack the output's leading dimensions: see ``LayerHook``.
     """

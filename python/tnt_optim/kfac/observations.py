@@ -1,7 +1,7 @@
 """KFAC's source of statistics: [G, A] of each layer, from its inputs and output gradients.
 
-Layers are known by their weights. The hooks of ``activations`` keep the inputs. The gradients are
-those at labels sampled from the model's output, or the training's own (``TrainingLayers``).
+A weight stands for its layer. The hooks of ``activations`` keep the inputs. The gradients are taken
+at labels sampled from the model's output, or from the training's backward (``TrainingLayers``).
 """
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -45,15 +45,15 @@ class LayerStatistics(Observed):
 
     names: Sequence[str]
     layers: Sequence[Layer]
-    weights: Sequence[Tensor]  # torch.func.functional_call replaces a layer's for one call
+    weights: Sequence[Tensor]  # torch.func.functional_call may replace a layer's for one call
     hooks: Sequence[LayerHook] = ()
-    # Over the examples of all outputs that reached a layer.
+    # By weight, over the examples of all outputs that reached the layer.
     sums: dict[Tensor, LayerSums] = field(default_factory=dict)
-    called: set[Tensor] = field(default_factory=set)  # by a forward pass that kept its input
+    called: set[Tensor] = field(default_factory=set)  # layers whose input a forward pass kept
 
     @property
     def by_weight(self) -> dict[Tensor, Layer]:
-        """The layers."""
+        """The layers by weight."""
         return dict(zip(self.weights, self.layers, strict=True))
 
     def wanted(self, due: Sequence[Tensor]) -> list[Tensor]:
@@ -69,13 +69,13 @@ class LayerStatistics(Observed):
         scheduled = {p for g in groups if is_due(g, "stat_interval") for p in g["params"]}
         # A layer without statistics that no forward pass has called cannot be in the output.
         due = [weight for weight in wanted if weight in scheduled or weight in self.called]
-        found: dict[Tensor, LayerSums] = {}
+        sums: dict[Tensor, LayerSums] = {}
         if due:
             key = "step", groups[0]["step"], processes.number(self.count)
-            found = self._sums(optimizer, output, key, due, retain_graph=True)
-            if not groups[0]["step"]:  # after a skipped step once more
+            sums = self._sums(optimizer, output, key, due, retain_graph=True)
+            if not groups[0]["step"]:  # a skipped first step compares again
                 self.comparisons = watched(optimizer.likelihood, output, groups)
-        self.sums |= {w: self.sums[w] + new if w in self.sums else new for w, new in found.items()}
+        self.sums |= {w: self.sums[w] + s if w in self.sums else s for w, s in sums.items()}
         self.asked.update(wanted)
         self.count += 1
 
@@ -88,44 +88,44 @@ class LayerStatistics(Observed):
         *,
         retain_graph: bool,
     ) -> dict[Tensor, LayerSums]:
-        """The sums over a batch, of the due layers that its output depends on.
+        """The sums over a batch, for the due layers that its output depends on.
 
-        ``key`` names the stream of the draws.
+        ``key`` names the random stream of the labels.
         """
         loss, examples = self._loss(optimizer, output, key)
         layers = self.layers
         self.partial |= any(r.find_unused_parameters for r in checked_replicas(loss))
         wanted = set(due)
-        numbers = [n for n, weight in enumerate(self.weights) if weight in wanted]
-        reached = captured_calls(loss, numbers, self.names, layers, self.hooks)
-        if not reached:  # it may miss every layer, as with layer drop, but not every parameter
+        indices = [i for i, weight in enumerate(self.weights) if weight in wanted]
+        reached = captured_calls(loss, indices, self.names, layers, self.hooks)
+        if not reached:  # with layer drop it may miss every layer, but never every parameter
             check_reached(leaves_of(loss).intersection(Groups(optimizer.param_groups).params))
             return {}
-        calls = [(number, *each) for number, found in reached.items() for each in found]
+        calls = [(index, *pair) for index, pairs in reached.items() for pair in pairs]
         with without_autocast(loss), before_backward():
             gradients = torch.autograd.grad(
                 loss,
                 [edge for _, edge, _ in calls],
-                # Of the sum of the examples' losses: in float16 those of the mean may underflow.
+                # Of the sum of the losses: the mean's gradients may underflow in float16.
                 torch.ones_like(loss).mul_(examples),
                 retain_graph=retain_graph,
                 allow_unused=True,
             )
             sums: dict[Tensor, LayerSums] = {}
-            for (number, _, call), gradient in zip(calls, gradients, strict=True):
+            for (index, _, call), gradient in zip(calls, gradients, strict=True):
                 if gradient is not None and gradient.numel():
-                    new = self._of_call(layers[number], call.inputs, gradient, examples)
-                    weight = self.weights[number]
-                    sums[weight] = sums[weight].with_call(new) if weight in sums else new
+                    of_call = self._of_call(layers[index], call.inputs, gradient, examples)
+                    weight = self.weights[index]
+                    sums[weight] = sums[weight].with_call(of_call) if weight in sums else of_call
         for _, _, call in calls:
-            # The graph lives on through the user's backward; the input need not.
+            # The graph lives until the user's backward, but the input is not needed any more.
             call.inputs, call.observed = call.inputs.new_empty(0), True
         return sums
 
     def _loss(
         self, optimizer: Any, output: Any, key: tuple[int | str, ...]
     ) -> tuple[Tensor, int | Tensor]:
-        """A mean over examples, and their number: those that count, if a mask decides."""
+        """The mean loss over examples, and how many examples count."""
         likelihood, devices = optimizer.likelihood, {weight.device for weight in self.weights}
         loss = loss_at_samples(likelihood, output, optimizer.seed, key, devices)
         examples = batch_size(output) if callable(likelihood) else example_count(likelihood, output)
@@ -145,12 +145,12 @@ class LayerStatistics(Observed):
         with_gradients: Container[Tensor],
         held: Container[Tensor],
     ) -> Mapping[Tensor, Any]:
-        """See ``Empirical.gradients``: [G, A] of layers; ``held`` has the states of some."""
+        """See ``Empirical.gradients``: [G, A] of layers; ``held`` has their states, if any."""
         self._check_sizes()
         return super().gradients(processes, due, with_gradients, held)
 
     def means(self, held: Container[Tensor]) -> dict[Tensor, Pair]:
-        """See ``Observed.means``. Without a row that counts, earlier ones."""
+        """See ``Observed.means``. A layer without a position that counts keeps earlier means."""
         for weight, sums in self.sums.items():
             if weight in held and isinstance(sums.positions, Tensor):
                 self.sums[weight] = sums.if_reached(sums.positions, _earlier(weight, held))
@@ -169,7 +169,7 @@ class LayerStatistics(Observed):
     def pooled(
         self, processes: Any, wanted: Sequence[Tensor], held: Container[Tensor]
     ) -> dict[Tensor, Pair]:
-        """See ``Observed.pooled``. If not asked, a layer not reached has its earlier ones."""
+        """See ``Observed.pooled``. Without asking, layers not reached keep earlier means."""
         reached, earlier = list(wanted), {}
         if self.asks(wanted, held):
             observed, (reached, called) = self.anywhere(processes, wanted, self.sums, self.called)
@@ -180,10 +180,11 @@ class LayerStatistics(Observed):
             earlier = {weight: _earlier(weight, held) for weight in wanted}
         sums: dict[Tensor, LayerSums] = {}
         if reached:
-            by_weight, own = self.by_weight, int(self.count > 0)
+            by_weight, has_observed = self.by_weight, int(self.count > 0)
             layers = {weight: by_weight[weight] for weight in reached}
-            sums, totals = pooled_sums(processes.processes, layers, self.sums, earlier, [own])
-            if not own and not totals[0]:  # waits for the device only if it observed nothing
+            counters = [has_observed]
+            sums, totals = pooled_sums(processes.processes, layers, self.sums, earlier, counters)
+            if not has_observed and not totals[0]:  # only such a process waits for the device
                 return {}
         self.sums, self.count = sums, max(self.count, 1)
         self.asked.update(wanted)
@@ -201,25 +202,25 @@ class LayerStatistics(Observed):
         decay: float | Tensor,
         factors: Sequence[list[Tensor]] | None,
     ) -> None:
-        """S <- decay S + (1 - decay) new; overwrites the new ones.
+        """S <- decay S + (1 - decay) M for the observed means M, which are overwritten.
 
-        It takes all memory before the first S changes.
+        All memory is allocated before the first S changes.
         """
         pairs = zip(stats, observed, strict=True)
-        both = [each for old, new in pairs for each in zip(old, new, strict=True)]
-        kept = [torch.ones((), dtype=s.dtype, device=s.device).mul_(decay) for s, _ in both]
-        blends = [k < 1 for k in kept]  # with decay 1 nothing changes, whatever the new ones hold
-        for (old, new), k in zip(both, kept, strict=True):
-            new.lerp_(old, k)
-        for (old, new), blend in zip(both, blends, strict=True):
-            torch.where(blend, new, old, out=old)
+        matrices = [sm for pair, means in pairs for sm in zip(pair, means, strict=True)]
+        decays = [torch.ones((), dtype=s.dtype, device=s.device).mul_(decay) for s, _ in matrices]
+        changes = [d < 1 for d in decays]  # with decay 1 nothing changes, whatever M holds
+        for (stat, mean), d in zip(matrices, decays, strict=True):
+            mean.lerp_(stat, d)
+        for (stat, mean), change in zip(matrices, changes, strict=True):
+            torch.where(change, mean, stat, out=stat)
 
     def batch_gradients(
         self, optimizer: Any, outputs: Iterable[Any], processes: Any
     ) -> Iterator[dict[Tensor, Any]]:
         """[G, A] of each layer: the plain mean over the batches of all processes that used it.
 
-        Before it comes one pair that is not finite for each batch that was left out.
+        First yields a pair that is not finite for each batch that was left out.
         """
         stats: dict[Tensor, Pair] = {}
         counts: dict[Tensor, int] = {}
@@ -235,16 +236,16 @@ class LayerStatistics(Observed):
                 continue
             for weight, pair in batch.items():
                 counts[weight] = counts.get(weight, 0) + 1
-                for old, new in zip(stats.setdefault(weight, pair), pair, strict=True):
-                    old.lerp_(new, 1 / counts[weight])
+                for mean, matrix in zip(stats.setdefault(weight, pair), pair, strict=True):
+                    mean.lerp_(matrix, 1 / counts[weight])
         if processes.is_distributed and due:
             weighted = {
                 w: LayerSums(g * counts[w], a * counts[w], counts[w], counts[w])
                 for w, (g, a) in stats.items()
             }
-            of, numbers = self.by_weight, [batches, skipped]
-            layers = {weight: of[weight] for weight in due}
-            pooled, totals = pooled_sums(processes.processes, layers, weighted, {}, numbers)
+            by_weight, counters = self.by_weight, [batches, skipped]
+            layers = {weight: by_weight[weight] for weight in due}
+            pooled, totals = pooled_sums(processes.processes, layers, weighted, {}, counters)
             batches, skipped = totals.tolist()
             stats = {
                 w: [sums.gradients / count, sums.inputs / count]
@@ -279,15 +280,15 @@ class LayerStatistics(Observed):
     ) -> dict[Tensor, int]:
         """See ``Empirical.missed_after``.
 
-        A layer that a forward pass called, and whose output does not lead to the observed one, is
-        asked for when statistics are due. One that was not called is, at its next call.
+        If a forward pass called a layer, but the observed output does not depend on it, the layer
+        is asked for when statistics are due. If none called it, its next call is asked for.
         """
         asked = {w: LOSS_ONLY if w in self.called else PATIENCE for w in self.asked}
         return {w: status for w, status in (self.missed | asked).items() if w not in reached}
 
     def saved(self, numbers: Mapping[Tensor, int]) -> dict[str, Any]:
         """See ``Empirical.saved``."""
-        sums = {numbers[weight]: list(vars(each).values()) for weight, each in self.sums.items()}
+        sums = {numbers[weight]: list(vars(s).values()) for weight, s in self.sums.items()}
         sets = {name: sorted(numbers[w] for w in getattr(self, name)) for name in _SETS}
         return {"sums": sums, **sets, "count": self.count, "attached": self.attached}
 
@@ -326,12 +327,12 @@ class LayerStatistics(Observed):
 
 @dataclass(kw_only=True)
 class TrainingLayers(LayerStatistics):
-    """The same from the training's own backward, whose loss is a mean over the batch.
+    """The statistics of layers from the training's backward, whose loss is a batch mean.
 
     A layer's first call in a backward counts the examples. Further calls add positions only.
     """
 
-    partial: bool = True  # no graph says which layers the loss of another process reaches
+    partial: bool = True  # which layers another process's loss reaches is not known
     passes: dict[Tensor, int] = field(default_factory=dict)  # the last backward of each layer
     samples: ClassVar[bool] = False
     text_of_missed: ClassVar[str] = (
@@ -340,17 +341,17 @@ class TrainingLayers(LayerStatistics):
         "momentum until a call does (warned once; failures() counts such parameters)"
     )
 
-    def arrived(self, number: int, inputs: Tensor, gradient: Tensor) -> None:
+    def arrived(self, index: int, inputs: Tensor, gradient: Tensor) -> None:
         """Takes one call of a layer, in a backward."""
-        new = self._of_call(self.layers[number], inputs, gradient, 1)
-        weight, now = self.weights[number], torch._C._current_graph_task_id()
+        of_call = self._of_call(self.layers[index], inputs, gradient, 1)
+        weight, backward = self.weights[index], torch._C._current_graph_task_id()
         if weight not in self.sums:
-            self.sums[weight] = new
-        elif self.passes.get(weight) == now:
-            self.sums[weight] = self.sums[weight].with_call(new)
+            self.sums[weight] = of_call
+        elif self.passes.get(weight) == backward:
+            self.sums[weight] = self.sums[weight].with_call(of_call)
         else:
-            self.sums[weight] = self.sums[weight] + new
-        self.passes[weight] = now
+            self.sums[weight] = self.sums[weight] + of_call
+        self.passes[weight] = backward
 
     def _loss(
         self, optimizer: Any, output: Any, key: tuple[int | str, ...]
@@ -376,8 +377,8 @@ class TrainingLayers(LayerStatistics):
         """See ``LayerStatistics.gradients``."""
         self.count, self.warned = int(bool(self.sums)), True
         self.asked.update(self.wanted(due))
-        found, wanted = super().gradients(processes, due, with_gradients, held), set(due)
-        return {weight: pair for weight, pair in found.items() if weight in wanted}
+        pairs, wanted = super().gradients(processes, due, with_gradients, held), set(due)
+        return {weight: pair for weight, pair in pairs.items() if weight in wanted}
 
     def batches(
         self, optimizer: Any, outputs: Iterable[Any], processes: Processes
@@ -404,8 +405,8 @@ _SETS = ("asked", "called")
 
 def _earlier(weight: Tensor, held: Any) -> Pair | None:
     """The statistics that a layer has; None if its owner rank has them."""
-    found: Pair | None = held[weight].get("stats")
-    return found
+    stats: Pair | None = held[weight].get("stats")
+    return stats
 
 
 def batch_size(output: Any) -> int:

@@ -18,7 +18,7 @@ from tnt_optim.modes import state_dtype
 class LayerSums:
     """The sums of one layer over the examples of one or more batches.
 
-    Numbers are 0-dim tensors if only the device knows them.
+    Counts are 0-dim tensors if only the device knows them.
     """
 
     gradients: Tensor  # Σ g gᵀ, (out, out), with g the gradients of each example's own loss
@@ -28,17 +28,17 @@ class LayerSums:
 
     def __add__(self, other: "LayerSums") -> "LayerSums":
         """Both sums; if one is not finite, the other one. Does not wait for the device."""
-        mine, others = (
+        first_good, second_good = (
             all_finite_statistics([[sums.gradients, sums.inputs]]) for sums in (self, other)
         )
 
-        def chosen(earlier: Any, later: Any) -> Tensor:
-            return torch.where(others, torch.where(mine, earlier + later, later), earlier)
+        def chosen(first: Any, second: Any) -> Tensor:
+            return torch.where(second_good, torch.where(first_good, first + second, second), first)
 
         return LayerSums(*map(chosen, vars(self).values(), vars(other).values()))
 
     def with_call(self, other: "LayerSums") -> "LayerSums":
-        """With another call of the layer for the same examples, which adds positions."""
+        """These sums and those of another call for the same examples, which adds positions."""
         return LayerSums(
             self.gradients + other.gradients,
             self.inputs + other.inputs,
@@ -52,8 +52,8 @@ class LayerSums:
         None stands for zeros, in a process that does not keep the statistics.
         """
 
-        def chosen(new: Any, old: Any) -> Tensor:
-            return torch.where(reached > 0, new, old)
+        def chosen(now: Any, before: Any) -> Tensor:
+            return torch.where(reached > 0, now, before)
 
         kept = [0.0, 0.0] if earlier is None else earlier
         return LayerSums(*map(chosen, vars(self).values(), [*kept, 1, 1]))
@@ -67,8 +67,8 @@ class LayerSums:
 def layer_sums(layer: Layer, inputs: Tensor, gradient: Tensor, examples: int | Tensor) -> LayerSums:
     """The sums over a batch, from the gradient of the sum of its losses by the layer's output.
 
-    If ``examples`` is a tensor, the number of those that a mask lets count, positions are left out
-    whose gradient is zero: only examples that do not count depend on them.
+    ``examples`` is a tensor if a mask decides which examples count. Positions with a zero gradient
+    are then left out: only examples that do not count depend on them.
     """
     dtype = state_dtype(layer.weight)
     rows, gradients = input_rows(layer, inputs), output_rows(layer, gradient)
@@ -76,7 +76,7 @@ def layer_sums(layer: Layer, inputs: Tensor, gradient: Tensor, examples: int | T
     if isinstance(examples, Tensor):
         examples = examples.to(rows.device)
         reached = (gradients != 0).any(1, keepdim=True)
-        # All, if no position has a gradient, as before a layer whose weights are still zero.
+        # If no position has a gradient, all count, as below a layer whose weights are still zero.
         reached = (reached | ~reached.any()) & (examples > 0)
         rows, count = rows.where(reached, 0.0), reached.sum()
     # One layer at a time: a convolution's patches are larger than its input.
@@ -115,58 +115,58 @@ def pooled_sums(
     layers: Mapping[Tensor, Layer],
     sums: Mapping[Tensor, LayerSums],
     held: Mapping[Tensor, Sequence[Tensor] | None],
-    numbers: Sequence[int],
+    counters: Sequence[int],
 ) -> tuple[dict[Tensor, LayerSums], Tensor]:
     """The sums over the examples of all processes. Does not wait for the device.
 
     A process's sums are left out if they are not finite. If all are left out, the means are NaN.
 
     Args:
-        processes: those that train copies of the model.
+        processes: the processes that train copies of the model.
         layers: by weight, the same in all processes.
-        sums: this process's sums, of the layers that its outputs reached.
-        held: earlier means by layer, returned for a layer that no process has reached.
-        numbers: their totals are returned, too.
+        sums: this process's sums, for the layers that its outputs reached.
+        held: earlier means by weight, returned for a layer that no process has reached.
+        counters: their sums over all processes are returned, too.
     """
     device = next(iter(layers.values())).weight.device
 
-    def counted(number: int | Tensor) -> Tensor:
-        if isinstance(number, Tensor):
-            return number.to(device, torch.int64)
-        return torch.full((), number, dtype=torch.int64, device=device)
+    def on_device(count: int | Tensor) -> Tensor:
+        if isinstance(count, Tensor):
+            return count.to(device, torch.int64)
+        return torch.full((), count, dtype=torch.int64, device=device)
 
-    counts, triangles = [counted(number) for number in numbers], []
+    counts, triangles = [on_device(counter) for counter in counters], []
     for weight, layer in layers.items():
-        own = sums.get(weight)
-        if own is None:
-            counts += [counted(0)] * 3
+        local = sums.get(weight)
+        if local is None:
+            counts += [on_device(0)] * 3
             empty = layer.weight.new_zeros(0, dtype=state_dtype(layer.weight))
             triangles += [empty.new_zeros(packed_size(size)) for size in matrix_shape(layer)]
             continue
-        pair = [own.gradients, own.inputs]
+        pair = [local.gradients, local.inputs]
         finite = all_finite_statistics([pair])
         triangles += [torch.where(finite, packed(matrix), 0.0) for matrix in pair]
-        terms = [counted(own.examples), counted(own.positions)]
-        # If no row counts the layer was not reached.
+        terms = [on_device(local.examples), on_device(local.positions)]
+        # The layer counts as reached if one of its positions counts.
         counts += [terms[1], *(term * finite.to(device) for term in terms)]
     totals, *triangles = processes.sums([torch.stack(counts), *triangles])
     pooled, rest = {}, iter(triangles)
-    by_layer = totals[len(numbers) :].view(-1, 3).unbind()
+    by_layer = totals[len(counters) :].view(-1, 3).unbind()
     for (weight, layer), of_layer in zip(layers.items(), by_layer, strict=True):
         matrices = [unpacked(next(rest), size) for size in matrix_shape(layer)]
         reached, *terms = of_layer.to(matrices[0].device).unbind()
         pooled[weight] = LayerSums(*matrices, *terms)
         if weight in held:
             pooled[weight] = pooled[weight].if_reached(reached, held[weight])
-    return pooled, totals[: len(numbers)]
+    return pooled, totals[: len(counters)]
 
 
-# Symmetric matrices are sent as triangles. After an all-reduce they are symmetric to the bit,
-# whatever the order of the sum.
+# Symmetric matrices are sent as triangles. So they are symmetric to the bit after an all-reduce,
+# whatever its order of summation.
 
 
 def packed_size(size: int) -> int:
-    """How many numbers a packed symmetric matrix of so many rows has."""
+    """The entries of a packed symmetric matrix with ``size`` rows."""
     return size * (size + 1) // 2
 
 
