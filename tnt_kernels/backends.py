@@ -228,7 +228,7 @@ OPERATORS = {
         ),
     ),
     "scaled_step_": Operator(
-        "momentum",
+        "scaled_step",
         lambda params, directions, lr, weight_decay, decayed, scales: reference.scaled_step_(
             *(params, directions, lr, weight_decay, decayed), scales if len(scales) else None
         ),
