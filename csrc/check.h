@@ -1,7 +1,7 @@
 // Argument checks whose errors name the argument, the rule and the value.
 //
-// Lists are flat here, for direct calls of torch.ops.tnt_kernels; tnt_kernels/ops.py checks and
-// names nested lists, stats[t][i].
+// Lists are flat here, for direct calls of torch.ops.tnt_kernels; the public functions of
+// tnt_kernels/operators check and name nested lists, stats[t][i].
 #pragma once
 
 #include <algorithm>
