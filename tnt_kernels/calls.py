@@ -14,6 +14,7 @@ from tnt_kernels.arguments import Modes, Tensors, check_statistics, has_memory
 from tnt_kernels.lists import addresses, layouts_key, mark_written
 
 NAMESPACE = "tnt_kernels"
+_operators = getattr(torch.ops, NAMESPACE)
 
 
 def call(schema: str, check: Callable[[], None], arguments: Callable[[], tuple[Any, ...]]) -> Any:
@@ -87,7 +88,7 @@ def _recognised(name: str, given: Sequence[Any]) -> tuple[Any, ...] | None:
 
 
 def _op(name: str) -> Any:
-    return getattr(getattr(torch.ops, NAMESPACE), name).default
+    return getattr(_operators, name).default
 
 
 _is_cpu = operator.attrgetter("is_cpu")
