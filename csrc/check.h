@@ -1,7 +1,7 @@
 // Argument checks whose errors name the argument, the rule and the value.
 //
-// Lists are flat here, as in direct calls of torch.ops.tnt_kernels. tnt_kernels/ops.py checks
-// nested lists, and names their entries stats[t][i].
+// Lists are flat here, as in direct calls of torch.ops.tnt_kernels. The functions in
+// tnt_kernels/operators check nested lists, and name their entries stats[t][i].
 #pragma once
 
 #include <algorithm>

@@ -60,7 +60,7 @@ from torch import Tensor, nn
 
 import tnt_kernels
 from tnt_kernels import reference
-from tnt_kernels.schemas import SCHEMAS
+from tnt_kernels.operators import OPERATORS
 
 Shape = tuple[int, ...]
 NAN, INF = math.nan, math.inf
@@ -70,7 +70,7 @@ class Implementation:
     """What serves, and on which arguments it is tested."""
 
     functions: Any = tnt_kernels
-    operators: ClassVar[Sequence[str]] = list(SCHEMAS)
+    operators: ClassVar[Sequence[str]] = list(OPERATORS)
     shapes: ClassVar[Sequence[Shape]] = SHAPES
     kinds: ClassVar[Sequence[str]] = KINDS
     dtypes: ClassVar[Sequence[torch.dtype]] = DTYPES

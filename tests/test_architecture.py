@@ -14,8 +14,9 @@ from operators import WRITTEN
 
 import tnt_kernels
 import tnt_optim
-from tnt_kernels import ops, reference
-from tnt_kernels.schemas import NAMESPACE, SCHEMAS
+from tnt_kernels import formulas, reference
+from tnt_kernels.calls import NAMESPACE
+from tnt_kernels.operators import OPERATORS
 from tnt_optim.options import OPTIONS
 
 ROOT = Path(__file__).parents[1]
@@ -27,15 +28,16 @@ MEASURING = {name: ROOT / name for name in ("bench", "experiments")}
 # What the layers of tnt_kernels may import from it: never each other. __init__, __main__ and
 # backends wire them, and may import everything.
 LAYERS: dict[str, set[str]] = {
-    "schemas": set(),
-    "ops": {"arguments", "lists", "schemas"},
+    "operators": {"arguments", "calls", "formulas"},
+    "calls": {"arguments", "lists"},
+    "formulas": {"arguments"},
     "arguments": set(),
     "lists": {"_host"},
-    "reference": {"schemas"},
-    "triton": {"lists", "schemas", "triton"},
+    "reference": {"operators"},
+    "triton": {"lists", "triton"},
 }
 # What tnt_optim may import from tnt_kernels.
-PUBLIC_FUNCTIONS = {*SCHEMAS, "backends"}
+PUBLIC_FUNCTIONS = {*OPERATORS, "backends"}
 NOT_IMPORTED = {
     "tests",
     "bench",
@@ -91,6 +93,9 @@ def _allowed(name: list[str], module: list[str]) -> bool:
         if name[0] == "tnt_optim":
             return False
         layer = module[1] if len(module) > 1 else ""
+        if layer == "operators" and name[:2] == ["tnt_kernels", "operators"]:
+            # The package has the table of its files; a file may use another's definition.
+            return len(module) == 2 or name[3:] == ["definition"]
         if name[0] == "tnt_kernels" and layer in LAYERS:
             return len(name) > 1 and name[1] in LAYERS[layer]
     return True
@@ -116,8 +121,90 @@ def test_all_layers_exist() -> None:
     """Under the names that the rules use."""
     names = {name for name, _ in modules()}
     assert names >= {"setup", "tnt_kernels", "tnt_kernels.backends", "tnt_optim", "tnt_optim.tnt"}
-    assert names >= {f"tnt_kernels.{layer}" for layer in ("schemas", "ops", "reference")}
+    assert names >= {f"tnt_kernels.{layer}" for layer in LAYERS}
+    files = {name.split(".")[2] for name in names if name.startswith("tnt_kernels.operators.")}
+    assert files == {name.rstrip("_") for name in OPERATORS}
+    assert names >= {f"tnt_kernels.triton.{file}" for file in files}
     assert not (ROOT / "python" / "__init__.py").exists()
+
+
+# The definitions of tnt_kernels.
+
+
+def uses(source: str, module: str, *starts: str) -> set[str]:
+    """Dotted names that the bodies of these functions use, and those of the functions they call.
+
+    A name of ``module`` itself has its name in front.
+    """
+    tree = ast.parse(source)
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    imported = {
+        alias.asname or alias.name: f"{node.module}.{alias.name}"
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    found: set[str] = set()
+    left = list(starts)
+    while left:
+        body = ast.Module(functions[left.pop()].body, [])
+        for node in ast.walk(body):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                found.add(f"{imported.get(node.value.id, node.value.id)}.{node.attr}")
+            if isinstance(node, ast.Name) and node.id in imported:
+                found.add(imported[node.id])
+            if isinstance(node, ast.Name) and node.id in functions:
+                if f"{module}.{node.id}" not in found:
+                    left.append(node.id)
+                found.add(f"{module}.{node.id}")
+    return found
+
+
+def of_the_implementation(used: set[str]) -> set[str]:
+    """What a definition may not use: the dispatcher, public operators, calls and checks."""
+    types = {f"tnt_kernels.arguments.{name}" for name in ("Modes", "Number", "Tensors")}
+    # Formulas, definitions, and private helpers, which are followed.
+    allowed = re.compile(r"tnt_kernels\.(formulas\.\w+|operators\.\w+\.(definition|_\w+))")
+    return {
+        name
+        for name in used - types
+        if name.startswith(("tnt_kernels.", "torch.ops")) and not allowed.fullmatch(name)
+    }
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_definitions_call_no_implementation(name: str) -> None:
+    module = OPERATORS[name].__name__
+    source = inspect.getsource(OPERATORS[name])
+    assert of_the_implementation(uses(source, module, "definition")) == set()
+    # The test sees what the public function uses.
+    assert "tnt_kernels.calls.call" in of_the_implementation(uses(source, module, name))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torch.ops.tnt_kernels.gram_ema_()",
+        "[public() for _ in x]",
+        "call(SCHEMA)",
+        "arguments.scalar('x', x)",
+        "_helper()",
+    ],
+)
+def test_a_definition_that_does_is_found(line: str) -> None:
+    source = (
+        "from tnt_kernels import arguments\nfrom tnt_kernels.calls import call\n"
+        f"def public(): pass\ndef definition(x):\n    {line}\ndef _helper(): public()\n"
+    )
+    used = uses(source, "tnt_kernels.operators.one", "definition")
+    assert of_the_implementation(used)
+
+
+def test_formulas_call_no_implementation() -> None:
+    source = inspect.getsource(formulas)
+    assert (
+        of_the_implementation(uses(source, formulas.__name__, *public_functions(formulas))) == set()
+    )
 
 
 # The floors of tnt_optim.
@@ -283,15 +370,18 @@ def public_functions(module: ModuleType) -> set[str]:
 
 
 def test_every_operator_has_a_function_and_a_definition() -> None:
-    assert set(SIGNATURES) == set(SCHEMAS)
-    assert public_functions(ops) == public_functions(reference) == set(SCHEMAS)
+    assert list(SIGNATURES) == list(OPERATORS) == reference.__all__
     assert set(tnt_kernels.__all__) == {*PUBLIC_FUNCTIONS, "Backends", "reference"}
-    for name in SCHEMAS:
-        assert getattr(tnt_kernels, name) is getattr(ops, name)
+    for name, file in OPERATORS.items():
+        assert file.SCHEMA.startswith(f"{name}(")
+        fakes = set() if file.SCHEMA.endswith("-> ()") else {"fake"}
+        assert public_functions(file) == {name, "definition", "from_flat"} | fakes
+        assert getattr(tnt_kernels, name) is getattr(file, name)
+        assert getattr(reference, name) is file.definition
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
-@pytest.mark.parametrize("module", [ops, reference], ids=["ops", "reference"])
+@pytest.mark.parametrize("module", [tnt_kernels, reference], ids=["public", "reference"])
 def test_signatures_of_operators(name: str, module: ModuleType) -> None:
     assert signature(getattr(module, name)) == SIGNATURES[name]
 
@@ -317,7 +407,7 @@ def test_signatures_have_the_options_of_the_table(optimizer: type) -> None:
     assert all(f"\n    {name}: " in documented for name in own)
 
 
-@pytest.mark.parametrize("name", SCHEMAS)
+@pytest.mark.parametrize("name", OPERATORS)
 def test_schemas_name_what_is_mutated(name: str) -> None:
     schema = getattr(getattr(torch.ops, NAMESPACE), name).default._schema
     written = {a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write}

@@ -15,7 +15,6 @@ from operators import INVERSES, Call, copied, flat_arguments
 from torch import Tensor
 
 import tnt_kernels
-from tnt_kernels.backends import OPERATORS
 from tools.compile_report.launches import at_once
 
 # So few that a hundred columns are already split into partial sums.
@@ -45,7 +44,7 @@ class OnGpu:
 
 def launched(name: str, usual: int = PROGRAMS) -> Callable[..., Any]:
     """The launcher of an operator, called as the public function, with so many programs."""
-    module = importlib.import_module(f"tnt_kernels.triton.{OPERATORS[name].triton}")
+    module = importlib.import_module(f"tnt_kernels.triton.{name.rstrip('_')}")
     signature = inspect.signature(getattr(tnt_kernels, name))
 
     @torch.no_grad()

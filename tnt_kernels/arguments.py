@@ -1,10 +1,11 @@
-"""Checks of the public operators' arguments; errors name the argument, the rule and the value.
+"""Checks of arguments that several operators share; errors name the argument, the rule, the value.
 
 The C++ operators check the same rules in a tenth of the time, but on flat lists. After they have
-refused a call, these checks run to name the argument (see ``ops``).
+refused a call, these checks run to name the argument (see ``calls``).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor
 
 Number = float | Tensor
-Modes = Sequence[Sequence[Tensor]]
+Tensors = Sequence[Tensor]
+Modes = Sequence[Tensors]
 
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -53,7 +55,7 @@ def check_length(name: str, got: Sequence[Any], other: str, want: Sequence[Any])
         )
 
 
-def check_tensors(name: str, tensors: Sequence[Tensor]) -> None:
+def check_tensors(name: str, tensors: Tensors) -> None:
     """Refuses all but lists of dense floating-point tensors with 1 to ``MOST_MODES`` modes each."""
     if not isinstance(tensors, list | tuple):
         raise TypeError(f"{name} must be a list of tensors, got {type(tensors).__name__}")
@@ -74,7 +76,7 @@ def check_tensors(name: str, tensors: Sequence[Tensor]) -> None:
 
 
 def check_modes(
-    name: str, modes: Modes, other: str, tensors: Sequence[Tensor], *, written: bool = False
+    name: str, modes: Modes, other: str, tensors: Tensors, *, written: bool = False
 ) -> None:
     """Each modes[t][i] must be (d_i, d_i) or (d_i,), of the state dtype of tensors[t]."""
     check_length(name, modes, other, tensors)
@@ -101,12 +103,11 @@ def check_modes(
                     f"got {stat.dtype}"
                 )
             if written:
-                _check_written(f"{name}[{t}][{i}]", stat, contiguous=True)
+                check_written(f"{name}[{t}][{i}]", stat, contiguous=True)
 
 
-def _check_shapes(
-    name: str, tensors: Sequence[Tensor], other: str, wanted: Sequence[Tensor]
-) -> None:
+def check_shapes(name: str, tensors: Tensors, other: str, wanted: Tensors) -> None:
+    """Each ``tensors[t]`` must be a tensor of the shape of ``wanted[t]``."""
     check_tensors(name, tensors)
     check_length(name, tensors, other, wanted)
     for t, (tensor, like) in enumerate(zip(tensors, wanted, strict=True)):
@@ -117,9 +118,8 @@ def _check_shapes(
             )
 
 
-def _check_like(
-    name: str, written: Sequence[Tensor], other: str, wanted: Sequence[Tensor], *, contiguous: bool
-) -> None:
+def check_like(name: str, written: Tensors, other: str, wanted: Tensors, contiguous: bool) -> None:
+    """Each ``written[t]`` must be writable and like ``wanted[t]``, but another tensor."""
     check_tensors(name, written)
     check_length(name, written, other, wanted)
     for t, (tensor, like) in enumerate(zip(written, wanted, strict=True)):
@@ -130,86 +130,23 @@ def _check_like(
                 f"{name}[{t}] must be like {other}[{t}], {tuple(like.shape)} {like.dtype}, "
                 f"got {tuple(tensor.shape)} {tensor.dtype}"
             )
-        _check_written(f"{name}[{t}]", tensor, contiguous=contiguous)
+        check_written(f"{name}[{t}]", tensor, contiguous=contiguous)
 
 
-def check_step(
-    params: Sequence[Tensor], momenta: Sequence[Tensor], grads: Sequence[Tensor]
-) -> None:
-    """``momenta`` and ``grads`` must fit ``params``, which have passed ``check_tensors``."""
-    check_directions(params, momenta, "momenta")
-    _check_shapes("grads", grads, "params", params)
-    for t, m in enumerate(momenta):
-        _check_written(f"momenta[{t}]", m)
-
-
-def check_directions(
-    params: Sequence[Tensor], directions: Sequence[Tensor], name: str = "directions"
-) -> None:
+def check_directions(params: Tensors, directions: Tensors, name: str = "directions") -> None:
     """``directions`` must fit ``params``, which have passed ``check_tensors``, and are written."""
-    _check_shapes(name, directions, "params", params)
+    check_shapes(name, directions, "params", params)
     for t, (direction, param) in enumerate(zip(directions, params, strict=True)):
         if direction.dtype != state_dtype(param):
             raise ValueError(
                 f"{name}[{t}] must be {state_dtype(param)} for a {param.dtype} parameter, "
                 f"got {direction.dtype}"
             )
-        _check_written(f"params[{t}]", param)
+        check_written(f"params[{t}]", param)
 
 
-def check_graft(
-    momentum: Number,
-    second_moments: Sequence[Tensor] | None,
-    counts: Tensor | None,
-    second_decay: float,
-    eps: float,
-) -> None:
-    """``second_moments`` and ``counts`` come together; Adam's bias corrections need numbers < 1."""
-    if (second_moments is None) != (counts is None):
-        given = "counts" if second_moments is None else "second_moments"
-        raise ValueError(f"second_moments and counts must be given both or neither, got {given}")
-    for name, number, high in (("second_decay", second_decay, 1.0), ("eps", eps, float("inf"))):
-        if isinstance(number, Tensor):
-            raise TypeError(f"{name} must be a number, got a tensor")
-        scalar(name, number, high=high)
-    below_one = {"second_decay": second_decay}
-    if second_moments is not None and not isinstance(momentum, Tensor):
-        below_one["momentum"] = momentum
-    for name, value in below_one.items():
-        if value >= 1:
-            raise ValueError(f"{name} must be below 1 for Adam's bias corrections, got {value!r}")
-
-
-def check_moments(
-    momenta: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    second_moments: Sequence[Tensor] | None,
-    out: Sequence[Tensor] | None,
-) -> None:
-    """Momenta must be float32 or float64; all other lists must fit them."""
-    check_tensors("momenta", momenta)
-    _check_shapes("grads", grads, "momenta", momenta)
-    for t, m in enumerate(momenta):
-        if m.dtype != state_dtype(m):
-            raise ValueError(f"momenta[{t}] must be float32 or float64, got {m.dtype}")
-        _check_written(f"momenta[{t}]", m)
-    for name, others in (("second_moments", second_moments), ("out", out)):
-        if others is not None:
-            _check_like(name, others, "momenta", momenta, contiguous=name == "out")
-
-
-def check_counts(counts: Tensor | None, momenta: Sequence[Tensor]) -> None:
-    """``counts`` must be (number of momenta, 2), float64, each at least 1."""
-    _check_table("counts", counts, (len(momenta), 2))
-    check_count_values(counts)
-
-
-def check_scales(scales: Tensor, params: Sequence[Tensor]) -> None:
-    """``scales`` must be (number of params,), float64."""
-    _check_table("scales", scales, (len(params),))
-
-
-def _check_table(name: str, table: Tensor | None, shape: tuple[int, ...]) -> None:
+def check_table(name: str, table: Tensor | None, shape: tuple[int, ...]) -> None:
+    """``table`` must be float64 of this shape."""
     if not isinstance(table, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(table).__name__}")
     if (table.shape, table.dtype, table.layout) != (shape, torch.float64, torch.strided):
@@ -217,15 +154,6 @@ def _check_table(name: str, table: Tensor | None, shape: tuple[int, ...]) -> Non
             f"{name} must be a dense {shape} torch.float64, got {tuple(table.shape)} "
             f"{table.dtype}, {table.layout}"
         )
-
-
-def check_count_values(counts: Tensor | None) -> None:
-    """``counts`` on the CPU must be at least 1; on a device, a check would wait for it."""
-    if torch.compiler.is_compiling() or not isinstance(counts, Tensor):
-        return
-    readable = counts.is_cpu and (counts.dtype, counts.layout) == (torch.float64, torch.strided)
-    if readable and not bool((counts >= 1).all()):
-        raise ValueError(f"counts must be at least 1, got {counts.min().item():g}")
 
 
 def check_statistics(stats: Modes) -> None:
@@ -246,14 +174,19 @@ def check_statistics(stats: Modes) -> None:
                 )
 
 
-def check_out(out: Modes, stats: Modes) -> None:
-    """``out`` must be like ``stats``, which have passed ``check_statistics``, in other memory."""
-    check_length("out", out, "stats", stats)
-    for t, (kept, row) in enumerate(zip(out, stats, strict=True)):
-        _check_like(f"out[{t}]", kept, f"stats[{t}]", row, contiguous=True)
+def check_factors(stats: Modes, out: Modes | None, damping: Tensor) -> None:
+    """The rules of inverses and roots: ``out`` must be like ``stats``, in other memory."""
+    check_statistics(stats)
+    if out is not None:
+        check_length("out", out, "stats", stats)
+        for t, (kept, row) in enumerate(zip(out, stats, strict=True)):
+            check_like(f"out[{t}]", kept, f"stats[{t}]", row, contiguous=True)
+    check_device(stats=stats, out=out or [], damping=damping)
+    check_overlaps({"out": out or []}, {"stats": stats})
 
 
-def _check_written(name: str, tensor: Tensor, *, contiguous: bool = False) -> None:
+def check_written(name: str, tensor: Tensor, *, contiguous: bool = False) -> None:
+    """``tensor`` must be writable, with memory of its own for each element."""
     if not torch.compiler.is_compiling():  # a traced tensor has no memory
         if tensor.is_neg() or tensor._is_zerotensor():
             raise ValueError(f"{name} must be writable, got a negated or zero view")
@@ -269,7 +202,7 @@ def _check_written(name: str, tensor: Tensor, *, contiguous: bool = False) -> No
         raise ValueError(f"{name} must be contiguous, got {tensor.stride()}")
 
 
-def check_overlaps(written: dict[str, Iterable[Any]], read: dict[str, Iterable[Any]]) -> None:
+def check_overlaps(written: Mapping[str, Iterable[Any]], read: Mapping[str, Iterable[Any]]) -> None:
     """Refuses written memory that appears twice; the same rule as in C++ (csrc/check.h).
 
     Both hold lists of tensors, or lists of lists, by name.
@@ -347,7 +280,7 @@ def _can_add_up(terms: Sequence[tuple[int, ...]], total: int, tries: list[int]) 
     return False
 
 
-def check_device(**arguments: Tensor | Iterable[Tensor]) -> None:
+def check_device(**arguments: Tensor | Iterable[Any]) -> None:
     """All lists must be on one device; a 0-dim tensor may be on the CPU instead."""
     device = None
     for name, argument in arguments.items():
@@ -356,7 +289,8 @@ def check_device(**arguments: Tensor | Iterable[Tensor]) -> None:
                 where = device if device.type == "cpu" else f"{device} or the CPU"
                 raise ValueError(f"{name} must be on {where}, got {argument.device}")
             continue
-        for tensor in argument:
+        entries = ([entry] if isinstance(entry, Tensor) else entry for entry in argument)
+        for tensor in itertools.chain.from_iterable(entries):
             device = device or tensor.device
             if tensor.device != device:
                 raise ValueError(

@@ -6,21 +6,21 @@ reference everywhere else.
 
 import functools
 import importlib
-import itertools
 import platform
+import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import tnt_kernels
-from tnt_kernels import lists, reference, triton
-from tnt_kernels.arguments import state_dtype
-from tnt_kernels.schemas import NAMESPACE, SCHEMAS, in_extension
+from tnt_kernels import lists, triton
+from tnt_kernels.calls import NAMESPACE, in_extension
+from tnt_kernels.operators import OPERATORS
 
 DEVICES = ("cpu", "cuda")
 
@@ -59,29 +59,37 @@ def backends() -> Backends:
     """
     gpu = "Triton" if triton.missing() is None else "reference"
     served = {
-        name: {"cpu": "C++" if in_extension(name) else "reference", "cuda": gpu} for name in SCHEMAS
+        name: {"cpu": "C++" if in_extension(name) else "reference", "cuda": gpu}
+        for name in OPERATORS
     }
     return Backends(served, _versions())
 
 
-def register_reference(library: torch.library.Library) -> None:
-    """Registers the reference for all devices without another kernel, and the fake kernels."""
+def register() -> torch.library.Library:
+    """Declares every operator, for as long as the returned library is alive, and registers it.
+
+    Triton serves on GPUs: it is imported at an operator's first call, and where it is missing, the
+    reference runs with one warning. The reference serves all devices without another kernel.
+    """
+    library = torch.library.Library(NAMESPACE, "DEF")
     for name, one in OPERATORS.items():
-        library.impl(name, _outside_of_autocast(one.reference), "CompositeExplicitAutograd")
+        library.define(one.SCHEMA)
+        library.impl(name, _outside_of_autocast(one.from_flat), "CompositeExplicitAutograd")
+        library.impl(name, functools.partial(_serve, name), "CUDA")
         for key in _NOT_DENSE:
             library.impl(name, _refuse, key)
-        torch.library.register_fake(f"{NAMESPACE}::{name}", one.shapes, lib=library)
+        fake = getattr(one, "fake", lambda *_: None)
+        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
+    # Private: C++ reads a setting of Python's with it.
+    library.define("_may_round() -> bool")
     library.impl("_may_round", _may_round, "CompositeExplicitAutograd")
+    return library
 
 
-def register_triton(library: torch.library.Library) -> None:
-    """Registers the Triton kernels for GPUs.
-
-    Triton is imported at an operator's first call. Where it is missing, the reference runs with
-    one warning.
-    """
-    for name in OPERATORS:
-        library.impl(name, functools.partial(_serve, name), "CUDA")
+def signatures() -> str:
+    """The schemas without names, a line for each, as the C++ operators state their types."""
+    lines = "".join(f"{one.SCHEMA}\n" for one in OPERATORS.values())
+    return re.sub(r"\(\w!\)| \w+(?=[,)])", "", lines)
 
 
 # Without kernels here such arguments would reach the reference, which fails after it has written.
@@ -137,8 +145,8 @@ def _kernel(name: str, device: torch.device) -> Callable[..., Any]:
             RuntimeWarning,
             stacklevel=4,
         )
-        return _outside_of_autocast(OPERATORS[name].reference)
-    module = importlib.import_module(f"tnt_kernels.triton.{OPERATORS[name].triton}")
+        return _outside_of_autocast(OPERATORS[name].from_flat)
+    module = importlib.import_module(f"tnt_kernels.triton.{name.rstrip('_')}")
     return _outside_of_autocast(getattr(module, name))
 
 
@@ -149,92 +157,6 @@ def _device(arguments: Sequence[Any]) -> torch.device | None:
             if isinstance(tensor, Tensor):
                 return tensor.device
     return next((a.device for a in arguments if isinstance(a, Tensor)), None)
-
-
-def _nested(flat: Sequence[Tensor], orders: Sequence[int]) -> list[list[Tensor]]:
-    items = iter(flat)
-    return [list(itertools.islice(items, order)) for order in orders]
-
-
-def _by_mode(flat: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    return _nested(flat, [tensor.dim() for tensor in tensors])
-
-
-def _codes(*arguments: Any) -> Tensor:
-    _, stats, orders, damping, *_ = arguments
-    like = stats[0] if stats else damping
-    return cast(Tensor, like.new_empty(len(orders), dtype=torch.int32))
-
-
-def _norms(momenta: Sequence[Tensor], *arguments: Any) -> Tensor:
-    like = momenta[0] if momenta else arguments[4]
-    return like.new_empty(len(momenta), 2, dtype=torch.float64)
-
-
-@dataclass(frozen=True)
-class Operator:
-    """What serves an operator beside C++; both functions take the flat arguments of its schema."""
-
-    triton: str  # the module of tnt_kernels.triton with a function of its name
-    reference: Callable[..., Any]
-    # Its results without data, for ``torch.compile`` and meta tensors.
-    shapes: Callable[..., Any] = lambda *_: None
-
-
-def _grafted_directions_(*arguments: Any) -> Tensor:
-    momenta, squares, out, grads, factors, momentum, counts, *rest = arguments
-    second_decay, eps, nesterov = rest
-    if not squares:
-        squares = counts = None
-    return reference.grafted_directions_(
-        *(momenta, grads, _by_mode(factors, momenta), momentum, squares, counts, out),
-        second_decay=second_decay,
-        eps=eps,
-        nesterov=nesterov,
-    )[1]
-
-
-OPERATORS = {
-    "gram_ema_": Operator(
-        "gram_ema",
-        lambda stats, tensors, decay, factors: reference.gram_ema_(
-            *(_by_mode(stats, tensors), tensors, decay),
-            _by_mode(factors, tensors) if factors else None,
-        ),
-    ),
-    "damped_inverse": Operator(
-        "damped_inverse",
-        lambda out, stats, orders, damping, relative: reference.damped_inverse(
-            _nested(stats, orders), damping, _nested(out, orders), relative
-        )[1],
-        _codes,
-    ),
-    "inverse_root": Operator(
-        "inverse_root",
-        lambda out, stats, orders, damping, roots, relative: reference.inverse_root(
-            _nested(stats, orders), damping, roots, _nested(out, orders), relative
-        )[1],
-        _codes,
-    ),
-    "mode_products": Operator(
-        "mode_products",
-        lambda tensors, factors: reference.mode_products(tensors, _by_mode(factors, tensors)),
-        lambda tensors, _: [t.new_empty(t.shape, dtype=state_dtype(t)) for t in tensors],
-    ),
-    "preconditioned_step_": Operator(
-        "preconditioned_step",
-        lambda params, momenta, grads, factors, *numbers: reference.preconditioned_step_(
-            params, momenta, grads, _by_mode(factors, params), *numbers
-        ),
-    ),
-    "scaled_step_": Operator(
-        "momentum",
-        lambda params, directions, lr, weight_decay, decayed, scales: reference.scaled_step_(
-            *(params, directions, lr, weight_decay, decayed), scales if len(scales) else None
-        ),
-    ),
-    "grafted_directions_": Operator("grafted_directions", _grafted_directions_, _norms),
-}
 
 
 def _versions() -> dict[str, str]:

@@ -355,7 +355,7 @@ Tensor grafted_directions_op(const TensorList& momenta, const TensorList& second
   return norms;
 }
 
-// Calls use(name, Boxed) for every operator, in the order of tnt_kernels/schemas.py.
+// Calls use(name, Boxed) for every operator, in the order of tnt_kernels/operators/__init__.py.
 template <typename Use>
 void each_operator(const Use& use) {
   use("gram_ema_", Boxed<gram_ema_op>());

@@ -15,7 +15,7 @@ from cases import GPU, SHAPES
 from contract import DampedInverse, EveryOperator, Gram, InverseRoot, Inverses, Shape, Steps
 
 import tnt_kernels
-from tnt_kernels.schemas import SCHEMAS
+from tnt_kernels.operators import OPERATORS
 from tnt_kernels.triton import damped_inverse, inverse_root, launch, newton
 
 EMULATED = GPU.type == "cpu"
@@ -121,6 +121,6 @@ class TestPublic(EveryOperator, Gram, Inverses, DampedInverse, InverseRoot, Step
     """The public functions on a GPU, whatever serves there."""
 
     __test__ = not EMULATED
-    functions = SimpleNamespace(**{name: on_gpu(name) for name in SCHEMAS})
+    functions = SimpleNamespace(**{name: on_gpu(name) for name in OPERATORS})
     # cuBLAS and cuSOLVER choose their algorithms by batch.
     alone_to_the_bit = False

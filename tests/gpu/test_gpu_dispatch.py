@@ -12,7 +12,7 @@ from operators import call, flat_arguments
 from torch import Tensor
 
 import tnt_kernels
-from tnt_kernels import ops, reference, triton
+from tnt_kernels import calls, reference, triton
 from tnt_kernels.triton import cublas
 
 # The module, which the function of its name hides.
@@ -137,22 +137,22 @@ def test_calls_are_recognised_by_all_that_is_checked() -> None:
     """Checked calls are recognised by address, shape, strides, dtype, orders and options."""
     memory = torch.zeros(64)
     base: list[object] = [[gpu(memory[:16].view(4, 4))], [2], scalar(1.0), False]
-    call = ops._recognised("f", base)
-    assert call is not None and call == ops._recognised("f", list(base))
+    key = calls._recognised("f", base)
+    assert key is not None and key == calls._recognised("f", list(base))
     others: list[object] = [
         memory[16:32].view(4, 4),
         memory[:16].view(4, 4).t(),
     ]
-    calls = {call, ops._recognised("g", base)}
+    keys = {key, calls._recognised("g", base)}
     for other in others:
-        calls.add(ops._recognised("f", [[gpu(other)], *base[1:]]))
+        keys.add(calls._recognised("f", [[gpu(other)], *base[1:]]))
     for wrong in ([3], []):
-        calls.add(ops._recognised("f", [base[0], wrong, *base[2:]]))
-    calls.add(ops._recognised("f", [*base[:2], scalar(1.0, torch.float32), False]))
-    calls.add(ops._recognised("f", [*base[:3], True]))
-    assert None not in calls and len(calls) == 2 + len(others) + 2 + 2
+        keys.add(calls._recognised("f", [base[0], wrong, *base[2:]]))
+    keys.add(calls._recognised("f", [*base[:2], scalar(1.0, torch.float32), False]))
+    keys.add(calls._recognised("f", [*base[:3], True]))
+    assert None not in keys and len(keys) == 2 + len(others) + 2 + 2
 
 
 def test_other_calls_are_not_recognised() -> None:
     for row in ([normal((2, 2))], [normal((2, 2)).to("meta")], [None], [gpu(normal((2,))), 3]):
-        assert ops._recognised("f", [row, scalar(1.0)]) is None
+        assert calls._recognised("f", [row, scalar(1.0)]) is None

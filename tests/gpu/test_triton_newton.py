@@ -8,7 +8,7 @@ import torch
 from cases import GPU, STATE_DTYPES, close, identical, normal, scalar, statistic
 from torch import Tensor
 
-from tnt_kernels import reference
+from tnt_kernels.operators import inverse_root as definition
 from tnt_kernels.triton import inverse_root, launch, newton
 
 
@@ -87,12 +87,12 @@ def test_decisions(dtype: torch.dtype) -> None:
     assert flips.all()  # there is no previous iterate to keep
 
 
-def test_limits_are_the_references() -> None:
-    assert inverse_root.ITERATIONS == reference.NEWTON_ITERATIONS
-    assert newton.TOLERANCE.value == reference.NEWTON_TOLERANCE
-    assert newton.GROWTH.value == reference.NEWTON_GROWTH
-    assert newton.CONVERGED.value == reference.NEWTON_CONVERGED
-    assert newton.TRACE.value == reference.NEWTON_TRACE
+def test_limits_are_those_of_the_definition() -> None:
+    assert inverse_root.ITERATIONS == definition.NEWTON_ITERATIONS
+    assert newton.TOLERANCE.value == definition.NEWTON_TOLERANCE
+    assert newton.GROWTH.value == definition.NEWTON_GROWTH
+    assert newton.CONVERGED.value == definition.NEWTON_CONVERGED
+    assert newton.TRACE.value == definition.NEWTON_TRACE
 
 
 class Launches:

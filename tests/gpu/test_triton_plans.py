@@ -34,6 +34,7 @@ from tnt_kernels.triton import (
     launch,
     momentum,
     preconditioned_step,
+    scaled_step,
     tiles,
 )
 from tnt_kernels.triton.tiles import (
@@ -327,7 +328,7 @@ def test_the_host_does_not_work_for_each_tensor(monkeypatch: pytest.MonkeyPatch)
             sys.setprofile(profile)
             try:
                 preconditioned_step.preconditioned_step_(*moved, grads, matrices, half, half, half)
-                momentum.scaled_step_(*moved, half, half, flags, ones[:, 0])
+                scaled_step.scaled_step_(*moved, half, half, flags, ones[:, 0])
                 gram_ema.gram_ema_(matrices, grads, half)
                 for factors, nesterov in ((matrices, False), (diagonal, True)):
                     grafted_directions.grafted_directions_(

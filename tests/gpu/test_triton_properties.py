@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DataObject
 from kernels.test_properties import check_definition
 
-from tnt_kernels.schemas import SCHEMAS
+from tnt_kernels.operators import OPERATORS
 
 
-@pytest.mark.parametrize("name", SCHEMAS)
+@pytest.mark.parametrize("name", OPERATORS)
 # Few examples, as compiling takes its time, and the same at every run without TNT_FUZZ_EXAMPLES.
 @settings(
     max_examples=max(1, settings.default.max_examples // 2),

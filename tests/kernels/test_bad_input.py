@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tnt_kernels
-from tnt_kernels import ops
+from tnt_kernels import calls
 
 Change = Callable[[dict[str, Any]], None]
 Error = type[Exception] | tuple[type[Exception], ...]
@@ -293,9 +293,9 @@ def test_refused(
         if caller == "torch.ops" and not mistake.direct:
             continue
         if caller == "Python":
-            monkeypatch.setattr(ops, "in_extension", lambda name: False)
+            monkeypatch.setattr(calls, "in_extension", lambda name: False)
             if mistake.error in (ValueError, TypeError):  # before a kernel is called
-                monkeypatch.setattr(ops, "_op", lambda name: pytest.fail)
+                monkeypatch.setattr(calls, "_op", lambda name: pytest.fail)
         elif caller == "torch.ops":
             monkeypatch.undo()
         given = good(variant)
@@ -315,7 +315,7 @@ def test_good_arguments_are_not_refused(variant: str, monkeypatch: pytest.Monkey
     given = good(variant)
     given.copy()()
     getattr(torch.ops.tnt_kernels, given.name)(*flat_arguments(given.copy()))
-    monkeypatch.setattr(ops, "in_extension", lambda name: False)
+    monkeypatch.setattr(calls, "in_extension", lambda name: False)
     given()
 
 
@@ -336,7 +336,7 @@ def halves(width: int) -> dict[str, Any]:
 def test_columns_of_a_buffer(served: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Columns side by side share no memory; columns that overlap are refused."""
     if served == "Python":
-        monkeypatch.setattr(ops, "in_extension", lambda name: False)
+        monkeypatch.setattr(calls, "in_extension", lambda name: False)
     tnt_kernels.preconditioned_step_(**halves(3))
     arguments = halves(5)
     with unchanged(flat(list(arguments.values())[:4])), pytest.raises(ValueError, match="share"):
@@ -361,7 +361,7 @@ def test_memory_that_is_written_twice_is_named(
     served: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if served == "Python":
-        monkeypatch.setattr(ops, "in_extension", lambda name: False)
+        monkeypatch.setattr(calls, "in_extension", lambda name: False)
     a, b, c = (torch.zeros(2, 2) for _ in range(3))
     with pytest.raises(ValueError, match=r"stats\[1\]\[0\] must not share .* with stats\[0\]\[1\]"):
         tnt_kernels.gram_ema_([[a, b], [b, c]], [torch.ones(2, 2)] * 2, 0.5)

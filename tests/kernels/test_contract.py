@@ -27,7 +27,7 @@ from torch import Tensor
 
 import tnt_kernels
 from tnt_kernels import reference
-from tnt_kernels.schemas import SCHEMAS
+from tnt_kernels.operators import OPERATORS
 
 # The oracle is slow: it loops over the entries of a matrix.
 ORACLE_SHAPES = [(1,), (9,), (1, 9), (9, 5), (5, 1, 9), (9, 7, 3), (2, 3, 5, 4)]
@@ -64,7 +64,7 @@ class TestReference(EveryOperator, Gram, Inverses, DampedInverse, InverseRoot, S
     """The reference, which serves where there is no kernel."""
 
     functions = SimpleNamespace(
-        **{name: torch.no_grad()(getattr(reference, name)) for name in SCHEMAS}
+        **{name: torch.no_grad()(getattr(reference, name)) for name in OPERATORS}
     )
 
 

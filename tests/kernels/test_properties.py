@@ -55,7 +55,7 @@ from torch import Tensor
 
 import tnt_kernels
 from tnt_kernels import reference
-from tnt_kernels.schemas import SCHEMAS
+from tnt_kernels.operators import OPERATORS
 
 # Limits for one call: elements of all tensors, and of all full statistics. A mode of 200 fits.
 ELEMENTS, AREA = 60_000, 90_000
@@ -404,7 +404,7 @@ def check_failed(call: Call, results: Results, t: int) -> None:
         assert_same(*(list(map(bits, rows[t])) for rows in (results["factors"], out)), "written")
 
 
-@pytest.mark.parametrize("name", SCHEMAS)
+@pytest.mark.parametrize("name", OPERATORS)
 @given(data=st.data())
 def test_definition(name: str, data: DataObject) -> None:
     check_definition(name, data, tnt_kernels)

@@ -31,8 +31,8 @@ from tnt_kernels.triton import (
     inverse_root,
     launch,
     mode_products,
-    momentum,
     preconditioned_step,
+    scaled_step,
 )
 from tnt_kernels.triton.launch import ELEMENTS, state_dtype
 
@@ -173,7 +173,7 @@ def _scaled_step(dtype: torch.dtype, shape: Shape) -> None:
     numbers = _number(0.1), _number(0.1)
     for scales in (torch.ones(1, dtype=torch.float64), torch.zeros(0, dtype=torch.float64)):
         params = [torch.zeros(*shape, dtype=dtype)]
-        momentum.scaled_step_(params, directions, *numbers, [True], scales)
+        scaled_step.scaled_step_(params, directions, *numbers, [True], scales)
 
 
 def _damped_inverse(dtype: torch.dtype, shape: Shape) -> None:
