@@ -141,7 +141,7 @@ def grafted_tensordot_(
     return directions, torch.stack([adam.mul_(first), _norms(directions)], 1)
 
 
-# MKL's dot of more numbers is off by 1e-4 and more on AMD; foreach_norm is slower and worse.
+# MKL's dot of more numbers has errors of 1e-4 and more on AMD; foreach_norm is slower and worse.
 _DOT = 1 << 20
 
 

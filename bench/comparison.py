@@ -19,9 +19,9 @@ from tools.measuring.parameter_sets import ParameterSet
 
 OURS = "tnt_kernels"
 # The largest difference from the float64 reference, relative to the largest expected entry of the
-# same tensor. Inverses amplify rounding by a condition of up to d / 0.1; they are never made in
-# TF32. Tensor cores cut sums of thousands instead of rounding them, also in 3xTF32: up to 1e-4.
-# TF32's operands have ten bits.
+# same tensor. Inverses amplify rounding by a condition of up to d / 0.1; they are never computed in
+# TF32. Tensor cores truncate sums of thousands instead of rounding them, also in 3xTF32: up to
+# 1e-4. TF32's operands have ten bits.
 TOLERANCES = {
     "gram_ema_": {"cpu": 1e-5, "cuda": 1e-4, "reduced precision": 4e-3},
     "gram_ema_ whitened": {"cpu": 1e-5, "cuda": 1e-4, "reduced precision": 1.2e-2},
@@ -48,7 +48,7 @@ class Candidate:
     # The computed tensors, compared with the expected ones and checked to stay finite
     results: Callable[[], Sequence[Tensor]]
     updated: Sequence[Tensor] = ()  # tensors that every run must change
-    compared: bool = True  # False if its results are not those of the reference
+    compared: bool = True  # False if it computes something else than the reference
     # False if no CUDA graph can hold the run: it reads a number on the host.
     graph: bool = True
 
@@ -171,7 +171,7 @@ class Comparison:
         rounds = rounds_for(took, self.seconds)
         with no_collection():
             self.benchmark.pedantic(time_ours, setup=time_others, rounds=rounds)
-        # None with --benchmark-disable: the checks were all.
+        # With --benchmark-disable there are only the checks.
         return {} if self.benchmark.stats is None else samples
 
 

@@ -62,7 +62,7 @@ class Sweep:
         return "k d^(k+1)" if self.k is None else "d"
 
     def abscissa(self, value: int) -> float:
-        """What the exponent belongs to."""
+        """What the fitted power is a power of."""
         return float(value * K_SIZE ** (value + 1) if self.k is None else value)
 
     def shape(self, value: int) -> ParameterSet:
@@ -121,7 +121,7 @@ SWEEPS = (
 def measured(sweep: Sweep, device: torch.device, seconds: float) -> dict[str, Any]:
     """The times of one sweep, ``seconds`` for each value, and their exponent."""
     runs: dict[str, Run] = {}
-    calls = []  # of one sample: so many that it takes a hundredth of a second
+    calls = []  # in one sample, so that it takes a hundredth of a second
     stopwatch = Stopwatch(device)
     for value in sweep.values:
         call = sweep.prepare(sweep.shape(value), device)
@@ -175,7 +175,7 @@ MEMORY_D = (2, 4, 8)  # the count is exact at any size
 def counted(method: str, k: int) -> dict[str, Any]:
     """The state of one tensor of k modes beyond SGD-m's, and what Table 2 says, at every d.
 
-    Statistics and their inverses count both. Adam has one more number for each parameter.
+    Both statistics and inverses count. Adam has one more number for each parameter.
     """
     return {
         "method": method,

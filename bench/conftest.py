@@ -28,7 +28,7 @@ from tools.measuring.records import write_json
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The options of every command of this project, where they apply, under the same names."""
+    """Adds the options, with the names that they have in all commands of this project."""
     group = parser.getgroup("benchmarks of the operators and of whole steps")
     group.addoption("--device", default="cpu", choices=("cpu", "cuda"), help="(default: cpu)")
     group.addoption(
@@ -62,12 +62,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture(scope="session")
 def device(pytestconfig: pytest.Config) -> torch.device:
     """Where everything computes."""
-    found = torch.device(pytestconfig.getoption("--device"))
-    if found.type == "cuda" and not torch.cuda.is_available():
+    chosen = torch.device(pytestconfig.getoption("--device"))
+    if chosen.type == "cuda" and not torch.cuda.is_available():
         pytest.exit("--device cuda: PyTorch has no GPU here", returncode=2)
     if pytestconfig.getoption("--threads"):
         torch.set_num_threads(pytestconfig.getoption("--threads"))
-    return found
+    return chosen
 
 
 @pytest.fixture(scope="session")
@@ -109,7 +109,7 @@ def compare(
     def add(rows: list[dict[str, Any]]) -> None:
         if record is not None:
             record["rows"] += rows
-            # After every benchmark: an ended run loses none.
+            # Written after every benchmark: an interrupted run loses none.
             write_json(option("--out"), record, report.DIGITS)
 
     with matmul_precision(precision):

@@ -41,8 +41,8 @@ def matmul_precision(setting: str) -> Iterator[None]:
 def binding(limits: Limits, work: Work, precision: str) -> tuple[str, float]:
     """The limit that binds, and the least seconds for ``work``.
 
-    A CPU has a routine of its own for a symmetric product; on a GPU the precision of float32
-    products counts.
+    On a CPU it depends on whether the product is symmetric, on a GPU on the precision of float32
+    products.
     """
     product = "ssyrk" if work.symmetric else "sgemm"
     if product not in limits:
@@ -53,7 +53,7 @@ def binding(limits: Limits, work: Work, precision: str) -> tuple[str, float]:
 
 
 def better(first: Limits, second: Limits) -> dict[str, Any]:
-    """The higher of two rates each: a disturbance only slows a measurement down."""
+    """The higher rate of each limit: a disturbance only slows a measurement down."""
     return {k: max(v, second[k]) if isinstance(v, float) else v for k, v in first.items()}
 
 
@@ -83,11 +83,11 @@ def measure_limits(
                 rates[_PRODUCT_OF[setting]] = full / least(lambda: torch.mm(a, b, out=c), 10)
         a, b, c = (x.bfloat16() for x in (a, b, c))
         return {**rates, "bf16": full / least(lambda: torch.mm(a, b, out=c), 10), "size": size}
-    found = {"copy": copy, "torch_sgemm": full / least(lambda: torch.mm(a, b, out=c))}
+    rates = {"copy": copy, "torch_sgemm": full / least(lambda: torch.mm(a, b, out=c))}
     library = _openblas()
     if library is None:
-        found["sgemm"] = found["torch_sgemm"]
-        found["ssyrk"] = half / least(lambda: torch.mm(a, a.mT, out=c))
+        rates["sgemm"] = rates["torch_sgemm"]
+        rates["ssyrk"] = half / least(lambda: torch.mm(a, a.mT, out=c))
     else:
         library.scipy_openblas_set_num_threads(torch.get_num_threads())
         one, zero = ctypes.c_float(1), ctypes.c_float(0)
@@ -104,11 +104,11 @@ def measure_limits(
             """One triangle of C = A A^T."""
             library.scipy_cblas_ssyrk(*(row_major, lower, plain, n, n, one, left, n, zero, out, n))
 
-        found["sgemm"], found["ssyrk"] = full / least(sgemm), half / least(ssyrk)
+        rates["sgemm"], rates["ssyrk"] = full / least(sgemm), half / least(ssyrk)
         # A second pool of waiting threads would slow down the next benchmark.
         library.scipy_openblas_set_num_threads(1)
     blas = "torch" if library is None else "scipy-openblas32"
-    return {"blas": blas, "size": size, **found}
+    return {"blas": blas, "size": size, **rates}
 
 
 def _openblas() -> ctypes.CDLL | None:

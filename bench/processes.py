@@ -80,11 +80,11 @@ class Parameters(nn.Module):
 def gradients(name: str, seed: int, device: str) -> list[Tensor]:
     """A gradient of every parameter, with the rank and decay that training has."""
     rng = torch.Generator().manual_seed(seed)
-    found = []
+    grads = []
     for shape in PARAMETER_SETS[name].shapes:
         noise = torch.randn(shape, generator=rng)
-        found.append((noise * torch.rand(shape[-1:], generator=rng) * 1e-2).to(device))
-    return found
+        grads.append((noise * torch.rand(shape[-1:], generator=rng) * 1e-2).to(device))
+    return grads
 
 
 # The bytes that a process hands to a collective: the whole tensor to an all-reduce, the owner's
@@ -178,9 +178,9 @@ def _measured(case: Case) -> dict[str, Any]:
 
 
 def measured(case: Case, threads: int) -> dict[str, Any]:
-    """The row of one case in some threads; its seconds are those of the slowest process.
+    """The row of one case, with ``threads`` for all processes; seconds are the slowest process's.
 
-    Differences are relative to how far one process alone has moved.
+    Differences are relative to how far one process alone has moved the parameters.
     """
     ranks = _ranks(case, threads)
     ends = [rank["ends"] for rank in ranks]

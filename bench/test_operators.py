@@ -144,7 +144,7 @@ def products(parameter_set: ParameterSet, device: torch.device) -> Problem:
         kept: list[list[Tensor]] = [[]]
 
         def run() -> None:
-            kept[0] = []  # a step has freed its last directions, too
+            kept[0] = []  # an optimizer has freed its last directions, too
             kept[0] = multiply(tensors, factors)
 
         return Candidate(name, run, lambda: kept[0])
@@ -215,7 +215,7 @@ def grafted(parameter_set: ParameterSet, device: torch.device) -> Problem:
 
     return Problem(
         [
-            # An optimizer keeps the place of its directions.
+            # An optimizer reuses the memory of its directions.
             candidate(OURS, grafted_directions_, out=[torch.empty_like(m) for m in momenta]),
             candidate("tensordot + foreach", baselines.grafted_tensordot_),
         ],
@@ -235,12 +235,12 @@ def scaled(parameter_set: ParameterSet, device: torch.device) -> Problem:
     reference.scaled_step_(expected, wide_directions, LR, WEIGHT_DECAY, decayed, table)
 
     def candidate(name: str, update: Callable[..., None]) -> Candidate:
-        (own,) = copies([weights])
+        (params,) = copies([weights])
         return Candidate(
             name,
-            run=lambda: update(own, directions, LR, WEIGHT_DECAY, decayed, table),
-            results=lambda: own,
-            updated=own,
+            run=lambda: update(params, directions, LR, WEIGHT_DECAY, decayed, table),
+            results=lambda: params,
+            updated=params,
         )
 
     return Problem(

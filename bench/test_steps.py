@@ -1,8 +1,8 @@
 """Whole optimizer steps: against plain torch and first-order methods, and option by option.
 
 Only the optimizer's work is timed: no forward, no backward. Bare parameters hold given gradients,
-which the statistics use too (``likelihood=None``). With sampled labels ``step`` does the same to
-another gradient, and ``observe`` adds a second backward before it.
+which the statistics use too (``likelihood=None``). With sampled labels ``step`` does the same work
+on another gradient, and ``observe`` adds a second backward before it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Kind:
     """What is due at the steps of one run."""
 
     name: str  # as in the tables
-    first_step: int  # number t of the first of them, beyond the warm start and the first T2 steps
-    steps: int  # how many
+    first_step: int  # the first step t, after the warm start and the first T2 steps
+    steps: int  # how many steps
     stat_interval: int  # T1
 
     def due(self, interval: int) -> int:
@@ -68,12 +68,12 @@ class Parameters:
         rng = generator(device)
         self.set = parameter_set
         self.start = normal(parameter_set.shapes, rng, LR)
-        # Small, since a bias of n has a statistic of condition |gradient|^2 / damping: with the
-        # variance 1 and n = 4096, float32 inverts it to 5e-2, in plain torch as here.
+        # Small, because a bias has a statistic of condition |gradient|^2 / damping: with variance 1
+        # and 4096 entries, its float32 inverse has an error of 5e-2, in plain torch as in ours.
         self.gradients = normal(parameter_set.shapes, rng, 0.1)
 
     def new(self, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
-        """New ones at the start."""
+        """New parameters at the starting point."""
         params = [nn.Parameter(weight.to(dtype, copy=True)) for weight in self.start]
         for param, gradient in zip(params, self.gradients, strict=True):
             param.grad = gradient.to(dtype)
@@ -124,7 +124,7 @@ def steps_of(optimizer: torch.optim.Optimizer, kind: Kind) -> Callable[[], None]
 
 @pytest.fixture(autouse=True)
 def skip_parts(parameter_set: ParameterSet) -> None:
-    """No steps of a part of another set."""
+    """Skips sets that are a part of another set."""
     if parameter_set.name == "vgg16_conv":
         pytest.skip("a part of vgg16, for the roots only")
 
@@ -189,7 +189,7 @@ def test_methods(
 
 
 def test_options(parameter_set: ParameterSet, device: torch.device, compare: Comparison) -> None:
-    """A plain step with one more option each: grafting, clipping, weight decay, roundings."""
+    """A plain step with one option at a time: grafting, weight decay, rounding."""
     parameters = Parameters(parameter_set, device)
 
     def candidate(name: str, settings: dict[str, Any]) -> Candidate:

@@ -34,7 +34,7 @@ def gram_work(parameter_set: ParameterSet) -> Work:
 
 
 def whitened_work(parameter_set: ParameterSet) -> Work:
-    """The same for whitened Gram matrices: k - 1 mode products more for each, and reads every A."""
+    """As ``gram_work``, but each Gram matrix takes k - 1 mode products more; reads every A."""
     gram, flops = gram_work(parameter_set), 0
     for view, row in zip(parameter_set.views, parameter_set.matrices, strict=True):
         costs = [1 if len(matrix) == 1 else 2 * matrix[0] for matrix in row]
@@ -91,7 +91,7 @@ def _factor_bytes(parameter_set: ParameterSet) -> int:
 
 
 def _modes(parameter_set: ParameterSet) -> Iterator[tuple[int, int, bool]]:
-    """For every mode the size of its tensor, its own, and whether it has only a diagonal."""
+    """For every mode: its tensor's size, the mode's size, and whether it has only a diagonal."""
     for shape, row in zip(parameter_set.shapes, parameter_set.matrices, strict=True):
         for matrix in row:
             yield math.prod(shape), matrix[0], len(matrix) == 1

@@ -1,7 +1,7 @@
 """What mkdocs.yml needs beyond docs/: pages of other folders, and docstrings as Python sees them.
 
-Links in all pages are those of the repository, so that they also work in its viewer. Files outside
-docs/ keep their paths on the site; links between them and docs/ are adjusted here.
+All pages have links that work in the repository's viewer. Files outside docs/ keep their paths on
+the site; links between them and docs/ are adjusted here.
 """
 
 import importlib
@@ -65,13 +65,13 @@ class RunTimeDocstrings(griffe.Extension):
         self._replace(func)
 
     def _replace(self, item: Any) -> None:
-        # No page has the kernels' functions, and to import them would take Triton.
+        # No page shows the kernels' functions, and importing them needs Triton.
         if item.docstring is None or item.path.startswith("tnt_kernels.triton."):
             return
-        found: Any = importlib.import_module(item.module.path)
+        value: Any = importlib.import_module(item.module.path)
         for name in item.path.removeprefix(f"{item.module.path}.").split("."):
-            found = getattr(found, name, None)
-        text = inspect.getdoc(found) if found is not None else None
-        # Literal blocks of reStructuredText and doctests are not yet Markdown.
+            value = getattr(value, name, None)
+        text = inspect.getdoc(value) if value is not None else None
+        # Literal blocks of reStructuredText, and doctests, become Markdown.
         text = re.sub(r"::$", ":", text or item.docstring.value, flags=re.M)
         item.docstring.value = _DOCTEST.sub(r"```pycon\n\g<0>\n```", text)

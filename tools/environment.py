@@ -3,9 +3,9 @@
     python tools/environment.py VENV -r requirements/demo.txt
 
 It runs before anything is installed: with the standard library alone, and in the syntax of Python
-3.8, so that an old Python ends with one line. Everything after VENV goes to pip, whose
-configuration (pip.conf, PIP_INDEX_URL, ...) stays in force. Only for PyTorch an index is added: its
-own one, with the build for CPUs, if the machine shows no NVIDIA GPU and the index answers.
+3.8, so that an old Python ends with a one-line message. Everything after VENV goes to pip, whose
+configuration (pip.conf, PIP_INDEX_URL, ...) stays in force. Only PyTorch gets one more index, that
+of its builds for CPUs, if the machine shows no NVIDIA GPU and the index answers.
 
 Environment variable:
 
@@ -26,7 +26,7 @@ from typing import NamedTuple
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 # Seconds that an index has to answer. PyTorch's takes less than one.
 PATIENCE = 5.0
-# Where pip's configuration may have packages from; the first two keep it from anywhere else.
+# pip's options that name sources of packages; the first two exclude all other sources.
 SOURCES = ("index-url", "no-index", "extra-index-url", "find-links")
 
 
@@ -54,7 +54,7 @@ def install(venv: Path, requirements: list[str]) -> None:
     """Creates the environment, then runs pip: once for PyTorch, once for everything."""
     python = str(venv / "bin" / "python")
     if not (venv / "bin" / "pip").exists():
-        # Its own message says which package of the system is missing.
+        # venv's own message says which package of the system is missing.
         if subprocess.run([sys.executable, "-m", "venv", str(venv)]).returncode:
             sys.exit(f"{sys.executable} -m venv {venv} failed: see above")
     pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--no-compile"]
@@ -63,8 +63,8 @@ def install(venv: Path, requirements: list[str]) -> None:
         source = choose(pip_configuration(python))
         print(source.line, flush=True)
         if source.added:
-            # Without what PyTorch depends on, so that an index that fails costs one download. The
-            # builds there have a suffix (2.13.0+cpu), which pip prefers to the same without one.
+            # Without dependencies, so that an index that fails costs one download. The builds there
+            # have a suffix (2.13.0+cpu), and pip prefers such a version to the same without one.
             options = ["--retries", "1", "--no-deps", "--extra-index-url", source.added]
             if subprocess.run([*pip, *options, wanted]).returncode:
                 print("PyTorch comes from where pip finds it, then.", flush=True)
@@ -72,8 +72,8 @@ def install(venv: Path, requirements: list[str]) -> None:
         sys.exit(status)
     if wanted:
         print(f"PyTorch {installed(venv, wanted)} is in {venv}.", flush=True)
-    # pip would take as long to compile as for all else, on one core, and the demo imports little.
-    # Compiled in a test, a package's SyntaxWarning would be an error.
+    # pip would compile on one core, as long as all the rest takes, and the demo imports little. For
+    # tests compile now: in a test, a package's SyntaxWarning would be an error.
     if any(venv.glob("lib/python3*/site-packages/pytest")):
         command = [python, "-W", "ignore", "-m", "compileall", "-qq", "-j", "0", str(venv / "lib")]
         subprocess.run(command)
@@ -92,9 +92,9 @@ def installed(venv: Path, pin: str) -> str | None:
     """The version of PyTorch in the environment, if the pin allows it."""
     version = pin[len("torch==") :]
     for path in venv.glob("lib/python3*/site-packages/torch-*.dist-info"):
-        found = path.name[len("torch-") : -len(".dist-info")]
-        if found.split("+")[0] == version.split("+")[0]:
-            return found
+        present = path.name[len("torch-") : -len(".dist-info")]
+        if present.split("+")[0] == version.split("+")[0]:
+            return present
     return None
 
 
@@ -109,11 +109,11 @@ def pip_configuration(python: str) -> dict[str, str]:
 def choose(configuration: dict[str, str]) -> Source:
     """PyTorch's build for this machine."""
     index = os.environ.get("TORCH_INDEX")
-    own = [key for key in configuration if key in SOURCES]
+    keys = [key for key in configuration if key in SOURCES]
     because = ""
     if index is None and has_gpu():
         because = ", because this machine has an NVIDIA GPU"
-    elif index or not set(SOURCES[:2]) & set(own):
+    elif index or not set(SOURCES[:2]) & set(keys):
         address = index or CPU_INDEX
         silence = no_answer(f"{address.rstrip('/')}/torch/", configuration.get("cert"))
         if silence is None:
@@ -124,10 +124,10 @@ def choose(configuration: dict[str, str]) -> Source:
                 "other packages 0.3 GB to download, 1.2 GB installed.",
             )
         because = f", because {address} {silence}"
-    if own:
+    if keys:
         return Source(
             None,
-            f"PyTorch comes from where pip's configuration says ({', '.join(own)}){because}: with "
+            f"PyTorch comes from where pip's configuration says ({', '.join(keys)}){because}: with "
             "the other packages 0.3 GB to download and 1.2 GB installed if that has the build for "
             "CPUs, 3 and 6.5 GB if it has the CUDA build.",
         )
@@ -150,7 +150,7 @@ def has_gpu() -> bool:
 
 
 def no_answer(url: str, certificates: str | None) -> str | None:
-    """Why the address is of no use; None if it answers in time."""
+    """Why the address cannot be used; None if it answers in time."""
     try:
         context = ssl.create_default_context(cafile=certificates)
         with urllib.request.urlopen(url, timeout=PATIENCE, context=context):

@@ -130,7 +130,7 @@ class StepGraphs:
         return reports
 
     def _settings(self, group: Group) -> Settings:
-        """The group's settings, with device tensors for the numbers."""
+        """The group's settings, with device tensors in place of ``NUMBERS``."""
         numbers = {name: self._numbers[id(group), name][1] for name in NUMBERS}
         return {**group, **numbers}
 

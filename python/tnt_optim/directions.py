@@ -86,8 +86,8 @@ def graft_scales(
 
 def decayed(params: Iterable[Tensor], group: Settings) -> list[bool]:
     """Whether each parameter decays: biases and norms only in the paper's form."""
-    is_papers = group["graft"] is None if "units" in group else group["precondition_1d"]
-    return [p.dim() > 1 or is_papers for p in params]
+    decays_vectors = group["graft"] is None if "units" in group else group["precondition_1d"]
+    return [p.dim() > 1 or decays_vectors for p in params]
 
 
 def _table(counts: list[list[Any]]) -> Tensor:

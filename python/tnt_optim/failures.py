@@ -53,8 +53,8 @@ class Report:
 
     Attributes:
         kind: "statistics" or "inverses".
-        codes: one for each parameter, on the device or as a ``Delivery``: 0 for success; for
-            inverses, otherwise, which part failed, counted from 1.
+        codes: one for each parameter, on the device or as a ``Delivery``: 0 for success, else
+            nonzero; for inverses the part that failed, counted from 1.
         params: the parameters.
     """
 

@@ -73,7 +73,7 @@ class WithFallback(Wrappable, Optimizer):
                 f"of shape {tuple(both[0].shape)}"
             )
         self.main, self.fallback = main, fallback
-        self._fit = Fit()  # of the fallback
+        self._fit = Fit()  # the shapes that the fallback's states were made for
         # The fallback's gradients at a step whose update main could not finish.
         self._gradients: dict[Tensor, Tensor | None] = {}
         # States of the fallback that are only allocated: its next step makes new ones.

@@ -94,7 +94,7 @@ def gaussian(mean: Tensor, generator: torch.Generator) -> Tensor:
     return (mean - labels).square().flatten(1).sum(1) / 2
 
 
-# From an output to the losses of its rows or examples.
+# Functions from an output to the losses of its rows or examples.
 LIKELIHOODS: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
     "categorical": categorical,
     "bernoulli": bernoulli,

@@ -25,7 +25,7 @@ Batch = tuple[Group, list[Tensor]]
 # Statistics or factors as operators take them: for each block a list over its modes.
 Rows = Sequence[Sequence[Tensor]]
 
-# From a parameter's shape to mode sizes with the same product.
+# A function from a parameter's shape to mode sizes with the same product.
 ModesFunction = Callable[[tuple[int, ...]], Sequence[int]]
 
 # Most entries in a bucket (CPU, GPU): its directions and float32 copies are all in memory at once.

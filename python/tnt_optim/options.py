@@ -109,7 +109,8 @@ _TABLE = (
         _number(lambda v: -1e-9 < v < math.inf, any_shape=True),
         "a finite number >= 0",
         doc="""the learning rate, alpha in the paper. With ``graft="adam"`` it has the scale of
-        Adam's. Without grafting it depends on ``damping``, the batch size and the loss's scale.""",
+        Adam's rate. Without grafting it depends on ``damping``, the batch size and the loss's
+        scale.""",
     ),
     Option(
         "damping",
@@ -237,17 +238,17 @@ _TABLE = (
         doc="""take inverse square roots of the damped statistics instead of inverses in the first
         steps, as long as the mean of the training gradients dominates their second moment, on
         average over the parameters. It needs ``relative_damping``. Gradients at sampled labels have
-        mean zero: with a ``likelihood`` it does nothing. None: without a likelihood, if ``graft``
-        gives the steps their length.""",
+        mean zero: with a ``likelihood`` it does nothing. None: True if there is no likelihood and
+        ``graft`` and ``relative_damping`` are set.""",
     ),
     Option(
         "graft",
         None,
         *_one_of(None, *get_args(Graft)),
-        doc="""rescale each parameter's direction. "adam": to the norm of Adam's, whose second
-        moment it keeps; "sgd": to the momentum's; "rms": to a root mean square of 0.2, about that
-        of Adam's, without its memory (steps stay as long when gradients vanish: not for heads or
-        experts that are idle); None: not at all.""",
+        doc="""rescale each parameter's direction. "adam": to the norm of Adam's direction, which
+        needs a second moment; "sgd": to the momentum's norm; "rms": to a root mean square of 0.2,
+        about that of Adam's direction, without its memory (steps stay as long when gradients
+        vanish: not for heads or experts that are idle); None: not at all.""",
     ),
     Option(
         "maximize",
@@ -277,10 +278,10 @@ _TABLE = (
         "inverse",
         "damped",
         *_one_of(*get_args(Inverse)),
-        doc=""""damped": (G + √damping I)^-1 M (A + √damping I)^-1, the paper's for autoencoders,
-        with √damping in units of each factor's average eigenvalue if it is relative; "eigenbasis":
-        the inverse of G ⊗ A + damping I, the paper's for CNNs, which keeps one more matrix like
-        each weight, and waits for the device when it is refreshed.""",
+        doc=""""damped": (G + √damping I)^-1 M (A + √damping I)^-1, the paper's form for
+        autoencoders, with √damping in units of each factor's average eigenvalue if it is relative;
+        "eigenbasis": the inverse of G ⊗ A + damping I, the paper's form for CNNs, which keeps one
+        more matrix of each weight's shape, and waits for the device when it is refreshed.""",
         per_group=False,
     ),
     Option(
@@ -307,8 +308,8 @@ _TABLE = (
         lambda value: True,
         "a process group or None",
         doc="""the processes that train copies of one model, as under DistributedDataParallel; None
-        for torch.distributed's default group, if there is one. The statistics are those of all
-        processes' batches.""",
+        for torch.distributed's default group, if there is one. The statistics are of the batches
+        of all processes.""",
         per_group=False,
     ),
     Option(

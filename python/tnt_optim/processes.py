@@ -47,12 +47,12 @@ class Processes:
     def mean(
         self, params: Sequence[Tensor], gradients: Mapping[Tensor, Tensor], count: int | Tensor
     ) -> tuple[Gradients, int | Tensor]:
-        """The mean gradients over the observations of all processes; the host does not wait.
+        """The mean gradients over the observations of several processes; the host does not wait.
 
         ``params`` are the same in every process; ``gradients`` are sums over this process's
         ``count`` observations, zero if missing. Also returns the sum of all counts.
         """
-        return {p: gradients.get(p) for p in params}, 1
+        raise NotImplementedError
 
     def batch_mean(
         self, params: Sequence[Tensor], gradients: Gradients | None, count: int | Tensor

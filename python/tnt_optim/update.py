@@ -22,7 +22,6 @@ from tnt_optim.modes import (
     States,
     blocks,
     buckets_of,
-    cuts,
     each,
     layout_for,
     layout_of,
@@ -87,9 +86,8 @@ class Part:
         pieces: Sequence[Tensor] | None = None,
     ) -> None:
         """See ``interfaces.Work``."""
-        layouts = (
-            None if pieces is not None else [_whole(layout_for(p, self.group)) for p in params]
-        )
+        uncut = {**self.group, "block_size": None}  # directions are whole here
+        layouts = None if pieces is not None else [layout_for(p, uncut) for p in params]
         for move in self.moves(params, layouts, *key, pieces=pieces):
             move.along(directions, None)
             move.weights.write()
@@ -209,8 +207,3 @@ class _Bucket:
             self.group["momentum"],
             self.group["weight_decay"] if decays else 0.0,
         )
-
-
-def _whole(layout: Layout) -> Layout:
-    """A layout without cuts."""
-    return Layout(layout.sizes, cuts(layout.sizes, None))

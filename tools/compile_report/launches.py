@@ -36,7 +36,7 @@ from tnt_kernels.triton import (
 )
 from tnt_kernels.triton.launch import ELEMENTS, state_dtype
 
-# Tiles of 128 rows, then of 64, both with loads of 16 bytes; then loads of one element.
+# Shapes for tiles of 128 rows and of 64, with loads of 16 bytes, and for loads of one element.
 SHAPES = ((256, 128), (96, 64), (27, 9))
 Shape = Sequence[int]
 
@@ -60,8 +60,8 @@ class Launch:
     def is_main(self) -> bool:
         """Whether the tests compile this class.
 
-        They leave out float16, which compiles like bfloat16, and results of another dtype than
-        what is read.
+        They leave out float16, which compiles like bfloat16, and results whose dtype is not the
+        inputs'.
         """
         dtypes = {self.settings.get(name) for name in ("ELEMENT", "RESULT")} - {None}
         return "fp16" not in dtypes and len(dtypes) < 2
@@ -79,7 +79,7 @@ def modules() -> list[Any]:
 
 
 def kernels() -> list[str]:
-    """The names of all kernels; functions that kernels call have other endings."""
+    """The names of all kernels: they end in ``_kernel``, and functions that they call do not."""
     values = [value for module in modules() for value in vars(module).values()]
     found = {name_of(value) for value in values if isinstance(value, JITFunction)}
     return sorted(name for name in found if name.endswith("_kernel"))
@@ -134,7 +134,7 @@ def _number(value: float) -> Tensor:
 
 
 def at_once(programs: int) -> AbstractContextManager[Any]:
-    """Within it the device runs so many programs at once."""
+    """Pretends that the device runs this many programs at once."""
     return mock.patch.object(launch, "programs_at_once", lambda device: programs)
 
 
@@ -201,7 +201,7 @@ def _inverse_root(dtype: torch.dtype, shape: Shape) -> None:
     if dtype not in (torch.float32, torch.float64):
         return
     stats = [*_square(shape, dtype), torch.zeros(shape[0], dtype=dtype)]
-    # With many programs there are smaller tiles.
+    # With many programs the launcher chooses smaller tiles.
     for programs, relative in ((1, False), (1 << 10, True)):
         out = [s.clone() for s in stats]
         with at_once(programs), mock.patch.object(inverse_root, "ITERATIONS", 1):

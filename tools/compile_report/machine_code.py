@@ -59,10 +59,10 @@ class Site(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """A loop with products: what one warp does once around it."""
+    """A loop with products: what one warp does in one iteration."""
 
     instructions: int
-    products: int  # instructions of the matrix units (float64 without them: DFMA)
+    products: int  # instructions of the matrix units, or DFMA for float64 without them
     loads: dict[int, int]  # instructions by their width in bytes
     waits: int  # for copies, matrix units, or other warps
 
@@ -80,12 +80,12 @@ class Compiled:
     spill_stores: int = 0  # STL instructions
     shared: int = 0  # bytes of shared memory of a block
     tensor_memory: int = 0  # columns of a block
-    products: dict[str, str] = field(default_factory=dict)  # the instruction of each
+    products: dict[str, str] = field(default_factory=dict)  # each product's instruction
     # Every load in a loop: the number of its instructions by their width in bytes.
     loads: dict[str, dict[int, int]] = field(default_factory=dict)
     # Every load in a loop: the bytes of an element.
     element_bytes: dict[str, int] = field(default_factory=dict)
-    loops: list[Loop] = field(default_factory=list)  # those with products
+    loops: list[Loop] = field(default_factory=list)  # the loops with products
     error: str = ""  # why it did not compile; then nothing else is known
 
 
@@ -137,7 +137,7 @@ def _compiled(launch: Launch, capability: int) -> Compiled:
         else:
             loads[site.name].update(width(i) for i in there if i[0] in LOADS)
             sizes[site.name] = size
-    # ptxas leaves some tensor-core instructions without their product's line.
+    # ptxas gives some tensor-core instructions no line of source.
     anywhere = _product(counts.keys() - {"DFMA", "FFMA"})
     return Compiled(
         kernel=launch.name,

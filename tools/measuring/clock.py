@@ -106,7 +106,7 @@ def alternate(
 
     took = 0.0
     for name in candidates:
-        # The first run also pays for page faults and cold caches: it says little of a short one.
+        # The first run also has page faults and cold caches, which dominate a short run.
         first = sample(name)
         took += first if first > 0.5 else sample(name)
     names = list(candidates)
@@ -120,7 +120,7 @@ def alternate(
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """No garbage collection inside: it would be in the time of one candidate only."""
+    """Stops garbage collection, which would add to the time of one candidate only."""
     gc.collect()
     gc.disable()
     try:
@@ -166,11 +166,11 @@ def summary(samples: Sequence[float]) -> dict[str, Any]:
 
 def ratios(samples: Sequence[float], base: Sequence[float]) -> list[float]:
     """Round by round, the seconds of one candidate over those of another."""
-    return [own / other for own, other in zip(samples, base, strict=True)]
+    return [sample / reference for sample, reference in zip(samples, base, strict=True)]
 
 
 def busy_share(seconds: float = 1.0) -> float | None:
-    """Share of all cores that other processes use during a sleep; None if the system has no count.
+    """Share of all cores that other processes use during a sleep; None if the system counts none.
 
     Times taken next to another busy process mean little: two threads wait for each other in every
     parallel region, so the method with more of them looks slower.

@@ -91,8 +91,8 @@ def _portable(argument: str) -> str:
 
 def _cpu_model() -> str:
     info = Path("/proc/cpuinfo")
-    found = re.search(r"^model name\s*: (.*)", info.read_text() if info.exists() else "", re.M)
-    return found[1] if found else platform.processor() or platform.machine()
+    model = re.search(r"^model name\s*: (.*)", info.read_text() if info.exists() else "", re.M)
+    return model[1] if model else platform.processor() or platform.machine()
 
 
 def _usable_cores() -> int:
@@ -102,7 +102,8 @@ def _usable_cores() -> int:
 
 def _versions() -> dict[str, str | None]:
     known = {
-        found.name.replace("_", "-"): found.version for found in importlib.metadata.distributions()
+        package.name.replace("_", "-"): package.version
+        for package in importlib.metadata.distributions()
     }
     # torch.__version__ names the build (+cpu, +cu130); the metadata may not.
     return {

@@ -1,4 +1,4 @@
-"""The one format of records: compact JSON with a row a line, so that differences read well."""
+"""The format of all records: compact JSON with one row a line, so that diffs are readable."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_writable(path: str | Path) -> Path:
 def write_json(path: str | Path, record: Mapping[str, Any], digits: int | None = None) -> None:
     """Write a record; a reader sees the old file or the new one, never a part.
 
-    Numbers that are not finite become null; floats are rounded to so many significant digits, if
+    Numbers that are not finite become null; floats are rounded to `digits` significant digits, if
     given. Each entry of `record` takes a line, and so does each item of an entry that is a list of
     mappings (such as "rows").
     """

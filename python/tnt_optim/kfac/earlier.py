@@ -19,7 +19,7 @@ _MOMENTS = ("momentum", "second_moment")
 def converted(
     state_dict: dict[str, Any], groups: Sequence[Group], weights: Sequence[Tensor]
 ) -> dict[str, Any]:
-    """A saved state in today's form. One that has this form, or is of another kind, is returned."""
+    """A saved state in today's form; one in this form, or of another kind, stays as it is."""
     saved_groups = state_dict.get("param_groups", [])
     is_old = state_dict.get("method") == "KFAC" and all(
         "estimator" not in saved for saved in saved_groups

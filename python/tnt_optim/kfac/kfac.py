@@ -230,7 +230,7 @@ class KFAC(KroneckerOptimizer):
         ``opt.warm_start(model(x) for x, _ in batches)``; a generator, because the model must be
         called while this runs. Existing statistics are replaced. A layer's mean is over the batches
         that used it. The model's buffers (batch norm's running statistics) are put back afterwards.
-        All processes call it, for the mean over the batches of all, whose numbers may differ.
+        All processes call it, with any number of batches each, for the mean over all batches.
 
         Args:
             outputs: for each batch, with its graph: what ``observe`` takes.

@@ -295,29 +295,29 @@ class LayerStatistics(Observed):
     def loaded(self, saved: Any, params: Mapping[int, Tensor]) -> dict[str, Any]:
         """See ``Empirical.loaded``."""
         place, layers = "['observed']", self.by_weight
-        known = {number: p for number, p in params.items() if p in layers}
+        known = {index: p for index, p in params.items() if p in layers}
         entries = checkpoint.entries_of(place, saved, ("sums", *_SETS, "count", "attached"))
-        found: dict[str, Any] = {"sums": {}}
-        for number, values in checkpoint.by_number(f"{place}['sums']", entries[0], known).items():
-            weight, sizes = known[number], matrix_shape(layers[known[number]])
+        fields: dict[str, Any] = {"sums": {}}
+        for index, values in checkpoint.by_number(f"{place}['sums']", entries[0], known).items():
+            weight, sizes = known[index], matrix_shape(layers[known[index]])
             parts = values if isinstance(values, list) else [values]
             got = [tuple(part.shape) if isinstance(part, Tensor) else part for part in parts]
             if len(got) != 4 or got[:2] != [(d, d) for d in sizes]:
                 raise ValueError(
                     f"state_dict['observed'] must have sums of sizes {sizes} for parameter "
-                    f"{number}, got {got[:2]}, and two counts, got {got[2:]}"
+                    f"{index}, got {got[:2]}, and two counts, got {got[2:]}"
                 )
             grams = checkpoint.copied(values[:2], weight.device, state_dtype(weight))
-            where = f"{place}['sums'][{number}]"
+            where = f"{place}['sums'][{index}]"
             counts = [checkpoint.checked_count(where, n) for n in values[2:]]
             on_device = [n.to(weight.device) if isinstance(n, Tensor) else n for n in counts]
-            found["sums"][weight] = LayerSums(*grams, *on_device)
+            fields["sums"][weight] = LayerSums(*grams, *on_device)
         for name, given in zip(_SETS, entries[1:3], strict=True):
-            numbers = checkpoint.numbers_in(f"{place}['{name}']", given, known)
-            found[name] = {known[number] for number in numbers}
+            indices = checkpoint.numbers_in(f"{place}['{name}']", given, known)
+            fields[name] = {known[index] for index in indices}
         for name, count in zip(("count", "attached"), entries[3:], strict=True):
-            found[name] = int(checkpoint.checked_count(f"{place}['{name}']", count))
-        return found
+            fields[name] = int(checkpoint.checked_count(f"{place}['{name}']", count))
+        return fields
 
     def use_up(self) -> None:
         """See ``Empirical.use_up``."""
