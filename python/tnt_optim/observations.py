@@ -62,7 +62,7 @@ class Empirical:
     asked: set[Tensor] = field(default_factory=set)
     missed: dict[Tensor, int] = field(default_factory=dict)
     hint: str = ""  # why nothing is observed at this step, if that is known
-    number: int | Tensor = 1  # how many observations are in the sums; on the device if masks decide
+    summed: int | Tensor = 1  # how many observations are in the sums; on the device if masks decide
     count: int = 0  # how many outputs were observed
     warned_of_missed: bool = False
     samples: ClassVar[bool] = False  # whether outputs are observed
@@ -296,7 +296,7 @@ class Sampled(Observed):
     totals: dict[Tensor, Any] = field(default_factory=dict)
     # How many observations are in the sums. One that is not finite is left out if a finite one
     # exists; a fully masked one is never counted.
-    number: int | Tensor = 0
+    summed: int | Tensor = 0
 
     def wanted(self, due: Sequence[Tensor]) -> list[Tensor]:
         """See ``Empirical.wanted``."""
@@ -311,8 +311,8 @@ class Sampled(Observed):
         """
         if processes.is_sharded and self.count:  # pieces of sharded gradients are not added up
             return
-        number = processes.number(self.count)
-        loss = _loss(optimizer, output, "step", optimizer.param_groups[0]["step"], number)
+        index = processes.global_index(self.count)
+        loss = _loss(optimizer, output, "step", optimizer.param_groups[0]["step"], index)
         if any(replica.find_unused_parameters for replica in checked_replicas(loss)):
             self.partial = True
         check_graph(loss, retain_graph=True)
@@ -336,13 +336,13 @@ class Sampled(Observed):
         self,
         observed: Mapping[Tensor, Tensor],
         asked: Iterable[Tensor],
-        number: int | Tensor = 1,
+        count: int | Tensor = 1,
     ) -> None:
         """Adds an observation to the sums; if only one of the two is finite, it alone is kept.
 
-        ``number`` is 1, or 0 if every row is masked; the gradients are then zero.
+        ``count`` is 1, or 0 if every row is masked; the gradients are then zero.
         """
-        totals, total_number = dict(observed), self.number + number
+        totals, total_summed = dict(observed), self.summed + count
         if self.totals and observed:
             old, new = all_finite(self.totals.values()), all_finite(observed.values())
 
@@ -355,9 +355,9 @@ class Sampled(Observed):
                     # Half precision adds up in float32. Out of place: autograd may share gradients.
                     earlier = self.totals[param].to(state_dtype(param))
                     totals[param] = chosen(earlier, gradient, earlier + gradient, param.device)
-            total_number = chosen(self.number, number, total_number, old.device)
+            total_summed = chosen(self.summed, count, total_summed, old.device)
         self.totals.update(totals)
-        self.number = total_number
+        self.summed = total_summed
         self.asked.update(asked)
         self.count += 1
 
@@ -369,13 +369,13 @@ class Sampled(Observed):
         held: Container[Tensor],
     ) -> Mapping[Tensor, Any]:
         """See ``Empirical.gradients``; warns of first ones that are zero."""
-        if not processes.is_sharded and not any(p in held for p in due) and self.number:
+        if not processes.is_sharded and not any(p in held for p in due) and self.summed:
             _warn_of_zeros(list(self.totals.values()))
         return super().gradients(processes, due, with_gradients, held)
 
     def means(self, held: Container[Tensor]) -> Gradients:
         """See ``Observed.means``."""
-        n = self.number
+        n = self.summed
         if isinstance(n, int) and n == 1:
             return dict(self.totals)
         return {
@@ -395,8 +395,8 @@ class Sampled(Observed):
         self.asked.update(wanted)
         if not reached:
             return {}
-        means, self.number = processes.mean(reached, self.totals, self.number)
-        if self.count or self.number:  # the host waits only if it observed nothing
+        means, self.summed = processes.mean(reached, self.totals, self.summed)
+        if self.count or self.summed:  # the host waits only if it observed nothing
             self.count = max(self.count, 1)
         return means
 
@@ -412,7 +412,7 @@ class Sampled(Observed):
         self, optimizer: Any, output: Any, index: int, processes: Processes
     ) -> tuple[Tensor, float]:
         """See ``Empirical.batch_loss``."""
-        loss = _loss(optimizer, output, "warm start", processes.number(index))
+        loss = _loss(optimizer, output, "warm start", processes.global_index(index))
         check_graph(loss, retain_graph=False)
         return loss, _scale(optimizer, loss, output, processes)
 
@@ -438,7 +438,7 @@ class Sampled(Observed):
         """See ``Empirical.saved``."""
         return {
             "totals": {numbers[p]: total for p, total in self.totals.items() if p in numbers},
-            "number": self.number,
+            "number": self.summed,
             "asked": sorted(numbers[p] for p in self.asked if p in numbers),
             "count": self.count,
             "attached": self.attached,
@@ -464,13 +464,14 @@ class Sampled(Observed):
         numbers = checkpoint.numbers_in("['observed']['asked']", asked, params)
         found["asked"] = {params[n] for n in numbers}
         for name, count in zip(fields[2:], counts, strict=True):
-            found[name] = checkpoint.checked_count(f"['observed'][{name!r}]", count)
+            field_name = "summed" if name == "number" else name
+            found[field_name] = checkpoint.checked_count(f"['observed'][{name!r}]", count)
         return found
 
     def use_up(self) -> None:
         """See ``Empirical.use_up``."""
         super().use_up()
-        self.totals, self.number = {}, 0
+        self.totals, self.summed = {}, 0
 
 
 def warned_of_batch_norm(outputs: Iterable[Any]) -> Iterator[Any]:

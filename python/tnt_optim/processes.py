@@ -23,7 +23,7 @@ class Processes:
     is_sharded = False  # whether parameters are cut into pieces, as ``fully_shard`` does
     shard: str | None = None  # what is divided among the processes
 
-    def number(self, index: int) -> int:
+    def global_index(self, index: int) -> int:
         """The index of this process's observation among the observations of all processes."""
         return index
 

@@ -255,9 +255,9 @@ class Step:
             self.failures.report(replace(report, codes=codes))
 
     def _of_statistics(self, codes: Tensor) -> Delivery:
-        in_sums = self.source.number
-        if isinstance(in_sums, Tensor):  # if every row was masked, this is no failure
-            codes = codes * (in_sums > 0).to(codes.device)
+        summed = self.source.summed
+        if isinstance(summed, Tensor):  # if every row was masked, this is no failure
+            codes = codes * (summed > 0).to(codes.device)
         return Delivery(codes)
 
 

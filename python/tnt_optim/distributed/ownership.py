@@ -108,7 +108,7 @@ class OwnerRanks:
 
     def __init__(self, processes: ProcessGroup, owner: Callable[[Tensor], int]) -> None:
         self.processes = processes
-        self.size, self.number = processes.size, processes.number
+        self.size, self.global_index = processes.size, processes.global_index
         self.anywhere, self.check_alike = processes.anywhere, processes.check_alike
         self.owner = owner
 

@@ -43,7 +43,7 @@ class ProcessGroup:
         self.data_rank = self.rank if data_rank is None else data_rank
         self.data_size = self.size if data_size is None else data_size
 
-    def number(self, index: int) -> int:
+    def global_index(self, index: int) -> int:
         """The index of an observation among those of all processes, counted round-robin."""
         return index * self.data_size + self.data_rank
 

@@ -71,7 +71,7 @@ class LayerStatistics(Observed):
         due = [weight for weight in wanted if weight in scheduled or weight in self.called]
         sums: dict[Tensor, LayerSums] = {}
         if due:
-            key = "step", groups[0]["step"], processes.number(self.count)
+            key = "step", groups[0]["step"], processes.global_index(self.count)
             sums = self._sums(optimizer, output, key, due, retain_graph=True)
             if not groups[0]["step"]:  # a skipped first step compares again
                 self.comparisons = watched(optimizer.likelihood, output, groups)
@@ -227,7 +227,7 @@ class LayerStatistics(Observed):
         batches = skipped = 0
         due = self.wanted(self.weights)
         for index, output in enumerate(self.batches(optimizer, outputs, processes)):
-            key = "warm start", processes.number(index)
+            key = "warm start", processes.global_index(index)
             sums = self._sums(optimizer, output, key, due, retain_graph=False)
             batch = {weight: each.means() for weight, each in sums.items()}
             batches += 1
