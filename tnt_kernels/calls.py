@@ -58,10 +58,11 @@ def _check_once(name: str, given: Sequence[Any], check: Callable[[], None]) -> N
     if key in _checked:
         return
     check()
+    if key is None:
+        return
     if len(_checked) >= _MOST_CHECKED:
         _checked.clear()
-    if key is not None:
-        _checked.add(key)
+    _checked.add(key)
 
 
 # Keys of calls that have passed; bounded, because gradients may get new addresses at every step.

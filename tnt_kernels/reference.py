@@ -1,6 +1,7 @@
 """The definition of every operator, in plain torch, for any float dtype and any device.
 
-Each function has the name, arguments and result of the public function that documents its contract.
+Each function has the arguments and result of the public function of its name, which documents the
+contract; in tracebacks it is the ``definition`` of the operator's file.
 Nothing here is tuned or validated. The fast implementations are tested against these definitions,
 which also run on devices without a fast implementation.
 

@@ -22,14 +22,17 @@ class Stages:
     Args:
         stages: the calls.
         resumable: whether the caller can go on after an error; several processes cannot.
+        is_started: whether the update itself has run, and only its reports are left.
 
     Attributes:
         is_started: whether a call has returned, and the remaining ones can be made later.
     """
 
-    def __init__(self, stages: Iterable[Stage], *, resumable: bool) -> None:
+    def __init__(
+        self, stages: Iterable[Stage], *, resumable: bool = True, is_started: bool = False
+    ) -> None:
         self._waiting, self._resumable = deque(stages), resumable
-        self.is_started = False
+        self.is_started = is_started
 
     def run(self) -> None:
         """Makes the calls that have not returned yet."""
@@ -48,10 +51,10 @@ class Attempt:
     inverted: set[Tensor] = field(default_factory=set)
     update: Stages | None = None  # None until the update begins
 
-    def finish(self, stages: Iterable[Stage], *, resumable: bool = True) -> None:
-        """Runs the stages of the update, which change parameters."""
-        self.update = Stages(stages, resumable=resumable)
-        self.update.run()
+    def finish(self, update: Stages) -> None:
+        """Runs the stages that change parameters, and what must follow then."""
+        self.update = update
+        update.run()
 
     def stop(self, error: BaseException, params: Iterable[Tensor]) -> None:
         """Decides how the next step goes on after an error in this one."""

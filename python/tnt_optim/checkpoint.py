@@ -360,7 +360,8 @@ def asks_for_state(groups: Sequence[Settings], distribution: Callable[[], Any]) 
     trains = trains or any(getattr(g, "to_local", lambda g=g: g)().any() for g in grads)
     processes = distribution()
     if processes.is_sharded:  # one process may have no piece that is not zero
-        trains = any(processes.anywhere([trains], groups[0]["params"][0].device))
+        first = next(p for group in groups for p in group["params"])
+        trains = any(processes.anywhere([trains], first.device))
     return not trains
 
 

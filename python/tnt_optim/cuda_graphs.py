@@ -10,7 +10,7 @@ runs without a graph.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,16 +43,19 @@ class Recordable(Protocol):
     grads: Gradients
     states: States
 
-    def recordable(self) -> list[Report]:
-        """Runs the whole step; the host reads no result."""
+    def recorded(self) -> list[Report]:
+        """Calls all that the step calls, for a graph that records it."""
 
     def with_fixed(
         self,
         observed: Mapping[Tensor, Any],
         grads: Gradients,
         settings: Callable[[Group], Settings],
-    ) -> "Recordable":
+    ) -> Self:
         """The same step with these tensors and settings."""
+
+
+StepT = TypeVar("StepT", bound=Recordable)
 
 
 @dataclass
@@ -75,8 +78,8 @@ class StepGraphs:
         self._numbers: dict[tuple[int, str], tuple[Any, Tensor]] = {}
         self._refused: set[tuple[Any, ...]] = set()  # kinds that could not be recorded
 
-    def run(self, step: Recordable) -> list[Report]:
-        """Runs a step, or replays the graph of its kind.
+    def replayed(self, step: StepT) -> tuple[StepT, list[Report] | None]:
+        """The step with fixed addresses and numbers, and its reports if a graph has run it.
 
         Raises while another graph is recorded: that graph would hold one kind of step only.
         """
@@ -91,7 +94,7 @@ class StepGraphs:
         recorded = self._recorded.get(kind)
         no_room = recorded is None and len(self._recorded) >= MOST_GRAPHS
         if not step.updated or kind in self._refused or no_room:
-            return step.with_fixed(step.observed, step.grads, self._settings).recordable()
+            return step.with_fixed(step.observed, step.grads, self._settings), None
         # Fixed copies from the first step on: launch plans depend on the gradients' strides.
         observed = self._fixed("observed", step.observed)
         grads = self._fixed("grads", {p: g for p, g in step.grads.items() if g is not None})
@@ -99,18 +102,18 @@ class StepGraphs:
         addresses, kept = _addresses(step)
         if recorded is None or recorded.addresses != addresses:
             self._recorded[kind] = Recorded(addresses, kept)
-            return fixed.recordable()
-        if recorded.replay is not None:
-            recorded.replay()
-            return recorded.reports
-        return self._record(kind, fixed)
+            return fixed, None
+        if recorded.replay is None:
+            return fixed, self._record(kind, fixed)
+        recorded.replay()
+        return fixed, recorded.reports
 
-    def _record(self, kind: tuple[Any, ...], step: Recordable) -> list[Report]:
-        """Records a step and replays it. A kind that cannot be recorded runs without a graph."""
+    def _record(self, kind: tuple[Any, ...], step: Recordable) -> list[Report] | None:
+        """Records a step and replays it; None for a kind that cannot be recorded."""
         recorded = self._recorded.pop(kind)  # until its graph has worked
         param = step.updated[0][1][0]
         try:
-            replay, reports = record(step.recordable, param.device)
+            replay, reports = record(step.recorded, param.device)
         except Exception as error:
             self._refused.add(kind)
             # After an error in a capture, ending the capture raises a second, less useful one.
@@ -119,7 +122,7 @@ class StepGraphs:
                 f"{_described(step)} cannot be captured in a CUDA graph ({why}): they run "
                 "without one"
             )
-            return step.recordable()
+            return None
         updates = int(step.states[param]["updates"])
         replay()
         if int(step.states[param]["updates"]) != updates + 1:

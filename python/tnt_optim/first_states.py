@@ -4,7 +4,7 @@ There are no earlier factors to go on with, so the host waits for the device, an
 """
 
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from tnt_optim.failures import Failures, PreconditionerError, diverged
 from tnt_optim.groups import Groups
 from tnt_optim.interfaces import Method, Source
-from tnt_optim.modes import Group, States, is_plain, layout_for
+from tnt_optim.modes import States, is_plain, layout_for
 from tnt_optim.processes import Processes
 from tnt_optim.refresh import refresh_factors
 from tnt_optim.state import new_state, zero_statistics
@@ -26,20 +26,16 @@ class FirstStates:
     """Makes states for parameters that have none.
 
     Args:
-        param_groups: the optimizer's.
+        groups: the optimizer's.
         processes: how they divide the step.
         method: computes factors.
         source: adds gradients to statistics.
     """
 
-    param_groups: list[Group]
+    groups: Groups
     processes: Processes
     method: Method
     source: Source
-    groups: Groups = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.groups = Groups(self.param_groups)
 
     def from_gradients(self, observed: Mapping[Tensor, Any]) -> States:
         """States around the statistics of one step's gradients.
@@ -52,7 +48,7 @@ class FirstStates:
             raise PreconditionerError(
                 "the first gradient for the statistics is not finite, or its squares are not, or "
                 "no row of the output counts: there are no earlier statistics to go on with, for "
-                f"{self.groups.name(worst)}{diverged(self.param_groups)}"
+                f"{self.groups.name(worst)}{diverged(self.groups.all)}"
             )
         stats: Statistics = {}
         self._accumulate(stats, observed, 0.0)

@@ -66,6 +66,7 @@ class Groups:
         units = self.units
         if not units:
             return {}
+        # As they are: no CUDA graph records a step of such units.
         resolved = [(group["params"], as_they_are(group)) for group in self._groups]
         settings = {p: group_settings for params, group_settings in resolved for p in params}
         return {

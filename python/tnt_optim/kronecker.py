@@ -60,7 +60,6 @@ from tnt_optim.state import (
     add_master,
     check_state,
     has_entries,
-    has_statistics,
     memory_estimate,
 )
 from tnt_optim.step import Plan, Step, plan_step
@@ -115,6 +114,10 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
         self._observed = Empirical() if source is None else source
         self._owners, self._failures = Owners(self.shard), Failures(self._parts)
         self._start_over()
+        if self.capturable and self._units:
+            raise ValueError(
+                "capturable must be False for layers whose weight and bias are one unit, got True"
+            )
         super().__init__(params, {**defaults, "step": 0, "takes_roots": False})
 
     def _start_over(self) -> None:
@@ -242,13 +245,13 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
                     loss = closure()
             self._consolidated = None
             if self._attempt.update is None:
-                processes = self._checked()
+                processes = self._checked_processes()
                 plan = plan_step(
                     *(self._groups, self.state, self._observed, processes),
                     self._attempt.accumulated,
                 )
                 self._make_states(plan, processes)
-                self._planned(plan, processes).run(self._graphs if self.capturable else None)
+                self._new_step(plan, processes).run(self._graphs if self.capturable else None)
             else:
                 self._attempt.update.run()
         except PreconditionerError:
@@ -557,7 +560,7 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
     def _samples(self) -> bool:
         return self._observed.samples
 
-    def _checked(self) -> Processes:
+    def _checked_processes(self) -> Processes:
         """How processes divide this step, after all checks."""
         # The user may have changed them. Groups with equal ones are checked together.
         for group in {same_settings(group): group for group in self.param_groups}.values():
@@ -584,7 +587,7 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
         self._add_states(plan.updated, set(plan.updated), processes)
         self._observed.warn_of_missed(plan.updated, self.state, self._name)
 
-    def _planned(self, plan: Plan, processes: Processes) -> Step:
+    def _new_step(self, plan: Plan, processes: Processes) -> Step:
         """The step, without what an earlier attempt at it has done."""
         groups, attempt = self._groups, self._attempt
         updated = list(groups.batches(plan.updated))
@@ -621,7 +624,7 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
                 self._observed.use_up()
 
     def _first_states(self, processes: Processes) -> FirstStates:
-        return FirstStates(self.param_groups, processes, self, self._observed)
+        return FirstStates(self._groups, processes, self, self._observed)
 
     def _add_states(
         self, params: Iterable[Tensor], plain: Container[Tensor], processes: Processes
@@ -715,9 +718,6 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
     def _asks_for_state(self, groups: Sequence[Group]) -> bool:
         """Whether torch takes this step to get a new state."""
         return not self.state and checkpoint.asks_for_state(groups, self._distribution)
-
-    def _has_statistics(self, param: Tensor) -> bool:
-        return has_statistics(self.state.get(param, {}))
 
     def _set_counts(self, state: State, param: Tensor) -> None:
         """Makes counts tensors if CUDA graphs go on counting, else integers."""

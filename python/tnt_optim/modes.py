@@ -1,4 +1,4 @@
-"""How an optimizer sees a parameter: as a tensor with modes, cut into blocks.
+"""How an optimizer sees a parameter: as a tensor with modes, cut into blocks; and calls' buckets.
 
 A statistic belongs to one mode of one block. Each block is treated as a parameter of its own.
 """

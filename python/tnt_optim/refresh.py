@@ -1,6 +1,8 @@
-"""Refreshes statistics and factors: each call allocates its memory before it changes anything.
+"""Refreshing statistics and factors.
 
-Nothing here waits for the device or reads a value on it, so that a CUDA graph can record it.
+Statistics take their memory before they change. Factors may be refreshed again after an error: the
+same statistics give the same factors. Nothing here waits for the device or reads a value on it, so
+that a CUDA graph can record it.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,7 +16,7 @@ from tnt_optim.interfaces import Method, Source
 from tnt_optim.modes import Settings, States, buckets_of, each, layout_of, rows
 from tnt_optim.processes import Processes
 
-# Parameters with one group's settings on one device, as for ``modes.Batch``.
+# Parameters with the settings of one group at this step, on one device.
 Resolved = tuple[Settings, Sequence[Tensor]]
 
 

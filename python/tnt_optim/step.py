@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tnt_optim.attempt import Attempt, Stage
+from tnt_optim.attempt import Attempt, Stage, Stages
 from tnt_optim.autograd import Gradients
 from tnt_optim.cuda_graphs import StepGraphs
 from tnt_optim.directions import check_rounding
@@ -171,17 +171,23 @@ class Step:
     def run(self, graphs: StepGraphs | None) -> None:
         """Refreshes statistics, then factors; then makes directions, and updates the weights.
 
-        ``graphs`` record the step; None runs it without.
+        With ``graphs`` one of them may do all this at once. None: there are none.
         """
         reached = self.observed.keys() | self.attempt.accumulated
         is_sharded = self.processes.is_sharded
         missed = self.source.missed_after(reached, self.grads, is_sharded=is_sharded)
         note_missed = functools.partial(setattr, self.source, "missed", missed)
-        if graphs is not None and not any(takes_roots(group) for group, _ in self.factors):
-            reports = graphs.run(self)
-            # The first stage has run: what follows must not update again.
-            self.attempt.finish([lambda: None, lambda: self._report(reports), note_missed])
+        if graphs is None or any(takes_roots(group) for group, _ in self.factors):
+            self._run(note_missed)
             return
+        step, reports = graphs.replayed(self)
+        if reports is None:
+            step._run(note_missed)
+        else:
+            report = functools.partial(self._report, reports)
+            self.attempt.finish(Stages([report, note_missed], is_started=True))
+
+    def _run(self, note_missed: Stage) -> None:
         for report in self.refresh_statistics(self._of_statistics):
             self.failures.report(report)
         self._end_early_roots()
@@ -189,13 +195,15 @@ class Step:
         self.attempt.inverted.update(p for _, params in self.factors for p in params)
         if not self.processes.is_distributed or not any(p.is_cuda for p in self.grads):
             self.failures.read(self.states, self.groups.name, groups=self.groups.all)
-        stages: list[Stage] = [*self.update(), note_missed]
-        self.attempt.finish(stages, resumable=not self.processes.is_distributed)
+        stages = [*self.update(), note_missed]
+        self.attempt.finish(Stages(stages, resumable=not self.processes.is_distributed))
 
-    def recordable(self) -> list[Report]:
-        """All of the step, without a look at its results: what a CUDA graph records."""
-        reports = [*self.refresh_statistics(), *self.refresh_factors()]
-        self.attempt.finish(self.update())
+    def recorded(self) -> list[Report]:
+        """Calls all that ``_run`` calls for a graph that records it: nothing has happened then."""
+        step = replace(self, attempt=Attempt())
+        reports = [*step.refresh_statistics(), *step.refresh_factors()]
+        for stage in step.update():
+            stage()
         return reports
 
     def with_fixed(
@@ -204,7 +212,7 @@ class Step:
         grads: Gradients,
         settings: Callable[[Group], Settings],
     ) -> "Step":
-        """See ``cuda_graphs.Recordable``."""
+        """The same step with these in place of its own."""
         return replace(self, observed=observed, grads=grads, settings=settings)
 
     def refresh_statistics(

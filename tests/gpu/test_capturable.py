@@ -4,6 +4,7 @@ Recordings on the CPU keep a CUDA graph's rules (see recorded_graph.py).
 """
 
 import copy
+import itertools
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -158,6 +159,59 @@ def test_a_report_without_memory_does_not_repeat_the_update(
     assert recorder.replays == replays + 1
     assert_same(plain, recorded)
     assert capturable.param_groups[0]["step"] == optimizer.param_groups[0]["step"] == 2 * T2 + 1
+
+
+def out_of_memory(monkeypatch: pytest.MonkeyPatch, call: int) -> None:
+    """The factors of this call find no memory."""
+    factors, calls = TNT._factors, itertools.count(1)
+
+    def refreshed(self: Any, *arguments: Any) -> Tensor:
+        if next(calls) == call:
+            raise torch.OutOfMemoryError("factors")
+        return factors(self, *arguments)
+
+    monkeypatch.setattr(TNT, "_factors", refreshed)
+
+
+@pytest.mark.filterwarnings("ignore:steps that refresh .* cannot be captured")
+def test_a_recording_that_fails_leaves_no_trace(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory runs out in the capture, after a stage of the update, and then in the step itself."""
+    settings: dict[str, Any] = {"stat_interval": 1, "inverse_interval": 1, "nesterov": True}
+    plain, optimizer, recorded, capturable = pair(**settings)
+    train(plain, optimizer, 6)
+    train(recorded, capturable, 2)
+    recorder.refused = {"scaled_step_"}
+    with monkeypatch.context() as patch:
+        out_of_memory(patch, 1 + len(capturable.param_groups))
+        with pytest.raises(torch.OutOfMemoryError, match="factors"):
+            train(recorded, capturable, 1, first=2)
+    assert not capturable.has_unfinished_update
+    train(recorded, capturable, 4, first=2)
+    assert_same(plain, recorded)
+
+
+def test_reports_of_a_step_without_a_graph_outlive_an_error(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Statistics that were left out are counted, though the factors then found no memory."""
+    settings: dict[str, Any] = {"stat_interval": 1, "inverse_interval": 1, "likelihood": None}
+    _, _, net, optimizer = pair(**settings)
+    train(net, optimizer, 5)
+    params = list(net.parameters())
+
+    def other_kind(step: int) -> None:
+        params[-1].grad = None  # such a step has no graph yet
+        params[0].grad.fill_(torch.nan)  # type: ignore[union-attr]
+
+    with monkeypatch.context() as patch:
+        out_of_memory(patch, 1)
+        with pytest.raises(torch.OutOfMemoryError, match="factors"):
+            train(net, optimizer, 1, first=5, before_step=other_kind)
+    with pytest.warns(RuntimeWarning, match="not finite"):
+        train(net, optimizer, 1, first=5, before_step=other_kind)
+    assert optimizer.failures()["skipped_statistics"] == 1
 
 
 @pytest.mark.parametrize("method", [TNT, Shampoo])

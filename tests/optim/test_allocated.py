@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +31,8 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+
+from tnt_optim import checkpoint
 
 NAMES = (*EVERY, "eigenbasis")
 
@@ -219,3 +222,19 @@ def test_kfac_allocates_layers_that_no_output_had_reached_without_statistics() -
     assert not opt.state[model.value.weight]["stats"]
     with pytest.raises(ValueError, match="unreached must be parameters of this optimizer"):
         opt.allocate_state(unreached=[nn.Parameter(torch.ones(2, 3))])
+
+
+def test_a_sharded_state_is_asked_for_with_an_empty_group() -> None:
+    """The processes agree on a device, which the first group may not have."""
+    asked = []
+
+    def anywhere(flags: list[bool], device: torch.device) -> list[bool]:
+        asked.append(device)
+        return flags
+
+    param = torch.nn.Parameter(torch.ones(2, 3))
+    param.grad = torch.zeros(2, 3)
+    groups = [{"params": [], "lr": 0.0}, {"params": [param], "lr": 0.0}]
+    processes = SimpleNamespace(is_sharded=True, anywhere=anywhere)
+    assert checkpoint.asks_for_state(groups, lambda: processes)
+    assert asked == [param.device]

@@ -11,6 +11,9 @@ from oracle_shampoo import eigen_root
 from tolerances import FLOAT64_TRAJECTORY
 from torch import Tensor, nn
 
+from tnt_optim.kronecker import KroneckerOptimizer
+from tnt_optim.units import Units
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "one_sided_shampoo.py"
 ONE_SIDED_SHAMPOO = runpy.run_path(str(EXAMPLE))["OneSidedShampoo"]
 SHAPES = [(4, 3), (5,), (3, 2, 2, 2), (1, 7)]
@@ -173,3 +176,15 @@ def test_muon_and_soap_resume_bit_for_bit(make: Any) -> None:
     assert all(map(torch.equal, params, others))
     assert again.failures()["unreached"] == 0
     assert again.memory_estimate()["total"] > 0
+
+
+def test_units_of_several_parameters_are_not_recorded() -> None:
+    """A graph has numbers on the device for the groups of weights, not for those of biases."""
+
+    class Layers(KroneckerOptimizer):
+        def __init__(self, layer: nn.Linear) -> None:
+            self._units = Units({layer.weight: layer.bias})
+            super().__init__(layer.parameters(), {"capturable": True})
+
+    with pytest.raises(ValueError, match="^capturable must be False for layers"):
+        Layers(nn.Linear(3, 4))

@@ -34,6 +34,7 @@ from tnt_optim.options import (
 from tnt_optim.paper import paper_settings
 from tnt_optim.processes import Processes
 from tnt_optim.schedule import is_due
+from tnt_optim.state import has_statistics
 from tnt_optim.units import Units
 
 
@@ -318,7 +319,7 @@ class KFAC(KroneckerOptimizer):
                 raise ValueError(f"{name} cannot be set for a parameter group of KFAC: remove it")
         return names
 
-    def _checked(self) -> Processes:
+    def _checked_processes(self) -> Processes:
         for group in self._groups.all:
             check_settings(group)
         for group, largest in zip(self.param_groups, self._largest, strict=False):
@@ -334,7 +335,7 @@ class KFAC(KroneckerOptimizer):
                     f"layer {name!r} must keep its weight, but it was replaced (as by "
                     "load_state_dict(assign=True)): make the optimizer after that"
                 )
-        processes = super()._checked()
+        processes = super()._checked_processes()
         for layer in self._observed.layers:
             bias, wanted = layer.bias, layer.weight.shape[:1]
             if bias is not None and bias.shape != wanted:
@@ -383,7 +384,7 @@ class KFAC(KroneckerOptimizer):
         index, groups = self._group_index[weight], self._groups.all
         if index >= len(groups):  # the group was removed: ``step`` raises
             return False
-        is_new = not self._has_statistics(weight)
+        is_new = not has_statistics(self.state.get(weight, {}))
         scheduled = is_due(groups[index], "stat_interval")
         return scheduled or self._observed.waits_for(weight, is_new=is_new)
 
