@@ -6,7 +6,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from tnt_optim.directions import check_rounding
 from tnt_optim.messages import warn_the_caller
 from tnt_optim.modes import (
     Settings,
@@ -17,6 +16,7 @@ from tnt_optim.modes import (
     layout_for,
 )
 from tnt_optim.options import REMOVED
+from tnt_optim.rounding import check_rounding
 
 # A warning says so if a smaller share of the entries is preconditioned.
 _LEAST_PRECONDITIONED = 0.1

@@ -246,10 +246,8 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
             self._consolidated = None
             if self._attempt.update is None:
                 processes = self._checked_processes()
-                plan = plan_step(
-                    *(self._groups, self.state, self._observed, processes),
-                    self._attempt.accumulated,
-                )
+                done = self._attempt.accumulated
+                plan = plan_step(self._groups, self.state, self._observed, processes, done)
                 self._make_states(plan, processes)
                 self._new_step(plan, processes).run(self._graphs if self.capturable else None)
             else:
@@ -406,9 +404,8 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
         try:
             repeated = self._check_settings(group)
             for param, count in Counter(group["params"]).items():
-                check_param(
-                    *(param, group, self.param_groups, self._name), capturable=self.capturable
-                )
+                graphs = self.capturable
+                check_param(param, group, self.param_groups, self._name, capturable=graphs)
                 if self.capturable:
                     check_graphs_device(param, self.param_groups[0]["params"][:1])
                 if count > 1:

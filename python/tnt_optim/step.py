@@ -15,7 +15,6 @@ from torch import Tensor
 from tnt_optim.attempt import Attempt, Stage, Stages
 from tnt_optim.autograd import Gradients
 from tnt_optim.cuda_graphs import StepGraphs
-from tnt_optim.directions import check_rounding
 from tnt_optim.early_roots import mean_is_small, takes_roots
 from tnt_optim.failures import Delivery, Failures, Report
 from tnt_optim.groups import Groups
@@ -25,6 +24,7 @@ from tnt_optim.observations import Empirical
 from tnt_optim.options import as_they_are
 from tnt_optim.processes import Processes
 from tnt_optim.refresh import refresh_factors, refresh_statistics
+from tnt_optim.rounding import check_rounding
 from tnt_optim.schedule import factors_due, statistics_due
 from tnt_optim.state import ALLOCATED, has_entries, has_statistics
 from tnt_optim.units import Member
@@ -224,8 +224,12 @@ class Step:
         finite = self.processes.all_finite(self.source.witnesses(self.observed.values()))
         for group, params in self.statistics:
             yield refresh_statistics(
-                *((self.settings(group), params), self.observed, finite),
-                *(self.states, self.processes, self.source),
+                (self.settings(group), params),
+                self.observed,
+                finite,
+                self.states,
+                self.processes,
+                self.source,
                 deliver=deliver,
                 done=self.attempt.accumulated,
             )

@@ -14,7 +14,7 @@ from torch import Tensor
 from tnt_kernels import preconditioned_step_, scaled_step_
 from tnt_optim.attempt import Stage
 from tnt_optim.autograd import Gradients
-from tnt_optim.directions import Weights, decayed, graft_scales
+from tnt_optim.directions import decayed, graft_scales
 from tnt_optim.interfaces import Method
 from tnt_optim.modes import (
     Layout,
@@ -27,6 +27,7 @@ from tnt_optim.modes import (
     layout_of,
     rows,
 )
+from tnt_optim.rounding import Weights
 from tnt_optim.units import Member
 
 

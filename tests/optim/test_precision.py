@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from tnt_optim import TNT
-from tnt_optim.directions import stochastically_rounded_
+from tnt_optim.rounding import stochastically_rounded_
 
 half = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 methods = pytest.mark.parametrize("name", METHODS)
