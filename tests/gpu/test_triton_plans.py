@@ -37,6 +37,7 @@ from tnt_kernels.triton import (
     scaled_step,
     tiles,
 )
+from tnt_kernels.triton.gram_ema import Kind
 from tnt_kernels.triton.tiles import (
     LARGEST_INDEX,
     cut,
@@ -126,10 +127,13 @@ def test_large_tiles_are_taken_where_they_fill_the_device(programs: int, large: 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("large", [False, True])
-def test_wide_gram_matrices(dtype: torch.dtype, large: bool) -> None:
-    tensors = [normal(shape, dtype) for shape in (LARGE_SHAPES if large else WIDE_SHAPES)]
-    kinds = {kind for kind, _, _ in gram_plan(launch.layouts(tensors)).tiles}
-    assert kinds == {gram_ema.Kind(dtype, _block(dtype, large), 16 // dtype.itemsize)}
+def test_gram_matrices_of_every_tile(dtype: torch.dtype, large: bool) -> None:
+    """Short modes, whatever the rest; large ones where they fill the device."""
+    shapes = [*(LARGE_SHAPES if large else WIDE_SHAPES), (16, 30)]
+    tensors = [normal(shape, dtype) for shape in shapes]
+    (wave,) = gram_plan(launch.layouts(tensors)).waves
+    small = {Kind(dtype, 16), Kind(dtype, _block(dtype, False))}
+    assert {kind for kind, _, _ in wave.grams} == small | {Kind(dtype, _block(dtype, large))}
     _check_gram(tensors)
 
 
@@ -143,6 +147,11 @@ def gram_plan(
     """The plan for full and aligned statistics."""
     stats = layouts_of([(d, d) for layout in layouts for d in layout.shape])
     return gram_ema.plan(layouts, stats, CPU, programs)
+
+
+def _sums(plan: gram_ema.Plan) -> bool:
+    """Whether some columns are split."""
+    return any(wave.sums for wave in plan.waves)
 
 
 def _check(variant: str, tensors: list[Tensor]) -> Results:
@@ -159,10 +168,37 @@ def _check_gram(tensors: list[Tensor]) -> list[Tensor]:
     return everything(_check("gram_ema_", tensors))
 
 
-def test_an_address_that_is_not_aligned_is_read_narrowly() -> None:
-    tensor = normal((64 * 64 + 1,))[1:].view(64, 64)
-    assert {kind.vector for kind, _, _ in gram_plan(launch.layouts([tensor])).tiles} == {1}
-    _check_gram([tensor])
+def test_an_address_that_is_not_aligned_is_packed() -> None:
+    _check_gram([normal((64 * 64 + 1,))[1:].view(64, 64)])
+
+
+@pytest.mark.parametrize("variant", ["gram_ema_", "gram_ema_ whitened"])
+def test_packed_operands_take_turns(monkeypatch: pytest.MonkeyPatch, variant: str) -> None:
+    """If they are too large to exist together; to the bit."""
+    together = call(variant, [(72, 130), (9,), (65, 1, 9)], "mixed")
+    in_turn = together.copy()
+    results = together(triton_operators)
+    monkeypatch.setattr(gram_ema, "PACKED_BYTES", 1 << 15)
+    launch.forget_plans()
+    shapes = [(72, 130), (65, 1, 9)]
+    assert len(gram_plan(layouts_of(shapes)).waves) > 1
+    same(in_turn(triton_operators), results)
+    launch.forget_plans()
+
+
+def test_rounded_statistics_have_no_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In TF32 the units drop bits; packed numbers are rounded before, and subnormals stay."""
+    tensor = normal((40, 700)) + 1
+    tensor[3] = 1e-41
+    monkeypatch.setattr(gram_ema, "precision", lambda device: "tf32")
+    stats = [torch.full((d, d), torch.nan) for d in tensor.shape]
+    gram_ema.gram_ema_(stats, [tensor], scalar(0.0))
+    stat = stats[0].double()
+    exact = tensor.double() @ tensor.double().mT
+    kept = exact.diagonal() > 1e-30
+    error = (stat.diagonal()[kept] / exact.diagonal()[kept] - 1).mean()
+    assert abs(float(error)) < 1e-5
+    assert (stat - exact).abs().max() < 2e-4 * exact.abs().max()
 
 
 @pytest.mark.parametrize(
@@ -184,7 +220,7 @@ def test_partial_sums(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     ]
     groups = given.arguments["tensors"], given.arguments["stats"][0]
     plan = gram_ema.plan(*map(launch.layouts, groups), CPU, triton_operators.PROGRAMS)
-    assert plan.sums and plan.partials[state_dtype(dtype)] > 0
+    assert _sums(plan) and plan.partials > 0
     wanted, again = given.double()(reference), given.copy()(triton_operators)
     results = given(triton_operators)
     agree(results, wanted, given)
@@ -193,11 +229,11 @@ def test_partial_sums(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 def test_partial_sums_take_little_memory() -> None:
     """None for a large matrix; for ResNet-32 less than twice its statistics."""
-    assert not gram_plan(layouts_of([(4096, 4096)]), H200).sums
+    assert not _sums(gram_plan(layouts_of([(4096, 4096)]), H200))
     shapes = PARAMETER_SETS["resnet32"].views
     plan = gram_plan(layouts_of(shapes), H200)
-    statistics = sum(d * d for shape in shapes for d in shape)
-    assert 0 < plan.partials[torch.float32] < 2 * statistics
+    statistics = sum(d * d * 4 for shape in shapes for d in shape)
+    assert 0 < plan.partials < 2 * statistics
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -221,11 +257,6 @@ def test_every_product_of_a_dense_tensor_is_wide(shape: tuple[int, ...]) -> None
 def test_an_address_that_is_not_aligned_is_written_narrowly() -> None:
     wide, odd = normal((64, 64)), normal((64 * 64 + 1,))[1:].view(64, 64)
     assert {kind.vector for kind, _, _ in _chain_plan([wide], [odd]).launches if kind.last} == {1}
-    layouts = launch.layouts([wide])
-    for stat, vector in ((wide, 4), (odd, 1)):
-        stats = launch.layouts([stat] * 2)
-        plan = gram_ema.plan(layouts, stats, CPU, triton_operators.PROGRAMS)
-        assert {kind.vector for kind, _, _ in plan.tiles} == {vector}
 
 
 def _chain_plan(tensors: list[Tensor], results: list[Tensor] | None = None) -> chain.Plan:
@@ -406,11 +437,13 @@ def test_norms_do_not_depend_on_the_list(variant: str) -> None:
 
 def test_small_wide_work_joins_the_narrow() -> None:
     """A launch of its own costs more than narrow loads, unless the work is large."""
-    small, large = [(64, 64), (9, 5)], [(4096, 4096), (9, 5)]
     vectors = []
-    for shapes in (small, large):
-        plan = gram_plan(layouts_of(shapes), H200)
-        vectors.append(sorted(kind.vector for kind, _, _ in plan.tiles))
+    for shapes in ([(64, 64), (9, 5)], [(4096, 4096), (9, 5)]):
+        layouts = layouts_of(shapes)
+        plan = chain.plan(
+            layouts, layouts, layouts_of([(d, d) for s in shapes for d in s]), CPU, H200
+        )
+        vectors.append(sorted({kind.vector for kind, _, _ in plan.launches}))
     assert vectors == [[1], [1, 4]]
 
 

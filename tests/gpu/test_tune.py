@@ -18,7 +18,7 @@ from contract import EveryOperator, Gram, Shape, Steps
 from operators import agree, call
 
 from tnt_kernels import reference
-from tnt_kernels.triton import chain, cublas, gram_ema, launch, tune
+from tnt_kernels.triton import chain, cublas, launch, tune
 from tnt_kernels.triton.cublas import Class, class_of
 
 CPU = torch.device("cpu")
@@ -57,11 +57,9 @@ def timings(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return made_up
 
 
-def by_cublas(shape: Sequence[int], precision: str = "tf32x3") -> tuple[bool, bool]:
-    """Whether cuBLAS serves the Gram matrices and the chain of a float32 matrix."""
-    layout = launch.layouts([torch.zeros(*shape)])[0]
-    wanted = [cublas.choose(operation, CPU, precision, layout) for operation in ("gram", "chain")]
-    return wanted[0], wanted[1]
+def by_cublas(shape: Sequence[int], precision: str = "tf32x3") -> bool:
+    """Whether cuBLAS multiplies a float32 matrix by its factors."""
+    return cublas.choose(CPU, precision, launch.layouts([torch.zeros(*shape)])[0])
 
 
 # The choice.
@@ -81,13 +79,8 @@ def by_cublas(shape: Sequence[int], precision: str = "tf32x3") -> tuple[bool, bo
     ],
 )
 def test_classes(shape: Shape, size: int, wide: bool) -> None:
-    assert class_of("chain", F32, "tf32", shape) == Class("chain", "float32", "tf32", size, wide)
-    # Products of half precision numbers are exact, so their class has no precision.
-    assert class_of("gram", torch.bfloat16, "tf32", shape) == Class(
-        "gram", "bfloat16", "exact", size, wide
-    )
-    assert class_of("gram", F32, "tf32", shape).precision == "tf32"
-    assert not class_of("chain", torch.float16, "tf32", (260, 260)).wide  # 520 bytes
+    assert class_of(F32, "tf32", shape) == Class("float32", "tf32", size, wide)
+    assert not class_of(torch.float16, "tf32", (260, 260)).wide  # 520 bytes
 
 
 def test_only_large_matrices_that_need_no_copy_are_eligible() -> None:
@@ -100,11 +93,7 @@ def test_only_large_matrices_that_need_no_copy_are_eligible() -> None:
     with cublas.only(True):
         for tensors, serves in ((good, True), (bad, False)):
             for layout in launch.layouts(tensors):
-                assert cublas.choose("chain", CPU, "tf32", layout) == serves
-        # PyTorch's CPU has no product of half precision matrices into float32 ones.
-        half = launch.layouts([base.half()])[0]
-        assert cublas.choose("gram", torch.device("cuda"), "tf32", half)
-        assert not cublas.choose("gram", CPU, "tf32", half)
+                assert cublas.choose(CPU, "tf32", layout) == serves
 
 
 def test_one_mode_must_be_full() -> None:
@@ -124,9 +113,9 @@ def test_without_a_table_a_rule_decides(cache: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert cublas.chosen(CPU) == cublas.RULE
-    assert by_cublas((4096, 4096)) == by_cublas((1024, 1024), "tf32") == (False, False)
-    assert by_cublas((2048, 2048), "tf32") == by_cublas((2000, 625)) == (True, True)
-    assert by_cublas((625, 300)) == (False, False)
+    assert not (by_cublas((4096, 4096)) or by_cublas((1024, 1024), "tf32"))
+    assert by_cublas((2048, 2048), "tf32") and by_cublas((2000, 625))
+    assert not by_cublas((625, 300))
 
 
 def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,32 +135,28 @@ def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_timings_are_written_read_and_obeyed(
     cache: Path, timings: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # Size 256: gram and chain in full precision, then in TF32. 95 is not below 0.95 of 100. Then
-    # the same in narrow loads.
-    timings += [100.0, 94.0, 100.0, 95.0, 100.0, 300.0, 100.0, 1.0, *[100.0] * 6, 100.0, 2.0]
+    # Size 256: in full precision, then in TF32. 95 is not below 0.95 of 100. Then in narrow loads.
+    timings += [100.0, 94.0, 100.0, 95.0, 100.0, 300.0, 100.0, 2.0]
     before = torch.backends.cuda.matmul.fp32_precision
     assert tune.tune(CPU, tmp_path / "copies" / "tune.json")
     assert torch.backends.cuda.matmul.fp32_precision == before
     assert cublas.chosen(CPU) == {
-        Class("gram", "float32", "tf32x3", 256),
-        Class("chain", "float32", "tf32", 256),
-        Class("chain", "float32", "tf32", 256, wide=False),
+        Class("float32", "tf32x3", 256),
+        Class("float32", "tf32", 256, wide=False),
     }
-    assert by_cublas((256, 300)) == (True, False)
-    assert by_cublas((256, 300), "tf32") == (False, True)
-    assert by_cublas((512, 512)) == by_cublas((2048, 2048), "tf32") == (False, False)
+    assert by_cublas((256, 300)) and not by_cublas((256, 300), "tf32")
+    assert not (by_cublas((512, 512)) or by_cublas((2048, 2048), "tf32"))
     table = json.loads(cache.read_text())
     assert {key: table[key] for key in HERE} == HERE and table["date"]
-    # Two sizes: float32 in two precisions, in wide and narrow loads; half precision in wide ones,
-    # whose Gram matrices have no precision.
-    assert len(table["classes"]) == 2 * (2 * 4 + 2 * 3)
-    first = {"operation": "gram", "dtype": "float32", "precision": "tf32x3", "size": 256}
+    # Two sizes in two precisions: float32 in wide and narrow loads, half precision in wide ones.
+    assert len(table["classes"]) == 2 * 2 * (2 + 2)
+    first = {"dtype": "float32", "precision": "tf32x3", "size": 256}
     times = {"triton_us": 100.0, "cublas_us": 94.0}
     assert table["classes"][0] == {**first, "wide": True, **times, "cublas": True}
     assert (tmp_path / "copies" / "tune.json").read_text() == cache.read_text()
     assert [path.name for path in cache.parent.iterdir()] == [cache.name]  # no temporary file
     lines = capsys.readouterr().out.splitlines()
-    row = ["gram", "float32", "tf32x3", "256", "wide", "100.0", "94.0", "cuBLAS"]
+    row = ["float32", "tf32x3", "256", "wide", "100.0", "94.0", "cuBLAS"]
     assert lines[1].split() == row
     assert lines[2].split()[-1] == "Triton" and lines[-2] == f"wrote {cache}"
 
@@ -191,7 +176,7 @@ def test_each_way_is_measured_at_its_precision(
     monkeypatch.setattr(tune, "SIZES", (64,))  # Triton serves both ways: the machine is slow
     monkeypatch.setattr(cublas, "DTYPES", (F32,))
     assert tune.tune(GPU, seconds=3600.0)
-    for_wide = [(p, way, 1) for p in ("ieee", "tf32") for way in (False, True, False, True)]
+    for_wide = [(p, way, 1) for p in ("ieee", "tf32") for way in (False, True)]
     assert measured == for_wide * 2  # and for narrow loads
 
 
@@ -201,7 +186,7 @@ def test_what_fails_or_is_late_is_left_out(
     timings += [torch.OutOfMemoryError("out of memory\nmuch text"), 100.0, 1.0]
     assert tune.tune(CPU)
     assert "not measured: out of memory\n" in capsys.readouterr().out
-    assert by_cublas((256, 256)) == (False, True)
+    assert by_cublas((256, 256), "tf32") and not by_cublas((256, 256))
     cache.unlink()
     assert not tune.tune(CPU, seconds=-1.0)
     assert "time is up" in capsys.readouterr().out and not cache.exists()
@@ -211,7 +196,12 @@ def test_an_interrupt_keeps_what_is_measured(cache: Path, timings: list[Any]) ->
     timings += [100.0, 1.0, KeyboardInterrupt()]
     with pytest.raises(KeyboardInterrupt):
         tune.tune(CPU)
-    assert cublas._forced is None and by_cublas((256, 256)) == (True, False)
+    assert cublas._forced is None and by_cublas((256, 256))
+    table = json.loads(cache.read_text())
+    table["classes"].append({**table["classes"][0], "operation": "gram", "size": 512})
+    cache.write_text(json.dumps(table))
+    cublas.chosen.cache_clear()
+    assert by_cublas((256, 256)) and not by_cublas((512, 512))  # a row of earlier versions
 
 
 @pytest.mark.parametrize(
@@ -249,9 +239,7 @@ def all_by_cublas() -> Iterator[None]:
 
 @pytest.mark.usefixtures("all_by_cublas")
 @pytest.mark.parametrize("kind", ["full", "mixed"])
-@pytest.mark.parametrize(
-    "variant", ["gram_ema_", "gram_ema_ whitened", "mode_products", "preconditioned_step_"]
-)
+@pytest.mark.parametrize("variant", ["gram_ema_ whitened", "mode_products", "preconditioned_step_"])
 def test_large_and_small_in_one_call(variant: str, kind: str) -> None:
     given = call(variant, SHAPES, kind, grad_dtype=(F32, torch.bfloat16))
     wanted = given.double()(reference)
@@ -269,22 +257,6 @@ def test_parameters_that_are_not_finite_show_where_nothing_is_kept() -> None:
 
 
 @pytest.mark.usefixtures("all_by_cublas")
-def test_half_precision_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is no GPU, its product into float32 is made of PyTorch's on the CPU."""
-    mm = torch.mm
-
-    def widened(a: Any, b: Any, *, out_dtype: Any = None, out: Any) -> Any:
-        return mm(a.to(out_dtype), b.to(out_dtype), out=out) if out_dtype else mm(a, b, out=out)
-
-    if GPU.type == "cpu":
-        monkeypatch.setattr(cublas, "_widens", lambda device: True)
-        monkeypatch.setattr(torch, "mm", widened)
-    given = call("gram_ema_", [(256, 300), (300, 256)], "full", (torch.bfloat16, torch.float16))
-    wanted = given.double()(reference)
-    agree(given(triton_operators), wanted, given)
-
-
-@pytest.mark.usefixtures("all_by_cublas")
 def test_factors_are_read_by_rows() -> None:
     """As Triton does: the definition does not rest on their symmetry."""
     tensor, factors = normal((256, 300)), [normal((256, 256)), normal((300, 300))]
@@ -292,22 +264,12 @@ def test_factors_are_read_by_rows() -> None:
     close(product, reference.mode_products([tensor.double()], [[a.double() for a in factors]])[0])
 
 
-def test_no_launch_serves_what_cublas_serves() -> None:
-    tensor, stats = normal((256, 300)), [torch.zeros(256, 256), torch.zeros(300)]
-    given = map(launch.layouts, ([tensor], stats))
-    with cublas.only(True):
-        plan = gram_ema.plan(*given, CPU, 4, setting="tf32x3")
-    (served,) = plan.by_cublas
-    assert served[:2] == ((0, 0, 0), 10)  # of 4 x 4 tiles the lower ones blend
-    assert not plan.tiles and len(plan.diagonals) == 1
-
-
 class TestContract(EveryOperator, Gram, Steps):
     """Small matrices too: the contract's layouts, dtypes and numbers."""
 
     functions = triton_operators
     operators = (
-        *("gram_ema_", "gram_ema_ whitened", "mode_products"),
+        *("gram_ema_ whitened", "mode_products"),
         *("preconditioned_step_", "grafted_directions_"),
     )
     shapes: ClassVar[Sequence[Shape]] = [(33, 9), (9, 65), (7,)]

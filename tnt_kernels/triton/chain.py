@@ -239,7 +239,7 @@ def plan(
     by_cublas = {
         t: first
         for t, (layout, first) in enumerate(zip(tensors, first_factors, strict=False))
-        if cublas.choose("chain", device, setting, layout)
+        if cublas.choose(device, setting, layout)
         and any(len(factor.shape) == 2 for factor in factors[first : first + 2])
     }
     needs = {
@@ -423,7 +423,7 @@ def products(
     prepared = [Prepared(p.scratch, start)]
     if not p.by_cublas:
         return prepared
-    cublas.check(device, torch.float32)
+    cublas.check(device)
     # A step's products P use this memory one after the other.
     most = 0 if step is None else max(tensors[t].numel() for t in p.by_cublas)
     buffer = torch.empty(most, dtype=torch.float32, device=device)

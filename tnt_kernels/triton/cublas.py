@@ -1,6 +1,6 @@
-"""Large matrices by cuBLAS, where ``python -m tnt_kernels tune`` has measured that it is faster.
+"""Mode products by cuBLAS, where ``python -m tnt_kernels tune`` has measured that it is faster.
 
-The choice is by class: operation, dtype, precision, size, and whether Triton's loads are wide. A
+The choice is by class: dtype, precision, size, and whether Triton's loads are wide. A
 table in the user's cache, one for each GPU and version of PyTorch and Triton, has the measured
 classes. All other tensors stay with Triton, and so does the elementwise work after a product.
 """
@@ -29,9 +29,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class Class:
     """The matrices that share one measurement."""
 
-    operation: str  # "gram" or "chain"
     dtype: str  # of the tensor, as "bfloat16"
-    precision: str  # of float32 products, as Triton names it; "exact" if there are none
+    precision: str  # of float32 products, as Triton names it
     size: int  # a power of two near the root of the number of elements
     wide: bool = True  # False if a size is no multiple of 16 bytes: Triton's loads are then narrow
 
@@ -40,15 +39,13 @@ class Class:
 # (bench/results/gpu). Narrow loads were measured on faces_ae, whose layers have 625 inputs.
 RULE = frozenset(
     [
-        *(Class("gram", "float32", "tf32", size) for size in (2048, 4096, 8192)),
         *(
-            Class("chain", dtype, "tf32", size)
+            Class(dtype, "tf32", size)
             for dtype in ("float32", "bfloat16", "float16")
             for size in (2048, 4096, 8192)
         ),
         *(
-            Class(operation, "float32", precision, size, wide=False)
-            for operation in ("gram", "chain")
+            Class("float32", precision, size, wide=False)
             for precision in ("tf32x3", "tf32")
             for size in (1024, 2048, 4096, 8192)
         ),
@@ -56,14 +53,12 @@ RULE = frozenset(
 )
 
 
-def class_of(operation: str, dtype: torch.dtype, precision: str, shape: Sequence[int]) -> Class:
+def class_of(dtype: torch.dtype, precision: str, shape: Sequence[int]) -> Class:
     """The class of a matrix."""
-    if operation == "gram" and dtype != torch.float32:
-        precision = "exact"  # products of half precision numbers are, in float32
     size = 2 ** round(math.log2(math.prod(shape)) / 2)
     name = str(dtype).removeprefix("torch.")
     wide = all(d * dtype.itemsize % launch.VECTOR_BYTES == 0 for d in shape)
-    return Class(operation, name, precision, min(max(size, LEAST), MOST), wide)
+    return Class(name, precision, min(max(size, LEAST), MOST), wide)
 
 
 def identity(device: torch.device) -> dict[str, str] | None:
@@ -96,6 +91,7 @@ def chosen(device: torch.device) -> frozenset[Class]:
         if {key: table[key] for key in valid_for} != valid_for:
             raise ValueError("it is of another GPU or another version")
         rows = [row for row in table["classes"] if row["cublas"]]
+        rows = [row for row in rows if row.get("operation") != "gram"]  # of earlier versions
         return frozenset(Class(*(row[field.name] for field in fields(Class))) for row in rows)
     except FileNotFoundError:
         return RULE
@@ -126,15 +122,13 @@ def only(used: bool) -> Iterator[None]:
         launch.forget_plans()
 
 
-def choose(operation: str, device: torch.device, precision: str, source: launch.Layout) -> bool:
-    """Whether cuBLAS is used for an operation on a tensor with a full mode."""
+def choose(device: torch.device, precision: str, source: launch.Layout) -> bool:
+    """Whether cuBLAS multiplies a tensor with a full mode by its factors."""
     if not _fits(source) or source.dtype not in DTYPES:
-        return False
-    if operation == "gram" and source.dtype != torch.float32 and not _widens(device):
         return False
     if _forced is not None:
         return _forced
-    return class_of(operation, source.dtype, precision, source.shape) in chosen(device)
+    return class_of(source.dtype, precision, source.shape) in chosen(device)
 
 
 def _fits(layout: launch.Layout) -> bool:
@@ -147,12 +141,7 @@ def _fits(layout: launch.Layout) -> bool:
     )
 
 
-def _widens(device: torch.device) -> bool:
-    """Whether half precision matrices can be multiplied into float32 ones."""
-    return device.type == "cuda" and torch.version.hip is None
-
-
-def check(device: torch.device, dtype: torch.dtype) -> None:
+def check(device: torch.device) -> None:
     """Raises, before an operator writes, what cuBLAS would raise at its products.
 
     PyTorch refuses cuBLAS under deterministic algorithms without CUBLAS_WORKSPACE_CONFIG, and takes
@@ -160,18 +149,8 @@ def check(device: torch.device, dtype: torch.dtype) -> None:
     call: the setting may change, and PyTorch may have freed the workspace. It costs one small
     launch in front of large products and does not wait for the device.
     """
-    one = torch.empty(1, 1, dtype=dtype, device=device)
-    gram(one, one, 0, torch.empty(1, 1, dtype=torch.float32, device=device))
-
-
-def gram(left: Tensor, right: Tensor, mode: int, out: Tensor) -> None:
-    """mat(L) mat(R)^T of two matrices. Its two triangles may be added up in different orders."""
-    if mode == 1:
-        left, right = left.mT, right.mT
-    if left.dtype == out.dtype:
-        torch.mm(left, right.mT, out=out)
-    else:
-        torch.mm(left, right.mT, out_dtype=out.dtype, out=out)
+    one = torch.empty(1, 1, dtype=torch.float32, device=device)
+    torch.mm(one, one, out=torch.empty_like(one))
 
 
 def chain(tensor: Tensor, factors: Sequence[Tensor], out: Tensor) -> launch.Prepared:

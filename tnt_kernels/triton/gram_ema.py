@@ -1,4 +1,4 @@
-"""``gram_ema_`` in Triton: one launch for all Gram matrices of a dtype.
+"""``gram_ema_`` in Triton: one launch packs the unfoldings, one multiplies all of a dtype.
 
 The kernel computes only the tiles of each statistic's lower triangle; its epilogue blends them into
 the old statistic and stores them with their mirror image. Gram matrices with few rows and many
@@ -12,16 +12,15 @@ scale is known before, because the trace of mat_i(P) mat_i(G)^T is the inner pro
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tnt_kernels.triton import cublas
 from tnt_kernels.triton.chain import products
 from tnt_kernels.triton.launch import (
     ELEMENTS,
@@ -32,7 +31,6 @@ from tnt_kernels.triton.launch import (
     block_of,
     contiguous,
     contiguous_copies,
-    is_aligned,
     launch,
     planned,
     precision,
@@ -44,87 +42,142 @@ from tnt_kernels.triton.launch import (
 )
 from tnt_kernels.triton.momentum import BLOCK as SUMMED
 from tnt_kernels.triton.momentum import WARPS, Sums, inner_kernel, over_elements, sum_of
+from tnt_kernels.triton.pack import (
+    SHORT,
+    Operand,
+    dot_precision,
+    form_of,
+    pack_kernel,
+    packed_product,
+    tables,
+)
 from tnt_kernels.triton.tiles import (
     LARGE_BLOCK,
     LARGEST_INDEX,
     PROBLEM,
-    STEP,
     TILE_COLUMN,
     TILE_ROW,
     Unfolding,
     blocks,
     cut,
-    depth_of,
-    enlarge,
     fields,
     lower_tiles,
-    merge_small,
     offsets,
     unfolded,
     warps_of,
     waves,
 )
 
-# The problem table, int64: the indices of three addresses, an unfolding, and a flag.
-TENSOR, SECOND, STAT, ROWS, COLUMNS, ROW_STRIDE = fields(6)
-INNER, INNER_STRIDE, OUTER_STRIDE, ROWS_ARE_DENSE = fields(4, start=6)
-PROBLEM_FIELDS = tl.constexpr(10)
+# The problem table of full statistics, int64: the statistic's address, its rows, the steps of a
+# product, the numbers in a packed row, the first bytes of both operands, the index of the scale.
+STAT, ROWS, STEPS, STRIDE, LEFT, RIGHT, SCALE = fields(7)
+PROBLEM_FIELDS = tl.constexpr(7)
 # More columns of the tile tables; partial sums are offsets in the workspace, -1 without split-K.
 FIRST_STEP, LAST_STEP, PARTIAL = fields(3, start=3)
 TILE_FIELDS = tl.constexpr(6)
-# Of one part of a tile's sums: their offset, stride of rows, number, and stride of partial sums.
+# A part of a tile's partial sums: their offset, stride of rows, count, and stride.
 FIRST_PARTIAL, WIDTH, PARTIALS, SIZE = fields(4, start=3)
 SUM_FIELDS = tl.constexpr(7)
-DIAGONAL_FIELDS = tl.constexpr(2)
+# The problem table of diagonal statistics, int64: three addresses, an unfolding, a flag, the scale.
+DIAGONAL, TENSOR, SECOND, D_ROWS, COLUMNS, ROW_STRIDE = fields(6)
+INNER, INNER_STRIDE, OUTER_STRIDE, ROWS_ARE_DENSE, D_SCALE = fields(5, start=6)
+DIAGONAL_FIELDS = tl.constexpr(11)
+DIAGONAL_TILE_FIELDS = tl.constexpr(2)
 
 # A split of fewer steps than this costs more memory traffic than it saves time.
 LEAST_STEPS = 16
 # Programs for each multiprocessor, so that all of them finish at about the same time.
 PARTS = 4
-# Whitened tensors exist together as long as they have fewer bytes than this.
-WHITENED_BYTES = 256 << 20
+# A matrix of fewer rows is mostly padding in large tiles.
+LEAST_LARGE = 96
+# Packed operands, and whitened tensors, exist together as long as they have fewer bytes than this.
+PACKED_BYTES = WHITENED_BYTES = 256 << 20
 
 
 @triton.jit
 def _blend(
     gram,
+    first_column,
+    target,
+    rows,
+    weight,
+    first_row,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """S <- weight S + (1 - weight) gram, for columns of a tile of the lower triangle, and mirrored.
+
+    At weight 0 the old S is not read, at 1 nothing is written.
+    """
+    row, column = first_row + tl.arange(0, HEIGHT), first_column + tl.arange(0, WIDTH)
+    lower = row[:, None] >= column[None, :]
+    at = target + (row.to(tl.int64) * rows)[:, None] + column[None, :]
+    read, written = tl.where(weight != 0, rows, 0), tl.where(weight != 1, rows, 0)
+    old = tl.load(at, mask=lower & (row < read)[:, None] & (column < rows)[None, :], other=0)
+    new = weight * old + (1 - weight) * gram
+    tl.store(at, new, mask=lower & (row < written)[:, None] & (column < rows)[None, :])
+    upper = (column[:, None] < row[None, :]) & (column < written)[:, None] & (row < rows)[None, :]
+    at = target + (column.to(tl.int64) * rows)[:, None] + row[None, :]
+    tl.store(at, tl.trans(new), mask=upper)
+
+
+@triton.jit
+def _halves(x, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+    """The left and the right half of the columns."""
+    return tl.split(tl.permute(tl.reshape(x, (HEIGHT, 2, WIDTH // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def _blend_quarters(
+    gram,
+    first_column,
+    target,
+    rows,
+    weight,
+    first_row,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """The same, a quarter of the columns after the other."""
+    PART: tl.constexpr = WIDTH // 4
+    left, right = _halves(gram, HEIGHT, WIDTH)
+    a, b = _halves(left, HEIGHT, WIDTH // 2)
+    c, d = _halves(right, HEIGHT, WIDTH // 2)
+    _blend(a, first_column, target, rows, weight, first_row, HEIGHT, PART)
+    _blend(b, first_column + PART, target, rows, weight, first_row, HEIGHT, PART)
+    _blend(c, first_column + 2 * PART, target, rows, weight, first_row, HEIGHT, PART)
+    _blend(d, first_column + 3 * PART, target, rows, weight, first_row, HEIGHT, PART)
+
+
+@triton.jit
+def _epilogue(
+    gram,
     tile,
-    problem,
+    problems,
     addresses,
     decay,
     scales,
     STATE: tl.constexpr,
     BLOCK: tl.constexpr,
-    VECTOR: tl.constexpr,
-    WHITENED: tl.constexpr,
 ):
-    """The epilogue of a tile: S <- weight S + (1 - weight) gram, lower triangle and mirror image.
+    """Blends a tile into its statistic.
 
-    It loads its own operands, which would otherwise hold registers during the product.
+    It loads its own operands, which would otherwise hold registers during the product. Addresses of
+    a whole tile of 128 x 128 take 255 registers, of an eighth 128: two programs then run at once.
     """
-    i, j = tl.load(tile + TILE_ROW), tl.load(tile + TILE_COLUMN)
-    row, column = i * BLOCK + tl.arange(0, BLOCK), j * BLOCK + tl.arange(0, BLOCK)
+    problem = problems + tl.load(tile + PROBLEM) * PROBLEM_FIELDS
+    row, column = tl.load(tile + TILE_ROW) * BLOCK, tl.load(tile + TILE_COLUMN) * BLOCK
     target = tl.load(addresses + tl.load(problem + STAT)).to(tl.pointer_type(STATE))
     rows = tl.load(problem + ROWS).to(tl.int32)
-    if VECTOR > 1:
-        target, rows = tl.multiple_of(target, 16), tl.multiple_of(rows, VECTOR)
     weight = tl.load(decay).to(STATE)
-    if WHITENED:
-        gram *= tl.load(scales + tl.load(tile + PROBLEM)).to(STATE)
-    # At weight 0 the old S is not read, at 1 nothing is written.
-    read, written = tl.where(weight != 0, rows, 0), tl.where(weight != 1, rows, 0)
-    at = target + (row.to(tl.int64) * rows)[:, None] + column[None, :]
-    inside = (column < rows)[None, :]
-    old = tl.load(at, mask=(row < read)[:, None] & inside, other=0)
-    new = weight * old + (1 - weight) * gram
-    mirrored = tl.trans(new)
-    # Masks of whole tiles, not of a triangle, keep loads and stores wide.
-    if i == j:
-        new = tl.where(row[:, None] >= column[None, :], new, mirrored)
-    tl.store(at, new, mask=(row < written)[:, None] & inside)
-    if i != j:
-        at = target + (column.to(tl.int64) * rows)[:, None] + row[None, :]
-        tl.store(at, mirrored, mask=(column < written)[:, None] & (row < rows)[None, :])
+    gram *= tl.load(scales + tl.load(problem + SCALE)).to(STATE)
+    if BLOCK <= 32:
+        _blend(gram, column, target, rows, weight, row, BLOCK, BLOCK)
+    else:
+        HALF: tl.constexpr = BLOCK // 2
+        left, right = _halves(gram, BLOCK, BLOCK)
+        _blend_quarters(left, column, target, rows, weight, row, BLOCK, HALF)
+        _blend_quarters(right, column + HALF, target, rows, weight, row, BLOCK, HALF)
 
 
 @triton.jit
@@ -132,90 +185,58 @@ def gram_kernel(
     tiles,
     problems,
     addresses,
-    partials,
+    scratch,
     decay,
     scales,
     ELEMENT: tl.constexpr,
     STATE: tl.constexpr,
     BLOCK: tl.constexpr,
-    STEP: tl.constexpr,
-    VECTOR: tl.constexpr,
+    FORM: tl.constexpr,
     PRECISION: tl.constexpr,
-    WHITENED: tl.constexpr,
 ):
-    """One tile of one statistic, over all columns of the unfolding or one split of them.
+    """One tile of one statistic, over all steps of the sum or one split of them.
 
-    With WHITENED the second operand is another tensor with the same unfolding.
-
-    Grid: one program for each tile of a lower triangle and each split. A program reads two panels,
-    BLOCK rows of the unfolding each. It reads and writes the tile and writes its mirror image, or
-    writes a partial sum. Bound: matrix units from about 128 rows on, memory below.
+    Grid: one program for each tile of a lower triangle and each split. A program reads two packed
+    panels, BLOCK rows each. It reads and writes the tile and writes its mirror image, or writes a
+    partial sum. Bound: matrix units from about 128 rows on, memory below.
     """
     tile = tiles + tl.program_id(0) * TILE_FIELDS
     problem = problems + tl.load(tile + PROBLEM) * PROBLEM_FIELDS
     first_row = tl.load(tile + TILE_ROW) * BLOCK
     first_column = tl.load(tile + TILE_COLUMN) * BLOCK
-    first, last = tl.load(tile + FIRST_STEP) * STEP, tl.load(tile + LAST_STEP) * STEP
+    first, last = tl.load(tile + FIRST_STEP), tl.load(tile + LAST_STEP)
     partial = tl.load(tile + PARTIAL)
-    source = tl.load(addresses + tl.load(problem + TENSOR)).to(tl.pointer_type(ELEMENT))
-    second = source
-    if WHITENED:
-        second = tl.load(addresses + tl.load(problem + SECOND)).to(tl.pointer_type(ELEMENT))
-    rows, columns = tl.load(problem + ROWS).to(tl.int32), tl.load(problem + COLUMNS).to(tl.int32)
-    row_stride, inner = tl.load(problem + ROW_STRIDE), tl.load(problem + INNER).to(tl.int32)
-    inner_stride, outer_stride = tl.load(problem + INNER_STRIDE), tl.load(problem + OUTER_STRIDE)
-    rows_are_dense = tl.load(problem + ROWS_ARE_DENSE) != 0
-
+    rows, steps = tl.load(problem + ROWS).to(tl.int32), tl.load(problem + STEPS).to(tl.int32)
+    stride = tl.multiple_of(tl.load(problem + STRIDE), 32)
+    packed = scratch.to(tl.int64)
+    left = (packed + tl.load(problem + LEFT)).to(tl.pointer_type(ELEMENT))
+    right = (packed + tl.load(problem + RIGHT)).to(tl.pointer_type(ELEMENT))
+    left, right = tl.multiple_of(left, 16), tl.multiple_of(right, 16)
     row, column = first_row + tl.arange(0, BLOCK), first_column + tl.arange(0, BLOCK)
-    if VECTOR > 1:
-        source, second = tl.multiple_of(source, 16), tl.multiple_of(second, 16)
-        row_stride = tl.multiple_of(row_stride, VECTOR)
-        rows, columns = tl.multiple_of(rows, VECTOR), tl.multiple_of(columns, VECTOR)
-        inner_stride = tl.multiple_of(inner_stride, VECTOR)
     if tl.load(decay).to(STATE) == 1:
-        last = first  # the tensor is not read
-    total = tl.zeros((BLOCK, BLOCK), STATE)
-    DEPTH: tl.constexpr = depth_of(STEP, PRECISION, BLOCK > 64 and ELEMENT == tl.float32)
-    if rows_are_dense:
-        for start in range(first, last, DEPTH):
-            c = start + tl.arange(0, DEPTH)
-            if VECTOR > 1:
-                # One address moves; no offset from it changes.
-                moved = tl.cast(start, tl.int64) * inner_stride
-                at = (tl.arange(0, DEPTH).to(tl.int64) * inner_stride)[:, None]
-            else:
-                moved = 0
-                at = offsets(c, inner, inner_stride, outer_stride, VECTOR)[:, None]
-            left, right = source + moved, second + moved
-            inside = (c < columns)[:, None]
-            a = tl.load(left + at + row[None, :], mask=inside & (row < rows)[None, :], other=0)
-            b = tl.load(
-                right + at + column[None, :], mask=inside & (column < rows)[None, :], other=0
-            )
-            total = tl.dot(tl.trans(a), b, total, input_precision=PRECISION, out_dtype=STATE)
-    else:
-        at_row = (row.to(tl.int64) * row_stride)[:, None]
-        at_column = (column.to(tl.int64) * row_stride)[:, None]
-        for start in range(first, last, DEPTH):
-            c = start + tl.arange(0, DEPTH)
-            if VECTOR > 1:
-                at = c.to(tl.int64)[None, :]
-            else:
-                at = offsets(c, inner, inner_stride, outer_stride, VECTOR)[None, :]
-            inside = (c < columns)[None, :]
-            a = tl.load(source + at_row + at, mask=(row < rows)[:, None] & inside, other=0)
-            b = tl.load(second + at_column + at, mask=(column < rows)[:, None] & inside, other=0)
-            total = tl.dot(a, tl.trans(b), total, input_precision=PRECISION, out_dtype=STATE)
-
+        last = first  # nothing is written
+    total = packed_product(
+        left + (row.to(tl.int64) * stride)[:, None],
+        right + (column.to(tl.int64) * stride)[:, None],
+        (row < rows)[:, None],
+        (column < rows)[:, None],
+        first,
+        last,
+        steps,
+        STATE,
+        FORM,
+        BLOCK,
+        BLOCK,
+        PRECISION,
+    )
     if partial < 0:
-        _blend(total, tile, problem, addresses, decay, scales, STATE, BLOCK, VECTOR, WHITENED)
+        _epilogue(total, tile, problems, addresses, decay, scales, STATE, BLOCK)
     else:
         width = tl.minimum(BLOCK, rows - first_column)
-        if VECTOR > 1:
-            partial, width = tl.multiple_of(partial, VECTOR), tl.multiple_of(width, VECTOR)
         at = (row - first_row)[:, None] * width + (column - first_column)[None, :]
         kept = (row < rows)[:, None] & (column < rows)[None, :]
-        tl.store(partials + partial.to(tl.int64) + at, total, mask=kept)
+        target = scratch.to(tl.pointer_type(STATE)) + partial.to(tl.int64)
+        tl.store(target + at, total, mask=kept)
 
 
 @triton.jit
@@ -223,12 +244,11 @@ def sum_kernel(
     tiles,
     problems,
     addresses,
-    partials,
+    scratch,
     decay,
     scales,
     STATE: tl.constexpr,
     BLOCK: tl.constexpr,
-    WHITENED: tl.constexpr,
 ):
     """One tile of one statistic from its partial sums, added in a fixed order.
 
@@ -247,9 +267,10 @@ def sum_kernel(
     kept = (tl.arange(0, BLOCK) < rows - first_row)[:, None]
     kept = kept & (tl.arange(0, BLOCK) < rows - first_column)[None, :]
     total = tl.zeros((BLOCK, BLOCK), STATE)
+    partials = scratch.to(tl.pointer_type(STATE)) + partial
     for index in range(0, count):
-        total += tl.load(partials + partial + index * size + at, mask=kept, other=0)
-    _blend(total, tile, problem, addresses, decay, scales, STATE, BLOCK, 1, WHITENED)
+        total += tl.load(partials + index * size + at, mask=kept, other=0)
+    _epilogue(total, tile, problems, addresses, decay, scales, STATE, BLOCK)
 
 
 @triton.jit
@@ -269,15 +290,15 @@ def diagonal_kernel(
     Grid: one program for each BLOCK rows, which it reads once; it reads and writes the entries.
     Bound: memory.
     """
-    tile = tiles + tl.program_id(0) * DIAGONAL_FIELDS
-    problem = problems + tl.load(tile + PROBLEM) * PROBLEM_FIELDS
+    tile = tiles + tl.program_id(0) * DIAGONAL_TILE_FIELDS
+    problem = problems + tl.load(tile + PROBLEM) * DIAGONAL_FIELDS
     row = tl.load(tile + TILE_ROW) * BLOCK + tl.arange(0, BLOCK)
     source = tl.load(addresses + tl.load(problem + TENSOR)).to(tl.pointer_type(ELEMENT))
     second = source
     if WHITENED:
         second = tl.load(addresses + tl.load(problem + SECOND)).to(tl.pointer_type(ELEMENT))
-    target = tl.load(addresses + tl.load(problem + STAT)).to(tl.pointer_type(STATE))
-    rows, columns = tl.load(problem + ROWS).to(tl.int32), tl.load(problem + COLUMNS).to(tl.int32)
+    target = tl.load(addresses + tl.load(problem + DIAGONAL)).to(tl.pointer_type(STATE))
+    rows, columns = tl.load(problem + D_ROWS).to(tl.int32), tl.load(problem + COLUMNS).to(tl.int32)
     row_stride, inner = tl.load(problem + ROW_STRIDE), tl.load(problem + INNER).to(tl.int32)
     inner_stride, outer_stride = tl.load(problem + INNER_STRIDE), tl.load(problem + OUTER_STRIDE)
     rows_are_dense = tl.load(problem + ROWS_ARE_DENSE) != 0
@@ -306,8 +327,7 @@ def diagonal_kernel(
             y = tl.load(second + at, mask=inside, other=0).to(STATE) if WHITENED else x
             total += x * y
         gram = tl.sum(total, axis=1)
-    if WHITENED:
-        gram *= tl.load(scales + tl.load(tile + PROBLEM)).to(STATE)
+    gram *= tl.load(scales + tl.load(problem + D_SCALE)).to(STATE)
     read, written = tl.where(weight != 0, rows, 0), tl.where(weight != 1, rows, 0)
     old = tl.load(target + row, mask=row < read, other=0)
     tl.store(target + row, weight * old + (1 - weight) * gram, mask=row < written)
@@ -326,11 +346,10 @@ def scale_kernel(scales, squares, squares_firsts, traces, traces_firsts, BLOCK: 
 
 
 class Kind(NamedTuple):
-    """The statistics of one launch: the tensors' dtype, the tile, and elements of a load."""
+    """The statistics of one launch: the tensors' dtype, and rows and columns of a tile."""
 
     element: torch.dtype
     block: int
-    vector: int
 
     @property
     def state(self) -> torch.dtype:
@@ -338,18 +357,40 @@ class Kind(NamedTuple):
         return state_dtype(self.element)
 
 
+class Statistic(NamedTuple):
+    """A full statistic: its packed operands, and how their tensors are unfolded."""
+
+    stat: int  # in the list of statistics
+    unfolding: Unfolding
+    sources: list[int]  # addresses of one tensor, or of a whitened one and of G
+    element: torch.dtype
+
+    def operand(self, form: tl.constexpr, start: int) -> Operand:
+        """One of its operands in the workspace."""
+        u = self.unfolding
+        return Operand(u.rows, u.columns, self.element, form, start)
+
+
+class Wave(NamedTuple):
+    """The launches for statistics whose operands exist together."""
+
+    packs: list[tuple[Any, int, Tensor]]
+    grams: list[tuple[Kind, int, Tensor]]
+    sums: list[tuple[tuple[torch.dtype, int], int, Tensor]]
+
+
 @dataclass
 class Plan:
     """The launches of ``gram_ema_`` for tensors and statistics of given layouts."""
 
-    problems: Tensor
-    tiles: list[tuple[Kind, int, Tensor]]
-    sums: list[tuple[torch.dtype, int, Tensor]]
-    diagonals: list[tuple[Kind, int, Tensor]]
-    partials: dict[torch.dtype, int]  # elements of their workspace
+    packed: Tensor  # the problem tables: of operands,
+    problems: Tensor  # of full statistics,
+    diagonals: Tensor  # and of diagonal ones
+    waves: list[Wave]
+    diagonal_tiles: list[tuple[tuple[torch.dtype, int], int, Tensor]]
+    scratch: int  # bytes
+    partials: int  # bytes of it for partial sums, at most
     copied: frozenset[int]  # tensors to copy first: their modes do not merge
-    # (statistic, tensor, mode), and the tiles that blend what cuBLAS has multiplied
-    by_cublas: list[tuple[tuple[int, int, int], int, Tensor]]
 
 
 def plan(
@@ -357,63 +398,123 @@ def plan(
     stats: tuple[Layout, ...],
     device: torch.device,
     programs: int,
-    whitened: tuple[tuple[int, bool], ...] = (),
+    modes: tuple[int, ...] = (),
     setting: str = "ieee",
 ) -> Plan:
     """Plans the launches; ``stats`` mode by mode, contiguous, a diagonal one of one dimension.
 
-    Of ``whitened`` tensors each has one statistic: its mode, and whether the tensor G is aligned
-    for the widest load. ``setting`` is Triton's precision.
+    A tensor has a statistic for every mode, or with ``modes``, for whitened tensors, for one of
+    them. ``setting`` is Triton's precision.
     """
-    unfoldings: list[Unfolding] = []  # of each statistic
-    problems: list[tuple[int, ...]] = []
-    full: dict[Kind, list[int]] = defaultdict(list)
-    diagonals: dict[Kind, list[tuple[int, ...]]] = defaultdict(list)
+    full: list[Statistic] = []
+    diagonals: list[tuple[int, ...]] = []
+    diagonal_tiles: dict[tuple[torch.dtype, int], list[tuple[int, ...]]] = defaultdict(list)
     copied = set()
-    by_cublas: dict[tuple[int, int, int], list[tuple[int, ...]]] = {}
+    n = 0  # the statistic
     for t, layout in enumerate(tensors):
-        modes = _modes_of(layout)
-        if modes is None:
+        unfoldings = _modes_of(layout)
+        if unfoldings is None:
             copied.add(t)
             layout = contiguous(layout)
-            modes = _checked_modes(t, layout)
-        large = cublas.choose("gram", device, setting, layout)
-        own, aligned = whitened[t] if whitened else (None, True)
-        for mode, u in enumerate(modes):
-            if own not in (None, mode):
-                continue
-            n = len(problems)
-            unfoldings.append(u)
-            problems.append(
-                (t, len(tensors) + len(stats) + t, len(tensors) + n, *u, u.rows_are_dense)
-            )
-            block = block_of(state_dtype(layout.dtype))
-            if len(stats[n].shape) == 1:
-                kind = Kind(layout.dtype, block, 1)
-                diagonals[kind] += [(n, i) for i in range(blocks(u.rows, block))]
-            elif large and u.rows**2 <= LARGEST_INDEX:
-                by_cublas[n, t, mode] = [
-                    (n, i, j, (i * u.rows + j) * block, u.rows, 1, 0)
-                    for i, j in lower_tiles(u.rows, block)
-                ]
+            unfoldings = _checked_modes(t, layout)
+        chosen = unfoldings[modes[t] : modes[t] + 1] if modes else unfoldings
+        sources = [t, len(tensors) + len(stats) + t] if modes else [t]
+        for u in chosen:
+            if len(stats[n].shape) == 2:
+                full.append(Statistic(n, u, sources, layout.dtype))
             else:
-                is_wide = aligned and stats[n].aligned and u.is_wide(layout.vector)
-                full[Kind(layout.dtype, block, layout.vector if is_wide else 1)].append(n)
-    enlarge(full, lambda kind, n: _most_large(unfoldings[n]), programs)
-    merge_small(full, lambda kind, n: _work(kind, unfoldings[n]), programs)
-    sums: dict[torch.dtype, list[tuple[int, ...]]] = defaultdict(list)
-    partials = {kind.state: 0 for kind in full}
-    tiles = {
-        kind: _tiles(kind, {n: unfoldings[n] for n in own}, programs, sums[kind.state], partials)
-        for kind, own in full.items()
-    }
+                block = block_of(state_dtype(layout.dtype))
+                row = len(tensors) + n, sources[0], sources[-1], *u, u.rows_are_dense
+                diagonal_tiles[layout.dtype, block] += [
+                    (len(diagonals), i) for i in range(blocks(u.rows, block))
+                ]
+                diagonals.append((*row, n if modes else 0))
+            n += 1
+    plans = _Waves(full, len(tensors), device, programs, setting, is_whitened=bool(modes))
     return Plan(
-        table(problems, torch.int64, device),
-        *(tile_tables(tiles, device), tile_tables(sums, device), tile_tables(diagonals, device)),
-        partials,
+        table(plans.packed, torch.int64, device),
+        table(plans.problems, torch.int64, device),
+        table(diagonals, torch.int64, device),
+        plans.waves,
+        tile_tables(diagonal_tiles, device),
+        plans.scratch,
+        plans.partials,
         frozenset(copied),
-        tile_tables(by_cublas, device),
     )
+
+
+class _Waves:
+    """Plans the packs and products of full statistics, wave by wave."""
+
+    def __init__(
+        self,
+        full: Sequence[Statistic],
+        first_address: int,
+        device: torch.device,
+        programs: int,
+        setting: str,
+        *,
+        is_whitened: bool,
+    ) -> None:
+        self.packed: list[tuple[int, ...]] = []
+        self.problems: list[tuple[int, ...]] = []
+        self.waves: list[Wave] = []
+        self.scratch = self.partials = 0
+        self._first_address, self._device, self._programs = first_address, device, programs
+        self._forms = {s.element: form_of(s.element, setting) for s in full}
+        self._is_whitened = is_whitened
+        sizes = [self._operand(s, 0).nbytes * len(s.sources) for s in full]
+        for indices in waves(dict(enumerate(sizes)), PACKED_BYTES):
+            self._add([full[i] for i in indices])
+
+    def _operand(self, statistic: Statistic, start: int) -> Operand:
+        return statistic.operand(self._forms[statistic.element], start)
+
+    def _add(self, members: Sequence[Statistic]) -> None:
+        large = sum(map(self._large_tiles, members)) >= self._programs
+        kinds: dict[Kind, list[tuple[int, Operand]]] = defaultdict(list)
+        for n, s in enumerate(members, start=len(self.problems)):
+            kinds[_kind(s, large=large)].append((n, self._operand(s, 0)))
+        grams, end = {}, 0
+        sums: dict[tuple[torch.dtype, int], list[tuple[int, ...]]] = {}
+        for kind, problems in kinds.items():
+            grams[kind], end = _tiles(kind, problems, self._programs, sums, end)
+        self.partials = max(self.partials, end)
+        packed: list[tuple[Operand, int]] = []
+        for s in members:
+            starts = []
+            for source in s.sources:
+                operand = self._operand(s, end)
+                packed.append((operand, len(self.packed)))
+                self.packed.append(operand.problem(source, s.unfolding))
+                starts.append(end)
+                end += operand.nbytes
+            self.problems.append(
+                (
+                    *(self._first_address + s.stat, operand.rows, operand.steps, operand.stride),
+                    *(starts[0], starts[-1], s.stat if self._is_whitened else 0),
+                )
+            )
+        self.scratch = max(self.scratch, end)
+        launches = tables(packed), grams, sums
+        self.waves.append(Wave(*(tile_tables(tiles, self._device) for tiles in launches)))
+
+    def _large_tiles(self, s: Statistic) -> int:
+        """The most programs with large tiles that a statistic can have."""
+        if state_dtype(s.element) != torch.float32 or s.unfolding.rows < LEAST_LARGE:
+            return 0
+        side, operand = blocks(s.unfolding.rows, LARGE_BLOCK), self._operand(s, 0)
+        steps = operand.steps * operand.products
+        return side * (side + 1) // 2 * blocks(steps, LEAST_STEPS)
+
+
+def _kind(s: Statistic, *, large: bool) -> Kind:
+    """The launch of a statistic; ``large`` tiles where it has the rows."""
+    block, rows = block_of(state_dtype(s.element)), s.unfolding.rows
+    if rows <= SHORT:
+        return Kind(s.element, SHORT)
+    is_large = large and rows >= LEAST_LARGE and 2 * block == LARGE_BLOCK
+    return Kind(s.element, LARGE_BLOCK if is_large else block)
 
 
 def _modes_of(layout: Layout) -> list[Unfolding] | None:
@@ -431,47 +532,46 @@ def _checked_modes(t: int, layout: Layout) -> list[Unfolding]:
     return modes
 
 
-def _most_large(unfolding: Unfolding) -> int:
-    """The most programs with large tiles that a statistic can have; none for too few rows."""
-    side = blocks(unfolding.rows, LARGE_BLOCK) if unfolding.rows >= LARGE_BLOCK else 0
-    return side * (side + 1) // 2 * blocks(unfolding.columns, STEP * LEAST_STEPS)
-
-
-def _work(kind: Kind, unfolding: Unfolding) -> int:
-    """The steps of all tiles of a statistic."""
-    side = blocks(unfolding.rows, kind.block)
-    return side * (side + 1) // 2 * blocks(unfolding.columns, STEP)
-
-
 def _tiles(
     kind: Kind,
-    unfoldings: Mapping[int, Unfolding],
+    problems: Sequence[tuple[int, Operand]],
     programs: int,
-    sums: list[tuple[int, ...]],
-    partials: dict[torch.dtype, int],
-) -> list[tuple[int, ...]]:
-    """The tiles of one launch; adds its tiles of partial sums to ``sums`` and ``partials``."""
-    work = sum(_work(kind, u) for u in unfoldings.values())
+    sums: dict[tuple[torch.dtype, int], list[tuple[int, ...]]],
+    end: int,
+) -> tuple[list[tuple[int, ...]], int]:
+    """The tiles of one launch, and where its partial sums end, which begin at ``end``, in bytes.
+
+    The tiles that add them up go into ``sums``. Partial sums come before the operands, because
+    their offsets are 32-bit.
+    """
+    steps = {n: operand.steps * operand.products for n, operand in problems}
+    work = sum(_side(kind, o) * (_side(kind, o) + 1) // 2 * steps[n] for n, o in problems)
     most = max(LEAST_STEPS, blocks(work, PARTS * programs))
-    block, least = kind.block, block_of(kind.state)
+    block, least = kind.block, min(kind.block, block_of(kind.state))
+    bytes_each = kind.state.itemsize
     tiles: list[tuple[int, ...]] = []
-    for n, u in unfoldings.items():
-        parts = cut(blocks(u.columns, STEP), most)
-        for i, j in lower_tiles(u.rows, block):
+    for n, operand in problems:
+        rows, parts = operand.rows, cut(steps[n], most)
+        for i, j in lower_tiles(rows, block):
             if len(parts) == 1:
                 tiles.append((n, i, j, *parts[0], -1))
                 continue
-            height, width = min(block, u.rows - i * block), min(block, u.rows - j * block)
+            height, width = min(block, rows - i * block), min(block, rows - j * block)
             size = blocks(height * width, VECTOR_BYTES) * VECTOR_BYTES  # so that all are aligned
-            first = partials[kind.state]
-            partials[kind.state] += size * len(parts)
+            first = end // bytes_each
+            end += size * len(parts) * bytes_each
             tiles += [(n, i, j, *part, first + k * size) for k, part in enumerate(parts)]
             for y, x in itertools.product(*(range(blocks(d, least)) for d in (height, width))):
                 at = i * block // least + y, j * block // least + x
                 if at[0] >= at[1]:
                     start = first + (y * width + x) * least
-                    sums.append((n, *at, start, width, len(parts), size))
-    return tiles
+                    row = (n, *at, start, width, len(parts), size)
+                    sums.setdefault((kind.state, least), []).append(row)
+    return tiles, end
+
+
+def _side(kind: Kind, operand: Operand) -> int:
+    return blocks(operand.rows, kind.block)
 
 
 def gram_ema_(
@@ -581,69 +681,62 @@ def _update(
 ) -> Prepared:
     """The statistics of all modes of the tensors, or of one mode each of whitened tensors.
 
-    Of whitened tensors ``second`` are the G, contiguous, and ``scales`` those of mat(P) mat(G)^T.
+    Whitened tensors come with the ``second`` ones, G, contiguous too, and the ``scales`` of
+    mat(P) mat(G)^T.
     """
     device = stats[0].device
     tensors = list(tensors)
-    weight = scalar_on(device, decay)
-    own = tuple(zip(modes, map(is_aligned, second), strict=True))
-    is_whitened, setting = scales is not None, precision(device)
-    scales = weight if scales is None else scales  # which the kernels then do not read
-    p = planned(plan, tensors, stats, rest=(own, setting))
+    weight, setting, is_whitened = scalar_on(device, decay), precision(device), scales is not None
+    factor = scalar_on(device, _ONE) if scales is None else scales
+    p = planned(plan, tensors, stats, rest=(tuple(modes), setting))
     for t in p.copied:
         tensors[t] = tensors[t].contiguous()
     addresses = addresses_of([*tensors, *stats, *second])
-    sizes = [count * state.itemsize for state, count in p.partials.items()]
-    ends = list(itertools.accumulate(sizes, initial=0))
-    # The products of cuBLAS come after the partial sums, one after the other.
-    need = max([ends[-1], *(stats[n].nbytes for (n, _, _), _, _ in p.by_cublas)])
-    for dtype in {tensors[t].dtype for (_, t, _), _, _ in p.by_cublas}:
-        cublas.check(device, dtype)
-
-    def blend(count: int, tiles: Tensor, sums: Tensor) -> None:
-        block = block_of(sums.dtype)
-        launch(
-            sum_kernel,
-            *(count, tiles, p.problems, addresses, sums, weight, scales),
-            STATE=ELEMENTS[sums.dtype],
-            BLOCK=block,
-            WHITENED=is_whitened,
-            num_warps=warps_of(block),
-        )
 
     def start(scratch: Tensor) -> None:
-        partials = {
-            state: scratch[first:last].view(state)
-            for state, (first, last) in zip(p.partials, itertools.pairwise(ends), strict=True)
-        }
-        for kind, count, tiles in p.tiles:
-            launch(
-                gram_kernel,
-                *(count, tiles, p.problems, addresses, partials[kind.state], weight, scales),
-                ELEMENT=ELEMENTS[kind.element],
-                STATE=ELEMENTS[kind.state],
-                BLOCK=kind.block,
-                STEP=STEP,
-                VECTOR=kind.vector,
-                PRECISION=setting,
-                WHITENED=is_whitened,
-                num_warps=warps_of(kind.block),
-            )
-        for state, count, tiles in p.sums:
-            blend(count, tiles, partials[state])
-        for (n, t, mode), count, tiles in p.by_cublas:
-            product = scratch[: stats[n].nbytes].view(stats[n].dtype).view(stats[n].shape)
-            cublas.gram(tensors[t], (second or tensors)[t], mode, product)
-            blend(count, tiles, product)
-        for kind, count, tiles in p.diagonals:
+        for wave in p.waves:
+            for (element, form, (height, width)), count, tiles in wave.packs:
+                launch(
+                    pack_kernel,
+                    *(count, tiles, p.packed, addresses, scratch),
+                    ELEMENT=ELEMENTS[element],
+                    FORM=form,
+                    HEIGHT=height,
+                    WIDTH=width,
+                    num_warps=4,
+                )
+            for kind, count, tiles in wave.grams:
+                form = form_of(kind.element, setting)
+                launch(
+                    gram_kernel,
+                    *(count, tiles, p.problems, addresses, scratch, weight, factor),
+                    ELEMENT=ELEMENTS[kind.element],
+                    STATE=ELEMENTS[kind.state],
+                    BLOCK=kind.block,
+                    FORM=form.value,
+                    PRECISION=dot_precision(form),
+                    num_warps=warps_of(kind.block),
+                )
+            for (state, block), count, tiles in wave.sums:
+                launch(
+                    sum_kernel,
+                    *(count, tiles, p.problems, addresses, scratch, weight, factor),
+                    STATE=ELEMENTS[state],
+                    BLOCK=block,
+                    num_warps=warps_of(block),
+                )
+        for (element, block), count, tiles in p.diagonal_tiles:
             launch(
                 diagonal_kernel,
-                *(count, tiles, p.problems, addresses, weight, scales),
-                ELEMENT=ELEMENTS[kind.element],
-                STATE=ELEMENTS[kind.state],
-                BLOCK=kind.block,
+                *(count, tiles, p.diagonals, addresses, weight, factor),
+                ELEMENT=ELEMENTS[element],
+                STATE=ELEMENTS[state_dtype(element)],
+                BLOCK=block,
                 WHITENED=is_whitened,
-                num_warps=warps_of(kind.block),
+                num_warps=warps_of(block),
             )
 
-    return Prepared(need, start)
+    return Prepared(p.scratch, start)
+
+
+_ONE = torch.ones((), dtype=torch.float64)  # the scale of statistics that are not whitened

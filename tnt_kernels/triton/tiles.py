@@ -208,7 +208,7 @@ def enlarge(kinds: dict[Any, list[int]], tiles: Callable[[Any, int], int], progr
 
 def warps_of(block: int) -> int:
     """Warps of a program: four for 64 x 64 sums, eight so that 128 x 128 do not spill."""
-    return 8 if block == LARGE_BLOCK else 4
+    return {LARGE_BLOCK: 8, 16: 2}.get(block, 4)
 
 
 @triton.constexpr_function

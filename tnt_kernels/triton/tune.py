@@ -16,7 +16,6 @@ import torch
 from triton.testing import do_bench
 
 from tnt_kernels.triton import cublas
-from tnt_kernels.triton.gram_ema import gram_ema_
 from tnt_kernels.triton.launch import precision, state_dtype
 from tnt_kernels.triton.mode_products import mode_products
 
@@ -38,12 +37,10 @@ def tune(device: torch.device, out: Path | None = None, seconds: float = 50.0) -
     rows: list[dict[str, Any]] = []
     seen: set[cublas.Class] = set()
     end = time.monotonic() + seconds
-    print("       dtype     precision   size  loads    Triton us   cuBLAS us  faster", flush=True)
-    cases = itertools.product(
-        cublas.DTYPES, SIZES, (True, False), ("ieee", "tf32"), ("gram", "chain")
-    )
+    print("dtype     precision   size  loads    Triton us   cuBLAS us  faster", flush=True)
+    cases = itertools.product(cublas.DTYPES, SIZES, (True, False), ("ieee", "tf32"))
     try:
-        for dtype, size, wide, setting, operation in cases:
+        for dtype, size, wide, setting in cases:
             if not wide and dtype != torch.float32:
                 continue
             if time.monotonic() > end:
@@ -51,7 +48,7 @@ def tune(device: torch.device, out: Path | None = None, seconds: float = 50.0) -
                 break
             with _fp32_precision(setting):
                 shape = (size, size) if wide else (size + 1, size + 1)
-                one = cublas.class_of(operation, dtype, precision(device), shape)
+                one = cublas.class_of(dtype, precision(device), shape)
                 if one not in seen and (row := _measured(one, dtype, device)):
                     rows.append(row)
                 seen.add(one)
@@ -75,7 +72,7 @@ def _fp32_precision(setting: str) -> Iterator[None]:
 def _measured(one: cublas.Class, dtype: torch.dtype, device: torch.device) -> dict[str, Any] | None:
     """A row of the table, printed; None if the class cannot be measured."""
     loads = "wide" if one.wide else "narrow"
-    label = f"{one.operation:5}  {one.dtype:8}  {one.precision:9}  {one.size:5}  {loads:6}"
+    label = f"{one.dtype:8}  {one.precision:9}  {one.size:5}  {loads:6}"
     print(label, end="  ", flush=True)
     try:
         call = _call(one, dtype, device)
@@ -97,15 +94,12 @@ def _microseconds(call: Callable[[], object]) -> float:
 
 
 def _call(one: cublas.Class, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
-    """The class's operation on random matrices: on zeros a GPU draws less power and is faster."""
+    """Products of random matrices: on zeros a GPU draws less power and is faster."""
     count, rows = max(1, ROWS // one.size), one.size + (not one.wide)
     tensors, states = (
         [torch.randn(rows, rows, device=device).to(d) for _ in range(number)]
         for d, number in ((dtype, count), (state_dtype(dtype), 2 * count))
     )
-    if one.operation == "gram":
-        decay = torch.tensor(0.9, dtype=torch.float64)
-        return lambda: gram_ema_(states, tensors, decay)
     for state in states:
         state.div_(math.sqrt(one.size))
     return lambda: mode_products(tensors, states)

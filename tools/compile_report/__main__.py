@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tools.compile_report.expectations import EXPECTATIONS, NARROW, RECORDED, SUPPORTED, misses
+from tools.compile_report.expectations import EXPECTATIONS, RECORDED, SUPPORTED, misses
 from tools.compile_report.launches import kernels
 from tools.compile_report.machine_code import Compiled, compile_all
 from tools.measuring.provenance import provenance
@@ -71,7 +71,7 @@ def _rows(entries: Sequence[Compiled]) -> list[list[str]]:
 
 
 def page(record: Mapping[str, Any], entries: Sequence[Compiled]) -> str:
-    """The page: rules and who breaks them, known narrow loads, one row for each class."""
+    """The page: rules and who breaks them, one row for each class."""
     source = record["provenance"]
     missed = record["missed"]
     counts = [
@@ -80,12 +80,6 @@ def page(record: Mapping[str, Any], entries: Sequence[Compiled]) -> str:
     header = ["kernel", "class", "for", "registers", "stack, LDL/STL", "shared memory, bytes"]
     header += ["warps", "product", "loops with products: instructions, products, waits"]
     header += ["loads in loops, bytes"]
-    narrow = [
-        f"- `{n.kernel}`, {', '.join(f'`{load}`' for load in n.loads)}, "
-        f"{', '.join(f'{k} {v}' for k, given in n.settings.items() for v in given)}, "
-        f"{', '.join(f'sm_{c}' for c in n.capabilities)}: {n.reason}"
-        for n in NARROW
-    ]
     lines = [
         "# What the compilers make of the GPU kernels",
         "",
@@ -96,10 +90,6 @@ def page(record: Mapping[str, Any], entries: Sequence[Compiled]) -> str:
         *table(("rule", "broken by"), counts),
         *(f"- `{m['kernel']}` ({class_of(m['settings'])}), sm_{m['capability']}: {m['what']}"
           for m in missed),
-        "",
-        "Loads that are known to be narrow in wide classes:",
-        "",
-        *narrow,
         "",
         *table(header, _rows(entries)),
     ]  # fmt: skip

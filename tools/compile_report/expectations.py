@@ -1,15 +1,17 @@
-"""What compiled kernels must fulfil (``EXPECTATIONS``), and the known exceptions (``NARROW``)."""
+"""What compiled kernels must fulfil (``EXPECTATIONS``)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from tnt_kernels.triton.tiles import LARGE_BLOCK
 from tools.compile_report.machine_code import Compiled
 
 WIDEST = 16  # bytes that one instruction loads
 LARGE_TILE = 64  # rows: wgmma and tcgen05 work on no fewer
 TENSOR_MEMORY = 512  # columns of a multiprocessor
+LEAN_REGISTERS, LEAN_LOOP = 128, 140
 
 # The architectures that the kernels are made for.
 SUPPORTED = (80, 90, 100)
@@ -24,59 +26,12 @@ SHARED_OF_BLOCK = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 def wanted_product(c: Compiled) -> str:
     """The instruction that a kernel's products must use."""
     is_double = c.settings.get("STATE") == "fp64"
-    if c.settings.get("PRECISION") == "ieee" and not is_double:
+    is_single = c.settings.get("ELEMENT", "fp32") == "fp32" and not is_double
+    if c.settings.get("PRECISION") == "ieee" and is_single:
         return "FFMA"
     if is_double:
         return FLOAT64_UNITS[c.capability]
     return MATRIX_UNITS[c.capability if int(c.settings["BLOCK"]) >= LARGE_TILE else 80]
-
-
-@dataclass(frozen=True)
-class Narrow:
-    """Loads of wide classes that are known to be narrow, and why."""
-
-    kernel: str  # module and name
-    loads: tuple[str, ...]  # their names
-    settings: Mapping[str, tuple[str, ...]]  # constants that the class must have
-    capabilities: tuple[int, ...]  # of the architectures
-    reason: str  # why they are narrow
-
-    def covers(self, c: Compiled, load: str) -> bool:
-        """Whether this exception holds for a load."""
-        return (
-            c.kernel == self.kernel
-            and load in self.loads
-            and c.capability in self.capabilities
-            and all(str(c.settings.get(name)) in given for name, given in self.settings.items())
-        )
-
-
-_K_MAJOR = (
-    "Hopper's and Blackwell's matrix units take 32-bit operands only with the summed index dense, "
-    "so an operand that is dense along the other index is transposed element by element"
-)
-_FRAGMENTS = (
-    "the transposed operand is read from shared memory element by element (ldmatrix transposes "
-    "16-bit elements only)"
-)
-_GRAM = "gram_ema.gram_kernel"
-_A = ("rows_are_dense: a",)
-_SINGLE: Mapping[str, tuple[str, ...]] = {"ELEMENT": ("fp32",)}
-_TF32, _TF32X3 = {"PRECISION": ("tf32",)}, {"PRECISION": ("tf32x3",)}
-NARROW = (
-    Narrow(
-        _GRAM, (*_A, "rows_are_dense: b"), {**_SINGLE, **_TF32}, (90, 100), f"G^T G: {_K_MAJOR}."
-    ),
-    Narrow(
-        _GRAM,
-        _A,
-        {**_SINGLE, **_TF32X3},
-        (90,),
-        "G^T G in 3xTF32: the first operand is transposed in registers; the second keeps 16 bytes.",
-    ),
-    Narrow(_GRAM, _A, {**_SINGLE, "PRECISION": ("tf32", "tf32x3")}, (80,), f"G^T G: {_FRAGMENTS}."),
-    Narrow(_GRAM, _A, {"ELEMENT": ("fp64",)}, (80, 90), f"G^T G, 8 bytes: {_FRAGMENTS}."),
-)
 
 
 def _spills(c: Compiled) -> str:
@@ -91,15 +46,29 @@ def _products(c: Compiled) -> str:
     return f"{'; '.join(wrong)}, not {wanted}" if wrong else ""
 
 
+def _is_packed(c: Compiled) -> bool:
+    """Whether a kernel multiplies packed operands, whose loads are wide for all sizes."""
+    return "FORM" in c.settings and bool(c.products)
+
+
 def _loads(c: Compiled) -> str:
-    vector = c.settings.get("VECTOR", 1)
+    vector = WIDEST if _is_packed(c) else c.settings.get("VECTOR", 1)
     found = []
     for load, widths in c.loads.items():
         wanted = min(WIDEST, vector * c.element_bytes[load])
         least = min(widths, default=0)
-        if vector > 1 and least < wanted and not any(known.covers(c, load) for known in NARROW):
+        if vector > 1 and least < wanted:
             found.append(f"{load} takes {least} bytes")
     return "; ".join(found)
+
+
+def _is_lean(c: Compiled) -> str:
+    if not _is_packed(c) or c.capability != 90 or c.settings["BLOCK"] != LARGE_BLOCK:
+        return ""
+    longest = max(loop.instructions for loop in c.loops)
+    if c.registers > LEAN_REGISTERS or longest > LEAN_LOOP:
+        return f"{c.registers} registers, {longest} instructions in a step"
+    return ""
 
 
 def _fits(c: Compiled) -> str:
@@ -117,8 +86,10 @@ EXPECTATIONS: dict[str, Callable[[Compiled], str]] = {
     "products use the matrix units: float32 and half precision HMMA on sm_80, HGMMA on sm_90, "
     "UTCHMMA on sm_100 (HMMA if a tile has fewer than 64 rows); float64 DMMA, on sm_100 "
     "DFMA": _products,
-    "wide classes load 16 bytes at a time, or VECTOR elements if these are shorter, except for "
-    "the loads listed below": _loads,
+    "wide classes and loops over packed operands load 16 bytes at a time, or VECTOR elements if "
+    "these are shorter": _loads,
+    "on sm_90 loops over packed operands with large tiles have at most 140 instructions a step and "
+    "128 registers, so that two programs share a multiprocessor": _is_lean,
     "a block fits a multiprocessor": _fits,
 }
 RECORDED = "every kernel is launched by some operator"
