@@ -161,18 +161,22 @@ def _free(given: Instruction) -> Step:
 
 
 def _places(
-    machine: Machine, lanes: Lanes, addresses: Array, count: int, second: int
+    machine: Machine, lanes: Lanes, addresses: Array, count: int, second: int | None
 ) -> tuple[Array, Array, Array]:
-    """Block, row and columns of each lane's ``count`` numbers, for the shape 16x32bx2."""
+    """Block, row and columns of each lane's ``count`` numbers.
+
+    With ``second`` for the shape 16x32bx2, else for 32x32b: one row for each lane.
+    """
     chosen = machine.lanes[lanes]
     machine.whole_warps(lanes)
     addresses = np.broadcast_to(addresses, chosen.size).astype(np.int64)
     thread = machine.thread[chosen] % 32
-    row = (addresses >> 16) + thread % 16
-    first = (addresses & 0xFFFF) + np.where(thread < 16, 0, second)
+    height = 32 if second is None else 16
+    row = (addresses >> 16) + thread % height
+    first = (addresses & 0xFFFF) + np.where(thread < height, 0, second or 0)
     columns = first[:, None] + np.arange(count)
     quarter = machine.warp[chosen] % 4
-    if (row // 32 != quarter).any() or ((addresses >> 16) % 16).any():
+    if (row // 32 != quarter).any() or ((addresses >> 16) % height).any():
         raise Fault("a warp uses tensor memory outside of its 32 lanes")
     allocated = np.array(_tensor(machine).allocated)[machine.block[chosen]]
     if (columns >= allocated[:, None]).any():
@@ -181,21 +185,30 @@ def _places(
 
 
 def _registers(given: Instruction, operand: Any) -> tuple[Any, ...]:
-    check_parts(given, given.parts[1], "sync", "aligned", "16x32bx2", given.parts[5], "b32")
-    if given.parts[4] != "16x32bx2" or int(given.parts[5][1:]) != len(operand):
+    shape = "32x32b" if len(given.operands) == 2 else "16x32bx2"
+    check_parts(given, given.parts[1], "sync", "aligned", shape, given.parts[5], "b32")
+    if given.parts[4] != shape or int(given.parts[5][1:]) != len(operand):
         raise Unknown("a shape")
     return tuple(operand)
 
 
+def _second(given: Instruction) -> int | None:
+    """The first column of the upper 16 lanes; None for the shape 32x32b."""
+    if len(given.operands) == 2:
+        return None
+    found = given.operands[2 if given.parts[1] == "ld" else 1]
+    assert isinstance(found, Immediate)
+    return int(found.value)
+
+
 def _load(given: Instruction) -> Step:
     registers = _registers(given, given.operands[0])
-    at, second = value(given.operands[1], "u32"), given.operands[2]
-    assert isinstance(second, Immediate)
+    at, second = value(given.operands[1], "u32"), _second(given)
     writes = [target(register, "b32") for register in registers]
 
     def step(machine: Machine, lanes: Lanes) -> None:
         memory = _tensor(machine)
-        places = _places(machine, lanes, at(machine, lanes), len(writes), second.value)
+        places = _places(machine, lanes, at(machine, lanes), len(writes), second)
         if memory.storing[places].any() or memory.writing[places].any():
             raise Fault("tensor memory is read before what writes it was waited for")
         memory.use(places, machine.warp[machine.lanes[lanes]], writes=False)
@@ -207,14 +220,13 @@ def _load(given: Instruction) -> Step:
 
 
 def _store(given: Instruction) -> Step:
-    at, second, operand = given.operands
-    assert isinstance(second, Immediate)
+    at, operand, second = given.operands[0], given.operands[-1], _second(given)
     reads = [value(register, "u32") for register in _registers(given, operand)]
     address = value(at, "u32")
 
     def step(machine: Machine, lanes: Lanes) -> None:
         memory = _tensor(machine)
-        places = _places(machine, lanes, address(machine, lanes), len(reads), second.value)
+        places = _places(machine, lanes, address(machine, lanes), len(reads), second)
         if (memory.storing[places] | memory.writing[places] | memory.reading[places]).any():
             raise Fault("tensor memory is written before what uses it was waited for")
         chosen = machine.lanes[lanes]
