@@ -110,7 +110,7 @@ class Empirical:
         return {}
 
     def witnesses(self, observed: Iterable[Any]) -> list[Tensor]:
-        """Tensors to check: statistics take what was observed if their squared norms are finite."""
+        """Tensors whose squared norms must be finite, or the statistics stay as they are."""
         return list(observed)
 
     def accumulate_(

@@ -171,7 +171,7 @@ class Step:
     def run(self, graphs: StepGraphs | None) -> None:
         """Refreshes statistics, then factors; then makes directions, and updates the weights.
 
-        With ``graphs`` one of them may do all this at once. None: there are none.
+        One of ``graphs``, if there are any, may do all this at once.
         """
         reached = self.observed.keys() | self.attempt.accumulated
         is_sharded = self.processes.is_sharded
@@ -199,7 +199,7 @@ class Step:
         self.attempt.finish(Stages(stages, resumable=not self.processes.is_distributed))
 
     def recorded(self) -> list[Report]:
-        """Calls all that ``_run`` calls for a graph that records it: nothing has happened then."""
+        """Makes the calls of ``_run`` for a graph to record; on the device nothing runs yet."""
         step = replace(self, attempt=Attempt())
         reports = [*step.refresh_statistics(), *step.refresh_factors()]
         for stage in step.update():

@@ -138,7 +138,7 @@ def _blend_quarters(
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """The same, a quarter of the columns after the other."""
+    """Blends the columns of ``gram`` in four steps of a quarter each."""
     PART: tl.constexpr = WIDTH // 4
     left, right = _halves(gram, HEIGHT, WIDTH)
     a, b = _halves(left, HEIGHT, WIDTH // 2)
@@ -358,7 +358,7 @@ class Kind(NamedTuple):
 
 
 class Statistic(NamedTuple):
-    """A full statistic: its packed operands, and how their tensors are unfolded."""
+    """A full statistic, and the tensors whose unfoldings are its packed operands."""
 
     stat: int  # in the list of statistics
     unfolding: Unfolding
@@ -539,10 +539,10 @@ def _tiles(
     sums: dict[tuple[torch.dtype, int], list[tuple[int, ...]]],
     end: int,
 ) -> tuple[list[tuple[int, ...]], int]:
-    """The tiles of one launch, and where its partial sums end, which begin at ``end``, in bytes.
+    """The tiles of one launch, and the byte of the workspace where its partial sums end.
 
-    The tiles that add them up go into ``sums``. Partial sums come before the operands, because
-    their offsets are 32-bit.
+    Its partial sums begin at byte ``end``; they come before the operands, because their offsets
+    are 32-bit. ``sums`` gets the tiles that add them up.
     """
     steps = {n: operand.steps * operand.products for n, operand in problems}
     work = sum(_side(kind, o) * (_side(kind, o) + 1) // 2 * steps[n] for n, o in problems)

@@ -28,7 +28,7 @@ from tnt_kernels.triton.tiles import (
     tile_order,
 )
 
-# How an operand holds its numbers: as they are, rounded to TF32, or rounded with a second part.
+# How an operand holds its numbers: as they are, rounded to TF32, or in two rounded parts.
 AS_IS, ROUNDED, SPLIT = (tl.constexpr(n) for n in range(3))
 
 _STEP = tl.constexpr(STEP)
@@ -151,7 +151,7 @@ def pack_kernel(
         high = _rounded(x)
         tl.store(target, high, mask=kept)
         if FORM == SPLIT:
-            # Not of infinity, whose rest is no number.
+            # Infinity has no rest: inf - inf is NaN.
             rest = tl.where(tl.abs(x) < float("inf"), x - high, 0.0)
             tl.store(target + tl.multiple_of(length, _STEP), _rounded(rest), mask=kept)
 

@@ -106,7 +106,7 @@ class LayerStatistics(Observed):
             gradients = torch.autograd.grad(
                 loss,
                 [edge for _, edge, _ in calls],
-                # Of the sum of the losses: the mean's gradients may underflow in float16.
+                # Gradients of the sum of the losses: those of the mean may underflow in float16.
                 torch.ones_like(loss).mul_(examples),
                 retain_graph=retain_graph,
                 allow_unused=True,
