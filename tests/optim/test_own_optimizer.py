@@ -131,7 +131,7 @@ def test_muon_is_torchs(nesterov: bool) -> None:
         assert float((own - other).detach().norm()) < 0.01 * float((other - start).detach().norm())
 
 
-def defined_soap(start: Tensor, those: range, lr: float, refresh: int) -> Tensor:
+def defined_soap(start: Tensor, those: range, lr: float, refresh: int, eps: float) -> Tensor:
     """The definition, for a matrix."""
     w, m, v = start.clone(), torch.zeros_like(start), torch.zeros_like(start)
     left = right = torch.empty(0)
@@ -146,20 +146,21 @@ def defined_soap(start: Tensor, those: range, lr: float, refresh: int) -> Tensor
         m = 0.95 * m + 0.05 * g
         v = 0.95 * v + 0.05 * (q_left.T @ g @ q_right).square()
         average = q_left.T @ m @ q_right / (1 - 0.95 ** (t + 1))
-        step = average / ((v / (1 - 0.95 ** (t + 1))).sqrt() + 1e-8)
+        step = average / ((v / (1 - 0.95 ** (t + 1))).sqrt() + eps)
         w = w - lr * (q_left @ step @ q_right.T + 0.01 * w)
     return w
 
 
-def test_soap_is_its_definition() -> None:
+def test_soap_is_its_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The first gradient is diagonal in its own eigenbasis: 1e-8 would divide roundings of zeros.
+    monkeypatch.setitem(SOAP._directions.__globals__, "EPS", 1e-3)
     (start,) = drawn([(5, 5)], 50)  # statistics of full rank have one eigenbasis
     params = [nn.Parameter(start.clone())]
     opt = SOAP(params, lr=0.02, inverse_interval=7)
     steps(opt, params, range(30))
-    wanted = defined_soap(start, range(30), 0.02, 7)
+    wanted = defined_soap(start, range(30), 0.02, 7, eps=1e-3)
     moved = float((wanted - start).norm())
-    # Eigenvectors amplify rounding by the inverse of the gaps between eigenvalues.
-    assert float((params[0] - wanted).detach().norm()) <= 100 * FLOAT64_TRAJECTORY * moved
+    assert float((params[0] - wanted).detach().norm()) <= FLOAT64_TRAJECTORY * moved
 
 
 @pytest.mark.parametrize("make", [MUON, SOAP])
