@@ -166,6 +166,7 @@ TASKS: Mapping[str, Task] = {
         seeds=range(10, 12),
         names_source=True,
         untuned=FORMS,
+        begin={"lr": 5.6e-3},
     ),
     "gru": Task(
         "GRU",
