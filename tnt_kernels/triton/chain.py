@@ -1,29 +1,23 @@
 """The mode products G x_1 A_1 ... x_k A_k of many tensors, and their epilogue.
 
-One launch multiplies one mode of every tensor: the last launch computes every tensor's last
-product, the launch before it the second to last, and so on.
-
-A tensor's modes are contracted in the order of their strides, the smallest first, and every
-intermediate product is stored with the next mode dense. A factor is read by rows. So both operands
-of every product are dense along the summed index, as the matrix units want them: loads are wide in
-every mode, and one loop handles all of them.
+All operands are packed (see ``pack``). A tensor's full modes are multiplied one after the other,
+the fastest first. The first launch packs the factors, and each tensor as a matrix whose rows are
+the other modes and whose columns are the mode to multiply; a diagonal factor scales the rows there.
+The epilogue of a product stores it as the next product's operand. That of the last stores the
+result, or updates a parameter with it.
 """
 
-import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from tnt_kernels.triton import cublas
 from tnt_kernels.triton.launch import (
-    ELEMENTS,
     VECTOR_BYTES,
     Layout,
     Prepared,
@@ -31,7 +25,6 @@ from tnt_kernels.triton.launch import (
     block_of,
     contiguous,
     contiguous_copies,
-    launch,
     planned,
     precision,
     scalar_on,
@@ -40,178 +33,268 @@ from tnt_kernels.triton.launch import (
     tile_tables,
 )
 from tnt_kernels.triton.momentum import over_elements, scaled_step_kernel
+from tnt_kernels.triton.pack import (
+    LEAST_LARGE,
+    NONE,
+    PACKED_BYTES,
+    SCRATCH,
+    SHORT,
+    SHORT_TILE,
+    Operand,
+    Packing,
+    form_of,
+    packing,
+)
+from tnt_kernels.triton.product import LAST, PACKS, STORES, Multiplying, Scaling
 from tnt_kernels.triton.tiles import (
     LARGE_BLOCK,
     LARGEST_INDEX,
-    PROBLEM,
     STEP,
-    TILE_COLUMN,
-    TILE_ROW,
+    Axis,
     Unfolding,
+    axis,
     blocks,
-    depth_of,
-    enlarge,
-    fields,
-    merge_small,
-    offsets,
+    by_stride,
+    dense_strides,
     tile_order,
-    unfolded,
-    warps_of,
-    waves,
 )
 
-# The problem table, int64: sizes, then the locations of source and result. A location is an index
-# into the addresses (SCRATCH: the workspace), an offset in bytes, and strides.
-ROWS, COLUMNS, INNER, IS_DIAGONAL, FACTOR = fields(5)
-READ, WRITTEN = tl.constexpr(5), tl.constexpr(10)  # each is such a location:
-ADDRESS, OFFSET, ROW_STRIDE, INNER_STRIDE, OUTER_STRIDE = fields(5)
-PROBLEM_FIELDS = tl.constexpr(15)
-TILE_FIELDS = tl.constexpr(3)
+Kind = Packing | Multiplying | Scaling
+Tiles = Callable[[int], Iterator[tuple[int, int, int]]]
 
-SCRATCH = -1
-# Tensors share a wave as long as their workspace stays below this, or below the need of the largest
-# tensor if that is more. It is half of an H100's second-level cache.
-SCRATCH_BYTES = 24 << 20
+_FIRST = -(2**31)  # the stage of what reads nothing of the workspace
 
 
-@triton.jit
-def _address(addresses, scratch, place):
-    """The address of a place of a problem."""
-    index = tl.load(place + ADDRESS)
-    listed = tl.load(addresses + tl.maximum(index, 0))
-    return tl.where(index < 0, scratch.to(tl.int64), listed) + tl.load(place + OFFSET)
+class Place(NamedTuple):
+    """A tensor: its address's index, or SCRATCH; its first byte there; dtype and strides."""
+
+    address: int
+    start: int
+    dtype: torch.dtype
+    strides: tuple[int, ...]
 
 
-@triton.jit
-def _epilogue(
-    value,
-    tile,
-    problems,
-    addresses,
-    scratch,
-    lr,
-    weight_decay,
-    RESULT: tl.constexpr,
-    UPDATE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
-    """Stores a tile P of the product, or updates W <- W - lr (P + weight_decay W) with it.
+class Factor(NamedTuple):
+    """The factor of a mode: its address's index."""
 
-    It loads its own operands, which would otherwise hold registers during the product.
+    address: int
+    is_diagonal: bool
+
+
+class Work(NamedTuple):
+    """What one launch does for one tensor."""
+
+    stage: int  # the last one is 0; what one stage does can run at once
+    kind: Kind
+    row: tuple[int, ...]  # of the problem table
+    tiles: Tiles  # given the row's number
+    sides: tuple[int, int] = (0, 0)  # rows and columns of a product, whose tiles are still open
+
+
+def _no_tiles(_: int) -> Iterator[tuple[int, int, int]]:
+    return iter(())
+
+
+class Unmergeable(Exception):
+    """Modes that are not one index of a tensor, as it lies in memory."""
+
+
+class Route:
+    """The launches that multiply one tensor, and what they need of the workspace.
+
+    With ``direct`` a product stores the next operand. Else it stores a tensor, which is packed
+    again: that serves modes of which too many are not next to each other.
+
+    Raises:
+        Unmergeable: Tensors that lie so in memory must be copied.
     """
-    problem = problems + tl.load(tile + PROBLEM) * PROBLEM_FIELDS
-    row = tl.load(tile + TILE_ROW) * BLOCK + tl.arange(0, BLOCK)
-    column = tl.load(tile + TILE_COLUMN) * BLOCK + tl.arange(0, BLOCK)
-    rows, columns = tl.load(problem + ROWS).to(tl.int32), tl.load(problem + COLUMNS).to(tl.int32)
-    inner = tl.load(problem + INNER).to(tl.int32)
-    place = problem + WRITTEN
-    result = _address(addresses, scratch, place).to(tl.pointer_type(RESULT))
-    row_stride = tl.load(place + ROW_STRIDE)
-    inner_stride, outer_stride = tl.load(place + INNER_STRIDE), tl.load(place + OUTER_STRIDE)
-    if VECTOR > 1:
-        result, columns = tl.multiple_of(result, 16), tl.multiple_of(columns, VECTOR)
-        row_stride, inner_stride = tl.multiple_of(row_stride, VECTOR), 1
-    at = result + (row.to(tl.int64) * row_stride)[:, None]
-    at = at + offsets(column, inner, inner_stride, outer_stride, VECTOR)[None, :]
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
-    if UPDATE:
-        alpha, gamma = tl.load(lr).to(value.dtype), tl.load(weight_decay).to(value.dtype)
-        weight = tl.load(at, mask=inside, other=0).to(value.dtype)
-        decay = alpha * gamma
-        shrunk = decay * tl.where(decay == 0, 0, weight)  # an infinite W that does not decay stays
-        value = weight - (alpha * value + shrunk)
-    tl.store(at, value.to(RESULT), mask=inside)
 
-
-@triton.jit
-def product_kernel(
-    tiles,
-    problems,
-    addresses,
-    scratch,
-    lr,
-    weight_decay,
-    ELEMENT: tl.constexpr,
-    STATE: tl.constexpr,
-    RESULT: tl.constexpr,
-    UPDATE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STEP: tl.constexpr,
-    VECTOR: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """One tile of the product of one mode of a tensor with its factor.
-
-    Grid: one program for each tile, BLOCK x BLOCK. A program reads BLOCK rows of the factor (of a
-    diagonal one, BLOCK entries) and BLOCK columns of the unfolding (of a diagonal one, the tile),
-    and writes the tile; with UPDATE it reads the tile too. Bound: matrix units from about 128 rows
-    on, memory below that and for diagonal factors.
-    """
-    tile = tiles + tl.program_id(0) * TILE_FIELDS
-    problem = problems + tl.load(tile + PROBLEM) * PROBLEM_FIELDS
-    row = tl.load(tile + TILE_ROW) * BLOCK + tl.arange(0, BLOCK)
-    column = tl.load(tile + TILE_COLUMN) * BLOCK + tl.arange(0, BLOCK)
-    rows, columns = tl.load(problem + ROWS).to(tl.int32), tl.load(problem + COLUMNS).to(tl.int32)
-    inner = tl.load(problem + INNER).to(tl.int32)
-    is_diagonal = tl.load(problem + IS_DIAGONAL) != 0
-    factor = tl.load(addresses + tl.load(problem + FACTOR)).to(tl.pointer_type(STATE))
-    place = problem + READ
-    source = _address(addresses, scratch, place).to(tl.pointer_type(ELEMENT))
-    row_stride = tl.load(place + ROW_STRIDE)
-    inner_stride, outer_stride = tl.load(place + INNER_STRIDE), tl.load(place + OUTER_STRIDE)
-    if VECTOR > 1:
-        source, factor = tl.multiple_of(source, 16), tl.multiple_of(factor, 16)
-        rows, inner_stride = tl.multiple_of(rows, VECTOR), tl.multiple_of(inner_stride, VECTOR)
-        row_stride = 1
-
-    # The tile's transpose, (columns, rows): x and a are then dense along their rows.
-    at_column = source + offsets(column, inner, inner_stride, outer_stride, VECTOR)[:, None]
-    in_column = (column < columns)[:, None]
-    if is_diagonal:
-        scale = tl.load(factor + row, mask=row < rows, other=0)
-        at = at_column + (row.to(tl.int64) * row_stride)[None, :]
-        x = tl.load(at, mask=in_column & (row < rows)[None, :], other=0)
-        total = x.to(STATE) * scale[None, :]
-    else:
-        DEPTH: tl.constexpr = depth_of(STEP, PRECISION, BLOCK > 64 or VECTOR == 1)
-        total = tl.zeros((BLOCK, BLOCK), STATE)
-        at_row = factor + (row.to(tl.int64) * rows)[:, None]
-        for start in range(0, rows, DEPTH):
-            term = start + tl.arange(0, DEPTH)
-            inside = (term < rows)[None, :]
-            a = tl.load(at_row + term[None, :], mask=(row < rows)[:, None] & inside, other=0)
-            at = at_column + (term.to(tl.int64) * row_stride)[None, :]
-            x = tl.load(at, mask=in_column & inside, other=0)
-            total = tl.dot(
-                x.to(STATE), tl.trans(a), total, input_precision=PRECISION, out_dtype=STATE
-            )
-    tables = tile, problems, addresses, scratch, lr, weight_decay
-    _epilogue(tl.trans(total), *tables, RESULT, UPDATE, BLOCK, VECTOR)
-
-
-class Kind(NamedTuple):
-    """The products of one launch: their wave and step, dtypes, tile, and elements of a load."""
-
-    wave: int
-    step: int
-    last: bool
-    element: torch.dtype
-    result: torch.dtype
-    block: int
-    vector: int
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        source: Place,
+        result: Place,
+        factors: Mapping[int, Factor],
+        setting: str,
+        start: int,
+        *,
+        direct: bool,
+    ) -> None:
+        self.end = start  # of the workspace, in bytes
+        self._works: list[Work] = []
+        self._sizes, self._factors, self._direct = sizes, factors, direct
+        self._modes = by_stride(result.strides)
+        self._state = state_dtype(source.dtype)
+        self._form = form_of(self._state, setting)
+        self._stage = 0
+        full = [m for m in self._modes if m in factors and not factors[m].is_diagonal]
+        scaled = [m for m in self._modes if m in factors and factors[m].is_diagonal]
+        if full:
+            self._multiply(source, result, full[::-1], scaled)
+        else:
+            for mode in scaled[:-1]:
+                source = self._scale(mode, source)
+            self._scale(scaled[-1], source, result)
 
     @property
-    def state(self) -> torch.dtype:
-        """The factors' dtype."""
-        return state_dtype(self.element)
+    def works(self) -> list[Work]:
+        """Its work in order."""
+        return [
+            work if work.stage == _FIRST else work._replace(stage=work.stage - self._stage)
+            for work in self._works
+        ]
+
+    def _multiply(
+        self, source: Place, result: Place, full: Sequence[int], scaled: Sequence[int]
+    ) -> None:
+        orders = [self._order(*pair) for pair in zip(full, [*full[1:], None], strict=True)]
+        # The first operand's rows are scaled by one factor, if they count its mode by itself.
+        strides = source.strides if len(scaled) < 2 else dense_strides(self._sizes, self._modes)
+        packed = [m for m in scaled if axis(self._sizes, strides, orders[0], m)][:1]
+        for mode in scaled:
+            if mode not in packed:
+                source = self._scale(mode, source)
+        operand = self._packed(source, orders[0], full[0], *packed)
+        for n, (mode, order) in enumerate(zip(full, orders, strict=True), start=1):
+            if n == len(full):
+                self._product(mode, order, operand, result, LAST)
+            elif self._direct:
+                operand = self._product_packed(mode, order, operand, orders[n], full[n])
+            else:
+                tensor = self._tensor()
+                self._product(mode, order, operand, tensor, STORES.value)
+                operand = self._packed(tensor, orders[n], full[n])
+
+    def _order(self, mode: int, after: int | None) -> list[int]:
+        """The rows of an operand, in an order in which its product can be written.
+
+        The mode to multiply next comes last, because the next operand is dense in it.
+        """
+        if after is None or not self._direct:
+            return [m for m in self._modes if m != mode]
+        at = self._modes.index(mode)
+        return [m for m in self._modes[at + 1 :] + self._modes[:at] if m != after] + [after]
+
+    def _packed(self, source: Place, order: Sequence[int], mode: int, *scaled: int) -> Operand:
+        """An operand made of a tensor, its rows scaled by the factor of one of their modes."""
+        operand = self._operand(self._count(order), self._sizes[mode])
+        scale = NONE, False
+        if scaled:
+            counted = [m for m in order if self._sizes[m] > 1 or m in scaled]
+            scale = self._factors[scaled[0]].address, counted[-1] not in scaled
+        matrix = Unfolding(self._axis(source, order, *scaled), self._axis(source, [mode]))
+        row = operand.problem((source.address, source.start), matrix, scale)
+        add = self._then if source.address == SCRATCH else self._first
+        add(packing(operand, source.dtype), row, operand.tiles)
+        return operand
+
+    def _factor(self, mode: int) -> Operand:
+        size = self._sizes[mode]
+        operand = self._operand(size, size)
+        matrix = Unfolding(Axis(size, size, size, 0), Axis(size, size, 1, 0))
+        row = operand.problem((self._factors[mode].address, 0), matrix)
+        self._first(packing(operand, self._state), row, operand.tiles)
+        return operand
+
+    def _product(
+        self,
+        mode: int,
+        order: Sequence[int],
+        operand: Operand,
+        target: Place,
+        writes: int,
+        length: int = 0,
+    ) -> None:
+        """A mode's product with its full factor; ``order`` are the modes of the operand's rows."""
+        left, right = self._factor(mode), operand
+        matrix = Unfolding(self._axis(target, [mode]), self._axis(target, order))
+        # Columns should be dense in the target.
+        if matrix.rows_are_dense or (matrix.rows.inner_stride == 1 and right.rows <= SHORT):
+            left, right, matrix = right, left, Unfolding(matrix.columns, matrix.rows)
+        row: tuple[int, ...] = target.address, target.start, length, *matrix.rows, *matrix.columns
+        operands = left.start, right.start, left.steps, left.stride
+        kind = Multiplying(self._state, target.dtype, writes, self._form.value)
+        row = (*row, *operands, *[0] * 8)  # as long as the row of a scaling
+        self._then(kind, row, sides=(left.rows, right.rows))
+
+    def _product_packed(
+        self, mode: int, order: Sequence[int], operand: Operand, rows: Sequence[int], after: int
+    ) -> Operand:
+        """The product of a mode as the operand for mode ``after``, whose rows are ``rows``."""
+        to = self._operand(self._count(rows), self._sizes[after])
+        strides = dense_strides(self._sizes, [*rows, after], gap=to.stride)
+        target = Place(SCRATCH, to.start, self._state, strides)
+        self._product(mode, order, operand, target, PACKS.value, to.steps * STEP)
+        nothing = Unfolding(Axis(to.rows, 1, 0, 0), Axis(0, 1, 0, 0))
+        self._first(packing(to, self._state), to.problem((SCRATCH, 0), nothing), to.padding)
+        return to
+
+    def _scale(self, mode: int, source: Place, result: Place | None = None) -> Place:
+        """A mode's product with its diagonal factor."""
+        target = result or self._tensor()
+        others = [m for m in self._modes if m != mode]
+        faster = self._modes[self._modes.index(mode) + 1 :]
+        by_row = any(self._sizes[m] > 1 for m in faster)  # else the mode is dense
+        sides = ([mode], others) if by_row else (others, [mode])
+        written, read = (
+            [number for modes in sides for number in self._axis(place, modes)]
+            for place in (target, source)
+        )
+        places = target.address, target.start, 0, *written, source.address, source.start
+        kind = Scaling(
+            *(source.dtype, self._state, target.dtype), STORES.value if result is None else LAST
+        )
+        block = block_of(self._state)
+        tiles = _tiles(self._count(sides[0]), self._count(sides[1]), block, block)
+        self._then(kind, (*places, self._factors[mode].address, by_row, *read), tiles)
+        return target
+
+    def _tensor(self) -> Place:
+        """A contiguous tensor in the workspace."""
+        start = self._take(self._count(self._modes) * self._state.itemsize)
+        return Place(SCRATCH, start, self._state, dense_strides(self._sizes, self._modes))
+
+    def _operand(self, rows: int, columns: int) -> Operand:
+        operand = Operand(rows, columns, self._state, self._form, self.end)
+        self._take(operand.nbytes)
+        return operand
+
+    def _take(self, size: int) -> int:
+        start = self.end
+        self.end += blocks(size, VECTOR_BYTES) * VECTOR_BYTES
+        return start
+
+    def _count(self, modes: Sequence[int]) -> int:
+        return math.prod(self._sizes[m] for m in modes)
+
+    def _axis(self, tensor: Place, modes: Sequence[int], *alone: int) -> Axis:
+        found = axis(self._sizes, tensor.strides, modes, *alone)
+        if found is None:
+            raise Unmergeable
+        return found
+
+    def _first(self, kind: Packing, row: tuple[int, ...], tiles: Tiles) -> None:
+        """Adds work that reads nothing of the workspace."""
+        self._works.append(Work(_FIRST, kind, row, tiles))
+
+    def _then(
+        self,
+        kind: Kind,
+        row: tuple[int, ...],
+        tiles: Tiles = _no_tiles,
+        sides: tuple[int, int] = (0, 0),
+    ) -> None:
+        """Adds work that reads what the work before it wrote."""
+        self._stage += 1
+        self._works.append(Work(self._stage, kind, row, tiles, sides))
 
 
 @dataclass
 class Plan:
     """The launches, in order, that multiply tensors of given layouts."""
 
-    problems: Tensor
+    packed: Tensor  # the problem tables: of operands,
+    problems: Tensor  # and of products
     launches: list[tuple[Kind, int, Tensor]]
     scratch: int  # bytes
     copied: frozenset[int]  # tensors to copy first: their modes or their results' do not merge
@@ -225,151 +308,121 @@ def plan(
     device: torch.device,
     programs: int,
     setting: str = "ieee",
-    in_place: bool = False,
+    skipped: tuple[int, ...] = (),
 ) -> Plan:
     """Plans the products; ``factors`` flat, contiguous; ``setting`` is Triton's precision.
 
-    ``in_place``: the results are the tensors.
+    ``skipped``: a mode of each tensor that has no factor.
     """
-    first_factors = list(itertools.accumulate((len(t.shape) for t in tensors), initial=0))
-    problems: list[tuple[int, ...]] = []
-    kinds: dict[Kind, list[int]] = defaultdict(list)
-    copied: set[int] = set()
-    scratch = 0
-    by_cublas = {
-        t: first
-        for t, (layout, first) in enumerate(zip(tensors, first_factors, strict=False))
-        if cublas.choose(device, setting, layout)
-        and any(len(factor.shape) == 2 for factor in factors[first : first + 2])
-    }
-    needs = {
-        t: _scratch_of(layout)
-        for t, layout in enumerate(tensors)
-        if 0 not in layout.shape and t not in by_cublas
-    }
-    for wave, members in enumerate(waves(needs, SCRATCH_BYTES)):
-        most = max(len(tensors[t].shape) for t in members)
-        free = 0
-        for t in members:
-            source, result = tensors[t], results[t]
-            unfoldings = _unfoldings(source, result)
-            # A product may not write what its other tiles read. The last of several reads scratch.
-            is_alone = in_place and len(source.shape) == 1 < len(factors[first_factors[t]].shape)
-            if unfoldings is None or is_alone:
+    copied, by_cublas = set[int](), dict[int, int]()
+    waves = [list[Work]()]
+    scratch = end = first = 0
+    for t, (source, result) in enumerate(zip(tensors, results, strict=True)):
+        modes = [m for m in range(len(source.shape)) if not skipped or m != skipped[t]]
+        own = factors[first : first + len(modes)]
+        if cublas.is_faster(source, own, setting):
+            by_cublas[t] = first
+        elif 0 not in source.shape:
+            addresses = t, len(tensors) + t, 2 * len(tensors) + first
+            given = dict(zip(modes, own, strict=True))
+            route, is_copied = _route(source, result, given, addresses, setting, end)
+            if route.end > PACKED_BYTES and end > 0:
+                waves.append([])
+                route, is_copied = _route(source, result, given, addresses, setting, 0)
+            waves[-1] += route.works
+            end = route.end
+            scratch = max(scratch, end)
+            if is_copied:
                 copied.add(t)
-                source, result = contiguous(source), contiguous(result)
-                unfoldings = _unfoldings(source, result)
-            if unfoldings is None:
-                raise ValueError(
-                    f"tensor {t} must have unfoldings of at most {LARGEST_INDEX} rows and columns, "
-                    f"got {tuple(source.shape)}"
-                )
-            order = len(source.shape)
-            state = state_dtype(source.dtype)
-            size = _buffer_of(source)
-            between = [(SCRATCH, free + step % 2 * size) for step in range(order - 1)]
-            ends = [(t, 0), *between, (len(tensors) + t, 0)]
-            for step, (mode, u, to) in enumerate(unfoldings):
-                f = first_factors[t] + mode
-                last = step == order - 1
-                read = source.vector if step == 0 else VECTOR_BYTES // state.itemsize
-                vector = min(read, factors[f].vector, result.vector if last else read)
-                kind = Kind(
-                    wave,
-                    most - order + step,
-                    last,
-                    source.dtype if step == 0 else state,
-                    result.dtype if last else state,
-                    block_of(state),
-                    vector if _is_wide(u, to, vector) else 1,
-                )
-                kinds[kind].append(len(problems))
-                problems.append(
-                    (
-                        *(u.rows, u.columns, u.inner, len(factors[f].shape) == 1),
-                        2 * len(tensors) + f,
-                        *(*ends[step], u.row_stride, u.inner_stride, u.outer_stride),
-                        *(*ends[step + 1], to.row_stride, to.inner_stride, to.outer_stride),
-                    )
-                )
-            free += _scratch_of(source)
-        scratch = max(scratch, free)
-    enlarge(kinds, lambda kind, n: _large_tiles(problems[n]), programs)
-    merge_small(kinds, lambda kind, n: _work(kind, problems[n]), programs)
-    tiles = {
-        kind: [tile for n in kinds[kind] for tile in _tiles(kind, n, problems[n])]
-        for kind in sorted(kinds, key=lambda kind: (kind.wave, kind.step))
-    }
-    launches = tile_tables(tiles, device)
-    problem_table = table(problems, torch.int64, device)
-    return Plan(problem_table, launches, scratch, frozenset(copied), by_cublas)
-
-
-def _buffer_of(layout: Layout) -> int:
-    """The bytes of one intermediate product, rounded up to the alignment of the next."""
-    size = math.prod(layout.shape) * state_dtype(layout.dtype).itemsize
-    return blocks(size, VECTOR_BYTES) * VECTOR_BYTES
-
-
-def _scratch_of(layout: Layout) -> int:
-    """A tensor's bytes of workspace: products alternate between at most two buffers."""
-    return _buffer_of(layout) * min(len(layout.shape) - 1, 2)
-
-
-def _unfoldings(source: Layout, result: Layout) -> list[tuple[int, Unfolding, Unfolding]] | None:
-    """Each product's mode, and the unfoldings that it reads and writes; None: no fit."""
-    sizes, order = source.shape, len(source.shape)
-    # From the slowest mode to the fastest. Each product brings the last of them to the front.
-    modes = sorted(range(order), key=lambda mode: -source.strides[mode])
-    read, unfoldings = source.strides, list[tuple[int, Unfolding, Unfolding]]()
-    for step in range(order):
-        mode = modes.pop()
-        modes.insert(0, mode)
-        written = result.strides if step == order - 1 else _strides(sizes, modes)
-        pair = unfolded(sizes, mode, read, written)
-        if pair is None:
-            return None
-        unfoldings.append((mode, pair[0], pair[1]))
-        read = written
-    return unfoldings
-
-
-def _strides(sizes: Sequence[int], modes: Sequence[int]) -> tuple[int, ...]:
-    """Strides without gaps, ``modes`` sorted from the slowest to the fastest."""
-    strides = [1] * len(sizes)
-    for faster, slower in itertools.pairwise(modes[::-1]):
-        strides[slower] = strides[faster] * sizes[faster]
-    return tuple(strides)
-
-
-def _is_wide(read: Unfolding, written: Unfolding, vector: int) -> bool:
-    """Whether a product can read along its rows and write along its columns, ``vector`` at once."""
-    return (
-        read.rows_are_dense
-        and read.is_wide(vector)
-        and not written.rows_are_dense
-        and written.is_wide(vector)
+        first += len(modes)
+    packed, problems = list[tuple[int, ...]](), list[tuple[int, ...]]()
+    launches = list[tuple[Kind, int, Tensor]]()
+    for wave in waves:
+        stages = defaultdict[int, list[Work]](list)
+        for work in wave:
+            stages[work.stage].append(work)
+        for stage in sorted(stages):
+            tiles = defaultdict[Kind, list[tuple[int, int, int]]](list)
+            for work in _sized(stages[stage], programs):
+                rows = packed if isinstance(work.kind, Packing) else problems
+                tiles[work.kind] += work.tiles(len(rows))
+                rows.append(work.row)
+            launches += tile_tables(tiles, device)
+    return Plan(
+        table(packed, torch.int64, device),
+        table(problems, torch.int64, device),
+        launches,
+        scratch,
+        frozenset(copied),
+        by_cublas,
     )
 
 
-def _tiles(kind: Kind, number: int, problem: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    rows, columns = (blocks(size, kind.block) for size in problem[:2])
-    return ((number, row, column) for row, column in tile_order(rows, columns))
+def _route(
+    source: Layout,
+    result: Layout,
+    factors: Mapping[int, Layout],
+    addresses: tuple[int, int, int],
+    setting: str,
+    start: int,
+) -> tuple[Route, bool]:
+    """The launches of one tensor, and whether they need copies of it and of its result."""
+    first, second, third = addresses
+    given = {m: Factor(third + n, len(f.shape) == 1) for n, (m, f) in enumerate(factors.items())}
+    for is_copied in (False, True):
+        if is_copied:
+            source, result = contiguous(source), contiguous(result)
+        places = (
+            Place(first, 0, source.dtype, source.strides),
+            Place(second, 0, result.dtype, result.strides),
+        )
+        for direct in (True, False):
+            try:
+                route = Route(source.shape, *places, given, setting, start, direct=direct)
+            except Unmergeable:
+                continue
+            return route, is_copied
+    raise ValueError(
+        f"tensor {first} must have unfoldings of at most {LARGEST_INDEX} rows and columns, "
+        f"got {tuple(source.shape)}"
+    )
 
 
-def _large_tiles(problem: tuple[int, ...]) -> int:
-    """How many large tiles a problem has; none if they were mostly padding, or for no sums."""
-    rows, columns = problem[ROWS.value], problem[COLUMNS.value]
-    if problem[IS_DIAGONAL.value] or min(rows, columns) < LARGE_BLOCK:
+def _sized(works: Sequence[Work], programs: int) -> list[Work]:
+    """Works of one stage, products with tiles: large ones where these fill the device."""
+    large = sum(_large_tiles(work) for work in works) >= programs
+    sized = list[Work]()
+    for work in works:
+        if isinstance(work.kind, Multiplying):
+            small = block_of(work.kind.state)
+            height, width = small, small
+            if work.kind.state == torch.float32 and work.sides[0] <= SHORT:
+                height, width = SHORT_TILE
+            elif large and _large_tiles(work):
+                height, width = LARGE_BLOCK, LARGE_BLOCK
+            kind = work.kind._replace(height=height, width=width)
+            work = work._replace(kind=kind, tiles=_tiles(*work.sides, height, width))
+        sized.append(work)
+    return sized
+
+
+def _large_tiles(work: Work) -> int:
+    """The large tiles of a product; none if they were mostly padding."""
+    is_single = isinstance(work.kind, Multiplying) and work.kind.state == torch.float32
+    if not is_single or min(work.sides) < LEAST_LARGE:
         return 0
+    rows, columns = work.sides
     return blocks(rows, LARGE_BLOCK) * blocks(columns, LARGE_BLOCK)
 
 
-def _work(kind: Kind, problem: tuple[int, ...]) -> int:
-    """The steps of all tiles of a problem."""
-    rows, columns = (blocks(size, kind.block) for size in problem[:2])
-    depth = 1 if problem[IS_DIAGONAL.value] else blocks(problem[0], STEP)
-    return rows * columns * depth
+def _tiles(rows: int, columns: int, height: int, width: int) -> Tiles:
+    """The tiles of a matrix, for a problem of this number."""
+
+    def of(problem: int) -> Iterator[tuple[int, int, int]]:
+        order = tile_order(blocks(rows, height), blocks(columns, width))
+        return ((problem, i, j) for i, j in order)
+
+    return of
 
 
 def products(
@@ -377,17 +430,19 @@ def products(
     results: Sequence[Tensor],
     factors: Sequence[Tensor],
     step: tuple[Tensor, Tensor] | None = None,
+    skipped: Sequence[int] = (),
 ) -> list[Prepared]:
     """Prepares results[t] <- P = tensors[t] x_1 A_1 ... x_k A_k.
 
     With ``step``, (lr, weight_decay), the results W, of any dtype, become W - lr (P + weight_decay
-    W); else they have the factors' dtype and are contiguous. The numbers of a step may be on the
-    host. ``factors`` are the A_i, flat. ``results`` may be the list ``tensors`` itself.
+    W); else they have the factors' dtype. The numbers of a step may be on the host. ``factors`` are
+    the A_i, flat; ``skipped`` is a mode of each tensor that has none. ``results`` may be the list
+    ``tensors`` itself.
     """
     device = tensors[0].device
     factors = contiguous_copies(factors)
     setting = precision(device)
-    p = planned(plan, tensors, results, factors, rest=(setting, results is tensors))
+    p = planned(plan, tensors, results, factors, rest=(setting, tuple(skipped)))
     read, written = list(tensors), list(results)
     for t in p.copied:  # copies: a contiguous tensor itself may not be aligned, as the plan says
         read[t], written[t] = (
@@ -404,19 +459,11 @@ def products(
             read[t].copy_(tensors[t])
             written[t].copy_(results[t])
         for kind, count, tiles in p.launches:
-            launch(
-                product_kernel,
-                *(count, tiles, p.problems, addresses, scratch, lr, weight_decay),
-                ELEMENT=ELEMENTS[kind.element],
-                STATE=ELEMENTS[kind.state],
-                RESULT=ELEMENTS[kind.result],
-                UPDATE=step is not None and kind.last,
-                BLOCK=kind.block,
-                STEP=STEP,
-                VECTOR=kind.vector,
-                PRECISION=setting,
-                num_warps=warps_of(kind.block),
-            )
+            if isinstance(kind, Packing):
+                kind.launch(count, tiles, p.packed, addresses, scratch)
+            else:
+                tables = tiles, p.problems, addresses, scratch, lr, weight_decay
+                kind.launch(count, *tables, updates=step is not None)
         for t in p.copied:
             results[t].copy_(written[t])
 
@@ -428,12 +475,12 @@ def products(
     most = 0 if step is None else max(tensors[t].numel() for t in p.by_cublas)
     buffer = torch.empty(most, dtype=torch.float32, device=device)
     for t, first in p.by_cublas.items():
-        target, row = results[t], factors[first : first + 2]
+        target, pair = results[t], factors[first : first + 2]
         if step is None:
-            prepared.append(cublas.chain(tensors[t], row, target))
+            prepared.append(cublas.chain(tensors[t], pair, target))
             continue
         product = buffer[: target.numel()].view(target.shape)
         lists, numbers = [[target], [product]], (lr, weight_decay, lr)
         update, _ = over_elements(scaled_step_kernel, lists, numbers, decayed=(True,), SCALED=False)
-        prepared += [cublas.chain(tensors[t], row, product), update]
+        prepared += [cublas.chain(tensors[t], pair, product), update]
     return prepared

@@ -14,7 +14,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -43,13 +43,16 @@ from tnt_kernels.triton.launch import (
 from tnt_kernels.triton.momentum import BLOCK as SUMMED
 from tnt_kernels.triton.momentum import WARPS, Sums, inner_kernel, over_elements, sum_of
 from tnt_kernels.triton.pack import (
+    LEAST_LARGE,
+    PACKED_BYTES,
     SHORT,
     Operand,
+    Packing,
+    by_parts,
     dot_precision,
     form_of,
-    pack_kernel,
     packed_product,
-    tables,
+    packing,
 )
 from tnt_kernels.triton.tiles import (
     LARGE_BLOCK,
@@ -62,7 +65,7 @@ from tnt_kernels.triton.tiles import (
     cut,
     fields,
     lower_tiles,
-    offsets,
+    places,
     unfolded,
     warps_of,
     waves,
@@ -78,9 +81,9 @@ TILE_FIELDS = tl.constexpr(6)
 # A part of a tile's partial sums: their offset, stride of rows, count, and stride.
 FIRST_PARTIAL, WIDTH, PARTIALS, SIZE = fields(4, start=3)
 SUM_FIELDS = tl.constexpr(7)
-# The problem table of diagonal statistics, int64: three addresses, an unfolding, a flag, the scale.
-DIAGONAL, TENSOR, SECOND, D_ROWS, COLUMNS, ROW_STRIDE = fields(6)
-INNER, INNER_STRIDE, OUTER_STRIDE, ROWS_ARE_DENSE, D_SCALE = fields(5, start=6)
+# The problem table of diagonal statistics, int64: three addresses, the rows and their stride, a
+# flag, the scale, and the axis of the columns.
+DIAGONAL, TENSOR, SECOND, D_ROWS, ROW_STRIDE, ROWS_ARE_DENSE, D_SCALE, COLUMN_AXIS = fields(8)
 DIAGONAL_FIELDS = tl.constexpr(11)
 DIAGONAL_TILE_FIELDS = tl.constexpr(2)
 
@@ -88,20 +91,16 @@ DIAGONAL_TILE_FIELDS = tl.constexpr(2)
 LEAST_STEPS = 16
 # Programs for each multiprocessor, so that all of them finish at about the same time.
 PARTS = 4
-# A matrix of fewer rows is mostly padding in large tiles.
-LEAST_LARGE = 96
-# Packed operands, and whitened tensors, exist together as long as they have fewer bytes than this.
-PACKED_BYTES = WHITENED_BYTES = 256 << 20
+# Whitened tensors exist together as long as they have fewer bytes than this.
+WHITENED_BYTES = 256 << 20
 
 
 @triton.jit
 def _blend(
     gram,
     first_column,
-    target,
-    rows,
-    weight,
-    first_row,
+    arguments,
+    CONSTANTS: tl.constexpr,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
@@ -109,6 +108,7 @@ def _blend(
 
     At weight 0 the old S is not read, at 1 nothing is written.
     """
+    target, rows, weight, first_row = arguments
     row, column = first_row + tl.arange(0, HEIGHT), first_column + tl.arange(0, WIDTH)
     lower = row[:, None] >= column[None, :]
     at = target + (row.to(tl.int64) * rows)[:, None] + column[None, :]
@@ -119,34 +119,6 @@ def _blend(
     upper = (column[:, None] < row[None, :]) & (column < written)[:, None] & (row < rows)[None, :]
     at = target + (column.to(tl.int64) * rows)[:, None] + row[None, :]
     tl.store(at, tl.trans(new), mask=upper)
-
-
-@triton.jit
-def _halves(x, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
-    """The left and the right half of the columns."""
-    return tl.split(tl.permute(tl.reshape(x, (HEIGHT, 2, WIDTH // 2)), (0, 2, 1)))
-
-
-@triton.jit
-def _blend_quarters(
-    gram,
-    first_column,
-    target,
-    rows,
-    weight,
-    first_row,
-    HEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """Blends the columns of ``gram`` in four steps of a quarter each."""
-    PART: tl.constexpr = WIDTH // 4
-    left, right = _halves(gram, HEIGHT, WIDTH)
-    a, b = _halves(left, HEIGHT, WIDTH // 2)
-    c, d = _halves(right, HEIGHT, WIDTH // 2)
-    _blend(a, first_column, target, rows, weight, first_row, HEIGHT, PART)
-    _blend(b, first_column + PART, target, rows, weight, first_row, HEIGHT, PART)
-    _blend(c, first_column + 2 * PART, target, rows, weight, first_row, HEIGHT, PART)
-    _blend(d, first_column + 3 * PART, target, rows, weight, first_row, HEIGHT, PART)
 
 
 @triton.jit
@@ -162,8 +134,7 @@ def _epilogue(
 ):
     """Blends a tile into its statistic.
 
-    It loads its own operands, which would otherwise hold registers during the product. Addresses of
-    a whole tile of 128 x 128 take 255 registers, of an eighth 128: two programs then run at once.
+    It loads its own operands, which would otherwise hold registers during the product.
     """
     problem = problems + tl.load(tile + PROBLEM) * PROBLEM_FIELDS
     row, column = tl.load(tile + TILE_ROW) * BLOCK, tl.load(tile + TILE_COLUMN) * BLOCK
@@ -171,13 +142,8 @@ def _epilogue(
     rows = tl.load(problem + ROWS).to(tl.int32)
     weight = tl.load(decay).to(STATE)
     gram *= tl.load(scales + tl.load(problem + SCALE)).to(STATE)
-    if BLOCK <= 32:
-        _blend(gram, column, target, rows, weight, row, BLOCK, BLOCK)
-    else:
-        HALF: tl.constexpr = BLOCK // 2
-        left, right = _halves(gram, BLOCK, BLOCK)
-        _blend_quarters(left, column, target, rows, weight, row, BLOCK, HALF)
-        _blend_quarters(right, column + HALF, target, rows, weight, row, BLOCK, HALF)
+    LEAST: tl.constexpr = BLOCK if BLOCK <= 32 else BLOCK // 8
+    by_parts(_blend, gram, column, (target, rows, weight, row), 0, BLOCK, BLOCK, LEAST)
 
 
 @triton.jit
@@ -298,9 +264,9 @@ def diagonal_kernel(
     if WHITENED:
         second = tl.load(addresses + tl.load(problem + SECOND)).to(tl.pointer_type(ELEMENT))
     target = tl.load(addresses + tl.load(problem + DIAGONAL)).to(tl.pointer_type(STATE))
-    rows, columns = tl.load(problem + D_ROWS).to(tl.int32), tl.load(problem + COLUMNS).to(tl.int32)
-    row_stride, inner = tl.load(problem + ROW_STRIDE), tl.load(problem + INNER).to(tl.int32)
-    inner_stride, outer_stride = tl.load(problem + INNER_STRIDE), tl.load(problem + OUTER_STRIDE)
+    rows = tl.load(problem + D_ROWS).to(tl.int32)
+    columns = tl.load(problem + COLUMN_AXIS).to(tl.int32)
+    row_stride = tl.load(problem + ROW_STRIDE)
     rows_are_dense = tl.load(problem + ROWS_ARE_DENSE) != 0
     weight = tl.load(decay).to(STATE)
 
@@ -310,7 +276,7 @@ def diagonal_kernel(
         sums = tl.zeros((DEPTH, BLOCK), STATE)
         for start in range(0, last, DEPTH):
             c = start + tl.arange(0, DEPTH)
-            at = offsets(c, inner, inner_stride, outer_stride, 1)[:, None] + row[None, :]
+            at = places(c, problem + COLUMN_AXIS)[:, None] + row[None, :]
             inside = (c < columns)[:, None] & (row < rows)[None, :]
             x = tl.load(source + at, mask=inside, other=0).to(STATE)
             y = tl.load(second + at, mask=inside, other=0).to(STATE) if WHITENED else x
@@ -321,7 +287,7 @@ def diagonal_kernel(
         at_row = (row.to(tl.int64) * row_stride)[:, None]
         for start in range(0, last, DEPTH):
             c = start + tl.arange(0, DEPTH)
-            at = at_row + offsets(c, inner, inner_stride, outer_stride, 1)[None, :]
+            at = at_row + places(c, problem + COLUMN_AXIS)[None, :]
             inside = (row < rows)[:, None] & (c < columns)[None, :]
             x = tl.load(source + at, mask=inside, other=0).to(STATE)
             y = tl.load(second + at, mask=inside, other=0).to(STATE) if WHITENED else x
@@ -368,13 +334,13 @@ class Statistic(NamedTuple):
     def operand(self, form: tl.constexpr, start: int) -> Operand:
         """One of its operands in the workspace."""
         u = self.unfolding
-        return Operand(u.rows, u.columns, self.element, form, start)
+        return Operand(u.rows.size, u.columns.size, self.element, form, start)
 
 
 class Wave(NamedTuple):
     """The launches for statistics whose operands exist together."""
 
-    packs: list[tuple[Any, int, Tensor]]
+    packs: list[tuple[Packing, int, Tensor]]
     grams: list[tuple[Kind, int, Tensor]]
     sums: list[tuple[tuple[torch.dtype, int], int, Tensor]]
 
@@ -424,11 +390,11 @@ def plan(
                 full.append(Statistic(n, u, sources, layout.dtype))
             else:
                 block = block_of(state_dtype(layout.dtype))
-                row = len(tensors) + n, sources[0], sources[-1], *u, u.rows_are_dense
                 diagonal_tiles[layout.dtype, block] += [
-                    (len(diagonals), i) for i in range(blocks(u.rows, block))
+                    (len(diagonals), i) for i in range(blocks(u.rows.size, block))
                 ]
-                diagonals.append((*row, n if modes else 0))
+                row = len(tensors) + n, sources[0], sources[-1], u.rows.size, u.rows.inner_stride
+                diagonals.append((*row, u.rows_are_dense, n if modes else 0, *u.columns))
             n += 1
     plans = _Waves(full, len(tensors), device, programs, setting, is_whitened=bool(modes))
     return Plan(
@@ -480,13 +446,13 @@ class _Waves:
         for kind, problems in kinds.items():
             grams[kind], end = _tiles(kind, problems, self._programs, sums, end)
         self.partials = max(self.partials, end)
-        packed: list[tuple[Operand, int]] = []
+        packed: dict[Packing, list[tuple[int, ...]]] = defaultdict(list)
         for s in members:
             starts = []
             for source in s.sources:
                 operand = self._operand(s, end)
-                packed.append((operand, len(self.packed)))
-                self.packed.append(operand.problem(source, s.unfolding))
+                packed[packing(operand, s.element)] += operand.tiles(len(self.packed))
+                self.packed.append(operand.problem((source, 0), s.unfolding))
                 starts.append(end)
                 end += operand.nbytes
             self.problems.append(
@@ -496,21 +462,21 @@ class _Waves:
                 )
             )
         self.scratch = max(self.scratch, end)
-        launches = tables(packed), grams, sums
+        launches = packed, grams, sums
         self.waves.append(Wave(*(tile_tables(tiles, self._device) for tiles in launches)))
 
     def _large_tiles(self, s: Statistic) -> int:
         """The most programs with large tiles that a statistic can have."""
-        if state_dtype(s.element) != torch.float32 or s.unfolding.rows < LEAST_LARGE:
+        if state_dtype(s.element) != torch.float32 or s.unfolding.rows.size < LEAST_LARGE:
             return 0
-        side, operand = blocks(s.unfolding.rows, LARGE_BLOCK), self._operand(s, 0)
+        side, operand = blocks(s.unfolding.rows.size, LARGE_BLOCK), self._operand(s, 0)
         steps = operand.steps * operand.products
         return side * (side + 1) // 2 * blocks(steps, LEAST_STEPS)
 
 
 def _kind(s: Statistic, *, large: bool) -> Kind:
     """The launch of a statistic; ``large`` tiles where it has the rows."""
-    block, rows = block_of(state_dtype(s.element)), s.unfolding.rows
+    block, rows = block_of(state_dtype(s.element)), s.unfolding.rows.size
     if rows <= SHORT:
         return Kind(s.element, SHORT)
     is_large = large and rows >= LEAST_LARGE and 2 * block == LARGE_BLOCK
@@ -519,7 +485,7 @@ def _kind(s: Statistic, *, large: bool) -> Kind:
 
 def _modes_of(layout: Layout) -> list[Unfolding] | None:
     modes = [unfolded(layout.shape, i, layout.strides) for i in range(len(layout.shape))]
-    return [unfoldings[0] for unfoldings in modes if unfoldings] if all(modes) else None
+    return [unfolding for unfolding in modes if unfolding] if all(modes) else None
 
 
 def _checked_modes(t: int, layout: Layout) -> list[Unfolding]:
@@ -593,10 +559,10 @@ def gram_ema_(
 class Whitened(NamedTuple):
     """A whitened tensor P, which has one statistic: that of one mode of a tensor G."""
 
-    stat: int
     tensor: int
     mode: int
-    factors: list[int]  # of all modes of G; of its own mode, ones
+    stat: int  # in the list of statistics
+    factors: list[int]  # of the other modes of G
     start: int  # in the workspace, bytes
 
 
@@ -605,7 +571,6 @@ class WhitenedPlan(NamedTuple):
 
     parts: list[list[Whitened]]  # each has the P that exist together
     workspace: int  # bytes, which the parts use in turn
-    ones: list[Tensor]  # factors that change nothing; numbered after the factors
 
 
 def plan_whitened(tensors: tuple[Layout, ...], device: torch.device, _: int) -> WhitenedPlan:
@@ -616,7 +581,6 @@ def plan_whitened(tensors: tuple[Layout, ...], device: torch.device, _: int) -> 
     sizes = [
         blocks(math.prod(x.shape), VECTOR_BYTES) * VECTOR_BYTES * x.dtype.itemsize for x in tensors
     ]
-    ones: dict[tuple[int, torch.dtype], int] = {}
     parts: list[list[Whitened]] = []
     workspace = 0
     for numbers in waves({n: sizes[t] for n, (t, _) in enumerate(modes)}, WHITENED_BYTES):
@@ -624,15 +588,13 @@ def plan_whitened(tensors: tuple[Layout, ...], device: torch.device, _: int) -> 
         free = 0
         for n in numbers:
             t, mode = modes[n]
-            shape, dtype = tensors[t].shape, tensors[t].dtype
-            row = [*range(n - mode, n - mode + len(shape))]
-            row[mode] = len(modes) + ones.setdefault((shape[mode], dtype), len(ones))
-            part.append(Whitened(n, t, mode, row, free))
+            first = n - mode
+            others = [*range(first, n), *range(n + 1, first + len(tensors[t].shape))]
+            part.append(Whitened(t, mode, n, others, free))
             free += sizes[t]
         parts.append(part)
         workspace = max(workspace, free)
-    tables = [table([[1] * d], dtype, device) for d, dtype in ones]
-    return WhitenedPlan(parts, workspace, tables)
+    return WhitenedPlan(parts, workspace)
 
 
 def _whitened(
@@ -644,23 +606,29 @@ def _whitened(
     device = stats[0].device
     tensors = contiguous_copies([t.to(state_dtype(t.dtype)) for t in tensors])
     p = planned(plan_whitened, tensors)
-    every = [*factors, *p.ones]
     workspace = torch.empty(p.workspace, dtype=torch.uint8, device=device)
     views = {state: workspace.view(state) for state in (torch.float32, torch.float64)}
     prepared: list[Prepared] = []
     for part in p.parts:
         own = [tensors[one.tensor] for one in part]
+        # A vector has no other mode: its P is G.
         whitened = [
             views[t.dtype].as_strided(t.shape, t.stride(), one.start // t.itemsize)
+            if one.factors
+            else t
             for t, one in zip(own, part, strict=True)
         ]
-        multiply = products(own, whitened, [every[n] for one in part for n in one.factors])
+        made = [n for n, one in enumerate(part) if one.factors]
+        if made:
+            groups = [own[n] for n in made], [whitened[n] for n in made]
+            others = [factors[f] for n in made for f in part[n].factors]
+            prepared += products(*groups, others, skipped=[part[n].mode for n in made])
         square, squares = over_elements(inner_kernel, [own], (), sums=True, TWO=False)
         trace, traces = over_elements(inner_kernel, [whitened, own], (), sums=True, TWO=True)
         scales = torch.empty(len(own), dtype=torch.float64, device=device)
         modes = [one.mode for one in part]
         blend = _update([stats[one.stat] for one in part], whitened, decay, modes, own, scales)
-        prepared += [*multiply, square, trace, _divided(scales, squares, traces), blend]
+        prepared += [square, trace, _divided(scales, squares, traces), blend]
     return prepared
 
 
@@ -695,16 +663,8 @@ def _update(
 
     def start(scratch: Tensor) -> None:
         for wave in p.waves:
-            for (element, form, (height, width)), count, tiles in wave.packs:
-                launch(
-                    pack_kernel,
-                    *(count, tiles, p.packed, addresses, scratch),
-                    ELEMENT=ELEMENTS[element],
-                    FORM=form,
-                    HEIGHT=height,
-                    WIDTH=width,
-                    num_warps=4,
-                )
+            for pack, count, tiles in wave.packs:
+                pack.launch(count, tiles, p.packed, addresses, scratch)
             for kind, count, tiles in wave.grams:
                 form = form_of(kind.element, setting)
                 launch(
@@ -714,7 +674,7 @@ def _update(
                     STATE=ELEMENTS[kind.state],
                     BLOCK=kind.block,
                     FORM=form.value,
-                    PRECISION=dot_precision(form),
+                    PRECISION=dot_precision(form.value),
                     num_warps=warps_of(kind.block),
                 )
             for (state, block), count, tiles in wave.sums:

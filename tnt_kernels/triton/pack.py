@@ -10,14 +10,17 @@ statistics too small. At "highest" a row holds the rounded numbers and then what
 too. Three products then have the error of float32: low x high, high x low, high x high.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from tnt_kernels.triton.launch import ELEMENTS, launch
 from tnt_kernels.triton.tiles import (
+    AXIS_FIELDS,
     PROBLEM,
     STEP,
     TILE_COLUMN,
@@ -25,6 +28,7 @@ from tnt_kernels.triton.tiles import (
     Unfolding,
     blocks,
     fields,
+    places,
     tile_order,
 )
 
@@ -33,17 +37,24 @@ AS_IS, ROUNDED, SPLIT = (tl.constexpr(n) for n in range(3))
 
 _STEP = tl.constexpr(STEP)
 
-# The problem table, int64: the source's address, an unfolding, a flag, and the target's first byte
-# in the workspace and numbers in a row.
-SOURCE, ROWS, COLUMNS, ROW_STRIDE, INNER, INNER_STRIDE, OUTER_STRIDE, ROWS_ARE_DENSE = fields(8)
-TARGET, TARGET_STRIDE = fields(2, start=8)
-PACK_FIELDS = tl.constexpr(10)
+# The problem table, int64: the source (the index of an address, SCRATCH for the workspace, and a
+# first byte), a flag, the address of the rows' scales (NONE for 1), which index they have, the
+# target's first byte in the workspace and numbers in a row; then the axes of both.
+SOURCE, OFFSET, ROWS_ARE_DENSE, SCALE, BY_OUTER, TARGET, TARGET_STRIDE = fields(7)
+ROW_AXIS, COLUMN_AXIS = fields(2, start=7, width=AXIS_FIELDS)
+PACK_FIELDS = tl.constexpr(15)
 TILE_FIELDS = tl.constexpr(3)
+
+SCRATCH = NONE = -1
 
 # Rows of a mode that has tiles of its own: a kernel's 3 x 3 positions, for example.
 SHORT = 16
 # Rows and columns of a tile, of short modes and of others.
 SHORT_TILE, TILE = (SHORT, 256), (64, 64)
+# A matrix of fewer rows is mostly padding in large tiles.
+LEAST_LARGE = 96
+# Packed operands exist together as long as they have fewer bytes than this.
+PACKED_BYTES = 256 << 20
 
 
 def form_of(dtype: torch.dtype, setting: str) -> tl.constexpr:
@@ -82,15 +93,33 @@ class Operand(NamedTuple):
         """Bytes of the workspace, a multiple of 16."""
         return self.rows * self.stride * self.element.itemsize
 
-    def problem(self, address: int, unfolding: Unfolding) -> tuple[int, ...]:
-        """Its row of the table, from the unfolding of the tensor with this address."""
-        return (address, *unfolding, unfolding.rows_are_dense, self.start, self.stride)
+    def problem(
+        self,
+        source: tuple[int, int],
+        matrix: Unfolding,
+        scale: tuple[int, bool] = (NONE, False),
+    ) -> tuple[int, ...]:
+        """Its row of the table, which packs a matrix of the tensor at ``source``.
+
+        ``scale`` are the address of factors of the rows, and whether the outer or the inner of the
+        rows' two dimensions counts them.
+        """
+        flags = matrix.rows_are_dense, *scale
+        return (*source, *flags, self.start, self.stride, *matrix.rows, *matrix.columns)
 
     def tiles(self, problem: int) -> Iterator[tuple[int, int, int]]:
         """Its tiles, padding included."""
         height, width = tile_of(self.rows)
         across = blocks(self.steps * STEP, width)
         return ((problem, i, j) for i, j in tile_order(blocks(self.rows, height), across))
+
+    def padding(self, problem: int) -> Iterator[tuple[int, int, int]]:
+        """The tiles with padding of rows, for a problem without columns."""
+        height, width = tile_of(self.rows)
+        first, last = self.columns // width, blocks(self.steps * STEP, width)
+        within = self.columns % STEP != 0
+        rows = blocks(self.rows, height)
+        return ((problem, i, j) for i in range(rows if within else 0) for j in range(first, last))
 
 
 def tile_of(rows: int) -> tuple[int, int]:
@@ -107,12 +136,21 @@ def _rounded(x):
 
 
 @triton.jit
+def address_at(addresses, scratch, place):
+    """The address that an index, SCRATCH or not, and a first byte in a table give."""
+    index = tl.load(place)
+    listed = tl.load(addresses + tl.maximum(index, 0))
+    return tl.where(index < 0, scratch.to(tl.int64), listed) + tl.load(place + 1)
+
+
+@triton.jit
 def pack_kernel(
     tiles,
     problems,
     addresses,
     scratch,
     ELEMENT: tl.constexpr,
+    PACKED: tl.constexpr,
     FORM: tl.constexpr,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -126,34 +164,44 @@ def pack_kernel(
     problem = problems + tl.load(tile + PROBLEM) * PACK_FIELDS
     row = tl.load(tile + TILE_ROW) * HEIGHT + tl.arange(0, HEIGHT)
     column = tl.load(tile + TILE_COLUMN) * WIDTH + tl.arange(0, WIDTH)
-    rows, columns = tl.load(problem + ROWS).to(tl.int32), tl.load(problem + COLUMNS).to(tl.int32)
-    inner = tl.load(problem + INNER).to(tl.int32)
-    source = tl.load(addresses + tl.load(problem + SOURCE)).to(tl.pointer_type(ELEMENT))
-    at = (column % inner).to(tl.int64) * tl.load(problem + INNER_STRIDE)
-    at += (column // inner).to(tl.int64) * tl.load(problem + OUTER_STRIDE)
-    in_row, in_column = row < rows, column < columns
+    in_row = row < tl.load(problem + ROW_AXIS).to(tl.int32)
+    in_column = column < tl.load(problem + COLUMN_AXIS).to(tl.int32)
+    source = address_at(addresses, scratch, problem + SOURCE).to(tl.pointer_type(ELEMENT))
+    at_row, at_column = places(row, problem + ROW_AXIS), places(column, problem + COLUMN_AXIS)
     if tl.load(problem + ROWS_ARE_DENSE) != 0:
         across = in_column[:, None] & in_row[None, :]
-        x = tl.trans(tl.load(source + at[:, None] + row[None, :], mask=across, other=0))
+        x = tl.trans(tl.load(source + at_column[:, None] + at_row[None, :], mask=across, other=0))
     else:
-        first = row.to(tl.int64) * tl.load(problem + ROW_STRIDE)
         inside = in_row[:, None] & in_column[None, :]
-        x = tl.load(source + first[:, None] + at[None, :], mask=inside, other=0)
+        x = tl.load(source + at_row[:, None] + at_column[None, :], mask=inside, other=0)
+    x = x.to(PACKED)
+    if PACKED == tl.float32 or PACKED == tl.float64:  # half precision is never scaled
+        scale = tl.load(problem + SCALE)
+        scales = tl.load(addresses + tl.maximum(scale, 0)).to(tl.pointer_type(PACKED))
+        inner = tl.load(problem + ROW_AXIS + 1).to(tl.int32)
+        entry = tl.where(tl.load(problem + BY_OUTER) != 0, row // inner, row % inner)
+        x *= tl.load(scales + entry, mask=in_row & (scale >= 0), other=1)[:, None]
 
     stride = tl.multiple_of(tl.load(problem + TARGET_STRIDE), _STEP)
-    target = (scratch.to(tl.int64) + tl.load(problem + TARGET)).to(tl.pointer_type(ELEMENT))
+    target = (scratch.to(tl.int64) + tl.load(problem + TARGET)).to(tl.pointer_type(PACKED))
     target = tl.multiple_of(target, 16) + (row.to(tl.int64) * stride)[:, None] + column[None, :]
     length = stride // 2 if FORM == SPLIT else stride
     kept = in_row[:, None] & (column < length)[None, :]
+    store_packed(target, tl.multiple_of(length, _STEP), x, kept, FORM)
+
+
+@triton.jit
+def store_packed(at, length, x, kept, FORM: tl.constexpr):
+    """Stores numbers of an operand, whose second part begins ``length`` numbers after the first."""
     if FORM == AS_IS:
-        tl.store(target, x, mask=kept)
+        tl.store(at, x, mask=kept)
     else:
         high = _rounded(x)
-        tl.store(target, high, mask=kept)
+        tl.store(at, high, mask=kept)
         if FORM == SPLIT:
             # Infinity has no rest: inf - inf is NaN.
             rest = tl.where(tl.abs(x) < float("inf"), x - high, 0.0)
-            tl.store(target + tl.multiple_of(length, _STEP), _rounded(rest), mask=kept)
+            tl.store(at + length, _rounded(rest), mask=kept)
 
 
 @triton.jit
@@ -194,17 +242,64 @@ def packed_product(
     return total
 
 
-def dot_precision(form: tl.constexpr) -> str:
+@triton.jit
+def by_parts(
+    PART: tl.constexpr,
+    value,
+    first_column,
+    arguments,
+    CONSTANTS: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LEAST: tl.constexpr,
+):
+    """Calls PART with LEAST columns of a tile at a time, their first column, and what it needs.
+
+    Addresses of a whole tile of 128 x 128 take 255 registers, of an eighth 128: two programs then
+    run at once.
+    """
+    if WIDTH <= LEAST:
+        PART(value, first_column, arguments, CONSTANTS, HEIGHT, WIDTH)
+    else:
+        HALF: tl.constexpr = WIDTH // 2
+        halves = tl.permute(tl.reshape(value, (HEIGHT, 2, HALF)), (0, 2, 1))
+        left, right = tl.split(halves)
+        by_parts(PART, left, first_column, arguments, CONSTANTS, HEIGHT, HALF, LEAST)
+        by_parts(PART, right, first_column + HALF, arguments, CONSTANTS, HEIGHT, HALF, LEAST)
+
+
+def dot_precision(form: int) -> str:
     """Triton's precision for products of packed numbers."""
-    return "ieee" if form is AS_IS else "tf32"
+    return "ieee" if form == AS_IS.value else "tf32"
 
 
-def tables(
-    operands: Sequence[tuple[Operand, int]],
-) -> dict[tuple[torch.dtype, int, tuple[int, int]], list[tuple[int, int, int]]]:
-    """Tiles of the launches that pack operands, each with its row of the problem table."""
-    tiles: dict[tuple[torch.dtype, int, tuple[int, int]], list[tuple[int, int, int]]] = {}
-    for operand, problem in operands:
-        kind = operand.element, operand.form.value, tile_of(operand.rows)
-        tiles.setdefault(kind, []).extend(operand.tiles(problem))
-    return tiles
+class Packing(NamedTuple):
+    """The operands that one launch packs: dtype before and after, form, rows and columns of a tile.
+
+    ``form`` is a number: a table of launches has it as a key.
+    """
+
+    source: torch.dtype
+    packed: torch.dtype
+    form: int
+    height: int
+    width: int
+
+    def launch(self, programs: int, *tables: Tensor) -> None:
+        """Starts the launch: tiles, problems, addresses, workspace."""
+        launch(
+            pack_kernel,
+            programs,
+            *tables,
+            ELEMENT=ELEMENTS[self.source],
+            PACKED=ELEMENTS[self.packed],
+            FORM=self.form,
+            HEIGHT=self.height,
+            WIDTH=self.width,
+            num_warps=4,
+        )
+
+
+def packing(operand: Operand, source: torch.dtype) -> Packing:
+    """The launch that packs an operand from a tensor of dtype ``source``."""
+    return Packing(source, operand.element, operand.form.value, *tile_of(operand.rows))

@@ -34,41 +34,94 @@ LARGE_BLOCK = 128
 GROUP = 8
 
 
-def fields(count: int, start: int = 0) -> tuple[tl.constexpr, ...]:
-    """Numbers of columns of a table, for kernels to name: ``start``, ``start`` + 1, ..."""
-    return tuple(tl.constexpr(n) for n in range(start, start + count))
+def fields(count: int, start: int = 0, width: int = 1) -> tuple[tl.constexpr, ...]:
+    """Numbers of columns of a table, for kernels to name: ``start``, ``start + width``, ..."""
+    return tuple(tl.constexpr(start + n * width) for n in range(count))
 
+
+# Numbers of an ``Axis`` in a problem table: its size first.
+AXIS_FIELDS = 4
 
 # The first columns of every tile table, int32: a row of the problem table, the tile's row and
 # column of tiles. A kernel's own columns follow.
 PROBLEM, TILE_ROW, TILE_COLUMN = fields(3)
 
 
-class Unfolding(NamedTuple):
-    """A mode's unfolding, (rows, columns), as it lies in memory.
+class Axis(NamedTuple):
+    """Some modes of a tensor as one index, which walks at most two dimensions of its memory.
 
-    Entry (r, c) is, in elements from the tensor's first,
-    r * row_stride + (c % inner) * inner_stride + (c // inner) * outer_stride.
+    Index i is at (i % inner) * inner_stride + (i // inner) * outer_stride, in elements.
     """
 
-    rows: int
-    columns: int
-    row_stride: int
+    size: int
     inner: int
     inner_stride: int
     outer_stride: int
 
+
+def axis(
+    sizes: Sequence[int], strides: Sequence[int], modes: Sequence[int], alone: int | None = None
+) -> Axis | None:
+    """The index of some modes, the last of them fastest; ``alone`` merges with no other mode.
+
+    None if the modes do not merge into two dimensions, or an index would not fit.
+    """
+    size = math.prod(sizes[mode] for mode in modes)
+    groups: list[tuple[int, int, bool]] = []  # size, stride, whether it is alone; fastest first
+    for mode in reversed(modes) if size else ():
+        n, stride, is_alone = sizes[mode], strides[mode], mode == alone
+        if n == 1 and not is_alone:
+            continue
+        if groups and not is_alone and not groups[-1][2]:
+            inner, inner_stride, _ = groups[-1]
+            if stride == inner * inner_stride:
+                groups[-1] = inner * n, inner_stride, False
+                continue
+        groups.append((n, stride, is_alone))
+    if len(groups) > 2 or size > LARGEST_INDEX:
+        return None
+    inner, inner_stride, _ = groups[0] if groups else (1, 1, False)
+    return Axis(size, inner, inner_stride, groups[1][1] if len(groups) == 2 else 0)
+
+
+def by_stride(strides: Sequence[int]) -> list[int]:
+    """The modes from the slowest to the fastest."""
+    return sorted(range(len(strides)), key=lambda mode: -strides[mode])
+
+
+def dense_strides(
+    sizes: Sequence[int], modes: Sequence[int], gap: int | None = None
+) -> tuple[int, ...]:
+    """Strides without gaps, ``modes`` from the slowest to the fastest.
+
+    With ``gap`` the fastest mode starts anew after so many elements.
+    """
+    strides = [1] * len(sizes)
+    step = 1
+    for mode in reversed(modes):
+        strides[mode] = step
+        step = gap if gap is not None and mode == modes[-1] else step * sizes[mode]
+    return tuple(strides)
+
+
+class Unfolding(NamedTuple):
+    """A tensor as a matrix: some modes are the index of its rows, the others of its columns."""
+
+    rows: Axis
+    columns: Axis
+
     @property
     def rows_are_dense(self) -> bool:
         """Whether neighbours in memory are in the same column (else in the same row)."""
-        return self.row_stride == 1 and (self.inner_stride != 1 or self.columns == 1)
+        rows, columns = self
+        return rows.inner_stride == 1 and (columns.inner_stride != 1 or columns.size == 1)
 
-    def is_wide(self, vector: int) -> bool:
-        """Whether all of it can be read ``vector`` elements at a time, given an aligned start."""
-        row, inner = self.row_stride, self.inner_stride
-        dense, other = (row, inner) if self.rows_are_dense else (inner, row)
-        sizes = (self.rows, self.columns, other)
-        return dense == 1 and self.inner == self.columns and all(n % vector == 0 for n in sizes)
+
+def unfolded(sizes: Sequence[int], mode: int, strides: Sequence[int]) -> Unfolding | None:
+    """The unfolding of one mode, its columns in the order of their strides."""
+    rows = axis(sizes, strides, [mode])
+    columns = axis(sizes, strides, [other for other in by_stride(strides) if other != mode])
+    return Unfolding(rows, columns) if rows and columns else None
 
 
 class Groups(NamedTuple):
@@ -135,30 +188,6 @@ def pieces(sizes: Sequence[int], *strides: Sequence[int]) -> Iterator[Piece]:
         yield Piece([counts[i] for i in kept], starts, [steps[i] for i in kept])
 
 
-def unfolded(
-    sizes: Sequence[int], mode: int, *strides: Sequence[int]
-) -> tuple[Unfolding, ...] | None:
-    """The unfoldings of one mode of tensors of one shape, their columns in the same order.
-
-    None if the other modes do not merge into two dimensions, or an index would not fit.
-    """
-    others = [n for i, n in enumerate(sizes) if i != mode]
-    groups = merged(others, *([s for i, s in enumerate(row) if i != mode] for row in strides))
-    columns = math.prod(others)
-    if columns == 0:  # of an empty tensor, whose strides may not merge
-        groups = Groups([], [])
-    if len(groups.sizes) > 2 or max(columns, sizes[mode]) > LARGEST_INDEX:
-        return None
-    inner = groups.sizes[0] if groups.sizes else 1
-    result = []
-    for tensor, row in enumerate(strides):
-        steps = [step[tensor] for step in groups.strides]
-        inner_stride = steps[0] if steps else 1
-        outer_stride = steps[1] if len(steps) == 2 else 0
-        result.append(Unfolding(sizes[mode], columns, row[mode], inner, inner_stride, outer_stride))
-    return tuple(result)
-
-
 def waves(needs: Mapping[int, int], most: int) -> list[list[int]]:
     """Splits tensors, in the order given, into groups that use the same workspace in turn.
 
@@ -189,23 +218,6 @@ def merge_small(
             kinds[narrow] = sorted(kinds[narrow] + kinds.pop(kind))
 
 
-def enlarge(kinds: dict[Any, list[int]], tiles: Callable[[Any, int], int], programs: int) -> None:
-    """Moves problems of wide float32 kinds to kinds of large tiles, where these fill the device.
-
-    Kinds are named tuples with the fields ``block`` and ``vector``.
-    ``tiles`` gives the number of programs of a problem with large tiles. They are used if there is
-    at least one for each multiprocessor. At worst a second wave then has one program and takes
-    twice the time, but large tiles are twice as fast (arithmetic, not measured on a GPU yet).
-    """
-    for kind in [k for k in kinds if k.vector > 1 and 2 * k.block == LARGE_BLOCK]:
-        own = {n: tiles(kind, n) for n in kinds[kind]}
-        if sum(own.values()) >= programs:
-            kinds[kind._replace(block=LARGE_BLOCK)] = [n for n in own if own[n]]
-            kinds[kind] = [n for n in own if not own[n]]
-            if not kinds[kind]:
-                del kinds[kind]
-
-
 def warps_of(block: int) -> int:
     """Warps of a program: four for 64 x 64 sums, eight so that 128 x 128 do not spill."""
     return {LARGE_BLOCK: 8, 16: 2}.get(block, 4)
@@ -224,12 +236,11 @@ def depth_of(step, precision, is_tight):
 
 
 @triton.jit
-def offsets(column, inner, inner_stride, outer_stride, VECTOR: tl.constexpr):
-    """Offsets of an unfolding's columns (see ``Unfolding``); VECTOR > 1 if it is wide."""
-    if VECTOR > 1:
-        return column.to(tl.int64) * inner_stride
-    within = (column % inner).to(tl.int64) * inner_stride
-    return within + (column // inner).to(tl.int64) * outer_stride
+def places(index, axis):
+    """Where indices of an ``Axis`` are, in elements; ``axis`` is its place in a table."""
+    inner = tl.load(axis + 1).to(tl.int32)
+    within = (index % inner).to(tl.int64) * tl.load(axis + 2)
+    return within + (index // inner).to(tl.int64) * tl.load(axis + 3)
 
 
 def blocks(size: int, block: int) -> int:

@@ -31,7 +31,12 @@ def wanted_product(c: Compiled) -> str:
         return "FFMA"
     if is_double:
         return FLOAT64_UNITS[c.capability]
-    return MATRIX_UNITS[c.capability if int(c.settings["BLOCK"]) >= LARGE_TILE else 80]
+    return MATRIX_UNITS[c.capability if _height(c) >= LARGE_TILE else 80]
+
+
+def _height(c: Compiled) -> int:
+    """Rows of a tile."""
+    return int(c.settings.get("HEIGHT") or c.settings["BLOCK"])
 
 
 def _spills(c: Compiled) -> str:
@@ -63,7 +68,7 @@ def _loads(c: Compiled) -> str:
 
 
 def _is_lean(c: Compiled) -> str:
-    if not _is_packed(c) or c.capability != 90 or c.settings["BLOCK"] != LARGE_BLOCK:
+    if not _is_packed(c) or c.capability != 90 or _height(c) != LARGE_BLOCK:
         return ""
     longest = max(loop.instructions for loop in c.loops)
     if c.registers > LEAN_REGISTERS or longest > LEAN_LOOP:

@@ -152,18 +152,25 @@ def _gram_ema(dtype: torch.dtype, shape: Shape) -> None:
 
 
 def _mode_products(dtype: torch.dtype, shape: Shape) -> None:
-    mode_products.mode_products([torch.zeros(*shape, dtype=dtype)], _square(shape, dtype))
+    tensors, full = [torch.zeros(*shape, dtype=dtype)], _square(shape, dtype)
+    diagonal = [factor[0] for factor in full]
+    for factors in (full, diagonal, [full[0], diagonal[1]]):
+        mode_products.mode_products(tensors, factors)
+    # Products that are packed again.
+    tensor, full = torch.zeros(3, 4, 5, 6, dtype=dtype), _square((3, 4, 5, 6), dtype)
+    mode_products.mode_products([tensor], [full[0], full[1][0], full[2], full[3][0]])
 
 
 def _preconditioned_step(dtype: torch.dtype, shape: Shape) -> None:
     params = [torch.zeros(*shape, dtype=dtype)]
     momenta = [torch.zeros(*shape, dtype=state_dtype(dtype))]
-    for grad_dtype in ELEMENTS:
+    full = _square(shape, dtype)
+    for grad_dtype, factors in itertools.product(ELEMENTS, (full, [f[0] for f in full])):
         preconditioned_step.preconditioned_step_(
             params,
             momenta,
             [torch.zeros(*shape, dtype=grad_dtype)],
-            _square(shape, dtype),
+            factors,
             *(_number(0.1) for _ in range(3)),
         )
 

@@ -226,6 +226,10 @@ class Machine:
         self._pass_barriers()
 
     def _barrier(self, instruction: Instruction, number: int, lanes: Array) -> None:
+        if instruction.parts[1:] == ("warp", "sync") and instruction.operands == (Immediate(-1),):
+            self.whole_warps(lanes)  # which execute every instruction together
+            self._go(number + 1, lanes)
+            return
         if instruction.guard is not None or instruction.operands != (Immediate(0),):
             raise Unknown(instruction.text)
         waiting = self._waiting.get(number + 1, lanes[:0])

@@ -149,7 +149,7 @@ class _Body:
     def _statement(self, text: str) -> None:
         if text.startswith(".reg"):
             self._declare(*text.split(None, 2)[1:])
-        elif not text:
+        elif not text or text.startswith(".pragma"):  # a hint: a load's bytes that nobody reads
             return
         elif text.startswith("."):
             raise Unknown(text)
