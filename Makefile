@@ -23,7 +23,7 @@
 #   make test-wheel         installs the wheel in a fresh environment and tests it from elsewhere;
 #                           WITH=torch==2.11.0 for another PyTorch than the pinned one
 #   make docs               the documentation site, to build/docs
-#   make gpu                builds, tunes, tests and measures on a GPU in under ten minutes, with the
+#   make gpu                builds, tests and measures on a GPU in under ten minutes, with the
 #                           packages that PYTHON has, to bench/results/gpu;
 #                           STAGE=operators,tests for some stages
 #   make torch-test         the Python tests with another PyTorch, TORCH=2.11.0 by default, in an

@@ -1,5 +1,5 @@
 #!/bin/bash
-# Builds, tunes, tests, sanitizes and measures on one GPU in under ten minutes: `make gpu`.
+# Builds, tests, sanitizes and measures on one GPU in under ten minutes: `make gpu`.
 #
 #   bench/gpu.sh FOLDER [STAGE,STAGE]     the records and logs go to FOLDER
 #
@@ -9,12 +9,12 @@
 
 set -u
 # The limits of the stages; the time that earlier stages leave over is added.
-declare -A limits=([build]=60 [tune]=60 [tests]=120 [sanitizer]=70 [operators]=130 [steps]=100)
+declare -A limits=([build]=60 [tests]=150 [sanitizer]=70 [operators]=160 [steps]=100)
 total=540
 grace=15 # seconds between SIGINT, on which pytest ends its record, and SIGKILL
 
 mkdir -p "$1/logs" && out=$(cd "$1" && pwd) || exit 2
-chosen=${2:-build,tune,tests,sanitizer,operators,steps}
+chosen=${2:-build,tests,sanitizer,operators,steps}
 cd "$(dirname "$0")/.." || exit 2
 reserved=0
 for name in ${chosen//,/ }; do
@@ -73,8 +73,6 @@ parallel=()
 bench=("${pytest[@]}" -q --benchmark-only --device=cuda --precision=highest,high --seconds=0.5)
 
 stage build "c++ setuptools scipy_openblas32" "$python" setup.py build_ext --inplace
-# Before the tests and the benchmarks, which then run as its table says.
-stage tune triton "$python" -m tnt_kernels tune --seconds=35 --out="$out/tune.json"
 # Verbose: what is not in the log of an ended stage had not ended. Two threads a worker's reference.
 OMP_NUM_THREADS=2 stage tests "pytest hypothesis numpy" "${tests[@]}" -v --maxfail=40 \
     "${parallel[@]}" --ignore=tests/gpu/test_compile_report.py tests/gpu

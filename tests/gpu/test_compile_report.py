@@ -63,7 +63,7 @@ def test_every_check_had_something_to_look_at(report: dict[str, Any]) -> None:
     kernels = {(e["kernel"], e["capability"]) for e in entries}
     for capability in (80, 90):
         assert ("gram_ema.gram_kernel", capability) in kernels
-        assert ("chain.product_kernel", capability) in kernels
+        assert ("product.product_kernel", capability) in kernels
         assert ("momentum.momentum_kernel", capability) in kernels
     products = {(e["capability"], p) for e in entries for p in e["products"].values()}
     assert {(80, "HMMA"), (90, "HGMMA"), (80, "DMMA"), (90, "DMMA")} <= products
@@ -73,11 +73,21 @@ def test_every_check_had_something_to_look_at(report: dict[str, Any]) -> None:
             assert len(e["products"]) >= 1 and len(e["loads"]) >= 2, e["kernel"]
             assert all(e["loads"].values()), e
             assert len(e["loops"]) >= len(e["products"]), e
-        if e["kernel"].endswith(".product_kernel") and e["kernel"].startswith("chain"):
+        if e["kernel"] == "product.product_kernel":
             assert len(e["products"]) == 1 and len(e["loads"]) == 2
     grams = [e for e in entries if e["kernel"] == "gram_ema.gram_kernel"]
     assert {e["settings"]["FORM"] for e in grams} == {0, 1, 2}
     assert {e["settings"]["BLOCK"] for e in grams} == {16, 32, 64, 128}
+    products = [e["settings"] for e in entries if e["kernel"] == "product.product_kernel"]
+    assert {(s["HEIGHT"], s["WIDTH"]) for s in products} == {
+        (16, 256),
+        *((n, n) for n in (32, 64, 128)),
+    }
+    assert {s["WRITES"] for s in products} == {0, 1, 2} and {s["FORM"] for s in products} == {
+        0,
+        1,
+        2,
+    }
 
 
 @needs_tools

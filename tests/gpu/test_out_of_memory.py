@@ -15,12 +15,11 @@ from failing_memory import Memory, fail_every_allocation
 from operators import INVERSES, ROOTED, STEPS, VARIANTS, Call, call, flat_arguments
 from torch import Tensor
 
-from tnt_kernels.triton import chain, cublas, factors, gram_ema, launch
+from tnt_kernels.triton import chain, factors, gram_ema, launch
 from tools.compile_report.launches import at_once, modules
 
-# Matrices for cuBLAS, or of wide loads; split-K; narrow loads; a vector; no elements.
+# Matrices for cuBLAS, or not; split-K; odd sizes; a vector; a copy; no elements.
 SHAPES = [(72, 64), (64, 40), (9, 2000), (33, 9), (65,), (6, 4, 5, 3), (3, 0)]
-LEAST = 64  # rows and columns of a matrix for cuBLAS here
 
 
 def forget() -> None:
@@ -34,19 +33,19 @@ def forget() -> None:
 def many_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Small workspaces, which several parts of a call use in turn."""
     monkeypatch.setattr(gram_ema, "WHITENED_BYTES", 1 << 14)
-    monkeypatch.setattr(chain, "SCRATCH_BYTES", 1 << 14)
+    monkeypatch.setattr(chain, "PACKED_BYTES", 1 << 14)
+    monkeypatch.setattr(gram_ema, "PACKED_BYTES", 1 << 14)
     monkeypatch.setattr(factors, "SCRATCH_BYTES", 1 << 14)
-    monkeypatch.setattr(cublas, "LEAST", LEAST)
     forget()
     yield
     forget()
 
 
 @pytest.fixture(params=[False, True], ids=["Triton", "cuBLAS"])
-def engine(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Matrices of at least LEAST rows and columns are multiplied by one or by the other."""
-    with cublas.only(request.param):
-        yield
+def engine(request: pytest.FixtureRequest) -> None:
+    """Large matrices are multiplied by one or by the other."""
+    if request.param:
+        request.getfixturevalue("by_cublas")
 
 
 def case(variant: str, shapes: list[tuple[int, ...]] = SHAPES) -> Call:
@@ -124,7 +123,8 @@ def test_every_allocation_fails_in_turn(variant: str) -> None:
     fail_every_allocation(given, triton_operators, forget)
 
 
-@pytest.mark.parametrize("variant", ["gram_ema_ whitened", *STEPS])
+@pytest.mark.usefixtures("by_cublas")
+@pytest.mark.parametrize("variant", ["mode_products", *STEPS])
 def test_a_product_that_cublas_refuses(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch refuses all of them under deterministic algorithms without its variable."""
     given = call(variant, [(72, 64), (9, 5)], "full").copy(GPU)
@@ -133,12 +133,11 @@ def test_a_product_that_cublas_refuses(variant: str, monkeypatch: pytest.MonkeyP
     def refused(*_: object, **__: object) -> None:
         raise RuntimeError("deterministic behavior was enabled, CUBLAS_WORKSPACE_CONFIG is not set")
 
-    with cublas.only(True):
-        with monkeypatch.context() as patched:
-            patched.setattr(torch, "mm", refused)
-            with unchanged(given.arguments), pytest.raises(RuntimeError, match="CUBLAS_WORKSPACE"):
-                given(triton_operators)
-        results, wanted = given(triton_operators), again(triton_operators)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "mm", refused)
+        with unchanged(given.arguments), pytest.raises(RuntimeError, match="CUBLAS_WORKSPACE"):
+            given(triton_operators)
+    results, wanted = given(triton_operators), again(triton_operators)
     for new, expected in zip(results.values(), wanted.values(), strict=True):
         torch.testing.assert_close(new, expected, rtol=0, atol=0)
 

@@ -233,6 +233,16 @@ def test_a_copy_that_was_not_waited_for(then: str) -> None:
         execute(COPY.format(then=then), torch.randn(128), torch.randn(128), shared=512)
 
 
+def test_a_warp_waits_for_itself() -> None:
+    result = torch.zeros(64)
+    then = 'bar.warp.sync -1; .pragma "used_bytes_mask 0xf"; st.global.b32 [%rd10], 0f3F800000;'
+    execute(then, result, threads=64)
+    assert result.sum() == 64
+    half = "setp.lt.s32 %p1, %r0, 16; @%p1 bra waits; bra.uni last; waits: bar.warp.sync -1; last:"
+    with pytest.raises(Fault, match="not all threads of a warp"):
+        execute(f"{half} mov.b32 %r1, 0;", result, threads=64)
+
+
 def test_a_tf32_product_ignores_the_last_bits() -> None:
     one_and_a_half_steps = 1 + 2.0**-10 + 2.0**-11
     result = torch.zeros(32)

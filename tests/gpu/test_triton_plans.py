@@ -1,6 +1,7 @@
 """Plans of the Triton launchers: tiles, launches, partial sums, workspace, addresses."""
 
 import gc
+import itertools
 import sys
 import threading
 import weakref
@@ -22,24 +23,31 @@ from cases import (
     state_dtype,
     unchanged,
 )
-from operators import GRAFTS, Results, agree, call, everything, row, same
+from operators import GRAFTS, STEPS, Call, Results, agree, call, everything, row, same
 from recorded_graph import Recording
 from torch import Tensor
 
 from tnt_kernels import reference
 from tnt_kernels.triton import (
     chain,
+    cublas,
     grafted_directions,
     gram_ema,
     launch,
+    mode_products,
     momentum,
+    pack,
     preconditioned_step,
+    product,
     scaled_step,
     tiles,
 )
 from tnt_kernels.triton.gram_ema import Kind
+from tnt_kernels.triton.pack import Packing
+from tnt_kernels.triton.product import Multiplying, Scaling
 from tnt_kernels.triton.tiles import (
     LARGEST_INDEX,
+    axis,
     cut,
     lower_tiles,
     merged,
@@ -65,6 +73,21 @@ def layouts_of(shapes: Sequence[Sequence[int]]) -> tuple[launch.Layout, ...]:
 
 
 # Unfoldings.
+
+
+def test_modes_as_one_index() -> None:
+    assert axis((2, 3, 4), (12, 4, 1), [0, 1, 2]) == (24, 24, 1, 0)
+    assert axis((2, 3, 4), (12, 4, 1), [0, 2]) == (8, 4, 1, 12)
+    assert axis((2, 3, 4), (12, 4, 1), [2, 0]) == (8, 2, 12, 1)
+    assert axis((2, 1, 4), (1, 7, 2), [2, 1, 0]) == (8, 8, 1, 0)
+    assert axis((2, 3, 4), (1, 2, 6), [0, 1, 2]) is None
+    assert axis((2, 3), (5, 5), []) == (1, 1, 1, 0)
+    assert axis((2, 0, 4), (1, 7, 2), [0, 1, 2]) == (0, 1, 1, 0)
+    # One of them counted by itself.
+    assert axis((2, 3, 4), (12, 4, 1), [0, 1, 2], alone=2) == (24, 4, 1, 4)
+    assert axis((2, 3, 4), (12, 4, 1), [0, 1, 2], alone=0) == (24, 12, 1, 12)
+    assert axis((2, 3, 4), (12, 4, 1), [0, 1, 2], alone=1) is None
+    assert axis((2, 1, 4), (4, 4, 1), [0, 1], alone=1) == (2, 1, 4, 4)
 
 
 def test_what_does_not_merge_or_fit_has_no_unfolding() -> None:
@@ -115,14 +138,19 @@ def test_tiles_are_whole_and_grouped(rows: int) -> None:
 
 @pytest.mark.parametrize(("programs", "large"), [(12, True), (13, False)])
 def test_large_tiles_are_taken_where_they_fill_the_device(programs: int, large: bool) -> None:
-    """Of a kind's problems, those with a side below 128 keep small tiles."""
+    """Of a launch's products, those with a side below 96 keep small tiles."""
     layouts = layouts_of([(512, 384), (128, 64)])
     factors = layouts_of([(d, d) for d in (512, 384, 128, 64)])
     plan = chain.plan(layouts, layouts, factors, CPU, programs)
-    assert {kind.block for kind, _, _ in plan.launches} == ({64, 128} if large else {64})
+    assert _heights(plan) == ({64, 128} if large else {64})
 
 
-# Wide loads, partial sums and a small workspace do not change the results.
+def _heights(plan: chain.Plan) -> set[int]:
+    """Rows of the tiles of its products."""
+    return {kind.height for kind, _, _ in plan.launches if isinstance(kind, Multiplying)}
+
+
+# Tiles, partial sums and a small workspace do not change the results.
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -201,6 +229,17 @@ def test_rounded_statistics_have_no_bias(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (stat - exact).abs().max() < 2e-4 * exact.abs().max()
 
 
+def test_rounded_products_have_no_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In TF32 the units drop bits, which would make this product 1.4e-3 too short."""
+    monkeypatch.setattr(chain, "precision", lambda device: "tf32")
+    tensor, factors = normal((70, 96)), [normal((d, d)) for d in (70, 96)]
+    (product,) = mode_products.mode_products([tensor], factors)
+    left, right = (f.double() for f in factors)
+    exact = left @ tensor.double() @ right.mT
+    assert abs(float((product * exact).sum() / exact.square().sum()) - 1) < 2e-5
+    assert (product - exact).norm() < 4e-4 * exact.norm()
+
+
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [
@@ -238,25 +277,63 @@ def test_partial_sums_take_little_memory() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("large", [False, True])
-def test_wide_products(dtype: torch.dtype, large: bool) -> None:
-    tensors = [normal(shape, dtype) for shape in (LARGE_SHAPES if large else WIDE_SHAPES)]
-    plan = _chain_plan(tensors)
-    kinds = {(kind.block, kind.vector) for kind, _, _ in plan.launches}
-    assert kinds == {(_block(dtype, large), 16 // state_dtype(dtype).itemsize)}
+def test_products_of_every_tile(dtype: torch.dtype, large: bool) -> None:
+    shapes = [*(LARGE_SHAPES if large else WIDE_SHAPES), (16, 30)]
+    tensors = [normal(shape, dtype) for shape in shapes]
+    short = set() if dtype == torch.float64 else {16}
+    small = _block(dtype, False)
+    assert _heights(_chain_plan(tensors)) == {small, _block(dtype, large), *short}
     _check("mode_products", tensors)
 
 
 @pytest.mark.parametrize("shape", [(64, 128), (8, 12, 20), (4, 8, 12, 20)], ids=str)
-def test_every_product_of_a_dense_tensor_is_wide(shape: tuple[int, ...]) -> None:
-    """Also of middle modes, and of a tensor whose first mode is the dense one."""
+def test_a_dense_tensor_is_packed_once(shape: tuple[int, ...]) -> None:
+    """Also if its first mode is the dense one: products store the next operand."""
     for tensor in (normal(shape), normal(shape[::-1]).permute(*range(len(shape))[::-1])):
-        assert {kind.vector for kind, _, _ in _chain_plan([tensor], [tensor]).launches} == {4}
+        kinds = [kind for kind, _, _ in _chain_plan([tensor], [tensor]).launches]
+        products = list(itertools.dropwhile(lambda kind: isinstance(kind, Packing), kinds))
+        assert len(products) == len(shape) and not any(isinstance(k, Packing) for k in products)
         _check("mode_products", [tensor])
 
 
-def test_an_address_that_is_not_aligned_is_written_narrowly() -> None:
-    wide, odd = normal((64, 64)), normal((64 * 64 + 1,))[1:].view(64, 64)
-    assert {kind.vector for kind, _, _ in _chain_plan([wide], [odd]).launches if kind.last} == {1}
+@pytest.mark.parametrize(
+    ("full", "kernels"),
+    [
+        ([0, 2], ["pack", "product"]),  # packing scales
+        ([2], ["pack", "scaling", "pack", "product"]),  # by one of two
+        ([], ["scaling"]),
+    ],
+    ids=str,
+)
+def test_diagonal_factors(full: list[int], kernels: list[str]) -> None:
+    given, plan = _mixed_products((40, 6, 70), full)
+    names = {Packing: "pack", Multiplying: "product", Scaling: "scaling"}
+    started = [names[type(kind)] for kind, _, _ in plan.launches]
+    assert [name for name, _ in itertools.groupby(started)] == kernels
+    _agrees(given)
+
+
+def test_modes_far_apart_are_packed_again() -> None:
+    """Diagonal modes between full ones: no operand has both in the order that it needs."""
+    given, plan = _mixed_products((3, 4, 5, 6, 7), [0, 2, 4])
+    kinds = [type(kind) for kind, _, _ in plan.launches]
+    assert Packing in kinds[kinds.index(Multiplying) :]
+    _agrees(given)
+
+
+def _mixed_products(shape: tuple[int, ...], full: Sequence[int]) -> tuple[Call, chain.Plan]:
+    """A call with factors that are full for some modes, and its plan."""
+    given = call("mode_products", [shape], "full")
+    (row,) = given.arguments["factors"]
+    row = [f if i in full else f.diagonal().clone() for i, f in enumerate(row)]
+    given.arguments["factors"] = [row]
+    tensors = launch.layouts(given.arguments["tensors"])
+    return given, chain.plan(tensors, tensors, launch.layouts(row), CPU, H200)
+
+
+def _agrees(given: Call) -> None:
+    wanted = given.double()(reference)
+    agree(given(triton_operators), wanted, given)
 
 
 def _chain_plan(tensors: list[Tensor], results: list[Tensor] | None = None) -> chain.Plan:
@@ -268,14 +345,41 @@ def _chain_plan(tensors: list[Tensor], results: list[Tensor] | None = None) -> c
 
 def test_the_workspace_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors share a workspace of the size that the largest of them needs."""
-    monkeypatch.setattr(chain, "SCRATCH_BYTES", 0)
-    launch._plans.clear()
     tensors = [normal(shape) for shape in [(9, 5), (20, 30), (4, 5, 6), (7,), (10, 20, 3)]]
+    alone = [_chain_plan([tensor]).scratch for tensor in tensors]
+    together = _chain_plan(tensors)
+    assert together.scratch == sum(alone)
+    monkeypatch.setattr(chain, "PACKED_BYTES", 0)
+    launch.forget_plans()
     plan = _chain_plan(tensors)
-    assert plan.scratch == 2 * 10 * 20 * 3 * 4
-    assert len({kind.wave for kind, _, _ in plan.launches}) > 1
+    assert plan.scratch == max(alone) and len(plan.launches) > len(together.launches)
     _check("mode_products", tensors)
-    launch._plans.clear()
+    launch.forget_plans()
+
+
+def test_large_matrices_in_tf32_are_cublass() -> None:
+    """By shapes and precision alone, so that replicas compute the same bits."""
+    good = (1024, 2048)
+    for shape, setting, dtype, full, wanted in (
+        (good, "tf32", torch.float32, (2, 2), True),
+        (good, "tf32x3", torch.float32, (2, 2), False),
+        (good, "tf32", torch.bfloat16, (2, 2), False),
+        (good, "tf32", torch.float32, (2, 1), False),
+        ((1023, 2048), "tf32", torch.float32, (2, 2), False),
+        ((1024, 1024, 2), "tf32", torch.float32, (2, 2, 2), False),
+    ):
+        layout = launch.contiguous(launch.Layout(shape, (), dtype, True))
+        factors = layouts_of([(d,) * dim for d, dim in zip(shape, full, strict=True)])
+        plan = chain.plan((layout,), (layout,), factors, CPU, H200, setting)
+        assert (plan.by_cublas == {0: 0}) == wanted and bool(plan.launches) != wanted
+    strided = launch.Layout(good, (1, 1024), torch.float32, True)
+    assert not cublas.is_faster(strided, layouts_of([(d, d) for d in good]), "tf32")
+
+
+@pytest.mark.usefixtures("by_cublas")
+@pytest.mark.parametrize("variant", ["mode_products", *STEPS])
+def test_cublas_computes_the_same(variant: str) -> None:
+    _agrees(call(variant, [(72, 64), (9, 5), (3, 4, 5)], "full"))
 
 
 def test_the_copy_of_a_tensor_that_is_not_aligned_is() -> None:
@@ -337,7 +441,7 @@ def test_the_host_does_not_work_for_each_tensor(monkeypatch: pytest.MonkeyPatch)
     """Calls of Python and C++ functions, launches too, once there is a plan: it must outrun the
     device.
     """
-    for module in (chain, grafted_directions, gram_ema, momentum):
+    for module in (pack, product, grafted_directions, gram_ema, momentum):
         monkeypatch.setattr(module, "launch", lambda *_, **__: None)
     monkeypatch.setattr(launch, "programs_at_once", lambda device: H200)
     half, counts = scalar(0.5), []
@@ -378,7 +482,7 @@ def test_the_host_does_not_work_for_each_tensor(monkeypatch: pytest.MonkeyPatch)
 def test_launches_of_norms(monkeypatch: pytest.MonkeyPatch, adam: bool, nesterov: bool) -> None:
     """Those of PyTorch's operations included: each takes the host time."""
     started: list[str] = []
-    for module in (chain, grafted_directions, momentum):
+    for module in (product, grafted_directions, momentum):
         monkeypatch.setattr(
             module, "launch", lambda kernel, *_, **__: started.append(kernel.fn.__name__)
         )
@@ -396,7 +500,7 @@ def test_launches_of_norms(monkeypatch: pytest.MonkeyPatch, adam: bool, nesterov
             )
     assert started == [
         *["momentum_kernel"] * 2,  # of float32 and of float64
-        *["product_kernel"] * 3,
+        *["scaling_kernel"] * 3,
         *["inner_kernel"] * 2,
         "norms_kernel",
     ]
@@ -440,9 +544,7 @@ def test_small_wide_work_joins_the_narrow() -> None:
     vectors = []
     for shapes in ([(64, 64), (9, 5)], [(4096, 4096), (9, 5)]):
         layouts = layouts_of(shapes)
-        plan = chain.plan(
-            layouts, layouts, layouts_of([(d, d) for s in shapes for d in s]), CPU, H200
-        )
+        plan = momentum.plan((*layouts, *layouts), CPU, H200, (True, True))
         vectors.append(sorted({kind.vector for kind, _, _ in plan.launches}))
     assert vectors == [[1], [1, 4]]
 
