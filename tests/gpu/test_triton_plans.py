@@ -237,7 +237,8 @@ def test_rounded_products_have_no_bias(monkeypatch: pytest.MonkeyPatch) -> None:
     left, right = (f.double() for f in factors)
     exact = left @ tensor.double() @ right.mT
     assert abs(float((product * exact).sum() / exact.square().sum()) - 1) < 2e-5
-    assert (product - exact).norm() < 4e-4 * exact.norm()
+    # Rounding two operands of two products to 11 bits.
+    assert (product - exact).norm() < 5e-4 * exact.norm()
 
 
 @pytest.mark.parametrize(

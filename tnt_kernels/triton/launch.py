@@ -209,13 +209,40 @@ def precision(device: torch.device) -> str:
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"
 
 
+# Kernels that Triton has compiled, by all that it compiles them for.
+_compiled: dict[tuple[Hashable, ...], Any] = {}
+
+
 def launch(
-    kernel: "triton.JITFunction", programs: int, *arguments: object, **constants: object
+    kernel: "triton.JITFunction",
+    programs: int,
+    table: Tensor,
+    *arguments: Any,
+    **constants: Any,
 ) -> None:
-    """Launches ``programs`` programs on the device of the first argument, or nothing for 0."""
-    if programs:
-        # Fused multiply-adds in every version: Triton 3.9 warns that 3.10 will turn them off.
-        kernel[(programs,)](*arguments, enable_fp_fusion=True, **constants)
+    """Launches ``programs`` programs on the device of the first argument, or nothing for 0.
+
+    From the second time on the compiled kernel is called directly: finding it, Triton compares
+    every global number that a kernel names, which takes longer than the launch.
+    """
+    if not programs:
+        return
+    key = (
+        kernel.fn,
+        table.get_device(),
+        *[(a.dtype, a.data_ptr() % 16 == 0) for a in arguments if isinstance(a, Tensor)],
+        *constants.values(),
+    )
+    found = _compiled.get(key)
+    if found is not None:
+        # It takes the constants' places, too.
+        places = [None] * (len(kernel.arg_names) - 1 - len(arguments))
+        found[(programs,)](table, *arguments, *places)
+        return
+    # Fused multiply-adds in every version: Triton 3.9 warns that 3.10 will turn them off.
+    made = kernel[(programs,)](table, *arguments, enable_fp_fusion=True, **constants)
+    if made is not None:
+        _compiled[key] = made
 
 
 class Prepared(NamedTuple):

@@ -342,9 +342,9 @@ def over_elements(
     def start(_: Tensor) -> None:
         for kind, count, tiles in p.launches:
             launch(
-                kernel,
-                count,
-                *(tiles, p.problems, addresses, *([partials] if sums else []), *numbers),
+                *(kernel, count, tiles, p.problems, addresses),
+                *([partials] if sums else []),
+                *numbers,
                 ELEMENT=ELEMENTS[kind.source],
                 RESULT=ELEMENTS[kind.target],
                 SPAN=SPAN,

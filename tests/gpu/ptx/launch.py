@@ -2,7 +2,7 @@
 
 import functools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -75,18 +75,32 @@ def on_machine(capability: int) -> Iterator[None]:
         listed[table.data_ptr()] = list(tensors)
         return table
 
-    def start(self: Any, *arguments: Any, grid: Any, warmup: bool, **named: Any) -> Any:
+    class Compiled:
+        """A compiled kernel; ``compiled[grid](*arguments)`` executes it."""
+
+        def __init__(self, kernel: Any) -> None:
+            self._kernel = kernel
+
+        def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+            return functools.partial(self._start, grid)
+
+        def _start(self, grid: tuple[int], *arguments: Any) -> None:
+            arguments = tuple(a for a in arguments if a is not None)  # the constants' places
+            given = [a for a in arguments if isinstance(a, Tensor)]
+            reached = [tensor for a in given for tensor in listed.get(a.data_ptr(), ())]
+            values = [_bits(a) for a in arguments]
+            memory = GlobalMemory([*given, *reached])
+            run(self._kernel.asm["ptx"], memory, values, grid[0], self._kernel.metadata.shared)
+
+    def start(self: Any, *arguments: Any, grid: Any, warmup: bool, **named: Any) -> Compiled:
         driver.set_active(no_device(capability))
-        compiled = compile_(self, *arguments, grid=grid, warmup=True, **named)
-        given = [a for a in arguments if isinstance(a, Tensor)]
-        reached = [tensor for a in given for tensor in listed.get(a.data_ptr(), ())]
-        values = [_bits(a) for a in arguments]
-        memory = GlobalMemory([*given, *reached])
-        run(compiled.asm["ptx"], memory, values, grid[0], compiled.metadata.shared)
+        compiled = Compiled(compile_(self, *arguments, grid=grid, warmup=True, **named))
+        compiled[grid](*arguments)
         return compiled
 
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(JITFunction, "run", start))
+        patches.enter_context(mock.patch.object(launch, "_compiled", {}))
         for module in modules():
             for name, instead in (
                 ("addresses_of", addresses_of),
