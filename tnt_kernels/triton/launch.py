@@ -217,6 +217,7 @@ def launch(
     kernel: "triton.JITFunction",
     programs: int,
     table: Tensor,
+    /,
     *arguments: Any,
     **constants: Any,
 ) -> None:
