@@ -228,12 +228,13 @@ def launch(
     """
     if not programs:
         return
-    key = (
-        kernel.fn,
-        table.get_device(),
-        *[(a.dtype, a.data_ptr() % 16 == 0) for a in arguments if isinstance(a, Tensor)],
-        *constants.values(),
-    )
+    # Triton compiles for the types of arguments, addresses and integers that are multiples of 16,
+    # and the integer 1.
+    kinds = [
+        (a.dtype, a.data_ptr() % 16 == 0) if isinstance(a, Tensor) else (a % 16 == 0, a == 1)
+        for a in arguments
+    ]
+    key = (kernel.fn, table.get_device(), *kinds, *constants.values())
     found = _compiled.get(key)
     if found is not None:
         # It takes the constants' places, too.
