@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import tnt_kernels
-from tnt_kernels import lists, triton
+from tnt_kernels import calls, lists, triton
 from tnt_kernels.calls import NAMESPACE, in_extension
 from tnt_kernels.operators import OPERATORS
 
@@ -75,7 +75,8 @@ def register() -> torch.library.Library:
     for name, one in OPERATORS.items():
         library.define(one.SCHEMA)
         library.impl(name, _outside_of_autocast(one.from_flat), "CompositeExplicitAutograd")
-        library.impl(name, functools.partial(_serve, name), "CUDA")
+        calls.gpu[name] = functools.partial(_serve, name)
+        library.impl(name, calls.gpu[name], "CUDA")
         for key in _NOT_DENSE:
             library.impl(name, _refuse, key)
         fake = getattr(one, "fake", lambda *_: None)

@@ -4,14 +4,14 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tnt_kernels.arguments import Modes, Tensors, check_statistics, has_memory
-from tnt_kernels.lists import addresses, layouts_key, mark_written
+from tnt_kernels.lists import Walked, are_apart, mark_written, walked
 
 NAMESPACE = "tnt_kernels"
 _operators = getattr(torch.ops, NAMESPACE)
@@ -25,18 +25,20 @@ def call(schema: str, check: Callable[[], None], arguments: Callable[[], tuple[A
     as their Gram matrices.)
     """
     name = schema.partition("(")[0]
-    if torch.compiler.is_compiling() or not in_extension(name):
+    if torch.compiler.is_compiling():
         check()
         return _op(name)(*arguments())
     try:
         given = arguments()
-        on_cpu = all_on_cpu(given)
-        if not on_cpu:  # another backend may run, which checks nothing
-            _check_once(name, given, check)
+        if not all_on_cpu(given):  # another backend may run, which checks nothing
+            return _on_gpu(name, given, schema.count("!"), check)
+        if not in_extension(name):
+            check()
+            return _op(name)(*given)
         result = _op(name)(*given)
-        if on_cpu:  # the written lists come first; PyTorch's stable C++ interface cannot mark them
-            for written in given[: schema.count("!")]:
-                mark_written(written)
+        # The written lists come first; PyTorch's stable C++ interface cannot mark them.
+        for written in given[: schema.count("!")]:
+            mark_written(written)
         return result
     except Exception:
         check()
@@ -49,43 +51,81 @@ def in_extension(name: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{name}", "CPU")
 
 
-def _check_once(name: str, given: Sequence[Any], check: Callable[[], None]) -> None:
-    """Checks a call, unless one with the same key has passed.
+# What serves an operator's calls on a GPU.
+gpu: dict[str, Callable[..., Any]] = {}
 
-    A training step repeats its calls, and a key takes much less time than the checks.
+
+def _on_gpu(name: str, given: Sequence[Any], written: int, check: Callable[[], None]) -> Any:
+    """Checks a call, unless one like it has passed, and makes it.
+
+    The first ``written`` arguments are written. A training step repeats its calls, with gradients
+    and directions at new addresses, and a key takes much less time than the checks. PyTorch's
+    dispatcher takes longer than all the rest, so it is left out where it has nothing to do.
     """
-    key = _recognised(name, given)
-    if key in _checked:
-        return
-    check()
-    if key is None:
-        return
-    if len(_checked) >= _MOST_CHECKED:
-        _checked.clear()
-    _checked.add(key)
+    known = _walked(given)
+    if known is None:
+        check()
+        return _op(name)(*given)
+    key = name, *map(_key, known)
+    lists = [argument for argument in known if type(argument) is Walked]
+    memory = key, *[one.addresses for one in lists]
+    if memory not in _apart:
+        if key not in _checked or not _are_apart(lists, known[:written]):
+            check()
+        _remember(_checked, key)
+        _remember(_apart, memory)
+    plain = all(argument.plain for argument in lists)
+    if plain and torch._C._len_torch_dispatch_stack() == 0 and not _profiles():
+        return gpu[name](*known)
+    return _op(name)(*given)
 
 
-# Keys of calls that have passed; bounded, because gradients may get new addresses at every step.
-_checked: set[tuple[Any, ...]] = set()
-_MOST_CHECKED = 256
+_profiles = torch._C._autograd._profiler_enabled
+
+# Keys of calls that have passed, without and with their addresses.
+_checked: set[tuple[Hashable, ...]] = set()
+_apart: set[tuple[Hashable, ...]] = set()
+_MOST_KEYS = 256
 
 
-def _recognised(name: str, given: Sequence[Any]) -> tuple[Any, ...] | None:
-    """The key of a call on GPU tensors: all that its checks depend on. None for other calls."""
-    key: list[Any] = [name]
+def _remember(keys: set[tuple[Hashable, ...]], key: tuple[Hashable, ...]) -> None:
+    if key not in keys and len(keys) >= _MOST_KEYS:
+        keys.clear()
+    keys.add(key)
+
+
+def _are_apart(lists: Sequence[Walked], written: Sequence[Any]) -> bool:
+    """Whether no memory that a call writes is used by another of its tensors."""
+    marked = [id(argument) for argument in written]
+    groups: tuple[list[tuple[bytes, bytes]], ...] = [], []
+    for one in lists:
+        groups[id(one) not in marked].append((one.addresses, one.ends))
+    return are_apart(*groups)
+
+
+def _walked(given: Sequence[Any]) -> list[Any] | None:
+    """The arguments, their lists walked; None if not all of these are on a GPU, with memory."""
+    known: list[Any] = []
     for argument in given:
-        if isinstance(argument, Tensor):
-            key.append((argument.shape, argument.dtype, argument.device))
-        elif not isinstance(argument, list) or not argument or isinstance(argument[0], int):
-            key.append(str(argument))
+        if not isinstance(argument, list) or not argument or isinstance(argument[0], int):
+            known.append(argument)
         elif isinstance(argument[0], Tensor) and argument[0].is_cuda and has_memory(argument[0]):
             try:
-                key += addresses(argument), layouts_key(argument, 1)
+                known.append(walked(argument))
             except (AttributeError, TypeError, RuntimeError):  # no tensor, or one without memory
                 return None
         else:
             return None
-    return tuple(key)
+    return known
+
+
+def _key(argument: Any) -> Hashable:
+    """All that the checks of an argument depend on, but for memory that lists share."""
+    if type(argument) is Walked:
+        return argument.layouts
+    if isinstance(argument, Tensor):
+        return argument.shape, argument.dtype, argument.device
+    return str(argument)
 
 
 def _op(name: str) -> Any:

@@ -35,33 +35,80 @@ def _in_cpp(definition: FunctionT) -> FunctionT:
 
 
 @_in_cpp
-def layouts_key(tensors: Sequence[Tensor], alignment: int) -> Hashable:
-    """A key that is equal for equal shapes, strides, dtypes, devices, negations and alignments.
+def walk(tensors: Sequence[Tensor]) -> tuple[Hashable, bytes, bytes, bool, bool]:
+    """Layouts, addresses, ends, whether all tensors are contiguous, and whether all are plain.
 
-    A tensor is aligned if its address is a multiple of ``alignment``.
+    The first is equal for equal shapes, strides, dtypes, devices, negations and alignments to 16
+    bytes. Addresses, and ends, those after the last bytes, are int64. A plain tensor is neither a
+    lazy negation nor a subclass with a dispatch of its own.
 
     Raises:
         AttributeError, TypeError: not tensors.
         RuntimeError: a tensor without memory or without strides.
     """
-    return tuple(
-        [
-            (t.data_ptr() % alignment == 0, t.shape, t.stride(), t.dtype, t.device, t.is_neg())
-            for t in tensors
-        ]
+    addresses = array("q", [t.data_ptr() for t in tensors])
+    layouts = [(t.shape, t.stride(), t.dtype, t.device, t.is_neg()) for t in tensors]
+    ends = array("q", map(_end, tensors))
+    own = Tensor.__torch_dispatch__
+    return (
+        (*layouts, *(address % 16 == 0 for address in addresses)),
+        addresses.tobytes(),
+        ends.tobytes(),
+        all(t.is_contiguous() for t in tensors),
+        all(type(t).__torch_dispatch__ is own and not t.is_neg() for t in tensors),
     )
 
 
-@_in_cpp
-def addresses(tensors: Sequence[Tensor]) -> bytes:
-    """The tensors' addresses, int64. Raises as ``layouts_key`` does."""
-    return array("q", [t.data_ptr() for t in tensors]).tobytes()
+def _end(tensor: Tensor) -> int:
+    if tensor.numel() == 0:
+        return tensor.data_ptr()
+    strides = zip(tensor.stride(), tensor.shape, strict=True)
+    reach = 1 + sum(stride * (size - 1) for stride, size in strides)
+    return tensor.data_ptr() + tensor.element_size() * reach
 
 
 @_in_cpp
-def are_contiguous(tensors: Sequence[Tensor]) -> bool:
-    """Whether all tensors are contiguous."""
-    return all(t.is_contiguous() for t in tensors)
+def are_apart(written: Sequence[tuple[bytes, bytes]], read: Sequence[tuple[bytes, bytes]]) -> bool:
+    """Whether no tensor's memory reaches into that of another, one of them written.
+
+    Both are lists of addresses and ends. False is no proof of shared bytes: views may interleave.
+    """
+    spans = sorted(
+        (start, stop, is_written)
+        for lists, is_written in ((written, True), (read, False))
+        for group in lists
+        for start, stop in zip(*(memoryview(words).cast("q") for words in group), strict=True)
+        if start < stop
+    )
+    reached = written_to = 0
+    for start, stop, is_written in spans:
+        if start < (reached if is_written else written_to):
+            return False
+        reached = max(reached, stop)
+        if is_written:
+            written_to = max(written_to, stop)
+    return True
+
+
+class Walked(list[Tensor]):
+    """A list of tensors that was walked, with what ``walk`` found; it must not change."""
+
+    __slots__ = ("addresses", "contiguous", "ends", "layouts", "plain")
+
+    layouts: Hashable
+    addresses: bytes
+    ends: bytes
+    contiguous: bool
+    plain: bool
+
+
+def walked(tensors: Sequence[Tensor]) -> Walked:
+    """The tensors with what a walk finds; a list that was walked is not walked again."""
+    if type(tensors) is Walked:
+        return tensors
+    found = Walked(tensors)
+    found.layouts, found.addresses, found.ends, found.contiguous, found.plain = walk(found)
+    return found
 
 
 @_in_cpp

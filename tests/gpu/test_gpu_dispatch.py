@@ -9,6 +9,7 @@ import pytest
 import torch
 from cases import GPU, close, identical, normal, scalar
 from operators import call, flat_arguments
+from recorded_graph import Recording
 from torch import Tensor
 
 import tnt_kernels
@@ -129,26 +130,87 @@ def gpu(tensor: Tensor) -> Tensor:
     return tensor.as_subclass(Gpu)
 
 
-def test_calls_are_recognised_by_all_that_is_checked() -> None:
-    """Checked calls are recognised by address, shape, strides, dtype, orders and options."""
+class Calls:
+    """Calls on tensors that say they are on a GPU; how many were checked and by which way went."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.direct = self.dispatched = self.checks = 0
+        for name in ("_checked", "_apart"):
+            monkeypatch.setattr(calls, name, set())
+        monkeypatch.setattr(calls, "gpu", dict.fromkeys(("f", "g"), self._direct))
+        monkeypatch.setattr(calls, "_op", lambda name: self._dispatched)
+
+    def __call__(self, *given: object, name: str = "f", written: int = 1) -> int:
+        before = self.checks
+        calls._on_gpu(name, list(given), written, self._check)
+        return self.checks - before
+
+    def _check(self) -> None:
+        self.checks += 1
+
+    def _direct(self, *_: object) -> None:
+        self.direct += 1
+
+    def _dispatched(self, *_: object) -> None:
+        self.dispatched += 1
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    return Calls(monkeypatch)
+
+
+def test_calls_are_recognised_by_all_that_is_checked(made: Calls) -> None:
+    """Checked calls are recognised by shape, strides, dtype, orders and options."""
     memory = torch.zeros(64)
     base: list[object] = [[gpu(memory[:16].view(4, 4))], [2], scalar(1.0), False]
-    key = calls._recognised("f", base)
-    assert key is not None and key == calls._recognised("f", list(base))
-    others: list[object] = [
-        memory[16:32].view(4, 4),
+    assert made(*base) == 1 and made(*base) == 0
+    assert made([gpu(memory[16:32].view(4, 4))], *base[1:]) == 0  # elsewhere
+    assert made(*base, name="g") == 1
+    for other in (
         memory[:16].view(4, 4).t(),
-    ]
-    keys = {key, calls._recognised("g", base)}
-    for other in others:
-        keys.add(calls._recognised("f", [[gpu(other)], *base[1:]]))
-    for wrong in ([3], []):
-        keys.add(calls._recognised("f", [base[0], wrong, *base[2:]]))
-    keys.add(calls._recognised("f", [*base[:2], scalar(1.0, torch.float32), False]))
-    keys.add(calls._recognised("f", [*base[:3], True]))
-    assert None not in keys and len(keys) == 2 + len(others) + 2 + 2
+        memory[:16].view(2, 8),
+        memory.double()[:16].view(4, 4),
+    ):
+        assert made([gpu(other)], *base[1:]) == 1
+    for orders in ([3], []):
+        assert made(base[0], orders, *base[2:]) == 1
+    assert made(*base[:2], scalar(1.0, torch.float32), False) == 1
+    assert made(*base[:3], True) == 1
+    assert made.dispatched == 0 and made.direct == 11
 
 
-def test_other_calls_are_not_recognised() -> None:
+def test_memory_that_may_be_shared_is_checked(made: Calls) -> None:
+    """Until a call with these addresses has passed."""
+    memory = torch.zeros(64)
+    a, b, both = (gpu(memory[s].view(4, 4)) for s in (slice(16), slice(16, 32), slice(8, 24)))
+    assert made([a], [b]) == 1 and made([b], [a]) == 0
+    assert made([a], [both]) == 1 and made([a], [both]) == 0
+    assert made([both], [a]) == 1
+    assert made([a], [a], written=0) == 0
+
+
+def test_few_keys_are_kept(made: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "_MOST_KEYS", 4)
+    for n in range(1, 20):
+        assert made([gpu(torch.zeros(n))]) == 1
+        assert len(calls._checked) <= 4 and len(calls._apart) <= 4
+
+
+def test_the_dispatcher_is_called_where_it_is_needed(made: Calls) -> None:
+    tensor = gpu(normal((2, 2)))
+    made([tensor])
+    assert (made.direct, made.dispatched) == (1, 0)
+    made([gpu(torch._neg_view(normal((2, 2))))])
+    with torch.profiler.profile():
+        made([tensor])
+    with Recording(lambda name: False):
+        made([tensor])
+    assert (made.direct, made.dispatched) == (1, 3)
+
+
+def test_other_calls_are_always_checked(made: Calls) -> None:
     for row in ([normal((2, 2))], [normal((2, 2)).to("meta")], [None], [gpu(normal((2,))), 3]):
-        assert calls._recognised("f", [row, scalar(1.0)]) is None
+        for _ in range(2):
+            assert made(row, scalar(1.0)) == 1
+    assert made.direct == 0

@@ -14,7 +14,6 @@ from torch import Tensor
 from tnt_kernels import lists
 
 MEMORY = torch.zeros(64)
-ALIGNMENT = 16
 
 # Lists that differ in one property each. Here only tensors without memory can differ in nothing but
 # their device.
@@ -43,52 +42,90 @@ def functions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     if request.param == "C++":
         if lists.host is None:
             pytest.skip("built with another PyTorch")
-        for name in ("layouts_key", "addresses", "are_contiguous", "mark_written"):
+        for name in ("walk", "are_apart", "mark_written"):
             assert getattr(lists, name) is getattr(lists.host, name)
         return lists
     monkeypatch.setitem(sys.modules, "tnt_kernels._host", None)
     return SimpleNamespace(**runpy.run_path(lists.__file__))
 
 
-def test_keys_differ_by_every_property(functions: Any) -> None:
-    keys = {name: functions.layouts_key(group, ALIGNMENT) for name, group in LISTS.items()}
+def test_layouts_differ_by_every_property(functions: Any) -> None:
+    keys = {name: functions.walk(group)[0] for name, group in LISTS.items()}
     for (name, key), (other, other_key) in itertools.combinations(keys.items(), 2):
         assert key != other_key, (name, other)
 
 
 def test_equal_layouts_have_equal_keys(functions: Any) -> None:
     """Wherever the tensors are, in a list or a tuple, as parameters or not."""
-    key = functions.layouts_key([MEMORY[:16].view(4, 4)], ALIGNMENT)
+    key = functions.walk([MEMORY[:16].view(4, 4)])[0]
     for group in (
         (MEMORY[16:32].view(4, 4),),
         [normal((4, 4))],
         [torch.nn.Parameter(normal((4, 4)))],
     ):
-        same = functions.layouts_key(group, ALIGNMENT)
+        same = functions.walk(group)[0]
         assert same == key and hash(same) == hash(key)
-    shifted = MEMORY[1:17].view(4, 4)
-    assert functions.layouts_key([shifted], 4) == functions.layouts_key([MEMORY[:16].view(4, 4)], 4)
 
 
 def test_addresses(functions: Any) -> None:
-    group = [MEMORY, MEMORY[1:], normal((3, 2)).t(), torch.zeros(0)]
-    words = memoryview(functions.addresses(group)).cast("q").tolist()
+    group = [MEMORY, MEMORY[1:], normal((3, 2)).t(), MEMORY.as_strided((3, 2), (8, 2)), MEMORY[:0]]
+    _, addresses, ends, *_ = functions.walk(group)
+    words = memoryview(addresses).cast("q").tolist()
     assert words == [t.data_ptr() for t in group] and words[1] == words[0] + 4
-    assert functions.addresses([]) == b""
+    sizes = [end - start for start, end in zip(words, memoryview(ends).cast("q"), strict=True)]
+    assert sizes == [64 * 4, 63 * 4, 6 * 4, (2 * 8 + 2 + 1) * 4, 0]
+    assert functions.walk([])[1:3] == (b"", b"")
 
 
 def test_a_lazy_copy_gets_its_own_address(functions: Any) -> None:
     """Kernels write through addresses."""
     original = normal((4, 4))
     lazy = torch._lazy_clone(original)
-    assert functions.addresses([lazy]) != functions.addresses([original])
+    assert functions.walk([lazy])[1] != functions.walk([original])[1]
 
 
 def test_contiguous(functions: Any) -> None:
     transposed = MEMORY.view(8, 8).t()
-    assert functions.are_contiguous([]) and functions.are_contiguous([MEMORY, MEMORY[1:]])
+    assert functions.walk([])[3] and functions.walk([MEMORY, MEMORY[1:]])[3]
     for group in ([transposed], [MEMORY, transposed], [transposed, MEMORY]):
-        assert not functions.are_contiguous(group)
+        assert not functions.walk(group)[3]
+
+
+class Wrapper(Tensor):
+    """A subclass with a dispatch of its own, which would see an operator's call."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_plain(functions: Any) -> None:
+    """What needs PyTorch's dispatcher is not."""
+    assert functions.walk([MEMORY, torch.nn.Parameter(normal((3,)))])[4]
+    for other in (torch._neg_view(MEMORY), normal((3,)).as_subclass(Wrapper)):
+        assert not functions.walk([MEMORY, other])[4]
+
+
+def test_memory_of_one_reaches_into_anothers(functions: Any) -> None:
+    def apart(written: list[Tensor], *read: list[Tensor]) -> bool:
+        return bool(
+            functions.are_apart(*([functions.walk(g)[1:3] for g in gs] for gs in ([written], read)))
+        )
+
+    a, b, c = MEMORY[:8], MEMORY[8:20], MEMORY[20:]
+    assert apart([b], [a, c]) and apart([c, a], [b], [b]) and apart([], [a], [a, MEMORY])
+    assert apart([MEMORY[:0], b], [a, MEMORY[10:10]])
+    for written, read in (
+        ([a, a], []),
+        ([MEMORY], [b]),
+        ([b], [MEMORY]),
+        ([MEMORY[7:9]], [b, c]),
+        ([MEMORY[19:21]], [a, c]),
+        ([a, MEMORY[10:11]], [MEMORY[8:]]),
+        # Interleaved: no shared byte, which only the exact check finds out.
+        ([MEMORY[::2]], [MEMORY[1::2]]),
+    ):
+        assert not apart(written, read)
 
 
 def test_mark_written(functions: Any) -> None:
@@ -99,11 +136,17 @@ def test_mark_written(functions: Any) -> None:
     assert all(t._version > 0 for t in tensors if not t.is_inference())
 
 
-@pytest.mark.parametrize("name", ["layouts_key", "addresses"])
-def test_what_has_no_layout_is_refused(functions: Any, name: str) -> None:
-    options = (ALIGNMENT,) if name == "layouts_key" else ()
+def test_what_has_no_layout_is_refused(functions: Any) -> None:
     for wrong in ([MEMORY, 3], [None], 3):
         with pytest.raises((AttributeError, TypeError)):
-            getattr(functions, name)(wrong, *options)
+            functions.walk(wrong)
     with pytest.raises(RuntimeError):
-        getattr(functions, name)([torch.eye(2).to_sparse()], *options)
+        functions.walk([torch.eye(2).to_sparse()])
+
+
+def test_a_list_is_walked_once() -> None:
+    given = [MEMORY, MEMORY[1:]]
+    first = lists.walked(given)
+    assert list(map(id, first)) == list(map(id, given)) and lists.walked(first) is first
+    found = first.layouts, first.addresses, first.ends, first.contiguous, first.plain
+    assert found == lists.walk(given)

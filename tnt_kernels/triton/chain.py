@@ -9,13 +9,14 @@ result, or updates a parameter with it.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from tnt_kernels.lists import walked
 from tnt_kernels.triton import cublas
 from tnt_kernels.triton.launch import (
     VECTOR_BYTES,
@@ -425,6 +426,17 @@ def _tiles(rows: int, columns: int, height: int, width: int) -> Tiles:
     return of
 
 
+def _with_copies(tensors: Sequence[Tensor], copied: Collection[int]) -> Sequence[Tensor]:
+    """The tensors, with new memory for some of them."""
+    if not copied:
+        return tensors
+    dense = torch.contiguous_format
+    return [
+        torch.empty_like(x, memory_format=dense) if t in copied else x
+        for t, x in enumerate(tensors)
+    ]
+
+
 def products(
     tensors: Sequence[Tensor],
     results: Sequence[Tensor],
@@ -440,16 +452,11 @@ def products(
     ``tensors`` itself.
     """
     device = tensors[0].device
-    factors = contiguous_copies(factors)
+    tensors, results, factors = walked(tensors), walked(results), contiguous_copies(factors)
     setting = precision(device)
     p = planned(plan, tensors, results, factors, rest=(setting, tuple(skipped)))
-    read, written = list(tensors), list(results)
-    for t in p.copied:  # copies: a contiguous tensor itself may not be aligned, as the plan says
-        read[t], written[t] = (
-            torch.empty_like(x, memory_format=torch.contiguous_format)
-            for x in (read[t], written[t])
-        )
-    addresses = addresses_of([*read, *written, *factors])
+    read, written = _with_copies(tensors, p.copied), _with_copies(results, p.copied)
+    addresses = addresses_of(read, written, factors)
     lr, weight_decay = addresses, addresses  # not read without a step
     if step is not None:
         lr, weight_decay = scalar_on(device, step[0]), scalar_on(device, step[1])

@@ -522,7 +522,7 @@ def damped_inverse(
     device = stats[0].device
     stats = contiguous_copies(stats)
     p = planned(plan, stats, rest=(tuple(orders),))
-    addresses, eps = addresses_of([*stats, *out]), scalar_on(device, damping)
+    addresses, eps = addresses_of(stats, out), scalar_on(device, damping)
     info = torch.empty(len(orders), dtype=torch.int32, device=device)
     waves = [
         Prepared(p.scratch, _prepared(wave, addresses, info, eps, relative)) for wave in p.waves

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tnt_kernels.lists import walked
 from tnt_kernels.triton.chain import products
 from tnt_kernels.triton.launch import (
     ELEMENTS,
@@ -653,13 +654,13 @@ def _update(
     mat(P) mat(G)^T.
     """
     device = stats[0].device
-    tensors = list(tensors)
+    tensors, stats = walked(tensors), walked(stats)
     weight, setting, is_whitened = scalar_on(device, decay), precision(device), scales is not None
     factor = scalar_on(device, _ONE) if scales is None else scales
     p = planned(plan, tensors, stats, rest=(tuple(modes), setting))
-    for t in p.copied:
-        tensors[t] = tensors[t].contiguous()
-    addresses = addresses_of([*tensors, *stats, *second])
+    if p.copied:
+        tensors = [x.contiguous() if t in p.copied else x for t, x in enumerate(tensors)]
+    addresses = addresses_of(tensors, stats, *([second] if second else []))
 
     def start(scratch: Tensor) -> None:
         for wave in p.waves:

@@ -242,7 +242,7 @@ def inverse_root(
     device = stats[0].device
     stats = contiguous_copies(stats)
     p = planned(plan, stats, rest=(tuple(orders), tuple(roots)))
-    addresses, eps = addresses_of([*stats, *out]), scalar_on(device, damping)
+    addresses, eps = addresses_of(stats, out), scalar_on(device, damping)
     info = torch.empty(len(orders), dtype=torch.int32, device=device)
     waves = [
         Prepared(p.scratch, _prepared(wave, addresses, info, eps, relative)) for wave in p.waves

@@ -68,7 +68,7 @@ def planned(
     """
     device = groups[0][0].device
     rest = (device, programs_at_once(device), *rest)
-    key = (plan, *[lists.layouts_key(group, VECTOR_BYTES) for group in groups], *rest)
+    key = (plan, *[lists.walked(group).layouts for group in groups], *rest)
     found: PlanT | None = _plans.get(key)
     if found is None:
         found = plan(*map(layouts, groups), *rest)
@@ -88,11 +88,10 @@ def forget_plans() -> None:
     _plans.clear()
 
 
-def contiguous_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+def contiguous_copies(tensors: Sequence[Tensor]) -> lists.Walked:
     """The tensors, with copies of those that are not contiguous."""
-    if lists.are_contiguous(tensors):
-        return list(tensors)
-    return [t.contiguous() for t in tensors]
+    given = lists.walked(tensors)
+    return given if given.contiguous else lists.walked([t.contiguous() for t in tensors])
 
 
 def contiguous(layout: Layout) -> Layout:
@@ -137,16 +136,16 @@ def block_of(state: torch.dtype) -> int:
     return 64 if state == torch.float32 else 32
 
 
-def addresses_of(tensors: Sequence[Tensor]) -> Tensor:
-    """The tensors' addresses on their device, int64, for launches on the current stream."""
-    device = tensors[0].device
-    addresses = lists.addresses(tensors)
+def addresses_of(*groups: Sequence[Tensor]) -> Tensor:
+    """The addresses of lists of tensors on their device, int64, for the current stream."""
+    device = groups[0][0].device
+    addresses = b"".join([lists.walked(group).addresses for group in groups])
     if not is_capturing(device):
         return _sent(addresses, device, stream_of(device))
     # Kernels write the addresses, which are their arguments. A copy would read host memory at every
     # replay, and nothing reports when to free it; this table is the graph's own memory. Eager calls
     # copy, because that takes the host a tenth of the time: 12 us for 100 addresses.
-    there = torch.zeros(len(tensors), dtype=torch.int64, device=device)
+    there = torch.zeros(len(addresses) // 8, dtype=torch.int64, device=device)
     torch._foreach_add_(there.unbind(), memoryview(addresses).cast("q").tolist())
     return there
 

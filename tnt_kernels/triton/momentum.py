@@ -1,16 +1,18 @@
 """Elementwise updates of momenta and parameters, and inner products: a launch for each dtype."""
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from tnt_kernels.lists import walked
 from tnt_kernels.triton.launch import (
     ELEMENTS,
     Layout,
@@ -279,10 +281,13 @@ class Plan:
     firsts: Tensor  # the number of each tensor's first one, and of one beyond the last tensor's
 
 
-def plan(
-    tensors: tuple[Layout, ...], device: torch.device, programs: int, decayed: tuple[bool, ...]
-) -> Plan:
-    """Plans the launches; ``tensors`` are of one list after another, with a flag for each row."""
+def plan(*arguments: Any) -> Plan:
+    """Plans the launches over lists of layouts, which come before device, programs and flags.
+
+    A flag for each tensor of a list says whether it decays.
+    """
+    *groups, device, programs, decayed = arguments
+    tensors: list[Layout] = list(itertools.chain(*groups))
     problems: list[tuple[int, ...]] = []
     kinds: dict[Kind, list[int]] = defaultdict(list)
     firsts = [0]
@@ -332,12 +337,12 @@ def over_elements(
     With ``sums`` it stores partial sums, which come before its numbers; else they are not to be
     read.
     """
-    every = [tensor for tensors in lists for tensor in tensors]
-    device = every[0].device
+    lists = [walked(tensors) for tensors in lists]
+    device = lists[0][0].device
     flags = tuple(decayed) or (False,) * len(lists[0])
-    p = planned(plan, every, rest=(flags,))
+    p = planned(plan, *lists, rest=(flags,))
     partials = torch.empty(p.partials, dtype=torch.float64, device=device) if sums else p.firsts
-    addresses = addresses_of(every)
+    addresses = addresses_of(*lists)
 
     def start(_: Tensor) -> None:
         for kind, count, tiles in p.launches:

@@ -70,9 +70,9 @@ def on_machine(capability: int) -> Iterator[None]:
     compile_, send = JITFunction.run, launch.addresses_of
     listed: dict[int, Sequence[Tensor]] = {}  # by the address of a table, what it lists
 
-    def addresses_of(tensors: Sequence[Tensor]) -> Tensor:
-        table = send(tensors)
-        listed[table.data_ptr()] = list(tensors)
+    def addresses_of(*groups: Sequence[Tensor]) -> Tensor:
+        table = send(*groups)
+        listed[table.data_ptr()] = [tensor for group in groups for tensor in group]
         return table
 
     class Compiled:
