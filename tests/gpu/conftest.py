@@ -33,8 +33,8 @@ def _is_large(tensor: launch.Layout, factors: Sequence[launch.Layout], _: str) -
 @pytest.fixture
 def by_cublas(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """cuBLAS multiplies matrices of 64 rows and columns, in every precision."""
-    launch.forget_plans()
+    launch._plans.clear()
     with monkeypatch.context() as patched:
         patched.setattr(cublas, "is_faster", _is_large)
         yield
-    launch.forget_plans()
+    launch._plans.clear()

@@ -24,7 +24,7 @@ SHAPES = [(72, 64), (64, 40), (9, 2000), (33, 9), (65,), (6, 4, 5, 3), (3, 0)]
 
 def forget() -> None:
     """Empties the caches of plans, addresses and numbers."""
-    launch.forget_plans()
+    launch._plans.clear()
     launch._sent.cache_clear()
     launch._number.cache_clear()
 
@@ -142,12 +142,16 @@ def test_a_product_that_cublas_refuses(variant: str, monkeypatch: pytest.MonkeyP
         torch.testing.assert_close(new, expected, rtol=0, atol=0)
 
 
-def test_parts_share_their_memory(launches: Launches) -> None:
-    """Four times as many whitened tensors, each in a part of its own, take no more workspace."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_parts_share_their_memory(launches: Launches, dtype: torch.dtype) -> None:
+    """Four times as many whitened tensors, each in a part of its own, take no more workspace.
+
+    Copies in float32 are in it, too.
+    """
     module = gram_ema.gram_ema_
     taken = []
     for repeats in (1, 4):
-        given = call("gram_ema_ whitened", [(130, 200)] * repeats, "full").copy(GPU)
+        given = call("gram_ema_ whitened", [(130, 200)] * repeats, "full", dtype).copy(GPU)
         with at_once(1), torch.no_grad():
             module(*flat_arguments(given))  # makes the plans
             with Memory() as memory:

@@ -207,11 +207,11 @@ def test_packed_operands_take_turns(monkeypatch: pytest.MonkeyPatch, variant: st
     in_turn = together.copy()
     results = together(triton_operators)
     monkeypatch.setattr(gram_ema, "PACKED_BYTES", 1 << 15)
-    launch.forget_plans()
+    launch._plans.clear()
     shapes = [(72, 130), (65, 1, 9)]
     assert len(gram_plan(layouts_of(shapes)).waves) > 1
     same(in_turn(triton_operators), results)
-    launch.forget_plans()
+    launch._plans.clear()
 
 
 def test_rounded_statistics_have_no_bias(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,11 +351,11 @@ def test_the_workspace_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     together = _chain_plan(tensors)
     assert together.scratch == sum(alone)
     monkeypatch.setattr(chain, "PACKED_BYTES", 0)
-    launch.forget_plans()
+    launch._plans.clear()
     plan = _chain_plan(tensors)
     assert plan.scratch == max(alone) and len(plan.launches) > len(together.launches)
     _check("mode_products", tensors)
-    launch.forget_plans()
+    launch._plans.clear()
 
 
 def test_large_matrices_in_tf32_are_cublass() -> None:
@@ -430,7 +430,7 @@ def test_what_does_not_fit_changes_nothing(variant: str, monkeypatch: pytest.Mon
     """The products come last but are planned first."""
     given = call(variant, [(4, 5)])
     monkeypatch.setattr(tiles, "LARGEST_INDEX", 3)
-    launch.forget_plans()
+    launch._plans.clear()
     with unchanged(given.arguments), pytest.raises(ValueError, match=r"^tensor 0 must .*\(4, 5\)"):
         given(triton_operators)
 
@@ -523,10 +523,10 @@ def test_whitened_tensors_may_take_turns(monkeypatch: pytest.MonkeyPatch) -> Non
     results = together(triton_operators)
     assert started.count("scale_kernel") == 1
     monkeypatch.setattr(gram_ema, "WHITENED_BYTES", 1 << 16)
-    launch.forget_plans()
+    launch._plans.clear()
     same(in_turn(triton_operators), results)
     assert started.count("scale_kernel") == 3
-    launch.forget_plans()
+    launch._plans.clear()
 
 
 @pytest.mark.parametrize("variant", GRAFTS)
@@ -661,8 +661,59 @@ def test_a_graph_frees_its_tables(tables: Tables, monkeypatch: pytest.MonkeyPatc
     assert tables.of_update(tensors) is eager
 
 
+def test_plans_are_dropped_without_waiting_for_the_device(
+    tables: Tables, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oldest first; and a stream has plans of its own, so that their memory is its own."""
+    monkeypatch.setattr(launch, "_plans", {})
+    monkeypatch.setattr(launch, "_MOST_PLANS", 3)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: pytest.fail("waits"))
+
+    def problems(n: int) -> Tensor:
+        tables.of_update([normal((n,)).to(GPU) for _ in range(2)])
+        return tables.problems
+
+    first = problems(1)
+    assert problems(1) is first
+    for n in range(2, 300):
+        problems(n)
+        assert len(launch._plans) <= 3
+    assert problems(1) is not first
+    here = problems(2)
+    monkeypatch.setattr(launch, "stream_of", lambda device: 7)
+    assert problems(2) is not here and len(launch._plans) == 3
+
+
+def test_graphs_of_one_plan_keep_it_once(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often it was dropped and made again in between."""
+    monkeypatch.setattr(launch, "_read_by_graphs", {})
+    tensors = [normal((9, 5)).to(GPU) for _ in range(2)]
+    for _ in range(3):
+        launch._plans.clear()
+        tables.of_update(tensors)
+        with monkeypatch.context() as patched:
+            patched.setattr(launch, "is_capturing", lambda device: True)
+            tables.of_update(tensors)
+    assert len(launch._read_by_graphs) == 1
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_copy_of_pinned_numbers_blocks(monkeypatch: pytest.MonkeyPatch, pinned: bool) -> None:
+    """The host may change them before a copy that does not block has read them."""
+    numbers, said = torch.ones(3), []
+
+    def to(self: Tensor, *_: object, non_blocking: bool) -> Tensor:
+        said.append(non_blocking)
+        return self
+
+    monkeypatch.setattr(Tensor, "is_pinned", lambda self: pinned)
+    monkeypatch.setattr(Tensor, "to", to)
+    launch.table_on(torch.device("meta"), numbers)
+    assert said == [not pinned]
+
+
 def test_a_graph_needs_cached_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    launch.forget_plans()
+    launch._plans.clear()
     _check_gram([normal((7, 11))])
     monkeypatch.setattr(launch, "is_capturing", lambda device: True)
     _check_gram([normal((7, 11))])

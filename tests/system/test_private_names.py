@@ -38,8 +38,10 @@ NAMES: dict[str, tuple[str, ...]] = {
         "_foreach_mul", "_foreach_mul_", "_foreach_norm", "_functorch",
     ),
     "torch._C": (
-        "_current_graph_task_id", "_dispatch_has_kernel_for_dispatch_key", "_functorch",
+        "_autograd", "_current_graph_task_id", "_dispatch_has_kernel_for_dispatch_key",
+        "_functorch", "_len_torch_dispatch_stack",
     ),
+    "torch._C._autograd": ("_profiler_enabled",),
     "torch._C._functorch": ("peek_interpreter_stack",),
     "torch._compile": ("_disable_dynamo",),
     "torch._functorch.config": ("donated_buffer",),

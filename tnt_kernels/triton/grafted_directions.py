@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tnt_kernels.triton.chain import products
-from tnt_kernels.triton.launch import Prepared, launch, run, scalar_on
+from tnt_kernels.triton.launch import Prepared, launch, run, scalar_on, table_on
 from tnt_kernels.triton.momentum import (
     BLOCK,
     WARPS,
@@ -77,7 +77,7 @@ def grafted_directions_(
     mu, adam = scalar_on(device, momentum), len(second_moments) > 0
     # The look-ahead momenta are in ``out``, where the products replace them.
     lists = [momenta, *([second_moments] if adam else []), *([out] if nesterov else []), grads]
-    table = counts.to(device, non_blocking=True).contiguous() if adam else mu  # not read without
+    table = table_on(device, counts) if adam else mu  # not read without
     numbers = (mu, table, second_decay, eps)
     move, wanted = over_elements(
         *(momentum_kernel, lists, numbers), sums=True, SUMS=True, ADAM=adam, AHEAD=nesterov

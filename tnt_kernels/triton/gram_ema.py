@@ -31,7 +31,6 @@ from tnt_kernels.triton.launch import (
     addresses_of,
     block_of,
     contiguous,
-    contiguous_copies,
     launch,
     planned,
     precision,
@@ -45,7 +44,6 @@ from tnt_kernels.triton.momentum import BLOCK as SUMMED
 from tnt_kernels.triton.momentum import WARPS, Sums, inner_kernel, over_elements, sum_of
 from tnt_kernels.triton.pack import (
     LEAST_LARGE,
-    PACKED_BYTES,
     SHORT,
     Operand,
     Packing,
@@ -92,8 +90,8 @@ DIAGONAL_TILE_FIELDS = tl.constexpr(2)
 LEAST_STEPS = 16
 # Programs for each multiprocessor, so that all of them finish at about the same time.
 PARTS = 4
-# Whitened tensors exist together as long as they have fewer bytes than this.
-WHITENED_BYTES = 256 << 20
+# Packed operands, and whitened tensors, exist together as long as they have fewer bytes than this.
+PACKED_BYTES = WHITENED_BYTES = 256 << 20
 
 
 @triton.jit
@@ -565,6 +563,7 @@ class Whitened(NamedTuple):
     stat: int  # in the list of statistics
     factors: list[int]  # of the other modes of G
     start: int  # in the workspace, bytes
+    copy: int  # of G, in the workspace too; -1 if it is read in place
 
 
 class WhitenedPlan(NamedTuple):
@@ -577,22 +576,30 @@ class WhitenedPlan(NamedTuple):
 def plan_whitened(tensors: tuple[Layout, ...], device: torch.device, _: int) -> WhitenedPlan:
     """Plans the whitened tensors, of which each tensor has one for every mode."""
     for t, layout in enumerate(tensors):
-        _checked_modes(t, layout)  # before any of them is written
+        _checked_modes(t, contiguous(layout))  # before any of them is written
     modes = [(t, mode) for t, layout in enumerate(tensors) for mode in range(len(layout.shape))]
+    states = [state_dtype(layout.dtype) for layout in tensors]
     sizes = [
-        blocks(math.prod(x.shape), VECTOR_BYTES) * VECTOR_BYTES * x.dtype.itemsize for x in tensors
+        blocks(math.prod(x.shape), VECTOR_BYTES) * VECTOR_BYTES * state.itemsize
+        for x, state in zip(tensors, states, strict=True)
     ]
+    is_copied = [
+        state != x.dtype or x.strides != contiguous(x).strides
+        for x, state in zip(tensors, states, strict=True)
+    ]
+    needs = {n: sizes[t] * (1 + is_copied[t]) for n, (t, _) in enumerate(modes)}
     parts: list[list[Whitened]] = []
     workspace = 0
-    for numbers in waves({n: sizes[t] for n, (t, _) in enumerate(modes)}, WHITENED_BYTES):
+    for numbers in waves(needs, WHITENED_BYTES):
         part: list[Whitened] = []
         free = 0
         for n in numbers:
             t, mode = modes[n]
             first = n - mode
             others = [*range(first, n), *range(n + 1, first + len(tensors[t].shape))]
-            part.append(Whitened(t, mode, n, others, free))
-            free += sizes[t]
+            copy = free + sizes[t] if is_copied[t] else -1
+            part.append(Whitened(t, mode, n, others, free, copy))
+            free += needs[n]
         parts.append(part)
         workspace = max(workspace, free)
     return WhitenedPlan(parts, workspace)
@@ -605,18 +612,20 @@ def _whitened(
     factors: Sequence[Tensor],
 ) -> list[Prepared]:
     device = stats[0].device
-    tensors = contiguous_copies([t.to(state_dtype(t.dtype)) for t in tensors])
     p = planned(plan_whitened, tensors)
     workspace = torch.empty(p.workspace, dtype=torch.uint8, device=device)
-    views = {state: workspace.view(state) for state in (torch.float32, torch.float64)}
     prepared: list[Prepared] = []
     for part in p.parts:
-        own = [tensors[one.tensor] for one in part]
+        given = [tensors[one.tensor] for one in part]
+        own = [
+            t if one.copy < 0 else _in_workspace(workspace, one.copy, t)
+            for t, one in zip(given, part, strict=True)
+        ]
+        if any(one.copy >= 0 for one in part):
+            prepared.append(_copying(given, own))
         # A vector has no other mode: its P is G.
         whitened = [
-            views[t.dtype].as_strided(t.shape, t.stride(), one.start // t.itemsize)
-            if one.factors
-            else t
+            _in_workspace(workspace, one.start, t) if one.factors else t
             for t, one in zip(own, part, strict=True)
         ]
         made = [n for n, one in enumerate(part) if one.factors]
@@ -631,6 +640,23 @@ def _whitened(
         blend = _update([stats[one.stat] for one in part], whitened, decay, modes, own, scales)
         prepared += [square, trace, _divided(scales, squares, traces), blend]
     return prepared
+
+
+def _in_workspace(workspace: Tensor, start: int, like: Tensor) -> Tensor:
+    """A contiguous tensor at a byte of the workspace, of the shape of ``like``."""
+    state = state_dtype(like.dtype)
+    end = start + like.numel() * state.itemsize
+    return workspace[start:end].view(state).view(like.shape)
+
+
+def _copying(given: Sequence[Tensor], own: Sequence[Tensor]) -> Prepared:
+    """Copies tensors that are not read in place."""
+    made = [n for n, new in enumerate(own) if new is not given[n]]
+
+    def start(_: Tensor) -> None:
+        torch._foreach_copy_([own[n] for n in made], [given[n] for n in made])
+
+    return Prepared(0, start)
 
 
 def _divided(scales: Tensor, squares: Sums, traces: Sums) -> Prepared:

@@ -50,12 +50,13 @@ def layouts(tensors: Sequence[Tensor]) -> tuple[Layout, ...]:
     return tuple([Layout(t.shape, t.stride(), t.dtype, is_aligned(t)) for t in tensors])
 
 
-# Key of a plan -> the plan.
-_plans: dict[tuple[Hashable, ...], Any] = {}
+# Key of a plan -> stream -> the plan. Only one stream reads a plan's tables, so that these can be
+# freed while it still does: PyTorch gives the memory to later work of that stream only.
+_plans: dict[tuple[Hashable, ...], dict[int, Any]] = {}
 _MOST_PLANS = 256
 # Plans that recorded CUDA graphs use. They are never freed, because PyTorch does not report that a
-# graph is gone: one for each set of layouts, however often graphs are recorded.
-_read_by_graphs: dict[int, object] = {}
+# graph is gone: one for each key, however often graphs are recorded.
+_read_by_graphs: dict[tuple[Hashable, ...], Any] = {}
 
 
 def planned(
@@ -69,23 +70,21 @@ def planned(
     device = groups[0][0].device
     rest = (device, programs_at_once(device), *rest)
     key = (plan, *[lists.walked(group).layouts for group in groups], *rest)
-    found: PlanT | None = _plans.get(key)
+    found: PlanT | None
+    if is_capturing(device):
+        found = _read_by_graphs.get(key) or next(iter(_plans.get(key, {}).values()), None)
+        if found is None:
+            found = plan(*map(layouts, groups), *rest)  # raises: it makes tables
+        _read_by_graphs[key] = found
+        return found
+    stream = stream_of(device)
+    found = _plans.get(key, {}).get(stream)
     if found is None:
         found = plan(*map(layouts, groups), *rest)
-        if len(_plans) >= _MOST_PLANS:
-            forget_plans()
-        _plans[key] = found
-    if is_capturing(device):
-        _read_by_graphs[id(found)] = found
+        if key not in _plans and len(_plans) >= _MOST_PLANS:
+            _plans.pop(list(_plans)[0], None)  # a copy: other threads add plans
+        _plans.setdefault(key, {})[stream] = found
     return found
-
-
-def forget_plans() -> None:
-    """Frees all plans, after the launches of every stream that read their tables."""
-    for device in {part for key in _plans for part in key if isinstance(part, torch.device)}:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-    _plans.clear()
 
 
 def contiguous_copies(tensors: Sequence[Tensor]) -> lists.Walked:
@@ -164,6 +163,16 @@ def _sent(addresses: bytes, device: torch.device, stream: int) -> Tensor:
     # A bytearray: PyTorch warns of memory that it may not write.
     host = torch.frombuffer(bytearray(addresses), dtype=torch.int64)
     return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
+
+
+def table_on(device: torch.device, numbers: Tensor) -> Tensor:
+    """A table of numbers on the device, contiguous, as it is now.
+
+    The host may change pinned memory before a copy that does not block has read it.
+    """
+    if numbers.device != device:
+        numbers = numbers.to(device, non_blocking=not numbers.is_pinned())
+    return numbers.contiguous()
 
 
 def scalar_on(device: torch.device, value: Tensor) -> Tensor:

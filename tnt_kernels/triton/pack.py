@@ -53,8 +53,6 @@ SHORT = 16
 SHORT_TILE, TILE = (SHORT, 256), (64, 64)
 # A matrix of fewer rows is mostly padding in large tiles.
 LEAST_LARGE = 96
-# Packed operands exist together as long as they have fewer bytes than this.
-PACKED_BYTES = 256 << 20
 
 
 def form_of(dtype: torch.dtype, setting: str) -> tl.constexpr:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from tnt_kernels.triton.launch import run, scalar_on
+from tnt_kernels.triton.launch import run, scalar_on, table_on
 from tnt_kernels.triton.momentum import over_elements, scaled_step_kernel
 
 
@@ -21,7 +21,7 @@ def scaled_step_(
         return
     device = params[0].device
     alpha, gamma = scalar_on(device, lr), scalar_on(device, weight_decay)
-    factors = scales.to(device, non_blocking=True).contiguous()
+    factors = table_on(device, scales)
     step, _ = over_elements(
         scaled_step_kernel,
         [params, directions],

@@ -1,4 +1,4 @@
-"""``python -m bench.host_time``: what eager calls on a GPU cost the host, measured without a GPU.
+"""``python -m tools.host_time``: what eager calls on a GPU cost the host, measured without a GPU.
 
 The host's path of a GPU runs on CPU tensors: checks, keys, plans, tables of addresses, scalars and
 the choice of compiled kernels. Kernels are compiled for sm_90 and not started: starting one takes
@@ -24,6 +24,7 @@ from triton.runtime.jit import JITFunction
 
 import tnt_kernels
 from tnt_kernels import calls, lists
+from tnt_kernels.triton import launch
 from tnt_optim import TNT
 from tools.compile_report.machine_code import no_device
 from tools.measuring.clock import no_collection
@@ -62,6 +63,7 @@ def as_on_a_gpu() -> Iterator[None]:
     driver.set_active(no_device(CAPABILITY))
     with (
         mock.patch.object(JITFunction, "run", run),
+        mock.patch.object(launch, "_compiled", {}),
         mock.patch.object(calls, "all_on_cpu", lambda given: False),
         mock.patch.object(calls, "_walked", walked),
     ):
@@ -110,8 +112,8 @@ def microseconds(call: Callable[[], object]) -> float:
 
 def main() -> None:
     """Measures, prints a table and writes the record."""
-    parser = argparse.ArgumentParser(prog="python -m bench.host_time", description=__doc__)
-    default = Path(__file__).parent / "results" / "host_time.json"
+    parser = argparse.ArgumentParser(prog="python -m tools.host_time", description=__doc__)
+    default = Path(__file__).parents[1] / "bench" / "results" / "host_time.json"
     parser.add_argument("--out", type=Path, default=default, help="the record")
     out = check_writable(parser.parse_args().out)
     torch.set_num_threads(1)
