@@ -94,6 +94,19 @@ def products_tensordot(tensors: Sequence[Tensor], factors: Modes) -> list[Tensor
     return products
 
 
+def products_matmul(tensors: Sequence[Tensor], factors: Modes) -> list[Tensor]:
+    """A @ G @ B for matrices, which gives cuBLAS better layouts than tensordot; else the chain."""
+    products = []
+    for tensor, modes in zip(tensors, factors, strict=True):
+        if tensor.dim() != 2:
+            products += products_tensordot([tensor], [modes])
+            continue
+        left, right = modes
+        inner = tensor * right if right.dim() == 1 else tensor @ right
+        products.append(left[:, None] * inner if left.dim() == 1 else left @ inner)
+    return products
+
+
 def step_tensordot_(
     params: list[Tensor],
     momenta: list[Tensor],

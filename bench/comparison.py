@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.work import Work
+from tnt_kernels import backends
 from tools.measuring.clock import Stopwatch, no_collection, ratios, rotated, rounds_for, summary
 from tools.measuring.parameter_sets import ParameterSet
 
@@ -102,6 +104,7 @@ class Comparison:
                 continue
             check_close(candidate.name, error, tolerance)
             errors[candidate.name] = error
+        ran = engine(candidates[0].run, self.device)
         before = [[tensor.clone() for tensor in c.updated] for c in candidates]
         runs = {candidate.name: candidate.run for candidate in candidates}
         notes += self._add_graphs(runs, candidates)
@@ -122,6 +125,8 @@ class Comparison:
             row["ratio"] = [ratio["median"], *ratio["quartiles"]]
             if name in errors:
                 row["error"] = errors[name]
+            if name.removesuffix(", graph") == OURS:
+                row["engine"] = ran
             if name.removesuffix(", graph") in baselines:
                 row["baseline"] = True
             rows.append(row)
@@ -173,6 +178,27 @@ class Comparison:
             self.benchmark.pedantic(time_ours, setup=time_others, rounds=rounds)
         # With --benchmark-disable there are only the checks.
         return {} if self.benchmark.stats is None else samples
+
+
+class _Products(TorchDispatchMode):
+    """Whether PyTorch multiplied matrices."""
+
+    seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen |= func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
+        return func(*args, **(kwargs or {}))
+
+
+def engine(run: Callable[[], object], device: torch.device) -> str:
+    """What computes in one of our runs, which on a GPU runs once more."""
+    served = backends().ops["mode_products"]["cuda" if device.type == "cuda" else "cpu"]
+    if served != "Triton":
+        return served
+    products = cast(Any, _Products)()
+    with products:
+        run()
+    return "Triton, cuBLAS" if products.seen else served
 
 
 def captured(run: Callable[[], object]) -> Callable[[], object]:

@@ -76,7 +76,7 @@ def _section(op: str, rows: Sequence[Row]) -> list[str]:
     """One table: a block of lines for each set, kind and precision."""
     columns = [name for name in ("kind", "precision") if len({row[name] for row in rows}) > 1]
     header = ["set", *columns, "candidate", "ms", "(quartiles)", "ratio", "(quartiles)"]
-    header += ["error", "GF/s", "GB/s", "of the limit", "rounds"]
+    header += ["error", "GF/s", "GB/s", "of the limit", "rounds", "engine"]
     ours = rows[0]["candidate"]
     lines = [
         [
@@ -90,6 +90,7 @@ def _section(op: str, rows: Sequence[Row]) -> list[str]:
             f"{row['error']:.0e}" if "error" in row else "",
             *_rates(row),
             row.get("rounds", ""),
+            row.get("engine", ""),
         ]
         for row in rows
     ]

@@ -150,7 +150,11 @@ def products(parameter_set: ParameterSet, device: torch.device) -> Problem:
         return Candidate(name, run, lambda: kept[0])
 
     return Problem(
-        [candidate(OURS, mode_products), candidate("tensordot", baselines.products_tensordot)],
+        [
+            candidate(OURS, mode_products),
+            candidate("tensordot", baselines.products_tensordot),
+            candidate("A @ G @ B", baselines.products_matmul),
+        ],
         reference.mode_products([t.double() for t in tensors], in_float64(factors)),
         products_work(parameter_set),
     )

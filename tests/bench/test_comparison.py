@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench import report
+from bench import comparison, report
 from bench.comparison import (
     OURS,
     Candidate,
@@ -133,6 +134,17 @@ def test_a_baseline_that_tf32_makes_wrong_is_left_out_with_a_note() -> None:
     (row,) = rows
     assert row["candidate"] == OURS
     assert row["note"] == "said; linalg.inv is left out at 'high': error 2e-01"
+
+
+def test_rows_name_what_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    (row, other) = compared([adding(OURS), adding("addmm_")], [torch.ones(2).double()])
+    assert row["engine"] in ("C++", "reference") and "engine" not in other
+    served = SimpleNamespace(ops={"mode_products": {"cuda": "Triton", "cpu": "C++"}})
+    monkeypatch.setattr(comparison, "backends", lambda: served)
+    matrix, gpu = torch.eye(2), torch.device("cuda")
+    assert comparison.engine(lambda: torch.mm(matrix, matrix), gpu) == "Triton, cuBLAS"
+    assert comparison.engine(lambda: matrix + matrix, gpu) == "Triton"
+    assert comparison.engine(lambda: pytest.fail("runs"), CPU) == "C++"
 
 
 def test_every_candidate_has_a_row_with_its_ratio_to_the_first() -> None:

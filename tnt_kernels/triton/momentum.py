@@ -205,6 +205,8 @@ def momentum_kernel(
         m = mu * tl.load(m_at, mask=inside, other=0) + g
         length = m
         if AHEAD:
+            # In the other case last: else ptxas spills a register (sm_100 here, sm_80 there).
+            tl.store(m_at, m, mask=inside)
             length = mu * m + g
             n_at = addresses_at(problem, N, n_start, x, y, z, VECTOR)
             tl.store(n_at, length, mask=inside)
@@ -218,7 +220,8 @@ def momentum_kernel(
             else:
                 length = length / (tl.sqrt(v) + floor)
             length = tl.where(inside, length, 0)
-        tl.store(m_at, m, mask=inside)
+        if not AHEAD:
+            tl.store(m_at, m, mask=inside)
         if SUMS:
             # In float64: float32 squares overflow and underflow early.
             total = tl.fma(length.to(tl.float64), length.to(tl.float64), total)
