@@ -3,13 +3,15 @@
 #
 #   bench/gpu.sh FOLDER [STAGE,STAGE]     the records and logs go to FOLDER
 #
+# The stage `design` (python -m bench.gpu_design) runs only if it is named.
+#
 # A stage that fails, hangs or lacks a program is reported, and the others run. Benchmarks write each
 # result as they measure it, so a stage that its limit ends keeps its results. PYTHON names the
 # interpreter. Exit status: 0 if no stage failed, 1 if one did, 2 without a GPU.
 
 set -u
 # The limits of the stages; the time that earlier stages leave over is added.
-declare -A limits=([build]=60 [tests]=150 [sanitizer]=70 [operators]=160 [steps]=100)
+declare -A limits=([build]=60 [tests]=150 [sanitizer]=70 [operators]=160 [steps]=100 [design]=330)
 total=540
 grace=15 # seconds between SIGINT, on which pytest ends its record, and SIGKILL
 
@@ -25,6 +27,8 @@ python=${PYTHON:-python3}
 export PYTHONPATH=$PWD:$PWD/python${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 cuda=${CUDA_HOME:-${CUDA_PATH:-/usr/local/cuda}}
 PATH=$PATH:$cuda/bin:$cuda/compute-sanitizer
+# Kernels that were compiled beforehand, without a GPU, by the same Triton.
+[[ ! -d build/triton-cache ]] || export TRITON_CACHE_DIR=$PWD/build/triton-cache
 
 # In a process of its own, since a broken driver may hang it. A cold disk takes half of the time.
 timeout 90 "$python" -c 'import torch; print(torch.cuda.get_device_name(), torch.__version__)' ||
@@ -85,6 +89,8 @@ stage operators "pytest_benchmark tabulate typer" "${bench[@]}" --out="$out/oper
 # What an option costs does not depend on the precision.
 stage steps "pytest_benchmark tabulate typer" "${bench[@]}" --out="$out/steps.json" \
     --sets=mnist_ae,resnet32,faces_ae,gpt2_full -k "methods or highest" bench/test_steps.py
+stage design "pytest_benchmark tabulate typer" "$python" -m bench.gpu_design \
+    --seconds=300 --out="$out/design.json"
 
 printf '\n%sresults: %s\n' "$summary" "$out"
 exit $failed
