@@ -35,9 +35,16 @@ def with_little_workspace(given: Call, module: Any, arguments: Any) -> tuple[Any
 
 
 @pytest.mark.parametrize("dtype", STATE_DTYPES, ids=str)
-def test_panels_of_inverses(dtype: torch.dtype) -> None:
-    """One row more or less than whole tiles, of 64 rows or 32."""
+@pytest.mark.parametrize("at_once", [1, 2, 8])
+def test_panels_of_inverses(
+    dtype: torch.dtype, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One row more or less than whole tiles, of 64 rows or 32; updates by so many panels."""
+    monkeypatch.setattr(damped_inverse, "AT_ONCE", at_once)
+    launch._plans.clear()
     sizes = [(n,) for n in (31, 32, 33, 63, 64, 65, 128, 129)]
+    if at_once < 8:
+        sizes += [(161,), (200,)]
     given = call("damped_inverse", sizes, "full", dtype)
     agree(given(triton_operators), given.double()(reference), given)
 
@@ -58,14 +65,21 @@ def test_waves_of_inverses() -> None:
     layouts = launch.layouts([s for row in given.arguments["stats"] for s in row])
     arguments = layouts, GPU, 1, (2, 1, 1, 2)
     together, in_waves, results = with_little_workspace(given, damped_inverse, arguments)
-    # A triangle, a panel and a corner: 3, 6, 15, 3, 10 and 3 tiles of 64 x 64 numbers.
-    assert len(together.waves) == 1 and together.scratch == 40 * 64 * 64 * 4
-    assert len(in_waves.waves) == 3 and in_waves.scratch == 15 * 64 * 64 * 4
+    # A triangle, as many panels as there are, and corners, for 1, 2, 4, 1, 3 and 1 panels: tiles
+    # of 64 x 64 numbers.
+    one, two, three, four = (n * (n + 1) // 2 + (n + 1) * n for n in (1, 2, 3, 4))
+    assert len(together.waves) == 1
+    assert together.scratch == (3 * one + two + three + four) * 64 * 64 * 4
+    assert len(in_waves.waves) == 3 and in_waves.scratch == four * 64 * 64 * 4
     assert results["info"].tolist() == [0, 1, 0, 0]
 
 
 def test_launches_do_not_grow_with_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two for each panel of the largest matrix but the last, and seven, two of them empty here."""
+    """One for each panel of the largest matrix, and one after every second while others are left;
+    and seven, two of them empty here.
+    """
+    monkeypatch.setattr(damped_inverse, "AT_ONCE", 2)
+    launch._plans.clear()
     launches: list[int] = []
     monkeypatch.setattr(
         damped_inverse, "launch", lambda kernel, programs, *_, **__: launches.append(programs)
@@ -73,7 +87,8 @@ def test_launches_do_not_grow_with_the_list(monkeypatch: pytest.MonkeyPatch) -> 
     for count in (1, 5):
         launches.clear()
         call("damped_inverse", [(150, 3)] * count, "full")(triton_operators)
-        assert sum(programs > 0 for programs in launches) == 5 + 2 * 3 - 1
+        assert sum(programs > 0 for programs in launches) == 5 + 3 + 1
+    launch._plans.clear()
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,9 @@ from the first panel (a row of tiles) to the last by T = L^-1 with A = L L^T:
     C = L_kk^-1,   P_j = C T_kj  for every j, T_kj being A_jk^T for j > k and I for j = k
     T_kj <- P_j  for j <= k,   T_ij <- T_ij - P_i^T P_j  for i > k, j <= i, from T_ik = 0
 
+The last step waits for AT_ONCE panels, which reads and writes each tile once for all of them. A
+panel first catches up on the tiles that it needs: its own row and column.
+
 At last A^-1 = T^T T. That is d^3 operations for a matrix, as LAPACK's potrf and potri have, all in
 products of tiles but for the corners C. The elimination that multiplies by L_kk^-T L_kk^-1 at once
 needs one launch a panel, not two, but it squares the condition number: in float32 at condition 1e4
@@ -60,7 +63,7 @@ PIVOT_ROUNDINGS = tl.constexpr(16)
 
 # A row of the modes, int64: indices of two addresses and of its tensor, rows, whether it is
 # diagonal, and of a matrix its panels and its tiles in the workspace: the first of a lower
-# triangle, row by row; the first of the panel P_j^T; A_kk of the next corner.
+# triangle, row by row; the first P_j^T of AT_ONCE panels, panel after panel; the first A_kk.
 STAT, OUT, TENSOR, ROWS, IS_DIAGONAL, PANELS, TRIANGLE, PANEL, CORNER = fields(9)
 MODE_FIELDS = tl.constexpr(9)
 # What a mode's entries are multiplied by, what is added to the diagonal, and what the inverse is
@@ -72,6 +75,9 @@ NUMBER_FIELDS = tl.constexpr(3)
 MODE, TILE_ROW, FIRST, LAST = fields(4)
 STRIP_FIELDS = tl.constexpr(4)
 
+# Panels whose updates are made together. By one panel an update does eight operations for each byte
+# of its tile, and memory bounds it; by eight the matrix units do.
+AT_ONCE = 8
 # Tiles of a strip, at most: the programs of a panel all compute the same corner.
 MOST_TILES = 8
 # Pipeline stages of the loads. A third needs 16 KB more for each operand, so fewer programs fit.
@@ -215,7 +221,7 @@ def begin_kernel(
         bad = tl.where(tl.abs(entry) < float("inf"), bad, 1)
         diagonal = tl.where((row < rows)[:, None], entry + damping, 1.0)
         value = tl.where(row[:, None] == column[None, :], diagonal, entry).to(STATE)
-        to = tl.where(i == 0, tl.load(mode + CORNER), _of_triangle(triangle, i, j))
+        to = tl.where(i == j, tl.load(mode + CORNER) + i, _of_triangle(triangle, i, j))
         tl.store(_tile(tiles, to, BLOCK), value)
     tl.atomic_max(failed + number, tl.max(tl.max(bad, axis=1), axis=0))
 
@@ -242,6 +248,31 @@ def _inverse_of_root(corner, rows, BLOCK: tl.constexpr):
     return tl.where(index[:, None] >= index[None, :], corner, 0.0), pivots
 
 
+@triton.jit
+def _less_products(
+    value,
+    tiles,
+    left,
+    right,
+    panels,
+    first,
+    last,
+    BLOCK: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """value - the sum of P_i^T P_j over panels ``first`` to ``last`` of those in the workspace.
+
+    ``left`` and ``right`` are the tiles P_i^T and P_j^T of the first of these.
+    """
+    for start in range(first * BLOCK, last * BLOCK, DEPTH):
+        skipped, term = start // BLOCK * panels, tl.multiple_of(start % BLOCK, DEPTH)
+        a = -tl.load(_columns(tiles, left + skipped, term, BLOCK, DEPTH))
+        b = tl.load(_columns(tiles, right + skipped, term, BLOCK, DEPTH))
+        value = tl.dot(a, tl.trans(b), value, input_precision=PRECISION, out_dtype=value.dtype)
+    return value
+
+
 @triton.jit(do_not_specialize=["k"])
 def panel_kernel(
     strips,
@@ -253,12 +284,13 @@ def panel_kernel(
     k,
     STATE: tl.constexpr,
     BLOCK: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Panel k: the corner's C, then P_j^T = T_kj^T C^T for each tile of a strip.
 
-    All strips of a panel compute the corner, which takes longer than their products: one launch
-    less, and nothing waits for one program.
+    Both after the updates by earlier panels that wait. All strips of a panel compute the corner,
+    which takes longer than their products: one launch less, and nothing waits for one program.
 
     Grid: one program for each strip of tiles of a matrix. It reads and writes its tiles of the
     panel. Bound: the latency of BLOCK dependent steps, each with a sum over the tile.
@@ -268,7 +300,12 @@ def panel_kernel(
     mode, own = modes + number * MODE_FIELDS, numbers + number * NUMBER_FIELDS
     triangle, panel = tl.load(mode + TRIANGLE), tl.load(mode + PANEL)
     rows = tl.minimum(tl.load(mode + ROWS).to(tl.int32) - k * BLOCK, BLOCK)
-    corner = tl.load(_tile(tiles, tl.load(mode + CORNER), BLOCK))
+    panels, waiting = tl.load(mode + PANELS).to(tl.int32), k % AT_ONCE
+    DEPTH: tl.constexpr = 16  # with more it spills registers
+    corner = tl.load(_tile(tiles, tl.load(mode + CORNER) + k, BLOCK))
+    corner = _less_products(
+        *(corner, tiles, panel + k, panel + k, panels, 0, waiting, BLOCK, DEPTH, PRECISION)
+    )
     index = tl.arange(0, BLOCK)
     # The two triangles of a product in 3xTF32 may differ by a rounding.
     corner = tl.where(index[:, None] >= index[None, :], corner, tl.trans(corner))
@@ -283,16 +320,26 @@ def panel_kernel(
         least = PIVOT_ROUNDINGS * ROUNDING * (entry + tl.load(own + DAMPING))
         good = (pivots.to(tl.float64) > least) | (index >= rows)
         tl.atomic_max(failed + number, tl.max(tl.where(good, 0, 1), axis=0))
-    for j in range(first, tl.load(strip + LAST)):
+    # Both parts of C in 3xTF32, held for all tiles, would spill registers.
+    SPLITS: tl.constexpr = STATE == tl.float32
+    for j in tl.range(first, tl.load(strip + LAST), disable_licm=SPLITS):
         if j == k:
             value = c
         else:
+            # A tile of a panel that waits starts from 0, with that panel.
+            since = tl.maximum(j - (k - waiting), 0)
             if j < k:
-                operand = tl.trans(tl.load(_tile(tiles, _of_triangle(triangle, k, j), BLOCK)))
+                at = _tile(tiles, _of_triangle(triangle, k, j), BLOCK)
+                operand = tl.trans(tl.load(at, mask=j < k - waiting, other=0))
             else:
                 operand = tl.load(_tile(tiles, _of_triangle(triangle, j, k), BLOCK))
+                since = 0
+            operand = _less_products(
+                *(operand, tiles, panel + j, panel + k, panels),
+                *(since, waiting, BLOCK, DEPTH, PRECISION),
+            )
             value = tl.dot(operand, c, input_precision=PRECISION, out_dtype=STATE)
-        tl.store(_tile(tiles, panel + j, BLOCK), value)
+        tl.store(_tile(tiles, panel + waiting * panels + j, BLOCK), value)
         if j <= k:
             # Transposed, because the last product sums over rows.
             tl.store(_tile(tiles, _of_triangle(triangle, k, j), BLOCK), value)
@@ -307,26 +354,28 @@ def update_kernel(
     STATE: tl.constexpr,
     BLOCK: tl.constexpr,
     STEP: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """T_ij <- T_ij - P_i^T P_j for the tiles of a strip below panel k.
+    """T_ij <- T_ij - P_i^T P_j for the tiles of a strip below panel k, by AT_ONCE panels up to k.
 
-    Grid: one program for each strip of a lower triangle. It reads a tile of the panel, and for each
-    tile another, and reads and writes the tile. Bound: memory, matrix units.
+    Grid: one program for each strip of a lower triangle. It reads a row of tiles of the panels, and
+    for each tile another, and reads and writes the tile. Bound: matrix units.
     """
     strip = strips + tl.program_id(0) * STRIP_FIELDS
     mode, i = modes + tl.load(strip + MODE) * MODE_FIELDS, tl.load(strip + TILE_ROW)
     triangle, panel = tl.load(mode + TRIANGLE), tl.load(mode + PANEL)
+    panels, before = tl.load(mode + PANELS).to(tl.int32), k + 1 - AT_ONCE
     DEPTH: tl.constexpr = depth_of(STEP, PRECISION, True)
     for j in range(tl.load(strip + FIRST), tl.load(strip + LAST)):
-        to = _of_triangle(triangle, i, j)
-        value = tl.load(_tile(tiles, to, BLOCK), mask=j != k, other=0)
-        for term in range(0, BLOCK, DEPTH):
-            left = -tl.load(_columns(tiles, panel + i, term, BLOCK, DEPTH))
-            right = tl.load(_columns(tiles, panel + j, term, BLOCK, DEPTH))
-            value = tl.dot(left, tl.trans(right), value, input_precision=PRECISION, out_dtype=STATE)
-        is_corner = (i == k + 1) & (j == k + 1)
-        to = tl.where(is_corner, tl.load(mode + CORNER), to)
+        to = tl.where(i == j, tl.load(mode + CORNER) + i, _of_triangle(triangle, i, j))
+        is_old = (j < before) | (j > k)
+        value = tl.load(_tile(tiles, to, BLOCK), mask=is_old, other=0)
+        since = tl.where(is_old, 0, j - before)
+        value = _less_products(
+            *(value, tiles, panel + i, panel + j, panels),
+            *(since, AT_ONCE, BLOCK, DEPTH, PRECISION),
+        )
         tl.store(_tile(tiles, to, BLOCK), value)
 
 
@@ -416,7 +465,7 @@ class Wave:
     spans: Work
     rows: Work  # of tiles, in strips
     panels: list[Work]  # of each k
-    updates: list[Work]
+    updates: list[Work]  # after each AT_ONCE panels
     columns: Work
     products: Work
 
@@ -444,9 +493,9 @@ def _panels_of(stat: Layout) -> int:
 
 
 def _tiles_of(stat: Layout) -> int:
-    """Tiles of the workspace of a matrix: a triangle, a panel, a corner."""
+    """Tiles of the workspace of a matrix: a triangle, panels, corners."""
     panels = _panels_of(stat)
-    return panels * (panels + 1) // 2 + panels + 1 if panels else 0
+    return panels * (panels + 1) // 2 + (min(AT_ONCE, panels) + 1) * panels
 
 
 def _wave(
@@ -471,7 +520,7 @@ def _wave(
             elif len(stat.shape) == 1:
                 spans += [(number, i, 0, 0) for i in range(blocks(stat.shape[0], SPAN))]
             is_diagonal, panel = len(stat.shape) == 1, free + panels * (panels + 1) // 2
-            places = panels, free, panel, panel + panels
+            places = panels, free, panel, panel + min(AT_ONCE, panels) * panels
             modes.append((n, len(stats) + n, t, stat.shape[0], is_diagonal, *places))
             free += _tiles_of(stat)
 
@@ -498,7 +547,10 @@ def _wave(
         work(spans, device),
         rows,
         [Work(sum(counts[m] > k for m, *_ in in_panels), panels_of.rows) for k in range(most)],
-        [Work(sum(i > k for _, i, *_ in in_rows), rows.rows) for k in range(most)],
+        [
+            Work(sum(i > k for _, i, *_ in in_rows), rows.rows)
+            for k in range(AT_ONCE - 1, most, AT_ONCE)
+        ],
         work([(m, j, 0, 0) for m, count in full for j in range(count)], device),
         work([(m, i, j, 0) for m, count in full for i, j in lower_tiles(count, 1)], device),
     )
@@ -553,9 +605,12 @@ def _prepared(
         launch(diagonal_kernel, *wave.spans, *scaled, failed, info, **span, CHECK=True)
         # Its float64 numbers want twice the registers.
         launch(begin_kernel, *wave.rows, *scaled, tiles, failed, **tile | {"num_warps": 2 * WARPS})
-        for k, (panel, update) in enumerate(zip(wave.panels, wave.updates, strict=True)):
-            launch(panel_kernel, *panel, *scaled, tiles, failed, k, **product)
-            launch(update_kernel, *update, wave.modes, tiles, k, **product, STEP=step)
+        for k, panel in enumerate(wave.panels):
+            launch(panel_kernel, *panel, *scaled, tiles, failed, k, **product, AT_ONCE=AT_ONCE)
+            if (k + 1) % AT_ONCE == 0:
+                update = wave.updates[k // AT_ONCE]
+                steps = {"STEP": step, "AT_ONCE": AT_ONCE}
+                launch(update_kernel, *update, wave.modes, tiles, k, **product, **steps)
         launch(check_kernel, *wave.columns, wave.modes, numbers, tiles, failed, **tile)
         launch(judge_kernel, *wave.tensors, failed, info, STRIDE=1, num_warps=1)
         launch(product_kernel, *wave.products, *scaled, tiles, info, **product, STEP=step)

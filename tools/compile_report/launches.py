@@ -186,10 +186,11 @@ def _scaled_step(dtype: torch.dtype, shape: Shape) -> None:
 def _damped_inverse(dtype: torch.dtype, shape: Shape) -> None:
     if dtype not in (torch.float32, torch.float64):
         return
-    stats = [*_square(shape, dtype), torch.zeros(shape[0], dtype=dtype)]
+    large = 64 * (damped_inverse.AT_ONCE + 1)  # updates by several panels
+    stats = [*_square((*shape, large), dtype), torch.zeros(shape[0], dtype=dtype)]
     for relative in (False, True):
         out = [s.clone() for s in stats]
-        damped_inverse.damped_inverse(out, stats, [3], _number(0.1), relative)
+        damped_inverse.damped_inverse(out, stats, [4], _number(0.1), relative)
 
 
 def _grafted_directions(dtype: torch.dtype, shape: Shape) -> None:
