@@ -3,13 +3,15 @@
 #
 #   bench/gpu.sh FOLDER [STAGE,STAGE]     the records and logs go to FOLDER
 #
+# The stage `train` (python -m experiments gpu-train) runs only if it is named.
+#
 # A stage that fails, hangs or lacks a program is reported, and the others run. Benchmarks write each
 # result as they measure it, so a stage that its limit ends keeps its results. PYTHON names the
 # interpreter. Exit status: 0 if no stage failed, 1 if one did, 2 without a GPU.
 
 set -u
 # The limits of the stages; the time that earlier stages leave over is added.
-declare -A limits=([build]=60 [tests]=150 [sanitizer]=70 [operators]=160 [steps]=100)
+declare -A limits=([build]=60 [tests]=150 [sanitizer]=70 [operators]=160 [steps]=100 [train]=290)
 total=540
 grace=15 # seconds between SIGINT, on which pytest ends its record, and SIGKILL
 
@@ -21,6 +23,7 @@ for name in ${chosen//,/ }; do
     [[ -v limits[$name] ]] || { echo "there is no stage $name" >&2; exit 2; }
     reserved=$((reserved + limits[$name]))
 done
+((reserved <= total)) || { echo "$chosen: $reserved s, of $total s at most" >&2; exit 2; }
 python=${PYTHON:-python3}
 export PYTHONPATH=$PWD:$PWD/python${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 cuda=${CUDA_HOME:-${CUDA_PATH:-/usr/local/cuda}}
@@ -85,6 +88,9 @@ stage operators "pytest_benchmark tabulate typer" "${bench[@]}" --out="$out/oper
 # What an option costs does not depend on the precision.
 stage steps "pytest_benchmark tabulate typer" "${bench[@]}" --out="$out/steps.json" \
     --sets=mnist_ae,resnet32,faces_ae,gpt2_full -k "methods or highest" bench/test_steps.py
+# A method that fails is recorded, and the stage counts as failed.
+stage train "matplotlib scipy sklearn tabulate tqdm typer" \
+    "$python" -m experiments gpu-train --device=cuda --out="$out/train.json"
 
 printf '\n%sresults: %s\n' "$summary" "$out"
 exit $failed
