@@ -3,7 +3,8 @@
 #
 #   bench/gpu.sh FOLDER [STAGE,STAGE]     the records and logs go to FOLDER
 #
-# The stage `design` (python -m bench.gpu_design) runs only if it is named.
+# The stages `design` (python -m bench.gpu_design) and `train` (python -m experiments gpu-train) run
+# only if they are named.
 #
 # A stage that fails, hangs or lacks a program is reported, and the others run. Benchmarks write each
 # result as they measure it, so a stage that its limit ends keeps its results. PYTHON names the
@@ -11,7 +12,8 @@
 
 set -u
 # The limits of the stages; the time that earlier stages leave over is added.
-declare -A limits=([build]=60 [tests]=150 [sanitizer]=70 [operators]=160 [steps]=100 [design]=330)
+declare -A limits=([build]=60 [tests]=150 [sanitizer]=70 [operators]=160 [steps]=100
+    [design]=330 [train]=290)
 total=540
 grace=15 # seconds between SIGINT, on which pytest ends its record, and SIGKILL
 
@@ -23,6 +25,7 @@ for name in ${chosen//,/ }; do
     [[ -v limits[$name] ]] || { echo "there is no stage $name" >&2; exit 2; }
     reserved=$((reserved + limits[$name]))
 done
+((reserved <= total)) || { echo "$chosen: $reserved s, of $total s at most" >&2; exit 2; }
 python=${PYTHON:-python3}
 export PYTHONPATH=$PWD:$PWD/python${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 cuda=${CUDA_HOME:-${CUDA_PATH:-/usr/local/cuda}}
@@ -89,8 +92,11 @@ stage operators "pytest_benchmark tabulate typer" "${bench[@]}" --out="$out/oper
 # What an option costs does not depend on the precision.
 stage steps "pytest_benchmark tabulate typer" "${bench[@]}" --out="$out/steps.json" \
     --sets=mnist_ae,resnet32,faces_ae,gpt2_full -k "methods or highest" bench/test_steps.py
+# A line that fails, and a method that fails, is recorded; the stage then counts as failed.
 stage design "pytest_benchmark tabulate typer" "$python" -m bench.gpu_design \
     --seconds=300 --out="$out/design.json"
+stage train "matplotlib scipy sklearn tabulate tqdm typer" \
+    "$python" -m experiments gpu-train --device=cuda --out="$out/train.json"
 
 printf '\n%sresults: %s\n' "$summary" "$out"
 exit $failed

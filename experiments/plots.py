@@ -105,7 +105,7 @@ def plot_curves(
             name = f"last loss of {goal.label.split(':')[0]}"
             axes.axhline(last, color=goal.colour, linestyle=":", linewidth=1, label=name)
         if floor is not None:
-            _loss_axis(axes, floor)
+            loss_axis(axes, floor)
         axes.set_xlim(left=0)
         plain_axes(axes)
     panels[0].set_ylabel(loss_label)
@@ -163,7 +163,7 @@ def plot_runs(
             _curves(panels[1], finished, label, style, lambda e: e.metrics[metric], start=False)
     panels[0, 0].set_ylabel(f"smoothed minibatch loss [{loss_label}]")
     for axes in panels[0]:
-        _loss_axis(axes, runs[0].loss_floor)
+        loss_axis(axes, runs[0].loss_floor)
     if metric is not None:
         panels[1, 0].set_ylabel(metric.replace("_", " "))
     for by_epoch, by_second in panels:
@@ -200,7 +200,8 @@ def _curves(
         band(axes, x, columns, label=label, **style)
 
 
-def _loss_axis(axes: Axes, floor: float | None) -> None:
+def loss_axis(axes: Axes, floor: float | None = None) -> None:
+    """A logarithmic axis of losses, with a line at their lower bound, if known."""
     axes.set_yscale("log")
     # 15, 20, 30, not powers of 10: these losses span little more than a decade.
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7)))

@@ -94,6 +94,7 @@ def test_missing_packages_are_named_with_their_extra(monkeypatch: pytest.MonkeyP
     [
         "theorem1 --steps 20 --seeds 0,1",
         "demo --epochs 2",
+        "gpu-train --device cpu --quick --seconds 0.2 --threads 1",
     ],
 )
 def test_commands_without_data_run(tmp_path: Path, arguments: str) -> None:

@@ -49,6 +49,7 @@ def test_every_stage_runs_whatever_happens_to_the_others(job, tmp_path: Path) ->
 def test_a_stage_that_hangs_ends_at_its_limit_with_its_children(job, tmp_path: Path) -> None:
     """The job is given three seconds. The child does not end at SIGINT."""
     short = SCRIPT.read_text().replace("total=540", "total=3").replace("grace=15", "grace=1")
+    short = short.replace("[build]=60", "[build]=3")
     (tmp_path / "bench").mkdir()
     (tmp_path / "bench" / "gpu.sh").write_text(short)
     hangs = 'case "$*" in *build_ext*) sleep 600 & echo $!; wait;; esac'
@@ -64,13 +65,29 @@ def test_without_a_gpu_or_with_an_unknown_stage_nothing_runs(job) -> None:
     assert without.returncode == 2 and "no driver" in without.stderr
     unknown = job("true", "build,other")
     assert unknown.returncode == 2 and "there is no stage other" in unknown.stderr
+    long = job("true", "build,tests,operators,steps,train")
+    assert long.returncode == 2 and "760 s, of 540 s at most" in long.stderr
+
+
+def test_a_training_runs_only_if_it_is_named(job, tmp_path: Path) -> None:
+    program = 'case "$*" in *gpu-train*) echo "$*";; esac'
+    assert "train: " not in job(program).stdout
+    done = job(program, "build,train")
+    assert done.returncode == 0, done.stdout + done.stderr
+    *_, build, train, _ = done.stdout.splitlines()
+    assert build.startswith("build: passed") and train.startswith("train: passed")
+    expected = f"-m experiments gpu-train --device=cuda --out={tmp_path / 'out' / 'train.json'}"
+    assert (tmp_path / "out" / "logs" / "train.log").read_text().strip() == expected
 
 
 def test_the_stages_fit_into_ten_minutes_and_name_existing_files() -> None:
     text = SCRIPT.read_text()
-    limits = re.search(r"limits=\((.*)\)", text)
+    limits = dict(re.findall(r"\[(\w+)\]=(\d+)", text))
+    chosen = re.search(r"^chosen=\$\{2:-(.*)\}", text, re.M)
     total = re.search(r"^total=(\d+)", text, re.M)
-    assert limits and total
-    assert sum(map(int, re.findall(r"=(\d+)", limits[1]))) <= int(total[1]) < 600
+    assert chosen and total
+    for names in (chosen[1].split(","), ["build", "design"], ["build", "train"]):
+        assert sum(int(limits[name]) for name in names) <= int(total[1]) < 600
+    assert limits.keys() - set(chosen[1].split(",")) == {"design", "train"}
     for path in re.findall(r"\b(?:tests|bench)/\w+[\w/]*(?:\.py)?", text.split("pytest=(")[1]):
         assert (ROOT / path).exists(), path

@@ -147,6 +147,7 @@ def holders() -> dict[str, Any]:
     return {
         "torch": torch,
         "torch._C": torch._C,
+        "torch._C._autograd": torch._C._autograd,
         "torch._C._functorch": torch._C._functorch,
         "torch.utils": torch.utils,
         "torch._compile": torch._compile,
