@@ -59,7 +59,8 @@ py::tuple walk(py::handle tensors) {
     addresses.push_back(address(tensor));
     ends.push_back(end(tensor));
     contiguous = contiguous && tensor.is_contiguous();
-    plain = plain && !tensor.is_neg() && !tensor.key_set().has(c10::DispatchKey::Python);
+    plain = plain && !tensor.is_neg() && !tensor._is_zerotensor() &&
+            !tensor.key_set().has(c10::DispatchKey::Python);
     const bool aligned = addresses.back() % 16 == 0;
     const at::Device device = tensor.device();
     // The number of dimensions comes first, so that no two lists have the same words.

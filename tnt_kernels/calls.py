@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tnt_kernels.arguments import Modes, Tensors, check_statistics, has_memory
-from tnt_kernels.lists import Walked, are_apart, mark_written, walked
+from tnt_kernels.lists import Walked, are_apart, is_plain, mark_written, walked
 
 NAMESPACE = "tnt_kernels"
 _operators = getattr(torch.ops, NAMESPACE)
@@ -68,19 +68,30 @@ def _on_gpu(name: str, given: Sequence[Any], written: int, check: Callable[[], N
         return _op(name)(*given)
     key = name, *map(_key, known)
     lists = [argument for argument in known if type(argument) is Walked]
+    plain = all(map(_is_plain, known))
     memory = key, *[one.addresses for one in lists]
-    if memory not in _apart:
+    if memory not in _apart or not plain:
         if key not in _checked or not _are_apart(lists, known[:written]):
             check()
         _remember(_checked, key)
         _remember(_apart, memory)
-    plain = all(argument.plain for argument in lists)
-    if plain and torch._C._len_torch_dispatch_stack() == 0 and not _profiles():
+    if plain and not _is_observed():
         return gpu[name](*known)
     return _op(name)(*given)
 
 
-_profiles = torch._C._autograd._profiler_enabled
+def _is_plain(argument: Any) -> bool:
+    """Whether an argument's tensors can be read without PyTorch's dispatcher."""
+    if type(argument) is Walked:
+        return argument.plain
+    return not isinstance(argument, Tensor) or is_plain(argument)
+
+
+def _is_observed() -> bool:
+    """Whether a mode or a profiler wants to see what the dispatcher calls."""
+    modes = torch._C._len_torch_dispatch_stack() or torch._C._is_torch_function_mode_enabled()
+    return bool(modes) or torch._C._autograd._profiler_enabled()
+
 
 # Keys of calls that have passed, without and with their addresses.
 _checked: set[tuple[Hashable, ...]] = set()
@@ -124,7 +135,7 @@ def _key(argument: Any) -> Hashable:
     if type(argument) is Walked:
         return argument.layouts
     if isinstance(argument, Tensor):
-        return argument.shape, argument.dtype, argument.device
+        return argument.shape, argument.dtype, argument.device, argument.layout
     return str(argument)
 
 

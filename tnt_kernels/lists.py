@@ -34,13 +34,21 @@ def _in_cpp(definition: FunctionT) -> FunctionT:
     return cast(FunctionT, getattr(host, definition.__name__, definition))
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a kernel may read a tensor's memory as it is.
+
+    Not that of a lazy negation or zero, nor of a subclass with a dispatch of its own.
+    """
+    own = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+    return own and not tensor.is_neg() and not tensor._is_zerotensor()
+
+
 @_in_cpp
 def walk(tensors: Sequence[Tensor]) -> tuple[Hashable, bytes, bytes, bool, bool]:
     """Layouts, addresses, ends, whether all tensors are contiguous, and whether all are plain.
 
     The first is equal for equal shapes, strides, dtypes, devices, negations and alignments to 16
-    bytes. Addresses, and ends, those after the last bytes, are int64. A plain tensor is neither a
-    lazy negation nor a subclass with a dispatch of its own.
+    bytes. Addresses, and ends, those after the last bytes, are int64. See ``is_plain``.
 
     Raises:
         AttributeError, TypeError: not tensors.
@@ -49,13 +57,12 @@ def walk(tensors: Sequence[Tensor]) -> tuple[Hashable, bytes, bytes, bool, bool]
     addresses = array("q", [t.data_ptr() for t in tensors])
     layouts = [(t.shape, t.stride(), t.dtype, t.device, t.is_neg()) for t in tensors]
     ends = array("q", map(_end, tensors))
-    own = Tensor.__torch_dispatch__
     return (
         (*layouts, *(address % 16 == 0 for address in addresses)),
         addresses.tobytes(),
         ends.tobytes(),
         all(t.is_contiguous() for t in tensors),
-        all(type(t).__torch_dispatch__ is own and not t.is_neg() for t in tensors),
+        all(map(is_plain, tensors)),
     )
 
 

@@ -39,7 +39,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     ),
     "torch._C": (
         "_autograd", "_current_graph_task_id", "_dispatch_has_kernel_for_dispatch_key",
-        "_functorch", "_len_torch_dispatch_stack",
+        "_functorch", "_is_torch_function_mode_enabled", "_len_torch_dispatch_stack",
     ),
     "torch._C._autograd": ("_profiler_enabled",),
     "torch._C._functorch": ("peek_interpreter_stack",),

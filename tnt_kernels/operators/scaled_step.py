@@ -64,7 +64,7 @@ def scaled_step_(
         if scales is not None:  # to the operator, an empty table means not given
             arguments.check_table("scales", scales, (len(params),))
         table = torch.zeros(0, dtype=torch.float64, device="cpu") if scales is None else scales
-        chosen = [True] * len(params) if decayed is None else decayed
+        chosen = [True] * len(params) if decayed is None else [bool(flag) for flag in decayed]
         return listed(params), listed(directions), alpha, gamma, chosen, table
 
     call(SCHEMA, check, flattened)

@@ -301,7 +301,7 @@ class Plan:
     problems: Tensor  # and of products
     launches: list[tuple[Kind, int, Tensor]]
     scratch: int  # bytes
-    copied: frozenset[int]  # tensors to copy first: their modes or their results' do not merge
+    copied: frozenset[int]  # tensors to copy first, with their results: some modes do not merge
     by_cublas: dict[int, int]  # tensors that cuBLAS multiplies, and their first factors
 
 
@@ -465,19 +465,22 @@ def products(
         lr, weight_decay = scalar_on(device, step[0]), scalar_on(device, step[1])
 
     def start(scratch: Tensor) -> None:
-        for t in p.copied:
-            read[t].copy_(tensors[t])
-            written[t].copy_(results[t])
+        with torch.inference_mode():  # the only place where tensors made in it may be written
+            for t in p.copied:
+                read[t].copy_(tensors[t])
+                if step is not None:
+                    written[t].copy_(results[t])
         for kind, count, tiles in p.launches:
             if isinstance(kind, Packing):
                 kind.launch(count, tiles, p.packed, addresses, scratch)
             else:
                 tables = tiles, p.problems, addresses, scratch, lr, weight_decay
                 kind.launch(count, *tables, updates=step is not None)
-        for t in p.copied:
-            results[t].copy_(written[t])
+        with torch.inference_mode():
+            for t in p.copied:
+                results[t].copy_(written[t])
 
-    prepared = [Prepared(p.scratch, start)]
+    prepared = [Prepared(p.scratch, start, (read, written, factors))]
     if not p.by_cublas:
         return prepared
     cublas.check(device)

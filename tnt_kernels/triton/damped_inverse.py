@@ -366,7 +366,7 @@ def update_kernel(
     mode, i = modes + tl.load(strip + MODE) * MODE_FIELDS, tl.load(strip + TILE_ROW)
     triangle, panel = tl.load(mode + TRIANGLE), tl.load(mode + PANEL)
     panels, before = tl.load(mode + PANELS).to(tl.int32), k + 1 - AT_ONCE
-    DEPTH: tl.constexpr = depth_of(STEP, PRECISION, True)
+    DEPTH: tl.constexpr = depth_of(STEP, PRECISION)
     for j in range(tl.load(strip + FIRST), tl.load(strip + LAST)):
         to = tl.where(i == j, tl.load(mode + CORNER) + i, _of_triangle(triangle, i, j))
         is_old = (j < before) | (j > k)
@@ -432,7 +432,7 @@ def product_kernel(
         return
     triangle, panels = tl.load(mode + TRIANGLE), tl.load(mode + PANELS).to(tl.int32)
     total = tl.zeros((BLOCK, BLOCK), STATE)
-    DEPTH: tl.constexpr = depth_of(STEP, PRECISION, True)
+    DEPTH: tl.constexpr = depth_of(STEP, PRECISION)
     for start in range(i * BLOCK, panels * BLOCK, DEPTH):
         first, term = _of_triangle(triangle, start // BLOCK, 0), start % BLOCK
         term = tl.multiple_of(term, DEPTH)

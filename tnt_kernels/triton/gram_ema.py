@@ -52,6 +52,7 @@ from tnt_kernels.triton.pack import (
     form_of,
     packed_product,
     packing,
+    rows_of,
 )
 from tnt_kernels.triton.tiles import (
     LARGE_BLOCK,
@@ -172,17 +173,12 @@ def gram_kernel(
     first, last = tl.load(tile + FIRST_STEP), tl.load(tile + LAST_STEP)
     partial = tl.load(tile + PARTIAL)
     rows, steps = tl.load(problem + ROWS).to(tl.int32), tl.load(problem + STEPS).to(tl.int32)
-    stride = tl.multiple_of(tl.load(problem + STRIDE), 32)
-    packed = scratch.to(tl.int64)
-    left = (packed + tl.load(problem + LEFT)).to(tl.pointer_type(ELEMENT))
-    right = (packed + tl.load(problem + RIGHT)).to(tl.pointer_type(ELEMENT))
-    left, right = tl.multiple_of(left, 16), tl.multiple_of(right, 16)
     row, column = first_row + tl.arange(0, BLOCK), first_column + tl.arange(0, BLOCK)
     if tl.load(decay).to(STATE) == 1:
         last = first  # nothing is written
     total = packed_product(
-        left + (row.to(tl.int64) * stride)[:, None],
-        right + (column.to(tl.int64) * stride)[:, None],
+        rows_of(scratch, problem + LEFT, problem + STRIDE, row, ELEMENT),
+        rows_of(scratch, problem + RIGHT, problem + STRIDE, column, ELEMENT),
         (row < rows)[:, None],
         (column < rows)[:, None],
         first,
@@ -723,7 +719,7 @@ def _update(
                 num_warps=warps_of(block),
             )
 
-    return Prepared(p.scratch, start)
+    return Prepared(p.scratch, start, (tensors, stats, second))
 
 
 _ONE = torch.ones((), dtype=torch.float64)  # the scale of statistics that are not whitened

@@ -72,9 +72,10 @@ def planned(
     key = (plan, *[lists.walked(group).layouts for group in groups], *rest)
     found: PlanT | None
     if is_capturing(device):
-        found = _read_by_graphs.get(key) or next(iter(_plans.get(key, {}).values()), None)
+        made = list(_plans.get(key, {}).values())  # other threads add plans
+        found = _read_by_graphs.get(key) or (made[0] if made else None)
         if found is None:
-            found = plan(*map(layouts, groups), *rest)  # raises: it makes tables
+            found = plan(*map(layouts, groups), *rest)  # raises if it needs tables
         _read_by_graphs[key] = found
         return found
     stream = stream_of(device)
@@ -149,7 +150,7 @@ def addresses_of(*groups: Sequence[Tensor]) -> Tensor:
     return there
 
 
-# Tensors of equal layouts share a plan, not a table: room for a few tables of every cached plan.
+# Tensors of equal layouts share a plan, not a table of addresses.
 _MOST_TABLES = 256
 
 
@@ -247,11 +248,11 @@ def launch(
     if found is not None:
         # It takes the constants' places, too.
         places = [None] * (len(kernel.arg_names) - 1 - len(arguments))
-        found[(programs,)](table, *arguments, *places)
+        found[programs, 1, 1](table, *arguments, *places)
         return
     # Fused multiply-adds in every version: Triton 3.9 warns that 3.10 will turn them off.
     made = kernel[(programs,)](table, *arguments, enable_fp_fusion=True, **constants)
-    if made is not None:
+    if made is not None and torch.version.hip is None:  # for AMD the size of memory counts, too
         _compiled[key] = made
 
 
@@ -260,6 +261,7 @@ class Prepared(NamedTuple):
 
     scratch: int  # the workspace's bytes
     start: Callable[[Tensor], None]  # gets at least that many, uint8
+    kept: object = None  # tensors of which the launches know the addresses only
 
 
 def run(device: torch.device, prepared: Sequence[Prepared], written: Sequence[Tensor] = ()) -> None:

@@ -127,10 +127,10 @@ def tile_of(rows: int) -> tuple[int, int]:
 
 @triton.jit
 def _rounded(x):
-    """x in TF32, rounded half away from zero; above the largest number of TF32 as it is."""
+    """x in TF32, rounded half away from zero, near the largest numbers towards zero."""
     bits = x.to(tl.int32, bitcast=True)
-    high = ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
-    return tl.where(tl.abs(x) < 3.389e38, high, x)
+    high = (bits + tl.where(tl.abs(x) < 3.389e38, 0x1000, 0)) & -0x2000
+    return tl.where(tl.abs(x) < float("inf"), high.to(tl.float32, bitcast=True), x)
 
 
 @triton.jit
@@ -197,9 +197,21 @@ def store_packed(at, length, x, kept, FORM: tl.constexpr):
         high = _rounded(x)
         tl.store(at, high, mask=kept)
         if FORM == SPLIT:
-            # Infinity has no rest: inf - inf is NaN.
+            # inf - inf would be NaN; a product with infinity is, since low x high has 0 x infinity.
             rest = tl.where(tl.abs(x) < float("inf"), x - high, 0.0)
             tl.store(at + length, _rounded(rest), mask=kept)
+
+
+@triton.jit
+def rows_of(scratch, start, stride, row, ELEMENT: tl.constexpr):
+    """The addresses of rows of an operand, (rows, 1).
+
+    ``start`` and ``stride`` are where a table has its first byte in the workspace and the numbers
+    of a row. Loaded here, because a hint on an argument is lost.
+    """
+    operand = (scratch.to(tl.int64) + tl.load(start)).to(tl.pointer_type(ELEMENT))
+    step = tl.multiple_of(tl.load(stride), _STEP)
+    return tl.multiple_of(operand, 16) + (row.to(tl.int64) * step)[:, None]
 
 
 @triton.jit

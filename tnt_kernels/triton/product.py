@@ -10,10 +10,12 @@ from torch import Tensor
 from tnt_kernels.triton.launch import ELEMENTS, block_of, launch
 from tnt_kernels.triton.pack import (
     SPLIT,
+    TILE_FIELDS,
     address_at,
     by_parts,
     dot_precision,
     packed_product,
+    rows_of,
     store_packed,
 )
 from tnt_kernels.triton.tiles import (
@@ -36,10 +38,10 @@ LEFT, RIGHT, STEPS, STRIDE = fields(4, start=11)
 SOURCE, SOURCE_OFFSET, FACTOR, BY_ROW = fields(4, start=11)
 SOURCE_ROW_AXIS, SOURCE_COLUMN_AXIS = fields(2, start=15, width=AXIS_FIELDS)
 PROBLEM_FIELDS = tl.constexpr(23)
-TILE_FIELDS = tl.constexpr(3)
 
 # What an epilogue does: stores the next operand, or a tensor, or updates W.
 PACKS, STORES, UPDATES = (tl.constexpr(n) for n in range(3))
+LAST = -1  # to a launch: it updates W in a step, and else stores a tensor
 
 
 @triton.jit
@@ -102,13 +104,9 @@ def product_kernel(
     first_column = tl.load(tile + TILE_COLUMN) * WIDTH
     row, column = first_row + tl.arange(0, HEIGHT), first_column + tl.arange(0, WIDTH)
     steps = tl.load(problem + STEPS).to(tl.int32)
-    stride = tl.multiple_of(tl.load(problem + STRIDE), 32)
-    packed = scratch.to(tl.int64)
-    left = (packed + tl.load(problem + LEFT)).to(tl.pointer_type(STATE))
-    right = (packed + tl.load(problem + RIGHT)).to(tl.pointer_type(STATE))
     total = packed_product(
-        tl.multiple_of(left, 16) + (row.to(tl.int64) * stride)[:, None],
-        tl.multiple_of(right, 16) + (column.to(tl.int64) * stride)[:, None],
+        rows_of(scratch, problem + LEFT, problem + STRIDE, row, STATE),
+        rows_of(scratch, problem + RIGHT, problem + STRIDE, column, STATE),
         (row < tl.load(problem + ROW_AXIS).to(tl.int32))[:, None],
         (column < tl.load(problem + COLUMN_AXIS).to(tl.int32))[:, None],
         0,
@@ -222,9 +220,6 @@ class Scaling(NamedTuple):
             BLOCK=block,
             num_warps=warps_of(block),
         )
-
-
-LAST = -1  # writes the result, or updates it
 
 
 def _writes(writes: int, updates: bool) -> int:

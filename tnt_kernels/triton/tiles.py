@@ -224,14 +224,14 @@ def warps_of(block: int) -> int:
 
 
 @triton.constexpr_function
-def depth_of(step, precision, is_tight):
+def depth_of(step, precision):
     """Terms of a sum that a kernel loads at once: a step, or half of one if registers are tight.
 
     Before sm_90 and from sm_120 on, matrix units take operands from registers only. A step of 32 in
-    3xTF32 then needs more registers than there are, if tiles are large or loads are narrow.
+    3xTF32 then needs more registers than there are.
     """
     reads_shared_memory = cuda_capability_geq(9, 0) and not cuda_capability_geq(12, 0)
-    halved = precision == "tf32x3" and is_tight and not reads_shared_memory
+    halved = precision == "tf32x3" and not reads_shared_memory
     return step // 2 if halved else step
 
 

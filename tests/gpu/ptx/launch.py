@@ -2,6 +2,7 @@
 
 import functools
 import random
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -60,6 +61,24 @@ def _bits(argument: Tensor | int | float) -> int:
     return int(np.float64(argument).view(np.int64)) if isinstance(argument, float) else argument
 
 
+def _weakly(tensor: Tensor) -> Callable[[], Tensor | None]:
+    """Gives the tensor as long as somebody else holds its memory."""
+    if tensor.is_inference():  # its views do not say so
+        return lambda: tensor
+    if tensor._base is None:
+        return weakref.ref(tensor)
+    base = weakref.ref(tensor._base)
+    shape, dtype = (tensor.storage_offset(), tensor.shape, tensor.stride()), tensor.dtype
+
+    def again() -> Tensor | None:
+        held = base()
+        if held is None:
+            return None
+        return torch.empty(0, dtype=dtype).set_(held.untyped_storage(), *shape)
+
+    return again
+
+
 @contextmanager
 def on_machine(capability: int) -> Iterator[None]:
     """Within it, every launch is compiled for an architecture, as 80, and executed here.
@@ -68,11 +87,12 @@ def on_machine(capability: int) -> Iterator[None]:
     arguments.
     """
     compile_, send = JITFunction.run, launch.addresses_of
-    listed: dict[int, Sequence[Tensor]] = {}  # by the address of a table, what it lists
+    # By the address of a table, what it lists: tensors that nobody holds any more are freed.
+    listed: dict[int, list[Callable[[], Tensor | None]]] = {}
 
     def addresses_of(*groups: Sequence[Tensor]) -> Tensor:
         table = send(*groups)
-        listed[table.data_ptr()] = [tensor for group in groups for tensor in group]
+        listed[table.data_ptr()] = [_weakly(tensor) for group in groups for tensor in group]
         return table
 
     class Compiled:
@@ -81,21 +101,25 @@ def on_machine(capability: int) -> Iterator[None]:
         def __init__(self, kernel: Any) -> None:
             self._kernel = kernel
 
-        def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
-            return functools.partial(self._start, grid)
+        def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
+            x, _, _ = grid  # Triton pads no grid here
+            return functools.partial(self._start, x)
 
-        def _start(self, grid: tuple[int], *arguments: Any) -> None:
+        def _start(self, programs: int, *arguments: Any) -> None:
+            assert len(arguments) == len(self._kernel.src.fn.arg_names)
             arguments = tuple(a for a in arguments if a is not None)  # the constants' places
             given = [a for a in arguments if isinstance(a, Tensor)]
-            reached = [tensor for a in given for tensor in listed.get(a.data_ptr(), ())]
+            found = [again() for a in given for again in listed.get(a.data_ptr(), ())]
+            reached = [tensor for tensor in found if tensor is not None]
             values = [_bits(a) for a in arguments]
             memory = GlobalMemory([*given, *reached])
-            run(self._kernel.asm["ptx"], memory, values, grid[0], self._kernel.metadata.shared)
+            run(self._kernel.asm["ptx"], memory, values, programs, self._kernel.metadata.shared)
 
     def start(self: Any, *arguments: Any, grid: Any, warmup: bool, **named: Any) -> Compiled:
         driver.set_active(no_device(capability))
         compiled = Compiled(compile_(self, *arguments, grid=grid, warmup=True, **named))
-        compiled[grid](*arguments)
+        places = [None] * (len(self.arg_names) - len(arguments))
+        compiled[grid[0], 1, 1](*arguments, *places)
         return compiled
 
     with ExitStack() as patches:
