@@ -4,6 +4,7 @@ import importlib
 import runpy
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from cases import GPU, close, identical, normal, scalar
 from operators import call, flat_arguments
 from recorded_graph import Recording
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 import tnt_kernels
 from tnt_kernels import calls, reference, triton
@@ -197,6 +199,13 @@ def test_few_keys_are_kept(made: Calls, monkeypatch: pytest.MonkeyPatch) -> None
         assert len(calls._checked) <= 4 and len(calls._apart) <= 4
 
 
+class Watching(TorchFunctionMode):
+    """A mode that sees what PyTorch's functions are called with."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
 def test_the_dispatcher_is_called_where_it_is_needed(made: Calls) -> None:
     tensor = gpu(normal((2, 2)))
     made([tensor])
@@ -206,7 +215,17 @@ def test_the_dispatcher_is_called_where_it_is_needed(made: Calls) -> None:
         made([tensor])
     with Recording(lambda name: False):
         made([tensor])
-    assert (made.direct, made.dispatched) == (1, 3)
+    with Watching():
+        made([tensor])
+    made([tensor], torch._neg_view(scalar(1.0)))
+    assert (made.direct, made.dispatched) == (1, 5)
+
+
+def test_a_sparse_table_is_checked(made: Calls) -> None:
+    """The key of a table has its layout."""
+    tensor, table = gpu(normal((2, 2))), torch.ones(3)
+    assert made([tensor], table) == 1 and made([tensor], table) == 0
+    assert made([tensor], table.to_sparse()) == 1
 
 
 def test_other_calls_are_always_checked(made: Calls) -> None:

@@ -102,7 +102,8 @@ class Wrapper(Tensor):
 def test_plain(functions: Any) -> None:
     """What needs PyTorch's dispatcher is not."""
     assert functions.walk([MEMORY, torch.nn.Parameter(normal((3,)))])[4]
-    for other in (torch._neg_view(MEMORY), normal((3,)).as_subclass(Wrapper)):
+    zero = torch._efficientzerotensor((3,))
+    for other in (torch._neg_view(MEMORY), normal((3,)).as_subclass(Wrapper), zero):
         assert not functions.walk([MEMORY, other])[4]
 
 
