@@ -246,7 +246,7 @@ def diagonal_kernel(
     BLOCK: tl.constexpr,
     WHITENED: tl.constexpr,
 ):
-    """BLOCK entries of one diagonal statistic, BLOCK columns in a step; of two tensors half.
+    """BLOCK entries of one diagonal statistic, BLOCK columns in a step; of two tensors a quarter.
 
     Grid: one program for each BLOCK rows, which it reads once; it reads and writes the entries.
     Bound: memory.
@@ -266,7 +266,7 @@ def diagonal_kernel(
     weight = tl.load(decay).to(STATE)
 
     last = tl.where(weight != 1, columns, 0)
-    DEPTH: tl.constexpr = BLOCK // 2 if WHITENED else BLOCK  # or registers are spilled
+    DEPTH: tl.constexpr = BLOCK // 4 if WHITENED else BLOCK  # or registers are spilled
     if rows_are_dense:
         sums = tl.zeros((DEPTH, BLOCK), STATE)
         for start in range(0, last, DEPTH):
