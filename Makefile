@@ -7,7 +7,7 @@
 #   make test               lint, C++ tests, the quick Python tests; two to five minutes on two
 #                           cores
 #   make test-all           the slow tests too: sanitizers, Triton's kernels as compiled, several
-#                           processes, builds, trainers, the benchmarks' commands; about 22 minutes
+#                           processes, builds, trainers, the benchmarks' commands; half an hour
 #   make lint               ruff, mypy, clang-format
 #   make format             rewrites the sources as lint wants them
 #   make native-test        the C++ tests
