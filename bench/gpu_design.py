@@ -1,8 +1,8 @@
 """``python -m bench.gpu_design``: what would refute the design of the GPU kernels, in five minutes.
 
-Each line has a measured number, the limit that it must keep, and PASS or FAIL. Kernel times are
-those of PyTorch's profiler, all others replays of CUDA graphs after a flush of the L2 cache, or
-eager calls. The record is written after every line.
+Each line has a measured number, the limit that it must keep, and PASS or FAIL. PyTorch's profiler
+gives the times of kernels. All other times are those of replayed CUDA graphs, with a flushed L2
+cache, or of eager calls. The record is written after every line.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Line:
         """PASS, FAIL, or nothing without a limit."""
         if self.at_least is None and self.at_most is None:
             return ""
-        least, most = self.at_least or float("-inf"), self.at_most or float("inf")
-        return "PASS" if least <= self.value <= most else "FAIL"
+        enough = self.at_least is None or self.value >= self.at_least
+        return "PASS" if enough and (self.at_most is None or self.value <= self.at_most) else "FAIL"
 
     def __str__(self) -> str:
         limit = f">= {self.at_least:g}" if self.at_least is not None else ""

@@ -32,7 +32,7 @@ LAYERS: dict[str, set[str]] = {
     "calls": {"arguments", "lists"},
     "formulas": {"arguments"},
     "arguments": set(),
-    "lists": {"_host"},
+    "lists": {"_host", "arguments"},
     "reference": {"operators"},
     "triton": {"lists", "triton"},
 }

@@ -211,7 +211,7 @@ def check_overlaps(written: Mapping[str, Iterable[Any]], read: Mapping[str, Iter
         return
     ranges = sorted(
         (
-            (tensor.data_ptr(), _end(tensor), is_written, name, tensor)
+            (tensor.data_ptr(), end_of(tensor), is_written, name, tensor)
             for group, is_written in ((written, True), (read, False))
             for argument, entries in group.items()
             for name, tensor in _named(argument, entries)
@@ -244,8 +244,10 @@ def has_memory(tensor: Tensor) -> bool:
     return not tensor.is_meta and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
-def _end(tensor: Tensor) -> int:
-    """The address after a tensor's last element."""
+def end_of(tensor: Tensor) -> int:
+    """The address after a tensor's last element; that of its start if it has none."""
+    if tensor.numel() == 0:
+        return tensor.data_ptr()
     strides = zip(tensor.stride(), tensor.shape, strict=True)
     reach = 1 + sum(stride * (size - 1) for stride, size in strides)
     return int(tensor.data_ptr() + tensor.element_size() * reach)

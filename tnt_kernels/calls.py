@@ -63,21 +63,18 @@ def _on_gpu(name: str, given: Sequence[Any], written: int, check: Callable[[], N
     dispatcher takes longer than all the rest, so it is left out where it has nothing to do.
     """
     known = _walked(given)
-    if known is None:
+    if known is None or not all(map(_is_plain, known)):
         check()
         return _op(name)(*given)
     key = name, *map(_key, known)
     lists = [argument for argument in known if type(argument) is Walked]
-    plain = all(map(_is_plain, known))
     memory = key, *[one.addresses for one in lists]
-    if memory not in _apart or not plain:
+    if memory not in _apart:
         if key not in _checked or not _are_apart(lists, known[:written]):
             check()
         _remember(_checked, key)
         _remember(_apart, memory)
-    if plain and not _is_observed():
-        return gpu[name](*known)
-    return _op(name)(*given)
+    return _op(name)(*given) if _is_observed() else gpu[name](*known)
 
 
 def _is_plain(argument: Any) -> bool:

@@ -13,6 +13,8 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from tnt_kernels.arguments import end_of, has_memory
+
 FunctionT = TypeVar("FunctionT", bound=Callable[..., object])
 
 
@@ -39,8 +41,7 @@ def is_plain(tensor: Tensor) -> bool:
 
     Not that of a lazy negation or zero, nor of a subclass with a dispatch of its own.
     """
-    own = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
-    return own and not tensor.is_neg() and not tensor._is_zerotensor()
+    return has_memory(tensor) and not tensor.is_neg() and not tensor._is_zerotensor()
 
 
 @_in_cpp
@@ -56,7 +57,7 @@ def walk(tensors: Sequence[Tensor]) -> tuple[Hashable, bytes, bytes, bool, bool]
     """
     addresses = array("q", [t.data_ptr() for t in tensors])
     layouts = [(t.shape, t.stride(), t.dtype, t.device, t.is_neg()) for t in tensors]
-    ends = array("q", map(_end, tensors))
+    ends = array("q", map(end_of, tensors))
     return (
         (*layouts, *(address % 16 == 0 for address in addresses)),
         addresses.tobytes(),
@@ -64,14 +65,6 @@ def walk(tensors: Sequence[Tensor]) -> tuple[Hashable, bytes, bytes, bool, bool]
         all(t.is_contiguous() for t in tensors),
         all(map(is_plain, tensors)),
     )
-
-
-def _end(tensor: Tensor) -> int:
-    if tensor.numel() == 0:
-        return tensor.data_ptr()
-    strides = zip(tensor.stride(), tensor.shape, strict=True)
-    reach = 1 + sum(stride * (size - 1) for stride, size in strides)
-    return tensor.data_ptr() + tensor.element_size() * reach
 
 
 @_in_cpp

@@ -1,8 +1,7 @@
 """``python -m tools.host_time``: what eager calls on a GPU cost the host, measured without a GPU.
 
 The host's path of a GPU runs on CPU tensors: checks, keys, plans, tables of addresses, scalars and
-the choice of compiled kernels. Kernels are compiled for sm_90 and not started: starting one takes
-the driver 2 to 4 microseconds more. One thread.
+the choice of compiled kernels. Kernels are compiled for sm_90 and not started. One thread.
 """
 
 from __future__ import annotations

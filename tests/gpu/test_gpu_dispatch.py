@@ -210,7 +210,8 @@ def test_the_dispatcher_is_called_where_it_is_needed(made: Calls) -> None:
     tensor = gpu(normal((2, 2)))
     made([tensor])
     assert (made.direct, made.dispatched) == (1, 0)
-    made([gpu(torch._neg_view(normal((2, 2))))])
+    negated = [gpu(torch._neg_view(normal((2, 2))))]
+    assert made(negated) == made(negated) == 1  # checked every time
     with torch.profiler.profile():
         made([tensor])
     with Recording(lambda name: False):
@@ -218,7 +219,7 @@ def test_the_dispatcher_is_called_where_it_is_needed(made: Calls) -> None:
     with Watching():
         made([tensor])
     made([tensor], torch._neg_view(scalar(1.0)))
-    assert (made.direct, made.dispatched) == (1, 5)
+    assert (made.direct, made.dispatched) == (1, 6)
 
 
 def test_a_sparse_table_is_checked(made: Calls) -> None:

@@ -65,8 +65,8 @@ def test_waves_of_inverses() -> None:
     layouts = launch.layouts([s for row in given.arguments["stats"] for s in row])
     arguments = layouts, GPU, 1, (2, 1, 1, 2)
     together, in_waves, results = with_little_workspace(given, damped_inverse, arguments)
-    # A triangle, as many panels as there are, and corners, for 1, 2, 4, 1, 3 and 1 panels: tiles
-    # of 64 x 64 numbers.
+    # The matrices have 1, 2, 4, 1, 3 and 1 panels. Each needs tiles of 64 x 64 numbers for a
+    # triangle, its panels and its corners.
     one, two, three, four = (n * (n + 1) // 2 + (n + 1) * n for n in (1, 2, 3, 4))
     assert len(together.waves) == 1
     assert together.scratch == (3 * one + two + three + four) * 64 * 64 * 4

@@ -139,7 +139,7 @@ def test_tiles_are_whole_and_grouped(rows: int) -> None:
 
 @pytest.mark.parametrize(("programs", "large"), [(12, True), (13, False)])
 def test_large_tiles_are_taken_where_they_fill_the_device(programs: int, large: bool) -> None:
-    """Of a launch's products, those with a side below 96 keep small tiles."""
+    """A product with a side below 96 keeps small tiles."""
     layouts = layouts_of([(512, 384), (128, 64)])
     factors = layouts_of([(d, d) for d in (512, 384, 128, 64)])
     plan = chain.plan(layouts, layouts, factors, CPU, programs)
@@ -413,7 +413,7 @@ def test_the_copy_of_a_tensor_that_is_not_aligned_is() -> None:
 
 
 def test_copies_live_until_their_launches() -> None:
-    """Of factors, and of tensors: kernels know their addresses only. The machine frees the rest."""
+    """Kernels know only the addresses of copies; the emulator frees a copy that nobody holds."""
     given = call("mode_products", [(33, 9)], "full")
     (row,) = given.arguments["factors"]
     given.arguments["factors"] = [[factor.mT for factor in row]]

@@ -75,8 +75,8 @@ NUMBER_FIELDS = tl.constexpr(3)
 MODE, TILE_ROW, FIRST, LAST = fields(4)
 STRIP_FIELDS = tl.constexpr(4)
 
-# Panels whose updates are made together. By one panel an update does eight operations for each byte
-# of its tile, and memory bounds it; by eight the matrix units do.
+# Panels whose updates are made together. For one panel an update does eight operations for each
+# byte of its tile: memory bounds it. For eight panels the matrix units bound it.
 AT_ONCE = 8
 # Tiles of a strip, at most: the programs of a panel all compute the same corner.
 MOST_TILES = 8

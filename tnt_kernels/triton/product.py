@@ -20,12 +20,12 @@ from tnt_kernels.triton.pack import (
 )
 from tnt_kernels.triton.tiles import (
     AXIS_FIELDS,
+    LARGE_BLOCK,
     PROBLEM,
     TILE_COLUMN,
     TILE_ROW,
     fields,
     places,
-    warps_of,
 )
 
 # The problem table, int64. Where to write: the index of an address or SCRATCH, a first byte, the
@@ -194,7 +194,7 @@ class Multiplying(NamedTuple):
             HEIGHT=self.height,
             WIDTH=self.width,
             PRECISION=dot_precision(self.form),
-            num_warps=warps_of(self.width if self.height == self.width else 0),
+            num_warps=8 if self.height == LARGE_BLOCK else 4,
         )
 
 
