@@ -116,6 +116,13 @@ def _poisson(data: Path | None) -> Problem:
 # The defaults were chosen with the seeds 0 to 4.
 _FIVE, _THREE = range(10, 15), range(10, 13)
 # The methods of README's picture.
+GOALS = ("AdamW", "Muon")  # their last losses are marked in pictures
+NAMES = {
+    "adam": "AdamW",
+    "muon": "Muon",
+    "tnt": "TNT(params, likelihood=…)",
+    "tnt-ef": "TNT(params)",
+}
 DRAWN = ("tnt", "tnt-ef", "adam", "muon", "soap")
 _WITH_EF = (*UNTUNED, "kfac-ef")  # KFAC without a likelihood, where it was compared
 _LANGUAGE = {method: own["lr"] or 0.0 for method, own in RIVALS.items()}
@@ -606,7 +613,7 @@ def page(runs: Sequence[Mapping[str, Any]], tasks: Mapping[str, Task]) -> str:
 
 def _table(found: Sequence[Row]) -> str:
     rivals = [row.method for row in found if row.method in RIVALS]
-    names = ["AdamW" if m == "adam" else METHODS[m].label.split(" + ")[0] for m in rivals]
+    names = [NAMES.get(m, METHODS[m].label.split(" + ")[0]) for m in rivals]
     times = [f"to {name}'s" if n else f"time to {name}'s loss" for n, name in enumerate(names)]
     header = ("", "learning rate", "loss", *names, "ms per step", *times)
     return "\n".join(table(header, [cells(row, rivals) for row in found]))
@@ -638,7 +645,7 @@ def cells(row: Row, rivals: Sequence[str]) -> tuple[str, ...]:
 
 def plot(found: Sequence[Row], task: Task, path: Path) -> None:
     """Draw the losses of the methods that did not diverge; seconds are of steps timed alone."""
-    curves = []
+    curves: dict[str, Curve] = {}
     for row in found:
         if not all(map(math.isfinite, row.final)):
             continue
@@ -646,17 +653,27 @@ def plot(found: Sequence[Row], task: Task, path: Path) -> None:
         epoch_steps = (len(row.clock) - 1) // len(columns)
         steps = [epoch_steps * number for number in range(1, len(columns) + 1)]
         method = METHODS[row.method]
-        own = {DEFAULT: "no argument", TUNED: f"tuned, lr {row.lr:g}"}
+        own = {DEFAULT: "", TUNED: ", tuned"}.get(row.arguments, f", {row.arguments}")
         seconds = [row.clock[step] for step in steps]
-        label = "AdamW" if row.method == "adam" else method.label  # there is no weight decay
-        curves.append(
-            Curve(
-                f"{label}: {own.get(row.arguments, row.arguments)}",
-                method.colour,
-                steps,
-                seconds,
-                columns,
-            )
-        )
+        label = NAMES.get(row.method, method.label) + own
+        curves[label] = Curve(label, method.colour, steps, seconds, columns)
+    goals = [curve for label, curve in curves.items() if label.split(",")[0] in GOALS]
     loss_label = "training loss" if task.metric is None else task.metric.replace("_", " ")
-    plot_curves(curves, path, f"{task.label}, {len(task.seeds)} seeds", loss_label)
+    title = f"{task.label}, {len(task.seeds)} seeds"
+    first = next((row for row in found if (row.method, row.arguments) == ("tnt-ef", DEFAULT)), None)
+    if first is not None and (said := message(first)):
+        title = f"{said}\n{title}"
+    plot_curves(list(curves.values()), path, title, loss_label, goals)
+
+
+def message(row: Row) -> str:
+    """What the picture says: how fast the drop-in form reaches the rivals' last losses.
+
+    Empty if there is no such rival, or its loss is not reached from every seed.
+    """
+    ratios = [
+        f"{NAMES[rival]}'s last loss in {share:.2f} of its time"
+        for rival in NAMES
+        if NAMES[rival] in GOALS and math.isfinite(share := row.time.get(rival, math.inf))
+    ]
+    return f"TNT(params) reaches {' and '.join(ratios)}" if ratios else ""

@@ -57,7 +57,7 @@ def main(
     title = f"{loaded.label}, batches of {batch_size}, constant learning rates, same start"
     picture = out.with_suffix(".png")
     label = f"smoothed training loss [{loaded.loss_label}]"
-    plot_curves(curves, picture, title, label, curves[1], loaded.loss_floor)
+    plot_curves(curves, picture, title, label, curves[1:2], loaded.loss_floor)
     print(f"\n{summary(runs)}\n\n{verdict(runs)}\npicture: {picture}\nrecord:  {out}")
 
 

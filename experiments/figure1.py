@@ -135,7 +135,7 @@ def main(
         "most similar": most_similar(compared),
         "the paper's": {name: TABLE_3["mnist"][name][1] for name in GRIDS},
     }
-    plot(compared, choices, out.with_suffix(".png"))
+    plot(compared, choices["most similar"], out.with_suffix(".png"))
     print(report(compared, choices))
     print(f"wrote {out} and {out.with_suffix('.png')}")
 
@@ -374,41 +374,32 @@ def _batches(inputs: Tensor, labels: Tensor, scale: Scale, seed: int) -> Iterato
 
 
 def plot(
-    compared: Sequence[Mapping[str, Any]],
-    choices: Mapping[str, Mapping[str, float | None]],
-    path: Path,
+    compared: Sequence[Mapping[str, Any]], dampings: Mapping[str, float | None], path: Path
 ) -> None:
-    """Draw a row of panels for each choice of dampings, and a panel for each layer."""
+    """Draw a panel for each layer, for one choice of dampings."""
     layers = len(compared[0]["similarity"]["sgd"]["none"])
     figure, panels = pyplot.subplots(
-        *(len(choices), layers),
-        figsize=(3.6 * layers, 3.2 * len(choices) + 0.6),
-        sharex=True,
-        sharey=True,
-        layout="constrained",
-        squeeze=False,
+        1, layers, figsize=(3.0 * layers, 3.8), sharey=True, layout="constrained", squeeze=False
     )
-    for row, (choice, dampings) in zip(panels, choices.items(), strict=True):
-        for layer, axes in enumerate(row):
-            for name, damping in dampings.items():
-                runs = [run["similarity"][name][_name(damping)][layer] for run in compared]
-                columns = [
-                    [math.nan if value is None else value for value in column]
-                    for column in zip(*runs, strict=True)
-                ]
-                method = METHODS[name]
-                x = range(1, len(columns) + 1)
-                band(axes, x, columns, color=method.colour, label=method.label, linewidth=1.6)
-            plain_axes(axes)
-        row[0].set_ylabel(f"cosine similarity,\ndamping: {choice}")
-    for layer, (top, bottom) in enumerate(zip(panels[0], panels[-1], strict=True)):
-        top.set_title(f"layer {layer + 2}", fontsize=10)
-        bottom.set_xlabel("iteration")
+    for layer, axes in enumerate(panels[0]):
+        for name, damping in dampings.items():
+            runs = [run["similarity"][name][_name(damping)][layer] for run in compared]
+            columns = [
+                [math.nan if value is None else value for value in column]
+                for column in zip(*runs, strict=True)
+            ]
+            method = METHODS[name]
+            x = range(1, len(columns) + 1)
+            band(axes, x, columns, color=method.colour, label=method.label, linewidth=1.6)
+        plain_axes(axes)
+        axes.set_title(f"layer {layer + 2}", fontsize=10)
+        axes.set_xlabel("iteration")
+    panels[0][0].set_ylabel("cosine similarity")
     panels[0][0].set_ylim(top=1.0)  # last: a limit ends the shared axis' autoscaling
-    figure.legend(
-        *panels[0][0].get_legend_handles_labels(), loc="outside right center", frameon=False
-    )
-    save(figure, path, f"Directions along block Fisher's run, {len(compared)} seeds")
+    lines, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(lines, labels, loc="outside lower center", ncols=5, frameon=False)
+    title = "Similarity to block Fisher's direction along its run, at the most similar dampings"
+    save(figure, path, f"{title}, {len(compared)} seeds")
 
 
 def report(

@@ -15,7 +15,7 @@ import numpy
 matplotlib.use("Agg")
 from matplotlib import pyplot  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
-from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, ScalarFormatter  # noqa: E402
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator  # noqa: E402
 from PIL import Image  # noqa: E402
 
 from experiments.methods import METHODS, variant, variant_labels  # noqa: E402
@@ -25,10 +25,13 @@ from experiments.training import Epoch, Run  # noqa: E402
 DASHES = ("-", "--", "-.", (0, (1, 1.5)), (0, (5, 1, 1, 1, 1, 1)))
 
 
+ENTROPY = "entropy of the data"  # the lower bound of an autoencoder's loss
+
+
 def save(figure: Any, path: Path, title: str) -> None:
     """Write a figure as a PNG and close it."""
     figure.suptitle(title, fontsize=11)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=220)
     pyplot.close(figure)
     with Image.open(path) as picture:  # 256 colours are a third of the bytes
         picture.convert("RGB").quantize(256).save(path, optimize=True)
@@ -71,13 +74,18 @@ class Curve:
     seconds: Sequence[float]
     columns: Sequence[Sequence[float]]
 
+    @property
+    def last(self) -> float:
+        """The mean of the last losses."""
+        return statistics.fmean(self.columns[-1])
+
 
 def plot_curves(
     curves: Sequence[Curve],
     path: Path,
     title: str,
     loss_label: str,
-    goal: Curve | None = None,
+    goals: Sequence[Curve] = (),
     floor: float | None = None,
 ) -> None:
     """Draw losses against steps and seconds: means over the seeds and standard deviations.
@@ -87,23 +95,22 @@ def plot_curves(
         path: the PNG to write.
         title: above the panels.
         loss_label: the unit of the loss.
-        goal: a curve whose last loss is a dotted line; a dot marks where another one reaches it.
+        goals: curves whose last losses are dotted lines; dots mark where others reach them.
         floor: the loss's lower bound, if known; the axis of the losses is then logarithmic.
     """
     figure, panels = pyplot.subplots(1, 2, figsize=(11, 4.4), sharey=True, layout="constrained")
-    last = None if goal is None else statistics.fmean(goal.columns[-1])
     for axes, name in zip(panels, ("steps", "seconds"), strict=True):
         for curve in curves:
             x: Sequence[float] = getattr(curve, name)
-            style = {"color": curve.colour, "linewidth": 2.0, "label": curve.label}
-            means = band(axes, x, curve.columns, **style)
-            if last is not None and curve is not goal:
-                reached = next((i for i, mean in enumerate(means) if mean <= last), None)
-                if reached is not None:
-                    axes.plot(x[reached], means[reached], "o", color=curve.colour)
-        if last is not None and goal is not None:
-            name = f"last loss of {goal.label.split(':')[0]}"
-            axes.axhline(last, color=goal.colour, linestyle=":", linewidth=1, label=name)
+            means = band(axes, x, curve.columns, color=curve.colour, linewidth=2.0)
+            for goal in goals:
+                reached = next((i for i, mean in enumerate(means) if mean <= goal.last), None)
+                if curve not in goals and reached:  # not None, nor the first point
+                    share = (means[reached - 1] - goal.last) / (means[reached - 1] - means[reached])
+                    place = x[reached - 1] + share * (x[reached] - x[reached - 1])
+                    axes.plot(place, goal.last, "o", color=curve.colour)
+        for goal in goals:
+            axes.axhline(goal.last, color=goal.colour, linestyle=":", linewidth=1)
         if floor is not None:
             loss_axis(axes, floor)
         axes.set_xlim(left=0)
@@ -111,8 +118,47 @@ def plot_curves(
     panels[0].set_ylabel(loss_label)
     panels[0].set_xlabel("steps")
     panels[1].set_xlabel("training time [s]")
-    panels[0].legend(frameon=False, fontsize=9)
+    marks = [(curve.last, curve.label, curve.colour) for curve in curves]
+    _label_ends(panels[0], marks if floor is None else [*marks, (floor, ENTROPY, "0.4")])
     save(figure, path, title)
+
+
+LINE = 0.055  # of an axis' height, for a line of text
+
+
+def _label_ends(axes: Axes, marks: Sequence[tuple[float, str, str]]) -> None:
+    """Write labels right of an axis, each near its value, in its colour."""
+    to_axes = axes.transData + axes.transAxes.inverted()
+    left = axes.get_xlim()[0]
+    places = [float(to_axes.transform((left, value))[1]) for value, _, _ in marks]
+    for (_, label, colour), place in zip(marks, spread(places, LINE), strict=True):
+        axes.text(
+            1.01, place, label, color=colour, fontsize=9, va="center", transform=axes.transAxes
+        )
+
+
+def spread(places: Sequence[float], distance: float) -> list[float]:
+    """The places, moved apart so that neighbours have at least this distance.
+
+    Places that are too close form a row around their mean.
+
+    >>> spread([0.5, 0.0, 0.5], 0.2)
+    [0.4, 0.0, 0.6]
+    """
+    rows: list[list[int]] = []
+    middles: list[float] = []
+    for index in sorted(range(len(places)), key=places.__getitem__):
+        row, middle = [index], places[index]
+        while rows and middle - middles[-1] < (len(rows[-1]) + len(row)) / 2 * distance - 1e-9:
+            row, _ = rows.pop() + row, middles.pop()
+            middle = statistics.fmean(places[i] for i in row)
+        rows.append(row)
+        middles.append(middle)
+    moved = list(places)
+    for row, middle in zip(rows, middles, strict=True):
+        for number, index in enumerate(row):
+            moved[index] = middle + (number - (len(row) - 1) / 2) * distance
+    return moved
 
 
 def grouped(runs: Sequence[Run]) -> list[tuple[str, list[Run]]]:
@@ -161,7 +207,7 @@ def plot_runs(
         _curves(panels[0], finished or members, label, style, lambda e: e.smoothed_loss, start=True)
         if metric is not None and finished:
             _curves(panels[1], finished, label, style, lambda e: e.metrics[metric], start=False)
-    panels[0, 0].set_ylabel(f"smoothed minibatch loss [{loss_label}]")
+    panels[0, 0].set_ylabel(f"smoothed minibatch loss\n[{loss_label}]")
     for axes in panels[0]:
         loss_axis(axes, runs[0].loss_floor)
     if metric is not None:
@@ -173,7 +219,8 @@ def plot_runs(
         for axes in (by_epoch, by_second):
             axes.set_xlim(left=0)
             plain_axes(axes)
-    panels[0, 0].legend(frameon=False, fontsize=8)
+    lines, labels = panels[0, 0].get_legend_handles_labels()
+    figure.legend(lines, labels, loc="outside lower center", ncols=5, frameon=False, fontsize=9)
     save(figure, path, title)
 
 
@@ -205,7 +252,7 @@ def loss_axis(axes: Axes, floor: float | None = None) -> None:
     axes.set_yscale("log")
     # 15, 20, 30, not powers of 10: these losses span little more than a decade.
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7)))
-    axes.yaxis.set_major_formatter(ScalarFormatter())
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_locator(NullLocator())
     if floor is not None:
-        axes.axhline(floor, color="0.4", linestyle=":", linewidth=1, label="entropy of the data")
+        axes.axhline(floor, color="0.4", linestyle=":", linewidth=1, label=ENTROPY)
