@@ -223,8 +223,7 @@ class Observed(Empirical):
     some_lack: bool = False  # whether processes lack an output, and all processes know it
     partial: bool = False  # whether outputs may reach other parameters in another process
     agreed: bool = False  # whether all processes know of ``partial``
-    warned: bool = False  # whether the user was warned of a step without observations, here or
-    # in another process
+    warned: bool = False  # whether the user was warned that this or another process lacks outputs
     warned_twice: bool = False  # and of one with those of ``attach`` and of the loop
     comparisons: list[Comparison] = field(default_factory=list)  # at the first step
     samples: ClassVar[bool] = True
@@ -262,10 +261,10 @@ class Observed(Empirical):
         return self.samples and not (self.count or self.left_out)
 
     def note_lack(self, text: str, wanted: Iterable[Tensor], held: Container[Tensor]) -> None:
-        """Refuses first statistics of some processes only; warns once of later ones.
+        """Refuses first statistics if a process lacks an output; warns once of later ones.
 
-        All processes know of the former, because they ask each other then. Of the latter only the
-        process that observed nothing may know.
+        At first all processes know it, because they ask each other. Later perhaps only the process
+        that lacks one.
         """
         if not any(p in held for p in wanted):
             raise RuntimeError(text)

@@ -272,14 +272,12 @@ def kfac_of(model: nn.Module) -> KFAC:
 
 
 def observed_by_one(
-    rank: int, processes: int, made: Callable[[nn.Module], TNT | KFAC], how: str
+    rank: int, processes: int, made: Callable[[nn.Module], TNT | KFAC], attached: bool
 ) -> dict[str, Any]:
-    """Process 1 never observes: its loop lacks the call, or ``attach``, or its batch has no row."""
+    """A step in which process 1 observes nothing; if ``attached``, because its batch has no row."""
     net, replicas = own_net()
     opt = made(replicas)
-    if how == "loop":
-        opt.attach(replicas) if rank == 0 else None
-    else:
+    if rank == 0 or attached:
         opt.attach(replicas, lambda output: output[: 0 if rank else None])
     x, y = batch(rank, 0)
     before = values(net)
@@ -296,7 +294,7 @@ def observed_by_one(
 def test_a_process_that_never_observes_is_an_error_in_all(
     made: Callable[[nn.Module], TNT | KFAC],
 ) -> None:
-    first, second = run_in(2, observed_by_one, made, "loop")
+    first, second = run_in(2, observed_by_one, made, False)
     assert "called in this process but not in another" in first["error"]
     assert "called in another process but not in this one" in second["error"]
     assert not (first["moved"] or second["moved"] or first["state"] or second["state"])
@@ -306,7 +304,7 @@ def test_a_process_that_never_observes_is_an_error_in_all(
 def test_a_process_whose_batch_has_no_row_is_no_error(
     made: Callable[[nn.Module], TNT | KFAC],
 ) -> None:
-    for rank in run_in(2, observed_by_one, made, "no row"):
+    for rank in run_in(2, observed_by_one, made, True):
         assert not rank["error"] and rank["moved"]
 
 
