@@ -6,19 +6,24 @@ Needs ``pip install 'transformers[torch]'``; run ``python examples/hugging_face_
 import tempfile
 
 import torch
+import torch.nn.functional as F
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
-from tnt_optim import TNT
+from tnt_optim import TNT, Masked
 
 WORDS, LENGTH = 13, 12
 
 
 def sequences(count: int) -> list[dict[str, torch.Tensor]]:
-    """Sequences that count by one of three strides from a random start."""
+    """Sequences that count by one of three strides from a random start, padded to one length."""
     starts, strides = torch.randint(WORDS, (count, 1)), torch.randint(1, 4, (count, 1))
     tokens = (starts + strides * torch.arange(LENGTH)) % WORDS
-    return [{"input_ids": row, "labels": row} for row in tokens]
+    counts = torch.arange(LENGTH) < torch.randint(LENGTH // 2, LENGTH + 1, (count, 1))
+    return [
+        {"input_ids": row, "attention_mask": mask.long(), "labels": row.where(mask, -100)}
+        for row, mask in zip(tokens, counts, strict=True)
+    ]
 
 
 def main(steps: int = 60) -> tuple[list[float], TNT]:
@@ -28,20 +33,31 @@ def main(steps: int = 60) -> tuple[list[float], TNT]:
     size = {"n_positions": LENGTH, "n_embd": 32, "n_layer": 2, "n_head": 2}
     model = GPT2LMHeadModel(GPT2Config(**words, **size))
 
-    opt = TNT(model.named_parameters(), likelihood="categorical")
-    # The model predicts the next word at every position but the last; TNT sees one row for each.
-    opt.attach(model, output=lambda out: out.logits[:, :-1])
-
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder,
             max_steps=steps,
+            learning_rate=0.01,
+            weight_decay=0.01,
             per_device_train_batch_size=16,
             gradient_accumulation_steps=2,
             logging_steps=1,
             save_strategy="no",
             report_to="none",
             disable_tqdm=True,
+        )
+        # The Trainer reads neither argument for an optimizer that it is given: pass them on.
+        opt = TNT(
+            model.named_parameters(),
+            lr=arguments.learning_rate,
+            weight_decay=arguments.weight_decay,
+            likelihood="categorical",
+        )
+        opt.attach(  # a position counts if the next one has a label; the last one never counts
+            model,
+            output=lambda out, args, kwargs: Masked(
+                out.logits, F.pad(kwargs["labels"][:, 1:] != -100, (0, 1))
+            ),
         )
         # None keeps the Trainer's own learning-rate schedule.
         trainer = Trainer(

@@ -8,8 +8,8 @@ PreconditionerError: raised if statistics or inverses fail at first, or five tim
 
 ``help(tnt_optim.TNT)`` explains every argument; ``TNT(...).memory_estimate()`` says how many bytes
 the state of a model will take. ``tnt_optim.kronecker.KroneckerOptimizer`` is the base of an
-optimizer of your own: docs/your_own_optimizer.md names what it may import. Everything else in this
-package may change.
+optimizer of your own; the guide "Your own optimizer" names what it may import. Everything else in
+this package may change.
 """
 
 from tnt_kernels import __version__ as __version__  # both packages are one distribution

@@ -109,7 +109,8 @@ def check_graph(loss: Tensor, *, retain_graph: bool) -> None:
     if retain_graph and config.donated_buffer and "CompiledFunctionBackward" in kinds:
         raise RuntimeError(
             "model must be compiled with torch._functorch.config.donated_buffer = False, set "
-            "before torch.compile: the gradients for the statistics take a second backward"
+            "before torch.compile: with a likelihood, the statistics take a second backward. "
+            "Without one (TNT(params), Shampoo) torch.compile needs nothing"
         )
 
 

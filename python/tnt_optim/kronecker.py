@@ -73,7 +73,8 @@ _NOT_SAVED = {"modes", "units"}
 class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
     """Base of the optimizers that precondition the momentum with a factor for every mode.
 
-    A subclass computes factors from statistics (``_factors``); see docs/your_own_optimizer.md.
+    A subclass computes factors from statistics (``_factors``), as the guide "Your own optimizer"
+    shows.
 
     Args:
         params: parameters, named parameters or parameter groups, of any floating-point dtype.

@@ -4,6 +4,8 @@ import os
 import sys
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, metadata
 from typing import Any
 
 import torch
@@ -27,6 +29,25 @@ IN_EVAL = (
 )
 
 _INSIDE = tuple(os.path.dirname(str(file)) + os.sep for file in (__file__, torch.__file__))
+
+
+def observed_by_some(*, here: bool) -> str:
+    """What to say if some processes observed an output and others did not."""
+    return (
+        "observe(output) must be called in every process, or attach(model), and was called in "
+        f"{'this process but not in another' if here else 'another process but not in this one'}: "
+        "without it, the statistics are those of a part of the batch"
+    )
+
+
+def guide(page: str) -> str:
+    """The address of a page of docs/ that a user can open; its path if none is known."""
+    with suppress(PackageNotFoundError):
+        for entry in metadata("tnt_kernels").get_all("Project-URL", ()):
+            name, _, address = entry.partition(", ")
+            if name == "Documentation":
+                return f"{address}/{page}.md"
+    return f"docs/{page}.md"
 
 
 def names_of(group: Mapping[str, Any]) -> list[Any]:

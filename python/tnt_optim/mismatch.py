@@ -18,7 +18,7 @@ from torch._compile import _disable_dynamo
 
 from tnt_optim.autograd import shows_float16
 from tnt_optim.likelihoods import Likelihood, Masked, parts_of
-from tnt_optim.messages import warn_the_caller
+from tnt_optim.messages import guide, warn_the_caller
 from tnt_optim.modes import Settings
 
 _COMPARED = 1 << 20  # about how many entries of an output are compared
@@ -64,8 +64,8 @@ class Comparison:
             reason = _scale_mismatch(self, output, gradient, examples, micro_batches)
         if reason is not None:
             warn_the_caller(
-                f"likelihood {self.likelihood!r} does not fit the training loss: {reason}. See "
-                "docs/likelihoods.md (compared at the first step only)"
+                f"likelihood {self.likelihood!r} does not fit the training loss: {reason}. "
+                f"{guide('likelihoods')} lists losses (compared at the first step only)"
             )
 
     def _idle_rows(self) -> tuple[int, int]:

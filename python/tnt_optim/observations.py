@@ -37,7 +37,7 @@ from tnt_optim.likelihoods import (
     share_counted,
     with_rows,
 )
-from tnt_optim.messages import UNOBSERVED, warn_if_twice, warn_the_caller
+from tnt_optim.messages import UNOBSERVED, observed_by_some, warn_if_twice, warn_the_caller
 from tnt_optim.mismatch import Comparison, watched
 from tnt_optim.modes import Layout, States, is_sharded, rows, state_dtype
 from tnt_optim.processes import Processes
@@ -219,9 +219,11 @@ class Observed(Empirical):
     """What outputs have given since the last step, pooled over processes."""
 
     attached: int = 0  # outputs that the hook of ``attach`` observed
+    left_out: bool = False  # whether the hook of ``attach`` left out an output without rows
+    some_lack: bool = False  # whether processes lack an output, and all processes know it
     partial: bool = False  # whether outputs may reach other parameters in another process
     agreed: bool = False  # whether all processes know of ``partial``
-    warned: bool = False  # whether the user was warned of a step without observations
+    warned: bool = False  # whether the user was warned that this or another process lacks outputs
     warned_twice: bool = False  # and of one with those of ``attach`` and of the loop
     comparisons: list[Comparison] = field(default_factory=list)  # at the first step
     samples: ClassVar[bool] = True
@@ -241,7 +243,10 @@ class Observed(Empirical):
             comparison.warn(self.count)
         wanted = self.wanted(due)
         is_pooled = bool(wanted) and processes.is_distributed
+        lacks = self.lacks
         means = self.pooled(processes, wanted, held) if is_pooled else self.means(held)
+        if self.some_lack or (lacks and self.count):
+            self.note_lack(observed_by_some(here=not lacks) + self.hint, wanted, held)
         # A frozen parameter, like an unused one, gets its statistics when it is used next.
         self.asked.update(p for p in set(due).difference(wanted) if p in held)
         if not self.count and not self.warned:
@@ -249,6 +254,23 @@ class Observed(Empirical):
             if self.warned:
                 warn_the_caller(UNOBSERVED + self.hint)
         return means
+
+    @property
+    def lacks(self) -> bool:
+        """Whether this process should have observed an output, and has not."""
+        return self.samples and not (self.count or self.left_out)
+
+    def note_lack(self, text: str, wanted: Iterable[Tensor], held: Container[Tensor]) -> None:
+        """Refuses first statistics if a process lacks an output; warns once of later ones.
+
+        At first all processes know it, because they ask each other. Later perhaps only the process
+        that lacks one.
+        """
+        if not any(p in held for p in wanted):
+            raise RuntimeError(text)
+        if not self.warned:
+            self.warned = True
+            warn_the_caller(f"{text} (warned once)")
 
     def means(self, held: Container[Tensor]) -> Mapping[Tensor, Any]:
         """The means over this process's observations."""
@@ -274,10 +296,11 @@ class Observed(Empirical):
         self, processes: Processes, wanted: Sequence[Tensor], *groups: Container[Tensor]
     ) -> tuple[bool, list[list[Tensor]]]:
         """Whether any process observed something; of each group the wanted that any process has."""
-        flags = [self.count > 0, self.partial, *(p in group for group in groups for p in wanted)]
-        observed, partial, *found = processes.anywhere(flags, wanted[0].device)
+        reached = [p in group for group in groups for p in wanted]
+        flags = [self.count > 0, self.lacks, self.partial, *reached]
+        observed, lack, partial, *found = processes.anywhere(flags, wanted[0].device)
         if observed:
-            self.partial, self.agreed = bool(partial), True
+            self.some_lack, self.partial, self.agreed = bool(lack), bool(partial), True
         n = len(wanted)
         parts = [found[n * k : n * (k + 1)] for k in range(len(groups))]
         return bool(observed), [list(compress(wanted, part)) for part in parts]
@@ -286,6 +309,7 @@ class Observed(Empirical):
         """See ``Empirical.use_up``."""
         super().use_up()
         self.count, self.attached, self.hint, self.comparisons = 0, 0, "", []
+        self.left_out = self.some_lack = False
 
 
 @dataclass

@@ -180,8 +180,8 @@ _TABLE = (
         summed over outputs, mean over N), a tuple of these for an output that is a tuple (the sum
         of their losses), or a function. The function samples labels itself, from torch's global
         generator, and returns the 0-dim loss at them; the generator is seeded before the call and
-        restored after it. docs/likelihoods.md says which fits a loss of torch, and which mismatches
-        give a warning.""",
+        restored after it. The guide "Likelihoods" says which fits a loss of torch, and which
+        mismatches give a warning.""",
         per_group=False,
     ),
     Option(

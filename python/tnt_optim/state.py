@@ -196,11 +196,11 @@ def check_state(
     wanted = [entry for entry in SPEC if entry.needs in has and entry.name in kept]
     missing = {entry.name for entry in wanted} - state.keys()
     numbers = {entry.name for entry in wanted if entry.shape == NUMBER}
-    if "stats" in missing and not missing & numbers:
+    if missing and not missing & numbers:
         raise ValueError(
-            f"{name} lacks stats: is it damaged, or one process's part with shard? Load parts with "
-            "torch.distributed.checkpoint, after allocate_state(). To save a whole state, call "
-            "consolidate_state_dict() in all processes first"
+            f"{name} lacks {sorted(missing)}: is it one process's part, saved with shard or "
+            "fully_shard? Save the whole state after consolidate_state_dict() in all processes, or "
+            "load the parts with torch.distributed.checkpoint, after allocate_state()"
         )
     check_keys(name, state, missing)
     for entry in wanted:

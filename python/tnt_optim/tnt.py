@@ -31,7 +31,7 @@ from tnt_optim.paper import paper_settings
     "``relative_damping``; without it, in units of the gradient's (2/k)-th power.",
     nesterov="precondition mu m + g, the next step's momentum if its gradient were g again, in "
     "place of m; ``graft`` looks ahead in the same way. None: only without a ``likelihood``. With "
-    "one it lowers the loss on most tasks, but early steps may be too long (docs/settings.md).",
+    "one it lowers the loss on most tasks, but early steps may be too long.",
     relative_damping="damp with ``damping`` times the average eigenvalue of the U_i instead. "
     "Directions then have the scale of 1 / gradient: a parameter whose gradient is only rounding "
     "(a convolution's bias before batch norm) takes huge steps, unless ``graft`` rescales them.",

@@ -205,7 +205,7 @@ def observed_by_some(rank: int, processes: int, find_unused: bool) -> dict[str, 
     net, _ = own_net()
     replicas = DistributedDataParallel(net, find_unused_parameters=find_unused)
     opt = TNT.paper(net.parameters(), likelihood=least_likely, **SETTINGS)
-    if find_unused:  # then not even the first step asks which parameters are reached
+    if find_unused:  # then every step asks which parameters are reached
         opt.warm_start([replicas(batch(rank, 9)[0])])
     stats, sampled = [opt.state[p]["stats"][0].clone() for p in [net[0].weight] if find_unused], []
     with warnings.catch_warnings(record=True) as warned:
@@ -233,8 +233,13 @@ def test_an_observation_of_some_counts_and_one_of_none_warns(find_unused: bool) 
             close(first, contraction((ranks[0]["sampled"][0] + ranks[1]["sampled"][0]) / 2, 0))
         close(rank["stats"][1], 0.9 * first + 0.1 * contraction(alone, 0))
         assert torch.equal(rank["stats"][2], rank["stats"][1])
-        assert sum("observe(output) was not called" in text for text in rank["warned"]) == 1
         assert rank["failures"] == NO_FAILURES
+    # With find_unused both processes know that one of them lacks an output.
+    first, second = (rank["warned"] for rank in ranks)
+    lacking, complete = "another process but not in this one", "this process but not in another"
+    assert [lacking in text for text in first] == [True]
+    assert len(second) == 1
+    assert (complete if find_unused else "observe(output) was not called") in second[0]
 
 
 def refusals(rank: int, processes: int, made: Callable[[nn.Module], TNT | KFAC]) -> Tensor:
@@ -264,6 +269,43 @@ def tnt_of(model: nn.Module) -> TNT:
 
 def kfac_of(model: nn.Module) -> KFAC:
     return KFAC(model, likelihood="categorical")
+
+
+def observed_by_one(
+    rank: int, processes: int, made: Callable[[nn.Module], TNT | KFAC], attached: bool
+) -> dict[str, Any]:
+    """A step in which process 1 observes nothing; if ``attached``, because its batch has no row."""
+    net, replicas = own_net()
+    opt = made(replicas)
+    if rank == 0 or attached:
+        opt.attach(replicas, lambda output: output[: 0 if rank else None])
+    x, y = batch(rank, 0)
+    before = values(net)
+    cross_entropy(replicas(x), y).backward()
+    error = ""
+    try:
+        opt.step()
+    except RuntimeError as caught:
+        error = str(caught)
+    return {"error": error, "moved": not equal(before, values(net)), "state": len(opt.state)}
+
+
+@pytest.mark.parametrize("made", [tnt_of, kfac_of])
+def test_a_process_that_never_observes_is_an_error_in_all(
+    made: Callable[[nn.Module], TNT | KFAC],
+) -> None:
+    first, second = run_in(2, observed_by_one, made, False)
+    assert "called in this process but not in another" in first["error"]
+    assert "called in another process but not in this one" in second["error"]
+    assert not (first["moved"] or second["moved"] or first["state"] or second["state"])
+
+
+@pytest.mark.parametrize("made", [tnt_of, kfac_of])
+def test_a_process_whose_batch_has_no_row_is_no_error(
+    made: Callable[[nn.Module], TNT | KFAC],
+) -> None:
+    for rank in run_in(2, observed_by_one, made, True):
+        assert not rank["error"] and rank["moved"]
 
 
 def other_shapes(rank: int, processes: int, made: Callable[[nn.Module], TNT | KFAC]) -> list[str]:
@@ -432,14 +474,15 @@ def test_steps_of_padding_of_sharded_models_are_those_of_replicas() -> None:
 
 
 def padding_beside_nothing(rank: int, processes: int, shard: str | None, at: int) -> dict[str, Any]:
-    """At one step the first process observes an output without a row, the second nothing."""
+    """At one step one process's mask counts no row, and ``attach`` has none in the other."""
     net, replicas = own_net()
     opt = TNT.paper(net.parameters(), likelihood="categorical", **{**SETTINGS, "shard": shard})
     error = ""
     for step in range(4):
         opt.zero_grad()
         x, y = batch(rank, step)
-        output = replicas(x)
+        with opt.attach(net, lambda output: output[:0]):
+            output = replicas(x)
         if step != at:
             opt.observe(output)
         elif rank == 0:

@@ -216,9 +216,9 @@ def saved_by_one(
             assert any("stats" not in state for state in part["state"].values())
         get_optimizer_state_dict(net, opt)
         dcp.save({"opt": opt}, checkpoint_id=f"{folder}/parts")
-        if shard == "directions":
-            other = made_optimizer(net, "grafted")
-            with pytest.raises(ValueError, match="lacks stats.*consolidate_state_dict"):
+        for loads_with in (None, "inverses") if shard == "directions" else (None,):
+            other = made_optimizer(net, "grafted", shard=loads_with)
+            with pytest.raises(ValueError, match=r"lacks .*with shard.*consolidate_state_dict"):
                 other.load_state_dict(part)
     return values(net), [str(w.message) for w in said]
 

@@ -6,6 +6,7 @@ import pickle
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from email.message import Message
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from optimizers import made, tnt_and_kfac
 from torch import Tensor, nn
 
-from tnt_optim import TNT, Masked, mismatch
+from tnt_optim import TNT, Masked, messages, mismatch
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 ROWS, WIDTH, OUTPUTS = 64, 6, 12
@@ -523,3 +524,35 @@ def test_first_statistics_that_are_all_zero_are_noticed() -> None:
         else:
             with pytest.warns(RuntimeWarning, match="first statistics are all zero"):
                 opt.step()
+
+
+# ------------------------------------------------------------------ where to read on
+
+
+@pytest.mark.parametrize(
+    ("urls", "address"),
+    [
+        (["Repository, https://a.org/b", "Documentation, https://a.org/b/docs"],
+         "https://a.org/b/docs/likelihoods.md"),
+        (["Repository, https://a.org/b"], "docs/likelihoods.md"),
+        ([], "docs/likelihoods.md"),
+    ],
+)  # fmt: skip
+def test_the_warning_names_the_guide_by_the_address_in_the_metadata(
+    urls: list[str], address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = Message()
+    for url in urls:
+        installed["Project-URL"] = url
+    monkeypatch.setattr(messages, "metadata", {"tnt_kernels": installed}.__getitem__)
+    with pytest.warns(RuntimeWarning, match=f"'gaussian'[^.]*\\. {address} lists losses"):
+        first_step("sampled", "categorical", F.mse_loss, numbers)
+
+
+def test_without_metadata_the_warning_names_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_installed(name: str) -> Message:
+        raise messages.PackageNotFoundError(name)
+
+    monkeypatch.setattr(messages, "metadata", not_installed)
+    with pytest.warns(RuntimeWarning, match=r"\. docs/likelihoods.md lists losses"):
+        first_step("sampled", "categorical", F.mse_loss, numbers)

@@ -53,7 +53,7 @@ def inverse_root(
         damped, each must exceed float64's roundings of the largest. Relative damping is added
         before, in the dtype of S_i. The coupled Newton iteration fails where it does not converge.
         In float32 the root's relative error grows with the condition number, which the damping
-        bounds: see docs/operators.md.
+        bounds.
 
     Raises:
         ValueError, TypeError: naming the argument that does not fit; nothing is then changed.
