@@ -110,9 +110,14 @@ def _mathml(formula: re.Match[str]) -> str:
     return str(convert(html.unescape(formula[2]).strip(), display=display))
 
 
-def on_post_page(output: str, page: Any, config: Any) -> str:
+def on_post_page(output: str, **kwargs: Any) -> str:
     """Keeps Material from asking GitHub for stars: the site loads nothing from elsewhere."""
     return output.replace('data-md-component="source"', "")
+
+
+def on_post_template(output_content: str, **kwargs: Any) -> str:
+    """The same for 404.html."""
+    return on_post_page(output_content)
 
 
 class RunTimeDocstrings(griffe.Extension):
