@@ -75,7 +75,7 @@ def _example(source: str) -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Makes links that leave or enter docs/ lead to where the files are on the site."""
+    """Sets the page's rank in searches, and leads links to where the files are on the site."""
     uri = page.file.src_uri
     for start, boost in SEARCH_BOOSTS.items():
         if uri.startswith(start):
@@ -99,7 +99,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def on_page_content(content: str, page: Any, config: Any, files: Any) -> str:
-    """Converts formulas; in tables, names break after an underscore, and "a ± b" after the sign."""
+    """Converts formulas; a name in a table's header may break after "_", a deviation after "±"."""
     content = _HEADER_CODE.sub(lambda code: code[0].replace("_", "_<wbr>"), content)
     content = content.replace(" ± ", "&nbsp;± ")
     return _FORMULA.sub(_mathml, content)
