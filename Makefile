@@ -125,6 +125,7 @@ gpu:
 # It reads docstrings, but needs no extension.
 docs: $(VENV)/.docs
 	PYTHONPATH=.:python NO_MKDOCS_2_WARNING=1 $(PY) -W ignore -m mkdocs build --strict
+	@echo "Open build/docs/index.html, or serve it: $(PY) -m http.server -d build/docs"
 
 build: $(VENV)/.built
 

@@ -32,4 +32,5 @@ def test_links(page: Path) -> None:
 def test_the_site_has_every_page() -> None:
     menu = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     pages = [path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")]
+    pages += [f"examples/{path.stem}.md" for path in (ROOT / "examples").glob("*.py")]
     assert [page for page in pages if f": {page}\n" not in menu] == []
