@@ -259,7 +259,8 @@ def main(
     """Beyond the paper: optimizers without any argument against tuned rivals.
 
     `--threads` are those of the timed steps; each training has one. `--draw` trains nothing: it
-    draws one task of the record, TNT and TNT-EF with the rivals, as in README.md.
+    draws one task of the record, TNT and TNT-EF with the rivals, as in README.md, and
+    FILE-tall.png for phones.
     """
     # As in the processes of the pool: a run's numbers must not depend on the number of jobs.
     options.set_machine(1)
@@ -273,6 +274,7 @@ def main(
         for name, one in tasks.items():
             shown = [r for r in rows(runs, name, one) if r.method in DRAWN]
             plot(shown[::-1], one, draw)
+            plot(shown[::-1], one, draw.with_stem(f"{draw.stem}-tall"), tall=True)
         return
     with user_errors():
         file = RunFile(out, "defaults", {"schedule": SCHEDULE, "tuning_seed": TUNING_SEED})
@@ -643,7 +645,7 @@ def cells(row: Row, rivals: Sequence[str]) -> tuple[str, ...]:
     return label, lr, loss, *against, pace, *times
 
 
-def plot(found: Sequence[Row], task: Task, path: Path) -> None:
+def plot(found: Sequence[Row], task: Task, path: Path, *, tall: bool = False) -> None:
     """Draw the losses of the methods that did not diverge; seconds are of steps timed alone."""
     curves: dict[str, Curve] = {}
     for row in found:
@@ -662,8 +664,8 @@ def plot(found: Sequence[Row], task: Task, path: Path) -> None:
     title = f"{task.label}, {len(task.seeds)} seeds"
     first = next((row for row in found if (row.method, row.arguments) == ("tnt-ef", DEFAULT)), None)
     if first is not None and (said := message(first)):
-        title = f"{said}\n{title}"
-    plot_curves(list(curves.values()), path, title, loss_label, goals)
+        title = f"{said.replace(' and ', chr(10) + 'and ') if tall else said}\n{title}"
+    plot_curves(list(curves.values()), path, title, loss_label, goals, tall=tall)
 
 
 def message(row: Row) -> str:

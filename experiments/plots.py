@@ -87,6 +87,8 @@ def plot_curves(
     loss_label: str,
     goals: Sequence[Curve] = (),
     floor: float | None = None,
+    *,
+    tall: bool = False,
 ) -> None:
     """Draw losses against steps and seconds: means over the seeds and standard deviations.
 
@@ -97,8 +99,10 @@ def plot_curves(
         loss_label: the unit of the loss.
         goals: curves whose last losses are dotted lines; dots mark where others reach them.
         floor: the loss's lower bound, if known; the axis of the losses is then logarithmic.
+        tall: one panel above the other, for phones.
     """
-    figure, panels = pyplot.subplots(1, 2, figsize=(11, 4.4), sharey=True, layout="constrained")
+    shape, size = ((2, 1), (5.5, 8)) if tall else ((1, 2), (11, 4.4))
+    figure, panels = pyplot.subplots(*shape, figsize=size, sharey=True, layout="constrained")
     for axes, name in zip(panels, ("steps", "seconds"), strict=True):
         for curve in curves:
             x: Sequence[float] = getattr(curve, name)
